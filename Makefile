@@ -1,0 +1,93 @@
+# Everything that a developer does here. `make` or `make help` lists it.
+#
+# By default all of it runs in .venv, which is created on first use and updated when one of its inputs changes.
+# With PYTHON=… it runs in that interpreter instead, and nothing is installed.
+
+VENV        := .venv
+VENV_MIN    := .venv-min
+STAMP       := $(VENV)/.installed
+STAMP_MIN   := $(VENV_MIN)/.installed
+PYTHON      ?= $(VENV)/bin/python
+PYTEST_ARGS ?=
+
+# Interpreters to make the environments from, in order of preference.
+BASE_PYTHON     ?= python3 python3.13 python3.12 python3.11 python3.10
+BASE_PYTHON_MIN ?= python3.10 python3.11 python3
+
+# An index with other builds of PyTorch, e.g. https://download.pytorch.org/whl/cpu
+export TORCH_INDEX_URL ?=
+
+# MkDocs would print its maintainers' news on every build.
+export NO_MKDOCS_2_WARNING := 1
+
+ifeq ($(PYTHON),$(VENV)/bin/python)
+READY := $(STAMP)
+endif
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-11s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: venv
+venv: $(STAMP) ## Create or update .venv (about 4 GB without CUDA, more with a CUDA PyTorch)
+
+$(STAMP): pyproject.toml constraints.txt constraints-cpu.txt cudnn_sdpa/_version.py scripts/make_venv.sh scripts/cuda_extra.py
+	@python=$$(scripts/find_python.sh $(BASE_PYTHON)) && scripts/make_venv.sh $(VENV) "$$python"
+	@touch $@
+
+.PHONY: demo
+demo: $(READY) ## Run samples/quickstart.py: prefill and decode, checked against PyTorch
+	$(PYTHON) samples/quickstart.py
+
+.PHONY: test
+test: lint typecheck docs $(READY) ## All checks that need no GPU: lint, types, documentation, tests
+	$(PYTHON) -m pytest -n 2 -m "not gpu" $(PYTEST_ARGS)
+
+.PHONY: test-gpu
+test-gpu: $(READY) ## The tests that need an NVIDIA GPU; PYTHON=python3 uses that interpreter as it is
+	$(PYTHON) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
+.PHONY: test-min
+test-min: $(STAMP_MIN) ## Unit tests with the oldest versions supported (downloads several GB of CUDA packages)
+	@$(VENV_MIN)/bin/python --version
+	@$(VENV_MIN)/bin/python -m pip list 2>/dev/null | grep -iE '^(torch|nvidia-cudnn|typer|rich|platformdirs|filelock|numpy) ?'
+	$(VENV_MIN)/bin/python -m pytest -n 2 tests/unit $(PYTEST_ARGS)
+
+$(STAMP_MIN): pyproject.toml constraints-min.txt
+	@echo "PyTorch 2.9.0 for Linux brings CUDA 12 with it: about 7 GB on disk."
+	@python=$$(scripts/find_python.sh $(BASE_PYTHON_MIN)) && "$$python" -m venv --clear $(VENV_MIN)
+	$(VENV_MIN)/bin/python -m pip install --quiet -c constraints-min.txt -e ".[cu12,test]"
+	@touch $@
+
+.PHONY: lint
+lint: $(READY) ## Check style and formatting
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check
+
+.PHONY: typecheck
+typecheck: $(READY) ## Check types (mypy --strict)
+	$(PYTHON) -m mypy
+
+.PHONY: format
+format: $(READY) ## Fix style and formatting
+	$(PYTHON) -m ruff check --fix
+	$(PYTHON) -m ruff format
+
+.PHONY: docs
+docs: $(READY) ## Build the documentation into site/
+	$(PYTHON) -m mkdocs build --strict --quiet
+
+.PHONY: docs-serve
+docs-serve: $(READY) ## Serve the documentation at http://127.0.0.1:8000
+	$(PYTHON) -m mkdocs serve
+
+.PHONY: bench
+bench: $(READY) ## Measure host time per call (needs a GPU)
+	$(PYTHON) -m cudnn_sdpa bench host
+
+.PHONY: clean
+clean: ## Remove the environments and everything that was built
+	rm -rf $(VENV) $(VENV_MIN) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find cudnn_sdpa tests samples scripts -type d -name __pycache__ -prune -exec rm -rf {} +
