@@ -1,0 +1,129 @@
+"""Every exception that the library raises.
+
+```text
+CudnnSdpaError
+├── ArgumentError (ValueError)          what the caller passed
+│   ├── ShapeError
+│   ├── DtypeError (TypeError)
+│   ├── DeviceError
+│   ├── LayoutError                     strides, alignment, aliasing
+│   └── OptionError (TypeError)         a value that is no tensor
+├── UnsupportedError (NotImplementedError)   right arguments, but cuDNN or this GPU has no kernel
+├── PlanBuildError (RuntimeError)       a plan is missing where none may be built
+├── ExecutionError (RuntimeError)       cuDNN refused to launch a plan
+├── LibraryError (ImportError)          cuDNN or its frontend is missing, too old, or mixed up
+└── OfflineError (RuntimeError)         planning for a GPU that is not here could not start
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "ArgumentError",
+    "CudnnSdpaError",
+    "DeviceError",
+    "DtypeError",
+    "ExecutionError",
+    "LayoutError",
+    "LibraryError",
+    "OfflineError",
+    "OptionError",
+    "PlanBuildError",
+    "ShapeError",
+    "UnsupportedError",
+]
+
+
+class CudnnSdpaError(Exception):
+    """Base of all errors raised by this library."""
+
+
+class ArgumentError(CudnnSdpaError, ValueError):
+    """An argument is wrong; nothing was launched.
+
+    Attributes:
+        argument: Name of the argument at fault.
+        got: What it was.
+        expected: What it should have been.
+    """
+
+    def __init__(self, argument: str, got: object, expected: object, hint: str = "") -> None:
+        self.argument = argument
+        self.got = got
+        self.expected = expected
+        self.hint = hint
+        super().__init__(f"{argument}: got {got}; expected {expected}." + (f" {hint}" if hint else ""))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.argument, self.got, self.expected, self.hint)
+
+
+class ShapeError(ArgumentError):
+    """A tensor has the wrong rank or size."""
+
+
+class DtypeError(ArgumentError, TypeError):
+    """A tensor has the wrong dtype."""
+
+
+class DeviceError(ArgumentError):
+    """A tensor is on the wrong device."""
+
+
+class LayoutError(ArgumentError):
+    """A tensor's strides, alignment or storage cannot be used."""
+
+
+class OptionError(ArgumentError, TypeError):
+    """An argument that is not a tensor has the wrong type or value."""
+
+
+class UnsupportedError(CudnnSdpaError, NotImplementedError):
+    """The arguments make sense, but there is no kernel for them here.
+
+    Attributes:
+        reasons: Every reason that is known, in the order in which it was found.
+        suggestion: The nearest thing that works, or an empty string.
+    """
+
+    def __init__(self, what: str, reasons: Sequence[str], suggestion: str = "") -> None:
+        self.what = what
+        self.reasons = list(reasons)
+        self.suggestion = suggestion
+        lines = [f"{what} is not supported here:", *(f"  - {reason}" for reason in self.reasons)]
+        if suggestion:
+            lines.append(f"What works: {suggestion}")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.what, self.reasons, self.suggestion)
+
+
+class PlanBuildError(CudnnSdpaError, RuntimeError):
+    """A plan would have to be built where that is forbidden or impossible.
+
+    Attributes:
+        key: The `PlanKey` that has no plan.
+    """
+
+    def __init__(self, key: object, why: str) -> None:
+        self.key = key
+        self.why = why
+        super().__init__(f"{why}\nThe missing plan is {key}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.key, self.why)
+
+
+class ExecutionError(CudnnSdpaError, RuntimeError):
+    """cuDNN refused to launch a plan."""
+
+
+class LibraryError(CudnnSdpaError, ImportError):
+    """cuDNN or its Python frontend is missing, too old, or cannot be loaded."""
+
+
+class OfflineError(CudnnSdpaError, RuntimeError):
+    """Planning for a GPU that is not in this machine could not start or broke off."""

@@ -1,0 +1,1 @@
+"""The runtime: knows cuDNN, knows no operation."""

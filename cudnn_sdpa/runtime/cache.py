@@ -1,0 +1,263 @@
+"""All plans of this process: bounded, least recently used out first, one build per key."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cudnn_sdpa.errors import OptionError, PlanBuildError
+from cudnn_sdpa.runtime.key import PlanKey
+from cudnn_sdpa.runtime.plan import Plan, captured_plans
+
+DEFAULT_SIZE = 512
+
+#: Draws the number of a use, kept in `Plan.last_used`. Drawing is atomic, orders the plans by use, and counts.
+next_use = itertools.count().__next__
+
+
+@dataclass(frozen=True)
+class PlanCacheInfo:
+    """Counters of the plan cache since the process started or `clear` was called.
+
+    Attributes:
+        plans: Plans held now.
+        capacity: Most plans that are held.
+        builds: Plans built.
+        hits: Uses of a plan that was there already; a warm call is one.
+        evictions: Plans let go to stay within the capacity.
+        failures: Builds that raised.
+        captured: Plans kept alive, whether held or not, because a CUDA graph holds a launch of them.
+        build_seconds: Time spent building.
+    """
+
+    plans: int
+    capacity: int
+    builds: int
+    hits: int
+    evictions: int
+    failures: int
+    captured: int
+    build_seconds: float
+
+
+class PreparedCall(Protocol):
+    """What a `CallTable` holds: a plan with all that a raw signature decides."""
+
+    @property
+    def plan(self) -> Plan: ...  # noqa: D102
+
+
+class CallTable:
+    """The first level of look-up: a raw signature, as cheap to make as possible, leads to a prepared call.
+
+    Every plan in it is in the plan cache; when the cache lets a plan go, its entries go too.
+    """
+
+    def __init__(self, limit: int = 8192) -> None:
+        self._calls: dict[Hashable, Any] = {}
+        self._limit = limit
+        self.get = self._calls.get
+        self.on_drop: Callable[[], None] = lambda: None
+        plan_cache._tables.add(self)
+
+    def add(self, signature: Hashable, call: PreparedCall) -> None:
+        """Remembers `call`, unless its plan has left the cache in the meantime."""
+        with plan_cache._lock:
+            if plan_cache._plans.get(call.plan.key) is not call.plan:
+                return
+            while len(self._calls) >= self._limit:
+                del self._calls[next(iter(self._calls))]
+            self._calls[signature] = call
+
+    def _drop(self, plan: Plan | None) -> None:
+        """Forgets the calls of `plan`, or all."""
+        for signature in [s for s, call in self._calls.items() if plan is None or call.plan is plan]:
+            del self._calls[signature]
+        self.on_drop()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+
+class PlanCache:
+    """The plans of this process.
+
+    Reached as `cudnn_sdpa.plan_cache`. Its capacity is 512 plans, or what the environment variable
+    `CUDNN_SDPA_CACHE_SIZE` said when the package was imported.
+
+    Examples:
+        >>> import cudnn_sdpa
+        >>> cudnn_sdpa.plan_cache.info().plans <= cudnn_sdpa.plan_cache.info().capacity
+        True
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._plans: dict[PlanKey, Plan] = {}
+        self._building: dict[PlanKey, threading.Event] = {}
+        self._tables: weakref.WeakSet[CallTable] = weakref.WeakSet()
+        self._lock = threading.RLock()
+        self._forbidden = 0
+        self._reset_counters()
+
+    def _reset_counters(self) -> None:
+        self._uses_not_counted = next_use() + 1
+        self._builds = self._evictions = self._failures = 0
+        self._build_seconds = 0.0
+
+    def peek(self, key: PlanKey) -> Plan | None:
+        """The plan of `key` if it is held; does not count as a use."""
+        return self._plans.get(key)
+
+    def get(self, key: PlanKey, build: Callable[[PlanKey], Plan]) -> Plan:
+        """The plan of `key`. If it is not there, one thread calls `build` and the others wait for it.
+
+        Who then uses the plan sets its `last_used` to `next_use()`.
+
+        Raises:
+            PlanBuildError: It is not there, and `no_plan_builds` is in force.
+        """
+        while True:
+            with self._lock:
+                plan = self._plans.get(key)
+                if plan is not None:
+                    return plan
+                finished = self._building.get(key)
+                if finished is None:
+                    self._check_allowed(key)
+                    finished = self._building[key] = threading.Event()
+                    break
+            finished.wait()
+        try:
+            plan = build(key)
+        except BaseException:
+            with self._lock:
+                self._failures += 1
+            raise
+        else:
+            self._insert(plan)
+            return plan
+        finally:
+            with self._lock:
+                del self._building[key]
+            finished.set()
+
+    def _check_allowed(self, key: PlanKey) -> None:
+        if self._forbidden:
+            raise PlanBuildError(key, "A plan is missing, and no_plan_builds() is in force.")
+
+    def _insert(self, plan: Plan) -> None:
+        with self._lock:
+            self._builds += 1
+            self._build_seconds += plan.build_seconds
+            plan.last_used = max((other.last_used for other in self._plans.values()), default=0)
+            self._plans[plan.key] = plan
+            self._shrink(keep=plan)
+
+    def _shrink(self, keep: Plan | None = None) -> None:
+        while len(self._plans) > self._capacity:
+            candidates = (plan for plan in self._plans.values() if plan is not keep)
+            self._remove(min(candidates, key=lambda plan: plan.last_used))
+            self._evictions += 1
+
+    def _remove(self, plan: Plan) -> None:
+        del self._plans[plan.key]
+        for table in self._tables:
+            table._drop(plan)
+
+    def info(self) -> PlanCacheInfo:
+        """The counters."""
+        with self._lock:
+            uses = next_use() - self._uses_not_counted
+            self._uses_not_counted += 1
+            return PlanCacheInfo(
+                plans=len(self._plans),
+                capacity=self._capacity,
+                builds=self._builds,
+                hits=max(0, uses - self._builds),
+                evictions=self._evictions,
+                failures=self._failures,
+                captured=len(captured_plans),
+                build_seconds=self._build_seconds,
+            )
+
+    def clear(self) -> None:
+        """Lets all plans go and sets the counters to zero.
+
+        A plan that a CUDA graph holds a launch of stays alive, so that the graph can be replayed; the cache only
+        forgets it.
+        """
+        with self._lock:
+            for table in self._tables:
+                table._drop(None)
+            self._plans.clear()
+            self._reset_counters()
+
+    def resize(self, capacity: int) -> None:
+        """Sets the most plans that are held, letting the least recently used ones go if there are more.
+
+        Args:
+            capacity: At least 1.
+
+        Raises:
+            OptionError: `capacity` is no positive integer.
+        """
+        if type(capacity) is not int or capacity < 1:
+            raise OptionError("capacity", repr(capacity), "an integer of at least 1")
+        with self._lock:
+            self._capacity = capacity
+            self._shrink()
+
+    def plans(self) -> list[Plan]:
+        """The plans held now, the least recently used first."""
+        with self._lock:
+            return sorted(self._plans.values(), key=lambda plan: plan.last_used)
+
+
+def _capacity_from_environment() -> int:
+    text = os.environ.get("CUDNN_SDPA_CACHE_SIZE", "")
+    if not text:
+        return DEFAULT_SIZE
+    if not text.isdecimal() or int(text) < 1:
+        raise OptionError("CUDNN_SDPA_CACHE_SIZE", repr(text), "an integer of at least 1")
+    return int(text)
+
+
+plan_cache = PlanCache(_capacity_from_environment())
+
+
+@atexit.register
+def _release() -> None:
+    """Frees the plans while cuDNN can still do it; what is left to the interpreter's end is reported as leaked."""
+    plan_cache.clear()
+    captured_plans.clear()
+
+
+@contextmanager
+def no_plan_builds() -> Iterator[None]:
+    """While it is in force, in the whole process, a call that has no plan raises instead of building one.
+
+    For servers, after warm-up: a shape that was forgotten shows itself at once and not as a stall.
+
+    Raises:
+        PlanBuildError: Out of the call that would have built a plan; it names the plan's key.
+
+    Examples:
+        >>> import cudnn_sdpa
+        >>> with cudnn_sdpa.no_plan_builds():
+        ...     pass  # serve requests
+    """
+    with plan_cache._lock:
+        plan_cache._forbidden += 1
+    try:
+        yield
+    finally:
+        with plan_cache._lock:
+            plan_cache._forbidden -= 1

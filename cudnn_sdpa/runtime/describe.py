@@ -1,0 +1,53 @@
+"""How `explain` learns what a public function would run, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from cudnn_sdpa.runtime.graph_op import GraphOp
+from cudnn_sdpa.runtime.key import PlanKey
+from cudnn_sdpa.runtime.target import Target
+
+
+@dataclass(frozen=True)
+class Description:
+    """What one call would run.
+
+    Attributes:
+        operation: The operation.
+        key: Gives the key of its plan for a target and a device; raises UnsupportedError if there can be none.
+        device: Index of the GPU that the tensors are on; None for tensors elsewhere.
+        is_empty: Whether there is nothing to compute, and so no plan.
+        extra_kernels: What runs on the GPU beside the plan, in words.
+    """
+
+    operation: GraphOp
+    key: Callable[[Target, int | None], PlanKey]
+    device: int | None
+    is_empty: bool = False
+    extra_kernels: list[str] = field(default_factory=list)
+
+
+_describers: dict[Callable[..., Any], Callable[..., Description]] = {}
+
+
+def describes(function: Callable[..., Any]) -> Callable[[Callable[..., Description]], Callable[..., Description]]:
+    """Registers the decorated function, called with the same arguments, as what describes calls of `function`."""
+
+    def register(describer: Callable[..., Description]) -> Callable[..., Description]:
+        _describers[function] = describer
+        return describer
+
+    return register
+
+
+def describer_of(function: Callable[..., Any]) -> Callable[..., Description] | None:
+    """What describes calls of `function`, if anything does."""
+    return _describers.get(function)
+
+
+def described_functions() -> list[str]:
+    """Names of the functions that can be described."""
+    return sorted(function.__name__ for function in _describers)

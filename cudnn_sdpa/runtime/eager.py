@@ -1,0 +1,60 @@
+"""Whether a call may go straight to cuDNN, past PyTorch's dispatcher.
+
+The dispatcher costs about 2 µs. It is needed when something between the caller and the kernel wants to see the
+operator: autograd, a tensor subclass, a dispatch mode, a functorch transform, a TorchScript trace, the profiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+is_compiling = torch.compiler.is_dynamo_compiling
+Guard = Callable[..., bool]
+
+try:  # all of these are C functions of some 50 ns; without one of them every call takes the dispatcher
+    from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+    from torch._C._autograd import _profiler_enabled
+    from torch._C._functorch import maybe_current_level
+
+    _known = True
+except ImportError:  # pragma: no cover - a PyTorch that has moved them
+    _known = False
+
+    def _profiler_enabled() -> bool:
+        return True
+
+
+is_profiling = _profiler_enabled
+
+
+def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether nobody but the kernel has an interest in a call with these tensors."""
+    return (
+        _known
+        and type(q) is Tensor
+        and type(k) is Tensor
+        and type(v) is Tensor
+        and not ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
+        and not _len_torch_dispatch_stack()
+        and maybe_current_level() is None
+        and _get_tracing_state() is None
+        and not is_profiling()
+    )
+
+
+def tensor_guard(*tensors: Tensor) -> Guard:
+    """A function that tells whether tensors are like these, and whether PyTorch is in the same state as now.
+
+    It is what torch.compile asks before each call of compiled code. One C call (0.4 µs) compares the Python types,
+    shapes, strides, dtypes, devices and `requires_grad`, and the dispatch keys with those of the thread's state, in
+    which dispatch modes, functorch transforms, tracing, autocast and inference mode show. The profiler does not.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+    except ImportError:  # pragma: no cover - a PyTorch that has moved it
+        return lambda *_: False
+    check: Guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check

@@ -1,0 +1,147 @@
+"""`graph_op`: a Python function of symbolic tensors and static options becomes an operation with cached plans."""
+
+from __future__ import annotations
+
+import dis
+import hashlib
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from cudnn_sdpa._version import __version__
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.runtime.backend import BuiltGraph, GraphBuilder
+from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
+from cudnn_sdpa.runtime.layouts import CUDNN_DTYPE_NAMES
+from cudnn_sdpa.runtime.target import Target
+
+_CONSTANTS = (bool, int, float, str, bytes, type(None))
+
+
+class GraphOp:
+    """An operation: the builder of its graph, and an identity that changes when the builder does.
+
+    The builder is called as ``builder(g, **inputs, **options)``, where `g` is cuDNN's graph, `inputs` are symbolic
+    tensors and `options` plain values, all of them out of a `PlanKey`. It returns the graph's outputs, one symbol or
+    a tuple. It must not depend on anything else: closures and globals may hold constants, modules and functions of
+    which the same is true, and are part of the identity; a builder with others is refused.
+    """
+
+    def __init__(self, builder: Callable[..., Any]) -> None:
+        self.__doc__ = builder.__doc__
+        self._builder = builder
+        self.name = f"{builder.__module__}:{builder.__qualname__}"
+        self.digest = _digest(builder)
+
+    def key(
+        self,
+        inputs: Sequence[Operand],
+        outputs: Sequence[Operand],
+        options: dict[str, Any],
+        target: Target,
+        device: int | None,
+    ) -> PlanKey:
+        """The key of the plan for these operands and options."""
+        return PlanKey(self.name, self.digest, tuple(inputs), tuple(outputs), PlanKey.typed(options), target, device)
+
+    def compile(self, key: PlanKey, g: GraphBuilder) -> BuiltGraph:
+        """Builds the graph of `key` in `g`, then plans and compiles it.
+
+        The operands' UIDs are 1, 2, … in the order inputs, outputs, which is the order of a launch's pointers.
+
+        Raises:
+            UnsupportedError: cuDNN takes no such graph.
+        """
+        symbols = {}
+        for uid, operand in enumerate(key.inputs, start=1):
+            layout = operand.layout
+            symbols[operand.name] = g.declare(
+                operand.name,
+                uid,
+                layout.shape,
+                layout.stride,
+                CUDNN_DTYPE_NAMES[layout.dtype],
+                host_scalar=operand.role is Role.SCALAR,
+            )
+        try:
+            results = self._builder(g, **symbols, **key.option_values)
+        except RuntimeError as error:  # what cuDNN's own builder methods raise
+            raise UnsupportedError(key.name, [str(error)]) from error
+        if not isinstance(results, tuple):
+            results = (results,)
+        for uid, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True), start=1 + len(key.inputs)):
+            layout = operand.layout
+            g.declare_output(symbol, uid, layout.shape, layout.stride, CUDNN_DTYPE_NAMES[layout.dtype])
+        return g.build(key.name)
+
+    def __repr__(self) -> str:
+        return f"<graph_op {self.name}>"
+
+
+def graph_op(builder: Callable[..., Any]) -> GraphOp:
+    """Makes an operation out of the builder of its graph; see `GraphOp`."""
+    return GraphOp(builder)
+
+
+def find_operation(name: str) -> GraphOp:
+    """The operation with the import path `name`, "package.module:name"."""
+    module, _, attribute = name.partition(":")
+    operation = getattr(importlib.import_module(module), attribute)
+    if not isinstance(operation, GraphOp):
+        raise TypeError(f"{name} is no graph_op")
+    return operation
+
+
+def _digest(builder: Callable[..., Any]) -> str:
+    digest = hashlib.sha256(__version__.encode())
+    for part in _identity(builder, seen=set()):
+        digest.update(b"\0" + part.encode())
+    return digest.hexdigest()[:16]
+
+
+def _identity(function: Any, seen: set[Any]) -> Iterator[str]:
+    """Text that changes whenever `function` may compute something else."""
+    if function in seen:
+        return
+    seen.add(function)
+    try:
+        yield inspect.getsource(function)
+    except (OSError, TypeError):  # typed into a prompt: there is no file to read
+        yield repr((function.__code__.co_code, function.__code__.co_consts, function.__code__.co_names))
+    yield repr((function.__defaults__, function.__kwdefaults__))
+    variables = inspect.getclosurevars(function)
+    outside = {**variables.nonlocals, **_loaded_globals(function.__code__, function.__globals__)}
+    for name, value in sorted(outside.items()):
+        yield name
+        yield from _identity_of_value(function, name, value, seen)
+
+
+def _identity_of_value(function: Any, name: str, value: Any, seen: set[Any]) -> Iterator[str]:
+    if isinstance(value, types.FunctionType):
+        yield from _identity(value, seen)
+    elif isinstance(value, types.ModuleType):
+        yield value.__name__
+    elif isinstance(value, _CONSTANTS) or (
+        isinstance(value, (tuple, frozenset)) and all(isinstance(item, _CONSTANTS) for item in value)
+    ):
+        yield repr(value)
+    else:
+        raise TypeError(
+            f"the graph builder {function.__qualname__} uses {name!r}, a {type(value).__name__} from outside; "
+            "a plan must depend on its key alone, so only constants, modules and functions may be used: "
+            "pass the value as an option instead"
+        )
+
+
+def _loaded_globals(code: types.CodeType, namespace: dict[str, Any]) -> dict[str, Any]:
+    found = {
+        instruction.argval: namespace[instruction.argval]
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval in namespace
+    }
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found.update(_loaded_globals(constant, namespace))
+    return found

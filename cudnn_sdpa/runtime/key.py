@@ -1,0 +1,126 @@
+"""What a plan is a function of.
+
+A `PlanKey` holds everything that the builder of a graph may look at, and nothing else. Data (pointers, sequence
+lengths, scales) is in no key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from cudnn_sdpa.runtime.backend import version_string
+from cudnn_sdpa.runtime.layouts import TensorLayout
+from cudnn_sdpa.runtime.target import Target
+
+
+class Role(str, Enum):
+    """Where an operand's values come from."""
+
+    TENSOR = "tensor"  #: the caller's memory on the GPU
+    SCALAR = "scalar"  #: one number in host memory, read at each launch
+    FILL = "fill"  #: a constant tensor that belongs to the plan
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One input or output of an operation: its name for the builder, its layout, and where it comes from."""
+
+    name: str
+    layout: TensorLayout
+    role: Role = Role.TENSOR
+    fill: int = 0
+
+    def __str__(self) -> str:
+        if self.role is Role.SCALAR:
+            return f"{self.name}: host scalar"
+        return f"{self.name}: {self.layout}" + (f" = {self.fill}" if self.role is Role.FILL else "")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanKey:
+    """The identity of one execution plan.
+
+    Attributes:
+        operation: Import path of the operation, "package.module:name".
+        digest: Of its builder's source and of the package's version.
+        inputs: In the order of the builder's parameters; those not given are left out.
+        outputs: In the order of the builder's results.
+        options: Static options as (name, type, value): 1, 1.0 and True are three different options.
+        target: The GPU and the libraries.
+        device: Index of the GPU in this process; None for a plan that is only compiled.
+    """
+
+    operation: str
+    digest: str
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    options: tuple[tuple[str, str, Any], ...]
+    target: Target
+    device: int | None
+
+    @staticmethod
+    def typed(options: dict[str, Any]) -> tuple[tuple[str, str, Any], ...]:
+        """Options in the form that a key holds."""
+        return tuple((name, type(value).__name__, value) for name, value in sorted(options.items()))
+
+    @property
+    def option_values(self) -> dict[str, Any]:
+        """The static options by name."""
+        return {name: value for name, _, value in self.options}
+
+    @property
+    def name(self) -> str:
+        """The operation's short name."""
+        return self.operation.rpartition(":")[2]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready description of everything but the target, read back by `from_json`."""
+        return {
+            "operation": self.operation,
+            "digest": self.digest,
+            "inputs": [_operand_to_json(operand) for operand in self.inputs],
+            "outputs": [_operand_to_json(operand) for operand in self.outputs],
+            "options": self.option_values,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any], target: Target) -> PlanKey:
+        """The key that `to_json` described, for `target`."""
+        return cls(
+            operation=data["operation"],
+            digest=data["digest"],
+            inputs=tuple(_operand_from_json(item) for item in data["inputs"]),
+            outputs=tuple(_operand_from_json(item) for item in data["outputs"]),
+            options=cls.typed({name: _hashable(value) for name, value in data["options"].items()}),
+            target=target,
+            device=None,
+        )
+
+    def __str__(self) -> str:
+        operands = ", ".join(map(str, self.inputs))
+        results = ", ".join(map(str, self.outputs))
+        options = ", ".join(f"{name}={value!r}" for name, _, value in self.options)
+        where = f"cuda:{self.device}" if self.device is not None else "no device here"
+        return (
+            f"{self.name}({operands}; {options}) -> ({results}) "
+            f"on {self.target} with cuDNN {version_string(self.target.cudnn)}, {where}"
+        )
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+def _operand_to_json(operand: Operand) -> dict[str, Any]:
+    return {
+        "name": operand.name,
+        "layout": operand.layout.to_json(),
+        "role": operand.role.value,
+        "fill": operand.fill,
+    }
+
+
+def _operand_from_json(data: dict[str, Any]) -> Operand:
+    return Operand(data["name"], TensorLayout.from_json(data["layout"]), Role(data["role"]), data["fill"])

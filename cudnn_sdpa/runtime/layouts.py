@@ -1,0 +1,121 @@
+"""How tensors lie in memory: the part of a plan's key that comes from operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+#: Names under which cuDNN knows the dtypes (members of ``cudnn.data_type``).
+CUDNN_DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float16: "HALF",
+    torch.bfloat16: "BFLOAT16",
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.int8: "INT8",
+    torch.uint8: "UINT8",
+    torch.int32: "INT32",
+    torch.int64: "INT64",
+    torch.bool: "BOOLEAN",
+    torch.float8_e4m3fn: "FP8_E4M3",
+    torch.float8_e5m2: "FP8_E5M2",
+}
+
+_DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in CUDNN_DTYPE_NAMES}
+
+#: Bytes to which cuDNN's kernels need every pointer and every stride aligned (one 128-bit load).
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """Shape, stride (in elements) and dtype of one operand.
+
+    The stride of a dimension of size 1 is never used to reach memory, so it is replaced by the value that a
+    dense tensor would have there; two views that differ only in it share a plan.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorLayout:
+        """The layout of `tensor`."""
+        return cls(tuple(tensor.shape), canonical_stride(tensor.shape, tensor.stride()), tensor.dtype)
+
+    @classmethod
+    def contiguous(cls, shape: Sequence[int], dtype: torch.dtype) -> TensorLayout:
+        """The layout of a new row-major tensor."""
+        return cls(tuple(shape), contiguous_stride(shape), dtype)
+
+    def expand_right(self, rank: int) -> TensorLayout:
+        """The same memory seen with trailing dimensions of size 1, as cuDNN wants its side tensors."""
+        missing = rank - len(self.shape)
+        return TensorLayout(self.shape + (1,) * missing, self.stride + (1,) * missing, self.dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready description, read back by `from_json`."""
+        return {"shape": list(self.shape), "stride": list(self.stride), "dtype": str(self.dtype).removeprefix("torch.")}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TensorLayout:
+        """Inverse of `to_json`."""
+        return cls(tuple(data["shape"]), tuple(data["stride"]), _DTYPE_BY_NAME[data["dtype"]])
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}[{'×'.join(map(str, self.shape))}; strides {','.join(map(str, self.stride))}]"
+
+
+def contiguous_stride(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """Row-major strides; a dimension of size 0 counts as 1, as in PyTorch."""
+    stride: list[Any] = []
+    step: Any = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step = step * (size if size != 0 else 1)
+    return tuple(reversed(stride))
+
+
+def canonical_stride(shape: Sequence[Any], stride: Sequence[Any]) -> tuple[Any, ...]:
+    """`stride` with every size-1 dimension's entry replaced by what a dense layout would have there."""
+    result = list(stride)
+    span: Any = 1
+    for i in range(len(shape) - 1, -1, -1):
+        if shape[i] == 1:
+            result[i] = span
+        elif shape[i] * result[i] > span:
+            span = shape[i] * result[i]
+    return tuple(result)
+
+
+def dense_stride_like(shape: Sequence[Any], model: Sequence[Any], model_stride: Sequence[Any]) -> tuple[Any, ...]:
+    """Strides of a dense tensor of `shape` whose dimensions lie in memory in the order of the model's.
+
+    The last dimension is innermost. A model that overlaps itself (a stride of 0) has no order to follow; the
+    result is then row-major, as `torch.empty_like` does it. Works on symbolic sizes too.
+
+    Args:
+        shape: Sizes of the new tensor; all but the last are the model's.
+        model: Sizes of the tensor whose order is followed, of the same rank.
+        model_stride: Its strides.
+    """
+    real = [i for i in range(len(shape) - 1) if model[i] != 1]
+    if any(model_stride[i] == 0 for i in real):
+        return contiguous_stride(shape)
+    order: list[int] = []  # insertion sort, largest stride first: symbolic strides need only be compared
+    for i in real:
+        position = len(order)
+        while position > 0 and model_stride[i] > model_stride[order[position - 1]]:
+            position -= 1
+        order.insert(position, i)
+    order.append(len(shape) - 1)
+    stride: list[Any] = [1] * len(shape)
+    step: Any = 1
+    for i in reversed(order):
+        stride[i] = step
+        step = step * (shape[i] if shape[i] != 0 else 1)
+    return canonical_stride(shape, stride)
