@@ -1,0 +1,44 @@
+"""cuDNN's attention as plain PyTorch functions, with every plan cached.
+
+Importing this package starts no CUDA and loads no cuDNN; the first call on a GPU does.
+"""
+
+from cudnn_sdpa._version import __version__
+from cudnn_sdpa.attention.dense import scaled_dot_product_attention, sdpa
+from cudnn_sdpa.errors import (
+    ArgumentError,
+    CudnnSdpaError,
+    DeviceError,
+    DtypeError,
+    ExecutionError,
+    LayoutError,
+    LibraryError,
+    OfflineError,
+    OptionError,
+    PlanBuildError,
+    ShapeError,
+    UnsupportedError,
+)
+from cudnn_sdpa.explanation import explain
+from cudnn_sdpa.runtime.cache import no_plan_builds, plan_cache
+
+__all__ = [
+    "ArgumentError",
+    "CudnnSdpaError",
+    "DeviceError",
+    "DtypeError",
+    "ExecutionError",
+    "LayoutError",
+    "LibraryError",
+    "OfflineError",
+    "OptionError",
+    "PlanBuildError",
+    "ShapeError",
+    "UnsupportedError",
+    "__version__",
+    "explain",
+    "no_plan_builds",
+    "plan_cache",
+    "scaled_dot_product_attention",
+    "sdpa",
+]

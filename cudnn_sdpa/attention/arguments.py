@@ -1,0 +1,240 @@
+"""Checks of what the user passed. Every message names the argument, what it got and what was expected."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention.options import ALIGNMENTS
+from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.runtime.layouts import ALIGNMENT
+
+CUDA_DTYPES = (torch.float16, torch.bfloat16)
+CPU_DTYPES = (*CUDA_DTYPES, torch.float32, torch.float64)
+
+
+class ForwardArguments(NamedTuple):
+    """A forward call, in the order in which operators and signatures take its arguments."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    seq_lens_q: Tensor | None
+    seq_lens_kv: Tensor | None
+    is_causal: bool
+    causal_alignment: str
+    scale: float | None
+    with_lse: bool
+    out: Tensor | None = None
+
+
+def check(call: ForwardArguments) -> None:
+    """Everything that holds on every device; looks at no address and no value, so that fake tensors pass through."""
+    check_options(call.is_causal, call.causal_alignment, call.scale)
+    check_qkv(call.q, call.k, call.v)
+    check_lengths("seq_lens_q", call.seq_lens_q, call.q)
+    check_lengths("seq_lens_kv", call.seq_lens_kv, call.q)
+    if call.out is not None:
+        check_out(call.out, call.q, call.v)
+
+
+def check_types(call: ForwardArguments) -> None:
+    """That tensors are tensors: the operators' schemas would refuse others too, but without naming the argument."""
+    for name in ("q", "k", "v"):
+        if not isinstance(getattr(call, name), Tensor):
+            raise OptionError(name, type(getattr(call, name)).__name__, "a torch.Tensor")
+    for name in ("seq_lens_q", "seq_lens_kv", "out"):
+        if not isinstance(getattr(call, name), (Tensor, type(None))):
+            raise OptionError(name, type(getattr(call, name)).__name__, "a torch.Tensor or None")
+    if not isinstance(call.with_lse, bool):
+        raise OptionError("return_lse", repr(call.with_lse), "True or False")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}"
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Ranks, sizes, dtypes and devices of query, key and value."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            hint = "Add the missing batch or head dimension with unsqueeze(0)." if tensor.dim() == 3 else ""
+            raise ShapeError(name, _shape(tensor), "rank 4: (batch, heads, sequence, head dim)", hint)
+    _check_dtypes_and_devices(q, k, v)
+    _check_sizes(q, k, v)
+
+
+def _check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.device.type not in ("cuda", "cpu", "meta"):
+        raise DeviceError("q", str(q.device), "a CUDA device, or the CPU for the reference")
+    allowed = CPU_DTYPES if q.device.type == "cpu" else CUDA_DTYPES
+    if q.dtype not in allowed:
+        raise DtypeError(
+            "q",
+            _name(q.dtype),
+            " or ".join(map(_name, allowed)) + f" on {q.device.type}",
+            "Convert with q.to(torch.bfloat16)." if q.is_floating_point() else "",
+        )
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise DtypeError(name, _name(tensor.dtype), f"{_name(q.dtype)}, the dtype of q")
+        if tensor.device != q.device:
+            raise DeviceError(
+                name, str(tensor.device), f"{q.device}, the device of q", f"Move it with {name}.to(q.device)."
+            )
+
+
+def _check_sizes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    batch, heads_q, _, head_dim = q.shape
+    _, heads_kv, skv, _ = k.shape
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.shape[0] != batch:
+            raise ShapeError(
+                name,
+                _shape(tensor),
+                f"batch {batch}, as q has ({_shape(q)})",
+                f"{name}.expand repeats a batch of 1 without a copy.",
+            )
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.shape[1] == 0:
+            raise ShapeError(name, _shape(tensor), "at least one head")
+        if tensor.shape[3] == 0 or tensor.shape[3] % 8 != 0:
+            raise ShapeError(
+                name, f"head dim {tensor.shape[3]}", "a positive multiple of 8", "Pad it with torch.nn.functional.pad."
+            )
+    if k.shape[3] != head_dim:
+        raise ShapeError("k", f"head dim {k.shape[3]}", f"{head_dim}, the head dim of q")
+    if heads_q % heads_kv != 0:
+        raise ShapeError("k", f"{heads_kv} heads", f"a divisor of q's {heads_q} heads (grouped-query attention)")
+    if v.shape[1] != heads_kv:
+        raise ShapeError("v", f"{v.shape[1]} heads", f"{heads_kv}, the number of heads of k")
+    if v.shape[2] != skv:
+        raise ShapeError("v", f"sequence length {v.shape[2]}", f"{skv}, the sequence length of k")
+
+
+def check_lengths(name: str, lengths: Tensor | None, q: Tensor) -> None:
+    """A tensor of sequence lengths: one int32 for each batch entry, dense, where q is."""
+    if lengths is None:
+        return
+    if lengths.dtype != torch.int32:
+        raise DtypeError(name, _name(lengths.dtype), "int32", f"Convert with {name}.to(torch.int32).")
+    if lengths.dim() != 1 or lengths.shape[0] != q.shape[0]:
+        raise ShapeError(name, _shape(lengths), f"shape ({q.shape[0]},): one length for each batch entry")
+    if lengths.device != q.device:
+        raise DeviceError(name, str(lengths.device), f"{q.device}, the device of q")
+    if lengths.shape[0] > 1 and lengths.stride(0) != 1:
+        raise LayoutError(name, f"stride {lengths.stride(0)}", "a dense tensor", f"Use {name}.contiguous().")
+
+
+def check_options(is_causal: Any, causal_alignment: Any, scale: Any) -> None:
+    """The arguments that are no tensors."""
+    if not isinstance(is_causal, bool):
+        raise OptionError("is_causal", repr(is_causal), "True or False")
+    if causal_alignment not in ALIGNMENTS:
+        raise OptionError("causal_alignment", repr(causal_alignment), " or ".join(map(repr, ALIGNMENTS)))
+    if scale is None or isinstance(scale, torch.SymFloat):
+        return
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        hint = "A scale on the GPU would have to be read back; use scale.item()." if isinstance(scale, Tensor) else ""
+        raise OptionError("scale", type(scale).__name__, "a float, or None for 1/sqrt(head dim)", hint)
+    if not math.isfinite(scale) or abs(scale) > torch.finfo(torch.float32).max:
+        raise OptionError("scale", repr(scale), "a finite float32 number, or None for 1/sqrt(head dim)")
+
+
+def check_strides(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """What cuDNN's kernels need of the memory layout: a dense last dimension, and 16-byte steps between rows."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.stride(3) != 1:
+            raise LayoutError(
+                name,
+                f"stride {tensor.stride(3)} in the last dimension",
+                "1: each head vector dense",
+                f"Use {name}.contiguous().",
+            )
+        step = ALIGNMENT // tensor.element_size()
+        for dim in range(3):
+            if tensor.shape[dim] != 1 and tensor.stride(dim) % step != 0:
+                raise LayoutError(
+                    name,
+                    f"stride {tensor.stride(dim)} in dimension {dim}",
+                    f"a multiple of {step} elements ({ALIGNMENT} bytes)",
+                    f"Use {name}.contiguous().",
+                )
+
+
+def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
+    """Addresses: the one thing that a warm call checks, since they are in no key."""
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
+        if isinstance(tensor, Tensor) and tensor.is_cuda and tensor.data_ptr() % ALIGNMENT != 0:
+            raise LayoutError(
+                name,
+                f"an address {tensor.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT}",
+                f"storage aligned to {ALIGNMENT} bytes",
+                "Let the function allocate it." if name == "out" else f"Use {name}.clone().",
+            )
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if out is not None and _share_memory(out, tensor):
+            hint = "Allocate it with torch.empty_like(q)."
+            raise LayoutError("out", f"memory that {name} lies in too", "memory of its own", hint)
+
+
+def check_out(out: Tensor, q: Tensor, v: Tensor) -> None:
+    """An output that the caller allocated: shape, dtype, device and strides."""
+    shape = (*q.shape[:3], v.shape[3])
+    if out.shape != shape:
+        raise ShapeError("out", _shape(out), f"shape {shape}")
+    if out.dtype != q.dtype:
+        raise DtypeError("out", _name(out.dtype), f"{_name(q.dtype)}, the dtype of q")
+    if out.device != q.device:
+        raise DeviceError("out", str(out.device), f"{q.device}, the device of q")
+    if out.numel() != 0:
+        check_strides_of_out(out)
+
+
+def check_strides_of_out(out: Tensor) -> None:
+    """`out` must be writable by the kernel: dense head vectors, 16-byte steps, no two elements in one place."""
+    step = ALIGNMENT // out.element_size()
+    if out.stride(3) != 1:
+        raise LayoutError("out", f"stride {out.stride(3)} in the last dimension", "1")
+    span = out.shape[3]
+    for stride, size in sorted((out.stride(dim), out.shape[dim]) for dim in range(3)):
+        if size == 1:
+            continue
+        if stride % step != 0:
+            raise LayoutError("out", f"a stride of {stride}", f"multiples of {step} elements ({ALIGNMENT} bytes)")
+        if stride < span:
+            raise LayoutError("out", f"strides {out.stride()} that overlap", "one place in memory for each element")
+        span = stride * (size - 1) + span
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether the address ranges of two tensors touch. Interleaved but disjoint views count as sharing."""
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    first_a, first_b = a.data_ptr(), b.data_ptr()
+    return first_a < first_b + _extent(b) and first_b < first_a + _extent(a)
+
+
+def _extent(tensor: Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def check_no_gradient(**tensors: Tensor) -> None:
+    """Refuses to compute a result that would silently be cut off from autograd."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor.requires_grad:
+            raise UnsupportedError(
+                "a gradient",
+                [f"{name} requires grad, and this version of cudnn_sdpa computes attention forward only"],
+                "call it under torch.no_grad(), or use torch.nn.functional.scaled_dot_product_attention for training",
+            )

@@ -1,0 +1,224 @@
+"""Attention over dense tensors: `sdpa` and the drop-in `scaled_dot_product_attention`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import arguments, lookup, operators  # noqa: F401 - registers the operators
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.calls import Result
+from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.runtime.eager import is_compiling, is_profiling
+
+
+@overload
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = ...,
+    causal_alignment: str = ...,
+    scale: float | None = ...,
+    seq_lens_q: Tensor | None = ...,
+    seq_lens_kv: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    out: Tensor | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = ...,
+    causal_alignment: str = ...,
+    scale: float | None = ...,
+    seq_lens_q: Tensor | None = ...,
+    seq_lens_kv: Tensor | None = ...,
+    return_lse: Literal[True],
+    out: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = False,
+    causal_alignment: str = "top_left",
+    scale: float | None = None,
+    seq_lens_q: Tensor | None = None,
+    seq_lens_kv: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Result:
+    """Scaled dot-product attention, softmax(scale · q kᵀ + mask) v, forward.
+
+    The first call with given shapes, strides, dtype and options builds a cuDNN plan; every later one is a look-up
+    and a launch. Nothing is read back from the GPU. CPU tensors run a plain PyTorch reference of the same
+    mathematics, also in float32 and float64.
+
+    Grouped-query attention needs no flag: Hq may be any multiple of Hkv, and query head h uses key head
+    h · Hkv // Hq.
+
+    Args:
+        q: Queries (B, Hq, Sq, D), float16 or bfloat16. D is a multiple of 8. Any strides with a dense last
+            dimension and steps of 16 bytes: BHSD, BSHD through `transpose(1, 2)`, slices of a packed QKV.
+        k: Keys (B, Hkv, Skv, D).
+        v: Values (B, Hkv, Skv, Dv).
+        is_causal: Hide later keys from each query.
+        causal_alignment: Where the causal diagonal lies. "top_left": query i sees keys 0 … i. "bottom_right": the
+            last query sees the last key, by each sequence's true lengths, as decoding with a cache needs it.
+        scale: Factor of the scores; None is 1/sqrt(D). Data, not part of the plan. A negative one costs a copy of q.
+        seq_lens_q: True number of queries of each sequence, (B,) int32. Output rows past it are zeros.
+        seq_lens_kv: True number of keys of each sequence, (B,) int32, from 0 to Skv. Keys past it are not seen, but
+            v must hold finite numbers there: its rows are multiplied by 0, so make a cache with `torch.zeros`.
+            Data on the GPU: changing it neither builds nor waits.
+        return_lse: Also return the log-sum-exp of the scores.
+        out: Where to write the result: (B, Hq, Sq, Dv), not overlapping an input.
+
+    Returns:
+        The output (B, Hq, Sq, Dv) in q's dtype, dense, its dimensions in memory in q's order. With `return_lse` also
+        the natural logarithm of the sum of the exponentials of the scaled and masked scores, (B, Hq, Sq) float32. A
+        query that sees no key gets zeros and minus infinity.
+
+    Raises:
+        ArgumentError: An argument is wrong; the subclass and the message say which and how.
+        UnsupportedError: cuDNN or this GPU has no kernel for it, with every reason; or an input requires grad.
+        PlanBuildError: A plan is missing under `no_plan_builds` or while a CUDA graph is captured.
+        LibraryError: cuDNN cannot be loaded.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> q = torch.randn(2, 8, 16, 64)  # on a GPU: device="cuda", dtype=torch.bfloat16
+        >>> k = v = torch.randn(2, 2, 16, 64)
+        >>> cudnn_sdpa.sdpa(q, k, v, is_causal=True).shape
+        torch.Size([2, 8, 16, 64])
+
+    The formula is that of "Attention Is All You Need" (Vaswani et al., 2017), section 3.2.1.
+    """
+    if not is_compiling():
+        last = lookup.last
+        if (
+            seq_lens_q is None
+            and out is None
+            and last.options == (is_causal, causal_alignment, return_lse, seq_lens_kv is None)
+            and last.scale_type is type(scale)
+            and last.scale == scale
+            and (last.check(q, k, v) if seq_lens_kv is None else last.check(q, k, v, seq_lens_kv))
+            and not is_profiling()
+        ):
+            result: Result = last.call(q, k, v, None, seq_lens_kv, None)
+            return result
+        prepared = lookup.find(q, k, v, seq_lens_q, seq_lens_kv, is_causal, causal_alignment, scale, return_lse, out)
+        if prepared is not None:
+            return prepared(q, k, v, seq_lens_q, seq_lens_kv, out)
+    return _dispatch(
+        ForwardArguments(q, k, v, seq_lens_q, seq_lens_kv, is_causal, causal_alignment, scale, return_lse, out)
+    )
+
+
+def _dispatch(call: ForwardArguments) -> Result:
+    """Through PyTorch's dispatcher, which picks cuDNN, the reference or the fake implementation."""
+    arguments.check_types(call)
+    arguments.check_options(call.is_causal, call.causal_alignment, call.scale)
+    arguments.check_no_gradient(q=call.q, k=call.k, v=call.v)
+    inputs, out = call[:-2], call.out
+    operator = torch.ops.cudnn_sdpa
+    if out is None:
+        run = operator.sdpa_forward_lse if call.with_lse else operator.sdpa_forward
+        result: Result = run(*inputs)
+        return result
+    if call.with_lse:
+        return out, operator.sdpa_forward_lse_out(*inputs, out)
+    operator.sdpa_forward_out(*inputs, out)
+    return out
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, computed by cuDNN: same signature, same meaning.
+
+    Args:
+        query: (N, …, Hq, L, E): of rank 4, or of rank 3 without a batch.
+        key: (N, …, H, S, E). Its batch and heads may be 1 where the query's are not.
+        value: (N, …, H, S, Ev).
+        attn_mask: Must be None in this version.
+        dropout_p: Must be 0 in this version.
+        is_causal: Hide later keys, with the diagonal at the top left.
+        scale: Factor of the scores; None is 1/sqrt(E).
+        enable_gqa: Allow Hq to be a multiple of H.
+
+    Returns:
+        (N, …, Hq, L, Ev), its dimensions in memory in the query's order.
+
+    Raises:
+        ArgumentError: An argument is wrong.
+        UnsupportedError: A mask, dropout or a gradient was asked for, or cuDNN has no kernel.
+
+    Examples:
+        >>> import torch
+        >>> from cudnn_sdpa import scaled_dot_product_attention
+        >>> q = k = v = torch.randn(4, 16, 64)  # (heads, sequence, head dim)
+        >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
+        torch.Size([4, 16, 64])
+    """
+    q, k, v, options = drop_in_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    out: Tensor = sdpa(q, k, v, **options)
+    return out.squeeze(0) if query.dim() == 3 else out
+
+
+def drop_in_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """The tensors and options of the `sdpa` call that a `scaled_dot_product_attention` call comes down to."""
+    _check_drop_in(query, key, value, attn_mask, dropout_p)
+    q, k, v = (tensor.unsqueeze(0) if tensor.dim() == 3 else tensor for tensor in (query, key, value))
+    if not enable_gqa and k.shape[1] not in (1, q.shape[1]):
+        hint = "Or pass enable_gqa=True."
+        raise ShapeError("key", f"{k.shape[1]} heads", f"1 or {q.shape[1]}, as query has", hint)
+    batch, heads = q.shape[0], max(k.shape[1], v.shape[1])
+    return q, _broadcast(k, batch, heads), _broadcast(v, batch, heads), {"is_causal": is_causal, "scale": scale}
+
+
+def _check_drop_in(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise OptionError(name, type(tensor).__name__, "a torch.Tensor")
+        if tensor.dim() not in (3, 4) or tensor.dim() != query.dim():
+            raise ShapeError(name, f"shape {tuple(tensor.shape)}", "rank 3 or 4, the same for query, key and value")
+    way_out = "torch.nn.functional.scaled_dot_product_attention has it"
+    if attn_mask is not None:
+        reason = "this version of cudnn_sdpa computes unmasked and causal attention"
+        raise UnsupportedError("attn_mask", [reason], way_out)
+    if dropout_p != 0.0:
+        raise UnsupportedError("dropout_p", ["this version of cudnn_sdpa is for inference"], way_out + "; or pass 0.0")
+
+
+def _broadcast(tensor: Tensor, batch: int, heads: int) -> Tensor:
+    """Repeats a batch or head of 1 without a copy."""
+    if tensor.shape[0] == batch and tensor.shape[1] == heads:
+        return tensor
+    return tensor.expand(batch if tensor.shape[0] == 1 else -1, heads if tensor.shape[1] == 1 else -1, -1, -1)
