@@ -1,0 +1,177 @@
+"""`explain`: what a call runs, and why it cannot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cudnn_sdpa._version import __version__
+from cudnn_sdpa.attention import describe as _attention  # noqa: F401 - registers the descriptions
+from cudnn_sdpa.errors import OfflineError, OptionError, UnsupportedError
+from cudnn_sdpa.offline.planner import plan_offline
+from cudnn_sdpa.runtime import backend
+from cudnn_sdpa.runtime.cache import next_use, plan_cache
+from cudnn_sdpa.runtime.describe import Description, described_functions, describer_of
+from cudnn_sdpa.runtime.plan import build_plan
+from cudnn_sdpa.runtime.target import Target, live_target, load_properties
+
+
+@dataclass
+class Explanation:
+    """What `explain` found; `print` it, or read the fields.
+
+    Attributes:
+        call: Name of the function that was asked about.
+        target: The GPU that the answer is for.
+        offline: Whether that GPU is not in this machine, so that a helper process planned for it.
+        supported: Whether there is a plan, or nothing to compute.
+        reasons: Why there is no plan.
+        key: The plan's key, in words.
+        engine: cuDNN's engine.
+        knobs: The engine's settings.
+        workspace: Bytes that a launch allocates beside its outputs.
+        build_seconds: Time that planning and compiling took.
+        cached: Whether the plan was in the cache before.
+        extra_kernels: What runs on the GPU beside the plan.
+        versions: Of this package and what it stands on.
+        libraries: Which file each NVIDIA library was loaded from, in the process that planned.
+    """
+
+    call: str
+    target: str
+    offline: bool
+    supported: bool = True
+    reasons: list[str] = field(default_factory=list)
+    key: str = ""
+    engine: str = ""
+    knobs: dict[str, int] = field(default_factory=dict)
+    workspace: int = 0
+    build_seconds: float = 0.0
+    cached: bool = False
+    extra_kernels: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    libraries: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        where = "planned without the GPU" if self.offline else "on this machine's GPU"
+        lines = [f"{self.call} for {self.target}, {where}"]
+        if not self.supported:
+            lines += ["  not supported:", *(f"    - {reason}" for reason in self.reasons)]
+        elif self.engine:
+            knobs = " ".join(f"{name}={value}" for name, value in self.knobs.items())
+            built = "in the cache, built in" if self.cached else "built now in"
+            lines += [
+                f"  engine     {self.engine} {knobs}".rstrip(),
+                f"  workspace  {self.workspace} bytes",
+                f"  plan       {built} {self.build_seconds * 1e3:.0f} ms",
+            ]
+        else:
+            lines.append("  nothing to compute: no plan, the result is filled in")
+        lines += [f"  key        {self.key}"] if self.key else []
+        lines += [f"  also runs  {note}" for note in self.extra_kernels]
+        lines += [f"  {name:<26} {version}" for name, version in self.versions.items()]
+        lines += [f"  {name:<26} {path}" for name, path in self.libraries.items()]
+        return "\n".join(lines)
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Says what a call runs: its plan's key, engine and workspace, or every reason why there is no plan.
+
+    With CUDA tensors the plan comes out of the cache, or is built and put there. With CPU tensors the answer is for
+    a GPU that need not be here, planned by real cuDNN in a helper process: an H200, or what the environment variable
+    `CUDNN_SDPA_TARGET` says, which may be the path of a cuDNN device-properties JSON file.
+
+    Args:
+        function: A function of this library, such as `sdpa`.
+        *args: What it would be called with.
+        **kwargs: The same.
+
+    Returns:
+        An `Explanation`; `print` shows it.
+
+    Raises:
+        OptionError: `function` is none that can be explained.
+        ArgumentError: The call's arguments are wrong, as when calling it.
+        OfflineError: No helper process can plan here, for example without a C compiler.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> q = torch.empty(1, 8, 128, 64, dtype=torch.float32)
+        >>> cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, q, q).supported  # no float32 in cuDNN's attention
+        False
+    """
+    describer = describer_of(function)
+    if describer is None:
+        name = getattr(function, "__name__", repr(function))
+        raise OptionError("function", name, "one of " + ", ".join(described_functions()))
+    description = describer(*args, **kwargs)
+    if description.device is not None:
+        return _explain_live(function.__name__, description, description.device)
+    return _explain_offline(function.__name__, description, os.environ.get("CUDNN_SDPA_TARGET", "h200"))
+
+
+def _explain_live(name: str, description: Description, device: int) -> Explanation:
+    target = live_target(device)
+    result = _start(name, description, target, offline=False)
+    if not description.is_empty:
+        try:
+            key = description.key(target, device)
+            result.key = str(key)
+            result.cached = plan_cache.peek(key) is not None
+            plan = plan_cache.get(key, lambda key: build_plan(description.operation, key))
+            plan.last_used = next_use()
+        except UnsupportedError as error:
+            result.supported, result.reasons = False, error.reasons
+        else:
+            result.engine, result.knobs, result.workspace = plan.engine, plan.knobs, plan.workspace
+            result.build_seconds = plan.build_seconds
+    result.libraries |= backend.loaded_libraries()
+    return result
+
+
+def _explain_offline(name: str, description: Description, target_name: str) -> Explanation:
+    properties = load_properties(target_name)
+    target = Target.from_properties(properties)
+    result = _start(name, description, target, offline=True)
+    if not description.is_empty:
+        try:
+            key = description.key(target, None)
+            result.key = str(key)
+            plan = plan_offline(key, properties)
+        except UnsupportedError as error:
+            result.supported, result.reasons = False, error.reasons
+        else:
+            result.engine, result.knobs, result.workspace = plan.engine, plan.knobs, plan.workspace
+            result.build_seconds = plan.build_seconds
+            result.libraries |= plan.libraries
+    return result
+
+
+def _start(name: str, description: Description, target: Target, *, offline: bool) -> Explanation:
+    versions = {
+        "cudnn_sdpa": __version__,
+        "cuDNN": backend.version_string(target.cudnn),
+        "nvidia-cudnn-frontend": target.frontend,
+        "torch": str(torch.__version__),
+    }
+    libraries = {"torch": str(Path(torch.__file__).parent), "cudnn": str(Path(str(backend.cudnn().__file__)).parent)}
+    return Explanation(
+        call=name,
+        target=str(target),
+        offline=offline,
+        extra_kernels=description.extra_kernels,
+        versions=versions,
+        libraries=libraries,
+    )
+
+
+__all__ = ["Explanation", "OfflineError", "explain"]

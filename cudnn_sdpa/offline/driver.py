@@ -1,0 +1,98 @@
+"""The environment of a helper process: the machine's own driver, or a stand-in where there is none."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+import platformdirs
+
+from cudnn_sdpa.errors import OfflineError
+
+_SOURCE = Path(__file__).with_name("stand_in_driver.c")
+_MARKER = "cudnn_sdpa_stand_in_driver"
+
+
+def has_real_driver() -> bool:
+    """Whether this process can load NVIDIA's own libcuda.so.1."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return not hasattr(library, _MARKER)
+
+
+def helper_environment() -> dict[str, str]:
+    """Environment variables with which a helper process can plan.
+
+    With a real driver that driver is used and all GPUs are hidden, so that the helper takes no GPU memory. Without
+    one, the stand-in driver is first on the library path.
+
+    Raises:
+        OfflineError: There is no driver, and no C compiler to make the stand-in.
+    """
+    if has_real_driver():
+        return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    path = [str(stand_in_folder()), os.environ.get("LD_LIBRARY_PATH", "")]
+    return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, path))}
+
+
+def stand_in_folder() -> Path:
+    """The folder of the compiled stand-in driver; it is compiled on first use, into the user's cache folder.
+
+    Raises:
+        OfflineError: There is a real driver, there is no C compiler, or the folder is open to others.
+    """
+    if has_real_driver():
+        raise OfflineError("this machine has an NVIDIA driver: the stand-in driver is not for use beside it")
+    source = _SOURCE.read_text()
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    parent = Path(platformdirs.user_cache_dir("cudnn_sdpa")) / "stand-in-driver"
+    folder = parent / digest
+    if not (folder / "libcuda.so.1").exists():
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _compile(source, folder)
+    _check_private(folder)
+    return folder
+
+
+def compiler() -> str | None:
+    """The system's C compiler: what the environment variable CC names, or cc, gcc or clang."""
+    candidates = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
+    return next((found for name in candidates if name and (found := shutil.which(name))), None)
+
+
+def _compile(source: str, folder: Path) -> None:
+    found = compiler()
+    if found is None:
+        raise OfflineError(
+            "planning for a GPU on a machine without an NVIDIA driver needs a C compiler, and none of $CC, cc, gcc and "
+            "clang is on the PATH; install one (on Debian: apt-get install gcc libc6-dev)"
+        )
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        made = Path(scratch) / "made"
+        made.mkdir(mode=0o700)
+        (made / "driver.c").write_text(source)
+        command = [found, "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", "libcuda.so.1", "driver.c"]
+        result = subprocess.run(command, cwd=made, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise OfflineError(f"{found} could not compile the stand-in driver: {result.stderr.strip()[-500:]}")
+        try:
+            made.rename(folder)  # whole or not at all; another process may have been first
+        except OSError:
+            if not (folder / "libcuda.so.1").exists():
+                raise
+
+
+def _check_private(folder: Path) -> None:
+    """What is loaded into a process must not have been put there by somebody else."""
+    for path in (folder, folder / "libcuda.so.1"):
+        status = path.stat()
+        if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise OfflineError(f"{path} belongs to another user or is writable by others; remove {folder.parent}")

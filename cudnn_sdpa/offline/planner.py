@@ -1,0 +1,147 @@
+"""Asks a helper process for plans. One helper serves this process; it starts with the first question."""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from typing import IO, Any
+
+from cudnn_sdpa.errors import OfflineError, UnsupportedError
+from cudnn_sdpa.offline import driver
+from cudnn_sdpa.runtime.key import PlanKey
+
+#: A plan takes 0.3 to 1 s; the first one also the start of Python and PyTorch.
+TIMEOUT_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class OfflinePlan:
+    """A plan that was compiled without its GPU.
+
+    Attributes:
+        engine: cuDNN's engine.
+        knobs: The engine's settings.
+        workspace: Bytes that a launch needs beside its operands.
+        build_seconds: Time that planning and compiling took.
+        data: The plan in cuDNN's serialized form.
+        libraries: Which file each NVIDIA library of the helper was loaded from.
+    """
+
+    engine: str
+    knobs: dict[str, int]
+    workspace: int
+    build_seconds: float
+    data: bytes
+    libraries: dict[str, str]
+
+
+class Helper:
+    """A helper process and the conversation with it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the helper
+        self._lock = threading.Lock()
+
+    def ask(self, request: dict[str, Any], timeout: float = TIMEOUT_SECONDS) -> dict[str, Any]:
+        """Sends one request and waits for its answer.
+
+        Raises:
+            OfflineError: The helper cannot be started, crashed, or did not answer in time. The next request gets a
+                new one.
+        """
+        with self._lock:
+            process = self._start()
+            assert process.stdin is not None
+            try:
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                process.stdin.flush()
+                line = self._read_line(process, timeout)
+            except (OSError, TimeoutError) as error:
+                raise self._failed(f"does not answer ({error})") from error
+            if not line:
+                raise self._failed(_describe_exit(process.wait()))
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+
+    def close(self) -> None:
+        """Ends the helper, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "cudnn_sdpa.offline.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                bufsize=0,
+                env={**driver.helper_environment(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        return self._process
+
+    @staticmethod
+    def _read_line(process: subprocess.Popen[bytes], timeout: float) -> bytes:
+        assert process.stdout is not None
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([process.stdout], [], [], timeout)
+            if not ready:
+                raise TimeoutError(f"{timeout:.0f} s have passed")
+            part = os.read(process.stdout.fileno(), 1 << 20)
+            if not part:
+                return b""
+            line += part
+        return bytes(line)
+
+    def _failed(self, what: str) -> OfflineError:
+        self.close()
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace").strip()[-600:]
+        self._errors.seek(0)
+        self._errors.truncate()
+        return OfflineError(f"the helper process that plans with cuDNN {what}" + (f"; it said: {said}" if said else ""))
+
+
+def _describe_exit(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+_helper = Helper()
+atexit.register(_helper.close)
+
+
+def plan_offline(key: PlanKey, properties: dict[str, Any]) -> OfflinePlan:
+    """Plans and compiles `key` for the GPU that `properties` describes, in a helper process.
+
+    Args:
+        key: The key; its target was made from `properties`.
+        properties: In the form of cuDNN's device-properties JSON.
+
+    Raises:
+        UnsupportedError: cuDNN has no plan, with its reasons.
+        OfflineError: There was no answer: no C compiler, no cuDNN, or a crash.
+    """
+    answer = _helper.ask({"key": key.to_json(), "properties": properties})
+    if "error" in answer:
+        if answer["reasons"] is None:
+            raise OfflineError(answer["error"])
+        raise UnsupportedError(key.name, answer["reasons"])
+    data = base64.b64decode(answer.pop("plan"))
+    return OfflinePlan(data=data, **answer)

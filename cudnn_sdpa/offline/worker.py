@@ -1,0 +1,71 @@
+"""The helper process: reads requests for plans as JSON lines and answers in JSON lines.
+
+Run by `cudnn_sdpa.offline.planner` with the environment of `cudnn_sdpa.offline.driver`; not meant to be run by hand.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import importlib.util
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from cudnn_sdpa.errors import CudnnSdpaError, UnsupportedError
+from cudnn_sdpa.runtime import backend
+from cudnn_sdpa.runtime.graph_op import find_operation
+from cudnn_sdpa.runtime.key import PlanKey
+from cudnn_sdpa.runtime.target import Target
+
+
+def preload() -> None:
+    """Loads NVRTC and cuBLASLt from the pip packages, where cuDNN would not find them by itself."""
+    spec = importlib.util.find_spec("nvidia")
+    for root in spec.submodule_search_locations or [] if spec else []:
+        for pattern in ("*/lib/libnvrtc-builtins.so*", "*/lib/libnvrtc.so*", "*/lib/libcublasLt.so*"):
+            for library in sorted(Path(root).glob(pattern)):
+                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Plans and compiles what `request` describes."""
+    target = Target.from_properties(request["properties"])
+    key = PlanKey.from_json(request["key"], target)
+    operation = find_operation(key.operation)
+    if operation.digest != key.digest:
+        return {"error": "the operation's source has changed since this process started", "reasons": None}
+    start = time.perf_counter()
+    try:
+        built = operation.compile(key, backend.GraphBuilder(properties=request["properties"]))
+    except UnsupportedError as error:
+        return {"error": str(error), "reasons": error.reasons}
+    return {
+        "engine": built.engine,
+        "knobs": built.knobs,
+        "workspace": built.workspace,
+        "build_seconds": time.perf_counter() - start,
+        "libraries": backend.loaded_libraries(),
+        "plan": base64.b64encode(built.serialize()).decode(),
+    }
+
+
+def main() -> None:
+    """Serves requests until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print where they like; the answers' channel is ours alone
+    preload()
+    for line in sys.stdin:
+        try:
+            result = answer(json.loads(line))
+        except (CudnnSdpaError, RuntimeError, ValueError, KeyError) as error:
+            result = {"error": f"{type(error).__name__}: {error}", "reasons": None}
+        answers.write(json.dumps(result) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
