@@ -1,0 +1,166 @@
+"""`bench host`: what one warm call costs the host, whether the kernel is cuDNN's at full speed, and memory."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from cudnn_sdpa.attention import lookup
+from cudnn_sdpa.attention.dense import sdpa
+from cudnn_sdpa.bench import peers
+from cudnn_sdpa.bench.timing import Call, device_times, host_times
+from cudnn_sdpa.runtime import plan as plans
+from cudnn_sdpa.runtime.cache import plan_cache
+from cudnn_sdpa.runtime.eager import is_plain, tensor_guard
+
+#: (B, Hq, Hkv, S, D, causal): what `kernels` times.
+KERNEL_SHAPES = (
+    (4, 32, 32, 2048, 128, True),
+    (4, 32, 8, 4096, 128, True),
+    (2, 32, 8, 8192, 128, True),
+    (1, 32, 8, 16384, 128, True),
+    (2, 32, 8, 8192, 128, False),
+    (4, 16, 16, 4096, 64, True),
+    (64, 32, 8, 512, 128, True),
+    (2, 16, 16, 4096, 256, True),
+)
+
+
+def _random(batch: int, heads: int, length: int, dim: int) -> Tensor:
+    return torch.randn(batch, heads, length, dim, device="cuda", dtype=torch.bfloat16)
+
+
+def host() -> list[dict[str, Any]]:
+    """Host time of one warm inference call, B=1, H=8, S=128, D=64, bfloat16, beside its peers."""
+    q, k, v = (_random(1, 8, 128, 64) for _ in range(3))
+    lengths = torch.full((1,), 100, dtype=torch.int32, device="cuda")
+    step = _random(1, 8, 1, 64)
+    frontend = peers.FrontendGraph(q, k, v, is_causal=False)
+    pytorch = peers.pytorch(q, k, v, is_causal=False)
+    calls: dict[str, Call] = {
+        "sdpa": lambda: sdpa(q, k, v),
+        "sdpa, causal, scale given": lambda: sdpa(q, k, v, is_causal=True, scale=0.2),
+        "sdpa, decode with seq_lens_kv": lambda: sdpa(step, k, v, seq_lens_kv=lengths),
+        "sdpa, return_lse": lambda: sdpa(q, k, v, return_lse=True),
+        "sdpa through the dispatcher": lambda: torch.ops.cudnn_sdpa.sdpa_forward(
+            q, k, v, None, None, False, "top_left", None
+        ),
+        "raw launch (nothing allocated)": frontend.launch,
+        "frontend execute (nothing allocated)": frontend.execute,
+        "cudnn.Graph": peers.wrapper_graph(q, k, v, is_causal=False),
+    }
+    rounds = []
+    for _ in range(5):  # sdpa_kernel() is no part of a call, so PyTorch's backends alternate with ours by rounds
+        times = host_times(calls, rounds=4)
+        for name in peers.PYTORCH_BACKENDS:
+            with peers.only(name):
+                times |= host_times({name: pytorch}, rounds=4)
+        rounds.append(times)
+    best = {name: min(times[name] for times in rounds) for name in rounds[0]}
+    flash = best["pytorch flash"]
+    return [{"call": name, "µs": time, "× flash": time / flash} for name, time in best.items()]
+
+
+def parts() -> list[dict[str, Any]]:
+    """Where the host time of a warm call goes."""
+    q, k, v = (_random(1, 8, 128, 64) for _ in range(3))
+    out = sdpa(q, k, v)
+    frontend = peers.FrontendGraph(q, k, v, is_causal=False)
+    signature = lookup.signature(q, k, v, None, None, False, "top_left", None, False, None)
+    call = lookup.calls.get(signature)
+    assert call is not None
+    plan = call.plan
+    guard = tensor_guard(q, k, v)
+    layout = (tuple(out.shape), out.stride(), out.dtype)
+    pointers = (q.data_ptr(), k.data_ptr(), v.data_ptr(), call._scale_address, out.data_ptr())
+    pieces: dict[str, Call] = {
+        "whole call": lambda: sdpa(q, k, v),
+        "is it like the last call?": lambda: guard(q, k, v),
+        "if not: signature": lambda: lookup.signature(q, k, v, None, None, False, "top_left", None, False, None),
+        "if not: look-up of it": lambda: lookup.calls.get(signature),
+        "if not: may it skip the dispatcher?": lambda: is_plain(q, k, v),
+        "prepared call": lambda: call(q, k, v, None, None, None),
+        "  of it: output": lambda: plans.allocate(*layout),
+        "  of it: plan.launch": lambda: plan.launch(pointers),
+        "    of it: cuDNN and the frontend's C++": frontend.launch,
+    }
+    return [{"part": name, "µs": time} for name, time in host_times(pieces).items()]
+
+
+def kernels() -> list[dict[str, Any]]:
+    """Device time of `sdpa` beside the plain frontend graph, interleaved."""
+    rows = []
+    for shape in track(KERNEL_SHAPES, "kernels", transient=True):
+        batch, heads_q, heads_kv, length, dim, causal = shape
+        q = _random(batch, heads_q, length, dim)
+        k, v = (_random(batch, heads_kv, length, dim) for _ in range(2))
+        frontend = peers.FrontendGraph(q, k, v, is_causal=causal)
+
+        def ours(q: Tensor = q, k: Tensor = k, v: Tensor = v, causal: bool = causal) -> Tensor:
+            return sdpa(q, k, v, is_causal=causal)
+
+        with peers.only("pytorch flash"):
+            times = device_times(
+                {"sdpa": ours, "frontend": frontend.launch, "flash": peers.pytorch(q, k, v, is_causal=causal)}
+            )
+        flops = 4 * batch * heads_q * length * length * dim * (0.5 if causal else 1.0)
+        rows.append(
+            {
+                "B, Hq, Hkv, S, D": ", ".join(map(str, shape[:-1])) + (", causal" if causal else ""),
+                "sdpa µs": times["sdpa"],
+                "frontend µs": times["frontend"],
+                "sdpa / frontend": times["sdpa"] / times["frontend"],
+                "sdpa TFLOP/s": flops / times["sdpa"] / 1e6,
+                "pytorch flash TFLOP/s": flops / times["flash"] / 1e6,
+            }
+        )
+    return rows
+
+
+def memory() -> list[dict[str, Any]]:
+    """Device memory over 10,000 calls, and plans and host memory over 1,000 shapes."""
+    q, k, v = (_random(1, 8, 128, 64) for _ in range(3))
+    sdpa(q, k, v)
+    before = _device_memory()
+    for _ in range(10_000):
+        sdpa(q, k, v)
+    rows: list[dict[str, Any]] = [
+        {"what": "device memory grown over 10,000 calls, bytes", "value": _device_memory() - before}
+    ]
+    capacity = plan_cache.info().capacity
+    plan_cache.clear()
+    plan_cache.resize(100)
+    resident = []
+    try:
+        for length in track(range(1, 1001), "1,000 shapes", transient=True):
+            sdpa(_random(1, 2, length, 64), k[:, :2], v[:, :2])
+            if length % 200 == 0:
+                gc.collect()
+                resident.append(_host_memory())
+        info = plan_cache.info()
+    finally:
+        plan_cache.resize(capacity)
+    rows += [
+        {"what": "plans held of 1,000 shapes, capacity 100", "value": info.plans},
+        {"what": "prepared calls held", "value": len(lookup.calls)},
+        {"what": "seconds for a plan, mean", "value": info.build_seconds / info.builds},
+    ]
+    for count, size in zip(range(200, 1001, 200), resident, strict=True):
+        rows.append({"what": f"host memory after {count} shapes, MB", "value": size / 1e6})
+    return rows
+
+
+def _device_memory() -> int:
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def _host_memory() -> int:
+    with open("/proc/self/statm") as file:  # noqa: PTH123 - not a file on a disk
+        return int(file.read().split()[1]) * resource.getpagesize()

@@ -1,0 +1,45 @@
+"""Results as JSON with the versions in them, and as a table."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from cudnn_sdpa._version import __version__
+from cudnn_sdpa.runtime import backend
+
+
+def environment() -> dict[str, str]:
+    """What the numbers depend on."""
+    return {
+        "date": dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d"),
+        "gpu": torch.cuda.get_device_name(),
+        "cudnn_sdpa": __version__,
+        "cudnn": backend.version_string(backend.cudnn_version()),
+        "nvidia-cudnn-frontend": backend.frontend_version(),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+def write(path: Path, name: str, results: dict[str, Any]) -> None:
+    """Writes the results of one benchmark command."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"benchmark": name, "environment": environment(), **results}, indent=2) + "\n")
+
+
+def show(title: str, rows: list[dict[str, Any]], console: Console | None = None) -> None:
+    """Prints rows of equal keys as a table."""
+    table = Table(title=title, title_justify="left")
+    for column in rows[0]:
+        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+    for row in rows:
+        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+    (console or Console()).print(table)

@@ -1,0 +1,70 @@
+"""How time is taken.
+
+Host time is that of enqueueing alone: no synchronization within, several rounds, the best one. Device time comes from
+events around single launches, the candidates interleaved, because the chip's clock moves; the median.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+Call = Callable[[], object]
+
+
+def host_times(calls: Mapping[str, Call], *, per_round: int = 1000, rounds: int = 15) -> dict[str, float]:
+    """Microseconds of host time for one call of each; rounds of the candidates alternate."""
+    best = dict.fromkeys(calls, float("inf"))
+    for call in calls.values():
+        _repeat(call, 50)
+    for _ in range(rounds):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            _repeat(call, per_round)
+            best[name] = min(best[name], (time.perf_counter() - start) / per_round)
+    torch.cuda.synchronize()
+    empty = min(_time_of_loop(per_round) for _ in range(rounds))
+    return {name: (seconds - empty) * 1e6 for name, seconds in best.items()}
+
+
+def device_times(calls: Mapping[str, Call], *, repeats: int = 40) -> dict[str, float]:
+    """Microseconds of device time for one call of each: the median of `repeats`, interleaved."""
+    for call in calls.values():
+        _repeat(call, 3)
+    torch.cuda.synchronize()
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start, end = _event(), _event()
+            start.record()
+            call()
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {
+        name: statistics.median(start.elapsed_time(end) * 1e3 for start, end in pairs) for name, pairs in events.items()
+    }
+
+
+def _event() -> torch.cuda.Event:
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return event
+
+
+def _repeat(call: Call, count: int) -> None:
+    for _ in range(count):
+        call()
+
+
+def _time_of_loop(count: int) -> float:
+    start = time.perf_counter()
+    _repeat(_nothing, count)
+    return (time.perf_counter() - start) / count
+
+
+def _nothing() -> None:
+    return None
