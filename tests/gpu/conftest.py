@@ -1,0 +1,67 @@
+"""Every test here needs an NVIDIA GPU. The run can leave a report with versions, counts and skips."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import cudnn_sdpa
+from cudnn_sdpa.runtime import backend
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU that PyTorch can see"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_cache():
+    """Each test starts without plans, with a seed of its own, and leaves no settings behind."""
+    cudnn_sdpa.plan_cache.clear()
+    capacity = cudnn_sdpa.plan_cache.info().capacity
+    torch.manual_seed(20261121)
+    yield
+    cudnn_sdpa.plan_cache.resize(capacity)
+
+
+_outcomes: Counter[str] = Counter()
+_skips: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        _outcomes[report.outcome] += 1
+    if report.skipped:
+        _skips[str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)] += 1
+
+
+def pytest_sessionfinish() -> None:
+    """Writes the report to the file that CUDNN_SDPA_GPU_REPORT names."""
+    path = os.environ.get("CUDNN_SDPA_GPU_REPORT")
+    if not path or not torch.cuda.is_available():
+        return
+    report = {
+        "versions": {
+            "cudnn_sdpa": cudnn_sdpa.__version__,
+            "gpu": torch.cuda.get_device_name(),
+            "gpus": torch.cuda.device_count(),
+            "cudnn": backend.version_string(backend.cudnn_version()),
+            "nvidia-cudnn-frontend": backend.frontend_version(),
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+        "counts": dict(_outcomes),
+        "skips": dict(_skips),
+    }
+    Path(path).write_text(json.dumps(report, indent=2) + "\n")

@@ -1,0 +1,86 @@
+"""What the tests on the GPU share: fresh tensors, poisoned memory, and float64 mathematics."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+import cudnn_sdpa
+
+#: Relative error ‖x − ref‖ / ‖ref‖ that half precision may have.
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
+
+LAYOUTS = {
+    "bhsd": torch.randn,
+    "bshd": lambda b, h, s, d, **kw: torch.randn(b, s, h, d, **kw).transpose(1, 2),
+    "sbhd": lambda b, h, s, d, **kw: torch.randn(s, b, h, d, **kw).permute(1, 2, 0, 3),
+    "hbsd": lambda b, h, s, d, **kw: torch.randn(h, b, s, d, **kw).transpose(0, 1),
+    "packed": lambda b, h, s, d, **kw: torch.randn(b, s, 3, h, d, **kw)[:, :, 1].transpose(1, 2),
+    "padded": lambda b, h, s, d, **kw: torch.randn(b, h + 1, s + 3, d + 8, **kw)[:, :h, 3:, :d],
+    "every second": lambda b, h, s, d, **kw: torch.randn(b, 2 * h, 2 * s, d, **kw)[:, ::2, 1::2],
+}
+
+
+def make(layout: str, b: int, h: int, s: int, d: int, dtype: torch.dtype, device: str = "cuda") -> Tensor:
+    return LAYOUTS[layout](b, h, s, d, dtype=dtype, device=device)
+
+
+def poison(*shapes: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Fills the blocks that the allocator will hand out next for these shapes with NaN."""
+    torch.cuda.synchronize()
+    tensors = [torch.full(shape, math.nan, dtype=dtype, device="cuda") for shape in shapes for _ in range(3)]
+    torch.cuda.synchronize()
+    del tensors
+
+
+def exact(q, k, v, *, is_causal=False, causal_alignment="top_left", scale=None, seq_lens_q=None, seq_lens_kv=None):
+    """Attention in float64, written independently of the library: one sequence at a time."""
+    batch, heads_q, sq, dim = q.shape
+    skv, groups = k.shape[2], heads_q // k.shape[1]
+    out = torch.zeros(batch, heads_q, sq, v.shape[3], dtype=torch.float64, device=q.device)
+    lse = torch.full((batch, heads_q, sq), -math.inf, dtype=torch.float64, device=q.device)
+    for b in range(batch):
+        nq = sq if seq_lens_q is None else int(seq_lens_q[b])
+        nk = skv if seq_lens_kv is None else int(seq_lens_kv[b])
+        if nq == 0 or nk == 0:
+            continue
+        keys = k[b, :, :nk].double().repeat_interleave(groups, 0)
+        values = v[b, :, :nk].double().repeat_interleave(groups, 0)
+        scores = q[b, :, :nq].double() @ keys.mT * (dim**-0.5 if scale is None else scale)
+        if is_causal:
+            shift = nk - nq if causal_alignment == "bottom_right" else 0
+            hidden = torch.ones(nq, nk, dtype=torch.bool, device=q.device).triu(shift + 1)
+            scores = scores.masked_fill(hidden, -math.inf)
+        lse[b, :, :nq] = scores.logsumexp(-1)
+        out[b, :, :nq] = (scores.softmax(-1).nan_to_num(0.0)) @ values
+    return out, lse
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Relative error in the Frobenius norm; NaN where there is a NaN."""
+    difference = actual.double() - expected
+    return float(difference.norm() / expected.norm().clamp_min(1e-12))
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    """Runs `sdpa` into poisoned memory, with the log-sum-exp and without, and compares both with float64."""
+    shape = (*q.shape[:3], v.shape[3])
+    expected, expected_lse = exact(q, k, v, **options)
+    poison(shape, q.shape[:3], dtype=torch.float32)
+    poison(shape, dtype=q.dtype)
+    plain = cudnn_sdpa.sdpa(q, k, v, **options)
+    poison(shape, dtype=q.dtype)
+    poison(q.shape[:3], dtype=torch.float32)
+    out, lse = cudnn_sdpa.sdpa(q, k, v, return_lse=True, **options)
+    for result in (plain, out):
+        assert result.shape == shape
+        assert result.dtype == q.dtype
+        assert error(result, expected) < TOLERANCE[q.dtype]
+        assert (result[expected == 0] == 0).all(), "rows that see nothing must be zeros"
+    assert lse.dtype == torch.float32
+    blind = expected_lse.isneginf()
+    assert (lse[blind] == -math.inf).all()
+    assert error(lse[~blind], expected_lse[~blind]) < 1e-5
+    return plain

@@ -1,0 +1,155 @@
+"""The warm path: no synchronization, no copy to the host, no growth; PyTorch sees it where it wants to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import TOLERANCE, error, exact, make
+
+import cudnn_sdpa
+
+
+def problem(sq=64):
+    q = make("bshd", 2, 4, sq, 64, torch.bfloat16)
+    k, v = (make("bshd", 2, 2, 96, 64, torch.bfloat16) for _ in range(2))
+    return q, k, v
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "bottom-right": {"is_causal": True, "causal_alignment": "bottom_right"},
+    "lse": {"return_lse": True, "scale": 0.2},
+    "lengths": {"lengths": True},
+    "lengths and lse": {"lengths": True, "return_lse": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("sq", [1, 64, 120], ids=["decode", "prefill", "blind rows"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_nothing_synchronizes(name, sq):
+    q, k, v = problem(sq)
+    options = dict(OPTIONS[name])
+    if options.pop("lengths", False):
+        options["seq_lens_kv"] = torch.tensor([96, 33], dtype=torch.int32, device="cuda")
+    first = cudnn_sdpa.sdpa(q, k, v, **options)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = cudnn_sdpa.sdpa(q, k, v, **options)
+        through_dispatcher = torch.ops.cudnn_sdpa.sdpa_forward(q, k, v, None, None, False, "top_left", None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(again, first, atol=0, rtol=0)
+    assert through_dispatcher.shape == q.shape
+
+
+def test_device_memory_does_not_grow():
+    q, k, v = problem()
+    for _ in range(10):
+        cudnn_sdpa.sdpa(q, k, v)
+    torch.cuda.synchronize()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    free = torch.cuda.mem_get_info()[0]
+    for _ in range(10_000):
+        cudnn_sdpa.sdpa(q, k, v)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == allocated
+    assert torch.cuda.memory_reserved() == reserved
+    assert free - torch.cuda.mem_get_info()[0] < 8 << 20
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda c: c.__name__)
+def test_values_in_every_grad_mode(context):
+    q, k, v = problem()
+    expected = exact(q, k, v)[0]
+    for _ in range(2):
+        with context():
+            assert error(cudnn_sdpa.sdpa(q, k, v), expected) < TOLERANCE[torch.bfloat16]
+
+
+def test_requires_grad_is_refused_also_when_warm():
+    q, k, v = problem()
+    cudnn_sdpa.sdpa(q, k, v)
+    q.requires_grad_()
+    with pytest.raises(cudnn_sdpa.UnsupportedError, match="q requires grad"):
+        cudnn_sdpa.sdpa(q, k, v)
+    with torch.no_grad():
+        assert error(cudnn_sdpa.sdpa(q, k, v), exact(q, k, v)[0]) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+def test_dispatch_modes_subclasses_and_the_profiler_see_the_operator():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = problem()
+    cudnn_sdpa.sdpa(q, k, v)
+    with Watch():
+        cudnn_sdpa.sdpa(q, k, v)
+    assert any("cudnn_sdpa.sdpa_forward" in name for name in seen)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        cudnn_sdpa.sdpa(q, k, v)
+    assert any(event.key == "cudnn_sdpa::sdpa_forward" for event in profile.key_averages())
+    parameter = torch.nn.Parameter(q, requires_grad=False)
+    assert torch.equal(cudnn_sdpa.sdpa(parameter, k, v), cudnn_sdpa.sdpa(q, k, v))
+
+
+def test_drop_in_against_pytorch():
+    q, k, v = problem()
+    for options in ({}, {"is_causal": True}, {"scale": 0.4}):
+        ours = cudnn_sdpa.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+        theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+        torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
+    flat = q[0]
+    ours = cudnn_sdpa.scaled_dot_product_attention(flat, k[0, :1], v[0, :1])
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        flat, k[0, :1].expand(4, -1, -1), v[0, :1].expand(4, -1, -1)
+    )
+    torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
+
+
+def test_misaligned_storage_is_refused_warm_and_cold():
+    q, k, v = problem()
+    storage = torch.randn(q.numel() + 8, device="cuda", dtype=torch.bfloat16)
+    for warm in (False, True):
+        if warm:
+            cudnn_sdpa.sdpa(q, k, v)
+        for name, good in (("q", q), ("k", k), ("v", v)):
+            bad = torch.as_strided(storage, good.shape, good.stride(), storage_offset=1)
+            tensors = {"q": q, "k": k, "v": v, name: bad}
+            with pytest.raises(cudnn_sdpa.LayoutError, match=rf"{name}: got an address 2 bytes past"):
+                cudnn_sdpa.sdpa(**tensors)
+        out = torch.as_strided(storage, q.shape, q.stride(), storage_offset=4)
+        with pytest.raises(cudnn_sdpa.LayoutError, match="out: got an address 8 bytes past"):
+            cudnn_sdpa.sdpa(q, k, v, out=out)
+    assert error(cudnn_sdpa.sdpa(q, k, v), exact(q, k, v)[0]) < TOLERANCE[torch.bfloat16]
+
+
+def test_bad_input_is_refused_warm_and_cold():
+    q, k, v = problem()
+    bad = {
+        "float32": (q.float(), k.float(), v.float()),
+        "dtype": (q, k.half(), v),
+        "device": (q, k.cpu(), v),
+        "heads": (q, k.repeat(1, 2, 1, 1)[:, :3], v.repeat(1, 2, 1, 1)[:, :3]),
+        "head dim": (q[..., :60], k[..., :60], v),
+        "stride": (q.mT.contiguous().mT, k, v),
+        "step": (torch.randn(2, 4, 64, 68, device="cuda", dtype=torch.bfloat16)[..., :64], k, v),
+        "rank": (q[0], k[0], v[0]),
+    }
+    for _ in range(2):
+        for tensors in bad.values():
+            with pytest.raises(cudnn_sdpa.ArgumentError):
+                cudnn_sdpa.sdpa(*tensors)
+        with pytest.raises(cudnn_sdpa.LayoutError, match="memory that q lies in"):
+            cudnn_sdpa.sdpa(q, k, v, out=q)
+        cudnn_sdpa.sdpa(q, k, v)
+    assert error(cudnn_sdpa.sdpa(q, k, v), exact(q, k, v)[0]) < TOLERANCE[torch.bfloat16]

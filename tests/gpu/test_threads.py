@@ -1,0 +1,181 @@
+"""Threads, streams and devices: one plan launched from many places at once."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from support import TOLERANCE, error, exact, make
+
+import cudnn_sdpa
+from cudnn_sdpa import plan_cache
+from cudnn_sdpa.runtime import handles
+
+THREADS = 8
+
+
+def in_threads(work, count=THREADS):
+    failures = []
+
+    def guarded(index):
+        try:
+            work(index)
+        except BaseException as failure:  # noqa: BLE001 - raised again below
+            failures.append(failure)
+
+    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def problem(device="cuda", sq=64):
+    q = make("bshd", 2, 4, sq, 64, torch.bfloat16, device)
+    k, v = (make("bshd", 2, 2, 96, 64, torch.bfloat16, device) for _ in range(2))
+    return q, k, v
+
+
+@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode with lengths"])
+def test_one_plan_many_threads_and_streams(decode):
+    """Each thread has its own stream and its own data, and its scale too: nothing may leak between launches."""
+    problems, options = [], []
+    for i in range(THREADS):
+        problems.append(problem(sq=1 if decode else 64))
+        ends = torch.tensor([96 - i, 1 + 7 * i], dtype=torch.int32, device="cuda")
+        options.append({"scale": 0.05 + 0.05 * i, **({"seq_lens_kv": ends} if decode else {})})
+    expected = [exact(*p, **o)[0] for p, o in zip(problems, options, strict=True)]
+    cudnn_sdpa.sdpa(*problems[0], **options[0])
+    torch.cuda.synchronize()
+    builds = plan_cache.info().builds
+    worst = [0.0] * THREADS
+
+    def work(index):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            outs = [cudnn_sdpa.sdpa(*problems[index], **options[index]) for _ in range(300)]
+            torch.cuda.current_stream().synchronize()
+            worst[index] = max(error(out, expected[index]) for out in outs)
+
+    in_threads(work)
+    assert plan_cache.info().builds == builds
+    assert max(worst) < TOLERANCE[torch.bfloat16]
+
+
+def test_threads_that_want_the_same_new_plan_build_it_once():
+    data = problem()
+    torch.cuda.synchronize()
+    expected = exact(*data)[0]
+    errors = [1.0] * THREADS
+    gate = threading.Barrier(THREADS)
+
+    def work(index):
+        gate.wait()
+        out = cudnn_sdpa.sdpa(*data)
+        torch.cuda.synchronize()
+        errors[index] = error(out, expected)
+
+    in_threads(work)
+    assert plan_cache.info().builds == 1
+    assert max(errors) < TOLERANCE[torch.bfloat16]
+
+
+def test_threads_with_different_shapes_while_plans_are_evicted():
+    plan_cache.resize(4)
+    lengths = [16 * (1 + i) for i in range(THREADS)]
+    problems = [problem(sq=n) for n in lengths]
+    expected = [exact(*p)[0] for p in problems]
+    torch.cuda.synchronize()
+    worst = [0.0] * THREADS
+
+    def work(index):
+        for step in range(6):
+            which = (index + step) % THREADS
+            out = cudnn_sdpa.sdpa(*problems[which])
+            torch.cuda.current_stream().synchronize()
+            worst[index] = max(worst[index], error(out, expected[which]))
+
+    in_threads(work)
+    assert plan_cache.info().plans <= 4
+    assert max(worst) < TOLERANCE[torch.bfloat16]
+
+
+def test_handles_of_ended_threads_serve_the_next():
+    data = problem()
+    cudnn_sdpa.sdpa(*data)
+
+    def work(_):
+        cudnn_sdpa.sdpa(*data)
+
+    in_threads(work, 2)
+    after_first = handles.created_handles()
+    for _ in range(20):
+        in_threads(work, 2)
+    assert handles.created_handles() == after_first
+
+
+def test_the_current_stream_is_used():
+    """Work on a side stream is ordered with the side stream's own work, not with the default stream's."""
+    q, k, v = problem()
+    expected = exact(q, k, v)[0]
+    cudnn_sdpa.sdpa(q, k, v)
+    side = torch.cuda.Stream()
+    late = torch.zeros_like(q)
+    side.wait_stream(torch.cuda.current_stream())
+    for _ in range(5):
+        with torch.cuda.stream(side):
+            late.zero_()
+            torch.cuda._sleep(20_000_000)
+            late.copy_(q)
+            out = cudnn_sdpa.sdpa(late, k, v)
+        side.synchronize()
+        assert error(out, expected) < TOLERANCE[torch.bfloat16]
+        assert error(cudnn_sdpa.sdpa(q, k, v), expected) < TOLERANCE[torch.bfloat16]
+
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@needs_two
+def test_two_devices():
+    """Keys hold the device; a call follows its tensors, whichever device is current."""
+    for device in ("cuda:0", "cuda:1", "cuda:0", "cuda:1"):
+        data = problem(device)
+        expected = exact(*data)[0]
+        for current in (0, 1):
+            with torch.cuda.device(current):
+                out = cudnn_sdpa.sdpa(*data, return_lse=True)[0]
+                plain = cudnn_sdpa.sdpa(*data)
+                assert torch.cuda.current_device() == current
+            assert out.device == plain.device == data[0].device
+            assert error(out, expected) < TOLERANCE[torch.bfloat16]
+            assert error(plain, expected) < TOLERANCE[torch.bfloat16]
+
+
+@needs_two
+def test_threads_on_two_devices():
+    problems = [problem(f"cuda:{i % 2}") for i in range(THREADS)]
+    expected = [exact(*p)[0] for p in problems]
+    for i in range(2):
+        torch.cuda.synchronize(i)
+    worst = [0.0] * THREADS
+
+    def work(index):
+        for step in range(50):
+            which = (index + step) % THREADS
+            with torch.cuda.device(problems[which][0].device), torch.cuda.stream(torch.cuda.Stream()):
+                out = cudnn_sdpa.sdpa(*problems[which])
+                torch.cuda.current_stream().synchronize()
+                worst[index] = max(worst[index], error(out, expected[which]))
+
+    in_threads(work)
+    assert max(worst) < TOLERANCE[torch.bfloat16]
+
+
+@needs_two
+def test_mixed_devices_are_refused():
+    q, k, v = problem("cuda:0")
+    with pytest.raises(cudnn_sdpa.DeviceError, match=r"k: got cuda:1; expected cuda:0"):
+        cudnn_sdpa.sdpa(q, k.to("cuda:1"), v)
