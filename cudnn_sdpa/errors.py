@@ -18,7 +18,8 @@ CudnnSdpaError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 __all__ = [
     "ArgumentError",
@@ -58,6 +59,12 @@ class ArgumentError(CudnnSdpaError, ValueError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.argument, self.got, self.expected, self.hint)
+
+    def renamed(self, names: Mapping[str, str]) -> ArgumentError:
+        """The same error in the words of a function that has other names for its arguments."""
+        word = re.compile(r"\b(?:" + "|".join(map(re.escape, names)) + r")\b")
+        texts = (str(text) for text in (self.argument, self.got, self.expected, self.hint))
+        return type(self)(*(word.sub(lambda found: names[found[0]], text) for text in texts))
 
 
 class ShapeError(ArgumentError):

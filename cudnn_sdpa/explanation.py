@@ -15,7 +15,7 @@ from cudnn_sdpa.attention import describe as _attention  # noqa: F401 - register
 from cudnn_sdpa.errors import OfflineError, OptionError, UnsupportedError
 from cudnn_sdpa.offline.planner import plan_offline
 from cudnn_sdpa.runtime import backend
-from cudnn_sdpa.runtime.cache import next_use, plan_cache
+from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.describe import Description, described_functions, describer_of
 from cudnn_sdpa.runtime.plan import build_plan
 from cudnn_sdpa.runtime.target import Target, live_target, load_properties
@@ -127,8 +127,7 @@ def _explain_live(name: str, description: Description, device: int) -> Explanati
             key = description.key(target, device)
             result.key = str(key)
             result.cached = plan_cache.peek(key) is not None
-            plan = plan_cache.get(key, lambda key: build_plan(description.operation, key))
-            plan.last_used = next_use()
+            plan = plan_cache.get(key, lambda key: build_plan(description.operation, key), to_use=False)
         except UnsupportedError as error:
             result.supported, result.reasons = False, error.reasons
         else:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cudnn_sdpa.attention.options import ALIGNMENTS
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
@@ -49,6 +49,10 @@ def check_types(call: ForwardArguments) -> None:
     for name in ("seq_lens_q", "seq_lens_kv", "out"):
         if not isinstance(getattr(call, name), (Tensor, type(None))):
             raise OptionError(name, type(getattr(call, name)).__name__, "a torch.Tensor or None")
+    for name in ("q", "k", "v", "seq_lens_q", "seq_lens_kv", "out"):
+        tensor = getattr(call, name)
+        if tensor is not None and tensor.layout != torch.strided:
+            raise LayoutError(name, str(tensor.layout), "a strided tensor", f"Use {name}.to_dense().")
     if not isinstance(call.with_lse, bool):
         raise OptionError("return_lse", repr(call.with_lse), "True or False")
 
@@ -144,7 +148,7 @@ def check_options(is_causal: Any, causal_alignment: Any, scale: Any) -> None:
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         hint = "A scale on the GPU would have to be read back; use scale.item()." if isinstance(scale, Tensor) else ""
         raise OptionError("scale", type(scale).__name__, "a float, or None for 1/sqrt(head dim)", hint)
-    if not math.isfinite(scale) or abs(scale) > torch.finfo(torch.float32).max:
+    if not abs(scale) <= torch.finfo(torch.float32).max:
         raise OptionError("scale", repr(scale), "a finite float32 number, or None for 1/sqrt(head dim)")
 
 
@@ -227,14 +231,23 @@ def _extent(tensor: Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def check_no_gradient(**tensors: Tensor) -> None:
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def check_no_gradient(**tensors: Tensor | None) -> None:
     """Refuses to compute a result that would silently be cut off from autograd."""
-    if not torch.is_grad_enabled():
+    forward_mode = forward_ad._current_level >= 0
+    if not (torch.is_grad_enabled() or forward_mode):
         return
     for name, tensor in tensors.items():
-        if tensor.requires_grad:
+        if tensor is None:
+            continue
+        has_tangent = forward_mode and _has_tangent(tensor)
+        if has_tangent or (tensor.requires_grad and torch.is_grad_enabled()):
+            what = "has a tangent" if has_tangent else "requires grad"
             raise UnsupportedError(
                 "a gradient",
-                [f"{name} requires grad, and this version of cudnn_sdpa computes attention forward only"],
-                "call it under torch.no_grad(), or use torch.nn.functional.scaled_dot_product_attention for training",
+                [f"{name} {what}, and this version of cudnn_sdpa computes attention forward only"],
+                "calling it under torch.no_grad(), or torch.nn.functional.scaled_dot_product_attention for training",
             )

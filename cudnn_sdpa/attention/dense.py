@@ -6,11 +6,12 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cudnn_sdpa.attention import arguments, lookup, operators  # noqa: F401 - registers the operators
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.calls import Result
-from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.runtime.eager import is_compiling, is_profiling
 
 
@@ -109,11 +110,15 @@ def sdpa(
         if (
             seq_lens_q is None
             and out is None
-            and last.options == (is_causal, causal_alignment, return_lse, seq_lens_kv is None)
+            and last.is_causal is is_causal
+            and last.alignment == causal_alignment
             and last.scale_type is type(scale)
             and last.scale == scale
+            and last.with_lse is return_lse
+            and last.has_lengths is (seq_lens_kv is not None)
             and (last.check(q, k, v) if seq_lens_kv is None else last.check(q, k, v, seq_lens_kv))
             and not is_profiling()
+            and forward_ad._current_level < 0
         ):
             result: Result = last.call(q, k, v, None, seq_lens_kv, None)
             return result
@@ -128,8 +133,9 @@ def sdpa(
 def _dispatch(call: ForwardArguments) -> Result:
     """Through PyTorch's dispatcher, which picks cuDNN, the reference or the fake implementation."""
     arguments.check_types(call)
-    arguments.check_options(call.is_causal, call.causal_alignment, call.scale)
-    arguments.check_no_gradient(q=call.q, k=call.k, v=call.v)
+    if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
+        arguments.check_options(call.is_causal, call.causal_alignment, call.scale)
+    arguments.check_no_gradient(q=call.q, k=call.k, v=call.v, out=call.out)
     inputs, out = call[:-2], call.out
     operator = torch.ops.cudnn_sdpa
     if out is None:
@@ -179,7 +185,10 @@ def scaled_dot_product_attention(
         torch.Size([4, 16, 64])
     """
     q, k, v, options = drop_in_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    out: Tensor = sdpa(q, k, v, **options)
+    try:
+        out: Tensor = sdpa(q, k, v, **options)
+    except ArgumentError as error:
+        raise error.renamed({"q": "query", "k": "key", "v": "value"}) from None
     return out.squeeze(0) if query.dim() == 3 else out
 
 
@@ -195,12 +204,15 @@ def drop_in_arguments(
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """The tensors and options of the `sdpa` call that a `scaled_dot_product_attention` call comes down to."""
     _check_drop_in(query, key, value, attn_mask, dropout_p)
+    if not isinstance(enable_gqa, bool):
+        raise OptionError("enable_gqa", repr(enable_gqa), "True or False")
     q, k, v = (tensor.unsqueeze(0) if tensor.dim() == 3 else tensor for tensor in (query, key, value))
     if not enable_gqa and k.shape[1] not in (1, q.shape[1]):
         hint = "Or pass enable_gqa=True."
         raise ShapeError("key", f"{k.shape[1]} heads", f"1 or {q.shape[1]}, as query has", hint)
-    batch, heads = q.shape[0], max(k.shape[1], v.shape[1])
-    return q, _broadcast(k, batch, heads), _broadcast(v, batch, heads), {"is_causal": is_causal, "scale": scale}
+    batch, heads = max(t.shape[0] for t in (q, k, v)), max(k.shape[1], v.shape[1])
+    q, k, v = _broadcast(q, batch, q.shape[1]), _broadcast(k, batch, heads), _broadcast(v, batch, heads)
+    return q, k, v, {"is_causal": is_causal, "scale": scale}
 
 
 def _check_drop_in(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any) -> None:

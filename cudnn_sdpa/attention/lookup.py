@@ -35,6 +35,7 @@ def signature(
     flat = (
         *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device),
         *(v.shape, v.stride(), v.dtype, v.device, is_causal, causal_alignment, scale, return_lse),
+        *(type(is_causal), type(scale), type(return_lse)),  # 1, 1.0 and True are equal, but not all are accepted
     )
     if seq_lens_q is None and seq_lens_kv is None and out is None:
         return flat
@@ -48,14 +49,26 @@ def _describe(tensor: Tensor | None) -> Hashable:
 class Last:
     """The call that was served last, in plain eager mode without `seq_lens_q` and `out`."""
 
-    __slots__ = ("call", "check", "options", "scale", "scale_type")
+    __slots__ = ("alignment", "call", "check", "has_lengths", "is_causal", "scale", "scale_type", "with_lse")
 
-    def __init__(self, call: ForwardCall | None, check: Guard, options: Any, scale: float | None) -> None:
+    def __init__(
+        self,
+        call: ForwardCall | None,
+        check: Guard,
+        is_causal: bool | None,
+        alignment: str,
+        scale: float | None,
+        with_lse: bool,
+        has_lengths: bool,
+    ) -> None:
         self.call: Any = call
         self.check = check
-        self.options = options
+        self.is_causal = is_causal
+        self.alignment = alignment
         self.scale = scale
         self.scale_type = type(scale)
+        self.with_lse = with_lse
+        self.has_lengths = has_lengths
 
 
 def _never(*_: Any) -> bool:
@@ -63,7 +76,7 @@ def _never(*_: Any) -> bool:
 
 
 #: Replaced as a whole, so that a thread sees the old one or the new one.
-last = _NOTHING = Last(None, _never, None, None)
+last = _NOTHING = Last(None, _never, None, "", None, False, False)
 
 
 def _forget_last() -> None:
@@ -101,5 +114,5 @@ def find(
         if call.guard is None or (call is last.call and call.guard is not _never):  # new, or PyTorch's state changed
             guard = tensor_guard(*tensors)
             call.guard = guard if guard(*tensors) else _never  # no guard takes one tensor twice, as with k is v
-        last = Last(call, call.guard, (is_causal, causal_alignment, return_lse, seq_lens_kv is None), scale)
+        last = Last(call, call.guard, is_causal, causal_alignment, scale, return_lse, seq_lens_kv is not None)
     return call

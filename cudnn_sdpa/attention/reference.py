@@ -52,11 +52,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tu
     precision = torch.float64 if q.dtype == torch.float64 else torch.float32
     batch, heads_q, sq, _ = q.shape
     heads_kv, skv = k.shape[1], k.shape[2]
-    grouped = q.to(precision).reshape(batch, heads_kv, heads_q // heads_kv, sq, q.shape[3])
-    scores = torch.matmul(grouped, k.to(precision).unsqueeze(2).transpose(-1, -2)) * scale
-    scores = scores.masked_fill(~seen.unsqueeze(2), -math.inf)
-    lse = torch.logsumexp(scores, dim=-1) if skv > 0 else scores.new_full(scores.shape[:-1], -math.inf)
-    # Rows that see nothing have lse = -inf; any finite number in its place makes all their weights exp(-inf) = 0.
-    weights = torch.exp(scores - torch.where(torch.isneginf(lse), 0.0, lse).unsqueeze(-1))
-    out = torch.matmul(weights, v.to(precision).unsqueeze(2))
+    with torch.autocast(q.device.type, enabled=False):
+        grouped = q.to(precision).reshape(batch, heads_kv, heads_q // heads_kv, sq, q.shape[3])
+        scores = torch.matmul(grouped, k.to(precision).unsqueeze(2).transpose(-1, -2)) * scale
+        scores = scores.masked_fill(~seen.unsqueeze(2), -math.inf)
+        lse = torch.logsumexp(scores, dim=-1) if skv > 0 else scores.new_full(scores.shape[:-1], -math.inf)
+        # Rows that see nothing have lse = -inf; any finite number in its place makes all their weights exp(-inf) = 0.
+        weights = torch.exp(scores - torch.where(torch.isneginf(lse), 0.0, lse).unsqueeze(-1))
+        out = torch.matmul(weights, v.to(precision).unsqueeze(2))
     return out.reshape(batch, heads_q, sq, v.shape[3]), lse.reshape(batch, heads_q, sq)

@@ -83,6 +83,7 @@ def _compile(source: str, folder: Path) -> None:
         result = subprocess.run(command, cwd=made, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise OfflineError(f"{found} could not compile the stand-in driver: {result.stderr.strip()[-500:]}")
+        (made / "libcuda.so.1").chmod(0o700)  # whatever the umask is
         try:
             made.rename(folder)  # whole or not at all; another process may have been first
         except OSError:

@@ -39,7 +39,7 @@ def cudnn() -> ModuleType:
     """
     try:
         module: ModuleType = importlib.import_module("cudnn")
-    except ImportError as error:
+    except Exception as error:
         raise LibraryError(f"nvidia-cudnn-frontend cannot be imported ({error}); {_INSTALL}") from error
     found = tuple(int(part) for part in re.findall(r"\d+", module.__version__)[:2])
     if found < MIN_FRONTEND:

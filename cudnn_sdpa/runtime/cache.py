@@ -116,10 +116,11 @@ class PlanCache:
         """The plan of `key` if it is held; does not count as a use."""
         return self._plans.get(key)
 
-    def get(self, key: PlanKey, build: Callable[[PlanKey], Plan]) -> Plan:
+    def get(self, key: PlanKey, build: Callable[[PlanKey], Plan], *, to_use: bool = True) -> Plan:
         """The plan of `key`. If it is not there, one thread calls `build` and the others wait for it.
 
-        Who then uses the plan sets its `last_used` to `next_use()`.
+        Who then uses the plan sets its `last_used` to `next_use()`. The use for which it was built is no hit; say
+        `to_use=False` if there will be none.
 
         Raises:
             PlanBuildError: It is not there, and `no_plan_builds` is in force.
@@ -142,7 +143,7 @@ class PlanCache:
                 self._failures += 1
             raise
         else:
-            self._insert(plan)
+            self._insert(plan, to_use)
             return plan
         finally:
             with self._lock:
@@ -153,9 +154,10 @@ class PlanCache:
         if self._forbidden:
             raise PlanBuildError(key, "A plan is missing, and no_plan_builds() is in force.")
 
-    def _insert(self, plan: Plan) -> None:
+    def _insert(self, plan: Plan, to_use: bool) -> None:
         with self._lock:
             self._builds += 1
+            self._uses_not_counted += to_use
             self._build_seconds += plan.build_seconds
             plan.last_used = max((other.last_used for other in self._plans.values()), default=0)
             self._plans[plan.key] = plan
@@ -181,7 +183,7 @@ class PlanCache:
                 plans=len(self._plans),
                 capacity=self._capacity,
                 builds=self._builds,
-                hits=max(0, uses - self._builds),
+                hits=max(0, uses),
                 evictions=self._evictions,
                 failures=self._failures,
                 captured=len(captured_plans),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 is_compiling = torch.compiler.is_dynamo_compiling
 Guard = Callable[..., bool]
@@ -38,6 +39,7 @@ def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and type(k) is Tensor
         and type(v) is Tensor
         and not ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
+        and forward_ad._current_level < 0
         and not _len_torch_dispatch_stack()
         and maybe_current_level() is None
         and _get_tracing_state() is None
@@ -50,7 +52,8 @@ def tensor_guard(*tensors: Tensor) -> Guard:
 
     It is what torch.compile asks before each call of compiled code. One C call (0.4 µs) compares the Python types,
     shapes, strides, dtypes, devices and `requires_grad`, and the dispatch keys with those of the thread's state, in
-    which dispatch modes, functorch transforms, tracing, autocast and inference mode show. The profiler does not.
+    which dispatch modes, functorch transforms, tracing, autocast and inference mode show. The profiler and
+    forward-mode differentiation do not.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards

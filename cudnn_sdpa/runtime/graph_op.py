@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
+import functools
 import hashlib
 import importlib
 import inspect
@@ -30,10 +32,23 @@ class GraphOp:
     """
 
     def __init__(self, builder: Callable[..., Any]) -> None:
+        if not isinstance(builder, types.FunctionType):
+            raise TypeError(
+                f"a graph builder is a plain function, not a {type(builder).__name__}: its plans depend on it"
+            )
         self.__doc__ = builder.__doc__
         self._builder = builder
         self.name = f"{builder.__module__}:{builder.__qualname__}"
-        self.digest = _digest(builder)
+        for _ in _identity(builder, seen=set(), complete=False):  # refuse now what can be refused now
+            pass
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Changes when the builder, what it uses, or the package's version changes."""
+        digest = hashlib.sha256(__version__.encode())
+        for part in _identity(self._builder, seen=set(), complete=True):
+            digest.update(b"\0" + part.encode())
+        return digest.hexdigest()[:16]
 
     def key(
         self,
@@ -94,39 +109,48 @@ def find_operation(name: str) -> GraphOp:
     return operation
 
 
-def _digest(builder: Callable[..., Any]) -> str:
-    digest = hashlib.sha256(__version__.encode())
-    for part in _identity(builder, seen=set()):
-        digest.update(b"\0" + part.encode())
-    return digest.hexdigest()[:16]
+def _identity(function: types.FunctionType, seen: set[Any], *, complete: bool) -> Iterator[str]:
+    """Text that changes whenever `function` may compute something else.
 
-
-def _identity(function: Any, seen: set[Any]) -> Iterator[str]:
-    """Text that changes whenever `function` may compute something else."""
+    Raises:
+        TypeError: It uses something from outside that is no part of a key; with `complete`, also if it uses a name
+            that is not defined yet.
+    """
     if function in seen:
         return
     seen.add(function)
+    code = function.__code__
     try:
-        yield inspect.getsource(function)
-    except (OSError, TypeError):  # typed into a prompt: there is no file to read
-        yield repr((function.__code__.co_code, function.__code__.co_consts, function.__code__.co_names))
-    yield repr((function.__defaults__, function.__kwdefaults__))
-    variables = inspect.getclosurevars(function)
-    outside = {**variables.nonlocals, **_loaded_globals(function.__code__, function.__globals__)}
-    for name, value in sorted(outside.items()):
+        yield inspect.getsource(code)
+    except OSError:  # typed into a prompt: there is no file to read
+        yield repr((code.co_code, code.co_consts, code.co_names))
+    if code.co_name == "<lambda>":  # whose source is its whole line
+        yield repr((code.co_code, code.co_consts, code.co_names))
+    signature = inspect.signature(function, follow_wrapped=False)
+    defaults = {name: p.default for name, p in signature.parameters.items() if p.default is not p.empty}
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    outside = {name: cell.cell_contents for name, cell in cells}
+    for name in _loaded_globals(code):
+        if name in function.__globals__:
+            outside[name] = function.__globals__[name]
+        elif complete and not hasattr(builtins, name):
+            raise TypeError(f"the graph builder {function.__qualname__} uses {name!r}, which is not defined")
+    for name, value in sorted({**defaults, **outside}.items()):
         yield name
-        yield from _identity_of_value(function, name, value, seen)
+        yield from _identity_of_value(function, name, value, seen, complete=complete)
 
 
-def _identity_of_value(function: Any, name: str, value: Any, seen: set[Any]) -> Iterator[str]:
+def _identity_of_value(
+    function: types.FunctionType, name: str, value: Any, seen: set[Any], *, complete: bool
+) -> Iterator[str]:
     if isinstance(value, types.FunctionType):
-        yield from _identity(value, seen)
+        yield from _identity(value, seen, complete=complete)
     elif isinstance(value, types.ModuleType):
         yield value.__name__
-    elif isinstance(value, _CONSTANTS) or (
-        isinstance(value, (tuple, frozenset)) and all(isinstance(item, _CONSTANTS) for item in value)
-    ):
+    elif isinstance(value, _CONSTANTS):
         yield repr(value)
+    elif isinstance(value, (tuple, frozenset)) and all(isinstance(item, _CONSTANTS) for item in value):
+        yield repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
     else:
         raise TypeError(
             f"the graph builder {function.__qualname__} uses {name!r}, a {type(value).__name__} from outside; "
@@ -135,13 +159,10 @@ def _identity_of_value(function: Any, name: str, value: Any, seen: set[Any]) -> 
         )
 
 
-def _loaded_globals(code: types.CodeType, namespace: dict[str, Any]) -> dict[str, Any]:
-    found = {
-        instruction.argval: namespace[instruction.argval]
+def _loaded_globals(code: types.CodeType) -> set[str]:
+    names = {
+        instruction.argval
         for instruction in dis.get_instructions(code)
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval in namespace
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     }
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found.update(_loaded_globals(constant, namespace))
-    return found
+    return names.union(*(_loaded_globals(c) for c in code.co_consts if isinstance(c, types.CodeType)))

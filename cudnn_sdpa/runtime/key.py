@@ -63,7 +63,7 @@ class PlanKey:
     @staticmethod
     def typed(options: dict[str, Any]) -> tuple[tuple[str, str, Any], ...]:
         """Options in the form that a key holds."""
-        return tuple((name, type(value).__name__, value) for name, value in sorted(options.items()))
+        return tuple((name, _type_name(value), value) for name, value in sorted(options.items()))
 
     @property
     def option_values(self) -> dict[str, Any]:
@@ -107,6 +107,12 @@ class PlanKey:
             f"{self.name}({operands}; {options}) -> ({results}) "
             f"on {self.target} with cuDNN {version_string(self.target.cudnn)}, {where}"
         )
+
+
+def _type_name(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"tuple[{', '.join(map(_type_name, value))}]"
+    return type(value).__name__
 
 
 def _hashable(value: Any) -> Any:

@@ -107,9 +107,10 @@ def load_properties(name_or_path: str) -> dict[str, Any]:
     else:
         path = Path(name_or_path)
     try:
-        properties = json.loads(path.read_text())
-        if not isinstance(properties, dict) or "deviceVer" not in properties:
-            raise ValueError("no 'deviceVer' in it")
+        properties: dict[str, Any] = json.loads(path.read_text())
+        for name in ("deviceVer", "multiProcessorCount"):
+            if not isinstance(properties, dict) or type(properties.get(name)) is not int:
+                raise ValueError(f"no number {name!r} in it")
     except (OSError, ValueError) as error:
         known = ", ".join(repr(name) for name in sorted(_BUNDLED))
         raise OptionError(

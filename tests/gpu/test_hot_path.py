@@ -62,11 +62,24 @@ def test_device_memory_does_not_grow():
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda c: c.__name__)
 def test_values_in_every_grad_mode(context):
+    """Also when the same call was served in another mode before."""
     q, k, v = problem()
     expected = exact(q, k, v)[0]
     for _ in range(2):
         with context():
             assert error(cudnn_sdpa.sdpa(q, k, v), expected) < TOLERANCE[torch.bfloat16]
+
+
+def test_forward_mode_differentiation_is_refused_also_when_warm():
+    q, k, v = problem()
+    cudnn_sdpa.sdpa(q, k, v)
+    cudnn_sdpa.sdpa(q, k, v)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.randn_like(q))
+        with pytest.raises(cudnn_sdpa.UnsupportedError, match="q has a tangent"):
+            cudnn_sdpa.sdpa(dual, k, v)
+    with pytest.raises(cudnn_sdpa.UnsupportedError, match="q has a tangent"):
+        torch.func.jvp(lambda q: cudnn_sdpa.sdpa(q, k, v), (q,), (torch.randn_like(q),))
 
 
 def test_requires_grad_is_refused_also_when_warm():

@@ -1,0 +1,55 @@
+"""What all tests share: reproducible random data, and Python in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def pytest_configure() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; one thread each is the fastest
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> None:
+    """Every test draws its own numbers, and the same ones in every run."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    return ROOT
+
+
+@pytest.fixture
+def run_python(tmp_path: Path) -> RunPython:
+    """Runs code in a fresh interpreter; variables set to None are taken out of its environment."""
+
+    def run(code: str, *arguments: str, check: bool = True, **environment: str | None) -> subprocess.CompletedProcess:
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+        result = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            cwd=tmp_path,
+            env={name: value for name, value in variables.items() if value is not None},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        if check:
+            assert result.returncode == 0, result.stderr
+        return result
+
+    return run

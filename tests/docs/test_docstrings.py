@@ -1,0 +1,102 @@
+"""Every example in docstrings and pages runs, or at least compiles where it needs a GPU or another program."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import cudnn_sdpa
+
+ROOT = Path(cudnn_sdpa.__file__).parent.parent
+MODULES = ["cudnn_sdpa"] + [
+    name
+    for _, name, _ in pkgutil.walk_packages(cudnn_sdpa.__path__, "cudnn_sdpa.")
+    if not name.endswith("__main__") and ".bench" not in name and name != "cudnn_sdpa.cli"
+]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+#: Pages whose blocks are one script, each going on where the one before ended.
+SCRIPTS = {"quickstart.md"}
+
+
+def examples() -> list[doctest.DocTest]:
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = {}
+    for name in MODULES:
+        for test in finder.find(importlib.import_module(name), name):
+            if test.examples:
+                found[test.name] = test
+    return list(found.values())
+
+
+EXAMPLES = examples()
+
+
+@pytest.mark.parametrize("test", EXAMPLES, ids=lambda test: test.name)
+def test_examples_in_docstrings_give_what_they_show(test):
+    if torch.cuda.is_available() and "explain" in test.name:
+        pytest.skip("shows what it answers on a machine without a GPU")
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    output: list[str] = []
+    result = doctest.DocTestRunner(optionflags=flags).run(test, out=output.append)
+    assert result.attempted > 0
+    assert result.failed == 0, "".join(output)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "scaled_dot_product_attention", "explain", "no_plan_builds"])
+def test_public_functions_have_an_example_that_was_run(name):
+    module = inspect.getmodule(getattr(cudnn_sdpa, name)).__name__
+    assert f"{module}.{name}" in {test.name for test in EXAMPLES}
+
+
+def blocks(page: Path) -> list[str]:
+    """The Python code blocks of a page, also in tabs, where they are indented."""
+    found = re.findall(r"^( *)```python[^\n]*\n(.*?)^\1```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return ["\n".join(line.removeprefix(indent) for line in code.splitlines()) + "\n" for indent, code in found]
+
+
+def needs_a_gpu(code: str) -> bool:
+    return "cuda" in code and "cuda.is_available()" not in code
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_blocks_of_pages_run(page, capsys):
+    namespace: dict[str, object] = {"__name__": "page"}
+    torch.manual_seed(20)
+    run = 0
+    for number, code in enumerate(blocks(page)):
+        compiled = compile(code, f"{page.name}, block {number}", "exec")
+        if needs_a_gpu(code) and not torch.cuda.is_available():
+            continue
+        if page.name not in SCRIPTS:
+            namespace = {"__name__": "page"}
+        exec(compiled, namespace)  # noqa: S102 - the documentation's own code
+        run += 1
+    assert run > 0
+    assert "Error" not in capsys.readouterr().out
+
+
+def test_pages_have_blocks():
+    assert len(blocks(ROOT / "README.md")) >= 1
+    assert len(blocks(ROOT / "docs" / "quickstart.md")) >= 7
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_link_to_files_that_are_there(page):
+    for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_name_only_what_the_package_has(page):
+    text = page.read_text()
+    for name in re.findall(r"\bcudnn_sdpa\.([A-Za-z_]\w*)\b(?!/)", text):
+        assert hasattr(cudnn_sdpa, name) or importlib.util.find_spec(f"cudnn_sdpa.{name}"), name
+    for path in re.findall(r"^::: (\S+)", text, re.MULTILINE):
+        assert pkgutil.resolve_name(path) is not None, path

@@ -1,0 +1,220 @@
+"""`explain` on CPU tensors: real plans for a GPU that is not here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cudnn_sdpa import (
+    CudnnSdpaError,
+    OptionError,
+    ShapeError,
+    UnsupportedError,
+    explain,
+    plan_cache,
+    scaled_dot_product_attention,
+    sdpa,
+)
+from cudnn_sdpa.offline import driver
+
+pytestmark = pytest.mark.usefixtures("can_plan")
+
+
+def qkv(dtype=torch.bfloat16, sq=64, skv=96, heads=(8, 2), dims=(64, 64)):
+    return (
+        torch.randn(2, heads[0], sq, dims[0]).to(dtype),
+        torch.randn(2, heads[1], skv, dims[0]).to(dtype),
+        torch.randn(2, heads[1], skv, dims[1]).to(dtype),
+    )
+
+
+@pytest.fixture
+def other_gpu(h200, tmp_path, monkeypatch):
+    """Makes `explain` answer for a GPU like an H200 with these changes."""
+    numbers = iter(range(100))
+
+    def use(remove=(), **changes):
+        properties = {name: value for name, value in {**h200, **changes}.items() if name not in remove}
+        path = tmp_path / f"gpu_{next(numbers)}.json"
+        path.write_text(json.dumps(properties))
+        monkeypatch.setenv("CUDNN_SDPA_TARGET", str(path))
+        return path
+
+    return use
+
+
+@pytest.fixture(autouse=True)
+def answer_for_an_h200(monkeypatch):
+    monkeypatch.delenv("CUDNN_SDPA_TARGET", raising=False)
+
+
+def test_a_supported_call():
+    result = explain(sdpa, *qkv(), is_causal=True, return_lse=True)
+    assert result.call == "sdpa"
+    assert result.target == "NVIDIA H200 (SM 90, 132 multiprocessors)"
+    assert result.offline
+    assert result.supported
+    assert result.reasons == []
+    assert result.engine.startswith("eng")
+    assert result.knobs
+    assert result.workspace >= 0
+    assert 0 < result.build_seconds < 60
+    assert not result.cached
+    assert result.key.startswith("sdpa_forward(q: bfloat16[2×8×64×64;")
+    assert "causal='top_left', with_lse=True" in result.key
+    assert set(result.versions) == {"cudnn_sdpa", "cuDNN", "nvidia-cudnn-frontend", "torch"}
+    assert result.versions["torch"] == torch.__version__
+    for name in ("torch", "cudnn", "libcudnn"):
+        assert Path(result.libraries[name]).exists(), name
+
+
+def test_it_prints_well():
+    result = explain(sdpa, *qkv())
+    lines = str(result).splitlines()
+    assert lines[0] == "sdpa for NVIDIA H200 (SM 90, 132 multiprocessors), planned without the GPU"
+    for start, part in {
+        "  engine": result.engine,
+        "  workspace": f"{result.workspace} bytes",
+        "  plan": "built now in",
+        "  key": result.key,
+        "  cuDNN": result.versions["cuDNN"],
+        "  libcudnn": result.libraries["libcudnn"],
+    }.items():
+        assert any(line.startswith(start) and part in line for line in lines), start
+
+
+def test_it_can_be_written_to_json():
+    result = explain(sdpa, *qkv())
+    again = json.loads(json.dumps(result.to_dict()))
+    assert again == result.to_dict()
+    assert set(again) == set(vars(result))
+
+
+def test_nothing_is_computed_cached_or_changed():
+    tensors = qkv()
+    copies = [tensor.clone() for tensor in tensors]
+    before = plan_cache.info()
+    explain(sdpa, *tensors, out=torch.empty_like(tensors[0]))
+    assert plan_cache.info() == before
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_dtype_that_cudnn_has_no_kernel_for(dtype):
+    result = explain(sdpa, *qkv(dtype))
+    assert not result.supported
+    assert result.engine == ""
+    assert len(result.reasons) == 1
+    assert f"not {str(dtype).removeprefix('torch.')}" in result.reasons[0]
+    text = str(result)
+    assert "not supported:" in text
+    assert result.reasons[0] in text
+
+
+def test_what_is_suggested_for_bottom_right_with_more_queries_than_keys_works():
+    q, k, v = qkv(sq=80, skv=48)
+    options = {"is_causal": True, "causal_alignment": "bottom_right"}
+    lengths = torch.tensor([48, 31], dtype=torch.int32)
+    result = explain(sdpa, q, k, v, **options, seq_lens_kv=lengths)
+    assert not result.supported
+    assert "80 > 48" in result.reasons[0]
+
+    k_padded, v_padded = (torch.nn.functional.pad(tensor, (0, 0, 0, 80 - 48)) for tensor in (k, v))
+    assert explain(sdpa, q, k_padded, v_padded, **options, seq_lens_kv=lengths).supported
+    torch.testing.assert_close(
+        sdpa(q, k_padded, v_padded, **options, seq_lens_kv=lengths), sdpa(q, k, v, **options, seq_lens_kv=lengths)
+    )
+
+
+def test_bottom_right_without_lengths_leaves_out_the_rows_that_see_nothing():
+    result = explain(sdpa, *qkv(sq=80, skv=48), is_causal=True, causal_alignment="bottom_right", return_lse=True)
+    assert result.supported
+    assert "q: bfloat16[2×8×48×64;" in result.key
+    assert any("32 queries" in note for note in result.extra_kernels)
+    assert all(note in str(result) for note in result.extra_kernels)
+
+
+@pytest.mark.parametrize("sizes", [(0, 9), (9, 0)])
+def test_an_empty_call_needs_no_plan(sizes):
+    result = explain(sdpa, *qkv(sq=sizes[0], skv=sizes[1]))
+    assert result.supported
+    assert result.engine == result.key == ""
+    assert "nothing to compute" in str(result)
+
+
+def test_the_drop_in_is_explained_as_the_call_that_it_comes_down_to():
+    q, k, v = qkv()
+    result = explain(scaled_dot_product_attention, q, k, v, None, 0.0, True, enable_gqa=True)
+    assert result.call == "scaled_dot_product_attention"
+    assert result.key == explain(sdpa, q, k, v, is_causal=True).key
+    with pytest.raises(UnsupportedError, match="attn_mask"):
+        explain(scaled_dot_product_attention, q, k, v, torch.ones(64, 96, dtype=torch.bool), enable_gqa=True)
+
+
+def test_wrong_arguments_raise_as_in_the_call_itself():
+    q, k, v = qkv()
+    with pytest.raises(ShapeError, match="v: got sequence length 5; expected 96"):
+        explain(sdpa, q, k, v[:, :, :5])
+    with pytest.raises(OptionError, match="causal_alignment"):
+        explain(sdpa, q, k, v, causal_alignment="middle")
+    with pytest.raises(TypeError):
+        explain(sdpa, q, k)
+
+
+@pytest.mark.parametrize("function", [torch.nn.functional.scaled_dot_product_attention, print, len, "sdpa", None])
+def test_foreign_functions_are_refused(function):
+    with pytest.raises(OptionError, match=r"expected one of .*scaled_dot_product_attention, sdpa"):
+        explain(function, *qkv())
+
+
+def test_another_gpu_by_the_path_of_its_file(other_gpu):
+    other_gpu(
+        deviceVer=800, multiProcessorCount=108, maxSharedMemoryPerBlockOptin=166912, deviceName="NVIDIA A100-SXM4-40GB"
+    )
+    result = explain(sdpa, *qkv(), is_causal=True)
+    assert result.supported
+    assert result.target == "NVIDIA A100-SXM4-40GB (SM 80, 108 multiprocessors)"
+    assert "NVIDIA A100" in result.key
+
+
+def test_an_old_gpu_is_not_supported(other_gpu):
+    other_gpu(deviceVer=750, deviceName="Tesla T4")
+    result = explain(sdpa, *qkv())
+    assert not result.supported
+    assert any("7.5" in reason for reason in result.reasons)
+    assert "Tesla T4 (SM 75" in str(result)
+
+
+def test_an_unknown_gpu_is_named(monkeypatch):
+    monkeypatch.setenv("CUDNN_SDPA_TARGET", "h9000")
+    with pytest.raises(OptionError, match=r"'h9000'.*expected 'h200', or the path of a cuDNN device-properties JSON"):
+        explain(sdpa, *qkv())
+
+
+@pytest.mark.parametrize(
+    ("remove", "changes"),
+    [
+        pytest.param(["maxGridSize"], {}, id="key missing"),
+        pytest.param([], {"regsPerBlock": "many"}, id="wrong type"),
+        pytest.param([], {"maxBlockSize": 3}, id="no list"),
+        pytest.param([], {"multiProcessorCount": None}, id="null"),
+        pytest.param(["multiProcessorCount"], {}, id="no multiprocessors"),
+        pytest.param([], {"deviceVer": "ninety"}, id="no version"),
+    ],
+)
+def test_a_file_that_cudnn_cannot_read_is_an_error_of_this_library(other_gpu, remove, changes):
+    other_gpu(remove, **changes)
+    with pytest.raises(CudnnSdpaError):
+        explain(sdpa, *qkv())
+
+
+def test_neither_a_driver_nor_a_stand_in_is_loaded_into_the_users_process():
+    assert explain(sdpa, *qkv()).supported
+    maps = Path("/proc/self/maps").read_text()
+    assert "stand-in-driver" not in maps
+    if not driver.has_real_driver():
+        assert "libcuda.so" not in maps
+    assert not torch.cuda.is_initialized()

@@ -1,0 +1,297 @@
+"""`PlanCache`: bounded, least recently used out first, one build per key, honest counters."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from cudnn_sdpa import OptionError, plan_cache
+from cudnn_sdpa.runtime.cache import DEFAULT_SIZE, CallTable, PlanCache, next_use
+from cudnn_sdpa.runtime.key import PlanKey
+from cudnn_sdpa.runtime.target import Target
+
+TARGET = Target((("deviceVer", 900), ("multiProcessorCount", 132)), 92800, "1.32.0", "NVIDIA H200")
+KEY = PlanKey("package.module:attend", "digest", (), (), (), TARGET, 0)
+
+
+@dataclass(eq=False)
+class StandIn:
+    """What the cache looks at in a plan."""
+
+    key: PlanKey
+    build_seconds: float = 0.25
+    last_used: int = 0
+    captured: bool = False
+    plan: StandIn = field(init=False)
+
+    def __post_init__(self):
+        self.plan = self  # as the prepared call of itself, too
+
+
+def key(number: int) -> PlanKey:
+    return replace(KEY, options=PlanKey.typed({"n": number}))
+
+
+def use(cache: PlanCache, number: int, build=StandIn) -> StandIn:
+    """What a call does: looks its plan up, and launches it."""
+    plan = cache.get(key(number), build)
+    plan.last_used = next_use()
+    return plan
+
+
+def held(cache: PlanCache) -> list[int]:
+    return [plan.key.option_values["n"] for plan in cache.plans()]
+
+
+def refuse(key):
+    raise AssertionError(f"{key} is there and must not be built")
+
+
+@pytest.fixture
+def global_cache():
+    """The cache of the process, empty, and put back to normal afterwards."""
+    plan_cache.clear()
+    yield plan_cache
+    plan_cache.clear()
+    plan_cache.resize(DEFAULT_SIZE)
+
+
+def test_a_plan_is_built_once_and_found_afterwards():
+    cache = PlanCache(8)
+    plan = cache.get(key(3), StandIn)
+    assert plan.key == key(3)
+    assert all(cache.get(key(3), refuse) is plan for _ in range(5))
+    assert cache.peek(key(3)) is plan
+    assert cache.peek(key(4)) is None
+
+
+def test_counters_count():
+    cache = PlanCache(2)
+    assert cache.info().hits == cache.info().builds == 0
+    for number in (2, 3, 2, 4, 2, 3):
+        use(cache, number)
+    use(cache, 3, refuse)
+    info = cache.info()
+    assert (info.plans, info.capacity, info.builds, info.evictions, info.failures) == (2, 2, 4, 2, 0)
+    assert info.hits == 3
+    assert info.build_seconds == 1.0
+    assert cache.info() == info
+
+
+def test_the_least_recently_used_plan_goes_first():
+    cache = PlanCache(3)
+    for number in (2, 3, 4):
+        use(cache, number)
+    use(cache, 2, refuse)
+    use(cache, 3, refuse)
+    cache.peek(key(4))  # does not count as a use
+    assert held(cache) == [4, 2, 3]
+    use(cache, 5)
+    assert held(cache) == [2, 3, 5]
+    use(cache, 6)
+    assert held(cache) == [3, 5, 6]
+
+
+def test_the_bound_holds_over_many_keys():
+    cache = PlanCache(7)
+    for number in range(300):
+        use(cache, number)
+        assert cache.info().plans <= 7
+    assert held(cache) == list(range(293, 300))
+    assert cache.info().evictions == 293
+
+
+def test_a_cache_of_one_holds_the_newest():
+    cache = PlanCache(1)
+    for number in (2, 3, 2):
+        assert use(cache, number).key == key(number)
+        assert held(cache) == [number]
+
+
+def test_resize_keeps_the_most_recently_used():
+    cache = PlanCache(5)
+    for number in range(5):
+        use(cache, number)
+    use(cache, 1, refuse)
+    cache.resize(2)
+    assert held(cache) == [4, 1]
+    assert cache.info().capacity == 2
+    assert cache.info().evictions == 3
+    cache.resize(3)
+    use(cache, 9)
+    assert held(cache) == [4, 1, 9]
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 2.0, True, "8", None])
+def test_resize_takes_positive_integers_only(capacity):
+    cache = PlanCache(4)
+    with pytest.raises(OptionError) as caught:
+        cache.resize(capacity)
+    assert str(caught.value) == f"capacity: got {capacity!r}; expected an integer of at least 1."
+    assert cache.info().capacity == 4
+
+
+def test_a_plan_that_was_built_but_never_used_is_as_recent_as_the_newest():
+    cache = PlanCache(2)
+    use(cache, 2)
+    use(cache, 3)
+    cache.get(key(4), StandIn)  # as `explain` does
+    assert held(cache) == [3, 4]
+    use(cache, 5)
+    assert 5 in held(cache)
+    assert len(held(cache)) == 2
+
+
+def test_the_use_of_a_plan_that_was_built_without_one_is_a_hit():
+    cache = PlanCache(2)
+    cache.get(key(2), StandIn, to_use=False)
+    use(cache, 2, refuse)
+    assert (cache.info().builds, cache.info().hits) == (1, 1)
+
+
+def test_clear_lets_all_go_and_starts_counting_again():
+    cache = PlanCache(4)
+    for number in (2, 3, 2):
+        use(cache, number)
+    cache.clear()
+    info = cache.info()
+    assert (info.plans, info.builds, info.hits, info.evictions, info.build_seconds) == (0, 0, 0, 0, 0.0)
+    assert info.capacity == 4
+    assert use(cache, 2).key == key(2)
+    assert cache.info().builds == 1
+
+
+def in_threads(count, work):
+    """Runs `work(i)` in threads that start together; returns results and exceptions by index."""
+    barrier, results = threading.Barrier(count), [None] * count
+
+    def run(index):
+        barrier.wait()
+        try:
+            results[index] = work(index)
+        except Exception as error:  # noqa: BLE001 - handed to the test
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return results
+
+
+def test_one_of_many_threads_builds_and_the_others_wait():
+    cache, built = PlanCache(4), []
+
+    def slowly(key):
+        built.append(threading.get_ident())
+        time.sleep(0.1)
+        return StandIn(key)
+
+    results = in_threads(32, lambda _: use(cache, 3, slowly))
+    assert len(built) == 1
+    assert set(map(id, results)) == {id(cache.peek(key(3)))}
+    assert cache.info().builds == 1
+    assert cache.info().hits == 31
+
+
+def test_different_keys_are_built_at_the_same_time():
+    cache, together = PlanCache(8), threading.Barrier(4)
+
+    def build(key):
+        together.wait(20)  # breaks unless all four are being built
+        return StandIn(key)
+
+    results = in_threads(4, lambda index: cache.get(key(index), build))
+    assert [plan.key for plan in results] == [key(index) for index in range(4)]
+
+
+def test_a_failure_goes_to_the_thread_that_built_and_another_one_tries():
+    cache, attempts = PlanCache(4), []
+    lock = threading.Lock()
+
+    def fail_twice(key):
+        with lock:
+            attempts.append(key)
+            number = len(attempts)
+        time.sleep(0.05)
+        if number <= 2:
+            raise RuntimeError(f"attempt {number}")
+        return StandIn(key)
+
+    results = in_threads(8, lambda _: cache.get(key(3), fail_twice))
+    failures = sorted(str(result) for result in results if isinstance(result, RuntimeError))
+    assert failures == ["attempt 1", "attempt 2"]
+    assert len(attempts) == 3
+    assert {id(result) for result in results if isinstance(result, StandIn)} == {id(cache.peek(key(3)))}
+    assert (cache.info().failures, cache.info().builds) == (2, 1)
+
+
+def test_after_a_failure_the_same_thread_may_try_again():
+    cache = PlanCache(4)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            cache.get(key(3), lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert cache.get(key(3), StandIn).key == key(3)
+    assert cache.info().failures == 3
+
+
+def test_many_threads_over_more_keys_than_fit_get_the_plans_that_they_asked_for():
+    cache = PlanCache(5)
+
+    def work(index):
+        for step in range(300):
+            number = (index * 7 + step * 3) % 13
+            if use(cache, number).key != key(number):
+                return f"wrong plan for {number}"
+        return "right"
+
+    assert in_threads(8, work) == ["right"] * 8
+    info = cache.info()
+    assert info.plans == 5
+    assert info.builds - info.evictions == 5
+    assert info.builds + info.hits == 8 * 300
+
+
+def test_calls_of_a_plan_go_with_it(global_cache):
+    table, dropped = CallTable(), []
+    table.on_drop = lambda: dropped.append(len(table))
+    global_cache.resize(2)
+    for number in (2, 3):
+        plan = use(global_cache, number)
+        table.add(("a", number), plan)
+        table.add(("b", number), plan)
+    use(global_cache, 2, refuse)
+    use(global_cache, 4)
+    assert table.get(("a", 3)) is None
+    assert table.get(("b", 3)) is None
+    assert table.get(("a", 2)).key == key(2)
+    assert len(table) == 2
+    global_cache.clear()
+    assert len(table) == 0
+    assert dropped == [2, 0]
+
+
+def test_a_call_whose_plan_has_left_the_cache_is_not_remembered(global_cache):
+    table = CallTable()
+    plan = global_cache.get(key(2), StandIn)
+    global_cache.clear()
+    table.add("signature", plan)
+    assert len(table) == 0
+    global_cache.get(key(2), StandIn)
+    table.add("signature", plan)  # of the same key, but not the plan that is held
+    assert table.get("signature") is None
+
+
+def test_the_number_of_calls_is_bounded_too(global_cache):
+    table = CallTable(limit=10)
+    plan = global_cache.get(key(2), StandIn)
+    for number in range(50):
+        table.add(number, plan)
+    assert len(table) == 10
+    assert table.get(49) is plan
+    assert table.get(3) is None

@@ -1,0 +1,186 @@
+"""`torch.compile` and `torch.export`: one graph, no needless recompilation, right values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch.export import Dim, export
+from torch.nn import functional
+
+from cudnn_sdpa import scaled_dot_product_attention, sdpa
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def qkv(batch=3, sq=7, skv=9, dim=16, dim_v=16, transposed=False):
+    def tensor(heads, length, last):
+        if transposed:
+            return torch.randn(batch, length, heads, last).transpose(1, 2)
+        return torch.randn(batch, heads, length, last)
+
+    return tensor(4, sq, dim), tensor(2, skv, dim), tensor(2, skv, dim_v)
+
+
+def compiled(function, *, dynamic=None):
+    return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+
+
+def compilations(function):
+    """How many versions of a compiled function there are: one, and one for each recompilation."""
+    return len(_debug_get_cache_entry_list(function._torchdynamo_orig_callable.__code__))
+
+
+FUNCTIONS = {
+    "dense": lambda q, k, v: sdpa(q, k, v, scale=0.7),
+    "causal": lambda q, k, v: sdpa(q, k, v, is_causal=True, scale=0.3),
+    "bottom right": lambda q, k, v: sdpa(q, k, v, is_causal=True, causal_alignment="bottom_right"),
+    "lse": lambda q, k, v: sdpa(q * 1.5, k, v, return_lse=True),
+    "in a module": lambda q, k, v: (sdpa(q, k, v).transpose(1, 2).flatten(2) + 0.5).relu(),
+    "drop-in": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_compiles_to_one_graph_for_one_shape(name, transposed):
+    function = compiled(FUNCTIONS[name])
+    for _ in range(3):
+        inputs = qkv(transposed=transposed)
+        torch.testing.assert_close(function(*inputs), FUNCTIONS[name](*inputs))
+    assert compilations(function) == 1
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_dynamic_shapes_compile_once(name):
+    function = compiled(FUNCTIONS[name], dynamic=True)
+    for batch, sq, skv in [(3, 7, 9), (6, 11, 20), (5, 20, 33), (2, 8, 64), (7, 30, 31)]:
+        inputs = qkv(batch, sq, skv)
+        torch.testing.assert_close(function(*inputs), FUNCTIONS[name](*inputs))
+    assert compilations(function) == 1
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_strides_stay_symbolic(transposed):
+    function = compiled(FUNCTIONS["dense"], dynamic=True)
+    for sq, skv in [(7, 9), (12, 12), (30, 5)]:
+        inputs = qkv(sq=sq, skv=skv, dim_v=24, transposed=transposed)
+        out, expected = function(*inputs), FUNCTIONS["dense"](*inputs)
+        assert out.stride() == expected.stride()
+        torch.testing.assert_close(out, expected)
+    assert compilations(function) == 1
+
+
+def test_changing_shapes_become_dynamic_by_themselves():
+    function = compiled(FUNCTIONS["causal"])
+    for sq in (7, 11, 13, 19, 31):
+        inputs = qkv(sq=sq, skv=sq)
+        torch.testing.assert_close(function(*inputs), FUNCTIONS["causal"](*inputs))
+    assert compilations(function) == 2  # as is, then for any length
+
+
+def test_a_growing_cache_of_keys_compiles_twice():
+    function = compiled(FUNCTIONS["bottom right"])
+    for skv in range(9, 16):
+        inputs = qkv(sq=1, skv=skv)
+        torch.testing.assert_close(function(*inputs), FUNCTIONS["bottom right"](*inputs))
+    assert compilations(function) == 2
+
+
+def test_lengths_are_data():
+    function = compiled(lambda q, k, v, lens: sdpa(q, k, v, seq_lens_q=lens, seq_lens_kv=lens + 1))
+    for values in ([3, 5, 7], [0, 7, 1], [7, 7, 7]):
+        q, k, v = qkv()
+        lens = torch.tensor(values, dtype=torch.int32)
+        torch.testing.assert_close(function(q, k, v, lens), sdpa(q, k, v, seq_lens_q=lens, seq_lens_kv=lens + 1))
+    assert compilations(function) == 1
+
+
+def test_a_changing_scale_compiles_no_more_often_than_pytorchs_own():
+    function = compiled(lambda q, k, v, scale: sdpa(q, k, v, scale=scale))
+    pytorch = compiled(
+        lambda q, k, v, scale: functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+    )
+    for scale in (0.2, 0.3, 0.45, 0.7, 1.3):
+        inputs = qkv()
+        pytorch(*inputs, scale)
+        torch.testing.assert_close(function(*inputs, scale), sdpa(*inputs, scale=scale))
+    assert compilations(function) <= compilations(pytorch)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_out_is_written_in_the_compiled_graph(return_lse, dynamic):
+    def attend(q, k, v, out):
+        result = sdpa(q + 0.25, k, v, is_causal=True, return_lse=return_lse, out=out)
+        return result[1] if return_lse else result * 2
+
+    function = compiled(attend, dynamic=dynamic)
+    q, k, v = qkv()
+    out, expected_out = torch.full((2, 3, 4, 7, 16), torch.nan)
+    torch.testing.assert_close(function(q, k, v, out), attend(q, k, v, expected_out))
+    torch.testing.assert_close(out, expected_out)
+    assert not out.isnan().any()
+    assert compilations(function) == 1
+
+
+def test_out_may_be_a_slice_of_a_graph_input():
+    def attend(q, k, v, buffer):
+        sdpa(q, k, v, out=buffer[1])
+        return buffer.sum(dim=0)
+
+    function = compiled(attend)
+    q, k, v = qkv()
+    buffer = torch.randn(5, 3, 4, 7, 16)
+    expected_buffer = buffer.clone()
+    torch.testing.assert_close(function(q, k, v, buffer), attend(q, k, v, expected_buffer))
+    torch.testing.assert_close(buffer, expected_buffer)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inductor_compiles_it(dynamic):
+    from cudnn_sdpa.offline.driver import compiler
+
+    if compiler() is None:
+        pytest.skip("Inductor needs a C++ compiler")
+    function = torch.compile(FUNCTIONS["in a module"], fullgraph=True, dynamic=dynamic)
+    for sq in (7, 12):
+        inputs = qkv(sq=sq, transposed=True)
+        torch.testing.assert_close(function(*inputs), FUNCTIONS["in a module"](*inputs))
+
+
+def test_wrong_arguments_are_still_named():
+    function = compiled(FUNCTIONS["dense"])
+    q, k, v = qkv()
+    with pytest.raises(Exception, match=r"v: got sequence length 5; expected 9"):
+        function(q, k, v[:, :, :5])
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.projection = torch.nn.Linear(32, 3 * 32)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(2, (4, 8)).transpose(1, 2) for part in self.projection(x).chunk(3, dim=2))
+        return sdpa(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_module_can_be_exported_saved_and_loaded(tmp_path, dynamic):
+    module = Attention().requires_grad_(False)
+    shapes = {"x": {0: Dim("batch", min=2), 1: Dim("length", min=2)}} if dynamic else None
+    program = export(module, (torch.randn(2, 9, 32),), dynamic_shapes=shapes)
+    assert "torch.ops.cudnn_sdpa.sdpa_forward.default" in str(program.graph_module.code)
+    torch.export.save(program, tmp_path / "attention.pt2")
+    loaded = torch.export.load(tmp_path / "attention.pt2").module()
+    for shape in [(2, 9, 32), (5, 21, 32)][: 1 + dynamic]:
+        x = torch.randn(shape)
+        torch.testing.assert_close(loaded(x), module(x))

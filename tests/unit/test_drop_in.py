@@ -1,0 +1,169 @@
+"""`scaled_dot_product_attention` in PyTorch's place."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cudnn_sdpa import OptionError, ShapeError, UnsupportedError, scaled_dot_product_attention
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def both(*args, **options):
+    """Ours and PyTorch's."""
+    return scaled_dot_product_attention(*args, **options), F.scaled_dot_product_attention(*args, **options)
+
+
+def test_parameters_are_pytorchs_in_its_order_and_with_its_defaults():
+    ours = inspect.signature(scaled_dot_product_attention).parameters
+    assert list(ours) == [
+        *("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
+    ]
+    assert [parameter.default for parameter in ours.values()][3:] == [None, 0.0, False, None, False]
+
+
+@pytest.mark.parametrize("batch", [(), (3,)], ids=["rank3", "rank4"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.43])
+@pytest.mark.parametrize("lengths", [(12, 12), (5, 14), (14, 5), (1, 7)])
+def test_matches_pytorch(batch, is_causal, scale, lengths):
+    query = torch.randn(*batch, 4, lengths[0], 16)
+    key = torch.randn(*batch, 4, lengths[1], 16)
+    value = torch.randn(*batch, 4, lengths[1], 24)
+    ours, theirs = both(query, key, value, is_causal=is_causal, scale=scale)
+    torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_match_pytorch(dtype):
+    query, key, value = torch.randn(3, 2, 4, 21, 32).to(dtype)
+    ours, theirs = both(query, key, value, is_causal=True)
+    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_arguments_may_be_positional_where_pytorchs_may():
+    query, key, value = torch.randn(3, 2, 4, 6, 16)
+    ours, theirs = both(query, key, value, None, 0.0, True)
+    torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+@pytest.mark.parametrize("batch", [(), (2,)], ids=["rank3", "rank4"])
+@pytest.mark.parametrize("heads", [(6, 3), (6, 1), (6, 6)])
+def test_grouped_query_attention_matches_pytorch(batch, heads):
+    query = torch.randn(*batch, heads[0], 10, 16)
+    key, value = torch.randn(2, *batch, heads[1], 10, 16)
+    ours, theirs = both(query, key, value, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("key_shape", "value_shape"),
+    [
+        ((1, 4), (1, 4)),
+        ((1, 4), (3, 4)),
+        ((3, 1), (3, 1)),
+        ((3, 4), (3, 1)),
+        ((1, 1), (1, 1)),
+        ((1, 1), (3, 4)),
+    ],
+)
+def test_a_batch_or_head_of_one_is_broadcast_as_in_pytorch(key_shape, value_shape):
+    query = torch.randn(3, 4, 7, 16)
+    ours, theirs = both(query, torch.randn(*key_shape, 9, 16), torch.randn(*value_shape, 9, 16))
+    torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+def test_a_query_batch_of_one_is_broadcast_as_in_pytorch():
+    query, key = torch.randn(1, 4, 7, 16), torch.randn(3, 4, 9, 16)
+    ours, theirs = both(query, key, key)
+    torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+def test_rank_3_gives_rank_3_in_the_order_of_the_query():
+    query = torch.randn(7, 4, 16).transpose(0, 1)
+    out = scaled_dot_product_attention(query, query, query)
+    assert out.shape == (4, 7, 16)
+    assert out.transpose(0, 1).is_contiguous()
+
+
+def test_heads_must_be_equal_without_enable_gqa_as_in_pytorch():
+    query, key = torch.randn(2, 6, 8, 16), torch.randn(2, 3, 8, 16)
+    with pytest.raises(ShapeError, match=r"key: got 3 heads; expected 1 or 6.*enable_gqa"):
+        scaled_dot_product_attention(query, key, key)
+    with pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(query, key, key)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(8, 8, dtype=torch.bool), torch.randn(8, 8)], ids=["bool", "float"])
+def test_a_mask_is_refused(mask):
+    query = torch.randn(2, 4, 8, 16)
+    with pytest.raises(UnsupportedError, match="attn_mask") as caught:
+        scaled_dot_product_attention(query, query, query, attn_mask=mask)
+    assert caught.value.reasons
+    assert "torch.nn.functional" in caught.value.suggestion
+
+
+@pytest.mark.parametrize("probability", [0.1, 1.0])
+def test_dropout_is_refused(probability):
+    query = torch.randn(2, 4, 8, 16)
+    with pytest.raises(UnsupportedError, match="dropout_p") as caught:
+        scaled_dot_product_attention(query, query, query, dropout_p=probability)
+    assert caught.value.reasons
+
+
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+def test_a_gradient_is_refused_rather_than_cut_off(which):
+    tensors = {name: torch.randn(2, 4, 8, 16) for name in ("query", "key", "value")}
+    tensors[which].requires_grad_()
+    with pytest.raises(UnsupportedError, match=f"{which[0]} requires grad") as caught:
+        scaled_dot_product_attention(**tensors)
+    assert "no_grad" in caught.value.suggestion
+    assert pickle.loads(pickle.dumps(caught.value)).reasons == caught.value.reasons
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_tensors_that_require_grad_are_fine_where_no_gradient_is_recorded(mode):
+    query, key, value = (torch.randn(2, 4, 8, 16, requires_grad=True) for _ in range(3))
+    with mode():
+        out = scaled_dot_product_attention(query, key, value)
+        expected = F.scaled_dot_product_attention(query, key, value)
+    assert not out.requires_grad
+    torch.testing.assert_close(out, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("wrong", [None, 1.5, [[0.0]]])
+def test_what_is_no_tensor_is_named(name, wrong):
+    tensors = {key: torch.randn(2, 4, 8, 16) for key in ("query", "key", "value")}
+    with pytest.raises(OptionError) as caught:
+        scaled_dot_product_attention(**{**tensors, name: wrong})
+    assert str(caught.value).startswith(f"{name}: got {type(wrong).__name__}; expected a torch.Tensor")
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("shape", [(8, 16), (16,), (1, 2, 4, 8, 16), (4, 8, 16)])
+def test_wrong_or_mixed_ranks_are_named(name, shape):
+    tensors = {key: torch.randn(2, 4, 8, 16) for key in ("query", "key", "value")}
+    tensors[name] = torch.randn(shape)
+    with pytest.raises(ShapeError, match=r"rank 3 or 4, the same for query, key and value") as caught:
+        scaled_dot_product_attention(**tensors)
+    if len(shape) != 3:
+        assert str(tuple(shape)) in str(caught.value)
+
+
+def test_enable_gqa_must_be_a_bool():
+    query, key = torch.randn(2, 6, 8, 16), torch.randn(2, 3, 8, 16)
+    with pytest.raises(OptionError, match="enable_gqa: got 1"):
+        scaled_dot_product_attention(query, key, key, enable_gqa=1)
+
+
+def test_errors_use_the_names_of_this_functions_arguments():
+    query, key = torch.randn(2, 4, 8, 16), torch.randn(2, 4, 8, 24)
+    with pytest.raises(ShapeError, match=r"^key: got head dim 24"):
+        scaled_dot_product_attention(query, key, key)

@@ -1,0 +1,194 @@
+"""`PlanKey`: everything in it tells plans apart, and nothing else does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+
+import pytest
+import torch
+
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.forward import Forward
+from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
+from cudnn_sdpa.runtime.layouts import TensorLayout
+from cudnn_sdpa.runtime.target import Target
+
+TARGET = Target((("deviceVer", 900), ("multiProcessorCount", 132)), 92800, "1.32.0", "NVIDIA H200")
+LAYOUT = TensorLayout((2, 4, 16, 64), (4096, 1024, 64, 1), torch.float16)
+SCALAR = TensorLayout((1, 1, 1, 1), (1, 1, 1, 1), torch.float32)
+KEY = PlanKey(
+    operation="package.module:attend",
+    digest="0123456789abcdef",
+    inputs=(Operand("q", LAYOUT), Operand("scale", SCALAR, Role.SCALAR), Operand("ones", SCALAR, Role.FILL, 7)),
+    outputs=(Operand("out", LAYOUT),),
+    options=PlanKey.typed({"causal": "top_left", "with_lse": True, "window": (3, 5)}),
+    target=TARGET,
+    device=1,
+)
+
+OTHER_LAYOUTS = [
+    dataclasses.replace(LAYOUT, shape=(2, 4, 17, 64)),
+    dataclasses.replace(LAYOUT, stride=(4096, 64, 256, 1)),
+    dataclasses.replace(LAYOUT, dtype=torch.bfloat16),
+]
+OTHER_OPERANDS = [
+    *(Operand("q", layout) for layout in OTHER_LAYOUTS),
+    Operand("query", LAYOUT),
+    Operand("q", LAYOUT, Role.SCALAR),
+    Operand("q", LAYOUT, Role.FILL, 3),
+]
+OTHER_TARGETS = [
+    dataclasses.replace(TARGET, properties=(("deviceVer", 800), ("multiProcessorCount", 132))),
+    dataclasses.replace(TARGET, properties=(("deviceVer", 900),)),
+    dataclasses.replace(TARGET, cudnn=91900),
+    dataclasses.replace(TARGET, frontend="1.28.0"),
+]
+CHANGES = [
+    {"operation": "package.module:other"},
+    {"operation": "other.module:attend"},
+    {"digest": "fedcba9876543210"},
+    *({"inputs": (operand, *KEY.inputs[1:])} for operand in OTHER_OPERANDS),
+    {"inputs": KEY.inputs[:2]},
+    {"inputs": (KEY.inputs[1], KEY.inputs[0], KEY.inputs[2])},
+    {"inputs": (*KEY.inputs[:2], Operand("ones", SCALAR, Role.FILL, 8))},
+    *({"outputs": (operand,)} for operand in OTHER_OPERANDS),
+    {"outputs": (*KEY.outputs, Operand("lse", SCALAR))},
+    {"options": PlanKey.typed({"causal": "bottom_right", "with_lse": True, "window": (3, 5)})},
+    {"options": PlanKey.typed({"causal": None, "with_lse": True, "window": (3, 5)})},
+    {"options": PlanKey.typed({"causal": "top_left", "with_lse": 1, "window": (3, 5)})},
+    {"options": PlanKey.typed({"causal": "top_left", "with_lse": True, "window": (3, 6)})},
+    {"options": PlanKey.typed({"causal": "top_left", "with_lse": True})},
+    *({"target": target} for target in OTHER_TARGETS),
+    {"device": 0},
+    {"device": None},
+]
+
+
+def same() -> PlanKey:
+    """An equal key that shares no object with `KEY`."""
+    return pickle.loads(pickle.dumps(KEY))
+
+
+def test_equal_keys_find_each_other():
+    assert same() is not KEY
+    assert same() == KEY
+    assert hash(same()) == hash(KEY)
+    assert {KEY: "plan"}[same()] == "plan"
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: next(iter(change)))
+def test_a_change_of_anything_makes_another_key(change):
+    changed = dataclasses.replace(KEY, **change)
+    assert changed != KEY
+    assert hash(changed) != hash(KEY)
+    assert changed not in {KEY: "plan"}
+
+
+def test_every_field_is_changed_by_some_case_above():
+    assert {name for change in CHANGES for name in change} == {field.name for field in dataclasses.fields(PlanKey)}
+
+
+def test_all_cases_above_are_different_from_each_other():
+    keys = {dataclasses.replace(KEY, **change) for change in CHANGES} | {KEY}
+    assert len(keys) == len(CHANGES) + 1
+
+
+@pytest.mark.parametrize("name", ["inputs", "device", "operation"])
+def test_keys_cannot_be_changed(name):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(KEY, name, None)
+
+
+def test_one_as_integer_float_and_bool_are_three_options():
+    keys = [dataclasses.replace(KEY, options=PlanKey.typed({"n": value})) for value in (1, 1.0, True)]
+    assert len(set(keys)) == 3
+    assert [type(key.option_values["n"]) for key in keys] == [int, float, bool]
+
+
+def test_one_as_integer_float_and_bool_are_three_options_inside_a_tuple_too():
+    keys = [dataclasses.replace(KEY, options=PlanKey.typed({"n": (value, 5)})) for value in (1, 1.0, True)]
+    assert len(set(keys)) == 3
+
+
+def test_the_order_in_which_options_are_given_makes_no_difference():
+    assert PlanKey.typed({"a": 2, "b": 3}) == PlanKey.typed({"b": 3, "a": 2})
+
+
+@pytest.mark.parametrize("options", [{"n": 1}, {"n": 1.0}, {"n": True}, {"n": None}, {"n": (1, (2.5, "x"))}, {}])
+def test_a_key_can_be_written_to_json_and_read_back(options):
+    key = dataclasses.replace(KEY, options=PlanKey.typed(options), device=None)
+    again = PlanKey.from_json(json.loads(json.dumps(key.to_json())), TARGET)
+    assert again == key
+    assert hash(again) == hash(key)
+    assert again.option_values == options
+
+
+def test_json_holds_no_device_and_no_target():
+    text = json.dumps(KEY.to_json())
+    assert "H200" not in text
+    assert PlanKey.from_json(json.loads(text), OTHER_TARGETS[0]) == dataclasses.replace(
+        KEY, target=OTHER_TARGETS[0], device=None
+    )
+
+
+def test_the_name_of_a_gpu_is_for_people_and_no_part_of_the_key():
+    sibling = dataclasses.replace(TARGET, name="NVIDIA H100")
+    assert sibling == TARGET
+    assert dataclasses.replace(KEY, target=sibling) == KEY
+    assert TARGET != "NVIDIA H200"
+
+
+def test_a_key_reads_well():
+    text = str(KEY)
+    assert text.startswith("attend(q: float16[2×4×16×64; strides 4096,1024,64,1]")
+    for part in ("scale: host scalar", "= 7", "causal='top_left'", "window=(3, 5)", "with_lse=True", "-> (out: "):
+        assert part in text
+    assert "NVIDIA H200 (SM 90, 132 multiprocessors)" in text
+    assert "cuDNN 9.28.0" in text
+    assert text.endswith("cuda:1")
+    assert "\n" not in text
+
+
+def forward_key(q, k, v, **options):
+    call = {
+        "seq_lens_q": None,
+        "seq_lens_kv": None,
+        "is_causal": False,
+        "causal_alignment": "top_left",
+        "scale": None,
+        "with_lse": False,
+        **options,
+    }
+    return Forward.of(ForwardArguments(q, k, v, **call)).key(TARGET, 0)
+
+
+def test_views_that_differ_only_in_strides_that_reach_nothing_share_a_plan():
+    q = torch.randn(1, 4, 16, 64, dtype=torch.float16)
+    cut = torch.randn(3, 4, 16, 64, dtype=torch.float16)[::2][:1]
+    odd = q.as_strided(q.shape, (7, *q.stride()[1:]))
+    assert cut.stride() != odd.stride() or cut.stride() != q.stride()
+    assert forward_key(q, q, q) == forward_key(odd, cut, q)
+
+
+def test_data_is_in_no_key():
+    q, k, v = torch.randn(3, 2, 4, 16, 64, dtype=torch.float16)
+    lengths = torch.tensor([3, 9], dtype=torch.int32)
+    base = forward_key(q, k, v, seq_lens_kv=lengths, scale=0.3)
+    again = forward_key(q.clone(), k.clone(), v.clone(), seq_lens_kv=lengths + 4, scale=0.7)
+    assert again == base
+
+
+def test_meanings_that_are_equal_share_a_key_and_others_do_not():
+    q, k, v = torch.randn(3, 2, 4, 16, 64, dtype=torch.float16)
+    one, wide = q[:, :, :1], torch.randn(2, 4, 20, 64, dtype=torch.float16)
+    bottom = {"is_causal": True, "causal_alignment": "bottom_right"}
+    top = {"is_causal": True}
+    assert forward_key(q, k, v, **top) == forward_key(q, k, v, **bottom)
+    assert forward_key(one, k, v, **bottom) == forward_key(one, k, v)
+    assert forward_key(q, k, v, causal_alignment="bottom_right") == forward_key(q, k, v)
+    assert forward_key(q, wide, wide, **top) != forward_key(q, wide, wide, **bottom)
+    assert forward_key(one, k, v, **top) != forward_key(one, k, v)
+    assert forward_key(q, k, v, **top) != forward_key(q, k, v)
+    assert forward_key(q, k, v, with_lse=True) != forward_key(q, k, v)

@@ -1,0 +1,225 @@
+"""The torch operators: their registration, fake implementations, and what PyTorch's transforms make of them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import ClassVar
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cudnn_sdpa import ArgumentError, ShapeError, UnsupportedError, scaled_dot_product_attention, sdpa
+
+ops = torch.ops.cudnn_sdpa
+TOP, BOTTOM = "top_left", "bottom_right"
+
+
+def qkv(layout="bhsd", dims=(16, 24), dtype=torch.float32, lengths=(7, 9), device="cpu"):
+    def tensor(heads, length, dim):
+        if layout == "bshd":
+            return torch.randn(2, length, heads, dim, dtype=dtype, device=device).transpose(1, 2)
+        return torch.randn(2, heads, length, dim, dtype=dtype, device=device)
+
+    return tensor(4, lengths[0], dims[0]), tensor(2, lengths[1], dims[0]), tensor(2, lengths[1], dims[1])
+
+
+def lens(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+CASES = {
+    "dense": ((), (None, None, False, TOP, None)),
+    "causal and scale": ((), (None, None, True, TOP, 0.31)),
+    "transposed": (("bshd",), (None, None, True, BOTTOM, None)),
+    "half": (("bshd", (16, 16), torch.float16), (None, None, False, TOP, None)),
+    "lengths": ((), (lens(5, 0), lens(3, 9), True, BOTTOM, 0.5)),
+    "lengths of keys": (("bhsd", (8, 8)), (None, lens(0, 4), False, TOP, None)),
+    "decode": (("bhsd", (16, 16), torch.bfloat16, (1, 9)), (None, None, True, BOTTOM, None)),
+    "no keys": (("bhsd", (16, 16), torch.float32, (5, 0)), (None, None, False, TOP, None)),
+    "no queries": (("bhsd", (16, 16), torch.float32, (0, 5)), (None, None, False, TOP, None)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ["sdpa_forward", "sdpa_forward_lse", "sdpa_forward_out", "sdpa_forward_lse_out"])
+def test_operators_pass_pytorchs_own_checks(name, case):
+    layout, options = CASES[case]
+    inputs = (*qkv(*layout), *options)
+    if name.endswith("out"):
+        inputs = (*inputs, torch.empty(*inputs[0].shape[:3], inputs[2].shape[3], dtype=inputs[0].dtype))
+    results = torch.library.opcheck(getattr(ops, name).default, inputs)
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_fake_results_look_like_real_ones(case, with_lse):
+    layout, (lens_q, lens_kv, is_causal, alignment, scale) = CASES[case]
+    inputs = qkv(*layout)
+
+    def call(convert):
+        q, k, v = map(convert, inputs)
+        lengths = [None if tensor is None else convert(tensor) for tensor in (lens_q, lens_kv)]
+        options = {"is_causal": is_causal, "causal_alignment": alignment, "scale": scale, "return_lse": with_lse}
+        result = sdpa(q, k, v, seq_lens_q=lengths[0], seq_lens_kv=lengths[1], **options)
+        return result if with_lse else (result,)
+
+    real = call(lambda tensor: tensor)
+    with FakeTensorMode() as mode:
+        fake = call(mode.from_tensor)
+    assert [describe(tensor) for tensor in fake] == [describe(tensor) for tensor in real]
+
+
+def describe(tensor):
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_meta_tensors_give_meta_tensors(layout, dtype):
+    real = sdpa(*qkv(layout, dtype=dtype), return_lse=True)
+    meta = sdpa(*qkv(layout, dtype=dtype, device="meta"), return_lse=True)
+    for a, b in zip(real, meta, strict=True):
+        assert b.is_meta
+        assert describe(a)[:3] == describe(b)[:3]
+
+
+def test_fake_tensors_of_a_gpu_need_no_gpu():
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        q, k, v = qkv("bshd", dtype=torch.bfloat16, device="cuda")
+        out, lse = sdpa(q, k, v, is_causal=True, return_lse=True)
+        assert out.device == lse.device == q.device
+        assert out.dtype == torch.bfloat16
+        assert out.transpose(1, 2).is_contiguous()
+
+
+def test_wrong_fake_tensors_raise_the_same_errors():
+    with FakeTensorMode():
+        q, k, _ = qkv(device="cuda", dtype=torch.float16)
+        with pytest.raises(ShapeError, match="k: got head dim 24"):
+            sdpa(q, torch.empty(2, 2, 9, 24, device="cuda", dtype=torch.float16), k)
+        with pytest.raises(ArgumentError, match="q: got float32"):
+            sdpa(q.float(), k.float(), k.float())
+
+
+def test_a_trace_holds_the_operators():
+    q, k, v = qkv()
+    out = torch.empty(2, 4, 7, 24)
+
+    def targets(function, *inputs):
+        return {str(node.target) for node in make_fx(function)(*inputs).graph.nodes if node.op == "call_function"}
+
+    assert "cudnn_sdpa.sdpa_forward.default" in targets(lambda *t: sdpa(*t, scale=0.3), q, k, v)
+    assert "cudnn_sdpa.sdpa_forward_lse.default" in targets(lambda *t: sdpa(*t, return_lse=True), q, k, v)
+    assert "cudnn_sdpa.sdpa_forward_out.default" in targets(lambda *t: sdpa(*t[:3], out=t[3]), q, k, v, out)
+    assert "cudnn_sdpa.sdpa_forward.default" in targets(
+        lambda *t: scaled_dot_product_attention(*t, is_causal=True), q, q, q
+    )
+
+
+def test_a_traced_function_computes_with_what_it_is_given():
+    q, k, v = qkv()
+    traced = make_fx(lambda *t: sdpa(*t, is_causal=True, scale=0.4))(q, k, v)
+    again = [torch.randn_like(tensor) for tensor in (q, k, v)]
+    torch.testing.assert_close(traced(*again), sdpa(*again, is_causal=True, scale=0.4))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_traces_hold_the_operator_and_no_constants():
+    q, k, v = qkv()
+    traced = torch.jit.trace(lambda q, k, v: sdpa(q, k, v, is_causal=True), (q, k, v))
+    assert "cudnn_sdpa::sdpa_forward" in str(traced.graph)
+    again = [torch.randn_like(tensor) for tensor in (q, k, v)]
+    torch.testing.assert_close(traced(*again), sdpa(*again, is_causal=True))
+
+
+def test_out_operators_say_what_they_write():
+    q, k, v = qkv()
+    out = torch.full((2, 4, 7, 24), torch.nan)
+    version = out._version
+    assert ops.sdpa_forward_out(q, k, v, None, None, False, TOP, None, out) is None
+    assert out._version > version
+    assert torch.equal(out, sdpa(q, k, v))
+    out.fill_(torch.nan)
+    lse = ops.sdpa_forward_lse_out(q, k, v, None, None, False, TOP, None, out)
+    assert torch.equal(lse, sdpa(q, k, v, return_lse=True)[1])
+    assert torch.equal(out, sdpa(q, k, v))
+
+
+class Wrapped(torch.Tensor):
+    """A tensor around a tensor, as quantized and distributed ones are."""
+
+    seen: ClassVar[list[str]] = []
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        cls.seen.append(str(function))
+        return function(*[arg.inner if isinstance(arg, Wrapped) else arg for arg in args], **(kwargs or {}))
+
+
+def test_subclasses_of_tensors_see_the_operator():
+    q, k, v = qkv()
+    Wrapped.seen.clear()
+    assert torch.equal(sdpa(q, Wrapped(k), v), sdpa(q, k, v))
+    assert Wrapped.seen == ["cudnn_sdpa.sdpa_forward.default"]
+
+
+def test_dispatch_modes_see_the_operator():
+    seen = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Watching():
+        sdpa(*qkv(), return_lse=True)
+    assert "cudnn_sdpa.sdpa_forward_lse.default" in seen
+
+
+def test_vmap_gives_what_a_loop_gives():
+    q, k, v = (torch.randn(3, 2, heads, 7, 16) for heads in (4, 2, 2))
+    expected = torch.stack([sdpa(*each, is_causal=True) for each in zip(q, k, v, strict=True)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vmap says that it loops
+        out = torch.vmap(lambda *t: sdpa(*t, is_causal=True))(q, k, v)
+        shared = torch.vmap(lambda a, b: sdpa(a, b, b), in_dims=(0, None))(q, k[1])
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(shared[2], sdpa(q[2], k[1], k[1]))
+
+
+def test_a_functional_gradient_is_refused():
+    q, k, v = qkv()
+    with pytest.raises(UnsupportedError, match="q requires grad"):
+        torch.func.grad(lambda q: sdpa(q, k, v).sum())(q)
+
+
+def test_a_forward_mode_gradient_is_refused():
+    q, k, v = qkv()
+    with pytest.raises(UnsupportedError):
+        torch.func.jvp(lambda q: sdpa(q, k, v), (q,), (torch.randn_like(q),))
+
+
+def test_the_operator_itself_cuts_nothing_off_from_autograd_silently():
+    q, k, v = qkv()
+    q.requires_grad_()
+    with pytest.raises((UnsupportedError, RuntimeError, UserWarning)):  # warnings are errors here
+        ops.sdpa_forward(q, k, v, None, None, False, TOP, None).sum().backward()
+
+
+def test_autocast_leaves_the_dtype_alone():
+    q, k, v = qkv(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = sdpa(q, k, v)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, sdpa(q, k, v))

@@ -1,0 +1,196 @@
+"""The package as a whole: what importing it does, what is public, and who imports whom."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import cudnn_sdpa
+from cudnn_sdpa import errors
+
+PACKAGE = Path(cudnn_sdpa.__file__).parent
+#: Layers from the bottom up; a module imports its own layer and those below it.
+LAYERS = [
+    ("_version", "errors"),
+    ("runtime",),
+    ("attention", "offline"),
+    ("explanation",),
+    ("bench",),
+    ("cli",),
+    ("__main__",),
+]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imported_modules(name: str) -> set[str]:
+    """Full names of everything that a module imports, also within functions."""
+    found = set()
+    for node in ast.walk(ast.parse(SOURCES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            found |= {
+                submodule if (submodule := f"{node.module}.{alias.name}") in SOURCES else node.module
+                for alias in node.names
+            }
+    return found
+
+
+def own_imports(name: str) -> set[str]:
+    return {other for other in imported_modules(name) if other.split(".")[0] == "cudnn_sdpa"}
+
+
+def layer(name: str) -> int:
+    part = name.split(".")[1]
+    (index,) = [index for index, members in enumerate(LAYERS) if part in members]
+    return index
+
+
+MODULES = [name for name in SOURCES if name != "cudnn_sdpa"]
+
+
+def test_neither_importing_nor_a_call_on_the_cpu_starts_cuda_or_loads_cudnn(run_python):
+    result = run_python(
+        """
+import pathlib, sys, threading, torch, warnings
+before = set(sys.modules)
+warnings.simplefilter("error")
+import cudnn_sdpa
+assert not torch.cuda.is_initialized()
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+assert not new & {"cudnn", "nvidia", "triton", "numpy", "cutlass", "typer", "rich"}, new
+maps = pathlib.Path("/proc/self/maps").read_text()
+assert "libcudnn_graph" not in maps and "stand-in-driver" not in maps
+assert threading.active_count() == 1
+q = torch.randn(1, 2, 8, 16)
+cudnn_sdpa.sdpa(q, q, q, is_causal=True, return_lse=True)
+cudnn_sdpa.plan_cache.info()
+assert "cudnn" not in sys.modules
+assert not torch.cuda.is_initialized()
+"""
+    )
+    assert result.stdout == ""
+
+
+def test_importing_is_quiet_and_leaves_nothing_open(run_python):
+    result = run_python("import warnings, torch; warnings.simplefilter('error'); import cudnn_sdpa")
+    assert result.stdout == ""
+    assert "Warning" not in result.stderr
+
+
+def test_exactly_the_public_names_are_exported():
+    assert sorted(cudnn_sdpa.__all__) == [
+        "ArgumentError",
+        "CudnnSdpaError",
+        "DeviceError",
+        "DtypeError",
+        "ExecutionError",
+        "LayoutError",
+        "LibraryError",
+        "OfflineError",
+        "OptionError",
+        "PlanBuildError",
+        "ShapeError",
+        "UnsupportedError",
+        "__version__",
+        "explain",
+        "no_plan_builds",
+        "plan_cache",
+        "scaled_dot_product_attention",
+        "sdpa",
+    ]
+    assert cudnn_sdpa.__all__ == sorted(cudnn_sdpa.__all__)
+    assert all(hasattr(cudnn_sdpa, name) for name in cudnn_sdpa.__all__)
+
+
+def test_the_root_has_no_public_names_that_are_not_exported():
+    names = {
+        name for name, value in vars(cudnn_sdpa).items() if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert names == set(cudnn_sdpa.__all__) - {"__version__"}
+
+
+@pytest.mark.parametrize("name", [name for name in cudnn_sdpa.__all__ if name != "__version__"])
+def test_public_names_are_documented(name):
+    doc = inspect.getdoc(getattr(cudnn_sdpa, name))
+    assert doc
+    assert len(doc.splitlines()[0]) > 20
+
+
+@pytest.mark.parametrize("function", [cudnn_sdpa.sdpa, cudnn_sdpa.scaled_dot_product_attention, cudnn_sdpa.explain])
+def test_docstrings_of_functions_name_every_parameter_and_have_an_example(function):
+    doc = inspect.getdoc(function)
+    for name in inspect.signature(function).parameters:
+        assert re.search(rf"^    \*{{0,2}}{name}: ", doc, re.MULTILINE), name
+    for section in ("Args:", "Returns:", "Raises:", "Examples:"):
+        assert section in doc
+    assert ">>> " in doc
+
+
+@pytest.mark.parametrize("name", ["info", "clear", "resize", "plans"])
+def test_methods_of_the_plan_cache_are_documented(name):
+    assert inspect.getdoc(getattr(cudnn_sdpa.plan_cache, name))
+
+
+def test_the_version_is_one():
+    assert re.fullmatch(r"\d+\.\d+\.\d+([.-]?(a|b|rc|dev)\d*)?", cudnn_sdpa.__version__)
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_every_error_derives_from_the_one_base():
+    for name in errors.__all__:
+        assert issubclass(getattr(cudnn_sdpa, name), cudnn_sdpa.CudnnSdpaError)
+        assert inspect.getdoc(getattr(cudnn_sdpa, name))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_only_the_backend_imports_cudnn(name):
+    text = SOURCES[name].read_text()
+    imports = {module.split(".")[0] for module in imported_modules(name)}
+    if name == "cudnn_sdpa.runtime.backend":
+        assert 'import_module("cudnn")' in text
+    else:
+        assert "cudnn" not in imports
+        assert not re.search(r"import_module\(.cudnn\b", text)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_run_downward_only(name):
+    for other in own_imports(name):
+        assert other != "cudnn_sdpa", f"{name} imports the package root"
+        assert layer(other) <= layer(name), f"{name} imports {other}"
+        if layer(other) == layer(name):
+            assert other.split(".")[1] == name.split(".")[1], f"{name} imports {other}"
+
+
+def test_there_are_no_import_cycles():
+    graph = {name: {other for other in own_imports(name) if other != name} for name in MODULES}
+    assert set(TopologicalSorter(graph).static_order()) >= set(MODULES)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_modules_say_what_they_are_for_and_stay_short(name):
+    source = SOURCES[name].read_text()
+    assert ast.get_docstring(ast.parse(source)) or not source.strip()
+    assert len(source.splitlines()) <= 310
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if ".attention.graphs" in name])
+def test_builders_see_no_tensors(name):
+    assert "torch" not in {module.split(".")[0] for module in imported_modules(name)}

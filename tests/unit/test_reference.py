@@ -1,0 +1,182 @@
+"""`sdpa` on CPU tensors against attention written row by row, and against PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cudnn_sdpa import sdpa
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+CAUSAL = [
+    pytest.param({}, id="dense"),
+    pytest.param({"is_causal": True}, id="top_left"),
+    pytest.param({"is_causal": True, "causal_alignment": "bottom_right"}, id="bottom_right"),
+]
+
+
+def random_qkv(
+    batch: int = 2,
+    heads: tuple[int, int] = (4, 2),
+    lengths: tuple[int, int] = (13, 17),
+    dims: tuple[int, int] = (16, 16),
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q = torch.randn(batch, heads[0], lengths[0], dims[0], dtype=torch.float64)
+    k = torch.randn(batch, heads[1], lengths[1], dims[0], dtype=torch.float64)
+    v = torch.randn(batch, heads[1], lengths[1], dims[1], dtype=torch.float64)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def check(expected_attention, assert_rounded, q, k, v, **options):
+    out, lse = sdpa(q, k, v, return_lse=True, **options)
+    expected_out, expected_lse = expected_attention(q, k, v, **options)
+    assert out.dtype == q.dtype
+    assert lse.dtype == torch.float32
+    assert_rounded(out, expected_out)
+    assert_rounded(lse, expected_lse)
+    torch.testing.assert_close(sdpa(q, k, v, **options), out, rtol=0, atol=0)
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", CAUSAL)
+@pytest.mark.parametrize("lengths", [(13, 13), (5, 19), (19, 5), (1, 11), (11, 1)])
+def test_values_and_log_sum_exp_match_rows_computed_one_by_one(
+    expected_attention, assert_rounded, dtype, mask, lengths
+):
+    q, k, v = random_qkv(lengths=lengths, dtype=dtype)
+    check(expected_attention, assert_rounded, q, k, v, **mask)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (6, 6), (6, 3), (6, 2), (8, 1), (7, 7)])
+@pytest.mark.parametrize("mask", CAUSAL)
+def test_each_query_head_uses_its_own_key_head(expected_attention, assert_rounded, heads, mask):
+    q, k, v = random_qkv(heads=heads)
+    check(expected_attention, assert_rounded, q, k, v, **mask)
+
+
+@pytest.mark.parametrize("dims", [(8, 8), (16, 40), (40, 8), (192, 128), (256, 72)])
+def test_head_dims_of_keys_and_values_may_differ(expected_attention, assert_rounded, dims):
+    q, k, v = random_qkv(dims=dims, lengths=(7, 9))
+    out, _ = check(expected_attention, assert_rounded, q, k, v, is_causal=True)
+    assert out.shape == (2, 4, 7, dims[1])
+
+
+@pytest.mark.parametrize("scale", [0.37, 2.25, -0.6, 3])
+def test_scale_multiplies_the_scores(expected_attention, assert_rounded, scale):
+    q, k, v = random_qkv()
+    out, _ = check(expected_attention, assert_rounded, q, k, v, scale=scale)
+    assert not torch.allclose(out, sdpa(q, k, v))
+
+
+def test_scale_zero_is_the_mean_of_the_values():
+    q, k, v = random_qkv(heads=(2, 2), dtype=torch.float64)
+    out = sdpa(q, k, v, scale=0.0)
+    torch.testing.assert_close(out, v.mean(dim=2, keepdim=True).expand_as(out))
+
+
+@pytest.mark.parametrize("mask", CAUSAL)
+@pytest.mark.parametrize("given", ["queries", "keys", "both"])
+@pytest.mark.parametrize("lengths", [(9, 9), (6, 12), (12, 6), (1, 9)])
+def test_sequence_lengths(expected_attention, assert_rounded, mask, given, lengths):
+    q, k, v = random_qkv(batch=5, lengths=lengths)
+    options = dict(mask)
+    if given != "keys":
+        options["seq_lens_q"] = torch.tensor([lengths[0], 0, 1, (lengths[0] + 1) // 2, 0], dtype=torch.int32)
+    if given != "queries":
+        options["seq_lens_kv"] = torch.tensor([(lengths[1] + 1) // 2, 3, 0, lengths[1], 0], dtype=torch.int32)
+    check(expected_attention, assert_rounded, q, k, v, **options)
+
+
+def test_rows_past_the_length_are_zeros_and_minus_infinity():
+    q, k, v = random_qkv(batch=2, lengths=(8, 8))
+    lengths = torch.tensor([3, 0], dtype=torch.int32)
+    out, lse = sdpa(q, k, v, seq_lens_q=lengths, return_lse=True)
+    assert out[0, :, :3].abs().amin() > 0
+    assert torch.equal(out[0, :, 3:], torch.zeros_like(out[0, :, 3:]))
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    assert lse[0, :, :3].isfinite().all()
+    assert lse[0, :, 3:].isneginf().all()
+    assert lse[1].isneginf().all()
+
+
+def test_keys_past_the_length_have_no_influence_even_if_they_are_nan():
+    q, k, v = random_qkv(batch=1, lengths=(4, 10))
+    lengths = torch.tensor([6], dtype=torch.int32)
+    expected = sdpa(q, k[:, :, :6], v[:, :, :6])
+    k[:, :, 6:] = torch.nan
+    torch.testing.assert_close(sdpa(q, k, v, seq_lens_kv=lengths), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bottom_right_queries_before_the_first_key_see_nothing(dtype):
+    q, k, v = random_qkv(lengths=(11, 4), dtype=dtype)
+    out, lse = sdpa(q, k, v, is_causal=True, causal_alignment="bottom_right", return_lse=True)
+    assert torch.equal(out[:, :, :7], torch.zeros_like(out[:, :, :7]))
+    assert lse[:, :, :7].isneginf().all()
+    assert lse[:, :, 7:].isfinite().all()
+    torch.testing.assert_close(out[:, :, 7:], sdpa(q[:, :, 7:], k, v, is_causal=True))
+
+
+@pytest.mark.parametrize("magnitude", [60.0, 900.0])
+def test_extreme_scores_neither_overflow_nor_vanish(expected_attention, assert_rounded, magnitude):
+    q, k, v = random_qkv(lengths=(5, 6), dtype=torch.float64)
+    for sign in (1.0, -1.0):
+        keys = sign * magnitude * (1 + k.abs())
+        check(expected_attention, assert_rounded, q.abs(), keys, v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.21])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+def test_matches_pytorch(dtype, is_causal, scale, heads):
+    q, k, v = random_qkv(heads=heads, lengths=(19, 23), dims=(24, 32), dtype=dtype)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True)
+    out = sdpa(q, k, v, is_causal=is_causal, scale=scale)
+    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("sq", "skv"), [(6, 6), (6, 15)])
+def test_bottom_right_matches_pytorch_with_that_mask(sq, skv):
+    q, k, v = random_qkv(heads=(4, 4), lengths=(sq, skv), dtype=torch.float64)
+    mask = torch.ones(sq, skv, dtype=torch.bool).tril(diagonal=skv - sq)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(sdpa(q, k, v, is_causal=True, causal_alignment="bottom_right"), expected)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("shape", [(0, 4, 8, 16), (2, 4, 0, 16), (0, 4, 0, 16)])
+def test_nothing_to_ask_gives_an_empty_result(shape, return_lse):
+    q = torch.randn(shape)
+    k = torch.randn(shape[0], 2, 9, 16)
+    v = torch.randn(shape[0], 2, 9, 24)
+    result = sdpa(q, k, v, is_causal=True, return_lse=return_lse)
+    out = result[0] if return_lse else result
+    assert out.shape == (*shape[:3], 24)
+    assert out.dtype == q.dtype
+    if return_lse:
+        assert result[1].shape == shape[:3]
+        assert result[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("mask", CAUSAL)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_keys_give_zeros_and_minus_infinity(mask, dtype):
+    q, k, v = random_qkv(lengths=(5, 0), dims=(16, 24), dtype=dtype)
+    out, lse = sdpa(q, k, v, return_lse=True, **mask)
+    assert torch.equal(out, torch.zeros(2, 4, 5, 24, dtype=dtype))
+    assert torch.equal(lse, torch.full((2, 4, 5), -torch.inf))
+
+
+def test_inputs_are_left_as_they_were():
+    q, k, v = random_qkv()
+    lengths = torch.tensor([7, 11], dtype=torch.int32)
+    before = [tensor.clone() for tensor in (q, k, v, lengths)]
+    sdpa(q, k, v, is_causal=True, causal_alignment="bottom_right", seq_lens_kv=lengths, return_lse=True)
+    for tensor, copy in zip((q, k, v, lengths), before, strict=True):
+        assert torch.equal(tensor, copy)
