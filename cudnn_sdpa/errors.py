@@ -19,7 +19,7 @@ CudnnSdpaError
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 __all__ = [
     "ArgumentError",
@@ -103,6 +103,20 @@ class UnsupportedError(CudnnSdpaError, NotImplementedError):
         if suggestion:
             lines.append(f"What works: {suggestion}")
         super().__init__("\n".join(lines))
+
+    @classmethod
+    def of(cls, check: Callable[..., object], *args: object, **kwargs: object) -> UnsupportedError | None:
+        """What `check` raises with these arguments, or None."""
+        try:
+            check(*args, **kwargs)
+        except UnsupportedError as error:
+            return error
+        return None
+
+    def joined(self, other: UnsupportedError) -> UnsupportedError:
+        """One error with the reasons of both."""
+        suggestions = filter(None, (self.suggestion, other.suggestion))
+        return type(self)(other.what, [*self.reasons, *other.reasons], "; ".join(suggestions))
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.what, self.reasons, self.suggestion)

@@ -12,7 +12,7 @@ import torch
 
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.attention import describe as _attention  # noqa: F401 - registers the descriptions
-from cudnn_sdpa.errors import OfflineError, OptionError, UnsupportedError
+from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.offline.planner import plan_offline
 from cudnn_sdpa.runtime import backend
 from cudnn_sdpa.runtime.cache import plan_cache
@@ -30,7 +30,8 @@ class Explanation:
         target: The GPU that the answer is for.
         offline: Whether that GPU is not in this machine, so that a helper process planned for it.
         supported: Whether there is a plan, or nothing to compute.
-        reasons: Why there is no plan.
+        reasons: Every known reason why there is no plan.
+        suggestion: The nearest thing that works.
         key: The plan's key, in words.
         engine: cuDNN's engine.
         knobs: The engine's settings.
@@ -47,6 +48,7 @@ class Explanation:
     offline: bool
     supported: bool = True
     reasons: list[str] = field(default_factory=list)
+    suggestion: str = ""
     key: str = ""
     engine: str = ""
     knobs: dict[str, int] = field(default_factory=dict)
@@ -57,6 +59,10 @@ class Explanation:
     versions: dict[str, str] = field(default_factory=dict)
     libraries: dict[str, str] = field(default_factory=dict)
 
+    def decline(self, error: UnsupportedError) -> None:
+        """Takes over why there is no plan."""
+        self.supported, self.reasons, self.suggestion = False, error.reasons, error.suggestion
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, ready for JSON."""
         return asdict(self)
@@ -66,6 +72,7 @@ class Explanation:
         lines = [f"{self.call} for {self.target}, {where}"]
         if not self.supported:
             lines += ["  not supported:", *(f"    - {reason}" for reason in self.reasons)]
+            lines += [f"  what works {self.suggestion}"] if self.suggestion else []
         elif self.engine:
             knobs = " ".join(f"{name}={value}" for name, value in self.knobs.items())
             built = "in the cache, built in" if self.cached else "built now in"
@@ -101,6 +108,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     Raises:
         OptionError: `function` is none that can be explained.
         ArgumentError: The call's arguments are wrong, as when calling it.
+        PlanBuildError: With CUDA tensors, the plan is not there and `no_plan_builds` is in force.
         OfflineError: No helper process can plan here, for example without a C compiler.
 
     Examples:
@@ -129,7 +137,7 @@ def _explain_live(name: str, description: Description, device: int) -> Explanati
             result.cached = plan_cache.peek(key) is not None
             plan = plan_cache.get(key, lambda key: build_plan(description.operation, key), to_use=False)
         except UnsupportedError as error:
-            result.supported, result.reasons = False, error.reasons
+            result.decline(error)
         else:
             result.engine, result.knobs, result.workspace = plan.engine, plan.knobs, plan.workspace
             result.build_seconds = plan.build_seconds
@@ -147,7 +155,7 @@ def _explain_offline(name: str, description: Description, target_name: str) -> E
             result.key = str(key)
             plan = plan_offline(key, properties)
         except UnsupportedError as error:
-            result.supported, result.reasons = False, error.reasons
+            result.decline(error)
         else:
             result.engine, result.knobs, result.workspace = plan.engine, plan.knobs, plan.workspace
             result.build_seconds = plan.build_seconds
@@ -173,4 +181,4 @@ def _start(name: str, description: Description, target: Target, *, offline: bool
     )
 
 
-__all__ = ["Explanation", "OfflineError", "explain"]
+__all__ = ["Explanation", "explain"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any, NamedTuple
 
 import torch
@@ -51,8 +52,10 @@ def check_types(call: ForwardArguments) -> None:
             raise OptionError(name, type(getattr(call, name)).__name__, "a torch.Tensor or None")
     for name in ("q", "k", "v", "seq_lens_q", "seq_lens_kv", "out"):
         tensor = getattr(call, name)
+        if tensor is not None and tensor.is_nested:
+            raise LayoutError(name, "a nested tensor", "a dense tensor", "Pad it, and give its lengths.")
         if tensor is not None and tensor.layout != torch.strided:
-            raise LayoutError(name, str(tensor.layout), "a strided tensor", f"Use {name}.to_dense().")
+            raise LayoutError(name, str(tensor.layout), "a dense tensor", f"Use {name}.to_dense().")
     if not isinstance(call.with_lse, bool):
         raise OptionError("return_lse", repr(call.with_lse), "True or False")
 
@@ -149,7 +152,7 @@ def check_options(is_causal: Any, causal_alignment: Any, scale: Any) -> None:
         hint = "A scale on the GPU would have to be read back; use scale.item()." if isinstance(scale, Tensor) else ""
         raise OptionError("scale", type(scale).__name__, "a float, or None for 1/sqrt(head dim)", hint)
     if not abs(scale) <= torch.finfo(torch.float32).max:
-        raise OptionError("scale", repr(scale), "a finite float32 number, or None for 1/sqrt(head dim)")
+        raise OptionError("scale", reprlib.repr(scale), "a finite float32 number, or None for 1/sqrt(head dim)")
 
 
 def check_strides(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -18,6 +18,13 @@ from cudnn_sdpa.runtime.plan import Plan, allocate
 Result = Tensor | tuple[Tensor, Tensor]
 
 
+def _check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
+    """Checks the addresses, and tells autograd that `out` is about to be written."""
+    arguments.check_memory(q, k, v, out)
+    if out is not None and not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+
+
 class ForwardCall:
     """A forward call bound to its plan. Calling it checks only what no signature holds: addresses."""
 
@@ -38,7 +45,7 @@ class ForwardCall:
         self, q: Tensor, k: Tensor, v: Tensor, lengths_q: Tensor | None, lengths_kv: Tensor | None, out: Tensor | None
     ) -> Result:
         """Allocates, launches and returns."""
-        arguments.check_memory(q, k, v, out)
+        _check_memory(q, k, v, out)
         return self._run_on_device(q, k, v, lengths_q, lengths_kv, out)
 
     def _run_on_device(self, *operands: Any) -> Result:
@@ -85,8 +92,9 @@ class ForwardCall:
                 lengths_kv = lengths_q.clamp(0, 1) * (skv if lengths_kv is None else lengths_kv)
             return [] if lengths_kv is None else [constants["seq_len_q"], lengths_kv]
         if lengths_kv is None:
-            return [] if lengths_q is None else [lengths_q, constants["seq_len_kv"]]
-        return [lengths_kv.clamp(0, 1) * (sq if lengths_q is None else lengths_q), lengths_kv.clamp(1, skv)]
+            return [] if lengths_q is None else [lengths_q.clamp(0, sq), constants["seq_len_kv"]]
+        present = lengths_kv.clamp(0, 1)
+        return [present * (sq if lengths_q is None else lengths_q.clamp(0, sq)), lengths_kv.clamp(1, skv)]
 
 
 class PlainCall(ForwardCall):
@@ -108,7 +116,7 @@ class PlainCall(ForwardCall):
         plan = self.plan
         first, second, third = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if out is not None or (first | second | third) & (ALIGNMENT - 1):
-            arguments.check_memory(q, k, v, out)
+            _check_memory(q, k, v, out)
         if self._elsewhere and torch.cuda.current_device() != plan.device:
             return self._run_on_device(q, k, v, lengths_q, lengths_kv, out)
         if out is None:

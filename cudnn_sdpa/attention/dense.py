@@ -106,7 +106,7 @@ def sdpa(
     The formula is that of "Attention Is All You Need" (Vaswani et al., 2017), section 3.2.1.
     """
     if not is_compiling():
-        last = lookup.last
+        last = lookup.calls.last
         if (
             seq_lens_q is None
             and out is None
@@ -161,9 +161,9 @@ def scaled_dot_product_attention(
     """`torch.nn.functional.scaled_dot_product_attention`, computed by cuDNN: same signature, same meaning.
 
     Args:
-        query: (N, …, Hq, L, E): of rank 4, or of rank 3 without a batch.
-        key: (N, …, H, S, E). Its batch and heads may be 1 where the query's are not.
-        value: (N, …, H, S, Ev).
+        query: (…, Hq, L, E), of rank 2 or more; what stands before the heads is batch. Head dims are multiples of 8.
+        key: (…, H, S, E), of the query's rank. Batch and heads may be 1 where another's are not.
+        value: (…, H, S, Ev).
         attn_mask: Must be None in this version.
         dropout_p: Must be 0 in this version.
         is_causal: Hide later keys, with the diagonal at the top left.
@@ -171,7 +171,7 @@ def scaled_dot_product_attention(
         enable_gqa: Allow Hq to be a multiple of H.
 
     Returns:
-        (N, …, Hq, L, Ev), its dimensions in memory in the query's order.
+        (…, Hq, L, Ev), its dimensions in memory in the query's order.
 
     Raises:
         ArgumentError: An argument is wrong.
@@ -184,53 +184,81 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
         torch.Size([4, 16, 64])
     """
-    q, k, v, options = drop_in_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    check_drop_in_options(attn_mask, dropout_p)
+    q, k, v, options = drop_in_arguments(query, key, value, is_causal, scale, enable_gqa)
+    arguments.check_no_gradient(query=query, key=key, value=value)
     try:
         out: Tensor = sdpa(q, k, v, **options)
     except ArgumentError as error:
         raise error.renamed({"q": "query", "k": "key", "v": "value"}) from None
-    return out.squeeze(0) if query.dim() == 3 else out
+    rank = query.dim()
+    if rank > 4:
+        return out.view(*_batch_of(query, key, value), *out.shape[1:])
+    for _ in range(rank, 4):
+        out = out.squeeze(0)
+    return out
 
 
 def drop_in_arguments(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """The tensors and options of the `sdpa` call that a `scaled_dot_product_attention` call comes down to."""
-    _check_drop_in(query, key, value, attn_mask, dropout_p)
+    named = {"query": query, "key": key, "value": value}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise OptionError(name, type(tensor).__name__, "a torch.Tensor")
+        if tensor.dim() < 2 or tensor.dim() != query.dim():
+            got = f"shape {tuple(tensor.shape)}"
+            got += "" if name == "query" else f" beside query's {tuple(query.shape)}"
+            raise ShapeError(name, got, "rank 2 or more, the same for query, key and value")
     if not isinstance(enable_gqa, bool):
         raise OptionError("enable_gqa", repr(enable_gqa), "True or False")
-    q, k, v = (tensor.unsqueeze(0) if tensor.dim() == 3 else tensor for tensor in (query, key, value))
-    if not enable_gqa and k.shape[1] not in (1, q.shape[1]):
-        hint = "Or pass enable_gqa=True."
-        raise ShapeError("key", f"{k.shape[1]} heads", f"1 or {q.shape[1]}, as query has", hint)
-    batch, heads = max(t.shape[0] for t in (q, k, v)), max(k.shape[1], v.shape[1])
-    q, k, v = _broadcast(q, batch, q.shape[1]), _broadcast(k, batch, heads), _broadcast(v, batch, heads)
+    batch = _batch_of(query, key, value)
+    heads = {name: tensor.shape[-3] if tensor.dim() > 2 else 1 for name, tensor in named.items()}
+    most_q, most_kv = heads["query"], max(heads["key"], heads["value"])
+    if not enable_gqa:
+        most_q = most_kv = max(most_q, most_kv)
+    for name, most in (("query", most_q), ("key", most_kv), ("value", most_kv)):
+        if heads[name] not in (1, most):
+            hint = "" if enable_gqa else "Or pass enable_gqa=True."
+            raise ShapeError(name, f"{heads[name]} heads", f"1 or {most}, as another of the three has", hint)
+    q = _to_four(query, batch, most_q)
+    k, v = _to_four(key, batch, most_kv), _to_four(value, batch, most_kv)
     return q, k, v, {"is_causal": is_causal, "scale": scale}
 
 
-def _check_drop_in(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise OptionError(name, type(tensor).__name__, "a torch.Tensor")
-        if tensor.dim() not in (3, 4) or tensor.dim() != query.dim():
-            raise ShapeError(name, f"shape {tuple(tensor.shape)}", "rank 3 or 4, the same for query, key and value")
-    way_out = "torch.nn.functional.scaled_dot_product_attention has it"
+def check_drop_in_options(attn_mask: Any, dropout_p: Any) -> None:
+    """Refuses what this version does not have, with all reasons at once."""
+    reasons = []
     if attn_mask is not None:
-        reason = "this version of cudnn_sdpa computes unmasked and causal attention"
-        raise UnsupportedError("attn_mask", [reason], way_out)
+        reasons.append("attn_mask: this version of cudnn_sdpa computes unmasked and causal attention")
     if dropout_p != 0.0:
-        raise UnsupportedError("dropout_p", ["this version of cudnn_sdpa is for inference"], way_out + "; or pass 0.0")
+        reasons.append(f"dropout_p={dropout_p}: this version of cudnn_sdpa is for inference")
+    if reasons:
+        what = " with ".join(["scaled_dot_product_attention", "attn_mask" if attn_mask is not None else "dropout_p"])
+        raise UnsupportedError(what, reasons, "torch.nn.functional.scaled_dot_product_attention, which has both")
 
 
-def _broadcast(tensor: Tensor, batch: int, heads: int) -> Tensor:
-    """Repeats a batch or head of 1 without a copy."""
-    if tensor.shape[0] == batch and tensor.shape[1] == heads:
+def _batch_of(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
+    """What stands before the heads, broadcast."""
+    try:
+        shapes = [tensor.shape[:-3] for tensor in (query, key, value)]
+        return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        got = ", ".join(str(tuple(tensor.shape)) for tensor in (key, value))
+        raise ShapeError("key", f"shapes {got}", f"batches like query's, shape {tuple(query.shape)}") from None
+
+
+def _to_four(tensor: Tensor, batch: torch.Size, heads: int) -> Tensor:
+    """A tensor of rank 4, repeated along batch and heads without a copy; only several batch dimensions may need one."""
+    while tensor.dim() < 4:
+        tensor = tensor.unsqueeze(0)
+    if tensor.dim() == 4 and tensor.shape[1] == heads and tensor.shape[:1] == batch:
         return tensor
-    return tensor.expand(batch if tensor.shape[0] == 1 else -1, heads if tensor.shape[1] == 1 else -1, -1, -1)
+    expanded = tensor.expand(*(batch or (1,)), heads, -1, -1)
+    return expanded.flatten(0, -4) if expanded.dim() > 4 else expanded

@@ -11,7 +11,7 @@ from cudnn_sdpa.attention.arguments import CUDA_DTYPES, ForwardArguments
 from cudnn_sdpa.attention.options import BOTTOM_RIGHT, Mask, normalize_mask
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
-from cudnn_sdpa.runtime.layouts import TensorLayout, dense_stride_like
+from cudnn_sdpa.runtime.layouts import TensorLayout, canonical_stride, dense_stride_like
 from cudnn_sdpa.runtime.target import Target
 
 MIN_SM = 80
@@ -21,15 +21,6 @@ MAX_HEAD_DIM = 1024
 #: a scale of 0 or less a hidden key becomes NaN or +inf (seen on cuDNN 9.19: wrong numbers). At this one every
 #: float16 or bfloat16 score is 0 in all digits.
 MIN_SCALE = 1e-30
-
-
-def with_positive_scale(call: ForwardArguments) -> ForwardArguments:
-    """The same call with a scale that cuDNN computes right: the sign moves into a negated copy of q."""
-    if call.scale is None or call.scale >= MIN_SCALE:
-        return call
-    if call.scale > -MIN_SCALE:
-        return call._replace(scale=MIN_SCALE)
-    return call._replace(q=call.q.neg(), scale=-call.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +67,28 @@ class Forward:
         return self.q.shape[2] == 1
 
     def _check_supported(self, target: Target) -> None:
-        """Refuses what is known to have no plan, before cuDNN is asked."""
+        """Refuses what is known to have no plan, before cuDNN is asked, with all reasons at once."""
         sq, skv = self.q.shape[2], self.k.shape[2]
+        reasons, ways_out = [], []
         if target.sm < MIN_SM:
-            reason = f"{target} has compute capability {target.sm / 10:.1f}, and cuDNN's attention needs 8.0 or newer"
-            raise UnsupportedError("sdpa", [reason], "torch.nn.functional.scaled_dot_product_attention on this GPU")
-        largest = max(self.q.shape[3], self.v.shape[3])
-        if largest > MAX_HEAD_DIM:
-            reason = f"head dim {largest} is over {MAX_HEAD_DIM}, the largest that this library is tested with"
-            raise UnsupportedError("sdpa", [reason], f"head dims of up to {MAX_HEAD_DIM}")
+            reasons.append(f"{target} has compute capability {target.sm / 10:.1f}; cuDNN's attention needs 8.0")
+            ways_out.append("torch.nn.functional.scaled_dot_product_attention on this GPU")
         if self.q.dtype not in CUDA_DTYPES:
             dtype = str(self.q.dtype).removeprefix("torch.")
-            reason = f"cuDNN's attention takes float16 or bfloat16, not {dtype}"
-            raise UnsupportedError("sdpa", [reason], "q, k and v converted to torch.bfloat16")
+            reasons.append(f"cuDNN's attention takes float16 or bfloat16, not {dtype}")
+            ways_out.append("q, k and v converted to torch.bfloat16")
+        largest = max(self.q.shape[3], self.v.shape[3])
+        if largest > MAX_HEAD_DIM:
+            reasons.append(f"head dim {largest} is over {MAX_HEAD_DIM}, the largest that this library is tested with")
+            ways_out.append(f"head dims of up to {MAX_HEAD_DIM}")
         if self.mask.causal == BOTTOM_RIGHT and sq > skv:
-            reason = (
-                f"with sequence lengths, cuDNN aligns a causal mask bottom-right only if Sq <= Skv; here {sq} > {skv}"
+            reasons.append(
+                f"with lengths, cuDNN aligns a causal mask bottom-right only if Sq <= Skv, and here {sq} > {skv}"
             )
             pad = f"(0, 0, 0, {sq - skv})"
-            way_out = f"k and v padded to Sq rows: torch.nn.functional.pad(k, {pad}), and seq_lens_kv given"
-            raise UnsupportedError("sdpa", [reason], way_out)
+            ways_out.append(f"k and v padded to Sq rows, torch.nn.functional.pad(k, {pad}), with seq_lens_kv given")
+        if reasons:
+            raise UnsupportedError("sdpa", reasons, "; ".join(ways_out))
 
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan.
@@ -139,6 +132,8 @@ class Forward:
             notes.append(f"the first {self.mask.blind_rows} queries see no key: their output is filled with zeros")
             if self.with_lse:
                 notes.append("the log-sum-exp of the other queries is copied into place")
+        if (self.lengths_q or self.lengths_kv) and not self.is_decode:
+            notes.append("lengths are kept within the tensors")
         if self.lengths_kv and not self.is_decode:
             notes.append(
                 "lengths are corrected on the GPU where a sequence has no keys (cuDNN leaves its rows unwritten)"
@@ -151,4 +146,5 @@ class Forward:
 def _cut_rows(layout: TensorLayout, rows: int) -> TensorLayout:
     """The layout of `tensor[:, :, rows:]`."""
     batch, heads, length, dim = layout.shape
-    return TensorLayout((batch, heads, length - rows, dim), layout.stride, layout.dtype) if rows else layout
+    shape = (batch, heads, length - rows, dim)
+    return TensorLayout(shape, canonical_stride(shape, layout.stride), layout.dtype)

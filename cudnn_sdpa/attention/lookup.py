@@ -15,8 +15,38 @@ from cudnn_sdpa.attention.calls import ForwardCall
 from cudnn_sdpa.runtime.cache import CallTable
 from cudnn_sdpa.runtime.eager import Guard, is_plain, tensor_guard
 
-#: Prepared calls by raw signature.
-calls = CallTable()
+
+class Last:
+    """The call that was served last, in plain eager mode without `seq_lens_q` and `out`."""
+
+    __slots__ = ("alignment", "call", "check", "has_lengths", "is_causal", "scale", "scale_type", "with_lse")
+
+    def __init__(
+        self,
+        call: ForwardCall | None,
+        check: Guard | None,
+        is_causal: bool | None,
+        alignment: str,
+        scale: float | None,
+        with_lse: bool,
+        has_lengths: bool,
+    ) -> None:
+        self.call: Any = call
+        self.check: Any = check
+        self.is_causal = is_causal
+        self.alignment = alignment
+        self.scale = scale
+        self.scale_type = type(scale)
+        self.with_lse = with_lse
+        self.has_lengths = has_lengths
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+#: Prepared calls by raw signature, and the last one served.
+calls: CallTable[Last] = CallTable(Last(None, _never, None, "", None, False, False))
 
 
 def signature(
@@ -46,47 +76,6 @@ def _describe(tensor: Tensor | None) -> Hashable:
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
-class Last:
-    """The call that was served last, in plain eager mode without `seq_lens_q` and `out`."""
-
-    __slots__ = ("alignment", "call", "check", "has_lengths", "is_causal", "scale", "scale_type", "with_lse")
-
-    def __init__(
-        self,
-        call: ForwardCall | None,
-        check: Guard,
-        is_causal: bool | None,
-        alignment: str,
-        scale: float | None,
-        with_lse: bool,
-        has_lengths: bool,
-    ) -> None:
-        self.call: Any = call
-        self.check = check
-        self.is_causal = is_causal
-        self.alignment = alignment
-        self.scale = scale
-        self.scale_type = type(scale)
-        self.with_lse = with_lse
-        self.has_lengths = has_lengths
-
-
-def _never(*_: Any) -> bool:
-    return False
-
-
-#: Replaced as a whole, so that a thread sees the old one or the new one.
-last = _NOTHING = Last(None, _never, None, "", None, False, False)
-
-
-def _forget_last() -> None:
-    global last  # noqa: PLW0603
-    last = _NOTHING
-
-
-calls.on_drop = _forget_last
-
-
 def find(
     q: Tensor,
     k: Tensor,
@@ -100,7 +89,6 @@ def find(
     out: Tensor | None,
 ) -> ForwardCall | None:
     """The prepared call for these arguments, if there is one and it may skip the dispatcher."""
-    global last  # noqa: PLW0603
     try:
         call: ForwardCall | None = calls.get(
             signature(q, k, v, seq_lens_q, seq_lens_kv, is_causal, causal_alignment, scale, return_lse, out)
@@ -109,10 +97,27 @@ def find(
         return None
     if call is None or not is_plain(q, k, v):
         return None
+    if out is not None and (type(out) is not Tensor or out.requires_grad):
+        return None
     if seq_lens_q is None and out is None:
         tensors = (q, k, v) if seq_lens_kv is None else (q, k, v, seq_lens_kv)
-        if call.guard is None or (call is last.call and call.guard is not _never):  # new, or PyTorch's state changed
-            guard = tensor_guard(*tensors)
-            call.guard = guard if guard(*tensors) else _never  # no guard takes one tensor twice, as with k is v
-        last = Last(call, call.guard, is_causal, causal_alignment, scale, return_lse, seq_lens_kv is not None)
+        if _set_guard(call, tensors):
+            of_call = (is_causal, causal_alignment, scale, return_lse, seq_lens_kv is not None)
+            calls.remember_last(call, Last(call, call.guard, *of_call))
     return call
+
+
+def _set_guard(call: ForwardCall, tensors: tuple[Tensor, ...]) -> bool:
+    """Gives `call` a guard that recognizes `tensors` in PyTorch's present state, if there can be one.
+
+    No guard takes one tensor twice, as with k is v. A tensor that requires grad gets none, because the guard would
+    not see whether gradients are enabled.
+    """
+    if len(set(map(id, tensors))) < len(tensors) or any(tensor.requires_grad for tensor in tensors):
+        return False
+    if call.guard is _never:
+        return False
+    if call.guard is None or call is calls.last.call:  # new, or PyTorch's state has changed since
+        guard = tensor_guard(*tensors)
+        call.guard = guard if guard(*tensors) else _never
+    return call.guard is not _never

@@ -15,14 +15,15 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments, graphs, lookup, reference
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.calls import ForwardCall, Result, bind
-from cudnn_sdpa.attention.forward import MIN_SCALE, Forward, with_positive_scale
+from cudnn_sdpa.attention.forward import MIN_SCALE, Forward
 from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.layouts import dense_stride_like
 from cudnn_sdpa.runtime.plan import build_plan
 from cudnn_sdpa.runtime.target import live_target
 
 
-def _new_output(q: Tensor, v: Tensor) -> Tensor:
+def new_output(q: Tensor, v: Tensor) -> Tensor:
+    """An output for `q` and `v`: dense, its dimensions in memory in the order of `q`."""
     shape = (*q.shape[:3], v.shape[3])
     return torch.empty_strided(shape, dense_stride_like(shape, q.shape, q.stride()), dtype=q.dtype, device=q.device)
 
@@ -33,20 +34,32 @@ def _scale(call: ForwardArguments) -> float:
 
 def _run_cuda(call: ForwardArguments) -> Result:
     if call.scale is not None and call.scale < MIN_SCALE:
-        arguments.check(call)
-        call = with_positive_scale(call)
+        return _run_cuda(_with_positive_scale(call))
     raw = lookup.signature(*call)
     prepared: ForwardCall | None = lookup.calls.get(raw)
     if prepared is None:
-        arguments.check(call)
-        arguments.check_strides(call.q, call.k, call.v)
+        _check_for_cuda(call)
         forward = Forward.of(call)
         if forward.is_empty:
             return _fill_empty(call)
-        arguments.check_memory(call.q, call.k, call.v, call.out)
         prepared = _prepare(forward, call.q.get_device(), _scale(call))
         lookup.calls.add(raw, prepared)
     return prepared(call.q, call.k, call.v, call.seq_lens_q, call.seq_lens_kv, call.out)
+
+
+def _check_for_cuda(call: ForwardArguments) -> None:
+    arguments.check(call)
+    arguments.check_strides(call.q, call.k, call.v)
+    arguments.check_memory(call.q, call.k, call.v, call.out)
+
+
+def _with_positive_scale(call: ForwardArguments) -> ForwardArguments:
+    """The same call with a scale that cuDNN computes right: the sign moves into a negated copy of q."""
+    _check_for_cuda(call)
+    if _scale(call) > -MIN_SCALE:
+        return call._replace(scale=MIN_SCALE)
+    out = new_output(call.q, call.v) if call.out is None else call.out  # in the memory order of q, not of its copy
+    return call._replace(q=call.q.neg(), scale=-_scale(call), out=out)
 
 
 def _prepare(forward: Forward, device: int, scale: float) -> ForwardCall:
@@ -56,7 +69,7 @@ def _prepare(forward: Forward, device: int, scale: float) -> ForwardCall:
 
 def _fill_empty(call: ForwardArguments) -> Result:
     """No query or no key: zeros, and a log-sum-exp of nothing."""
-    out = (_new_output(call.q, call.v) if call.out is None else call.out).zero_()
+    out = (new_output(call.q, call.v) if call.out is None else call.out).zero_()
     if not call.with_lse:
         return out
     return out, torch.full(out.shape[:3], -torch.inf, dtype=torch.float32, device=out.device)
@@ -74,13 +87,13 @@ def _run_cpu(call: ForwardArguments) -> Result:
         seq_lens_kv=call.seq_lens_kv,
     )
     result, lse = reference.attention(call.q, call.k, call.v, seen, _scale(call))
-    out = (_new_output(call.q, call.v) if call.out is None else call.out).copy_(result)
+    out = (new_output(call.q, call.v) if call.out is None else call.out).copy_(result)
     return (out, lse.float()) if call.with_lse else out
 
 
 def _run_fake(call: ForwardArguments) -> Result:
     arguments.check(call)
-    out = _new_output(call.q, call.v) if call.out is None else call.out
+    out = new_output(call.q, call.v) if call.out is None else call.out
     return (out, call.q.new_empty(call.q.shape[:3], dtype=torch.float32)) if call.with_lse else out
 
 

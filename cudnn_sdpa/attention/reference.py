@@ -26,8 +26,8 @@ def visible(
     """Which key each query sees, as booleans of shape (B or 1, 1, Sq, Skv)."""
     row = torch.arange(sq, device=device).view(1, 1, sq, 1)
     column = torch.arange(skv, device=device).view(1, 1, 1, skv)
-    lengths_q = sq if seq_lens_q is None else seq_lens_q.view(-1, 1, 1, 1).to(device)
-    lengths_kv = skv if seq_lens_kv is None else seq_lens_kv.view(-1, 1, 1, 1).to(device)
+    lengths_q = sq if seq_lens_q is None else seq_lens_q.clamp(0, sq).view(-1, 1, 1, 1).to(device)
+    lengths_kv = skv if seq_lens_kv is None else seq_lens_kv.clamp(0, skv).view(-1, 1, 1, 1).to(device)
     seen = (row < lengths_q) & (column < lengths_kv)
     if is_causal:
         diagonal = lengths_kv - lengths_q if causal_alignment == BOTTOM_RIGHT else 0

@@ -11,7 +11,7 @@ from rich.progress import track
 from torch import Tensor
 
 from cudnn_sdpa.attention import lookup
-from cudnn_sdpa.attention.dense import sdpa
+from cudnn_sdpa.attention.dense import scaled_dot_product_attention, sdpa
 from cudnn_sdpa.bench import peers
 from cudnn_sdpa.bench.timing import Call, device_times, host_times
 from cudnn_sdpa.runtime import plan as plans
@@ -45,6 +45,8 @@ def host() -> list[dict[str, Any]]:
     calls: dict[str, Call] = {
         "sdpa": lambda: sdpa(q, k, v),
         "sdpa, causal, scale given": lambda: sdpa(q, k, v, is_causal=True, scale=0.2),
+        "two shapes in turn, mean of a call": lambda: (sdpa(q, k, v), sdpa(step, k, v)),
+        "drop-in": lambda: scaled_dot_product_attention(q, k, v),
         "sdpa, decode with seq_lens_kv": lambda: sdpa(step, k, v, seq_lens_kv=lengths),
         "sdpa, return_lse": lambda: sdpa(q, k, v, return_lse=True),
         "sdpa through the dispatcher": lambda: torch.ops.cudnn_sdpa.sdpa_forward(
@@ -54,14 +56,21 @@ def host() -> list[dict[str, Any]]:
         "frontend execute (nothing allocated)": frontend.execute,
         "cudnn.Graph": peers.wrapper_graph(q, k, v, is_causal=False),
     }
+    with torch.inference_mode():
+        q_i, k_i, v_i = q.clone(), k.clone(), v.clone()
+    pytorch_i = peers.pytorch(q_i, k_i, v_i, is_causal=False)
     rounds = []
     for _ in range(5):  # sdpa_kernel() is no part of a call, so PyTorch's backends alternate with ours by rounds
-        times = host_times(calls, rounds=4)
+        times = host_times(calls, rounds=3)
         for name in peers.PYTORCH_BACKENDS:
             with peers.only(name):
-                times |= host_times({name: pytorch}, rounds=4)
+                times |= host_times({name: pytorch}, rounds=3)
+        with torch.inference_mode(), peers.only("pytorch flash"):
+            of_mode: dict[str, Call] = {"sdpa": lambda: sdpa(q_i, k_i, v_i), "pytorch flash": pytorch_i}
+            times |= {f"{name}, inference mode": time for name, time in host_times(of_mode, rounds=3).items()}
         rounds.append(times)
     best = {name: min(times[name] for times in rounds) for name in rounds[0]}
+    best["two shapes in turn, mean of a call"] /= 2
     flash = best["pytorch flash"]
     return [{"call": name, "µs": time, "× flash": time / flash} for name, time in best.items()]
 

@@ -25,6 +25,7 @@ def environment() -> dict[str, str]:
         "cudnn": backend.version_string(backend.cudnn_version()),
         "nvidia-cudnn-frontend": backend.frontend_version(),
         "torch": str(torch.__version__),
+        "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
     }
 

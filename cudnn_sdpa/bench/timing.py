@@ -37,8 +37,10 @@ def device_times(calls: Mapping[str, Call], *, repeats: int = 40) -> dict[str, f
         _repeat(call, 3)
     torch.cuda.synchronize()
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    order = list(calls.items())
     for _ in range(repeats):
-        for name, call in calls.items():
+        order.append(order.pop(0))  # nobody always runs after the same other
+        for name, call in order:
             start, end = _event(), _event()
             start.record()
             call()

@@ -55,10 +55,16 @@ def stand_in_folder() -> Path:
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     parent = Path(platformdirs.user_cache_dir("cudnn_sdpa")) / "stand-in-driver"
     folder = parent / digest
-    if not (folder / "libcuda.so.1").exists():
-        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _compile(source, folder)
-    _check_private(folder)
+    try:
+        if not (folder / "libcuda.so.1").exists():
+            parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _compile(source, folder)
+        _check_private(folder)
+    except OSError as error:
+        raise OfflineError(
+            f"the stand-in driver cannot be kept in {parent} ({error}); the environment variable XDG_CACHE_HOME can "
+            "name another cache folder"
+        ) from error
     return folder
 
 
@@ -80,7 +86,7 @@ def _compile(source: str, folder: Path) -> None:
         made.mkdir(mode=0o700)
         (made / "driver.c").write_text(source)
         command = [found, "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", "libcuda.so.1", "driver.c"]
-        result = subprocess.run(command, cwd=made, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, cwd=made, capture_output=True, text=True, check=False, timeout=120)
         if result.returncode != 0:
             raise OfflineError(f"{found} could not compile the stand-in driver: {result.stderr.strip()[-500:]}")
         (made / "libcuda.so.1").chmod(0o700)  # whatever the umask is
@@ -93,7 +99,7 @@ def _compile(source: str, folder: Path) -> None:
 
 def _check_private(folder: Path) -> None:
     """What is loaded into a process must not have been put there by somebody else."""
-    for path in (folder, folder / "libcuda.so.1"):
+    for path in (folder.parent, folder, folder / "libcuda.so.1"):
         status = path.stat()
         if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise OfflineError(f"{path} belongs to another user or is writable by others; remove {folder.parent}")

@@ -13,11 +13,14 @@ import sys
 import tempfile
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 from cudnn_sdpa.errors import OfflineError, UnsupportedError
 from cudnn_sdpa.offline import driver
 from cudnn_sdpa.runtime.key import PlanKey
+
+_PACKAGE = Path(__file__).parent.parent
 
 #: A plan takes 0.3 to 1 s; the first one also the start of Python and PyTorch.
 TIMEOUT_SECONDS = 300.0
@@ -44,13 +47,27 @@ class OfflinePlan:
     libraries: dict[str, str]
 
 
+#: What the helper runs. Its search path is this process's, without the folder that the user happens to be in.
+_PROGRAM = """
+import sys
+sys.path[:] = {path!r}
+from cudnn_sdpa.offline.worker import main
+main()
+"""
+
+
 class Helper:
     """A helper process and the conversation with it."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Starts afresh, as a forked child must: the parent's helper is the parent's."""
         self._process: subprocess.Popen[bytes] | None = None
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the helper
+        self._errors: IO[bytes] | None = None
         self._lock = threading.Lock()
+        self._asked = 0
 
     def ask(self, request: dict[str, Any], timeout: float = TIMEOUT_SECONDS) -> dict[str, Any]:
         """Sends one request and waits for its answer.
@@ -60,18 +77,28 @@ class Helper:
                 new one.
         """
         with self._lock:
-            process = self._start()
-            assert process.stdin is not None
             try:
-                process.stdin.write(json.dumps(request).encode() + b"\n")
-                process.stdin.flush()
-                line = self._read_line(process, timeout)
-            except (OSError, TimeoutError) as error:
-                raise self._failed(f"does not answer ({error})") from error
-            if not line:
-                raise self._failed(_describe_exit(process.wait()))
-            answer: dict[str, Any] = json.loads(line)
-            return answer
+                return self._ask(request, timeout)
+            except BaseException:  # also an interrupt: a late answer must not meet the next question
+                self.close()
+                raise
+
+    def _ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+        process = self._start()
+        assert process.stdin is not None
+        self._asked += 1
+        try:
+            process.stdin.write(json.dumps({**request, "number": self._asked}).encode() + b"\n")
+            process.stdin.flush()
+            line = self._read_line(process, timeout)
+        except (OSError, TimeoutError) as error:
+            raise self._failed(f"does not answer ({error})") from error
+        if not line:
+            raise self._failed(_describe_exit(process.wait()))
+        answer: dict[str, Any] = json.loads(line)
+        if answer.pop("number") != self._asked:
+            raise self._failed("answered another question")
+        return answer
 
     def close(self) -> None:
         """Ends the helper, if there is one."""
@@ -82,17 +109,23 @@ class Helper:
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()
+        if self._errors is not None:
+            self._errors.close()
+            self._errors = None
 
     def _start(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self.close()
+            environment = driver.helper_environment()
+            path = [str(Path(entry).resolve()) for entry in sys.path if entry] + [str(_PACKAGE.parent)]
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the helper
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "cudnn_sdpa.offline.worker"],
+                [sys.executable, "-c", _PROGRAM.format(path=path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 bufsize=0,
-                env={**driver.helper_environment(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=environment,
             )
         return self._process
 
@@ -103,7 +136,7 @@ class Helper:
         while not line.endswith(b"\n"):
             ready, _, _ = select.select([process.stdout], [], [], timeout)
             if not ready:
-                raise TimeoutError(f"{timeout:.0f} s have passed")
+                raise TimeoutError(f"{timeout:g} s have passed")
             part = os.read(process.stdout.fileno(), 1 << 20)
             if not part:
                 return b""
@@ -111,11 +144,10 @@ class Helper:
         return bytes(line)
 
     def _failed(self, what: str) -> OfflineError:
-        self.close()
-        self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip()[-600:]
-        self._errors.seek(0)
-        self._errors.truncate()
+        said = ""
+        if self._errors is not None:
+            self._errors.seek(0)
+            said = self._errors.read().decode(errors="replace").strip()[-600:]
         return OfflineError(f"the helper process that plans with cuDNN {what}" + (f"; it said: {said}" if said else ""))
 
 
@@ -125,6 +157,7 @@ def _describe_exit(code: int) -> str:
 
 _helper = Helper()
 atexit.register(_helper.close)
+os.register_at_fork(after_in_child=_helper.forget)
 
 
 def plan_offline(key: PlanKey, properties: dict[str, Any]) -> OfflinePlan:

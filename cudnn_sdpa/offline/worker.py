@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cudnn_sdpa.errors import CudnnSdpaError, UnsupportedError
+from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime import backend
 from cudnn_sdpa.runtime.graph_op import find_operation
 from cudnn_sdpa.runtime.key import PlanKey
@@ -59,13 +59,10 @@ def main() -> None:
     os.dup2(2, 1)  # libraries print where they like; the answers' channel is ours alone
     preload()
     for line in sys.stdin:
+        request = json.loads(line)
         try:
-            result = answer(json.loads(line))
-        except (CudnnSdpaError, RuntimeError, ValueError, KeyError) as error:
+            result = answer(request)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
             result = {"error": f"{type(error).__name__}: {error}", "reasons": None}
-        answers.write(json.dumps(result) + "\n")
+        answers.write(json.dumps({**result, "number": request["number"]}) + "\n")
         answers.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -174,16 +174,15 @@ class GraphBuilder:
             try:
                 graph.check_support()
                 graph.build_plans()
+                engine, knobs = graph.get_engine_and_knobs_at_index(index)
+                return BuiltGraph(
+                    graph=graph,
+                    engine=f"eng{engine}",
+                    knobs={str(getattr(knob, "name", knob)): int(value) for knob, value in knobs.items()},
+                    workspace=int(graph.get_workspace_size()),
+                )
             except Exception as error:  # noqa: BLE001 - whatever an engine raises, the next may do
                 failures.append(error)
-                continue
-            engine, knobs = graph.get_engine_and_knobs_at_index(index)
-            return BuiltGraph(
-                graph=graph,
-                engine=f"eng{engine}",
-                knobs={str(getattr(knob, "name", knob)): int(value) for knob, value in knobs.items()},
-                workspace=int(graph.get_workspace_size()),
-            )
         raise _unsupported(what, failures)
 
 

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from cudnn_sdpa.errors import OptionError, PlanBuildError
 from cudnn_sdpa.runtime.key import PlanKey
@@ -54,33 +54,48 @@ class PreparedCall(Protocol):
     def plan(self) -> Plan: ...  # noqa: D102
 
 
-class CallTable:
+LastT = TypeVar("LastT")
+
+
+class CallTable(Generic[LastT]):
     """The first level of look-up: a raw signature, as cheap to make as possible, leads to a prepared call.
 
     Every plan in it is in the plan cache; when the cache lets a plan go, its entries go too.
+
+    Attributes:
+        get: `get(signature)` gives the prepared call, or None.
+        last: What the table's owner keeps of the call served last; `nothing` when its plan has gone. Replaced as a
+            whole, so that a thread sees the old one or the new one.
     """
 
-    def __init__(self, limit: int = 8192) -> None:
+    def __init__(self, nothing: LastT, limit: int = 8192) -> None:
         self._calls: dict[Hashable, Any] = {}
         self._limit = limit
+        self._nothing = nothing
         self.get = self._calls.get
-        self.on_drop: Callable[[], None] = lambda: None
+        self.last = nothing
         plan_cache._tables.add(self)
 
     def add(self, signature: Hashable, call: PreparedCall) -> None:
         """Remembers `call`, unless its plan has left the cache in the meantime."""
         with plan_cache._lock:
-            if plan_cache._plans.get(call.plan.key) is not call.plan:
+            if plan_cache.peek(call.plan.key) is not call.plan:
                 return
             while len(self._calls) >= self._limit:
                 del self._calls[next(iter(self._calls))]
             self._calls[signature] = call
 
+    def remember_last(self, call: PreparedCall, last: LastT) -> None:
+        """Sets `last`, which is about `call`, unless the plan has left the cache in the meantime."""
+        with plan_cache._lock:
+            if plan_cache.peek(call.plan.key) is call.plan:
+                self.last = last
+
     def _drop(self, plan: Plan | None) -> None:
         """Forgets the calls of `plan`, or all."""
         for signature in [s for s, call in self._calls.items() if plan is None or call.plan is plan]:
             del self._calls[signature]
-        self.on_drop()
+        self.last = self._nothing
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -102,7 +117,7 @@ class PlanCache:
         self._capacity = capacity
         self._plans: dict[PlanKey, Plan] = {}
         self._building: dict[PlanKey, threading.Event] = {}
-        self._tables: weakref.WeakSet[CallTable] = weakref.WeakSet()
+        self._tables: weakref.WeakSet[CallTable[Any]] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._forbidden = 0
         self._reset_counters()
@@ -133,7 +148,7 @@ class PlanCache:
                 finished = self._building.get(key)
                 if finished is None:
                     self._check_allowed(key)
-                    finished = self._building[key] = threading.Event()
+                    self._building[key] = threading.Event()
                     break
             finished.wait()
         try:
@@ -147,8 +162,7 @@ class PlanCache:
             return plan
         finally:
             with self._lock:
-                del self._building[key]
-            finished.set()
+                self._building.pop(key).set()
 
     def _check_allowed(self, key: PlanKey) -> None:
         if self._forbidden:

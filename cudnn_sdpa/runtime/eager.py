@@ -38,6 +38,7 @@ def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and type(q) is Tensor
         and type(k) is Tensor
         and type(v) is Tensor
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
         and not ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
         and forward_ad._current_level < 0
         and not _len_torch_dispatch_stack()

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
 from cudnn_sdpa.runtime.layouts import CUDNN_DTYPE_NAMES
 from cudnn_sdpa.runtime.target import Target
 
+#: Modules that hold nothing that changes; another's attributes would be in no key.
+_MODULES = {*sys.stdlib_module_names, "torch", "numpy"}
 _CONSTANTS = (bool, int, float, str, bytes, type(None))
 
 
@@ -45,10 +48,7 @@ class GraphOp:
     @functools.cached_property
     def digest(self) -> str:
         """Changes when the builder, what it uses, or the package's version changes."""
-        digest = hashlib.sha256(__version__.encode())
-        for part in _identity(self._builder, seen=set(), complete=True):
-            digest.update(b"\0" + part.encode())
-        return digest.hexdigest()[:16]
+        return _digest(self._builder)
 
     def key(
         self,
@@ -68,7 +68,10 @@ class GraphOp:
 
         Raises:
             UnsupportedError: cuDNN takes no such graph.
+            TypeError: What the builder uses has changed since its first key was made.
         """
+        if _digest(self._builder) != self.digest:
+            raise TypeError(f"what {self.name} uses has changed since its first plan; define a new operation instead")
         symbols = {}
         for uid, operand in enumerate(key.inputs, start=1):
             layout = operand.layout
@@ -109,6 +112,13 @@ def find_operation(name: str) -> GraphOp:
     return operation
 
 
+def _digest(builder: types.FunctionType) -> str:
+    digest = hashlib.sha256(__version__.encode())
+    for part in _identity(builder, seen=set(), complete=True):
+        digest.update(b"\0" + part.encode())
+    return digest.hexdigest()[:16]
+
+
 def _identity(function: types.FunctionType, seen: set[Any], *, complete: bool) -> Iterator[str]:
     """Text that changes whenever `function` may compute something else.
 
@@ -145,7 +155,7 @@ def _identity_of_value(
 ) -> Iterator[str]:
     if isinstance(value, types.FunctionType):
         yield from _identity(value, seen, complete=complete)
-    elif isinstance(value, types.ModuleType):
+    elif isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] in _MODULES:
         yield value.__name__
     elif isinstance(value, _CONSTANTS):
         yield repr(value)
@@ -154,8 +164,8 @@ def _identity_of_value(
     else:
         raise TypeError(
             f"the graph builder {function.__qualname__} uses {name!r}, a {type(value).__name__} from outside; "
-            "a plan must depend on its key alone, so only constants, modules and functions may be used: "
-            "pass the value as an option instead"
+            "a plan must depend on its key alone, so only constants, functions, and modules of Python, torch and numpy "
+            "may be used: pass the value as an option instead"
         )
 
 

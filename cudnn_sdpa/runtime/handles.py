@@ -45,11 +45,11 @@ class Slot:
 
     def bind(self, stream: int) -> None:
         """Has the handle launch on `stream`, the current stream of the current device."""
-        backend.set_stream(self.handle, stream)
-        self.stream = stream
         if stream == 0 and self._workspace is None:
             self._workspace = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device="cuda")
             self.scratch = self._workspace.data_ptr()
+        backend.set_stream(self.handle, stream)
+        self.stream = stream  # last: whatever fails above is tried again by the next launch
 
 
 # Slots of threads that have ended, by device, and all slots ever made. Only single, atomic list operations touch
@@ -81,12 +81,12 @@ class _Local(threading.local):
 
 
 def _create(device: int) -> Slot:
-    if torch.cuda.is_current_stream_capturing():
-        raise ExecutionError(
-            "a cuDNN handle cannot be created while a CUDA graph is being captured; "
-            "call the function once on this thread before the capture"
-        )
     with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise ExecutionError(
+                "a cuDNN handle cannot be created while a CUDA graph is being captured; "
+                "call the function once on this thread before the capture"
+            )
         slot = Slot(backend.create_handle())
     _created.append(device)
     return slot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from array import array
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from cudnn_sdpa.errors import PlanBuildError
 from cudnn_sdpa.runtime import backend, handles
 from cudnn_sdpa.runtime.graph_op import GraphOp
 from cudnn_sdpa.runtime.key import PlanKey, Role
+from cudnn_sdpa.runtime.layouts import TensorLayout
 
 _current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
     lambda device: torch.cuda.current_stream(device).cuda_stream
@@ -124,25 +126,28 @@ def build_plan(operation: GraphOp, key: PlanKey) -> Plan:
         PlanBuildError: A CUDA graph is being captured on this stream.
     """
     assert key.device is not None
-    if torch.cuda.is_current_stream_capturing():
-        raise PlanBuildError(
-            key,
-            "A plan cannot be built while a CUDA graph is being captured; make the same call once before the capture.",
-        )
     start = time.perf_counter()
     with torch.cuda.device(key.device):
+        if torch.cuda.is_current_stream_capturing():
+            why = "A plan cannot be built while a CUDA graph is being captured; make this call once before the capture."
+            raise PlanBuildError(key, why)
         built = operation.compile(key, backend.GraphBuilder(handle=handles.build_handle(key.device)))
-        plan = Plan(key, built, _make_constants(key))
+        constants = {
+            operand.name: _constant(key.device, operand.layout, operand.fill)
+            for operand in key.inputs
+            if operand.role is Role.FILL
+        }
+        plan = Plan(key, built, constants)
     plan.build_seconds = time.perf_counter() - start
     return plan
 
 
-def _make_constants(key: PlanKey) -> dict[str, torch.Tensor]:
-    filled = {
-        operand.name: torch.full(operand.layout.shape, operand.fill, dtype=operand.layout.dtype, device="cuda")
-        for operand in key.inputs
-        if operand.role is Role.FILL
-    }
-    if filled:  # later launches may come on other streams; building is slow anyway
-        torch.cuda.current_stream(key.device).synchronize()
-    return filled
+@functools.cache
+def _constant(device: int, layout: TensorLayout, value: int) -> torch.Tensor:
+    """A filled tensor that lives as long as the process: when a plan goes, launches of it may still be waiting.
+
+    There is one for each batch size and value, of half a kilobyte on the GPU.
+    """
+    tensor = torch.full(layout.shape, value, dtype=layout.dtype, device=f"cuda:{device}")
+    torch.cuda.current_stream(device).synchronize()  # launches may come on other streams; building is slow anyway
+    return tensor

@@ -114,6 +114,8 @@ def load_properties(name_or_path: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         known = ", ".join(repr(name) for name in sorted(_BUNDLED))
         raise OptionError(
-            "target", f"{name_or_path!r} ({error})", f"{known}, or the path of a cuDNN device-properties JSON file"
+            "CUDNN_SDPA_TARGET",
+            f"{name_or_path!r} ({error})",
+            f"{known}, or the path of a cuDNN device-properties JSON file",
         ) from error
     return properties

@@ -70,6 +70,43 @@ def test_values_in_every_grad_mode(context):
             assert error(cudnn_sdpa.sdpa(q, k, v), expected) < TOLERANCE[torch.bfloat16]
 
 
+def test_a_call_made_without_gradients_does_not_open_the_way_for_one_with_gradients():
+    q, k, v = problem()
+    q.requires_grad_()
+    for _ in range(3):
+        with torch.no_grad():
+            cudnn_sdpa.sdpa(q, k, v)
+        with pytest.raises(cudnn_sdpa.UnsupportedError, match="q requires grad"):
+            cudnn_sdpa.sdpa(q, k, v)
+
+
+def test_writing_into_out_is_seen_by_autograd():
+    q, k, v = problem()
+    out = torch.zeros_like(q)
+    weight = torch.ones_like(q, requires_grad=True)
+    for write in (lambda: cudnn_sdpa.sdpa(q, k, v, out=out), lambda: cudnn_sdpa.sdpa(q, k, v, out=out)):
+        loss = (out * weight).sum()
+        write()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    with pytest.raises(cudnn_sdpa.UnsupportedError, match="out requires grad"):
+        cudnn_sdpa.sdpa(q, k, v, out=torch.zeros_like(q).requires_grad_())
+    with torch.inference_mode():
+        buffer = torch.full_like(q, torch.nan)
+        cudnn_sdpa.sdpa(q, k, v, out=buffer)
+        assert error(buffer, exact(q, k, v)[0]) < TOLERANCE[torch.bfloat16]
+
+
+def test_two_shapes_in_turn_and_one_tensor_as_key_and_value():
+    q, k, v = problem()
+    expected = {tuple(x.shape): exact(x, k, v)[0] for x in (q, q[:, :, :1])}
+    shared = exact(q, k, k)[0]
+    for _ in range(4):
+        for x in (q, q[:, :, :1]):
+            assert error(cudnn_sdpa.sdpa(x, k, v), expected[tuple(x.shape)]) < TOLERANCE[torch.bfloat16]
+        assert error(cudnn_sdpa.sdpa(q, k, k), shared) < TOLERANCE[torch.bfloat16]
+
+
 def test_forward_mode_differentiation_is_refused_also_when_warm():
     q, k, v = problem()
     cudnn_sdpa.sdpa(q, k, v)

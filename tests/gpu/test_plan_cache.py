@@ -101,6 +101,27 @@ def test_bounded_and_evicted_plans_are_freed_and_rebuilt():
     check(q[:, :, :5], k, v)
 
 
+def test_plans_may_go_while_their_launches_wait():
+    """Neither the constants nor the kernels of an evicted plan may go before its launches have run."""
+    q, k, v = tensors()
+    ends = torch.tensor([48, 17], dtype=torch.int32, device="cuda")
+    expected = exact(q, k, v, seq_lens_q=ends)[0]
+    side = torch.cuda.Stream()
+    for _ in range(3):
+        cudnn_sdpa.sdpa(q, k, v, seq_lens_q=ends)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(200_000_000)
+            out = cudnn_sdpa.sdpa(q, k, v, seq_lens_q=ends)
+        plan_cache.clear()
+        gc.collect()
+        junk = [torch.full((2,), 3, dtype=torch.int32, device="cuda") for _ in range(256)]
+        cudnn_sdpa.sdpa(q[:, :, :7], k, v)
+        torch.cuda.synchronize()
+        assert len(junk) == 256
+        torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
+
+
 def test_least_recently_used_goes_first():
     plan_cache.resize(2)
     q, k, v = tensors()

@@ -67,6 +67,32 @@ def test_lengths_are_data():
             steps += 1
 
 
+def test_lengths_beyond_the_tensor_are_its_length():
+    """Past the end of k and v lies memory of somebody else; it is neither read nor written."""
+    big_q = make("bhsd", 2, 4, 80, 64, torch.bfloat16)
+    big_k, big_v = (make("bhsd", 2, 4, 200, 64, torch.bfloat16) for _ in range(2))
+    q, k, v = big_q[:, :, :50], big_k[:, :, :100], big_v[:, :, :100]
+    big_k[:, :, 100:], big_v[:, :, 100:] = 30.0, 1000.0
+    for x in (q, q[:, :, :1]):
+        n = x.shape[2]
+        for options in ({}, {"is_causal": True, "causal_alignment": "bottom_right"}):
+            expected, _ = exact(x, k, v, **options)
+            buffer = torch.full((2, 4, 80, 64), 7.0, device="cuda", dtype=torch.bfloat16)
+            out = cudnn_sdpa.sdpa(
+                x,
+                k,
+                v,
+                seq_lens_kv=lengths(150, 101),
+                seq_lens_q=lengths(n + 9, n + 1),
+                out=buffer[:, :, :n],
+                **options,
+            )
+            torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
+            assert (buffer[:, :, n:] == 7.0).all()
+    out = cudnn_sdpa.sdpa(q[:, :, :1], k, v, seq_lens_kv=lengths(150, 101))
+    torch.testing.assert_close(out.double(), exact(q[:, :, :1], k, v)[0], atol=2e-2, rtol=2e-2)
+
+
 def test_lengths_at_any_address():
     """A slice of a larger tensor of lengths is aligned to 4 bytes only."""
     q = make("bhsd", 3, 4, 40, 64, torch.bfloat16)

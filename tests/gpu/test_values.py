@@ -105,6 +105,18 @@ def test_scales(scale):
         check(q, k, v, scale=scale)
 
 
+@pytest.mark.parametrize("dims", [(), (0,), (1,), (2,)], ids=str)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "padded"])
+def test_a_negative_scale_changes_neither_the_layout_nor_the_checks(layout, dims):
+    q = make(layout, 2, 4, 16, 64, torch.bfloat16)
+    for dim in dims:
+        q = q.narrow(dim, 0, 1).expand(2, 4, 16, 64)
+    k, v = (make("bshd", 2, 4, 30, 64, torch.bfloat16) for _ in range(2))
+    assert check(q, k, v, scale=-0.3).stride() == cudnn_sdpa.sdpa(q, k, v, scale=0.3).stride()
+    with pytest.raises(cudnn_sdpa.LayoutError):
+        cudnn_sdpa.sdpa(q, k, v, scale=-0.3, out=q)
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd", "padded"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_out(layout, mask):
@@ -133,6 +145,8 @@ def test_empty():
     assert lse.isneginf().all()
     assert cudnn_sdpa.sdpa(full[:, :, :0], full, full).shape == (2, 4, 0, 64)
     assert cudnn_sdpa.sdpa(full[:0], full[:0], full[:0]).shape == (0, 4, 10, 64)
+    with pytest.raises(cudnn_sdpa.LayoutError, match="memory that q lies in"):
+        cudnn_sdpa.sdpa(full, full[:, :, :0], full[:, :, :0], out=full)
     target = torch.full_like(full, torch.nan)
     cudnn_sdpa.sdpa(full, full[:, :, :0], full[:, :, :0], out=target)
     assert (target == 0).all()

@@ -95,7 +95,6 @@ def test_without_a_compiler_the_error_says_what_to_install(cache, monkeypatch):
         with pytest.raises(OfflineError, match=r"needs a C compiler, and none of \$CC, cc, gcc and clang") as caught:
             attempt()
         assert "apt-get install gcc" in str(caught.value)
-    helper._errors.close()
     assert not list(cache.rglob("libcuda*"))
 
 

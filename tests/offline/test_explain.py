@@ -12,7 +12,6 @@ from cudnn_sdpa import (
     CudnnSdpaError,
     OptionError,
     ShapeError,
-    UnsupportedError,
     explain,
     plan_cache,
     scaled_dot_product_attention,
@@ -150,8 +149,15 @@ def test_the_drop_in_is_explained_as_the_call_that_it_comes_down_to():
     result = explain(scaled_dot_product_attention, q, k, v, None, 0.0, True, enable_gqa=True)
     assert result.call == "scaled_dot_product_attention"
     assert result.key == explain(sdpa, q, k, v, is_causal=True).key
-    with pytest.raises(UnsupportedError, match="attn_mask"):
-        explain(scaled_dot_product_attention, q, k, v, torch.ones(64, 96, dtype=torch.bool), enable_gqa=True)
+
+
+def test_what_the_drop_in_does_not_have_is_listed_with_all_other_reasons():
+    q, k, v = qkv(torch.float32)
+    mask = torch.ones(64, 96, dtype=torch.bool)
+    result = explain(scaled_dot_product_attention, q, k, v, mask, 0.25, enable_gqa=True)
+    assert not result.supported
+    for part in ("attn_mask", "dropout_p=0.25", "not float32"):
+        assert sum(part in reason for reason in result.reasons) == 1, part
 
 
 def test_wrong_arguments_raise_as_in_the_call_itself():

@@ -25,7 +25,6 @@ def helper(can_plan):  # noqa: ARG001 - skips before the helper starts
     helper = Helper()
     yield helper
     helper.close()
-    helper._errors.close()
 
 
 @pytest.fixture
@@ -122,7 +121,7 @@ def test_garbage_for_a_gpu_is_an_error_and_the_next_question_works(helper, reque
     assert helper.ask(request_for_a_plan)["engine"]
 
 
-@pytest.mark.parametrize("request_", [{}, "text"], ids=str)
+@pytest.mark.parametrize("request_", [{}, {"key": 3}, {"key": {}, "properties": {}}], ids=str)
 def test_a_request_that_is_none_is_an_error_and_the_next_question_works(helper, request_for_a_plan, request_):
     assert "Error" in answer_or_crash(helper, request_)
     assert helper.ask(request_for_a_plan)["engine"]
@@ -160,7 +159,6 @@ def test_close_ends_it_and_may_be_called_twice(request_for_a_plan):
     pid = helper._process.pid
     helper.close()
     helper.close()
-    helper._errors.close()
     assert wait_until_gone(pid)
 
 
@@ -176,3 +174,24 @@ os.kill(os.getpid(), signal.SIGKILL)
     result = run_python(code, json.dumps(request_for_a_plan), check=False)
     assert result.returncode == -signal.SIGKILL, result.stderr
     assert wait_until_gone(int(result.stdout))
+
+
+def test_a_forked_child_gets_a_helper_of_its_own(run_python, request_for_a_plan):
+    code = """
+import json, os, sys
+from cudnn_sdpa.offline.planner import _helper as helper
+request = json.loads(sys.argv[1])
+helper.ask(request)
+own = helper._process.pid
+child = os.fork()
+if child == 0:
+    assert helper.ask(request)["engine"]
+    assert helper._process.pid != own
+    helper.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert helper.ask(request)["engine"]
+assert helper._process.pid == own
+"""
+    result = run_python(code, json.dumps(request_for_a_plan))
+    assert result.returncode == 0

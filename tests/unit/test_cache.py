@@ -104,13 +104,6 @@ def test_the_bound_holds_over_many_keys():
     assert cache.info().evictions == 293
 
 
-def test_a_cache_of_one_holds_the_newest():
-    cache = PlanCache(1)
-    for number in (2, 3, 2):
-        assert use(cache, number).key == key(number)
-        assert held(cache) == [number]
-
-
 def test_resize_keeps_the_most_recently_used():
     cache = PlanCache(5)
     for number in range(5):
@@ -258,8 +251,7 @@ def test_many_threads_over_more_keys_than_fit_get_the_plans_that_they_asked_for(
 
 
 def test_calls_of_a_plan_go_with_it(global_cache):
-    table, dropped = CallTable(), []
-    table.on_drop = lambda: dropped.append(len(table))
+    table = CallTable("nothing")
     global_cache.resize(2)
     for number in (2, 3):
         plan = use(global_cache, number)
@@ -273,11 +265,23 @@ def test_calls_of_a_plan_go_with_it(global_cache):
     assert len(table) == 2
     global_cache.clear()
     assert len(table) == 0
-    assert dropped == [2, 0]
+
+
+def test_the_last_call_is_forgotten_when_a_plan_goes(global_cache):
+    table = CallTable("nothing")
+    assert table.last == "nothing"
+    plan = use(global_cache, 2)
+    table.remember_last(plan, "a call of 2")
+    use(global_cache, 3)
+    assert table.last == "a call of 2"
+    global_cache.resize(1)
+    assert table.last == "nothing"
+    table.remember_last(plan, "a call of a plan that has gone")
+    assert table.last == "nothing"
 
 
 def test_a_call_whose_plan_has_left_the_cache_is_not_remembered(global_cache):
-    table = CallTable()
+    table = CallTable("nothing")
     plan = global_cache.get(key(2), StandIn)
     global_cache.clear()
     table.add("signature", plan)
@@ -288,7 +292,7 @@ def test_a_call_whose_plan_has_left_the_cache_is_not_remembered(global_cache):
 
 
 def test_the_number_of_calls_is_bounded_too(global_cache):
-    table = CallTable(limit=10)
+    table = CallTable("nothing", limit=10)
     plan = global_cache.get(key(2), StandIn)
     for number in range(50):
         table.add(number, plan)

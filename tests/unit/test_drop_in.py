@@ -121,7 +121,7 @@ def test_dropout_is_refused(probability):
 def test_a_gradient_is_refused_rather_than_cut_off(which):
     tensors = {name: torch.randn(2, 4, 8, 16) for name in ("query", "key", "value")}
     tensors[which].requires_grad_()
-    with pytest.raises(UnsupportedError, match=f"{which[0]} requires grad") as caught:
+    with pytest.raises(UnsupportedError, match=f"{which} requires grad") as caught:
         scaled_dot_product_attention(**tensors)
     assert "no_grad" in caught.value.suggestion
     assert pickle.loads(pickle.dumps(caught.value)).reasons == caught.value.reasons
@@ -151,10 +151,40 @@ def test_what_is_no_tensor_is_named(name, wrong):
 def test_wrong_or_mixed_ranks_are_named(name, shape):
     tensors = {key: torch.randn(2, 4, 8, 16) for key in ("query", "key", "value")}
     tensors[name] = torch.randn(shape)
-    with pytest.raises(ShapeError, match=r"rank 3 or 4, the same for query, key and value") as caught:
+    with pytest.raises(ShapeError, match=r"rank 2 or more, the same for query, key and value") as caught:
         scaled_dot_product_attention(**tensors)
     if len(shape) != 3:
         assert str(tuple(shape)) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("q_shape", "kv_shape"),
+    [
+        ((7, 16), (9, 16)),
+        ((2, 3, 4, 7, 16), (2, 3, 4, 9, 16)),
+        ((2, 3, 4, 7, 16), (1, 3, 1, 9, 16)),
+        ((2, 1, 4, 7, 16), (1, 3, 4, 9, 16)),
+        ((1, 1, 7, 16), (3, 4, 9, 16)),
+        ((5, 2, 3, 4, 7, 16), (5, 2, 3, 4, 9, 16)),
+    ],
+    ids=str,
+)
+def test_every_rank_and_broadcast_that_pytorch_takes(q_shape, kv_shape):
+    ours, theirs = both(torch.randn(q_shape), torch.randn(kv_shape), torch.randn(kv_shape))
+    assert ours.shape == theirs.shape
+    torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+def test_heads_that_would_need_groups_are_refused_without_the_flag():
+    query, key, value = torch.randn(2, 4, 7, 16), torch.randn(2, 1, 9, 16), torch.randn(2, 2, 9, 16)
+    with pytest.raises(ShapeError, match=r"^value: got 2 heads; expected 1 or 4"):
+        scaled_dot_product_attention(query, key, value)
+
+
+def test_batches_that_do_not_fit_are_named():
+    query, key = torch.randn(2, 4, 7, 16), torch.randn(3, 4, 9, 16)
+    with pytest.raises(ShapeError, match=r"^key: got shapes \(3, 4, 9, 16\)"):
+        scaled_dot_product_attention(query, key, key)
 
 
 def test_enable_gqa_must_be_a_bool():
