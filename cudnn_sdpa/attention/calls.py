@@ -11,7 +11,6 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.forward import Forward
 from cudnn_sdpa.runtime.cache import next_use
-from cudnn_sdpa.runtime.eager import Guard
 from cudnn_sdpa.runtime.layouts import ALIGNMENT, contiguous_stride
 from cudnn_sdpa.runtime.plan import Plan, allocate
 
@@ -28,11 +27,11 @@ def _check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
 class ForwardCall:
     """A forward call bound to its plan. Calling it checks only what no signature holds: addresses."""
 
-    __slots__ = ("_elsewhere", "_forward", "_lse", "_out", "_scale", "_scale_address", "guard", "plan")
+    __slots__ = ("_elsewhere", "_forward", "_lse", "_out", "_scale", "_scale_address", "last", "plan")
 
     def __init__(self, forward: Forward, plan: Plan, scale: float) -> None:
         self.plan = plan
-        self.guard: Guard | None = None  # recognizes the tensors of this call, once somebody has made it
+        self.last: Any = None  # by what the look-up recognizes this call when it comes again
         self._forward = forward
         self._elsewhere = torch.cuda.device_count() > 1  # whether another GPU can be the current one
         self._out = (forward.out.shape, forward.out.stride, forward.out.dtype)
@@ -89,7 +88,7 @@ class ForwardCall:
         constants, sq, skv = self.plan.constants, self._forward.q.shape[2], self._forward.k.shape[2]
         if self._forward.is_decode:
             if lengths_q is not None:
-                lengths_kv = lengths_q.clamp(0, 1) * (skv if lengths_kv is None else lengths_kv)
+                lengths_kv = lengths_q.clamp(0, 1) * (skv if lengths_kv is None else lengths_kv.clamp(0, skv))
             return [] if lengths_kv is None else [constants["seq_len_q"], lengths_kv]
         if lengths_kv is None:
             return [] if lengths_q is None else [lengths_q.clamp(0, sq), constants["seq_len_kv"]]

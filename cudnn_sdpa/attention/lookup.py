@@ -10,10 +10,11 @@ from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cudnn_sdpa.attention.calls import ForwardCall
 from cudnn_sdpa.runtime.cache import CallTable
-from cudnn_sdpa.runtime.eager import Guard, is_plain, tensor_guard
+from cudnn_sdpa.runtime.eager import Guard, is_plain, is_profiling, tensor_guard
 
 
 class Last:
@@ -24,7 +25,7 @@ class Last:
     def __init__(
         self,
         call: ForwardCall | None,
-        check: Guard | None,
+        check: Guard,
         is_causal: bool | None,
         alignment: str,
         scale: float | None,
@@ -32,7 +33,7 @@ class Last:
         has_lengths: bool,
     ) -> None:
         self.call: Any = call
-        self.check: Any = check
+        self.check = check
         self.is_causal = is_causal
         self.alignment = alignment
         self.scale = scale
@@ -95,29 +96,26 @@ def find(
         )
     except (AttributeError, TypeError):  # not tensors, or not hashable: the checks will say so
         return None
-    if call is None or not is_plain(q, k, v):
+    if call is None or (out is not None and (type(out) is not Tensor or out.requires_grad)):
         return None
-    if out is not None and (type(out) is not Tensor or out.requires_grad):
-        return None
-    if seq_lens_q is None and out is None:
-        tensors = (q, k, v) if seq_lens_kv is None else (q, k, v, seq_lens_kv)
-        if _set_guard(call, tensors):
-            of_call = (is_causal, causal_alignment, scale, return_lse, seq_lens_kv is not None)
-            calls.remember_last(call, Last(call, call.guard, *of_call))
+    if seq_lens_q is not None or out is not None:
+        return call if is_plain(q, k, v) else None
+    tensors = (q, k, v) if seq_lens_kv is None else (q, k, v, seq_lens_kv)
+    known: Last | None = call.last
+    if known is None or not known.check(*tensors) or is_profiling() or forward_ad._current_level >= 0:
+        if not is_plain(q, k, v):
+            return None
+        if not _can_be_guarded(tensors):
+            return call
+        of_call = (is_causal, causal_alignment, scale, return_lse, seq_lens_kv is not None)
+        call.last = known = Last(call, tensor_guard(*tensors), *of_call)
+    calls.remember_last(known, call.plan)
     return call
 
 
-def _set_guard(call: ForwardCall, tensors: tuple[Tensor, ...]) -> bool:
-    """Gives `call` a guard that recognizes `tensors` in PyTorch's present state, if there can be one.
+def _can_be_guarded(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether a guard may stand for these tensors.
 
-    No guard takes one tensor twice, as with k is v. A tensor that requires grad gets none, because the guard would
-    not see whether gradients are enabled.
+    No guard takes one tensor twice, as with k is v, and none sees whether gradients are enabled.
     """
-    if len(set(map(id, tensors))) < len(tensors) or any(tensor.requires_grad for tensor in tensors):
-        return False
-    if call.guard is _never:
-        return False
-    if call.guard is None or call is calls.last.call:  # new, or PyTorch's state has changed since
-        guard = tensor_guard(*tensors)
-        call.guard = guard if guard(*tensors) else _never
-    return call.guard is not _never
+    return len(set(map(id, tensors))) == len(tensors) and not any(tensor.requires_grad for tensor in tensors)

@@ -79,17 +79,17 @@ class CallTable(Generic[LastT]):
     def add(self, signature: Hashable, call: PreparedCall) -> None:
         """Remembers `call`, unless its plan has left the cache in the meantime."""
         with plan_cache._lock:
-            if plan_cache.peek(call.plan.key) is not call.plan:
+            if not call.plan.held:
                 return
             while len(self._calls) >= self._limit:
                 del self._calls[next(iter(self._calls))]
             self._calls[signature] = call
 
-    def remember_last(self, call: PreparedCall, last: LastT) -> None:
-        """Sets `last`, which is about `call`, unless the plan has left the cache in the meantime."""
-        with plan_cache._lock:
-            if plan_cache.peek(call.plan.key) is call.plan:
-                self.last = last
+    def remember_last(self, last: LastT, plan: Plan) -> None:
+        """Sets `last`, which is about a call of `plan`, unless the plan has left the cache in the meantime."""
+        self.last = last
+        if not plan.held:  # asked afterwards: what leaves from now on resets `last` itself
+            self.last = self._nothing
 
     def _drop(self, plan: Plan | None) -> None:
         """Forgets the calls of `plan`, or all."""
@@ -175,6 +175,7 @@ class PlanCache:
             self._build_seconds += plan.build_seconds
             plan.last_used = max((other.last_used for other in self._plans.values()), default=0)
             self._plans[plan.key] = plan
+            plan.held = True
             self._shrink(keep=plan)
 
     def _shrink(self, keep: Plan | None = None) -> None:
@@ -185,6 +186,7 @@ class PlanCache:
 
     def _remove(self, plan: Plan) -> None:
         del self._plans[plan.key]
+        plan.held = False
         for table in self._tables:
             table._drop(plan)
 
@@ -211,6 +213,8 @@ class PlanCache:
         forgets it.
         """
         with self._lock:
+            for plan in self._plans.values():
+                plan.held = False
             for table in self._tables:
                 table._drop(None)
             self._plans.clear()

@@ -50,6 +50,7 @@ class Plan:
         workspace: Bytes that a launch allocates beside its outputs.
         build_seconds: How long it took to plan and compile.
         last_used: Number of the look-up that found it last; set by the cache.
+        held: Whether it is in the plan cache; set by the cache.
         captured: Whether a CUDA graph holds a launch of it; see `captured_plans`.
         constants: Device tensors of the operands whose values the key fixes, by name.
     """
@@ -63,6 +64,7 @@ class Plan:
         "constants",
         "device",
         "engine",
+        "held",
         "key",
         "knobs",
         "last_used",
@@ -82,6 +84,7 @@ class Plan:
         self.build_seconds = 0.0
         self.last_used = 0
         self.captured = False
+        self.held = False
         self._count = len(key.inputs) + len(key.outputs)
         self._launch = built.launcher(list(range(1, 1 + self._count)))
 

@@ -89,8 +89,6 @@ def test_lengths_beyond_the_tensor_are_its_length():
             )
             torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
             assert (buffer[:, :, n:] == 7.0).all()
-    out = cudnn_sdpa.sdpa(q[:, :, :1], k, v, seq_lens_kv=lengths(150, 101))
-    torch.testing.assert_close(out.double(), exact(q[:, :, :1], k, v)[0], atol=2e-2, rtol=2e-2)
 
 
 def test_lengths_at_any_address():

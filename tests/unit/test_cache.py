@@ -25,6 +25,7 @@ class StandIn:
     build_seconds: float = 0.25
     last_used: int = 0
     captured: bool = False
+    held: bool = False
     plan: StandIn = field(init=False)
 
     def __post_init__(self):
@@ -271,12 +272,12 @@ def test_the_last_call_is_forgotten_when_a_plan_goes(global_cache):
     table = CallTable("nothing")
     assert table.last == "nothing"
     plan = use(global_cache, 2)
-    table.remember_last(plan, "a call of 2")
+    table.remember_last("a call of 2", plan)
     use(global_cache, 3)
     assert table.last == "a call of 2"
     global_cache.resize(1)
     assert table.last == "nothing"
-    table.remember_last(plan, "a call of a plan that has gone")
+    table.remember_last("a call of a plan that has gone", plan)
     assert table.last == "nothing"
 
 
