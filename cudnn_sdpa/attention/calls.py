@@ -16,6 +16,9 @@ from cudnn_sdpa.runtime.plan import Plan, allocate
 
 Result = Tensor | tuple[Tensor, Tensor]
 
+_MISALIGNED = ALIGNMENT - 1
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
 
 def _check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
     """Checks the addresses, and tells autograd that `out` is about to be written."""
@@ -48,7 +51,7 @@ class ForwardCall:
         return self._run_on_device(q, k, v, lengths_q, lengths_kv, out)
 
     def _run_on_device(self, *operands: Any) -> Result:
-        if self._elsewhere and torch.cuda.current_device() != self.plan.device:
+        if self._elsewhere and _current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
                 return self._run(*operands)
         return self._run(*operands)
@@ -114,9 +117,9 @@ class PlainCall(ForwardCall):
         """Allocates, launches and returns."""
         plan = self.plan
         first, second, third = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if out is not None or (first | second | third) & (ALIGNMENT - 1):
+        if out is not None or (first | second | third) & _MISALIGNED:
             _check_memory(q, k, v, out)
-        if self._elsewhere and torch.cuda.current_device() != plan.device:
+        if self._elsewhere and _current_device() != plan.device:
             return self._run_on_device(q, k, v, lengths_q, lengths_kv, out)
         if out is None:
             out = allocate(*self._out)
