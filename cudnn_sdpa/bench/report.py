@@ -33,7 +33,8 @@ def environment() -> dict[str, str]:
 def write(path: Path, name: str, results: dict[str, Any]) -> None:
     """Writes the results of one benchmark command."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"benchmark": name, "environment": environment(), **results}, indent=2) + "\n")
+    report = {"benchmark": name, "environment": environment(), **results}
+    path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
 
 
 def show(title: str, rows: list[dict[str, Any]], console: Console | None = None) -> None:

@@ -1,0 +1,49 @@
+"""The samples run as their readers run them, and the published numbers are those of the benchmark's files."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
+    )
+
+
+def test_the_quickstart_runs_and_shows_what_it_did():
+    result = run("samples/quickstart.py")
+    assert result.returncode == 0, result.stderr
+    assert "every result agrees with PyTorch" in result.stdout
+    if torch.cuda.is_available():
+        assert "2 plans served 84 calls" in result.stdout
+    elif importlib.util.find_spec("cudnn") and shutil.which("cc"):
+        assert "eng" in result.stdout, "no plan for an H200 is shown"
+
+
+def test_tables_of_numbers_are_those_of_the_benchmarks_files():
+    result = run("scripts/bench_tables.py", "--check")
+    assert result.returncode == 0, result.stdout
+
+
+def test_the_benchmark_says_that_it_needs_a_gpu():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    result = run("-m", "cudnn_sdpa", "bench", "host")
+    assert result.returncode == 2
+    assert "needs an NVIDIA GPU" in result.stderr
+
+
+def test_the_command_line_prints_the_version():
+    import cudnn_sdpa
+
+    assert run("-m", "cudnn_sdpa", "version").stdout.strip() == cudnn_sdpa.__version__
