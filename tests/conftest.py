@@ -13,6 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
+SEARCH_PATH = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -38,7 +39,7 @@ def run_python(tmp_path: Path) -> RunPython:
     """Runs code in a fresh interpreter; variables set to None are taken out of its environment."""
 
     def run(code: str, *arguments: str, check: bool = True, **environment: str | None) -> subprocess.CompletedProcess:
-        variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *SEARCH_PATH]), **environment}
         result = subprocess.run(
             [sys.executable, "-c", code, *arguments],
             cwd=tmp_path,

@@ -96,6 +96,7 @@ def test_traces_are_an_interest():
     assert seen == [False]
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_the_profiler_is_an_interest():
     assert not is_profiling()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
