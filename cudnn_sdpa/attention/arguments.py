@@ -43,21 +43,25 @@ def check(call: ForwardArguments) -> None:
 
 
 def check_types(call: ForwardArguments) -> None:
-    """That tensors are tensors: the operators' schemas would refuse others too, but without naming the argument."""
-    for name in ("q", "k", "v"):
-        if not isinstance(getattr(call, name), Tensor):
-            raise OptionError(name, type(getattr(call, name)).__name__, "a torch.Tensor")
-    for name in ("seq_lens_q", "seq_lens_kv", "out"):
-        if not isinstance(getattr(call, name), (Tensor, type(None))):
-            raise OptionError(name, type(getattr(call, name)).__name__, "a torch.Tensor or None")
+    """What the dispatcher and the operators' schemas would refuse too, but without naming the argument."""
     for name in ("q", "k", "v", "seq_lens_q", "seq_lens_kv", "out"):
-        tensor = getattr(call, name)
-        if tensor is not None and tensor.is_nested:
+        tensor, optional = getattr(call, name), name not in ("q", "k", "v")
+        if tensor is None and optional:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise OptionError(name, type(tensor).__name__, "a torch.Tensor" + (" or None" if optional else ""))
+        _check_device_type(name, tensor)
+        if tensor.is_nested:
             raise LayoutError(name, "a nested tensor", "a dense tensor", "Pad it, and give its lengths.")
-        if tensor is not None and tensor.layout != torch.strided:
+        if tensor.layout != torch.strided:
             raise LayoutError(name, str(tensor.layout), "a dense tensor", f"Use {name}.to_dense().")
     if not isinstance(call.with_lse, bool):
         raise OptionError("return_lse", repr(call.with_lse), "True or False")
+
+
+def _check_device_type(name: str, tensor: Tensor) -> None:
+    if tensor.device.type not in ("cuda", "cpu", "meta"):
+        raise DeviceError(name, str(tensor.device), "a CUDA device, or the CPU for the reference")
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -79,8 +83,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.device.type not in ("cuda", "cpu", "meta"):
-        raise DeviceError("q", str(q.device), "a CUDA device, or the CPU for the reference")
+    _check_device_type("q", q)
     allowed = CPU_DTYPES if q.device.type == "cpu" else CUDA_DTYPES
     if q.dtype not in allowed:
         raise DtypeError(
