@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from cudnn_sdpa.attention import arguments, lookup, operators  # noqa: F401 - registers the operators
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.calls import Result
-from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.errors import ArgumentError, LayoutError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.runtime.eager import is_compiling, is_profiling
 
 
@@ -95,6 +95,7 @@ def sdpa(
         ArgumentError: An argument is wrong; the subclass and the message say which and how.
         UnsupportedError: cuDNN or this GPU has no kernel for it, with every reason; or an input requires grad.
         PlanBuildError: A plan is missing under `no_plan_builds` or while a CUDA graph is captured.
+        ExecutionError: The capturing thread has no cuDNN handle yet, or cuDNN refused the launch.
         LibraryError: cuDNN cannot be loaded.
 
     Examples:
@@ -108,27 +109,42 @@ def sdpa(
     """
     if not is_compiling():
         last = lookup.calls.last
-        if (
-            seq_lens_q is None
-            and out is None
-            and last.is_causal is is_causal
-            and last.alignment == causal_alignment
-            and last.scale_type is type(scale)
-            and last.scale == scale
-            and last.with_lse is return_lse
-            and last.has_lengths is (seq_lens_kv is not None)
-            and (last.check(q, k, v) if seq_lens_kv is None else last.check(q, k, v, seq_lens_kv))
-            and not is_profiling()
-            and forward_ad._current_level < 0
-        ):
+        try:
+            again = (
+                seq_lens_q is None
+                and out is None
+                and last.is_causal is is_causal
+                and last.alignment == causal_alignment
+                and last.scale_type is type(scale)
+                and last.scale == scale
+                and last.with_lse is return_lse
+                and last.has_lengths is (seq_lens_kv is not None)
+                and not (q.is_nested or k.is_nested or v.is_nested)  # a guard would end the process
+                and (last.check(q, k, v) if seq_lens_kv is None else last.check(q, k, v, seq_lens_kv))
+                and not is_profiling()
+                and forward_ad._current_level < 0
+            )
+        except AttributeError:  # not tensors: the checks will say so
+            again = False
+        if again:
             result: Result = last.call(q, k, v, None, seq_lens_kv, None)
             return result
+        if isinstance(scale, (int, float)) and type(scale) not in (float, bool):
+            scale = _plain_float(scale)
         prepared = lookup.find(q, k, v, seq_lens_q, seq_lens_kv, is_causal, causal_alignment, scale, return_lse, out)
         if prepared is not None:
             return prepared(q, k, v, seq_lens_q, seq_lens_kv, out)
     return _dispatch(
         ForwardArguments(q, k, v, seq_lens_q, seq_lens_kv, is_causal, causal_alignment, scale, return_lse, out)
     )
+
+
+def _plain_float(scale: float) -> float:
+    """A scale of another kind, such as 1 or numpy's, as the float that the operators make of it."""
+    try:
+        return float(scale)
+    except OverflowError:  # the checks will say so
+        return scale
 
 
 def _dispatch(call: ForwardArguments) -> Result:
@@ -206,9 +222,12 @@ def _is_plain_call(query: Any, key: Any, value: Any, enable_gqa: Any) -> bool:
     """Whether a call needs nothing broadcast or reshaped, so that it can be passed on as it is: saves 8 µs."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor) and query.dim() == 4):
         return False
+    if query.is_nested or key.is_nested or value.is_nested or forward_ad._current_level >= 0:
+        return False
     of_query, of_key, of_value = query.shape, key.shape, value.shape
     return (
-        of_key[:2] == of_value[:2]
+        type(enable_gqa) is bool
+        and of_key[:2] == of_value[:2]
         and of_query[0] == of_key[0]
         and (enable_gqa is True or of_query[1] == of_key[1])
         and not (query.requires_grad or key.requires_grad or value.requires_grad)
@@ -228,6 +247,8 @@ def drop_in_arguments(
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise OptionError(name, type(tensor).__name__, "a torch.Tensor")
+        if tensor.is_nested:
+            raise LayoutError(name, "a nested tensor", "a dense tensor", "Pad it, and give its lengths.")
         if tensor.dim() < 2 or tensor.dim() != query.dim():
             got = f"shape {tuple(tensor.shape)}"
             got += "" if name == "query" else f" beside query's {tuple(query.shape)}"

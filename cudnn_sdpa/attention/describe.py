@@ -42,7 +42,7 @@ def describe_sdpa(
     layouts = call
     if negated:
         layouts = call._replace(
-            q=torch.empty_like(q, device="meta"), out=operators.new_output(q.to("meta"), v) if out is None else out
+            q=torch.empty_like(q, device="meta"), out=operators.new_output(_without_data(q), v) if out is None else out
         )
     forward = Forward.of(layouts)
     refused = UnsupportedError.of(arguments.check_no_gradient, q=q, k=k, v=v, out=out)
@@ -54,6 +54,10 @@ def describe_sdpa(
         extra_kernels=(["q is negated into a copy, for the negative scale"] if negated else [])
         + forward.extra_kernels(),
     )
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _key(forward: Forward, target: Target, device: int | None, refused: UnsupportedError | None) -> PlanKey:

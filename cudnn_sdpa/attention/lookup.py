@@ -94,7 +94,7 @@ def find(
         call: ForwardCall | None = calls.get(
             signature(q, k, v, seq_lens_q, seq_lens_kv, is_causal, causal_alignment, scale, return_lse, out)
         )
-    except (AttributeError, TypeError):  # not tensors, or not hashable: the checks will say so
+    except (AttributeError, TypeError, RuntimeError):  # not tensors, not hashable, nested: the checks will say so
         return None
     if call is None or (out is not None and (type(out) is not Tensor or out.requires_grad)):
         return None
@@ -110,6 +110,8 @@ def find(
         of_call = (is_causal, causal_alignment, scale, return_lse, seq_lens_kv is not None)
         call.last = known = Last(call, tensor_guard(*tensors), *of_call)
     calls.remember_last(known, call.plan)
+    if not call.plan.held:
+        call.last = None  # it refers back to the call, and an evicted plan must not wait for the garbage collector
     return call
 
 

@@ -60,7 +60,7 @@ def stand_in_folder() -> Path:
             parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             _compile(source, folder)
         _check_private(folder)
-    except OSError as error:
+    except (OSError, subprocess.SubprocessError) as error:
         raise OfflineError(
             f"the stand-in driver cannot be kept in {parent} ({error}); the environment variable XDG_CACHE_HOME can "
             "name another cache folder"

@@ -50,6 +50,8 @@ class PlanCacheInfo:
 class PreparedCall(Protocol):
     """What a `CallTable` holds: a plan with all that a raw signature decides."""
 
+    last: Any
+
     @property
     def plan(self) -> Plan: ...  # noqa: D102
 
@@ -82,7 +84,7 @@ class CallTable(Generic[LastT]):
             if not call.plan.held:
                 return
             while len(self._calls) >= self._limit:
-                del self._calls[next(iter(self._calls))]
+                self._forget(next(iter(self._calls)))
             self._calls[signature] = call
 
     def remember_last(self, last: LastT, plan: Plan) -> None:
@@ -94,8 +96,11 @@ class CallTable(Generic[LastT]):
     def _drop(self, plan: Plan | None) -> None:
         """Forgets the calls of `plan`, or all."""
         for signature in [s for s, call in self._calls.items() if plan is None or call.plan is plan]:
-            del self._calls[signature]
+            self._forget(signature)
         self.last = self._nothing
+
+    def _forget(self, signature: Hashable) -> None:
+        self._calls.pop(signature).last = None  # which refers back to the call: no cycle may keep its plan
 
     def __len__(self) -> int:
         return len(self._calls)

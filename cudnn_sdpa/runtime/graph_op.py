@@ -130,10 +130,7 @@ def _identity(function: types.FunctionType, seen: set[Any], *, complete: bool) -
         return
     seen.add(function)
     code = function.__code__
-    try:
-        yield inspect.getsource(code)
-    except OSError:  # typed into a prompt: there is no file to read
-        yield repr((code.co_code, code.co_consts, code.co_names))
+    yield _source(code)
     if code.co_name == "<lambda>":  # whose source is its whole line
         yield repr((code.co_code, code.co_consts, code.co_names))
     signature = inspect.signature(function, follow_wrapped=False)
@@ -169,7 +166,22 @@ def _identity_of_value(
         )
 
 
+@functools.cache
+def _source(code: types.CodeType) -> str:
+    """The source as it was when the code was first seen; the file may be edited while the process runs."""
+    try:
+        return inspect.getsource(code)
+    except OSError:  # typed into a prompt: there is no file to read
+        return repr((code.co_code, code.co_consts, code.co_names))
+
+
 def _loaded_globals(code: types.CodeType) -> set[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME" and str(instruction.argval).partition(".")[0] not in _MODULES:
+            raise TypeError(
+                f"the graph builder {code.co_name} imports {instruction.argval!r}, and what it finds there would be in "
+                "no key: pass the value as an option instead"
+            )
     names = {
         instruction.argval
         for instruction in dis.get_instructions(code)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import threading
 import time
 from array import array
 from collections.abc import Sequence
@@ -145,12 +145,19 @@ def build_plan(operation: GraphOp, key: PlanKey) -> Plan:
     return plan
 
 
-@functools.cache
+_constants: dict[tuple[int, TensorLayout, int], torch.Tensor] = {}
+_constants_lock = threading.Lock()
+
+
 def _constant(device: int, layout: TensorLayout, value: int) -> torch.Tensor:
     """A filled tensor that lives as long as the process: when a plan goes, launches of it may still be waiting.
 
     There is one for each batch size and value, of half a kilobyte on the GPU.
     """
-    tensor = torch.full(layout.shape, value, dtype=layout.dtype, device=f"cuda:{device}")
-    torch.cuda.current_stream(device).synchronize()  # launches may come on other streams; building is slow anyway
+    with _constants_lock:  # two threads must not make two, of which one would go with its plan
+        tensor = _constants.get((device, layout, value))
+        if tensor is None:
+            tensor = torch.full(layout.shape, value, dtype=layout.dtype, device=f"cuda:{device}")
+            torch.cuda.current_stream(device).synchronize()  # launches may come on other streams
+            _constants[device, layout, value] = tensor
     return tensor

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from support import TOLERANCE, error, exact, make
 
 import cudnn_sdpa
+from cudnn_sdpa.attention import lookup
+
+
+def warm(*tensors, **options):
+    """Three calls: the first builds, the second finds the plan, and from the third on the last call is recognized."""
+    for _ in range(3):
+        result = cudnn_sdpa.sdpa(*tensors, **options)
+    if options.get("seq_lens_q") is None:
+        assert lookup.calls.last.call is not None
+    return result
 
 
 def problem(sq=64):
@@ -33,7 +44,7 @@ def test_nothing_synchronizes(name, sq):
     options = dict(OPTIONS[name])
     if options.pop("lengths", False):
         options["seq_lens_kv"] = torch.tensor([96, 33], dtype=torch.int32, device="cuda")
-    first = cudnn_sdpa.sdpa(q, k, v, **options)
+    first = warm(q, k, v, **options)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -60,14 +71,34 @@ def test_device_memory_does_not_grow():
     assert free - torch.cuda.mem_get_info()[0] < 8 << 20
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda c: c.__name__)
-def test_values_in_every_grad_mode(context):
+def test_values_in_every_grad_mode():
     """Also when the same call was served in another mode before."""
     q, k, v = problem()
     expected = exact(q, k, v)[0]
-    for _ in range(2):
-        with context():
-            assert error(cudnn_sdpa.sdpa(q, k, v), expected) < TOLERANCE[torch.bfloat16]
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad, torch.inference_mode, torch.no_grad):
+        with mode():
+            assert error(warm(q, k, v), expected) < TOLERANCE[torch.bfloat16]
+            inside = [tensor.clone() for tensor in (q, k, v)]
+            assert error(warm(*inside), expected) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_also_when_warm():
+    q, k, v = problem()
+    nested = torch.nested.nested_tensor([q[0], q[1]])
+    for function in (cudnn_sdpa.sdpa, cudnn_sdpa.scaled_dot_product_attention):
+        for _ in range(2):
+            with pytest.raises(cudnn_sdpa.LayoutError, match="nested"):
+                function(nested, k, v)
+            warm(q, k, v)
+
+
+def test_a_scale_of_any_number_type_is_served_warm():
+    q, k, v = problem()
+    expected = exact(q, k, v, scale=1.0)[0]
+    for scale in (1, 1.0, np.float64(1.0)):
+        with torch.cuda.device(0):
+            assert error(warm(q, k, v, scale=scale), expected) < TOLERANCE[torch.bfloat16]
 
 
 def test_a_call_made_without_gradients_does_not_open_the_way_for_one_with_gradients():
@@ -109,8 +140,7 @@ def test_two_shapes_in_turn_and_one_tensor_as_key_and_value():
 
 def test_forward_mode_differentiation_is_refused_also_when_warm():
     q, k, v = problem()
-    cudnn_sdpa.sdpa(q, k, v)
-    cudnn_sdpa.sdpa(q, k, v)
+    warm(q, k, v)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(q, torch.randn_like(q))
         with pytest.raises(cudnn_sdpa.UnsupportedError, match="q has a tangent"):
@@ -121,7 +151,7 @@ def test_forward_mode_differentiation_is_refused_also_when_warm():
 
 def test_requires_grad_is_refused_also_when_warm():
     q, k, v = problem()
-    cudnn_sdpa.sdpa(q, k, v)
+    warm(q, k, v)
     q.requires_grad_()
     with pytest.raises(cudnn_sdpa.UnsupportedError, match="q requires grad"):
         cudnn_sdpa.sdpa(q, k, v)
@@ -141,10 +171,11 @@ def test_dispatch_modes_subclasses_and_the_profiler_see_the_operator():
             return func(*args, **(kwargs or {}))
 
     q, k, v = problem()
-    cudnn_sdpa.sdpa(q, k, v)
+    warm(q, k, v)
     with Watch():
         cudnn_sdpa.sdpa(q, k, v)
     assert any("cudnn_sdpa.sdpa_forward" in name for name in seen)
+    warm(q, k, v)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         cudnn_sdpa.sdpa(q, k, v)
     assert any(event.key == "cudnn_sdpa::sdpa_forward" for event in profile.key_averages())

@@ -217,6 +217,15 @@ def test_a_scale_beyond_float32_is_named():
         sdpa(**arguments(scale=1e39))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("function", [sdpa, scaled_dot_product_attention])
+def test_a_nested_tensor_is_named(function):
+    q, k, v = (arguments()[name] for name in "qkv")
+    nested = torch.nested.nested_tensor([q[0], q[0]])
+    with pytest.raises(LayoutError, match=r"^q(uery)?: got a nested tensor"):
+        function(nested, k, v)
+
+
 def test_a_sparse_tensor_is_named():
     with pytest.raises(LayoutError, match=r"^q: got"):
         sdpa(**arguments(q=torch.randn(BATCH, HEADS, SQ, DIM).to_sparse()))
