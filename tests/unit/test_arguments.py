@@ -17,6 +17,7 @@ from cudnn_sdpa import (
     OptionError,
     ShapeError,
     UnsupportedError,
+    scaled_dot_product_attention,
     sdpa,
 )
 
