@@ -108,6 +108,8 @@ def sdpa(
     The formula is that of "Attention Is All You Need" (Vaswani et al., 2017), section 3.2.1.
     """
     if not is_compiling():
+        # The call before this one again? Saves the signature and its look-up, 1.5 µs. Whoever adds a condition here
+        # adds it to `lookup.find` too.
         last = lookup.calls.last
         try:
             again = (
