@@ -4,7 +4,8 @@ Importing this package starts no CUDA and loads no cuDNN; the first call on a GP
 """
 
 from cudnn_sdpa._version import __version__
-from cudnn_sdpa.attention.dense import scaled_dot_product_attention, sdpa
+from cudnn_sdpa.attention.dense import sdpa
+from cudnn_sdpa.attention.drop_in import scaled_dot_product_attention
 from cudnn_sdpa.errors import (
     ArgumentError,
     CudnnSdpaError,

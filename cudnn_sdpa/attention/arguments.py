@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cudnn_sdpa.attention.options import ALIGNMENTS
+from cudnn_sdpa.attention.options import ALIGNMENTS, TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.runtime.layouts import ALIGNMENT
 
@@ -18,33 +18,68 @@ CPU_DTYPES = (*CUDA_DTYPES, torch.float32, torch.float64)
 
 
 class ForwardArguments(NamedTuple):
-    """A forward call, in the order in which operators and signatures take its arguments."""
+    """A forward call, in the order in which operators take its arguments."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    seq_lens_q: Tensor | None
-    seq_lens_kv: Tensor | None
-    is_causal: bool
-    causal_alignment: str
-    scale: float | None
-    with_lse: bool
+    attn_mask: Tensor | None = None
+    sinks: Tensor | None = None
+    seq_lens_q: Tensor | None = None
+    seq_lens_kv: Tensor | None = None
+    rng: Tensor | None = None
+    is_causal: bool = False
+    causal_alignment: str = TOP_LEFT
+    window_left: int = UNBOUNDED
+    window_right: int = UNBOUNDED
+    scale: float | None = None
+    dropout_p: float = 0.0
+    softcap: float | None = None
+    alibi: bool = False
+    deterministic: bool = False
+    with_lse: bool = False
     out: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The inputs whose layouts decide a plan."""
+        return self[:7]
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """What is no tensor and decides the result."""
+        return self[8:17]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has none of the options that training and special models use."""
+        return self[3:5] == (None, None) and self.rng is None and self[10:12] == (-1, -1) and self[13:16] == _PLAIN
+
+    @property
+    def scale_value(self) -> float:
+        """The factor of the scores."""
+        return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
+
+
+_PLAIN = (0.0, None, False)
 
 
 def check(call: ForwardArguments) -> None:
     """Everything that holds on every device; looks at no address and no value, so that fake tensors pass through."""
-    check_options(call.is_causal, call.causal_alignment, call.scale)
+    check_options(call)
     check_qkv(call.q, call.k, call.v)
     check_lengths("seq_lens_q", call.seq_lens_q, call.q)
     check_lengths("seq_lens_kv", call.seq_lens_kv, call.q)
+    check_mask(call.attn_mask, call.q, call.k)
+    check_sinks(call.sinks, call.q)
+    check_rng(call.rng, call.dropout_p, call.q)
     if call.out is not None:
         check_out(call.out, call.q, call.v)
 
 
 def check_types(call: ForwardArguments) -> None:
     """What the dispatcher and the operators' schemas would refuse too, but without naming the argument."""
-    for name in ("q", "k", "v", "seq_lens_q", "seq_lens_kv", "out"):
+    for name in ("q", "k", "v", "attn_mask", "sinks", "seq_lens_q", "seq_lens_kv", "out"):
         tensor, optional = getattr(call, name), name not in ("q", "k", "v")
         if tensor is None and optional:
             continue
@@ -143,19 +178,94 @@ def check_lengths(name: str, lengths: Tensor | None, q: Tensor) -> None:
         raise LayoutError(name, f"stride {lengths.stride(0)}", "a dense tensor", f"Use {name}.contiguous().")
 
 
-def check_options(is_causal: Any, causal_alignment: Any, scale: Any) -> None:
-    """The arguments that are no tensors."""
-    if not isinstance(is_causal, bool):
-        raise OptionError("is_causal", repr(is_causal), "True or False")
-    if causal_alignment not in ALIGNMENTS:
-        raise OptionError("causal_alignment", repr(causal_alignment), " or ".join(map(repr, ALIGNMENTS)))
-    if scale is None or isinstance(scale, torch.SymFloat):
+def check_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> None:
+    """`attn_mask`: boolean or added to the scores, broadcastable to (B, Hq, Sq, Skv)."""
+    if mask is None:
         return
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        hint = "A scale on the GPU would have to be read back; use scale.item()." if isinstance(scale, Tensor) else ""
-        raise OptionError("scale", type(scale).__name__, "a float, or None for 1/sqrt(head dim)", hint)
-    if not abs(scale) <= torch.finfo(torch.float32).max:
-        raise OptionError("scale", reprlib.repr(scale), "a finite float32 number, or None for 1/sqrt(head dim)")
+    full = (*q.shape[:3], k.shape[2])
+    if mask.dtype not in (torch.bool, torch.float32, q.dtype):
+        expected = f"bool, {_name(q.dtype)} as q has, or float32"
+        raise DtypeError("attn_mask", _name(mask.dtype), expected, "Convert it with attn_mask.to(q.dtype).")
+    if mask.device != q.device:
+        raise DeviceError("attn_mask", str(mask.device), f"{q.device}, the device of q")
+    sizes = zip(reversed(mask.shape), reversed(full), strict=False)
+    if mask.dim() > 4 or any(size not in (1, of_full) for size, of_full in sizes):
+        raise ShapeError("attn_mask", _shape(mask), f"a shape that broadcasts to (B, Hq, Sq, Skv) = {full}")
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Attention sinks: one float32 score for each query head."""
+    if sinks is None:
+        return
+    if sinks.dtype != torch.float32:
+        raise DtypeError("sinks", _name(sinks.dtype), "float32", "Convert with sinks.float().")
+    if sinks.dim() != 1 or sinks.shape[0] != q.shape[1]:
+        raise ShapeError("sinks", _shape(sinks), f"shape ({q.shape[1]},): one score for each head of q")
+    if sinks.device != q.device:
+        raise DeviceError("sinks", str(sinks.device), f"{q.device}, the device of q")
+    if sinks.shape[0] > 1 and sinks.stride(0) != 1:
+        raise LayoutError("sinks", f"stride {sinks.stride(0)}", "a dense tensor", "Use sinks.contiguous().")
+
+
+def check_rng(rng: Tensor | None, dropout_p: float, q: Tensor) -> None:
+    """The state that dropout starts from: seed and offset, drawn by the public functions."""
+    if rng is None:
+        if dropout_p > 0:
+            raise OptionError("rng", "None", "seed and offset as a tensor of two int64, for dropout")
+        return
+    if rng.dtype != torch.int64:
+        raise DtypeError("rng", _name(rng.dtype), "int64")
+    if rng.shape != (2,) or rng.stride(0) != 1:
+        raise ShapeError("rng", _shape(rng), "a dense tensor of shape (2,)")
+    if rng.device != q.device:
+        raise DeviceError("rng", str(rng.device), f"{q.device}, the device of q")
+
+
+def check_options(call: ForwardArguments) -> None:
+    """The arguments that are no tensors."""
+    if not isinstance(call.is_causal, bool):
+        raise OptionError("is_causal", repr(call.is_causal), "True or False")
+    if call.causal_alignment not in ALIGNMENTS:
+        raise OptionError("causal_alignment", repr(call.causal_alignment), " or ".join(map(repr, ALIGNMENTS)))
+    if not isinstance(call.alibi, bool):
+        raise OptionError("alibi", repr(call.alibi), "True or False", "Give slopes of your own as attn_mask.")
+    for bound in (call.window_left, call.window_right):
+        if not isinstance(bound, (int, torch.SymInt)) or isinstance(bound, bool) or bound < UNBOUNDED:
+            raise OptionError("window", repr((call.window_left, call.window_right)), _WINDOW)
+    _check_number("scale", call.scale, "1/sqrt(head dim)")
+    _check_number("softcap", call.softcap, "no cap")
+    if call.softcap is not None and not call.softcap > 0:
+        raise OptionError("softcap", repr(call.softcap), "a positive number, or None for no cap")
+    if isinstance(call.dropout_p, bool) or not isinstance(call.dropout_p, (int, float)):
+        raise OptionError("dropout_p", type(call.dropout_p).__name__, "a number from 0 up to, not including, 1")
+    if not 0 <= call.dropout_p < 1:
+        raise OptionError("dropout_p", repr(call.dropout_p), "a number from 0 up to, not including, 1")
+
+
+_WINDOW = "None or two integers (left, right): keys before and after the diagonal, -1 for no bound"
+
+
+def window_bounds(window: Any) -> tuple[int, int]:
+    """The two bounds of the argument `window`."""
+    if window is None:
+        return UNBOUNDED, UNBOUNDED
+    try:
+        left, right = window
+    except (TypeError, ValueError):
+        raise OptionError("window", repr(window), _WINDOW) from None
+    return left, right
+
+
+def _check_number(name: str, value: Any, without: str) -> None:
+    if value is None or isinstance(value, torch.SymFloat):
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        hint = (
+            f"A {name} on the GPU would have to be read back; use {name}.item()." if isinstance(value, Tensor) else ""
+        )
+        raise OptionError(name, type(value).__name__, f"a float, or None for {without}", hint)
+    if not abs(value) <= torch.finfo(torch.float32).max:
+        raise OptionError(name, reprlib.repr(value), f"a finite float32 number, or None for {without}")
 
 
 def check_strides(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.forward import Forward
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.problem import Forward, Problem, bias_of
 from cudnn_sdpa.runtime.cache import next_use
 from cudnn_sdpa.runtime.layouts import ALIGNMENT, contiguous_stride
 from cudnn_sdpa.runtime.plan import Plan, allocate
@@ -27,41 +28,76 @@ def _check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
         torch.autograd.graph.increment_version(out)
 
 
-class ForwardCall:
-    """A forward call bound to its plan. Calling it checks only what no signature holds: addresses."""
+class BoundCall:
+    """A plan with what a call of it needs beside tensors: host numbers, constants, the order of the pointers."""
 
-    __slots__ = ("_elsewhere", "_forward", "_lse", "_out", "_scale", "_scale_address", "last", "plan")
+    __slots__ = ("_elsewhere", "_fixed", "_names", "_numbers", "last", "plan", "problem")
 
-    def __init__(self, forward: Forward, plan: Plan, scale: float) -> None:
+    def __init__(self, problem: Problem, plan: Plan, **numbers: float | None) -> None:
+        self.problem = problem
         self.plan = plan
         self.last: Any = None  # by what the look-up recognizes this call when it comes again
-        self._forward = forward
         self._elsewhere = torch.cuda.device_count() > 1  # whether another GPU can be the current one
+        self._numbers = {name: array("f", [value]) for name, value in numbers.items() if value is not None}
+        self._fixed = {name: numbers.buffer_info()[0] for name, numbers in self._numbers.items()}
+        self._fixed |= {name: tensor.data_ptr() for name, tensor in plan.constants.items()}
+        self._names = [operand.name for operand in (*plan.key.inputs, *plan.key.outputs)]
+
+    def launch(self, tensors: dict[str, Tensor], addresses: dict[str, int] | None = None) -> None:
+        """Launches the plan on these operands; constants and host numbers are known."""
+        known = {**self._fixed, **(addresses or {})}
+        known.update((name, tensor.data_ptr()) for name, tensor in tensors.items())
+        self.plan.last_used = next_use()
+        self.plan.launch([known[name] for name in self._names])
+
+    def on_device(self, run: Any, *operands: Any) -> Any:
+        """`run(*operands)` with the plan's GPU as the current one."""
+        if self._elsewhere and _current_device() != self.plan.device:
+            with torch.cuda.device(self.plan.device):
+                return run(*operands)
+        return run(*operands)
+
+    def side_tensors(self, call: ForwardArguments) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """The operands of both passes beside queries, keys, values and lengths: tensors, and mere addresses."""
+        tensors, addresses = {}, {}
+        if call.attn_mask is not None:
+            bias = bias_of(call.attn_mask, call.q, self.problem.skv)
+            blind = self.problem.mask.blind_rows
+            tensors["bias"] = bias[:, :, blind:] if blind and bias.shape[2] != 1 else bias
+        if call.sinks is not None and "sink" in self._names:
+            tensors["sink"] = call.sinks
+        if call.rng is not None:
+            addresses["seed"] = call.rng.data_ptr()
+            addresses["offset"] = addresses["seed"] + call.rng.element_size()
+        return tensors, addresses
+
+
+class ForwardCall(BoundCall):
+    """A forward call bound to its plan. Calling it checks only what no signature holds: addresses."""
+
+    __slots__ = ("_lse", "_out", "forward")
+
+    def __init__(self, forward: Forward, plan: Plan, scale: float, softcap: float | None = None) -> None:
+        super().__init__(forward.problem, plan, scale=scale, softcap=softcap)
+        self.forward = forward
         self._out = (forward.out.shape, forward.out.stride, forward.out.dtype)
         lse_shape = forward.out.shape[:3]
         self._lse = (lse_shape, contiguous_stride(lse_shape), torch.float32)
-        self._scale = array("f", [scale])
-        self._scale_address = self._scale.buffer_info()[0]
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths_q: Tensor | None, lengths_kv: Tensor | None, out: Tensor | None
-    ) -> Result:
+    def __call__(self, call: ForwardArguments) -> Result:
         """Allocates, launches and returns."""
-        _check_memory(q, k, v, out)
-        return self._run_on_device(q, k, v, lengths_q, lengths_kv, out)
+        _check_memory(call.q, call.k, call.v, call.out)
+        result: Result = self.on_device(self._run, call)
+        return result
 
-    def _run_on_device(self, *operands: Any) -> Result:
-        if self._elsewhere and _current_device() != self.plan.device:
-            with torch.cuda.device(self.plan.device):
-                return self._run(*operands)
-        return self._run(*operands)
+    def run(self, q: Tensor, k: Tensor, v: Tensor, lengths_kv: Tensor | None, out: Tensor | None) -> Result:
+        """The same for a plain call without `seq_lens_q`, with the arguments one by one."""
+        return self(ForwardArguments(q, k, v, seq_lens_kv=lengths_kv, out=out))
 
-    def _run(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths_q: Tensor | None, lengths_kv: Tensor | None, out: Tensor | None
-    ) -> Result:
-        forward, blind = self._forward, self._forward.mask.blind_rows
-        out = allocate(*self._out) if out is None else out
-        lse = allocate(*self._lse) if forward.with_lse else None
+    def _run(self, call: ForwardArguments) -> Result:
+        blind = self.problem.mask.blind_rows
+        q, out = call.q, allocate(*self._out) if call.out is None else call.out
+        lse = allocate(*self._lse) if self.forward.plan_has_lse else None
         visible_out, visible_lse = out, lse
         if blind:
             out[:, :, :blind].zero_()
@@ -69,58 +105,55 @@ class ForwardCall:
             if lse is not None:
                 lse[:, :, :blind].fill_(-torch.inf)
                 visible_lse = lse.new_empty(lse[:, :, blind:].shape)
-        operands = [q, k, v, *self._lengths(lengths_q, lengths_kv), visible_out]
-        operands += [] if visible_lse is None else [visible_lse]
-        pointers = [operand.data_ptr() for operand in operands]
-        pointers.insert(3, self._scale_address)
-        self.plan.last_used = next_use()
-        self.plan.launch(pointers)
-        if lse is None or visible_lse is None:
-            return out
-        if blind:
+        tensors, addresses = self.side_tensors(call)
+        tensors |= {"q": q, "k": call.k, "v": call.v, "out": visible_out}
+        if visible_lse is not None:
+            tensors["lse"] = visible_lse
+        tensors |= self._lengths(call.seq_lens_q, call.seq_lens_kv)
+        self.launch(tensors, addresses)
+        if call.sinks is not None and lse is not None and visible_lse is not None:
+            if self.forward.sinks_outside:
+                apply_sinks(visible_out, visible_lse, call.sinks)
+            elif self.problem.can_be_blind:  # queries without keys see the sink alone
+                torch.maximum(visible_lse, call.sinks.view(1, -1, 1), out=visible_lse)
+            if blind:
+                lse[:, :, :blind] = call.sinks.view(1, -1, 1)
+        if blind and lse is not None and visible_lse is not None:
             lse[:, :, blind:] = visible_lse
-        return out, lse
+        return (out, lse) if self.forward.with_lse and lse is not None else out
 
-    def _lengths(self, lengths_q: Tensor | None, lengths_kv: Tensor | None) -> list[Tensor]:
-        """The two lengths that cuDNN reads, corrected where its engines would leave rows wrong.
-
-        Seen on cuDNN 9.19: decode engines (Sq = 1) ignore the queries' lengths, and the others write nothing for a
-        sequence without keys. So a decode call hides the keys of an absent query, and elsewhere a sequence without
-        keys becomes one without queries, whose rows cuDNN fills with zeros and -inf.
-        """
-        constants, sq, skv = self.plan.constants, self._forward.q.shape[2], self._forward.k.shape[2]
-        if self._forward.is_decode:
-            if lengths_q is not None:
-                lengths_kv = lengths_q.clamp(0, 1) * (skv if lengths_kv is None else lengths_kv.clamp(0, skv))
-            return [] if lengths_kv is None else [constants["seq_len_q"], lengths_kv]
-        if lengths_kv is None:
-            return [] if lengths_q is None else [lengths_q.clamp(0, sq), constants["seq_len_kv"]]
-        present = lengths_kv.clamp(0, 1)
-        return [present * (sq if lengths_q is None else lengths_q.clamp(0, sq)), lengths_kv.clamp(1, skv)]
+    def _lengths(self, lengths_q: Tensor | None, lengths_kv: Tensor | None) -> dict[str, Tensor]:
+        if self.forward.is_decode and not self.problem.softcap:
+            return decode_lengths(self.problem, lengths_q, lengths_kv)
+        return lengths(self.problem, lengths_q, lengths_kv)
 
 
 class PlainCall(ForwardCall):
     """The shortest way, for calls with one launch and nothing else: no log-sum-exp, no lengths but a decode step's.
 
-    It does what `ForwardCall` does without its lists, views and device guard: 3 µs less.
+    It does what `ForwardCall` does without its dictionaries, views and device guard: 4 µs less.
     """
 
-    __slots__ = ("_one",)
+    __slots__ = ("_one", "_scale_address")
 
     def __init__(self, forward: Forward, plan: Plan, scale: float) -> None:
         super().__init__(forward, plan, scale)
-        self._one = plan.constants["seq_len_q"].data_ptr() if forward.lengths_kv else 0
+        self._scale_address = self._fixed["scale"]
+        self._one = self._fixed["seq_len_q"] if forward.problem.lengths_kv else 0
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths_q: Tensor | None, lengths_kv: Tensor | None, out: Tensor | None
-    ) -> Result:
+    def __call__(self, call: ForwardArguments) -> Result:
         """Allocates, launches and returns."""
+        return self.run(call.q, call.k, call.v, call.seq_lens_kv, call.out)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, lengths_kv: Tensor | None, out: Tensor | None) -> Result:
+        """The same with the arguments one by one."""
         plan = self.plan
         first, second, third = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if out is not None or (first | second | third) & _MISALIGNED:
             _check_memory(q, k, v, out)
         if self._elsewhere and _current_device() != plan.device:
-            return self._run_on_device(q, k, v, lengths_q, lengths_kv, out)
+            with torch.cuda.device(plan.device):
+                return self.run(q, k, v, lengths_kv, out)
         if out is None:
             out = allocate(*self._out)
         plan.last_used = next_use()
@@ -132,8 +165,60 @@ class PlainCall(ForwardCall):
         return out
 
 
-def bind(forward: Forward, plan: Plan, scale: float) -> ForwardCall:
-    """The call of `plan` with this scale."""
-    one_launch = not (forward.with_lse or forward.mask.blind_rows or forward.lengths_q)
-    plain = one_launch and (forward.is_decode or not forward.lengths_kv)
-    return (PlainCall if plain else ForwardCall)(forward, plan, scale)
+def lengths(problem: Problem, lengths_q: Tensor | None, lengths_kv: Tensor | None) -> dict[str, Tensor]:
+    """The two lengths that cuDNN reads, corrected where its engines would leave rows wrong.
+
+    Seen on cuDNN 9.19: nothing is written for a sequence without keys. So such a sequence becomes one without queries,
+    whose rows cuDNN fills with zeros and -inf.
+    """
+    sq, skv = problem.sq, problem.skv
+    if problem.softcap:
+        return row_limits(problem, lengths_q, lengths_kv)
+    if lengths_kv is None:
+        return {} if lengths_q is None else {"seq_len_q": lengths_q.clamp(0, sq)}
+    present = lengths_kv.clamp(0, 1)
+    return {
+        "seq_len_q": present * (sq if lengths_q is None else lengths_q.clamp(0, sq)),
+        "seq_len_kv": lengths_kv.clamp(1, skv),
+    }
+
+
+def row_limits(problem: Problem, lengths_q: Tensor | None, lengths_kv: Tensor | None) -> dict[str, Tensor]:
+    """The first and the last key that each query sees: what a soft cap's graph reads in place of lengths."""
+    given = lengths_kv if lengths_q is None else lengths_q
+    if given is None:
+        return {}
+    device, sq, skv = given.device, problem.sq, problem.skv
+    of_q = sq if lengths_q is None else lengths_q.clamp(0, sq).view(-1, 1)
+    of_kv = skv if lengths_kv is None else lengths_kv.clamp(0, skv).view(-1, 1)
+    left, right, bottom_right = problem.mask.band or (None, None, False)
+    rows = torch.arange(sq, dtype=torch.int32, device=device).expand(given.shape[0], sq)
+    diagonal = rows + (of_kv - of_q) if bottom_right else rows
+    last = rows.new_full(rows.shape, skv) if right is None else diagonal + right
+    last = torch.minimum(last, torch.as_tensor(of_kv, dtype=torch.int32, device=device) - 1)
+    first = torch.zeros_like(rows) if left is None else (diagonal - left).clamp_min(0)
+    return {"lowest": first.contiguous(), "highest": last.masked_fill(rows >= of_q, -1)}
+
+
+def decode_lengths(problem: Problem, lengths_q: Tensor | None, lengths_kv: Tensor | None) -> dict[str, Tensor]:
+    """The same for a single query: cuDNN's decode engines ignore the queries' lengths, so an absent one sees no key."""
+    if lengths_q is not None:
+        lengths_kv = lengths_q.clamp(0, 1) * (problem.skv if lengths_kv is None else lengths_kv.clamp(0, problem.skv))
+    return {} if lengths_kv is None else {"seq_len_kv": lengths_kv}
+
+
+def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Adds the sinks, in place, to an output and a log-sum-exp that were computed without them."""
+    total = torch.logaddexp(lse, sinks.view(1, -1, 1))
+    out.mul_(torch.exp(lse - total).unsqueeze(-1))
+    lse.copy_(total)
+
+
+def bind(forward: Forward, plan: Plan, scale: float, softcap: float | None = None) -> ForwardCall:
+    """The call of `plan` with these numbers."""
+    problem = forward.problem
+    one_launch = not (forward.plan_has_lse or problem.mask.blind_rows or problem.lengths_q or problem.needs_lengths)
+    no_sides = problem.bias is None and not (problem.sinks or problem.dropout_p or problem.softcap)
+    if one_launch and no_sides and (forward.is_decode or not problem.lengths_kv):
+        return PlainCall(forward, plan, scale)
+    return ForwardCall(forward, plan, scale, softcap)

@@ -1,4 +1,4 @@
-"""Attention over dense tensors: `sdpa` and the drop-in `scaled_dot_product_attention`."""
+"""Attention over dense tensors: `sdpa`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cudnn_sdpa.attention import arguments, lookup, operators  # noqa: F401 - registers the operators
+from cudnn_sdpa.attention import arguments, autograd, lookup
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.calls import Result
-from cudnn_sdpa.errors import ArgumentError, LayoutError, OptionError, ShapeError, UnsupportedError
-from cudnn_sdpa.runtime.eager import is_compiling, is_profiling
+from cudnn_sdpa.errors import OptionError, UnsupportedError
+from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_profiling, needs_gradient
 
 
 @overload
@@ -23,10 +23,17 @@ def sdpa(
     *,
     is_causal: bool = ...,
     causal_alignment: str = ...,
+    window: tuple[int, int] | None = ...,
     scale: float | None = ...,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    softcap: float | None = ...,
+    alibi: bool = ...,
+    sinks: Tensor | None = ...,
     seq_lens_q: Tensor | None = ...,
     seq_lens_kv: Tensor | None = ...,
     return_lse: Literal[False] = ...,
+    deterministic: bool | None = ...,
     out: Tensor | None = ...,
 ) -> Tensor: ...
 
@@ -39,10 +46,17 @@ def sdpa(
     *,
     is_causal: bool = ...,
     causal_alignment: str = ...,
+    window: tuple[int, int] | None = ...,
     scale: float | None = ...,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    softcap: float | None = ...,
+    alibi: bool = ...,
+    sinks: Tensor | None = ...,
     seq_lens_q: Tensor | None = ...,
     seq_lens_kv: Tensor | None = ...,
     return_lse: Literal[True],
+    deterministic: bool | None = ...,
     out: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -54,20 +68,27 @@ def sdpa(
     *,
     is_causal: bool = False,
     causal_alignment: str = "top_left",
+    window: tuple[int, int] | None = None,
     scale: float | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    softcap: float | None = None,
+    alibi: bool = False,
+    sinks: Tensor | None = None,
     seq_lens_q: Tensor | None = None,
     seq_lens_kv: Tensor | None = None,
     return_lse: bool = False,
+    deterministic: bool | None = None,
     out: Tensor | None = None,
 ) -> Result:
-    """Scaled dot-product attention, softmax(scale · q kᵀ + mask) v, forward.
+    """Scaled dot-product attention, softmax(scale · q kᵀ + mask) v.
 
     The first call with given shapes, strides, dtype and options builds a cuDNN plan; every later one is a look-up
     and a launch. Nothing is read back from the GPU. CPU tensors run a plain PyTorch reference of the same
-    mathematics, also in float32 and float64.
+    mathematics, also in float32 and float64. Differentiable by q, k, v, a float attn_mask and sinks.
 
     Grouped-query attention needs no flag: Hq may be any multiple of Hkv, and query head h uses key head
-    h · Hkv // Hq.
+    h · Hkv // Hq. Under `torch.autocast`, float tensors are cast as for PyTorch's own attention.
 
     Args:
         q: Queries (B, Hq, Sq, D), float16 or bfloat16. D is a multiple of 8. Any strides with a dense last
@@ -75,47 +96,64 @@ def sdpa(
         k: Keys (B, Hkv, Skv, D).
         v: Values (B, Hkv, Skv, Dv).
         is_causal: Hide later keys from each query.
-        causal_alignment: Where the causal diagonal lies. "top_left": query i sees keys 0 … i. "bottom_right": the
-            last query sees the last key, by each sequence's true lengths, as decoding with a cache needs it.
+        causal_alignment: Where the diagonal lies, for the causal mask and for windows. "top_left": query i stands at
+            key i. "bottom_right": the last query stands at the last key, by each sequence's true lengths, as decoding
+            with a cache needs it.
+        window: (left, right): a query sees the keys from `left` before to `right` after the diagonal, as FlashAttention
+            counts them; -1 is no bound. A causal mask makes right 0.
         scale: Factor of the scores; None is 1/sqrt(D). Data, not part of the plan. A negative one costs a copy of q.
+        attn_mask: Broadcastable to (B, Hq, Sq, Skv). Booleans, True for keys that are seen (costs a conversion to a
+            bias on the GPU), or numbers of q's dtype or float32 that are added to the scores after scale and soft cap.
+        dropout_p: Share of the weights that is dropped, with random numbers from PyTorch's generator of the device.
+        softcap: Limit c of the scores: c · tanh(score / c), as in Gemma 2. Data, not part of the plan.
+        alibi: Add the linear biases of ALiBi, with the paper's slopes; needs a causal mask aligned top-left.
+        sinks: One score for each query head, (Hq,) float32, that takes part in the softmax and has no value.
         seq_lens_q: True number of queries of each sequence, (B,) int32. Output rows past it are zeros.
         seq_lens_kv: True number of keys of each sequence, (B,) int32, from 0 to Skv. Data on the GPU: changing it
             neither builds nor waits, and nobody checks it: at Sq=1, a length over Skv reads past the tensor. Keys past
             the length are not seen, but v must hold finite numbers there, because its rows are multiplied by 0: make
             a cache with `torch.zeros`.
-        return_lse: Also return the log-sum-exp of the scores.
-        out: Where to write the result: (B, Hq, Sq, Dv), not overlapping an input.
+        return_lse: Also return the log-sum-exp of the scores. It is not differentiable: a gradient into it raises.
+        deterministic: Whether gradients are bit-exact from run to run, which costs workspace (`explain` shows it).
+            None follows `torch.use_deterministic_algorithms`. The output always is.
+        out: Where to write the result: (B, Hq, Sq, Dv), not overlapping an input. For inference.
 
     Returns:
         The output (B, Hq, Sq, Dv) in q's dtype, dense, its dimensions in memory in q's order. With `return_lse` also
-        the natural logarithm of the sum of the exponentials of the scaled and masked scores, (B, Hq, Sq) float32. A
-        query that sees no key gets zeros and minus infinity.
+        the natural logarithm of the sum of the exponentials of the scores as the softmax sees them, (B, Hq, Sq)
+        float32. A query that sees no key gets zeros and minus infinity, or its sink.
 
     Raises:
         ArgumentError: An argument is wrong; the subclass and the message say which and how.
-        UnsupportedError: cuDNN or this GPU has no kernel for it, with every reason; or an input requires grad.
+        UnsupportedError: cuDNN or this GPU has no kernel for it, with every reason.
         PlanBuildError: A plan is missing under `no_plan_builds` or while a CUDA graph is captured.
         ExecutionError: The capturing thread has no cuDNN handle yet, or cuDNN refused the launch.
         LibraryError: cuDNN cannot be loaded.
 
     Examples:
         >>> import torch, cudnn_sdpa
-        >>> q = torch.randn(2, 8, 16, 64)  # on a GPU: device="cuda", dtype=torch.bfloat16
+        >>> q = torch.randn(2, 8, 16, 64, requires_grad=True)  # on a GPU: device="cuda", dtype=torch.bfloat16
         >>> k = v = torch.randn(2, 2, 16, 64)
-        >>> cudnn_sdpa.sdpa(q, k, v, is_causal=True).shape
+        >>> cudnn_sdpa.sdpa(q, k, v, is_causal=True, window=(4, 0)).sum().backward()
+        >>> q.grad.shape
         torch.Size([2, 8, 16, 64])
 
-    The formula is that of "Attention Is All You Need" (Vaswani et al., 2017), section 3.2.1.
+    The formula is that of "Attention Is All You Need" (Vaswani et al., 2017), section 3.2.1; windows are those of
+    Longformer (Beltagy et al., 2020), sinks those of gpt-oss, soft caps those of Gemma 2, linear biases those of "Train
+    Short, Test Long" (Press et al., 2022).
     """
-    if not is_compiling():
+    if not is_compiling() and (
+        # One chain of identities: whether a plain call, whose options are all in `Last`, costs a tenth of a microsecond.
+        window is attn_mask is softcap is sinks is seq_lens_q is deterministic is out is None
+        and not dropout_p
+        and not alibi
+    ):
         # The call before this one again? Saves the signature and its look-up, 1.5 µs. Whoever adds a condition here
         # adds it to `lookup.find` too.
         last = lookup.calls.last
         try:
             again = (
-                seq_lens_q is None
-                and out is None
-                and last.is_causal is is_causal
+                last.is_causal is is_causal
                 and last.alignment == causal_alignment
                 and last.scale_type is type(scale)
                 and last.scale == scale
@@ -129,179 +167,91 @@ def sdpa(
         except AttributeError:  # not tensors: the checks will say so
             again = False
         if again:
-            result: Result = last.call(q, k, v, None, seq_lens_kv, None)
+            result: Result = last.run(q, k, v, seq_lens_kv, None)
             return result
-        if isinstance(scale, (int, float)) and type(scale) not in (float, bool):
-            scale = _plain_float(scale)
-        prepared = lookup.find(q, k, v, seq_lens_q, seq_lens_kv, is_causal, causal_alignment, scale, return_lse, out)
+        prepared = lookup.find(q, k, v, seq_lens_kv, is_causal, causal_alignment, _plain_float(scale), return_lse)
         if prepared is not None:
-            return prepared(q, k, v, seq_lens_q, seq_lens_kv, out)
-    return _dispatch(
-        ForwardArguments(q, k, v, seq_lens_q, seq_lens_kv, is_causal, causal_alignment, scale, return_lse, out)
+            return prepared.run(q, k, v, seq_lens_kv, None)
+    left, right = arguments.window_bounds(window)
+    call = ForwardArguments(
+        *(q, k, v, attn_mask, sinks, seq_lens_q, seq_lens_kv, None),
+        *(is_causal, causal_alignment, left, right, _plain_float(scale), dropout_p, _plain_float(softcap), alibi),
+        *(False, return_lse, out),
     )
+    return run(call, deterministic)
 
 
-def _plain_float(scale: float) -> float:
-    """A scale of another kind, such as 1 or numpy's, as the float that the operators make of it."""
-    try:
-        return float(scale)
-    except OverflowError:  # the checks will say so
-        return scale
-
-
-def _dispatch(call: ForwardArguments) -> Result:
-    """Through PyTorch's dispatcher, which picks cuDNN, the reference or the fake implementation."""
+def run(call: ForwardArguments, deterministic: bool | None) -> Result:
+    """Runs a call whose arguments have not been checked yet, by the shortest way that is right for it."""
+    if not is_compiling():
+        prepared = lookup.find_any(call)
+        if prepared is not None:
+            return prepared(call)
     arguments.check_types(call)
+    call = cast_for_autocast(call)._replace(deterministic=is_deterministic(deterministic))
     if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
-        arguments.check_options(call.is_causal, call.causal_alignment, call.scale)
-    arguments.check_no_gradient(q=call.q, k=call.k, v=call.v, out=call.out)
-    inputs, out = call[:-2], call.out
-    operator = torch.ops.cudnn_sdpa
-    if out is None:
-        run = operator.sdpa_forward_lse if call.with_lse else operator.sdpa_forward
-        result: Result = run(*inputs)
+        arguments.check_options(call)
+    if call.dropout_p:
+        # Drawn from PyTorch's generator of the device: manual_seed, checkpointing and CUDA graphs act on it.
+        call = call._replace(rng=torch.randint(2**62, (2,), dtype=torch.int64, device=call.q.device))
+    if needs_gradient(*call.tensors, call.out):
+        return _differentiable(call)
+    arguments.check_no_gradient(q=call.q, k=call.k, v=call.v, attn_mask=call.attn_mask, sinks=call.sinks, out=call.out)
+    operator, inputs = torch.ops.cudnn_sdpa, call[:17]
+    if call.out is None:
+        forward = operator.sdpa_forward_lse if call.with_lse else operator.sdpa_forward
+        result: Result = forward(*inputs)
         return result
     if call.with_lse:
-        return out, operator.sdpa_forward_lse_out(*inputs, out)
-    operator.sdpa_forward_out(*inputs, out)
-    return out
+        return call.out, operator.sdpa_forward_lse_out(*inputs, call.out)
+    operator.sdpa_forward_out(*inputs, call.out)
+    return call.out
 
 
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention`, computed by cuDNN: same signature, same meaning.
+def _differentiable(call: ForwardArguments) -> Result:
+    if call.out is not None:
+        raise UnsupportedError(
+            "out with a gradient",
+            ["an input requires grad, and autograd does not follow what is written into a given tensor"],
+            "calling it under torch.no_grad(), or without out",
+        )
+    if is_compiling() or not is_bare(*call.tensors):
+        out, lse = torch.ops.cudnn_sdpa.sdpa_forward_lse(*call[:17])
+        lse = lse.detach() if is_compiling() else lse  # a compiled graph asks for the gradient of all that it returns
+    else:
+        out, lse = autograd.Attention.apply(*call[:5], call._replace(with_lse=True))  # type: ignore[no-untyped-call]
+    return (out, lse) if call.with_lse else out
 
-    Args:
-        query: (…, Hq, L, E), of rank 2 or more; what stands before the heads is batch. Head dims are multiples of 8.
-        key: (…, H, S, E), of the query's rank. Batch and heads may be 1 where another's are not.
-        value: (…, H, S, Ev).
-        attn_mask: Must be None in this version.
-        dropout_p: Must be 0 in this version.
-        is_causal: Hide later keys, with the diagonal at the top left.
-        scale: Factor of the scores; None is 1/sqrt(E).
-        enable_gqa: Allow Hq to be a multiple of H.
 
-    Returns:
-        (…, Hq, L, Ev), its dimensions in memory in the query's order.
-
-    Raises:
-        ArgumentError: An argument is wrong.
-        UnsupportedError: A mask, dropout or a gradient was asked for, or cuDNN has no kernel.
-
-    Examples:
-        >>> import torch
-        >>> from cudnn_sdpa import scaled_dot_product_attention
-        >>> q = k = v = torch.randn(4, 16, 64)  # (heads, sequence, head dim)
-        >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
-        torch.Size([4, 16, 64])
-    """
-    check_drop_in_options(attn_mask, dropout_p)
+def _plain_float(number: float | None) -> float | None:
+    """A number of another kind, such as 1 or numpy's, as the float that the operators make of it."""
+    if type(number) in (float, bool) or not isinstance(number, (int, float)):
+        return number
     try:
-        if _is_plain_call(query, key, value, enable_gqa):
-            return sdpa(query, key, value, is_causal=is_causal, scale=scale)
-        q, k, v, options = drop_in_arguments(query, key, value, is_causal, scale, enable_gqa)
-        arguments.check_no_gradient(query=query, key=key, value=value)
-        out: Tensor = sdpa(q, k, v, **options)
-    except ArgumentError as error:
-        raise error.renamed({"q": "query", "k": "key", "v": "value"}) from None
-    rank = query.dim()
-    if rank > 4:
-        return out.view(*_batch_of(query, key, value), *out.shape[1:])
-    for _ in range(rank, 4):
-        out = out.squeeze(0)
-    return out
+        return float(number)
+    except OverflowError:  # the checks will say so
+        return number
 
 
-def _is_plain_call(query: Any, key: Any, value: Any, enable_gqa: Any) -> bool:
-    """Whether a call needs nothing broadcast or reshaped, so that it can be passed on as it is: saves 8 µs."""
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor) and query.dim() == 4):
-        return False
-    if query.is_nested or key.is_nested or value.is_nested or forward_ad._current_level >= 0:
-        return False
-    of_query, of_key, of_value = query.shape, key.shape, value.shape
-    return (
-        type(enable_gqa) is bool
-        and of_key[:2] == of_value[:2]
-        and of_query[0] == of_key[0]
-        and (enable_gqa is True or of_query[1] == of_key[1])
-        and not (query.requires_grad or key.requires_grad or value.requires_grad)
-    )
+def is_deterministic(deterministic: bool | None) -> bool:
+    """Whether gradients must be bit-exact: as said, or as PyTorch is set."""
+    if deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if not isinstance(deterministic, bool):
+        expected = "True, False, or None to follow torch.use_deterministic_algorithms"
+        raise OptionError("deterministic", repr(deterministic), expected)
+    return deterministic
 
 
-def drop_in_arguments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """The tensors and options of the `sdpa` call that a `scaled_dot_product_attention` call comes down to."""
-    named = {"query": query, "key": key, "value": value}
-    for name, tensor in named.items():
-        if not isinstance(tensor, Tensor):
-            raise OptionError(name, type(tensor).__name__, "a torch.Tensor")
-        if tensor.is_nested:
-            raise LayoutError(name, "a nested tensor", "a dense tensor", "Pad it, and give its lengths.")
-        if tensor.dim() < 2 or tensor.dim() != query.dim():
-            got = f"shape {tuple(tensor.shape)}"
-            got += "" if name == "query" else f" beside query's {tuple(query.shape)}"
-            raise ShapeError(name, got, "rank 2 or more, the same for query, key and value")
-    if not isinstance(enable_gqa, bool):
-        raise OptionError("enable_gqa", repr(enable_gqa), "True or False")
-    batch = _batch_of(query, key, value)
-    heads = {name: tensor.shape[-3] if tensor.dim() > 2 else 1 for name, tensor in named.items()}
-    most_q, most_kv = heads["query"], max(heads["key"], heads["value"])
-    if not enable_gqa:
-        most_q = most_kv = max(most_q, most_kv)
-    for name, most in (("query", most_q), ("key", most_kv), ("value", most_kv)):
-        if heads[name] not in (1, most):
-            hint = "" if enable_gqa else "Or pass enable_gqa=True."
-            raise ShapeError(name, f"{heads[name]} heads", f"1 or {most}, as another of the three has", hint)
-    q = _to_four(query, batch, most_q)
-    k, v = _to_four(key, batch, most_kv), _to_four(value, batch, most_kv)
-    return q, k, v, {"is_causal": is_causal, "scale": scale}
+def cast_for_autocast(call: ForwardArguments) -> ForwardArguments:
+    """The call with its floating-point tensors cast as autocast does it for PyTorch's own attention."""
+    kind = call.q.device.type
+    if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
+        return call
+    dtype = torch.get_autocast_dtype(kind)
 
+    def cast(tensor: Any) -> Any:
+        lower = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if lower else tensor
 
-def check_drop_in_options(attn_mask: Any, dropout_p: Any) -> None:
-    """Refuses what this version does not have, with all reasons at once."""
-    if attn_mask is None and dropout_p == 0.0 and type(dropout_p) is float:
-        return
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
-        raise OptionError("dropout_p", type(dropout_p).__name__, "a number")
-    reasons = []
-    if attn_mask is not None:
-        reasons.append("attn_mask: this version of cudnn_sdpa computes unmasked and causal attention")
-    if dropout_p != 0.0:
-        reasons.append(f"dropout_p={dropout_p}: this version of cudnn_sdpa is for inference")
-    if reasons:
-        what = " with ".join(["scaled_dot_product_attention", "attn_mask" if attn_mask is not None else "dropout_p"])
-        raise UnsupportedError(what, reasons, "torch.nn.functional.scaled_dot_product_attention, which has both")
-
-
-def _batch_of(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
-    """What stands before the heads, broadcast."""
-    try:
-        shapes = [tensor.shape[:-3] for tensor in (query, key, value)]
-        return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        got = ", ".join(str(tuple(tensor.shape)) for tensor in (key, value))
-        raise ShapeError("key", f"shapes {got}", f"batches like query's, shape {tuple(query.shape)}") from None
-
-
-def _to_four(tensor: Tensor, batch: torch.Size, heads: int) -> Tensor:
-    """A tensor of rank 4, repeated along batch and heads without a copy; only several batch dimensions may need one."""
-    while tensor.dim() < 4:
-        tensor = tensor.unsqueeze(0)
-    if tensor.dim() == 4 and tensor.shape[1] == heads and tensor.shape[:1] == batch:
-        return tensor
-    expanded = tensor.expand(*(batch or (1,)), heads, -1, -1)
-    return expanded.flatten(0, -4) if expanded.dim() > 4 else expanded
+    return call._replace(q=cast(call.q), k=cast(call.k), v=cast(call.v), attn_mask=cast(call.attn_mask))

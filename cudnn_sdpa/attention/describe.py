@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments, graphs, operators
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense import check_drop_in_options, drop_in_arguments, scaled_dot_product_attention, sdpa
-from cudnn_sdpa.attention.forward import MIN_SCALE, Forward
+from cudnn_sdpa.attention.dense import is_deterministic, sdpa
+from cudnn_sdpa.attention.drop_in import drop_in_arguments, scaled_dot_product_attention
+from cudnn_sdpa.attention.operators import MIN_SCALE
 from cudnn_sdpa.attention.options import TOP_LEFT
-from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.attention.problem import Forward
 from cudnn_sdpa.runtime.describe import Description, describes
-from cudnn_sdpa.runtime.key import PlanKey
-from cudnn_sdpa.runtime.target import Target
 
 
 @describes(sdpa)
@@ -26,14 +23,27 @@ def describe_sdpa(
     *,
     is_causal: bool = False,
     causal_alignment: str = TOP_LEFT,
+    window: tuple[int, int] | None = None,
     scale: float | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    softcap: float | None = None,
+    alibi: bool = False,
+    sinks: Tensor | None = None,
     seq_lens_q: Tensor | None = None,
     seq_lens_kv: Tensor | None = None,
     return_lse: bool = False,
+    deterministic: bool | None = None,
     out: Tensor | None = None,
 ) -> Description:
     """What `sdpa` with these arguments runs on a GPU; tensors may also be on the CPU."""
-    call = ForwardArguments(q, k, v, seq_lens_q, seq_lens_kv, is_causal, causal_alignment, scale, return_lse, out)
+    left, right = arguments.window_bounds(window)
+    rng = torch.empty(2, dtype=torch.int64, device=q.device) if dropout_p else None
+    call = ForwardArguments(
+        *(q, k, v, attn_mask, sinks, seq_lens_q, seq_lens_kv, rng),
+        *(is_causal, causal_alignment, left, right, scale, dropout_p, softcap, alibi),
+        *(is_deterministic(deterministic), return_lse, out),
+    )
     arguments.check_types(call)
     arguments.check(call)
     arguments.check_strides(q, k, v)
@@ -45,12 +55,11 @@ def describe_sdpa(
             q=torch.empty_like(q, device="meta"), out=operators.new_output(_without_data(q), v) if out is None else out
         )
     forward = Forward.of(layouts)
-    refused = UnsupportedError.of(arguments.check_no_gradient, q=q, k=k, v=v, out=out)
     return Description(
         operation=graphs.sdpa_forward,
-        key=lambda target, device: _key(forward, target, device, refused),
+        key=forward.key,
         device=q.get_device() if q.is_cuda else None,
-        is_empty=forward.is_empty and refused is None,
+        is_empty=forward.is_empty,
         extra_kernels=(["q is negated into a copy, for the negative scale"] if negated else [])
         + forward.extra_kernels(),
     )
@@ -58,17 +67,6 @@ def describe_sdpa(
 
 def _without_data(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _key(forward: Forward, target: Target, device: int | None, refused: UnsupportedError | None) -> PlanKey:
-    """The key, or one error with all that speaks against the call."""
-    try:
-        key = forward.key(target, device)
-    except UnsupportedError as error:
-        raise (error if refused is None else refused.joined(error)) from None
-    if refused is not None:
-        raise refused
-    return key
 
 
 @describes(scaled_dot_product_attention)
@@ -83,17 +81,5 @@ def describe_drop_in(
     enable_gqa: bool = False,
 ) -> Description:
     """The same for `scaled_dot_product_attention`."""
-    q, k, v, options = drop_in_arguments(query, key, value, is_causal, scale, enable_gqa)
-    description = describe_sdpa(q, k, v, **options)
-    refused = UnsupportedError.of(check_drop_in_options, attn_mask, dropout_p)
-    if refused is None:
-        return description
-
-    def no_key(target: Target, device: int | None) -> PlanKey:
-        try:
-            description.key(target, device)
-        except UnsupportedError as error:
-            raise refused.joined(error) from None
-        raise refused
-
-    return dataclasses.replace(description, key=no_key, is_empty=False)
+    q, k, v, options = drop_in_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    return describe_sdpa(q, k, v, dropout_p=dropout_p, **options)

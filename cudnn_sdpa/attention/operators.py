@@ -1,7 +1,9 @@
-"""The torch operators of dense attention: CUDA (cuDNN), CPU (reference) and fake implementations.
+"""The torch operators of dense attention: CUDA (cuDNN), CPU (reference), fake and autograd implementations.
 
-- ``cudnn_sdpa::sdpa_forward`` gives the output, ``sdpa_forward_lse`` also the log-sum-exp.
+- ``cudnn_sdpa::sdpa_forward`` gives the output, ``sdpa_forward_lse`` also the log-sum-exp; only the latter can be
+  differentiated.
 - ``sdpa_forward_out`` and ``sdpa_forward_lse_out`` write the output into a given tensor.
+- ``sdpa_backward`` gives those gradients that are wanted, in the order q, k, v, attn_mask, sinks.
 """
 
 from __future__ import annotations
@@ -12,14 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, graphs, lookup, reference
+from cudnn_sdpa.attention import arguments, backward, graphs, lookup, reference
 from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.backward import BackwardArguments, Needs
 from cudnn_sdpa.attention.calls import ForwardCall, Result, bind
-from cudnn_sdpa.attention.forward import MIN_SCALE, Forward
+from cudnn_sdpa.attention.problem import Forward, Problem
 from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.layouts import dense_stride_like
 from cudnn_sdpa.runtime.plan import build_plan
 from cudnn_sdpa.runtime.target import live_target
+
+#: Smallest scale that is handed to cuDNN. Its kernels hide keys by a score of -inf before they scale, so that with
+#: a scale of 0 or less a hidden key becomes NaN or +inf (seen on cuDNN 9.19: wrong numbers). At this one every
+#: float16 or bfloat16 score is 0 in all digits.
+MIN_SCALE = 1e-30
 
 
 def new_output(q: Tensor, v: Tensor) -> Tensor:
@@ -28,23 +36,28 @@ def new_output(q: Tensor, v: Tensor) -> Tensor:
     return torch.empty_strided(shape, dense_stride_like(shape, q.shape, q.stride()), dtype=q.dtype, device=q.device)
 
 
-def _scale(call: ForwardArguments) -> float:
-    return call.q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
+def like_in_memory(tensor: Tensor) -> Tensor:
+    """A dense tensor for the gradient of `tensor`, its dimensions in memory in the same order."""
+    if tensor.dim() != 4:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    stride = dense_stride_like(tensor.shape, tensor.shape, tensor.stride())
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
 
 
-def _run_cuda(call: ForwardArguments) -> Result:
+def run_cuda(call: ForwardArguments) -> Result:
+    """A forward pass on the GPU."""
     if call.scale is not None and call.scale < MIN_SCALE:
-        return _run_cuda(_with_positive_scale(call))
-    raw = lookup.signature(*call)
+        return run_cuda(_with_positive_scale(call))
+    raw = lookup.signature(call)
     prepared: ForwardCall | None = lookup.calls.get(raw)
     if prepared is None:
         _check_for_cuda(call)
         forward = Forward.of(call)
         if forward.is_empty:
             return _fill_empty(call)
-        prepared = _prepare(forward, call.q.get_device(), _scale(call))
+        prepared = _prepare(forward, call)
         lookup.calls.add(raw, prepared)
-    return prepared(call.q, call.k, call.v, call.seq_lens_q, call.seq_lens_kv, call.out)
+    return prepared(call)
 
 
 def _check_for_cuda(call: ForwardArguments) -> None:
@@ -56,37 +69,35 @@ def _check_for_cuda(call: ForwardArguments) -> None:
 def _with_positive_scale(call: ForwardArguments) -> ForwardArguments:
     """The same call with a scale that cuDNN computes right: the sign moves into a negated copy of q."""
     _check_for_cuda(call)
-    if _scale(call) > -MIN_SCALE:
+    if call.scale_value > -MIN_SCALE:
         return call._replace(scale=MIN_SCALE)
     out = new_output(call.q, call.v) if call.out is None else call.out  # in the memory order of q, not of its copy
-    return call._replace(q=call.q.neg(), scale=-_scale(call), out=out)
+    return call._replace(q=call.q.neg(), scale=-call.scale_value, out=out)
 
 
-def _prepare(forward: Forward, device: int, scale: float) -> ForwardCall:
+def _prepare(forward: Forward, call: ForwardArguments) -> ForwardCall:
+    device = call.q.get_device()
     key = forward.key(live_target(device), device)
-    return bind(forward, plan_cache.get(key, lambda key: build_plan(graphs.sdpa_forward, key)), scale)
+    plan = plan_cache.get(key, lambda key: build_plan(graphs.sdpa_forward, key))
+    return bind(forward, plan, call.scale_value, call.softcap)
 
 
 def _fill_empty(call: ForwardArguments) -> Result:
-    """No query or no key: zeros, and a log-sum-exp of nothing."""
+    """No query or no key: zeros, and a log-sum-exp of nothing but the sinks."""
     out = (new_output(call.q, call.v) if call.out is None else call.out).zero_()
     if not call.with_lse:
         return out
-    return out, torch.full(out.shape[:3], -torch.inf, dtype=torch.float32, device=out.device)
+    lse = torch.full(out.shape[:3], -torch.inf, dtype=torch.float32, device=out.device)
+    if call.sinks is not None:
+        lse.copy_(call.sinks.view(1, -1, 1).expand_as(lse))
+    return out, lse
 
 
-def _run_cpu(call: ForwardArguments) -> Result:
+def run_cpu(call: ForwardArguments) -> Result:
+    """A forward pass by the reference."""
     arguments.check(call)
     arguments.check_memory(call.q, call.k, call.v, call.out)
-    seen = reference.visible(
-        call.q.shape[2],
-        call.k.shape[2],
-        is_causal=call.is_causal,
-        causal_alignment=call.causal_alignment,
-        seq_lens_q=call.seq_lens_q,
-        seq_lens_kv=call.seq_lens_kv,
-    )
-    result, lse = reference.attention(call.q, call.k, call.v, seen, _scale(call))
+    result, lse = reference.attention(call)
     out = (new_output(call.q, call.v) if call.out is None else call.out).copy_(result)
     return (out, lse.float()) if call.with_lse else out
 
@@ -97,21 +108,85 @@ def _run_fake(call: ForwardArguments) -> Result:
     return (out, call.q.new_empty(call.q.shape[:3], dtype=torch.float32)) if call.with_lse else out
 
 
+def run_backward_cuda(of: BackwardArguments) -> list[Tensor]:
+    """A backward pass on the GPU."""
+    call = of.call
+    problem = Problem.of(call)
+    if problem.is_empty:
+        return _wanted(of, [like_in_memory(tensor).zero_() for tensor in _differentiable(call)])
+    if problem.is_single and not call.dropout_p:
+        return run_backward_cpu(of)
+    if call.scale is not None and call.scale < MIN_SCALE:
+        return _negative_scale_backward(of)
+    return backward.run_cuda(of, call.scale_value)
+
+
+def _negative_scale_backward(of: BackwardArguments) -> list[Tensor]:
+    call = of.call
+    if call.scale_value > -MIN_SCALE:  # scores that are all 0 do not depend on q and k
+        result = backward.run_cuda(of._replace(call=call._replace(scale=MIN_SCALE)), MIN_SCALE)
+        for gradient in result[: of.needs.q + of.needs.k]:
+            gradient.zero_()
+        return result
+    negated = like_in_memory(call.q).copy_(call.q).neg_()
+    result = backward.run_cuda(of._replace(call=call._replace(q=negated, scale=-call.scale_value)), -call.scale_value)
+    if of.needs.q:
+        result[0].neg_()
+    return result
+
+
+def run_backward_cpu(of: BackwardArguments) -> list[Tensor]:
+    """A backward pass by the reference; on a GPU for what is too small for cuDNN."""
+    call = of.call
+    exact = reference.gradients(of.grad_out, of.out, of.lse, call)
+    results = []
+    for tensor, gradient in zip(_differentiable(call), (g for g in exact if g is not None), strict=True):
+        if tensor is call.attn_mask:
+            gradient = gradient.sum_to_size((1,) * (4 - tensor.dim()) + tuple(tensor.shape)).reshape(tensor.shape)
+        results.append(like_in_memory(tensor).copy_(gradient))
+    return _wanted(of, results)
+
+
+def _run_backward_fake(of: BackwardArguments) -> list[Tensor]:
+    tensors = _differentiable(of.call)
+    return _wanted(of, [like_in_memory(tensor) for tensor in tensors])
+
+
+def _differentiable(call: ForwardArguments) -> list[Tensor]:
+    return [tensor for tensor in (call.q, call.k, call.v, call.attn_mask, call.sinks) if tensor is not None]
+
+
+def _wanted(of: BackwardArguments, gradients: list[Tensor]) -> list[Tensor]:
+    needs = iter(gradients)
+    call = of.call
+    present = (call.q, call.k, call.v, call.attn_mask, call.sinks)
+    pairs = [(need, next(needs)) for need, tensor in zip(of.needs, present, strict=True) if tensor is not None]
+    return [gradient for need, gradient in pairs if need]
+
+
 _library: Any = torch.library.Library("cudnn_sdpa", "DEF")  # type: ignore[no-untyped-call]
-_INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? seq_lens_q, Tensor? seq_lens_kv, "
-    "bool is_causal, str causal_alignment, float? scale"
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? sinks, Tensor? seq_lens_q, Tensor? seq_lens_kv, "
+    "Tensor? rng"
+)
+_OPTIONS = (
+    "bool is_causal, str causal_alignment, SymInt window_left, SymInt window_right, float? scale, float dropout_p, "
+    "float? softcap, bool alibi, bool deterministic"
 )
 
 
 _Implementation = Callable[[ForwardArguments], Result]
 
 
-def _register(name: str, inputs: str, returns: str, adapt: Callable[[_Implementation], Callable[..., Any]]) -> None:
+def _define(name: str, inputs: str, returns: str, cuda: Any, cpu: Any, fake: Any) -> None:
     _library.define(f"{name}({inputs}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, adapt(_run_cuda), "CUDA")
-    _library.impl(name, adapt(_run_cpu), "CPU")
-    torch.library.register_fake(f"cudnn_sdpa::{name}", adapt(_run_fake), lib=_library)
+    _library.impl(name, cuda, "CUDA")
+    _library.impl(name, cpu, "CPU")
+    torch.library.register_fake(f"cudnn_sdpa::{name}", fake, lib=_library)
+
+
+def _register(name: str, inputs: str, returns: str, adapt: Callable[[_Implementation], Callable[..., Any]]) -> None:
+    _define(name, inputs, returns, adapt(run_cuda), adapt(run_cpu), adapt(_run_fake))
 
 
 def _pack(inputs: tuple[Any, ...], *, with_lse: bool, out: Tensor | None = None) -> ForwardArguments:
@@ -137,7 +212,24 @@ def _to_lse(run: _Implementation) -> Callable[..., Any]:
     return lambda *inputs: run(_pack(inputs[:-1], with_lse=True, out=inputs[-1]))[1]
 
 
+def _to_gradients(run: Callable[[BackwardArguments], list[Tensor]]) -> Callable[..., Any]:
+    def implementation(grad_out: Tensor, out: Tensor, lse: Tensor, *inputs: Any) -> list[Tensor]:
+        call = _pack(inputs[:-1], with_lse=True)
+        return run(BackwardArguments(grad_out, out, lse, call, call.deterministic, Needs(*inputs[-1])))
+
+    return implementation
+
+
+_INPUTS = f"{_TENSORS}, {_OPTIONS}"
 _register("sdpa_forward", _INPUTS, "Tensor", _to_result)
 _register("sdpa_forward_lse", _INPUTS, "(Tensor, Tensor)", _to_result_and_lse)
 _register("sdpa_forward_out", f"{_INPUTS}, Tensor(a!) out", "()", _to_nothing)
 _register("sdpa_forward_lse_out", f"{_INPUTS}, Tensor(a!) out", "Tensor", _to_lse)
+_define(
+    "sdpa_backward",
+    f"Tensor grad_out, Tensor out, Tensor lse, {_INPUTS}, bool[] needs",
+    "Tensor[]",
+    _to_gradients(run_backward_cuda),
+    _to_gradients(run_backward_cpu),
+    _to_gradients(_run_backward_fake),
+)

@@ -6,58 +6,162 @@ Memory grows with Sq × Skv. Half precision is computed in float32, float64 in f
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.options import BOTTOM_RIGHT
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.options import BOTTOM_RIGHT, UNBOUNDED
 
 
-def visible(
-    sq: int,
-    skv: int,
-    *,
-    is_causal: bool,
-    causal_alignment: str,
-    seq_lens_q: Tensor | None = None,
-    seq_lens_kv: Tensor | None = None,
-    device: torch.device | None = None,
-) -> Tensor:
-    """Which key each query sees, as booleans of shape (B or 1, 1, Sq, Skv)."""
-    row = torch.arange(sq, device=device).view(1, 1, sq, 1)
-    column = torch.arange(skv, device=device).view(1, 1, 1, skv)
-    lengths_q = sq if seq_lens_q is None else seq_lens_q.clamp(0, sq).view(-1, 1, 1, 1).to(device)
-    lengths_kv = skv if seq_lens_kv is None else seq_lens_kv.clamp(0, skv).view(-1, 1, 1, 1).to(device)
+class Scores(NamedTuple):
+    """What the softmax sees, and what its gradient needs.
+
+    Attributes:
+        masked: The scores (B, Hq, Sq, Skv); −inf where a query does not see a key.
+        slope: The derivative of the soft cap there, or None without one.
+    """
+
+    masked: Tensor
+    slope: Tensor | None
+
+
+def attention(call: ForwardArguments) -> tuple[Tensor, Tensor]:
+    """The output (B, Hq, Sq, Dv) and the log-sum-exp (B, Hq, Sq), both in the precision of the computation.
+
+    A query that sees nothing gets zeros and minus infinity, or the sink alone.
+    """
+    with torch.autocast(call.q.device.type, enabled=False):
+        masked = scores(call).masked
+        lse = masked.new_full(masked.shape[:-1], -math.inf)
+        if masked.shape[-1] > 0:
+            lse = torch.logsumexp(masked, dim=-1)
+        if call.sinks is not None:
+            lse = torch.logaddexp(lse, call.sinks.to(lse.dtype).view(-1, 1))
+        weights = _weights(masked, lse)
+        if call.dropout_p > 0:
+            weights = weights * kept(call, weights.shape, weights.dtype)
+        return torch.matmul(weights, _repeated(call.v, call.q, precision(call))), lse
+
+
+def gradients(
+    grad_out: Tensor, out: Tensor, lse: Tensor, call: ForwardArguments
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The gradients by q, k, v, attn_mask and sinks, in the precision of the computation.
+
+    The formulas are those of FlashAttention-2 (Dao, 2023), section 2.3.2. The gradient by the mask has the shape of the
+    scores.
+    """
+    exact = precision(call)
+    with torch.autocast(call.q.device.type, enabled=False):
+        q, grad_out, lse = call.q.to(exact), grad_out.to(exact), lse.to(exact)
+        k, v = _repeated(call.k, q, exact), _repeated(call.v, q, exact)
+        masked, slope = scores(call)
+        weights = _weights(masked, lse)
+        share = kept(call, weights.shape, exact) if call.dropout_p > 0 else torch.ones((), dtype=exact)
+        share = share.to(weights.device)
+        grad_v = torch.matmul((weights * share).transpose(-1, -2), grad_out)
+        mean = (grad_out * out.to(exact)).sum(-1)
+        grad_masked = weights * (torch.matmul(grad_out, v.transpose(-1, -2)) * share - mean.unsqueeze(-1))
+        grad_scores = (grad_masked if slope is None else grad_masked * slope) * call.scale_value
+        grad_sinks = None
+        if call.sinks is not None:
+            of_sink = torch.exp(call.sinks.to(exact).view(-1, 1) - lse)
+            grad_sinks = -(of_sink * mean).sum((0, 2))
+        grad_q = torch.matmul(grad_scores, k)
+        grad_k = torch.matmul(grad_scores.transpose(-1, -2), q)
+        grad_mask = None if call.attn_mask is None else grad_masked
+        return grad_q, _summed(grad_k, call.k), _summed(grad_v, call.v), grad_mask, grad_sinks
+
+
+def precision(call: ForwardArguments) -> torch.dtype:
+    """The dtype of the computation."""
+    return torch.float64 if call.q.dtype == torch.float64 else torch.float32
+
+
+def scores(call: ForwardArguments) -> Scores:
+    """The scores as the softmax sees them: scaled, capped, biased and masked, in this order."""
+    exact = precision(call)
+    result = torch.matmul(call.q.to(exact), _repeated(call.k, call.q, exact).transpose(-1, -2)) * call.scale_value
+    slope = None
+    if call.softcap is not None:
+        tanh = torch.tanh(result / call.softcap)
+        result, slope = tanh * call.softcap, 1 - tanh * tanh
+    row, column, diagonal = _positions(call)
+    if call.alibi:
+        slopes = alibi_slopes(call.q.shape[1]).to(result.device, exact).view(-1, 1, 1)
+        result = result - slopes * (column - row - diagonal).abs()
+    if call.attn_mask is not None:
+        if call.attn_mask.dtype == torch.bool:
+            result = result.masked_fill(~call.attn_mask, -math.inf)
+        else:
+            result = result + call.attn_mask.to(exact)
+    return Scores(result.masked_fill(~visible(call), -math.inf), slope)
+
+
+def visible(call: ForwardArguments) -> Tensor:
+    """Which key each query sees by lengths, causal mask and window: booleans of shape (B or 1, 1, Sq, Skv)."""
+    sq, skv = call.q.shape[2], call.k.shape[2]
+    row, column, diagonal = _positions(call)
+    lengths_q, lengths_kv = _length(call.seq_lens_q, sq), _length(call.seq_lens_kv, skv)
     seen = (row < lengths_q) & (column < lengths_kv)
-    if is_causal:
-        diagonal = lengths_kv - lengths_q if causal_alignment == BOTTOM_RIGHT else 0
-        seen = seen & (column <= row + diagonal)
+    position = row + diagonal
+    right = 0 if call.is_causal else call.window_right
+    if right != UNBOUNDED:
+        seen = seen & (column <= position + right)
+    if call.window_left != UNBOUNDED:
+        seen = seen & (column >= position - call.window_left)
     return seen
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention over the keys that each query sees.
+def _positions(call: ForwardArguments) -> tuple[Tensor, Tensor, Tensor | int]:
+    """Rows, columns, and the column of the first row's diagonal."""
+    sq, skv, device = call.q.shape[2], call.k.shape[2], call.q.device
+    row = torch.arange(sq, device=device).view(1, 1, sq, 1)
+    column = torch.arange(skv, device=device).view(1, 1, 1, skv)
+    if call.causal_alignment != BOTTOM_RIGHT:
+        return row, column, 0
+    return row, column, _length(call.seq_lens_kv, skv) - _length(call.seq_lens_q, sq)
 
-    Args:
-        q: Queries (B, Hq, Sq, D).
-        k: Keys (B, Hkv, Skv, D).
-        v: Values (B, Hkv, Skv, Dv).
-        seen: Booleans broadcastable to (B, 1, Sq, Skv).
-        scale: Factor of the scores.
 
-    Returns:
-        The output (B, Hq, Sq, Dv) and the log-sum-exp (B, Hq, Sq), both in the precision of the computation. A query
-        that sees nothing gets zeros and minus infinity.
+def _length(lengths: Tensor | None, size: int) -> Tensor | int:
+    return size if lengths is None else lengths.clamp(0, size).view(-1, 1, 1, 1)
+
+
+def _weights(masked: Tensor, lse: Tensor) -> Tensor:
+    """exp(score − log-sum-exp), and 0 in rows that see nothing."""
+    # Such rows have lse = -inf; any finite number in its place makes all their weights exp(-inf) = 0.
+    return torch.exp(masked - torch.where(torch.isneginf(lse), 0.0, lse).unsqueeze(-1))
+
+
+def kept(call: ForwardArguments, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """What dropout multiplies the weights by: 0, or 1/(1-p). Its own random numbers, not cuDNN's."""
+    assert call.rng is not None
+    generator = torch.Generator(call.rng.device)
+    seed, offset = call.rng.tolist()
+    generator.manual_seed((seed * 1_000_003 + offset) % 2**63)
+    numbers = torch.rand(shape, generator=generator, device=call.rng.device, dtype=dtype)
+    return (numbers >= call.dropout_p) / (1 - call.dropout_p)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """The slopes of "Train Short, Test Long" (Press et al., 2022), section 3, as its reference code gives them.
+
+    For a number of heads that is no power of two, every other slope of the next power fills up.
     """
-    precision = torch.float64 if q.dtype == torch.float64 else torch.float32
-    batch, heads_q, sq, _ = q.shape
-    heads_kv, skv = k.shape[1], k.shape[2]
-    with torch.autocast(q.device.type, enabled=False):
-        grouped = q.to(precision).reshape(batch, heads_kv, heads_q // heads_kv, sq, q.shape[3])
-        scores = torch.matmul(grouped, k.to(precision).unsqueeze(2).transpose(-1, -2)) * scale
-        scores = scores.masked_fill(~seen.unsqueeze(2), -math.inf)
-        lse = torch.logsumexp(scores, dim=-1) if skv > 0 else scores.new_full(scores.shape[:-1], -math.inf)
-        # Rows that see nothing have lse = -inf; any finite number in its place makes all their weights exp(-inf) = 0.
-        weights = torch.exp(scores - torch.where(torch.isneginf(lse), 0.0, lse).unsqueeze(-1))
-        out = torch.matmul(weights, v.to(precision).unsqueeze(2))
-    return out.reshape(batch, heads_q, sq, v.shape[3]), lse.reshape(batch, heads_q, sq)
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+    return torch.tensor(slopes, dtype=torch.float64)
+
+
+def _repeated(tensor: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values with one head for each head of `q`."""
+    return tensor.to(dtype).repeat_interleave(q.shape[1] // tensor.shape[1], dim=1)
+
+
+def _summed(gradient: Tensor, like: Tensor) -> Tensor:
+    """The gradient by what `_repeated` repeated."""
+    batch, heads = like.shape[:2]
+    return gradient.view(batch, heads, -1, *gradient.shape[2:]).sum(2)

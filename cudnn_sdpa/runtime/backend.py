@@ -136,8 +136,14 @@ class GraphBuilder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._graph, name)
 
-    def declare(self, name: str, uid: int, shape: Any, stride: Any, dtype: str, *, host_scalar: bool = False) -> Any:
-        """Adds an operand. `host_scalar` makes it a pass-by-value number that lives in host memory."""
+    def declare(
+        self, name: str, uid: int, shape: Any, stride: Any, dtype: str, *, host_scalar: bool = False, ragged: Any = None
+    ) -> Any:
+        """Adds an operand.
+
+        `host_scalar` makes it a pass-by-value number that lives in host memory; `ragged` is the operand that says where
+        each batch entry begins.
+        """
         return self._graph.tensor(
             name=name,
             uid=uid,
@@ -145,12 +151,15 @@ class GraphBuilder:
             stride=list(stride),
             data_type=getattr(self.types.data_type, dtype),
             is_pass_by_value=host_scalar,
+            ragged_offset=ragged,
         )
 
-    def declare_output(self, symbol: Any, uid: int, shape: Any, stride: Any, dtype: str) -> None:
+    def declare_output(self, symbol: Any, uid: int, shape: Any, stride: Any, dtype: str, *, ragged: Any = None) -> None:
         """Makes the result `symbol` an output that lies in memory as said."""
         symbol.set_output(True).set_dim(list(shape)).set_stride(list(stride))
         symbol.set_data_type(getattr(self.types.data_type, dtype)).set_uid(uid)
+        if ragged is not None:
+            symbol.set_ragged_offset(ragged)
 
     def build(self, what: str) -> BuiltGraph:
         """Plans and compiles the graph with the best of cuDNN's own engines that takes it.

@@ -33,19 +33,32 @@ is_profiling = _profiler_enabled
 
 def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether nobody but the kernel has an interest in a call with these tensors."""
+    return not ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()) and is_bare(
+        q, k, v
+    )
+
+
+def is_bare(*tensors: Tensor | None) -> bool:
+    """Whether nobody but the kernel and autograd has an interest in a call with these tensors."""
     return (
         _known
-        and type(q) is Tensor
-        and type(k) is Tensor
-        and type(v) is Tensor
-        and not (q.is_neg() or k.is_neg() or v.is_neg())
-        and not ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
+        and all(tensor is None or (type(tensor) in _BARE and not tensor.is_neg()) for tensor in tensors)
         and forward_ad._current_level < 0
         and not _len_torch_dispatch_stack()
         and maybe_current_level() is None
         and _get_tracing_state() is None
         and not is_profiling()
+        and not torch.is_autocast_enabled("cuda")
+        and not torch.is_autocast_enabled("cpu")
     )
+
+
+_BARE = (Tensor, torch.nn.Parameter)
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd will want the gradient by one of these tensors."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def tensor_guard(*tensors: Tensor) -> Guard:

@@ -64,7 +64,8 @@ class GraphOp:
     def compile(self, key: PlanKey, g: GraphBuilder) -> BuiltGraph:
         """Builds the graph of `key` in `g`, then plans and compiles it.
 
-        The operands' UIDs are 1, 2, … in the order inputs, outputs, which is the order of a launch's pointers.
+        The operands' UIDs are 1, 2, … in the order inputs, outputs, which is the order of a launch's pointers. An
+        input that is named as the offsets of another comes before it and is not given to the builder.
 
         Raises:
             UnsupportedError: cuDNN takes no such graph.
@@ -72,7 +73,7 @@ class GraphOp:
         """
         if _digest(self._builder) != self.digest:
             raise TypeError(f"what {self.name} uses has changed since its first plan; define a new operation instead")
-        symbols = {}
+        symbols: dict[str, Any] = {}
         for uid, operand in enumerate(key.inputs, start=1):
             layout = operand.layout
             symbols[operand.name] = g.declare(
@@ -82,16 +83,20 @@ class GraphOp:
                 layout.stride,
                 CUDNN_DTYPE_NAMES[layout.dtype],
                 host_scalar=operand.role is Role.SCALAR,
+                ragged=symbols[operand.ragged] if operand.ragged else None,
             )
+        offsets = {operand.ragged for operand in key.inputs}
         try:
-            results = self._builder(g, **symbols, **key.option_values)
+            arguments = {name: symbol for name, symbol in symbols.items() if name not in offsets}
+            results = self._builder(g, **arguments, **key.option_values)
         except RuntimeError as error:  # what cuDNN's own builder methods raise
             raise UnsupportedError(key.name, [str(error)]) from error
         if not isinstance(results, tuple):
             results = (results,)
         for uid, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True), start=1 + len(key.inputs)):
             layout = operand.layout
-            g.declare_output(symbol, uid, layout.shape, layout.stride, CUDNN_DTYPE_NAMES[layout.dtype])
+            ragged = symbols[operand.ragged] if operand.ragged else None
+            g.declare_output(symbol, uid, layout.shape, layout.stride, CUDNN_DTYPE_NAMES[layout.dtype], ragged=ragged)
         return g.build(key.name)
 
     def __repr__(self) -> str:

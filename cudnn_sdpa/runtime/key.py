@@ -25,17 +25,28 @@ class Role(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One input or output of an operation: its name for the builder, its layout, and where it comes from."""
+    """One input or output of an operation: its name for the builder, its layout, and where it comes from.
+
+    Attributes:
+        name: The builder's parameter; for an output, a name of its own.
+        layout: How it lies in memory.
+        role: Where its values come from.
+        fill: The value of a constant.
+        ragged: Name of the input that says where in memory each batch entry of this one begins; empty if its stride
+            does.
+    """
 
     name: str
     layout: TensorLayout
     role: Role = Role.TENSOR
     fill: int = 0
+    ragged: str = ""
 
     def __str__(self) -> str:
         if self.role is Role.SCALAR:
             return f"{self.name}: host scalar"
-        return f"{self.name}: {self.layout}" + (f" = {self.fill}" if self.role is Role.FILL else "")
+        text = f"{self.name}: {self.layout}" + (f" = {self.fill}" if self.role is Role.FILL else "")
+        return text + (f" at {self.ragged}" if self.ragged else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +136,10 @@ def _operand_to_json(operand: Operand) -> dict[str, Any]:
         "layout": operand.layout.to_json(),
         "role": operand.role.value,
         "fill": operand.fill,
+        "ragged": operand.ragged,
     }
 
 
 def _operand_from_json(data: dict[str, Any]) -> Operand:
-    return Operand(data["name"], TensorLayout.from_json(data["layout"]), Role(data["role"]), data["fill"])
+    layout = TensorLayout.from_json(data["layout"])
+    return Operand(data["name"], layout, Role(data["role"]), data["fill"], data["ragged"])

@@ -1,0 +1,96 @@
+"""Gradients of dense attention: one rule, for eager mode and for PyTorch's operators.
+
+In eager mode `Attention` is called straight, which saves the dispatcher's share of two calls; everything that wants to
+see operators (torch.compile, dispatch modes, functorch) gets `cudnn_sdpa::sdpa_forward_lse` and its registered rule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import operators
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.backward import BackwardArguments, Needs
+from cudnn_sdpa.attention.calls import Result
+from cudnn_sdpa.errors import UnsupportedError
+
+_DIFFERENTIABLE = 5  #: q, k, v, attn_mask and sinks come first
+
+
+class Attention(torch.autograd.Function):
+    """`sdpa` for inputs that require grad, in eager mode."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, call: ForwardArguments) -> Result:
+        """Runs the forward pass and saves what the backward pass needs."""
+        run = operators.run_cuda if q.is_cuda else operators.run_cpu
+        out, lse = run(call)
+        _save(ctx, call, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """The gradients by the tensors, None for the call."""
+        return (*_gradients(ctx, *gradients), None)
+
+
+def _save(ctx: Any, call: ForwardArguments, out: Tensor, lse: Tensor) -> None:
+    ctx.save_for_backward(*call[:8], out, lse)
+    ctx.options = call.options
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad_lse is not None:
+        raise UnsupportedError(
+            "a gradient of the log-sum-exp",
+            ["cuDNN's backward pass takes the gradient of the output alone"],
+            "lse.detach() in the loss",
+        )
+    needs = Needs(*ctx.needs_input_grad[:_DIFFERENTIABLE])
+    if grad_out is None or not any(needs):
+        return (None,) * _DIFFERENTIABLE
+    *tensors, out, lse = ctx.saved_tensors
+    call = ForwardArguments._make((*tensors, *ctx.options, True, None))
+    if torch.is_grad_enabled() or type(grad_out) is not Tensor or torch.compiler.is_compiling():
+        # PyTorch watches: somebody may want to differentiate the result again.
+        found = torch.ops.cudnn_sdpa.sdpa_backward(grad_out, out, lse, *call[:17], list(needs))
+    else:
+        run = operators.run_backward_cuda if out.is_cuda else operators.run_backward_cpu
+        found = run(BackwardArguments(grad_out, out, lse, call, call.deterministic, needs))
+    result = iter(found)
+    return tuple(next(result) if need else None for need in needs)
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _save(ctx, ForwardArguments(*inputs), *output)
+
+
+def _gradients_of_operator(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    return (*_gradients(ctx, grad_out, grad_lse), *(None,) * (17 - _DIFFERENTIABLE))
+
+
+def _no_log_sum_exp(ctx: Any, *_: Any) -> None:
+    raise UnsupportedError(
+        "a gradient of the operator cudnn_sdpa::sdpa_forward",
+        ["it does not keep the log-sum-exp"],
+        "cudnn_sdpa.sdpa, or the operator cudnn_sdpa::sdpa_forward_lse",
+    )
+
+
+def _no_second_gradient(ctx: Any, *_: Any) -> None:
+    raise UnsupportedError(
+        "a gradient of attention's gradient (double backward)",
+        ["cuDNN has no kernel for it"],
+        "torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH",
+    )
+
+
+torch.library.register_autograd(
+    "cudnn_sdpa::sdpa_forward_lse", _gradients_of_operator, setup_context=_save_inputs, lib=operators._library
+)
+torch.library.register_autograd("cudnn_sdpa::sdpa_forward", _no_log_sum_exp, lib=operators._library)
+torch.library.register_autograd("cudnn_sdpa::sdpa_backward", _no_second_gradient, lib=operators._library)

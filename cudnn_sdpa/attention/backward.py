@@ -1,0 +1,160 @@
+"""Backward calls bound to their plans."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import graphs
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.calls import BoundCall, lengths
+from cudnn_sdpa.attention.lookup import describe
+from cudnn_sdpa.attention.problem import Backward, Problem, dense_like
+from cudnn_sdpa.runtime.cache import CallTable, plan_cache
+from cudnn_sdpa.runtime.layouts import ALIGNMENT, TensorLayout, dense_stride_like
+from cudnn_sdpa.runtime.plan import Plan, allocate, build_plan
+from cudnn_sdpa.runtime.target import live_target
+
+
+class Needs(NamedTuple):
+    """Whose gradients are wanted."""
+
+    q: bool
+    k: bool
+    v: bool
+    attn_mask: bool
+    sinks: bool
+
+
+class BackwardArguments(NamedTuple):
+    """A backward call."""
+
+    grad_out: Tensor
+    out: Tensor
+    lse: Tensor
+    call: ForwardArguments
+    deterministic: bool
+    needs: Needs
+
+
+class BackwardCall(BoundCall):
+    """A backward call bound to its plan."""
+
+    __slots__ = ("_gradients", "backward")
+
+    def __init__(self, backward: Backward, plan: Plan, scale: float, softcap: float | None) -> None:
+        super().__init__(backward.problem, plan, scale=scale, softcap=softcap)
+        self.backward = backward
+        problem = backward.problem
+        whole = {"grad_q": dense_like(problem.q), "grad_k": dense_like(problem.k), "grad_v": dense_like(problem.v)}
+        side = {operand.name: operand.layout for operand in backward.outputs()[3:]}
+        self._gradients = {name: (x.shape, x.stride, x.dtype) for name, x in (whole | side).items()}
+
+    def __call__(self, arguments: BackwardArguments) -> list[Tensor]:
+        """The wanted gradients, in the order of `Needs`."""
+        result: list[Tensor] = self.on_device(self._run, arguments)
+        return result
+
+    def _run(self, arguments: BackwardArguments) -> list[Tensor]:
+        call, needs = arguments.call, arguments.needs
+        gradients = {name: allocate(*layout) for name, layout in self._gradients.items()}
+        tensors, addresses = self.side_tensors(call)
+        tensors |= {"q": call.q, "k": call.k, "v": call.v, "out": arguments.out, "grad_out": arguments.grad_out}
+        tensors |= {"lse": arguments.lse, **gradients}
+        self._leave_out_blind_rows(tensors)
+        if self.problem.bias is not None or self.problem.softcap:
+            # A row that sees nothing: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN.
+            tensors["lse"] = tensors["lse"].masked_fill(tensors["lse"] == -torch.inf, torch.inf)
+        tensors |= lengths(self.problem, call.seq_lens_q, call.seq_lens_kv)
+        self.launch(tensors, addresses)
+        wanted = [gradients[f"grad_{name}"] for name in ("q", "k", "v") if getattr(needs, name)]
+        if needs.attn_mask and call.attn_mask is not None:
+            wanted.append(mask_gradient(gradients["grad_bias"], call.attn_mask, self.problem.mask.blind_rows))
+        if needs.sinks and call.sinks is not None:
+            inside = self.backward.sink_gradient_inside
+            wanted.append(gradients["grad_sink"].view(-1) if inside else sink_gradient(arguments, call.sinks))
+        return wanted
+
+    def _leave_out_blind_rows(self, tensors: dict[str, Tensor]) -> None:
+        blind = self.problem.mask.blind_rows
+        if not blind:
+            return
+        tensors["grad_q"][:, :, :blind].zero_()
+        for name in ("q", "out", "grad_out", "grad_q"):
+            tensors[name] = tensors[name][:, :, blind:]
+        tensors["lse"] = tensors["lse"][:, :, blind:].contiguous()
+
+
+def sink_gradient(arguments: BackwardArguments, sinks: Tensor) -> Tensor:
+    """The gradient by the sinks in plain PyTorch: minus the sink's weight times grad_out · out, summed."""
+    mean = (arguments.grad_out.float() * arguments.out).sum(-1)
+    return -(torch.exp(sinks.view(1, -1, 1) - arguments.lse) * mean).sum((0, 2))
+
+
+def mask_gradient(grad_bias: Tensor, mask: Tensor, blind_rows: int) -> Tensor:
+    """The gradient by the caller's mask: summed over what the mask was repeated along."""
+    shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    repeated = [dim for dim in range(4) if shape[dim] == 1 and grad_bias.shape[dim] != 1]
+    if repeated:
+        grad_bias = grad_bias.sum(repeated, keepdim=True, dtype=torch.float32)
+    if blind_rows and shape[2] != 1:
+        grad_bias = torch.nn.functional.pad(grad_bias, (0, 0, blind_rows, 0))
+    return grad_bias.to(mask.dtype).reshape(mask.shape)
+
+
+def readable(grad_out: Tensor, out: Tensor) -> Tensor:
+    """`grad_out` itself if cuDNN can read it where it lies, otherwise a copy in the memory order of `out`."""
+    step = ALIGNMENT // grad_out.element_size()
+    strides = [grad_out.stride(dim) for dim in range(3) if grad_out.shape[dim] != 1]
+    dense = grad_out.stride(3) == 1 or grad_out.shape[3] == 1
+    if dense and all(s % step == 0 and s != 0 for s in strides) and grad_out.data_ptr() % ALIGNMENT == 0:
+        return grad_out
+    stride = dense_stride_like(out.shape, out.shape, out.stride())
+    return torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device).copy_(grad_out)
+
+
+calls: CallTable[None] = CallTable(None)
+
+
+def signature(arguments: BackwardArguments) -> Hashable:
+    """All that decides a backward call."""
+    call = arguments.call
+    return (
+        *map(describe, call.tensors),
+        *call.options,
+        arguments.grad_out.stride(),
+        arguments.out.stride(),
+        arguments.deterministic,
+        arguments.needs.attn_mask,
+        arguments.needs.sinks,
+    )
+
+
+def run_cuda(arguments: BackwardArguments, scale: float) -> list[Tensor]:
+    """The wanted gradients on the GPU."""
+    arguments = arguments._replace(grad_out=readable(arguments.grad_out, arguments.out))
+    raw = signature(arguments)
+    prepared: BackwardCall | None = calls.get(raw)
+    if prepared is None:
+        prepared = _prepare(arguments, scale)
+        calls.add(raw, prepared)
+    return prepared(arguments)
+
+
+def _prepare(arguments: BackwardArguments, scale: float) -> BackwardCall:
+    call = arguments.call
+    backward = Backward(
+        Problem.of(call),
+        TensorLayout.of(arguments.out),
+        TensorLayout.of(arguments.grad_out),
+        arguments.deterministic,
+        arguments.needs.attn_mask,
+        arguments.needs.sinks,
+    )
+    device = call.q.get_device()
+    key = backward.key(live_target(device), device)
+    plan = plan_cache.get(key, lambda key: build_plan(graphs.sdpa_backward, key))
+    return BackwardCall(backward, plan, scale, call.softcap)

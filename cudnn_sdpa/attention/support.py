@@ -1,0 +1,216 @@
+"""What cuDNN has kernels for, as data: a case, and the rules that speak against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from cudnn_sdpa.attention.options import Band
+from cudnn_sdpa.errors import UnsupportedError
+
+FORWARD = "forward"
+BACKWARD = "backward"
+
+DTYPES = (torch.float16, torch.bfloat16)
+MIN_SM = 80
+MAX_HEAD_DIM = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One computation on one kind of GPU, as far as it decides whether there is a plan.
+
+    Attributes:
+        operation: "forward" or "backward".
+        dtype: Of queries, keys and values.
+        head_dim: Of queries and keys.
+        head_dim_v: Of values.
+        sq: Queries.
+        skv: Keys.
+        sm: Compute capability as one number, 90 for 9.0.
+        cudnn: Version as a number, 91900 for 9.19.0.
+        gpu: The GPU's name, for messages.
+        packed: Whether sequences lie end to end.
+        band: The normalized mask.
+        lengths: Whether true lengths are given.
+        bias: Whether there is a mask that is added.
+        bias_gradient: Whether its gradient is wanted.
+        sinks: Whether there are attention sinks.
+        dropout: Whether there is dropout.
+        softcap: Whether there is a soft cap.
+        alibi: Whether there are linear biases.
+        deterministic: Whether the gradients must be bit-exact.
+    """
+
+    operation: str
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    sq: int
+    skv: int
+    sm: int
+    cudnn: int
+    gpu: str = "this GPU"
+    packed: bool = False
+    band: Band | None = None
+    lengths: bool = False
+    bias: bool = False
+    bias_gradient: bool = False
+    sinks: bool = False
+    dropout: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    deterministic: bool = False
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is the backward pass."""
+        return self.operation == BACKWARD
+
+    @property
+    def largest_head_dim(self) -> int:
+        """The larger of the two head dims."""
+        return max(self.head_dim, self.head_dim_v)
+
+    @property
+    def bottom_right(self) -> bool:
+        """Whether cuDNN itself would have to align a causal mask to the last key."""
+        return self.band is not None and self.band[2] and self.band[1] is not None
+
+    @property
+    def backward_head_dim(self) -> int:
+        """The largest head dim of a backward pass on this GPU."""
+        return 256 if self.sm // 10 == 9 else 128
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Something that cuDNN lacks.
+
+    Attributes:
+        applies: Whether it speaks against a case.
+        reason: Why, filled in with the case's attributes.
+        way_out: What works instead, likewise.
+    """
+
+    applies: Callable[[Case], bool]
+    reason: str
+    way_out: str
+
+
+def _lacks_backward_head_dim(case: Case) -> bool:
+    if not case.backward or case.largest_head_dim <= case.backward_head_dim:
+        return False
+    if case.sm // 10 != 10:
+        return True
+    dims = (case.head_dim, case.head_dim_v)
+    return dims != (192, 128) and not (dims == (256, 256) and case.cudnn >= 92300)
+
+
+RULES = (
+    Rule(
+        lambda case: case.sm < MIN_SM,
+        "{gpu} has compute capability {capability}; cuDNN's attention needs 8.0",
+        "torch.nn.functional.scaled_dot_product_attention on this GPU",
+    ),
+    Rule(
+        lambda case: case.dtype not in DTYPES,
+        "cuDNN's attention takes float16 or bfloat16, not {dtype_name}",
+        "q, k and v converted to torch.bfloat16",
+    ),
+    Rule(
+        lambda case: case.largest_head_dim > MAX_HEAD_DIM,
+        f"head dim {{largest_head_dim}} is over {MAX_HEAD_DIM}, the largest that this library is tested with",
+        f"head dims of up to {MAX_HEAD_DIM}",
+    ),
+    Rule(
+        lambda case: case.cudnn in (91000, 91001),
+        "cuDNN {version} computes attention wrongly",
+        "cuDNN 9.10.2 or newer",
+    ),
+    Rule(
+        _lacks_backward_head_dim,
+        "gradients have no kernel for head dims {head_dim} and {head_dim_v} on SM {sm}",
+        "head dims of up to {backward_head_dim}, or no gradients",
+    ),
+    Rule(
+        lambda case: case.bottom_right and (case.bias or case.dropout or case.alibi),
+        "a bottom-right mask with a right bound excludes attn_mask, dropout and alibi, unless it can be counted from "
+        "the top left, which true lengths and a window narrower than Skv - Sq do not allow",
+        "the band drawn into attn_mask, without is_causal and window",
+    ),
+    Rule(
+        lambda case: (
+            case.band is not None
+            and case.band[0] is not None
+            and case.band[0] < 0
+            and not case.softcap
+            and (case.bias or case.dropout or case.alibi)
+        ),
+        "a bottom-right window that starts right of the first query's key excludes attn_mask, dropout and alibi",
+        "the band drawn into attn_mask, without is_causal and window",
+    ),
+    Rule(
+        lambda case: case.alibi and (case.band is None or case.band[1] != 0 or case.band[2]),
+        "linear biases need a causal mask aligned top-left",
+        "the biases given as attn_mask",
+    ),
+    Rule(
+        lambda case: case.alibi and case.softcap,
+        "a soft cap excludes cuDNN's linear biases",
+        "the biases given as attn_mask",
+    ),
+    Rule(
+        lambda case: case.softcap and case.bias_gradient,
+        "with a soft cap, cuDNN gives wrong gradients of attn_mask",
+        "an attn_mask that requires no grad",
+    ),
+    Rule(
+        lambda case: case.backward and case.sq == 1 and case.skv == 1 and case.dropout,
+        "gradients through dropout have no kernel for one query on one key",
+        "sequences padded to two keys, with seq_lens_kv",
+    ),
+    Rule(
+        lambda case: (
+            case.backward
+            and case.deterministic
+            and case.sm // 10 == 10
+            and (case.bias_gradient or case.dropout or case.alibi)
+        ),
+        "on SM {sm} there is no deterministic kernel for gradients of attn_mask, dropout or alibi",
+        "deterministic=False",
+    ),
+    Rule(
+        lambda case: case.backward and case.deterministic and case.sm // 10 == 10 and case.cudnn < 91800,
+        "on SM {sm} deterministic gradients need cuDNN 9.18, and this is {version}",
+        "deterministic=False",
+    ),
+    Rule(
+        lambda case: case.backward and case.deterministic and case.packed and case.sm // 10 in (8, 12),
+        "on SM {sm} there are no deterministic gradients of packed sequences",
+        "deterministic=False",
+    ),
+    Rule(
+        lambda case: case.packed and case.sm < 90 and case.cudnn < 91801,
+        "on SM {sm} packed sequences need cuDNN 9.18.1, and this is {version}",
+        "padded sequences, with seq_lens_q and seq_lens_kv",
+    ),
+)
+
+
+def refusal(case: Case, what: str) -> UnsupportedError | None:
+    """Everything that is known to speak against a case, as one error; None if nothing does."""
+    broken = [rule for rule in RULES if rule.applies(case)]
+    if not broken:
+        return None
+    facts = {name: getattr(case, name) for name in ("gpu", "sm", "head_dim", "head_dim_v", "largest_head_dim")}
+    facts |= {
+        "capability": case.sm / 10,
+        "dtype_name": str(case.dtype).removeprefix("torch."),
+        "backward_head_dim": case.backward_head_dim,
+        "version": f"{case.cudnn // 10000}.{case.cudnn // 100 % 100}.{case.cudnn % 100}",
+    }
+    ways_out = dict.fromkeys(rule.way_out.format(**facts) for rule in broken)
+    return UnsupportedError(what, [rule.reason.format(**facts) for rule in broken], "; ".join(ways_out))

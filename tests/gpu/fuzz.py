@@ -1,0 +1,326 @@
+"""Random attention calls, forward and backward, against float64 mathematics.
+
+    python tests/gpu/fuzz.py 17            # repeats configuration 17 and says what it is
+    python tests/gpu/fuzz.py 0 200         # runs configurations 0 to 199
+
+A configuration is a function of its number alone. The reference is written independently of the library and gets its
+gradients from autograd.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from dataclasses import dataclass, fields
+
+import torch
+from support import LAYOUTS, make, poison
+from torch import Tensor
+
+import cudnn_sdpa
+
+#: Relative error ‖x − ref‖ / ‖ref‖ of results in half precision.
+FORWARD = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3}
+BACKWARD = {torch.bfloat16: 1.6e-2, torch.float16: 3e-3}
+
+
+@dataclass(frozen=True)
+class Config:
+    """One call. What is not said is off."""
+
+    number: int
+    dtype: torch.dtype
+    batch: int
+    heads: tuple[int, int]
+    sq: int
+    skv: int
+    dims: tuple[int, int]
+    layouts: tuple[str, str, str]
+    grad_layout: str
+    scale: float
+    is_causal: bool = False
+    causal_alignment: str = "top_left"
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    mask: str = ""
+    mask_shape: tuple[int, ...] = ()
+    mask_grad: bool = False
+    lengths: str = ""
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    needs: str = "qkv"
+    shift: float = 0.0
+
+    def __str__(self) -> str:
+        said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return "python tests/gpu/fuzz.py " + str(self.number) + "  # " + " ".join(said[1:])
+
+
+def draw(number: int) -> Config:
+    """The configuration with this number."""
+    r = random.Random(number)
+    sq = r.choice([1, 1, 2, 7, 33, 64, 127, 128, 129, 192, 200, 256, 300, 513])
+    skv = r.choice([sq, sq, sq, 1, 3, 40, 64, 77, 128, 130, 192, 255, 256, 384, 520])
+    kv = r.choice([1, 1, 2, 3])
+    dims = r.choice(
+        [(64, 64)] * 4 + [(128, 128)] * 4 + [(8 * r.randint(1, 32),) * 2] * 3 + [(192, 128), (64, 32), (40, 72)]
+    )
+    mask = r.choice([""] * 6 + ["bool", "float", "float", "float32", "-inf"])
+    batch, heads = r.choice([1, 2, 3]), (kv * r.choice([1, 2, 3, 5]), kv)
+    full = (batch, heads[0], sq, skv)
+    shape = tuple(n if r.random() < 0.6 else 1 for n in full)[r.choice([0, 0, 1, 2]) :]
+    alibi = r.random() < 0.08
+    causal = alibi or r.random() < 0.4
+    return Config(
+        number,
+        r.choice([torch.bfloat16, torch.bfloat16, torch.float16]),
+        batch,
+        heads,
+        sq,
+        skv,
+        dims,
+        tuple(r.choice(list(LAYOUTS)) for _ in range(3)),
+        r.choice(["dense", "dense", "bshd", "expanded", "stride 0", "transposed"]),
+        round(r.uniform(0.5, 2.0) * dims[0] ** -0.5 * r.choice([1, 1, 1, 4]), 4) * r.choice([1] * 12 + [-1]),
+        is_causal=causal,
+        causal_alignment="top_left" if alibi else r.choice(["top_left", "bottom_right"]),
+        window=None if r.random() < 0.7 else (r.choice([-1, 0, 5, 64, 100]), r.choice([-1, 0, 3, 70])),
+        softcap=round(r.uniform(0.7, 30), 2) if r.random() < 0.15 else None,
+        alibi=alibi,
+        sinks=r.random() < 0.2,
+        mask=mask,
+        mask_shape=shape if mask else (),
+        mask_grad=mask.startswith("float") and r.random() < 0.6,
+        lengths=r.choice([""] * 6 + ["q", "kv", "q kv"]),
+        dropout_p=r.choice([0.0] * 6 + [0.1, 0.5]),
+        deterministic=r.random() < 0.15,
+        needs=r.choice(["qkv"] * 6 + ["q", "kv", "v", ""]),
+        shift=r.choice([0.0] * 5 + [-100.0, -800.0]),
+    )
+
+
+def tensors(c: Config) -> dict[str, Tensor | None]:
+    """Fresh inputs of a configuration."""
+    torch.manual_seed(c.number)
+    cuda = {"device": "cuda"}
+    full = (c.batch, c.heads[0], c.sq, c.skv)
+    result: dict[str, Tensor | None] = {
+        "q": make(c.layouts[0], c.batch, c.heads[0], c.sq, c.dims[0], c.dtype),
+        "k": make(c.layouts[1], c.batch, c.heads[1], c.skv, c.dims[0], c.dtype),
+        "v": make(c.layouts[2], c.batch, c.heads[1], c.skv, c.dims[1], c.dtype),
+        "sinks": torch.randn(c.heads[0], **cuda) * 2 + 0.5 if c.sinks else None,
+        "attn_mask": None,
+    }
+    if c.mask == "bool":
+        mask = torch.rand(c.mask_shape, **cuda) < 0.7
+        if len(c.mask_shape) > 1 and c.mask_shape[-2] == c.sq:
+            mask[..., torch.randint(c.sq, (1,)).item(), :] = False  # a row that sees nothing
+        result["attn_mask"] = mask
+    elif c.mask:
+        mask = torch.randn(c.mask_shape, **cuda, dtype=torch.float32 if c.mask == "float32" else c.dtype)
+        if c.mask == "-inf":
+            mask = mask.masked_fill(torch.rand(c.mask_shape, **cuda) < 0.3, -math.inf)
+            if len(c.mask_shape) > 1 and c.mask_shape[-2] == c.sq:
+                mask[..., torch.randint(c.sq, (1,)).item(), :] = -math.inf
+        result["attn_mask"] = mask
+    if c.shift:  # all scores far below zero, and with them the log-sum-exp
+        size = math.sqrt(c.shift / -abs(c.scale))
+        result["q"][..., 0], result["k"][..., 0] = size, -math.copysign(size, c.scale)
+    for name, size in (("q", c.sq), ("kv", c.skv)):
+        lengths = torch.randint(0, size + 1, (c.batch,), dtype=torch.int32, **cuda)
+        result[f"seq_lens_{name}"] = lengths if name in c.lengths.split() else None
+    grad = torch.randn(*full[:3], c.dims[1], dtype=c.dtype, **cuda)
+    if c.grad_layout == "bshd":
+        grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
+    elif c.grad_layout == "expanded":
+        grad = grad[:, :, :1].expand_as(grad)
+    elif c.grad_layout == "stride 0":
+        grad = grad[:1, :1, :1, :1].expand_as(grad)
+    elif c.grad_layout == "transposed":
+        grad = grad.transpose(2, 3).contiguous().transpose(2, 3)
+    result["grad_out"] = grad
+    return result
+
+
+def positions(c: Config, t: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Which key each query sees, (B, 1, Sq, Skv), and how far a key is from the diagonal."""
+    seen, distance = [], []
+    for b in range(c.batch):
+        nq = c.sq if t["seq_lens_q"] is None else int(t["seq_lens_q"][b])
+        nk = c.skv if t["seq_lens_kv"] is None else int(t["seq_lens_kv"][b])
+        i = torch.arange(c.sq, device="cuda")[:, None] + (nk - nq if c.causal_alignment == "bottom_right" else 0)
+        j = torch.arange(c.skv, device="cuda")[None, :]
+        left, right = c.window or (-1, -1)
+        right = 0 if c.is_causal else right
+        ok = (torch.arange(c.sq, device="cuda")[:, None] < nq) & (j < nk)
+        ok = ok if left < 0 else ok & (j >= i - left)
+        ok = ok if right < 0 else ok & (j <= i + right)
+        seen.append(ok)
+        distance.append(i - j)
+    return torch.stack(seen)[:, None], torch.stack(distance)[:, None]
+
+
+def slopes(heads: int) -> list[float]:
+    """As the reference code of ALiBi gives them."""
+    if math.log2(heads).is_integer():
+        start = 2 ** (-(2 ** -(math.log2(heads) - 3)))
+        return [start * start**i for i in range(heads)]
+    closest = 2 ** math.floor(math.log2(heads))
+    return slopes(closest) + slopes(2 * closest)[0::2][: heads - closest]
+
+
+def expected(
+    c: Config, t: dict[str, Tensor | None], keep: Tensor | None
+) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Output, log-sum-exp and gradients in float64."""
+    names = ["q", "k", "v", "sinks", "attn_mask"]
+    x = {n: t[n].double().requires_grad_() for n in names if t[n] is not None and t[n].dtype != torch.bool}
+    group = c.heads[0] // c.heads[1]
+    scores = x["q"] @ x["k"].repeat_interleave(group, 1).mT * c.scale
+    if c.softcap is not None:
+        scores = c.softcap * torch.tanh(scores / c.softcap)
+    seen, distance = positions(c, t)
+    if c.alibi:
+        scores = scores - torch.tensor(slopes(c.heads[0]), device="cuda").double()[:, None, None] * distance.abs()
+    mask = t["attn_mask"]
+    if mask is not None and mask.dtype == torch.bool:
+        seen = seen & mask
+    elif mask is not None:
+        seen = seen & ~mask.isneginf()
+        scores = scores + x["attn_mask"].masked_fill(mask.isneginf(), 0)
+    hidden = ~seen.expand_as(scores)
+    scores = scores.masked_fill(hidden, -math.inf)
+    blind = hidden.all(-1)
+    if c.sinks:
+        column = x["sinks"][None, :, None, None].expand(*scores.shape[:3], 1)
+        lse = torch.cat([scores, column], -1).logsumexp(-1)
+    else:
+        lse = scores.masked_fill(blind[..., None], 0).logsumexp(-1).masked_fill(blind, -math.inf)
+    weights = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0)[..., None])
+    if keep is not None:
+        weights = weights * keep / (1 - c.dropout_p)
+    out = weights @ x["v"].repeat_interleave(group, 1)
+    out.backward(t["grad_out"].double())
+    gradients = {n: x[n].grad if x[n].grad is not None else torch.zeros_like(x[n]) for n in x}
+    with torch.no_grad():
+        sizes = magnitudes(c, x, weights, out, t["grad_out"].double(), keep)
+    return out.detach(), lse.detach(), gradients, sizes
+
+
+def magnitudes(
+    c: Config, x: dict[str, Tensor], weights: Tensor, out: Tensor, grad: Tensor, keep: Tensor | None
+) -> dict[str, Tensor]:
+    """What the gradients would be if no two terms of their sums cancelled: the size of rounding errors."""
+    group = c.heads[0] // c.heads[1]
+    share = 1.0 if keep is None else keep / (1 - c.dropout_p)
+    k, v = (x[n].repeat_interleave(group, 1) for n in ("k", "v"))
+    mean = (grad * out).abs().sum(-1, keepdim=True)
+    of_scores = weights * ((grad.abs() @ v.abs().mT) * share + mean)
+    per_head = {
+        "k": of_scores.mT @ x["q"].abs() * abs(c.scale),
+        "v": (weights * share).mT @ grad.abs(),
+    }
+    sizes = {n: g.unflatten(1, (c.heads[1], group)).sum(2) for n, g in per_head.items()}
+    sizes["q"] = of_scores @ k.abs() * abs(c.scale)
+    if "attn_mask" in x:
+        shape = x["attn_mask"].shape
+        sizes["attn_mask"] = of_scores.sum_to_size((1,) * (4 - len(shape)) + tuple(shape))
+    sizes["sinks"] = mean.sum((0, 2, 3))
+    return sizes
+
+
+def options(c: Config) -> dict:
+    """The options of the call that are no tensors."""
+    names = ["scale", "is_causal", "causal_alignment", "window", "softcap", "alibi", "dropout_p", "deterministic"]
+    return {name: getattr(c, name) for name in names}
+
+
+def dropped(c: Config, t: dict[str, Tensor | None]) -> Tensor:
+    """Which weights cuDNN keeps: what arrives at a value that no other key has."""
+    state = torch.cuda.get_rng_state()
+    size = -(-c.skv // 8) * 8
+    parts = []
+    for first in range(0, size, 128):
+        unit = torch.zeros(c.batch, c.heads[1], c.skv, 128, dtype=c.dtype, device="cuda")
+        for column in range(first, min(first + 128, c.skv)):
+            unit[:, :, column, column - first] = 1
+        torch.cuda.set_rng_state(state)
+        same = {"is_causal": c.is_causal, "causal_alignment": c.causal_alignment, "window": c.window}
+        same = {} if c.lengths else same  # only without lengths are queries left out of the plan
+        out = cudnn_sdpa.sdpa(t["q"] * 0, t["k"], unit, dropout_p=c.dropout_p, **same)
+        parts.append(out > 0)
+    torch.cuda.set_rng_state(state)
+    return torch.cat(parts, -1)[..., : c.skv]
+
+
+def difference(actual: Tensor, reference: Tensor, rounding: Tensor | float = 0.0) -> float:
+    """Relative error in the Frobenius norm, beyond an error of rounding; NaN where one is."""
+    off = (actual.detach().double() - reference).norm() - rounding
+    return float(off.clamp_min(0) / (reference.norm() + rounding).clamp_min(1e-12))
+
+
+def check(c: Config) -> list[str]:
+    """What is wrong with a configuration; raises UnsupportedError if it is declined."""
+    t = tensors(c)
+    inputs = ["q", "k", "v", "attn_mask", "sinks"]
+    wanted = [*c.needs, *(["attn_mask"] if c.mask_grad else []), *(["sinks"] if c.sinks and c.needs else [])]
+    for name in wanted:
+        t[name].requires_grad_()
+    leaves = {name: t[name] for name in [*inputs, "seq_lens_q", "seq_lens_kv"]}
+    for shape in [t[n].shape for n in inputs if t[n] is not None] + [t["grad_out"].shape]:
+        poison(tuple(shape), dtype=c.dtype)
+    poison(t["q"].shape[:3], dtype=torch.float32)
+    torch.manual_seed(c.number + 1)
+    keep = None
+    if c.dropout_p:
+        with torch.no_grad():
+            keep = dropped(c, t)
+    out, lse = cudnn_sdpa.sdpa(**leaves, **options(c), return_lse=True)
+    gradients = torch.autograd.grad(out, [t[name] for name in wanted], t["grad_out"]) if wanted else ()
+    found = dict(zip(wanted, gradients, strict=True))
+    plain = {name: None if x is None else x.detach() for name, x in t.items()}
+    out_ref, lse_ref, grads_ref, sizes = expected(c, plain, keep)
+    wrong = []
+    blind = lse_ref.isneginf()
+    if not (lse[blind] == -math.inf).all():
+        wrong.append(f"lse of blind rows {lse[blind][:4].tolist()}")
+    if not difference(lse[~blind], lse_ref[~blind]) < 1e-4:
+        wrong.append(f"lse {difference(lse[~blind], lse_ref[~blind]):.2e}")
+    if not difference(out, out_ref) < FORWARD[c.dtype]:
+        wrong.append(f"out {difference(out, out_ref):.2e}")
+    if not (out[out_ref.abs().sum(-1) == 0] == 0).all():
+        wrong.append("out of blind rows")
+    for name in wanted:
+        off = difference(found[name], grads_ref[name], torch.finfo(c.dtype).eps / 4 * sizes[name].norm())
+        if not off < BACKWARD[c.dtype] or found[name].shape != t[name].shape or found[name].dtype != t[name].dtype:
+            wrong.append(f"grad {name} {off:.2e}")
+    return wrong
+
+
+def main(first: int, count: int) -> None:
+    """Runs configurations and prints what is wrong, and why others were declined."""
+    declined, failed, ran = {}, 0, 0
+    for number in range(first, first + count):
+        c = draw(number)
+        try:
+            wrong = check(c)
+        except cudnn_sdpa.UnsupportedError as error:
+            for reason in error.reasons:
+                declined.setdefault(reason.splitlines()[0][:150], []).append(number)
+            continue
+        except Exception as error:  # noqa: BLE001
+            wrong = [f"{type(error).__name__}: {error}"[:600]]
+        ran += 1
+        if wrong:
+            failed += 1
+            print("WRONG", "; ".join(wrong), "\n   ", c, flush=True)
+    print(f"{ran} ran, {failed} wrong")
+    for reason, numbers in declined.items():
+        print(len(numbers), "declined:", reason, numbers[:5])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1)
