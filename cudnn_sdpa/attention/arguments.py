@@ -259,11 +259,10 @@ def window_bounds(window: Any) -> tuple[int, int]:
 def _check_number(name: str, value: Any, without: str) -> None:
     if value is None or isinstance(value, torch.SymFloat):
         return
+    expected = f"a float, or None for {without}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        hint = (
-            f"A {name} on the GPU would have to be read back; use {name}.item()." if isinstance(value, Tensor) else ""
-        )
-        raise OptionError(name, type(value).__name__, f"a float, or None for {without}", hint)
+        on_gpu = f"A {name} on the GPU would have to be read back; use {name}.item()."
+        raise OptionError(name, type(value).__name__, expected, on_gpu if isinstance(value, Tensor) else "")
     if not abs(value) <= torch.finfo(torch.float32).max:
         raise OptionError(name, reprlib.repr(value), f"a finite float32 number, or None for {without}")
 

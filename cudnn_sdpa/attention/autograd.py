@@ -24,9 +24,13 @@ class Attention(torch.autograd.Function):
     """`sdpa` for inputs that require grad, in eager mode."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, call: ForwardArguments) -> Result:
-        """Runs the forward pass and saves what the backward pass needs."""
-        run = operators.run_cuda if q.is_cuda else operators.run_cpu
+    def forward(ctx: Any, *inputs: Any) -> Result:
+        """Runs the forward pass and saves what the backward pass needs.
+
+        `inputs` are q, k, v, attn_mask and sinks, for autograd to see, and the call that they belong to.
+        """
+        call: ForwardArguments = inputs[-1]
+        run = operators.run_cuda if call.q.is_cuda else operators.run_cpu
         out, lse = run(call)
         _save(ctx, call, out, lse)
         return out, lse
@@ -73,7 +77,7 @@ def _gradients_of_operator(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor |
     return (*_gradients(ctx, grad_out, grad_lse), *(None,) * (17 - _DIFFERENTIABLE))
 
 
-def _no_log_sum_exp(ctx: Any, *_: Any) -> None:
+def _no_log_sum_exp(*_: Any) -> None:
     raise UnsupportedError(
         "a gradient of the operator cudnn_sdpa::sdpa_forward",
         ["it does not keep the log-sum-exp"],
@@ -81,7 +85,7 @@ def _no_log_sum_exp(ctx: Any, *_: Any) -> None:
     )
 
 
-def _no_second_gradient(ctx: Any, *_: Any) -> None:
+def _no_second_gradient(*_: Any) -> None:
     raise UnsupportedError(
         "a gradient of attention's gradient (double backward)",
         ["cuDNN has no kernel for it"],

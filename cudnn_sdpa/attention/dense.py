@@ -143,8 +143,9 @@ def sdpa(
     Short, Test Long" (Press et al., 2022).
     """
     if not is_compiling() and (
-        # One chain of identities: whether a plain call, whose options are all in `Last`, costs a tenth of a microsecond.
-        window is attn_mask is softcap is sinks is seq_lens_q is deterministic is out is None
+        # Is it a plain call, of which `Last` knows all options? Chains of identities take a tenth of a microsecond.
+        window is attn_mask is softcap is sinks is None  # type: ignore[comparison-overlap]
+        and seq_lens_q is deterministic is out is None  # type: ignore[comparison-overlap]
         and not dropout_p
         and not alibi
     ):

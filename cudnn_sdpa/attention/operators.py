@@ -141,9 +141,8 @@ def run_backward_cpu(of: BackwardArguments) -> list[Tensor]:
     exact = reference.gradients(of.grad_out, of.out, of.lse, call)
     results = []
     for tensor, gradient in zip(_differentiable(call), (g for g in exact if g is not None), strict=True):
-        if tensor is call.attn_mask:
-            gradient = gradient.sum_to_size((1,) * (4 - tensor.dim()) + tuple(tensor.shape)).reshape(tensor.shape)
-        results.append(like_in_memory(tensor).copy_(gradient))
+        shape = (1,) * (gradient.dim() - tensor.dim()) + tuple(tensor.shape)  # only a mask's gradient is larger
+        results.append(like_in_memory(tensor).copy_(gradient.sum_to_size(shape).reshape(tensor.shape)))
     return _wanted(of, results)
 
 

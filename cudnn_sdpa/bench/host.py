@@ -11,7 +11,8 @@ from rich.progress import track
 from torch import Tensor
 
 from cudnn_sdpa.attention import lookup
-from cudnn_sdpa.attention.dense import scaled_dot_product_attention, sdpa
+from cudnn_sdpa.attention.dense import sdpa
+from cudnn_sdpa.attention.drop_in import scaled_dot_product_attention
 from cudnn_sdpa.bench import peers
 from cudnn_sdpa.bench.timing import Call, device_times, host_times
 from cudnn_sdpa.runtime import plan as plans
@@ -80,20 +81,20 @@ def parts() -> list[dict[str, Any]]:
     q, k, v = (_random(1, 8, 128, 64) for _ in range(3))
     out = sdpa(q, k, v)
     frontend = peers.FrontendGraph(q, k, v, is_causal=False)
-    signature = lookup.signature(q, k, v, None, None, False, "top_left", None, False, None)
+    signature = lookup.plain_signature(q, k, v, None, None, False, "top_left", None, False, None)
     call = lookup.calls.get(signature)
     assert call is not None
     plan = call.plan
     guard = tensor_guard(q, k, v)
     layout = (tuple(out.shape), out.stride(), out.dtype)
-    pointers = (q.data_ptr(), k.data_ptr(), v.data_ptr(), call._scale_address, out.data_ptr())
+    pointers = (q.data_ptr(), k.data_ptr(), v.data_ptr(), call._fixed["scale"], out.data_ptr())
     pieces: dict[str, Call] = {
         "whole call": lambda: sdpa(q, k, v),
         "is it like the last call?": lambda: guard(q, k, v),
-        "if not: signature": lambda: lookup.signature(q, k, v, None, None, False, "top_left", None, False, None),
+        "if not: signature": lambda: lookup.plain_signature(q, k, v, None, None, False, "top_left", None, False, None),
         "if not: look-up of it": lambda: lookup.calls.get(signature),
         "if not: may it skip the dispatcher?": lambda: is_plain(q, k, v),
-        "prepared call": lambda: call(q, k, v, None, None, None),
+        "prepared call": lambda: call.run(q, k, v, None, None),
         "  of it: output": lambda: plans.allocate(*layout),
         "  of it: plan.launch": lambda: plan.launch(pointers),
         "    of it: cuDNN and the frontend's C++": frontend.launch,

@@ -169,13 +169,14 @@ class GraphBuilder:
         Raises:
             UnsupportedError: No engine takes the graph; `what` names it in the message.
         """
-        graph, failures = self._graph, []
+        # Reasons are kept as texts: an exception would keep the graph beyond the interpreter's end.
+        graph, failures = self._graph, list[str]()
         try:
             graph.validate()
             graph.build_operation_graph()
             graph.create_execution_plans([self.types.heur_mode.A])
-        except Exception as error:
-            raise _unsupported(what, [error]) from error
+        except Exception as error:  # noqa: BLE001 - whatever the frontend raises, it is the reason
+            raise _unsupported(what, [_reason(error)]) from None
         for index in range(graph.get_execution_plan_count()):
             graph.select_plan(index)
             if graph.selected_engine is not None:
@@ -191,7 +192,7 @@ class GraphBuilder:
                     workspace=int(graph.get_workspace_size()),
                 )
             except Exception as error:  # noqa: BLE001 - whatever an engine raises, the next may do
-                failures.append(error)
+                failures.append(_reason(error))
         raise _unsupported(what, failures)
 
 
@@ -248,9 +249,8 @@ def execution_error(error: Exception, what: str) -> ExecutionError:
     return ExecutionError(f"cuDNN {version_string(cudnn_version())} could not launch {what}: {error}")
 
 
-def _unsupported(what: str, errors: list[Exception]) -> UnsupportedError:
-    reasons = [_reason(error) for error in errors] or ["cuDNN's heuristics proposed no engine"]
-    reasons = list(dict.fromkeys(reasons))
+def _unsupported(what: str, reasons: list[str]) -> UnsupportedError:
+    reasons = list(dict.fromkeys(reasons)) or ["cuDNN's heuristics proposed no engine"]
     return UnsupportedError(f"{what} with cuDNN {version_string(cudnn_version())}", reasons)
 
 

@@ -85,12 +85,12 @@ class GraphOp:
                 host_scalar=operand.role is Role.SCALAR,
                 ragged=symbols[operand.ragged] if operand.ragged else None,
             )
-        offsets = {operand.ragged for operand in key.inputs}
+        offsets = {operand.ragged for operand in (*key.inputs, *key.outputs)}
         try:
             arguments = {name: symbol for name, symbol in symbols.items() if name not in offsets}
             results = self._builder(g, **arguments, **key.option_values)
         except RuntimeError as error:  # what cuDNN's own builder methods raise
-            raise UnsupportedError(key.name, [str(error)]) from error
+            raise UnsupportedError(key.name, [str(error)]) from None
         if not isinstance(results, tuple):
             results = (results,)
         for uid, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True), start=1 + len(key.inputs)):
