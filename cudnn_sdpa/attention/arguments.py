@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.options import ALIGNMENTS, TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
-from cudnn_sdpa.runtime.layouts import ALIGNMENT
 
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (*CUDA_DTYPES, torch.float32, torch.float64)
@@ -267,43 +267,6 @@ def _check_number(name: str, value: Any, without: str) -> None:
         raise OptionError(name, reprlib.repr(value), f"a finite float32 number, or None for {without}")
 
 
-def check_strides(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """What cuDNN's kernels need of the memory layout: a dense last dimension, and 16-byte steps between rows."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.stride(3) != 1:
-            raise LayoutError(
-                name,
-                f"stride {tensor.stride(3)} in the last dimension",
-                "1: each head vector dense",
-                f"Use {name}.contiguous().",
-            )
-        step = ALIGNMENT // tensor.element_size()
-        for dim in range(3):
-            if tensor.shape[dim] != 1 and tensor.stride(dim) % step != 0:
-                raise LayoutError(
-                    name,
-                    f"stride {tensor.stride(dim)} in dimension {dim}",
-                    f"a multiple of {step} elements ({ALIGNMENT} bytes)",
-                    f"Use {name}.contiguous().",
-                )
-
-
-def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
-    """Addresses: the one thing that a warm call checks, since they are in no key."""
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
-        if isinstance(tensor, Tensor) and tensor.is_cuda and tensor.data_ptr() % ALIGNMENT != 0:
-            raise LayoutError(
-                name,
-                f"an address {tensor.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT}",
-                f"storage aligned to {ALIGNMENT} bytes",
-                "Let the function allocate it." if name == "out" else f"Use {name}.clone().",
-            )
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if out is not None and _share_memory(out, tensor):
-            hint = "Allocate it with torch.empty_like(q)."
-            raise LayoutError("out", f"memory that {name} lies in too", "memory of its own", hint)
-
-
 def check_out(out: Tensor, q: Tensor, v: Tensor) -> None:
     """An output that the caller allocated: shape, dtype, device and strides."""
     shape = (*q.shape[:3], v.shape[3])
@@ -314,36 +277,7 @@ def check_out(out: Tensor, q: Tensor, v: Tensor) -> None:
     if out.device != q.device:
         raise DeviceError("out", str(out.device), f"{q.device}, the device of q")
     if out.numel() != 0:
-        check_strides_of_out(out)
-
-
-def check_strides_of_out(out: Tensor) -> None:
-    """`out` must be writable by the kernel: dense head vectors, 16-byte steps, no two elements in one place."""
-    step = ALIGNMENT // out.element_size()
-    if out.stride(3) != 1:
-        raise LayoutError("out", f"stride {out.stride(3)} in the last dimension", "1")
-    span = out.shape[3]
-    for stride, size in sorted((out.stride(dim), out.shape[dim]) for dim in range(3)):
-        if size == 1:
-            continue
-        if stride % step != 0:
-            raise LayoutError("out", f"a stride of {stride}", f"multiples of {step} elements ({ALIGNMENT} bytes)")
-        if stride < span:
-            raise LayoutError("out", f"strides {out.stride()} that overlap", "one place in memory for each element")
-        span = stride * (size - 1) + span
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether the address ranges of two tensors touch. Interleaved but disjoint views count as sharing."""
-    if a.numel() == 0 or b.numel() == 0:
-        return False
-    first_a, first_b = a.data_ptr(), b.data_ptr()
-    return first_a < first_b + _extent(b) and first_b < first_a + _extent(a)
-
-
-def _extent(tensor: Tensor) -> int:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+        memory.check_strides_of_out(out)
 
 
 def _has_tangent(tensor: Tensor) -> bool:

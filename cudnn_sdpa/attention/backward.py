@@ -10,9 +10,11 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import graphs
 from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.bias import mask_gradient
 from cudnn_sdpa.attention.calls import BoundCall, lengths
 from cudnn_sdpa.attention.lookup import describe
-from cudnn_sdpa.attention.problem import Backward, Problem, dense_like
+from cudnn_sdpa.attention.passes import Backward, dense_like
+from cudnn_sdpa.attention.problem import Problem
 from cudnn_sdpa.runtime.cache import CallTable, plan_cache
 from cudnn_sdpa.runtime.layouts import ALIGNMENT, TensorLayout, dense_stride_like
 from cudnn_sdpa.runtime.plan import Plan, allocate, build_plan
@@ -92,17 +94,6 @@ def sink_gradient(arguments: BackwardArguments, sinks: Tensor) -> Tensor:
     """The gradient by the sinks in plain PyTorch: minus the sink's weight times grad_out · out, summed."""
     mean = (arguments.grad_out.float() * arguments.out).sum(-1)
     return -(torch.exp(sinks.view(1, -1, 1) - arguments.lse) * mean).sum((0, 2))
-
-
-def mask_gradient(grad_bias: Tensor, mask: Tensor, blind_rows: int) -> Tensor:
-    """The gradient by the caller's mask: summed over what the mask was repeated along."""
-    shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-    repeated = [dim for dim in range(4) if shape[dim] == 1 and grad_bias.shape[dim] != 1]
-    if repeated:
-        grad_bias = grad_bias.sum(repeated, keepdim=True, dtype=torch.float32)
-    if blind_rows and shape[2] != 1:
-        grad_bias = torch.nn.functional.pad(grad_bias, (0, 0, blind_rows, 0))
-    return grad_bias.to(mask.dtype).reshape(mask.shape)
 
 
 def readable(grad_out: Tensor, out: Tensor) -> Tensor:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments
+from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.problem import Forward, Problem, bias_of
+from cudnn_sdpa.attention.bias import bias_of
+from cudnn_sdpa.attention.passes import Forward
+from cudnn_sdpa.attention.problem import Problem
 from cudnn_sdpa.runtime.cache import next_use
 from cudnn_sdpa.runtime.layouts import ALIGNMENT, contiguous_stride
 from cudnn_sdpa.runtime.plan import Plan, allocate
@@ -23,7 +25,7 @@ _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device
 
 def _check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
     """Checks the addresses, and tells autograd that `out` is about to be written."""
-    arguments.check_memory(q, k, v, out)
+    memory.check_memory(q, k, v, out)
     if out is not None and not out.is_inference():
         torch.autograd.graph.increment_version(out)
 

@@ -224,7 +224,7 @@ def _differentiable(call: ForwardArguments) -> Result:
     return (out, lse) if call.with_lse else out
 
 
-def _plain_float(number: float | None) -> float | None:
+def _plain_float(number: Any) -> Any:
     """A number of another kind, such as 1 or numpy's, as the float that the operators make of it."""
     if type(number) in (float, bool) or not isinstance(number, (int, float)):
         return number
@@ -234,7 +234,7 @@ def _plain_float(number: float | None) -> float | None:
         return number
 
 
-def is_deterministic(deterministic: bool | None) -> bool:
+def is_deterministic(deterministic: Any) -> bool:
     """Whether gradients must be bit-exact: as said, or as PyTorch is set."""
     if deterministic is None:
         return torch.are_deterministic_algorithms_enabled()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, graphs, operators
+from cudnn_sdpa.attention import arguments, graphs, memory, operators
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense import is_deterministic, sdpa
 from cudnn_sdpa.attention.drop_in import drop_in_arguments, scaled_dot_product_attention
 from cudnn_sdpa.attention.operators import MIN_SCALE
 from cudnn_sdpa.attention.options import TOP_LEFT
-from cudnn_sdpa.attention.problem import Forward
+from cudnn_sdpa.attention.passes import Forward
 from cudnn_sdpa.runtime.describe import Description, describes
 
 
@@ -46,8 +46,8 @@ def describe_sdpa(
     )
     arguments.check_types(call)
     arguments.check(call)
-    arguments.check_strides(q, k, v)
-    arguments.check_memory(q, k, v, out)
+    memory.check_strides(q, k, v)
+    memory.check_memory(q, k, v, out)
     negated = scale is not None and scale <= -MIN_SCALE
     layouts = call
     if negated:

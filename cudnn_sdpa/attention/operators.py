@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, backward, graphs, lookup, reference
+from cudnn_sdpa.attention import arguments, backward, graphs, lookup, memory, reference
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.backward import BackwardArguments, Needs
 from cudnn_sdpa.attention.calls import ForwardCall, Result, bind
-from cudnn_sdpa.attention.problem import Forward, Problem
+from cudnn_sdpa.attention.passes import Forward
+from cudnn_sdpa.attention.problem import Problem
 from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.layouts import dense_stride_like
 from cudnn_sdpa.runtime.plan import build_plan
@@ -62,8 +63,8 @@ def run_cuda(call: ForwardArguments) -> Result:
 
 def _check_for_cuda(call: ForwardArguments) -> None:
     arguments.check(call)
-    arguments.check_strides(call.q, call.k, call.v)
-    arguments.check_memory(call.q, call.k, call.v, call.out)
+    memory.check_strides(call.q, call.k, call.v)
+    memory.check_memory(call.q, call.k, call.v, call.out)
 
 
 def _with_positive_scale(call: ForwardArguments) -> ForwardArguments:
@@ -96,7 +97,7 @@ def _fill_empty(call: ForwardArguments) -> Result:
 def run_cpu(call: ForwardArguments) -> Result:
     """A forward pass by the reference."""
     arguments.check(call)
-    arguments.check_memory(call.q, call.k, call.v, call.out)
+    memory.check_memory(call.q, call.k, call.v, call.out)
     result, lse = reference.attention(call)
     out = (new_output(call.q, call.v) if call.out is None else call.out).copy_(result)
     return (out, lse.float()) if call.with_lse else out

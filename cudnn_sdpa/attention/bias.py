@@ -1,0 +1,66 @@
+"""`attn_mask` as the bias that cuDNN adds to the scores: how it lies in memory, conversion, and its gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.runtime.layouts import ALIGNMENT, TensorLayout
+
+
+def bias_view(mask: Tensor) -> Tensor:
+    """`mask` as a tensor of rank 4 in which what is only repeated has size 1, without a copy."""
+    mask = mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask
+    for dim in range(4):
+        if mask.stride(dim) == 0 and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
+
+
+def bias_layout(mask: Tensor, q: Tensor, skv: int) -> TensorLayout:
+    """How the bias of `mask` lies in memory when cuDNN reads it."""
+    view = bias_view(mask)
+    if reads_directly(view, skv):
+        return TensorLayout.of(view)
+    shape = (*view.shape[:3], skv)
+    return TensorLayout.contiguous(shape, q.dtype if view.dtype == torch.bool else view.dtype)
+
+
+def reads_directly(view: Tensor, skv: int) -> bool:
+    """Whether cuDNN can read a mask of rank 4 where it lies."""
+    if view.dtype == torch.bool or view.shape[3] != skv or (view.stride(3) != 1 and skv > 1):
+        return False
+    step = ALIGNMENT // view.element_size()
+    return all(view.shape[dim] == 1 or view.stride(dim) % step == 0 for dim in range(3))
+
+
+def bias_of(mask: Tensor, q: Tensor, skv: int) -> Tensor:
+    """The bias that cuDNN adds to the scores: `mask` itself, or a converted copy."""
+    view = bias_view(mask)
+    if reads_directly(view, skv):
+        if view.data_ptr() % ALIGNMENT == 0:
+            return view
+        return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device).copy_(view)
+    if view.dtype == torch.bool:
+        view = view.to(q.dtype).log_()  # 1 becomes 0, and 0 becomes -inf
+    return view.expand(*view.shape[:3], skv).contiguous()
+
+
+def repeated_row(layout: TensorLayout, rows: int) -> TensorLayout:
+    """The layout of a bias with one row for all queries, as one with `rows` rows in the same place."""
+    batch, heads, sq, skv = layout.shape
+    if sq != 1 or rows == 1:
+        return layout
+    stride = (*layout.stride[:2], 0, layout.stride[3])
+    return TensorLayout((batch, heads, rows, skv), stride, layout.dtype)
+
+
+def mask_gradient(grad_bias: Tensor, mask: Tensor, blind_rows: int) -> Tensor:
+    """The gradient by the caller's mask: summed over what the mask was repeated along."""
+    shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    repeated = [dim for dim in range(4) if shape[dim] == 1 and grad_bias.shape[dim] != 1]
+    if repeated:
+        grad_bias = grad_bias.sum(repeated, keepdim=True, dtype=torch.float32)
+    if blind_rows and shape[2] != 1:
+        grad_bias = torch.nn.functional.pad(grad_bias, (0, 0, blind_rows, 0))
+    return grad_bias.to(mask.dtype).reshape(mask.shape)
