@@ -6,6 +6,7 @@ Importing this package starts no CUDA and loads no cuDNN; the first call on a GP
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.attention.dense import sdpa
 from cudnn_sdpa.attention.drop_in import scaled_dot_product_attention
+from cudnn_sdpa.attention.varlen import sdpa_varlen
 from cudnn_sdpa.errors import (
     ArgumentError,
     CudnnSdpaError,
@@ -42,4 +43,5 @@ __all__ = [
     "plan_cache",
     "scaled_dot_product_attention",
     "sdpa",
+    "sdpa_varlen",
 ]

@@ -41,6 +41,16 @@ class Attention(torch.autograd.Function):
         return (*_gradients(ctx, *gradients), None)
 
 
+def refuse_gradient_of_lse(grad_lse: Tensor | None) -> None:
+    """A log-sum-exp can be returned, but no loss may depend on it."""
+    if grad_lse is not None:
+        raise UnsupportedError(
+            "a gradient of the log-sum-exp",
+            ["cuDNN's backward pass takes the gradient of the output alone"],
+            "lse.detach() in the loss",
+        )
+
+
 def _save(ctx: Any, call: ForwardArguments, out: Tensor, lse: Tensor) -> None:
     ctx.save_for_backward(*call[:8], out, lse)
     ctx.options = call.options
@@ -48,23 +58,27 @@ def _save(ctx: Any, call: ForwardArguments, out: Tensor, lse: Tensor) -> None:
 
 
 def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grad_lse is not None:
-        raise UnsupportedError(
-            "a gradient of the log-sum-exp",
-            ["cuDNN's backward pass takes the gradient of the output alone"],
-            "lse.detach() in the loss",
-        )
+    refuse_gradient_of_lse(grad_lse)
     needs = Needs(*ctx.needs_input_grad[:_DIFFERENTIABLE])
     if grad_out is None or not any(needs):
         return (None,) * _DIFFERENTIABLE
     *tensors, out, lse = ctx.saved_tensors
     call = ForwardArguments._make((*tensors, *ctx.options, True, None))
+    of = BackwardArguments(grad_out, out, lse, call, call.deterministic, needs)
     if torch.is_grad_enabled() or type(grad_out) is not Tensor or torch.compiler.is_compiling():
-        # PyTorch watches: somebody may want to differentiate the result again.
-        found = torch.ops.cudnn_sdpa.sdpa_backward(grad_out, out, lse, *call[:17], list(needs))
-    else:
-        run = operators.run_backward_cuda if out.is_cuda else operators.run_backward_cpu
-        found = run(BackwardArguments(grad_out, out, lse, call, call.deterministic, needs))
+        return gradients_by_operator(of)
+    run = operators.run_backward_cuda if out.is_cuda else operators.run_backward_cpu
+    return _in_place(run(of), needs)
+
+
+def gradients_by_operator(of: BackwardArguments) -> tuple[Tensor | None, ...]:
+    """The gradients by PyTorch's operator, for when somebody may want to differentiate them again."""
+    found = torch.ops.cudnn_sdpa.sdpa_backward(of.grad_out, of.out, of.lse, *of.call[:17], list(of.needs))
+    return _in_place(found, of.needs)
+
+
+def _in_place(found: list[Tensor], needs: Needs) -> tuple[Tensor | None, ...]:
+    """The wanted gradients, each in its own place."""
     result = iter(found)
     return tuple(next(result) if need else None for need in needs)
 
@@ -77,15 +91,17 @@ def _gradients_of_operator(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor |
     return (*_gradients(ctx, grad_out, grad_lse), *(None,) * (17 - _DIFFERENTIABLE))
 
 
-def _no_log_sum_exp(*_: Any) -> None:
+def no_log_sum_exp(*_: Any) -> None:
+    """Refuses the gradient of an operator that keeps nothing for it."""
     raise UnsupportedError(
-        "a gradient of the operator cudnn_sdpa::sdpa_forward",
-        ["it does not keep the log-sum-exp"],
-        "cudnn_sdpa.sdpa, or the operator cudnn_sdpa::sdpa_forward_lse",
+        "a gradient of an operator that does not keep the log-sum-exp",
+        ["it is what the backward pass starts from"],
+        "cudnn_sdpa.sdpa or sdpa_varlen, or the operator with _lse in its name",
     )
 
 
-def _no_second_gradient(*_: Any) -> None:
+def no_second_gradient(*_: Any) -> None:
+    """Refuses the gradient of a gradient."""
     raise UnsupportedError(
         "a gradient of attention's gradient (double backward)",
         ["cuDNN has no kernel for it"],
@@ -96,5 +112,5 @@ def _no_second_gradient(*_: Any) -> None:
 torch.library.register_autograd(
     "cudnn_sdpa::sdpa_forward_lse", _gradients_of_operator, setup_context=_save_inputs, lib=operators._library
 )
-torch.library.register_autograd("cudnn_sdpa::sdpa_forward", _no_log_sum_exp, lib=operators._library)
-torch.library.register_autograd("cudnn_sdpa::sdpa_backward", _no_second_gradient, lib=operators._library)
+torch.library.register_autograd("cudnn_sdpa::sdpa_forward", no_log_sum_exp, lib=operators._library)
+torch.library.register_autograd("cudnn_sdpa::sdpa_backward", no_second_gradient, lib=operators._library)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cudnn_sdpa.attention import arguments, autograd, lookup
+from cudnn_sdpa.attention import arguments, autograd, lookup, shortcuts
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.errors import OptionError, UnsupportedError
@@ -150,7 +150,7 @@ def sdpa(
         and not alibi
     ):
         # The call before this one again? Saves the signature and its look-up, 1.5 µs. Whoever adds a condition here
-        # adds it to `lookup.find` too.
+        # adds it to `shortcuts.find` too.
         last = lookup.calls.last
         try:
             again = (
@@ -170,9 +170,9 @@ def sdpa(
         if again:
             result: Result = last.run(q, k, v, seq_lens_kv, None)
             return result
-        prepared = lookup.find(q, k, v, seq_lens_kv, is_causal, causal_alignment, _plain_float(scale), return_lse)
-        if prepared is not None:
-            return prepared.run(q, k, v, seq_lens_kv, None)
+        found = shortcuts.find(q, k, v, seq_lens_kv, is_causal, causal_alignment, _plain_float(scale), return_lse)
+        if found is not None:
+            return found(q, k, v, seq_lens_kv, None)
     left, right = arguments.window_bounds(window)
     call = ForwardArguments(
         *(q, k, v, attn_mask, sinks, seq_lens_q, seq_lens_kv, None),
@@ -185,7 +185,7 @@ def sdpa(
 def run(call: ForwardArguments, deterministic: bool | None) -> Result:
     """Runs a call whose arguments have not been checked yet, by the shortest way that is right for it."""
     if not is_compiling():
-        prepared = lookup.find_any(call)
+        prepared = shortcuts.find_any(call)
         if prepared is not None:
             return prepared(call)
     arguments.check_types(call)
@@ -246,13 +246,14 @@ def is_deterministic(deterministic: Any) -> bool:
 
 def cast_for_autocast(call: ForwardArguments) -> ForwardArguments:
     """The call with its floating-point tensors cast as autocast does it for PyTorch's own attention."""
-    kind = call.q.device.type
-    if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
-        return call
-    dtype = torch.get_autocast_dtype(kind)
+    q, k, v, mask = (cast_tensor(tensor, call.q) for tensor in call[:4])
+    return call if q is call.q and k is call.k and v is call.v else call._replace(q=q, k=k, v=v, attn_mask=mask)
 
-    def cast(tensor: Any) -> Any:
-        lower = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.to(dtype) if lower else tensor
 
-    return call._replace(q=cast(call.q), k=cast(call.k), v=cast(call.v), attn_mask=cast(call.attn_mask))
+def cast_tensor(tensor: Any, q: Tensor) -> Any:
+    """A tensor as autocast, if it is on for the device of `q`, casts it for a lower-precision operation."""
+    kind = q.device.type
+    if tensor is None or kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
+        return tensor
+    lower = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(torch.get_autocast_dtype(kind)) if lower else tensor

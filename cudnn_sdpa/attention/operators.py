@@ -39,7 +39,7 @@ def new_output(q: Tensor, v: Tensor) -> Tensor:
 
 def like_in_memory(tensor: Tensor) -> Tensor:
     """A dense tensor for the gradient of `tensor`, its dimensions in memory in the same order."""
-    if tensor.dim() != 4:
+    if tensor.dim() < 3 or tensor.stride(-1) == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     stride = dense_stride_like(tensor.shape, tensor.shape, tensor.stride())
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
@@ -111,6 +111,10 @@ def _run_fake(call: ForwardArguments) -> Result:
 
 def run_backward_cuda(of: BackwardArguments) -> list[Tensor]:
     """A backward pass on the GPU."""
+    of = of._replace(grad_out=backward.readable(of.grad_out, of.out))
+    prepared = backward.find(of)
+    if prepared is not None:
+        return prepared(of)
     call = of.call
     problem = Problem.of(call)
     if problem.is_empty:
@@ -119,18 +123,18 @@ def run_backward_cuda(of: BackwardArguments) -> list[Tensor]:
         return run_backward_cpu(of)
     if call.scale is not None and call.scale < MIN_SCALE:
         return _negative_scale_backward(of)
-    return backward.run_cuda(of, call.scale_value)
+    return backward.prepare(of)(of)
 
 
 def _negative_scale_backward(of: BackwardArguments) -> list[Tensor]:
     call = of.call
     if call.scale_value > -MIN_SCALE:  # scores that are all 0 do not depend on q and k
-        result = backward.run_cuda(of._replace(call=call._replace(scale=MIN_SCALE)), MIN_SCALE)
+        result = run_backward_cuda(of._replace(call=call._replace(scale=MIN_SCALE)))
         for gradient in result[: of.needs.q + of.needs.k]:
             gradient.zero_()
         return result
     negated = like_in_memory(call.q).copy_(call.q).neg_()
-    result = backward.run_cuda(of._replace(call=call._replace(q=negated, scale=-call.scale_value)), -call.scale_value)
+    result = run_backward_cuda(of._replace(call=call._replace(q=negated, scale=-call.scale_value)))
     if of.needs.q:
         result[0].neg_()
     return result
@@ -178,7 +182,8 @@ _OPTIONS = (
 _Implementation = Callable[[ForwardArguments], Result]
 
 
-def _define(name: str, inputs: str, returns: str, cuda: Any, cpu: Any, fake: Any) -> None:
+def define(name: str, inputs: str, returns: str, cuda: Any, cpu: Any, fake: Any) -> None:
+    """Registers the operator ``cudnn_sdpa::name`` with its three implementations."""
     _library.define(f"{name}({inputs}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, cuda, "CUDA")
     _library.impl(name, cpu, "CPU")
@@ -186,7 +191,7 @@ def _define(name: str, inputs: str, returns: str, cuda: Any, cpu: Any, fake: Any
 
 
 def _register(name: str, inputs: str, returns: str, adapt: Callable[[_Implementation], Callable[..., Any]]) -> None:
-    _define(name, inputs, returns, adapt(run_cuda), adapt(run_cpu), adapt(_run_fake))
+    define(name, inputs, returns, adapt(run_cuda), adapt(run_cpu), adapt(_run_fake))
 
 
 def _pack(inputs: tuple[Any, ...], *, with_lse: bool, out: Tensor | None = None) -> ForwardArguments:
@@ -225,7 +230,7 @@ _register("sdpa_forward", _INPUTS, "Tensor", _to_result)
 _register("sdpa_forward_lse", _INPUTS, "(Tensor, Tensor)", _to_result_and_lse)
 _register("sdpa_forward_out", f"{_INPUTS}, Tensor(a!) out", "()", _to_nothing)
 _register("sdpa_forward_lse_out", f"{_INPUTS}, Tensor(a!) out", "Tensor", _to_lse)
-_define(
+define(
     "sdpa_backward",
     f"Tensor grad_out, Tensor out, Tensor lse, {_INPUTS}, bool[] needs",
     "Tensor[]",

@@ -164,4 +164,4 @@ def _repeated(tensor: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
 def _summed(gradient: Tensor, like: Tensor) -> Tensor:
     """The gradient by what `_repeated` repeated."""
     batch, heads = like.shape[:2]
-    return gradient.view(batch, heads, -1, *gradient.shape[2:]).sum(2)
+    return gradient.view(batch, heads, gradient.shape[1] // heads, *gradient.shape[2:]).sum(2)

@@ -1,0 +1,177 @@
+"""Attention over packed sequences: `sdpa_varlen`."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import arguments, varlen_arguments, varlen_autograd, varlen_operators
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.calls import Result
+from cudnn_sdpa.attention.dense import cast_tensor, is_deterministic
+from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.runtime.eager import is_bare, is_compiling, needs_gradient
+
+
+@overload
+def sdpa_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    *,
+    is_causal: bool = ...,
+    causal_alignment: str = ...,
+    window: tuple[int, int] | None = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool | None = ...,
+    out: Tensor | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def sdpa_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    *,
+    is_causal: bool = ...,
+    causal_alignment: str = ...,
+    window: tuple[int, int] | None = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[True],
+    deterministic: bool | None = ...,
+    out: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def sdpa_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    *,
+    is_causal: bool = False,
+    causal_alignment: str = "bottom_right",
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    out: Tensor | None = None,
+) -> Result:
+    """Attention over sequences that lie end to end, without padding.
+
+    Where sequences begin is data on the GPU: it is never read by the host and builds nothing. A plan is made for the
+    number of tokens, the number of sequences and the longest length, each rounded up, so that the random packings of a
+    training run share a handful of plans.
+
+    Options that `sdpa` has too mean the same here. Pass the same tensor as `cu_seqlens_q` and `cu_seqlens_kv` for
+    self-attention: it saves work and makes the two alignments one.
+
+    Args:
+        q: Queries (Tq, Hq, D), float16 or bfloat16: the sequences' tokens, one after the other. Steps between tokens
+            and heads are multiples of 16 bytes; a view of packed keys and values (T, 2, H, D) needs no copy.
+        k: Keys (Tkv, Hkv, D).
+        v: Values (Tkv, Hkv, Dv).
+        cu_seqlens_q: Where the sequences of queries begin, and at last where they end, (B + 1,) int32: 0, l₁, l₁ + l₂,
+            …, Tq. Not checked unless the environment variable `CUDNN_SDPA_DEBUG` is 1, which reads it.
+        cu_seqlens_kv: The same of keys. Lengths may be 0.
+        max_seqlen_q: Length of the longest sequence of queries, or more.
+        max_seqlen_kv: The same of keys.
+        is_causal: Hide later keys from each query.
+        causal_alignment: Where the diagonal lies: "bottom_right", the last query of a sequence at its last key, or
+            "top_left".
+        window: (left, right) bounds around the diagonal; -1 is no bound.
+        scale: Factor of the scores; None is 1/sqrt(D).
+        dropout_p: Share of the weights that is dropped.
+        softcap: Limit of the scores.
+        sinks: One score for each query head, (Hq,) float32, without a value.
+        return_lse: Also return the log-sum-exp of the scores.
+        deterministic: Whether gradients are bit-exact; None follows `torch.use_deterministic_algorithms`.
+        out: Where to write the result. For inference.
+
+    Returns:
+        The output (Tq, Hq, Dv) in q's dtype and memory order. With `return_lse` also the log-sum-exp (Tq, Hq) float32.
+        Queries of a sequence without keys get zeros and minus infinity, or their sink.
+
+    Raises:
+        ArgumentError: An argument is wrong; the subclass and the message say which and how.
+        UnsupportedError: cuDNN or this GPU has no kernel for it, with every reason.
+        PlanBuildError: A plan is missing under `no_plan_builds` or while a CUDA graph is captured.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> q = k = v = torch.randn(10, 4, 16)  # three sequences of 3, 0 and 7 tokens
+        >>> offsets = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
+        >>> cudnn_sdpa.sdpa_varlen(q, k, v, offsets, offsets, 7, 7, is_causal=True).shape
+        torch.Size([10, 4, 16])
+    """
+    left, right = arguments.window_bounds(window)
+    call = VarlenArguments(
+        *(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, None, max_seqlen_q, max_seqlen_kv),
+        *(is_causal, causal_alignment, left, right, scale, dropout_p, softcap),
+        *(cu_seqlens_q is cu_seqlens_kv, is_deterministic(deterministic), return_lse, out),
+    )
+    if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
+        arguments.check_types(ForwardArguments(q, k, v, sinks=sinks, out=out, with_lse=return_lse))
+        varlen_arguments.check_options(call)
+        varlen_arguments.check(call._replace(dropout_p=0.0))
+    call = call._replace(q=cast_tensor(q, q), k=cast_tensor(k, q), v=cast_tensor(v, q))
+    if call.dropout_p:
+        call = call._replace(rng=torch.randint(2**62, (2,), dtype=torch.int64, device=q.device))
+    return _run(call)
+
+
+def _run(call: VarlenArguments) -> Result:
+    tensors = (*call[:6], call.out)
+    if needs_gradient(*tensors):
+        return _differentiable(call)
+    if not is_compiling() and call.q.is_cuda and is_bare(*tensors):
+        return varlen_operators.forward_cuda(call)
+    operator, inputs = torch.ops.cudnn_sdpa, call[:18]
+    if call.out is not None:
+        lse = operator.varlen_forward_out(*inputs, call.out)
+        return (call.out, lse) if call.with_lse else call.out
+    if call.with_lse:
+        result: Result = operator.varlen_forward_lse(*inputs)
+        return result
+    out: Tensor = operator.varlen_forward(*inputs)
+    return out
+
+
+def _differentiable(call: VarlenArguments) -> Result:
+    if call.out is not None:
+        raise UnsupportedError(
+            "out with a gradient",
+            ["an input requires grad, and autograd does not follow what is written into a given tensor"],
+            "calling it under torch.no_grad(), or without out",
+        )
+    if is_compiling() or not is_bare(*call[:6]):
+        out, lse = torch.ops.cudnn_sdpa.varlen_forward_lse(*call[:18])
+        lse = lse.detach() if is_compiling() else lse
+    else:
+        out, lse = varlen_autograd.VarlenAttention.apply(*call[:4], call._replace(with_lse=True))  # type: ignore[no-untyped-call]
+    return (out, lse) if call.with_lse else out

@@ -1,0 +1,66 @@
+"""Gradients of attention over packed sequences, for eager mode and for PyTorch's operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import autograd, operators, varlen_operators
+from cudnn_sdpa.attention.calls import Result
+from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
+from cudnn_sdpa.attention.varlen_calls import VarlenBackwardArguments
+from cudnn_sdpa.runtime.eager import is_compiling
+
+
+class VarlenAttention(torch.autograd.Function):
+    """`sdpa_varlen` for inputs that require grad, in eager mode."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Result:
+        """Runs the forward pass; `inputs` are q, k, v and sinks, for autograd to see, and their call."""
+        call: VarlenArguments = inputs[-1]
+        out, lse = (varlen_operators.forward_cuda if call.q.is_cuda else varlen_operators.forward_cpu)(call)
+        _save(ctx, call, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """The gradients by the tensors, None for the call."""
+        return (*_gradients(ctx, *gradients), None)
+
+
+def _save(ctx: Any, call: VarlenArguments, out: Tensor, lse: Tensor) -> None:
+    ctx.save_for_backward(*call[:7], out, lse)
+    ctx.options = call.options
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    autograd.refuse_gradient_of_lse(grad_lse)
+    needs = ctx.needs_input_grad[:4]
+    if grad_out is None or not any(needs):
+        return (None,) * 4
+    *tensors, out, lse = ctx.saved_tensors
+    call = VarlenArguments._make((*tensors, *ctx.options, True, None))
+    if torch.is_grad_enabled() or type(grad_out) is not Tensor or is_compiling():
+        found = torch.ops.cudnn_sdpa.varlen_backward(grad_out, out, lse, *call[:18], needs[3])
+    else:
+        run = varlen_operators.backward_cuda if out.is_cuda else varlen_operators.backward_cpu
+        found = run(VarlenBackwardArguments(grad_out, out, lse, call, needs[3]))
+    return tuple(gradient if need else None for need, gradient in zip(needs, [*found, None][:4], strict=True))
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _save(ctx, VarlenArguments(*inputs), *output)
+
+
+def _gradients_of_operator(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    return (*_gradients(ctx, grad_out, grad_lse), *(None,) * 14)
+
+
+_register = torch.library.register_autograd
+_register("cudnn_sdpa::varlen_forward_lse", _gradients_of_operator, setup_context=_save_inputs, lib=operators._library)
+_register("cudnn_sdpa::varlen_forward", autograd.no_log_sum_exp, lib=operators._library)
+_register("cudnn_sdpa::varlen_backward", autograd.no_second_gradient, lib=operators._library)

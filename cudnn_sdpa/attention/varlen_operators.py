@@ -1,0 +1,146 @@
+"""The torch operators of attention over packed sequences: CUDA (cuDNN), CPU (reference) and fake implementations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import memory, reference, varlen_arguments, varlen_calls
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.calls import Result
+from cudnn_sdpa.attention.operators import MIN_SCALE, define, like_in_memory
+from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
+from cudnn_sdpa.attention.varlen_calls import VarlenBackwardArguments
+
+
+def forward_cuda(call: VarlenArguments) -> Result:
+    """A forward pass on the GPU."""
+    if call.scale is not None and call.scale < MIN_SCALE:
+        sign = 0.0 if call.scale > -MIN_SCALE else -1.0
+        out = varlen_calls.new_output(call) if call.out is None else call.out  # in the memory order of q
+        return forward_cuda(call._replace(q=call.q * sign, scale=max(-call.scale, MIN_SCALE), out=out))
+    dense = call.as_dense()
+    memory.check_strides(dense.q, dense.k, dense.v)
+    memory.check_memory(call.q, call.k, call.v, call.out)
+    if 0 in call.q.shape or 0 in call.k.shape:
+        return _empty(call)
+    return varlen_calls.run_forward(call)
+
+
+def _empty(call: VarlenArguments) -> Result:
+    out = (varlen_calls.new_output(call) if call.out is None else call.out).zero_()
+    if not call.with_lse:
+        return out
+    lse = torch.full(call.q.shape[:2], -torch.inf, dtype=torch.float32, device=out.device)
+    return out, lse if call.sinks is None else torch.maximum(lse, call.sinks)
+
+
+def backward_cuda(of: VarlenBackwardArguments) -> list[Tensor]:
+    """A backward pass on the GPU."""
+    call = of.call
+    if 0 in call.q.shape or 0 in call.k.shape:
+        return [
+            like_in_memory(x).zero_()
+            for x in (*call[:3], *((call.sinks,) if of.sink_gradient else ()))
+            if x is not None
+        ]
+    if call.scale is not None and call.scale < MIN_SCALE:
+        sign = 0.0 if call.scale > -MIN_SCALE else -1.0
+        positive = call._replace(q=call.q * sign, scale=max(-call.scale, MIN_SCALE))
+        grad_q, grad_k, *others = varlen_calls.run_backward(of._replace(call=positive))
+        return [grad_q * sign, grad_k * abs(sign), *others]
+    return varlen_calls.run_backward(of)
+
+
+def _sequences(call: VarlenArguments) -> list[tuple[slice, slice]]:
+    offsets_q, offsets_kv = call.cu_seqlens_q.tolist(), call.cu_seqlens_kv.tolist()
+    pairs = zip(offsets_q, offsets_q[1:], offsets_kv, offsets_kv[1:], strict=False)
+    return [(slice(a, b), slice(c, d)) for a, b, c, d in pairs]
+
+
+def _one(call: VarlenArguments, rows: slice, columns: slice, number: int) -> ForwardArguments:
+    """One sequence as a dense call of the reference."""
+    part = call._replace(q=call.q[rows], k=call.k[columns], v=call.v[columns], out=None)
+    return part.as_dense()._replace(rng=None if call.rng is None else call.rng + number)
+
+
+def forward_cpu(call: VarlenArguments) -> Result:
+    """A forward pass by the reference, one sequence after the other."""
+    varlen_arguments.check(call)
+    out, lse = _empty(call._replace(with_lse=True))
+    for number, (rows, columns) in enumerate(_sequences(call)):
+        of_one, lse_of_one = reference.attention(_one(call, rows, columns, number))
+        out[rows] = of_one[0].transpose(0, 1).to(out.dtype)
+        lse[rows] = lse_of_one[0].transpose(0, 1).float()
+    return (out, lse) if call.with_lse else out
+
+
+def backward_cpu(of: VarlenBackwardArguments) -> list[Tensor]:
+    """A backward pass by the reference, one sequence after the other."""
+    call = of.call
+    gradients = [like_in_memory(tensor).zero_() for tensor in call[:3]]
+    grad_sinks = torch.zeros(call.q.shape[1], dtype=torch.float64)
+    for number, (rows, columns) in enumerate(_sequences(call)):
+        grad_out, out, lse = (x[rows].transpose(0, 1).unsqueeze(0) for x in (of.grad_out, of.out, of.lse))
+        *found, _, by_sinks = reference.gradients(grad_out, out, lse, _one(call, rows, columns, number))
+        for whole, part, where in zip(gradients, found, (rows, columns, columns), strict=True):
+            whole[where] = part[0].transpose(0, 1).to(whole.dtype)
+        grad_sinks += 0 if by_sinks is None else by_sinks
+    return [*gradients, *([grad_sinks.float()] if of.sink_gradient else [])]
+
+
+def _forward_fake(call: VarlenArguments) -> Result:
+    varlen_arguments.check(call)
+    out = varlen_calls.new_output(call) if call.out is None else call.out
+    return (out, call.q.new_empty(call.q.shape[:2], dtype=torch.float32)) if call.with_lse else out
+
+
+def _backward_fake(of: VarlenBackwardArguments) -> list[Tensor]:
+    sinks = of.call.sinks if of.sink_gradient else None
+    return [like_in_memory(x) for x in (*of.call[:3], sinks) if x is not None]
+
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens_q, Tensor cu_seqlens_kv, Tensor? rng, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_kv, bool is_causal, str causal_alignment, SymInt window_left, "
+    "SymInt window_right, float? scale, float dropout_p, float? softcap, bool one_packing, bool deterministic"
+)
+
+
+def _plain(run: Any) -> Any:
+    return lambda *inputs: run(VarlenArguments._make((*inputs, False, None)))
+
+
+def _with_lse(run: Any) -> Any:
+    return lambda *inputs: run(VarlenArguments._make((*inputs, True, None)))
+
+
+def _into_out(run: Any) -> Any:
+    return lambda *inputs: run(VarlenArguments._make((*inputs[:-1], True, inputs[-1])))[1]
+
+
+def _backward(run: Any) -> Any:
+    def implementation(grad_out: Tensor, out: Tensor, lse: Tensor, *inputs: Any) -> list[Tensor]:
+        call = VarlenArguments._make((*inputs[:-1], True, None))
+        found: list[Tensor] = run(VarlenBackwardArguments(grad_out, out, lse, call, inputs[-1]))
+        return found
+
+    return implementation
+
+
+for _name, _inputs, _returns, _adapt in (
+    ("varlen_forward", _INPUTS, "Tensor", _plain),
+    ("varlen_forward_lse", _INPUTS, "(Tensor, Tensor)", _with_lse),
+    ("varlen_forward_out", f"{_INPUTS}, Tensor(a!) out", "Tensor", _into_out),
+):
+    define(_name, _inputs, _returns, _adapt(forward_cuda), _adapt(forward_cpu), _adapt(_forward_fake))
+define(
+    "varlen_backward",
+    f"Tensor grad_out, Tensor out, Tensor lse, {_INPUTS}, bool sink_gradient",
+    "Tensor[]",
+    _backward(backward_cuda),
+    _backward(backward_cpu),
+    _backward(_backward_fake),
+)

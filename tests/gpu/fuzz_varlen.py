@@ -1,0 +1,165 @@
+"""Random calls over packed sequences, forward and backward, against float64 mathematics one sequence at a time.
+
+python tests/gpu/fuzz_varlen.py 17            # repeats configuration 17 and says what it is
+python tests/gpu/fuzz_varlen.py 0 200         # runs configurations 0 to 199
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass, fields
+
+import fuzz
+import torch
+from support import poison
+from torch import Tensor
+
+import cudnn_sdpa
+
+
+@dataclass(frozen=True)
+class Config:
+    """One call. What is not said is off."""
+
+    number: int
+    dtype: torch.dtype
+    lengths_q: tuple[int, ...]
+    lengths_kv: tuple[int, ...]
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    scale: float
+    same: bool
+    views: str
+    is_causal: bool = False
+    causal_alignment: str = "bottom_right"
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    needs: str = "qkv"
+    shift: float = 0.0
+
+    def __str__(self) -> str:
+        said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return "python tests/gpu/fuzz_varlen.py " + str(self.number) + "  # " + " ".join(said[1:])
+
+
+def draw(number: int) -> Config:
+    """The configuration with this number."""
+    r = random.Random(number + 1_000_000)
+    sequences = r.choice([1, 2, 3, 5, 9, 17])
+    sizes = r.choice([[0, 1, 2, 5, 17], [0, 40, 64, 100], [1, 128, 200, 300], [0, 0, 77, 513]])
+    lengths_q = tuple(r.choice(sizes) for _ in range(sequences))
+    lengths_kv = tuple(r.choice(sizes) for _ in range(sequences))
+    same = r.random() < 0.5
+    kv = r.choice([1, 1, 2, 3])
+    dims = r.choice([(64, 64)] * 4 + [(128, 128)] * 4 + [(8 * r.randint(1, 32),) * 2] * 2 + [(192, 128), (64, 32)])
+    return Config(
+        number,
+        r.choice([torch.bfloat16, torch.bfloat16, torch.float16]),
+        lengths_q,
+        lengths_q if same else lengths_kv,
+        (kv * r.choice([1, 2, 3, 5]), kv),
+        dims,
+        round(r.uniform(0.5, 2.0) * dims[0] ** -0.5, 4) * r.choice([1] * 12 + [-1]),
+        same,
+        r.choice(["dense", "dense", "packed", "heads first"]) if dims[0] == dims[1] else "dense",
+        is_causal=r.random() < 0.5,
+        causal_alignment=r.choice(["top_left", "bottom_right", "bottom_right"]),
+        window=None if r.random() < 0.7 else (r.choice([-1, 0, 5, 64, 100]), r.choice([-1, 0, 3, 70])),
+        softcap=round(r.uniform(0.7, 30), 2) if r.random() < 0.15 else None,
+        sinks=r.random() < 0.25,
+        dropout_p=0.0,
+        deterministic=r.random() < 0.2,
+        needs=r.choice(["qkv"] * 6 + ["q", "kv", "v", ""]),
+        shift=r.choice([0.0] * 5 + [-100.0, -800.0]),
+    )
+
+
+def tensors(c: Config) -> dict[str, Tensor | None]:
+    """Fresh inputs of a configuration, packed."""
+    torch.manual_seed(c.number)
+    cuda = {"device": "cuda", "dtype": c.dtype}
+    rows, columns = sum(c.lengths_q), sum(c.lengths_kv)
+    q = torch.randn(rows, c.heads[0], c.dims[0], **cuda)
+    if c.views == "packed":
+        k, v = torch.randn(columns, 2, c.heads[1], c.dims[0], **cuda).unbind(1)
+    elif c.views == "heads first":
+        k, v = (torch.randn(c.heads[1], columns, dim, **cuda).transpose(0, 1) for dim in c.dims)
+    else:
+        k, v = (torch.randn(columns, c.heads[1], dim, **cuda) for dim in c.dims)
+    if c.shift:
+        size = (c.shift / -abs(c.scale)) ** 0.5
+        q[..., 0], k[..., 0] = size, -size if c.scale > 0 else size
+    offsets = {
+        name: torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+        for name, lengths in (("cu_seqlens_q", c.lengths_q), ("cu_seqlens_kv", c.lengths_kv))
+    }
+    if c.same:
+        offsets["cu_seqlens_kv"] = offsets["cu_seqlens_q"]
+    sinks = torch.randn(c.heads[0], device="cuda") * 2 + 0.5 if c.sinks else None
+    grad_out = torch.randn(rows, c.heads[0], c.dims[1], **cuda)
+    return {"q": q, "k": k, "v": v, "sinks": sinks, "grad_out": grad_out, **offsets}
+
+
+def expected(c: Config, t: dict[str, Tensor | None]) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Output, log-sum-exp, gradients and the sizes of their terms, in float64, from the dense reference."""
+    empty = {name: torch.zeros_like(t[name], dtype=torch.float64) for name in ("q", "k", "v")}
+    gradients = {**empty, "sinks": torch.zeros(c.heads[0], dtype=torch.float64, device="cuda")}
+    sizes = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
+    out = torch.zeros_like(t["grad_out"], dtype=torch.float64)
+    lse = torch.full(out.shape[:2], -torch.inf, dtype=torch.float64, device="cuda")
+    row = column = 0
+    for sq, skv in zip(c.lengths_q, c.lengths_kv, strict=True):
+        rows, columns = slice(row, row + sq), slice(column, column + skv)
+        row, column = row + sq, column + skv
+        if sq and not skv and c.sinks:
+            lse[rows] = t["sinks"].double()
+        if not (sq and skv):
+            continue
+        one = fuzz.Config(
+            *(c.number, c.dtype, 1, c.heads, sq, skv, c.dims, (), "", c.scale, c.is_causal, c.causal_alignment),
+            *(c.window, c.softcap, False, c.sinks),
+        )
+        where = {"q": rows, "k": columns, "v": columns, "grad_out": rows}
+        part = {name: t[name][place].transpose(0, 1).unsqueeze(0) for name, place in where.items()}
+        part |= {"sinks": t["sinks"], "attn_mask": None, "seq_lens_q": None, "seq_lens_kv": None}
+        of_out, of_lse, found, found_sizes = fuzz.expected(one, part, None)
+        out[rows], lse[rows] = of_out[0].transpose(0, 1), of_lse[0].transpose(0, 1)
+        for whole, parts in ((gradients, found), (sizes, found_sizes)):
+            for name in ("q", "k", "v"):
+                whole[name][where[name]] = parts[name][0].transpose(0, 1)
+            if c.sinks:
+                whole["sinks"] += parts["sinks"]
+    return out, lse, gradients, sizes
+
+
+def check(c: Config) -> list[str]:
+    """What is wrong with a configuration; raises UnsupportedError if it is declined."""
+    t = tensors(c)
+    wanted = [*c.needs, *(["sinks"] if c.sinks and c.needs else [])]
+    for name in wanted:
+        t[name].requires_grad_()
+    for name in ("q", "k", "v", "grad_out"):
+        poison(tuple(t[name].shape), dtype=c.dtype)
+    poison(t["q"].shape[:2], dtype=torch.float32)
+    names = ("is_causal", "causal_alignment", "window", "scale", "dropout_p", "softcap", "deterministic")
+    out, lse = cudnn_sdpa.sdpa_varlen(
+        *(t[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv")),
+        *(max(c.lengths_q), max(c.lengths_kv)),
+        sinks=t["sinks"],
+        return_lse=True,
+        **{name: getattr(c, name) for name in names},
+    )
+    gradients = torch.autograd.grad(out, [t[name] for name in wanted], t["grad_out"]) if wanted else ()
+    found = dict(zip(wanted, gradients, strict=True))
+    plain = {name: None if x is None else x.detach() for name, x in t.items()}
+    out_ref, lse_ref, grads_ref, sizes = expected(c, plain)
+    rounding = {name: torch.finfo(c.dtype).eps / 4 * size.norm() for name, size in sizes.items()}
+    return fuzz.compare(c.dtype, (out, lse, found), (out_ref, lse_ref, grads_ref), rounding)
+
+
+if __name__ == "__main__":
+    fuzz.main(draw, check, int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1)
