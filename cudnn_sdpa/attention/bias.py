@@ -20,30 +20,36 @@ def bias_view(mask: Tensor) -> Tensor:
 def bias_layout(mask: Tensor, q: Tensor, skv: int) -> TensorLayout:
     """How the bias of `mask` lies in memory when cuDNN reads it."""
     view = bias_view(mask)
-    if reads_directly(view, skv):
+    if reads_directly(view, q, skv):
         return TensorLayout.of(view)
-    shape = (*view.shape[:3], skv)
-    return TensorLayout.contiguous(shape, q.dtype if view.dtype == torch.bool else view.dtype)
+    return TensorLayout.contiguous(_shape(view, q, skv), q.dtype if view.dtype == torch.bool else view.dtype)
 
 
-def reads_directly(view: Tensor, skv: int) -> bool:
+def _shape(view: Tensor, q: Tensor, skv: int) -> tuple[int, ...]:
+    # cuDNN 9.19 misreads a bias with nothing but a batch: one key and one row for all queries.
+    rows = q.shape[2] if skv == 1 else view.shape[2]
+    return (*view.shape[:2], rows, skv)
+
+
+def reads_directly(view: Tensor, q: Tensor, skv: int) -> bool:
     """Whether cuDNN can read a mask of rank 4 where it lies."""
     if view.dtype == torch.bool or view.shape[3] != skv or (view.stride(3) != 1 and skv > 1):
         return False
     step = ALIGNMENT // view.element_size()
-    return all(view.shape[dim] == 1 or view.stride(dim) % step == 0 for dim in range(3))
+    aligned = all(view.shape[dim] == 1 or view.stride(dim) % step == 0 for dim in range(3))
+    return aligned and tuple(view.shape) == _shape(view, q, skv)
 
 
 def bias_of(mask: Tensor, q: Tensor, skv: int) -> Tensor:
     """The bias that cuDNN adds to the scores: `mask` itself, or a converted copy."""
     view = bias_view(mask)
-    if reads_directly(view, skv):
+    if reads_directly(view, q, skv):
         if view.data_ptr() % ALIGNMENT == 0:
             return view
         return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device).copy_(view)
     if view.dtype == torch.bool:
         view = view.to(q.dtype).log_()  # 1 becomes 0, and 0 becomes -inf
-    return view.expand(*view.shape[:3], skv).contiguous()
+    return view.expand(_shape(view, q, skv)).contiguous()
 
 
 def repeated_row(layout: TensorLayout, rows: int) -> TensorLayout:

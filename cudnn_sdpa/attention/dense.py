@@ -147,7 +147,7 @@ def sdpa(
         window is attn_mask is softcap is sinks is None  # type: ignore[comparison-overlap]
         and seq_lens_q is deterministic is out is None  # type: ignore[comparison-overlap]
         and not dropout_p
-        and not alibi
+        and alibi is False
     ):
         # The call before this one again? Saves the signature and its look-up, 1.5 µs. Whoever adds a condition here
         # adds it to `shortcuts.find` too.

@@ -173,8 +173,10 @@ def soft_cap(
         score = graph.mul(graph.tanh(inner[-1]), cap)
         row, column = index(g, graph, score, 2), index(g, graph, score, 3)
         if right is not None:
-            score = keep(g, graph, score, graph.cmp_ge, shifted(g, graph, row, right), column)
+            last = row if right == 0 else shifted(g, graph, row, right)
+            score = keep(g, graph, score, graph.cmp_ge, last, column)
         if left is not None:
+            # Always shifted, be it by 0: cuDNN 9.19 takes a bare column >= row for a causal mask.
             score = keep(g, graph, score, graph.cmp_ge, shifted(g, graph, column, left), row)
         if highest is not None:
             score = keep(g, graph, score, graph.cmp_le, column, highest)
@@ -199,8 +201,6 @@ def index(g: Any, graph: Any, score: Any, axis: int) -> Any:
 
 def shifted(g: Any, graph: Any, position: Any, by: int) -> Any:
     """A position, moved."""
-    if by == 0:
-        return position
     int32 = g.types.data_type.INT32
     result = graph.add(position, number(g, by), compute_data_type=int32)
     result.set_data_type(int32)

@@ -136,9 +136,13 @@ class Packed:
         if refused is not None:
             raise refused
         gradients = [
-            self._rows("grad_q", dense_like(self.q), self.longest_q),
-            self._rows("grad_k", dense_like(self.k), self.longest_kv),
-            self._rows("grad_v", dense_like(self.v), self.longest_kv),
+            self._rows(name, layout, longest)
+            for name, layout, longest in zip(
+                ("grad_q", "grad_k", "grad_v"),
+                self.gradients(),
+                (self.longest_q, self.longest_kv, self.longest_kv),
+                strict=True,
+            )
         ]
         of_out = [self._rows("out", out, self.longest_q), self._rows("grad_out", grad_out, self.longest_q)]
         operands = [*self._qkv(), *of_out, self._lse()]
@@ -151,6 +155,17 @@ class Packed:
             "sink_gradient": False,
         }
         return graphs.sdpa_backward.key(inputs, gradients, options, target, device)
+
+    def gradients(self) -> tuple[TensorLayout, TensorLayout, TensorLayout]:
+        """The gradients by q, k and v as cuDNN writes them: in the memory order of their tensors where it can.
+
+        It sums the gradients of grouped heads rightly only where a token's heads lie together.
+        """
+        grad_q, grad_k, grad_v = (dense_like(tensor) for tensor in (self.q, self.k, self.v))
+        if self.q.shape[1] != self.k.shape[1]:
+            grad_k = TensorLayout.contiguous(self.k.shape, self.k.dtype)
+            grad_v = TensorLayout.contiguous(self.v.shape, self.v.dtype)
+        return grad_q, grad_k, grad_v
 
     def _options(self) -> dict[str, Any]:
         return {"band": self.mask.band, "alibi": False, "dropout_p": self.dropout_p, "totals": self.totals}

@@ -216,14 +216,19 @@ def run_backward(of: VarlenBackwardArguments) -> list[Tensor]:
 
 def _backward(prepared: VarlenCall, of: VarlenBackwardArguments) -> list[Tensor]:
     call, gradients = of.call, []
-    for tensor in (call.q, call.k, call.v):
-        layout = dense_like(TensorLayout.of(tensor))
+    inputs = (call.q, call.k, call.v)
+    for tensor, layout in zip(inputs, packed(call).gradients(), strict=True):
         new = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=tensor.device)
         gradients.append(new if prepared.packed.one_packing else new.zero_())
     tensors = {"q": call.q, "k": call.k, "v": call.v, "out": of.out, "grad_out": of.grad_out, "lse": of.lse}
     if prepared.packed.softcap:  # a row that sees nothing: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN
         tensors["lse"] = of.lse.masked_fill(of.lse == -torch.inf, torch.inf)
     prepared.launch(call, tensors | dict(zip(("grad_q", "grad_k", "grad_v"), gradients, strict=True)))
+    for number, tensor in enumerate(inputs):  # in the memory order of their tensors
+        layout = dense_like(TensorLayout.of(tensor))
+        if gradients[number].stride() != layout.stride:
+            ordered = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=tensor.device)
+            gradients[number] = ordered.copy_(gradients[number])
     if of.sink_gradient and call.sinks is not None:
         mean = (of.grad_out.float() * of.out).sum(-1)
         gradients.append(-(torch.exp(call.sinks - of.lse) * mean).sum(0))

@@ -55,6 +55,7 @@ def draw(number: int) -> Config:
     lengths_kv = tuple(r.choice(sizes) for _ in range(sequences))
     same = r.random() < 0.5
     kv = r.choice([1, 1, 2, 3])
+    sinks = r.random() < 0.25
     dims = r.choice([(64, 64)] * 4 + [(128, 128)] * 4 + [(8 * r.randint(1, 32),) * 2] * 2 + [(192, 128), (64, 32)])
     return Config(
         number,
@@ -70,11 +71,11 @@ def draw(number: int) -> Config:
         causal_alignment=r.choice(["top_left", "bottom_right", "bottom_right"]),
         window=None if r.random() < 0.7 else (r.choice([-1, 0, 5, 64, 100]), r.choice([-1, 0, 3, 70])),
         softcap=round(r.uniform(0.7, 30), 2) if r.random() < 0.15 else None,
-        sinks=r.random() < 0.25,
+        sinks=sinks,
         dropout_p=0.0,
         deterministic=r.random() < 0.2,
         needs=r.choice(["qkv"] * 6 + ["q", "kv", "v", ""]),
-        shift=r.choice([0.0] * 5 + [-100.0, -800.0]),
+        shift=0.0 if sinks else r.choice([0.0] * 5 + [-100.0, -800.0]),  # sinks would leave nothing of the output
     )
 
 

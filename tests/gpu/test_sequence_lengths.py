@@ -116,11 +116,7 @@ def test_numbers_past_the_length_do_not_leak(rubbish):
         torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
 
 
-def test_the_suggestion_for_more_queries_than_keys_works():
-    q = make("bhsd", 2, 4, 60, 64, torch.bfloat16)
-    k, v = (make("bhsd", 2, 4, 40, 64, torch.bfloat16) for _ in range(2))
-    options = {"is_causal": True, "causal_alignment": "bottom_right", "seq_lens_kv": lengths(40, 13)}
-    with pytest.raises(cudnn_sdpa.UnsupportedError, match="pad"):
-        cudnn_sdpa.sdpa(q, k, v, **options)
-    k, v = (torch.nn.functional.pad(t, (0, 0, 0, 20)) for t in (k, v))
-    check(q, k, v, **options)
+def test_more_queries_than_keys_aligned_at_each_sequences_last_key():
+    q = make("bhsd", 3, 4, 60, 64, torch.bfloat16)
+    k, v = (make("bhsd", 3, 4, 40, 64, torch.bfloat16) for _ in range(2))
+    check(q, k, v, is_causal=True, causal_alignment="bottom_right", seq_lens_kv=lengths(40, 13, 0))
