@@ -6,6 +6,7 @@ Importing this package starts no CUDA and loads no cuDNN; the first call on a GP
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.attention.dense import sdpa
 from cudnn_sdpa.attention.drop_in import scaled_dot_product_attention
+from cudnn_sdpa.attention.fallback import fallback
 from cudnn_sdpa.attention.varlen import sdpa_varlen
 from cudnn_sdpa.errors import (
     ArgumentError,
@@ -39,6 +40,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "explain",
+    "fallback",
     "no_plan_builds",
     "plan_cache",
     "scaled_dot_product_attention",

@@ -41,6 +41,22 @@ class Attention(torch.autograd.Function):
         return (*_gradients(ctx, *gradients), None)
 
 
+class ReferenceAttention(torch.autograd.Function):
+    """The same in plain PyTorch on any device, for what cuDNN declines."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Result:
+        """Runs the reference."""
+        out, lse = operators.run_cpu(inputs[-1])
+        _save(ctx, inputs[-1], out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """The gradients by the tensors, None for the call."""
+        return (*_gradients(ctx, *gradients, by_reference=True), None)
+
+
 def refuse_gradient_of_lse(grad_lse: Tensor | None) -> None:
     """A log-sum-exp can be returned, but no loss may depend on it."""
     if grad_lse is not None:
@@ -57,7 +73,9 @@ def _save(ctx: Any, call: ForwardArguments, out: Tensor, lse: Tensor) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *, by_reference: bool = False
+) -> tuple[Tensor | None, ...]:
     refuse_gradient_of_lse(grad_lse)
     needs = Needs(*ctx.needs_input_grad[:_DIFFERENTIABLE])
     if grad_out is None or not any(needs):
@@ -65,6 +83,8 @@ def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tu
     *tensors, out, lse = ctx.saved_tensors
     call = ForwardArguments._make((*tensors, *ctx.options, True, None))
     of = BackwardArguments(grad_out, out, lse, call, call.deterministic, needs)
+    if by_reference:
+        return _in_place(operators.run_backward_cpu(of), needs)
     if torch.is_grad_enabled() or type(grad_out) is not Tensor or torch.compiler.is_compiling():
         return gradients_by_operator(of)
     run = operators.run_backward_cuda if out.is_cuda else operators.run_backward_cpu

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cudnn_sdpa.attention import arguments, autograd, lookup, shortcuts
+from cudnn_sdpa.attention import arguments, autograd, lookup, operators, shortcuts
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.calls import Result
+from cudnn_sdpa.attention.fallback import or_else
+from cudnn_sdpa.attention.options import TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_profiling, needs_gradient
 
@@ -195,6 +197,11 @@ def run(call: ForwardArguments, deterministic: bool | None) -> Result:
     if call.dropout_p:
         # Drawn from PyTorch's generator of the device: manual_seed, checkpointing and CUDA graphs act on it.
         call = call._replace(rng=torch.randint(2**62, (2,), dtype=torch.int64, device=call.q.device))
+    return or_else(lambda: _run(call), lambda: _run_on_torch(call), lambda: lookup.signature(call))
+
+
+def _run(call: ForwardArguments) -> Result:
+    """Runs a checked call through autograd or PyTorch's dispatcher."""
     if needs_gradient(*call.tensors, call.out):
         return _differentiable(call)
     arguments.check_no_gradient(q=call.q, k=call.k, v=call.v, attn_mask=call.attn_mask, sinks=call.sinks, out=call.out)
@@ -209,6 +216,27 @@ def run(call: ForwardArguments, deterministic: bool | None) -> Result:
     return call.out
 
 
+def _run_on_torch(call: ForwardArguments) -> Result:
+    """Runs a checked call on PyTorch's own attention if that has its options, otherwise on the reference."""
+    if _is_pytorchs(call):
+        k, v = (x.repeat_interleave(call.q.shape[1] // x.shape[1], 1) for x in (call.k, call.v))
+        options: dict[str, Any] = {"dropout_p": call.dropout_p, "is_causal": call.is_causal, "scale": call.scale}
+        out = torch.nn.functional.scaled_dot_product_attention(call.q, k, v, call.attn_mask, **options)
+        return out if call.out is None else call.out.copy_(out)
+    inputs = (*call[:5], call._replace(out=None, with_lse=True))
+    out, lse = autograd.ReferenceAttention.apply(*inputs)  # type: ignore[no-untyped-call]
+    out = out if call.out is None else call.out.copy_(out)
+    return (out, lse) if call.with_lse else out
+
+
+def _is_pytorchs(call: ForwardArguments) -> bool:
+    """Whether PyTorch's own attention has all options of a call."""
+    others = (call.sinks, call.seq_lens_q, call.seq_lens_kv, call.softcap)
+    bounded = (call.window_left, call.window_right) != (UNBOUNDED, UNBOUNDED) or call.alibi
+    causal = call.is_causal and (call.attn_mask is not None or call.causal_alignment != TOP_LEFT)
+    return others == (None,) * 4 and not (bounded or causal or call.with_lse)
+
+
 def _differentiable(call: ForwardArguments) -> Result:
     if call.out is not None:
         raise UnsupportedError(
@@ -216,6 +244,8 @@ def _differentiable(call: ForwardArguments) -> Result:
             ["an input requires grad, and autograd does not follow what is written into a given tensor"],
             "calling it under torch.no_grad(), or without out",
         )
+    if call.q.is_cuda and not is_compiling():
+        operators.check_gradient(call)
     if is_compiling() or not is_bare(*call.tensors):
         out, lse = torch.ops.cudnn_sdpa.sdpa_forward_lse(*call[:17])
         lse = lse.detach() if is_compiling() else lse  # a compiled graph asks for the gradient of all that it returns

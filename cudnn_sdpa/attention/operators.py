@@ -8,20 +8,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, backward, graphs, lookup, memory, reference
+from cudnn_sdpa.attention import arguments, backward, debug, graphs, lookup, memory, reference
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.backward import BackwardArguments, Needs
 from cudnn_sdpa.attention.calls import ForwardCall, Result, bind
-from cudnn_sdpa.attention.passes import Forward
+from cudnn_sdpa.attention.passes import Backward, Forward
 from cudnn_sdpa.attention.problem import Problem
 from cudnn_sdpa.runtime.cache import plan_cache
-from cudnn_sdpa.runtime.layouts import dense_stride_like
+from cudnn_sdpa.runtime.layouts import TensorLayout, dense_stride_like
 from cudnn_sdpa.runtime.plan import build_plan
 from cudnn_sdpa.runtime.target import live_target
 
@@ -47,6 +47,7 @@ def like_in_memory(tensor: Tensor) -> Tensor:
 
 def run_cuda(call: ForwardArguments) -> Result:
     """A forward pass on the GPU."""
+    _debug(call)
     if call.scale is not None and call.scale < MIN_SCALE:
         return run_cuda(_with_positive_scale(call))
     raw = lookup.signature(call)
@@ -94,9 +95,16 @@ def _fill_empty(call: ForwardArguments) -> Result:
     return out, lse
 
 
+def _debug(call: ForwardArguments) -> None:
+    if debug.enabled:
+        debug.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
+        debug.check_lengths("seq_lens_kv", call.seq_lens_kv, call.k.shape[2])
+
+
 def run_cpu(call: ForwardArguments) -> Result:
     """A forward pass by the reference."""
     arguments.check(call)
+    _debug(call)
     memory.check_memory(call.q, call.k, call.v, call.out)
     result, lse = reference.attention(call)
     out = (new_output(call.q, call.v) if call.out is None else call.out).copy_(result)
@@ -119,11 +127,42 @@ def run_backward_cuda(of: BackwardArguments) -> list[Tensor]:
     problem = Problem.of(call)
     if problem.is_empty:
         return _wanted(of, [like_in_memory(tensor).zero_() for tensor in _differentiable(call)])
-    if problem.is_single and not call.dropout_p:
+    if problem.is_single:
         return run_backward_cpu(of)
     if call.scale is not None and call.scale < MIN_SCALE:
         return _negative_scale_backward(of)
     return backward.prepare(of)(of)
+
+
+_differentiable_calls: set[Hashable] = set()
+
+
+def check_gradient(call: ForwardArguments) -> None:
+    """Refuses a call whose backward pass is known to have no kernel: now, and not when the loss is differentiated.
+
+    Raises:
+        UnsupportedError: With every reason.
+    """
+    of_mask = call.attn_mask is not None and call.attn_mask.requires_grad
+    name = (lookup.signature(call), of_mask, call.deterministic)
+    if name in _differentiable_calls:
+        return
+    _check_for_cuda(call)
+    problem = Problem.of(call)
+    if not (problem.is_empty or problem.is_single):
+        layout = TensorLayout.of(call.q)  # whatever the output looks like, it does not decide
+        of_sinks = call.sinks is not None and call.sinks.requires_grad
+        refused = Backward(problem, layout, layout, call.deterministic, of_mask, of_sinks).refusal(
+            live_target(call.q.get_device())
+        )
+        if refused is not None:
+            raise refused
+    if len(_differentiable_calls) > MOST_REMEMBERED:
+        _differentiable_calls.clear()
+    _differentiable_calls.add(name)
+
+
+MOST_REMEMBERED = 8192
 
 
 def _negative_scale_backward(of: BackwardArguments) -> list[Tensor]:

@@ -10,6 +10,7 @@ from cudnn_sdpa.attention import graphs
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.problem import Problem
 from cudnn_sdpa.attention.support import BACKWARD, FORWARD, refusal
+from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime.key import Operand, PlanKey
 from cudnn_sdpa.runtime.layouts import TensorLayout, dense_stride_like
 from cudnn_sdpa.runtime.target import Target
@@ -128,17 +129,18 @@ class Backward:
     bias_gradient: bool
     sink_gradient: bool
 
+    def refusal(self, target: Target) -> UnsupportedError | None:
+        """Everything that is known to speak against a plan."""
+        case = self.problem.case(BACKWARD, target, bias_gradient=self.bias_gradient, deterministic=self.deterministic)
+        return refusal(case, "the gradient of sdpa")
+
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan.
 
         Raises:
             UnsupportedError: It is known to have none.
         """
-        problem = self.problem
-        refused = refusal(
-            problem.case(BACKWARD, target, bias_gradient=self.bias_gradient, deterministic=self.deterministic),
-            "the gradient of sdpa",
-        )
+        problem, refused = self.problem, self.refusal(target)
         if refused is not None:
             raise refused
         out = problem.visible(self.out)

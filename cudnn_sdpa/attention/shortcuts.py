@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cudnn_sdpa.attention import lookup, training
+from cudnn_sdpa.attention import debug, lookup, training
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.calls import ForwardCall
 from cudnn_sdpa.attention.lookup import Last, Run
@@ -30,6 +30,8 @@ def find(
     return_lse: bool,
 ) -> Run | None:
     """What runs a call with these plain arguments, without `seq_lens_q` and `out`, if it may skip the dispatcher."""
+    if debug.enabled:
+        return None
     try:
         trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         with_lse = return_lse or trains
@@ -63,7 +65,12 @@ def find(
 
 def find_any(call: ForwardArguments) -> ForwardCall | None:
     """The prepared call for any arguments, if there is one and it may skip the dispatcher and autograd."""
-    if call.dropout_p or not is_bare(*call.tensors, call.out) or needs_gradient(*call.tensors, call.out):
+    if (
+        debug.enabled
+        or call.dropout_p
+        or not is_bare(*call.tensors, call.out)
+        or needs_gradient(*call.tensors, call.out)
+    ):
         return None
     try:
         prepared: ForwardCall | None = lookup.calls.get(lookup.signature(call))

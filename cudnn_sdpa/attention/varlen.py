@@ -11,6 +11,7 @@ from cudnn_sdpa.attention import arguments, varlen_arguments, varlen_autograd, v
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.dense import cast_tensor, is_deterministic
+from cudnn_sdpa.attention.fallback import or_else
 from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime.eager import is_bare, is_compiling, needs_gradient
@@ -142,7 +143,7 @@ def sdpa_varlen(
     call = call._replace(q=cast_tensor(q, q), k=cast_tensor(k, q), v=cast_tensor(v, q))
     if call.dropout_p:
         call = call._replace(rng=torch.randint(2**62, (2,), dtype=torch.int64, device=q.device))
-    return _run(call)
+    return or_else(lambda: _run(call), lambda: _run_on_torch(call), lambda: (call.q.dtype, call.options))
 
 
 def _run(call: VarlenArguments) -> Result:
@@ -160,6 +161,13 @@ def _run(call: VarlenArguments) -> Result:
         return result
     out: Tensor = operator.varlen_forward(*inputs)
     return out
+
+
+def _run_on_torch(call: VarlenArguments) -> Result:
+    inputs = (*call[:4], call._replace(out=None, with_lse=True))
+    out, lse = varlen_autograd.ReferenceVarlen.apply(*inputs)  # type: ignore[no-untyped-call]
+    out = out if call.out is None else call.out.copy_(out)
+    return (out, lse) if call.with_lse else out
 
 
 def _differentiable(call: VarlenArguments) -> Result:

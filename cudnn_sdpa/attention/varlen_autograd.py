@@ -31,24 +31,45 @@ class VarlenAttention(torch.autograd.Function):
         return (*_gradients(ctx, *gradients), None)
 
 
+class ReferenceVarlen(torch.autograd.Function):
+    """The same in plain PyTorch on any device, for what cuDNN declines."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Result:
+        """Runs the reference."""
+        out, lse = varlen_operators.forward_cpu(inputs[-1])
+        _save(ctx, inputs[-1], out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """The gradients by the tensors, None for the call."""
+        return (*_gradients(ctx, *gradients, by_reference=True), None)
+
+
 def _save(ctx: Any, call: VarlenArguments, out: Tensor, lse: Tensor) -> None:
     ctx.save_for_backward(*call[:7], out, lse)
     ctx.options = call.options
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *, by_reference: bool = False
+) -> tuple[Tensor | None, ...]:
     autograd.refuse_gradient_of_lse(grad_lse)
     needs = ctx.needs_input_grad[:4]
     if grad_out is None or not any(needs):
         return (None,) * 4
     *tensors, out, lse = ctx.saved_tensors
     call = VarlenArguments._make((*tensors, *ctx.options, True, None))
-    if torch.is_grad_enabled() or type(grad_out) is not Tensor or is_compiling():
+    of = VarlenBackwardArguments(grad_out, out, lse, call, needs[3])
+    if by_reference:
+        found = varlen_operators.backward_cpu(of)
+    elif torch.is_grad_enabled() or type(grad_out) is not Tensor or is_compiling():
         found = torch.ops.cudnn_sdpa.varlen_backward(grad_out, out, lse, *call[:18], needs[3])
     else:
         run = varlen_operators.backward_cuda if out.is_cuda else varlen_operators.backward_cpu
-        found = run(VarlenBackwardArguments(grad_out, out, lse, call, needs[3]))
+        found = run(of)
     return tuple(gradient if need else None for need, gradient in zip(needs, [*found, None][:4], strict=True))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import memory, reference, varlen_arguments, varlen_calls
+from cudnn_sdpa.attention import debug, memory, reference, varlen_arguments, varlen_calls
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.operators import MIN_SCALE, define, like_in_memory
@@ -17,6 +17,7 @@ from cudnn_sdpa.attention.varlen_calls import VarlenBackwardArguments
 
 def forward_cuda(call: VarlenArguments) -> Result:
     """A forward pass on the GPU."""
+    _debug(call)
     if call.scale is not None and call.scale < MIN_SCALE:
         sign = 0.0 if call.scale > -MIN_SCALE else -1.0
         out = varlen_calls.new_output(call) if call.out is None else call.out  # in the memory order of q
@@ -54,6 +55,12 @@ def backward_cuda(of: VarlenBackwardArguments) -> list[Tensor]:
     return varlen_calls.run_backward(of)
 
 
+def _debug(call: VarlenArguments) -> None:
+    if debug.enabled:
+        debug.check_offsets("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0], call.max_seqlen_q)
+        debug.check_offsets("cu_seqlens_kv", call.cu_seqlens_kv, call.k.shape[0], call.max_seqlen_kv)
+
+
 def _sequences(call: VarlenArguments) -> list[tuple[slice, slice]]:
     offsets_q, offsets_kv = call.cu_seqlens_q.tolist(), call.cu_seqlens_kv.tolist()
     pairs = zip(offsets_q, offsets_q[1:], offsets_kv, offsets_kv[1:], strict=False)
@@ -69,6 +76,7 @@ def _one(call: VarlenArguments, rows: slice, columns: slice, number: int) -> For
 def forward_cpu(call: VarlenArguments) -> Result:
     """A forward pass by the reference, one sequence after the other."""
     varlen_arguments.check(call)
+    _debug(call)
     out, lse = _empty(call._replace(with_lse=True))
     for number, (rows, columns) in enumerate(_sequences(call)):
         of_one, lse_of_one = reference.attention(_one(call, rows, columns, number))
@@ -81,7 +89,7 @@ def backward_cpu(of: VarlenBackwardArguments) -> list[Tensor]:
     """A backward pass by the reference, one sequence after the other."""
     call = of.call
     gradients = [like_in_memory(tensor).zero_() for tensor in call[:3]]
-    grad_sinks = torch.zeros(call.q.shape[1], dtype=torch.float64)
+    grad_sinks = torch.zeros(call.q.shape[1], dtype=torch.float64, device=call.q.device)
     for number, (rows, columns) in enumerate(_sequences(call)):
         grad_out, out, lse = (x[rows].transpose(0, 1).unsqueeze(0) for x in (of.grad_out, of.out, of.lse))
         *found, _, by_sinks = reference.gradients(grad_out, out, lse, _one(call, rows, columns, number))

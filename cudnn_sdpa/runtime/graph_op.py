@@ -15,6 +15,7 @@ from typing import Any
 
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.runtime import known_issues
 from cudnn_sdpa.runtime.backend import BuiltGraph, GraphBuilder
 from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
 from cudnn_sdpa.runtime.layouts import CUDNN_DTYPE_NAMES
@@ -68,11 +69,12 @@ class GraphOp:
         input that is named as the offsets of another comes before it and is not given to the builder.
 
         Raises:
-            UnsupportedError: cuDNN takes no such graph.
+            UnsupportedError: cuDNN takes no such graph, or is known to compute it wrongly.
             TypeError: What the builder uses has changed since its first key was made.
         """
         if _digest(self._builder) != self.digest:
             raise TypeError(f"what {self.name} uses has changed since its first plan; define a new operation instead")
+        known_issues.check(key)
         symbols: dict[str, Any] = {}
         for uid, operand in enumerate(key.inputs, start=1):
             layout = operand.layout

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from cudnn_sdpa.errors import PlanBuildError
-from cudnn_sdpa.runtime import backend, handles
+from cudnn_sdpa.errors import ExecutionError, PlanBuildError
+from cudnn_sdpa.runtime import backend, handles, known_issues
 from cudnn_sdpa.runtime.graph_op import GraphOp
 from cudnn_sdpa.runtime.key import PlanKey, Role
 from cudnn_sdpa.runtime.layouts import TensorLayout
@@ -117,6 +117,9 @@ class Plan:
 
     def _keep_for_graphs(self) -> None:
         if not self.captured:
+            fault = known_issues.not_in_capture(self.key)
+            if fault:
+                raise ExecutionError(f"{self.key.name} cannot be captured in a CUDA graph: {fault}")
             self.captured = True
             captured_plans.append(self)
 

@@ -1,0 +1,245 @@
+"""What particular versions of cuDNN get wrong, as data: consulted before every build, shown by `explain`.
+
+Each row says which plans a fault concerns and whether a plan is made so that the fault cannot show. A plan that it
+concerns and that does not avoid it is refused: a wrong number is worse than none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.runtime.backend import version_string
+from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
+
+NEVER_FIXED = 10**9
+
+#: All rows are about these operations.
+ATTENTION = "cudnn_sdpa.attention.graphs:"
+
+
+@dataclass(frozen=True, slots=True)
+class KnownIssue:
+    """A fault of cuDNN.
+
+    Attributes:
+        fault: What goes wrong.
+        source: Where it was reported, or on which version and GPU this library's tests met it.
+        treatment: How it is avoided, or that the plan is refused.
+        concerns: Whether a plan on a version with the fault could show it.
+        avoids: Whether the plan is made so that it does not.
+        first: First version with the fault, as a number.
+        fixed: First version without it.
+        in_capture: Whether it shows only where the plan is launched into a CUDA graph, which is then refused.
+    """
+
+    fault: str
+    source: str
+    treatment: str
+    concerns: Callable[[PlanKey], bool]
+    avoids: Callable[[PlanKey], bool] = lambda _: False
+    first: int = 0
+    fixed: int = NEVER_FIXED
+    in_capture: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.fault} ({self.source}); {self.treatment}"
+
+
+def _find(key: PlanKey, name: str) -> Operand | None:
+    return next((operand for operand in (*key.inputs, *key.outputs) if operand.name == name), None)
+
+
+def _has(key: PlanKey, *names: str) -> bool:
+    return all(_find(key, name) is not None for name in names)
+
+
+def _shape(key: PlanKey, name: str) -> tuple[int, ...]:
+    operand = _find(key, name)
+    return () if operand is None else operand.layout.shape
+
+
+def _forward(key: PlanKey) -> bool:
+    return key.name == "sdpa_forward"
+
+
+def _backward(key: PlanKey) -> bool:
+    return key.name == "sdpa_backward"
+
+
+def _packed(key: PlanKey) -> bool:
+    return any(operand.ragged for operand in key.inputs)
+
+
+def _grouped(key: PlanKey) -> bool:
+    return _shape(key, "q")[1] != _shape(key, "k")[1]
+
+
+def _single_query(key: PlanKey) -> bool:
+    return _shape(key, "q")[2] == 1
+
+
+def _partial_tiles(key: PlanKey) -> bool:
+    return _backward(key) and (_shape(key, "q")[2] % 128 != 0 or _shape(key, "k")[2] % 128 != 0)
+
+
+def _one_row_of_bias(key: PlanKey) -> bool:
+    return _has(key, "bias") and _shape(key, "bias")[2] == 1 and not _single_query(key)
+
+
+def _masked(key: PlanKey) -> bool:
+    return key.option_values["band"] not in (None, (None, 0, False)) or _has(key, "bias")
+
+
+def _token_major(key: PlanKey) -> bool:
+    """Whether a token's heads lie together in all gradients."""
+    return all(
+        operand.layout.stride[1] <= operand.layout.stride[2] for operand in key.outputs if operand.name != "grad_q"
+    )
+
+
+ISSUES = (
+    KnownIssue(
+        "a very negative log-sum-exp gives NaN gradients where queries or keys fill their last tile of 128 partly",
+        "pytorch#196678, cudnn-frontend#1072; seen on 9.19 with an H200, not on 9.28",
+        "full lengths are given, so that the rest of the tile is masked",
+        _partial_tiles,
+        lambda key: _has(key, "seq_len_q") or _has(key, "softcap"),
+        fixed=92800,
+    ),
+    KnownIssue(
+        "decoding on Blackwell corrupts results silently",
+        "pytorch#193893",
+        "refused",
+        lambda key: _forward(key) and _single_query(key) and key.target.sm // 10 == 10,
+        first=91900,
+        fixed=92600,
+    ),
+    KnownIssue(
+        "the packed log-sum-exp of a decoding step is written for the first head of a group only",
+        "cudnn-frontend#1083",
+        "packed plans are made for longer sequences",
+        lambda key: _forward(key) and _packed(key) and _has(key, "lse") and _grouped(key),
+        lambda key: not _single_query(key),
+        first=92600,
+        fixed=92800,
+    ),
+    KnownIssue(
+        "planning gradients for one batch, head and query crashes",
+        "cudnn-frontend#1071",
+        "refused",
+        lambda key: _backward(key) and _shape(key, "q")[:3] == (1, 1, 1),
+        first=92600,
+        fixed=92601,
+    ),
+    KnownIssue(
+        "a head-major packed log-sum-exp gives gradients that are all zero",
+        "cudnn-frontend#462",
+        "it lies token-major",
+        lambda key: _backward(key) and _packed(key),
+        lambda key: (operand := _find(key, "lse")) is not None and operand.layout.stride[1] == 1,
+        first=92200,
+        fixed=92700,
+    ),
+    KnownIssue(
+        "a sequence without keys gets NaN or whatever lay in memory",
+        "cudnn-frontend#943; seen on 9.19 with an H200",
+        "it is given as one without queries, or the result is filled with zeros beforehand",
+        lambda key: (operand := _find(key, "seq_len_kv")) is not None and operand.role is Role.TENSOR,
+        lambda _: True,
+    ),
+    KnownIssue(
+        "replaying a CUDA graph accesses memory illegally with more than 1024 keys and a mask other than plain causal",
+        "TransformerEngine#2344",
+        "a launch into a CUDA graph is refused",
+        lambda key: _shape(key, "k")[2] > 1024 and _masked(key),
+        first=91300,
+        fixed=91500,
+        in_capture=True,
+    ),
+    KnownIssue(
+        "offsets of packed tensors overflow 32 bits",
+        "cudnn-frontend#517",
+        "they are computed in 64 bits",
+        _packed,
+        lambda key: all("int64" in str(op.layout.dtype) for op in key.inputs if op.name.startswith("offsets_")),
+    ),
+    KnownIssue(
+        "gradients of grouped heads are summed wrongly in packed tensors whose heads do not lie together",
+        "seen on 9.19 with an H200",
+        "gradients of keys and values are written token-major, and copied if their tensors are not",
+        lambda key: _backward(key) and _packed(key) and _grouped(key),
+        _token_major,
+    ),
+    KnownIssue(
+        "backward engines misread an attn_mask that has one row for all queries",
+        "seen on 9.19 with an H200",
+        "the row is given as many rows in one place",
+        lambda key: _backward(key) and _has(key, "bias"),
+        lambda key: not _one_row_of_bias(key),
+    ),
+    KnownIssue(
+        "an attn_mask with nothing but a batch dimension is misread where there is one key",
+        "seen on 9.19 with an H200",
+        "it is copied with a row for each query",
+        lambda key: _has(key, "bias") and _shape(key, "k")[2] == 1,
+        lambda key: not _one_row_of_bias(key),
+    ),
+    KnownIssue(
+        "with dropout, the gradient of the sinks is (1 - p) times what it should be",
+        "seen on 9.19 with an H200",
+        "it is computed from the output and its gradient",
+        lambda key: _backward(key) and bool(key.option_values["dropout_p"]),
+        lambda key: not key.option_values["sink_gradient"],
+    ),
+    KnownIssue(
+        "dropout with a single query reads memory that is not its own",
+        "seen on 9.19 with an H200",
+        "refused",
+        lambda key: _forward(key) and _single_query(key) and bool(key.option_values["dropout_p"]),
+    ),
+    KnownIssue(
+        "the gradient of the values under a soft cap is zero unless a mask compares rows with columns",
+        "seen on 9.19 with an H200",
+        "such a mask that hides nothing is drawn",
+        lambda key: _backward(key) and _has(key, "softcap"),
+        lambda _: True,
+    ),
+    KnownIssue(
+        "the gradient of attn_mask under a soft cap is wrong",
+        "seen on 9.19 with an H200",
+        "refused",
+        lambda key: _backward(key) and _has(key, "softcap") and key.option_values["bias_gradient"] is not None,
+    ),
+    KnownIssue(
+        "bounds of a single query's keys under a soft cap are misread",
+        "seen on 9.19 with an H200",
+        "refused",
+        lambda key: _has(key, "softcap", "highest") and _single_query(key),
+    ),
+)
+
+
+def concerning(key: PlanKey) -> list[KnownIssue]:
+    """The faults of this version that a plan could show."""
+    version = key.target.cudnn
+    if not key.operation.startswith(ATTENTION):
+        return []
+    return [issue for issue in ISSUES if issue.first <= version < issue.fixed and issue.concerns(key)]
+
+
+def check(key: PlanKey) -> None:
+    """Refuses to build a plan that would compute wrongly.
+
+    Raises:
+        UnsupportedError: With every fault that it does not avoid.
+    """
+    reasons = [str(issue) for issue in concerning(key) if not (issue.in_capture or issue.avoids(key))]
+    if reasons:
+        raise UnsupportedError(f"{key.name} with cuDNN {version_string(key.target.cudnn)}", reasons)
+
+
+def not_in_capture(key: PlanKey) -> str:
+    """Why a launch of this plan may not be captured in a CUDA graph; empty if it may."""
+    return "; ".join(str(issue) for issue in concerning(key) if issue.in_capture)
