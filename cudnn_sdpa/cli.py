@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,12 +15,26 @@ bench_app = typer.Typer(help="Measure on this machine's GPU.", no_args_is_help=T
 app.add_typer(bench_app, name="bench")
 
 
-class Part(str, Enum):
+Measure = Callable[[], list[dict[str, Any]]]
+Output = Annotated[Path | None, typer.Option("--output", "--json", help="Write the results to this JSON file.")]
+
+
+class HostPart(str, Enum):
     """Parts of `bench host`."""
 
     HOST = "host"
     PARTS = "parts"
+    TRAINING = "training"
     KERNELS = "kernels"
+    MEMORY = "memory"
+
+
+class AttentionPart(str, Enum):
+    """Parts of `bench attention`."""
+
+    KERNELS = "kernels"
+    OPTIONS = "options"
+    VARLEN = "varlen"
     MEMORY = "memory"
 
 
@@ -33,28 +48,67 @@ def version() -> None:
 
 @bench_app.command("host")
 def bench_host(
-    part: Annotated[list[Part] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
+    part: Annotated[list[HostPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
+    output: Output = None,
 ) -> None:
     """Time one warm call on the host and the kernel on the device, and watch memory."""
+    _require_gpu()
+    from cudnn_sdpa.bench import host
+    from cudnn_sdpa.bench.training import training
+
+    measures: dict[HostPart, tuple[str, Measure]] = {
+        HostPart.HOST: ("Host time of one warm call: B=1, H=8, S=128, D=64, bfloat16", host.host),
+        HostPart.PARTS: ("Where it goes", host.parts),
+        HostPart.TRAINING: ("Host time of a forward and a backward pass, the same shape", training),
+        HostPart.KERNELS: ("Device time, interleaved, median", host.kernels),
+        HostPart.MEMORY: ("Memory", host.memory),
+    }
+    _measure("host", {chosen.value: measures[chosen] for chosen in part or list(HostPart)}, output)
+
+
+@bench_app.command("attention")
+def bench_attention(
+    part: Annotated[
+        list[AttentionPart] | None, typer.Option(help="Only these parts; may be given several times.")
+    ] = None,
+    output: Output = None,
+    quick: Annotated[bool, typer.Option(help="Small shapes and few repeats: to see that it runs.")] = False,
+) -> None:
+    """Time forward and backward kernels, options and packed sequences on the device, and the memory of a step."""
+    _require_gpu()
+    from cudnn_sdpa.bench import attention, cases
+
+    sizes = cases.QUICK if quick else cases.FULL
+    measures: dict[AttentionPart, tuple[str, Callable[[cases.Sizes], list[dict[str, Any]]]]] = {
+        AttentionPart.KERNELS: ("Device time, interleaved, median", attention.kernels),
+        AttentionPart.OPTIONS: (f"What options cost: {sizes.options.label}", attention.options),
+        AttentionPart.VARLEN: (f"{sizes.tokens} packed tokens, causal", attention.varlen),
+        AttentionPart.MEMORY: (f"Memory of a training step: {sizes.training.label}", attention.memory),
+    }
+    chosen = {name.value: measures[name] for name in part or list(AttentionPart)}
+    _measure("attention", {name: (title, partial(run, sizes)) for name, (title, run) in chosen.items()}, output)
+
+
+def _require_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
         typer.echo("bench needs an NVIDIA GPU that PyTorch can see (torch.cuda.is_available() is False)", err=True)
         raise typer.Exit(2)
-    from cudnn_sdpa.bench import host, report
 
-    measure: dict[Part, tuple[str, Callable[[], list[dict[str, Any]]]]] = {
-        Part.HOST: ("Host time of one warm call: B=1, H=8, S=128, D=64, bfloat16", host.host),
-        Part.PARTS: ("Where it goes", host.parts),
-        Part.KERNELS: ("Device time, interleaved, median", host.kernels),
-        Part.MEMORY: ("Memory", host.memory),
-    }
+
+def _measure(name: str, parts: dict[str, tuple[str, Measure]], output: Path | None) -> None:
+    """Measures and prints parts, and writes after each of them what there is: a later one may fail."""
+    from cudnn_sdpa.bench import report
+
     results: dict[str, Any] = {}
-    for chosen in part or list(Part):
-        title, run = measure[chosen]
-        results[chosen.value] = run()
-        report.show(title, results[chosen.value])
-    if output is not None:
-        report.write(output, "host", results)
+    for part, (title, run) in parts.items():
+        rows = run()
+        if not rows:  # the part has said why
+            continue
+        results[part] = rows
+        report.show(title, rows)
+        if output is not None:
+            report.write(output, name, results)
+    if output is not None and results:
         typer.echo(f"written to {output}")

@@ -14,9 +14,10 @@ from cudnn_sdpa._version import __version__
 from cudnn_sdpa.attention import describe as _attention  # noqa: F401 - registers the descriptions
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.offline.planner import plan_offline
-from cudnn_sdpa.runtime import backend
+from cudnn_sdpa.runtime import backend, known_issues
 from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.describe import Description, described_functions, describer_of
+from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.plan import build_plan
 from cudnn_sdpa.runtime.target import Target, live_target, load_properties
 
@@ -39,6 +40,9 @@ class Explanation:
         build_seconds: Time that planning and compiling took.
         cached: Whether the plan was in the cache before.
         extra_kernels: What runs on the GPU beside the plan.
+        known_issues: Faults of this cuDNN that the plan is made to avoid.
+        backward: The same of the gradient, if an input requires grad; its versions and libraries are left empty.
+        errors: With `verify`, the relative error of each result against the reference in float64.
         versions: Of this package and what it stands on.
         libraries: Which file each NVIDIA library was loaded from, in the process that planned.
     """
@@ -56,6 +60,9 @@ class Explanation:
     build_seconds: float = 0.0
     cached: bool = False
     extra_kernels: list[str] = field(default_factory=list)
+    known_issues: list[str] = field(default_factory=list)
+    backward: Explanation | None = None
+    errors: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     libraries: dict[str, str] = field(default_factory=dict)
 
@@ -85,13 +92,18 @@ class Explanation:
             lines.append("  nothing to compute: no plan, the result is filled in")
         lines += [f"  key        {self.key}"] if self.key else []
         lines += [f"  also runs  {note}" for note in self.extra_kernels]
+        lines += [f"  avoids     {issue}" for issue in self.known_issues]
+        lines += [f"  error      {name}: {error:.1e}" for name, error in self.errors.items()]
+        lines += [] if self.backward is None else str(self.backward).splitlines()
         lines += [f"  {name:<26} {version}" for name, version in self.versions.items()]
         lines += [f"  {name:<26} {path}" for name, path in self.libraries.items()]
         return "\n".join(lines)
 
 
-def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(function: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: Any) -> Explanation:
     """Says what a call runs: its plan's key, engine and workspace, or every reason why there is no plan.
+
+    If an input requires grad, the same of its gradient.
 
     With CUDA tensors the plan comes out of the cache, or is built and put there. With CPU tensors the answer is for
     a GPU that need not be here, planned by real cuDNN in a helper process: an H200, or what the environment variable
@@ -100,6 +112,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     Args:
         function: A function of this library, such as `sdpa`.
         *args: What it would be called with.
+        verify: Also run it, forward and for inputs that require grad backward, and compare with the reference in
+            float64, whose memory grows with Sq × Skv.
         **kwargs: The same.
 
     Returns:
@@ -122,9 +136,21 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         name = getattr(function, "__name__", repr(function))
         raise OptionError("function", name, "one of " + ", ".join(described_functions()))
     description = describer(*args, **kwargs)
+    result = _explain(function.__name__, description)
+    libraries = {"torch": str(Path(torch.__file__).parent), "cudnn": str(Path(str(backend.cudnn().__file__)).parent)}
+    result.libraries = libraries | result.libraries
+    if description.backward is not None:
+        result.backward = _explain(f"gradient of {function.__name__}", description.backward)
+        result.backward.versions, result.backward.libraries = {}, {}
+    if verify and description.verify is not None and result.supported:
+        result.errors = description.verify()
+    return result
+
+
+def _explain(name: str, description: Description) -> Explanation:
     if description.device is not None:
-        return _explain_live(function.__name__, description, description.device)
-    return _explain_offline(function.__name__, description, os.environ.get("CUDNN_SDPA_TARGET", "h200"))
+        return _explain_live(name, description, description.device)
+    return _explain_offline(name, description, os.environ.get("CUDNN_SDPA_TARGET", "h200"))
 
 
 def _explain_live(name: str, description: Description, device: int) -> Explanation:
@@ -132,8 +158,7 @@ def _explain_live(name: str, description: Description, device: int) -> Explanati
     result = _start(name, description, target, offline=False)
     if not description.is_empty:
         try:
-            key = description.key(target, device)
-            result.key = str(key)
+            key = _key(result, description, target, device)
             result.cached = plan_cache.peek(key) is not None
             plan = plan_cache.get(key, lambda key: build_plan(description.operation, key), to_use=False)
         except UnsupportedError as error:
@@ -151,9 +176,7 @@ def _explain_offline(name: str, description: Description, target_name: str) -> E
     result = _start(name, description, target, offline=True)
     if not description.is_empty:
         try:
-            key = description.key(target, None)
-            result.key = str(key)
-            plan = plan_offline(key, properties)
+            plan = plan_offline(_key(result, description, target, None), properties)
         except UnsupportedError as error:
             result.decline(error)
         else:
@@ -163,6 +186,14 @@ def _explain_offline(name: str, description: Description, target_name: str) -> E
     return result
 
 
+def _key(result: Explanation, description: Description, target: Target, device: int | None) -> PlanKey:
+    """The key, which the explanation takes over, with the faults that concern it."""
+    key = description.key(target, device)
+    result.key = str(key)
+    result.known_issues = [str(issue) for issue in known_issues.concerning(key)]
+    return key
+
+
 def _start(name: str, description: Description, target: Target, *, offline: bool) -> Explanation:
     versions = {
         "cudnn_sdpa": __version__,
@@ -170,14 +201,12 @@ def _start(name: str, description: Description, target: Target, *, offline: bool
         "nvidia-cudnn-frontend": target.frontend,
         "torch": str(torch.__version__),
     }
-    libraries = {"torch": str(Path(torch.__file__).parent), "cudnn": str(Path(str(backend.cudnn().__file__)).parent)}
     return Explanation(
         call=name,
         target=str(target),
         offline=offline,
         extra_kernels=description.extra_kernels,
         versions=versions,
-        libraries=libraries,
     )
 
 

@@ -3,7 +3,9 @@
     python scripts/bench_tables.py            # write them
     python scripts/bench_tables.py --check    # exit with 1 if a page is out of date
 
-A page names its table in a pair of comments, <!-- bench:host --> and <!-- /bench -->, after the file and part.
+A page names its table in a pair of comments: <!-- bench:attention/kernels --> and <!-- /bench --> is the part
+"kernels" of attention-h200.json; without a file's name it is a part of host-h200.json. What stands between them stays
+as it is while that file, or the part in it, is missing.
 """
 
 from __future__ import annotations
@@ -12,36 +14,48 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
-MARKS = re.compile(r"<!-- bench:(?P<part>\w+) -->\n.*?<!-- /bench -->", re.DOTALL)
+MARKS = re.compile(r"(<!-- bench:(?:(?P<file>\w+)/)?(?P<part>\w+) -->\n).*?<!-- /bench -->", re.DOTALL)
 
 
-def table(part: str) -> str:
-    """The rows of one part of `bench host`, as Markdown, and what they were measured with."""
-    data = json.loads((ROOT / "docs" / "benchmarks" / "host-h200.json").read_text())
-    rows, versions = data[part], data["environment"]
+def measured(file: str) -> dict[str, Any]:
+    """What a benchmark's file holds; nothing if it has not been written yet."""
+    path = ROOT / "docs" / "benchmarks" / f"{file}-h200.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def table(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
+    """The rows of one part of a benchmark, as Markdown, and what they were measured with."""
     columns = list(rows[0])
     lines = ["| " + " | ".join(columns) + " |", "|---" + "|--:" * (len(columns) - 1) + "|"]
     lines += ["| " + " | ".join(cell(value) for value in row.values()) + " |" for row in rows]
-    measured = (
+    machine = (
         f"{versions['gpu']}, cuDNN {versions['cudnn']}, frontend {versions['nvidia-cudnn-frontend']}, "
         f"PyTorch {versions['torch']}, Python {versions['python']}, {versions['date']}"
     )
-    return "\n".join([*lines, "", f"<small>{measured}</small>"])
+    return "\n".join([*lines, "", f"<small>{machine}</small>"])
 
 
 def cell(value: object) -> str:
     """A number with the digits that a measurement has, or a text."""
     if isinstance(value, float):
         return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-    return f"{value:,}" if isinstance(value, int) else str(value).replace("  ", "&nbsp; ")
+    return f"{value:,}" if isinstance(value, int) else str(value).replace("  ", "&nbsp; ").replace("|", "\\|")
 
 
 def render(text: str) -> str:
     """`text` with every table made anew."""
-    return MARKS.sub(lambda found: f"<!-- bench:{found['part']} -->\n{table(found['part'])}\n<!-- /bench -->", text)
+
+    def renew(found: re.Match[str]) -> str:
+        data = measured(found["file"] or "host")
+        if found["part"] not in data:
+            return found[0]
+        return f"{found[1]}{table(data[found['part']], data['environment'])}\n<!-- /bench -->"
+
+    return MARKS.sub(renew, text)
 
 
 def main() -> int:

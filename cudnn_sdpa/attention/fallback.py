@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 from cudnn_sdpa.errors import OptionError, UnsupportedError
+from cudnn_sdpa.runtime.eager import is_compiling
 
 _log = logging.getLogger("cudnn_sdpa")
 _chosen: ContextVar[str | None] = ContextVar("fallback", default=None)
@@ -55,7 +56,7 @@ def or_else(run: Callable[[], T], instead: Callable[[], T], kind: Callable[[], H
         instead: The same in plain PyTorch.
         kind: Gives what is logged once.
     """
-    if _chosen.get() is None:
+    if is_compiling() or _chosen.get() is None:  # a compiler cannot follow a context variable
         return run()
     try:
         return run()

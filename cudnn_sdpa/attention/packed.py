@@ -167,6 +167,13 @@ class Packed:
             grad_v = TensorLayout.contiguous(self.v.shape, self.v.dtype)
         return grad_q, grad_k, grad_v
 
+    def extra_kernels(self) -> list[str]:
+        """What a call runs beside its plan, for `explain`."""
+        notes = ["where each sequence begins in memory, and its length, are computed from the offsets"]
+        if not self.one_packing:
+            notes.append("the output is filled with zeros (cuDNN writes nothing for a sequence without keys)")
+        return notes
+
     def _options(self) -> dict[str, Any]:
         return {"band": self.mask.band, "alibi": False, "dropout_p": self.dropout_p, "totals": self.totals}
 

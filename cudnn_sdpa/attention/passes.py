@@ -104,6 +104,8 @@ class Forward:
             )
         if problem.lengths_q and self.is_decode:
             notes.append("lengths are combined (cuDNN's decode engines ignore those of the queries)")
+        if problem.bias is not None:
+            notes.append("attn_mask is converted to a bias, if cuDNN cannot read it where it lies (booleans never)")
         if self.sinks_outside:
             notes.append("the sinks are applied to the output from the log-sum-exp (cuDNN has none for a single query)")
         return notes
@@ -192,6 +194,21 @@ class Backward:
             heads = problem.q.shape[1]
             result.append(Operand("grad_sink", TensorLayout.contiguous((1, heads, 1, 1), torch.float32)))
         return result
+
+    def extra_kernels(self) -> list[str]:
+        """What a call runs beside its plan, for `explain`."""
+        problem, notes = self.problem, []
+        if problem.is_single:
+            notes.append("one query on one key is computed in plain PyTorch")
+        if problem.mask.blind_rows:
+            notes.append(f"the gradient of the first {problem.mask.blind_rows} queries is filled with zeros")
+        if problem.bias is not None or problem.softcap:
+            notes.append("the log-sum-exp of queries that see nothing is replaced, so that no NaN comes of it")
+        if self.bias_gradient:
+            notes.append("the gradient of attn_mask is summed over what attn_mask is repeated along")
+        if self.sink_gradient and not self.sink_gradient_inside:
+            notes.append("the gradient of the sinks is computed from the output and its gradient")
+        return notes
 
     @property
     def grad_bias(self) -> TensorLayout:

@@ -134,16 +134,29 @@ def sdpa_varlen(
     call = VarlenArguments(
         *(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, None, max_seqlen_q, max_seqlen_kv),
         *(is_causal, causal_alignment, left, right, scale, dropout_p, softcap),
-        *(cu_seqlens_q is cu_seqlens_kv, is_deterministic(deterministic), return_lse, out),
+        *(cu_seqlens_q is cu_seqlens_kv, False, return_lse, out),
     )
+    return run(call, deterministic)
+
+
+def run(call: VarlenArguments, deterministic: bool | None) -> Result:
+    """Runs a call whose arguments have not been checked yet."""
+    call = call._replace(deterministic=is_deterministic(deterministic))
     if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
-        arguments.check_types(ForwardArguments(q, k, v, sinks=sinks, out=out, with_lse=return_lse))
-        varlen_arguments.check_options(call)
-        varlen_arguments.check(call._replace(dropout_p=0.0))
-    call = call._replace(q=cast_tensor(q, q), k=cast_tensor(k, q), v=cast_tensor(v, q))
+        check(call)
+    q = call.q
+    call = call._replace(q=cast_tensor(q, q), k=cast_tensor(call.k, q), v=cast_tensor(call.v, q))
     if call.dropout_p:
         call = call._replace(rng=torch.randint(2**62, (2,), dtype=torch.int64, device=q.device))
     return or_else(lambda: _run(call), lambda: _run_on_torch(call), lambda: (call.q.dtype, call.options))
+
+
+def check(call: VarlenArguments) -> None:
+    """All checks that need no look at addresses and values."""
+    given = ForwardArguments(call.q, call.k, call.v, sinks=call.sinks, out=call.out, with_lse=call.with_lse)
+    arguments.check_types(given)
+    varlen_arguments.check_options(call)
+    varlen_arguments.check(call._replace(dropout_p=0.0))
 
 
 def _run(call: VarlenArguments) -> Result:

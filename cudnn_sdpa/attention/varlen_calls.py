@@ -21,7 +21,7 @@ from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
 from cudnn_sdpa.runtime.cache import CallTable, next_use, plan_cache
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.layouts import TensorLayout, dense_stride_like
-from cudnn_sdpa.runtime.plan import Plan, build_plan
+from cudnn_sdpa.runtime.plan import Plan, allocate, build_plan
 from cudnn_sdpa.runtime.target import live_target
 
 
@@ -110,9 +110,16 @@ def _is_of_keys(name: str) -> bool:
 
 
 class VarlenCall:
-    """A call, forward or backward, bound to its plan."""
+    """A call, forward or backward, bound to its plan.
 
-    __slots__ = ("_fixed", "_names", "_numbers", "_steps", "last", "packed", "plan")
+    Attributes:
+        packed: The call without its data.
+        plan: The plan.
+        written: Shape, stride and dtype of the gradients by q, k and v as cuDNN writes them.
+        wanted: The same as the caller gets them.
+    """
+
+    __slots__ = ("_fixed", "_names", "_numbers", "_steps", "last", "packed", "plan", "wanted", "written")
 
     def __init__(self, packed: Packed, plan: Plan, call: VarlenArguments) -> None:
         self.packed = packed
@@ -124,6 +131,9 @@ class VarlenCall:
         self._fixed = {name: number.buffer_info()[0] for name, number in self._numbers.items()}
         operands = (*plan.key.inputs, *plan.key.outputs)
         self._names = [operand.name for operand in operands]
+        inputs = (packed.q, packed.k, packed.v)
+        self.written = [(x.shape, x.stride, x.dtype) for x in packed.gradients()]
+        self.wanted = [(x.shape, x.stride, x.dtype) for x in map(dense_like, inputs)]
         self._steps = {operand.name: operand.layout.stride[2] for operand in operands if operand.ragged}
 
     def launch(self, call: VarlenArguments, tensors: dict[str, Tensor]) -> None:
@@ -163,7 +173,7 @@ def run_forward(call: VarlenArguments) -> Result:
     prepared: VarlenCall | None = calls.get(name)
     if prepared is None:
         problem = packed(call)
-        out = TensorLayout.of(new_output(call._replace(q=call.q.to("meta"))) if call.out is None else call.out)
+        out = output_layout(call)
         device = call.q.get_device()
         key = problem.forward_key(out, call.with_lse, live_target(device), device)
         prepared = _bind(problem, key, call, graphs.sdpa_forward)
@@ -178,6 +188,14 @@ def new_output(call: VarlenArguments) -> Tensor:
     """An output for a call: dense, its dimensions in memory in the order of `q`."""
     q, shape = call.q, (*call.q.shape[:2], call.v.shape[2])
     return torch.empty_strided(shape, dense_stride_like(shape, q.shape, q.stride()), dtype=q.dtype, device=q.device)
+
+
+def output_layout(call: VarlenArguments) -> TensorLayout:
+    """How the output of a call lies in memory."""
+    if call.out is not None:
+        return TensorLayout.of(call.out)
+    q, shape = call.q, (*call.q.shape[:2], call.v.shape[2])
+    return TensorLayout(shape, dense_stride_like(shape, q.shape, q.stride()), q.dtype)
 
 
 def _forward(prepared: VarlenCall, call: VarlenArguments) -> Result:
@@ -215,20 +233,18 @@ def run_backward(of: VarlenBackwardArguments) -> list[Tensor]:
 
 
 def _backward(prepared: VarlenCall, of: VarlenBackwardArguments) -> list[Tensor]:
-    call, gradients = of.call, []
-    inputs = (call.q, call.k, call.v)
-    for tensor, layout in zip(inputs, packed(call).gradients(), strict=True):
-        new = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=tensor.device)
-        gradients.append(new if prepared.packed.one_packing else new.zero_())
+    call = of.call
+    gradients = [allocate(*layout) for layout in prepared.written]
+    if not prepared.packed.one_packing:  # cuDNN writes nothing for a sequence without queries or keys
+        for gradient in gradients:
+            gradient.zero_()
     tensors = {"q": call.q, "k": call.k, "v": call.v, "out": of.out, "grad_out": of.grad_out, "lse": of.lse}
     if prepared.packed.softcap:  # a row that sees nothing: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN
         tensors["lse"] = of.lse.masked_fill(of.lse == -torch.inf, torch.inf)
     prepared.launch(call, tensors | dict(zip(("grad_q", "grad_k", "grad_v"), gradients, strict=True)))
-    for number, tensor in enumerate(inputs):  # in the memory order of their tensors
-        layout = dense_like(TensorLayout.of(tensor))
-        if gradients[number].stride() != layout.stride:
-            ordered = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=tensor.device)
-            gradients[number] = ordered.copy_(gradients[number])
+    for number, (layout, written) in enumerate(zip(prepared.wanted, prepared.written, strict=True)):
+        if layout != written:
+            gradients[number] = allocate(*layout).copy_(gradients[number])
     if of.sink_gradient and call.sinks is not None:
         mean = (of.grad_out.float() * of.out).sum(-1)
         gradients.append(-(torch.exp(call.sinks - of.lse) * mean).sum(0))

@@ -11,36 +11,23 @@ from rich.progress import track
 from torch import Tensor
 
 from cudnn_sdpa.attention import lookup
+from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense import sdpa
 from cudnn_sdpa.attention.drop_in import scaled_dot_product_attention
-from cudnn_sdpa.bench import peers
+from cudnn_sdpa.bench import cases, peers
 from cudnn_sdpa.bench.timing import Call, device_times, host_times
 from cudnn_sdpa.runtime import plan as plans
 from cudnn_sdpa.runtime.cache import plan_cache
-from cudnn_sdpa.runtime.eager import is_plain, tensor_guard
-
-#: (B, Hq, Hkv, S, D, causal): what `kernels` times.
-KERNEL_SHAPES = (
-    (4, 32, 32, 2048, 128, True),
-    (4, 32, 8, 4096, 128, True),
-    (2, 32, 8, 8192, 128, True),
-    (1, 32, 8, 16384, 128, True),
-    (2, 32, 8, 8192, 128, False),
-    (4, 16, 16, 4096, 64, True),
-    (64, 32, 8, 512, 128, True),
-    (2, 16, 16, 4096, 256, True),
-)
-
-
-def _random(batch: int, heads: int, length: int, dim: int) -> Tensor:
-    return torch.randn(batch, heads, length, dim, device="cuda", dtype=torch.bfloat16)
+from cudnn_sdpa.runtime.eager import is_bare, tensor_guard
 
 
 def host() -> list[dict[str, Any]]:
     """Host time of one warm inference call, B=1, H=8, S=128, D=64, bfloat16, beside its peers."""
-    q, k, v = (_random(1, 8, 128, 64) for _ in range(3))
+    q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
     lengths = torch.full((1,), 100, dtype=torch.int32, device="cuda")
-    step = _random(1, 8, 1, 64)
+    sinks = cases.normal(8, dtype=torch.float32)
+    operands = ForwardArguments(q, k, v)[:17]
+    step = cases.normal(1, 8, 1, 64)
     frontend = peers.FrontendGraph(q, k, v, is_causal=False)
     pytorch = peers.pytorch(q, k, v, is_causal=False)
     calls: dict[str, Call] = {
@@ -50,9 +37,10 @@ def host() -> list[dict[str, Any]]:
         "drop-in": lambda: scaled_dot_product_attention(q, k, v),
         "sdpa, decode with seq_lens_kv": lambda: sdpa(step, k, v, seq_lens_kv=lengths),
         "sdpa, return_lse": lambda: sdpa(q, k, v, return_lse=True),
-        "sdpa through the dispatcher": lambda: torch.ops.cudnn_sdpa.sdpa_forward(
-            q, k, v, None, None, False, "top_left", None
-        ),
+        "sdpa, window": lambda: sdpa(q, k, v, window=(31, 0)),
+        "sdpa, sinks": lambda: sdpa(q, k, v, sinks=sinks),
+        "sdpa, prefill with seq_lens_kv": lambda: sdpa(q, k, v, seq_lens_kv=lengths),
+        "sdpa through the dispatcher": lambda: torch.ops.cudnn_sdpa.sdpa_forward(*operands),
         "raw launch (nothing allocated)": frontend.launch,
         "frontend execute (nothing allocated)": frontend.execute,
         "cudnn.Graph": peers.wrapper_graph(q, k, v, is_causal=False),
@@ -78,7 +66,7 @@ def host() -> list[dict[str, Any]]:
 
 def parts() -> list[dict[str, Any]]:
     """Where the host time of a warm call goes."""
-    q, k, v = (_random(1, 8, 128, 64) for _ in range(3))
+    q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
     out = sdpa(q, k, v)
     frontend = peers.FrontendGraph(q, k, v, is_causal=False)
     signature = lookup.plain_signature(q, k, v, None, None, False, "top_left", None, False, None)
@@ -93,7 +81,7 @@ def parts() -> list[dict[str, Any]]:
         "is it like the last call?": lambda: guard(q, k, v),
         "if not: signature": lambda: lookup.plain_signature(q, k, v, None, None, False, "top_left", None, False, None),
         "if not: look-up of it": lambda: lookup.calls.get(signature),
-        "if not: may it skip the dispatcher?": lambda: is_plain(q, k, v),
+        "if not: may it skip the dispatcher?": lambda: is_bare(q, k, v),
         "prepared call": lambda: call.run(q, k, v, None, None),
         "  of it: output": lambda: plans.allocate(*layout),
         "  of it: plan.launch": lambda: plan.launch(pointers),
@@ -105,10 +93,9 @@ def parts() -> list[dict[str, Any]]:
 def kernels() -> list[dict[str, Any]]:
     """Device time of `sdpa` beside the plain frontend graph, interleaved."""
     rows = []
-    for shape in track(KERNEL_SHAPES, "kernels", transient=True):
-        batch, heads_q, heads_kv, length, dim, causal = shape
-        q = _random(batch, heads_q, length, dim)
-        k, v = (_random(batch, heads_kv, length, dim) for _ in range(2))
+    for shape in track(cases.KERNEL_SHAPES, "kernels", transient=True):
+        causal = shape.causal
+        q, k, v = shape.tensors()
         frontend = peers.FrontendGraph(q, k, v, is_causal=causal)
 
         def ours(q: Tensor = q, k: Tensor = k, v: Tensor = v, causal: bool = causal) -> Tensor:
@@ -118,10 +105,10 @@ def kernels() -> list[dict[str, Any]]:
             times = device_times(
                 {"sdpa": ours, "frontend": frontend.launch, "flash": peers.pytorch(q, k, v, is_causal=causal)}
             )
-        flops = 4 * batch * heads_q * length * length * dim * (0.5 if causal else 1.0)
+        flops = shape.flops()
         rows.append(
             {
-                "B, Hq, Hkv, S, D": ", ".join(map(str, shape[:-1])) + (", causal" if causal else ""),
+                "B, Hq, Hkv, S, D": shape.label,
                 "sdpa µs": times["sdpa"],
                 "frontend µs": times["frontend"],
                 "sdpa / frontend": times["sdpa"] / times["frontend"],
@@ -134,7 +121,7 @@ def kernels() -> list[dict[str, Any]]:
 
 def memory() -> list[dict[str, Any]]:
     """Device memory over 10,000 calls, and plans and host memory over 1,000 shapes."""
-    q, k, v = (_random(1, 8, 128, 64) for _ in range(3))
+    q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
     sdpa(q, k, v)
     before = _device_memory()
     for _ in range(10_000):
@@ -148,7 +135,7 @@ def memory() -> list[dict[str, Any]]:
     resident = []
     try:
         for length in track(range(1, 1001), "1,000 shapes", transient=True):
-            sdpa(_random(1, 2, length, 64), k[:, :2], v[:, :2])
+            sdpa(cases.normal(1, 2, length, 64), k[:, :2], v[:, :2])
             if length % 200 == 0:
                 gc.collect()
                 resident.append(_host_memory())

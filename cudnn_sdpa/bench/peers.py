@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,42 +31,138 @@ def only(name: str) -> Iterator[None]:
         yield
 
 
-class FrontendGraph:
-    """The graph that an expert would write by hand with the frontend, with everything prepared beforehand.
+@dataclass(frozen=True)
+class Candidate:
+    """A way to compute one and the same attention.
+
+    Attributes:
+        name: How tables call it.
+        attend: The forward call.
+        inputs: q, k and v as it gets them, which require grad.
+        repeats_heads: Whether k and v have their heads repeated beforehand, because it takes no fewer than q's.
+    """
+
+    name: str
+    attend: Callable[[], Tensor]
+    inputs: tuple[Tensor, Tensor, Tensor]
+    repeats_heads: bool = False
+
+    def gradients(self, out: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
+        """The backward pass alone, of a kept graph."""
+        return torch.autograd.grad(out, self.inputs, grad_out, retain_graph=True)
+
+    def step(self, grad_out: Tensor) -> tuple[Tensor, ...]:
+        """Both passes."""
+        return torch.autograd.grad(self.attend(), self.inputs, grad_out)
+
+    def fold(self, gradients: Sequence[Tensor], heads_kv: int) -> list[Tensor]:
+        """Gradients with those by repeated heads summed."""
+        if not self.repeats_heads:
+            return list(gradients)
+        grad_q, *repeated = gradients
+        return [grad_q, *(x.float().view(x.shape[0], heads_kv, -1, *x.shape[2:]).sum(2) for x in repeated)]
+
+
+def candidate(name: str, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Candidate | None:
+    """One of PyTorch's backends if it takes these tensors, which require grad, or takes them with repeated heads."""
+    groups = q.shape[1] // k.shape[1]
+    for repeats in (1, groups) if groups > 1 else (1,):
+        inputs = (q, k, v) if repeats == 1 else (q, _repeated(k, repeats), _repeated(v, repeats))
+        call = pytorch(*inputs, is_causal=is_causal)
+
+        def attend(call: Callable[[], Tensor] = call) -> Tensor:
+            with only(name):
+                return call()
+
+        found = Candidate(name, attend, inputs, repeats > 1)
+        try:
+            found.step(torch.zeros_like(q))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # "No available kernel"
+            continue
+        return found
+    return None
+
+
+def _repeated(tensor: Tensor, times: int) -> Tensor:
+    return tensor.detach().repeat_interleave(times, 1).requires_grad_()
+
+
+class HandGraph:
+    """A graph that an expert would write by hand with the frontend, with everything prepared beforehand.
 
     `launch` costs what cuDNN and the frontend's C++ take, and nothing else: output, workspace, pointers and stream
     are fixed.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> None:
-        cudnn = backend.cudnn()
-        dtype = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[q.dtype]
-        single = cudnn.data_type.FLOAT
-        device = q.get_device()
-        self.handle = handles.build_handle(device)
-        slot = handles.thread.slots[device]
-        slot.bind(torch.cuda.current_stream(device).cuda_stream)
+    def __init__(self, like: Tensor) -> None:
+        self.types: Any = backend.cudnn()
+        self.device = like.get_device()
+        self.handle = handles.build_handle(self.device)
+        slot = handles.thread.slots[self.device]
+        slot.bind(torch.cuda.current_stream(self.device).cuda_stream)
         self.raw_handle = slot.raw
-        graph = cudnn.pygraph(
-            io_data_type=dtype, intermediate_data_type=single, compute_data_type=single, handle=self.handle
+        single = self.types.data_type.FLOAT
+        self.graph: Any = self.types.pygraph(
+            io_data_type=self._dtype(like), intermediate_data_type=single, compute_data_type=single, handle=self.handle
         )
-        symbols = [
-            graph.tensor(name=name, dim=list(t.shape), stride=list(t.stride()), data_type=dtype, uid=uid)
-            for uid, (name, t) in enumerate((("q", q), ("k", k), ("v", v)), start=1)
-        ]
-        symbol, _ = graph.sdpa(*symbols, attn_scale=q.shape[3] ** -0.5, is_inference=True, use_causal_mask=is_causal)
-        out = torch.empty_like(q)
-        symbol.set_output(True).set_dim(list(out.shape)).set_stride(list(out.stride())).set_uid(4)
+        self.tensors: dict[int, Tensor] = {}
+
+    def _dtype(self, tensor: Tensor) -> Any:
+        names = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF", torch.float32: "FLOAT"}
+        names |= {torch.int32: "INT32", torch.int64: "INT64"}
+        return getattr(self.types.data_type, names[tensor.dtype])
+
+    def _next_uid(self, tensor: Tensor) -> int:
+        self.tensors[len(self.tensors) + 1] = tensor
+        return len(self.tensors)
+
+    def declare(
+        self,
+        name: str,
+        tensor: Tensor,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        ragged: Any = None,
+    ) -> Any:
+        """An input; seen as `shape` and `stride` if they are given, its sequences at the offsets `ragged`."""
+        return self.graph.tensor(
+            name=name,
+            dim=list(shape or tensor.shape),
+            stride=list(stride or tensor.stride()),
+            data_type=self._dtype(tensor),
+            uid=self._next_uid(tensor),
+            ragged_offset=ragged,
+        )
+
+    def write(
+        self,
+        symbol: Any,
+        tensor: Tensor,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        ragged: Any = None,
+    ) -> Tensor:
+        """Has the result `symbol` written to `tensor`."""
+        symbol.set_output(True).set_dim(list(shape or tensor.shape)).set_stride(list(stride or tensor.stride()))
+        symbol.set_data_type(self._dtype(tensor)).set_uid(self._next_uid(tensor))
+        if ragged is not None:
+            symbol.set_ragged_offset(ragged)
+        return tensor
+
+    def build(self) -> None:
+        """Plans and compiles; everything is declared."""
+        graph = self.graph
         graph.validate()
         graph.build_operation_graph()
-        graph.create_execution_plans([cudnn.heur_mode.A])
+        graph.create_execution_plans([self.types.heur_mode.A])
         graph.check_support()
         graph.build_plans()
-        self.workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=q.device)
-        self.tensors = {1: q, 2: k, 3: v, 4: out}
+        size = max(1, graph.get_workspace_size())
+        self.workspace = torch.empty(size, dtype=torch.uint8, device=self.tensors[1].device)
         self.pointers = array("Q", [tensor.data_ptr() for tensor in self.tensors.values()])
-        self.graph = graph
-        self.raw_launch = backend.BuiltGraph(graph, "", {}, 0).launcher([1, 2, 3, 4])
+        self.raw_launch = backend.BuiltGraph(graph, "", {}, 0).launcher(list(self.tensors))
 
     def launch(self) -> None:
         """The launch by raw pointers."""
@@ -74,6 +172,105 @@ class FrontendGraph:
     def execute(self) -> None:
         """The frontend's public `execute`."""
         self.graph.execute(self.tensors, self.workspace, handle=self.handle)
+
+
+class FrontendGraph(HandGraph):
+    """The forward pass of dense attention."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> None:
+        super().__init__(q)
+        symbols = [self.declare(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v))]
+        scale = q.shape[3] ** -0.5
+        out, _ = self.graph.sdpa(*symbols, attn_scale=scale, is_inference=True, use_causal_mask=is_causal)
+        self.out = self.write(out, torch.empty_like(q))
+        self.build()
+
+
+class PackedGraph(HandGraph):
+    """What both passes declare: offsets in elements, lengths, and options with the exact batch, lengths and totals.
+
+    Causal, aligned bottom-right, as `sdpa_varlen` does it; queries and keys have the same lengths.
+    """
+
+    def __init__(self, q: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
+        super().__init__(q)
+        self.batch, self.max_seqlen = cu_seqlens.numel() - 1, max_seqlen
+        tokens, _, dim = q.shape
+        self.cu_seqlens = cu_seqlens
+        self.offsets: dict[int, Any] = {}
+        lengths = cu_seqlens.diff().int().view(-1, 1, 1, 1)
+        self.options = {
+            "attn_scale": dim**-0.5,
+            "use_padding_mask": True,
+            "seq_len_q": self.declare("seq_len_q", lengths),
+            "seq_len_kv": self.declare("seq_len_kv", lengths),
+            "max_total_seq_len_q": tokens,
+            "max_total_seq_len_kv": tokens,
+            "diagonal_alignment": self.types.diagonal_alignment.BOTTOM_RIGHT,
+            "diagonal_band_right_bound": 0,
+        }
+
+    def _view(self, tensor: Tensor) -> tuple[list[int], list[int], Any]:
+        """A tensor (T, H, D), or (T, H) of log-sum-exps, as cuDNN sees it: (B, H, S, D), and where sequences begin."""
+        _, heads, *rest = tensor.shape
+        dim = rest[0] if rest else 1
+        step = heads * dim
+        if step not in self.offsets:
+            offsets = self.cu_seqlens.long().view(-1, 1, 1, 1) * step
+            self.offsets[step] = self.declare(f"offsets_{step}", offsets)
+        return [self.batch, heads, self.max_seqlen, dim], [self.max_seqlen * step, dim, step, 1], self.offsets[step]
+
+    def read_packed(self, name: str, tensor: Tensor) -> Any:
+        """Declares a packed input."""
+        return self.declare(name, tensor, *self._view(tensor))
+
+    def write_packed(self, symbol: Any, tensor: Tensor) -> Tensor:
+        """Declares a packed output."""
+        return self.write(symbol, tensor, *self._view(tensor))
+
+
+class PackedForward(PackedGraph):
+    """The forward pass.
+
+    Attributes:
+        out: The output (T, Hq, D).
+        lse: The log-sum-exp (T, Hq), with `with_lse`.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, with_lse: bool) -> None:
+        super().__init__(q, cu_seqlens, max_seqlen)
+        symbols = [self.read_packed(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v))]
+        out, lse = self.graph.sdpa(*symbols, generate_stats=with_lse, **self.options)
+        self.out = self.write_packed(out, torch.empty_like(q))
+        self.lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        if with_lse:
+            self.write_packed(lse, self.lse)
+        self.build()
+
+
+class PackedBackward(PackedGraph):
+    """The backward pass of a `PackedForward` with its log-sum-exp.
+
+    Attributes:
+        gradients: By q, k and v.
+    """
+
+    def __init__(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        forward: PackedForward,
+        grad_out: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+    ) -> None:
+        super().__init__(qkv[0], cu_seqlens, max_seqlen)
+        named = zip(("q", "k", "v", "o", "dO", "stats"), (*qkv, forward.out, grad_out, forward.lse), strict=True)
+        operands = {name: self.read_packed(name, tensor) for name, tensor in named}
+        results = self.graph.sdpa_backward(**operands, **self.options)
+        self.gradients = [
+            self.write_packed(symbol, torch.empty_like(tensor)) for symbol, tensor in zip(results, qkv, strict=True)
+        ]
+        self.build()
 
 
 def wrapper_graph(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Callable[[], Tensor]:

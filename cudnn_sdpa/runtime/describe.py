@@ -21,6 +21,8 @@ class Description:
         device: Index of the GPU that the tensors are on; None for tensors elsewhere.
         is_empty: Whether there is nothing to compute, and so no plan.
         extra_kernels: What runs on the GPU beside the plan, in words.
+        backward: The same of its gradient, if an input requires grad.
+        verify: Runs the call and the reference, and gives the relative error of each result.
     """
 
     operation: GraphOp
@@ -28,6 +30,8 @@ class Description:
     device: int | None
     is_empty: bool = False
     extra_kernels: list[str] = field(default_factory=list)
+    backward: Description | None = None
+    verify: Callable[[], dict[str, float]] | None = None
 
 
 _describers: dict[Callable[..., Any], Callable[..., Description]] = {}

@@ -1,0 +1,228 @@
+"""`bench attention`: kernels of both passes beside PyTorch's, what options cost, packed sequences, and memory.
+
+All times are taken on the GPU, the candidates of a row interleaved: the chip's clock moves with its load.
+"""
+
+from __future__ import annotations
+
+import gc
+import textwrap
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from cudnn_sdpa.attention.dense import sdpa
+from cudnn_sdpa.bench import cases, peers
+from cudnn_sdpa.bench.cases import Shape, Sizes, check_agreement
+from cudnn_sdpa.bench.peers import Candidate
+from cudnn_sdpa.bench.timing import Call, device_times
+from cudnn_sdpa.errors import CudnnSdpaError
+
+OURS, CUDNN, FLASH = "sdpa", "pytorch cudnn", "pytorch flash"
+GRADIENTS = ("grad_q", "grad_k", "grad_v")
+NOTHING = "–"
+HEADS_Q, HEADS_KV, DIM = 32, 8, 128  #: of packed sequences
+
+
+def kernels(sizes: Sizes = cases.FULL) -> list[dict[str, Any]]:
+    """Device time of `sdpa`, forward and backward, beside PyTorch's backends."""
+    rows = []
+    for shape in track(sizes.kernels, "kernels", transient=True):
+        candidates = _candidates(shape)
+        with torch.no_grad():
+            forward = device_times({c.name: c.attend for c in candidates}, repeats=sizes.repeats)
+        rows.append(_kernel_row(shape, "forward", candidates, forward))
+        backward = device_times(_backward_calls(shape, candidates), repeats=sizes.repeats)
+        rows.append(_kernel_row(shape, "backward", candidates, backward))
+    return rows
+
+
+def _candidates(shape: Shape) -> list[Candidate]:
+    """`sdpa` first, then those of PyTorch's backends that can compute it."""
+    q, k, v = shape.tensors(requires_grad=True)
+    ours = Candidate(OURS, lambda: sdpa(q, k, v, is_causal=shape.causal), (q, k, v))
+    others = [peers.candidate(name, q, k, v, is_causal=shape.causal) for name in (CUDNN, FLASH)]
+    return [ours, *(found for found in others if found is not None)]
+
+
+def _backward_calls(shape: Shape, candidates: list[Candidate]) -> dict[str, Call]:
+    """The backward passes of kept graphs, after a look at whether all agree."""
+    calls: dict[str, Call] = {}
+    results: dict[str, list[Tensor]] = {}
+    grad_out = torch.randn_like(candidates[0].inputs[0])
+    for candidate in candidates:
+        out = candidate.attend()
+        calls[candidate.name] = partial(candidate.gradients, out, grad_out)
+        gradients = candidate.gradients(out, grad_out)
+        results[candidate.name] = [out.detach(), *candidate.fold(gradients, shape.heads_kv)]
+    ours = results.pop(OURS)
+    if not results:
+        raise RuntimeError(f"none of PyTorch's backends computes {shape.label}: there is nothing to compare with")
+    for name, theirs in results.items():
+        check_agreement(("out", *GRADIENTS), ours, theirs, f"{name}'s on {shape.label}")
+    return calls
+
+
+def _kernel_row(shape: Shape, which: str, candidates: list[Candidate], times: dict[str, float]) -> dict[str, Any]:
+    flops = shape.flops(backward=which == "backward")
+    names = (OURS, CUDNN, FLASH)
+    row: dict[str, Any] = {"B, Hq, Hkv, S, D": shape.label, "pass": which}
+    row |= {f"{name} µs": times.get(name, NOTHING) for name in names}
+    row |= {f"{name} TFLOP/s": flops / times[name] / 1e6 if name in times else NOTHING for name in names}
+    row[f"{OURS} / {CUDNN}"] = times[OURS] / times[CUDNN] if CUDNN in times else NOTHING
+    row["K/V heads repeated for"] = ", ".join(c.name for c in candidates if c.repeats_heads) or NOTHING
+    return row
+
+
+def options(sizes: Sizes = cases.FULL) -> list[dict[str, Any]]:
+    """What each option adds to the plain causal call, forward and both passes."""
+    qkv = sizes.options.tensors(requires_grad=True)
+    grad_out = torch.randn_like(qkv[0])
+    calls: dict[str, dict[str, Call]] = {"forward": {}, "forward+backward": {}}
+    refusals: dict[str, list[str]] = {}
+    chosen = _options(sizes.options)
+    for name, given in track(chosen.items(), "options", transient=True):
+        attend = partial(_attend, qkv, given)
+        inputs = [*qkv, *(x for x in given.values() if isinstance(x, Tensor) and x.requires_grad)]
+        both = partial(_both_passes, attend, inputs, grad_out)
+        for which, call in (("forward", partial(_without_graph, attend)), ("forward+backward", both)):
+            refusal = _refusal(call)
+            if refusal is None:
+                calls[which][name] = call
+            else:
+                refusals.setdefault(name, []).append(f"{which}: {refusal}")
+    times = {which: device_times(of, repeats=sizes.repeats) for which, of in calls.items()}
+    return [_option_row(name, times, refusals.get(name, [])) for name in chosen]
+
+
+def _options(shape: Shape) -> dict[str, dict[str, Any]]:
+    """Options by the name of their row; sinks get their gradient, a mask does not."""
+    length = shape.length
+    lengths = torch.full((shape.batch,), length, dtype=torch.int32, device=cases.DEVICE)
+    return {
+        "plain": {},
+        "seq_lens_q, seq_lens_kv, all full": {"seq_lens_q": lengths, "seq_lens_kv": lengths},
+        "sinks": {"sinks": cases.normal(shape.heads_q, dtype=torch.float32).requires_grad_()},
+        "window=(1023, 0)": {"window": (1023, 0)},
+        "attn_mask (1, 1, S, S), bfloat16": {"attn_mask": cases.normal(1, 1, length, length)},
+        "softcap=50": {"softcap": 50.0},
+        "dropout_p=0.1": {"dropout_p": 0.1},
+        "deterministic=True": {"deterministic": True},
+        "return_lse=True": {"return_lse": True},
+    }
+
+
+def _attend(qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any]) -> Tensor:
+    result: Any = sdpa(*qkv, is_causal=True, **given)
+    out: Tensor = result[0] if isinstance(result, tuple) else result
+    return out
+
+
+def _without_graph(attend: Callable[[], Tensor]) -> None:
+    with torch.no_grad():
+        attend()
+
+
+def _both_passes(attend: Callable[[], Tensor], inputs: Sequence[Tensor], grad_out: Tensor) -> None:
+    torch.autograd.grad(attend(), inputs, grad_out)
+
+
+def _refusal(call: Call) -> str | None:
+    """Why a call does not work here, in one line; None if it does."""
+    try:
+        call()
+    except CudnnSdpaError as error:
+        reasons = "; ".join(getattr(error, "reasons", [])) or str(error)
+        return textwrap.shorten(reasons, 200, placeholder=" …")
+    return None
+
+
+def _option_row(name: str, times: dict[str, dict[str, float]], refusals: list[str]) -> dict[str, Any]:
+    row: dict[str, Any] = {"option": name}
+    for which, of in times.items():
+        row[f"{which} µs"] = of.get(name, NOTHING)
+        row[f"{which} / plain"] = of[name] / of["plain"] if name in of else NOTHING
+    row["why not"] = "; ".join(refusals) or NOTHING
+    return row
+
+
+def varlen(sizes: Sizes = cases.FULL) -> list[dict[str, Any]]:
+    """Device time of `sdpa_varlen` on packed sequences beside the frontend's graph with exact batch and lengths."""
+    try:
+        from cudnn_sdpa.attention.varlen import sdpa_varlen
+    except ImportError as error:
+        print(f"varlen is left out: this version has no sdpa_varlen ({error})")
+        return []
+    rows = []
+    for longest in track(sizes.longest, "varlen", transient=True):
+        rows += _varlen_rows(sdpa_varlen, cases.random_lengths(sizes.tokens, longest), sizes.repeats)
+    return rows
+
+
+def _varlen_rows(function: Callable[..., Any], lengths: list[int], repeats: int) -> list[dict[str, Any]]:
+    tokens, longest = sum(lengths), max(lengths)
+    cu_seqlens = torch.tensor([0, *lengths], device=cases.DEVICE).cumsum(0, dtype=torch.int32)
+    qkv = tuple(cases.normal(tokens, heads, DIM).requires_grad_() for heads in (HEADS_Q, HEADS_KV, HEADS_KV))
+    plain = (qkv[0].detach(), qkv[1].detach(), qkv[2].detach())
+    grad_out = torch.randn_like(plain[0])
+
+    def attend() -> Tensor:
+        out: Tensor = function(*qkv, cu_seqlens, cu_seqlens, longest, longest, is_causal=True)
+        return out
+
+    inference = peers.PackedForward(*plain, cu_seqlens, longest, with_lse=False)
+    training = peers.PackedForward(*plain, cu_seqlens, longest, with_lse=True)
+    frontend = peers.PackedBackward(plain, training, grad_out, cu_seqlens, longest)
+    for graph in (inference, training, frontend):
+        graph.launch()
+    out = attend()
+    backward = partial(torch.autograd.grad, out, qkv, grad_out, retain_graph=True)
+    where = f"the frontend's on {len(lengths)} sequences"
+    check_agreement(("out", "out"), (out.detach(),) * 2, (inference.out, training.out), where)
+    check_agreement(GRADIENTS, backward(), frontend.gradients, where)
+    with torch.no_grad():
+        times = {"forward": device_times({"ours": attend, "frontend": inference.launch}, repeats=repeats)}
+    times["backward"] = device_times({"ours": backward, "frontend": frontend.launch}, repeats=repeats)
+    return [_varlen_row(lengths, which, *of.values()) for which, of in times.items()]
+
+
+def _varlen_row(lengths: list[int], which: str, ours: float, frontend: float) -> dict[str, Any]:
+    flops = sum(Shape(1, HEADS_Q, HEADS_KV, n, DIM, True).flops(backward=which == "backward") for n in lengths)
+    return {
+        "sequences": f"{len(lengths)} of {min(lengths)} to {max(lengths)} tokens",
+        "pass": which,
+        "sdpa_varlen µs": ours,
+        "frontend µs": frontend,
+        "sdpa_varlen / frontend": ours / frontend,
+        "sdpa_varlen TFLOP/s": flops / ours / 1e6,
+    }
+
+
+def memory(sizes: Sizes = cases.FULL) -> list[dict[str, Any]]:
+    """Most device memory that a forward and a backward pass hold beyond their inputs."""
+    candidates = _candidates(sizes.training)
+    q, k, v = candidates[0].inputs
+    grad_out = torch.randn_like(q)
+    held = {c.name: _most_held(partial(c.step, grad_out)) for c in candidates}
+    result = sum(tensor.numel() * tensor.element_size() for tensor in (q, q, k, v))
+    held["output and gradients alone"] = result
+    return [
+        {"forward and backward": name, "MB": size / 1e6, "× output and gradients": size / result}
+        for name, size in held.items()
+    ]
+
+
+def _most_held(step: Call) -> int:
+    """Bytes from PyTorch's allocator at the peak of a step, without what was held before."""
+    step()  # plans, handles, and what libraries keep
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
