@@ -27,18 +27,20 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Result:
         """Runs the forward pass and saves what the backward pass needs.
 
-        `inputs` are q, k, v, attn_mask and sinks, for autograd to see, and the call that they belong to.
+        `inputs` are q, k, v, attn_mask and sinks, for autograd to see, the call that they belong to, and what is
+        prepared for it if it is known.
         """
-        call: ForwardArguments = inputs[-1]
-        run = operators.run_cuda if call.q.is_cuda else operators.run_cpu
+        call: ForwardArguments = inputs[_DIFFERENTIABLE]
+        ctx.prepared = inputs[-1]
+        run = ctx.prepared or (operators.run_cuda if call.q.is_cuda else operators.run_cpu)
         out, lse = run(call)
         _save(ctx, call, out, lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """The gradients by the tensors, None for the call."""
-        return (*_gradients(ctx, *gradients), None)
+        """The gradients by the tensors, None for the rest."""
+        return (*_gradients(ctx, *gradients), None, None)
 
 
 class ReferenceAttention(torch.autograd.Function):
@@ -87,8 +89,10 @@ def _gradients(
         return _in_place(operators.run_backward_cpu(of), needs)
     if torch.is_grad_enabled() or type(grad_out) is not Tensor or torch.compiler.is_compiling():
         return gradients_by_operator(of)
-    run = operators.run_backward_cuda if out.is_cuda else operators.run_backward_cpu
-    return _in_place(run(of), needs)
+    if not out.is_cuda:
+        return _in_place(operators.run_backward_cpu(of), needs)
+    remembered = {} if ctx.prepared is None else ctx.prepared.backward
+    return _in_place(operators.run_backward_cuda(of, remembered), needs)
 
 
 def gradients_by_operator(of: BackwardArguments) -> tuple[Tensor | None, ...]:
@@ -104,6 +108,7 @@ def _in_place(found: list[Tensor], needs: Needs) -> tuple[Tensor | None, ...]:
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.prepared = None
     _save(ctx, ForwardArguments(*inputs), *output)
 
 

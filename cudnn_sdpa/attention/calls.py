@@ -19,7 +19,7 @@ from cudnn_sdpa.runtime.plan import Plan, allocate
 
 Result = Tensor | tuple[Tensor, Tensor]
 
-_MISALIGNED = ALIGNMENT - 1
+MISALIGNED = ALIGNMENT - 1
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
@@ -76,7 +76,7 @@ class BoundCall:
 class ForwardCall(BoundCall):
     """A forward call bound to its plan. Calling it checks only what no signature holds: addresses."""
 
-    __slots__ = ("_last", "_lse", "_out", "forward", "training")
+    __slots__ = ("_last", "_lse", "_out", "backward", "forward", "training")
 
     def __init__(self, forward: Forward, plan: Plan, scale: float, softcap: float | None = None) -> None:
         super().__init__(forward.problem, plan, scale=scale, softcap=softcap)
@@ -84,6 +84,7 @@ class ForwardCall(BoundCall):
         self._out = (forward.out.shape, forward.out.stride, forward.out.dtype)
         lse_shape = forward.out.shape[:3]
         self._lse = (lse_shape, contiguous_stride(lse_shape), torch.float32)
+        self.backward: dict[Any, Any] = {}  # backward calls that belong to this one
         self._last: Any = None
         self.training: Any = None  # what `training` keeps for plain calls that autograd follows
 
@@ -111,7 +112,7 @@ class ForwardCall(BoundCall):
     def run_plain(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a plain call without lengths and blind rows; saves 4 µs of dictionaries."""
         first, second, third = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if (first | second | third) & _MISALIGNED:
+        if (first | second | third) & MISALIGNED:
             _check_memory(q, k, v, None)
         if self._elsewhere and _current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
@@ -176,7 +177,7 @@ class PlainCall(ForwardCall):
         """The same with the arguments one by one."""
         plan = self.plan
         first, second, third = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if out is not None or (first | second | third) & _MISALIGNED:
+        if out is not None or (first | second | third) & MISALIGNED:
             _check_memory(q, k, v, out)
         if self._elsewhere and _current_device() != plan.device:
             with torch.cuda.device(plan.device):

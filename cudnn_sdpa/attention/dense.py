@@ -187,7 +187,7 @@ def sdpa(
 def run(call: ForwardArguments, deterministic: bool | None) -> Result:
     """Runs a call whose arguments have not been checked yet, by the shortest way that is right for it."""
     if not is_compiling():
-        prepared = shortcuts.find_any(call)
+        prepared = shortcuts.find_any(call, deterministic)
         if prepared is not None:
             return prepared(call)
     arguments.check_types(call)
@@ -250,7 +250,7 @@ def _differentiable(call: ForwardArguments) -> Result:
         out, lse = torch.ops.cudnn_sdpa.sdpa_forward_lse(*call[:17])
         lse = lse.detach() if is_compiling() else lse  # a compiled graph asks for the gradient of all that it returns
     else:
-        out, lse = autograd.Attention.apply(*call[:5], call._replace(with_lse=True))  # type: ignore[no-untyped-call]
+        out, lse = autograd.Attention.apply(*call[:5], call._replace(with_lse=True), None)  # type: ignore[no-untyped-call]
     return (out, lse) if call.with_lse else out
 
 

@@ -70,7 +70,6 @@ def sdpa_backward(
     lse: Any,
     scale: Any,
     bias: Any = None,
-    sink: Any = None,
     seq_len_q: Any = None,
     seq_len_kv: Any = None,
     seed: Any = None,
@@ -85,13 +84,12 @@ def sdpa_backward(
     totals: tuple[int, int] | None,
     deterministic: bool,
     bias_gradient: tuple[int, ...] | None,
-    sink_gradient: bool,
 ) -> Any:
-    """The gradients of `sdpa_forward` by its inputs.
+    """The gradients of `sdpa_forward` by q, k and v, and by the bias if its gradient's shape is given.
 
-    `bias_gradient` is the shape of the gradient by the bias, or None; it and the sink's come last.
+    The sinks have a part in it only through the log-sum-exp.
     """
-    options: dict[str, Any] = {"bias": bias, "sink_token": sink, "use_deterministic_algorithm": deterministic}
+    options: dict[str, Any] = {"bias": bias, "use_deterministic_algorithm": deterministic}
     if softcap is not None:
         modifiers = soft_cap(g, softcap, k.get_dim()[2], band, lowest, highest, backward=True)
         options["score_mod"], options["score_mod_bprop"] = modifiers
@@ -102,17 +100,12 @@ def sdpa_backward(
         options["dropout"] = (dropout_p, seed, offset)
     if totals is not None:
         options |= {"max_total_seq_len_q": totals[0], "max_total_seq_len_kv": totals[1]}
-    more = []
     if bias_gradient is not None:
         options["dBias"] = side_output(g, "grad_bias", bias_gradient)
-        more.append(options["dBias"])
-    if sink_gradient:
-        options["dSink_token"] = side_output(g, "grad_sink", (1, q.get_dim()[1], 1, 1))
-        more.append(options["dSink_token"])
     gradients = g.sdpa_backward(
         name="sdpa_backward", q=q, k=k, v=v, o=out, dO=grad_out, stats=lse, attn_scale=scale, **options
     )
-    return (*gradients, *more)
+    return tuple(gradients) if bias_gradient is None else (*gradients, options["dBias"])
 
 
 def side_output(g: Any, name: str, shape: tuple[int, ...]) -> Any:

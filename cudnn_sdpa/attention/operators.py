@@ -117,10 +117,11 @@ def _run_fake(call: ForwardArguments) -> Result:
     return (out, call.q.new_empty(call.q.shape[:3], dtype=torch.float32)) if call.with_lse else out
 
 
-def run_backward_cuda(of: BackwardArguments) -> list[Tensor]:
-    """A backward pass on the GPU."""
-    of = of._replace(grad_out=backward.readable(of.grad_out, of.out))
-    prepared = backward.find(of)
+def run_backward_cuda(of: BackwardArguments, remembered: dict[Any, Any] | None = None) -> list[Tensor]:
+    """A backward pass on the GPU; `remembered` are the backward calls that the forward call keeps."""
+    grad_out = backward.readable(of.grad_out, of.out)
+    of = of if grad_out is of.grad_out else of._replace(grad_out=grad_out)
+    prepared = backward.find(of) if remembered is None else backward.known(of, remembered)
     if prepared is not None:
         return prepared(of)
     call = of.call

@@ -152,7 +152,6 @@ class Packed:
             **self._options(),
             "deterministic": deterministic,
             "bias_gradient": None,
-            "sink_gradient": False,
         }
         return graphs.sdpa_backward.key(inputs, gradients, options, target, device)
 

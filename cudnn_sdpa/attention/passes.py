@@ -121,7 +121,7 @@ class Backward:
         grad_out: Its gradient, as cuDNN reads it.
         deterministic: Whether the result must be bit-exact.
         bias_gradient: Whether the gradient by `attn_mask` is wanted.
-        sink_gradient: Whether the gradient by the sinks is wanted.
+        sink_gradient: Whether the gradient by the sinks is wanted, which is computed beside the plan.
     """
 
     problem: Problem
@@ -156,7 +156,7 @@ class Backward:
             Operand("lse", lse),
             *problem.operands(
                 decode=False,
-                sinks=self.sink_gradient_inside,
+                sinks=False,
                 full_lengths=problem.needs_lengths or self._pads(target),
                 whole_bias=True,
             ),
@@ -165,7 +165,6 @@ class Backward:
             **problem.options(),
             "deterministic": self.deterministic,
             "bias_gradient": self.grad_bias.shape if self.bias_gradient else None,
-            "sink_gradient": self.sink_gradient_inside,
         }
         return graphs.sdpa_backward.key(inputs, self.outputs(), options, target, device)
 
@@ -174,11 +173,6 @@ class Backward:
         problem = self.problem
         partial = problem.rows % LAST_TILE != 0 or problem.skv % LAST_TILE != 0
         return partial and target.cudnn < FIRST_RIGHT_LAST_TILE and not problem.softcap
-
-    @property
-    def sink_gradient_inside(self) -> bool:
-        """Whether the plan gives the gradient by the sinks: with dropout, cuDNN 9.19 gives (1-p) times it."""
-        return self.sink_gradient and not self.problem.dropout_p
 
     def outputs(self) -> list[Operand]:
         """The gradients, each in the memory order of its tensor."""
@@ -190,9 +184,6 @@ class Backward:
         ]
         if self.bias_gradient:
             result.append(Operand("grad_bias", self.grad_bias))
-        if self.sink_gradient_inside:
-            heads = problem.q.shape[1]
-            result.append(Operand("grad_sink", TensorLayout.contiguous((1, heads, 1, 1), torch.float32)))
         return result
 
     def extra_kernels(self) -> list[str]:
@@ -206,7 +197,7 @@ class Backward:
             notes.append("the log-sum-exp of queries that see nothing is replaced, so that no NaN comes of it")
         if self.bias_gradient:
             notes.append("the gradient of attn_mask is summed over what attn_mask is repeated along")
-        if self.sink_gradient and not self.sink_gradient_inside:
+        if self.sink_gradient:
             notes.append("the gradient of the sinks is computed from the output and its gradient")
         return notes
 

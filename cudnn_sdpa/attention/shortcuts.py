@@ -6,15 +6,17 @@ mostly look alike. Any other is found by its signature.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cudnn_sdpa.attention import debug, lookup, training
+from cudnn_sdpa.attention import autograd, debug, lookup, training
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.calls import ForwardCall
+from cudnn_sdpa.attention.calls import ForwardCall, Result
 from cudnn_sdpa.attention.lookup import Last, Run
 from cudnn_sdpa.runtime.eager import is_bare, is_profiling, needs_gradient, tensor_guard
 
@@ -63,20 +65,34 @@ def find(
     return run
 
 
-def find_any(call: ForwardArguments) -> ForwardCall | None:
-    """The prepared call for any arguments, if there is one and it may skip the dispatcher and autograd."""
-    if (
-        debug.enabled
-        or call.dropout_p
-        or not is_bare(*call.tensors, call.out)
-        or needs_gradient(*call.tensors, call.out)
-    ):
+def find_any(call: ForwardArguments, deterministic: bool | None) -> Callable[[ForwardArguments], Result] | None:
+    """What runs a call with any arguments, if it is known and may skip the checks and the dispatcher."""
+    tensors = (*call.tensors, call.out)
+    if debug.enabled or call.dropout_p or not is_bare(*tensors):
+        return None
+    trains = needs_gradient(*tensors)
+    if trains and (call.out is not None or not (deterministic is None or type(deterministic) is bool)):
         return None
     try:
-        prepared: ForwardCall | None = lookup.calls.get(lookup.signature(call))
+        prepared: ForwardCall | None = lookup.calls.get(
+            lookup.signature(call._replace(with_lse=call.with_lse or trains))
+        )
     except (AttributeError, TypeError, RuntimeError):
         return None
-    return prepared
+    if prepared is None or not trains:
+        return prepared
+    if not prepared.backward:  # until there has been a gradient, its checks are of use
+        return None
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return functools.partial(_train, prepared, deterministic)
+
+
+def _train(prepared: ForwardCall, deterministic: bool, call: ForwardArguments) -> Result:
+    """A call that autograd follows and whose two passes are prepared."""
+    of_both = call._replace(deterministic=deterministic, with_lse=True)
+    out, lse = autograd.Attention.apply(*call[:5], of_both, prepared)  # type: ignore[no-untyped-call]
+    return (out, lse) if call.with_lse else out
 
 
 def _can_be_guarded(tensors: tuple[Tensor, ...], *, trains: bool) -> bool:

@@ -84,6 +84,21 @@ class Case:
         """The largest head dim of a backward pass on this GPU."""
         return 256 if self.sm // 10 == 9 else 128
 
+    @property
+    def is_ampere_kind(self) -> bool:
+        """Whether the GPU is served by the engines of SM 8x, as SM 12x is too."""
+        return self.sm // 10 in (8, 12)
+
+    @property
+    def is_data_center_blackwell(self) -> bool:
+        """Whether the GPU has engines of SM 10x."""
+        return self.sm // 10 == 10
+
+    @property
+    def has_extra_bias_gradient(self) -> bool:
+        """Whether gradients run through attn_mask, dropout or cuDNN's linear biases."""
+        return self.bias_gradient or self.dropout or (self.alibi and not self.softcap)
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -93,20 +108,30 @@ class Rule:
         applies: Whether it speaks against a case.
         reason: Why, filled in with the case's attributes.
         way_out: What works instead, likewise.
+        wrong: Whether cuDNN has a plan nevertheless, with which it computes something else.
     """
 
     applies: Callable[[Case], bool]
     reason: str
     way_out: str
+    wrong: bool = False
 
 
 def _lacks_backward_head_dim(case: Case) -> bool:
     if not case.backward or case.largest_head_dim <= case.backward_head_dim:
         return False
-    if case.sm // 10 != 10:
+    if not case.is_data_center_blackwell:
         return True
     dims = (case.head_dim, case.head_dim_v)
     return dims != (192, 128) and not (dims == (256, 256) and case.cudnn >= 92300)
+
+
+def _lacks_gradient_over_one_key(case: Case) -> bool:
+    if not (case.backward and case.bias and case.skv == 1):
+        return False
+    if case.is_data_center_blackwell:
+        return case.bias_gradient or (case.cudnn < 92800 and (case.deterministic or case.softcap))
+    return case.is_ampere_kind
 
 
 RULES = (
@@ -121,6 +146,11 @@ RULES = (
         "q, k and v converted to torch.bfloat16",
     ),
     Rule(
+        lambda case: case.head_dim % 8 != 0 or case.head_dim_v % 8 != 0,
+        "cuDNN's attention takes head dims that are multiples of 8, not {head_dim} and {head_dim_v}",
+        "q, k and v padded with torch.nn.functional.pad",
+    ),
+    Rule(
         lambda case: case.largest_head_dim > MAX_HEAD_DIM,
         f"head dim {{largest_head_dim}} is over {MAX_HEAD_DIM}, the largest that this library is tested with",
         f"head dims of up to {MAX_HEAD_DIM}",
@@ -129,6 +159,7 @@ RULES = (
         lambda case: case.cudnn in (91000, 91001),
         "cuDNN {version} computes attention wrongly",
         "cuDNN 9.10.2 or newer",
+        wrong=True,
     ),
     Rule(
         _lacks_backward_head_dim,
@@ -136,14 +167,25 @@ RULES = (
         "head dims of up to {backward_head_dim}, or no gradients",
     ),
     Rule(
-        lambda case: case.bottom_right and (case.bias or case.dropout or case.alibi),
+        lambda case: case.backward and case.packed and case.is_ampere_kind,
+        "on SM {sm} there are no gradients of packed sequences",
+        "padded sequences, with seq_lens_q and seq_lens_kv",
+    ),
+    Rule(
+        lambda case: case.backward and case.softcap and case.is_ampere_kind,
+        "on SM {sm} there are no gradients under a soft cap",
+        "softcap=None, or no gradients",
+    ),
+    Rule(
+        lambda case: case.bottom_right and not case.softcap and (case.bias or case.dropout or case.alibi),
         "a bottom-right mask with a right bound excludes attn_mask, dropout and alibi, unless it can be counted from "
         "the top left, which true lengths and a window narrower than Skv - Sq do not allow",
         "the band drawn into attn_mask, without is_causal and window",
     ),
     Rule(
         lambda case: (
-            case.band is not None
+            case.backward
+            and case.band is not None
             and case.band[0] is not None
             and case.band[0] < 0
             and not case.softcap
@@ -153,7 +195,7 @@ RULES = (
         "the band drawn into attn_mask, without is_causal and window",
     ),
     Rule(
-        lambda case: case.alibi and (case.band is None or case.band[1] != 0 or case.band[2]),
+        lambda case: case.alibi and not case.softcap and (case.band is None or case.band[1] != 0 or case.band[2]),
         "linear biases need a causal mask aligned top-left",
         "the biases given as attn_mask",
     ),
@@ -161,40 +203,70 @@ RULES = (
         lambda case: case.alibi and case.softcap,
         "a soft cap excludes cuDNN's linear biases",
         "the biases given as attn_mask",
+        wrong=True,
     ),
     Rule(
         lambda case: case.softcap and case.lengths and case.sq == 1 and not case.packed,
         "with a soft cap and true lengths, cuDNN computes a single query wrongly",
         "an attn_mask (B, 1, 1, Skv) that hides the keys past each length",
+        wrong=True,
     ),
     Rule(
         lambda case: case.dropout and case.sq == 1,
         "dropout with a single query makes cuDNN read memory that is not its own",
         "dropout_p=0, or more queries",
+        wrong=True,
     ),
     Rule(
         lambda case: case.softcap and case.bias_gradient,
         "with a soft cap, cuDNN gives wrong gradients of attn_mask",
         "an attn_mask that requires no grad",
+        wrong=True,
     ),
     Rule(
         lambda case: (
             case.backward
-            and case.deterministic
-            and case.sm // 10 == 10
-            and (case.bias_gradient or case.dropout or case.alibi)
+            and case.is_data_center_blackwell
+            and case.head_dim == case.head_dim_v == 256
+            and case.has_extra_bias_gradient
+        ),
+        "on SM {sm} gradients with head dim 256 exclude dropout, alibi and gradients of attn_mask",
+        "head dims of up to {backward_head_dim}, or none of these",
+    ),
+    Rule(
+        lambda case: (
+            case.bias_gradient and case.is_data_center_blackwell and (case.head_dim, case.head_dim_v) == (192, 128)
+        ),
+        "on SM {sm} there are no gradients of attn_mask for head dims {head_dim} and {head_dim_v}",
+        "an attn_mask that requires no grad, or head dims of up to {backward_head_dim}",
+    ),
+    Rule(
+        _lacks_gradient_over_one_key,
+        "on SM {sm} there are no gradients with an attn_mask over a single key",
+        "a second key that attn_mask hides",
+    ),
+    Rule(
+        lambda case: (
+            case.backward and case.deterministic and case.is_data_center_blackwell and case.has_extra_bias_gradient
         ),
         "on SM {sm} there is no deterministic kernel for gradients of attn_mask, dropout or alibi",
         "deterministic=False",
     ),
     Rule(
-        lambda case: case.backward and case.deterministic and case.sm // 10 == 10 and case.cudnn < 91800,
+        lambda case: case.backward and case.deterministic and case.is_data_center_blackwell and case.cudnn < 91800,
         "on SM {sm} deterministic gradients need cuDNN 9.18, and this is {version}",
         "deterministic=False",
     ),
     Rule(
-        lambda case: case.backward and case.deterministic and case.packed and case.sm // 10 in (8, 12),
-        "on SM {sm} there are no deterministic gradients of packed sequences",
+        lambda case: (
+            case.backward
+            and case.deterministic
+            and case.packed
+            and case.softcap
+            and case.is_data_center_blackwell
+            and case.cudnn < 92800
+        ),
+        "on SM {sm} deterministic gradients of packed sequences under a soft cap need cuDNN 9.28, and this is {version}",
         "deterministic=False",
     ),
     Rule(

@@ -14,7 +14,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import autograd, backward
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.backward import BackwardArguments, BackwardCall, Needs
-from cudnn_sdpa.attention.calls import ForwardCall
+from cudnn_sdpa.attention.calls import MISALIGNED, ForwardCall
 
 _ALL = Needs(True, True, True, False, False)
 
@@ -44,9 +44,12 @@ class PlainTraining:
     def gradients(self, grad_out: Tensor, saved: tuple[Tensor, ...], deterministic: bool) -> tuple[Tensor, ...]:
         """The gradients by q, k and v."""
         q, k, v, out, lse = saved
-        grad_out = backward.readable(grad_out, out)
-        name = (grad_out.stride(), deterministic)
+        stride, name = grad_out.stride(), (grad_out.stride(), deterministic)
         prepared = self._backward.get(name)
+        if prepared is None or not prepared.plan.held or stride != out.stride() or grad_out.data_ptr() & MISALIGNED:
+            grad_out = backward.readable(grad_out, out)
+            name = (grad_out.stride(), deterministic)
+            prepared = self._backward.get(name)
         if prepared is None or not prepared.plan.held:
             call = ForwardArguments._make((q, k, v, None, None, None, None, None, *self.options, True, None))
             arguments = BackwardArguments(grad_out, out, lse, call, deterministic, _ALL)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import graphs
-from cudnn_sdpa.attention.backward import readable
+from cudnn_sdpa.attention.backward import readable, sink_gradient
 from cudnn_sdpa.attention.calls import Result, _current_device
 from cudnn_sdpa.attention.lookup import describe
 from cudnn_sdpa.attention.options import TOP_LEFT, normalize_mask
@@ -246,8 +246,8 @@ def _backward(prepared: VarlenCall, of: VarlenBackwardArguments) -> list[Tensor]
         if layout != written:
             gradients[number] = allocate(*layout).copy_(gradients[number])
     if of.sink_gradient and call.sinks is not None:
-        mean = (of.grad_out.float() * of.out).sum(-1)
-        gradients.append(-(torch.exp(call.sinks - of.lse) * mean).sum(0))
+        by_head = (x.transpose(0, 1).unsqueeze(0) for x in (of.grad_out, of.out, of.lse))
+        gradients.append(sink_gradient(*by_head, call.sinks))
     return gradients
 
 

@@ -187,13 +187,6 @@ ISSUES = (
         lambda key: not _one_row_of_bias(key),
     ),
     KnownIssue(
-        "with dropout, the gradient of the sinks is (1 - p) times what it should be",
-        "seen on 9.19 with an H200",
-        "it is computed from the output and its gradient",
-        lambda key: _backward(key) and bool(key.option_values["dropout_p"]),
-        lambda key: not key.option_values["sink_gradient"],
-    ),
-    KnownIssue(
         "dropout with a single query reads memory that is not its own",
         "seen on 9.19 with an H200",
         "refused",

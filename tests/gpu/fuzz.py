@@ -13,7 +13,7 @@ import math
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -266,9 +266,15 @@ def difference(actual: Tensor, reference: Tensor, rounding: Tensor | float = 0.0
     return float(off.clamp_min(0) / (reference.norm() + rounding).clamp_min(1e-12))
 
 
-def check(c: Config) -> list[str]:
-    """What is wrong with a configuration; raises UnsupportedError if it is declined."""
-    t = tensors(c)
+def plain(**changes: Any) -> Config:
+    """A causal call with grouped heads and nothing special, but for these changes."""
+    usual = Config(0, torch.bfloat16, 2, (4, 2), 64, 96, (64, 64), ("bshd",) * 3, "dense", 0.2, is_causal=True)
+    return replace(usual, **changes)
+
+
+def check(c: Config, t: dict[str, Tensor | None] | None = None) -> list[str]:
+    """What is wrong with a configuration, on its own inputs or others; raises UnsupportedError if it is declined."""
+    t = tensors(c) if t is None else t
     inputs = ["q", "k", "v", "attn_mask", "sinks"]
     wanted = [*c.needs, *(["attn_mask"] if c.mask_grad else []), *(["sinks"] if c.sinks and c.needs else [])]
     for name in wanted:

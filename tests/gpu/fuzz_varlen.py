@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import fuzz
 import torch
@@ -135,6 +136,13 @@ def expected(c: Config, t: dict[str, Tensor | None]) -> tuple[Tensor, Tensor, di
             if c.sinks:
                 whole["sinks"] += parts["sinks"]
     return out, lse, gradients, sizes
+
+
+def plain(**changes: Any) -> Config:
+    """A causal call with grouped heads, empty sequences among others and nothing special, but for these changes."""
+    lengths = ((70, 0, 5, 33), (90, 8, 0, 33))
+    usual = Config(0, torch.bfloat16, *lengths, (4, 2), (64, 64), 0.2, False, "dense", is_causal=True)
+    return replace(usual, **changes)
 
 
 def check(c: Config) -> list[str]:
