@@ -73,18 +73,18 @@ def find_any(call: ForwardArguments, deterministic: bool | None) -> Callable[[Fo
     trains = needs_gradient(*tensors)
     if trains and (call.out is not None or not (deterministic is None or type(deterministic) is bool)):
         return None
+    wanted = call if call.with_lse or not trains else call._replace(with_lse=True)
     try:
-        prepared: ForwardCall | None = lookup.calls.get(
-            lookup.signature(call._replace(with_lse=call.with_lse or trains))
-        )
+        prepared: ForwardCall | None = lookup.calls.get(lookup.signature(wanted))
     except (AttributeError, TypeError, RuntimeError):
         return None
     if prepared is None or not trains:
         return prepared
-    if not prepared.backward:  # until there has been a gradient, its checks are of use
-        return None
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    by_mask = call.attn_mask is not None and call.attn_mask.requires_grad
+    if not any(name[1:3] == (deterministic, by_mask) for name in prepared.backward):
+        return None  # until there has been such a gradient, its checks are of use
     return functools.partial(_train, prepared, deterministic)
 
 
