@@ -246,8 +246,8 @@ def _backward(prepared: VarlenCall, of: VarlenBackwardArguments) -> list[Tensor]
         if layout != written:
             gradients[number] = allocate(*layout).copy_(gradients[number])
     if of.sink_gradient and call.sinks is not None:
-        by_head = (x.transpose(0, 1).unsqueeze(0) for x in (of.grad_out, of.out, of.lse))
-        gradients.append(sink_gradient(*by_head, call.sinks))
+        grad_out, out, lse = (x.transpose(0, 1).unsqueeze(0) for x in (of.grad_out, of.out, of.lse))
+        gradients.append(sink_gradient(grad_out, out, lse, call.sinks))
     return gradients
 
 
