@@ -58,7 +58,7 @@ def signature(call: ForwardArguments) -> Hashable:
             *call[:3], call.seq_lens_q, call.seq_lens_kv, *call[8:10], call.scale, call.with_lse, call.out
         )
     options = call.options[:-1]  # all but `deterministic`, which does not concern the forward pass
-    types = tuple(map(type, options))  # 1, 1.0 and True are equal, but not all are accepted
+    types = tuple(map(type, (*options, call.with_lse)))  # 1, 1.0 and True are equal, but not all are accepted
     return (*map(describe, (*call.tensors, call.rng, call.out)), *options, call.with_lse, types)
 
 

@@ -22,7 +22,7 @@ MODULES = ["cudnn_sdpa"] + [
 ]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Pages whose blocks are one script, each going on where the one before ended.
-SCRIPTS = {"quickstart.md"}
+SCRIPTS = {"attention.md", "quickstart.md", "training.md", "varlen.md"}
 
 
 def examples() -> list[doctest.DocTest]:
@@ -36,6 +36,7 @@ def examples() -> list[doctest.DocTest]:
 
 
 EXAMPLES = examples()
+PUBLIC = ["sdpa", "sdpa_varlen", "scaled_dot_product_attention", "explain", "fallback", "no_plan_builds"]
 
 
 @pytest.mark.parametrize("test", EXAMPLES, ids=lambda test: test.name)
@@ -49,7 +50,7 @@ def test_examples_in_docstrings_give_what_they_show(test):
     assert result.failed == 0, "".join(output)
 
 
-@pytest.mark.parametrize("name", ["sdpa", "scaled_dot_product_attention", "explain", "no_plan_builds"])
+@pytest.mark.parametrize("name", PUBLIC)
 def test_public_functions_have_an_example_that_was_run(name):
     module = inspect.getmodule(getattr(cudnn_sdpa, name)).__name__
     assert f"{module}.{name}" in {test.name for test in EXAMPLES}
@@ -59,6 +60,11 @@ def blocks(page: Path) -> list[str]:
     """The Python code blocks of a page, also in tabs, where they are indented."""
     found = re.findall(r"^( *)```python[^\n]*\n(.*?)^\1```", page.read_text(), re.MULTILINE | re.DOTALL)
     return ["\n".join(line.removeprefix(indent) for line in code.splitlines()) + "\n" for indent, code in found]
+
+
+def drawings(page: Path) -> list[str]:
+    """The masks that a page draws, which its code prints."""
+    return [text for text in re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL) if "■" in text]
 
 
 def needs_a_gpu(code: str) -> bool:
@@ -79,12 +85,17 @@ def test_blocks_of_pages_run(page, capsys):
         exec(compiled, namespace)  # noqa: S102 - the documentation's own code
         run += 1
     assert run > 0
-    assert "Error" not in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "Error" not in output
+    for drawing in drawings(page):
+        assert drawing in output, f"{page.name} shows what was not printed:\n{drawing}"
 
 
 def test_pages_have_blocks():
     assert len(blocks(ROOT / "README.md")) >= 1
     assert len(blocks(ROOT / "docs" / "quickstart.md")) >= 7
+    assert len(blocks(ROOT / "docs" / "attention.md")) >= 20
+    assert len(drawings(ROOT / "docs" / "attention.md")) == 6
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

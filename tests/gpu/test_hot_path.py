@@ -8,7 +8,8 @@ import torch
 from support import TOLERANCE, error, exact, make
 
 import cudnn_sdpa
-from cudnn_sdpa.attention import lookup
+from cudnn_sdpa.attention import lookup, shortcuts
+from cudnn_sdpa.attention.arguments import ForwardArguments
 
 
 def warm(*tensors, **options):
@@ -16,7 +17,7 @@ def warm(*tensors, **options):
     for _ in range(3):
         result = cudnn_sdpa.sdpa(*tensors, **options)
     if options.get("seq_lens_q") is None:
-        assert lookup.calls.last.call is not None
+        assert lookup.calls.last.run is not None
     return result
 
 
@@ -45,15 +46,30 @@ def test_nothing_synchronizes(name, sq):
     if options.pop("lengths", False):
         options["seq_lens_kv"] = torch.tensor([96, 33], dtype=torch.int32, device="cuda")
     first = warm(q, k, v, **options)
+    inputs = ForwardArguments(q, k, v, **{name: x for name, x in options.items() if name != "return_lse"})[:17]
+    operators = torch.ops.cudnn_sdpa
+    operator = operators.sdpa_forward_lse if "return_lse" in options else operators.sdpa_forward
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         again = cudnn_sdpa.sdpa(q, k, v, **options)
-        through_dispatcher = torch.ops.cudnn_sdpa.sdpa_forward(q, k, v, None, None, False, "top_left", None)
+        through_dispatcher = operator(*inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(again, first, atol=0, rtol=0)
-    assert through_dispatcher.shape == q.shape
+    torch.testing.assert_close(through_dispatcher, first, atol=0, rtol=0)
+
+
+def test_both_shortcuts_lead_to_the_same_prepared_call():
+    q, k, v = problem()
+    assert shortcuts.find(q, k, v, None, True, "top_left", 0.3, False) is None
+    cudnn_sdpa.sdpa(q, k, v, is_causal=True, scale=0.3)
+    found = shortcuts.find_any(ForwardArguments(q, k, v, is_causal=True, scale=0.3))
+    assert found is not None
+    assert shortcuts.find(q, k, v, None, True, "top_left", 0.3, False) == found.run
+    assert lookup.calls.get(lookup.plain_signature(q, k, v, None, None, True, "top_left", 0.3, False, None)) is found
+    assert shortcuts.find(q, k, v, None, True, "top_left", 0.31, False) is None
+    assert shortcuts.find_any(ForwardArguments(q.requires_grad_(), k, v, is_causal=True, scale=0.3)) is None
 
 
 def test_device_memory_does_not_grow():
@@ -100,16 +116,6 @@ def test_a_scale_of_any_number_type_is_served_warm():
         assert error(warm(q, k, v, scale=scale), expected) < TOLERANCE[torch.bfloat16]
 
 
-def test_a_call_made_without_gradients_does_not_open_the_way_for_one_with_gradients():
-    q, k, v = problem()
-    q.requires_grad_()
-    for _ in range(3):
-        with torch.no_grad():
-            cudnn_sdpa.sdpa(q, k, v)
-        with pytest.raises(cudnn_sdpa.UnsupportedError, match="q requires grad"):
-            cudnn_sdpa.sdpa(q, k, v)
-
-
 def test_writing_into_out_is_seen_by_autograd():
     q, k, v = problem()
     out = torch.zeros_like(q)
@@ -119,8 +125,10 @@ def test_writing_into_out_is_seen_by_autograd():
         write()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-    with pytest.raises(cudnn_sdpa.UnsupportedError, match="out requires grad"):
-        cudnn_sdpa.sdpa(q, k, v, out=torch.zeros_like(q).requires_grad_())
+    wants_gradient = torch.zeros_like(q).requires_grad_()
+    for tensors in ((q, k, v, wants_gradient), (q.clone().requires_grad_(), k, v, out)):
+        with pytest.raises(cudnn_sdpa.UnsupportedError, match="out with a gradient"):
+            cudnn_sdpa.sdpa(*tensors[:3], out=tensors[3])
     with torch.inference_mode():
         buffer = torch.full_like(q, torch.nan)
         cudnn_sdpa.sdpa(q, k, v, out=buffer)
@@ -144,18 +152,21 @@ def test_forward_mode_differentiation_is_refused_also_when_warm():
         dual = torch.autograd.forward_ad.make_dual(q, torch.randn_like(q))
         with pytest.raises(cudnn_sdpa.UnsupportedError, match="q has a tangent"):
             cudnn_sdpa.sdpa(dual, k, v)
+        with torch.no_grad(), pytest.raises(cudnn_sdpa.UnsupportedError, match="q has a tangent"):
+            cudnn_sdpa.sdpa(dual, k, v)
     with pytest.raises(cudnn_sdpa.UnsupportedError, match="q has a tangent"):
         torch.func.jvp(lambda q: cudnn_sdpa.sdpa(q, k, v), (q,), (torch.randn_like(q),))
-
-
-def test_requires_grad_is_refused_also_when_warm():
-    q, k, v = problem()
-    warm(q, k, v)
-    q.requires_grad_()
-    with pytest.raises(cudnn_sdpa.UnsupportedError, match="q requires grad"):
-        cudnn_sdpa.sdpa(q, k, v)
-    with torch.no_grad():
-        assert error(cudnn_sdpa.sdpa(q, k, v), exact(q, k, v)[0]) < TOLERANCE[torch.bfloat16]
+    leaf = q.clone().requires_grad_()
+    warm(leaf, k, v)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(leaf, torch.randn_like(q))
+        with pytest.raises(NotImplementedError, match=r"tangent|forward mode"):
+            cudnn_sdpa.sdpa(dual, k, v)
+    packed, ends = q[0].transpose(0, 1), torch.tensor([0, 60, 64], dtype=torch.int32, device="cuda")
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(packed, torch.randn_like(packed))
+        with pytest.raises(cudnn_sdpa.UnsupportedError, match="tangent"):
+            cudnn_sdpa.sdpa_varlen(dual, packed, packed, ends, ends, 60, 60)
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")

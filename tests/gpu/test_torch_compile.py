@@ -7,6 +7,7 @@ import torch
 from support import TOLERANCE, error, exact, make
 
 import cudnn_sdpa
+from cudnn_sdpa.attention.arguments import ForwardArguments
 
 
 def problem(sq=64, skv=96):
@@ -72,7 +73,9 @@ def test_opcheck(with_lengths):
     q, k, v = problem()
     ends = torch.tensor([96, 33], dtype=torch.int32, device="cuda") if with_lengths else None
     operators = torch.ops.cudnn_sdpa
-    inputs = (q, k, v, None, ends, True, "bottom_right", 0.3)
+    inputs = ForwardArguments(q, k, v, seq_lens_kv=ends, is_causal=True, causal_alignment="bottom_right", scale=0.3)[
+        :17
+    ]
     for operator, arguments in (
         (operators.sdpa_forward, inputs),
         (operators.sdpa_forward_lse, inputs),

@@ -63,7 +63,8 @@ def test_a_supported_call():
     assert 0 < result.build_seconds < 60
     assert not result.cached
     assert result.key.startswith("sdpa_forward(q: bfloat16[2×8×64×64;")
-    assert "causal='top_left', with_lse=True" in result.key
+    assert "band=(None, 0, False)" in result.key
+    assert "with_lse=True" in result.key
     assert set(result.versions) == {"cudnn_sdpa", "cuDNN", "nvidia-cudnn-frontend", "torch"}
     assert result.versions["torch"] == torch.__version__
     for name in ("torch", "cudnn", "libcudnn"):
@@ -113,18 +114,20 @@ def test_a_dtype_that_cudnn_has_no_kernel_for(dtype):
     assert result.reasons[0] in text
 
 
-def test_what_is_suggested_for_bottom_right_with_more_queries_than_keys_works():
+def test_what_is_suggested_for_a_bottom_right_mask_beside_a_bias_works():
     q, k, v = qkv(sq=80, skv=48)
-    options = {"is_causal": True, "causal_alignment": "bottom_right"}
-    lengths = torch.tensor([48, 31], dtype=torch.int32)
-    result = explain(sdpa, q, k, v, **options, seq_lens_kv=lengths)
+    lengths, bias = torch.tensor([48, 31], dtype=torch.int32), torch.randn(80, 48)
+    options = {"is_causal": True, "causal_alignment": "bottom_right", "seq_lens_kv": lengths}
+    result = explain(sdpa, q, k, v, **options, attn_mask=bias)
     assert not result.supported
-    assert "80 > 48" in result.reasons[0]
+    assert any("excludes attn_mask" in reason for reason in result.reasons)
+    assert "drawn into attn_mask" in result.suggestion
 
-    k_padded, v_padded = (torch.nn.functional.pad(tensor, (0, 0, 0, 80 - 48)) for tensor in (k, v))
-    assert explain(sdpa, q, k_padded, v_padded, **options, seq_lens_kv=lengths).supported
+    diagonal = torch.arange(80).view(1, 1, 80, 1) + lengths.view(2, 1, 1, 1) - 80
+    drawn = bias.masked_fill(torch.arange(48) > diagonal, -torch.inf)
+    assert explain(sdpa, q, k, v, seq_lens_kv=lengths, attn_mask=drawn).supported
     torch.testing.assert_close(
-        sdpa(q, k_padded, v_padded, **options, seq_lens_kv=lengths), sdpa(q, k, v, **options, seq_lens_kv=lengths)
+        sdpa(q, k, v, seq_lens_kv=lengths, attn_mask=drawn), sdpa(q, k, v, **options, attn_mask=bias)
     )
 
 
@@ -151,13 +154,18 @@ def test_the_drop_in_is_explained_as_the_call_that_it_comes_down_to():
     assert result.key == explain(sdpa, q, k, v, is_causal=True).key
 
 
-def test_what_the_drop_in_does_not_have_is_listed_with_all_other_reasons():
-    q, k, v = qkv(torch.float32)
-    mask = torch.ones(64, 96, dtype=torch.bool)
-    result = explain(scaled_dot_product_attention, q, k, v, mask, 0.25, enable_gqa=True)
+def test_all_reasons_are_listed_together_with_what_works():
+    q, k, v = qkv(torch.float32, dims=(1032, 64))
+    result = explain(sdpa, q, k, v, softcap=20.0, alibi=True)
     assert not result.supported
-    for part in ("attn_mask", "dropout_p=0.25", "not float32"):
+    for part in ("not float32", "head dim 1032", "aligned top-left", "soft cap excludes"):
         assert sum(part in reason for reason in result.reasons) == 1, part
+    for part in ("torch.bfloat16", "head dims of up to 1024", "biases given as attn_mask"):
+        assert part in result.suggestion
+    dropped = explain(
+        scaled_dot_product_attention, q, k, v, torch.ones(64, 96, dtype=torch.bool), 0.25, enable_gqa=True
+    )
+    assert any("not float32" in reason for reason in dropped.reasons)
 
 
 def test_wrong_arguments_raise_as_in_the_call_itself():

@@ -9,7 +9,7 @@ import torch
 
 from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.attention.describe import describe_sdpa
-from cudnn_sdpa.attention.forward import MAX_HEAD_DIM
+from cudnn_sdpa.attention.support import MAX_HEAD_DIM
 from cudnn_sdpa.offline.planner import plan_offline
 from cudnn_sdpa.runtime.target import Target
 
@@ -46,7 +46,14 @@ def test_every_option(plan, shapes, dtype, mask, with_lengths, return_lse):
         options["seq_lens_q"] = lengths()
     key, made = plan(*shapes(lengths=(128, 192), dtype=dtype), **options)
     assert_usable(made)
-    assert key.option_values == {"causal": None if mask == "dense" else mask, "with_lse": return_lse}
+    band = None if mask == "dense" else (None, 0, mask == "bottom_right")
+    assert key.option_values == {
+        "band": band,
+        "with_lse": return_lse,
+        "alibi": False,
+        "dropout_p": 0.0,
+        "totals": None,
+    }
     assert [operand.name for operand in key.inputs[:4]] == ["q", "k", "v", "scale"]
     assert len(key.inputs) == (4 if with_lengths == "none" else 6)
     assert len(key.outputs) == 1 + return_lse
@@ -177,7 +184,8 @@ def test_head_dims_over_the_limit_are_refused_with_a_reason(plan, shapes):
     assert_usable(plan(*shapes(dims=(MAX_HEAD_DIM, MAX_HEAD_DIM)))[1])
 
 
-def test_bottom_right_with_lengths_and_more_queries_than_keys_is_refused_before_cudnn_is_asked(plan, shapes):
-    with pytest.raises(UnsupportedError, match="Sq <= Skv") as caught:
-        plan(*shapes(lengths=(128, 100)), **MASKS["bottom_right"], seq_lens_kv=lengths())
-    assert "torch.nn.functional.pad(k, (0, 0, 0, 28))" in caught.value.suggestion
+def test_bottom_right_with_lengths_and_more_queries_than_keys(plan, shapes):
+    key, made = plan(*shapes(lengths=(128, 100)), **MASKS["bottom_right"], seq_lens_kv=lengths())
+    assert_usable(made)
+    assert key.option_values["band"] == (None, 0, True)
+    assert key.inputs[0].layout.shape[2] == 128  # which queries see nothing, only the lengths say

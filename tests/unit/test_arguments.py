@@ -184,15 +184,16 @@ def test_an_output_may_follow_an_input_in_the_same_storage():
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-@pytest.mark.parametrize("with_out", [False, True])
-def test_a_gradient_is_refused(name, with_out):
-    call = arguments()
+def test_an_output_that_autograd_would_have_to_follow_is_refused(name):
+    call, out = arguments(), torch.full(OUT, torch.nan)
     call[name].requires_grad_()
-    options = {"out": torch.empty(OUT)} if with_out else {}
-    with pytest.raises(UnsupportedError, match=f"{name} requires grad"):
-        sdpa(**call, **options)
+    with pytest.raises(UnsupportedError, match="out with a gradient") as caught:
+        sdpa(**call, out=out)
+    assert "no_grad" in caught.value.suggestion
+    assert out.isnan().all()
     with torch.no_grad():
-        assert sdpa(**call, **options).shape == OUT
+        assert sdpa(**call, out=out) is out
+    assert torch.equal(out, sdpa(**call))
 
 
 @pytest.mark.parametrize("scale", [0.5, 2, -0.25, 0, 0.0, 1e-30])
@@ -238,7 +239,7 @@ def test_an_output_that_requires_grad_is_refused():
 
 
 def test_what_is_checked_on_a_gpu_only_is_checked_for_any_tensors_by_its_function():
-    from cudnn_sdpa.attention import arguments as checks
+    from cudnn_sdpa.attention import memory as checks
 
     q, k, v = (torch.randn(2, 4, 8, 16, dtype=torch.float16) for _ in range(3))
     checks.check_strides(q, k, v)

@@ -161,7 +161,7 @@ def test_an_operation_is_found_by_its_name():
     assert find_operation(sdpa_forward.name) is sdpa_forward
     assert "sdpa_forward" in repr(sdpa_forward)
     with pytest.raises(TypeError, match="no graph_op"):
-        find_operation("cudnn_sdpa.attention.graphs:BOTTOM_RIGHT")
+        find_operation("cudnn_sdpa.attention.graphs:masks")
 
 
 def test_the_docstring_of_the_builder_is_the_operations():

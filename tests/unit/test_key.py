@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.forward import Forward
+from cudnn_sdpa.attention.passes import Backward, Forward
+from cudnn_sdpa.attention.problem import Problem
 from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
 from cudnn_sdpa.runtime.layouts import TensorLayout
 from cudnn_sdpa.runtime.target import Target
@@ -152,16 +153,14 @@ def test_a_key_reads_well():
 
 
 def forward_key(q, k, v, **options):
-    call = {
-        "seq_lens_q": None,
-        "seq_lens_kv": None,
-        "is_causal": False,
-        "causal_alignment": "top_left",
-        "scale": None,
-        "with_lse": False,
-        **options,
-    }
-    return Forward.of(ForwardArguments(q, k, v, **call)).key(TARGET, 0)
+    return Forward.of(ForwardArguments(q, k, v, **options)).key(TARGET, 0)
+
+
+def backward_key(q, k, v, *, deterministic=False, bias_gradient=False, sink_gradient=False, **options):
+    call = ForwardArguments(q, k, v, **options)
+    out = TensorLayout.of(torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype))
+    wanted = (deterministic, bias_gradient, sink_gradient)
+    return Backward(Problem.of(call), out, out, *wanted).key(TARGET, 0)
 
 
 def test_views_that_differ_only_in_strides_that_reach_nothing_share_a_plan():
@@ -175,9 +174,13 @@ def test_views_that_differ_only_in_strides_that_reach_nothing_share_a_plan():
 def test_data_is_in_no_key():
     q, k, v = torch.randn(3, 2, 4, 16, 64, dtype=torch.float16)
     lengths = torch.tensor([3, 9], dtype=torch.int32)
-    base = forward_key(q, k, v, seq_lens_kv=lengths, scale=0.3)
-    again = forward_key(q.clone(), k.clone(), v.clone(), seq_lens_kv=lengths + 4, scale=0.7)
-    assert again == base
+    mask, sinks, rng = torch.randn(16, 16), torch.randn(4), torch.tensor([3, 5])
+    data = {"seq_lens_kv": lengths, "attn_mask": mask, "sinks": sinks, "rng": rng, "scale": 0.3}
+    more = {"seq_lens_kv": lengths + 4, "attn_mask": mask * 2, "sinks": sinks - 1, "rng": rng + 9, "scale": 0.7}
+    for key in (forward_key, backward_key):
+        base = key(q, k, v, dropout_p=0.25, **data)
+        assert key(q.clone(), k.clone(), v.clone(), dropout_p=0.25, **more) == base
+        assert key(q, k, v, softcap=20.0) == key(q, k, v, softcap=31.5)
 
 
 def test_meanings_that_are_equal_share_a_key_and_others_do_not():
@@ -192,3 +195,59 @@ def test_meanings_that_are_equal_share_a_key_and_others_do_not():
     assert forward_key(one, k, v, **top) != forward_key(one, k, v)
     assert forward_key(q, k, v, **top) != forward_key(q, k, v)
     assert forward_key(q, k, v, with_lse=True) != forward_key(q, k, v)
+
+
+OPTIONS = [
+    {},
+    {"is_causal": True},
+    {"window_left": 3},
+    {"window_left": 4},
+    {"window_right": 3},
+    {"window_left": 3, "is_causal": True},
+    {"attn_mask": torch.randn(16, 16)},
+    {"attn_mask": torch.randn(2, 1, 16, 16)},
+    {"attn_mask": torch.randn(16, 16).half()},
+    {"dropout_p": 0.1, "rng": torch.tensor([3, 5])},
+    {"dropout_p": 0.2, "rng": torch.tensor([3, 5])},
+    {"softcap": 20.0},
+    {"alibi": True, "is_causal": True},
+    {"seq_lens_q": torch.tensor([3, 9], dtype=torch.int32)},
+    {"seq_lens_kv": torch.tensor([3, 9], dtype=torch.int32)},
+]
+
+
+@pytest.mark.parametrize("make", [forward_key, backward_key])
+def test_every_option_that_decides_a_graph_makes_another_key(make):
+    q, k, v = torch.randn(3, 2, 4, 16, 64, dtype=torch.float16)
+    assert len({make(q, k, v, **options) for options in OPTIONS}) == len(OPTIONS)
+
+
+def test_sinks_are_part_of_the_forward_graph_and_of_the_backward_one_if_their_gradient_is_wanted():
+    q, k, v = torch.randn(3, 2, 4, 16, 64, dtype=torch.float16)
+    sinks = torch.randn(4)
+    assert forward_key(q, k, v, sinks=sinks) != forward_key(q, k, v)
+    assert backward_key(q, k, v, sinks=sinks) == backward_key(q, k, v)
+    assert backward_key(q, k, v, sinks=sinks, sink_gradient=True) != backward_key(q, k, v)
+
+
+def test_what_is_wanted_of_a_backward_pass_is_part_of_its_key():
+    q, k, v = torch.randn(3, 2, 4, 16, 64, dtype=torch.float16)
+    mask = torch.randn(16, 16)
+    keys = [
+        backward_key(q, k, v, attn_mask=mask),
+        backward_key(q, k, v, attn_mask=mask, deterministic=True),
+        backward_key(q, k, v, attn_mask=mask, bias_gradient=True),
+        forward_key(q, k, v, attn_mask=mask),
+    ]
+    assert len(set(keys)) == 4
+    assert keys[2].outputs[-1].layout.shape == (2, 4, 16, 16)
+
+
+def test_windows_that_hide_nothing_make_no_other_key():
+    q, k, v = torch.randn(3, 2, 4, 16, 64, dtype=torch.float16)
+    for make in (forward_key, backward_key):
+        assert make(q, k, v, window_left=15) == make(q, k, v, window_left=40, window_right=15) == make(q, k, v)
+        assert make(q, k, v, window_left=3, window_right=0) == make(q, k, v, window_left=3, is_causal=True)
+        assert make(q, k, v, window_left=3, window_right=7, is_causal=True) == make(
+            q, k, v, window_left=3, is_causal=True, causal_alignment="bottom_right"
+        )

@@ -5,22 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cudnn_sdpa.attention import lookup
+from cudnn_sdpa.attention import lookup, shortcuts
+from cudnn_sdpa.attention.arguments import ForwardArguments
 
-BASE = {
-    "q": torch.randn(2, 4, 8, 16),
-    "k": torch.randn(2, 2, 12, 16),
-    "v": torch.randn(2, 2, 12, 24),
-    "seq_lens_q": None,
-    "seq_lens_kv": None,
-    "is_causal": False,
-    "causal_alignment": "top_left",
-    "scale": None,
-    "return_lse": False,
-    "out": None,
-}
+BASE = {"q": torch.randn(2, 4, 8, 16), "k": torch.randn(2, 2, 12, 16), "v": torch.randn(2, 2, 12, 24)}
 LENGTHS = torch.tensor([3, 5], dtype=torch.int32)
 OUT = torch.empty(2, 4, 8, 24)
+MASK = torch.randn(2, 4, 8, 12)
+SINKS = torch.randn(4)
+RNG = torch.tensor([3, 5])
 
 
 def other_tensors(tensor):
@@ -44,12 +37,37 @@ CHANGES = [
     {"causal_alignment": "bottom_right"},
     {"scale": 0.25},
     {"scale": 0.26},
-    {"return_lse": True},
+    {"with_lse": True},
+    {"attn_mask": MASK},
+    *({"attn_mask": other} for other in (*other_tensors(MASK), MASK[0], MASK > 0)),
+    {"sinks": SINKS},
+    *({"sinks": other} for other in (torch.cat([SINKS, SINKS]), SINKS.half(), SINKS.to("meta"))),
+    {"rng": RNG},
+    {"rng": RNG.to("meta")},
+    {"window_left": 3},
+    {"window_left": 4},
+    {"window_right": 3},
+    {"window_left": 3, "window_right": 3},
+    {"dropout_p": 0.25},
+    {"dropout_p": 0.5},
+    {"softcap": 20.0},
+    {"softcap": 30.0},
+    {"alibi": True},
+    {"attn_mask": MASK, "deterministic": True},
+    {"attn_mask": MASK, "with_lse": True},
+    {"attn_mask": MASK, "out": OUT},
+    {"attn_mask": MASK, "seq_lens_q": LENGTHS},
+    {"attn_mask": MASK, "seq_lens_kv": LENGTHS},
+    {"attn_mask": MASK, "scale": 0.25},
 ]
 
 
 def signature(**changes):
-    return lookup.signature(**{**BASE, **changes})
+    return lookup.signature(ForwardArguments(**{**BASE, **changes}))
+
+
+def find(q, k, v, seq_lens_kv=None, is_causal=False, causal_alignment="top_left", scale=None, return_lse=False):
+    return shortcuts.find(q, k, v, seq_lens_kv, is_causal, causal_alignment, scale, return_lse)
 
 
 def test_all_changes_lead_to_different_signatures():
@@ -57,33 +75,79 @@ def test_all_changes_lead_to_different_signatures():
     assert len(set(signatures)) == len(CHANGES) + 1
 
 
+def test_every_argument_is_changed_by_some_case_above():
+    assert {name for change in CHANGES for name in change} == set(ForwardArguments._fields)
+
+
 def test_other_data_of_the_same_kind_has_the_same_signature():
-    copies = {name: value.clone() for name, value in BASE.items() if isinstance(value, torch.Tensor)}
-    lengths, out = {"seq_lens_kv": LENGTHS, "out": OUT}, {"seq_lens_kv": LENGTHS + 1, "out": OUT.clone()}
+    copies = {name: value.clone() for name, value in BASE.items()}
+    data = {"seq_lens_kv": LENGTHS, "out": OUT, "attn_mask": MASK, "sinks": SINKS, "rng": RNG, "dropout_p": 0.5}
+    other = {name: value + 1 if name != "dropout_p" else value for name, value in data.items()}
     assert signature(**copies) == signature()
     assert hash(signature(**copies)) == hash(signature())
-    assert signature(**copies, **out) == signature(**lengths)
+    assert signature(**copies, **other) == signature(**data)
+    assert hash(signature(**copies, **other)) == hash(signature(**data))
+
+
+def test_a_plain_call_has_the_signature_of_the_short_way():
+    q, k, v = BASE.values()
+    call = ForwardArguments(q, k, v, None, None, LENGTHS, LENGTHS, is_causal=True, scale=0.3, with_lse=True, out=OUT)
+    assert call.is_plain
+    plain = lookup.plain_signature(q, k, v, LENGTHS, LENGTHS, True, "top_left", 0.3, True, OUT)
+    assert lookup.signature(call) == plain
 
 
 @pytest.mark.parametrize(
-    "change", [{"q": None}, {"k": [1.5]}, {"seq_lens_q": [3, 5]}, {"causal_alignment": []}, {"scale": {}}], ids=str
+    "change",
+    [
+        *({"attn_mask": MASK}, {"sinks": SINKS}, {"window_left": 3}, {"window_right": 0}),
+        *({"rng": RNG, "dropout_p": 0.5}, {"softcap": 20.0}, {"alibi": True}),
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_call_with_any_of_the_rarer_options_is_not_plain(change):
+    assert not ForwardArguments(**BASE, **change).is_plain
+
+
+@pytest.mark.parametrize(
+    "change", [{"q": None}, {"k": [1.5]}, {"seq_lens_kv": [3, 5]}, {"causal_alignment": []}, {"scale": {}}], ids=str
 )
 def test_what_has_no_signature_finds_no_call(change):
-    assert lookup.find(**{**BASE, **change}) is None
+    assert find(**{**BASE, **change}) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"seq_lens_q": LENGTHS, "causal_alignment": []}, {"attn_mask": MASK, "scale": {}}),
+        *({"softcap": []}, {"window_left": [], "window_right": 3}),
+    ],
+    ids=str,
+)
+def test_neither_does_a_call_with_the_rarer_options(change):
+    assert shortcuts.find_any(ForwardArguments(**{**BASE, **change})) is None
 
 
 def test_tensors_of_the_cpu_find_no_call_however_often_they_come():
-    assert [lookup.find(**BASE) for _ in range(3)] == [None] * 3
+    assert [find(**BASE) for _ in range(3)] == [None] * 3
+    assert [shortcuts.find_any(ForwardArguments(**BASE, attn_mask=MASK)) for _ in range(3)] == [None] * 3
 
 
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
         ({"is_causal": True}, {"is_causal": 1}),
-        ({"return_lse": True}, {"return_lse": 1}),
+        ({"with_lse": True}, {"with_lse": 1}),
         ({"scale": 1.0}, {"scale": True}),
+        ({"window_left": 1}, {"window_left": True}),
+        ({"window_right": 1}, {"window_right": 1.0}),
+        ({"softcap": 1.0}, {"softcap": True}),
+        ({"alibi": True}, {"alibi": 1}),
+        ({"attn_mask": MASK, "deterministic": True}, {"attn_mask": MASK, "deterministic": 1}),
+        ({"attn_mask": MASK, "is_causal": True}, {"attn_mask": MASK, "is_causal": 1}),
+        ({"attn_mask": MASK, "with_lse": True}, {"attn_mask": MASK, "with_lse": 1}),
     ],
-    ids=["is_causal", "return_lse", "scale"],
+    ids=" ".join,
 )
 def test_values_of_a_wrong_type_do_not_pass_for_right_ones(right, wrong):
     assert signature(**wrong) != signature(**right)

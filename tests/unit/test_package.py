@@ -106,10 +106,12 @@ def test_exactly_the_public_names_are_exported():
         "UnsupportedError",
         "__version__",
         "explain",
+        "fallback",
         "no_plan_builds",
         "plan_cache",
         "scaled_dot_product_attention",
         "sdpa",
+        "sdpa_varlen",
     ]
     assert cudnn_sdpa.__all__ == sorted(cudnn_sdpa.__all__)
     assert all(hasattr(cudnn_sdpa, name) for name in cudnn_sdpa.__all__)
