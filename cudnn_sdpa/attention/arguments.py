@@ -284,19 +284,14 @@ def _has_tangent(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
-def check_no_gradient(**tensors: Tensor | None) -> None:
-    """Refuses to compute a result that would silently be cut off from autograd."""
-    forward_mode = forward_ad._current_level >= 0
-    if not (torch.is_grad_enabled() or forward_mode):
+def check_no_tangent(**tensors: Tensor | None) -> None:
+    """Refuses to compute a result that would silently be cut off from forward-mode differentiation."""
+    if forward_ad._current_level < 0:
         return
     for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        has_tangent = forward_mode and _has_tangent(tensor)
-        if has_tangent or (tensor.requires_grad and torch.is_grad_enabled()):
-            what = "has a tangent" if has_tangent else "requires grad"
+        if tensor is not None and _has_tangent(tensor):
             raise UnsupportedError(
-                "a gradient",
-                [f"{name} {what}, and this version of cudnn_sdpa computes attention forward only"],
-                "calling it under torch.no_grad(), or torch.nn.functional.scaled_dot_product_attention for training",
+                "forward-mode differentiation",
+                [f"{name} has a tangent, and cuDNN has no kernel that follows it"],
+                "differentiation in reverse mode, or torch.nn.functional.scaled_dot_product_attention",
             )

@@ -23,9 +23,9 @@ MISALIGNED = ALIGNMENT - 1
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
-def _check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
+def _check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tensor | None = None) -> None:
     """Checks the addresses, and tells autograd that `out` is about to be written."""
-    memory.check_memory(q, k, v, out)
+    memory.check_memory(q, k, v, out, mask)
     if out is not None and not out.is_inference():
         torch.autograd.graph.increment_version(out)
 
@@ -101,7 +101,7 @@ class ForwardCall(BoundCall):
 
     def __call__(self, call: ForwardArguments) -> Result:
         """Allocates, launches and returns."""
-        _check_memory(call.q, call.k, call.v, call.out)
+        _check_memory(call.q, call.k, call.v, call.out, call.attn_mask)
         result: Result = self.on_device(self._run, call)
         return result
 

@@ -112,9 +112,9 @@ def sdpa(
         sinks: One score for each query head, (Hq,) float32, that takes part in the softmax and has no value.
         seq_lens_q: True number of queries of each sequence, (B,) int32. Output rows past it are zeros.
         seq_lens_kv: True number of keys of each sequence, (B,) int32, from 0 to Skv. Data on the GPU: changing it
-            neither builds nor waits, and nobody checks it: at Sq=1, a length over Skv reads past the tensor. Keys past
-            the length are not seen, but v must hold finite numbers there, because its rows are multiplied by 0: make
-            a cache with `torch.zeros`.
+            neither builds nor waits, and nobody checks it unless the environment variable `CUDNN_SDPA_DEBUG` is 1: at
+            Sq=1, a length over Skv reads past the tensor. Keys past the length are not seen, but k and v must hold
+            finite numbers there, because their rows are multiplied by 0: make a cache with `torch.zeros`.
         return_lse: Also return the log-sum-exp of the scores. It is not differentiable: a gradient into it raises.
         deterministic: Whether gradients are bit-exact from run to run, which costs workspace (`explain` shows it).
             None follows `torch.use_deterministic_algorithms`. The output always is.
@@ -148,6 +148,7 @@ def sdpa(
         # Is it a plain call, of which `Last` knows all options? Chains of identities take a tenth of a microsecond.
         window is attn_mask is softcap is sinks is None  # type: ignore[comparison-overlap]
         and seq_lens_q is deterministic is out is None  # type: ignore[comparison-overlap]
+        and type(dropout_p) is float
         and not dropout_p
         and alibi is False
     ):
@@ -202,9 +203,9 @@ def run(call: ForwardArguments, deterministic: bool | None) -> Result:
 
 def _run(call: ForwardArguments) -> Result:
     """Runs a checked call through autograd or PyTorch's dispatcher."""
+    arguments.check_no_tangent(q=call.q, k=call.k, v=call.v, attn_mask=call.attn_mask, sinks=call.sinks, out=call.out)
     if needs_gradient(*call.tensors, call.out):
         return _differentiable(call)
-    arguments.check_no_gradient(q=call.q, k=call.k, v=call.v, attn_mask=call.attn_mask, sinks=call.sinks, out=call.out)
     operator, inputs = torch.ops.cudnn_sdpa, call[:17]
     if call.out is None:
         forward = operator.sdpa_forward_lse if call.with_lse else operator.sdpa_forward

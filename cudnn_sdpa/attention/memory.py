@@ -29,7 +29,7 @@ def check_strides(q: Tensor, k: Tensor, v: Tensor) -> None:
                 )
 
 
-def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
+def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tensor | None = None) -> None:
     """Addresses: the one thing that a warm call checks, since they are in no key."""
     for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
         if isinstance(tensor, Tensor) and tensor.is_cuda and tensor.data_ptr() % ALIGNMENT != 0:
@@ -39,8 +39,8 @@ def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
                 f"storage aligned to {ALIGNMENT} bytes",
                 "Let the function allocate it." if name == "out" else f"Use {name}.clone().",
             )
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if out is not None and _share_memory(out, tensor):
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("attn_mask", mask)):
+        if out is not None and tensor is not None and _share_memory(out, tensor):
             hint = "Allocate it with torch.empty_like(q)."
             raise LayoutError("out", f"memory that {name} lies in too", "memory of its own", hint)
 

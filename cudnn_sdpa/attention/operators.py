@@ -65,7 +65,7 @@ def run_cuda(call: ForwardArguments) -> Result:
 def _check_for_cuda(call: ForwardArguments) -> None:
     arguments.check(call)
     memory.check_strides(call.q, call.k, call.v)
-    memory.check_memory(call.q, call.k, call.v, call.out)
+    memory.check_memory(call.q, call.k, call.v, call.out, call.attn_mask)
 
 
 def _with_positive_scale(call: ForwardArguments) -> ForwardArguments:
@@ -105,7 +105,7 @@ def run_cpu(call: ForwardArguments) -> Result:
     """A forward pass by the reference."""
     arguments.check(call)
     _debug(call)
-    memory.check_memory(call.q, call.k, call.v, call.out)
+    memory.check_memory(call.q, call.k, call.v, call.out, call.attn_mask)
     result, lse = reference.attention(call)
     out = (new_output(call.q, call.v) if call.out is None else call.out).copy_(result)
     return (out, lse.float()) if call.with_lse else out
@@ -183,7 +183,7 @@ def _negative_scale_backward(of: BackwardArguments) -> list[Tensor]:
 def run_backward_cpu(of: BackwardArguments) -> list[Tensor]:
     """A backward pass by the reference; on a GPU for what is too small for cuDNN."""
     call = of.call
-    exact = reference.gradients(of.grad_out, of.out, of.lse, call)
+    exact = reference.gradients(of.grad_out, of.out, call)
     results = []
     for tensor, gradient in zip(_differentiable(call), (g for g in exact if g is not None), strict=True):
         shape = (1,) * (gradient.dim() - tensor.dim()) + tuple(tensor.shape)  # only a mask's gradient is larger

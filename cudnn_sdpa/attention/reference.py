@@ -34,11 +34,7 @@ def attention(call: ForwardArguments) -> tuple[Tensor, Tensor]:
     """
     with torch.autocast(call.q.device.type, enabled=False):
         masked = scores(call).masked
-        lse = masked.new_full(masked.shape[:-1], -math.inf)
-        if masked.shape[-1] > 0:
-            lse = torch.logsumexp(masked, dim=-1)
-        if call.sinks is not None:
-            lse = torch.logaddexp(lse, call.sinks.to(lse.dtype).view(-1, 1))
+        lse = _lse(masked, call.sinks)
         weights = _weights(masked, lse)
         if call.dropout_p > 0:
             weights = weights * kept(call, weights.shape, weights.dtype)
@@ -46,7 +42,7 @@ def attention(call: ForwardArguments) -> tuple[Tensor, Tensor]:
 
 
 def gradients(
-    grad_out: Tensor, out: Tensor, lse: Tensor, call: ForwardArguments
+    grad_out: Tensor, out: Tensor, call: ForwardArguments
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """The gradients by q, k, v, attn_mask and sinks, in the precision of the computation.
 
@@ -55,9 +51,10 @@ def gradients(
     """
     exact = precision(call)
     with torch.autocast(call.q.device.type, enabled=False):
-        q, grad_out, lse = call.q.to(exact), grad_out.to(exact), lse.to(exact)
+        q, grad_out = call.q.to(exact), grad_out.to(exact)
         k, v = _repeated(call.k, q, exact), _repeated(call.v, q, exact)
         masked, slope = scores(call)
+        lse = _lse(masked, call.sinks)  # again, since what was saved of it is in float32
         weights = _weights(masked, lse)
         share = kept(call, weights.shape, exact) if call.dropout_p > 0 else torch.ones((), dtype=exact)
         share = share.to(weights.device)
@@ -127,6 +124,12 @@ def _positions(call: ForwardArguments) -> tuple[Tensor, Tensor, Tensor | int]:
 
 def _length(lengths: Tensor | None, size: int) -> Tensor | int:
     return size if lengths is None else lengths.clamp(0, size).view(-1, 1, 1, 1)
+
+
+def _lse(masked: Tensor, sinks: Tensor | None) -> Tensor:
+    """The log-sum-exp of the masked scores and of the sinks."""
+    lse = torch.logsumexp(masked, dim=-1) if masked.shape[-1] > 0 else masked.new_full(masked.shape[:-1], -math.inf)
+    return lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype).view(-1, 1))
 
 
 def _weights(masked: Tensor, lse: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def find(
 def find_any(call: ForwardArguments, deterministic: bool | None) -> Callable[[ForwardArguments], Result] | None:
     """What runs a call with any arguments, if it is known and may skip the checks and the dispatcher."""
     tensors = (*call.tensors, call.out)
-    if debug.enabled or call.dropout_p or not is_bare(*tensors):
+    if debug.enabled or type(call.dropout_p) is not float or call.dropout_p or not is_bare(*tensors):
         return None
     trains = needs_gradient(*tensors)
     if trains and (call.out is not None or not (deterministic is None or type(deterministic) is bool)):

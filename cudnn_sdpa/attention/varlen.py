@@ -160,6 +160,7 @@ def check(call: VarlenArguments) -> None:
 
 
 def _run(call: VarlenArguments) -> Result:
+    arguments.check_no_tangent(q=call.q, k=call.k, v=call.v, sinks=call.sinks, out=call.out)
     tensors = (*call[:6], call.out)
     if needs_gradient(*tensors):
         return _differentiable(call)

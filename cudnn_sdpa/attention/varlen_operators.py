@@ -91,8 +91,8 @@ def backward_cpu(of: VarlenBackwardArguments) -> list[Tensor]:
     gradients = [like_in_memory(tensor).zero_() for tensor in call[:3]]
     grad_sinks = torch.zeros(call.q.shape[1], dtype=torch.float64, device=call.q.device)
     for number, (rows, columns) in enumerate(_sequences(call)):
-        grad_out, out, lse = (x[rows].transpose(0, 1).unsqueeze(0) for x in (of.grad_out, of.out, of.lse))
-        *found, _, by_sinks = reference.gradients(grad_out, out, lse, _one(call, rows, columns, number))
+        grad_out, out = (x[rows].transpose(0, 1).unsqueeze(0) for x in (of.grad_out, of.out))
+        *found, _, by_sinks = reference.gradients(grad_out, out, _one(call, rows, columns, number))
         for whole, part, where in zip(gradients, found, (rows, columns, columns), strict=True):
             whole[where] = part[0].transpose(0, 1).to(whole.dtype)
         grad_sinks += 0 if by_sinks is None else by_sinks

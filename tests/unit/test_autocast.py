@@ -1,0 +1,68 @@
+"""`torch.autocast`: the dtypes of PyTorch's own attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cudnn_sdpa import DtypeError, scaled_dot_product_attention, sdpa
+
+
+def qkv(dtype=torch.float32):
+    return [torch.randn(2, 4, 7, 16, dtype=torch.float64).to(dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_results_have_the_dtype_that_pytorchs_have(to, dtype):
+    tensors = qkv(dtype)
+    with torch.autocast("cpu", dtype=to):
+        expected = F.scaled_dot_product_attention(*tensors, is_causal=True)
+        out = scaled_dot_product_attention(*tensors, is_causal=True)
+        same = sdpa(*tensors, is_causal=True)
+    assert out.dtype == same.dtype == expected.dtype
+    torch.testing.assert_close(out, expected, rtol=3e-2, atol=3e-2)
+    assert torch.equal(out, same)
+
+
+def test_mixed_dtypes_come_together_as_in_pytorch():
+    q, k, v = qkv()
+    mask = torch.randn(7, 7)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = F.scaled_dot_product_attention(q.bfloat16(), k, v, attn_mask=mask)
+        out = scaled_dot_product_attention(q.bfloat16(), k, v, attn_mask=mask)
+    assert out.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(out, expected, rtol=3e-2, atol=3e-2)
+    with pytest.raises(DtypeError, match="key: got float32"):
+        scaled_dot_product_attention(q.bfloat16(), k, v)
+
+
+def test_gradients_have_the_dtypes_of_the_inputs():
+    tensors = [*qkv(), torch.randn(7, 7), torch.randn(4)]
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = sdpa(*leaves[:3], attn_mask=leaves[3], sinks=leaves[4])
+        assert out.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    exact = [x.clone().requires_grad_() for x in tensors]
+    sdpa(*exact[:3], attn_mask=exact[3], sinks=exact[4]).square().sum().backward()
+    for leaf, right in zip(leaves, exact, strict=True):
+        assert leaf.grad.dtype == torch.float32
+        torch.testing.assert_close(leaf.grad, right.grad, rtol=5e-2, atol=5e-2)
+
+
+def test_autocast_of_another_device_changes_nothing():
+    q, k, v = qkv()
+    with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        assert sdpa(q, k, v).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sinks_and_lengths_stay_as_they_are(dtype):
+    q, k, v = qkv()
+    options = {"sinks": torch.randn(4), "seq_lens_kv": torch.tensor([3, 7], dtype=torch.int32)}
+    with torch.autocast("cpu", dtype=dtype):
+        out = sdpa(q, k, v, **options)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), sdpa(q, k, v, **options), rtol=3e-2, atol=3e-2)

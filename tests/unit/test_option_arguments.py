@@ -1,0 +1,190 @@
+"""Wrong masks, sinks, windows, dropout and other options: typed errors that say which argument, what and how."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+import torch
+
+from cudnn_sdpa import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    OptionError,
+    ShapeError,
+    scaled_dot_product_attention,
+    sdpa,
+)
+from cudnn_sdpa.attention import arguments as checks
+
+R, Z = torch.randn, torch.empty
+QKV = {"q": R(2, 4, 8, 16), "k": R(2, 2, 12, 16), "v": R(2, 2, 12, 24)}
+FULL = "(B, Hq, Sq, Skv) = (2, 4, 8, 12)"
+WINDOW = "two integers (left, right)"
+SHARE = "a number from 0 up to, not including, 1"
+
+WRONG = {
+    # name: (changes, error, argument at fault, part of what it got, part of what was expected)
+    "mask of other queries": ({"attn_mask": R(9, 12)}, ShapeError, "attn_mask", "(9, 12)", FULL),
+    "mask of other keys": ({"attn_mask": R(8, 11)}, ShapeError, "attn_mask", "(8, 11)", FULL),
+    "mask of other heads": ({"attn_mask": R(2, 1, 1)}, ShapeError, "attn_mask", "(2, 1, 1)", FULL),
+    "mask of other batch": ({"attn_mask": R(3, 1, 1, 12)}, ShapeError, "attn_mask", "(3, 1, 1, 12)", FULL),
+    "mask of rank 5": ({"attn_mask": R(1, 2, 4, 8, 12)}, ShapeError, "attn_mask", "(1, 2, 4, 8, 12)", FULL),
+    "mask transposed": ({"attn_mask": R(12, 8)}, ShapeError, "attn_mask", "(12, 8)", FULL),
+    "empty mask": ({"attn_mask": R(8, 0)}, ShapeError, "attn_mask", "(8, 0)", FULL),
+    "mask of integers": ({"attn_mask": Z(8, 12).int()}, DtypeError, "attn_mask", "int32", "bool, float32 as q has"),
+    "mask of bytes": ({"attn_mask": Z(8, 12).byte()}, DtypeError, "attn_mask", "uint8", "bool, float32"),
+    "mask in half": ({"attn_mask": R(8, 12).half()}, DtypeError, "attn_mask", "float16", "float32 as q has"),
+    "mask in double": ({"attn_mask": R(8, 12).double()}, DtypeError, "attn_mask", "float64", "float32 as q has"),
+    "mask elsewhere": (
+        {"attn_mask": Z(8, 12, device="meta")},
+        DeviceError,
+        "attn_mask",
+        "meta",
+        "cpu, the device of q",
+    ),
+    "mask is a list": ({"attn_mask": [[True]]}, OptionError, "attn_mask", "list", "a torch.Tensor or None"),
+    "mask is a word": ({"attn_mask": "causal"}, OptionError, "attn_mask", "str", "a torch.Tensor or None"),
+    "sparse mask": ({"attn_mask": R(8, 12).to_sparse()}, LayoutError, "attn_mask", "sparse", "a dense tensor"),
+    "too many sinks": ({"sinks": R(8)}, ShapeError, "sinks", "(8,)", "shape (4,): one score for each head of q"),
+    "sinks of the keys' heads": ({"sinks": R(2)}, ShapeError, "sinks", "(2,)", "shape (4,)"),
+    "sinks of rank 2": ({"sinks": R(1, 4)}, ShapeError, "sinks", "(1, 4)", "shape (4,)"),
+    "one sink": ({"sinks": torch.tensor(0.5)}, ShapeError, "sinks", "()", "shape (4,)"),
+    "sinks in half": ({"sinks": R(4).half()}, DtypeError, "sinks", "float16", "float32"),
+    "sinks in double": ({"sinks": R(4).double()}, DtypeError, "sinks", "float64", "float32"),
+    "sinks elsewhere": ({"sinks": Z(4, device="meta")}, DeviceError, "sinks", "meta", "cpu, the device of q"),
+    "sinks strided": ({"sinks": R(8)[::2]}, LayoutError, "sinks", "stride 2", "a dense tensor"),
+    "sinks expanded": ({"sinks": R(1).expand(4)}, LayoutError, "sinks", "stride 0", "a dense tensor"),
+    "sinks is a list": ({"sinks": [0.5] * 4}, OptionError, "sinks", "list", "a torch.Tensor or None"),
+    "sinks is a number": ({"sinks": 0.5}, OptionError, "sinks", "float", "a torch.Tensor or None"),
+    "dropout below 0": ({"dropout_p": -0.1}, OptionError, "dropout_p", "-0.1", SHARE),
+    "dropout of all": ({"dropout_p": 1.0}, OptionError, "dropout_p", "1.0", SHARE),
+    "dropout of 1": ({"dropout_p": 1}, OptionError, "dropout_p", "1", SHARE),
+    "dropout in percent": ({"dropout_p": 10}, OptionError, "dropout_p", "10", SHARE),
+    "dropout NaN": ({"dropout_p": math.nan}, OptionError, "dropout_p", "nan", SHARE),
+    "dropout inf": ({"dropout_p": math.inf}, OptionError, "dropout_p", "inf", SHARE),
+    "dropout is a bool": ({"dropout_p": True}, OptionError, "dropout_p", "bool", SHARE),
+    "dropout is False": ({"dropout_p": False}, OptionError, "dropout_p", "bool", SHARE),
+    "dropout is None": ({"dropout_p": None}, OptionError, "dropout_p", "NoneType", SHARE),
+    "dropout is text": ({"dropout_p": "0.1"}, OptionError, "dropout_p", "str", SHARE),
+    "dropout is a tensor": ({"dropout_p": torch.tensor(0.1)}, OptionError, "dropout_p", "Tensor", SHARE),
+    "softcap 0": ({"softcap": 0.0}, OptionError, "softcap", "0.0", "a positive number, or None for no cap"),
+    "softcap integer 0": ({"softcap": 0}, OptionError, "softcap", "0", "a positive number"),
+    "softcap negative": ({"softcap": -30.0}, OptionError, "softcap", "-30.0", "a positive number"),
+    "softcap NaN": ({"softcap": math.nan}, OptionError, "softcap", "nan", "a finite float32 number"),
+    "softcap inf": ({"softcap": math.inf}, OptionError, "softcap", "inf", "a finite float32 number"),
+    "softcap is a bool": ({"softcap": True}, OptionError, "softcap", "bool", "a float, or None for no cap"),
+    "softcap is False": ({"softcap": False}, OptionError, "softcap", "bool", "a float, or None for no cap"),
+    "softcap is text": ({"softcap": "30"}, OptionError, "softcap", "str", "a float, or None for no cap"),
+    "softcap is a tensor": ({"softcap": torch.tensor(3.0)}, OptionError, "softcap", "Tensor", "a float"),
+    "one bound": ({"window": (3,)}, OptionError, "window", "(3,)", WINDOW),
+    "three bounds": ({"window": (3, 2, 1)}, OptionError, "window", "(3, 2, 1)", WINDOW),
+    "window is a number": ({"window": 3}, OptionError, "window", "3", WINDOW),
+    "no bounds": ({"window": ()}, OptionError, "window", "()", WINDOW),
+    "window of floats": ({"window": (3.0, 0)}, OptionError, "window", "(3.0, 0)", WINDOW),
+    "window of bools": ({"window": (3, True)}, OptionError, "window", "(3, True)", WINDOW),
+    "window of None": ({"window": (3, None)}, OptionError, "window", "(3, None)", WINDOW),
+    "window below -1": ({"window": (-2, 0)}, OptionError, "window", "(-2, 0)", WINDOW),
+    "window below -1 to the right": ({"window": (0, -2)}, OptionError, "window", "(0, -2)", WINDOW),
+    "window of two letters": ({"window": "ab"}, OptionError, "window", "('a', 'b')", WINDOW),
+    "window is a bool": ({"window": False}, OptionError, "window", "False", WINDOW),
+    "alibi=1": ({"alibi": 1}, OptionError, "alibi", "1", "True or False"),
+    "alibi=0": ({"alibi": 0}, OptionError, "alibi", "0", "True or False"),
+    "alibi=None": ({"alibi": None}, OptionError, "alibi", "None", "True or False"),
+    "alibi as slopes": ({"alibi": R(4)}, OptionError, "alibi", "tensor", "True or False"),
+    "deterministic=1": ({"deterministic": 1}, OptionError, "deterministic", "1", "True, False, or None"),
+    "deterministic=0": ({"deterministic": 0}, OptionError, "deterministic", "0", "True, False, or None"),
+    "deterministic is text": ({"deterministic": "warn"}, OptionError, "deterministic", "warn", "True, False, or None"),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["", "with gradient"])
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_options_raise_an_error_that_says_which_and_how(case, requires_grad):
+    changes, error, argument, got, expected = WRONG[case]
+    call = {**{name: x.detach().requires_grad_(requires_grad) for name, x in QKV.items()}, **changes}
+    with pytest.raises(ArgumentError) as caught:
+        sdpa(**call)
+    found = caught.value
+    assert type(found) is error
+    assert found.argument == argument
+    assert got in str(found.got)
+    assert expected in str(found.expected)
+    assert str(found).startswith(f"{argument}: got {found.got}; expected {found.expected}.")
+    assert isinstance(found, TypeError if error in (DtypeError, OptionError) else ValueError)
+    assert str(pickle.loads(pickle.dumps(found))) == str(found)
+
+
+@pytest.mark.parametrize(
+    ("case", "hint"),
+    [
+        ("mask of integers", "attn_mask.to(q.dtype)"),
+        ("sinks in half", "sinks.float()"),
+        ("sinks strided", "sinks.contiguous()"),
+        ("alibi as slopes", "attn_mask"),
+        ("softcap is a tensor", "softcap.item()"),
+        ("sparse mask", "attn_mask.to_dense()"),
+    ],
+)
+def test_an_error_says_what_to_do(case, hint):
+    with pytest.raises(ArgumentError) as caught:
+        sdpa(**{**QKV, **WRONG[case][0]})
+    assert hint in caught.value.hint
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        *({"window": [3, 1]}, {"window": torch.Size([3, 1])}, {"window": (-1, -1)}, {"dropout_p": 0}),
+        *({"softcap": 3}, {"softcap": 1e-3}, {"dropout_p": 0.999}, {"deterministic": None}, {"deterministic": True}),
+        *({"attn_mask": R(())}, {"attn_mask": R(2, 4, 8, 12) > 0}, {"sinks": R(4, 1)[:, 0]}, {"window": (2**40, 0)}),
+    ],
+    ids="+".join,
+)
+def test_options_at_the_limits_of_what_is_right(right):
+    result = sdpa(**{**QKV, **right})
+    assert result.shape == (2, 4, 8, 24)
+    assert result.isfinite().all()
+
+
+def test_a_mask_may_have_float32_beside_halves():
+    q, k, v = (x.half() for x in QKV.values())
+    mask = R(8, 12)
+    torch.testing.assert_close(
+        sdpa(q, k, v, attn_mask=mask), sdpa(q, k, v, attn_mask=mask.half()), rtol=1e-2, atol=1e-2
+    )
+
+
+@pytest.mark.parametrize(
+    ("rng", "error", "got"),
+    [
+        (None, OptionError, "None"),
+        (torch.tensor([3, 5], dtype=torch.int32), DtypeError, "int32"),
+        (torch.tensor([3, 5, 7]), ShapeError, "(3,)"),
+        (torch.tensor([3, 5, 7, 9])[::2], ShapeError, "(2,)"),
+        (torch.empty(2, dtype=torch.int64, device="meta"), DeviceError, "meta"),
+    ],
+    ids=["none", "dtype", "size", "stride", "device"],
+)
+def test_the_state_of_dropout_is_checked_by_the_operator(rng, error, got):
+    call = checks.ForwardArguments(**QKV, dropout_p=0.5, rng=rng)
+    with pytest.raises(error, match="rng: got") as caught:
+        torch.ops.cudnn_sdpa.sdpa_forward(*call[:17])
+    assert got in str(caught.value.got)
+
+
+def test_the_drop_in_names_its_own_arguments():
+    q, k = R(2, 4, 8, 16), R(2, 4, 12, 16)
+    with pytest.raises(DtypeError, match="attn_mask: got int32; expected bool, float32 as query has") as caught:
+        scaled_dot_product_attention(q, k, k, attn_mask=Z(8, 12).int())
+    assert "attn_mask.to(query.dtype)" in caught.value.hint
+    with pytest.raises(OptionError, match="dropout_p"):
+        scaled_dot_product_attention(q, k, k, dropout_p=1.0)
+    with pytest.raises(OptionError, match="attn_mask: got list"):
+        scaled_dot_product_attention(q, k, k, attn_mask=[True])
+    with pytest.raises(OptionError, match="is_causal: got True beside attn_mask"):
+        scaled_dot_product_attention(q, k, k, attn_mask=R(8, 12), is_causal=True)
