@@ -223,7 +223,8 @@ def row_limits(problem: Problem, lengths_q: Tensor | None, lengths_kv: Tensor | 
     rows = torch.arange(sq, dtype=torch.int32, device=device).expand(given.shape[0], sq)
     diagonal = rows + (of_kv - of_q) if bottom_right else rows
     last = rows.new_full(rows.shape, skv) if right is None else diagonal + right
-    last = torch.minimum(last, torch.as_tensor(of_kv, dtype=torch.int32, device=device) - 1)
+    # No tensor is made of a number here: that would be a copy from the host, and wait for the GPU.
+    last = torch.minimum(last, of_kv - 1) if isinstance(of_kv, Tensor) else last.clamp_max(of_kv - 1)
     first = torch.zeros_like(rows) if left is None else (diagonal - left).clamp_min(0)
     return {"lowest": first.contiguous(), "highest": last.masked_fill(rows >= of_q, -1)}
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, backward, debug, graphs, lookup, memory, reference
+from cudnn_sdpa.attention import arguments, backward, debug, graphs, lookup, memory, pieces, reference
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.backward import BackwardArguments, Needs
 from cudnn_sdpa.attention.calls import ForwardCall, Result, bind
 from cudnn_sdpa.attention.passes import Backward, Forward
 from cudnn_sdpa.attention.problem import Problem
+from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.layouts import TensorLayout, dense_stride_like
 from cudnn_sdpa.runtime.plan import build_plan
@@ -130,6 +131,9 @@ def run_backward_cuda(of: BackwardArguments, remembered: dict[Any, Any] | None =
         return _wanted(of, [like_in_memory(tensor).zero_() for tensor in _differentiable(call)])
     if problem.is_single:
         return run_backward_cpu(of)
+    if pieces.is_too_large(call.q):
+        _check_pieces(of)
+        return pieces.gradients(of, run_backward_cuda)
     if call.scale is not None and call.scale < MIN_SCALE:
         return _negative_scale_backward(of)
     return backward.prepare(of)(of)
@@ -164,6 +168,17 @@ def check_gradient(call: ForwardArguments) -> None:
 
 
 MOST_REMEMBERED = 8192
+
+
+def _check_pieces(of: BackwardArguments) -> None:
+    """Dropout's random numbers, and the gradient by a mask, cannot be cut."""
+    what = [name for name, there in (("dropout", of.call.dropout_p), ("attn_mask", of.needs.attn_mask)) if there]
+    if what:
+        raise UnsupportedError(
+            f"the gradient of sdpa with {' and '.join(what)}",
+            [f"q has more than {pieces.MOST_ELEMENTS} elements, and cuDNN misplaces the gradient beyond them"],
+            "smaller batches",
+        )
 
 
 def _negative_scale_backward(of: BackwardArguments) -> list[Tensor]:

@@ -71,7 +71,7 @@ def find_any(call: ForwardArguments, deterministic: bool | None) -> Callable[[Fo
     if debug.enabled or type(call.dropout_p) is not float or call.dropout_p or not is_bare(*tensors):
         return None
     trains = needs_gradient(*tensors)
-    if trains and (call.out is not None or not (deterministic is None or type(deterministic) is bool)):
+    if (trains and call.out is not None) or not (deterministic is None or type(deterministic) is bool):
         return None
     wanted = call if call.with_lse or not trains else call._replace(with_lse=True)
     try:

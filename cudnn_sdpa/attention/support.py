@@ -108,7 +108,7 @@ class Rule:
         applies: Whether it speaks against a case.
         reason: Why, filled in with the case's attributes.
         way_out: What works instead, likewise.
-        wrong: Whether cuDNN has a plan nevertheless, with which it computes something else.
+        wrong: Whether cuDNN has a plan nevertheless, which is wrong or was never seen to be right.
     """
 
     applies: Callable[[Case], bool]
@@ -124,6 +124,11 @@ def _lacks_backward_head_dim(case: Case) -> bool:
         return True
     dims = (case.head_dim, case.head_dim_v)
     return dims != (192, 128) and not (dims == (256, 256) and case.cudnn >= 92300)
+
+
+def _starts_late(case: Case) -> bool:
+    negative = case.band is not None and case.band[0] is not None and case.band[0] < 0
+    return negative and not case.softcap and (case.bias or case.dropout or case.alibi)
 
 
 def _lacks_gradient_over_one_key(case: Case) -> bool:
@@ -167,6 +172,16 @@ RULES = (
         "head dims of up to {backward_head_dim}, or no gradients",
     ),
     Rule(
+        lambda case: (
+            case.dropout
+            and case.is_data_center_blackwell
+            and case.head_dim > case.head_dim_v == 128
+            and case.head_dim != 192
+        ),
+        "on SM {sm} there is no dropout for head dims {head_dim} and 128: cuDNN's kernel does not compile",
+        "v padded to head dim 136, and the output cut",
+    ),
+    Rule(
         lambda case: case.backward and case.packed and case.is_ampere_kind,
         "on SM {sm} there are no gradients of packed sequences",
         "padded sequences, with seq_lens_q and seq_lens_kv",
@@ -183,16 +198,16 @@ RULES = (
         "the band drawn into attn_mask, without is_causal and window",
     ),
     Rule(
-        lambda case: (
-            case.backward
-            and case.band is not None
-            and case.band[0] is not None
-            and case.band[0] < 0
-            and not case.softcap
-            and (case.bias or case.dropout or case.alibi)
-        ),
+        lambda case: case.backward and _starts_late(case),
+        "a bottom-right window that starts right of the first query's key excludes gradients with attn_mask, dropout "
+        "and alibi",
+        "the band drawn into attn_mask, without is_causal and window",
+    ),
+    Rule(  # cuDNN plans it, but no test has looked at the numbers
+        lambda case: not case.backward and _starts_late(case),
         "a bottom-right window that starts right of the first query's key excludes attn_mask, dropout and alibi",
         "the band drawn into attn_mask, without is_causal and window",
+        wrong=True,
     ),
     Rule(
         lambda case: case.alibi and not case.softcap and (case.band is None or case.band[1] != 0 or case.band[2]),
@@ -241,6 +256,11 @@ RULES = (
         "an attn_mask that requires no grad, or head dims of up to {backward_head_dim}",
     ),
     Rule(
+        lambda case: case.bias_gradient and case.dropout and case.is_data_center_blackwell,
+        "on SM {sm} there are no gradients of attn_mask with dropout",
+        "dropout_p=0, or an attn_mask that requires no grad",
+    ),
+    Rule(
         _lacks_gradient_over_one_key,
         "on SM {sm} there are no gradients with an attn_mask over a single key",
         "a second key that attn_mask hides",
@@ -261,12 +281,12 @@ RULES = (
         lambda case: (
             case.backward
             and case.deterministic
-            and case.packed
             and case.softcap
+            and case.lengths
             and case.is_data_center_blackwell
             and case.cudnn < 92800
         ),
-        "on SM {sm} deterministic gradients of packed sequences under a soft cap need cuDNN 9.28, and this is {version}",
+        "on SM {sm} deterministic gradients under a soft cap with true lengths need cuDNN 9.28, and this is {version}",
         "deterministic=False",
     ),
     Rule(

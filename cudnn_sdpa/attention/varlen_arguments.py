@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
@@ -92,7 +93,7 @@ def check(call: VarlenArguments) -> None:
     for name in ("q", "kv"):
         check_cumulative(f"cu_seqlens_{name}", getattr(call, f"cu_seqlens_{name}"), call.q)
         longest = getattr(call, f"max_seqlen_{name}")
-        if isinstance(longest, bool) or not isinstance(longest, int) or longest < 0:
+        if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)) or longest < 0:
             hint = "A tensor would have to be read back." if isinstance(longest, Tensor) else ""
             raise OptionError(f"max_seqlen_{name}", repr(longest), "the length of the longest sequence, an int", hint)
     if call.cu_seqlens_q.shape != call.cu_seqlens_kv.shape:

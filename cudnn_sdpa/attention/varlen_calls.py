@@ -217,6 +217,10 @@ def run_backward(of: VarlenBackwardArguments) -> list[Tensor]:
     """The gradients by q, k and v, and if wanted by the sinks."""
     of = of._replace(grad_out=readable(of.grad_out.unsqueeze(0), of.out.unsqueeze(0)).squeeze(0))
     call = of.call
+    if TensorLayout.of(call.q) != (dense := dense_like(TensorLayout.of(call.q))):
+        # cuDNN 9.19 cannot launch gradients of packed queries that lie among other tensors.
+        call = call._replace(q=allocate(dense.shape, dense.stride, dense.dtype).copy_(call.q))
+        of = of._replace(call=call)
     name = ("backward", _signature(call), of.grad_out.stride(), of.out.stride())
     prepared: VarlenCall | None = calls.get(name)
     if prepared is None:

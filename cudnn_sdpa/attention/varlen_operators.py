@@ -11,8 +11,10 @@ from cudnn_sdpa.attention import debug, memory, reference, varlen_arguments, var
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.operators import MIN_SCALE, define, like_in_memory
+from cudnn_sdpa.attention.pieces import MOST_ELEMENTS, is_too_large, near
 from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen_calls import VarlenBackwardArguments
+from cudnn_sdpa.errors import UnsupportedError
 
 
 def forward_cuda(call: VarlenArguments) -> Result:
@@ -52,7 +54,34 @@ def backward_cuda(of: VarlenBackwardArguments) -> list[Tensor]:
         positive = call._replace(q=call.q * sign, scale=max(-call.scale, MIN_SCALE))
         grad_q, grad_k, *others = varlen_calls.run_backward(of._replace(call=positive))
         return [grad_q * sign, grad_k * abs(sign), *others]
+    if is_too_large(call.q):
+        return _in_pieces(of)
     return varlen_calls.run_backward(of)
+
+
+def _in_pieces(of: VarlenBackwardArguments) -> list[Tensor]:
+    """The gradients of a call that is too large for one plan: some heads of keys, with theirs of queries, at a time."""
+    call = of.call
+    if call.dropout_p:
+        raise UnsupportedError(
+            "the gradient of sdpa_varlen with dropout",
+            [f"q has more than {MOST_ELEMENTS} elements, and cuDNN misplaces the gradient beyond them"],
+            "fewer tokens",
+        )
+    whole = [like_in_memory(tensor) for tensor in call[:3]]
+    sinks, group = torch.zeros(call.q.shape[1], device=call.q.device), call.q.shape[1] // call.k.shape[1]
+    heads = max(1, MOST_ELEMENTS // (call.q.shape[0] * call.q.shape[2] * group))
+    for first in range(0, call.k.shape[1], heads):
+        of_kv, of_q = slice(first, first + heads), slice(first * group, (first + heads) * group)
+        q, grad_out, out, lse = (x[:, of_q].contiguous() for x in (call.q, of.grad_out, of.out, of.lse))
+        k, v = (near(x[:, of_kv]) for x in (call.k, call.v))
+        part = call._replace(q=q, k=k, v=v, sinks=None if call.sinks is None else call.sinks[of_q])
+        found = varlen_calls.run_backward(of._replace(grad_out=grad_out, out=out, lse=lse, call=part))
+        for full, gradient, place in zip(whole, found, (of_q, of_kv, of_kv), strict=False):
+            full[:, place].copy_(gradient)
+        if of.sink_gradient:
+            sinks[of_q] = found[3]
+    return [*whole, *([sinks] if of.sink_gradient else [])]
 
 
 def _debug(call: VarlenArguments) -> None:
@@ -76,6 +105,7 @@ def _one(call: VarlenArguments, rows: slice, columns: slice, number: int) -> For
 def forward_cpu(call: VarlenArguments) -> Result:
     """A forward pass by the reference, one sequence after the other."""
     varlen_arguments.check(call)
+    memory.check_memory(call.q, call.k, call.v, call.out)
     _debug(call)
     out, lse = _empty(call._replace(with_lse=True))
     for number, (rows, columns) in enumerate(_sequences(call)):

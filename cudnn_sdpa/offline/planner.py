@@ -171,10 +171,21 @@ def plan_offline(key: PlanKey, properties: dict[str, Any]) -> OfflinePlan:
         UnsupportedError: cuDNN has no plan, with its reasons.
         OfflineError: There was no answer: no C compiler, no cuDNN, or a crash.
     """
-    answer = _helper.ask({"key": key.to_json(), "properties": properties})
+    answer = _answer(key, properties)
+    data = base64.b64decode(answer.pop("plan"))
+    return OfflinePlan(data=data, **answer)
+
+
+def engine_offline(key: PlanKey, properties: dict[str, Any]) -> str:
+    """The engine that cuDNN's heuristics propose for `key`, without compiling it; the same errors as `plan_offline`."""
+    engine: str = _answer(key, properties, heuristics=True)["engine"]
+    return engine
+
+
+def _answer(key: PlanKey, properties: dict[str, Any], **more: Any) -> dict[str, Any]:
+    answer = _helper.ask({"key": key.to_json(), "properties": properties, **more})
     if "error" in answer:
         if answer["reasons"] is None:
             raise OfflineError(answer["error"])
         raise UnsupportedError(key.name, answer["reasons"])
-    data = base64.b64decode(answer.pop("plan"))
-    return OfflinePlan(data=data, **answer)
+    return answer

@@ -32,17 +32,21 @@ def preload() -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Plans and compiles what `request` describes."""
+    """Plans and compiles what `request` describes; with `heuristics`, only asks which engine cuDNN proposes."""
     target = Target.from_properties(request["properties"])
     key = PlanKey.from_json(request["key"], target)
     operation = find_operation(key.operation)
     if operation.digest != key.digest:
         return {"error": "the operation's source has changed since this process started", "reasons": None}
+    heuristics = request.get("heuristics", False)
+    builder = backend.HeuristicsBuilder if heuristics else backend.GraphBuilder
     start = time.perf_counter()
     try:
-        built = operation.compile(key, backend.GraphBuilder(properties=request["properties"]))
+        built = operation.compile(key, builder(properties=request["properties"]))
     except UnsupportedError as error:
         return {"error": str(error), "reasons": error.reasons}
+    if heuristics:
+        return {"engine": built.engine}
     return {
         "engine": built.engine,
         "knobs": built.knobs,

@@ -6,6 +6,7 @@ concerns and that does not avoid it is refused: a wrong number is worse than non
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -92,6 +93,20 @@ def _masked(key: PlanKey) -> bool:
     return key.option_values["band"] not in (None, (None, 0, False)) or _has(key, "bias")
 
 
+def _dense_rows(key: PlanKey, name: str) -> bool:
+    """Whether the rows of a packed tensor lie without gaps, heads together or each head for itself."""
+    operand = _find(key, name)
+    if operand is None:
+        return True
+    _, heads, _, dim = operand.layout.shape
+    _, head, row, _ = operand.layout.stride
+    return row == heads * dim or row == dim or (heads == 1 and head == dim)
+
+
+def _elements(key: PlanKey, name: str) -> int:
+    return math.prod(_shape(key, name))
+
+
 def _token_major(key: PlanKey) -> bool:
     """Whether a token's heads lie together in all gradients."""
     return all(
@@ -171,6 +186,19 @@ ISSUES = (
         "gradients of keys and values are written token-major, and copied if their tensors are not",
         lambda key: _backward(key) and _packed(key) and _grouped(key),
         _token_major,
+    ),
+    KnownIssue(
+        "gradients of packed queries that lie among other tensors cannot be launched",
+        "seen on 9.19 with an H200",
+        "such queries are copied",
+        lambda key: _backward(key) and _packed(key),
+        lambda key: _dense_rows(key, "q"),
+    ),
+    KnownIssue(
+        "gradients reach for wrong places beyond 2^31 elements",
+        "seen on 9.19 with an H200",
+        "large calls are cut along batch entries and heads",
+        lambda key: _backward(key) and not _packed(key) and _elements(key, "q") > 2**31,
     ),
     KnownIssue(
         "backward engines misread an attn_mask that has one row for all queries",

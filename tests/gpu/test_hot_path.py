@@ -64,12 +64,12 @@ def test_both_shortcuts_lead_to_the_same_prepared_call():
     q, k, v = problem()
     assert shortcuts.find(q, k, v, None, True, "top_left", 0.3, False) is None
     cudnn_sdpa.sdpa(q, k, v, is_causal=True, scale=0.3)
-    found = shortcuts.find_any(ForwardArguments(q, k, v, is_causal=True, scale=0.3))
+    found = shortcuts.find_any(ForwardArguments(q, k, v, is_causal=True, scale=0.3), None)
     assert found is not None
     assert shortcuts.find(q, k, v, None, True, "top_left", 0.3, False) == found.run
     assert lookup.calls.get(lookup.plain_signature(q, k, v, None, None, True, "top_left", 0.3, False, None)) is found
     assert shortcuts.find(q, k, v, None, True, "top_left", 0.31, False) is None
-    assert shortcuts.find_any(ForwardArguments(q.requires_grad_(), k, v, is_causal=True, scale=0.3)) is None
+    assert shortcuts.find_any(ForwardArguments(q.requires_grad_(), k, v, is_causal=True, scale=0.3), None) is None
 
 
 def test_device_memory_does_not_grow():

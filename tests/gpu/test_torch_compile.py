@@ -84,3 +84,48 @@ def test_opcheck(with_lengths):
     ):
         results = torch.library.opcheck(operator, arguments)
         assert set(results.values()) == {"SUCCESS"}
+
+
+TRAINING = {
+    "plain": lambda q, k, v, *_: cudnn_sdpa.sdpa(q * 1.5, k, v, is_causal=True),
+    "window": lambda q, k, v, *_: cudnn_sdpa.sdpa(q * 1.5, k, v, window=(9, 3)),
+    "mask": lambda q, k, v, mask, _: cudnn_sdpa.sdpa(q * 1.5, k, v, attn_mask=mask),
+    "mask and sinks": lambda q, k, v, mask, sinks: cudnn_sdpa.sdpa(q * 1.5, k, v, attn_mask=mask, sinks=sinks),
+    "drop-in": lambda q, k, v, mask, _: cudnn_sdpa.scaled_dot_product_attention(
+        q * 1.5, k, v, attn_mask=mask, enable_gqa=True
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", TRAINING)
+def test_training(name, dynamic):
+    """Both passes in one graph each, with the gradients of eager mode, in the same memory order."""
+    compiled = torch.compile(TRAINING[name], fullgraph=True, dynamic=dynamic)
+    for sq, skv in ((64, 96), (33, 40), (70, 152)):
+        mask = torch.randn(4, sq, skv, device="cuda", dtype=torch.bfloat16)
+        tensors = [*problem(sq, skv), mask, torch.randn(4, device="cuda")]
+        grad_out, results = torch.randn_like(tensors[0]), []
+        for function in (compiled, TRAINING[name]):
+            leaves = [x.clone().requires_grad_() for x in tensors]
+            out = function(*leaves)
+            results.append([out, *torch.autograd.grad(out, leaves, grad_out, allow_unused=True)])
+        for ours, theirs in zip(*results, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                assert ours.stride() == theirs.stride()
+                assert error(ours.detach(), theirs.detach().double()) < 2 * TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("needs", [(True,) * 5, (True, False, False, False, False), (False, True, False, True, True)])
+def test_opcheck_of_the_backward_pass(needs):
+    q, k, v = problem()
+    mask = torch.randn(4, 64, 96, device="cuda", dtype=torch.bfloat16)
+    inputs = ForwardArguments(q, k, v, mask, torch.randn(4, device="cuda"), is_causal=True, scale=0.3)[:17]
+    out, lse = torch.ops.cudnn_sdpa.sdpa_forward_lse(*inputs)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    arguments = (torch.randn_like(out), out, lse, *inputs, list(needs))
+    results = torch.library.opcheck(torch.ops.cudnn_sdpa.sdpa_backward, arguments, test_utils=checks)
+    assert set(results.values()) == {"SUCCESS"}

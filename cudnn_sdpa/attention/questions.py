@@ -1,0 +1,186 @@
+"""Calls without tensors, of which only is known what decides whether they have plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from cudnn_sdpa.attention import arguments, varlen_calls
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.options import BOTTOM_RIGHT, TOP_LEFT
+from cudnn_sdpa.attention.passes import Backward, Forward
+from cudnn_sdpa.attention.support import BACKWARD, FORWARD, Case, refusal
+from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
+from cudnn_sdpa.errors import OptionError, UnsupportedError
+from cudnn_sdpa.runtime import known_issues
+from cudnn_sdpa.runtime.key import PlanKey
+from cudnn_sdpa.runtime.layouts import TensorLayout
+from cudnn_sdpa.runtime.target import Target
+
+#: Operations, and how they place the diagonal unless told otherwise.
+OPERATIONS = {"sdpa": TOP_LEFT, "sdpa_varlen": BOTTOM_RIGHT}
+DIRECTIONS = (FORWARD, BACKWARD)
+#: The options that packed sequences do not have.
+DENSE_ONLY = ("attn_mask", "attn_mask_grad", "alibi", "seq_lens")
+#: Head counts and batch of the shapes that are asked about: they decide nothing.
+BATCH, HEADS = 2, 8
+FLAGS = ("is_causal", "dropout", "softcap", "sinks", "deterministic", *DENSE_ONLY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What `support` is asked, without the GPU and the version; the fields are its arguments."""
+
+    operation: str = "sdpa"
+    direction: str = FORWARD
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int
+    head_dim_v: int
+    is_causal: bool = False
+    causal_alignment: str = TOP_LEFT
+    window: tuple[int, int] | None = None
+    attn_mask: bool = False
+    attn_mask_grad: bool = False
+    dropout: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    seq_lens: bool = False
+    deterministic: bool = False
+    sq: int = 1024
+    skv: int = 1024
+
+    def check(self) -> None:
+        """Refuses what is no option.
+
+        Raises:
+            OptionError: The operation, the direction or an option is none that there is.
+        """
+        if self.operation not in OPERATIONS:
+            raise OptionError("operation", repr(self.operation), " or ".join(map(repr, OPERATIONS)))
+        if self.direction not in DIRECTIONS:
+            raise OptionError("direction", repr(self.direction), " or ".join(map(repr, DIRECTIONS)))
+        if not isinstance(self.dtype, torch.dtype):
+            raise OptionError("dtype", repr(self.dtype), "a torch.dtype")
+        for name in FLAGS:
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise OptionError(name, repr(value), "True or False: whether the option is used")
+            if value and name in DENSE_ONLY and self.is_packed:
+                raise OptionError(name, "True", f"False: {self.operation} has no such argument")
+        for name in ("head_dim", "head_dim_v", "sq", "skv"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(name, repr(value), "a positive integer")
+        arguments.check_options(self.dense())
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is about packed sequences."""
+        return self.operation == "sdpa_varlen"
+
+    def _tensor(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+
+    def _shared(self) -> dict[str, Any]:
+        left, right = arguments.window_bounds(self.window)
+        return {
+            "rng": self._tensor(2, dtype=torch.int64) if self.dropout else None,
+            "sinks": self._tensor(HEADS, dtype=torch.float32) if self.sinks else None,
+            "is_causal": self.is_causal,
+            "causal_alignment": self.causal_alignment,
+            "window_left": left,
+            "window_right": right,
+            "dropout_p": 0.1 if self.dropout else 0.0,
+            "softcap": 20.0 if self.softcap else None,
+            "deterministic": self.deterministic,
+            "with_lse": self.direction == BACKWARD,
+        }
+
+    def dense(self) -> ForwardArguments:
+        """A call of `sdpa` without data."""
+        has_mask = self.attn_mask or self.attn_mask_grad
+        lengths = self._tensor(BATCH, dtype=torch.int32) if self.seq_lens else None
+        return ForwardArguments(
+            self._tensor(BATCH, HEADS, self.sq, self.head_dim),
+            self._tensor(BATCH, HEADS, self.skv, self.head_dim),
+            self._tensor(BATCH, HEADS, self.skv, self.head_dim_v),
+            attn_mask=self._tensor(BATCH, HEADS, self.sq, self.skv) if has_mask else None,
+            seq_lens_q=lengths,
+            seq_lens_kv=lengths,
+            alibi=self.alibi,
+            **self._shared(),
+        )
+
+    def packed(self) -> VarlenArguments:
+        """A call of `sdpa_varlen` without data."""
+        offsets = self._tensor(BATCH + 1, dtype=torch.int32)
+        return VarlenArguments(
+            self._tensor(BATCH * self.sq, HEADS, self.head_dim),
+            self._tensor(BATCH * self.skv, HEADS, self.head_dim),
+            self._tensor(BATCH * self.skv, HEADS, self.head_dim_v),
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            max_seqlen_q=self.sq,
+            max_seqlen_kv=self.skv,
+            **self._shared(),
+        )
+
+    def plans(self) -> list[NeededPlan]:
+        """The plans that such a call needs; gradients need that of the forward pass too."""
+        return self._packed_plans() if self.is_packed else self._dense_plans()
+
+    def _dense_plans(self) -> list[NeededPlan]:
+        forward = Forward.of(self.dense())
+        problem, out = forward.problem, forward.out
+        plans = [NeededPlan("sdpa", partial(problem.case, FORWARD), partial(forward.key, device=None))]
+        if self.direction == BACKWARD and not problem.is_single:
+            backward = Backward(problem, out, out, self.deterministic, self.attn_mask_grad, self.sinks)
+            case = partial(problem.case, BACKWARD, deterministic=self.deterministic, bias_gradient=self.attn_mask_grad)
+            plans.append(NeededPlan("the gradient of sdpa", case, partial(backward.key, device=None)))
+        return plans
+
+    def _packed_plans(self) -> list[NeededPlan]:
+        packed = varlen_calls.packed(self.packed())
+        out = TensorLayout.contiguous((packed.q.shape[0], HEADS, self.head_dim_v), self.dtype)
+        key = partial(packed.forward_key, out, self.direction == BACKWARD, device=None)
+        plans = [NeededPlan("sdpa_varlen", partial(packed.case, FORWARD), key)]
+        if self.direction == BACKWARD:
+            case = partial(packed.case, BACKWARD, deterministic=self.deterministic)
+            key = partial(packed.backward_key, out, out, self.deterministic, device=None)
+            plans.append(NeededPlan("the gradient of sdpa_varlen", case, key))
+        return plans
+
+    def __str__(self) -> str:
+        what = self.operation if self.direction == FORWARD else f"gradients of {self.operation}"
+        used = [name for name in FLAGS if getattr(self, name)]
+        used += [f"window={self.window}"] if self.window is not None else []
+        used += [self.causal_alignment] if self.is_causal or self.window is not None else []
+        dims = f"head dims {self.head_dim} and {self.head_dim_v}, Sq={self.sq}, Skv={self.skv}"
+        return f"{what}: " + ", ".join([str(self.dtype).removeprefix("torch."), dims, *used])
+
+
+@dataclass(frozen=True)
+class NeededPlan:
+    """A plan that a call needs, with the GPU and the version still open.
+
+    Attributes:
+        what: What it computes, for messages.
+        case: What the rules of support are asked about.
+        key: Its key; raises `UnsupportedError` if a rule speaks against it.
+    """
+
+    what: str
+    case: Callable[[Target], Case]
+    key: Callable[[Target], PlanKey]
+
+    def refusal(self, target: Target) -> UnsupportedError | None:
+        """Everything that speaks against it: rules of support, or faults of this version that it would show."""
+        refused = refusal(replace(self.case(target), gpu=target.name), self.what)
+        if refused is not None:
+            return refused
+        return UnsupportedError.of(lambda: known_issues.check(self.key(target)))

@@ -1,0 +1,212 @@
+"""Dropout: its random numbers come from PyTorch's generator, and both passes drop the same weights."""
+
+from __future__ import annotations
+
+import fuzz
+import pytest
+import torch
+from support import make
+
+import cudnn_sdpa
+
+P = [0.1, 0.5]
+
+
+def leaves(sq=200, skv=130):
+    q = make("bshd", 2, 4, sq, 64, torch.bfloat16)
+    k, v = (make("bshd", 2, 2, skv, 64, torch.bfloat16) for _ in range(2))
+    return [x.requires_grad_() for x in (q, k, v)]
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window and soft cap": {"window": (60, 20), "softcap": 8.0},
+    "sinks and mask": {"sinks": True, "attn_mask": True},
+    "lengths": {"lengths": True},
+}
+
+
+def options(name):
+    result = dict(OPTIONS[name])
+    if result.pop("lengths", False):
+        result["seq_lens_kv"] = torch.tensor([130, 71], dtype=torch.int32, device="cuda")
+    if "sinks" in result:
+        result["sinks"] = torch.randn(4, device="cuda")
+        result["attn_mask"] = torch.randn(1, 4, 200, 130, dtype=torch.bfloat16, device="cuda")
+    return result
+
+
+@pytest.mark.parametrize("dropout_p", P)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_seed_reproduces_both_passes(name, dropout_p):
+    inputs, named = leaves(), options(name)
+    grad_out = torch.randn_like(inputs[0])
+
+    def run(seed):
+        torch.manual_seed(seed)
+        out = cudnn_sdpa.sdpa(*inputs, dropout_p=dropout_p, deterministic=True, **named)
+        torch.randn(5, device="cuda")  # what is drawn between the passes is of no account
+        return [out.detach(), *torch.autograd.grad(out, inputs, grad_out)]
+
+    first, second, third = run(5), run(6), run(5)
+    for a, b, c in zip(first, second, third, strict=True):
+        assert torch.equal(a, c)
+        assert not torch.equal(a, b)
+    next_draw = cudnn_sdpa.sdpa(*inputs, dropout_p=dropout_p, **named)
+    assert not torch.equal(next_draw, third[0])
+
+
+def weights_after_dropout(dropout_p, function=cudnn_sdpa.sdpa, heads=(4, 4), **named):
+    """The weights themselves: a value for each key that no other key has. Scores are all 0, the diagonal is at 0."""
+    q, k = (torch.zeros(2, n, 256, 64, dtype=torch.float16, device="cuda") for n in heads)
+    unit = torch.eye(256, dtype=torch.float16, device="cuda").expand(2, heads[1], 256, 256)
+    return function(q, k, unit, dropout_p=dropout_p, **named)
+
+
+@pytest.mark.parametrize("dropout_p", [*P, 0.9])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1)], ids=["", "grouped"])
+def test_the_right_share_is_dropped(heads, dropout_p):
+    weights = weights_after_dropout(dropout_p, heads=heads)
+    dropped = (weights == 0).double()
+    kept = weights[weights != 0].double()
+    torch.testing.assert_close(kept, torch.full_like(kept, 1 / (256 * (1 - dropout_p))), rtol=2e-3, atol=0)
+    sigma = (dropout_p * (1 - dropout_p)) ** 0.5
+    assert abs(float(dropped.mean()) - dropout_p) < 4 * sigma * dropped.numel() ** -0.5
+    for dims in ((0, 1, 2), (0, 1, 3), (2, 3), (1, 2, 3)):  # no key, query, head or batch entry is preferred
+        shares = dropped.mean(dims)
+        assert float((shares - dropout_p).abs().max()) < 5.5 * sigma * (dropped.numel() / shares.numel()) ** -0.5
+    flat = dropped.flatten(0, 1).flatten(1)
+    for other in range(1, flat.shape[0]):  # heads and batch entries are independent
+        both = float((flat[0] * flat[other]).mean())
+        assert abs(both - dropout_p**2) < 6 * sigma * flat.shape[1] ** -0.5
+
+
+@pytest.mark.parametrize("dropout_p", P)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"is_causal": False, "heads": (6, 6), "dtype": torch.float16},
+        {"sq": 129, "skv": 200, "dims": (128, 128)},
+        {"window": (30, 0)},
+        {"lengths": "q kv"},
+        {"mask": "float", "mask_shape": (2, 1, 64, 96), "mask_grad": True},
+        {"mask": "bool", "mask_shape": (64, 96), "sinks": True},
+        {"softcap": 4.0},
+        {"alibi": True},
+        {"deterministic": True},
+        {"layouts": ("sbhd", "packed", "padded"), "grad_layout": "expanded"},
+    ],
+    ids=str,
+)
+def test_both_passes_drop_the_same_weights(changes, dropout_p):
+    assert fuzz.check(fuzz.plain(**changes, dropout_p=dropout_p)) == []
+
+
+@pytest.mark.parametrize("dropout_p", P)
+def test_packed_sequences_drop_the_same_weights_in_both_passes(dropout_p):
+    """The mask is read off unit values; with it, output and gradients are compared with float64."""
+    lengths = [100, 1, 0, 128, 27]
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    total, heads = sum(lengths), 2
+    q, k = (torch.randn(total, heads, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    v, grad_out = (torch.randn(total, heads, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    places = torch.cat([torch.arange(n, device="cuda") for n in lengths])
+    unit = torch.nn.functional.one_hot(places, 128).bfloat16().unsqueeze(1).expand(-1, heads, -1).contiguous()
+
+    def attend(q, value):
+        torch.manual_seed(11)
+        return cudnn_sdpa.sdpa_varlen(q, k, value, ends, ends, 128, 128, dropout_p=dropout_p)
+
+    keep = attend(q * 0, unit) > 0
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = attend(q, v)
+    found = torch.autograd.grad(out, inputs, grad_out)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    parts = []
+    for begin, n in zip(ends.tolist(), lengths, strict=False):
+        rows = slice(begin, begin + n)
+        one_q, one_k, one_v = (x[rows].transpose(0, 1) for x in exact)
+        weights = (one_q @ one_k.mT * 128**-0.5).softmax(-1) * keep[rows, :, :n].transpose(0, 1) / (1 - dropout_p)
+        parts.append((weights @ one_v).transpose(0, 1))
+    expected = torch.cat(parts)
+    seen = sum(n * n for n in lengths) * heads
+    sigma = (dropout_p * (1 - dropout_p) / seen) ** 0.5
+    assert abs(1 - float(keep.sum()) / seen - dropout_p) < 4 * sigma
+    assert fuzz.difference(out, expected.detach()) < fuzz.FORWARD[torch.bfloat16]
+    for gradient, right in zip(found, torch.autograd.grad(expected, exact, grad_out.double()), strict=True):
+        assert fuzz.difference(gradient, right) < fuzz.BACKWARD[torch.bfloat16]
+
+
+def test_replays_of_a_cuda_graph_drop_other_weights():
+    """Values are the unit vectors, so that the output is the weights: they show what both passes dropped."""
+    q, k = (torch.randn(2, 2, 64, 64, device="cuda", dtype=torch.float16) for _ in range(2))
+    unit = torch.eye(64, device="cuda", dtype=torch.float16).repeat(2, 2, 1, 1)
+    inputs = [x.requires_grad_() for x in (q, k, unit)]
+    grad_out = torch.randn_like(q)
+
+    def step():
+        out = cudnn_sdpa.sdpa(*inputs, dropout_p=0.3)
+        return out.detach(), *torch.autograd.grad(out, inputs, grad_out)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+
+    def replay():
+        graph.replay()
+        torch.cuda.synchronize()
+        return [x.clone() for x in captured]
+
+    runs = [replay() for _ in range(4)]
+    for number, run in enumerate(runs):
+        assert not any(torch.equal(run[0], other[0]) for other in runs[:number])
+    torch.manual_seed(9)
+    runs.append(replay())
+    torch.manual_seed(9)
+    runs.append(replay())
+    assert torch.equal(runs[-1][0], runs[-2][0])
+    for out, *found in runs:
+        keep = (out != 0).double()
+        assert abs(float(keep.mean()) - 0.7) < 4 * (0.21 / keep.numel()) ** 0.5
+        exact = [x.detach().double().requires_grad_() for x in inputs]
+        weights = (exact[0] @ exact[1].mT / 8).softmax(-1) * keep / 0.7
+        expected = weights @ exact[2]
+        assert fuzz.difference(out, expected.detach()) < fuzz.FORWARD[torch.float16]
+        for gradient, right in zip(found, torch.autograd.grad(expected, exact, grad_out.double()), strict=True):
+            assert fuzz.difference(gradient, right) < fuzz.BACKWARD[torch.float16]
+
+
+@pytest.mark.parametrize("nothing", [0.0, 0])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_dropping_nothing_is_no_dropout(name, nothing):
+    inputs, named = leaves(), options(name)
+    grad_out = torch.randn_like(inputs[0])
+    state = torch.cuda.get_rng_state()
+
+    def run(**dropout):
+        out, lse = cudnn_sdpa.sdpa(*inputs, **named, **dropout, return_lse=True, deterministic=True)
+        return [out.detach(), lse, *torch.autograd.grad(out, inputs, grad_out)]
+
+    for a, b in zip(run(), run(dropout_p=nothing), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def test_the_log_sum_exp_does_not_depend_on_dropout():
+    inputs = leaves()
+    with_dropout = cudnn_sdpa.sdpa(*inputs, dropout_p=0.5, return_lse=True)[1]
+    torch.testing.assert_close(with_dropout, cudnn_sdpa.sdpa(*inputs, return_lse=True)[1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_single_query_is_refused():
+    q, k, v = leaves(sq=1)
+    with pytest.raises(cudnn_sdpa.UnsupportedError, match="single query"):
+        cudnn_sdpa.sdpa(q, k, v, dropout_p=0.1)

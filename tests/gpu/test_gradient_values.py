@@ -1,0 +1,154 @@
+"""Gradients against float64 where they are delicate: tiny weights, rows that see nothing, every head dim."""
+
+from __future__ import annotations
+
+import math
+
+import fuzz
+import fuzz_varlen
+import pytest
+import torch
+from support import make
+
+import cudnn_sdpa
+
+LENGTHS = [1, 2, 33, 127, 128, 129, 192, 256, 300]
+
+
+@pytest.mark.parametrize("skv", LENGTHS)
+@pytest.mark.parametrize("sq", LENGTHS)
+def test_a_very_negative_log_sum_exp(sq, skv):
+    """On cuDNN 9.19 such gradients are NaN where the last tile is partly filled, unless true lengths are given."""
+    for shift in (-100.0, -800.0):
+        for dim in (64, 128):
+            c = fuzz.plain(sq=sq, skv=skv, dims=(dim, dim), scale=dim**-0.5, is_causal=False, shift=shift)
+            t = fuzz.tensors(c)
+            leaves = [t[name].requires_grad_() for name in "qkv"]
+            out, lse = cudnn_sdpa.sdpa(*leaves, scale=c.scale, return_lse=True)
+            assert (lse < shift / 2).all()
+            for x in (out, lse, *torch.autograd.grad(out, leaves, t["grad_out"])):
+                assert x.isfinite().all()
+            assert fuzz.check(c) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True},
+        {"is_causal": True, "causal_alignment": "bottom_right"},
+        {"window": (40, 3)},
+        {"mask": "float", "mask_shape": (2, 4, 192, 200), "mask_grad": True},
+        {"lengths": "q kv"},
+        {"deterministic": True},
+        {"dropout_p": 0.1},
+        {"softcap": 1000.0},
+    ],
+    ids=str,
+)
+def test_a_very_negative_log_sum_exp_with_options(options, dtype):
+    for sq, skv in ((192, 200), (200, 192), (130, 130)):
+        sizes = {"mask_shape": (2, 4, sq, skv)} if "mask" in options else {}
+        for shift in (-100.0, -800.0):
+            c = fuzz.plain(**{"is_causal": False, **options, **sizes}, sq=sq, skv=skv, shift=shift, dtype=dtype)
+            assert fuzz.check(c) == []
+
+
+def test_a_very_negative_log_sum_exp_in_packed_sequences():
+    for length in (1, 33, 127, 129, 192, 300):
+        for shift in (-100.0, -800.0):
+            c = fuzz_varlen.plain(lengths_q=(length, 5, 128), lengths_kv=(length, 200, 3), shift=shift)
+            assert fuzz_varlen.check(c) == []
+
+
+def masked(kind, sinks, dtype):
+    """Inputs with a mask (B, Hq, Sq, Skv) that leaves nothing to some rows, to a head and to a whole batch entry."""
+    c = fuzz.plain(
+        batch=3,
+        dtype=dtype,
+        is_causal=False,
+        sinks=sinks,
+        mask="bool" if kind == "bool" else "-inf",
+        mask_shape=(3, 4, 64, 96),
+        mask_grad=kind == "float",
+    )
+    t = fuzz.tensors(c)
+    hidden = torch.zeros(3, 4, 64, 96, dtype=torch.bool, device="cuda")
+    hidden[0, :, [0, 1, 17, 63]] = True
+    hidden[1, 2] = True
+    hidden[2] = True
+    mask = t["attn_mask"]
+    t["attn_mask"] = mask.masked_fill(hidden, False if mask.dtype == torch.bool else -math.inf)
+    if mask.dtype == torch.bool:
+        return c, t, ~t["attn_mask"].any(-1)
+    return c, t, t["attn_mask"].isneginf().all(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("kind", ["bool", "float", "float without its gradient"])
+def test_rows_that_see_nothing(kind, sinks, dtype):
+    c, t, blind = masked(kind, sinks, dtype)
+    assert blind.any()
+    assert not blind.all()
+    assert fuzz.check(c, t) == []
+    wanted = ["q", "k", "v", *(["attn_mask"] if c.mask_grad else []), *(["sinks"] if sinks else [])]
+    leaves = {name: t[name].detach().requires_grad_() for name in wanted}
+    named = {"attn_mask": t["attn_mask"].detach(), **leaves}
+    out, lse = cudnn_sdpa.sdpa(**named, scale=c.scale, return_lse=True)
+    found = dict(zip(wanted, torch.autograd.grad(out, list(leaves.values()), t["grad_out"]), strict=True))
+    assert all(gradient.isfinite().all() for gradient in found.values())
+    assert (out[blind] == 0).all()
+    alone = (
+        t["sinks"].detach().view(1, -1, 1).expand_as(lse)[blind] if sinks else torch.full_like(lse[blind], -math.inf)
+    )
+    torch.testing.assert_close(lse[blind], alone, rtol=1e-6, atol=1e-6)
+    assert (found["q"][blind] == 0).all()
+    assert found["q"][~blind].any()
+    for name in "kv":
+        assert (found[name][2] == 0).all()
+        assert found[name][0].any()
+    if "attn_mask" in found:
+        assert (found["attn_mask"][t["attn_mask"].isneginf()] == 0).all()
+        assert found["attn_mask"].any()
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("sq", [1, 40])
+def test_a_mask_that_hides_everything(sq, kind, sinks):
+    q, k, v = (make("bshd", 2, 4, n, 64, torch.bfloat16).requires_grad_() for n in (sq, 50, 50))
+    mask = torch.zeros(1, 1, 1, 50, dtype=torch.bool, device="cuda")
+    if kind == "float":
+        mask = torch.full((1, 1, 1, 50), -math.inf, dtype=torch.bfloat16, device="cuda")
+    scores = (torch.randn(4, device="cuda") + 2).requires_grad_() if sinks else None
+    out, lse = cudnn_sdpa.sdpa(q, k, v, attn_mask=mask, sinks=scores, return_lse=True)
+    assert (out == 0).all()
+    assert (lse == (-math.inf if scores is None else scores.detach().view(1, 4, 1))).all()
+    leaves = [q, k, v, *([] if scores is None else [scores])]
+    for gradient in torch.autograd.grad(out, leaves, torch.randn_like(out)):
+        assert (gradient == 0).all()
+
+
+HEAD_DIMS = [*((d, d) for d in range(8, 257, 8)), (192, 128), (64, 32), (32, 64), (128, 64)]
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), HEAD_DIMS)
+def test_head_dims(dim, dim_v):
+    usual = {"dims": (dim, dim_v), "scale": 1.7 * dim**-0.5, "sq": 45, "skv": 175}
+    assert fuzz.check(fuzz.plain(**usual, causal_alignment="bottom_right")) == []
+    assert fuzz.check(fuzz.plain(**usual, is_causal=False, sinks=True, dtype=torch.float16)) == []
+    assert fuzz_varlen.check(fuzz_varlen.plain(dims=(dim, dim_v), scale=usual["scale"], sinks=True)) == []
+
+
+@pytest.mark.parametrize("dims", [(264, 264), (512, 512), (64, 512)], ids=str)
+def test_head_dims_without_gradients_are_refused_at_once(dims):
+    """Not when the loss is differentiated; the forward pass has kernels for them."""
+    t = fuzz.tensors(fuzz.plain(dims=dims))
+    leaves = [t[name].requires_grad_() for name in "qkv"]
+    for _ in range(3):
+        with pytest.raises(cudnn_sdpa.UnsupportedError, match=f"head dims {dims[0]} and {dims[1]}") as caught:
+            cudnn_sdpa.sdpa(*leaves)
+        assert "head dims of up to" in caught.value.suggestion
+        with torch.no_grad():
+            assert cudnn_sdpa.sdpa(*leaves).isfinite().all()

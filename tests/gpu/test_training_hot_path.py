@@ -1,0 +1,194 @@
+"""The warm path of training: gradients whichever call came before, no waiting, whole steps in a CUDA graph."""
+
+from __future__ import annotations
+
+import fuzz
+import pytest
+import torch
+from support import TOLERANCE, error, exact, make
+
+import cudnn_sdpa
+
+
+def problem(sq=64):
+    q = make("bshd", 2, 4, sq, 64, torch.bfloat16)
+    k, v = (make("bshd", 2, 2, 96, 64, torch.bfloat16) for _ in range(2))
+    return q, k, v
+
+
+def warm(*tensors):
+    """The first call builds, the second finds the plan, and from the third on the last call is recognized."""
+    for _ in range(3):
+        result = cudnn_sdpa.sdpa(*tensors)
+    return result
+
+
+def assert_gradients(q, k, v, leaves, grad_out):
+    """Compares an output and its gradients by `leaves` with float64."""
+    out = cudnn_sdpa.sdpa(q, k, v)
+    doubles = {id(x): x.detach().double().requires_grad_() for x in (q, k, v)}
+    expected = exact(*doubles.values())[0]
+    found = torch.autograd.grad(out, leaves, grad_out)
+    gradients = torch.autograd.grad(expected, [doubles[id(x)] for x in leaves], grad_out.double())
+    for a, b in zip((out, *found), (expected, *gradients), strict=True):
+        assert error(a.detach(), b.detach()) < 2 * TOLERANCE[torch.bfloat16]
+
+
+def test_a_call_made_without_gradients_does_not_open_the_way_for_one_with_gradients():
+    q, k, v = problem()
+    q.requires_grad_()
+    grad_out = torch.randn_like(q)
+    for _ in range(4):
+        with torch.no_grad():
+            assert not cudnn_sdpa.sdpa(q, k, v).requires_grad
+        assert_gradients(q, k, v, [q], grad_out)
+
+
+@pytest.mark.parametrize("names", ["q", "k", "v", "qkv"])
+@pytest.mark.parametrize("first", ["without", "with"])
+def test_calls_with_and_without_gradients_in_turn(first, names):
+    """The same tensors, or others of the same layout; whichever kind was served warm before."""
+    free = dict(zip("qkv", problem(), strict=True))
+    trained = {name: x.clone().requires_grad_(name in names) for name, x in free.items()}
+    leaves, grad_out = [trained[name] for name in names], torch.randn_like(free["q"])
+    expected = exact(**free)[0]
+    for turn in range(3):
+        for kind in ("without", "with") if first == "without" else ("with", "without"):
+            for _ in range(3):
+                if kind == "with":
+                    assert_gradients(*trained.values(), leaves, grad_out)
+                    continue
+                out = warm(*free.values())
+                assert not out.requires_grad
+                assert error(out, expected) < TOLERANCE[torch.bfloat16]
+                with torch.no_grad() if turn % 2 else torch.inference_mode():
+                    out = warm(*trained.values())
+                assert out.grad_fn is None
+                assert error(out, expected) < TOLERANCE[torch.bfloat16]
+
+
+def test_requires_grad_set_later_is_seen_also_when_warm():
+    q, k, v = problem()
+    grad_out = torch.randn_like(q)
+    warm(q, k, v)
+    for leaf in (v, q, k):
+        leaf.requires_grad_()
+        assert_gradients(q, k, v, [leaf], grad_out)
+    with torch.no_grad():
+        assert error(cudnn_sdpa.sdpa(q, k, v), exact(q, k, v)[0]) < TOLERANCE[torch.bfloat16]
+    for leaf in (q, k, v):
+        leaf.requires_grad_(requires_grad=False)
+    assert not warm(q, k, v).requires_grad
+
+
+CASES = {
+    "plain": {"is_causal": False},
+    "causal": {},
+    "bottom-right": {"causal_alignment": "bottom_right"},
+    "blind rows": {"causal_alignment": "bottom_right", "sq": 120},
+    "window": {"is_causal": False, "window": (30, 5)},
+    "boolean mask": {"is_causal": False, "mask": "bool", "mask_shape": (2, 1, 64, 96)},
+    "mask": {"is_causal": False, "mask": "float", "mask_shape": (2, 4, 64, 96), "mask_grad": True},
+    "mask of a row": {"mask": "float32", "mask_shape": (1, 96), "mask_grad": True},
+    "sinks": {"sinks": True},
+    "lengths": {"lengths": "q kv"},
+    "lengths of queries": {"lengths": "q"},
+    "soft cap": {"softcap": 5.0},
+    "soft cap and lengths": {"softcap": 5.0, "lengths": "q kv"},
+    "soft cap and lengths of keys": {"softcap": 5.0, "lengths": "kv"},
+    "soft cap and lengths of queries": {"softcap": 5.0, "lengths": "q"},
+    "linear biases": {"alibi": True},
+    "dropout": {"dropout_p": 0.2},
+    "deterministic": {"deterministic": True},
+    "negative scale": {"scale": -0.2},
+    "single query": {"sq": 1, "is_causal": False},
+    "expanded gradient": {"grad_layout": "expanded"},
+}
+
+
+class Step:
+    """A forward and a backward pass over tensors that stay where they are."""
+
+    def __init__(self, c):
+        self.c = c
+        self.t = fuzz.tensors(c)
+        self.wanted = ["q", "k", "v", *(["attn_mask"] if c.mask_grad else []), *(["sinks"] if c.sinks else [])]
+        for name in self.wanted:
+            self.t[name].requires_grad_()
+        self.inputs = {name: x for name, x in self.t.items() if name != "grad_out"}
+
+    def __call__(self, **more):
+        result = cudnn_sdpa.sdpa(**self.inputs, **fuzz.options(self.c), **more)
+        out = result[0] if isinstance(result, tuple) else result
+        gradients = torch.autograd.grad(out, [self.t[name] for name in self.wanted], self.t["grad_out"])
+        lse = result[1] if isinstance(result, tuple) else None
+        return out.detach(), lse, dict(zip(self.wanted, gradients, strict=True))
+
+    def wrong(self, results):
+        """What is wrong with results, if the tensors have not changed since."""
+        plain = {name: None if x is None else x.detach() for name, x in self.t.items()}
+        *reference, sizes = fuzz.expected(self.c, plain, None)
+        rounding = {name: torch.finfo(self.c.dtype).eps / 4 * size.norm() for name, size in sizes.items()}
+        return fuzz.compare(self.c.dtype, results, tuple(reference), rounding)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("return_lse", [False, True], ids=["", "lse"])
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_synchronizes(name, return_lse):
+    step = Step(fuzz.plain(**CASES[name]))
+    if "dropout_p" not in CASES[name]:
+        assert step.wrong(step(return_lse=True)) == []
+    for _ in range(3):
+        step(return_lse=return_lse)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with cudnn_sdpa.no_plan_builds():
+            for _ in range(2):
+                step(return_lse=return_lse)
+            with torch.no_grad():
+                cudnn_sdpa.sdpa(**step.inputs, **fuzz.options(step.c), return_lse=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "dropout"])
+def test_a_captured_step_is_right_for_other_data(name):
+    """Forward and backward in one CUDA graph, replayed after everything but the layouts has changed."""
+    c = fuzz.plain(**CASES[name])
+    step = Step(c)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(return_lse=True)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(return_lse=True)
+    for number in range(3):
+        other = fuzz.tensors(fuzz.replace(c, number=number + 1))
+        with torch.no_grad():
+            for key, x in step.t.items():
+                if x is not None and key != "grad_out":
+                    x.copy_(other[key])
+            for x in (*captured[:2], *captured[2].values()):
+                x.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert step.wrong(captured) == []
+
+
+def test_device_memory_does_not_grow():
+    leaves = [x.requires_grad_() for x in problem()]
+
+    def step(count):
+        for _ in range(count):
+            cudnn_sdpa.sdpa(*leaves).sum().backward()
+            cudnn_sdpa.sdpa(*leaves, softcap=9.0).sum().backward()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+    before = step(20)
+    assert step(2000) == before

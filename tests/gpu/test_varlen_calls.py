@@ -1,0 +1,170 @@
+"""How `sdpa_varlen` is called: results into given memory, the log-sum-exp, autograd, autocast and torch.compile."""
+
+from __future__ import annotations
+
+import fuzz
+import pytest
+import torch
+from support import poison
+from test_varlen import DIM, HEADS, assert_right, expected, offsets, tensors
+
+import cudnn_sdpa
+from cudnn_sdpa import UnsupportedError, sdpa_varlen
+
+LENGTHS = [60, 0, 100, 40]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("trains", [False, True])
+def test_the_log_sum_exp(trains, dtype):
+    q, k, v = (x.requires_grad_(trains) for x in tensors(200, 130, dtype))
+    lengths_kv = [30, 50, 0, 50]
+    poison((200, HEADS[0]), dtype=torch.float32)
+    out, lse = sdpa_varlen(q, k, v, offsets(*LENGTHS), offsets(*lengths_kv), 100, 50, scale=0.3, return_lse=True)
+    assert lse.shape == (200, HEADS[0])
+    assert lse.dtype == torch.float32
+    assert lse.is_contiguous()
+    reference = expected(LENGTHS, lengths_kv, q, k, v, scale=0.3)
+    assert_right([out], reference, dtype)
+    assert (lse[60:160] == -torch.inf).all()
+    assert fuzz.difference(lse[:60], reference[1][:60]) < 1e-5
+    assert fuzz.difference(lse[160:], reference[1][160:]) < 1e-5
+    if trains:
+        with pytest.raises(UnsupportedError, match="log-sum-exp"):
+            (out.float().sum() + lse.nan_to_num(0, 0, 0).sum()).backward()
+
+
+ORDERS = {
+    "dense": torch.empty_like,
+    "heads first": lambda x: x.new_empty(x.shape[1], x.shape[0], x.shape[2]).transpose(0, 1),
+    "slice": lambda x: x.new_empty(x.shape[0], x.shape[1] + 2, x.shape[2] + 8)[:, 1:-1, : x.shape[2]],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_out(return_lse, order):
+    q, k, v = tensors(200)
+    ends = offsets(*LENGTHS)
+    out = ORDERS[order](q).fill_(torch.nan)
+    stride = out.stride()
+    result = sdpa_varlen(q, k, v, ends, ends, 100, 100, is_causal=True, scale=0.2, out=out, return_lse=return_lse)
+    assert (result[0] if return_lse else result) is out
+    assert out.stride() == stride
+    reference = expected(LENGTHS, LENGTHS, q, k, v, is_causal=True)
+    assert_right([out], reference)
+    if return_lse:
+        assert fuzz.difference(result[1], reference[1]) < 1e-5
+    with pytest.raises(cudnn_sdpa.LayoutError, match="memory that q lies in"):
+        sdpa_varlen(q, k, v, ends, ends, 100, 100, out=q)
+    with pytest.raises(UnsupportedError, match="out with a gradient"):
+        sdpa_varlen(q.requires_grad_(), k, v, ends, ends, 100, 100, out=out)
+
+
+def test_writing_into_out_is_seen_by_autograd():
+    q, k, v = tensors(200)
+    ends, out = offsets(*LENGTHS), torch.zeros_like(q)
+    weight = torch.ones_like(q, requires_grad=True)
+    for _ in range(2):
+        loss = (out * weight).sum()
+        sdpa_varlen(q, k, v, ends, ends, 100, 100, out=out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_second_gradient_is_refused():
+    leaves = [x.requires_grad_() for x in tensors(200)]
+    ends = offsets(*LENGTHS)
+    out = sdpa_varlen(*leaves, ends, ends, 100, 100)
+    (first,) = torch.autograd.grad(out.square().sum(), leaves[:1], create_graph=True)
+    with pytest.raises(UnsupportedError, match="double backward"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "s", "qs", "qkvs"])
+def test_only_wanted_gradients_arrive(wanted):
+    ends, grad_out = offsets(*LENGTHS), torch.randn(200, HEADS[0], DIM, device="cuda", dtype=torch.bfloat16)
+    values = dict(zip("qkvs", [*tensors(200), torch.randn(HEADS[0], device="cuda")], strict=True))
+    results = []
+    for names in ("qkvs", wanted):
+        leaves = {name: x.clone().requires_grad_(name in names) for name, x in values.items()}
+        q, k, v, sinks = leaves.values()
+        sdpa_varlen(q, k, v, ends, ends, 100, 100, sinks=sinks, deterministic=True).backward(grad_out)
+        results.append({name: x.grad for name, x in leaves.items()})
+    for name, gradient in results[1].items():
+        assert (gradient is not None) == (name in wanted)
+        assert gradient is None or torch.equal(gradient, results[0][name])
+
+
+@pytest.mark.parametrize(
+    "arrange",
+    [
+        lambda g: g[:1, :1, :1].expand_as(g),
+        lambda g: g[..., :1].expand_as(g),
+        lambda g: g.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda g: torch.cat([g, g], dim=-1)[..., ::2],
+        lambda g: torch.cat([g.new_zeros(1), g.flatten()])[1:].view_as(g),
+    ],
+    ids=["one number", "columns", "heads first", "every other", "odd address"],
+)
+def test_a_gradient_of_the_output_may_lie_anyhow(arrange):
+    leaves, ends = [x.requires_grad_() for x in tensors(200)], offsets(*LENGTHS)
+    grad_out = arrange(torch.randn(200, HEADS[0], DIM, device="cuda", dtype=torch.bfloat16))
+    out = sdpa_varlen(*leaves, ends, ends, 100, 100, scale=0.2)
+    found = torch.autograd.grad(out, leaves, grad_out)
+    assert_right([out, *found], expected(LENGTHS, LENGTHS, *leaves, grad_out))
+
+
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
+def test_autocast(to):
+    leaves, ends = [x.float().requires_grad_() for x in tensors(200)], offsets(*LENGTHS)
+    grad_out = torch.randn(200, HEADS[0], DIM, device="cuda", dtype=to)
+    with torch.autocast("cuda", dtype=to):
+        out = sdpa_varlen(*leaves, ends, ends, 100, 100, scale=0.2)
+    assert out.dtype == to
+    found = torch.autograd.grad(out, leaves, grad_out)
+    assert all(gradient.dtype == torch.float32 for gradient in found)
+    assert_right([out, *found], expected(LENGTHS, LENGTHS, *(x.to(to) for x in leaves), grad_out), torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dynamic", [False, None, True], ids=["static", "automatic", "dynamic"])
+@pytest.mark.parametrize("one_packing", [False, True])
+def test_torch_compile(one_packing, dynamic):
+    torch._dynamo.reset()
+
+    def attend(q, k, v, ends, ends_kv, longest):
+        out, lse = sdpa_varlen(q * 2.0, k, v, ends, ends_kv, longest, longest, is_causal=True, return_lse=True)
+        return out.flatten(1) + 1.0, lse
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic)
+    for lengths in (LENGTHS, [100, 100, 20, 30], [3, 4, 500, 1]):
+        tokens, ends = sum(lengths), offsets(*lengths)
+        ends_kv = ends if one_packing else ends.clone()
+        leaves = [x.requires_grad_() for x in tensors(tokens)]
+        out, lse = compiled(*leaves, ends, ends_kv, max(lengths))
+        grad_out = torch.randn_like(out)
+        found = torch.autograd.grad(out, leaves, grad_out)
+        options = {"is_causal": True, "scale": 2 * DIM**-0.5}
+        reference = expected(lengths, lengths, *leaves, grad_out.view(tokens, HEADS[0], DIM), **options)
+        assert_right([out - 1], (reference[0].flatten(1), *reference[1:]))
+        assert fuzz.difference(lse, reference[1]) < 1e-5
+        for name, gradient in zip("qkv", found, strict=True):
+            assert fuzz.difference(gradient, reference[2][name]) < 2e-2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_compile_with_cuda_graphs():
+    torch._dynamo.reset()
+    ends = offsets(*LENGTHS)
+
+    def attend(q, k, v, ends):
+        return sdpa_varlen(q * 1.0, k, v, ends, ends, 200, 200, is_causal=True, scale=0.2) * 1.0
+
+    q, k, v = tensors(200)
+    attend(q, k, v, ends)  # plans are made before a capture
+    compiled = torch.compile(attend, fullgraph=True, mode="reduce-overhead")
+    for lengths in (LENGTHS, LENGTHS, LENGTHS, [1, 199, 0, 0], [200, 0, 0, 0]):
+        ends.copy_(offsets(*lengths))
+        q.normal_()
+        assert_right([compiled(q, k, v, ends)], expected(lengths, lengths, q, k, v, is_causal=True))
