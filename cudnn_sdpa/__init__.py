@@ -24,6 +24,7 @@ from cudnn_sdpa.errors import (
 )
 from cudnn_sdpa.explanation import explain
 from cudnn_sdpa.runtime.cache import no_plan_builds, plan_cache
+from cudnn_sdpa.support_matrix import support
 
 __all__ = [
     "ArgumentError",
@@ -46,4 +47,5 @@ __all__ = [
     "scaled_dot_product_attention",
     "sdpa",
     "sdpa_varlen",
+    "support",
 ]

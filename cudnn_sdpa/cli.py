@@ -46,6 +46,29 @@ def version() -> None:
     typer.echo(__version__)
 
 
+@app.command()
+def support(
+    sm: Annotated[int | None, typer.Option(help="Compute capability, 90 for 9.0; this GPU's if not given.")] = None,
+    cudnn: Annotated[str | None, typer.Option(help="Version, such as 9.19.0; the installed one if not given.")] = None,
+) -> None:
+    """Show what cuDNN's attention supports on a kind of GPU."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from cudnn_sdpa.errors import CudnnSdpaError
+    from cudnn_sdpa.support_matrix import described, matrix
+
+    try:
+        rows, title = list(matrix(sm, cudnn)), described(sm, cudnn)
+    except CudnnSdpaError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    table = Table(*rows[0], title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row.values())
+    Console().print(table)
+
+
 @bench_app.command("host")
 def bench_host(
     part: Annotated[list[HostPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,

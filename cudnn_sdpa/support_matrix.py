@@ -203,16 +203,21 @@ def matrix(sm: int | None = None, cudnn: int | str | None = None) -> Iterator[di
     "–" stands for an option that the operation does not have. Where nothing else is said, head dims are 128.
     """
     for row, options in ROWS.items():
-        cells = {operation: cell(operation, options, sm, cudnn)[0] for operation in OPERATIONS}
-        yield {"with": row, **cells}
+        yield {"with": row, **{operation: cell(operation, options, sm, cudnn)[0] for operation in OPERATIONS}}
 
 
-def cell(operation: str, options: dict[str, Any], sm: int | None, cudnn: int | str | None) -> tuple[str, list[str]]:
-    """What is supported, and the reasons for what is not."""
+def described(sm: int | None = None, cudnn: int | str | None = None) -> str:
+    """What a matrix is for, in words."""
+    target = target_of(sm, cudnn)
+    return f"cuDNN {backend.version_string(target.cudnn)} on SM {target.sm}, head dims 128"
+
+
+def cell(
+    operation: str, options: dict[str, Any], sm: int | None = None, cudnn: int | str | None = None
+) -> tuple[str, Support]:
+    """What is supported, in one word, and the answer that says why no more is."""
     if operation == "sdpa_varlen" and any(name in options for name in DENSE_ONLY):
-        return "–", []
+        return "–", Support("")
     asked = {"head_dim": 128, "sq": 512, "skv": 1024, "sm": sm, "cudnn": cudnn, **options}
-    forward = support(operation, **asked)
-    backward = support(operation, direction=BACKWARD, **asked)
-    word = "yes" if backward else "forward only" if forward else "no"
-    return word, (backward if forward else forward).reasons
+    forward, backward = support(operation, **asked), support(operation, direction=BACKWARD, **asked)
+    return ("yes" if backward else "forward only" if forward else "no"), backward

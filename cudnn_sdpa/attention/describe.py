@@ -113,6 +113,7 @@ def describe_varlen(
         *(is_causal, causal_alignment, left, right, scale, dropout_p, softcap),
         *(cu_seqlens_q is cu_seqlens_kv, is_deterministic(deterministic), return_lse, out),
     )
+    arguments.check_types(ForwardArguments(q, k, v, sinks=sinks, out=out, with_lse=return_lse))
     varlen.check(call)
     packed, device = varlen_calls.packed(call), q.get_device() if q.is_cuda else None
     trains = needs_gradient(q, k, v, sinks)

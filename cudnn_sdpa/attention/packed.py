@@ -18,6 +18,7 @@ from cudnn_sdpa.attention.options import Mask
 from cudnn_sdpa.attention.passes import dense_like
 from cudnn_sdpa.attention.problem import HOST_SCALAR, ONE_INT64
 from cudnn_sdpa.attention.support import BACKWARD, FORWARD, Case, refusal
+from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
 from cudnn_sdpa.runtime.layouts import TensorLayout
 from cudnn_sdpa.runtime.target import Target
@@ -132,7 +133,7 @@ class Packed:
         Raises:
             UnsupportedError: It is known to have none.
         """
-        refused = refusal(self.case(BACKWARD, target, deterministic=deterministic), "the gradient of sdpa_varlen")
+        refused = self.refusal(target, deterministic=deterministic)
         if refused is not None:
             raise refused
         gradients = [
@@ -154,6 +155,10 @@ class Packed:
             "bias_gradient": None,
         }
         return graphs.sdpa_backward.key(inputs, gradients, options, target, device)
+
+    def refusal(self, target: Target, *, deterministic: bool) -> UnsupportedError | None:
+        """Everything that is known to speak against a backward plan."""
+        return refusal(self.case(BACKWARD, target, deterministic=deterministic), "the gradient of sdpa_varlen")
 
     def gradients(self) -> tuple[TensorLayout, TensorLayout, TensorLayout]:
         """The gradients by q, k and v as cuDNN writes them: in the memory order of their tensors where it can.

@@ -122,8 +122,8 @@ def _lacks_backward_head_dim(case: Case) -> bool:
         return False
     if not case.is_data_center_blackwell:
         return True
-    dims = (case.head_dim, case.head_dim_v)
-    return dims != (192, 128) and not (dims == (256, 256) and case.cudnn >= 92300)
+    first = {(192, 128): 91100, (256, 256): 92300}.get((case.head_dim, case.head_dim_v))
+    return first is None or case.cudnn < first
 
 
 def _starts_late(case: Case) -> bool:
@@ -177,6 +177,7 @@ RULES = (
             and case.is_data_center_blackwell
             and case.head_dim > case.head_dim_v == 128
             and case.head_dim != 192
+            and case.cudnn >= 91100  # it compiles on 9.10.2
         ),
         "on SM {sm} there is no dropout for head dims {head_dim} and 128: cuDNN's kernel does not compile",
         "v padded to head dim 136, and the output cut",
@@ -221,6 +222,22 @@ RULES = (
         wrong=True,
     ),
     Rule(
+        lambda case: case.sinks and not case.backward and case.cudnn < 91300 and (case.packed or case.sq > 1),
+        "attention sinks need cuDNN 9.13, and this is {version}",
+        "a newer cuDNN, or no sinks",
+    ),
+    Rule(  # seen on 9.10.2, not on 9.19
+        lambda case: case.backward and case.sq == 1 and case.is_data_center_blackwell and case.cudnn < 91900,
+        "on SM {sm} planning the gradients of a single query crashes cuDNN before 9.19, and this is {version}",
+        "a newer cuDNN, or no gradients",
+        wrong=True,
+    ),
+    Rule(  # seen on 9.10.2, not on 9.19
+        lambda case: case.backward and case.softcap and case.skv % 128 != 0 and case.cudnn < 91100,
+        "gradients under a soft cap need a multiple of 128 keys with cuDNN {version}",
+        "a newer cuDNN, or keys padded to a multiple of 128 and hidden with attn_mask",
+    ),
+    Rule(
         lambda case: case.softcap and case.lengths and case.sq == 1 and not case.packed,
         "with a soft cap and true lengths, cuDNN computes a single query wrongly",
         "an attn_mask (B, 1, 1, Skv) that hides the keys past each length",
@@ -256,7 +273,12 @@ RULES = (
         "an attn_mask that requires no grad, or head dims of up to {backward_head_dim}",
     ),
     Rule(
-        lambda case: case.bias_gradient and case.dropout and case.is_data_center_blackwell,
+        lambda case: (
+            case.bias_gradient
+            and case.dropout
+            and case.is_data_center_blackwell
+            and case.cudnn >= 91100  # 9.10.2 has a kernel
+        ),
         "on SM {sm} there are no gradients of attn_mask with dropout",
         "dropout_p=0, or an attn_mask that requires no grad",
     ),

@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, varlen_arguments, varlen_autograd, varlen_operators
+from cudnn_sdpa.attention import arguments, varlen_arguments, varlen_autograd, varlen_calls, varlen_operators
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.dense import cast_tensor, is_deterministic
@@ -141,20 +141,20 @@ def sdpa_varlen(
 
 def run(call: VarlenArguments, deterministic: bool | None) -> Result:
     """Runs a call whose arguments have not been checked yet."""
+    given = ForwardArguments(call.q, call.k, call.v, sinks=call.sinks, out=call.out, with_lse=call.with_lse)
+    arguments.check_types(given)
+    q = call.q
+    call = call._replace(q=cast_tensor(q, q), k=cast_tensor(call.k, q), v=cast_tensor(call.v, q))
     call = call._replace(deterministic=is_deterministic(deterministic))
     if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
         check(call)
-    q = call.q
-    call = call._replace(q=cast_tensor(q, q), k=cast_tensor(call.k, q), v=cast_tensor(call.v, q))
     if call.dropout_p:
         call = call._replace(rng=torch.randint(2**62, (2,), dtype=torch.int64, device=q.device))
     return or_else(lambda: _run(call), lambda: _run_on_torch(call), lambda: (call.q.dtype, call.options))
 
 
 def check(call: VarlenArguments) -> None:
-    """All checks that need no look at addresses and values."""
-    given = ForwardArguments(call.q, call.k, call.v, sinks=call.sinks, out=call.out, with_lse=call.with_lse)
-    arguments.check_types(given)
+    """All checks of tensors and options that need no look at addresses and values."""
     varlen_arguments.check_options(call)
     varlen_arguments.check(call._replace(dropout_p=0.0))
 
@@ -191,6 +191,8 @@ def _differentiable(call: VarlenArguments) -> Result:
             ["an input requires grad, and autograd does not follow what is written into a given tensor"],
             "calling it under torch.no_grad(), or without out",
         )
+    if call.q.is_cuda and not is_compiling():
+        varlen_calls.check_gradient(call)
     if is_compiling() or not is_bare(*call[:6]):
         out, lse = torch.ops.cudnn_sdpa.varlen_forward_lse(*call[:18])
         lse = lse.detach() if is_compiling() else lse

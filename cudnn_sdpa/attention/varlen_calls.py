@@ -167,6 +167,29 @@ def row_limits(packed: Packed, packing: Packing) -> dict[str, Tensor]:
 calls: CallTable[None] = CallTable(None)
 
 
+_differentiable: set[Hashable] = set()
+
+
+def check_gradient(call: VarlenArguments) -> None:
+    """Refuses a call whose backward pass is known to have no kernel: now, and not when the loss is differentiated.
+
+    Raises:
+        UnsupportedError: With every reason.
+    """
+    name = _signature(call)
+    if name in _differentiable:
+        return
+    refused = packed(call).refusal(live_target(call.q.get_device()), deterministic=call.deterministic)
+    if refused is not None:
+        raise refused
+    if len(_differentiable) > MOST_REMEMBERED:
+        _differentiable.clear()
+    _differentiable.add(name)
+
+
+MOST_REMEMBERED = 8192
+
+
 def run_forward(call: VarlenArguments) -> Result:
     """The output, and if wanted the log-sum-exp (Tq, Hq)."""
     name = ("forward", _signature(call), describe(call.out), call.with_lse)

@@ -27,6 +27,8 @@ def forward_cuda(call: VarlenArguments) -> Result:
     dense = call.as_dense()
     memory.check_strides(dense.q, dense.k, dense.v)
     memory.check_memory(call.q, call.k, call.v, call.out)
+    if call.out is not None and not call.out.is_inference():
+        torch.autograd.graph.increment_version(call.out)
     if 0 in call.q.shape or 0 in call.k.shape:
         return _empty(call)
     return varlen_calls.run_forward(call)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import cudnn_sdpa
+from cudnn_sdpa.attention import packed
 
 ROOT = Path(cudnn_sdpa.__file__).parent.parent
 MODULES = ["cudnn_sdpa"] + [
@@ -22,7 +23,7 @@ MODULES = ["cudnn_sdpa"] + [
 ]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Pages whose blocks are one script, each going on where the one before ended.
-SCRIPTS = {"attention.md", "quickstart.md", "training.md", "varlen.md"}
+SCRIPTS = {"attention.md", "quickstart.md", "training.md", "troubleshooting.md", "varlen.md"}
 
 
 def examples() -> list[doctest.DocTest]:
@@ -64,7 +65,9 @@ def blocks(page: Path) -> list[str]:
 
 def drawings(page: Path) -> list[str]:
     """The masks that a page draws, which its code prints."""
-    return [text for text in re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL) if "■" in text]
+    return [
+        text for text in re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL) if "■" in text
+    ]
 
 
 def needs_a_gpu(code: str) -> bool:
@@ -111,3 +114,37 @@ def test_pages_name_only_what_the_package_has(page):
         assert hasattr(cudnn_sdpa, name) or importlib.util.find_spec(f"cudnn_sdpa.{name}"), name
     for path in re.findall(r"^::: (\S+)", text, re.MULTILINE):
         assert pkgutil.resolve_name(path) is not None, path
+
+
+def test_every_public_name_is_in_the_reference():
+    text = (ROOT / "docs" / "api.md").read_text()
+    names = set(cudnn_sdpa.__all__) - {"__version__"}
+    assert {name for name in names if not re.search(rf"\b{name}\b", text)} == set()
+
+
+@pytest.mark.parametrize(
+    ("row", "rounded"),
+    [
+        ("sequences", packed.sequence_bucket),
+        ("tokens", packed.row_bucket),
+        ("longest length", lambda longest: packed.length_bucket(longest, 10**6, closely=False)),
+        (
+            "longest length, with a soft cap or deterministic",
+            lambda longest: packed.length_bucket(longest, 10**6, closely=True),
+        ),
+    ],
+)
+def test_packed_calls_are_rounded_as_the_page_says(row, rounded):
+    cells = re.search(rf"^\| {row} \|.*\| (.*) \|$", (ROOT / "docs" / "varlen.md").read_text(), re.MULTILINE)[1]
+    runs = [[int(value) for value in run.split(",") if value.strip()] for run in cells.replace(" ", "").split("…")]
+    for run in filter(None, runs):
+        every = dict.fromkeys(rounded(number) for number in range(1, run[-1] + 1))
+        assert [value for value in every if value >= run[0]] == run
+
+
+def test_the_error_that_the_readme_shows_is_the_one_that_is_raised():
+    q = torch.empty(2, 8, 128, 64, dtype=torch.bfloat16)
+    report = cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, q, q, is_causal=True, alibi=True, softcap=50.0)
+    text = "".join(f"  - {reason}\n" for reason in report.reasons) + f"What works: {report.suggestion}\n"
+    assert report.reasons
+    assert f"sdpa is not supported here:\n{text}```" in (ROOT / "README.md").read_text()

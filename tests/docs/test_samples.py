@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -30,9 +31,25 @@ def test_the_quickstart_runs_and_shows_what_it_did():
         assert "eng" in result.stdout, "no plan for an H200 is shown"
 
 
+def test_training_ends_where_pytorchs_attention_ends():
+    result = run("samples/training.py")
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert "the final losses agree" in result.stdout
+    if torch.cuda.is_available():
+        assert "2 plans served" in result.stdout
+        return
+    start, end = (float(re.search(pattern, result.stdout)[1]) for pattern in (r"1 +│ +(\d\.\d+)", r"agree: (\d\.\d+)"))
+    assert end < start / 2, "it learned nothing"
+
+
 def test_tables_of_numbers_are_those_of_the_benchmarks_files():
     result = run("scripts/bench_tables.py", "--check")
     assert result.returncode == 0, result.stdout
+
+
+def test_the_table_of_known_issues_is_that_of_the_library():
+    result = run("scripts/known_issues.py", "--check")
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_the_benchmark_says_that_it_needs_a_gpu():

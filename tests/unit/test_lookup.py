@@ -110,7 +110,9 @@ def test_a_call_with_any_of_the_rarer_options_is_not_plain(change):
 
 
 @pytest.mark.parametrize(
-    "change", [{"q": None}, {"k": [1.5]}, {"seq_lens_kv": [3, 5]}, {"causal_alignment": []}, {"scale": {}}], ids="+".join
+    "change",
+    [{"q": None}, {"k": [1.5]}, {"seq_lens_kv": [3, 5]}, {"causal_alignment": []}, {"scale": {}}],
+    ids="+".join,
 )
 def test_what_has_no_signature_finds_no_call(change):
     assert find(**{**BASE, **change}) is None

@@ -19,7 +19,7 @@ LAYERS = [
     ("_version", "errors"),
     ("runtime",),
     ("attention", "offline"),
-    ("explanation",),
+    ("explanation", "support_matrix"),
     ("bench",),
     ("cli",),
     ("__main__",),
@@ -112,6 +112,7 @@ def test_exactly_the_public_names_are_exported():
         "scaled_dot_product_attention",
         "sdpa",
         "sdpa_varlen",
+        "support",
     ]
     assert cudnn_sdpa.__all__ == sorted(cudnn_sdpa.__all__)
     assert all(hasattr(cudnn_sdpa, name) for name in cudnn_sdpa.__all__)

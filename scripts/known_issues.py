@@ -1,0 +1,73 @@
+"""Writes the table of known issues in docs/troubleshooting.md, out of cudnn_sdpa/runtime/known_issues.py.
+
+    python scripts/known_issues.py            # write it
+    python scripts/known_issues.py --check    # exit with 1 if the page is out of date
+
+It stands between the comments <!-- known-issues --> and <!-- /known-issues -->.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from cudnn_sdpa.runtime.backend import version_string
+from cudnn_sdpa.runtime.known_issues import ISSUES, NEVER_FIXED, KnownIssue
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "troubleshooting.md"
+MARKS = re.compile(r"(<!-- known-issues -->\n).*?(<!-- /known-issues -->)", re.DOTALL)
+REPOSITORIES = {
+    "pytorch": "pytorch/pytorch",
+    "cudnn-frontend": "NVIDIA/cudnn-frontend",
+    "TransformerEngine": "NVIDIA/TransformerEngine",
+}
+
+
+def versions(issue: KnownIssue) -> str:
+    """The versions of cuDNN on which the fault is kept away."""
+    first = f"from {version_string(issue.first)}" if issue.first else ""
+    fixed = f"before {version_string(issue.fixed)}" if issue.fixed != NEVER_FIXED else ""
+    return " ".join(filter(None, (first, fixed))) or "all versions"
+
+
+def source(issue: KnownIssue) -> str:
+    """Where the fault was met, reports as links."""
+
+    def link(found: re.Match[str]) -> str:
+        name, number = found.groups()
+        return f"[{name}#{number}](https://github.com/{REPOSITORIES[name]}/issues/{number})"
+
+    return re.sub(r"([\w-]+)#(\d+)", link, issue.source)
+
+
+def table() -> str:
+    """The issues as Markdown."""
+    lines = ["| what goes wrong in cuDNN | avoided on | known from | how |", "|---|---|---|---|"]
+    lines += [
+        "| " + " | ".join((issue.fault, versions(issue), source(issue), issue.treatment)).replace("\n", " ") + " |"
+        for issue in ISSUES
+    ]
+    return "\n".join(lines)
+
+
+def render(text: str) -> str:
+    """`text` with the table made anew."""
+    return MARKS.sub(lambda found: f"{found[1]}{table()}\n{found[2]}", text)
+
+
+def main() -> int:
+    """Writes the page, or with --check only compares it."""
+    text = PAGE.read_text()
+    if text == render(text):
+        return 0
+    print(f"{PAGE.relative_to(ROOT)} is out of date; run: python scripts/known_issues.py")
+    if "--check" in sys.argv:
+        return 1
+    PAGE.write_text(render(text))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

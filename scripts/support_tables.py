@@ -1,0 +1,60 @@
+"""Writes the tables of docs/support.md out of the rules in cudnn_sdpa/attention/support.py.
+
+    python scripts/support_tables.py            # write them
+    python scripts/support_tables.py --check    # exit with 1 if the page is out of date
+
+The page names a table in a pair of comments: <!-- support:sdpa/9.28 --> and <!-- /support --> is `sdpa` with that
+version of cuDNN. It needs no GPU and no cuDNN.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from cudnn_sdpa.support_matrix import ROWS, cell  # noqa: E402 - this checkout's, installed or not
+
+PAGE = ROOT / "docs" / "support.md"
+MARKS = re.compile(r"(<!-- support:(?P<operation>\w+)/(?P<cudnn>[\d.]+) -->\n).*?<!-- /support -->", re.DOTALL)
+GPUS = {80: "SM 80", 89: "SM 89", 90: "SM 90", 100: "SM 100", 120: "SM 120"}
+
+
+def table(operation: str, cudnn: str) -> str:
+    """One table as Markdown, and under it the reasons for all that is not there."""
+    lines = [f"| | {' | '.join(GPUS.values())} |", "|---" * (1 + len(GPUS)) + "|"]
+    notes: dict[str, int] = {}
+    for row, options in ROWS.items():
+        cells = []
+        for sm in GPUS:
+            word, answer = cell(operation, options, sm, cudnn)
+            numbers = [notes.setdefault(reason, 1 + len(notes)) for reason in answer.reasons]
+            cells.append(word + (f" <sup>{','.join(map(str, numbers))}</sup>" if numbers else ""))
+        if set(cells) != {"–"}:
+            lines.append(f"| {row} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in notes.items())])
+
+
+def render(text: str) -> str:
+    """`text` with every table made anew."""
+    return MARKS.sub(lambda found: f"{found[1]}\n{table(found['operation'], found['cudnn'])}\n\n<!-- /support -->", text)
+
+
+def main() -> int:
+    """Writes the page, or with --check only compares it."""
+    text = PAGE.read_text()
+    made = render(text)
+    if made == text:
+        return 0
+    print(f"{PAGE.relative_to(ROOT)} is out of date; run: python scripts/support_tables.py")
+    if "--check" in sys.argv:
+        return 1
+    PAGE.write_text(made)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

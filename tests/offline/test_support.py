@@ -1,0 +1,114 @@
+"""The rules of support, held against what cuDNN plans for GPUs of five kinds."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from cudnn_sdpa import UnsupportedError
+from cudnn_sdpa.attention import packed, passes
+from cudnn_sdpa.attention.questions import NeededPlan, Question
+from cudnn_sdpa.attention.support import RULES
+from cudnn_sdpa.offline.planner import engine_offline, plan_offline
+from cudnn_sdpa.runtime import known_issues
+from cudnn_sdpa.runtime.key import PlanKey
+from cudnn_sdpa.runtime.target import Target
+
+#: By SM, what cuDNN is told of a GPU of that kind where it differs from an H200.
+GPUS = {
+    80: {"multiProcessorCount": 108, "maxSharedMemoryPerBlockOptin": 166912},
+    89: {"multiProcessorCount": 142, "maxSharedMemoryPerBlockOptin": 101376, "maxThreadsPerSM": 1536},
+    90: {},
+    100: {"multiProcessorCount": 148},
+    120: {"multiProcessorCount": 170, "maxSharedMemoryPerBlockOptin": 101376, "maxThreadsPerSM": 1536},
+}
+GRID = 200
+FULL = 4
+COMMON_DIMS = [(64, 64), (128, 128), (128, 64), (72, 72), (192, 128), (256, 256)]
+DIMS = [*COMMON_DIMS, (8, 8), (40, 40), (96, 32), (136, 136), (64, 128), (192, 192), (256, 128), (512, 512), (576, 512)]
+SIZES = [(256, 384), (256, 256), (128, 320), (320, 128), (1, 256), (256, 1), (1, 1), (100, 77), (77, 100), (129, 2049)]
+WINDOWS = [(64, 0), (64, 32), (64, -1), (-1, 32), (0, 0), (10, -1), (700, 10), (300, 400)]
+
+
+@pytest.fixture
+def gpu(h200, request) -> dict[str, Any]:
+    return {**h200, "deviceVer": 10 * request.param, "deviceName": f"SM {request.param}", **GPUS[request.param]}
+
+
+def sample(draw: random.Random) -> Question:
+    """A question in which each option is used now and then."""
+
+    def chance(share: float) -> bool:
+        return draw.random() < share
+
+    packed = chance(0.3)
+    mask = not packed and chance(0.25)
+    head_dim, head_dim_v = draw.choice(COMMON_DIMS if chance(0.5) else DIMS)
+    sq, skv = draw.choice(SIZES[:3] if chance(0.5) else SIZES)
+    return Question(
+        operation="sdpa_varlen" if packed else "sdpa",
+        direction=draw.choice(["forward", "backward", "backward"]),
+        dtype=draw.choice([torch.float16, torch.bfloat16]),
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        is_causal=chance(0.5),
+        causal_alignment=draw.choice(["top_left", "bottom_right"]),
+        window=draw.choice(WINDOWS) if chance(0.3) else None,
+        attn_mask=mask,
+        attn_mask_grad=mask and chance(0.5),
+        dropout=chance(0.2),
+        softcap=chance(0.2),
+        alibi=not packed and chance(0.15),
+        sinks=chance(0.2),
+        seq_lens=not packed and chance(0.25),
+        deterministic=chance(0.3),
+        sq=sq,
+        skv=skv,
+    )
+
+
+def key_of(plan: NeededPlan, target: Target) -> PlanKey:
+    """The key, whatever the rules say."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (passes, packed):
+            patch.setattr(module, "refusal", lambda *_: None)
+        return plan.key(target)
+
+
+def disagreement(plan: NeededPlan, properties: dict[str, Any]) -> str:
+    """How the rules and cuDNN disagree; empty if they agree, or if a plan would be wrong and is not asked for."""
+    target = Target.from_properties(properties)
+    key, case = key_of(plan, target), plan.case(target)
+    broken = [rule for rule in RULES if rule.applies(case)]
+    if any(rule.wrong for rule in broken) or UnsupportedError.of(known_issues.check, key) is not None:
+        return ""
+    try:
+        engine = engine_offline(key, properties)
+    except UnsupportedError as error:
+        return "" if broken else f"no rule says why cuDNN declines {case}:\n{error}"
+    if not broken or UnsupportedError.of(plan_offline, key, properties) is not None:  # proposed, but does not compile
+        return ""
+    return f"cuDNN proposes {engine} in spite of {[rule.reason for rule in broken]} for {case}"
+
+
+@pytest.mark.parametrize("gpu", GPUS, indirect=True, ids="SM {}".format)
+def test_rules_say_what_the_heuristics_say(gpu):
+    draw = random.Random(20 + gpu["deviceVer"])
+    plans = [question.plans()[-1] for question in (sample(draw) for _ in range(GRID))]
+    found = [text for plan in plans if (text := disagreement(plan, gpu))]
+    assert not found, f"{len(found)} of {GRID}:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("gpu", GPUS, indirect=True, ids="SM {}".format)
+def test_what_no_rule_speaks_against_compiles(gpu):
+    draw = random.Random(3 + gpu["deviceVer"])
+    target, compiled = Target.from_properties(gpu), 0
+    while compiled < FULL:
+        plan = sample(draw).plans()[-1]
+        if plan.refusal(target) is None:
+            made = plan_offline(plan.key(target), gpu)  # raises cuDNN's reasons
+            assert made.engine.startswith("eng")
+            compiled += 1

@@ -1,0 +1,130 @@
+"""Faults of cuDNN: which plans they concern, which avoid them, and that no other is built."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cudnn_sdpa import UnsupportedError
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.passes import Backward, Forward
+from cudnn_sdpa.attention.problem import Problem
+from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
+from cudnn_sdpa.attention.varlen_calls import output_layout, packed
+from cudnn_sdpa.runtime import known_issues
+from cudnn_sdpa.runtime.layouts import TensorLayout
+from cudnn_sdpa.runtime.target import Target
+
+
+def target(cudnn=91900, sm=90):
+    return Target((("deviceVer", sm * 10), ("multiProcessorCount", 132)), cudnn, "1.32.0", "a GPU")
+
+
+def call(sq=100, skv=120, batch=2, heads=(4, 2), **options):
+    def make(heads, length):
+        return torch.empty(batch, heads, length, 64, dtype=torch.bfloat16, device="meta")
+
+    return ForwardArguments(make(heads[0], sq), make(heads[1], skv), make(heads[1], skv), **options)
+
+
+def forward(of, **where):
+    return Forward.of(of).key(target(**where), None)
+
+
+def backward(of, *, by_mask=False, **where):
+    out = TensorLayout.of(of.q)
+    return Backward(Problem.of(of), out, out, False, by_mask, False).key(target(**where), None)
+
+
+def varlen(*, grouped=True):
+    q = torch.empty(50, 4, 64, dtype=torch.bfloat16, device="meta")
+    kv = q[:, : 2 if grouped else 4]
+    ends = torch.empty(4, dtype=torch.int32, device="meta")
+    return VarlenArguments(q, kv, kv, None, ends, ends, None, 30, 30, one_packing=True)
+
+
+def without(key, *names):
+    return dataclasses.replace(key, inputs=tuple(operand for operand in key.inputs if operand.name not in names))
+
+
+def faults(key):
+    return [issue.fault for issue in known_issues.concerning(key)]
+
+
+def test_partial_tiles_are_masked_in_the_backward_pass_of_the_versions_that_need_it():
+    for sq, skv in [(100, 128), (128, 100), (1, 128), (128, 1)]:
+        key = backward(call(sq, skv))
+        assert {"seq_len_q", "seq_len_kv"} <= {operand.name for operand in key.inputs}
+        assert any("very negative" in fault for fault in faults(key))
+        known_issues.check(key)
+        with pytest.raises(UnsupportedError, match="very negative"):
+            known_issues.check(without(key, "seq_len_q", "seq_len_kv"))
+    whole, fixed = backward(call(128, 256)), backward(call(100, 120), cudnn=92800)
+    for key in (whole, fixed):
+        assert not any(operand.name.startswith("seq_len") for operand in key.inputs)
+        assert not any("very negative" in fault for fault in faults(key))
+
+
+@pytest.mark.parametrize(("cudnn", "sm", "refused"), [(91900, 100, True), (92600, 100, False), (91900, 90, False)])
+def test_decoding_on_blackwell_is_refused_on_the_versions_that_corrupt_it(cudnn, sm, refused):
+    key = forward(call(1, 128), cudnn=cudnn, sm=sm)
+    if not refused:
+        return known_issues.check(key)
+    with pytest.raises(UnsupportedError, match="pytorch#193893"):
+        known_issues.check(key)
+    return None
+
+
+def test_a_crash_of_the_planner_is_kept_away_from():
+    one = call(1, 128, batch=1, heads=(1, 1))
+    with pytest.raises(UnsupportedError, match="crashes"):
+        known_issues.check(backward(one, cudnn=92600))
+    known_issues.check(backward(one, cudnn=92800))
+
+
+def test_a_mask_with_one_row_is_given_as_many():
+    mask = torch.empty(1, 2, 1, 120, dtype=torch.bfloat16, device="meta")
+    key = backward(call(attn_mask=mask, heads=(2, 2)))
+    (bias,) = [operand for operand in key.inputs if operand.name == "bias"]
+    assert bias.layout.shape[2] == 100
+    assert bias.layout.stride[2] == 0
+    known_issues.check(key)
+    row = dataclasses.replace(bias, layout=TensorLayout.contiguous((1, 2, 1, 120), torch.bfloat16))
+    wrong = dataclasses.replace(key, inputs=tuple(row if operand is bias else operand for operand in key.inputs))
+    with pytest.raises(UnsupportedError, match="misread"):
+        known_issues.check(wrong)
+
+
+def test_packed_plans_avoid_what_concerns_them():
+    of = varlen()
+    problem, layout = packed(of), output_layout(of)
+    for key in (
+        problem.forward_key(layout, True, target(), None),
+        problem.backward_key(layout, layout, False, target(), None),
+    ):
+        assert any("overflow 32 bits" in fault for fault in faults(key))
+        known_issues.check(key)
+
+
+def test_what_is_wrong_only_in_a_cuda_graph_is_refused_only_there():
+    key = forward(call(2048, 2048, window_left=100, window_right=0), cudnn=91400)
+    assert "TransformerEngine#2344" in known_issues.not_in_capture(key)
+    known_issues.check(key)
+    assert known_issues.not_in_capture(forward(call(2048, 2048, is_causal=True), cudnn=91400)) == ""
+    assert known_issues.not_in_capture(forward(call(2048, 2048, window_left=100, window_right=0))) == ""
+
+
+def test_users_own_operations_are_none_of_their_business():
+    key = dataclasses.replace(forward(call()), operation="somebody.else:sdpa_forward")
+    assert known_issues.concerning(key) == []
+
+
+@pytest.mark.parametrize("issue", known_issues.ISSUES, ids=lambda issue: issue.fault[:40])
+def test_every_row_says_what_where_and_how(issue):
+    assert issue.first < issue.fixed
+    text = str(issue)
+    assert issue.fault in text
+    assert issue.treatment in text
+    assert "#" in issue.source or "seen on" in issue.source
