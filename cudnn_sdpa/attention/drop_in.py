@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cudnn_sdpa.attention.dense import sdpa
+from cudnn_sdpa.attention.dense import NO_DROPOUT, sdpa
 from cudnn_sdpa.errors import ArgumentError, LayoutError, OptionError, ShapeError
 
 
@@ -51,6 +51,7 @@ def scaled_dot_product_attention(
     """
     try:
         if attn_mask is None and _is_plain_call(query, key, value, enable_gqa):
+            dropout_p = NO_DROPOUT if type(dropout_p) is float and dropout_p == 0.0 else dropout_p
             return sdpa(query, key, value, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
         q, k, v, options = drop_in_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
         out: Tensor = sdpa(q, k, v, dropout_p=dropout_p, **options)
