@@ -76,7 +76,7 @@ class BoundCall:
 class ForwardCall(BoundCall):
     """A forward call bound to its plan. Calling it checks only what no signature holds: addresses."""
 
-    __slots__ = ("_last", "_lse", "_out", "backward", "forward", "training")
+    __slots__ = ("_last", "_lse", "_one_launch", "_out", "backward", "forward", "training")
 
     def __init__(self, forward: Forward, plan: Plan, scale: float, softcap: float | None = None) -> None:
         super().__init__(forward.problem, plan, scale=scale, softcap=softcap)
@@ -84,6 +84,9 @@ class ForwardCall(BoundCall):
         self._out = (forward.out.shape, forward.out.stride, forward.out.dtype)
         lse_shape = forward.out.shape[:3]
         self._lse = (lse_shape, contiguous_stride(lse_shape), torch.float32)
+        problem = forward.problem
+        lengths = problem.has_lengths or problem.needs_lengths
+        self._one_launch = forward.with_lse and problem.has_no_sides and not (problem.mask.blind_rows or lengths)
         self.backward: dict[Any, Any] = {}  # backward calls that belong to this one
         self._last: Any = None
         self.training: Any = None  # what `training` keeps for plain calls that autograd follows
@@ -107,6 +110,8 @@ class ForwardCall(BoundCall):
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, lengths_kv: Tensor | None, out: Tensor | None) -> Result:
         """The same for a plain call without `seq_lens_q`, with the arguments one by one."""
+        if self._one_launch and out is None:
+            return self.run_plain(q, k, v)
         return self(ForwardArguments(q, k, v, seq_lens_kv=lengths_kv, out=out))
 
     def run_plain(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -247,7 +252,6 @@ def bind(forward: Forward, plan: Plan, scale: float, softcap: float | None = Non
     """The call of `plan` with these numbers."""
     problem = forward.problem
     one_launch = not (forward.plan_has_lse or problem.mask.blind_rows or problem.lengths_q or problem.needs_lengths)
-    no_sides = problem.bias is None and not (problem.sinks or problem.dropout_p or problem.softcap)
-    if one_launch and no_sides and (forward.is_decode or not problem.lengths_kv):
+    if one_launch and problem.has_no_sides and (forward.is_decode or not problem.lengths_kv):
         return PlainCall(forward, plan, scale)
     return ForwardCall(forward, plan, scale, softcap)

@@ -21,6 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+            # PyTorch says this of its own autograd threads when their first work is a matrix product.
+            item.add_marker(pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"))
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU that PyTorch can see"))
 
