@@ -31,16 +31,25 @@ def table(operation: str, cudnn: str) -> str:
         cells = []
         for sm in GPUS:
             word, answer = cell(operation, options, sm, cudnn)
-            numbers = [notes.setdefault(reason, 1 + len(notes)) for reason in answer.reasons]
+            numbers = sorted(notes.setdefault(of_row(reason), 1 + len(notes)) for reason in answer.reasons)
             cells.append(word + (f" <sup>{','.join(map(str, numbers))}</sup>" if numbers else ""))
         if set(cells) != {"–"}:
             lines.append(f"| {row} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in notes.items())])
 
 
+def of_row(reason: str) -> str:
+    """A reason without what the table's row and column say."""
+    return re.sub(r"head dims \d+ and \d+", "these head dims", re.sub(r"( on|on) SM \d+( |$)", "", reason))
+
+
 def render(text: str) -> str:
     """`text` with every table made anew."""
-    return MARKS.sub(lambda found: f"{found[1]}\n{table(found['operation'], found['cudnn'])}\n\n<!-- /support -->", text)
+
+    def renew(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{table(found['operation'], found['cudnn'])}\n\n<!-- /support -->"
+
+    return MARKS.sub(renew, text)
 
 
 def main() -> int:

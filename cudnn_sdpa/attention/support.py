@@ -1,4 +1,4 @@
-"""What cuDNN has kernels for, as data: a case, and the rules that speak against it."""
+"""What cuDNN has kernels for, as data: the rules that speak against a case."""
 
 from __future__ import annotations
 
@@ -7,97 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from cudnn_sdpa.attention.options import Band
+from cudnn_sdpa.attention.case import BACKWARD, FORWARD, Case
 from cudnn_sdpa.errors import UnsupportedError
 
-FORWARD = "forward"
-BACKWARD = "backward"
+__all__ = ["BACKWARD", "DTYPES", "FORWARD", "MAX_HEAD_DIM", "MIN_SM", "RULES", "Case", "Rule", "refusal"]
 
 DTYPES = (torch.float16, torch.bfloat16)
 MIN_SM = 80
 MAX_HEAD_DIM = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One computation on one kind of GPU, as far as it decides whether there is a plan.
-
-    Attributes:
-        operation: "forward" or "backward".
-        dtype: Of queries, keys and values.
-        head_dim: Of queries and keys.
-        head_dim_v: Of values.
-        sq: Queries.
-        skv: Keys.
-        sm: Compute capability as one number, 90 for 9.0.
-        cudnn: Version as a number, 91900 for 9.19.0.
-        gpu: The GPU's name, for messages.
-        packed: Whether sequences lie end to end.
-        band: The normalized mask.
-        lengths: Whether true lengths are given.
-        bias: Whether there is a mask that is added.
-        bias_gradient: Whether its gradient is wanted.
-        sinks: Whether there are attention sinks.
-        dropout: Whether there is dropout.
-        softcap: Whether there is a soft cap.
-        alibi: Whether there are linear biases.
-        deterministic: Whether the gradients must be bit-exact.
-    """
-
-    operation: str
-    dtype: torch.dtype
-    head_dim: int
-    head_dim_v: int
-    sq: int
-    skv: int
-    sm: int
-    cudnn: int
-    gpu: str = "this GPU"
-    packed: bool = False
-    band: Band | None = None
-    lengths: bool = False
-    bias: bool = False
-    bias_gradient: bool = False
-    sinks: bool = False
-    dropout: bool = False
-    softcap: bool = False
-    alibi: bool = False
-    deterministic: bool = False
-
-    @property
-    def backward(self) -> bool:
-        """Whether it is the backward pass."""
-        return self.operation == BACKWARD
-
-    @property
-    def largest_head_dim(self) -> int:
-        """The larger of the two head dims."""
-        return max(self.head_dim, self.head_dim_v)
-
-    @property
-    def bottom_right(self) -> bool:
-        """Whether cuDNN itself would have to align a causal mask to the last key."""
-        return self.band is not None and self.band[2] and self.band[1] is not None
-
-    @property
-    def backward_head_dim(self) -> int:
-        """The largest head dim of a backward pass on this GPU."""
-        return 256 if self.sm // 10 == 9 else 128
-
-    @property
-    def is_ampere_kind(self) -> bool:
-        """Whether the GPU is served by the engines of SM 8x, as SM 12x is too."""
-        return self.sm // 10 in (8, 12)
-
-    @property
-    def is_data_center_blackwell(self) -> bool:
-        """Whether the GPU has engines of SM 10x."""
-        return self.sm // 10 == 10
-
-    @property
-    def has_extra_bias_gradient(self) -> bool:
-        """Whether gradients run through attn_mask, dropout or cuDNN's linear biases."""
-        return self.bias_gradient or self.dropout or (self.alibi and not self.softcap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +177,7 @@ RULES = (
             case.backward
             and case.is_data_center_blackwell
             and case.head_dim == case.head_dim_v == 256
-            and case.has_extra_bias_gradient
+            and case.has_dropout_or_bias_gradient
         ),
         "on SM {sm} gradients with head dim 256 exclude dropout, alibi and gradients of attn_mask",
         "head dims of up to {backward_head_dim}, or none of these",
@@ -289,7 +206,7 @@ RULES = (
     ),
     Rule(
         lambda case: (
-            case.backward and case.deterministic and case.is_data_center_blackwell and case.has_extra_bias_gradient
+            case.backward and case.deterministic and case.is_data_center_blackwell and case.has_dropout_or_bias_gradient
         ),
         "on SM {sm} there is no deterministic kernel for gradients of attn_mask, dropout or alibi",
         "deterministic=False",
