@@ -34,7 +34,6 @@ REACHED = [
     (replace(GRADIENT, sm=80, softcap=True), {"softcap": False}),
     (replace(PLAIN, band=BOTTOM_RIGHT, lengths=True, bias=True), {"band": None}),
     (replace(GRADIENT, band=LATE, dropout=True), {"band": None, "bias": True}),
-    (replace(PLAIN, band=LATE, dropout=True), {"band": None, "bias": True}),
     (replace(PLAIN, alibi=True), {"alibi": False, "bias": True}),
     (replace(PLAIN, alibi=True, softcap=True, band=TOP_LEFT), {"alibi": False, "bias": True}),
     (replace(PLAIN, sinks=True, cudnn=91002), {"cudnn": 91300}),
