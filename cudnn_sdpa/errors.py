@@ -37,6 +37,12 @@ __all__ = [
 ]
 
 
+def _in_words_of(names: Mapping[str, str], *texts: object) -> list[str]:
+    """Texts with other names for the arguments of a function."""
+    word = re.compile(r"\b(?:" + "|".join(map(re.escape, names)) + r")\b")
+    return [word.sub(lambda found: names[found[0]], str(text)) for text in texts]
+
+
 class CudnnSdpaError(Exception):
     """Base of all errors raised by this library."""
 
@@ -55,16 +61,15 @@ class ArgumentError(CudnnSdpaError, ValueError):
         self.got = got
         self.expected = expected
         self.hint = hint
-        super().__init__(f"{argument}: got {got}; expected {expected}." + (f" {hint}" if hint else ""))
+        # Not by super().__init__, which torch.compile does not trace: it would raise an error of its own instead.
+        self.args = (f"{argument}: got {got}; expected {expected}." + (f" {hint}" if hint else ""),)
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.argument, self.got, self.expected, self.hint)
 
     def renamed(self, names: Mapping[str, str]) -> ArgumentError:
         """The same error in the words of a function that has other names for its arguments."""
-        word = re.compile(r"\b(?:" + "|".join(map(re.escape, names)) + r")\b")
-        texts = (str(text) for text in (self.argument, self.got, self.expected, self.hint))
-        return type(self)(*(word.sub(lambda found: names[found[0]], text) for text in texts))
+        return type(self)(*_in_words_of(names, self.argument, self.got, self.expected, self.hint))
 
 
 class ShapeError(ArgumentError):
@@ -102,7 +107,7 @@ class UnsupportedError(CudnnSdpaError, NotImplementedError):
         lines = [f"{what} is not supported here:", *(f"  - {reason}" for reason in self.reasons)]
         if suggestion:
             lines.append(f"What works: {suggestion}")
-        super().__init__("\n".join(lines))
+        self.args = ("\n".join(lines),)  # as in `ArgumentError`
 
     @classmethod
     def of(cls, check: Callable[..., object], *args: object, **kwargs: object) -> UnsupportedError | None:
@@ -117,6 +122,11 @@ class UnsupportedError(CudnnSdpaError, NotImplementedError):
         """One error with the reasons of both."""
         suggestions = filter(None, (self.suggestion, other.suggestion))
         return type(self)(other.what, [*self.reasons, *other.reasons], "; ".join(suggestions))
+
+    def renamed(self, names: Mapping[str, str]) -> UnsupportedError:
+        """The same error in the words of a function that has other names for its arguments."""
+        what, suggestion, *reasons = _in_words_of(names, self.what, self.suggestion, *self.reasons)
+        return type(self)(what, reasons, suggestion)
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.what, self.reasons, self.suggestion)

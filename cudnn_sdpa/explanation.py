@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cudnn_sdpa._version import __version__
-from cudnn_sdpa.attention import describe as _attention  # noqa: F401 - registers the descriptions
+from cudnn_sdpa.attention import describe, describe_varlen  # noqa: F401 - they register the descriptions
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.offline.planner import plan_offline
 from cudnn_sdpa.runtime import backend, known_issues
@@ -112,16 +112,17 @@ def explain(function: Callable[..., Any], *args: Any, verify: bool = False, **kw
     Args:
         function: A function of this library, such as `sdpa`.
         *args: What it would be called with.
-        verify: Also run it, forward and for inputs that require grad backward, and compare with the reference in
-            float64, whose memory grows with Sq × Skv.
+        verify: Also run it, forward and for inputs that require grad backward if that is supported, and compare with
+            the reference in float64, whose memory grows with Sq × Skv.
         **kwargs: The same.
 
     Returns:
         An `Explanation`; `print` shows it.
 
     Raises:
-        OptionError: `function` is none that can be explained.
+        OptionError: `function` is none that can be explained, or there is dropout to `verify`.
         ArgumentError: The call's arguments are wrong, as when calling it.
+        TypeError: So are their names or number.
         PlanBuildError: With CUDA tensors, the plan is not there and `no_plan_builds` is in force.
         OfflineError: No helper process can plan here, for example without a C compiler.
 
@@ -143,7 +144,7 @@ def explain(function: Callable[..., Any], *args: Any, verify: bool = False, **kw
         result.backward = _explain(f"gradient of {function.__name__}", description.backward)
         result.backward.versions, result.backward.libraries = {}, {}
     if verify and description.verify is not None and result.supported:
-        result.errors = description.verify()
+        result.errors = description.verify(result.backward is not None and result.backward.supported)
     return result
 
 

@@ -11,7 +11,7 @@ import torch
 from cudnn_sdpa.attention.options import BOTTOM_RIGHT, TOP_LEFT
 from cudnn_sdpa.attention.questions import DENSE_ONLY, OPERATIONS, Question
 from cudnn_sdpa.attention.support import BACKWARD, FORWARD
-from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.runtime import backend
 from cudnn_sdpa.runtime.target import Target
 
@@ -135,12 +135,19 @@ def support(
 def answer(question: Question, target: Target) -> Support:
     """Whether everything that is needed has a plan on `target`."""
     asked = f"{question}; SM {target.sm}, cuDNN {backend.version_string(target.cudnn)}"
-    refusals = [found for plan in question.plans() if (found := plan.refusal(target)) is not None]
+    refusals = [] if target.cudnn >= backend.MIN_CUDNN else [_too_old(target)]
+    refusals += [found for plan in question.plans() if (found := plan.refusal(target)) is not None]
     if not refusals:
         return Support(asked)
     reasons = dict.fromkeys(reason for refused in refusals for reason in refused.reasons)
     suggestions = dict.fromkeys(part for refused in refusals for part in refused.suggestion.split("; ") if part)
     return Support(asked, False, list(reasons), "; ".join(suggestions))
+
+
+def _too_old(target: Target) -> UnsupportedError:
+    found, oldest = map(backend.version_string, (target.cudnn, backend.MIN_CUDNN))
+    reason = f"cuDNN {found} is older than {oldest}, the oldest that this library loads"
+    return UnsupportedError("attention", [reason], "cuDNN 9.10.2 or newer")
 
 
 def target_of(sm: int | None, cudnn: int | str | None) -> Target:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import lookup, operators
+from cudnn_sdpa.attention import fallback, operators
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.backward import BackwardArguments, Needs
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.runtime.eager import is_batch, is_watched
 
 _DIFFERENTIABLE = 5  #: q, k, v, attn_mask and sinks come first
 
@@ -30,14 +31,9 @@ class Attention(torch.autograd.Function):
         `inputs` are q, k, v, attn_mask and sinks, for autograd to see, the call that they belong to, and what is
         prepared for it if it is known.
         """
-        call: ForwardArguments = inputs[_DIFFERENTIABLE]
-        prepared = inputs[-1]
-        run = prepared or (operators.run_cuda if call.q.is_cuda else operators.run_cpu)
-        out, lse = run(call)
-        if prepared is None and call.q.is_cuda:
-            prepared = lookup.calls.get(lookup.signature(call))
+        *_, call, prepared = inputs
+        out, lse = (prepared or operators.forward_runner(call.q))(call)
         _save(ctx, call, out, lse)
-        ctx.prepared = prepared
         return out, lse
 
     @staticmethod
@@ -72,9 +68,20 @@ def refuse_gradient_of_lse(grad_lse: Tensor | None) -> None:
         )
 
 
+def refuse_batch(grad_out: Tensor | None) -> None:
+    """`is_grads_batched` gives a batch of gradients at once, in tensors that have no memory of their own."""
+    if grad_out is not None and is_batch(grad_out):
+        raise UnsupportedError(
+            "a batch of gradients (is_grads_batched, or jacobian with vectorize)",
+            ["cuDNN's backward pass takes one gradient of the output"],
+            "one call of torch.autograd.grad for each of them",
+        )
+
+
 def _save(ctx: Any, call: ForwardArguments, out: Tensor, lse: Tensor) -> None:
     ctx.save_for_backward(*call[:8], out, lse)
     ctx.options = call.options
+    ctx.may_fall_back = fallback.is_in_force()
     ctx.set_materialize_grads(False)
 
 
@@ -82,6 +89,7 @@ def _gradients(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *, by_reference: bool = False
 ) -> tuple[Tensor | None, ...]:
     refuse_gradient_of_lse(grad_lse)
+    refuse_batch(grad_out)
     needs = Needs(*ctx.needs_input_grad[:_DIFFERENTIABLE])
     if grad_out is None or not any(needs):
         return (None,) * _DIFFERENTIABLE
@@ -90,12 +98,17 @@ def _gradients(
     of = BackwardArguments(grad_out, out, lse, call, call.deterministic, needs)
     if by_reference:
         return _in_place(operators.run_backward_cpu(of), needs)
-    if torch.is_grad_enabled() or type(grad_out) is not Tensor or torch.compiler.is_compiling():
+    if is_watched(grad_out):
         return gradients_by_operator(of)
-    if not out.is_cuda:
-        return _in_place(operators.run_backward_cpu(of), needs)
-    remembered = {} if ctx.prepared is None else ctx.prepared.backward
-    return _in_place(operators.run_backward_cuda(of, remembered), needs)
+    return _in_place(run_backward(of, ctx.may_fall_back), needs)
+
+
+def run_backward(of: BackwardArguments, may_fall_back: bool) -> list[Tensor]:
+    """The wanted gradients; by the reference if cuDNN declines them and a fallback was in force in the forward pass."""
+    run = operators.backward_runner(of.out)
+    return fallback.or_else(
+        lambda: run(of), lambda: operators.run_backward_cpu(of), lambda: fallback.kind_of(of.call), may_fall_back
+    )
 
 
 def gradients_by_operator(of: BackwardArguments) -> tuple[Tensor | None, ...]:
@@ -111,7 +124,6 @@ def _in_place(found: list[Tensor], needs: Needs) -> tuple[Tensor | None, ...]:
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.prepared = None
     _save(ctx, ForwardArguments(*inputs), *output)
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import graphs
+from cudnn_sdpa.attention import graphs, memory
 from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import check as check_forward
 from cudnn_sdpa.attention.bias import mask_gradient
-from cudnn_sdpa.attention.calls import BoundCall, _current_device, lengths
+from cudnn_sdpa.attention.calls import MISALIGNED, SMALLEST, BoundCall, _current_device, lengths
 from cudnn_sdpa.attention.lookup import describe
 from cudnn_sdpa.attention.passes import Backward, dense_like
 from cudnn_sdpa.attention.problem import Problem
@@ -45,7 +46,7 @@ class BackwardArguments(NamedTuple):
 class BackwardCall(BoundCall):
     """A backward call bound to its plan."""
 
-    __slots__ = ("_gradients", "_middle", "backward", "last")
+    __slots__ = ("__weakref__", "_gradients", "_middle", "backward", "last")
 
     def __init__(self, backward: Backward, plan: Plan, scale: float, softcap: float | None) -> None:
         super().__init__(backward.problem, plan, scale=scale, softcap=softcap)
@@ -61,6 +62,8 @@ class BackwardCall(BoundCall):
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad_out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of a plain call, whose operands are these and constants; saves 6 µs of dictionaries."""
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & MISALIGNED:
+            memory.check_memory(q, k, v, out)
         if self._elsewhere and _current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
                 return self.run_plain(q, k, v, out, grad_out, lse)
@@ -77,6 +80,8 @@ class BackwardCall(BoundCall):
 
     def __call__(self, arguments: BackwardArguments) -> list[Tensor]:
         """The wanted gradients, in the order of `Needs`."""
+        call = arguments.call
+        memory.check_memory(call.q, call.k, call.v, arguments.out)  # what a hook kept for autograd may lie anywhere
         result: list[Tensor] = self.on_device(self._run, arguments)
         return result
 
@@ -115,7 +120,8 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> 
     cuDNN's own takes two and a half times as long, and with dropout is (1 - p) times too small (seen on 9.19).
     """
     mean = (grad_out.float() * out).sum(-1)
-    return -(torch.exp(sinks.view(1, -1, 1) - lse) * mean).sum((0, 2))
+    weights = torch.exp(sinks.view(1, -1, 1) - lse.clamp_min(SMALLEST))  # of a sink of -inf too
+    return -(weights * mean).sum((0, 2))
 
 
 def readable(grad_out: Tensor, out: Tensor) -> Tensor:
@@ -133,29 +139,15 @@ calls: CallTable[None] = CallTable(None)
 
 
 def signature(arguments: BackwardArguments) -> Hashable:
-    """All that decides a backward call."""
+    """All that decides a backward call; hooks of autograd may give saved tensors back in another layout."""
     call = arguments.call
     return (
-        *map(describe, call.tensors),
+        *map(describe, (*call.tensors, arguments.grad_out, arguments.out)),
         *call.options,
-        arguments.grad_out.stride(),
-        arguments.out.stride(),
         arguments.deterministic,
         arguments.needs.attn_mask,
         arguments.needs.sinks,
     )
-
-
-def known(arguments: BackwardArguments, remembered: dict[Any, BackwardCall]) -> BackwardCall | None:
-    """The prepared call for these arguments out of those that their forward call remembers, without a signature."""
-    needs = arguments.needs
-    name = (arguments.grad_out.stride(), arguments.deterministic, needs.attn_mask, needs.sinks)
-    prepared = remembered.get(name)
-    if prepared is None or not prepared.plan.held:
-        prepared = find(arguments)
-        if prepared is not None:
-            remembered[name] = prepared
-    return prepared
 
 
 def find(arguments: BackwardArguments) -> BackwardCall | None:
@@ -167,6 +159,8 @@ def find(arguments: BackwardArguments) -> BackwardCall | None:
 def prepare(arguments: BackwardArguments) -> BackwardCall:
     """The prepared call for these arguments, remembered."""
     call = arguments.call
+    check_forward(call)
+    memory.check_strides(call.q, call.k, call.v)
     backward = Backward(
         Problem.of(call),
         TensorLayout.of(arguments.out),

@@ -49,7 +49,8 @@ def bias_of(mask: Tensor, q: Tensor, skv: int) -> Tensor:
         return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device).copy_(view)
     if view.dtype == torch.bool:
         view = view.to(q.dtype).log_()  # 1 becomes 0, and 0 becomes -inf
-    return view.expand(_shape(view, q, skv)).contiguous()
+    bias = view.expand(_shape(view, q, skv)).contiguous()
+    return bias if bias.data_ptr() % ALIGNMENT == 0 else bias.clone()
 
 
 def repeated_row(layout: TensorLayout, rows: int) -> TensorLayout:

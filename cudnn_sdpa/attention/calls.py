@@ -20,6 +20,7 @@ from cudnn_sdpa.runtime.plan import Plan, allocate
 Result = Tensor | tuple[Tensor, Tensor]
 
 MISALIGNED = ALIGNMENT - 1
+SMALLEST = torch.finfo(torch.float32).min  #: in place of a log-sum-exp of -inf, which taken from itself is NaN
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
@@ -76,7 +77,7 @@ class BoundCall:
 class ForwardCall(BoundCall):
     """A forward call bound to its plan. Calling it checks only what no signature holds: addresses."""
 
-    __slots__ = ("_last", "_lse", "_one_launch", "_out", "backward", "forward", "training")
+    __slots__ = ("_last", "_lse", "_one_launch", "_out", "forward", "training")
 
     def __init__(self, forward: Forward, plan: Plan, scale: float, softcap: float | None = None) -> None:
         super().__init__(forward.problem, plan, scale=scale, softcap=softcap)
@@ -87,7 +88,6 @@ class ForwardCall(BoundCall):
         problem = forward.problem
         lengths = problem.has_lengths or problem.needs_lengths
         self._one_launch = forward.with_lse and problem.has_no_sides and not (problem.mask.blind_rows or lengths)
-        self.backward: dict[Any, Any] = {}  # backward calls that belong to this one
         self._last: Any = None
         self.training: Any = None  # what `training` keeps for plain calls that autograd follows
 
@@ -99,8 +99,9 @@ class ForwardCall(BoundCall):
     @last.setter
     def last(self, value: Any) -> None:
         self._last = value
-        if value is None and self.training is not None:
+        if value is None and self.training is not None:  # what refers back to this call must not keep its plan
             self.training.last = None
+            self.training = None
 
     def __call__(self, call: ForwardArguments) -> Result:
         """Allocates, launches and returns."""
@@ -193,8 +194,8 @@ class PlainCall(ForwardCall):
         if lengths_kv is None:
             plan.launch((first, second, third, self._scale_address, out.data_ptr()))
         else:
-            lengths = lengths_kv.data_ptr()
-            plan.launch((first, second, third, self._scale_address, self._one, lengths, out.data_ptr()))
+            within = lengths_kv.clamp_max(self.problem.skv)  # cuDNN's decode engines would read on
+            plan.launch((first, second, third, self._scale_address, self._one, within.data_ptr(), out.data_ptr()))
         return out
 
 
@@ -236,15 +237,16 @@ def row_limits(problem: Problem, lengths_q: Tensor | None, lengths_kv: Tensor | 
 
 def decode_lengths(problem: Problem, lengths_q: Tensor | None, lengths_kv: Tensor | None) -> dict[str, Tensor]:
     """The same for a single query: cuDNN's decode engines ignore the queries' lengths, so an absent one sees no key."""
+    within = None if lengths_kv is None else lengths_kv.clamp(0, problem.skv)
     if lengths_q is not None:
-        lengths_kv = lengths_q.clamp(0, 1) * (problem.skv if lengths_kv is None else lengths_kv.clamp(0, problem.skv))
-    return {} if lengths_kv is None else {"seq_len_kv": lengths_kv}
+        within = lengths_q.clamp(0, 1) * (problem.skv if within is None else within)
+    return {} if within is None else {"seq_len_kv": within}
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Adds the sinks, in place, to an output and a log-sum-exp that were computed without them."""
     total = torch.logaddexp(lse, sinks.view(1, -1, 1))
-    out.mul_(torch.exp(lse - total).unsqueeze(-1))
+    out.mul_(torch.exp(lse - total.clamp_min(SMALLEST)).unsqueeze(-1))  # 0 where there are neither keys nor a sink
     lse.copy_(total)
 
 

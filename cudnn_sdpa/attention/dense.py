@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cudnn_sdpa.attention import arguments, autograd, lookup, operators, shortcuts
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention import arguments, autograd, lookup, on_pytorch, operators, shortcuts, tracking
+from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments
 from cudnn_sdpa.attention.calls import Result
-from cudnn_sdpa.attention.fallback import or_else
-from cudnn_sdpa.attention.options import TOP_LEFT, UNBOUNDED
-from cudnn_sdpa.errors import OptionError, UnsupportedError
+from cudnn_sdpa.attention.fallback import check_or_decline, is_in_force, kind_of, or_else
+from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_profiling, needs_gradient
 
 #: Recognized by identity, which is quicker than a comparison; another 0.0 takes a longer way to the same result.
@@ -115,9 +114,9 @@ def sdpa(
         sinks: One score for each query head, (Hq,) float32, that takes part in the softmax and has no value.
         seq_lens_q: True number of queries of each sequence, (B,) int32. Output rows past it are zeros.
         seq_lens_kv: True number of keys of each sequence, (B,) int32, from 0 to Skv. Data on the GPU: changing it
-            neither builds nor waits, and nobody checks it unless the environment variable `CUDNN_SDPA_DEBUG` is 1: at
-            Sq=1, a length over Skv reads past the tensor. Keys past the length are not seen, but k and v must hold
-            finite numbers there, because their rows are multiplied by 0: make a cache with `torch.zeros`.
+            neither builds nor waits. A length over Skv counts as Skv, unless the environment variable
+            `CUDNN_SDPA_DEBUG` is 1, which reads and refuses it. Keys past the length are not seen, but k and v must
+            hold finite numbers there, because their rows are multiplied by 0: make a cache with `torch.zeros`.
         return_lse: Also return the log-sum-exp of the scores. It is not differentiable: a gradient into it raises.
         deterministic: Whether gradients are bit-exact from run to run, which costs workspace (`explain` shows it).
             None follows `torch.use_deterministic_algorithms`. The output always is.
@@ -175,9 +174,10 @@ def sdpa(
         if again:
             result: Result = last.run(q, k, v, seq_lens_kv, None)
             return result
-        found = shortcuts.find(q, k, v, seq_lens_kv, is_causal, causal_alignment, _plain_float(scale), return_lse)
-        if found is not None:
-            return found(q, k, v, seq_lens_kv, None)
+        if type(return_lse) is bool:
+            found = shortcuts.find(q, k, v, seq_lens_kv, is_causal, causal_alignment, _plain_float(scale), return_lse)
+            if found is not None:
+                return found(q, k, v, seq_lens_kv, None)
     left, right = arguments.window_bounds(window)
     call = ForwardArguments(
         *(q, k, v, attn_mask, sinks, seq_lens_q, seq_lens_kv, None),
@@ -189,7 +189,7 @@ def sdpa(
 
 def run(call: ForwardArguments, deterministic: bool | None) -> Result:
     """Runs a call whose arguments have not been checked yet, by the shortest way that is right for it."""
-    if not is_compiling():
+    if type(call.with_lse) is bool and not is_compiling():
         prepared = shortcuts.find_any(call, deterministic)
         if prepared is not None:
             return prepared(call)
@@ -197,15 +197,18 @@ def run(call: ForwardArguments, deterministic: bool | None) -> Result:
     call = cast_for_autocast(call)._replace(deterministic=is_deterministic(deterministic))
     if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
         arguments.check_options(call)
+    tracking.check(call.out, q=call.q, k=call.k, v=call.v, attn_mask=call.attn_mask, sinks=call.sinks)
     if call.dropout_p:
         # Drawn from PyTorch's generator of the device: manual_seed, checkpointing and CUDA graphs act on it.
         call = call._replace(rng=torch.randint(2**62, (2,), dtype=torch.int64, device=call.q.device))
-    return or_else(lambda: _run(call), lambda: _run_on_torch(call), lambda: lookup.signature(call))
+    return or_else(lambda: _run(call), lambda: on_pytorch.run(call), lambda: kind_of(call))
 
 
 def _run(call: ForwardArguments) -> Result:
-    """Runs a checked call through autograd or PyTorch's dispatcher."""
-    arguments.check_no_tangent(q=call.q, k=call.k, v=call.v, attn_mask=call.attn_mask, sinks=call.sinks, out=call.out)
+    """Runs a call through autograd or PyTorch's dispatcher."""
+    if is_in_force():
+        beyond = ReferenceArguments._make(call)
+        check_or_decline("sdpa", lambda: arguments.check(call), lambda: arguments.check(beyond))
     if needs_gradient(*call.tensors, call.out):
         return _differentiable(call)
     operator, inputs = torch.ops.cudnn_sdpa, call[:17]
@@ -219,34 +222,7 @@ def _run(call: ForwardArguments) -> Result:
     return call.out
 
 
-def _run_on_torch(call: ForwardArguments) -> Result:
-    """Runs a checked call on PyTorch's own attention if that has its options, otherwise on the reference."""
-    if _is_pytorchs(call):
-        k, v = (x.repeat_interleave(call.q.shape[1] // x.shape[1], 1) for x in (call.k, call.v))
-        options: dict[str, Any] = {"dropout_p": call.dropout_p, "is_causal": call.is_causal, "scale": call.scale}
-        out = torch.nn.functional.scaled_dot_product_attention(call.q, k, v, call.attn_mask, **options)
-        return out if call.out is None else call.out.copy_(out)
-    inputs = (*call[:5], call._replace(out=None, with_lse=True))
-    out, lse = autograd.ReferenceAttention.apply(*inputs)  # type: ignore[no-untyped-call]
-    out = out if call.out is None else call.out.copy_(out)
-    return (out, lse) if call.with_lse else out
-
-
-def _is_pytorchs(call: ForwardArguments) -> bool:
-    """Whether PyTorch's own attention has all options of a call."""
-    others = (call.sinks, call.seq_lens_q, call.seq_lens_kv, call.softcap)
-    bounded = (call.window_left, call.window_right) != (UNBOUNDED, UNBOUNDED) or call.alibi
-    causal = call.is_causal and (call.attn_mask is not None or call.causal_alignment != TOP_LEFT)
-    return others == (None,) * 4 and not (bounded or causal or call.with_lse)
-
-
 def _differentiable(call: ForwardArguments) -> Result:
-    if call.out is not None:
-        raise UnsupportedError(
-            "out with a gradient",
-            ["an input requires grad, and autograd does not follow what is written into a given tensor"],
-            "calling it under torch.no_grad(), or without out",
-        )
     if call.q.is_cuda and not is_compiling():
         operators.check_gradient(call)
     if is_compiling() or not is_bare(*call.tensors):
@@ -280,7 +256,7 @@ def is_deterministic(deterministic: Any) -> bool:
 def cast_for_autocast(call: ForwardArguments) -> ForwardArguments:
     """The call with its floating-point tensors cast as autocast does it for PyTorch's own attention."""
     q, k, v, mask = (cast_tensor(tensor, call.q) for tensor in call[:4])
-    return call if q is call.q and k is call.k and v is call.v else call._replace(q=q, k=k, v=v, attn_mask=mask)
+    return call._replace(q=q, k=k, v=v, attn_mask=mask)
 
 
 def cast_tensor(tensor: Any, q: Tensor) -> Any:

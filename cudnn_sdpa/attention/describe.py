@@ -1,21 +1,35 @@
-"""Descriptions of attention calls for `explain`."""
+"""Descriptions of attention calls for `explain`.
+
+Nothing is computed for one: checked calls are described with tensors that have no memory, on their real way.
+"""
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, graphs, memory, operators, varlen, varlen_calls, verification
+from cudnn_sdpa.attention import arguments, graphs, memory, operators, pieces, tracking, verification
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense import is_deterministic, sdpa
+from cudnn_sdpa.attention.backward import BackwardArguments, Needs
+from cudnn_sdpa.attention.dense import cast_for_autocast, is_deterministic, sdpa
 from cudnn_sdpa.attention.drop_in import drop_in_arguments, scaled_dot_product_attention
 from cudnn_sdpa.attention.operators import MIN_SCALE
-from cudnn_sdpa.attention.options import BOTTOM_RIGHT, TOP_LEFT
+from cudnn_sdpa.attention.options import TOP_LEFT
 from cudnn_sdpa.attention.passes import Backward, Forward
-from cudnn_sdpa.attention.varlen import sdpa_varlen
+from cudnn_sdpa.attention.problem import Problem
 from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
+from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.runtime.describe import Description, describes
 from cudnn_sdpa.runtime.eager import needs_gradient
+from cudnn_sdpa.runtime.layouts import TensorLayout
+
+Call = TypeVar("Call", ForwardArguments, VarlenArguments)
+
+#: What autocast may cast.
+TO_CAST = ("q", "k", "v", "attn_mask")
 
 
 @describes(sdpa)
@@ -41,103 +55,98 @@ def describe_sdpa(
 ) -> Description:
     """What `sdpa` with these arguments runs on a GPU; tensors may also be on the CPU."""
     left, right = arguments.window_bounds(window)
-    rng = torch.empty(2, dtype=torch.int64, device=q.device) if dropout_p else None
-    call = ForwardArguments(
-        *(q, k, v, attn_mask, sinks, seq_lens_q, seq_lens_kv, rng),
+    given = ForwardArguments(
+        *(q, k, v, attn_mask, sinks, seq_lens_q, seq_lens_kv, None),
         *(is_causal, causal_alignment, left, right, scale, dropout_p, softcap, alibi),
-        *(is_deterministic(deterministic), return_lse, out),
+        *(False, return_lse, out),
     )
-    arguments.check_types(call)
-    arguments.check(call)
-    memory.check_strides(q, k, v)
-    memory.check_memory(q, k, v, out)
-    negated = scale is not None and scale <= -MIN_SCALE
-    layouts = call
-    if negated:
-        layouts = call._replace(
-            q=torch.empty_like(q, device="meta").requires_grad_(q.requires_grad),
-            out=operators.new_output(_without_data(q), v) if out is None else out,
-        )
-    forward = Forward.of(layouts)
+    arguments.check_types(given)
+    given = given._replace(deterministic=is_deterministic(deterministic))
+    call = as_cast(given)
+    arguments.check_options(call)
+    rng = torch.empty(2, dtype=torch.int64, device=q.device) if dropout_p else None
+    arguments.check(call._replace(rng=rng))
+    memory.check_strides(call.q, call.k, call.v)
+    memory.check_memory(call.q, call.k, call.v, out, attn_mask)
+    refused = UnsupportedError.of(tracking.check, out, q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
+    if refused is not None:
+        return Description(graphs.sdpa_forward, partial(refuse, refused), device_of(q))
+    trains = needs_gradient(*given.tensors)
+    given = given._replace(with_lse=return_lse or trains)
+    call = without_data(call._replace(rng=rng, with_lse=given.with_lse))
+    launched, of_scale = _with_positive_scale(call)
+    forward = Forward.of(launched)
+    notes = [*notes_on_casts(given, call), *of_scale, *forward.extra_kernels()]
     return Description(
         operation=graphs.sdpa_forward,
         key=forward.key,
-        device=q.get_device() if q.is_cuda else None,
+        device=device_of(q),
         is_empty=forward.is_empty,
-        extra_kernels=(["q is negated into a copy, for the negative scale"] if negated else [])
-        + forward.extra_kernels(),
-        backward=_describe_backward(layouts, forward) if needs_gradient(*call.tensors) else None,
-        verify=lambda: verification.errors(call._replace(rng=None)),
+        extra_kernels=[] if forward.is_empty else notes,
+        backward=_describe_backward(given, call, forward) if trains else None,
+        verify=lambda differentiate: verification.errors(given, differentiate=differentiate),
     )
 
 
-def _describe_backward(call: ForwardArguments, forward: Forward) -> Description:
+def _with_positive_scale(call: ForwardArguments) -> tuple[ForwardArguments, list[str]]:
+    """The forward call that is launched, as cuDNN computes no negative scale, and what that takes."""
+    if call.scale_value > -MIN_SCALE:
+        return call, []
+    out = operators.new_output(call.q, call.v) if call.out is None else call.out
+    return call._replace(q=call.q.neg(), out=out), ["q is negated into a copy, for the negative scale"]
+
+
+def _describe_backward(given: ForwardArguments, call: ForwardArguments, forward: Forward) -> Description:
     """The backward pass for a gradient that lies in memory as the output does."""
-    of_mask = call.attn_mask is not None and call.attn_mask.requires_grad
-    of_sinks = call.sinks is not None and call.sinks.requires_grad
-    backward = Backward(forward.problem, forward.out, forward.out, call.deterministic, of_mask, of_sinks)
+    device, needs = device_of(given.q), Needs(*(x is not None and x.requires_grad for x in given[:5]))
+    out = torch.empty_strided(forward.out.shape, forward.out.stride, dtype=forward.out.dtype, device="meta")
+    lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
+    of = BackwardArguments(out, out, lse, call, call.deterministic, needs)
+    without_plan = forward.is_empty or forward.problem.is_single
+    is_cut = not without_plan and pieces.is_too_large(*call[:3], out)
+    try:
+        parts = _pieces_of(of) if is_cut else [of]
+    except UnsupportedError as error:
+        return Description(graphs.sdpa_backward, partial(refuse, error), device)
+    launched, of_scale = _backward_with_positive_scale(parts[0].call)
+    layouts = TensorLayout.of(parts[0].out), TensorLayout.of(parts[0].grad_out)
+    backward = Backward(Problem.of(launched), *layouts, call.deterministic, needs.attn_mask, needs.sinks)
+    notes = [note_on_pieces(len(parts))] if is_cut else []
+    notes += [*of_scale, *backward.extra_kernels(), *notes_on_casts(given, call, back=True)]
     return Description(
         operation=graphs.sdpa_backward,
         key=backward.key,
-        device=call.q.get_device() if call.q.is_cuda else None,
-        is_empty=forward.is_empty or forward.problem.is_single,
-        extra_kernels=backward.extra_kernels(),
-    )
-
-
-@describes(sdpa_varlen)
-def describe_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    *,
-    is_causal: bool = False,
-    causal_alignment: str = BOTTOM_RIGHT,
-    window: tuple[int, int] | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    deterministic: bool | None = None,
-    out: Tensor | None = None,
-) -> Description:
-    """What `sdpa_varlen` with these arguments runs on a GPU."""
-    left, right = arguments.window_bounds(window)
-    call = VarlenArguments(
-        *(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, None, max_seqlen_q, max_seqlen_kv),
-        *(is_causal, causal_alignment, left, right, scale, dropout_p, softcap),
-        *(cu_seqlens_q is cu_seqlens_kv, is_deterministic(deterministic), return_lse, out),
-    )
-    arguments.check_types(ForwardArguments(q, k, v, sinks=sinks, out=out, with_lse=return_lse))
-    varlen.check(call)
-    packed, device = varlen_calls.packed(call), q.get_device() if q.is_cuda else None
-    trains = needs_gradient(q, k, v, sinks)
-    layout = varlen_calls.output_layout(call)
-    is_empty = 0 in q.shape or 0 in k.shape
-    backward = Description(
-        operation=graphs.sdpa_backward,
-        key=lambda target, device: packed.backward_key(layout, layout, call.deterministic, target, device),
         device=device,
-        is_empty=is_empty,
-    )
-    return Description(
-        operation=graphs.sdpa_forward,
-        key=lambda target, device: packed.forward_key(layout, return_lse or trains, target, device),
-        device=device,
-        is_empty=is_empty,
-        extra_kernels=packed.extra_kernels(),
-        backward=backward if trains else None,
-        verify=lambda: verification.errors_varlen(call),
+        is_empty=without_plan,
+        extra_kernels=[] if forward.is_empty else notes,
     )
 
 
-def _without_data(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def _pieces_of(of: BackwardArguments) -> list[BackwardArguments]:
+    """The calls that compute, one after the other, the gradients of one that is too large for one plan.
+
+    Raises:
+        UnsupportedError: It cannot be cut.
+    """
+    pieces.check(of.call, mask_gradient=of.needs.attn_mask)
+    found: list[BackwardArguments] = []
+
+    def run(part: BackwardArguments) -> list[Tensor]:
+        found.append(part)
+        return [torch.empty_like(x) for x in (*part.call[:3], part.call.sinks) if x is not None]
+
+    pieces.gradients(of, run)
+    return found
+
+
+def _backward_with_positive_scale(call: ForwardArguments) -> tuple[ForwardArguments, list[str]]:
+    """The call whose gradients are computed, likewise."""
+    if call.scale_value >= MIN_SCALE:
+        return call, []
+    if call.scale_value > -MIN_SCALE:
+        return call, ["the gradients of q and k are filled with zeros, for the scale of 0"]
+    note = "q is negated into a copy, and its gradient negated, for the negative scale"
+    return call._replace(q=operators.like_in_memory(call.q)), [note]
 
 
 @describes(scaled_dot_product_attention)
@@ -153,4 +162,56 @@ def describe_drop_in(
 ) -> Description:
     """The same for `scaled_dot_product_attention`."""
     q, k, v, options = drop_in_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    return describe_sdpa(q, k, v, dropout_p=dropout_p, **options)
+    try:
+        return describe_sdpa(q, k, v, dropout_p=dropout_p, **options)
+    except ArgumentError as error:
+        raise error.renamed({"q": "query", "k": "key", "v": "value"}) from None
+
+
+def device_of(q: Tensor) -> int | None:
+    """Index of the GPU that `q` is on, None elsewhere."""
+    return q.get_device() if q.is_cuda else None
+
+
+def without_data(call: Call) -> Call:
+    """The call with tensors that lie in memory in the same way, and have none."""
+    tensors: dict[str, Any] = {name: _like(x, "meta") for name, x in call._asdict().items() if isinstance(x, Tensor)}
+    return call._replace(**tensors)
+
+
+def _like(tensor: Tensor, device: torch.device | str) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def as_cast(call: Call) -> Call:
+    """The call as autocast casts it, the cast tensors without their numbers."""
+    tensors = {name: x for name in TO_CAST if (x := getattr(call, name, None)) is not None}
+    probes = cast_for_autocast(ForwardArguments(**{name: x.new_empty(0) for name, x in tensors.items()}))
+    dtypes = {name: getattr(probes, name).dtype for name in tensors}
+    layouts = {name: _like(x, "meta").to(dtypes[name]) for name, x in tensors.items() if x.dtype != dtypes[name]}
+    cast: dict[str, Any] = {name: _like(x, call.q.device) for name, x in layouts.items()}
+    return call._replace(**cast)
+
+
+def notes_on_casts(given: Call, call: Call, *, back: bool = False) -> list[str]:
+    """What autocast runs, forward or back, to make `call` of what was given."""
+    tensors = ((name, getattr(given, name, None)) for name in TO_CAST)
+    changed = [(name, x) for name, x in tensors if x is not None and x.dtype != getattr(call, name).dtype]
+    if back:
+        return [f"the gradient of {name} is cast back, under autocast" for name, x in changed if x.requires_grad]
+    dtype = str(call.q.dtype).removeprefix("torch.")
+    return [f"{name} is cast to {dtype}, under autocast" for name, _ in changed]
+
+
+def note_on_pieces(number: int) -> str:
+    """What a gradient takes that is too large for one plan."""
+    how = f"piece by piece, {number} in all" if number > 1 else "in one piece"
+    return (
+        f"the gradient is computed {how}, as tensors reach too far in memory: this is the plan of the first; "
+        "what still lies too far apart is copied, and the results are copied into place"
+    )
+
+
+def refuse(error: UnsupportedError, *_: object) -> NoReturn:
+    """Raises what is known to speak against a plan, when its key is asked for."""
+    raise error

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cudnn_sdpa.attention.dense import NO_DROPOUT, sdpa
-from cudnn_sdpa.errors import ArgumentError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.attention.side_tensors import shape_of
+from cudnn_sdpa.errors import ArgumentError, LayoutError, OptionError, ShapeError, UnsupportedError
 
 
 def scaled_dot_product_attention(
@@ -55,7 +56,7 @@ def scaled_dot_product_attention(
             return sdpa(query, key, value, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
         q, k, v, options = drop_in_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
         out: Tensor = sdpa(q, k, v, dropout_p=dropout_p, **options)
-    except ArgumentError as error:
+    except (ArgumentError, UnsupportedError) as error:
         raise error.renamed({"q": "query", "k": "key", "v": "value"}) from None
     rank = query.dim()
     if rank > 4:
@@ -67,13 +68,14 @@ def scaled_dot_product_attention(
 
 def _is_plain_call(query: Any, key: Any, value: Any, enable_gqa: Any) -> bool:
     """Whether a call needs nothing broadcast or reshaped, so that it can be passed on as it is: saves 8 µs."""
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor) and query.dim() == 4):
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return False
     if query.is_nested or key.is_nested or value.is_nested or forward_ad._current_level >= 0:
         return False
     of_query, of_key, of_value = query.shape, key.shape, value.shape
     return (
-        type(enable_gqa) is bool
+        len(of_query) == len(of_key) == len(of_value) == 4
+        and type(enable_gqa) is bool
         and of_key[:2] == of_value[:2]
         and of_query[0] == of_key[0]
         and (enable_gqa is True or of_query[1] == of_key[1])
@@ -96,8 +98,10 @@ def drop_in_arguments(
             raise OptionError(name, type(tensor).__name__, "a torch.Tensor")
         if tensor.is_nested:
             raise LayoutError(name, "a nested tensor", "a dense tensor", "Pad it, and give its lengths.")
+        if tensor.layout != torch.strided:
+            raise LayoutError(name, str(tensor.layout), "a dense tensor", f"Use {name}.to_dense().")
         if tensor.dim() < 2 or tensor.dim() != query.dim():
-            got = f"shape {tuple(tensor.shape)}"
+            got = shape_of(tensor)
             got += "" if name == "query" else f" beside query's {tuple(query.shape)}"
             raise ShapeError(name, got, "rank 2 or more, the same for query, key and value")
     if not isinstance(enable_gqa, bool):
@@ -113,11 +117,12 @@ def drop_in_arguments(
             raise ShapeError(name, f"{heads[name]} heads", f"1 or {most}, as another of the three has", hint)
     q = _to_four(query, batch, most_q)
     k, v = _to_four(key, batch, most_kv), _to_four(value, batch, most_kv)
-    return q, k, v, {"is_causal": is_causal, "scale": scale, "attn_mask": _mask(attn_mask, is_causal, batch)}
+    full = (*batch, most_q, query.shape[-2], key.shape[-2])
+    return q, k, v, {"is_causal": is_causal, "scale": scale, "attn_mask": _mask(attn_mask, is_causal, full)}
 
 
-def _mask(attn_mask: Any, is_causal: Any, batch: torch.Size) -> Tensor | None:
-    """The mask with one batch dimension; several may need a copy."""
+def _mask(attn_mask: Any, is_causal: Any, full: tuple[int, ...]) -> Tensor | None:
+    """The mask with one batch dimension; several may need a copy. `full` is the shape of the scores."""
     if attn_mask is None:
         return None
     if not isinstance(attn_mask, Tensor):
@@ -126,11 +131,12 @@ def _mask(attn_mask: Any, is_causal: Any, batch: torch.Size) -> Tensor | None:
         raise OptionError(
             "is_causal", "True beside attn_mask", "one of the two", "Draw the causal mask into attn_mask."
         )
-    if attn_mask.dim() <= 4 and len(batch) <= 1:
-        return attn_mask
-    if attn_mask.dim() <= 3:
-        return attn_mask
-    return attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)
+    if attn_mask.is_nested or attn_mask.layout != torch.strided or len(full) <= 4 or attn_mask.dim() <= 3:
+        return attn_mask  # `sdpa` checks it
+    sizes = zip(reversed(attn_mask.shape), reversed(full), strict=False)
+    if attn_mask.dim() > len(full) or any(size not in (1, of_full) for size, of_full in sizes):
+        raise ShapeError("attn_mask", shape_of(attn_mask), f"a shape that broadcasts to (…, Hq, L, S) = {full}")
+    return attn_mask.expand(*full[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
 
 
 def _batch_of(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:

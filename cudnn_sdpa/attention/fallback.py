@@ -6,14 +6,20 @@ import logging
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from cudnn_sdpa.errors import OptionError, UnsupportedError
+from torch import Tensor
+
+from cudnn_sdpa.attention.options import UNBOUNDED
+from cudnn_sdpa.errors import ArgumentError, OptionError, UnsupportedError
 from cudnn_sdpa.runtime.eager import is_compiling
 
 _log = logging.getLogger("cudnn_sdpa")
 _chosen: ContextVar[str | None] = ContextVar("fallback", default=None)
 _said: set[Hashable] = set()
+
+#: How many kinds of calls are remembered as logged; more are hardly ever there.
+MOST_SAID = 1000
 
 T = TypeVar("T")
 
@@ -22,10 +28,15 @@ T = TypeVar("T")
 def fallback(to: str | None) -> Iterator[None]:
     """While it is in force, in this thread, what cuDNN declines runs on PyTorch instead of raising.
 
-    With "torch", a call that would raise `UnsupportedError` runs on `torch.nn.functional.scaled_dot_product_attention`
-    where that has all its options, otherwise on this library's reference in plain PyTorch, whose memory grows with
-    Sq × Skv. It is logged once for each kind of call, as a warning of the logger "cudnn_sdpa". Compiled code
-    (`torch.compile`) does not fall back. None switches an outer fallback off.
+    With "torch", a call that would raise `UnsupportedError`, or is refused only because cuDNN's attention takes float16
+    and bfloat16 with head dims that are multiples of 8, runs on `torch.nn.functional.scaled_dot_product_attention` if
+    that has all its options and is as deterministic as asked, otherwise on this library's reference in plain PyTorch,
+    whose memory grows with Sq × Skv. Gradients do as their forward pass was told. It is logged once for each kind of
+    call, whatever its sizes, as a warning of the logger "cudnn_sdpa". None switches an outer fallback off.
+
+    These raise as ever: wrong arguments, strides and addresses that cuDNN cannot read, differentiation that nobody
+    follows (forward-mode, through `out` or the log-sum-exp, a second time), and whatever is declined in compiled code
+    (`torch.compile`).
 
     Args:
         to: "torch" or None.
@@ -48,21 +59,73 @@ def fallback(to: str | None) -> Iterator[None]:
         _chosen.reset(token)
 
 
-def or_else(run: Callable[[], T], instead: Callable[[], T], kind: Callable[[], Hashable]) -> T:
+def is_in_force() -> bool:
+    """Whether what cuDNN declines runs on PyTorch, in this thread. A compiler cannot follow a context variable."""
+    return not is_compiling() and _chosen.get() is not None
+
+
+def or_else(
+    run: Callable[[], T], instead: Callable[[], T], kind: Callable[[], Hashable], wanted: bool | None = None
+) -> T:
     """`run()`, and if cuDNN declines it while a fallback is in force, `instead()`.
 
     Args:
         run: The call.
         instead: The same in plain PyTorch.
-        kind: Gives what is logged once.
+        kind: Gives what is logged once for each reason.
+        wanted: Whether a fallback is in force, if not that of this thread counts: backward passes have threads of
+            their own, and do as their forward pass was told.
     """
-    if is_compiling() or _chosen.get() is None:  # a compiler cannot follow a context variable
+    if not (is_in_force() if wanted is None else wanted):
         return run()
     try:
         return run()
     except UnsupportedError as error:
-        name = kind()
-        if name not in _said:
-            _said.add(name)
-            _log.warning("running on PyTorch instead: %s", error)
+        _say(kind(), str(error))
         return instead()
+
+
+def _say(kind: Hashable, why: str) -> None:
+    if (kind, why) in _said:
+        return
+    if len(_said) >= MOST_SAID:
+        _said.clear()
+    _said.add((kind, why))
+    _log.warning("running on PyTorch instead: %s", why)
+
+
+def kind_of(call: Any) -> Hashable:
+    """The options of a call, dense or packed, without its sizes and numbers."""
+    values = [getattr(call, name, None) for name in _OPTIONS]
+    is_banded = (call.window_left, call.window_right) != (UNBOUNDED, UNBOUNDED)
+    return (type(call).__name__, call.q.dtype, is_banded, *(isinstance(x, Tensor) or bool(x) for x in values))
+
+
+_OPTIONS = (
+    *("attn_mask", "sinks", "seq_lens_q", "seq_lens_kv", "is_causal", "dropout_p", "softcap", "alibi"),
+    *("deterministic", "with_lse", "out"),
+)
+
+
+def check_or_decline(what: str, check: Callable[[], None], without: Callable[[], None]) -> None:
+    """`check()`, and if a fallback is in force, what is wrong for cuDNN alone becomes what it declines.
+
+    Args:
+        what: Names the function.
+        check: Checks a call.
+        without: The same without cuDNN's limits.
+
+    Raises:
+        ArgumentError: The call is wrong.
+        UnsupportedError: A fallback is in force, and the call is right but for the limits.
+    """
+    try:
+        check()
+    except ArgumentError as error:
+        if not is_in_force():
+            raise
+        refused = str(error)
+    else:
+        return
+    without()
+    raise UnsupportedError(what, [refused])

@@ -9,21 +9,24 @@ from cudnn_sdpa.runtime.layouts import ALIGNMENT
 
 
 def check_strides(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """What cuDNN's kernels need of the memory layout: a dense last dimension, and 16-byte steps between rows."""
+    """What cuDNN's kernels need of the memory layout: a dense last dimension, and 16-byte steps between rows.
+
+    The tensors are (B, H, S, D), those of packed sequences as one sequence.
+    """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.stride(3) != 1:
+        if tensor.stride(-1) != 1:
             raise LayoutError(
                 name,
-                f"stride {tensor.stride(3)} in the last dimension",
+                f"stride {tensor.stride(-1)} in the last dimension",
                 "1: each head vector dense",
                 f"Use {name}.contiguous().",
             )
         step = ALIGNMENT // tensor.element_size()
-        for dim in range(3):
+        for dim, unit in enumerate(("batch entry", "head", "token")):
             if tensor.shape[dim] != 1 and tensor.stride(dim) % step != 0:
                 raise LayoutError(
                     name,
-                    f"stride {tensor.stride(dim)} in dimension {dim}",
+                    f"stride {tensor.stride(dim)} from {unit} to {unit}",
                     f"a multiple of {step} elements ({ALIGNMENT} bytes)",
                     f"Use {name}.contiguous().",
                 )
@@ -45,13 +48,13 @@ def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tens
             raise LayoutError("out", f"memory that {name} lies in too", "memory of its own", hint)
 
 
-def check_strides_of_out(out: Tensor) -> None:
-    """`out` must be writable by the kernel: dense head vectors, 16-byte steps, no two elements in one place."""
-    step = ALIGNMENT // out.element_size()
-    if out.stride(3) != 1:
-        raise LayoutError("out", f"stride {out.stride(3)} in the last dimension", "1")
-    span = out.shape[3]
-    for stride, size in sorted((out.stride(dim), out.shape[dim]) for dim in range(3)):
+def check_strides_of_out(out: Tensor, *, for_cudnn: bool) -> None:
+    """`out` must be writable: dense head vectors, 16-byte steps for cuDNN's kernels, no two elements in one place."""
+    step = ALIGNMENT // out.element_size() if for_cudnn else 1
+    if out.stride(-1) != 1:
+        raise LayoutError("out", f"stride {out.stride(-1)} in the last dimension", "1")
+    span = out.shape[-1]
+    for stride, size in sorted((out.stride(dim), out.shape[dim]) for dim in range(out.dim() - 1)):
         if size == 1:
             continue
         if stride % step != 0:

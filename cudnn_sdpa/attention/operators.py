@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from cudnn_sdpa.attention.backward import BackwardArguments, Needs
 from cudnn_sdpa.attention.calls import ForwardCall, Result, bind
 from cudnn_sdpa.attention.passes import Backward, Forward
 from cudnn_sdpa.attention.problem import Problem
-from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.runtime import known_issues
 from cudnn_sdpa.runtime.cache import plan_cache
-from cudnn_sdpa.runtime.layouts import TensorLayout, dense_stride_like
+from cudnn_sdpa.runtime.layouts import dense_stride_like
 from cudnn_sdpa.runtime.plan import build_plan
 from cudnn_sdpa.runtime.target import live_target
 
@@ -30,6 +30,8 @@ from cudnn_sdpa.runtime.target import live_target
 #: a scale of 0 or less a hidden key becomes NaN or +inf (seen on cuDNN 9.19: wrong numbers). At this one every
 #: float16 or bfloat16 score is 0 in all digits.
 MIN_SCALE = 1e-30
+
+_Implementation = Callable[[ForwardArguments], Result]
 
 
 def new_output(q: Tensor, v: Tensor) -> Tensor:
@@ -118,11 +120,10 @@ def _run_fake(call: ForwardArguments) -> Result:
     return (out, call.q.new_empty(call.q.shape[:3], dtype=torch.float32)) if call.with_lse else out
 
 
-def run_backward_cuda(of: BackwardArguments, remembered: dict[Any, Any] | None = None) -> list[Tensor]:
-    """A backward pass on the GPU; `remembered` are the backward calls that the forward call keeps."""
-    grad_out = backward.readable(of.grad_out, of.out)
-    of = of if grad_out is of.grad_out else of._replace(grad_out=grad_out)
-    prepared = backward.find(of) if remembered is None else backward.known(of, remembered)
+def run_backward_cuda(of: BackwardArguments) -> list[Tensor]:
+    """A backward pass on the GPU."""
+    of = of._replace(grad_out=backward.readable(of.grad_out, of.out), lse=of.lse.contiguous())
+    prepared = backward.find(of)
     if prepared is not None:
         return prepared(of)
     call = of.call
@@ -131,15 +132,12 @@ def run_backward_cuda(of: BackwardArguments, remembered: dict[Any, Any] | None =
         return _wanted(of, [like_in_memory(tensor).zero_() for tensor in _differentiable(call)])
     if problem.is_single:
         return run_backward_cpu(of)
-    if pieces.is_too_large(call.q):
-        _check_pieces(of)
+    if pieces.is_too_large(*call[:3], of.out, of.grad_out):
+        pieces.check(call, mask_gradient=of.needs.attn_mask)
         return pieces.gradients(of, run_backward_cuda)
     if call.scale is not None and call.scale < MIN_SCALE:
         return _negative_scale_backward(of)
     return backward.prepare(of)(of)
-
-
-_differentiable_calls: set[Hashable] = set()
 
 
 def check_gradient(call: ForwardArguments) -> None:
@@ -149,36 +147,34 @@ def check_gradient(call: ForwardArguments) -> None:
         UnsupportedError: With every reason.
     """
     of_mask = call.attn_mask is not None and call.attn_mask.requires_grad
-    name = (lookup.signature(call), of_mask, call.deterministic)
-    if name in _differentiable_calls:
+    name = (lookup.signature(call._replace(with_lse=True)), of_mask, call.deterministic)
+    if name in lookup.differentiable:
         return
     _check_for_cuda(call)
-    problem = Problem.of(call)
-    if not (problem.is_empty or problem.is_single):
-        layout = TensorLayout.of(call.q)  # whatever the output looks like, it does not decide
+    forward = Forward.of(call)
+    if pieces.is_too_large(*call[:3], forward.out):
+        pieces.check(call, mask_gradient=of_mask)
+    elif not (forward.is_empty or forward.problem.is_single):
         of_sinks = call.sinks is not None and call.sinks.requires_grad
-        refused = Backward(problem, layout, layout, call.deterministic, of_mask, of_sinks).refusal(
-            live_target(call.q.get_device())
-        )
-        if refused is not None:
-            raise refused
-    if len(_differentiable_calls) > MOST_REMEMBERED:
-        _differentiable_calls.clear()
-    _differentiable_calls.add(name)
+        device = call.q.get_device()
+        passes = Backward(forward.problem, forward.out, forward.out, call.deterministic, of_mask, of_sinks)
+        known_issues.check(passes.key(live_target(device), device))
+    if len(lookup.differentiable) > MOST_REMEMBERED:
+        lookup.differentiable.clear()
+    lookup.differentiable.add(name)
 
 
 MOST_REMEMBERED = 8192
 
 
-def _check_pieces(of: BackwardArguments) -> None:
-    """Dropout's random numbers, and the gradient by a mask, cannot be cut."""
-    what = [name for name, there in (("dropout", of.call.dropout_p), ("attn_mask", of.needs.attn_mask)) if there]
-    if what:
-        raise UnsupportedError(
-            f"the gradient of sdpa with {' and '.join(what)}",
-            [f"q has more than {pieces.MOST_ELEMENTS} elements, and cuDNN misplaces the gradient beyond them"],
-            "smaller batches",
-        )
+def forward_runner(q: Tensor) -> _Implementation:
+    """What computes a forward pass where `q` is; where there is no memory, it only says what the result looks like."""
+    return run_cuda if q.is_cuda else _run_fake if q.is_meta else run_cpu
+
+
+def backward_runner(q: Tensor) -> Callable[[BackwardArguments], list[Tensor]]:
+    """The same of a backward pass."""
+    return run_backward_cuda if q.is_cuda else _run_backward_fake if q.is_meta else run_backward_cpu
 
 
 def _negative_scale_backward(of: BackwardArguments) -> list[Tensor]:
@@ -232,9 +228,6 @@ _OPTIONS = (
     "bool is_causal, str causal_alignment, SymInt window_left, SymInt window_right, float? scale, float dropout_p, "
     "float? softcap, bool alibi, bool deterministic"
 )
-
-
-_Implementation = Callable[[ForwardArguments], Result]
 
 
 def define(name: str, inputs: str, returns: str, cuda: Any, cpu: Any, fake: Any) -> None:

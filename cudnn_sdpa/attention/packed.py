@@ -15,7 +15,7 @@ import torch
 
 from cudnn_sdpa.attention import graphs
 from cudnn_sdpa.attention.options import Mask
-from cudnn_sdpa.attention.passes import dense_like
+from cudnn_sdpa.attention.passes import GRAD_OUT_COPY, dense_like
 from cudnn_sdpa.attention.problem import HOST_SCALAR, ONE_INT64
 from cudnn_sdpa.attention.support import BACKWARD, FORWARD, Case, refusal
 from cudnn_sdpa.errors import UnsupportedError
@@ -171,11 +171,42 @@ class Packed:
             grad_v = TensorLayout.contiguous(self.v.shape, self.v.dtype)
         return grad_q, grad_k, grad_v
 
-    def extra_kernels(self) -> list[str]:
-        """What a call runs beside its plan, for `explain`."""
-        notes = ["where each sequence begins in memory, and its length, are computed from the offsets"]
+    def extra_kernels(self, *, with_lse: bool) -> list[str]:
+        """What a forward call runs beside its plan, for `explain`."""
+        notes = self._notes_on_sides()
         if not self.one_packing:
             notes.append("the output is filled with zeros (cuDNN writes nothing for a sequence without keys)")
+            notes += ["the log-sum-exp is filled with minus infinity, likewise"] if with_lse else []
+        if with_lse and self.sinks:
+            notes.append("the log-sum-exp is raised to the sinks where it is lower, for queries that see no key")
+        return notes
+
+    def backward_kernels(self, *, sink_gradient: bool) -> list[str]:
+        """What a backward call runs beside its plan, for `explain`."""
+        notes = [GRAD_OUT_COPY]
+        if self.q != dense_like(self.q):
+            notes.append("q is copied (cuDNN cannot launch gradients of queries that lie among other tensors)")
+        notes += self._notes_on_sides()
+        if not self.one_packing:
+            notes.append(
+                "the gradients are filled with zeros (cuDNN writes nothing for a sequence without queries or keys)"
+            )
+        if self.softcap:
+            notes.append("the log-sum-exp of queries that see nothing is replaced, so that no NaN comes of it")
+        wanted = (("q", self.q), ("k", self.k), ("v", self.v))
+        notes += [
+            f"the gradient of {name} is copied into the memory order of {name} (cuDNN sums groups only token-major)"
+            for (name, layout), written in zip(wanted, self.gradients(), strict=True)
+            if dense_like(layout) != written
+        ]
+        if sink_gradient:
+            notes.append("the gradient of the sinks is computed from the output and its gradient")
+        return notes
+
+    def _notes_on_sides(self) -> list[str]:
+        notes = ["where each sequence begins in memory, and its length, are computed from the offsets"]
+        if self.softcap:
+            notes.append("the first and the last key that each query sees are computed from them, for the soft cap")
         return notes
 
     def _options(self) -> dict[str, Any]:

@@ -94,20 +94,13 @@ class Forward:
     def extra_kernels(self) -> list[str]:
         """What a call runs beside its plan, for `explain`."""
         problem, notes = self.problem, self.problem.extra_kernels()
-        if problem.mask.blind_rows and self.with_lse:
+        if problem.mask.blind_rows and self.plan_has_lse:
             notes.append("the log-sum-exp of the other queries is copied into place")
-        if problem.has_lengths and not self.is_decode:
-            notes.append("lengths are kept within the tensors")
-        if problem.lengths_kv and not self.is_decode:
-            notes.append(
-                "lengths are corrected on the GPU where a sequence has no keys (cuDNN leaves its rows unwritten)"
-            )
-        if problem.lengths_q and self.is_decode:
-            notes.append("lengths are combined (cuDNN's decode engines ignore those of the queries)")
-        if problem.bias is not None:
-            notes.append("attn_mask is converted to a bias, if cuDNN cannot read it where it lies (booleans never)")
+        notes += _notes_on_sides(problem, is_decode=self.is_decode)
         if self.sinks_outside:
             notes.append("the sinks are applied to the output from the log-sum-exp (cuDNN has none for a single query)")
+        elif problem.sinks and self.plan_has_lse and problem.can_be_blind:
+            notes.append("the log-sum-exp is raised to the sinks where it is lower, for queries that see no key")
         return notes
 
 
@@ -188,11 +181,13 @@ class Backward:
 
     def extra_kernels(self) -> list[str]:
         """What a call runs beside its plan, for `explain`."""
-        problem, notes = self.problem, []
+        problem, notes = self.problem, [GRAD_OUT_COPY]
         if problem.is_single:
-            notes.append("one query on one key is computed in plain PyTorch")
+            return [*notes, "one query on one key is computed in plain PyTorch"]
         if problem.mask.blind_rows:
             notes.append(f"the gradient of the first {problem.mask.blind_rows} queries is filled with zeros")
+            notes.append("the log-sum-exp of the other queries is copied")
+        notes += _notes_on_sides(problem, is_decode=False)
         if problem.bias is not None or problem.softcap:
             notes.append("the log-sum-exp of queries that see nothing is replaced, so that no NaN comes of it")
         if self.bias_gradient:
@@ -206,6 +201,28 @@ class Backward:
         """The gradient by the mask before it is summed over what the mask was repeated along."""
         batch, heads, _, _ = self.problem.q.shape
         return TensorLayout.contiguous((batch, heads, self.problem.rows, self.problem.skv), self.problem.q.dtype)
+
+
+#: What every backward pass may have to do; only the caller's gradient decides.
+GRAD_OUT_COPY = "grad_out is copied, if cuDNN cannot read it where it lies (that of a sum, which is expanded, never)"
+
+
+def _notes_on_sides(problem: Problem, *, is_decode: bool) -> list[str]:
+    """What is made for a plan of the lengths and of `attn_mask`."""
+    notes = []
+    if problem.softcap and problem.has_lengths:
+        notes.append("the first and the last key that each query sees are computed from the lengths, for the soft cap")
+    elif problem.has_lengths:
+        notes.append("lengths are kept within the tensors")
+        if problem.lengths_kv and not is_decode:
+            notes.append(
+                "lengths are corrected on the GPU where a sequence has no keys (cuDNN leaves its rows unwritten)"
+            )
+        if problem.lengths_q and is_decode:
+            notes.append("lengths are combined (cuDNN's decode engines ignore those of the queries)")
+    if problem.bias is not None:
+        notes.append("attn_mask is converted to a bias, if cuDNN cannot read it where it lies (booleans never)")
+    return notes
 
 
 def dense_like(layout: TensorLayout) -> TensorLayout:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cudnn_sdpa.attention import arguments, varlen_calls
+from cudnn_sdpa.attention import arguments, pieces, varlen_calls
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.options import BOTTOM_RIGHT, TOP_LEFT
 from cudnn_sdpa.attention.passes import Backward, Forward
@@ -26,8 +26,10 @@ OPERATIONS = {"sdpa": TOP_LEFT, "sdpa_varlen": BOTTOM_RIGHT}
 DIRECTIONS = (FORWARD, BACKWARD)
 #: The options that packed sequences do not have.
 DENSE_ONLY = ("attn_mask", "attn_mask_grad", "alibi", "seq_lens")
-#: Head counts and batch of the shapes that are asked about: they decide nothing.
+#: Head counts and batch of the shapes that are asked about: they decide nothing, unless a tensor of so many elements
+#: would not fit into one plan. Such calls are computed piece by piece, so that the smallest piece decides.
 BATCH, HEADS = 2, 8
+MOST_ELEMENTS = 2**31 - 1
 FLAGS = ("is_causal", "dropout", "softcap", "sinks", "deterministic", *DENSE_ONLY)
 
 
@@ -83,14 +85,21 @@ class Question:
         """Whether it is about packed sequences."""
         return self.operation == "sdpa_varlen"
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Batch and heads of the call that is asked about."""
+        of_head = max(self.sq, self.skv) * max(self.head_dim, self.head_dim_v)
+        return (BATCH, HEADS) if BATCH * HEADS * of_head <= MOST_ELEMENTS else (1, 1)
+
     def _tensor(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
 
     def _shared(self) -> dict[str, Any]:
         left, right = arguments.window_bounds(self.window)
+        _, heads = self.sizes
         return {
             "rng": self._tensor(2, dtype=torch.int64) if self.dropout else None,
-            "sinks": self._tensor(HEADS, dtype=torch.float32) if self.sinks else None,
+            "sinks": self._tensor(heads, dtype=torch.float32) if self.sinks else None,
             "is_causal": self.is_causal,
             "causal_alignment": self.causal_alignment,
             "window_left": left,
@@ -104,12 +113,13 @@ class Question:
     def dense(self) -> ForwardArguments:
         """A call of `sdpa` without data."""
         has_mask = self.attn_mask or self.attn_mask_grad
-        lengths = self._tensor(BATCH, dtype=torch.int32) if self.seq_lens else None
+        batch, heads = self.sizes
+        lengths = self._tensor(batch, dtype=torch.int32) if self.seq_lens else None
         return ForwardArguments(
-            self._tensor(BATCH, HEADS, self.sq, self.head_dim),
-            self._tensor(BATCH, HEADS, self.skv, self.head_dim),
-            self._tensor(BATCH, HEADS, self.skv, self.head_dim_v),
-            attn_mask=self._tensor(BATCH, HEADS, self.sq, self.skv) if has_mask else None,
+            self._tensor(batch, heads, self.sq, self.head_dim),
+            self._tensor(batch, heads, self.skv, self.head_dim),
+            self._tensor(batch, heads, self.skv, self.head_dim_v),
+            attn_mask=self._tensor(batch, heads, self.sq, self.skv) if has_mask else None,
             seq_lens_q=lengths,
             seq_lens_kv=lengths,
             alibi=self.alibi,
@@ -118,11 +128,12 @@ class Question:
 
     def packed(self) -> VarlenArguments:
         """A call of `sdpa_varlen` without data."""
-        offsets = self._tensor(BATCH + 1, dtype=torch.int32)
+        batch, heads = self.sizes
+        offsets = self._tensor(batch + 1, dtype=torch.int32)
         return VarlenArguments(
-            self._tensor(BATCH * self.sq, HEADS, self.head_dim),
-            self._tensor(BATCH * self.skv, HEADS, self.head_dim),
-            self._tensor(BATCH * self.skv, HEADS, self.head_dim_v),
+            self._tensor(batch * self.sq, heads, self.head_dim),
+            self._tensor(batch * self.skv, heads, self.head_dim),
+            self._tensor(batch * self.skv, heads, self.head_dim_v),
             cu_seqlens_q=offsets,
             cu_seqlens_kv=offsets,
             max_seqlen_q=self.sq,
@@ -141,18 +152,20 @@ class Question:
         if self.direction == BACKWARD and not problem.is_single:
             backward = Backward(problem, out, out, self.deterministic, self.attn_mask_grad, self.sinks)
             case = partial(problem.case, BACKWARD, deterministic=self.deterministic, bias_gradient=self.attn_mask_grad)
-            plans.append(NeededPlan("the gradient of sdpa", case, partial(backward.key, device=None)))
+            key = partial(backward.key, device=None)
+            plans.append(NeededPlan("the gradient of sdpa", case, partial(_key_of_piece, self.dense(), key)))
         return plans
 
     def _packed_plans(self) -> list[NeededPlan]:
-        packed = varlen_calls.packed(self.packed())
-        out = TensorLayout.contiguous((packed.q.shape[0], HEADS, self.head_dim_v), self.dtype)
+        call = self.packed()
+        packed = varlen_calls.packed(call)
+        out = TensorLayout.contiguous((*packed.q.shape[:2], self.head_dim_v), self.dtype)
         key = partial(packed.forward_key, out, self.direction == BACKWARD, device=None)
         plans = [NeededPlan("sdpa_varlen", partial(packed.case, FORWARD), key)]
         if self.direction == BACKWARD:
             case = partial(packed.case, BACKWARD, deterministic=self.deterministic)
             key = partial(packed.backward_key, out, out, self.deterministic, device=None)
-            plans.append(NeededPlan("the gradient of sdpa_varlen", case, key))
+            plans.append(NeededPlan("the gradient of sdpa_varlen", case, partial(_key_of_piece, call.as_dense(), key)))
         return plans
 
     def __str__(self) -> str:
@@ -162,6 +175,13 @@ class Question:
         used += [self.causal_alignment] if self.is_causal or self.window is not None else []
         dims = f"head dims {self.head_dim} and {self.head_dim_v}, Sq={self.sq}, Skv={self.skv}"
         return f"{what}: " + ", ".join([str(self.dtype).removeprefix("torch."), dims, *used])
+
+
+def _key_of_piece(call: ForwardArguments, key: Callable[[Target], PlanKey], target: Target) -> PlanKey:
+    """The key of a call that is no larger than it must be, unless it is too large even so."""
+    if pieces.is_too_large(*call[:3]):
+        pieces.cut(*call[:3])
+    return key(target)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def attention(call: ForwardArguments) -> tuple[Tensor, Tensor]:
 
     A query that sees nothing gets zeros and minus infinity, or the sink alone.
     """
-    with torch.autocast(call.q.device.type, enabled=False):
+    with _without_autocast(call.q):
         masked = scores(call).masked
         lse = _lse(masked, call.sinks)
         weights = _weights(masked, lse)
@@ -50,26 +50,29 @@ def gradients(
     scores.
     """
     exact = precision(call)
-    with torch.autocast(call.q.device.type, enabled=False):
+    with _without_autocast(call.q):
         q, grad_out = call.q.to(exact), grad_out.to(exact)
         k, v = _repeated(call.k, q, exact), _repeated(call.v, q, exact)
         masked, slope = scores(call)
         lse = _lse(masked, call.sinks)  # again, since what was saved of it is in float32
         weights = _weights(masked, lse)
-        share = kept(call, weights.shape, exact) if call.dropout_p > 0 else torch.ones((), dtype=exact)
-        share = share.to(weights.device)
+        share = kept(call, weights.shape, exact) if call.dropout_p > 0 else weights.new_ones(())
         grad_v = torch.matmul((weights * share).transpose(-1, -2), grad_out)
         mean = (grad_out * out.to(exact)).sum(-1)
         grad_masked = weights * (torch.matmul(grad_out, v.transpose(-1, -2)) * share - mean.unsqueeze(-1))
         grad_scores = (grad_masked if slope is None else grad_masked * slope) * call.scale_value
         grad_sinks = None
         if call.sinks is not None:
-            of_sink = torch.exp(call.sinks.to(exact).view(-1, 1) - lse)
+            of_sink = torch.exp(call.sinks.to(exact).view(-1, 1) - _finite(lse))
             grad_sinks = -(of_sink * mean).sum((0, 2))
         grad_q = torch.matmul(grad_scores, k)
         grad_k = torch.matmul(grad_scores.transpose(-1, -2), q)
         grad_mask = None if call.attn_mask is None else grad_masked
         return grad_q, _summed(grad_k, call.k), _summed(grad_v, call.v), grad_mask, grad_sinks
+
+
+def _without_autocast(q: Tensor) -> torch.autocast:
+    return torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False)  # "meta" has none to switch off
 
 
 def precision(call: ForwardArguments) -> torch.dtype:
@@ -87,7 +90,7 @@ def scores(call: ForwardArguments) -> Scores:
         result, slope = tanh * call.softcap, 1 - tanh * tanh
     row, column, diagonal = _positions(call)
     if call.alibi:
-        slopes = alibi_slopes(call.q.shape[1]).to(result.device, exact).view(-1, 1, 1)
+        slopes = alibi_slopes(call.q.shape[1], result.device).to(exact).view(-1, 1, 1)
         result = result - slopes * (column - row - diagonal).abs()
     if call.attn_mask is not None:
         if call.attn_mask.dtype == torch.bool:
@@ -134,8 +137,12 @@ def _lse(masked: Tensor, sinks: Tensor | None) -> Tensor:
 
 def _weights(masked: Tensor, lse: Tensor) -> Tensor:
     """exp(score − log-sum-exp), and 0 in rows that see nothing."""
-    # Such rows have lse = -inf; any finite number in its place makes all their weights exp(-inf) = 0.
-    return torch.exp(masked - torch.where(torch.isneginf(lse), 0.0, lse).unsqueeze(-1))
+    return torch.exp(masked - _finite(lse).unsqueeze(-1))
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """The log-sum-exp, and 0 for −inf in rows that see nothing: any finite number makes their weights exp(−inf) = 0."""
+    return torch.where(torch.isneginf(lse), 0.0, lse)
 
 
 def kept(call: ForwardArguments, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -148,7 +155,7 @@ def kept(call: ForwardArguments, shape: torch.Size, dtype: torch.dtype) -> Tenso
     return (numbers >= call.dropout_p) / (1 - call.dropout_p)
 
 
-def alibi_slopes(heads: int) -> Tensor:
+def alibi_slopes(heads: int, device: torch.device | str) -> Tensor:
     """The slopes of "Train Short, Test Long" (Press et al., 2022), section 3, as its reference code gives them.
 
     For a number of heads that is no power of two, every other slope of the next power fills up.
@@ -156,7 +163,7 @@ def alibi_slopes(heads: int) -> Tensor:
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
-    return torch.tensor(slopes, dtype=torch.float64)
+    return torch.tensor(slopes, dtype=torch.float64, device=device)
 
 
 def _repeated(tensor: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:

@@ -46,7 +46,7 @@ def find(
         return None
     holder: Any = call
     if trains:
-        holder = training.prepare(call, (is_causal, causal_alignment, -1, -1, scale, 0.0, None, False, False))
+        holder = training.prepare(call, (is_causal, causal_alignment, -1, -1, scale, 0.0, None, False))
         if holder is None:
             return None
     run: Run = holder.run
@@ -75,7 +75,8 @@ def find_any(call: ForwardArguments, deterministic: bool | None) -> Callable[[Fo
         return None
     wanted = call if call.with_lse or not trains else call._replace(with_lse=True)
     try:
-        prepared: ForwardCall | None = lookup.calls.get(lookup.signature(wanted))
+        signature = lookup.signature(wanted)
+        prepared: ForwardCall | None = lookup.calls.get(signature)
     except (AttributeError, TypeError, RuntimeError):
         return None
     if prepared is None or not trains:
@@ -83,8 +84,8 @@ def find_any(call: ForwardArguments, deterministic: bool | None) -> Callable[[Fo
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     by_mask = call.attn_mask is not None and call.attn_mask.requires_grad
-    if not any(name[1:3] == (deterministic, by_mask) for name in prepared.backward):
-        return None  # until there has been such a gradient, its checks are of use
+    if (signature, by_mask, deterministic) not in lookup.differentiable:
+        return None
     return functools.partial(_train, prepared, deterministic)
 
 

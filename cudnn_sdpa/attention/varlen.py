@@ -7,13 +7,13 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, varlen_arguments, varlen_autograd, varlen_calls, varlen_operators
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention import arguments, memory, tracking, varlen_arguments, varlen_autograd, varlen_operators
+from cudnn_sdpa.attention import flops as _flops  # noqa: F401 - registers the formulas
+from cudnn_sdpa.attention.arguments import ForwardArguments, as_int
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.dense import cast_tensor, is_deterministic
-from cudnn_sdpa.attention.fallback import or_else
-from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
-from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.attention.fallback import check_or_decline, kind_of, or_else
+from cudnn_sdpa.attention.varlen_arguments import ReferenceVarlenArguments, VarlenArguments
 from cudnn_sdpa.runtime.eager import is_bare, is_compiling, needs_gradient
 
 
@@ -98,9 +98,10 @@ def sdpa_varlen(
         k: Keys (Tkv, Hkv, D).
         v: Values (Tkv, Hkv, Dv).
         cu_seqlens_q: Where the sequences of queries begin, and at last where they end, (B + 1,) int32: 0, l₁, l₁ + l₂,
-            …, Tq. Not checked unless the environment variable `CUDNN_SDPA_DEBUG` is 1, which reads it.
+            …, Tq. Kept within the tensor on the GPU, and not checked unless the environment variable
+            `CUDNN_SDPA_DEBUG` is 1, which reads it. Rows past the last offset are left undefined in all results.
         cu_seqlens_kv: The same of keys. Lengths may be 0.
-        max_seqlen_q: Length of the longest sequence of queries, or more.
+        max_seqlen_q: Length of the longest sequence of queries, or more. No tensor, which would have to be read back.
         max_seqlen_kv: The same of keys.
         is_causal: Hide later keys from each query.
         causal_alignment: Where the diagonal lies: "bottom_right", the last query of a sequence at its last key, or
@@ -132,7 +133,7 @@ def sdpa_varlen(
     """
     left, right = arguments.window_bounds(window)
     call = VarlenArguments(
-        *(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, None, max_seqlen_q, max_seqlen_kv),
+        *(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, None, as_int(max_seqlen_q), as_int(max_seqlen_kv)),
         *(is_causal, causal_alignment, left, right, scale, dropout_p, softcap),
         *(cu_seqlens_q is cu_seqlens_kv, False, return_lse, out),
     )
@@ -147,10 +148,11 @@ def run(call: VarlenArguments, deterministic: bool | None) -> Result:
     call = call._replace(q=cast_tensor(q, q), k=cast_tensor(call.k, q), v=cast_tensor(call.v, q))
     call = call._replace(deterministic=is_deterministic(deterministic))
     if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
-        check(call)
+        varlen_arguments.check_options(call)
+    tracking.check(call.out, q=call.q, k=call.k, v=call.v, sinks=call.sinks)
     if call.dropout_p:
         call = call._replace(rng=torch.randint(2**62, (2,), dtype=torch.int64, device=q.device))
-    return or_else(lambda: _run(call), lambda: _run_on_torch(call), lambda: (call.q.dtype, call.options))
+    return or_else(lambda: _run(call), lambda: _run_on_pytorch(call), lambda: kind_of(call))
 
 
 def check(call: VarlenArguments) -> None:
@@ -160,7 +162,10 @@ def check(call: VarlenArguments) -> None:
 
 
 def _run(call: VarlenArguments) -> Result:
-    arguments.check_no_tangent(q=call.q, k=call.k, v=call.v, sinks=call.sinks, out=call.out)
+    """Runs a call through autograd or PyTorch's dispatcher."""
+    if not is_compiling():
+        beyond = ReferenceVarlenArguments._make(call)
+        check_or_decline("sdpa_varlen", lambda: check(call), lambda: check(beyond))
     tensors = (*call[:6], call.out)
     if needs_gradient(*tensors):
         return _differentiable(call)
@@ -177,22 +182,19 @@ def _run(call: VarlenArguments) -> Result:
     return out
 
 
-def _run_on_torch(call: VarlenArguments) -> Result:
-    inputs = (*call[:4], call._replace(out=None, with_lse=True))
+def _run_on_pytorch(call: VarlenArguments) -> Result:
+    """Runs a checked call on the reference."""
+    if call.out is not None:
+        memory.check_memory(call.q, call.k, call.v, call.out)
+    inputs = (*call[:4], ReferenceVarlenArguments._make(call)._replace(out=None, with_lse=True))
     out, lse = varlen_autograd.ReferenceVarlen.apply(*inputs)  # type: ignore[no-untyped-call]
     out = out if call.out is None else call.out.copy_(out)
     return (out, lse) if call.with_lse else out
 
 
 def _differentiable(call: VarlenArguments) -> Result:
-    if call.out is not None:
-        raise UnsupportedError(
-            "out with a gradient",
-            ["an input requires grad, and autograd does not follow what is written into a given tensor"],
-            "calling it under torch.no_grad(), or without out",
-        )
     if call.q.is_cuda and not is_compiling():
-        varlen_calls.check_gradient(call)
+        varlen_operators.check_gradient(call)
     if is_compiling() or not is_bare(*call[:6]):
         out, lse = torch.ops.cudnn_sdpa.varlen_forward_lse(*call[:18])
         lse = lse.detach() if is_compiling() else lse

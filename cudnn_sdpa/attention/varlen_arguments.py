@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments
 from cudnn_sdpa.attention.options import BOTTOM_RIGHT, UNBOUNDED
+from cudnn_sdpa.attention.side_tensors import dtype_name, shape_of
 from cudnn_sdpa.errors import ArgumentError, DeviceError, DtypeError, LayoutError, OptionError, ShapeError
 
 
@@ -53,7 +54,8 @@ class VarlenArguments(NamedTuple):
         assert q is not None
         assert k is not None
         assert v is not None
-        return ForwardArguments(
+        kind = ForwardArguments if self.is_for_cudnn else ReferenceArguments
+        return kind(
             *(q, k, v, None, self.sinks, None, None, self.rng),
             *(self.is_causal, self.causal_alignment, self.window_left, self.window_right, self.scale),
             dropout_p=self.dropout_p,
@@ -62,6 +64,22 @@ class VarlenArguments(NamedTuple):
             with_lse=self.with_lse,
             out=out,
         )
+
+    @property
+    def is_for_cudnn(self) -> bool:
+        """Whether cuDNN's limits of dtypes and head dims hold, as for `ForwardArguments`."""
+        return True
+
+
+class ReferenceVarlenArguments(VarlenArguments):
+    """A call that plain PyTorch runs, on any device, without cuDNN's limits of dtypes and head dims."""
+
+    __slots__ = ()
+
+    @property
+    def is_for_cudnn(self) -> bool:
+        """See `VarlenArguments`."""
+        return False
 
 
 def check_options(call: VarlenArguments) -> None:
@@ -85,32 +103,33 @@ def check(call: VarlenArguments) -> None:
         tensor = getattr(call, name)
         if tensor is not None and tensor.dim() != 3:
             hint = "sdpa takes tensors of rank 4." if tensor.dim() == 4 else ""
-            raise ShapeError(name, f"shape {tuple(tensor.shape)}", "rank 3: (tokens, heads, head dim)", hint)
+            raise ShapeError(name, shape_of(tensor), "rank 3: (tokens, heads, head dim)", hint)
     try:
-        arguments.check(call.as_dense())
+        arguments.check(call._replace(out=None).as_dense())
     except ArgumentError as error:
         raise error.renamed({"sequence length": "number of tokens"}) from None
+    if call.out is not None:
+        arguments.check_out(call.out, call.q, call.v, for_cudnn=call.is_for_cudnn)
     for name in ("q", "kv"):
         check_cumulative(f"cu_seqlens_{name}", getattr(call, f"cu_seqlens_{name}"), call.q)
         longest = getattr(call, f"max_seqlen_{name}")
-        if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)) or longest < 0:
+        if not arguments.is_integer(longest) or longest < 0:
             hint = "A tensor would have to be read back." if isinstance(longest, Tensor) else ""
             raise OptionError(f"max_seqlen_{name}", repr(longest), "the length of the longest sequence, an int", hint)
     if call.cu_seqlens_q.shape != call.cu_seqlens_kv.shape:
-        got = f"shape {tuple(call.cu_seqlens_kv.shape)}"
-        raise ShapeError("cu_seqlens_kv", got, f"{tuple(call.cu_seqlens_q.shape)}, the shape of cu_seqlens_q")
+        expected = f"{tuple(call.cu_seqlens_q.shape)}, the shape of cu_seqlens_q"
+        raise ShapeError("cu_seqlens_kv", shape_of(call.cu_seqlens_kv), expected)
 
 
 def check_cumulative(name: str, offsets: Any, q: Tensor) -> None:
     """Where sequences begin and end: int32, (B + 1,), dense, where q is."""
     if not isinstance(offsets, Tensor):
         raise OptionError(name, type(offsets).__name__, "a torch.Tensor of B + 1 int32")
-    if str(offsets.dtype) != "torch.int32":
-        dtype = str(offsets.dtype).removeprefix("torch.")
-        raise DtypeError(name, dtype, "int32", f"Convert with {name}.to(torch.int32).")
+    if offsets.dtype != torch.int32:
+        raise DtypeError(name, dtype_name(offsets.dtype), "int32", f"Convert with {name}.to(torch.int32).")
     if offsets.dim() != 1 or offsets.shape[0] < 1:
         expected = "shape (B + 1,): 0, then where each of the B sequences ends"
-        raise ShapeError(name, f"shape {tuple(offsets.shape)}", expected)
+        raise ShapeError(name, shape_of(offsets), expected)
     if offsets.device != q.device:
         raise DeviceError(name, str(offsets.device), f"{q.device}, the device of q")
     if offsets.shape[0] > 1 and offsets.stride(0) != 1:

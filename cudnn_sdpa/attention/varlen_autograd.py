@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import autograd, operators, varlen_operators
+from cudnn_sdpa.attention import autograd, fallback, operators, varlen_operators
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen_calls import VarlenBackwardArguments
-from cudnn_sdpa.runtime.eager import is_compiling
+from cudnn_sdpa.runtime.eager import is_watched
 
 
 class VarlenAttention(torch.autograd.Function):
@@ -21,7 +21,7 @@ class VarlenAttention(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Result:
         """Runs the forward pass; `inputs` are q, k, v and sinks, for autograd to see, and their call."""
         call: VarlenArguments = inputs[-1]
-        out, lse = (varlen_operators.forward_cuda if call.q.is_cuda else varlen_operators.forward_cpu)(call)
+        out, lse = varlen_operators.forward_runner(call.q)(call)
         _save(ctx, call, out, lse)
         return out, lse
 
@@ -50,6 +50,7 @@ class ReferenceVarlen(torch.autograd.Function):
 def _save(ctx: Any, call: VarlenArguments, out: Tensor, lse: Tensor) -> None:
     ctx.save_for_backward(*call[:7], out, lse)
     ctx.options = call.options
+    ctx.may_fall_back = fallback.is_in_force()
     ctx.set_materialize_grads(False)
 
 
@@ -57,6 +58,7 @@ def _gradients(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *, by_reference: bool = False
 ) -> tuple[Tensor | None, ...]:
     autograd.refuse_gradient_of_lse(grad_lse)
+    autograd.refuse_batch(grad_out)
     needs = ctx.needs_input_grad[:4]
     if grad_out is None or not any(needs):
         return (None,) * 4
@@ -65,11 +67,16 @@ def _gradients(
     of = VarlenBackwardArguments(grad_out, out, lse, call, needs[3])
     if by_reference:
         found = varlen_operators.backward_cpu(of)
-    elif torch.is_grad_enabled() or type(grad_out) is not Tensor or is_compiling():
+    elif is_watched(grad_out):
         found = torch.ops.cudnn_sdpa.varlen_backward(grad_out, out, lse, *call[:18], needs[3])
     else:
-        run = varlen_operators.backward_cuda if out.is_cuda else varlen_operators.backward_cpu
-        found = run(of)
+        run = varlen_operators.backward_runner(out)
+        found = fallback.or_else(
+            lambda: run(of),
+            lambda: varlen_operators.backward_cpu(of),
+            lambda: fallback.kind_of(call),
+            ctx.may_fall_back,
+        )
     return tuple(gradient if need else None for need, gradient in zip(needs, [*found, None][:4], strict=True))
 
 

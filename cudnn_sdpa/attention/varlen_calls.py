@@ -40,6 +40,7 @@ def packed(call: VarlenArguments) -> Packed:
     closely = call.deterministic or call.softcap is not None
     longest_q = length_bucket(call.max_seqlen_q, call.q.shape[0], closely=closely)
     longest_kv = length_bucket(call.max_seqlen_kv, call.k.shape[0], closely=closely)
+    longest = min(call.max_seqlen_q, call.q.shape[0]), min(call.max_seqlen_kv, call.k.shape[0])
     alignment = TOP_LEFT if call.one_packing else call.causal_alignment
     window = (call.window_left, call.window_right)
     return Packed(
@@ -49,7 +50,7 @@ def packed(call: VarlenArguments) -> Packed:
         sequence_bucket(call.cu_seqlens_q.shape[0] - 1),
         longest_q,
         longest_kv,
-        normalize_mask(call.is_causal, alignment, window, longest_q, longest_kv, has_lengths=True),
+        normalize_mask(call.is_causal, alignment, window, *longest, has_lengths=True),
         call.one_packing,
         call.sinks is not None,
         float(call.dropout_p),
@@ -80,8 +81,8 @@ class Packing:
             sequences: Sequences that the plan is made for; those that are not there get no rows.
             steps: By tensor, how far apart in memory its rows are.
         """
-        ends = _padded(call.cu_seqlens_q, sequences)
-        ends_kv = ends if call.one_packing else _padded(call.cu_seqlens_kv, sequences)
+        ends = _padded(call.cu_seqlens_q, sequences, call.q.shape[0])
+        ends_kv = ends if call.one_packing else _padded(call.cu_seqlens_kv, sequences, call.k.shape[0])
         self.lengths_q = ends.diff()
         self.lengths_kv = self.lengths_q if call.one_packing else ends_kv.diff()
         self.addresses: dict[str, int] = {}
@@ -99,8 +100,9 @@ class Packing:
         return begins
 
 
-def _padded(offsets: Tensor, sequences: int) -> Tensor:
-    """The offsets with sequences of no rows after the last one."""
+def _padded(offsets: Tensor, sequences: int, rows: int) -> Tensor:
+    """The offsets, kept within the tensor, with sequences of no rows after the last one."""
+    offsets = offsets.clamp(0, rows)
     missing = sequences + 1 - offsets.shape[0]
     return offsets if missing == 0 else torch.cat([offsets, offsets[-1:].expand(missing)])
 

@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import debug, memory, reference, varlen_arguments, varlen_calls
+from cudnn_sdpa.attention import debug, memory, pieces, reference, varlen_arguments, varlen_calls
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.operators import MIN_SCALE, define, like_in_memory
-from cudnn_sdpa.attention.pieces import MOST_ELEMENTS, is_too_large, near
 from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen_calls import VarlenBackwardArguments
-from cudnn_sdpa.errors import UnsupportedError
 
 
 def forward_cuda(call: VarlenArguments) -> Result:
@@ -51,39 +49,52 @@ def backward_cuda(of: VarlenBackwardArguments) -> list[Tensor]:
             for x in (*call[:3], *((call.sinks,) if of.sink_gradient else ()))
             if x is not None
         ]
+    if pieces.is_too_large(*call[:3], of.out, of.grad_out):
+        return _in_pieces(of)
     if call.scale is not None and call.scale < MIN_SCALE:
         sign = 0.0 if call.scale > -MIN_SCALE else -1.0
         positive = call._replace(q=call.q * sign, scale=max(-call.scale, MIN_SCALE))
         grad_q, grad_k, *others = varlen_calls.run_backward(of._replace(call=positive))
         return [grad_q * sign, grad_k * abs(sign), *others]
-    if is_too_large(call.q):
-        return _in_pieces(of)
     return varlen_calls.run_backward(of)
 
 
+def check_gradient(call: VarlenArguments) -> None:
+    """Refuses a call whose backward pass is known to have no kernel: now, and not when the loss is differentiated.
+
+    Raises:
+        UnsupportedError: With every reason.
+    """
+    if pieces.is_too_large(*call[:3]):
+        pieces.check(call.as_dense(), mask_gradient=False)
+    varlen_calls.check_gradient(call)
+
+
 def _in_pieces(of: VarlenBackwardArguments) -> list[Tensor]:
-    """The gradients of a call that is too large for one plan: some heads of keys, with theirs of queries, at a time."""
-    call = of.call
-    if call.dropout_p:
-        raise UnsupportedError(
-            "the gradient of sdpa_varlen with dropout",
-            [f"q has more than {MOST_ELEMENTS} elements, and cuDNN misplaces the gradient beyond them"],
-            "fewer tokens",
-        )
-    whole = [like_in_memory(tensor) for tensor in call[:3]]
-    sinks, group = torch.zeros(call.q.shape[1], device=call.q.device), call.q.shape[1] // call.k.shape[1]
-    heads = max(1, MOST_ELEMENTS // (call.q.shape[0] * call.q.shape[2] * group))
-    for first in range(0, call.k.shape[1], heads):
-        of_kv, of_q = slice(first, first + heads), slice(first * group, (first + heads) * group)
-        q, grad_out, out, lse = (x[:, of_q].contiguous() for x in (call.q, of.grad_out, of.out, of.lse))
-        k, v = (near(x[:, of_kv]) for x in (call.k, call.v))
-        part = call._replace(q=q, k=k, v=v, sinks=None if call.sinks is None else call.sinks[of_q])
-        found = varlen_calls.run_backward(of._replace(grad_out=grad_out, out=out, lse=lse, call=part))
-        for full, gradient, place in zip(whole, found, (of_q, of_kv, of_kv), strict=False):
-            full[:, place].copy_(gradient)
-        if of.sink_gradient:
-            sinks[of_q] = found[3]
-    return [*whole, *([sinks] if of.sink_gradient else [])]
+    """The gradients of a call that is too large for one plan: some heads at a time."""
+    call, dense = of.call, of.call.as_dense()
+    pieces.check(dense, mask_gradient=False)
+
+    def run(piece: pieces.Piece) -> list[Tensor]:
+        q, grad_out, out, lse = (x[:, piece.heads].contiguous() for x in (call.q, of.grad_out, of.out, of.lse))
+        k, v = (pieces.near(x[:, piece.heads_kv]) for x in (call.k, call.v))
+        sinks = None if call.sinks is None else call.sinks[piece.heads]
+        part = call._replace(q=q, k=k, v=v, sinks=sinks)
+        found = backward_cuda(of._replace(grad_out=grad_out, out=out, lse=lse, call=part))
+        return [*(x.transpose(0, 1).unsqueeze(0) for x in found[:3]), *found[3:]]
+
+    found = pieces.joined(dense[:3], run, sinks=of.sink_gradient)
+    return [*(x[0].transpose(0, 1) for x in found[:3]), *found[3:]]
+
+
+def forward_runner(q: Tensor) -> Any:
+    """What computes a forward pass where `q` is; where there is no memory, it only says what the result looks like."""
+    return forward_cuda if q.is_cuda else _forward_fake if q.is_meta else forward_cpu
+
+
+def backward_runner(q: Tensor) -> Any:
+    """The same of a backward pass."""
+    return backward_cuda if q.is_cuda else _backward_fake if q.is_meta else backward_cpu
 
 
 def _debug(call: VarlenArguments) -> None:

@@ -22,7 +22,8 @@ class Description:
         is_empty: Whether there is nothing to compute, and so no plan.
         extra_kernels: What runs on the GPU beside the plan, in words.
         backward: The same of its gradient, if an input requires grad.
-        verify: Runs the call and the reference, and gives the relative error of each result.
+        verify: Runs the call and the reference, and gives the relative error of each result; of the gradients too, if
+            that is asked for.
     """
 
     operation: GraphOp
@@ -31,16 +32,20 @@ class Description:
     is_empty: bool = False
     extra_kernels: list[str] = field(default_factory=list)
     backward: Description | None = None
-    verify: Callable[[], dict[str, float]] | None = None
+    verify: Callable[[bool], dict[str, float]] | None = None
 
 
 _describers: dict[Callable[..., Any], Callable[..., Description]] = {}
 
 
 def describes(function: Callable[..., Any]) -> Callable[[Callable[..., Description]], Callable[..., Description]]:
-    """Registers the decorated function, called with the same arguments, as what describes calls of `function`."""
+    """Registers the decorated function, called with the same arguments, as what describes calls of `function`.
+
+    It takes over the function's name, by which Python calls it when arguments are missing or have other names.
+    """
 
     def register(describer: Callable[..., Description]) -> Callable[..., Description]:
+        describer.__qualname__ = function.__qualname__
         _describers[function] = describer
         return describer
 

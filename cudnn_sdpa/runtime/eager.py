@@ -18,7 +18,7 @@ Guard = Callable[..., bool]
 try:  # all of these are C functions of some 50 ns; without one of them every call takes the dispatcher
     from torch._C import _get_tracing_state, _len_torch_dispatch_stack
     from torch._C._autograd import _profiler_enabled
-    from torch._C._functorch import maybe_current_level
+    from torch._C._functorch import is_legacy_batchedtensor, maybe_current_level
 
     _known = True
 except ImportError:  # pragma: no cover - a PyTorch that has moved them
@@ -27,8 +27,12 @@ except ImportError:  # pragma: no cover - a PyTorch that has moved them
     def _profiler_enabled() -> bool:
         return True
 
+    def is_legacy_batchedtensor(tensor: Tensor) -> bool:  # noqa: ARG001, D103
+        return False
+
 
 is_profiling = _profiler_enabled
+is_batch = is_legacy_batchedtensor  #: what `is_grads_batched` makes of gradients; its Python type is Tensor
 
 
 def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -50,6 +54,22 @@ def is_bare(*tensors: Tensor | None) -> bool:
         and not is_profiling()
         and not torch.is_autocast_enabled("cuda")
         and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def is_watched(gradient: Tensor) -> bool:
+    """Whether somebody but autograd's engine has an interest in a backward pass that was given this gradient.
+
+    Someone may differentiate it again, batch it, trace or compile it.
+    """
+    return (
+        torch.is_grad_enabled()
+        or type(gradient) is not Tensor
+        or not _known
+        or is_batch(gradient)
+        or maybe_current_level() is not None
+        or bool(_len_torch_dispatch_stack())
+        or torch.compiler.is_compiling()
     )
 
 

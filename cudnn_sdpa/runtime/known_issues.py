@@ -6,7 +6,6 @@ concerns and that does not avoid it is refused: a wrong number is worse than non
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -89,8 +88,10 @@ def _one_row_of_bias(key: PlanKey) -> bool:
     return _has(key, "bias") and _shape(key, "bias")[2] == 1 and not _single_query(key)
 
 
-def _masked(key: PlanKey) -> bool:
-    return key.option_values["band"] not in (None, (None, 0, False)) or _has(key, "bias")
+def _causal_alone(key: PlanKey) -> bool:
+    """Whether nothing hides keys but a causal mask, be it aligned at the first key or the last."""
+    sides = ("bias", "seq_len_kv", "highest")
+    return key.option_values["band"] in ((None, 0, False), (None, 0, True)) and not any(_has(key, x) for x in sides)
 
 
 def _dense_rows(key: PlanKey, name: str) -> bool:
@@ -103,8 +104,11 @@ def _dense_rows(key: PlanKey, name: str) -> bool:
     return row == heads * dim or row == dim or (heads == 1 and head == dim)
 
 
-def _elements(key: PlanKey, name: str) -> int:
-    return math.prod(_shape(key, name))
+def _reach(key: PlanKey) -> int:
+    """How far the last element of queries, keys, values or outputs is from the first, at most."""
+    names = ("q", "k", "v", "out", "grad_out")
+    layouts = [operand.layout for operand in key.inputs if operand.name in names]
+    return max(sum((n - 1) * step for n, step in zip(x.shape, x.stride, strict=True)) for x in layouts)
 
 
 def _token_major(key: PlanKey) -> bool:
@@ -168,10 +172,17 @@ ISSUES = (
         "replaying a CUDA graph accesses memory illegally with more than 1024 keys and a mask other than plain causal",
         "TransformerEngine#2344",
         "a launch into a CUDA graph is refused",
-        lambda key: _shape(key, "k")[2] > 1024 and _masked(key),
+        lambda key: _shape(key, "k")[2] > 1024 and not _causal_alone(key),
         first=91300,
         fixed=91500,
         in_capture=True,
+    ),
+    KnownIssue(
+        "sequence lengths given as tensors of one dimension are misread",
+        "flashinfer#3784, with nvidia-cudnn-frontend 1.25 and 1.26",
+        "they are given as (B, 1, 1, 1)",
+        lambda key: _has(key, "seq_len_kv"),
+        lambda key: len(_shape(key, "seq_len_q")) == len(_shape(key, "seq_len_kv")) == 4,
     ),
     KnownIssue(
         "offsets of packed tensors overflow 32 bits",
@@ -198,7 +209,7 @@ ISSUES = (
         "gradients reach for wrong places beyond 2^31 elements",
         "seen on 9.19 with an H200",
         "large calls are cut along batch entries and heads",
-        lambda key: _backward(key) and not _packed(key) and _elements(key, "q") > 2**31,
+        lambda key: _backward(key) and not _packed(key) and _reach(key) >= 2**31,
     ),
     KnownIssue(
         "backward engines misread an attn_mask that has one row for all queries",

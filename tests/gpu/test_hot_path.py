@@ -78,13 +78,16 @@ def test_device_memory_does_not_grow():
         cudnn_sdpa.sdpa(q, k, v)
     torch.cuda.synchronize()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    free = torch.cuda.mem_get_info()[0]
-    for _ in range(10_000):
-        cudnn_sdpa.sdpa(q, k, v)
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == allocated
-    assert torch.cuda.memory_reserved() == reserved
-    assert free - torch.cuda.mem_get_info()[0] < 8 << 20
+    grown = []
+    for _ in range(4):  # other processes may take memory meanwhile; a leak would grow in each round
+        free = torch.cuda.mem_get_info()[0]
+        for _ in range(5_000):
+            cudnn_sdpa.sdpa(q, k, v)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() == allocated
+        assert torch.cuda.memory_reserved() == reserved
+        grown.append(free - torch.cuda.mem_get_info()[0])
+    assert min(grown) < 4 << 20
 
 
 def test_values_in_every_grad_mode():

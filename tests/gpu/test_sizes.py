@@ -93,7 +93,30 @@ def test_packed_sequences_of_131072_and_less():
         assert_head(head, [x[rows, 1] for x in (out, lse, *gradients)], 0.1)
 
 
+@pytest.mark.parametrize("step", ["q", "k"])
+def test_every_step_of_a_plain_call(step):
+    """Queries alone, or keys alone, are far apart in memory; the second step takes the short way if there is one."""
+    far = (
+        torch.zeros(2, 2**31 + 2**12, device="cuda", dtype=DTYPE)
+        .view(2, 2, -1)[:, :, : 64 * 256]
+        .unflatten(2, (256, 64))
+    )
+    near = [randn(2, 2, 256, 64) for _ in range(3)]
+    far.copy_(randn(2, 2, 256, 64))
+    tensors = {"q": near[0], "k": near[1], "v": near[2]} | {step: far}
+    leaves, grad_out = [x.requires_grad_() for x in tensors.values()], randn(2, 2, 256, 64)
+    for _ in range(3):
+        out = cudnn_sdpa.sdpa(*leaves, scale=0.1)
+        gradients = torch.autograd.grad(out, leaves, grad_out)
+        for place in ((0, 0), (1, 1)):
+            head = [x.detach()[place] for x in (*leaves, grad_out)]
+            _, _, *exact = exact_head(*head, 0.1, is_causal=False)
+            for gradient, expected in zip(gradients, exact, strict=True):
+                assert_near_everywhere(gradient[place], expected, 2e-2)
+
+
 SHAPES = {
+    "one head of keys for all": ("bshd", 1, (1024, 1), 17_000),
     # More batch entries than 32 bits can address; queries far apart, heads close together; one key head for many.
     "many batch entries": ("bhsd", 130, (32, 32), 4100),
     "one long sequence": ("bshd", 1, (128, 128), 132_000),
@@ -129,6 +152,42 @@ def test_more_elements_than_32_bits_can_count(name):
         for number, gradient in enumerate(gradients[1:], start=3):
             total = torch.stack([part[number] for part in parts]).sum(0)
             assert_near_everywhere(gradient[b, first // group], total, 2e-2)
+
+
+def test_values_of_more_elements_than_queries():
+    """Output, its gradient and the values lie beyond 32 bits; queries and keys do not."""
+    batch, heads, length = 66, 32, 8200
+    q, k = (randn(batch, heads, length, 64) for _ in range(2))
+    v, grad_out = (randn(batch, heads, length, 128) for _ in range(2))
+    assert q.numel() < MANY < v.numel()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = cudnn_sdpa.sdpa(*leaves, is_causal=True, scale=0.1, return_lse=True)
+    gradients = torch.autograd.grad(out, leaves, grad_out)
+    for place in ((0, 0), (batch - 1, heads - 1)):
+        head = [x.detach()[place] for x in (q, k, v, grad_out)]
+        assert_head(head, [x[place] for x in (out, lse, *gradients)], 0.1)
+
+
+def test_packed_queries_that_share_one_head_of_keys():
+    lengths, heads, dim = [10_000, 1, 3_000, 4_200], 1024, 128
+    q, grad_out = (randn(sum(lengths), heads, dim) for _ in range(2))
+    k, v = (randn(sum(lengths), 1, dim) for _ in range(2))
+    assert q.numel() > MANY
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    out = cudnn_sdpa.sdpa_varlen(*leaves, ends, ends, 10_000, 10_000, is_causal=True, scale=-0.1)
+    gradients = torch.autograd.grad(out, leaves, grad_out)
+    rows = slice(13_001, None)
+    parts = [
+        exact_head(*(x.detach()[rows, h] for x, h in ((q, h), (k, 0), (v, 0), (grad_out, h))), -0.1, is_causal=True)
+        for h in range(heads)
+    ]
+    for h in (0, heads - 1):
+        assert_near_everywhere(out[rows, h], parts[h][0], 8e-3)
+        assert_near_everywhere(gradients[0][rows, h], parts[h][2], 2e-2)
+    for number, gradient in enumerate(gradients[1:], start=3):
+        total = torch.stack([part[number] for part in parts]).sum(0)
+        assert_near_everywhere(gradient[rows, 0], total, 2e-2)
 
 
 def test_more_packed_elements_than_32_bits_can_count():

@@ -16,6 +16,7 @@ from cudnn_sdpa import (
     plan_cache,
     scaled_dot_product_attention,
     sdpa,
+    sdpa_varlen,
 )
 from cudnn_sdpa.offline import driver
 
@@ -174,8 +175,12 @@ def test_wrong_arguments_raise_as_in_the_call_itself():
         explain(sdpa, q, k, v[:, :, :5])
     with pytest.raises(OptionError, match="causal_alignment"):
         explain(sdpa, q, k, v, causal_alignment="middle")
-    with pytest.raises(TypeError):
+    with pytest.raises(OptionError, match="q: got NoneType"):
+        explain(sdpa, None, k, v, dropout_p=0.1)
+    with pytest.raises(TypeError, match=r"^sdpa\(\) missing 1 required positional argument: 'v'$"):
         explain(sdpa, q, k)
+    with pytest.raises(TypeError, match=r"^sdpa_varlen\(\) got an unexpected keyword argument 'attn_mask'$"):
+        explain(sdpa_varlen, q, k, v, None, None, 1, 1, attn_mask=None)
 
 
 @pytest.mark.parametrize("function", [torch.nn.functional.scaled_dot_product_attention, print, len, "sdpa", None])
@@ -232,3 +237,80 @@ def test_neither_a_driver_nor_a_stand_in_is_loaded_into_the_users_process():
     if not driver.has_real_driver():
         assert "libcuda.so" not in maps
     assert not torch.cuda.is_initialized()
+
+
+def test_a_call_that_trains_is_planned_with_its_log_sum_exp():
+    tensors = [x.requires_grad_() for x in qkv()]
+    assert "with_lse=True" in explain(sdpa, *tensors).key
+    with torch.no_grad():
+        result = explain(sdpa, *tensors)
+    assert "with_lse=False" in result.key
+    assert result.backward is None
+
+
+def packed():
+    ends = torch.tensor([0, 100, 256], dtype=torch.int32)
+    return torch.randn(256, 3, 8, 64).bfloat16().requires_grad_(), (ends, ends, 156, 156)
+
+
+def test_gradients_of_packed_queries_among_other_tensors_are_planned_for_their_copy():
+    whole, ends = packed()
+    result = explain(sdpa_varlen, *whole.unbind(1), *ends, is_causal=True)
+    assert result.backward.supported, result.backward.reasons
+    assert result.backward.engine.startswith("eng")
+    assert any(note.startswith("q is copied") for note in result.backward.extra_kernels)
+    assert any("lie among other tensors" in issue for issue in result.backward.known_issues)
+
+
+@pytest.mark.parametrize("function", [sdpa, sdpa_varlen])
+def test_gradients_of_a_large_call_are_planned_for_a_piece(function):
+    if function is sdpa:
+        shapes, ends = [(4, heads, 2**18, 64) for heads in (64, 8, 8)], ()
+    else:
+        offsets = torch.empty(3, dtype=torch.int32, device="meta")
+        shapes, ends = [(2**20, heads, 64) for heads in (64, 8, 8)], (offsets, offsets, 2**18, 2**18)
+    tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for shape in shapes]
+    result = explain(function, *tensors, *ends, is_causal=True)
+    assert result.supported, result.reasons
+    assert result.backward.supported, result.backward.reasons
+    assert result.backward.engine.startswith("eng")
+    assert "computed piece by piece" in result.backward.extra_kernels[0]
+
+
+def test_autocast_is_explained_as_what_it_makes_of_the_call():
+    tensors = [x.requires_grad_() for x in qkv(torch.float32)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = explain(sdpa, *tensors)
+    assert result.supported
+    assert result.backward.supported
+    assert "q: bfloat16" in result.key
+    assert "q is cast to bfloat16, under autocast" in str(result)
+
+
+def test_an_output_beside_a_gradient_is_declined():
+    q = torch.randn(1, 2, 16, 16).bfloat16().requires_grad_()
+    result = explain(sdpa, q, q, q, out=torch.empty_like(q), verify=True)
+    assert not result.supported
+    assert "torch.no_grad" in result.suggestion
+    assert result.backward is None
+    assert result.errors == {}
+
+
+def test_it_verifies_the_call():
+    whole, ends = packed()
+    tensors = [x.requires_grad_() for x in qkv()]
+    for result in (explain(sdpa, *tensors, verify=True), explain(sdpa_varlen, *whole.unbind(1), *ends, verify=True)):
+        assert list(result.errors) == ["out", "lse", "grad q", "grad k", "grad v"]
+        assert all(0 < error < 2e-2 for error in result.errors.values())
+        assert f"grad v: {result.errors['grad v']:.1e}" in str(result)
+    assert list(explain(sdpa, *(x.detach() for x in tensors), verify=True).errors) == ["out"]
+
+
+def test_it_verifies_the_forward_pass_alone_if_there_is_no_kernel_for_gradients():
+    q, k, v = (x.requires_grad_() for x in qkv())
+    mask = torch.zeros(64, 96, dtype=torch.bfloat16, requires_grad=True)
+    result = explain(sdpa, q, k, v, softcap=20.0, attn_mask=mask, verify=True)
+    assert result.supported
+    assert not result.backward.supported
+    assert list(result.errors) == ["out", "lse"]
+    assert all(error < 1e-2 for error in result.errors.values())

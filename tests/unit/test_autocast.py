@@ -38,6 +38,17 @@ def test_mixed_dtypes_come_together_as_in_pytorch():
         scaled_dot_product_attention(q.bfloat16(), k, v)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_mask_of_another_dtype_comes_to_that_of_autocast_even_if_nothing_else_must(dtype):
+    q, k, v = qkv(torch.bfloat16)
+    mask = torch.randn(7, 7).to(dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out = sdpa(q, k, v, attn_mask=mask)
+    assert out.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(out, expected, rtol=3e-2, atol=3e-2)
+
+
 def test_gradients_have_the_dtypes_of_the_inputs():
     tensors = [*qkv(), torch.randn(7, 7), torch.randn(4)]
     leaves = [x.clone().requires_grad_() for x in tensors]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import cudnn_sdpa
 from cudnn_sdpa import UnsupportedError, scaled_dot_product_attention, sdpa
 from cudnn_sdpa.attention import operators, reference
 
@@ -256,3 +257,41 @@ def test_a_plain_call_that_needs_no_gradient_computes_none(monkeypatch):
     with torch.no_grad():
         out = sdpa(*(torch.randn(2, 4, 6, 16, requires_grad=True) for _ in range(3)))
     assert not out.requires_grad
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_batch_of_gradients_is_refused(packed):
+    q, k, v = (torch.randn(2, 4, 6, 16, requires_grad=True) for _ in range(3))
+    if packed:
+        ends = torch.tensor([0, 2, 6], dtype=torch.int32)
+        q, k, v = (x.detach()[0].transpose(0, 1).contiguous().requires_grad_() for x in (q, k, v))
+        out = cudnn_sdpa.sdpa_varlen(q, k, v, ends, ends, 4, 4)
+    else:
+        out = sdpa(q, k, v)
+    with pytest.raises(UnsupportedError, match="a batch of gradients"):
+        torch.autograd.grad(out, (q, k, v), torch.randn(3, *out.shape), is_grads_batched=True)
+
+
+def test_tensors_without_memory_have_gradients_without_memory():
+    q, k, v = (torch.empty(2, 4, 6, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    out = sdpa(q, k, v, is_causal=True)
+    assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape] * 3
+    ends = torch.empty(3, dtype=torch.int32, device="meta")
+    q, k, v = (torch.empty(10, 4, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    out = cudnn_sdpa.sdpa_varlen(q, k, v, ends, ends, 10, 10)
+    assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape] * 3
+
+
+def test_a_fallback_of_the_forward_pass_holds_for_the_backward_pass(monkeypatch):
+    def declined(_):
+        raise UnsupportedError("the gradient", ["of a test"])
+
+    q, k, v = (torch.randn(2, 4, 6, 16, requires_grad=True) for _ in range(3))
+    expected = torch.autograd.grad(sdpa(q, k, v).square().sum(), (q, k, v))
+    monkeypatch.setattr(operators, "backward_runner", lambda _: declined)
+    with pytest.raises(UnsupportedError, match="of a test"):
+        torch.autograd.grad(sdpa(q, k, v).square().sum(), (q, k, v))
+    with cudnn_sdpa.fallback("torch"):
+        out = sdpa(q, k, v)
+    for a, b in zip(torch.autograd.grad(out.square().sum(), (q, k, v)), expected, strict=True):
+        torch.testing.assert_close(a, b)

@@ -8,7 +8,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.export import Dim, export
 from torch.nn import functional
 
-from cudnn_sdpa import scaled_dot_product_attention, sdpa
+from cudnn_sdpa import scaled_dot_product_attention, sdpa, sdpa_varlen
 
 
 @pytest.fixture(autouse=True)
@@ -160,6 +160,32 @@ def test_wrong_arguments_are_still_named():
     q, k, v = qkv()
     with pytest.raises(Exception, match=r"v: got sequence length 5; expected 9"):
         function(q, k, v[:, :, :5])
+
+
+@pytest.mark.parametrize("window", [3, (1,), "ab", (1.0, 0)], ids=repr)
+def test_a_wrong_window_is_still_named(window):
+    function = compiled(lambda q, k, v: sdpa(q, k, v, window=window))
+    with pytest.raises(Exception, match=r"OptionError\('window'"):
+        function(*qkv())
+
+
+def test_a_window_that_changes_compiles_twice():
+    function = compiled(lambda q, k, v, left: sdpa(q, k, v, window=(left, 0)))
+    for left in (1, 2, 3, 5, 8):
+        inputs = qkv()
+        torch.testing.assert_close(function(*inputs, left), sdpa(*inputs, window=(left, 0)))
+    assert compilations(function) == 2  # as is, then for any bound
+
+
+def test_wrong_offsets_of_packed_sequences_are_still_named():
+    function = compiled(lambda q, offsets, longest: sdpa_varlen(q, q, q, offsets, offsets, longest, longest))
+    q, offsets = torch.randn(10, 4, 16), torch.tensor([0, 3, 10])
+    with pytest.raises(Exception, match="cu_seqlens_q: got int64; expected int32"):
+        function(q, offsets, 7)
+    offsets = offsets.int()
+    for longest in (7, 8, 10):
+        expected = sdpa_varlen(q, q, q, offsets, offsets, longest, longest)
+        torch.testing.assert_close(function(q, offsets, longest), expected)
 
 
 class Attention(torch.nn.Module):

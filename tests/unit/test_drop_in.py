@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cudnn_sdpa import OptionError, ShapeError, scaled_dot_product_attention
+from cudnn_sdpa import LayoutError, OptionError, ShapeError, UnsupportedError, scaled_dot_product_attention
+from cudnn_sdpa.attention import dense
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -157,6 +158,50 @@ def test_batches_that_do_not_fit_are_named():
     query, key = torch.randn(2, 4, 7, 16), torch.randn(3, 4, 9, 16)
     with pytest.raises(ShapeError, match=r"^key: got shapes \(3, 4, 9, 16\)"):
         scaled_dot_product_attention(query, key, key)
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (2, 4), (4, 8, 16)], ids=str)
+@pytest.mark.parametrize("names", [("key",), ("value",), ("key", "value")], ids="+".join)
+def test_keys_and_values_of_a_lower_rank_are_named_beside_a_query_of_rank_4(names, shape):
+    tensors = {name: torch.randn(2, 4, 8, 16) for name in ("query", "key", "value")}
+    with pytest.raises(ShapeError, match="rank 2 or more, the same for query, key and value") as caught:
+        scaled_dot_product_attention(**tensors | {name: torch.randn(shape) for name in names})
+    assert caught.value.argument == names[0]
+    assert str(shape) in str(caught.value.got)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(3, 1, 8, 8), (1, 1, 1, 1, 8, 8), (2, 2, 3, 8, 8), (2, 2, 4, 8, 7), (3, 1, 4, 8, 8), (1, 2, 2, 2, 4, 8, 8)],
+)
+def test_a_mask_that_does_not_fit_several_batch_dimensions_is_named(shape):
+    query = torch.randn(2, 2, 4, 8, 16)
+    with pytest.raises(ShapeError, match=r"^attn_mask: got shape .* broadcasts to \(…, Hq, L, S\) = \(2, 2, 4, 8, 8\)"):
+        scaled_dot_product_attention(query, query, query, attn_mask=torch.zeros(shape))
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])
+def test_a_sparse_tensor_is_named(name):
+    tensors = {key: torch.randn(2, 2, 4, 8, 16) for key in ("query", "key", "value")}
+    tensors["attn_mask"] = torch.randn(2, 1, 4, 8, 8)
+    tensors[name] = tensors[name].to_sparse()
+    with pytest.raises(LayoutError, match=f"^{name}: got torch.sparse_coo"):
+        scaled_dot_product_attention(**tensors)
+
+
+def test_reasons_use_the_names_of_this_functions_arguments(monkeypatch):
+    def declined(_):
+        raise UnsupportedError("sdpa of q", ["q has more elements than k"], "v padded, q.to(k.dtype)")
+
+    monkeypatch.setattr(dense, "_run", declined)
+    query = torch.randn(2, 4, 8, 16)
+    with pytest.raises(UnsupportedError) as caught:
+        scaled_dot_product_attention(query, query, query)
+    error = caught.value
+    assert error.what == "sdpa of query"
+    assert error.reasons == ["query has more elements than key"]
+    assert error.suggestion == "value padded, query.to(key.dtype)"
+    assert error.__cause__ is None
 
 
 def test_enable_gqa_must_be_a_bool():

@@ -74,6 +74,21 @@ def test_an_argument_error_reads_well_with_and_without_a_hint():
     assert str(errors.ShapeError("k", "3 heads", "2", "Repeat it.")) == "k: got 3 heads; expected 2. Repeat it."
 
 
+def test_errors_have_their_message_as_their_only_argument():
+    for error in EXAMPLES:
+        assert error.args == (str(error),)
+
+
+def test_errors_can_be_said_in_the_words_of_another_function():
+    names = {"q": "query", "k": "key", "head dim": "width"}
+    error = errors.ShapeError("k", "head dim 3", "2, as q has", "Use k.to(q.dtype); quick.").renamed(names)
+    assert type(error) is errors.ShapeError
+    assert str(error) == "key: got width 3; expected 2, as query has. Use key.to(query.dtype); quick."
+    error = errors.UnsupportedError("sdpa of q", ["k is old", "quick"], "q, k").renamed(names)
+    assert (error.what, error.reasons, error.suggestion) == ("sdpa of query", ["key is old", "quick"], "query, key")
+    assert errors.UnsupportedError("sdpa", ["no kernel"]).renamed(names).suggestion == ""
+
+
 def test_an_unsupported_error_lists_every_reason_and_what_works():
     text = str(errors.UnsupportedError("sdpa", ["reason one", "reason two"], "another way"))
     assert text.splitlines() == [

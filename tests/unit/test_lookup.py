@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from cudnn_sdpa import OptionError, sdpa
 from cudnn_sdpa.attention import lookup, shortcuts
 from cudnn_sdpa.attention.arguments import ForwardArguments
 
@@ -102,8 +105,12 @@ def test_a_plain_call_has_the_signature_of_the_short_way():
     [
         *({"attn_mask": MASK}, {"sinks": SINKS}, {"window_left": 3}, {"window_right": 0}),
         *({"rng": RNG, "dropout_p": 0.5}, {"softcap": 20.0}, {"alibi": True}),
+        *({"window_left": -1.0}, {"window_right": -1.0}, {"alibi": 0}, {"alibi": 0.0}, {"dropout_p": 0}),
+        *({"dropout_p": False}, {"softcap": 0}, {"alibi": None}),
     ],
-    ids=lambda change: next(iter(change)),
+    ids=lambda change: " ".join(
+        f"{name}={'tensor' if name in ('attn_mask', 'sinks', 'rng') else value!r}" for name, value in change.items()
+    ),
 )
 def test_a_call_with_any_of_the_rarer_options_is_not_plain(change):
     assert not ForwardArguments(**BASE, **change).is_plain
@@ -152,3 +159,39 @@ def test_tensors_of_the_cpu_find_no_call_however_often_they_come():
 )
 def test_values_of_a_wrong_type_do_not_pass_for_right_ones(right, wrong):
     assert signature(**wrong) != signature(**right)
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """Makes the plain call of `BASE` a known one, which a GPU would have prepared."""
+    plan = SimpleNamespace(held=True)
+    call = lambda *_: "prepared"  # noqa: E731 - it needs attributes
+    call.run, call.last, call.plan, call.training = call, None, plan, None
+    table = type(lookup.calls)(lookup.Last(None, lookup._never, None, "", None, False, False))
+    monkeypatch.setattr(lookup, "calls", table)
+    for with_lse in (False, True):
+        table.add(signature(with_lse=with_lse), call)
+
+
+@pytest.mark.usefixtures("prepared")
+def test_a_known_call_is_recognized():
+    assert sdpa(**BASE) == "prepared"
+    assert sdpa(**BASE, window=(-1, -1), alibi=False, dropout_p=0.0, return_lse=False) == "prepared"
+    assert sdpa(**BASE, return_lse=True) == "prepared"
+
+
+@pytest.mark.usefixtures("prepared")
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["", "with gradient"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"window": (-1.0, -1.0)}, {"window": (-1, -1.0)}, {"alibi": 0}, {"alibi": 0.0}, {"alibi": None}),
+        *({"return_lse": 0}, {"return_lse": None}, {"return_lse": 1}, {"is_causal": 0}, {"is_causal": None}),
+        *({"dropout_p": False}, {"dropout_p": None}, {"softcap": 0}, {"scale": False}, {"deterministic": 0}),
+    ],
+    ids=repr,
+)
+def test_a_known_call_does_not_make_wrong_options_right(wrong, requires_grad):
+    call = {name: x.detach().requires_grad_(requires_grad) for name, x in BASE.items()}
+    with pytest.raises(OptionError, match=next(iter(wrong))):
+        sdpa(**call, **wrong)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -142,6 +143,7 @@ def test_an_error_says_what_to_do(case, hint):
         *({"window": [3, 1]}, {"window": torch.Size([3, 1])}, {"window": (-1, -1)}, {"dropout_p": 0}),
         *({"softcap": 3}, {"softcap": 1e-3}, {"dropout_p": 0.999}, {"deterministic": None}, {"deterministic": True}),
         *({"attn_mask": R(())}, {"attn_mask": R(2, 4, 8, 12) > 0}, {"sinks": R(4, 1)[:, 0]}, {"window": (2**40, 0)}),
+        *({"window": (2**70, 0)}, {"window": (np.int64(3), np.int32(1))}, {"window": (np.int64(-1), 0)}),
     ],
     ids="+".join,
 )
@@ -149,6 +151,22 @@ def test_options_at_the_limits_of_what_is_right(right):
     result = sdpa(**{**QKV, **right})
     assert result.shape == (2, 4, 8, 24)
     assert result.isfinite().all()
+
+
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("bound", [2**31, 2**63 - 1, 2**63, 2**70])
+def test_a_bound_beyond_all_lengths_is_none(bound, alignment):
+    wide, none = (sdpa(**QKV, window=window, causal_alignment=alignment) for window in ((bound, bound), (-1, -1)))
+    assert torch.equal(wide, none)
+    right, none = (sdpa(**QKV, window=window, causal_alignment=alignment) for window in ((2, bound), (2, -1)))
+    assert torch.equal(right, none)
+
+
+@pytest.mark.parametrize("bound", [np.float32(1), np.bool_(True), torch.tensor(1), 1j, "1", -(2**70)], ids=repr)
+def test_a_bound_that_is_no_integer_is_refused(bound):
+    for window in ((bound, 0), (0, bound)):
+        with pytest.raises(OptionError, match="window: got"):
+            sdpa(**QKV, window=window)
 
 
 def test_a_mask_may_have_float32_beside_halves():

@@ -173,6 +173,37 @@ def test_no_keys_give_zeros_and_minus_infinity(mask, dtype):
     assert torch.equal(lse, torch.full((2, 4, 5), -torch.inf))
 
 
+def test_a_sink_of_minus_infinity_is_no_sink_also_in_rows_that_see_nothing():
+    q, k, v = (x.requires_grad_() for x in random_qkv(dtype=torch.float64))
+    sinks = torch.full((4,), -torch.inf, requires_grad=True)
+    mask = torch.rand(13, 17) < 0.5
+    mask[3], mask[4:, 0] = False, True
+    results = []
+    for options in ({}, {"sinks": sinks}):
+        out, lse = sdpa(q, k, v, attn_mask=mask, return_lse=True, **options)
+        results.append((out, lse, *torch.autograd.grad(out.square().sum(), (q, k, v, *options.values()))))
+    for without, with_sinks in zip(*results, strict=False):
+        torch.testing.assert_close(with_sinks, without)
+    out, lse, *_, grad_sinks = results[1]
+    assert torch.equal(out[:, :, 3], torch.zeros_like(out[:, :, 3]))
+    assert lse[:, :, 3].isneginf().all()
+    assert torch.equal(grad_sinks, torch.zeros(4))
+
+
+def test_the_default_device_does_not_matter():
+    q, k, v = (x.requires_grad_() for x in random_qkv(heads=(6, 3)))
+    options = {"is_causal": True, "alibi": True, "sinks": torch.randn(6), "return_lse": True}
+    results = []
+    for device in (None, "meta"):
+        with torch.device(device or "cpu"):
+            torch.manual_seed(3)
+            out, lse = sdpa(q, k, v, **options)
+            dropped = sdpa(q, k, v, dropout_p=0.5)
+            results.append((out, lse, dropped, *torch.autograd.grad(out.sum() + dropped.sum(), (q, k, v))))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_inputs_are_left_as_they_were():
     q, k, v = random_qkv()
     lengths = torch.tensor([7, 11], dtype=torch.int32)

@@ -13,6 +13,7 @@ import cudnn_sdpa
 from cudnn_sdpa import OptionError, support
 from cudnn_sdpa.attention.support import BACKWARD, RULES, Case, refusal
 from cudnn_sdpa.cli import app
+from cudnn_sdpa.runtime.backend import MIN_CUDNN, version_string
 from cudnn_sdpa.support_matrix import ROWS, matrix, version_number
 
 H200 = {"sm": 90, "cudnn": "9.28.0"}
@@ -112,6 +113,44 @@ def test_gradients_need_the_forward_pass_too():
 
 def test_one_query_on_one_key_has_gradients_without_a_plan():
     assert support(head_dim=64, sq=1, skv=1, direction="backward", **H200)
+
+
+@pytest.mark.parametrize("cudnn", ["8.9.0", "9.5.0", "9.9.99"])
+@pytest.mark.parametrize("operation", ["sdpa", "sdpa_varlen"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_cudnn_that_the_library_refuses_to_load_supports_nothing(cudnn, operation, direction):
+    answer = support(operation, head_dim=64, direction=direction, sm=90, cudnn=cudnn)
+    assert not answer
+    assert f"cuDNN {cudnn} is older than {version_string(MIN_CUDNN)}" in answer.reasons[0]
+    newer = answer.suggestion.split()[1]
+    assert support(operation, head_dim=64, direction=direction, sm=90, cudnn=newer)
+
+
+def test_an_old_cudnn_is_one_reason_beside_others():
+    answer = support(head_dim=64, dtype=torch.float32, sm=90, cudnn="9.5.0")
+    assert len(answer.reasons) == 2
+    assert set(next(iter(matrix(90, "9.5.0"))).values()) == {"no option", "no"}
+
+
+@pytest.mark.parametrize("operation", ["sdpa", "sdpa_varlen"])
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout": True}, {"sinks": True}, {"head_dim": 64, "head_dim_v": 128}], ids=str
+)
+@pytest.mark.parametrize("sizes", [{"sq": 2**21}, {"sq": 2**20, "skv": 2**23}, {"sq": 1, "skv": 2**22}], ids=str)
+def test_sizes_that_take_several_plans_are_no_reason_against_gradients(operation, options, sizes):
+    if sizes["sq"] == 1 and "dropout" in options:
+        sizes = {**sizes, "sq": 2}
+    assert support(operation, direction="backward", sm=90, cudnn="9.19", **{"head_dim": 128, **options, **sizes})
+
+
+@pytest.mark.parametrize("operation", ["sdpa", "sdpa_varlen"])
+def test_a_head_that_is_too_large_for_one_plan_is_a_reason(operation):
+    options = {"head_dim": 128, "sq": 2**25, "sm": 90, "cudnn": "9.19"}
+    assert support(operation, **options)
+    answer = support(operation, direction="backward", **options)
+    assert not answer
+    assert "one head has more than" in answer.reasons[0]
+    assert answer.suggestion == "shorter sequences"
 
 
 def test_packed_sequences_have_options_and_a_diagonal_of_their_own():
