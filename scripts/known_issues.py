@@ -22,6 +22,7 @@ REPOSITORIES = {
     "pytorch": "pytorch/pytorch",
     "cudnn-frontend": "NVIDIA/cudnn-frontend",
     "TransformerEngine": "NVIDIA/TransformerEngine",
+    "flashinfer": "flashinfer-ai/flashinfer",
 }
 
 

@@ -96,6 +96,18 @@ class PlanKey:
             "options": self.option_values,
         }
 
+    def identity(self) -> dict[str, Any]:
+        """All that decides the plan, JSON-ready: what equal plans of all processes have in common."""
+        target = self.target
+        return {
+            **self.to_json(),
+            "options": [[name, kind, value] for name, kind, value in self.options],
+            "target": {"properties": [list(pair) for pair in target.properties]},
+            "cudnn": target.cudnn,
+            "frontend": target.frontend,
+            "engines": "cudnn",  # the frontend's own engines in Python are never asked
+        }
+
     @classmethod
     def from_json(cls, data: dict[str, Any], target: Target) -> PlanKey:
         """The key that `to_json` described, for `target`."""

@@ -76,6 +76,11 @@ def _grouped(key: PlanKey) -> bool:
     return _shape(key, "q")[1] != _shape(key, "k")[1]
 
 
+def _is_fp8(key: PlanKey) -> bool:
+    operand = _find(key, "q")
+    return operand is not None and "float8" in str(operand.layout.dtype)
+
+
 def _single_query(key: PlanKey) -> bool:
     return _shape(key, "q")[2] == 1
 
@@ -176,6 +181,12 @@ ISSUES = (
         first=91300,
         fixed=91500,
         in_capture=True,
+    ),
+    KnownIssue(
+        "the forward pass in FP8 is wrong with head dims over 192 on data-center Blackwell",
+        "cudnn-frontend#981",
+        "refused",
+        lambda key: _forward(key) and _is_fp8(key) and _shape(key, "q")[3] > 192 and key.target.sm // 10 == 10,
     ),
     KnownIssue(
         "sequence lengths given as tensors of one dimension are misread",

@@ -33,8 +33,16 @@ PLANNING_PROPERTIES = (
     "l2CacheSize",
 )
 
-#: Device files that come with the package: name, and the first cuDNN version that reads that file's keys.
-_BUNDLED = {"h200": ((92800, "h200-cudnn-9.28.json"), (0, "h200-cudnn-9.19.json"))}
+#: How `bundled_targets` says where a GPU's properties come from.
+MEASURED = "measured"
+SPECIFIED = "from public specifications"
+
+#: In properties beside cuDNN's own keys, which cuDNN passes over: where they come from, if not from such a GPU.
+SOURCE = "source"
+
+_FOLDER = Path(__file__).parent.parent / "offline" / "devices"
+#: What cuDNN said of a GPU: name, and the first cuDNN version that reads that file's keys.
+_MEASURED = {"h200": ((92800, "h200-cudnn-9.28.json"), (0, "h200-cudnn-9.19.json"))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +54,14 @@ class Target:
         cudnn: cuDNN's version, as `cudnnGetVersion` gives it (9.19.0 is 91900).
         frontend: Version of nvidia-cudnn-frontend.
         name: Marketing name of the GPU; for people, no part of equality.
+        source: Where the properties come from, if they are not what cuDNN said of such a GPU; no part of equality.
     """
 
     properties: tuple[tuple[str, Any], ...]
     cudnn: int
     frontend: str
     name: str = ""
+    source: str = ""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Target):
@@ -75,10 +85,12 @@ class Target:
         """The target that cuDNN's device-properties JSON describes."""
         chosen = sorted((name, _frozen(properties[name])) for name in PLANNING_PROPERTIES if name in properties)
         name = str(properties.get("deviceName", "unnamed GPU"))
-        return cls(tuple(chosen), backend.cudnn_version(), backend.frontend_version(), name)
+        source = str(properties.get(SOURCE, ""))
+        return cls(tuple(chosen), backend.cudnn_version(), backend.frontend_version(), name, source)
 
     def __str__(self) -> str:
-        return f"{self.name} (SM {self.sm}, {dict(self.properties)['multiProcessorCount']} multiprocessors)"
+        source = f"; {self.source}" if self.source else ""
+        return f"{self.name} (SM {self.sm}, {dict(self.properties)['multiProcessorCount']} multiprocessors{source})"
 
 
 def _frozen(value: Any) -> Any:
@@ -97,25 +109,66 @@ def live_target(device: int) -> Target:
     return Target.from_properties(live_properties(device))
 
 
+def bundled_targets() -> dict[str, str]:
+    """Names of the GPUs that `load_properties` knows, each with where its properties come from.
+
+    Returns:
+        For each name, `"measured"` (cuDNN's own description on such a GPU) or `"from public specifications"`.
+    """
+    specified = dict.fromkeys(_specifications()["gpus"], SPECIFIED)
+    return dict(sorted({**dict.fromkeys(_MEASURED, MEASURED), **specified}.items()))
+
+
 @functools.cache
 def load_properties(name_or_path: str) -> dict[str, Any]:
-    """Properties of a GPU by the name of a file in the package (`"h200"`) or by the path of a JSON file."""
-    if name_or_path in _BUNDLED:
-        version = backend.cudnn_version()
-        file = next(file for first, file in _BUNDLED[name_or_path] if version >= first)
-        path = Path(__file__).parent.parent / "offline" / "devices" / file
-    else:
-        path = Path(name_or_path)
+    """Properties of a GPU, in the form that the installed cuDNN reads.
+
+    Those that are made from public specifications say so under the key `"source"`.
+
+    Args:
+        name_or_path: A name of `bundled_targets`, such as `"h200"`, or the path of a JSON file.
+
+    Raises:
+        OptionError: It is neither, or the file describes no GPU.
+    """
     try:
-        properties: dict[str, Any] = json.loads(path.read_text())
-        for name in ("deviceVer", "multiProcessorCount"):
-            if not isinstance(properties, dict) or type(properties.get(name)) is not int:
-                raise ValueError(f"no number {name!r} in it")
+        if name_or_path in _MEASURED:
+            return _measured(name_or_path)
+        if name_or_path in _specifications()["gpus"]:
+            return _specified(name_or_path)
+        return _read(Path(name_or_path))
     except (OSError, ValueError) as error:
-        known = ", ".join(repr(name) for name in sorted(_BUNDLED))
+        known = ", ".join(map(repr, bundled_targets()))
         raise OptionError(
             "CUDNN_SDPA_TARGET",
             f"{name_or_path!r} ({error})",
             f"{known}, or the path of a cuDNN device-properties JSON file",
         ) from error
+
+
+@functools.cache
+def _specifications() -> dict[str, Any]:
+    specifications: dict[str, Any] = json.loads((_FOLDER / "specifications.json").read_text())
+    return specifications
+
+
+def _measured(name: str) -> dict[str, Any]:
+    version = backend.cudnn_version()
+    return _read(_FOLDER / next(file for first, file in _MEASURED[name] if version >= first))
+
+
+def _specified(name: str) -> dict[str, Any]:
+    """The H200's properties, in which what the specifications say is put in place of its own."""
+    gpu = _specifications()["gpus"][name]
+    capability = _specifications()["compute_capabilities"][gpu["compute_capability"]]
+    known = {**capability, **gpu["properties"]}
+    properties = {key: known[key][0] if key in known else value for key, value in _measured("h200").items()}
+    return {**properties, SOURCE: f"{SPECIFIED}, not measured"}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    properties: dict[str, Any] = json.loads(path.read_text())
+    for name in ("deviceVer", "multiProcessorCount"):
+        if not isinstance(properties, dict) or type(properties.get(name)) is not int:
+            raise ValueError(f"no number {name!r} in it")
     return properties

@@ -128,3 +128,58 @@ def test_every_row_says_what_where_and_how(issue):
     assert issue.fault in text
     assert issue.treatment in text
     assert "#" in issue.source or "seen on" in issue.source
+
+
+@pytest.mark.parametrize(
+    ("options", "safe"),
+    [
+        ({"is_causal": True}, True),
+        ({"is_causal": True, "causal_alignment": "bottom_right"}, True),
+        ({}, False),
+        ({"is_causal": True, "window_left": 64}, False),
+        ({"is_causal": True, "seq_lens_kv": torch.empty(2, dtype=torch.int32, device="meta")}, False),
+        ({"attn_mask": torch.empty(2, 4, 2000, 2048, dtype=torch.bfloat16, device="meta")}, False),
+        ({"softcap": 5.0, "seq_lens_kv": torch.empty(2, dtype=torch.int32, device="meta")}, False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
+)
+def test_only_causal_masks_alone_are_captured_where_replays_were_broken(options, safe):
+    key = forward(call(2000, 2048, **options), cudnn=91400)
+    assert (known_issues.not_in_capture(key) == "") is safe
+    assert known_issues.not_in_capture(forward(call(2000, 2048, **options), cudnn=91500)) == ""
+    assert known_issues.not_in_capture(forward(call(1000, 1024), cudnn=91400)) == ""
+
+
+def test_large_plans_are_refused_by_the_reach_of_any_tensor():
+    key = backward(call(100, 120))
+    known_issues.check(key)
+    for name in ("q", "k", "v", "out", "grad_out"):
+        inputs = list(key.inputs)
+        at = next(number for number, operand in enumerate(inputs) if operand.name == name)
+        layout = inputs[at].layout
+        far = dataclasses.replace(layout, stride=(2**31, *layout.stride[1:]))
+        inputs[at] = dataclasses.replace(inputs[at], layout=far)
+        with pytest.raises(UnsupportedError, match="beyond 2"):
+            known_issues.check(dataclasses.replace(key, inputs=tuple(inputs)))
+
+
+def test_lengths_of_one_dimension_are_refused():
+    key = forward(call(seq_lens_kv=torch.empty(2, dtype=torch.int32, device="meta")))
+    known_issues.check(key)
+    flat = tuple(
+        dataclasses.replace(operand, layout=TensorLayout((2,), (1,), torch.int32))
+        if operand.name.startswith("seq_len")
+        else operand
+        for operand in key.inputs
+    )
+    with pytest.raises(UnsupportedError, match="one dimension"):
+        known_issues.check(dataclasses.replace(key, inputs=flat))
+
+
+@pytest.mark.parametrize(("sm", "dim", "refused"), [(100, 256, True), (100, 192, False), (90, 256, False)])
+def test_wide_heads_in_fp8_are_refused_on_blackwell(sm, dim, refused):
+    key = forward(call(), sm=sm)
+    wide = TensorLayout.contiguous((2, 4, 100, dim), torch.float8_e4m3fn)
+    inputs = (dataclasses.replace(key.inputs[0], layout=wide), *key.inputs[1:])
+    found = faults(dataclasses.replace(key, inputs=inputs))
+    assert any("FP8" in fault for fault in found) is refused
