@@ -24,6 +24,7 @@ from cudnn_sdpa.errors import (
 )
 from cudnn_sdpa.explanation import explain
 from cudnn_sdpa.runtime.cache import no_plan_builds, plan_cache
+from cudnn_sdpa.runtime.store_setting import use_plan_store
 from cudnn_sdpa.support_matrix import support
 
 __all__ = [
@@ -48,4 +49,5 @@ __all__ = [
     "sdpa",
     "sdpa_varlen",
     "support",
+    "use_plan_store",
 ]

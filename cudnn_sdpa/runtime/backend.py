@@ -231,6 +231,20 @@ class BuiltGraph:
         return raw if raw is not None else _public_launcher(self.graph, uids)
 
 
+def load_graph(handle: Any, data: bytes, engine: str, knobs: dict[str, int]) -> BuiltGraph:
+    """A graph with the plan that `BuiltGraph.serialize` gave: nothing is planned or compiled.
+
+    Raises:
+        Exception: Whatever cuDNN says of bytes that are no plan for this GPU and version.
+    """
+    graph = cudnn().pygraph(handle=handle)
+    try:
+        graph.deserialize(data)
+    except TypeError:  # frontends before 1.29 take the bytes as a list of numbers
+        graph.deserialize(list(data))
+    return BuiltGraph(graph, engine, knobs, int(graph.get_workspace_size()))
+
+
 def _raw_launcher(graph: Any, uids: list[int]) -> Launch | None:
     """The frontend's private launch by an array of raw pointers, where it exists: 6 µs less than `execute`."""
     lowered = getattr(graph, "_lowered_graph", None)

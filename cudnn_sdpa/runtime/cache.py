@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from cudnn_sdpa.errors import OptionError, PlanBuildError
 from cudnn_sdpa.runtime.key import PlanKey
-from cudnn_sdpa.runtime.plan import Plan, captured_plans
+from cudnn_sdpa.runtime.plan import Plan, captured_plans, load_plan
 
 DEFAULT_SIZE = 512
 
@@ -30,6 +30,7 @@ class PlanCacheInfo:
         plans: Plans held now.
         capacity: Most plans that are held.
         builds: Plans built.
+        loads: Plans loaded from the plan store.
         hits: Uses of a plan that was there already; a warm call is one.
         evictions: Plans let go to stay within the capacity.
         failures: Builds that raised.
@@ -40,6 +41,7 @@ class PlanCacheInfo:
     plans: int
     capacity: int
     builds: int
+    loads: int
     hits: int
     evictions: int
     failures: int
@@ -129,7 +131,7 @@ class PlanCache:
 
     def _reset_counters(self) -> None:
         self._uses_not_counted = next_use() + 1
-        self._builds = self._evictions = self._failures = 0
+        self._builds = self._loads = self._evictions = self._failures = 0
         self._build_seconds = 0.0
 
     def peek(self, key: PlanKey) -> Plan | None:
@@ -137,7 +139,7 @@ class PlanCache:
         return self._plans.get(key)
 
     def get(self, key: PlanKey, build: Callable[[PlanKey], Plan], *, to_use: bool = True) -> Plan:
-        """The plan of `key`. If it is not there, one thread calls `build` and the others wait for it.
+        """The plan of `key`. If it is not there, one thread loads it or calls `build`, and the others wait for it.
 
         Who then uses the plan sets its `last_used` to `next_use()`. The use for which it was built is no hit; say
         `to_use=False` if there will be none.
@@ -152,12 +154,14 @@ class PlanCache:
                     return plan
                 finished = self._building.get(key)
                 if finished is None:
-                    self._check_allowed(key)
                     self._building[key] = threading.Event()
                     break
             finished.wait()
         try:
-            plan = build(key)
+            plan = load_plan(key)
+            if plan is None:
+                self._check_allowed(key)
+                plan = build(key)
         except BaseException:
             with self._lock:
                 self._failures += 1
@@ -175,9 +179,10 @@ class PlanCache:
 
     def _insert(self, plan: Plan, to_use: bool) -> None:
         with self._lock:
-            self._builds += 1
+            self._builds += not plan.loaded
+            self._loads += plan.loaded
             self._uses_not_counted += to_use
-            self._build_seconds += plan.build_seconds
+            self._build_seconds += 0 if plan.loaded else plan.build_seconds
             plan.last_used = max((other.last_used for other in self._plans.values()), default=0)
             self._plans[plan.key] = plan
             plan.held = True
@@ -204,6 +209,7 @@ class PlanCache:
                 plans=len(self._plans),
                 capacity=self._capacity,
                 builds=self._builds,
+                loads=self._loads,
                 hits=max(0, uses),
                 evictions=self._evictions,
                 failures=self._failures,

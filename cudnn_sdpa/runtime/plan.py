@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from cudnn_sdpa.errors import ExecutionError, PlanBuildError
-from cudnn_sdpa.runtime import backend, handles, known_issues
+from cudnn_sdpa.runtime import backend, handles, known_issues, store_setting
+from cudnn_sdpa.runtime.capture import relaxed_capture
 from cudnn_sdpa.runtime.graph_op import GraphOp
 from cudnn_sdpa.runtime.key import PlanKey, Role
 from cudnn_sdpa.runtime.layouts import TensorLayout
+from cudnn_sdpa.runtime.plan_file import StoredPlan
 
 _current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
     lambda device: torch.cuda.current_stream(device).cuda_stream
@@ -48,7 +50,8 @@ class Plan:
         engine: Name of cuDNN's engine.
         knobs: The engine's settings.
         workspace: Bytes that a launch allocates beside its outputs.
-        build_seconds: How long it took to plan and compile.
+        build_seconds: How long it took to plan and compile, or to load it.
+        loaded: Whether it came out of the plan store.
         last_used: Number of the look-up that found it last; set by the cache.
         held: Whether it is in the plan cache; set by the cache.
         captured: Whether a CUDA graph holds a launch of it; see `captured_plans`.
@@ -68,6 +71,7 @@ class Plan:
         "key",
         "knobs",
         "last_used",
+        "loaded",
         "workspace",
     )
 
@@ -82,6 +86,7 @@ class Plan:
         self.constants = constants
         self.device = key.device
         self.build_seconds = 0.0
+        self.loaded = False
         self.last_used = 0
         self.captured = False
         self.held = False
@@ -124,28 +129,74 @@ class Plan:
             captured_plans.append(self)
 
 
+def load_plan(key: PlanKey) -> Plan | None:
+    """The plan of `key` out of the plan store, if there is a store and it has one for this GPU."""
+    plans = store_setting.active()
+    stored = None if plans is None else plans.load(key)
+    if plans is None or stored is None:
+        return None
+    assert key.device is not None
+    start = time.perf_counter()
+    with torch.cuda.device(key.device), relaxed_capture():
+        handle = _handle_for(key)
+        try:
+            built = backend.load_graph(handle, stored.data, stored.engine, stored.knobs)
+            if built.workspace != stored.workspace:
+                raise ValueError(f"it wants {built.workspace} bytes of workspace, not {stored.workspace}")
+        except Exception as error:  # noqa: BLE001 - whatever cuDNN says of a file, it can be built again
+            plans.reject(key, f"cuDNN does not take it ({error})")
+            return None
+        plan = Plan(key, built, _constants_of(key))
+    plan.build_seconds, plan.loaded = time.perf_counter() - start, True
+    return plan
+
+
 def build_plan(operation: GraphOp, key: PlanKey) -> Plan:
-    """Plans and compiles `key` on the GPU that it names.
+    """Plans and compiles `key` on the GPU that it names, and keeps the plan in the plan store, if there is one.
 
     Raises:
         UnsupportedError: cuDNN has no engine for it.
         PlanBuildError: A CUDA graph is being captured on this stream.
     """
+    plans = store_setting.active()
+    if plans is None:
+        return _compile(operation, key)
+    with plans.building(key):
+        plan = load_plan(key)  # another process may have built it meanwhile
+        if plan is None:
+            plan = _compile(operation, key)
+            plans.save(key, _stored(plan))
+        return plan
+
+
+def _compile(operation: GraphOp, key: PlanKey) -> Plan:
     assert key.device is not None
     start = time.perf_counter()
-    with torch.cuda.device(key.device):
-        if torch.cuda.is_current_stream_capturing():
-            why = "A plan cannot be built while a CUDA graph is being captured; make this call once before the capture."
-            raise PlanBuildError(key, why)
-        built = operation.compile(key, backend.GraphBuilder(handle=handles.build_handle(key.device)))
-        constants = {
-            operand.name: _constant(key.device, operand.layout, operand.fill)
-            for operand in key.inputs
-            if operand.role is Role.FILL
-        }
-        plan = Plan(key, built, constants)
+    with torch.cuda.device(key.device), relaxed_capture():
+        built = operation.compile(key, backend.GraphBuilder(handle=_handle_for(key)))
+        plan = Plan(key, built, _constants_of(key))
     plan.build_seconds = time.perf_counter() - start
     return plan
+
+
+def _stored(plan: Plan) -> StoredPlan:
+    data = plan.built.serialize()
+    return StoredPlan(plan.key.identity(), plan.engine, plan.knobs, plan.workspace, plan.build_seconds, data)
+
+
+def _handle_for(key: PlanKey) -> Any:
+    """The handle to build or load a plan with, on the current device."""
+    assert key.device is not None
+    if torch.cuda.is_current_stream_capturing():
+        why = "A plan cannot be built while a CUDA graph is being captured; make this call once before the capture."
+        raise PlanBuildError(key, why)
+    return handles.build_handle(key.device)
+
+
+def _constants_of(key: PlanKey) -> dict[str, torch.Tensor]:
+    assert key.device is not None
+    fills = [operand for operand in key.inputs if operand.role is Role.FILL]
+    return {operand.name: _constant(key.device, operand.layout, operand.fill) for operand in fills}
 
 
 _constants: dict[tuple[int, TensorLayout, int], torch.Tensor] = {}

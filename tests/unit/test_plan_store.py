@@ -1,0 +1,331 @@
+"""The plan store on a real disk: what is kept comes back whole or not at all, whatever happens to the files."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import cudnn_sdpa
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.passes import Forward
+from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.runtime import store_setting
+from cudnn_sdpa.runtime.plan_file import StoredPlan
+from cudnn_sdpa.runtime.store import PlanStore, UnsafeFolderError
+from cudnn_sdpa.runtime.target import Target
+
+ROOT = Path(__file__).parents[2]
+
+
+def key(sq=64, cudnn=91900, sm=90, **options):
+    q = torch.empty(1, 2, sq, 64, dtype=torch.bfloat16, device="meta")
+    target = Target((("deviceVer", sm * 10), ("multiProcessorCount", 132)), cudnn, "1.32.0", "a GPU")
+    return Forward.of(ForwardArguments(q, q, q, **options)).key(target, 0)
+
+
+def plan(of, size=2000, seed=0):
+    return StoredPlan(of.identity(), "eng9", {"KNOB": 3}, 256, 0.25, random.Random(seed).randbytes(size))
+
+
+@pytest.fixture
+def store(tmp_path):
+    return PlanStore(tmp_path / "plans")
+
+
+def test_what_is_saved_is_loaded(store):
+    for sq in (64, 65):
+        store.save(key(sq), plan(key(sq), seed=sq))
+    for sq in (64, 65):
+        assert store.load(key(sq)) == plan(key(sq), seed=sq)
+    assert store.load(key(66)) is None
+    info = store.info()
+    assert (info.plans, info.loads, info.saves, info.rejected, info.evictions) == (2, 2, 2, 0, 0)
+    assert info.bytes == sum(path.stat().st_size for path in store.folder.glob("*.plan"))
+    assert {path.stat().st_mode & 0o777 for path in store.folder.glob("*.plan")} == {0o600}
+    store.clear()
+    assert store.load(key()) is None
+    assert store.info().plans == 0
+
+
+def with_option(name, value):
+    of = key()
+    options = tuple((n, type(value).__name__, value) if n == name else (n, t, v) for n, t, v in of.options)
+    return dataclasses.replace(of, options=options)
+
+
+def test_every_part_of_a_key_has_a_file_of_its_own(store):
+    keys = [
+        key(),
+        key(sq=65),
+        key(cudnn=92800),
+        key(sm=100),
+        key(is_causal=True),
+        dataclasses.replace(key(), digest="another"),
+        dataclasses.replace(key(), operation="another.module:sdpa_forward"),
+        dataclasses.replace(key(), target=dataclasses.replace(key().target, frontend="1.33.0")),
+        *(with_option("dropout_p", value) for value in (1, 1.0, True)),
+    ]
+    assert len({store.path(of) for of in keys}) == len(keys)
+    assert store.path(dataclasses.replace(key(), device=3)) == store.path(key())  # any GPU of the kind
+    named = dataclasses.replace(key(), target=dataclasses.replace(key().target, name="a sibling"))
+    assert store.path(named) == store.path(key())
+
+
+@pytest.mark.parametrize("kind", ["flipped", "truncated", "extended", "emptied", "zeroed"])
+def test_a_damaged_file_is_removed_and_never_a_plan(store, kind, caplog):
+    of = key()
+    store.save(of, plan(of, size=300))
+    path = store.path(of)
+    whole = path.read_bytes()
+    damages = {
+        "flipped": [whole[:i] + bytes([whole[i] ^ 1 << i % 8]) + whole[i + 1 :] for i in range(len(whole))],
+        "truncated": [whole[:i] for i in range(0, len(whole), 7)],
+        "extended": [whole + b"\0", whole + whole],
+        "emptied": [b""],
+        "zeroed": [bytes(len(whole)), whole[:-100] + bytes(100)],
+    }[kind]
+    for number, damaged in enumerate(damages, start=1):
+        path.write_bytes(damaged)
+        assert store.load(of) is None
+        assert not path.exists()
+        assert store.info().rejected == number
+    assert "it will be built again" in caplog.text
+    store.save(of, plan(of, size=300))
+    assert store.load(of) == plan(of, size=300)
+
+
+def test_a_file_of_another_plan_is_not_taken_for_this_one(store, caplog):
+    store.save(key(65), plan(key(65)))
+    store.path(key(65)).rename(store.path(key()))
+    assert store.load(key()) is None
+    assert "another plan's" in caplog.text
+    assert not store.path(key()).exists()
+
+
+@pytest.mark.parametrize("contents", [b"[]", b'{"key": 1}', b"\xff\xfe", b'"text"', b"{", b"null"])
+def test_a_description_of_another_shape_is_not_a_plan(store, contents):
+    """Signed with its digest, so that it gets past that."""
+    from cudnn_sdpa.runtime import plan_file
+
+    line = plan_file._MAGIC + plan_file._digest(contents, b"data").encode() + b"\n" + contents + b"\ndata"
+    store.path(key()).write_bytes(line)
+    assert store.load(key()) is None
+    assert store.info().rejected == 1
+
+
+def test_what_others_may_write_to_is_refused(tmp_path, store):
+    for mode in (0o777, 0o770, 0o720):
+        folder = tmp_path / f"open {mode:o}"
+        folder.mkdir()
+        folder.chmod(mode)
+        with pytest.raises(UnsafeFolderError, match="chmod go-w"):
+            PlanStore(folder)
+        with pytest.raises(OptionError, match="only its owner"):
+            cudnn_sdpa.use_plan_store(folder)
+    (tmp_path / "file").touch()
+    with pytest.raises(OptionError, match="cannot be used"):
+        cudnn_sdpa.use_plan_store(tmp_path / "file")
+    store.save(key(), plan(key()))
+    store.path(key()).chmod(0o666)
+    assert store.load(key()) is None
+    assert not store.path(key()).exists()
+
+
+def test_links_and_pipes_are_not_followed(store, tmp_path):
+    store.save(key(), plan(key()))
+    elsewhere = tmp_path / "elsewhere"
+    store.path(key()).rename(elsewhere)
+    store.path(key()).symlink_to(elsewhere)
+    assert store.load(key()) is None
+    store.path(key()).unlink()
+    os.mkfifo(store.path(key()), 0o600)
+    assert store.load(key()) is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="root can become a user who owns nothing")
+def test_a_folder_of_root_that_cannot_be_written_to_is_read(store, run_python):
+    store.save(key(), plan(key()))
+    for path in (store.folder, *store.folder.glob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    for parent in store.folder.parents:
+        if parent.stat().st_uid == 0 and parent != Path("/"):
+            parent.chmod(parent.stat().st_mode | 0o055)
+    script = """
+import os, sys, pathlib
+sys.path.insert(0, sys.argv[2])
+from tests.unit.test_plan_store import key, plan
+from cudnn_sdpa.runtime.store import PlanStore
+os.setuid(65534)
+store = PlanStore(pathlib.Path(sys.argv[1]))
+assert store.load(key()) == plan(key())
+with store.building(key(65)):
+    store.save(key(65), plan(key(65)))
+assert store.load(key(65)) is None
+print("read")
+"""
+    result = run_python(script, str(store.folder), str(ROOT))
+    assert result.stdout == "read\n"
+    assert "cannot be kept" in result.stderr
+
+
+def test_a_full_disk_keeps_nothing_and_says_so_once(store, run_python):
+    script = """
+import pathlib, resource, signal, sys
+sys.path.insert(0, sys.argv[2])
+from tests.unit.test_plan_store import key, plan
+from cudnn_sdpa.runtime.store import PlanStore
+store = PlanStore(pathlib.Path(sys.argv[1]))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # what a full disk does: a part is written, then an error
+for sq in range(64, 70):
+    store.save(key(sq), plan(key(sq)))
+    assert store.load(key(sq)) is None
+print(sorted(path.name for path in store.folder.iterdir()))
+"""
+    result = run_python(script, str(store.folder), str(ROOT))
+    assert result.stdout == "[]\n"
+    assert result.stderr.count("cannot be kept") == 1
+
+
+def test_the_least_recently_used_go_first(tmp_path):
+    size = len(plan(key()).encode())
+    store = PlanStore(tmp_path / "plans", capacity=4 * size + size // 2)
+    for number, sq in enumerate(range(64, 68)):
+        store.save(key(sq), plan(key(sq)))
+        os.utime(store.path(key(sq)), (number, number))
+    assert store.load(key(64)) is not None  # a use
+    store.save(key(70), plan(key(70)))
+    assert [sq for sq in (64, 65, 66, 67, 70) if store.path(key(sq)).exists()] == [64, 66, 67, 70]
+    assert store.info().evictions == 1
+    small = PlanStore(tmp_path / "plans", capacity=1)
+    small.save(key(80), plan(key(80)))
+    assert [path.name for path in store.folder.glob("*.plan")] == [store.path(key(80)).name]
+
+
+def test_what_killed_writers_leave_is_swept_in_time(store):
+    left = store.folder / ".writing-abc"
+    left.write_bytes(b"half")
+    store.save(key(), plan(key()))
+    assert left.exists()  # its writer may be alive
+    os.utime(left, (time.time() - 7200,) * 2)
+    store.save(key(65), plan(key(65)))
+    assert not left.exists()
+
+
+WRITER = """
+import pathlib, sys
+sys.path.insert(0, sys.argv[2])
+from tests.unit.test_plan_store import key, plan
+from cudnn_sdpa.runtime.store import PlanStore
+store = PlanStore(pathlib.Path(sys.argv[1]))
+plans = [(key(sq), plan(key(sq), size=300_000, seed=sq)) for sq in range(64, 72)]
+print("ready", flush=True)
+while True:
+    for of, made in plans:
+        with store.building(of):
+            store.save(of, made)
+"""
+
+
+def start(code, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+    )
+
+
+def test_killed_while_writing(store):
+    """Whatever moment the writer is killed at, every file is whole, and no lock stays."""
+    for moment in range(6):
+        process = start(WRITER, str(store.folder), str(ROOT))
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.005 + 0.013 * moment)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        for sq in range(64, 72):
+            found = store.load(key(sq))
+            assert found is None or found == plan(key(sq), size=300_000, seed=sq)
+    assert store.info().rejected == 0
+    before = time.monotonic()
+    with store.building(key()):
+        assert time.monotonic() - before < 5
+
+
+SHARER = """
+import pathlib, sys, time
+sys.path.insert(0, sys.argv[2])
+from tests.unit.test_plan_store import key, plan
+from cudnn_sdpa.runtime.store import PlanStore
+store = PlanStore(pathlib.Path(sys.argv[1]))
+built = 0
+for sq in range(64, 76):
+    of = key(sq)
+    if store.load(of) is None:
+        with store.building(of):
+            if store.load(of) is None:
+                time.sleep(0.02)
+                built += 1
+                store.save(of, plan(of, seed=sq))
+    assert store.load(of) == plan(of, seed=sq)
+print(built, flush=True)
+"""
+
+
+def test_eight_processes_build_every_plan_once(store):
+    processes = [start(SHARER, str(store.folder), str(ROOT)) for _ in range(8)]
+    built = [int(process.communicate(timeout=120)[0]) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 8
+    assert sum(built) == 12
+    assert store.info().plans == 12
+
+
+def test_the_setting_holds_until_it_is_left(tmp_path):
+    before = store_setting.active()
+    with cudnn_sdpa.use_plan_store(tmp_path / "a") as outer:
+        assert store_setting.active() is outer
+        with cudnn_sdpa.use_plan_store("off") as inner:
+            assert inner is None
+            assert store_setting.active() is None
+        assert store_setting.active() is outer
+    assert store_setting.active() is before
+    for capacity in (0, -1, 1.5, True, "1"):
+        with pytest.raises(OptionError, match="capacity"):
+            cudnn_sdpa.use_plan_store(tmp_path / "a", capacity=capacity)
+
+
+def test_the_environment_names_the_folder(tmp_path, run_python):
+    code = "from cudnn_sdpa.runtime import store_setting; print(store_setting.active())"
+    for value, expected in ((str(tmp_path / "p"), f"PlanStore('{tmp_path / 'p'}')"), ("off", "None"), ("", "None")):
+        assert run_python(code, CUDNN_SDPA_PLAN_DIR=value).stdout.strip() == expected
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    result = run_python(code, CUDNN_SDPA_PLAN_DIR=str(tmp_path / "open"))
+    assert result.stdout.strip() == "None"
+    assert "plans are not kept" in result.stderr
+
+
+def test_without_a_path_it_is_in_the_users_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with cudnn_sdpa.use_plan_store() as store:
+        assert store.folder == tmp_path / "cudnn_sdpa" / "plans"
+        assert store.folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_file_that_cannot_be_opened_is_no_plan(store, caplog):
+    store.path(key()).mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert store.load(key()) is None
