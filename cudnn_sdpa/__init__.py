@@ -24,8 +24,10 @@ from cudnn_sdpa.errors import (
 )
 from cudnn_sdpa.explanation import explain
 from cudnn_sdpa.runtime.cache import no_plan_builds, plan_cache
+from cudnn_sdpa.runtime.manifest import record_plans
 from cudnn_sdpa.runtime.store_setting import use_plan_store
 from cudnn_sdpa.support_matrix import support
+from cudnn_sdpa.warmup import compile_plans, warmup
 
 __all__ = [
     "ArgumentError",
@@ -41,13 +43,16 @@ __all__ = [
     "ShapeError",
     "UnsupportedError",
     "__version__",
+    "compile_plans",
     "explain",
     "fallback",
     "no_plan_builds",
     "plan_cache",
+    "record_plans",
     "scaled_dot_product_attention",
     "sdpa",
     "sdpa_varlen",
     "support",
     "use_plan_store",
+    "warmup",
 ]

@@ -69,6 +69,69 @@ def support(
     Console().print(table)
 
 
+Workers = Annotated[int | None, typer.Option(min=1, help="Helper processes; one for each core if not given.")]
+
+
+@app.command()
+def device(
+    json: Annotated[
+        bool, typer.Option("--json", help="Everything, in the form that `compile --target` reads.")
+    ] = False,
+) -> None:
+    """Describe this machine's GPU."""
+    _require_gpu("device")
+    from json import dumps
+
+    from cudnn_sdpa.runtime.target import live_properties, live_target
+
+    typer.echo(dumps(live_properties(0), indent=1) if json else str(live_target(0)))
+
+
+@app.command()
+def warmup(
+    manifest: Annotated[Path, typer.Argument(help="What `record_plans` saved.")], workers: Workers = None
+) -> None:
+    """Load or build the plans of a manifest on this machine's GPU, and keep them in the plan store."""
+    _require_gpu("warmup")
+    from cudnn_sdpa.runtime.store_setting import active, use_plan_store
+    from cudnn_sdpa.warmup import warmup as run
+
+    if active() is None:
+        use_plan_store()  # plans that go with this process would be of no use
+    _report(lambda: run(manifest, progress=True, workers=workers))
+
+
+@app.command("compile")
+def compile_command(
+    manifest: Annotated[Path, typer.Argument(help="What `record_plans` saved.")],
+    target: Annotated[
+        str, typer.Option(help="The GPU: a name such as h200, or the path of what `device --json` wrote.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for `use_plan_store`.")],
+    workers: Workers = None,
+) -> None:
+    """Compile the plans of a manifest for a GPU that need not be here."""
+    from cudnn_sdpa.warmup import compile_plans
+
+    _report(lambda: compile_plans(manifest, target, output, progress=True, workers=workers))
+
+
+def _report(run: Callable[[], Any]) -> None:
+    """Says what `run` has made ready, and ends with 1 if a plan is missing."""
+    from cudnn_sdpa.errors import CudnnSdpaError
+
+    try:
+        report = run()
+    except CudnnSdpaError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    typer.echo(f"{report.built} built, {report.loaded} loaded, {report.held} there already, in {report.seconds:.1f} s")
+    for key, reason in report.failed.items():
+        typer.echo(f"failed: {key}\n  {reason}", err=True)
+    if report.failed:
+        raise typer.Exit(1)
+
+
 @bench_app.command("host")
 def bench_host(
     part: Annotated[list[HostPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
@@ -112,11 +175,11 @@ def bench_attention(
     _measure("attention", {name: (title, partial(run, sizes)) for name, (title, run) in chosen.items()}, output)
 
 
-def _require_gpu() -> None:
+def _require_gpu(command: str = "bench") -> None:
     import torch
 
     if not torch.cuda.is_available():
-        typer.echo("bench needs an NVIDIA GPU that PyTorch can see (torch.cuda.is_available() is False)", err=True)
+        typer.echo(f"{command} needs an NVIDIA GPU that PyTorch can see (torch.cuda.is_available() is False)", err=True)
         raise typer.Exit(2)
 
 

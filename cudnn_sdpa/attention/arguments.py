@@ -230,7 +230,7 @@ def is_integer(number: Any) -> bool:
 
 def as_int(number: Any) -> Any:
     """A length or bound as an int that the operators take: numpy's too, and not endlessly large; others as they are."""
-    if isinstance(number, torch.SymInt) or type(number) is bool or isinstance(number, Tensor):
+    if isinstance(number, (torch.SymInt, Tensor)) or "bool" in type(number).__name__:  # numpy's is no bool of Python
         return number
     if type(number) is not int:
         try:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.calls import Result
-from cudnn_sdpa.runtime.cache import CallTable
+from cudnn_sdpa.runtime.call_table import CallTable
 from cudnn_sdpa.runtime.eager import Guard
 
 Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, None], Result]

@@ -18,7 +18,8 @@ from cudnn_sdpa.attention.options import TOP_LEFT, normalize_mask
 from cudnn_sdpa.attention.packed import Packed, length_bucket, sequence_bucket
 from cudnn_sdpa.attention.passes import dense_like
 from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
-from cudnn_sdpa.runtime.cache import CallTable, next_use, plan_cache
+from cudnn_sdpa.runtime.cache import next_use, plan_cache
+from cudnn_sdpa.runtime.call_table import CallTable
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.layouts import TensorLayout, dense_stride_like
 from cudnn_sdpa.runtime.plan import Plan, allocate, build_plan

@@ -160,30 +160,31 @@ atexit.register(_helper.close)
 os.register_at_fork(after_in_child=_helper.forget)
 
 
-def plan_offline(key: PlanKey, properties: dict[str, Any]) -> OfflinePlan:
+def plan_offline(key: PlanKey, properties: dict[str, Any], helper: Helper = _helper) -> OfflinePlan:
     """Plans and compiles `key` for the GPU that `properties` describes, in a helper process.
 
     Args:
         key: The key; its target was made from `properties`.
         properties: In the form of cuDNN's device-properties JSON.
+        helper: The process to ask, if not the one that serves this process.
 
     Raises:
         UnsupportedError: cuDNN has no plan, with its reasons.
         OfflineError: There was no answer: no C compiler, no cuDNN, or a crash.
     """
-    answer = _answer(key, properties)
+    answer = _answer(helper, key, properties)
     data = base64.b64decode(answer.pop("plan"))
     return OfflinePlan(data=data, **answer)
 
 
 def engine_offline(key: PlanKey, properties: dict[str, Any]) -> str:
     """The engine that cuDNN's heuristics propose for `key`, without compiling it; the same errors as `plan_offline`."""
-    engine: str = _answer(key, properties, heuristics=True)["engine"]
+    engine: str = _answer(_helper, key, properties, heuristics=True)["engine"]
     return engine
 
 
-def _answer(key: PlanKey, properties: dict[str, Any], **more: Any) -> dict[str, Any]:
-    answer = _helper.ask({"key": key.to_json(), "properties": properties, **more})
+def _answer(helper: Helper, key: PlanKey, properties: dict[str, Any], **more: Any) -> dict[str, Any]:
+    answer = helper.ask({"key": key.to_json(), "properties": properties, **more})
     if "error" in answer:
         if answer["reasons"] is None:
             raise OfflineError(answer["error"])

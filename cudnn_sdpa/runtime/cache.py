@@ -7,10 +7,10 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Protocol
 
 from cudnn_sdpa.errors import OptionError, PlanBuildError
 from cudnn_sdpa.runtime.key import PlanKey
@@ -49,63 +49,10 @@ class PlanCacheInfo:
     build_seconds: float
 
 
-class PreparedCall(Protocol):
-    """What a `CallTable` holds: a plan with all that a raw signature decides."""
+class Table(Protocol):
+    """What refers to plans of the cache, and forgets those that leave it."""
 
-    last: Any
-
-    @property
-    def plan(self) -> Plan: ...  # noqa: D102
-
-
-LastT = TypeVar("LastT")
-
-
-class CallTable(Generic[LastT]):
-    """The first level of look-up: a raw signature, as cheap to make as possible, leads to a prepared call.
-
-    Every plan in it is in the plan cache; when the cache lets a plan go, its entries go too.
-
-    Attributes:
-        get: `get(signature)` gives the prepared call, or None.
-        last: What the table's owner keeps of the call served last; `nothing` when its plan has gone. Replaced as a
-            whole, so that a thread sees the old one or the new one.
-    """
-
-    def __init__(self, nothing: LastT, limit: int = 8192) -> None:
-        self._calls: dict[Hashable, Any] = {}
-        self._limit = limit
-        self._nothing = nothing
-        self.get = self._calls.get
-        self.last = nothing
-        plan_cache._tables.add(self)
-
-    def add(self, signature: Hashable, call: PreparedCall) -> None:
-        """Remembers `call`, unless its plan has left the cache in the meantime."""
-        with plan_cache._lock:
-            if not call.plan.held:
-                return
-            while len(self._calls) >= self._limit:
-                self._forget(next(iter(self._calls)))
-            self._calls[signature] = call
-
-    def remember_last(self, last: LastT, plan: Plan) -> None:
-        """Sets `last`, which is about a call of `plan`, unless the plan has left the cache in the meantime."""
-        self.last = last
-        if not plan.held:  # asked afterwards: what leaves from now on resets `last` itself
-            self.last = self._nothing
-
-    def _drop(self, plan: Plan | None) -> None:
-        """Forgets the calls of `plan`, or all."""
-        for signature in [s for s, call in self._calls.items() if plan is None or call.plan is plan]:
-            self._forget(signature)
-        self.last = self._nothing
-
-    def _forget(self, signature: Hashable) -> None:
-        self._calls.pop(signature).last = None  # which refers back to the call: no cycle may keep its plan
-
-    def __len__(self) -> int:
-        return len(self._calls)
+    def _drop(self, plan: Plan | None) -> None: ...
 
 
 class PlanCache:
@@ -124,9 +71,10 @@ class PlanCache:
         self._capacity = capacity
         self._plans: dict[PlanKey, Plan] = {}
         self._building: dict[PlanKey, threading.Event] = {}
-        self._tables: weakref.WeakSet[CallTable[Any]] = weakref.WeakSet()
+        self._tables: weakref.WeakSet[Table] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._forbidden = 0
+        self._watchers: list[tuple[int, list[PlanKey]]] = []
         self._reset_counters()
 
     def _reset_counters(self) -> None:
@@ -161,21 +109,30 @@ class PlanCache:
             plan = load_plan(key)
             if plan is None:
                 self._check_allowed(key)
-                plan = build(key)
-        except BaseException:
-            with self._lock:
-                self._failures += 1
-            raise
-        else:
+                plan = self._build(key, build)
             self._insert(plan, to_use)
             return plan
         finally:
             with self._lock:
                 self._building.pop(key).set()
 
+    def _build(self, key: PlanKey, build: Callable[[PlanKey], Plan]) -> Plan:
+        try:
+            return build(key)
+        except BaseException:
+            with self._lock:
+                self._failures += 1
+            raise
+
     def _check_allowed(self, key: PlanKey) -> None:
         if self._forbidden:
             raise PlanBuildError(key, "A plan is missing, and no_plan_builds() is in force.")
+
+    def put(self, plan: Plan) -> None:
+        """Holds a plan that was made elsewhere, if there is none of its key yet."""
+        with self._lock:
+            if plan.key not in self._plans:
+                self._insert(plan, to_use=False)
 
     def _insert(self, plan: Plan, to_use: bool) -> None:
         with self._lock:
@@ -183,7 +140,7 @@ class PlanCache:
             self._loads += plan.loaded
             self._uses_not_counted += to_use
             self._build_seconds += 0 if plan.loaded else plan.build_seconds
-            plan.last_used = max((other.last_used for other in self._plans.values()), default=0)
+            plan.last_used = plan.place = max((other.last_used for other in self._plans.values()), default=0)
             self._plans[plan.key] = plan
             plan.held = True
             self._shrink(keep=plan)
@@ -197,6 +154,7 @@ class PlanCache:
     def _remove(self, plan: Plan) -> None:
         del self._plans[plan.key]
         plan.held = False
+        self._note_use(plan)
         for table in self._tables:
             table._drop(plan)
 
@@ -226,6 +184,7 @@ class PlanCache:
         with self._lock:
             for plan in self._plans.values():
                 plan.held = False
+                self._note_use(plan)
             for table in self._tables:
                 table._drop(None)
             self._plans.clear()
@@ -245,6 +204,26 @@ class PlanCache:
         with self._lock:
             self._capacity = capacity
             self._shrink()
+
+    @contextmanager
+    def watch_uses(self) -> Iterator[list[PlanKey]]:
+        """While it is in force, notes the plans that are used; the list is complete when it is left."""
+        watcher: tuple[int, list[PlanKey]] = (next_use(), [])
+        with self._lock:
+            self._uses_not_counted += 1
+            self._watchers.append(watcher)
+        try:
+            yield watcher[1]
+        finally:
+            with self._lock:
+                for plan in self._plans.values():
+                    self._note_use(plan)
+                self._watchers.remove(watcher)
+
+    def _note_use(self, plan: Plan) -> None:
+        for since, keys in self._watchers:
+            if plan.last_used > since and plan.last_used != plan.place and plan.key not in keys:
+                keys.append(plan.key)
 
     def plans(self) -> list[Plan]:
         """The plans held now, the least recently used first."""

@@ -110,9 +110,14 @@ def graph_op(builder: Callable[..., Any]) -> GraphOp:
     return GraphOp(builder)
 
 
-def find_operation(name: str) -> GraphOp:
-    """The operation with the import path `name`, "package.module:name"."""
+def find_operation(name: str, *, only_imported: bool = False) -> GraphOp:
+    """The operation with the import path `name`, "package.module:name".
+
+    With `only_imported`, a module of another package must have been imported already: names out of files run no code.
+    """
     module, _, attribute = name.partition(":")
+    if only_imported and module.partition(".")[0] != __name__.partition(".")[0] and module not in sys.modules:
+        raise ImportError(f"the module {module} has not been imported")
     operation = getattr(importlib.import_module(module), attribute)
     if not isinstance(operation, GraphOp):
         raise TypeError(f"{name} is no graph_op")

@@ -16,7 +16,7 @@ from cudnn_sdpa.runtime.capture import relaxed_capture
 from cudnn_sdpa.runtime.graph_op import GraphOp
 from cudnn_sdpa.runtime.key import PlanKey, Role
 from cudnn_sdpa.runtime.layouts import TensorLayout
-from cudnn_sdpa.runtime.plan_file import StoredPlan
+from cudnn_sdpa.runtime.plan_file import BadPlanFileError, StoredPlan
 
 _current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
     lambda device: torch.cuda.current_stream(device).cuda_stream
@@ -53,6 +53,7 @@ class Plan:
         build_seconds: How long it took to plan and compile, or to load it.
         loaded: Whether it came out of the plan store.
         last_used: Number of the look-up that found it last; set by the cache.
+        place: The number that the cache gave it before its first use.
         held: Whether it is in the plan cache; set by the cache.
         captured: Whether a CUDA graph holds a launch of it; see `captured_plans`.
         constants: Device tensors of the operands whose values the key fixes, by name.
@@ -72,6 +73,7 @@ class Plan:
         "knobs",
         "last_used",
         "loaded",
+        "place",
         "workspace",
     )
 
@@ -87,7 +89,7 @@ class Plan:
         self.device = key.device
         self.build_seconds = 0.0
         self.loaded = False
-        self.last_used = 0
+        self.last_used = self.place = 0
         self.captured = False
         self.held = False
         self._count = len(key.inputs) + len(key.outputs)
@@ -135,6 +137,20 @@ def load_plan(key: PlanKey) -> Plan | None:
     stored = None if plans is None else plans.load(key)
     if plans is None or stored is None:
         return None
+    try:
+        return plan_of(key, stored)
+    except BadPlanFileError as error:
+        plans.reject(key, str(error))
+        return None
+
+
+def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
+    """The plan of `key` out of its stored form.
+
+    Raises:
+        BadPlanFileError: cuDNN does not take it here.
+        PlanBuildError: A CUDA graph is being captured on this stream.
+    """
     assert key.device is not None
     start = time.perf_counter()
     with torch.cuda.device(key.device), relaxed_capture():
@@ -143,9 +159,8 @@ def load_plan(key: PlanKey) -> Plan | None:
             built = backend.load_graph(handle, stored.data, stored.engine, stored.knobs)
             if built.workspace != stored.workspace:
                 raise ValueError(f"it wants {built.workspace} bytes of workspace, not {stored.workspace}")
-        except Exception as error:  # noqa: BLE001 - whatever cuDNN says of a file, it can be built again
-            plans.reject(key, f"cuDNN does not take it ({error})")
-            return None
+        except Exception as error:  # whatever cuDNN says of a file, it can be built again
+            raise BadPlanFileError(f"cuDNN does not take it ({error})") from error
         plan = Plan(key, built, _constants_of(key))
     plan.build_seconds, plan.loaded = time.perf_counter() - start, True
     return plan

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from cudnn_sdpa import OptionError, plan_cache
-from cudnn_sdpa.runtime.cache import DEFAULT_SIZE, CallTable, PlanCache, next_use
+from cudnn_sdpa.runtime.cache import DEFAULT_SIZE, PlanCache, next_use
+from cudnn_sdpa.runtime.call_table import CallTable
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.target import Target
 
@@ -26,6 +27,8 @@ class StandIn:
     last_used: int = 0
     captured: bool = False
     held: bool = False
+    loaded: bool = False
+    place: int = 0
     plan: StandIn = field(init=False)
 
     def __post_init__(self):
@@ -300,3 +303,28 @@ def test_the_number_of_calls_is_bounded_too(global_cache):
     assert len(table) == 10
     assert table.get(49) is plan
     assert table.get(3) is None
+
+
+def test_what_is_used_is_noted():
+    """Also if it goes meanwhile; not what was used before."""
+    cache = PlanCache(8)
+    first, second, third = (use(cache, number) for number in (1, 2, 3))
+    with cache.watch_uses() as used:
+        second.last_used = next_use()
+        use(cache, 4)
+        cache.get(key(5), StandIn)  # built, and not used
+        with cache.watch_uses() as inner:
+            third.last_used = next_use()
+        cache.clear()
+    assert set(used) == {key(2), key(3), key(4)}
+    assert inner == [key(3)]
+    assert first.key not in used
+
+
+def test_a_plan_made_elsewhere_is_held_once():
+    cache = PlanCache(8)
+    plan = StandIn(key(1))
+    cache.put(plan)
+    cache.put(StandIn(key(1)))
+    assert cache.peek(key(1)) is plan
+    assert cache.get(key(1), refuse) is plan

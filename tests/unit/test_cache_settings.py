@@ -24,7 +24,7 @@ def key(number: int) -> PlanKey:
 
 def build(key: PlanKey) -> SimpleNamespace:
     """What the cache looks at in a plan."""
-    return SimpleNamespace(key=key, build_seconds=0.25, last_used=0, captured=False)
+    return SimpleNamespace(loaded=False, key=key, build_seconds=0.25, last_used=0, captured=False)
 
 
 def refuse(key: PlanKey) -> None:

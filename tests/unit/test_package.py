@@ -19,7 +19,7 @@ LAYERS = [
     ("_version", "errors"),
     ("runtime",),
     ("attention", "offline"),
-    ("explanation", "support_matrix"),
+    ("explanation", "support_matrix", "warmup"),
     ("bench",),
     ("cli",),
     ("__main__",),
@@ -105,14 +105,18 @@ def test_exactly_the_public_names_are_exported():
         "ShapeError",
         "UnsupportedError",
         "__version__",
+        "compile_plans",
         "explain",
         "fallback",
         "no_plan_builds",
         "plan_cache",
+        "record_plans",
         "scaled_dot_product_attention",
         "sdpa",
         "sdpa_varlen",
         "support",
+        "use_plan_store",
+        "warmup",
     ]
     assert cudnn_sdpa.__all__ == sorted(cudnn_sdpa.__all__)
     assert all(hasattr(cudnn_sdpa, name) for name in cudnn_sdpa.__all__)

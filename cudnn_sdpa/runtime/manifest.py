@@ -1,0 +1,123 @@
+"""Lists of plans as files: which a program used, for other machines and later runs to have ready."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from cudnn_sdpa._version import __version__
+from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.runtime.backend import version_string
+from cudnn_sdpa.runtime.cache import plan_cache
+from cudnn_sdpa.runtime.graph_op import find_operation
+from cudnn_sdpa.runtime.key import PlanKey
+from cudnn_sdpa.runtime.target import Target
+
+#: Changes when files of an older version could be misread.
+VERSION = 1
+_SCHEMA = Path(__file__).with_name("manifest.schema.json")
+
+
+@dataclass
+class PlanManifest:
+    """Plans without their GPU: what `record_plans` found, what `warmup` and `compile` make ready.
+
+    Attributes:
+        plans: A description of each plan: its operation, operands and options, as `PlanKey.to_json` gives them.
+        recorded_on: The GPU and the versions it was recorded with; for people.
+    """
+
+    plans: list[dict[str, Any]] = field(default_factory=list)
+    recorded_on: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, keys: list[PlanKey]) -> PlanManifest:
+        """The manifest of some plans, each once, in an order that does not depend on when they were used."""
+        described = {json.dumps(_without_digest(key), sort_keys=True) for key in keys}
+        return cls([json.loads(text) for text in sorted(described)], _recorded_on(keys))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the manifest as JSON."""
+        data = {"manifest": VERSION, "cudnn_sdpa": __version__, "recorded_on": self.recorded_on, "plans": self.plans}
+        Path(path).write_text(json.dumps(data, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> PlanManifest:
+        """Reads a manifest.
+
+        Raises:
+            OptionError: The file cannot be read, or does not follow the schema; the message says where.
+        """
+        import jsonschema  # takes 50 ms
+
+        try:
+            data = json.loads(Path(path).read_text())
+            jsonschema.validate(data, json.loads(_SCHEMA.read_text()))
+        except (OSError, ValueError) as error:
+            raise OptionError("manifest", f"{str(path)!r} ({error})", "a file written by PlanManifest.save") from error
+        except jsonschema.ValidationError as error:
+            got = f"{str(path)!r}: {error.json_path}: {error.message}"
+            raise OptionError("manifest", got, f"a plan manifest, version {VERSION}") from None
+        return cls(data["plans"], data["recorded_on"])
+
+    def keys(self, target: Target, device: int | None) -> list[PlanKey]:
+        """The keys of the plans on a GPU, with this installation's versions of their operations.
+
+        Raises:
+            OptionError: An operation is not there. Modules of one's own are imported before; only those of this package
+                are imported by this function.
+        """
+        return [replace(_key_of(plan, target), device=device) for plan in self.plans]
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+
+def _without_digest(key: PlanKey) -> dict[str, Any]:
+    described = key.to_json()
+    del described["digest"]  # it is that of the builder in the process that reads the manifest
+    return described
+
+
+def _recorded_on(keys: list[PlanKey]) -> dict[str, str]:
+    if not keys:
+        return {}
+    target = keys[0].target
+    return {"gpu": target.name, "cudnn": version_string(target.cudnn), "nvidia-cudnn-frontend": target.frontend}
+
+
+def _key_of(plan: dict[str, Any], target: Target) -> PlanKey:
+    name = plan["operation"]
+    try:
+        digest = find_operation(name, only_imported=True).digest
+        return PlanKey.from_json({**plan, "digest": digest}, target)
+    except (ImportError, AttributeError, TypeError, KeyError, ValueError) as error:
+        expected = "an operation of this installation; import the module that defines it first"
+        raise OptionError("manifest", f"the operation {name!r} ({error})", expected) from error
+
+
+@contextmanager
+def record_plans() -> Iterator[PlanManifest]:
+    """Notes the plans that are used while it is in force, by all threads.
+
+    Returns:
+        A context manager whose value is a `PlanManifest`, filled when it is left. Replays of CUDA graphs are no uses;
+        their capture is.
+
+    Examples:
+        >>> import cudnn_sdpa
+        >>> with cudnn_sdpa.record_plans() as manifest:
+        ...     pass  # run the model on each kind of input that it will meet
+        >>> manifest.save("/tmp/plans.json")
+        >>> len(manifest)
+        0
+    """
+    manifest = PlanManifest()
+    with plan_cache.watch_uses() as used:
+        yield manifest
+    found = PlanManifest.of(used)
+    manifest.plans, manifest.recorded_on = found.plans, found.recorded_on

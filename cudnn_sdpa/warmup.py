@@ -1,0 +1,160 @@
+"""Plans made ready before they are needed: `warmup` on a GPU, `compile_plans` for a GPU that is elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cudnn_sdpa.errors import CudnnSdpaError, DeviceError
+from cudnn_sdpa.offline.planner import OfflinePlan
+from cudnn_sdpa.offline.pool import plan_all
+from cudnn_sdpa.runtime.cache import plan_cache
+from cudnn_sdpa.runtime.key import PlanKey
+from cudnn_sdpa.runtime.manifest import PlanManifest
+from cudnn_sdpa.runtime.plan import load_plan, plan_of
+from cudnn_sdpa.runtime.plan_file import StoredPlan
+from cudnn_sdpa.runtime.store import PlanStore
+from cudnn_sdpa.runtime.store_setting import active
+from cudnn_sdpa.runtime.target import Target, live_properties, live_target, load_properties
+
+
+@dataclass
+class WarmupReport:
+    """What `warmup` or `compile_plans` has done.
+
+    Attributes:
+        held: Plans that were there already.
+        loaded: Plans that came out of the plan store.
+        built: Plans that were built.
+        failed: Plans that could not be, in words, with the reason.
+        seconds: How long it took.
+    """
+
+    held: int = 0
+    loaded: int = 0
+    built: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def warmup(
+    manifest: PlanManifest | str | Path,
+    *,
+    device: int | None = None,
+    progress: bool = False,
+    workers: int | None = None,
+) -> WarmupReport:
+    """Makes the plans of a manifest ready for this process, so that no call waits for one.
+
+    What is in the plan store is loaded; the rest is built by helper processes, all at once, and kept in the store if
+    there is one. The helpers use no memory of the GPU.
+
+    Args:
+        manifest: A manifest, or the path of one.
+        device: Index of the GPU; None is the current one.
+        progress: Whether to show a progress bar on the terminal.
+        workers: Helper processes; None is one for each core, and at most eight.
+
+    Returns:
+        What was done. A plan that cannot be made is in it with the reason, and stops no other one.
+
+    Raises:
+        OptionError: The manifest cannot be read, or names an operation that is not there.
+        DeviceError: There is no GPU.
+
+    Examples:
+        >>> import cudnn_sdpa
+        >>> report = cudnn_sdpa.warmup("plans.json")  # doctest: +SKIP
+    """
+    if not torch.cuda.is_available():
+        raise DeviceError("device", "no NVIDIA GPU that PyTorch can see", "a GPU; compile plans without one instead")
+    start, report = time.perf_counter(), WarmupReport()
+    device = torch.cuda.current_device() if device is None else device
+    keys = _manifest(manifest).keys(live_target(device), device)
+    missing = []
+    for key in keys:
+        if plan_cache.peek(key) is not None:
+            report.held += 1
+        elif (plan := load_plan(key)) is not None:
+            plan_cache.put(plan)
+            report.loaded += 1
+        else:
+            missing.append(key)
+    store = active()
+    for key, made in _shown(plan_all(missing, live_properties(device), workers), len(missing), progress):
+        if isinstance(made, CudnnSdpaError):
+            report.failed[str(key)] = str(made)
+            continue
+        plan_cache.put(plan_of(key, stored := _stored(key, made)))
+        report.built += 1
+        if store is not None:
+            store.save(key, stored)
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def compile_plans(
+    manifest: PlanManifest | str | Path,
+    target: str,
+    folder: str | Path,
+    *,
+    progress: bool = False,
+    workers: int | None = None,
+) -> WarmupReport:
+    """Compiles the plans of a manifest for a GPU that need not be here, into a folder for `use_plan_store`.
+
+    The plans serve machines with that GPU, and with the versions of this package, of cuDNN and of its frontend that are
+    installed here.
+
+    Args:
+        manifest: A manifest, or the path of one.
+        target: The GPU: a name such as "h200", or the path of a file that `python -m cudnn_sdpa device --json` wrote.
+        folder: Where the plans go; it is made if it is not there.
+        progress: Whether to show a progress bar on the terminal.
+        workers: Helper processes; None is one for each core, and at most eight.
+
+    Returns:
+        What was done.
+
+    Raises:
+        OptionError: The manifest or the target cannot be read, or the manifest names an operation that is not there.
+        OfflineError: No helper process can plan here, for example without a C compiler.
+    """
+    start, report = time.perf_counter(), WarmupReport()
+    properties = load_properties(target)
+    store = PlanStore(Path(folder))
+    missing = []
+    for key in _manifest(manifest).keys(Target.from_properties(properties), None):
+        if store.load(key) is not None:
+            report.held += 1
+        else:
+            missing.append(key)
+    for key, made in _shown(plan_all(missing, properties, workers), len(missing), progress):
+        if isinstance(made, CudnnSdpaError):
+            report.failed[str(key)] = str(made)
+            continue
+        store.save(key, _stored(key, made))
+        report.built += 1
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _manifest(manifest: PlanManifest | str | Path) -> PlanManifest:
+    return manifest if isinstance(manifest, PlanManifest) else PlanManifest.load(manifest)
+
+
+def _stored(key: PlanKey, made: OfflinePlan) -> StoredPlan:
+    return StoredPlan(key.identity(), made.engine, made.knobs, made.workspace, made.build_seconds, made.data)
+
+
+def _shown(results: Iterable[Any], count: int, progress: bool) -> Iterable[Any]:
+    if not progress:
+        return results
+    from rich.progress import track
+
+    return track(results, "plans", total=count)
