@@ -27,7 +27,7 @@ from cudnn_sdpa.runtime.cache import no_plan_builds, plan_cache
 from cudnn_sdpa.runtime.manifest import record_plans
 from cudnn_sdpa.runtime.store_setting import use_plan_store
 from cudnn_sdpa.support_matrix import support
-from cudnn_sdpa.warmup import compile_plans, warmup
+from cudnn_sdpa.warming import compile_plans, warmup
 
 __all__ = [
     "ArgumentError",

@@ -94,7 +94,7 @@ def warmup(
     """Load or build the plans of a manifest on this machine's GPU, and keep them in the plan store."""
     _require_gpu("warmup")
     from cudnn_sdpa.runtime.store_setting import active, use_plan_store
-    from cudnn_sdpa.warmup import warmup as run
+    from cudnn_sdpa.warming import warmup as run
 
     if active() is None:
         use_plan_store()  # plans that go with this process would be of no use
@@ -111,7 +111,7 @@ def compile_command(
     workers: Workers = None,
 ) -> None:
     """Compile the plans of a manifest for a GPU that need not be here."""
-    from cudnn_sdpa.warmup import compile_plans
+    from cudnn_sdpa.warming import compile_plans
 
     _report(lambda: compile_plans(manifest, target, output, progress=True, workers=workers))
 

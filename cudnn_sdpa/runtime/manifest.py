@@ -112,7 +112,7 @@ def record_plans() -> Iterator[PlanManifest]:
         >>> import cudnn_sdpa
         >>> with cudnn_sdpa.record_plans() as manifest:
         ...     pass  # run the model on each kind of input that it will meet
-        >>> manifest.save("/tmp/plans.json")
+        >>> manifest.save("plans.json")  # doctest: +SKIP
         >>> len(manifest)
         0
     """

@@ -23,7 +23,7 @@ MODULES = ["cudnn_sdpa"] + [
 ]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Pages whose blocks are one script, each going on where the one before ended.
-SCRIPTS = {"attention.md", "quickstart.md", "training.md", "troubleshooting.md", "varlen.md"}
+SCRIPTS = {"attention.md", "plans.md", "quickstart.md", "training.md", "troubleshooting.md", "varlen.md"}
 
 
 def examples() -> list[doctest.DocTest]:
@@ -55,6 +55,13 @@ def test_examples_in_docstrings_give_what_they_show(test):
 def test_public_functions_have_an_example_that_was_run(name):
     module = inspect.getmodule(getattr(cudnn_sdpa, name)).__name__
     assert f"{module}.{name}" in {test.name for test in EXAMPLES}
+
+
+@pytest.fixture(autouse=True)
+def no_store_stays():
+    """A page may choose a plan store; it is its own."""
+    with cudnn_sdpa.use_plan_store("off"):
+        yield
 
 
 def blocks(page: Path) -> list[str]:

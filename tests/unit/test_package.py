@@ -19,7 +19,7 @@ LAYERS = [
     ("_version", "errors"),
     ("runtime",),
     ("attention", "offline"),
-    ("explanation", "support_matrix", "warmup"),
+    ("explanation", "support_matrix", "warming"),
     ("bench",),
     ("cli",),
     ("__main__",),
