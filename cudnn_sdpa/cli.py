@@ -50,19 +50,50 @@ def version() -> None:
 def support(
     sm: Annotated[int | None, typer.Option(help="Compute capability, 90 for 9.0; this GPU's if not given.")] = None,
     cudnn: Annotated[str | None, typer.Option(help="Version, such as 9.19.0; the installed one if not given.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Have the installed cuDNN plan it all for this GPU: a name, or what `device --json` wrote."),
+    ] = None,
+    output: Output = None,
 ) -> None:
-    """Show what cuDNN's attention supports on a kind of GPU."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """Show what cuDNN's attention supports on a kind of GPU: by rules, or with a target by cuDNN itself."""
     from cudnn_sdpa.errors import CudnnSdpaError
-    from cudnn_sdpa.support_matrix import described, matrix
 
     try:
-        rows, title = list(matrix(sm, cudnn)), described(sm, cudnn)
+        if target is None:
+            from cudnn_sdpa.support_matrix import described, matrix
+
+            _show(described(sm, cudnn), list(matrix(sm, cudnn)))
+        else:
+            _plan_support(target, output)
     except CudnnSdpaError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
+
+
+def _plan_support(name: str, output: Path | None) -> None:
+    from json import dumps
+
+    from rich.progress import track
+
+    from cudnn_sdpa import planned_support
+    from cudnn_sdpa.runtime.target import load_properties
+
+    properties = load_properties(name)
+    of = planned_support.environment(properties)
+    calls = list(track(planned_support.planned_calls(properties), "planning", transient=True))
+    _show(f"cuDNN {of['cudnn']} on {of['gpu']}: engines", planned_support.table(calls))
+    for reason in dict.fromkeys(reason for call in calls for reason in call.reasons):
+        typer.echo(f"none: {reason}")
+    if output is not None:
+        output.write_text(dumps({"environment": of, "calls": [call.to_dict() for call in calls]}, indent=1) + "\n")
+        typer.echo(f"written to {output}")
+
+
+def _show(title: str, rows: list[dict[str, str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(*rows[0], title=title, title_justify="left")
     for row in rows:
         table.add_row(*row.values())

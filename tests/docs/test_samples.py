@@ -64,3 +64,8 @@ def test_the_command_line_prints_the_version():
     import cudnn_sdpa
 
     assert run("-m", "cudnn_sdpa", "version").stdout.strip() == cudnn_sdpa.__version__
+
+
+def test_the_tables_of_engines_are_those_of_their_files():
+    result = run("scripts/engine_tables.py", "--check")
+    assert result.returncode == 0, result.stdout

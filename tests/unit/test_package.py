@@ -20,6 +20,7 @@ LAYERS = [
     ("runtime",),
     ("attention", "offline"),
     ("explanation", "support_matrix", "warming"),
+    ("planned_support",),
     ("bench",),
     ("cli",),
     ("__main__",),
