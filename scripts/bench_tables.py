@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+import pages
+from pages import ROOT
+
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 MARKS = re.compile(r"(<!-- bench:(?:(?P<file>\w+)/)?(?P<part>\w+) -->\n).*?<!-- /bench -->", re.DOTALL)
 
@@ -58,15 +59,5 @@ def render(text: str) -> str:
     return MARKS.sub(renew, text)
 
 
-def main() -> int:
-    """Writes the pages, or with --check only compares them."""
-    stale = [page for page in PAGES if page.read_text() != render(page.read_text())]
-    for page in stale:
-        print(f"{page.relative_to(ROOT)} is out of date; run: python scripts/bench_tables.py")
-        if "--check" not in sys.argv:
-            page.write_text(render(page.read_text()))
-    return 1 if stale and "--check" in sys.argv else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pages.main(__file__, render, *PAGES))

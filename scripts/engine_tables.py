@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+import pages
+from pages import ROOT
+
 PAGE = ROOT / "docs" / "engines.md"
 MARKS = re.compile(r"(<!-- engines:(?P<target>\w+) -->\n).*?<!-- /engines -->", re.DOTALL)
 COLUMNS = [(operation, direction) for operation in ("sdpa", "sdpa_varlen") for direction in ("forward", "backward")]
@@ -50,18 +51,5 @@ def render(text: str) -> str:
     return MARKS.sub(renew, text)
 
 
-def main() -> int:
-    """Writes the page, or with --check only compares it."""
-    text = PAGE.read_text()
-    made = render(text)
-    if made == text:
-        return 0
-    if "--check" in sys.argv:
-        print(f"{PAGE.relative_to(ROOT)} is out of date; run: python scripts/engine_tables.py")
-        return 1
-    PAGE.write_text(made)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pages.main(__file__, render, PAGE))

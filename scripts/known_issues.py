@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
+
+import pages
+from pages import ROOT
 
 from cudnn_sdpa.runtime.backend import version_string
 from cudnn_sdpa.runtime.known_issues import ISSUES, NEVER_FIXED, KnownIssue
 
-ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "troubleshooting.md"
 MARKS = re.compile(r"(<!-- known-issues -->\n).*?(<!-- /known-issues -->)", re.DOTALL)
 REPOSITORIES = {
@@ -58,17 +59,5 @@ def render(text: str) -> str:
     return MARKS.sub(lambda found: f"{found[1]}{table()}\n{found[2]}", text)
 
 
-def main() -> int:
-    """Writes the page, or with --check only compares it."""
-    text = PAGE.read_text()
-    if text == render(text):
-        return 0
-    print(f"{PAGE.relative_to(ROOT)} is out of date; run: python scripts/known_issues.py")
-    if "--check" in sys.argv:
-        return 1
-    PAGE.write_text(render(text))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pages.main(__file__, render, PAGE))

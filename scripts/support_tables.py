@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+import pages
+from pages import ROOT
+
 sys.path.insert(0, str(ROOT))
 
-from cudnn_sdpa.support_matrix import ROWS, cell  # noqa: E402 - this checkout's, installed or not
+from cudnn_sdpa.support_matrix import ROWS, cell
 
 PAGE = ROOT / "docs" / "support.md"
 MARKS = re.compile(r"(<!-- support:(?P<operation>\w+)/(?P<cudnn>[\d.]+) -->\n).*?<!-- /support -->", re.DOTALL)
@@ -52,18 +53,5 @@ def render(text: str) -> str:
     return MARKS.sub(renew, text)
 
 
-def main() -> int:
-    """Writes the page, or with --check only compares it."""
-    text = PAGE.read_text()
-    made = render(text)
-    if made == text:
-        return 0
-    print(f"{PAGE.relative_to(ROOT)} is out of date; run: python scripts/support_tables.py")
-    if "--check" in sys.argv:
-        return 1
-    PAGE.write_text(made)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pages.main(__file__, render, PAGE))

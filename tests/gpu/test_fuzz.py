@@ -37,7 +37,7 @@ def is_explained(error: UnsupportedError) -> bool:
     return bool(error.reasons) and all(reason.strip() and (by_cudnn or broken(reason)) for reason in error.reasons)
 
 
-def run_chunk(fuzzer, first: int, at_least: int) -> None:
+def check_chunk(fuzzer, first: int, at_least: int) -> None:
     """Runs a chunk. More than one plan that cuDNN itself refuses would mean that a rule is missing."""
     failures, unexplained, by_cudnn, ran = [], [], [], 0
     for number in range(first, first + SIZE):
@@ -63,12 +63,12 @@ def run_chunk(fuzzer, first: int, at_least: int) -> None:
 
 @pytest.mark.parametrize("first", DENSE)
 def test_dense(first):
-    run_chunk(fuzz, first, at_least=12)
+    check_chunk(fuzz, first, at_least=12)
 
 
 @pytest.mark.parametrize("first", VARLEN)
 def test_varlen(first):
-    run_chunk(fuzz_varlen, first, at_least=18)
+    check_chunk(fuzz_varlen, first, at_least=18)
 
 
 def ruled_out(c: fuzz.Config) -> UnsupportedError | None:

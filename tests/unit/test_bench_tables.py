@@ -24,7 +24,8 @@ ENVIRONMENT = {
 
 
 @pytest.fixture
-def tables(repository):
+def tables(repository, monkeypatch):
+    monkeypatch.syspath_prepend(repository / "scripts")
     spec = importlib.util.spec_from_file_location("bench_tables", repository / "scripts" / "bench_tables.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
