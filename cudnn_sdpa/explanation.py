@@ -37,7 +37,8 @@ class Explanation:
         engine: cuDNN's engine.
         knobs: The engine's settings.
         workspace: Bytes that a launch allocates beside its outputs.
-        build_seconds: Time that planning and compiling took.
+        build_seconds: Time that planning and compiling took, or loading.
+        loaded: Whether the plan came out of the plan store.
         cached: Whether the plan was in the cache before.
         extra_kernels: What runs on the GPU beside the plan.
         known_issues: Faults of this cuDNN that the plan is made to avoid.
@@ -58,6 +59,7 @@ class Explanation:
     knobs: dict[str, int] = field(default_factory=dict)
     workspace: int = 0
     build_seconds: float = 0.0
+    loaded: bool = False
     cached: bool = False
     extra_kernels: list[str] = field(default_factory=list)
     known_issues: list[str] = field(default_factory=list)
@@ -82,7 +84,8 @@ class Explanation:
             lines += [f"  what works {self.suggestion}"] if self.suggestion else []
         elif self.engine:
             knobs = " ".join(f"{name}={value}" for name, value in self.knobs.items())
-            built = "in the cache, built in" if self.cached else "built now in"
+            how = "loaded from the plan store" if self.loaded else "built"
+            built = f"in the cache, {how} in" if self.cached else f"{how} now in"
             lines += [
                 f"  engine     {self.engine} {knobs}".rstrip(),
                 f"  workspace  {self.workspace} bytes",
@@ -166,7 +169,7 @@ def _explain_live(name: str, description: Description, device: int) -> Explanati
             result.decline(error)
         else:
             result.engine, result.knobs, result.workspace = plan.engine, plan.knobs, plan.workspace
-            result.build_seconds = plan.build_seconds
+            result.build_seconds, result.loaded = plan.build_seconds, plan.loaded
     result.libraries |= backend.loaded_libraries()
     return result
 
