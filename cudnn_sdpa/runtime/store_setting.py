@@ -62,7 +62,7 @@ def _from_environment() -> PlanStore | None:
     if not folder or folder == OFF:
         return None
     try:
-        return PlanStore(Path(folder).expanduser())
+        return PlanStore(_absolute(folder))
     except UnsafeFolderError as error:
         _log.warning("plans are not kept, in spite of %s: %s", VARIABLE, error)
         return None
@@ -103,8 +103,13 @@ def use_plan_store(path: str | os.PathLike[str] | None = None, *, capacity: int 
     return PlanStoreUse(_Setting.store, before)
 
 
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    """The folder as it is meant now, wherever the program goes later."""
+    return Path(path).expanduser().absolute()
+
+
 def _open(path: str | os.PathLike[str] | None, capacity: int) -> PlanStore:
-    folder = Path(platformdirs.user_cache_dir("cudnn_sdpa")) / "plans" if path is None else Path(path).expanduser()
+    folder = Path(platformdirs.user_cache_dir("cudnn_sdpa")) / "plans" if path is None else _absolute(path)
     try:
         return PlanStore(folder, capacity)
     except UnsafeFolderError as error:

@@ -318,6 +318,15 @@ def test_the_environment_names_the_folder(tmp_path, run_python):
     assert "plans are not kept" in result.stderr
 
 
+def test_a_folder_stays_where_it_was_meant(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with cudnn_sdpa.use_plan_store("plans") as store:
+        monkeypatch.chdir("/")
+        store.save(key(), plan(key()))
+        assert store.load(key()) == plan(key())
+        assert store.folder == tmp_path / "plans"
+
+
 def test_without_a_path_it_is_in_the_users_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with cudnn_sdpa.use_plan_store() as store:
