@@ -13,6 +13,7 @@ from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.options import ALIGNMENTS, TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.attention.side_tensors import check_lengths, check_mask, check_rng, check_sinks, dtype_name, shape_of
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.runtime.eager import is_compiling
 
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (*CUDA_DTYPES, torch.float32, torch.float64)
@@ -230,14 +231,20 @@ def is_integer(number: Any) -> bool:
 
 def as_int(number: Any) -> Any:
     """A length or bound as an int that the operators take: numpy's too, and not endlessly large; others as they are."""
-    if isinstance(number, (torch.SymInt, Tensor)) or "bool" in type(number).__name__:  # numpy's is no bool of Python
+    if isinstance(number, (bool, torch.SymInt, Tensor)):
         return number
-    if type(number) is not int:
-        try:
-            number = operator.index(number)
-        except TypeError:
-            return number
-    return min(number, LARGEST)
+    if isinstance(number, int):
+        return min(number, LARGEST)
+    return number if is_compiling() else _index_of(number)
+
+
+def _index_of(number: Any) -> Any:
+    if "bool" in type(number).__name__:  # numpy's is no bool of Python, and has an index
+        return number
+    try:
+        return min(operator.index(number), LARGEST)
+    except TypeError:
+        return number
 
 
 def _check_number(name: str, value: Any, without: str) -> None:
