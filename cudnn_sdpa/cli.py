@@ -72,8 +72,6 @@ def support(
 
 
 def _plan_support(name: str, output: Path | None) -> None:
-    from json import dumps
-
     from rich.progress import track
 
     from cudnn_sdpa import planned_support
@@ -86,7 +84,7 @@ def _plan_support(name: str, output: Path | None) -> None:
     for reason in dict.fromkeys(reason for call in calls for reason in call.reasons):
         typer.echo(f"none: {reason}")
     if output is not None:
-        output.write_text(dumps({"environment": of, "calls": [call.to_dict() for call in calls]}, indent=1) + "\n")
+        output.write_text(planned_support.to_json(of, calls))
         typer.echo(f"written to {output}")
 
 

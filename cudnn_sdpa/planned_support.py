@@ -6,6 +6,7 @@ is compiled, since an engine that is proposed may still fail there.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,6 +118,12 @@ def environment(properties: dict[str, Any]) -> dict[str, str]:
         "cudnn": backend.version_string(target.cudnn),
         "nvidia-cudnn-frontend": target.frontend,
     }
+
+
+def to_json(of: dict[str, str], calls: list[PlannedCall]) -> str:
+    """The answers and what they hold for as JSON, a line for each call."""
+    lines = ",\n".join(json.dumps(call.to_dict()) for call in calls)
+    return f'{{"environment": {json.dumps(of)},\n"calls": [\n{lines}\n]}}\n'
 
 
 def table(calls: list[PlannedCall]) -> list[dict[str, str]]:
