@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.backward import readable, sink_gradient
 from cudnn_sdpa.attention.calls import Result, _current_device
 from cudnn_sdpa.attention.lookup import describe
 from cudnn_sdpa.attention.options import TOP_LEFT, normalize_mask
-from cudnn_sdpa.attention.packed import Packed, length_bucket, sequence_bucket
+from cudnn_sdpa.attention.packed import Packed, fills_output, length_bucket, sequence_bucket
 from cudnn_sdpa.attention.passes import dense_like
 from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
 from cudnn_sdpa.runtime.cache import next_use, plan_cache
@@ -84,8 +84,8 @@ class Packing:
         """
         ends = _padded(call.cu_seqlens_q, sequences, call.q.shape[0])
         ends_kv = ends if call.one_packing else _padded(call.cu_seqlens_kv, sequences, call.k.shape[0])
-        self.lengths_q = ends.diff()
-        self.lengths_kv = self.lengths_q if call.one_packing else ends_kv.diff()
+        self.lengths_q = ends.diff().clamp_min_(0)  # offsets that decrease make no length below 0
+        self.lengths_kv = self.lengths_q if call.one_packing else ends_kv.diff().clamp_min_(0)
         self.addresses: dict[str, int] = {}
         self._begins = [
             self._multiply(ends, {name: step for name, step in steps.items() if not _is_of_keys(name)}),
@@ -227,7 +227,7 @@ def output_layout(call: VarlenArguments) -> TensorLayout:
 def _forward(prepared: VarlenCall, call: VarlenArguments) -> Result:
     q, out = call.q, new_output(call) if call.out is None else call.out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if call.with_lse else None
-    if not prepared.packed.one_packing:  # cuDNN writes nothing for a sequence without keys
+    if fills_output(prepared.packed, with_lse=lse is not None):
         out.zero_()
         if lse is not None:
             lse.fill_(-torch.inf)
@@ -264,10 +264,8 @@ def run_backward(of: VarlenBackwardArguments) -> list[Tensor]:
 
 def _backward(prepared: VarlenCall, of: VarlenBackwardArguments) -> list[Tensor]:
     call = of.call
-    gradients = [allocate(*layout) for layout in prepared.written]
-    if not prepared.packed.one_packing:  # cuDNN writes nothing for a sequence without queries or keys
-        for gradient in gradients:
-            gradient.zero_()
+    # cuDNN writes nothing for a sequence without queries or keys, nor past the last one.
+    gradients = [allocate(*layout).zero_() for layout in prepared.written]
     tensors = {"q": call.q, "k": call.k, "v": call.v, "out": of.out, "grad_out": of.grad_out, "lse": of.lse}
     if prepared.packed.softcap:  # a row that sees nothing: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN
         tensors["lse"] = of.lse.masked_fill(of.lse == -torch.inf, torch.inf)

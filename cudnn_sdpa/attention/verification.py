@@ -91,7 +91,7 @@ def _exact_varlen(call: VarlenArguments, grad_out: Tensor | None) -> Results:
 
 
 def _of_sequences(results: Results, call: VarlenArguments) -> Results:
-    """The results without the rows past the last sequence, which are undefined."""
+    """The results without the rows past the last sequence, which inference may leave as they are in memory."""
     of_q, of_kv = (slice(0, max(0, int(ends[-1]))) for ends in (call.cu_seqlens_q, call.cu_seqlens_kv))
     rows = {"q": of_q, "k": of_kv, "v": of_kv}
     gradients = {name: x[rows[name]] if name in rows else x for name, x in results.gradients.items()}

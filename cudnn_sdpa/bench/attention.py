@@ -186,6 +186,7 @@ def _varlen_rows(function: Callable[..., Any], lengths: list[int], repeats: int)
     check_agreement(GRADIENTS, backward(), frontend.gradients, where)
     with torch.no_grad():
         times = {"forward": device_times({"ours": attend, "frontend": inference.launch}, repeats=repeats)}
+    times["forward in training"] = device_times({"ours": attend, "frontend": training.launch}, repeats=repeats)
     times["backward"] = device_times({"ours": backward, "frontend": frontend.launch}, repeats=repeats)
     return [_varlen_row(lengths, which, *of.values()) for which, of in times.items()]
 

@@ -227,6 +227,51 @@ def test_lengths_of_zero(lengths, sinks):
         assert fuzz_varlen.check(c) == []
 
 
+@pytest.mark.parametrize("one_packing", [False, True])
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"sinks": True}, {"softcap": 6.0}], ids=str)
+def test_rows_past_the_last_sequence_train_as_zeros(options, one_packing):
+    """A batch padded to a round number of tokens: nothing of the padding reaches a weight."""
+    options = dict(options)
+    leaves = [x.requires_grad_() for x in tensors(512)]
+    sinks = torch.randn(4, device="cuda").requires_grad_() if options.get("sinks") else None
+    options |= {} if sinks is None else {"sinks": sinks}
+    ends = offsets(100, 77, 153)
+    ends_kv = ends if one_packing else ends.clone()
+    poison((512, 4, DIM), (512, 2, DIM), (512, 2, DIM), dtype=torch.bfloat16)
+    poison((512, 4), dtype=torch.float32)
+    out, lse = sdpa_varlen(*leaves, ends, ends_kv, 153, 153, return_lse=True, **options)
+    gradients = torch.autograd.grad(out.sum(), [*leaves, *([] if sinks is None else [sinks])])
+    cut = [x.detach()[:330].requires_grad_() for x in leaves]
+    alone = sdpa_varlen(*cut, ends, ends_kv, 153, 153, **options)
+    expected_gradients = torch.autograd.grad(alone.sum(), [*cut, *([] if sinks is None else [sinks])])
+    assert torch.equal(out[:330], alone)
+    nothing = torch.full_like(lse[330:], -torch.inf) if sinks is None else sinks.detach().expand(512 - 330, 4)
+    assert torch.equal(lse[330:], nothing)
+    for found in (out, *gradients[:3]):
+        assert torch.equal(found[330:], torch.zeros_like(found[330:]))
+    for found, wanted in zip(gradients, expected_gradients, strict=True):
+        assert found.isfinite().all()
+        assert fuzz.difference(found[:330], wanted.double()) < fuzz.BACKWARD[torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    "numbers", [(0, 90, 40, 200), (0, -5, 300, 200), (0, 2**31 - 1, 2**31 - 1, 200), (200, 0, 0, 0)]
+)
+def test_offsets_that_make_no_sense_touch_nothing_outside(numbers):
+    """Wrong numbers give wrong results, and neither an error of the GPU nor a write outside."""
+    around = torch.full((3, 600, 4, DIM), 7.0, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (x.requires_grad_() for x in tensors(200))
+    ends = torch.tensor(numbers, device="cuda", dtype=torch.int32)
+    with torch.no_grad():
+        sdpa_varlen(q, k, v, ends, ends, 200, 200, is_causal=True, out=around[1, 200:400])
+    for ends_kv in (ends, ends.clone()):
+        out = sdpa_varlen(q, k, v, ends, ends_kv, 200, 200, is_causal=True)
+        torch.autograd.grad(out.sum(), (q, k, v))
+    torch.cuda.synchronize()
+    around[1, 200:400] = 7.0
+    assert (around == 7.0).all()
+
+
 def test_the_two_alignments():
     """One where lengths are the same; elsewhere the last query stands at the last key, or the first at the first."""
     q, k, v = tensors(90, 130)

@@ -162,7 +162,8 @@ class PackedBackward:
 def test_packed_sequences(on_cpu, monkeypatch):  # noqa: ARG001
     monkeypatch.setattr(peers, "PackedForward", PackedForward)
     monkeypatch.setattr(peers, "PackedBackward", PackedBackward)
-    forward, backward = attention.varlen(SMALL)
+    forward, in_training, backward = attention.varlen(SMALL)
+    assert [row["pass"] for row in (forward, in_training, backward)] == ["forward", "forward in training", "backward"]
     lengths = cases.random_lengths(SMALL.tokens, SMALL.longest[0])
     assert forward["sequences"] == f"{len(lengths)} of {min(lengths)} to {max(lengths)} tokens"
     assert forward["sdpa_varlen / frontend"] == 0.5
