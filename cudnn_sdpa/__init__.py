@@ -25,7 +25,9 @@ from cudnn_sdpa.errors import (
 from cudnn_sdpa.explanation import explain
 from cudnn_sdpa.runtime.cache import no_plan_builds, plan_cache
 from cudnn_sdpa.runtime.manifest import record_plans
+from cudnn_sdpa.runtime.shapes import shape_policy
 from cudnn_sdpa.runtime.store_setting import use_plan_store
+from cudnn_sdpa.runtime.tuning import autotune
 from cudnn_sdpa.support_matrix import support
 from cudnn_sdpa.warming import compile_plans, warmup
 
@@ -43,6 +45,7 @@ __all__ = [
     "ShapeError",
     "UnsupportedError",
     "__version__",
+    "autotune",
     "compile_plans",
     "explain",
     "fallback",
@@ -52,6 +55,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "sdpa",
     "sdpa_varlen",
+    "shape_policy",
     "support",
     "use_plan_store",
     "warmup",

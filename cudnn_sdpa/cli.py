@@ -29,6 +29,22 @@ class HostPart(str, Enum):
     MEMORY = "memory"
 
 
+class ColdPart(str, Enum):
+    """Parts of `bench coldstart`."""
+
+    CALLS = "calls"
+    WARMUP = "warmup"
+    IMPORTS = "imports"
+
+
+class ShapesPart(str, Enum):
+    """Parts of `bench shapes`."""
+
+    PASSES = "passes"
+    TAKEOVER = "takeover"
+    BUCKETS = "buckets"
+
+
 class AttentionPart(str, Enum):
     """Parts of `bench attention`."""
 
@@ -125,9 +141,12 @@ def warmup(
     from cudnn_sdpa.runtime.store_setting import active, use_plan_store
     from cudnn_sdpa.warming import warmup as run
 
-    if active() is None:
-        use_plan_store()  # plans that go with this process would be of no use
-    _report(lambda: run(manifest, progress=True, workers=workers))
+    def work() -> Any:
+        if active() is None:
+            use_plan_store()  # plans that go with this process would be of no use
+        return run(manifest, progress=True, workers=workers)
+
+    _report(work)
 
 
 @app.command("compile")
@@ -204,6 +223,44 @@ def bench_attention(
     _measure("attention", {name: (title, partial(run, sizes)) for name, (title, run) in chosen.items()}, output)
 
 
+@bench_app.command("coldstart")
+def bench_coldstart(
+    part: Annotated[list[ColdPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
+    output: Output = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Processes for each number.")] = 7,
+) -> None:
+    """Time the first calls of a process, without stored plans and with them, and getting ready, in fresh processes."""
+    _require_gpu()
+    from cudnn_sdpa.bench import coldstart
+
+    measures: dict[ColdPart, tuple[str, Callable[[int], list[dict[str, Any]]]]] = {
+        ColdPart.CALLS: (f"First calls of a process: {coldstart.LABEL}", coldstart.calls),
+        ColdPart.WARMUP: ("warmup() of stored plans", coldstart.warmup),
+        ColdPart.IMPORTS: ("Importing", coldstart.imports),
+    }
+    chosen = {name.value: measures[name] for name in part or list(ColdPart)}
+    _measure("coldstart", {name: (title, partial(run, repeats)) for name, (title, run) in chosen.items()}, output)
+
+
+@bench_app.command("shapes")
+def bench_shapes(
+    part: Annotated[list[ShapesPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
+    output: Output = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Processes for each number.")] = 3,
+) -> None:
+    """Time calls of many lengths under each shape policy, and what plans of buckets cost."""
+    _require_gpu()
+    from cudnn_sdpa.bench import shapes
+
+    measures: dict[ShapesPart, tuple[str, Callable[[int], list[dict[str, Any]]]]] = {
+        ShapesPart.PASSES: (f"From cold: {shapes.LABEL}", shapes.passes),
+        ShapesPart.TAKEOVER: ("Lengths that come back, under tiered", shapes.takeover),
+        ShapesPart.BUCKETS: ("A bucket's plan beside a plan of its own", shapes.buckets),
+    }
+    chosen = {name.value: measures[name] for name in part or list(ShapesPart)}
+    _measure("shapes", {name: (title, partial(run, repeats)) for name, (title, run) in chosen.items()}, output)
+
+
 def _require_gpu(command: str = "bench") -> None:
     import torch
 
@@ -215,15 +272,17 @@ def _require_gpu(command: str = "bench") -> None:
 def _measure(name: str, parts: dict[str, tuple[str, Measure]], output: Path | None) -> None:
     """Measures and prints parts, and writes after each of them what there is: a later one may fail."""
     from cudnn_sdpa.bench import report
+    from cudnn_sdpa.runtime.store_setting import OFF, use_plan_store
 
     results: dict[str, Any] = {}
-    for part, (title, run) in parts.items():
-        rows = run()
-        if not rows:  # the part has said why
-            continue
-        results[part] = rows
-        report.show(title, rows)
-        if output is not None:
-            report.write(output, name, results)
+    with use_plan_store(OFF):  # plans are built as they are measured, and do not fill the user's store
+        for part, (title, run) in parts.items():
+            rows = run()
+            if not rows:  # the part has said why
+                continue
+            results[part] = rows
+            report.show(title, rows)
+            if output is not None:
+                report.write(output, name, results)
     if output is not None and results:
         typer.echo(f"written to {output}")

@@ -14,7 +14,7 @@ from cudnn_sdpa._version import __version__
 from cudnn_sdpa.attention import describe, describe_varlen  # noqa: F401 - they register the descriptions
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.offline.planner import plan_offline
-from cudnn_sdpa.runtime import backend, known_issues
+from cudnn_sdpa.runtime import backend, known_issues, shapes
 from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.describe import Description, described_functions, describer_of
 from cudnn_sdpa.runtime.key import PlanKey
@@ -40,6 +40,8 @@ class Explanation:
         build_seconds: Time that planning and compiling took, or loading.
         loaded: Whether the plan came out of the plan store.
         cached: Whether the plan was in the cache before.
+        bucket: Unless the shape policy is "exact", the key of the plan that serves the call while it has none of its
+            own, if it fits a bucket.
         extra_kernels: What runs on the GPU beside the plan.
         known_issues: Faults of this cuDNN that the plan is made to avoid.
         backward: The same of the gradient, if an input requires grad; its versions and libraries are left empty.
@@ -61,6 +63,7 @@ class Explanation:
     build_seconds: float = 0.0
     loaded: bool = False
     cached: bool = False
+    bucket: str = ""
     extra_kernels: list[str] = field(default_factory=list)
     known_issues: list[str] = field(default_factory=list)
     backward: Explanation | None = None
@@ -94,6 +97,7 @@ class Explanation:
         else:
             lines.append("  nothing to compute: no plan, the result is filled in")
         lines += [f"  key        {self.key}"] if self.key else []
+        lines += [f"  meanwhile  {self.bucket}"] if self.bucket else []
         lines += [f"  also runs  {note}" for note in self.extra_kernels]
         lines += [f"  avoids     {issue}" for issue in self.known_issues]
         lines += [f"  error      {name}: {error:.1e}" for name, error in self.errors.items()]
@@ -195,6 +199,9 @@ def _key(result: Explanation, description: Description, target: Target, device: 
     key = description.key(target, device)
     result.key = str(key)
     result.known_issues = [str(issue) for issue in known_issues.concerning(key)]
+    if description.bucket is not None and shapes.active() != shapes.EXACT:
+        of_bucket = description.bucket(target, device)
+        result.bucket = "" if of_bucket is None else str(of_bucket)
     return key
 
 

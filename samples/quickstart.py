@@ -37,6 +37,7 @@ class Phase:
     milliseconds: list[float] = field(default_factory=list)
     error: float = 0.0
     builds: int = 0
+    loads: int = 0
     hits: int = 0
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
@@ -49,6 +50,7 @@ class Phase:
         self.milliseconds.append((time.perf_counter() - start) * 1e3)
         after = plan_cache.info()
         self.builds += after.builds - before.builds
+        self.loads += after.loads - before.loads  # what an earlier run has built
         self.hits += after.hits - before.hits
         return out
 
@@ -63,6 +65,7 @@ class Phase:
             self.name,
             str(len(self.milliseconds)),
             str(self.builds) if ON_GPU else "–",
+            str(self.loads) if ON_GPU else "–",
             str(self.hits) if ON_GPU else "–",
             f"{self.milliseconds[0]:.2f}",
             f"{steady:.3f}",
@@ -121,14 +124,14 @@ def main() -> None:
 def show(*phases: Phase) -> None:
     table = Table(title="every result agrees with PyTorch in float32", title_justify="left")
     table.add_column("phase")
-    for column in ("calls", "plans built", "plan hits", "first call, ms", "steady, ms", "relative error"):
+    for column in ("calls", "plans built", "loaded", "plan hits", "first call, ms", "steady, ms", "relative error"):
         table.add_column(column, justify="right")
     for phase in phases:
         table.add_row(*phase.row())
     console.print(table)
     if ON_GPU:
         info = plan_cache.info()
-        console.print(f"{info.plans} plans served {info.builds + info.hits} calls.")
+        console.print(f"{info.plans} plans served {info.builds + info.loads + info.hits} calls.")
 
 
 def show_plans(k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> None:

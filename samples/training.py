@@ -143,7 +143,8 @@ def show(runs: list[Run]) -> None:
         console.print(f"{run.name:<10} {curve(run.losses)} {run.seconds / STEPS * 1e3:.1f} ms a step")
     if ON_GPU:
         info = plan_cache.info()
-        console.print(f"{info.plans} plans served all passes of all layers: {info.builds} builds, {info.hits} hits.")
+        counts = f"{info.builds} builds, {info.loads} loads, {info.hits} hits"
+        console.print(f"{info.plans} plans served all passes of all layers: {counts}.")
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments, graphs, memory, operators, pieces, tracking, verification
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.backward import BackwardArguments, Needs
+from cudnn_sdpa.attention.buckets import Bucket
 from cudnn_sdpa.attention.dense import cast_for_autocast, is_deterministic, sdpa
 from cudnn_sdpa.attention.drop_in import drop_in_arguments, scaled_dot_product_attention
 from cudnn_sdpa.attention.operators import MIN_SCALE
@@ -24,7 +25,9 @@ from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.runtime.describe import Description, describes
 from cudnn_sdpa.runtime.eager import needs_gradient
+from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.layouts import TensorLayout
+from cudnn_sdpa.runtime.target import Target
 
 Call = TypeVar("Call", ForwardArguments, VarlenArguments)
 
@@ -84,8 +87,14 @@ def describe_sdpa(
         is_empty=forward.is_empty,
         extra_kernels=[] if forward.is_empty else notes,
         backward=_describe_backward(given, call, forward) if trains else None,
+        bucket=partial(_key_of_bucket, forward),
         verify=lambda differentiate: verification.errors(given, differentiate=differentiate),
     )
+
+
+def _key_of_bucket(forward: Forward, target: Target, device: int | None) -> PlanKey | None:
+    bucket = None if forward.is_empty else Bucket.of(forward)
+    return None if bucket is None else bucket.key(target, device)
 
 
 def _with_positive_scale(call: ForwardArguments) -> tuple[ForwardArguments, list[str]]:

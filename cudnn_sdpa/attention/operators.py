@@ -14,16 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, backward, debug, graphs, lookup, memory, pieces, reference
+from cudnn_sdpa.attention import arguments, backward, debug, lookup, memory, pieces, reference, tiers
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.backward import BackwardArguments, Needs
-from cudnn_sdpa.attention.calls import ForwardCall, Result, bind
+from cudnn_sdpa.attention.calls import ForwardCall, Result
 from cudnn_sdpa.attention.passes import Backward, Forward
 from cudnn_sdpa.attention.problem import Problem
 from cudnn_sdpa.runtime import known_issues
-from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.layouts import dense_stride_like
-from cudnn_sdpa.runtime.plan import build_plan
 from cudnn_sdpa.runtime.target import live_target
 
 #: Smallest scale that is handed to cuDNN. Its kernels hide keys by a score of -inf before they scale, so that with
@@ -60,8 +58,7 @@ def run_cuda(call: ForwardArguments) -> Result:
         forward = Forward.of(call)
         if forward.is_empty:
             return _fill_empty(call)
-        prepared = _prepare(forward, call)
-        lookup.calls.add(raw, prepared)
+        prepared = tiers.prepare(forward, call, raw)
     return prepared(call)
 
 
@@ -78,13 +75,6 @@ def _with_positive_scale(call: ForwardArguments) -> ForwardArguments:
         return call._replace(scale=MIN_SCALE)
     out = new_output(call.q, call.v) if call.out is None else call.out  # in the memory order of q, not of its copy
     return call._replace(q=call.q.neg(), scale=-call.scale_value, out=out)
-
-
-def _prepare(forward: Forward, call: ForwardArguments) -> ForwardCall:
-    device = call.q.get_device()
-    key = forward.key(live_target(device), device)
-    plan = plan_cache.get(key, lambda key: build_plan(graphs.sdpa_forward, key))
-    return bind(forward, plan, call.scale_value, call.softcap)
 
 
 def _fill_empty(call: ForwardArguments) -> Result:

@@ -49,7 +49,8 @@ class OfflinePlan:
 
 #: What the helper runs. Its search path is this process's, without the folder that the user happens to be in.
 _PROGRAM = """
-import sys
+import os, sys
+os.nice({niceness})
 sys.path[:] = {path!r}
 from cudnn_sdpa.offline.worker import main
 main()
@@ -59,7 +60,13 @@ main()
 class Helper:
     """A helper process and the conversation with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, niceness: int = 0) -> None:
+        """It starts with the first request.
+
+        Args:
+            niceness: By how much it stands back for other processes.
+        """
+        self._niceness = niceness
         self.forget()
 
     def forget(self) -> None:
@@ -113,6 +120,12 @@ class Helper:
             self._errors.close()
             self._errors = None
 
+    def kill(self) -> None:
+        """Ends the helper while another thread waits for its answer, which gets an error."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def _start(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self.close()
@@ -120,7 +133,7 @@ class Helper:
             path = [str(Path(entry).resolve()) for entry in sys.path if entry] + [str(_PACKAGE.parent)]
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the helper
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM.format(path=path)],
+                [sys.executable, "-c", _PROGRAM.format(path=path, niceness=self._niceness)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,

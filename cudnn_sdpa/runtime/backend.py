@@ -24,6 +24,9 @@ from cudnn_sdpa.errors import ExecutionError, LibraryError, UnsupportedError
 MIN_FRONTEND = (1, 28)
 MIN_CUDNN = 91000
 
+#: An engine and its settings.
+Configuration = tuple[str, dict[str, int]]
+
 #: Launches a built plan: (address of the pointer array, its length, workspace pointer, handle, plan index).
 Launch = Callable[[int, int, int, int, int], None]
 
@@ -178,8 +181,7 @@ class GraphBuilder:
         except Exception as error:  # noqa: BLE001 - whatever the frontend raises, it is the reason
             raise _unsupported(what, [_reason(error)]) from None
         for index in range(graph.get_execution_plan_count()):
-            graph.select_plan(index)
-            if graph.selected_engine is not None:
+            if not self._takes(index):
                 continue
             try:
                 graph.check_support()
@@ -188,24 +190,27 @@ class GraphBuilder:
                 failures.append(_reason(error))
         raise _unsupported(what, failures)
 
+    def _takes(self, index: int) -> bool:
+        """Selects an entry of the list; whether it is one to build."""
+        self._graph.select_plan(index)
+        return self._graph.selected_engine is None
+
+    def _configuration(self, index: int) -> Configuration:
+        engine, knobs = self._graph.get_engine_and_knobs_at_index(index)
+        return f"eng{engine}", {str(getattr(knob, "name", knob)): int(value) for knob, value in knobs.items()}
+
     def _finish(self, index: int) -> BuiltGraph:
         graph = self._graph
         graph.build_plans()
-        engine, knobs = graph.get_engine_and_knobs_at_index(index)
-        return BuiltGraph(
-            graph=graph,
-            engine=f"eng{engine}",
-            knobs={str(getattr(knob, "name", knob)): int(value) for knob, value in knobs.items()},
-            workspace=int(graph.get_workspace_size()),
-        )
+        engine, knobs = self._configuration(index)
+        return BuiltGraph(graph=graph, engine=engine, knobs=knobs, workspace=int(graph.get_workspace_size()))
 
 
 class HeuristicsBuilder(GraphBuilder):
     """Asks which engine cuDNN proposes and compiles nothing: a few ms, where a plan takes some 500."""
 
     def _finish(self, index: int) -> BuiltGraph:
-        engine, _ = self._graph.get_engine_and_knobs_at_index(index)
-        return BuiltGraph(graph=self._graph, engine=f"eng{engine}", knobs={}, workspace=0)
+        return BuiltGraph(graph=self._graph, engine=self._configuration(index)[0], knobs={}, workspace=0)
 
 
 @dataclass

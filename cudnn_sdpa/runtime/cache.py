@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from cudnn_sdpa.errors import OptionError, PlanBuildError
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.plan import Plan, captured_plans, load_plan
@@ -86,6 +88,19 @@ class PlanCache:
         """The plan of `key` if it is held; does not count as a use."""
         return self._plans.get(key)
 
+    def find(self, key: PlanKey) -> Plan | None:
+        """The plan of `key` if it is held, or can be loaded now; nothing is built."""
+        plan = self._plans.get(key)
+        if plan is None and not torch.cuda.is_current_stream_capturing() and (loaded := load_plan(key)) is not None:
+            self.put(loaded)
+            plan = self._plans.get(key, loaded)
+        return plan
+
+    @property
+    def builds_are_forbidden(self) -> bool:
+        """Whether `no_plan_builds` is in force."""
+        return self._forbidden > 0
+
     def get(self, key: PlanKey, build: Callable[[PlanKey], Plan], *, to_use: bool = True) -> Plan:
         """The plan of `key`. If it is not there, one thread loads it or calls `build`, and the others wait for it.
 
@@ -126,7 +141,11 @@ class PlanCache:
 
     def _check_allowed(self, key: PlanKey) -> None:
         if self._forbidden:
-            raise PlanBuildError(key, "A plan is missing, and no_plan_builds() is in force.")
+            why = (
+                "A plan is missing, and no_plan_builds() is in force. Make this call once before, or note what a run "
+                "uses with record_plans() and make it ready with warmup()."
+            )
+            raise PlanBuildError(key, why)
 
     def put(self, plan: Plan) -> None:
         """Holds a plan that was made elsewhere, if there is none of its key yet."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Generic, Protocol, TypeVar
 
 from cudnn_sdpa.runtime.cache import plan_cache
@@ -45,9 +45,19 @@ class CallTable(Generic[LastT]):
         with plan_cache._lock:
             if not call.plan.held:
                 return
+            if signature in self._calls:
+                self._forget(signature)
+                self.last = self._nothing
             while len(self._calls) >= self._limit:
                 self._forget(next(iter(self._calls)))
             self._calls[signature] = call
+
+    def forget(self, concerns: Callable[[Any], bool]) -> None:
+        """Forgets the calls of which `concerns` says so."""
+        with plan_cache._lock:
+            for signature in [s for s, call in self._calls.items() if concerns(call)]:
+                self._forget(signature)
+            self.last = self._nothing
 
     def remember_last(self, last: LastT, plan: Plan) -> None:
         """Sets `last`, which is about a call of `plan`, unless the plan has left the cache in the meantime."""

@@ -22,6 +22,7 @@ class Description:
         is_empty: Whether there is nothing to compute, and so no plan.
         extra_kernels: What runs on the GPU beside the plan, in words.
         backward: The same of its gradient, if an input requires grad.
+        bucket: Gives the key of its bucket's plan, None if it fits none; see `shape_policy`.
         verify: Runs the call and the reference, and gives the relative error of each result; of the gradients too, if
             that is asked for.
     """
@@ -32,6 +33,7 @@ class Description:
     is_empty: bool = False
     extra_kernels: list[str] = field(default_factory=list)
     backward: Description | None = None
+    bucket: Callable[[Target, int | None], PlanKey | None] | None = None
     verify: Callable[[bool], dict[str, float]] | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from array import array
@@ -11,12 +12,13 @@ from typing import Any
 import torch
 
 from cudnn_sdpa.errors import ExecutionError, PlanBuildError
-from cudnn_sdpa.runtime import backend, handles, known_issues, store_setting
+from cudnn_sdpa.runtime import backend, handles, known_issues, store_setting, trials, tuning
 from cudnn_sdpa.runtime.capture import relaxed_capture
+from cudnn_sdpa.runtime.constants import constants_of
 from cudnn_sdpa.runtime.graph_op import GraphOp
-from cudnn_sdpa.runtime.key import PlanKey, Role
-from cudnn_sdpa.runtime.layouts import TensorLayout
+from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.plan_file import BadPlanFileError, StoredPlan
+from cudnn_sdpa.runtime.proposals import build_others
 
 _current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
     lambda device: torch.cuda.current_stream(device).cuda_stream
@@ -41,6 +43,9 @@ allocate = _find_allocator()
 #: as the process, whatever the cache does.
 captured_plans: list[Plan] = []
 
+#: For each GPU: plans that are timed at the same time disturb each other.
+_tuning_locks: dict[int, threading.RLock] = {}
+
 
 class Plan:
     """A compiled plan. It owns its kernels and constants, but no workspace and no handle.
@@ -56,6 +61,8 @@ class Plan:
         place: The number that the cache gave it before its first use.
         held: Whether it is in the plan cache; set by the cache.
         captured: Whether a CUDA graph holds a launch of it; see `captured_plans`.
+        tuned: Whether it was chosen by its time; see `autotune`.
+        rivals: What else cuDNN proposes, before that is decided: plans, or why there is none.
         constants: Device tensors of the operands whose values the key fixes, by name.
     """
 
@@ -74,6 +81,8 @@ class Plan:
         "last_used",
         "loaded",
         "place",
+        "rivals",
+        "tuned",
         "workspace",
     )
 
@@ -92,6 +101,8 @@ class Plan:
         self.last_used = self.place = 0
         self.captured = False
         self.held = False
+        self.tuned = False
+        self.rivals: list[tuple[backend.Configuration, Plan | str]] = []
         self._count = len(key.inputs) + len(key.outputs)
         self._launch = built.launcher(list(range(1, 1 + self._count)))
 
@@ -131,10 +142,68 @@ class Plan:
             captured_plans.append(self)
 
 
+class UntunedPlan(Plan):
+    """A plan with rivals. Its first launch under `autotune` takes the best over, and makes a plain `Plan` of it.
+
+    Until then launches hold a lock, so that no thread meets a plan half replaced; afterwards they are a plain plan's.
+    """
+
+    __slots__ = ()
+
+    def launch(self, pointers: Sequence[int]) -> None:
+        """As a plain plan's. The first one under `autotune` waits for the GPU, and leaves the winner's results."""
+        with _tuning_locks.setdefault(self.device, threading.RLock()):
+            if type(self) is UntunedPlan:
+                self._settle(pointers)
+            Plan.launch(self, pointers)
+
+    def _settle(self, pointers: Sequence[int]) -> None:
+        stream = _current_raw_stream(self.device)
+        capturing = stream and torch._C._cuda_isCurrentStreamCapturing()
+        if capturing and not tuning.must_not_change(self.key):
+            return  # the first launch outside the capture decides
+        with relaxed_capture():  # plans are let go here, too
+            try:
+                if capturing:
+                    why = "it was first launched into a CUDA graph, and must not change"
+                    tuning.note(self.key, _proposals(self), reason=why)
+                elif tuning.is_in_force():
+                    self._tune(pointers)
+            finally:
+                self.rivals = []
+                self.__class__ = Plan  # type: ignore[assignment]
+
+    def _tune(self, pointers: Sequence[int]) -> None:
+        field = [self, *(rival for _, rival in self.rivals)]
+        launches = [plan if isinstance(plan, str) else functools.partial(Plan.launch, plan, pointers) for plan in field]
+        try:
+            outputs = trials.output_tensors(self.key, pointers, torch.device("cuda", self.device))
+            outcomes = trials.compare(launches, outputs, repeatable=tuning.must_not_change(self.key))
+        except Exception as error:  # noqa: BLE001 - nobody's launch fails because plans cannot be compared
+            tuning.note(self.key, _proposals(self), reason=str(error) or type(error).__name__)
+            return
+        winner = field[number := trials.fastest(outcomes)]
+        tuning.note(self.key, _proposals(self), outcomes, number)
+        if isinstance(winner, Plan) and winner is not self:
+            self._take_over(winner)
+        self.tuned = True
+        if (plans := store_setting.active()) is not None:
+            plans.save(self.key, stored_form(self))
+
+    def _take_over(self, winner: Plan) -> None:
+        for name in ("built", "engine", "knobs", "workspace", "_launch"):
+            mine = getattr(self, name)
+            setattr(self, name, getattr(winner, name))
+            setattr(winner, name, mine)
+        if self.captured:
+            captured_plans.append(winner)  # which is now what the CUDA graph launches
+
+
 def load_plan(key: PlanKey) -> Plan | None:
-    """The plan of `key` out of the plan store, if there is a store and it has one for this GPU."""
+    """The plan of `key` out of the plan store, if it has one for this GPU; under `autotune` only a tuned one."""
     plans = store_setting.active()
-    stored = None if plans is None else plans.load(key)
+    only_tuned = tuning.is_in_force() and not tuning.not_tunable(key)
+    stored = None if plans is None else plans.load(key, only_tuned=only_tuned)
     if plans is None or stored is None:
         return None
     try:
@@ -161,8 +230,8 @@ def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
                 raise ValueError(f"it wants {built.workspace} bytes of workspace, not {stored.workspace}")
         except Exception as error:  # whatever cuDNN says of a file, it can be built again
             raise BadPlanFileError(f"cuDNN does not take it ({error})") from error
-        plan = Plan(key, built, _constants_of(key))
-    plan.build_seconds, plan.loaded = time.perf_counter() - start, True
+        plan = Plan(key, built, constants_of(key))
+    plan.build_seconds, plan.loaded, plan.tuned = time.perf_counter() - start, True, stored.tuned
     return plan
 
 
@@ -180,7 +249,7 @@ def build_plan(operation: GraphOp, key: PlanKey) -> Plan:
         plan = load_plan(key)  # another process may have built it meanwhile
         if plan is None:
             plan = _compile(operation, key)
-            plans.save(key, _stored(plan))
+            plans.save(key, stored_form(plan))
         return plan
 
 
@@ -188,45 +257,48 @@ def _compile(operation: GraphOp, key: PlanKey) -> Plan:
     assert key.device is not None
     start = time.perf_counter()
     with torch.cuda.device(key.device), relaxed_capture():
-        built = operation.compile(key, backend.GraphBuilder(handle=_handle_for(key)))
-        plan = Plan(key, built, _constants_of(key))
+        handle = _handle_for(key)
+        plan = Plan(key, operation.compile(key, backend.GraphBuilder(handle=handle)), constants_of(key))
+        if tuning.is_in_force():
+            _find_rivals(plan, operation, handle)
     plan.build_seconds = time.perf_counter() - start
     return plan
 
 
-def _stored(plan: Plan) -> StoredPlan:
+def _find_rivals(plan: Plan, operation: GraphOp, handle: Any) -> None:
+    """Builds what else cuDNN proposes, for the first launch to decide."""
+    reason = tuning.not_tunable(plan.key)
+    if not reason:
+        first, most = (plan.engine, plan.knobs), tuning.most_candidates() - 1
+        for other, built in build_others(operation, plan.key, first, most, handle=handle):
+            plan.rivals.append((other, built if isinstance(built, str) else Plan(plan.key, built, plan.constants)))
+        if any(isinstance(rival, Plan) for _, rival in plan.rivals):
+            plan.__class__ = UntunedPlan
+            return
+        plan.tuned, reason = True, "cuDNN proposes nothing else that can be built"
+    fared = [(None, ""), *((None, str(why)) for _, why in plan.rivals)]
+    tuning.note(plan.key, _proposals(plan), fared, reason=reason)
+
+
+def _proposals(plan: Plan) -> list[backend.Configuration]:
+    """What cuDNN proposes for the key of a plan that holds the first of them."""
+    return [(plan.engine, plan.knobs), *(configuration for configuration, _ in plan.rivals)]
+
+
+def stored_form(plan: Plan) -> StoredPlan:
+    """What the plan store keeps of a plan that was built."""
     data = plan.built.serialize()
-    return StoredPlan(plan.key.identity(), plan.engine, plan.knobs, plan.workspace, plan.build_seconds, data)
+    known = (plan.key.identity(), plan.engine, plan.knobs, plan.workspace, plan.build_seconds, data)
+    return StoredPlan(*known, tuned=plan.tuned)
 
 
 def _handle_for(key: PlanKey) -> Any:
     """The handle to build or load a plan with, on the current device."""
     assert key.device is not None
     if torch.cuda.is_current_stream_capturing():
-        why = "A plan cannot be built while a CUDA graph is being captured; make this call once before the capture."
+        why = (
+            "A plan cannot be built while a CUDA graph is being captured; make this call once before the capture, or "
+            "note what a run uses with record_plans() and make it ready with warmup() on this thread."
+        )
         raise PlanBuildError(key, why)
     return handles.build_handle(key.device)
-
-
-def _constants_of(key: PlanKey) -> dict[str, torch.Tensor]:
-    assert key.device is not None
-    fills = [operand for operand in key.inputs if operand.role is Role.FILL]
-    return {operand.name: _constant(key.device, operand.layout, operand.fill) for operand in fills}
-
-
-_constants: dict[tuple[int, TensorLayout, int], torch.Tensor] = {}
-_constants_lock = threading.Lock()
-
-
-def _constant(device: int, layout: TensorLayout, value: int) -> torch.Tensor:
-    """A filled tensor that lives as long as the process: when a plan goes, launches of it may still be waiting.
-
-    There is one for each batch size and value, of half a kilobyte on the GPU.
-    """
-    with _constants_lock:  # two threads must not make two, of which one would go with its plan
-        tensor = _constants.get((device, layout, value))
-        if tensor is None:
-            tensor = torch.full(layout.shape, value, dtype=layout.dtype, device=f"cuda:{device}")
-            torch.cuda.current_stream(device).synchronize()  # launches may come on other streams
-            _constants[device, layout, value] = tensor
-    return tensor

@@ -37,6 +37,7 @@ class StoredPlan:
         workspace: Bytes that a launch needs beside its operands.
         build_seconds: Time that planning and compiling took.
         data: The plan in cuDNN's own format.
+        tuned: Whether it was chosen by its time, under `autotune`; files of older versions do not say.
     """
 
     identity: dict[str, Any]
@@ -45,6 +46,7 @@ class StoredPlan:
     workspace: int
     build_seconds: float
     data: bytes
+    tuned: bool = False
 
     def encode(self) -> bytes:
         """The contents of a file."""
@@ -55,6 +57,7 @@ class StoredPlan:
             "workspace": self.workspace,
             "build_seconds": self.build_seconds,
             "size": len(self.data),
+            "tuned": self.tuned,
         }
         line = canonical(description)
         return b"".join([_MAGIC, _digest(line, self.data).encode(), b"\n", line, b"\n", self.data])
@@ -80,6 +83,7 @@ class StoredPlan:
             workspace=description["workspace"],
             build_seconds=description["build_seconds"],
             data=data,
+            tuned=description.get("tuned") is True,
         )
 
 

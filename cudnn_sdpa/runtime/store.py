@@ -33,6 +33,9 @@ _TEMPORARY = ".writing-"
 #: A writer that has not renamed its file by then has been killed.
 _ABANDONED_SECONDS = 3600.0
 
+#: The part of its capacity that a full store keeps, so that not every further save has to remove something.
+_LEFT = 0.9
+
 #: How long to wait for a process that is building the same plan. It takes a second; one that is stopped holds its lock.
 _LOCK_SECONDS = 60.0
 
@@ -72,14 +75,22 @@ class PlanStore:
     Least recently used files go first when it grows over its capacity; a load counts as a use.
     """
 
-    def __init__(self, folder: Path, capacity: int = DEFAULT_BYTES) -> None:
+    def __init__(self, folder: Path, capacity: int = DEFAULT_BYTES, *, complaints: int = logging.WARNING) -> None:
         """Opens or makes a folder.
+
+        Args:
+            folder: Where it is.
+            capacity: Most bytes that are kept.
+            complaints: Logging level of what keeps plans from being kept or read. Files that are unsafe or damaged are
+                always a warning.
 
         Raises:
             UnsafeFolderError: It cannot be made, is no folder, or is open to others.
         """
         self.folder = folder
         self.capacity = capacity
+        self._complaints = complaints
+        self._size: int | None = None  # not known before the first save
         self._counters = dict.fromkeys(("loads", "saves", "rejected", "evictions"), 0)
         self._said: set[str] = set()
         self._mutex = threading.Lock()
@@ -100,8 +111,11 @@ class PlanStore:
         """Where the plan of `key` is, or would be."""
         return self.folder / plan_file.name_of(key.identity())
 
-    def load(self, key: PlanKey) -> StoredPlan | None:
-        """The stored plan of `key`; None if there is none, or none that can be trusted."""
+    def load(self, key: PlanKey, *, only_tuned: bool = False) -> StoredPlan | None:
+        """The stored plan of `key`; None if there is none, or none that can be trusted.
+
+        With `only_tuned`, a plan that was not chosen by its time is left where it is.
+        """
         path = self.path(key)
         try:
             contents = plan_file.read(path)
@@ -116,6 +130,8 @@ class PlanStore:
         except OSError as error:
             self._warn("read", f"stored plans cannot be read ({error})")
             return None
+        if only_tuned and not plan.tuned:
+            return None
         with contextlib.suppress(OSError):
             os.utime(path)  # a use, for the order in which files go
         self._count("loads")
@@ -124,9 +140,10 @@ class PlanStore:
     def save(self, key: PlanKey, plan: StoredPlan) -> None:
         """Keeps a plan. What cannot be written is not kept, and said once."""
         try:
-            self._write(self.path(key), plan.encode())
+            contents = plan.encode()
+            self._write(self.path(key), contents)
             self._count("saves")
-            self._shrink()
+            self._make_room(len(contents))
         except OSError as error:
             self._warn("write", f"plans cannot be kept in {self.folder} ({error})")
 
@@ -141,6 +158,9 @@ class PlanStore:
     @contextlib.contextmanager
     def building(self, key: PlanKey) -> Iterator[None]:
         """While a process is in it, others that want to build the same plan wait, and can load it afterwards."""
+        if not os.access(self.folder, os.W_OK | os.X_OK):  # nothing will be kept that others could wait for
+            yield
+            return
         lock = filelock.FileLock(self.folder / _LOCKS / f"{self.path(key).stem[:32]}.lock", timeout=_LOCK_SECONDS)
         held = False
         try:
@@ -180,17 +200,35 @@ class PlanStore:
                 os.unlink(name)  # noqa: PTH108
             raise
 
-    def _shrink(self) -> None:
-        files = sorted(self._files())
-        excess = sum(size for _, size, _ in files) - self.capacity
-        for _, size, path in files[:-1]:  # the newest stays, however large it is
-            if excess <= 0:
-                break
-            with contextlib.suppress(OSError):
-                path.unlink()
-                excess -= size
-                self._count("evictions")
+    def _make_room(self, added: int) -> None:
+        """Keeps the folder within its capacity.
+
+        To look at thousands of files takes longer than to build a plan. So that is done in the first save of a process,
+        and afterwards only when there may be too many; what other processes save meanwhile shows then.
+        """
+        with self._mutex:
+            if self._size is not None:
+                self._size += added
+                if self._size <= self.capacity:
+                    return
+        size = self._shrink()
+        with self._mutex:
+            self._size = size
         self._sweep()
+
+    def _shrink(self) -> int:
+        """Removes what has not been used for longest if there is too much; returns the bytes that are left."""
+        files = self._files()
+        left = sum(size for _, size, _ in files)
+        if left > self.capacity:
+            for _, size, path in sorted(files)[:-1]:  # the newest stays, however large it is
+                if left <= _LEFT * self.capacity:
+                    break
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                    left -= size
+                    self._count("evictions")
+        return left
 
     def _sweep(self) -> None:
         """Removes what killed writers have left."""
@@ -220,7 +258,7 @@ class PlanStore:
             if kind in self._said:
                 return
             self._said.add(kind)
-        _log.warning("%s", message)
+        _log.log(self._complaints, "%s", message)
 
     def __repr__(self) -> str:
         return f"PlanStore({str(self.folder)!r})"

@@ -1,7 +1,8 @@
-"""Which plan store this process uses: `use_plan_store`, or what the environment says."""
+"""Which plan store this process uses: `use_plan_store`'s, what the environment says, or the user's cache folder."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -14,7 +15,7 @@ from cudnn_sdpa.runtime.store import DEFAULT_BYTES, PlanStore, UnsafeFolderError
 
 _log = logging.getLogger("cudnn_sdpa")
 
-#: Environment variable that names the store's folder.
+#: Environment variable that names the store's folder; unset or empty, it is in the user's cache folder.
 VARIABLE = "CUDNN_SDPA_PLAN_DIR"
 OFF = "off"
 
@@ -26,7 +27,7 @@ class PlanStoreUse:
         store: The store in use; None if plans are not kept.
     """
 
-    def __init__(self, store: PlanStore | None, before: PlanStore | None) -> None:
+    def __init__(self, store: PlanStore | None, before: tuple[PlanStore | None, bool]) -> None:
         self.store = store
         self._before = before
 
@@ -34,11 +35,12 @@ class PlanStoreUse:
         return self.store
 
     def __exit__(self, *_: object) -> None:
-        _Setting.store = self._before
+        with _setting_lock:
+            _Setting.store, _Setting.known = self._before
 
 
 class _Setting:
-    """The store of this process; looked up in the environment when it is first needed."""
+    """The store of this process; not known, and no folder made for it, until a plan is first looked for."""
 
     store: PlanStore | None = None
     known = False
@@ -59,17 +61,39 @@ def active() -> PlanStore | None:
 
 def _from_environment() -> PlanStore | None:
     folder = os.environ.get(VARIABLE, "")
-    if not folder or folder == OFF:
+    if folder == OFF:
         return None
     try:
-        return PlanStore(_absolute(folder))
+        return PlanStore(_absolute(folder)) if folder else PlanStore(_default_folder(), complaints=logging.INFO)
     except UnsafeFolderError as error:
-        _log.warning("plans are not kept, in spite of %s: %s", VARIABLE, error)
+        if folder:
+            _log.warning("plans are not kept, in spite of %s: %s", VARIABLE, error)
+        else:  # nobody asked for it
+            _log.info("plans are not kept for later processes: %s; %s can name another folder", error, VARIABLE)
         return None
+
+
+def _default_folder() -> Path:
+    """The folder "plans" in the user's cache folder.
+
+    Raises:
+        UnsafeFolderError: The user has no cache folder, and no home to make it in.
+    """
+    try:
+        cache = Path(platformdirs.user_cache_dir("cudnn_sdpa"))
+    except RuntimeError:  # so does a new platformdirs say that no home is known; an old one leaves the "~" in the path
+        cache = Path("~")
+    if not cache.is_absolute():
+        raise UnsafeFolderError("the user has no cache folder, for lack of a home or an absolute XDG_CACHE_HOME")
+    with contextlib.suppress(RuntimeError):  # no home is known: the environment has named another cache folder
+        home = Path.home()
+        if cache.is_relative_to(home) and not os.access(home, os.F_OK):
+            raise UnsafeFolderError(f"there is no home folder {home}")
+    return cache / "plans"
 
 
 def use_plan_store(path: str | os.PathLike[str] | None = None, *, capacity: int = DEFAULT_BYTES) -> PlanStoreUse:
-    """Keeps compiled plans in a folder, from which this process and later ones load them instead of building.
+    """Chooses the folder of compiled plans, from which this process and later ones load them instead of building.
 
     A plan that is loaded takes some milliseconds, one that is built 30 to 700. What is loaded is checked against its
     digest and against the whole key, of which the GPU's properties and the versions of cuDNN, its frontend and this
@@ -77,10 +101,12 @@ def use_plan_store(path: str | os.PathLike[str] | None = None, *, capacity: int 
     Plans are code for the GPU: the folder must belong to the user or to root, and nobody else may write to it.
 
     The setting holds for the whole process, until the end of the `with` statement if it is used in one. Without a
-    call, the environment variable `CUDNN_SDPA_PLAN_DIR` names the folder; unset or "off", plans are not kept.
+    call, the environment variable `CUDNN_SDPA_PLAN_DIR` names the folder; "off" is none. Unset, it is "plans" in the
+    user's cache folder, usually `~/.cache/cudnn_sdpa/plans`, made when the first plan is looked for. Where that cannot
+    be used, plans are not kept, which is logged as information; for a folder that the variable names, as a warning.
 
     Args:
-        path: The folder, which is made if it is not there. None is "plans" in the user's cache folder; "off" is none.
+        path: The folder, which is made if it is not there. None is the one in the user's cache folder; "off" is none.
         capacity: Most bytes that are kept (a plan takes 60 to 300 KB); the least recently used plans go first.
 
     Returns:
@@ -98,9 +124,11 @@ def use_plan_store(path: str | os.PathLike[str] | None = None, *, capacity: int 
     """
     if type(capacity) is not int or capacity < 1:
         raise OptionError("capacity", repr(capacity), "bytes, an integer of at least 1")
-    before = active()
-    _Setting.store = None if path == OFF else _open(path, capacity)
-    return PlanStoreUse(_Setting.store, before)
+    store = None if path == OFF else _open(path, capacity)
+    with _setting_lock:
+        use = PlanStoreUse(store, (_Setting.store, _Setting.known))
+        _Setting.store, _Setting.known = store, True
+    return use
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
@@ -109,8 +137,7 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def _open(path: str | os.PathLike[str] | None, capacity: int) -> PlanStore:
-    folder = Path(platformdirs.user_cache_dir("cudnn_sdpa")) / "plans" if path is None else _absolute(path)
     try:
-        return PlanStore(folder, capacity)
+        return PlanStore(_default_folder() if path is None else _absolute(path), capacity)
     except UnsafeFolderError as error:
-        raise OptionError("path", str(folder), f"a folder that only its owner can write to ({error})") from error
+        raise OptionError("path", str(path), f"a folder that only its owner can write to ({error})") from error

@@ -23,7 +23,7 @@ MODULES = ["cudnn_sdpa"] + [
 ]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Pages whose blocks are one script, each going on where the one before ended.
-SCRIPTS = {"attention.md", "plans.md", "quickstart.md", "training.md", "troubleshooting.md", "varlen.md"}
+SCRIPTS = {"attention.md", "plans.md", "quickstart.md", "shapes.md", "training.md", "troubleshooting.md", "varlen.md"}
 
 
 def examples() -> list[doctest.DocTest]:
@@ -37,7 +37,10 @@ def examples() -> list[doctest.DocTest]:
 
 
 EXAMPLES = examples()
-PUBLIC = ["sdpa", "sdpa_varlen", "scaled_dot_product_attention", "explain", "fallback", "no_plan_builds"]
+PUBLIC = [
+    *("sdpa", "sdpa_varlen", "scaled_dot_product_attention", "explain", "fallback"),
+    *("no_plan_builds", "autotune", "shape_policy", "use_plan_store"),
+]
 
 
 @pytest.mark.parametrize("test", EXAMPLES, ids=lambda test: test.name)

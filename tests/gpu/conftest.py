@@ -29,11 +29,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_cache():
-    """Each test starts without plans, with a seed of its own, and leaves no settings behind."""
+    """Each test starts without plans, with a seed of its own, one plan for each shape, and leaves no settings behind.
+
+    What other shape policies do is tested for itself.
+    """
     cudnn_sdpa.plan_cache.clear()
     capacity = cudnn_sdpa.plan_cache.info().capacity
     torch.manual_seed(20261121)
-    yield
+    with cudnn_sdpa.shape_policy("exact"):
+        yield
     cudnn_sdpa.plan_cache.resize(capacity)
 
 

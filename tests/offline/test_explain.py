@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import cudnn_sdpa
 from cudnn_sdpa import (
     CudnnSdpaError,
     OptionError,
@@ -85,6 +86,19 @@ def test_it_prints_well():
         "  libcudnn": result.libraries["libcudnn"],
     }.items():
         assert any(line.startswith(start) and part in line for line in lines), start
+
+
+def test_it_names_the_plan_that_serves_meanwhile():
+    q, k, v = qkv()
+    lengths = torch.tensor([5, 5], dtype=torch.int32)
+    with cudnn_sdpa.shape_policy("tiered"):
+        result = explain(sdpa, q, k, v, is_causal=True)
+        assert "bfloat16[16×1×1024×64" in result.bucket
+        assert "at offsets_q" in result.bucket
+        assert f"  meanwhile  {result.bucket}" in str(result).splitlines()
+        assert explain(sdpa, q, k, v, seq_lens_kv=lengths).bucket == ""
+    with cudnn_sdpa.shape_policy("exact"):
+        assert explain(sdpa, q, k, v, is_causal=True).bucket == ""
 
 
 def test_it_can_be_written_to_json():

@@ -218,8 +218,38 @@ def test_what_killed_writers_leave_is_swept_in_time(store):
     store.save(key(), plan(key()))
     assert left.exists()  # its writer may be alive
     os.utime(left, (time.time() - 7200,) * 2)
-    store.save(key(65), plan(key(65)))
+    PlanStore(store.folder).save(key(65), plan(key(65)))  # in the first save of a process
     assert not left.exists()
+
+
+def test_files_are_looked_at_once_and_then_only_when_there_may_be_too_many(tmp_path, monkeypatch):
+    """With thousands of them that takes longer than to build a plan."""
+    size = len(plan(key(100)).encode())
+    store, looks = PlanStore(tmp_path / "plans", capacity=20 * size), []
+    files = PlanStore._files
+    monkeypatch.setattr(PlanStore, "_files", lambda self: looks.append(self) or files(self))
+    for sq in range(100, 120):
+        store.save(key(sq), plan(key(sq)))
+        os.utime(store.path(key(sq)), (sq, sq))
+    assert len(looks) == 1
+    for sq in range(120, 126):  # the first of them removes the two or three oldest, for some to come
+        store.save(key(sq), plan(key(sq)))
+        os.utime(store.path(key(sq)), (sq, sq))
+        assert sum(path.stat().st_size for path in store.folder.glob("*.plan")) <= store.capacity
+    assert 2 <= len(looks) <= 4
+    left = [sq for sq in range(100, 126) if store.path(key(sq)).exists()]
+    assert left == list(range(left[0], 126))
+    assert store.info().evictions == left[0] - 100
+
+
+def test_what_other_processes_save_shows_when_a_store_is_looked_at(tmp_path):
+    size = len(plan(key()).encode())
+    mine, theirs = (PlanStore(tmp_path / "plans", capacity=10 * size) for _ in range(2))
+    for sq in range(100, 106):
+        mine.save(key(sq), plan(key(sq)))
+        theirs.save(key(sq + 100), plan(key(sq + 100)))
+    PlanStore(tmp_path / "plans", capacity=10 * size).save(key(), plan(key()))
+    assert mine.info().bytes <= 10 * size
 
 
 WRITER = """
@@ -309,7 +339,7 @@ def test_the_setting_holds_until_it_is_left(tmp_path):
 
 def test_the_environment_names_the_folder(tmp_path, run_python):
     code = "from cudnn_sdpa.runtime import store_setting; print(store_setting.active())"
-    for value, expected in ((str(tmp_path / "p"), f"PlanStore('{tmp_path / 'p'}')"), ("off", "None"), ("", "None")):
+    for value, expected in ((str(tmp_path / "p"), f"PlanStore('{tmp_path / 'p'}')"), ("off", "None")):
         assert run_python(code, CUDNN_SDPA_PLAN_DIR=value).stdout.strip() == expected
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)

@@ -1,0 +1,54 @@
+"""Measurements that need a Python process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from cudnn_sdpa.runtime.store_setting import VARIABLE
+
+#: A process takes some seconds; one that builds hundreds of plans, half a minute.
+TIMEOUT_SECONDS = 600.0
+
+_PACKAGE = Path(__file__).parent.parent
+
+
+def run_module(name: str, *arguments: str, store: str) -> dict[str, Any]:
+    """What `python -m name` prints as its last line, which is JSON.
+
+    Args:
+        name: A module of this package.
+        *arguments: What it is given.
+        store: The plan store that it uses: a folder, or "off".
+
+    Raises:
+        RuntimeError: The process failed; what it said is in the message.
+    """
+    return _run(["-m", name, *arguments], " ".join([name, *arguments]), store)
+
+
+def run_code(code: str, what: str, *, store: str) -> dict[str, Any]:
+    """The same of a piece of code; `what` says in the message what it is."""
+    return _run(["-c", code], what, store)
+
+
+def _run(arguments: list[str], what: str, store: str) -> dict[str, Any]:
+    path = os.pathsep.join(filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH", "")]))
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, VARIABLE: store, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_SECONDS,
+    )
+    lines = result.stdout.splitlines()
+    if result.returncode != 0 or not lines:
+        said = result.stderr.strip()[-4000:]
+        raise RuntimeError(f"{what} ended with exit code {result.returncode} and said:\n{said}")
+    answer: dict[str, Any] = json.loads(lines[-1])
+    return answer

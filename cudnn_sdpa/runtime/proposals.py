@@ -1,0 +1,67 @@
+"""Plans of all that cuDNN's heuristics propose for a graph, not of the first alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.runtime.backend import BuiltGraph, Configuration, GraphBuilder
+from cudnn_sdpa.runtime.graph_op import GraphOp
+from cudnn_sdpa.runtime.key import PlanKey
+
+
+class ProposalsBuilder(GraphBuilder):
+    """Compiles nothing, and learns what cuDNN proposes.
+
+    Attributes:
+        proposals: Engines with their settings, best first; known when the graph is built.
+    """
+
+    proposals: tuple[Configuration, ...] = ()
+
+    def _finish(self, index: int) -> BuiltGraph:
+        rest = range(index, self._graph.get_execution_plan_count())
+        self.proposals = tuple(self._configuration(each) for each in rest if self._takes(each))
+        return BuiltGraph(graph=self._graph, engine=self.proposals[0][0], knobs={}, workspace=0)
+
+
+class ConfigurationBuilder(GraphBuilder):
+    """Builds the plan of one proposal and of no other.
+
+    A graph of its own for each: what is serialized is then that plan, and its kernels can be let go with it.
+    """
+
+    def __init__(
+        self, configuration: Configuration, *, handle: Any = None, properties: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(handle=handle, properties=properties)
+        self._wanted = configuration
+
+    def _takes(self, index: int) -> bool:
+        return super()._takes(index) and self._configuration(index) == self._wanted
+
+
+def build_others(
+    operation: GraphOp, key: PlanKey, first: Configuration, most: int, **where: Any
+) -> list[tuple[Configuration, BuiltGraph | str]]:
+    """What cuDNN proposes behind `first`, in its order, each compiled or with the reason why it cannot be.
+
+    Args:
+        operation: The operation.
+        key: The key of its plan.
+        first: The proposal that is built already. What cuDNN ranks before it could not be built.
+        most: How many to build.
+        **where: The handle or the properties that a `GraphBuilder` takes.
+    """
+    asked = ProposalsBuilder(**where)
+    operation.compile(key, asked)
+    proposals = list(asked.proposals)
+    others = proposals[proposals.index(first) + 1 :] if first in proposals else proposals
+    return [(other, _build(operation, key, other, where)) for other in others[:most]]
+
+
+def _build(operation: GraphOp, key: PlanKey, configuration: Configuration, where: dict[str, Any]) -> BuiltGraph | str:
+    try:
+        return operation.compile(key, ConfigurationBuilder(configuration, **where))
+    except UnsupportedError as error:
+        return "; ".join(error.reasons)

@@ -1,0 +1,106 @@
+"""The shape policy: which plan serves a call whose shape has none yet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from cudnn_sdpa.errors import OptionError
+
+EXACT = "exact"
+BUCKETED = "bucketed"
+TIERED = "tiered"
+POLICIES = (EXACT, BUCKETED, TIERED)
+
+#: Environment variable that names the policy.
+VARIABLE = "CUDNN_SDPA_SHAPE_POLICY"
+DEFAULT = TIERED
+
+_listeners: list[Callable[[], None]] = []
+
+
+class ShapePolicyUse:
+    """What `shape_policy` returns: leave it alone, or use it in a `with` statement to go back to what was before.
+
+    Attributes:
+        policy: The policy in force.
+    """
+
+    def __init__(self, policy: str, before: str) -> None:
+        self.policy = policy
+        self._before = before
+
+    def __enter__(self) -> str:
+        return self.policy
+
+    def __exit__(self, *_: object) -> None:
+        _set(self._before)
+
+
+class _Setting:
+    """The policy of this process."""
+
+    policy = ""
+
+
+def active() -> str:
+    """The policy in force."""
+    if not _Setting.policy:
+        name = os.environ.get(VARIABLE) or DEFAULT
+        if name not in POLICIES:
+            raise OptionError(VARIABLE, repr(name), f"one of {', '.join(POLICIES)}")
+        _Setting.policy = name
+    return _Setting.policy
+
+
+def shape_policy(policy: str) -> ShapePolicyUse:
+    """Sets what serves a call of `sdpa` whose shape has no plan yet.
+
+    - "exact": a plan is built for it, which takes 30 to 700 ms. Every call runs the best plan for its shape.
+    - "bucketed": the plan of its bucket serves it. The batch is seen as sequences end to end, whose lengths are data;
+      lengths up to 1,024, 8,192 and 65,536 share a plan each, and so do numbers of sequences that are rounded up to
+      the same power of two, or one and a half times one. A new shape costs 0.2 ms; each call takes up to 1.7
+      times as long as with a plan of its own, single queries on long caches up to 13 times.
+    - "tiered": the first three shapes of a kind get plans of their own. Further ones are served at once by their
+      bucket's plan. One that comes back is built by a helper process meanwhile, which uses no GPU, and its own plan
+      takes over when it is ready. While `torch.use_deterministic_algorithms` or `autotune` is in force, new shapes get
+      plans of their own at once, and nothing changes between calls.
+
+    Buckets serve calls for inference without `return_lse`, lengths, masks, dropout, soft caps, sinks and linear biases;
+    all others are exact under each policy. The results of two plans differ by rounding.
+
+    The setting holds for the whole process, until the end of the `with` statement if it is used in one. Without a call
+    the environment variable `CUDNN_SDPA_SHAPE_POLICY` names the policy.
+
+    Args:
+        policy: "exact", "bucketed" or "tiered".
+
+    Returns:
+        A context manager whose value is the policy.
+
+    Raises:
+        OptionError: There is no such policy.
+
+    Examples:
+        >>> import cudnn_sdpa
+        >>> with cudnn_sdpa.shape_policy("exact") as policy:
+        ...     policy
+        'exact'
+    """
+    if policy not in POLICIES:
+        raise OptionError("policy", repr(policy), f"one of {', '.join(map(repr, POLICIES))}")
+    before = active()
+    _set(policy)
+    return ShapePolicyUse(policy, before)
+
+
+def on_change(listener: Callable[[], None]) -> Callable[[], None]:
+    """Has `listener` called after every change of the policy."""
+    _listeners.append(listener)
+    return listener
+
+
+def _set(policy: str) -> None:
+    changed, _Setting.policy = _Setting.policy != policy, policy
+    for listener in _listeners if changed else ():
+        listener()

@@ -1,0 +1,77 @@
+"""All that cuDNN proposes for a graph, not the first alone: each compiles, and is kept and loaded as itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cudnn_sdpa.offline import driver
+
+pytestmark = pytest.mark.usefixtures("can_plan")
+
+#: Runs in a process of its own, where cuDNN plans for a GPU that is not there.
+SCRIPT = """
+import json, re, sys, torch
+from cudnn_sdpa.attention.describe import describe_sdpa
+from cudnn_sdpa.offline.worker import preload
+from cudnn_sdpa.runtime import backend, proposals
+from cudnn_sdpa.runtime.target import Target, load_properties
+
+preload()
+properties = load_properties("h200")
+target = Target.from_properties(properties)
+dim, options = json.loads(sys.argv[1])
+q, k, v = (torch.empty(2, 8, 256, dim, dtype=torch.bfloat16, device="meta").requires_grad_() for _ in range(3))
+forward = describe_sdpa(q, k, v, **options)
+
+def recorded(data):
+    # The engine and its settings in cuDNN's own words, which are JSON within the file.
+    found = re.search(rb'"engine":{"engineId":(\\d+),.*?"knobChoices":({.*?})', data)
+    return int(found[1]), json.loads(found[2])
+
+def describe(configuration, built):
+    data = built.serialize()
+    loaded = backend.cudnn().pygraph(device_property=backend.cudnn().create_device_properties(json.dumps(properties)))
+    loaded.deserialize(list(data))
+    return {
+        "proposed": configuration,
+        "built": (built.engine, built.knobs),
+        "kept": recorded(data),
+        "loaded": recorded(bytes(loaded.serialize())),
+        "workspaces": (built.workspace, int(loaded.get_workspace_size())),
+    }
+
+answers = []
+for description in (forward, forward.backward):
+    key, operation = description.key(target, None), description.operation
+    first = operation.compile(key, backend.GraphBuilder(properties=properties))
+    configuration = (first.engine, first.knobs)
+    others = proposals.build_others(operation, key, configuration, 7, properties=properties)
+    fewer = proposals.build_others(operation, key, configuration, 1, properties=properties)
+    answers.append([describe(*pair) for pair in [(configuration, first), *others]])
+    assert [which for which, _ in fewer] == [which for which, _ in others[:1]]
+print(json.dumps(answers))
+"""
+
+CASES = {
+    "causal": (64, {"is_causal": True}),
+    "deterministic": (64, {"deterministic": True}),
+    "head dim 128": (128, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_proposal_is_kept_and_loaded_as_itself(run_python, name):
+    environment = {name: driver.helper_environment().get(name) for name in ("LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")}
+    result = run_python(SCRIPT, json.dumps(CASES[name]), **environment)
+    for plans in json.loads(result.stdout.splitlines()[-1]):
+        assert len(plans) > 1
+        assert len({json.dumps(plan["proposed"], sort_keys=True) for plan in plans}) == len(plans)
+        for plan in plans:
+            engine, settings = plan["proposed"]
+            assert plan["built"] == plan["proposed"]
+            assert plan["workspaces"][0] == plan["workspaces"][1]
+            for number, choices in (plan["kept"], plan["loaded"]):
+                assert f"eng{number}" == engine
+                assert {knob: choices[f"CUDNN_KNOB_TYPE_{knob}"] for knob in settings} == settings

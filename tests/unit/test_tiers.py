@@ -1,0 +1,304 @@
+"""Which plan serves a new shape, and who takes over: the decisions, with plans that are not real."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cudnn_sdpa import UnsupportedError, no_plan_builds, plan_cache, shape_policy
+from cudnn_sdpa.attention import lookup, tiers
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.passes import Forward
+from cudnn_sdpa.runtime import cache
+from cudnn_sdpa.runtime.plan_file import BadPlanFileError
+from cudnn_sdpa.runtime.target import Target, load_properties
+
+TARGET = replace(Target.from_properties(load_properties("h200")), cudnn=91900)
+
+
+class FakePlan:
+    """A plan that says of which key it is."""
+
+    def __init__(self, key, loaded=False):
+        self.key, self.loaded, self.held = key, loaded, False
+        self.build_seconds, self.last_used, self.place = 0.0, 0, 0
+
+
+class FakeCall:
+    """A prepared call of a plan."""
+
+    def __init__(self, plan):
+        self.plan, self.last = plan, None
+
+
+class FakeBucketCall(FakeCall):
+    """One of a bucket's plan."""
+
+    is_of_graph = False
+    table_bytes = 100
+
+    def __init__(self, bucket, plan, scale, successor):
+        super().__init__(plan)
+        self.bucket, self.scale, self.successor = bucket, scale, successor
+
+
+class FakeBackground:
+    """Takes requests; the test says when they are done."""
+
+    def __init__(self):
+        self.requests = []
+
+    def request(self, key, properties):
+        request = tiers.Request(key, properties)
+        self.requests.append(request)
+        return request
+
+
+@pytest.fixture(autouse=True)
+def without_a_gpu(monkeypatch):
+    monkeypatch.setattr(tiers, "live_target", lambda _: TARGET)
+    monkeypatch.setattr(tiers, "live_properties", lambda _: {})
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tiers, "build_plan", lambda _, key: FakePlan(key))
+    monkeypatch.setattr(tiers, "plan_of", lambda key, _: FakePlan(key, loaded=True))
+    monkeypatch.setattr(tiers, "bind", lambda _, plan, *__: FakeCall(plan))
+    monkeypatch.setattr(tiers, "BucketCall", FakeBucketCall)
+    monkeypatch.setattr(cache, "load_plan", lambda _: None)
+    plan_cache.clear()
+    yield
+    plan_cache.clear()
+
+
+@pytest.fixture
+def background(monkeypatch):
+    fake = FakeBackground()
+    monkeypatch.setattr(tiers, "background", fake)
+    return fake
+
+
+def serve(rows, **options):
+    """What serves a causal prefill of this length: the prepared call."""
+    q, k = (torch.empty(1, rows, heads, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2) for heads in (4, 2))
+    call = ForwardArguments(q, k, k, is_causal=True, **options)
+    signature = ("test", rows, *options)
+    prepared = tiers.prepare(Forward.of(call), call, signature)
+    assert lookup.calls.get(signature) is prepared
+    return prepared
+
+
+def kinds(rows):
+    return ["bucket" if isinstance(serve(n), FakeBucketCall) else "own" for n in rows]
+
+
+def test_exact_gives_every_shape_its_own_plan():
+    with shape_policy("exact"):
+        assert kinds(range(100, 110)) == ["own"] * 10
+    assert plan_cache.info().builds == 10
+
+
+def test_bucketed_builds_one_plan():
+    with shape_policy("bucketed"):
+        assert kinds(range(100, 110)) == ["bucket"] * 10
+        assert serve(100).successor is None
+    assert plan_cache.info().builds == 1
+
+
+def test_tiered_begins_with_plans_of_their_own():
+    with shape_policy("tiered"):
+        assert kinds([100, 110, 120, 130, 140, 100]) == ["own", "own", "own", "bucket", "bucket", "own"]
+    assert plan_cache.info().builds == 4
+
+
+def test_shapes_of_another_bucket_are_counted_for_themselves():
+    with shape_policy("tiered"):
+        assert kinds([100, 110, 120, 2000, 2100, 2200, 130, 2300]) == ["own"] * 6 + ["bucket"] * 2
+
+
+def test_a_shape_that_lost_its_plan_does_not_count_again():
+    with shape_policy("tiered"):
+        for _ in range(5):
+            assert kinds([100, 110]) == ["own", "own"]
+            plan_cache.resize(1)
+            plan_cache.resize(512)
+
+
+def test_a_buckets_plan_that_is_there_serves_the_first_shape():
+    with shape_policy("bucketed"):
+        serve(100)
+    with shape_policy("tiered"):
+        assert kinds([200]) == ["bucket"]
+        assert serve(200).successor is not None
+
+
+def test_plans_are_loaded_before_any_is_built(monkeypatch):
+    with shape_policy("bucketed"):
+        bucket = serve(100).plan.key
+    with shape_policy("exact"):
+        own = serve(200).plan.key
+    plan_cache.clear()
+    stored = {bucket, own}
+    monkeypatch.setattr(cache, "load_plan", lambda key: FakePlan(key, loaded=True) if key in stored else None)
+    with shape_policy("tiered"):
+        assert kinds([200, 300]) == ["own", "bucket"]
+    assert (plan_cache.info().loads, plan_cache.info().builds) == (2, 0)
+
+
+def test_what_fits_no_bucket_is_exact():
+    with shape_policy("bucketed"):
+        for rows in (100, 200):
+            assert type(serve(rows, with_lse=True)) is FakeCall
+    assert plan_cache.info().builds == 2
+
+
+def test_a_bucket_without_a_plan_is_asked_for_once(monkeypatch):
+    asked = []
+
+    def build(_, key):
+        if any(operand.ragged for operand in key.inputs):
+            asked.append(key)
+            raise UnsupportedError(key.name, ["no engine"])
+        return FakePlan(key)
+
+    monkeypatch.setattr(tiers, "build_plan", build)
+    with shape_policy("bucketed"):
+        assert kinds([100, 200, 300]) == ["own"] * 3
+    assert len(asked) == 1
+
+
+def test_what_has_no_plan_of_its_own_is_refused_under_every_policy(monkeypatch):
+    def refuse(*_):
+        raise UnsupportedError("sdpa", ["not here"])
+
+    monkeypatch.setattr(Forward, "key", refuse)
+    for policy in ("exact", "bucketed", "tiered"):
+        with shape_policy(policy), pytest.raises(UnsupportedError, match="not here"):
+            serve(100)
+
+
+def test_under_determinism_plans_are_exact():
+    torch.use_deterministic_algorithms(True)
+    try:
+        for policy in ("bucketed", "tiered"):
+            with shape_policy(policy):
+                assert kinds([100, 200]) == ["own", "own"]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_another_policy_forgets_calls_of_buckets_alone():
+    with shape_policy("tiered"):
+        kinds([100, 110, 120, 130])
+        assert len(lookup.calls) == 4
+    with shape_policy("exact"):
+        assert len(lookup.calls) == 3
+
+
+def test_what_is_made_in_a_graph_is_not_remembered(monkeypatch):
+    monkeypatch.setattr(FakeBucketCall, "is_of_graph", True)
+    with shape_policy("bucketed"), pytest.raises(AssertionError):
+        serve(100)  # it looks for it
+    assert len(lookup.calls) == 0
+
+
+def test_tables_take_no_more_than_their_share(monkeypatch):
+    monkeypatch.setattr(tiers, "MOST_TABLE_BYTES", 300)
+    with shape_policy("bucketed"):
+        for rows, held in ((100, 1), (110, 2), (120, 3), (130, 1), (140, 2)):
+            serve(rows)
+            assert len(lookup.calls) == held
+
+
+def use(*calls):
+    return [call.successor.find() for call in calls]
+
+
+@pytest.fixture
+def two():
+    """Calls of two shapes of one bucket."""
+    with shape_policy("bucketed"):
+        serve(100)
+    with shape_policy("tiered"):
+        yield serve(200), serve(300)
+
+
+def test_the_third_use_asks_for_a_plan(two, background):
+    for count in (0, 0, 2, 2):
+        assert use(*two) == [None, None]
+        assert len(background.requests) == count
+    assert [request.key for request in background.requests] == [call.successor._key for call in two]
+
+
+def test_calls_in_a_row_are_one_use(two, background):
+    for _ in range(50):
+        use(two[0])
+    assert background.requests == []
+
+
+def test_no_plan_builds_holds_for_the_background(two, background):
+    with no_plan_builds():
+        for _ in range(5):
+            use(*two)
+    assert background.requests == []
+    use(*two)
+    assert len(background.requests) == 2
+
+
+def test_too_many_requests_are_made_later(two, background, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(background, "request", lambda *_: None)
+        for _ in range(5):
+            use(*two)
+    use(*two)
+    assert len(background.requests) == 2
+
+
+def done(call, background, stored="a stored plan"):
+    for _ in range(3):
+        use(call, FakeBucketCall(None, call.plan, 0.0, tiers.OwnPlan(None, None, 0.0, None)))
+    request = background.requests[0]
+    request.is_done, request.stored = True, stored
+
+
+def test_the_own_plan_takes_over(two, background):
+    call = two[0]
+    done(call, background)
+    (own,) = use(call)
+    assert own.plan.key == call.successor._key
+    assert own.plan.held
+    assert lookup.calls.get(("test", 200)) is own
+    assert use(call) != [None]  # a thread that still has the old call gets the plan too
+    assert plan_cache.info().loads == 1
+
+
+def test_nobody_takes_over_in_a_capture_or_under_determinism(two, background, monkeypatch):
+    call = two[0]
+    done(call, background)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert use(call) == [None]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert use(call) == [None]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert lookup.calls.get(("test", 200)) is call
+    assert use(call) != [None]
+
+
+@pytest.mark.parametrize("fault", ["not built", "not loaded"])
+def test_a_plan_that_does_not_come_is_given_up(two, background, monkeypatch, caplog, fault):
+    def refuse(*_):
+        raise BadPlanFileError("cuDNN does not take it")
+
+    call = two[0]
+    done(call, background, None if fault == "not built" else "damaged")
+    monkeypatch.setattr(tiers, "plan_of", refuse)
+    for _ in range(5):
+        assert use(call, two[1])[0] is None
+    assert len([request for request in background.requests if request.key == call.successor._key]) == 1
+    assert caplog.text.count("cannot be used") == (fault == "not loaded")
+    assert lookup.calls.get(("test", 200)) is call

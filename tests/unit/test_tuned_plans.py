@@ -1,0 +1,206 @@
+"""Plans that `autotune` chose, or is about to: in CUDA graphs, in threads, and in the plan store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+import torch
+from stand_in_engines import Engine, Machine, halve, key, launch, operands
+
+import cudnn_sdpa
+from cudnn_sdpa import UnsupportedError, autotune
+from cudnn_sdpa.runtime import handles, plan, plan_file, proposals
+from cudnn_sdpa.runtime.key import Operand
+from cudnn_sdpa.runtime.layouts import TensorLayout
+from cudnn_sdpa.runtime.plan import Plan, UntunedPlan, build_plan, captured_plans, load_plan
+from cudnn_sdpa.runtime.plan_file import StoredPlan
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    return Machine(monkeypatch)
+
+
+@pytest.fixture
+def captured():
+    """The plans that are captured from now on, which are then forgotten."""
+    before = list(captured_plans)
+    captured_plans.clear()
+    yield captured_plans
+    captured_plans[:] = before
+
+
+def test_a_launch_into_a_cuda_graph_tunes_nothing_and_the_next_one_does(machine, captured):
+    engines = Engine("eng1", 30), Engine("eng2", 1)
+    machine.proposes(*engines)
+    with autotune():
+        made = build_plan(halve, key())
+        x, out = operands()
+        machine.stream, machine.capturing = 5, True
+        for _ in range(2):
+            launch(made, x, out)
+        assert (type(made), made.engine, engines[1].launches) == (UntunedPlan, "eng1", 0)
+        assert [each.built for each in captured] == [engines[0]]
+        machine.capturing = False
+        launch(made, x, out)
+    assert (type(made), made.engine, made.tuned) == (Plan, "eng2", True)
+    assert {each.built for each in captured} == set(engines)  # the kernels of the graph live on
+    assert torch.equal(out, x * 0.5)
+
+
+def test_under_determinism_a_captured_plan_stays(machine, captured):
+    machine.proposes(Engine("eng1", 30), other := Engine("eng2", 1))
+    with autotune() as report:
+        made = build_plan(halve, key(deterministic=True))
+        x, out = operands()
+        machine.stream, machine.capturing = 5, True
+        launch(made, x, out)
+        machine.capturing = False
+        launch(made, x, out)
+    assert (type(made), made.engine, made.tuned, other.launches) == (Plan, "eng1", False, 0)
+    assert len(captured) == 1
+    assert "CUDA graph" in report.entries[0].reason
+
+
+def test_a_capture_after_tuning_is_of_the_winner(machine, captured):
+    machine.proposes(Engine("eng1", 30), winner := Engine("eng2", 1))
+    with autotune():
+        made = build_plan(halve, key())
+        launch(made, *operands())
+        machine.stream, machine.capturing = 5, True
+        launch(made, *operands())
+    assert [each.built for each in captured] == [winner]
+
+
+def test_threads_that_launch_at_once_tune_once(machine):
+    machine.proposes(Engine("eng1", 30), Engine("eng2", 10))
+    barrier, right = threading.Barrier(8), [False] * 8
+    with autotune() as report:
+        made = build_plan(halve, key())
+
+        def work(index):
+            handles.thread.slots = machine.slots
+            x, out = operands()
+            barrier.wait()
+            launch(made, x, out)
+            right[index] = torch.equal(out, x * 0.5)
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert right == [True] * 8
+    assert len(report.entries) == len(machine.timed) == 1
+    assert (type(made), made.engine) == (Plan, "eng2")
+
+
+@pytest.fixture
+def store(tmp_path):
+    with cudnn_sdpa.use_plan_store(tmp_path / "plans") as store:
+        yield store
+
+
+def stored(of, **changes):
+    return StoredPlan(of.identity(), "eng9", {"KNOB": 3}, 256, 0.25, b"data" * 100, **changes)
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_files_say_whether_a_plan_was_tuned(store, tuned):
+    store.save(key(), stored(key(), tuned=tuned))
+    assert store.load(key()) == stored(key(), tuned=tuned)
+    assert store.load(key()).tuned is tuned
+    loads = store.info().loads
+    assert (store.load(key(), only_tuned=True) is not None) is tuned
+    assert store.info().loads == loads + tuned
+
+
+def test_older_files_are_plans_that_were_not_tuned(store):
+    magic, _, line, data = stored(key()).encode().split(b"\n", 3)
+    older = line.replace(b',"tuned":false', b"")
+    assert older != line
+    digest = plan_file._digest(older, data).encode()
+    store.path(key()).write_bytes(b"\n".join([magic, digest, older, data]))
+    assert store.load(key()) == stored(key())
+    assert store.load(key(), only_tuned=True) is None
+    assert (store.info().plans, store.info().rejected) == (1, 0)
+
+
+def test_untuned_plans_are_left_in_the_store_under_autotune(store, monkeypatch):
+    monkeypatch.setattr(plan, "plan_of", lambda _, stored: stored)
+    store.save(key(), stored(key()))
+    assert load_plan(key()) is not None
+    with autotune():
+        assert load_plan(key()) is None
+        assert store.info().plans == 1
+        store.save(key(), stored(key(), tuned=True))
+        assert load_plan(key()).tuned
+    assert load_plan(key()).tuned
+
+
+def test_what_cannot_be_tuned_is_loaded_under_autotune(store, monkeypatch):
+    monkeypatch.setattr(plan, "plan_of", lambda _, stored: stored)
+    of = key(inputs=[Operand("lengths", TensorLayout.contiguous((2,), torch.int32))])
+    store.save(of, stored(of))
+    with autotune():
+        assert load_plan(of) is not None
+
+
+def test_the_winner_is_kept(store, machine, caplog):
+    machine.proposes(Engine("eng1", 30), Engine("eng2", 10, workspace=64))
+    with caplog.at_level(logging.WARNING), autotune():
+        made = build_plan(halve, key())
+        kept = store.load(key())
+        assert (kept.engine, kept.tuned) == ("eng1", False)
+        launch(made, *operands())
+    kept = store.load(key())
+    assert (kept.engine, kept.knobs, kept.workspace, kept.tuned) == ("eng2", {"TILE": 10}, 64, True)
+    assert kept.data == b"eng2" * 100
+    assert not caplog.records
+
+
+def test_a_plan_that_was_not_compared_is_kept_as_untuned(store, machine):
+    machine.proposes(Engine("eng1", 30), Engine("eng2", 10))
+    with autotune():
+        made = build_plan(halve, key())
+        x, out = operands()
+        launch(made, torch.zeros_like(x), out)
+    assert store.load(key()).tuned is False
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_loaded_plan_knows_whether_it_was_tuned(machine, monkeypatch, tuned):
+    made = Engine("eng9", workspace=256)
+    monkeypatch.setattr(plan.backend, "load_graph", lambda *_: made)
+    machine.proposes(made)
+    loaded = plan.plan_of(key(), stored(key(), tuned=tuned))
+    assert (type(loaded), loaded.loaded, loaded.tuned) == (Plan, True, tuned)
+
+
+def test_proposals_before_the_one_that_was_built_are_not_tried_again(monkeypatch):
+    known = tuple((f"eng{n}", {}) for n in range(4))
+    built = []
+
+    class Asked:
+        proposals = known
+
+        def __init__(self, **_):
+            pass
+
+    class Operation:
+        def compile(self, _, g):
+            if isinstance(g, Asked):
+                return None
+            built.append(g)
+            if g == known[2]:
+                raise UnsupportedError("halve", ["too large", "too wide"])
+            return g
+
+    monkeypatch.setattr(proposals, "ProposalsBuilder", Asked)
+    monkeypatch.setattr(proposals, "ConfigurationBuilder", lambda configuration, **_: configuration)
+    others = proposals.build_others(Operation(), key(), known[1], 7, handle=None)
+    assert others == [(known[2], "too large; too wide"), (known[3], known[3])]
+    assert built == [known[2], known[3]]
+    assert proposals.build_others(Operation(), key(), known[0], 1, handle=None) == [(known[1], known[1])]
