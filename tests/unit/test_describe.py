@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-import cudnn_sdpa.explanation  # noqa: F401 - the descriptions
+import cudnn_sdpa
+import cudnn_sdpa.explanation
 from cudnn_sdpa import UnsupportedError, scaled_dot_product_attention, sdpa, sdpa_varlen
-from cudnn_sdpa.attention import backward, memory, operators, varlen_calls, varlen_operators
+from cudnn_sdpa.attention import backward, memory, operators, tiers, varlen_calls, varlen_operators
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.backward import BackwardArguments, Needs
 from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
@@ -36,7 +38,8 @@ def key_of(monkeypatch):
 
     monkeypatch.setattr(PlanCache, "get", ask)
     monkeypatch.setattr(memory, "_share_memory", lambda *_: False)  # what has no memory has address 0
-    for module in (operators, backward, varlen_calls):
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
+    for module in (operators, tiers, backward, varlen_calls):
         monkeypatch.setattr(module, "live_target", lambda _device: H200)
     monkeypatch.setattr(
         varlen_calls,
@@ -49,7 +52,8 @@ def key_of(monkeypatch):
             function(*arguments)
         return caught.value.args[0]
 
-    return run
+    with cudnn_sdpa.shape_policy("exact"):
+        yield run
 
 
 def T(*shape, dtype=torch.bfloat16, grad=False, stride=None):  # noqa: N802 - short, as it stands in tables

@@ -226,7 +226,8 @@ def test_the_command_refuses_what_is_no_version():
     assert "cudnn: got 'new'" in result.output
 
 
-def test_the_page_shows_what_the_rules_say(repository):
+def test_the_page_shows_what_the_rules_say(repository, monkeypatch):
+    monkeypatch.syspath_prepend(repository / "scripts")
     spec = importlib.util.spec_from_file_location("support_tables", repository / "scripts" / "support_tables.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cudnn_sdpa import UnsupportedError, no_plan_builds, plan_cache, shape_policy
+from cudnn_sdpa import UnsupportedError, autotune, no_plan_builds, plan_cache, shape_policy
 from cudnn_sdpa.attention import lookup, tiers
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.passes import Forward
@@ -65,6 +65,7 @@ def without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tiers, "build_plan", lambda _, key: FakePlan(key))
     monkeypatch.setattr(tiers, "plan_of", lambda key, _: FakePlan(key, loaded=True))
+    monkeypatch.setattr(tiers, "stored_form", lambda plan: plan)
     monkeypatch.setattr(tiers, "bind", lambda _, plan, *__: FakeCall(plan))
     monkeypatch.setattr(tiers, "BucketCall", FakeBucketCall)
     monkeypatch.setattr(cache, "load_plan", lambda _: None)
@@ -145,6 +146,28 @@ def test_plans_are_loaded_before_any_is_built(monkeypatch):
     with shape_policy("tiered"):
         assert kinds([200, 300]) == ["own", "bucket"]
     assert (plan_cache.info().loads, plan_cache.info().builds) == (2, 0)
+
+
+def test_a_buckets_plan_is_loaded_once_where_it_is_built(monkeypatch):
+    loaded = []
+    monkeypatch.setattr(tiers, "plan_of", lambda key, _: loaded.append(key))
+    with shape_policy("bucketed"):
+        kinds([100, 200])
+        assert loaded == [serve(300).plan.key]
+
+
+def test_a_buckets_plan_that_cannot_be_loaded_serves_all_the_same(monkeypatch):
+    def refuse(*_):
+        raise BadPlanFileError("cuDNN does not take it")
+
+    monkeypatch.setattr(tiers, "plan_of", refuse)
+    with shape_policy("bucketed"):
+        assert kinds([100, 200]) == ["bucket"] * 2
+
+
+def test_while_plans_are_tuned_every_shape_has_its_own():
+    with shape_policy("bucketed"), autotune():
+        assert kinds([100, 200]) == ["own"] * 2
 
 
 def test_what_fits_no_bucket_is_exact():
