@@ -157,11 +157,14 @@ class PlanStore:
 
     @contextlib.contextmanager
     def building(self, key: PlanKey) -> Iterator[None]:
-        """While a process is in it, others that want to build the same plan wait, and can load it afterwards."""
+        """While a process is in it, others that want to build the same plan wait, and can load it afterwards.
+
+        Lock files cannot be removed safely, so there are 256 for all plans; now and then two plans share one.
+        """
         if not os.access(self.folder, os.W_OK | os.X_OK):  # nothing will be kept that others could wait for
             yield
             return
-        lock = filelock.FileLock(self.folder / _LOCKS / f"{self.path(key).stem[:32]}.lock", timeout=_LOCK_SECONDS)
+        lock = filelock.FileLock(self.folder / _LOCKS / f"{self.path(key).stem[:2]}.lock", timeout=_LOCK_SECONDS)
         held = False
         try:
             (self.folder / _LOCKS).mkdir(exist_ok=True, mode=0o700)
