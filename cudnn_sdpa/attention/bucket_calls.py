@@ -30,6 +30,8 @@ class BucketCall(ForwardCall):
         table_bytes: What they take of the GPU's memory.
     """
 
+    may_be_replaced = True
+
     __slots__ = ("_offsets", "_successor", "_tables", "_tail", "is_of_graph", "table_bytes")
 
     def __init__(self, bucket: Bucket, plan: Plan, scale: float, successor: Successor | None) -> None:
@@ -38,8 +40,9 @@ class BucketCall(ForwardCall):
         self._successor = successor
         tables = bucket.tables(torch.device("cuda", plan.device))
         self.is_of_graph = torch.cuda.is_current_stream_capturing()
-        self._tables = DeviceTables(tables, _current_raw_stream(plan.device), captured=self.is_of_graph)
-        self.table_bytes = sum({x.data_ptr(): x.numel() * x.element_size() for x in tables.values()}.values())
+        stream = _current_raw_stream(plan.device)
+        self._tables = DeviceTables(tables, plan.device, stream, captured=self.is_of_graph)
+        self.table_bytes = self._tables.size
         known = self._tables.addresses
         self._offsets = tuple(known[f"offsets_{name}"] for name in ("q", "k", "v", "out"))
         self._tail = (self._fixed["scale"], known["seq_len_q"], known["seq_len_kv"])
@@ -50,13 +53,13 @@ class BucketCall(ForwardCall):
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, lengths_kv: Tensor | None, out: Tensor | None) -> Result:
         """The same with the arguments one by one; there are no lengths."""
-        own = None if self._successor is None else self._successor.find()
-        if own is not None:
-            return own.run(q, k, v, None, out)
         plan = self.plan
         if self._elsewhere and _current_device() != plan.device:
             with torch.cuda.device(plan.device):
                 return self.run(q, k, v, lengths_kv, out)
+        own = None if self._successor is None else self._successor.find()
+        if own is not None:
+            return own.run(q, k, v, None, out)
         first, second, third = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if out is not None or (first | second | third) & MISALIGNED:
             _check_memory(q, k, v, out)

@@ -62,7 +62,8 @@ class Bucket:
         if real > MOST_SEQUENCES or any(_row_step(tensor, apart=apart) == 0 for tensor in tensors):
             return None
         sequences = sequence_bucket(real)
-        longest_q = 1 if forward.is_decode else length_bucket(problem.sq, _UNBOUNDED, closely=False)
+        decodes = forward.is_decode and problem.mask.band is None  # cuDNN's decode engines draw no mask
+        longest_q = 1 if decodes else length_bucket(problem.sq, _UNBOUNDED, closely=False)
         longest_kv = length_bucket(problem.skv, _UNBOUNDED, closely=False)
         rows = [longest * sequences for longest in (longest_q, longest_kv, longest_kv, longest_q)]
         q, k, v, out = (_packed(tensor, n, apart=apart) for tensor, n in zip(tensors, rows, strict=True))
@@ -101,14 +102,9 @@ def _is_plain(forward: Forward) -> bool:
     """Whether nothing but the band, lengths and the scale decides the result."""
     problem = forward.problem
     left = problem.mask.band[0] if problem.mask.band is not None else None
-    return not (
-        not problem.has_no_sides
-        or problem.alibi
-        or problem.has_lengths
-        or problem.mask.blind_rows
-        or (left is not None and left < 0)
-        or (forward.is_decode and problem.mask.band is not None)
-    )
+    if left is not None and (left < 0 or problem.sq > problem.skv):
+        return False  # the band depends on the lengths, or queries may see no key
+    return problem.has_no_sides and not (problem.alibi or problem.has_lengths or problem.mask.blind_rows)
 
 
 def _heads_lie_together(tensor: TensorLayout) -> bool:

@@ -75,7 +75,13 @@ class BoundCall:
 
 
 class ForwardCall(BoundCall):
-    """A forward call bound to its plan. Calling it checks only what no signature holds: addresses."""
+    """A forward call bound to its plan. Calling it checks only what no signature holds: addresses.
+
+    Attributes:
+        may_be_replaced: Whether another plan may take over between two calls, so that their results differ by rounding.
+    """
+
+    may_be_replaced = False
 
     __slots__ = ("_last", "_lse", "_one_launch", "_out", "forward", "training")
 

@@ -118,8 +118,9 @@ def sdpa(
             `CUDNN_SDPA_DEBUG` is 1, which reads and refuses it. Keys past the length are not seen, but k and v must
             hold finite numbers there, because their rows are multiplied by 0: make a cache with `torch.zeros`.
         return_lse: Also return the log-sum-exp of the scores. It is not differentiable: a gradient into it raises.
-        deterministic: Whether gradients are bit-exact from run to run, which costs workspace (`explain` shows it).
-            None follows `torch.use_deterministic_algorithms`. The output always is.
+        deterministic: Whether results are bit-exact from run to run: gradients by a kernel for that, which costs
+            workspace (`explain` shows it), the output by a plan of its own (see `shape_policy`). None follows
+            `torch.use_deterministic_algorithms`.
         out: Where to write the result: (B, Hq, Sq, Dv), not overlapping an input. For inference.
 
     Returns:

@@ -53,7 +53,7 @@ def run_cuda(call: ForwardArguments) -> Result:
         return run_cuda(_with_positive_scale(call))
     raw = lookup.signature(call)
     prepared: ForwardCall | None = lookup.calls.get(raw)
-    if prepared is None:
+    if prepared is None or (call.deterministic and prepared.may_be_replaced):
         _check_for_cuda(call)
         forward = Forward.of(call)
         if forward.is_empty:

@@ -80,7 +80,7 @@ def find_any(call: ForwardArguments, deterministic: bool | None) -> Callable[[Fo
     except (AttributeError, TypeError, RuntimeError):
         return None
     if prepared is None or not trains:
-        return prepared
+        return None if deterministic and prepared is not None and prepared.may_be_replaced else prepared
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     by_mask = call.attn_mask is not None and call.attn_mask.requires_grad

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Hashable
 
 import torch
@@ -13,28 +12,26 @@ from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.bucket_calls import BucketCall
 from cudnn_sdpa.attention.buckets import Bucket
 from cudnn_sdpa.attention.calls import ForwardCall, bind
+from cudnn_sdpa.attention.comebacks import Comeback, comebacks
 from cudnn_sdpa.attention.passes import Forward
 from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.offline.background import Request, background
 from cudnn_sdpa.runtime import shapes, tuning
 from cudnn_sdpa.runtime.cache import plan_cache
+from cudnn_sdpa.runtime.capture import relaxed_capture
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.plan import Plan, build_plan, plan_of, stored_form
-from cudnn_sdpa.runtime.plan_file import BadPlanFileError, StoredPlan
-from cudnn_sdpa.runtime.target import live_properties, live_target
+from cudnn_sdpa.runtime.plan_file import BadPlanFileError
+from cudnn_sdpa.runtime.target import live_target
 
 #: Under "tiered", so many shapes of a bucket get plans of their own before the bucket's plan is built. A bucket's plan
 #: takes as long as the first of its kind, some 10 times as long as another one.
 SHAPES_BEFORE_BUCKET = 3
 
-#: A shape gets a plan of its own when it is used for the third time. The layers of a model that call it one after the
-#: other use it once: a prompt that never comes back, or the growing cache of a generation, is not worth a build.
-USES_BEFORE_OWN_PLAN = 3
-
 #: What the tables of all calls that buckets serve may take of the GPU's memory.
 MOST_TABLE_BYTES = 64 << 20
 
-_log = logging.getLogger("cudnn_sdpa")
+#: Of so many buckets is remembered what has been seen of them.
+MOST_BUCKETS = 1024
 
 
 def prepare(forward: Forward, call: ForwardArguments, signature: Hashable) -> ForwardCall:
@@ -47,36 +44,43 @@ def prepare(forward: Forward, call: ForwardArguments, signature: Hashable) -> Fo
     device = call.q.get_device()
     key = forward.key(live_target(device), device)  # under every policy, what has no plan of its own is refused
     with torch.cuda.device(device):
-        of_bucket = _of_bucket(forward, key, call, signature)
+        policy = shapes.active()
+        of_bucket = None if _wants_own_plan(policy, call) else _of_bucket(forward, key, call, signature)
         if of_bucket is None:
             plan = plan_cache.get(key, lambda key: build_plan(graphs.sdpa_forward, key))
             prepared = bind(forward, plan, call.scale_value, call.softcap)
             lookup.calls.add(signature, prepared)
             return prepared
-        if not of_bucket.is_of_graph:
+        if not of_bucket.is_of_graph:  # otherwise its tables are of no use outside
             _make_room(of_bucket.table_bytes)
             lookup.calls.add(signature, of_bucket)
+            if shapes.active() != policy:  # it has been changed meanwhile, and calls of buckets were forgotten
+                forget_buckets()
         return of_bucket
 
 
+def _wants_own_plan(policy: str, call: ForwardArguments) -> bool:
+    deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
+    return policy == shapes.EXACT or deterministic or tuning.is_in_force()
+
+
 def _of_bucket(forward: Forward, key: PlanKey, call: ForwardArguments, signature: Hashable) -> BucketCall | None:
-    """The call of its bucket's plan, if that is to serve it."""
-    policy = shapes.active()
-    if policy == shapes.EXACT or torch.are_deterministic_algorithms_enabled() or tuning.is_in_force():
-        return None
-    if plan_cache.find(key) is not None:
-        return None
+    """The call of its bucket's plan, if that is to serve it. What is held comes before what has to be loaded."""
     bucket = Bucket.of(forward)
     of_bucket = None if bucket is None else bucket.key(key.target, key.device)
-    if bucket is None or of_bucket is None:
+    if bucket is None or of_bucket is None or plan_cache.peek(key) is not None:
         return None
-    plan = plan_cache.find(of_bucket)
-    if plan is None and (policy == shapes.BUCKETED or _varies(of_bucket, key)):
+    tiered = shapes.active() == shapes.TIERED
+    plan = plan_cache.peek(of_bucket)
+    if plan is None and plan_cache.find(key) is not None:
+        return None
+    plan = plan or plan_cache.find(of_bucket)
+    if plan is None and (not tiered or _varies(of_bucket, key)):
         plan = _build(of_bucket)
     if plan is None:
         return None
-    successor = OwnPlan(forward, key, call.scale_value, signature) if policy == shapes.TIERED else None
-    return BucketCall(bucket, plan, call.scale_value, successor)
+    scale = call.scale_value
+    return BucketCall(bucket, plan, scale, OwnPlan(forward, key, scale, signature) if tiered else None)
 
 
 def _build(of_bucket: PlanKey) -> Plan | None:
@@ -98,7 +102,7 @@ def _build_and_load(of_bucket: PlanKey) -> Plan:
     """
     plan = build_plan(graphs.sdpa_forward, of_bucket)
     if not plan.loaded:
-        with contextlib.suppress(BadPlanFileError):
+        with relaxed_capture(), contextlib.suppress(BadPlanFileError):  # which unloads, too
             plan_of(of_bucket, stored_form(plan))
     return plan
 
@@ -109,22 +113,17 @@ class _Seen:
     Attributes:
         shapes: By the bucket's key, keys of the shapes.
         without_plan: Buckets for which cuDNN has no plan.
-        last: The shape that a bucket served last.
-        table_bytes: What the tables of all prepared calls take.
     """
 
     def __init__(self) -> None:
         self.shapes: dict[PlanKey, set[PlanKey]] = {}
         self.without_plan: set[PlanKey] = set()
-        self.last: OwnPlan | None = None
-        self.table_bytes = 0
         plan_cache._tables.add(self)
 
     def _drop(self, plan: Plan | None) -> None:
         if plan is None:
             self.shapes.clear()
             self.without_plan.clear()
-            self.table_bytes = 0
 
 
 _seen = _Seen()
@@ -132,6 +131,9 @@ _seen = _Seen()
 
 def _varies(of_bucket: PlanKey, key: PlanKey) -> bool:
     """Whether so many shapes of the bucket have been seen that it is worth its plan."""
+    if len(_seen.shapes) >= MOST_BUCKETS:
+        _seen.shapes.clear()
+        _seen.without_plan.clear()
     keys = _seen.shapes.setdefault(of_bucket, set())
     if len(keys) < SHAPES_BEFORE_BUCKET:
         keys.add(key)
@@ -141,57 +143,32 @@ def _varies(of_bucket: PlanKey, key: PlanKey) -> bool:
 
 def _make_room(size: int) -> None:
     """Keeps the memory of all tables bounded: with the last one too many, all go."""
-    _seen.table_bytes += size
-    if _seen.table_bytes > MOST_TABLE_BYTES:
-        _forget_buckets()
-        _seen.table_bytes = size
+    if sum(call.table_bytes for call in lookup.calls.each(BucketCall)) + size > MOST_TABLE_BYTES:
+        forget_buckets()
+
+
+@shapes.on_change
+def forget_buckets() -> None:
+    """Has all calls that buckets serve prepared anew, under whatever policy there is then."""
+    lookup.calls.forget(lambda call: isinstance(call, BucketCall))
 
 
 class OwnPlan:
-    """Leads from the plan of a bucket to the plan of a shape's own, which a helper process builds meanwhile."""
+    """Leads from the plan of a bucket to the plan of a shape's own."""
 
-    __slots__ = ("_forward", "_given_up", "_key", "_request", "_scale", "_signature", "_uses")
+    __slots__ = ("_comeback", "_forward", "_scale", "_signature")
 
     def __init__(self, forward: Forward, key: PlanKey, scale: float, signature: Hashable) -> None:
+        self._comeback: Comeback = comebacks.of(key)
         self._forward = forward
-        self._key = key
         self._scale = scale
         self._signature = signature
-        self._uses = 0
-        self._request: Request | None = None
-        self._given_up = False
 
     def find(self) -> ForwardCall | None:
-        """The call of the shape's own plan, once that is there and may take over. Counts the uses."""
-        if _seen.last is not self:
-            _seen.last = self
-            self._uses += 1
-            if self._request is None and self._uses >= USES_BEFORE_OWN_PLAN and not plan_cache.builds_are_forbidden:
-                assert self._key.device is not None
-                self._request = background.request(self._key, live_properties(self._key.device))
-        if self._request is None or not self._request.is_done or self._given_up:
-            return None
-        if torch.cuda.is_current_stream_capturing() or torch.are_deterministic_algorithms_enabled():
-            return None
-        return self._take_over(self._request.stored)
-
-    def _take_over(self, stored: StoredPlan | None) -> ForwardCall | None:
-        plan = plan_cache.peek(self._key)
-        try:
-            if plan is None and stored is not None:
-                plan_cache.put(plan_of(self._key, stored))
-                plan = plan_cache.peek(self._key)
-        except BadPlanFileError as error:
-            _log.warning("a plan that was built in the background cannot be used: %s: %s", self._key, error)
+        """The call of the shape's own plan, once that is there and may take over. Counts the use."""
+        plan = self._comeback.use()
         if plan is None:
-            self._given_up = True
             return None
         own = bind(self._forward, plan, self._scale)
         lookup.calls.add(self._signature, own)
         return own
-
-
-@shapes.on_change
-def _forget_buckets() -> None:
-    """Under another policy, calls are prepared anew."""
-    lookup.calls.forget(lambda call: isinstance(call, BucketCall))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import queue
+import sys
 import threading
 import time
+from collections import deque
 from typing import Any
 
-from cudnn_sdpa.errors import CudnnSdpaError
 from cudnn_sdpa.offline.planner import Helper, plan_offline
 from cudnn_sdpa.runtime import store_setting
 from cudnn_sdpa.runtime.key import PlanKey
@@ -24,6 +26,9 @@ IDLE_SECONDS = 60.0
 #: Most plans that wait for being built. Who asks for one more may ask again later.
 MOST_WAITING = 256
 
+#: Of so many plans that were built the bytes are kept for who asked for them; of older ones in the plan store alone.
+MOST_BUILT = 64
+
 #: Helpers leave the processor to everybody else.
 NICENESS = 10
 
@@ -35,7 +40,7 @@ class Request:
         key: Of the plan.
         properties: Of the GPU that it is for.
         is_done: Whether it is built, or has failed.
-        stored: The plan; None until it is done, and if it has failed.
+        stored: The plan; None until it is done, if it has failed, and when many have been built since.
     """
 
     __slots__ = ("is_done", "key", "properties", "stored")
@@ -59,23 +64,37 @@ class BackgroundPlanner:
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._asked: dict[PlanKey, Request] = {}
+        self._built: deque[Request] = deque()
         self._helpers: list[Helper] = []
         self._threads: list[threading.Thread] = []
-        self._closed = False
+        self._said: set[str] = set()
+        self._closed = not _can_start_helpers()
 
     def request(self, key: PlanKey, properties: dict[str, Any]) -> Request | None:
-        """Has a plan built. Asking again while it is built gives the same request; None if too many are waiting."""
+        """Has a plan built. Asking again while it is built gives the same request.
+
+        Returns:
+            The request; None if it is not taken now: too many are waiting, or there can be no helper.
+        """
         with self._lock:
             asked = self._asked.get(key)
             if asked is not None or self._closed or len(self._asked) >= MOST_WAITING:
                 return asked
+            if len(self._threads) < min(self.workers, len(self._asked) + 1) and not self._start_thread():
+                return None
             asked = self._asked[key] = Request(key, properties)
             self._queue.put(asked)
-            if len(self._threads) < min(self.workers, len(self._asked)):
-                thread = threading.Thread(target=self._work, name="cudnn_sdpa plans", daemon=True)
-                self._threads.append(thread)
-                thread.start()
             return asked
+
+    def _start_thread(self) -> bool:
+        thread = threading.Thread(target=self._work, name="cudnn_sdpa plans", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # there are too many, or the interpreter is about to end
+            self._warn(f"no plans are built in the background: {error}")
+            return bool(self._threads)
+        self._threads.append(thread)
+        return True
 
     def wait(self, timeout: float) -> bool:
         """Waits until everything that was asked for is built. For tests and benchmarks."""
@@ -100,16 +119,20 @@ class BackgroundPlanner:
         helper = Helper(NICENESS)
         with self._lock:
             self._helpers.append(helper)
+            if self._closed:
+                helper.kill()
         try:
             while (request := self._next()) is not None:
-                request.stored = self._plan(helper, request)
-                request.is_done = True
-                with self._lock:
-                    self._asked.pop(request.key, None)
+                try:
+                    request.stored = self._plan(helper, request)
+                except Exception as error:  # noqa: BLE001 - whatever it is, the next plan may be built
+                    self._warn(f"a plan was not built in the background: {type(error).__name__}: {error}")
+                self._finish(request)
         finally:
             helper.close()
             with self._lock:
                 self._helpers.remove(helper)
+                self._threads = [thread for thread in self._threads if thread is not threading.current_thread()]
 
     def _next(self) -> Request | None:
         """The next request; None when there has been none for long, or no more are taken."""
@@ -126,19 +149,38 @@ class BackgroundPlanner:
     def _plan(self, helper: Helper, request: Request) -> StoredPlan | None:
         if self._closed:
             return None
-        try:
-            made = plan_offline(request.key, request.properties, helper)
-        except (CudnnSdpaError, OSError, ValueError) as error:
-            if not self._closed:
-                _log.warning("no plan was built in the background for %s: %s", request.key, error)
-            return None
-        stored = StoredPlan(
-            request.key.identity(), made.engine, made.knobs, made.workspace, made.build_seconds, made.data
-        )
         store = store_setting.active()
-        if store is not None:
-            store.save(request.key, stored)
-        return stored
+        with contextlib.ExitStack() as stack:
+            if store is not None:
+                stack.enter_context(store.building(request.key))
+                found = store.load(request.key)  # another process may have built it
+                if found is not None:
+                    return found
+            made = plan_offline(request.key, request.properties, helper)
+            identity = request.key.identity()
+            stored = StoredPlan(identity, made.engine, made.knobs, made.workspace, made.build_seconds, made.data)
+            if store is not None:
+                store.save(request.key, stored)
+            return stored
+
+    def _finish(self, request: Request) -> None:
+        request.is_done = True
+        with self._lock:
+            self._asked.pop(request.key, None)
+            self._built.append(request)
+            if len(self._built) > MOST_BUILT:
+                self._built.popleft().stored = None
+
+    def _warn(self, what: str) -> None:
+        """Says it, once: what fails now may fail for every shape of a server."""
+        if not self._closed:
+            _log.log(logging.DEBUG if what in self._said else logging.WARNING, "%s", what)
+            self._said.add(what)
+
+
+def _can_start_helpers() -> bool:
+    """Whether there is an interpreter to start: the executable of a frozen program is the program itself."""
+    return bool(sys.executable) and not getattr(sys, "frozen", False)
 
 
 background = BackgroundPlanner()

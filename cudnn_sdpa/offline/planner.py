@@ -49,8 +49,9 @@ class OfflinePlan:
 
 #: What the helper runs. Its search path is this process's, without the folder that the user happens to be in.
 _PROGRAM = """
-import os, sys
+import os, signal, sys
 os.nice({niceness})
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the program, which ends this process if it ends
 sys.path[:] = {path!r}
 from cudnn_sdpa.offline.worker import main
 main()
@@ -74,6 +75,7 @@ class Helper:
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._asked = 0
 
     def ask(self, request: dict[str, Any], timeout: float = TIMEOUT_SECONDS) -> dict[str, Any]:
@@ -121,7 +123,8 @@ class Helper:
             self._errors = None
 
     def kill(self) -> None:
-        """Ends the helper while another thread waits for its answer, which gets an error."""
+        """Ends the helper for good, while another thread waits for its answer or starts it, which gets an error."""
+        self._ended.set()
         process = self._process
         if process is not None:
             process.kill()
@@ -129,6 +132,8 @@ class Helper:
     def _start(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self.close()
+            if self._ended.is_set():
+                raise OfflineError("the helper process that plans with cuDNN has been ended")
             environment = driver.helper_environment()
             path = [str(Path(entry).resolve()) for entry in sys.path if entry] + [str(_PACKAGE.parent)]
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the helper
@@ -140,6 +145,8 @@ class Helper:
                 bufsize=0,
                 env=environment,
             )
+            if self._ended.is_set():  # meanwhile
+                self._process.kill()
         return self._process
 
     @staticmethod

@@ -19,6 +19,7 @@ class PreparedCall(Protocol):
 
 
 LastT = TypeVar("LastT")
+KindT = TypeVar("KindT")
 
 
 class CallTable(Generic[LastT]):
@@ -51,6 +52,11 @@ class CallTable(Generic[LastT]):
             while len(self._calls) >= self._limit:
                 self._forget(next(iter(self._calls)))
             self._calls[signature] = call
+
+    def each(self, kind: type[KindT]) -> list[KindT]:
+        """The calls of one kind."""
+        with plan_cache._lock:
+            return [call for call in self._calls.values() if isinstance(call, kind)]
 
     def forget(self, concerns: Callable[[Any], bool]) -> None:
         """Forgets the calls of which `concerns` says so."""

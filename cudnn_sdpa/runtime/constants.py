@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import torch
 
+from cudnn_sdpa.runtime import arena
 from cudnn_sdpa.runtime.key import PlanKey, Role
 from cudnn_sdpa.runtime.layouts import TensorLayout
 
@@ -28,7 +30,8 @@ def _constant(device: int, layout: TensorLayout, value: int) -> torch.Tensor:
     with _lock:  # two threads must not make two, of which one would go with its plan
         tensor = _constants.get((device, layout, value))
         if tensor is None:
-            tensor = torch.full(layout.shape, value, dtype=layout.dtype, device=f"cuda:{device}")
+            size = math.prod(layout.shape) * layout.dtype.itemsize
+            tensor = arena.take(device, size)[:size].view(layout.dtype).view(layout.shape).fill_(value)
             torch.cuda.current_stream(device).synchronize()  # launches may come on other streams
             _constants[device, layout, value] = tensor
     return tensor

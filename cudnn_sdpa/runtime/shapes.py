@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 
 from cudnn_sdpa.errors import OptionError
@@ -17,6 +18,7 @@ VARIABLE = "CUDNN_SDPA_SHAPE_POLICY"
 DEFAULT = TIERED
 
 _listeners: list[Callable[[], None]] = []
+_lock = threading.Lock()
 
 
 class ShapePolicyUse:
@@ -45,12 +47,18 @@ class _Setting:
 
 def active() -> str:
     """The policy in force."""
-    if not _Setting.policy:
-        name = os.environ.get(VARIABLE) or DEFAULT
-        if name not in POLICIES:
-            raise OptionError(VARIABLE, repr(name), f"one of {', '.join(POLICIES)}")
-        _Setting.policy = name
-    return _Setting.policy
+    policy = _Setting.policy
+    if not policy:
+        with _lock:
+            policy = _Setting.policy = _Setting.policy or _from_environment()
+    return policy
+
+
+def _from_environment() -> str:
+    name = os.environ.get(VARIABLE) or DEFAULT
+    if name not in POLICIES:
+        raise OptionError(VARIABLE, repr(name), f"one of {', '.join(POLICIES)}")
+    return name
 
 
 def shape_policy(policy: str) -> ShapePolicyUse:
@@ -61,13 +69,13 @@ def shape_policy(policy: str) -> ShapePolicyUse:
       lengths up to 1,024, 8,192 and 65,536 share a plan each, and so do numbers of sequences that are rounded up to
       the same power of two, or one and a half times one. A new shape costs 0.2 ms; each call takes up to 1.7
       times as long as with a plan of its own, single queries on long caches up to 13 times.
-    - "tiered": the first three shapes of a kind get plans of their own. Further ones are served at once by their
+    - "tiered": the first three shapes of a bucket get plans of their own. Further ones are served at once by the
       bucket's plan. One that comes back is built by a helper process meanwhile, which uses no GPU, and its own plan
-      takes over when it is ready. While `torch.use_deterministic_algorithms` or `autotune` is in force, new shapes get
-      plans of their own at once, and nothing changes between calls.
+      takes over when it is ready. With `deterministic=True`, and while `torch.use_deterministic_algorithms` or
+      `autotune` is in force, new shapes get plans of their own at once.
 
-    Buckets serve calls for inference without `return_lse`, lengths, masks, dropout, soft caps, sinks and linear biases;
-    all others are exact under each policy. The results of two plans differ by rounding.
+    Buckets serve calls for inference without `return_lse`, lengths, masks of the caller, dropout, soft caps, sinks and
+    linear biases; all others are exact under each policy. The results of two plans differ by rounding.
 
     The setting holds for the whole process, until the end of the `with` statement if it is used in one. Without a call
     the environment variable `CUDNN_SDPA_SHAPE_POLICY` names the policy.
@@ -101,6 +109,7 @@ def on_change(listener: Callable[[], None]) -> Callable[[], None]:
 
 
 def _set(policy: str) -> None:
-    changed, _Setting.policy = _Setting.policy != policy, policy
+    with _lock:
+        changed, _Setting.policy = _Setting.policy != policy, policy
     for listener in _listeners if changed else ():
         listener()

@@ -31,12 +31,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fresh_cache():
     """Each test starts without plans, with a seed of its own, one plan for each shape, and leaves no settings behind.
 
-    What other shape policies do is tested for itself.
+    What other shape policies do is tested for itself; the environment variable CUDNN_SDPA_SHAPE_POLICY runs the values
+    of all tests under another one.
     """
     cudnn_sdpa.plan_cache.clear()
     capacity = cudnn_sdpa.plan_cache.info().capacity
     torch.manual_seed(20261121)
-    with cudnn_sdpa.shape_policy("exact"):
+    with cudnn_sdpa.shape_policy(os.environ.get("CUDNN_SDPA_SHAPE_POLICY") or "exact"):
         yield
     cudnn_sdpa.plan_cache.resize(capacity)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 
@@ -76,15 +77,80 @@ def test_what_cannot_be_built_is_done_too_and_stops_nothing(planner, properties,
     assert first.is_done
     assert first.stored is None
     assert second.stored is not None
-    assert "no plan was built in the background for sdpa_forward(q: bfloat16[1×4×128×64" in caplog.text
+    assert "a plan was not built in the background: UnsupportedError: sdpa_forward" in caplog.text
     assert "no engine today" in caplog.text
+
+
+def test_whatever_goes_wrong_is_said_once_and_stops_nothing(planner, properties, monkeypatch, caplog):
+    def fail(*_):
+        raise KeyError("engine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(background, "plan_offline", fail)
+        requests = [planner.request(key(properties, rows), properties) for rows in (128, 192, 256)]
+        assert planner.wait(120)
+    assert [(request.is_done, request.stored) for request in requests] == [(True, None)] * 3
+    assert caplog.text.count("KeyError: 'engine'") == 1
+    assert len(planner._threads) == 1
+    again = planner.request(key(properties), properties)
+    assert planner.wait(120)
+    assert again.stored is not None
+
+
+def test_a_thread_that_cannot_start_is_no_error(planner, properties, monkeypatch, caplog):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(3):
+            assert planner.request(key(properties), properties) is None
+    assert caplog.text.count("can't start new thread") == 1
+    assert planner.wait(0.0)
+    request = planner.request(key(properties), properties)
+    assert planner.wait(120)
+    assert request.stored is not None
+
+
+@pytest.mark.parametrize(("name", "value"), [("executable", ""), ("executable", None), ("frozen", True)])
+def test_without_an_interpreter_there_is_no_helper(properties, monkeypatch, name, value):
+    monkeypatch.setattr(background.sys, name, value, raising=False)
+    assert BackgroundPlanner().request(key(properties), properties) is None
+
+
+def test_what_another_process_has_stored_is_not_built(planner, properties, tmp_path, monkeypatch):
+    with cudnn_sdpa.use_plan_store(tmp_path / "plans"):
+        first = planner.request(key(properties), properties)
+        assert planner.wait(120)
+        monkeypatch.setattr(background, "plan_offline", None)
+        second = planner.request(key(properties), properties)
+        assert planner.wait(120)
+    assert second.stored.data == first.stored.data
+
+
+def test_the_bytes_of_many_plans_are_not_kept(planner, properties, monkeypatch):
+    monkeypatch.setattr(background, "MOST_BUILT", 2)
+    requests = [planner.request(key(properties, rows), properties) for rows in (64, 128, 192)]
+    assert planner.wait(120)
+    assert [request.stored is None for request in requests] == [True, False, False]
+
+
+def test_an_interrupt_does_not_end_the_helper(planner, properties):
+    planner.request(key(properties), properties)
+    assert planner.wait(120)
+    process = planner._helpers[0]._process
+    process.send_signal(signal.SIGINT)
+    request = planner.request(key(properties, 256), properties)
+    assert planner.wait(120)
+    assert request.stored is not None
+    assert planner._helpers[0]._process is process
 
 
 def test_a_helper_that_is_killed_costs_one_plan(planner, properties, caplog):
     first = planner.request(key(properties), properties)
     while not (planner._helpers and planner._helpers[0]._process):
         time.sleep(0.01)
-    planner._helpers[0].kill()
+    planner._helpers[0]._process.kill()
     assert planner.wait(120)
     assert first.stored is None
     assert "killed by SIGKILL" in caplog.text
@@ -97,12 +163,10 @@ def test_an_idle_helper_ends_and_comes_back(planner, properties, monkeypatch):
     monkeypatch.setattr(background, "IDLE_SECONDS", 0.1)
     planner.request(key(properties), properties)
     (thread,) = planner._threads
-    (helper,) = [h for h in [*planner._helpers] if h] or [None]
     assert planner.wait(120)
     thread.join(10)
     assert not thread.is_alive()
     assert planner._helpers == planner._threads == []
-    assert helper is None or helper._process is None
     again = planner.request(key(properties, 256), properties)
     assert planner.wait(120)
     assert again.stored is not None
@@ -139,6 +203,17 @@ def test_closing_gives_up_what_is_being_built_and_says_nothing(planner, properti
     assert request.stored is None
     assert caplog.text == ""
     assert planner.request(key(properties, 256), properties) is None
+
+
+def test_closing_before_the_helper_has_started(properties):
+    planner = BackgroundPlanner()
+    planner.request(key(properties), properties)
+    (thread,) = planner._threads
+    start = time.monotonic()
+    planner.close()
+    assert time.monotonic() - start < 1.5
+    assert not thread.is_alive()
+    assert planner._helpers == []
 
 
 def test_a_program_ends_while_a_plan_is_built(run_python, can_plan):  # noqa: ARG001

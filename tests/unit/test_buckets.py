@@ -89,6 +89,11 @@ def test_what_decides_the_kernel_is_in_the_key(target):
     assert len({key(target, **options) for options in different}) == len(different)
 
 
+def test_single_queries_with_a_window_share_a_plan(target):
+    window = {"window_left": 40, "is_causal": True, "causal_alignment": "bottom_right"}
+    assert key(target, rows=(1, 300), **window) == key(target, rows=(1, 900), **window)
+
+
 def test_a_square_has_one_alignment(target):
     assert key(target, is_causal=True) == key(target, is_causal=True, causal_alignment="bottom_right")
 
@@ -105,7 +110,7 @@ UNFIT = {
     "too long": {"rows": (LONGEST + 1, 100)},
     "too many sequences": {"layout": "bhsd", "batch": MOST_SEQUENCES // 4 + 1},
     "queries that see nothing": {"rows": (100, 60), "is_causal": True, "causal_alignment": "bottom_right"},
-    "a single query with a mask": {"rows": (1, 60), "is_causal": True},
+    "a window, and queries that may see nothing": {"rows": (100, 60), "window_left": 20},
     "rows in one place": {"layout": ("bshd", "stretched")},
 }
 
@@ -121,9 +126,8 @@ def test_what_needs_a_plan_of_its_own(name):
         assert Bucket.of(forward(**options)) is None
 
 
-def places(tensor_bytes, bucket, name, x):
+def places(tables, bucket, name, x):
     """For each head of each batch entry: where its rows are, as the plan with these tables finds them."""
-    tables = tensor_bytes
     batch, heads, rows, _ = x.shape
     operand = {"q": bucket.packed.q, "k": bucket.packed.k, "v": bucket.packed.v, "out": bucket.out}[name]
     begins, lengths = tables[f"offsets_{name}"], tables["seq_len_q" if name in ("q", "out") else "seq_len_kv"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cudnn_sdpa import UnsupportedError, autotune, no_plan_builds, plan_cache, shape_policy
-from cudnn_sdpa.attention import lookup, tiers
+from cudnn_sdpa.attention import comebacks, lookup, tiers
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.passes import Forward
 from cudnn_sdpa.runtime import cache
@@ -52,7 +52,7 @@ class FakeBackground:
         self.requests = []
 
     def request(self, key, properties):
-        request = tiers.Request(key, properties)
+        request = comebacks.Request(key, properties)
         self.requests.append(request)
         return request
 
@@ -60,24 +60,27 @@ class FakeBackground:
 @pytest.fixture(autouse=True)
 def without_a_gpu(monkeypatch):
     monkeypatch.setattr(tiers, "live_target", lambda _: TARGET)
-    monkeypatch.setattr(tiers, "live_properties", lambda _: {})
+    monkeypatch.setattr(comebacks, "live_properties", lambda _: {})
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tiers, "build_plan", lambda _, key: FakePlan(key))
-    monkeypatch.setattr(tiers, "plan_of", lambda key, _: FakePlan(key, loaded=True))
+    for module in (tiers, comebacks):
+        monkeypatch.setattr(module, "plan_of", lambda key, _: FakePlan(key, loaded=True))
     monkeypatch.setattr(tiers, "stored_form", lambda plan: plan)
     monkeypatch.setattr(tiers, "bind", lambda _, plan, *__: FakeCall(plan))
     monkeypatch.setattr(tiers, "BucketCall", FakeBucketCall)
     monkeypatch.setattr(cache, "load_plan", lambda _: None)
     plan_cache.clear()
+    comebacks.comebacks.clear()
     yield
     plan_cache.clear()
+    comebacks.comebacks.clear()
 
 
 @pytest.fixture
 def background(monkeypatch):
     fake = FakeBackground()
-    monkeypatch.setattr(tiers, "background", fake)
+    monkeypatch.setattr(comebacks, "background", fake)
     return fake
 
 
@@ -235,93 +238,188 @@ def test_tables_take_no_more_than_their_share(monkeypatch):
             assert len(lookup.calls) == held
 
 
-def use(*calls):
-    return [call.successor.find() for call in calls]
+class Clock:
+    """Stands for the time."""
+
+    now = 100.0
+
+    def monotonic(self):
+        return self.now
 
 
 @pytest.fixture
-def two():
-    """Calls of two shapes of one bucket."""
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(comebacks, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def call(clock):  # noqa: ARG001
+    """A call that a bucket serves."""
     with shape_policy("bucketed"):
         serve(100)
     with shape_policy("tiered"):
-        yield serve(200), serve(300)
+        yield serve(200)
 
 
-def test_the_third_use_asks_for_a_plan(two, background):
-    for count in (0, 0, 2, 2):
-        assert use(*two) == [None, None]
+def use(call, clock, times=1, seconds=1.0):
+    """What each use finds, the clock running on before it."""
+    found = []
+    for _ in range(times):
+        clock.now += seconds
+        found.append(call.successor.find())
+    return found
+
+
+def test_the_third_use_asks_for_a_plan(call, clock, background):
+    for count in (0, 0, 1, 1, 1):
+        assert use(call, clock) == [None]
         assert len(background.requests) == count
-    assert [request.key for request in background.requests] == [call.successor._key for call in two]
+    assert background.requests[0].key == call.successor._comeback._key
 
 
-def test_calls_in_a_row_are_one_use(two, background):
-    for _ in range(50):
-        use(two[0])
+def test_layers_that_follow_each_other_are_one_use(call, clock, background):
+    use(call, clock, 60, seconds=1e-3)
     assert background.requests == []
 
 
-def test_no_plan_builds_holds_for_the_background(two, background):
+def test_a_shape_that_is_used_all_the_time_comes_back(call, clock, background):
+    use(call, clock, 1000, seconds=1e-3)
+    assert len(background.requests) == 1
+
+
+def test_a_single_query_has_to_come_back_more_often(clock, background):
+    def decode(rows):
+        q, k = (torch.empty(1, n, 4, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2) for n in (1, rows))
+        call = ForwardArguments(q, k, k)
+        return tiers.prepare(Forward.of(call), call, ("decode", rows))
+
+    with shape_policy("bucketed"):
+        decode(100)
+    with shape_policy("tiered"):
+        step = decode(200)
+        use(step, clock, 9)
+        assert background.requests == []
+        use(step, clock)
+        assert len(background.requests) == 1
+
+
+def test_calls_of_one_shape_count_together_and_over_a_change_of_the_policy(call, clock, background):
+    use(call, clock)
+    with shape_policy("exact"):
+        pass
+    again = serve(200)
+    assert again is not call
+    use(again, clock, 2)
+    assert len(background.requests) == 1
+
+
+def test_no_plan_builds_holds_for_the_background(call, clock, background):
     with no_plan_builds():
-        for _ in range(5):
-            use(*two)
+        use(call, clock, 5)
     assert background.requests == []
-    use(*two)
-    assert len(background.requests) == 2
+    use(call, clock)
+    assert len(background.requests) == 1
 
 
-def test_too_many_requests_are_made_later(two, background, monkeypatch):
+def test_what_is_not_taken_is_asked_for_later(call, clock, background, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(background, "request", lambda *_: None)
-        for _ in range(5):
-            use(*two)
-    use(*two)
-    assert len(background.requests) == 2
+        use(call, clock, 5)
+    use(call, clock)
+    assert len(background.requests) == 1
 
 
-def done(call, background, stored="a stored plan"):
-    for _ in range(3):
-        use(call, FakeBucketCall(None, call.plan, 0.0, tiers.OwnPlan(None, None, 0.0, None)))
-    request = background.requests[0]
+def done(call, clock, background, stored="a stored plan"):
+    use(call, clock, 3)
+    request = background.requests[-1]
     request.is_done, request.stored = True, stored
 
 
-def test_the_own_plan_takes_over(two, background):
-    call = two[0]
-    done(call, background)
-    (own,) = use(call)
-    assert own.plan.key == call.successor._key
+def test_the_own_plan_takes_over_at_the_next_call(call, clock, background):
+    done(call, clock, background)
+    (own,) = use(call, clock, seconds=0.0)
+    assert own.plan.key == background.requests[0].key
     assert own.plan.held
     assert lookup.calls.get(("test", 200)) is own
-    assert use(call) != [None]  # a thread that still has the old call gets the plan too
+    assert use(call, clock) != [None]  # a thread that still has the old call gets the plan too
     assert plan_cache.info().loads == 1
 
 
-def test_nobody_takes_over_in_a_capture_or_under_determinism(two, background, monkeypatch):
-    call = two[0]
-    done(call, background)
+def test_a_plan_that_is_there_for_another_reason_takes_over(call, clock, background):
+    plan_cache.put(FakePlan(call.successor._comeback._key, loaded=True))
+    with no_plan_builds():
+        (own,) = use(call, clock)
+    assert own.plan.held
+    assert background.requests == []
+
+
+def test_a_plan_in_the_store_is_loaded_when_its_shape_comes_back(call, clock, background, monkeypatch):
+    key = call.successor._comeback._key
+    monkeypatch.setattr(cache, "load_plan", lambda of: FakePlan(of, loaded=True) if of == key else None)
+    assert use(call, clock, 2) == [None, None]
+    (own,) = use(call, clock)
+    assert own.plan.key == key
+    assert background.requests == []
+
+
+def test_nobody_takes_over_in_a_capture_or_under_determinism(call, clock, background, monkeypatch):
+    done(call, clock, background)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert use(call) == [None]
+        assert use(call, clock) == [None]
     torch.use_deterministic_algorithms(True)
     try:
-        assert use(call) == [None]
+        assert use(call, clock) == [None]
     finally:
         torch.use_deterministic_algorithms(False)
     assert lookup.calls.get(("test", 200)) is call
-    assert use(call) != [None]
+    assert use(call, clock) != [None]
 
 
 @pytest.mark.parametrize("fault", ["not built", "not loaded"])
-def test_a_plan_that_does_not_come_is_given_up(two, background, monkeypatch, caplog, fault):
+def test_a_plan_that_does_not_come_is_tried_again_much_later(call, clock, background, monkeypatch, caplog, fault):
     def refuse(*_):
         raise BadPlanFileError("cuDNN does not take it")
 
-    call = two[0]
-    done(call, background, None if fault == "not built" else "damaged")
-    monkeypatch.setattr(tiers, "plan_of", refuse)
-    for _ in range(5):
-        assert use(call, two[1])[0] is None
-    assert len([request for request in background.requests if request.key == call.successor._key]) == 1
+    done(call, clock, background, None if fault == "not built" else "damaged")
+    monkeypatch.setattr(comebacks, "plan_of", refuse)
+    assert use(call, clock, 24) == [None] * 24
+    assert len(background.requests) == 1
     assert caplog.text.count("cannot be used") == (fault == "not loaded")
     assert lookup.calls.get(("test", 200)) is call
+    use(call, clock)
+    assert len(background.requests) == 2
+
+
+def test_the_uses_of_so_many_shapes_are_counted(monkeypatch):
+    monkeypatch.setattr(comebacks, "MOST_SHAPES", 3)
+    with shape_policy("bucketed"):
+        serve(100)
+    with shape_policy("tiered"):
+        kinds(range(101, 120))
+    assert len(comebacks.comebacks._by_key) == 3
+
+
+def test_a_call_that_must_not_change_has_its_own_plan():
+    with shape_policy("tiered"):
+        kinds([100, 110, 120, 130])
+        assert type(serve(140, deterministic=True)) is FakeCall
+
+
+def test_a_policy_that_changes_meanwhile_leaves_no_call_of_a_bucket(monkeypatch):
+    real = FakeBucketCall.__init__
+
+    def change(self, *arguments):
+        real(self, *arguments)
+        monkeypatch.setattr(FakeBucketCall, "__init__", real)
+        shape_policy("exact")
+
+    with shape_policy("bucketed"):
+        serve(100)
+        monkeypatch.setattr(FakeBucketCall, "__init__", change)
+        q = torch.empty(1, 200, 4, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+        call = ForwardArguments(q, q[:, :2], q[:, :2], is_causal=True)
+        assert isinstance(tiers.prepare(Forward.of(call), call, "late"), FakeBucketCall)
+        assert lookup.calls.get("late") is None
