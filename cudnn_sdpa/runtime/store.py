@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import filelock
-
 from cudnn_sdpa.runtime import plan_file
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.plan_file import BadPlanFileError, StoredPlan
@@ -164,6 +162,8 @@ class PlanStore:
         if not os.access(self.folder, os.W_OK | os.X_OK):  # nothing will be kept that others could wait for
             yield
             return
+        import filelock  # 80 ms, most of it asyncio: not for processes that find all their plans
+
         lock = filelock.FileLock(self.folder / _LOCKS / f"{self.path(key).stem[:2]}.lock", timeout=_LOCK_SECONDS)
         held = False
         try:
