@@ -53,7 +53,13 @@ def stand_in_folder() -> Path:
         raise OfflineError("this machine has an NVIDIA driver: the stand-in driver is not for use beside it")
     source = _SOURCE.read_text()
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
-    parent = Path(platformdirs.user_cache_dir("cudnn_sdpa")) / "stand-in-driver"
+    try:
+        parent = Path(platformdirs.user_cache_dir("cudnn_sdpa")) / "stand-in-driver"
+    except RuntimeError as error:  # no home is known
+        raise OfflineError(
+            f"there is no folder to keep the stand-in driver in ({error}); the environment variable XDG_CACHE_HOME can "
+            "name one"
+        ) from error
     folder = parent / digest
     try:
         if not (folder / "libcuda.so.1").exists():

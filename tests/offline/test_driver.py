@@ -86,6 +86,16 @@ def test_what_others_can_write_is_not_loaded(cache, mode, name):
     assert str(cache) in str(caught.value)
 
 
+@pytest.mark.usefixtures("cache")
+def test_without_a_home_the_error_says_what_can_name_a_folder(monkeypatch):
+    def unknown(*_):
+        raise RuntimeError("no home directory is known")
+
+    monkeypatch.setattr(driver.platformdirs, "user_cache_dir", unknown)
+    with pytest.raises(OfflineError, match=r"no home directory is known\); .* XDG_CACHE_HOME can name one"):
+        driver.stand_in_folder()
+
+
 def test_without_a_compiler_the_error_says_what_to_install(cache, monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
