@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 
 import torch
@@ -93,19 +94,22 @@ class Comebacks:
 
     def __init__(self) -> None:
         self._by_key: dict[PlanKey, Comeback] = {}
+        self._lock = threading.Lock()
 
     def of(self, key: PlanKey) -> Comeback:
         """That of a shape."""
-        found = self._by_key.get(key)
-        if found is None:
-            while len(self._by_key) >= MOST_SHAPES:
-                self._by_key.pop(next(iter(self._by_key)), None)
-            found = self._by_key.setdefault(key, Comeback(key))
-        return found
+        with self._lock:
+            found = self._by_key.get(key)
+            if found is None:
+                while len(self._by_key) >= MOST_SHAPES:
+                    del self._by_key[next(iter(self._by_key))]
+                found = self._by_key[key] = Comeback(key)
+            return found
 
     def clear(self) -> None:
         """Begins to count again."""
-        self._by_key.clear()
+        with self._lock:
+            self._by_key.clear()
 
 
 comebacks = Comebacks()

@@ -67,7 +67,7 @@ def shape_policy(policy: str) -> ShapePolicyUse:
     - "exact": a plan is built for it, which takes 30 to 700 ms. Every call runs the best plan for its shape.
     - "bucketed": the plan of its bucket serves it. The batch is seen as sequences end to end, whose lengths are data;
       lengths up to 1,024, 8,192 and 65,536 share a plan each, and so do numbers of sequences that are rounded up to
-      the same power of two, or one and a half times one. A new shape costs 0.2 ms; each call takes up to 1.7
+      the same power of two, or one and a half times one. A new shape costs 0.2 ms; each call takes up to 1.9
       times as long as with a plan of its own, single queries on long caches up to 13 times.
     - "tiered": the first three shapes of a bucket get plans of their own. Further ones are served at once by the
       bucket's plan. One that comes back is built by a helper process meanwhile, which uses no GPU, and its own plan
