@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.bench import cases, peers
+
 #: (rtol, atol) of a computation in at least float32 that is rounded once to the dtype.
 TOLERANCES = {
     torch.float16: (1e-3, 5e-5),
@@ -67,3 +69,18 @@ def assert_rounded() -> Callable[[Tensor, Tensor], None]:
         torch.testing.assert_close(actual.double(), expected.double(), rtol=rtol, atol=atol)
 
     return check
+
+
+@pytest.fixture
+def cases_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks' inputs on the CPU, in float32: sums in bfloat16 differ there by more than on a GPU."""
+    normal = cases.normal
+    monkeypatch.setattr(cases, "DEVICE", "cpu")
+    monkeypatch.setattr(cases, "normal", lambda *shape, **_: normal(*shape, dtype=torch.float32))
+
+
+@pytest.fixture
+def peers_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's backends on the CPU, where there are none of its fast ones."""
+    backends = dict.fromkeys(peers.PYTORCH_BACKENDS, torch.nn.attention.SDPBackend.MATH)
+    monkeypatch.setattr(peers, "PYTORCH_BACKENDS", backends)

@@ -24,7 +24,7 @@ SMALL = replace(
 
 
 @pytest.fixture
-def on_cpu(monkeypatch):
+def on_cpu(monkeypatch, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
     """The benchmarks on the CPU; each call runs once and takes as many microseconds as candidates came before it."""
 
     def times(calls, **_):
@@ -32,14 +32,8 @@ def on_cpu(monkeypatch):
             call()
         return {name: float(place) for place, name in enumerate(calls, start=1)}
 
-    monkeypatch.setattr(cases, "DEVICE", "cpu")
     monkeypatch.setattr(attention, "device_times", times)
     monkeypatch.setattr(training, "host_times", times)
-    normal = cases.normal
-    # PyTorch's fast backends on the CPU; float32, because sums in bfloat16 differ there by more than on a GPU
-    monkeypatch.setattr(cases, "normal", lambda *shape, dtype=None: normal(*shape, dtype=torch.float32))  # noqa: ARG005
-    backends = dict.fromkeys(peers.PYTORCH_BACKENDS, torch.nn.attention.SDPBackend.MATH)
-    monkeypatch.setattr(peers, "PYTORCH_BACKENDS", backends)
 
 
 def same_columns(rows):

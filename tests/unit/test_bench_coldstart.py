@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from cudnn_sdpa import plan_cache
-from cudnn_sdpa.bench import cases, coldstart, first_call, processes, report
+from cudnn_sdpa.bench import coldstart, first_call, processes, report
 from cudnn_sdpa.bench.cases import Shape
 from cudnn_sdpa.cli import app
 from cudnn_sdpa.runtime.cache import next_use
@@ -158,11 +158,8 @@ def test_what_a_failed_process_said_is_shown():
 
 
 @pytest.fixture
-def on_cpu(monkeypatch):
-    """The measurements on the CPU, small, in float32."""
-    normal = cases.normal
-    monkeypatch.setattr(cases, "DEVICE", "cpu")
-    monkeypatch.setattr(cases, "normal", lambda *shape: normal(*shape, dtype=torch.float32))
+def on_cpu(monkeypatch, cases_on_cpu):  # noqa: ARG001
+    """The measurements on the CPU, small."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(first_call, "start_library", lambda: None)
     monkeypatch.setattr(first_call, "SHAPES", (Shape(1, 2, 2, 8, 16, True), Shape(1, 2, 2, 12, 16, True)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cudnn_sdpa import shape_policy
-from cudnn_sdpa.bench import cases, many_lengths, peers, shapes
+from cudnn_sdpa.bench import many_lengths, shapes
 from cudnn_sdpa.runtime import shapes as setting
 
 
@@ -70,19 +70,14 @@ def test_every_process_of_a_takeover_is_a_row(answers):
 
 
 @pytest.fixture
-def on_cpu(monkeypatch):
-    """The measurements on the CPU, small, in float32."""
-    normal = cases.normal
-    monkeypatch.setattr(cases, "DEVICE", "cpu")
-    monkeypatch.setattr(cases, "normal", lambda *shape: normal(*shape, dtype=torch.float32))
+def on_cpu(monkeypatch, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
+    """The measurements on the CPU, small."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(many_lengths, "start_library", lambda: None)
     monkeypatch.setattr(many_lengths, "gc", SimpleNamespace(collect=lambda: None, disable=lambda: None))
     monkeypatch.setattr(many_lengths, "LONGEST", 40)
     monkeypatch.setattr(many_lengths, "COUNT", 8)
     monkeypatch.setattr(many_lengths, "RETURNING", 3)
-    backends = dict.fromkeys(peers.PYTORCH_BACKENDS, torch.nn.attention.SDPBackend.MATH)
-    monkeypatch.setattr(peers, "PYTORCH_BACKENDS", backends)
 
 
 def test_the_lengths_are_distinct_and_always_the_same():
