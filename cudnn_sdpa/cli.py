@@ -52,6 +52,7 @@ class AttentionPart(str, Enum):
     OPTIONS = "options"
     VARLEN = "varlen"
     MEMORY = "memory"
+    AUTOTUNE = "autotune"
 
 
 @app.command()
@@ -211,6 +212,7 @@ def bench_attention(
     """Time forward and backward kernels, options and packed sequences on the device, and the memory of a step."""
     _require_gpu()
     from cudnn_sdpa.bench import attention, cases
+    from cudnn_sdpa.bench.tuned import autotune_gains
 
     sizes = cases.QUICK if quick else cases.FULL
     measures: dict[AttentionPart, tuple[str, Callable[[cases.Sizes], list[dict[str, Any]]]]] = {
@@ -218,6 +220,7 @@ def bench_attention(
         AttentionPart.OPTIONS: (f"What options cost: {sizes.options.label}", attention.options),
         AttentionPart.VARLEN: (f"{sizes.tokens} packed tokens, causal", attention.varlen),
         AttentionPart.MEMORY: (f"Memory of a training step: {sizes.training.label}", attention.memory),
+        AttentionPart.AUTOTUNE: ("What autotune gains", autotune_gains),
     }
     chosen = {name.value: measures[name] for name in part or list(AttentionPart)}
     _measure("attention", {name: (title, partial(run, sizes)) for name, (title, run) in chosen.items()}, output)

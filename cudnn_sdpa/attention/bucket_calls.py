@@ -11,7 +11,7 @@ from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.buckets import Bucket
 from cudnn_sdpa.attention.calls import MISALIGNED, ForwardCall, Result, _check_memory, _current_device
 from cudnn_sdpa.runtime.cache import next_use
-from cudnn_sdpa.runtime.plan import Plan, _current_raw_stream, allocate
+from cudnn_sdpa.runtime.plan import Plan, allocate, current_raw_stream
 from cudnn_sdpa.runtime.tables import DeviceTables
 
 
@@ -40,7 +40,7 @@ class BucketCall(ForwardCall):
         self._successor = successor
         tables = bucket.tables(torch.device("cuda", plan.device))
         self.is_of_graph = torch.cuda.is_current_stream_capturing()
-        stream = _current_raw_stream(plan.device)
+        stream = current_raw_stream(plan.device)
         self._tables = DeviceTables(tables, plan.device, stream, captured=self.is_of_graph)
         self.table_bytes = self._tables.size
         known = self._tables.addresses
@@ -65,7 +65,7 @@ class BucketCall(ForwardCall):
             _check_memory(q, k, v, out)
         if out is None:
             out = allocate(*self._out)
-        self._tables.prepare(_current_raw_stream(plan.device))
+        self._tables.prepare(current_raw_stream(plan.device))
         plan.last_used = next_use()
         plan.launch((*self._offsets, first, second, third, *self._tail, out.data_ptr()))
         return out

@@ -9,11 +9,12 @@ import time
 import torch
 
 from cudnn_sdpa.offline.background import Request, background
+from cudnn_sdpa.runtime import store_setting
 from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.capture import relaxed_capture
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.plan import Plan, plan_of
-from cudnn_sdpa.runtime.plan_file import BadPlanFileError
+from cudnn_sdpa.runtime.plan_file import BadPlanFileError, StoredPlan
 from cudnn_sdpa.runtime.target import live_properties
 
 _log = logging.getLogger("cudnn_sdpa")
@@ -63,27 +64,26 @@ class Comeback:
             if held is not None:
                 return held
         if request is not None:
-            return self._take(request) if request.is_done else None
+            return self._take() if request.is_done else None
         if self._uses >= self._wanted and not plan_cache.builds_are_forbidden:
-            stored = plan_cache.find(self._key)
-            if stored is not None:
-                return stored
             assert self._key.device is not None
-            self._request = background.request(self._key, live_properties(self._key.device))
+            self._request = background.request(self._key, live_properties(self._key.device), self._hold)
         return None
 
-    def _take(self, request: Request) -> Plan | None:
-        self._request = None
-        plan = plan_cache.peek(self._key)
-        stored = request.stored
+    def _hold(self, stored: StoredPlan) -> None:
+        """Loads a plan, in the background: CUDA loads no kernel before the GPU has done all that is queued."""
         try:
-            if plan is None and stored is not None:
-                with relaxed_capture():  # holding one plan more may let another one go
-                    plan = plan_of(self._key, stored)
-                    plan_cache.put(plan)
-                plan = plan_cache.peek(self._key) or plan
+            with relaxed_capture():  # holding one plan more may let another one go
+                plan_cache.put(plan_of(self._key, stored))
         except BadPlanFileError as error:
             _log.warning("a plan that was built in the background cannot be used: %s: %s", self._key, error)
+            plans = store_setting.active()
+            if plans is not None:
+                plans.reject(self._key, str(error))
+
+    def _take(self) -> Plan | None:
+        self._request = None
+        plan = plan_cache.peek(self._key)
         if plan is None:  # it may have been a fault of the moment
             self._uses, self._wanted = 0, self._wanted * PATIENCE
         return plan

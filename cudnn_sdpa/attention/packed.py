@@ -53,16 +53,6 @@ def length_bucket(longest: int, rows: int, *, closely: bool) -> int:
     return min(bound, row_bucket(rows))
 
 
-def fills_output(packed: Packed, *, with_lse: bool) -> bool:
-    """Whether the output is filled with zeros before the launch, which writes only where there are keys.
-
-    Rows without keys are those of sequences that have none, and those past the last sequence. The latter alone belong
-    to nobody; for inference they are left as they are, because zeros would cost a seventh of a short pass. In training
-    they are not: a NaN that lies there would reach the gradient of every weight before and after this call.
-    """
-    return with_lse or not packed.one_packing
-
-
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A packed call without its data.
@@ -183,10 +173,8 @@ class Packed:
 
     def extra_kernels(self, *, with_lse: bool) -> list[str]:
         """What a forward call runs beside its plan, for `explain`."""
-        notes = self._notes_on_sides()
-        if fills_output(self, with_lse=with_lse):
-            notes.append("the output is filled with zeros (cuDNN writes nothing where there are no keys)")
-            notes += ["the log-sum-exp is filled with minus infinity, likewise"] if with_lse else []
+        of_lse = " and of the log-sum-exp become minus infinity" if with_lse else ""
+        notes = [*self._notes_on_sides(f"rows of the output that see no key become zeros{of_lse}")]
         if with_lse and self.sinks:
             notes.append("the log-sum-exp is raised to the sinks where it is lower, for queries that see no key")
         return notes
@@ -196,8 +184,7 @@ class Packed:
         notes = [GRAD_OUT_COPY]
         if self.q != dense_like(self.q):
             notes.append("q is copied (cuDNN cannot launch gradients of queries that lie among other tensors)")
-        notes += self._notes_on_sides()
-        notes.append("the gradients are filled with zeros (cuDNN writes nothing where there are no queries or keys)")
+        notes += self._notes_on_sides("rows of the gradients without queries or keys become zeros")
         if self.softcap:
             notes.append("the log-sum-exp of queries that see nothing is replaced, so that no NaN comes of it")
         wanted = (("q", self.q), ("k", self.k), ("v", self.v))
@@ -210,8 +197,9 @@ class Packed:
             notes.append("the gradient of the sinks is computed from the output and its gradient")
         return notes
 
-    def _notes_on_sides(self) -> list[str]:
-        notes = ["where each sequence begins in memory, and its length, are computed from the offsets"]
+    def _notes_on_sides(self, of_rows: str) -> list[str]:
+        what = "where each sequence begins in memory, and its length, are computed from the offsets"
+        notes = [f"{what}; {of_rows}, as cuDNN does not write them (one kernel)"]
         if self.softcap:
             notes.append("the first and the last key that each query sees are computed from them, for the soft cap")
         return notes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Hashable
 
 import torch
@@ -17,10 +16,8 @@ from cudnn_sdpa.attention.passes import Forward
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime import shapes, tuning
 from cudnn_sdpa.runtime.cache import plan_cache
-from cudnn_sdpa.runtime.capture import relaxed_capture
 from cudnn_sdpa.runtime.key import PlanKey
-from cudnn_sdpa.runtime.plan import Plan, build_plan, plan_of, stored_form
-from cudnn_sdpa.runtime.plan_file import BadPlanFileError
+from cudnn_sdpa.runtime.plan import Plan, build_plan
 from cudnn_sdpa.runtime.target import live_target
 
 #: Under "tiered", so many shapes of a bucket get plans of their own before the bucket's plan is built. A bucket's plan
@@ -88,23 +85,10 @@ def _build(of_bucket: PlanKey) -> Plan | None:
     if of_bucket in _seen.without_plan:
         return None
     try:
-        return plan_cache.get(of_bucket, _build_and_load)
+        return plan_cache.get(of_bucket, lambda key: build_plan(graphs.sdpa_forward, key))
     except UnsupportedError:
         _seen.without_plan.add(of_bucket)
         return None
-
-
-def _build_and_load(of_bucket: PlanKey) -> Plan:
-    """Builds a plan, and loads it once for nothing.
-
-    The first load of a process takes 7 to 20 ms, further ones 3 to 6: better here, beside a build, than when the first
-    shape's own plan takes over.
-    """
-    plan = build_plan(graphs.sdpa_forward, of_bucket)
-    if not plan.loaded:
-        with relaxed_capture(), contextlib.suppress(BadPlanFileError):  # which unloads, too
-            plan_of(of_bucket, stored_form(plan))
-    return plan
 
 
 class _Seen:

@@ -7,7 +7,15 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, memory, tracking, varlen_arguments, varlen_autograd, varlen_operators
+from cudnn_sdpa.attention import (
+    arguments,
+    memory,
+    tracking,
+    varlen_arguments,
+    varlen_autograd,
+    varlen_operators,
+    varlen_shortcuts,
+)
 from cudnn_sdpa.attention import flops as _flops  # noqa: F401 - registers the formulas
 from cudnn_sdpa.attention.arguments import ForwardArguments, as_int
 from cudnn_sdpa.attention.calls import Result
@@ -142,7 +150,11 @@ def sdpa_varlen(
 
 
 def run(call: VarlenArguments, deterministic: bool | None) -> Result:
-    """Runs a call whose arguments have not been checked yet."""
+    """Runs a call whose arguments have not been checked yet, by the shortest way that is right for it."""
+    if not is_compiling():
+        known = varlen_shortcuts.find(call, deterministic)
+        if known is not None:
+            return known(call)
     given = ForwardArguments(call.q, call.k, call.v, sinks=call.sinks, out=call.out, with_lse=call.with_lse)
     arguments.check_types(given)
     q = call.q

@@ -22,13 +22,13 @@ class VarlenAttention(torch.autograd.Function):
         """Runs the forward pass; `inputs` are q, k, v and sinks, for autograd to see, and their call."""
         call: VarlenArguments = inputs[-1]
         out, lse = varlen_operators.forward_runner(call.q)(call)
-        _save(ctx, call, out, lse)
+        save(ctx, call, out, lse)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+    def backward(ctx: Any, *of_results: Tensor | None) -> Any:
         """The gradients by the tensors, None for the call."""
-        return (*_gradients(ctx, *gradients), None)
+        return (*gradients(ctx, *of_results), None)
 
 
 class ReferenceVarlen(torch.autograd.Function):
@@ -38,25 +38,27 @@ class ReferenceVarlen(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Result:
         """Runs the reference."""
         out, lse = varlen_operators.forward_cpu(inputs[-1])
-        _save(ctx, inputs[-1], out, lse)
+        save(ctx, inputs[-1], out, lse)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+    def backward(ctx: Any, *of_results: Tensor | None) -> Any:
         """The gradients by the tensors, None for the call."""
-        return (*_gradients(ctx, *gradients, by_reference=True), None)
+        return (*gradients(ctx, *of_results, by_reference=True), None)
 
 
-def _save(ctx: Any, call: VarlenArguments, out: Tensor, lse: Tensor) -> None:
+def save(ctx: Any, call: VarlenArguments, out: Tensor, lse: Tensor) -> None:
+    """Keeps what the backward pass needs."""
     ctx.save_for_backward(*call[:7], out, lse)
     ctx.options = call.options
     ctx.may_fall_back = fallback.is_in_force()
     ctx.set_materialize_grads(False)
 
 
-def _gradients(
+def gradients(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *, by_reference: bool = False
 ) -> tuple[Tensor | None, ...]:
+    """The gradients by q, k, v and sinks that are needed, of what `save` has kept."""
     autograd.refuse_gradient_of_lse(grad_lse)
     autograd.refuse_batch(grad_out)
     needs = ctx.needs_input_grad[:4]
@@ -81,11 +83,11 @@ def _gradients(
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _save(ctx, VarlenArguments(*inputs), *output)
+    save(ctx, VarlenArguments(*inputs), *output)
 
 
 def _gradients_of_operator(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    return (*_gradients(ctx, grad_out, grad_lse), *(None,) * 14)
+    return (*gradients(ctx, grad_out, grad_lse), *(None,) * 14)
 
 
 _register = torch.library.register_autograd

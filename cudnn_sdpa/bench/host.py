@@ -14,6 +14,7 @@ from cudnn_sdpa.attention import lookup
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense import sdpa
 from cudnn_sdpa.attention.drop_in import scaled_dot_product_attention
+from cudnn_sdpa.attention.varlen import sdpa_varlen
 from cudnn_sdpa.bench import cases, peers
 from cudnn_sdpa.bench.timing import Call, device_times, host_times
 from cudnn_sdpa.runtime import plan as plans
@@ -45,6 +46,7 @@ def host() -> list[dict[str, Any]]:
         "frontend execute (nothing allocated)": frontend.execute,
         "cudnn.Graph": peers.wrapper_graph(q, k, v, is_causal=False),
     }
+    calls |= _packed_calls(*(x[0].transpose(0, 1).contiguous() for x in (q, k, v)))
     with torch.inference_mode():
         q_i, k_i, v_i = q.clone(), k.clone(), v.clone()
     pytorch_i = peers.pytorch(q_i, k_i, v_i, is_causal=False)
@@ -62,6 +64,17 @@ def host() -> list[dict[str, Any]]:
     best["two shapes in turn, mean of a call"] /= 2
     flash = best["pytorch flash"]
     return [{"call": name, "µs": time, "× flash": time / flash} for name, time in best.items()]
+
+
+def _packed_calls(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
+    """Calls over the same tokens as one packed sequence."""
+    ends = torch.tensor((0, q.shape[0]), dtype=torch.int32, device="cuda")
+    of_call = (q, k, v, ends, ends, q.shape[0], q.shape[0])
+    calls: dict[str, Call] = {"sdpa_varlen": lambda: sdpa_varlen(*of_call)}
+    theirs = peers.pytorch_varlen()
+    if theirs is not None:
+        calls["pytorch varlen_attn"] = lambda: theirs(*of_call)
+    return calls
 
 
 def parts() -> list[dict[str, Any]]:

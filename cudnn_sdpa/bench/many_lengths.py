@@ -35,9 +35,6 @@ COUNT = 200
 #: Lengths that come back again and again while their own plans are built.
 RETURNING = 12
 
-#: No plan is loaded in fewer seconds.
-SHORTEST_LOAD = 1e-3
-
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -64,31 +61,18 @@ def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def one_pass(attend: Attend, inputs: Inputs, of: Iterable[int]) -> dict[str, Any]:
-    """Calls of some lengths, one after the other: how long all take, and the longest wait for one to return.
-
-    Waits are told apart by whether the call has loaded a plan, which takes some milliseconds.
-    """
-    before, longest = plan_cache.info(), {False: 0.0, True: 0.0}
-    loads = before.loads
+    """Calls of some lengths, one after the other: how long all take, and the longest wait for one to return."""
+    builds, longest = plan_cache.info().builds, 0.0
     torch.cuda.synchronize()
     start = time.perf_counter()
     for length in of:
         q, k, v = inputs(length)
         called = time.perf_counter()
         attend(q, k, v)
-        wait = time.perf_counter() - called
-        loaded = wait > SHORTEST_LOAD and plan_cache.info().loads != loads
-        loads += loaded
-        longest[loaded] = max(longest[loaded], wait)
+        longest = max(longest, time.perf_counter() - called)
     torch.cuda.synchronize()
-    total, after = time.perf_counter() - start, plan_cache.info()
-    return {
-        "seconds": total,
-        "longest_wait_ms": max(longest.values()) * 1e3,
-        "longest_load_ms": longest[True] * 1e3,
-        "longest_other_ms": longest[False] * 1e3,
-        "builds": after.builds - before.builds,
-    }
+    total = time.perf_counter() - start
+    return {"seconds": total, "longest_wait_ms": longest * 1e3, "builds": plan_cache.info().builds - builds}
 
 
 def _prepare_process() -> None:
@@ -143,8 +127,7 @@ def takeover() -> dict[str, Any]:
             raise RuntimeError(f"{taken} of {RETURNING} plans took over within {seconds:.0f} s")
     return {
         "longest_wait_before_ms": quiet["longest_wait_ms"],
-        "longest_load_ms": max(each["longest_load_ms"] for each in busy),
-        "longest_wait_meanwhile_ms": max(each["longest_other_ms"] for each in busy),
+        "longest_wait_meanwhile_ms": max(each["longest_wait_ms"] for each in busy),
         "plans": taken,
         "seconds": seconds,
         **_steady(inputs, returning),

@@ -24,6 +24,16 @@ def pytorch(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Callable[[],
     return lambda: scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
 
 
+def pytorch_varlen() -> Callable[..., Any] | None:
+    """PyTorch's own attention over packed sequences, from 2.10 on."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    function: Callable[..., Any] = varlen_attn
+    return function
+
+
 @contextmanager
 def only(name: str) -> Iterator[None]:
     """Only one of PyTorch's backends."""

@@ -58,7 +58,6 @@ def takeover(repeats: int) -> list[dict[str, Any]]:
                 "in, s": found["seconds"],
                 "longest wait before, ms": found["longest_wait_before_ms"],
                 "longest wait meanwhile, ms": found["longest_wait_meanwhile_ms"],
-                "longest wait of a call that loads its plan, ms": found["longest_load_ms"],
                 "exact, µs a call": found["exact_us"],
                 "tiered, µs a call": found["tiered_us"],
                 "tiered / exact": found["tiered_us"] / found["exact_us"],

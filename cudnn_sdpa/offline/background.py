@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from cudnn_sdpa.offline.planner import Helper, plan_offline
@@ -39,15 +40,17 @@ class Request:
     Attributes:
         key: Of the plan.
         properties: Of the GPU that it is for.
-        is_done: Whether it is built, or has failed.
-        stored: The plan; None until it is done, if it has failed, and when many have been built since.
+        then: What is done with the plan, in the background too; None to keep it here.
+        is_done: Whether all that is done, or has failed.
+        stored: The plan, if it is kept; None until it is done, if it has failed, and when many have been built since.
     """
 
-    __slots__ = ("is_done", "key", "properties", "stored")
+    __slots__ = ("is_done", "key", "properties", "stored", "then")
 
-    def __init__(self, key: PlanKey, properties: dict[str, Any]) -> None:
+    def __init__(self, key: PlanKey, properties: dict[str, Any], then: Callable[[StoredPlan], None] | None) -> None:
         self.key = key
         self.properties = properties
+        self.then = then
         self.is_done = False
         self.stored: StoredPlan | None = None
 
@@ -70,8 +73,10 @@ class BackgroundPlanner:
         self._said: set[str] = set()
         self._closed = not _can_start_helpers()
 
-    def request(self, key: PlanKey, properties: dict[str, Any]) -> Request | None:
-        """Has a plan built. Asking again while it is built gives the same request.
+    def request(
+        self, key: PlanKey, properties: dict[str, Any], then: Callable[[StoredPlan], None] | None = None
+    ) -> Request | None:
+        """Has a plan built, and `then` called with it. Asking again while it is built gives the same request.
 
         Returns:
             The request; None if it is not taken now: too many are waiting, or there can be no helper.
@@ -82,7 +87,7 @@ class BackgroundPlanner:
                 return asked
             if len(self._threads) < min(self.workers, len(self._asked) + 1) and not self._start_thread():
                 return None
-            asked = self._asked[key] = Request(key, properties)
+            asked = self._asked[key] = Request(key, properties, then)
             self._queue.put(asked)
             return asked
 
@@ -124,7 +129,11 @@ class BackgroundPlanner:
         try:
             while (request := self._next()) is not None:
                 try:
-                    request.stored = self._plan(helper, request)
+                    stored = self._plan(helper, request)
+                    if stored is None or request.then is None:
+                        request.stored = stored
+                    else:
+                        request.then(stored)
                 except Exception as error:  # noqa: BLE001 - whatever it is, the next plan may be built
                     self._warn(f"a plan was not built in the background: {type(error).__name__}: {error}")
                 self._finish(request)

@@ -20,7 +20,7 @@ from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.plan_file import BadPlanFileError, StoredPlan
 from cudnn_sdpa.runtime.proposals import build_others
 
-_current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
     lambda device: torch.cuda.current_stream(device).cuda_stream
 )
 
@@ -113,7 +113,7 @@ class Plan:
             pointers: Of all inputs, then all outputs, in the key's order. Nothing is checked here.
         """
         device = self.device
-        stream = _current_raw_stream(device)
+        stream = current_raw_stream(device)
         slot = handles.thread.slots[device]
         if slot.stream != stream:
             slot.bind(stream)
@@ -158,7 +158,7 @@ class UntunedPlan(Plan):
             Plan.launch(self, pointers)
 
     def _settle(self, pointers: Sequence[int]) -> None:
-        stream = _current_raw_stream(self.device)
+        stream = current_raw_stream(self.device)
         capturing = stream and torch._C._cuda_isCurrentStreamCapturing()
         if capturing and not tuning.must_not_change(self.key):
             return  # the first launch outside the capture decides

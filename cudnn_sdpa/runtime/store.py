@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from cudnn_sdpa.runtime import plan_file
-from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.plan_file import BadPlanFileError, StoredPlan
 
 _log = logging.getLogger("cudnn_sdpa")
@@ -61,6 +61,14 @@ class PlanStoreInfo:
     saves: int
     rejected: int
     evictions: int
+
+
+class Identified(Protocol):
+    """The key of a plan, or of anything else that is compiled for a GPU."""
+
+    def identity(self) -> dict[str, Any]:
+        """All that it depends on, as values of JSON."""
+        ...
 
 
 class UnsafeFolderError(Exception):
@@ -105,11 +113,11 @@ class PlanStore:
                 f"private with: chmod go-w {folder}"
             )
 
-    def path(self, key: PlanKey) -> Path:
+    def path(self, key: Identified) -> Path:
         """Where the plan of `key` is, or would be."""
         return self.folder / plan_file.name_of(key.identity())
 
-    def load(self, key: PlanKey, *, only_tuned: bool = False) -> StoredPlan | None:
+    def load(self, key: Identified, *, only_tuned: bool = False) -> StoredPlan | None:
         """The stored plan of `key`; None if there is none, or none that can be trusted.
 
         With `only_tuned`, a plan that was not chosen by its time is left where it is.
@@ -135,7 +143,7 @@ class PlanStore:
         self._count("loads")
         return plan
 
-    def save(self, key: PlanKey, plan: StoredPlan) -> None:
+    def save(self, key: Identified, plan: StoredPlan) -> None:
         """Keeps a plan. What cannot be written is not kept, and said once."""
         try:
             contents = plan.encode()
@@ -145,7 +153,7 @@ class PlanStore:
         except OSError as error:
             self._warn("write", f"plans cannot be kept in {self.folder} ({error})")
 
-    def reject(self, key: PlanKey, why: str) -> None:
+    def reject(self, key: Identified, why: str) -> None:
         """Removes the file of `key`, which is of no use."""
         path = self.path(key)
         _log.warning("ignoring the stored plan %s: %s; it will be built again", path, why)
@@ -154,7 +162,7 @@ class PlanStore:
             path.unlink()
 
     @contextlib.contextmanager
-    def building(self, key: PlanKey) -> Iterator[None]:
+    def building(self, key: Identified) -> Iterator[None]:
         """While a process is in it, others that want to build the same plan wait, and can load it afterwards.
 
         Lock files cannot be removed safely, so there are 256 for all plans; now and then two plans share one.

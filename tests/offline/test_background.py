@@ -48,6 +48,26 @@ def test_a_plan_is_what_a_helper_that_is_asked_directly_makes(planner, propertie
     assert len(stored.data) > 10_000
 
 
+def test_what_is_to_be_done_with_a_plan_is_done_in_the_background(planner, properties, caplog):
+    given = []
+    request = planner.request(
+        key(properties), properties, lambda stored: given.append((stored, threading.current_thread()))
+    )
+    assert planner.wait(120)
+    ((stored, thread),) = given
+    assert stored.identity == key(properties).identity()
+    assert thread is not threading.current_thread()
+    assert (request.is_done, request.stored) == (True, None)
+
+    def fail(_):
+        raise KeyError("no room")
+
+    request = planner.request(key(properties), properties, fail)
+    assert planner.wait(120)
+    assert request.is_done
+    assert "a plan was not built in the background: KeyError: 'no room'" in caplog.text
+
+
 def test_asking_twice_builds_once(planner, properties):
     first = planner.request(key(properties), properties)
     assert planner.request(key(properties), properties) is first

@@ -81,7 +81,7 @@ class Machine:
         self.patch(handles.thread, "slots", self.slots)
         self.patch(torch.cuda, "device", lambda _: contextlib.nullcontext())
         self.patch(torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.capturing)
-        self.patch(plan, "_current_raw_stream", lambda _: self.stream)
+        self.patch(plan, "current_raw_stream", lambda _: self.stream)
         self.patch(plan, "_handle_for", lambda _: "handle")
         self.patch(plan, "allocate", lambda shape, _, dtype: torch.empty(shape, dtype=dtype))
         self.patch(plan.backend, "GraphBuilder", lambda **_: "builder")

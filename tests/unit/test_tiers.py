@@ -51,8 +51,8 @@ class FakeBackground:
     def __init__(self):
         self.requests = []
 
-    def request(self, key, properties):
-        request = comebacks.Request(key, properties)
+    def request(self, key, properties, then):
+        request = comebacks.Request(key, properties, then)
         self.requests.append(request)
         return request
 
@@ -64,9 +64,7 @@ def without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tiers, "build_plan", lambda _, key: FakePlan(key))
-    for module in (tiers, comebacks):
-        monkeypatch.setattr(module, "plan_of", lambda key, _: FakePlan(key, loaded=True))
-    monkeypatch.setattr(tiers, "stored_form", lambda plan: plan)
+    monkeypatch.setattr(comebacks, "plan_of", lambda key, _: FakePlan(key, loaded=True))
     monkeypatch.setattr(tiers, "bind", lambda _, plan, *__: FakeCall(plan))
     monkeypatch.setattr(tiers, "BucketCall", FakeBucketCall)
     monkeypatch.setattr(cache, "load_plan", lambda _: None)
@@ -149,23 +147,6 @@ def test_plans_are_loaded_before_any_is_built(monkeypatch):
     with shape_policy("tiered"):
         assert kinds([200, 300]) == ["own", "bucket"]
     assert (plan_cache.info().loads, plan_cache.info().builds) == (2, 0)
-
-
-def test_a_buckets_plan_is_loaded_once_where_it_is_built(monkeypatch):
-    loaded = []
-    monkeypatch.setattr(tiers, "plan_of", lambda key, _: loaded.append(key))
-    with shape_policy("bucketed"):
-        kinds([100, 200])
-        assert loaded == [serve(300).plan.key]
-
-
-def test_a_buckets_plan_that_cannot_be_loaded_serves_all_the_same(monkeypatch):
-    def refuse(*_):
-        raise BadPlanFileError("cuDNN does not take it")
-
-    monkeypatch.setattr(tiers, "plan_of", refuse)
-    with shape_policy("bucketed"):
-        assert kinds([100, 200]) == ["bucket"] * 2
 
 
 def test_while_plans_are_tuned_every_shape_has_its_own():
@@ -334,7 +315,9 @@ def test_what_is_not_taken_is_asked_for_later(call, clock, background, monkeypat
 def done(call, clock, background, stored="a stored plan"):
     use(call, clock, 3)
     request = background.requests[-1]
-    request.is_done, request.stored = True, stored
+    if stored is not None:
+        request.then(stored)
+    request.is_done = True
 
 
 def test_the_own_plan_takes_over_at_the_next_call(call, clock, background):
@@ -352,15 +335,6 @@ def test_a_plan_that_is_there_for_another_reason_takes_over(call, clock, backgro
     with no_plan_builds():
         (own,) = use(call, clock)
     assert own.plan.held
-    assert background.requests == []
-
-
-def test_a_plan_in_the_store_is_loaded_when_its_shape_comes_back(call, clock, background, monkeypatch):
-    key = call.successor._comeback._key
-    monkeypatch.setattr(cache, "load_plan", lambda of: FakePlan(of, loaded=True) if of == key else None)
-    assert use(call, clock, 2) == [None, None]
-    (own,) = use(call, clock)
-    assert own.plan.key == key
     assert background.requests == []
 
 
@@ -383,8 +357,8 @@ def test_a_plan_that_does_not_come_is_tried_again_much_later(call, clock, backgr
     def refuse(*_):
         raise BadPlanFileError("cuDNN does not take it")
 
-    done(call, clock, background, None if fault == "not built" else "damaged")
     monkeypatch.setattr(comebacks, "plan_of", refuse)
+    done(call, clock, background, None if fault == "not built" else "damaged")
     assert use(call, clock, 24) == [None] * 24
     assert len(background.requests) == 1
     assert caplog.text.count("cannot be used") == (fault == "not loaded")

@@ -1,0 +1,107 @@
+/* Where packed sequences lie: what cuDNN reads of it, and zeros for the rows that it does not write.
+ *
+ * Any number of blocks of 256 threads. All fields have 64 bits, so that a call is an array of numbers on the host.
+ */
+
+typedef long long number;
+
+/* Rows of an output that may need a value. They are made of words of 4 bytes. */
+struct Rows {
+  char* base;
+  number row;        /* bytes from one row to the next */
+  number head;       /* bytes from one head to the next */
+  number heads;
+  number words;      /* of one head of one row */
+  number value;      /* of each word */
+  number of_keys;    /* whether there is a row for each key, and not for each query */
+};
+
+struct Packing {
+  const int* ends_q; /* 0, then where each sequence ends */
+  const int* ends_kv;
+  number given;      /* sequences of the call */
+  number made;       /* sequences of the plan: those beyond the call's have no rows */
+  number rows_q;     /* of the tensors: no sequence ends beyond them */
+  number rows_kv;
+  int* lengths_q;    /* (made,) */
+  int* lengths_kv;
+  number* begins;    /* (tables, made + 1) */
+  number tables;
+  number outputs;
+  number everything; /* whether all rows get a value, and not only those of sequences without a counterpart */
+  number step[10];   /* of each table: elements from one row to the next */
+  number is_of_keys[10];
+  Rows output[4];
+};
+
+__device__ number end(const int* ends, number which, number given, number rows) {
+  number found = ends[which < given ? which : given];
+  return found < 0 ? 0 : found > rows ? rows : found;
+}
+
+__device__ void fill(const Packing& packing, number of_keys, number from, number to) {
+  for (int i = 0; i < packing.outputs; ++i) {
+    const Rows& rows = packing.output[i];
+    if (rows.of_keys != of_keys) continue;
+    unsigned value = (unsigned)rows.value;
+    int wide = rows.words % 4 == 0;
+    unsigned parts = (unsigned)(wide ? rows.words / 4 : rows.words);
+    unsigned all = (unsigned)rows.heads * parts;
+    for (number row = from + blockIdx.x; row < to; row += gridDim.x) {
+      for (unsigned part = threadIdx.x; part < all; part += blockDim.x) {
+        char* head = rows.base + row * rows.row + (number)(part / parts) * rows.head;
+        if (wide) {
+          ((uint4*)head)[part % parts] = make_uint4(value, value, value, value);
+        } else {
+          ((unsigned*)head)[part % parts] = value;
+        }
+      }
+    }
+  }
+}
+
+extern "C" __global__ void describe_packing(const Packing packing) {
+  number given = packing.given, made = packing.made;
+  for (number i = (number)blockIdx.x * blockDim.x + threadIdx.x; i <= made; i += (number)gridDim.x * blockDim.x) {
+    number begin_q = end(packing.ends_q, i, given, packing.rows_q);
+    number begin_kv = end(packing.ends_kv, i, given, packing.rows_kv);
+    for (int table = 0; table < packing.tables; ++table) {
+      packing.begins[table * (made + 1) + i] = packing.step[table] * (packing.is_of_keys[table] ? begin_kv : begin_q);
+    }
+    if (i < made) { /* offsets that decrease make no length below 0 */
+      number length_q = end(packing.ends_q, i + 1, given, packing.rows_q) - begin_q;
+      number length_kv = end(packing.ends_kv, i + 1, given, packing.rows_kv) - begin_kv;
+      packing.lengths_q[i] = (int)(length_q > 0 ? length_q : 0);
+      packing.lengths_kv[i] = (int)(length_kv > 0 ? length_kv : 0);
+    }
+  }
+  if (packing.outputs == 0) return;
+  if (packing.everything) {
+    fill(packing, 0, 0, packing.rows_q);
+    fill(packing, 1, 0, packing.rows_kv);
+    return;
+  }
+  fill(packing, 0, 0, end(packing.ends_q, 0, given, packing.rows_q));
+  fill(packing, 1, 0, end(packing.ends_kv, 0, given, packing.rows_kv));
+  fill(packing, 0, end(packing.ends_q, given, given, packing.rows_q), packing.rows_q);
+  fill(packing, 1, end(packing.ends_kv, given, given, packing.rows_kv), packing.rows_kv);
+  if (packing.ends_q == packing.ends_kv) return; /* no sequence without a counterpart */
+  for (number first = 0; first < given; first += blockDim.x) {
+    number mine = first + threadIdx.x;
+    int alone = 0;
+    if (mine < given) {
+      number length_q = end(packing.ends_q, mine + 1, given, packing.rows_q) - end(packing.ends_q, mine, given, packing.rows_q);
+      number length_kv = end(packing.ends_kv, mine + 1, given, packing.rows_kv) - end(packing.ends_kv, mine, given, packing.rows_kv);
+      alone = (length_q > 0) != (length_kv > 0);
+    }
+    if (!__syncthreads_or(alone)) continue;
+    for (number i = first; i < given && i < first + blockDim.x; ++i) {
+      number begin_q = end(packing.ends_q, i, given, packing.rows_q);
+      number end_q = end(packing.ends_q, i + 1, given, packing.rows_q);
+      number begin_kv = end(packing.ends_kv, i, given, packing.rows_kv);
+      number end_kv = end(packing.ends_kv, i + 1, given, packing.rows_kv);
+      if (end_q > begin_q && end_kv <= begin_kv) fill(packing, 0, begin_q, end_q);
+      if (end_kv > begin_kv && end_q <= begin_q) fill(packing, 1, begin_kv, end_kv);
+    }
+  }
+}

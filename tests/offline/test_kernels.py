@@ -1,0 +1,42 @@
+"""Our own kernels, compiled by the real NVRTC for GPUs that are not here."""
+
+from __future__ import annotations
+
+import pytest
+
+from cudnn_sdpa import LibraryError
+from cudnn_sdpa.attention import packing
+from cudnn_sdpa.runtime import kernels
+from cudnn_sdpa.runtime.kernels import Kernel
+
+
+@pytest.fixture(autouse=True)
+def nvrtc():
+    try:
+        kernels._nvrtc()
+    except LibraryError as error:
+        pytest.skip(f"no NVRTC: {error}")
+
+
+@pytest.mark.parametrize("sm", [80, 86, 89, 90, 100, 120])
+def test_every_kernel_compiles_for_every_gpu(sm):
+    assert packing.kernel.compile(sm)[:4] == b"\x7fELF"
+
+
+def test_what_cannot_be_compiled_says_why(tmp_path):
+    path = tmp_path / "wrong.cu"
+    path.write_text('extern "C" __global__ void wrong() { missing(); }')
+    with pytest.raises(LibraryError, match=r"wrong\.cu for SM90: NVRTC_ERROR_COMPILATION(?s:.*)missing"):
+        Kernel(path, "wrong").compile(90)
+    with pytest.raises(LibraryError, match=r"SM10: (?s:.*)a newer one may know this GPU"):
+        packing.kernel.compile(10)
+
+
+def test_without_nvrtc_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(kernels, "_places_of_nvrtc", lambda: iter(["libnothing.so.99"]))
+    kernels._nvrtc.cache_clear()
+    with pytest.raises(LibraryError, match="pip install nvidia-cuda-nvrtc"):
+        packing.kernel.compile(90)
+    monkeypatch.undo()
+    kernels._nvrtc.cache_clear()
+    assert packing.kernel.compile(90)
