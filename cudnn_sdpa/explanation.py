@@ -15,10 +15,10 @@ from cudnn_sdpa.attention import describe, describe_varlen  # noqa: F401 - they 
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.offline.planner import plan_offline
 from cudnn_sdpa.runtime import backend, known_issues, shapes
+from cudnn_sdpa.runtime.building import build_plan
 from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.describe import Description, described_functions, describer_of
 from cudnn_sdpa.runtime.key import PlanKey
-from cudnn_sdpa.runtime.plan import build_plan
 from cudnn_sdpa.runtime.target import Target, live_target, load_properties
 
 

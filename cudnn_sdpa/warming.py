@@ -13,10 +13,10 @@ import torch
 from cudnn_sdpa.errors import CudnnSdpaError, DeviceError
 from cudnn_sdpa.offline.planner import OfflinePlan
 from cudnn_sdpa.offline.pool import plan_all
+from cudnn_sdpa.runtime.building import load_plan, plan_of
 from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.manifest import PlanManifest
-from cudnn_sdpa.runtime.plan import load_plan, plan_of
 from cudnn_sdpa.runtime.plan_file import StoredPlan
 from cudnn_sdpa.runtime.store import PlanStore
 from cudnn_sdpa.runtime.store_setting import active

@@ -16,10 +16,11 @@ from cudnn_sdpa.attention.calls import MISALIGNED, SMALLEST, BoundCall, _current
 from cudnn_sdpa.attention.lookup import describe
 from cudnn_sdpa.attention.passes import Backward, dense_like
 from cudnn_sdpa.attention.problem import Problem
+from cudnn_sdpa.runtime.building import build_plan
 from cudnn_sdpa.runtime.cache import next_use, plan_cache
 from cudnn_sdpa.runtime.call_table import CallTable
 from cudnn_sdpa.runtime.layouts import ALIGNMENT, TensorLayout, dense_stride_like
-from cudnn_sdpa.runtime.plan import Plan, allocate, build_plan
+from cudnn_sdpa.runtime.plan import Plan, allocate
 from cudnn_sdpa.runtime.target import live_target
 
 

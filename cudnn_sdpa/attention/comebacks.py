@@ -10,10 +10,11 @@ import torch
 
 from cudnn_sdpa.offline.background import Request, background
 from cudnn_sdpa.runtime import store_setting
+from cudnn_sdpa.runtime.building import plan_of
 from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.capture import relaxed_capture
 from cudnn_sdpa.runtime.key import PlanKey
-from cudnn_sdpa.runtime.plan import Plan, plan_of
+from cudnn_sdpa.runtime.plan import Plan
 from cudnn_sdpa.runtime.plan_file import BadPlanFileError, StoredPlan
 from cudnn_sdpa.runtime.target import live_properties
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.calls import _current_device
 from cudnn_sdpa.attention.packed import Packed
 from cudnn_sdpa.attention.packing import Packer, is_of_keys, row_limits
+from cudnn_sdpa.attention.passes import dense_like
 from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
 from cudnn_sdpa.runtime.cache import next_use
 from cudnn_sdpa.runtime.key import Operand
@@ -26,11 +27,12 @@ class VarlenCall:
         last: By what the look-up recognizes this call when it comes again.
         training: What `varlen_training` keeps for calls that autograd follows.
         written: Shape, stride and dtype of the outputs as cuDNN writes them.
+        moved: The same of gradients as the caller gets them, where that is in another memory order; by number.
     """
 
     __slots__ = (
         *("__weakref__", "_elsewhere", "_last", "_numbers", "_of_outputs", "_of_packing", "_of_tensors", "_pack"),
-        *("_template", "packed", "plan", "training", "written"),
+        *("_template", "moved", "packed", "plan", "training", "written"),
     )
 
     def __init__(self, packed: Packed, plan: Plan, call: VarlenArguments, tensors: tuple[str, ...]) -> None:
@@ -60,6 +62,13 @@ class VarlenCall:
         self._of_tensors = [place[name] for name in tensors]
         self._of_outputs = [place[output.name] for output in plan.key.outputs]
         self.written = [_unpacked(output, call) for output in plan.key.outputs]
+        wanted = {"grad_q": packed.q, "grad_k": packed.k, "grad_v": packed.v}
+        self.moved: dict[int, Any] = {}
+        for number, output in enumerate(plan.key.outputs):
+            if output.name in wanted:
+                layout = dense_like(wanted[output.name])
+                if layout.stride != self.written[number][1]:
+                    self.moved[number] = (layout.shape, layout.stride, layout.dtype)
 
     @property
     def last(self) -> Any:

@@ -15,9 +15,10 @@ from cudnn_sdpa.attention.comebacks import Comeback, comebacks
 from cudnn_sdpa.attention.passes import Forward
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime import shapes, tuning
+from cudnn_sdpa.runtime.building import build_plan
 from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.key import PlanKey
-from cudnn_sdpa.runtime.plan import Plan, build_plan
+from cudnn_sdpa.runtime.plan import Plan
 from cudnn_sdpa.runtime.target import live_target
 
 #: Under "tiered", so many shapes of a bucket get plans of their own before the bucket's plan is built. A bucket's plan

@@ -107,8 +107,7 @@ def sdpa_varlen(
         v: Values (Tkv, Hkv, Dv).
         cu_seqlens_q: Where the sequences of queries begin, and at last where they end, (B + 1,) int32: 0, l₁, l₁ + l₂,
             …, Tq. Kept within the tensor on the GPU, and not checked unless the environment variable
-            `CUDNN_SDPA_DEBUG` is 1, which reads it. Rows past the last offset get zeros, as their gradients do;
-            only inference with one packing and without the log-sum-exp leaves them as they are in memory.
+            `CUDNN_SDPA_DEBUG` is 1, which reads it. Rows past the last offset get zeros, as their gradients do.
         cu_seqlens_kv: The same of keys. Lengths may be 0.
         max_seqlen_q: Length of the longest sequence of queries, or more. No tensor, which would have to be read back.
         max_seqlen_kv: The same of keys.

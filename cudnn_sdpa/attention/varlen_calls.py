@@ -17,11 +17,11 @@ from cudnn_sdpa.attention.packed import Packed, length_bucket, sequence_bucket
 from cudnn_sdpa.attention.packed_call import VarlenCall
 from cudnn_sdpa.attention.passes import dense_like
 from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
+from cudnn_sdpa.runtime.building import build_plan
 from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.call_table import CallTable
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.layouts import TensorLayout, dense_stride_like
-from cudnn_sdpa.runtime.plan import build_plan
 from cudnn_sdpa.runtime.target import live_target
 
 
@@ -175,11 +175,9 @@ def backward(prepared: VarlenCall, of: VarlenBackwardArguments) -> list[Tensor]:
     if prepared.packed.softcap:  # a row that sees nothing: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN
         lse = of.lse.masked_fill(of.lse == -torch.inf, torch.inf)
     prepared.launch(call, (call.q, call.k, call.v, of.out, of.grad_out, lse), gradients)
-    for number, layout in enumerate((prepared.packed.q, prepared.packed.k, prepared.packed.v)):
-        wanted = dense_like(layout)
-        if wanted.stride != prepared.written[number][1]:
-            copy = torch.empty_strided(wanted.shape, wanted.stride, dtype=wanted.dtype, device=call.q.device)
-            gradients[number] = copy.copy_(gradients[number])
+    for number, (shape, stride, dtype) in prepared.moved.items():
+        moved = torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device)
+        gradients[number] = moved.copy_(gradients[number])
     if of.sink_gradient and call.sinks is not None:
         grad_out, out, of_rows = (x.transpose(0, 1).unsqueeze(0) for x in (of.grad_out, of.out, of.lse))
         gradients.append(sink_gradient(grad_out, out, of_rows, call.sinks))

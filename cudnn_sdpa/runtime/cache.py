@@ -15,8 +15,9 @@ from typing import Protocol
 import torch
 
 from cudnn_sdpa.errors import OptionError, PlanBuildError
+from cudnn_sdpa.runtime.building import load_plan
 from cudnn_sdpa.runtime.key import PlanKey
-from cudnn_sdpa.runtime.plan import Plan, captured_plans, load_plan
+from cudnn_sdpa.runtime.plan import Plan, captured_plans
 
 DEFAULT_SIZE = 512
 

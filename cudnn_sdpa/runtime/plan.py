@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from array import array
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from cudnn_sdpa.errors import ExecutionError, PlanBuildError
+from cudnn_sdpa.errors import ExecutionError
 from cudnn_sdpa.runtime import backend, handles, known_issues, store_setting, trials, tuning
 from cudnn_sdpa.runtime.capture import relaxed_capture
-from cudnn_sdpa.runtime.constants import constants_of
-from cudnn_sdpa.runtime.graph_op import GraphOp
 from cudnn_sdpa.runtime.key import PlanKey
-from cudnn_sdpa.runtime.plan_file import BadPlanFileError, StoredPlan
-from cudnn_sdpa.runtime.proposals import build_others
+from cudnn_sdpa.runtime.plan_file import StoredPlan
 
 current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
     lambda device: torch.cuda.current_stream(device).cuda_stream
@@ -166,7 +162,7 @@ class UntunedPlan(Plan):
             try:
                 if capturing:
                     why = "it was first launched into a CUDA graph, and must not change"
-                    tuning.note(self.key, _proposals(self), reason=why)
+                    tuning.note(self.key, proposals(self), reason=why)
                 elif tuning.is_in_force():
                     self._tune(pointers)
             finally:
@@ -180,10 +176,10 @@ class UntunedPlan(Plan):
             outputs = trials.output_tensors(self.key, pointers, torch.device("cuda", self.device))
             outcomes = trials.compare(launches, outputs, repeatable=tuning.must_not_change(self.key))
         except Exception as error:  # noqa: BLE001 - nobody's launch fails because plans cannot be compared
-            tuning.note(self.key, _proposals(self), reason=str(error) or type(error).__name__)
+            tuning.note(self.key, proposals(self), reason=str(error) or type(error).__name__)
             return
         winner = field[number := trials.fastest(outcomes)]
-        tuning.note(self.key, _proposals(self), outcomes, number)
+        tuning.note(self.key, proposals(self), outcomes, number)
         if isinstance(winner, Plan) and winner is not self:
             self._take_over(winner)
         self.tuned = True
@@ -199,88 +195,7 @@ class UntunedPlan(Plan):
             captured_plans.append(winner)  # which is now what the CUDA graph launches
 
 
-def load_plan(key: PlanKey) -> Plan | None:
-    """The plan of `key` out of the plan store, if it has one for this GPU; under `autotune` only a tuned one."""
-    plans = store_setting.active()
-    only_tuned = tuning.is_in_force() and not tuning.not_tunable(key)
-    stored = None if plans is None else plans.load(key, only_tuned=only_tuned)
-    if plans is None or stored is None:
-        return None
-    try:
-        return plan_of(key, stored)
-    except BadPlanFileError as error:
-        plans.reject(key, str(error))
-        return None
-
-
-def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
-    """The plan of `key` out of its stored form.
-
-    Raises:
-        BadPlanFileError: cuDNN does not take it here.
-        PlanBuildError: A CUDA graph is being captured on this stream.
-    """
-    assert key.device is not None
-    start = time.perf_counter()
-    with torch.cuda.device(key.device), relaxed_capture():
-        handle = _handle_for(key)
-        try:
-            built = backend.load_graph(handle, stored.data, stored.engine, stored.knobs)
-            if built.workspace != stored.workspace:
-                raise ValueError(f"it wants {built.workspace} bytes of workspace, not {stored.workspace}")
-        except Exception as error:  # whatever cuDNN says of a file, it can be built again
-            raise BadPlanFileError(f"cuDNN does not take it ({error})") from error
-        plan = Plan(key, built, constants_of(key))
-    plan.build_seconds, plan.loaded, plan.tuned = time.perf_counter() - start, True, stored.tuned
-    return plan
-
-
-def build_plan(operation: GraphOp, key: PlanKey) -> Plan:
-    """Plans and compiles `key` on the GPU that it names, and keeps the plan in the plan store, if there is one.
-
-    Raises:
-        UnsupportedError: cuDNN has no engine for it.
-        PlanBuildError: A CUDA graph is being captured on this stream.
-    """
-    plans = store_setting.active()
-    if plans is None:
-        return _compile(operation, key)
-    with plans.building(key):
-        plan = load_plan(key)  # another process may have built it meanwhile
-        if plan is None:
-            plan = _compile(operation, key)
-            plans.save(key, stored_form(plan))
-        return plan
-
-
-def _compile(operation: GraphOp, key: PlanKey) -> Plan:
-    assert key.device is not None
-    start = time.perf_counter()
-    with torch.cuda.device(key.device), relaxed_capture():
-        handle = _handle_for(key)
-        plan = Plan(key, operation.compile(key, backend.GraphBuilder(handle=handle)), constants_of(key))
-        if tuning.is_in_force():
-            _find_rivals(plan, operation, handle)
-    plan.build_seconds = time.perf_counter() - start
-    return plan
-
-
-def _find_rivals(plan: Plan, operation: GraphOp, handle: Any) -> None:
-    """Builds what else cuDNN proposes, for the first launch to decide."""
-    reason = tuning.not_tunable(plan.key)
-    if not reason:
-        first, most = (plan.engine, plan.knobs), tuning.most_candidates() - 1
-        for other, built in build_others(operation, plan.key, first, most, handle=handle):
-            plan.rivals.append((other, built if isinstance(built, str) else Plan(plan.key, built, plan.constants)))
-        if any(isinstance(rival, Plan) for _, rival in plan.rivals):
-            plan.__class__ = UntunedPlan
-            return
-        plan.tuned, reason = True, "cuDNN proposes nothing else that can be built"
-    fared = [(None, ""), *((None, str(why)) for _, why in plan.rivals)]
-    tuning.note(plan.key, _proposals(plan), fared, reason=reason)
-
-
-def _proposals(plan: Plan) -> list[backend.Configuration]:
+def proposals(plan: Plan) -> list[backend.Configuration]:
     """What cuDNN proposes for the key of a plan that holds the first of them."""
     return [(plan.engine, plan.knobs), *(configuration for configuration, _ in plan.rivals)]
 
@@ -290,15 +205,3 @@ def stored_form(plan: Plan) -> StoredPlan:
     data = plan.built.serialize()
     known = (plan.key.identity(), plan.engine, plan.knobs, plan.workspace, plan.build_seconds, data)
     return StoredPlan(*known, tuned=plan.tuned)
-
-
-def _handle_for(key: PlanKey) -> Any:
-    """The handle to build or load a plan with, on the current device."""
-    assert key.device is not None
-    if torch.cuda.is_current_stream_capturing():
-        why = (
-            "A plan cannot be built while a CUDA graph is being captured; make this call once before the capture, or "
-            "note what a run uses with record_plans() and make it ready with warmup() on this thread."
-        )
-        raise PlanBuildError(key, why)
-    return handles.build_handle(key.device)

@@ -13,10 +13,10 @@ import cudnn_sdpa
 from cudnn_sdpa import plan_cache
 from cudnn_sdpa.attention import lookup
 from cudnn_sdpa.runtime import backend
+from cudnn_sdpa.runtime.building import build_plan
 from cudnn_sdpa.runtime.graph_op import graph_op
 from cudnn_sdpa.runtime.key import Operand
 from cudnn_sdpa.runtime.layouts import TensorLayout
-from cudnn_sdpa.runtime.plan import build_plan
 from cudnn_sdpa.runtime.target import live_target
 
 

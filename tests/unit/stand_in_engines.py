@@ -8,7 +8,7 @@ import ctypes
 import pytest
 import torch
 
-from cudnn_sdpa.runtime import handles, plan, trials
+from cudnn_sdpa.runtime import building, handles, plan, trials
 from cudnn_sdpa.runtime.graph_op import GraphOp, graph_op
 from cudnn_sdpa.runtime.key import Operand
 from cudnn_sdpa.runtime.layouts import TensorLayout
@@ -82,7 +82,7 @@ class Machine:
         self.patch(torch.cuda, "device", lambda _: contextlib.nullcontext())
         self.patch(torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.capturing)
         self.patch(plan, "current_raw_stream", lambda _: self.stream)
-        self.patch(plan, "_handle_for", lambda _: "handle")
+        self.patch(building, "_handle_for", lambda _: "handle")
         self.patch(plan, "allocate", lambda shape, _, dtype: torch.empty(shape, dtype=dtype))
         self.patch(plan.backend, "GraphBuilder", lambda **_: "builder")
         self.patch(plan.backend, "execution_error", lambda error, _: error)
@@ -100,4 +100,4 @@ class Machine:
             (("eng0", {}), each) if isinstance(each, str) else ((each.engine, each.knobs), each) for each in others
         ]
         self.patch(GraphOp, "compile", lambda *_: first)
-        self.patch(plan, "build_others", lambda _op, _key, _first, most, **_: known[:most])
+        self.patch(building, "build_others", lambda _op, _key, _first, most, **_: known[:most])

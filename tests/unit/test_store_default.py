@@ -15,7 +15,7 @@ import cudnn_sdpa
 from cudnn_sdpa import cli
 from cudnn_sdpa.bench import attention
 from cudnn_sdpa.runtime import store_setting
-from cudnn_sdpa.runtime.plan import load_plan
+from cudnn_sdpa.runtime.building import load_plan
 from cudnn_sdpa.runtime.store import PlanStore
 from tests.unit.test_plan_store import key, plan
 
@@ -72,7 +72,7 @@ import logging, sys
 sys.path.insert(0, sys.argv[1])
 logging.basicConfig(level=logging.INFO)
 from tests.unit.test_plan_store import key, plan
-from cudnn_sdpa.runtime.plan import load_plan
+from cudnn_sdpa.runtime.building import load_plan
 from cudnn_sdpa.runtime.store_setting import active
 assert load_plan(key()) is None
 active().save(key(), plan(key()))
@@ -153,7 +153,7 @@ import logging, os, pwd, sys, time
 sys.path.insert(0, sys.argv[1])
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
 from tests.unit.test_plan_store import key, plan
-from cudnn_sdpa.runtime.plan import load_plan
+from cudnn_sdpa.runtime.building import load_plan
 from cudnn_sdpa.runtime.store_setting import active
 os.setgroups([])
 os.setuid(54321)

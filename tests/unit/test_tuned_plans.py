@@ -11,10 +11,11 @@ from stand_in_engines import Engine, Machine, halve, key, launch, operands
 
 import cudnn_sdpa
 from cudnn_sdpa import UnsupportedError, autotune
-from cudnn_sdpa.runtime import handles, plan, plan_file, proposals
+from cudnn_sdpa.runtime import building, handles, plan, plan_file, proposals
+from cudnn_sdpa.runtime.building import build_plan, load_plan
 from cudnn_sdpa.runtime.key import Operand
 from cudnn_sdpa.runtime.layouts import TensorLayout
-from cudnn_sdpa.runtime.plan import Plan, UntunedPlan, build_plan, captured_plans, load_plan
+from cudnn_sdpa.runtime.plan import Plan, UntunedPlan, captured_plans
 from cudnn_sdpa.runtime.plan_file import StoredPlan
 
 
@@ -129,7 +130,7 @@ def test_older_files_are_plans_that_were_not_tuned(store):
 
 
 def test_untuned_plans_are_left_in_the_store_under_autotune(store, monkeypatch):
-    monkeypatch.setattr(plan, "plan_of", lambda _, stored: stored)
+    monkeypatch.setattr(building, "plan_of", lambda _, stored: stored)
     store.save(key(), stored(key()))
     assert load_plan(key()) is not None
     with autotune():
@@ -141,7 +142,7 @@ def test_untuned_plans_are_left_in_the_store_under_autotune(store, monkeypatch):
 
 
 def test_what_cannot_be_tuned_is_loaded_under_autotune(store, monkeypatch):
-    monkeypatch.setattr(plan, "plan_of", lambda _, stored: stored)
+    monkeypatch.setattr(building, "plan_of", lambda _, stored: stored)
     of = key(inputs=[Operand("lengths", TensorLayout.contiguous((2,), torch.int32))])
     store.save(of, stored(of))
     with autotune():
@@ -175,7 +176,7 @@ def test_a_loaded_plan_knows_whether_it_was_tuned(machine, monkeypatch, tuned):
     made = Engine("eng9", workspace=256)
     monkeypatch.setattr(plan.backend, "load_graph", lambda *_: made)
     machine.proposes(made)
-    loaded = plan.plan_of(key(), stored(key(), tuned=tuned))
+    loaded = building.plan_of(key(), stored(key(), tuned=tuned))
     assert (type(loaded), loaded.loaded, loaded.tuned) == (Plan, True, tuned)
 
 

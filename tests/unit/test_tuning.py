@@ -13,9 +13,10 @@ from cudnn_sdpa import OptionError, autotune
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.passes import Forward
 from cudnn_sdpa.runtime import tuning
+from cudnn_sdpa.runtime.building import build_plan
 from cudnn_sdpa.runtime.key import Operand, Role
 from cudnn_sdpa.runtime.layouts import TensorLayout
-from cudnn_sdpa.runtime.plan import Plan, UntunedPlan, build_plan
+from cudnn_sdpa.runtime.plan import Plan, UntunedPlan
 from cudnn_sdpa.runtime.tuning import AutotuneCandidate, AutotuneEntry, AutotuneReport
 
 

@@ -1,0 +1,111 @@
+"""How plans come about: compiled on this machine's GPU, or loaded out of the plan store."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from cudnn_sdpa.errors import PlanBuildError
+from cudnn_sdpa.runtime import backend, handles, store_setting, tuning
+from cudnn_sdpa.runtime.capture import relaxed_capture
+from cudnn_sdpa.runtime.constants import constants_of
+from cudnn_sdpa.runtime.graph_op import GraphOp
+from cudnn_sdpa.runtime.key import PlanKey
+from cudnn_sdpa.runtime.plan import Plan, UntunedPlan, proposals, stored_form
+from cudnn_sdpa.runtime.plan_file import BadPlanFileError, StoredPlan
+from cudnn_sdpa.runtime.proposals import build_others
+
+
+def load_plan(key: PlanKey) -> Plan | None:
+    """The plan of `key` out of the plan store, if it has one for this GPU; under `autotune` only a tuned one."""
+    plans = store_setting.active()
+    only_tuned = tuning.is_in_force() and not tuning.not_tunable(key)
+    stored = None if plans is None else plans.load(key, only_tuned=only_tuned)
+    if plans is None or stored is None:
+        return None
+    try:
+        return plan_of(key, stored)
+    except BadPlanFileError as error:
+        plans.reject(key, str(error))
+        return None
+
+
+def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
+    """The plan of `key` out of its stored form.
+
+    Raises:
+        BadPlanFileError: cuDNN does not take it here.
+        PlanBuildError: A CUDA graph is being captured on this stream.
+    """
+    assert key.device is not None
+    start = time.perf_counter()
+    with torch.cuda.device(key.device), relaxed_capture():
+        handle = _handle_for(key)
+        try:
+            built = backend.load_graph(handle, stored.data, stored.engine, stored.knobs)
+            if built.workspace != stored.workspace:
+                raise ValueError(f"it wants {built.workspace} bytes of workspace, not {stored.workspace}")
+        except Exception as error:  # whatever cuDNN says of a file, it can be built again
+            raise BadPlanFileError(f"cuDNN does not take it ({error})") from error
+        plan = Plan(key, built, constants_of(key))
+    plan.build_seconds, plan.loaded, plan.tuned = time.perf_counter() - start, True, stored.tuned
+    return plan
+
+
+def build_plan(operation: GraphOp, key: PlanKey) -> Plan:
+    """Plans and compiles `key` on the GPU that it names, and keeps the plan in the plan store, if there is one.
+
+    Raises:
+        UnsupportedError: cuDNN has no engine for it.
+        PlanBuildError: A CUDA graph is being captured on this stream.
+    """
+    plans = store_setting.active()
+    if plans is None:
+        return _compile(operation, key)
+    with plans.building(key):
+        plan = load_plan(key)  # another process may have built it meanwhile
+        if plan is None:
+            plan = _compile(operation, key)
+            plans.save(key, stored_form(plan))
+        return plan
+
+
+def _compile(operation: GraphOp, key: PlanKey) -> Plan:
+    assert key.device is not None
+    start = time.perf_counter()
+    with torch.cuda.device(key.device), relaxed_capture():
+        handle = _handle_for(key)
+        plan = Plan(key, operation.compile(key, backend.GraphBuilder(handle=handle)), constants_of(key))
+        if tuning.is_in_force():
+            _find_rivals(plan, operation, handle)
+    plan.build_seconds = time.perf_counter() - start
+    return plan
+
+
+def _find_rivals(plan: Plan, operation: GraphOp, handle: Any) -> None:
+    """Builds what else cuDNN proposes, for the first launch to decide."""
+    reason = tuning.not_tunable(plan.key)
+    if not reason:
+        first, most = (plan.engine, plan.knobs), tuning.most_candidates() - 1
+        for other, built in build_others(operation, plan.key, first, most, handle=handle):
+            plan.rivals.append((other, built if isinstance(built, str) else Plan(plan.key, built, plan.constants)))
+        if any(isinstance(rival, Plan) for _, rival in plan.rivals):
+            plan.__class__ = UntunedPlan
+            return
+        plan.tuned, reason = True, "cuDNN proposes nothing else that can be built"
+    fared = [(None, ""), *((None, str(why)) for _, why in plan.rivals)]
+    tuning.note(plan.key, proposals(plan), fared, reason=reason)
+
+
+def _handle_for(key: PlanKey) -> Any:
+    """The handle to build or load a plan with, on the current device."""
+    assert key.device is not None
+    if torch.cuda.is_current_stream_capturing():
+        why = (
+            "A plan cannot be built while a CUDA graph is being captured; make this call once before the capture, or "
+            "note what a run uses with record_plans() and make it ready with warmup() on this thread."
+        )
+        raise PlanBuildError(key, why)
+    return handles.build_handle(key.device)
