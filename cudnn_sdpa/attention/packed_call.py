@@ -24,15 +24,15 @@ class VarlenCall:
     Attributes:
         packed: The call without its data.
         plan: The plan.
-        last: By what the look-up recognizes this call when it comes again.
-        training: What `varlen_training` keeps for calls that autograd follows.
+        last: What a `CallTable` resets; the look-up keeps elsewhere by what it recognizes a call.
+        gradients: What `varlen_shortcuts` keeps of its backward passes.
         written: Shape, stride and dtype of the outputs as cuDNN writes them.
         moved: The same of gradients as the caller gets them, where that is in another memory order; by number.
     """
 
     __slots__ = (
-        *("__weakref__", "_elsewhere", "_last", "_numbers", "_of_outputs", "_of_packing", "_of_tensors", "_pack"),
-        *("_template", "moved", "packed", "plan", "training", "written"),
+        *("__weakref__", "_elsewhere", "_numbers", "_of_outputs", "_of_packing", "_of_tensors", "_pack"),
+        *("_template", "gradients", "last", "moved", "packed", "plan", "written"),
     )
 
     def __init__(self, packed: Packed, plan: Plan, call: VarlenArguments, tensors: tuple[str, ...]) -> None:
@@ -46,8 +46,8 @@ class VarlenCall:
         """
         self.packed = packed
         self.plan = plan
-        self._last: Any = None
-        self.training: Any = None
+        self.last: Any = None
+        self.gradients: Any = None
         self._elsewhere = torch.cuda.device_count() > 1  # whether another GPU can be the current one
         self._numbers = {"scale": array("f", [call.scale_value])}
         if call.softcap is not None:
@@ -69,17 +69,6 @@ class VarlenCall:
                 layout = dense_like(wanted[output.name])
                 if layout.stride != self.written[number][1]:
                     self.moved[number] = (layout.shape, layout.stride, layout.dtype)
-
-    @property
-    def last(self) -> Any:
-        """See the class."""
-        return self._last
-
-    @last.setter
-    def last(self, value: Any) -> None:
-        self._last = value
-        if value is None:  # what refers back to this call must not keep its plan
-            self.training = None
 
     def launch(self, call: VarlenArguments, tensors: tuple[Tensor, ...], outputs: list[Tensor]) -> None:
         """Launches the plan; rows of the outputs that belong to nobody, or see no key, are written, too."""

@@ -37,28 +37,19 @@ class Again(NamedTuple):
     call: weakref.ref[BackwardCall]
 
 
-class PlainTraining:
-    """A plain call bound to the plans of its two passes.
+class Gradients:
+    """The backward passes of one plain call. Autograd's graph holds it, and with it no plan: see `Again`.
 
     Attributes:
-        forward: The forward call, with the log-sum-exp.
         options: What is no tensor, as `ForwardArguments.options` gives it, but for determinism.
-        last: By what the look-up recognizes this call when it comes again.
     """
 
-    __slots__ = ("_again", "_may_be_deterministic", "forward", "last", "options")
+    __slots__ = ("_again", "_may_be_deterministic", "options")
 
-    def __init__(self, forward: ForwardCall, options: tuple[Any, ...]) -> None:
-        self.forward = forward
+    def __init__(self, options: tuple[Any, ...]) -> None:
         self.options = options
-        self.last: Any = None
         self._again: Again | None = None
         self._may_be_deterministic = False
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-        """The output, which autograd can differentiate."""
-        out: Tensor = PlainAttention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
-        return out
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, deterministic: bool) -> ForwardArguments:
         """The call in full."""
@@ -76,7 +67,7 @@ class PlainTraining:
             self._may_be_deterministic = True
         return wanted
 
-    def gradients(
+    def compute(
         self, grad_out: Tensor, saved: tuple[Tensor, ...], deterministic: bool, may_fall_back: bool
     ) -> Sequence[Tensor]:
         """The gradients by q, k and v."""
@@ -97,16 +88,39 @@ class PlainTraining:
         return result
 
 
+class PlainTraining:
+    """A plain call bound to the plans of its two passes.
+
+    Attributes:
+        forward: The forward call, with the log-sum-exp.
+        gradients: Its backward passes.
+        last: By what the look-up recognizes this call when it comes again.
+    """
+
+    __slots__ = ("forward", "gradients", "last")
+
+    def __init__(self, forward: ForwardCall, options: tuple[Any, ...]) -> None:
+        self.forward = forward
+        self.gradients = Gradients(options)
+        self.last: Any = None
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+        """The output, which autograd can differentiate."""
+        out: Tensor = PlainAttention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+        return out
+
+
 class PlainAttention(torch.autograd.Function):
     """A plain call in eager mode."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, prepared: PlainTraining) -> Tensor:
         """Runs the forward pass and saves what the backward pass needs."""
-        deterministic = prepared.is_deterministic(q, k, v)
+        gradients = prepared.gradients
+        deterministic = gradients.is_deterministic(q, k, v)
         out, lse = prepared.forward.run_plain(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.prepared, ctx.deterministic, ctx.may_fall_back = prepared, deterministic, fallback.is_in_force()
+        ctx.gradients, ctx.deterministic, ctx.may_fall_back = gradients, deterministic, fallback.is_in_force()
         return out
 
     @staticmethod
@@ -114,7 +128,7 @@ class PlainAttention(torch.autograd.Function):
         """The gradients by q, k and v."""
         if is_watched(grad_out):
             return _watched(ctx, grad_out)
-        grad_q, grad_k, grad_v = ctx.prepared.gradients(
+        grad_q, grad_k, grad_v = ctx.gradients.compute(
             grad_out, ctx.saved_tensors, ctx.deterministic, ctx.may_fall_back
         )
         return grad_q, grad_k, grad_v, None
@@ -125,7 +139,7 @@ def _watched(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     autograd.refuse_batch(grad_out)
     q, k, v, out, lse = ctx.saved_tensors
     needs = Needs._make((*ctx.needs_input_grad[:3], False, False))
-    call = ctx.prepared.call(q, k, v, ctx.deterministic)
+    call = ctx.gradients.call(q, k, v, ctx.deterministic)
     found = autograd.gradients_by_operator(BackwardArguments(grad_out, out, lse, call, ctx.deterministic, needs))
     return (*found[:3], None)
 

@@ -97,9 +97,7 @@ def _find_by_signature(
     if trains:
         if not varlen_calls.is_known_to_be_differentiable(wanted) or pieces.is_too_large(*call[:3]):
             return None
-        if prepared.training is None:
-            prepared.training = Training(prepared)
-        run = functools.partial(prepared.training.run, options[-2])
+        run = functools.partial(_train, prepared, options[-2])
     requires_grad = any(tensor.requires_grad for tensor in tensors)
     if len({id(tensor) for tensor in tensors}) == len(tensors) and requires_grad is trains:
         # No guard takes one tensor twice, and none sees whether gradients are enabled.
@@ -111,6 +109,17 @@ def _find_by_signature(
 def _infer(prepared: VarlenCall, call: VarlenArguments) -> Result:
     _check_memory(*call[:3])
     return varlen_calls.forward(prepared, call)
+
+
+def _train(prepared: VarlenCall, deterministic: bool, call: VarlenArguments) -> Result:
+    """The output, which autograd can differentiate, and if wanted the log-sum-exp."""
+    _check_memory(*call[:3])
+    of_both = call._replace(deterministic=deterministic, with_lse=True)
+    if call.with_lse:
+        result: Result = varlen_autograd.VarlenAttention.apply(*call[:4], of_both)  # type: ignore[no-untyped-call]
+        return result
+    out: Tensor = PackedAttention.apply(*call[:4], of_both, prepared)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _check_memory(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -126,24 +135,13 @@ class Again(NamedTuple):
     call: weakref.ref[VarlenCall]
 
 
-class Training:
-    """A call that autograd follows, bound to the plans of its two passes."""
+class Gradients:
+    """The backward passes of one call. Autograd's graph holds it, and with it no plan: see `Again`."""
 
-    __slots__ = ("_again", "forward")
+    __slots__ = ("_again",)
 
-    def __init__(self, forward: VarlenCall) -> None:
-        self.forward = forward
+    def __init__(self) -> None:
         self._again: Again | None = None
-
-    def run(self, deterministic: bool, call: VarlenArguments) -> Result:
-        """The output, which autograd can differentiate, and if wanted the log-sum-exp."""
-        _check_memory(*call[:3])
-        of_both = call._replace(deterministic=deterministic, with_lse=True)
-        if call.with_lse:
-            result: Result = varlen_autograd.VarlenAttention.apply(*call[:4], of_both)  # type: ignore[no-untyped-call]
-            return result
-        out: Tensor = PackedAttention.apply(*call[:4], of_both, self)  # type: ignore[no-untyped-call]
-        return out
 
     def find(self, of: VarlenBackwardArguments) -> VarlenCall | None:
         """The prepared backward call, if there has been one like this."""
@@ -170,11 +168,13 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        """Runs the forward pass; `inputs` are q, k, v and sinks, for autograd to see, their call and its plans."""
-        call, training = inputs[-2:]
-        out, lse = varlen_calls.forward(training.forward, call)
+        """Runs the forward pass; `inputs` are q, k, v and sinks, for autograd to see, their call, and that prepared."""
+        call, prepared = inputs[-2:]
+        out, lse = varlen_calls.forward(prepared, call)
         varlen_autograd.save(ctx, call, out, lse)
-        ctx.training = training
+        if prepared.gradients is None:
+            prepared.gradients = Gradients()
+        ctx.gradients = prepared.gradients
         return out
 
     @staticmethod
@@ -185,10 +185,10 @@ class PackedAttention(torch.autograd.Function):
         *tensors, out, lse = ctx.saved_tensors
         call = VarlenArguments._make((*tensors, *ctx.options, True, None))
         of = VarlenBackwardArguments(grad_out, out, lse, call, ctx.needs_input_grad[3])
-        prepared = ctx.training.find(of)
+        prepared = ctx.gradients.find(of)
         if prepared is None:
             found = varlen_autograd.gradients(ctx, grad_out, None)
-            ctx.training.remember(of)
+            ctx.gradients.remember(of)
             return (*found, None, None)
         gradients = (*varlen_calls.backward(prepared, of), None)[:4]
         needs = ctx.needs_input_grad
