@@ -7,6 +7,10 @@ from cudnn_sdpa._version import __version__
 from cudnn_sdpa.attention.dense import sdpa
 from cudnn_sdpa.attention.drop_in import scaled_dot_product_attention
 from cudnn_sdpa.attention.fallback import fallback
+from cudnn_sdpa.attention.kv_cache import PagedKVCache, PagedStep
+from cudnn_sdpa.attention.page_pool import CacheUse
+from cudnn_sdpa.attention.paged import sdpa_paged
+from cudnn_sdpa.attention.paged_prepared import PreparedPaged, prepare_paged
 from cudnn_sdpa.attention.varlen import sdpa_varlen
 from cudnn_sdpa.errors import (
     ArgumentError,
@@ -18,6 +22,7 @@ from cudnn_sdpa.errors import (
     LibraryError,
     OfflineError,
     OptionError,
+    OutOfPagesError,
     PlanBuildError,
     ShapeError,
     UnsupportedError,
@@ -33,6 +38,7 @@ from cudnn_sdpa.warming import compile_plans, warmup
 
 __all__ = [
     "ArgumentError",
+    "CacheUse",
     "CudnnSdpaError",
     "DeviceError",
     "DtypeError",
@@ -41,7 +47,11 @@ __all__ = [
     "LibraryError",
     "OfflineError",
     "OptionError",
+    "OutOfPagesError",
+    "PagedKVCache",
+    "PagedStep",
     "PlanBuildError",
+    "PreparedPaged",
     "ShapeError",
     "UnsupportedError",
     "__version__",
@@ -51,9 +61,11 @@ __all__ = [
     "fallback",
     "no_plan_builds",
     "plan_cache",
+    "prepare_paged",
     "record_plans",
     "scaled_dot_product_attention",
     "sdpa",
+    "sdpa_paged",
     "sdpa_varlen",
     "shape_policy",
     "support",

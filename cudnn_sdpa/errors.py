@@ -11,6 +11,7 @@ CudnnSdpaError
 ├── UnsupportedError (NotImplementedError)   right arguments, but cuDNN or this GPU has no kernel
 ├── PlanBuildError (RuntimeError)       a plan is missing where none may be built
 ├── ExecutionError (RuntimeError)       cuDNN refused to launch a plan
+├── OutOfPagesError (RuntimeError)      a paged cache has too few pages left; nothing was taken
 ├── LibraryError (ImportError)          cuDNN or its frontend is missing, too old, or mixed up
 └── OfflineError (RuntimeError)         planning for a GPU that is not here could not start
 ```
@@ -31,6 +32,7 @@ __all__ = [
     "LibraryError",
     "OfflineError",
     "OptionError",
+    "OutOfPagesError",
     "PlanBuildError",
     "ShapeError",
     "UnsupportedError",
@@ -150,6 +152,25 @@ class PlanBuildError(CudnnSdpaError, RuntimeError):
 
 class ExecutionError(CudnnSdpaError, RuntimeError):
     """cuDNN refused to launch a plan."""
+
+
+class OutOfPagesError(CudnnSdpaError, RuntimeError):
+    """A `PagedKVCache` has too few pages left. Nothing was taken, and nothing is lost.
+
+    Attributes:
+        needed: Pages that would have been taken.
+        free: Pages that there are.
+    """
+
+    def __init__(self, needed: int, free: int) -> None:
+        self.needed = needed
+        self.free = free
+        super().__init__(
+            f"{needed} pages are needed and {free} are free; free or evict a sequence, or make a larger cache"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.needed, self.free)
 
 
 class LibraryError(CudnnSdpaError, ImportError):

@@ -49,5 +49,19 @@ def check_offsets(name: str, offsets: Tensor, tokens: int, longest: int) -> None
         raise ShapeError(name.replace("cu_seqlens", "max_seqlen"), f"{longest}", f"at least {max(steps)}")
 
 
+def check_pages(name: str, table: Tensor, lengths: Tensor, page_size: int, pages: int) -> None:
+    """The pages that a sequence uses are pages of the cache.
+
+    Raises:
+        ShapeError: One is not.
+    """
+    if not enabled or not _readable(table):
+        return
+    for number, (row, length) in enumerate(zip(table.tolist(), lengths.tolist(), strict=True)):
+        wrong = [page for page in row[: -(-length // page_size)] if not 0 <= page < pages]
+        if wrong:
+            raise ShapeError(name, f"page {wrong[0]} for batch entry {number}", f"pages from 0 to {pages - 1}")
+
+
 def _readable(tensor: Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -108,6 +108,42 @@ def sdpa_backward(
     return tuple(gradients) if bias_gradient is None else (*gradients, options["dBias"])
 
 
+@graph_op
+def paged_decode(
+    g: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: Any,
+    seq_len_q: Any,
+    seq_len_kv: Any,
+    table_k: Any,
+    table_v: Any,
+    *,
+    left: int | None,
+    with_lse: bool,
+) -> Any:
+    """The forward pass of single queries whose keys and values lie in pages of a cache, in the order of the tables.
+
+    The page of key j of sequence b is `table_k[b, j // page_size]`. A query sees the last `left` + 1 keys, or all.
+    """
+    options = masks(g, None if left is None else (left, None, True), False, seq_len_q, seq_len_kv)
+    longest = table_k.get_dim()[2] * k.get_dim()[2]
+    o, lse = g.sdpa(
+        name="paged_decode",
+        q=q,
+        k=k,
+        v=v,
+        attn_scale=scale,
+        generate_stats=with_lse,
+        paged_attention_k_table=table_k,
+        paged_attention_v_table=table_v,
+        paged_attention_max_seq_len_kv=longest,
+        **options,
+    )
+    return (o, lse) if with_lse else o
+
+
 def side_output(g: Any, name: str, shape: tuple[int, ...]) -> Any:
     """A tensor that cuDNN takes as an argument and writes."""
     return g.tensor(name=name, dim=list(shape), stride=[1] * len(shape), data_type=g.types.data_type.FLOAT)

@@ -61,7 +61,7 @@ def _shape(key: PlanKey, name: str) -> tuple[int, ...]:
 
 
 def _forward(key: PlanKey) -> bool:
-    return key.name == "sdpa_forward"
+    return key.name in ("sdpa_forward", "paged_decode")
 
 
 def _backward(key: PlanKey) -> bool:
@@ -96,7 +96,7 @@ def _one_row_of_bias(key: PlanKey) -> bool:
 def _causal_alone(key: PlanKey) -> bool:
     """Whether nothing hides keys but a causal mask, be it aligned at the first key or the last."""
     sides = ("bias", "seq_len_kv", "highest")
-    return key.option_values["band"] in ((None, 0, False), (None, 0, True)) and not any(_has(key, x) for x in sides)
+    return key.option_values.get("band") in ((None, 0, False), (None, 0, True)) and not any(_has(key, x) for x in sides)
 
 
 def _dense_rows(key: PlanKey, name: str) -> bool:
@@ -177,7 +177,7 @@ ISSUES = (
         "replaying a CUDA graph accesses memory illegally with more than 1024 keys and a mask other than plain causal",
         "TransformerEngine#2344",
         "a launch into a CUDA graph is refused",
-        lambda key: _shape(key, "k")[2] > 1024 and not _causal_alone(key),
+        lambda key: (_shape(key, "k")[2] > 1024 or _has(key, "table_k")) and not _causal_alone(key),
         first=91300,
         fixed=91500,
         in_capture=True,
@@ -240,7 +240,7 @@ ISSUES = (
         "dropout with a single query reads memory that is not its own",
         "seen on 9.19 with an H200",
         "refused",
-        lambda key: _forward(key) and _single_query(key) and bool(key.option_values["dropout_p"]),
+        lambda key: _forward(key) and _single_query(key) and bool(key.option_values.get("dropout_p")),
     ),
     KnownIssue(
         "the gradient of the values under a soft cap is zero unless a mask compares rows with columns",

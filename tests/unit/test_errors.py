@@ -55,6 +55,7 @@ EXAMPLES = [
     errors.UnsupportedError("sdpa", ["too wide", "too old"], "make it smaller"),
     errors.PlanBuildError("sdpa_forward(q: …)", "A plan is missing."),
     errors.ExecutionError("cuDNN could not launch it"),
+    errors.OutOfPagesError(3, 1),
     errors.LibraryError("no libcudnn"),
     errors.OfflineError("no compiler"),
 ]

@@ -1,0 +1,295 @@
+"""`PagedKVCache`: the pages of keys and values of many sequences, and which of them belong to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import memory, paging
+from cudnn_sdpa.attention.page_pool import CacheUse, PagePool
+from cudnn_sdpa.attention.paged_arguments import HND, LAYOUTS, in_heads_order
+from cudnn_sdpa.attention.paged_calls import OWNER
+from cudnn_sdpa.attention.side_tensors import dtype_name, shape_of
+from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
+
+
+@dataclass(eq=False)
+class PagedStep:
+    """What attention needs to know of one step: which sequences take part, and where their tokens are.
+
+    Tensors keep their addresses when the step is made anew with `into`, so that a CUDA graph may read them.
+
+    Attributes:
+        page_table: Pages of each sequence, (B, max_pages) int32.
+        seq_lens_kv: Tokens of each sequence, the new ones included, (B,) int32.
+        seq_lens_q: How many tokens are new, (B,) int32.
+        positions: Of the new tokens in their sequences, (B, tokens) int64; of absent ones 0.
+    """
+
+    page_table: Tensor
+    seq_lens_kv: Tensor
+    seq_lens_q: Tensor
+    positions: Tensor
+
+    @property
+    def batch(self) -> int:
+        """How many sequences it has room for."""
+        return self.page_table.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """How many new tokens of a sequence it has room for."""
+        return self.positions.shape[1]
+
+
+class PagedKVCache:
+    """Keys and values of many sequences in pages of fixed size, for one layer or many.
+
+    The host decides which page belongs to which sequence, and sends it to the GPU with each step, in one copy that
+    nobody waits for. Not for several threads at once.
+
+    Args:
+        pages: How many there are.
+        page_size: Tokens of a page, a power of two.
+        heads: Heads of keys and values.
+        head_dim: Size of a head of keys.
+        layers: Layers of the model; all share the tables.
+        head_dim_v: Size of a head of values; that of keys if not given.
+        max_length: Most tokens of a sequence; as many as all pages hold if not given.
+        dtype: Of keys and values.
+        device: Where the pages are; the current GPU if there is one.
+        page_layout: "HND", pages are (pages, heads, page_size, head_dim), or "NHD", (pages, page_size, heads,
+            head_dim).
+
+    Raises:
+        OptionError: A size is none.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> sizes = {"pages": 8, "page_size": 16, "heads": 2, "head_dim": 64}
+        >>> cache = cudnn_sdpa.PagedKVCache(**sizes, dtype=torch.float32, device="cpu")
+        >>> one, two = cache.add(), cache.add()
+        >>> step = cache.reserve([one, two], tokens=5)  # a prompt of five tokens each
+        >>> k = v = torch.randn(2, 2, 5, 64)
+        >>> cache.append(step, k, v)
+        >>> out = cudnn_sdpa.sdpa_paged(torch.randn(2, 8, 5, 64), cache.k_pages(), cache.v_pages(), step.page_table,
+        ...                             step.seq_lens_kv)
+        >>> cache.length(one), cache.use().used
+        (5, 2)
+    """
+
+    def __init__(
+        self,
+        *,
+        pages: int,
+        page_size: int,
+        heads: int,
+        head_dim: int,
+        layers: int = 1,
+        head_dim_v: int | None = None,
+        max_length: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | int | None = None,
+        page_layout: str = HND,
+    ) -> None:
+        sizes = {"pages": pages, "page_size": page_size, "heads": heads, "head_dim": head_dim, "layers": layers}
+        for name, size in (sizes | {"head_dim_v": head_dim_v or head_dim, "max_length": max_length or 1}).items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise OptionError(name, repr(size), "a positive int")
+        if page_size & (page_size - 1):
+            raise OptionError("page_size", repr(page_size), "a power of two, such as 16 or 64")
+        if page_layout not in LAYOUTS:
+            raise OptionError("page_layout", repr(page_layout), " or ".join(map(repr, LAYOUTS)))
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.page_layout = page_layout
+        self._pool = PagePool(pages, page_size)
+        self._columns = -(-(max_length or pages * page_size) // page_size)
+        self._k, self._v = (
+            torch.zeros(
+                (layers, pages, heads, page_size, dim)
+                if page_layout == HND
+                else (layers, pages, page_size, heads, dim),
+                dtype=dtype,
+                device=device,
+            )
+            for dim in (head_dim, head_dim_v or head_dim)
+        )
+        self.device = self._k.device
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self._pool.page_size
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a sequence."""
+        return self._columns * self.page_size
+
+    def k_pages(self, layer: int = 0) -> Tensor:
+        """The keys of a layer, in the cache's layout."""
+        return self._k[layer]
+
+    def v_pages(self, layer: int = 0) -> Tensor:
+        """The values of a layer, in the cache's layout."""
+        return self._v[layer]
+
+    def add(self) -> int:
+        """A new sequence without tokens: its number."""
+        return self._pool.add()
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence."""
+        return self._pool.length(sequence)
+
+    def fork(self, sequence: int) -> int:
+        """A new sequence with the same tokens. Pages are shared, and copied when one of the two writes to them."""
+        return self._pool.fork(sequence)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forgets the last tokens of a sequence, such as those that a speculative step got wrong."""
+        self._pool.truncate(sequence, length)
+
+    def evict(self, sequence: int) -> int:
+        """Gives back the pages of a sequence, which stays as an empty one; tells how many tokens it had."""
+        length = self._pool.length(sequence)
+        self._pool.truncate(sequence, 0)
+        return length
+
+    def free(self, sequence: int) -> None:
+        """Forgets a sequence and gives back its pages."""
+        self._pool.free(sequence)
+
+    def use(self) -> CacheUse:
+        """How full it is."""
+        return self._pool.use()
+
+    def new_step(self, batch: int, tokens: int = 1) -> PagedStep:
+        """Memory for steps of up to so many sequences with up to so many new tokens each; see `reserve`."""
+        return self._views(torch.zeros(self._size(batch, tokens), dtype=torch.int64, device=self.device), batch, tokens)
+
+    def reserve(
+        self, sequences: Sequence[int], tokens: int | Sequence[int] = 1, *, into: PagedStep | None = None
+    ) -> PagedStep:
+        """Makes room for new tokens at the end of sequences, and says where they go.
+
+        Args:
+            sequences: Which take part, each once.
+            tokens: How many new tokens each gets, one number for all or one for each.
+            into: The step to write into, with room for at least as many; rows beyond are empty sequences. A new one if
+                not given.
+
+        Returns:
+            The step: the given one, or a new one.
+
+        Raises:
+            OutOfPagesError: There are too few pages left. Nothing has changed.
+            OptionError: A number is wrong, a sequence is not there or there twice, or would be longer than
+                `max_length`.
+        """
+        added = [tokens] * len(sequences) if isinstance(tokens, int) else list(tokens)
+        if len(added) != len(sequences):
+            raise OptionError("tokens", f"{len(added)} numbers", f"{len(sequences)}, one for each sequence")
+        most = max(added, default=0)
+        if into is not None and (len(sequences) > into.batch or most > into.tokens):
+            got = f"room for {into.batch} sequences and {into.tokens} tokens"
+            raise OptionError("into", got, f"room for {len(sequences)} sequences and {most} tokens")
+        for sequence, more in zip(sequences, added, strict=True):
+            if self._pool.length(sequence) + more > self.max_length:
+                raise OptionError("tokens", repr(more), f"no more than max_length ({self.max_length}) in all")
+        copies = self._pool.grow(list(sequences), added)
+        if copies:
+            self._copy_pages(copies)
+        step = self.new_step(len(sequences), most) if into is None else into
+        self._send(step, sequences, added)
+        return step
+
+    def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
+        """Copies pages that were shared, in all layers."""
+        numbers = torch.tensor(copies).t()
+        if self.device.type == "cuda":
+            numbers = numbers.pin_memory().to(self.device, non_blocking=True)
+        for pages in (self._k, self._v):
+            pages.index_copy_(1, numbers[1], pages.index_select(1, numbers[0]))
+
+    def _size(self, batch: int, tokens: int) -> int:
+        """Numbers of 64 bits that a step takes: positions, then tables and lengths of 32 bits."""
+        return batch * tokens + -(-batch * (self._columns + 2) // 2)
+
+    def _views(self, numbers: Tensor, batch: int, tokens: int) -> PagedStep:
+        positions = numbers[: batch * tokens].view(batch, tokens)
+        ints = numbers[batch * tokens :].view(torch.int32)
+        lengths_kv, lengths_q, table = ints[:batch], ints[batch : 2 * batch], ints[2 * batch :]
+        step = PagedStep(table[: batch * self._columns].view(batch, self._columns), lengths_kv, lengths_q, positions)
+        for tensor in (step.page_table, step.seq_lens_kv):
+            setattr(tensor, OWNER, self)
+        return step
+
+    def _send(self, step: PagedStep, sequences: Sequence[int], added: list[int]) -> None:
+        """Fills a step, with one copy that nobody waits for."""
+        on_gpu = self.device.type == "cuda"
+        numbers = torch.zeros(self._size(step.batch, step.tokens), dtype=torch.int64, pin_memory=on_gpu)
+        host = self._views(numbers, step.batch, step.tokens)
+        rows = len(sequences)
+        lengths = torch.tensor([self._pool.length(sequence) for sequence in sequences], dtype=torch.int64)
+        more = torch.tensor(added, dtype=torch.int64)
+        host.seq_lens_kv[:rows], host.seq_lens_q[:rows] = lengths, more
+        offset = torch.arange(step.tokens)
+        host.positions[:rows] = torch.where(offset < more.view(-1, 1), (lengths - more).view(-1, 1) + offset, 0)
+        for row, sequence in enumerate(sequences):
+            pages = self._pool.pages_of(sequence)
+            host.page_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        whole = step.positions.untyped_storage()
+        device_numbers = torch.empty(0, dtype=torch.int64, device=self.device).set_(whole)
+        device_numbers.copy_(numbers, non_blocking=True)
+
+    def append(self, step: PagedStep, k: Tensor, v: Tensor, layer: int = 0) -> None:
+        """Writes the keys and values of a step's new tokens into their pages.
+
+        Args:
+            step: What `reserve` gave.
+            k: Keys (B, Hkv, tokens, D), in the dtype of the cache; those of absent tokens are not looked at.
+            v: Values (B, Hkv, tokens, Dv).
+            layer: Of which layer they are.
+
+        Raises:
+            ArgumentError: They do not fit.
+        """
+        pages = in_heads_order(self._k[layer], self.page_layout), in_heads_order(self._v[layer], self.page_layout)
+        for name, rows, to in (("k", k, pages[0]), ("v", v, pages[1])):
+            self._check_new(name, rows, to, step)
+        if k.is_cuda:
+            with torch.cuda.device(self.device):
+                paging.append((k, v), pages, step.page_table, step.seq_lens_kv, step.seq_lens_q)
+            return
+        batch, tokens = torch.nonzero(torch.arange(step.tokens) < step.seq_lens_q.unsqueeze(1), as_tuple=True)
+        positions = step.positions[batch, tokens]
+        page = step.page_table[batch, positions // self.page_size].long()
+        for rows, to in ((k, pages[0]), (v, pages[1])):
+            to[page, :, positions % self.page_size] = rows[batch, :, tokens]
+
+    def _check_new(self, name: str, rows: Tensor, to: Tensor, step: PagedStep) -> None:
+        expected = (step.batch, to.shape[1], step.tokens, to.shape[3])
+        if tuple(rows.shape) != expected:
+            raise ShapeError(name, shape_of(rows), f"shape {expected}: (B, Hkv, tokens, head dim)")
+        if rows.dtype != to.dtype:
+            raise DtypeError(name, dtype_name(rows.dtype), f"{dtype_name(to.dtype)}, the dtype of the cache")
+        if rows.device != to.device:
+            raise DeviceError(name, str(rows.device), f"{to.device}, the device of the cache")
+        if rows.is_cuda:
+            memory.check_strides(rows, rows, rows)
+            if rows.data_ptr() % 16:
+                raise LayoutError(
+                    name, f"an address {rows.data_ptr() % 16} bytes past a multiple of 16", "alignment to 16"
+                )
+
+    def read(self, sequence: int, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """Copies of the keys (Hkv, length, D) and values (Hkv, length, Dv) of a sequence."""
+        numbers = torch.tensor(self._pool.pages_of(sequence), dtype=torch.int64, device=self.device)
+        length = self._pool.length(sequence)
+        k, v = (in_heads_order(pages[layer], self.page_layout)[numbers] for pages in (self._k, self._v))
+        return k.transpose(0, 1).flatten(1, 2)[:, :length], v.transpose(0, 1).flatten(1, 2)[:, :length]

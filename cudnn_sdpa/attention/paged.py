@@ -1,0 +1,254 @@
+"""Attention on a paged cache: `sdpa_paged`."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from cudnn_sdpa.attention import arguments, debug, memory, paged_arguments, paged_calls, paged_operators, tracking
+from cudnn_sdpa.attention.calls import MISALIGNED, Result
+from cudnn_sdpa.attention.paged_arguments import HND, PagedArguments, in_heads_order
+from cudnn_sdpa.attention.paged_calls import OWNER, PagedCall
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.runtime.eager import Guard, is_bare, is_compiling, is_profiling, needs_gradient, tensor_guard
+
+
+class Last:
+    """The decode step on a cache's own tables that was served last."""
+
+    __slots__ = ("alignment", "is_causal", "is_like", "layout", "prepared", "scale", "scale_type", "with_lse")
+
+    def __init__(self, call: PagedArguments, layout: str, prepared: PagedCall, is_like: Guard) -> None:
+        self.layout = layout
+        self.prepared = prepared
+        self.is_like = is_like
+        self.is_causal, self.alignment = call.is_causal, call.causal_alignment
+        self.scale, self.scale_type = call.scale, type(call.scale)
+        self.with_lse = call.with_lse
+
+
+@overload
+def sdpa_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens_kv: Tensor,
+    *,
+    page_table_v: Tensor | None = ...,
+    seq_lens_q: Tensor | None = ...,
+    page_layout: str = ...,
+    is_causal: bool = ...,
+    causal_alignment: str = ...,
+    window: tuple[int, int] | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    out: Tensor | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def sdpa_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens_kv: Tensor,
+    *,
+    page_table_v: Tensor | None = ...,
+    seq_lens_q: Tensor | None = ...,
+    page_layout: str = ...,
+    is_causal: bool = ...,
+    causal_alignment: str = ...,
+    window: tuple[int, int] | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[True],
+    out: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def sdpa_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens_kv: Tensor,
+    *,
+    page_table_v: Tensor | None = None,
+    seq_lens_q: Tensor | None = None,
+    page_layout: str = HND,
+    is_causal: bool = True,
+    causal_alignment: str = "bottom_right",
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Result:
+    """Attention of new queries on a cache whose keys and values lie in pages. For inference; there are no gradients.
+
+    Key j of sequence b is in slot `j % page_size` of page `page_table[b, j // page_size]`. Lengths and tables are data
+    on the GPU: they are never read by the host, and other ones build nothing. Options that `sdpa` has too mean the same
+    here.
+
+    Up to 8 queries of a sequence are decoded by cuDNN's kernels for single queries, which read the pages where they
+    lie. For more of them, and under a soft cap, keys and values are put in a row first, by one kernel, at most a
+    gigabyte at a time. Batch sizes are rounded up to powers of two and one and a half times them, so that a server
+    whose batch changes in every step has a dozen plans.
+
+    Tables and lengths of a `PagedKVCache` are read in place. All others are copied by one small kernel that keeps
+    lengths within the table and page ids within the cache: a wrong one gives wrong results, and neither an error of the
+    GPU nor a read outside. With the environment variable `CUDNN_SDPA_DEBUG` at 1 they are read back and checked.
+
+    Args:
+        q: Queries (B, Hq, Sq, D), float16 or bfloat16: the newest of each sequence.
+        k_pages: Keys (P, Hkv, page_size, D), or with "NHD" (P, page_size, Hkv, D). The page size is a power of two.
+        v_pages: Values, likewise, with Dv.
+        page_table: Pages of each sequence, (B, max_pages) int32, in order. What lies past a sequence's last page is not
+            looked at. Any distance between rows.
+        seq_lens_kv: Keys of each sequence, those of the new queries included, (B,) int32. May be 0.
+        page_table_v: The pages of the values, if they differ.
+        seq_lens_q: How many of its Sq queries each sequence has, (B,) int32; the rest of its output is zeros.
+        page_layout: "HND" or "NHD".
+        is_causal: Hide later keys from each query.
+        causal_alignment: Where the diagonal lies: "bottom_right", the last query at the last key, or "top_left".
+        window: (left, right) bounds around the diagonal; -1 is no bound.
+        scale: Factor of the scores; None is 1/sqrt(D).
+        softcap: Scores become softcap · tanh(score / softcap).
+        sinks: Attention sinks (Hq,) float32.
+        return_lse: Also return the log-sum-exp of the scores.
+        out: Where to write the result: (B, Hq, Sq, Dv), not overlapping an input.
+
+    Returns:
+        The output (B, Hq, Sq, Dv), its dimensions in memory in q's order. With `return_lse` also the log-sum-exp
+        (B, Hq, Sq) float32. A query that sees no key gets zeros and minus infinity, or its sink.
+
+    Raises:
+        ArgumentError: An argument is wrong; the subclass and the message say which and how.
+        UnsupportedError: An input requires a gradient, or cuDNN or this GPU has no kernel for it.
+        PlanBuildError: A plan is missing under `no_plan_builds` or while a CUDA graph is captured.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> k_pages = v_pages = torch.randn(8, 2, 16, 64)  # 8 pages of 16 tokens, 2 heads of 64
+        >>> table = torch.tensor([[5, 2], [7, 0]], dtype=torch.int32)
+        >>> lengths = torch.tensor([20, 9], dtype=torch.int32)
+        >>> cudnn_sdpa.sdpa_paged(torch.randn(2, 8, 1, 64), k_pages, v_pages, table, lengths).shape
+        torch.Size([2, 8, 1, 64])
+
+    Paged caches are those of vLLM ("Efficient Memory Management for Large Language Model Serving with PagedAttention",
+    Kwon et al., 2023).
+    """
+    if not is_compiling() and (
+        page_table_v is seq_lens_q is window is softcap is sinks is out is None  # type: ignore[comparison-overlap]
+    ):
+        # The step before this one again, on a cache's own tables? Saves checks and signature, 60 µs.
+        last: Last | None = paged_calls.calls.last
+        try:
+            again = (
+                last is not None
+                and last.layout == page_layout
+                and last.is_causal is is_causal
+                and last.alignment == causal_alignment
+                and last.scale_type is type(scale)
+                and last.scale == scale
+                and last.with_lse is return_lse
+                and getattr(page_table, OWNER, None) is not None
+                and getattr(seq_lens_kv, OWNER, None) is not None
+                and not q.is_nested  # a guard would end the process
+                and last.is_like(q, k_pages, v_pages, page_table, seq_lens_kv)
+                and not is_profiling()
+                and forward_ad._current_level < 0
+                and not (q.data_ptr() | k_pages.data_ptr() | v_pages.data_ptr()) & MISALIGNED
+            )
+        except (AttributeError, TypeError):  # not tensors: the checks will say so
+            again = False
+        if again and last is not None:
+            found = last.prepared.run(q, k_pages, v_pages, (page_table, page_table), seq_lens_kv)
+            return (found[0], found[1]) if return_lse else found[0]
+    left, right = arguments.window_bounds(window)
+    k, v = in_heads_order(k_pages, page_layout), in_heads_order(v_pages, page_layout)
+    table_v = page_table if page_table_v is None else page_table_v
+    call = PagedArguments._make(
+        (
+            *(q, k, v, page_table, table_v, seq_lens_kv, seq_lens_q, sinks),
+            *(is_causal, causal_alignment, left, right, scale, softcap, return_lse, out),
+        )
+    )
+    return _run(call, (k_pages, v_pages, page_layout))
+
+
+def _run(call: PagedArguments, given: tuple[Tensor, Tensor, str]) -> Result:
+    """Runs a call whose arguments have not been checked yet, by the shortest way that is right for it."""
+    tensors = (*call[:8], call.out)
+    if not is_compiling() and not debug.enabled and isinstance(call.q, Tensor) and call.q.is_cuda:
+        known = _find(call, tensors)
+        if known is not None:
+            return paged_calls.launch(known, call)
+    paged_arguments.check(call)
+    refuse_gradients(call)
+    if not is_compiling() and call.q.is_cuda and is_bare(*tensors):
+        result = paged_operators.forward_cuda(call)
+        _remember(call, given)
+        return result
+    operator, inputs = torch.ops.cudnn_sdpa, call[:14]
+    if call.out is not None:
+        lse = operator.paged_forward_out(*inputs, call.out)
+        return (call.out, lse) if call.with_lse else call.out
+    forward = operator.paged_forward_lse if call.with_lse else operator.paged_forward
+    found: Result = forward(*inputs)
+    return found
+
+
+def _find(call: PagedArguments, tensors: tuple[Tensor | None, ...]) -> PagedCall | None:
+    """The prepared decode step for a call like one before, if it may skip the checks and the dispatcher."""
+    try:
+        if not is_bare(*tensors) or needs_gradient(*tensors):
+            return None
+        prepared = paged_calls.known(call)
+        if prepared is not None:
+            memory.check_memory(call.q, call.k, call.v, call.out)
+    except (AttributeError, IndexError, TypeError, RuntimeError, ValueError):  # the checks will say what is wrong
+        return None
+    return prepared
+
+
+def _remember(call: PagedArguments, given: tuple[Tensor, Tensor, str]) -> None:
+    """Has the next call like this one recognized at once."""
+    prepared = paged_calls.known(call)
+    k_pages, v_pages, layout = given
+    guarded = (call.q, k_pages, v_pages, call.table_k, call.seq_lens_kv)
+    if (
+        prepared is not None
+        and prepared.in_place
+        and call.table_v is call.table_k
+        and call.sinks is call.out is None
+        and len({id(tensor) for tensor in guarded}) == len(guarded)  # no guard takes one tensor twice
+        and not any(tensor.requires_grad for tensor in guarded)
+        and call.window_left == call.window_right == -1
+    ):
+        last = Last(call, layout, prepared, tensor_guard(*guarded))
+        paged_calls.calls.remember_last(last, prepared.plan)
+
+
+def refuse_gradients(call: PagedArguments) -> None:
+    """Paged calls are for inference.
+
+    Raises:
+        UnsupportedError: An input requires a gradient that nobody would compute.
+    """
+    tracking.check(call.out, q=call.q, k_pages=call.k, v_pages=call.v, sinks=call.sinks)
+    if needs_gradient(*call[:3], call.sinks):
+        raise UnsupportedError(
+            "sdpa_paged with a gradient",
+            ["an input requires grad, and attention on a paged cache is for inference only"],
+            "calling it under torch.no_grad(), or sdpa_varlen for training",
+        )

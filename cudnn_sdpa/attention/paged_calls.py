@@ -1,0 +1,228 @@
+"""Calls on a paged cache: decode steps bound to their plans, and longer ones as packed sequences."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import graphs, paging, varlen_calls
+from cudnn_sdpa.attention.calls import Result, _current_device, apply_sinks
+from cudnn_sdpa.attention.lookup import describe
+from cudnn_sdpa.attention.options import BOTTOM_RIGHT, UNBOUNDED
+from cudnn_sdpa.attention.packed import sequence_bucket
+from cudnn_sdpa.attention.paged_arguments import PagedArguments
+from cudnn_sdpa.attention.paged_plans import PagedDecode, right_bound
+from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
+from cudnn_sdpa.runtime.building import build_plan
+from cudnn_sdpa.runtime.cache import next_use, plan_cache
+from cudnn_sdpa.runtime.call_table import CallTable
+from cudnn_sdpa.runtime.layouts import dense_stride_like
+from cudnn_sdpa.runtime.plan import Plan, allocate
+from cudnn_sdpa.runtime.target import live_target
+
+#: What keys and values in a row may take of the GPU's memory; a batch that would take more goes in parts.
+MOST_GATHERED_BYTES = 1 << 30
+
+#: The name under which a `PagedKVCache` marks the tables and lengths that it has made: they are right.
+OWNER = "_cudnn_sdpa_cache"
+
+
+class PagedCall:
+    """A decode step bound to its plan.
+
+    Attributes:
+        decode: The step without its data.
+        plan: The plan.
+        in_place: Whether cuDNN reads the call's own tables, lengths and queries.
+        last: What a `CallTable` resets.
+    """
+
+    __slots__ = ("_elsewhere", "_lse", "_out", "_scale", "decode", "in_place", "last", "plan")
+
+    def __init__(self, decode: PagedDecode, plan: Plan, scale: float, *, in_place: bool) -> None:
+        self.decode = decode
+        self.plan = plan
+        self.in_place = in_place
+        self.last: Any = None
+        self._elsewhere = torch.cuda.device_count() > 1
+        self._scale = array("f", [scale])
+        self._out = (decode.out.shape, decode.out.stride, decode.out.dtype)
+        rows, heads = decode.q.shape[:2]
+        self._lse = ((rows, heads, 1), (heads, 1, 1), torch.float32)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor], keys: Tensor) -> list[Tensor]:
+        """The output (rows, Hq, 1, Dv), and with one the log-sum-exp (rows, Hq, 1), of operands that the plan reads."""
+        if self._elsewhere and _current_device() != self.plan.device:
+            with torch.cuda.device(self.plan.device):
+                return self.run(q, k, v, tables, keys)
+        outputs = self.outputs()
+        self.plan.last_used = next_use()
+        self.plan.launch(self.pointers(q, k, v, tables, keys, outputs))
+        return outputs
+
+    def outputs(self) -> list[Tensor]:
+        """New memory for the output and the log-sum-exp, on the current device."""
+        return [allocate(*self._out), allocate(*self._lse)] if self.decode.with_lse else [allocate(*self._out)]
+
+    def pointers(
+        self, q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor], keys: Tensor, outputs: list[Tensor]
+    ) -> list[int]:
+        """The operands of a launch, in the key's order."""
+        return [
+            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), self._scale.buffer_info()[0]),
+            self.plan.constants["seq_len_q"].data_ptr(),
+            *(keys.data_ptr(), tables[0].data_ptr(), tables[1].data_ptr()),
+            *(output.data_ptr() for output in outputs),
+        ]
+
+
+calls: CallTable[Any] = CallTable(None)
+
+
+def run_decode(call: PagedArguments) -> Result:
+    """A decode step whose arguments are checked.
+
+    Raises:
+        UnsupportedError: cuDNN has no plan for it.
+    """
+    return launch(find(call), call)
+
+
+def launch(prepared: PagedCall, call: PagedArguments) -> Result:
+    """The same of a prepared step."""
+    if prepared.in_place:
+        found = prepared.run(call.q, call.k, call.v, (call.table_k, call.table_v), call.seq_lens_kv)
+        return _result(call, found)
+    with torch.cuda.device(prepared.plan.device):
+        decode = prepared.decode
+        ready = paging.prepare_decode(call, decode.rows, decode.tables[0].shape[2], copy_q=True)
+        assert ready.q is not None
+        return _result(call, prepared.run(ready.q, call.k, call.v, ready.tables, ready.keys))
+
+
+def known(call: PagedArguments) -> PagedCall | None:
+    """The prepared decode step for a call, if there has been one like it."""
+    return calls.get(_signature(call, in_place=not reasons_against_in_place(call)))
+
+
+def find(call: PagedArguments) -> PagedCall:
+    """The same, prepared now if there has been none.
+
+    Raises:
+        UnsupportedError: cuDNN has no plan for it.
+        PlanBuildError: It is missing and may not be built now.
+    """
+    in_place = not reasons_against_in_place(call)
+    name = _signature(call, in_place=in_place)
+    prepared: PagedCall | None = calls.get(name)
+    if prepared is None:
+        device = call.q.get_device()
+        decode = PagedDecode.of(call, in_place=in_place)
+        key = decode.key(live_target(device), device)
+        plan = plan_cache.get(key, lambda key: build_plan(graphs.paged_decode, key))
+        prepared = PagedCall(decode, plan, call.scale_value, in_place=in_place)
+        if not in_place:
+            paging.decode_kernel.on(device)  # not while a graph is captured
+        calls.add(name, prepared)
+    return prepared
+
+
+def _signature(call: PagedArguments, *, in_place: bool) -> Hashable:
+    """All that decides a call, and whether its arguments are right."""
+    return (in_place, *map(describe, (*call[:8], call.out)), *call.options, *map(type, call.options))
+
+
+def reasons_against_in_place(call: PagedArguments) -> list[str]:
+    """Why cuDNN may not read the call's own queries, tables and lengths; empty if it may."""
+    reasons = []
+    batch, _, queries, _ = call.q.shape
+    if queries != 1 or call.seq_lens_q is not None:
+        reasons.append("each sequence must have one query")
+    if sequence_bucket(batch) != batch:
+        reasons.append(f"{batch} sequences are served by a plan for {sequence_bucket(batch)}")
+    if right_bound(call) != UNBOUNDED and call.causal_alignment != BOTTOM_RIGHT:
+        reasons.append("a mask aligned at the first key changes the lengths")
+    if not all(map(is_trusted, (call.table_k, call.table_v, call.seq_lens_kv))):
+        reasons.append("the tables and lengths are not those of a PagedKVCache, and may hold anything")
+    return reasons
+
+
+def is_trusted(tensor: Tensor) -> bool:
+    """Whether a `PagedKVCache` has made a table or lengths."""
+    return getattr(tensor, OWNER, None) is not None
+
+
+def _result(call: PagedArguments, found: list[Tensor]) -> Result:
+    """The results in the shapes that the caller expects."""
+    batch, heads, queries, _ = call.q.shape
+    rows = batch * queries
+    out = found[0][:rows].view(batch, queries, heads, -1).transpose(1, 2)
+    lse = None
+    if len(found) > 1:
+        of_rows = found[1][:rows]
+        if call.sinks is not None:
+            apply_sinks(found[0][:rows], of_rows, call.sinks)
+        lse = of_rows.view(batch, queries, heads).transpose(1, 2).contiguous()
+    if call.out is not None:
+        out = call.out.copy_(out)
+    else:
+        stride = dense_stride_like(out.shape, call.q.shape, call.q.stride())
+        if out.stride() != stride and queries > 1:
+            out = torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device).copy_(out)
+    return (out, lse) if call.with_lse and lse is not None else out
+
+
+def run_long(call: PagedArguments) -> Result:
+    """A call with many queries, or with what the kernels for decode steps lack: keys and values are put in a row."""
+    of_a_sequence = call.most_keys * (call.k[0, :, 0].numel() + call.v[0, :, 0].numel()) * call.k.element_size()
+    at_once = max(1, MOST_GATHERED_BYTES // max(1, of_a_sequence))
+    out = call.out
+    if out is None:
+        shape = (*call.q.shape[:3], call.v.shape[3])
+        stride = dense_stride_like(shape, call.q.shape, call.q.stride())
+        out = torch.empty_strided(shape, stride, dtype=call.q.dtype, device=call.q.device)
+    lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device) if call.with_lse else None
+    for first in range(0, call.q.shape[0], at_once):
+        part = slice(first, first + at_once)
+        found = _run_gathered(_of_batch(call, part))
+        batch, heads, queries, _ = call.q[part].shape
+        result, of_rows = found if isinstance(found, tuple) else (found, None)
+        out[part] = result.view(batch, queries, heads, -1).transpose(1, 2)
+        if lse is not None and of_rows is not None:
+            lse[part] = of_rows.view(batch, queries, heads).transpose(1, 2)
+    return out if lse is None else (out, lse)
+
+
+def _of_batch(call: PagedArguments, part: slice) -> PagedArguments:
+    shared = call.table_v is call.table_k
+    table = call.table_k[part]
+    return call._replace(
+        q=call.q[part],
+        table_k=table,
+        table_v=table if shared else call.table_v[part],
+        seq_lens_kv=call.seq_lens_kv[part],
+        seq_lens_q=None if call.seq_lens_q is None else call.seq_lens_q[part],
+        out=None,
+    )
+
+
+def _run_gathered(call: PagedArguments) -> Result:
+    with torch.cuda.device(call.q.device):
+        gathered = paging.gather(call)
+        return varlen_calls.run_forward(as_packed(call, gathered))
+
+
+def as_packed(call: PagedArguments, gathered: paging.Gathered) -> VarlenArguments:
+    """The same call over packed sequences."""
+    batch, heads, queries, dim = call.q.shape
+    rows = call.q.transpose(1, 2).reshape(batch * queries, heads, dim)  # a view where tokens follow each other
+    return VarlenArguments(
+        *(rows, gathered.k, gathered.v, call.sinks, gathered.ends_q, gathered.ends_kv, None),
+        *(queries, call.most_keys, call.is_causal, call.causal_alignment, call.window_left, call.window_right),
+        *(call.scale, 0.0, call.softcap),
+        with_lse=call.with_lse,
+    )

@@ -1,0 +1,141 @@
+"""The torch operators of attention on a paged cache: CUDA (cuDNN), CPU (reference) and fake implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import debug, memory, paged_arguments, paged_calls, reference
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.calls import Result
+from cudnn_sdpa.attention.lookup import describe
+from cudnn_sdpa.attention.operators import MIN_SCALE, define, new_output
+from cudnn_sdpa.attention.paged_arguments import PagedArguments
+from cudnn_sdpa.attention.paged_plans import is_decode
+from cudnn_sdpa.errors import LayoutError, UnsupportedError
+
+#: Kinds of decode steps that cuDNN has no kernel for on this GPU; they run as longer calls do.
+_declined: set[Hashable] = set()
+
+
+def forward_cuda(call: PagedArguments) -> Result:
+    """A forward pass on the GPU."""
+    if call.out is not None and not call.out.is_inference():
+        torch.autograd.graph.increment_version(call.out)
+    _check_memory(call)
+    _debug(call)
+    if 0 in call.q.shape or call.table_k.shape[1] == 0:
+        return _nothing(call)
+    if call.scale is not None and call.scale < MIN_SCALE:
+        sign = 0.0 if call.scale > -MIN_SCALE else -1.0
+        out = new_output(call.q, call.v) if call.out is None else call.out  # in the memory order of q
+        return forward_cuda(call._replace(q=call.q * sign, scale=max(-call.scale, MIN_SCALE), out=out))
+    if is_decode(call):
+        kind = (describe(call.q), describe(call.k), describe(call.v), *call.options)
+        if kind not in _declined:
+            try:
+                return paged_calls.run_decode(call)
+            except UnsupportedError:
+                _declined.add(kind)
+    return paged_calls.run_long(call)
+
+
+def _check_memory(call: PagedArguments) -> None:
+    try:
+        memory.check_strides(call.q, call.k, call.v)
+        memory.check_memory(call.q, call.k, call.v, call.out)
+    except LayoutError as error:
+        raise error.renamed(paged_arguments.NAMES) from None
+
+
+def _nothing(call: PagedArguments) -> Result:
+    """No query, or no room for keys: zeros, and a log-sum-exp of nothing but the sinks."""
+    out = (new_output(call.q, call.v) if call.out is None else call.out).zero_()
+    if not call.with_lse:
+        return out
+    lse = torch.full(out.shape[:3], -torch.inf, dtype=torch.float32, device=out.device)
+    return out, lse if call.sinks is None else torch.maximum(lse, call.sinks.view(1, -1, 1))
+
+
+def _debug(call: PagedArguments) -> None:
+    if debug.enabled:
+        debug.check_lengths("seq_lens_kv", call.seq_lens_kv, call.most_keys)
+        debug.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
+        for name, table in (("page_table", call.table_k), ("page_table_v", call.table_v)):
+            debug.check_pages(name, table, call.seq_lens_kv, call.page_size, call.k.shape[0])
+
+
+def forward_cpu(call: PagedArguments) -> Result:
+    """A forward pass by the reference."""
+    paged_arguments.check(call)
+    memory.check_memory(call.q, call.k, call.v, call.out)
+    _debug(call)
+    if 0 in call.q.shape or call.table_k.shape[1] == 0:
+        return _nothing(call)
+    result, lse = reference.attention(as_dense(call))
+    out = (new_output(call.q, call.v) if call.out is None else call.out).copy_(result)
+    return (out, lse.float()) if call.with_lse else out
+
+
+def as_dense(call: PagedArguments) -> ForwardArguments:
+    """The same call on keys and values put in a row; what no sequence owns is zeros. Any device."""
+    lengths = call.seq_lens_kv.clamp(0, call.most_keys)
+    is_owned = torch.arange(call.most_keys, device=lengths.device) < lengths.unsqueeze(1)
+    rows: list[Tensor] = []
+    for pages, table in ((call.k, call.table_k), (call.v, call.table_v)):
+        found = pages[table.clamp(0, pages.shape[0] - 1).long()].transpose(1, 2).flatten(2, 3)
+        rows.append(torch.where(is_owned[:, None, :, None], found, found.new_zeros(())))
+    return ForwardArguments(
+        *(call.q, rows[0], rows[1]),
+        sinks=call.sinks,
+        seq_lens_q=None if call.seq_lens_q is None else call.seq_lens_q.clamp(0, call.q.shape[2]),
+        seq_lens_kv=lengths,
+        is_causal=call.is_causal,
+        causal_alignment=call.causal_alignment,
+        window_left=call.window_left,
+        window_right=call.window_right,
+        scale=call.scale,
+        softcap=call.softcap,
+        with_lse=call.with_lse,
+    )
+
+
+def _forward_fake(call: PagedArguments) -> Result:
+    paged_arguments.check(call)
+    out = new_output(call.q, call.v) if call.out is None else call.out
+    return (out, call.q.new_empty(call.q.shape[:3], dtype=torch.float32)) if call.with_lse else out
+
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor table_k, Tensor table_v, Tensor seq_lens_kv, Tensor? seq_lens_q, "
+    "Tensor? sinks, bool is_causal, str causal_alignment, SymInt window_left, SymInt window_right, float? scale, "
+    "float? softcap"
+)
+
+
+def _plain(run: Any) -> Any:
+    return lambda *inputs: run(PagedArguments._make((*inputs, False, None)))
+
+
+def _with_lse(run: Any) -> Any:
+    return lambda *inputs: run(PagedArguments._make((*inputs, True, None)))
+
+
+def _into_out(run: Any) -> Any:
+    def implementation(*inputs: Any) -> Tensor:
+        call = PagedArguments._make((*inputs[:-1], True, inputs[-1]))
+        lse: Tensor = run(call)[1]
+        return lse
+
+    return implementation
+
+
+for _name, _inputs, _returns, _adapt in (
+    ("paged_forward", _INPUTS, "Tensor", _plain),
+    ("paged_forward_lse", _INPUTS, "(Tensor, Tensor)", _with_lse),
+    ("paged_forward_out", f"{_INPUTS}, Tensor(a!) out", "Tensor", _into_out),
+):
+    define(_name, _inputs, _returns, _adapt(forward_cuda), _adapt(forward_cpu), _adapt(_forward_fake))

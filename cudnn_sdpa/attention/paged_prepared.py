@@ -1,0 +1,88 @@
+"""`prepare_paged`: decode steps that are repeated on the same memory."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cudnn_sdpa.attention import memory, paged_arguments, paged_calls
+from cudnn_sdpa.attention.paged import refuse_gradients
+from cudnn_sdpa.attention.paged_arguments import HND, PagedArguments, in_heads_order
+from cudnn_sdpa.attention.paged_calls import PagedCall
+from cudnn_sdpa.errors import UnsupportedError
+
+
+class PreparedPaged:
+    """A decode step whose memory is fixed: calling it launches the plan and nothing else.
+
+    What is at the same addresses by then is read: new queries, lengths and tables are written into the tensors that it
+    was prepared with. Made by `prepare_paged`.
+
+    Attributes:
+        out: The output (B, Hq, 1, Dv), overwritten by each call.
+        lse: The log-sum-exp (B, Hq, 1), or None.
+    """
+
+    def __init__(self, call: PagedArguments, prepared: PagedCall) -> None:
+        self._kept = call  # and with it the memory
+        self._prepared = prepared
+        outputs = prepared.outputs()
+        self.out = outputs[0]
+        self.lse = outputs[1] if len(outputs) > 1 else None
+        tables = call.table_k, call.table_v
+        self._pointers = prepared.pointers(call.q, call.k, call.v, tables, call.seq_lens_kv, outputs)
+        self._launch = prepared.plan.launch
+
+    def __call__(self) -> Tensor:
+        """Launches it on the current stream, with the tensors' GPU as the current device; gives the output."""
+        self._launch(self._pointers)
+        return self.out
+
+
+def prepare_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens_kv: Tensor,
+    *,
+    page_layout: str = HND,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> PreparedPaged:
+    """Prepares a decode step that is repeated on the same memory: its calls cost what the launch costs.
+
+    Single queries, as many as one plan takes (a power of two, or one and a half times one), on the tables and lengths
+    of a `PagedKVCache`. Everything else goes through `sdpa_paged`.
+
+    Args:
+        q: Queries (B, Hq, 1, D).
+        k_pages: Keys, as `sdpa_paged` takes them.
+        v_pages: Values.
+        page_table: Of a `PagedKVCache`.
+        seq_lens_kv: Of a `PagedKVCache`.
+        page_layout: "HND" or "NHD".
+        scale: Factor of the scores; None is 1/sqrt(D).
+        return_lse: Whether the log-sum-exp is wanted.
+
+    Returns:
+        What launches the step.
+
+    Raises:
+        ArgumentError: An argument is wrong.
+        UnsupportedError: It is no step that one launch serves, with every reason.
+
+    Examples:
+        See the guide "Serving"; it takes a GPU.
+    """
+    k, v = in_heads_order(k_pages, page_layout), in_heads_order(v_pages, page_layout)
+    call = PagedArguments(q, k, v, page_table, page_table, seq_lens_kv, scale=scale, with_lse=return_lse)
+    paged_arguments.check(call)
+    refuse_gradients(call)
+    reasons = paged_calls.reasons_against_in_place(call)
+    if not q.is_cuda:
+        reasons.append(f"q is on {q.device}, and only cuDNN's plans can be prepared")
+    if reasons:
+        raise UnsupportedError("prepare_paged", reasons, "sdpa_paged")
+    memory.check_strides(call.q, call.k, call.v)
+    memory.check_memory(call.q, call.k, call.v, None)
+    return PreparedPaged(call, paged_calls.find(call))

@@ -1,0 +1,186 @@
+/* Attention over pages: what cuDNN reads beside the pages, kept within the table and the cache, and pages put in a row.
+ *
+ * Blocks of 256 threads. All fields have 64 bits, so that a call is an array of numbers on the host.
+ */
+
+typedef long long number;
+
+__device__ number within(number value, number least, number most) {
+  return value < least ? least : value > most ? most : value;
+}
+
+/* A step that decodes: every query is a sequence of its own, with the keys that it sees. */
+struct Decode {
+  const int* lengths_kv; /* (batch,) */
+  const int* lengths_q;  /* (batch,) or null: all queries are there */
+  number batch;
+  number queries;        /* of each sequence */
+  number made;           /* rows of the plan, at least batch * queries; those beyond see no key */
+  number most_keys;      /* that the table has room for */
+  number page_size;
+  number pages;          /* of the cache */
+  number right;          /* the last key that is seen, counted from the diagonal; -1: no bound */
+  number bottom_right;   /* whether the diagonal ends at the last query and key */
+  int* keys;             /* (made,): how many each row sees */
+  const int* table_k;
+  const int* table_v;
+  number row_k;          /* from one row of a table to the next */
+  number row_v;
+  int* to_k;             /* (made, width), or null: tables are not copied */
+  int* to_v;
+  number width;
+  const char* q;
+  number q_batch;        /* bytes from one sequence, query and head to the next */
+  number q_row;
+  number q_head;
+  number heads;
+  number words;          /* of 16 bytes, of one head */
+  uint4* to_q;           /* (made, heads, words), or null: q is not copied */
+};
+
+extern "C" __global__ void prepare_decode(const Decode a) {
+  for (number row = blockIdx.x; row < a.made; row += gridDim.x) {
+    number keys = 0, b = row / a.queries, i = row % a.queries;
+    int is_there = b < a.batch;
+    if (is_there) {
+      number length = within(a.lengths_kv[b], 0, a.most_keys);
+      number present = a.lengths_q ? within(a.lengths_q[b], 0, a.queries) : a.queries;
+      if (i < present) {
+        number diagonal = (a.bottom_right ? length - present : 0) + i;
+        keys = a.right < 0 ? length : within(diagonal + a.right + 1, 0, length);
+      }
+    }
+    if (threadIdx.x == 0) a.keys[row] = (int)keys;
+    if (a.to_k) {
+      number used = (keys + a.page_size - 1) / a.page_size;
+      for (number page = threadIdx.x; page < used; page += blockDim.x) {
+        a.to_k[row * a.width + page] = (int)within(a.table_k[b * a.row_k + page], 0, a.pages - 1);
+        if (a.to_v != a.to_k) a.to_v[row * a.width + page] = (int)within(a.table_v[b * a.row_v + page], 0, a.pages - 1);
+      }
+    }
+    if (a.to_q) {
+      for (number part = threadIdx.x; part < a.heads * a.words; part += blockDim.x) {
+        uint4 value = make_uint4(0, 0, 0, 0);
+        if (is_there) {
+          const char* head = a.q + b * a.q_batch + i * a.q_row + part / a.words * a.q_head;
+          value = ((const uint4*)head)[part % a.words];
+        }
+        a.to_q[row * a.heads * a.words + part] = value;
+      }
+    }
+  }
+}
+
+/* Keys or values in pages. */
+struct Pages {
+  const char* base;
+  number page;           /* bytes from one page, token and head to the next */
+  number token;
+  number head;
+  number words;          /* of 16 bytes, of one head */
+  const int* table;
+  number row;            /* from one row of the table to the next */
+  uint4* to;             /* (tokens, heads, words): the sequences end to end */
+};
+
+/* Pages put in a row, as packed sequences. */
+struct Gather {
+  const int* lengths_kv; /* (batch,) */
+  const int* lengths_q;  /* (batch,) or null */
+  number batch;
+  number queries;
+  number most_keys;
+  number page_size;
+  number pages;
+  number heads;
+  int* ends_q;           /* (batch + 1,), or (2 * batch + 1,) with lengths_q: absent queries are sequences without keys */
+  int* ends_kv;
+  Pages of[2];
+};
+
+#define TOKENS 16        /* that a block copies at a time */
+
+extern "C" __global__ void gather_pages(const Gather a) {
+  __shared__ unsigned long long before;
+  number b = blockIdx.x % a.batch, part = blockIdx.x / a.batch, parts = gridDim.x / a.batch;
+  if (threadIdx.x == 0) before = 0;
+  __syncthreads();
+  unsigned long long mine = 0;
+  for (number c = threadIdx.x; c < b; c += blockDim.x) mine += within(a.lengths_kv[c], 0, a.most_keys);
+  if (mine) atomicAdd(&before, mine);
+  __syncthreads();
+  number begin = (number)before, length = within(a.lengths_kv[b], 0, a.most_keys);
+  if (part == 0 && threadIdx.x == 0) {
+    number first = b * a.queries, last = first + a.queries, end = begin + length;
+    if (b == 0) a.ends_q[0] = a.ends_kv[0] = 0;
+    if (a.lengths_q) {
+      a.ends_q[2 * b + 1] = (int)(first + within(a.lengths_q[b], 0, a.queries));
+      a.ends_q[2 * b + 2] = (int)last;
+      a.ends_kv[2 * b + 1] = a.ends_kv[2 * b + 2] = (int)end;
+    } else {
+      a.ends_q[b + 1] = (int)last;
+      a.ends_kv[b + 1] = (int)end;
+    }
+  }
+  for (number first = part * TOKENS; first < length; first += parts * TOKENS) {
+    unsigned tokens = (unsigned)(length - first < TOKENS ? length - first : TOKENS);
+    for (int which = 0; which < 2; ++which) {
+      const Pages& pages = a.of[which];
+      unsigned words = (unsigned)pages.words, of_token = (unsigned)a.heads * words;
+      for (unsigned unit = threadIdx.x; unit < tokens * of_token; unit += blockDim.x) {
+        number token = first + unit / of_token;
+        unsigned head = unit % of_token / words, word = unit % words;
+        number page = within(pages.table[b * pages.row + token / a.page_size], 0, a.pages - 1);
+        const char* from = pages.base + page * pages.page + token % a.page_size * pages.token + head * pages.head;
+        pages.to[(begin + token) * of_token + head * words + word] = ((const uint4*)from)[word];
+      }
+    }
+  }
+}
+
+/* New keys or values, and the pages that they go to. */
+struct Move {
+  const char* from;
+  number batch;          /* bytes from one sequence, token and head to the next */
+  number row;
+  number head;
+  number words;          /* of 16 bytes, of one head */
+  char* to;
+  number page;           /* bytes from one page, slot and head to the next */
+  number slot;
+  number to_head;
+};
+
+struct Append {
+  const int* lengths_kv; /* (batch,), the new tokens included */
+  const int* lengths_q;  /* (batch,): how many tokens are new */
+  const int* table;
+  number row;            /* from one row of the table to the next */
+  number columns;
+  number batch;
+  number tokens;         /* new ones of each sequence, at most */
+  number page_size;
+  number pages;
+  number heads;
+  Move of[2];
+};
+
+extern "C" __global__ void append_tokens(const Append a) {
+  for (number i = blockIdx.x; i < a.batch * a.tokens; i += gridDim.x) {
+    number b = i / a.tokens, token = i % a.tokens;
+    number added = a.lengths_q[b], position = a.lengths_kv[b] - added + token, column = position / a.page_size;
+    if (token >= added || position < 0 || column >= a.columns) continue;
+    number page = a.table[b * a.row + column];
+    if (page < 0 || page >= a.pages) continue;
+    for (int which = 0; which < 2; ++which) {
+      const Move& move = a.of[which];
+      const char* from = move.from + b * move.batch + token * move.row;
+      char* to = move.to + page * move.page + position % a.page_size * move.slot;
+      unsigned words = (unsigned)move.words;
+      for (unsigned part = threadIdx.x; part < (unsigned)a.heads * words; part += blockDim.x) {
+        unsigned head = part / words, word = part % words;
+        ((uint4*)(to + head * move.to_head))[word] = ((const uint4*)(from + head * move.head))[word];
+      }
+    }
+  }
+}
