@@ -7,10 +7,11 @@ from cudnn_sdpa._version import __version__
 from cudnn_sdpa.attention.dense import sdpa
 from cudnn_sdpa.attention.drop_in import scaled_dot_product_attention
 from cudnn_sdpa.attention.fallback import fallback
-from cudnn_sdpa.attention.kv_cache import PagedKVCache, PagedStep
+from cudnn_sdpa.attention.kv_cache import PagedKVCache
 from cudnn_sdpa.attention.page_pool import CacheUse
 from cudnn_sdpa.attention.paged import sdpa_paged
 from cudnn_sdpa.attention.paged_prepared import PreparedPaged, prepare_paged
+from cudnn_sdpa.attention.paged_step import PagedStep
 from cudnn_sdpa.attention.varlen import sdpa_varlen
 from cudnn_sdpa.errors import (
     ArgumentError,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cudnn_sdpa._version import __version__
-from cudnn_sdpa.attention import describe, describe_varlen  # noqa: F401 - they register the descriptions
+from cudnn_sdpa.attention import describe, describe_paged, describe_varlen  # noqa: F401 - they register the descriptions
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.offline.planner import plan_offline
 from cudnn_sdpa.runtime import backend, known_issues, shapes

@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import memory, paging
+from cudnn_sdpa.attention.calls import MISALIGNED
 from cudnn_sdpa.attention.page_pool import CacheUse, PagePool
 from cudnn_sdpa.attention.paged_arguments import HND, LAYOUTS, in_heads_order
-from cudnn_sdpa.attention.paged_calls import OWNER
+from cudnn_sdpa.attention.paged_step import PagedStep
 from cudnn_sdpa.attention.side_tensors import dtype_name, shape_of
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
 
-
-@dataclass(eq=False)
-class PagedStep:
-    """What attention needs to know of one step: which sequences take part, and where their tokens are.
-
-    Tensors keep their addresses when the step is made anew with `into`, so that a CUDA graph may read them.
-
-    Attributes:
-        page_table: Pages of each sequence, (B, max_pages) int32.
-        seq_lens_kv: Tokens of each sequence, the new ones included, (B,) int32.
-        seq_lens_q: How many tokens are new, (B,) int32.
-        positions: Of the new tokens in their sequences, (B, tokens) int64; of absent ones 0.
-    """
-
-    page_table: Tensor
-    seq_lens_kv: Tensor
-    seq_lens_q: Tensor
-    positions: Tensor
-
-    @property
-    def batch(self) -> int:
-        """How many sequences it has room for."""
-        return self.page_table.shape[0]
-
-    @property
-    def tokens(self) -> int:
-        """How many new tokens of a sequence it has room for."""
-        return self.positions.shape[1]
+#: So many kinds of appended tensors are remembered.
+MOST_APPENDERS = 4096
 
 
 class PagedKVCache:
@@ -119,6 +93,7 @@ class PagedKVCache:
             for dim in (head_dim, head_dim_v or head_dim)
         )
         self.device = self._k.device
+        self._appenders: dict[Hashable, paging.Appender] = {}
 
     @property
     def page_size(self) -> int:
@@ -170,7 +145,7 @@ class PagedKVCache:
 
     def new_step(self, batch: int, tokens: int = 1) -> PagedStep:
         """Memory for steps of up to so many sequences with up to so many new tokens each; see `reserve`."""
-        return self._views(torch.zeros(self._size(batch, tokens), dtype=torch.int64, device=self.device), batch, tokens)
+        return PagedStep.new(self, batch, tokens, self._columns, self.device)
 
     def reserve(
         self, sequences: Sequence[int], tokens: int | Sequence[int] = 1, *, into: PagedStep | None = None
@@ -205,7 +180,11 @@ class PagedKVCache:
         if copies:
             self._copy_pages(copies)
         step = self.new_step(len(sequences), most) if into is None else into
-        self._send(step, sequences, added)
+        rows = [
+            (self._pool.pages_of(sequence), self._pool.length(sequence), more)
+            for sequence, more in zip(sequences, added, strict=True)
+        ]
+        step.fill(rows)
         return step
 
     def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
@@ -215,37 +194,6 @@ class PagedKVCache:
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)
         for pages in (self._k, self._v):
             pages.index_copy_(1, numbers[1], pages.index_select(1, numbers[0]))
-
-    def _size(self, batch: int, tokens: int) -> int:
-        """Numbers of 64 bits that a step takes: positions, then tables and lengths of 32 bits."""
-        return batch * tokens + -(-batch * (self._columns + 2) // 2)
-
-    def _views(self, numbers: Tensor, batch: int, tokens: int) -> PagedStep:
-        positions = numbers[: batch * tokens].view(batch, tokens)
-        ints = numbers[batch * tokens :].view(torch.int32)
-        lengths_kv, lengths_q, table = ints[:batch], ints[batch : 2 * batch], ints[2 * batch :]
-        step = PagedStep(table[: batch * self._columns].view(batch, self._columns), lengths_kv, lengths_q, positions)
-        for tensor in (step.page_table, step.seq_lens_kv):
-            setattr(tensor, OWNER, self)
-        return step
-
-    def _send(self, step: PagedStep, sequences: Sequence[int], added: list[int]) -> None:
-        """Fills a step, with one copy that nobody waits for."""
-        on_gpu = self.device.type == "cuda"
-        numbers = torch.zeros(self._size(step.batch, step.tokens), dtype=torch.int64, pin_memory=on_gpu)
-        host = self._views(numbers, step.batch, step.tokens)
-        rows = len(sequences)
-        lengths = torch.tensor([self._pool.length(sequence) for sequence in sequences], dtype=torch.int64)
-        more = torch.tensor(added, dtype=torch.int64)
-        host.seq_lens_kv[:rows], host.seq_lens_q[:rows] = lengths, more
-        offset = torch.arange(step.tokens)
-        host.positions[:rows] = torch.where(offset < more.view(-1, 1), (lengths - more).view(-1, 1) + offset, 0)
-        for row, sequence in enumerate(sequences):
-            pages = self._pool.pages_of(sequence)
-            host.page_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        whole = step.positions.untyped_storage()
-        device_numbers = torch.empty(0, dtype=torch.int64, device=self.device).set_(whole)
-        device_numbers.copy_(numbers, non_blocking=True)
 
     def append(self, step: PagedStep, k: Tensor, v: Tensor, layer: int = 0) -> None:
         """Writes the keys and values of a step's new tokens into their pages.
@@ -259,20 +207,31 @@ class PagedKVCache:
         Raises:
             ArgumentError: They do not fit.
         """
-        pages = in_heads_order(self._k[layer], self.page_layout), in_heads_order(self._v[layer], self.page_layout)
-        for name, rows, to in (("k", k, pages[0]), ("v", v, pages[1])):
-            self._check_new(name, rows, to, step)
         if k.is_cuda:
-            with torch.cuda.device(self.device):
-                paging.append((k, v), pages, step.page_table, step.seq_lens_kv, step.seq_lens_q)
+            name = (layer, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype, v.device, step.page_table.shape)
+            appender = self._appenders.get(name)
+            if len(self._appenders) > MOST_APPENDERS:
+                self._appenders.clear()
+            if appender is None or (k.data_ptr() | v.data_ptr()) & MISALIGNED or k.device != self.device:
+                pages = self._check_new(step, k, v, layer)
+                appender = self._appenders[name] = paging.Appender((k, v), pages, step.page_table)
+            appender(k.data_ptr(), v.data_ptr(), step.page_table, step.seq_lens_kv, step.seq_lens_q)
             return
+        pages = self._check_new(step, k, v, layer)
         batch, tokens = torch.nonzero(torch.arange(step.tokens) < step.seq_lens_q.unsqueeze(1), as_tuple=True)
         positions = step.positions[batch, tokens]
         page = step.page_table[batch, positions // self.page_size].long()
         for rows, to in ((k, pages[0]), (v, pages[1])):
             to[page, :, positions % self.page_size] = rows[batch, :, tokens]
 
-    def _check_new(self, name: str, rows: Tensor, to: Tensor, step: PagedStep) -> None:
+    def _check_new(self, step: PagedStep, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Checks new keys and values; gives the pages that they go to."""
+        pages = in_heads_order(self._k[layer], self.page_layout), in_heads_order(self._v[layer], self.page_layout)
+        for name, rows, to in (("k", k, pages[0]), ("v", v, pages[1])):
+            self._check_rows(name, rows, to, step)
+        return pages
+
+    def _check_rows(self, name: str, rows: Tensor, to: Tensor, step: PagedStep) -> None:
         expected = (step.batch, to.shape[1], step.tokens, to.shape[3])
         if tuple(rows.shape) != expected:
             raise ShapeError(name, shape_of(rows), f"shape {expected}: (B, Hkv, tokens, head dim)")

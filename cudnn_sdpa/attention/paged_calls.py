@@ -41,42 +41,71 @@ class PagedCall:
         last: What a `CallTable` resets.
     """
 
-    __slots__ = ("_elsewhere", "_lse", "_out", "_scale", "decode", "in_place", "last", "plan")
+    __slots__ = (
+        "_batch",
+        "_elsewhere",
+        "_lse",
+        "_ones",
+        "_out",
+        "_prepare",
+        "_scale",
+        "decode",
+        "in_place",
+        "last",
+        "plan",
+    )
 
-    def __init__(self, decode: PagedDecode, plan: Plan, scale: float, *, in_place: bool) -> None:
+    def __init__(self, call: PagedArguments, decode: PagedDecode, plan: Plan, *, in_place: bool) -> None:
         self.decode = decode
         self.plan = plan
         self.in_place = in_place
         self.last: Any = None
+        self._batch = call.q.shape[0]
         self._elsewhere = torch.cuda.device_count() > 1
-        self._scale = array("f", [scale])
+        self._scale = array("f", [call.scale_value])
+        self._ones = plan.constants["seq_len_q"].data_ptr()
+        self._prepare = None if in_place else paging.Preparer(call, decode.rows, decode.tables[0].shape[2])
         self._out = (decode.out.shape, decode.out.stride, decode.out.dtype)
         rows, heads = decode.q.shape[:2]
         self._lse = ((rows, heads, 1), (heads, 1, 1), torch.float32)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor], keys: Tensor) -> list[Tensor]:
-        """The output (rows, Hq, 1, Dv), and with one the log-sum-exp (rows, Hq, 1), of operands that the plan reads."""
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor], lengths: Tensor, present: Tensor | None
+    ) -> list[Tensor]:
+        """The output (rows, Hq, 1, Dv), and if there is one the log-sum-exp (rows, Hq, 1)."""
         if self._elsewhere and _current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
-                return self.run(q, k, v, tables, keys)
+                return self.run(q, k, v, tables, lengths, present)
         outputs = self.outputs()
+        first, addresses, keys = q.data_ptr(), (tables[0].data_ptr(), tables[1].data_ptr()), lengths.data_ptr()
+        memory = None
+        if self._prepare is not None:
+            prepare = self._prepare
+            memory = prepare(first, addresses, keys, 0 if present is None else present.data_ptr())
+            start = memory.data_ptr()
+            first, keys = start + prepare.q, start + prepare.keys
+            addresses = start + prepare.tables[0], start + prepare.tables[1]
         self.plan.last_used = next_use()
-        self.plan.launch(self.pointers(q, k, v, tables, keys, outputs))
+        self.plan.launch(self.pointers(first, k, v, addresses, keys, outputs))
+        del memory  # until now: its place must not go to the plan's workspace
         return outputs
+
+    def run_plain(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> list[Tensor]:
+        """The results of a call with one query of each sequence and nothing else, as the caller gets them."""
+        found = self.run(q, k, v, (table, table), lengths, None)
+        return found if self._batch == self.decode.rows else [tensor[: self._batch] for tensor in found]
 
     def outputs(self) -> list[Tensor]:
         """New memory for the output and the log-sum-exp, on the current device."""
         return [allocate(*self._out), allocate(*self._lse)] if self.decode.with_lse else [allocate(*self._out)]
 
     def pointers(
-        self, q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor], keys: Tensor, outputs: list[Tensor]
+        self, q: int, k: Tensor, v: Tensor, tables: tuple[int, int], keys: int, outputs: list[Tensor]
     ) -> list[int]:
         """The operands of a launch, in the key's order."""
         return [
-            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), self._scale.buffer_info()[0]),
-            self.plan.constants["seq_len_q"].data_ptr(),
-            *(keys.data_ptr(), tables[0].data_ptr(), tables[1].data_ptr()),
-            *(output.data_ptr() for output in outputs),
+            *(q, k.data_ptr(), v.data_ptr(), self._scale.buffer_info()[0], self._ones, keys, *tables),
+            *[output.data_ptr() for output in outputs],
         ]
 
 
@@ -94,14 +123,8 @@ def run_decode(call: PagedArguments) -> Result:
 
 def launch(prepared: PagedCall, call: PagedArguments) -> Result:
     """The same of a prepared step."""
-    if prepared.in_place:
-        found = prepared.run(call.q, call.k, call.v, (call.table_k, call.table_v), call.seq_lens_kv)
-        return _result(call, found)
-    with torch.cuda.device(prepared.plan.device):
-        decode = prepared.decode
-        ready = paging.prepare_decode(call, decode.rows, decode.tables[0].shape[2], copy_q=True)
-        assert ready.q is not None
-        return _result(call, prepared.run(ready.q, call.k, call.v, ready.tables, ready.keys))
+    tables = call.table_k, call.table_v
+    return _result(call, prepared.run(call.q, call.k, call.v, tables, call.seq_lens_kv, call.seq_lens_q))
 
 
 def known(call: PagedArguments) -> PagedCall | None:
@@ -124,9 +147,8 @@ def find(call: PagedArguments) -> PagedCall:
         decode = PagedDecode.of(call, in_place=in_place)
         key = decode.key(live_target(device), device)
         plan = plan_cache.get(key, lambda key: build_plan(graphs.paged_decode, key))
-        prepared = PagedCall(decode, plan, call.scale_value, in_place=in_place)
-        if not in_place:
-            paging.decode_kernel.on(device)  # not while a graph is captured
+        with torch.cuda.device(device):
+            prepared = PagedCall(call, decode, plan, in_place=in_place)
         calls.add(name, prepared)
     return prepared
 

@@ -25,7 +25,7 @@ def forward_cuda(call: PagedArguments) -> Result:
     """A forward pass on the GPU."""
     if call.out is not None and not call.out.is_inference():
         torch.autograd.graph.increment_version(call.out)
-    _check_memory(call)
+    check_memory(call)
     _debug(call)
     if 0 in call.q.shape or call.table_k.shape[1] == 0:
         return _nothing(call)
@@ -43,7 +43,8 @@ def forward_cuda(call: PagedArguments) -> Result:
     return paged_calls.run_long(call)
 
 
-def _check_memory(call: PagedArguments) -> None:
+def check_memory(call: PagedArguments) -> None:
+    """Strides and addresses that cuDNN's kernels can read."""
     try:
         memory.check_strides(call.q, call.k, call.v)
         memory.check_memory(call.q, call.k, call.v, call.out)

@@ -28,8 +28,9 @@ class PreparedPaged:
         outputs = prepared.outputs()
         self.out = outputs[0]
         self.lse = outputs[1] if len(outputs) > 1 else None
-        tables = call.table_k, call.table_v
-        self._pointers = prepared.pointers(call.q, call.k, call.v, tables, call.seq_lens_kv, outputs)
+        tables = call.table_k.data_ptr(), call.table_v.data_ptr()
+        keys = call.seq_lens_kv.data_ptr()
+        self._pointers = prepared.pointers(call.q.data_ptr(), call.k, call.v, tables, keys, outputs)
         self._launch = prepared.plan.launch
 
     def __call__(self) -> Tensor:

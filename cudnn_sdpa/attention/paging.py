@@ -25,43 +25,56 @@ _WORD = 16  #: bytes that the kernels copy at a time
 _TOKENS = 16  #: that a block of `gather_pages` copies at a time
 
 
-class Prepared(NamedTuple):
-    """What `prepare_decode` has written.
+class Preparer:
+    """Makes what a plan for decode steps reads, for calls that look alike: lengths and page ids kept within the cache.
 
     Attributes:
-        keys: How many keys each row sees, (rows,) int32.
-        tables: The tables of keys and of values, (rows, width) int32.
-        q: Queries (rows, Hq, D), if they were copied.
+        keys: Where in the memory of a preparation the lengths are, in bytes.
+        tables: Where the tables are.
+        q: Where the queries are.
     """
 
-    keys: Tensor
-    tables: tuple[Tensor, Tensor]
-    q: Tensor | None
+    __slots__ = ("_blocks", "_fields", "_kernel", "_size", "device", "keys", "q", "tables")
 
+    def __init__(self, call: PagedArguments, rows: int, width: int) -> None:
+        q = call.q
+        batch, heads, queries, dim = q.shape
+        size = q.element_size()
+        self.device = q.get_device()
+        table = 4 * rows * width
+        self.q = 0
+        self.keys = rows * heads * dim * size
+        first = self.keys + 4 * rows
+        self.tables = first, first if call.table_k is call.table_v else first + table
+        self._size = (self.tables[1] + table,)
+        self._blocks = min(rows, 1024)
+        self._kernel = decode_kernel.on(self.device)
+        fields = (
+            *(0, 0, batch, queries, rows, call.most_keys, call.page_size, call.k.shape[0]),
+            *(right_bound(call), call.causal_alignment == BOTTOM_RIGHT, 0),
+            *(0, 0, call.table_k.stride(0), call.table_v.stride(0), 0, 0, width),
+            *(0, q.stride(0) * size, q.stride(2) * size, q.stride(1) * size, heads, dim * size // _WORD, 0),
+        )
+        self._fields = array("q", fields)
 
-def prepare_decode(call: PagedArguments, rows: int, width: int, *, copy_q: bool) -> Prepared:
-    """Lengths and page ids kept within the cache, for as many rows as a plan has, on the current device and stream."""
-    q = call.q
-    batch, heads, queries, dim = q.shape
-    device = q.get_device()
-    shared = call.table_k is call.table_v
-    ints = rows + rows * width * (1 if shared else 2)
-    memory: Tensor = allocate((ints,), (1,), torch.int32)
-    keys, first, second = memory[:rows], memory[rows : rows + rows * width], memory[-rows * width :]
-    copied: Tensor | None = allocate((rows, heads, dim), (heads * dim, dim, 1), q.dtype) if copy_q else None
-    size = q.element_size()
-    fields = (
-        *_lengths(call),
-        *(batch, queries, rows, call.most_keys, call.page_size, call.k.shape[0]),
-        *(right_bound(call), call.causal_alignment == BOTTOM_RIGHT),
-        keys.data_ptr(),
-        *(call.table_k.data_ptr(), call.table_v.data_ptr(), call.table_k.stride(0), call.table_v.stride(0)),
-        *(first.data_ptr(), second.data_ptr(), width),
-        *(q.data_ptr(), q.stride(0) * size, q.stride(2) * size, q.stride(1) * size),
-        *(heads, dim * size // _WORD, 0 if copied is None else copied.data_ptr()),
-    )
-    decode_kernel.on(device).launch(min(rows, 1024), _THREADS, array("q", fields), current_raw_stream(device))
-    return Prepared(keys, (first.view(rows, width), second.view(rows, width)), copied)
+    def __call__(self, q: int, tables: tuple[int, int], lengths_kv: int, lengths_q: int) -> Tensor:
+        """The memory of a preparation, on the current device and stream.
+
+        Args:
+            q: Address of the queries.
+            tables: Of the tables.
+            lengths_kv: Of the lengths.
+            lengths_q: Of the numbers of queries, 0 if all are there.
+        """
+        memory: Tensor = allocate(self._size, (1,), torch.uint8)
+        start = memory.data_ptr()
+        fields = self._fields[:]  # of this call alone: calls are made by many threads at once
+        fields[0], fields[1], fields[10] = lengths_kv, lengths_q, start + self.keys
+        fields[11], fields[12] = tables
+        fields[15], fields[16] = start + self.tables[0], start + self.tables[1]
+        fields[18], fields[24] = q, start + self.q
+        self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self.device))
+        return memory
 
 
 class Gathered(NamedTuple):
@@ -108,34 +121,48 @@ def gather(call: PagedArguments) -> Gathered:
     return Gathered(rows[0], rows[1], ends[0], ends[1])
 
 
-def append(
-    new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], table: Tensor, lengths_kv: Tensor, lengths_q: Tensor
-) -> None:
-    """Writes new keys and values into their pages, on the current stream of the current device.
+class Appender:
+    """Writes new keys and values into their pages, for calls that look alike.
 
     Args:
         new: Keys and values (B, Hkv, tokens, D).
         pages: Where they go, (pages, Hkv, page size, D).
-        table: The pages of each sequence, (B, columns) int32.
-        lengths_kv: Of each sequence with the new tokens, (B,) int32.
-        lengths_q: How many tokens are new, (B,) int32.
+        table: A table of pages, (B, columns) int32.
     """
-    batch, heads, tokens, _ = new[0].shape
-    device = new[0].get_device()
-    fields = [
-        *(lengths_kv.data_ptr(), lengths_q.data_ptr(), table.data_ptr(), table.stride(0), table.shape[1]),
-        *(batch, tokens, pages[0].shape[2], pages[0].shape[0], heads),
-    ]
-    for rows, to in zip(new, pages, strict=True):
-        size = rows.element_size()
-        fields += [
-            rows.data_ptr(),
-            *(rows.stride(number) * size for number in (0, 2, 1)),
-            rows.shape[3] * size // _WORD,
-        ]
-        fields += [to.data_ptr(), *(to.stride(number) * size for number in (0, 2, 1))]
-    blocks = max(1, min(batch * tokens, 4096))
-    append_kernel.on(device).launch(blocks, _THREADS, array("q", fields), current_raw_stream(device))
+
+    __slots__ = ("_blocks", "_device", "_elsewhere", "_fields", "_kernel")
+
+    def __init__(self, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], table: Tensor) -> None:
+        batch, heads, tokens, _ = new[0].shape
+        self._device = new[0].get_device()
+        self._elsewhere = torch.cuda.device_count() > 1
+        self._kernel = append_kernel.on(self._device)
+        self._blocks = max(1, min(batch * tokens, 4096))
+        fields = [0, 0, 0, table.stride(0), table.shape[1], batch, tokens, pages[0].shape[2], pages[0].shape[0], heads]
+        for rows, to in zip(new, pages, strict=True):
+            size = rows.element_size()
+            fields += [0, *(rows.stride(number) * size for number in (0, 2, 1)), rows.shape[3] * size // _WORD]
+            fields += [to.data_ptr(), *(to.stride(number) * size for number in (0, 2, 1))]
+        self._fields = array("q", fields)
+
+    def __call__(self, k: int, v: int, table: Tensor, lengths_kv: Tensor, lengths_q: Tensor) -> None:
+        """Launches it, on the current stream.
+
+        Args:
+            k: Address of the keys.
+            v: Address of the values.
+            table: The pages of each sequence.
+            lengths_kv: Of each sequence with the new tokens, (B,) int32.
+            lengths_q: How many tokens are new, (B,) int32.
+        """
+        if self._elsewhere and torch.cuda.current_device() != self._device:
+            with torch.cuda.device(self._device):
+                return self(k, v, table, lengths_kv, lengths_q)
+        fields = self._fields[:]
+        fields[0], fields[1], fields[2] = lengths_kv.data_ptr(), lengths_q.data_ptr(), table.data_ptr()
+        fields[10], fields[19] = k, v
+        self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
+        return None
 
 
 def _lengths(call: PagedArguments) -> tuple[int, int]:

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import reference
+from cudnn_sdpa.attention import paged_operators, reference
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense import cast_for_autocast, run
+from cudnn_sdpa.attention.paged_arguments import PagedArguments
 from cudnn_sdpa.attention.varlen import run as run_varlen
 from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
 from cudnn_sdpa.errors import OptionError
@@ -70,6 +71,17 @@ def errors_varlen(call: VarlenArguments, *, differentiate: bool) -> dict[str, fl
     return _compare(*(_of_sequences(results, call) for results in (found, exact)))
 
 
+def errors_paged(call: PagedArguments) -> dict[str, float]:
+    """The same for a call on a paged cache, which has no gradients."""
+    out = call.out if call.out is None else _empty_like(call.out)
+    result = (
+        paged_operators.forward_cuda(call._replace(out=out)) if call.q.is_cuda else paged_operators.forward_cpu(call)
+    )
+    found, lse = result if isinstance(result, tuple) else (result, None)
+    exact = reference.attention(_exact_inputs(paged_operators.as_dense(call), ("q", "k", "v", "sinks")))
+    return _compare(Results(found, lse, {}), Results(*exact, {}))
+
+
 def _exact_varlen(call: VarlenArguments, grad_out: Tensor | None) -> Results:
     """The results in float64, sequence by sequence: each is a dense call."""
     out = call.q.new_zeros(*call.q.shape[:2], call.v.shape[2])
@@ -91,7 +103,7 @@ def _exact_varlen(call: VarlenArguments, grad_out: Tensor | None) -> Results:
 
 
 def _of_sequences(results: Results, call: VarlenArguments) -> Results:
-    """The results without the rows past the last sequence, which inference may leave as they are in memory."""
+    """The results without the rows past the last sequence, which belong to nobody."""
     of_q, of_kv = (slice(0, max(0, int(ends[-1]))) for ends in (call.cu_seqlens_q, call.cu_seqlens_kv))
     rows = {"q": of_q, "k": of_kv, "v": of_kv}
     gradients = {name: x[rows[name]] if name in rows else x for name, x in results.gradients.items()}

@@ -23,7 +23,10 @@ MODULES = ["cudnn_sdpa"] + [
 ]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Pages whose blocks are one script, each going on where the one before ended.
-SCRIPTS = {"attention.md", "plans.md", "quickstart.md", "shapes.md", "training.md", "troubleshooting.md", "varlen.md"}
+SCRIPTS = {
+    *("attention.md", "plans.md", "quickstart.md", "serving.md", "shapes.md", "training.md", "troubleshooting.md"),
+    "varlen.md",
+}
 
 
 def examples() -> list[doctest.DocTest]:
@@ -39,7 +42,7 @@ def examples() -> list[doctest.DocTest]:
 EXAMPLES = examples()
 PUBLIC = [
     *("sdpa", "sdpa_varlen", "scaled_dot_product_attention", "explain", "fallback"),
-    *("no_plan_builds", "autotune", "shape_policy", "use_plan_store"),
+    *("sdpa_paged", "PagedKVCache", "no_plan_builds", "autotune", "shape_policy", "use_plan_store"),
 ]
 
 
@@ -136,7 +139,8 @@ def test_every_public_name_is_in_the_reference():
     ("row", "rounded"),
     [
         ("sequences", packed.sequence_bucket),
-        ("tokens", packed.row_bucket),
+        ("tokens, forward", packed.total_bucket),
+        ("tokens, backward", packed.row_bucket),
         ("longest length", lambda longest: packed.length_bucket(longest, 10**6, closely=False)),
         (
             "longest length, with a soft cap or deterministic",

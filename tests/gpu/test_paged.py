@@ -70,7 +70,7 @@ def expected(cache, q, b, queries=None, **options):
     scores = scores.masked_fill(hidden, -math.inf)
     if options.get("sinks") is not None:
         scores = torch.cat([scores, options["sinks"].double().view(-1, 1, 1).expand(-1, queries, 1)], 2)
-        v = torch.cat([v, torch.zeros_like(v[:, :1])], 1)
+        v = torch.cat([v, v.new_zeros(v.shape[0], 1, v.shape[2])], 1)
     lse = scores.logsumexp(-1)
     return scores.softmax(-1).nan_to_num(0.0) @ v, lse
 
@@ -105,7 +105,7 @@ BORDERS = [1, 63, 64, 65, 128, 130, 1000]
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("queries", [1, 2, 5, 8, 9, 70])
 def test_values_at_the_borders_of_pages(page_size, layout, queries, owned):
-    cache = Cache(BORDERS + [page_size - 1, page_size], page_size, layout=layout, owned=owned)
+    cache = Cache([*BORDERS, page_size - 1, page_size], page_size, layout=layout, owned=owned)
     assert_right(cache, queries_for(cache, queries))
 
 
@@ -183,7 +183,7 @@ def test_queries_in_any_memory_order_and_out(queries):
     ):
         assert_right(cache, q)
         wanted = cache(q)
-        assert [wanted.stride(i) for i in range(4)] == [x for x in torch.empty_like(q).stride()] or queries == 1
+        assert [wanted.stride(i) for i in range(4)] == list(torch.empty_like(q).stride()) or queries == 1
         out = torch.full((4, queries, 8, 128), math.nan, device="cuda", dtype=BF16).transpose(1, 2)
         assert cache(q, out=out) is out
         assert torch.equal(out, wanted)
@@ -237,8 +237,8 @@ def test_a_server_builds_a_dozen_plans():
             first = plan_cache.info().builds
     builds = plan_cache.info().builds
     print(f"10,000 mixed steps built {builds} plans, {first} of them in the first 1,000")
-    assert builds <= 60
-    assert builds - first <= 15
+    assert builds <= 30
+    assert builds - first <= 5
 
 
 def decode(cache, owned_step, q):
@@ -299,6 +299,7 @@ def test_a_fork_on_the_gpu():
             assert torch.equal(found, torch.cat([old, added[row, :, : row + 1]], 1))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_synchronizes():
     cache, numbers = filled(4, 37)
     foreign = Cache([70, 41, 300, 64])
@@ -404,6 +405,7 @@ def test_captured_prefill_of_any_tables(queries):
             assert fuzz.difference(out[b].double(), expected(other, q, b)[0]) < fuzz.FORWARD[BF16]
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_a_plan_that_is_missing_in_a_capture_says_what_to_do():
     cache = Cache([70, 41])
     q = queries_for(cache)

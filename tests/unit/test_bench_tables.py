@@ -11,7 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from cudnn_sdpa.bench import attention, cases, report
-from cudnn_sdpa.cli import AttentionPart, ColdPart, HostPart, ShapesPart, app
+from cudnn_sdpa.bench.cli import AttentionPart, ColdPart, DecodePart, HostPart, ShapesPart
+from cudnn_sdpa.cli import app
 
 ENVIRONMENT = {
     "date": "2026-01-01",
@@ -32,7 +33,7 @@ def tables(repository, monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("command", ["host", "attention", "coldstart", "shapes"])
+@pytest.mark.parametrize("command", ["host", "attention", "decode", "coldstart", "shapes"])
 def test_benchmarks_say_that_they_need_a_gpu(command, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(app, ["bench", command])
@@ -88,11 +89,17 @@ def test_tables_are_rendered_from_the_file_that_is_there(tables, tmp_path, monke
 
 
 def test_the_pages_name_parts_that_there_are(tables):
-    enums = {"host": HostPart, "attention": AttentionPart, "coldstart": ColdPart, "shapes": ShapesPart}
+    enums = {
+        "host": HostPart,
+        "attention": AttentionPart,
+        "decode": DecodePart,
+        "coldstart": ColdPart,
+        "shapes": ShapesPart,
+    }
     parts = {file: {part.value for part in enum} for file, enum in enums.items()}
     named = [found for page in tables.PAGES for found in tables.MARKS.finditer(page.read_text())]
     assert len(named) == sum(len(re.findall("<!-- bench:", page.read_text())) for page in tables.PAGES)
     for found in named:
         assert found["part"] in parts[found["file"] or "host"]
-    for file in ("attention", "coldstart", "shapes"):
+    for file in ("attention", "decode", "coldstart", "shapes"):
         assert {found["part"] for found in named if found["file"] == file} == parts[file]

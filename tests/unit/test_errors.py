@@ -20,6 +20,7 @@ BUILT_IN = {
     errors.UnsupportedError: (NotImplementedError, RuntimeError),
     errors.PlanBuildError: (RuntimeError,),
     errors.ExecutionError: (RuntimeError,),
+    errors.OutOfPagesError: (RuntimeError,),
     errors.LibraryError: (ImportError,),
     errors.OfflineError: (RuntimeError,),
 }

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import cudnn_sdpa
 from cudnn_sdpa import cli
 from cudnn_sdpa.bench import attention
+from cudnn_sdpa.bench import cli as bench_cli
 from cudnn_sdpa.runtime import store_setting
 from cudnn_sdpa.runtime.building import load_plan
 from cudnn_sdpa.runtime.store import PlanStore
@@ -245,7 +246,7 @@ def test_a_folder_that_is_asked_for_by_none_must_be_there_too(untouched, monkeyp
 def test_the_warmup_command_says_that_its_plans_could_not_be_kept(untouched, monkeypatch):
     """Plans that end with the command are of no use, so it does not make them."""
     warming = importlib.import_module("cudnn_sdpa.warming")
-    monkeypatch.setattr(cli, "_require_gpu", lambda *_: None)
+    monkeypatch.setattr(cli, "require_gpu", lambda *_: None)
     monkeypatch.setattr(warming, "warmup", lambda *_, **__: pytest.fail("plans were made"))
     monkeypatch.setenv("HOME", "/nonexistent")
     result = CliRunner().invoke(cli.app, ["warmup", "plans.json"])
@@ -261,7 +262,7 @@ def test_benchmarks_keep_no_plans(untouched, monkeypatch):
         stores.append(store_setting.active())
         return []
 
-    monkeypatch.setattr(cli, "_require_gpu", lambda *_: None)
+    monkeypatch.setattr(bench_cli, "require_gpu", lambda *_: None)
     monkeypatch.setattr(attention, "kernels", kernels)
     assert CliRunner().invoke(cli.app, ["bench", "attention", "--part", "kernels"]).exit_code == 0
     assert stores == [None]

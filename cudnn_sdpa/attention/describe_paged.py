@@ -1,0 +1,119 @@
+"""Descriptions of calls on a paged cache for `explain`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import (
+    arguments,
+    describe,
+    graphs,
+    paged_arguments,
+    paged_calls,
+    paged_operators,
+    varlen_calls,
+    verification,
+)
+from cudnn_sdpa.attention.operators import MIN_SCALE
+from cudnn_sdpa.attention.options import BOTTOM_RIGHT
+from cudnn_sdpa.attention.paged import refuse_gradients, sdpa_paged
+from cudnn_sdpa.attention.paged_arguments import HND, PagedArguments, in_heads_order
+from cudnn_sdpa.attention.paged_plans import PagedDecode, is_decode
+from cudnn_sdpa.attention.paging import Gathered
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.runtime.describe import Description, describes
+
+
+@describes(sdpa_paged)
+def describe_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens_kv: Tensor,
+    *,
+    page_table_v: Tensor | None = None,
+    seq_lens_q: Tensor | None = None,
+    page_layout: str = HND,
+    is_causal: bool = True,
+    causal_alignment: str = BOTTOM_RIGHT,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Description:
+    """What `sdpa_paged` with these arguments runs on a GPU."""
+    left, right = arguments.window_bounds(window)
+    k, v = in_heads_order(k_pages, page_layout), in_heads_order(v_pages, page_layout)
+    table_v = page_table if page_table_v is None else page_table_v
+    call = PagedArguments._make(
+        (
+            *(q, k, v, page_table, table_v, seq_lens_kv, seq_lens_q, sinks),
+            *(is_causal, causal_alignment, left, right, scale, softcap, return_lse, out),
+        )
+    )
+    paged_arguments.check(call)
+    refused = UnsupportedError.of(refuse_gradients, call)
+    if refused is not None:
+        return Description(graphs.paged_decode, partial(describe.refuse, refused), describe.device_of(q))
+    paged_operators.check_memory(call)
+    described = _describe_decode(call) if is_decode(call) else _describe_long(call)
+    if call.scale_value < MIN_SCALE:
+        described.extra_kernels.insert(0, "q is multiplied into a copy, as the scale is not positive")
+    return described
+
+
+def _describe_decode(call: PagedArguments) -> Description:
+    reasons = paged_calls.reasons_against_in_place(call)
+    decode = PagedDecode.of(call, in_place=not reasons)
+    notes = []
+    if reasons:
+        why = "; ".join(reasons)
+        notes.append(f"page ids and lengths are kept within the cache, and queries copied, by one kernel ({why})")
+    if call.sinks is not None:
+        notes.append("the sinks are applied to the output and the log-sum-exp (cuDNN has none for single queries)")
+    if call.out is not None:
+        notes.append("the output is copied into out")
+    return Description(
+        operation=graphs.paged_decode,
+        key=decode.key,
+        device=describe.device_of(call.q),
+        is_empty=_is_empty(call),
+        extra_kernels=notes,
+        verify=lambda _: verification.errors_paged(call),
+    )
+
+
+def _describe_long(call: PagedArguments) -> Description:
+    batch, queries = call.q.shape[0], call.q.shape[2]
+    tokens = batch * call.most_keys
+    k, v = (
+        torch.empty(tokens, pages.shape[1], pages.shape[3], dtype=pages.dtype, device="meta")
+        for pages in (call.k, call.v)
+    )
+    ends = torch.empty(batch * (1 if call.seq_lens_q is None else 2) + 1, dtype=torch.int32, device="meta")
+    rows = call.q.detach().to("meta") if call.q.device.type != "meta" else call.q
+    packed = varlen_calls.packed(paged_calls.as_packed(call._replace(q=rows), Gathered(k, v, ends, ends)))
+    layout = packed.q
+    out = type(layout).contiguous((*layout.shape[:2], call.v.shape[3]), layout.dtype)
+    size = (k.numel() + v.numel()) * k.element_size() / 2**20
+    why = "under a soft cap" if queries == 1 else f"{queries} queries of a sequence"
+    notes = [f"keys and values are put in a row by one kernel, in up to {size:.0f} MiB ({why})"]
+    notes += packed.extra_kernels(with_lse=call.with_lse)
+    return Description(
+        operation=graphs.sdpa_forward,
+        key=partial(packed.forward_key, out, call.with_lse),
+        device=describe.device_of(call.q),
+        is_empty=_is_empty(call),
+        extra_kernels=notes,
+        verify=lambda _: verification.errors_paged(call),
+    )
+
+
+def _is_empty(call: PagedArguments) -> bool:
+    return 0 in call.q.shape or call.table_k.shape[1] == 0

@@ -1,0 +1,85 @@
+"""`PagedStep`: what the GPU reads of one step on a paged cache."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention.paged_calls import OWNER
+
+
+@dataclass(eq=False)
+class PagedStep:
+    """What attention needs to know of one step: which sequences take part, and where their tokens are.
+
+    Tensors keep their addresses when the step is made anew with `into`, so that a CUDA graph may read them.
+
+    Attributes:
+        page_table: Pages of each sequence, (B, max_pages) int32.
+        seq_lens_kv: Tokens of each sequence, the new ones included, (B,) int32.
+        seq_lens_q: How many tokens are new, (B,) int32.
+        positions: Of the new tokens in their sequences, (B, tokens) int64; of absent ones 0.
+        numbers: The memory that all of these lie in.
+    """
+
+    page_table: Tensor
+    seq_lens_kv: Tensor
+    seq_lens_q: Tensor
+    positions: Tensor
+    numbers: Tensor = field(repr=False)
+
+    @property
+    def batch(self) -> int:
+        """How many sequences it has room for."""
+        return self.page_table.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """How many new tokens of a sequence it has room for."""
+        return self.positions.shape[1]
+
+    @classmethod
+    def new(cls, owner: object, batch: int, tokens: int, columns: int, device: torch.device) -> PagedStep:
+        """A step of empty sequences.
+
+        In memory it is the positions, in 64 bits, then the lengths and the tables, in 32.
+
+        Args:
+            owner: The cache that vouches for what is in it.
+            batch: Sequences that it has room for.
+            tokens: New tokens of a sequence that it has room for.
+            columns: Pages of a sequence that it has room for.
+            device: Where it is.
+        """
+        size = batch * tokens + -(-batch * (columns + 2) // 2)
+        numbers = torch.zeros(size, dtype=torch.int64, device=device)
+        positions = numbers[: batch * tokens].view(batch, tokens)
+        ints = numbers[batch * tokens :].view(torch.int32)
+        lengths_kv, lengths_q, table = ints[:batch], ints[batch : 2 * batch], ints[2 * batch :]
+        table = table[: batch * columns].view(batch, columns)
+        for tensor in (table, lengths_kv):
+            setattr(tensor, OWNER, owner)
+        return cls(table, lengths_kv, lengths_q, positions, numbers)
+
+    def fill(self, rows: list[tuple[list[int], int, int]]) -> None:
+        """Fills it, with one copy that nobody waits for; rows that are not given become empty sequences.
+
+        Args:
+            rows: Of each sequence its pages, its length with the new tokens, and how many are new.
+        """
+        batch, tokens = self.batch, self.tokens
+        numbers = bytearray(8 * self.numbers.numel())
+        positions = memoryview(numbers)[: 8 * batch * tokens].cast("q")
+        ints = memoryview(numbers)[8 * batch * tokens :].cast("i")
+        for row, (pages, length, more) in enumerate(rows):
+            ints[row], ints[batch + row] = length, more
+            begin = 2 * batch + row * self.page_table.shape[1]
+            ints[begin : begin + len(pages)] = array("i", pages)
+            positions[row * tokens : row * tokens + more] = array("q", range(length - more, length))
+        host = torch.frombuffer(numbers, dtype=torch.int64) if numbers else self.numbers.cpu()
+        if self.numbers.is_cuda:
+            host = host.pin_memory()
+        self.numbers.copy_(host, non_blocking=True)

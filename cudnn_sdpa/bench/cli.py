@@ -1,0 +1,191 @@
+"""The commands `python -m cudnn_sdpa bench …`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+bench_app = typer.Typer(help="Measure on this machine's GPU.", no_args_is_help=True)
+
+Measure = Callable[[], list[dict[str, Any]]]
+Output = Annotated[Path | None, typer.Option("--output", "--json", help="Write the results to this JSON file.")]
+
+
+class HostPart(str, Enum):
+    """Parts of `bench host`."""
+
+    HOST = "host"
+    PARTS = "parts"
+    TRAINING = "training"
+    KERNELS = "kernels"
+    MEMORY = "memory"
+
+
+class ColdPart(str, Enum):
+    """Parts of `bench coldstart`."""
+
+    CALLS = "calls"
+    WARMUP = "warmup"
+    IMPORTS = "imports"
+
+
+class ShapesPart(str, Enum):
+    """Parts of `bench shapes`."""
+
+    PASSES = "passes"
+    TAKEOVER = "takeover"
+    BUCKETS = "buckets"
+
+
+class DecodePart(str, Enum):
+    """Parts of `bench decode`."""
+
+    BANDWIDTH = "bandwidth"
+    CHUNKS = "chunks"
+    DRAFTS = "drafts"
+    HOST = "host"
+
+
+class AttentionPart(str, Enum):
+    """Parts of `bench attention`."""
+
+    KERNELS = "kernels"
+    OPTIONS = "options"
+    VARLEN = "varlen"
+    MEMORY = "memory"
+    AUTOTUNE = "autotune"
+
+
+@bench_app.command("host")
+def bench_host(
+    part: Annotated[list[HostPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
+    output: Output = None,
+) -> None:
+    """Time one warm call on the host and the kernel on the device, and watch memory."""
+    require_gpu()
+    from cudnn_sdpa.bench import host
+    from cudnn_sdpa.bench.training import training
+
+    measures: dict[HostPart, tuple[str, Measure]] = {
+        HostPart.HOST: ("Host time of one warm call: B=1, H=8, S=128, D=64, bfloat16", host.host),
+        HostPart.PARTS: ("Where it goes", host.parts),
+        HostPart.TRAINING: ("Host time of a forward and a backward pass, the same shape", training),
+        HostPart.KERNELS: ("Device time, interleaved, median", host.kernels),
+        HostPart.MEMORY: ("Memory", host.memory),
+    }
+    _measure("host", {chosen.value: measures[chosen] for chosen in part or list(HostPart)}, output)
+
+
+@bench_app.command("attention")
+def bench_attention(
+    part: Annotated[
+        list[AttentionPart] | None, typer.Option(help="Only these parts; may be given several times.")
+    ] = None,
+    output: Output = None,
+    quick: Annotated[bool, typer.Option(help="Small shapes and few repeats: to see that it runs.")] = False,
+) -> None:
+    """Time forward and backward kernels, options and packed sequences on the device, and the memory of a step."""
+    require_gpu()
+    from cudnn_sdpa.bench import attention, cases
+    from cudnn_sdpa.bench.tuned import autotune_gains
+
+    sizes = cases.QUICK if quick else cases.FULL
+    measures: dict[AttentionPart, tuple[str, Callable[[cases.Sizes], list[dict[str, Any]]]]] = {
+        AttentionPart.KERNELS: ("Device time, interleaved, median", attention.kernels),
+        AttentionPart.OPTIONS: (f"What options cost: {sizes.options.label}", attention.options),
+        AttentionPart.VARLEN: (f"{sizes.tokens} packed tokens, causal", attention.varlen),
+        AttentionPart.MEMORY: (f"Memory of a training step: {sizes.training.label}", attention.memory),
+        AttentionPart.AUTOTUNE: ("What autotune gains", autotune_gains),
+    }
+    chosen = {name.value: measures[name] for name in part or list(AttentionPart)}
+    _measure("attention", {name: (title, partial(run, sizes)) for name, (title, run) in chosen.items()}, output)
+
+
+@bench_app.command("decode")
+def bench_decode(
+    part: Annotated[list[DecodePart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
+    output: Output = None,
+) -> None:
+    """Time decode steps, chunks of prompts and speculative steps on a paged cache."""
+    require_gpu()
+    from cudnn_sdpa.bench import decode
+
+    heads = f"{decode.HEADS_Q} and {decode.HEADS_KV} heads of {decode.DIM}, bfloat16"
+    measures: dict[DecodePart, tuple[str, Measure]] = {
+        DecodePart.BANDWIDTH: (f"Decode steps on pages: {heads}", decode.bandwidth),
+        DecodePart.CHUNKS: (f"Chunks of prompts: {heads}, causal", decode.chunks),
+        DecodePart.DRAFTS: (f"Speculative steps, pages of 64: {heads}, causal", decode.drafts),
+        DecodePart.HOST: ("Host time of one warm step: B=1, 8 heads of 64, 128 tokens", decode.host),
+    }
+    _measure("decode", {chosen.value: measures[chosen] for chosen in part or list(DecodePart)}, output)
+
+
+@bench_app.command("coldstart")
+def bench_coldstart(
+    part: Annotated[list[ColdPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
+    output: Output = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Processes for each number.")] = 7,
+) -> None:
+    """Time the first calls of a process, without stored plans and with them, and getting ready, in fresh processes."""
+    require_gpu()
+    from cudnn_sdpa.bench import coldstart
+
+    measures: dict[ColdPart, tuple[str, Callable[[int], list[dict[str, Any]]]]] = {
+        ColdPart.CALLS: (f"First calls of a process: {coldstart.LABEL}", coldstart.calls),
+        ColdPart.WARMUP: ("warmup() of stored plans", coldstart.warmup),
+        ColdPart.IMPORTS: ("Importing", coldstart.imports),
+    }
+    chosen = {name.value: measures[name] for name in part or list(ColdPart)}
+    _measure("coldstart", {name: (title, partial(run, repeats)) for name, (title, run) in chosen.items()}, output)
+
+
+@bench_app.command("shapes")
+def bench_shapes(
+    part: Annotated[list[ShapesPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
+    output: Output = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Processes for each number.")] = 3,
+) -> None:
+    """Time calls of many lengths under each shape policy, and what plans of buckets cost."""
+    require_gpu()
+    from cudnn_sdpa.bench import shapes
+
+    measures: dict[ShapesPart, tuple[str, Callable[[int], list[dict[str, Any]]]]] = {
+        ShapesPart.PASSES: (f"From cold: {shapes.LABEL}", shapes.passes),
+        ShapesPart.TAKEOVER: ("Lengths that come back, under tiered", shapes.takeover),
+        ShapesPart.BUCKETS: ("A bucket's plan beside a plan of its own", shapes.buckets),
+    }
+    chosen = {name.value: measures[name] for name in part or list(ShapesPart)}
+    _measure("shapes", {name: (title, partial(run, repeats)) for name, (title, run) in chosen.items()}, output)
+
+
+def require_gpu(command: str = "bench") -> None:
+    """Ends the command where there is no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        typer.echo(f"{command} needs an NVIDIA GPU that PyTorch can see (torch.cuda.is_available() is False)", err=True)
+        raise typer.Exit(2)
+
+
+def _measure(name: str, parts: dict[str, tuple[str, Measure]], output: Path | None) -> None:
+    """Measures and prints parts, and writes after each of them what there is: a later one may fail."""
+    from cudnn_sdpa.bench import report
+    from cudnn_sdpa.runtime.store_setting import OFF, use_plan_store
+
+    results: dict[str, Any] = {}
+    with use_plan_store(OFF):  # plans are built as they are measured, and do not fill the user's store
+        for part, (title, run) in parts.items():
+            rows = run()
+            if not rows:  # the part has said why
+                continue
+            results[part] = rows
+            report.show(title, rows)
+            if output is not None:
+                report.write(output, name, results)
+    if output is not None and results:
+        typer.echo(f"written to {output}")

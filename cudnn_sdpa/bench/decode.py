@@ -1,0 +1,204 @@
+"""`bench decode`: attention on a paged cache, against the bandwidth of a copy, dense attention, and PyTorch's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from cudnn_sdpa.attention import paged_calls, paging, varlen_calls
+from cudnn_sdpa.attention.dense import sdpa
+from cudnn_sdpa.attention.kv_cache import PagedKVCache
+from cudnn_sdpa.attention.paged import sdpa_paged
+from cudnn_sdpa.attention.paged_arguments import PagedArguments
+from cudnn_sdpa.attention.paged_prepared import prepare_paged
+from cudnn_sdpa.attention.paged_step import PagedStep
+from cudnn_sdpa.bench import cases, peers
+from cudnn_sdpa.bench.timing import Call, device_times, host_times
+
+HEADS_Q, HEADS_KV, DIM = 32, 8, 128
+
+#: B, tokens of each sequence, page size.
+STEPS = (
+    *((32, 4096, 64), (128, 4096, 64), (32, 4096, 16), (128, 4096, 16)),
+    *((8, 32768, 64), (1, 32768, 64), (1, 32768, 16)),
+)
+#: B, new tokens, tokens of each sequence, page size.
+CHUNKS = ((1, 2048, 8192, 64), (1, 2048, 8192, 16), (4, 512, 4096, 64), (1, 4096, 4096, 64))
+#: B, new tokens, tokens of each sequence.
+DRAFTS = ((32, 2, 4096), (32, 4, 4096), (32, 8, 4096), (1, 4, 32768))
+
+COPIED = 1 << 30
+
+
+def filled(batch: int, length: int, page_size: int, tokens: int) -> tuple[PagedKVCache, PagedStep]:
+    """A cache of random keys and values in pages in random order, and the step of its last tokens."""
+    pages = batch * -(-length // page_size)
+    where = cases.normal(1)
+    cache = PagedKVCache(
+        pages=pages,
+        page_size=page_size,
+        heads=HEADS_KV,
+        head_dim=DIM,
+        max_length=length,
+        dtype=where.dtype,
+        device=where.device,
+    )
+    random.Random(1).shuffle(cache._pool._free)
+    for part in (cache.k_pages(), cache.v_pages()):
+        part.normal_()
+    sequences = [cache.add() for _ in range(batch)]
+    cache.reserve(sequences, length - tokens)
+    return cache, cache.reserve(sequences, tokens)
+
+
+def dense(cache: PagedKVCache, batch: int) -> tuple[Tensor, Tensor]:
+    """The same keys and values, (B, Hkv, length, D), heads together."""
+    rows = [cache.read(sequence) for sequence in range(batch)]
+    k, v = (torch.stack([row[which].transpose(0, 1).contiguous() for row in rows]).transpose(1, 2) for which in (0, 1))
+    return k, v
+
+
+def bandwidth() -> list[dict[str, Any]]:
+    """Decode steps: bytes of keys and values that are read, beside those of a large copy in the same run."""
+    rows = []
+    source = torch.empty(COPIED, dtype=torch.uint8, device=cases.DEVICE)
+    target = torch.empty_like(source)
+    for batch, length, page_size in track(STEPS, "decode", transient=True):
+        cache, step = filled(batch, length, page_size, 1)
+        q = cases.normal(batch, HEADS_Q, 1, DIM)
+        ours, foreign = _call(cache, step, q), _call(cache, step, q, foreign=True)
+        k, v = dense(cache, batch)
+        with peers.only("pytorch flash"):
+            flash = peers.pytorch(q, k, v, is_causal=False)
+            for run, name in ((ours, "sdpa_paged's"), (foreign, "that with other tables")):
+                cases.check_agreement(["out"], [run()], [flash()], f"PyTorch's, {name}")
+            times = device_times(
+                {"ours": ours, "foreign": foreign, "flash": flash, "copy": lambda: target.copy_(source)}
+            )
+        read = batch * length * HEADS_KV * DIM * 2 * q.element_size()
+        copy = 2 * COPIED / times["copy"]
+        rows.append(
+            {
+                "B, tokens, page size": f"{batch}, {length}, {page_size}",
+                "sdpa_paged µs": times["ours"],
+                "TB/s": read / times["ours"] / 1e6,
+                "of a copy's": read / times["ours"] / copy,
+                "other tables µs": times["foreign"],
+                "pytorch flash, contiguous µs": times["flash"],
+                "flash TB/s": read / times["flash"] / 1e6,
+                "copy TB/s": copy / 1e6,
+            }
+        )
+        del cache, step, k, v
+    return rows
+
+
+def _call(cache: PagedKVCache, step: PagedStep, q: Tensor, *, foreign: bool = False) -> Callable[[], Tensor]:
+    tables = step.page_table, step.seq_lens_kv
+    if foreign:
+        tables = tables[0].clone(), tables[1].clone()
+    pages = cache.k_pages(), cache.v_pages()
+    return lambda: sdpa_paged(q, *pages, *tables)
+
+
+def chunks() -> list[dict[str, Any]]:
+    """Chunks of a prompt beside dense attention of the same work, and the parts of their time."""
+    rows = []
+    for batch, tokens, length, page_size in track(CHUNKS, "chunks", transient=True):
+        cache, step = filled(batch, length, page_size, tokens)
+        q = cases.normal(batch, tokens, HEADS_Q, DIM).transpose(1, 2)
+        k, v = dense(cache, batch)
+        ours = _call(cache, step, q)
+        expected = _dense_call(q, k, v)
+        cases.check_agreement(["out"], [ours()], [expected()], "that of dense attention")
+        call = PagedArguments(q, cache.k_pages(), cache.v_pages(), *(step.page_table,) * 2, step.seq_lens_kv)
+        packed = paged_calls.as_packed(call, paging.gather(call))
+        times = device_times(
+            {
+                "ours": ours,
+                "dense": expected,
+                "gather": lambda call=call: paging.gather(call),  # type: ignore[misc]
+                "packed": lambda packed=packed: varlen_calls.run_forward(packed),  # type: ignore[misc]
+            }
+        )
+        rows.append(
+            {
+                "B, new tokens, all tokens, page size": f"{batch}, {tokens}, {length}, {page_size}",
+                "sdpa_paged µs": times["ours"],
+                "dense µs": times["dense"],
+                "sdpa_paged / dense": times["ours"] / times["dense"],
+                "of it: pages in a row µs": times["gather"],
+                "of it: packed attention µs": times["packed"],
+            }
+        )
+        del cache, step, k, v, call, packed
+    return rows
+
+
+def _dense_call(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    return lambda: sdpa(q, k, v, is_causal=True, causal_alignment="bottom_right", deterministic=True)
+
+
+def drafts() -> list[dict[str, Any]]:
+    """Speculative steps: a few new tokens of each sequence, beside a step of one."""
+    rows = []
+    for batch, tokens, length in track(DRAFTS, "drafts", transient=True):
+        cache, step = filled(batch, length, 64, tokens)
+        q = cases.normal(batch, tokens, HEADS_Q, DIM).transpose(1, 2)
+        one = q[:, :, -1:].contiguous()
+        ours, single = _call(cache, step, q), _call(cache, step, one)
+        cases.check_agreement(["out"], [ours()[:, :, -1:]], [single()], "that of a step of one")
+        times = device_times({"ours": ours, "single": single})
+        rows.append(
+            {
+                "B, new tokens, all tokens": f"{batch}, {tokens}, {length}",
+                "sdpa_paged µs": times["ours"],
+                "one token µs": times["single"],
+                "ratio": times["ours"] / times["single"],
+            }
+        )
+        del cache, step
+    return rows
+
+
+def host() -> list[dict[str, Any]]:
+    """Host time of one warm decode step, B=1, 8 heads of 64, 128 tokens, beside its peers."""
+    cache = PagedKVCache(pages=64, page_size=64, heads=8, head_dim=64, device=cases.DEVICE)
+    sequence = cache.add()
+    cache.reserve([sequence], 128)
+    step = cache.new_step(1)
+    cache.reserve([sequence], into=step)
+    q = cases.normal(1, 8, 1, 64)
+    k, v = cases.normal(1, 8, 128, 64), cases.normal(1, 8, 128, 64)
+    lengths = torch.full((1,), 128, dtype=torch.int32, device=cases.DEVICE)
+    new = cases.normal(1, 8, 1, 64), cases.normal(1, 8, 1, 64)
+
+    def reserve() -> None:
+        cache.reserve([sequence], into=step)
+        cache.truncate(sequence, 128)
+
+    prepared = prepare_paged(q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
+    ours = _call(cache, step, q)
+    calls: dict[str, Call] = {
+        "sdpa_paged": ours,
+        "sdpa_paged, other tables": _call(cache, step, q, foreign=True),
+        "prepared": prepared,
+        "PagedKVCache.append": lambda: cache.append(step, *new),
+        "PagedKVCache.reserve": reserve,
+        "sdpa with seq_lens_kv, contiguous": lambda: sdpa(q, k, v, seq_lens_kv=lengths),
+    }
+    pytorch = peers.pytorch(q, k, v, is_causal=False)
+    rounds = []
+    for _ in range(5):
+        times = host_times(calls, per_round=300, rounds=3)
+        for name in peers.PYTORCH_BACKENDS:
+            with peers.only(name):
+                times |= host_times({name: pytorch}, per_round=300, rounds=3)
+        rounds.append(times)
+    best = {name: min(times[name] for times in rounds) for name in rounds[0]}
+    return [{"call": name, "µs": time, "× flash": time / best["pytorch flash"]} for name, time in best.items()]

@@ -1,0 +1,49 @@
+"""`bench decode` on the CPU, small: what is measured is what is said, and is compared before it is timed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cudnn_sdpa.bench import decode
+
+
+@pytest.fixture
+def on_cpu(monkeypatch, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
+    def times(calls, **_):
+        for call in calls.values():
+            call()
+        return {name: float(place) for place, name in enumerate(calls, start=1)}
+
+    monkeypatch.setattr(decode, "device_times", times)
+    monkeypatch.setattr(decode, "host_times", times)
+    monkeypatch.setattr(decode, "COPIED", 1000)
+    monkeypatch.setattr(decode, "STEPS", ((2, 40, 16), (1, 33, 16)))
+    monkeypatch.setattr(decode, "DRAFTS", ((2, 3, 40),))
+
+
+def test_bytes_are_those_of_keys_and_values(on_cpu):  # noqa: ARG001
+    first, second = decode.bandwidth()
+    assert first["B, tokens, page size"] == "2, 40, 16"
+    read = 2 * 40 * 8 * 128 * 2 * 4  # sequences, tokens, heads, head dim, keys and values, bytes
+    assert first["TB/s"] == pytest.approx(read / 1.0 / 1e6)
+    assert first["flash TB/s"] == pytest.approx(read / 3.0 / 1e6)
+    assert first["of a copy's"] == pytest.approx(read / (2000 / 4.0))
+    assert list(first) == list(second)
+
+
+def test_a_draft_is_compared_with_a_step_of_one(on_cpu):  # noqa: ARG001
+    (row,) = decode.drafts()
+    assert (row["B, new tokens, all tokens"], row["ratio"]) == ("2, 3, 40", 0.5)
+
+
+def test_pages_lie_in_random_order_and_the_row_is_the_cache(on_cpu):  # noqa: ARG001
+    cache, step = decode.filled(3, 70, 16, 2)
+    assert step.seq_lens_kv.tolist() == [70] * 3
+    assert step.seq_lens_q.tolist() == [2] * 3
+    used = step.page_table[0, :5].tolist()
+    assert used != sorted(used)
+    k, v = decode.dense(cache, 3)
+    assert torch.equal(k[1], cache.read(1)[0])
+    assert torch.equal(v[2], cache.read(2)[1])
+    assert k.shape == (3, 8, 70, 128)
