@@ -126,12 +126,17 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> 
     return -(weights * mean).sum((0, 2))
 
 
-def readable(grad_out: Tensor, out: Tensor) -> Tensor:
-    """`grad_out` itself if cuDNN can read it where it lies, otherwise a copy in the memory order of `out`."""
+def is_readable(grad_out: Tensor) -> bool:
+    """Whether cuDNN can read a gradient where it lies."""
     step = ALIGNMENT // grad_out.element_size()
     strides = [grad_out.stride(dim) for dim in range(3) if grad_out.shape[dim] != 1]
     dense = grad_out.stride(3) == 1 or grad_out.shape[3] == 1
-    if dense and all(s % step == 0 and s != 0 for s in strides) and grad_out.data_ptr() % ALIGNMENT == 0:
+    return dense and all(s % step == 0 and s != 0 for s in strides) and grad_out.data_ptr() % ALIGNMENT == 0
+
+
+def readable(grad_out: Tensor, out: Tensor) -> Tensor:
+    """`grad_out` itself if cuDNN can read it where it lies, otherwise a copy in the memory order of `out`."""
+    if is_readable(grad_out):
         return grad_out
     stride = dense_stride_like(out.shape, out.shape, out.stride())
     return torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device).copy_(grad_out)

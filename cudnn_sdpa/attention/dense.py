@@ -166,7 +166,11 @@ def sdpa(
                 and last.with_lse is return_lse
                 and last.has_lengths is (seq_lens_kv is not None)
                 and not (q.is_nested or k.is_nested or v.is_nested)  # a guard would end the process
-                and (last.check(q, k, v) if seq_lens_kv is None else last.check(q, k, v, seq_lens_kv))
+                and (
+                    last.check(q, k, v)
+                    if seq_lens_kv is None
+                    else not seq_lens_kv.is_nested and last.check(q, k, v, seq_lens_kv)
+                )
                 and not is_profiling()
                 and forward_ad._current_level < 0
             )

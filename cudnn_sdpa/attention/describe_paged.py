@@ -21,7 +21,7 @@ from cudnn_sdpa.attention.operators import MIN_SCALE
 from cudnn_sdpa.attention.options import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged import refuse_gradients, sdpa_paged
 from cudnn_sdpa.attention.paged_arguments import HND, PagedArguments, in_heads_order
-from cudnn_sdpa.attention.paged_plans import PagedDecode, is_decode
+from cudnn_sdpa.attention.paged_plans import MOST_DECODED, PagedDecode, is_decode
 from cudnn_sdpa.attention.paging import Gathered
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime.describe import Description, describes
@@ -90,6 +90,9 @@ def _describe_decode(call: PagedArguments) -> Description:
 
 
 def _describe_long(call: PagedArguments) -> Description:
+    at_once = paged_calls.sequences_at_once(call)
+    parts = -(-call.q.shape[0] // at_once)
+    call = call._replace(q=call.q[:at_once])
     batch, queries = call.q.shape[0], call.q.shape[2]
     tokens = batch * call.most_keys
     k, v = (
@@ -102,8 +105,8 @@ def _describe_long(call: PagedArguments) -> Description:
     layout = packed.q
     out = type(layout).contiguous((*layout.shape[:2], call.v.shape[3]), layout.dtype)
     size = (k.numel() + v.numel()) * k.element_size() / 2**20
-    why = "under a soft cap" if queries == 1 else f"{queries} queries of a sequence"
-    notes = [f"keys and values are put in a row by one kernel, in up to {size:.0f} MiB ({why})"]
+    notes = [f"keys and values are put in a row by one kernel, in up to {size:.0f} MiB ({_why_long(call, queries)})"]
+    notes += [f"the batch goes in {parts} parts of up to {at_once} sequences"] * (parts > 1)
     notes += packed.extra_kernels(with_lse=call.with_lse)
     return Description(
         operation=graphs.sdpa_forward,
@@ -113,6 +116,12 @@ def _describe_long(call: PagedArguments) -> Description:
         extra_kernels=notes,
         verify=lambda _: verification.errors_paged(call),
     )
+
+
+def _why_long(call: PagedArguments, queries: int) -> str:
+    if call.softcap is not None:
+        return "there is a soft cap"
+    return f"{queries} queries of a sequence" if queries > MOST_DECODED else "the window is not one of single queries"
 
 
 def _is_empty(call: PagedArguments) -> bool:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import memory, paging
+from cudnn_sdpa.attention import arguments, memory, paging
+from cudnn_sdpa.attention.arguments import as_int
 from cudnn_sdpa.attention.calls import MISALIGNED
 from cudnn_sdpa.attention.page_pool import CacheUse, PagePool
 from cudnn_sdpa.attention.paged_arguments import HND, LAYOUTS, in_heads_order
 from cudnn_sdpa.attention.paged_step import PagedStep
 from cudnn_sdpa.attention.side_tensors import dtype_name, shape_of
-from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.errors import DeviceError, DtypeError, ExecutionError, LayoutError, OptionError, ShapeError
 
 #: So many kinds of appended tensors are remembered.
 MOST_APPENDERS = 4096
@@ -24,6 +26,9 @@ class PagedKVCache:
 
     The host decides which page belongs to which sequence, and sends it to the GPU with each step, in one copy that
     nobody waits for. Not for several threads at once.
+
+    What a step's tokens are must be appended before their sequences are forked, freed, or part of another step; and its
+    tables and lengths are read as they are, so do not write to them.
 
     Args:
         pages: How many there are.
@@ -70,18 +75,24 @@ class PagedKVCache:
         page_layout: str = HND,
     ) -> None:
         sizes = {"pages": pages, "page_size": page_size, "heads": heads, "head_dim": head_dim, "layers": layers}
-        for name, size in (sizes | {"head_dim_v": head_dim_v or head_dim, "max_length": max_length or 1}).items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise OptionError(name, repr(size), "a positive int")
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        sizes |= {"head_dim_v": head_dim_v} | ({} if max_length is None else {"max_length": max_length})
+        for name, size in sizes.items():
+            _check_count(name, size, least=1)
+            if name.startswith("head_dim") and size % 8:
+                raise OptionError(name, repr(size), "a multiple of 8, as cuDNN's attention takes")
+        if not isinstance(dtype, torch.dtype):
+            raise OptionError("dtype", repr(dtype), "a torch.dtype")
         if page_size & (page_size - 1):
             raise OptionError("page_size", repr(page_size), "a power of two, such as 16 or 64")
-        if page_layout not in LAYOUTS:
+        if not isinstance(page_layout, str) or page_layout not in LAYOUTS:
             raise OptionError("page_layout", repr(page_layout), " or ".join(map(repr, LAYOUTS)))
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.page_layout = page_layout
         self._pool = PagePool(pages, page_size)
-        self._columns = -(-(max_length or pages * page_size) // page_size)
+        self._columns = pages if max_length is None else -(-max_length // page_size)
+        self._mark = pages, self._columns, page_size
         self._k, self._v = (
             torch.zeros(
                 (layers, pages, heads, page_size, dim)
@@ -90,7 +101,7 @@ class PagedKVCache:
                 dtype=dtype,
                 device=device,
             )
-            for dim in (head_dim, head_dim_v or head_dim)
+            for dim in (head_dim, head_dim_v)
         )
         self.device = self._k.device
         self._appenders: dict[Hashable, paging.Appender] = {}
@@ -107,11 +118,16 @@ class PagedKVCache:
 
     def k_pages(self, layer: int = 0) -> Tensor:
         """The keys of a layer, in the cache's layout."""
-        return self._k[layer]
+        return self._k[self._checked(layer)]
 
     def v_pages(self, layer: int = 0) -> Tensor:
         """The values of a layer, in the cache's layout."""
-        return self._v[layer]
+        return self._v[self._checked(layer)]
+
+    def _checked(self, layer: int) -> int:
+        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < self._k.shape[0]:
+            raise OptionError("layer", repr(layer), f"a layer from 0 to {self._k.shape[0] - 1}")
+        return layer
 
     def add(self) -> int:
         """A new sequence without tokens: its number."""
@@ -145,7 +161,9 @@ class PagedKVCache:
 
     def new_step(self, batch: int, tokens: int = 1) -> PagedStep:
         """Memory for steps of up to so many sequences with up to so many new tokens each; see `reserve`."""
-        return PagedStep.new(self, batch, tokens, self._columns, self.device)
+        _check_count("batch", batch)
+        _check_count("tokens", tokens)
+        return PagedStep.new(self, self._mark, batch, tokens, self.device)
 
     def reserve(
         self, sequences: Sequence[int], tokens: int | Sequence[int] = 1, *, into: PagedStep | None = None
@@ -166,34 +184,60 @@ class PagedKVCache:
             OptionError: A number is wrong, a sequence is not there or there twice, or would be longer than
                 `max_length`.
         """
-        added = [tokens] * len(sequences) if isinstance(tokens, int) else list(tokens)
-        if len(added) != len(sequences):
-            raise OptionError("tokens", f"{len(added)} numbers", f"{len(sequences)}, one for each sequence")
-        most = max(added, default=0)
-        if into is not None and (len(sequences) > into.batch or most > into.tokens):
-            got = f"room for {into.batch} sequences and {into.tokens} tokens"
-            raise OptionError("into", got, f"room for {len(sequences)} sequences and {most} tokens")
-        for sequence, more in zip(sequences, added, strict=True):
-            if self._pool.length(sequence) + more > self.max_length:
+        numbers, added = self._checked_growth(sequences, tokens)
+        step = self.new_step(len(numbers), max(added, default=0)) if into is None else self._own(into)
+        if len(numbers) > step.batch or max(added, default=0) > step.tokens:
+            got = f"room for {step.batch} sequences and {step.tokens} tokens"
+            raise OptionError("into", got, f"room for {len(numbers)} sequences and {max(added)} tokens")
+        if step.numbers.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ExecutionError("reserve belongs outside a CUDA graph: it decides on the host, for this step alone")
+        before = self._pool.state_of(numbers)
+        try:
+            copies = self._pool.grow(numbers, added)
+            if copies:
+                self._copy_pages(copies)
+            rows = [
+                (self._pool.pages_of(number), self._pool.length(number), more)
+                for number, more in zip(numbers, added, strict=True)
+            ]
+            step.fill(rows)
+        except BaseException:
+            self._pool.restore(before)
+            raise
+        return step
+
+    def _checked_growth(self, sequences: Any, tokens: Any) -> tuple[list[int], list[int]]:
+        """The arguments of `reserve` as lists."""
+        try:
+            numbers = list(sequences)
+        except TypeError:
+            raise OptionError("sequences", repr(sequences), "numbers that add or fork gave") from None
+        if isinstance(tokens, Iterable) and not isinstance(tokens, (str, Tensor)):
+            added = [as_int(more) for more in tokens]
+        else:
+            added = [as_int(tokens)] * len(numbers)
+        if len(added) != len(numbers):
+            raise OptionError("tokens", f"{len(added)} numbers", f"{len(numbers)}, one for each sequence")
+        for more in added:
+            _check_count("tokens", more)
+        for number, more in zip(numbers, added, strict=True):
+            if self._pool.length(number) + more > self.max_length:
                 raise OptionError("tokens", repr(more), f"no more than max_length ({self.max_length}) in all")
-        copies = self._pool.grow(list(sequences), added)
-        if copies:
-            self._copy_pages(copies)
-        step = self.new_step(len(sequences), most) if into is None else into
-        rows = [
-            (self._pool.pages_of(sequence), self._pool.length(sequence), more)
-            for sequence, more in zip(sequences, added, strict=True)
-        ]
-        step.fill(rows)
+        return numbers, added
+
+    def _own(self, step: Any) -> PagedStep:
+        if not isinstance(step, PagedStep) or step.cache() is not self:
+            raise OptionError("step", type(step).__name__, "a PagedStep that this cache has made")
         return step
 
     def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
         """Copies pages that were shared, in all layers."""
-        numbers = torch.tensor(copies).t()
-        if self.device.type == "cuda":
-            numbers = numbers.pin_memory().to(self.device, non_blocking=True)
-        for pages in (self._k, self._v):
-            pages.index_copy_(1, numbers[1], pages.index_select(1, numbers[0]))
+        with torch.inference_mode():  # whatever mode the cache was made in
+            numbers = torch.tensor(copies).t()
+            if self.device.type == "cuda":
+                numbers = numbers.pin_memory().to(self.device, non_blocking=True)
+            for pages in (self._k, self._v):
+                pages.index_copy_(1, numbers[1], pages.index_select(1, numbers[0]))
 
     def append(self, step: PagedStep, k: Tensor, v: Tensor, layer: int = 0) -> None:
         """Writes the keys and values of a step's new tokens into their pages.
@@ -207,26 +251,33 @@ class PagedKVCache:
         Raises:
             ArgumentError: They do not fit.
         """
-        if k.is_cuda:
-            name = (layer, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype, v.device, step.page_table.shape)
+        self._own(step)
+        if isinstance(k, Tensor) and isinstance(v, Tensor) and k.is_cuda and v.is_cuda and not k.is_nested:
+            name = (layer, step.tokens, step.batch, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype)
             appender = self._appenders.get(name)
-            if len(self._appenders) > MOST_APPENDERS:
-                self._appenders.clear()
-            if appender is None or (k.data_ptr() | v.data_ptr()) & MISALIGNED or k.device != self.device:
+            is_aligned = not (k.data_ptr() | v.data_ptr()) & MISALIGNED and k.device == v.device == self.device
+            if appender is None or not is_aligned:
+                if len(self._appenders) >= MOST_APPENDERS:
+                    self._appenders.clear()
                 pages = self._check_new(step, k, v, layer)
                 appender = self._appenders[name] = paging.Appender((k, v), pages, step.page_table)
             appender(k.data_ptr(), v.data_ptr(), step.page_table, step.seq_lens_kv, step.seq_lens_q)
             return
         pages = self._check_new(step, k, v, layer)
-        batch, tokens = torch.nonzero(torch.arange(step.tokens) < step.seq_lens_q.unsqueeze(1), as_tuple=True)
-        positions = step.positions[batch, tokens]
-        page = step.page_table[batch, positions // self.page_size].long()
-        for rows, to in ((k, pages[0]), (v, pages[1])):
-            to[page, :, positions % self.page_size] = rows[batch, :, tokens]
+        with torch.inference_mode():
+            batch, tokens = torch.nonzero(torch.arange(step.tokens) < step.seq_lens_q.unsqueeze(1), as_tuple=True)
+            positions = step.positions[batch, tokens]
+            page = step.page_table[batch, positions // self.page_size].long()
+            for rows, to in ((k, pages[0]), (v, pages[1])):
+                to[page, :, positions % self.page_size] = rows[batch, :, tokens]
 
     def _check_new(self, step: PagedStep, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Checks new keys and values; gives the pages that they go to."""
-        pages = in_heads_order(self._k[layer], self.page_layout), in_heads_order(self._v[layer], self.page_layout)
+        arguments.check_types(arguments.ForwardArguments(k, k, v))
+        pages = (
+            in_heads_order(self.k_pages(layer), self.page_layout),
+            in_heads_order(self.v_pages(layer), self.page_layout),
+        )
         for name, rows, to in (("k", k, pages[0]), ("v", v, pages[1])):
             self._check_rows(name, rows, to, step)
         return pages
@@ -250,5 +301,10 @@ class PagedKVCache:
         """Copies of the keys (Hkv, length, D) and values (Hkv, length, Dv) of a sequence."""
         numbers = torch.tensor(self._pool.pages_of(sequence), dtype=torch.int64, device=self.device)
         length = self._pool.length(sequence)
-        k, v = (in_heads_order(pages[layer], self.page_layout)[numbers] for pages in (self._k, self._v))
+        k, v = (in_heads_order(x, self.page_layout)[numbers] for x in (self.k_pages(layer), self.v_pages(layer)))
         return k.transpose(0, 1).flatten(1, 2)[:, :length], v.transpose(0, 1).flatten(1, 2)[:, :length]
+
+
+def _check_count(name: str, count: Any, least: int = 0) -> None:
+    if not isinstance(count, int) or isinstance(count, bool) or count < least:
+        raise OptionError(name, repr(count), f"an int of at least {least}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from cudnn_sdpa.errors import OptionError, OutOfPagesError
@@ -83,12 +84,16 @@ class PagePool:
             if not isinstance(more, int) or isinstance(more, bool) or more < 0:
                 raise OptionError("tokens", repr(more), "how many tokens are new, an int from 0")
         wanted = []
+        writers: Counter[int] = Counter()  # of shared pages
         for number, more in zip(sequences, added, strict=True):
             of = self._of(number)
             splits = more > 0 and of.length % self.page_size != 0 and self._owners[of.pages[-1]] > 1
+            if splits:
+                writers[of.pages[-1]] += 1
             wanted.append((of, more, -(-(of.length + more) // self.page_size) - len(of.pages), splits))
-        # Of the sequences that share one page the last may keep it: counting all of them is one too many at most.
-        needed = sum(new + splits for _, _, new, splits in wanted)
+        # If all who share a page write to it, the last of them keeps it.
+        copied = sum(min(count, self._owners[page] - 1) for page, count in writers.items())
+        needed = copied + sum(new for _, _, new, _ in wanted)
         if needed > len(self._free):
             raise OutOfPagesError(needed, len(self._free))
         copies = []
@@ -98,6 +103,22 @@ class PagePool:
             of.pages += [self._take() for _ in range(new)]
             of.length += more
         return copies
+
+    def state_of(self, sequences: list[int]) -> list[tuple[int, list[int], int]]:
+        """What `restore` needs to undo what happens to sequences."""
+        return [(number, list(self._of(number).pages), self._of(number).length) for number in sequences]
+
+    def restore(self, state: list[tuple[int, list[int], int]]) -> None:
+        """Gives sequences the pages and the length that they had, when only `grow` has happened since."""
+        for number, pages, _ in state:
+            for page in pages:
+                self._owners[page] += page not in self._of(number).pages
+        for number, pages, length in state:
+            of = self._of(number)
+            for page in reversed(of.pages):
+                if page not in pages:
+                    self._give_back(page)
+            of.pages, of.length = pages, length
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forgets the tokens after the first `length`, and gives back the pages that only they were in.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from cudnn_sdpa.attention import arguments, debug, memory, paged_arguments, paged_calls, paged_operators, tracking
 from cudnn_sdpa.attention.calls import MISALIGNED, Result
 from cudnn_sdpa.attention.paged_arguments import HND, PagedArguments, in_heads_order
-from cudnn_sdpa.attention.paged_calls import OWNER, PagedCall
+from cudnn_sdpa.attention.paged_calls import MARK, PagedCall
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime.eager import Guard, is_bare, is_compiling, is_profiling, needs_gradient, tensor_guard
 
@@ -19,15 +19,28 @@ from cudnn_sdpa.runtime.eager import Guard, is_bare, is_compiling, is_profiling,
 class Last:
     """The decode step that was served last: single queries, no mask but the causal one."""
 
-    __slots__ = ("alignment", "is_causal", "is_like", "layout", "prepared", "scale", "scale_type", "with_lse")
+    __slots__ = ("alignment", "is_causal", "is_like", "layout", "mark", "prepared", "scale", "scale_type", "with_lse")
 
     def __init__(self, call: PagedArguments, layout: str, prepared: PagedCall, is_like: Guard) -> None:
         self.layout = layout
+        self.mark = paged_calls.mark_of(call)
         self.prepared = prepared
         self.is_like = is_like
         self.is_causal, self.alignment = call.is_causal, call.causal_alignment
         self.scale, self.scale_type = call.scale, type(call.scale)
         self.with_lse = call.with_lse
+
+
+class Served(NamedTuple):
+    """The decode steps that were served last.
+
+    Attributes:
+        own: On tables and lengths of a `PagedKVCache`.
+        foreign: On other ones.
+    """
+
+    own: Last | None
+    foreign: Last | None
 
 
 @overload
@@ -100,9 +113,10 @@ def sdpa_paged(
     here.
 
     Up to 8 queries of a sequence are decoded by cuDNN's kernels for single queries, which read the pages where they
-    lie. For more of them, and under a soft cap, keys and values are put in a row first, by one kernel, at most a
-    gigabyte at a time. Batch sizes are rounded up to powers of two and one and a half times them, so that a server
-    whose batch changes in every step has a dozen plans.
+    lie. For more of them, under a soft cap, and for several queries under windows that are not causal or aligned at the
+    first key, keys and values are put in a row first, by one kernel: a gigabyte at a time, or one sequence. Batch sizes
+    are rounded up to powers of two and one and a half times them, so that a server whose batch changes in every step
+    has a dozen plans.
 
     Tables and lengths of a `PagedKVCache` are read in place. All others are copied by one small kernel that keeps
     lengths within the table and page ids within the cache: a wrong one gives wrong results, and neither an error of the
@@ -151,28 +165,29 @@ def sdpa_paged(
         page_table_v is seq_lens_q is window is softcap is sinks is out is None  # type: ignore[comparison-overlap]
     ):
         # The step before this one again? Saves checks and signature, 50 µs.
-        last: Last | None = paged_calls.calls.last
+        served: Served | None = paged_calls.calls.last
         try:
+            mark = getattr(page_table, MARK, None)
+            trusted = mark is not None and getattr(seq_lens_kv, MARK, None) == mark
+            last = None if served is None else served.own if trusted else served.foreign
             again = (
                 last is not None
+                and (not trusted or last.mark == mark)
                 and last.layout == page_layout
                 and last.is_causal is is_causal
                 and last.alignment == causal_alignment
                 and last.scale_type is type(scale)
                 and last.scale == scale
                 and last.with_lse is return_lse
-                and (
-                    not last.prepared.in_place
-                    or (getattr(page_table, OWNER, None) is not None and getattr(seq_lens_kv, OWNER, None) is not None)
-                )
-                and not q.is_nested  # a guard would end the process
+                and not (q.is_nested or k_pages.is_nested or v_pages.is_nested)  # a guard would end the process
+                and not (page_table.is_nested or seq_lens_kv.is_nested or debug.enabled)
                 and last.is_like(q, k_pages, v_pages, page_table, seq_lens_kv)
                 and not is_profiling()
                 and forward_ad._current_level < 0
                 and not (q.data_ptr() | k_pages.data_ptr() | v_pages.data_ptr()) & MISALIGNED
             )
         except (AttributeError, TypeError):  # not tensors: the checks will say so
-            again = False
+            last, again = None, False
         if again and last is not None:
             found = last.prepared.run_plain(q, k_pages, v_pages, page_table, seq_lens_kv)
             return (found[0], found[1]) if return_lse else found[0]
@@ -226,7 +241,7 @@ def _remember(call: PagedArguments, prepared: PagedCall, given: tuple[Tensor, Te
     """Has the next call like this one recognized at once."""
     k_pages, v_pages, layout = given
     guarded = (call.q, k_pages, v_pages, call.table_k, call.seq_lens_kv)
-    if (
+    if not (
         call.q.shape[2] == 1
         and call.seq_lens_q is None
         and call.table_v is call.table_k
@@ -234,9 +249,16 @@ def _remember(call: PagedArguments, prepared: PagedCall, given: tuple[Tensor, Te
         and len({id(tensor) for tensor in guarded}) == len(guarded)  # no guard takes one tensor twice
         and not any(tensor.requires_grad for tensor in guarded)
         and call.window_left == call.window_right == -1
+        and paged_calls.is_in_order(call)
     ):
-        last = Last(call, layout, prepared, tensor_guard(*guarded))
-        paged_calls.calls.remember_last(last, prepared.plan)
+        return
+    last = Last(call, layout, prepared, tensor_guard(*guarded))
+    served: Served | None = paged_calls.calls.last
+    own, foreign = (None, None) if served is None else served
+    own, foreign = (last, foreign) if last.mark is not None else (own, last)
+    paged_calls.calls.remember_last(Served(own, foreign), prepared.plan)
+    if not all(other is None or other.prepared.plan.held for other in (own, foreign)):
+        paged_calls.calls.last = None  # what has left the cache meanwhile is not to be kept
 
 
 def refuse_gradients(call: PagedArguments) -> None:

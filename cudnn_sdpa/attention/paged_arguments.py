@@ -68,7 +68,7 @@ def in_heads_order(pages: Any, page_layout: Any) -> Any:
     Raises:
         OptionError: The layout is none.
     """
-    if page_layout not in LAYOUTS:
+    if not isinstance(page_layout, str) or page_layout not in LAYOUTS:
         expected = " or ".join(f"{name!r}: {shape}" for name, shape in LAYOUTS.items())
         raise OptionError("page_layout", repr(page_layout), expected)
     is_rank_4 = isinstance(pages, Tensor) and pages.dim() == 4
@@ -98,14 +98,13 @@ def check(call: PagedArguments) -> None:
         scale=call.scale,
         softcap=call.softcap,
         sinks=call.sinks,
-        out=None if call.out is None else call.out[:present],
     )
     try:
         arguments.check(one)
     except (ShapeError, DtypeError, DeviceError, LayoutError) as error:
         raise error.renamed(NAMES) from None
-    if call.out is not None and call.out.shape[0] != q.shape[0]:
-        raise ShapeError("out", shape_of(call.out), f"shape {(*q.shape[:3], v.shape[3])}")
+    if call.out is not None:
+        arguments.check_out(call.out, q, v, for_cudnn=True)
     if v.shape[0] != k.shape[0]:
         raise ShapeError("v_pages", f"{v.shape[0]} pages", f"{k.shape[0]}, the number of pages of k_pages")
     if call.page_size < 1 or call.page_size & (call.page_size - 1):

@@ -20,15 +20,16 @@ from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
 from cudnn_sdpa.runtime.building import build_plan
 from cudnn_sdpa.runtime.cache import next_use, plan_cache
 from cudnn_sdpa.runtime.call_table import CallTable
-from cudnn_sdpa.runtime.layouts import dense_stride_like
+from cudnn_sdpa.runtime.layouts import canonical_stride, dense_stride_like
 from cudnn_sdpa.runtime.plan import Plan, allocate
 from cudnn_sdpa.runtime.target import live_target
 
 #: What keys and values in a row may take of the GPU's memory; a batch that would take more goes in parts.
 MOST_GATHERED_BYTES = 1 << 30
 
-#: The name under which a `PagedKVCache` marks the tables and lengths that it has made: they are right.
-OWNER = "_cudnn_sdpa_cache"
+#: The name under which a `PagedKVCache` marks the tables and lengths that it has made: they are right for caches of as
+#: many pages of this size. (pages, columns of the table, page size).
+MARK = "_cudnn_sdpa_pages"
 
 
 class PagedCall:
@@ -155,7 +156,8 @@ def find(call: PagedArguments) -> PagedCall:
 
 def _signature(call: PagedArguments, *, in_place: bool) -> Hashable:
     """All that decides a call, and whether its arguments are right."""
-    return (in_place, *map(describe, (*call[:8], call.out)), *call.options, *map(type, call.options))
+    shared = call.table_v is call.table_k
+    return (in_place, shared, *map(describe, (*call[:8], call.out)), *call.options, *map(type, call.options))
 
 
 def reasons_against_in_place(call: PagedArguments) -> list[str]:
@@ -168,14 +170,17 @@ def reasons_against_in_place(call: PagedArguments) -> list[str]:
         reasons.append(f"{batch} sequences are served by a plan for {sequence_bucket(batch)}")
     if right_bound(call) != UNBOUNDED and call.causal_alignment != BOTTOM_RIGHT:
         reasons.append("a mask aligned at the first key changes the lengths")
-    if not all(map(is_trusted, (call.table_k, call.table_v, call.seq_lens_kv))):
+    if mark_of(call) is None:
         reasons.append("the tables and lengths are not those of a PagedKVCache, and may hold anything")
     return reasons
 
 
-def is_trusted(tensor: Tensor) -> bool:
-    """Whether a `PagedKVCache` has made a table or lengths."""
-    return getattr(tensor, OWNER, None) is not None
+def mark_of(call: PagedArguments) -> tuple[int, int, int] | None:
+    """The mark of a `PagedKVCache` that vouches for the tables and lengths of a call, if one does."""
+    mark: tuple[int, int, int] | None = getattr(call.table_k, MARK, None)
+    if mark is None or call.table_v is not call.table_k or getattr(call.seq_lens_kv, MARK, None) != mark:
+        return None
+    return mark if mark[0] <= call.k.shape[0] and mark[2] == call.page_size else None
 
 
 def _result(call: PagedArguments, found: list[Tensor]) -> Result:
@@ -191,18 +196,24 @@ def _result(call: PagedArguments, found: list[Tensor]) -> Result:
         lse = of_rows.view(batch, queries, heads).transpose(1, 2).contiguous()
     if call.out is not None:
         out = call.out.copy_(out)
-    else:
+    elif not is_in_order(call):
         stride = dense_stride_like(out.shape, call.q.shape, call.q.stride())
-        if out.stride() != stride and queries > 1:
-            out = torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device).copy_(out)
+        out = torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device).copy_(out)
     return (out, lse) if call.with_lse and lse is not None else out
+
+
+def is_in_order(call: PagedArguments) -> bool:
+    """Whether the output of a plan for decode steps, token after token, lies in the memory order of `q`."""
+    batch, heads, queries, _ = call.q.shape
+    dim = call.v.shape[3]
+    shape, tokens = (batch, heads, queries, dim), (queries * heads * dim, dim, heads * dim, 1)
+    wanted = dense_stride_like(shape, call.q.shape, call.q.stride())
+    return canonical_stride(shape, wanted) == canonical_stride(shape, tokens)
 
 
 def run_long(call: PagedArguments) -> Result:
     """A call with many queries, or with what the kernels for decode steps lack: keys and values are put in a row."""
-    of_a_sequence = call.most_keys * (call.k[0, :, 0].numel() + call.v[0, :, 0].numel()) * call.k.element_size()
-    at_once = max(1, MOST_GATHERED_BYTES // max(1, of_a_sequence))
-    out = call.out
+    at_once, out = sequences_at_once(call), call.out
     if out is None:
         shape = (*call.q.shape[:3], call.v.shape[3])
         stride = dense_stride_like(shape, call.q.shape, call.q.stride())
@@ -217,6 +228,12 @@ def run_long(call: PagedArguments) -> Result:
         if lse is not None and of_rows is not None:
             lse[part] = of_rows.view(batch, queries, heads).transpose(1, 2)
     return out if lse is None else (out, lse)
+
+
+def sequences_at_once(call: PagedArguments) -> int:
+    """Of how many sequences keys and values are put in a row at a time."""
+    of_a_sequence = call.most_keys * (call.k[0, :, 0].numel() + call.v[0, :, 0].numel()) * call.k.element_size()
+    return max(1, MOST_GATHERED_BYTES // max(1, of_a_sequence))
 
 
 def _of_batch(call: PagedArguments, part: slice) -> PagedArguments:

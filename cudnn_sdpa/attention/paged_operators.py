@@ -19,6 +19,7 @@ from cudnn_sdpa.errors import LayoutError, UnsupportedError
 
 #: Kinds of decode steps that cuDNN has no kernel for on this GPU; they run as longer calls do.
 _declined: set[Hashable] = set()
+MOST_DECLINED = 1000
 
 
 def forward_cuda(call: PagedArguments) -> Result:
@@ -39,6 +40,8 @@ def forward_cuda(call: PagedArguments) -> Result:
             try:
                 return paged_calls.run_decode(call)
             except UnsupportedError:
+                if len(_declined) >= MOST_DECLINED:
+                    _declined.clear()
                 _declined.add(kind)
     return paged_calls.run_long(call)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import memory, paged_arguments, paged_calls
+from cudnn_sdpa.attention.operators import MIN_SCALE
 from cudnn_sdpa.attention.paged import refuse_gradients
 from cudnn_sdpa.attention.paged_arguments import HND, PagedArguments, in_heads_order
 from cudnn_sdpa.attention.paged_calls import PagedCall
@@ -25,7 +27,8 @@ class PreparedPaged:
     def __init__(self, call: PagedArguments, prepared: PagedCall) -> None:
         self._kept = call  # and with it the memory
         self._prepared = prepared
-        outputs = prepared.outputs()
+        with torch.cuda.device(prepared.plan.device):
+            outputs = prepared.outputs()
         self.out = outputs[0]
         self.lse = outputs[1] if len(outputs) > 1 else None
         tables = call.table_k.data_ptr(), call.table_v.data_ptr()
@@ -80,6 +83,8 @@ def prepare_paged(
     paged_arguments.check(call)
     refuse_gradients(call)
     reasons = paged_calls.reasons_against_in_place(call)
+    if call.scale_value < MIN_SCALE:
+        reasons.append(f"the scale is {call.scale_value}, and cuDNN computes only positive ones")
     if not q.is_cuda:
         reasons.append(f"q is on {q.device}, and only cuDNN's plans can be prepared")
     if reasons:

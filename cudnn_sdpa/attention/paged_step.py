@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.paged_calls import OWNER
+from cudnn_sdpa.attention.paged_calls import MARK
 
 
 @dataclass(eq=False)
@@ -23,6 +25,7 @@ class PagedStep:
         seq_lens_q: How many tokens are new, (B,) int32.
         positions: Of the new tokens in their sequences, (B, tokens) int64; of absent ones 0.
         numbers: The memory that all of these lie in.
+        cache: Of which cache it is, a weak reference.
     """
 
     page_table: Tensor
@@ -30,6 +33,7 @@ class PagedStep:
     seq_lens_q: Tensor
     positions: Tensor
     numbers: Tensor = field(repr=False)
+    cache: weakref.ref[Any] = field(repr=False)
 
     @property
     def batch(self) -> int:
@@ -42,18 +46,19 @@ class PagedStep:
         return self.positions.shape[1]
 
     @classmethod
-    def new(cls, owner: object, batch: int, tokens: int, columns: int, device: torch.device) -> PagedStep:
+    def new(cls, cache: object, mark: tuple[int, int, int], batch: int, tokens: int, device: torch.device) -> PagedStep:
         """A step of empty sequences.
 
         In memory it is the positions, in 64 bits, then the lengths and the tables, in 32.
 
         Args:
-            owner: The cache that vouches for what is in it.
+            cache: The cache that vouches for what is in it.
+            mark: Its pages, pages of a sequence at most, and tokens of a page.
             batch: Sequences that it has room for.
             tokens: New tokens of a sequence that it has room for.
-            columns: Pages of a sequence that it has room for.
             device: Where it is.
         """
+        columns = mark[1]
         size = batch * tokens + -(-batch * (columns + 2) // 2)
         numbers = torch.zeros(size, dtype=torch.int64, device=device)
         positions = numbers[: batch * tokens].view(batch, tokens)
@@ -61,8 +66,8 @@ class PagedStep:
         lengths_kv, lengths_q, table = ints[:batch], ints[batch : 2 * batch], ints[2 * batch :]
         table = table[: batch * columns].view(batch, columns)
         for tensor in (table, lengths_kv):
-            setattr(tensor, OWNER, owner)
-        return cls(table, lengths_kv, lengths_q, positions, numbers)
+            setattr(tensor, MARK, mark)
+        return cls(table, lengths_kv, lengths_q, positions, numbers, weakref.ref(cache))
 
     def fill(self, rows: list[tuple[list[int], int, int]]) -> None:
         """Fills it, with one copy that nobody waits for; rows that are not given become empty sequences.
@@ -79,7 +84,8 @@ class PagedStep:
             begin = 2 * batch + row * self.page_table.shape[1]
             ints[begin : begin + len(pages)] = array("i", pages)
             positions[row * tokens : row * tokens + more] = array("q", range(length - more, length))
-        host = torch.frombuffer(numbers, dtype=torch.int64) if numbers else self.numbers.cpu()
-        if self.numbers.is_cuda:
-            host = host.pin_memory()
-        self.numbers.copy_(host, non_blocking=True)
+        if not numbers:
+            return
+        with torch.inference_mode():  # whatever mode it was made in
+            host = torch.frombuffer(numbers, dtype=torch.int64)
+            self.numbers.copy_(host.pin_memory() if self.numbers.is_cuda else host, non_blocking=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.attention import backward as backward_calls
 from cudnn_sdpa.attention import graphs
 from cudnn_sdpa.attention.backward import readable, sink_gradient
 from cudnn_sdpa.attention.calls import Result
@@ -135,17 +136,13 @@ def forward(prepared: VarlenCall, call: VarlenArguments) -> Result:
 
 def run_backward(of: VarlenBackwardArguments) -> list[Tensor]:
     """The gradients by q, k and v, and if wanted by the sinks."""
-    of = readable_parts(of)
+    of = _readable(of)
     return backward(prepare_backward(of), of)
 
 
-def readable_parts(of: VarlenBackwardArguments) -> VarlenBackwardArguments:
+def _readable(of: VarlenBackwardArguments) -> VarlenBackwardArguments:
     """The call with what cuDNN cannot read copied."""
-    grad_out = of.grad_out
-    copied = readable(grad_out.unsqueeze(0), of.out.unsqueeze(0)).squeeze(0)
-    if copied.data_ptr() != grad_out.data_ptr() or copied.stride() != grad_out.stride():
-        grad_out = copied
-    call = of.call
+    grad_out, call = readable(of.grad_out.unsqueeze(0), of.out.unsqueeze(0)).squeeze(0), of.call
     if TensorLayout.of(call.q) != (dense := dense_like(TensorLayout.of(call.q))):
         # cuDNN 9.19 cannot launch gradients of packed queries that lie among other tensors.
         q = torch.empty_strided(dense.shape, dense.stride, dtype=dense.dtype, device=call.q.device)
@@ -153,18 +150,32 @@ def readable_parts(of: VarlenBackwardArguments) -> VarlenBackwardArguments:
     return of._replace(grad_out=grad_out, call=call)
 
 
+def is_readable(of: VarlenBackwardArguments) -> bool:
+    """Whether cuDNN can read all of a backward call where it lies."""
+    layout = TensorLayout.of(of.call.q)
+    return layout == dense_like(layout) and backward_calls.is_readable(of.grad_out.unsqueeze(0))
+
+
+def find_backward(of: VarlenBackwardArguments) -> VarlenCall | None:
+    """The prepared backward call of what cuDNN can read, if there has been one like it."""
+    return calls.get(_name_of_backward(of))
+
+
+def _name_of_backward(of: VarlenBackwardArguments) -> Hashable:
+    return "backward", _signature(of.call), of.grad_out.stride(), of.out.stride()
+
+
 def prepare_backward(of: VarlenBackwardArguments) -> VarlenCall:
-    """The prepared backward call of what cuDNN can read."""
+    """The same, prepared now if there has been none."""
     call = of.call
-    name = ("backward", _signature(call), of.grad_out.stride(), of.out.stride())
-    prepared: VarlenCall | None = calls.get(name)
+    prepared = find_backward(of)
     if prepared is None:
         problem = packed(call)
         layouts = (TensorLayout.of(of.out), TensorLayout.of(of.grad_out))
         device = call.q.get_device()
         key = problem.backward_key(*layouts, call.deterministic, live_target(device), device)
         prepared = _bind(problem, key, call, graphs.sdpa_backward, ("q", "k", "v", "out", "grad_out", "lse"))
-        calls.add(name, prepared)
+        calls.add(_name_of_backward(of), prepared)
     return prepared
 
 

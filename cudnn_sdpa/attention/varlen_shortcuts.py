@@ -55,18 +55,19 @@ def find(call: VarlenArguments, deterministic: bool | None) -> Run | None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = (*call[7:17], deterministic, call.with_lse)
     types = tuple(map(type, options))
-    q, k, v, sinks = call[:4]
+    sinks = call.sinks
     try:
         trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call[:4])
         last: Last | None = varlen_calls.calls.last
+        tensors = _tensors(call)
         if (
             last is not None
             and last.types == types
             and last.options == options
             and last.trains is trains
             and last.has_sinks is (sinks is not None)
-            and not (q.is_nested or k.is_nested or v.is_nested)  # a guard would end the process
-            and last.is_like(*_tensors(call))
+            and not any(tensor.is_nested for tensor in tensors)  # a guard would end the process
+            and last.is_like(*tensors)
             and not is_profiling()
             and forward_ad._current_level < 0
         ):
@@ -151,15 +152,12 @@ class Gradients:
         return None if any(tensor.data_ptr() & MISALIGNED for tensor in tensors) else again.call()
 
     def remember(self, of: VarlenBackwardArguments) -> None:
-        """Remembers the backward call of what has been differentiated, if that takes one launch of its own tensors."""
-        found = varlen_calls.readable_parts(of)
+        """Remembers the backward call of what has been differentiated, if that was one launch on its own tensors."""
         tensors = (*of.call[:3], of.out, of.lse, of.grad_out)
-        if (
-            found.grad_out is of.grad_out
-            and found.call.q is of.call.q
-            and len({id(x) for x in tensors}) == len(tensors)
-        ):
-            prepared = varlen_calls.prepare_backward(of)
+        if len({id(tensor) for tensor in tensors}) != len(tensors) or not varlen_calls.is_readable(of):
+            return
+        prepared = varlen_calls.find_backward(of)
+        if prepared is not None:
             self._again = Again(tensor_guard(*tensors), of.call.deterministic, weakref.ref(prepared))
 
 

@@ -42,6 +42,17 @@ def test_training_ends_where_pytorchs_attention_ends():
     assert end < start / 2, "it learned nothing"
 
 
+def test_the_server_generates_what_dense_attention_would():
+    result = run("samples/serve.py")
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert "every token agrees" in result.stdout
+    used, pages = map(int, re.search(r"most pages used +│ (\d+) of (\d+)", result.stdout).groups())
+    assert used <= pages
+    assert int(re.search(r"preemptions +│ (\d+)", result.stdout)[1]) >= 1, "the cache was large enough"
+    if not torch.cuda.is_available():
+        assert "100.00%" in result.stdout
+
+
 def test_tables_of_numbers_are_those_of_the_benchmarks_files():
     result = run("scripts/bench_tables.py", "--check")
     assert result.returncode == 0, result.stdout

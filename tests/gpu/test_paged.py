@@ -13,7 +13,7 @@ import torch
 import cudnn_sdpa
 from cudnn_sdpa import PagedKVCache, PlanBuildError, no_plan_builds, plan_cache, prepare_paged, sdpa_paged
 from cudnn_sdpa.attention import paged_calls
-from cudnn_sdpa.attention.paged_calls import OWNER
+from cudnn_sdpa.attention.paged_calls import MARK
 
 BF16 = torch.bfloat16
 HEADS = (8, 2)
@@ -43,8 +43,8 @@ class Cache:
             self.rows.append(rows)
             self.pages.append(pages)
         if owned:  # as if a PagedKVCache had made them
-            setattr(self.table, OWNER, self)
-            setattr(self.lengths, OWNER, self)
+            for tensor in (self.table, self.lengths):
+                setattr(tensor, MARK, (total, self.table.shape[1], page_size))
 
     def __call__(self, q, **options):
         return sdpa_paged(q, *self.pages, self.table, self.lengths, page_layout=self.layout, **options)
@@ -270,8 +270,7 @@ def test_a_cache_is_read_in_place(layout):
         q = torch.randn(4, 8, 1, 64, device="cuda", dtype=BF16)
         out = sdpa_paged(q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv, page_layout=layout)
         assert_decoded(cache, numbers, q, out)
-    assert paged_calls.calls.last is not None
-    assert paged_calls.calls.last.prepared.in_place
+    assert paged_calls.calls.last.own.prepared.in_place
 
 
 def test_appending_absent_tokens_writes_nothing():
@@ -428,6 +427,51 @@ def test_a_prepared_step_reads_what_is_there():
         prepared.out.fill_(math.nan)
         assert_decoded(cache, numbers, q, prepared())
         assert prepared.lse.isfinite().all()
+
+
+def test_tables_that_were_one_and_are_two():
+    cache = Cache([70, 41, 300], heads=8, dims=(64, 64))
+    q = torch.randn(3, 8, 1, 64, device="cuda", dtype=BF16)
+    shared = cache(q)
+    order = torch.randperm(len(cache.pages[1]), device="cuda")
+    moved = cache.pages[1][order].contiguous()
+    table_v = torch.argsort(order)[cache.table.long()].int()
+    for _ in range(2):
+        found = sdpa_paged(q, cache.pages[0], moved, cache.table, cache.lengths, page_table_v=table_v)
+        assert torch.equal(found, shared)
+        assert torch.equal(cache(q), shared)
+
+
+def test_queries_of_one_token_in_another_memory_order():
+    cache = Cache([70, 41, 300])
+    q = torch.randn(8, 3, 1, 128, device="cuda", dtype=BF16).transpose(0, 1)
+    for _ in range(3):
+        out = cache(q)
+        assert out.stride()[:2] == q.stride()[:2]
+        assert torch.equal(out, cache(q.contiguous()))
+
+
+def test_steps_of_other_caches_are_not_trusted():
+    large, small = filled(2, 30, pages=100)[0], filled(1, 30, pages=10)[0]
+    sequences = [large.add() for _ in range(2)]
+    step = large.reserve(sequences, 100)
+    q = torch.randn(2, 8, 1, 64, device="cuda", dtype=BF16)
+    sdpa_paged(q, small.k_pages(), small.v_pages(), step.page_table, step.seq_lens_kv)  # ids are kept within
+    torch.cuda.synchronize()
+    with pytest.raises(cudnn_sdpa.UnsupportedError, match="not those of a PagedKVCache"):
+        prepare_paged(q, small.k_pages(), small.v_pages(), step.page_table, step.seq_lens_kv)
+
+
+def test_a_scale_that_is_not_positive_is_not_prepared():
+    cache, numbers = filled(4, 37)
+    step = cache.reserve(numbers)
+    q = torch.randn(4, 8, 1, 64, device="cuda", dtype=BF16)
+    given = (q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
+    with pytest.raises(cudnn_sdpa.UnsupportedError, match="only positive"):
+        prepare_paged(*given, scale=-0.2)
+    wanted = sdpa_paged(-q, *given[1:], scale=0.2)
+    for _ in range(2):
+        assert torch.equal(sdpa_paged(*given, scale=-0.2), wanted)
 
 
 def test_recognized_steps_are_not_confused():

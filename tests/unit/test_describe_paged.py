@@ -13,7 +13,7 @@ import cudnn_sdpa.explanation
 from cudnn_sdpa import PagedKVCache, explain, sdpa_paged
 from cudnn_sdpa.attention import memory, paged_calls, paged_operators, paging, varlen_calls
 from cudnn_sdpa.attention.paged_arguments import PagedArguments, in_heads_order
-from cudnn_sdpa.attention.paged_calls import OWNER
+from cudnn_sdpa.attention.paged_calls import MARK
 from cudnn_sdpa.attention.paging import Gathered
 from cudnn_sdpa.runtime.cache import PlanCache
 from cudnn_sdpa.runtime.describe import describer_of
@@ -70,8 +70,8 @@ def arguments(batch=4, queries=1, heads=(8, 2), page_size=16, layout="HND", colu
     shape = (100, heads[1], page_size, 64) if layout == "HND" else (100, page_size, heads[1], 64)
     table, lengths = meta(batch, columns, dtype=torch.int32), meta(batch, dtype=torch.int32)
     if owned:
-        setattr(table, OWNER, True)
-        setattr(lengths, OWNER, True)
+        for tensor in (table, lengths):
+            setattr(tensor, MARK, (100, columns, page_size))
     return meta(batch, heads[0], queries, 64), meta(*shape), meta(*shape), table, lengths
 
 
@@ -113,7 +113,7 @@ def test_what_runs_beside_the_plan():
     assert "each sequence must have one query" in notes(*arguments(queries=4, owned=True))
     assert "sinks are applied" in notes(*arguments(), sinks=meta(8, dtype=torch.float32))
     assert "put in a row by one kernel, in up to 0 MiB (40 queries" in notes(*arguments(queries=40, columns=1))
-    assert "(under a soft cap)" in notes(*arguments(), softcap=3.0)
+    assert "(there is a soft cap)" in notes(*arguments(), softcap=3.0)
     assert "q is multiplied into a copy" in notes(*arguments(), scale=-1.0)
 
 

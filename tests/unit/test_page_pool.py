@@ -157,3 +157,32 @@ def test_whatever_is_done_in_any_order(seed):
     for one in alive:
         pool.free(one)
     assert pool.use().used == 0
+
+
+def test_forks_of_several_pages_need_no_more_than_they_take():
+    pool = PagePool(6, 16)
+    pairs = []
+    for _ in range(2):
+        one = pool.add()
+        pool.grow([one], [20])
+        pairs += [one, pool.fork(one)]
+    assert pool.use().free == 2
+    assert len(pool.grow(pairs, [1] * 4)) == 2
+    check(pool)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_grew_can_be_restored(seed):
+    r = random.Random(seed)
+    pool = PagePool(60, 4)
+    alive = [pool.add() for _ in range(4)]
+    pool.grow(alive, [r.randint(0, 12) for _ in alive])
+    alive += [pool.fork(r.choice(alive)) for _ in range(4)]
+    some = r.sample(alive, 5)
+    before = {number: (list(pool.pages_of(number)), pool.length(number)) for number in alive}
+    owners, state = list(pool._owners), pool.state_of(some)
+    pool.grow(some, [r.randint(0, 9) for _ in some])
+    pool.restore(state)
+    assert {number: (pool.pages_of(number), pool.length(number)) for number in alive} == before
+    assert pool._owners == owners
+    check(pool)

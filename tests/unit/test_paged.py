@@ -326,3 +326,116 @@ def test_what_does_not_fit_is_not_appended():
     with pytest.raises(OptionError, match="one for each sequence"):
         cache.reserve([one], [1, 2])
     assert cudnn_sdpa.PagedStep is type(step)
+
+
+def test_a_step_belongs_to_its_cache():
+    cache, other = new_cache(), new_cache()
+    one = cache.add()
+    for wrong in (other.new_step(1), None, 3):
+        with pytest.raises(OptionError, match="a PagedStep that this cache has made"):
+            cache.reserve([one], into=wrong) if wrong is not None else cache.append(wrong, None, None)
+    k = torch.zeros(1, HEADS_KV, 1, DIM, dtype=torch.float64)
+    with pytest.raises(OptionError, match="a PagedStep that this cache has made"):
+        cache.append(other.reserve([other.add()]), k, k)
+    assert (cache.length(one), cache.use().used) == (0, 0)
+
+
+def test_what_fails_on_the_way_is_undone(monkeypatch):
+    cache = new_cache()
+    one = cache.add()
+    step = cache.reserve([one], 6)
+    k = torch.randn(1, HEADS_KV, 6, DIM, dtype=torch.float64)
+    cache.append(step, k, k)
+    two = cache.fork(one)
+    before = cache.use()
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    for name in ("_copy_pages",):
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, name, fail)
+            with pytest.raises(torch.OutOfMemoryError):
+                cache.reserve([one, two], 5)
+    assert cache.use() == before
+    assert (cache.length(one), cache.length(two)) == (6, 6)
+    for sequence in (one, two):
+        assert torch.equal(cache.read(sequence)[0], k[0])
+
+
+BAD_RESERVES = [
+    {"tokens": 1.5},
+    {"tokens": None},
+    {"tokens": "a"},
+    {"tokens": [None]},
+    {"tokens": -1},
+    {"tokens": True},
+    {"tokens": [1, 2]},
+    {"sequences": 3},
+    {"sequences": [99]},
+    {"sequences": [0, 0], "tokens": [1, 1]},
+]
+
+
+@pytest.mark.parametrize("wrong", BAD_RESERVES, ids=str)
+def test_reserves_that_make_no_sense(wrong):
+    cache = new_cache()
+    assert cache.add() == 0
+    with pytest.raises(OptionError):
+        cache.reserve(**{"sequences": [0], "tokens": 1, **wrong})
+    assert cache.use().tokens == 0
+
+
+@pytest.mark.parametrize(("name", "value"), [("batch", -1), ("tokens", 2.5), ("batch", "a"), ("tokens", True)])
+def test_steps_that_cannot_be(name, value):
+    with pytest.raises(OptionError, match=name):
+        new_cache().new_step(**{"batch": 1, "tokens": 1, name: value})
+
+
+@pytest.mark.parametrize("layer", [-1, 2, 1.0, None, True])
+def test_layers_that_are_not_there(layer):
+    cache = new_cache()
+    step = cache.reserve([cache.add()])
+    k = torch.zeros(1, HEADS_KV, 1, DIM, dtype=torch.float64)
+    for call in (
+        cache.k_pages,
+        cache.v_pages,
+        lambda layer: cache.read(0, layer),
+        lambda n: cache.append(step, k, k, n),
+    ):
+        with pytest.raises(OptionError, match="layer"):
+            call(layer)
+
+
+def test_modes_of_autograd_do_no_harm():
+    with torch.inference_mode():
+        cache = new_cache()
+        one = cache.add()
+        step = cache.reserve([one], 3)
+    k = torch.randn(1, HEADS_KV, 3, DIM, dtype=torch.float64, requires_grad=True)
+    cache.append(step, k, k)
+    two = cache.fork(one)
+    cache.reserve([two])
+    assert not cache.k_pages().requires_grad
+    assert torch.equal(cache.read(one)[0], k[0].detach())
+
+
+@pytest.mark.parametrize("page_layout", [["HND"], None, 3])
+def test_layouts_that_are_none(page_layout):
+    with pytest.raises(OptionError, match="page_layout"):
+        sdpa_paged(**arguments(), page_layout=page_layout)
+    with pytest.raises(OptionError, match="page_layout"):
+        new_cache(page_layout=page_layout)
+
+
+def test_an_out_that_overlaps_itself_is_refused():
+    given = arguments()
+    out = torch.empty(1, HEADS, 1, DIM).expand(2, -1, -1, -1)
+    with pytest.raises(ArgumentError, match="out: got"):
+        sdpa_paged(**given, out=out)
+
+
+@pytest.mark.parametrize("wrong", [{"head_dim": 20}, {"head_dim_v": 0}, {"max_length": 0}, {"dtype": "bfloat16"}])
+def test_sizes_that_attention_does_not_take(wrong):
+    with pytest.raises(OptionError, match=next(iter(wrong))):
+        new_cache(**wrong)

@@ -1,0 +1,297 @@
+"""A small server with continuous batching: LLaMA's shape, random weights, and a paged cache that is too small.
+
+    python samples/serve.py
+
+Requests arrive over time. Prompts are prefilled in chunks, all requests that are past that decode together, one token
+each in every iteration, and a request that is done gives back its pages. When pages run out, the youngest request loses
+its own and waits to be prefilled again, with what it has generated so far. At the end every generated token is checked
+against the same weights with PyTorch's own attention on the whole sequence at once.
+
+On an NVIDIA GPU it runs on cuDNN, in bfloat16. Without one it runs the CPU reference in float32, at a smaller size.
+It runs eagerly; docs/serving.md shows how to put decode steps into CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, track
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+from torch.nn.utils.rnn import pad_sequence
+
+import cudnn_sdpa
+from cudnn_sdpa import OutOfPagesError, PagedKVCache, PagedStep, plan_cache, sdpa_paged
+
+ON_GPU = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+LAYERS, WIDTH, MLP_WIDTH, VOCABULARY = (8, 2048, 5632, 32000) if ON_GPU else (2, 128, 256, 512)
+HEADS_Q, HEADS_KV, HEAD_DIM = (16, 4, 128) if ON_GPU else (4, 2, 32)
+
+REQUESTS = 128 if ON_GPU else 24
+#: Fewest and most tokens of a prompt, and of an answer.
+PROMPT, ANSWER = ((64, 2048), (32, 256)) if ON_GPU else ((8, 160), (8, 48))
+ITERATIONS_BETWEEN = 2.0  #: arrivals, on average
+CHUNK = 512 if ON_GPU else 64  #: tokens that are prefilled in an iteration
+MOST_RUNNING = 48 if ON_GPU else 8
+MAX_LENGTH = PROMPT[1] + ANSWER[1]
+#: The cache holds the longest request, but not MOST_RUNNING average ones: pages run out, to show what happens then.
+PAGES, PAGE_SIZE = (384, 64) if ON_GPU else (44, 16)
+SEED = 5
+#: How far below the largest logit that of a generated token may be, where logits have a standard deviation of about 1.
+#: In bfloat16 kernels round differently, and the first two of 32,000 are often closer than that.
+TOLERANCE = 0.3 if ON_GPU else 0.0
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+console = Console()
+
+
+def paged_attention(cache: PagedKVCache, step: PagedStep, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of a step's new tokens on all that the cache has of their sequences."""
+    cache.append(step, k, v, layer)
+    # In a decode step each sequence has its one token. Without lengths cuDNN then reads queries and tables in place.
+    lengths_q = step.seq_lens_q if step.tokens > 1 else None
+    pages = cache.k_pages(layer), cache.v_pages(layer)
+    return sdpa_paged(q, *pages, step.page_table, step.seq_lens_kv, seq_lens_q=lengths_q)
+
+
+def dense_attention(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """RoPE: turns pairs (B, S, H, D/2) of x by angles (B, S, D/2)."""
+    cos, sin = angles.cos().unsqueeze(2), angles.sin().unsqueeze(2)
+    one, other = x.float().chunk(2, dim=-1)
+    return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1).to(x.dtype)
+
+
+class Block(nn.Module):
+    """Grouped-query attention and SwiGLU, each behind a norm and with a residual connection."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.groups = [HEADS_Q, HEADS_KV, HEADS_KV]
+        self.before_attention, self.before_mlp = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+        self.qkv = nn.Linear(WIDTH, sum(self.groups) * HEAD_DIM, bias=False)
+        self.out = nn.Linear(HEADS_Q * HEAD_DIM, WIDTH, bias=False)
+        self.gate_and_up = nn.Linear(WIDTH, 2 * MLP_WIDTH, bias=False)
+        self.down = nn.Linear(MLP_WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, angles: Tensor, attend: Attend) -> Tensor:
+        every_head = self.qkv(rms_norm(x, (WIDTH,), self.before_attention)).unflatten(-1, (-1, HEAD_DIM))
+        q, k, v = every_head.split(self.groups, dim=2)
+        q, k, v = (heads.transpose(1, 2) for heads in (rotate(q, angles), rotate(k, angles), v))
+        x = x + self.out(attend(self.layer, q, k, v).transpose(1, 2).flatten(2))
+        gate, up = self.gate_and_up(rms_norm(x, (WIDTH,), self.before_mlp)).chunk(2, dim=-1)
+        return x + self.down(silu(gate) * up)
+
+
+class Llama(nn.Module):
+    """The model. What attention looks at comes with each call, so that the check has the same weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(layer) for layer in range(LAYERS))
+        self.norm = nn.Parameter(torch.ones(WIDTH))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                # Attention with small scores is a mean of all values, and the check would hardly see a wrong key.
+                gain = 1.5 if "qkv" in name else 1.0
+                nn.init.normal_(weight, std=gain * weight.shape[1] ** -0.5)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states (B, S, WIDTH) of tokens at positions, both (B, S)."""
+        pairs = torch.arange(HEAD_DIM // 2, device=tokens.device)
+        angles = positions.unsqueeze(-1) * 1e4 ** (-2 * pairs / HEAD_DIM)
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x, angles, attend)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(rms_norm(hidden, (WIDTH,), self.norm)).float()
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt to continue."""
+
+    arrival: int  #: in which iteration
+    tokens: list[int]  #: the prompt and, after it, all that has been generated
+    prompt: int  #: tokens of the prompt
+    length: int  #: tokens when it is done
+    sequence: int = -1  #: its number in the cache, once it has arrived
+
+
+def make_requests() -> list[Request]:
+    """In the order in which they arrive."""
+    draw = random.Random(SEED)
+    requests, arrival = [], 0.0
+    for _ in range(REQUESTS):
+        tokens = draw.choices(range(VOCABULARY), k=draw.randint(*PROMPT))
+        requests.append(Request(int(arrival), tokens, len(tokens), len(tokens) + draw.randint(*ANSWER)))
+        arrival += draw.expovariate(1 / ITERATIONS_BETWEEN)
+    return requests
+
+
+class Server:
+    """Decides in each iteration who runs. Those who wait are always younger than those who run."""
+
+    def __init__(self, model: Llama, requests: list[Request]) -> None:
+        self.model = model
+        sizes = {"pages": PAGES, "page_size": PAGE_SIZE, "heads": HEADS_KV, "head_dim": HEAD_DIM, "layers": LAYERS}
+        self.cache = PagedKVCache(**sizes, max_length=MAX_LENGTH, dtype=DTYPE, device=DEVICE)
+        self.coming, self.waiting = deque(requests), deque[Request]()
+        self.running: list[Request] = []  # the oldest first
+        self.iterations = self.finished = self.generated = self.preemptions = self.most_pages = 0
+
+    def iterate(self) -> None:
+        """Admits whom there is room for, decodes a token of each request that is prefilled, and prefills a chunk."""
+        while self.coming and self.coming[0].arrival <= self.iterations:
+            self.coming[0].sequence = self.cache.add()
+            self.waiting.append(self.coming.popleft())
+        while self.waiting and len(self.running) < MOST_RUNNING and self.has_room_for(self.waiting[0]):
+            self.running.append(self.waiting.popleft())
+        self.advance({request: 1 for request in self.running if self.missing(request) == 1})
+        self.advance(self.next_chunk())
+        self.iterations += 1
+
+    def missing(self, request: Request) -> int:
+        """Tokens that the cache does not have yet; the next token needs them all."""
+        return len(request.tokens) - self.cache.length(request.sequence)
+
+    def has_room_for(self, request: Request) -> bool:
+        """Whether there are pages for what is known of it, beside those that others will be prefilled into."""
+        promised = sum(
+            pages_for(len(other.tokens)) - pages_for(self.cache.length(other.sequence)) for other in self.running
+        )
+        return promised + pages_for(len(request.tokens)) <= self.cache.use().free
+
+    def next_chunk(self) -> dict[Request, int]:
+        """How many tokens to prefill of whom, the oldest first."""
+        counts: dict[Request, int] = {}
+        for request in self.running:
+            count = min(self.missing(request), CHUNK - sum(counts.values()))
+            if count and self.missing(request) > 1:
+                counts[request] = count
+        return counts
+
+    def advance(self, counts: dict[Request, int]) -> None:
+        """Runs the model on so many further tokens of each request. Who misses no more gets a new token."""
+        step = self.reserve(counts)
+        if not counts:
+            return
+        rows = []
+        for request, count in counts.items():
+            end = self.cache.length(request.sequence)
+            rows.append(torch.tensor(request.tokens[end - count : end]))
+        tokens = pad_sequence(rows, batch_first=True).to(DEVICE)
+        hidden = self.model(tokens, step.positions, partial(paged_attention, self.cache, step))
+        last = hidden[torch.arange(len(rows), device=DEVICE), step.seq_lens_q.long() - 1]
+        for request, token in zip(counts, self.model.logits(last).argmax(-1).tolist(), strict=True):
+            if not self.missing(request):
+                self.add_token(request, token)
+
+    def reserve(self, counts: dict[Request, int]) -> PagedStep:
+        """Pages for the step; whoever has to be preempted for them is taken out of it."""
+        try:
+            step = self.cache.reserve([request.sequence for request in counts], list(counts.values()))
+        except OutOfPagesError:
+            counts.pop(self.preempt(), None)
+            return self.reserve(counts)
+        self.most_pages = max(self.most_pages, self.cache.use().used)
+        return step
+
+    def preempt(self) -> Request:
+        """Has the youngest request wait again, without pages. What it has generated stays."""
+        youngest = self.running.pop()
+        self.cache.evict(youngest.sequence)
+        self.waiting.appendleft(youngest)
+        self.preemptions += 1
+        return youngest
+
+    def add_token(self, request: Request, token: int) -> None:
+        request.tokens.append(token)
+        self.generated += 1
+        if len(request.tokens) == request.length:
+            self.cache.free(request.sequence)
+            self.running.remove(request)
+            self.finished += 1
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE_SIZE)
+
+
+def serve(server: Server) -> float:
+    """Runs until every request is finished; how many seconds that took."""
+    now = TextColumn(f"pages {{task.fields[pages]:>3}} of {PAGES}, {{task.fields[rate]:5.0f}} tokens/s")
+    start = time.perf_counter()
+    with Progress("requests", BarColumn(), MofNCompleteColumn(), now, console=console, transient=True) as progress:
+        task = progress.add_task("", total=REQUESTS, pages=0, rate=0.0)
+        while server.finished < REQUESTS:
+            server.iterate()
+            rate = server.generated / (time.perf_counter() - start)
+            progress.update(task, completed=server.finished, pages=server.cache.use().used, rate=rate)
+    return time.perf_counter() - start
+
+
+def shortfalls(model: Llama, request: Request) -> Tensor:
+    """How far each generated token's logit is below the largest, by dense attention on the whole sequence at once."""
+    tokens = torch.tensor([request.tokens], device=DEVICE)
+    hidden = model(tokens, torch.arange(tokens.shape[1], device=DEVICE).unsqueeze(0), dense_attention)
+    logits = model.logits(hidden[0, request.prompt - 1 : -1])  # each place predicts the next
+    return logits.amax(-1) - logits.gather(1, tokens[0, request.prompt :].unsqueeze(1)).squeeze(1)
+
+
+def show(server: Server, seconds: float) -> None:
+    info = plan_cache.info()
+    table = Table(show_header=False)
+    table.add_row("requests", str(server.finished))
+    table.add_row("tokens generated", f"{server.generated} in {server.iterations} iterations")
+    table.add_row("tokens/s", f"{server.generated / seconds:.0f}, in {seconds:.1f} s with the building of plans")
+    table.add_row("plans built", f"{info.builds}, in {info.build_seconds:.1f} s; {info.loads} loaded from the store")
+    table.add_row("most pages used", f"{server.most_pages} of {PAGES}")
+    table.add_row("preemptions", str(server.preemptions))
+    console.print(table)
+
+
+@torch.inference_mode()
+def main() -> int:
+    """Serves all requests, prints what it took, and checks every token."""
+    where = f"{torch.cuda.get_device_name()}, bfloat16" if ON_GPU else "the CPU, float32"
+    console.print(f"cudnn_sdpa {cudnn_sdpa.__version__} on {where}: {LAYERS} layers, width {WIDTH}, ", end="")
+    console.print(f"{HEADS_Q} query and {HEADS_KV} key heads, {PAGES} pages of {PAGE_SIZE} tokens")
+    if not ON_GPU:
+        torch.set_num_threads(1)  # so small a model that threads would wait for each other
+    torch.manual_seed(SEED)
+    with torch.device(DEVICE):
+        model = Llama().to(DTYPE)
+    requests = make_requests()
+    server = Server(model, requests)
+    show(server, serve(server))
+    checked = track(requests, "checking", console=console, transient=True)
+    below = torch.cat([shortfalls(model, request) for request in checked])
+    agree = bool((below <= TOLERANCE).all())
+    verdict = "every token agrees" if agree else "the tokens DISAGREE"
+    exact, worst = (below == 0).double().mean().item(), below.max().item()
+    console.print(f"{verdict} with dense attention: {exact:.2%} of {len(below)} are the argmax, ", end="")
+    console.print(f"and no token's logit is more than {worst:.3f} below the largest (limit {TOLERANCE})")
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
