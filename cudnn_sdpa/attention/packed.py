@@ -39,27 +39,18 @@ def row_bucket(rows: int) -> int:
     return -(-max(1, rows) // step) * step
 
 
-def total_bucket(rows: int) -> int:
-    """The same for a forward pass, whose workspace does not grow with it: powers of four from 1024."""
-    bound = 1024
-    while bound < rows:
-        bound *= 4
-    return bound
-
-
 def length_bucket(longest: int, rows: int, *, closely: bool) -> int:
-    """How long a sequence may be: powers of eight from 1024.
+    """How long a sequence may be: powers of eight from 1024, and no more than all rows.
 
     Args:
         longest: The longest sequence of the call.
         rows: Rows of all sequences together.
-        closely: Whether memory grows with this bound: powers of two from 128, and no more than all rows, are worth
-            more plans then.
+        closely: Whether memory grows with this bound, so that powers of two from 128 are worth more plans.
     """
     bound, factor = (128, 2) if closely else (1024, 8)
     while bound < longest:
         bound *= factor
-    return min(bound, row_bucket(rows)) if closely else bound
+    return min(bound, row_bucket(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +85,7 @@ class Packed:
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Rows of queries and of keys that the backward plan is made for."""
+        """Rows of queries and of keys that the plan is made for."""
         return row_bucket(self.q.shape[0]), row_bucket(self.k.shape[0])
 
     def case(self, operation: str, target: Target, **more: Any) -> Case:
@@ -132,9 +123,7 @@ class Packed:
         outputs = [self._rows("out", out, self.longest_q)]
         if with_lse:
             outputs.append(self._lse())
-        totals = total_bucket(self.q.shape[0]), total_bucket(self.k.shape[0])
-        options = {**self._options(), "totals": totals, "with_lse": with_lse}
-        return graphs.sdpa_forward.key(inputs, outputs, options, target, device)
+        return graphs.sdpa_forward.key(inputs, outputs, {**self._options(), "with_lse": with_lse}, target, device)
 
     def backward_key(
         self, out: TensorLayout, grad_out: TensorLayout, deterministic: bool, target: Target, device: int | None

@@ -27,6 +27,9 @@ from cudnn_sdpa.runtime.target import live_target
 #: What keys and values in a row may take of the GPU's memory; a batch that would take more goes in parts.
 MOST_GATHERED_BYTES = 1 << 30
 
+#: Queries of all sequences that a plan for many of them is made for, at least.
+LEAST_ROWS = 128
+
 #: The name under which a `PagedKVCache` marks the tables and lengths that it has made: they are right for caches of as
 #: many pages of this size. (pages, columns of the table, page size).
 MARK = "_cudnn_sdpa_pages"
@@ -224,9 +227,10 @@ def run_long(call: PagedArguments) -> Result:
         found = _run_gathered(_of_batch(call, part))
         batch, heads, queries, _ = call.q[part].shape
         result, of_rows = found if isinstance(found, tuple) else (found, None)
-        out[part] = result.view(batch, queries, heads, -1).transpose(1, 2)
+        rows = batch * queries
+        out[part] = result[:rows].view(batch, queries, heads, -1).transpose(1, 2)
         if lse is not None and of_rows is not None:
-            lse[part] = of_rows.view(batch, queries, heads).transpose(1, 2)
+            lse[part] = of_rows[:rows].view(batch, queries, heads).transpose(1, 2)
     return out if lse is None else (out, lse)
 
 
@@ -256,9 +260,16 @@ def _run_gathered(call: PagedArguments) -> Result:
 
 
 def as_packed(call: PagedArguments, gathered: paging.Gathered) -> VarlenArguments:
-    """The same call over packed sequences."""
+    """The same call over packed sequences, its rows rounded up to a power of two, so that few plans serve many.
+
+    What is beyond the last sequence belongs to nobody.
+    """
     batch, heads, queries, dim = call.q.shape
     rows = call.q.transpose(1, 2).reshape(batch * queries, heads, dim)  # a view where tokens follow each other
+    wanted = max(LEAST_ROWS, 1 << (rows.shape[0] - 1).bit_length())
+    if rows.shape[0] != wanted:
+        given, rows = rows, rows.new_empty(wanted, heads, dim)
+        rows[: given.shape[0]] = given
     return VarlenArguments(
         *(rows, gathered.k, gathered.v, call.sinks, gathered.ends_q, gathered.ends_kv, None),
         *(queries, call.most_keys, call.is_causal, call.causal_alignment, call.window_left, call.window_right),

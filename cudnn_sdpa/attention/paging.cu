@@ -99,6 +99,7 @@ struct Gather {
 };
 
 #define TOKENS 16        /* that a block copies at a time */
+#define TILE 128         /* keys that cuDNN's kernels read at a time: what follows the last one must be numbers */
 
 extern "C" __global__ void gather_pages(const Gather a) {
   __shared__ unsigned long long before;
@@ -120,6 +121,16 @@ extern "C" __global__ void gather_pages(const Gather a) {
     } else {
       a.ends_q[b + 1] = (int)last;
       a.ends_kv[b + 1] = (int)end;
+    }
+  }
+  if (b == a.batch - 1) {
+    number end = begin + length, rows = a.batch * a.most_keys;
+    number tail = end + TILE < rows ? TILE : rows - end;
+    for (int which = 0; which < 2; ++which) {
+      number of_token = a.heads * a.of[which].words;
+      for (number unit = part * blockDim.x + threadIdx.x; unit < tail * of_token; unit += parts * blockDim.x) {
+        a.of[which].to[end * of_token + unit] = make_uint4(0, 0, 0, 0);
+      }
     }
   }
   for (number first = part * TOKENS; first < length; first += parts * TOKENS) {

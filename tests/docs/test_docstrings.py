@@ -139,8 +139,7 @@ def test_every_public_name_is_in_the_reference():
     ("row", "rounded"),
     [
         ("sequences", packed.sequence_bucket),
-        ("tokens, forward", packed.total_bucket),
-        ("tokens, backward", packed.row_bucket),
+        ("tokens", packed.row_bucket),
         ("longest length", lambda longest: packed.length_bucket(longest, 10**6, closely=False)),
         (
             "longest length, with a soft cap or deterministic",

@@ -237,8 +237,8 @@ def test_a_server_builds_a_dozen_plans():
             first = plan_cache.info().builds
     builds = plan_cache.info().builds
     print(f"10,000 mixed steps built {builds} plans, {first} of them in the first 1,000")
-    assert builds <= 30
-    assert builds - first <= 5
+    assert builds <= 45
+    assert builds - first <= 12
 
 
 def decode(cache, owned_step, q):
