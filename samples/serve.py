@@ -30,7 +30,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from torch.nn.utils.rnn import pad_sequence
 
 import cudnn_sdpa
-from cudnn_sdpa import OutOfPagesError, PagedKVCache, PagedStep, plan_cache, sdpa_paged
+from cudnn_sdpa import OutOfPagesError, PagedKVCache, PagedStep, plan_cache
 
 ON_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
@@ -58,10 +58,7 @@ console = Console()
 def paged_attention(cache: PagedKVCache, step: PagedStep, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of a step's new tokens on all that the cache has of their sequences."""
     cache.append(step, k, v, layer)
-    # In a decode step each sequence has its one token. Without lengths cuDNN then reads queries and tables in place.
-    lengths_q = step.seq_lens_q if step.tokens > 1 else None
-    pages = cache.k_pages(layer), cache.v_pages(layer)
-    return sdpa_paged(q, *pages, step.page_table, step.seq_lens_kv, seq_lens_q=lengths_q)
+    return cache.attend(step, q, layer)
 
 
 def dense_attention(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

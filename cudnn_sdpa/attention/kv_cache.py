@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, memory, paging
-from cudnn_sdpa.attention.arguments import as_int
-from cudnn_sdpa.attention.calls import MISALIGNED
+from cudnn_sdpa.attention import arguments, paging
+from cudnn_sdpa.attention.calls import MISALIGNED, Result
+from cudnn_sdpa.attention.kv_arguments import check_count, check_rows, checked_growth
 from cudnn_sdpa.attention.page_pool import CacheUse, PagePool
+from cudnn_sdpa.attention.paged import sdpa_paged
 from cudnn_sdpa.attention.paged_arguments import HND, LAYOUTS, in_heads_order
 from cudnn_sdpa.attention.paged_step import PagedStep
-from cudnn_sdpa.attention.side_tensors import dtype_name, shape_of
-from cudnn_sdpa.errors import DeviceError, DtypeError, ExecutionError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.errors import ExecutionError, OptionError
 
 #: So many kinds of appended tensors are remembered.
 MOST_APPENDERS = 4096
@@ -54,8 +54,7 @@ class PagedKVCache:
         >>> step = cache.reserve([one, two], tokens=5)  # a prompt of five tokens each
         >>> k = v = torch.randn(2, 2, 5, 64)
         >>> cache.append(step, k, v)
-        >>> out = cudnn_sdpa.sdpa_paged(torch.randn(2, 8, 5, 64), cache.k_pages(), cache.v_pages(), step.page_table,
-        ...                             step.seq_lens_kv)
+        >>> out = cache.attend(step, torch.randn(2, 8, 5, 64))
         >>> cache.length(one), cache.use().used
         (5, 2)
     """
@@ -78,7 +77,7 @@ class PagedKVCache:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         sizes |= {"head_dim_v": head_dim_v} | ({} if max_length is None else {"max_length": max_length})
         for name, size in sizes.items():
-            _check_count(name, size, least=1)
+            check_count(name, size, least=1)
             if name.startswith("head_dim") and size % 8:
                 raise OptionError(name, repr(size), "a multiple of 8, as cuDNN's attention takes")
         if not isinstance(dtype, torch.dtype):
@@ -104,6 +103,7 @@ class PagedKVCache:
             for dim in (head_dim, head_dim_v)
         )
         self.device = self._k.device
+        self._layers = list(zip(self._k.unbind(), self._v.unbind(), strict=True))
         self._appenders: dict[Hashable, paging.Appender] = {}
 
     @property
@@ -118,11 +118,11 @@ class PagedKVCache:
 
     def k_pages(self, layer: int = 0) -> Tensor:
         """The keys of a layer, in the cache's layout."""
-        return self._k[self._checked(layer)]
+        return self._layers[self._checked(layer)][0]
 
     def v_pages(self, layer: int = 0) -> Tensor:
         """The values of a layer, in the cache's layout."""
-        return self._v[self._checked(layer)]
+        return self._layers[self._checked(layer)][1]
 
     def _checked(self, layer: int) -> int:
         if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < self._k.shape[0]:
@@ -161,8 +161,8 @@ class PagedKVCache:
 
     def new_step(self, batch: int, tokens: int = 1) -> PagedStep:
         """Memory for steps of up to so many sequences with up to so many new tokens each; see `reserve`."""
-        _check_count("batch", batch)
-        _check_count("tokens", tokens)
+        check_count("batch", batch)
+        check_count("tokens", tokens)
         return PagedStep.new(self, self._mark, batch, tokens, self.device)
 
     def reserve(
@@ -184,7 +184,7 @@ class PagedKVCache:
             OptionError: A number is wrong, a sequence is not there or there twice, or would be longer than
                 `max_length`.
         """
-        numbers, added = self._checked_growth(sequences, tokens)
+        numbers, added = checked_growth(sequences, tokens, self._pool.length, self.max_length)
         step = self.new_step(len(numbers), max(added, default=0)) if into is None else self._own(into)
         if len(numbers) > step.batch or max(added, default=0) > step.tokens:
             got = f"room for {step.batch} sequences and {step.tokens} tokens"
@@ -205,25 +205,6 @@ class PagedKVCache:
             self._pool.restore(before)
             raise
         return step
-
-    def _checked_growth(self, sequences: Any, tokens: Any) -> tuple[list[int], list[int]]:
-        """The arguments of `reserve` as lists."""
-        try:
-            numbers = list(sequences)
-        except TypeError:
-            raise OptionError("sequences", repr(sequences), "numbers that add or fork gave") from None
-        if isinstance(tokens, Iterable) and not isinstance(tokens, (str, Tensor)):
-            added = [as_int(more) for more in tokens]
-        else:
-            added = [as_int(tokens)] * len(numbers)
-        if len(added) != len(numbers):
-            raise OptionError("tokens", f"{len(added)} numbers", f"{len(numbers)}, one for each sequence")
-        for more in added:
-            _check_count("tokens", more)
-        for number, more in zip(numbers, added, strict=True):
-            if self._pool.length(number) + more > self.max_length:
-                raise OptionError("tokens", repr(more), f"no more than max_length ({self.max_length}) in all")
-        return numbers, added
 
     def _own(self, step: Any) -> PagedStep:
         if not isinstance(step, PagedStep) or step.cache() is not self:
@@ -271,6 +252,27 @@ class PagedKVCache:
             for rows, to in ((k, pages[0]), (v, pages[1])):
                 to[page, :, positions % self.page_size] = rows[batch, :, tokens]
 
+    def attend(self, step: PagedStep, q: Tensor, layer: int = 0, **options: Any) -> Result:
+        """Attention of a step's new tokens on all tokens of their sequences: `sdpa_paged` on this cache.
+
+        In a CUDA graph of single tokens, rows without a new token get numbers that mean nothing; elsewhere zeros.
+
+        Args:
+            step: What `reserve` gave; its keys and values have been appended.
+            q: Queries (B, Hq, tokens, D).
+            layer: On which layer's keys and values.
+            options: Those of `sdpa_paged`: window, scale, softcap, sinks, return_lse, out, and the causal mask's.
+
+        Returns:
+            What `sdpa_paged` returns.
+        """
+        self._own(step)
+        # A step of several tokens in a graph may have absent ones in a later replay.
+        present = step.seq_lens_q if step.tokens > 1 or step.has_absent else None
+        pages = self.k_pages(layer), self.v_pages(layer), step.page_table, step.seq_lens_kv
+        result: Result = sdpa_paged(q, *pages, seq_lens_q=present, page_layout=self.page_layout, **options)
+        return result
+
     def _check_new(self, step: PagedStep, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Checks new keys and values; gives the pages that they go to."""
         arguments.check_types(arguments.ForwardArguments(k, k, v))
@@ -279,23 +281,8 @@ class PagedKVCache:
             in_heads_order(self.v_pages(layer), self.page_layout),
         )
         for name, rows, to in (("k", k, pages[0]), ("v", v, pages[1])):
-            self._check_rows(name, rows, to, step)
+            check_rows(name, rows, to, step)
         return pages
-
-    def _check_rows(self, name: str, rows: Tensor, to: Tensor, step: PagedStep) -> None:
-        expected = (step.batch, to.shape[1], step.tokens, to.shape[3])
-        if tuple(rows.shape) != expected:
-            raise ShapeError(name, shape_of(rows), f"shape {expected}: (B, Hkv, tokens, head dim)")
-        if rows.dtype != to.dtype:
-            raise DtypeError(name, dtype_name(rows.dtype), f"{dtype_name(to.dtype)}, the dtype of the cache")
-        if rows.device != to.device:
-            raise DeviceError(name, str(rows.device), f"{to.device}, the device of the cache")
-        if rows.is_cuda:
-            memory.check_strides(rows, rows, rows)
-            if rows.data_ptr() % 16:
-                raise LayoutError(
-                    name, f"an address {rows.data_ptr() % 16} bytes past a multiple of 16", "alignment to 16"
-                )
 
     def read(self, sequence: int, layer: int = 0) -> tuple[Tensor, Tensor]:
         """Copies of the keys (Hkv, length, D) and values (Hkv, length, Dv) of a sequence."""
@@ -303,8 +290,3 @@ class PagedKVCache:
         length = self._pool.length(sequence)
         k, v = (in_heads_order(x, self.page_layout)[numbers] for x in (self.k_pages(layer), self.v_pages(layer)))
         return k.transpose(0, 1).flatten(1, 2)[:, :length], v.transpose(0, 1).flatten(1, 2)[:, :length]
-
-
-def _check_count(name: str, count: Any, least: int = 0) -> None:
-    if not isinstance(count, int) or isinstance(count, bool) or count < least:
-        raise OptionError(name, repr(count), f"an int of at least {least}")

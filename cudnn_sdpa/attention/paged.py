@@ -211,7 +211,8 @@ def _run(call: PagedArguments, given: tuple[Tensor, Tensor, str]) -> Result:
         if known is not None:
             _remember(call, known, given)
             return paged_calls.launch(known, call)
-    paged_arguments.check(call)
+    if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
+        paged_arguments.check(call)
     refuse_gradients(call)
     if not is_compiling() and call.q.is_cuda and is_bare(*tensors):
         return paged_operators.forward_cuda(call)

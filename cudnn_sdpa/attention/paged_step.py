@@ -26,6 +26,7 @@ class PagedStep:
         positions: Of the new tokens in their sequences, (B, tokens) int64; of absent ones 0.
         numbers: The memory that all of these lie in.
         cache: Of which cache it is, a weak reference.
+        has_absent: Whether a sequence that takes part has fewer new tokens than others.
     """
 
     page_table: Tensor
@@ -34,6 +35,7 @@ class PagedStep:
     positions: Tensor
     numbers: Tensor = field(repr=False)
     cache: weakref.ref[Any] = field(repr=False)
+    has_absent: bool = False
 
     @property
     def batch(self) -> int:
@@ -84,6 +86,7 @@ class PagedStep:
             begin = 2 * batch + row * self.page_table.shape[1]
             ints[begin : begin + len(pages)] = array("i", pages)
             positions[row * tokens : row * tokens + more] = array("q", range(length - more, length))
+        self.has_absent = any(more < tokens for _, _, more in rows)
         if not numbers:
             return
         with torch.inference_mode():  # whatever mode it was made in

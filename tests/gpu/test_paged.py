@@ -241,8 +241,8 @@ def test_a_server_builds_a_dozen_plans():
     assert builds - first <= 12
 
 
-def decode(cache, owned_step, q):
-    return sdpa_paged(q, cache.k_pages(), cache.v_pages(), owned_step.page_table, owned_step.seq_lens_kv)
+def decode(cache, step, q):
+    return cache.attend(step, q)
 
 
 def filled(sequences, length, **sizes):

@@ -439,3 +439,32 @@ def test_an_out_that_overlaps_itself_is_refused():
 def test_sizes_that_attention_does_not_take(wrong):
     with pytest.raises(OptionError, match=next(iter(wrong))):
         new_cache(**wrong)
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_a_cache_attends_to_what_belongs_to_a_step(layout):
+    cache = new_cache(page_layout=layout)
+    one, two = cache.add(), cache.add()
+    k, v = torch.randn(2, 2, HEADS_KV, 9, DIM, dtype=torch.float64)
+    q = torch.randn(2, HEADS, 9, DIM, dtype=torch.float64)
+    expected = sdpa(q, k, v, is_causal=True)
+    done = [0, 0]
+    for tokens in ([5, 2], [1, 4], [3, 3]):
+        most = max(tokens)
+        step = cache.reserve([one, two], tokens)
+        new = [torch.zeros(2, x.shape[1], most, DIM, dtype=torch.float64) for x in (q, k, v)]
+        for row, more in enumerate(tokens):
+            for part, whole in zip(new, (q, k, v), strict=True):
+                part[row, :, :more] = whole[row, :, done[row] : done[row] + more]
+        cache.append(step, *new[1:], layer=1)
+        out, lse = cache.attend(step, new[0], 1, return_lse=True)
+        for row, more in enumerate(tokens):
+            torch.testing.assert_close(out[row, :, :more], expected[row, :, done[row] : done[row] + more])
+            assert (out[row, :, more:] == 0).all()
+            assert (lse[row, :, more:] == -torch.inf).all()
+            done[row] += more
+    step = cache.reserve([one, two], [1, 0])
+    assert step.has_absent
+    assert (cache.attend(step, q[:, :, :1])[1] == 0).all()
+    with pytest.raises(OptionError, match="a PagedStep that this cache has made"):
+        new_cache().attend(step, q[:, :, :1])
