@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -62,13 +63,29 @@ def describe_paged(
     if refused is not None:
         return Description(graphs.paged_decode, partial(describe.refuse, refused), describe.device_of(q))
     paged_operators.check_memory(call)
-    described = _describe_decode(call) if is_decode(call) else _describe_long(call)
-    if call.scale_value < MIN_SCALE:
-        described.extra_kernels.insert(0, "q is multiplied into a copy, as the scale is not positive")
-    return described
+    launched, of_scale = _with_positive_scale(call)
+    described = (_describe_decode if is_decode(call) else _describe_long)(launched, describe.device_of(q))
+    return replace(
+        described,
+        extra_kernels=[*of_scale, *described.extra_kernels],
+        verify=lambda _: verification.errors_paged(call),
+    )
 
 
-def _describe_decode(call: PagedArguments) -> Description:
+def _with_positive_scale(call: PagedArguments) -> tuple[PagedArguments, list[str]]:
+    """The call that is launched, as cuDNN computes only positive scales, and what that takes."""
+    if call.scale_value >= MIN_SCALE:
+        return call, []
+    sign = 0.0 if call.scale_value > -MIN_SCALE else -1.0
+    q = _without_data(call.q) * sign
+    return call._replace(q=q), [f"q is multiplied by {sign:.0f} into a copy, as the scale is not positive"]
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _describe_decode(call: PagedArguments, device: int | None) -> Description:
     reasons = paged_calls.reasons_against_in_place(call)
     decode = PagedDecode.of(call, in_place=not reasons)
     notes = []
@@ -82,14 +99,13 @@ def _describe_decode(call: PagedArguments) -> Description:
     return Description(
         operation=graphs.paged_decode,
         key=decode.key,
-        device=describe.device_of(call.q),
+        device=device,
         is_empty=_is_empty(call),
         extra_kernels=notes,
-        verify=lambda _: verification.errors_paged(call),
     )
 
 
-def _describe_long(call: PagedArguments) -> Description:
+def _describe_long(call: PagedArguments, device: int | None) -> Description:
     at_once = paged_calls.sequences_at_once(call)
     parts = -(-call.q.shape[0] // at_once)
     call = call._replace(q=call.q[:at_once])
@@ -100,10 +116,8 @@ def _describe_long(call: PagedArguments) -> Description:
         for pages in (call.k, call.v)
     )
     ends = torch.empty(batch * (1 if call.seq_lens_q is None else 2) + 1, dtype=torch.int32, device="meta")
-    rows = call.q.detach().to("meta") if call.q.device.type != "meta" else call.q
-    packed = varlen_calls.packed(paged_calls.as_packed(call._replace(q=rows), Gathered(k, v, ends, ends)))
-    layout = packed.q
-    out = type(layout).contiguous((*layout.shape[:2], call.v.shape[3]), layout.dtype)
+    of_rows = paged_calls.as_packed(call._replace(q=_without_data(call.q)), Gathered(k, v, ends, ends))
+    packed, out = varlen_calls.packed(of_rows), varlen_calls.output_layout(of_rows)
     size = (k.numel() + v.numel()) * k.element_size() / 2**20
     notes = [f"keys and values are put in a row by one kernel, in up to {size:.0f} MiB ({_why_long(call, queries)})"]
     notes += [f"the batch goes in {parts} parts of up to {at_once} sequences"] * (parts > 1)
@@ -111,10 +125,9 @@ def _describe_long(call: PagedArguments) -> Description:
     return Description(
         operation=graphs.sdpa_forward,
         key=partial(packed.forward_key, out, call.with_lse),
-        device=describe.device_of(call.q),
+        device=device,
         is_empty=_is_empty(call),
         extra_kernels=notes,
-        verify=lambda _: verification.errors_paged(call),
     )
 
 

@@ -62,6 +62,8 @@ def check_rows(name: str, rows: Tensor, to: Tensor, step: PagedStep) -> None:
     if rows.device != to.device:
         raise DeviceError(name, str(rows.device), f"{to.device}, the device of the cache")
     if rows.is_cuda:
-        memory.check_strides(rows, rows, rows)
-        if rows.data_ptr() % 16:
-            raise LayoutError(name, f"an address {rows.data_ptr() % 16} bytes past a multiple of 16", "alignment to 16")
+        try:
+            memory.check_strides(rows, rows, rows)
+            memory.check_memory(rows, rows, rows, None)
+        except LayoutError as error:
+            raise error.renamed({"q": name}) from None

@@ -185,7 +185,7 @@ class PagedKVCache:
                 `max_length`.
         """
         numbers, added = checked_growth(sequences, tokens, self._pool.length, self.max_length)
-        step = self.new_step(len(numbers), max(added, default=0)) if into is None else self._own(into)
+        step = self.new_step(len(numbers), max(added, default=0)) if into is None else self._own(into, "into")
         if len(numbers) > step.batch or max(added, default=0) > step.tokens:
             got = f"room for {step.batch} sequences and {step.tokens} tokens"
             raise OptionError("into", got, f"room for {len(numbers)} sequences and {max(added)} tokens")
@@ -206,9 +206,9 @@ class PagedKVCache:
             raise
         return step
 
-    def _own(self, step: Any) -> PagedStep:
+    def _own(self, step: Any, name: str = "step") -> PagedStep:
         if not isinstance(step, PagedStep) or step.cache() is not self:
-            raise OptionError("step", type(step).__name__, "a PagedStep that this cache has made")
+            raise OptionError(name, type(step).__name__, "a PagedStep that this cache has made")
         return step
 
     def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
@@ -233,7 +233,7 @@ class PagedKVCache:
             ArgumentError: They do not fit.
         """
         self._own(step)
-        if isinstance(k, Tensor) and isinstance(v, Tensor) and k.is_cuda and v.is_cuda and not k.is_nested:
+        if all(isinstance(x, Tensor) and x.is_cuda and not x.is_nested for x in (k, v)):
             name = (layer, step.tokens, step.batch, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype)
             appender = self._appenders.get(name)
             is_aligned = not (k.data_ptr() | v.data_ptr()) & MISALIGNED and k.device == v.device == self.device

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from cudnn_sdpa.attention import arguments, debug, memory, paged_arguments, paged_calls, paged_operators, tracking
 from cudnn_sdpa.attention.calls import MISALIGNED, Result
+from cudnn_sdpa.attention.fallback import kind_of, or_else
 from cudnn_sdpa.attention.paged_arguments import HND, PagedArguments, in_heads_order
 from cudnn_sdpa.attention.paged_calls import MARK, PagedCall
 from cudnn_sdpa.errors import UnsupportedError
@@ -214,6 +215,11 @@ def _run(call: PagedArguments, given: tuple[Tensor, Tensor, str]) -> Result:
     if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
         paged_arguments.check(call)
     refuse_gradients(call)
+    return or_else(lambda: _dispatch(call, tensors), lambda: paged_operators.forward_cpu(call), lambda: kind_of(call))
+
+
+def _dispatch(call: PagedArguments, tensors: tuple[Tensor | None, ...]) -> Result:
+    """Runs a checked call straight or through PyTorch's dispatcher."""
     if not is_compiling() and call.q.is_cuda and is_bare(*tensors):
         return paged_operators.forward_cuda(call)
     operator, inputs = torch.ops.cudnn_sdpa, call[:14]

@@ -51,6 +51,20 @@ class PagedArguments(NamedTuple):
         """The factor of the scores."""
         return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
 
+    def as_dense(self, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> ForwardArguments:
+        """A dense call with the same options: for checks that both have, and for the reference."""
+        return ForwardArguments(
+            *(q, k, v),
+            sinks=self.sinks,
+            is_causal=self.is_causal,
+            causal_alignment=self.causal_alignment,
+            window_left=self.window_left,
+            window_right=self.window_right,
+            scale=self.scale,
+            softcap=self.softcap,
+            **more,
+        )
+
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
@@ -89,18 +103,8 @@ def check(call: PagedArguments) -> None:
     if k.shape[0] == 0:
         raise ShapeError("k_pages", shape_of(k), "at least one page")
     present = min(1, q.shape[0])
-    one = ForwardArguments(
-        *(q[:present], k[:present], v[:present]),
-        is_causal=call.is_causal,
-        causal_alignment=call.causal_alignment,
-        window_left=call.window_left,
-        window_right=call.window_right,
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=call.sinks,
-    )
     try:
-        arguments.check(one)
+        arguments.check(call.as_dense(q[:present], k[:present], v[:present]))
     except (ShapeError, DtypeError, DeviceError, LayoutError) as error:
         raise error.renamed(NAMES) from None
     if call.out is not None:

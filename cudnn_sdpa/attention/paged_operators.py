@@ -92,19 +92,8 @@ def as_dense(call: PagedArguments) -> ForwardArguments:
     for pages, table in ((call.k, call.table_k), (call.v, call.table_v)):
         found = pages[table.clamp(0, pages.shape[0] - 1).long()].transpose(1, 2).flatten(2, 3)
         rows.append(torch.where(is_owned[:, None, :, None], found, found.new_zeros(())))
-    return ForwardArguments(
-        *(call.q, rows[0], rows[1]),
-        sinks=call.sinks,
-        seq_lens_q=None if call.seq_lens_q is None else call.seq_lens_q.clamp(0, call.q.shape[2]),
-        seq_lens_kv=lengths,
-        is_causal=call.is_causal,
-        causal_alignment=call.causal_alignment,
-        window_left=call.window_left,
-        window_right=call.window_right,
-        scale=call.scale,
-        softcap=call.softcap,
-        with_lse=call.with_lse,
-    )
+    present = None if call.seq_lens_q is None else call.seq_lens_q.clamp(0, call.q.shape[2])
+    return call.as_dense(call.q, *rows, seq_lens_q=present, seq_lens_kv=lengths, with_lse=call.with_lse)
 
 
 def _forward_fake(call: PagedArguments) -> Result:

@@ -1,8 +1,8 @@
 """Plans of decode steps on a paged cache: their keys, and what of a call is rounded up so that few plans serve many.
 
 cuDNN decodes fast only where every sequence has one query. Speculative steps become that: each query is a sequence of
-its own, which sees the keys up to its own. Measured on an H200, up to 8 queries that is faster than the kernels for
-longer ones.
+its own, which sees the keys up to its own. That reads the keys again for each of them, but out of the cache: 2, 4 and 8
+queries took 1.4, 2.4 and 4.7 times as long as one on an H200 (`bench decode`).
 """
 
 from __future__ import annotations

@@ -88,6 +88,9 @@ CALLS = {
     "a few queries, window": ({"queries": 4}, {"window": (7, 0)}),
     "a few queries, two bounds": ({"queries": 4}, {"window": (7, 2), "is_causal": False}),
     "many queries": ({"queries": 40}, {}),
+    "one prompt, its heads apart": ({"batch": 1, "queries": 128}, {}),
+    "one prompt that is cut, and a negative scale": ({"batch": 1, "queries": 128}, {"scale": -0.5}),
+    "a cache's own tables, negative scale": ({"owned": True}, {"scale": -0.5}),
     "many queries of some": ({"queries": 40}, {"seq_lens_q": meta(4, dtype=torch.int32)}),
     "soft cap": ({}, {"softcap": 3.0}),
     "negative scale": ({}, {"scale": -1.0}),
@@ -114,7 +117,7 @@ def test_what_runs_beside_the_plan():
     assert "sinks are applied" in notes(*arguments(), sinks=meta(8, dtype=torch.float32))
     assert "put in a row by one kernel, in up to 0 MiB (40 queries" in notes(*arguments(queries=40, columns=1))
     assert "(there is a soft cap)" in notes(*arguments(), softcap=3.0)
-    assert "q is multiplied into a copy" in notes(*arguments(), scale=-1.0)
+    assert "q is multiplied by -1 into a copy" in notes(*arguments(), scale=-1.0)
 
 
 def test_explain_without_a_gpu(can_explain):  # noqa: ARG001

@@ -13,12 +13,13 @@ from cudnn_sdpa import (
     OptionError,
     OutOfPagesError,
     PagedKVCache,
+    PagedStep,
     UnsupportedError,
     prepare_paged,
     sdpa,
     sdpa_paged,
 )
-from cudnn_sdpa.attention import debug
+from cudnn_sdpa.attention import debug, paged
 
 HEADS, HEADS_KV, DIM = 8, 2, 32
 
@@ -152,6 +153,25 @@ def test_wrong_arguments(name):
     change, message = WRONG[name]
     with pytest.raises(ArgumentError, match=message):
         sdpa_paged(**{**given, **change(given)})
+
+
+def test_what_cudnn_declines_runs_on_the_reference_where_that_is_asked_for(monkeypatch, caplog):
+    given = arguments()
+    expected = sdpa_paged(**given, return_lse=True)
+
+    def decline(*_):
+        raise UnsupportedError("sdpa_paged", ["no kernel today"])
+
+    monkeypatch.setattr(paged, "_dispatch", decline)
+    with pytest.raises(UnsupportedError, match="no kernel today"):
+        sdpa_paged(**given, return_lse=True)
+    with cudnn_sdpa.fallback("torch"):
+        found = sdpa_paged(**given, return_lse=True)
+        with pytest.raises(UnsupportedError, match="inference only"):
+            sdpa_paged(**{**given, "q": given["q"].clone().requires_grad_()})
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    assert "no kernel today" in caplog.text
 
 
 def test_gradients_are_refused():
@@ -331,9 +351,12 @@ def test_what_does_not_fit_is_not_appended():
 def test_a_step_belongs_to_its_cache():
     cache, other = new_cache(), new_cache()
     one = cache.add()
+    for wrong in (other.new_step(1), 3):
+        with pytest.raises(OptionError, match=r"into: got .*; expected a PagedStep that this cache has made"):
+            cache.reserve([one], into=wrong)
     for wrong in (other.new_step(1), None, 3):
-        with pytest.raises(OptionError, match="a PagedStep that this cache has made"):
-            cache.reserve([one], into=wrong) if wrong is not None else cache.append(wrong, None, None)
+        with pytest.raises(OptionError, match=r"step: got .*; expected a PagedStep that this cache has made"):
+            cache.append(wrong, None, None)
     k = torch.zeros(1, HEADS_KV, 1, DIM, dtype=torch.float64)
     with pytest.raises(OptionError, match="a PagedStep that this cache has made"):
         cache.append(other.reserve([other.add()]), k, k)
@@ -352,9 +375,9 @@ def test_what_fails_on_the_way_is_undone(monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError("no room")
 
-    for name in ("_copy_pages",):
+    for of, name in ((cache, "_copy_pages"), (PagedStep, "fill")):
         with monkeypatch.context() as patch:
-            patch.setattr(cache, name, fail)
+            patch.setattr(of, name, fail)
             with pytest.raises(torch.OutOfMemoryError):
                 cache.reserve([one, two], 5)
     assert cache.use() == before
