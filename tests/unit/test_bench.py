@@ -24,16 +24,10 @@ SMALL = replace(
 
 
 @pytest.fixture
-def on_cpu(monkeypatch, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
-    """The benchmarks on the CPU; each call runs once and takes as many microseconds as candidates came before it."""
-
-    def times(calls, **_):
-        for call in calls.values():
-            call()
-        return {name: float(place) for place, name in enumerate(calls, start=1)}
-
-    monkeypatch.setattr(attention, "device_times", times)
-    monkeypatch.setattr(training, "host_times", times)
+def on_cpu(monkeypatch, times_by_place, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
+    """The benchmarks on the CPU."""
+    monkeypatch.setattr(attention, "device_times", times_by_place)
+    monkeypatch.setattr(training, "host_times", times_by_place)
 
 
 def same_columns(rows):

@@ -9,14 +9,8 @@ from cudnn_sdpa.bench import decode
 
 
 @pytest.fixture
-def on_cpu(monkeypatch, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
-    def times(calls, **_):
-        for call in calls.values():
-            call()
-        return {name: float(place) for place, name in enumerate(calls, start=1)}
-
-    monkeypatch.setattr(decode, "device_times", times)
-    monkeypatch.setattr(decode, "host_times", times)
+def on_cpu(monkeypatch, times_by_place, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
+    monkeypatch.setattr(decode, "device_times", times_by_place)
     monkeypatch.setattr(decode, "COPIED", 1000)
     monkeypatch.setattr(decode, "STEPS", ((2, 40, 16), (1, 33, 16)))
     monkeypatch.setattr(decode, "DRAFTS", ((2, 3, 40),))
