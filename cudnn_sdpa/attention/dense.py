@@ -119,7 +119,8 @@ def sdpa(
             hold finite numbers there, because their rows are multiplied by 0: make a cache with `torch.zeros`.
         return_lse: Also return the log-sum-exp of the scores. It is not differentiable: a gradient into it raises.
         deterministic: Whether results are bit-exact from run to run: gradients by a kernel for that, which costs
-            workspace (`explain` shows it), the output by a plan of its own (see `shape_policy`). None follows
+            workspace (`explain` shows it), the output by a plan of its own (see `shape_policy`), that of a single query
+            by a kernel that adds in a fixed order: the usual ones may differ in the last bit. None follows
             `torch.use_deterministic_algorithms`.
         out: Where to write the result: (B, Hq, Sq, Dv), not overlapping an input. For inference.
 

@@ -6,6 +6,7 @@ The operations are described in NVIDIA's documentation of the cuDNN frontend, "A
   None being no bound; the diagonal ends at the last query and key if `bottom_right`.
 - `alibi`: cuDNN's own linear biases.
 - `dropout_p`: the share that is dropped; the seed and the offset of the generator are operands.
+- `deterministic`: whether every run must give the same bits; of forward passes only those of single queries might not.
 - `totals`: None, or for packed tensors the most rows of queries and of keys in all sequences together.
 
 A soft cap is drawn by a `score_mod`, which excludes cuDNN's own masks; what hides keys is drawn there too.
@@ -43,9 +44,12 @@ def sdpa_forward(
     dropout_p: float,
     totals: tuple[int, int] | None,
     with_lse: bool,
+    deterministic: bool = False,
 ) -> Any:
     """O = softmax(cap(scale · Q Kᵀ) + bias) V, and on request the log-sum-exp of what the softmax sees."""
     options: dict[str, Any] = {"bias": bias, "sink_token": sink}
+    if deterministic:
+        g.only_repeatable()
     if softcap is not None:
         options["score_mod"] = soft_cap(g, softcap, k.get_dim()[2], band, lowest, highest, backward=False)[0]
         options |= {"seq_len_q": seq_len_q, "seq_len_kv": seq_len_kv}
@@ -122,12 +126,15 @@ def paged_decode(
     *,
     left: int | None,
     with_lse: bool,
+    deterministic: bool = False,
 ) -> Any:
     """The forward pass of single queries whose keys and values lie in pages of a cache, in the order of the tables.
 
     The page of key j of sequence b is `table_k[b, j // page_size]`. A query sees the last `left` + 1 keys, or all.
     """
     options = masks(g, None if left is None else (left, None, True), False, seq_len_q, seq_len_kv)
+    if deterministic:
+        g.only_repeatable()
     longest = table_k.get_dim()[2] * k.get_dim()[2]
     o, lse = g.sdpa(
         name="paged_decode",

@@ -57,11 +57,13 @@ calls: CallTable[Last] = CallTable(Last(None, _never, None, "", None, False, Fal
 
 def signature(call: ForwardArguments) -> Hashable:
     """All that decides a call, as a flat tuple."""
+    if call.must_repeat:
+        return "must repeat", signature(call._replace(deterministic=False))
     if call.is_plain:
         return plain_signature(
             *call[:3], call.seq_lens_q, call.seq_lens_kv, *call[8:10], call.scale, call.with_lse, call.out
         )
-    options = call.options[:-1]  # all but `deterministic`, which does not concern the forward pass
+    options = call.options[:-1]  # all but `deterministic`
     types = tuple(map(type, (*options, call.with_lse)))  # 1, 1.0 and True are equal, but not all are accepted
     return (*map(describe, (*call.tensors, call.rng, call.out)), *options, call.with_lse, types)
 

@@ -8,6 +8,7 @@ queries took 1.4, 2.4 and 4.7 times as long as one on an H200 (`bench decode`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -61,6 +62,7 @@ class PagedDecode:
         tables: The tables of keys and of values (rows, 1, width, 1).
         left: How many keys before its own a query sees, or None.
         with_lse: Whether the log-sum-exp is wanted.
+        deterministic: Whether every run must give the same bits.
     """
 
     q: TensorLayout
@@ -70,6 +72,7 @@ class PagedDecode:
     tables: tuple[TensorLayout, TensorLayout]
     left: int | None
     with_lse: bool
+    deterministic: bool
 
     @classmethod
     def of(cls, call: PagedArguments, *, in_place: bool) -> PagedDecode:
@@ -94,6 +97,7 @@ class PagedDecode:
             (first, second),
             None if call.window_left == UNBOUNDED else call.window_left,
             call.with_lse or call.sinks is not None,
+            torch.are_deterministic_algorithms_enabled(),
         )
 
     @property
@@ -127,5 +131,7 @@ class PagedDecode:
         outputs = [Operand("out", self.out)]
         if self.with_lse:
             outputs.append(Operand("lse", TensorLayout.contiguous((*self.q.shape[:2], 1, 1), torch.float32)))
-        options = {"left": self.left, "with_lse": self.with_lse}
+        options: dict[str, Any] = {"left": self.left, "with_lse": self.with_lse}
+        if self.deterministic:
+            options["deterministic"] = True
         return graphs.paged_decode.key(inputs, outputs, options, target, device)

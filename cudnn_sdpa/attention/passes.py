@@ -29,11 +29,13 @@ class Forward:
         problem: What it has in common with its backward pass.
         out: The output.
         with_lse: Whether the caller wants the log-sum-exp.
+        deterministic: Whether the result must be bit-exact, which is said only where it makes a difference.
     """
 
     problem: Problem
     out: TensorLayout
     with_lse: bool
+    deterministic: bool = False
 
     @classmethod
     def of(cls, call: ForwardArguments) -> Forward:
@@ -42,7 +44,7 @@ class Forward:
         shape = (*q.shape[:3], call.v.shape[3])
         stride = dense_stride_like(shape, q.shape, q.stride())
         out = TensorLayout(shape, stride, q.dtype) if call.out is None else TensorLayout.of(call.out)
-        return cls(Problem.of(call), out, call.with_lse)
+        return cls(Problem.of(call), out, call.with_lse, call.must_repeat)
 
     @property
     def is_empty(self) -> bool:
@@ -89,6 +91,8 @@ class Forward:
         if self.plan_has_lse:
             outputs.append(Operand("lse", TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)))
         options = {**problem.options(), "with_lse": self.plan_has_lse}
+        if self.deterministic:
+            options["deterministic"] = True
         return graphs.sdpa_forward.key(inputs, outputs, options, target, device)
 
     def extra_kernels(self) -> list[str]:

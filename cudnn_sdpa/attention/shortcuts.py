@@ -18,7 +18,7 @@ from cudnn_sdpa.attention import autograd, debug, lookup, training
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.calls import ForwardCall, Result
 from cudnn_sdpa.attention.lookup import Last, Run
-from cudnn_sdpa.runtime.eager import is_bare, is_profiling, needs_gradient, tensor_guard
+from cudnn_sdpa.runtime.eager import Guard, is_bare, is_profiling, needs_gradient, tensor_guard
 
 
 def find(
@@ -35,12 +35,15 @@ def find(
     if debug.enabled:
         return None
     try:
+        is_single = q.shape[2] == 1
+        if is_single and torch.are_deterministic_algorithms_enabled():
+            return None  # the plan for calls like this one may give other bits in another run
         trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         with_lse = return_lse or trains
         call: ForwardCall | None = lookup.calls.get(
             lookup.plain_signature(q, k, v, None, seq_lens_kv, is_causal, causal_alignment, scale, with_lse, None)
         )
-    except (AttributeError, TypeError, RuntimeError):  # not tensors, not hashable, nested: the checks will say so
+    except (AttributeError, IndexError, TypeError, RuntimeError):  # not tensors, nested: the checks will say so
         return None
     if call is None or (trains and (return_lse or seq_lens_kv is not None)):
         return None
@@ -58,7 +61,8 @@ def find(
         if not _can_be_guarded(tensors, trains=trains):
             return run
         of_call = (is_causal, causal_alignment, scale, return_lse, seq_lens_kv is not None)
-        holder.last = known = Last(run, tensor_guard(*tensors), *of_call)
+        guard = tensor_guard(*tensors)
+        holder.last = known = Last(run, _unless_deterministic(guard) if is_single else guard, *of_call)
     lookup.calls.remember_last(known, call.plan)
     if not call.plan.held:
         call.last = None  # it refers back to the call, and an evicted plan must not wait for the garbage collector
@@ -74,19 +78,20 @@ def find_any(call: ForwardArguments, deterministic: bool | None) -> Callable[[Fo
     if (trains and call.out is not None) or not (deterministic is None or type(deterministic) is bool):
         return None
     wanted = call if call.with_lse or not trains else call._replace(with_lse=True)
+    exactly = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     try:
+        if exactly and call.q.shape[2] == 1:
+            return None  # the plan for calls like this one may give other bits in another run
         signature = lookup.signature(wanted)
         prepared: ForwardCall | None = lookup.calls.get(signature)
-    except (AttributeError, TypeError, RuntimeError):
+    except (AttributeError, IndexError, TypeError, RuntimeError):
         return None
     if prepared is None or not trains:
         return None if deterministic and prepared is not None and prepared.may_be_replaced else prepared
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
     by_mask = call.attn_mask is not None and call.attn_mask.requires_grad
-    if (signature, by_mask, deterministic) not in lookup.differentiable:
+    if (signature, by_mask, exactly) not in lookup.differentiable:
         return None
-    return functools.partial(_train, prepared, deterministic)
+    return functools.partial(_train, prepared, exactly)
 
 
 def _train(prepared: ForwardCall, deterministic: bool, call: ForwardArguments) -> Result:
@@ -94,6 +99,11 @@ def _train(prepared: ForwardCall, deterministic: bool, call: ForwardArguments) -
     of_both = call._replace(deterministic=deterministic, with_lse=True)
     out, lse = autograd.Attention.apply(*call[:5], of_both, prepared)  # type: ignore[no-untyped-call]
     return (out, lse) if call.with_lse else out
+
+
+def _unless_deterministic(guard: Guard) -> Guard:
+    """A guard for single queries, which the switch for determinism leads to another plan."""
+    return lambda *tensors: guard(*tensors) and not torch.are_deterministic_algorithms_enabled()
 
 
 def _can_be_guarded(tensors: tuple[Tensor, ...], *, trains: bool) -> bool:

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from cudnn_sdpa.errors import ExecutionError, LibraryError, UnsupportedError
+from cudnn_sdpa.runtime.repeatability import is_repeatable
 
 #: Oldest versions that the library is tested with.
 MIN_FRONTEND = (1, 28)
@@ -135,9 +136,14 @@ class GraphBuilder:
             }
         float32 = self.types.data_type.FLOAT
         self._graph = self.types.pygraph(intermediate_data_type=float32, compute_data_type=float32, **where)
+        self._repeatable = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._graph, name)
+
+    def only_repeatable(self) -> None:
+        """Has the kernels passed over that may give other bits in another run."""
+        self._repeatable = True
 
     def declare(
         self, name: str, uid: int, shape: Any, stride: Any, dtype: str, *, host_scalar: bool = False, ragged: Any = None
@@ -188,12 +194,16 @@ class GraphBuilder:
                 return self._finish(index)
             except Exception as error:  # noqa: BLE001 - whatever an engine raises, the next may do
                 failures.append(_reason(error))
+        if self._repeatable:
+            failures.append("none of its kernels for it gives the same bits in every run, as far as is known")
         raise _unsupported(what, failures)
 
     def _takes(self, index: int) -> bool:
         """Selects an entry of the list; whether it is one to build."""
         self._graph.select_plan(index)
-        return self._graph.selected_engine is None
+        if self._graph.selected_engine is not None:
+            return False
+        return not self._repeatable or is_repeatable(*self._configuration(index))
 
     def _configuration(self, index: int) -> Configuration:
         engine, knobs = self._graph.get_engine_and_knobs_at_index(index)

@@ -1,4 +1,4 @@
-"""Gradients that are bit-exact from run to run, where they are asked for."""
+"""Results and gradients that are bit-exact from run to run, where they are asked for."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
-from support import make, poison
+from support import TOLERANCE, make, poison
 
 import cudnn_sdpa
-from cudnn_sdpa import plan_cache
+from cudnn_sdpa import plan_cache, sdpa_paged
+from cudnn_sdpa.attention.paged_calls import MARK
+from cudnn_sdpa.runtime.repeatability import is_repeatable
 
 RUNS = 20
 BATCH, LENGTH, DIM = 2, 1100, 64  # many tiles of keys add to one tile of queries' gradients
@@ -84,6 +86,64 @@ def test_varlen(is_causal, sinks):
 
     assert_all_equal(lambda: once(attend, leaves, grad_out, **options))
     assert_chosen(deterministic=True)
+
+
+KEYS = 4096
+
+
+def of_single_queries(where):
+    """A function that attends with 32 queries of one token, each on thousands of keys, and a float64 result of one."""
+    q, k, v = (torch.randn(32, heads, n, 128, device="cuda", dtype=torch.bfloat16) for heads, n in SINGLE)
+    lengths = torch.randint(KEYS // 2, KEYS, (32,), device="cuda", dtype=torch.int32)
+    sinks = torch.randn(32, device="cuda")
+    number = 17
+    length = KEYS if where == "dense" else int(lengths[number])
+    keys, values = (x[number, :, :length].double().repeat_interleave(4, 0) for x in (k, v))
+    scores = (q[number].double() @ keys.mT) * 128**-0.5
+    if where == "sinks":
+        scores = torch.cat([scores, sinks.double().view(-1, 1, 1)], 2)
+        values = torch.cat([values, torch.zeros_like(values[:, :1])], 1)
+    expected = scores.softmax(-1) @ values
+    options = {"dense": {}, "sinks": {"sinks": sinks, "seq_lens_kv": lengths}, "lengths": {"seq_lens_kv": lengths}}
+    if where in options:
+        return lambda **more: cudnn_sdpa.sdpa(q, k, v, **options[where], **more), number, expected
+    page = 64
+    k_pages, v_pages = (x.transpose(1, 2).reshape(32 * KEYS // page, page, 8, 128) for x in (k, v))
+    table = torch.arange(len(k_pages), device="cuda", dtype=torch.int32).view(32, -1)
+    if where == "paged, in place":
+        for tensor in (table, lengths):
+            setattr(tensor, MARK, (len(k_pages), table.shape[1], page))
+    return lambda: sdpa_paged(q, k_pages, v_pages, table, lengths, page_layout="NHD"), number, expected
+
+
+SINGLE = ((32, 1), (8, KEYS), (8, KEYS))
+
+
+@pytest.mark.parametrize("where", ["dense", "lengths", "sinks", "paged, in place", "paged, copied"])
+def test_single_queries(where, deterministic_algorithms):
+    """cuDNN's kernels for them add in any order; where that must not be, others serve."""
+    attend, number, expected = of_single_queries(where)
+    attend(), attend()  # as they come
+    deterministic_algorithms(True)
+    first = attend()
+    assert_right(first[number], expected)
+    for _ in range(5 * RUNS):
+        assert torch.equal(attend(), first)
+    (exact,) = (plan for plan in plan_cache.plans() if plan.key.option_values.get("deterministic"))
+    assert is_repeatable(exact.engine, exact.knobs)
+    deterministic_algorithms(False)
+    builds = plan_cache.info().builds
+    used = exact.last_used
+    assert_right(attend()[number], expected)
+    assert (plan_cache.info().builds, exact.last_used) == (builds, used)  # the plan of before
+    if "paged" not in where:
+        for _ in range(RUNS):
+            assert torch.equal(attend(deterministic=True), first)
+        assert exact.last_used > used
+
+
+def assert_right(found, expected):
+    assert float((found.double() - expected).norm() / expected.norm()) < TOLERANCE[torch.bfloat16]
 
 
 def backward_plans():

@@ -10,6 +10,7 @@ import torch
 from cudnn_sdpa import OptionError, sdpa
 from cudnn_sdpa.attention import lookup, shortcuts
 from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.passes import Forward
 
 BASE = {"q": torch.randn(2, 4, 8, 16), "k": torch.randn(2, 2, 12, 16), "v": torch.randn(2, 2, 12, 24)}
 LENGTHS = torch.tensor([3, 5], dtype=torch.int32)
@@ -78,7 +79,7 @@ def test_all_changes_lead_to_different_signatures():
 
 
 def test_every_argument_is_changed_by_some_case_above():
-    """All but `deterministic`, which does not concern the forward pass."""
+    """All but `deterministic`, which concerns the forward pass of single queries alone: see below."""
     assert {name for change in CHANGES for name in change} == set(ForwardArguments._fields) - {"deterministic"}
 
 
@@ -161,9 +162,22 @@ def test_values_of_a_wrong_type_do_not_pass_for_right_ones(right, wrong):
     assert signature(**wrong) != signature(**right)
 
 
+SINGLE = {**BASE, "q": torch.randn(2, 4, 1, 16)}
+
+
+@pytest.mark.parametrize("more", [{}, {"window_left": 3}, {"sinks": SINKS}], ids="+".join)
+def test_determinism_is_another_call_for_single_queries_alone(more):
+    assert signature(deterministic=True, **more) == signature(**more)
+    one = [signature(**{**SINGLE, **more, "deterministic": deterministic}) for deterministic in (False, True)]
+    assert one[0] != one[1]
+    forward = [Forward.of(ForwardArguments(**{**SINGLE, **more}, deterministic=x)) for x in (False, True)]
+    assert [x.deterministic for x in forward] == [False, True]
+    assert not Forward.of(ForwardArguments(**{**BASE, **more}, deterministic=True)).deterministic
+
+
 @pytest.fixture
 def prepared(monkeypatch):
-    """Makes the plain call of `BASE` a known one, which a GPU would have prepared."""
+    """Makes the plain calls of `BASE` and `SINGLE` known ones, which a GPU would have prepared."""
     plan = SimpleNamespace(held=True)
     call = lambda *_: "prepared"  # noqa: E731 - it needs attributes
     call.run, call.last, call.plan, call.training = call, None, plan, None
@@ -171,6 +185,7 @@ def prepared(monkeypatch):
     monkeypatch.setattr(lookup, "calls", table)
     for with_lse in (False, True):
         table.add(signature(with_lse=with_lse), call)
+        table.add(signature(with_lse=with_lse, q=SINGLE["q"]), call)
 
 
 @pytest.mark.usefixtures("prepared")
@@ -178,6 +193,27 @@ def test_a_known_call_is_recognized():
     assert sdpa(**BASE) == "prepared"
     assert sdpa(**BASE, window=(-1, -1), alibi=False, dropout_p=0.0, return_lse=False) == "prepared"
     assert sdpa(**BASE, return_lse=True) == "prepared"
+
+
+@pytest.fixture
+def deterministic_algorithms():
+    """Sets PyTorch's switch, and sets it back."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.usefixtures("prepared")
+@pytest.mark.parametrize("options", [{}, {"window": (-1, -1), "dropout_p": 0.0, "seq_lens_q": None}, {"scale": None}])
+def test_a_known_single_query_is_not_recognized_where_it_must_repeat(deterministic_algorithms, options):
+    for _ in range(2):
+        assert sdpa(**SINGLE, **options) == "prepared"
+        deterministic_algorithms(True)
+        assert isinstance(sdpa(**SINGLE, **options), torch.Tensor)
+        assert sdpa(**BASE, **options) == "prepared"
+        assert isinstance(sdpa(**SINGLE, **options), torch.Tensor)
+        deterministic_algorithms(False)
+        assert isinstance(sdpa(**SINGLE, **options, deterministic=True), torch.Tensor)
 
 
 @pytest.mark.usefixtures("prepared")
