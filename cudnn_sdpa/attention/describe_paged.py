@@ -14,6 +14,7 @@ from cudnn_sdpa.attention import (
     graphs,
     paged_arguments,
     paged_calls,
+    paged_long,
     paged_operators,
     varlen_calls,
     verification,
@@ -106,7 +107,7 @@ def _describe_decode(call: PagedArguments, device: int | None) -> Description:
 
 
 def _describe_long(call: PagedArguments, device: int | None) -> Description:
-    at_once = paged_calls.sequences_at_once(call)
+    at_once = paged_long.sequences_at_once(call)
     parts = -(-call.q.shape[0] // at_once)
     call = call._replace(q=call.q[:at_once])
     batch, queries = call.q.shape[0], call.q.shape[2]
@@ -116,8 +117,8 @@ def _describe_long(call: PagedArguments, device: int | None) -> Description:
         for pages in (call.k, call.v)
     )
     ends = torch.empty(batch * (1 if call.seq_lens_q is None else 2) + 1, dtype=torch.int32, device="meta")
-    of_rows = paged_calls.as_packed(call._replace(q=_without_data(call.q)), Gathered(k, v, ends, ends))
-    packed, out = varlen_calls.packed(of_rows), varlen_calls.output_layout(of_rows)
+    of_rows = paged_long.as_packed(call._replace(q=_without_data(call.q)), Gathered(k, v, ends, ends))
+    packed, out = paged_long.packed(of_rows), varlen_calls.output_layout(of_rows)
     size = (k.numel() + v.numel()) * k.element_size() / 2**20
     notes = [f"keys and values are put in a row by one kernel, in up to {size:.0f} MiB ({_why_long(call, queries)})"]
     notes += [f"the batch goes in {parts} parts of up to {at_once} sequences"] * (parts > 1)

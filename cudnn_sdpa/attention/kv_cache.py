@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,10 @@ from cudnn_sdpa.attention.page_pool import CacheUse, PagePool
 from cudnn_sdpa.attention.paged import sdpa_paged
 from cudnn_sdpa.attention.paged_arguments import HND, LAYOUTS, in_heads_order
 from cudnn_sdpa.attention.paged_step import PagedStep
-from cudnn_sdpa.errors import ExecutionError, OptionError
+from cudnn_sdpa.attention.step_plans import plans_of_steps
+from cudnn_sdpa.errors import DeviceError, ExecutionError, OptionError
+from cudnn_sdpa.runtime.manifest import PlanManifest
+from cudnn_sdpa.runtime.target import live_target
 
 #: So many kinds of appended tensors are remembered.
 MOST_APPENDERS = 4096
@@ -244,13 +247,7 @@ class PagedKVCache:
                 appender = self._appenders[name] = paging.Appender((k, v), pages, step.page_table)
             appender(k.data_ptr(), v.data_ptr(), step.page_table, step.seq_lens_kv, step.seq_lens_q)
             return
-        pages = self._check_new(step, k, v, layer)
-        with torch.inference_mode():
-            batch, tokens = torch.nonzero(torch.arange(step.tokens) < step.seq_lens_q.unsqueeze(1), as_tuple=True)
-            positions = step.positions[batch, tokens]
-            page = step.page_table[batch, positions // self.page_size].long()
-            for rows, to in ((k, pages[0]), (v, pages[1])):
-                to[page, :, positions % self.page_size] = rows[batch, :, tokens]
+        step.write((k, v), self._check_new(step, k, v, layer))
 
     def attend(self, step: PagedStep, q: Tensor, layer: int = 0, **options: Any) -> Result:
         """Attention of a step's new tokens on all tokens of their sequences: `sdpa_paged` on this cache.
@@ -272,6 +269,26 @@ class PagedKVCache:
         pages = self.k_pages(layer), self.v_pages(layer), step.page_table, step.seq_lens_kv
         result: Result = sdpa_paged(q, *pages, seq_lens_q=present, page_layout=self.page_layout, **options)
         return result
+
+    def plans(self, q: Tensor, batches: Iterable[int], tokens: Iterable[int] = (1,), **options: Any) -> PlanManifest:
+        """The plans of all steps of so many sequences with so many new tokens each, to have them ready.
+
+        Args:
+            q: Queries of any step (B, Hq, tokens, D), as the model makes them.
+            batches: How many sequences: all numbers that may come, such as `range(1, 65)`. Most share a plan.
+            tokens: How many new tokens each has at most: 1 for decoding, and sizes of chunks.
+            options: Those of `attend`.
+
+        Returns:
+            What `warmup` takes.
+
+        Raises:
+            ArgumentError: An argument is wrong, or the cache is on no GPU.
+            UnsupportedError: cuDNN has no plan for one of them.
+        """
+        if self.device.type != "cuda":
+            raise DeviceError("device", str(self.device), "an NVIDIA GPU: calls elsewhere have no plans")
+        return plans_of_steps(self, q, batches, tokens, options, live_target(self._k.get_device()))
 
     def _check_new(self, step: PagedStep, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Checks new keys and values; gives the pages that they go to."""

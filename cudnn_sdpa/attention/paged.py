@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, overload
 
 import torch
@@ -20,12 +21,16 @@ from cudnn_sdpa.runtime.eager import Guard, is_bare, is_compiling, is_profiling,
 class Last:
     """The decode step that was served last: single queries, no mask but the causal one."""
 
-    __slots__ = ("alignment", "is_causal", "is_like", "layout", "mark", "prepared", "scale", "scale_type", "with_lse")
+    __slots__ = (
+        *("alignment", "deterministic", "is_causal", "is_like", "layout", "mark", "prepared", "scale", "scale_type"),
+        "with_lse",
+    )
 
     def __init__(self, call: PagedArguments, layout: str, prepared: PagedCall, is_like: Guard) -> None:
         self.layout = layout
         self.mark = paged_calls.mark_of(call)
         self.prepared = prepared
+        self.deterministic = prepared.decode.deterministic
         self.is_like = is_like
         self.is_causal, self.alignment = call.is_causal, call.causal_alignment
         self.scale, self.scale_type = call.scale, type(call.scale)
@@ -114,10 +119,11 @@ def sdpa_paged(
     here.
 
     Up to 8 queries of a sequence are decoded by cuDNN's kernels for single queries, which read the pages where they
-    lie. For more of them, under a soft cap, and for several queries under windows that are not causal or aligned at the
-    first key, keys and values are put in a row first, by one kernel: a gigabyte at a time, or one sequence. Batch sizes
-    are rounded up to powers of two and one and a half times them, so that a server whose batch changes in every step
-    has a dozen plans.
+    lie; two runs may differ in the last bit, unless `torch.use_deterministic_algorithms` says that they must not, which
+    takes longer on long sequences. For more of them, under a soft cap, and for several queries under windows that are
+    not causal or aligned at the first key, keys and values are put in a row first, by one kernel: a gigabyte at a time,
+    or one sequence. Batch sizes are rounded up to powers of two and one and a half times them, so that a server whose
+    batch changes in every step has a dozen plans.
 
     Tables and lengths of a `PagedKVCache` are read in place. All others are copied by one small kernel that keeps
     lengths within the table and page ids within the cache: a wrong one gives wrong results, and neither an error of the
@@ -180,6 +186,7 @@ def sdpa_paged(
                 and last.scale_type is type(scale)
                 and last.scale == scale
                 and last.with_lse is return_lse
+                and last.deterministic is torch.are_deterministic_algorithms_enabled()
                 and not (q.is_nested or k_pages.is_nested or v_pages.is_nested)  # a guard would end the process
                 and not (page_table.is_nested or seq_lens_kv.is_nested or debug.enabled)
                 and last.is_like(q, k_pages, v_pages, page_table, seq_lens_kv)
@@ -210,8 +217,9 @@ def _run(call: PagedArguments, given: tuple[Tensor, Tensor, str]) -> Result:
     if not is_compiling() and not debug.enabled and isinstance(call.q, Tensor) and call.q.is_cuda:
         known = _find(call, tensors)
         if known is not None:
-            _remember(call, known, given)
-            return paged_calls.launch(known, call)
+            if isinstance(known, PagedCall):
+                _remember(call, known, given)
+            return known(call)
     if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
         paged_arguments.check(call)
     refuse_gradients(call)
@@ -231,8 +239,8 @@ def _dispatch(call: PagedArguments, tensors: tuple[Tensor | None, ...]) -> Resul
     return found
 
 
-def _find(call: PagedArguments, tensors: tuple[Tensor | None, ...]) -> PagedCall | None:
-    """The prepared decode step for a call like one before, if it may skip the checks and the dispatcher."""
+def _find(call: PagedArguments, tensors: tuple[Tensor | None, ...]) -> Callable[[PagedArguments], Result] | None:
+    """What runs a call like one before, if it may skip the checks and the dispatcher."""
     try:
         if not is_bare(*tensors) or needs_gradient(*tensors):
             return None

@@ -1,34 +1,27 @@
-"""Calls on a paged cache: decode steps bound to their plans, and longer ones as packed sequences."""
+"""Decode steps on a paged cache, bound to their plans."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import graphs, paging, varlen_calls
+from cudnn_sdpa.attention import graphs, paging
 from cudnn_sdpa.attention.calls import Result, _current_device, apply_sinks
 from cudnn_sdpa.attention.lookup import describe
 from cudnn_sdpa.attention.options import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.packed import sequence_bucket
 from cudnn_sdpa.attention.paged_arguments import PagedArguments
 from cudnn_sdpa.attention.paged_plans import PagedDecode, right_bound
-from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
 from cudnn_sdpa.runtime.building import build_plan
 from cudnn_sdpa.runtime.cache import next_use, plan_cache
 from cudnn_sdpa.runtime.call_table import CallTable
 from cudnn_sdpa.runtime.layouts import canonical_stride, dense_stride_like
 from cudnn_sdpa.runtime.plan import Plan, allocate
 from cudnn_sdpa.runtime.target import live_target
-
-#: What keys and values in a row may take of the GPU's memory; a batch that would take more goes in parts.
-MOST_GATHERED_BYTES = 1 << 30
-
-#: Queries of all sequences that a plan for many of them is made for, at least.
-LEAST_ROWS = 128
 
 #: The name under which a `PagedKVCache` marks the tables and lengths that it has made: they are right for caches of as
 #: many pages of this size. (pages, columns of the table, page size).
@@ -73,6 +66,11 @@ class PagedCall:
         rows, heads = decode.q.shape[:2]
         self._lse = ((rows, heads, 1), (heads, 1, 1), torch.float32)
 
+    def __call__(self, call: PagedArguments) -> Result:
+        """The results of a call whose arguments are checked."""
+        tables = call.table_k, call.table_v
+        return _result(call, self.run(call.q, call.k, call.v, tables, call.seq_lens_kv, call.seq_lens_q))
+
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor], lengths: Tensor, present: Tensor | None
     ) -> list[Tensor]:
@@ -113,6 +111,7 @@ class PagedCall:
         ]
 
 
+#: Prepared calls, those of `paged_long` too, and what `paged` keeps of the ones served last.
 calls: CallTable[Any] = CallTable(None)
 
 
@@ -122,18 +121,12 @@ def run_decode(call: PagedArguments) -> Result:
     Raises:
         UnsupportedError: cuDNN has no plan for it.
     """
-    return launch(find(call), call)
+    return find(call)(call)
 
 
-def launch(prepared: PagedCall, call: PagedArguments) -> Result:
-    """The same of a prepared step."""
-    tables = call.table_k, call.table_v
-    return _result(call, prepared.run(call.q, call.k, call.v, tables, call.seq_lens_kv, call.seq_lens_q))
-
-
-def known(call: PagedArguments) -> PagedCall | None:
-    """The prepared decode step for a call, if there has been one like it."""
-    return calls.get(_signature(call, in_place=not reasons_against_in_place(call)))
+def known(call: PagedArguments) -> Callable[[PagedArguments], Result] | None:
+    """What runs a call, if there has been one like it."""
+    return calls.get(signature(call, in_place=not reasons_against_in_place(call)))
 
 
 def find(call: PagedArguments) -> PagedCall:
@@ -144,7 +137,7 @@ def find(call: PagedArguments) -> PagedCall:
         PlanBuildError: It is missing and may not be built now.
     """
     in_place = not reasons_against_in_place(call)
-    name = _signature(call, in_place=in_place)
+    name = signature(call, in_place=in_place)
     prepared: PagedCall | None = calls.get(name)
     if prepared is None:
         device = call.q.get_device()
@@ -157,10 +150,12 @@ def find(call: PagedArguments) -> PagedCall:
     return prepared
 
 
-def _signature(call: PagedArguments, *, in_place: bool) -> Hashable:
+def signature(call: PagedArguments, *, in_place: bool) -> Hashable:
     """All that decides a call, and whether its arguments are right."""
     shared = call.table_v is call.table_k
-    return (in_place, shared, *map(describe, (*call[:8], call.out)), *call.options, *map(type, call.options))
+    tensors = map(describe, (*call[:8], call.out))
+    exactly = torch.are_deterministic_algorithms_enabled()
+    return (in_place, shared, exactly, *tensors, *call.options, *map(type, call.options))
 
 
 def reasons_against_in_place(call: PagedArguments) -> list[str]:
@@ -197,12 +192,18 @@ def _result(call: PagedArguments, found: list[Tensor]) -> Result:
         if call.sinks is not None:
             apply_sinks(found[0][:rows], of_rows, call.sinks)
         lse = of_rows.view(batch, queries, heads).transpose(1, 2).contiguous()
-    if call.out is not None:
-        out = call.out.copy_(out)
-    elif not is_in_order(call):
-        stride = dense_stride_like(out.shape, call.q.shape, call.q.stride())
-        out = torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device).copy_(out)
+    out = in_place_of(call, out)
     return (out, lse) if call.with_lse and lse is not None else out
+
+
+def in_place_of(call: PagedArguments, out: Tensor) -> Tensor:
+    """An output (B, Hq, Sq, Dv), token after token in memory, where and in which order the caller wants it."""
+    if call.out is not None:
+        return call.out.copy_(out)
+    if is_in_order(call):
+        return out
+    stride = dense_stride_like(out.shape, call.q.shape, call.q.stride())
+    return torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device).copy_(out)
 
 
 def is_in_order(call: PagedArguments) -> bool:
@@ -212,67 +213,3 @@ def is_in_order(call: PagedArguments) -> bool:
     shape, tokens = (batch, heads, queries, dim), (queries * heads * dim, dim, heads * dim, 1)
     wanted = dense_stride_like(shape, call.q.shape, call.q.stride())
     return canonical_stride(shape, wanted) == canonical_stride(shape, tokens)
-
-
-def run_long(call: PagedArguments) -> Result:
-    """A call with many queries, or with what the kernels for decode steps lack: keys and values are put in a row."""
-    at_once, out = sequences_at_once(call), call.out
-    if out is None:
-        shape = (*call.q.shape[:3], call.v.shape[3])
-        stride = dense_stride_like(shape, call.q.shape, call.q.stride())
-        out = torch.empty_strided(shape, stride, dtype=call.q.dtype, device=call.q.device)
-    lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device) if call.with_lse else None
-    for first in range(0, call.q.shape[0], at_once):
-        part = slice(first, first + at_once)
-        found = _run_gathered(_of_batch(call, part))
-        batch, heads, queries, _ = call.q[part].shape
-        result, of_rows = found if isinstance(found, tuple) else (found, None)
-        rows = batch * queries
-        out[part] = result[:rows].view(batch, queries, heads, -1).transpose(1, 2)
-        if lse is not None and of_rows is not None:
-            lse[part] = of_rows[:rows].view(batch, queries, heads).transpose(1, 2)
-    return out if lse is None else (out, lse)
-
-
-def sequences_at_once(call: PagedArguments) -> int:
-    """Of how many sequences keys and values are put in a row at a time."""
-    of_a_sequence = call.most_keys * (call.k[0, :, 0].numel() + call.v[0, :, 0].numel()) * call.k.element_size()
-    return max(1, MOST_GATHERED_BYTES // max(1, of_a_sequence))
-
-
-def _of_batch(call: PagedArguments, part: slice) -> PagedArguments:
-    shared = call.table_v is call.table_k
-    table = call.table_k[part]
-    return call._replace(
-        q=call.q[part],
-        table_k=table,
-        table_v=table if shared else call.table_v[part],
-        seq_lens_kv=call.seq_lens_kv[part],
-        seq_lens_q=None if call.seq_lens_q is None else call.seq_lens_q[part],
-        out=None,
-    )
-
-
-def _run_gathered(call: PagedArguments) -> Result:
-    with torch.cuda.device(call.q.device):
-        gathered = paging.gather(call)
-        return varlen_calls.run_forward(as_packed(call, gathered))
-
-
-def as_packed(call: PagedArguments, gathered: paging.Gathered) -> VarlenArguments:
-    """The same call over packed sequences, its rows rounded up to a power of two, so that few plans serve many.
-
-    What is beyond the last sequence belongs to nobody.
-    """
-    batch, heads, queries, dim = call.q.shape
-    rows = call.q.transpose(1, 2).reshape(batch * queries, heads, dim)  # a view where tokens follow each other
-    wanted = max(LEAST_ROWS, 1 << (rows.shape[0] - 1).bit_length())
-    if rows.shape[0] != wanted:
-        given, rows = rows, rows.new_empty(wanted, heads, dim)
-        rows[: given.shape[0]] = given
-    return VarlenArguments(
-        *(rows, gathered.k, gathered.v, call.sinks, gathered.ends_q, gathered.ends_kv, None),
-        *(queries, call.most_keys, call.is_causal, call.causal_alignment, call.window_left, call.window_right),
-        *(call.scale, 0.0, call.softcap),
-        with_lse=call.with_lse,
-    )

@@ -14,6 +14,7 @@ from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.lookup import describe
 from cudnn_sdpa.attention.operators import MIN_SCALE, define, new_output
 from cudnn_sdpa.attention.paged_arguments import PagedArguments
+from cudnn_sdpa.attention.paged_long import run_long
 from cudnn_sdpa.attention.paged_plans import is_decode
 from cudnn_sdpa.errors import LayoutError, UnsupportedError
 
@@ -35,7 +36,8 @@ def forward_cuda(call: PagedArguments) -> Result:
         out = new_output(call.q, call.v) if call.out is None else call.out  # in the memory order of q
         return forward_cuda(call._replace(q=call.q * sign, scale=max(-call.scale, MIN_SCALE), out=out))
     if is_decode(call):
-        kind = (describe(call.q), describe(call.k), describe(call.v), *call.options)
+        exactly = torch.are_deterministic_algorithms_enabled()
+        kind = (exactly, describe(call.q), describe(call.k), describe(call.v), *call.options)
         if kind not in _declined:
             try:
                 return paged_calls.run_decode(call)
@@ -43,7 +45,7 @@ def forward_cuda(call: PagedArguments) -> Result:
                 if len(_declined) >= MOST_DECLINED:
                     _declined.clear()
                 _declined.add(kind)
-    return paged_calls.run_long(call)
+    return run_long(call)
 
 
 def check_memory(call: PagedArguments) -> None:

@@ -92,3 +92,12 @@ class PagedStep:
         with torch.inference_mode():  # whatever mode it was made in
             host = torch.frombuffer(numbers, dtype=torch.int64)
             self.numbers.copy_(host.pin_memory() if self.numbers.is_cuda else host, non_blocking=True)
+
+    def write(self, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor]) -> None:
+        """Writes new keys and values (B, Hkv, tokens, D) into their pages (P, Hkv, page size, D), in plain PyTorch."""
+        with torch.inference_mode():
+            batch, tokens = torch.nonzero(torch.arange(self.tokens) < self.seq_lens_q.unsqueeze(1), as_tuple=True)
+            positions = self.positions[batch, tokens]
+            for rows, to in zip(new, pages, strict=True):
+                page = self.page_table[batch, positions // to.shape[2]].long()
+                to[page, :, positions % to.shape[2]] = rows[batch, :, tokens]

@@ -101,6 +101,33 @@ struct Gather {
 #define TOKENS 16        /* that a block copies at a time */
 #define TILE 128         /* keys that cuDNN's kernels read at a time: what follows the last one must be numbers */
 
+#define AT_ONCE 8        /* loads of a thread that are under way together */
+
+/* Copies some tokens of a sequence, from `first` on, to the row `to` and those behind it. */
+__device__ void copy_tokens(const Gather& a, const Pages& pages, number b, number first, unsigned tokens, number to) {
+  unsigned words = (unsigned)pages.words, of_token = (unsigned)a.heads * words, all = tokens * of_token;
+  unsigned page_size = (unsigned)a.page_size; /* divisions by 64 bits would take longer than the copy */
+  const int* row = pages.table + b * pages.row;
+  for (unsigned begin = threadIdx.x; begin < all; begin += AT_ONCE * blockDim.x) {
+    uint4 held[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      unsigned unit = begin + i * blockDim.x;
+      if (unit < all) {
+        unsigned token = (unsigned)first + unit / of_token, head = unit % of_token / words;
+        number page = within(row[token / page_size], 0, a.pages - 1);
+        const char* from = pages.base + page * pages.page + token % page_size * pages.token + head * pages.head;
+        held[i] = ((const uint4*)from)[unit % words];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      unsigned unit = begin + i * blockDim.x;
+      if (unit < all) pages.to[to * of_token + unit] = held[i];
+    }
+  }
+}
+
 extern "C" __global__ void gather_pages(const Gather a) {
   __shared__ unsigned long long before;
   number b = blockIdx.x % a.batch, part = blockIdx.x / a.batch, parts = gridDim.x / a.batch;
@@ -135,17 +162,7 @@ extern "C" __global__ void gather_pages(const Gather a) {
   }
   for (number first = part * TOKENS; first < length; first += parts * TOKENS) {
     unsigned tokens = (unsigned)(length - first < TOKENS ? length - first : TOKENS);
-    for (int which = 0; which < 2; ++which) {
-      const Pages& pages = a.of[which];
-      unsigned words = (unsigned)pages.words, of_token = (unsigned)a.heads * words;
-      for (unsigned unit = threadIdx.x; unit < tokens * of_token; unit += blockDim.x) {
-        number token = first + unit / of_token;
-        unsigned head = unit % of_token / words, word = unit % words;
-        number page = within(pages.table[b * pages.row + token / a.page_size], 0, a.pages - 1);
-        const char* from = pages.base + page * pages.page + token % a.page_size * pages.token + head * pages.head;
-        pages.to[(begin + token) * of_token + head * words + word] = ((const uint4*)from)[word];
-      }
-    }
+    for (int which = 0; which < 2; ++which) copy_tokens(a, a.of[which], b, first, tokens, begin + first);
   }
 }
 

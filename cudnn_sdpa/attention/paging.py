@@ -93,32 +93,43 @@ class Gathered(NamedTuple):
     ends_kv: Tensor
 
 
-def gather(call: PagedArguments) -> Gathered:
-    """The keys and values of a call as packed sequences, on the current device and stream.
+class Gatherer:
+    """Puts the keys and values of calls that look alike in a row, as packed sequences.
 
     With `seq_lens_q`, the absent queries of each sequence become a sequence without keys, whose output is zeros.
     """
-    batch, _, queries, _ = call.q.shape
-    device = call.q.get_device()
-    heads, tokens = call.k.shape[1], batch * call.most_keys
-    sequences = batch if call.seq_lens_q is None else 2 * batch
-    ends: Tensor = allocate((2, sequences + 1), (sequences + 1, 1), torch.int32)
-    fields = [
-        *_lengths(call),
-        *(batch, queries, call.most_keys, call.page_size, call.k.shape[0], heads),
-        *(ends[0].data_ptr(), ends[1].data_ptr()),
-    ]
-    rows = []
-    for pages, table in ((call.k, call.table_k), (call.v, call.table_v)):
-        dim, size = pages.shape[3], pages.element_size()
-        to: Tensor = allocate((tokens, heads, dim), (heads * dim, dim, 1), pages.dtype)
-        rows.append(to)
-        steps = [pages.stride(number) * size for number in (0, 2, 1)]
-        fields += [pages.data_ptr(), *steps, dim * size // _WORD, table.data_ptr(), table.stride(0), to.data_ptr()]
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    parts = max(1, min(-(-call.most_keys // _TOKENS), 8 * processors // batch))
-    gather_kernel.on(device).launch(batch * parts, _THREADS, array("q", fields), current_raw_stream(device))
-    return Gathered(rows[0], rows[1], ends[0], ends[1])
+
+    __slots__ = ("_blocks", "_device", "_ends", "_fields", "_kernel", "_rows")
+
+    def __init__(self, call: PagedArguments) -> None:
+        batch, _, queries, _ = call.q.shape
+        self._device = call.q.get_device()
+        self._kernel = gather_kernel.on(self._device)
+        heads, tokens = call.k.shape[1], batch * call.most_keys
+        self._ends = ((batch if call.seq_lens_q is None else 2 * batch) + 1,)
+        self._rows = []
+        fields = [0, 0, batch, queries, call.most_keys, call.page_size, call.k.shape[0], heads, 0, 0]
+        for pages, table in ((call.k, call.table_k), (call.v, call.table_v)):
+            dim, size = pages.shape[3], pages.element_size()
+            self._rows.append(((tokens, heads, dim), (heads * dim, dim, 1), pages.dtype))
+            steps = [pages.stride(number) * size for number in (0, 2, 1)]
+            fields += [0, *steps, dim * size // _WORD, 0, table.stride(0), 0]
+        self._fields = array("q", fields)
+        processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self._blocks = batch * max(1, min(-(-call.most_keys // _TOKENS), 8 * processors // batch))
+
+    def __call__(self, call: PagedArguments) -> Gathered:
+        """Launches it, on the current stream of the call's GPU, which must be the current device."""
+        k, v = allocate(*self._rows[0]), allocate(*self._rows[1])
+        ends_q, ends_kv = allocate(self._ends, (1,), torch.int32), allocate(self._ends, (1,), torch.int32)
+        fields = self._fields[:]
+        fields[0] = call.seq_lens_kv.data_ptr()
+        fields[1] = 0 if call.seq_lens_q is None else call.seq_lens_q.data_ptr()
+        fields[8], fields[9] = ends_q.data_ptr(), ends_kv.data_ptr()
+        fields[10], fields[15], fields[17] = call.k.data_ptr(), call.table_k.data_ptr(), k.data_ptr()
+        fields[18], fields[23], fields[25] = call.v.data_ptr(), call.table_v.data_ptr(), v.data_ptr()
+        self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
+        return Gathered(k, v, ends_q, ends_kv)
 
 
 class Appender:
@@ -163,7 +174,3 @@ class Appender:
         fields[10], fields[19] = k, v
         self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
         return None
-
-
-def _lengths(call: PagedArguments) -> tuple[int, int]:
-    return call.seq_lens_kv.data_ptr(), 0 if call.seq_lens_q is None else call.seq_lens_q.data_ptr()

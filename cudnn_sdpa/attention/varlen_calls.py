@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,16 +37,19 @@ class VarlenBackwardArguments(NamedTuple):
     sink_gradient: bool
 
 
-def packed(call: VarlenArguments) -> Packed:
-    """Describes a call, its numbers rounded up."""
+def packed(call: VarlenArguments, rows_q: int | None = None) -> Packed:
+    """Describes a call, its numbers rounded up; the rows of queries to `rows_q`, if that is given."""
     closely = call.deterministic or call.softcap is not None
-    longest_q = length_bucket(call.max_seqlen_q, call.q.shape[0], closely=closely)
+    q = TensorLayout.of(call.q)
+    if rows_q is not None:
+        q = replace(q, shape=(rows_q, *q.shape[1:]))
+    longest_q = length_bucket(call.max_seqlen_q, q.shape[0], closely=closely)
     longest_kv = length_bucket(call.max_seqlen_kv, call.k.shape[0], closely=closely)
     longest = min(call.max_seqlen_q, call.q.shape[0]), min(call.max_seqlen_kv, call.k.shape[0])
     alignment = TOP_LEFT if call.one_packing else call.causal_alignment
     window = (call.window_left, call.window_right)
     return Packed(
-        TensorLayout.of(call.q),
+        q,
         TensorLayout.of(call.k),
         TensorLayout.of(call.v),
         sequence_bucket(call.cu_seqlens_q.shape[0] - 1),
@@ -98,12 +102,16 @@ def run_forward(call: VarlenArguments) -> Result:
     """The output, and if wanted the log-sum-exp (Tq, Hq)."""
     prepared = find_forward(call)
     if prepared is None:
-        problem = packed(call)
-        device = call.q.get_device()
-        key = problem.forward_key(output_layout(call), call.with_lse, live_target(device), device)
-        prepared = _bind(problem, key, call, graphs.sdpa_forward, ("q", "k", "v"))
+        prepared = prepare_forward(call, packed(call))
         calls.add(("forward", _signature(call), describe(call.out), call.with_lse), prepared)
     return forward(prepared, call)
+
+
+def prepare_forward(call: VarlenArguments, problem: Packed) -> VarlenCall:
+    """A forward call bound to the plan for it as `problem` describes it; not remembered."""
+    device = call.q.get_device()
+    key = problem.forward_key(output_layout(call), call.with_lse, live_target(device), device)
+    return _bind(problem, key, call, graphs.sdpa_forward, ("q", "k", "v"))
 
 
 def output_layout(call: VarlenArguments) -> TensorLayout:

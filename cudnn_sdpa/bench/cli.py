@@ -48,6 +48,7 @@ class DecodePart(str, Enum):
     BANDWIDTH = "bandwidth"
     CHUNKS = "chunks"
     DRAFTS = "drafts"
+    MIXED = "mixed"
     HOST = "host"
 
 
@@ -120,6 +121,7 @@ def bench_decode(
         DecodePart.BANDWIDTH: (f"Decode steps on pages: {heads}", decode.bandwidth),
         DecodePart.CHUNKS: (f"Chunks of prompts: {heads}, causal", decode.chunks),
         DecodePart.DRAFTS: (f"Speculative steps, pages of 64: {heads}, causal", decode.drafts),
+        DecodePart.MIXED: ("Plans of a server: batches, lengths and chunks that change in every step", decode.mixed),
         DecodePart.HOST: ("Host time of one warm step: B=1, 8 heads of 64, 128 tokens", decode.host),
     }
     _measure("decode", {chosen.value: measures[chosen] for chosen in part or list(DecodePart)}, output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -10,15 +11,17 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from cudnn_sdpa.attention import paged_calls, paging, varlen_calls
+from cudnn_sdpa.attention import paged_long, paging, varlen_calls
 from cudnn_sdpa.attention.dense import sdpa
 from cudnn_sdpa.attention.kv_cache import PagedKVCache
 from cudnn_sdpa.attention.paged import sdpa_paged
 from cudnn_sdpa.attention.paged_arguments import PagedArguments
-from cudnn_sdpa.attention.paged_prepared import prepare_paged
+from cudnn_sdpa.attention.paged_prepared import PreparedPaged, prepare_paged
 from cudnn_sdpa.attention.paged_step import PagedStep
 from cudnn_sdpa.bench import cases, peers
 from cudnn_sdpa.bench.timing import Call, device_times, host_times
+from cudnn_sdpa.runtime import handles
+from cudnn_sdpa.runtime.cache import plan_cache
 
 HEADS_Q, HEADS_KV, DIM = 32, 8, 128
 
@@ -117,13 +120,15 @@ def chunks() -> list[dict[str, Any]]:
         expected = _dense_call(q, k, v)
         cases.check_agreement(["out"], [ours()], [expected()], "that of dense attention")
         call = PagedArguments(q, cache.k_pages(), cache.v_pages(), *(step.page_table,) * 2, step.seq_lens_kv)
-        packed = paged_calls.as_packed(call, paging.gather(call))
+        gather = paging.Gatherer(call)
+        of_rows = paged_long.as_packed(call, gather(call))
         times = device_times(
             {
                 "ours": ours,
                 "dense": expected,
-                "gather": lambda call=call: paging.gather(call),  # type: ignore[misc]
-                "packed": lambda packed=packed: varlen_calls.run_forward(packed),  # type: ignore[misc]
+                "gather": lambda gather=gather, call=call: gather(call),  # type: ignore[misc]
+                "packed": lambda of_rows=of_rows: varlen_calls.run_forward(of_rows),  # type: ignore[misc]
+                "lengths": _dense_call(q, k, v, seq_lens_kv=step.seq_lens_kv.clone()),
             }
         )
         rows.append(
@@ -134,14 +139,16 @@ def chunks() -> list[dict[str, Any]]:
                 "sdpa_paged / dense": times["ours"] / times["dense"],
                 "of it: pages in a row µs": times["gather"],
                 "of it: packed attention µs": times["packed"],
+                "dense with seq_lens_kv µs": times["lengths"],
             }
         )
-        del cache, step, k, v, call, packed
+        del cache, step, k, v, call, gather, of_rows
     return rows
 
 
-def _dense_call(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    return lambda: sdpa(q, k, v, is_causal=True, causal_alignment="bottom_right", deterministic=True)
+def _dense_call(q: Tensor, k: Tensor, v: Tensor, seq_lens_kv: Tensor | None = None) -> Callable[[], Tensor]:
+    mask: dict[str, Any] = {"is_causal": True, "causal_alignment": "bottom_right"}
+    return lambda: sdpa(q, k, v, **mask, seq_lens_kv=seq_lens_kv, deterministic=True)
 
 
 def drafts() -> list[dict[str, Any]]:
@@ -166,6 +173,35 @@ def drafts() -> list[dict[str, Any]]:
     return rows
 
 
+def mixed(steps: int = 10_000) -> list[dict[str, Any]]:
+    """The plans that a server builds whose batch, lengths and chunks change in every step."""
+    draw = random.Random(20261121)
+    pages, most, longest = 2048, 64, 2048
+    k_pages, v_pages = (cases.normal(pages, 2, 16, 64) for _ in range(2))
+    table = torch.randint(0, pages, (most, longest // 16), device=cases.DEVICE).int()
+    rows = []
+    plan_cache.clear()
+    before = plan_cache.info()
+    for number in track(range(1, steps + 1), "mixed steps", transient=True):
+        queries = draw.choice([1] * 8 + [draw.randint(2, 8), draw.randint(9, 512)])
+        batch = draw.randint(1, most if queries <= 8 else 4)
+        lengths = torch.full((batch,), draw.randint(queries, longest), device=cases.DEVICE, dtype=torch.int32)
+        q = cases.normal(batch, 8, queries, 64)
+        sdpa_paged(q, k_pages, v_pages, table[:batch], lengths)
+        if number in (steps // 10, steps):
+            info = plan_cache.info()
+            built, seconds = info.builds - before.builds, info.build_seconds - before.build_seconds
+            rows.append({"steps": number, "plans built": built, "in seconds": seconds})
+    return rows
+
+
+def _launch(prepared: PreparedPaged) -> Call:
+    """The launch of a prepared step's plan and nothing else."""
+    plan, pointers = prepared._prepared.plan, array("Q", prepared._pointers)
+    slot = handles.thread.slots[plan.device]
+    return lambda: plan._launch(pointers.buffer_info()[0], len(pointers), slot.scratch, slot.raw, -1)
+
+
 def host() -> list[dict[str, Any]]:
     """Host time of one warm decode step, B=1, 8 heads of 64, 128 tokens, beside its peers."""
     cache = PagedKVCache(pages=64, page_size=64, heads=8, head_dim=64, device=cases.DEVICE)
@@ -177,6 +213,7 @@ def host() -> list[dict[str, Any]]:
     k, v = cases.normal(1, 8, 128, 64), cases.normal(1, 8, 128, 64)
     lengths = torch.full((1,), 128, dtype=torch.int32, device=cases.DEVICE)
     new = cases.normal(1, 8, 1, 64), cases.normal(1, 8, 1, 64)
+    chunk = cases.normal(1, 64, 8, 64).transpose(1, 2)
 
     def reserve() -> None:
         cache.reserve([sequence], into=step)
@@ -184,10 +221,13 @@ def host() -> list[dict[str, Any]]:
 
     prepared = prepare_paged(q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
     ours = _call(cache, step, q)
+    prepared()  # binds the handle to the stream
     calls: dict[str, Call] = {
         "sdpa_paged": ours,
         "sdpa_paged, other tables": _call(cache, step, q, foreign=True),
         "prepared": prepared,
+        "  of it: cuDNN and the frontend's C++, two kernels": _launch(prepared),
+        "sdpa_paged, a chunk of 64 tokens": _call(cache, step, chunk),
         "PagedKVCache.append": lambda: cache.append(step, *new),
         "PagedKVCache.reserve": reserve,
         "sdpa with seq_lens_kv, contiguous": lambda: sdpa(q, k, v, seq_lens_kv=lengths),

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-import random
 import threading
 
 import fuzz
 import pytest
 import torch
+from support import assert_same
 
 import cudnn_sdpa
 from cudnn_sdpa import PagedKVCache, PlanBuildError, no_plan_builds, plan_cache, prepare_paged, sdpa_paged
 from cudnn_sdpa.attention import paged_calls
 from cudnn_sdpa.attention.paged_calls import MARK
+from cudnn_sdpa.bench import decode
 from cudnn_sdpa.runtime.layouts import canonical_stride
 
 BF16 = torch.bfloat16
@@ -188,7 +189,7 @@ def test_queries_in_any_memory_order_and_out(queries):
         assert canonical_stride(wanted.shape, wanted.stride()) == canonical_stride(q.shape, in_order)
         out = torch.full((4, queries, 8, 128), math.nan, device="cuda", dtype=BF16).transpose(1, 2)
         assert cache(q, out=out) is out
-        assert torch.equal(out, wanted)
+        assert_same(out, wanted)
 
 
 def test_keys_and_values_in_one_tensor_and_tables_apart():
@@ -198,12 +199,12 @@ def test_keys_and_values_in_one_tensor_and_tables_apart():
     q = queries_for(cache)
     wanted = cache(q)
     k, v = both.unbind(1)
-    assert torch.equal(sdpa_paged(q, k, v, cache.table, cache.lengths), wanted)
+    assert_same(sdpa_paged(q, k, v, cache.table, cache.lengths), wanted)
     table_v = torch.argsort(order)[cache.table.long()].int()
     for queries in (1, 20):
         q = queries_for(cache, queries)
         found = sdpa_paged(q, k, v[order], cache.table, cache.lengths, page_table_v=table_v)
-        assert torch.equal(found, cache(q))
+        assert_same(found, cache(q))
 
 
 @pytest.mark.parametrize("queries", [1, 4, 20])
@@ -223,27 +224,12 @@ def test_numbers_that_make_no_sense_touch_nothing_outside(wrong, queries):
 
 
 def test_a_server_builds_a_dozen_plans():
-    """10,000 steps whose batch, lengths and chunks change all the time."""
-    r = random.Random(20261121)
-    plan_cache.clear()
-    cache = PagedKVCache(pages=2048, page_size=16, heads=2, head_dim=64, max_length=2048)
-    pages = cache.k_pages(), cache.v_pages()
-    table = torch.randint(0, 2048, (64, 128), device="cuda").int()
-    for number in range(10_000):
-        batch, queries = r.randint(1, 64), r.choice([1] * 8 + [r.randint(2, 8), r.randint(9, 512)])
-        batch = min(batch, 4) if queries > 8 else batch
-        lengths = torch.full((batch,), r.randint(queries, 2048), device="cuda", dtype=torch.int32)
-        q = torch.empty(batch, 8, queries, 64, device="cuda", dtype=BF16)
-        sdpa_paged(q, *pages, table[:batch], lengths)
-        if number == 1000:
-            first = plan_cache.info().builds
-    builds = plan_cache.info().builds
-    print(f"10,000 mixed steps built {builds} plans, {first} of them in the first 1,000")
-    assert builds <= 45
-    assert builds - first <= 12
+    first, all_of_them = (row["plans built"] for row in decode.mixed(10_000))
+    assert all_of_them <= 45
+    assert all_of_them - first <= 12
 
 
-def decode(cache, step, q):
+def attend(cache, step, q):
     return cache.attend(step, q)
 
 
@@ -314,7 +300,7 @@ def test_nothing_synchronizes():
         two = cache.fork(numbers[0])
         cache.reserve([two])
         cache.free(two)
-        return [decode(cache, step, q), *(foreign(some) for some in many)]
+        return [attend(cache, step, q), *(foreign(some) for some in many)]
 
     steps()
     torch.cuda.synchronize()
@@ -334,11 +320,11 @@ def test_a_captured_step_serves_what_comes_later():
     step = cache.new_step(4)
     cache.reserve(numbers, into=step)
     cache.append(step, *new)
-    decode(cache, step, q)
+    attend(cache, step, q)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), no_plan_builds():
         cache.append(step, *new)
-        out = decode(cache, step, q)
+        out = attend(cache, step, q)
     more = cache.add()
     for _ in range(20):
         numbers = [*numbers[:2], more]
@@ -360,12 +346,12 @@ def test_two_captures_on_two_streams_share_a_cache():
         new = [torch.randn(2, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)]
         step = cache.reserve(half)
         cache.append(step, *new)
-        decode(cache, step, q)
+        attend(cache, step, q)
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):
             cache.append(step, *new)
-            out = decode(cache, step, q)
+            out = attend(cache, step, q)
         parts.append((half, q, new, step, stream, graph, out))
     for _ in range(10):
         for half, q, new, step, *_ in parts:
@@ -438,8 +424,8 @@ def test_tables_that_were_one_and_are_two():
     table_v = torch.argsort(order)[cache.table.long()].int()
     for _ in range(2):
         found = sdpa_paged(q, cache.pages[0], moved, cache.table, cache.lengths, page_table_v=table_v)
-        assert torch.equal(found, shared)
-        assert torch.equal(cache(q), shared)
+        assert_same(found, shared)
+        assert_same(cache(q), shared)
 
 
 def test_queries_of_one_token_in_another_memory_order():
@@ -448,7 +434,7 @@ def test_queries_of_one_token_in_another_memory_order():
     for _ in range(3):
         out = cache(q)
         assert out.stride()[:2] == q.stride()[:2]
-        assert torch.equal(out, cache(q.contiguous()))
+        assert_same(out, cache(q.contiguous()))
 
 
 def test_steps_of_other_caches_are_not_trusted():
@@ -471,7 +457,7 @@ def test_a_scale_that_is_not_positive_is_not_prepared():
         prepare_paged(*given, scale=-0.2)
     wanted = sdpa_paged(-q, *given[1:], scale=0.2)
     for _ in range(2):
-        assert torch.equal(sdpa_paged(*given, scale=-0.2), wanted)
+        assert_same(sdpa_paged(*given, scale=-0.2), wanted)
 
 
 def test_recognized_steps_are_not_confused():
@@ -494,7 +480,7 @@ def test_recognized_steps_are_not_confused():
             for _ in range(2):
                 found = sdpa_paged(q, *pages, **options)
                 for x, y in zip(*((r if isinstance(r, tuple) else (r,)) for r in (found, wanted)), strict=True):
-                    assert torch.equal(x, y)
+                    assert_same(x, y)
     shifted = torch.empty(q.numel() + 1, device="cuda", dtype=BF16)[1:].view(q.shape)
     with pytest.raises(cudnn_sdpa.LayoutError):
         sdpa_paged(shifted, *pages)
@@ -516,8 +502,7 @@ def test_many_threads():
                 torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
                 for _ in range(100):
                     for q, right in zip(many, wanted, strict=True):
-                        if not torch.equal(cache(q), right):
-                            failures.append(q.shape)
+                        assert_same(cache(q), right)
         except Exception as failure:  # noqa: BLE001 - looked at below
             failures.append(failure)
 
@@ -544,10 +529,10 @@ def test_plans_are_recorded_and_warmed_up():
     plan_cache.clear()
     with cudnn_sdpa.record_plans() as manifest:
         for q in many:
-            decode(cache, step, q)
+            attend(cache, step, q)
     assert len(manifest) == 3
     plan_cache.clear()
     cudnn_sdpa.warmup(manifest)
     with no_plan_builds():
         for q in many:
-            decode(cache, step, q)
+            attend(cache, step, q)

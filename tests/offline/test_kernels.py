@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cudnn_sdpa import LibraryError
-from cudnn_sdpa.attention import packing
+from cudnn_sdpa.attention import packing, paging
 from cudnn_sdpa.runtime import kernels
 from cudnn_sdpa.runtime.kernels import Kernel
 
@@ -18,9 +18,13 @@ def nvrtc():
         pytest.skip(f"no NVRTC: {error}")
 
 
+KERNELS = [packing.kernel, paging.decode_kernel, paging.gather_kernel, paging.append_kernel]
+
+
 @pytest.mark.parametrize("sm", [80, 86, 89, 90, 100, 120])
-def test_every_kernel_compiles_for_every_gpu(sm):
-    assert packing.kernel.compile(sm)[:4] == b"\x7fELF"
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_every_kernel_compiles_for_every_gpu(kernel, sm):
+    assert kernel.compile(sm)[:4] == b"\x7fELF"
 
 
 def test_what_cannot_be_compiled_says_why(tmp_path):

@@ -41,3 +41,9 @@ def test_pages_lie_in_random_order_and_the_row_is_the_cache(on_cpu):  # noqa: AR
     assert torch.equal(k[1], cache.read(1)[0])
     assert torch.equal(v[2], cache.read(2)[1])
     assert k.shape == (3, 8, 70, 128)
+
+
+def test_mixed_steps_are_calls_that_work(on_cpu):  # noqa: ARG001
+    rows = decode.mixed(20)
+    assert [row["steps"] for row in rows] == [2, 20]
+    assert [row["plans built"] for row in rows] == [0, 0]  # there are none on the CPU

@@ -1,0 +1,122 @@
+"""Calls on a paged cache with many queries, or with what the kernels for decode steps lack.
+
+Keys and values are put in a row, by one kernel, and the call becomes one over packed sequences. cuDNN's own kernel for
+many queries on pages takes about as long, and lets NaN of slots that no sequence owns into the results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import paged_calls, paging, varlen_calls
+from cudnn_sdpa.attention.calls import Result, _current_device
+from cudnn_sdpa.attention.packed import Packed
+from cudnn_sdpa.attention.paged_arguments import PagedArguments
+from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
+from cudnn_sdpa.runtime.layouts import dense_stride_like
+
+#: What keys and values in a row may take of the GPU's memory; a batch that would take more goes in parts.
+MOST_GATHERED_BYTES = 1 << 30
+
+#: Queries of all sequences that a plan for many of them is made for, at least.
+LEAST_ROWS = 128
+
+
+class LongCall:
+    """A call bound to its plan, of as many sequences as are put in a row at a time.
+
+    Attributes:
+        plan: The plan.
+        last: What a `CallTable` resets.
+    """
+
+    __slots__ = ("_elsewhere", "_gather", "_varlen", "last", "plan")
+
+    def __init__(self, call: PagedArguments) -> None:
+        self._elsewhere = torch.cuda.device_count() > 1
+        self._gather = paging.Gatherer(call)
+        of_rows = as_packed(call, self._gather(call))
+        self._varlen = varlen_calls.prepare_forward(of_rows, packed(of_rows))
+        self.plan = self._varlen.plan
+        self.last: Any = None
+
+    def __call__(self, call: PagedArguments) -> Result:
+        """The results of a call whose arguments are checked."""
+        if self._elsewhere and _current_device() != self.plan.device:
+            with torch.cuda.device(self.plan.device):
+                return self(call)
+        batch, heads, queries, _ = call.q.shape
+        found = varlen_calls.forward(self._varlen, as_packed(call, self._gather(call)))
+        of_rows, of_lse = found if isinstance(found, tuple) else (found, None)
+        out = paged_calls.in_place_of(call, of_rows.view(batch, queries, heads, -1).transpose(1, 2))
+        return out if of_lse is None else (out, of_lse.view(batch, queries, heads).transpose(1, 2).contiguous())
+
+
+def run_long(call: PagedArguments) -> Result:
+    """The results of a call whose arguments are checked."""
+    at_once = sequences_at_once(call)
+    if call.q.shape[0] > at_once:
+        return _in_parts(call, at_once)
+    name = paged_calls.signature(call, in_place=not paged_calls.reasons_against_in_place(call))
+    prepared = paged_calls.calls.get(name)
+    if prepared is None:
+        with torch.cuda.device(call.q.device):
+            prepared = LongCall(call)
+        paged_calls.calls.add(name, prepared)
+    result: Result = prepared(call)
+    return result
+
+
+def sequences_at_once(call: PagedArguments) -> int:
+    """Of how many sequences keys and values are put in a row at a time."""
+    of_a_sequence = call.most_keys * (call.k[0, :, 0].numel() + call.v[0, :, 0].numel()) * call.k.element_size()
+    return max(1, MOST_GATHERED_BYTES // max(1, of_a_sequence))
+
+
+def _in_parts(call: PagedArguments, at_once: int) -> Result:
+    out = call.out
+    if out is None:
+        shape = (*call.q.shape[:3], call.v.shape[3])
+        stride = dense_stride_like(shape, call.q.shape, call.q.stride())
+        out = torch.empty_strided(shape, stride, dtype=call.q.dtype, device=call.q.device)
+    lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device) if call.with_lse else None
+    for first in range(0, call.q.shape[0], at_once):
+        part = slice(first, first + at_once)
+        found = run_long(_of_batch(call, part))
+        out[part], of_lse = found if isinstance(found, tuple) else (found, None)
+        if lse is not None and of_lse is not None:
+            lse[part] = of_lse
+    return out if lse is None else (out, lse)
+
+
+def _of_batch(call: PagedArguments, part: slice) -> PagedArguments:
+    shared = call.table_v is call.table_k
+    table = call.table_k[part]
+    return call._replace(
+        q=call.q[part],
+        table_k=table,
+        table_v=table if shared else call.table_v[part],
+        seq_lens_kv=call.seq_lens_kv[part],
+        seq_lens_q=None if call.seq_lens_q is None else call.seq_lens_q[part],
+        out=None,
+    )
+
+
+def as_packed(call: PagedArguments, gathered: paging.Gathered) -> VarlenArguments:
+    """The same call over packed sequences."""
+    batch, heads, queries, dim = call.q.shape
+    rows: Tensor = call.q.transpose(1, 2).reshape(batch * queries, heads, dim)  # a view where tokens follow each other
+    return VarlenArguments(
+        *(rows, gathered.k, gathered.v, call.sinks, gathered.ends_q, gathered.ends_kv, None),
+        *(queries, call.most_keys, call.is_causal, call.causal_alignment, call.window_left, call.window_right),
+        *(call.scale, 0.0, call.softcap),
+        with_lse=call.with_lse,
+    )
+
+
+def packed(of_rows: VarlenArguments) -> Packed:
+    """Describes it, with rows rounded up to a power of two, so that few plans serve many."""
+    return varlen_calls.packed(of_rows, max(LEAST_ROWS, 1 << (of_rows.q.shape[0] - 1).bit_length()))

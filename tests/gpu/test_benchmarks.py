@@ -1,0 +1,54 @@
+"""The benchmarks run, at a few small shapes and with hardly a repeat: what they reach into is where they expect it."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from typer.testing import CliRunner
+
+from cudnn_sdpa.bench import cases, decode, host, timing, training
+from cudnn_sdpa.bench.cli import AttentionPart, DecodePart, HostPart
+from cudnn_sdpa.cli import app
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Two calls for each number, and small shapes."""
+    for module in (host, training, decode):
+        monkeypatch.setattr(module, "host_times", lambda calls, **_: timing.host_times(calls, per_round=2, rounds=1))
+    for module in (host, decode):
+        monkeypatch.setattr(module, "device_times", lambda calls: timing.device_times(calls, repeats=2))
+    monkeypatch.setattr(cases, "KERNEL_SHAPES", cases.QUICK.kernels)
+    monkeypatch.setattr(decode, "STEPS", ((3, 300, 64), (2, 300, 16)))
+    monkeypatch.setattr(decode, "CHUNKS", ((2, 100, 300, 64),))
+    monkeypatch.setattr(decode, "DRAFTS", ((3, 4, 300),))
+    monkeypatch.setattr(decode, "COPIED", 1 << 20)
+
+
+def assert_measured(tmp_path, command, part, *options):
+    path = tmp_path / "results.json"
+    result = CliRunner().invoke(app, ["bench", command, "--part", part.value, "--output", str(path), *options])
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    rows = json.loads(path.read_text())[part.value]
+    assert rows
+    for row in rows:
+        numbers = [value for value in row.values() if isinstance(value, (int, float))]
+        assert numbers
+        assert all(map(math.isfinite, numbers))
+
+
+@pytest.mark.parametrize("part", [part for part in HostPart if part is not HostPart.MEMORY])  # that builds 1,000 plans
+def test_host(tmp_path, part):
+    assert_measured(tmp_path, "host", part)
+
+
+@pytest.mark.parametrize("part", [part for part in DecodePart if part is not DecodePart.MIXED])  # see test_paged_caches
+def test_decode(tmp_path, part):
+    assert_measured(tmp_path, "decode", part)
+
+
+@pytest.mark.parametrize("part", list(AttentionPart))
+def test_attention(tmp_path, part):
+    assert_measured(tmp_path, "attention", part, "--quick")

@@ -1,0 +1,61 @@
+"""`PagedKVCache.plans` and `warmup`: no step of the kinds that were named builds a plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cudnn_sdpa
+from cudnn_sdpa import PagedKVCache, PlanBuildError, no_plan_builds, plan_cache
+
+BF16 = torch.bfloat16
+HEADS = (8, 2)
+
+
+def queries(batch, tokens, order):
+    """As a projection gives them: alone, beside keys and values, or head by head."""
+    if order == "heads apart":
+        return torch.randn(batch, HEADS[0], tokens, 64, device="cuda", dtype=BF16)
+    more = 2 * HEADS[1] if order == "of one projection" else 0
+    every_head = torch.randn(batch, tokens, HEADS[0] + more, 64, device="cuda", dtype=BF16)
+    return every_head[:, :, : HEADS[0]].transpose(1, 2)
+
+
+@pytest.mark.parametrize("order", ["alone", "of one projection", "heads apart"])
+@pytest.mark.parametrize("options", [{}, {"return_lse": True, "window": (20, 0)}, {"softcap": 20.0}], ids="+".join)
+def test_steps_of_these_kinds_find_their_plans(order, options):
+    cache = PagedKVCache(pages=400, page_size=16, heads=HEADS[1], head_dim=64, max_length=512)
+    batches, tokens = range(1, 14), (1, 3, 70)
+    manifest = cache.plans(queries(2, 5, order), batches, tokens, **options)
+    report = cudnn_sdpa.warmup(manifest, workers=2)
+    assert (report.failed, report.built) == ({}, len(manifest))
+    assert len(manifest) <= 33
+    sequences = [cache.add() for _ in batches]
+    with no_plan_builds():
+        for batch in batches:
+            for count in tokens:
+                step = cache.reserve(sequences[:batch], count)
+                k, v = (torch.randn(batch, HEADS[1], count, 64, device="cuda", dtype=BF16) for _ in range(2))
+                cache.append(step, k, v)
+                out = cache.attend(step, queries(batch, count, order), **options)
+                assert (out[0] if isinstance(out, tuple) else out).isfinite().all()
+            for sequence in sequences:
+                cache.evict(sequence)
+    assert plan_cache.info().builds <= report.built
+
+
+def test_a_graph_that_lacks_a_plan_says_what_makes_it_ready():
+    cache = PagedKVCache(pages=40, page_size=16, heads=HEADS[1], head_dim=64, max_length=128)
+    step, q = cache.reserve([cache.add()], 3), queries(1, 3, "alone")
+    cache.attend(step, q)  # our own kernels are there
+    plan_cache.clear()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        q.add_(1)  # PyTorch warns of graphs without anything in them
+        with pytest.raises(PlanBuildError, match=r"warmup\(\)"):
+            cache.attend(step, q)
+    cudnn_sdpa.warmup(cache.plans(q, [1], [3]))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cache.attend(step, q)
+    graph.replay()
+    assert out.isfinite().all()
