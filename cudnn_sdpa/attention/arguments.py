@@ -71,11 +71,6 @@ class ForwardArguments(NamedTuple):
         )
 
     @property
-    def must_repeat(self) -> bool:
-        """Whether determinism concerns the forward pass: only kernels for single queries may give other bits."""
-        return self.deterministic and self.q.shape[2] == 1
-
-    @property
     def scale_value(self) -> float:
         """The factor of the scores."""
         return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)

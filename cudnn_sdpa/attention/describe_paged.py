@@ -27,6 +27,7 @@ from cudnn_sdpa.attention.paged_plans import MOST_DECODED, PagedDecode, is_decod
 from cudnn_sdpa.attention.paging import Gathered
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime.describe import Description, describes
+from cudnn_sdpa.runtime.target import live_target
 
 
 @describes(sdpa_paged)
@@ -65,7 +66,10 @@ def describe_paged(
         return Description(graphs.paged_decode, partial(describe.refuse, refused), describe.device_of(q))
     paged_operators.check_memory(call)
     launched, of_scale = _with_positive_scale(call)
-    described = (_describe_decode if is_decode(call) else _describe_long)(launched, describe.device_of(q))
+    device = describe.device_of(q)
+    described = describe_decode(launched, device) if is_decode(call) else describe_long(launched, device)
+    if is_decode(call) and device is not None and UnsupportedError.of(described.key, live_target(device), device):
+        described = describe_long(launched, device)
     return replace(
         described,
         extra_kernels=[*of_scale, *described.extra_kernels],
@@ -86,7 +90,8 @@ def _without_data(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _describe_decode(call: PagedArguments, device: int | None) -> Description:
+def describe_decode(call: PagedArguments, device: int | None) -> Description:
+    """The call as `paged_calls` runs it."""
     reasons = paged_calls.reasons_against_in_place(call)
     decode = PagedDecode.of(call, in_place=not reasons)
     notes = []
@@ -106,7 +111,8 @@ def _describe_decode(call: PagedArguments, device: int | None) -> Description:
     )
 
 
-def _describe_long(call: PagedArguments, device: int | None) -> Description:
+def describe_long(call: PagedArguments, device: int | None) -> Description:
+    """The call as `paged_long` runs it: its first part, if it goes in several."""
     at_once = paged_long.sequences_at_once(call)
     parts = -(-call.q.shape[0] // at_once)
     call = call._replace(q=call.q[:at_once])
@@ -118,7 +124,7 @@ def _describe_long(call: PagedArguments, device: int | None) -> Description:
     )
     ends = torch.empty(batch * (1 if call.seq_lens_q is None else 2) + 1, dtype=torch.int32, device="meta")
     of_rows = paged_long.as_packed(call._replace(q=_without_data(call.q)), Gathered(k, v, ends, ends))
-    packed, out = paged_long.packed(of_rows), varlen_calls.output_layout(of_rows)
+    packed, out = paged_long.packed(of_rows, batch), varlen_calls.output_layout(of_rows)
     size = (k.numel() + v.numel()) * k.element_size() / 2**20
     notes = [f"keys and values are put in a row by one kernel, in up to {size:.0f} MiB ({_why_long(call, queries)})"]
     notes += [f"the batch goes in {parts} parts of up to {at_once} sequences"] * (parts > 1)

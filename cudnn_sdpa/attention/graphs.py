@@ -6,7 +6,7 @@ The operations are described in NVIDIA's documentation of the cuDNN frontend, "A
   None being no bound; the diagonal ends at the last query and key if `bottom_right`.
 - `alibi`: cuDNN's own linear biases.
 - `dropout_p`: the share that is dropped; the seed and the offset of the generator are operands.
-- `deterministic`: whether every run must give the same bits; of forward passes only those of single queries might not.
+- `deterministic`: whether every run must give the same bits; said of forward passes only where it makes a difference.
 - `totals`: None, or for packed tensors the most rows of queries and of keys in all sequences together.
 
 A soft cap is drawn by a `score_mod`, which excludes cuDNN's own masks; what hides keys is drawn there too.
@@ -49,7 +49,7 @@ def sdpa_forward(
     """O = softmax(cap(scale · Q Kᵀ) + bias) V, and on request the log-sum-exp of what the softmax sees."""
     options: dict[str, Any] = {"bias": bias, "sink_token": sink}
     if deterministic:
-        g.only_repeatable()
+        g.only_repeatable(single_query=q.get_dim()[2] == 1)
     if softcap is not None:
         options["score_mod"] = soft_cap(g, softcap, k.get_dim()[2], band, lowest, highest, backward=False)[0]
         options |= {"seq_len_q": seq_len_q, "seq_len_kv": seq_len_kv}
@@ -134,7 +134,7 @@ def paged_decode(
     """
     options = masks(g, None if left is None else (left, None, True), False, seq_len_q, seq_len_kv)
     if deterministic:
-        g.only_repeatable()
+        g.only_repeatable(single_query=True)
     longest = table_k.get_dim()[2] * k.get_dim()[2]
     o, lse = g.sdpa(
         name="paged_decode",

@@ -274,10 +274,10 @@ class PagedKVCache:
         """The plans of all steps of so many sequences with so many new tokens each, to have them ready.
 
         Args:
-            q: Queries of any step (B, Hq, tokens, D), as the model makes them.
+            q: Queries of a step (B, Hq, tokens, D) as the model makes them; of two tokens or more if heads lie apart.
             batches: How many sequences: all numbers that may come, such as `range(1, 65)`. Most share a plan.
-            tokens: How many new tokens each has at most: 1 for decoding, and sizes of chunks.
-            options: Those of `attend`.
+            tokens: How many new tokens a sequence has at most: all numbers that may come.
+            options: Those of `attend`, but for `out`.
 
         Returns:
             What `warmup` takes.

@@ -14,6 +14,8 @@ from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.runtime.call_table import CallTable
 from cudnn_sdpa.runtime.eager import Guard
+from cudnn_sdpa.runtime.repeatability import has_only_repeatable
+from cudnn_sdpa.runtime.target import live_target
 
 Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, None], Result]
 
@@ -57,7 +59,7 @@ calls: CallTable[Last] = CallTable(Last(None, _never, None, "", None, False, Fal
 
 def signature(call: ForwardArguments) -> Hashable:
     """All that decides a call, as a flat tuple."""
-    if call.must_repeat:
+    if call.deterministic and may_differ(call.q):
         return "must repeat", signature(call._replace(deterministic=False))
     if call.is_plain:
         return plain_signature(
@@ -66,6 +68,12 @@ def signature(call: ForwardArguments) -> Hashable:
     options = call.options[:-1]  # all but `deterministic`
     types = tuple(map(type, (*options, call.with_lse)))  # 1, 1.0 and True are equal, but not all are accepted
     return (*map(describe, (*call.tensors, call.rng, call.out)), *options, call.with_lse, types)
+
+
+def may_differ(q: Tensor) -> bool:
+    """Whether determinism concerns the forward pass: whether there are kernels that give other bits in another run."""
+    sm = live_target(q.get_device()).sm if q.is_cuda else 0
+    return not has_only_repeatable(sm, q.shape[2])
 
 
 def plain_signature(

@@ -21,6 +21,7 @@ from cudnn_sdpa.attention.support import BACKWARD, FORWARD, Case, refusal
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
 from cudnn_sdpa.runtime.layouts import TensorLayout
+from cudnn_sdpa.runtime.repeatability import has_only_repeatable
 from cudnn_sdpa.runtime.target import Target
 
 
@@ -69,6 +70,7 @@ class Packed:
         sinks: Whether there are attention sinks.
         dropout_p: The share that is dropped.
         softcap: Whether there is a soft cap; its value is data.
+        deterministic: Whether results must be bit-exact.
     """
 
     q: TensorLayout
@@ -82,6 +84,7 @@ class Packed:
     sinks: bool = False
     dropout_p: float = 0.0
     softcap: bool = False
+    deterministic: bool = False
 
     @property
     def totals(self) -> tuple[int, int]:
@@ -123,7 +126,10 @@ class Packed:
         outputs = [self._rows("out", out, self.longest_q)]
         if with_lse:
             outputs.append(self._lse())
-        return graphs.sdpa_forward.key(inputs, outputs, {**self._options(), "with_lse": with_lse}, target, device)
+        options = {**self._options(), "with_lse": with_lse}
+        if self.deterministic and not has_only_repeatable(target.sm, self.longest_q):
+            options["deterministic"] = True
+        return graphs.sdpa_forward.key(inputs, outputs, options, target, device)
 
     def backward_key(
         self, out: TensorLayout, grad_out: TensorLayout, deterministic: bool, target: Target, device: int | None

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from cudnn_sdpa.attention import arguments, debug, memory, paged_arguments, paged_calls, paged_operators, tracking
 from cudnn_sdpa.attention.calls import MISALIGNED, Result
+from cudnn_sdpa.attention.dense import cast_tensor
 from cudnn_sdpa.attention.fallback import kind_of, or_else
 from cudnn_sdpa.attention.paged_arguments import HND, PagedArguments, in_heads_order
 from cudnn_sdpa.attention.paged_calls import MARK, PagedCall
@@ -220,10 +221,18 @@ def _run(call: PagedArguments, given: tuple[Tensor, Tensor, str]) -> Result:
             if isinstance(known, PagedCall):
                 _remember(call, known, given)
             return known(call)
+    call = _cast_for_autocast(call)
+    tensors = (*call[:8], call.out)
     if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
         paged_arguments.check(call)
     refuse_gradients(call)
     return or_else(lambda: _dispatch(call, tensors), lambda: paged_operators.forward_cpu(call), lambda: kind_of(call))
+
+
+def _cast_for_autocast(call: PagedArguments) -> PagedArguments:
+    """The call with its queries cast as autocast does it, where that is the dtype of the pages."""
+    cast = cast_tensor(call.q, call.q) if isinstance(call.q, Tensor) and isinstance(call.k, Tensor) else call.q
+    return call if cast is call.q or cast.dtype != call.k.dtype else call._replace(q=cast)
 
 
 def _dispatch(call: PagedArguments, tensors: tuple[Tensor | None, ...]) -> Result:

@@ -27,6 +27,8 @@ from cudnn_sdpa.runtime.target import live_target
 #: many pages of this size. (pages, columns of the table, page size).
 MARK = "_cudnn_sdpa_pages"
 
+LONG = "long"
+
 
 class PagedCall:
     """A decode step bound to its plan.
@@ -126,7 +128,12 @@ def run_decode(call: PagedArguments) -> Result:
 
 def known(call: PagedArguments) -> Callable[[PagedArguments], Result] | None:
     """What runs a call, if there has been one like it."""
-    return calls.get(signature(call, in_place=not reasons_against_in_place(call)))
+    in_place = not reasons_against_in_place(call)
+    name = signature(call, in_place=in_place)
+    found = calls.get(name)
+    if found is None:
+        found = calls.get(signature_of_long(call) if in_place else (LONG, name))
+    return found
 
 
 def find(call: PagedArguments) -> PagedCall:
@@ -156,6 +163,11 @@ def signature(call: PagedArguments, *, in_place: bool) -> Hashable:
     tensors = map(describe, (*call[:8], call.out))
     exactly = torch.are_deterministic_algorithms_enabled()
     return (in_place, shared, exactly, *tensors, *call.options, *map(type, call.options))
+
+
+def signature_of_long(call: PagedArguments) -> Hashable:
+    """The same of a call that `paged_long` runs."""
+    return LONG, signature(call, in_place=False)
 
 
 def reasons_against_in_place(call: PagedArguments) -> list[str]:

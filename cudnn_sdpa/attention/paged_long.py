@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import paged_calls, paging, varlen_calls
 from cudnn_sdpa.attention.calls import Result, _current_device
-from cudnn_sdpa.attention.packed import Packed
+from cudnn_sdpa.attention.packed import Packed, sequence_bucket
 from cudnn_sdpa.attention.paged_arguments import PagedArguments
 from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
 from cudnn_sdpa.runtime.layouts import dense_stride_like
@@ -39,7 +39,7 @@ class LongCall:
         self._elsewhere = torch.cuda.device_count() > 1
         self._gather = paging.Gatherer(call)
         of_rows = as_packed(call, self._gather(call))
-        self._varlen = varlen_calls.prepare_forward(of_rows, packed(of_rows))
+        self._varlen = varlen_calls.prepare_forward(of_rows, packed(of_rows, call.q.shape[0]))
         self.plan = self._varlen.plan
         self.last: Any = None
 
@@ -60,7 +60,7 @@ def run_long(call: PagedArguments) -> Result:
     at_once = sequences_at_once(call)
     if call.q.shape[0] > at_once:
         return _in_parts(call, at_once)
-    name = paged_calls.signature(call, in_place=not paged_calls.reasons_against_in_place(call))
+    name = paged_calls.signature_of_long(call)
     prepared = paged_calls.calls.get(name)
     if prepared is None:
         with torch.cuda.device(call.q.device):
@@ -72,8 +72,8 @@ def run_long(call: PagedArguments) -> Result:
 
 def sequences_at_once(call: PagedArguments) -> int:
     """Of how many sequences keys and values are put in a row at a time."""
-    of_a_sequence = call.most_keys * (call.k[0, :, 0].numel() + call.v[0, :, 0].numel()) * call.k.element_size()
-    return max(1, MOST_GATHERED_BYTES // max(1, of_a_sequence))
+    heads, dims = call.k.shape[1], call.k.shape[3] + call.v.shape[3]
+    return max(1, MOST_GATHERED_BYTES // max(1, call.most_keys * heads * dims * call.k.element_size()))
 
 
 def _in_parts(call: PagedArguments, at_once: int) -> Result:
@@ -106,17 +106,26 @@ def _of_batch(call: PagedArguments, part: slice) -> PagedArguments:
 
 
 def as_packed(call: PagedArguments, gathered: paging.Gathered) -> VarlenArguments:
-    """The same call over packed sequences."""
+    """The same call over packed sequences. Queries are copied unless tokens follow each other."""
     batch, heads, queries, dim = call.q.shape
-    rows: Tensor = call.q.transpose(1, 2).reshape(batch * queries, heads, dim)  # a view where tokens follow each other
+    rows: Tensor = call.q.transpose(1, 2).reshape(batch * queries, heads, dim)
+    if heads > 1 and rows.stride(1) > rows.stride(0):  # of one sequence: every number of queries would have a plan
+        rows = rows.contiguous()
     return VarlenArguments(
         *(rows, gathered.k, gathered.v, call.sinks, gathered.ends_q, gathered.ends_kv, None),
         *(queries, call.most_keys, call.is_causal, call.causal_alignment, call.window_left, call.window_right),
         *(call.scale, 0.0, call.softcap),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
         with_lse=call.with_lse,
     )
 
 
-def packed(of_rows: VarlenArguments) -> Packed:
-    """Describes it, with rows rounded up to a power of two, so that few plans serve many."""
-    return varlen_calls.packed(of_rows, max(LEAST_ROWS, 1 << (of_rows.q.shape[0] - 1).bit_length()))
+def packed(of_rows: VarlenArguments, batch: int) -> Packed:
+    """Describes it, with rows rounded up so that few plans serve many: as many as `plans_of_steps` tells apart."""
+    rows, most_keys = of_rows.q.shape[0], of_rows.max_seqlen_kv
+    return varlen_calls.packed(of_rows, (rows_made(rows), sequence_bucket(batch) * most_keys))
+
+
+def rows_made(rows: int) -> int:
+    """For how many queries a plan for so many is made."""
+    return max(LEAST_ROWS, 1 << (rows - 1).bit_length())

@@ -18,8 +18,9 @@ from cudnn_sdpa.attention.packed import sequence_bucket
 from cudnn_sdpa.attention.paged_arguments import PagedArguments
 from cudnn_sdpa.attention.problem import HOST_SCALAR
 from cudnn_sdpa.attention.support import FORWARD, Case, refusal
+from cudnn_sdpa.runtime import known_issues
 from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
-from cudnn_sdpa.runtime.layouts import TensorLayout
+from cudnn_sdpa.runtime.layouts import TensorLayout, canonical_stride
 from cudnn_sdpa.runtime.target import Target
 
 #: Most queries of a sequence that are decoded one by one.
@@ -87,10 +88,10 @@ class PagedDecode:
         width = table_width(call.table_k.shape[1])
         row_q, head_q = (heads * dim, dim) if not in_place else (call.q.stride(0), call.q.stride(1))
         shape_q, shape_out = (rows, heads, 1, dim), (rows, heads, 1, call.v.shape[3])
-        steps = [t.stride(0) if in_place else width for t in (call.table_k, call.table_v)]
+        steps = [t.stride(0) if in_place and rows > 1 else width for t in (call.table_k, call.table_v)]
         first, second = (TensorLayout((rows, 1, width, 1), (step, step, 1, 1), torch.int32) for step in steps)
         return cls(
-            TensorLayout(shape_q, (row_q, head_q, head_q, 1), call.q.dtype),
+            TensorLayout(shape_q, canonical_stride(shape_q, (row_q, head_q, head_q, 1)), call.q.dtype),
             TensorLayout.of(call.k),
             TensorLayout.of(call.v),
             TensorLayout.contiguous(shape_out, call.q.dtype),
@@ -134,4 +135,6 @@ class PagedDecode:
         options: dict[str, Any] = {"left": self.left, "with_lse": self.with_lse}
         if self.deterministic:
             options["deterministic"] = True
-        return graphs.paged_decode.key(inputs, outputs, options, target, device)
+        key = graphs.paged_decode.key(inputs, outputs, options, target, device)
+        known_issues.check(key)  # now, and not when it is built: the call has another way
+        return key

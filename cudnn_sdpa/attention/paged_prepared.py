@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 from torch import Tensor
 
@@ -11,13 +13,15 @@ from cudnn_sdpa.attention.paged import refuse_gradients
 from cudnn_sdpa.attention.paged_arguments import HND, PagedArguments, in_heads_order
 from cudnn_sdpa.attention.paged_calls import PagedCall
 from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.runtime.plan import current_raw_stream
 
 
 class PreparedPaged:
     """A decode step whose memory is fixed: calling it launches the plan and nothing else.
 
     What is at the same addresses by then is read: new queries, lengths and tables are written into the tensors that it
-    was prepared with. Made by `prepare_paged`.
+    was prepared with. Its kernel stays the one of when it was prepared, whatever `torch.use_deterministic_algorithms`
+    says by then. Made by `prepare_paged`.
 
     Attributes:
         out: The output (B, Hq, 1, Dv), overwritten by each call.
@@ -25,20 +29,27 @@ class PreparedPaged:
     """
 
     def __init__(self, call: PagedArguments, prepared: PagedCall) -> None:
-        self._kept = call  # and with it the memory
-        self._prepared = prepared
+        self._kept = call, prepared  # and with them the memory
         with torch.cuda.device(prepared.plan.device):
             outputs = prepared.outputs()
         self.out = outputs[0]
         self.lse = outputs[1] if len(outputs) > 1 else None
         tables = call.table_k.data_ptr(), call.table_v.data_ptr()
         keys = call.seq_lens_kv.data_ptr()
-        self._pointers = prepared.pointers(call.q.data_ptr(), call.k, call.v, tables, keys, outputs)
-        self._launch = prepared.plan.launch
+        self._operands = array("Q", prepared.pointers(call.q.data_ptr(), call.k, call.v, tables, keys, outputs))
+        self._plan = prepared.plan
+        self._stream = current_raw_stream(self._plan.device)
+        self._workspace = torch.empty(self._plan.workspace, dtype=torch.uint8, device=call.q.device)
 
     def __call__(self) -> Tensor:
         """Launches it on the current stream, with the tensors' GPU as the current device; gives the output."""
-        self._launch(self._pointers)
+        if self._workspace.numel() != self._plan.workspace:  # `autotune` has chosen another plan
+            self._workspace = self._workspace.new_empty(self._plan.workspace)
+        if current_raw_stream(self._plan.device) != self._stream:
+            for tensor in (self._workspace, self.out, self.lse):
+                if tensor is not None:  # their memory must not go to others before this launch is done
+                    tensor.record_stream(torch.cuda.current_stream())
+        self._plan.launch_kept(self._operands, self._workspace.data_ptr())
         return self.out
 
 

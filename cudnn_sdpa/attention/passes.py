@@ -13,6 +13,7 @@ from cudnn_sdpa.attention.support import BACKWARD, FORWARD, refusal
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime.key import Operand, PlanKey
 from cudnn_sdpa.runtime.layouts import TensorLayout, dense_stride_like
+from cudnn_sdpa.runtime.repeatability import has_only_repeatable
 from cudnn_sdpa.runtime.target import Target
 
 #: On cuDNN before 9.28, queries and keys that fill up the last tile of this size are not hidden from a backward pass
@@ -29,7 +30,7 @@ class Forward:
         problem: What it has in common with its backward pass.
         out: The output.
         with_lse: Whether the caller wants the log-sum-exp.
-        deterministic: Whether the result must be bit-exact, which is said only where it makes a difference.
+        deterministic: Whether the result must be bit-exact.
     """
 
     problem: Problem
@@ -44,7 +45,7 @@ class Forward:
         shape = (*q.shape[:3], call.v.shape[3])
         stride = dense_stride_like(shape, q.shape, q.stride())
         out = TensorLayout(shape, stride, q.dtype) if call.out is None else TensorLayout.of(call.out)
-        return cls(Problem.of(call), out, call.with_lse, call.must_repeat)
+        return cls(Problem.of(call), out, call.with_lse, call.deterministic)
 
     @property
     def is_empty(self) -> bool:
@@ -91,7 +92,7 @@ class Forward:
         if self.plan_has_lse:
             outputs.append(Operand("lse", TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)))
         options = {**problem.options(), "with_lse": self.plan_has_lse}
-        if self.deterministic:
+        if self.deterministic and not has_only_repeatable(target.sm, problem.rows):
             options["deterministic"] = True
         return graphs.sdpa_forward.key(inputs, outputs, options, target, device)
 

@@ -35,9 +35,9 @@ def find(
     if debug.enabled:
         return None
     try:
-        is_single = q.shape[2] == 1
-        if is_single and torch.are_deterministic_algorithms_enabled():
-            return None  # the plan for calls like this one may give other bits in another run
+        may_differ = lookup.may_differ(q)
+        if may_differ and torch.are_deterministic_algorithms_enabled():
+            return None  # `find_any` knows the plans that give the same bits in every run
         trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         with_lse = return_lse or trains
         call: ForwardCall | None = lookup.calls.get(
@@ -62,7 +62,7 @@ def find(
             return run
         of_call = (is_causal, causal_alignment, scale, return_lse, seq_lens_kv is not None)
         guard = tensor_guard(*tensors)
-        holder.last = known = Last(run, _unless_deterministic(guard) if is_single else guard, *of_call)
+        holder.last = known = Last(run, _unless_deterministic(guard) if may_differ else guard, *of_call)
     lookup.calls.remember_last(known, call.plan)
     if not call.plan.held:
         call.last = None  # it refers back to the call, and an evicted plan must not wait for the garbage collector
@@ -80,9 +80,7 @@ def find_any(call: ForwardArguments, deterministic: bool | None) -> Callable[[Fo
     wanted = call if call.with_lse or not trains else call._replace(with_lse=True)
     exactly = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     try:
-        if exactly and call.q.shape[2] == 1:
-            return None  # the plan for calls like this one may give other bits in another run
-        signature = lookup.signature(wanted)
+        signature = lookup.signature(wanted._replace(deterministic=True) if exactly else wanted)
         prepared: ForwardCall | None = lookup.calls.get(signature)
     except (AttributeError, IndexError, TypeError, RuntimeError):
         return None
@@ -102,7 +100,7 @@ def _train(prepared: ForwardCall, deterministic: bool, call: ForwardArguments) -
 
 
 def _unless_deterministic(guard: Guard) -> Guard:
-    """A guard for single queries, which the switch for determinism leads to another plan."""
+    """A guard for calls that the switch for determinism leads to another plan."""
     return lambda *tensors: guard(*tensors) and not torch.are_deterministic_algorithms_enabled()
 
 

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.describe_paged import describe_paged
+from cudnn_sdpa.attention import arguments, paged_arguments
+from cudnn_sdpa.attention.describe_paged import describe_decode, describe_long
 from cudnn_sdpa.attention.kv_arguments import check_count
+from cudnn_sdpa.attention.packed import sequence_bucket
+from cudnn_sdpa.attention.paged import refuse_gradients
+from cudnn_sdpa.attention.paged_arguments import PagedArguments, in_heads_order
+from cudnn_sdpa.attention.paged_long import rows_made, sequences_at_once
+from cudnn_sdpa.attention.paged_operators import check_memory
+from cudnn_sdpa.attention.paged_plans import is_decode
 from cudnn_sdpa.attention.paged_step import PagedStep
-from cudnn_sdpa.errors import OptionError, ShapeError
+from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.manifest import PlanManifest
 from cudnn_sdpa.runtime.target import Target
 
 _META = torch.device("meta")
+
+#: What `sdpa_paged` calls by other names than `PagedArguments`.
+_NAMES = {"return_lse": "with_lse"}
 
 
 class Cache(Protocol):
@@ -39,16 +50,71 @@ def plans_of_steps(
         got = f"shape {tuple(q.shape)}" if isinstance(q, Tensor) else type(q).__name__
         raise ShapeError("q", got, "queries of a step, (B, Hq, tokens, D), none of them 0")
     counts = _counts("batches", batches), _counts("tokens", tokens)
-    k, v = (torch.empty_like(pages, device=_META) for pages in (cache.k_pages(), cache.v_pages()))
-    keys = []
+    given = _options(options)
+    pages = [
+        in_heads_order(torch.empty_like(x, device=_META), cache.page_layout) for x in (cache.k_pages(), cache.v_pages())
+    ]
+    keys: dict[Hashable, list[PlanKey]] = {}
     for batch in counts[0]:
         for count in counts[1]:
-            step = PagedStep.new(cache, cache._mark, batch, count, _META)
-            present = step.seq_lens_q if count > 1 else None  # as `PagedKVCache.attend` gives it
-            of_step = (queries_like(q, batch, count), k, v, step.page_table, step.seq_lens_kv)
-            described = describe_paged(*of_step, seq_lens_q=present, page_layout=cache.page_layout, **options)
-            keys.append(described.key(target, None))
-    return PlanManifest.of(keys)
+            step = None
+            for some in _forms(batch, count):
+                if some not in keys:
+                    step = step or PagedStep.new(cache, cache._mark, batch, count, _META)
+                    keys[some] = list(_keys(_call(step, q, pages, given, present=some[0]), target))
+    return PlanManifest.of([key for found in keys.values() for key in found])
+
+
+def _forms(batch: int, tokens: int) -> Iterator[tuple[Any, ...]]:
+    """What decides the plans of a step of so many sequences and tokens: whether some may be absent, and numbers.
+
+    Steps that are equal in these have equal plans, and most are. Absent tokens are nothing special where there are
+    several: `PagedKVCache.attend` says which are there anyway.
+    """
+    rows = batch * tokens
+    for present in (True, False) if tokens == 1 else (True,):
+        in_place = batch if not present else None
+        yield (
+            present,
+            in_place,
+            sequence_bucket(batch),
+            sequence_bucket(rows),
+            rows_made(rows),
+            (tokens - 1).bit_length(),
+        )
+
+
+def _call(step: PagedStep, q: Tensor, pages: list[Tensor], options: dict[str, Any], *, present: bool) -> PagedArguments:
+    of_step = queries_like(q, step.batch, step.tokens), pages[0], pages[1], step.page_table, step.page_table
+    call = PagedArguments(*of_step, step.seq_lens_kv, step.seq_lens_q if present else None, **options)
+    paged_arguments.check(call)
+    refuse_gradients(call)
+    check_memory(call)
+    return call
+
+
+def _keys(call: PagedArguments, target: Target) -> Iterator[PlanKey]:
+    """The plans of a call: of one step, or of the parts that a large batch goes in."""
+    if is_decode(call):
+        key = describe_decode(call, None).key
+        if UnsupportedError.of(key, target, None) is None:
+            yield key(target, None)
+            return
+    at_once, batch = sequences_at_once(call), call.q.shape[0]
+    for size in {min(batch, at_once), batch % at_once or at_once}:
+        part = call._replace(q=call.q[:size], table_k=call.table_k[:size], seq_lens_kv=call.seq_lens_kv[:size])
+        yield describe_long(part, None).key(target, None)
+
+
+def _options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of `attend` as those of `PagedArguments`, without data."""
+    left, right = arguments.window_bounds(options.get("window"))
+    known = {"is_causal", "causal_alignment", "window", "scale", "softcap", "sinks", "return_lse"}
+    for name in options.keys() - known:
+        raise OptionError(name, "an argument", f"one of {', '.join(sorted(known))}", "It has no part in a plan.")
+    others = {name: value for name, value in options.items() if name != "window"}
+    data = {name: torch.empty_like(x, device=_META) if isinstance(x, Tensor) else x for name, x in others.items()}
+    return {"window_left": left, "window_right": right} | {_NAMES.get(name, name): x for name, x in data.items()}
 
 
 def _counts(name: str, counts: Any) -> list[int]:

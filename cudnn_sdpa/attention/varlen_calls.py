@@ -37,21 +37,20 @@ class VarlenBackwardArguments(NamedTuple):
     sink_gradient: bool
 
 
-def packed(call: VarlenArguments, rows_q: int | None = None) -> Packed:
-    """Describes a call, its numbers rounded up; the rows of queries to `rows_q`, if that is given."""
+def packed(call: VarlenArguments, rows: tuple[int, int] | None = None) -> Packed:
+    """Describes a call, its numbers rounded up; the rows of queries and of keys to `rows`, if these are given."""
     closely = call.deterministic or call.softcap is not None
-    q = TensorLayout.of(call.q)
-    if rows_q is not None:
-        q = replace(q, shape=(rows_q, *q.shape[1:]))
+    q, k, v = (TensorLayout.of(tensor) for tensor in call[:3])
+    if rows is not None:
+        of_q, of_kv = rows
+        q, k, v = (replace(x, shape=(n, *x.shape[1:])) for x, n in ((q, of_q), (k, of_kv), (v, of_kv)))
     longest_q = length_bucket(call.max_seqlen_q, q.shape[0], closely=closely)
-    longest_kv = length_bucket(call.max_seqlen_kv, call.k.shape[0], closely=closely)
+    longest_kv = length_bucket(call.max_seqlen_kv, k.shape[0], closely=closely)
     longest = min(call.max_seqlen_q, call.q.shape[0]), min(call.max_seqlen_kv, call.k.shape[0])
     alignment = TOP_LEFT if call.one_packing else call.causal_alignment
     window = (call.window_left, call.window_right)
     return Packed(
-        q,
-        TensorLayout.of(call.k),
-        TensorLayout.of(call.v),
+        *(q, k, v),
         sequence_bucket(call.cu_seqlens_q.shape[0] - 1),
         longest_q,
         longest_kv,
@@ -60,6 +59,7 @@ def packed(call: VarlenArguments, rows_q: int | None = None) -> Packed:
         call.sinks is not None,
         float(call.dropout_p),
         call.softcap is not None,
+        call.deterministic,
     )
 
 

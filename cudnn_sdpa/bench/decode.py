@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -197,9 +196,10 @@ def mixed(steps: int = 10_000) -> list[dict[str, Any]]:
 
 def _launch(prepared: PreparedPaged) -> Call:
     """The launch of a prepared step's plan and nothing else."""
-    plan, pointers = prepared._prepared.plan, array("Q", prepared._pointers)
-    slot = handles.thread.slots[plan.device]
-    return lambda: plan._launch(pointers.buffer_info()[0], len(pointers), slot.scratch, slot.raw, -1)
+    prepared()  # binds the handle to the stream
+    plan, operands, workspace = prepared._plan, prepared._operands, prepared._workspace.data_ptr()
+    address, count, handle = operands.buffer_info()[0], len(operands), handles.thread.slots[plan.device].raw
+    return lambda: plan._launch(address, count, workspace, handle, -1)
 
 
 def host() -> list[dict[str, Any]]:
@@ -221,7 +221,6 @@ def host() -> list[dict[str, Any]]:
 
     prepared = prepare_paged(q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
     ours = _call(cache, step, q)
-    prepared()  # binds the handle to the stream
     calls: dict[str, Call] = {
         "sdpa_paged": ours,
         "sdpa_paged, other tables": _call(cache, step, q, foreign=True),

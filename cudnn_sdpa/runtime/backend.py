@@ -136,14 +136,15 @@ class GraphBuilder:
             }
         float32 = self.types.data_type.FLOAT
         self._graph = self.types.pygraph(intermediate_data_type=float32, compute_data_type=float32, **where)
-        self._repeatable = False
+        self._may_take: Callable[[str, dict[str, int]], bool] = lambda *_: True
+        self._passed_over = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._graph, name)
 
-    def only_repeatable(self) -> None:
-        """Has the kernels passed over that may give other bits in another run."""
-        self._repeatable = True
+    def only_repeatable(self, *, single_query: bool) -> None:
+        """Has the forward kernels passed over that may give other bits in another run."""
+        self._may_take = functools.partial(is_repeatable, single_query=single_query)
 
     def declare(
         self, name: str, uid: int, shape: Any, stride: Any, dtype: str, *, host_scalar: bool = False, ragged: Any = None
@@ -194,8 +195,8 @@ class GraphBuilder:
                 return self._finish(index)
             except Exception as error:  # noqa: BLE001 - whatever an engine raises, the next may do
                 failures.append(_reason(error))
-        if self._repeatable:
-            failures.append("none of its kernels for it gives the same bits in every run, as far as is known")
+        if self._passed_over:
+            failures.append("its other kernels may give other bits in another run, and deterministic ones are wanted")
         raise _unsupported(what, failures)
 
     def _takes(self, index: int) -> bool:
@@ -203,7 +204,9 @@ class GraphBuilder:
         self._graph.select_plan(index)
         if self._graph.selected_engine is not None:
             return False
-        return not self._repeatable or is_repeatable(*self._configuration(index))
+        may_take = self._may_take(*self._configuration(index))
+        self._passed_over |= not may_take
+        return may_take
 
     def _configuration(self, index: int) -> Configuration:
         engine, knobs = self._graph.get_engine_and_knobs_at_index(index)

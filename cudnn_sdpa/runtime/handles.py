@@ -17,8 +17,8 @@ from cudnn_sdpa.errors import ExecutionError
 from cudnn_sdpa.runtime import backend
 
 #: Workspaces of up to this many bytes are not allocated for each launch on the default stream. Most forward plans want
-#: 256 bytes.
-SCRATCH_BYTES = 4096
+#: 256 bytes; those of single queries up to a half of this.
+SCRATCH_BYTES = 1 << 20
 
 
 class Slot:

@@ -129,6 +129,24 @@ class Plan:
         except RuntimeError as error:
             raise backend.execution_error(error, str(self.key)) from error
 
+    def launch_kept(self, operands: array[int], workspace: int) -> None:
+        """The same with memory that the caller keeps: saves 2 µs.
+
+        Args:
+            operands: The pointers.
+            workspace: Address of at least `workspace` bytes, which no launch on another stream uses meanwhile.
+        """
+        stream = current_raw_stream(self.device)
+        slot = handles.thread.slots[self.device]
+        if slot.stream != stream:
+            slot.bind(stream)
+        if stream and torch._C._cuda_isCurrentStreamCapturing():
+            self._keep_for_graphs()
+        try:
+            self._launch(operands.buffer_info()[0], self._count, workspace, slot.raw, -1)
+        except RuntimeError as error:
+            raise backend.execution_error(error, str(self.key)) from error
+
     def _keep_for_graphs(self) -> None:
         if not self.captured:
             fault = known_issues.not_in_capture(self.key)
@@ -152,6 +170,10 @@ class UntunedPlan(Plan):
             if type(self) is UntunedPlan:
                 self._settle(pointers)
             Plan.launch(self, pointers)
+
+    def launch_kept(self, operands: array[int], workspace: int) -> None:
+        """As `launch`: another workspace may be wanted in the end."""
+        self.launch(operands)
 
     def _settle(self, pointers: Sequence[int]) -> None:
         stream = current_raw_stream(self.device)

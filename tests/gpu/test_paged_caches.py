@@ -77,9 +77,14 @@ def expected(cache, q, b, queries=None, **options):
     return scores.softmax(-1).nan_to_num(0.0) @ v, lse
 
 
-def assert_right(cache, q, present=None, lse=True, **options):
-    results = cache(q, return_lse=lse, **options, **({} if present is None else {"seq_lens_q": present}))
-    out, of_lse = results if lse else (results, None)
+def assert_right(cache, q, present=None, **options):
+    """Twice: the first call of its kind, and with other queries one that is recognized."""
+    assert_close(cache, q, present, **options)
+    assert_close(cache, torch.empty_like(q).copy_(q.flip(0)), present, **options)
+
+
+def assert_close(cache, q, present, **options):
+    out, of_lse = cache(q, return_lse=True, **options, **({} if present is None else {"seq_lens_q": present}))
     assert out.shape == (*q.shape[:3], cache.rows[1][0].shape[2])
     for b in range(q.shape[0]):
         queries = q.shape[2] if present is None else int(present[b])
@@ -91,8 +96,7 @@ def assert_right(cache, q, present=None, lse=True, **options):
         else:
             assert fuzz.difference(found, wanted) < fuzz.FORWARD[q.dtype], b
         assert (out[b, :, queries:] == 0).all()
-        if of_lse is not None:
-            torch.testing.assert_close(of_lse[b, :, :queries].double(), wanted_lse, atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(of_lse[b, :, :queries].double(), wanted_lse, atol=2e-3, rtol=2e-3)
 
 
 def queries_for(cache, queries=1, heads=8, dtype=BF16):
@@ -413,6 +417,43 @@ def test_a_prepared_step_reads_what_is_there():
         prepared.out.fill_(math.nan)
         assert_decoded(cache, numbers, q, prepared())
         assert prepared.lse.isfinite().all()
+
+
+def test_a_prepared_step_on_another_stream_and_in_a_graph():
+    cache, numbers = filled(4, 37)
+    step, q = cache.new_step(4), torch.randn(4, 8, 1, 64, device="cuda", dtype=BF16)
+    cache.reserve(numbers, into=step)
+    cache.append(step, *(torch.randn(4, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)))
+    prepared = prepare_paged(q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        prepared.out.fill_(math.nan)
+        assert_decoded(cache, numbers, q, prepared())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        prepared()
+    for _ in range(3):
+        q.normal_()
+        prepared.out.fill_(math.nan)
+        graph.replay()
+        assert_decoded(cache, numbers, q, prepared.out)
+
+
+def test_a_prepared_step_is_tuned_like_any_other():
+    """The winner may want another workspace."""
+    cache = PagedKVCache(pages=600, page_size=64, heads=2, head_dim=64, max_length=32768)
+    sequence = cache.add()
+    step = cache.reserve([sequence], 30000)
+    cache.k_pages().normal_(), cache.v_pages().normal_()
+    q = torch.randn(1, 8, 1, 64, device="cuda", dtype=BF16)
+    with cudnn_sdpa.autotune() as report:
+        prepared = prepare_paged(q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
+        for _ in range(2):
+            prepared.out.fill_(math.nan)
+            assert_decoded(cache, [sequence], q, prepared())
+    assert len(report.entries) == 1
+    assert_decoded(cache, [sequence], q, prepared())
 
 
 def test_tables_that_were_one_and_are_two():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cudnn_sdpa import DtypeError, scaled_dot_product_attention, sdpa
+from cudnn_sdpa import DtypeError, scaled_dot_product_attention, sdpa, sdpa_paged
 
 
 def qkv(dtype=torch.float32):
@@ -77,3 +77,15 @@ def test_sinks_and_lengths_stay_as_they_are(dtype):
         out = sdpa(q, k, v, **options)
     assert out.dtype == dtype
     torch.testing.assert_close(out.float(), sdpa(q, k, v, **options), rtol=3e-2, atol=3e-2)
+
+
+def test_queries_are_cast_to_the_dtype_of_pages():
+    q, (k, v) = torch.randn(1, 4, 1, 16), torch.randn(2, 3, 2, 8, 16).bfloat16()
+    table, lengths = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([11], dtype=torch.int32)
+    wanted = sdpa_paged(q.bfloat16(), k, v, table, lengths)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(sdpa_paged(q, k, v, table, lengths), wanted)
+    with torch.autocast("cpu", dtype=torch.float16), pytest.raises(DtypeError, match="float32"):
+        sdpa_paged(q, k, v, table, lengths)
+    with pytest.raises(DtypeError, match="float32"):
+        sdpa_paged(q, k, v, table, lengths)

@@ -11,6 +11,7 @@ from cudnn_sdpa import OptionError, sdpa
 from cudnn_sdpa.attention import lookup, shortcuts
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.passes import Forward
+from cudnn_sdpa.support_matrix import target_of
 
 BASE = {"q": torch.randn(2, 4, 8, 16), "k": torch.randn(2, 2, 12, 16), "v": torch.randn(2, 2, 12, 24)}
 LENGTHS = torch.tensor([3, 5], dtype=torch.int32)
@@ -170,9 +171,17 @@ def test_determinism_is_another_call_for_single_queries_alone(more):
     assert signature(deterministic=True, **more) == signature(**more)
     one = [signature(**{**SINGLE, **more, "deterministic": deterministic}) for deterministic in (False, True)]
     assert one[0] != one[1]
-    forward = [Forward.of(ForwardArguments(**{**SINGLE, **more}, deterministic=x)) for x in (False, True)]
-    assert [x.deterministic for x in forward] == [False, True]
-    assert not Forward.of(ForwardArguments(**{**BASE, **more}, deterministic=True)).deterministic
+
+
+@pytest.mark.parametrize(
+    ("sm", "queries", "concerned"), [(90, 1, True), (90, 8, False), (80, 8, False), (100, 8, True)]
+)
+def test_determinism_is_in_the_key_where_it_makes_a_difference(sm, queries, concerned):
+    q, k, v = (torch.empty(2, 4, n, 64, dtype=torch.bfloat16, device="meta") for n in (queries, 100, 100))
+    for deterministic in (False, True):
+        forward = Forward.of(ForwardArguments(q, k, v, deterministic=deterministic))
+        values = forward.key(target_of(sm, "9.28.0"), None).option_values
+        assert values.get("deterministic", False) is (deterministic and concerned)
 
 
 @pytest.fixture
