@@ -193,13 +193,14 @@ def sdpa_paged(
                 and last.is_like(q, k_pages, v_pages, page_table, seq_lens_kv)
                 and not is_profiling()
                 and forward_ad._current_level < 0
-                and not (q.data_ptr() | k_pages.data_ptr() | v_pages.data_ptr()) & MISALIGNED
             )
         except (AttributeError, TypeError):  # not tensors: the checks will say so
             last, again = None, False
         if again and last is not None:
-            found = last.prepared.run_plain(q, k_pages, v_pages, page_table, seq_lens_kv)
-            return (found[0], found[1]) if return_lse else found[0]
+            of_q, of_k, of_v = q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr()
+            if not (of_q | of_k | of_v) & MISALIGNED:
+                found = last.prepared.run_plain(of_q, of_k, of_v, page_table.data_ptr(), seq_lens_kv.data_ptr())
+                return (found[0], found[1]) if return_lse else found[0]
     left, right = arguments.window_bounds(window)
     k, v = in_heads_order(k_pages, page_layout), in_heads_order(v_pages, page_layout)
     table_v = page_table if page_table_v is None else page_table_v

@@ -47,6 +47,15 @@ class PagedArguments(NamedTuple):
         return self[8:15]
 
     @property
+    def addresses(self) -> tuple[int, int, int, int, int, int]:
+        """Of queries, keys, values, both tables and the lengths of keys."""
+        q, k, v, table_k, table_v, lengths = self[:6]
+        return (
+            *(q.data_ptr(), k.data_ptr(), v.data_ptr()),
+            *(table_k.data_ptr(), table_v.data_ptr(), lengths.data_ptr()),
+        )
+
+    @property
     def scale_value(self) -> float:
         """The factor of the scores."""
         return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)

@@ -43,11 +43,12 @@ class PagedCall:
     __slots__ = (
         "_batch",
         "_elsewhere",
+        "_is_whole",
         "_lse",
-        "_ones",
         "_out",
         "_prepare",
         "_scale",
+        "_template",
         "decode",
         "in_place",
         "last",
@@ -60,9 +61,12 @@ class PagedCall:
         self.in_place = in_place
         self.last: Any = None
         self._batch = call.q.shape[0]
+        self._is_whole = self._batch == decode.rows
         self._elsewhere = torch.cuda.device_count() > 1
         self._scale = array("f", [call.scale_value])
-        self._ones = plan.constants["seq_len_q"].data_ptr()
+        fixed = {"scale": self._scale.buffer_info()[0], "seq_len_q": plan.constants["seq_len_q"].data_ptr()}
+        names = [operand.name for operand in (*plan.key.inputs, *plan.key.outputs)]
+        self._template = array("Q", [fixed.get(name, 0) for name in names])
         self._prepare = None if in_place else paging.Preparer(call, decode.rows, decode.tables[0].shape[2])
         self._out = (decode.out.shape, decode.out.stride, decode.out.dtype)
         rows, heads = decode.q.shape[:2]
@@ -70,47 +74,44 @@ class PagedCall:
 
     def __call__(self, call: PagedArguments) -> Result:
         """The results of a call whose arguments are checked."""
-        tables = call.table_k, call.table_v
-        return _result(call, self.run(call.q, call.k, call.v, tables, call.seq_lens_kv, call.seq_lens_q))
+        present = 0 if call.seq_lens_q is None else call.seq_lens_q.data_ptr()
+        return _result(call, self.run(*call.addresses, present))
 
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor], lengths: Tensor, present: Tensor | None
-    ) -> list[Tensor]:
-        """The output (rows, Hq, 1, Dv), and if there is one the log-sum-exp (rows, Hq, 1)."""
+    def run(self, q: int, k: int, v: int, table_k: int, table_v: int, lengths: int, present: int = 0) -> list[Tensor]:
+        """The output (rows, Hq, 1, Dv), and if there is one the log-sum-exp (rows, Hq, 1); arguments are addresses."""
         if self._elsewhere and _current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
-                return self.run(q, k, v, tables, lengths, present)
+                return self.run(q, k, v, table_k, table_v, lengths, present)
         outputs = self.outputs()
-        first, addresses, keys = q.data_ptr(), (tables[0].data_ptr(), tables[1].data_ptr()), lengths.data_ptr()
-        memory = None
-        if self._prepare is not None:
-            prepare = self._prepare
-            memory = prepare(first, addresses, keys, 0 if present is None else present.data_ptr())
+        prepare, memory = self._prepare, None
+        if prepare is not None:
+            memory = prepare(q, (table_k, table_v), lengths, present)
             start = memory.data_ptr()
-            first, keys = start + prepare.q, start + prepare.keys
-            addresses = start + prepare.tables[0], start + prepare.tables[1]
+            q, lengths, table_k, table_v = (start + offset for offset in prepare.places)
         self.plan.last_used = next_use()
-        self.plan.launch(self.pointers(first, k, v, addresses, keys, outputs))
+        self.plan.launch(self.operands(q, k, v, table_k, table_v, lengths, outputs))
         del memory  # until now: its place must not go to the plan's workspace
         return outputs
 
-    def run_plain(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> list[Tensor]:
+    def run_plain(self, q: int, k: int, v: int, table: int, lengths: int) -> list[Tensor]:
         """The results of a call with one query of each sequence and nothing else, as the caller gets them."""
-        found = self.run(q, k, v, (table, table), lengths, None)
-        return found if self._batch == self.decode.rows else [tensor[: self._batch] for tensor in found]
+        found = self.run(q, k, v, table, table, lengths)
+        return found if self._is_whole else [tensor[: self._batch] for tensor in found]
 
     def outputs(self) -> list[Tensor]:
         """New memory for the output and the log-sum-exp, on the current device."""
         return [allocate(*self._out), allocate(*self._lse)] if self.decode.with_lse else [allocate(*self._out)]
 
-    def pointers(
-        self, q: int, k: Tensor, v: Tensor, tables: tuple[int, int], keys: int, outputs: list[Tensor]
-    ) -> list[int]:
-        """The operands of a launch, in the key's order."""
-        return [
-            *(q, k.data_ptr(), v.data_ptr(), self._scale.buffer_info()[0], self._ones, keys, *tables),
-            *[output.data_ptr() for output in outputs],
-        ]
+    def operands(
+        self, q: int, k: int, v: int, table_k: int, table_v: int, lengths: int, outputs: list[Tensor]
+    ) -> array[int]:
+        """The operands of a launch, in the key's order; a copy with some places filled in saves 1 µs."""
+        result = self._template[:]
+        result[0], result[1], result[2], result[5], result[6], result[7] = q, k, v, lengths, table_k, table_v
+        result[8] = outputs[0].data_ptr()
+        if len(outputs) > 1:
+            result[9] = outputs[1].data_ptr()
+        return result
 
 
 #: Prepared calls, those of `paged_long` too, and what `paged` keeps of the ones served last.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 import torch
 from torch import Tensor
 
@@ -34,9 +32,7 @@ class PreparedPaged:
             outputs = prepared.outputs()
         self.out = outputs[0]
         self.lse = outputs[1] if len(outputs) > 1 else None
-        tables = call.table_k.data_ptr(), call.table_v.data_ptr()
-        keys = call.seq_lens_kv.data_ptr()
-        self._operands = array("Q", prepared.pointers(call.q.data_ptr(), call.k, call.v, tables, keys, outputs))
+        self._operands = prepared.operands(*call.addresses, outputs)
         self._plan = prepared.plan
         self._stream = current_raw_stream(self._plan.device)
         self._workspace = torch.empty(self._plan.workspace, dtype=torch.uint8, device=call.q.device)

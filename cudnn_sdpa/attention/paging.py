@@ -29,26 +29,23 @@ class Preparer:
     """Makes what a plan for decode steps reads, for calls that look alike: lengths and page ids kept within the cache.
 
     Attributes:
-        keys: Where in the memory of a preparation the lengths are, in bytes.
-        tables: Where the tables are.
-        q: Where the queries are.
+        places: Where in the memory of a preparation queries, lengths and both tables are, in bytes.
     """
 
-    __slots__ = ("_blocks", "_fields", "_kernel", "_size", "device", "keys", "q", "tables")
+    __slots__ = ("_blocks", "_device", "_fields", "_kernel", "_size", "places")
 
     def __init__(self, call: PagedArguments, rows: int, width: int) -> None:
         q = call.q
         batch, heads, queries, dim = q.shape
         size = q.element_size()
-        self.device = q.get_device()
+        self._device = q.get_device()
         table = 4 * rows * width
-        self.q = 0
-        self.keys = rows * heads * dim * size
-        first = self.keys + 4 * rows
-        self.tables = first, first if call.table_k is call.table_v else first + table
-        self._size = (self.tables[1] + table,)
+        keys = rows * heads * dim * size
+        first = keys + 4 * rows
+        self.places = 0, keys, first, first if call.table_k is call.table_v else first + table
+        self._size = (self.places[3] + table,)
         self._blocks = min(rows, 1024)
-        self._kernel = decode_kernel.on(self.device)
+        self._kernel = decode_kernel.on(self._device)
         fields = (
             *(0, 0, batch, queries, rows, call.most_keys, call.page_size, call.k.shape[0]),
             *(right_bound(call), call.causal_alignment == BOTTOM_RIGHT, 0),
@@ -69,11 +66,9 @@ class Preparer:
         memory: Tensor = allocate(self._size, (1,), torch.uint8)
         start = memory.data_ptr()
         fields = self._fields[:]  # of this call alone: calls are made by many threads at once
-        fields[0], fields[1], fields[10] = lengths_kv, lengths_q, start + self.keys
-        fields[11], fields[12] = tables
-        fields[15], fields[16] = start + self.tables[0], start + self.tables[1]
-        fields[18], fields[24] = q, start + self.q
-        self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self.device))
+        fields[0], fields[1], fields[11], fields[12], fields[18] = lengths_kv, lengths_q, *tables, q
+        fields[24], fields[10], fields[15], fields[16] = (start + place for place in self.places)
+        self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
         return memory
 
 
