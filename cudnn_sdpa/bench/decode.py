@@ -121,15 +121,19 @@ def chunks() -> list[dict[str, Any]]:
         call = PagedArguments(q, cache.k_pages(), cache.v_pages(), *(step.page_table,) * 2, step.seq_lens_kv)
         gather = paging.Gatherer(call)
         of_rows = paged_long.as_packed(call, gather(call))
-        times = device_times(
-            {
-                "ours": ours,
-                "dense": expected,
-                "gather": lambda gather=gather, call=call: gather(call),  # type: ignore[misc]
-                "packed": lambda of_rows=of_rows: varlen_calls.run_forward(of_rows),  # type: ignore[misc]
-                "lengths": _dense_call(q, k, v, seq_lens_kv=step.seq_lens_kv.clone()),
-            }
-        )
+        with peers.only("pytorch flash"):
+            flash = peers.pytorch_of_last_queries(q, k, v)
+            cases.check_agreement(["out"], [ours()], [flash()], "PyTorch's")
+            times = device_times(
+                {
+                    "ours": ours,
+                    "dense": expected,
+                    "gather": lambda gather=gather, call=call: gather(call),  # type: ignore[misc]
+                    "packed": lambda of_rows=of_rows: varlen_calls.run_forward(of_rows),  # type: ignore[misc]
+                    "lengths": _dense_call(q, k, v, seq_lens_kv=step.seq_lens_kv.clone()),
+                    "flash": flash,
+                }
+            )
         rows.append(
             {
                 "B, new tokens, all tokens, page size": f"{batch}, {tokens}, {length}, {page_size}",
@@ -139,6 +143,7 @@ def chunks() -> list[dict[str, Any]]:
                 "of it: pages in a row µs": times["gather"],
                 "of it: packed attention µs": times["packed"],
                 "dense with seq_lens_kv µs": times["lengths"],
+                "pytorch flash, contiguous µs": times["flash"],
             }
         )
         del cache, step, k, v, call, gather, of_rows

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from cudnn_sdpa.runtime import backend, handles
@@ -22,6 +23,13 @@ def pytorch(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Callable[[],
     """PyTorch's own call, on whichever backend is enabled around it."""
     grouped = q.shape[1] != k.shape[1]
     return lambda: scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
+
+
+def pytorch_of_last_queries(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    """The same with a causal mask that ends at the last query and the last key."""
+    grouped = q.shape[1] != k.shape[1]
+    mask = causal_lower_right(q.shape[2], k.shape[2])
+    return lambda: scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
 def pytorch_varlen() -> Callable[..., Any] | None:

@@ -42,6 +42,12 @@ def test_training_ends_where_pytorchs_attention_ends():
     assert end < start / 2, "it learned nothing"
 
 
+def test_pages_are_read_where_the_tables_say():
+    result = run("samples/paged_attention.py")
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert "both agree with PyTorch" in result.stdout
+
+
 def test_the_server_generates_what_dense_attention_would():
     result = run("samples/serve.py")
     assert result.returncode == 0, result.stderr + result.stdout
