@@ -469,6 +469,33 @@ def test_tables_that_were_one_and_are_two():
         assert_same(cache(q), shared)
 
 
+@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("queries", [1, 4, 40])
+def test_tables_among_other_numbers(queries, owned):
+    """Rows of any distance, as in a table that has room for more; what lies between them is no page."""
+    cache = Cache([70, 41, 300, 64])
+    wide = torch.full((4, cache.table.shape[1] + 9), 10**8, device="cuda", dtype=torch.int32)
+    wide[:, 3:-6] = cache.table
+    cache.table = wide[:, 3:-6]
+    if owned:
+        for tensor in (cache.table, cache.lengths):
+            setattr(tensor, MARK, (len(cache.pages[0]), cache.table.shape[1], cache.page_size))
+    assert_right(cache, queries_for(cache, queries))
+    assert cache.table.stride(0) > cache.table.shape[1]
+
+
+def test_autocast():
+    cache = Cache([70, 41, 300])
+    for queries in (1, 30):
+        q = queries_for(cache, queries)
+        wanted = cache(q)
+        with torch.autocast("cuda", dtype=BF16):
+            for _ in range(2):
+                assert_same(cache(q.float()), wanted)
+        with pytest.raises(cudnn_sdpa.DtypeError, match="float32"):
+            cache(q.float())
+
+
 def test_queries_of_one_token_in_another_memory_order():
     cache = Cache([70, 41, 300])
     q = torch.randn(8, 3, 1, 128, device="cuda", dtype=BF16).transpose(0, 1)
