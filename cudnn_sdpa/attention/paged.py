@@ -131,7 +131,8 @@ def sdpa_paged(
     GPU nor a read outside. With the environment variable `CUDNN_SDPA_DEBUG` at 1 they are read back and checked.
 
     Args:
-        q: Queries (B, Hq, Sq, D), float16 or bfloat16: the newest of each sequence.
+        q: Queries (B, Hq, Sq, D), float16 or bfloat16: the newest of each sequence. Under `torch.autocast` they are
+            cast, if autocast's dtype is that of the pages.
         k_pages: Keys (P, Hkv, page_size, D), or with "NHD" (P, page_size, Hkv, D). The page size is a power of two.
         v_pages: Values, likewise, with Dv.
         page_table: Pages of each sequence, (B, max_pages) int32, in order. What lies past a sequence's last page is not

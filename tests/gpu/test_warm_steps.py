@@ -6,9 +6,10 @@ import random
 
 import pytest
 import torch
+from support import TOLERANCE, error
 
 import cudnn_sdpa
-from cudnn_sdpa import PagedKVCache, PlanBuildError, no_plan_builds, plan_cache
+from cudnn_sdpa import PagedKVCache, PlanBuildError, no_plan_builds, plan_cache, sdpa_paged
 
 BF16 = torch.bfloat16
 HEADS = (8, 2)
@@ -40,10 +41,22 @@ def test_steps_of_these_kinds_find_their_plans(order, options):
                 step = cache.reserve(sequences[:batch], counts if draw.random() < 0.5 else count)
                 k, v = (torch.randn(batch, HEADS[1], count, 64, device="cuda", dtype=BF16) for _ in range(2))
                 cache.append(step, k, v)
-                out = cache.attend(step, queries(batch, count, order), **options)
-                assert (out[0] if isinstance(out, tuple) else out).isfinite().all()
+                q = queries(batch, count, order)
+                found, wanted = cache.attend(step, q, **options), reference(cache, step, q, options)
+                if not options.get("return_lse"):
+                    found, wanted = (found,), (wanted,)
+                assert error(found[0].cpu(), wanted[0].double()) < TOLERANCE[BF16]
+                for of_lse, wanted_lse in zip(found[1:], wanted[1:], strict=True):
+                    torch.testing.assert_close(of_lse.cpu(), wanted_lse, atol=2e-3, rtol=2e-3)
             for sequence in sequences:
                 cache.evict(sequence)
+
+
+def reference(cache, step, q, options):
+    """The same on the CPU, in float32: plans that a helper made must compute what they should."""
+    pages = (x.cpu().float() for x in (cache.k_pages(), cache.v_pages()))
+    numbers = step.page_table.cpu(), step.seq_lens_kv.cpu()
+    return sdpa_paged(q.cpu().float(), *pages, *numbers, seq_lens_q=step.seq_lens_q.cpu(), **options)
 
 
 def test_a_graph_that_lacks_a_plan_says_what_makes_it_ready():
