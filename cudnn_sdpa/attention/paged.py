@@ -18,6 +18,8 @@ from cudnn_sdpa.attention.paged_calls import MARK, PagedCall
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime.eager import Guard, is_bare, is_compiling, is_profiling, needs_gradient, tensor_guard
 
+Run = Callable[[PagedArguments], Result]
+
 
 class Last:
     """The decode step that was served last: single queries, no mask but the causal one."""
@@ -216,9 +218,8 @@ def sdpa_paged(
 
 def _run(call: PagedArguments, given: tuple[Tensor, Tensor, str]) -> Result:
     """Runs a call whose arguments have not been checked yet, by the shortest way that is right for it."""
-    tensors = (*call[:8], call.out)
     if not is_compiling() and not debug.enabled and isinstance(call.q, Tensor) and call.q.is_cuda:
-        known = _find(call, tensors)
+        known = find_known(call, paged_calls.known)
         if known is not None:
             if isinstance(known, PagedCall):
                 _remember(call, known, given)
@@ -250,12 +251,13 @@ def _dispatch(call: PagedArguments, tensors: tuple[Tensor | None, ...]) -> Resul
     return found
 
 
-def _find(call: PagedArguments, tensors: tuple[Tensor | None, ...]) -> Callable[[PagedArguments], Result] | None:
+def find_known(call: PagedArguments, look_up: Callable[[PagedArguments], Run | None]) -> Run | None:
     """What runs a call like one before, if it may skip the checks and the dispatcher."""
     try:
+        tensors = (*call[:8], call.out)
         if not is_bare(*tensors) or needs_gradient(*tensors):
             return None
-        prepared = paged_calls.known(call)
+        prepared = look_up(call)
         if prepared is not None:
             memory.check_memory(call.q, call.k, call.v, call.out)
     except (AttributeError, IndexError, TypeError, RuntimeError, ValueError):  # the checks will say what is wrong

@@ -27,6 +27,8 @@ class PagedStep:
         numbers: The memory that all of these lie in.
         cache: Of which cache it is, a weak reference.
         has_absent: Whether a sequence that takes part has fewer new tokens than others.
+        filled: The length of all sequences when it was filled, if they were equal and every row was taken, and which
+            version of its numbers that was.
     """
 
     page_table: Tensor
@@ -36,6 +38,7 @@ class PagedStep:
     numbers: Tensor = field(repr=False)
     cache: weakref.ref[Any] = field(repr=False)
     has_absent: bool = False
+    filled: tuple[int, int] | None = field(default=None, repr=False)
 
     @property
     def batch(self) -> int:
@@ -46,6 +49,13 @@ class PagedStep:
     def tokens(self) -> int:
         """How many new tokens of a sequence it has room for."""
         return self.positions.shape[1]
+
+    @property
+    def common_length(self) -> int | None:
+        """How long all sequences are, if equally long; None too after a write into its tensors that PyTorch counted."""
+        if self.filled is None or self.has_absent or self.filled[1] != self.numbers._version:
+            return None
+        return self.filled[0]
 
     @classmethod
     def new(cls, cache: object, mark: tuple[int, int, int], batch: int, tokens: int, device: torch.device) -> PagedStep:
@@ -62,7 +72,8 @@ class PagedStep:
         """
         columns = mark[1]
         size = batch * tokens + -(-batch * (columns + 2) // 2)
-        numbers = torch.zeros(size, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # it has a version then, by which a change shows
+            numbers = torch.zeros(size, dtype=torch.int64, device=device)
         positions = numbers[: batch * tokens].view(batch, tokens)
         ints = numbers[batch * tokens :].view(torch.int32)
         lengths_kv, lengths_q, table = ints[:batch], ints[batch : 2 * batch], ints[2 * batch :]
@@ -87,11 +98,14 @@ class PagedStep:
             ints[begin : begin + len(pages)] = array("i", pages)
             positions[row * tokens : row * tokens + more] = array("q", range(length - more, length))
         self.has_absent = any(more < tokens for _, _, more in rows)
+        self.filled = None
         if not numbers:
             return
         with torch.inference_mode():  # whatever mode it was made in
             host = torch.frombuffer(numbers, dtype=torch.int64)
             self.numbers.copy_(host.pin_memory() if self.numbers.is_cuda else host, non_blocking=True)
+        if len(rows) == batch and len({length for _, length, _ in rows}) == 1:
+            self.filled = rows[0][1], self.numbers._version
 
     def write(self, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor]) -> None:
         """Writes new keys and values (B, Hkv, tokens, D) into their pages (P, Hkv, page size, D), in plain PyTorch."""

@@ -92,18 +92,23 @@ class Gatherer:
     """Puts the keys and values of calls that look alike in a row, as packed sequences.
 
     With `seq_lens_q`, the absent queries of each sequence become a sequence without keys, whose output is zeros.
+
+    Args:
+        call: A call.
+        most_keys: How many keys a sequence has at most; as many as the table has room for if not given.
     """
 
     __slots__ = ("_blocks", "_device", "_ends", "_fields", "_kernel", "_rows")
 
-    def __init__(self, call: PagedArguments) -> None:
+    def __init__(self, call: PagedArguments, most_keys: int | None = None) -> None:
         batch, _, queries, _ = call.q.shape
+        most_keys = call.most_keys if most_keys is None else most_keys
         self._device = call.q.get_device()
         self._kernel = gather_kernel.on(self._device)
-        heads, tokens = call.k.shape[1], batch * call.most_keys
+        heads, tokens = call.k.shape[1], batch * most_keys
         self._ends = ((batch if call.seq_lens_q is None else 2 * batch) + 1,)
         self._rows = []
-        fields = [0, 0, batch, queries, call.most_keys, call.page_size, call.k.shape[0], heads, 0, 0]
+        fields = [0, 0, batch, queries, most_keys, call.page_size, call.k.shape[0], heads, 0, 0]
         for pages, table in ((call.k, call.table_k), (call.v, call.table_v)):
             dim, size = pages.shape[3], pages.element_size()
             self._rows.append(((tokens, heads, dim), (heads * dim, dim, 1), pages.dtype))
@@ -111,7 +116,7 @@ class Gatherer:
             fields += [0, *steps, dim * size // _WORD, 0, table.stride(0), 0]
         self._fields = array("q", fields)
         processors = torch.cuda.get_device_properties(self._device).multi_processor_count
-        self._blocks = batch * max(1, min(-(-call.most_keys // _TOKENS), 8 * processors // batch))
+        self._blocks = batch * max(1, min(-(-most_keys // _TOKENS), 8 * processors // batch))
 
     def __call__(self, call: PagedArguments) -> Gathered:
         """Launches it, on the current stream of the call's GPU, which must be the current device."""

@@ -16,7 +16,7 @@ from rich.progress import track
 from torch import Tensor
 
 from cudnn_sdpa.attention.dense import sdpa
-from cudnn_sdpa.bench import cases, peers
+from cudnn_sdpa.bench import cases, hand_graphs, peers
 from cudnn_sdpa.bench.cases import Shape, Sizes, check_agreement
 from cudnn_sdpa.bench.peers import Candidate
 from cudnn_sdpa.bench.timing import Call, device_times
@@ -174,9 +174,9 @@ def _varlen_rows(function: Callable[..., Any], lengths: list[int], repeats: int)
         out: Tensor = function(*qkv, cu_seqlens, cu_seqlens, longest, longest, is_causal=True)
         return out
 
-    inference = peers.PackedForward(*plain, cu_seqlens, longest, with_lse=False)
-    training = peers.PackedForward(*plain, cu_seqlens, longest, with_lse=True)
-    frontend = peers.PackedBackward(plain, training, grad_out, cu_seqlens, longest)
+    inference = hand_graphs.PackedForward(*plain, cu_seqlens, longest, with_lse=False)
+    training = hand_graphs.PackedForward(*plain, cu_seqlens, longest, with_lse=True)
+    frontend = hand_graphs.PackedBackward(plain, training, grad_out, cu_seqlens, longest)
     for graph in (inference, training, frontend):
         graph.launch()
     out = attend()

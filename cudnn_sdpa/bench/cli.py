@@ -114,12 +114,12 @@ def bench_decode(
 ) -> None:
     """Time decode steps, chunks of prompts and speculative steps on a paged cache."""
     require_gpu()
-    from cudnn_sdpa.bench import decode
+    from cudnn_sdpa.bench import chunks, decode
 
     heads = f"{decode.HEADS_Q} and {decode.HEADS_KV} heads of {decode.DIM}, bfloat16"
     measures: dict[DecodePart, tuple[str, Measure]] = {
         DecodePart.BANDWIDTH: (f"Decode steps on pages: {heads}", decode.bandwidth),
-        DecodePart.CHUNKS: (f"Chunks of prompts: {heads}, causal", decode.chunks),
+        DecodePart.CHUNKS: (f"Chunks of prompts: {heads}, causal", chunks.chunks),
         DecodePart.DRAFTS: (f"Speculative steps, pages of 64: {heads}, causal", decode.drafts),
         DecodePart.MIXED: ("Plans of a server: batches, lengths and chunks that change in every step", decode.mixed),
         DecodePart.HOST: ("Host time of one warm step: B=1, 8 heads of 64, 128 tokens", decode.host),

@@ -1,4 +1,4 @@
-"""`bench decode`: attention on a paged cache, against the bandwidth of a copy, dense attention, and PyTorch's."""
+"""`bench decode`: attention on a paged cache, against the bandwidth of a copy, and PyTorch's. See also `chunks`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from cudnn_sdpa.attention import paged_long, paging, varlen_calls
 from cudnn_sdpa.attention.dense import sdpa
 from cudnn_sdpa.attention.kv_cache import PagedKVCache
 from cudnn_sdpa.attention.paged import sdpa_paged
-from cudnn_sdpa.attention.paged_arguments import PagedArguments
 from cudnn_sdpa.attention.paged_prepared import PreparedPaged, prepare_paged
 from cudnn_sdpa.attention.paged_step import PagedStep
 from cudnn_sdpa.bench import cases, peers
 from cudnn_sdpa.bench.timing import Call, device_times, host_times
 from cudnn_sdpa.runtime import handles
+from cudnn_sdpa.runtime import plan as plans
 from cudnn_sdpa.runtime.cache import plan_cache
+from cudnn_sdpa.runtime.eager import tensor_guard
 
 HEADS_Q, HEADS_KV, DIM = 32, 8, 128
 
@@ -29,12 +29,14 @@ STEPS = (
     *((32, 4096, 64), (128, 4096, 64), (32, 4096, 16), (128, 4096, 16)),
     *((8, 32768, 64), (1, 32768, 64), (1, 32768, 16)),
 )
-#: B, new tokens, tokens of each sequence, page size.
-CHUNKS = ((1, 2048, 8192, 64), (1, 2048, 8192, 16), (4, 512, 4096, 64), (1, 4096, 4096, 64))
 #: B, new tokens, tokens of each sequence.
 DRAFTS = ((32, 2, 4096), (32, 4, 4096), (32, 8, 4096), (1, 4, 32768))
 
 COPIED = 1 << 30
+
+LAUNCHES = "cuDNN and the frontend's C++, two kernels"
+OUTPUT = "an output"
+GUARD = "a look whether the call is like the last one"
 
 
 def filled(batch: int, length: int, page_size: int, tokens: int) -> tuple[PagedKVCache, PagedStep]:
@@ -65,23 +67,27 @@ def dense(cache: PagedKVCache, batch: int) -> tuple[Tensor, Tensor]:
     return k, v
 
 
+def large_copy() -> Call:
+    """A copy of so many bytes that it runs at the GPU's bandwidth."""
+    source = torch.empty(COPIED, dtype=torch.uint8, device=cases.DEVICE)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
 def bandwidth() -> list[dict[str, Any]]:
     """Decode steps: bytes of keys and values that are read, beside those of a large copy in the same run."""
     rows = []
-    source = torch.empty(COPIED, dtype=torch.uint8, device=cases.DEVICE)
-    target = torch.empty_like(source)
+    copy_large = large_copy()
     for batch, length, page_size in track(STEPS, "decode", transient=True):
         cache, step = filled(batch, length, page_size, 1)
         q = cases.normal(batch, HEADS_Q, 1, DIM)
-        ours, foreign = _call(cache, step, q), _call(cache, step, q, foreign=True)
+        ours, foreign = paged_call(cache, step, q), paged_call(cache, step, q, foreign=True)
         k, v = dense(cache, batch)
         with peers.only("pytorch flash"):
             flash = peers.pytorch(q, k, v, is_causal=False)
             for run, name in ((ours, "sdpa_paged's"), (foreign, "that with other tables")):
                 cases.check_agreement(["out"], [run()], [flash()], f"PyTorch's, {name}")
-            times = device_times(
-                {"ours": ours, "foreign": foreign, "flash": flash, "copy": lambda: target.copy_(source)}
-            )
+            times = device_times({"ours": ours, "foreign": foreign, "flash": flash, "copy": copy_large})
         read = batch * length * HEADS_KV * DIM * 2 * q.element_size()
         copy = 2 * COPIED / times["copy"]
         rows.append(
@@ -100,59 +106,13 @@ def bandwidth() -> list[dict[str, Any]]:
     return rows
 
 
-def _call(cache: PagedKVCache, step: PagedStep, q: Tensor, *, foreign: bool = False) -> Callable[[], Tensor]:
+def paged_call(cache: PagedKVCache, step: PagedStep, q: Tensor, *, foreign: bool = False) -> Callable[[], Tensor]:
+    """`sdpa_paged` on a step of a cache, or on the same numbers as tables of somebody else's."""
     tables = step.page_table, step.seq_lens_kv
     if foreign:
         tables = tables[0].clone(), tables[1].clone()
     pages = cache.k_pages(), cache.v_pages()
     return lambda: sdpa_paged(q, *pages, *tables)
-
-
-def chunks() -> list[dict[str, Any]]:
-    """Chunks of a prompt beside dense attention of the same work, and the parts of their time."""
-    rows = []
-    for batch, tokens, length, page_size in track(CHUNKS, "chunks", transient=True):
-        cache, step = filled(batch, length, page_size, tokens)
-        q = cases.normal(batch, tokens, HEADS_Q, DIM).transpose(1, 2)
-        k, v = dense(cache, batch)
-        ours = _call(cache, step, q)
-        expected = _dense_call(q, k, v)
-        cases.check_agreement(["out"], [ours()], [expected()], "that of dense attention")
-        call = PagedArguments(q, cache.k_pages(), cache.v_pages(), *(step.page_table,) * 2, step.seq_lens_kv)
-        gather = paging.Gatherer(call)
-        of_rows = paged_long.as_packed(call, gather(call))
-        with peers.only("pytorch flash"):
-            flash = peers.pytorch_of_last_queries(q, k, v)
-            cases.check_agreement(["out"], [ours()], [flash()], "PyTorch's")
-            times = device_times(
-                {
-                    "ours": ours,
-                    "dense": expected,
-                    "gather": lambda gather=gather, call=call: gather(call),  # type: ignore[misc]
-                    "packed": lambda of_rows=of_rows: varlen_calls.run_forward(of_rows),  # type: ignore[misc]
-                    "lengths": _dense_call(q, k, v, seq_lens_kv=step.seq_lens_kv.clone()),
-                    "flash": flash,
-                }
-            )
-        rows.append(
-            {
-                "B, new tokens, all tokens, page size": f"{batch}, {tokens}, {length}, {page_size}",
-                "sdpa_paged µs": times["ours"],
-                "dense µs": times["dense"],
-                "sdpa_paged / dense": times["ours"] / times["dense"],
-                "of it: pages in a row µs": times["gather"],
-                "of it: packed attention µs": times["packed"],
-                "dense with seq_lens_kv µs": times["lengths"],
-                "pytorch flash, contiguous µs": times["flash"],
-            }
-        )
-        del cache, step, k, v, call, gather, of_rows
-    return rows
-
-
-def _dense_call(q: Tensor, k: Tensor, v: Tensor, seq_lens_kv: Tensor | None = None) -> Callable[[], Tensor]:
-    mask: dict[str, Any] = {"is_causal": True, "causal_alignment": "bottom_right"}
-    return lambda: sdpa(q, k, v, **mask, seq_lens_kv=seq_lens_kv, deterministic=True)
 
 
 def drafts() -> list[dict[str, Any]]:
@@ -162,7 +122,7 @@ def drafts() -> list[dict[str, Any]]:
         cache, step = filled(batch, length, 64, tokens)
         q = cases.normal(batch, tokens, HEADS_Q, DIM).transpose(1, 2)
         one = q[:, :, -1:].contiguous()
-        ours, single = _call(cache, step, q), _call(cache, step, one)
+        ours, single = paged_call(cache, step, q), paged_call(cache, step, one)
         cases.check_agreement(["out"], [ours()[:, :, -1:]], [single()], "that of a step of one")
         times = device_times({"ours": ours, "single": single})
         rows.append(
@@ -225,13 +185,17 @@ def host() -> list[dict[str, Any]]:
         cache.truncate(sequence, 128)
 
     prepared = prepare_paged(q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
-    ours = _call(cache, step, q)
+    ours = paged_call(cache, step, q)
+    tensors = (q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
+    guard, layout = tensor_guard(*tensors), (tuple(prepared.out.shape), prepared.out.stride(), prepared.out.dtype)
     calls: dict[str, Call] = {
         "sdpa_paged": ours,
-        "sdpa_paged, other tables": _call(cache, step, q, foreign=True),
+        "sdpa_paged, other tables": paged_call(cache, step, q, foreign=True),
         "prepared": prepared,
-        "  of it: cuDNN and the frontend's C++, two kernels": _launch(prepared),
-        "sdpa_paged, a chunk of 64 tokens": _call(cache, step, chunk),
+        LAUNCHES: _launch(prepared),
+        OUTPUT: lambda: plans.allocate(*layout),
+        GUARD: lambda: guard(*tensors),
+        "sdpa_paged, a chunk of 64 tokens": paged_call(cache, step, chunk),
         "PagedKVCache.append": lambda: cache.append(step, *new),
         "PagedKVCache.reserve": reserve,
         "sdpa with seq_lens_kv, contiguous": lambda: sdpa(q, k, v, seq_lens_kv=lengths),
@@ -245,4 +209,5 @@ def host() -> list[dict[str, Any]]:
                 times |= host_times({name: pytorch}, per_round=300, rounds=3)
         rounds.append(times)
     best = {name: min(times[name] for times in rounds) for name in rounds[0]}
+    best["launches, output and look"] = best[LAUNCHES] + best[OUTPUT] + best[GUARD]
     return [{"call": name, "µs": time, "× flash": time / best["pytorch flash"]} for name, time in best.items()]

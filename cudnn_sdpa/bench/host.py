@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense import sdpa
 from cudnn_sdpa.attention.drop_in import scaled_dot_product_attention
 from cudnn_sdpa.attention.varlen import sdpa_varlen
-from cudnn_sdpa.bench import cases, peers
+from cudnn_sdpa.bench import cases, hand_graphs, peers
 from cudnn_sdpa.bench.timing import Call, device_times, host_times
 from cudnn_sdpa.runtime import plan as plans
 from cudnn_sdpa.runtime.cache import plan_cache
@@ -30,7 +30,7 @@ def host() -> list[dict[str, Any]]:
     sinks = cases.normal(8, dtype=torch.float32)
     operands = ForwardArguments(q, k, v)[:17]
     step = cases.normal(1, 8, 1, 64)
-    frontend = peers.FrontendGraph(q, k, v, is_causal=False)
+    frontend = hand_graphs.FrontendGraph(q, k, v, is_causal=False)
     pytorch = peers.pytorch(q, k, v, is_causal=False)
     calls: dict[str, Call] = {
         "sdpa": lambda: sdpa(q, k, v),
@@ -45,7 +45,7 @@ def host() -> list[dict[str, Any]]:
         "sdpa through the dispatcher": lambda: torch.ops.cudnn_sdpa.sdpa_forward(*operands),
         "raw launch (nothing allocated)": frontend.launch,
         "frontend execute (nothing allocated)": frontend.execute,
-        "cudnn.Graph": peers.wrapper_graph(q, k, v, is_causal=False),
+        "cudnn.Graph": hand_graphs.wrapper_graph(q, k, v, is_causal=False),
     }
     calls |= _packed_calls(*(x[0].transpose(0, 1).contiguous() for x in (q, k, v)))
     with torch.inference_mode():
@@ -82,7 +82,7 @@ def parts() -> list[dict[str, Any]]:
     """Where the host time of a warm call goes."""
     q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
     out = sdpa(q, k, v)
-    frontend = peers.FrontendGraph(q, k, v, is_causal=False)
+    frontend = hand_graphs.FrontendGraph(q, k, v, is_causal=False)
     signature = lookup.plain_signature(q, k, v, None, None, False, "top_left", None, False, None)
     call = lookup.calls.get(signature)
     assert call is not None
@@ -110,7 +110,7 @@ def kernels() -> list[dict[str, Any]]:
     for shape in track(cases.KERNEL_SHAPES, "kernels", transient=True):
         causal = shape.causal
         q, k, v = shape.tensors()
-        frontend = peers.FrontendGraph(q, k, v, is_causal=causal)
+        frontend = hand_graphs.FrontendGraph(q, k, v, is_causal=causal)
 
         def ours(q: Tensor = q, k: Tensor = k, v: Tensor = v, causal: bool = causal) -> Tensor:
             return sdpa(q, k, v, is_causal=causal)

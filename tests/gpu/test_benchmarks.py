@@ -8,7 +8,7 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from cudnn_sdpa.bench import cases, decode, host, timing, training
+from cudnn_sdpa.bench import cases, chunks, decode, host, timing, training
 from cudnn_sdpa.bench.cli import AttentionPart, DecodePart, HostPart
 from cudnn_sdpa.cli import app
 
@@ -18,11 +18,11 @@ def short(monkeypatch):
     """Two calls for each number, and small shapes."""
     for module in (host, training, decode):
         monkeypatch.setattr(module, "host_times", lambda calls, **_: timing.host_times(calls, per_round=2, rounds=1))
-    for module in (host, decode):
+    for module in (host, decode, chunks):
         monkeypatch.setattr(module, "device_times", lambda calls: timing.device_times(calls, repeats=2))
     monkeypatch.setattr(cases, "KERNEL_SHAPES", cases.QUICK.kernels)
     monkeypatch.setattr(decode, "STEPS", ((3, 300, 64), (2, 300, 16)))
-    monkeypatch.setattr(decode, "CHUNKS", ((2, 100, 300, 64),))
+    monkeypatch.setattr(chunks, "CHUNKS", ((2, 100, 300, 64),))
     monkeypatch.setattr(decode, "DRAFTS", ((3, 4, 300),))
     monkeypatch.setattr(decode, "COPIED", 1 << 20)
 

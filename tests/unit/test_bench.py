@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cudnn_sdpa import UnsupportedError
-from cudnn_sdpa.bench import attention, cases, peers, training
+from cudnn_sdpa.bench import attention, cases, hand_graphs, peers, training
 from cudnn_sdpa.bench.cases import Shape
 
 SMALL = replace(
@@ -148,8 +148,8 @@ class PackedBackward:
 
 
 def test_packed_sequences(on_cpu, monkeypatch):  # noqa: ARG001
-    monkeypatch.setattr(peers, "PackedForward", PackedForward)
-    monkeypatch.setattr(peers, "PackedBackward", PackedBackward)
+    monkeypatch.setattr(hand_graphs, "PackedForward", PackedForward)
+    monkeypatch.setattr(hand_graphs, "PackedBackward", PackedBackward)
     forward, in_training, backward = attention.varlen(SMALL)
     assert [row["pass"] for row in (forward, in_training, backward)] == ["forward", "forward in training", "backward"]
     lengths = cases.random_lengths(SMALL.tokens, SMALL.longest[0])
@@ -234,12 +234,12 @@ def test_a_hand_written_graph_numbers_its_operands_in_the_order_of_their_pointer
     slot = SimpleNamespace(bind=lambda _: None, raw=0)
     launchers = []
     built = lambda *_: SimpleNamespace(launcher=launchers.append)  # noqa: E731
-    monkeypatch.setattr(peers, "backend", SimpleNamespace(cudnn=lambda: frontend, BuiltGraph=built))
+    monkeypatch.setattr(hand_graphs, "backend", SimpleNamespace(cudnn=lambda: frontend, BuiltGraph=built))
     threads = SimpleNamespace(slots={-1: slot})
-    monkeypatch.setattr(peers, "handles", SimpleNamespace(build_handle=lambda _: None, thread=threads))
+    monkeypatch.setattr(hand_graphs, "handles", SimpleNamespace(build_handle=lambda _: None, thread=threads))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
     q, k = torch.randn(10, 4, 8).bfloat16(), torch.randn(10, 2, 8).bfloat16()
-    graph = peers.PackedForward(q, k, k.clone(), torch.tensor([0, 3, 10], dtype=torch.int32), 7, with_lse=True)
+    graph = hand_graphs.PackedForward(q, k, k.clone(), torch.tensor([0, 3, 10], dtype=torch.int32), 7, with_lse=True)
     by_name = {symbol["name"]: symbol for symbol in symbols}
     assert graph.tensors[by_name["q"]["uid"]] is q
     assert launchers == [list(range(1, 1 + len(graph.tensors)))]
