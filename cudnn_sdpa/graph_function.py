@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, UnsupportedError
-from cudnn_sdpa.runtime.graph_call import GraphCall, calls, describe
+from cudnn_sdpa.runtime.describe import Description, register
+from cudnn_sdpa.runtime.graph_call import GraphCall, calls, describe, key_of
 from cudnn_sdpa.runtime.graph_op import GraphOp, find_operation
 from cudnn_sdpa.runtime.layouts import CUDNN_DTYPE_NAMES
 
@@ -48,6 +50,7 @@ class GraphFunction(GraphOp):
         self._optional = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is None}
         if len(self.operands) + len(self.options) != len(parameters):
             raise TypeError(f"the graph builder {builder.__name__} may have no * parameters")
+        register(self, self.describe)
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
         """The results on these operands: tensors, or None for optional ones, or numbers.
@@ -98,6 +101,13 @@ class GraphFunction(GraphOp):
                     raise DtypeError(name, str(value.dtype), "a dtype that cuDNN has")
             elif value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
                 raise OptionError(name, type(value).__name__, "a tensor or a number")
+
+    def describe(self, *operands: Any, **options: Any) -> Description:
+        """What a call with these arguments runs on a GPU."""
+        given, static = self._bind(operands, options)
+        tensor = next(x for x in given if isinstance(x, Tensor))
+        key = partial(key_of, self, self.operands, given, self.outputs(given, static), static)
+        return Description(operation=self, key=key, device=tensor.get_device() if tensor.is_cuda else None)
 
     def outputs(self, given: Sequence[Any], static: dict[str, Any]) -> Outputs:
         """Tensors without data, like the results."""
