@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from cudnn_sdpa.runtime.graph_op import GraphOp, find_operation
 from cudnn_sdpa.runtime.layouts import CUDNN_DTYPE_NAMES
 
 Outputs = tuple[Tensor, ...]
+Call = tuple["GraphFunction", tuple[Any, ...], dict[str, Any]]
 
 
 class GraphFunction(GraphOp):
@@ -39,8 +40,8 @@ class GraphFunction(GraphOp):
         super().__init__(builder)
         if reference is None and outputs is None:
             raise TypeError(
-                f"graph_op {builder.__name__} needs reference=, the same in plain PyTorch, or outputs=, a function that "
-                "gives empty tensors like its results"
+                f"graph_op {builder.__name__} needs reference=, the same in plain PyTorch, or outputs=, a function "
+                "that gives empty tensors like its results"
             )
         self.__name__ = builder.__name__
         self.reference, self._outputs, self.backward = reference, outputs or reference, backward
@@ -117,13 +118,27 @@ class GraphFunction(GraphOp):
             return _as_tuple(self._outputs(*bare, **static))
 
 
+@overload
+def graph_op(builder: Callable[..., Any], /) -> GraphFunction: ...
+
+
+@overload
+def graph_op(
+    *,
+    reference: Callable[..., Any] | None = ...,
+    outputs: Callable[..., Any] | None = ...,
+    backward: Callable[..., Any] | None = ...,
+) -> Callable[[Callable[..., Any]], GraphFunction]: ...
+
+
 def graph_op(
     builder: Callable[..., Any] | None = None,
+    /,
     *,
     reference: Callable[..., Any] | None = None,
     outputs: Callable[..., Any] | None = None,
     backward: Callable[..., Any] | None = None,
-) -> Any:
+) -> GraphFunction | Callable[[Callable[..., Any]], GraphFunction]:
     """Makes a function of tensors out of the builder of a cuDNN graph."""
     if builder is None:
         return lambda builder: GraphFunction(builder, reference=reference, outputs=outputs, backward=backward)
@@ -173,20 +188,25 @@ def _on_cpu(function: GraphFunction, given: Sequence[Any], static: dict[str, Any
 
 
 def _through_operator(function: GraphFunction, given: Sequence[Any], static: dict[str, Any]) -> Sequence[Tensor]:
-    tensors = [x if isinstance(x, Tensor) else None for x in given]
-    numbers = [float("nan") if isinstance(x, Tensor) or x is None else float(x) for x in given]
-    found: Sequence[Tensor] = torch.ops.cudnn_sdpa.graph_function(function.name, tensors, numbers, _encoded(static))
+    kinds = "".join("t" if isinstance(x, Tensor) else "-" if x is None else "n" for x in given)
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    numbers = [float(x) for x, kind in zip(given, kinds, strict=True) if kind == "n"]
+    operator = torch.ops.cudnn_sdpa.graph_function
+    found: Sequence[Tensor] = operator(function.name, kinds, tensors, numbers, _encoded(static))
     return found
 
 
-def _decoded(run: Callable[..., Outputs]) -> Callable[..., list[Tensor]]:
-    def implementation(name: str, tensors: list[Tensor | None], numbers: list[float], options: str) -> list[Tensor]:
-        function = find_operation(name)
-        assert isinstance(function, GraphFunction)
-        given = [n if t is None and n == n else t for t, n in zip(tensors, numbers, strict=True)]
-        return list(run(function, given, {key: _freeze(x) for key, x in json.loads(options).items()}))
+def _call(name: str, kinds: str, tensors: Sequence[Tensor], numbers: Sequence[float], options: str) -> Call:
+    """What the operator was given, as the function, its operands and its options."""
+    function = find_operation(name)
+    assert isinstance(function, GraphFunction)
+    values = {"t": iter(tensors), "n": iter(numbers)}
+    given = tuple(None if kind == "-" else next(values[kind]) for kind in kinds)
+    return function, given, {key: _freeze(value) for key, value in json.loads(options).items()}
 
-    return implementation
+
+def _decoded(run: Callable[..., Outputs]) -> Callable[..., list[Tensor]]:
+    return lambda *arguments: list(run(*_call(*arguments)))
 
 
 def _without_data(function: GraphFunction, given: Sequence[Any], static: dict[str, Any]) -> Outputs:
@@ -204,31 +224,28 @@ def _with_gradient(function: GraphFunction, given: Sequence[Any], static: dict[s
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    name, tensors, numbers, options = inputs
-    ctx.save_for_backward(*(x for x in tensors if x is not None), *output)
-    ctx.there, ctx.rest = [x is not None for x in tensors], (name, numbers, options)
+    name, kinds, tensors, numbers, options = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.rest, ctx.count = (name, kinds, numbers, options), len(tensors)
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
-    name, numbers, options = ctx.rest
-    function = find_operation(name)
-    assert isinstance(function, GraphFunction)
+    name, kinds, numbers, options = ctx.rest
+    tensors, results = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+    function, given, static = _call(name, kinds, tensors, numbers, options)
     if function.backward is None:
         raise UnsupportedError(f"the gradient of {function.__name__}", ["the operation has no backward="])
-    saved = iter(ctx.saved_tensors)
-    tensors = [next(saved) if there else None for there in ctx.there]
-    given = [n if t is None and n == n else t for t, n in zip(tensors, numbers, strict=True)]
-    static = {key: _freeze(x) for key, x in json.loads(options).items()}
-    found = _as_tuple(function.backward(tuple(grads), tuple(given), tuple(saved), **static))
+    found = _as_tuple(function.backward(tuple(grads), given, results, **static))
     if len(found) != len(given):
         expected = f"{len(given)}, one for each operand, None where there is none"
         raise OptionError("backward", f"{len(found)} gradients", expected)
-    return None, list(found), None, None
+    of_tensors = [gradient for gradient, kind in zip(found, kinds, strict=True) if kind == "t"]
+    return None, None, of_tensors, None if numbers else [], None  # an empty list counts as one of tensors
 
 
 _library: Any = torch.library.Library("cudnn_sdpa", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
-    "graph_function(str name, Tensor?[] operands, float[] numbers, str options) -> Tensor[]",
+    "graph_function(str name, str kinds, Tensor[] tensors, float[] numbers, str options) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("graph_function", _decoded(_on_gpu), "CUDA")

@@ -61,7 +61,9 @@ class GraphCall:
 
     __slots__ = ("_layouts", "_names", "last", "plan")
 
-    def __init__(self, operation: Any, given: Sequence[Any], outputs: Sequence[Tensor], options: dict[str, Any]) -> None:
+    def __init__(
+        self, operation: Any, given: Sequence[Any], outputs: Sequence[Tensor], options: dict[str, Any]
+    ) -> None:
         device = next(x for x in given if isinstance(x, Tensor)).get_device()
         key = key_of(operation, operation.operands, given, outputs, options, live_target(device), device)
         self.plan = plan_cache.get(key, lambda key: build_plan(operation, key))
