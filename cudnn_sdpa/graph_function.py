@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, overload
 
@@ -157,13 +157,23 @@ def _check_static(name: str, value: Any) -> None:
         raise OptionError(name, type(value).__name__, "None, a bool, a number, a string or a tuple of these")
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _encoded(static: dict[str, Any]) -> str:
-    return json.dumps(static)
+def _encoded(values: Iterable[Any]) -> str:
+    """Values of options as the text in which the operator takes them.
+
+    Written so that torch.compile can follow it, which takes whole numbers for symbols until `str` makes text of them.
+    """
+    text = ""
+    for value in values:
+        if isinstance(value, tuple):
+            text += "(" + _encoded(value) + "),"
+        else:
+            text += (repr(value) if isinstance(value, str) else str(value)) + ","
+    return text
 
 
-def _freeze(value: Any) -> Any:
-    return tuple(map(_freeze, value)) if isinstance(value, list) else value
+def _decoded_options(text: str) -> tuple[Any, ...]:
+    values: tuple[Any, ...] = ast.literal_eval(f"({text})")
+    return values
 
 
 # --- what runs where ---------------------------------------------------------------------------------------------
@@ -192,7 +202,7 @@ def _through_operator(function: GraphFunction, given: Sequence[Any], static: dic
     tensors = [x for x in given if isinstance(x, Tensor)]
     numbers = [float(x) for x, kind in zip(given, kinds, strict=True) if kind == "n"]
     operator = torch.ops.cudnn_sdpa.graph_function
-    found: Sequence[Tensor] = operator(function.name, kinds, tensors, numbers, _encoded(static))
+    found: Sequence[Tensor] = operator(function.name, kinds, tensors, numbers, _encoded(static.values()))
     return found
 
 
@@ -202,7 +212,7 @@ def _call(name: str, kinds: str, tensors: Sequence[Tensor], numbers: Sequence[fl
     assert isinstance(function, GraphFunction)
     values = {"t": iter(tensors), "n": iter(numbers)}
     given = tuple(None if kind == "-" else next(values[kind]) for kind in kinds)
-    return function, given, {key: _freeze(value) for key, value in json.loads(options).items()}
+    return function, given, dict(zip(function.options, _decoded_options(options), strict=True))
 
 
 def _decoded(run: Callable[..., Outputs]) -> Callable[..., list[Tensor]]:
