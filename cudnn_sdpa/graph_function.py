@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, overload
@@ -160,14 +161,15 @@ def _check_static(name: str, value: Any) -> None:
 def _encoded(values: Iterable[Any]) -> str:
     """Values of options as the text in which the operator takes them.
 
-    Written so that torch.compile can follow it, which takes whole numbers for symbols until `str` makes text of them.
+    Written so that torch.compile can follow it; whole numbers may be symbols to it until `index` asks for their value.
     """
     text = ""
     for value in values:
         if isinstance(value, tuple):
             text += "(" + _encoded(value) + "),"
         else:
-            text += (repr(value) if isinstance(value, str) else str(value)) + ","
+            known = operator.index(value) if isinstance(value, int) else value
+            text += (repr(known) if isinstance(known, str) else str(known)) + ","
     return text
 
 
@@ -201,8 +203,8 @@ def _through_operator(function: GraphFunction, given: Sequence[Any], static: dic
     kinds = "".join("t" if isinstance(x, Tensor) else "-" if x is None else "n" for x in given)
     tensors = [x for x in given if isinstance(x, Tensor)]
     numbers = [float(x) for x, kind in zip(given, kinds, strict=True) if kind == "n"]
-    operator = torch.ops.cudnn_sdpa.graph_function
-    found: Sequence[Tensor] = operator(function.name, kinds, tensors, numbers, _encoded(static.values()))
+    run = torch.ops.cudnn_sdpa.graph_function
+    found: Sequence[Tensor] = run(function.name, kinds, tensors, numbers, _encoded(static.values()))
     return found
 
 
