@@ -74,7 +74,7 @@ class GraphCall:
     def __call__(self, given: Sequence[Any]) -> tuple[Tensor, ...]:
         """The results, in new memory."""
         with torch.cuda.device(self.plan.device):
-            outputs = tuple(allocate(*layout) for layout in self._layouts)
+            outputs = tuple(allocate(tuple(layout[0]), tuple(layout[1]), layout[2]) for layout in self._layouts)
             numbers = [array("f", [x]) for x in given if isinstance(x, (int, float))]
             addresses = iter(numbers)
             pointers = []
