@@ -13,10 +13,12 @@ import torch
 from cudnn_sdpa.errors import CudnnSdpaError, DeviceError
 from cudnn_sdpa.offline.planner import OfflinePlan
 from cudnn_sdpa.offline.pool import plan_all
-from cudnn_sdpa.runtime.building import load_plan, plan_of
+from cudnn_sdpa.runtime.building import build_plan, load_plan, plan_of
 from cudnn_sdpa.runtime.cache import plan_cache
+from cudnn_sdpa.runtime.graph_op import find_operation
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.manifest import PlanManifest
+from cudnn_sdpa.runtime.plan import Plan
 from cudnn_sdpa.runtime.plan_file import StoredPlan
 from cudnn_sdpa.runtime.store import PlanStore
 from cudnn_sdpa.runtime.store_setting import active
@@ -51,8 +53,8 @@ def warmup(
 ) -> WarmupReport:
     """Makes the plans of a manifest ready for this process, so that no call waits for one.
 
-    What is in the plan store is loaded; the rest is built by helper processes, all at once, and kept in the store if
-    there is one. The helpers use no memory of the GPU.
+    What is in the plan store is loaded; the rest is built, by this process and by helper processes, and kept in the
+    store if there is one. The helpers use no memory of the GPU; they need some seconds to start.
 
     Args:
         manifest: A manifest, or the path of one.
@@ -86,16 +88,24 @@ def warmup(
         else:
             missing.append(key)
     store = active()
-    for key, made in _shown(plan_all(missing, live_properties(device), workers), len(missing), progress):
+    results = plan_all(missing, live_properties(device), workers, _build)
+    for key, made in _shown(results, len(missing), progress):
         if isinstance(made, CudnnSdpaError):
             report.failed[str(key)] = str(made)
             continue
-        plan_cache.put(plan_of(key, stored := _stored(key, made)))
         report.built += 1
+        if isinstance(made, Plan):  # which is in the store already
+            plan_cache.put(made)
+            continue
+        plan_cache.put(plan_of(key, stored := _stored(key, made)))
         if store is not None:
             store.save(key, stored)
     report.seconds = time.perf_counter() - start
     return report
+
+
+def _build(key: PlanKey) -> Plan:
+    return build_plan(find_operation(key.operation, only_imported=True), key)
 
 
 def compile_plans(

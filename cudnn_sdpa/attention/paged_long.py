@@ -33,10 +33,11 @@ class LongCall:
         last: What a `CallTable` resets.
     """
 
-    __slots__ = ("_elsewhere", "_gather", "_varlen", "last", "plan")
+    __slots__ = ("_elsewhere", "_gather", "_is_as_wanted", "_varlen", "last", "plan")
 
     def __init__(self, call: PagedArguments) -> None:
         self._elsewhere = torch.cuda.device_count() > 1
+        self._is_as_wanted = call.out is None and paged_calls.is_in_order(call)
         self._gather = paging.Gatherer(call)
         of_rows = as_packed(call, self._gather(call))
         self._varlen = varlen_calls.prepare_forward(of_rows, packed(of_rows, call.q.shape[0]))
@@ -51,7 +52,9 @@ class LongCall:
         batch, heads, queries, _ = call.q.shape
         found = varlen_calls.forward(self._varlen, as_packed(call, self._gather(call)))
         of_rows, of_lse = found if isinstance(found, tuple) else (found, None)
-        out = paged_calls.in_place_of(call, of_rows.view(batch, queries, heads, -1).transpose(1, 2))
+        out = of_rows.view(batch, queries, heads, -1).transpose(1, 2)
+        if not self._is_as_wanted:
+            out = paged_calls.in_place_of(call, out)
         return out if of_lse is None else (out, of_lse.view(batch, queries, heads).transpose(1, 2).contiguous())
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
-from cudnn_sdpa.errors import CudnnSdpaError
+from cudnn_sdpa.errors import CudnnSdpaError, OfflineError
 from cudnn_sdpa.offline.planner import Helper, OfflinePlan, plan_offline
 from cudnn_sdpa.runtime.key import PlanKey
+
+Made = TypeVar("Made")
+
+#: A request whose answer says that a helper has started.
+READY = {"ready": True}
 
 #: Most helper processes that are started without being asked for more: each takes some 500 MB.
 MOST_WORKERS = 8
@@ -23,8 +30,11 @@ def default_workers(plans: int) -> int:
 
 
 def plan_all(
-    keys: Sequence[PlanKey], properties: dict[str, Any], workers: int | None = None
-) -> Iterator[tuple[PlanKey, OfflinePlan | CudnnSdpaError]]:
+    keys: Sequence[PlanKey],
+    properties: dict[str, Any],
+    workers: int | None = None,
+    here: Callable[[PlanKey], Made] | None = None,
+) -> Iterator[tuple[PlanKey, OfflinePlan | Made | CudnnSdpaError]]:
     """Plans and compiles keys for the GPU that `properties` describes, and gives them as they are ready.
 
     A plan that fails comes with its error, and stops no other one.
@@ -33,34 +43,69 @@ def plan_all(
         keys: The keys; their target was made from `properties`.
         properties: In the form of cuDNN's device-properties JSON.
         workers: Helper processes; None is one for each core, and at most eight.
+        here: Plans a key in this process. It is asked for one after the other from the front while helpers, which need
+            some seconds to start, take keys from the back.
     """
     if not keys:
         return
-    workers = default_workers(len(keys)) if workers is None else workers
-    helpers = [Helper() for _ in range(workers)]
-    idle: queue.SimpleQueue[Helper] = queue.SimpleQueue()
-    for helper in helpers:
-        idle.put(helper)
+    waiting, made = deque(keys), queue.SimpleQueue[tuple[PlanKey, OfflinePlan | Made | BaseException]]()
 
-    def work(key: PlanKey) -> OfflinePlan:
-        helper = idle.get()
-        try:
-            return plan_offline(key, properties, helper)
-        finally:
-            idle.put(helper)
-
+    helpers = [Helper() for _ in range(default_workers(len(keys)) if workers is None else workers)]
+    of_all = (waiting, made, properties, here is not None)
+    threads = [threading.Thread(target=_work, args=(helper, *of_all), daemon=True) for helper in helpers]
     try:
-        with ThreadPoolExecutor(workers) as threads:
-            futures = {threads.submit(work, key): key for key in keys}
-            try:
-                for future in as_completed(futures):
-                    error = future.exception()
-                    if isinstance(error, CudnnSdpaError):
-                        yield futures[future], error
-                    else:
-                        yield futures[future], future.result()
-            finally:
-                threads.shutdown(wait=False, cancel_futures=True)
+        for thread in threads:
+            thread.start()
+        for _ in keys:
+            key, result = _next(waiting, made, here)
+            if isinstance(result, BaseException) and not isinstance(result, CudnnSdpaError):
+                raise result
+            yield key, result
     finally:
+        waiting.clear()
+        for helper in helpers:
+            helper.kill()
+        for thread in threads:
+            thread.join()
         for helper in helpers:
             helper.close()
+
+
+def _work(
+    helper: Helper,
+    waiting: deque[PlanKey],
+    made: queue.SimpleQueue[tuple[PlanKey, Any]],
+    properties: dict[str, Any],
+    starts_first: bool,
+) -> None:
+    """Has a helper plan keys until there are none; with `starts_first` it takes the first when it has started."""
+    if starts_first:
+        try:
+            helper.ask(READY)
+        except OfflineError:  # all will be planned by others
+            return
+    while waiting:
+        with contextlib.suppress(IndexError):  # another has taken the last one
+            key = waiting.pop()
+            try:
+                made.put((key, plan_offline(key, properties, helper)))
+            except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
+                made.put((key, error))
+
+
+def _next(
+    waiting: deque[PlanKey],
+    made: queue.SimpleQueue[tuple[PlanKey, Any]],
+    here: Callable[[PlanKey], Made] | None,
+) -> tuple[PlanKey, Any]:
+    """A plan that a helper has made, or one made here if none has."""
+    with contextlib.suppress(queue.Empty):
+        return made.get_nowait()
+    if here is not None:
+        with contextlib.suppress(IndexError):
+            key = waiting.popleft()
+            try:
+                return key, here(key)
+            except CudnnSdpaError as error:
+                return key, error
+    return made.get()

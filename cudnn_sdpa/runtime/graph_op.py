@@ -10,6 +10,7 @@ import importlib
 import inspect
 import linecache
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -93,7 +94,7 @@ class GraphOp:
             arguments = {name: symbol for name, symbol in symbols.items() if name not in offsets}
             results = self._builder(g, **arguments, **key.option_values)
         except RuntimeError as error:  # what cuDNN's own builder methods raise
-            raise UnsupportedError(key.name, [str(error)]) from None
+            raise UnsupportedError(key.name, [f"{error}{_place_of(error, self._builder)}"]) from None
         if not isinstance(results, tuple):
             results = (results,)
         for uid, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True), start=1 + len(key.inputs)):
@@ -104,6 +105,13 @@ class GraphOp:
 
     def __repr__(self) -> str:
         return f"<graph_op {self.name}>"
+
+
+def _place_of(error: Exception, builder: types.FunctionType) -> str:
+    """Where in the builder, or in what it calls in its file, an error was raised."""
+    places = traceback.extract_tb(error.__traceback__)
+    inside = [place for place in places if place.filename == builder.__code__.co_filename]
+    return f" ({inside[-1].filename}, line {inside[-1].lineno}: {inside[-1].line})" if inside else ""
 
 
 def graph_op(builder: Callable[..., Any]) -> GraphOp:

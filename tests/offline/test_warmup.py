@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import cudnn_sdpa
-from cudnn_sdpa import OptionError, compile_plans
+from cudnn_sdpa import OfflineError, OptionError, UnsupportedError, compile_plans
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.passes import Backward, Forward
 from cudnn_sdpa.cli import app
+from cudnn_sdpa.offline import driver, pool
+from cudnn_sdpa.offline.pool import plan_all
 from cudnn_sdpa.runtime.manifest import PlanManifest
 from cudnn_sdpa.runtime.store import PlanStore
 from cudnn_sdpa.runtime.target import Target, load_properties
@@ -139,3 +142,43 @@ def test_a_recording_without_a_call_is_empty():
     with cudnn_sdpa.record_plans() as manifest:
         cudnn_sdpa.sdpa(*(torch.randn(1, 2, 8, 16) for _ in range(3)))
     assert len(manifest) == 0
+
+
+def test_what_is_planned_here_is_planned_by_nobody_else(h200):
+    """Keys come back once each, from here while helpers start, and from helpers while this process is busy."""
+    many = [*keys(h200), *keys(h200, dim=128), *keys(h200, dim=32), *keys(h200, dim=96)]
+    planned = []
+
+    def here(key):
+        planned.append(key)
+        if len(planned) == 2:
+            raise UnsupportedError("this one", ["for the test"])
+        time.sleep(20 if len(planned) == 3 else 0)  # until a helper has started, and has taken all that is left
+        return "here"
+
+    found = dict(plan_all(many, h200, 1, here))
+    assert set(found) == set(many)
+    assert planned[:3] == many[:3]
+    assert [found[key] for key in (planned[0], planned[2])] == ["here"] * 2
+    assert isinstance(found[planned[1]], UnsupportedError)
+    by_helper = [made for key, made in found.items() if key not in planned]
+    assert by_helper
+    assert all(made.engine.startswith("eng") for made in by_helper)
+
+
+def test_nobody_waits_for_helpers_that_are_not_needed(h200, monkeypatch):
+    monkeypatch.setattr(pool, "plan_offline", None)  # a helper has not even started when all is done
+    found = list(plan_all(keys(h200), h200, 2, lambda key: key.name))
+    assert [made for _, made in found] == ["sdpa_forward", "sdpa_backward"]
+
+
+def test_without_helpers_all_is_planned_here(h200, monkeypatch):
+    monkeypatch.setattr(driver, "helper_environment", no_helper)
+    many = [*keys(h200), *keys(h200, dim=128)]
+    found = dict(plan_all(many, h200, 2, lambda key: key.name))
+    assert set(found) == set(many)
+    assert all(isinstance(error, OfflineError) for _, error in plan_all(many, h200, 2))
+
+
+def no_helper():
+    raise OfflineError("no compiler")

@@ -20,6 +20,8 @@ LAYERS = [
     ("runtime",),
     ("offline",),
     ("attention",),
+    ("graph_function",),
+    ("norm", "activation", "conv"),
     ("explanation", "support_matrix", "warming"),
     ("planned_support",),
     ("bench",),

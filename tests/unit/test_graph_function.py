@@ -1,0 +1,134 @@
+"""`graph_op` as a function: arguments, the reference, gradients, torch.compile; no GPU is needed."""
+
+from __future__ import annotations
+
+import own_graphs
+import pytest
+import torch
+from own_graphs import halves, nowhere, scaled
+from torch.library import opcheck
+
+from cudnn_sdpa import DeviceError, DtypeError, OptionError, UnsupportedError
+from cudnn_sdpa.graph_function import GraphFunction, graph_op
+from cudnn_sdpa.runtime.describe import describer_of
+from cudnn_sdpa.runtime.key import Role
+from cudnn_sdpa.support_matrix import target_of
+
+H200 = target_of(90, "9.19.0")
+
+
+def x_and_bias(dtype=torch.float32, **more):
+    return torch.randn(2, 3, 8, dtype=dtype, **more), torch.randn(1, 1, 8, dtype=dtype, **more)
+
+
+def test_the_reference_computes_without_a_gpu():
+    x, bias = x_and_bias()
+    torch.testing.assert_close(scaled(x, bias, 0.5, power=2), x**2 * 0.5 + bias)
+    torch.testing.assert_close(scaled(x, scale=3, bias=bias), x * 3 + bias)
+    torch.testing.assert_close(scaled(x, None, 2.0), x * 2)
+    one, two = halves(x)
+    assert (one.dtype, two.dtype) == (torch.float32, torch.float16)
+
+
+def test_results_lie_as_the_reference_gives_them():
+    x = x_and_bias()[0].transpose(1, 2)
+    assert halves(x)[0].stride() == x.stride()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "match"),
+    [
+        ((), {}, OptionError, "x: got no tensor"),
+        ((1.0,), {}, OptionError, "x: got no tensor"),
+        ((None, torch.ones(3)), {}, OptionError, "x: got None"),
+        ((torch.ones(3), torch.ones(3, device="meta")), {}, DeviceError, "bias: got meta"),
+        ((torch.ones(3, dtype=torch.complex64),), {}, DtypeError, "x: got torch.complex64"),
+        ((torch.ones(3), None, True), {}, OptionError, "scale: got bool"),
+        ((torch.ones(3), None, "2"), {}, OptionError, "scale: got str"),
+        ((torch.ones(3), None, 1.0), {"power": torch.ones(1)}, OptionError, "power: got Tensor"),
+        ((torch.ones(3), None, 1.0), {"power": [2]}, OptionError, "power: got list"),
+        ((torch.ones(3), None, 1.0, 4), {}, TypeError, "takes 3 operands, not 4"),
+        ((torch.ones(3),), {"x": torch.ones(3)}, TypeError, "no argument 'x'"),
+        ((torch.ones(3),), {"other": 3}, TypeError, "no argument 'other'"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, options, error, match):
+    with pytest.raises(error, match=match):
+        scaled(*arguments, **options)
+
+
+def test_what_has_no_reference_runs_on_a_gpu_alone():
+    with pytest.raises(UnsupportedError, match=r"no reference=(?s:.*)a GPU"):
+        nowhere(torch.ones(3))
+    assert nowhere(torch.ones(3, 2, device="meta")).shape == (3, 2)
+
+
+def test_gradients_are_those_of_backward():
+    x, bias = (y.requires_grad_() for y in x_and_bias(torch.float64))
+    for options in ({}, {"power": 3}):
+        got = torch.autograd.grad(scaled(x.float(), bias.float(), 0.7, **options).square().sum(), (x, bias))
+        power = options.get("power", 1)
+        expected = torch.autograd.grad((x**power * 0.7 + bias).square().sum(), (x, bias))
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    with pytest.raises(UnsupportedError, match="no backward="):
+        halves(x.float())
+    with torch.no_grad():
+        halves(x.float())
+
+
+@pytest.mark.parametrize("options", [{}, {"power": 2}, {"power": 3, "name": 'é "x"'}], ids=str)
+def test_it_compiles_with_its_gradient(options):
+    x, bias = x_and_bias()
+
+    def step(x, bias):
+        return scaled(x * 2, bias, 0.7, **options).relu()
+
+    for compiled in (torch.compile(step, fullgraph=True), torch.compile(step, fullgraph=True, dynamic=True)):
+        results = []
+        for run in (step, compiled):
+            leaves = [y.clone().requires_grad_() for y in (x, bias)]
+            out = run(*leaves)
+            results.append([out, *torch.autograd.grad(out.sum(), leaves)])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_operator_is_a_good_one(bias):
+    x, b = (y.requires_grad_() for y in x_and_bias())
+    tensors = [x, b] if bias else [x]
+    arguments = (scaled.name, "ttn" if bias else "t-n", tensors, [0.5], '2,"plain",')
+    opcheck(torch.ops.cudnn_sdpa.graph_function.default, arguments)
+
+
+def test_the_key_has_shapes_and_options_and_no_numbers():
+    x, bias = x_and_bias(torch.bfloat16, device="meta")
+    keys = [
+        describer_of(scaled)(x, bias, scale, power=power).key(H200, None)
+        for scale, power in ((0.5, 1), (0.7, 1), (0.5, 2))
+    ]
+    assert keys[0] == keys[1] != keys[2]
+    assert [operand.name for operand in keys[0].inputs] == ["x", "bias", "scale"]
+    assert keys[0].inputs[2].role is Role.SCALAR
+    assert keys[0].option_values == {"power": 1, "name": "plain"}
+    alone = describer_of(scaled)(x, None, 0.5).key(H200, None)
+    assert [operand.name for operand in alone.inputs] == ["x", "scale"]
+    two = describer_of(halves)(x).key(H200, None)
+    assert [str(operand.layout.dtype) for operand in two.outputs] == ["torch.bfloat16", "torch.float16"]
+
+
+def test_decorators_that_make_no_sense():
+    def build(g, x):
+        return g.relu(input=x)
+
+    with pytest.raises(TypeError, match="reference="):
+        graph_op(build)
+
+    def of_any(g, *x):
+        return g.relu(input=x[0])
+
+    with pytest.raises(TypeError, match="no \\* parameters"):
+        graph_op(reference=torch.relu)(of_any)
+    assert isinstance(own_graphs.scaled, GraphFunction)
+    assert own_graphs.scaled.__doc__ == "x to a power, times a number, plus a bias."
