@@ -1,9 +1,10 @@
-"""cuDNN's attention as plain PyTorch functions, with every plan cached.
+"""cuDNN's attention, and fused operations around it, as plain PyTorch functions, with every plan cached.
 
 Importing this package starts no CUDA and loads no cuDNN; the first call on a GPU does.
 """
 
 from cudnn_sdpa._version import __version__
+from cudnn_sdpa.activation import gelu_mul, relu_squared, silu_mul
 from cudnn_sdpa.attention.dense import sdpa
 from cudnn_sdpa.attention.drop_in import scaled_dot_product_attention
 from cudnn_sdpa.attention.fallback import fallback
@@ -13,6 +14,7 @@ from cudnn_sdpa.attention.paged import sdpa_paged
 from cudnn_sdpa.attention.paged_prepared import PreparedPaged, prepare_paged
 from cudnn_sdpa.attention.paged_step import PagedStep
 from cudnn_sdpa.attention.varlen import sdpa_varlen
+from cudnn_sdpa.conv import conv1d, conv2d, conv3d
 from cudnn_sdpa.errors import (
     ArgumentError,
     CudnnSdpaError,
@@ -29,6 +31,8 @@ from cudnn_sdpa.errors import (
     UnsupportedError,
 )
 from cudnn_sdpa.explanation import explain
+from cudnn_sdpa.graphs.function import graph_op
+from cudnn_sdpa.norm import layer_norm, rms_norm
 from cudnn_sdpa.runtime.cache import no_plan_builds, plan_cache
 from cudnn_sdpa.runtime.manifest import record_plans
 from cudnn_sdpa.runtime.shapes import shape_policy
@@ -58,17 +62,26 @@ __all__ = [
     "__version__",
     "autotune",
     "compile_plans",
+    "conv1d",
+    "conv2d",
+    "conv3d",
     "explain",
     "fallback",
+    "gelu_mul",
+    "graph_op",
+    "layer_norm",
     "no_plan_builds",
     "plan_cache",
     "prepare_paged",
     "record_plans",
+    "relu_squared",
+    "rms_norm",
     "scaled_dot_product_attention",
     "sdpa",
     "sdpa_paged",
     "sdpa_varlen",
     "shape_policy",
+    "silu_mul",
     "support",
     "use_plan_store",
     "warmup",

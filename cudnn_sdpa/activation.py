@@ -2,89 +2,278 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.autograd.function import once_differentiable
 
 from cudnn_sdpa.errors import DtypeError, LayoutError, ShapeError
-from cudnn_sdpa.graph_function import graph_op
+from cudnn_sdpa.graphs import operator
+from cudnn_sdpa.graphs.function import GraphFunction, graph_op
+from cudnn_sdpa.graphs.shortcuts import Shortcuts
+from cudnn_sdpa.runtime.eager import is_compiling
+from cudnn_sdpa.runtime.graph_call import GraphCall
+from cudnn_sdpa.runtime.layouts import contiguous_stride
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
+#: How long the rows are as cuDNN sees them. Its kernels work on tiles of a few rows; measured on an H200, dense tensors
+#: are quickest in rows of 64, whatever their shape, and halves of rows in pieces of 128.
+DENSE_ROW, PIECE = 64, 128
+
+#: More would not fit into a grid's third dimension.
+MOST_PIECED_ROWS = 65535
+
 
 def _silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
-    return (silu(gate.float()) * up.float()).to(gate.dtype).contiguous()
+    return (F.silu(gate.float()) * up.float()).to(gate.dtype).contiguous()
 
 
 def _silu_mul_gradients_reference(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     x, one, dy = gate.float(), up.float(), grad.float()
     share = torch.sigmoid(x)
     of_gate = dy * one * share * (1 + x * (1 - share))
-    return of_gate.to(gate.dtype).contiguous(), (dy * x * share).to(up.dtype).contiguous()
+    return _like(of_gate, gate), _like(dy * x * share, up)
+
+
+def _like(result: Tensor, model: Tensor) -> Tensor:
+    """A result in a tensor's dtype that lies as it does, gaps between its rows included."""
+    out = torch.empty_strided(model.shape, model.stride(), dtype=model.dtype, device=model.device)
+    return out.copy_(result)
 
 
 @graph_op(reference=_silu_mul_gradients_reference)
 def silu_mul_gradients(g: Any, grad: Any, gate: Any, up: Any) -> Any:
-    """The gradients of `silu_mul` by gate and up."""
+    """The gradients of `silu_mul` by gate and up, which lie as these do."""
     of_up = g.mul(a=g.swish(input=gate), b=grad)
     of_gate = g.swish_backward(loss=g.mul(a=grad, b=up), input=gate)
     return of_gate, of_up
 
 
 def _silu_mul_backward(grads: tuple[Any, ...], operands: tuple[Any, ...], outputs: Any) -> Any:  # noqa: ARG001
-    grad = grads[0] if grads[0].is_contiguous() else grads[0].contiguous()
-    return silu_mul_gradients(grad, *operands)
+    return silu_mul_gradients(grads[0].contiguous(), *(x.contiguous() for x in operands))
 
 
 @graph_op(reference=_silu_mul_reference, backward=_silu_mul_backward)
 def silu_mul_rows(g: Any, gate: Any, up: Any) -> Any:
-    """SiLU(gate) · up of rows (1, rows, n)."""
+    """SiLU(gate) · up of rows of three dimensions."""
     return g.mul(a=g.swish(input=gate), b=up)
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+def _gelu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
+    return (F.gelu(gate.float()) * up.float()).to(gate.dtype).contiguous()
+
+
+@graph_op(reference=_gelu_mul_reference)
+def gelu_mul_rows(g: Any, gate: Any, up: Any) -> Any:
+    """GELU(gate) · up, by the error function."""
+    return g.mul(a=g.gelu(input=gate), b=up)
+
+
+def _relu_squared_reference(x: Tensor) -> Tensor:
+    return F.relu(x.float()).square().to(x.dtype).contiguous()
+
+
+@graph_op(reference=_relu_squared_reference)
+def relu_squared_rows(g: Any, x: Any) -> Any:
+    """max(x, 0)²."""
+    y = g.relu(input=x)
+    return g.mul(a=y, b=y)
+
+
+_silu_mul_calls, _gelu_mul_calls, _relu_squared_calls = Shortcuts(), Shortcuts(), Shortcuts()
+
+
+def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """SiLU(gate) · up, the gate of SwiGLU, in one kernel; so are both gradients.
 
     Args:
         gate: (..., n), float16, bfloat16 or float32. Its last dimension is dense; both halves of one projection,
             `x.chunk(2, dim=-1)`, are read where they lie.
-        up: Of the same shape and dtype.
+        up: Of the same shape and dtype. If it is not given, `gate` is both, (..., 2n), the gate first: its gradient is
+            written in one piece then, where autograd would put two halves together.
 
     Returns:
-        A dense tensor of the same shape and dtype.
+        A dense tensor (..., n) of the same dtype.
 
     Raises:
         ArgumentError: They do not fit, or lie so that they would have to be copied.
 
     Examples:
         >>> import torch, cudnn_sdpa
-        >>> gate, up = torch.randn(2, 5, 32).chunk(2, dim=-1)
-        >>> cudnn_sdpa.silu_mul(gate, up).shape
-        torch.Size([2, 5, 16])
+        >>> both = torch.randn(2, 5, 32)
+        >>> out = cudnn_sdpa.silu_mul(*both.chunk(2, dim=-1))
+        >>> torch.equal(out, cudnn_sdpa.silu_mul(both)), out.shape
+        (True, torch.Size([2, 5, 16]))
 
     SwiGLU is from "GLU Variants Improve Transformer" (Shazeer, 2020).
     """
-    if gate.shape != up.shape:
-        raise ShapeError("up", f"shape {tuple(up.shape)}", f"shape {tuple(gate.shape)}, as gate has")
-    if gate.dtype != up.dtype or gate.dtype not in _DTYPES:
-        expected = "float16, bfloat16 or float32, the same for gate and up"
-        raise DtypeError("up" if gate.dtype in _DTYPES else "gate", str(up.dtype), expected)
-    if 0 in gate.shape:
-        return torch.empty_like(gate)
-    out: Tensor = silu_mul_rows(as_rows("gate", gate), as_rows("up", up))
-    return out.view(gate.shape)
+    tensors = (gate,) if up is None else (gate, up)
+    trains = _trains(tensors)
+    call = None if is_compiling() else _silu_mul_calls.find(tensors, trains, trains=trains)
+    if call is not None:
+        if trains:
+            return _SiluMul.apply(call, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+        return call(_apart(tensors))[0]
+    halves = _halves(gate) if up is None else (gate, up)
+    _check(halves)
+    return _run(silu_mul_rows, halves, _silu_mul_calls, tensors, trains=trains)
 
 
-def as_rows(name: str, x: Tensor) -> Tensor:
-    """A tensor (..., n) as rows (1, rows, n), without a copy."""
-    if x.dim() == 0 or (x.stride(-1) != 1 and x.shape[-1] != 1):
+def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """GELU(gate) · up, the gate of GeGLU, in one kernel, by the error function. For inference.
+
+    Args:
+        gate: As `silu_mul` takes it.
+        up: Of the same shape and dtype.
+
+    Returns:
+        A dense tensor of the same shape and dtype.
+
+    Raises:
+        ArgumentError: They do not fit.
+        UnsupportedError: One of them requires a gradient.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> cudnn_sdpa.gelu_mul(torch.randn(2, 5, 16), torch.randn(2, 5, 16)).shape
+        torch.Size([2, 5, 16])
+    """
+    call = None if is_compiling() else _gelu_mul_calls.find((gate, up), False)
+    if call is not None:
+        return call((gate, up))[0]
+    _check((gate, up))
+    return _run(gelu_mul_rows, (gate, up), _gelu_mul_calls, (gate, up), trains=False)
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """max(x, 0)², the activation of Primer, in one kernel. For inference.
+
+    Args:
+        x: (..., n), float16, bfloat16 or float32, its last dimension dense.
+
+    Returns:
+        A dense tensor of the same shape and dtype.
+
+    Raises:
+        ArgumentError: It does not fit.
+        UnsupportedError: It requires a gradient.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> cudnn_sdpa.relu_squared(torch.tensor([-1.0, 3.0]))
+        tensor([0., 9.])
+
+    From "Primer: Searching for Efficient Transformers for Language Modeling" (So et al., 2021).
+    """
+    call = None if is_compiling() else _relu_squared_calls.find((x,), False)
+    if call is not None:
+        return call((x,))[0]
+    _check((x,))
+    return _run(relu_squared_rows, (x,), _relu_squared_calls, (x,), trains=False)
+
+
+class _SiluMul(torch.autograd.Function):
+    """`silu_mul` where autograd follows, in eager mode."""
+
+    @staticmethod
+    def forward(ctx: Any, call: GraphCall, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return call(_apart(tensors))[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        tensors = ctx.saved_tensors
+        if len(tensors) == 1:
+            return None, _gradient_of_both(grad.contiguous(), tensors[0])
+        halves = [x.contiguous() for x in tensors]
+        of_gate, of_up = silu_mul_gradients(*_as_rows([grad.contiguous(), *halves]))
+        return None, of_gate.view(grad.shape), of_up.view(grad.shape)
+
+
+def _gradient_of_both(grad: Tensor, both: Tensor) -> Tensor:
+    """The gradient by a tensor that holds gate and up, each half written to its place."""
+    given = _as_rows([grad, *_halves(both)])
+    call = operator.prepared(silu_mul_gradients, given, {})
+    found = torch.empty_strided(both.shape, contiguous_stride(both.shape), dtype=both.dtype, device=both.device)
+    first = found.data_ptr()
+    with torch.cuda.device(both.device):
+        call.launch(given, (), (first, first + grad.shape[-1] * grad.element_size()))
+    return found
+
+
+def _trains(tensors: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
+
+
+def _apart(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Gate and up."""
+    return tensors if len(tensors) > 1 else _halves(tensors[0])
+
+
+def _halves(both: Tensor) -> tuple[Tensor, Tensor]:
+    if not isinstance(both, Tensor) or both.dim() == 0 or both.shape[-1] % 2:
+        got = f"shape {tuple(both.shape)}" if isinstance(both, Tensor) else type(both).__name__
+        raise ShapeError("gate", got, "an even last dimension, gate and up, where up is not given")
+    gate, up = both.chunk(2, dim=-1)
+    return gate, up
+
+
+def _check(tensors: Sequence[Any]) -> None:
+    first = tensors[0]
+    if not isinstance(first, Tensor) or first.dtype not in _DTYPES:
+        got = str(first.dtype) if isinstance(first, Tensor) else type(first).__name__
+        raise DtypeError("gate", got, "float16, bfloat16 or float32")
+    for other in tensors[1:]:
+        if not isinstance(other, Tensor) or other.dtype != first.dtype:
+            got = str(other.dtype) if isinstance(other, Tensor) else type(other).__name__
+            raise DtypeError("up", got, f"{first.dtype}, the dtype of gate")
+        if other.shape != first.shape:
+            raise ShapeError("up", f"shape {tuple(other.shape)}", f"shape {tuple(first.shape)}, as gate has")
+
+
+def _run(
+    function: GraphFunction,
+    operands: Sequence[Tensor],
+    shortcuts: Shortcuts,
+    tensors: Sequence[Tensor],
+    *,
+    trains: bool,
+) -> Tensor:
+    """A call whose arguments are checked; the next one like it goes straight to its plan."""
+    shape = operands[0].shape
+    if 0 in shape:
+        return torch.empty_like(operands[0], memory_format=torch.contiguous_format)
+    rows = _as_rows(operands)
+    out: Tensor = function(*rows)
+    if not is_compiling() and out.is_cuda:
+        layout = (tuple(shape), contiguous_stride(tuple(shape)), out.dtype)
+        shortcuts.add(tensors, trains, operator.prepared(function, rows, {}).shaped(layout))
+    return out.view(shape)
+
+
+def _as_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of one shape in three dimensions, in the form that cuDNN is quickest in, without a copy."""
+    size, count = tensors[0].shape[-1] if tensors[0].dim() else 1, tensors[0].numel()
+    if all(x.is_contiguous() for x in tensors):
+        length = DENSE_ROW if count % DENSE_ROW == 0 else size
+        return [x.view(1, -1, length) for x in tensors]
+    rows = [_of_two("gate" if number == 0 else "up", x) for number, x in enumerate(tensors)]
+    if size % PIECE == 0 and count // size <= MOST_PIECED_ROWS:
+        return [x.view(x.shape[0], -1, PIECE) for x in rows]
+    return [x.unsqueeze(0) for x in rows]
+
+
+def _of_two(name: str, x: Tensor) -> Tensor:
+    """A tensor (..., n) as rows (rows, n), without a copy."""
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
         raise LayoutError(name, f"strides {x.stride()}", "a dense last dimension", f"Use {name}.contiguous().")
     try:
-        return x.view(1, -1, x.shape[-1])
+        return x.view(-1, x.shape[-1])
     except RuntimeError:
-        expected = "rows at one distance from each other"
-        raise LayoutError(
-            name, f"shape {tuple(x.shape)}, strides {x.stride()}", expected, f"Use {name}.contiguous()."
-        ) from None
+        got = f"shape {tuple(x.shape)}, strides {x.stride()}"
+        raise LayoutError(name, got, "rows at one distance from each other", f"Use {name}.contiguous().") from None

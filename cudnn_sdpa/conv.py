@@ -1,154 +1,54 @@
-"""`conv2d`: convolution with bias and activation in one kernel."""
+"""`conv1d`, `conv2d` and `conv3d`: convolution with bias and activation in one kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
-from cudnn_sdpa.graph_function import graph_op
-
-Pair = tuple[int, int]
+from cudnn_sdpa.conv_graphs import ACTIVATIONS, Sizes, channels_last, convolution
+from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
-    None: lambda x: x,
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-}
-
-
-def channels_last(x: Tensor) -> Tensor:
-    """The tensor with its channels innermost, as cuDNN reads it; a copy if they are not."""
-    return x.contiguous(memory_format=torch.channels_last)
-
-
-def _forward_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
-    activation: str | None,
-) -> Tensor:
-    groups = x.shape[1] // weight.shape[1]
-    of_bias = None if bias is None else bias.flatten().float()
-    y = F.conv2d(x.float(), weight.float(), of_bias, stride, padding, dilation, groups)
-    return channels_last(_ACTIVATIONS[activation](y).to(x.dtype))
-
-
-def _of_x_reference(
-    grad: Tensor, weight: Tensor, *, shape: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair
-) -> Tensor:
-    groups = shape[1] // weight.shape[1]
-    found = torch.nn.grad.conv2d_input(  # type: ignore[attr-defined]
-        shape, weight.float(), grad.float(), stride, padding, dilation, groups
-    )
-    return channels_last(found.to(grad.dtype))
-
-
-def _of_weight_reference(
-    grad: Tensor, x: Tensor, *, shape: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair
-) -> Tensor:
-    groups = x.shape[1] // shape[1]
-    found = torch.nn.grad.conv2d_weight(  # type: ignore[attr-defined]
-        x.float(), shape, grad.float(), stride, padding, dilation, groups
-    )
-    return channels_last(found.to(grad.dtype))
-
-
-def _geometry(stride: Pair, padding: Pair, dilation: Pair) -> dict[str, list[int]]:
-    pads = list(padding)
-    return {"pre_padding": pads, "post_padding": pads, "stride": list(stride), "dilation": list(dilation)}
-
-
-@graph_op(reference=_of_x_reference)
-def conv2d_of_x(
-    g: Any, grad: Any, weight: Any, *, shape: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair
-) -> Any:
-    """The gradient of a convolution by its input, whose shape is `shape`."""
-    del shape  # the key has it
-    return g.conv_dgrad(loss=grad, filter=weight, **_geometry(stride, padding, dilation))
-
-
-@graph_op(reference=_of_weight_reference)
-def conv2d_of_weight(
-    g: Any, grad: Any, x: Any, *, shape: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair
-) -> Any:
-    """The gradient of a convolution by its weight, whose shape is `shape`."""
-    del shape  # the key has it
-    return g.conv_wgrad(image=x, loss=grad, **_geometry(stride, padding, dilation))
-
-
-def _backward(
-    grads: tuple[Any, ...], operands: tuple[Any, ...], outputs: Any, *, activation: Any, **of_conv: Any
-) -> Any:
-    del outputs
-    x, weight, bias = operands
-    assert activation is None
-    grad = channels_last(grads[0])
-    of_x = conv2d_of_x(grad, weight, shape=tuple(x.shape), **of_conv)
-    of_weight = conv2d_of_weight(grad, x, shape=tuple(weight.shape), **of_conv)
-    return of_x, of_weight, None if bias is None else grad.sum((0, 2, 3), keepdim=True)
-
-
-@graph_op(reference=_forward_reference, backward=_backward)
-def conv2d_rows(
-    g: Any,
-    x: Any,
-    weight: Any,
-    bias: Any = None,
-    *,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
-    activation: str | None,
-) -> Any:
-    """activation(x * weight + bias); the bias is (1, C, 1, 1)."""
-    y = g.conv_fprop(image=x, weight=weight, **_geometry(stride, padding, dilation))
-    if bias is not None:
-        y = g.bias(input=y, bias=bias)
-    if activation is None:
-        return y
-    return {"relu": g.relu, "silu": g.swish, "gelu": g.gelu}[activation](input=y)
 
 
 def conv2d(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: int | Pair = 1,
-    padding: int | Pair = 0,
-    dilation: int | Pair = 1,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
     groups: int = 1,
     activation: str | None = None,
 ) -> Tensor:
-    """A convolution, its bias and its activation in one kernel.
+    """activation(x * weight + bias), a convolution with its bias and its activation in one kernel. Differentiable.
+
+    cuDNN reads and writes channels last. A tensor that lies otherwise is copied first, in each call, which takes as
+    long as reading and writing it once: keep both in `torch.channels_last`, a module by
+    `module.to(memory_format=torch.channels_last)`.
+
+    Where the filter's steps are its size, as in the patch embedding of a vision transformer, it is a matrix product of
+    patches: they are put in rows by one copy, and PyTorch multiplies.
 
     Args:
-        x: (N, C, H, W), float16, bfloat16 or float32. cuDNN reads channels last; other inputs are copied first, which
-            takes as long as writing and reading x once.
-        weight: (K, C / groups, R, S), likewise.
-        bias: (K,).
+        x: (N, C, H, W), float16, bfloat16 or float32.
+        weight: (K, C / groups, R, S), of x's dtype.
+        bias: (K,), of x's dtype.
         stride: Steps, one for both dimensions or one for each.
         padding: Zeros around x.
         dilation: Distances within the filter.
         groups: Groups of channels.
-        activation: None, "relu", "silu" or "gelu" (exact). With a gradient it is a kernel of its own.
+        activation: None, "relu", "silu" or "gelu" (by the error function). With a gradient it is a kernel of its own.
 
     Returns:
         (N, K, P, Q), channels last.
 
     Raises:
         ArgumentError: They do not fit.
-        UnsupportedError: cuDNN has no plan for it.
+        UnsupportedError: cuDNN has no kernel for it on this GPU.
 
     Examples:
         >>> import torch, cudnn_sdpa
@@ -156,30 +56,176 @@ def conv2d(
         >>> cudnn_sdpa.conv2d(x, weight, padding=1, activation="silu").shape
         torch.Size([2, 4, 16, 16])
     """
-    if x.dtype not in _DTYPES or x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
-        raise DtypeError("weight", f"{weight.dtype} beside {x.dtype}", "float16, bfloat16 or float32, the same for all")
-    if x.dim() != 4 or weight.dim() != 4 or x.shape[1] != weight.shape[1] * groups or weight.shape[0] % groups:
-        got = f"shape {tuple(weight.shape)} with {groups} groups"
-        raise ShapeError("weight", got, f"(K, C / groups, R, S) for x of shape {tuple(x.shape)}")
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ShapeError("bias", f"shape {tuple(bias.shape)}", f"shape ({weight.shape[0]},)")
-    if activation not in _ACTIVATIONS:
-        raise OptionError("activation", repr(activation), " or ".join(map(repr, _ACTIVATIONS)))
-    of_conv = {
-        "stride": _pair("stride", stride, least=1),
-        "padding": _pair("padding", padding, least=0),
-        "dilation": _pair("dilation", dilation, least=1),
+    return _convolve(2, x, weight, bias, stride, padding, dilation, groups, activation)
+
+
+def conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int] = 1,
+    padding: int | tuple[int] = 0,
+    dilation: int | tuple[int] = 1,
+    groups: int = 1,
+    activation: str | None = None,
+) -> Tensor:
+    """The same in one dimension.
+
+    Args:
+        x: (N, C, L). Without a copy if its channels lie together, as in `y.transpose(1, 2)` of y (N, L, C).
+        weight: (K, C / groups, R).
+        bias: (K,).
+        stride: Steps.
+        padding: Zeros around x.
+        dilation: Distances within the filter.
+        groups: Groups of channels.
+        activation: As for `conv2d`.
+
+    Returns:
+        (N, K, P), channels innermost in memory.
+
+    Raises:
+        ArgumentError: They do not fit.
+        UnsupportedError: cuDNN has no kernel for it on this GPU.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> cudnn_sdpa.conv1d(torch.randn(2, 8, 30), torch.randn(4, 8, 3), padding=1).shape
+        torch.Size([2, 4, 30])
+    """
+    return _convolve(1, x, weight, bias, stride, padding, dilation, groups, activation)
+
+
+def conv3d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, int, int] = 1,
+    padding: int | tuple[int, int, int] = 0,
+    dilation: int | tuple[int, int, int] = 1,
+    groups: int = 1,
+    activation: str | None = None,
+) -> Tensor:
+    """The same in three dimensions.
+
+    Args:
+        x: (N, C, D, H, W).
+        weight: (K, C / groups, Q, R, S).
+        bias: (K,).
+        stride: Steps, one for all dimensions or one for each.
+        padding: Zeros around x.
+        dilation: Distances within the filter.
+        groups: Groups of channels.
+        activation: As for `conv2d`.
+
+    Returns:
+        (N, K, O, P, Q), channels innermost in memory.
+
+    Raises:
+        ArgumentError: They do not fit.
+        UnsupportedError: cuDNN has no kernel for it on this GPU.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> cudnn_sdpa.conv3d(torch.randn(1, 8, 4, 6, 6), torch.randn(4, 8, 3, 3, 3)).shape
+        torch.Size([1, 4, 2, 4, 4])
+    """
+    return _convolve(3, x, weight, bias, stride, padding, dilation, groups, activation)
+
+
+def _convolve(
+    rank: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+    activation: str | None,
+) -> Tensor:
+    _check(rank, x, weight, bias, groups)
+    if activation not in ACTIVATIONS:
+        raise OptionError("activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
+    sizes = {
+        "stride": _sizes("stride", stride, rank, least=1),
+        "padding": _sizes("padding", padding, rank, least=0),
+        "dilation": _sizes("dilation", dilation, rank, least=1),
     }
+    _check_extent(x, weight, **sizes)
     tensors = (x, weight) if bias is None else (x, weight, bias)
     trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if rank == 2 and groups == 1 and _cuts_patches(x, weight, **sizes):
+        return ACTIVATIONS[activation](_of_patches(x, weight, bias))
+    if rank == 1:  # as pictures of one line
+        x, weight = x.unsqueeze(2), weight.unsqueeze(2)
+        sizes = {name: (0 if name == "padding" else 1, *pair) for name, pair in sizes.items()}
+    column = None if bias is None else bias.view(1, -1, *(1,) * (x.dim() - 2))
     fused = None if trains else activation
-    rows = None if bias is None else bias.view(1, -1, 1, 1)
-    y: Tensor = conv2d_rows(channels_last(x), channels_last(weight), rows, **of_conv, activation=fused)
-    return _ACTIVATIONS[activation](y) if trains else y
+    y: Tensor = convolution(channels_last(x), channels_last(weight), column, **sizes, activation=fused)
+    y = y.squeeze(2) if rank == 1 else y
+    return ACTIVATIONS[activation](y) if trains else y
 
 
-def _pair(name: str, value: Any, least: int) -> Pair:
-    pair = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, (tuple, list)) else ()
-    if len(pair) != 2 or any(isinstance(x, bool) or not isinstance(x, int) or x < least for x in pair):
-        raise OptionError(name, repr(value), f"an int of at least {least}, or two")
-    return pair
+def _cuts_patches(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> bool:
+    """Whether every number of x is in one patch."""
+    size = tuple(weight.shape[2:])
+    fits = all(length % step == 0 for length, step in zip(x.shape[2:], size, strict=True))
+    return stride == size and size != (1, 1) and fits and not any(padding) and dilation == (1, 1)
+
+
+def _of_patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A convolution whose steps are the size of its filter: a product of patches and filters."""
+    batch, channels, height, width = x.shape
+    filters, _, r, s = weight.shape
+    rows, columns = height // r, width // s
+    cut = x.view(batch, channels, rows, r, columns, s) if x.is_contiguous() else None
+    if cut is not None:  # channel after channel, as the weight lies
+        patches = cut.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows, columns, -1)
+        flat = weight.reshape(filters, -1)
+    else:
+        by_line = channels_last(x).permute(0, 2, 3, 1).reshape(batch, rows, r, columns, s * channels)
+        patches = by_line.transpose(2, 3).reshape(batch, rows, columns, -1)
+        flat = weight.permute(0, 2, 3, 1).reshape(filters, -1)
+    return F.linear(patches, flat, bias).permute(0, 3, 1, 2)
+
+
+def _check(rank: int, x: Any, weight: Any, bias: Any, groups: Any) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
+        got = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+        raise DtypeError("x", got, "float16, bfloat16 or float32")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if name == "bias" and tensor is None:
+            continue
+        if not isinstance(tensor, Tensor) or tensor.dtype != x.dtype:
+            got = str(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise DtypeError(name, got, f"{x.dtype}, the dtype of x")
+    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+        raise OptionError("groups", repr(groups), "an int of at least 1")
+    if x.dim() != rank + 2:
+        raise ShapeError("x", f"shape {tuple(x.shape)}", f"{rank + 2} dimensions: batch, channels, then {rank} more")
+    if weight.dim() != rank + 2 or x.shape[1] != weight.shape[1] * groups or weight.shape[0] % groups:
+        got = f"shape {tuple(weight.shape)} with {groups} groups"
+        expected = f"(filters, channels / groups, then {rank} sizes) for x of shape {tuple(x.shape)}"
+        raise ShapeError("weight", got, expected)
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ShapeError("bias", f"shape {tuple(bias.shape)}", f"shape ({weight.shape[0]},)")
+    if 0 in x.shape or 0 in weight.shape:
+        raise ShapeError("x", f"shape {tuple(x.shape)}", "sizes of at least 1")
+
+
+def _check_extent(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> None:
+    del stride
+    for length, size, zeros, step in zip(x.shape[2:], weight.shape[2:], padding, dilation, strict=True):
+        if length + 2 * zeros < (size - 1) * step + 1:
+            got = f"{length} with {zeros} zeros on both sides"
+            raise LayoutError("x", got, f"at least {(size - 1) * step + 1}, the extent of the filter", "Pad x.")
+
+
+def _sizes(name: str, value: Any, rank: int, least: int) -> Sizes:
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = (value,) * rank
+    sizes = tuple(value) if isinstance(value, (tuple, list)) else ()
+    if len(sizes) != rank or any(isinstance(x, bool) or not isinstance(x, int) or x < least for x in sizes):
+        raise OptionError(name, repr(value), f"an int of at least {least}, or {rank} of them")
+    return sizes

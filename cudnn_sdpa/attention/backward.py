@@ -12,7 +12,7 @@ from cudnn_sdpa.attention import graphs, memory
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.arguments import check as check_forward
 from cudnn_sdpa.attention.bias import mask_gradient
-from cudnn_sdpa.attention.calls import MISALIGNED, SMALLEST, BoundCall, _current_device, lengths
+from cudnn_sdpa.attention.calls import MISALIGNED, SMALLEST, BoundCall, lengths
 from cudnn_sdpa.attention.lookup import describe
 from cudnn_sdpa.attention.passes import Backward, dense_like
 from cudnn_sdpa.attention.problem import Problem
@@ -20,7 +20,7 @@ from cudnn_sdpa.runtime.building import build_plan
 from cudnn_sdpa.runtime.cache import next_use, plan_cache
 from cudnn_sdpa.runtime.call_table import CallTable
 from cudnn_sdpa.runtime.layouts import ALIGNMENT, TensorLayout, dense_stride_like
-from cudnn_sdpa.runtime.plan import Plan, allocate
+from cudnn_sdpa.runtime.plan import Plan, allocate, current_device
 from cudnn_sdpa.runtime.target import live_target
 
 
@@ -66,7 +66,7 @@ class BackwardCall(BoundCall):
         """The gradients of a plain call, whose operands are these and constants; saves 6 µs of dictionaries."""
         if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & MISALIGNED:
             memory.check_memory(q, k, v, out)
-        if self._elsewhere and _current_device() != self.plan.device:
+        if self._elsewhere and current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
                 return self.run_plain(q, k, v, out, grad_out, lse)
         grad_q, grad_k, grad_v = (allocate(*layout) for layout in self._gradients.values())

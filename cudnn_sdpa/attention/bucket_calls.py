@@ -9,9 +9,9 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.buckets import Bucket
-from cudnn_sdpa.attention.calls import MISALIGNED, ForwardCall, Result, _check_memory, _current_device
+from cudnn_sdpa.attention.calls import MISALIGNED, ForwardCall, Result, _check_memory
 from cudnn_sdpa.runtime.cache import next_use
-from cudnn_sdpa.runtime.plan import Plan, allocate, current_raw_stream
+from cudnn_sdpa.runtime.plan import Plan, allocate, current_device, current_raw_stream
 from cudnn_sdpa.runtime.tables import DeviceTables
 
 
@@ -54,7 +54,7 @@ class BucketCall(ForwardCall):
     def run(self, q: Tensor, k: Tensor, v: Tensor, lengths_kv: Tensor | None, out: Tensor | None) -> Result:
         """The same with the arguments one by one; there are no lengths."""
         plan = self.plan
-        if self._elsewhere and _current_device() != plan.device:
+        if self._elsewhere and current_device() != plan.device:
             with torch.cuda.device(plan.device):
                 return self.run(q, k, v, lengths_kv, out)
         own = None if self._successor is None else self._successor.find()

@@ -15,13 +15,12 @@ from cudnn_sdpa.attention.passes import Forward
 from cudnn_sdpa.attention.problem import Problem
 from cudnn_sdpa.runtime.cache import next_use
 from cudnn_sdpa.runtime.layouts import ALIGNMENT, contiguous_stride
-from cudnn_sdpa.runtime.plan import Plan, allocate
+from cudnn_sdpa.runtime.plan import Plan, allocate, current_device
 
 Result = Tensor | tuple[Tensor, Tensor]
 
 MISALIGNED = ALIGNMENT - 1
 SMALLEST = torch.finfo(torch.float32).min  #: in place of a log-sum-exp of -inf, which taken from itself is NaN
-_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def _check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tensor | None = None) -> None:
@@ -54,7 +53,7 @@ class BoundCall:
 
     def on_device(self, run: Any, *operands: Any) -> Any:
         """`run(*operands)` with the plan's GPU as the current one."""
-        if self._elsewhere and _current_device() != self.plan.device:
+        if self._elsewhere and current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
                 return run(*operands)
         return run(*operands)
@@ -126,7 +125,7 @@ class ForwardCall(BoundCall):
         first, second, third = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (first | second | third) & MISALIGNED:
             _check_memory(q, k, v, None)
-        if self._elsewhere and _current_device() != self.plan.device:
+        if self._elsewhere and current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
                 return self.run_plain(q, k, v)
         out, lse = allocate(*self._out), allocate(*self._lse)
@@ -191,7 +190,7 @@ class PlainCall(ForwardCall):
         first, second, third = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if out is not None or (first | second | third) & MISALIGNED:
             _check_memory(q, k, v, out)
-        if self._elsewhere and _current_device() != plan.device:
+        if self._elsewhere and current_device() != plan.device:
             with torch.cuda.device(plan.device):
                 return self.run(q, k, v, lengths_kv, out)
         if out is None:

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.calls import _current_device
 from cudnn_sdpa.attention.packed import Packed
 from cudnn_sdpa.attention.packing import Packer, is_of_keys, row_limits
 from cudnn_sdpa.attention.passes import dense_like
 from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
 from cudnn_sdpa.runtime.cache import next_use
 from cudnn_sdpa.runtime.key import Operand
-from cudnn_sdpa.runtime.plan import Plan, allocate
+from cudnn_sdpa.runtime.plan import Plan, allocate, current_device
 
 
 class VarlenCall:
@@ -72,7 +71,7 @@ class VarlenCall:
 
     def launch(self, call: VarlenArguments, tensors: tuple[Tensor, ...], outputs: list[Tensor]) -> None:
         """Launches the plan; rows of the outputs that belong to nobody, or see no key, are written, too."""
-        if self._elsewhere and _current_device() != self.plan.device:
+        if self._elsewhere and current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
                 self.launch(call, tensors, outputs)
             return
@@ -108,7 +107,7 @@ class VarlenCall:
 
     def outputs(self) -> list[Tensor]:
         """New memory for the outputs, on the plan's device."""
-        if self._elsewhere and _current_device() != self.plan.device:
+        if self._elsewhere and current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
                 return self.outputs()
         return [allocate(*layout) for layout in self.written]

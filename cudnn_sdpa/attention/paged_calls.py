@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import graphs, paging
-from cudnn_sdpa.attention.calls import Result, _current_device, apply_sinks
+from cudnn_sdpa.attention.calls import Result, apply_sinks
 from cudnn_sdpa.attention.lookup import describe
 from cudnn_sdpa.attention.options import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.packed import sequence_bucket
@@ -20,7 +20,7 @@ from cudnn_sdpa.runtime.building import build_plan
 from cudnn_sdpa.runtime.cache import next_use, plan_cache
 from cudnn_sdpa.runtime.call_table import CallTable
 from cudnn_sdpa.runtime.layouts import canonical_stride, dense_stride_like
-from cudnn_sdpa.runtime.plan import Plan, allocate
+from cudnn_sdpa.runtime.plan import Plan, allocate, current_device
 from cudnn_sdpa.runtime.target import live_target
 
 #: The name under which a `PagedKVCache` marks the tables and lengths that it has made: they are right for caches of as
@@ -79,7 +79,7 @@ class PagedCall:
 
     def run(self, q: int, k: int, v: int, table_k: int, table_v: int, lengths: int, present: int = 0) -> list[Tensor]:
         """The output (rows, Hq, 1, Dv), and if there is one the log-sum-exp (rows, Hq, 1); arguments are addresses."""
-        if self._elsewhere and _current_device() != self.plan.device:
+        if self._elsewhere and current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
                 return self.run(q, k, v, table_k, table_v, lengths, present)
         outputs = self.outputs()

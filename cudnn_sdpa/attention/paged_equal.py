@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments, debug, paged, paged_calls, paging
-from cudnn_sdpa.attention.calls import Result, _current_device, bind
+from cudnn_sdpa.attention.calls import Result, bind
 from cudnn_sdpa.attention.comebacks import Comeback, comebacks
 from cudnn_sdpa.attention.operators import MIN_SCALE
 from cudnn_sdpa.attention.paged_arguments import PagedArguments, in_heads_order
@@ -25,7 +25,7 @@ from cudnn_sdpa.attention.passes import Forward
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime import shapes
 from cudnn_sdpa.runtime.eager import is_compiling
-from cudnn_sdpa.runtime.plan import Plan
+from cudnn_sdpa.runtime.plan import Plan, current_device
 from cudnn_sdpa.runtime.target import live_target
 
 #: Of so many shapes is remembered what waits for their plans.
@@ -55,7 +55,7 @@ class EqualCall:
 
     def __call__(self, call: PagedArguments) -> Result:
         """The results of a call whose arguments are checked."""
-        if self._elsewhere and _current_device() != self.plan.device:
+        if self._elsewhere and current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
                 return self(call)
         gathered = self._gather(call)

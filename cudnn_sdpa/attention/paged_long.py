@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import paged_calls, paging, varlen_calls
-from cudnn_sdpa.attention.calls import Result, _current_device
+from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.packed import Packed, sequence_bucket
 from cudnn_sdpa.attention.paged_arguments import PagedArguments
 from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
 from cudnn_sdpa.runtime.layouts import dense_stride_like
+from cudnn_sdpa.runtime.plan import current_device
 
 #: What keys and values in a row may take of the GPU's memory; a batch that would take more goes in parts.
 MOST_GATHERED_BYTES = 1 << 30
@@ -46,7 +47,7 @@ class LongCall:
 
     def __call__(self, call: PagedArguments) -> Result:
         """The results of a call whose arguments are checked."""
-        if self._elsewhere and _current_device() != self.plan.device:
+        if self._elsewhere and current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
                 return self(call)
         batch, heads, queries, _ = call.q.shape

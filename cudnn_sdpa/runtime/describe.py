@@ -54,14 +54,10 @@ def describes(function: Callable[..., Any]) -> Callable[[Callable[..., Descripti
     return register
 
 
-def register(function: Callable[..., Any], describer: Callable[..., Description]) -> None:
-    """Has `describer`, called with the same arguments, describe calls of `function`."""
-    _describers[function] = describer
-
-
 def describer_of(function: Callable[..., Any]) -> Callable[..., Description] | None:
     """What describes calls of `function`, if anything does."""
-    return _describers.get(function)
+    own: Callable[..., Description] | None = getattr(function, "describe", None)  # graph functions know it themselves
+    return _describers.get(function, own)
 
 
 def described_functions() -> list[str]:

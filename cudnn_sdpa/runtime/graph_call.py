@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -16,8 +17,13 @@ from cudnn_sdpa.runtime.call_table import CallTable
 from cudnn_sdpa.runtime.graph_op import GraphOp
 from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
 from cudnn_sdpa.runtime.layouts import ALIGNMENT, TensorLayout
-from cudnn_sdpa.runtime.plan import allocate
+from cudnn_sdpa.runtime.plan import allocate, current_device
 from cudnn_sdpa.runtime.target import Target, live_target
+
+_MISALIGNED = ALIGNMENT - 1
+
+#: Shape, stride and dtype of a new tensor.
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 #: Prepared calls, by all that decides one.
 calls: CallTable[Any] = CallTable(None)
@@ -59,7 +65,7 @@ class GraphCall:
         last: What a `CallTable` resets.
     """
 
-    __slots__ = ("_layouts", "_names", "last", "plan")
+    __slots__ = ("_elsewhere", "_layouts", "_names", "_numbers", "_results", "_template", "_tensors", "last", "plan")
 
     def __init__(
         self, operation: Any, given: Sequence[Any], outputs: Sequence[Tensor], options: dict[str, Any]
@@ -68,29 +74,51 @@ class GraphCall:
         key = key_of(operation, operation.operands, given, outputs, options, live_target(device), device)
         self.plan = plan_cache.get(key, lambda key: build_plan(operation, key))
         self.last: Any = None
-        self._names = operation.operands
-        self._layouts = [(x.shape, x.stride(), x.dtype) for x in outputs]
+        self._elsewhere = torch.cuda.device_count() > 1
+        present = [x for x in given if x is not None]
+        self._names = [operand.name for operand in key.inputs]
+        self._tensors = [place for place, x in enumerate(present) if isinstance(x, Tensor)]
+        self._numbers = [place for place, x in enumerate(present) if not isinstance(x, Tensor)]
+        self._results = range(len(present), len(present) + len(outputs))
+        self._template = array("Q", bytes(8 * (len(present) + len(outputs))))
+        self._layouts: list[Layout] = [(tuple(x.shape), tuple(x.stride()), x.dtype) for x in outputs]
 
-    def __call__(self, given: Sequence[Any]) -> tuple[Tensor, ...]:
+    def shaped(self, *layouts: Layout) -> GraphCall:
+        """The same call whose results are seen in other shapes."""
+        result = copy.copy(self)
+        result._layouts = list(layouts)
+        return result
+
+    def __call__(self, tensors: Sequence[Tensor], numbers: Sequence[float] = ()) -> tuple[Tensor, ...]:
         """The results, in new memory."""
-        with torch.cuda.device(self.plan.device):
-            outputs = tuple(allocate(tuple(layout[0]), tuple(layout[1]), layout[2]) for layout in self._layouts)
-            numbers = [array("f", [x]) for x in given if isinstance(x, (int, float))]
-            addresses = iter(numbers)
-            pointers = []
-            for name, x in zip(self._names, given, strict=True):
-                if isinstance(x, Tensor):
-                    pointers.append(_address(name, x))
-                elif x is not None:
-                    pointers.append(next(addresses).buffer_info()[0])
-            self.plan.last_used = next_use()
-            self.plan.launch([*pointers, *(x.data_ptr() for x in outputs)])
-            return outputs
+        if self._elsewhere and current_device() != self.plan.device:
+            with torch.cuda.device(self.plan.device):
+                return self(tensors, numbers)
+        outputs = tuple([allocate(*layout) for layout in self._layouts])
+        self.launch(tensors, numbers, [x.data_ptr() for x in outputs])
+        return outputs
 
+    def launch(self, tensors: Sequence[Tensor], numbers: Sequence[float], results: Sequence[int]) -> None:
+        """Launches the plan on the current device, which must be its own; results go to these addresses."""
+        operands, bits = self._template[:], 0  # of this call alone: calls are made by many threads at once
+        for place, tensor in zip(self._tensors, tensors, strict=True):
+            operands[place] = address = tensor.data_ptr()
+            bits |= address
+        if bits & _MISALIGNED:
+            self._refuse(tensors)
+        if numbers:
+            held = array("f", numbers)
+            first = held.buffer_info()[0]
+            for number, place in enumerate(self._numbers):
+                operands[place] = first + 4 * number
+        for place, address in zip(self._results, results, strict=True):
+            operands[place] = address
+        self.plan.last_used = next_use()
+        self.plan.launch(operands)
 
-def _address(name: str, tensor: Tensor) -> int:
-    address = tensor.data_ptr()
-    if address % ALIGNMENT:
-        got = f"memory at {address % ALIGNMENT} bytes past a multiple of {ALIGNMENT}"
-        raise LayoutError(name, got, f"a multiple of {ALIGNMENT} bytes", f"Use {name}.clone().")
-    return address
+    def _refuse(self, tensors: Sequence[Tensor]) -> None:
+        for place, tensor in zip(self._tensors, tensors, strict=True):
+            name, past = self._names[place], tensor.data_ptr() % ALIGNMENT
+            if past:
+                got = f"memory at {past} bytes past a multiple of {ALIGNMENT}"
+                raise LayoutError(name, got, f"a multiple of {ALIGNMENT} bytes", f"Use {name}.clone().")

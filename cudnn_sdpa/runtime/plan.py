@@ -20,6 +20,8 @@ current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
     lambda device: torch.cuda.current_stream(device).cuda_stream
 )
 
+current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
 
 def _find_allocator() -> Any:
     """`allocate(shape, stride, dtype)` on the current CUDA device.
@@ -123,7 +125,8 @@ class Plan:
             scratch = workspace.data_ptr()
         else:
             scratch = 0
-        operands = array("Q", pointers)  # of this call alone: plans are launched by many threads at once
+        # Of this call alone: plans are launched by many threads at once.
+        operands = pointers if type(pointers) is array else array("Q", pointers)
         try:
             self._launch(operands.buffer_info()[0], self._count, scratch, slot.raw, -1)
         except RuntimeError as error:

@@ -9,7 +9,7 @@ from own_graphs import halves, nowhere, scaled
 from torch.library import opcheck
 
 from cudnn_sdpa import DeviceError, DtypeError, OptionError, UnsupportedError
-from cudnn_sdpa.graph_function import GraphFunction, graph_op
+from cudnn_sdpa.graphs.function import GraphFunction, graph_op
 from cudnn_sdpa.runtime.describe import describer_of
 from cudnn_sdpa.runtime.key import Role
 from cudnn_sdpa.support_matrix import target_of

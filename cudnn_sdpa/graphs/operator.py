@@ -1,0 +1,157 @@
+"""The torch operator of all graph functions: CUDA (cuDNN), CPU (reference), fake and autograd implementations."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.errors import OptionError, UnsupportedError
+from cudnn_sdpa.runtime.graph_call import GraphCall, calls, describe
+from cudnn_sdpa.runtime.graph_op import find_operation
+
+Outputs = tuple[Tensor, ...]
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+#: Graph functions of this process by the name that the operator knows them by: those that nobody can import, too.
+_functions: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
+def register(function: Any) -> str:
+    """The name by which the operator will find a graph function: its import path, numbered if that is taken."""
+    token, number = function.name, 1
+    while token in _functions:
+        number += 1
+        token = f"{function.name}#{number}"
+    _functions[token] = function
+    return str(token)
+
+
+def run(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Sequence[Tensor]:
+    """The results of a graph function, through PyTorch's dispatcher."""
+    kinds = "".join("t" if isinstance(x, Tensor) else "-" if x is None else "n" for x in given)
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    numbers = [float(x) for x, kind in zip(given, kinds, strict=True) if kind == "n"]
+    of_torch = torch.ops.cudnn_sdpa.graph_function
+    found: Sequence[Tensor] = of_torch(function.token, kinds, tensors, numbers, _encoded(static.values()))
+    return found
+
+
+def prepared(function: Any, given: Sequence[Any], static: dict[str, Any]) -> GraphCall:
+    """The call bound to its plan, built now if there is none.
+
+    Raises:
+        UnsupportedError: cuDNN has no plan for it.
+        PlanBuildError: It is missing and may not be built now.
+    """
+    signature = (function.name, function.digest, *map(describe, given), *static.items(), *map(type, static.values()))
+    found: GraphCall | None = calls.get(signature)
+    if found is None:
+        with torch.cuda.device(next(x.device for x in given if isinstance(x, Tensor))):
+            found = GraphCall(function, given, function.outputs(given, static), static)
+        calls.add(signature, found)
+    return found
+
+
+def as_tuple(results: Any) -> Outputs:
+    """What a function returned, one tensor or several."""
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
+
+
+def gradients(function: Any, grads: Sequence[Any], given: Sequence[Any], results: Any, static: dict[str, Any]) -> Any:
+    """What the backward of a function gives, one for each operand."""
+    if function.backward is None:
+        raise UnsupportedError(f"the gradient of {function.__name__}", ["the operation has no backward="])
+    found = as_tuple(function.backward(tuple(grads), tuple(given), results, **static))
+    if len(found) != len(given):
+        expected = f"{len(given)}, one for each operand, None where there is none"
+        raise OptionError("backward", f"{len(found)} gradients", expected)
+    return found
+
+
+def _encoded(values: Iterable[Any]) -> str:
+    """Values of options as the text in which the operator takes them.
+
+    Written so that torch.compile can follow it; whole numbers may be symbols to it until `index` asks for their value.
+    """
+    text = ""
+    for value in values:
+        if isinstance(value, tuple):
+            text += "(" + _encoded(value) + "),"
+        else:
+            known = operator.index(value) if isinstance(value, int) and not isinstance(value, bool) else value
+            text += (repr(known) if isinstance(known, str) else str(known)) + ","
+    return text
+
+
+def _decoded_options(text: str) -> tuple[Any, ...]:
+    values: tuple[Any, ...] = ast.literal_eval(f"({text})")
+    return values
+
+
+def _on_gpu(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Outputs:
+    tensors, numbers = [x for x in given if isinstance(x, Tensor)], [x for x in given if isinstance(x, (int, float))]
+    return prepared(function, given, static)(tensors, numbers)
+
+
+def _on_cpu(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Outputs:
+    if function.reference is None:
+        reasons = ["its operands are not on an NVIDIA GPU, and it has no reference= in plain PyTorch"]
+        raise UnsupportedError(function.__name__, reasons, "tensors on a GPU")
+    found = as_tuple(function.reference(*given, **static))
+    like = function.outputs(given, static)
+    return tuple(
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=y.device).copy_(y)
+        for x, y in zip(like, found, strict=True)
+    )
+
+
+def _call(name: str, kinds: str, tensors: Sequence[Tensor], numbers: Sequence[float], options: str) -> Call:
+    """What the operator was given, as the function, its operands and its options."""
+    function: Any = _functions.get(name) or find_operation(name)
+    values = {"t": iter(tensors), "n": iter(numbers)}
+    given = tuple(None if kind == "-" else next(values[kind]) for kind in kinds)
+    return function, given, dict(zip(function.options, _decoded_options(options), strict=True))
+
+
+def _decoded(implementation: Callable[..., Outputs]) -> Callable[..., list[Tensor]]:
+    return lambda *arguments: list(implementation(*_call(*arguments)))
+
+
+def _without_data(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Outputs:
+    where = next(x.device for x in given if isinstance(x, Tensor))
+    return tuple(
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=where) for x in function.outputs(given, static)
+    )
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    name, kinds, tensors, numbers, options = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.rest, ctx.count = (name, kinds, numbers, options), len(tensors)
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
+    name, kinds, numbers, options = ctx.rest
+    tensors, results = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+    function, given, static = _call(name, kinds, tensors, numbers, options)
+    found = gradients(function, grads, given, results, static)
+    of_tensors = [gradient for gradient, kind in zip(found, kinds, strict=True) if kind == "t"]
+    return None, None, of_tensors, None if numbers else [], None  # an empty list counts as one of tensors
+
+
+_library: Any = torch.library.Library("cudnn_sdpa", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(
+    "graph_function(str name, str kinds, Tensor[] tensors, float[] numbers, str options) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("graph_function", _decoded(_on_gpu), "CUDA")
+_library.impl("graph_function", _decoded(_on_cpu), "CPU")
+torch.library.register_fake("cudnn_sdpa::graph_function", _decoded(_without_data), lib=_library)
+torch.library.register_autograd("cudnn_sdpa::graph_function", _backward, setup_context=_keep, lib=_library)

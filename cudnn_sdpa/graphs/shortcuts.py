@@ -1,0 +1,78 @@
+"""The short way from the arguments of a function to its plan: past its checks, its operator and the dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from cudnn_sdpa.runtime.call_table import CallTable
+from cudnn_sdpa.runtime.eager import Guard, is_bare, is_profiling, needs_gradient, tensor_guard
+from cudnn_sdpa.runtime.graph_call import GraphCall, describe
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The call that was served last.
+
+    Attributes:
+        options: What is no tensor.
+        count: How many tensors there are.
+        grad_mode: Whether gradients were recorded.
+        guard: Whether tensors are like its own; with `grad_mode` that says whether autograd follows.
+        call: What runs it.
+    """
+
+    options: Hashable
+    count: int
+    grad_mode: bool
+    guard: Guard
+    call: GraphCall
+
+
+class Shortcuts:
+    """The calls of one function that are known to be right, by the tensors and options as its caller gives them.
+
+    The last one served is recognized by a guard, one C call; any other is found by its signature.
+    """
+
+    def __init__(self) -> None:
+        self._calls: CallTable[Any] = CallTable(None)
+
+    def find(self, tensors: Sequence[Tensor], options: Hashable, *, trains: bool = False) -> GraphCall | None:
+        """What runs a call like one before, if nobody but the kernel, and autograd if it trains, wants to see it."""
+        last: Served | None = self._calls.last
+        try:
+            if (
+                last is not None
+                and last.options == options
+                and last.count == len(tensors)
+                and last.grad_mode is torch.is_grad_enabled()
+            ):
+                for tensor in tensors:
+                    if tensor.is_nested:  # a guard would end the process
+                        return None
+                if last.guard(*tensors) and not is_profiling() and forward_ad._current_level < 0:
+                    return last.call
+            if not is_bare(*tensors) or needs_gradient(*tensors) is not trains:
+                return None
+            call: GraphCall | None = self._calls.get((options, *map(describe, tensors)))
+        except (AttributeError, RuntimeError, TypeError):  # no tensors, or without memory: the checks will say so
+            return None
+        if call is not None:
+            self._remember(tensors, options, call)
+        return call
+
+    def add(self, tensors: Sequence[Tensor], options: Hashable, call: GraphCall) -> None:
+        """Has calls with such arguments, which have been checked, served by `call`."""
+        if all(type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_cuda for tensor in tensors):
+            self._calls.add((options, *map(describe, tensors)), call)
+
+    def _remember(self, tensors: Sequence[Tensor], options: Hashable, call: GraphCall) -> None:
+        if len({id(tensor) for tensor in tensors}) == len(tensors):  # no guard takes one tensor twice
+            last = Served(options, len(tensors), torch.is_grad_enabled(), tensor_guard(*tensors), call)
+            self._calls.remember_last(last, call.plan)
