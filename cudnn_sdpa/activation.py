@@ -14,7 +14,7 @@ from cudnn_sdpa.errors import DtypeError, LayoutError, ShapeError
 from cudnn_sdpa.graphs import operator
 from cudnn_sdpa.graphs.function import GraphFunction, graph_op
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
-from cudnn_sdpa.runtime.eager import is_compiling
+from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_watched, needs_gradient
 from cudnn_sdpa.runtime.graph_call import GraphCall
 from cudnn_sdpa.runtime.layouts import contiguous_stride
 
@@ -32,11 +32,13 @@ def _silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(gate.float()) * up.float()).to(gate.dtype).contiguous()
 
 
-def _silu_mul_gradients_reference(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def _silu_mul_gradients_reference(grad: Tensor, gate: Tensor, up: Tensor, *, dense: bool) -> tuple[Tensor, Tensor]:
     x, one, dy = gate.float(), up.float(), grad.float()
     share = torch.sigmoid(x)
-    of_gate = dy * one * share * (1 + x * (1 - share))
-    return _like(of_gate, gate), _like(dy * x * share, up)
+    of_gate, of_up = dy * one * share * (1 + x * (1 - share)), dy * x * share
+    if dense:
+        return of_gate.to(gate.dtype).contiguous(), of_up.to(up.dtype).contiguous()
+    return _like(of_gate, gate), _like(of_up, up)
 
 
 def _like(result: Tensor, model: Tensor) -> Tensor:
@@ -46,15 +48,16 @@ def _like(result: Tensor, model: Tensor) -> Tensor:
 
 
 @graph_op(reference=_silu_mul_gradients_reference)
-def silu_mul_gradients(g: Any, grad: Any, gate: Any, up: Any) -> Any:
-    """The gradients of `silu_mul` by gate and up, which lie as these do."""
+def silu_mul_gradients(g: Any, grad: Any, gate: Any, up: Any, *, dense: bool) -> Any:
+    """The gradients of `silu_mul` by gate and up, which are dense or lie as these do."""
+    del dense  # the key has it
     of_up = g.mul(a=g.swish(input=gate), b=grad)
     of_gate = g.swish_backward(loss=g.mul(a=grad, b=up), input=gate)
     return of_gate, of_up
 
 
 def _silu_mul_backward(grads: tuple[Any, ...], operands: tuple[Any, ...], outputs: Any) -> Any:  # noqa: ARG001
-    return silu_mul_gradients(grads[0].contiguous(), *(x.contiguous() for x in operands))
+    return silu_mul_gradients(grads[0].contiguous(), *operands, dense=True)
 
 
 @graph_op(reference=_silu_mul_reference, backward=_silu_mul_backward)
@@ -112,15 +115,19 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
     SwiGLU is from "GLU Variants Improve Transformer" (Shazeer, 2020).
     """
     tensors = (gate,) if up is None else (gate, up)
-    trains = _trains(tensors)
-    call = None if is_compiling() else _silu_mul_calls.find(tensors, trains, trains=trains)
-    if call is not None:
-        if trains:
-            return _SiluMul.apply(call, *tensors)  # type: ignore[no-any-return,no-untyped-call]
-        return call(_apart(tensors))[0]
+    if not is_compiling():  # a call like one before? Saves checks and views, 4 µs
+        try:
+            trains = torch.is_grad_enabled() and (gate.requires_grad or (up is not None and up.requires_grad))
+        except AttributeError:  # no tensors: the checks will say so
+            trains = False
+        call = _silu_mul_calls.find(tensors, trains, trains=trains)
+        if call is not None:
+            if trains:
+                return _SiluMul.apply(call, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+            return call(tensors if up is not None else _halves(gate))[0]
     halves = _halves(gate) if up is None else (gate, up)
     _check(halves)
-    return _run(silu_mul_rows, halves, _silu_mul_calls, tensors, trains=trains)
+    return _run(silu_mul_rows, halves, _silu_mul_calls, tensors)
 
 
 def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -146,7 +153,7 @@ def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
     if call is not None:
         return call((gate, up))[0]
     _check((gate, up))
-    return _run(gelu_mul_rows, (gate, up), _gelu_mul_calls, (gate, up), trains=False)
+    return _run(gelu_mul_rows, (gate, up), _gelu_mul_calls, (gate, up))
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -173,7 +180,7 @@ def relu_squared(x: Tensor) -> Tensor:
     if call is not None:
         return call((x,))[0]
     _check((x,))
-    return _run(relu_squared_rows, (x,), _relu_squared_calls, (x,), trains=False)
+    return _run(relu_squared_rows, (x,), _relu_squared_calls, (x,))
 
 
 class _SiluMul(torch.autograd.Function):
@@ -181,38 +188,46 @@ class _SiluMul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: GraphCall, *tensors: Tensor) -> Tensor:
+        ctx.call = call
         ctx.save_for_backward(*tensors)
-        return call(_apart(tensors))[0]
+        return call(tensors if len(tensors) > 1 else _halves(tensors[0]))[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         tensors = ctx.saved_tensors
-        if len(tensors) == 1:
-            return None, _gradient_of_both(grad.contiguous(), tensors[0])
-        halves = [x.contiguous() for x in tensors]
-        of_gate, of_up = silu_mul_gradients(*_as_rows([grad.contiguous(), *halves]))
-        return None, of_gate.view(grad.shape), of_up.view(grad.shape)
+        if is_watched(grad):
+            gate, up = tensors if len(tensors) > 1 else _halves(tensors[0])
+            found = silu_mul_gradients(*_as_rows([grad.contiguous(), gate, up]), dense=True)
+            of_gate, of_up = (part.view(grad.shape) for part in found)
+            return None, *((of_gate, of_up) if len(tensors) > 1 else (torch.cat([of_gate, of_up], -1),))
+        grad = grad if grad.is_contiguous() else grad.contiguous()
+        return None, *(_gradients(ctx.call, grad, *tensors) if len(tensors) > 1 else _of_both(ctx.call, grad, *tensors))
 
 
-def _gradient_of_both(grad: Tensor, both: Tensor) -> Tensor:
+def _gradients(call: GraphCall, grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
+    """The gradients by gate and up, dense; their call stays with the forward call: saves a look-up."""
+    gradient = call.gradient
+    if gradient is None or not gradient.plan.held:
+        layout = tuple(grad.shape), contiguous_stride(tuple(grad.shape)), grad.dtype
+        call_of_rows = operator.prepared(silu_mul_gradients, _as_rows((grad, gate, up)), {"dense": True})
+        gradient = call_of_rows.shaped(layout, layout)
+        call.gradient = gradient
+    return gradient((grad, gate, up))
+
+
+def _of_both(call: GraphCall, grad: Tensor, both: Tensor) -> list[Tensor]:
     """The gradient by a tensor that holds gate and up, each half written to its place."""
-    given = _as_rows([grad, *_halves(both)])
-    call = operator.prepared(silu_mul_gradients, given, {})
-    found = torch.empty_strided(both.shape, contiguous_stride(both.shape), dtype=both.dtype, device=both.device)
+    both = both if both.is_contiguous() else both.contiguous()
+    given = (grad, *_halves(both))
+    gradient = call.gradient
+    if gradient is None or not gradient.plan.held:
+        gradient = call.gradient = operator.prepared(silu_mul_gradients, _as_rows(given), {"dense": False})
+    found = torch.empty_like(both)
     first = found.data_ptr()
     with torch.cuda.device(both.device):
-        call.launch(given, (), (first, first + grad.shape[-1] * grad.element_size()))
-    return found
-
-
-def _trains(tensors: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
-
-
-def _apart(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Gate and up."""
-    return tensors if len(tensors) > 1 else _halves(tensors[0])
+        gradient.write(given, (), (first, first + grad.shape[-1] * grad.element_size()))
+    return [found]
 
 
 def _halves(both: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,23 +252,23 @@ def _check(tensors: Sequence[Any]) -> None:
 
 
 def _run(
-    function: GraphFunction,
-    operands: Sequence[Tensor],
-    shortcuts: Shortcuts,
-    tensors: Sequence[Tensor],
-    *,
-    trains: bool,
+    function: GraphFunction, operands: Sequence[Tensor], shortcuts: Shortcuts, tensors: Sequence[Tensor]
 ) -> Tensor:
     """A call whose arguments are checked; the next one like it goes straight to its plan."""
     shape = operands[0].shape
     if 0 in shape:
         return torch.empty_like(operands[0], memory_format=torch.contiguous_format)
-    rows = _as_rows(operands)
-    out: Tensor = function(*rows)
-    if not is_compiling() and out.is_cuda:
-        layout = (tuple(shape), contiguous_stride(tuple(shape)), out.dtype)
-        shortcuts.add(tensors, trains, operator.prepared(function, rows, {}).shaped(layout))
-    return out.view(shape)
+    trains = needs_gradient(*tensors)
+    if is_compiling() or not operands[0].is_cuda or not is_bare(*tensors) or (trains and function.backward is None):
+        out: Tensor = function(*_as_rows(operands))
+        return out.view(shape)
+    layout = (tuple(shape), contiguous_stride(tuple(shape)), operands[0].dtype)
+    with torch.no_grad():
+        call = operator.prepared(function, _as_rows(operands), {}).shaped(layout)
+    shortcuts.add(tensors, trains, call)
+    if trains:
+        return _SiluMul.apply(call, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+    return call(operands)[0]
 
 
 def _as_rows(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from cudnn_sdpa.graphs import operator
 from cudnn_sdpa.graphs.function import GraphFunction
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
 from cudnn_sdpa.norm_graphs import ACTIVATIONS, layer_norm_gradients, layer_norm_rows, rms_norm_gradients, rms_norm_rows
-from cudnn_sdpa.runtime.eager import is_compiling
+from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_watched, needs_gradient
 from cudnn_sdpa.runtime.graph_call import GraphCall, Layout
 from cudnn_sdpa.runtime.layouts import contiguous_stride
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+_INFINITY = float("inf")
 
 _rms_norm_calls, _layer_norm_calls = Shortcuts(), Shortcuts()
 
@@ -60,31 +62,19 @@ def rms_norm(
 
     From "Root Mean Square Layer Normalization" (Zhang and Sennrich, 2019).
     """
-    tensors = [tensor for tensor in (x, weight, residual) if tensor is not None]
-    options = (weight is not None, residual is not None, activation, zero_centered)
-    trains, shift = _trains(tensors), 1.0 if zero_centered and weight is not None else None
-    if not is_compiling() and type(eps) is float and eps >= 0:
-        call = _rms_norm_calls.find(tensors, (trains, *options), trains=trains)
-        if call is not None:
-            numbers = (eps,) if shift is None else (eps, shift)
-            found = _RmsNorm.apply(call, numbers, options, *tensors) if trains else call(tensors, numbers)  # type: ignore[no-untyped-call]
-            return found[:2] if residual is not None else found[0]
-    _check(x, {"weight": weight}, eps)
-    _check_residual(x, residual)
-    if activation not in ACTIVATIONS:
-        raise OptionError("activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
-    if trains and activation is not None:
-        found = rms_norm(x, weight, eps, residual=residual, zero_centered=zero_centered)
-        act = ACTIVATIONS[activation]
-        return act(found) if residual is None else (act(found[0]), found[1])
-    if 0 in x.shape:
-        return torch.empty_like(x) if residual is None else (torch.empty_like(x), torch.empty_like(x))
-    given, static = (*_rows(x, weight, residual), float(eps), shift), {"with_scale": trains, "activation": activation}
-    results = _run(rms_norm_rows, given, static)
-    if x.is_contiguous() and (residual is None or residual.is_contiguous()):
-        _learn(_rms_norm_calls, tensors, (trains, *options), rms_norm_rows, given, static, x)
-    out = results[0].view(x.shape)
-    return out if residual is None else (out, results[1].view(x.shape))
+    if weight is not None and residual is None and activation is None and type(eps) is float and not is_compiling():
+        # A plain call like one before? Saves checks, lists and views, 5 µs.
+        try:
+            trains = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        except AttributeError:  # no tensors: the checks will say so
+            trains = False
+        call = _rms_norm_calls.find((x, weight), (trains, zero_centered, True, False, None), trains=trains)
+        if call is not None and 0.0 <= eps < _INFINITY:
+            numbers = (eps, 1.0) if zero_centered else (eps,)
+            if trains:
+                return _RmsNorm.apply(call, numbers, (True, False), x, weight)[0]  # type: ignore[no-untyped-call]
+            return call((x, weight), numbers)[0]
+    return _rms_norm(x, weight, eps, residual, activation, zero_centered)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -116,59 +106,98 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         like = next((tensor for tensor in (weight, bias) if tensor is not None), x)
         weight = torch.ones(x.shape[-1], dtype=like.dtype, device=x.device) if weight is None else weight
         bias = torch.zeros(x.shape[-1], dtype=like.dtype, device=x.device) if bias is None else bias
-    tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
-    trains = _trains(tensors)
-    if not is_compiling() and type(eps) is float and eps >= 0:
-        call = _layer_norm_calls.find(tensors, trains, trains=trains)
-        if call is not None:
-            found = _LayerNorm.apply(call, (eps,), *tensors) if trains else call(tensors, (eps,))  # type: ignore[no-untyped-call]
-            result: Tensor = found[0]
-            return result
     _check(x, {"weight": weight, "bias": bias}, eps)
-    if weight is not None and bias is not None and weight.dtype != bias.dtype:
+    assert weight is not None
+    assert bias is not None
+    if weight.dtype != bias.dtype:
         raise DtypeError("bias", str(bias.dtype), f"{weight.dtype}, the dtype of weight")
     if 0 in x.shape:
         return torch.empty_like(x)
-    given, static = (*_rows(x, weight, bias), float(eps)), {"with_statistics": trains}
-    out: Tensor = _run(layer_norm_rows, given, static)[0]
-    if x.is_contiguous():
-        _learn(_layer_norm_calls, tensors, trains, layer_norm_rows, given, static, x)
-    return out.view(x.shape)
+    tensors: Sequence[Tensor] = (x, weight, bias)
+    trains = needs_gradient(*tensors)
+    static = {"with_statistics": trains}
+    if is_compiling() or not x.is_cuda or not is_bare(*tensors):
+        found = operator.as_tuple(layer_norm_rows(*_rows(x, weight, bias), float(eps), **static))
+        return found[0].view(x.shape)
+    tensors = tuple(tensor.contiguous() for tensor in tensors)
+    call = _layer_norm_calls.find(tensors, trains, trains=trains)
+    if call is None:
+        call = _learn(
+            _layer_norm_calls, tensors, trains, layer_norm_rows, (*_rows(x, weight, bias), float(eps)), static
+        )
+    if trains:
+        return _LayerNorm.apply(call, (float(eps),), *tensors)[0]  # type: ignore[no-any-return,no-untyped-call]
+    return call(tensors, (float(eps),))[0]
+
+
+def _rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, activation: str | None, centered: bool
+) -> Any:
+    """Any call of `rms_norm`, with its checks."""
+    _check(x, {"weight": weight}, eps)
+    _check_residual(x, residual)
+    if activation not in ACTIVATIONS:
+        raise OptionError("activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
+    trains = needs_gradient(x, weight, residual)
+    if trains and activation is not None:
+        found = _rms_norm(x, weight, eps, residual, None, centered)
+        act = ACTIVATIONS[activation]
+        return act(found) if residual is None else (act(found[0]), found[1])
+    if 0 in x.shape:
+        return torch.empty_like(x) if residual is None else (torch.empty_like(x), torch.empty_like(x))
+    numbers = (float(eps), 1.0) if centered and weight is not None else (float(eps),)
+    static = {"with_scale": trains, "activation": activation}
+    tensors = [tensor for tensor in (x, weight, residual) if tensor is not None]
+    if is_compiling() or not x.is_cuda or not is_bare(*tensors):
+        given = (*_rows(x, weight, residual), *numbers, *(None,) * (2 - len(numbers)))
+        results: Sequence[Tensor] = operator.as_tuple(rms_norm_rows(*given, **static))
+        results = [result.view(x.shape) for result in results[: 1 if residual is None else 2]]
+    else:
+        tensors = [tensor.contiguous() for tensor in tensors]
+        has = weight is not None, residual is not None
+        options = (trains, centered, *has, activation)
+        call = _rms_norm_calls.find(tensors, options, trains=trains)
+        if call is None:
+            given = (*_rows(x, weight, residual), *numbers, *(None,) * (2 - len(numbers)))
+            call = _learn(_rms_norm_calls, tensors, options, rms_norm_rows, given, static, 1 + has[1])
+        results = _RmsNorm.apply(call, numbers, has, *tensors) if trains else call(tensors, numbers)  # type: ignore[no-untyped-call]
+    return results[0] if residual is None else (results[0], results[1])
 
 
 class _RmsNorm(torch.autograd.Function):
     """`rms_norm` where autograd follows, in eager mode: keeps the rows, the weight, and a number for each row."""
 
     @staticmethod
-    def forward(ctx: Any, call: GraphCall, numbers: Sequence[float], options: Any, *tensors: Tensor) -> Any:
-        has_weight, has_residual, *_ = options
-        results = call(tensors, numbers)
-        ctx.options, ctx.shift = options, numbers[1] if len(numbers) > 1 else None
-        weights = tensors[1:2] if has_weight else ()
-        ctx.save_for_backward(results[1] if has_residual else tensors[0], results[-1], *weights)
+    def forward(ctx: Any, call: GraphCall, numbers: tuple[float, ...], has: tuple[bool, bool], *tensors: Tensor) -> Any:
+        has_weight, has_residual = has
+        results = tuple(call(tensors, numbers))
+        ctx.call, ctx.numbers, ctx.has_residual = call, numbers[1:], has_residual
+        ctx.save_for_backward(results[1] if has_residual else tensors[0], *tensors[1 : 1 + has_weight], results[-1])
         ctx.mark_non_differentiable(results[-1])
         return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *rest: Tensor) -> Any:
-        has_weight, has_residual, *_ = ctx.options
-        x, scale, *weights = ctx.saved_tensors
-        rows, weight, _ = _rows(x, weights[0] if has_weight else None, None)
-        found = rms_norm_gradients(grad.contiguous().view(rows.shape), rows, weight, scale, ctx.shift)
-        of_x = (found[0] if has_weight else found).view(x.shape)
-        if has_residual:
-            of_x = of_x + rest[0]
-        gradients = [of_x, found[1].view(-1)] if has_weight else [of_x]
-        return None, None, None, *gradients, *([of_x] if has_residual else [])
+        x, *weights, scale = ctx.saved_tensors
+
+        def given() -> tuple[Any, ...]:
+            rows, weight, of_grad = _rows(x, weights[0] if weights else None, grad)
+            return of_grad, rows, weight, scale, *ctx.numbers
+
+        found = _gradients(ctx.call, rms_norm_gradients, (grad, x, *weights, scale), ctx.numbers, given)
+        if ctx.has_residual:
+            found[0] = found[0] + rest[0]
+        return None, None, None, *found, *([found[0]] if ctx.has_residual else [])
 
 
 class _LayerNorm(torch.autograd.Function):
     """`layer_norm` where autograd follows, in eager mode."""
 
     @staticmethod
-    def forward(ctx: Any, call: GraphCall, numbers: Sequence[float], *tensors: Tensor) -> Any:
-        results = call(tensors, numbers)
+    def forward(ctx: Any, call: GraphCall, numbers: tuple[float, ...], *tensors: Tensor) -> Any:
+        results = tuple(call(tensors, numbers))
+        ctx.call = call
         ctx.save_for_backward(*tensors[:2], *results[1:])
         ctx.mark_non_differentiable(*results[1:])
         return results
@@ -176,54 +205,75 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Any:
-        x, weight, mean, scale = ctx.saved_tensors
-        rows, of_weight = _rows(x, weight, None)[:2]
-        of_x, *rest = layer_norm_gradients(grad.contiguous().view(rows.shape), rows, of_weight, mean, scale)
-        return None, None, of_x.view(x.shape), *(gradient.view(-1) for gradient in rest)
+        x, weight, *statistics = ctx.saved_tensors
+
+        def given() -> tuple[Any, ...]:
+            rows, of_weight, of_grad = _rows(x, weight, grad)
+            return of_grad, rows, of_weight, *statistics
+
+        return None, None, *_gradients(ctx.call, layer_norm_gradients, (grad, x, weight, *statistics), (), given)
 
 
-def _trains(tensors: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
+def _gradients(
+    call: GraphCall, function: GraphFunction, tensors: Sequence[Tensor], numbers: tuple[float, ...], given: Any
+) -> list[Tensor]:
+    """Gradients by x and the weights, in their shapes; `given` makes the operands of `function` of `tensors`.
+
+    Whatever is like the forward call is like its gradients' call, which stays with it: saves a look-up, 5 µs.
+    """
+    grad, x = tensors[:2]
+    if is_watched(grad):
+        found = operator.as_tuple(function(*given()))
+        return [found[0].view(x.shape), *(gradient.view(-1) for gradient in found[1:])]
+    gradient = call.gradient
+    if gradient is None or not gradient.plan.held:
+        weights = [torch.Size((x.shape[-1],))] * (len(function.outputs(given(), {})) - 1)
+        gradient = call.gradient = _shaped(function, given(), {}, [x.shape, *weights])
+    return gradient(tensors if grad.is_contiguous() else (grad.contiguous(), *tensors[1:]), numbers)
 
 
-def _rows(x: Tensor, one: Tensor | None, other: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _rows(x: Tensor, one: Tensor | None, other: Tensor | None) -> tuple[Any, Any, Any]:
     """Everything as cuDNN reads it: rows (rows, 1, 1, n), and (1, 1, 1, n) of what has one dimension."""
     size = x.shape[-1]
-    rows, *rest = (None if t is None else t.reshape(-1, 1, 1, size).contiguous() for t in (x, one, other))
-    assert rows is not None
-    return rows, rest[0], rest[1]
-
-
-def _run(function: GraphFunction, given: Sequence[Any], static: dict[str, Any]) -> tuple[Tensor, ...]:
-    return operator.as_tuple(function(*given, **static))
+    rows = [None if t is None else t.reshape(-1, 1, 1, size).contiguous() for t in (x, one, other)]
+    return rows[0], rows[1], rows[2]
 
 
 def _learn(
     shortcuts: Shortcuts,
     tensors: Sequence[Tensor],
-    options: Any,
+    options: Hashable,
     function: GraphFunction,
     given: Sequence[Any],
     static: dict[str, Any],
-    x: Tensor,
-) -> None:
-    """Has the next call like this one go straight to its plan, with results in x's shape."""
-    if is_compiling() or not x.is_cuda:
-        return
-    like: Callable[[Tensor], Layout] = lambda result: (  # noqa: E731
-        (tuple(x.shape), contiguous_stride(tuple(x.shape)), result.dtype)
-        if result.numel() == x.numel() and result.shape[-1] == x.shape[-1]
-        else (tuple(result.shape), result.stride(), result.dtype)
-    )
-    layouts = [like(result) for result in function.outputs(given, static)]
-    shortcuts.add(tensors, options, operator.prepared(function, given, static).shaped(*layouts))
+    like_x: int = 1,
+) -> GraphCall:
+    """What runs a call whose arguments are checked and dense, and from now on all like it."""
+    with torch.no_grad():
+        call = _shaped(function, given, static, [tensors[0].shape] * like_x)
+    shortcuts.add(tensors, options, call)
+    return call
+
+
+def _shaped(
+    function: GraphFunction, given: Sequence[Any], static: dict[str, Any], shapes: Sequence[torch.Size]
+) -> GraphCall:
+    """A call of rows whose first results have these shapes, and the others those of the graph."""
+    given = (*given, *(None,) * (len(function.operands) - len(given)))
+    results = function.outputs(given, static)
+    wanted = (*shapes, *(result.shape for result in results[len(shapes) :]))
+    layouts: list[Layout] = [
+        (tuple(shape), contiguous_stride(tuple(shape)), result.dtype)
+        for shape, result in zip(wanted, results, strict=True)
+    ]
+    return operator.prepared(function, given, static).shaped(*layouts)
 
 
 def _check(x: Any, weights: dict[str, Tensor | None], eps: Any) -> None:
     if not isinstance(x, Tensor) or x.dim() == 0 or x.dtype not in _DTYPES:
         got = f"{x.dtype}, {x.dim()} dimensions" if isinstance(x, Tensor) else type(x).__name__
         raise DtypeError("x", got, "float16, bfloat16 or float32 of one dimension or more")
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < float("inf"):
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < _INFINITY:
         raise OptionError("eps", repr(eps), "a number of at least 0")
     for name, weight in weights.items():
         if weight is None:

@@ -52,6 +52,21 @@ class DecodePart(str, Enum):
     HOST = "host"
 
 
+class FusedPart(str, Enum):
+    """Parts of `bench norm` and `bench silu`."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    HOST = "host"
+
+
+class ConvPart(str, Enum):
+    """Parts of `bench conv`."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
 class AttentionPart(str, Enum):
     """Parts of `bench attention`."""
 
@@ -125,6 +140,56 @@ def bench_decode(
         DecodePart.HOST: ("Host time of one warm step: B=1, 8 heads of 64, 128 tokens", decode.host),
     }
     _measure("decode", {chosen.value: measures[chosen] for chosen in part or list(DecodePart)}, output)
+
+
+@bench_app.command("norm")
+def bench_norm(
+    part: Annotated[list[FusedPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
+    output: Output = None,
+) -> None:
+    """Time rms_norm beside PyTorch, torch.compile and a copy."""
+    require_gpu()
+    from cudnn_sdpa.bench import fused
+
+    measures: dict[FusedPart, tuple[str, Measure]] = {
+        FusedPart.FORWARD: ("rms_norm, bfloat16", fused.norm_forward),
+        FusedPart.BACKWARD: ("Gradients of rms_norm, bfloat16", fused.norm_backward),
+        FusedPart.HOST: (f"Host time of one warm rms_norm of {fused.SMALL}", fused.norm_host),
+    }
+    _measure("norm", {chosen.value: measures[chosen] for chosen in part or list(FusedPart)}, output)
+
+
+@bench_app.command("silu")
+def bench_silu(
+    part: Annotated[list[FusedPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
+    output: Output = None,
+) -> None:
+    """Time silu_mul beside PyTorch, torch.compile and a copy."""
+    require_gpu()
+    from cudnn_sdpa.bench import fused
+
+    measures: dict[FusedPart, tuple[str, Measure]] = {
+        FusedPart.FORWARD: ("silu_mul, bfloat16", fused.silu_forward),
+        FusedPart.BACKWARD: ("Gradients of silu_mul, bfloat16", fused.silu_backward),
+        FusedPart.HOST: (f"Host time of one warm silu_mul of {fused.SMALL}", fused.silu_host),
+    }
+    _measure("silu", {chosen.value: measures[chosen] for chosen in part or list(FusedPart)}, output)
+
+
+@bench_app.command("conv")
+def bench_conv(
+    part: Annotated[list[ConvPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
+    output: Output = None,
+) -> None:
+    """Time conv2d beside PyTorch's."""
+    require_gpu()
+    from cudnn_sdpa.bench import convolutions
+
+    measures: dict[ConvPart, tuple[str, Measure]] = {
+        ConvPart.FORWARD: ("conv2d, bfloat16, channels last", convolutions.forward),
+        ConvPart.BACKWARD: ("Gradients of conv2d, bfloat16, channels last", convolutions.backward),
+    }
+    _measure("conv", {chosen.value: measures[chosen] for chosen in part or list(ConvPart)}, output)
 
 
 @bench_app.command("coldstart")

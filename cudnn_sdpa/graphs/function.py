@@ -19,7 +19,7 @@ from cudnn_sdpa.graphs.shortcuts import Shortcuts
 from cudnn_sdpa.runtime.describe import Description
 from cudnn_sdpa.runtime.eager import is_compiling
 from cudnn_sdpa.runtime.graph_call import GraphCall, key_of
-from cudnn_sdpa.runtime.graph_op import GraphOp
+from cudnn_sdpa.runtime.graph_op import GraphOp, source_digest
 from cudnn_sdpa.runtime.layouts import CUDNN_DTYPE_NAMES
 
 
@@ -56,7 +56,7 @@ class GraphFunction(GraphOp):
         self._optional = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is None}
         if len(self.operands) + len(self.options) != len(parameters):
             raise TypeError(f"the graph builder {builder.__name__} may have no * parameters")
-        self.token = operator.register(self)
+        self.token = operator.register(self, source_digest(builder, backward))
         self._shortcuts = Shortcuts()
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
@@ -77,9 +77,9 @@ class GraphFunction(GraphOp):
     def _again(self, operands: Sequence[Any], options: dict[str, Any]) -> Sequence[Tensor] | None:
         """The results of a call like one before: saves checks, keys and the dispatcher, 70 µs."""
         tensors = [x for x in operands if isinstance(x, Tensor)]
-        numbers = [float(x) for x in operands if type(x) in (float, int)]
+        numbers = tuple([float(x) for x in operands if type(x) in (float, int)])
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        call = self._shortcuts.find(tensors, _name_of(operands, options), trains=trains)
+        call = self._shortcuts.find(tensors, (trains, *_name_of(operands, options)), trains=trains)
         if call is None:
             return None
         if not trains:
@@ -96,7 +96,9 @@ class GraphFunction(GraphOp):
             tensors = [x for x in operands if isinstance(x, Tensor)]
             in_order = len(tensors) == sum(isinstance(x, Tensor) for x in given)  # none was given by name
             if in_order and all(x is None or isinstance(x, Tensor) or type(x) in (float, int) for x in operands):
-                self._shortcuts.add(tensors, _name_of(operands, options), operator.prepared(self, given, static))
+                trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+                name = (trains, *_name_of(operands, options))
+                self._shortcuts.add(tensors, name, operator.prepared(self, given, static))
         return found
 
     def _check_gradient(self, given: Sequence[Any]) -> None:
@@ -162,7 +164,7 @@ class _Followed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: GraphFunction, call: GraphCall, static: dict[str, Any], *given: Any) -> Outputs:
         tensors = [x for x in given if isinstance(x, Tensor)]
-        results = call(tensors, [x for x in given if isinstance(x, (int, float))])
+        results = tuple(call(tensors, tuple([x for x in given if isinstance(x, (int, float))])))
         ctx.save_for_backward(*tensors, *results)
         ctx.count, ctx.rest = len(tensors), (function, static, [None if isinstance(x, Tensor) else (x,) for x in given])
         return results

@@ -23,14 +23,34 @@ Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 _functions: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
-def register(function: Any) -> str:
-    """The name by which the operator will find a graph function: its import path, numbered if that is taken."""
-    token, number = function.name, 1
+def register(function: Any, digest: str) -> str:
+    """The name by which the operator will find a graph function: import path, digest, and a number if that is taken.
+
+    The digest is of all that a compiled graph has taken over: PyTorch keeps compiled graphs on disk, and must not find
+    one that was made with another gradient.
+    """
+    name, number = f"{function.name}@{digest}", 1
+    token = name
     while token in _functions:
         number += 1
-        token = f"{function.name}#{number}"
+        token = f"{name}#{number}"
     _functions[token] = function
-    return str(token)
+    return token
+
+
+def find(token: str) -> Any:
+    """The graph function with this name, its module imported if need be.
+
+    Raises:
+        LookupError: It has changed since the name was given.
+    """
+    function = _functions.get(token)
+    if function is None:
+        find_operation(token.partition("@")[0])
+        function = _functions.get(token)
+    if function is None:
+        raise LookupError(f"the graph function {token} is not there as it was when this graph was compiled")
+    return function
 
 
 def run(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Sequence[Tensor]:
@@ -97,7 +117,7 @@ def _decoded_options(text: str) -> tuple[Any, ...]:
 
 def _on_gpu(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Outputs:
     tensors, numbers = [x for x in given if isinstance(x, Tensor)], [x for x in given if isinstance(x, (int, float))]
-    return prepared(function, given, static)(tensors, numbers)
+    return tuple(prepared(function, given, static)(tensors, tuple(numbers)))
 
 
 def _on_cpu(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Outputs:
@@ -114,7 +134,7 @@ def _on_cpu(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Outp
 
 def _call(name: str, kinds: str, tensors: Sequence[Tensor], numbers: Sequence[float], options: str) -> Call:
     """What the operator was given, as the function, its operands and its options."""
-    function: Any = _functions.get(name) or find_operation(name)
+    function = find(name)
     values = {"t": iter(tensors), "n": iter(numbers)}
     given = tuple(None if kind == "-" else next(values[kind]) for kind in kinds)
     return function, given, dict(zip(function.options, _decoded_options(options), strict=True))

@@ -62,10 +62,14 @@ class GraphCall:
 
     Attributes:
         plan: The plan.
+        gradient: The call of its gradients, where somebody has prepared it.
         last: What a `CallTable` resets.
     """
 
-    __slots__ = ("_elsewhere", "_layouts", "_names", "_numbers", "_results", "_template", "_tensors", "last", "plan")
+    __slots__ = (
+        *("_elsewhere", "_held", "_known", "_names", "_numbers", "_results", "_template", "_tensors"),
+        *("gradient", "last", "plan"),
+    )
 
     def __init__(
         self, operation: Any, given: Sequence[Any], outputs: Sequence[Tensor], options: dict[str, Any]
@@ -74,47 +78,67 @@ class GraphCall:
         key = key_of(operation, operation.operands, given, outputs, options, live_target(device), device)
         self.plan = plan_cache.get(key, lambda key: build_plan(operation, key))
         self.last: Any = None
+        self.gradient: GraphCall | None = None
         self._elsewhere = torch.cuda.device_count() > 1
         present = [x for x in given if x is not None]
         self._names = [operand.name for operand in key.inputs]
         self._tensors = [place for place, x in enumerate(present) if isinstance(x, Tensor)]
         self._numbers = [place for place, x in enumerate(present) if not isinstance(x, Tensor)]
-        self._results = range(len(present), len(present) + len(outputs))
+        layouts: list[Layout] = [(tuple(x.shape), tuple(x.stride()), x.dtype) for x in outputs]
+        self._results = list(enumerate(layouts, start=len(present)))
         self._template = array("Q", bytes(8 * (len(present) + len(outputs))))
-        self._layouts: list[Layout] = [(tuple(x.shape), tuple(x.stride()), x.dtype) for x in outputs]
+        self._known = tuple([float(x) for x in present if not isinstance(x, Tensor)])
+        self._held = array("f", self._known)  # numbers are mostly the same in each call, and stay where they are
+        self._point_to(self._held, self._template)
 
     def shaped(self, *layouts: Layout) -> GraphCall:
         """The same call whose results are seen in other shapes."""
         result = copy.copy(self)
-        result._layouts = list(layouts)
+        result._results = [(place, layout) for (place, _), layout in zip(self._results, layouts, strict=True)]
         return result
 
-    def __call__(self, tensors: Sequence[Tensor], numbers: Sequence[float] = ()) -> tuple[Tensor, ...]:
+    def __call__(self, tensors: Sequence[Tensor], numbers: tuple[float, ...] = ()) -> list[Tensor]:
         """The results, in new memory."""
         if self._elsewhere and current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
                 return self(tensors, numbers)
-        outputs = tuple([allocate(*layout) for layout in self._layouts])
-        self.launch(tensors, numbers, [x.data_ptr() for x in outputs])
+        operands, held = self._operands(tensors, numbers)
+        outputs = []
+        for place, layout in self._results:
+            out = allocate(*layout)
+            operands[place] = out.data_ptr()
+            outputs.append(out)
+        self.plan.last_used = next_use()
+        self.plan.launch(operands)
+        del held  # until now: cuDNN reads numbers when it launches
         return outputs
 
-    def launch(self, tensors: Sequence[Tensor], numbers: Sequence[float], results: Sequence[int]) -> None:
-        """Launches the plan on the current device, which must be its own; results go to these addresses."""
-        operands, bits = self._template[:], 0  # of this call alone: calls are made by many threads at once
-        for place, tensor in zip(self._tensors, tensors, strict=True):
+    def write(self, tensors: Sequence[Tensor], numbers: tuple[float, ...], addresses: Sequence[int]) -> None:
+        """The same, on the current device, with results that go to these addresses."""
+        operands, held = self._operands(tensors, numbers)
+        for (place, _), address in zip(self._results, addresses, strict=True):
+            operands[place] = address
+        self.plan.last_used = next_use()
+        self.plan.launch(operands)
+        del held
+
+    def _operands(self, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> tuple[array[int], Any]:
+        """Addresses of a launch, those of the results missing, and what must live until then."""
+        operands, bits, held = self._template[:], 0, None  # of this call alone: many threads make calls at once
+        for place, tensor in zip(self._tensors, tensors):  # noqa: B905 - as many as there were in the call like it
             operands[place] = address = tensor.data_ptr()
             bits |= address
         if bits & _MISALIGNED:
             self._refuse(tensors)
-        if numbers:
+        if numbers != self._known:
             held = array("f", numbers)
-            first = held.buffer_info()[0]
-            for number, place in enumerate(self._numbers):
-                operands[place] = first + 4 * number
-        for place, address in zip(self._results, results, strict=True):
-            operands[place] = address
-        self.plan.last_used = next_use()
-        self.plan.launch(operands)
+            self._point_to(held, operands)
+        return operands, held
+
+    def _point_to(self, numbers: array[float], operands: array[int]) -> None:
+        first = numbers.buffer_info()[0]
+        for number, place in enumerate(self._numbers):
+            operands[place] = first + 4 * number
 
     def _refuse(self, tensors: Sequence[Tensor]) -> None:
         for place, tensor in zip(self._tensors, tensors, strict=True):

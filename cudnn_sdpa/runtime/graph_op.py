@@ -133,6 +133,15 @@ def find_operation(name: str, *, only_imported: bool = False) -> GraphOp:
     return operation
 
 
+def source_digest(*functions: Any) -> str:
+    """Changes when the source of one of these functions or the package's version changes."""
+    digest = hashlib.sha256(__version__.encode())
+    for function in functions:
+        code = getattr(function, "__code__", None)
+        digest.update(b"\0" + (repr(type(function)) if code is None else _source(code)).encode())
+    return digest.hexdigest()[:8]
+
+
 def _digest(builder: types.FunctionType) -> str:
     digest = hashlib.sha256(__version__.encode())
     for part in _identity(builder, seen=set(), complete=True):

@@ -48,6 +48,23 @@ def test_pages_are_read_where_the_tables_say():
     assert "both agree with PyTorch" in result.stdout
 
 
+def test_a_transformer_layer_agrees_with_its_twin_and_so_does_the_compiled_one():
+    result = run("samples/transformer_layer.py")
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert "output and gradients agree" in result.stdout
+    columns = 3 if torch.cuda.is_available() else 2 if shutil.which("c++") else 1
+    for name in ("output", *(f"gradient by {part}" for part in ("x", "qkv", "attention_norm", "gate_and_up", "down"))):
+        assert len(re.findall(r"\d\.\de-\d\d", re.search(rf"{name} .*", result.stdout)[0])) >= columns, name
+
+
+def test_vision_sees_what_it_would_with_pytorchs_functions():
+    result = run("samples/vision.py")
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert "every result agrees" in result.stdout
+    if torch.cuda.is_available():
+        assert "plans served" in result.stdout
+
+
 def test_the_server_generates_what_dense_attention_would():
     result = run("samples/serve.py")
     assert result.returncode == 0, result.stderr + result.stdout

@@ -98,7 +98,7 @@ def test_it_compiles_with_its_gradient(options):
 def test_the_operator_is_a_good_one(bias):
     x, b = (y.requires_grad_() for y in x_and_bias())
     tensors = [x, b] if bias else [x]
-    arguments = (scaled.name, "ttn" if bias else "t-n", tensors, [0.5], '2,"plain",')
+    arguments = (scaled.token, "ttn" if bias else "t-n", tensors, [0.5], '2,"plain",')
     opcheck(torch.ops.cudnn_sdpa.graph_function.default, arguments)
 
 
@@ -116,6 +116,25 @@ def test_the_key_has_shapes_and_options_and_no_numbers():
     assert [operand.name for operand in alone.inputs] == ["x", "scale"]
     two = describer_of(halves)(x).key(H200, None)
     assert [str(operand.layout.dtype) for operand in two.outputs] == ["torch.bfloat16", "torch.float16"]
+
+
+def test_functions_of_one_name_are_told_apart():
+    def times(factor):
+        def double(g, x):
+            return g.mul(a=x, b=x) if factor > 1 else x
+
+        return graph_op(reference=lambda x: x * factor)(double)
+
+    two, three = times(2), times(3)
+    assert two.name == three.name
+    x = torch.ones(2, 3)
+    torch.testing.assert_close(two(x), x * 2)
+    torch.testing.assert_close(three(x), x * 3)
+
+
+def test_a_graph_that_was_compiled_with_another_source_is_refused():
+    with pytest.raises(LookupError, match="as it was when this graph was compiled"):
+        torch.ops.cudnn_sdpa.graph_function(f"{scaled.name}@00000000", "t-n", [torch.ones(2, 3)], [1.0], '1,"plain",')
 
 
 def test_decorators_that_make_no_sense():

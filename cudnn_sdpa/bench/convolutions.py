@@ -1,0 +1,145 @@
+"""`bench conv`: convolutions beside PyTorch's, which call cuDNN as well, everything channels last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from rich.progress import track
+from torch import Tensor
+
+from cudnn_sdpa.bench import cases
+from cudnn_sdpa.bench.timing import Call, device_times
+from cudnn_sdpa.conv import conv2d
+from cudnn_sdpa.conv_graphs import channels_last
+from cudnn_sdpa.runtime.tuning import autotune
+
+
+class Case(NamedTuple):
+    """A convolution: batch, channels, picture's size, filters, filter's size, steps, padding, groups."""
+
+    batch: int
+    channels: int
+    size: int
+    filters: int
+    extent: int
+    stride: int = 1
+    padding: int = 0
+    groups: int = 1
+
+    @property
+    def label(self) -> str:
+        """The column of a table."""
+        more = (f", stride {self.stride}" if self.stride > 1 else "") + (f", {self.groups} groups" * (self.groups > 1))
+        return (
+            f"{self.batch}×{self.channels}×{self.size}×{self.size}, {self.filters} of {self.extent}×{self.extent}{more}"
+        )
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Random x, weight and bias, channels last."""
+        x = channels_last(cases.normal(self.batch, self.channels, self.size, self.size))
+        fan = self.channels // self.groups * self.extent**2
+        weight = cases.normal(self.filters, self.channels // self.groups, self.extent, self.extent) * fan**-0.5
+        return x, channels_last(weight), cases.normal(self.filters)
+
+
+CASES = (
+    Case(32, 256, 56, 256, 3, padding=1),
+    Case(32, 64, 112, 256, 1),
+    Case(8, 512, 64, 512, 3, padding=1),
+    Case(32, 128, 56, 256, 3, 2, 1),
+    Case(4, 320, 96, 320, 3, padding=1),
+    Case(64, 3, 224, 1024, 14, 14),
+)
+
+
+def forward() -> list[dict[str, Any]]:
+    """The convolution alone, and with bias and SiLU, as cuDNN's heuristics have it and tuned."""
+    return [_forward(case) for case in track(CASES, "convolutions", transient=True)]
+
+
+def backward() -> list[dict[str, Any]]:
+    """The gradients by x, weight and bias."""
+    return [_backward(case) for case in track(CASES, "convolutions", transient=True)]
+
+
+@contextmanager
+def _tuning_of_torch() -> Iterator[None]:
+    """PyTorch times cuDNN's algorithms for each new shape."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def _forward(case: Case) -> dict[str, Any]:
+    x, weight, bias = case.inputs()
+    sizes: dict[str, Any] = {"stride": case.stride, "padding": case.padding, "groups": case.groups}
+
+    def plain(x: Tensor) -> Tensor:
+        return conv2d(x, weight, **sizes)
+
+    def fused(x: Tensor) -> Tensor:
+        return conv2d(x, weight, bias, **sizes, activation="silu")
+
+    expected = F.silu(F.conv2d(x, weight, bias, **sizes))
+    cases.check_agreement(["out"], [fused(x)], [expected], "PyTorch's")
+    cases.check_agreement(["out"], [plain(x)], [F.conv2d(x, weight, **sizes)], "PyTorch's")
+    calls: dict[str, Call] = {"plain": lambda: plain(x), "fused": lambda: fused(x)}
+    calls |= {"torch": lambda: F.conv2d(x, weight, **sizes)}
+    calls |= {"torch fused": lambda: F.silu(F.conv2d(x, weight, bias, **sizes))}
+    times = device_times(calls)
+    with _tuning_of_torch():
+        of_torch = device_times({f"{name} tuned": call for name, call in calls.items() if "torch" in name})
+    tuned = _tuned(fused, x)
+    return {
+        "convolution": case.label,
+        "plain µs": times["plain"],
+        "pytorch µs": times["torch"],
+        "pytorch, benchmark µs": of_torch["torch tuned"],
+        "with bias, SiLU µs": times["fused"],
+        "pytorch's µs": times["torch fused"],
+        "pytorch's, benchmark µs": of_torch["torch fused tuned"],
+        "pytorch's / ours": of_torch["torch fused tuned"] / times["fused"],
+        "autotune's gain": tuned,
+    }
+
+
+def _tuned(call: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    """How many times as long the first plan takes as the one that `autotune` finds."""
+    from cudnn_sdpa.runtime.cache import plan_cache
+
+    plan_cache.clear()
+    with autotune() as report:
+        call(x)
+    plan_cache.clear()
+    gains = [entry.gain for entry in report.entries if not entry.reason]
+    return gains[-1] if gains else 1.0
+
+
+def _backward(case: Case) -> dict[str, Any]:
+    x, weight, bias = inputs = case.inputs()
+    for tensor in inputs:
+        tensor.requires_grad_()
+    sizes: dict[str, Any] = {"stride": case.stride, "padding": case.padding, "groups": case.groups}
+    with _tuning_of_torch():
+        outs = {"ours": conv2d(x, weight, bias, **sizes), "torch": F.conv2d(x, weight, bias, **sizes)}
+        grad = torch.randn_like(outs["torch"])
+
+        def gradients(name: str) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(outs[name], inputs, grad, retain_graph=True)
+
+        names = ["of x", "of weight", "of bias"]
+        cases.check_agreement(names, gradients("ours"), gradients("torch"), "PyTorch's")
+        times = device_times({"ours": lambda: gradients("ours"), "torch": lambda: gradients("torch")})
+    return {
+        "convolution": case.label,
+        "cudnn_sdpa µs": times["ours"],
+        "pytorch, benchmark µs": times["torch"],
+        "pytorch / ours": times["torch"] / times["ours"],
+    }

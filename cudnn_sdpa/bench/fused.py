@@ -1,0 +1,188 @@
+"""`bench norm`, `bench silu` and `bench conv`: fused operations beside PyTorch, compiled and not, and a copy."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.progress import track
+from torch import Tensor
+
+from cudnn_sdpa import activation, norm
+from cudnn_sdpa.activation import silu_mul
+from cudnn_sdpa.bench import cases
+from cudnn_sdpa.bench.decode import COPIED, large_copy
+from cudnn_sdpa.bench.timing import Call, device_times, host_times
+from cudnn_sdpa.norm import rms_norm
+from cudnn_sdpa.runtime import handles
+from cudnn_sdpa.runtime import plan as plans
+from cudnn_sdpa.runtime.eager import tensor_guard
+
+Function = Callable[..., Tensor]
+
+#: Rows and their length.
+NORMS = ((16384, 8192), (16384, 4096), (16384, 2048), (4096, 4096), (131072, 128), (64, 8192))
+GATES = ((16384, 8192), (4096, 14336), (8192, 11008), (2048, 4864), (64, 14336))
+SMALL = (4, 1024)
+
+EPS = 1e-6
+
+
+def _rms_norm_of_torch(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, EPS)
+
+
+def _silu_mul_of_torch(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _silu_mul_of_both(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _norm_inputs(rows: int, size: int) -> tuple[Tensor, ...]:
+    return cases.normal(rows, size), cases.normal(size) * 0.3 + 1
+
+
+def _gate_inputs(rows: int, size: int) -> tuple[Tensor, ...]:
+    return cases.normal(rows, size), cases.normal(rows, size)
+
+
+def norm_forward() -> list[dict[str, Any]]:
+    """`rms_norm`: reads x and writes as much."""
+    return [_forward(rms_norm, _rms_norm_of_torch, shape, _norm_inputs(*shape), 2) for shape in _each(NORMS)]
+
+
+def norm_backward() -> list[dict[str, Any]]:
+    """Its gradients by x and the weight: reads x and a gradient, writes one."""
+    return [_backward(rms_norm, _rms_norm_of_torch, shape, _norm_inputs(*shape), 3) for shape in _each(NORMS)]
+
+
+def silu_forward() -> list[dict[str, Any]]:
+    """`silu_mul` of two tensors, and of the halves of one: reads both, writes half as much."""
+    rows = []
+    for shape in _each(GATES):
+        rows.append(_forward(silu_mul, _silu_mul_of_torch, shape, _gate_inputs(*shape), 3))
+        both = (cases.normal(shape[0], 2 * shape[1]),)
+        rows.append(_forward(silu_mul, _silu_mul_of_both, (*shape, "halves of one"), both, 3))
+    return rows
+
+
+def silu_backward() -> list[dict[str, Any]]:
+    """Its gradients: reads a gradient and both, writes two."""
+    rows = []
+    for shape in _each(GATES):
+        rows.append(_backward(silu_mul, _silu_mul_of_torch, shape, _gate_inputs(*shape), 5))
+        both = (cases.normal(shape[0], 2 * shape[1]),)
+        rows.append(_backward(silu_mul, _silu_mul_of_both, (*shape, "halves of one"), both, 5))
+    return rows
+
+
+def norm_host() -> list[dict[str, Any]]:
+    """Host time of a small warm `rms_norm`, and its parts."""
+    return _host(rms_norm, _rms_norm_of_torch, _norm_inputs(*SMALL))
+
+
+def silu_host() -> list[dict[str, Any]]:
+    """Host time of a small warm `silu_mul`, and its parts."""
+    return _host(silu_mul, _silu_mul_of_torch, _gate_inputs(*SMALL))
+
+
+def _each(shapes: Sequence[tuple[int, int]]) -> Any:
+    return track(shapes, "shapes", transient=True)
+
+
+def compiled(function: Function) -> Function:
+    """A function as `torch.compile` makes it for exactly these shapes."""
+    torch._dynamo.reset()
+    result: Function = torch.compile(function, dynamic=False)
+    return result
+
+
+def _forward(
+    ours: Function, theirs: Function, shape: tuple[Any, ...], inputs: tuple[Tensor, ...], moved: int
+) -> dict[str, Any]:
+    """A row of a table; `moved` counts tensors (rows, n) that are read or written."""
+    in_one = compiled(theirs)
+    cases.check_agreement(["out"], [ours(*inputs)], [theirs(*inputs)], "PyTorch's")
+    calls: dict[str, Call] = {
+        "ours": lambda: ours(*inputs),
+        "eager": lambda: theirs(*inputs),
+        "compiled": lambda: in_one(*inputs),
+        "copy": large_copy(),
+    }
+    return _row(shape, device_times(calls), moved, inputs[0].element_size())
+
+
+def _backward(
+    ours: Function, theirs: Function, shape: tuple[Any, ...], inputs: tuple[Tensor, ...], moved: int
+) -> dict[str, Any]:
+    inputs = tuple(tensor.requires_grad_() for tensor in inputs)
+    outs = {"ours": ours(*inputs), "eager": theirs(*inputs), "compiled": compiled(theirs)(*inputs)}
+    grad = torch.randn_like(outs["ours"])
+
+    def gradients(name: str) -> Call:
+        return lambda: torch.autograd.grad(outs[name], inputs, grad, retain_graph=True)
+
+    found, expected = (torch.autograd.grad(outs[name], inputs, grad, retain_graph=True) for name in ("ours", "eager"))
+    cases.check_agreement([f"gradient {number}" for number in range(len(inputs))], found, expected, "PyTorch's")
+    times = device_times({**{name: gradients(name) for name in outs}, "copy": large_copy()})
+    return _row(shape, times, moved, grad.element_size())
+
+
+def _row(shape: tuple[Any, ...], times: dict[str, float], moved: int, size: int) -> dict[str, Any]:
+    bytes_moved = moved * shape[0] * shape[1] * size
+    return {
+        "rows, n": ", ".join(map(str, shape)),
+        "cudnn_sdpa µs": times["ours"],
+        "of a copy's bandwidth": bytes_moved / times["ours"] / (2 * COPIED / times["copy"]),
+        "pytorch µs": times["eager"],
+        "pytorch / ours": times["eager"] / times["ours"],
+        "compiled µs": times["compiled"],
+        "compiled / ours": times["compiled"] / times["ours"],
+    }
+
+
+def _host(ours: Function, theirs: Function, inputs: tuple[Tensor, ...]) -> list[dict[str, Any]]:
+    in_one = compiled(theirs)
+    out = ours(*inputs)
+    ours(*inputs)
+    call = _served(ours)
+    launch = _launch(call, inputs, out)
+    guard, layout = tensor_guard(*inputs), (tuple(out.shape), out.stride(), out.dtype)
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    grad = torch.randn_like(out)
+    calls: dict[str, Call] = {
+        "cudnn_sdpa": lambda: ours(*inputs),
+        "  of it: cuDNN and the frontend's C++": launch,
+        "  of it: an output": lambda: plans.allocate(*layout),
+        "  of it: a look whether the call is like the last one": lambda: guard(*inputs),
+        "pytorch": lambda: theirs(*inputs),
+        "compiled": lambda: in_one(*inputs),
+        "cudnn_sdpa, forward and backward": lambda: torch.autograd.grad(ours(*leaves), leaves, grad),
+        "pytorch, forward and backward": lambda: torch.autograd.grad(theirs(*leaves), leaves, grad),
+        "compiled, forward and backward": lambda: torch.autograd.grad(in_one(*leaves), leaves, grad),
+    }
+    times = host_times(calls, per_round=300, rounds=12)
+    return [{"call": name, "µs": time, "× pytorch": time / times["pytorch"]} for name, time in times.items()]
+
+
+def _served(ours: Function) -> Any:
+    """What runs the call of a function that was served last."""
+    return (norm._rms_norm_calls if ours is rms_norm else activation._silu_mul_calls)._calls.last.call
+
+
+def _launch(call: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Call:
+    """The launch of its plan and nothing else."""
+    eps = array("f", [EPS])
+    numbers = [eps.buffer_info()[0]] if call._numbers else []
+    operands = array("Q", [*(x.data_ptr() for x in inputs), *numbers, out.data_ptr()])
+    plan, slot = call.plan, handles.thread.slots[call.plan.device]
+    workspace = torch.empty(max(1, plan.workspace), dtype=torch.uint8, device=out.device)
+    address, count, of_workspace, handle = operands.buffer_info()[0], len(operands), workspace.data_ptr(), slot.raw
+    kept = (eps, operands, workspace)
+    return lambda: kept and plan._launch(address, count, of_workspace, handle, -1)

@@ -1,0 +1,160 @@
+"""Convolutions on the GPU: values and gradients against float64, layouts, and graphs that users write."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpu_graphs import add_rows, conv_bias_silu, two_results
+
+import cudnn_sdpa
+from cudnn_sdpa import autotune, conv1d, conv2d, conv3d, explain, no_plan_builds, plan_cache
+
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-3}  # float32 may run on TF32
+ACTIVATIONS = {None: lambda x: x, "relu": F.relu, "silu": F.silu, "gelu": F.gelu}
+
+
+def difference(found, wanted):
+    found, wanted = found.detach(), wanted.detach()
+    assert found.isfinite().all()
+    return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+
+
+CASES = {
+    "3x3": ((2, 32, 20, 24), (64, 32, 3, 3), {"padding": 1}),
+    "1x1": ((2, 64, 14, 14), (32, 64, 1, 1), {}),
+    "steps and distances": ((3, 16, 33, 29), (24, 16, 3, 5), {"stride": (2, 1), "padding": (1, 4), "dilation": (1, 2)}),
+    "groups": ((2, 64, 16, 16), (64, 16, 3, 3), {"padding": 1, "groups": 4}),
+    "three channels": ((2, 3, 32, 32), (16, 3, 5, 5), {"padding": 2}),
+    "patches": ((2, 3, 64, 48), (96, 3, 16, 16), {"stride": 16}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("last", [False, True])
+def test_conv2d(name, dtype, last):
+    of_x, of_weight, sizes = CASES[name]
+    form = torch.channels_last if last else torch.contiguous_format
+    x = torch.randn(of_x, device="cuda", dtype=dtype).contiguous(memory_format=form).requires_grad_()
+    fan = math.prod(of_weight[1:])
+    weight = (torch.randn(of_weight, device="cuda") * fan**-0.5).to(dtype).contiguous(memory_format=form)
+    weight.requires_grad_()
+    bias = torch.randn(of_weight[0], device="cuda", dtype=dtype).requires_grad_()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight, bias)]
+    for act, function in ACTIVATIONS.items():
+        wanted = function(F.conv2d(*exact, **sizes))
+        with torch.no_grad():
+            for _ in range(2):
+                out = conv2d(x, weight, bias, **sizes, activation=act)
+                assert difference(out, wanted) < TOLERANCE[dtype]
+                assert out.is_contiguous(memory_format=torch.channels_last)
+        out = conv2d(x, weight, bias, **sizes, activation=act)
+        assert difference(out, wanted) < TOLERANCE[dtype]
+        grad = torch.randn_like(out)
+        found = torch.autograd.grad(out, (x, weight, bias), grad)
+        for one, other in zip(found, torch.autograd.grad(wanted, exact, grad.double()), strict=True):
+            # Where a number is nearly 0, rounding decides whether ReLU lets its gradient through.
+            assert difference(one, other) < (4e-2 if act == "relu" else 2 * TOLERANCE[dtype])
+    with torch.no_grad():
+        assert difference(conv2d(x, weight, **sizes), F.conv2d(*exact[:2], **sizes)) < TOLERANCE[dtype]
+
+
+def test_other_ranks():
+    x = torch.randn(2, 50, 32, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+    weight = (torch.randn(64, 32, 3, device="cuda") * 0.1).bfloat16().requires_grad_()
+    out = conv1d(x, weight, padding=1)
+    wanted = F.conv1d(x.double(), weight.double(), padding=1)
+    assert difference(out, wanted) < 1e-2
+    for one, other in zip(
+        torch.autograd.grad(out.float().square().sum(), (x, weight)),
+        torch.autograd.grad(wanted.square().sum(), (x, weight)),
+        strict=True,
+    ):
+        assert difference(one, other.double()) < 2e-2
+    x = torch.randn(1, 16, 6, 10, 12, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(32, 16, 3, 3, 3, device="cuda") * 0.05).bfloat16().requires_grad_()
+    out = conv3d(x, weight, padding=1, activation="relu")
+    wanted = F.relu(F.conv3d(x.double(), weight.double(), padding=1))
+    assert difference(out, wanted) < 1e-2
+    for one, other in zip(
+        torch.autograd.grad(out.float().square().sum(), (x, weight)),
+        torch.autograd.grad(wanted.square().sum(), (x, weight)),
+        strict=True,
+    ):
+        assert difference(one, other.double()) < 2e-2
+
+
+def channels_last(*shape):
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+
+
+def test_a_graph_of_ones_own():
+    x, weight, bias = channels_last(2, 32, 16, 16), channels_last(64, 32, 3, 3) * 0.06, channels_last(1, 64, 1, 1)
+    weight = weight.contiguous(memory_format=torch.channels_last)
+    for _ in range(3):
+        wanted = F.silu(F.conv2d(x.double(), weight.double(), bias.flatten().double(), padding=1))
+        assert difference(conv_bias_silu(x, weight, bias), wanted) < 1e-2
+        x.normal_()
+    explanation = explain(conv_bias_silu, x, weight, bias)
+    assert explanation.supported
+    assert explanation.cached
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), no_plan_builds():
+        out = conv_bias_silu(x, weight, bias)
+    x.normal_()
+    graph.replay()
+    assert difference(out, F.silu(F.conv2d(x.double(), weight.double(), bias.flatten().double(), padding=1))) < 1e-2
+
+
+def test_numbers_are_data_and_operands_are_optional():
+    x, bias = (torch.randn(shape, device="cuda") for shape in ((2, 24, 64), (1, 1, 64)))
+    add_rows(x, bias, 2.0)
+    add_rows(x, None, 2.0)
+    with no_plan_builds():
+        for scale in (0.5, -3.0, 2, 7.25):
+            torch.testing.assert_close(add_rows(x, bias, scale), x * scale + bias)
+            torch.testing.assert_close(add_rows(x, None, scale), x * scale)
+            torch.testing.assert_close(add_rows(x, scale=scale, bias=bias), x * scale + bias)
+    x.requires_grad_()
+    bias.requires_grad_()
+    for _ in range(3):
+        found = torch.autograd.grad(add_rows(x, bias, 1.5).square().sum(), (x, bias))
+        wanted = torch.autograd.grad((x * 1.5 + bias).square().sum(), (x, bias))
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+
+
+def test_several_results_of_several_dtypes():
+    x = torch.randn(3, 10, 32, device="cuda", dtype=torch.bfloat16)
+    for _ in range(2):
+        one, two = two_results(x)
+        torch.testing.assert_close(one, F.relu(x))
+        torch.testing.assert_close(two, x.float().square())
+    compiled = torch.compile(lambda x: two_results(x)[1] + 1, fullgraph=True)
+    torch.testing.assert_close(compiled(x), x.float().square() + 1)
+
+
+def test_autotune_serves_graphs_of_ones_own():
+    x, weight, bias = channels_last(8, 64, 32, 32), channels_last(64, 64, 3, 3), channels_last(1, 64, 1, 1)
+    plan_cache.clear()
+    with autotune() as report:
+        out = conv_bias_silu(x, weight * 0.04, bias)
+    assert len(report.entries) == 1
+    assert not report.entries[0].reason
+    assert out.isfinite().all()
+
+
+def test_warmup_makes_them_ready():
+    x = torch.randn(2, 20, 128, device="cuda", dtype=torch.bfloat16)
+    with cudnn_sdpa.record_plans() as manifest:
+        wanted = cudnn_sdpa.silu_mul(x)
+        two_results(x)
+    plan_cache.clear()
+    report = cudnn_sdpa.warmup(manifest, workers=1)
+    assert report.failed == {}
+    with no_plan_builds():
+        torch.testing.assert_close(cudnn_sdpa.silu_mul(x), wanted)
+        two_results(x)

@@ -1,0 +1,98 @@
+"""`silu_mul`, `gelu_mul` and `relu_squared` on the GPU: values and gradients against float64, in every form."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cudnn_sdpa import UnsupportedError, activation, gelu_mul, no_plan_builds, relu_squared, silu_mul
+
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+SHAPES = [(64,), (7, 4096), (3, 5, 96), (2, 8192), (1, 16), (5, 1000), (33, 14336), (70_000, 128)]
+
+
+def difference(found, wanted):
+    found, wanted = found.detach(), wanted.detach()
+    assert found.isfinite().all()
+    return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_silu_mul_in_every_form(shape, dtype):
+    size = shape[-1]
+    for _ in range(2):
+        both = torch.randn(*shape[:-1], 2 * size, device="cuda", dtype=dtype).requires_grad_()
+        exact = both.detach().double().requires_grad_()
+        gate, up = exact.chunk(2, -1)
+        wanted = F.silu(gate) * up
+        grad = torch.randn(shape, device="cuda", dtype=dtype)
+        (of_both,) = torch.autograd.grad(wanted, exact, grad.double())
+        for form in (
+            lambda x: (x,),
+            lambda x: x.chunk(2, -1),
+            lambda x: [half.contiguous() for half in x.chunk(2, -1)],
+        ):
+            with torch.no_grad():
+                assert difference(silu_mul(*form(both)), wanted) < TOLERANCE[dtype]
+            out = silu_mul(*form(both))
+            assert out.shape == shape
+            assert out.is_contiguous()
+            (found,) = torch.autograd.grad(out, both, grad)
+            assert difference(found, of_both) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_others_for_inference(dtype):
+    gate, up = torch.randn(2, 9, 640, device="cuda", dtype=dtype)
+    for _ in range(2):
+        assert difference(gelu_mul(gate, up), F.gelu(gate.double()) * up.double()) < TOLERANCE[dtype]
+        assert difference(relu_squared(gate), F.relu(gate.double()).square()) < TOLERANCE[dtype]
+    with pytest.raises(UnsupportedError, match="gradient"):
+        gelu_mul(gate.requires_grad_(), up)
+
+
+def test_one_tensor_twice_and_extreme_numbers():
+    x = torch.tensor([[-300.0, -50.0, -1.0, 0.0, 1.0, 50.0, 300.0, 5.0]], device="cuda", dtype=torch.float16)
+    for _ in range(3):
+        found = silu_mul(x, x)
+        torch.testing.assert_close(found, (F.silu(x.double()) * x.double()).half(), rtol=2e-3, atol=1e-4)
+
+
+def test_known_calls_are_not_confused():
+    for shape in ((4, 256), (4, 512), (4, 256), (2, 512)):
+        gate, up = torch.randn(2, *shape, device="cuda", dtype=torch.bfloat16)
+        wide = torch.cat([gate, up], -1)
+        for _ in range(2):
+            wanted = F.silu(gate.double()) * up.double()
+            assert difference(silu_mul(gate, up), wanted) < 8e-3
+            assert difference(silu_mul(*wide.chunk(2, -1)), wanted) < 8e-3
+            assert difference(silu_mul(wide), wanted) < 8e-3
+    assert activation._silu_mul_calls._calls.last is not None
+
+
+def test_in_a_cuda_graph():
+    both = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16)
+    silu_mul(both)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), no_plan_builds():
+        out = silu_mul(both)
+    both.normal_()
+    out.fill_(math.nan)
+    graph.replay()
+    gate, up = both.double().chunk(2, -1)
+    assert difference(out, F.silu(gate) * up) < 8e-3
+
+
+def test_torch_compile_with_gradients():
+    both = torch.randn(6, 512, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+    def step(both):
+        return silu_mul(both * 1.5).float().square().mean()
+
+    (found,) = torch.autograd.grad(torch.compile(step, fullgraph=True)(both), both)
+    (wanted,) = torch.autograd.grad(step(both), both)
+    assert difference(found, wanted.double()) < 2e-2

@@ -1,0 +1,189 @@
+"""`rms_norm` and `layer_norm` on the GPU: values and gradients against float64, and the short way to their plans."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cudnn_sdpa import LayoutError, UnsupportedError, layer_norm, no_plan_builds, norm, plan_cache, rms_norm
+
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+SHAPES = [
+    (64,),
+    (7, 4096),
+    (3, 5, 48),
+    (64, 16, 128),
+    (33, 5120),
+    (4, 8192),
+    (2, 1000),
+    (2, 3, 1, 16384),
+    (100_000, 64),
+]
+
+
+def difference(found, wanted):
+    found, wanted = found.detach(), wanted.detach()
+    assert found.isfinite().all()
+    return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+
+
+def leaf(*shape, dtype, of=None):
+    x = torch.randn(*shape, device="cuda", dtype=torch.float32) if of is None else of
+    return x.to(dtype).requires_grad_()
+
+
+def compare(function, reference, tensors, dtype):
+    """The output without and with gradients, twice each, on fresh numbers, and gradients by all tensors."""
+    for _ in range(2):
+        for tensor in tensors:
+            tensor.data.normal_()
+            tensor.data.add_(0.5)
+        exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+        wanted = reference(*exact)
+        with torch.no_grad():
+            assert difference(function(*tensors), wanted) < TOLERANCE[dtype]
+        out = function(*tensors)
+        assert out.shape == tensors[0].shape
+        assert out.dtype == dtype
+        assert difference(out, wanted) < TOLERANCE[dtype]
+        grad = torch.randn_like(out)
+        found = torch.autograd.grad(out, tensors, grad)
+        for tensor, one, other in zip(tensors, found, torch.autograd.grad(wanted, exact, grad.double()), strict=True):
+            assert one.dtype == tensor.dtype
+            assert one.shape == tensor.shape
+            assert difference(one, other) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("of_weight", ["same", "float32", "none", "zero-centered"])
+def test_rms_norm(shape, dtype, of_weight):
+    size = shape[-1]
+    x = leaf(*shape, dtype=dtype)
+    centered = of_weight == "zero-centered"
+
+    def function(x, weight=None):
+        return rms_norm(x, weight, 1e-3, zero_centered=centered)
+
+    def reference(x, weight=None):
+        return F.rms_norm(x, (size,), None if weight is None else weight + centered, 1e-3)
+
+    weights = [] if of_weight == "none" else [leaf(size, dtype=torch.float32 if of_weight == "float32" else dtype)]
+    compare(function, reference, [x, *weights], dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_layer_norm(shape, dtype):
+    size = shape[-1]
+    tensors = [leaf(*shape, dtype=dtype), leaf(size, dtype=dtype), leaf(size, dtype=dtype)]
+    compare(
+        lambda x, weight, bias: layer_norm(x, weight, bias, 1e-3),
+        lambda x, weight, bias: F.layer_norm(x, (size,), weight, bias, 1e-3),
+        tensors,
+        dtype,
+    )
+
+
+def test_rows_that_do_not_lie_together():
+    base = torch.randn(6, 9, 256, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(128, device="cuda", dtype=torch.bfloat16)
+    for x in (base[..., :128], base[..., 64:192], base[:, ::2, 128:], base.transpose(0, 1)[..., 128:]):
+        for _ in range(2):
+            assert difference(rms_norm(x, weight), F.rms_norm(x.double(), (128,), weight.double(), 1e-6)) < 8e-3
+    x = base[..., :128].detach().requires_grad_()
+    (found,) = torch.autograd.grad(rms_norm(x, weight).square().sum(), x)
+    (wanted,) = torch.autograd.grad(F.rms_norm(x.double(), (128,), weight.double(), 1e-6).square().sum(), x)
+    assert difference(found, wanted.double()) < 2e-2
+
+
+def test_eps_is_data_and_layouts_are_not_confused():
+    x = torch.randn(5, 512, device="cuda", dtype=torch.bfloat16) * 1e-3
+    weight = torch.randn(512, device="cuda", dtype=torch.bfloat16)
+    rms_norm(x, weight, 1e-6)
+    with no_plan_builds():
+        for eps in (1e-6, 1e-2, 0.5, 0.0, 1):
+            assert difference(rms_norm(x, weight, eps), F.rms_norm(x.double(), (512,), weight.double(), eps)) < 8e-3
+    for rows in (5, 3, 5, 7, 3):
+        x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
+        for centered in (False, True, False):
+            for grad in (False, True):
+                with torch.set_grad_enabled(grad):
+                    found = rms_norm(x, weight.clone().requires_grad_(), zero_centered=centered)
+                    assert found.requires_grad is grad
+                    wanted = F.rms_norm(x.double(), (512,), weight.double() + centered, 1e-6)
+                    assert difference(found.detach(), wanted) < 8e-3
+
+
+def test_a_known_call_skips_the_dispatcher_and_a_watched_one_does_not():
+    x, weight = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 256), (256,)))
+    rms_norm(x, weight)
+    rms_norm(x, weight)
+    assert norm._rms_norm_calls._calls.last is not None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        rms_norm(x, weight)
+    assert any("graph_function" in event.key for event in profile.key_averages())
+    plan_cache.clear()
+    assert norm._rms_norm_calls._calls.last is None
+    assert difference(rms_norm(x, weight), F.rms_norm(x.double(), (256,), weight.double(), 1e-6)) < 8e-3
+
+
+@pytest.mark.parametrize("shape", [(4, 256), (4096, 4096)], ids=str)
+def test_what_this_gpu_has_no_kernel_for_says_so(shape):
+    x, residual, weight = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in (shape, shape, shape[-1:]))
+    total = x.double() + residual.double()
+    for _ in range(2):
+        try:
+            out, found = rms_norm(x, weight, residual=residual)
+        except UnsupportedError as error:
+            assert "rms_norm" in str(error)  # noqa: PT017 - it depends on the GPU
+        else:
+            assert difference(found, total) < 8e-3
+            assert difference(out, F.rms_norm(total, shape[-1:], weight.double(), 1e-6)) < 1e-2
+        try:
+            out = rms_norm(x, weight, activation="silu")
+        except UnsupportedError as error:
+            assert "rms_norm" in str(error)  # noqa: PT017
+        else:
+            assert difference(out, F.silu(F.rms_norm(x.double(), shape[-1:], weight.double(), 1e-6))) < 1e-2
+
+
+def test_memory_that_is_not_aligned_is_refused():
+    base = torch.randn(1 + 4 * 256, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(256, device="cuda", dtype=torch.bfloat16)
+    for _ in range(2):
+        with pytest.raises(LayoutError, match="multiple of 16"):
+            rms_norm(base[1:].view(4, 256), weight)
+
+
+def test_in_a_cuda_graph_and_on_another_stream():
+    x, weight = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((64, 1024), (1024,)))
+    rms_norm(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), no_plan_builds():
+        out = rms_norm(rms_norm(x, weight), weight)
+    x.normal_()
+    out.fill_(math.nan)
+    graph.replay()
+    wanted = F.rms_norm(F.rms_norm(x.double(), (1024,), weight.double(), 1e-6), (1024,), weight.double(), 1e-6)
+    assert difference(out, wanted) < 1e-2
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = rms_norm(x, weight)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert difference(found, F.rms_norm(x.double(), (1024,), weight.double(), 1e-6)) < 8e-3
+
+
+def test_torch_compile_with_gradients():
+    x, weight = leaf(8, 512, dtype=torch.bfloat16), leaf(512, dtype=torch.bfloat16)
+
+    def step(x, weight):
+        return rms_norm(x * 2, weight, zero_centered=True).float().square().mean()
+
+    found = torch.autograd.grad(torch.compile(step, fullgraph=True)(x, weight), (x, weight))
+    for one, other in zip(found, torch.autograd.grad(step(x, weight), (x, weight)), strict=True):
+        assert difference(one, other.double()) < 2e-2

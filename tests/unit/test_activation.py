@@ -1,0 +1,337 @@
+"""`silu_mul`, `gelu_mul` and `relu_squared` on the CPU: values and gradients, layouts, arguments, torch.compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cudnn_sdpa import (
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    ShapeError,
+    UnsupportedError,
+    gelu_mul,
+    relu_squared,
+    silu_mul,
+)
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+SHAPES = [(), (1,), (13,), (1, 64), (5, 33), (64, 3), (3, 256), (2, 3, 16), (2, 3, 4, 128), (2, 1, 3, 1, 5)]
+CLOSE = {torch.float32: (2e-5, 1e-5), torch.bfloat16: (1e-2, 1e-3), torch.float16: (2e-3, 1e-4)}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def silu_in_float64(gate, up=None):
+    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
+    return F.silu(gate.double()) * up.double()
+
+
+def gelu_in_float64(gate, up):
+    return F.gelu(gate.double()) * up.double()
+
+
+def squared_in_float64(x):
+    return F.relu(x.double()).square()
+
+
+GATED = {"silu_mul": (silu_mul, silu_in_float64), "gelu_mul": (gelu_mul, gelu_in_float64)}
+ALL = {**GATED, "relu_squared": (relu_squared, squared_in_float64)}
+
+
+def values(*shape, dtype=torch.float32):
+    return (2 * torch.randn(shape)).to(dtype)
+
+
+def halves(*shape):
+    return lambda dtype: values(*shape, dtype=dtype).chunk(2, dim=-1)
+
+
+def two(make):
+    return lambda dtype: (make(dtype), make(dtype))
+
+
+#: Tensors that do not lie dense, and are read where they lie.
+STRIDED = {
+    "halves of one row": halves(1, 26),
+    "halves": halves(2, 5, 32),
+    "halves in pieces": halves(3, 4, 512),
+    "halves of four dimensions": halves(2, 3, 4, 64),
+    "quarters": lambda dtype: values(6, 64, dtype=dtype).chunk(4, dim=-1)[1:3],
+    "sliced": two(lambda dtype: values(4, 40, dtype=dtype)[1:, 8:24]),
+    "every second row": two(lambda dtype: values(6, 256, dtype=dtype)[::2, :128]),
+    "one row for all": two(lambda dtype: values(1, 24, dtype=dtype).expand(5, 24)),
+    "halves of one number": halves(5, 2),
+    "one number of many": two(lambda dtype: values(5, 3, dtype=dtype)[:, 1:2]),
+    "one dense, one a half": lambda dtype: (values(5, 16, dtype=dtype), values(5, 32, dtype=dtype)[:, 16:]),
+    "one a half, one dense": lambda dtype: (values(5, 32, dtype=dtype)[:, 16:], values(5, 16, dtype=dtype)),
+}
+
+
+def case(name, *shape, dtype=torch.float32):
+    """Operands of a function."""
+    return [values(*shape, dtype=dtype) for _ in range(1 if name == "relu_squared" else 2)]
+
+
+def leaves_of(tensors):
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+def assert_gradients(call, expected, leaves):
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    out = call(*leaves)
+    upstream = torch.randn(out.shape).to(out.dtype)
+    found = torch.autograd.grad(out, leaves, upstream)
+    right = torch.autograd.grad(expected(*doubles), doubles, upstream.double())
+    for leaf, one, other in zip(leaves, found, right, strict=True):
+        assert (one.shape, one.dtype) == (leaf.shape, leaf.dtype)
+        rtol, atol = CLOSE[leaf.dtype]
+        torch.testing.assert_close(one.double(), other, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_values(name, shape, dtype, assert_rounded):
+    function, expected = ALL[name]
+    tensors = case(name, *shape, dtype=dtype)
+    before = [x.clone() for x in tensors]
+    out = function(*tensors)
+    assert (out.shape, out.dtype, out.is_contiguous()) == (shape, dtype, True)
+    assert_rounded(out, expected(*tensors))
+    assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", STRIDED)
+@pytest.mark.parametrize("name", ALL)
+def test_values_of_tensors_that_are_not_dense(name, layout, dtype, assert_rounded):
+    function, expected = ALL[name]
+    gate, up = STRIDED[layout](dtype)
+    tensors = (up,) if name == "relu_squared" else (gate, up)
+    out = function(*tensors)
+    assert (out.shape, out.dtype, out.is_contiguous()) == (up.shape, dtype, True)
+    assert_rounded(out, expected(*tensors))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2,), (26,), (1, 64), (5, 34), (3, 512), (2, 3, 4, 256)], ids=str)
+def test_one_tensor_is_both(shape, dtype, assert_rounded):
+    both = values(*shape, dtype=dtype)
+    out = silu_mul(both)
+    assert (out.shape, out.is_contiguous()) == ((*shape[:-1], shape[-1] // 2), True)
+    assert torch.equal(out, silu_mul(*both.chunk(2, dim=-1)))
+    assert_rounded(out, silu_in_float64(both))
+
+
+def test_one_tensor_that_is_not_dense(assert_rounded):
+    both = values(4, 80)[1:, 8:40]
+    assert_rounded(silu_mul(both), silu_in_float64(both))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_extreme_numbers(name):
+    function, expected = ALL[name]
+    x = torch.tensor([-torch.inf, -1e4, -30.0, -0.0, 0.0, 30.0, 1e4])[1:]
+    tensors = [x] if name == "relu_squared" else [x, torch.ones_like(x)]
+    torch.testing.assert_close(function(*tensors), expected(*tensors).float())
+    nan = torch.tensor([torch.nan, 1.0])
+    assert function(*[nan] * len(tensors)).isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(13,), (1, 64), (5, 34), (2, 3, 256)], ids=str)
+def test_gradients_of_silu_mul(shape, dtype):
+    assert_gradients(silu_mul, silu_in_float64, leaves_of(case("silu_mul", *shape, dtype=dtype)))
+    if shape[-1] % 2 == 0:
+        assert_gradients(silu_mul, silu_in_float64, leaves_of([values(*shape, dtype=dtype)]))
+        by_halves = lambda both: silu_mul(*both.chunk(2, dim=-1))  # noqa: E731
+        assert_gradients(by_halves, silu_in_float64, leaves_of([values(*shape, dtype=dtype)]))
+
+
+VIEWS = {
+    "sliced": lambda x: x[1:, 8:24],
+    "expanded": lambda x: x[:1].expand(5, -1),
+    "three dimensions": lambda x: x.view(2, 3, 48)[..., :32],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_gradients_flow_into_what_is_viewed(view):
+    def call(function):
+        return lambda gate, up: function(VIEWS[view](gate), VIEWS[view](up))
+
+    leaves = leaves_of([values(6, 48), values(6, 48)])
+    assert_gradients(call(silu_mul), call(silu_in_float64), leaves)
+    one = lambda function: lambda both: function(VIEWS[view](both))  # noqa: E731
+    assert_gradients(one(silu_mul), one(silu_in_float64), leaves[:1])
+
+
+def test_gradients_by_one_of_them_and_of_the_same_tensor_twice():
+    gate, up = values(3, 16), values(3, 16)
+    assert_gradients(lambda x: silu_mul(x, up), lambda x: silu_in_float64(x, up), leaves_of([gate]))
+    assert_gradients(lambda x: silu_mul(gate, x), lambda x: silu_in_float64(gate, x), leaves_of([up]))
+    assert_gradients(lambda x: silu_mul(x, x), lambda x: silu_in_float64(x, x), leaves_of([gate]))
+
+
+def test_a_gradient_that_is_not_dense():
+    leaves = leaves_of([values(6, 8), values(6, 8)])
+    turned = lambda f: lambda *tensors: f(*tensors).t()  # noqa: E731
+    assert_gradients(turned(silu_mul), turned(silu_in_float64), leaves)
+    spread = lambda f: lambda *tensors: f(*tensors).sum()  # noqa: E731 - one number for all
+    assert_gradients(spread(silu_mul), spread(silu_in_float64), leaves)
+
+
+def test_gradients_have_no_gradients():
+    x = values(3, 16).requires_grad_()
+    with pytest.raises(UnsupportedError, match="gradient of"):
+        torch.autograd.grad(silu_mul(x).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("name", ["gelu_mul", "relu_squared"])
+def test_what_is_for_inference_refuses_gradients(name):
+    function, expected = ALL[name]
+    for place in range(2 if name == "gelu_mul" else 1):
+        tensors = case(name, 3, 16)
+        tensors[place].requires_grad_()
+        with pytest.raises(UnsupportedError, match=rf"the gradient of {name}.* is not supported") as caught:
+            function(*tensors)
+        assert caught.value.reasons
+        assert "torch.no_grad" in caught.value.suggestion
+        with torch.no_grad():
+            torch.testing.assert_close(function(*tensors), expected(*tensors).float())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode):
+    gate, up = leaves_of([values(3, 16), values(3, 16)])
+    with mode():
+        assert not silu_mul(gate, up).requires_grad
+    assert silu_mul(gate, up).requires_grad
+    assert silu_mul(gate).requires_grad
+    assert not silu_mul(gate.detach(), up.detach()).requires_grad
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (3, 0, 16), (3, 0), (0,)], ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_empty_tensors(name, shape):
+    out = ALL[name][0](*case(name, *shape))
+    assert (out.shape, out.is_contiguous()) == (shape, True)
+
+
+def test_an_empty_tensor_that_is_both():
+    assert silu_mul(values(0, 16)).shape == (0, 8)
+    assert silu_mul(values(3, 0)).shape == (3, 0)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_of_empty_tensors(count):
+    leaves = leaves_of([values(0, 16)] * count)
+    for found in torch.autograd.grad(silu_mul(*leaves).sum(), leaves):
+        assert found.shape == (0, 16)
+
+
+X = torch.ones(3, 8)
+WRONG = {
+    "no tensor": ((None, X), DtypeError, "gate: got NoneType; expected float16, bfloat16 or float32"),
+    "dtype": ((X.double(), X.double()), DtypeError, "gate: got torch.float64; expected float16"),
+    "whole numbers": ((X.int(), X.int()), DtypeError, "gate: got torch.int32"),
+    "up no tensor": ((X, 1.0), DtypeError, "up: got float; expected torch.float32, the dtype of gate"),
+    "two dtypes": ((X, X.half()), DtypeError, "up: got torch.float16; expected torch.float32, the dtype of gate"),
+    "two shapes": ((X, X[:, :4]), ShapeError, r"up: got shape \(3, 4\); expected shape \(3, 8\), as gate has"),
+    "no broadcast": ((X, X[:1]), ShapeError, r"up: got shape \(1, 8\)"),
+    "elsewhere": ((X, X.to("meta")), DeviceError, "up: got meta; expected cpu"),
+    "gate not dense": ((X.t(), torch.ones(8, 3)), LayoutError, r"gate: got strides \(1, 8\).*Use gate.contiguous"),
+    "up not dense": ((torch.ones(8, 3), X.t()), LayoutError, r"up: got strides \(1, 8\); expected a dense last dim"),
+    "every second": ((X[:, ::2], X[:, ::2]), LayoutError, r"gate: got strides \(8, 2\); expected a dense last dim"),
+    "rows at two distances": (
+        (torch.ones(4, 6, 8)[:, :3], torch.ones(4, 3, 8)),
+        LayoutError,
+        r"gate: got shape \(4, 3, 8\), strides \(48, 8, 1\); expected rows at one distance.*Use gate.contiguous",
+    ),
+    "up's rows at two distances": (
+        (torch.ones(4, 3, 8), torch.ones(3, 4, 8).transpose(0, 1)),
+        LayoutError,
+        "up: got shape .*rows at one distance",
+    ),
+}
+WRONG_BOTH = {
+    "no tensor": (None, ShapeError, "gate: got NoneType; expected an even last dimension"),
+    "no dimension": (torch.tensor(1.0), ShapeError, r"gate: got shape \(\); expected an even last dimension"),
+    "odd": (torch.ones(3, 7), ShapeError, r"gate: got shape \(3, 7\); expected an even last dimension"),
+    "dtype": (X.double(), DtypeError, "gate: got torch.float64"),
+    "not dense": (torch.ones(8, 3).t(), LayoutError, r"gate: got strides \(1, 3\)"),
+    "rows at two distances": (torch.ones(4, 6, 8)[:, :3], LayoutError, "gate: got .*rows at one distance"),
+}
+WRONG_SQUARED = {
+    "no tensor": (None, DtypeError, "x: got NoneType; expected float16, bfloat16 or float32"),
+    "dtype": (X.double(), DtypeError, "x: got torch.float64"),
+    "not dense": (X.t(), LayoutError, r"x: got strides \(1, 8\).*Use x.contiguous"),
+    "rows at two distances": (torch.ones(4, 6, 8)[:, :3], LayoutError, "x: got .*rows at one distance.*Use x.contig"),
+}
+
+
+@pytest.mark.parametrize("function", [silu_mul, gelu_mul], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_refused(name, function):
+    tensors, error, match = WRONG[name]
+    with pytest.raises(error, match=match):
+        function(*tensors)
+
+
+@pytest.mark.parametrize("name", [name for name in WRONG if name != "whole numbers"])
+def test_they_are_with_a_gradient_too(name):
+    tensors, error, match = WRONG[name]
+    with pytest.raises(error, match=match):
+        silu_mul(*(x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in tensors))
+
+
+@pytest.mark.parametrize("name", WRONG_BOTH)
+def test_a_wrong_tensor_that_is_both_is_refused(name):
+    both, error, match = WRONG_BOTH[name]
+    with pytest.raises(error, match=match):
+        silu_mul(both)
+
+
+@pytest.mark.parametrize("name", WRONG_SQUARED)
+def test_wrong_arguments_of_relu_squared_are_refused(name):
+    x, error, match = WRONG_SQUARED[name]
+    with pytest.raises(error, match=match):
+        relu_squared(x)
+
+
+COMPILED = {
+    "two": lambda gate, up: silu_mul(gate * 2, up + 1).tanh(),
+    "halves": lambda gate, up: silu_mul(*(gate * up).chunk(2, dim=-1)),
+    "both": lambda gate, up: silu_mul(gate + up) * 2,
+}
+INFERENCE = {"gelu_mul": lambda gate, up: gelu_mul(gate * 2, up), "relu_squared": lambda x: relu_squared(x + 0.5) * 2}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_silu_mul_compiles_with_its_gradient(name):
+    compiled = torch.compile(COMPILED[name], fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (4, 6):
+        tensors, results = [values(rows, 3, 32), values(rows, 3, 32)], []
+        for function in (COMPILED[name], compiled):
+            leaves = leaves_of(tensors)
+            out = function(*leaves)
+            weighted = (out * torch.arange(out.shape[-1])).sum()
+            results.append([out.detach(), *torch.autograd.grad(weighted, leaves)])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", INFERENCE)
+def test_what_is_for_inference_compiles(name):
+    compiled = torch.compile(INFERENCE[name], fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (4, 6):
+        tensors = case(name, rows, 3, 32)
+        torch.testing.assert_close(compiled(*tensors), INFERENCE[name](*tensors))

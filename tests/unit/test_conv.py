@@ -1,0 +1,334 @@
+"""`conv1d`, `conv2d` and `conv3d` on the CPU: values and gradients against PyTorch's in float64, and arguments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cudnn_sdpa import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, conv1d, conv2d, conv3d
+
+OURS = {1: conv1d, 2: conv2d, 3: conv3d}
+TORCHS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "silu": F.silu, "gelu": F.gelu}
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+SIZES = {1: (21,), 2: (9, 12), 3: (5, 6, 7)}
+FILTERS = {1: (4,), 2: (3, 2), 3: (2, 3, 1)}
+
+#: Of one tuple, the first `rank` count.
+GEOMETRY = [
+    {},
+    {"stride": 2},
+    {"stride": (2, 1, 3)},
+    {"padding": 1},
+    {"padding": (2, 0, 1)},
+    {"dilation": 2},
+    {"dilation": (1, 2, 2)},
+    {"stride": (3, 2, 1), "padding": (1, 2, 1), "dilation": (2, 1, 3)},
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def in_float64(x, weight, bias=None, *, activation=None, **options):
+    bias = None if bias is None else bias.double()
+    return ACTIVATIONS[activation](TORCHS[x.dim() - 2](x.double(), weight.double(), bias, **options))
+
+
+def operands(rank, groups=1, dtype=torch.float32, channels=6, filters=8):
+    x = torch.randn(2, channels, *SIZES[rank]).to(dtype)
+    weight = (torch.randn(filters, channels // groups, *FILTERS[rank]) / 4).to(dtype)
+    return x, weight, torch.randn(filters).to(dtype)
+
+
+def for_rank(rank, options):
+    return {name: value[:rank] if isinstance(value, tuple) else value for name, value in options.items()}
+
+
+def is_channels_last(y):
+    return y.movedim(1, -1).is_contiguous()
+
+
+def assert_gradients(call, expected, tensors):
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    doubles = [x.detach().double().requires_grad_() for x in tensors]
+    out, right = call(*leaves), expected(*doubles)
+    torch.testing.assert_close(out.double(), right, rtol=1e-4, atol=1e-5)
+    upstream = torch.randn(out.shape)
+    found = torch.autograd.grad(out, leaves, upstream)
+    for leaf, one, other in zip(leaves, found, torch.autograd.grad(right, doubles, upstream.double()), strict=True):
+        assert (one.shape, one.dtype) == (leaf.shape, leaf.dtype)
+        torch.testing.assert_close(one.double(), other, rtol=2e-4, atol=1e-5 * (1 + float(other.abs().amax())))
+
+
+@pytest.mark.parametrize("rank", OURS)
+@pytest.mark.parametrize("options", GEOMETRY, ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_values(rank, options, groups, assert_rounded):
+    options = for_rank(rank, options)
+    x, weight, bias = operands(rank, groups)
+    for of_filters in (None, bias):
+        out = OURS[rank](x, weight, of_filters, **options, groups=groups)
+        assert out.dtype == x.dtype
+        assert is_channels_last(out)
+        assert_rounded(out, in_float64(x, weight, of_filters, **options, groups=groups))
+
+
+@pytest.mark.parametrize("rank", OURS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activations_and_dtypes(rank, activation, dtype, assert_rounded):
+    x, weight, bias = operands(rank, dtype=dtype)
+    for of_filters in (None, bias):
+        out = OURS[rank](x, weight, of_filters, padding=1, activation=activation)
+        assert (out.dtype, is_channels_last(out)) == (dtype, True)
+        assert_rounded(out, in_float64(x, weight, of_filters, padding=1, activation=activation))
+
+
+@pytest.mark.parametrize("rank", OURS)
+@pytest.mark.parametrize("groups", [6, 3])
+def test_many_groups(rank, groups, assert_rounded):
+    x, weight, bias = operands(rank, groups, filters=12)
+    assert_rounded(OURS[rank](x, weight, bias, groups=groups), in_float64(x, weight, bias, groups=groups))
+    assert_gradients(
+        lambda *tensors: OURS[rank](*tensors, groups=groups),
+        lambda *tensors: in_float64(*tensors, groups=groups),
+        (x, weight, bias),
+    )
+
+
+def test_one_filter_of_one_number(assert_rounded):
+    x, weight = torch.randn(2, 6, 5, 7), torch.randn(4, 6, 1, 1)
+    assert_rounded(conv2d(x, weight), in_float64(x, weight))
+    assert_rounded(conv2d(x, weight, stride=2), in_float64(x, weight, stride=2))
+    one = torch.randn(1, 1, 1, 1)
+    assert_rounded(conv2d(one, one), one * one)
+
+
+def test_integers_and_lists_say_the_same():
+    x, weight, bias = operands(2)
+    expected = conv2d(x, weight, bias, 2, 1, 1)
+    assert torch.equal(conv2d(x, weight, bias, stride=(2, 2), padding=[1, 1], dilation=torch.Size([1, 1])), expected)
+
+
+def innermost(x):
+    """The same numbers, channels innermost in memory."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def among_others(x):
+    whole = torch.randn(*x.shape[:-1], x.shape[-1] + 3)
+    whole[..., 1:-2] = x
+    return whole[..., 1:-2]
+
+
+LAYOUTS = {
+    "dense": torch.Tensor.contiguous,
+    "innermost": innermost,
+    "turned": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "sliced": among_others,
+    "expanded": lambda x: x[:1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("rank", OURS)
+@pytest.mark.parametrize("of_x", LAYOUTS)
+@pytest.mark.parametrize("of_weight", ["dense", "innermost", "sliced"])
+def test_x_and_weight_may_lie_in_any_way(rank, of_x, of_weight, assert_rounded):
+    x, weight, bias = operands(rank)
+    x, weight = LAYOUTS[of_x](x), LAYOUTS[of_weight](weight)
+    before = x.clone(), weight.clone()
+    out = OURS[rank](x, weight, bias, stride=2, padding=1)
+    assert is_channels_last(out)
+    assert_rounded(out, in_float64(x, weight, bias, stride=2, padding=1))
+    assert torch.equal(x, before[0])
+    assert torch.equal(weight, before[1])
+
+
+@pytest.mark.parametrize("rank", OURS)
+@pytest.mark.parametrize("options", [GEOMETRY[0], GEOMETRY[-1]], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients(rank, options, activation):
+    options = {**for_rank(rank, options), "activation": activation}
+    x, weight, bias = operands(rank, 2)
+    ours, right = (lambda *t, f=f: f(*t, **options, groups=2) for f in (OURS[rank], in_float64))
+    assert_gradients(ours, right, (x, weight, bias))
+    assert_gradients(ours, right, (x, weight))
+
+
+@pytest.mark.parametrize("rank", OURS)
+@pytest.mark.parametrize("layout", ["innermost", "turned"])
+def test_gradients_where_x_and_weight_are_not_dense(rank, layout):
+    x, weight, bias = operands(rank)
+    ours, right = (lambda *t, f=f: f(*t, stride=2, padding=1) for f in (OURS[rank], in_float64))
+    assert_gradients(ours, right, (LAYOUTS[layout](x), LAYOUTS[layout](weight), bias))
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2], ids=["x", "weight", "bias"])
+def test_gradients_by_one_of_them_alone(wanted):
+    tensors = operands(2)
+    at = lambda f: lambda one: f(*tensors[:wanted], one, *tensors[wanted + 1 :], padding=1, activation="silu")  # noqa: E731
+    assert_gradients(at(conv2d), at(in_float64), tensors[wanted : wanted + 1])
+
+
+def test_a_gradient_of_one_number_for_all():
+    x, weight, bias = operands(2)
+    ours, right = (lambda *t, f=f: f(*t).sum() for f in (conv2d, in_float64))
+    assert_gradients(ours, right, (x, weight, bias))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode, assert_rounded):
+    x, weight, bias = (tensor.requires_grad_() for tensor in operands(2))
+    with mode():
+        out = conv2d(x, weight, bias, activation="gelu")
+    assert not out.requires_grad
+    assert_rounded(out, in_float64(x, weight, bias, activation="gelu").detach())
+    assert conv2d(x, weight, bias, activation="gelu").requires_grad
+
+
+PATCHES = {
+    "square": ((2, 3, 12, 8), (5, 3, 4, 4)),
+    "oblong": ((2, 3, 12, 8), (5, 3, 3, 4)),
+    "lines": ((2, 3, 6, 8), (5, 3, 1, 4)),
+    "one channel": ((2, 1, 8, 8), (5, 1, 2, 4)),
+    "one patch": ((2, 3, 4, 4), (5, 3, 4, 4)),
+    "one filter": ((1, 3, 8, 8), (1, 3, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", PATCHES)
+@pytest.mark.parametrize("of_x", LAYOUTS)
+@pytest.mark.parametrize("of_weight", ["dense", "innermost"])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_patches(name, of_x, of_weight, activation, assert_rounded):
+    shape, of_filters = PATCHES[name]
+    x, weight = LAYOUTS[of_x](torch.randn(shape)), LAYOUTS[of_weight](torch.randn(of_filters))
+    bias = torch.randn(of_filters[0])
+    options = {"stride": of_filters[2:], "activation": activation}
+    for given in (None, bias):
+        out = conv2d(x, weight, given, **options)
+        assert is_channels_last(out)
+        assert_rounded(out, in_float64(x, weight, given, **options))
+    ours, right = (lambda *t, f=f: f(*t, **options) for f in (conv2d, in_float64))
+    if of_x not in ("sliced", "expanded"):
+        assert_gradients(ours, right, (x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_patches_in_every_dtype(dtype, assert_rounded):
+    x, weight, bias = torch.randn(2, 3, 8, 8).to(dtype), torch.randn(5, 3, 4, 4).to(dtype), torch.randn(5).to(dtype)
+    for one in (x, innermost(x)):
+        assert_rounded(conv2d(one, weight, bias, 4), in_float64(one, weight, bias, stride=4))
+
+
+@pytest.mark.parametrize("options", [{"padding": 1}, {"dilation": 2}, {"groups": 3}, {"stride": (4, 2)}, {}], ids=str)
+def test_what_is_almost_patches(options, assert_rounded):
+    x, weight = torch.randn(2, 3, 10, 11), torch.randn(6, 3 // options.get("groups", 1), 4, 4)
+    options = {"stride": 4, **options}
+    assert_rounded(conv2d(x, weight, **options), in_float64(x, weight, **options))
+
+
+X, W, B = torch.ones(2, 6, 9, 9), torch.ones(8, 6, 3, 3), torch.ones(8)
+WRONG = {
+    "no tensor": ((None, W), {}, DtypeError, "x: got NoneType; expected float16, bfloat16 or float32"),
+    "dtype": ((X.double(), W.double()), {}, DtypeError, "x: got torch.float64"),
+    "no weight": ((X, None), {}, DtypeError, "weight: got NoneType; expected torch.float32, the dtype of x"),
+    "weight's dtype": ((X, W.half()), {}, DtypeError, "weight: got torch.float16; expected torch.float32"),
+    "bias no tensor": ((X, W, 0.0), {}, DtypeError, "bias: got float; expected torch.float32, the dtype of x"),
+    "bias' dtype": ((X.half(), W.half(), B), {}, DtypeError, "bias: got torch.float32; expected torch.float16"),
+    "no batch": (
+        (X[0], W),
+        {},
+        ShapeError,
+        r"x: got shape \(6, 9, 9\); expected 4 dimensions: batch, ch",
+    ),
+    "another rank": ((X[..., None], W), {}, ShapeError, "x: got shape .* expected 4 dimensions"),
+    "weight's rank": ((X, W[0]), {}, ShapeError, r"weight: got shape \(6, 3, 3\) with 1 groups"),
+    "channels": (
+        (X, W[:, :5]),
+        {},
+        ShapeError,
+        r"weight: got shape \(8, 5, 3, 3\) with 1 groups; expected \(filters",
+    ),
+    "groups of channels": ((X, W), {"groups": 2}, ShapeError, r"weight: got shape \(8, 6, 3, 3\) with 2 groups"),
+    "groups of filters": ((X, W[:, :2]), {"groups": 3}, ShapeError, r"weight: got shape \(8, 2, 3, 3\) with 3 groups"),
+    "bias' shape": ((X, W, B[:7]), {}, ShapeError, r"bias: got shape \(7,\); expected shape \(8,\)"),
+    "bias' rank": ((X, W, B[None]), {}, ShapeError, r"bias: got shape \(1, 8\)"),
+    "empty": ((X[:0], W), {}, ShapeError, r"x: got shape \(0, 6, 9, 9\); expected sizes of at least 1"),
+    "no channels": ((X[:, :0], W[:, :0]), {}, ShapeError, "expected sizes of at least 1"),
+    "no filters": ((X, W[:0]), {}, ShapeError, r"weight: got shape \(0, 6, 3, 3\)"),
+    "weight elsewhere": ((X, W.to("meta")), {}, DeviceError, "weight: got meta"),
+    "bias elsewhere": ((X, W, B.to("meta")), {}, DeviceError, "bias: got meta"),
+    "too small": (
+        (X[..., :2], W),
+        {},
+        LayoutError,
+        "x: got 2 with 0 zeros on both sides; expected at least 3",
+    ),
+    "too small for it": ((X, W), {"dilation": 5, "padding": 0}, LayoutError, "x: got 9 .* expected at least 11"),
+    "groups of 0": ((X, W), {"groups": 0}, OptionError, "groups: got 0; expected an int of at least 1"),
+    "groups bool": ((X, W), {"groups": True}, OptionError, "groups: got True"),
+    "groups float": ((X, W), {"groups": 1.0}, OptionError, "groups: got 1.0"),
+    "stride 0": ((X, W), {"stride": 0}, OptionError, r"stride: got (0|\(0, 0\)); expected an int of at least 1, or 2"),
+    "stride float": ((X, W), {"stride": 1.0}, OptionError, "stride: got 1.0"),
+    "stride bool": ((X, W), {"stride": True}, OptionError, "stride: got True"),
+    "three strides": ((X, W), {"stride": (1, 1, 1)}, OptionError, r"stride: got \(1, 1, 1\); .*or 2 of them"),
+    "strides": ((X, W), {"stride": (1, 1.0)}, OptionError, r"stride: got \(1, 1.0\)"),
+    "padding below 0": ((X, W), {"padding": -1}, OptionError, r"padding: got (-1|\(-1, -1\)); expected an int of at"),
+    "padding by name": ((X, W), {"padding": "same"}, OptionError, "padding: got 'same'"),
+    "padding None": ((X, W), {"padding": None}, OptionError, "padding: got None"),
+    "dilation 0": ((X, W), {"dilation": (1, 0)}, OptionError, r"dilation: got \(1, 0\); expected an int of at least 1"),
+    "activation": ((X, W), {"activation": "tanh"}, OptionError, "activation: got 'tanh'; expected None or 'relu' or"),
+    "activations": ((X, W), {"activation": ["relu"]}, OptionError, r"activation: got \['relu'\]"),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["", "with gradient"])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_refused(name, requires_grad):
+    tensors, options, error, match = WRONG[name]
+    if requires_grad and isinstance(tensors[0], torch.Tensor):
+        tensors = (tensors[0].detach().requires_grad_(), *tensors[1:])
+    with pytest.raises(error, match=match):
+        conv2d(*tensors, **options)
+
+
+def test_each_function_has_its_rank():
+    with pytest.raises(ShapeError, match="expected 3 dimensions: batch, channels, then 1 more"):
+        conv1d(X, W)
+    with pytest.raises(ShapeError, match="expected 5 dimensions: batch, channels, then 3 more"):
+        conv3d(X, W)
+    with pytest.raises(OptionError, match=r"stride: got \(1, 1\); expected an int of at least 1, or 1 of them"):
+        conv1d(X[..., 0], W[..., 0], stride=(1, 1))
+    with pytest.raises(OptionError, match=r"padding: got \(1, 1\); expected an int of at least 0, or 3 of them"):
+        conv3d(X[..., None], W[..., None], padding=(1, 1))
+
+
+COMPILED = {
+    "conv1d": lambda x, w, b: conv1d(x[..., 0] * 2, w[..., 0], b, padding=1, activation="silu"),
+    "conv2d": lambda x, w, b: conv2d(x * 2, w, b, stride=2, padding=1, activation="relu"),
+    "patches": lambda x, w, b: conv2d(x, w, b, stride=3).tanh(),
+    "conv3d": lambda x, w, b: conv3d(x[:, :, None], w[:, :, None], b, padding=(0, 1, 1), activation="gelu"),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_it_compiles_with_its_gradient(name):
+    compiled = torch.compile(COMPILED[name], fullgraph=True, backend="aot_eager")
+    tensors, results = (torch.randn(X.shape), torch.randn(W.shape), torch.randn(B.shape)), []
+    for function in (COMPILED[name], compiled):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = function(*leaves)
+        weighted = (out * torch.arange(out.shape[-1])).sum()
+        results.append([out.detach(), *torch.autograd.grad(weighted, leaves)])
+        with torch.no_grad():
+            torch.testing.assert_close(function(*tensors), out.detach(), rtol=1e-4, atol=1e-5)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+        assert one.stride() == other.stride()

@@ -1,0 +1,453 @@
+"""`rms_norm` and `layer_norm` on the CPU: values and gradients against float64, arguments, torch.compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cudnn_sdpa import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError, layer_norm, rms_norm
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+SHAPES = [(8,), (13,), (1, 64), (5, 1), (5, 33), (2, 3, 16), (3, 1, 7), (2, 3, 4, 24), (1, 1, 1, 5)]
+
+#: The relative and the absolute error of gradients, which are sums of rounded numbers.
+CLOSE = {torch.float32: (2e-4, 2e-5), torch.bfloat16: (2e-2, 2e-2), torch.float16: (3e-3, 3e-3)}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def rms_in_float64(x, weight=None, eps=1e-6, *, residual=None, activation=None, zero_centered=False):
+    rows = x.double() if residual is None else x.double() + residual.double()
+    out = rows / (rows.square().mean(-1, keepdim=True) + eps).sqrt()
+    if weight is not None:
+        out = out * (weight.double() + (1 if zero_centered else 0))
+    out = F.silu(out) if activation == "silu" else out
+    return out if residual is None else (out, rows)
+
+
+def layer_in_float64(x, weight=None, bias=None, eps=1e-5):
+    weight, bias = (None if y is None else y.double() for y in (weight, bias))
+    return F.layer_norm(x.double(), x.shape[-1:], weight, bias, eps)
+
+
+def values(*shape, dtype=torch.float32):
+    """Numbers whose mean is not 0."""
+    return (torch.randn(*shape) * 1.5 + 0.4).to(dtype)
+
+
+def transposed(dtype):
+    return values(5, 16, dtype=dtype).t()
+
+
+def swapped(dtype):
+    return values(4, 3, 16, dtype=dtype).transpose(0, 1)
+
+
+def sliced(dtype):
+    return values(4, 6, 40, dtype=dtype)[1:, ::2, 8:24]
+
+
+def expanded(dtype):
+    return values(1, 3, 16, dtype=dtype).expand(4, 3, 16)
+
+
+def of_one_number(dtype):
+    return values(3, 1, dtype=dtype).expand(3, 16)
+
+
+STRIDED = [transposed, swapped, sliced, expanded, of_one_number]
+
+
+def every(results):
+    return results if isinstance(results, tuple) else (results,)
+
+
+def assert_gradients(call, expected, leaves, used=None):
+    """Gradients of some results by all leaves, for random gradients of these, are those of float64 mathematics."""
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    results, in_float64 = every(call(*leaves)), every(expected(*doubles))
+    used = range(len(results)) if used is None else used
+    upstream = [torch.randn(results[i].shape).to(results[i].dtype) for i in used]
+    found = torch.autograd.grad([results[i] for i in used], leaves, upstream)
+    right = torch.autograd.grad([in_float64[i] for i in used], doubles, [x.double() for x in upstream])
+    rtol, atol = max(CLOSE[x.dtype] for x in leaves)  # what is kept for the gradients is in the least of the dtypes
+    for leaf, one, other in zip(leaves, found, right, strict=True):
+        assert (one.shape, one.dtype) == (leaf.shape, leaf.dtype)
+        torch.testing.assert_close(one.double(), other, rtol=rtol, atol=atol * (1 + float(other.abs().amax())))
+
+
+def leaf(*shape, dtype=torch.float32):
+    return values(*shape, dtype=dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rms_norm_is_the_mathematics(shape, dtype, assert_rounded):
+    x, weight = values(*shape, dtype=dtype), values(shape[-1], dtype=dtype)
+    for given in (None, weight, weight.float()):
+        out = rms_norm(x, given)
+        assert (out.shape, out.dtype, out.is_contiguous()) == (x.shape, dtype, True)
+        assert_rounded(out, rms_in_float64(x, given))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer_norm_is_the_mathematics(shape, dtype, assert_rounded):
+    x, weight, bias = values(*shape, dtype=dtype), values(shape[-1], dtype=dtype), values(shape[-1], dtype=dtype)
+    both = [(None, None), (weight, None), (None, bias), (weight, bias), (weight.float(), bias.float())]
+    for given in [*both, (weight.float(), None), (None, bias.float())]:
+        out = layer_norm(x, *given)
+        assert (out.shape, out.dtype, out.is_contiguous()) == (x.shape, dtype, True)
+        assert_rounded(out, layer_in_float64(x, *given))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("make", STRIDED, ids=lambda make: make.__name__)
+def test_x_may_lie_in_any_way(make, dtype, assert_rounded):
+    x = make(dtype)
+    before, weight = x.clone(), values(x.shape[-1], dtype=dtype)
+    for out in (rms_norm(x, weight), layer_norm(x, weight, weight)):
+        assert out.is_contiguous()
+    assert_rounded(rms_norm(x, weight), rms_in_float64(x, weight))
+    if make is not of_one_number:  # whose deviation is what rounding leaves
+        assert_rounded(layer_norm(x, weight, weight), layer_in_float64(x, weight, weight))
+    assert torch.equal(x, before)
+
+
+def test_the_weight_may_lie_in_any_way(assert_rounded):
+    x, apart = values(3, 16), values(32)[::2]
+    assert_rounded(rms_norm(x, apart), rms_in_float64(x, apart))
+    assert_rounded(layer_norm(x, apart, apart.flip(0)), layer_in_float64(x, apart, apart.flip(0)))
+    one = values(1).expand(16)
+    assert_rounded(layer_norm(x, one, one), layer_in_float64(x, one, one))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_weight_that_is_stored_less_1(dtype, assert_rounded):
+    x, weight = values(5, 24, dtype=dtype), values(24, dtype=dtype)
+    for given in (weight, weight.float()):
+        assert_rounded(rms_norm(x, given, zero_centered=True), rms_in_float64(x, given, zero_centered=True))
+    assert torch.equal(rms_norm(x, torch.zeros_like(weight), zero_centered=True), rms_norm(x))
+    assert torch.equal(rms_norm(x, zero_centered=True), rms_norm(x))
+
+
+@pytest.mark.parametrize("eps", [0, 0.0, 1, 0.25, 1e6])
+def test_eps(eps, assert_rounded):
+    x, weight = values(5, 24), values(24)
+    assert_rounded(rms_norm(x, weight, eps) * 1e3, rms_in_float64(x, weight, eps) * 1e3)
+    assert_rounded(layer_norm(x, weight, weight, eps), layer_in_float64(x, weight, weight, eps))
+
+
+def test_rows_of_zeros_stay_zeros():
+    x = torch.zeros(3, 16, requires_grad=True)
+    for norm in (rms_norm, layer_norm):
+        out = norm(x)
+        assert (out == 0).all()
+        (of_x,) = torch.autograd.grad(out.sum(), x)
+        assert of_x.isfinite().all()
+
+
+def test_large_numbers_do_not_overflow_on_their_way():
+    x = torch.full((2, 16), 6e4, dtype=torch.float16)
+    torch.testing.assert_close(rms_norm(x), torch.ones_like(x))
+    assert (layer_norm(x) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("make", [lambda dtype: values(3, 16, dtype=dtype), *STRIDED[:4]])
+def test_residual(make, dtype, assert_rounded):
+    x, residual, weight = make(dtype), make(dtype), values(16 if make is not transposed else 5, dtype=dtype)
+    out, total = rms_norm(x, weight, residual=residual)
+    expected, sum_in_float64 = rms_in_float64(x, weight, residual=residual)
+    assert_rounded(out, expected)
+    assert_rounded(total, sum_in_float64)
+    assert torch.equal(total, x + residual)
+    for result in (out, total):
+        assert (result.shape, result.dtype, result.is_contiguous()) == (x.shape, dtype, True)
+
+
+def test_residual_without_a_weight_of_x_itself_and_beside_it(assert_rounded):
+    x, dense = swapped(torch.float32), values(3, 4, 16)
+    for one, other in ((x, x), (x, dense), (dense, x)):
+        for result, expected in zip(rms_norm(one, residual=other), rms_in_float64(one, residual=other), strict=True):
+            assert_rounded(result, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("zero_centered", [False, True], ids=["", "zero-centered"])
+def test_activation(dtype, with_residual, zero_centered, assert_rounded):
+    x, weight = values(5, 24, dtype=dtype), values(24, dtype=dtype)
+    options = {"activation": "silu", "zero_centered": zero_centered}
+    options["residual"] = values(5, 24, dtype=dtype) if with_residual else None
+    expected = every(rms_in_float64(x, weight, **options))
+    for result, right in zip(every(rms_norm(x, weight, **options)), expected, strict=True):
+        assert_rounded(result, right)
+
+
+OPTIONS = [{}, {"zero_centered": True}, {"activation": "silu"}, {"eps": 0.5}, {"eps": 0}]
+
+
+@pytest.mark.parametrize("shape", [(13,), (1, 64), (5, 33), (2, 3, 4, 24)], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradients_of_rms_norm(shape, options):
+    x, weight, residual = leaf(*shape), leaf(shape[-1]), leaf(*shape)
+    calls = {name: lambda x, w, f=f: f(x, w, **options) for name, f in FUNCTIONS.items()}
+    assert_gradients(calls["ours"], calls["right"], [x, weight])
+    calls = {name: lambda x, f=f: f(x, **options) for name, f in FUNCTIONS.items()}
+    assert_gradients(calls["ours"], calls["right"], [x])
+    calls = {name: lambda x, w, r, f=f: f(x, w, **options, residual=r) for name, f in FUNCTIONS.items()}
+    assert_gradients(calls["ours"], calls["right"], [x, weight, residual])
+
+
+FUNCTIONS = {"ours": rms_norm, "right": rms_in_float64}
+
+
+@pytest.mark.parametrize("used", [[0], [1], [0, 1]], ids=str)
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_gradients_through_one_result_or_both(used, activation):
+    x, weight, residual = leaf(5, 24), leaf(24), leaf(5, 24)
+    leaves = [x, weight, residual] if 0 in used else [x, residual]  # the sum has nothing of the weight
+    call, right = (
+        lambda x, *rest, f=f: f(x, rest[0] if len(rest) > 1 else None, residual=rest[-1], activation=activation)
+        for f in (rms_norm, rms_in_float64)
+    )
+    assert_gradients(call, right, leaves, used)
+
+
+def test_the_sum_alone_has_no_gradient_by_the_weight():
+    x, weight, residual = leaf(5, 24), leaf(24), leaf(5, 24)
+    _, total = rms_norm(x, weight, residual=residual)
+    upstream = torch.randn(5, 24)
+    of_x, of_weight, of_residual = torch.autograd.grad(total, [x, weight, residual], upstream, allow_unused=True)
+    torch.testing.assert_close(of_x, upstream)
+    torch.testing.assert_close(of_residual, upstream)
+    assert of_weight is None or not of_weight.any()
+
+
+def test_a_residual_that_is_x_itself_gets_both_gradients():
+    call, right = (lambda x, w, f=f: f(x, w, residual=x) for f in (rms_norm, rms_in_float64))
+    assert_gradients(call, right, [leaf(5, 24), leaf(24)])
+
+
+@pytest.mark.parametrize("which", [(True, False), (False, True)], ids=["x", "weight"])
+def test_gradients_by_one_of_them_alone(which):
+    x, weight = values(5, 24), values(24)
+    wanted = x if which[0] else weight
+    wanted.requires_grad_()
+    out = rms_norm(x, weight)
+    (found,) = torch.autograd.grad(out, wanted, torch.ones_like(out))
+    doubles = [y.detach().double().requires_grad_() for y in (x, weight)]
+    expected = torch.autograd.grad(rms_in_float64(*doubles).sum(), doubles[0 if which[0] else 1])[0]
+    torch.testing.assert_close(found.double(), expected, rtol=2e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(13,), (1, 64), (5, 33), (2, 3, 4, 24)], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_gradients_of_layer_norm(shape, count):
+    leaves = [leaf(*shape), leaf(shape[-1]), leaf(shape[-1])][:count]
+    assert_gradients(layer_norm, layer_in_float64, leaves)
+    if count == 2:
+        calls = (lambda x, bias, f=f: f(x, None, bias, eps=0.3) for f in (layer_norm, layer_in_float64))
+        assert_gradients(*calls, leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("of_weight", ["x's", "float32"])
+def test_gradients_in_half_precision(dtype, of_weight):
+    x, weight = leaf(7, 40, dtype=dtype), leaf(40, dtype=dtype if of_weight == "x's" else torch.float32)
+    bias = values(40, dtype=weight.dtype).requires_grad_()
+    assert_gradients(rms_norm, rms_in_float64, [x, weight])
+    assert_gradients(layer_norm, layer_in_float64, [x, weight, bias])
+    call, right = (lambda x, w, r, f=f: f(x, w, residual=r) for f in (rms_norm, rms_in_float64))
+    assert_gradients(call, right, [x, weight, leaf(7, 40, dtype=dtype)])
+
+
+@pytest.mark.parametrize("make", [transposed, swapped])
+def test_gradients_where_x_is_no_dense_leaf(make):
+    given = make(torch.float32)
+    x = torch.empty_strided(given.shape, given.stride()).copy_(given).requires_grad_()
+    assert not x.is_contiguous()
+    assert_gradients(rms_norm, rms_in_float64, [x, leaf(x.shape[-1])])
+    assert_gradients(layer_norm, layer_in_float64, [x, leaf(x.shape[-1]), leaf(x.shape[-1])])
+
+
+def test_gradients_flow_into_what_x_is_a_view_of():
+    call = lambda whole, w: rms_norm(whole[:, 8:24].expand(3, 5, 16).transpose(0, 1), w)  # noqa: E731
+    right = lambda whole, w: rms_in_float64(whole[:, 8:24].expand(3, 5, 16).transpose(0, 1), w)  # noqa: E731
+    assert_gradients(call, right, [leaf(5, 40), leaf(16)])
+
+
+def test_a_gradient_that_is_not_dense():
+    x, weight = leaf(6, 8), leaf(8)
+    for norm, right in ((rms_norm, rms_in_float64), (layer_norm, layer_in_float64)):
+        upstream = torch.randn(8, 6).t()
+        found = torch.autograd.grad(norm(x, weight), [x, weight], upstream)
+        doubles = [y.detach().double().requires_grad_() for y in (x, weight)]
+        expected = torch.autograd.grad(right(*doubles), doubles, upstream.double())
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=2e-4, atol=1e-4)
+
+
+def test_gradients_have_no_gradients():
+    for norm in (rms_norm, layer_norm):
+        x = leaf(3, 16)
+        with pytest.raises(UnsupportedError, match="gradient of"):
+            torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode):
+    x, weight, residual = leaf(5, 24), torch.nn.Parameter(values(24)), leaf(5, 24)
+    with mode():
+        results = [rms_norm(x, weight, residual=residual, activation="silu"), (layer_norm(x, weight, weight),)]
+    expected = [rms_in_float64(x, weight, residual=residual, activation="silu"), (layer_in_float64(x, weight, weight),)]
+    for result, right in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
+        assert not result.requires_grad
+        torch.testing.assert_close(result.double(), right.detach(), rtol=1e-4, atol=1e-5)
+    assert rms_norm(x, weight).requires_grad
+    assert not rms_norm(x.detach(), weight.detach()).requires_grad
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (3, 0, 16), (3, 0), (0,)], ids=str)
+def test_empty_tensors(shape):
+    x, weight = torch.empty(shape), torch.empty(shape[-1])
+    assert rms_norm(x, weight).shape == shape
+    assert layer_norm(x, weight, weight).shape == shape
+    for result in rms_norm(x, weight, residual=x, activation="silu"):
+        assert result.shape == shape
+        assert result is not x
+    with pytest.raises(ShapeError, match="weight: got shape"):
+        rms_norm(x, torch.empty(shape[-1] + 1))
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (3, 0, 16)], ids=str)
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+def test_gradients_of_empty_tensors(norm, shape):
+    x, weight = torch.empty(shape, requires_grad=True), leaf(16)
+    out = norm(x, weight)
+    of_x, of_weight = torch.autograd.grad(out.sum(), [x, weight])
+    assert of_x.shape == shape
+    assert (of_weight == 0).all()
+
+
+X, W = torch.ones(3, 8), torch.ones(8)
+WRONG = {
+    "no tensor": ((None,), {}, DtypeError, "x: got NoneType; expected float16, bfloat16 or float32"),
+    "list": (([1.0, 2.0],), {}, DtypeError, "x: got list"),
+    "dtype": ((X.double(),), {}, DtypeError, "x: got torch.float64, 2 dimensions"),
+    "whole numbers": ((X.int(),), {}, DtypeError, "x: got torch.int32"),
+    "no dimension": ((torch.tensor(1.0),), {}, DtypeError, "x: got torch.float32, 0 dimensions"),
+    "weight no tensor": ((X, 2.0), {}, DtypeError, "weight: got float; expected a tensor"),
+    "weight's shape": ((X, W[:7]), {}, ShapeError, r"weight: got shape \(7,\); expected shape \(8,\)"),
+    "weight's rank": ((X, W[None]), {}, ShapeError, r"weight: got shape \(1, 8\)"),
+    "weight's dtype": ((X, W.half()), {}, DtypeError, "weight: got torch.float16; expected torch.float32"),
+    "weight's other dtype": ((X.half(), W.bfloat16()), {}, DtypeError, "weight: got torch.bfloat16"),
+    "weight elsewhere": ((X, W.to("meta")), {}, DeviceError, "weight: got meta"),
+    "eps below 0": ((X, W), {"eps": -1e-6}, OptionError, "eps: got -1e-06; expected a number of at least 0"),
+    "eps nan": ((X, W), {"eps": float("nan")}, OptionError, "eps: got nan"),
+    "eps inf": ((X, W), {"eps": float("inf")}, OptionError, "eps: got inf"),
+    "eps None": ((X, W), {"eps": None}, OptionError, "eps: got None"),
+    "eps bool": ((X, W), {"eps": True}, OptionError, "eps: got True"),
+    "eps text": ((X, W), {"eps": "1"}, OptionError, "eps: got '1'"),
+}
+WRONG_RMS = {
+    **WRONG,
+    "eps tensor": ((X, W, torch.tensor(1e-6)), {}, OptionError, "eps: got tensor"),
+    "residual's shape": ((X, W), {"residual": X[:2]}, ShapeError, r"residual: got shape \(2, 8\); expected shape \(3"),
+    "residual's dtype": ((X, W), {"residual": X.half()}, DtypeError, "residual: got torch.float16; expected torch.fl"),
+    "residual elsewhere": ((X, W), {"residual": X.to("meta")}, DeviceError, "residual: got meta"),
+    "residual no tensor": ((X, W), {"residual": 1.0}, DtypeError, "residual: got float"),
+    "activation": ((X, W), {"activation": "relu"}, OptionError, "activation: got 'relu'; expected None or 'silu'"),
+    "activation's type": ((X, W), {"activation": 1}, OptionError, "activation: got 1"),
+    "activations": ((X, W), {"activation": ["silu"]}, OptionError, r"activation: got \['silu'\]"),
+}
+WRONG_LAYER = {
+    **WRONG,
+    "eps tensor": ((X, W, W, torch.tensor(1e-6)), {}, OptionError, "eps: got tensor"),
+    "bias no tensor": ((X, W, 0.0), {}, DtypeError, "bias: got float; expected a tensor"),
+    "bias' shape": ((X, W, W[:7]), {}, ShapeError, r"bias: got shape \(7,\); expected shape \(8,\)"),
+    "bias' dtype": ((X, None, W.half()), {}, DtypeError, "got torch.float16"),
+    "two dtypes": ((X.half(), W, W.half()), {}, DtypeError, "bias: got torch.float16; expected torch.float32, the d"),
+    "bias elsewhere": ((X, W, W.to("meta")), {}, DeviceError, "bias: got meta"),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["", "with gradient"])
+@pytest.mark.parametrize("name", WRONG_RMS)
+def test_wrong_arguments_of_rms_norm_are_refused(name, requires_grad):
+    arguments, options, error, match = WRONG_RMS[name]
+    with pytest.raises(error, match=match):
+        rms_norm(*with_grad(arguments, requires_grad), **options)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["", "with gradient"])
+@pytest.mark.parametrize("name", WRONG_LAYER)
+def test_wrong_arguments_of_layer_norm_are_refused(name, requires_grad):
+    arguments, options, error, match = WRONG_LAYER[name]
+    with pytest.raises(error, match=match):
+        layer_norm(*with_grad(arguments, requires_grad), **options)
+
+
+def with_grad(arguments, requires_grad):
+    first = arguments[0]
+    if not requires_grad or not isinstance(first, torch.Tensor) or not first.is_floating_point():
+        return arguments
+    return first.detach().requires_grad_(), *arguments[1:]
+
+
+def test_options_have_names():
+    with pytest.raises(TypeError, match="positional"):
+        rms_norm(X, W, 1e-6, X)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        layer_norm(X, W, W, residual=X)
+
+
+COMPILED = {
+    "rms_norm": lambda x, w, r: rms_norm(x * 2, w) + r,
+    "no weight": lambda x, w, r: rms_norm(x) * w + r,
+    "zero-centered": lambda x, w, r: rms_norm(x, w, 1e-3, zero_centered=True).relu() + r,
+    "activation": lambda x, w, r: rms_norm(x, w, activation="silu") + r,
+    "residual": lambda x, w, r: rms_norm(x, w, residual=r),
+    "residual, one used": lambda x, w, r: rms_norm(x, w, residual=r)[0] * 1.5,
+    "residual and activation": lambda x, w, r: rms_norm(x, w, residual=r, activation="silu"),
+    "transposed": lambda x, w, r: rms_norm(x.transpose(0, 1), w) + r.transpose(0, 1),
+    "layer_norm": lambda x, w, r: layer_norm(x, w, w * 0.5) + r,
+    "layer_norm, no weight": lambda x, w, r: layer_norm(x) * w + r,
+    "layer_norm, no bias": lambda x, w, r: layer_norm(x + r, w, eps=0.1),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_it_compiles_with_its_gradient(name):
+    compiled = torch.compile(COMPILED[name], fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (4, 6):
+        assert_same(compiled, COMPILED[name], (values(rows, 3, 24), values(24), values(rows, 3, 24)))
+
+
+@pytest.mark.parametrize("name", ["residual and activation", "layer_norm"])
+def test_it_compiles_for_one_shape_and_without_gradients(name):
+    compiled = torch.compile(COMPILED[name], fullgraph=True, backend="aot_eager", dynamic=False)
+    tensors = values(4, 3, 24), values(24), values(4, 3, 24)
+    assert_same(compiled, COMPILED[name], tensors)
+    for one, other in zip(every(compiled(*tensors)), every(COMPILED[name](*tensors)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def assert_same(function, expected, tensors):
+    for one, other in zip(run(function, tensors), run(expected, tensors), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def run(function, tensors):
+    """Results and gradients."""
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    results = every(function(*leaves))
+    weighted = sum((x * torch.arange(1, 25) / 24 * number).sum() for number, x in enumerate(results, start=1))
+    return [*(x.detach() for x in results), *torch.autograd.grad(weighted, leaves)]
