@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cudnn_sdpa.errors import DtypeError, LayoutError, ShapeError
+from cudnn_sdpa.activation_graphs import gelu_mul_rows, relu_squared_rows, silu_mul_gradients, silu_mul_rows
+from cudnn_sdpa.errors import DtypeError, LayoutError, ShapeError, UnsupportedError
 from cudnn_sdpa.graphs import operator
-from cudnn_sdpa.graphs.function import GraphFunction, graph_op
+from cudnn_sdpa.graphs.function import GraphFunction
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
 from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_watched, needs_gradient
 from cudnn_sdpa.runtime.graph_call import GraphCall
@@ -28,66 +30,28 @@ DENSE_ROW, PIECE = 64, 128
 MOST_PIECED_ROWS = 65535
 
 
-def _silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
-    return (F.silu(gate.float()) * up.float()).to(gate.dtype).contiguous()
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One of the functions here.
+
+    Attributes:
+        name: Its name.
+        operands: Names of its arguments.
+        rows: Its graph.
+        plain: The same in PyTorch, for empty tensors.
+        calls: Calls that are known.
+    """
+
+    name: str
+    operands: tuple[str, ...]
+    rows: GraphFunction
+    plain: Callable[..., Tensor]
+    calls: Shortcuts = field(default_factory=Shortcuts)
 
 
-def _silu_mul_gradients_reference(grad: Tensor, gate: Tensor, up: Tensor, *, dense: bool) -> tuple[Tensor, Tensor]:
-    x, one, dy = gate.float(), up.float(), grad.float()
-    share = torch.sigmoid(x)
-    of_gate, of_up = dy * one * share * (1 + x * (1 - share)), dy * x * share
-    if dense:
-        return of_gate.to(gate.dtype).contiguous(), of_up.to(up.dtype).contiguous()
-    return _like(of_gate, gate), _like(of_up, up)
-
-
-def _like(result: Tensor, model: Tensor) -> Tensor:
-    """A result in a tensor's dtype that lies as it does, gaps between its rows included."""
-    out = torch.empty_strided(model.shape, model.stride(), dtype=model.dtype, device=model.device)
-    return out.copy_(result)
-
-
-@graph_op(reference=_silu_mul_gradients_reference)
-def silu_mul_gradients(g: Any, grad: Any, gate: Any, up: Any, *, dense: bool) -> Any:
-    """The gradients of `silu_mul` by gate and up, which are dense or lie as these do."""
-    del dense  # the key has it
-    of_up = g.mul(a=g.swish(input=gate), b=grad)
-    of_gate = g.swish_backward(loss=g.mul(a=grad, b=up), input=gate)
-    return of_gate, of_up
-
-
-def _silu_mul_backward(grads: tuple[Any, ...], operands: tuple[Any, ...], outputs: Any) -> Any:  # noqa: ARG001
-    return silu_mul_gradients(grads[0].contiguous(), *operands, dense=True)
-
-
-@graph_op(reference=_silu_mul_reference, backward=_silu_mul_backward)
-def silu_mul_rows(g: Any, gate: Any, up: Any) -> Any:
-    """SiLU(gate) · up of rows of three dimensions."""
-    return g.mul(a=g.swish(input=gate), b=up)
-
-
-def _gelu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
-    return (F.gelu(gate.float()) * up.float()).to(gate.dtype).contiguous()
-
-
-@graph_op(reference=_gelu_mul_reference)
-def gelu_mul_rows(g: Any, gate: Any, up: Any) -> Any:
-    """GELU(gate) · up, by the error function."""
-    return g.mul(a=g.gelu(input=gate), b=up)
-
-
-def _relu_squared_reference(x: Tensor) -> Tensor:
-    return F.relu(x.float()).square().to(x.dtype).contiguous()
-
-
-@graph_op(reference=_relu_squared_reference)
-def relu_squared_rows(g: Any, x: Any) -> Any:
-    """max(x, 0)²."""
-    y = g.relu(input=x)
-    return g.mul(a=y, b=y)
-
-
-_silu_mul_calls, _gelu_mul_calls, _relu_squared_calls = Shortcuts(), Shortcuts(), Shortcuts()
+_SILU = _Kind("silu_mul", ("gate", "up"), silu_mul_rows, lambda gate, up: F.silu(gate) * up)
+_GELU = _Kind("gelu_mul", ("gate", "up"), gelu_mul_rows, lambda gate, up: F.gelu(gate) * up)
+_RELU = _Kind("relu_squared", ("x",), relu_squared_rows, lambda x: F.relu(x).square())
 
 
 def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -120,14 +84,12 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
             trains = torch.is_grad_enabled() and (gate.requires_grad or (up is not None and up.requires_grad))
         except AttributeError:  # no tensors: the checks will say so
             trains = False
-        call = _silu_mul_calls.find(tensors, trains, trains=trains)
+        call = _SILU.calls.find(tensors, trains, trains=trains)
         if call is not None:
             if trains:
                 return _SiluMul.apply(call, *tensors)  # type: ignore[no-any-return,no-untyped-call]
-            return call(tensors if up is not None else _halves(gate))[0]
-    halves = _halves(gate) if up is None else (gate, up)
-    _check(halves)
-    return _run(silu_mul_rows, halves, _silu_mul_calls, tensors)
+            return call(tensors if up is not None else halves_of(gate))[0]
+    return _run(_SILU, halves_of(gate) if up is None else (gate, up), tensors)
 
 
 def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -149,11 +111,10 @@ def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
         >>> cudnn_sdpa.gelu_mul(torch.randn(2, 5, 16), torch.randn(2, 5, 16)).shape
         torch.Size([2, 5, 16])
     """
-    call = None if is_compiling() else _gelu_mul_calls.find((gate, up), False)
+    call = None if is_compiling() else _GELU.calls.find((gate, up), options=False)
     if call is not None:
         return call((gate, up))[0]
-    _check((gate, up))
-    return _run(gelu_mul_rows, (gate, up), _gelu_mul_calls, (gate, up))
+    return _run(_GELU, (gate, up), (gate, up))
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -176,11 +137,13 @@ def relu_squared(x: Tensor) -> Tensor:
 
     From "Primer: Searching for Efficient Transformers for Language Modeling" (So et al., 2021).
     """
-    call = None if is_compiling() else _relu_squared_calls.find((x,), False)
+    call = None if is_compiling() else _RELU.calls.find((x,), options=False)
     if call is not None:
         return call((x,))[0]
-    _check((x,))
-    return _run(relu_squared_rows, (x,), _relu_squared_calls, (x,))
+    return _run(_RELU, (x,), (x,))
+
+
+_OF_GRADIENTS = ("grad", "gate", "up")
 
 
 class _SiluMul(torch.autograd.Function):
@@ -190,15 +153,15 @@ class _SiluMul(torch.autograd.Function):
     def forward(ctx: Any, call: GraphCall, *tensors: Tensor) -> Tensor:
         ctx.call = call
         ctx.save_for_backward(*tensors)
-        return call(tensors if len(tensors) > 1 else _halves(tensors[0]))[0]
+        return call(tensors if len(tensors) > 1 else halves_of(tensors[0]))[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         tensors = ctx.saved_tensors
         if is_watched(grad):
-            gate, up = tensors if len(tensors) > 1 else _halves(tensors[0])
-            found = silu_mul_gradients(*_as_rows([grad.contiguous(), gate, up]), dense=True)
+            gate, up = tensors if len(tensors) > 1 else halves_of(tensors[0])
+            found = silu_mul_gradients(*as_rows([grad.contiguous(), gate, up], _OF_GRADIENTS), dense=True)
             of_gate, of_up = (part.view(grad.shape) for part in found)
             return None, *((of_gate, of_up) if len(tensors) > 1 else (torch.cat([of_gate, of_up], -1),))
         grad = grad if grad.is_contiguous() else grad.contiguous()
@@ -210,7 +173,7 @@ def _gradients(call: GraphCall, grad: Tensor, gate: Tensor, up: Tensor) -> list[
     gradient = call.gradient
     if gradient is None or not gradient.plan.held:
         layout = tuple(grad.shape), contiguous_stride(tuple(grad.shape)), grad.dtype
-        call_of_rows = operator.prepared(silu_mul_gradients, _as_rows((grad, gate, up)), {"dense": True})
+        call_of_rows = operator.prepared(silu_mul_gradients, as_rows((grad, gate, up), _OF_GRADIENTS), {"dense": True})
         gradient = call_of_rows.shaped(layout, layout)
         call.gradient = gradient
     return gradient((grad, gate, up))
@@ -219,10 +182,12 @@ def _gradients(call: GraphCall, grad: Tensor, gate: Tensor, up: Tensor) -> list[
 def _of_both(call: GraphCall, grad: Tensor, both: Tensor) -> list[Tensor]:
     """The gradient by a tensor that holds gate and up, each half written to its place."""
     both = both if both.is_contiguous() else both.contiguous()
-    given = (grad, *_halves(both))
+    given = (grad, *halves_of(both))
     gradient = call.gradient
     if gradient is None or not gradient.plan.held:
-        gradient = call.gradient = operator.prepared(silu_mul_gradients, _as_rows(given), {"dense": False})
+        gradient = call.gradient = operator.prepared(
+            silu_mul_gradients, as_rows(given, _OF_GRADIENTS), {"dense": False}
+        )
     found = torch.empty_like(both)
     first = found.data_ptr()
     with torch.cuda.device(both.device):
@@ -230,7 +195,8 @@ def _of_both(call: GraphCall, grad: Tensor, both: Tensor) -> list[Tensor]:
     return [found]
 
 
-def _halves(both: Tensor) -> tuple[Tensor, Tensor]:
+def halves_of(both: Tensor) -> tuple[Tensor, Tensor]:
+    """Gate and up of a tensor that is both."""
     if not isinstance(both, Tensor) or both.dim() == 0 or both.shape[-1] % 2:
         got = f"shape {tuple(both.shape)}" if isinstance(both, Tensor) else type(both).__name__
         raise ShapeError("gate", got, "an even last dimension, gate and up, where up is not given")
@@ -238,46 +204,57 @@ def _halves(both: Tensor) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def _check(tensors: Sequence[Any]) -> None:
+def check(tensors: Sequence[Any], names: Sequence[str]) -> None:
+    """Tensors of one shape and dtype."""
     first = tensors[0]
     if not isinstance(first, Tensor) or first.dtype not in _DTYPES:
         got = str(first.dtype) if isinstance(first, Tensor) else type(first).__name__
-        raise DtypeError("gate", got, "float16, bfloat16 or float32")
-    for other in tensors[1:]:
+        raise DtypeError(names[0], got, "float16, bfloat16 or float32")
+    for name, other in zip(names[1:], tensors[1:], strict=True):
         if not isinstance(other, Tensor) or other.dtype != first.dtype:
             got = str(other.dtype) if isinstance(other, Tensor) else type(other).__name__
-            raise DtypeError("up", got, f"{first.dtype}, the dtype of gate")
+            raise DtypeError(name, got, f"{first.dtype}, the dtype of {names[0]}")
         if other.shape != first.shape:
-            raise ShapeError("up", f"shape {tuple(other.shape)}", f"shape {tuple(first.shape)}, as gate has")
+            raise ShapeError(name, f"shape {tuple(other.shape)}", f"shape {tuple(first.shape)}, as {names[0]} has")
 
 
-def _run(
-    function: GraphFunction, operands: Sequence[Tensor], shortcuts: Shortcuts, tensors: Sequence[Tensor]
-) -> Tensor:
-    """A call whose arguments are checked; the next one like it goes straight to its plan."""
+def _run(kind: _Kind, operands: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """A call that has to be checked; the next one like it goes straight to its plan.
+
+    Args:
+        kind: Which function.
+        operands: What its graph reads.
+        tensors: The same as the caller gave them.
+    """
+    check(operands, kind.operands)
+    trains = needs_gradient(*tensors)
+    if trains and kind.rows.backward is None:
+        reasons = ["an argument requires grad, and there is no backward pass for it"]
+        works = "torch.no_grad(), silu_mul, or PyTorch's own functions"
+        raise UnsupportedError(f"the gradient of {kind.name}", reasons, works)
     shape = operands[0].shape
     if 0 in shape:
-        return torch.empty_like(operands[0], memory_format=torch.contiguous_format)
-    trains = needs_gradient(*tensors)
-    if is_compiling() or not operands[0].is_cuda or not is_bare(*tensors) or (trains and function.backward is None):
-        out: Tensor = function(*_as_rows(operands))
+        return kind.plain(*operands)
+    rows = as_rows(operands, kind.operands)
+    if is_compiling() or not rows[0].is_cuda or not is_bare(*tensors):
+        out: Tensor = kind.rows(*rows)
         return out.view(shape)
-    layout = (tuple(shape), contiguous_stride(tuple(shape)), operands[0].dtype)
+    layout = (tuple(shape), contiguous_stride(tuple(shape)), rows[0].dtype)
     with torch.no_grad():
-        call = operator.prepared(function, _as_rows(operands), {}).shaped(layout)
-    shortcuts.add(tensors, trains, call)
+        call = operator.prepared(kind.rows, rows, {}).shaped(layout)
+    kind.calls.add(tensors, trains, call)
     if trains:
         return _SiluMul.apply(call, *tensors)  # type: ignore[no-any-return,no-untyped-call]
     return call(operands)[0]
 
 
-def _as_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
+def as_rows(tensors: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
     """Tensors of one shape in three dimensions, in the form that cuDNN is quickest in, without a copy."""
     size, count = tensors[0].shape[-1] if tensors[0].dim() else 1, tensors[0].numel()
     if all(x.is_contiguous() for x in tensors):
         length = DENSE_ROW if count % DENSE_ROW == 0 else size
         return [x.view(1, -1, length) for x in tensors]
-    rows = [_of_two("gate" if number == 0 else "up", x) for number, x in enumerate(tensors)]
+    rows = [_of_two(name, x) for name, x in zip(names, tensors, strict=True)]
     if size % PIECE == 0 and count // size <= MOST_PIECED_ROWS:
         return [x.view(x.shape[0], -1, PIECE) for x in rows]
     return [x.unsqueeze(0) for x in rows]

@@ -9,9 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cudnn_sdpa.conv_graphs import ACTIVATIONS, Sizes, channels_last, convolution
-from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.graphs import operator
+from cudnn_sdpa.graphs.shortcuts import Shortcuts
+from cudnn_sdpa.runtime.eager import is_bare, is_compiling, needs_gradient
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+_calls = Shortcuts()
 
 
 def conv2d(
@@ -34,14 +39,16 @@ def conv2d(
     patches: they are put in rows by one copy, and PyTorch multiplies.
 
     Args:
-        x: (N, C, H, W), float16, bfloat16 or float32.
+        x: (N, C, H, W), float16, bfloat16 or float32, which cuDNN multiplies in TF32, as PyTorch does by default; where
+            `torch.backends.cudnn.allow_tf32` forbids that, it raises.
         weight: (K, C / groups, R, S), of x's dtype.
         bias: (K,), of x's dtype.
         stride: Steps, one for both dimensions or one for each.
         padding: Zeros around x.
         dilation: Distances within the filter.
         groups: Groups of channels.
-        activation: None, "relu", "silu" or "gelu" (by the error function). With a gradient it is a kernel of its own.
+        activation: None, "relu", "silu" or "gelu" (by the error function). A kernel of its own with a gradient, and the
+            latter two where every channel is a group.
 
     Returns:
         (N, K, P, Q), channels last.
@@ -144,30 +151,47 @@ def _convolve(
     groups: int,
     activation: str | None,
 ) -> Tensor:
-    _check(rank, x, weight, bias, groups)
-    if activation not in ACTIVATIONS:
+    given = (x, weight) if bias is None else (x, weight, bias)
+    options = (rank, stride, padding, dilation, groups, activation)
+    if not is_compiling():  # a call like one before? Saves checks and views, 30 µs
+        call = _calls.find(given, options)
+        if call is not None and _may_be_tf32(x):
+            return call(given)[0]
+    check(rank, x, weight, bias, groups)
+    if x.is_cuda and not _may_be_tf32(x):
+        reasons = ["cuDNN multiplies float32 in TF32 here, and torch.backends.cudnn.allow_tf32 is False"]
+        raise UnsupportedError("a convolution of float32", reasons, "bfloat16 or float16, or PyTorch's own functions")
+    if not isinstance(activation, (str, type(None))) or activation not in ACTIVATIONS:
         raise OptionError("activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
-    sizes = {
-        "stride": _sizes("stride", stride, rank, least=1),
-        "padding": _sizes("padding", padding, rank, least=0),
-        "dilation": _sizes("dilation", dilation, rank, least=1),
-    }
+    sizes = sizes_of(rank, stride, padding, dilation)
     _check_extent(x, weight, **sizes)
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if rank == 2 and groups == 1 and _cuts_patches(x, weight, **sizes):
+    apart = needs_gradient(*given) or is_depthwise(x, groups, activation)
+    if rank == 2 and groups == 1 and cuts_patches(x, weight, **sizes):
         return ACTIVATIONS[activation](_of_patches(x, weight, bias))
     if rank == 1:  # as pictures of one line
         x, weight = x.unsqueeze(2), weight.unsqueeze(2)
         sizes = {name: (0 if name == "padding" else 1, *pair) for name, pair in sizes.items()}
     column = None if bias is None else bias.view(1, -1, *(1,) * (x.dim() - 2))
-    fused = None if trains else activation
-    y: Tensor = convolution(channels_last(x), channels_last(weight), column, **sizes, activation=fused)
+    operands = channels_last(x), channels_last(weight), column
+    static = {**sizes, "activation": None if apart else activation}
+    y: Tensor = convolution(*operands, **static)
+    in_place = operands[0] is x and operands[1] is weight
+    if rank > 1 and x.is_cuda and in_place and not apart and not is_compiling() and is_bare(*given):
+        _calls.add(given, options, operator.prepared(convolution, operands, static))
     y = y.squeeze(2) if rank == 1 else y
-    return ACTIVATIONS[activation](y) if trains else y
+    return ACTIVATIONS[activation](y) if apart else y
 
 
-def _cuts_patches(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> bool:
+def _may_be_tf32(x: Tensor) -> bool:
+    return x.dtype is not torch.float32 or bool(torch.backends.cudnn.allow_tf32)
+
+
+def is_depthwise(x: Tensor, groups: int, activation: str | None) -> bool:
+    """Whether cuDNN has no kernel that fuses the activation: found by planning for five generations of GPUs."""
+    return groups > 1 and groups == x.shape[1] and activation in ("silu", "gelu")
+
+
+def cuts_patches(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> bool:
     """Whether every number of x is in one patch."""
     size = tuple(weight.shape[2:])
     fits = all(length % step == 0 for length, step in zip(x.shape[2:], size, strict=True))
@@ -190,7 +214,8 @@ def _of_patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(patches, flat, bias).permute(0, 3, 1, 2)
 
 
-def _check(rank: int, x: Any, weight: Any, bias: Any, groups: Any) -> None:
+def check(rank: int, x: Any, weight: Any, bias: Any, groups: Any) -> None:
+    """Checks of all but steps, zeros and distances."""
     if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
         got = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
         raise DtypeError("x", got, "float16, bfloat16 or float32")
@@ -210,8 +235,9 @@ def _check(rank: int, x: Any, weight: Any, bias: Any, groups: Any) -> None:
         raise ShapeError("weight", got, expected)
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ShapeError("bias", f"shape {tuple(bias.shape)}", f"shape ({weight.shape[0]},)")
-    if 0 in x.shape or 0 in weight.shape:
-        raise ShapeError("x", f"shape {tuple(x.shape)}", "sizes of at least 1")
+    for name, tensor in (("x", x), ("weight", weight)):
+        if 0 in tensor.shape:
+            raise ShapeError(name, f"shape {tuple(tensor.shape)}", "sizes of at least 1")
 
 
 def _check_extent(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> None:
@@ -220,6 +246,15 @@ def _check_extent(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, d
         if length + 2 * zeros < (size - 1) * step + 1:
             got = f"{length} with {zeros} zeros on both sides"
             raise LayoutError("x", got, f"at least {(size - 1) * step + 1}, the extent of the filter", "Pad x.")
+
+
+def sizes_of(rank: int, stride: Any, padding: Any, dilation: Any) -> dict[str, Sizes]:
+    """Steps, zeros and distances, one for each dimension."""
+    return {
+        "stride": _sizes("stride", stride, rank, least=1),
+        "padding": _sizes("padding", padding, rank, least=0),
+        "dilation": _sizes("dilation", dilation, rank, least=1),
+    }
 
 
 def _sizes(name: str, value: Any, rank: int, least: int) -> Sizes:

@@ -79,15 +79,17 @@ def convolution_of_weight(
     return g.conv_wgrad(image=x, loss=grad, **_geometry(stride, padding, dilation))
 
 
-def _backward(grads: Any, operands: Any, outputs: Any, *, activation: str | None, **sizes: Sizes) -> Any:
+def _backward(
+    grads: Any, operands: Any, outputs: Any, *, needs: tuple[bool, ...], activation: str | None, **sizes: Sizes
+) -> Any:
     del outputs
     x, weight, bias = operands
     assert activation is None
     grad = channels_last(grads[0])
-    of_x = convolution_of_x(grad, weight, shape=tuple(x.shape), **sizes)
-    of_weight = convolution_of_weight(grad, x, shape=tuple(weight.shape), **sizes)
+    of_x = convolution_of_x(grad, weight, shape=tuple(x.shape), **sizes) if needs[0] else None
+    of_weight = convolution_of_weight(grad, x, shape=tuple(weight.shape), **sizes) if needs[1] else None
     spatial = tuple(range(2, x.dim()))
-    return of_x, of_weight, None if bias is None else grad.sum((0, *spatial), keepdim=True)
+    return of_x, of_weight, None if bias is None or not needs[2] else grad.sum((0, *spatial), keepdim=True)
 
 
 @graph_op(reference=_reference, backward=_backward)

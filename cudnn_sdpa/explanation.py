@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cudnn_sdpa import describe_fused  # noqa: F401 - it registers descriptions
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.attention import describe, describe_paged, describe_varlen  # noqa: F401 - they register the descriptions
 from cudnn_sdpa.errors import OptionError, UnsupportedError

@@ -9,18 +9,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
+from cudnn_sdpa.errors import DtypeError, OptionError, UnsupportedError
 from cudnn_sdpa.graphs import operator
 from cudnn_sdpa.graphs.function import GraphFunction
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
+from cudnn_sdpa.norm_arguments import INFINITY, check, check_residual
 from cudnn_sdpa.norm_graphs import ACTIVATIONS, layer_norm_gradients, layer_norm_rows, rms_norm_gradients, rms_norm_rows
 from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_watched, needs_gradient
 from cudnn_sdpa.runtime.graph_call import GraphCall, Layout
 from cudnn_sdpa.runtime.layouts import contiguous_stride
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-_INFINITY = float("inf")
 
 _rms_norm_calls, _layer_norm_calls = Shortcuts(), Shortcuts()
 
@@ -69,7 +66,7 @@ def rms_norm(
         except AttributeError:  # no tensors: the checks will say so
             trains = False
         call = _rms_norm_calls.find((x, weight), (trains, zero_centered, True, False, None), trains=trains)
-        if call is not None and 0.0 <= eps < _INFINITY:
+        if call is not None and 0.0 <= eps < INFINITY:
             numbers = (eps, 1.0) if zero_centered else (eps,)
             if trains:
                 return _RmsNorm.apply(call, numbers, (True, False), x, weight)[0]  # type: ignore[no-untyped-call]
@@ -102,28 +99,26 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
     From "Layer Normalization" (Ba et al., 2016).
     """
-    if isinstance(x, Tensor) and x.dim() and (weight is None or bias is None):  # cuDNN wants both
+    check(x, {"weight": weight, "bias": bias}, eps)
+    if weight is None or bias is None:  # cuDNN wants both
         like = next((tensor for tensor in (weight, bias) if tensor is not None), x)
         weight = torch.ones(x.shape[-1], dtype=like.dtype, device=x.device) if weight is None else weight
         bias = torch.zeros(x.shape[-1], dtype=like.dtype, device=x.device) if bias is None else bias
-    _check(x, {"weight": weight, "bias": bias}, eps)
-    assert weight is not None
-    assert bias is not None
     if weight.dtype != bias.dtype:
         raise DtypeError("bias", str(bias.dtype), f"{weight.dtype}, the dtype of weight")
     if 0 in x.shape:
-        return torch.empty_like(x)
+        return (x * weight + bias).to(x.dtype)
     tensors: Sequence[Tensor] = (x, weight, bias)
     trains = needs_gradient(*tensors)
     static = {"with_statistics": trains}
     if is_compiling() or not x.is_cuda or not is_bare(*tensors):
-        found = operator.as_tuple(layer_norm_rows(*_rows(x, weight, bias), float(eps), **static))
+        found = operator.as_tuple(layer_norm_rows(*rows_of(x, weight, bias), float(eps), **static))
         return found[0].view(x.shape)
     tensors = tuple(tensor.contiguous() for tensor in tensors)
     call = _layer_norm_calls.find(tensors, trains, trains=trains)
     if call is None:
         call = _learn(
-            _layer_norm_calls, tensors, trains, layer_norm_rows, (*_rows(x, weight, bias), float(eps)), static
+            _layer_norm_calls, tensors, trains, layer_norm_rows, (*rows_of(x, weight, bias), float(eps)), static
         )
     if trains:
         return _LayerNorm.apply(call, (float(eps),), *tensors)[0]  # type: ignore[no-any-return,no-untyped-call]
@@ -133,23 +128,37 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 def _rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, activation: str | None, centered: bool
 ) -> Any:
-    """Any call of `rms_norm`, with its checks."""
-    _check(x, {"weight": weight}, eps)
-    _check_residual(x, residual)
-    if activation not in ACTIVATIONS:
+    """Any call of `rms_norm`, with its checks; what cuDNN does not fuse on this GPU says what works instead."""
+    try:
+        return _checked_rms_norm(x, weight, eps, residual, activation, centered)
+    except UnsupportedError as error:
+        if residual is None and activation is None:
+            raise
+        suggestion = "x + residual before it, and PyTorch's SiLU after it, in kernels of their own"
+        raise UnsupportedError("rms_norm with a residual or an activation", error.reasons, suggestion) from None
+
+
+def _checked_rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, activation: str | None, centered: bool
+) -> Any:
+    check(x, {"weight": weight}, eps)
+    check_residual(x, residual)
+    if not isinstance(activation, (str, type(None))) or activation not in ACTIVATIONS:
         raise OptionError("activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
     trains = needs_gradient(x, weight, residual)
     if trains and activation is not None:
-        found = _rms_norm(x, weight, eps, residual, None, centered)
+        found = _checked_rms_norm(x, weight, eps, residual, None, centered)
         act = ACTIVATIONS[activation]
         return act(found) if residual is None else (act(found[0]), found[1])
-    if 0 in x.shape:
-        return torch.empty_like(x) if residual is None else (torch.empty_like(x), torch.empty_like(x))
+    if 0 in x.shape:  # nothing but what autograd wants to see
+        total = x if residual is None else x + residual
+        out = (total if weight is None else total * weight).to(x.dtype)
+        return out if residual is None else (out, total)
     numbers = (float(eps), 1.0) if centered and weight is not None else (float(eps),)
     static = {"with_scale": trains, "activation": activation}
     tensors = [tensor for tensor in (x, weight, residual) if tensor is not None]
     if is_compiling() or not x.is_cuda or not is_bare(*tensors):
-        given = (*_rows(x, weight, residual), *numbers, *(None,) * (2 - len(numbers)))
+        given = (*rows_of(x, weight, residual), *numbers, *(None,) * (2 - len(numbers)))
         results: Sequence[Tensor] = operator.as_tuple(rms_norm_rows(*given, **static))
         results = [result.view(x.shape) for result in results[: 1 if residual is None else 2]]
     else:
@@ -158,7 +167,7 @@ def _rms_norm(
         options = (trains, centered, *has, activation)
         call = _rms_norm_calls.find(tensors, options, trains=trains)
         if call is None:
-            given = (*_rows(x, weight, residual), *numbers, *(None,) * (2 - len(numbers)))
+            given = (*rows_of(x, weight, residual), *numbers, *(None,) * (2 - len(numbers)))
             call = _learn(_rms_norm_calls, tensors, options, rms_norm_rows, given, static, 1 + has[1])
         results = _RmsNorm.apply(call, numbers, has, *tensors) if trains else call(tensors, numbers)  # type: ignore[no-untyped-call]
     return results[0] if residual is None else (results[0], results[1])
@@ -182,7 +191,7 @@ class _RmsNorm(torch.autograd.Function):
         x, *weights, scale = ctx.saved_tensors
 
         def given() -> tuple[Any, ...]:
-            rows, weight, of_grad = _rows(x, weights[0] if weights else None, grad)
+            rows, weight, of_grad = rows_of(x, weights[0] if weights else None, grad)
             return of_grad, rows, weight, scale, *ctx.numbers
 
         found = _gradients(ctx.call, rms_norm_gradients, (grad, x, *weights, scale), ctx.numbers, given)
@@ -208,7 +217,7 @@ class _LayerNorm(torch.autograd.Function):
         x, weight, *statistics = ctx.saved_tensors
 
         def given() -> tuple[Any, ...]:
-            rows, of_weight, of_grad = _rows(x, weight, grad)
+            rows, of_weight, of_grad = rows_of(x, weight, grad)
             return of_grad, rows, of_weight, *statistics
 
         return None, None, *_gradients(ctx.call, layer_norm_gradients, (grad, x, weight, *statistics), (), given)
@@ -232,7 +241,7 @@ def _gradients(
     return gradient(tensors if grad.is_contiguous() else (grad.contiguous(), *tensors[1:]), numbers)
 
 
-def _rows(x: Tensor, one: Tensor | None, other: Tensor | None) -> tuple[Any, Any, Any]:
+def rows_of(x: Tensor, one: Tensor | None, other: Tensor | None) -> tuple[Any, Any, Any]:
     """Everything as cuDNN reads it: rows (rows, 1, 1, n), and (1, 1, 1, n) of what has one dimension."""
     size = x.shape[-1]
     rows = [None if t is None else t.reshape(-1, 1, 1, size).contiguous() for t in (x, one, other)]
@@ -267,29 +276,3 @@ def _shaped(
         for shape, result in zip(wanted, results, strict=True)
     ]
     return operator.prepared(function, given, static).shaped(*layouts)
-
-
-def _check(x: Any, weights: dict[str, Tensor | None], eps: Any) -> None:
-    if not isinstance(x, Tensor) or x.dim() == 0 or x.dtype not in _DTYPES:
-        got = f"{x.dtype}, {x.dim()} dimensions" if isinstance(x, Tensor) else type(x).__name__
-        raise DtypeError("x", got, "float16, bfloat16 or float32 of one dimension or more")
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < _INFINITY:
-        raise OptionError("eps", repr(eps), "a number of at least 0")
-    for name, weight in weights.items():
-        if weight is None:
-            continue
-        if not isinstance(weight, Tensor):
-            raise DtypeError(name, type(weight).__name__, "a tensor")
-        if tuple(weight.shape) != (x.shape[-1],):
-            raise ShapeError(name, f"shape {tuple(weight.shape)}", f"shape ({x.shape[-1]},), the last dimension of x")
-        if weight.dtype not in (x.dtype, torch.float32):
-            raise DtypeError(name, str(weight.dtype), f"{x.dtype}, the dtype of x, or float32")
-
-
-def _check_residual(x: Tensor, residual: Tensor | None) -> None:
-    if residual is None:
-        return
-    if residual.shape != x.shape:
-        raise ShapeError("residual", f"shape {tuple(residual.shape)}", f"shape {tuple(x.shape)}, as x has")
-    if residual.dtype != x.dtype:
-        raise DtypeError("residual", str(residual.dtype), f"{x.dtype}, the dtype of x")

@@ -173,7 +173,7 @@ def _host(ours: Function, theirs: Function, inputs: tuple[Tensor, ...]) -> list[
 
 def _served(ours: Function) -> Any:
     """What runs the call of a function that was served last."""
-    return (norm._rms_norm_calls if ours is rms_norm else activation._silu_mul_calls)._calls.last.call
+    return (norm._rms_norm_calls if ours is rms_norm else activation._SILU.calls)._calls.last.call
 
 
 def _launch(call: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Call:

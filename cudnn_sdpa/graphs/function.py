@@ -18,7 +18,7 @@ from cudnn_sdpa.graphs.operator import Outputs, as_tuple
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
 from cudnn_sdpa.runtime.describe import Description
 from cudnn_sdpa.runtime.eager import is_compiling
-from cudnn_sdpa.runtime.graph_call import GraphCall, key_of
+from cudnn_sdpa.runtime.graph_call import GraphCall, key_of, type_of
 from cudnn_sdpa.runtime.graph_op import GraphOp, source_digest
 from cudnn_sdpa.runtime.layouts import CUDNN_DTYPE_NAMES
 
@@ -31,6 +31,7 @@ class GraphFunction(GraphOp):
         options: The static options with their defaults; `inspect.Parameter.empty` where there is none.
         reference: The same in plain PyTorch, if there is one.
         backward: What gives its gradients, if it has any.
+        backward_asks: Whether that wants to know which are wanted.
         token: The name by which the torch operator finds it.
     """
 
@@ -50,6 +51,7 @@ class GraphFunction(GraphOp):
             )
         self.__name__ = builder.__name__
         self.reference, self._outputs, self.backward = reference, outputs or reference, backward
+        self.backward_asks = backward is not None and "needs" in inspect.signature(backward).parameters
         parameters = list(inspect.signature(builder).parameters.values())[1:]
         self.operands = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
         self.options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -175,7 +177,8 @@ class _Followed(torch.autograd.Function):
         function, static, rest = ctx.rest
         tensors = iter(ctx.saved_tensors[: ctx.count])
         given = tuple(next(tensors) if x is None else x[0] for x in rest)
-        found = operator.gradients(function, grads, given, ctx.saved_tensors[ctx.count :], static)
+        results, needs = ctx.saved_tensors[ctx.count :], ctx.needs_input_grad[3:]
+        found = operator.gradients(function, grads, given, results, static, needs)
         return None, None, None, *(None if x else gradient for x, gradient in zip(rest, found, strict=True))
 
 
@@ -185,7 +188,7 @@ def _as_results(found: Any) -> Sequence[Tensor]:
 
 def _name_of(operands: Sequence[Any], options: dict[str, Any]) -> Any:
     """All that decides a call beside its tensors and the values of its numbers."""
-    return (*map(type, operands), *options.items(), *map(type, options.values()))
+    return (*map(type, operands), *options.items(), *map(type_of, options.values()))
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
@@ -245,7 +248,8 @@ def graph_op(
             is given its results on tensors without data say which shapes, strides and dtypes the results have.
         outputs: Gives empty tensors like the results, for the same arguments.
         backward: `backward(grads, operands, results, **options)` gives one gradient for each operand, None where there
-            is none. It may call other graph functions. Without it, operands must not require grad.
+            is none. It may call other graph functions. With a keyword-only parameter `needs` it is told which operands
+            require one. Without it, operands must not require grad.
 
     Returns:
         The function; or a decorator that makes it.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.errors import OptionError, UnsupportedError
-from cudnn_sdpa.runtime.graph_call import GraphCall, calls, describe
+from cudnn_sdpa.runtime.graph_call import GraphCall, calls, describe, type_of
 from cudnn_sdpa.runtime.graph_op import find_operation
 
 Outputs = tuple[Tensor, ...]
@@ -70,7 +70,7 @@ def prepared(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Gra
         UnsupportedError: cuDNN has no plan for it.
         PlanBuildError: It is missing and may not be built now.
     """
-    signature = (function.name, function.digest, *map(describe, given), *static.items(), *map(type, static.values()))
+    signature = (function.name, function.digest, *map(describe, given), *static.items(), *map(type_of, static.values()))
     found: GraphCall | None = calls.get(signature)
     if found is None:
         with torch.cuda.device(next(x.device for x in given if isinstance(x, Tensor))):
@@ -84,11 +84,19 @@ def as_tuple(results: Any) -> Outputs:
     return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
 
-def gradients(function: Any, grads: Sequence[Any], given: Sequence[Any], results: Any, static: dict[str, Any]) -> Any:
-    """What the backward of a function gives, one for each operand."""
+def gradients(
+    function: Any,
+    grads: Sequence[Any],
+    given: Sequence[Any],
+    results: Any,
+    static: dict[str, Any],
+    needs: tuple[bool, ...] | None = None,
+) -> Any:
+    """What the backward of a function gives, one for each operand; `needs` says which are wanted, all if not given."""
     if function.backward is None:
         raise UnsupportedError(f"the gradient of {function.__name__}", ["the operation has no backward="])
-    found = as_tuple(function.backward(tuple(grads), tuple(given), results, **static))
+    wanted = {"needs": needs or (True,) * len(given)} if function.backward_asks else {}
+    found = as_tuple(function.backward(tuple(grads), tuple(given), results, **wanted, **static))
     if len(found) != len(given):
         expected = f"{len(given)}, one for each operand, None where there is none"
         raise OptionError("backward", f"{len(found)} gradients", expected)

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from cudnn_sdpa.errors import ExecutionError, LibraryError, UnsupportedError
+from cudnn_sdpa.runtime.places import Place, recording
 from cudnn_sdpa.runtime.repeatability import is_repeatable
 
 #: Oldest versions that the library is tested with.
@@ -123,6 +124,7 @@ class GraphBuilder:
 
     Attributes:
         types: The `cudnn` module, for its enumerations (`g.types.diagonal_alignment.TOP_LEFT`).
+        places: Where operations were added.
     """
 
     def __init__(self, *, handle: Any = None, properties: dict[str, Any] | None = None) -> None:
@@ -138,9 +140,10 @@ class GraphBuilder:
         self._graph = self.types.pygraph(intermediate_data_type=float32, compute_data_type=float32, **where)
         self._may_take: Callable[[str, dict[str, int]], bool] = lambda *_: True
         self._passed_over = False
+        self.places: list[Place] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._graph, name)
+        return recording(name, getattr(self._graph, name), self.places)
 
     def only_repeatable(self, *, single_query: bool) -> None:
         """Has the forward kernels passed over that may give other bits in another run."""

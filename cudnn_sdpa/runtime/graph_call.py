@@ -36,6 +36,13 @@ def describe(operand: Any) -> Hashable:
     return operand is None
 
 
+def type_of(option: Any) -> Any:
+    """The type of an option: 1, 1.0 and True are three different ones, in tuples too."""
+    if type(option) is tuple:
+        return tuple([type_of(item) for item in option])
+    return type(option)
+
+
 def key_of(
     operation: GraphOp,
     names: Sequence[str],
@@ -102,7 +109,15 @@ class GraphCall:
         if self._elsewhere and current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
                 return self(tensors, numbers)
-        operands, held = self._operands(tensors, numbers)
+        operands, bits, held = self._template[:], 0, None  # of this call alone: many threads make calls at once
+        for place, tensor in zip(self._tensors, tensors):  # noqa: B905 - as many as there were in the call like it
+            operands[place] = address = tensor.data_ptr()
+            bits |= address
+        if bits & _MISALIGNED:
+            self._refuse(tensors)
+        if numbers != self._known:
+            held = array("f", numbers)
+            self._point_to(held, operands)
         outputs = []
         for place, layout in self._results:
             out = allocate(*layout)
@@ -115,25 +130,17 @@ class GraphCall:
 
     def write(self, tensors: Sequence[Tensor], numbers: tuple[float, ...], addresses: Sequence[int]) -> None:
         """The same, on the current device, with results that go to these addresses."""
-        operands, held = self._operands(tensors, numbers)
+        operands, held = self._template[:], array("f", numbers)
+        for place, tensor in zip(self._tensors, tensors, strict=True):
+            operands[place] = tensor.data_ptr()
+            if operands[place] & _MISALIGNED:
+                self._refuse(tensors)
+        self._point_to(held, operands)
         for (place, _), address in zip(self._results, addresses, strict=True):
             operands[place] = address
         self.plan.last_used = next_use()
         self.plan.launch(operands)
         del held
-
-    def _operands(self, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> tuple[array[int], Any]:
-        """Addresses of a launch, those of the results missing, and what must live until then."""
-        operands, bits, held = self._template[:], 0, None  # of this call alone: many threads make calls at once
-        for place, tensor in zip(self._tensors, tensors):  # noqa: B905 - as many as there were in the call like it
-            operands[place] = address = tensor.data_ptr()
-            bits |= address
-        if bits & _MISALIGNED:
-            self._refuse(tensors)
-        if numbers != self._known:
-            held = array("f", numbers)
-            self._point_to(held, operands)
-        return operands, held
 
     def _point_to(self, numbers: array[float], operands: array[int]) -> None:
         first = numbers.buffer_info()[0]

@@ -21,6 +21,7 @@ from cudnn_sdpa.runtime import known_issues
 from cudnn_sdpa.runtime.backend import BuiltGraph, GraphBuilder
 from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
 from cudnn_sdpa.runtime.layouts import CUDNN_DTYPE_NAMES
+from cudnn_sdpa.runtime.places import in_words
 from cudnn_sdpa.runtime.target import Target
 
 #: Modules that hold nothing that changes; another's attributes would be in no key.
@@ -95,13 +96,22 @@ class GraphOp:
             results = self._builder(g, **arguments, **key.option_values)
         except RuntimeError as error:  # what cuDNN's own builder methods raise
             raise UnsupportedError(key.name, [f"{error}{_place_of(error, self._builder)}"]) from None
+        except (AttributeError, TypeError) as error:  # a method that there is not, or arguments that it does not take
+            raise TypeError(f"in the graph builder of {key.name}: {error}{_place_of(error, self._builder)}") from error
         if not isinstance(results, tuple):
             results = (results,)
         for uid, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True), start=1 + len(key.inputs)):
             layout = operand.layout
             ragged = symbols[operand.ragged] if operand.ragged else None
             g.declare_output(symbol, uid, layout.shape, layout.stride, CUDNN_DTYPE_NAMES[layout.dtype], ragged=ragged)
-        return g.build(key.name)
+        try:
+            return g.build(key.name)
+        except UnsupportedError as error:
+            places = in_words(g.places, self._builder.__code__.co_filename)
+            if not places or key.operation.startswith("cudnn_sdpa."):
+                raise
+            reasons = [*error.reasons, f"the graph's operations: {places}"]  # cuDNN does not say which of them it was
+            raise UnsupportedError(error.what, reasons, error.suggestion) from None
 
     def __repr__(self) -> str:
         return f"<graph_op {self.name}>"

@@ -15,7 +15,7 @@ from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
 
 NEVER_FIXED = 10**9
 
-#: All rows are about these operations.
+#: The operations that `ISSUES` are about.
 ATTENTION = "cudnn_sdpa.attention.graphs:"
 
 
@@ -264,12 +264,29 @@ ISSUES = (
 )
 
 
+def _stretched(key: PlanKey) -> bool:
+    """Whether an operand of three dimensions is repeated along two of them, in a batch of several."""
+    shapes = [op.layout.shape for op in key.inputs if op.role is Role.TENSOR and len(op.layout.shape) == 3]
+    batch = max((shape[0] for shape in shapes), default=1)
+    return batch > 1 and any(sum(size > 1 for size in shape) == 1 for shape in shapes)
+
+
+#: What concerns graphs around attention, and those of users.
+FUSED_ISSUES = (
+    KnownIssue(
+        "an operand of three dimensions that has but one is misread in a batch of several: wrong numbers",
+        "seen on 9.19 with an H200",
+        "refused: view the batch as rows, (1, batch · rows, n), or repeat the operand along one more dimension",
+        _stretched,
+    ),
+)
+
+
 def concerning(key: PlanKey) -> list[KnownIssue]:
     """The faults of this version that a plan could show."""
     version = key.target.cudnn
-    if not key.operation.startswith(ATTENTION):
-        return []
-    return [issue for issue in ISSUES if issue.first <= version < issue.fixed and issue.concerns(key)]
+    rows = ISSUES if key.operation.startswith(ATTENTION) else FUSED_ISSUES
+    return [issue for issue in rows if issue.first <= version < issue.fixed and issue.concerns(key)]
 
 
 def check(key: PlanKey) -> None:

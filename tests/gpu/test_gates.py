@@ -71,7 +71,7 @@ def test_known_calls_are_not_confused():
             assert difference(silu_mul(gate, up), wanted) < 8e-3
             assert difference(silu_mul(*wide.chunk(2, -1)), wanted) < 8e-3
             assert difference(silu_mul(wide), wanted) < 8e-3
-    assert activation._silu_mul_calls._calls.last is not None
+    assert activation._SILU.calls._calls.last is not None
 
 
 def test_in_a_cuda_graph():

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from cudnn_sdpa.bench import attention, cases, report
-from cudnn_sdpa.bench.cli import AttentionPart, ColdPart, DecodePart, HostPart, ShapesPart
+from cudnn_sdpa.bench.cli import AttentionPart, ColdPart, ConvPart, DecodePart, FusedPart, HostPart, ShapesPart
 from cudnn_sdpa.cli import app
 
 ENVIRONMENT = {
@@ -33,7 +33,7 @@ def tables(repository, monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("command", ["host", "attention", "decode", "coldstart", "shapes"])
+@pytest.mark.parametrize("command", ["host", "attention", "decode", "coldstart", "shapes", "norm", "silu", "conv"])
 def test_benchmarks_say_that_they_need_a_gpu(command, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(app, ["bench", command])
@@ -95,11 +95,14 @@ def test_the_pages_name_parts_that_there_are(tables):
         "decode": DecodePart,
         "coldstart": ColdPart,
         "shapes": ShapesPart,
+        "norm": FusedPart,
+        "silu": FusedPart,
+        "conv": ConvPart,
     }
     parts = {file: {part.value for part in enum} for file, enum in enums.items()}
     named = [found for page in tables.PAGES for found in tables.MARKS.finditer(page.read_text())]
     assert len(named) == sum(len(re.findall("<!-- bench:", page.read_text())) for page in tables.PAGES)
     for found in named:
         assert found["part"] in parts[found["file"] or "host"]
-    for file in ("attention", "decode", "coldstart", "shapes"):
+    for file in ("attention", "decode", "coldstart", "shapes", "norm", "silu", "conv"):
         assert {found["part"] for found in named if found["file"] == file} == parts[file]

@@ -1,0 +1,70 @@
+"""The graphs of gated activations, forward and backward, with their references. All tensors have three dimensions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cudnn_sdpa.graphs.function import graph_op
+
+
+def _silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
+    return (F.silu(gate.float()) * up.float()).to(gate.dtype).contiguous()
+
+
+def _silu_mul_gradients_reference(grad: Tensor, gate: Tensor, up: Tensor, *, dense: bool) -> tuple[Tensor, Tensor]:
+    x, one, dy = gate.float(), up.float(), grad.float()
+    share = torch.sigmoid(x)
+    of_gate, of_up = dy * one * share * (1 + x * (1 - share)), dy * x * share
+    if dense:
+        return of_gate.to(gate.dtype).contiguous(), of_up.to(up.dtype).contiguous()
+    return _like(of_gate, gate), _like(of_up, up)
+
+
+def _like(result: Tensor, model: Tensor) -> Tensor:
+    """A result in a tensor's dtype that lies as it does, gaps between its rows included."""
+    out = torch.empty_strided(model.shape, model.stride(), dtype=model.dtype, device=model.device)
+    return out.copy_(result)
+
+
+@graph_op(reference=_silu_mul_gradients_reference)
+def silu_mul_gradients(g: Any, grad: Any, gate: Any, up: Any, *, dense: bool) -> Any:
+    """The gradients of `silu_mul` by gate and up, which are dense or lie as these do."""
+    del dense  # the key has it
+    of_up = g.mul(a=g.swish(input=gate), b=grad)
+    of_gate = g.swish_backward(loss=g.mul(a=grad, b=up), input=gate)
+    return of_gate, of_up
+
+
+def _silu_mul_backward(grads: tuple[Any, ...], operands: tuple[Any, ...], outputs: Any) -> Any:  # noqa: ARG001
+    return silu_mul_gradients(grads[0].contiguous(), *operands, dense=True)
+
+
+@graph_op(reference=_silu_mul_reference, backward=_silu_mul_backward)
+def silu_mul_rows(g: Any, gate: Any, up: Any) -> Any:
+    """SiLU(gate) · up of rows of three dimensions."""
+    return g.mul(a=g.swish(input=gate), b=up)
+
+
+def _gelu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
+    return (F.gelu(gate.float()) * up.float()).to(gate.dtype).contiguous()
+
+
+@graph_op(reference=_gelu_mul_reference)
+def gelu_mul_rows(g: Any, gate: Any, up: Any) -> Any:
+    """GELU(gate) · up, by the error function."""
+    return g.mul(a=g.gelu(input=gate), b=up)
+
+
+def _relu_squared_reference(x: Tensor) -> Tensor:
+    return F.relu(x.float()).square().to(x.dtype).contiguous()
+
+
+@graph_op(reference=_relu_squared_reference)
+def relu_squared_rows(g: Any, x: Any) -> Any:
+    """max(x, 0)²."""
+    y = g.relu(input=x)
+    return g.mul(a=y, b=y)

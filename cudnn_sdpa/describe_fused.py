@@ -1,0 +1,140 @@
+"""What calls of norms, gates and convolutions would run, for `explain`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa import activation as gates
+from cudnn_sdpa import conv, norm, norm_arguments
+from cudnn_sdpa.activation_graphs import gelu_mul_rows, relu_squared_rows, silu_mul_gradients, silu_mul_rows
+from cudnn_sdpa.conv_graphs import channels_last, convolution, convolution_of_x
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.norm_graphs import layer_norm_gradients, layer_norm_rows, rms_norm_gradients, rms_norm_rows
+from cudnn_sdpa.runtime.describe import Description, describes
+from cudnn_sdpa.runtime.eager import needs_gradient
+
+
+@describes(norm.rms_norm)
+def _rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    zero_centered: bool = False,
+) -> Description:
+    norm_arguments.check(x, {"weight": weight}, eps)
+    norm_arguments.check_residual(x, residual)
+    trains = needs_gradient(x, weight, residual)
+    shift = 1.0 if zero_centered and weight is not None else None
+    rows, of_weight, of_residual = (_meta(part) for part in norm.rows_of(x, weight, residual))
+    fused = None if trains else activation
+    static: dict[str, Any] = {"with_scale": trains, "activation": fused}
+    found = rms_norm_rows.describe(rows, of_weight, of_residual, float(eps), shift, **static)
+    notes = _copies(x=x, residual=residual) + [f"{activation} of the result"] * (trains and activation is not None)
+    if not trains:
+        return _completed(found, x, notes)
+    scale = torch.empty(rows.shape[0], 1, 1, 1, device="meta")
+    gradients = rms_norm_gradients.describe(rows, rows, of_weight, scale, shift)
+    return _completed(found, x, notes, gradients)
+
+
+@describes(norm.layer_norm)
+def _layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Description:
+    norm_arguments.check(x, {"weight": weight, "bias": bias}, eps)
+    trains = needs_gradient(x, weight, bias)
+    notes = _copies(x=x) + [f"{name} is made" for name, part in (("weight", weight), ("bias", bias)) if part is None]
+    like = next((part for part in (weight, bias) if part is not None), x)
+    given = [part if part is not None else like.new_empty(x.shape[-1]) for part in (weight, bias)]
+    rows, of_weight, of_bias = (_meta(part) for part in norm.rows_of(x, *given))
+    found = layer_norm_rows.describe(rows, of_weight, of_bias, float(eps), with_statistics=trains)
+    if not trains:
+        return _completed(found, x, notes)
+    statistics = (torch.empty(rows.shape[0], 1, 1, 1, device="meta") for _ in range(2))
+    return _completed(found, x, notes, layer_norm_gradients.describe(rows, rows, of_weight, *statistics))
+
+
+@describes(gates.silu_mul)
+def _silu_mul(gate: Tensor, up: Tensor | None = None) -> Description:
+    tensors = gates.halves_of(gate) if up is None else (gate, up)
+    gates.check(tensors, ("gate", "up"))
+    found = silu_mul_rows.describe(*map(_meta, gates.as_rows(tensors, ("gate", "up"))))
+    if not needs_gradient(gate, up):
+        return _completed(found, gate, [])
+    grad = torch.empty(tensors[0].shape, dtype=gate.dtype, device=gate.device)
+    rows = map(_meta, gates.as_rows((grad, *tensors), ("grad", "gate", "up")))
+    return _completed(found, gate, [], silu_mul_gradients.describe(*rows, dense=up is not None))
+
+
+@describes(gates.gelu_mul)
+def _gelu_mul(gate: Tensor, up: Tensor) -> Description:
+    gates.check((gate, up), ("gate", "up"))
+    rows = gates.as_rows((gate, up), ("gate", "up"))
+    return _completed(gelu_mul_rows.describe(*map(_meta, rows)), gate, [])
+
+
+@describes(gates.relu_squared)
+def _relu_squared(x: Tensor) -> Description:
+    gates.check((x,), ("x",))
+    return _completed(relu_squared_rows.describe(*map(_meta, gates.as_rows((x,), ("x",)))), x, [])
+
+
+@describes(conv.conv2d)
+def _conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+    activation: str | None = None,
+) -> Description:
+    conv.check(2, x, weight, bias, groups)
+    sizes = conv.sizes_of(2, stride, padding, dilation)
+    if groups == 1 and conv.cuts_patches(x, weight, **sizes):
+        reasons = ["the filter's steps are its size: patches are put in rows, and PyTorch multiplies them"]
+        raise UnsupportedError("a cuDNN plan for this conv2d", reasons, "calling it")
+    trains = needs_gradient(x, weight, bias)
+    apart = trains or conv.is_depthwise(x, groups, activation)
+    operands = [_meta(channels_last(part)) for part in (x, weight)]
+    column = None if bias is None else _meta(bias.view(1, -1, 1, 1))
+    found = convolution.describe(*operands, column, **sizes, activation=None if apart else activation)
+    last = torch.channels_last
+    notes = [
+        f"{name} is copied to channels last"
+        for name, part in (("x", x), ("weight", weight))
+        if not part.is_contiguous(memory_format=last)
+    ]
+    notes += [f"{activation} of the result"] * (apart and activation is not None)
+    if not trains:
+        return _completed(found, x, notes)
+    grad = convolution.outputs((*operands, column), {**sizes, "activation": None})[0]
+    gradient = convolution_of_x.describe(grad, operands[1], shape=tuple(x.shape), **sizes)
+    more = ["the gradient by the weight, a plan of its own"] + ["the gradient by the bias"] * (bias is not None)
+    return _completed(found, x, notes, replace(gradient, extra_kernels=more))
+
+
+def _meta(part: Any) -> Any:
+    """A tensor without its memory."""
+    if not isinstance(part, Tensor):
+        return part
+    return torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device="meta")
+
+
+def _copies(**tensors: Tensor | None) -> list[str]:
+    return [
+        f"{name} is copied into dense rows" for name, x in tensors.items() if x is not None and not x.is_contiguous()
+    ]
+
+
+def _completed(found: Description, x: Tensor, notes: list[str], backward: Description | None = None) -> Description:
+    """A graph function's description with what the public function adds."""
+    device = x.get_device() if x.is_cuda else None
+    gradients = None if backward is None else replace(backward, device=device)
+    return replace(found, device=device, is_empty=0 in x.shape, extra_kernels=notes, backward=gradients)

@@ -1,0 +1,44 @@
+"""Checks of what the user passed to a norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+INFINITY = float("inf")
+
+
+def check(x: Any, weights: dict[str, Tensor | None], eps: Any) -> None:
+    """Checks of x, what has one dimension, and eps."""
+    if not isinstance(x, Tensor) or x.dim() == 0 or x.dtype not in _DTYPES:
+        got = f"{x.dtype}, {x.dim()} dimensions" if isinstance(x, Tensor) else type(x).__name__
+        raise DtypeError("x", got, "float16, bfloat16 or float32 of one dimension or more")
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < INFINITY:
+        raise OptionError("eps", repr(eps), "a number of at least 0")
+    for name, weight in weights.items():
+        if weight is None:
+            continue
+        if not isinstance(weight, Tensor):
+            raise DtypeError(name, type(weight).__name__, "a tensor")
+        if tuple(weight.shape) != (x.shape[-1],):
+            raise ShapeError(name, f"shape {tuple(weight.shape)}", f"shape ({x.shape[-1]},), the last dimension of x")
+        if weight.dtype not in (x.dtype, torch.float32):
+            raise DtypeError(name, str(weight.dtype), f"{x.dtype}, the dtype of x, or float32")
+
+
+def check_residual(x: Tensor, residual: Tensor | None) -> None:
+    """Checks of a residual."""
+    if residual is None:
+        return
+    if not isinstance(residual, Tensor):
+        raise DtypeError("residual", type(residual).__name__, "a tensor")
+    if residual.shape != x.shape:
+        raise ShapeError("residual", f"shape {tuple(residual.shape)}", f"shape {tuple(x.shape)}, as x has")
+    if residual.dtype != x.dtype:
+        raise DtypeError("residual", str(residual.dtype), f"{x.dtype}, the dtype of x")
