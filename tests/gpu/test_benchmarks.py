@@ -8,23 +8,27 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from cudnn_sdpa.bench import cases, chunks, decode, host, timing, training
-from cudnn_sdpa.bench.cli import AttentionPart, DecodePart, HostPart
+from cudnn_sdpa.bench import cases, chunks, convolutions, decode, fused, host, timing, training
+from cudnn_sdpa.bench.cli import AttentionPart, ConvPart, DecodePart, FusedPart, HostPart
 from cudnn_sdpa.cli import app
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Two calls for each number, and small shapes."""
-    for module in (host, training, decode):
+    for module in (host, training, decode, fused):
         monkeypatch.setattr(module, "host_times", lambda calls, **_: timing.host_times(calls, per_round=2, rounds=1))
-    for module in (host, decode, chunks):
+    for module in (host, decode, chunks, fused, convolutions):
         monkeypatch.setattr(module, "device_times", lambda calls: timing.device_times(calls, repeats=2))
     monkeypatch.setattr(cases, "KERNEL_SHAPES", cases.QUICK.kernels)
     monkeypatch.setattr(decode, "STEPS", ((3, 300, 64), (2, 300, 16)))
     monkeypatch.setattr(chunks, "CHUNKS", ((2, 100, 300, 64),))
     monkeypatch.setattr(decode, "DRAFTS", ((3, 4, 300),))
     monkeypatch.setattr(decode, "COPIED", 1 << 20)
+    monkeypatch.setattr(fused, "COPIED", 1 << 20)
+    monkeypatch.setattr(fused, "NORMS", ((64, 256),))
+    monkeypatch.setattr(fused, "GATES", ((64, 256),))
+    monkeypatch.setattr(convolutions, "CASES", (convolutions.Case(2, 32, 8, 64, 3, padding=1),))
 
 
 def assert_measured(tmp_path, command, part, *options):
@@ -47,6 +51,17 @@ def test_host(tmp_path, part):
 @pytest.mark.parametrize("part", [part for part in DecodePart if part is not DecodePart.MIXED])  # see test_paged_caches
 def test_decode(tmp_path, part):
     assert_measured(tmp_path, "decode", part)
+
+
+@pytest.mark.parametrize("part", list(FusedPart))
+@pytest.mark.parametrize("command", ["norm", "silu"])
+def test_fused(tmp_path, command, part):
+    assert_measured(tmp_path, command, part)
+
+
+@pytest.mark.parametrize("part", list(ConvPart))
+def test_convolutions(tmp_path, part):
+    assert_measured(tmp_path, "conv", part)
 
 
 @pytest.mark.parametrize("part", list(AttentionPart))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from gpu_graphs import add_rows, conv_bias_silu, two_results
 
 import cudnn_sdpa
-from cudnn_sdpa import autotune, conv1d, conv2d, conv3d, explain, no_plan_builds, plan_cache
+from cudnn_sdpa import UnsupportedError, autotune, conv1d, conv2d, conv3d, explain, no_plan_builds, plan_cache
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-3}  # float32 may run on TF32
 ACTIVATIONS = {None: lambda x: x, "relu": F.relu, "silu": F.silu, "gelu": F.gelu}
@@ -110,7 +110,7 @@ def test_a_graph_of_ones_own():
 
 
 def test_numbers_are_data_and_operands_are_optional():
-    x, bias = (torch.randn(shape, device="cuda") for shape in ((2, 24, 64), (1, 1, 64)))
+    x, bias = (torch.randn(shape, device="cuda") for shape in ((1, 48, 64), (1, 1, 64)))
     add_rows(x, bias, 2.0)
     add_rows(x, None, 2.0)
     with no_plan_builds():
@@ -125,6 +125,56 @@ def test_numbers_are_data_and_operands_are_optional():
         wanted = torch.autograd.grad((x * 1.5 + bias).square().sum(), (x, bias))
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+
+
+def test_an_operand_that_cudnn_would_misread_is_refused():
+    x = torch.randn(2, 24, 64, device="cuda")
+    for shape in ((1, 1, 64), (1, 24, 1), (2, 1, 1)):
+        with pytest.raises(UnsupportedError, match="misread"):
+            add_rows(x, torch.randn(shape, device="cuda"), 2.0)
+    for shape in ((1, 24, 64), (2, 1, 64), (2, 24, 1), (1, 1, 1)):
+        bias = torch.randn(shape, device="cuda")
+        torch.testing.assert_close(add_rows(x, bias, 2.0), x * 2 + bias)
+
+
+def test_float32_is_refused_where_tf32_is_forbidden():
+    x, weight = channels_last(1, 8, 9, 9).float(), channels_last(8, 8, 3, 3).float()
+    before = torch.backends.cudnn.allow_tf32
+    conv2d(x, weight)
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        with pytest.raises(UnsupportedError, match="TF32"):
+            conv2d(x, weight)
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.parametrize("act", list(ACTIVATIONS))
+def test_every_channel_a_group(act):
+    x, weight, bias = (
+        channels_last(2, 64, 16, 16),
+        channels_last(64, 1, 3, 3),
+        torch.randn(64, device="cuda").bfloat16(),
+    )
+    weight = weight.contiguous(memory_format=torch.channels_last)
+    wanted = ACTIVATIONS[act](F.conv2d(x.double(), weight.double(), bias.double(), padding=1, groups=64))
+    for _ in range(2):
+        assert difference(conv2d(x, weight, bias, padding=1, groups=64, activation=act), wanted) < 1e-2
+
+
+def test_public_functions_are_explained():
+    x, weight = torch.randn(64, 1024, device="cuda").bfloat16().requires_grad_(), torch.ones(1024, device="cuda")
+    explanation = explain(cudnn_sdpa.rms_norm, x, weight)
+    assert explanation.supported
+    assert explanation.backward.supported
+    cudnn_sdpa.rms_norm(x, weight).sum().backward()
+    assert explain(cudnn_sdpa.rms_norm, x, weight).cached
+    both = x.detach()
+    cudnn_sdpa.silu_mul(both)
+    assert explain(cudnn_sdpa.silu_mul, both).cached
+    picture, filters = channels_last(2, 32, 16, 16), channels_last(64, 32, 3, 3)
+    conv2d(picture, filters, activation="relu")
+    assert explain(conv2d, picture, filters, activation="relu").cached
 
 
 def test_several_results_of_several_dtypes():

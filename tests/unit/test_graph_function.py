@@ -10,6 +10,7 @@ from torch.library import opcheck
 
 from cudnn_sdpa import DeviceError, DtypeError, OptionError, UnsupportedError
 from cudnn_sdpa.graphs.function import GraphFunction, graph_op
+from cudnn_sdpa.runtime import known_issues
 from cudnn_sdpa.runtime.describe import describer_of
 from cudnn_sdpa.runtime.key import Role
 from cudnn_sdpa.support_matrix import target_of
@@ -135,6 +136,21 @@ def test_functions_of_one_name_are_told_apart():
 def test_a_graph_that_was_compiled_with_another_source_is_refused():
     with pytest.raises(LookupError, match="as it was when this graph was compiled"):
         torch.ops.cudnn_sdpa.graph_function(f"{scaled.name}@00000000", "t-n", [torch.ones(2, 3)], [1.0], '1,"plain",')
+
+
+def test_what_cudnn_would_misread_is_refused():
+    for shape, bias, is_refused in (
+        ((2, 24, 64), (1, 1, 64), True),
+        ((2, 24, 64), (2, 1, 1), True),
+        ((2, 24, 64), (1, 24, 64), False),
+        ((2, 24, 64), (1, 1, 1), False),
+        ((1, 48, 64), (1, 1, 64), False),
+    ):
+        x, b = (torch.randn(size, dtype=torch.bfloat16, device="meta") for size in (shape, bias))
+        key = describer_of(scaled)(x, b, 0.5).key(H200, None)
+        assert bool(known_issues.concerning(key)) is is_refused
+        error = UnsupportedError.of(known_issues.check, key)
+        assert (error is not None and "misread" in str(error)) is is_refused
 
 
 def test_decorators_that_make_no_sense():
