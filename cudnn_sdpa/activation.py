@@ -17,8 +17,8 @@ from cudnn_sdpa.graphs import operator
 from cudnn_sdpa.graphs.function import GraphFunction
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
 from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_watched, needs_gradient
-from cudnn_sdpa.runtime.graph_call import GraphCall
-from cudnn_sdpa.runtime.layouts import contiguous_stride
+from cudnn_sdpa.runtime.graph_call import GraphCall, describe
+from cudnn_sdpa.runtime.layouts import ALIGNMENT, contiguous_stride
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -164,34 +164,39 @@ class _SiluMul(torch.autograd.Function):
             found = silu_mul_gradients(*as_rows([grad.contiguous(), gate, up], _OF_GRADIENTS), dense=True)
             of_gate, of_up = (part.view(grad.shape) for part in found)
             return None, *((of_gate, of_up) if len(tensors) > 1 else (torch.cat([of_gate, of_up], -1),))
-        grad = grad if grad.is_contiguous() else grad.contiguous()
+        if not grad.is_contiguous() or grad.data_ptr() % ALIGNMENT:
+            grad = grad.clone(memory_format=torch.contiguous_format)
         return None, *(_gradients(ctx.call, grad, *tensors) if len(tensors) > 1 else _of_both(ctx.call, grad, *tensors))
 
 
 def _gradients(call: GraphCall, grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
-    """The gradients by gate and up, dense; their call stays with the forward call: saves a look-up."""
-    gradient = call.gradient
-    if gradient is None or not gradient.plan.held:
+    """The gradients by gate and up, dense; their call stays with the forward call: saves a look-up.
+
+    Hooks may have brought tensors back that lie otherwise, so that is compared.
+    """
+    tensors = (grad, gate, up)
+    looks = [*map(describe, tensors)]
+    known = call.gradient
+    if known is None or known[0] != looks or not known[1].plan.held:
         layout = tuple(grad.shape), contiguous_stride(tuple(grad.shape)), grad.dtype
-        call_of_rows = operator.prepared(silu_mul_gradients, as_rows((grad, gate, up), _OF_GRADIENTS), {"dense": True})
-        gradient = call_of_rows.shaped(layout, layout)
-        call.gradient = gradient
-    return gradient((grad, gate, up))
+        of_rows = operator.prepared(silu_mul_gradients, as_rows(tensors, _OF_GRADIENTS), {"dense": True})
+        call.gradient = known = looks, of_rows.shaped(layout, layout)
+    return known[1](tensors)
 
 
 def _of_both(call: GraphCall, grad: Tensor, both: Tensor) -> list[Tensor]:
     """The gradient by a tensor that holds gate and up, each half written to its place."""
     both = both if both.is_contiguous() else both.contiguous()
     given = (grad, *halves_of(both))
-    gradient = call.gradient
-    if gradient is None or not gradient.plan.held:
-        gradient = call.gradient = operator.prepared(
-            silu_mul_gradients, as_rows(given, _OF_GRADIENTS), {"dense": False}
-        )
+    looks = [*map(describe, given)]
+    known = call.gradient
+    if known is None or known[0] != looks or not known[1].plan.held:
+        rows = as_rows(given, _OF_GRADIENTS)
+        call.gradient = known = looks, operator.prepared(silu_mul_gradients, rows, {"dense": False})
     found = torch.empty_like(both)
     first = found.data_ptr()
     with torch.cuda.device(both.device):
-        gradient.write(given, (), (first, first + grad.shape[-1] * grad.element_size()))
+        known[1].write(given, (), (first, first + grad.shape[-1] * grad.element_size()))
     return [found]
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cudnn_sdpa.attention.dense import cast_tensor
 from cudnn_sdpa.conv_graphs import ACTIVATIONS, Sizes, channels_last, convolution
 from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graphs import operator
@@ -15,6 +16,8 @@ from cudnn_sdpa.graphs.shortcuts import Shortcuts
 from cudnn_sdpa.runtime.eager import is_bare, is_compiling, needs_gradient
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+_SIZES = (int, tuple)
 
 _calls = Shortcuts()
 
@@ -152,38 +155,74 @@ def _convolve(
     activation: str | None,
 ) -> Tensor:
     given = (x, weight) if bias is None else (x, weight, bias)
+    stride, padding, dilation = map(_hashable, (stride, padding, dilation))
     options = (rank, stride, padding, dilation, groups, activation)
-    if not is_compiling():  # a call like one before? Saves checks and views, 30 µs
+    exact = type(stride) in _SIZES and type(padding) in _SIZES and type(dilation) in _SIZES and type(groups) is int
+    if exact and not is_compiling():  # a call like one before? Saves checks and views, 30 µs
         call = _calls.find(given, options)
         if call is not None and _may_be_tf32(x):
             return call(given)[0]
+    x, weight, bias = _cast_for_autocast(x, weight, bias)
     check(rank, x, weight, bias, groups)
     if x.is_cuda and not _may_be_tf32(x):
         reasons = ["cuDNN multiplies float32 in TF32 here, and torch.backends.cudnn.allow_tf32 is False"]
         raise UnsupportedError("a convolution of float32", reasons, "bfloat16 or float16, or PyTorch's own functions")
-    if not isinstance(activation, (str, type(None))) or activation not in ACTIVATIONS:
-        raise OptionError("activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
+    check_activation(activation)
     sizes = sizes_of(rank, stride, padding, dilation)
-    _check_extent(x, weight, **sizes)
+    check_extent(x, weight, **sizes)
+    if x.shape[0] == 0:  # nothing but what autograd wants to see
+        of_torch = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
+        return ACTIVATIONS[activation](of_torch(x, weight, bias, **sizes, groups=groups))
     apart = needs_gradient(*given) or is_depthwise(x, groups, activation)
     if rank == 2 and groups == 1 and cuts_patches(x, weight, **sizes):
         return ACTIVATIONS[activation](_of_patches(x, weight, bias))
-    if rank == 1:  # as pictures of one line
-        x, weight = x.unsqueeze(2), weight.unsqueeze(2)
-        sizes = {name: (0 if name == "padding" else 1, *pair) for name, pair in sizes.items()}
-    column = None if bias is None else bias.view(1, -1, *(1,) * (x.dim() - 2))
+    (x, weight), sizes = as_pictures(rank, x, weight, sizes)
+    column = None if bias is None else bias.contiguous().view(1, -1, *(1,) * (x.dim() - 2))
     operands = channels_last(x), channels_last(weight), column
     static = {**sizes, "activation": None if apart else activation}
     y: Tensor = convolution(*operands, **static)
     in_place = operands[0] is x and operands[1] is weight
+    in_place = in_place and (bias is None or bias.is_contiguous())
     if rank > 1 and x.is_cuda and in_place and not apart and not is_compiling() and is_bare(*given):
         _calls.add(given, options, operator.prepared(convolution, operands, static))
     y = y.squeeze(2) if rank == 1 else y
     return ACTIVATIONS[activation](y) if apart else y
 
 
+def _cast_for_autocast(*given: Any) -> tuple[Any, ...]:
+    """Tensors as autocast, if it is on, casts them for PyTorch's convolutions."""
+    if not isinstance(given[0], Tensor):  # the checks will say so
+        return given
+    return tuple([cast_tensor(part, given[0]) if isinstance(part, Tensor) else part for part in given])
+
+
+def as_pictures(
+    rank: int, x: Tensor, weight: Tensor, sizes: dict[str, Sizes]
+) -> tuple[tuple[Tensor, Tensor], dict[str, Sizes]]:
+    """What cuDNN reads: in one dimension, pictures of one line."""
+    if rank > 1:
+        return (x, weight), sizes
+    of_lines = {name: (0 if name == "padding" else 1, *pair) for name, pair in sizes.items()}
+    return (x.unsqueeze(2), weight.unsqueeze(2)), of_lines
+
+
+def check_activation(activation: Any) -> None:
+    """One that cuDNN fuses."""
+    if not isinstance(activation, (str, type(None))) or activation not in ACTIVATIONS:
+        raise OptionError("activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
+
+
+def _hashable(size: Any) -> Any:
+    return tuple(size) if isinstance(size, list) else size
+
+
 def _may_be_tf32(x: Tensor) -> bool:
-    return x.dtype is not torch.float32 or bool(torch.backends.cudnn.allow_tf32)
+    if x.dtype is not torch.float32:
+        return True
+    try:
+        return bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:  # PyTorch's newer setting is in use, and the older one may not be read any more
+        return str(torch.backends.cudnn.conv.fp32_precision) != "ieee"  # type: ignore[attr-defined]
 
 
 def is_depthwise(x: Tensor, groups: int, activation: str | None) -> bool:
@@ -235,12 +274,13 @@ def check(rank: int, x: Any, weight: Any, bias: Any, groups: Any) -> None:
         raise ShapeError("weight", got, expected)
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ShapeError("bias", f"shape {tuple(bias.shape)}", f"shape ({weight.shape[0]},)")
-    for name, tensor in (("x", x), ("weight", weight)):
-        if 0 in tensor.shape:
+    for name, tensor, shape in (("x", x, x.shape[1:]), ("weight", weight, weight.shape)):
+        if 0 in shape:
             raise ShapeError(name, f"shape {tuple(tensor.shape)}", "sizes of at least 1")
 
 
-def _check_extent(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> None:
+def check_extent(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> None:
+    """The filter is not larger than x with its zeros."""
     del stride
     for length, size, zeros, step in zip(x.shape[2:], weight.shape[2:], padding, dilation, strict=True):
         if length + 2 * zeros < (size - 1) * step + 1:

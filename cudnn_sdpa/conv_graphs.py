@@ -92,7 +92,7 @@ def _backward(
     return of_x, of_weight, None if bias is None or not needs[2] else grad.sum((0, *spatial), keepdim=True)
 
 
-@graph_op(reference=_reference, backward=_backward)
+@graph_op(reference=_reference, backward=_backward, keeps_results=False)
 def convolution(
     g: Any,
     x: Any,

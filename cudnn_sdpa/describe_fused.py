@@ -30,6 +30,7 @@ def _rms_norm(
 ) -> Description:
     norm_arguments.check(x, {"weight": weight}, eps)
     norm_arguments.check_residual(x, residual)
+    norm_arguments.check_choices(activation, zero_centered)
     trains = needs_gradient(x, weight, residual)
     shift = 1.0 if zero_centered and weight is not None else None
     rows, of_weight, of_residual = (_meta(part) for part in norm.rows_of(x, weight, residual))
@@ -89,33 +90,72 @@ def _conv2d(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: int | tuple[int, int] = 1,
-    padding: int | tuple[int, int] = 0,
-    dilation: int | tuple[int, int] = 1,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
     groups: int = 1,
     activation: str | None = None,
 ) -> Description:
-    conv.check(2, x, weight, bias, groups)
-    sizes = conv.sizes_of(2, stride, padding, dilation)
-    if groups == 1 and conv.cuts_patches(x, weight, **sizes):
+    return _convolution(2, x, weight, bias, (stride, padding, dilation), groups, activation)
+
+
+@describes(conv.conv1d)
+def _conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+    activation: str | None = None,
+) -> Description:
+    return _convolution(1, x, weight, bias, (stride, padding, dilation), groups, activation)
+
+
+@describes(conv.conv3d)
+def _conv3d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+    activation: str | None = None,
+) -> Description:
+    return _convolution(3, x, weight, bias, (stride, padding, dilation), groups, activation)
+
+
+def _convolution(
+    rank: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    of_user: tuple[Any, Any, Any],
+    groups: int,
+    activation: str | None,
+) -> Description:
+    conv.check(rank, x, weight, bias, groups)
+    conv.check_activation(activation)
+    sizes = conv.sizes_of(rank, *of_user)
+    conv.check_extent(x, weight, **sizes)
+    if rank == 2 and groups == 1 and conv.cuts_patches(x, weight, **sizes):
         reasons = ["the filter's steps are its size: patches are put in rows, and PyTorch multiplies them"]
         raise UnsupportedError("a cuDNN plan for this conv2d", reasons, "calling it")
     trains = needs_gradient(x, weight, bias)
     apart = trains or conv.is_depthwise(x, groups, activation)
-    operands = [_meta(channels_last(part)) for part in (x, weight)]
-    column = None if bias is None else _meta(bias.view(1, -1, 1, 1))
+    given, sizes = conv.as_pictures(rank, x, weight, sizes)
+    operands = [_meta(channels_last(part)) for part in given]
+    column = None if bias is None else _meta(bias.contiguous().view(1, -1, *(1,) * (operands[0].dim() - 2)))
     found = convolution.describe(*operands, column, **sizes, activation=None if apart else activation)
-    last = torch.channels_last
-    notes = [
-        f"{name} is copied to channels last"
-        for name, part in (("x", x), ("weight", weight))
-        if not part.is_contiguous(memory_format=last)
-    ]
+    copied = [name for name, part in zip(("x", "weight"), given, strict=True) if channels_last(part) is not part]
+    notes = [f"{name} is copied to channels last" for name in copied]
     notes += [f"{activation} of the result"] * (apart and activation is not None)
     if not trains:
         return _completed(found, x, notes)
     grad = convolution.outputs((*operands, column), {**sizes, "activation": None})[0]
-    gradient = convolution_of_x.describe(grad, operands[1], shape=tuple(x.shape), **sizes)
+    gradient = convolution_of_x.describe(grad, operands[1], shape=tuple(operands[0].shape), **sizes)
     more = ["the gradient by the weight, a plan of its own"] + ["the gradient by the bias"] * (bias is not None)
     return _completed(found, x, notes, replace(gradient, extra_kernels=more))
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cudnn_sdpa.errors import DtypeError, OptionError, UnsupportedError
+from cudnn_sdpa.errors import DtypeError, UnsupportedError
 from cudnn_sdpa.graphs import operator
 from cudnn_sdpa.graphs.function import GraphFunction
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
-from cudnn_sdpa.norm_arguments import INFINITY, check, check_residual
+from cudnn_sdpa.norm_arguments import INFINITY, check, check_choices, check_residual
 from cudnn_sdpa.norm_graphs import ACTIVATIONS, layer_norm_gradients, layer_norm_rows, rms_norm_gradients, rms_norm_rows
 from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_watched, needs_gradient
-from cudnn_sdpa.runtime.graph_call import GraphCall, Layout
-from cudnn_sdpa.runtime.layouts import contiguous_stride
+from cudnn_sdpa.runtime.graph_call import GraphCall, Layout, describe
+from cudnn_sdpa.runtime.layouts import ALIGNMENT, contiguous_stride
 
 _rms_norm_calls, _layer_norm_calls = Shortcuts(), Shortcuts()
 
@@ -143,8 +143,7 @@ def _checked_rms_norm(
 ) -> Any:
     check(x, {"weight": weight}, eps)
     check_residual(x, residual)
-    if not isinstance(activation, (str, type(None))) or activation not in ACTIVATIONS:
-        raise OptionError("activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
+    check_choices(activation, centered)
     trains = needs_gradient(x, weight, residual)
     if trains and activation is not None:
         found = _checked_rms_norm(x, weight, eps, residual, None, centered)
@@ -183,19 +182,21 @@ class _RmsNorm(torch.autograd.Function):
         ctx.call, ctx.numbers, ctx.has_residual = call, numbers[1:], has_residual
         ctx.save_for_backward(results[1] if has_residual else tensors[0], *tensors[1 : 1 + has_weight], results[-1])
         ctx.mark_non_differentiable(results[-1])
+        ctx.set_materialize_grads(False)  # nobody needs zeros for the numbers of the rows
         return results
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *rest: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None, *rest: Tensor | None) -> Any:
         x, *weights, scale = ctx.saved_tensors
+        grad = torch.zeros_like(x) if grad is None else grad
 
         def given() -> tuple[Any, ...]:
             rows, weight, of_grad = rows_of(x, weights[0] if weights else None, grad)
             return of_grad, rows, weight, scale, *ctx.numbers
 
         found = _gradients(ctx.call, rms_norm_gradients, (grad, x, *weights, scale), ctx.numbers, given)
-        if ctx.has_residual:
+        if ctx.has_residual and rest[0] is not None:
             found[0] = found[0] + rest[0]
         return None, None, None, *found, *([found[0]] if ctx.has_residual else [])
 
@@ -209,12 +210,14 @@ class _LayerNorm(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(*tensors[:2], *results[1:])
         ctx.mark_non_differentiable(*results[1:])
+        ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> Any:
         x, weight, *statistics = ctx.saved_tensors
+        grad = torch.zeros_like(x) if grad is None else grad
 
         def given() -> tuple[Any, ...]:
             rows, of_weight, of_grad = rows_of(x, weight, grad)
@@ -228,17 +231,30 @@ def _gradients(
 ) -> list[Tensor]:
     """Gradients by x and the weights, in their shapes; `given` makes the operands of `function` of `tensors`.
 
-    Whatever is like the forward call is like its gradients' call, which stays with it: saves a look-up, 5 µs.
+    Whatever is like the forward call is like its gradients' call, which stays with it: saves a look-up, 5 µs. Hooks may
+    have brought tensors back that lie otherwise, so that is compared.
     """
     grad, x = tensors[:2]
     if is_watched(grad):
         found = operator.as_tuple(function(*given()))
         return [found[0].view(x.shape), *(gradient.view(-1) for gradient in found[1:])]
-    gradient = call.gradient
-    if gradient is None or not gradient.plan.held:
-        weights = [torch.Size((x.shape[-1],))] * (len(function.outputs(given(), {})) - 1)
-        gradient = call.gradient = _shaped(function, given(), {}, [x.shape, *weights])
-    return gradient(tensors if grad.is_contiguous() else (grad.contiguous(), *tensors[1:]), numbers)
+    if not grad.is_contiguous() or grad.data_ptr() % ALIGNMENT:
+        tensors = (grad.clone(memory_format=torch.contiguous_format), *tensors[1:])
+    looks = [*map(describe, tensors)]
+    known = call.gradient
+    if known is not None and known[0] == looks and known[1].plan.held:
+        return known[1](tensors, numbers)
+    rows = given()
+    weights = [torch.Size((x.shape[-1],))] * (len(function.outputs(_filled(function, rows), {})) - 1)
+    gradient = _shaped(function, rows, {}, [x.shape, *weights])
+    if all(tensor.is_contiguous() for tensor in tensors):
+        call.gradient = looks, gradient
+        return gradient(tensors, numbers)
+    return gradient([row for row in rows if isinstance(row, Tensor)], numbers)
+
+
+def _filled(function: GraphFunction, given: Sequence[Any]) -> tuple[Any, ...]:
+    return (*given, *(None,) * (len(function.operands) - len(given)))
 
 
 def rows_of(x: Tensor, one: Tensor | None, other: Tensor | None) -> tuple[Any, Any, Any]:
@@ -268,7 +284,7 @@ def _shaped(
     function: GraphFunction, given: Sequence[Any], static: dict[str, Any], shapes: Sequence[torch.Size]
 ) -> GraphCall:
     """A call of rows whose first results have these shapes, and the others those of the graph."""
-    given = (*given, *(None,) * (len(function.operands) - len(given)))
+    given = _filled(function, given)
     results = function.outputs(given, static)
     wanted = (*shapes, *(result.shape for result in results[len(shapes) :]))
     layouts: list[Layout] = [

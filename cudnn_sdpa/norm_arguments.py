@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
+from cudnn_sdpa.norm_graphs import ACTIVATIONS
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -42,3 +43,11 @@ def check_residual(x: Tensor, residual: Tensor | None) -> None:
         raise ShapeError("residual", f"shape {tuple(residual.shape)}", f"shape {tuple(x.shape)}, as x has")
     if residual.dtype != x.dtype:
         raise DtypeError("residual", str(residual.dtype), f"{x.dtype}, the dtype of x")
+
+
+def check_choices(activation: Any, zero_centered: Any) -> None:
+    """Checks of what is chosen from a few."""
+    if not isinstance(activation, (str, type(None))) or activation not in ACTIVATIONS:
+        raise OptionError("activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
+    if not isinstance(zero_centered, bool):
+        raise OptionError("zero_centered", repr(zero_centered), "True or False")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -26,14 +29,23 @@ def check(out: Tensor | None, **inputs: Tensor | None) -> None:
 
 
 def _check_no_tangent(**tensors: Tensor | None) -> None:
+    refuse_tangents(tensors, "torch.nn.functional.scaled_dot_product_attention")
+
+
+def refuse_tangents(tensors: Mapping[str, Any], alternative: str = "PyTorch's own functions") -> None:
+    """Refuses tensors with tangents of forward-mode differentiation; what is no tensor is passed over.
+
+    Raises:
+        UnsupportedError: One has a tangent.
+    """
     if forward_ad._current_level < 0:
         return
     for name, tensor in tensors.items():
-        if tensor is not None and _has_tangent(tensor):
+        if isinstance(tensor, Tensor) and _has_tangent(tensor):
             raise UnsupportedError(
                 "forward-mode differentiation",
                 [f"{name} has a tangent, and cuDNN has no kernel that follows it"],
-                "differentiation in reverse mode, or torch.nn.functional.scaled_dot_product_attention",
+                f"differentiation in reverse mode, or {alternative}",
             )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import partial
 from typing import Any, overload
 
@@ -12,15 +12,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, UnsupportedError
+from cudnn_sdpa.attention import tracking
+from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.graphs import operator
 from cudnn_sdpa.graphs.operator import Outputs, as_tuple
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
 from cudnn_sdpa.runtime.describe import Description
-from cudnn_sdpa.runtime.eager import is_compiling
-from cudnn_sdpa.runtime.graph_call import GraphCall, key_of, type_of
-from cudnn_sdpa.runtime.graph_op import GraphOp, source_digest
+from cudnn_sdpa.runtime.eager import is_bare, is_compiling
+from cudnn_sdpa.runtime.graph_call import GraphCall, key_of, readable, type_of
+from cudnn_sdpa.runtime.graph_op import GraphOp, function_digest
 from cudnn_sdpa.runtime.layouts import CUDNN_DTYPE_NAMES
+
+_INFINITY = float("inf")
+_LARGEST = 2**127
 
 
 class GraphFunction(GraphOp):
@@ -31,6 +35,7 @@ class GraphFunction(GraphOp):
         options: The static options with their defaults; `inspect.Parameter.empty` where there is none.
         reference: The same in plain PyTorch, if there is one.
         backward: What gives its gradients, if it has any.
+        keeps_results: Whether that gets the results; otherwise they are not kept for it.
         backward_asks: Whether that wants to know which are wanted.
         token: The name by which the torch operator finds it.
     """
@@ -42,6 +47,7 @@ class GraphFunction(GraphOp):
         reference: Callable[..., Any] | None = None,
         outputs: Callable[..., Any] | None = None,
         backward: Callable[..., Any] | None = None,
+        keeps_results: bool = True,
     ) -> None:
         super().__init__(builder)
         if reference is None and outputs is None:
@@ -51,14 +57,18 @@ class GraphFunction(GraphOp):
             )
         self.__name__ = builder.__name__
         self.reference, self._outputs, self.backward = reference, outputs or reference, backward
+        self.keeps_results = keeps_results
         self.backward_asks = backward is not None and "needs" in inspect.signature(backward).parameters
         parameters = list(inspect.signature(builder).parameters.values())[1:]
         self.operands = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
         self.options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        for p in parameters:
+            if p.kind is p.POSITIONAL_OR_KEYWORD and p.default not in (p.empty, None):
+                raise TypeError(f"{builder.__name__}: an operand has no default but None; make {p.name!r} keyword-only")
         self._optional = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is None}
         if len(self.operands) + len(self.options) != len(parameters):
             raise TypeError(f"the graph builder {builder.__name__} may have no * parameters")
-        self.token = operator.register(self, source_digest(builder, backward))
+        self.token = operator.register(self, function_digest(builder, backward, reference, outputs))
         self._shortcuts = Shortcuts()
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
@@ -78,8 +88,10 @@ class GraphFunction(GraphOp):
 
     def _again(self, operands: Sequence[Any], options: dict[str, Any]) -> Sequence[Tensor] | None:
         """The results of a call like one before: saves checks, keys and the dispatcher, 70 µs."""
+        if options and not options.keys() <= self.options.keys():
+            return None  # an operand was given by name
         tensors = [x for x in operands if isinstance(x, Tensor)]
-        numbers = tuple([float(x) for x in operands if type(x) in (float, int)])
+        numbers = tuple([x for x in operands if type(x) is float])
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         call = self._shortcuts.find(tensors, (trains, *_name_of(operands, options)), trains=trains)
         if call is None:
@@ -94,13 +106,14 @@ class GraphFunction(GraphOp):
         given, static = self._bind(operands, options)
         self._check_gradient(given)
         found = operator.run(self, given, static)
-        if next(x for x in given if isinstance(x, Tensor)).is_cuda:
-            tensors = [x for x in operands if isinstance(x, Tensor)]
-            in_order = len(tensors) == sum(isinstance(x, Tensor) for x in given)  # none was given by name
-            if in_order and all(x is None or isinstance(x, Tensor) or type(x) in (float, int) for x in operands):
-                trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-                name = (trains, *_name_of(operands, options))
-                self._shortcuts.add(tensors, name, operator.prepared(self, given, static))
+        tensors = [x for x in operands if isinstance(x, Tensor)]
+        in_order = options.keys() <= self.options.keys() and bool(tensors) and tensors[0].is_cuda
+        if in_order and all(x is None or isinstance(x, Tensor) or type(x) is float for x in operands):
+            if 0 in (x.numel() for x in tensors) or not is_bare(*tensors):
+                return found
+            trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+            name = (trains, *_name_of(operands, options))
+            self._shortcuts.add(tensors, name, operator.prepared(self, given, static))
         return found
 
     def _check_gradient(self, given: Sequence[Any]) -> None:
@@ -128,6 +141,8 @@ class GraphFunction(GraphOp):
             _check_static(name, value)
         given = tuple(by_name.get(name) for name in self.operands)
         self._check(given)
+        if not is_compiling():
+            tracking.refuse_tangents(dict(zip(self.operands, given, strict=True)))
         return given, static
 
     def _check(self, given: tuple[Any, ...]) -> None:
@@ -144,6 +159,8 @@ class GraphFunction(GraphOp):
                     raise DtypeError(name, str(value.dtype), "a dtype that cuDNN has")
             elif value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
                 raise OptionError(name, type(value).__name__, "a tensor or a number")
+            elif isinstance(value, int) and abs(value) > _LARGEST:
+                raise OptionError(name, "a huge int", "a number that float32 holds")
 
     def describe(self, *operands: Any, **options: Any) -> Description:
         """What a call with these arguments runs on a GPU."""
@@ -157,7 +174,13 @@ class GraphFunction(GraphOp):
         assert self._outputs is not None
         bare = [_without_memory(x) if isinstance(x, Tensor) else x for x in given]
         with torch.no_grad():
-            return as_tuple(self._outputs(*bare, **static))
+            found = as_tuple(self._outputs(*bare, **static))
+        for number, result in enumerate(found):
+            overlaps = any(size > 1 and step == 0 for size, step in zip(result.shape, result.stride(), strict=True))
+            if overlaps:
+                got = f"result {number} with strides {result.stride()}"
+                raise LayoutError("outputs", got, "no two elements in one place", "Use .contiguous().")
+        return found
 
 
 class _Followed(torch.autograd.Function):
@@ -167,18 +190,24 @@ class _Followed(torch.autograd.Function):
     def forward(ctx: Any, function: GraphFunction, call: GraphCall, static: dict[str, Any], *given: Any) -> Outputs:
         tensors = [x for x in given if isinstance(x, Tensor)]
         results = tuple(call(tensors, tuple([x for x in given if isinstance(x, (int, float))])))
-        ctx.save_for_backward(*tensors, *results)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *(results if function.keeps_results else ()))
+        ctx.like = [(x.shape, x.dtype, x.device) for x in results]
         ctx.count, ctx.rest = len(tensors), (function, static, [None if isinstance(x, Tensor) else (x,) for x in given])
         return results
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         function, static, rest = ctx.rest
-        tensors = iter(ctx.saved_tensors[: ctx.count])
+        saved = ctx.saved_tensors  # once: hooks may bring them back from elsewhere
+        tensors = iter(saved[: ctx.count])
         given = tuple(next(tensors) if x is None else x[0] for x in rest)
-        results, needs = ctx.saved_tensors[ctx.count :], ctx.needs_input_grad[3:]
-        found = operator.gradients(function, grads, given, results, static, needs)
+        whole = [
+            torch.zeros(shape, dtype=dtype, device=device) if grad is None else readable(grad)
+            for grad, (shape, dtype, device) in zip(grads, ctx.like, strict=True)
+        ]
+        found = operator.gradients(function, whole, given, saved[ctx.count :], static, ctx.needs_input_grad[3:])
         return None, None, None, *(None if x else gradient for x, gradient in zip(rest, found, strict=True))
 
 
@@ -199,9 +228,9 @@ def _check_static(name: str, value: Any) -> None:
     if isinstance(value, tuple):
         for item in value:
             _check_static(name, item)
-    elif value is not None and not isinstance(value, (bool, int, float, str)):
+    elif value is not None and (not isinstance(value, (bool, int, float, str)) or isinstance(value, Enum)):
         raise OptionError(name, type(value).__name__, "None, a bool, a number, a string or a tuple of these")
-    elif isinstance(value, float) and not math.isfinite(value):
+    elif isinstance(value, float) and not -_INFINITY < value < _INFINITY:
         raise OptionError(name, str(value), "a finite number")
 
 
@@ -215,6 +244,7 @@ def graph_op(
     reference: Callable[..., Any] | None = ...,
     outputs: Callable[..., Any] | None = ...,
     backward: Callable[..., Any] | None = ...,
+    keeps_results: bool = ...,
 ) -> Callable[[Callable[..., Any]], GraphFunction]: ...
 
 
@@ -225,6 +255,7 @@ def graph_op(
     reference: Callable[..., Any] | None = None,
     outputs: Callable[..., Any] | None = None,
     backward: Callable[..., Any] | None = None,
+    keeps_results: bool = True,
 ) -> GraphFunction | Callable[[Callable[..., Any]], GraphFunction]:
     """Makes a function of tensors out of a function that builds a cuDNN graph.
 
@@ -250,6 +281,8 @@ def graph_op(
         backward: `backward(grads, operands, results, **options)` gives one gradient for each operand, None where there
             is none. It may call other graph functions. With a keyword-only parameter `needs` it is told which operands
             require one. Without it, operands must not require grad.
+        keeps_results: Whether `backward` gets the results. Without them less memory is kept, and they may be changed in
+            place; `results` is empty then.
 
     Returns:
         The function; or a decorator that makes it.
@@ -270,6 +303,7 @@ def graph_op(
 
     cuDNN's documentation of its graph operations says what it fuses.
     """
+    more: dict[str, Any] = {"reference": reference, "outputs": outputs, "backward": backward}
     if builder is None:
-        return lambda builder: GraphFunction(builder, reference=reference, outputs=outputs, backward=backward)
-    return GraphFunction(builder, reference=reference, outputs=outputs, backward=backward)
+        return lambda builder: GraphFunction(builder, **more, keeps_results=keeps_results)
+    return GraphFunction(builder, **more, keeps_results=keeps_results)

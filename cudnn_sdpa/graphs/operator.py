@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import operator
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,8 +19,9 @@ Outputs = tuple[Tensor, ...]
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
-#: Graph functions of this process by the name that the operator knows them by: those that nobody can import, too.
-_functions: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+#: All graph functions of this process by the name that the operator knows them by, for as long as it lives: a gradient
+#: may be asked for when nobody else refers to its function any more, and no other may come by its name.
+_functions: dict[str, Any] = {}
 
 
 def register(function: Any, digest: str) -> str:
@@ -46,7 +47,8 @@ def find(token: str) -> Any:
     """
     function = _functions.get(token)
     if function is None:
-        find_operation(token.partition("@")[0])
+        with contextlib.suppress(AttributeError, ImportError, TypeError):
+            find_operation(token.partition("@")[0])
         function = _functions.get(token)
     if function is None:
         raise LookupError(f"the graph function {token} is not there as it was when this graph was compiled")
@@ -70,7 +72,8 @@ def prepared(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Gra
         UnsupportedError: cuDNN has no plan for it.
         PlanBuildError: It is missing and may not be built now.
     """
-    signature = (function.name, function.digest, *map(describe, given), *static.items(), *map(type_of, static.values()))
+    options = (*static.items(), *map(type_of, static.values()))
+    signature = (function.token, function.digest, *map(describe, given), *options)
     found: GraphCall | None = calls.get(signature)
     if found is None:
         with torch.cuda.device(next(x.device for x in given if isinstance(x, Tensor))):
@@ -125,6 +128,8 @@ def _decoded_options(text: str) -> tuple[Any, ...]:
 
 def _on_gpu(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Outputs:
     tensors, numbers = [x for x in given if isinstance(x, Tensor)], [x for x in given if isinstance(x, (int, float))]
+    if any(x.numel() == 0 for x in tensors) and function.reference is not None:  # cuDNN has no empty tensors
+        return _on_cpu(function, given, static)
     return tuple(prepared(function, given, static)(tensors, tuple(numbers)))
 
 
@@ -161,13 +166,15 @@ def _without_data(function: Any, given: Sequence[Any], static: dict[str, Any]) -
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
     name, kinds, tensors, numbers, options = inputs
-    ctx.save_for_backward(*tensors, *output)
+    kept = output if find(name).keeps_results else ()
+    ctx.save_for_backward(*tensors, *kept)
     ctx.rest, ctx.count = (name, kinds, numbers, options), len(tensors)
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
     name, kinds, numbers, options = ctx.rest
-    tensors, results = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+    saved = ctx.saved_tensors  # once: hooks may bring them back from elsewhere, and checkpoints count
+    tensors, results = saved[: ctx.count], saved[ctx.count :]
     function, given, static = _call(name, kinds, tensors, numbers, options)
     found = gradients(function, grads, given, results, static)
     of_tensors = [gradient for gradient, kind in zip(found, kinds, strict=True) if kind == "t"]

@@ -64,12 +64,17 @@ def key_of(
     return operation.key(inputs, results, options, target, device)
 
 
+def readable(tensor: Tensor) -> Tensor:
+    """A gradient that autograd hands over, as kernels can read it: copied if it is not aligned."""
+    return tensor.clone() if tensor.data_ptr() & _MISALIGNED else tensor
+
+
 class GraphCall:
     """A call bound to its plan.
 
     Attributes:
         plan: The plan.
-        gradient: The call of its gradients, where somebody has prepared it.
+        gradient: What the operands of its gradients look like, and their call, where somebody has prepared it.
         last: What a `CallTable` resets.
     """
 
@@ -85,7 +90,7 @@ class GraphCall:
         key = key_of(operation, operation.operands, given, outputs, options, live_target(device), device)
         self.plan = plan_cache.get(key, lambda key: build_plan(operation, key))
         self.last: Any = None
-        self.gradient: GraphCall | None = None
+        self.gradient: tuple[Any, GraphCall] | None = None
         self._elsewhere = torch.cuda.device_count() > 1
         present = [x for x in given if x is not None]
         self._names = [operand.name for operand in key.inputs]
@@ -116,6 +121,8 @@ class GraphCall:
         if bits & _MISALIGNED:
             self._refuse(tensors)
         if numbers != self._known:
+            if len(numbers) != len(self._known):
+                raise ValueError(f"{len(numbers)} numbers for a call of {len(self._known)}")
             held = array("f", numbers)
             self._point_to(held, operands)
         outputs = []

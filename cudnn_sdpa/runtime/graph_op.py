@@ -12,8 +12,11 @@ import linecache
 import sys
 import traceback
 import types
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import torch
 
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.errors import UnsupportedError
@@ -98,8 +101,7 @@ class GraphOp:
             raise UnsupportedError(key.name, [f"{error}{_place_of(error, self._builder)}"]) from None
         except (AttributeError, TypeError) as error:  # a method that there is not, or arguments that it does not take
             raise TypeError(f"in the graph builder of {key.name}: {error}{_place_of(error, self._builder)}") from error
-        if not isinstance(results, tuple):
-            results = (results,)
+        results = self._checked(results, key, list(symbols.values()))
         for uid, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True), start=1 + len(key.inputs)):
             layout = operand.layout
             ragged = symbols[operand.ragged] if operand.ragged else None
@@ -112,6 +114,22 @@ class GraphOp:
                 raise
             reasons = [*error.reasons, f"the graph's operations: {places}"]  # cuDNN does not say which of them it was
             raise UnsupportedError(error.what, reasons, error.suggestion) from None
+
+    def _checked(self, results: Any, key: PlanKey, operands: list[Any]) -> tuple[Any, ...]:
+        """The builder's results, if they are what the key says.
+
+        Raises:
+            TypeError: They are not.
+        """
+        found = tuple(results) if isinstance(results, (tuple, list)) else (results,)
+        code = self._builder.__code__
+        where = f"the graph builder of {key.name} ({code.co_filename}, line {code.co_firstlineno})"
+        count = sum(symbol is not None for symbol in found)
+        if count != len(found) or count != len(key.outputs):
+            raise TypeError(f"{where} gives {count} results; expected {len(key.outputs)}, as the reference gives")
+        if len({id(symbol) for symbol in (*operands, *found)}) != len(operands) + len(found):
+            raise TypeError(f"{where} gives an operand, or one symbol twice; expected results of operations, each once")
+        return found
 
     def __repr__(self) -> str:
         return f"<graph_op {self.name}>"
@@ -143,13 +161,27 @@ def find_operation(name: str, *, only_imported: bool = False) -> GraphOp:
     return operation
 
 
-def source_digest(*functions: Any) -> str:
-    """Changes when the source of one of these functions or the package's version changes."""
+def function_digest(*functions: Any) -> str:
+    """Changes when one of these functions, or anything that it uses, or the package's version changes.
+
+    Where that cannot be told, because a function uses objects from outside, it is new in every process.
+    """
     digest = hashlib.sha256(__version__.encode())
     for function in functions:
-        code = getattr(function, "__code__", None)
-        digest.update(b"\0" + (repr(type(function)) if code is None else _source(code)).encode())
-    return digest.hexdigest()[:8]
+        digest.update(b"\0")
+        if not isinstance(function, types.FunctionType):
+            name = getattr(function, "__name__", "")
+            found = function is None or getattr(torch.nn.functional, name, getattr(torch, name, None)) is function
+            digest.update((f"{name}" if found else uuid.uuid4().hex).encode())
+        elif function.__module__.partition(".")[0] == __name__.partition(".")[0]:
+            digest.update(_source(function.__code__).encode())  # the rest goes with the package's version
+        else:
+            try:
+                for part in _identity(function, seen=set(), complete=True):
+                    digest.update(b"\0" + part.encode())
+            except TypeError:
+                digest.update(uuid.uuid4().hex.encode())
+    return digest.hexdigest()[:16]
 
 
 def _digest(builder: types.FunctionType) -> str:
@@ -190,7 +222,9 @@ def _identity(function: types.FunctionType, seen: set[Any], *, complete: bool) -
 def _identity_of_value(
     function: types.FunctionType, name: str, value: Any, seen: set[Any], *, complete: bool
 ) -> Iterator[str]:
-    if isinstance(value, types.FunctionType):
+    if isinstance(value, GraphOp) and hasattr(value, "token"):
+        yield value.token
+    elif isinstance(value, types.FunctionType):
         yield from _identity(value, seen, complete=complete)
     elif isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] in _MODULES:
         yield value.__name__
@@ -212,6 +246,7 @@ def _source(code: types.CodeType) -> str:
 
     `inspect.getsource` says the same and takes 2 ms for each function: the first call of a process would wait for it.
     """
+    linecache.checkcache(code.co_filename)  # it may have been edited and loaded anew; asked when a function is made
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 : _last_line(code)]
     if not lines:  # typed into a prompt: there is no file to read
         return repr((code.co_code, code.co_consts, code.co_names))

@@ -6,45 +6,14 @@ concerns and that does not avoid it is refused: a wrong number is worse than non
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.runtime import fused_issues
 from cudnn_sdpa.runtime.backend import version_string
 from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
-
-NEVER_FIXED = 10**9
+from cudnn_sdpa.runtime.known_issue import KnownIssue
 
 #: The operations that `ISSUES` are about.
 ATTENTION = "cudnn_sdpa.attention.graphs:"
-
-
-@dataclass(frozen=True, slots=True)
-class KnownIssue:
-    """A fault of cuDNN.
-
-    Attributes:
-        fault: What goes wrong.
-        source: Where it was reported, or on which version and GPU this library's tests met it.
-        treatment: How it is avoided, or that the plan is refused.
-        concerns: Whether a plan on a version with the fault could show it.
-        avoids: Whether the plan is made so that it does not.
-        first: First version with the fault, as a number.
-        fixed: First version without it.
-        in_capture: Whether it shows only where the plan is launched into a CUDA graph, which is then refused.
-    """
-
-    fault: str
-    source: str
-    treatment: str
-    concerns: Callable[[PlanKey], bool]
-    avoids: Callable[[PlanKey], bool] = lambda _: False
-    first: int = 0
-    fixed: int = NEVER_FIXED
-    in_capture: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.fault} ({self.source}); {self.treatment}"
 
 
 def _find(key: PlanKey, name: str) -> Operand | None:
@@ -264,28 +233,10 @@ ISSUES = (
 )
 
 
-def _stretched(key: PlanKey) -> bool:
-    """Whether an operand of three dimensions is repeated along two of them, in a batch of several."""
-    shapes = [op.layout.shape for op in key.inputs if op.role is Role.TENSOR and len(op.layout.shape) == 3]
-    batch = max((shape[0] for shape in shapes), default=1)
-    return batch > 1 and any(sum(size > 1 for size in shape) == 1 for shape in shapes)
-
-
-#: What concerns graphs around attention, and those of users.
-FUSED_ISSUES = (
-    KnownIssue(
-        "an operand of three dimensions that has but one is misread in a batch of several: wrong numbers",
-        "seen on 9.19 with an H200",
-        "refused: view the batch as rows, (1, batch · rows, n), or repeat the operand along one more dimension",
-        _stretched,
-    ),
-)
-
-
 def concerning(key: PlanKey) -> list[KnownIssue]:
     """The faults of this version that a plan could show."""
     version = key.target.cudnn
-    rows = ISSUES if key.operation.startswith(ATTENTION) else FUSED_ISSUES
+    rows = ISSUES if key.operation.startswith(ATTENTION) else fused_issues.ISSUES
     return [issue for issue in rows if issue.first <= version < issue.fixed and issue.concerns(key)]
 
 

@@ -260,7 +260,7 @@ WRONG = {
     "groups of filters": ((X, W[:, :2]), {"groups": 3}, ShapeError, r"weight: got shape \(8, 2, 3, 3\) with 3 groups"),
     "bias' shape": ((X, W, B[:7]), {}, ShapeError, r"bias: got shape \(7,\); expected shape \(8,\)"),
     "bias' rank": ((X, W, B[None]), {}, ShapeError, r"bias: got shape \(1, 8\)"),
-    "empty": ((X[:0], W), {}, ShapeError, r"x: got shape \(0, 6, 9, 9\); expected sizes of at least 1"),
+    "empty": ((X[:, :, :0], W), {}, ShapeError, r"x: got shape \(2, 6, 0, 9\); expected sizes of at least 1"),
     "no channels": ((X[:, :0], W[:, :0]), {}, ShapeError, "expected sizes of at least 1"),
     "no filters": ((X, W[:0]), {}, ShapeError, r"weight: got shape \(0, 6, 3, 3\)"),
     "weight elsewhere": ((X, W.to("meta")), {}, DeviceError, "weight: got meta"),

@@ -1,0 +1,173 @@
+"""What the short way to plans has to keep apart; run with a scenario's name, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import warnings
+
+import stand_in_gpu
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from cudnn_sdpa import UnsupportedError, conv2d, graph_op, layer_norm, rms_norm, silu_mul
+
+TENSOR = torch.randn(4, 128)
+
+
+def affine_backward(grads, given, results):  # noqa: ARG001
+    return grads[0] * given[1], None, None
+
+
+@graph_op(reference=lambda x, a, b: x * a + b, backward=affine_backward)
+def affine(g, x, a, b):
+    """x · a + b."""
+    return g.add(a=g.mul(a=x, b=a), b=b)
+
+
+def double(g, x):
+    """Twice x."""
+    return g.add(a=x, b=x)
+
+
+def numbers_by_name():
+    x = torch.ones(1, 2, 8)
+    for _ in range(3):
+        for given, named in (((2.0, 3.0), {}), ((2.0,), {"b": 3.0}), ((), {"a": 2.0, "b": 3.0}), ((2, 3), {})):
+            assert (affine(x, *given, **named) == 5).all()
+            leaf = x.clone().requires_grad_()
+            (found,) = torch.autograd.grad(affine(leaf, *given, **named).sum(), leaf)
+            assert (found == 2).all()
+
+
+def gradients_under_hooks():
+    def gradient(hooks):
+        both = TENSOR.clone().requires_grad_()
+        halves = both.chunk(2, -1)
+        with saved_tensors_hooks(lambda x: x.contiguous().clone(), lambda x: x) if hooks else contextlib.nullcontext():
+            out = silu_mul(*halves)
+        return torch.autograd.grad(out.sum(), both)[0]
+
+    both = TENSOR.clone().requires_grad_()
+    gate, up = both.chunk(2, -1)
+    (wanted,) = torch.autograd.grad((F.silu(gate) * up).sum(), both)
+    for hooks in (False, True, False, True, False):
+        torch.testing.assert_close(gradient(hooks), wanted)
+    x, weight = TENSOR.clone().requires_grad_(), torch.rand(128).requires_grad_()
+    for hooks in (False, True, False):
+        with saved_tensors_hooks(lambda x: x.clone(), lambda x: x.t().contiguous().t() if x.dim() == 2 else x):
+            out = rms_norm(x, weight)
+        found = torch.autograd.grad(out.sum(), (x, weight))
+        wanted = torch.autograd.grad(F.rms_norm(x, (128,), weight, 1e-6).sum(), (x, weight))
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert hooks in (False, True)
+
+
+def functions_of_one_builder():
+    half, full = (graph_op(reference=lambda x, d=d: (x * 2).to(d))(double) for d in (torch.float16, torch.float32))
+    x = torch.ones(1, 2, 8)
+    for _ in range(2):
+        assert half(x).dtype is torch.float16
+        assert full(x).dtype is torch.float32
+
+
+def functions_that_nobody_keeps():
+    def make(factor):
+        def backward(grads, given, results):  # noqa: ARG001
+            return (grads[0] * factor,)
+
+        return graph_op(reference=lambda x: x * factor, backward=backward)(double)
+
+    x = torch.ones(1, 2, 8, requires_grad=True)
+    outs = []
+    for factor in (2.0, 3.0, 5.0):
+        function = make(factor)
+        outs.append((factor, function(x)))
+        del function
+        gc.collect()
+    for factor, out in outs:
+        assert (torch.autograd.grad(out.sum(), x)[0] == factor).all()
+
+
+def checkpoints():
+    x, weight, kernel = TENSOR.clone().requires_grad_(), torch.rand(128), torch.randn(4, 4, 3, 3)
+    picture = torch.randn(1, 4, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
+    steps = {
+        "norm": (lambda x: rms_norm(x, weight), x),
+        "layer": (lambda x: layer_norm(x, weight, weight), x),
+        "gate": (silu_mul, x),
+        "own": (lambda x: affine(x.view(1, 4, 128), 2.0, 1.0), x),
+        "conv": (lambda x: conv2d(x, kernel, padding=[1, 1]), picture),
+    }
+    for _ in range(2):
+        for step, leaf in steps.values():
+            (found,) = torch.autograd.grad(checkpoint(step, leaf, use_reentrant=False).square().sum(), leaf)
+            torch.testing.assert_close(found, torch.autograd.grad(step(leaf).square().sum(), leaf)[0])
+
+
+def misaligned_gradients():
+    weight = torch.rand(101)
+    for _ in range(2):
+        parts = [torch.randn(rows, 101, requires_grad=True) for rows in (1, 3)]
+        out = torch.cat([rms_norm(part, weight) for part in parts] + [silu_mul(part, part) for part in parts])
+        grad = torch.randn(out.numel() + 3)[3:].view(out.shape)
+        found = torch.autograd.grad(out, parts, grad)
+        wanted = torch.cat([F.rms_norm(p, (101,), weight, 1e-6) for p in parts] + [F.silu(p) * p for p in parts])
+        for one, other in zip(found, torch.autograd.grad(wanted, parts, grad), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def changes_in_place():
+    x, kernel = torch.randn(1, 4, 8, 8).to(memory_format=torch.channels_last), torch.randn(4, 4, 3, 3)
+    kernel = kernel.to(memory_format=torch.channels_last).requires_grad_()
+    for _ in range(2):
+        out = F.relu_(conv2d(x, kernel, padding=1))
+        (found,) = torch.autograd.grad(out.sum(), kernel)
+        (wanted,) = torch.autograd.grad(F.relu(F.conv2d(x, kernel, padding=1)).sum(), kernel)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def forward_differentiation():
+    x, weight = TENSOR.clone(), torch.rand(128)
+    for function in (lambda x: rms_norm(x, weight), silu_mul, lambda x: affine(x.view(1, 4, 128), 2.0, 1.0)):
+        for _ in range(2):
+            function(x)
+            try:
+                torch.func.jvp(function, (x,), (torch.ones_like(x),))
+            except UnsupportedError as error:
+                assert "forward-mode" in str(error)  # noqa: PT017 - no pytest in this process
+            else:
+                raise AssertionError("a tangent was lost")
+
+
+def sizes_in_lists():
+    x = torch.randn(1, 4, 8, 8).to(memory_format=torch.channels_last)
+    kernel = torch.randn(4, 4, 3, 3).to(memory_format=torch.channels_last)
+    for _ in range(2):
+        for padding in (1, (1, 1), [1, 1]):
+            torch.testing.assert_close(conv2d(x, kernel, padding=padding), F.conv2d(x, kernel, padding=1))
+        for wrong in (1.0, True):
+            try:
+                conv2d(x, kernel, padding=wrong)
+            except TypeError:
+                continue
+            raise AssertionError(f"{wrong} was taken")
+
+
+def empty_tensors():
+    leaf = torch.ones(1, 0, 8, requires_grad=True)
+    assert affine(leaf, 2.0, 1.0).shape == (1, 0, 8)
+    picture, kernel = torch.randn(0, 4, 8, 8, requires_grad=True), torch.randn(6, 4, 3, 3, requires_grad=True)
+    out = conv2d(picture, kernel, padding=1, activation="silu")
+    assert out.shape == (0, 6, 8, 8)
+    assert torch.autograd.grad(out.sum(), kernel)[0].abs().sum() == 0
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    stand_in_gpu.install()
+    globals()[sys.argv[1]]()

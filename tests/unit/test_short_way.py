@@ -1,0 +1,25 @@
+"""Graph functions on a stand-in of a GPU, each scenario in a process of its own: what must not be mixed up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SCENARIOS = (
+    *("numbers_by_name", "gradients_under_hooks", "functions_of_one_builder", "functions_that_nobody_keeps"),
+    *("checkpoints", "misaligned_gradients", "changes_in_place", "forward_differentiation", "sizes_in_lists"),
+    "empty_tensors",
+)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_short_way(scenario):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
+    command = [sys.executable, str(HERE / "short_way.py"), scenario]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
