@@ -1,4 +1,5 @@
-"""Writes the table of known issues in docs/troubleshooting.md, out of cudnn_sdpa/runtime/known_issues.py.
+"""Writes the table of known issues in docs/troubleshooting.md, out of known_issues.py and
+fused_issues.py in cudnn_sdpa/runtime.
 
     python scripts/known_issues.py            # write it
     python scripts/known_issues.py --check    # exit with 1 if the page is out of date
@@ -14,8 +15,9 @@ import sys
 import pages
 from pages import ROOT
 
+from cudnn_sdpa.runtime import fused_issues, known_issues
 from cudnn_sdpa.runtime.backend import version_string
-from cudnn_sdpa.runtime.known_issues import ISSUES, NEVER_FIXED, KnownIssue
+from cudnn_sdpa.runtime.known_issue import NEVER_FIXED, KnownIssue
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
 MARKS = re.compile(r"(<!-- known-issues -->\n).*?(<!-- /known-issues -->)", re.DOTALL)
@@ -49,7 +51,7 @@ def table() -> str:
     lines = ["| what goes wrong in cuDNN | avoided on | known from | how |", "|---|---|---|---|"]
     lines += [
         "| " + " | ".join((issue.fault, versions(issue), source(issue), issue.treatment)).replace("\n", " ") + " |"
-        for issue in ISSUES
+        for issue in (*known_issues.ISSUES, *fused_issues.ISSUES)
     ]
     return "\n".join(lines)
 
