@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -85,48 +86,6 @@ def _relu_squared(x: Tensor) -> Description:
     return _completed(relu_squared_rows.describe(*map(_meta, gates.as_rows((x,), ("x",)))), x, [])
 
 
-@describes(conv.conv2d)
-def _conv2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-    activation: str | None = None,
-) -> Description:
-    return _convolution(2, x, weight, bias, (stride, padding, dilation), groups, activation)
-
-
-@describes(conv.conv1d)
-def _conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-    activation: str | None = None,
-) -> Description:
-    return _convolution(1, x, weight, bias, (stride, padding, dilation), groups, activation)
-
-
-@describes(conv.conv3d)
-def _conv3d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-    activation: str | None = None,
-) -> Description:
-    return _convolution(3, x, weight, bias, (stride, padding, dilation), groups, activation)
-
-
 def _convolution(
     rank: int,
     x: Tensor,
@@ -158,6 +117,26 @@ def _convolution(
     gradient = convolution_of_x.describe(grad, operands[1], shape=tuple(operands[0].shape), **sizes)
     more = ["the gradient by the weight, a plan of its own"] + ["the gradient by the bias"] * (bias is not None)
     return _completed(found, x, notes, replace(gradient, extra_kernels=more))
+
+
+def _of_rank(rank: int) -> Callable[..., Description]:
+    def describe(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+        activation: str | None = None,
+    ) -> Description:
+        return _convolution(rank, x, weight, bias, (stride, padding, dilation), groups, activation)
+
+    return describe
+
+
+for _rank, _function in enumerate((conv.conv1d, conv.conv2d, conv.conv3d), start=1):
+    describes(_function)(_of_rank(_rank))
 
 
 def _meta(part: Any) -> Any:

@@ -38,9 +38,9 @@ def rms_norm(
             like this is copied first.
         weight: (n,), in x's dtype or float32; ones if not given.
         eps: Added to the mean of the squares; data, not part of the plan.
-        residual: Of x's shape and dtype: added to x before. cuDNN has kernels for it before Hopper alone.
-        activation: "silu": applied to the result in the same kernel. cuDNN has kernels for it before Hopper alone. With
-            a gradient it is a kernel of its own.
+        residual: Of x's shape and dtype: added to x before. From Hopper on cuDNN has kernels for few shapes or none.
+        activation: "silu": applied to the result in the same kernel; from Hopper on the same. With a gradient it is a
+            kernel of its own.
         zero_centered: Whether the weight is stored less 1, as Gemma does; 1 is added to it in the same kernel.
 
     Returns:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from enum import Enum
 from functools import partial
 from typing import Any, overload
 
@@ -23,8 +22,8 @@ from cudnn_sdpa.runtime.graph_call import GraphCall, key_of, readable, type_of
 from cudnn_sdpa.runtime.graph_op import GraphOp, function_digest
 from cudnn_sdpa.runtime.layouts import CUDNN_DTYPE_NAMES
 
-_INFINITY = float("inf")
 _LARGEST = 2**127
+_NUMBERS = (float, int)
 
 
 class GraphFunction(GraphOp):
@@ -91,7 +90,10 @@ class GraphFunction(GraphOp):
         if options and not options.keys() <= self.options.keys():
             return None  # an operand was given by name
         tensors = [x for x in operands if isinstance(x, Tensor)]
-        numbers = tuple([x for x in operands if type(x) is float])
+        try:
+            numbers = tuple([float(x) for x in operands if type(x) in _NUMBERS])
+        except OverflowError:  # the checks will say so
+            return None
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         call = self._shortcuts.find(tensors, (trains, *_name_of(operands, options)), trains=trains)
         if call is None:
@@ -108,7 +110,7 @@ class GraphFunction(GraphOp):
         found = operator.run(self, given, static)
         tensors = [x for x in operands if isinstance(x, Tensor)]
         in_order = options.keys() <= self.options.keys() and bool(tensors) and tensors[0].is_cuda
-        if in_order and all(x is None or isinstance(x, Tensor) or type(x) is float for x in operands):
+        if in_order and all(x is None or isinstance(x, Tensor) or type(x) in _NUMBERS for x in operands):
             if 0 in (x.numel() for x in tensors) or not is_bare(*tensors):
                 return found
             trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -138,7 +140,7 @@ class GraphFunction(GraphOp):
         for name, value in static.items():
             if value is inspect.Parameter.empty:
                 raise TypeError(f"{self.__name__} misses its option {name!r}")
-            _check_static(name, value)
+            operator.check_option(name, value)
         given = tuple(by_name.get(name) for name in self.operands)
         self._check(given)
         if not is_compiling():
@@ -222,16 +224,6 @@ def _name_of(operands: Sequence[Any], options: dict[str, Any]) -> Any:
 
 def _without_memory(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _check_static(name: str, value: Any) -> None:
-    if isinstance(value, tuple):
-        for item in value:
-            _check_static(name, item)
-    elif value is not None and (not isinstance(value, (bool, int, float, str)) or isinstance(value, Enum)):
-        raise OptionError(name, type(value).__name__, "None, a bool, a number, a string or a tuple of these")
-    elif isinstance(value, float) and not -_INFINITY < value < _INFINITY:
-        raise OptionError(name, str(value), "a finite number")
 
 
 @overload

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from cudnn_sdpa.runtime.graph_op import find_operation
 Outputs = tuple[Tensor, ...]
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
+
+_INFINITY = float("inf")
 
 #: All graph functions of this process by the name that the operator knows them by, for as long as it lives: a gradient
 #: may be asked for when nobody else refers to its function any more, and no other may come by its name.
@@ -104,6 +107,21 @@ def gradients(
         expected = f"{len(given)}, one for each operand, None where there is none"
         raise OptionError("backward", f"{len(found)} gradients", expected)
     return found
+
+
+def check_option(name: str, value: Any) -> None:
+    """A plain value, such as `_encoded` can write.
+
+    Raises:
+        OptionError: It is not.
+    """
+    if isinstance(value, tuple):
+        for item in value:
+            check_option(name, item)
+    elif value is not None and (not isinstance(value, (bool, int, float, str)) or isinstance(value, Enum)):
+        raise OptionError(name, type(value).__name__, "None, a bool, a number, a string or a tuple of these")
+    elif isinstance(value, float) and not -_INFINITY < value < _INFINITY:
+        raise OptionError(name, str(value), "a finite number")
 
 
 def _encoded(values: Iterable[Any]) -> str:

@@ -9,8 +9,9 @@ from cudnn_sdpa.runtime.known_issue import KnownIssue
 def _stretched(key: PlanKey) -> bool:
     """Whether an operand of three dimensions is repeated along two of them, in a batch of several."""
     shapes = [op.layout.shape for op in key.inputs if op.role is Role.TENSOR and len(op.layout.shape) == 3]
-    batch = max((shape[0] for shape in shapes), default=1)
-    return batch > 1 and any(sum(size > 1 for size in shape) == 1 for shape in shapes)
+    whole = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    is_batch = bool(whole) and whole[0] > 1 and max(whole[1:]) > 1
+    return is_batch and any(sum(size > 1 for size in shape) == 1 for shape in shapes)
 
 
 def _reach(key: PlanKey) -> int:

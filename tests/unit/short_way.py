@@ -58,13 +58,13 @@ def gradients_under_hooks():
         torch.testing.assert_close(gradient(hooks), wanted)
     x, weight = TENSOR.clone().requires_grad_(), torch.rand(128).requires_grad_()
     for hooks in (False, True, False):
-        with saved_tensors_hooks(lambda x: x.clone(), lambda x: x.t().contiguous().t() if x.dim() == 2 else x):
+        turned = saved_tensors_hooks(lambda x: x.clone(), lambda x: x.t().contiguous().t() if x.dim() == 2 else x)
+        with turned if hooks else contextlib.nullcontext():
             out = rms_norm(x, weight)
         found = torch.autograd.grad(out.sum(), (x, weight))
         wanted = torch.autograd.grad(F.rms_norm(x, (128,), weight, 1e-6).sum(), (x, weight))
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-        assert hooks in (False, True)
 
 
 def functions_of_one_builder():

@@ -145,6 +145,8 @@ def test_what_cudnn_would_misread_is_refused():
         ((2, 24, 64), (1, 24, 64), False),
         ((2, 24, 64), (1, 1, 1), False),
         ((1, 48, 64), (1, 1, 64), False),
+        ((4, 1, 1), (4, 1, 1), False),
+        ((2, 24, 1), (1, 24, 1), True),
     ):
         x, b = (torch.randn(size, dtype=torch.bfloat16, device="meta") for size in (shape, bias))
         key = describer_of(scaled)(x, b, 0.5).key(H200, None)
