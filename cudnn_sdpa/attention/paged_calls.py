@@ -43,6 +43,7 @@ class PagedCall:
     __slots__ = (
         "_batch",
         "_elsewhere",
+        "_is_shortest",
         "_is_whole",
         "_lse",
         "_out",
@@ -68,6 +69,7 @@ class PagedCall:
         names = [operand.name for operand in (*plan.key.inputs, *plan.key.outputs)]
         self._template = array("Q", [fixed.get(name, 0) for name in names])
         self._prepare = None if in_place else paging.Preparer(call, decode.rows, decode.tables[0].shape[2])
+        self._is_shortest = in_place and self._is_whole and not decode.with_lse
         self._out = (decode.out.shape, decode.out.stride, decode.out.dtype)
         rows, heads = decode.q.shape[:2]
         self._lse = ((rows, heads, 1), (heads, 1, 1), torch.float32)
@@ -95,8 +97,17 @@ class PagedCall:
 
     def run_plain(self, q: int, k: int, v: int, table: int, lengths: int) -> list[Tensor]:
         """The results of a call with one query of each sequence and nothing else, as the caller gets them."""
-        found = self.run(q, k, v, table, table, lengths)
-        return found if self._is_whole else [tensor[: self._batch] for tensor in found]
+        if not self._is_shortest or (self._elsewhere and current_device() != self.plan.device):
+            found = self.run(q, k, v, table, table, lengths)
+            return found if self._is_whole else [tensor[: self._batch] for tensor in found]
+        # `run`, `outputs` and `operands` in one: saves 1 µs.
+        out = allocate(*self._out)
+        operands, plan = self._template[:], self.plan
+        operands[0], operands[1], operands[2], operands[5], operands[6] = q, k, v, lengths, table
+        operands[7], operands[8] = table, out.data_ptr()
+        plan.last_used = next_use()
+        plan.launch(operands)
+        return [out]
 
     def outputs(self) -> list[Tensor]:
         """New memory for the output and the log-sum-exp, on the current device."""

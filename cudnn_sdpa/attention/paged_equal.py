@@ -58,9 +58,8 @@ class EqualCall:
         if self._elsewhere and current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
                 return self(call)
-        gathered = self._gather(call)
         batch = call.q.shape[0]
-        k, v = (rows.view(batch, -1, *rows.shape[1:]).transpose(1, 2) for rows in gathered[:2])
+        k, v = (rows.view(batch, -1, *rows.shape[1:]).transpose(1, 2) for rows in self._gather.rows(call))
         return self._own(call.as_dense(call.q, k, v, with_lse=call.with_lse, out=call.out))
 
 

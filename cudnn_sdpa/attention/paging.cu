@@ -85,12 +85,12 @@ struct Pages {
 
 /* Pages put in a row, as packed sequences. */
 struct Gather {
-  const int* lengths_kv; /* (batch,) */
+  const int* lengths_kv; /* (batch,), or null: all have most_keys, and nothing but keys and values is written */
   const int* lengths_q;  /* (batch,) or null */
   number batch;
   number queries;
   number most_keys;
-  number page_size;
+  number page_bits;      /* the page size is 2 to this power */
   number pages;
   number heads;
   int* ends_q;           /* (batch + 1,), or (2 * batch + 1,) with lengths_q: absent queries are sequences without keys */
@@ -99,45 +99,50 @@ struct Gather {
 };
 
 #define TOKENS 16        /* that a block copies at a time */
+#define AT_ONCE 4        /* loads of a thread that are under way together */
 #define TILE 128         /* keys that cuDNN's kernels read at a time: what follows the last one must be numbers */
 
-#define AT_ONCE 8        /* loads of a thread that are under way together */
-
-/* Copies some tokens of a sequence, from `first` on, to the row `to` and those behind it. */
-__device__ void copy_tokens(const Gather& a, const Pages& pages, number b, number first, unsigned tokens, number to) {
-  unsigned words = (unsigned)pages.words, of_token = (unsigned)a.heads * words, all = tokens * of_token;
-  unsigned page_size = (unsigned)a.page_size; /* divisions by 64 bits would take longer than the copy */
+/* Copies some tokens of a sequence, from `first` on, to `to` and behind it. */
+__device__ void copy_tokens(const Gather& a, const Pages& pages, number b, unsigned first, unsigned tokens, uint4* to) {
+  unsigned words = (unsigned)pages.words, heads = (unsigned)a.heads, of_token = heads * words, all = tokens * of_token;
+  unsigned bits = (unsigned)a.page_bits, slot = (1u << bits) - 1;
+  int last = (int)(a.pages - 1);
   const int* row = pages.table + b * pages.row;
-  for (unsigned begin = threadIdx.x; begin < all; begin += AT_ONCE * blockDim.x) {
+  /* Where a thread's units lie is counted on: divisions for each would take as long as the copy. */
+  unsigned step = blockDim.x, word_step = step % words, head_step = step / words % heads, token_step = step / of_token;
+  unsigned unit = threadIdx.x, word = unit % words, head = unit / words % heads, token = first + unit / of_token;
+  while (unit < all) {
     uint4 held[AT_ONCE];
+    unsigned start = unit;
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-      unsigned unit = begin + i * blockDim.x;
       if (unit < all) {
-        unsigned token = (unsigned)first + unit / of_token, head = unit % of_token / words;
-        number page = within(row[token / page_size], 0, a.pages - 1);
-        const char* from = pages.base + page * pages.page + token % page_size * pages.token + head * pages.head;
-        held[i] = ((const uint4*)from)[unit % words];
+        int page = row[token >> bits];
+        page = page < 0 ? 0 : page > last ? last : page;
+        const char* from = pages.base + page * pages.page + (token & slot) * pages.token + head * pages.head;
+        held[i] = ((const uint4*)from)[word];
       }
+      unit += step, word += word_step, head += head_step, token += token_step;
+      if (word >= words) word -= words, ++head;
+      if (head >= heads) head -= heads, ++token;
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-      unsigned unit = begin + i * blockDim.x;
-      if (unit < all) pages.to[to * of_token + unit] = held[i];
+      if (start + i * step < all) to[start + i * step] = held[i];
     }
   }
 }
 
-extern "C" __global__ void gather_pages(const Gather a) {
+/* Where a sequence begins; writes where it ends, once, and what follows the last one. */
+__device__ number begin_of(const Gather& a, number b, number length, number part, number parts) {
   __shared__ unsigned long long before;
-  number b = blockIdx.x % a.batch, part = blockIdx.x / a.batch, parts = gridDim.x / a.batch;
   if (threadIdx.x == 0) before = 0;
   __syncthreads();
   unsigned long long mine = 0;
   for (number c = threadIdx.x; c < b; c += blockDim.x) mine += within(a.lengths_kv[c], 0, a.most_keys);
   if (mine) atomicAdd(&before, mine);
   __syncthreads();
-  number begin = (number)before, length = within(a.lengths_kv[b], 0, a.most_keys);
+  number begin = (number)before;
   if (part == 0 && threadIdx.x == 0) {
     number first = b * a.queries, last = first + a.queries, end = begin + length;
     if (b == 0) a.ends_q[0] = a.ends_kv[0] = 0;
@@ -160,9 +165,20 @@ extern "C" __global__ void gather_pages(const Gather a) {
       }
     }
   }
+  return begin;
+}
+
+/* Of two blocks one copies keys and one values. */
+extern "C" __global__ void gather_pages(const Gather a) {
+  unsigned which = blockIdx.x & 1, batch = (unsigned)a.batch;
+  number b = (blockIdx.x >> 1) % batch, part = (blockIdx.x >> 1) / batch, parts = (gridDim.x >> 1) / batch;
+  number length = a.lengths_kv ? within(a.lengths_kv[b], 0, a.most_keys) : a.most_keys;
+  number begin = a.lengths_kv ? begin_of(a, b, length, 2 * part + which, 2 * parts) : b * length;
+  const Pages& pages = a.of[which];
   for (number first = part * TOKENS; first < length; first += parts * TOKENS) {
     unsigned tokens = (unsigned)(length - first < TOKENS ? length - first : TOKENS);
-    for (int which = 0; which < 2; ++which) copy_tokens(a, a.of[which], b, first, tokens, begin + first);
+    uint4* to = pages.to + (begin + first) * a.heads * pages.words;
+    copy_tokens(a, pages, b, (unsigned)first, tokens, to);
   }
 }
 

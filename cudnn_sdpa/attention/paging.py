@@ -95,20 +95,21 @@ class Gatherer:
 
     Args:
         call: A call.
-        most_keys: How many keys a sequence has at most; as many as the table has room for if not given.
+        length: How many keys every sequence has, if the host knows it: `rows` then reads no lengths. `seq_lens_kv`
+            says it if not given.
     """
 
     __slots__ = ("_blocks", "_device", "_ends", "_fields", "_kernel", "_rows")
 
-    def __init__(self, call: PagedArguments, most_keys: int | None = None) -> None:
+    def __init__(self, call: PagedArguments, length: int | None = None) -> None:
         batch, _, queries, _ = call.q.shape
-        most_keys = call.most_keys if most_keys is None else most_keys
+        most_keys = call.most_keys if length is None else length
         self._device = call.q.get_device()
         self._kernel = gather_kernel.on(self._device)
         heads, tokens = call.k.shape[1], batch * most_keys
         self._ends = ((batch if call.seq_lens_q is None else 2 * batch) + 1,)
         self._rows = []
-        fields = [0, 0, batch, queries, most_keys, call.page_size, call.k.shape[0], heads, 0, 0]
+        fields = [0, 0, batch, queries, most_keys, call.page_size.bit_length() - 1, call.k.shape[0], heads, 0, 0]
         for pages, table in ((call.k, call.table_k), (call.v, call.table_v)):
             dim, size = pages.shape[3], pages.element_size()
             self._rows.append(((tokens, heads, dim), (heads * dim, dim, 1), pages.dtype))
@@ -116,20 +117,29 @@ class Gatherer:
             fields += [0, *steps, dim * size // _WORD, 0, table.stride(0), 0]
         self._fields = array("q", fields)
         processors = torch.cuda.get_device_properties(self._device).multi_processor_count
-        self._blocks = batch * max(1, min(-(-most_keys // _TOKENS), 8 * processors // batch))
+        self._blocks = 2 * batch * max(1, min(-(-most_keys // _TOKENS), 8 * processors // batch))
 
     def __call__(self, call: PagedArguments) -> Gathered:
         """Launches it, on the current stream of the call's GPU, which must be the current device."""
-        k, v = allocate(*self._rows[0]), allocate(*self._rows[1])
         ends_q, ends_kv = allocate(self._ends, (1,), torch.int32), allocate(self._ends, (1,), torch.int32)
+        present = 0 if call.seq_lens_q is None else call.seq_lens_q.data_ptr()
+        k, v = self._launch(call, call.seq_lens_kv.data_ptr(), present, ends_q.data_ptr(), ends_kv.data_ptr())
+        return Gathered(k, v, ends_q, ends_kv)
+
+    def rows(self, call: PagedArguments) -> tuple[Tensor, Tensor]:
+        """The same for sequences of `length` keys each: keys and values alone."""
+        return self._launch(call)
+
+    def _launch(
+        self, call: PagedArguments, lengths_kv: int = 0, lengths_q: int = 0, ends_q: int = 0, ends_kv: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        k, v = allocate(*self._rows[0]), allocate(*self._rows[1])
         fields = self._fields[:]
-        fields[0] = call.seq_lens_kv.data_ptr()
-        fields[1] = 0 if call.seq_lens_q is None else call.seq_lens_q.data_ptr()
-        fields[8], fields[9] = ends_q.data_ptr(), ends_kv.data_ptr()
+        fields[0], fields[1], fields[8], fields[9] = lengths_kv, lengths_q, ends_q, ends_kv
         fields[10], fields[15], fields[17] = call.k.data_ptr(), call.table_k.data_ptr(), k.data_ptr()
         fields[18], fields[23], fields[25] = call.v.data_ptr(), call.table_v.data_ptr(), v.data_ptr()
         self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
-        return Gathered(k, v, ends_q, ends_kv)
+        return k, v
 
 
 class Appender:

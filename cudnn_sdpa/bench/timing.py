@@ -1,7 +1,8 @@
 """How time is taken.
 
 Host time is that of enqueueing alone: no synchronization within, several rounds, the best one. Device time comes from
-events around single launches, the candidates interleaved, because the chip's clock moves; the median.
+events around single calls, the candidates interleaved, because the chip's clock moves; the median. Before each round
+the GPU waits until the host has enqueued all of it: or else the time of short kernels would be that of the host.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 Call = Callable[[], object]
+
+_CYCLES_PER_SECOND = 2e9  #: of a GPU's clock, at most about
 
 
 def host_times(calls: Mapping[str, Call], *, per_round: int = 1000, rounds: int = 15) -> dict[str, float]:
@@ -38,18 +41,28 @@ def device_times(calls: Mapping[str, Call], *, repeats: int = 40) -> dict[str, f
     torch.cuda.synchronize()
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     order = list(calls.items())
+    began = time.perf_counter()
+    _enqueue(order, events)
+    ahead = int(2 * (time.perf_counter() - began) * _CYCLES_PER_SECOND)
     for _ in range(repeats):
         order.append(order.pop(0))  # nobody always runs after the same other
-        for name, call in order:
-            start, end = _event(), _event()
-            start.record()
-            call()
-            end.record()
-            events[name].append((start, end))
+        torch.cuda._sleep(ahead)  # type: ignore[no-untyped-call]
+        _enqueue(order, events)
     torch.cuda.synchronize()
     return {
-        name: statistics.median(start.elapsed_time(end) * 1e3 for start, end in pairs) for name, pairs in events.items()
+        name: statistics.median(start.elapsed_time(end) * 1e3 for start, end in pairs[1:])
+        for name, pairs in events.items()
     }
+
+
+def _enqueue(order: list[tuple[str, Call]], events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]]) -> None:
+    """One round of calls between events."""
+    for name, call in order:
+        start, end = _event(), _event()
+        start.record()
+        call()
+        end.record()
+        events[name].append((start, end))
 
 
 def _event() -> torch.cuda.Event:
