@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cudnn_sdpa import activation, norm
 from cudnn_sdpa.activation import silu_mul
-from cudnn_sdpa.bench import cases
+from cudnn_sdpa.bench import cases, tuned
 from cudnn_sdpa.bench.decode import COPIED, large_copy
 from cudnn_sdpa.bench.timing import Call, device_times, host_times
 from cudnn_sdpa.norm import rms_norm
@@ -115,7 +115,8 @@ def _forward(
         "compiled": lambda: in_one(*inputs),
         "copy": large_copy(),
     }
-    return _row(shape, device_times(calls), moved, inputs[0].element_size())
+    row = _row(shape, device_times(calls), moved, inputs[0].element_size())
+    return {**row, "autotune's gain": tuned.gain(calls["ours"])}
 
 
 def _backward(

@@ -1,4 +1,4 @@
-"""What `autotune` gains over the first plan of cuDNN's heuristics: part of `bench attention`."""
+"""What `autotune` gains over the first plan of cuDNN's heuristics."""
 
 from __future__ import annotations
 
@@ -11,8 +11,25 @@ from torch import Tensor
 from cudnn_sdpa.attention.dense import sdpa
 from cudnn_sdpa.bench import cases
 from cudnn_sdpa.bench.cases import Sizes
+from cudnn_sdpa.bench.timing import Call
 from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.tuning import AutotuneEntry, autotune
+
+#: As many plans as cuDNN proposes for a norm or a gate.
+CANDIDATES = 32
+
+
+def gain(call: Call, *, candidates: int = CANDIDATES) -> float:
+    """How many times as long the first plan of a call takes as the one that `autotune` finds, the last of several.
+
+    Other plans are gone from the plan cache afterwards.
+    """
+    plan_cache.clear()
+    with autotune(candidates=candidates) as report:
+        call()
+    plan_cache.clear()
+    gains = [entry.gain for entry in report.entries if not entry.reason]
+    return gains[-1] if gains else 1.0
 
 
 def autotune_gains(sizes: Sizes = cases.FULL) -> list[dict[str, Any]]:
