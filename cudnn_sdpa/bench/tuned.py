@@ -15,17 +15,14 @@ from cudnn_sdpa.bench.timing import Call
 from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.tuning import AutotuneEntry, autotune
 
-#: As many plans as cuDNN proposes for a norm or a gate.
-CANDIDATES = 32
 
-
-def gain(call: Call, *, candidates: int = CANDIDATES) -> float:
+def gain(call: Call) -> float:
     """How many times as long the first plan of a call takes as the one that `autotune` finds, the last of several.
 
     Other plans are gone from the plan cache afterwards.
     """
     plan_cache.clear()
-    with autotune(candidates=candidates) as report:
+    with autotune() as report:
         call()
     plan_cache.clear()
     gains = [entry.gain for entry in report.entries if not entry.reason]
