@@ -16,7 +16,7 @@ from cudnn_sdpa.errors import DtypeError, LayoutError, ShapeError, UnsupportedEr
 from cudnn_sdpa.graphs import operator
 from cudnn_sdpa.graphs.function import GraphFunction
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
-from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_watched, needs_gradient
+from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_deterministic, is_watched, needs_gradient
 from cudnn_sdpa.runtime.graph_call import GraphCall, describe
 from cudnn_sdpa.runtime.layouts import ALIGNMENT, contiguous_stride
 
@@ -175,7 +175,7 @@ def _gradients(call: GraphCall, grad: Tensor, gate: Tensor, up: Tensor) -> list[
     Hooks may have brought tensors back that lie otherwise, so that is compared.
     """
     tensors = (grad, gate, up)
-    looks = [*map(describe, tensors)]
+    looks = [is_deterministic(), *map(describe, tensors)]
     known = call.gradient
     if known is None or known[0] != looks or not known[1].plan.held:
         layout = tuple(grad.shape), contiguous_stride(tuple(grad.shape)), grad.dtype
@@ -188,7 +188,7 @@ def _of_both(call: GraphCall, grad: Tensor, both: Tensor) -> list[Tensor]:
     """The gradient by a tensor that holds gate and up, each half written to its place."""
     both = both if both.is_contiguous() else both.contiguous()
     given = (grad, *halves_of(both))
-    looks = [*map(describe, given)]
+    looks = [is_deterministic(), *map(describe, given)]
     known = call.gradient
     if known is None or known[0] != looks or not known[1].plan.held:
         rows = as_rows(given, _OF_GRADIENTS)

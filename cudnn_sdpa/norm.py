@@ -15,7 +15,7 @@ from cudnn_sdpa.graphs.function import GraphFunction
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
 from cudnn_sdpa.norm_arguments import INFINITY, check, check_choices, check_residual
 from cudnn_sdpa.norm_graphs import ACTIVATIONS, layer_norm_gradients, layer_norm_rows, rms_norm_gradients, rms_norm_rows
-from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_watched, needs_gradient
+from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_deterministic, is_watched, needs_gradient
 from cudnn_sdpa.runtime.graph_call import GraphCall, Layout, describe
 from cudnn_sdpa.runtime.layouts import ALIGNMENT, contiguous_stride
 
@@ -240,7 +240,7 @@ def _gradients(
         return [found[0].view(x.shape), *(gradient.view(-1) for gradient in found[1:])]
     if not grad.is_contiguous() or grad.data_ptr() % ALIGNMENT:
         tensors = (grad.clone(memory_format=torch.contiguous_format), *tensors[1:])
-    looks = [*map(describe, tensors)]
+    looks = [is_deterministic(), *map(describe, tensors)]
     known = call.gradient
     if known is not None and known[0] == looks and known[1].plan.held:
         return known[1](tensors, numbers)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.errors import OptionError, UnsupportedError
+from cudnn_sdpa.runtime.eager import is_deterministic
 from cudnn_sdpa.runtime.graph_call import GraphCall, calls, describe, type_of
 from cudnn_sdpa.runtime.graph_op import find_operation
 
@@ -76,11 +77,13 @@ def prepared(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Gra
         PlanBuildError: It is missing and may not be built now.
     """
     options = (*static.items(), *map(type_of, static.values()))
-    signature = (function.token, function.digest, *map(describe, given), *options)
+    deterministic = is_deterministic()
+    signature = (function.token, function.digest, deterministic, *map(describe, given), *options)
     found: GraphCall | None = calls.get(signature)
     if found is None:
         with torch.cuda.device(next(x.device for x in given if isinstance(x, Tensor))):
-            found = GraphCall(function, given, function.outputs(given, static), static)
+            outputs = function.outputs(given, static)
+            found = GraphCall(function, given, outputs, static, deterministic=deterministic)
         calls.add(signature, found)
     return found
 

@@ -64,9 +64,12 @@ class GraphOp:
         options: dict[str, Any],
         target: Target,
         device: int | None,
+        *,
+        deterministic: bool = False,
     ) -> PlanKey:
         """The key of the plan for these operands and options."""
-        return PlanKey(self.name, self.digest, tuple(inputs), tuple(outputs), PlanKey.typed(options), target, device)
+        given = (tuple(inputs), tuple(outputs), PlanKey.typed(options))
+        return PlanKey(self.name, self.digest, *given, target, device, deterministic)
 
     def compile(self, key: PlanKey, g: GraphBuilder) -> BuiltGraph:
         """Builds the graph of `key` in `g`, then plans and compiles it.
@@ -81,6 +84,8 @@ class GraphOp:
         if _digest(self._builder) != self.digest:
             raise TypeError(f"what {self.name} uses has changed since its first plan; define a new operation instead")
         known_issues.check(key)
+        if key.deterministic:
+            g.only_deterministic()
         symbols: dict[str, Any] = {}
         for uid, operand in enumerate(key.inputs, start=1):
             layout = operand.layout

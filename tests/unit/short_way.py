@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from cudnn_sdpa import UnsupportedError, conv2d, graph_op, layer_norm, rms_norm, silu_mul
+from cudnn_sdpa.conv_graphs import channels_last
 
 TENSOR = torch.randn(4, 128)
 
@@ -165,6 +166,32 @@ def empty_tensors():
     out = conv2d(picture, kernel, padding=1, activation="silu")
     assert out.shape == (0, 6, 8, 8)
     assert torch.autograd.grad(out.sum(), kernel)[0].abs().sum() == 0
+
+
+def determinism():
+    x, weight = TENSOR.clone().requires_grad_(), torch.rand(128)
+    picture, kernel = (channels_last(torch.randn(shape)) for shape in ((1, 4, 8, 8), (4, 4, 3, 3)))
+    kernel.requires_grad_()
+    steps = [
+        lambda: rms_norm(x, weight),
+        lambda: layer_norm(x, weight, weight),
+        lambda: silu_mul(x),
+        lambda: silu_mul(x, x),
+        lambda: affine(x.view(1, 4, 128), 2.0, 1.0),
+        lambda: conv2d(picture, kernel, padding=1),
+    ]
+    launched = stand_in_gpu.launched
+    for step in steps:
+        for forward, backward in ((False, False), (True, True), (False, True), (True, False), (False, False)) * 2:
+            launched.clear()
+            torch.use_deterministic_algorithms(forward)
+            out = step()
+            assert {key.deterministic for key in launched} == {forward}, launched
+            launched.clear()
+            torch.use_deterministic_algorithms(backward)
+            out.sum().backward()
+            assert {key.deterministic for key in launched} <= {backward}, launched
+    assert launched  # the last one's gradient is cuDNN's
 
 
 if __name__ == "__main__":
