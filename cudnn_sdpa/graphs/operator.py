@@ -197,9 +197,15 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
     saved = ctx.saved_tensors  # once: hooks may bring them back from elsewhere, and checkpoints count
     tensors, results = saved[: ctx.count], saved[ctx.count :]
     function, given, static = _call(name, kinds, tensors, numbers, options)
-    found = gradients(function, grads, given, results, static)
+    found = gradients(function, grads, given, results, static, _needs(ctx.needs_input_grad[2], kinds))
     of_tensors = [gradient for gradient, kind in zip(found, kinds, strict=True) if kind == "t"]
     return None, None, of_tensors, None if numbers else [], None  # an empty list counts as one of tensors
+
+
+def _needs(of_tensors: Any, kinds: str) -> tuple[bool, ...]:
+    """Which operands require a gradient, of all, where this is known of the tensors among them."""
+    needed = iter(of_tensors)
+    return tuple(kind == "t" and bool(next(needed)) for kind in kinds)
 
 
 _library: Any = torch.library.Library("cudnn_sdpa", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -61,8 +61,8 @@ class PlanKey:
         options: Static options as (name, type, value): 1, 1.0 and True are three different options.
         target: The GPU and the libraries.
         device: Index of the GPU in this process; None for a plan that is only compiled.
-        deterministic: Whether engines that cuDNN calls nondeterministic are passed over. Attention, which knows more of its
-            kernels than cuDNN says, has an option of this name instead.
+        deterministic: Whether engines that cuDNN calls nondeterministic are passed over. Attention, which knows more of
+            its kernels than cuDNN says, has an option of this name instead.
     """
 
     operation: str

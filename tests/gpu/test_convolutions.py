@@ -208,3 +208,37 @@ def test_warmup_makes_them_ready():
     with no_plan_builds():
         torch.testing.assert_close(cudnn_sdpa.silu_mul(x), wanted)
         two_results(x)
+
+
+@pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1)], ids=str)
+def test_gradients_by_some_of_them(wanted):
+    for _ in range(3):
+        given = [channels_last(2, 32, 16, 16), channels_last(64, 32, 3, 3).mul_(0.06), channels_last(1, 64, 1, 1)]
+        given[2] = given[2].flatten()
+        given = [x.requires_grad_(bool(wants)) for x, wants in zip(given, wanted, strict=True)]
+        exact = [x.detach().double().requires_grad_(x.requires_grad) for x in given]
+        grad = channels_last(2, 64, 16, 16)
+        found = torch.autograd.grad(conv2d(*given, padding=1), [x for x in given if x.requires_grad], grad)
+        right = torch.autograd.grad(F.conv2d(*exact, padding=1), [x for x in exact if x.requires_grad], grad.double())
+        for one, other in zip(found, right, strict=True):
+            assert difference(one, other) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("channels", [3, 64])
+def test_gradients_have_the_same_bits_under_determinism(deterministic_algorithms, dtype, channels):
+    x, weight = (
+        torch.randn(shape, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
+        for shape in ((16, channels, 64, 64), (32, channels, 3, 3))
+    )
+    grad = torch.randn(16, 32, 64, 64, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
+    before = torch.autograd.grad(conv2d(x, weight, padding=1), (x, weight), grad)
+    with deterministic_algorithms():
+        first = torch.autograd.grad(conv2d(x, weight, padding=1), (x, weight), grad)
+        for _ in range(20):
+            again = torch.autograd.grad(conv2d(x, weight, padding=1), (x, weight), grad)
+            assert all(map(torch.equal, first, again))
+    for one, other in zip(first, before, strict=True):
+        assert difference(one, other.double()) < 1e-2
+    keys = [plan.key for plan in plan_cache._plans.values() if "convolution_of" in plan.key.operation]
+    assert sorted(key.deterministic for key in keys) == [False, False, True, True]

@@ -96,3 +96,20 @@ def test_torch_compile_with_gradients():
     (found,) = torch.autograd.grad(torch.compile(step, fullgraph=True)(both), both)
     (wanted,) = torch.autograd.grad(step(both), both)
     assert difference(found, wanted.double()) < 2e-2
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_one_gradient_alone(place, dtype):
+    for make in (lambda: torch.randn(9, 640, device="cuda", dtype=dtype), lambda: halved(9, 640, dtype)):
+        for _ in range(3):
+            given = [make().requires_grad_(number == place) for number in range(2)]
+            exact = [x.detach().double().requires_grad_() for x in given]
+            grad = torch.randn(9, 640, device="cuda", dtype=dtype)
+            (found,) = torch.autograd.grad(silu_mul(*given), given[place], grad)
+            (wanted,) = torch.autograd.grad(F.silu(exact[0]) * exact[1], exact[place], grad.double())
+            assert difference(found, wanted) < 2 * TOLERANCE[dtype]
+
+
+def halved(rows, size, dtype):
+    return torch.randn(rows, 2 * size, device="cuda", dtype=dtype)[:, size:]

@@ -189,3 +189,21 @@ def test_torch_compile_with_gradients():
     found = torch.autograd.grad(torch.compile(step, fullgraph=True)(x, weight), (x, weight))
     for one, other in zip(found, torch.autograd.grad(step(x, weight), (x, weight)), strict=True):
         assert difference(one, other.double()) < 2e-2
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_gradient_alone(place):
+    tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((33, 640), (640,), (640,))]
+    for function, reference, count in (
+        (rms_norm, lambda x, w: F.rms_norm(x, (640,), w, 1e-6), 2),
+        (layer_norm, lambda x, w, b: F.layer_norm(x, (640,), w, b), 3),
+    ):
+        if place >= count:
+            continue
+        for _ in range(3):
+            given = [x.detach().requires_grad_(number == place) for number, x in enumerate(tensors[:count])]
+            exact = [x.detach().double().requires_grad_() for x in given]
+            grad = torch.randn(33, 640, device="cuda", dtype=torch.bfloat16)
+            found = torch.autograd.grad(function(*given), given[place], grad)[0]
+            wanted = torch.autograd.grad(reference(*exact), exact[place], grad.double())[0]
+            assert difference(found, wanted) < 1.6e-2

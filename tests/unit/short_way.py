@@ -194,6 +194,32 @@ def determinism():
     assert launched  # the last one's gradient is cuDNN's
 
 
+def wanted_gradients():
+    picture, kernel = (channels_last(torch.randn(shape)) for shape in ((2, 4, 8, 8), (6, 4, 3, 3)))
+    bias, other = torch.randn(6), torch.randn(4, 128)
+    cases = [
+        (lambda x, w, b: conv2d(x, w, b, padding=1), (picture, kernel, bias), ["convolution_of_x"], 0),
+        (lambda x, w, b: conv2d(x, w, b, padding=1), (picture, kernel, bias), ["convolution_of_weight"], 1),
+        (lambda x, w, b: conv2d(x, w, b, padding=1), (picture, kernel, bias), [], 2),
+        (silu_mul, (TENSOR, other), ["silu_mul_of_gate"], 0),
+        (silu_mul, (TENSOR, other), ["silu_mul_of_up"], 1),
+        (silu_mul, (TENSOR[:, :64], other[:, 64:]), ["silu_mul_of_gate"], 0),
+        (rms_norm, (TENSOR, other[0]), ["rms_norm_gradients"], 1),
+        (layer_norm, (TENSOR, other[0], other[1]), ["layer_norm_gradients"], 2),
+    ]
+    for function, tensors, names, place in cases:
+        given = [x.detach().requires_grad_(number == place) for number, x in enumerate(tensors)]
+        for _ in range(3):
+            out = function(*given)
+            grad = torch.randn_like(out)
+            stand_in_gpu.launched.clear()
+            (found,) = torch.autograd.grad(out, given[place], grad)
+            assert [key.name for key in stand_in_gpu.launched] == names, stand_in_gpu.launched
+            with torch.autograd.profiler.profile():  # which the short way leaves to the dispatcher
+                (again,) = torch.autograd.grad(function(*given), given[place], grad)
+            torch.testing.assert_close(found, again)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     stand_in_gpu.install()
