@@ -125,10 +125,12 @@ class GraphBuilder:
     Attributes:
         types: The `cudnn` module, for its enumerations (`g.types.diagonal_alignment.TOP_LEFT`).
         places: Where operations were added.
+        where: What another builder for the same GPU takes.
     """
 
     def __init__(self, *, handle: Any = None, properties: dict[str, Any] | None = None) -> None:
         self.types = cudnn()
+        self.where = {"handle": handle, "properties": properties}
         where: dict[str, Any] = {"handle": handle}
         if properties is not None:
             where = {
