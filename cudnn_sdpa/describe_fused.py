@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa import activation as gates
-from cudnn_sdpa import conv, norm, norm_arguments
+from cudnn_sdpa import conv, conv_arguments, norm, norm_arguments
 from cudnn_sdpa.activation_graphs import (
     gelu_mul_rows,
     relu_squared_rows,
@@ -19,7 +19,7 @@ from cudnn_sdpa.activation_graphs import (
     silu_mul_of_up,
     silu_mul_rows,
 )
-from cudnn_sdpa.conv_graphs import channels_last, convolution, convolution_of_weight, convolution_of_x
+from cudnn_sdpa.conv_graphs import as_pictures, channels_last, convolution, convolution_of_weight, convolution_of_x
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.norm_graphs import layer_norm_gradients, layer_norm_rows, rms_norm_gradients, rms_norm_rows
 from cudnn_sdpa.runtime.describe import Description, describes
@@ -105,16 +105,16 @@ def _convolution(
     groups: int,
     activation: str | None,
 ) -> Description:
-    conv.check(rank, x, weight, bias, groups)
-    conv.check_activation(activation)
-    sizes = conv.sizes_of(rank, *of_user)
-    conv.check_extent(x, weight, **sizes)
+    conv_arguments.check(rank, x, weight, bias, groups)
+    conv_arguments.check_activation(activation)
+    sizes = conv_arguments.sizes_of(rank, *of_user)
+    conv_arguments.check_extent(x, weight, **sizes)
     if rank == 2 and groups == 1 and conv.cuts_patches(x, weight, **sizes):
         reasons = ["the filter's steps are its size: patches are put in rows, and PyTorch multiplies them"]
         raise UnsupportedError("a cuDNN plan for this conv2d", reasons, "calling it")
     trains = needs_gradient(x, weight, bias)
     apart = trains or conv.is_depthwise(x, groups, activation)
-    given, sizes = conv.as_pictures(rank, x, weight, sizes)
+    given, sizes = as_pictures(rank, x, weight, sizes)
     operands = [_meta(channels_last(part)) for part in given]
     column = None if bias is None else _meta(bias.contiguous().view(1, -1, *(1,) * (operands[0].dim() - 2)))
     found = convolution.describe(*operands, column, **sizes, activation=None if apart else activation)

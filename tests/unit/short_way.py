@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from cudnn_sdpa import UnsupportedError, conv2d, graph_op, layer_norm, rms_norm, silu_mul
+from cudnn_sdpa import UnsupportedError, conv, conv1d, conv2d, conv3d, graph_op, layer_norm, rms_norm, silu_mul
 from cudnn_sdpa.conv_graphs import channels_last
 
 TENSOR = torch.randn(4, 128)
@@ -218,6 +218,52 @@ def wanted_gradients():
             with torch.autograd.profiler.profile():  # which the short way leaves to the dispatcher
                 (again,) = torch.autograd.grad(function(*given), given[place], grad)
             torch.testing.assert_close(found, again)
+
+
+def convolutions():
+    cases = {
+        1: (conv1d, F.conv1d, torch.randn(2, 12, 6).transpose(1, 2), torch.randn(4, 3, 6).transpose(1, 2)),
+        2: (conv2d, F.conv2d, torch.randn(2, 6, 9, 8), torch.randn(4, 6, 3, 3)),
+        3: (conv3d, F.conv3d, torch.randn(2, 6, 5, 6, 4), torch.randn(4, 6, 3, 3, 3)),
+    }
+    for rank, (function, of_torch, *tensors) in cases.items():
+        x, weight = (part if rank == 1 else channels_last(part) for part in tensors)
+        for bias, activation, sizes in (
+            (None, None, {"padding": 1}),
+            (torch.randn(4), "silu", {"padding": 1, "stride": 2}),
+            (torch.randn(4), "relu", {"dilation": 2, "padding": (2,) * rank}),
+        ):
+            act = F.silu if activation == "silu" else F.relu if activation else (lambda y: y)
+            for wanted in ((0, 0, 0), (1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)):
+                if bias is None and wanted == (0, 0, 1):
+                    continue
+                for _ in range(3):
+                    given = [part.detach() for part in (x, weight, bias) if part is not None]
+                    given = [part.requires_grad_(bool(wants)) for part, wants in zip(given, wanted, strict=False)]
+                    out, right = function(*given, **sizes, activation=activation), act(of_torch(*given, **sizes))
+                    torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-4)
+                    leaves = [part for part in given if part.requires_grad]
+                    assert out.requires_grad is bool(leaves)
+                    if leaves:
+                        grad = torch.randn_like(right)
+                        found = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+                        for one, other in zip(found, torch.autograd.grad(right, leaves, grad), strict=True):
+                            assert one.shape == other.shape
+                            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+                        if activation is None:
+                            assert type(out.grad_fn).__name__ == "_ConvolutionBackward"
+        assert conv._calls._calls.last is not None
+
+
+def saved_for_convolutions():
+    x, weight = channels_last(torch.randn(2, 6, 9, 8)), channels_last(torch.randn(4, 6, 3, 3))
+    for wanted, kept in (((1, 0), [weight.shape]), ((0, 1), [x.shape]), ((1, 1), [x.shape, weight.shape])):
+        for _ in range(2):
+            given = [part.detach().requires_grad_(bool(wants)) for part, wants in zip((x, weight), wanted, strict=True)]
+            seen = []
+            with saved_tensors_hooks(lambda part: seen.append(part.shape) or part, lambda part: part):  # noqa: B023
+                conv2d(*given, padding=1)
+            assert seen == kept, seen
 
 
 if __name__ == "__main__":
