@@ -11,12 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cudnn_sdpa.activation_graphs import gelu_mul_rows, relu_squared_rows, silu_mul_gradients, silu_mul_rows
+from cudnn_sdpa.activation_graphs import (
+    gelu_mul_rows,
+    gradients_of,
+    relu_squared_rows,
+    silu_mul_gradients,
+    silu_mul_rows,
+)
 from cudnn_sdpa.errors import DtypeError, LayoutError, ShapeError, UnsupportedError
 from cudnn_sdpa.graphs import operator
 from cudnn_sdpa.graphs.function import GraphFunction
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
-from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_watched, needs_gradient
+from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_deterministic, is_watched, needs_gradient
 from cudnn_sdpa.runtime.graph_call import GraphCall, describe
 from cudnn_sdpa.runtime.layouts import ALIGNMENT, contiguous_stride
 
@@ -158,14 +164,16 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        tensors = ctx.saved_tensors
-        if is_watched(grad):
-            gate, up = tensors if len(tensors) > 1 else halves_of(tensors[0])
-            found = silu_mul_gradients(*as_rows([grad.contiguous(), gate, up], _OF_GRADIENTS), dense=True)
-            of_gate, of_up = (part.view(grad.shape) for part in found)
-            return None, *((of_gate, of_up) if len(tensors) > 1 else (torch.cat([of_gate, of_up], -1),))
-        if not grad.is_contiguous() or grad.data_ptr() % ALIGNMENT:
+        tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        watched = is_watched(grad)
+        if not watched and (not grad.is_contiguous() or grad.data_ptr() % ALIGNMENT):
             grad = grad.clone(memory_format=torch.contiguous_format)
+        if watched or not all(needs):
+            pair = tensors if len(tensors) > 1 else halves_of(tensors[0])
+            rows = as_rows([grad.contiguous(), *pair], _OF_GRADIENTS)
+            found = gradients_of(rows, needs if len(tensors) > 1 else (True, True))
+            seen = [None if part is None else part.view(grad.shape) for part in found]
+            return None, *(seen if len(tensors) > 1 else (torch.cat(seen, -1),))  # type: ignore[arg-type]
         return None, *(_gradients(ctx.call, grad, *tensors) if len(tensors) > 1 else _of_both(ctx.call, grad, *tensors))
 
 
@@ -175,7 +183,7 @@ def _gradients(call: GraphCall, grad: Tensor, gate: Tensor, up: Tensor) -> list[
     Hooks may have brought tensors back that lie otherwise, so that is compared.
     """
     tensors = (grad, gate, up)
-    looks = [*map(describe, tensors)]
+    looks = [is_deterministic(), *map(describe, tensors)]
     known = call.gradient
     if known is None or known[0] != looks or not known[1].plan.held:
         layout = tuple(grad.shape), contiguous_stride(tuple(grad.shape)), grad.dtype
@@ -188,7 +196,7 @@ def _of_both(call: GraphCall, grad: Tensor, both: Tensor) -> list[Tensor]:
     """The gradient by a tensor that holds gate and up, each half written to its place."""
     both = both if both.is_contiguous() else both.contiguous()
     given = (grad, *halves_of(both))
-    looks = [*map(describe, given)]
+    looks = [is_deterministic(), *map(describe, given)]
     known = call.gradient
     if known is None or known[0] != looks or not known[1].plan.held:
         rows = as_rows(given, _OF_GRADIENTS)

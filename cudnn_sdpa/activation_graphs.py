@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,8 +40,33 @@ def silu_mul_gradients(g: Any, grad: Any, gate: Any, up: Any, *, dense: bool) ->
     return of_gate, of_up
 
 
-def _silu_mul_backward(grads: tuple[Any, ...], operands: tuple[Any, ...], outputs: Any) -> Any:  # noqa: ARG001
-    return silu_mul_gradients(grads[0].contiguous(), *operands, dense=True)
+def _of_gate_reference(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    return _silu_mul_gradients_reference(grad, gate, up, dense=True)[0]
+
+
+@graph_op(reference=_of_gate_reference)
+def silu_mul_of_gate(g: Any, grad: Any, gate: Any, up: Any) -> Any:
+    """The gradient of `silu_mul` by gate alone, dense."""
+    return g.swish_backward(loss=g.mul(a=grad, b=up), input=gate)
+
+
+@graph_op(reference=lambda grad, gate: _silu_mul_reference(gate, grad))
+def silu_mul_of_up(g: Any, grad: Any, gate: Any) -> Any:
+    """The gradient of `silu_mul` by up alone, dense."""
+    return g.mul(a=g.swish(input=gate), b=grad)
+
+
+def gradients_of(rows: Sequence[Tensor], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients of `silu_mul` that are wanted, dense, in one kernel, from those of its result, gate and up."""
+    if all(needs):
+        both: tuple[Tensor, ...] = silu_mul_gradients(*rows, dense=True)
+        return both
+    return silu_mul_of_gate(*rows) if needs[0] else None, silu_mul_of_up(*rows[:2]) if needs[1] else None
+
+
+def _silu_mul_backward(grads: Any, operands: Any, outputs: Any, *, needs: tuple[bool, ...]) -> Any:
+    del outputs
+    return gradients_of((grads[0].contiguous(), *operands), needs)
 
 
 @graph_op(reference=_silu_mul_reference, backward=_silu_mul_backward)

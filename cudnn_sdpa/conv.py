@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from cudnn_sdpa.attention.dense import cast_tensor
-from cudnn_sdpa.conv_graphs import ACTIVATIONS, Sizes, channels_last, convolution
-from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.conv_arguments import check, check_activation, check_extent, sizes_of
+from cudnn_sdpa.conv_graphs import (
+    ACTIVATIONS,
+    Sizes,
+    as_picture,
+    as_pictures,
+    channels_last,
+    convolution,
+    geometry_of_pictures,
+    gradients_of,
+)
+from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graphs import operator
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
-from cudnn_sdpa.runtime.eager import is_bare, is_compiling, needs_gradient
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_watched, needs_gradient
+from cudnn_sdpa.runtime.graph_call import GraphCall, readable
 
 _SIZES = (int, tuple)
 
@@ -156,37 +167,97 @@ def _convolve(
 ) -> Tensor:
     given = (x, weight) if bias is None else (x, weight, bias)
     stride, padding, dilation = map(_hashable, (stride, padding, dilation))
-    options = (rank, stride, padding, dilation, groups, activation)
     exact = type(stride) in _SIZES and type(padding) in _SIZES and type(dilation) in _SIZES and type(groups) is int
+    options: Any = None
     if exact and not is_compiling():  # a call like one before? Saves checks and views, 30 µs
-        call = _calls.find(given, options)
+        try:
+            trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+        except AttributeError:  # no tensors: the checks will say so
+            trains = False
+        options = (trains, rank, stride, padding, dilation, groups, activation)
+        call = _calls.find(given, options, trains=trains)
         if call is not None and _may_be_tf32(x):
-            return call(given)[0]
-    x, weight, bias = _cast_for_autocast(x, weight, bias)
+            return _straight(call, given, options)
+    return _checked(rank, given, (stride, padding, dilation), groups, activation, options)
+
+
+def _checked(rank: int, given: Any, of_user: tuple[Any, ...], groups: Any, activation: Any, options: Any) -> Tensor:
+    """A call that has to be checked; with `options`, one like it will be known by these."""
+    x, weight, *rest = _cast_for_autocast(*given)
+    bias = rest[0] if rest else None
     check(rank, x, weight, bias, groups)
     if x.is_cuda and not _may_be_tf32(x):
         reasons = ["cuDNN multiplies float32 in TF32 here, and torch.backends.cudnn.allow_tf32 is False"]
         raise UnsupportedError("a convolution of float32", reasons, "bfloat16 or float16, or PyTorch's own functions")
     check_activation(activation)
-    sizes = sizes_of(rank, stride, padding, dilation)
+    sizes = sizes_of(rank, *of_user)
     check_extent(x, weight, **sizes)
     if x.shape[0] == 0:  # nothing but what autograd wants to see
         of_torch = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
         return ACTIVATIONS[activation](of_torch(x, weight, bias, **sizes, groups=groups))
-    apart = needs_gradient(*given) or is_depthwise(x, groups, activation)
     if rank == 2 and groups == 1 and cuts_patches(x, weight, **sizes):
         return ACTIVATIONS[activation](_of_patches(x, weight, bias))
     (x, weight), sizes = as_pictures(rank, x, weight, sizes)
     column = None if bias is None else bias.contiguous().view(1, -1, *(1,) * (x.dim() - 2))
     operands = channels_last(x), channels_last(weight), column
+    apart = needs_gradient(*given) or is_depthwise(x, groups, activation)
     static = {**sizes, "activation": None if apart else activation}
+    in_place = operands[0] is x and operands[1] is weight and (bias is None or bias.is_contiguous())
+    if options is not None and x.is_cuda and in_place and is_bare(*given):
+        call = _call_of(rank, operands, static)
+        _calls.add(given, options, call)
+        return _straight(call, given, options)
     y: Tensor = convolution(*operands, **static)
-    in_place = operands[0] is x and operands[1] is weight
-    in_place = in_place and (bias is None or bias.is_contiguous())
-    if rank > 1 and x.is_cuda and in_place and not apart and not is_compiling() and is_bare(*given):
-        _calls.add(given, options, operator.prepared(convolution, operands, static))
     y = y.squeeze(2) if rank == 1 else y
     return ACTIVATIONS[activation](y) if apart else y
+
+
+def _call_of(rank: int, operands: Sequence[Tensor | None], static: dict[str, Any]) -> GraphCall:
+    """What runs it, on tensors of the rank that the user gave them."""
+    call = operator.prepared(convolution, operands, static)
+    if rank > 1:
+        return call
+    with torch.no_grad():
+        line = convolution.outputs(operands, static)[0].squeeze(2)
+    return call.shaped((tuple(line.shape), line.stride(), line.dtype))
+
+
+def _straight(call: GraphCall, given: Sequence[Tensor], options: tuple[Any, ...]) -> Tensor:
+    """A call whose arguments are checked and lie as cuDNN reads them."""
+    trains, rank, *sizes, groups, activation = options
+    if trains:
+        y: Tensor = _Convolution.apply(call, rank, tuple(sizes), *given)  # type: ignore[no-untyped-call]
+    else:
+        y = call(given)[0]
+    return ACTIVATIONS[activation](y) if trains or is_depthwise(given[0], groups, activation) else y
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution where autograd follows, in eager mode: keeps nothing but what the wanted gradients need."""
+
+    @staticmethod
+    def forward(ctx: Any, call: GraphCall, rank: int, sizes: tuple[Any, ...], *tensors: Tensor) -> Tensor:
+        x, weight = tensors[:2]
+        of_x, of_weight = ctx.needs_input_grad[3:5]
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        ctx.rest = rank, sizes, x.shape, weight.shape
+        return call(tensors)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        rank, of_user, *shapes = ctx.rest
+        x, weight = (None if part is None else as_picture(rank, part) for part in ctx.saved_tensors)
+        sizes = geometry_of_pictures(rank, sizes_of(rank, *of_user))
+        shapes = [(*shape[:2], 1, *shape[2:]) if rank == 1 else tuple(shape) for shape in shapes]
+        needs = ctx.needs_input_grad[3:]
+        watched = is_watched(grad)
+        grad = channels_last(as_picture(rank, grad))
+        grad = grad if watched else readable(grad)
+        found = gradients_of(grad, x, weight, shapes=shapes, needs=(*needs, False)[:3], **sizes)
+        of_x, of_weight = (part.squeeze(2) if part is not None and rank == 1 else part for part in found[:2])
+        of_bias = None if found[2] is None else found[2].flatten()
+        return None, None, None, *(of_x, of_weight, of_bias)[: len(needs)]
 
 
 def _cast_for_autocast(*given: Any) -> tuple[Any, ...]:
@@ -194,22 +265,6 @@ def _cast_for_autocast(*given: Any) -> tuple[Any, ...]:
     if not isinstance(given[0], Tensor):  # the checks will say so
         return given
     return tuple([cast_tensor(part, given[0]) if isinstance(part, Tensor) else part for part in given])
-
-
-def as_pictures(
-    rank: int, x: Tensor, weight: Tensor, sizes: dict[str, Sizes]
-) -> tuple[tuple[Tensor, Tensor], dict[str, Sizes]]:
-    """What cuDNN reads: in one dimension, pictures of one line."""
-    if rank > 1:
-        return (x, weight), sizes
-    of_lines = {name: (0 if name == "padding" else 1, *pair) for name, pair in sizes.items()}
-    return (x.unsqueeze(2), weight.unsqueeze(2)), of_lines
-
-
-def check_activation(activation: Any) -> None:
-    """One that cuDNN fuses."""
-    if not isinstance(activation, (str, type(None))) or activation not in ACTIVATIONS:
-        raise OptionError("activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
 
 
 def _hashable(size: Any) -> Any:
@@ -251,56 +306,3 @@ def _of_patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         patches = by_line.transpose(2, 3).reshape(batch, rows, columns, -1)
         flat = weight.permute(0, 2, 3, 1).reshape(filters, -1)
     return F.linear(patches, flat, bias).permute(0, 3, 1, 2)
-
-
-def check(rank: int, x: Any, weight: Any, bias: Any, groups: Any) -> None:
-    """Checks of all but steps, zeros and distances."""
-    if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
-        got = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
-        raise DtypeError("x", got, "float16, bfloat16 or float32")
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if name == "bias" and tensor is None:
-            continue
-        if not isinstance(tensor, Tensor) or tensor.dtype != x.dtype:
-            got = str(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise DtypeError(name, got, f"{x.dtype}, the dtype of x")
-    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
-        raise OptionError("groups", repr(groups), "an int of at least 1")
-    if x.dim() != rank + 2:
-        raise ShapeError("x", f"shape {tuple(x.shape)}", f"{rank + 2} dimensions: batch, channels, then {rank} more")
-    if weight.dim() != rank + 2 or x.shape[1] != weight.shape[1] * groups or weight.shape[0] % groups:
-        got = f"shape {tuple(weight.shape)} with {groups} groups"
-        expected = f"(filters, channels / groups, then {rank} sizes) for x of shape {tuple(x.shape)}"
-        raise ShapeError("weight", got, expected)
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ShapeError("bias", f"shape {tuple(bias.shape)}", f"shape ({weight.shape[0]},)")
-    for name, tensor, shape in (("x", x, x.shape[1:]), ("weight", weight, weight.shape)):
-        if 0 in shape:
-            raise ShapeError(name, f"shape {tuple(tensor.shape)}", "sizes of at least 1")
-
-
-def check_extent(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> None:
-    """The filter is not larger than x with its zeros."""
-    del stride
-    for length, size, zeros, step in zip(x.shape[2:], weight.shape[2:], padding, dilation, strict=True):
-        if length + 2 * zeros < (size - 1) * step + 1:
-            got = f"{length} with {zeros} zeros on both sides"
-            raise LayoutError("x", got, f"at least {(size - 1) * step + 1}, the extent of the filter", "Pad x.")
-
-
-def sizes_of(rank: int, stride: Any, padding: Any, dilation: Any) -> dict[str, Sizes]:
-    """Steps, zeros and distances, one for each dimension."""
-    return {
-        "stride": _sizes("stride", stride, rank, least=1),
-        "padding": _sizes("padding", padding, rank, least=0),
-        "dilation": _sizes("dilation", dilation, rank, least=1),
-    }
-
-
-def _sizes(name: str, value: Any, rank: int, least: int) -> Sizes:
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = (value,) * rank
-    sizes = tuple(value) if isinstance(value, (tuple, list)) else ()
-    if len(sizes) != rank or any(isinstance(x, bool) or not isinstance(x, int) or x < least for x in sizes):
-        raise OptionError(name, repr(value), f"an int of at least {least}, or {rank} of them")
-    return sizes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,25 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
 def channels_last(x: Tensor) -> Tensor:
     """The tensor with its channels innermost, as cuDNN reads it; a copy if they are not."""
     return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+
+
+def as_pictures(
+    rank: int, x: Tensor, weight: Tensor, sizes: dict[str, Sizes]
+) -> tuple[tuple[Tensor, Tensor], dict[str, Sizes]]:
+    """What cuDNN reads: in one dimension, pictures of one line."""
+    return (as_picture(rank, x), as_picture(rank, weight)), geometry_of_pictures(rank, sizes)
+
+
+def as_picture(rank: int, tensor: Tensor) -> Tensor:
+    """A tensor as cuDNN reads it."""
+    return tensor.unsqueeze(2) if rank == 1 else tensor
+
+
+def geometry_of_pictures(rank: int, sizes: dict[str, Sizes]) -> dict[str, Sizes]:
+    """Steps, zeros and distances as cuDNN reads them."""
+    if rank > 1:
+        return sizes
+    return {name: (0 if name == "padding" else 1, *pair) for name, pair in sizes.items()}
 
 
 def _reference(
@@ -79,17 +98,34 @@ def convolution_of_weight(
     return g.conv_wgrad(image=x, loss=grad, **_geometry(stride, padding, dilation))
 
 
+def gradients_of(
+    grad: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    *,
+    shapes: Sequence[Sizes],
+    needs: tuple[bool, ...],
+    **sizes: Sizes,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients by x, weight and bias that are wanted; that by x needs no x, and that by the weight no weight."""
+    of_x = of_weight = None
+    if needs[0]:
+        assert weight is not None
+        of_x = convolution_of_x(grad, channels_last(weight), shape=shapes[0], **sizes)
+    if needs[1]:
+        assert x is not None
+        of_weight = convolution_of_weight(grad, channels_last(x), shape=shapes[1], **sizes)
+    return of_x, of_weight, grad.sum((0, *range(2, grad.dim())), keepdim=True) if needs[2] else None
+
+
 def _backward(
     grads: Any, operands: Any, outputs: Any, *, needs: tuple[bool, ...], activation: str | None, **sizes: Sizes
 ) -> Any:
     del outputs
-    x, weight, bias = operands
+    x, weight, _ = operands
     assert activation is None
-    grad = channels_last(grads[0])
-    of_x = convolution_of_x(grad, weight, shape=tuple(x.shape), **sizes) if needs[0] else None
-    of_weight = convolution_of_weight(grad, x, shape=tuple(weight.shape), **sizes) if needs[1] else None
-    spatial = tuple(range(2, x.dim()))
-    return of_x, of_weight, None if bias is None or not needs[2] else grad.sum((0, *spatial), keepdim=True)
+    shapes = tuple(x.shape), tuple(weight.shape)
+    return gradients_of(channels_last(grads[0]), x, weight, shapes=shapes, needs=needs, **sizes)
 
 
 @graph_op(reference=_reference, backward=_backward, keeps_results=False)

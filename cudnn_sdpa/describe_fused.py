@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa import activation as gates
-from cudnn_sdpa import conv, norm, norm_arguments
-from cudnn_sdpa.activation_graphs import gelu_mul_rows, relu_squared_rows, silu_mul_gradients, silu_mul_rows
-from cudnn_sdpa.conv_graphs import channels_last, convolution, convolution_of_x
+from cudnn_sdpa import conv, conv_arguments, norm, norm_arguments
+from cudnn_sdpa.activation_graphs import (
+    gelu_mul_rows,
+    relu_squared_rows,
+    silu_mul_gradients,
+    silu_mul_of_gate,
+    silu_mul_of_up,
+    silu_mul_rows,
+)
+from cudnn_sdpa.conv_graphs import as_pictures, channels_last, convolution, convolution_of_weight, convolution_of_x
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.norm_graphs import layer_norm_gradients, layer_norm_rows, rms_norm_gradients, rms_norm_rows
 from cudnn_sdpa.runtime.describe import Description, describes
@@ -69,8 +76,11 @@ def _silu_mul(gate: Tensor, up: Tensor | None = None) -> Description:
     if not needs_gradient(gate, up):
         return _completed(found, gate, [])
     grad = torch.empty(tensors[0].shape, dtype=gate.dtype, device=gate.device)
-    rows = map(_meta, gates.as_rows((grad, *tensors), ("grad", "gate", "up")))
-    return _completed(found, gate, [], silu_mul_gradients.describe(*rows, dense=up is not None))
+    rows = [*map(_meta, gates.as_rows((grad, *tensors), ("grad", "gate", "up")))]
+    if up is None or (gate.requires_grad and up.requires_grad):
+        return _completed(found, gate, [], silu_mul_gradients.describe(*rows, dense=up is not None))
+    of_one = silu_mul_of_gate.describe(*rows) if gate.requires_grad else silu_mul_of_up.describe(*rows[:2])
+    return _completed(found, gate, [], of_one)
 
 
 @describes(gates.gelu_mul)
@@ -95,16 +105,16 @@ def _convolution(
     groups: int,
     activation: str | None,
 ) -> Description:
-    conv.check(rank, x, weight, bias, groups)
-    conv.check_activation(activation)
-    sizes = conv.sizes_of(rank, *of_user)
-    conv.check_extent(x, weight, **sizes)
+    conv_arguments.check(rank, x, weight, bias, groups)
+    conv_arguments.check_activation(activation)
+    sizes = conv_arguments.sizes_of(rank, *of_user)
+    conv_arguments.check_extent(x, weight, **sizes)
     if rank == 2 and groups == 1 and conv.cuts_patches(x, weight, **sizes):
         reasons = ["the filter's steps are its size: patches are put in rows, and PyTorch multiplies them"]
         raise UnsupportedError("a cuDNN plan for this conv2d", reasons, "calling it")
     trains = needs_gradient(x, weight, bias)
     apart = trains or conv.is_depthwise(x, groups, activation)
-    given, sizes = conv.as_pictures(rank, x, weight, sizes)
+    given, sizes = as_pictures(rank, x, weight, sizes)
     operands = [_meta(channels_last(part)) for part in given]
     column = None if bias is None else _meta(bias.contiguous().view(1, -1, *(1,) * (operands[0].dim() - 2)))
     found = convolution.describe(*operands, column, **sizes, activation=None if apart else activation)
@@ -114,8 +124,15 @@ def _convolution(
     if not trains:
         return _completed(found, x, notes)
     grad = convolution.outputs((*operands, column), {**sizes, "activation": None})[0]
-    gradient = convolution_of_x.describe(grad, operands[1], shape=tuple(operands[0].shape), **sizes)
-    more = ["the gradient by the weight, a plan of its own"] + ["the gradient by the bias"] * (bias is not None)
+    of_bias = ["the gradient by the bias"] * (bias is not None and bias.requires_grad)
+    if x.requires_grad:
+        gradient = convolution_of_x.describe(grad, operands[1], shape=tuple(operands[0].shape), **sizes)
+        more = ["the gradient by the weight, a plan of its own"] * weight.requires_grad + of_bias
+    elif weight.requires_grad:
+        gradient = convolution_of_weight.describe(grad, operands[0], shape=tuple(operands[1].shape), **sizes)
+        more = of_bias
+    else:  # that is a sum of PyTorch's
+        return _completed(found, x, notes)
     return _completed(found, x, notes, replace(gradient, extra_kernels=more))
 
 

@@ -14,8 +14,15 @@ from cudnn_sdpa.graphs import operator
 from cudnn_sdpa.graphs.function import GraphFunction
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
 from cudnn_sdpa.norm_arguments import INFINITY, check, check_choices, check_residual
-from cudnn_sdpa.norm_graphs import ACTIVATIONS, layer_norm_gradients, layer_norm_rows, rms_norm_gradients, rms_norm_rows
-from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_watched, needs_gradient
+from cudnn_sdpa.norm_graphs import (
+    ACTIVATIONS,
+    layer_norm_gradients,
+    layer_norm_rows,
+    of_wanted,
+    rms_norm_gradients,
+    rms_norm_rows,
+)
+from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_deterministic, is_watched, needs_gradient
 from cudnn_sdpa.runtime.graph_call import GraphCall, Layout, describe
 from cudnn_sdpa.runtime.layouts import ALIGNMENT, contiguous_stride
 
@@ -198,7 +205,8 @@ class _RmsNorm(torch.autograd.Function):
         found = _gradients(ctx.call, rms_norm_gradients, (grad, x, *weights, scale), ctx.numbers, given)
         if ctx.has_residual and rest[0] is not None:
             found[0] = found[0] + rest[0]
-        return None, None, None, *found, *([found[0]] if ctx.has_residual else [])
+        found += [found[0]] if ctx.has_residual else []
+        return None, None, None, *of_wanted(found, ctx.needs_input_grad[3:])
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -223,7 +231,8 @@ class _LayerNorm(torch.autograd.Function):
             rows, of_weight, of_grad = rows_of(x, weight, grad)
             return of_grad, rows, of_weight, *statistics
 
-        return None, None, *_gradients(ctx.call, layer_norm_gradients, (grad, x, weight, *statistics), (), given)
+        found = _gradients(ctx.call, layer_norm_gradients, (grad, x, weight, *statistics), (), given)
+        return None, None, *of_wanted(found, ctx.needs_input_grad[2:])
 
 
 def _gradients(
@@ -240,7 +249,7 @@ def _gradients(
         return [found[0].view(x.shape), *(gradient.view(-1) for gradient in found[1:])]
     if not grad.is_contiguous() or grad.data_ptr() % ALIGNMENT:
         tensors = (grad.clone(memory_format=torch.contiguous_format), *tensors[1:])
-    looks = [*map(describe, tensors)]
+    looks = [is_deterministic(), *map(describe, tensors)]
     known = call.gradient
     if known is not None and known[0] == looks and known[1].plan.held:
         return known[1](tensors, numbers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -44,6 +44,11 @@ def _rms_gradients_reference(
     return of_x if weight is None else (of_x, (dy * rows).sum((0, 1, 2), keepdim=True).to(weight.dtype))
 
 
+def of_wanted(gradients: Sequence[Any], needs: Sequence[bool]) -> tuple[Any, ...]:
+    """Gradients by what requires one. cuDNN's kernels give all at once, and have no way to leave one out."""
+    return tuple(gradient if is_needed else None for gradient, is_needed in zip(gradients, needs, strict=True))
+
+
 @graph_op(reference=_rms_gradients_reference)
 def rms_norm_gradients(g: Any, grad: Any, x: Any, weight: Any = None, scale: Any = None, shift: Any = None) -> Any:
     """The gradients of `rms_norm` by x and, if there is one, the weight."""
@@ -54,7 +59,9 @@ def rms_norm_gradients(g: Any, grad: Any, x: Any, weight: Any = None, scale: Any
     return of_x if weight is None else (of_x, of_weight)
 
 
-def _rms_backward(grads: Any, operands: Any, outputs: Any, *, with_scale: bool, activation: str | None) -> Any:
+def _rms_backward(
+    grads: Any, operands: Any, outputs: Any, *, needs: tuple[bool, ...], with_scale: bool, activation: str | None
+) -> Any:
     x, weight, residual, _, shift = operands
     assert with_scale
     assert activation is None
@@ -63,7 +70,7 @@ def _rms_backward(grads: Any, operands: Any, outputs: Any, *, with_scale: bool, 
     of_x, of_weight = (found, None) if weight is None else found
     if residual is not None and grads[1] is not None:
         of_x = of_x + grads[1]
-    return of_x, of_weight, None if residual is None else of_x, None, None
+    return of_wanted((of_x, of_weight, of_x, None, None), needs)
 
 
 @graph_op(reference=_rms_reference, backward=_rms_backward)
@@ -117,10 +124,10 @@ def layer_norm_gradients(g: Any, grad: Any, x: Any, weight: Any, mean: Any, scal
     return tuple(found)
 
 
-def _layer_backward(grads: Any, operands: Any, outputs: Any, *, with_statistics: bool) -> Any:
+def _layer_backward(grads: Any, operands: Any, outputs: Any, *, needs: tuple[bool, ...], with_statistics: bool) -> Any:
     x, weight, _, _ = operands
     assert with_statistics
-    return (*layer_norm_gradients(grads[0].contiguous(), x, weight, outputs[1], outputs[2]), None)
+    return of_wanted((*layer_norm_gradients(grads[0].contiguous(), x, weight, outputs[1], outputs[2]), None), needs)
 
 
 @graph_op(reference=_layer_reference, backward=_layer_backward)

@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,21 @@ def seed(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return ROOT
+
+
+@pytest.fixture
+def deterministic_algorithms() -> Callable[[], AbstractContextManager[None]]:
+    """Has PyTorch's switch on while a with statement runs."""
+
+    @contextmanager
+    def on() -> Iterator[None]:
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return on
 
 
 @pytest.fixture

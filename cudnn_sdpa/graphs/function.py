@@ -17,7 +17,7 @@ from cudnn_sdpa.graphs import operator
 from cudnn_sdpa.graphs.operator import Outputs, as_tuple
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
 from cudnn_sdpa.runtime.describe import Description
-from cudnn_sdpa.runtime.eager import is_bare, is_compiling
+from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_deterministic
 from cudnn_sdpa.runtime.graph_call import GraphCall, key_of, readable, type_of
 from cudnn_sdpa.runtime.graph_op import GraphOp, function_digest
 from cudnn_sdpa.runtime.layouts import CUDNN_DTYPE_NAMES
@@ -168,7 +168,15 @@ class GraphFunction(GraphOp):
         """What a call with these arguments runs on a GPU."""
         given, static = self._bind(operands, options)
         tensor = next(x for x in given if isinstance(x, Tensor))
-        key = partial(key_of, self, self.operands, given, self.outputs(given, static), static)
+        key = partial(
+            key_of,
+            self,
+            self.operands,
+            given,
+            self.outputs(given, static),
+            static,
+            deterministic=is_deterministic(),
+        )
         return Description(operation=self, key=key, device=tensor.get_device() if tensor.is_cuda else None)
 
     def outputs(self, given: Sequence[Any], static: dict[str, Any]) -> Outputs:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.errors import OptionError, UnsupportedError
+from cudnn_sdpa.runtime.eager import is_deterministic
 from cudnn_sdpa.runtime.graph_call import GraphCall, calls, describe, type_of
 from cudnn_sdpa.runtime.graph_op import find_operation
 
@@ -76,11 +77,13 @@ def prepared(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Gra
         PlanBuildError: It is missing and may not be built now.
     """
     options = (*static.items(), *map(type_of, static.values()))
-    signature = (function.token, function.digest, *map(describe, given), *options)
+    deterministic = is_deterministic()
+    signature = (function.token, function.digest, deterministic, *map(describe, given), *options)
     found: GraphCall | None = calls.get(signature)
     if found is None:
         with torch.cuda.device(next(x.device for x in given if isinstance(x, Tensor))):
-            found = GraphCall(function, given, function.outputs(given, static), static)
+            outputs = function.outputs(given, static)
+            found = GraphCall(function, given, outputs, static, deterministic=deterministic)
         calls.add(signature, found)
     return found
 
@@ -194,9 +197,15 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
     saved = ctx.saved_tensors  # once: hooks may bring them back from elsewhere, and checkpoints count
     tensors, results = saved[: ctx.count], saved[ctx.count :]
     function, given, static = _call(name, kinds, tensors, numbers, options)
-    found = gradients(function, grads, given, results, static)
+    found = gradients(function, grads, given, results, static, _needs(ctx.needs_input_grad[2], kinds))
     of_tensors = [gradient for gradient, kind in zip(found, kinds, strict=True) if kind == "t"]
     return None, None, of_tensors, None if numbers else [], None  # an empty list counts as one of tensors
+
+
+def _needs(of_tensors: Any, kinds: str) -> tuple[bool, ...]:
+    """Which operands require a gradient, of all, where this is known of the tensors among them."""
+    needed = iter(of_tensors)
+    return tuple(kind == "t" and bool(next(needed)) for kind in kinds)
 
 
 _library: Any = torch.library.Library("cudnn_sdpa", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cudnn_sdpa.runtime.call_table import CallTable
-from cudnn_sdpa.runtime.eager import Guard, is_bare, is_profiling, needs_gradient, tensor_guard
+from cudnn_sdpa.runtime.eager import Guard, is_bare, is_deterministic, is_profiling, needs_gradient, tensor_guard
 from cudnn_sdpa.runtime.graph_call import GraphCall, describe
 
 
@@ -23,6 +23,7 @@ class Served:
         options: What is no tensor.
         count: How many tensors there are.
         grad_mode: Whether gradients were recorded.
+        deterministic: Whether `torch.use_deterministic_algorithms` was in force.
         guard: Whether tensors are like its own; with `grad_mode` that says whether autograd follows.
         call: What runs it.
     """
@@ -30,6 +31,7 @@ class Served:
     options: Hashable
     count: int
     grad_mode: bool
+    deterministic: bool
     guard: Guard
     call: GraphCall
 
@@ -52,6 +54,7 @@ class Shortcuts:
                 and last.options == options
                 and last.count == len(tensors)
                 and last.grad_mode is torch.is_grad_enabled()
+                and last.deterministic is is_deterministic()
             ):
                 for tensor in tensors:
                     if tensor.is_nested:  # a guard would end the process
@@ -60,7 +63,7 @@ class Shortcuts:
                     return last.call
             if not is_bare(*tensors) or needs_gradient(*tensors) is not trains:
                 return None
-            call: GraphCall | None = self._calls.get((options, *map(describe, tensors)))
+            call: GraphCall | None = self._calls.get(_signature(tensors, options, is_deterministic()))
         except (AttributeError, RuntimeError, TypeError):  # no tensors, or without memory: the checks will say so
             return None
         if call is not None:
@@ -70,9 +73,14 @@ class Shortcuts:
     def add(self, tensors: Sequence[Tensor], options: Hashable, call: GraphCall) -> None:
         """Has calls with such arguments, which have been checked, served by `call`."""
         if all(type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_cuda for tensor in tensors):
-            self._calls.add((options, *map(describe, tensors)), call)
+            self._calls.add(_signature(tensors, options, call.plan.key.deterministic), call)
 
     def _remember(self, tensors: Sequence[Tensor], options: Hashable, call: GraphCall) -> None:
         if len({id(tensor) for tensor in tensors}) == len(tensors):  # no guard takes one tensor twice
-            last = Served(options, len(tensors), torch.is_grad_enabled(), tensor_guard(*tensors), call)
+            modes = torch.is_grad_enabled(), call.plan.key.deterministic
+            last = Served(options, len(tensors), *modes, tensor_guard(*tensors), call)
             self._calls.remember_last(last, call.plan)
+
+
+def _signature(tensors: Sequence[Tensor], options: Hashable, deterministic: bool) -> Hashable:
+    return (options, deterministic, *map(describe, tensors))

@@ -19,6 +19,7 @@ from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime import backend
 from cudnn_sdpa.runtime.graph_op import find_operation
 from cudnn_sdpa.runtime.key import PlanKey
+from cudnn_sdpa.runtime.proposals import HeuristicsBuilder
 from cudnn_sdpa.runtime.target import Target
 
 
@@ -41,7 +42,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     if operation.digest != key.digest:
         return {"error": "the operation's source has changed since this process started", "reasons": None}
     heuristics = request.get("heuristics", False)
-    builder = backend.HeuristicsBuilder if heuristics else backend.GraphBuilder
+    builder = HeuristicsBuilder if heuristics else backend.GraphBuilder
     start = time.perf_counter()
     try:
         built = operation.compile(key, builder(properties=request["properties"]))

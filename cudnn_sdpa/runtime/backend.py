@@ -20,7 +20,7 @@ from typing import Any
 
 from cudnn_sdpa.errors import ExecutionError, LibraryError, UnsupportedError
 from cudnn_sdpa.runtime.places import Place, recording
-from cudnn_sdpa.runtime.repeatability import is_repeatable
+from cudnn_sdpa.runtime.repeatability import in_words, is_repeatable
 
 #: Oldest versions that the library is tested with.
 MIN_FRONTEND = (1, 28)
@@ -125,10 +125,12 @@ class GraphBuilder:
     Attributes:
         types: The `cudnn` module, for its enumerations (`g.types.diagonal_alignment.TOP_LEFT`).
         places: Where operations were added.
+        where: What another builder for the same GPU takes.
     """
 
     def __init__(self, *, handle: Any = None, properties: dict[str, Any] | None = None) -> None:
         self.types = cudnn()
+        self.where = {"handle": handle, "properties": properties}
         where: dict[str, Any] = {"handle": handle}
         if properties is not None:
             where = {
@@ -139,7 +141,7 @@ class GraphBuilder:
         float32 = self.types.data_type.FLOAT
         self._graph = self.types.pygraph(intermediate_data_type=float32, compute_data_type=float32, **where)
         self._may_take: Callable[[str, dict[str, int]], bool] = lambda *_: True
-        self._passed_over = False
+        self._passed_over = self._deterministic = False
         self.places: list[Place] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -148,6 +150,10 @@ class GraphBuilder:
     def only_repeatable(self, *, single_query: bool) -> None:
         """Has the forward kernels passed over that may give other bits in another run."""
         self._may_take = functools.partial(is_repeatable, single_query=single_query)
+
+    def only_deterministic(self) -> None:
+        """Has plans passed over that cuDNN notes to be nondeterministic."""
+        self._deterministic = True
 
     def declare(
         self, name: str, uid: int, shape: Any, stride: Any, dtype: str, *, host_scalar: bool = False, ragged: Any = None
@@ -188,6 +194,8 @@ class GraphBuilder:
             graph.validate()
             graph.build_operation_graph()
             graph.create_execution_plans([self.types.heur_mode.A])
+            if self._deterministic:  # shows when a plan is built: cuDNN's frontend names no notes
+                graph.deselect_numeric_notes([self.types.numerical_note.NONDETERMINISTIC])
         except Exception as error:  # noqa: BLE001 - whatever the frontend raises, it is the reason
             raise _unsupported(what, [_reason(error)]) from None
         for index in range(graph.get_execution_plan_count()):
@@ -220,13 +228,6 @@ class GraphBuilder:
         graph.build_plans()
         engine, knobs = self._configuration(index)
         return BuiltGraph(graph=graph, engine=engine, knobs=knobs, workspace=int(graph.get_workspace_size()))
-
-
-class HeuristicsBuilder(GraphBuilder):
-    """Asks which engine cuDNN proposes and compiles nothing: a few ms, where a plan takes some 500."""
-
-    def _finish(self, index: int) -> BuiltGraph:
-        return BuiltGraph(graph=self._graph, engine=self._configuration(index)[0], knobs={}, workspace=0)
 
 
 @dataclass
@@ -305,4 +306,4 @@ def _reason(error: Exception) -> str:
     """cuDNN's own reason, without the list of the frontend's Python engines, which are never asked."""
     text = str(error)
     match = re.search(r"the backend declined: (.*?)(?:; python engines|\)?$)", text, re.DOTALL)
-    return (match[1] if match else text).strip() or type(error).__name__
+    return in_words((match[1] if match else text).strip()) or type(error).__name__

@@ -32,6 +32,10 @@ except ImportError:  # pragma: no cover - a PyTorch that has moved them
 
 
 is_profiling = _profiler_enabled
+
+#: Whether `torch.use_deterministic_algorithms` is in force; the C function, which saves 40 ns.
+is_deterministic = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
+
 is_batch = is_legacy_batchedtensor  #: what `is_grads_batched` makes of gradients; its Python type is Tensor
 
 

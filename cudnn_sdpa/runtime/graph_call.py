@@ -51,6 +51,8 @@ def key_of(
     options: dict[str, Any],
     target: Target,
     device: int | None,
+    *,
+    deterministic: bool,
 ) -> PlanKey:
     """The key of the plan for operands and outputs that lie in memory as these do."""
     rank = max(x.dim() for x in given if isinstance(x, Tensor))
@@ -61,7 +63,7 @@ def key_of(
         if x is not None
     ]
     results = [Operand(f"output{number}", TensorLayout.of(x)) for number, x in enumerate(outputs)]
-    return operation.key(inputs, results, options, target, device)
+    return operation.key(inputs, results, options, target, device, deterministic=deterministic)
 
 
 def readable(tensor: Tensor) -> Tensor:
@@ -84,10 +86,17 @@ class GraphCall:
     )
 
     def __init__(
-        self, operation: Any, given: Sequence[Any], outputs: Sequence[Tensor], options: dict[str, Any]
+        self,
+        operation: Any,
+        given: Sequence[Any],
+        outputs: Sequence[Tensor],
+        options: dict[str, Any],
+        *,
+        deterministic: bool,
     ) -> None:
         device = next(x for x in given if isinstance(x, Tensor)).get_device()
-        key = key_of(operation, operation.operands, given, outputs, options, live_target(device), device)
+        where = live_target(device), device
+        key = key_of(operation, operation.operands, given, outputs, options, *where, deterministic=deterministic)
         self.plan = plan_cache.get(key, lambda key: build_plan(operation, key))
         self.last: Any = None
         self.gradient: tuple[Any, GraphCall] | None = None

@@ -22,6 +22,7 @@ from cudnn_sdpa._version import __version__
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime import known_issues
 from cudnn_sdpa.runtime.backend import BuiltGraph, GraphBuilder
+from cudnn_sdpa.runtime.inference import InferringBuilder
 from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
 from cudnn_sdpa.runtime.layouts import CUDNN_DTYPE_NAMES
 from cudnn_sdpa.runtime.places import in_words
@@ -64,9 +65,12 @@ class GraphOp:
         options: dict[str, Any],
         target: Target,
         device: int | None,
+        *,
+        deterministic: bool = False,
     ) -> PlanKey:
         """The key of the plan for these operands and options."""
-        return PlanKey(self.name, self.digest, tuple(inputs), tuple(outputs), PlanKey.typed(options), target, device)
+        given = (tuple(inputs), tuple(outputs), PlanKey.typed(options))
+        return PlanKey(self.name, self.digest, *given, target, device, deterministic)
 
     def compile(self, key: PlanKey, g: GraphBuilder) -> BuiltGraph:
         """Builds the graph of `key` in `g`, then plans and compiles it.
@@ -76,11 +80,34 @@ class GraphOp:
 
         Raises:
             UnsupportedError: cuDNN takes no such graph, or is known to compute it wrongly.
+            ShapeError: A user's outputs have other shapes than the graph gives them.
             TypeError: What the builder uses has changed since its first key was made.
         """
         if _digest(self._builder) != self.digest:
             raise TypeError(f"what {self.name} uses has changed since its first plan; define a new operation instead")
         known_issues.check(key)
+        is_ours = key.operation.startswith("cudnn_sdpa.")
+        if not is_ours:
+            inferring = InferringBuilder(**g.where)
+            inferring.check(key, self._build(key, inferring)[1])
+        if key.deterministic:
+            g.only_deterministic()
+        symbols, results = self._build(key, g)
+        for uid, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True), start=1 + len(key.inputs)):
+            layout = operand.layout
+            ragged = symbols[operand.ragged] if operand.ragged else None
+            g.declare_output(symbol, uid, layout.shape, layout.stride, CUDNN_DTYPE_NAMES[layout.dtype], ragged=ragged)
+        try:
+            return g.build(key.name)
+        except UnsupportedError as error:
+            places = in_words(g.places, self._builder.__code__.co_filename)
+            if not places or is_ours:
+                raise
+            reasons = [*error.reasons, f"the graph's operations: {places}"]  # cuDNN does not say which of them it was
+            raise UnsupportedError(error.what, reasons, error.suggestion) from None
+
+    def _build(self, key: PlanKey, g: GraphBuilder) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """Runs the builder in `g`; the symbols of the operands by name, and those of the results."""
         symbols: dict[str, Any] = {}
         for uid, operand in enumerate(key.inputs, start=1):
             layout = operand.layout
@@ -101,19 +128,7 @@ class GraphOp:
             raise UnsupportedError(key.name, [f"{error}{_place_of(error, self._builder)}"]) from None
         except (AttributeError, TypeError) as error:  # a method that there is not, or arguments that it does not take
             raise TypeError(f"in the graph builder of {key.name}: {error}{_place_of(error, self._builder)}") from error
-        results = self._checked(results, key, list(symbols.values()))
-        for uid, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True), start=1 + len(key.inputs)):
-            layout = operand.layout
-            ragged = symbols[operand.ragged] if operand.ragged else None
-            g.declare_output(symbol, uid, layout.shape, layout.stride, CUDNN_DTYPE_NAMES[layout.dtype], ragged=ragged)
-        try:
-            return g.build(key.name)
-        except UnsupportedError as error:
-            places = in_words(g.places, self._builder.__code__.co_filename)
-            if not places or key.operation.startswith("cudnn_sdpa."):
-                raise
-            reasons = [*error.reasons, f"the graph's operations: {places}"]  # cuDNN does not say which of them it was
-            raise UnsupportedError(error.what, reasons, error.suggestion) from None
+        return symbols, self._checked(results, key, list(symbols.values()))
 
     def _checked(self, results: Any, key: PlanKey, operands: list[Any]) -> tuple[Any, ...]:
         """The builder's results, if they are what the key says.

@@ -61,6 +61,8 @@ class PlanKey:
         options: Static options as (name, type, value): 1, 1.0 and True are three different options.
         target: The GPU and the libraries.
         device: Index of the GPU in this process; None for a plan that is only compiled.
+        deterministic: Whether engines that cuDNN calls nondeterministic are passed over. Attention, which knows more of
+            its kernels than cuDNN says, has an option of this name instead.
     """
 
     operation: str
@@ -70,6 +72,7 @@ class PlanKey:
     options: tuple[tuple[str, str, Any], ...]
     target: Target
     device: int | None
+    deterministic: bool = False
 
     @staticmethod
     def typed(options: dict[str, Any]) -> tuple[tuple[str, str, Any], ...]:
@@ -94,6 +97,7 @@ class PlanKey:
             "inputs": [_operand_to_json(operand) for operand in self.inputs],
             "outputs": [_operand_to_json(operand) for operand in self.outputs],
             "options": self.option_values,
+            **({"deterministic": True} if self.deterministic else {}),
         }
 
     def identity(self) -> dict[str, Any]:
@@ -119,6 +123,7 @@ class PlanKey:
             options=cls.typed({name: _hashable(value) for name, value in data["options"].items()}),
             target=target,
             device=None,
+            deterministic=data.get("deterministic", False),
         )
 
     def __str__(self) -> str:
@@ -126,6 +131,7 @@ class PlanKey:
         results = ", ".join(map(str, self.outputs))
         options = ", ".join(f"{name}={value!r}" for name, _, value in self.options)
         where = f"cuda:{self.device}" if self.device is not None else "no device here"
+        where += ", deterministic" * self.deterministic
         return (
             f"{self.name}({operands}; {options}) -> ({results}) "
             f"on {self.target} with cuDNN {version_string(self.target.cudnn)}, {where}"

@@ -192,7 +192,7 @@ def not_tunable(key: PlanKey) -> str:
 
 def must_not_change(key: PlanKey) -> bool:
     """Whether every launch of the plan must give the same bits."""
-    return key.option_values.get("deterministic") is True
+    return key.deterministic or key.option_values.get("deterministic") is True
 
 
 def _decides(operand: Operand) -> bool:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from gpu_graphs import add_rows, conv_bias_silu, two_results
 
 import cudnn_sdpa
-from cudnn_sdpa import UnsupportedError, autotune, conv1d, conv2d, conv3d, explain, no_plan_builds, plan_cache
+from cudnn_sdpa import UnsupportedError, autotune, conv, conv1d, conv2d, conv3d, explain, no_plan_builds, plan_cache
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-3}  # float32 may run on TF32
 ACTIVATIONS = {None: lambda x: x, "relu": F.relu, "silu": F.silu, "gelu": F.gelu}
@@ -208,3 +208,74 @@ def test_warmup_makes_them_ready():
     with no_plan_builds():
         torch.testing.assert_close(cudnn_sdpa.silu_mul(x), wanted)
         two_results(x)
+
+
+@pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1)], ids=str)
+def test_gradients_by_some_of_them(wanted):
+    for _ in range(3):
+        given = [channels_last(2, 32, 16, 16), channels_last(64, 32, 3, 3).mul_(0.06), channels_last(1, 64, 1, 1)]
+        given[2] = given[2].flatten()
+        given = [x.requires_grad_(bool(wants)) for x, wants in zip(given, wanted, strict=True)]
+        exact = [x.detach().double().requires_grad_(x.requires_grad) for x in given]
+        grad = channels_last(2, 64, 16, 16)
+        found = torch.autograd.grad(conv2d(*given, padding=1), [x for x in given if x.requires_grad], grad)
+        right = torch.autograd.grad(F.conv2d(*exact, padding=1), [x for x in exact if x.requires_grad], grad.double())
+        for one, other in zip(found, right, strict=True):
+            assert difference(one, other) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("channels", [3, 64])
+def test_gradients_have_the_same_bits_under_determinism(deterministic_algorithms, dtype, channels):
+    x, weight = (
+        torch.randn(shape, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
+        for shape in ((16, channels, 64, 64), (32, channels, 3, 3))
+    )
+    grad = torch.randn(16, 32, 64, 64, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
+    before = torch.autograd.grad(conv2d(x, weight, padding=1), (x, weight), grad)
+    with deterministic_algorithms():
+        first = torch.autograd.grad(conv2d(x, weight, padding=1), (x, weight), grad)
+        for _ in range(20):
+            again = torch.autograd.grad(conv2d(x, weight, padding=1), (x, weight), grad)
+            assert all(map(torch.equal, first, again))
+    for one, other in zip(first, before, strict=True):
+        assert difference(one, other.double()) < 1e-2
+    keys = [plan.key for plan in plan_cache._plans.values() if "convolution_of" in plan.key.operation]
+    assert sorted(key.deterministic for key in keys) == [False, False, True, True]
+
+
+def test_training_and_one_dimension_take_the_short_way():
+    lines = torch.randn(2, 50, 32, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    filters = (torch.randn(64, 3, 32, device="cuda") * 0.1).bfloat16().transpose(1, 2)
+    image, weight = channels_last(2, 32, 16, 16), channels_last(64, 32, 3, 3).mul_(0.06)
+    for function, of_torch, x, w in ((conv1d, F.conv1d, lines, filters), (conv2d, F.conv2d, image, weight)):
+        bias = torch.randn(64, device="cuda", dtype=torch.bfloat16)
+        for trains in (False, True, False, True):
+            given = [part.detach().requires_grad_(trains) for part in (x, w, bias)]
+            exact = [part.detach().double().requires_grad_() for part in given]
+            wanted = F.silu(of_torch(*exact, padding=1))
+            for _ in range(3):
+                out = function(*given, padding=1, activation="silu")
+                assert out.requires_grad is trains
+                assert difference(out, wanted) < 1e-2
+                if not trains:
+                    continue
+                grad = torch.randn_like(out)
+                found = torch.autograd.grad(out, given, grad)
+                right = torch.autograd.grad(wanted, exact, grad.double(), retain_graph=True)
+                for one, other in zip(found, right, strict=True):
+                    assert difference(one, other) < 2e-2
+            last = conv._calls._calls.last
+            assert last is not None
+            assert last.grad_mode
+        with no_plan_builds():
+            function(*given, padding=1, activation="silu").sum().backward()
+
+
+def test_a_frozen_weight_keeps_no_image():
+    x, weight = channels_last(64, 64, 64, 64).requires_grad_(), channels_last(64, 64, 3, 3).mul_(0.04)
+    seen = []
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda part: seen.append(part.shape) or part, lambda part: part):
+            conv2d(x, weight, padding=1)
+    assert seen == [weight.shape] * 2

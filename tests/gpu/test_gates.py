@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cudnn_sdpa import UnsupportedError, activation, gelu_mul, no_plan_builds, relu_squared, silu_mul
+from cudnn_sdpa import LayoutError, UnsupportedError, activation, gelu_mul, no_plan_builds, relu_squared, silu_mul
 
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 SHAPES = [(64,), (7, 4096), (3, 5, 96), (2, 8192), (1, 16), (5, 1000), (33, 14336), (70_000, 128)]
@@ -96,3 +96,46 @@ def test_torch_compile_with_gradients():
     (found,) = torch.autograd.grad(torch.compile(step, fullgraph=True)(both), both)
     (wanted,) = torch.autograd.grad(step(both), both)
     assert difference(found, wanted.double()) < 2e-2
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_one_gradient_alone(place, dtype):
+    for make in (lambda: torch.randn(9, 640, device="cuda", dtype=dtype), lambda: halved(9, 640, dtype)):
+        for _ in range(3):
+            given = [make().requires_grad_(number == place) for number in range(2)]
+            exact = [x.detach().double().requires_grad_() for x in given]
+            grad = torch.randn(9, 640, device="cuda", dtype=dtype)
+            (found,) = torch.autograd.grad(silu_mul(*given), given[place], grad)
+            (wanted,) = torch.autograd.grad(F.silu(exact[0]) * exact[1], exact[place], grad.double())
+            assert difference(found, wanted) < 2 * TOLERANCE[dtype]
+
+
+def halved(rows, size, dtype):
+    return torch.randn(rows, 2 * size, device="cuda", dtype=dtype)[:, size:]
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8], ids=lambda past: f"{past} past")
+@pytest.mark.parametrize("size", [99, 100, 128, 1001])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_rows_at_distances_that_are_no_multiple_of_16_bytes(width, size, dtype):
+    """cuDNN's kernels are compiled for these distances, and read less at once; a wrong one would fault here."""
+    for make in (lambda: torch.randn(33, size + width, device="cuda", dtype=dtype)[:, :size],) * 2:
+        gate, up = make().requires_grad_(), make().requires_grad_()
+        exact = [x.detach().double().requires_grad_() for x in (gate, up)]
+        wanted = F.silu(exact[0]) * exact[1]
+        assert difference(silu_mul(gate, up), wanted) < TOLERANCE[dtype]
+        grad = torch.randn(33, size, device="cuda", dtype=dtype)
+        found = torch.autograd.grad(silu_mul(gate, up), (gate, up), grad)
+        for one, other in zip(found, torch.autograd.grad(wanted, exact, grad.double()), strict=True):
+            assert difference(one, other) < 2 * TOLERANCE[dtype]
+        with torch.no_grad():
+            assert difference(gelu_mul(gate, up), F.gelu(exact[0]) * exact[1]) < TOLERANCE[dtype]
+            assert difference(relu_squared(gate), F.relu(exact[0]).square()) < TOLERANCE[dtype]
+
+
+def test_slices_that_begin_elsewhere_are_refused():
+    x = torch.randn(4, 257, device="cuda", dtype=torch.bfloat16)[:, 1:]
+    for _ in range(2):
+        with pytest.raises(LayoutError, match="gate: got memory at 2 bytes past a multiple of 16"):
+            silu_mul(x, x)

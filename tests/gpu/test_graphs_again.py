@@ -11,7 +11,7 @@ from gpu_graphs import add_rows
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from cudnn_sdpa import UnsupportedError, conv2d, layer_norm, plan_cache, rms_norm, silu_mul
+from cudnn_sdpa import ShapeError, UnsupportedError, conv2d, graph_op, layer_norm, plan_cache, rms_norm, silu_mul
 
 BF16 = torch.bfloat16
 
@@ -146,3 +146,19 @@ def test_autocast_casts_convolutions_as_pytorch_does():
             found = conv2d(x, weight, **sizes)
             assert found.dtype is BF16
             assert difference(found, F.conv2d(x.double(), weight.double(), **sizes)) < 2e-2
+
+
+@graph_op(outputs=lambda x, *, rows: x.new_empty(1, rows, x.shape[2]))
+def of_rows(g, x, *, rows):
+    """max(x, 0), of which somebody says how many rows it has."""
+    del rows
+    return g.relu(input=x)
+
+
+@pytest.mark.parametrize("rows", [1, 24, 96])
+def test_results_that_the_graph_does_not_give_are_refused(rows):
+    x = torch.randn(1, 48, 64, device="cuda")
+    for _ in range(2):
+        with pytest.raises(ShapeError, match=rf"result 0 of of_rows: got shape \(1, {rows}, 64\); expected .*48, 64"):
+            of_rows(x, rows=rows)
+        assert torch.equal(of_rows(x, rows=48), F.relu(x))

@@ -189,3 +189,50 @@ def test_torch_compile_with_gradients():
     found = torch.autograd.grad(torch.compile(step, fullgraph=True)(x, weight), (x, weight))
     for one, other in zip(found, torch.autograd.grad(step(x, weight), (x, weight)), strict=True):
         assert difference(one, other.double()) < 2e-2
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_gradient_alone(place):
+    tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((33, 640), (640,), (640,))]
+    for function, reference, count in (
+        (rms_norm, lambda x, w: F.rms_norm(x, (640,), w, 1e-6), 2),
+        (layer_norm, lambda x, w, b: F.layer_norm(x, (640,), w, b), 3),
+    ):
+        if place >= count:
+            continue
+        for _ in range(3):
+            given = [x.detach().requires_grad_(number == place) for number, x in enumerate(tensors[:count])]
+            exact = [x.detach().double().requires_grad_() for x in given]
+            grad = torch.randn(33, 640, device="cuda", dtype=torch.bfloat16)
+            found = torch.autograd.grad(function(*given), given[place], grad)[0]
+            wanted = torch.autograd.grad(reference(*exact), exact[place], grad.double())[0]
+            assert difference(found, wanted) < 1.6e-2
+
+
+@pytest.mark.parametrize("size", [1, 7, 99, 100, 1001, 4097])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_rows_whose_size_is_no_multiple_of_16_bytes(size, dtype):
+    """Dense ones, and slices of wider ones, which are copied wherever they begin."""
+    for make in (
+        lambda: torch.randn(33, size, device="cuda", dtype=dtype) + 0.5,
+        lambda: torch.randn(33, size + 3, device="cuda", dtype=dtype)[:, 3:] + 0.5,
+        lambda: (torch.randn(33, size + 3, device="cuda", dtype=dtype) + 0.5)[:, 3:],
+    ):
+        tensors = [make(), torch.randn(size, device="cuda", dtype=dtype), torch.randn(size, device="cuda", dtype=dtype)]
+        tensors = [x.requires_grad_() for x in tensors]
+        exact = [x.detach().double().requires_grad_() for x in tensors]
+        grad = torch.randn(33, size, device="cuda", dtype=dtype)
+        for function, reference, count in (
+            (lambda x, w: rms_norm(x, w, 1e-3), lambda x, w: F.rms_norm(x, (size,), w, 1e-3), 2),
+            (lambda x, w, b: layer_norm(x, w, b, 1e-1), lambda x, w, b: F.layer_norm(x, (size,), w, b, 1e-1), 3),
+        ):
+            wanted = reference(*exact[:count])
+            right = torch.autograd.grad(wanted, exact[:count], grad.double())
+            for _ in range(2):
+                out = function(*tensors[:count])
+                assert difference(out, wanted) < TOLERANCE[dtype]
+                found = torch.autograd.grad(out, tensors[:count], grad)
+                scale = float(grad.double().norm())
+                for one, other in zip(found, right, strict=True):
+                    error = float((one.double() - other).norm())
+                    assert error < 4 * TOLERANCE[dtype] * max(float(other.norm()), 1e-2 * scale)

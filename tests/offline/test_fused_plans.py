@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from cudnn_sdpa import UnsupportedError, explain
-from cudnn_sdpa.activation import gelu_mul_rows, relu_squared_rows, silu_mul_gradients, silu_mul_rows
+from cudnn_sdpa.activation_graphs import (
+    gelu_mul_rows,
+    relu_squared_rows,
+    silu_mul_gradients,
+    silu_mul_of_gate,
+    silu_mul_of_up,
+    silu_mul_rows,
+)
 from cudnn_sdpa.conv_graphs import ACTIVATIONS, channels_last, convolution, convolution_of_weight, convolution_of_x
 from cudnn_sdpa.norm_graphs import layer_norm_gradients, layer_norm_rows, rms_norm_gradients, rms_norm_rows
 from cudnn_sdpa.offline.planner import engine_offline, plan_offline
@@ -71,6 +78,8 @@ GATES = {
     "gradients of silu_mul": (silu_mul_gradients, (DENSE, DENSE, DENSE), {"dense": True}),
     "gradients of silu_mul of halves": (silu_mul_gradients, (WHOLE, PIECES, PIECES), {"dense": True}),
     "gradients of silu_mul into halves": (silu_mul_gradients, (WHOLE, PIECES, PIECES), {"dense": False}),
+    "gradient of silu_mul by gate": (silu_mul_of_gate, (WHOLE, PIECES, PIECES), {}),
+    "gradient of silu_mul by up": (silu_mul_of_up, (WHOLE, PIECES), {}),
     "gelu_mul": (gelu_mul_rows, (DENSE, DENSE), {}),
     "gelu_mul of halves": (gelu_mul_rows, (PIECES, PIECES), {}),
     "relu_squared": (relu_squared_rows, (DENSE,), {}),

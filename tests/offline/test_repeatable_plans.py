@@ -97,7 +97,7 @@ REFUSED = """
 import torch
 from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.attention.describe import describe_sdpa
-from cudnn_sdpa.runtime import backend
+from cudnn_sdpa.runtime import backend, proposals
 from cudnn_sdpa.runtime.target import Target, load_properties
 
 backend.is_repeatable = lambda engine, knobs, single_query: False
@@ -107,7 +107,7 @@ for deterministic in (False, True):
     description = describe_sdpa(q, kv, kv, deterministic=deterministic)
     key = description.key(Target.from_properties(properties), None)
     try:
-        print(description.operation.compile(key, backend.HeuristicsBuilder(properties=properties)).engine)
+        print(description.operation.compile(key, proposals.HeuristicsBuilder(properties=properties)).engine)
     except UnsupportedError as error:
         print(error)
 """

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from cudnn_sdpa import UnsupportedError, conv2d, graph_op, layer_norm, rms_norm, silu_mul
+from cudnn_sdpa import UnsupportedError, conv, conv1d, conv2d, conv3d, graph_op, layer_norm, rms_norm, silu_mul
+from cudnn_sdpa.conv_graphs import channels_last
 
 TENSOR = torch.randn(4, 128)
 
@@ -165,6 +166,104 @@ def empty_tensors():
     out = conv2d(picture, kernel, padding=1, activation="silu")
     assert out.shape == (0, 6, 8, 8)
     assert torch.autograd.grad(out.sum(), kernel)[0].abs().sum() == 0
+
+
+def determinism():
+    x, weight = TENSOR.clone().requires_grad_(), torch.rand(128)
+    picture, kernel = (channels_last(torch.randn(shape)) for shape in ((1, 4, 8, 8), (4, 4, 3, 3)))
+    kernel.requires_grad_()
+    steps = [
+        lambda: rms_norm(x, weight),
+        lambda: layer_norm(x, weight, weight),
+        lambda: silu_mul(x),
+        lambda: silu_mul(x, x),
+        lambda: affine(x.view(1, 4, 128), 2.0, 1.0),
+        lambda: conv2d(picture, kernel, padding=1),
+    ]
+    launched = stand_in_gpu.launched
+    for step in steps:
+        for forward, backward in ((False, False), (True, True), (False, True), (True, False), (False, False)) * 2:
+            launched.clear()
+            torch.use_deterministic_algorithms(forward)
+            out = step()
+            assert {key.deterministic for key in launched} == {forward}, launched
+            launched.clear()
+            torch.use_deterministic_algorithms(backward)
+            out.sum().backward()
+            assert {key.deterministic for key in launched} <= {backward}, launched
+    assert launched  # the last one's gradient is cuDNN's
+
+
+def wanted_gradients():
+    picture, kernel = (channels_last(torch.randn(shape)) for shape in ((2, 4, 8, 8), (6, 4, 3, 3)))
+    bias, other = torch.randn(6), torch.randn(4, 128)
+    cases = [
+        (lambda x, w, b: conv2d(x, w, b, padding=1), (picture, kernel, bias), ["convolution_of_x"], 0),
+        (lambda x, w, b: conv2d(x, w, b, padding=1), (picture, kernel, bias), ["convolution_of_weight"], 1),
+        (lambda x, w, b: conv2d(x, w, b, padding=1), (picture, kernel, bias), [], 2),
+        (silu_mul, (TENSOR, other), ["silu_mul_of_gate"], 0),
+        (silu_mul, (TENSOR, other), ["silu_mul_of_up"], 1),
+        (silu_mul, (TENSOR[:, :64], other[:, 64:]), ["silu_mul_of_gate"], 0),
+        (rms_norm, (TENSOR, other[0]), ["rms_norm_gradients"], 1),
+        (layer_norm, (TENSOR, other[0], other[1]), ["layer_norm_gradients"], 2),
+    ]
+    for function, tensors, names, place in cases:
+        given = [x.detach().requires_grad_(number == place) for number, x in enumerate(tensors)]
+        for _ in range(3):
+            out = function(*given)
+            grad = torch.randn_like(out)
+            stand_in_gpu.launched.clear()
+            (found,) = torch.autograd.grad(out, given[place], grad)
+            assert [key.name for key in stand_in_gpu.launched] == names, stand_in_gpu.launched
+            with torch.autograd.profiler.profile():  # which the short way leaves to the dispatcher
+                (again,) = torch.autograd.grad(function(*given), given[place], grad)
+            torch.testing.assert_close(found, again)
+
+
+def convolutions():
+    cases = {
+        1: (conv1d, F.conv1d, torch.randn(2, 12, 6).transpose(1, 2), torch.randn(4, 3, 6).transpose(1, 2)),
+        2: (conv2d, F.conv2d, torch.randn(2, 6, 9, 8), torch.randn(4, 6, 3, 3)),
+        3: (conv3d, F.conv3d, torch.randn(2, 6, 5, 6, 4), torch.randn(4, 6, 3, 3, 3)),
+    }
+    for rank, (function, of_torch, *tensors) in cases.items():
+        x, weight = (part if rank == 1 else channels_last(part) for part in tensors)
+        for bias, activation, sizes in (
+            (None, None, {"padding": 1}),
+            (torch.randn(4), "silu", {"padding": 1, "stride": 2}),
+            (torch.randn(4), "relu", {"dilation": 2, "padding": (2,) * rank}),
+        ):
+            act = F.silu if activation == "silu" else F.relu if activation else (lambda y: y)
+            for wanted in ((0, 0, 0), (1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)):
+                if bias is None and wanted == (0, 0, 1):
+                    continue
+                for _ in range(3):
+                    given = [part.detach() for part in (x, weight, bias) if part is not None]
+                    given = [part.requires_grad_(bool(wants)) for part, wants in zip(given, wanted, strict=False)]
+                    out, right = function(*given, **sizes, activation=activation), act(of_torch(*given, **sizes))
+                    torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-4)
+                    leaves = [part for part in given if part.requires_grad]
+                    assert out.requires_grad is bool(leaves)
+                    if leaves:
+                        grad = torch.randn_like(right)
+                        found = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+                        for one, other in zip(found, torch.autograd.grad(right, leaves, grad), strict=True):
+                            assert one.shape == other.shape
+                            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+                        if activation is None:
+                            assert type(out.grad_fn).__name__ == "_ConvolutionBackward"
+        assert conv._calls._calls.last is not None
+
+
+def saved_for_convolutions():
+    x, weight = channels_last(torch.randn(2, 6, 9, 8)), channels_last(torch.randn(4, 6, 3, 3))
+    for wanted, kept in (((1, 0), [weight.shape]), ((0, 1), [x.shape]), ((1, 1), [x.shape, weight.shape])):
+        for _ in range(2):
+            given = [part.detach().requires_grad_(bool(wants)) for part, wants in zip((x, weight), wanted, strict=True)]
+            seen = []
+            with saved_tensors_hooks(lambda part: seen.append(part.shape) or part, lambda part: part):  # noqa: B023
+                conv2d(*given, padding=1)
+            assert seen == kept, seen
 
 
 if __name__ == "__main__":

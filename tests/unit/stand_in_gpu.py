@@ -18,6 +18,9 @@ from cudnn_sdpa.runtime.trials import tensor_at
 
 CPU = torch.device("cpu")
 
+#: The keys of all plans that were launched, in order.
+launched = []
+
 
 class StandInPlan:
     """Computes `operation` of `key` by its reference."""
@@ -27,6 +30,7 @@ class StandInPlan:
         self.held, self.device, self.last_used = True, 0, 0
 
     def launch(self, addresses):
+        launched.append(self.key)
         names = [operand.name for operand in (*self.key.inputs, *self.key.outputs)]
         places = dict(zip(names, addresses, strict=True))
         inputs = {operand.name: operand for operand in self.key.inputs}

@@ -10,7 +10,7 @@ from torch.library import opcheck
 
 from cudnn_sdpa import DeviceError, DtypeError, OptionError, UnsupportedError
 from cudnn_sdpa.graphs.function import GraphFunction, graph_op
-from cudnn_sdpa.runtime import known_issues
+from cudnn_sdpa.runtime import known_issues, tuning
 from cudnn_sdpa.runtime.describe import describer_of
 from cudnn_sdpa.runtime.key import Role
 from cudnn_sdpa.support_matrix import target_of
@@ -117,6 +117,16 @@ def test_the_key_has_shapes_and_options_and_no_numbers():
     assert [operand.name for operand in alone.inputs] == ["x", "scale"]
     two = describer_of(halves)(x).key(H200, None)
     assert [str(operand.layout.dtype) for operand in two.outputs] == ["torch.bfloat16", "torch.float16"]
+
+
+def test_the_key_says_whether_it_must_be_deterministic(deterministic_algorithms):
+    x, _ = x_and_bias(device="meta")
+    with deterministic_algorithms():
+        exactly = describer_of(scaled)(x, None, 0.5)
+    keys = [described.key(H200, None) for described in (exactly, describer_of(scaled)(x, None, 0.5))]
+    assert [key.deterministic for key in keys] == [True, False]
+    assert [tuning.must_not_change(key) for key in keys] == [True, False]
+    assert keys[0].option_values == keys[1].option_values
 
 
 def test_functions_of_one_name_are_told_apart():

@@ -64,6 +64,7 @@ CHANGES = [
     *({"target": target} for target in OTHER_TARGETS),
     {"device": 0},
     {"device": None},
+    {"deterministic": True},
 ]
 
 
@@ -124,6 +125,15 @@ def test_a_key_can_be_written_to_json_and_read_back(options):
     assert again == key
     assert hash(again) == hash(key)
     assert again.option_values == options
+
+
+def test_determinism_is_written_where_it_is_wanted_and_else_nowhere():
+    exactly = dataclasses.replace(KEY, deterministic=True, device=None)
+    assert PlanKey.from_json(json.loads(json.dumps(exactly.to_json())), TARGET) == exactly
+    assert exactly.identity() != KEY.identity()
+    assert "deterministic" not in KEY.identity()  # plans that were kept before there was this field are still found
+    assert "deterministic" in str(exactly)
+    assert "deterministic" not in str(KEY)
 
 
 def test_json_holds_no_device_and_no_target():

@@ -22,7 +22,7 @@ LAYERS = [
     ("attention",),
     ("graphs",),
     ("norm_graphs", "activation_graphs", "conv_graphs"),
-    ("norm_arguments",),
+    ("norm_arguments", "conv_arguments"),
     ("norm", "activation", "conv"),
     ("describe_fused",),
     ("explanation", "support_matrix", "warming"),

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 SCENARIOS = (
     *("numbers_by_name", "gradients_under_hooks", "functions_of_one_builder", "functions_that_nobody_keeps"),
     *("checkpoints", "misaligned_gradients", "changes_in_place", "forward_differentiation", "sizes_in_lists"),
-    "empty_tensors",
+    *("empty_tensors", "determinism", "wanted_gradients", "convolutions", "saved_for_convolutions"),
 )
 
 

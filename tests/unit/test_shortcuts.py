@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cudnn_sdpa import layer_norm, rms_norm, silu_mul
 from cudnn_sdpa.graphs.function import _name_of
-from cudnn_sdpa.graphs.shortcuts import Shortcuts
-from cudnn_sdpa.runtime.graph_call import describe
+from cudnn_sdpa.graphs.shortcuts import Shortcuts, _signature
 
 OPTIONS = (True, None, 1.0)
 
@@ -24,10 +23,14 @@ def tensors(*, requires_grad=False):
 
 def known(*calls):
     """The short way with calls that a GPU would have put there, by their tensors and options."""
-    shortcuts, call = Shortcuts(), SimpleNamespace(plan=SimpleNamespace(held=True), last=None)
+    shortcuts, call = Shortcuts(), stand_in()
     for operands, options in calls:
-        shortcuts._calls.add((options, *map(describe, operands)), call)
+        shortcuts._calls.add(_signature(operands, options, deterministic=False), call)
     return shortcuts, call
+
+
+def stand_in(*, deterministic=False):
+    return SimpleNamespace(plan=SimpleNamespace(held=True, key=SimpleNamespace(deterministic=deterministic)), last=None)
 
 
 @pytest.fixture(params=[False, True], ids=["", "served last"])
@@ -98,6 +101,16 @@ def test_a_change_of_the_grad_mode_is_seen():
         assert shortcuts.find(leaves, idle) is None
         with torch.inference_mode():
             assert shortcuts.find(leaves, training, trains=True) is None
+
+
+def test_determinism_is_another_call(shortcuts, deterministic_algorithms):
+    exactly = stand_in(deterministic=True)
+    for known in (None, exactly):
+        for _ in range(2):
+            with deterministic_algorithms():
+                assert shortcuts.find(tensors(), OPTIONS) is known
+            assert shortcuts.find(tensors(), OPTIONS) not in (None, exactly)
+        shortcuts._calls.add(_signature(tensors(), OPTIONS, deterministic=True), exactly)
 
 
 class Watching(TorchDispatchMode):
@@ -192,15 +205,15 @@ def test_a_call_whose_plan_has_gone_is_not_remembered():
 def test_calls_are_told_apart():
     wide = [torch.randn(4, 16), torch.randn(16)]
     shortcuts, call = known((tensors(), OPTIONS))
-    other = SimpleNamespace(plan=SimpleNamespace(held=True), last=None)
-    shortcuts._calls.add((OPTIONS, *map(describe, wide)), other)
+    other = stand_in()
+    shortcuts._calls.add(_signature(wide, OPTIONS, deterministic=False), other)
     for _ in range(3):
         assert shortcuts.find(tensors(), OPTIONS) is call
         assert shortcuts.find(wide, OPTIONS) is other
 
 
 def test_tensors_of_the_cpu_and_subclasses_are_not_added():
-    shortcuts, call = Shortcuts(), SimpleNamespace(plan=SimpleNamespace(held=True), last=None)
+    shortcuts, call = Shortcuts(), stand_in()
     shortcuts.add(tensors(), OPTIONS, call)
     shortcuts.add([x.as_subclass(Subclass) for x in tensors()], OPTIONS, call)
     assert len(shortcuts._calls) == 0

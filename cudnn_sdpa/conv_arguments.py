@@ -1,0 +1,72 @@
+"""Checks of what the user passed to a convolution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.conv_graphs import ACTIVATIONS, Sizes
+from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check(rank: int, x: Any, weight: Any, bias: Any, groups: Any) -> None:
+    """Checks of all but steps, zeros and distances."""
+    if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
+        got = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+        raise DtypeError("x", got, "float16, bfloat16 or float32")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if name == "bias" and tensor is None:
+            continue
+        if not isinstance(tensor, Tensor) or tensor.dtype != x.dtype:
+            got = str(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise DtypeError(name, got, f"{x.dtype}, the dtype of x")
+    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+        raise OptionError("groups", repr(groups), "an int of at least 1")
+    if x.dim() != rank + 2:
+        raise ShapeError("x", f"shape {tuple(x.shape)}", f"{rank + 2} dimensions: batch, channels, then {rank} more")
+    if weight.dim() != rank + 2 or x.shape[1] != weight.shape[1] * groups or weight.shape[0] % groups:
+        got = f"shape {tuple(weight.shape)} with {groups} groups"
+        expected = f"(filters, channels / groups, then {rank} sizes) for x of shape {tuple(x.shape)}"
+        raise ShapeError("weight", got, expected)
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ShapeError("bias", f"shape {tuple(bias.shape)}", f"shape ({weight.shape[0]},)")
+    for name, tensor, shape in (("x", x, x.shape[1:]), ("weight", weight, weight.shape)):
+        if 0 in shape:
+            raise ShapeError(name, f"shape {tuple(tensor.shape)}", "sizes of at least 1")
+
+
+def check_extent(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> None:
+    """The filter is not larger than x with its zeros."""
+    del stride
+    for length, size, zeros, step in zip(x.shape[2:], weight.shape[2:], padding, dilation, strict=True):
+        if length + 2 * zeros < (size - 1) * step + 1:
+            got = f"{length} with {zeros} zeros on both sides"
+            raise LayoutError("x", got, f"at least {(size - 1) * step + 1}, the extent of the filter", "Pad x.")
+
+
+def sizes_of(rank: int, stride: Any, padding: Any, dilation: Any) -> dict[str, Sizes]:
+    """Steps, zeros and distances, one for each dimension."""
+    return {
+        "stride": _sizes("stride", stride, rank, least=1),
+        "padding": _sizes("padding", padding, rank, least=0),
+        "dilation": _sizes("dilation", dilation, rank, least=1),
+    }
+
+
+def _sizes(name: str, value: Any, rank: int, least: int) -> Sizes:
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = (value,) * rank
+    sizes = tuple(value) if isinstance(value, (tuple, list)) else ()
+    if len(sizes) != rank or any(isinstance(x, bool) or not isinstance(x, int) or x < least for x in sizes):
+        raise OptionError(name, repr(value), f"an int of at least {least}, or {rank} of them")
+    return sizes
+
+
+def check_activation(activation: Any) -> None:
+    """One that cuDNN fuses."""
+    if not isinstance(activation, (str, type(None))) or activation not in ACTIVATIONS:
+        raise OptionError("activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
