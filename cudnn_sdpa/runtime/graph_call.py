@@ -81,7 +81,7 @@ class GraphCall:
     """
 
     __slots__ = (
-        *("_elsewhere", "_held", "_known", "_names", "_numbers", "_results", "_template", "_tensors"),
+        *("_elsewhere", "_held", "_is_short", "_known", "_names", "_numbers", "_results", "_template", "_tensors"),
         *("gradient", "last", "plan"),
     )
 
@@ -107,6 +107,7 @@ class GraphCall:
         self._numbers = [place for place, x in enumerate(present) if not isinstance(x, Tensor)]
         layouts: list[Layout] = [(tuple(x.shape), tuple(x.stride()), x.dtype) for x in outputs]
         self._results = list(enumerate(layouts, start=len(present)))
+        self._is_short = self._tensors == [0, 1] and len(layouts) == 1
         self._template = array("Q", bytes(8 * (len(present) + len(outputs))))
         self._known = tuple([float(x) for x in present if not isinstance(x, Tensor)])
         self._held = array("f", self._known)  # numbers are mostly the same in each call, and stay where they are
@@ -143,6 +144,23 @@ class GraphCall:
         self.plan.launch(operands)
         del held  # until now: cuDNN reads numbers when it launches
         return outputs
+
+    def of_two(self, x: Tensor, y: Tensor, numbers: tuple[float, ...] = ()) -> Tensor:
+        """The first result of a call with two tensors. Without loops over operands and results: saves 0.5 µs."""
+        elsewhere = self._elsewhere and current_device() != self.plan.device
+        if elsewhere or not self._is_short or numbers != self._known:
+            return self((x, y), numbers)[0]
+        operands = self._template[:]
+        operands[0], operands[1] = of_x, of_y = x.data_ptr(), y.data_ptr()
+        if (of_x | of_y) & _MISALIGNED:
+            self._refuse((x, y))
+        place, layout = self._results[0]
+        out: Tensor = allocate(*layout)
+        operands[place] = out.data_ptr()
+        plan = self.plan
+        plan.last_used = next_use()
+        plan.launch(operands)
+        return out
 
     def write(self, tensors: Sequence[Tensor], numbers: tuple[float, ...], addresses: Sequence[int]) -> None:
         """The same, on the current device, with results that go to these addresses."""

@@ -103,6 +103,30 @@ def test_a_change_of_the_grad_mode_is_seen():
             assert shortcuts.find(leaves, training, trains=True) is None
 
 
+def test_the_call_served_last_is_found_again_by_its_two_tensors():
+    shortcuts, call = known((tensors(), OPTIONS))
+    assert shortcuts.again(*tensors(), OPTIONS) is None  # nothing has been served
+    assert shortcuts.find(tensors(), OPTIONS) is call
+    for _ in range(2):
+        assert shortcuts.again(*tensors(), OPTIONS) is call
+    x, weight = tensors()
+    assert shortcuts.again(x, weight, (True, None, 2.0)) is None
+    for other in ((x[:3], weight), (x, weight.half()), (x, None), (None, weight), (x, 3.0), (x, x)):
+        assert shortcuts.again(*other, OPTIONS) is None
+    assert shortcuts.again(*tensors(requires_grad=True), OPTIONS) is None
+    with torch.no_grad():
+        assert shortcuts.again(*tensors(), OPTIONS) is None
+    with torch.autocast("cuda", torch.bfloat16), torch.profiler.profile():
+        assert shortcuts.again(*tensors(), OPTIONS) is None
+    with torch.profiler.profile():
+        assert shortcuts.again(*tensors(), OPTIONS) is None
+    with forward_ad.dual_level():
+        assert shortcuts.again(*tensors(), OPTIONS) is None
+    nested = torch.nested.nested_tensor([torch.randn(8), torch.randn(8)])
+    assert shortcuts.again(nested, weight, OPTIONS) is None
+    assert shortcuts.again(*tensors(), OPTIONS) is call
+
+
 def test_determinism_is_another_call(shortcuts, deterministic_algorithms):
     exactly = stand_in(deterministic=True)
     for known in (None, exactly):
