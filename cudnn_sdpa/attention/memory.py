@@ -14,22 +14,27 @@ def check_strides(q: Tensor, k: Tensor, v: Tensor) -> None:
     The tensors are (B, H, S, D), those of packed sequences as one sequence.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.stride(-1) != 1:
+        check_strides_of(name, tensor)
+
+
+def check_strides_of(name: str, tensor: Tensor) -> None:
+    """The same of one tensor."""
+    if tensor.stride(-1) != 1:
+        raise LayoutError(
+            name,
+            f"stride {tensor.stride(-1)} in the last dimension",
+            "1: each head vector dense",
+            f"Use {name}.contiguous().",
+        )
+    step = ALIGNMENT // tensor.element_size()
+    for dim, unit in enumerate(("batch entry", "head", "token")):
+        if tensor.shape[dim] != 1 and tensor.stride(dim) % step != 0:
             raise LayoutError(
                 name,
-                f"stride {tensor.stride(-1)} in the last dimension",
-                "1: each head vector dense",
+                f"stride {tensor.stride(dim)} from {unit} to {unit}",
+                f"a multiple of {step} elements ({ALIGNMENT} bytes)",
                 f"Use {name}.contiguous().",
             )
-        step = ALIGNMENT // tensor.element_size()
-        for dim, unit in enumerate(("batch entry", "head", "token")):
-            if tensor.shape[dim] != 1 and tensor.stride(dim) % step != 0:
-                raise LayoutError(
-                    name,
-                    f"stride {tensor.stride(dim)} from {unit} to {unit}",
-                    f"a multiple of {step} elements ({ALIGNMENT} bytes)",
-                    f"Use {name}.contiguous().",
-                )
 
 
 def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tensor | None = None) -> None:

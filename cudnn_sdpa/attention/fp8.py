@@ -1,0 +1,219 @@
+"""Attention in FP8: `sdpa_fp8` and `sdpa_fp8_backward`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import arguments, fp8_arguments, fp8_calls, fp8_operators, tracking
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.dense import is_deterministic
+from cudnn_sdpa.attention.fp8_arguments import (
+    Fp8Backward,
+    Fp8BackwardScales,
+    Fp8Forward,
+    Fp8Gradients,
+    Fp8Output,
+    Fp8Scales,
+)
+from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.runtime.eager import is_bare, is_compiling
+
+
+def sdpa_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: Fp8Scales,
+    *,
+    is_causal: bool = False,
+    causal_alignment: str = "top_left",
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    seq_lens_q: Tensor | None = None,
+    seq_lens_kv: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+) -> Fp8Output:
+    """Attention of queries, keys and values in FP8, with every scale and every largest value.
+
+    With e = exp(scores − the row's maximum) and l the row's sum of e, the output is
+    `fp8(e · scale_s) v · descale_s · descale_v / l`, where the scores are `q kᵀ · scale · descale_q · descale_k`, and
+    `out` is that times `scale_o`, rounded. What FP8 does not hold becomes its largest number. Scales and largest values
+    stay on the GPU: nothing waits for them. On the CPU an emulation runs, which rounds where cuDNN rounds.
+
+    The formulas are those of the graph that the cuDNN frontend draws; see "Attention" in its documentation.
+
+    Args:
+        q: Queries (B, Hq, Sq, D), float8_e4m3fn or float8_e5m2; D is a multiple of 16. The last dimension is dense,
+            and other steps are multiples of 16 bytes.
+        k: Keys (B, Hkv, Skv, D) in q's dtype; Hq is a multiple of Hkv.
+        v: Values (B, Hkv, Skv, Dv) in q's dtype.
+        scales: The scales, each a float32 tensor of one element where q is.
+        is_causal: Hide later keys from each query.
+        causal_alignment: Where the diagonal lies: "top_left", or "bottom_right", the last query at the last key.
+        window: (left, right) bounds around the diagonal; -1 is no bound.
+        scale: Factor of the scores, positive; None is 1/sqrt(D).
+        seq_lens_q: The true numbers of queries, (B,) int32. Rows past them are zeros.
+        seq_lens_kv: The same of keys.
+        out_dtype: float8_e4m3fn, float8_e5m2, bfloat16 or float16; None is the dtype of q. `scale_o` applies to each.
+        return_lse: Also give the log-sum-exp of the scores, which `sdpa_fp8_backward` needs.
+
+    Returns:
+        `Fp8Output(out, amax_s, amax_o, lse)`: the output (B, Hq, Sq, Dv) in q's memory order, the largest probability
+        and the largest absolute value of the output before their scales, both (1,) float32, and the log-sum-exp
+        (B, Hq, Sq) float32 or None. Queries that see no key get zeros and minus infinity.
+
+    Raises:
+        ArgumentError: An argument is wrong; the subclass and the message say which and how.
+        UnsupportedError: cuDNN or this GPU has no kernel for it, with every reason; or an input requires grad.
+        PlanBuildError: A plan is missing under `no_plan_builds` or while a CUDA graph is captured.
+
+    Examples:
+        >>> import torch
+        >>> from cudnn_sdpa.attention.fp8 import Fp8Scales, sdpa_fp8
+        >>> x = torch.randn(1, 4, 64, 32)
+        >>> to_fp8 = 448 / x.abs().amax().view(1)  # E4M3 holds numbers of up to 448
+        >>> q = k = v = (x * to_fp8).to(torch.float8_e4m3fn)
+        >>> full = torch.tensor([448.0])
+        >>> scales = Fp8Scales(1 / to_fp8, 1 / to_fp8, 1 / to_fp8, descale_s=1 / full, scale_s=full, scale_o=to_fp8)
+        >>> result = sdpa_fp8(q, k, v, scales, is_causal=True)
+        >>> exact = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        >>> error = (result.out.float() / to_fp8 - exact).norm() / exact.norm()
+        >>> bool(error < 0.05)
+        True
+        >>> bool(result.amax_o <= 1.1 * x.abs().amax())
+        True
+    """
+    tensors = {"q": q, "k": k, "v": v}
+    fp8_arguments.check_types(**tensors, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
+    fp8_arguments.check_scales_type(scales, Fp8Scales)
+    if not isinstance(return_lse, bool):
+        raise OptionError("return_lse", repr(return_lse), "True or False")
+    call = _call(q, k, v, is_causal, causal_alignment, window, scale, seq_lens_q, seq_lens_kv, with_lse=return_lse)
+    of = Fp8Forward(call, scales, q.dtype if out_dtype is None else out_dtype)
+    fp8_arguments.check_forward(of)
+    _check_untracked("sdpa_fp8", scales, **tensors)
+    if not is_compiling() and q.is_cuda and is_bare(q, k, v, seq_lens_q, seq_lens_kv, *scales):
+        return fp8_calls.run_forward(of)
+    options = fp8_operators.options_of(call)
+    found = torch.ops.cudnn_sdpa.sdpa_fp8_forward(
+        *(q, k, v, list(scales), seq_lens_q, seq_lens_kv, *options, of.out_dtype, return_lse)
+    )
+    out, amax_s, amax_o, *lse = found
+    return Fp8Output(out, amax_s, amax_o, lse[0] if return_lse else None)
+
+
+def sdpa_fp8_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scales: Fp8BackwardScales,
+    *,
+    is_causal: bool = False,
+    causal_alignment: str = "top_left",
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    seq_lens_q: Tensor | None = None,
+    seq_lens_kv: Tensor | None = None,
+    deterministic: bool | None = None,
+) -> Fp8Gradients:
+    """The gradients of `sdpa_fp8`, with every scale and every largest value.
+
+    With P = exp(scores − lse), dO the dequantized `grad_out`, and dS = P ∘ (dO vᵀ − rowsum(dO ∘ O)) · scale:
+    dv is `fp8(P · scale_s)ᵀ dO`, dq is `fp8(dS · scale_dp) k` and dk is `fp8(dS · scale_dp)ᵀ q`, all descaled, and each
+    is given times its scale, rounded to the dtype of `grad_out`. P is rounded to the dtype of q, dS to that of
+    `grad_out`. The formulas are those of the cuDNN frontend's `sdpa_fp8_bwd.h`, which calls dS dP.
+
+    Args:
+        grad_out: The gradient of the output (B, Hq, Sq, Dv), float8_e4m3fn or float8_e5m2. It is copied if cuDNN
+            cannot read it where it lies.
+        q: Queries (B, Hq, Sq, D), as in the forward pass.
+        k: Keys (B, Hkv, Skv, D).
+        v: Values (B, Hkv, Skv, Dv).
+        out: The output of the forward pass, in FP8.
+        lse: Its log-sum-exp (B, Hq, Sq) float32.
+        scales: The scales, each a float32 tensor of one element where q is. `descale_o` is one over the forward pass's
+            `scale_o`.
+        is_causal: As in the forward pass.
+        causal_alignment: As in the forward pass.
+        window: As in the forward pass.
+        scale: As in the forward pass.
+        seq_lens_q: As in the forward pass. Gradients past them are zeros.
+        seq_lens_kv: The same of keys.
+        deterministic: Whether gradients are bit-exact; None follows `torch.use_deterministic_algorithms`.
+
+    Returns:
+        `Fp8Gradients(dq, dk, dv, amax_dq, amax_dk, amax_dv, amax_dp)`: the gradients, each in the memory order of its
+        tensor, and the largest absolute values before their scales, (1,) float32.
+
+    Raises:
+        ArgumentError: An argument is wrong; the subclass and the message say which and how.
+        UnsupportedError: cuDNN or this GPU has no kernel for it, with every reason; or an input requires grad.
+        PlanBuildError: A plan is missing under `no_plan_builds` or while a CUDA graph is captured.
+
+    Examples:
+        >>> import torch
+        >>> from cudnn_sdpa.attention.fp8 import Fp8BackwardScales, Fp8Scales, sdpa_fp8, sdpa_fp8_backward
+        >>> q = k = v = torch.randn(1, 4, 64, 128).to(torch.float8_e4m3fn)
+        >>> one, many = torch.ones(1), torch.tensor([256.0])
+        >>> forward = sdpa_fp8(q, k, v, Fp8Scales(one, one, one, 1 / many, many, one), return_lse=True)
+        >>> grad_out = torch.randn(1, 4, 64, 128).to(torch.float8_e5m2)
+        >>> scales = Fp8BackwardScales(one, one, one, one, one, 1 / many, 1 / many, many, one, one, one, many)
+        >>> gradients = sdpa_fp8_backward(grad_out, q, k, v, forward.out, forward.lse, scales)
+        >>> gradients.dq.shape, gradients.dq.dtype, gradients.amax_dq.shape
+        (torch.Size([1, 4, 64, 128]), torch.float8_e5m2, torch.Size([1]))
+    """
+    tensors = {"grad_out": grad_out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    fp8_arguments.check_types(**tensors, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
+    fp8_arguments.check_scales_type(scales, Fp8BackwardScales)
+    call = _call(q, k, v, is_causal, causal_alignment, window, scale, seq_lens_q, seq_lens_kv, with_lse=True)
+    of = Fp8Backward(grad_out, out, lse, call._replace(deterministic=is_deterministic(deterministic)), scales)
+    fp8_arguments.check_backward(of)
+    _check_untracked("sdpa_fp8_backward", scales, **tensors)
+    if not is_compiling() and q.is_cuda and is_bare(*tensors.values(), seq_lens_q, seq_lens_kv, *scales):
+        return fp8_calls.run_backward(of)
+    options = fp8_operators.options_of(call)
+    found = torch.ops.cudnn_sdpa.sdpa_fp8_backward(
+        *(grad_out, q, k, v, out, lse, list(scales), seq_lens_q, seq_lens_kv, *options, of.call.deterministic)
+    )
+    return Fp8Gradients(*found)
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    causal_alignment: str,
+    window: tuple[int, int] | None,
+    scale: float | None,
+    seq_lens_q: Tensor | None,
+    seq_lens_kv: Tensor | None,
+    **more: Any,
+) -> ForwardArguments:
+    left, right = arguments.window_bounds(window)
+    return ForwardArguments(
+        q,
+        k,
+        v,
+        seq_lens_q=seq_lens_q,
+        seq_lens_kv=seq_lens_kv,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_left=left,
+        window_right=right,
+        scale=scale,
+        **more,
+    )
+
+
+def _check_untracked(what: str, scales: Fp8Scales | Fp8BackwardScales, **tensors: Tensor) -> None:
+    of_scales = {f"scales.{name}": scale for name, scale in scales._asdict().items()}
+    fp8_arguments.check_no_gradient(what, **tensors, **of_scales)
+    tracking.refuse_tangents({**tensors, **of_scales}, "attention in bfloat16")
