@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -87,18 +85,13 @@ def sdpa_fp8(
         >>> bool(result.amax_o <= 1.1 * x.abs().amax())
         True
     """
-    tensors = {"q": q, "k": k, "v": v}
-    fp8_arguments.check_types(**tensors, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
-    fp8_arguments.check_scales_type(scales, Fp8Scales)
-    if not isinstance(return_lse, bool):
-        raise OptionError("return_lse", repr(return_lse), "True or False")
-    call = _call(q, k, v, is_causal, causal_alignment, window, scale, seq_lens_q, seq_lens_kv, with_lse=return_lse)
-    of = Fp8Forward(call, scales, q.dtype if out_dtype is None else out_dtype)
-    fp8_arguments.check_forward(of)
-    _check_untracked("sdpa_fp8", scales, **tensors)
+    of = forward_of(
+        *(q, k, v, scales, is_causal, causal_alignment, window, scale, seq_lens_q, seq_lens_kv, out_dtype, return_lse)
+    )
+    check_untracked("sdpa_fp8", of.scales, q=q, k=k, v=v)
     if not is_compiling() and q.is_cuda and is_bare(q, k, v, seq_lens_q, seq_lens_kv, *scales):
         return fp8_calls.run_forward(of)
-    options = fp8_operators.options_of(call)
+    options = fp8_operators.options_of(of.call)
     found = torch.ops.cudnn_sdpa.sdpa_fp8_forward(
         *(q, k, v, list(scales), seq_lens_q, seq_lens_kv, *options, of.out_dtype, return_lse)
     )
@@ -169,51 +162,90 @@ def sdpa_fp8_backward(
         >>> gradients.dq.shape, gradients.dq.dtype, gradients.amax_dq.shape
         (torch.Size([1, 4, 64, 128]), torch.float8_e5m2, torch.Size([1]))
     """
+    of = backward_of(
+        *(grad_out, q, k, v, out, lse, scales, is_causal, causal_alignment, window, scale, seq_lens_q, seq_lens_kv),
+        deterministic,
+    )
     tensors = {"grad_out": grad_out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    fp8_arguments.check_types(**tensors, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
-    fp8_arguments.check_scales_type(scales, Fp8BackwardScales)
-    call = _call(q, k, v, is_causal, causal_alignment, window, scale, seq_lens_q, seq_lens_kv, with_lse=True)
-    of = Fp8Backward(grad_out, out, lse, call._replace(deterministic=is_deterministic(deterministic)), scales)
-    fp8_arguments.check_backward(of)
-    _check_untracked("sdpa_fp8_backward", scales, **tensors)
+    check_untracked("sdpa_fp8_backward", of.scales, **tensors)
     if not is_compiling() and q.is_cuda and is_bare(*tensors.values(), seq_lens_q, seq_lens_kv, *scales):
         return fp8_calls.run_backward(of)
-    options = fp8_operators.options_of(call)
+    options = fp8_operators.options_of(of.call)
     found = torch.ops.cudnn_sdpa.sdpa_fp8_backward(
         *(grad_out, q, k, v, out, lse, list(scales), seq_lens_q, seq_lens_kv, *options, of.call.deterministic)
     )
     return Fp8Gradients(*found)
 
 
-def _call(
+def forward_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    scales: Fp8Scales,
     is_causal: bool,
     causal_alignment: str,
     window: tuple[int, int] | None,
     scale: float | None,
     seq_lens_q: Tensor | None,
     seq_lens_kv: Tensor | None,
-    **more: Any,
-) -> ForwardArguments:
+    out_dtype: torch.dtype | None,
+    return_lse: bool,
+) -> Fp8Forward:
+    """A forward call, checked."""
+    fp8_arguments.check_types(q=q, k=k, v=v, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
+    fp8_arguments.check_scales_type(scales, Fp8Scales)
+    if not isinstance(return_lse, bool):
+        raise OptionError("return_lse", repr(return_lse), "True or False")
     left, right = arguments.window_bounds(window)
-    return ForwardArguments(
-        q,
-        k,
-        v,
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_left=left,
-        window_right=right,
-        scale=scale,
-        **more,
+    call = ForwardArguments(
+        *(q, k, v, None, None, seq_lens_q, seq_lens_kv, None),
+        *(is_causal, causal_alignment, left, right, scale),
+        with_lse=return_lse,
     )
+    of = Fp8Forward(call, scales, q.dtype if out_dtype is None else out_dtype)
+    fp8_arguments.check_forward(of)
+    return of
 
 
-def _check_untracked(what: str, scales: Fp8Scales | Fp8BackwardScales, **tensors: Tensor) -> None:
+def backward_of(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scales: Fp8BackwardScales,
+    is_causal: bool,
+    causal_alignment: str,
+    window: tuple[int, int] | None,
+    scale: float | None,
+    seq_lens_q: Tensor | None,
+    seq_lens_kv: Tensor | None,
+    deterministic: bool | None,
+) -> Fp8Backward:
+    """A backward call, checked."""
+    fp8_arguments.check_types(
+        grad_out=grad_out, q=q, k=k, v=v, out=out, lse=lse, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv
+    )
+    fp8_arguments.check_scales_type(scales, Fp8BackwardScales)
+    left, right = arguments.window_bounds(window)
+    call = ForwardArguments(
+        *(q, k, v, None, None, seq_lens_q, seq_lens_kv, None),
+        *(is_causal, causal_alignment, left, right, scale),
+        deterministic=is_deterministic(deterministic),
+        with_lse=True,
+    )
+    of = Fp8Backward(grad_out, out, lse, call, scales)
+    fp8_arguments.check_backward(of)
+    return of
+
+
+def check_untracked(what: str, scales: Fp8Scales | Fp8BackwardScales, **tensors: Tensor) -> None:
+    """Refuses what autograd would have to follow.
+
+    Raises:
+        UnsupportedError: A tensor or a scale requires grad, or has a tangent.
+    """
     of_scales = {f"scales.{name}": scale for name, scale in scales._asdict().items()}
     fp8_arguments.check_no_gradient(what, **tensors, **of_scales)
     tracking.refuse_tangents({**tensors, **of_scales}, "attention in bfloat16")

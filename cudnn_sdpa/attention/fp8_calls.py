@@ -53,7 +53,7 @@ class ForwardCall(Call):
 
     def __call__(self, of: Fp8Forward) -> Fp8Output:
         """Allocates, launches and returns."""
-        memory.check_memory(of.call.q, of.call.k, of.call.v, None)
+        memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v)
         result: Fp8Output = self.on_device(self._run, of)
         return result
 
@@ -87,7 +87,7 @@ class BackwardCall(Call):
 
     def __call__(self, of: Fp8Backward) -> Fp8Gradients:
         """Allocates, launches and returns."""
-        memory.check_memory(of.call.q, of.call.k, of.call.v, of.out)
+        memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v, out=of.out, lse=of.lse)
         result: Fp8Gradients = self.on_device(self._run, of)
         return result
 

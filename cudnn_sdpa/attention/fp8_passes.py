@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cudnn_sdpa.attention import fp8_graphs
+from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.case import BACKWARD, FORWARD
 from cudnn_sdpa.attention.fp8_arguments import FP8_DTYPES, Fp8Backward, Fp8BackwardScales, Fp8Forward, Fp8Scales
 from cudnn_sdpa.attention.fp8_support import RULES
@@ -25,6 +26,26 @@ ONE_NUMBER = TensorLayout.contiguous((1, 1, 1, 1), torch.float32)
 def numbers(names: Iterable[str]) -> list[Operand]:
     """Operands of one number each on the GPU."""
     return [Operand(name, ONE_NUMBER) for name in names]
+
+
+def problem_of(call: ForwardArguments) -> Problem:
+    """Describes a call; what can be counted from the top left is, since Hopper has nothing else.
+
+    Without true lengths, a bottom-right band is a top-left one whose bounds are moved by Skv - Sq. A left bound may not
+    become negative by that.
+    """
+    problem = Problem.of(call)
+    band = problem.mask.band
+    if band is None or problem.has_lengths:
+        return problem
+    left, right, bottom_right = band
+    if right is None or not bottom_right:
+        return problem
+    shift = problem.skv - problem.rows
+    if left is not None and left < shift:
+        return problem
+    moved = (None if left is None else left - shift, right + shift, False)
+    return replace(problem, mask=replace(problem.mask, band=moved))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +68,7 @@ class Forward:
         q = of.call.q
         shape = (*q.shape[:3], of.call.v.shape[3])
         out = TensorLayout(shape, dense_stride_like(shape, q.shape, q.stride()), of.out_dtype)
-        return cls(Problem.of(of.call), out, of.call.with_lse)
+        return cls(problem_of(of.call), out, of.call.with_lse)
 
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan.
@@ -102,7 +123,7 @@ class Backward:
     def of(cls, of: Fp8Backward) -> Backward:
         """Describes a call."""
         out, grad_out = TensorLayout.of(of.out), TensorLayout.of(of.grad_out)
-        return cls(Problem.of(of.call), out, grad_out, of.call.deterministic)
+        return cls(problem_of(of.call), out, grad_out, of.call.deterministic)
 
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan.

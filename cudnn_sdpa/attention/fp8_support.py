@@ -19,7 +19,10 @@ _BFLOAT16 = "sdpa, with q, k and v dequantized to torch.bfloat16"
 def _lacks_wide_heads(case: Case) -> bool:
     if case.sm < 100 or case.largest_head_dim <= 128:
         return False
-    return (case.head_dim, case.head_dim_v) != (192, 128) or case.is_consumer_blackwell
+    if case.is_data_center_blackwell:
+        known = [(192, 128)] if case.backward else [(192, 128), (256, 256)]
+        return (case.head_dim, case.head_dim_v) not in known
+    return True
 
 
 def _lacks_half_output(case: Case) -> bool:
@@ -50,12 +53,18 @@ RULES = (
     Rule(
         lambda case: case.is_hopper and case.backward and (case.head_dim, case.head_dim_v) != (128, 128),
         "on SM {sm} gradients in FP8 have kernels for head dim 128 alone, not for {head_dim} and {head_dim_v}",
-        "smaller heads padded with zeros to head dim 128, with the scale of their own size",
+        "smaller heads padded with zeros to head dim 128, with the scale of their own size; or " + _BFLOAT16,
     ),
     Rule(
         _lacks_wide_heads,
-        "head dims {head_dim} and {head_dim_v} have no FP8 kernel on SM {sm} that is right",
+        "head dims {head_dim} and {head_dim_v} have no FP8 kernel on SM {sm}",
         "head dims of up to 128",
+    ),
+    Rule(  # from 9.26 on there is a plan
+        lambda case: case.is_data_center_blackwell and case.head_dim == case.head_dim_v == 256 and not case.backward,
+        "on SM {sm} attention in FP8 with head dim 256 is wrong (cudnn-frontend#981)",
+        "head dims of up to 128",
+        wrong=True,
     ),
     Rule(
         lambda case: (
@@ -68,8 +77,9 @@ RULES = (
     ),
     Rule(
         lambda case: case.is_hopper and case.bottom_right,
-        "on SM {sm} there is no FP8 kernel for a bottom-right mask with a right bound",
-        "as many queries as keys and no true lengths, where it is the top-left one; or causal_alignment='top_left'",
+        "on SM {sm} there is no FP8 kernel for a bottom-right mask with a right bound, unless it can be counted from "
+        "the top left, which true lengths and a window narrower than Skv - Sq do not allow",
+        "calls without seq_lens_q and seq_lens_kv, or causal_alignment='top_left'",
     ),
     Rule(
         lambda case: (

@@ -37,16 +37,23 @@ def check_strides_of(name: str, tensor: Tensor) -> None:
             )
 
 
-def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tensor | None = None) -> None:
-    """Addresses: the one thing that a warm call checks, since they are in no key."""
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
+def check_addresses(hint: str = "", **tensors: Tensor) -> None:
+    """Whether the addresses of tensors are aligned; those that are no tensors of CUDA pass."""
+    for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and tensor.is_cuda and tensor.data_ptr() % ALIGNMENT != 0:
             raise LayoutError(
                 name,
                 f"an address {tensor.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT}",
                 f"storage aligned to {ALIGNMENT} bytes",
-                "Let the function allocate it." if name == "out" else f"Use {name}.clone().",
+                hint or f"Use {name}.clone().",
             )
+
+
+def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tensor | None = None) -> None:
+    """Addresses: the one thing that a warm call checks, since they are in no key."""
+    check_addresses(q=q, k=k, v=v)
+    if isinstance(out, Tensor):
+        check_addresses("Let the function allocate it.", out=out)
     for name, tensor in (("q", q), ("k", k), ("v", v), ("attn_mask", mask)):
         if out is not None and tensor is not None and _share_memory(out, tensor):
             hint = "Allocate it with torch.empty_like(q)."
