@@ -71,7 +71,7 @@ def sdpa_fp8(
 
     Examples:
         >>> import torch
-        >>> from cudnn_sdpa.attention.fp8 import Fp8Scales, sdpa_fp8
+        >>> from cudnn_sdpa import Fp8Scales, sdpa_fp8
         >>> x = torch.randn(1, 4, 64, 32)
         >>> to_fp8 = 448 / x.abs().amax().view(1)  # E4M3 holds numbers of up to 448
         >>> q = k = v = (x * to_fp8).to(torch.float8_e4m3fn)
@@ -152,7 +152,7 @@ def sdpa_fp8_backward(
 
     Examples:
         >>> import torch
-        >>> from cudnn_sdpa.attention.fp8 import Fp8BackwardScales, Fp8Scales, sdpa_fp8, sdpa_fp8_backward
+        >>> from cudnn_sdpa import Fp8BackwardScales, Fp8Scales, sdpa_fp8, sdpa_fp8_backward
         >>> q = k = v = torch.randn(1, 4, 64, 128).to(torch.float8_e4m3fn)
         >>> one, many = torch.ones(1), torch.tensor([256.0])
         >>> forward = sdpa_fp8(q, k, v, Fp8Scales(one, one, one, 1 / many, many, one), return_lse=True)

@@ -92,6 +92,11 @@ RULES = (
         "queries and keys padded to multiples of 64, with seq_lens_q and seq_lens_kv",
     ),
     Rule(
+        lambda case: case.backward and case.bottom_right and case.is_data_center_blackwell and case.sq > case.skv,
+        "bottom-right gradients in FP8 need as many keys as queries, {sq}, and not {skv}",
+        "keys and values padded to as many as queries, with seq_lens_q and seq_lens_kv",
+    ),
+    Rule(
         _lacks_half_output,
         "on SM {sm} with cuDNN {version} the output in FP8 attention is FP8: others need SM 100 and cuDNN 9.13",
         "out_dtype=None, and then out.to(torch.bfloat16) / scales.scale_o",
@@ -100,6 +105,16 @@ RULES = (
         lambda case: case.sq == 1 and not case.backward and not case.is_data_center_blackwell,
         "on SM {sm} there is no FP8 kernel for a single query",
         "two queries or more, of which all but one are padding; or " + _BFLOAT16,
+    ),
+    Rule(
+        lambda case: (
+            case.sq == 1
+            and not case.backward
+            and case.is_data_center_blackwell
+            and (case.head_dim, case.head_dim_v) == (192, 128)
+        ),
+        "on SM {sm} there is no FP8 kernel for a single query with head dims 192 and 128",
+        "two queries or more, of which all but one are padding; or head dims of up to 128",
     ),
     Rule(
         lambda case: case.backward and case.sq == case.skv == 1,

@@ -208,7 +208,7 @@ def test_without_a_gpu_the_answer_is_for_an_h200(monkeypatch):
 def test_a_matrix_has_a_row_for_each_option():
     rows = {row["with"]: row for row in matrix(80, "9.28.0")}
     assert list(rows) == list(ROWS)
-    assert rows["causal"] == {"with": "causal", "sdpa": "yes", "sdpa_varlen": "forward only"}
+    assert rows["causal"] == {"with": "causal", "sdpa": "yes", "sdpa_varlen": "forward only", "sdpa_fp8": "no"}
     assert rows["attn_mask"]["sdpa_varlen"] == "–"
     assert rows["one query, dropout"]["sdpa"] == "no"
 
