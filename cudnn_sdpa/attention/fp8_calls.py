@@ -152,6 +152,7 @@ def run_forward(of: Fp8Forward) -> Fp8Output:
     if prepared is None:
         fp8_arguments.check_forward(of)
         memory.check_strides(*of.call[:3])
+        memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v)
         forward = Forward.of(of)
         if forward.problem.is_empty:
             return nothing(of)
@@ -175,6 +176,7 @@ def run_backward(of: Fp8Backward) -> Fp8Gradients:
         fp8_arguments.check_backward(of)
         memory.check_strides(*of.call[:3])
         memory.check_strides_of("out", of.out)
+        memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v, out=of.out, lse=of.lse)
         backward = Backward.of(of)
         if backward.problem.is_empty:
             return no_gradients(of)
