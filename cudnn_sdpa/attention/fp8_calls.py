@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import debug, fp8_arguments, fp8_graphs, memory
+from cudnn_sdpa.attention import debug, fp8_arguments, fp8_graphs, fp8_repairs, memory
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.backward import is_readable
-from cudnn_sdpa.attention.calls import BoundCall, lengths
+from cudnn_sdpa.attention.calls import BoundCall
 from cudnn_sdpa.attention.fp8_arguments import Fp8Backward, Fp8Forward, Fp8Gradients, Fp8Output
 from cudnn_sdpa.attention.fp8_passes import Backward, Forward
 from cudnn_sdpa.attention.lookup import describe
@@ -28,18 +28,22 @@ calls: CallTable[None] = CallTable(None)
 class Call(BoundCall):
     """What both passes have in common."""
 
-    __slots__ = ("last",)
+    __slots__ = ("_is_hopper", "last")
 
     def __init__(self, problem: Any, plan: Plan, scale: float) -> None:
         super().__init__(problem, plan, scale=scale)
+        self._is_hopper = plan.key.target.sm // 10 == 9
         self.last = None  # what a `CallTable` resets
+
+    def largest(self, device: torch.device) -> Tensor:
+        """Memory for a largest value, which Hopper's plans overwrite; others are taken to raise what is there."""
+        return allocate((1,), (1,), torch.float32) if self._is_hopper else no_largest(device)
 
     def inputs(self, call: ForwardArguments, scales: Any) -> dict[str, Tensor]:
         """Queries that see a key, keys, values, scales and lengths."""
         blind = self.problem.mask.blind_rows
         q = call.q[:, :, blind:] if blind else call.q
-        corrected = lengths(self.problem, call.seq_lens_q, call.seq_lens_kv)
-        return {"q": q, "k": call.k, "v": call.v, **scales._asdict(), **corrected}
+        return {"q": q, "k": call.k, "v": call.v, **scales._asdict(), **fp8_repairs.lengths(call)}
 
 
 class ForwardCall(Call):
@@ -60,7 +64,7 @@ class ForwardCall(Call):
     def _run(self, of: Fp8Forward) -> Fp8Output:
         blind, device = self.problem.mask.blind_rows, of.call.q.device
         out = allocate(*as_layout(self.forward.out))
-        amax_s, amax_o = (no_largest(device) for _ in range(2))
+        amax_s, amax_o = (self.largest(device) for _ in range(2))
         tensors = self.inputs(of.call, of.scales)
         tensors |= {"out": out[:, :, blind:] if blind else out, "amax_s": amax_s, "amax_o": amax_o}
         lse = None
@@ -73,17 +77,21 @@ class ForwardCall(Call):
             if lse is not None:
                 lse[:, :, :blind] = -torch.inf
                 lse[:, :, blind:] = tensors["lse"]
+        if self.problem.lengths_q:
+            fp8_repairs.hide_absent_rows(of.call, out, lse)
+            amax_o = fp8_repairs.largest_of(out, of.scales.scale_o)
         return Fp8Output(out, amax_s, amax_o, lse)
 
 
 class BackwardCall(Call):
     """A backward call bound to its plan."""
 
-    __slots__ = ("backward",)
+    __slots__ = ("_rows", "backward")
 
     def __init__(self, backward: Backward, plan: Plan, scale: float) -> None:
         super().__init__(backward.problem, plan, scale)
         self.backward = backward
+        self._rows = backward.rows_made(plan.key.target)
 
     def __call__(self, of: Fp8Backward) -> Fp8Gradients:
         """Allocates, launches and returns."""
@@ -95,7 +103,7 @@ class BackwardCall(Call):
         problem, blind = self.problem, self.problem.mask.blind_rows
         wholes = [self.backward.whole(layout) for layout in (problem.q, problem.k, problem.v)]
         grad_q, grad_k, grad_v = (allocate(*as_layout(layout)) for layout in wholes)
-        largest = [no_largest(of.call.q.device) for _ in range(4)]
+        largest = [self.largest(of.call.q.device) for _ in range(4)]
         tensors = self.inputs(of.call, of.scales)
         tensors |= {"out": of.out, "grad_out": of.grad_out, "lse": of.lse, "grad_q": grad_q}
         if blind:
@@ -103,9 +111,16 @@ class BackwardCall(Call):
             for name in ("out", "grad_out", "lse", "grad_q"):
                 tensors[name] = tensors[name][:, :, blind:]
             tensors["lse"] = tensors["lse"].contiguous()
+        of_rows = tensors["grad_q"]
+        if self._rows != problem.rows:
+            for name in ("q", "out", "grad_out", "lse"):
+                tensors[name] = fp8_repairs.with_rows(tensors[name], self._rows)
+            tensors["grad_q"] = torch.empty_like(tensors["q"], dtype=grad_q.dtype)
         tensors |= {"grad_k": grad_k, "grad_v": grad_v}
         tensors |= zip(("amax_dq", "amax_dk", "amax_dv", "amax_dp"), largest, strict=True)
         self.launch(tensors)
+        if self._rows != problem.rows:
+            of_rows.copy_(tensors["grad_q"][:, :, : problem.rows])
         return Fp8Gradients(grad_q, grad_k, grad_v, *largest)
 
 
@@ -137,6 +152,7 @@ def run_forward(of: Fp8Forward) -> Fp8Output:
     if prepared is None:
         fp8_arguments.check_forward(of)
         memory.check_strides(*of.call[:3])
+        memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v)
         forward = Forward.of(of)
         if forward.problem.is_empty:
             return nothing(of)
@@ -160,6 +176,7 @@ def run_backward(of: Fp8Backward) -> Fp8Gradients:
         fp8_arguments.check_backward(of)
         memory.check_strides(*of.call[:3])
         memory.check_strides_of("out", of.out)
+        memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v, out=of.out, lse=of.lse)
         backward = Backward.of(of)
         if backward.problem.is_empty:
             return no_gradients(of)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cudnn_sdpa.attention import fp8_graphs
+from cudnn_sdpa.attention import fp8_graphs, fp8_repairs
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.case import BACKWARD, FORWARD
 from cudnn_sdpa.attention.fp8_arguments import FP8_DTYPES, Fp8Backward, Fp8BackwardScales, Fp8Forward, Fp8Scales
@@ -100,6 +100,8 @@ class Forward:
         notes = [AMAXES, *self.problem.extra_kernels(), *_notes_on_lengths(self.problem)]
         if self.problem.mask.blind_rows and self.with_lse:
             notes.append("the log-sum-exp of the other queries is copied into place")
+        if self.problem.lengths_q:
+            notes.append("rows past the lengths are filled with zeros, and amax_o is taken from the output")
         return notes
 
 
@@ -135,30 +137,40 @@ class Backward:
         refused = refusal(problem.case(BACKWARD, target, deterministic=self.deterministic), "sdpa_fp8_backward", RULES)
         if refused is not None:
             raise refused
-        out = problem.visible(self.out)
         full = problem.needs_lengths or self._pads(target)
         scale, *lengths = problem.operands(decode=False, sinks=False, full_lengths=full)
+        rows = self.rows_made(target)
+        out = self._of_rows(self.out, rows)
         inputs = [
-            Operand("q", problem.visible(problem.q)),
+            Operand("q", self._of_rows(problem.q, rows)),
             Operand("k", problem.k),
             Operand("v", problem.v),
             Operand("out", out),
-            Operand("grad_out", problem.visible(self.grad_out)),
+            Operand("grad_out", self._of_rows(self.grad_out, rows)),
             Operand("lse", TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)),
             *(scale, *numbers(Fp8BackwardScales._fields), *lengths),
         ]
         options = {"band": problem.mask.band, "deterministic": self.deterministic}
-        return fp8_graphs.sdpa_fp8_backward.key(inputs, self.outputs(), options, target, device)
+        return fp8_graphs.sdpa_fp8_backward.key(inputs, self._outputs(rows), options, target, device)
+
+    def rows_made(self, target: Target) -> int:
+        """How many queries the plan has: those that see a key, on Hopper with zeros up to a multiple of 16."""
+        rows = self.problem.rows
+        return fp8_repairs.rows_made(rows) if target.sm // 10 == 9 else rows
+
+    def _of_rows(self, layout: TensorLayout, rows: int) -> TensorLayout:
+        """The layout of queries, or of what goes with them, as the plan reads it."""
+        return self.problem.visible(layout) if rows == self.problem.rows else fp8_repairs.longer(layout, rows)
 
     def _pads(self, target: Target) -> bool:
         """Whether full lengths are given so that what fills up the last tiles is hidden: see `known_issues`."""
         partial = self.problem.rows % LAST_TILE != 0 or self.problem.skv % LAST_TILE != 0
         return partial and target.cudnn < FIRST_RIGHT_LAST_TILE
 
-    def outputs(self) -> list[Operand]:
+    def _outputs(self, rows: int) -> list[Operand]:
         """The gradients, each in the memory order of its tensor, and the largest values."""
         problem = self.problem
-        gradients = {"grad_q": problem.visible(self.whole(problem.q)), "grad_k": self.whole(problem.k)}
+        gradients = {"grad_q": self._of_rows(self.whole(problem.q), rows), "grad_k": self.whole(problem.k)}
         gradients["grad_v"] = self.whole(problem.v)
         largest = numbers(("amax_dq", "amax_dk", "amax_dv", "amax_dp"))
         return [*(Operand(name, layout) for name, layout in gradients.items()), *largest]
@@ -173,16 +185,16 @@ class Backward:
         if blind:
             notes.append(f"the gradient of the first {blind} queries is filled with zeros")
             notes.append("the log-sum-exp of the other queries is copied")
+        if self.problem.rows % fp8_repairs.ROWS_AT_ONCE:
+            notes.append(
+                "on Hopper q, out, grad_out and lse are copied into longer tensors, and the gradient of q out of one: "
+                "the number of queries is no multiple of 16"
+            )
         return notes
 
 
-AMAXES = "the largest values are filled with zeros beforehand"
+AMAXES = "the largest values are filled with zeros beforehand, but not on Hopper"
 
 
 def _notes_on_lengths(problem: Problem) -> list[str]:
-    if not problem.has_lengths:
-        return []
-    notes = ["lengths are kept within the tensors"]
-    if problem.lengths_kv:
-        notes.append("lengths are corrected on the GPU where a sequence has no keys (cuDNN leaves its rows unwritten)")
-    return notes
+    return ["lengths are kept within the tensors"] if problem.has_lengths else []

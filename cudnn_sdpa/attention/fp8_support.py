@@ -51,6 +51,13 @@ RULES = (
         "head dims of up to 256",
     ),
     Rule(
+        lambda case: case.is_hopper and not case.backward and case.head_dim <= 128 < case.head_dim_v,
+        "on SM {sm} with a head dim of up to 128, {head_dim}, and one of v over 128, {head_dim_v}, cuDNN's FP8 kernel "
+        "accesses memory that is not its own (seen on 9.19 with an H200)",
+        "q and k padded with zeros to a head dim over 128, with the scale of their own size",
+        wrong=True,
+    ),
+    Rule(
         lambda case: case.is_hopper and case.backward and (case.head_dim, case.head_dim_v) != (128, 128),
         "on SM {sm} gradients in FP8 have kernels for head dim 128 alone, not for {head_dim} and {head_dim_v}",
         "smaller heads padded with zeros to head dim 128, with the scale of their own size; or " + _BFLOAT16,

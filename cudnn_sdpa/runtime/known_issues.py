@@ -139,7 +139,23 @@ ISSUES = (
         "a sequence without keys gets NaN or whatever lay in memory",
         "cudnn-frontend#943; seen on 9.19 with an H200",
         "it is given as one without queries, or the result is filled with zeros beforehand",
-        lambda key: (operand := _find(key, "seq_len_kv")) is not None and operand.role is Role.TENSOR,
+        lambda key: (
+            (operand := _find(key, "seq_len_kv")) is not None and operand.role is Role.TENSOR and not _is_fp8(key)
+        ),
+        lambda _: True,
+    ),
+    KnownIssue(
+        "the gradient of the last queries in FP8 is wrong where their number is no multiple of 16",
+        "seen on 9.19 with an H200",
+        "queries are copied into a longer tensor",
+        lambda key: _backward(key) and _is_fp8(key) and key.target.sm // 10 == 9,
+        lambda key: _shape(key, "q")[2] % 16 == 0,
+    ),
+    KnownIssue(
+        "the forward pass in FP8 computes queries past their sequence's length, and its largest values have them in",
+        "seen on 9.19 with an H200",
+        "their rows are filled with zeros, and amax_o is taken from the output; amax_s may be too large, at most 1",
+        lambda key: _forward(key) and _is_fp8(key) and _has(key, "seq_len_q") and key.target.sm // 10 == 9,
         lambda _: True,
     ),
     KnownIssue(

