@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, fp8_arguments, fp8_calls, fp8_operators, tracking
+from cudnn_sdpa.attention import (
+    arguments,
+    fp8_arguments,
+    fp8_calls,
+    fp8_operators,
+    fp8_results,
+    fp8_shortcuts,
+    tracking,
+)
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense import is_deterministic
 from cudnn_sdpa.attention.fp8_arguments import (
@@ -85,15 +95,25 @@ def sdpa_fp8(
         >>> bool(result.amax_o <= 1.1 * x.abs().amax())
         True
     """
-    of = forward_of(
-        *(q, k, v, scales, is_causal, causal_alignment, window, scale, seq_lens_q, seq_lens_kv, out_dtype, return_lse)
-    )
+    lengths = (seq_lens_q, seq_lens_kv)
+    options = (is_causal, causal_alignment, window, scale, out_dtype, return_lse)
+    is_eager = not is_compiling()
+    if is_eager and type(scales) is Fp8Scales:
+        known = fp8_shortcuts.find(fp8_calls.calls, (q, k, v, *scales), lengths, options)
+        if known is not None:
+            result: Fp8Output = known.run(q, k, v, scales, *lengths)
+            return result
+    of = forward_of(q, k, v, scales, *options[:4], *lengths, out_dtype, return_lse)
     check_untracked("sdpa_fp8", of.scales, q=q, k=k, v=v)
-    if not is_compiling() and q.is_cuda and is_bare(q, k, v, seq_lens_q, seq_lens_kv, *scales):
-        return fp8_calls.run_forward(of)
-    options = fp8_operators.options_of(of.call)
+    if is_eager and q.is_cuda and is_bare(q, k, v, *lengths, *scales):
+        prepared = fp8_calls.prepare_forward(of)
+        if prepared is None:
+            return fp8_results.nothing(of)
+        result = prepared(of)
+        fp8_shortcuts.remember(fp8_calls.calls, (q, k, v, *scales), lengths, options, prepared)
+        return result
     found = torch.ops.cudnn_sdpa.sdpa_fp8_forward(
-        *(q, k, v, list(scales), seq_lens_q, seq_lens_kv, *options, of.out_dtype, return_lse)
+        *(q, k, v, list(scales), *lengths, *fp8_operators.options_of(of.call), of.out_dtype, return_lse)
     )
     out, amax_s, amax_o, *lse = found
     return Fp8Output(out, amax_s, amax_o, lse[0] if return_lse else None)
@@ -162,19 +182,40 @@ def sdpa_fp8_backward(
         >>> gradients.dq.shape, gradients.dq.dtype, gradients.amax_dq.shape
         (torch.Size([1, 4, 64, 128]), torch.float8_e5m2, torch.Size([1]))
     """
-    of = backward_of(
-        *(grad_out, q, k, v, out, lse, scales, is_causal, causal_alignment, window, scale, seq_lens_q, seq_lens_kv),
-        deterministic,
-    )
-    tensors = {"grad_out": grad_out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    check_untracked("sdpa_fp8_backward", of.scales, **tensors)
-    if not is_compiling() and q.is_cuda and is_bare(*tensors.values(), seq_lens_q, seq_lens_kv, *scales):
-        return fp8_calls.run_backward(of)
-    options = fp8_operators.options_of(of.call)
+    tensors, lengths = (grad_out, q, k, v, out, lse), (seq_lens_q, seq_lens_kv)
+    is_eager = not is_compiling()
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    options = (is_causal, causal_alignment, window, scale, deterministic)
+    if is_eager and type(scales) is Fp8BackwardScales:
+        known = fp8_shortcuts.find(fp8_calls.backward_calls, (*tensors, *scales), lengths, options)
+        if known is not None:
+            result: Fp8Gradients = known.run(tensors, scales, *lengths)
+            return result
+    of = backward_of(*tensors, scales, *options[:4], *lengths, deterministic)
+    named = dict(zip(("grad_out", "q", "k", "v", "out", "lse"), tensors, strict=True))
+    check_untracked("sdpa_fp8_backward", of.scales, **named)
+    if is_eager and q.is_cuda and is_bare(*tensors, *lengths, *scales):
+        return _run_backward(of, options)
     found = torch.ops.cudnn_sdpa.sdpa_fp8_backward(
-        *(grad_out, q, k, v, out, lse, list(scales), seq_lens_q, seq_lens_kv, *options, of.call.deterministic)
+        *(*tensors, list(scales), *lengths, *fp8_operators.options_of(of.call), of.call.deterministic)
     )
     return Fp8Gradients(*found)
+
+
+def _run_backward(of: Fp8Backward, options: tuple[Any, ...]) -> Fp8Gradients:
+    """Runs a checked call, and remembers it if its tensors can be read where they lie."""
+    whole = fp8_calls.readable(of)
+    prepared = fp8_calls.prepare_backward(whole)
+    if prepared is None:
+        return fp8_results.no_gradients(of)
+    found = prepared(whole)
+    if whole.grad_out is of.grad_out and whole.lse is of.lse:
+        call = of.call
+        required = (of.grad_out, *call[:3], of.out, of.lse, *of.scales)
+        lengths = (call.seq_lens_q, call.seq_lens_kv)
+        fp8_shortcuts.remember(fp8_calls.backward_calls, required, lengths, options, prepared)
+    return found
 
 
 def forward_of(

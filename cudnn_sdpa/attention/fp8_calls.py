@@ -11,29 +11,53 @@ from torch import Tensor
 from cudnn_sdpa.attention import debug, fp8_arguments, fp8_graphs, fp8_repairs, memory
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.backward import is_readable
-from cudnn_sdpa.attention.calls import BoundCall
-from cudnn_sdpa.attention.fp8_arguments import Fp8Backward, Fp8Forward, Fp8Gradients, Fp8Output
+from cudnn_sdpa.attention.calls import MISALIGNED, BoundCall
+from cudnn_sdpa.attention.fp8_arguments import (
+    Fp8Backward,
+    Fp8BackwardScales,
+    Fp8Forward,
+    Fp8Gradients,
+    Fp8Output,
+    Fp8Scales,
+)
 from cudnn_sdpa.attention.fp8_passes import Backward, Forward
+from cudnn_sdpa.attention.fp8_results import as_layout, no_gradients, no_largest, nothing
+from cudnn_sdpa.attention.fp8_shortcuts import Last
 from cudnn_sdpa.attention.lookup import describe
 from cudnn_sdpa.runtime.building import build_plan
-from cudnn_sdpa.runtime.cache import plan_cache
+from cudnn_sdpa.runtime.cache import next_use, plan_cache
 from cudnn_sdpa.runtime.call_table import CallTable
 from cudnn_sdpa.runtime.layouts import TensorLayout, dense_stride_like
-from cudnn_sdpa.runtime.plan import Plan, allocate
+from cudnn_sdpa.runtime.plan import Plan, allocate, current_device
 from cudnn_sdpa.runtime.target import live_target
 
-calls: CallTable[None] = CallTable(None)
+calls: CallTable[Last | None] = CallTable(None)
+backward_calls: CallTable[Last | None] = CallTable(None)
 
 
 class Call(BoundCall):
     """What both passes have in common."""
 
-    __slots__ = ("_is_hopper", "last")
+    __slots__ = ("_is_hopper", "_side_addresses", "is_plain", "last")
 
     def __init__(self, problem: Any, plan: Plan, scale: float) -> None:
         super().__init__(problem, plan, scale=scale)
         self._is_hopper = plan.key.target.sm // 10 == 9
+        # Between scales and outputs of a launch there is nothing but full lengths, and beside it nothing runs.
+        self.is_plain = not (problem.mask.blind_rows or problem.has_lengths)
+        self._side_addresses = [self._fixed[name] for name in ("seq_len_q", "seq_len_kv") if name in self._fixed]
         self.last = None  # what a `CallTable` resets
+
+    def is_elsewhere(self) -> bool:
+        """Whether the plan's GPU is not the current one."""
+        return self._elsewhere and current_device() != self.plan.device
+
+    def launch_at(self, inputs: list[int], scales: Any, outputs: list[Tensor]) -> None:
+        """Launches a plain call: addresses of inputs, scales, and outputs in the order of the key."""
+        self.plan.last_used = next_use()
+        of_scales = [scale.data_ptr() for scale in scales]
+        places = [x.data_ptr() for x in outputs]
+        self.plan.launch([*inputs, self._fixed["scale"], *of_scales, *self._side_addresses, *places])
 
     def largest(self, device: torch.device) -> Tensor:
         """Memory for a largest value, which Hopper's plans overwrite; others are taken to raise what is there."""
@@ -49,11 +73,14 @@ class Call(BoundCall):
 class ForwardCall(Call):
     """A forward call bound to its plan."""
 
-    __slots__ = ("forward",)
+    __slots__ = ("_lse", "_out", "forward")
 
     def __init__(self, forward: Forward, plan: Plan, scale: float) -> None:
         super().__init__(forward.problem, plan, scale)
         self.forward = forward
+        self._out = as_layout(forward.out)
+        lse = TensorLayout.contiguous(forward.out.shape[:3], torch.float32)
+        self._lse = as_layout(lse) if forward.with_lse else None
 
     def __call__(self, of: Fp8Forward) -> Fp8Output:
         """Allocates, launches and returns."""
@@ -61,9 +88,22 @@ class ForwardCall(Call):
         result: Fp8Output = self.on_device(self._run, of)
         return result
 
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, scales: Fp8Scales, lengths_q: Tensor | None, lengths_kv: Tensor | None
+    ) -> Fp8Output:
+        """The same with the arguments one by one; a plain call is shorter by its dictionaries."""
+        places = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
+        if not self.is_plain or (places[0] | places[1] | places[2]) & MISALIGNED or self.is_elsewhere():
+            call = ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
+            return self(Fp8Forward(call, scales, self._out[2]))
+        out, amax_s, amax_o = allocate(*self._out), self.largest(q.device), self.largest(q.device)
+        lse = None if self._lse is None else allocate(*self._lse)
+        self.launch_at(places, scales, [out, amax_s, amax_o] if lse is None else [out, amax_s, amax_o, lse])
+        return Fp8Output(out, amax_s, amax_o, lse)
+
     def _run(self, of: Fp8Forward) -> Fp8Output:
         blind, device = self.problem.mask.blind_rows, of.call.q.device
-        out = allocate(*as_layout(self.forward.out))
+        out = allocate(*self._out)
         amax_s, amax_o = (self.largest(device) for _ in range(2))
         tensors = self.inputs(of.call, of.scales)
         tensors |= {"out": out[:, :, blind:] if blind else out, "amax_s": amax_s, "amax_o": amax_o}
@@ -79,19 +119,22 @@ class ForwardCall(Call):
                 lse[:, :, blind:] = tensors["lse"]
         if self.problem.lengths_q:
             fp8_repairs.hide_absent_rows(of.call, out, lse)
-            amax_o = fp8_repairs.largest_of(out, of.scales.scale_o)
+            amax_o = fp8_repairs.largest_of(out, of.scales.scale_o, amax_o)
         return Fp8Output(out, amax_s, amax_o, lse)
 
 
 class BackwardCall(Call):
     """A backward call bound to its plan."""
 
-    __slots__ = ("_rows", "backward")
+    __slots__ = ("_gradients", "_rows", "backward")
 
     def __init__(self, backward: Backward, plan: Plan, scale: float) -> None:
         super().__init__(backward.problem, plan, scale)
         self.backward = backward
         self._rows = backward.rows_made(plan.key.target)
+        problem = backward.problem
+        self._gradients = [as_layout(backward.whole(layout)) for layout in (problem.q, problem.k, problem.v)]
+        self.is_plain = self.is_plain and self._rows == problem.rows
 
     def __call__(self, of: Fp8Backward) -> Fp8Gradients:
         """Allocates, launches and returns."""
@@ -99,10 +142,27 @@ class BackwardCall(Call):
         result: Fp8Gradients = self.on_device(self._run, of)
         return result
 
+    def run(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+        scales: Fp8BackwardScales,
+        lengths_q: Tensor | None,
+        lengths_kv: Tensor | None,
+    ) -> Fp8Gradients:
+        """The same for `grad_out` that can be read, q, k, v, `out` and a dense `lse`."""
+        grad_out, q, k, v, out, lse = tensors
+        places = [x.data_ptr() for x in (q, k, v, out, grad_out, lse)]
+        if not self.is_plain or any(place & MISALIGNED for place in places) or self.is_elsewhere():
+            call = ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
+            return self(readable(Fp8Backward(grad_out, out, lse, call, scales)))
+        outputs = [allocate(*layout) for layout in self._gradients]
+        outputs += [self.largest(q.device) for _ in range(4)]
+        self.launch_at(places, scales, outputs)
+        return Fp8Gradients(*outputs)
+
     def _run(self, of: Fp8Backward) -> Fp8Gradients:
         problem, blind = self.problem, self.problem.mask.blind_rows
-        wholes = [self.backward.whole(layout) for layout in (problem.q, problem.k, problem.v)]
-        grad_q, grad_k, grad_v = (allocate(*as_layout(layout)) for layout in wholes)
+        grad_q, grad_k, grad_v = (allocate(*layout) for layout in self._gradients)
         largest = [self.largest(of.call.q.device) for _ in range(4)]
         tensors = self.inputs(of.call, of.scales)
         tensors |= {"out": of.out, "grad_out": of.grad_out, "lse": of.lse, "grad_q": grad_q}
@@ -124,16 +184,6 @@ class BackwardCall(Call):
         return Fp8Gradients(grad_q, grad_k, grad_v, *largest)
 
 
-def as_layout(layout: TensorLayout) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """What `allocate` takes."""
-    return layout.shape, layout.stride, layout.dtype
-
-
-def no_largest(device: torch.device) -> Tensor:
-    """What a kernel raises to the largest value of each of its blocks, so that it has to start at 0."""
-    return torch.zeros(1, dtype=torch.float32, device=device)
-
-
 def readable(of: Fp8Backward) -> Fp8Backward:
     """The call with a gradient that cuDNN can read where it lies: a copy in the memory order of `out` if need be."""
     grad_out = of.grad_out
@@ -146,6 +196,12 @@ def readable(of: Fp8Backward) -> Fp8Backward:
 
 def run_forward(of: Fp8Forward) -> Fp8Output:
     """A forward pass on the GPU that its tensors are on."""
+    prepared = prepare_forward(of)
+    return nothing(of) if prepared is None else prepared(of)
+
+
+def prepare_forward(of: Fp8Forward) -> ForwardCall | None:
+    """Its plan, ready for the call; None where there is nothing to compute."""
     check_lengths(of.call)
     signature = ("forward", of.out_dtype, *_signature(of.call, of.scales))
     prepared: ForwardCall | None = calls.get(signature)
@@ -155,23 +211,29 @@ def run_forward(of: Fp8Forward) -> Fp8Output:
         memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v)
         forward = Forward.of(of)
         if forward.problem.is_empty:
-            return nothing(of)
+            return None
         device = of.call.q.get_device()
         key = forward.key(live_target(device), device)
         plan = plan_cache.get(key, lambda key: build_plan(fp8_graphs.sdpa_fp8_forward, key))
         prepared = ForwardCall(forward, plan, of.call.scale_value)
         calls.add(signature, prepared)
-    return prepared(of)
+    return prepared
 
 
 def run_backward(of: Fp8Backward) -> Fp8Gradients:
     """A backward pass on the GPU that its tensors are on."""
-    check_lengths(of.call)
     if of.grad_out.dim() == of.out.dim() == 4 and of.grad_out.shape == of.out.shape:
         of = readable(of)  # what has another shape is refused below
+    prepared = prepare_backward(of)
+    return no_gradients(of) if prepared is None else prepared(of)
+
+
+def prepare_backward(of: Fp8Backward) -> BackwardCall | None:
+    """Its plan, ready for a call that is `readable`; None where there is nothing to compute."""
+    check_lengths(of.call)
     own = map(describe, (of.grad_out, of.out, of.lse))
     signature = ("backward", *own, *_signature(of.call, of.scales))
-    prepared: BackwardCall | None = calls.get(signature)
+    prepared: BackwardCall | None = backward_calls.get(signature)
     if prepared is None:
         fp8_arguments.check_backward(of)
         memory.check_strides(*of.call[:3])
@@ -179,41 +241,13 @@ def run_backward(of: Fp8Backward) -> Fp8Gradients:
         memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v, out=of.out, lse=of.lse)
         backward = Backward.of(of)
         if backward.problem.is_empty:
-            return no_gradients(of)
+            return None
         device = of.call.q.get_device()
         key = backward.key(live_target(device), device)
         plan = plan_cache.get(key, lambda key: build_plan(fp8_graphs.sdpa_fp8_backward, key))
         prepared = BackwardCall(backward, plan, of.call.scale_value)
-        calls.add(signature, prepared)
-    return prepared(of)
-
-
-def nothing(of: Fp8Forward) -> Fp8Output:
-    """The results where there is no query or no key."""
-    out = new_output(of).zero_()
-    lse = torch.full(out.shape[:3], -torch.inf, dtype=torch.float32, device=out.device) if of.call.with_lse else None
-    return Fp8Output(out, no_largest(out.device), no_largest(out.device), lse)
-
-
-def no_gradients(of: Fp8Backward) -> Fp8Gradients:
-    """The same of a backward pass."""
-    gradients = [new_gradient(x, of.grad_out.dtype).zero_() for x in of.call[:3]]
-    return Fp8Gradients(*gradients, *(no_largest(of.call.q.device) for _ in range(4)))
-
-
-def new_output(of: Fp8Forward) -> Tensor:
-    """An output: dense, its dimensions in memory in the order of q."""
-    q = of.call.q
-    shape = (*q.shape[:3], of.call.v.shape[3])
-    return torch.empty_strided(
-        shape, dense_stride_like(shape, q.shape, q.stride()), dtype=of.out_dtype, device=q.device
-    )
-
-
-def new_gradient(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A gradient of a tensor: dense, in its memory order."""
-    stride = dense_stride_like(tensor.shape, tensor.shape, tensor.stride())
-    return torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device)
+        backward_calls.add(signature, prepared)
+    return prepared
 
 
 def check_lengths(call: ForwardArguments) -> None:

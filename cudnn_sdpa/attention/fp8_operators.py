@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import fp8_arguments, fp8_calls, fp8_reference, memory
+from cudnn_sdpa.attention import fp8_arguments, fp8_calls, fp8_reference, fp8_results, memory
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.fp8_arguments import (
     Fp8Backward,
@@ -36,7 +36,7 @@ def run_forward_cpu(of: Fp8Forward) -> Fp8Output:
     found = fp8_reference.attention(of)
     assert found.lse is not None
     lse = found.lse.float() if of.call.with_lse else None
-    return found._replace(out=fp8_calls.new_output(of).copy_(found.out), lse=lse)
+    return found._replace(out=fp8_results.new_output(of).copy_(found.out), lse=lse)
 
 
 def run_backward_cpu(of: Fp8Backward) -> Fp8Gradients:
@@ -46,13 +46,13 @@ def run_backward_cpu(of: Fp8Backward) -> Fp8Gradients:
     memory.check_strides_of("out", of.out)
     fp8_calls.check_lengths(of.call)
     found, dtype = fp8_reference.gradients(of), of.grad_out.dtype
-    dq, dk, dv = (fp8_calls.new_gradient(x, dtype).copy_(y) for x, y in zip(of.call[:3], found[:3], strict=True))
+    dq, dk, dv = (fp8_results.new_gradient(x, dtype).copy_(y) for x, y in zip(of.call[:3], found[:3], strict=True))
     return found._replace(dq=dq, dk=dk, dv=dv)
 
 
 def _run_forward_fake(of: Fp8Forward) -> Fp8Output:
     fp8_arguments.check_forward(of)
-    out = fp8_calls.new_output(of)
+    out = fp8_results.new_output(of)
     lse = out.new_empty(out.shape[:3], dtype=torch.float32) if of.call.with_lse else None
     amax_s, amax_o = (out.new_empty(1, dtype=torch.float32) for _ in range(2))
     return Fp8Output(out, amax_s, amax_o, lse)
@@ -60,7 +60,7 @@ def _run_forward_fake(of: Fp8Forward) -> Fp8Output:
 
 def _run_backward_fake(of: Fp8Backward) -> Fp8Gradients:
     fp8_arguments.check_backward(of)
-    dq, dk, dv = (fp8_calls.new_gradient(x, of.grad_out.dtype) for x in of.call[:3])
+    dq, dk, dv = (fp8_results.new_gradient(x, of.grad_out.dtype) for x in of.call[:3])
     amax_dq, amax_dk, amax_dv, amax_dp = (of.lse.new_empty(1) for _ in range(4))
     return Fp8Gradients(dq, dk, dv, amax_dq, amax_dk, amax_dv, amax_dp)
 

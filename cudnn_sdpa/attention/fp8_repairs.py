@@ -47,13 +47,21 @@ def hide_absent_rows(call: ForwardArguments, out: Tensor, lse: Tensor | None) ->
         lse.masked_fill_(hidden, -torch.inf)
 
 
-def largest_of(out: Tensor, scale_o: Tensor) -> Tensor:
-    """The largest absolute value of an output before its scale, (1,) float32, within the output's precision."""
-    if out.dtype not in FP8_DTYPES:
-        return (out.abs().amax().float() / scale_o.view(())).view(1)
-    # Without their signs the bits of FP8 numbers are in the order of the numbers, NaN the highest.
-    bits = out.view(torch.uint8).bitwise_and(_WITHOUT_SIGN).amax()
-    return (bits.view(out.dtype).float() / scale_o.view(())).view(1)
+def largest_of(out: Tensor, scale_o: Tensor, of_kernel: Tensor) -> Tensor:
+    """The largest absolute value of an output before its scale, (1,) float32, within the output's precision.
+
+    Args:
+        out: The output.
+        scale_o: Its scale.
+        of_kernel: The largest value with all queries in it, which stands where the output holds no larger number.
+    """
+    if out.dtype in FP8_DTYPES:
+        # Without their signs the bits of FP8 numbers are in the order of the numbers, NaN the highest.
+        largest = out.view(torch.uint8).bitwise_and(_WITHOUT_SIGN).amax().view(out.dtype).float()
+    else:
+        largest = out.abs().amax().float()
+    is_cut = largest >= torch.finfo(out.dtype).max
+    return torch.where(is_cut, of_kernel, largest / scale_o.view(1))
 
 
 def rows_made(rows: int) -> int:

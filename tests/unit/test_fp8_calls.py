@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cudnn_sdpa import LayoutError, explain
-from cudnn_sdpa.attention import fp8_calls, fp8_reference
+from cudnn_sdpa.attention import fp8_calls, fp8_reference, fp8_results
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.describe_fp8 import describe_sdpa_fp8
 from cudnn_sdpa.attention.fp8 import Fp8BackwardScales, Fp8Scales, sdpa_fp8, sdpa_fp8_backward
@@ -158,10 +158,10 @@ def test_no_queries_and_no_keys_need_no_plan():
         q, k, v = qkv(lengths)
         of = Fp8Forward(ForwardArguments(q, k, v, with_lse=True), Fp8Scales(*SCALES[:6]), E5M2)
         expected = sdpa_fp8(q, k, v, of.scales, out_dtype=E5M2, return_lse=True)
-        assert all(map(same, fp8_calls.nothing(of), expected))
+        assert all(map(same, fp8_results.nothing(of), expected))
         back = Fp8Backward(torch.empty_like(q), q, expected.lse, of.call, Fp8BackwardScales(*SCALES))
         assert all(
-            map(same, fp8_calls.no_gradients(back), sdpa_fp8_backward(*back[:1], q, k, v, *back[1:3], back.scales))
+            map(same, fp8_results.no_gradients(back), sdpa_fp8_backward(*back[:1], q, k, v, *back[1:3], back.scales))
         )
 
 
