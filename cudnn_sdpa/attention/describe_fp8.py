@@ -31,12 +31,15 @@ def describe_sdpa_fp8(
     scale: float | None = None,
     seq_lens_q: Tensor | None = None,
     seq_lens_kv: Tensor | None = None,
+    page_table: Tensor | None = None,
+    page_table_v: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
 ) -> Description:
     """What `sdpa_fp8` with these arguments runs on a GPU; tensors may also be on the CPU."""
     of = fp8.forward_of(
-        *(q, k, v, scales, is_causal, causal_alignment, window, scale, seq_lens_q, seq_lens_kv, out_dtype, return_lse)
+        *(q, k, v, scales, is_causal, causal_alignment, window, scale, seq_lens_q, seq_lens_kv),
+        *(page_table, page_table_v, out_dtype, return_lse),
     )
     memory.check_strides(q, k, v)
     memory.check_addresses(q=q, k=k, v=v)

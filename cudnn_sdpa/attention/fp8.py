@@ -12,6 +12,7 @@ from cudnn_sdpa.attention import (
     fp8_arguments,
     fp8_calls,
     fp8_operators,
+    fp8_paged,
     fp8_results,
     fp8_shortcuts,
     tracking,
@@ -42,6 +43,8 @@ def sdpa_fp8(
     scale: float | None = None,
     seq_lens_q: Tensor | None = None,
     seq_lens_kv: Tensor | None = None,
+    page_table: Tensor | None = None,
+    page_table_v: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
 ) -> Fp8Output:
@@ -50,9 +53,8 @@ def sdpa_fp8(
     With e = exp(scores − the row's maximum) and l the row's sum of e, the output is
     `fp8(e · scale_s) v · descale_s · descale_v / l`, where the scores are `q kᵀ · scale · descale_q · descale_k`, and
     `out` is that times `scale_o`, rounded. What FP8 does not hold becomes its largest number. Scales and largest values
-    stay on the GPU: nothing waits for them. On the CPU an emulation runs, which rounds where cuDNN rounds.
-
-    The formulas are those of the graph that the cuDNN frontend draws; see "Attention" in its documentation.
+    stay on the GPU: nothing waits for them. On the CPU an emulation runs, which rounds where cuDNN rounds. The formulas
+    are those of the graph that the cuDNN frontend draws; see "Attention" in its documentation.
 
     Args:
         q: Queries (B, Hq, Sq, D), float8_e4m3fn or float8_e5m2; D is a multiple of 16. The last dimension is dense,
@@ -66,6 +68,9 @@ def sdpa_fp8(
         scale: Factor of the scores, positive; None is 1/sqrt(D).
         seq_lens_q: The true numbers of queries, (B,) int32. Rows past them are zeros.
         seq_lens_kv: The same of keys.
+        page_table: Pages of each sequence, (B, max_pages) int32, with `seq_lens_kv`; k and v are pages
+            (pages, Hkv, page size, D) then, or views, and key j is in slot `j % page_size` of page `j // page_size`.
+        page_table_v: The pages of the values, if they differ.
         out_dtype: float8_e4m3fn, float8_e5m2, bfloat16 or float16; None is the dtype of q. `scale_o` applies to each.
         return_lse: Also give the log-sum-exp of the scores, which `sdpa_fp8_backward` needs.
 
@@ -95,25 +100,26 @@ def sdpa_fp8(
         >>> bool(result.amax_o <= 1.1 * x.abs().amax())
         True
     """
-    lengths = (seq_lens_q, seq_lens_kv)
+    optional = (seq_lens_q, seq_lens_kv, page_table, page_table_v)
     options = (is_causal, causal_alignment, window, scale, out_dtype, return_lse)
     is_eager = not is_compiling()
     if is_eager and type(scales) is Fp8Scales:
-        known = fp8_shortcuts.find(fp8_calls.calls, (q, k, v, *scales), lengths, options)
+        known = fp8_shortcuts.find(fp8_calls.calls, (q, k, v, *scales), optional, options)
         if known is not None:
-            result: Fp8Output = known.run(q, k, v, scales, *lengths)
+            result: Fp8Output = known.run(q, k, v, scales, *optional)
             return result
-    of = forward_of(q, k, v, scales, *options[:4], *lengths, out_dtype, return_lse)
+    of = forward_of(q, k, v, scales, *options[:4], *optional, out_dtype, return_lse)
     check_untracked("sdpa_fp8", of.scales, q=q, k=k, v=v)
-    if is_eager and q.is_cuda and is_bare(q, k, v, *lengths, *scales):
+    if is_eager and q.is_cuda and is_bare(q, k, v, *optional, *scales):
         prepared = fp8_calls.prepare_forward(of)
         if prepared is None:
             return fp8_results.nothing(of)
         result = prepared(of)
-        fp8_shortcuts.remember(fp8_calls.calls, (q, k, v, *scales), lengths, options, prepared)
+        fp8_shortcuts.remember(fp8_calls.calls, (q, k, v, *scales), optional, options, prepared)
         return result
     found = torch.ops.cudnn_sdpa.sdpa_fp8_forward(
-        *(q, k, v, list(scales), *lengths, *fp8_operators.options_of(of.call), of.out_dtype, return_lse)
+        *(q, k, v, list(scales), *optional[:2], *fp8_operators.options_of(of.call), *optional[2:]),
+        *(of.out_dtype, return_lse),
     )
     out, amax_s, amax_o, *lse = found
     return Fp8Output(out, amax_s, amax_o, lse[0] if return_lse else None)
@@ -229,6 +235,8 @@ def forward_of(
     scale: float | None,
     seq_lens_q: Tensor | None,
     seq_lens_kv: Tensor | None,
+    page_table: Tensor | None,
+    page_table_v: Tensor | None,
     out_dtype: torch.dtype | None,
     return_lse: bool,
 ) -> Fp8Forward:
@@ -243,8 +251,9 @@ def forward_of(
         *(is_causal, causal_alignment, left, right, scale),
         with_lse=return_lse,
     )
-    of = Fp8Forward(call, scales, q.dtype if out_dtype is None else out_dtype)
-    fp8_arguments.check_forward(of)
+    tables = fp8_paged.tables_of(page_table, page_table_v)
+    of = Fp8Forward(call, scales, q.dtype if out_dtype is None else out_dtype, tables)
+    fp8_paged.check_forward(of)
     return of
 
 

@@ -124,11 +124,13 @@ class Fp8Forward(NamedTuple):
         call: Tensors and options that it has in common with other dtypes.
         scales: The scales.
         out_dtype: The dtype of the output.
+        tables: The page tables of keys and of values, whose tensors are pages then.
     """
 
     call: ForwardArguments
     scales: Fp8Scales
     out_dtype: torch.dtype
+    tables: tuple[Tensor, Tensor] | None = None
 
 
 class Fp8Backward(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import debug, fp8_arguments, fp8_graphs, fp8_repairs, memory
+from cudnn_sdpa.attention import debug, fp8_arguments, fp8_graphs, fp8_paged, fp8_repairs, memory
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.backward import is_readable
 from cudnn_sdpa.attention.calls import MISALIGNED, BoundCall
@@ -67,7 +67,7 @@ class Call(BoundCall):
         """Queries that see a key, keys, values, scales and lengths."""
         blind = self.problem.mask.blind_rows
         q = call.q[:, :, blind:] if blind else call.q
-        return {"q": q, "k": call.k, "v": call.v, **scales._asdict(), **fp8_repairs.lengths(call)}
+        return {"q": q, "k": call.k, "v": call.v, **scales._asdict(), **fp8_repairs.lengths(call, self.problem.skv)}
 
 
 class ForwardCall(Call):
@@ -89,13 +89,21 @@ class ForwardCall(Call):
         return result
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, scales: Fp8Scales, lengths_q: Tensor | None, lengths_kv: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scales: Fp8Scales,
+        lengths_q: Tensor | None,
+        lengths_kv: Tensor | None,
+        table_k: Tensor | None,
+        table_v: Tensor | None,
     ) -> Fp8Output:
         """The same with the arguments one by one; a plain call is shorter by its dictionaries."""
         places = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
         if not self.is_plain or (places[0] | places[1] | places[2]) & MISALIGNED or self.is_elsewhere():
             call = ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
-            return self(Fp8Forward(call, scales, self._out[2]))
+            return self(Fp8Forward(call, scales, self._out[2], fp8_paged.tables_of(table_k, table_v)))
         out, amax_s, amax_o = allocate(*self._out), self.largest(q.device), self.largest(q.device)
         lse = None if self._lse is None else allocate(*self._lse)
         self.launch_at(places, scales, [out, amax_s, amax_o] if lse is None else [out, amax_s, amax_o, lse])
@@ -105,7 +113,7 @@ class ForwardCall(Call):
         blind, device = self.problem.mask.blind_rows, of.call.q.device
         out = allocate(*self._out)
         amax_s, amax_o = (self.largest(device) for _ in range(2))
-        tensors = self.inputs(of.call, of.scales)
+        tensors = self.inputs(of.call, of.scales) | fp8_paged.readable_tables(of)
         tensors |= {"out": out[:, :, blind:] if blind else out, "amax_s": amax_s, "amax_o": amax_o}
         lse = None
         if self.forward.with_lse:
@@ -117,7 +125,7 @@ class ForwardCall(Call):
             if lse is not None:
                 lse[:, :, :blind] = -torch.inf
                 lse[:, :, blind:] = tensors["lse"]
-        if self.problem.lengths_q:
+        if self.problem.lengths_q or of.tables is not None:
             fp8_repairs.hide_absent_rows(of.call, out, lse)
             amax_o = fp8_repairs.largest_of(out, of.scales.scale_o, amax_o)
         return Fp8Output(out, amax_s, amax_o, lse)
@@ -202,11 +210,12 @@ def run_forward(of: Fp8Forward) -> Fp8Output:
 
 def prepare_forward(of: Fp8Forward) -> ForwardCall | None:
     """Its plan, ready for the call; None where there is nothing to compute."""
-    check_lengths(of.call)
-    signature = ("forward", of.out_dtype, *_signature(of.call, of.scales))
+    check_lengths(of.call if of.tables is None else fp8_paged.described(of))
+    tables = () if of.tables is None else tuple(map(describe, of.tables))
+    signature = ("forward", of.out_dtype, tables, *_signature(of.call, of.scales))
     prepared: ForwardCall | None = calls.get(signature)
     if prepared is None:
-        fp8_arguments.check_forward(of)
+        fp8_paged.check_forward(of)
         memory.check_strides(*of.call[:3])
         memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v)
         forward = Forward.of(of)

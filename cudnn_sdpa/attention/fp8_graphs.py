@@ -30,11 +30,20 @@ def sdpa_fp8_forward(
     scale_o: Any,
     seq_len_q: Any = None,
     seq_len_kv: Any = None,
+    table_k: Any = None,
+    table_v: Any = None,
     *,
     band: tuple[int | None, int | None, bool] | None,
     with_lse: bool,
 ) -> Any:
-    """O, the largest probability and the largest |O|, and on request the log-sum-exp of the scores."""
+    """O, the largest probability and the largest |O|, and on request the log-sum-exp of the scores.
+
+    With tables, k and v are pages, and the page of key j of sequence b is `table_k[b, j // page size]`.
+    """
+    pages: dict[str, Any] = {}
+    if table_k is not None:
+        pages.update(paged_attention_k_table=table_k, paged_attention_v_table=table_v)
+        pages["paged_attention_max_seq_len_kv"] = table_k.get_dim()[2] * k.get_dim()[2]
     o, lse, amax_s, amax_o = g.sdpa_fp8(
         name="sdpa_fp8",
         q=q,
@@ -48,6 +57,7 @@ def sdpa_fp8_forward(
         scale_o=scale_o,
         attn_scale=scale,
         generate_stats=with_lse,
+        **pages,
         **masks(g, band, seq_len_q, seq_len_kv),
     )
     return (o, amax_s, amax_o, lse) if with_lse else (o, amax_s, amax_o)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import fp8_arguments, fp8_calls, fp8_reference, fp8_results, memory
+from cudnn_sdpa.attention import fp8_arguments, fp8_calls, fp8_paged, fp8_reference, fp8_results, memory
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.fp8_arguments import (
     Fp8Backward,
@@ -30,8 +30,9 @@ from cudnn_sdpa.errors import OptionError
 
 def run_forward_cpu(of: Fp8Forward) -> Fp8Output:
     """A forward pass by the emulation."""
-    fp8_arguments.check_forward(of)
+    fp8_paged.check_forward(of)
     memory.check_strides(*of.call[:3])
+    of = fp8_paged.gathered(of)
     fp8_calls.check_lengths(of.call)
     found = fp8_reference.attention(of)
     assert found.lse is not None
@@ -51,7 +52,7 @@ def run_backward_cpu(of: Fp8Backward) -> Fp8Gradients:
 
 
 def _run_forward_fake(of: Fp8Forward) -> Fp8Output:
-    fp8_arguments.check_forward(of)
+    fp8_paged.check_forward(of)
     out = fp8_results.new_output(of)
     lse = out.new_empty(out.shape[:3], dtype=torch.float32) if of.call.with_lse else None
     amax_s, amax_o = (out.new_empty(1, dtype=torch.float32) for _ in range(2))
@@ -96,9 +97,10 @@ def _scales_of(kind: Any, scales: list[Tensor]) -> Any:
 
 def _forward(run: Callable[[Fp8Forward], Fp8Output]) -> Callable[..., list[Tensor]]:
     def implementation(q: Tensor, k: Tensor, v: Tensor, scales: list[Tensor], *rest: Any) -> list[Tensor]:
-        *others, out_dtype, with_lse = rest
+        *others, table_k, table_v, out_dtype, with_lse = rest
         call = _call_of((q, k, v), others[:2], others[2:], with_lse=with_lse)
-        found = run(Fp8Forward(call, _scales_of(Fp8Scales, scales), out_dtype))
+        tables = fp8_paged.tables_of(table_k, table_v)
+        found = run(Fp8Forward(call, _scales_of(Fp8Scales, scales), out_dtype, tables))
         return [tensor for tensor in found if tensor is not None]
 
     return implementation
@@ -120,7 +122,8 @@ _REST = (
 )
 define(
     "sdpa_fp8_forward",
-    f"Tensor q, Tensor k, Tensor v, {_REST}, ScalarType out_dtype, bool with_lse",
+    f"Tensor q, Tensor k, Tensor v, {_REST}, Tensor? page_table, Tensor? page_table_v, ScalarType out_dtype, "
+    "bool with_lse",
     "Tensor[]",
     _forward(fp8_calls.run_forward),
     _forward(run_forward_cpu),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cudnn_sdpa.attention import fp8_graphs, fp8_repairs
+from cudnn_sdpa.attention import fp8_graphs, fp8_paged, fp8_repairs
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.case import BACKWARD, FORWARD
 from cudnn_sdpa.attention.fp8_arguments import FP8_DTYPES, Fp8Backward, Fp8BackwardScales, Fp8Forward, Fp8Scales
@@ -56,11 +56,13 @@ class Forward:
         problem: What it has in common with its backward pass.
         out: The output.
         with_lse: Whether the log-sum-exp is wanted.
+        pages: The layouts of the pages of keys and values, and of a table, if they lie in pages.
     """
 
     problem: Problem
     out: TensorLayout
     with_lse: bool
+    pages: tuple[TensorLayout, TensorLayout, TensorLayout] | None = None
 
     @classmethod
     def of(cls, of: Fp8Forward) -> Forward:
@@ -68,7 +70,12 @@ class Forward:
         q = of.call.q
         shape = (*q.shape[:3], of.call.v.shape[3])
         out = TensorLayout(shape, dense_stride_like(shape, q.shape, q.stride()), of.out_dtype)
-        return cls(problem_of(of.call), out, of.call.with_lse)
+        pages = None
+        if of.tables is not None:
+            batch, width = of.tables[0].shape
+            table = TensorLayout.contiguous((batch, 1, width, 1), torch.int32)
+            pages = (TensorLayout.of(of.call.k), TensorLayout.of(of.call.v), table)
+        return cls(problem_of(fp8_paged.described(of)), out, of.call.with_lse, pages)
 
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan.
@@ -82,11 +89,12 @@ class Forward:
         if refused is not None:
             raise refused
         scale, *lengths = problem.operands(decode=False, sinks=False, full_lengths=problem.needs_lengths)
+        k, v, *tables = (problem.k, problem.v) if self.pages is None else self.pages
         inputs = [
             Operand("q", problem.visible(problem.q)),
-            Operand("k", problem.k),
-            Operand("v", problem.v),
+            *(Operand("k", k), Operand("v", v)),
             *(scale, *numbers(Fp8Scales._fields), *lengths),
+            *(Operand(name, table) for table in tables for name in ("table_k", "table_v")),
         ]
         out = problem.visible(self.out)
         outputs = [Operand("out", out), *numbers(("amax_s", "amax_o"))]
@@ -100,7 +108,9 @@ class Forward:
         notes = [AMAXES, *self.problem.extra_kernels(), *_notes_on_lengths(self.problem)]
         if self.problem.mask.blind_rows and self.with_lse:
             notes.append("the log-sum-exp of the other queries is copied into place")
-        if self.problem.lengths_q:
+        if self.pages is not None:
+            notes.append("page tables are kept within the pages")
+        if self.problem.lengths_q or self.pages is not None:
             notes.append("rows past the lengths are filled with zeros, and amax_o is taken from the output")
         return notes
 

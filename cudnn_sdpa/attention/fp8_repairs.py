@@ -24,14 +24,14 @@ ROWS_AT_ONCE = 16
 _WITHOUT_SIGN = 0x7F
 
 
-def lengths(call: ForwardArguments) -> dict[str, Tensor]:
+def lengths(call: ForwardArguments, skv: int) -> dict[str, Tensor]:
     """The two lengths that cuDNN reads, kept within the tensors."""
     of_q, of_kv = call.seq_lens_q, call.seq_lens_kv
     if of_q is None and of_kv is None:
         return {}
     sq = call.q.shape[2]
     found = {"seq_len_q": torch.full_like(of_kv, sq) if of_q is None else of_q.clamp(0, sq)}  # type: ignore[arg-type]
-    return found if of_kv is None else {**found, "seq_len_kv": of_kv.clamp(0, call.k.shape[2])}
+    return found if of_kv is None else {**found, "seq_len_kv": of_kv.clamp(0, skv)}
 
 
 def hide_absent_rows(call: ForwardArguments, out: Tensor, lse: Tensor | None) -> None:

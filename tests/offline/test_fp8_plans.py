@@ -179,6 +179,42 @@ def test_its_gradients_have_an_engine_or_are_refused(gpu, name):
     assert_as_said(gpu, describe_backward, options, reason)
 
 
+def describe_pages(*, sq=512, dims=(128, 128), page_size=64, order="HND", table_v=False, **options):
+    table = torch.empty(2, 1024 // page_size, dtype=torch.int32, device="meta")
+    q = bare(2, 8, sq, dims[0], dtype=E4M3, layout="bshd")
+    layout = "bhsd" if order == "HND" else "bshd"
+    k, v = (bare(90, 2, page_size, dim, dtype=E4M3, layout=layout) for dim in dims)
+    options |= {"page_table": table, "page_table_v": torch.empty_like(table) if table_v else None}
+    return describe_sdpa_fp8(q, k, v, Fp8Scales(*[ONE] * 6), seq_lens_kv=LENGTHS, **options)
+
+
+#: Calls on pages: for each GPU, in the order of `GPUS`, a part of the reason, or nothing where there is an engine.
+PAGED = {
+    "plain": ({}, ("", "", "")),
+    "small pages": ({"page_size": 16, "order": "NHD"}, ("", "", "")),
+    "pages of one": ({"page_size": 1}, ("", "", "")),
+    "two tables": ({"table_v": True, "return_lse": True, **CAUSAL}, ("", "", "")),
+    "two queries": ({"sq": 2}, ("", "", "")),
+    "head dim 64": ({"dims": (64, 64)}, ("", "", "")),
+    "head dims 192 and 128": ({"dims": (192, 128)}, ("", "", "192 and 128 have no")),
+    "window": ({"window": (100, -1)}, ("", "", "")),
+    "bottom-right": (BOTTOM, ("bottom-right", "", "")),
+    "bfloat16": ({"out_dtype": torch.bfloat16}, ("is FP8", "", "is FP8")),
+}
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("name", PAGED)
+def test_pages_have_an_engine_or_are_refused(gpu, name):
+    options, reasons = PAGED[name]
+    assert_as_said(gpu, describe_pages, options, reasons[GPUS.index(gpu)])
+
+
+def test_a_single_query_on_pages_needs_data_center_blackwell():
+    for gpu in ("h200", "rtx5090"):
+        assert_as_said(gpu, describe_pages, {"sq": 1}, "no FP8 kernel for a single query")
+
+
 @pytest.mark.parametrize("gpu", ["a100", "l40s"])
 @pytest.mark.parametrize("describe", [describe_forward, describe_backward])
 def test_there_is_none_before_hopper(gpu, describe):

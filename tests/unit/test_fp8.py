@@ -431,7 +431,7 @@ def operands(pass_, case):
     lengths = options.pop("seq_lens_q", None), options.pop("seq_lens_kv", None)
     rest = fp8_operators.options_of(ForwardArguments(q, k, v, **options))
     if pass_ == "forward":
-        return q, k, v, list(scales_of()), *lengths, *rest, torch.bfloat16, case != "dense"
+        return q, k, v, list(scales_of()), *lengths, *rest, None, None, torch.bfloat16, case != "dense"
     return *list(BACK.values())[:6], list(backward_scales()), *lengths, *rest, False
 
 
@@ -463,7 +463,9 @@ def test_fake_results_look_like_real_ones():
 def test_the_operators_refuse_too_few_scales():
     q, k, v = qkv()
     with pytest.raises(ArgumentError, match="scales: got 5 tensors; expected 6"):
-        ops.sdpa_fp8_forward(q, k, v, list(scales_of())[:5], None, None, False, "top_left", -1, -1, None, E4M3, False)
+        ops.sdpa_fp8_forward(
+            q, k, v, list(scales_of())[:5], None, None, False, "top_left", -1, -1, None, None, None, E4M3, False
+        )
 
 
 def test_examples_in_docstrings_give_what_they_show():
