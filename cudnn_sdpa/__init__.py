@@ -8,6 +8,8 @@ from cudnn_sdpa.activation import gelu_mul, relu_squared, silu_mul
 from cudnn_sdpa.attention.dense import sdpa
 from cudnn_sdpa.attention.drop_in import scaled_dot_product_attention
 from cudnn_sdpa.attention.fallback import fallback
+from cudnn_sdpa.attention.fp8 import sdpa_fp8, sdpa_fp8_backward
+from cudnn_sdpa.attention.fp8_arguments import Fp8BackwardScales, Fp8Gradients, Fp8Output, Fp8Scales
 from cudnn_sdpa.attention.kv_cache import PagedKVCache
 from cudnn_sdpa.attention.page_pool import CacheUse
 from cudnn_sdpa.attention.paged import sdpa_paged
@@ -48,6 +50,10 @@ __all__ = [
     "DeviceError",
     "DtypeError",
     "ExecutionError",
+    "Fp8BackwardScales",
+    "Fp8Gradients",
+    "Fp8Output",
+    "Fp8Scales",
     "LayoutError",
     "LibraryError",
     "OfflineError",
@@ -78,6 +84,8 @@ __all__ = [
     "rms_norm",
     "scaled_dot_product_attention",
     "sdpa",
+    "sdpa_fp8",
+    "sdpa_fp8_backward",
     "sdpa_paged",
     "sdpa_varlen",
     "shape_policy",

@@ -12,7 +12,12 @@ import torch
 
 from cudnn_sdpa import describe_fused  # noqa: F401 - it registers descriptions
 from cudnn_sdpa._version import __version__
-from cudnn_sdpa.attention import describe, describe_paged, describe_varlen  # noqa: F401 - they register the descriptions
+from cudnn_sdpa.attention import (  # noqa: F401 - they register the descriptions
+    describe,
+    describe_fp8,
+    describe_paged,
+    describe_varlen,
+)
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.offline.planner import plan_offline
 from cudnn_sdpa.runtime import backend, known_issues, shapes

@@ -14,14 +14,16 @@ from typing import Any
 import torch
 
 from cudnn_sdpa._version import __version__
-from cudnn_sdpa.attention.questions import DENSE_ONLY, DIRECTIONS, OPERATIONS, NeededPlan, Question
-from cudnn_sdpa.attention.support import DTYPES
+from cudnn_sdpa.attention.questions import DIRECTIONS, DTYPES_OF, LACKING, OPERATIONS, NeededPlan, Question
+from cudnn_sdpa.attention.support import DTYPES as HALF_DTYPES
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.offline.planner import engine_offline, plan_offline
 from cudnn_sdpa.runtime import backend
 from cudnn_sdpa.runtime.target import Target
 from cudnn_sdpa.support_matrix import ROWS
 
+#: What is asked about: FP8 of the one kind that forward passes are made for.
+DTYPES = (*HALF_DTYPES, torch.float8_e4m3fn)
 #: Head dims that are asked about: of queries and keys, and of values.
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
 
@@ -31,7 +33,7 @@ class PlannedCall:
     """What cuDNN says of one kind of call.
 
     Attributes:
-        operation: "sdpa" or "sdpa_varlen".
+        operation: "sdpa", "sdpa_varlen" or "sdpa_fp8".
         direction: "forward" or "backward".
         dtype: Of queries, keys and values.
         head_dim: Of queries and keys.
@@ -92,9 +94,9 @@ def questions(dtypes: tuple[torch.dtype, ...]) -> Iterator[tuple[Question, str]]
     options = {name: chosen for name, chosen in ROWS.items() if "head_dim" not in chosen}
     for operation, alignment in OPERATIONS.items():
         for option, chosen in options.items():
-            if operation == "sdpa_varlen" and any(name in chosen for name in DENSE_ONLY):
+            if any(name in LACKING[operation] for name in chosen):
                 continue
-            for dtype in dtypes:
+            for dtype in (dtype for dtype in dtypes if dtype in DTYPES_OF[operation]):
                 for head_dim, head_dim_v in HEAD_DIMS:
                     for direction in DIRECTIONS:
                         of_call = {"sq": 512, "skv": 1024, "causal_alignment": alignment, **chosen}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cudnn_sdpa.attention.options import BOTTOM_RIGHT, TOP_LEFT
-from cudnn_sdpa.attention.questions import DENSE_ONLY, OPERATIONS, Question
+from cudnn_sdpa.attention.questions import DTYPES_OF, LACKING, OPERATIONS, Question
 from cudnn_sdpa.attention.support import BACKWARD, FORWARD
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.runtime import backend
@@ -48,7 +48,7 @@ def support(
     head_dim: int,
     head_dim_v: int | None = None,
     direction: str = FORWARD,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     sm: int | None = None,
     cudnn: int | str | None = None,
     is_causal: bool = False,
@@ -62,6 +62,7 @@ def support(
     sinks: bool = False,
     seq_lens: bool = False,
     deterministic: bool = False,
+    out_dtype: torch.dtype | None = None,
     sq: int = 1024,
     skv: int | None = None,
 ) -> Support:
@@ -71,11 +72,11 @@ def support(
     GPU is needed. Options that are numbers or tensors when calling are yes or no here.
 
     Args:
-        operation: "sdpa" or "sdpa_varlen".
+        operation: "sdpa", "sdpa_varlen" or "sdpa_fp8".
         head_dim: Head dim of queries and keys.
         head_dim_v: Head dim of values; `head_dim` if not given.
         direction: "forward", or "backward" for training, which needs the forward pass too.
-        dtype: Of queries, keys and values.
+        dtype: Of queries, keys and values; bfloat16 if not given, or float8_e4m3fn for "sdpa_fp8".
         sm: Compute capability as one number, 90 for 9.0; that of the current GPU if not given, or 90 without one.
         cudnn: Version such as "9.19.0", or 91900; the version that is installed if not given.
         is_causal: As when calling.
@@ -89,6 +90,7 @@ def support(
         sinks: Whether there are attention sinks.
         seq_lens: Whether `seq_lens_q` or `seq_lens_kv` is given.
         deterministic: Whether gradients must be bit-exact.
+        out_dtype: As when calling "sdpa_fp8".
         sq: Queries, of the longest sequence if they are packed.
         skv: Keys, likewise; `sq` if not given.
 
@@ -111,7 +113,7 @@ def support(
     question = Question(
         operation=operation,
         direction=direction,
-        dtype=dtype,
+        dtype=DTYPES_OF.get(operation, (torch.bfloat16,))[0] if dtype is None else dtype,
         head_dim=head_dim,
         head_dim_v=head_dim if head_dim_v is None else head_dim_v,
         is_causal=is_causal,
@@ -125,6 +127,7 @@ def support(
         sinks=sinks,
         seq_lens=seq_lens,
         deterministic=deterministic,
+        out_dtype=out_dtype,
         sq=sq,
         skv=sq if skv is None else skv,
     )
@@ -195,6 +198,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": True},
     "deterministic": {"deterministic": True},
     "deterministic, dropout": {"deterministic": True, "dropout": True},
+    "output in bfloat16": {"out_dtype": torch.bfloat16},
     "one query": {"sq": 1},
     "one query, dropout": {"sq": 1, "dropout": True},
     **{
@@ -223,7 +227,7 @@ def cell(
     operation: str, options: dict[str, Any], sm: int | None = None, cudnn: int | str | None = None
 ) -> tuple[str, Support]:
     """What is supported, in one word, and the answer that says why no more is."""
-    if operation == "sdpa_varlen" and any(name in options for name in DENSE_ONLY):
+    if any(name in LACKING[operation] for name in options):
         return "–", Support("")
     asked = {"head_dim": 128, "sq": 512, "skv": 1024, "sm": sm, "cudnn": cudnn, **options}
     forward, backward = support(operation, **asked), support(operation, direction=BACKWARD, **asked)

@@ -18,7 +18,6 @@ from pages import ROOT
 
 PAGE = ROOT / "docs" / "engines.md"
 MARKS = re.compile(r"(<!-- engines:(?P<target>\w+) -->\n).*?<!-- /engines -->", re.DOTALL)
-COLUMNS = [(operation, direction) for operation in ("sdpa", "sdpa_varlen") for direction in ("forward", "backward")]
 
 
 def table(data: dict[str, Any]) -> str:
@@ -31,11 +30,13 @@ def table(data: dict[str, Any]) -> str:
         row = option if dims == (128, 128) else f"head dims {dims[0]} and {dims[1]}"
         found = call["engine"].removeprefix("eng") or "none"
         cells.setdefault(row, {}).setdefault((call["operation"], call["direction"]), set()).add(found)
+    operations = dict.fromkeys(call["operation"] for call in data["calls"])
+    columns = [(operation, direction) for operation in operations for direction in ("forward", "backward")]
     of = data["environment"]
     lines = [f"{of['gpu']}; cuDNN {of['cudnn']}, frontend {of['nvidia-cudnn-frontend']}.", ""]
-    lines += ["| with | " + " | ".join(f"{o} {d}" for o, d in COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
+    lines += ["| with | " + " | ".join(f"{o} {d}" for o, d in columns) + " |", "|---" * (1 + len(columns)) + "|"]
     lines += [
-        f"| {row} | " + " | ".join(" or ".join(sorted(found.get(column, {"–"}))) for column in COLUMNS) + " |"
+        f"| {row} | " + " | ".join(" or ".join(sorted(found.get(column, {"–"}))) for column in columns) + " |"
         for row, found in cells.items()
     ]
     return "\n".join(lines)

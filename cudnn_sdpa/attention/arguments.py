@@ -134,7 +134,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, for_cudnn: bool = True) -> Non
             hint = "Add the missing batch or head dimension with unsqueeze(0)." if tensor.dim() == 3 else ""
             raise ShapeError(name, shape_of(tensor), "rank 4: (batch, heads, sequence, head dim)", hint)
     _check_dtypes_and_devices(q, k, v, CUDA_DTYPES if for_cudnn and q.device.type != "cpu" else CPU_DTYPES)
-    _check_sizes(q, k, v, 8 if for_cudnn else 1)
+    check_sizes(q, k, v, 8 if for_cudnn else 1)
 
 
 def _check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
@@ -155,7 +155,8 @@ def _check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor, allowed: tuple[to
             )
 
 
-def _check_sizes(q: Tensor, k: Tensor, v: Tensor, step: int) -> None:
+def check_sizes(q: Tensor, k: Tensor, v: Tensor, step: int) -> None:
+    """Sizes of query, key and value that go together, and head dims that are multiples of `step`."""
     batch, heads_q, _, head_dim = q.shape
     _, heads_kv, skv, _ = k.shape
     for name, tensor in (("k", k), ("v", v)):

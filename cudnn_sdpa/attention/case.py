@@ -36,6 +36,7 @@ class Case:
         softcap: Whether there is a soft cap.
         alibi: Whether there are linear biases.
         deterministic: Whether the gradients must be bit-exact.
+        half_output: Whether what is computed from FP8 is to be float16 or bfloat16.
     """
 
     operation: str
@@ -57,6 +58,7 @@ class Case:
     softcap: bool = False
     alibi: bool = False
     deterministic: bool = False
+    half_output: bool = False
 
     @property
     def backward(self) -> bool:
@@ -77,6 +79,16 @@ class Case:
     def backward_head_dim(self) -> int:
         """The largest head dim of a backward pass on this GPU."""
         return 256 if self.sm // 10 == 9 else 128
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether the GPU has engines of SM 90."""
+        return self.sm // 10 == 9
+
+    @property
+    def is_consumer_blackwell(self) -> bool:
+        """Whether the GPU is of the kind of an RTX 50, SM 12x."""
+        return self.sm // 10 == 12
 
     @property
     def is_ampere_kind(self) -> bool:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from cudnn_sdpa.attention import operators as _dense_operators  # noqa: F401 - defines what is counted
+from cudnn_sdpa.attention import fp8_operators as _fp8_operators  # noqa: F401 - defines what is counted
+from cudnn_sdpa.attention import operators as _dense_operators  # noqa: F401
 from cudnn_sdpa.attention import varlen_operators as _packed_operators  # noqa: F401
 
 
@@ -55,7 +56,14 @@ _sdpa = torch.ops.cudnn_sdpa
 
 
 @register_flop_formula(
-    [_sdpa.sdpa_forward, _sdpa.sdpa_forward_lse, _sdpa.sdpa_forward_out, _sdpa.sdpa_forward_lse_out], get_raw=True
+    [
+        _sdpa.sdpa_forward,
+        _sdpa.sdpa_forward_lse,
+        _sdpa.sdpa_forward_out,
+        _sdpa.sdpa_forward_lse_out,
+        _sdpa.sdpa_fp8_forward,
+    ],
+    get_raw=True,
 )
 def _forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
     return forward(*_dense_sizes(q, k, v))
@@ -64,6 +72,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
 @register_flop_formula(_sdpa.sdpa_backward, get_raw=True)
 def _backward(*inputs: Any, **_: Any) -> int:
     return backward(*_dense_sizes(*inputs[3:6]))
+
+
+@register_flop_formula(_sdpa.sdpa_fp8_backward, get_raw=True)
+def _fp8_backward(*inputs: Any, **_: Any) -> int:
+    return backward(*_dense_sizes(*inputs[1:4]))
 
 
 @register_flop_formula([_sdpa.varlen_forward, _sdpa.varlen_forward_lse, _sdpa.varlen_forward_out], get_raw=True)

@@ -14,34 +14,46 @@ def check_strides(q: Tensor, k: Tensor, v: Tensor) -> None:
     The tensors are (B, H, S, D), those of packed sequences as one sequence.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.stride(-1) != 1:
+        check_strides_of(name, tensor)
+
+
+def check_strides_of(name: str, tensor: Tensor) -> None:
+    """The same of one tensor."""
+    if tensor.stride(-1) != 1:
+        raise LayoutError(
+            name,
+            f"stride {tensor.stride(-1)} in the last dimension",
+            "1: each head vector dense",
+            f"Use {name}.contiguous().",
+        )
+    step = ALIGNMENT // tensor.element_size()
+    for dim, unit in enumerate(("batch entry", "head", "token")):
+        if tensor.shape[dim] != 1 and tensor.stride(dim) % step != 0:
             raise LayoutError(
                 name,
-                f"stride {tensor.stride(-1)} in the last dimension",
-                "1: each head vector dense",
+                f"stride {tensor.stride(dim)} from {unit} to {unit}",
+                f"a multiple of {step} elements ({ALIGNMENT} bytes)",
                 f"Use {name}.contiguous().",
             )
-        step = ALIGNMENT // tensor.element_size()
-        for dim, unit in enumerate(("batch entry", "head", "token")):
-            if tensor.shape[dim] != 1 and tensor.stride(dim) % step != 0:
-                raise LayoutError(
-                    name,
-                    f"stride {tensor.stride(dim)} from {unit} to {unit}",
-                    f"a multiple of {step} elements ({ALIGNMENT} bytes)",
-                    f"Use {name}.contiguous().",
-                )
 
 
-def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tensor | None = None) -> None:
-    """Addresses: the one thing that a warm call checks, since they are in no key."""
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
+def check_addresses(hint: str = "", **tensors: Tensor) -> None:
+    """Whether the addresses of tensors are aligned; those that are no tensors of CUDA pass."""
+    for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and tensor.is_cuda and tensor.data_ptr() % ALIGNMENT != 0:
             raise LayoutError(
                 name,
                 f"an address {tensor.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT}",
                 f"storage aligned to {ALIGNMENT} bytes",
-                "Let the function allocate it." if name == "out" else f"Use {name}.clone().",
+                hint or f"Use {name}.clone().",
             )
+
+
+def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tensor | None = None) -> None:
+    """Addresses: the one thing that a warm call checks, since they are in no key."""
+    check_addresses(q=q, k=k, v=v)
+    if isinstance(out, Tensor):
+        check_addresses("Let the function allocate it.", out=out)
     for name, tensor in (("q", q), ("k", k), ("v", v), ("attn_mask", mask)):
         if out is not None and tensor is not None and _share_memory(out, tensor):
             hint = "Allocate it with torch.empty_like(q)."

@@ -123,9 +123,9 @@ def check(call: PagedArguments) -> None:
     if call.page_size < 1 or call.page_size & (call.page_size - 1):
         hint = "Other sizes have no kernel in cuDNN."
         raise ShapeError("k_pages", f"pages of {call.page_size} tokens", "a power of two, such as 16 or 64", hint)
-    _check_table("page_table", call.table_k, q)
+    check_table("page_table", call.table_k, q)
     if call.table_v is not call.table_k:
-        _check_table("page_table_v", call.table_v, q)
+        check_table("page_table_v", call.table_v, q)
         if call.table_v.shape != call.table_k.shape:
             raise ShapeError("page_table_v", shape_of(call.table_v), f"{tuple(call.table_k.shape)}, as page_table has")
     check_lengths("seq_lens_kv", call.seq_lens_kv, q)
@@ -144,7 +144,7 @@ def _check_types(call: PagedArguments) -> None:
         raise OptionError("return_lse", repr(call.with_lse), "True or False")
 
 
-def _check_table(name: str, table: Tensor, q: Tensor) -> None:
+def check_table(name: str, table: Tensor, q: Tensor) -> None:
     """Page ids of each sequence: int32, (B, max_pages), rows dense, where q is."""
     if table.dtype != torch.int32:
         raise DtypeError(name, dtype_name(table.dtype), "int32", f"Convert with {name}.to(torch.int32).")

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
-from cudnn_sdpa.attention import arguments, pieces, varlen_calls
+from cudnn_sdpa.attention import arguments, fp8_passes, pieces, varlen_calls
 from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.fp8_arguments import FP8_DTYPES, OUT_DTYPES
+from cudnn_sdpa.attention.fp8_support import RULES as FP8_RULES
 from cudnn_sdpa.attention.options import BOTTOM_RIGHT, TOP_LEFT
 from cudnn_sdpa.attention.passes import Backward, Forward
-from cudnn_sdpa.attention.support import BACKWARD, FORWARD, Case, refusal
+from cudnn_sdpa.attention.support import BACKWARD, FORWARD, RULES, Case, Rule, refusal
 from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.runtime import known_issues
@@ -22,15 +24,26 @@ from cudnn_sdpa.runtime.layouts import TensorLayout
 from cudnn_sdpa.runtime.target import Target
 
 #: Operations, and how they place the diagonal unless told otherwise.
-OPERATIONS = {"sdpa": TOP_LEFT, "sdpa_varlen": BOTTOM_RIGHT}
+OPERATIONS = {"sdpa": TOP_LEFT, "sdpa_varlen": BOTTOM_RIGHT, "sdpa_fp8": TOP_LEFT}
 DIRECTIONS = (FORWARD, BACKWARD)
-#: The options that packed sequences do not have.
-DENSE_ONLY = ("attn_mask", "attn_mask_grad", "alibi", "seq_lens")
+_OF_MASKS = ("attn_mask", "attn_mask_grad", "alibi")
+#: The options that an operation does not have.
+LACKING = {
+    "sdpa": ("out_dtype",),
+    "sdpa_varlen": (*_OF_MASKS, "seq_lens", "out_dtype"),
+    "sdpa_fp8": (*_OF_MASKS, "dropout", "softcap", "sinks"),
+}
+#: The dtypes that an operation takes, its own first.
+DTYPES_OF = {
+    "sdpa": (torch.bfloat16, torch.float16),
+    "sdpa_varlen": (torch.bfloat16, torch.float16),
+    "sdpa_fp8": FP8_DTYPES,
+}
 #: Head counts and batch of the shapes that are asked about: they decide nothing, unless a tensor of so many elements
 #: would not fit into one plan. Such calls are computed piece by piece, so that the smallest piece decides.
 BATCH, HEADS = 2, 8
 MOST_ELEMENTS = 2**31 - 1
-FLAGS = ("is_causal", "dropout", "softcap", "sinks", "deterministic", *DENSE_ONLY)
+FLAGS = ("is_causal", "dropout", "softcap", "sinks", "deterministic", *_OF_MASKS, "seq_lens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +66,7 @@ class Question:
     sinks: bool = False
     seq_lens: bool = False
     deterministic: bool = False
+    out_dtype: torch.dtype | None = None
     sq: int = 1024
     skv: int = 1024
 
@@ -68,17 +82,30 @@ class Question:
             raise OptionError("direction", repr(self.direction), " or ".join(map(repr, DIRECTIONS)))
         if not isinstance(self.dtype, torch.dtype):
             raise OptionError("dtype", repr(self.dtype), "a torch.dtype")
+        if self.operation == "sdpa_fp8" and self.dtype not in FP8_DTYPES:
+            raise OptionError("dtype", repr(self.dtype), "torch.float8_e4m3fn or torch.float8_e5m2")
         for name in FLAGS:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise OptionError(name, repr(value), "True or False: whether the option is used")
-            if value and name in DENSE_ONLY and self.is_packed:
+            if value and name in LACKING[self.operation]:
                 raise OptionError(name, "True", f"False: {self.operation} has no such argument")
+        self._check_out_dtype()
         for name in ("head_dim", "head_dim_v", "sq", "skv"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(name, repr(value), "a positive integer")
         arguments.check_options(self.dense())
+
+    def _check_out_dtype(self) -> None:
+        if self.out_dtype is None:
+            return
+        if "out_dtype" in LACKING[self.operation]:
+            raise OptionError("out_dtype", repr(self.out_dtype), f"None: {self.operation} has no such argument")
+        if self.out_dtype not in OUT_DTYPES:
+            raise OptionError(
+                "out_dtype", repr(self.out_dtype), "a dtype of FP8, torch.bfloat16, torch.float16 or None"
+            )
 
     @property
     def is_packed(self) -> bool:
@@ -143,6 +170,8 @@ class Question:
 
     def plans(self) -> list[NeededPlan]:
         """The plans that such a call needs; gradients need that of the forward pass too."""
+        if self.operation == "sdpa_fp8":
+            return self._fp8_plans()
         return self._packed_plans() if self.is_packed else self._dense_plans()
 
     def _dense_plans(self) -> list[NeededPlan]:
@@ -168,10 +197,26 @@ class Question:
             plans.append(NeededPlan("the gradient of sdpa_varlen", case, partial(_key_of_piece, call.as_dense(), key)))
         return plans
 
+    def _fp8_plans(self) -> list[NeededPlan]:
+        problem = fp8_passes.problem_of(self.dense())
+        shape = (*problem.q.shape[:3], self.head_dim_v)
+        half = self.out_dtype not in (None, *FP8_DTYPES)
+        out = TensorLayout.contiguous(shape, self.out_dtype or self.dtype)
+        forward = fp8_passes.Forward(problem, out, self.direction == BACKWARD)
+        case = partial(problem.case, FORWARD, half_output=half)
+        plans = [NeededPlan("sdpa_fp8", case, partial(forward.key, device=None), FP8_RULES)]
+        if self.direction == BACKWARD:
+            quantized = TensorLayout.contiguous(shape, self.dtype)
+            backward = fp8_passes.Backward(problem, quantized, quantized, self.deterministic)
+            case = partial(problem.case, BACKWARD, deterministic=self.deterministic)
+            plans.append(NeededPlan("sdpa_fp8_backward", case, partial(backward.key, device=None), FP8_RULES))
+        return plans
+
     def __str__(self) -> str:
         what = self.operation if self.direction == FORWARD else f"gradients of {self.operation}"
         used = [name for name in FLAGS if getattr(self, name)]
         used += [f"window={self.window}"] if self.window is not None else []
+        used += [f"out_dtype={self.out_dtype}".replace("torch.", "")] if self.out_dtype is not None else []
         used += [self.causal_alignment] if self.is_causal or self.window is not None else []
         dims = f"head dims {self.head_dim} and {self.head_dim_v}, Sq={self.sq}, Skv={self.skv}"
         return f"{what}: " + ", ".join([str(self.dtype).removeprefix("torch."), dims, *used])
@@ -192,15 +237,17 @@ class NeededPlan:
         what: What it computes, for messages.
         case: What the rules of support are asked about.
         key: Its key; raises `UnsupportedError` if a rule speaks against it.
+        rules: The rules of support that hold for it.
     """
 
     what: str
     case: Callable[[Target], Case]
     key: Callable[[Target], PlanKey]
+    rules: tuple[Rule, ...] = RULES
 
     def refusal(self, target: Target) -> UnsupportedError | None:
         """Everything that speaks against it: rules of support, or faults of this version that it would show."""
-        refused = refusal(replace(self.case(target), gpu=target.name), self.what)
+        refused = refusal(replace(self.case(target), gpu=target.name), self.what, self.rules)
         if refused is not None:
             return refused
         return UnsupportedError.of(lambda: known_issues.check(self.key(target)))

@@ -32,13 +32,13 @@ def attention(call: ForwardArguments) -> tuple[Tensor, Tensor]:
 
     A query that sees nothing gets zeros and minus infinity, or the sink alone.
     """
-    with _without_autocast(call.q):
+    with without_autocast(call.q):
         masked = scores(call).masked
         lse = _lse(masked, call.sinks)
         weights = _weights(masked, lse)
         if call.dropout_p > 0:
             weights = weights * kept(call, weights.shape, weights.dtype)
-        return torch.matmul(weights, _repeated(call.v, call.q, precision(call))), lse
+        return torch.matmul(weights, repeated(call.v, call.q, precision(call))), lse
 
 
 def gradients(
@@ -50,9 +50,9 @@ def gradients(
     scores.
     """
     exact = precision(call)
-    with _without_autocast(call.q):
+    with without_autocast(call.q):
         q, grad_out = call.q.to(exact), grad_out.to(exact)
-        k, v = _repeated(call.k, q, exact), _repeated(call.v, q, exact)
+        k, v = repeated(call.k, q, exact), repeated(call.v, q, exact)
         masked, slope = scores(call)
         lse = _lse(masked, call.sinks)  # again, since what was saved of it is in float32
         weights = _weights(masked, lse)
@@ -63,15 +63,16 @@ def gradients(
         grad_scores = (grad_masked if slope is None else grad_masked * slope) * call.scale_value
         grad_sinks = None
         if call.sinks is not None:
-            of_sink = torch.exp(call.sinks.to(exact).view(-1, 1) - _finite(lse))
+            of_sink = torch.exp(call.sinks.to(exact).view(-1, 1) - finite(lse))
             grad_sinks = -(of_sink * mean).sum((0, 2))
         grad_q = torch.matmul(grad_scores, k)
         grad_k = torch.matmul(grad_scores.transpose(-1, -2), q)
         grad_mask = None if call.attn_mask is None else grad_masked
-        return grad_q, _summed(grad_k, call.k), _summed(grad_v, call.v), grad_mask, grad_sinks
+        return grad_q, summed(grad_k, call.k), summed(grad_v, call.v), grad_mask, grad_sinks
 
 
-def _without_autocast(q: Tensor) -> torch.autocast:
+def without_autocast(q: Tensor) -> torch.autocast:
+    """A context in which autocast leaves what is computed beside `q` alone."""
     return torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False)  # "meta" has none to switch off
 
 
@@ -83,7 +84,7 @@ def precision(call: ForwardArguments) -> torch.dtype:
 def scores(call: ForwardArguments) -> Scores:
     """The scores as the softmax sees them: scaled, capped, biased and masked, in this order."""
     exact = precision(call)
-    result = torch.matmul(call.q.to(exact), _repeated(call.k, call.q, exact).transpose(-1, -2)) * call.scale_value
+    result = torch.matmul(call.q.to(exact), repeated(call.k, call.q, exact).transpose(-1, -2)) * call.scale_value
     slope = None
     if call.softcap is not None:
         tanh = torch.tanh(result / call.softcap)
@@ -137,10 +138,10 @@ def _lse(masked: Tensor, sinks: Tensor | None) -> Tensor:
 
 def _weights(masked: Tensor, lse: Tensor) -> Tensor:
     """exp(score − log-sum-exp), and 0 in rows that see nothing."""
-    return torch.exp(masked - _finite(lse).unsqueeze(-1))
+    return torch.exp(masked - finite(lse).unsqueeze(-1))
 
 
-def _finite(lse: Tensor) -> Tensor:
+def finite(lse: Tensor) -> Tensor:
     """The log-sum-exp, and 0 for −inf in rows that see nothing: any finite number makes their weights exp(−inf) = 0."""
     return torch.where(torch.isneginf(lse), 0.0, lse)
 
@@ -166,12 +167,12 @@ def alibi_slopes(heads: int, device: torch.device | str) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float64, device=device)
 
 
-def _repeated(tensor: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
+def repeated(tensor: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
     """Keys or values with one head for each head of `q`."""
     return tensor.to(dtype).repeat_interleave(q.shape[1] // tensor.shape[1], dim=1)
 
 
-def _summed(gradient: Tensor, like: Tensor) -> Tensor:
-    """The gradient by what `_repeated` repeated."""
+def summed(gradient: Tensor, like: Tensor) -> Tensor:
+    """The gradient by what `repeated` repeated."""
     batch, heads = like.shape[:2]
     return gradient.view(batch, heads, gradient.shape[1] // heads, *gradient.shape[2:]).sum(2)

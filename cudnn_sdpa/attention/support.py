@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -230,12 +230,13 @@ RULES = (
 )
 
 
-def refusal(case: Case, what: str) -> UnsupportedError | None:
+def refusal(case: Case, what: str, rules: Sequence[Rule] = RULES) -> UnsupportedError | None:
     """Everything that is known to speak against a case, as one error; None if nothing does."""
-    broken = [rule for rule in RULES if rule.applies(case)]
+    broken = [rule for rule in rules if rule.applies(case)]
     if not broken:
         return None
-    facts = {name: getattr(case, name) for name in ("gpu", "sm", "head_dim", "head_dim_v", "largest_head_dim")}
+    named = ("gpu", "sm", "head_dim", "head_dim_v", "largest_head_dim", "sq", "skv")
+    facts = {name: getattr(case, name) for name in named}
     facts |= {
         "capability": case.sm / 10,
         "dtype_name": str(case.dtype).removeprefix("torch."),

@@ -67,6 +67,15 @@ class ConvPart(str, Enum):
     BACKWARD = "backward"
 
 
+class Fp8Part(str, Enum):
+    """Parts of `bench fp8`."""
+
+    FORWARD = "forward"
+    TRAINING = "training"
+    HOST = "host"
+    EASY = "easy"
+
+
 class AttentionPart(str, Enum):
     """Parts of `bench attention`."""
 
@@ -120,6 +129,24 @@ def bench_attention(
     }
     chosen = {name.value: measures[name] for name in part or list(AttentionPart)}
     _measure("attention", {name: (title, partial(run, sizes)) for name, (title, run) in chosen.items()}, output)
+
+
+@bench_app.command("fp8")
+def bench_fp8(
+    part: Annotated[list[Fp8Part] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
+    output: Output = None,
+) -> None:
+    """Time attention in FP8 beside bfloat16."""
+    require_gpu()
+    from cudnn_sdpa.bench import fp8
+
+    measures: dict[Fp8Part, tuple[str, Measure]] = {
+        Fp8Part.FORWARD: ("Forward pass, interleaved, median", fp8.forward),
+        Fp8Part.TRAINING: ("Forward and backward pass, interleaved, median", fp8.training),
+        Fp8Part.HOST: (f"Host time of one warm call: {fp8.SMALL.label}", fp8.host),
+        Fp8Part.EASY: ("Fp8Attention, with quantization and scaling", fp8.easy),
+    }
+    _measure("fp8", {chosen.value: measures[chosen] for chosen in part or list(Fp8Part)}, output)
 
 
 @bench_app.command("decode")

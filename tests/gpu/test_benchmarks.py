@@ -8,18 +8,20 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from cudnn_sdpa.bench import cases, chunks, convolutions, decode, fused, host, timing, training
-from cudnn_sdpa.bench.cli import AttentionPart, ConvPart, DecodePart, FusedPart, HostPart
+from cudnn_sdpa.bench import cases, chunks, convolutions, decode, fp8, fused, host, timing, training
+from cudnn_sdpa.bench.cli import AttentionPart, ConvPart, DecodePart, Fp8Part, FusedPart, HostPart
 from cudnn_sdpa.cli import app
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Two calls for each number, and small shapes."""
-    for module in (host, training, decode, fused):
+    for module in (host, training, decode, fp8, fused):
         monkeypatch.setattr(module, "host_times", lambda calls, **_: timing.host_times(calls, per_round=2, rounds=1))
     for module in (host, decode, chunks, fused, convolutions):
         monkeypatch.setattr(module, "device_times", lambda calls: timing.device_times(calls, repeats=2))
+    monkeypatch.setattr(fp8, "REPEATS", 2)
+    monkeypatch.setattr(fp8, "SHAPES", (cases.Shape(1, 8, 2, 1024, 128, True), cases.Shape(1, 4, 4, 512, 128, False)))
     monkeypatch.setattr(cases, "KERNEL_SHAPES", cases.QUICK.kernels)
     monkeypatch.setattr(decode, "STEPS", ((3, 300, 64), (2, 300, 16)))
     monkeypatch.setattr(chunks, "CHUNKS", ((2, 100, 300, 64),))
@@ -57,6 +59,11 @@ def test_decode(tmp_path, part):
 @pytest.mark.parametrize("command", ["norm", "silu"])
 def test_fused(tmp_path, command, part):
     assert_measured(tmp_path, command, part)
+
+
+@pytest.mark.parametrize("part", [part for part in Fp8Part if part is not Fp8Part.EASY])
+def test_fp8(tmp_path, part):
+    assert_measured(tmp_path, "fp8", part)
 
 
 @pytest.mark.parametrize("part", list(ConvPart))

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from cudnn_sdpa import UnsupportedError
-from cudnn_sdpa.attention import packed, passes
+from cudnn_sdpa.attention import fp8_passes, packed, passes
 from cudnn_sdpa.attention.questions import NeededPlan, Question
-from cudnn_sdpa.attention.support import RULES
 from cudnn_sdpa.offline.planner import engine_offline, plan_offline
 from cudnn_sdpa.runtime import known_issues
 from cudnn_sdpa.runtime.key import PlanKey
@@ -70,10 +69,47 @@ def sample(draw: random.Random) -> Question:
     )
 
 
+FP8_DIMS = [
+    (128, 128),
+    (128, 128),
+    (64, 64),
+    (96, 96),
+    (192, 128),
+    (256, 256),
+    (16, 48),
+    (128, 64),
+    (64, 192),
+    (208, 208),
+]
+FP8_OUTPUTS = [None, torch.float8_e5m2, torch.bfloat16, torch.float16]
+
+
+def sample_fp8(draw: random.Random) -> Question:
+    """The same for FP8."""
+    is_backward = draw.random() < 0.5
+    head_dim, head_dim_v = draw.choice(FP8_DIMS)
+    sq, skv = draw.choice(SIZES[:3] if draw.random() < 0.5 else SIZES)
+    return Question(
+        operation="sdpa_fp8",
+        direction="backward" if is_backward else "forward",
+        dtype=draw.choice([torch.float8_e4m3fn, torch.float8_e5m2]),
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        is_causal=draw.random() < 0.5,
+        causal_alignment=draw.choice(["top_left", "bottom_right"]),
+        window=draw.choice(WINDOWS) if draw.random() < 0.3 else None,
+        seq_lens=draw.random() < 0.4,
+        deterministic=is_backward and draw.random() < 0.3,
+        out_dtype=None if is_backward else draw.choice(FP8_OUTPUTS),
+        sq=sq,
+        skv=skv,
+    )
+
+
 def key_of(plan: NeededPlan, target: Target) -> PlanKey:
     """The key, whatever the rules say."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (passes, packed):
+        for module in (passes, packed, fp8_passes):
             patch.setattr(module, "refusal", lambda *_: None)
         return plan.key(target)
 
@@ -82,7 +118,7 @@ def disagreement(plan: NeededPlan, properties: dict[str, Any]) -> str:
     """How the rules and cuDNN disagree; empty if they agree, or if a plan would be wrong and is not asked for."""
     target = Target.from_properties(properties)
     key, case = key_of(plan, target), plan.case(target)
-    broken = [rule for rule in RULES if rule.applies(case)]
+    broken = [rule for rule in plan.rules if rule.applies(case)]
     if any(rule.wrong for rule in broken) or UnsupportedError.of(known_issues.check, key) is not None:
         return ""
     try:
@@ -94,10 +130,11 @@ def disagreement(plan: NeededPlan, properties: dict[str, Any]) -> str:
     return f"cuDNN proposes {engine} in spite of {[rule.reason for rule in broken]} for {case}"
 
 
+@pytest.mark.parametrize("sampled", [sample, sample_fp8], ids=["half", "fp8"])
 @pytest.mark.parametrize("gpu", GPUS, indirect=True, ids="SM {}".format)
-def test_rules_say_what_the_heuristics_say(gpu):
+def test_rules_say_what_the_heuristics_say(gpu, sampled):
     draw = random.Random(20 + gpu["deviceVer"])
-    plans = [question.plans()[-1] for question in (sample(draw) for _ in range(GRID))]
+    plans = [question.plans()[-1] for question in (sampled(draw) for _ in range(GRID))]
     found = [text for plan in plans if (text := disagreement(plan, gpu))]
     assert not found, f"{len(found)} of {GRID}:\n" + "\n".join(found)
 

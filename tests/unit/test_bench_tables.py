@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from cudnn_sdpa.bench import attention, cases, report
-from cudnn_sdpa.bench.cli import AttentionPart, ColdPart, ConvPart, DecodePart, FusedPart, HostPart, ShapesPart
+from cudnn_sdpa.bench.cli import AttentionPart, ColdPart, ConvPart, DecodePart, Fp8Part, FusedPart, HostPart, ShapesPart
 from cudnn_sdpa.cli import app
 
 ENVIRONMENT = {
@@ -93,6 +93,7 @@ def test_the_pages_name_parts_that_there_are(tables):
         "host": HostPart,
         "attention": AttentionPart,
         "decode": DecodePart,
+        "fp8": Fp8Part,
         "coldstart": ColdPart,
         "shapes": ShapesPart,
         "norm": FusedPart,
@@ -104,5 +105,5 @@ def test_the_pages_name_parts_that_there_are(tables):
     assert len(named) == sum(len(re.findall("<!-- bench:", page.read_text())) for page in tables.PAGES)
     for found in named:
         assert found["part"] in parts[found["file"] or "host"]
-    for file in ("attention", "decode", "coldstart", "shapes", "norm", "silu", "conv"):
+    for file in ("attention", "decode", "fp8", "coldstart", "shapes", "norm", "silu", "conv"):
         assert {found["part"] for found in named if found["file"] == file} == parts[file]

@@ -9,7 +9,15 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from cudnn_sdpa import scaled_dot_product_attention, sdpa, sdpa_varlen
+from cudnn_sdpa import (
+    Fp8BackwardScales,
+    Fp8Scales,
+    scaled_dot_product_attention,
+    sdpa,
+    sdpa_fp8,
+    sdpa_fp8_backward,
+    sdpa_varlen,
+)
 
 SHAPES = {
     "square": ((2, 4, 6, 16), (2, 4, 6, 16), 16),
@@ -99,3 +107,12 @@ def test_lengths_that_cannot_be_read_count_as_the_longest():
         )
         x = torch.empty(2, 4, 6, 16)
         assert counted(sdpa, x, x, x) == sdpa_flop_count(*shapes(x, x, x))
+
+
+def test_fp8_counts_as_other_dtypes():
+    q, k, v = (torch.randn(2, heads, 48, 32).to(torch.float8_e4m3fn) for heads in (4, 2, 2))
+    two = torch.tensor([2.0])
+    made = sdpa_fp8(q, k, v, Fp8Scales(*[two] * 6), return_lse=True)
+    assert counted(sdpa_fp8, q, k, v, Fp8Scales(*[two] * 6)) == sdpa_flop_count(*shapes(q, k, v))
+    found = counted(sdpa_fp8_backward, made.out, q, k, v, made.out, made.lse, Fp8BackwardScales(*[two] * 12))
+    assert found == sdpa_backward_flop_count(*shapes(made.out, q, k, v))

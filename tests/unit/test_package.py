@@ -105,6 +105,10 @@ def test_exactly_the_public_names_are_exported():
         "DeviceError",
         "DtypeError",
         "ExecutionError",
+        "Fp8BackwardScales",
+        "Fp8Gradients",
+        "Fp8Output",
+        "Fp8Scales",
         "LayoutError",
         "LibraryError",
         "OfflineError",
@@ -135,6 +139,8 @@ def test_exactly_the_public_names_are_exported():
         "rms_norm",
         "scaled_dot_product_attention",
         "sdpa",
+        "sdpa_fp8",
+        "sdpa_fp8_backward",
         "sdpa_paged",
         "sdpa_varlen",
         "shape_policy",
@@ -161,7 +167,16 @@ def test_public_names_are_documented(name):
     assert len(doc.splitlines()[0]) > 20
 
 
-@pytest.mark.parametrize("function", [cudnn_sdpa.sdpa, cudnn_sdpa.scaled_dot_product_attention, cudnn_sdpa.explain])
+@pytest.mark.parametrize(
+    "function",
+    [
+        cudnn_sdpa.sdpa,
+        cudnn_sdpa.sdpa_fp8,
+        cudnn_sdpa.sdpa_fp8_backward,
+        cudnn_sdpa.scaled_dot_product_attention,
+        cudnn_sdpa.explain,
+    ],
+)
 def test_docstrings_of_functions_name_every_parameter_and_have_an_example(function):
     doc = inspect.getdoc(function)
     for name in inspect.signature(function).parameters:
@@ -222,6 +237,6 @@ def test_modules_say_what_they_are_for_and_stay_short(name):
     assert len(source.splitlines()) <= 310
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if ".attention.graphs" in name])
+@pytest.mark.parametrize("name", [name for name in SOURCES if re.search(r"\.attention\.\w*graphs$", name)])
 def test_builders_see_no_tensors(name):
     assert "torch" not in {module.split(".")[0] for module in imported_modules(name)}

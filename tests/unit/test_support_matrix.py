@@ -208,7 +208,7 @@ def test_without_a_gpu_the_answer_is_for_an_h200(monkeypatch):
 def test_a_matrix_has_a_row_for_each_option():
     rows = {row["with"]: row for row in matrix(80, "9.28.0")}
     assert list(rows) == list(ROWS)
-    assert rows["causal"] == {"with": "causal", "sdpa": "yes", "sdpa_varlen": "forward only"}
+    assert rows["causal"] == {"with": "causal", "sdpa": "yes", "sdpa_varlen": "forward only", "sdpa_fp8": "no"}
     assert rows["attn_mask"]["sdpa_varlen"] == "–"
     assert rows["one query, dropout"]["sdpa"] == "no"
 
@@ -232,7 +232,7 @@ def test_the_page_shows_what_the_rules_say(repository, monkeypatch):
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     text = script.PAGE.read_text()
-    assert len(script.MARKS.findall(text)) == 4
+    assert len(script.MARKS.findall(text)) == 6
     assert script.render(text) == text, "run: python scripts/support_tables.py"
 
 

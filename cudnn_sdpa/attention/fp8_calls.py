@@ -1,0 +1,273 @@
+"""Calls of attention in FP8 bound to their plans, on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import debug, fp8_arguments, fp8_graphs, fp8_paged, fp8_repairs, memory
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.backward import is_readable
+from cudnn_sdpa.attention.calls import MISALIGNED, BoundCall
+from cudnn_sdpa.attention.fp8_arguments import (
+    Fp8Backward,
+    Fp8BackwardScales,
+    Fp8Forward,
+    Fp8Gradients,
+    Fp8Output,
+    Fp8Scales,
+)
+from cudnn_sdpa.attention.fp8_passes import Backward, Forward
+from cudnn_sdpa.attention.fp8_results import as_layout, no_gradients, no_largest, nothing
+from cudnn_sdpa.attention.fp8_shortcuts import Last
+from cudnn_sdpa.attention.lookup import describe
+from cudnn_sdpa.runtime.building import build_plan
+from cudnn_sdpa.runtime.cache import next_use, plan_cache
+from cudnn_sdpa.runtime.call_table import CallTable
+from cudnn_sdpa.runtime.layouts import TensorLayout, dense_stride_like
+from cudnn_sdpa.runtime.plan import Plan, allocate, current_device
+from cudnn_sdpa.runtime.target import live_target
+
+calls: CallTable[Last | None] = CallTable(None)
+backward_calls: CallTable[Last | None] = CallTable(None)
+
+
+class Call(BoundCall):
+    """What both passes have in common."""
+
+    __slots__ = ("_is_hopper", "_side_addresses", "is_plain", "last")
+
+    def __init__(self, problem: Any, plan: Plan, scale: float) -> None:
+        super().__init__(problem, plan, scale=scale)
+        self._is_hopper = plan.key.target.sm // 10 == 9
+        # Between scales and outputs of a launch there is nothing but full lengths, and beside it nothing runs.
+        self.is_plain = not (problem.mask.blind_rows or problem.has_lengths)
+        self._side_addresses = [self._fixed[name] for name in ("seq_len_q", "seq_len_kv") if name in self._fixed]
+        self.last = None  # what a `CallTable` resets
+
+    def is_elsewhere(self) -> bool:
+        """Whether the plan's GPU is not the current one."""
+        return self._elsewhere and current_device() != self.plan.device
+
+    def launch_at(self, inputs: list[int], scales: Any, outputs: list[Tensor]) -> None:
+        """Launches a plain call: addresses of inputs, scales, and outputs in the order of the key."""
+        self.plan.last_used = next_use()
+        of_scales = [scale.data_ptr() for scale in scales]
+        places = [x.data_ptr() for x in outputs]
+        self.plan.launch([*inputs, self._fixed["scale"], *of_scales, *self._side_addresses, *places])
+
+    def largest(self, device: torch.device) -> Tensor:
+        """Memory for a largest value, which Hopper's plans overwrite; others are taken to raise what is there."""
+        return allocate((1,), (1,), torch.float32) if self._is_hopper else no_largest(device)
+
+    def inputs(self, call: ForwardArguments, scales: Any) -> dict[str, Tensor]:
+        """Queries that see a key, keys, values, scales and lengths."""
+        blind = self.problem.mask.blind_rows
+        q = call.q[:, :, blind:] if blind else call.q
+        return {"q": q, "k": call.k, "v": call.v, **scales._asdict(), **fp8_repairs.lengths(call, self.problem.skv)}
+
+
+class ForwardCall(Call):
+    """A forward call bound to its plan."""
+
+    __slots__ = ("_lse", "_out", "forward")
+
+    def __init__(self, forward: Forward, plan: Plan, scale: float) -> None:
+        super().__init__(forward.problem, plan, scale)
+        self.forward = forward
+        self._out = as_layout(forward.out)
+        lse = TensorLayout.contiguous(forward.out.shape[:3], torch.float32)
+        self._lse = as_layout(lse) if forward.with_lse else None
+
+    def __call__(self, of: Fp8Forward) -> Fp8Output:
+        """Allocates, launches and returns."""
+        memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v)
+        result: Fp8Output = self.on_device(self._run, of)
+        return result
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scales: Fp8Scales,
+        lengths_q: Tensor | None,
+        lengths_kv: Tensor | None,
+        table_k: Tensor | None,
+        table_v: Tensor | None,
+    ) -> Fp8Output:
+        """The same with the arguments one by one; a plain call is shorter by its dictionaries."""
+        places = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
+        if not self.is_plain or (places[0] | places[1] | places[2]) & MISALIGNED or self.is_elsewhere():
+            call = ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
+            return self(Fp8Forward(call, scales, self._out[2], fp8_paged.tables_of(table_k, table_v)))
+        out, amax_s, amax_o = allocate(*self._out), self.largest(q.device), self.largest(q.device)
+        lse = None if self._lse is None else allocate(*self._lse)
+        self.launch_at(places, scales, [out, amax_s, amax_o] if lse is None else [out, amax_s, amax_o, lse])
+        return Fp8Output(out, amax_s, amax_o, lse)
+
+    def _run(self, of: Fp8Forward) -> Fp8Output:
+        blind, device = self.problem.mask.blind_rows, of.call.q.device
+        out = allocate(*self._out)
+        amax_s, amax_o = (self.largest(device) for _ in range(2))
+        tensors = self.inputs(of.call, of.scales) | fp8_paged.readable_tables(of)
+        tensors |= {"out": out[:, :, blind:] if blind else out, "amax_s": amax_s, "amax_o": amax_o}
+        lse = None
+        if self.forward.with_lse:
+            lse = out.new_empty(out.shape[:3], dtype=torch.float32)
+            tensors["lse"] = lse.new_empty((*lse.shape[:2], lse.shape[2] - blind)) if blind else lse
+        self.launch(tensors)
+        if blind:
+            out[:, :, :blind].zero_()
+            if lse is not None:
+                lse[:, :, :blind] = -torch.inf
+                lse[:, :, blind:] = tensors["lse"]
+        if self.problem.lengths_q or of.tables is not None:
+            fp8_repairs.hide_absent_rows(of.call, out, lse)
+            amax_o = fp8_repairs.largest_of(out, of.scales.scale_o, amax_o)
+        return Fp8Output(out, amax_s, amax_o, lse)
+
+
+class BackwardCall(Call):
+    """A backward call bound to its plan."""
+
+    __slots__ = ("_gradients", "_rows", "backward")
+
+    def __init__(self, backward: Backward, plan: Plan, scale: float) -> None:
+        super().__init__(backward.problem, plan, scale)
+        self.backward = backward
+        self._rows = backward.rows_made(plan.key.target)
+        problem = backward.problem
+        self._gradients = [as_layout(backward.whole(layout)) for layout in (problem.q, problem.k, problem.v)]
+        self.is_plain = self.is_plain and self._rows == problem.rows
+
+    def __call__(self, of: Fp8Backward) -> Fp8Gradients:
+        """Allocates, launches and returns."""
+        memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v, out=of.out, lse=of.lse)
+        result: Fp8Gradients = self.on_device(self._run, of)
+        return result
+
+    def run(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+        scales: Fp8BackwardScales,
+        lengths_q: Tensor | None,
+        lengths_kv: Tensor | None,
+    ) -> Fp8Gradients:
+        """The same for `grad_out` that can be read, q, k, v, `out` and a dense `lse`."""
+        grad_out, q, k, v, out, lse = tensors
+        places = [x.data_ptr() for x in (q, k, v, out, grad_out, lse)]
+        if not self.is_plain or any(place & MISALIGNED for place in places) or self.is_elsewhere():
+            call = ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
+            return self(readable(Fp8Backward(grad_out, out, lse, call, scales)))
+        outputs = [allocate(*layout) for layout in self._gradients]
+        outputs += [self.largest(q.device) for _ in range(4)]
+        self.launch_at(places, scales, outputs)
+        return Fp8Gradients(*outputs)
+
+    def _run(self, of: Fp8Backward) -> Fp8Gradients:
+        problem, blind = self.problem, self.problem.mask.blind_rows
+        grad_q, grad_k, grad_v = (allocate(*layout) for layout in self._gradients)
+        largest = [self.largest(of.call.q.device) for _ in range(4)]
+        tensors = self.inputs(of.call, of.scales)
+        tensors |= {"out": of.out, "grad_out": of.grad_out, "lse": of.lse, "grad_q": grad_q}
+        if blind:
+            grad_q[:, :, :blind].zero_()
+            for name in ("out", "grad_out", "lse", "grad_q"):
+                tensors[name] = tensors[name][:, :, blind:]
+            tensors["lse"] = tensors["lse"].contiguous()
+        of_rows = tensors["grad_q"]
+        if self._rows != problem.rows:
+            for name in ("q", "out", "grad_out", "lse"):
+                tensors[name] = fp8_repairs.with_rows(tensors[name], self._rows)
+            tensors["grad_q"] = torch.empty_like(tensors["q"], dtype=grad_q.dtype)
+        tensors |= {"grad_k": grad_k, "grad_v": grad_v}
+        tensors |= zip(("amax_dq", "amax_dk", "amax_dv", "amax_dp"), largest, strict=True)
+        self.launch(tensors)
+        if self._rows != problem.rows:
+            of_rows.copy_(tensors["grad_q"][:, :, : problem.rows])
+        return Fp8Gradients(grad_q, grad_k, grad_v, *largest)
+
+
+def readable(of: Fp8Backward) -> Fp8Backward:
+    """The call with a gradient that cuDNN can read where it lies: a copy in the memory order of `out` if need be."""
+    grad_out = of.grad_out
+    if not is_readable(grad_out):
+        stride = dense_stride_like(of.out.shape, of.out.shape, of.out.stride())
+        grad_out = torch.empty_strided(of.out.shape, stride, dtype=grad_out.dtype, device=grad_out.device)
+        grad_out.copy_(of.grad_out)
+    return of._replace(grad_out=grad_out, lse=of.lse.contiguous())
+
+
+def run_forward(of: Fp8Forward) -> Fp8Output:
+    """A forward pass on the GPU that its tensors are on."""
+    prepared = prepare_forward(of)
+    return nothing(of) if prepared is None else prepared(of)
+
+
+def prepare_forward(of: Fp8Forward) -> ForwardCall | None:
+    """Its plan, ready for the call; None where there is nothing to compute."""
+    check_lengths(of.call if of.tables is None else fp8_paged.described(of))
+    tables = () if of.tables is None else tuple(map(describe, of.tables))
+    signature = ("forward", of.out_dtype, tables, *_signature(of.call, of.scales))
+    prepared: ForwardCall | None = calls.get(signature)
+    if prepared is None:
+        fp8_paged.check_forward(of)
+        memory.check_strides(*of.call[:3])
+        memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v)
+        forward = Forward.of(of)
+        if forward.problem.is_empty:
+            return None
+        device = of.call.q.get_device()
+        key = forward.key(live_target(device), device)
+        plan = plan_cache.get(key, lambda key: build_plan(fp8_graphs.sdpa_fp8_forward, key))
+        prepared = ForwardCall(forward, plan, of.call.scale_value)
+        calls.add(signature, prepared)
+    return prepared
+
+
+def run_backward(of: Fp8Backward) -> Fp8Gradients:
+    """A backward pass on the GPU that its tensors are on."""
+    if of.grad_out.dim() == of.out.dim() == 4 and of.grad_out.shape == of.out.shape:
+        of = readable(of)  # what has another shape is refused below
+    prepared = prepare_backward(of)
+    return no_gradients(of) if prepared is None else prepared(of)
+
+
+def prepare_backward(of: Fp8Backward) -> BackwardCall | None:
+    """Its plan, ready for a call that is `readable`; None where there is nothing to compute."""
+    check_lengths(of.call)
+    own = map(describe, (of.grad_out, of.out, of.lse))
+    signature = ("backward", *own, *_signature(of.call, of.scales))
+    prepared: BackwardCall | None = backward_calls.get(signature)
+    if prepared is None:
+        fp8_arguments.check_backward(of)
+        memory.check_strides(*of.call[:3])
+        memory.check_strides_of("out", of.out)
+        memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v, out=of.out, lse=of.lse)
+        backward = Backward.of(of)
+        if backward.problem.is_empty:
+            return None
+        device = of.call.q.get_device()
+        key = backward.key(live_target(device), device)
+        plan = plan_cache.get(key, lambda key: build_plan(fp8_graphs.sdpa_fp8_backward, key))
+        prepared = BackwardCall(backward, plan, of.call.scale_value)
+        backward_calls.add(signature, prepared)
+    return prepared
+
+
+def check_lengths(call: ForwardArguments) -> None:
+    """Under `CUDNN_SDPA_DEBUG`, whether lengths fit their tensors."""
+    if debug.enabled:
+        debug.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
+        debug.check_lengths("seq_lens_kv", call.seq_lens_kv, call.k.shape[2])
+
+
+def _signature(call: ForwardArguments, scales: Any) -> tuple[Hashable, ...]:
+    """All that decides a call, beside the dtype of its output or the tensors of its gradient."""
+    options = (*call.options, call.with_lse)
+    tensors = (*call.tensors, *scales)
+    return (*map(describe, tensors), *options, *map(type, options))
