@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from cudnn_sdpa.attention import arguments, fp8_arguments, fp8_autograd, fp8_support, memory, tracking
 from cudnn_sdpa.attention.arguments import ForwardArguments
@@ -87,11 +88,6 @@ def fp8_attention(
         >>> bool(error < 0.06)
         True
     """
-    q, k, v = cast_for_autocast(ForwardArguments(q, k, v))[:3] if isinstance(q, Tensor) else (q, k, v)
-    left, right = arguments.window_bounds(window)
-    of = ForwardArguments(
-        *(q, k, v, None, None, seq_lens_q, seq_lens_kv, None), *(is_causal, causal_alignment, left, right, scale)
-    )
     options = {
         "is_causal": is_causal,
         "causal_alignment": causal_alignment,
@@ -100,17 +96,26 @@ def fp8_attention(
         "seq_lens_q": seq_lens_q,
         "seq_lens_kv": seq_lens_kv,
     }
-    if grad_dtype is None:
-        grad_dtype = torch.float8_e5m2 if scaling is None else scaling.grad_dtype
-    check(of, scaling, grad_dtype)
-    call = Call(options, scaling, grad_dtype, is_deterministic(None))
-    return _eager(of, call) if is_compiling() else _run(of, call)
+    if is_compiling():
+        return _eager(q, k, v, scaling=scaling, grad_dtype=grad_dtype, **options)  # type: ignore[no-any-return]
+    fp8_arguments.check_types(q=q, k=k, v=v, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
+    q, k, v = cast_for_autocast(ForwardArguments(q, k, v))[:3]
+    left, right = arguments.window_bounds(window)
+    of = ForwardArguments(
+        *(q, k, v, None, None, seq_lens_q, seq_lens_kv, None), *(is_causal, causal_alignment, left, right, scale)
+    )
+    check(of)
+    made = check_scaling(scaling, grad_dtype, q)
+    return _run(of, Call(options, scaling, made, is_deterministic(None)))
 
 
-def check(of: ForwardArguments, scaling: Any, grad_dtype: Any) -> None:
-    """Everything that can be wrong with a call, on any device."""
+#: For torch.compile, which cannot follow kernels and histories.
+_eager: Any = _disable_dynamo(fp8_attention)
+
+
+def check(of: ForwardArguments) -> None:
+    """Whether tensors and options are right, on any device."""
     q, k, v = of[:3]
-    fp8_arguments.check_types(q=q, k=k, v=v, seq_lens_q=of.seq_lens_q, seq_lens_kv=of.seq_lens_kv)
     arguments.check_options(of)
     if of.scale is not None and not of.scale >= fp8_arguments.MIN_SCALE:
         raise OptionError("scale", repr(of.scale), "a positive number, or None for 1/sqrt(head dim)")
@@ -130,17 +135,23 @@ def check(of: ForwardArguments, scaling: Any, grad_dtype: Any) -> None:
     check_lengths("seq_lens_q", of.seq_lens_q, q)
     check_lengths("seq_lens_kv", of.seq_lens_kv, q)
     tracking.refuse_tangents({"q": q, "k": k, "v": v}, "attention in bfloat16")
-    check_grad_dtype(grad_dtype)
-    if scaling is None:
-        return
-    if not isinstance(scaling, Fp8Scaling):
+
+
+def check_scaling(scaling: Any, grad_dtype: Any, q: Tensor) -> torch.dtype:
+    """Whether the state fits the call; the dtype of gradients."""
+    if scaling is not None and not isinstance(scaling, Fp8Scaling):
         raise OptionError("scaling", type(scaling).__name__, "cudnn_sdpa.Fp8Scaling or None")
-    if scaling.scale.device != q.device:
+    if scaling is not None and scaling.scale.device != q.device:
         hint = "Move it once with scaling.to(q.device)."
         raise DeviceError("scaling", str(scaling.scale.device), f"{q.device}, the device of q", hint)
-    if scaling.grad_dtype != grad_dtype:
-        expected = f"{dtype_name(scaling.grad_dtype)}, which its scales are for, or None"
+    known: torch.dtype = torch.float8_e5m2 if scaling is None else scaling.grad_dtype
+    if grad_dtype is None:
+        return known
+    check_grad_dtype(grad_dtype)
+    if scaling is not None and grad_dtype != known:
+        expected = f"{dtype_name(known)}, which its scales are for, or None"
         raise OptionError("grad_dtype", dtype_name(grad_dtype), expected)
+    return grad_dtype  # type: ignore[no-any-return]
 
 
 def _run(of: ForwardArguments, call: Call) -> Tensor:
@@ -192,7 +203,3 @@ def _support(
         if refused is not None:
             raise refused
     return False
-
-
-#: For torch.compile, which cannot follow kernels and histories.
-_eager = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]

@@ -63,6 +63,8 @@ def backward_scales(forward: Tensor, backward: Tensor) -> Fp8BackwardScales:
 def scale_for(limit: float | Tensor, amax: Tensor) -> Tensor:
     """The scale that takes a largest value to a limit; 1 where there is nothing to go by: 0, infinity or NaN."""
     known = amax.isfinite() & (amax > 0)
+    if not isinstance(limit, Tensor):  # a number by a tensor is a product with 1 / tensor, rounded twice
+        limit = torch.full_like(amax, limit)
     return torch.where(known, limit / amax.clamp_min(TINY), torch.ones_like(amax))
 
 
