@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -23,7 +24,22 @@ from cudnn_sdpa import (
 )
 from cudnn_sdpa.attention import fp8_quantization
 from cudnn_sdpa.attention.fp8_quantization import Wanted, dequantize, quantize
-from cudnn_sdpa.attention.fp8_tables import AMAX, DESCALE, DO, NAMES, SCALE, SCALE_S, O, Q, S, V, new_table, number
+from cudnn_sdpa.attention.fp8_tables import (
+    AMAX,
+    DESCALE,
+    DO,
+    NAMES,
+    SCALE,
+    SCALE_S,
+    SLOT,
+    TINY,
+    O,
+    Q,
+    S,
+    V,
+    new_table,
+    number,
+)
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 #: Bounds of relative errors in the Frobenius norm that docs/fp8.md states, for normally distributed numbers.
@@ -593,3 +609,11 @@ def test_rows_of_which_a_tensor_is_made_are_read_where_they_lie():
     assert not fp8_quantization.is_readable(readable[..., 4:36])
     assert not fp8_quantization.is_readable(torch.empty(2, 3, 8, 68, dtype=torch.bfloat16)[..., :64])
     assert not fp8_quantization.is_readable(readable[:0])
+
+
+def test_the_kernels_know_the_tables():
+    source = fp8_quantization.SOURCE.read_text()
+    numbers = {"TENSORS": len(NAMES), "SLOT": SLOT, "Q": Q, "V": V, "S": S, "O": O, "SCALE_S": f"{SCALE_S}f"}
+    for name, value in numbers.items():
+        assert f"#define {name} {value}" in source
+    assert float(re.search(r"#define TINY (\S+)f ", source)[1]) == TINY

@@ -9,12 +9,11 @@ import torch
 from support import LAYOUTS, error, exact, make, poison
 from torch.utils.checkpoint import checkpoint
 
-import cudnn_sdpa
 from cudnn_sdpa import Fp8Attention, Fp8Scaling, UnsupportedError, fp8_attention
-from cudnn_sdpa.attention import fp8_quantization, fp8_scaling, fp8_tables
+from cudnn_sdpa.attention import fp8_quantization, fp8_scaling
 from cudnn_sdpa.attention.fp8_quantization import Wanted, dequantize, quantize
 from cudnn_sdpa.attention.fp8_scaling import update_in_pytorch
-from cudnn_sdpa.attention.fp8_tables import DO, NAMES, O, S, new_table, set_scales
+from cudnn_sdpa.attention.fp8_tables import DO, O, S, new_table, set_scales
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 #: What docs/fp8.md states for normally distributed numbers; gradients by their dtype.
@@ -300,10 +299,3 @@ def test_head_dims_without_gradients_are_refused_before_anything_runs():
     with torch.no_grad():
         out = fp8_attention(*tensors, scaling=scaling)
     assert error(out, exact(*(x.detach() for x in tensors))[0]) < OUTPUT
-
-
-def test_names_of_the_table_are_those_of_the_kernel():
-    source = fp8_quantization.SOURCE.read_text()
-    assert f"#define TENSORS {len(NAMES)}" in source
-    assert f"#define SCALE_S {fp8_tables.SCALE_S}f" in source
-    assert cudnn_sdpa.Fp8Attention is Fp8Attention
