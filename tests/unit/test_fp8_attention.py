@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from mathematics import attend as attend_exactly
 from mathematics import gradients
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +23,8 @@ from cudnn_sdpa import (
     UnsupportedError,
     fp8_attention,
 )
-from cudnn_sdpa.attention import fp8_quantization
+from cudnn_sdpa.attention import fp8_attention as attention_module
+from cudnn_sdpa.attention import fp8_autograd, fp8_quantization
 from cudnn_sdpa.attention.fp8_quantization import Wanted, dequantize, quantize
 from cudnn_sdpa.attention.fp8_tables import (
     AMAX,
@@ -40,6 +42,7 @@ from cudnn_sdpa.attention.fp8_tables import (
     new_table,
     number,
 )
+from cudnn_sdpa.runtime.target import Target
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 #: Bounds of relative errors in the Frobenius norm that docs/fp8.md states, for normally distributed numbers.
@@ -609,6 +612,55 @@ def test_rows_of_which_a_tensor_is_made_are_read_where_they_lie():
     assert not fp8_quantization.is_readable(readable[..., 4:36])
     assert not fp8_quantization.is_readable(torch.empty(2, 3, 8, 68, dtype=torch.bfloat16)[..., :64])
     assert not fp8_quantization.is_readable(readable[:0])
+
+
+# What a GPU would do
+
+
+def target(capability):
+    return Target((("deviceVer", 10 * capability), ("multiProcessorCount", 100)), 91900, "1.32.0", "a GPU")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dim", "trains", "expected"),
+    [
+        *((90, 128, False, False), (90, 128, True, False), (90, 64, False, False), (90, 64, True, "head dim 128")),
+        *((100, 128, False, True), (100, 64, True, False), (100, 256, False, "head dim"), (120, 64, False, False)),
+        *((120, 64, True, "no gradients in FP8"), (89, 128, False, "needs 9.0")),
+    ],
+)
+def test_what_a_gpu_lacks_is_said_before_anything_runs(capability, dim, trains, expected, monkeypatch):
+    """And where cuDNN itself gives 16 bits, it does unless gradients are wanted."""
+    monkeypatch.setattr(attention_module, "live_target", lambda _: target(capability))
+    shapes = (2, 4, 64, dim), (2, 2, 96, dim), (2, 2, 96, dim)
+    options = (True, "top_left", -1, -1, None, 0.0, None, False, False)
+
+    def ask():
+        return attention_module._support.__wrapped__(0, *shapes, (False, True), options, trains, False)
+
+    if isinstance(expected, bool):
+        assert ask() is expected
+    else:
+        with pytest.raises(UnsupportedError, match="fp8_attention") as raised:
+            ask()
+        assert expected in " ".join(raised.value.reasons)
+
+
+def test_an_output_that_is_made_in_16_bits_is_learned_from_as_well():
+    q, k, v = qkv(requires_grad=False)
+    results = []
+    for half_output in (False, True):
+        scaling = Fp8Scaling(auto_update=False)
+        call = fp8_autograd.Call({"is_causal": True}, scaling, E5M2, deterministic=False)
+        made = fp8_autograd.forward(q, k, v, call, half_output=half_output)
+        exact, _ = attend_exactly(q, k, v, is_causal=True)
+        assert made.out.dtype == torch.bfloat16
+        assert error(made.out, exact) < OUTPUT
+        results.append((error(made.out, exact), scaling.amax))
+    assert results[1][0] < results[0][0], "it is rounded to FP8 all the same"
+    assert torch.equal(results[0][1], results[1][1])
+    q[0, 1, 2, 3] = torch.nan
+    assert fp8_autograd.forward(q, k, v, call, half_output=True).out.isnan().all()
 
 
 def test_the_kernels_know_the_tables():
