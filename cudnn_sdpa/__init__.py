@@ -10,6 +10,8 @@ from cudnn_sdpa.attention.drop_in import scaled_dot_product_attention
 from cudnn_sdpa.attention.fallback import fallback
 from cudnn_sdpa.attention.fp8 import sdpa_fp8, sdpa_fp8_backward
 from cudnn_sdpa.attention.fp8_arguments import Fp8BackwardScales, Fp8Gradients, Fp8Output, Fp8Scales
+from cudnn_sdpa.attention.fp8_attention import fp8_attention
+from cudnn_sdpa.attention.fp8_scaling import Fp8Scaling
 from cudnn_sdpa.attention.kv_cache import PagedKVCache
 from cudnn_sdpa.attention.page_pool import CacheUse
 from cudnn_sdpa.attention.paged import sdpa_paged
@@ -34,6 +36,7 @@ from cudnn_sdpa.errors import (
 )
 from cudnn_sdpa.explanation import explain
 from cudnn_sdpa.graphs.function import graph_op
+from cudnn_sdpa.nn.fp8 import Fp8Attention
 from cudnn_sdpa.norm import layer_norm, rms_norm
 from cudnn_sdpa.runtime.cache import no_plan_builds, plan_cache
 from cudnn_sdpa.runtime.manifest import record_plans
@@ -50,10 +53,12 @@ __all__ = [
     "DeviceError",
     "DtypeError",
     "ExecutionError",
+    "Fp8Attention",
     "Fp8BackwardScales",
     "Fp8Gradients",
     "Fp8Output",
     "Fp8Scales",
+    "Fp8Scaling",
     "LayoutError",
     "LibraryError",
     "OfflineError",
@@ -73,6 +78,7 @@ __all__ = [
     "conv3d",
     "explain",
     "fallback",
+    "fp8_attention",
     "gelu_mul",
     "graph_op",
     "layer_norm",

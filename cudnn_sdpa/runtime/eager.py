@@ -49,15 +49,22 @@ def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def is_bare(*tensors: Tensor | None) -> bool:
     """Whether nobody but the kernel and autograd has an interest in a call with these tensors."""
     return (
-        _known
-        and all(tensor is None or (type(tensor) in _BARE and not tensor.is_neg()) for tensor in tensors)
+        may_be_read(*tensors)
         and forward_ad._current_level < 0
-        and not _len_torch_dispatch_stack()
-        and maybe_current_level() is None
-        and _get_tracing_state() is None
         and not is_profiling()
         and not torch.is_autocast_enabled("cuda")
         and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def may_be_read(*tensors: Tensor | None) -> bool:
+    """Whether tensors are nothing but memory, and nobody watches what is done with them operator by operator."""
+    return (
+        _known
+        and all(tensor is None or (type(tensor) in _BARE and not tensor.is_neg()) for tensor in tensors)
+        and not _len_torch_dispatch_stack()
+        and maybe_current_level() is None
+        and _get_tracing_state() is None
     )
 
 

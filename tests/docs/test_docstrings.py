@@ -25,7 +25,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Pages whose blocks are one script, each going on where the one before ended.
 SCRIPTS = {
     *("attention.md", "plans.md", "quickstart.md", "serving.md", "shapes.md", "training.md", "troubleshooting.md"),
-    "varlen.md",
+    *("varlen.md", "fp8.md"),
 }
 
 
@@ -44,6 +44,7 @@ PUBLIC = [
     *("sdpa", "sdpa_varlen", "scaled_dot_product_attention", "explain", "fallback"),
     *("sdpa_paged", "PagedKVCache", "no_plan_builds", "autotune", "shape_policy", "use_plan_store"),
     *("graph_op", "rms_norm", "layer_norm", "silu_mul", "gelu_mul", "relu_squared", "conv1d", "conv2d", "conv3d"),
+    *("fp8_attention", "Fp8Attention", "Fp8Scaling"),
 ]
 
 

@@ -42,6 +42,19 @@ def test_training_ends_where_pytorchs_attention_ends():
     assert end < start / 2, "it learned nothing"
 
 
+def test_training_in_fp8_ends_where_bfloat16_ends():
+    result = run("samples/fp8_training.py")
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert "the final losses agree" in result.stdout
+    start, end = (float(re.search(pattern, result.stdout)[1]) for pattern in (r"1 +│ +(\d\.\d+)", r"agree: (\d\.\d+)"))
+    assert end < start / 4, "it learned nothing"
+
+
+def test_the_errors_of_fp8_are_those_of_the_emulation():
+    result = run("scripts/fp8_errors.py", "--check")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_pages_are_read_where_the_tables_say():
     result = run("samples/paged_attention.py")
     assert result.returncode == 0, result.stderr + result.stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cudnn_sdpa import LibraryError
-from cudnn_sdpa.attention import packing, paging
+from cudnn_sdpa.attention import fp8_quantization, fp8_scaling, packing, paging
 from cudnn_sdpa.runtime import kernels
 from cudnn_sdpa.runtime.kernels import Kernel
 
@@ -19,11 +19,19 @@ def nvrtc():
 
 
 KERNELS = [packing.kernel, paging.decode_kernel, paging.gather_kernel, paging.append_kernel]
+#: Those that need instructions of compute capability 8.9.
+FP8_KERNELS = [fp8_quantization.quantize_kernel, fp8_quantization.dequantize_kernel, fp8_scaling.update_kernel]
 
 
 @pytest.mark.parametrize("sm", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_kernel_compiles_for_every_gpu(kernel, sm):
+    assert kernel.compile(sm)[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("sm", [89, 90, 100, 120])
+@pytest.mark.parametrize("kernel", FP8_KERNELS, ids=lambda kernel: kernel.name)
+def test_every_kernel_for_fp8_compiles_for_every_gpu_that_has_it(kernel, sm):
     assert kernel.compile(sm)[:4] == b"\x7fELF"
 
 

@@ -1,0 +1,205 @@
+"""`fp8_attention`: attention that computes in FP8 and takes and gives bfloat16 or float16, with gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from cudnn_sdpa.attention import arguments, fp8_arguments, fp8_autograd, fp8_support, memory, tracking
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.case import BACKWARD, FORWARD
+from cudnn_sdpa.attention.dense import cast_for_autocast, is_deterministic
+from cudnn_sdpa.attention.fp8_autograd import Call
+from cudnn_sdpa.attention.fp8_passes import problem_of
+from cudnn_sdpa.attention.fp8_scaling import DTYPE, Fp8Scaling, check_grad_dtype
+from cudnn_sdpa.attention.reference import without_autocast
+from cudnn_sdpa.attention.side_tensors import check_lengths, dtype_name, shape_of
+from cudnn_sdpa.attention.support import refusal
+from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError
+from cudnn_sdpa.runtime.eager import is_compiling, needs_gradient
+from cudnn_sdpa.runtime.target import live_target
+
+IN_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def fp8_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: Fp8Scaling | None = None,
+    is_causal: bool = False,
+    causal_alignment: str = "top_left",
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    seq_lens_q: Tensor | None = None,
+    seq_lens_kv: Tensor | None = None,
+    grad_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Attention computed in FP8, of tensors in bfloat16 or float16. Differentiable.
+
+    Queries, keys and values are quantized to E4M3, each with one scale; the output is converted back. The gradient of
+    the output is quantized to `grad_dtype`, and the gradients are converted back. Autograd keeps the FP8 tensors, half
+    of what attention in bfloat16 keeps. Nothing waits for the GPU, and all of it may be captured in a CUDA graph.
+
+    Without `scaling`, scales come from the tensors of the call ("current scaling"), which are read twice; a backward
+    pass runs two or three times, since its results cannot be known beforehand. That is for inference and for trying it;
+    to train, give each layer an `Fp8Scaling`, or use `Fp8Attention`.
+
+    The output is FP8 inside, also where the GPU could give bfloat16, because gradients need it so; on data-center
+    Blackwell a call without gradients has cuDNN write `q.dtype` at once. What is not finite in an input makes the whole
+    output NaN, and no scale learns from it. Rows past `seq_lens_*` count for the scales: keep them small.
+
+    On the CPU an emulation runs. torch.compile calls it between two graphs (a graph break).
+
+    Args:
+        q: Queries (B, Hq, Sq, D), bfloat16 or float16; D is a multiple of 16. Under `torch.autocast` tensors are cast
+            as for PyTorch's own attention.
+        k: Keys (B, Hkv, Skv, D); Hq is a multiple of Hkv.
+        v: Values (B, Hkv, Skv, Dv).
+        scaling: The scales of this layer and what they come from.
+        is_causal: Hide later keys from each query.
+        causal_alignment: Where the diagonal lies: "top_left", or "bottom_right", the last query at the last key.
+        window: (left, right) bounds around the diagonal; -1 is no bound.
+        scale: Factor of the scores, positive; None is 1/sqrt(D).
+        seq_lens_q: The true numbers of queries, (B,) int32. Rows past them are zeros.
+        seq_lens_kv: The same of keys.
+        grad_dtype: float8_e5m2 or float8_e4m3fn; None is that of `scaling`, or float8_e5m2 without one.
+
+    Returns:
+        The output (B, Hq, Sq, Dv) in q's dtype and memory order.
+
+    Raises:
+        ArgumentError: An argument is wrong; the subclass and the message say which and how.
+        UnsupportedError: cuDNN or this GPU has no kernel for it, or none for its gradients if they are wanted.
+        PlanBuildError: A plan is missing under `no_plan_builds` or while a CUDA graph is captured.
+
+    Examples:
+        >>> import torch
+        >>> from cudnn_sdpa.attention.fp8_attention import fp8_attention
+        >>> q, k, v = torch.randn(3, 1, 4, 64, 32, dtype=torch.bfloat16)
+        >>> exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> error = (fp8_attention(q, k, v, is_causal=True) - exact).norm() / exact.norm()
+        >>> bool(error < 0.06)
+        True
+    """
+    options = {
+        "is_causal": is_causal,
+        "causal_alignment": causal_alignment,
+        "window": window,
+        "scale": scale,
+        "seq_lens_q": seq_lens_q,
+        "seq_lens_kv": seq_lens_kv,
+    }
+    if is_compiling():
+        return _eager(q, k, v, scaling=scaling, grad_dtype=grad_dtype, **options)  # type: ignore[no-any-return]
+    fp8_arguments.check_types(q=q, k=k, v=v, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
+    q, k, v = cast_for_autocast(ForwardArguments(q, k, v))[:3]
+    left, right = arguments.window_bounds(window)
+    of = ForwardArguments(
+        *(q, k, v, None, None, seq_lens_q, seq_lens_kv, None), *(is_causal, causal_alignment, left, right, scale)
+    )
+    check(of)
+    made = check_scaling(scaling, grad_dtype, q)
+    return _run(of, Call(options, scaling, made, is_deterministic(None)))
+
+
+#: For torch.compile, which cannot follow kernels and histories.
+_eager: Any = _disable_dynamo(fp8_attention)
+
+
+def check(of: ForwardArguments) -> None:
+    """Whether tensors and options are right, on any device."""
+    q, k, v = of[:3]
+    arguments.check_options(of)
+    if of.scale is not None and not of.scale >= fp8_arguments.MIN_SCALE:
+        raise OptionError("scale", repr(of.scale), "a positive number, or None for 1/sqrt(head dim)")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ShapeError(name, shape_of(tensor), "rank 4: (batch, heads, sequence, head dim)")
+        if tensor.dtype not in IN_DTYPES:
+            hint = "Convert it with .to(torch.bfloat16); sdpa_fp8 takes what is in FP8 already."
+            raise DtypeError(name, dtype_name(tensor.dtype), "bfloat16 or float16", hint)
+        if tensor.dtype != q.dtype:
+            raise DtypeError(name, dtype_name(tensor.dtype), f"{dtype_name(q.dtype)}, the dtype of q")
+        if tensor.device != q.device:
+            raise DeviceError(name, str(tensor.device), f"{q.device}, the device of q")
+    arguments.check_sizes(q, k, v, fp8_arguments.HEAD_DIM_STEP)
+    memory.check_strides(q, k, v)
+    memory.check_addresses(q=q, k=k, v=v)
+    check_lengths("seq_lens_q", of.seq_lens_q, q)
+    check_lengths("seq_lens_kv", of.seq_lens_kv, q)
+    tracking.refuse_tangents({"q": q, "k": k, "v": v}, "attention in bfloat16")
+
+
+def check_scaling(scaling: Any, grad_dtype: Any, q: Tensor) -> torch.dtype:
+    """Whether the state fits the call; the dtype of gradients."""
+    if scaling is not None and not isinstance(scaling, Fp8Scaling):
+        raise OptionError("scaling", type(scaling).__name__, "cudnn_sdpa.Fp8Scaling or None")
+    if scaling is not None and scaling.scale.device != q.device:
+        hint = "Move it once with scaling.to(q.device)."
+        raise DeviceError("scaling", str(scaling.scale.device), f"{q.device}, the device of q", hint)
+    known: torch.dtype = torch.float8_e5m2 if scaling is None else scaling.grad_dtype
+    if grad_dtype is None:
+        return known
+    check_grad_dtype(grad_dtype)
+    if scaling is not None and grad_dtype != known:
+        expected = f"{dtype_name(known)}, which its scales are for, or None"
+        raise OptionError("grad_dtype", dtype_name(grad_dtype), expected)
+    return grad_dtype  # type: ignore[no-any-return]
+
+
+def _run(of: ForwardArguments, call: Call) -> Tensor:
+    q, k, v = of[:3]
+    trains = needs_gradient(q, k, v)
+    half_output = check_support(of, trains=trains, deterministic=call.deterministic)
+    if trains:
+        return fp8_autograd.Attention.apply(q, k, v, call)  # type: ignore[no-any-return,no-untyped-call]
+    with torch.no_grad(), without_autocast(q):
+        return fp8_autograd.forward(q, k, v, call, half_output=half_output).out
+
+
+def check_support(of: ForwardArguments, *, trains: bool, deterministic: bool) -> bool:
+    """Whether a call without gradients gets its output in 16 bits from cuDNN at once.
+
+    Raises:
+        UnsupportedError: This GPU has no kernel for it, or for its gradients.
+    """
+    q, k, v = of[:3]
+    if not q.is_cuda or not q.numel() or not k.numel():
+        return False
+    lengths = of.seq_lens_q is not None, of.seq_lens_kv is not None
+    return _support(q.get_device(), q.shape, k.shape, v.shape, lengths, of.options, trains, deterministic)
+
+
+@functools.lru_cache(maxsize=1024)
+def _support(
+    device: int,
+    q: Sequence[int],
+    k: Sequence[int],
+    v: Sequence[int],
+    lengths: tuple[bool, bool],
+    options: tuple[Any, ...],
+    trains: bool,
+    deterministic: bool,
+) -> bool:
+    target = live_target(device)
+    tensors = [torch.empty(*shape, dtype=DTYPE, device="meta") for shape in (q, k, v)]
+    given = [torch.empty(q[0], dtype=torch.int32, device="meta") if given else None for given in lengths]
+    problem = problem_of(ForwardArguments._make((*tensors, None, None, *given, None, *options, trains, None)))
+    half = problem.case(FORWARD, target, half_output=True)
+    if not trains and refusal(half, "fp8_attention", fp8_support.RULES) is None:
+        return True
+    cases = [problem.case(FORWARD, target)]
+    if trains:
+        cases.append(problem.case(BACKWARD, target, deterministic=deterministic))
+    for case in cases:
+        refused = refusal(case, "fp8_attention", fp8_support.RULES)
+        if refused is not None:
+            raise refused
+    return False

@@ -1,0 +1,87 @@
+"""`Fp8Attention`: attention in FP8 as a layer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from cudnn_sdpa.attention.fp8_attention import fp8_attention
+from cudnn_sdpa.attention.fp8_scaling import Fp8Scaling
+from cudnn_sdpa.errors import OptionError
+
+
+class Fp8Attention(nn.Module):
+    """Attention computed in FP8, of tensors in bfloat16 or float16, as a layer with its scales. Differentiable.
+
+    It is `fp8_attention` with an `Fp8Scaling` of its own: in training mode it learns the scales of its tensors from
+    step to step, by itself, and `state_dict` has them.
+
+    Args:
+        is_causal: Hide later keys from each query.
+        causal_alignment: Where the diagonal lies: "top_left", or "bottom_right", the last query at the last key.
+        window: (left, right) bounds around the diagonal; -1 is no bound.
+        scale: Factor of the scores, positive; None is 1/sqrt(D).
+        scaling: Scales made with other options than the default ones; not that of another layer.
+
+    Raises:
+        OptionError: `scaling` is something else.
+
+    Examples:
+        >>> import torch
+        >>> from cudnn_sdpa.nn.fp8 import Fp8Attention
+        >>> attend = Fp8Attention(is_causal=True)
+        >>> for step in range(3):
+        ...     q, k, v = torch.randn(3, 1, 4, 64, 32, dtype=torch.bfloat16).requires_grad_()
+        ...     attend(q, k, v).square().sum().backward()
+        >>> attend.scaling.amax_history.count_nonzero(dim=1)  # two steps are over
+        tensor([2, 2, 2, 2, 2, 2, 2, 2, 2, 2])
+    """
+
+    def __init__(
+        self,
+        *,
+        is_causal: bool = False,
+        causal_alignment: str = "top_left",
+        window: tuple[int, int] | None = None,
+        scale: float | None = None,
+        scaling: Fp8Scaling | None = None,
+    ) -> None:
+        super().__init__()
+        if scaling is not None and not isinstance(scaling, Fp8Scaling):
+            raise OptionError("scaling", type(scaling).__name__, "cudnn_sdpa.Fp8Scaling or None")
+        self.is_causal, self.causal_alignment, self.window, self.scale = is_causal, causal_alignment, window, scale
+        self.scaling = Fp8Scaling() if scaling is None else scaling
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, seq_lens_q: Tensor | None = None, seq_lens_kv: Tensor | None = None
+    ) -> Tensor:
+        """Attention of queries (B, Hq, Sq, D), keys (B, Hkv, Skv, D) and values (B, Hkv, Skv, Dv).
+
+        Args:
+            q: Queries, bfloat16 or float16.
+            k: Keys.
+            v: Values.
+            seq_lens_q: The true numbers of queries, (B,) int32. Rows past them are zeros.
+            seq_lens_kv: The same of keys.
+
+        Returns:
+            The output (B, Hq, Sq, Dv) in q's dtype and memory order.
+        """
+        return fp8_attention(
+            q,
+            k,
+            v,
+            scaling=self.scaling,
+            is_causal=self.is_causal,
+            causal_alignment=self.causal_alignment,
+            window=self.window,
+            scale=self.scale,
+            seq_lens_q=seq_lens_q,
+            seq_lens_kv=seq_lens_kv,
+        )
+
+    def extra_repr(self) -> str:
+        """The arguments that it was made with."""
+        return (
+            f"is_causal={self.is_causal}, causal_alignment={self.causal_alignment!r}, window={self.window}, "
+            f"scale={self.scale}"
+        )
