@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ def warmup(
     """Makes the plans of a manifest ready for this process, so that no call waits for one.
 
     What is in the plan store is loaded; the rest is built, by this process and by helper processes, and kept in the
-    store if there is one. The helpers use no memory of the GPU; they need some seconds to start.
+    store if there is one. The helpers use no memory of the GPU; they need some seconds to start. From Hopper on plans
+    of norms, gates, convolutions and graphs of one's own are built by this process alone, because cuDNN knows faster
+    kernels for these where it sees the GPU.
 
     Args:
         manifest: A manifest, or the path of one.
@@ -88,7 +91,9 @@ def warmup(
         else:
             missing.append(key)
     store = active()
-    results = plan_all(missing, live_properties(device), workers, _build)
+    own = [key for key in missing if key.knows_clusters]  # of which helpers, who see no GPU, would make slower plans
+    shared = [key for key in missing if not key.knows_clusters]
+    results = chain(plan_all(shared, live_properties(device), workers, _build), ((key, _made(key)) for key in own))
     for key, made in _shown(results, len(missing), progress):
         if isinstance(made, CudnnSdpaError):
             report.failed[str(key)] = str(made)
@@ -106,6 +111,13 @@ def warmup(
 
 def _build(key: PlanKey) -> Plan:
     return build_plan(find_operation(key.operation, only_imported=True), key)
+
+
+def _made(key: PlanKey) -> Plan | CudnnSdpaError:
+    try:
+        return _build(key)
+    except CudnnSdpaError as error:
+        return error
 
 
 def compile_plans(

@@ -22,14 +22,16 @@ def load_plan(key: PlanKey) -> Plan | None:
     """The plan of `key` out of the plan store, if it has one for this GPU; under `autotune` only a tuned one."""
     plans = store_setting.active()
     only_tuned = tuning.is_in_force() and not tuning.not_tunable(key)
-    stored = None if plans is None else plans.load(key, only_tuned=only_tuned)
-    if plans is None or stored is None:
+    if plans is None:
         return None
-    try:
-        return plan_of(key, stored)
-    except BadPlanFileError as error:
-        plans.reject(key, str(error))
-        return None
+    for kept in (key, key.of_siblings()) if key.knows_clusters else (key,):
+        stored = plans.load(kept, only_tuned=only_tuned)
+        if stored is not None:
+            try:
+                return plan_of(key, stored)
+            except BadPlanFileError as error:
+                plans.reject(kept, str(error))
+    return None
 
 
 def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:

@@ -6,13 +6,16 @@ lengths, scales) is in no key.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from cudnn_sdpa.runtime.backend import version_string
 from cudnn_sdpa.runtime.layouts import TensorLayout
-from cudnn_sdpa.runtime.target import Target
+from cudnn_sdpa.runtime.target import Target, serial_of
+
+#: The first GPUs with clusters of thread blocks, Hopper.
+FIRST_CLUSTERS = 90
 
 
 class Role(str, Enum):
@@ -100,10 +103,22 @@ class PlanKey:
             **({"deterministic": True} if self.deterministic else {}),
         }
 
+    @property
+    def knows_clusters(self) -> bool:
+        """Whether a plan made on a GPU is for no other one.
+
+        Which multiprocessors can work together as a cluster differs from chip to chip of one kind, and cuDNN writes it
+        into plans of convolutions: one made for other clusters leaves some of its results unwritten (seen on 9.19 with
+        an H200). The kernels of attention are launched without clusters. What is planned without a GPU has none.
+        """
+        is_attention = self.operation.startswith("cudnn_sdpa.attention.")
+        return self.device is not None and self.target.sm >= FIRST_CLUSTERS and not is_attention
+
     def identity(self) -> dict[str, Any]:
         """All that decides the plan, JSON-ready: what equal plans of all processes have in common."""
-        target = self.target
+        target, device = self.target, self.device
         return {
+            **({"gpu": serial_of(device)} if device is not None and self.knows_clusters else {}),
             **self.to_json(),
             "options": [[name, kind, value] for name, kind, value in self.options],
             "target": {"properties": [list(pair) for pair in target.properties]},
@@ -111,6 +126,10 @@ class PlanKey:
             "frontend": target.frontend,
             "engines": "cudnn",  # the frontend's own engines in Python are never asked
         }
+
+    def of_siblings(self) -> PlanKey:
+        """The key of a plan that was made without this GPU."""
+        return replace(self, device=None)
 
     @classmethod
     def from_json(cls, data: dict[str, Any], target: Target) -> PlanKey:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.runtime import backend
 
@@ -107,6 +109,15 @@ def live_properties(device: int) -> dict[str, Any]:
 def live_target(device: int) -> Target:
     """The target for the GPU with index `device` in this process."""
     return Target.from_properties(live_properties(device))
+
+
+@functools.cache
+def serial_of(device: int) -> str:
+    """What tells the GPU with index `device` in this process from its siblings; empty where there is none."""
+    try:
+        return str(torch.cuda.get_device_properties(device).uuid)
+    except (AssertionError, RuntimeError):
+        return ""
 
 
 def bundled_targets() -> dict[str, str]:

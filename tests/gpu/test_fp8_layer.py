@@ -212,6 +212,7 @@ def step(attend, tensors, grad_out):
     return out, *torch.autograd.grad(out, tensors, grad_out)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_gpu():
     attend, plain = Fp8Attention(is_causal=True).cuda(), Fp8Attention(is_causal=True).cuda()
     tensors = problem()
@@ -277,6 +278,7 @@ def test_checkpointing_changes_no_history():
         assert torch.equal(again.scaling.amax[:5], plain.scaling.amax[:5])
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_under_the_profiler_and_autocast_our_kernels_run_too():
     tensors = [x.detach().float() for x in problem()]
     fp8_attention(*(x.bfloat16() for x in tensors))

@@ -12,6 +12,7 @@ import torch
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.passes import Backward, Forward
 from cudnn_sdpa.attention.problem import Problem
+from cudnn_sdpa.runtime import key as key_module
 from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
 from cudnn_sdpa.runtime.layouts import TensorLayout
 from cudnn_sdpa.runtime.target import Target
@@ -261,3 +262,15 @@ def test_windows_that_hide_nothing_make_no_other_key():
         assert make(q, k, v, window_left=3, window_right=7, is_causal=True) == make(
             q, k, v, window_left=3, is_causal=True, causal_alignment="bottom_right"
         )
+
+
+def test_plans_that_may_know_clusters_are_of_one_gpu(monkeypatch):
+    monkeypatch.setattr(key_module, "serial_of", lambda device: f"GPU {device}")
+    attention = dataclasses.replace(KEY, operation="cudnn_sdpa.attention.graphs:sdpa_forward")
+    older = dataclasses.replace(KEY, target=dataclasses.replace(TARGET, properties=(("deviceVer", 800),)))
+    assert KEY.identity()["gpu"] == "GPU 1"
+    assert KEY.identity() != dataclasses.replace(KEY, device=2).identity() != KEY.of_siblings().identity()
+    for shared in (attention, older, KEY.of_siblings()):
+        assert not shared.knows_clusters
+        assert "gpu" not in shared.identity()
+        assert shared.identity() == shared.of_siblings().identity()

@@ -19,7 +19,8 @@ import cudnn_sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.passes import Forward
 from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.runtime import store_setting
+from cudnn_sdpa.runtime import building, store_setting
+from cudnn_sdpa.runtime import key as key_module
 from cudnn_sdpa.runtime.plan_file import StoredPlan
 from cudnn_sdpa.runtime.store import PlanStore, UnsafeFolderError
 from cudnn_sdpa.runtime.target import Target
@@ -368,3 +369,18 @@ def test_a_file_that_cannot_be_opened_is_no_plan(store, caplog):
     store.path(key()).mkdir()
     with caplog.at_level(logging.WARNING):
         assert store.load(key()) is None
+
+
+def test_a_plan_of_this_gpu_goes_before_one_of_no_gpu(store, monkeypatch):
+    monkeypatch.setattr(key_module, "serial_of", lambda device: f"GPU {device}")
+    monkeypatch.setattr(store_setting, "active", lambda: store)
+    monkeypatch.setattr(building, "plan_of", lambda _, stored: stored)
+    mine = dataclasses.replace(key(), operation="somebody.module:convolve")
+    siblings, other = mine.of_siblings(), dataclasses.replace(mine, device=1)
+    store.save(other, plan(other, seed=1))
+    assert building.load_plan(mine) is None
+    store.save(siblings, plan(siblings, seed=2))
+    assert building.load_plan(mine) == plan(siblings, seed=2)
+    store.save(mine, plan(mine, seed=3))
+    assert building.load_plan(mine) == plan(mine, seed=3)
+    assert building.load_plan(other) == plan(other, seed=1)

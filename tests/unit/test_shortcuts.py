@@ -103,6 +103,7 @@ def test_a_change_of_the_grad_mode_is_seen():
             assert shortcuts.find(leaves, training, trains=True) is None
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_the_call_served_last_is_found_again_by_its_two_tensors():
     shortcuts, call = known((tensors(), OPTIONS))
     assert shortcuts.again(*tensors(), OPTIONS) is None  # nothing has been served
