@@ -16,6 +16,8 @@ from cudnn_sdpa.attention.fp8_passes import Backward, Forward
 from cudnn_sdpa.attention.options import TOP_LEFT
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime.describe import Description, describes
+from cudnn_sdpa.runtime.key import PlanKey
+from cudnn_sdpa.runtime.target import Target
 
 
 @describes(sdpa_fp8)
@@ -87,4 +89,8 @@ def describe_sdpa_fp8_backward(
     backward = Backward.of(readable(of))
     is_empty = backward.problem.is_empty
     notes = [] if is_empty else backward.extra_kernels()
-    return Description(operation, backward.key, device_of(q), is_empty=is_empty, extra_kernels=notes)
+
+    def key(target: Target, device: int | None) -> PlanKey:
+        return backward.piece(target).key(target, device)
+
+    return Description(operation, key, device_of(q), is_empty=is_empty, extra_kernels=notes)

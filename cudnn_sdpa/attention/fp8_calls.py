@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from cudnn_sdpa.attention.fp8_arguments import (
     Fp8Scales,
 )
 from cudnn_sdpa.attention.fp8_passes import Backward, Forward
+from cudnn_sdpa.attention.fp8_pieces import PiecedBackward
 from cudnn_sdpa.attention.fp8_results import as_layout, no_gradients, no_largest, nothing
 from cudnn_sdpa.attention.fp8_shortcuts import Last
 from cudnn_sdpa.attention.lookup import describe
@@ -140,15 +141,22 @@ class BackwardCall(Call):
         super().__init__(backward.problem, plan, scale)
         self.backward = backward
         self._rows = backward.rows_made(plan.key.target)
-        problem = backward.problem
-        self._gradients = [as_layout(backward.whole(layout)) for layout in (problem.q, problem.k, problem.v)]
-        self.is_plain = self.is_plain and self._rows == problem.rows
+        self._gradients = [as_layout(layout) for layout in backward.gradients()]
+        self.is_plain = self.is_plain and self._rows == backward.problem.rows
 
     def __call__(self, of: Fp8Backward) -> Fp8Gradients:
         """Allocates, launches and returns."""
         memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v, out=of.out, lse=of.lse)
         result: Fp8Gradients = self.on_device(self._run, of)
         return result
+
+    def _run(self, of: Fp8Backward) -> Fp8Gradients:
+        outputs = self._outputs(of.call.q.device)
+        self.write(of, outputs)
+        return Fp8Gradients(*outputs)
+
+    def _outputs(self, device: torch.device) -> list[Tensor]:
+        return [*(allocate(*layout) for layout in self._gradients), *(self.largest(device) for _ in range(4))]
 
     def run(
         self,
@@ -163,15 +171,14 @@ class BackwardCall(Call):
         if not self.is_plain or any(place & MISALIGNED for place in places) or self.is_elsewhere():
             call = ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
             return self(readable(Fp8Backward(grad_out, out, lse, call, scales)))
-        outputs = [allocate(*layout) for layout in self._gradients]
-        outputs += [self.largest(q.device) for _ in range(4)]
+        outputs = self._outputs(q.device)
         self.launch_at(places, scales, outputs)
         return Fp8Gradients(*outputs)
 
-    def _run(self, of: Fp8Backward) -> Fp8Gradients:
+    def write(self, of: Fp8Backward, outputs: Sequence[Tensor]) -> None:
+        """Launches it, on the current device, with outputs that go to these tensors."""
         problem, blind = self.problem, self.problem.mask.blind_rows
-        grad_q, grad_k, grad_v = (allocate(*layout) for layout in self._gradients)
-        largest = [self.largest(of.call.q.device) for _ in range(4)]
+        grad_q, grad_k, grad_v, *largest = outputs
         tensors = self.inputs(of.call, of.scales)
         tensors |= {"out": of.out, "grad_out": of.grad_out, "lse": of.lse, "grad_q": grad_q}
         if blind:
@@ -189,7 +196,6 @@ class BackwardCall(Call):
         self.launch(tensors)
         if self._rows != problem.rows:
             of_rows.copy_(tensors["grad_q"][:, :, : problem.rows])
-        return Fp8Gradients(grad_q, grad_k, grad_v, *largest)
 
 
 def readable(of: Fp8Backward) -> Fp8Backward:
@@ -237,12 +243,12 @@ def run_backward(of: Fp8Backward) -> Fp8Gradients:
     return no_gradients(of) if prepared is None else prepared(of)
 
 
-def prepare_backward(of: Fp8Backward) -> BackwardCall | None:
+def prepare_backward(of: Fp8Backward) -> BackwardCall | PiecedBackward | None:
     """Its plan, ready for a call that is `readable`; None where there is nothing to compute."""
     check_lengths(of.call)
     own = map(describe, (of.grad_out, of.out, of.lse))
     signature = ("backward", *own, *_signature(of.call, of.scales))
-    prepared: BackwardCall | None = backward_calls.get(signature)
+    prepared: BackwardCall | PiecedBackward | None = backward_calls.get(signature)
     if prepared is None:
         fp8_arguments.check_backward(of)
         memory.check_strides(*of.call[:3])
@@ -252,9 +258,11 @@ def prepare_backward(of: Fp8Backward) -> BackwardCall | None:
         if backward.problem.is_empty:
             return None
         device = of.call.q.get_device()
-        key = backward.key(live_target(device), device)
-        plan = plan_cache.get(key, lambda key: build_plan(fp8_graphs.sdpa_fp8_backward, key))
-        prepared = BackwardCall(backward, plan, of.call.scale_value)
+        piece = backward.piece(target := live_target(device))
+        plan = plan_cache.get(piece.key(target, device), lambda key: build_plan(fp8_graphs.sdpa_fp8_backward, key))
+        prepared = bound = BackwardCall(piece, plan, of.call.scale_value)
+        if piece is not backward:
+            prepared = PiecedBackward(bound, [as_layout(layout) for layout in backward.gradients()])
         backward_calls.add(signature, prepared)
     return prepared
 

@@ -16,8 +16,11 @@ from cudnn_sdpa.attention.passes import FIRST_RIGHT_LAST_TILE, GRAD_OUT_COPY, LA
 from cudnn_sdpa.attention.problem import Problem
 from cudnn_sdpa.attention.support import refusal
 from cudnn_sdpa.runtime.key import Operand, PlanKey
-from cudnn_sdpa.runtime.layouts import TensorLayout, dense_stride_like
+from cudnn_sdpa.runtime.layouts import TensorLayout, canonical_stride, dense_stride_like
 from cudnn_sdpa.runtime.target import Target
+
+#: What keeps all multiprocessors of a Hopper GPU busy: so many heads times tiles of keys, in sequences of some length.
+_ENOUGH_TILES, _TILE, _LONG = 512, 128, 1024
 
 #: A scale, or a largest value, as cuDNN reads and writes it.
 ONE_NUMBER = TensorLayout.contiguous((1, 1, 1, 1), torch.float32)
@@ -163,6 +166,33 @@ class Backward:
         options = {"band": problem.mask.band, "deterministic": self.deterministic}
         return fp8_graphs.sdpa_fp8_backward.key(inputs, self._outputs(rows), options, target, device)
 
+    def gradients(self) -> list[TensorLayout]:
+        """The gradients by q, k and v, all rows of them."""
+        return [self.whole(layout) for layout in (self.problem.q, self.problem.k, self.problem.v)]
+
+    def piece(self, target: Target) -> Backward:
+        """The call of the batch entries that go into one launch: itself, or see `fp8_pieces`."""
+        entries = self._entries_on_hopper() if target.sm // 10 == 9 else self.problem.q.shape[0]
+        if entries == self.problem.q.shape[0]:
+            return self
+        problem = self.problem
+        q, k, v, out, grad_out = (
+            TensorLayout((entries, *x.shape[1:]), canonical_stride((entries, *x.shape[1:]), x.stride), x.dtype)
+            for x in (problem.q, problem.k, problem.v, self.out, self.grad_out)
+        )
+        return replace(self, problem=replace(problem, q=q, k=k, v=v), out=out, grad_out=grad_out)
+
+    def _entries_on_hopper(self) -> int:
+        """How many batch entries go into one launch there: as few as keep the GPU busy, and all have as many."""
+        problem, batch = self.problem, self.problem.q.shape[0]
+        band = problem.mask.band
+        # A piece of a whole gradient lies as its plan says if entries do not lie among each other.
+        apart = all(layout.stride[0] == max(layout.stride) for layout in self.gradients())
+        if band is None or band[1] is None or not apart or problem.skv < _LONG:
+            return batch
+        wanted = -(-_ENOUGH_TILES // (problem.q.shape[1] * -(-problem.skv // _TILE)))
+        return next((entries for entries in range(wanted, batch) if batch % entries == 0), batch)
+
     def rows_made(self, target: Target) -> int:
         """How many queries the plan has: those that see a key, on Hopper with zeros up to a multiple of 16."""
         rows = self.problem.rows
@@ -195,6 +225,9 @@ class Backward:
         if blind:
             notes.append(f"the gradient of the first {blind} queries is filled with zeros")
             notes.append("the log-sum-exp of the other queries is copied")
+        entries = self._entries_on_hopper()
+        if entries != self.problem.q.shape[0]:
+            notes.append(f"on Hopper {entries} of the batch entries go into one launch, and as many launches follow")
         if self.problem.rows % fp8_repairs.ROWS_AT_ONCE:
             notes.append(
                 "on Hopper q, out, grad_out and lse are copied into longer tensors, and the gradient of q out of one: "

@@ -236,7 +236,7 @@ class _Dequantizer:
         """Launches it, on the current stream."""
         fields, units = self._fields[:], 0
         with torch.cuda.device(self._device):
-            made = [allocate(tensor.shape, tensor.stride(), self._dtype) for tensor in tensors]
+            made = [allocate(tuple(tensor.shape), tensor.stride(), self._dtype) for tensor in tensors]
             fields[0] = table.data_ptr()
             fields[1] = 0 if record is None else record.data_ptr()
             for place, amax in enumerate(amaxes.values()):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from cudnn_sdpa import LayoutError, explain
-from cudnn_sdpa.attention import fp8_calls, fp8_reference, fp8_results
+from cudnn_sdpa.attention import fp8_calls, fp8_passes, fp8_pieces, fp8_reference, fp8_results
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.describe_fp8 import describe_sdpa_fp8
 from cudnn_sdpa.attention.fp8 import Fp8BackwardScales, Fp8Scales, sdpa_fp8, sdpa_fp8_backward
 from cudnn_sdpa.attention.fp8_arguments import Fp8Backward, Fp8Forward
 from cudnn_sdpa.attention.fp8_passes import Backward, Forward, problem_of
+from cudnn_sdpa.attention.fp8_pieces import PiecedBackward
+from cudnn_sdpa.attention.fp8_results import as_layout
 from cudnn_sdpa.attention.options import normalize_mask
 from cudnn_sdpa.runtime import trials
 from cudnn_sdpa.runtime.key import Role
@@ -75,7 +79,8 @@ def memory_here(monkeypatch):
     def poisoned(shape, stride, dtype):
         return torch.empty_strided(shape, stride, dtype=dtype).copy_(torch.full(shape, float("nan")))
 
-    monkeypatch.setattr(fp8_calls, "allocate", poisoned)
+    for module in (fp8_calls, fp8_pieces):
+        monkeypatch.setattr(module, "allocate", poisoned)
 
 
 def qkv(lengths=(40, 56), dtype=E4M3):
@@ -139,6 +144,54 @@ def test_a_backward_call_gives_its_plan_the_right_addresses(case, grad_dtype):
     found = fp8_calls.BackwardCall(backward, StandInPlan(backward.key(TARGET, None)), of.call.scale_value)(of)
     assert all(map(same, found, expected))
     assert [x.stride() for x in found] == [x.stride() for x in expected]
+
+
+@pytest.mark.parametrize("entries", [1, 2])
+@pytest.mark.parametrize("case", ["causal", "bottom-right", "lengths of keys, causal", "queries that see no key"])
+def test_batch_entries_may_go_into_several_launches(case, entries, monkeypatch):
+    monkeypatch.setattr(fp8_passes, "_LONG", 16)
+    monkeypatch.setattr(fp8_passes, "_ENOUGH_TILES", 4 * entries)
+    lengths, options = {**CASES, "lengths of keys, causal": ((40, 56), {"seq_lens_kv": lens(9, 17, 56, 0)})}[case]
+    options = {**options, "is_causal": True}
+    q, k, v = (torch.cat([x, (x.float().flip(0) / 2).to(x.dtype)]) for x in map(heads_last, qkv(lengths)))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    forward = sdpa_fp8(q, k, v, Fp8Scales(*SCALES[:6]), **options, return_lse=True)
+    grad_out, scales = torch.randn(4, 4, lengths[0], 128).to(E5M2), Fp8BackwardScales(*SCALES)
+    expected = sdpa_fp8_backward(grad_out, q, k, v, forward.out, forward.lse, scales, **options)
+    of = Fp8Backward(grad_out, forward.out, forward.lse, ForwardArguments(q, k, v, **split(options)), scales)
+    whole = Backward.of(of)
+    piece = whole.piece(TARGET)
+    assert piece.problem.q.shape[0] == entries
+    assert any("launches" in note for note in whole.extra_kernels())
+    bound = fp8_calls.BackwardCall(piece, StandInPlan(piece.key(TARGET, None)), of.call.scale_value)
+    found = PiecedBackward(bound, [as_layout(layout) for layout in whole.gradients()])(of)
+    assert all(map(same, found, expected))
+    assert [x.stride() for x in found] == [x.stride() for x in expected]
+    assert [tuple(x.shape) for x in found[3:]] == [(1,)] * 4
+
+
+def heads_last(x):
+    return x.transpose(1, 2).contiguous()
+
+
+def test_short_or_full_or_few_entries_go_into_one_launch():
+    def pieces(batch, heads, length, target=TARGET, **options):
+        q = torch.empty(batch, length, heads, 128, dtype=E4M3, device="meta").transpose(1, 2)
+        lse = torch.empty(batch, heads, length, device="meta")
+        call = ForwardArguments(q, q, q, **options)
+        return Backward.of(Fp8Backward(q, q, lse, call, Fp8BackwardScales(*SCALES))).piece(target).problem.q.shape[0]
+
+    causal = {"is_causal": True}
+    assert [pieces(*sizes, **causal) for sizes in ((4, 32, 4096), (8, 32, 1024), (6, 16, 2048), (4, 8, 4096))] == [
+        1,
+        2,
+        2,
+        2,
+    ]
+    assert [pieces(*sizes, **causal) for sizes in ((64, 32, 512), (1, 32, 4096), (5, 8, 2048))] == [64, 1, 5]
+    assert pieces(4, 32, 4096) == 4
+    blackwell = dataclasses.replace(TARGET, properties=(("deviceVer", 1000), ("multiProcessorCount", 148)))
+    assert pieces(4, 32, 4096, blackwell, **causal) == 4
 
 
 def test_a_gradient_that_cannot_be_read_is_copied():
