@@ -116,15 +116,21 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.float() - reference).norm() / reference.norm())
 
 
-def check_agreement(names: Sequence[str], actual: Sequence[Tensor], expected: Sequence[Tensor], whose: str) -> None:
+def check_agreement(
+    names: Sequence[str],
+    actual: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    whose: str,
+    tolerance: float = TOLERANCE,
+) -> None:
     """Stops the benchmark if results differ: wrong numbers have no speed.
 
     Raises:
-        RuntimeError: One of them is further from what is expected than `TOLERANCE`.
+        RuntimeError: One of them is further from what is expected than `tolerance`.
     """
     for name, one, other in zip(names, actual, expected, strict=True):
         error = relative_error(one, other)
-        if not error < TOLERANCE:  # NaN fails too
+        if not error < tolerance:  # NaN fails too
             raise RuntimeError(
-                f"{name} differs from {whose} by {error:.3g} in the norm, over {TOLERANCE}; nothing was timed"
+                f"{name} differs from {whose} by {error:.3g} in the norm, over {tolerance}; nothing was timed"
             )

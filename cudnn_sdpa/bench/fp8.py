@@ -19,6 +19,7 @@ from cudnn_sdpa.attention.fp8_reference import quantized
 from cudnn_sdpa.bench import cases, peers
 from cudnn_sdpa.bench.cases import Shape
 from cudnn_sdpa.bench.timing import Call, device_times, host_times
+from cudnn_sdpa.nn.fp8 import Fp8Attention
 
 SHAPES = (
     Shape(4, 32, 8, 4096, 128, True),
@@ -29,6 +30,7 @@ SMALL = Shape(1, 8, 8, 128, 128, False)
 REPEATS = 40
 
 FP8, HALF, FLASH = "sdpa_fp8", "sdpa, bfloat16", "pytorch flash, bfloat16"
+EASY = "Fp8Attention"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 #: Relative error, in the norm, up to which results in FP8 are those in bfloat16.
@@ -168,5 +170,31 @@ def host() -> list[dict[str, Any]]:
 
 def easy() -> list[dict[str, Any]]:
     """What quantization and scaling by `Fp8Attention` add to the passes above."""
-    print("easy is left out: this version has no Fp8Attention")
-    return []
+    rows = []
+    for shape in track(SHAPES, "Fp8Attention", transient=True):
+        problem = Problem(shape)
+        layer = Fp8Attention(is_causal=shape.causal).to(cases.DEVICE)
+
+        def both(layer: Fp8Attention = layer, problem: Problem = problem) -> None:
+            torch.autograd.grad(layer(*problem.half), problem.half, problem.grad_out)
+
+        for _ in range(3):  # it learns its scales
+            both()
+        cases.check_agreement(["out"], [layer(*problem.half)], [problem.forward_half()], "bfloat16's", 0.1)
+        rows.append(_overhead(shape, "both", {EASY: both, FP8: problem.both, HALF: problem.both_half}))
+        layer.eval()
+        with torch.no_grad():
+            calls: dict[str, Call] = {EASY: partial(layer, *problem.half), FP8: problem.forward}
+            rows.append(_overhead(shape, "forward", {**calls, HALF: problem.forward_half}))
+    return rows
+
+
+def _overhead(shape: Shape, passes: str, calls: dict[str, Call]) -> dict[str, Any]:
+    times = device_times(calls, repeats=REPEATS)
+    return {
+        "B, Hq, Hkv, S, D": shape.label,
+        "passes": passes,
+        **{f"{name} µs": time for name, time in times.items()},
+        "over sdpa_fp8": times[EASY] / times[FP8] - 1,
+        "bfloat16 / Fp8Attention": times[HALF] / times[EASY],
+    }
