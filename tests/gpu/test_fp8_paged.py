@@ -55,7 +55,7 @@ def test_pages_are_the_keys_in_a_row(name, page_size, order, dtype):
         return_lse = options.pop("return_lse", False)
         emulated = fp8_values.emulated(plain, **options)
         assert error(found.out, emulated.out) < (0.06 if dtype == E4M3 else 0.12)
-        assert (found.out.float()[emulated.out.float() == 0] == 0).float().mean() > 0.9
+        assert (found.out.float()[emulated.lse.isneginf()] == 0).all()  # queries that are not there, or see no key
         if return_lse:
             blind = emulated.lse.isneginf()
             assert found.lse[blind].isneginf().all()
