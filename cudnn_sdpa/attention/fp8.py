@@ -78,6 +78,7 @@ def sdpa_fp8(
         `Fp8Output(out, amax_s, amax_o, lse)`: the output (B, Hq, Sq, Dv) in q's memory order, the largest probability
         and the largest absolute value of the output before their scales, both (1,) float32, and the log-sum-exp
         (B, Hq, Sq) float32 or None. Queries that see no key get zeros and minus infinity.
+        With `seq_lens_q`, `amax_s` on Hopper may be too large, up to 1: it is that of absent queries, too.
 
     Raises:
         ArgumentError: An argument is wrong; the subclass and the message say which and how.
