@@ -1,8 +1,8 @@
 """Attention in MXFP8, FP8 numbers in blocks of 32 with a scale each: its arithmetic in PyTorch, and keys of its plans.
 
 Only data-center Blackwell has kernels for it, and none has been run by this project: what is here was planned for a
-B200 without one, and is not public yet. The format is that of the "OCP Microscaling Formats (MX) Specification",
-version 1.0, sections 5.2 and 6.3.
+B200 without one, and is not public yet. The backward pass is in `mxfp8_backward`. The format is that of the "OCP
+Microscaling Formats (MX) Specification", version 1.0, sections 5.2 and 6.3.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import fp8_passes, mxfp8_graphs, reference
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.case import FORWARD, Case
-from cudnn_sdpa.attention.fp8_arguments import FP8_DTYPES
+from cudnn_sdpa.attention.fp8_arguments import FP8_DTYPES, HEAD_DIM_STEP
 from cudnn_sdpa.attention.support import Rule, refusal
 from cudnn_sdpa.errors import DtypeError, ShapeError
 from cudnn_sdpa.runtime.key import Operand, PlanKey
@@ -31,7 +31,7 @@ _E8M0_BIAS = 127
 _LARGEST_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 
 _WAY_OUT = "sdpa_fp8, which has one scale for each tensor"
-RULES = (
+NEEDS = (
     Rule(
         lambda case: not case.is_data_center_blackwell,
         "on SM {sm} there is no attention in MXFP8: it needs SM 100",
@@ -42,6 +42,14 @@ RULES = (
         "attention in MXFP8 needs cuDNN 9.21, and this is {version}",
         f"a newer cuDNN, or {_WAY_OUT}",
     ),
+    Rule(
+        lambda case: case.bias or case.sinks or case.dropout or case.softcap or case.alibi,
+        "attention in MXFP8 has no attn_mask, sinks, dropout, softcap and alibi here",
+        "sdpa, with q, k and v in torch.bfloat16",
+    ),
+)
+RULES = (
+    *NEEDS,
     Rule(
         lambda case: case.largest_head_dim > 192,
         "head dims {head_dim} and {head_dim_v} are not known to be right in MXFP8 (cudnn-frontend#981)",
@@ -71,6 +79,7 @@ def quantized(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, along: int
         x: Any floating tensor (B, H, S, D).
         dtype: The format of the numbers.
         along: The dimension that blocks lie along: -1 for queries and keys, -2 for values. It is filled up with zeros.
+            The backward pass wants other ones too: see `mxfp8_backward`.
     """
     if dtype not in FP8_DTYPES:
         raise DtypeError("dtype", str(dtype), "torch.float8_e4m3fn or torch.float8_e5m2")
@@ -112,7 +121,8 @@ def in_tiles(exponents: Tensor) -> Tensor:
 def attention(q: Blocks, k: Blocks, v: Blocks, call: ForwardArguments) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of the numbers that the blocks stand for, in float64, with the options of `call`.
 
-    Probabilities are not rounded: in which format a kernel keeps them has not been seen.
+    Probabilities are not rounded: in which format a kernel keeps them has not been seen. NVIDIA's own reference rounds
+    exp(score − maximum so far) · 16 to FP8.
     """
     exact = (dequantized(q, torch.float64), dequantized(k, torch.float64), dequantized(v, torch.float64, along=-2))
     of = call._replace(q=exact[0], k=exact[1], v=exact[2])
@@ -129,11 +139,7 @@ def forward_key(
         ShapeError: A head dim is no multiple of 16.
         UnsupportedError: There is none.
     """
-    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
-        if x.dtype not in FP8_DTYPES:
-            raise DtypeError(name, str(x.dtype), "float8_e4m3fn or float8_e5m2")
-        if x.shape[-1] % 16:
-            raise ShapeError(name, f"head dim {x.shape[-1]}", "a multiple of 16")
+    check(call)
     problem = fp8_passes.problem_of(call)
     case: Case = problem.case(FORWARD, target)
     refused = refusal(case, "attention in MXFP8", RULES)
@@ -142,9 +148,9 @@ def forward_key(
     scale, *lengths = problem.operands(decode=False, sinks=False, full_lengths=problem.needs_lengths)
     q, k, v = problem.visible(problem.q), problem.k, problem.v
     scales = {
-        "descale_q": _scales_of(q, q.shape[2], -(-q.shape[3] // BLOCK)),
-        "descale_k": _scales_of(k, k.shape[2], -(-k.shape[3] // BLOCK)),
-        "descale_v": _scales_of(v, -(-v.shape[2] // BLOCK), v.shape[3], by_column=True),
+        "descale_q": scales_of(q),
+        "descale_k": scales_of(k),
+        "descale_v": scales_of(v, along=-2),
     }
     inputs = [Operand("q", q), Operand("k", k), Operand("v", v), scale]
     inputs += [*(Operand(name, layout) for name, layout in scales.items()), *lengths]
@@ -157,8 +163,30 @@ def forward_key(
     return mxfp8_graphs.sdpa_mxfp8_forward.key(inputs, outputs, options, target, device)
 
 
-def _scales_of(x: TensorLayout, rows: int, columns: int, *, by_column: bool = False) -> TensorLayout:
-    """The layout of a tensor's scales, filled up to whole tiles."""
-    of_rows, of_columns = TILE[::-1] if by_column else TILE
-    shape = (*x.shape[:2], -(-rows // of_rows) * of_rows, -(-columns // of_columns) * of_columns)
+def check(call: ForwardArguments) -> None:
+    """Whether the tensors are FP8, and their head dims what kernels take.
+
+    Raises:
+        DtypeError: Tensors are not FP8.
+        ShapeError: A head dim is no multiple of 16.
+    """
+    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
+        if x.dtype not in FP8_DTYPES:
+            raise DtypeError(name, str(x.dtype), "float8_e4m3fn or float8_e5m2")
+        if x.shape[-1] % HEAD_DIM_STEP:
+            raise ShapeError(name, f"head dim {x.shape[-1]}", f"a multiple of {HEAD_DIM_STEP}")
+
+
+def scales_of(x: TensorLayout, *, along: int = -1) -> TensorLayout:
+    """The layout of a tensor's scales, whose blocks lie along a dimension, filled up to whole tiles."""
+    batch, heads, rows, dim = x.shape
+    of_rows, of_columns = TILE
+    if along == -1:
+        shape = (batch, heads, _up(rows, of_rows), _up(-(-dim // BLOCK), of_columns))
+    else:
+        shape = (batch, heads, _up(-(-rows // BLOCK), of_columns), _up(dim, of_rows))
     return TensorLayout.contiguous(shape, torch.float8_e8m0fnu)
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step

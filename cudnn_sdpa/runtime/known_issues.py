@@ -34,7 +34,7 @@ def _forward(key: PlanKey) -> bool:
 
 
 def _backward(key: PlanKey) -> bool:
-    return key.name in ("sdpa_backward", "sdpa_fp8_backward")
+    return key.name in ("sdpa_backward", "sdpa_fp8_backward", "sdpa_mxfp8_backward")
 
 
 def _packed(key: PlanKey) -> bool:

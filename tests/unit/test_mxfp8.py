@@ -118,6 +118,16 @@ def test_it_is_refused_with_a_reason(sm, cudnn, dims, reason):
     assert caught.value.suggestion
 
 
+@pytest.mark.parametrize(
+    "option",
+    [{"softcap": 30.0}, {"alibi": True}, {"sinks": torch.empty(8, device="meta")}],
+    ids=lambda x: next(iter(x)),
+)
+def test_options_that_it_lacks_are_refused(option):
+    with pytest.raises(UnsupportedError, match="no attn_mask, sinks"):
+        mxfp8.forward_key(call(**option), target(100), None)
+
+
 def test_wrong_tensors_are_refused():
     with pytest.raises(DtypeError, match="q"):
         mxfp8.forward_key(call(dtype=torch.bfloat16), target(100), None)
