@@ -11,8 +11,8 @@ from cudnn_sdpa.attention import fp8, fp8_graphs, memory
 from cudnn_sdpa.attention.describe import device_of, refuse
 from cudnn_sdpa.attention.fp8 import sdpa_fp8, sdpa_fp8_backward
 from cudnn_sdpa.attention.fp8_arguments import Fp8BackwardScales, Fp8Scales
-from cudnn_sdpa.attention.fp8_calls import readable
 from cudnn_sdpa.attention.fp8_passes import Backward, Forward
+from cudnn_sdpa.attention.fp8_repairs import readable
 from cudnn_sdpa.attention.options import TOP_LEFT
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime.describe import Description, describes

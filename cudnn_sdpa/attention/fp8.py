@@ -13,6 +13,7 @@ from cudnn_sdpa.attention import (
     fp8_calls,
     fp8_operators,
     fp8_paged,
+    fp8_repairs,
     fp8_results,
     fp8_shortcuts,
     tracking,
@@ -210,7 +211,7 @@ def sdpa_fp8_backward(
 
 def _run_backward(of: Fp8Backward, options: tuple[Any, ...]) -> Fp8Gradients:
     """Runs a checked call, and remembers it if its tensors can be read where they lie."""
-    whole = fp8_calls.readable(of)
+    whole = fp8_repairs.readable(of)
     prepared = fp8_calls.prepare_backward(whole)
     if prepared is None:
         return fp8_results.no_gradients(of)

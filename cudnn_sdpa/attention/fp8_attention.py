@@ -144,6 +144,8 @@ def check_scaling(scaling: Any, grad_dtype: Any, q: Tensor) -> torch.dtype:
     if scaling is not None and scaling.scale.device != q.device:
         hint = "Move it once with scaling.to(q.device)."
         raise DeviceError("scaling", str(scaling.scale.device), f"{q.device}, the device of q", hint)
+    if scaling is not None:
+        scaling.check()
     known: torch.dtype = torch.float8_e5m2 if scaling is None else scaling.grad_dtype
     if grad_dtype is None:
         return known

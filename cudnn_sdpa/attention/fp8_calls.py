@@ -10,7 +10,6 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import debug, fp8_arguments, fp8_graphs, fp8_paged, fp8_repairs, memory
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.backward import is_readable
 from cudnn_sdpa.attention.calls import MISALIGNED, BoundCall
 from cudnn_sdpa.attention.fp8_arguments import (
     Fp8Backward,
@@ -22,13 +21,14 @@ from cudnn_sdpa.attention.fp8_arguments import (
 )
 from cudnn_sdpa.attention.fp8_passes import Backward, Forward
 from cudnn_sdpa.attention.fp8_pieces import PiecedBackward
+from cudnn_sdpa.attention.fp8_repairs import at_even_address, readable
 from cudnn_sdpa.attention.fp8_results import as_layout, no_gradients, no_largest, nothing
 from cudnn_sdpa.attention.fp8_shortcuts import Last
 from cudnn_sdpa.attention.lookup import describe
 from cudnn_sdpa.runtime.building import build_plan
 from cudnn_sdpa.runtime.cache import next_use, plan_cache
 from cudnn_sdpa.runtime.call_table import CallTable
-from cudnn_sdpa.runtime.layouts import TensorLayout, dense_stride_like
+from cudnn_sdpa.runtime.layouts import TensorLayout
 from cudnn_sdpa.runtime.plan import Plan, allocate, current_device
 from cudnn_sdpa.runtime.target import live_target
 
@@ -170,7 +170,7 @@ class BackwardCall(Call):
         places = [x.data_ptr() for x in (q, k, v, out, grad_out, lse)]
         if not self.is_plain or any(place & MISALIGNED for place in places) or self.is_elsewhere():
             call = ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
-            return self(readable(Fp8Backward(grad_out, out, lse, call, scales)))
+            return self(Fp8Backward(at_even_address(grad_out), out, lse, call, scales))
         outputs = self._outputs(q.device)
         self.launch_at(places, scales, outputs)
         return Fp8Gradients(*outputs)
@@ -185,7 +185,7 @@ class BackwardCall(Call):
             grad_q[:, :, :blind].zero_()
             for name in ("out", "grad_out", "lse", "grad_q"):
                 tensors[name] = tensors[name][:, :, blind:]
-            tensors["lse"] = tensors["lse"].contiguous()
+            tensors["lse"] = tensors["lse"].clone(memory_format=torch.contiguous_format)  # at an address of its own
         of_rows = tensors["grad_q"]
         if self._rows != problem.rows:
             for name in ("q", "out", "grad_out", "lse"):
@@ -196,16 +196,6 @@ class BackwardCall(Call):
         self.launch(tensors)
         if self._rows != problem.rows:
             of_rows.copy_(tensors["grad_q"][:, :, : problem.rows])
-
-
-def readable(of: Fp8Backward) -> Fp8Backward:
-    """The call with a gradient that cuDNN can read where it lies: a copy in the memory order of `out` if need be."""
-    grad_out = of.grad_out
-    if not is_readable(grad_out):
-        stride = dense_stride_like(of.out.shape, of.out.shape, of.out.stride())
-        grad_out = torch.empty_strided(of.out.shape, stride, dtype=grad_out.dtype, device=grad_out.device)
-        grad_out.copy_(of.grad_out)
-    return of._replace(grad_out=grad_out, lse=of.lse.contiguous())
 
 
 def run_forward(of: Fp8Forward) -> Fp8Output:

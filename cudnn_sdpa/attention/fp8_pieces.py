@@ -14,6 +14,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.fp8_arguments import Fp8Backward, Fp8BackwardScales, Fp8Gradients
+from cudnn_sdpa.attention.fp8_repairs import at_even_address
 from cudnn_sdpa.runtime.plan import allocate
 
 
@@ -50,7 +51,7 @@ class PiecedBackward:
         """The same for `grad_out` that can be read, q, k, v, `out` and a dense `lse`."""
         grad_out, q, k, v, out, lse = tensors
         call = ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
-        return self(Fp8Backward(grad_out, out, lse, call, scales))
+        return self(Fp8Backward(at_even_address(grad_out), out, lse, call, scales))
 
     def _run(self, of: Fp8Backward) -> Fp8Gradients:
         batch, entries = of.call.q.shape[0], self._entries

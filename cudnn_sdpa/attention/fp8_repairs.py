@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.fp8_arguments import FP8_DTYPES
-from cudnn_sdpa.runtime.layouts import TensorLayout
+from cudnn_sdpa.attention.backward import is_readable
+from cudnn_sdpa.attention.calls import MISALIGNED
+from cudnn_sdpa.attention.fp8_arguments import FP8_DTYPES, Fp8Backward
+from cudnn_sdpa.runtime.layouts import TensorLayout, dense_stride_like
 
 #: The rows that the backward kernels write at a time.
 ROWS_AT_ONCE = 16
@@ -81,3 +83,20 @@ def with_rows(x: Tensor, rows: int) -> Tensor:
     if x.dim() == 3:
         return F.pad(x, more)
     return F.pad(x.view(torch.uint8), (0, 0, *more)).view(x.dtype)
+
+
+def readable(of: Fp8Backward) -> Fp8Backward:
+    """The call with a gradient that cuDNN can read where it lies: a copy in the memory order of `out` if need be."""
+    grad_out = of.grad_out
+    if not is_readable(grad_out):
+        stride = dense_stride_like(of.out.shape, of.out.shape, of.out.stride())
+        grad_out = torch.empty_strided(of.out.shape, stride, dtype=grad_out.dtype, device=grad_out.device)
+        grad_out.copy_(of.grad_out)
+    return of._replace(grad_out=grad_out, lse=of.lse.contiguous())
+
+
+def at_even_address(x: Tensor) -> Tensor:
+    """The tensor, or a copy with the same strides at an address that cuDNN can read: plans know strides alone."""
+    if not x.data_ptr() & MISALIGNED:
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)

@@ -18,7 +18,7 @@ from cudnn_sdpa.attention.fp8_arguments import FP8_DTYPES
 from cudnn_sdpa.attention.fp8_quantization import SOURCE, THREADS, by_kernel
 from cudnn_sdpa.attention.fp8_tables import DO, NAMES, SCALE_S, S, scale_for
 from cudnn_sdpa.attention.side_tensors import dtype_name
-from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError
 from cudnn_sdpa.runtime.kernels import Kernel
 from cudnn_sdpa.runtime.plan import current_raw_stream
 
@@ -115,17 +115,44 @@ class Fp8Scaling(nn.Module):
             raise OptionError("auto_update", repr(auto_update), "True or False")
         self.inputs, self.algorithm, self.grad_dtype = inputs, algorithm, grad_dtype
         self.margin, self.auto_update = margin, auto_update
-        forward, backward = limits_of(grad_dtype, margin)
-        limits = [forward] * DO + [backward] * (len(NAMES) - DO)
-        limits[S] = 0.0  # its scale stays
-        scale = torch.ones(len(NAMES), device=device)
-        scale[S].fill_(SCALE_S)
-        self.register_buffer("scale", scale)
-        self.register_buffer("amax", torch.zeros(len(NAMES), device=device))
-        self.register_buffer("amax_history", torch.zeros(len(NAMES), history, device=device))
-        self.register_buffer("limits", torch.tensor(limits, device=device), persistent=False)
+        for name, tensor in self._fresh(history, device).items():
+            self.register_buffer(name, tensor, persistent=name != "limits")
         self._recorded = [False, False]  # in this step: a forward pass, a backward pass
         self._known = [False, False]  # whether their scales come from a history
+
+    def _fresh(self, history: int, device: Any) -> dict[str, Tensor]:
+        """The state of a layer that has seen nothing."""
+        forward, backward = limits_of(self.grad_dtype, self.margin)
+        limits = [forward] * DO + [backward] * (len(NAMES) - DO)
+        limits[S] = 0.0  # its scale stays
+        scale = torch.ones(len(NAMES), dtype=torch.float32, device=device)
+        scale[S].fill_(SCALE_S)
+        return {
+            "scale": scale,
+            "amax": torch.zeros_like(scale),
+            "amax_history": torch.zeros(len(NAMES), history, dtype=torch.float32, device=device),
+            "limits": torch.tensor(limits, dtype=torch.float32, device=device),
+        }
+
+    def reset_parameters(self) -> None:
+        """Forgets all steps, in place; the next one finds its scales anew."""
+        for name, tensor in self._fresh(self.amax_history.shape[1], self.scale.device).items():
+            self._buffers[name].copy_(tensor)  # type: ignore[union-attr]
+        self._recorded, self._known = [False, False], [False, False]
+
+    def check(self) -> None:
+        """Whether the state is such that kernels may read it.
+
+        Raises:
+            DtypeError: Somebody has made other numbers of it than float32.
+            DeviceError: Parts of it lie apart.
+        """
+        for name, tensor in self._buffers.items():
+            if tensor is None or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+                got = "None" if tensor is None else f"{dtype_name(tensor.dtype)} with strides {tensor.stride()}"
+                raise DtypeError(f"scaling.{name}", got, "dense float32", "load_state_dict() and .to() keep it so.")
+            if tensor.device != self.scale.device:
+                raise DeviceError(f"scaling.{name}", str(tensor.device), f"{self.scale.device}, where scaling.scale is")
 
     @property
     def knows_forward(self) -> bool:
@@ -151,6 +178,7 @@ class Fp8Scaling(nn.Module):
 
     def update(self) -> None:
         """Ends a step: its largest values become part of the history, and scales of that."""
+        self.check()
         with torch.no_grad():
             _update(self.amax, self.amax_history, self.scale, self.limits, most_recent=self.algorithm != "max")
         self._known = [known or recorded for known, recorded in zip(self._known, self._recorded, strict=True)]
@@ -180,12 +208,18 @@ class Fp8Scaling(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in before.items():
             new = self._buffers[name]
-            if new is not None and new.dtype != torch.float32:
+            if new is not None and old.is_meta and not new.is_meta:  # what it had there was no state
+                self._buffers[name] = self._fresh(self.amax_history.shape[1], new.device)[name]
+            elif new is not None and new.dtype != torch.float32:
                 self._buffers[name] = old.to(new.device)
         return self
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        for name in ("scale", "amax", "amax_history"):  # `assign=True` takes tensors as they are
+            self._buffers[name] = getattr(self, name).to(torch.float32).contiguous()
+        if self.limits.device != self.scale.device:
+            self._buffers["limits"] = self._fresh(1, self.scale.device)["limits"]
         history = self.amax_history
         if f"{prefix}amax_history" in state_dict and not history.is_meta:
             seen = (history > 0).any(dim=1).tolist()  # the one time that the host reads it

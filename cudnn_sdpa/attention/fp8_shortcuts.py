@@ -76,7 +76,7 @@ def remember(
     prepared: PreparedCall,
 ) -> None:
     """Remembers a call whose arguments have been checked, and that may skip the dispatcher."""
-    if debug.enabled:
+    if debug.enabled or list in map(type, options):  # a window may be a list, which no signature can hold
         return
     types = _types(options)
     table.add(_signature(required, optional, options, types), prepared)

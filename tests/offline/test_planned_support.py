@@ -59,5 +59,5 @@ def test_the_command_prints_and_writes(can_plan, monkeypatch, tmp_path):  # noqa
     assert "none: gradients have no kernel for head dims 256 and 256 on SM 80" in result.output.replace("\n", " ")
     data = json.loads((tmp_path / "a100.json").read_text())
     assert "from public specifications" in data["environment"]["gpu"]
-    assert len(data["calls"]) == 8
+    assert len(data["calls"]) == 10  # of sdpa and sdpa_varlen in two dtypes, and of sdpa_fp8, both passes of each
     assert CliRunner().invoke(cli.app, ["support", "--target", "h9000"]).exit_code == 2

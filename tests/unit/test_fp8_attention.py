@@ -422,6 +422,52 @@ def test_converting_a_model_leaves_scales_in_float32(convert):
     assert {buffer.dtype for buffer in model.to("meta")[1].buffers()} == {torch.float32}
 
 
+@pytest.mark.parametrize("name", ["scale", "amax", "amax_history", "limits"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_state_in_other_numbers_is_refused(name, dtype):
+    scaling = Fp8Scaling()
+    scaling._buffers[name] = scaling._buffers[name].to(dtype)
+    for call in (lambda: fp8_attention(*qkv(), scaling=scaling), scaling.update):
+        with pytest.raises(DtypeError, match=f"scaling.{name}.*float32"):
+            call()
+
+
+def test_what_is_assigned_in_other_numbers_becomes_float32():
+    trained, other = Fp8Scaling(history=4), Fp8Scaling(history=4)
+    fp8_attention(*qkv(), scaling=trained)
+    trained.update()
+    other.load_state_dict({name: x.bfloat16() for name, x in trained.state_dict().items()}, assign=True)
+    assert {x.dtype for x in other.buffers()} == {torch.float32}
+    torch.testing.assert_close(other.scale, trained.scale, rtol=0.01, atol=0)
+
+
+def test_layers_may_begin_on_the_meta_device():
+    trained = Fp8Scaling(history=4)
+    fp8_attention(*qkv(), scaling=trained)
+    trained.update()
+    state = {name: x.clone() for name, x in trained.state_dict().items()}
+    with torch.device("meta"):
+        assigned, emptied, fresh = (Fp8Scaling(history=4) for _ in range(3))
+    assigned.load_state_dict(state, assign=True)
+    emptied.to_empty(device="cpu").load_state_dict(state)
+    fresh.to_empty(device="cpu")
+    for scaling in (assigned, emptied):
+        assert all(torch.equal(x, trained.get_buffer(name)) for name, x in scaling.named_buffers())
+        assert scaling.knows_forward
+    assert all(torch.equal(x, Fp8Scaling(history=4).get_buffer(name)) for name, x in fresh.named_buffers())
+
+
+def test_a_layer_can_forget_what_it_has_seen():
+    scaling = Fp8Scaling(history=4)
+    fp8_attention(*qkv(), scaling=scaling)
+    scaling.update()
+    places = [x.data_ptr() for x in scaling.buffers()]
+    scaling.reset_parameters()
+    assert [x.data_ptr() for x in scaling.buffers()] == places
+    assert all(torch.equal(x, Fp8Scaling(history=4).get_buffer(name)) for name, x in scaling.named_buffers())
+    assert not scaling.knows_forward
+
+
 def test_layers_are_copied_with_their_state_and_say_what_they_are():
     attend = Fp8Attention(window=(3, 0), scaling=Fp8Scaling(history=5, grad_dtype=E4M3))
     train(attend)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cudnn_sdpa import LayoutError, explain
-from cudnn_sdpa.attention import fp8_calls, fp8_passes, fp8_pieces, fp8_reference, fp8_results
+from cudnn_sdpa.attention import fp8_calls, fp8_passes, fp8_pieces, fp8_reference, fp8_repairs, fp8_results
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.describe_fp8 import describe_sdpa_fp8
 from cudnn_sdpa.attention.fp8 import Fp8BackwardScales, Fp8Scales, sdpa_fp8, sdpa_fp8_backward
@@ -139,7 +139,7 @@ def test_a_backward_call_gives_its_plan_the_right_addresses(case, grad_dtype):
     scales = Fp8BackwardScales(*SCALES)
     expected = sdpa_fp8_backward(grad_out, q, k, v, forward.out, forward.lse, scales, **options)
     of = Fp8Backward(grad_out, forward.out, forward.lse, ForwardArguments(q, k, v, **split(options)), scales)
-    of = fp8_calls.readable(of)
+    of = fp8_repairs.readable(of)
     backward = Backward.of(of)
     found = fp8_calls.BackwardCall(backward, StandInPlan(backward.key(TARGET, None)), of.call.scale_value)(of)
     assert all(map(same, found, expected))
@@ -199,11 +199,11 @@ def test_a_gradient_that_cannot_be_read_is_copied():
     call, scales = ForwardArguments(q, k, v), Fp8BackwardScales(*SCALES)
     wide = torch.randn(2, 4, 40, 256).to(E5M2)
     of = Fp8Backward(wide[..., ::2], torch.empty_like(q), torch.randn(2, 4, 40), call, scales)
-    copy = fp8_calls.readable(of).grad_out
+    copy = fp8_repairs.readable(of).grad_out
     assert torch.equal(copy.float(), of.grad_out.float())
     assert (copy.dtype, copy.stride()) == (E5M2, q.stride())
     dense = of._replace(grad_out=wide[..., :128])
-    assert fp8_calls.readable(dense).grad_out is dense.grad_out
+    assert fp8_repairs.readable(dense).grad_out is dense.grad_out
 
 
 def test_no_queries_and_no_keys_need_no_plan():

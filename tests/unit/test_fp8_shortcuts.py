@@ -14,7 +14,7 @@ from cudnn_sdpa import (
     sdpa_fp8,
     sdpa_fp8_backward,
 )
-from cudnn_sdpa.attention import fp8, fp8_calls, fp8_shortcuts
+from cudnn_sdpa.attention import fp8, fp8_calls, fp8_passes, fp8_pieces, fp8_shortcuts
 
 FORWARD, BACKWARD = Fp8Scales(*SCALES[:6]), Fp8BackwardScales(*SCALES)
 
@@ -36,7 +36,8 @@ def gpu(monkeypatch):
     def poisoned(shape, stride, dtype):
         return torch.empty_strided(shape, stride, dtype=dtype).copy_(torch.full(shape, float("nan")))
 
-    monkeypatch.setattr(fp8_calls, "allocate", poisoned)
+    for module in (fp8_calls, fp8_pieces):
+        monkeypatch.setattr(module, "allocate", poisoned)
     monkeypatch.setattr(fp8_calls, "live_target", lambda _: TARGET)
     monkeypatch.setattr(fp8_calls, "plan_cache", Plans())
     monkeypatch.setattr(fp8_calls, "calls", type(fp8_calls.calls)(None))
@@ -227,3 +228,60 @@ def test_dispatch_modes_and_the_profiler_see_the_operator(gpu, monkeypatch):
     monkeypatch.setattr(fp8_shortcuts, "is_bare", lambda *_: False)
     table, options = fp8_calls.calls, (False, "top_left", None, None, None, False)
     assert fp8_shortcuts.find(table, (q, k, v, *FORWARD), (None, None), options) is None
+
+
+@pytest.fixture
+def misaligned(monkeypatch):
+    """Names of operands whose addresses were no multiple of 16 when a plan was launched."""
+    found, launch = [], StandInPlan.launch
+
+    def watched(plan, addresses):
+        operands = (*plan.key.inputs, *plan.key.outputs)
+        large = [op.layout.shape[2] > 1 for op in operands]  # cuDNN reads single numbers anywhere
+        found.extend(
+            op.name for op, at, is_large in zip(operands, addresses, large, strict=True) if is_large and at % 16
+        )
+        launch(plan, addresses)
+
+    monkeypatch.setattr(StandInPlan, "launch", watched)
+    return found
+
+
+def moved(x):
+    """The same numbers, one byte past a multiple of 16."""
+    memory = torch.empty(x.numel() + 32, dtype=torch.uint8)
+    start = -memory.data_ptr() % 16 + 1
+    return memory[start : start + x.numel()].view(x.dtype).view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_gradient_at_an_odd_address_is_copied_in_warm_calls_too(gpu, misaligned, is_causal, monkeypatch):
+    monkeypatch.setattr(fp8_passes, "_LONG", 16)  # causal ones go one batch entry at a time
+    monkeypatch.setattr(fp8_passes, "_ENOUGH_TILES", 1)
+    q, k, v = qkv((48, 48))
+    made = sdpa_fp8(q, k, v, FORWARD, is_causal=is_causal, return_lse=True)
+    grad_out = torch.randn(2, 4, 48, 128).to(E5M2)
+    given = (q, k, v, made.out, made.lse, BACKWARD)
+    expected = sdpa_fp8_backward(grad_out, *given, is_causal=is_causal)
+    for gradient in (grad_out, grad_out.clone(), moved(grad_out), grad_out):
+        found = gpu(sdpa_fp8_backward, gradient, *given, is_causal=is_causal)
+        assert all(map(same, found, expected))
+    assert misaligned == []
+
+
+def test_the_log_sum_exp_of_rows_that_see_a_key_begins_at_a_place_of_its_own(gpu, misaligned):
+    q, k = torch.randn(1, 1, 49, 128).to(E4M3), torch.randn(1, 1, 48, 128).to(E4M3)
+    mask = {"is_causal": True, "causal_alignment": "bottom_right"}
+    made = sdpa_fp8(q, k, k.clone(), FORWARD, **mask, return_lse=True)
+    grad_out = torch.randn(1, 1, 49, 128).to(E5M2)
+    given = (grad_out, q, k, k.clone(), made.out, made.lse, BACKWARD)
+    expected = sdpa_fp8_backward(*given, **mask)
+    assert all(map(same, gpu(sdpa_fp8_backward, *given, **mask), expected))
+    assert misaligned == []
+
+
+def test_a_window_may_be_a_list(gpu):
+    q, k, v = qkv((40, 56))
+    expected = sdpa_fp8(q, k, v, FORWARD, window=(9, 4))
+    for _ in range(2):
+        assert same(gpu(sdpa_fp8, q, k, v, FORWARD, window=[9, 4]).out, expected.out)
