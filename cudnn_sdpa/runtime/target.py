@@ -44,7 +44,7 @@ SOURCE = "source"
 
 _FOLDER = Path(__file__).parent.parent / "offline" / "devices"
 #: What cuDNN said of a GPU: name, and the first cuDNN version that reads that file's keys.
-_MEASURED = {"h200": ((92800, "h200-cudnn-9.28.json"), (0, "h200-cudnn-9.19.json"))}
+_MEASURED = {"h200": ((92700, "h200-cudnn-9.28.json"), (0, "h200-cudnn-9.19.json"))}
 
 
 @dataclass(frozen=True, slots=True)
