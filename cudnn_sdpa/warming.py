@@ -93,7 +93,8 @@ def warmup(
     store = active()
     own = [key for key in missing if key.knows_clusters]  # of which helpers, who see no GPU, would make slower plans
     shared = [key for key in missing if not key.knows_clusters]
-    results = chain(plan_all(shared, live_properties(device), workers, _build), ((key, _made(key)) for key in own))
+    properties = live_properties(device)
+    results = chain(plan_all(shared, properties, workers, _build), plan_all(own, properties, 0, _build))
     for key, made in _shown(results, len(missing), progress):
         if isinstance(made, CudnnSdpaError):
             report.failed[str(key)] = str(made)
@@ -111,13 +112,6 @@ def warmup(
 
 def _build(key: PlanKey) -> Plan:
     return build_plan(find_operation(key.operation, only_imported=True), key)
-
-
-def _made(key: PlanKey) -> Plan | CudnnSdpaError:
-    try:
-        return _build(key)
-    except CudnnSdpaError as error:
-        return error
 
 
 def compile_plans(

@@ -120,16 +120,18 @@ def sdpa_fp8_backward(
     )
 
 
-def masks(g: Any, band: tuple[int | None, int | None, bool] | None, seq_len_q: Any, seq_len_kv: Any) -> dict[str, Any]:
-    """What hides keys, as options; bounds have other names than those of `sdpa`."""
+def masks(
+    g: Any, band: tuple[int | None, int | None, bool] | None, seq_len_q: Any, seq_len_kv: Any, *, prefix: str = ""
+) -> dict[str, Any]:
+    """What hides keys, as options; the names of bounds have no prefix where those of `sdpa` have one."""
     options: dict[str, Any] = {}
     if band is not None:
         left, right, bottom_right = band
         alignment = g.types.diagonal_alignment
         options["diagonal_alignment"] = alignment.BOTTOM_RIGHT if bottom_right else alignment.TOP_LEFT
-        options["right_bound"] = right
+        options[f"{prefix}right_bound"] = right
         if left is not None:  # cuDNN hides the keys from this distance on
-            options["left_bound"] = left + 1
+            options[f"{prefix}left_bound"] = left + 1
     if seq_len_q is not None:
         options.update(use_padding_mask=True, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv)
     return options

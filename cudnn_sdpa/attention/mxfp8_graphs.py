@@ -32,16 +32,6 @@ def sdpa_mxfp8_forward(
     """O and the largest |O|, and on request the log-sum-exp of the scores."""
     for descale in (descale_q, descale_k, descale_v):
         descale.set_reordering_type(g.types.tensor_reordering.F8_128x4)
-    options: dict[str, Any] = {}
-    if band is not None:
-        left, right, bottom_right = band
-        alignment = g.types.diagonal_alignment
-        options["diagonal_alignment"] = alignment.BOTTOM_RIGHT if bottom_right else alignment.TOP_LEFT
-        options["diagonal_band_right_bound"] = right
-        if left is not None:  # cuDNN hides the keys from this distance on
-            options["diagonal_band_left_bound"] = left + 1
-    if seq_len_q is not None:
-        options.update(use_padding_mask=True, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv)
     o, lse, amax_o = g.sdpa_mxfp8(
         name="sdpa_mxfp8",
         q=q,
@@ -52,7 +42,7 @@ def sdpa_mxfp8_forward(
         descale_v=descale_v,
         attn_scale=scale,
         generate_stats=with_lse,
-        **options,
+        **masks(g, band, seq_len_q, seq_len_kv, prefix="diagonal_band_"),
     )
     return (o, amax_o, lse) if with_lse else (o, amax_o)
 

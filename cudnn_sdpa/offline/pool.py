@@ -42,7 +42,7 @@ def plan_all(
     Args:
         keys: The keys; their target was made from `properties`.
         properties: In the form of cuDNN's device-properties JSON.
-        workers: Helper processes; None is one for each core, and at most eight.
+        workers: Helper processes; None is one for each core, and at most eight. 0 leaves all to `here`.
         here: Plans a key in this process. It is asked for one after the other from the front while helpers, which need
             some seconds to start, take keys from the back.
     """

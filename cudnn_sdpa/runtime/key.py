@@ -109,7 +109,8 @@ class PlanKey:
 
         Which multiprocessors can work together as a cluster differs from chip to chip of one kind, and cuDNN writes it
         into plans of convolutions: one made for other clusters leaves some of its results unwritten (seen on 9.19 with
-        an H200). The kernels of attention are launched without clusters. What is planned without a GPU has none.
+        an H200). Attention's kernels on Hopper use no clusters; those on Blackwell have not been looked at. What is
+        planned without a GPU has none.
         """
         is_attention = self.operation.startswith("cudnn_sdpa.attention.")
         return self.device is not None and self.target.sm >= FIRST_CLUSTERS and not is_attention

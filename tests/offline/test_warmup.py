@@ -166,6 +166,19 @@ def test_what_is_planned_here_is_planned_by_nobody_else(h200):
     assert all(made.engine.startswith("eng") for made in by_helper)
 
 
+def test_with_no_workers_all_is_planned_here(h200, monkeypatch):
+    monkeypatch.setattr(pool, "Helper", None)  # none is made
+    refused = UnsupportedError("this one", ["for the test"])
+
+    def here(key):
+        if key.name == "sdpa_backward":
+            raise refused
+        return key.name
+
+    forward, backward = keys(h200)
+    assert list(plan_all([forward, backward], h200, 0, here)) == [(forward, "sdpa_forward"), (backward, refused)]
+
+
 def test_nobody_waits_for_helpers_that_are_not_needed(h200, monkeypatch):
     monkeypatch.setattr(pool, "plan_offline", None)  # a helper has not even started when all is done
     found = list(plan_all(keys(h200), h200, 2, lambda key: key.name))
