@@ -52,8 +52,17 @@ class DecodePart(str, Enum):
     HOST = "host"
 
 
-class FusedPart(str, Enum):
-    """Parts of `bench norm` and `bench silu`."""
+class NormPart(str, Enum):
+    """Parts of `bench norm`."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    HOST = "host"
+    PROPOSALS = "proposals"
+
+
+class SiluPart(str, Enum):
+    """Parts of `bench silu`."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -65,6 +74,7 @@ class ConvPart(str, Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    PROPOSALS = "proposals"
 
 
 class Fp8Part(str, Enum):
@@ -171,36 +181,37 @@ def bench_decode(
 
 @bench_app.command("norm")
 def bench_norm(
-    part: Annotated[list[FusedPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
+    part: Annotated[list[NormPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
     output: Output = None,
 ) -> None:
     """Time rms_norm beside PyTorch, torch.compile and a copy."""
     require_gpu()
-    from cudnn_sdpa.bench import fused
+    from cudnn_sdpa.bench import fused, proposals
 
-    measures: dict[FusedPart, tuple[str, Measure]] = {
-        FusedPart.FORWARD: ("rms_norm, bfloat16", fused.norm_forward),
-        FusedPart.BACKWARD: ("Gradients of rms_norm, bfloat16", fused.norm_backward),
-        FusedPart.HOST: (f"Host time of one warm rms_norm of {fused.SMALL}", fused.norm_host),
+    measures: dict[NormPart, tuple[str, Measure]] = {
+        NormPart.FORWARD: ("rms_norm, bfloat16", fused.norm_forward),
+        NormPart.BACKWARD: ("Gradients of rms_norm, bfloat16", fused.norm_backward),
+        NormPart.HOST: (f"Host time of one warm rms_norm of {fused.SMALL}", fused.norm_host),
+        NormPart.PROPOSALS: ("All plans that cuDNN proposes for rms_norm", proposals.norms),
     }
-    _measure("norm", {chosen.value: measures[chosen] for chosen in part or list(FusedPart)}, output)
+    _measure("norm", {chosen.value: measures[chosen] for chosen in part or list(NormPart)}, output)
 
 
 @bench_app.command("silu")
 def bench_silu(
-    part: Annotated[list[FusedPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
+    part: Annotated[list[SiluPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
     output: Output = None,
 ) -> None:
     """Time silu_mul beside PyTorch, torch.compile and a copy."""
     require_gpu()
     from cudnn_sdpa.bench import fused
 
-    measures: dict[FusedPart, tuple[str, Measure]] = {
-        FusedPart.FORWARD: ("silu_mul, bfloat16", fused.silu_forward),
-        FusedPart.BACKWARD: ("Gradients of silu_mul, bfloat16", fused.silu_backward),
-        FusedPart.HOST: (f"Host time of one warm silu_mul of {fused.SMALL}", fused.silu_host),
+    measures: dict[SiluPart, tuple[str, Measure]] = {
+        SiluPart.FORWARD: ("silu_mul, bfloat16", fused.silu_forward),
+        SiluPart.BACKWARD: ("Gradients of silu_mul, bfloat16", fused.silu_backward),
+        SiluPart.HOST: (f"Host time of one warm silu_mul of {fused.SMALL}", fused.silu_host),
     }
-    _measure("silu", {chosen.value: measures[chosen] for chosen in part or list(FusedPart)}, output)
+    _measure("silu", {chosen.value: measures[chosen] for chosen in part or list(SiluPart)}, output)
 
 
 @bench_app.command("conv")
@@ -210,11 +221,12 @@ def bench_conv(
 ) -> None:
     """Time conv2d beside PyTorch's."""
     require_gpu()
-    from cudnn_sdpa.bench import convolutions
+    from cudnn_sdpa.bench import convolutions, proposals
 
     measures: dict[ConvPart, tuple[str, Measure]] = {
         ConvPart.FORWARD: ("conv2d, bfloat16, channels last", convolutions.forward),
         ConvPart.BACKWARD: ("Gradients of conv2d, bfloat16, channels last", convolutions.backward),
+        ConvPart.PROPOSALS: ("Bias and SiLU after conv2d, all plans that cuDNN proposes", proposals.convolutions),
     }
     _measure("conv", {chosen.value: measures[chosen] for chosen in part or list(ConvPart)}, output)
 

@@ -68,7 +68,7 @@ def backward() -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _tuning_of_torch() -> Iterator[None]:
+def tuning_of_torch() -> Iterator[None]:
     """PyTorch times cuDNN's algorithms for each new shape."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
@@ -95,7 +95,7 @@ def _forward(case: Case) -> dict[str, Any]:
     calls |= {"torch": lambda: F.conv2d(x, weight, **sizes)}
     calls |= {"torch fused": lambda: F.silu(F.conv2d(x, weight, bias, **sizes))}
     times = device_times(calls)
-    with _tuning_of_torch():
+    with tuning_of_torch():
         of_torch = device_times({f"{name} tuned": call for name, call in calls.items() if "torch" in name})
     tuned = _tuned(fused, x)
     return {
@@ -132,7 +132,7 @@ def _backward(case: Case) -> dict[str, Any]:
     for tensor in inputs:
         tensor.requires_grad_()
     sizes: dict[str, Any] = {"stride": case.stride, "padding": case.padding, "groups": case.groups}
-    with _tuning_of_torch():
+    with tuning_of_torch():
         outs = {"ours": conv2d(x, weight, bias, **sizes), "torch": F.conv2d(x, weight, bias, **sizes)}
         grad = torch.randn_like(outs["torch"])
 

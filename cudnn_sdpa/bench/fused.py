@@ -31,7 +31,8 @@ SMALL = (4, 1024)
 EPS = 1e-6
 
 
-def _rms_norm_of_torch(x: Tensor, weight: Tensor) -> Tensor:
+def rms_norm_of_torch(x: Tensor, weight: Tensor) -> Tensor:
+    """What `rms_norm` is compared with."""
     return F.rms_norm(x, (x.shape[-1],), weight, EPS)
 
 
@@ -44,7 +45,8 @@ def _silu_mul_of_both(both: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _norm_inputs(rows: int, size: int) -> tuple[Tensor, ...]:
+def norm_inputs(rows: int, size: int) -> tuple[Tensor, ...]:
+    """Random x and weight."""
     return cases.normal(rows, size), cases.normal(size) * 0.3 + 1
 
 
@@ -54,12 +56,12 @@ def _gate_inputs(rows: int, size: int) -> tuple[Tensor, ...]:
 
 def norm_forward() -> list[dict[str, Any]]:
     """`rms_norm`: reads x and writes as much."""
-    return [_forward(rms_norm, _rms_norm_of_torch, shape, _norm_inputs(*shape), 2) for shape in _each(NORMS)]
+    return [_forward(rms_norm, rms_norm_of_torch, shape, norm_inputs(*shape), 2) for shape in _each(NORMS)]
 
 
 def norm_backward() -> list[dict[str, Any]]:
     """Its gradients by x and the weight: reads x and a gradient, writes one."""
-    return [_backward(rms_norm, _rms_norm_of_torch, shape, _norm_inputs(*shape), 3) for shape in _each(NORMS)]
+    return [_backward(rms_norm, rms_norm_of_torch, shape, norm_inputs(*shape), 3) for shape in _each(NORMS)]
 
 
 def silu_forward() -> list[dict[str, Any]]:
@@ -84,7 +86,7 @@ def silu_backward() -> list[dict[str, Any]]:
 
 def norm_host() -> list[dict[str, Any]]:
     """Host time of a small warm `rms_norm`, and its parts."""
-    return _host(rms_norm, _rms_norm_of_torch, _norm_inputs(*SMALL))
+    return _host(rms_norm, rms_norm_of_torch, norm_inputs(*SMALL))
 
 
 def silu_host() -> list[dict[str, Any]]:

@@ -8,8 +8,8 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from cudnn_sdpa.bench import cases, chunks, convolutions, decode, fp8, fused, host, timing, training
-from cudnn_sdpa.bench.cli import AttentionPart, ConvPart, DecodePart, Fp8Part, FusedPart, HostPart
+from cudnn_sdpa.bench import cases, chunks, convolutions, decode, fp8, fused, host, proposals, timing, training
+from cudnn_sdpa.bench.cli import AttentionPart, ConvPart, DecodePart, Fp8Part, HostPart, NormPart, SiluPart
 from cudnn_sdpa.cli import app
 
 
@@ -18,7 +18,7 @@ def short(monkeypatch):
     """Two calls for each number, and small shapes."""
     for module in (host, training, decode, fp8, fused):
         monkeypatch.setattr(module, "host_times", lambda calls, **_: timing.host_times(calls, per_round=2, rounds=1))
-    for module in (host, decode, chunks, fused, convolutions):
+    for module in (host, decode, chunks, fused, convolutions, proposals):
         monkeypatch.setattr(module, "device_times", lambda calls: timing.device_times(calls, repeats=2))
     monkeypatch.setattr(fp8, "REPEATS", 2)
     monkeypatch.setattr(fp8, "SHAPES", (cases.Shape(1, 8, 2, 1024, 128, True), cases.Shape(1, 4, 4, 512, 128, False)))
@@ -31,6 +31,9 @@ def short(monkeypatch):
     monkeypatch.setattr(fused, "NORMS", ((64, 256),))
     monkeypatch.setattr(fused, "GATES", ((64, 256),))
     monkeypatch.setattr(convolutions, "CASES", (convolutions.Case(2, 32, 8, 64, 3, padding=1),))
+    monkeypatch.setattr(proposals, "NORMS", fused.NORMS)
+    monkeypatch.setattr(proposals, "CONVOLUTIONS", convolutions.CASES)
+    monkeypatch.setattr(proposals, "COPIED", 1 << 20)
 
 
 def assert_measured(tmp_path, command, part, *options):
@@ -55,10 +58,14 @@ def test_decode(tmp_path, part):
     assert_measured(tmp_path, "decode", part)
 
 
-@pytest.mark.parametrize("part", list(FusedPart))
-@pytest.mark.parametrize("command", ["norm", "silu"])
-def test_fused(tmp_path, command, part):
-    assert_measured(tmp_path, command, part)
+@pytest.mark.parametrize("part", list(NormPart))
+def test_norm(tmp_path, part):
+    assert_measured(tmp_path, "norm", part)
+
+
+@pytest.mark.parametrize("part", list(SiluPart))
+def test_silu(tmp_path, part):
+    assert_measured(tmp_path, "silu", part)
 
 
 @pytest.mark.parametrize("part", [part for part in Fp8Part if part is not Fp8Part.EASY])

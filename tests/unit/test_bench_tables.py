@@ -11,7 +11,17 @@ import torch
 from typer.testing import CliRunner
 
 from cudnn_sdpa.bench import attention, cases, report
-from cudnn_sdpa.bench.cli import AttentionPart, ColdPart, ConvPart, DecodePart, Fp8Part, FusedPart, HostPart, ShapesPart
+from cudnn_sdpa.bench.cli import (
+    AttentionPart,
+    ColdPart,
+    ConvPart,
+    DecodePart,
+    Fp8Part,
+    HostPart,
+    NormPart,
+    ShapesPart,
+    SiluPart,
+)
 from cudnn_sdpa.cli import app
 
 ENVIRONMENT = {
@@ -96,8 +106,8 @@ def test_the_pages_name_parts_that_there_are(tables):
         "fp8": Fp8Part,
         "coldstart": ColdPart,
         "shapes": ShapesPart,
-        "norm": FusedPart,
-        "silu": FusedPart,
+        "norm": NormPart,
+        "silu": SiluPart,
         "conv": ConvPart,
     }
     parts = {file: {part.value for part in enum} for file, enum in enums.items()}

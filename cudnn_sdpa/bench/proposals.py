@@ -1,0 +1,114 @@
+"""Every plan that cuDNN proposes for a call, timed: where the first one is slow, whether another would be faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from rich.progress import track
+from torch import Tensor
+
+from cudnn_sdpa.bench import cases, fused
+from cudnn_sdpa.bench.convolutions import CASES, Case, tuning_of_torch
+from cudnn_sdpa.bench.decode import COPIED, large_copy
+from cudnn_sdpa.bench.timing import Call, device_times
+from cudnn_sdpa.conv import conv2d
+from cudnn_sdpa.graphs.function import graph_op
+from cudnn_sdpa.norm import rms_norm
+from cudnn_sdpa.runtime.cache import plan_cache
+from cudnn_sdpa.runtime.tuning import AutotuneEntry, autotune
+
+#: More than cuDNN proposes for anything.
+ALL = 256
+
+#: Where `rms_norm` takes longer than torch.compile's kernel and `autotune` finds nothing among its first candidates.
+NORMS = (fused.NORMS[0],)
+
+#: Where bias and SiLU in the convolution's kernel gain least.
+CONVOLUTIONS = (CASES[2], CASES[4])
+
+
+@graph_op(reference=lambda x, bias: F.silu(x.float() + bias.float()).to(x.dtype))
+def biased_silu(g: Any, x: Any, bias: Any) -> Any:
+    """What follows a convolution, in a kernel of its own."""
+    return g.swish(input=g.bias(input=x, bias=bias))
+
+
+def norms() -> list[dict[str, Any]]:
+    """All plans of `rms_norm`, beside torch.compile's kernel and what a copy of as many bytes takes."""
+    return [row for shape in NORMS for row in _norm(*shape)]
+
+
+def _norm(rows: int, size: int) -> list[dict[str, Any]]:
+    x, weight = fused.norm_inputs(rows, size)
+    compiled = fused.compiled(fused.rms_norm_of_torch)
+    entry = settle(lambda: rms_norm(x, weight))
+    times = device_times(
+        {"fastest": lambda: rms_norm(x, weight), "compiled": lambda: compiled(x, weight), "copy": large_copy()}
+    )
+    plan_cache.clear()
+    limit = times["copy"] * x.numel() / COPIED * x.element_size()
+    label = f"{rows}, {size}"
+    found = [
+        {"rows, n": label, "what": "a copy of as many bytes", "µs": limit},
+        {"rows, n": label, "what": "torch.compile", "µs": times["compiled"]},
+        {"rows, n": label, "what": "the fastest of cuDNN's, beside them", "µs": times["fastest"]},
+    ]
+    for number, candidate in enumerate(entry.candidates, 1):
+        time = candidate.reason if candidate.microseconds is None else candidate.microseconds
+        found.append({"rows, n": label, "what": f"cuDNN's choice {number}: {candidate}", "µs": time})
+    return found
+
+
+def convolutions() -> list[dict[str, Any]]:
+    """Convolution, bias and SiLU: all plans, in one kernel and in two, beside PyTorch's three with its fastest."""
+    return [_convolution(case) for case in track(CONVOLUTIONS, "convolutions", transient=True)]
+
+
+def _convolution(case: Case) -> dict[str, Any]:
+    x, weight, bias = case.inputs()
+    of_pictures = bias.view(1, -1, 1, 1)
+    sizes: dict[str, Any] = {"stride": case.stride, "padding": case.padding, "groups": case.groups}
+
+    def in_one() -> Tensor:
+        return conv2d(x, weight, bias, **sizes, activation="silu")
+
+    def in_two() -> Tensor:
+        out: Tensor = biased_silu(conv2d(x, weight, **sizes), of_pictures)
+        return out
+
+    def of_torch() -> Tensor:
+        return F.silu(F.conv2d(x, weight, bias, **sizes))
+
+    with tuning_of_torch():
+        cases.check_agreement(["one kernel", "two"], [in_one(), in_two()], [of_torch()] * 2, "PyTorch's")
+        two, one = settle(in_two), settle(in_one, keep=True)
+        calls: dict[str, Call] = {"one": in_one, "two": in_two, "torch": of_torch}
+        times = device_times({**calls, "plain": lambda: conv2d(x, weight, **sizes)})
+    plan_cache.clear()
+    return {
+        "convolution": case.label,
+        "plans in one kernel": len(one.candidates),
+        "of them right and timed": sum(candidate.microseconds is not None for candidate in one.candidates),
+        "the fastest µs": times["one"],
+        "plans of a second kernel": len(two.candidates),
+        "the fastest two µs": times["two"],
+        "plain µs": times["plain"],
+        "pytorch's, benchmark µs": times["torch"],
+        "pytorch's / one kernel": times["torch"] / times["one"],
+        "pytorch's / two kernels": times["torch"] / times["two"],
+        "pytorch's / plain": times["torch"] / times["plain"],
+    }
+
+
+def settle(call: Callable[[], object], *, keep: bool = False) -> AutotuneEntry:
+    """What `autotune` finds among all plans that cuDNN proposes for a call; its last plan's entry.
+
+    The winners are in the plan cache afterwards, with the plans that were there before if they are to be kept.
+    """
+    if not keep:
+        plan_cache.clear()
+    with autotune(candidates=ALL) as report:
+        call()
+    return report.entries[-1]
