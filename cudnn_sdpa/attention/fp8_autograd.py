@@ -75,7 +75,7 @@ def forward(
     if scaling is not None:
         scaling.begin()
         record = scaling.recorder(backward=False)
-        given = scaling.scale if scaling.knows_forward else None
+        given = scaling.scales(backward=False, is_cuda=q.is_cuda)
     table = new_table(q.device)
     wanted = Wanted((0, 1, 2), DTYPE, limit, scaling is not None and scaling.inputs == "current")
     q8, k8, v8 = quantize((q, k, v), wanted, table, given, record)
@@ -122,7 +122,7 @@ def backward(grad_out: Tensor, of: Forward, call: Call, wanted: list[int]) -> li
     """The wanted ones of the gradients by q, k and v."""
     scaling, (_, limit) = call.scaling, call.limits
     record = None if scaling is None else scaling.recorder(backward=True)
-    given = scaling.scale if scaling is not None and scaling.knows_backward else None
+    given = None if scaling is None else scaling.scales(backward=True, is_cuda=grad_out.is_cuda)
     table = new_table(grad_out.device)
     current = scaling is not None and scaling.inputs == "current"
     if not is_readable(grad_out):

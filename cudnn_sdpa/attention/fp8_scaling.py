@@ -6,23 +6,21 @@ quantized with a scale from the largest values of steps before, so that it is re
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from cudnn_sdpa.attention.arguments import is_integer
 from cudnn_sdpa.attention.fp8_arguments import FP8_DTYPES
-from cudnn_sdpa.attention.fp8_quantization import SOURCE, THREADS, by_kernel
-from cudnn_sdpa.attention.fp8_tables import DO, NAMES, SCALE_S, S, scale_for
+from cudnn_sdpa.attention.fp8_state import Fp8State
+from cudnn_sdpa.attention.fp8_steps import Steps
+from cudnn_sdpa.attention.fp8_tables import DO
+from cudnn_sdpa.attention.fp8_updates import check_group, scales_of, share, update
 from cudnn_sdpa.attention.side_tensors import dtype_name
-from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError
-from cudnn_sdpa.runtime.kernels import Kernel
-from cudnn_sdpa.runtime.plan import current_raw_stream
-
-update_kernel = Kernel(SOURCE, "fp8_update")
+from cudnn_sdpa.errors import OptionError
 
 DTYPE = torch.float8_e4m3fn  #: of everything in the forward pass
 INPUTS = ("delayed", "current")
@@ -35,7 +33,7 @@ def limits_of(grad_dtype: torch.dtype, margin: int = 0) -> tuple[float, float]:
     return torch.finfo(DTYPE).max / 2**margin, torch.finfo(grad_dtype).max / 2**margin
 
 
-class Fp8Scaling(nn.Module):
+class Fp8Scaling(Fp8State):
     """The scales of one attention layer in FP8, with the histories of largest values that they come from.
 
     It is what `Fp8Attention` keeps, and what `fp8_attention` may be given. Each layer needs one of its own.
@@ -49,11 +47,17 @@ class Fp8Scaling(nn.Module):
     - Without it, a step ends where you call `update()`, once for each step of the optimizer: for instance by
       `optimizer.register_step_post_hook(lambda *_: Fp8Scaling.update_all(model))`.
 
-    If one of a step's largest values is infinite or NaN, its update changes no scale and no history. Until a first
-    update there is nothing to go by: then scales come from the tensors at hand, and a backward pass, whose results
-    cannot be known beforehand, runs more than once. In evaluation mode nothing is recorded.
+    If one of a step's largest values is infinite or NaN, its update changes no scale and no history.
 
-    The state is kept in `state_dict`, in float32 whatever the model is converted to.
+    The first steps, `calibration` of them, *calibrate*: scales come from the tensors at hand, and a backward pass,
+    whose results cannot be known beforehand, runs more than once. So it does not matter if some of them taught nothing,
+    as gradients were zeros, or were not finite; if all of them were, scales stay 1 until one is better. Forward and
+    backward passes are counted apart. What a CUDA graph captures takes scales from the history as soon as there has
+    been one update, and so does a layer whose loaded state has a history, in all calls. In evaluation mode nothing is
+    recorded, and no step is counted.
+
+    The state is kept in `state_dict`, in float32 whatever the model is converted to. A layer with another `margin`,
+    `algorithm` or `grad_dtype` derives its own scales from a history that it loads.
 
     Args:
         inputs: How q, k, v and the output's gradient get their scales: "delayed", from the history, or "current", from
@@ -64,6 +68,10 @@ class Fp8Scaling(nn.Module):
         algorithm: Which steps count: "max", all of the history, or "most_recent", the latest one.
         grad_dtype: float8_e5m2, or float8_e4m3fn, which has twice the precision and a smaller range.
         auto_update: Whether updates happen by themselves.
+        calibration: How many steps scale by the tensors at hand before the history is relied on, 1 or more.
+        process_group: The ranks that shall have the same scales: each update takes the largest values of all of them,
+            so that they must update equally often, and drop a step together. A `torch.distributed.ProcessGroup`; or
+            "world", the default group, looked up at each update; or None, each rank for itself.
         device: Where the state is; it moves with `to`.
 
     Attributes:
@@ -87,11 +95,6 @@ class Fp8Scaling(nn.Module):
         tensor([448., 448., 448.])
     """
 
-    scale: Tensor
-    amax: Tensor
-    amax_history: Tensor
-    limits: Tensor
-
     def __init__(
         self,
         *,
@@ -101,136 +104,109 @@ class Fp8Scaling(nn.Module):
         algorithm: str = "max",
         grad_dtype: torch.dtype = torch.float8_e5m2,
         auto_update: bool = True,
+        calibration: int = 4,
+        process_group: dist.ProcessGroup | str | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
         _check_choice("inputs", inputs, INPUTS)
         _check_choice("algorithm", algorithm, ALGORITHMS)
         check_grad_dtype(grad_dtype)
-        if not is_integer(history) or history < 1:
-            raise OptionError("history", repr(history), "a number of steps, 1 or more")
+        for name, steps in (("history", history), ("calibration", calibration)):
+            if not is_integer(steps) or steps < 1:
+                raise OptionError(name, repr(steps), "a number of steps, 1 or more")
         if not is_integer(margin) or not 0 <= margin <= MOST_MARGIN:
             raise OptionError("margin", repr(margin), f"an integer from 0 to {MOST_MARGIN}")
         if not isinstance(auto_update, bool):
             raise OptionError("auto_update", repr(auto_update), "True or False")
+        check_group(process_group)
+        super().__init__(history, limits_of(grad_dtype, margin), device)
         self.inputs, self.algorithm, self.grad_dtype = inputs, algorithm, grad_dtype
-        self.margin, self.auto_update = margin, auto_update
-        for name, tensor in self._fresh(history, device).items():
-            self.register_buffer(name, tensor, persistent=name != "limits")
-        self._recorded = [False, False]  # in this step: a forward pass, a backward pass
-        self._known = [False, False]  # whether their scales come from a history
+        self.margin, self.auto_update, self.process_group = margin, auto_update, process_group
+        self._steps = Steps(calibration)
 
-    def _fresh(self, history: int, device: Any) -> dict[str, Tensor]:
-        """The state of a layer that has seen nothing."""
-        forward, backward = limits_of(self.grad_dtype, self.margin)
-        limits = [forward] * DO + [backward] * (len(NAMES) - DO)
-        limits[S] = 0.0  # its scale stays
-        scale = torch.ones(len(NAMES), dtype=torch.float32, device=device)
-        scale[S].fill_(SCALE_S)
-        return {
-            "scale": scale,
-            "amax": torch.zeros_like(scale),
-            "amax_history": torch.zeros(len(NAMES), history, dtype=torch.float32, device=device),
-            "limits": torch.tensor(limits, dtype=torch.float32, device=device),
-        }
+    @property
+    def calibration(self) -> int:
+        """How many steps scale by the tensors at hand."""
+        return self._steps.calibration
 
     def reset_parameters(self) -> None:
-        """Forgets all steps, in place; the next one finds its scales anew."""
-        for name, tensor in self._fresh(self.amax_history.shape[1], self.scale.device).items():
-            self._buffers[name].copy_(tensor)  # type: ignore[union-attr]
-        self._recorded, self._known = [False, False], [False, False]
-
-    def check(self) -> None:
-        """Whether the state is such that kernels may read it.
-
-        Raises:
-            DtypeError: Somebody has made other numbers of it than float32.
-            DeviceError: Parts of it lie apart.
-        """
-        for name, tensor in self._buffers.items():
-            if tensor is None or tensor.dtype != torch.float32 or not tensor.is_contiguous():
-                got = "None" if tensor is None else f"{dtype_name(tensor.dtype)} with strides {tensor.stride()}"
-                raise DtypeError(f"scaling.{name}", got, "dense float32", "load_state_dict() and .to() keep it so.")
-            if tensor.device != self.scale.device:
-                raise DeviceError(f"scaling.{name}", str(tensor.device), f"{self.scale.device}, where scaling.scale is")
+        """Forgets all steps, in place; the next ones find their scales anew."""
+        super().reset_parameters()
+        self._steps.begin_anew([False, False], [False, False])
 
     @property
     def knows_forward(self) -> bool:
-        """Whether the scales of the forward pass come from a history."""
-        return self._known[0]
+        """Whether a forward pass now takes its scales from the history."""
+        return self._steps.by_history(backward=False, is_cuda=self.scale.is_cuda)
 
     @property
     def knows_backward(self) -> bool:
-        """Whether those of the backward pass do."""
-        return self._known[1]
+        """Whether a backward pass does."""
+        return self._steps.by_history(backward=True, is_cuda=self.scale.is_cuda)
 
     def begin(self) -> None:
         """What happens before a call: an update, if a backward pass has ended the step before."""
-        if self.training and self.auto_update and self._recorded[1] and not is_within_backward():
+        if self.training and self.auto_update and self._steps.is_over():
             self.update()
+
+    def scales(self, *, backward: bool, is_cuda: bool) -> Tensor | None:
+        """The scales of a pass from the history; None if they come from the tensors at hand.
+
+        Args:
+            backward: Which pass.
+            is_cuda: Whether the tensors at hand are on a GPU: quicker asked of them than of the state.
+        """
+        steps = self._steps
+        by_history = steps.by_history(backward=True, is_cuda=is_cuda) if backward else steps.choose(is_cuda=is_cuda)
+        return self.scale if by_history else None
 
     def recorder(self, *, backward: bool) -> Tensor | None:
         """Where a pass records its largest values; None if it does not."""
         if not self.training:
             return None
-        self._recorded[backward] = True
+        self._steps.recorded[backward] = True
         return self.amax
 
     def update(self) -> None:
-        """Ends a step: its largest values become part of the history, and scales of that."""
-        self.check()
-        with torch.no_grad():
-            _update(self.amax, self.amax_history, self.scale, self.limits, most_recent=self.algorithm != "max")
-        self._known = [known or recorded for known, recorded in zip(self._known, self._recorded, strict=True)]
-        self._recorded = [False, False]
+        """Ends a step: its largest values become part of the history, and scales of that.
+
+        With a `process_group` every rank of it must call it.
+        """
+        _update([self])
 
     @staticmethod
     def update_all(model: nn.Module) -> None:
-        """Ends a step of every layer in a model.
+        """Ends a step of every layer in a model; what ranks share travels together.
 
         Args:
             model: Any module; those within it that are of this class are updated.
         """
-        for module in model.modules():
-            if isinstance(module, Fp8Scaling):
-                module.update()
+        _update([module for module in model.modules() if isinstance(module, Fp8Scaling)])
 
     def extra_repr(self) -> str:
         """The arguments that it was made with."""
         return (
             f"inputs={self.inputs!r}, history={self.amax_history.shape[1]}, margin={self.margin}, "
-            f"algorithm={self.algorithm!r}, grad_dtype={self.grad_dtype}, auto_update={self.auto_update}"
+            f"algorithm={self.algorithm!r}, grad_dtype={self.grad_dtype}, auto_update={self.auto_update}, "
+            f"calibration={self.calibration}, process_group={self.process_group!r}"
         )
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Scaling:
-        """Moves the state; other than its device nothing of it changes, as cuDNN reads scales in float32."""
-        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, old in before.items():
-            new = self._buffers[name]
-            if new is not None and old.is_meta and not new.is_meta:  # what it had there was no state
-                self._buffers[name] = self._fresh(self.amax_history.shape[1], new.device)[name]
-            elif new is not None and new.dtype != torch.float32:
-                self._buffers[name] = old.to(new.device)
-        return self
+    def _take_over(self) -> None:
+        most_recent = self.algorithm != "max"
+        self.scale.copy_(scales_of(self.amax_history, self.scale, self.limits, most_recent=most_recent))
+        seen = (self.amax_history > 0).any(dim=1).tolist()  # the one time that the host reads it
+        amax = (self.amax > 0).tolist()
+        self._steps.begin_anew(*([any(rows[:DO]), any(rows[DO:])] for rows in (seen, amax)))
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        for name in ("scale", "amax", "amax_history"):  # `assign=True` takes tensors as they are
-            self._buffers[name] = getattr(self, name).to(torch.float32).contiguous()
-        if self.limits.device != self.scale.device:
-            self._buffers["limits"] = self._fresh(1, self.scale.device)["limits"]
-        history = self.amax_history
-        if f"{prefix}amax_history" in state_dict and not history.is_meta:
-            seen = (history > 0).any(dim=1).tolist()  # the one time that the host reads it
-            self._known = [any(seen[:DO]), any(seen[DO:])]
-            amax = (self.amax > 0).tolist()
-            self._recorded = [any(amax[:DO]), any(amax[DO:])]
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Scaling:
+        memo[id(self.process_group)] = self.process_group  # a copy belongs to the same ranks
+        return super().__deepcopy__(memo)
 
-
-def is_within_backward() -> bool:
-    """Whether a backward pass is under way on this thread, so that a forward pass is one that checkpointing repeats."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None and not isinstance(self.process_group, str):
+            expected = "'world' or None in what is pickled, since a group is of this process"
+            raise OptionError("process_group", "a ProcessGroup", expected, "Save its state_dict().")
+        return dict(self.__dict__)
 
 
 def check_grad_dtype(grad_dtype: Any) -> None:
@@ -244,30 +220,17 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise OptionError(name, repr(value), " or ".join(map(repr, choices)))
 
 
-def _update(amax: Tensor, history: Tensor, scale: Tensor, limits: Tensor, *, most_recent: bool) -> None:
-    if by_kernel(amax):
-        device = amax.get_device()
-        addresses = [tensor.data_ptr() for tensor in (amax, history, scale, limits)]
-        fields = array("q", [*addresses, history.shape[1], most_recent])
-        with torch.cuda.device(device):
-            update_kernel.on(device).launch(1, THREADS, fields, current_raw_stream(device))
-    else:
-        update_in_pytorch(amax, history, scale, limits, most_recent=most_recent)
-
-
-def update_in_pytorch(amax: Tensor, history: Tensor, scale: Tensor, limits: Tensor, *, most_recent: bool) -> None:
-    """What the kernel `fp8_update` does, in place.
-
-    Args:
-        amax: Of the step, (10,); zeros afterwards.
-        history: (10, length), the latest step first.
-        scale: (10,).
-        limits: What the largest values shall become, (10,); 0 where the scale stays.
-        most_recent: Whether the latest step alone counts.
-    """
-    counts = amax.isfinite().all()
-    moved = torch.cat([amax.unsqueeze(1), history[:, :-1]], dim=1)
-    history.copy_(torch.where(counts, moved, history))
-    peak = history[:, 0] if most_recent else history.amax(1)
-    scale.copy_(torch.where(counts & (peak > 0) & (limits > 0), scale_for(limits, peak), scale))
-    amax.zero_()
+def _update(layers: Sequence[Fp8Scaling]) -> None:
+    """Ends a step of each."""
+    shared: dict[Any, list[Tensor]] = {}
+    for layer in layers:
+        layer.check()
+        if layer.process_group is not None:
+            shared.setdefault((layer.process_group, layer.amax.device), []).append(layer.amax)
+    with torch.no_grad():
+        for (group, _), amaxes in shared.items():
+            share(amaxes, group)
+        for layer in layers:
+            most_recent = layer.algorithm != "max"
+            update(layer.amax, layer.amax_history, layer.scale, layer.limits, most_recent=most_recent)
+            layer._steps.end()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 from torch import Tensor, nn
 
 from cudnn_sdpa.attention.fp8_attention import fp8_attention
 from cudnn_sdpa.attention.fp8_scaling import Fp8Scaling
 from cudnn_sdpa.errors import OptionError
+
+#: Which layer has which scales. Copies and pickles of scales have no owner yet.
+_owners: weakref.WeakKeyDictionary[Fp8Scaling, weakref.ref[Fp8Attention]] = weakref.WeakKeyDictionary()
 
 
 class Fp8Attention(nn.Module):
@@ -23,7 +29,7 @@ class Fp8Attention(nn.Module):
         scaling: Scales made with other options than the default ones; not that of another layer.
 
     Raises:
-        OptionError: `scaling` is something else.
+        OptionError: `scaling` is something else, or belongs to another `Fp8Attention`.
 
     Examples:
         >>> import torch
@@ -48,8 +54,18 @@ class Fp8Attention(nn.Module):
         super().__init__()
         if scaling is not None and not isinstance(scaling, Fp8Scaling):
             raise OptionError("scaling", type(scaling).__name__, "cudnn_sdpa.Fp8Scaling or None")
+        if scaling is not None and _owner_of(scaling) is not None:
+            expected = "one of this layer's own, as the largest values of two layers would be taken for one's"
+            hint = "Make another Fp8Scaling with the same options, or copy this one with copy.deepcopy."
+            raise OptionError("scaling", "that of another Fp8Attention", expected, hint)
         self.is_causal, self.causal_alignment, self.window, self.scale = is_causal, causal_alignment, window, scale
         self.scaling = Fp8Scaling() if scaling is None else scaling
+        _owners[self.scaling] = weakref.ref(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if _owner_of(self.scaling) is None:
+            _owners[self.scaling] = weakref.ref(self)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, seq_lens_q: Tensor | None = None, seq_lens_kv: Tensor | None = None
@@ -85,3 +101,9 @@ class Fp8Attention(nn.Module):
             f"is_causal={self.is_causal}, causal_alignment={self.causal_alignment!r}, window={self.window}, "
             f"scale={self.scale}"
         )
+
+
+def _owner_of(scaling: Fp8Scaling) -> Fp8Attention | None:
+    """The layer that has these scales, if it is still there."""
+    owner = _owners.get(scaling)
+    return None if owner is None else owner()

@@ -103,7 +103,7 @@ def test_values_and_gradients_are_those_of_float64_up_to_the_format(options, gra
         return fp8_attention(q, k, v, grad_dtype=grad_dtype, **options)
 
     assert_near(train(current), grad_dtype, **options)
-    scaling = Fp8Scaling(grad_dtype=grad_dtype)
+    scaling = Fp8Scaling(grad_dtype=grad_dtype, calibration=1)
     for _ in range(3):  # current, then delayed
         assert_near(train(lambda *x: fp8_attention(*x, scaling=scaling, **options)), grad_dtype, **options)
     assert scaling.knows_backward
@@ -192,7 +192,7 @@ def test_the_largest_values_of_what_is_computed_are_true():
 
 def test_a_delayed_scale_is_that_of_the_step_before():
     """Values that have grown are cut, once."""
-    attend = Fp8Attention()
+    attend = Fp8Attention(scaling=Fp8Scaling(calibration=1))
     train(attend)
     tensors = [x.detach() * 10 for x in qkv()]
     cut = attend(*tensors)
@@ -205,7 +205,7 @@ def test_a_delayed_scale_is_that_of_the_step_before():
 
 
 def test_current_scales_of_inputs_follow_at_once():
-    attend = Fp8Attention(scaling=Fp8Scaling(inputs="current", margin=1))
+    attend = Fp8Attention(scaling=Fp8Scaling(inputs="current", margin=1, calibration=1))
     assert_near(train(attend))
     for growth in (1.9, 0.7, 1.5):  # less than what the margin leaves the output and the gradients
         q, k, v = qkv()
@@ -224,7 +224,7 @@ def test_without_a_history_gradients_of_any_size_come_through():
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("name", ["q", "k", "v", "grad_out"])
 def test_what_is_not_finite_shows_and_teaches_nothing(name, value):
-    attend = Fp8Attention(scaling=Fp8Scaling(history=3, auto_update=False))
+    attend = Fp8Attention(scaling=Fp8Scaling(history=3, auto_update=False, calibration=1))
     for _ in range(2):
         train(attend)
         attend.scaling.update()
@@ -247,21 +247,9 @@ def test_what_is_not_finite_shows_and_teaches_nothing(name, value):
     assert_near(train(attend))
 
 
-def test_a_first_step_that_is_not_finite_leaves_scales_of_1():
-    attend = Fp8Attention()
-    tensors = qkv()
-    with torch.no_grad():
-        tensors[0][0, 0, 0, 0] = torch.inf
-    train(attend, tensors=tensors)
-    train(attend)
-    assert (attend.scaling.scale[:S] == 1).all()
-    assert attend.scaling.amax.isfinite().all()
-    assert_near(train(attend))
-
-
 def test_zeros_have_a_scale_too():
-    attend = Fp8Attention()
-    for _ in range(3):
+    attend = Fp8Attention(scaling=Fp8Scaling(calibration=2))
+    for _ in range(4):
         zeros = [torch.zeros_like(x).requires_grad_() for x in qkv()]
         out, grads, *_ = train(attend, tensors=zeros)
         assert (out == 0).all()
@@ -312,8 +300,8 @@ def test_micro_batches_are_one_step_without_automatic_updates():
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_changes_no_history_and_no_gradient(use_reentrant):
-    plain, again = Fp8Attention(), Fp8Attention()
-    for step in range(3):
+    plain, again = (Fp8Attention(scaling=Fp8Scaling(calibration=2)) for _ in range(2))
+    for step in range(4):
         torch.manual_seed(step)
         expected = train(plain)
         torch.manual_seed(step)
@@ -329,7 +317,7 @@ def test_checkpointing_changes_no_history_and_no_gradient(use_reentrant):
 
 def test_a_call_that_is_checkpointed_twice_in_a_step_keeps_its_scales():
     """The backward pass of the second call ends no step for the first one, which is repeated after it."""
-    attend = Fp8Attention()
+    attend = Fp8Attention(scaling=Fp8Scaling(calibration=1))
     train(attend)
     q, k, v = qkv()
     once = checkpoint(attend, q, k, v, use_reentrant=False)
@@ -341,7 +329,7 @@ def test_a_call_that_is_checkpointed_twice_in_a_step_keeps_its_scales():
 
 
 def test_the_backward_pass_has_the_scales_of_its_own_forward_pass():
-    attend = Fp8Attention(scaling=Fp8Scaling(auto_update=False, history=1))
+    attend = Fp8Attention(scaling=Fp8Scaling(auto_update=False, history=1, calibration=1))
     train(attend)
     attend.scaling.update()
     q, k, v = qkv()
@@ -358,7 +346,7 @@ def test_the_backward_pass_has_the_scales_of_its_own_forward_pass():
 
 
 def test_evaluation_records_nothing_and_keeps_the_scales():
-    attend = Fp8Attention()
+    attend = Fp8Attention(scaling=Fp8Scaling(calibration=1))
     train(attend)
     attend.scaling.update()
     attend.eval()
@@ -380,7 +368,7 @@ def test_a_layer_that_was_never_trained_needs_no_scales():
 
 
 def test_state_goes_through_a_state_dict():
-    first = Fp8Attention()
+    first = Fp8Attention(scaling=Fp8Scaling(calibration=2))
     for _ in range(3):
         train(first)
     state = copy.deepcopy(first.state_dict())
@@ -458,9 +446,10 @@ def test_layers_may_begin_on_the_meta_device():
 
 
 def test_a_layer_can_forget_what_it_has_seen():
-    scaling = Fp8Scaling(history=4)
+    scaling = Fp8Scaling(history=4, calibration=1)
     fp8_attention(*qkv(), scaling=scaling)
     scaling.update()
+    assert scaling.knows_forward
     places = [x.data_ptr() for x in scaling.buffers()]
     scaling.reset_parameters()
     assert [x.data_ptr() for x in scaling.buffers()] == places
@@ -484,7 +473,7 @@ def test_layers_are_copied_with_their_state_and_say_what_they_are():
 
 
 def test_autocast_casts():
-    attend = Fp8Attention()
+    attend = Fp8Attention(scaling=Fp8Scaling(calibration=1))
     q, k, v = (x.detach().float().requires_grad_() for x in qkv())
     for _ in range(2):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -639,6 +628,7 @@ def test_wrong_arguments_are_named_and_leave_no_trace(case):
     ("name", "value"),
     [
         *(("inputs", "late"), ("history", 0), ("history", 2.5), ("margin", -1), ("margin", 7), ("margin", 0.5)),
+        *(("calibration", 0), ("calibration", True), ("process_group", 3), ("process_group", "gloo")),
         *(("algorithm", "mean"), ("grad_dtype", torch.float16), ("auto_update", 1)),
     ],
 )
