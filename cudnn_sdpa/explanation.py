@@ -15,6 +15,7 @@ from cudnn_sdpa._version import __version__
 from cudnn_sdpa.attention import (  # noqa: F401 - they register the descriptions
     describe,
     describe_fp8,
+    describe_fp8_attention,
     describe_paged,
     describe_varlen,
 )

@@ -17,12 +17,13 @@ from cudnn_sdpa.attention.dense import cast_for_autocast, is_deterministic
 from cudnn_sdpa.attention.fp8_autograd import Call
 from cudnn_sdpa.attention.fp8_passes import problem_of
 from cudnn_sdpa.attention.fp8_scaling import DTYPE, Fp8Scaling, check_grad_dtype
+from cudnn_sdpa.attention.problem import Problem
 from cudnn_sdpa.attention.reference import without_autocast
 from cudnn_sdpa.attention.side_tensors import check_lengths, dtype_name, shape_of
 from cudnn_sdpa.attention.support import refusal
 from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError
 from cudnn_sdpa.runtime.eager import is_compiling, needs_gradient
-from cudnn_sdpa.runtime.target import live_target
+from cudnn_sdpa.runtime.target import Target, live_target
 
 IN_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -194,8 +195,7 @@ def _support(
     tensors = [torch.empty(*shape, dtype=DTYPE, device="meta") for shape in (q, k, v)]
     given = [torch.empty(q[0], dtype=torch.int32, device="meta") if given else None for given in lengths]
     problem = problem_of(ForwardArguments._make((*tensors, None, None, *given, None, *options, trains, None)))
-    half = problem.case(FORWARD, target, half_output=True)
-    if not trains and refusal(half, "fp8_attention", fp8_support.RULES) is None:
+    if not trains and has_half_output(problem, target):
         return True
     cases = [problem.case(FORWARD, target)]
     if trains:
@@ -205,3 +205,9 @@ def _support(
         if refused is not None:
             raise refused
     return False
+
+
+def has_half_output(problem: Problem, target: Target) -> bool:
+    """Whether cuDNN writes the output of a forward pass in 16 bits on this GPU."""
+    case = problem.case(FORWARD, target, half_output=True)
+    return refusal(case, "fp8_attention", fp8_support.RULES) is None

@@ -146,8 +146,12 @@ class Fp8Scaling(Fp8State):
 
     def begin(self) -> None:
         """What happens before a call: an update, if a backward pass has ended the step before."""
-        if self.training and self.auto_update and self._steps.is_over():
+        if self.would_update():
             self.update()
+
+    def would_update(self) -> bool:
+        """Whether a call now begins with an update."""
+        return self.training and self.auto_update and self._steps.is_over()
 
     def scales(self, *, backward: bool, is_cuda: bool) -> Tensor | None:
         """The scales of a pass from the history; None if they come from the tensors at hand.

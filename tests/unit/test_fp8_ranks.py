@@ -109,12 +109,12 @@ def test_without_a_default_group_an_update_says_so():
     attend = layer("world")
     train(attend)
     before = attend.scaling.amax.clone()
-    with pytest.raises(OptionError, match="process_group: got 'world'.*init_process_group"):
+    with pytest.raises(OptionError, match=r"process_group: got 'world'.*init_process_group"):
         attend.scaling.update()
     assert torch.equal(attend.scaling.amax, before)
 
 
 def test_a_group_that_this_rank_is_not_in_is_refused(group):
-    with pytest.raises(OptionError, match="process_group.*of this rank"):
+    with pytest.raises(OptionError, match=r"process_group.*of this rank"):
         Fp8Scaling(process_group=dist.GroupMember.NON_GROUP_MEMBER)
     assert Fp8Scaling(process_group=group).process_group is group

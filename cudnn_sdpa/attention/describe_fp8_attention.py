@@ -1,0 +1,148 @@
+"""Descriptions of calls of `fp8_attention` for `explain`: the plans behind them, and what runs around those."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import arguments, fp8_arguments, fp8_attention, fp8_graphs
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.dense import is_deterministic
+from cudnn_sdpa.attention.describe import as_cast, device_of, notes_on_casts, refuse
+from cudnn_sdpa.attention.fp8_arguments import Fp8Backward, Fp8BackwardScales, Fp8Forward, Fp8Scales
+from cudnn_sdpa.attention.fp8_passes import Backward, Forward
+from cudnn_sdpa.attention.fp8_scaling import DTYPE, Fp8Scaling
+from cudnn_sdpa.attention.options import TOP_LEFT
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.runtime.describe import Description, describes
+from cudnn_sdpa.runtime.eager import needs_gradient
+from cudnn_sdpa.runtime.key import PlanKey
+from cudnn_sdpa.runtime.layouts import dense_stride_like
+from cudnn_sdpa.runtime.target import Target
+
+ONE = torch.empty(1, device="meta")
+TABLE = "a table of scales and largest values is filled with zeros"
+
+
+@describes(fp8_attention.fp8_attention)
+def describe_fp8_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: Fp8Scaling | None = None,
+    is_causal: bool = False,
+    causal_alignment: str = TOP_LEFT,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    seq_lens_q: Tensor | None = None,
+    seq_lens_kv: Tensor | None = None,
+    grad_dtype: torch.dtype | None = None,
+) -> Description:
+    """What `fp8_attention` with these arguments runs on a GPU now; tensors may also be on the CPU."""
+    fp8_arguments.check_types(q=q, k=k, v=v, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
+    left, right = arguments.window_bounds(window)
+    given = ForwardArguments(
+        *(q, k, v, None, None, seq_lens_q, seq_lens_kv, None), *(is_causal, causal_alignment, left, right, scale)
+    )
+    call = as_cast(given)
+    refused = UnsupportedError.of(fp8_attention.check, call)
+    grad_dtype = fp8_attention.check_scaling(scaling, grad_dtype, q)
+    if refused is not None:
+        return Description(fp8_graphs.sdpa_fp8_forward, partial(refuse, refused), device_of(q))
+    trains = needs_gradient(q, k, v)
+    of = _in_fp8(call, with_lse=trains)
+    forward = Forward.of(Fp8Forward(of, Fp8Scales(*[ONE] * 6), DTYPE))
+
+    def key(target: Target, device: int | None) -> PlanKey:
+        if not trains and fp8_attention.has_half_output(forward.problem, target):
+            return replace(forward, out=replace(forward.out, dtype=call.q.dtype)).key(target, device)
+        return forward.key(target, device)
+
+    is_empty = forward.problem.is_empty
+    around = [*notes_on_casts(given, call), *_notes(call, scaling, trains=trains)]
+    return Description(
+        operation=fp8_graphs.sdpa_fp8_forward,
+        key=key,
+        device=device_of(q),
+        is_empty=is_empty,
+        extra_kernels=[] if is_empty else [*around, *forward.extra_kernels()],
+        backward=_describe_backward(given, call, of, scaling, grad_dtype) if trains else None,
+    )
+
+
+def _describe_backward(
+    given: ForwardArguments,
+    call: ForwardArguments,
+    of: ForwardArguments,
+    scaling: Fp8Scaling | None,
+    dtype: torch.dtype,
+) -> Description:
+    """The backward pass for a gradient that lies in memory as the output does."""
+    out = _dense((*of.q.shape[:3], of.v.shape[3]), of.q, DTYPE)
+    lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
+    of = of._replace(deterministic=is_deterministic(None))
+    scales = Fp8BackwardScales(*[ONE] * 12)
+    backward = Backward.of(Fp8Backward(_dense(out.shape, out, dtype), out, lse, of, scales))
+    is_empty = backward.problem.is_empty
+
+    def key(target: Target, device: int | None) -> PlanKey:
+        return backward.piece(target).key(target, device)
+
+    around = [*_notes_backward(scaling, dtype), *notes_on_casts(given, call, back=True)]
+    return Description(
+        operation=fp8_graphs.sdpa_fp8_backward,
+        key=key,
+        device=device_of(call.q),
+        is_empty=is_empty,
+        extra_kernels=[] if is_empty else [*around, *backward.extra_kernels()],
+    )
+
+
+def _in_fp8(call: ForwardArguments, *, with_lse: bool) -> ForwardArguments:
+    """The call of `sdpa_fp8`: quantized tensors are dense, in the memory order of what they come from."""
+    tensors: dict[str, Any] = {name: _dense(x.shape, x, DTYPE) for name, x in zip("qkv", call[:3], strict=True)}
+    for name in ("seq_lens_q", "seq_lens_kv"):
+        if (lengths := getattr(call, name)) is not None:
+            tensors[name] = torch.empty_like(lengths, device="meta")
+    return call._replace(**tensors, with_lse=with_lse)
+
+
+def _dense(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
+    stride = dense_stride_like(tuple(shape), like.shape, like.stride())
+    return torch.empty_strided(tuple(shape), stride, dtype=dtype, device="meta")
+
+
+def _notes(call: ForwardArguments, scaling: Fp8Scaling | None, *, trains: bool) -> list[str]:
+    """What runs around the plan of the forward pass."""
+    if scaling is not None and scaling.would_update():
+        of_ranks = "" if scaling.process_group is None else ", those of all ranks after one reduction"
+        updates = [f"one kernel ends the step before: largest values become scales{of_ranks}"]
+    else:
+        updates = []
+    half = str(call.q.dtype).removeprefix("torch.")
+    if scaling is not None and scaling.knows_forward and scaling.inputs == "delayed":
+        quantizes = "one kernel quantizes q, k and v, by the history, and finds their largest values"
+    else:
+        quantizes = "one kernel finds the largest values of q, k and v, and another quantizes by them"
+    back = f"one kernel makes {half} of the output"
+    if not trains:
+        back += ", but on data-center Blackwell cuDNN writes it at once"
+    return [*updates, TABLE, quantizes, back]
+
+
+def _notes_backward(scaling: Fp8Scaling | None, dtype: torch.dtype) -> list[str]:
+    """The same of the backward pass."""
+    knows = scaling is not None and scaling.knows_backward
+    if knows and scaling is not None and scaling.inputs == "delayed":
+        quantizes = "one kernel quantizes the output's gradient, by the history, and finds its largest value"
+    else:
+        quantizes = "one kernel finds the largest value of the output's gradient, and another quantizes by it"
+    times = "two" if dtype == torch.float8_e5m2 else "three"
+    first = [f"the plan runs {times} times, since only that shows how large its results are"]
+    return [TABLE, quantizes, *([] if knows else first), "one kernel makes 16-bit numbers of the gradients"]
