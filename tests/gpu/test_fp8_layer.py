@@ -10,10 +10,10 @@ from support import LAYOUTS, error, exact, make, poison
 from torch.utils.checkpoint import checkpoint
 
 from cudnn_sdpa import Fp8Attention, Fp8Scaling, UnsupportedError, fp8_attention
-from cudnn_sdpa.attention import fp8_quantization, fp8_scaling
+from cudnn_sdpa.attention import fp8_quantization, fp8_updates
 from cudnn_sdpa.attention.fp8_quantization import Wanted, dequantize, quantize
-from cudnn_sdpa.attention.fp8_scaling import update_in_pytorch
 from cudnn_sdpa.attention.fp8_tables import DO, O, S, new_table, set_scales
+from cudnn_sdpa.attention.fp8_updates import update_in_pytorch
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 #: What docs/fp8.md states for normally distributed numbers; gradients by their dtype.
@@ -108,7 +108,7 @@ def test_updates_give_the_bits_that_pytorch_gives(length, most_recent):
             amax[step % 10] = (torch.nan, torch.inf)[step % 8 == 2]
         if step % 4 == 3:
             amax[:4] = 0
-        for update, state in zip((fp8_scaling._update, update_in_pytorch), states, strict=True):
+        for update, state in zip((fp8_updates.update, update_in_pytorch), states, strict=True):
             mine = amax.clone()
             update(mine, *state, limits, most_recent=most_recent)
             assert (mine == 0).all()
@@ -146,7 +146,7 @@ def options_of(case):
 @pytest.mark.parametrize("grad_dtype", [E5M2, E4M3], ids=["e5m2", "e4m3"])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_values_and_gradients(case, grad_dtype, layout):
-    options, scaling = options_of(case), Fp8Scaling(grad_dtype=grad_dtype, device="cuda")
+    options, scaling = options_of(case), Fp8Scaling(grad_dtype=grad_dtype, calibration=1, device="cuda")
     for state in (None, scaling, scaling, scaling):
         tensors = problem(layout)
         poison(tensors[0].shape, dtype=torch.bfloat16)
@@ -163,7 +163,8 @@ def test_values_and_gradients(case, grad_dtype, layout):
 
 
 def test_it_is_the_emulation_up_to_the_order_of_sums():
-    on_gpu, on_cpu = Fp8Attention(is_causal=True).cuda(), Fp8Attention(is_causal=True)
+    on_gpu, on_cpu = (Fp8Attention(is_causal=True, scaling=Fp8Scaling(calibration=1)) for _ in range(2))
+    on_gpu.cuda()
     for _ in range(3):
         tensors = problem()
         here = [x.detach().cpu().requires_grad_() for x in tensors]
@@ -192,7 +193,7 @@ def test_inference(dtype):
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_not_finite_shows_and_teaches_nothing(value):
-    attend = Fp8Attention(scaling=Fp8Scaling(auto_update=False)).cuda()
+    attend = Fp8Attention(scaling=Fp8Scaling(auto_update=False, calibration=1)).cuda()
     for _ in range(2):
         attend(*problem()).square().mean().backward()
         attend.scaling.update()
@@ -214,7 +215,9 @@ def step(attend, tensors, grad_out):
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_gpu():
-    attend, plain = Fp8Attention(is_causal=True).cuda(), Fp8Attention(is_causal=True).cuda()
+    attend, plain, fresh_layer = (
+        Fp8Attention(is_causal=True, scaling=Fp8Scaling(calibration=steps)).cuda() for steps in (1, 1, 4)
+    )
     tensors = problem()
     grad_out = torch.randn_like(tensors[0])
     for _ in range(2):
@@ -227,6 +230,8 @@ def test_nothing_waits_for_the_gpu():
         fresh = step(lambda *x: fp8_attention(*x, is_causal=True), tensors, grad_out)  # calibrates
         fp8_attention(*(x.detach() for x in tensors))
         attend.scaling.update()
+        for _ in range(6):  # the first four calibrate
+            step(fresh_layer, tensors, grad_out)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert_same_bits(found[:1], step(plain, tensors, grad_out)[:1])
@@ -234,7 +239,9 @@ def test_nothing_waits_for_the_gpu():
 
 
 def test_a_training_step_in_a_cuda_graph_learns_as_an_eager_one():
-    eager, captured = (Fp8Attention(is_causal=True, scaling=Fp8Scaling(history=3)).cuda() for _ in range(2))
+    eager, captured = (
+        Fp8Attention(is_causal=True, scaling=Fp8Scaling(history=3, calibration=2)).cuda() for _ in range(2)
+    )
     static = problem()
     static_grad = torch.randn_like(static[0])
     data = [([x.detach() * 1.5**n for x in problem()], torch.randn_like(static_grad) * 0.7**n) for n in range(6)]
@@ -267,7 +274,7 @@ def test_a_training_step_in_a_cuda_graph_learns_as_an_eager_one():
 
 
 def test_checkpointing_changes_no_history():
-    plain, again = Fp8Attention().cuda(), Fp8Attention().cuda()
+    plain, again = (Fp8Attention(scaling=Fp8Scaling(calibration=1)).cuda() for _ in range(2))
     for _ in range(3):
         tensors = problem()
         grad_out = torch.randn_like(tensors[0])

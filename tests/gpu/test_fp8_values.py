@@ -28,6 +28,8 @@ MASKS = {
     "lengths of keys, causal": {"is_causal": True, "lengths": (None, (100, 333))},
     "lengths of queries, window": {"window": (90, 5), "lengths": ((1, 130), None)},
     "sequences without keys or queries": {"lengths": ((0, 120), (333, 0))},
+    "a sequence without keys, all queries": {"lengths": (None, (333, 0))},
+    "causal window, late queries see nothing": {"is_causal": True, "window": (20, -1), "lengths": (None, (100, 30))},
     "lengths past the tensors": {"lengths": ((900, 120), (200, 1000))},
 }
 
