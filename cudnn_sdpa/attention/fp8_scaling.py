@@ -146,7 +146,7 @@ class Fp8Scaling(Fp8State):
 
     def begin(self) -> None:
         """What happens before a call: an update, if a backward pass has ended the step before."""
-        if self.would_update():
+        if self._steps.recorded[1] and self.would_update():
             self.update()
 
     def would_update(self) -> bool:
@@ -161,6 +161,8 @@ class Fp8Scaling(Fp8State):
             is_cuda: Whether the tensors at hand are on a GPU: quicker asked of them than of the state.
         """
         steps = self._steps
+        if steps.sure[backward]:
+            return self.scale
         by_history = steps.by_history(backward=True, is_cuda=is_cuda) if backward else steps.choose(is_cuda=is_cuda)
         return self.scale if by_history else None
 

@@ -14,9 +14,10 @@ class Steps:
     Attributes:
         calibration: How many steps calibrate.
         recorded: Whether this step has had a forward pass, and a backward pass.
+        sure: Whether each of them goes by the history, without another question: what a warm call reads.
     """
 
-    __slots__ = ("_chosen", "_done", "_settled", "calibration", "recorded")
+    __slots__ = ("_chosen", "_done", "_settled", "calibration", "recorded", "sure")
 
     def __init__(self, calibration: int) -> None:
         self.calibration = calibration
@@ -26,7 +27,7 @@ class Steps:
         """Forgets what was counted: a pass that has a history is through with calibrating, another has not begun."""
         self.recorded = recorded
         self._done = [self.calibration if known else 0 for known in has_history]
-        self._settled = list(has_history)
+        self._settled, self.sure = list(has_history), list(has_history)
         self._chosen = has_history[0]
 
     def end(self) -> None:
@@ -34,6 +35,7 @@ class Steps:
         for place, recorded in enumerate(self.recorded):
             self._done[place] += recorded
             self._settled[place] = self._done[place] >= self.calibration
+        self.sure[1] = self._settled[1]  # of the forward pass `choose` decides
         self.recorded = [False, False]
 
     def is_over(self) -> bool:
@@ -55,14 +57,11 @@ class Steps:
         One that runs within a backward pass is a repetition, as by checkpointing, which does as the latest call did
         that was none, also if an update came in between.
         """
-        if self._chosen and self._settled[0]:
-            return True
         found = self.by_history(backward=False, is_cuda=is_cuda)
-        if found != self._chosen:
-            if is_within_backward():
-                return self._chosen
+        if found != self._chosen and not is_within_backward():
             self._chosen = found
-        return found
+        self.sure[0] = self._chosen and self._settled[0]
+        return self._chosen
 
 
 def is_within_backward() -> bool:
