@@ -112,8 +112,8 @@ def random_lengths(total: int, longest: int, seed: int = 0) -> list[int]:
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """The norm of the difference by the norm of what is expected."""
-    reference = expected.float()
-    return float((actual.float() - reference).norm() / reference.norm())
+    reference = expected.detach().float()
+    return float((actual.detach().float() - reference).norm() / reference.norm())
 
 
 def check_agreement(
