@@ -36,7 +36,7 @@ from cudnn_sdpa.errors import (
 )
 from cudnn_sdpa.explanation import explain
 from cudnn_sdpa.graphs.function import graph_op
-from cudnn_sdpa.nn.fp8 import Fp8Attention
+from cudnn_sdpa.nn import Fp8Attention
 from cudnn_sdpa.norm import layer_norm, rms_norm
 from cudnn_sdpa.runtime.cache import no_plan_builds, plan_cache
 from cudnn_sdpa.runtime.manifest import record_plans

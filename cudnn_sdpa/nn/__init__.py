@@ -1,1 +1,30 @@
-"""Modules: functions of this library with their arguments, and what they keep between calls."""
+"""Modules: functions of this library with their arguments, and what they keep between calls.
+
+They are what models in the manner of LLaMA and of vision transformers are made of. Parameters are plain ones, and plans
+are in no module. `from_torch` takes the weights of PyTorch's module.
+"""
+
+from cudnn_sdpa.nn.attention import Attention
+from cudnn_sdpa.nn.feed_forward import FeedForward, SwiGLU
+from cudnn_sdpa.nn.fp8 import Fp8Attention
+from cudnn_sdpa.nn.kv_cache import KVCache, KVStep
+from cudnn_sdpa.nn.norms import LayerNorm, RMSNorm
+from cudnn_sdpa.nn.patches import PatchEmbed
+from cudnn_sdpa.nn.rotary import RotaryEmbedding
+from cudnn_sdpa.nn.transformer import TransformerLayer
+from cudnn_sdpa.nn.vision import VisionEncoder
+
+__all__ = [
+    "Attention",
+    "FeedForward",
+    "Fp8Attention",
+    "KVCache",
+    "KVStep",
+    "LayerNorm",
+    "PatchEmbed",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "SwiGLU",
+    "TransformerLayer",
+    "VisionEncoder",
+]

@@ -1,0 +1,48 @@
+"""Checks of what modules are made with and called with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from cudnn_sdpa.attention.kv_arguments import check_count
+from cudnn_sdpa.attention.side_tensors import shape_of
+from cudnn_sdpa.errors import OptionError, ShapeError
+
+
+def check_counts(**counts: Any) -> None:
+    """Arguments that count something and are not zero."""
+    for name, count in counts.items():
+        check_count(name, count, least=1)
+
+
+def check_flags(**flags: Any) -> None:
+    """Arguments that are True or False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise OptionError(name, repr(flag), "True or False")
+
+
+def check_number(name: str, number: Any, *, below: float | None = None) -> None:
+    """A number from 0, or up to one that it is not itself."""
+    expected = "a number of at least 0" if below is None else f"a number from 0 up to, not including, {below:g}"
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise OptionError(name, type(number).__name__, expected)
+    if not 0 <= number < (float("inf") if below is None else below):
+        raise OptionError(name, repr(number), expected)
+
+
+def check_choice(name: str, choice: Any, choices: tuple[str, ...]) -> None:
+    """One of a few words."""
+    if not isinstance(choice, str) or choice not in choices:
+        raise OptionError(name, repr(choice), " or ".join(map(repr, choices)))
+
+
+def check_tokens(name: str, x: Any, features: int) -> None:
+    """Sequences of tokens: (B, S, features)."""
+    if not isinstance(x, Tensor):
+        raise OptionError(name, type(x).__name__, "a torch.Tensor")
+    if x.dim() != 3 or x.shape[2] != features:
+        hint = "Add the batch with unsqueeze(0)." if x.dim() == 2 else ""
+        raise ShapeError(name, shape_of(x), f"(batch, sequence, {features})", hint)

@@ -1,0 +1,84 @@
+"""Weights of other modules: what may be converted, and under which names it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cudnn_sdpa.errors import OptionError, UnsupportedError
+
+#: PyTorch's attention has an output projection of a class of its own, which computes the same.
+LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
+def check_type(name: str, module: Any, *kinds: type) -> None:
+    """Something is exactly of one of some classes: one derived from them may compute something else.
+
+    Raises:
+        OptionError: It is not.
+    """
+    if type(module) not in kinds:
+        expected = " or ".join(dict.fromkeys(f"torch.nn.{kind.__name__}" for kind in kinds))
+        hint = "A class derived from it may compute something else." if isinstance(module, kinds) else ""
+        raise OptionError(name, f"{type(module).__module__}.{type(module).__qualname__}", expected, hint)
+
+
+def refuse(what: str, reasons: dict[str, bool], suggestion: str = "") -> None:
+    """Raises with all reasons that hold, if any does.
+
+    Raises:
+        UnsupportedError: One holds.
+    """
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise UnsupportedError(what, found, suggestion)
+
+
+def copy_parameter(target: Tensor | None, *sources: Tensor | None) -> None:
+    """Copies parameters, one below the other, into one, or nothing where there is none."""
+    given = [source for source in sources if source is not None]
+    if target is None or not given:
+        return
+    with torch.no_grad():
+        target.copy_(torch.cat(given))
+    target.requires_grad_(all(source.requires_grad for source in given))
+
+
+def copy_linear(target: nn.Linear, source: nn.Linear) -> None:
+    """Copies weight and bias."""
+    copy_parameter(target.weight, source.weight)
+    copy_parameter(target.bias, source.bias)
+
+
+def merge(state_dict: dict[str, Any], prefix: str, into: str, parts: dict[str, int], error_msgs: list[str]) -> None:
+    """Puts weights, and biases, that come one by one under the name of the projection that holds them all.
+
+    Args:
+        state_dict: Is changed. If it has the projection itself, or not all parts, it stays as it is.
+        prefix: Of the names of the module.
+        into: The projection.
+        parts: The names of its parts from the first row on, and how many rows each has.
+        error_msgs: Where `load_state_dict` collects what is wrong.
+    """
+    for kind in ("weight", "bias"):
+        whole = f"{prefix}{into}.{kind}"
+        names = [f"{prefix}{part}.{kind}" for part in parts]
+        if whole in state_dict or not all(name in state_dict for name in names):
+            continue
+        found: Sequence[Tensor] = [state_dict.pop(name) for name in names]
+        for name, tensor, rows in zip(names, found, parts.values(), strict=True):
+            if tensor.shape[0] != rows:
+                error_msgs.append(f"size mismatch for {name}: got {tensor.shape[0]} rows; expected {rows}.")
+        state_dict[whole] = torch.cat(list(found))
+
+
+def rename(state_dict: dict[str, Any], prefix: str, names: dict[str, str]) -> None:
+    """Gives tensors whose names, or beginnings of names, are those of another library the names of ours."""
+    for old, new in names.items():
+        for name in [name for name in state_dict if name.startswith(prefix + old)]:
+            renamed = prefix + new + name.removeprefix(prefix + old)
+            if renamed not in state_dict:
+                state_dict[renamed] = state_dict.pop(name)

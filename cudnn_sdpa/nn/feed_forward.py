@@ -1,0 +1,152 @@
+"""What follows attention in a layer: `SwiGLU`, with a gate, and `FeedForward`, without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cudnn_sdpa.activation import silu_mul
+from cudnn_sdpa.nn.checks import check_choice, check_counts, check_flags, check_number, check_tokens
+from cudnn_sdpa.nn.conversion import merge
+
+#: Activations of `FeedForward`. PyTorch's: cuDNN has them in one kernel with a convolution, not with a matrix product.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+class SwiGLU(nn.Module):
+    """The feed-forward part of LLaMA's layers: down(SiLU(gate(x)) · up(x)), with `silu_mul`.
+
+    Gate and up are one projection, `gate_up_proj`, the gate's rows first: one matrix product, whose halves `silu_mul`
+    reads where they lie. `load_state_dict` also takes `gate_proj` and `up_proj`, as Hugging Face's models have them.
+
+    Args:
+        embed_dim: Features of a token.
+        hidden_dim: Features between.
+        bias: Whether the projections have biases.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Raises:
+        OptionError: An argument is wrong.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> mlp = cudnn_sdpa.nn.SwiGLU(64, 160)
+        >>> gate, up, down = torch.randn(160, 64), torch.randn(160, 64), torch.randn(64, 160)
+        >>> parts = {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": down}
+        >>> mlp.load_state_dict(parts)
+        <All keys matched successfully>
+        >>> x = torch.randn(2, 10, 64)
+        >>> torch.allclose(mlp(x), (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T, atol=2e-2)
+        True
+
+    SwiGLU is from "GLU Variants Improve Transformer" (Shazeer, 2020).
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        hidden_dim: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_counts(embed_dim=embed_dim, hidden_dim=hidden_dim)
+        check_flags(bias=bias)
+        self.embed_dim, self.hidden_dim = embed_dim, hidden_dim
+        self.gate_up_proj = nn.Linear(embed_dim, 2 * hidden_dim, bias, device, dtype)
+        self.down_proj = nn.Linear(hidden_dim, embed_dim, bias, device, dtype)
+
+    def reset_parameters(self) -> None:
+        """Draws new weights as `torch.nn.Linear` does."""
+        self.gate_up_proj.reset_parameters()
+        self.down_proj.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of tokens (B, S, embed_dim)."""
+        check_tokens("x", x, self.embed_dim)
+        down: Tensor = self.down_proj(silu_mul(self.gate_up_proj(x)))
+        return down
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        parts = {"gate_proj": self.hidden_dim, "up_proj": self.hidden_dim}
+        merge(state_dict, prefix, "gate_up_proj", parts, rest[-1])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class FeedForward(nn.Module):
+    """The feed-forward part of layers without a gate: linear2(activation(linear1(x))), as vision transformers have it.
+
+    Parameters have the names of those of `torch.nn.TransformerEncoderLayer`.
+
+    Args:
+        embed_dim: Features of a token.
+        hidden_dim: Features between.
+        activation: "gelu", by the error function; "gelu_tanh", its approximation; "relu" or "silu".
+        bias: Whether the projections have biases.
+        dropout: Share of the features between that is dropped in training.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Raises:
+        OptionError: An argument is wrong.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> mlp = cudnn_sdpa.nn.FeedForward(64, 256)
+        >>> mlp(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        hidden_dim: int,
+        *,
+        activation: str = "gelu",
+        bias: bool = True,
+        dropout: float = 0.0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_counts(embed_dim=embed_dim, hidden_dim=hidden_dim)
+        check_choice("activation", activation, tuple(ACTIVATIONS))
+        check_flags(bias=bias)
+        check_number("dropout", dropout, below=1)
+        self.embed_dim, self.hidden_dim, self.activation, self.dropout = embed_dim, hidden_dim, activation, dropout
+        self.linear1 = nn.Linear(embed_dim, hidden_dim, bias, device, dtype)
+        self.linear2 = nn.Linear(hidden_dim, embed_dim, bias, device, dtype)
+
+    def reset_parameters(self) -> None:
+        """Draws new weights as `torch.nn.Linear` does."""
+        self.linear1.reset_parameters()
+        self.linear2.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of tokens (B, S, embed_dim)."""
+        check_tokens("x", x, self.embed_dim)
+        hidden = drop(ACTIVATIONS[self.activation](self.linear1(x)), self.dropout, self.training)
+        out: Tensor = self.linear2(hidden)
+        return out
+
+    def extra_repr(self) -> str:
+        """The arguments that its projections do not show."""
+        return f"activation={self.activation!r}, dropout={self.dropout}"
+
+
+def drop(x: Tensor, p: float, training: bool) -> Tensor:
+    """Dropout, without a kernel where there is nothing to drop."""
+    return F.dropout(x, p) if training and p else x

@@ -1,0 +1,231 @@
+"""`KVCache`: keys and values of a fixed batch in one piece, with lengths that only the GPU knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import debug
+from cudnn_sdpa.attention.dense import sdpa
+from cudnn_sdpa.attention.kv_arguments import check_count
+from cudnn_sdpa.attention.side_tensors import check_lengths, dtype_name, shape_of
+from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.nn.checks import check_counts
+from cudnn_sdpa.runtime.eager import is_compiling, needs_gradient
+
+
+@dataclass(eq=False)
+class KVStep:
+    """Where the new tokens of one step on a `KVCache` go, and what they see.
+
+    Attributes:
+        positions: Of the new tokens in their sequences, (B, tokens) int64; for rotary embeddings.
+        seq_lens_kv: Tokens of each sequence, the new ones included, (B,) int32.
+        seq_lens_q: How many tokens are new, (B,) int32; None if all are.
+        slots: Where they are written, (B, tokens) int64; what has no place goes into a row that nobody reads.
+        is_over: Which sequences have become too long, (B, 1, 1, 1) booleans: their output is NaN.
+    """
+
+    positions: Tensor
+    seq_lens_kv: Tensor
+    seq_lens_q: Tensor | None
+    slots: Tensor = field(repr=False)
+    is_over: Tensor = field(repr=False)
+    of: KVCache = field(repr=False)
+
+    @property
+    def batch(self) -> int:
+        """How many sequences there are."""
+        return self.positions.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """How many new tokens of a sequence there are at most."""
+        return self.positions.shape[1]
+
+    def cache(self) -> KVCache:
+        """The cache that it belongs to."""
+        return self.of
+
+
+class KVCache:
+    """Keys and values of a batch of sequences in one tensor for each layer: the static cache of a model.
+
+    Every sequence has room for `max_length` tokens from the beginning. Lengths are on the GPU and are never read back:
+    a CUDA graph or a compiled function that reserves, appends and attends goes on with longer sequences at each call.
+    For many sequences that come and go there is `PagedKVCache`.
+
+    A sequence that outgrows `max_length` raises on the CPU, and under `CUDNN_SDPA_DEBUG=1`. On the GPU nobody knows
+    in time: its output is NaN from then on, until `reset`.
+
+    Args:
+        batch: Sequences.
+        heads: Heads of keys and values.
+        head_dim: Size of a head.
+        max_length: Most tokens of a sequence.
+        layers: Layers of the model; all share the lengths.
+        dtype: Of keys and values.
+        device: Where they are; the current GPU if there is one.
+
+    Attributes:
+        lengths: Tokens of each sequence, (B,) int32. May be written to, in place: a smaller number forgets the last
+            tokens.
+
+    Raises:
+        OptionError: A size is none.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> attention = cudnn_sdpa.nn.Attention(64, num_heads=4, num_kv_heads=2, is_causal=True).eval()
+        >>> cache = cudnn_sdpa.nn.KVCache(
+        ...     batch=2, heads=2, head_dim=16, max_length=32, dtype=torch.float32, device="cpu"
+        ... )
+        >>> x = torch.randn(2, 8, 64)
+        >>> with torch.no_grad():
+        ...     prompt = attention(x[:, :5], step=cache.reserve(5))
+        ...     rest = [attention(x[:, i : i + 1], step=cache.reserve()) for i in range(5, 8)]
+        ...     torch.allclose(torch.cat([prompt, *rest], dim=1), attention(x), atol=1e-5)
+        True
+        >>> cache.lengths
+        tensor([8, 8], dtype=torch.int32)
+    """
+
+    def __init__(
+        self,
+        *,
+        batch: int,
+        heads: int,
+        head_dim: int,
+        max_length: int,
+        layers: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        check_counts(batch=batch, heads=heads, head_dim=head_dim, max_length=max_length, layers=layers)
+        if not isinstance(dtype, torch.dtype):
+            raise OptionError("dtype", repr(dtype), "a torch.dtype")
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.batch, self.heads, self.head_dim, self.max_length = batch, heads, head_dim, max_length
+        # The last row takes what has no place; attention does not see it.
+        shape = (batch, heads, max_length + 1, head_dim)
+        with torch.inference_mode(False):  # or nobody could write to it in another mode
+            self._pairs = [
+                (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+                for _ in range(layers)
+            ]
+            self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+            self._rows = torch.arange(batch, device=device).unsqueeze(1)
+        self.dtype, self.device = dtype, self.lengths.device
+
+    def k(self, layer: int = 0) -> Tensor:
+        """The keys of a layer, (B, Hkv, max_length, D)."""
+        return self._pair(layer)[0][:, :, : self.max_length]
+
+    def v(self, layer: int = 0) -> Tensor:
+        """The values of a layer, (B, Hkv, max_length, D)."""
+        return self._pair(layer)[1][:, :, : self.max_length]
+
+    def _pair(self, layer: int) -> tuple[Tensor, Tensor]:
+        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(self._pairs):
+            raise OptionError("layer", repr(layer), f"a layer from 0 to {len(self._pairs) - 1}")
+        return self._pairs[layer]
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        self.lengths.zero_()
+
+    def reserve(self, tokens: int = 1, seq_lens: Tensor | None = None) -> KVStep:
+        """Makes room for new tokens at the end of every sequence, and says where they go.
+
+        Args:
+            tokens: How many new tokens there are.
+            seq_lens: How many of them each sequence has, (B,) int32, if they differ: the first ones.
+
+        Returns:
+            The step, for `append` and `attend` of each layer, or for the modules' argument `step`.
+
+        Raises:
+            ArgumentError: A number is wrong, or a sequence becomes longer than `max_length`, where that is known.
+        """
+        check_count("tokens", tokens)
+        offsets = torch.arange(tokens, device=self.device)
+        check_lengths("seq_lens", seq_lens, self._rows)
+        if not is_compiling() and (self.device.type == "cpu" or (debug.enabled and not _is_capturing())):
+            self._check_room(tokens, seq_lens)
+        positions = self.lengths.unsqueeze(1) + offsets
+        found = positions < self.max_length
+        if seq_lens is not None:
+            found = found & (offsets < seq_lens.unsqueeze(1))
+        self.lengths.add_(tokens if seq_lens is None else seq_lens)
+        lengths = self.lengths.clone()  # the next step changes the cache's own
+        slots = torch.where(found, positions, self.max_length)
+        is_over = (lengths > self.max_length).view(-1, 1, 1, 1)
+        return KVStep(positions, lengths, seq_lens, slots, is_over, self)
+
+    def _check_room(self, tokens: int, seq_lens: Tensor | None) -> None:
+        new = [tokens] * self.batch if seq_lens is None else seq_lens.tolist()
+        for length, more in zip(self.lengths.tolist(), new, strict=True):
+            if not 0 <= more <= tokens:
+                raise OptionError("seq_lens", repr(more), f"numbers from 0 to {tokens}, as there are tokens")
+            if length + more > self.max_length:
+                room = f"no more than max_length ({self.max_length}) in all"
+                raise OptionError("tokens", f"{more} after {length}", room)
+
+    def append(self, step: KVStep, k: Tensor, v: Tensor, layer: int = 0) -> None:
+        """Writes the keys and values of a step's new tokens.
+
+        Args:
+            step: What `reserve` gave.
+            k: Keys (B, Hkv, tokens, D), in the dtype of the cache.
+            v: Values, likewise.
+            layer: Of which layer they are.
+
+        Raises:
+            ArgumentError: They do not fit.
+            UnsupportedError: They require a gradient.
+        """
+        self._own(step)
+        expected = (self.batch, self.heads, step.tokens, self.head_dim)
+        for name, rows in (("k", k), ("v", v)):
+            if tuple(rows.shape) != expected:
+                raise ShapeError(name, shape_of(rows), f"shape {expected}: (B, Hkv, tokens, head dim)")
+            if rows.dtype != self.dtype:
+                raise DtypeError(name, dtype_name(rows.dtype), f"{dtype_name(self.dtype)}, the dtype of the cache")
+            if rows.device != self.device:
+                raise DeviceError(name, str(rows.device), f"{self.device}, where the cache is")
+        if needs_gradient(k, v):
+            reasons = ["keys or values require grad, and a cache keeps numbers without their history"]
+            raise UnsupportedError("a KVCache with a gradient", reasons, "calling it under torch.no_grad()")
+        for rows, to in zip((k, v), self._pair(layer), strict=True):
+            to[self._rows, :, step.slots] = rows.transpose(1, 2)
+
+    def attend(self, step: KVStep, q: Tensor, layer: int = 0, **options: Any) -> Tensor:
+        """Attention of a step's new tokens on all tokens of their sequences.
+
+        Args:
+            step: What `reserve` gave; its keys and values have been appended.
+            q: Queries (B, Hq, tokens, D).
+            layer: On which layer's keys and values.
+            options: Those of `sdpa`: window, scale, softcap, sinks, attn_mask. The causal mask is on unless
+                `is_causal=False` is given.
+
+        Returns:
+            The output (B, Hq, tokens, D).
+        """
+        self._own(step)
+        lengths = {"seq_lens_q": step.seq_lens_q, "seq_lens_kv": step.seq_lens_kv}
+        options = {"is_causal": True, "causal_alignment": "bottom_right", **lengths, **options}
+        out: Tensor = sdpa(q, self.k(layer), self.v(layer), **options)
+        return out.masked_fill_(step.is_over, float("nan"))
+
+    def _own(self, step: Any) -> None:
+        if not isinstance(step, KVStep) or step.of is not self:
+            raise OptionError("step", type(step).__name__, "a KVStep that this cache has made")
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

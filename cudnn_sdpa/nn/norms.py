@@ -1,0 +1,195 @@
+"""`RMSNorm` and `LayerNorm`: the norms of this library with their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.nn.checks import check_counts, check_flags, check_number
+from cudnn_sdpa.nn.conversion import check_type, copy_parameter, refuse
+from cudnn_sdpa.norm import layer_norm, rms_norm
+
+
+class RMSNorm(nn.Module):
+    """`torch.nn.RMSNorm` over the last dimension, by `rms_norm`: x / sqrt(mean(x²) + eps) · weight.
+
+    Args:
+        normalized_shape: Size of the last dimension.
+        eps: Added to the mean of the squares.
+        elementwise_affine: Whether there is a weight.
+        zero_centered: Whether the weight is stored less 1, as Gemma does; it starts at 0 then.
+        device: Of the weight.
+        dtype: Of the weight; that of the rows, or float32.
+
+    Raises:
+        OptionError: An argument is wrong.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> twin = torch.nn.RMSNorm(64, eps=1e-5)
+        >>> norm = cudnn_sdpa.nn.RMSNorm.from_torch(twin)
+        >>> x = torch.randn(2, 10, 64)
+        >>> torch.allclose(norm(x), twin(x), atol=1e-6)
+        True
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        *,
+        zero_centered: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.normalized_shape = _one_dimension(normalized_shape)
+        check_number("eps", eps)
+        check_flags(elementwise_affine=elementwise_affine, zero_centered=zero_centered)
+        self.eps, self.elementwise_affine, self.zero_centered = eps, elementwise_affine, zero_centered
+        self.register_parameter("weight", _vector(self.normalized_shape, device, dtype, elementwise_affine))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Makes it a norm without a weight."""
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+
+    @classmethod
+    def from_torch(cls, module: nn.RMSNorm) -> RMSNorm:
+        """The same norm as PyTorch's, with a copy of its weight.
+
+        Raises:
+            OptionError: It is something else.
+            UnsupportedError: It goes over several dimensions.
+        """
+        check_type("module", module, nn.RMSNorm)
+        _refuse_several(cls.__name__, module.normalized_shape)
+        eps = module.eps
+        if eps is None:  # PyTorch takes that of the dtype in which it computes
+            of_64 = module.weight is not None and module.weight.dtype == torch.float64
+            eps = torch.finfo(torch.float64 if of_64 else torch.float32).eps
+        new = cls(module.normalized_shape[0], eps, module.elementwise_affine, **_like(module.weight))
+        copy_parameter(new.weight, module.weight)
+        return new.train(module.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of rows (..., n)."""
+        normed: Tensor = rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
+        return normed
+
+    def extra_repr(self) -> str:
+        """The arguments that it was made with."""
+        text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+        return text + (", zero_centered=True" if self.zero_centered else "")
+
+
+class LayerNorm(nn.Module):
+    """`torch.nn.LayerNorm` over the last dimension, by `layer_norm`: (x - mean) / sqrt(variance + eps) · weight + bias.
+
+    Without a weight, or without a bias, each call makes one for cuDNN.
+
+    Args:
+        normalized_shape: Size of the last dimension.
+        eps: Added to the variance.
+        elementwise_affine: Whether there is a weight.
+        bias: Whether there is a bias, too.
+        device: Of both.
+        dtype: Of both; that of the rows, or float32.
+
+    Raises:
+        OptionError: An argument is wrong.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> twin = torch.nn.LayerNorm(64)
+        >>> norm = cudnn_sdpa.nn.LayerNorm.from_torch(twin)
+        >>> x = torch.randn(2, 10, 64)
+        >>> torch.allclose(norm(x), twin(x), atol=1e-5)
+        True
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.normalized_shape = _one_dimension(normalized_shape)
+        check_number("eps", eps)
+        check_flags(elementwise_affine=elementwise_affine, bias=bias)
+        self.eps, self.elementwise_affine = eps, elementwise_affine
+        for name, there in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
+            self.register_parameter(name, _vector(self.normalized_shape, device, dtype, there))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Makes it a norm without a weight and a bias."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    @classmethod
+    def from_torch(cls, module: nn.LayerNorm) -> LayerNorm:
+        """The same norm as PyTorch's, with copies of its weight and bias.
+
+        Raises:
+            OptionError: It is something else.
+            UnsupportedError: It goes over several dimensions.
+        """
+        check_type("module", module, nn.LayerNorm)
+        _refuse_several(cls.__name__, module.normalized_shape)
+        affine, with_bias = module.elementwise_affine, module.bias is not None
+        new = cls(module.normalized_shape[0], module.eps, affine, with_bias, **_like(module.weight))
+        copy_parameter(new.weight, module.weight)
+        copy_parameter(new.bias, module.bias)
+        return new.train(module.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of rows (..., n)."""
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        """The arguments that it was made with."""
+        text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+        return f"{text}, bias={self.bias is not None}"
+
+
+def _one_dimension(shape: Any) -> tuple[int, ...]:
+    sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
+    if len(sizes) != 1:
+        raise OptionError("normalized_shape", repr(shape), "the size of one dimension, the last")
+    check_counts(normalized_shape=sizes[0])
+    return sizes
+
+
+def _vector(shape: tuple[int, ...], device: Any, dtype: torch.dtype | None, there: bool) -> nn.Parameter | None:
+    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if there else None
+
+
+def _like(weight: Tensor | None) -> dict[str, Any]:
+    return {} if weight is None else {"device": weight.device, "dtype": weight.dtype}
+
+
+def _refuse_several(name: str, shape: tuple[int, ...]) -> None:
+    several = {f"it goes over the last {len(shape)} dimensions, and cuDNN's norm over one": len(shape) != 1}
+    refuse(f"{name}.from_torch", several, "flattening these dimensions before it")
+
+
+NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms_norm": RMSNorm, "layer_norm": LayerNorm}

@@ -1,0 +1,193 @@
+"""`TransformerLayer`: attention and what follows it, each behind a norm and added to what came in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.nn.attention import Attention
+from cudnn_sdpa.nn.checks import check_choice, check_flags, check_number
+from cudnn_sdpa.nn.conversion import LINEAR, check_type, copy_linear, refuse, rename
+from cudnn_sdpa.nn.feed_forward import ACTIVATIONS, FeedForward, SwiGLU, drop
+from cudnn_sdpa.nn.norms import NORMS, LayerNorm, RMSNorm
+
+#: Names that Hugging Face's LLaMA has, and PyTorch's own layer.
+FOREIGN = {
+    "input_layernorm.": "norm1.",
+    "post_attention_layernorm.": "norm2.",
+    "linear1.": "mlp.linear1.",
+    "linear2.": "mlp.linear2.",
+}
+
+
+class TransformerLayer(nn.Module):
+    """x + attention(norm1(x)), then x + mlp(norm2(x)): by default with RMSNorm and SwiGLU, as in LLaMA.
+
+    Its parts are `norm1`, `self_attn`, `norm2` and `mlp`. `load_state_dict` also takes the weights of a layer of
+    Hugging Face's LLaMA, and of `torch.nn.TransformerEncoderLayer`, by their names.
+
+    Args:
+        embed_dim: Features of a token.
+        num_heads: Heads of queries.
+        ffn_dim: Features in the middle of the feed-forward part.
+        norm: "rms_norm" or "layer_norm".
+        activation: "swiglu", with a gate, or "gelu", "gelu_tanh", "relu", "silu", without one.
+        norm_first: Whether the norms are before the parts; if not, after the sums, as in BERT.
+        norm_eps: Of the norms; 1e-6 for "rms_norm" and 1e-5 for "layer_norm" if not given.
+        bias: Whether projections, and norms of "layer_norm", have biases.
+        dropout: Share that is dropped in training: of the attention's weights, of what both parts add, and of the
+            features in the middle where there is no gate. As in PyTorch's layer.
+        device: Of the parameters.
+        dtype: Of the parameters.
+        attention: Arguments of `Attention`: num_kv_heads, head_dim, qkv_bias, is_causal, window, scale, softcap,
+            sinks, rope.
+
+    Raises:
+        OptionError: An argument is wrong.
+
+    Examples:
+        A layer of LLaMA:
+
+        >>> import torch, cudnn_sdpa
+        >>> rope = cudnn_sdpa.nn.RotaryEmbedding(head_dim=16, base=500000.0)
+        >>> layer = cudnn_sdpa.nn.TransformerLayer(64, 4, 160, num_kv_heads=2, is_causal=True, rope=rope)
+        >>> layer(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
+
+        The weights of PyTorch's:
+
+        >>> twin = torch.nn.TransformerEncoderLayer(64, 4, 256, activation="gelu", batch_first=True, norm_first=True)
+        >>> layer = cudnn_sdpa.nn.TransformerLayer.from_torch(twin.eval())
+        >>> x = torch.randn(2, 10, 64)
+        >>> torch.allclose(layer(x), twin(x), atol=1e-5)
+        True
+    """
+
+    norm1: RMSNorm | LayerNorm
+    norm2: RMSNorm | LayerNorm
+    mlp: SwiGLU | FeedForward
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        ffn_dim: int,
+        *,
+        norm: str = "rms_norm",
+        activation: str = "swiglu",
+        norm_first: bool = True,
+        norm_eps: float | None = None,
+        bias: bool = False,
+        dropout: float = 0.0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        **attention: Any,
+    ) -> None:
+        super().__init__()
+        check_choice("norm", norm, tuple(NORMS))
+        check_choice("activation", activation, ("swiglu", *ACTIVATIONS))
+        check_flags(norm_first=norm_first, bias=bias)
+        check_number("dropout", dropout, below=1)
+        if attention.get("context_dim") is not None:
+            raise OptionError("context_dim", repr(attention["context_dim"]), "None: the layer's tokens see themselves")
+        self.norm_first, self.dropout = norm_first, dropout
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        of_norm: dict[str, Any] = {"bias": bias} if norm == "layer_norm" else {}
+        of_norm |= {} if norm_eps is None else {"eps": norm_eps}
+        self.norm1 = NORMS[norm](embed_dim, **of_norm, **made)
+        self.self_attn = Attention(embed_dim, num_heads, bias=bias, dropout=dropout, **made, **attention)
+        self.norm2 = NORMS[norm](embed_dim, **of_norm, **made)
+        if activation == "swiglu":
+            self.mlp = SwiGLU(embed_dim, ffn_dim, bias=bias, **made)
+        else:
+            self.mlp = FeedForward(embed_dim, ffn_dim, activation=activation, bias=bias, dropout=dropout, **made)
+
+    def reset_parameters(self) -> None:
+        """Draws new weights for all parts."""
+        for part in (self.norm1, self.self_attn, self.norm2, self.mlp):
+            part.reset_parameters()
+
+    @classmethod
+    def from_torch(cls, module: nn.TransformerEncoderLayer, **attention: Any) -> TransformerLayer:
+        """The same layer as PyTorch's, with copies of its weights.
+
+        Args:
+            module: Its inputs are (batch, sequence, features).
+            attention: is_causal, window, softcap, rope: what PyTorch's layer is not made with. PyTorch's masks mean the
+                opposite of ours.
+
+        Raises:
+            OptionError: It is something else.
+            UnsupportedError: It computes what this layer does not, with every reason.
+        """
+        check_type("module", module, nn.TransformerEncoderLayer)
+        activation = _activation_of(module)
+        reasons = {
+            f"its activation is {module.activation!r}, none of {', '.join(ACTIVATIONS)}": activation is None,
+            "dropout1 and dropout2 drop different shares": module.dropout1.p != module.dropout2.p,
+        }
+        refuse(f"{cls.__name__}.from_torch", reasons)
+        for name in ("linear1", "linear2"):
+            check_type(f"module.{name}", getattr(module, name), *LINEAR)
+        linear = module.linear1
+        new = cls(
+            linear.in_features,
+            module.self_attn.num_heads,
+            linear.out_features,
+            norm="layer_norm",
+            activation=activation or "gelu",
+            norm_first=module.norm_first,
+            bias=linear.bias is not None,
+            dropout=module.dropout1.p,
+            device=linear.weight.device,
+            dtype=linear.weight.dtype,
+        )
+        new.norm1, new.norm2 = LayerNorm.from_torch(module.norm1), LayerNorm.from_torch(module.norm2)
+        new.self_attn = Attention.from_torch(module.self_attn, **attention)
+        assert isinstance(new.mlp, FeedForward), "as it was made"
+        new.mlp.dropout = module.dropout.p
+        copy_linear(new.mlp.linear1, module.linear1)
+        copy_linear(new.mlp.linear2, module.linear2)
+        return new.train(module.training)
+
+    def forward(self, x: Tensor, **attention: Any) -> Tensor:
+        """The layer's result for tokens.
+
+        Args:
+            x: (B, S, embed_dim).
+            attention: Arguments of `Attention.forward`: attn_mask, seq_lens, position_ids, rotations, step, layer.
+
+        Returns:
+            (B, S, embed_dim).
+        """
+        if self.norm_first:
+            x = x + self._drop(self.self_attn(self.norm1(x), **attention))
+            return x + self._drop(self.mlp(self.norm2(x)))
+        x = self.norm1(x + self._drop(self.self_attn(x, **attention)))
+        normed: Tensor = self.norm2(x + self._drop(self.mlp(x)))
+        return normed
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return drop(x, self.dropout, self.training)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        rename(state_dict, prefix, FOREIGN)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def extra_repr(self) -> str:
+        """The arguments that its parts do not show."""
+        return f"norm_first={self.norm_first}, dropout={self.dropout}"
+
+
+def _activation_of(module: nn.TransformerEncoderLayer) -> str | None:
+    """The name of the activation of PyTorch's layer: a function or a module."""
+    found: Any = module.activation
+    if type(found) is nn.GELU:
+        return {"none": "gelu", "tanh": "gelu_tanh"}[found.approximate]
+    names: dict[Any, str] = {nn.ReLU: "relu", nn.SiLU: "silu"}
+    names |= {functional.gelu: "gelu", functional.relu: "relu", torch.relu: "relu", functional.silu: "silu"}
+    return names.get(type(found)) or names.get(found)

@@ -1,0 +1,200 @@
+"""`VisionEncoder`: the encoder of vision transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cudnn_sdpa.attention.side_tensors import shape_of
+from cudnn_sdpa.errors import OptionError, ShapeError
+from cudnn_sdpa.nn.checks import check_choice, check_counts, check_flags
+from cudnn_sdpa.nn.conversion import check_type, copy_parameter, refuse
+from cudnn_sdpa.nn.feed_forward import drop
+from cudnn_sdpa.nn.norms import NORMS, LayerNorm, RMSNorm
+from cudnn_sdpa.nn.patches import PatchEmbed, pair
+from cudnn_sdpa.nn.transformer import TransformerLayer
+
+
+class VisionEncoder(nn.Module):
+    """Patches, a learned embedding of their positions, layers, and a norm: a vision transformer without a head.
+
+    Args:
+        image_size: Height and width of a picture, one number for both or one for each.
+        patch_size: Height and width of a patch, of which pictures have a whole number.
+        embed_dim: Features of a token.
+        num_layers: Layers.
+        num_heads: Heads of each.
+        ffn_dim: Features in the middle of their feed-forward parts; four times `embed_dim` if not given.
+        in_channels: Channels of a picture.
+        class_token: Whether a learned token comes before those of the patches.
+        norm: "layer_norm" or "rms_norm", of the layers and at the end.
+        norm_eps: Of the norms.
+        activation: That of `TransformerLayer`.
+        bias: Whether projections and norms have biases.
+        dropout: Share that is dropped in training: after the positions were added, and in the layers.
+        device: Of the parameters.
+        dtype: Of the parameters.
+        attention: Arguments of each layer's `Attention`, such as num_kv_heads.
+
+    Raises:
+        OptionError: An argument is wrong.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> encoder = cudnn_sdpa.nn.VisionEncoder(32, 8, embed_dim=64, num_layers=2, num_heads=4)
+        >>> tokens = encoder(torch.randn(2, 3, 32, 32))
+        >>> tokens.shape  # the class token, and 4 · 4 patches
+        torch.Size([2, 17, 64])
+
+    From "An Image is Worth 16x16 Words" (Dosovitskiy et al., 2020).
+    """
+
+    class_token: nn.Parameter | None
+    norm: RMSNorm | LayerNorm | nn.Identity
+
+    def __init__(
+        self,
+        image_size: int | tuple[int, int],
+        patch_size: int | tuple[int, int],
+        *,
+        embed_dim: int,
+        num_layers: int,
+        num_heads: int,
+        ffn_dim: int | None = None,
+        in_channels: int = 3,
+        class_token: bool = True,
+        norm: str = "layer_norm",
+        norm_eps: float = 1e-6,
+        activation: str = "gelu",
+        bias: bool = True,
+        dropout: float = 0.0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        **attention: Any,
+    ) -> None:
+        super().__init__()
+        self.image_size = pair("image_size", image_size)
+        height, width = pair("patch_size", patch_size)
+        if self.image_size[0] % height or self.image_size[1] % width:
+            raise OptionError("image_size", repr(image_size), f"whole patches of {height} x {width}")
+        check_counts(num_layers=num_layers)
+        check_flags(class_token=class_token)
+        check_choice("norm", norm, tuple(NORMS))
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.patch_embed = PatchEmbed((height, width), embed_dim, in_channels, bias=bias, **made)
+        tokens = self.image_size[0] // height * (self.image_size[1] // width) + class_token
+        of_class = nn.Parameter(torch.empty(1, 1, embed_dim, **made)) if class_token else None
+        self.register_parameter("class_token", of_class)
+        self.position_embedding = nn.Parameter(torch.empty(1, tokens, embed_dim, **made))
+        self.dropout = dropout
+        options = made | {"norm": norm, "norm_eps": norm_eps, "activation": activation, "bias": bias}
+        ffn_dim = 4 * embed_dim if ffn_dim is None else ffn_dim
+        self.layers = nn.ModuleList(
+            TransformerLayer(embed_dim, num_heads, ffn_dim, dropout=dropout, **options, **attention)
+            for _ in range(num_layers)
+        )
+        of_norm: dict[str, Any] = {"bias": bias} if norm == "layer_norm" else {}
+        self.norm = NORMS[norm](embed_dim, norm_eps, **of_norm, **made)
+        self._reset_tokens()
+
+    def reset_parameters(self) -> None:
+        """Draws new weights for all parts."""
+        self._reset_tokens()
+        for part in (self.patch_embed, *self.layers, self.norm):
+            if not isinstance(part, nn.Identity):
+                part.reset_parameters()
+
+    def _reset_tokens(self) -> None:
+        nn.init.trunc_normal_(self.position_embedding, std=0.02)
+        if self.class_token is not None:
+            nn.init.trunc_normal_(self.class_token, std=0.02)
+
+    @classmethod
+    def from_torch(
+        cls,
+        patch_embed: nn.Conv2d,
+        position_embedding: Tensor,
+        encoder: nn.TransformerEncoder,
+        *,
+        image_size: int | tuple[int, int],
+        class_token: Tensor | None = None,
+    ) -> VisionEncoder:
+        """A vision transformer out of PyTorch's modules, with copies of their weights.
+
+        Args:
+            patch_embed: The projection of patches.
+            position_embedding: (tokens, features), or with a 1 before; the class token's first if there is one.
+            encoder: The layers, and the norm at the end if there is one.
+            image_size: Height and width of a picture.
+            class_token: (features,), or with ones before.
+
+        Raises:
+            ArgumentError: They are something else, or do not fit.
+            UnsupportedError: They compute what this module does not, with every reason.
+
+        Examples:
+            >>> import torch, cudnn_sdpa
+            >>> layer = torch.nn.TransformerEncoderLayer(64, 4, 256, batch_first=True, norm_first=True)
+            >>> layers = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+            >>> project, positions = torch.nn.Conv2d(3, 64, 8, 8), torch.randn(16, 64)
+            >>> encoder = cudnn_sdpa.nn.VisionEncoder.from_torch(project, positions, layers, image_size=32)
+            >>> images = torch.randn(2, 3, 32, 32)
+            >>> expected = layers(project(images).flatten(2).transpose(1, 2) + positions)
+            >>> torch.allclose(encoder(images), expected, atol=1e-5)
+            True
+        """
+        check_type("encoder", encoder, nn.TransformerEncoder)
+        refuse(f"{cls.__name__}.from_torch", {"the encoder has no layers": not len(encoder.layers)})
+        embed = PatchEmbed.from_torch(patch_embed)
+        layers = [TransformerLayer.from_torch(layer) for layer in encoder.layers]  # type: ignore[arg-type]
+        new = cls(
+            image_size,
+            embed.patch_size,
+            embed_dim=embed.embed_dim,
+            num_layers=1,
+            num_heads=1,
+            ffn_dim=1,
+            in_channels=embed.in_channels,
+            class_token=class_token is not None,
+            device=embed.weight.device,
+            dtype=embed.weight.dtype,
+        )
+        for name, source in (("position_embedding", position_embedding), ("class_token", class_token)):
+            target = getattr(new, name)
+            if target is None or source is None:
+                continue
+            if source.shape[-2:] != target.shape[-2:] and source.numel() != target.numel():
+                raise ShapeError(name, shape_of(source), f"shape {tuple(target.shape)}")
+            copy_parameter(target, source.reshape(target.shape))
+        new.patch_embed, new.layers = embed, nn.ModuleList(layers)
+        new.norm = nn.Identity() if encoder.norm is None else LayerNorm.from_torch(encoder.norm)
+        return new.train(encoder.training)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Tokens of pictures.
+
+        Args:
+            images: (B, in_channels, H, W), of `image_size`.
+
+        Returns:
+            (B, tokens, embed_dim): the class token, if there is one, then the patches row by row.
+
+        Raises:
+            ArgumentError: They do not fit.
+        """
+        if isinstance(images, Tensor) and images.dim() == 4 and tuple(images.shape[2:]) != self.image_size:
+            raise ShapeError("images", shape_of(images), f"height and width {self.image_size}, of image_size")
+        x = self.patch_embed(images)
+        if self.class_token is not None:
+            x = torch.cat((self.class_token.expand(x.shape[0], -1, -1).to(x.dtype), x), dim=1)
+        x = drop(x + self.position_embedding, self.dropout, self.training)
+        for layer in self.layers:
+            x = layer(x)
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def extra_repr(self) -> str:
+        """The arguments that its parts do not show."""
+        return f"image_size={self.image_size}, class_token={self.class_token is not None}"

@@ -1,0 +1,319 @@
+"""`nn.Attention` and `nn.RotaryEmbedding`: values and gradients, weights of other modules, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from module_values import assert_right, difference, evaluate, parameters_of, randomize, rotate
+from torch import nn
+
+from cudnn_sdpa import DtypeError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.nn import Attention, RotaryEmbedding
+
+TOLERANCE = 2e-5
+
+
+def mha(**options):
+    """PyTorch's attention, with biases that are not zeros."""
+    module = nn.MultiheadAttention(**{"embed_dim": 32, "num_heads": 4, "batch_first": True, **options})
+    for name, x in module.named_parameters():
+        if "bias" in name:
+            nn.init.normal_(x)
+    return module
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": True},
+        {"qkv_bias": True, "num_kv_heads": 2},
+        {"is_causal": True, "num_kv_heads": 1, "head_dim": 24},
+        {"is_causal": True, "window": (3, 0), "sinks": True},
+        {"window": (2, 4), "scale": 0.7},
+        {"is_causal": True, "softcap": 2.0, "num_kv_heads": 2},
+        {"sinks": True, "bias": True, "num_kv_heads": 2},
+        {"rope": RotaryEmbedding(8), "is_causal": True},
+        {"rope": RotaryEmbedding(8, 500.0, interleaved=True), "num_kv_heads": 2, "sinks": True, "window": (5, -1)},
+        {"rope": RotaryEmbedding(8, rotary_dim=4), "softcap": 1.5, "is_causal": True},
+        {"rope": RotaryEmbedding(8, frequencies=[1.0, 0.3, 0.05, 0.001]), "is_causal": True},
+    ],
+    ids=lambda options: "+".join(options) or "plain",
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_values_and_gradients(options, padded):
+    module = randomize(Attention(32, 4, **options))
+    lengths = {"seq_lens": torch.tensor([9, 4], dtype=torch.int32)} if padded else {}
+    assert_right(module, torch.randn(2, 9, 32), tolerance=TOLERANCE, **lengths)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "bias": True}, {"softcap": 3.0, "sinks": True}])
+def test_values_and_gradients_on_another_sequence(options):
+    module = randomize(Attention(32, 4, context_dim=24, **options))
+    x, context = torch.randn(2, 9, 32), torch.randn(2, 13, 24)
+    lengths = {"context_lens": torch.tensor([13, 6], dtype=torch.int32)}
+    for given in ({}, lengths, {**lengths, "seq_lens": torch.tensor([2, 9], dtype=torch.int32)}):
+        assert_right(module, x, context, tolerance=TOLERANCE, **given)
+    assert torch.equal(module(x, module.project_context(context), **lengths), module(x, context, **lengths))
+
+
+def test_masks():
+    module = randomize(Attention(32, 4, num_kv_heads=2, is_causal=True))
+    x = torch.randn(2, 9, 32)
+    seen = torch.rand(2, 1, 9, 9) > 0.3
+    seen |= torch.eye(9, dtype=torch.bool)
+    for mask in (seen, torch.randn(4, 9, 9)):
+        assert_right(module, x, tolerance=TOLERANCE, attn_mask=mask)
+
+
+def test_positions_are_those_that_are_given():
+    rope = RotaryEmbedding(8)
+    module = randomize(Attention(32, 4, rope=rope, is_causal=True))
+    x = torch.randn(2, 9, 32)
+    for positions in (torch.arange(9) * 3 + 5, torch.randint(0, 1000, (2, 9), dtype=torch.int32)):
+        assert_right(module, x, tolerance=TOLERANCE, position_ids=positions)
+        shared = rope(positions)
+        assert torch.equal(module(x, rotations=shared), module(x, position_ids=positions))
+    assert torch.equal(module(x), module(x, position_ids=torch.arange(9)))
+    # What counts is how far tokens are from each other.
+    moved = module(x, position_ids=torch.arange(9) + 100)
+    torch.testing.assert_close(module(x), moved, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"rotary_dim": 6}, {"base": 5e5}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rotations(options, dtype):
+    rope = RotaryEmbedding(16, **options)
+    heads, positions = torch.randn(2, 7, 3, 16).to(dtype), torch.randint(0, 5000, (2, 7))
+    found = rope.rotate(heads, rope(positions))
+    assert found.dtype == dtype
+    tolerance = 3e-3 if dtype == torch.bfloat16 else 3e-4  # 5000 radians in float32
+    assert difference(found, rotate(rope, heads.double(), positions)) < tolerance
+
+
+def test_rotations_are_those_of_hugging_face():
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = pytest.importorskip("transformers").LlamaConfig(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, rope_theta=5e5
+    )
+    rope = RotaryEmbedding(16, base=5e5)
+    positions = torch.randint(0, 100_000, (2, 11))
+    theirs = llama.LlamaRotaryEmbedding(config)
+    cos, sin = theirs(torch.empty(2, 11, 64), positions)
+    found = rope(positions)
+    if torch.equal(theirs.inv_freq, rope.frequencies):  # where they are computed alike
+        torch.testing.assert_close(found[0], cos[..., :8], atol=2e-2, rtol=0)  # angles by a matrix product or not
+    q, k = torch.randn(2, 11, 4, 16), torch.randn(2, 11, 2, 16)
+    expected = llama.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    for heads, right in zip((q, k), expected, strict=True):
+        turned = rope.rotate(heads, (cos[..., :8], sin[..., :8]))
+        torch.testing.assert_close(turned.transpose(1, 2), right, atol=1e-6, rtol=1e-5)
+
+
+def test_frequencies_stay_what_they_are():
+    rope = RotaryEmbedding(32, base=1e6)
+    before = rope.frequencies.clone()
+    holder = nn.ModuleList([rope]).to(torch.bfloat16)
+    assert rope.frequencies.dtype == torch.float32
+    assert torch.equal(rope.frequencies, before)
+    assert not holder.state_dict()
+    with torch.device("meta"):
+        on_meta = RotaryEmbedding(32, base=1e6)
+    assert on_meta.frequencies.is_meta
+    assert torch.equal(on_meta(torch.arange(5))[0], rope(torch.arange(5))[0])  # nobody filled it
+    assert torch.equal(on_meta.to_empty(device="cpu").frequencies, before)
+
+
+def test_dropout_drops_in_training_and_not_otherwise():
+    module = Attention(32, 4, dropout=0.5)
+    x = torch.randn(2, 9, 32)
+    assert not torch.equal(module(x), module(x))
+    torch.manual_seed(3)
+    once = module(x)
+    torch.manual_seed(3)
+    assert torch.equal(module(x), once)
+    module.eval()
+    assert difference(module(x), evaluate(module, parameters_of(module), x.double())) < TOLERANCE
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pytorchs_attention_becomes_ours(bias, dtype):
+    twin = mha(bias=bias, dropout=0.25, dtype=dtype)
+    twin.in_proj_weight.requires_grad_(False)
+    module = Attention.from_torch(twin.eval())
+    assert module.dropout == 0.25
+    assert not module.training
+    assert not module.qkv_proj.weight.requires_grad
+    assert module.out_proj.weight.requires_grad
+    x = torch.randn(2, 9, 32, dtype=dtype)
+    padding = torch.arange(9) >= torch.tensor([[9], [5]])
+    hidden = torch.triu(torch.ones(9, 9, dtype=torch.bool), 1)
+    expected, _ = twin(x, x, x, key_padding_mask=padding, attn_mask=hidden)
+    found = module(x, attn_mask=~padding[:, None, None] & ~hidden)  # True is the opposite here
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    with torch.no_grad():
+        twin.out_proj.weight.zero_()
+    assert module.out_proj.weight.abs().sum() > 0, "the weights are not its own"
+
+
+@pytest.mark.parametrize("dims", [{}, {"kdim": 24, "vdim": 24}])
+def test_pytorchs_cross_attention_becomes_ours(dims):
+    twin = mha(**dims)
+    module = Attention.from_torch(twin, cross=True)
+    x, context = torch.randn(2, 9, 32), torch.randn(2, 5, dims.get("kdim", 32))
+    torch.testing.assert_close(module(x, context), twin(x, context, context)[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "cross", "reasons"),
+    [
+        ({"batch_first": False}, False, ["batch_first = True"]),
+        ({"add_bias_kv": True, "add_zero_attn": True}, False, ["add_bias_kv", "add_zero_attn"]),
+        ({"kdim": 24, "vdim": 16}, True, ["24 features and its values 16"]),
+        ({"kdim": 24, "vdim": 24}, False, ["cross=True"]),
+    ],
+)
+def test_what_cannot_be_converted_says_why(options, cross, reasons):
+    with pytest.raises(UnsupportedError) as error:
+        Attention.from_torch(mha(**options), cross=cross)
+    assert len(error.value.reasons) == len(reasons)
+    for reason, text in zip(error.value.reasons, reasons, strict=True):
+        assert text in reason
+
+
+def test_other_classes_are_not_converted():
+    class Own(nn.MultiheadAttention):
+        pass
+
+    with pytest.raises(OptionError, match="may compute something else"):
+        Attention.from_torch(Own(32, 4, batch_first=True))
+    with pytest.raises(OptionError, match=r"expected torch\.nn\.MultiheadAttention"):
+        Attention.from_torch(nn.Linear(3, 3))
+    wrapped = mha()
+    wrapped.out_proj = nn.Sequential(wrapped.out_proj)
+    with pytest.raises(OptionError, match="out_proj"):
+        Attention.from_torch(wrapped)
+    uneven = mha()
+    uneven.out_proj.bias = None
+    with pytest.raises(UnsupportedError, match="others have none"):
+        Attention.from_torch(uneven)
+
+
+def test_separate_weights_are_loaded():
+    sizes = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "o_proj": 32}
+    given = {f"{name}.{kind}": torch.randn(rows, *([32] if kind == "weight" else [])) for name, rows in sizes.items()
+             for kind in ("weight", "bias")}  # fmt: skip
+    module = Attention(32, 4, num_kv_heads=2, bias=True)
+    module.load_state_dict(given)
+    for kind in ("weight", "bias"):
+        expected = torch.cat([given[f"{name}.{kind}"] for name in ("q_proj", "k_proj", "v_proj")])
+        assert torch.equal(getattr(module.qkv_proj, kind), expected)
+        assert torch.equal(getattr(module.out_proj, kind), given[f"o_proj.{kind}"])
+    assert len(given) == 8, "the caller's dictionary was changed"
+
+    cross = Attention(32, 4, num_kv_heads=2, bias=True, context_dim=32)
+    cross.load_state_dict(given)
+    assert torch.equal(cross.kv_proj.weight, torch.cat([given["k_proj.weight"], given["v_proj.weight"]]))
+    holder = nn.ModuleDict({"attention": Attention(32, 4, num_kv_heads=2, bias=True)})
+    holder.load_state_dict({f"attention.{name}": x for name, x in given.items()})
+    assert torch.equal(holder["attention"].qkv_proj.weight, module.qkv_proj.weight)
+
+
+def test_names_of_pytorchs_attention_are_loaded():
+    twin = mha()
+    module = Attention(32, 4, bias=True)
+    module.load_state_dict(twin.state_dict())
+    x = torch.randn(2, 9, 32)
+    torch.testing.assert_close(module(x), twin(x, x, x)[0], atol=1e-5, rtol=1e-4)
+
+
+def test_separate_weights_of_other_sizes_are_not_mixed_up():
+    module = Attention(32, 4, num_kv_heads=2, head_dim=8)
+    rows = {"q_proj": 16, "k_proj": 24, "v_proj": 24}  # as many in all
+    given = {f"{name}.weight": torch.randn(n, 32) for name, n in rows.items()}
+    with pytest.raises(RuntimeError, match=r"q_proj\.weight: got 16 rows; expected 32"):
+        module.load_state_dict({**given, "out_proj.weight": torch.randn(32, 32)})
+    del given["v_proj.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*qkv_proj"):
+        module.load_state_dict({**given, "out_proj.weight": torch.randn(32, 32)})
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"embed_dim": 0}, "embed_dim"),
+        ({"num_heads": 5}, "num_heads"),
+        ({"num_kv_heads": 3}, "num_kv_heads"),
+        ({"head_dim": -8}, "head_dim"),
+        ({"bias": 1}, "bias"),
+        ({"sinks": "yes"}, "sinks"),
+        ({"is_causal": None}, "is_causal"),
+        ({"window": 5}, "window"),
+        ({"scale": "1"}, "scale"),
+        ({"softcap": -2.0}, "softcap"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"rope": 10000.0}, "rope"),
+        ({"rope": RotaryEmbedding(16)}, "rope"),
+        ({"context_dim": 8, "is_causal": True}, "is_causal"),
+        ({"context_dim": 8, "window": (1, 1)}, "window"),
+        ({"context_dim": 8, "rope": RotaryEmbedding(8)}, "rope"),
+        ({"context_dim": 0}, "context_dim"),
+    ],
+)
+def test_wrong_options_are_named(options, name):
+    with pytest.raises(OptionError) as error:
+        Attention(**{"embed_dim": 32, "num_heads": 4, **options})
+    assert error.value.argument == name
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"head_dim": 7}, "rotary_dim"),
+        ({"rotary_dim": 10}, "rotary_dim"),
+        ({"base": 0}, "base"),
+        ({"interleaved": 2}, "interleaved"),
+        ({"frequencies": [1.0]}, "frequencies"),
+    ],
+)
+def test_wrong_options_of_rotations_are_named(options, name):
+    with pytest.raises(OptionError) as error:
+        RotaryEmbedding(**{"head_dim": 8, **options})
+    assert error.value.argument == name
+
+
+def test_wrong_calls_are_named():
+    plain, turned = Attention(32, 4), Attention(32, 4, rope=RotaryEmbedding(8))
+    cross = Attention(32, 4, context_dim=24)
+    x = torch.randn(2, 9, 32)
+    calls = {
+        "x": [(plain, (torch.randn(2, 9, 31),), {}), (plain, (torch.randn(9, 32),), {}), (plain, ([1],), {})],
+        "context": [
+            (plain, (x, x), {}),
+            (cross, (x,), {}),
+            (cross, (x, x), {}),
+            (cross, (x, (x,)), {}),
+            (cross, (x, torch.randn(3, 9, 24)), {}),
+        ],
+        "context_lens": [(plain, (x,), {"context_lens": torch.ones(2)})],
+        "position_ids": [
+            (plain, (x,), {"position_ids": torch.arange(9)}),
+            (turned, (x,), {"position_ids": torch.arange(8)}),
+            (turned, (x,), {"position_ids": torch.rand(9)}),
+            (turned, (x,), {"position_ids": [1]}),
+        ],
+        "rotations": [
+            (plain, (x,), {"rotations": turned.rope(torch.arange(9))}),
+            (turned, (x,), {"rotations": turned.rope(torch.arange(8))}),
+        ],
+        "step": [(plain, (x,), {"step": "next"})],
+        "seq_lens_q": [(plain, (x,), {"seq_lens": torch.ones(3, dtype=torch.int32)})],
+    }
+    for name, cases in calls.items():
+        for module, tensors, options in cases:
+            with pytest.raises((OptionError, ShapeError, DtypeError)) as error:
+                module(*tensors, **options)
+            assert error.value.argument == name
+    with pytest.raises(OptionError, match="self-attention"):
+        plain.project_context(x)
