@@ -38,10 +38,19 @@ def refuse(what: str, reasons: dict[str, bool], suggestion: str = "") -> None:
 
 
 def copy_parameter(target: Tensor | None, *sources: Tensor | None) -> None:
-    """Copies parameters, one below the other, into one, or nothing where there is none."""
+    """Copies parameters, one below the other, into one; or none into none.
+
+    Raises:
+        UnsupportedError: They do not fit.
+    """
     given = [source for source in sources if source is not None]
-    if target is None or not given:
+    uneven = (target is None) == bool(given)
+    refuse("this conversion", {"some of its projections have biases and others have none": uneven})
+    if target is None:
         return
+    shape = (sum(len(source) for source in given), *given[0].shape[1:])
+    reason = f"weights have shape {tuple(shape)}, and {tuple(target.shape)} is expected"
+    refuse("this conversion", {reason: shape != tuple(target.shape)})
     with torch.no_grad():
         target.copy_(torch.cat(given))
     target.requires_grad_(all(source.requires_grad for source in given))

@@ -13,7 +13,7 @@ from cudnn_sdpa.nn.attention import Attention
 from cudnn_sdpa.nn.checks import check_choice, check_flags, check_number
 from cudnn_sdpa.nn.conversion import LINEAR, check_type, copy_linear, refuse, rename
 from cudnn_sdpa.nn.feed_forward import ACTIVATIONS, FeedForward, SwiGLU, drop
-from cudnn_sdpa.nn.norms import NORMS, LayerNorm, RMSNorm
+from cudnn_sdpa.nn.norms import NORMS, LayerNorm, RMSNorm, norm_from_torch
 
 #: Names that Hugging Face's LLaMA has, and PyTorch's own layer.
 FOREIGN = {
@@ -146,7 +146,8 @@ class TransformerLayer(nn.Module):
             device=linear.weight.device,
             dtype=linear.weight.dtype,
         )
-        new.norm1, new.norm2 = LayerNorm.from_torch(module.norm1), LayerNorm.from_torch(module.norm2)
+        for name in ("norm1", "norm2"):
+            setattr(new, name, norm_from_torch(f"module.{name}", getattr(module, name)))
         new.self_attn = Attention.from_torch(module.self_attn, **attention)
         assert isinstance(new.mlp, FeedForward), "as it was made"
         new.mlp.dropout = module.dropout.p

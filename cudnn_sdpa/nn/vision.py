@@ -12,7 +12,7 @@ from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.nn.checks import check_choice, check_counts, check_flags
 from cudnn_sdpa.nn.conversion import check_type, copy_parameter, refuse
 from cudnn_sdpa.nn.feed_forward import drop
-from cudnn_sdpa.nn.norms import NORMS, LayerNorm, RMSNorm
+from cudnn_sdpa.nn.norms import NORMS, LayerNorm, RMSNorm, norm_from_torch
 from cudnn_sdpa.nn.patches import PatchEmbed, pair
 from cudnn_sdpa.nn.transformer import TransformerLayer
 
@@ -148,7 +148,7 @@ class VisionEncoder(nn.Module):
         check_type("encoder", encoder, nn.TransformerEncoder)
         refuse(f"{cls.__name__}.from_torch", {"the encoder has no layers": not len(encoder.layers)})
         embed = PatchEmbed.from_torch(patch_embed)
-        layers = [TransformerLayer.from_torch(layer) for layer in encoder.layers]  # type: ignore[arg-type]
+        layers = [TransformerLayer.from_torch(layer) for layer in encoder.layers]
         new = cls(
             image_size,
             embed.patch_size,
@@ -163,13 +163,13 @@ class VisionEncoder(nn.Module):
         )
         for name, source in (("position_embedding", position_embedding), ("class_token", class_token)):
             target = getattr(new, name)
-            if target is None or source is None:
+            if source is None:
                 continue
-            if source.shape[-2:] != target.shape[-2:] and source.numel() != target.numel():
+            if _without_ones(source.shape) != _without_ones(target.shape):
                 raise ShapeError(name, shape_of(source), f"shape {tuple(target.shape)}")
             copy_parameter(target, source.reshape(target.shape))
         new.patch_embed, new.layers = embed, nn.ModuleList(layers)
-        new.norm = nn.Identity() if encoder.norm is None else LayerNorm.from_torch(encoder.norm)
+        new.norm = nn.Identity() if encoder.norm is None else norm_from_torch("encoder.norm", encoder.norm)
         return new.train(encoder.training)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -198,3 +198,11 @@ class VisionEncoder(nn.Module):
     def extra_repr(self) -> str:
         """The arguments that its parts do not show."""
         return f"image_size={self.image_size}, class_token={self.class_token is not None}"
+
+
+def _without_ones(shape: torch.Size) -> list[int]:
+    """A shape without the ones that it begins with."""
+    sizes = list(shape)
+    while sizes[:1] == [1]:
+        del sizes[0]
+    return sizes

@@ -42,11 +42,15 @@ def rotate(rope: Any, heads: Tensor, positions: Tensor) -> Tensor:
     speeds = rope.base**-powers
     if rope.given is not None:
         speeds = torch.tensor(rope.given, dtype=torch.float64, device=heads.device)
-    turns = torch.polar(torch.ones((), dtype=torch.float64, device=heads.device), positions.double()[..., None] * speeds)
+    turns = torch.polar(
+        torch.ones((), dtype=torch.float64, device=heads.device), positions.double()[..., None] * speeds
+    )
     turns = turns[..., None, :]  # (..., S, 1, pairs)
     turned, rest = heads[..., : 2 * half], heads[..., 2 * half :]
     if rope.interleaved:
-        found = torch.view_as_real(torch.view_as_complex(turned.unflatten(-1, (half, 2)).contiguous()) * turns).flatten(-2)
+        found = torch.view_as_real(torch.view_as_complex(turned.unflatten(-1, (half, 2)).contiguous()) * turns).flatten(
+            -2
+        )
     else:
         found = torch.complex(turned[..., :half], turned[..., half:]) * turns
         found = torch.cat([found.real, found.imag], dim=-1)
@@ -101,7 +105,11 @@ def attention(
         visible = visible & attn_mask if attn_mask.dtype == torch.bool else visible
         scores = scores if attn_mask.dtype == torch.bool else scores + attn_mask.double()
     sinks = params.get("sinks")
-    last = torch.full_like(scores[..., :1], -math.inf) if sinks is None else sinks.view(1, -1, 1, 1).expand_as(scores[..., :1])
+    last = (
+        torch.full_like(scores[..., :1], -math.inf)
+        if sinks is None
+        else sinks.view(1, -1, 1, 1).expand_as(scores[..., :1])
+    )
     if sinks is None:
         last = torch.where(visible.any(-1, keepdim=True), last, 0.0)
     weights = torch.cat([scores.masked_fill(~visible, -math.inf), last], dim=-1).softmax(-1)[..., :-1]
