@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.nn.attention import Attention
-from cudnn_sdpa.nn.checks import check_choice, check_flags, check_number
+from cudnn_sdpa.nn.checks import check_choice, check_counts, check_flags, check_number
 from cudnn_sdpa.nn.conversion import LINEAR, check_type, copy_linear, refuse, rename
 from cudnn_sdpa.nn.feed_forward import ACTIVATIONS, FeedForward, SwiGLU, drop
 from cudnn_sdpa.nn.norms import NORMS, LayerNorm, RMSNorm, norm_from_torch
@@ -91,6 +91,7 @@ class TransformerLayer(nn.Module):
         check_choice("norm", norm, tuple(NORMS))
         check_choice("activation", activation, ("swiglu", *ACTIVATIONS))
         check_flags(norm_first=norm_first, bias=bias)
+        check_counts(ffn_dim=ffn_dim)
         check_number("dropout", dropout, below=1)
         if attention.get("context_dim") is not None:
             raise OptionError("context_dim", repr(attention["context_dim"]), "None: the layer's tokens see themselves")

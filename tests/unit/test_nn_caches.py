@@ -1,0 +1,239 @@
+"""Modules on caches: decoding gives what the whole sequence gives, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from module_values import evaluate, parameters_of, randomize
+from torch import nn
+
+from cudnn_sdpa import DtypeError, OptionError, PagedKVCache, ShapeError, UnsupportedError
+from cudnn_sdpa.nn import Attention, KVCache, RotaryEmbedding, TransformerLayer
+
+OPTIONS = [
+    {},
+    {"window": (3, 0)},
+    {"rope": RotaryEmbedding(16), "num_kv_heads": 2},
+    {"rope": RotaryEmbedding(16, interleaved=True), "num_kv_heads": 1, "window": (4, 0), "sinks": True},
+    {"softcap": 2.0, "bias": True, "scale": 0.4, "num_kv_heads": 2},
+    {"sinks": True, "qkv_bias": True},
+]
+
+
+def make(**options):
+    return randomize(Attention(64, 4, head_dim=16, is_causal=True, **options)).eval()
+
+
+def static(module, batch=2, max_length=24, **options):
+    sizes = {"heads": module.num_kv_heads, "head_dim": module.head_dim, "dtype": torch.float32, "device": "cpu"}
+    return KVCache(batch=batch, max_length=max_length, **sizes, **options)
+
+
+def paged(module, **options):
+    sizes = {"heads": module.num_kv_heads, "head_dim": module.head_dim, "dtype": torch.float32, "device": "cpu"}
+    return PagedKVCache(pages=16, page_size=4, **sizes, **options)
+
+
+def expected_of(module, x, **options):
+    return evaluate(module, parameters_of(module), x.double(), **options).detach()
+
+
+def assert_close(found, expected):
+    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
+@pytest.mark.parametrize("chunks", [(5, 1, 1, 1, 3, 1), (1,) * 12, (12,), (2, 10)], ids=str)
+@pytest.mark.parametrize("kind", ["static", "paged"])
+def test_steps_give_what_the_whole_sequence_gives(options, chunks, kind):
+    module, x = make(**options), torch.randn(2, 12, 64)
+    if kind == "static":
+        cache = static(module)
+        reserve = cache.reserve
+    else:
+        cache = paged(module)
+        numbers = [cache.add(), cache.add()]
+        reserve = lambda tokens: cache.reserve(numbers, tokens)  # noqa: E731
+    found = [module(part, step=reserve(part.shape[1])) for part in x.split(chunks, dim=1)]
+    assert_close(torch.cat(found, dim=1), expected_of(module, x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
+@pytest.mark.parametrize("kind", ["static", "paged"])
+def test_sequences_of_different_lengths(options, kind):
+    module, x, lengths = make(**options), torch.randn(3, 11, 64), [5, 8, 1]
+    if kind == "static":
+        cache = static(module, 3)
+        step = cache.reserve(8, torch.tensor(lengths, dtype=torch.int32))
+        more = [cache.reserve for _ in range(3)]
+    else:
+        cache = paged(module)
+        numbers = [cache.add() for _ in range(3)]
+        step = cache.reserve(numbers, lengths)
+        more = [lambda: cache.reserve(numbers)] * 3
+    found = [module(x[:, :8], step=step)]
+    for number, reserve in enumerate(more):
+        rows = torch.stack([x[row, length + number] for row, length in enumerate(lengths)])
+        found.append(module(rows[:, None], step=reserve()))
+    for row, length in enumerate(lengths):
+        whole = expected_of(module, x[row : row + 1, : length + 3])[0]
+        assert_close(found[0][row, :length], whole[:length])
+        assert_close(torch.cat([part[row] for part in found[1:]]), whole[length:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["static", "paged"])
+def test_a_stack_of_layers_shares_a_cache_and_its_rotations(kind):
+    rope = RotaryEmbedding(16)
+    layers = nn.ModuleList(
+        randomize(TransformerLayer(64, 4, 96, num_kv_heads=2, is_causal=True, rope=rope)) for _ in range(3)
+    ).eval()
+    attention, x = layers[0].self_attn, torch.randn(2, 9, 64)
+    cache = (static if kind == "static" else paged)(attention, layers=3)
+    numbers = [] if kind == "static" else [cache.add(), cache.add()]
+    found = []
+    for part in x.split([4, 1, 1, 3], dim=1):
+        tokens = part.shape[1]
+        step = cache.reserve(tokens) if kind == "static" else cache.reserve(numbers, tokens)
+        rotations = rope(step.positions)
+        for number, layer in enumerate(layers):
+            part = layer(part, step=step, layer=number, rotations=rotations)  # noqa: PLW2901
+        found.append(part)
+    expected = x.double()
+    for layer in layers:
+        expected = expected_of(layer, expected)
+    assert_close(torch.cat(found, dim=1), expected)
+
+
+@torch.no_grad()
+def test_masks_on_a_static_cache():
+    module, x = make(num_kv_heads=2), torch.randn(2, 9, 64)
+    cache = static(module)
+    padded_left = torch.arange(24) >= torch.tensor([[3], [0]])
+    step = cache.reserve(9)
+    found = module(x, step=step, attn_mask=padded_left[:, None, None])
+    expected = expected_of(module, x, attn_mask=padded_left[:, None, None, :9])
+    assert_close(found[0, 3:], expected[0, 3:])
+    assert_close(found[1], expected[1])
+
+
+@torch.no_grad()
+def test_tokens_are_forgotten():
+    module, x = make(rope=RotaryEmbedding(16)), torch.randn(2, 9, 64)
+    cache = static(module)
+    module(torch.randn(2, 6, 64), step=cache.reserve(6))
+    cache.reset()
+    module(x[:, :5], step=cache.reserve(5))
+    module(torch.randn(2, 3, 64), step=cache.reserve(3))  # drafts
+    cache.lengths.fill_(5)
+    assert_close(module(x[:, 5:], step=cache.reserve(4)), expected_of(module, x)[:, 5:])
+
+
+@torch.no_grad()
+def test_a_full_cache_says_so():
+    module = make()
+    cache = static(module, max_length=8)
+    module(torch.randn(2, 6, 64), step=cache.reserve(6))
+    with pytest.raises(OptionError, match=r"tokens: got 3 after 6; expected no more than max_length \(8\) in all"):
+        cache.reserve(3)
+    assert cache.lengths.tolist() == [6, 6], "something was taken"
+    with pytest.raises(OptionError, match="seq_lens"):
+        cache.reserve(1, torch.tensor([1, 2], dtype=torch.int32))
+    step = cache.reserve(2, torch.tensor([2, 1], dtype=torch.int32))
+    assert step.positions.tolist() == [[6, 7], [6, 7]]
+    assert cache.lengths.tolist() == [8, 7]
+
+
+@torch.no_grad()
+def test_where_nobody_looks_a_full_cache_answers_with_nan(monkeypatch):
+    module, x = make(num_kv_heads=2), torch.randn(2, 9, 64)
+    cache = static(module, max_length=8)
+    module(x[:, :5], step=cache.reserve(5, torch.tensor([5, 3], dtype=torch.int32)))
+    monkeypatch.setattr(cache, "_check_room", lambda *_: None)  # as on a GPU
+    over = module(x[:, 5:], step=cache.reserve(4))
+    assert over[0].isnan().all()
+    again = torch.cat([x[1:, :3], x[1:, 5:]], dim=1)
+    assert_close(over[1], expected_of(module, again)[0, 3:])
+    assert not cache.k().isnan().any()
+
+
+def test_a_step_that_cannot_be_is_refused():
+    module, x = make(), torch.randn(2, 3, 64)
+    cache = static(module)
+    with torch.no_grad():
+        step = cache.reserve(3)
+        for tensors, options, kind, name in [
+            ((x[:, :2],), {"step": step}, ShapeError, "x"),
+            ((x,), {"step": step, "seq_lens": torch.ones(2, dtype=torch.int32)}, OptionError, "seq_lens"),
+            ((x,), {"step": step, "layer": 1}, OptionError, "layer"),
+            ((x,), {"step": 3}, OptionError, "step"),
+        ]:
+            with pytest.raises(kind) as error:
+                module(*tensors, **options)
+            assert error.value.argument == name
+        with pytest.raises(OptionError, match="earlier tokens would have to see later ones"):
+            randomize(Attention(64, 4))(x, step=step)
+        with pytest.raises(OptionError, match="this cache has made"):
+            static(module).attend(step, x)
+        with pytest.raises(DtypeError, match="the dtype of the cache"):
+            make().double()(x.double(), step=step)
+        with pytest.raises(ShapeError, match="k: got"):
+            make(num_kv_heads=2)(x, step=step)
+        with pytest.raises(UnsupportedError, match="no attn_mask"):
+            pages = paged(module)
+            module(x, step=pages.reserve([pages.add(), pages.add()], 3), attn_mask=torch.ones(3, 3))
+        with pytest.raises(UnsupportedError, match=r"module\.eval\(\)"):
+            make(dropout=0.1).train()(x, step=step)
+    with pytest.raises(UnsupportedError, match=r"torch\.no_grad\(\)"):
+        module(x, step=step)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [({"batch": 0}, "batch"), ({"max_length": 1.5}, "max_length"), ({"dtype": "half"}, "dtype")]
+)
+def test_wrong_sizes_are_named(options, name):
+    with pytest.raises(OptionError) as error:
+        KVCache(**{"batch": 1, "heads": 1, "head_dim": 8, "max_length": 4, "device": "cpu", **options})
+    assert error.value.argument == name
+
+
+def test_a_cache_made_in_one_mode_serves_in_another():
+    module, x = make(), torch.randn(2, 4, 64)
+    with torch.inference_mode():
+        cache = static(module)
+        first = module(x[:, :2], step=cache.reserve(2))
+    with torch.no_grad():
+        second = module(x[:, 2:], step=cache.reserve(2))
+    assert_close(torch.cat([first, second], dim=1), expected_of(module, x))
+
+
+@torch.no_grad()
+def test_a_compiled_step_serves_all_positions():
+    torch._dynamo.reset()
+    rope = RotaryEmbedding(16)
+    layers = nn.ModuleList(
+        randomize(TransformerLayer(64, 4, 96, num_kv_heads=2, is_causal=True, rope=rope)) for _ in range(2)
+    ).eval()
+    cache, x = static(layers[0].self_attn, layers=2), torch.randn(2, 12, 64)
+    frames = []
+
+    def backend(graph, inputs):
+        frames.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def run(part):
+        step = cache.reserve(part.shape[1])
+        for number, layer in enumerate(layers):
+            part = layer(part, step=step, layer=number)
+        return part
+
+    found = [run(x[:, i : i + 1].clone()) for i in range(12)]
+    assert len(frames) == 1
+    expected = x.double()
+    for layer in layers:
+        expected = expected_of(layer, expected)
+    assert_close(torch.cat(found, dim=1), expected)
+    assert cache.lengths.tolist() == [12, 12]

@@ -1,0 +1,221 @@
+"""What PyTorch's users expect of every module: state, copies, devices, dtypes, compilation, autocast."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+from module_values import difference, evaluate, parameters_of, randomize
+from torch import nn as torch_nn
+
+import cudnn_sdpa
+from cudnn_sdpa import nn
+
+ROPE = {"head_dim": 8, "base": 100.0}
+
+#: How each module is made, and the shape of what it is called with.
+MODULES = {
+    "Attention": (
+        lambda **kw: nn.Attention(
+            32, 4, num_kv_heads=2, bias=True, is_causal=True, sinks=True, rope=nn.RotaryEmbedding(**ROPE), **kw
+        ),
+        (2, 9, 32),
+    ),
+    "cross": (lambda **kw: nn.Attention(32, 4, context_dim=24, **kw), (2, 9, 32), (2, 5, 24)),
+    "RMSNorm": (lambda **kw: nn.RMSNorm(32, **kw), (2, 9, 32)),
+    "LayerNorm": (lambda **kw: nn.LayerNorm(32, **kw), (2, 9, 32)),
+    "SwiGLU": (lambda **kw: nn.SwiGLU(32, 48, **kw), (2, 9, 32)),
+    "FeedForward": (lambda **kw: nn.FeedForward(32, 48, **kw), (2, 9, 32)),
+    "PatchEmbed": (lambda **kw: nn.PatchEmbed(8, 32, **kw), (2, 3, 16, 24)),
+    "TransformerLayer": (
+        lambda **kw: nn.TransformerLayer(
+            32, 4, 48, num_kv_heads=2, is_causal=True, rope=nn.RotaryEmbedding(**ROPE), **kw
+        ),
+        (2, 9, 32),
+    ),
+    "VisionEncoder": (
+        lambda **kw: nn.VisionEncoder(16, 8, embed_dim=32, num_layers=2, num_heads=4, **kw),
+        (2, 3, 16, 16),
+    ),
+}
+
+
+@pytest.fixture(params=MODULES)
+def case(request):
+    make, *shapes = MODULES[request.param]
+    return make, [torch.randn(shape) for shape in shapes]
+
+
+def test_exactly_these_classes_are_public_and_documented():
+    assert cudnn_sdpa.nn is nn
+    assert nn.__all__ == sorted(nn.__all__)
+    names = {name for name, value in vars(nn).items() if not name.startswith("_") and not inspect.ismodule(value)}
+    assert names == set(nn.__all__)
+    assert nn.Fp8Attention is cudnn_sdpa.Fp8Attention
+    for name in nn.__all__:
+        assert len(inspect.getdoc(getattr(nn, name)).splitlines()[0]) > 20
+        if name != "KVStep":
+            assert ">>> " in inspect.getdoc(getattr(nn, name)), name
+
+
+def test_state_comes_back(case):
+    make, tensors = case
+    module, other = randomize(make()), make()
+    assert not torch.equal(module(*tensors), other(*tensors))
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(module(*tensors), other(*tensors))
+    assert set(module.state_dict()) == {name for name, _ in module.named_parameters()}
+
+
+def test_copies_and_pickles_compute_the_same_and_share_nothing(case):
+    make, tensors = case
+    module = randomize(make())
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    expected = module(*tensors)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(buffer, weights_only=False)):
+        assert torch.equal(other(*tensors), expected)
+        assert repr(other) == repr(module)
+        with torch.no_grad():
+            for x in other.parameters():
+                x.add_(1)
+        assert torch.equal(module(*tensors), expected)
+
+
+def test_device_and_dtype_are_those_that_are_asked_for(case):
+    make, tensors = case
+    module = make(device="meta", dtype=torch.bfloat16)
+    assert all(x.is_meta and x.dtype == torch.bfloat16 for x in module.parameters())
+    default = make(dtype=torch.bfloat16)
+    found = default(*(x.bfloat16() for x in tensors))
+    assert found.dtype == torch.bfloat16
+    exact = evaluate(default, parameters_of(default), *(x.bfloat16().double() for x in tensors))
+    assert difference(found, exact) < 2e-2
+
+
+def test_what_is_made_on_meta_is_filled_later(case):
+    make, tensors = case
+    with torch.device("meta"):
+        module = make()
+    assert all(x.is_meta for x in (*module.parameters(), *module.buffers()))
+    module.to_empty(device="cpu")
+    for x in module.parameters():
+        torch_nn.init.constant_(x, torch.nan)
+    module.reset_parameters()
+    assert all(x.isfinite().all() for x in module.parameters())
+    with torch.device("meta"):
+        assigned = make()
+    assigned.load_state_dict(module.state_dict(), assign=True)
+    found = module(*tensors)
+    assert difference(found, evaluate(module, parameters_of(module), *(x.double() for x in tensors))) < 5e-5
+    assert torch.equal(assigned(*tensors), found)
+
+
+def test_new_weights_are_drawn_like_those_of_a_new_module(case):
+    make, _ = case
+    torch.manual_seed(4)
+    module = make()
+    before = {name: x.detach().clone() for name, x in module.named_parameters()}
+    module.reset_parameters()
+    for name, x in module.named_parameters():
+        old = before[name]
+        if x.numel() > 500:
+            assert not torch.equal(x, old), name
+            torch.testing.assert_close(x.std(), old.std(), atol=0, rtol=0.2)
+        assert (x.std() == 0) == (old.std() == 0), name
+
+
+def test_a_conversion_of_the_whole_module_keeps_what_must_stay(case):
+    make, tensors = case
+    module = randomize(make())
+    lower = copy.deepcopy(module).to(torch.bfloat16)
+    found = lower(*(x.bfloat16() for x in tensors))
+    assert difference(found, module(*tensors)) < 3e-2
+    for buffer in lower.buffers():
+        assert buffer.dtype == torch.float32
+
+
+def test_autocast(case):
+    make, tensors = case
+    module = randomize(make())
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = module(*leaves)
+    grad = torch.randn_like(out)
+    params, exact = parameters_of(module), [x.double().requires_grad_() for x in tensors]
+    expected = evaluate(module, params, *exact)
+    assert difference(out, expected) < 2e-2
+    found = torch.autograd.grad(out, [*leaves, *module.parameters()], grad)
+    wanted = torch.autograd.grad(expected, [*exact, *params.values()], grad.double())
+    for one, other, leaf in zip(found, wanted, [*leaves, *module.parameters()], strict=True):
+        assert one.dtype == leaf.dtype == torch.float32
+        assert difference(one, other) < 4e-2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_to_one_graph_with_gradients(case, dynamic):
+    torch._dynamo.reset()
+    make, tensors = case
+    module = randomize(make())
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for _ in range(2):
+        fresh = [torch.randn_like(x) for x in tensors]
+        leaves = [[x.clone().requires_grad_() for x in fresh] for _ in range(2)]
+        outs = [compiled(*leaves[0]), module(*leaves[1])]
+        torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-4)
+        grad = torch.randn_like(outs[0])
+        gradients = [
+            torch.autograd.grad(out, [*of, *module.parameters()], grad) for out, of in zip(outs, leaves, strict=True)
+        ]
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-3)
+
+
+def test_wrong_calls_are_named_under_compilation_too():
+    torch._dynamo.reset()
+    compiled = torch.compile(nn.Attention(32, 4), backend="eager")
+    with pytest.raises(Exception, match="x: got shape"):
+        compiled(torch.randn(2, 9, 31))
+
+
+def test_positions_that_grow_compile_once():
+    torch._dynamo.reset()
+    module = randomize(nn.Attention(32, 4, rope=nn.RotaryEmbedding(8), is_causal=True))
+    frames = []
+
+    def backend(graph, inputs):
+        frames.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    x = torch.randn(2, 9, 32)
+    with torch.no_grad():
+        for start in range(0, 5000, 700):
+            positions = torch.arange(start, start + 9)
+            torch.testing.assert_close(compiled(x, position_ids=positions), module(x, position_ids=positions))
+    assert len(frames) == 1
+
+
+def test_checkpointing_gives_the_same_gradients_with_dropout():
+    module = nn.TransformerLayer(32, 4, 48, activation="gelu", dropout=0.3)
+    x, grad = torch.randn(2, 9, 32), torch.randn(2, 9, 32)
+    found = []
+    for run in (module, lambda x: torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)):
+        torch.manual_seed(8)
+        found.append(torch.autograd.grad(run(x), list(module.parameters()), grad))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_they_say_what_they_are():
+    text = repr(nn.TransformerLayer(32, 4, 48, num_kv_heads=2, window=(3, 0), rope=nn.RotaryEmbedding(8)))
+    for part in ("num_kv_heads=2", "window=(3, 0)", "base=10000.0", "eps=1e-06", "norm_first=True"):
+        assert part in text
+    text = repr(nn.VisionEncoder(16, 8, embed_dim=32, num_layers=1, num_heads=4))
+    for part in ("image_size=(16, 16)", "patch_size=(8, 8)", "activation='gelu'", "bias=True"):
+        assert part in text

@@ -1,0 +1,253 @@
+"""Norms, feed-forward parts, patches, layers and the vision encoder: values, gradients, and weights of other modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from module_values import assert_right, randomize
+from torch import nn
+
+from cudnn_sdpa import OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.nn import (
+    FeedForward,
+    LayerNorm,
+    PatchEmbed,
+    RMSNorm,
+    RotaryEmbedding,
+    SwiGLU,
+    TransformerLayer,
+    VisionEncoder,
+)
+
+TOLERANCE = 2e-5
+
+
+def with_random_parameters(module):
+    """A module of PyTorch's whose biases and norms are not what they start as."""
+    for x in module.parameters():
+        nn.init.normal_(x, mean=0.2 if x.dim() == 1 else 0.0, std=0.2)
+    return module
+
+
+def assert_twins(module, twin, *tensors):
+    torch.testing.assert_close(module(*tensors), twin(*tensors), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"eps": 0.3}, {"zero_centered": True}, {"elementwise_affine": False}], ids=str)
+def test_rms_norm(options):
+    assert_right(randomize(RMSNorm(48, **options)), torch.randn(2, 7, 48), tolerance=TOLERANCE)
+    fresh = RMSNorm(48, zero_centered=options.get("zero_centered", False))
+    x = torch.randn(3, 48)
+    torch.testing.assert_close(fresh(x), nn.functional.rms_norm(x, (48,), eps=1e-6), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"eps": 0.3}, {"bias": False}, {"elementwise_affine": False}], ids=str)
+def test_layer_norm(options):
+    assert_right(randomize(LayerNorm(48, **options)), torch.randn(2, 7, 48), tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("eps", [None, 1e-3])
+@pytest.mark.parametrize("affine", [True, False])
+def test_pytorchs_norms_become_ours(eps, affine):
+    x = 1e-3 * torch.randn(2, 7, 48)  # so small that eps counts
+    twin = with_random_parameters(nn.RMSNorm(48, eps, affine))
+    assert_twins(RMSNorm.from_torch(twin), twin, x)
+    for bias in (True, False):
+        other = with_random_parameters(nn.LayerNorm(48, eps or 1e-5, affine, bias))
+        assert_twins(LayerNorm.from_torch(other), other, x)
+        loaded = LayerNorm(48, eps or 1e-5, affine, bias)
+        loaded.load_state_dict(other.state_dict())
+        assert_twins(loaded, other, x)
+
+
+def test_norms_over_several_dimensions_are_not_converted():
+    for kind, ours in ((nn.RMSNorm, RMSNorm), (nn.LayerNorm, LayerNorm)):
+        with pytest.raises(UnsupportedError, match="last 2 dimensions"):
+            ours.from_torch(kind((4, 8)))
+        with pytest.raises(OptionError, match="normalized_shape"):
+            ours((4, 8))
+        with pytest.raises(OptionError, match="module: got"):
+            ours.from_torch(nn.BatchNorm1d(8))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_feed_forward_parts(bias):
+    x = torch.randn(2, 7, 32)
+    assert_right(randomize(SwiGLU(32, 56, bias=bias)), x, tolerance=TOLERANCE)
+    for activation in ("gelu", "gelu_tanh", "relu", "silu"):
+        assert_right(randomize(FeedForward(32, 56, activation=activation, bias=bias)), x, tolerance=TOLERANCE)
+
+
+def test_dropout_between_drops_in_training_only():
+    module, x = FeedForward(32, 56, dropout=0.5), torch.randn(2, 7, 32)
+    assert not torch.equal(module(x), module(x))
+    module.eval()
+    assert torch.equal(module(x), module(x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("size", [4, (4, 8)])
+def test_patches(bias, size):
+    module = randomize(PatchEmbed(size, 24, bias=bias))
+    assert_right(module, torch.randn(2, 3, 16, 24), tolerance=TOLERANCE)
+    twin = with_random_parameters(nn.Conv2d(3, 24, size, size, bias=bias))
+    images = torch.randn(2, 3, 16, 24)
+    expected = twin(images).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(PatchEmbed.from_torch(twin)(images), expected, atol=1e-5, rtol=1e-4)
+    module.load_state_dict(twin.state_dict())
+    torch.testing.assert_close(module(images), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_convolutions_that_are_no_patches_say_why():
+    with pytest.raises(UnsupportedError) as error:
+        PatchEmbed.from_torch(nn.Conv2d(4, 8, 4, 2, padding=1, dilation=2, groups=2))
+    assert len(error.value.reasons) == 4
+    module = PatchEmbed(4, 8)
+    for images in (torch.randn(2, 3, 15, 16), torch.randn(2, 4, 16, 16), torch.randn(3, 16, 16)):
+        with pytest.raises(ShapeError, match="images"):
+            module(images)
+    with pytest.raises(OptionError, match="images"):
+        module(None)
+    with pytest.raises(OptionError, match="patch_size"):
+        PatchEmbed((4, 4, 4), 8)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"norm": "layer_norm", "activation": "gelu", "bias": True},
+        {"norm": "layer_norm", "activation": "relu", "norm_first": False},
+        {"norm_eps": 0.1, "num_kv_heads": 2, "is_causal": True, "rope": RotaryEmbedding(8), "sinks": True},
+        {"qkv_bias": True, "window": (3, 3), "softcap": 3.0, "head_dim": 16},
+    ],
+    ids=lambda options: "+".join(options) or "plain",
+)
+def test_layers(options):
+    module = randomize(TransformerLayer(32, 4, 56, **options))
+    assert_right(module, torch.randn(2, 7, 32), tolerance=3e-5)
+    assert_right(module, torch.randn(2, 7, 32), tolerance=3e-5, seq_lens=torch.tensor([7, 3], dtype=torch.int32))
+
+
+ACTIVATIONS = ["relu", "gelu", nn.GELU("tanh"), nn.functional.silu, torch.relu, nn.ReLU()]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"bias": False, "layer_norm_eps": 0.01}], ids=str)
+def test_pytorchs_layer_becomes_ours(activation, options):
+    twin = nn.TransformerEncoderLayer(32, 4, 56, 0.25, activation, batch_first=True, **options)
+    with_random_parameters(twin).eval()
+    module = TransformerLayer.from_torch(twin)
+    assert not module.training
+    assert module.dropout == module.mlp.dropout == module.self_attn.dropout == 0.25
+    x = torch.randn(2, 7, 32)
+    assert_twins(module, twin, x)
+    loaded = TransformerLayer(
+        32,
+        4,
+        56,
+        norm="layer_norm",
+        activation=module.mlp.activation,
+        norm_first=twin.norm_first,
+        bias=options.get("bias", True),
+        norm_eps=options.get("layer_norm_eps"),
+    )
+    loaded.load_state_dict(twin.state_dict())
+    assert_twins(loaded, twin, x)
+    causal = TransformerLayer.from_torch(twin, is_causal=True)
+    hidden = nn.Transformer.generate_square_subsequent_mask(7)
+    torch.testing.assert_close(causal(x), twin(x, hidden, is_causal=True), atol=1e-5, rtol=1e-4)
+
+
+def test_layers_that_cannot_be_converted_say_why():
+    twin = nn.TransformerEncoderLayer(32, 4, 56, activation=torch.tanh, batch_first=True)
+    twin.dropout2.p = 0.5
+    with pytest.raises(UnsupportedError) as error:
+        TransformerLayer.from_torch(twin)
+    assert len(error.value.reasons) == 2
+    with pytest.raises(UnsupportedError, match="batch_first = True"):
+        TransformerLayer.from_torch(nn.TransformerEncoderLayer(32, 4, 56))
+    uneven = nn.TransformerEncoderLayer(32, 4, 56, batch_first=True)
+    uneven.linear1.bias = None
+    with pytest.raises(UnsupportedError, match="others have none"):
+        TransformerLayer.from_torch(uneven)
+    other = nn.TransformerEncoderLayer(32, 4, 56, batch_first=True)
+    other.norm1 = nn.RMSNorm(32)
+    assert isinstance(TransformerLayer.from_torch(other).norm1, RMSNorm)
+    other.norm1 = nn.Identity()
+    with pytest.raises(OptionError, match=r"module\.norm1"):
+        TransformerLayer.from_torch(other)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_of_hugging_face_are_loaded(bias):
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = pytest.importorskip("transformers").LlamaConfig(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
+        attention_bias=bias, mlp_bias=bias, attn_implementation="eager", rms_norm_eps=1e-5,
+    )  # fmt: skip
+    twin = with_random_parameters(llama.LlamaDecoderLayer(config, 0)).eval()
+    rope = RotaryEmbedding(16, base=llama.LlamaRotaryEmbedding(config).inv_freq[1].item() ** -8)
+    options = {"num_kv_heads": 2, "is_causal": True, "norm_eps": 1e-5, "rope": rope, "bias": bias}
+    module = TransformerLayer(64, 4, 96, **options)
+    module.load_state_dict(twin.state_dict())
+    x = torch.randn(2, 9, 64)
+    positions = torch.arange(9)[None]
+    embeddings = llama.LlamaRotaryEmbedding(config)(x, positions)
+    hidden = torch.full((9, 9), -torch.inf).triu(1)[None, None]
+    expected = twin(x, attention_mask=hidden, position_ids=positions, position_embeddings=embeddings)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    torch.testing.assert_close(module(x), expected, atol=3e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"class_token": False, "norm": "rms_norm", "activation": "swiglu", "bias": False, "num_kv_heads": 1}]
+)
+def test_vision_encoder(options):
+    module = VisionEncoder((16, 24), 8, embed_dim=32, num_layers=2, num_heads=4, ffn_dim=48, **options)
+    assert_right(randomize(module), torch.randn(2, 3, 16, 24), tolerance=5e-5)
+    with pytest.raises(ShapeError, match="image_size"):
+        module(torch.randn(2, 3, 24, 24))
+
+
+@pytest.mark.parametrize("final", [None, nn.LayerNorm(32), nn.RMSNorm(32)], ids=["none", "layer_norm", "rms_norm"])
+@pytest.mark.parametrize("with_class", [True, False])
+def test_pytorchs_modules_become_a_vision_encoder(final, with_class):
+    layer = nn.TransformerEncoderLayer(32, 4, 56, activation="gelu", batch_first=True, norm_first=True)
+    encoder = with_random_parameters(nn.TransformerEncoder(layer, 2, final, enable_nested_tensor=False)).eval()
+    embed = with_random_parameters(nn.Conv2d(3, 32, 8, 8))
+    positions = torch.randn(1, 6 + with_class, 32)
+    class_token = torch.randn(32) if with_class else None
+    module = VisionEncoder.from_torch(embed, positions, encoder, image_size=(16, 24), class_token=class_token)
+    images = torch.randn(2, 3, 16, 24)
+    tokens = embed(images).flatten(2).transpose(1, 2)
+    if with_class:
+        tokens = torch.cat([class_token.expand(2, 1, 32), tokens], dim=1)
+    torch.testing.assert_close(module(images), encoder(tokens + positions), atol=2e-5, rtol=1e-4)
+    with pytest.raises(ShapeError, match="position_embedding"):
+        VisionEncoder.from_torch(embed, positions.mT, encoder, image_size=(16, 24), class_token=class_token)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: TransformerLayer(32, 4, 0), "ffn_dim"),
+        (lambda: TransformerLayer(32, 4, 56, norm="batch_norm"), "norm"),
+        (lambda: TransformerLayer(32, 4, 56, activation="tanh"), "activation"),
+        (lambda: TransformerLayer(32, 4, 56, norm_first=1), "norm_first"),
+        (lambda: TransformerLayer(32, 4, 56, dropout=-0.1), "dropout"),
+        (lambda: TransformerLayer(32, 4, 56, context_dim=32), "context_dim"),
+        (lambda: TransformerLayer(32, 4, 56, norm_eps="1"), "eps"),
+        (lambda: RMSNorm(0), "normalized_shape"),
+        (lambda: RMSNorm(8, zero_centered="yes"), "zero_centered"),
+        (lambda: SwiGLU(8, -1), "hidden_dim"),
+        (lambda: FeedForward(8, 8, activation="swiglu"), "activation"),
+        (lambda: VisionEncoder(30, 8, embed_dim=32, num_layers=1, num_heads=4), "image_size"),
+        (lambda: VisionEncoder(32, 8, embed_dim=32, num_layers=0, num_heads=4), "num_layers"),
+        (lambda: VisionEncoder(32, 8, embed_dim=32, num_layers=1, num_heads=4, norm="none"), "norm"),
+    ],
+)
+def test_wrong_options_are_named(make, name):
+    with pytest.raises(OptionError) as error:
+        make()
+    assert error.value.argument == name
