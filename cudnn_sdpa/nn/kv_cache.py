@@ -162,7 +162,7 @@ class KVCache:
             found = found & (offsets < seq_lens.unsqueeze(1))
         self.lengths.add_(tokens if seq_lens is None else seq_lens)
         lengths = self.lengths.clone()  # the next step changes the cache's own
-        slots = torch.where(found, positions, self.max_length)
+        slots = positions.masked_fill(~found, self.max_length)
         is_over = (lengths > self.max_length).view(-1, 1, 1, 1)
         return KVStep(positions, lengths, seq_lens, slots, is_over, self)
 

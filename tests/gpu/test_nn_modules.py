@@ -1,0 +1,308 @@
+"""Modules on the GPU: values and gradients against float64, caches, CUDA graphs, torch.compile, autocast, no waiting."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from module_values import assert_right, difference, evaluate, parameters_of, randomize
+
+import cudnn_sdpa
+from cudnn_sdpa import DtypeError, PagedKVCache, UnsupportedError
+from cudnn_sdpa.nn import (
+    Attention,
+    FeedForward,
+    KVCache,
+    LayerNorm,
+    PatchEmbed,
+    RMSNorm,
+    RotaryEmbedding,
+    SwiGLU,
+    TransformerLayer,
+    VisionEncoder,
+)
+
+DEVICE = "cuda"
+#: bfloat16 has 8 bits, and what comes out of a layer has been rounded a dozen times.
+TOLERANCE = 2e-2
+BF16 = {"device": DEVICE, "dtype": torch.bfloat16}
+
+
+def rope(head_dim=64, **options):
+    return RotaryEmbedding(head_dim, device=DEVICE, **options)
+
+
+def make_attention(**options):
+    return randomize(Attention(256, 4, head_dim=64, **BF16, **options))
+
+
+def make_layers(number, **options):
+    """Layers of LLaMA that share a rotary embedding."""
+    shared = rope()
+    options = {"num_kv_heads": 2, "head_dim": 64, "is_causal": True, "rope": shared, **BF16, **options}
+    return torch.nn.ModuleList(randomize(TransformerLayer(256, 4, 512, **options)) for _ in range(number)), shared
+
+
+def exact_stack(layers, x):
+    expected = x.double()
+    for layer in layers:
+        expected = evaluate(layer, parameters_of(layer), expected).detach()
+    return expected
+
+
+def numbers(*shape):
+    return torch.randn(*shape, **BF16)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": True, "num_kv_heads": 2},
+        {"is_causal": True, "num_kv_heads": 1, "rope": True},
+        {"is_causal": True, "window": (40, 0), "rope": "interleaved"},
+        {"is_causal": True, "sinks": True, "num_kv_heads": 2, "scale": 0.2},
+        {"is_causal": True, "softcap": 20.0},
+        {"window": (30, 20)},
+    ],
+    ids=lambda options: "+".join(options) or "plain",
+)
+def test_attention(options):
+    if "rope" in options:
+        options = {**options, "rope": rope(interleaved=options["rope"] == "interleaved")}
+    assert_right(make_attention(**options), numbers(2, 200, 256), tolerance=TOLERANCE)
+
+
+def test_attention_of_padded_sequences():
+    lengths = torch.tensor([200, 77, 1], dtype=torch.int32, device=DEVICE)
+    module = make_attention(is_causal=True, num_kv_heads=2, bias=True)
+    assert_right(module, numbers(3, 200, 256), tolerance=TOLERANCE, seq_lens=lengths)
+
+
+def test_attention_on_another_sequence():
+    module = make_attention(context_dim=128, num_kv_heads=2)
+    lengths = torch.tensor([90, 33], dtype=torch.int32, device=DEVICE)
+    assert_right(module, numbers(2, 200, 256), numbers(2, 90, 128), tolerance=TOLERANCE, context_lens=lengths)
+
+
+def test_masks():
+    seen = torch.rand(2, 1, 200, 200, device=DEVICE) > 0.3
+    seen |= torch.eye(200, dtype=torch.bool, device=DEVICE)
+    assert_right(make_attention(), numbers(2, 200, 256), tolerance=TOLERANCE, attn_mask=seen)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: RMSNorm(256, **BF16), (2, 100, 256)),
+        (lambda: RMSNorm(256, zero_centered=True, device=DEVICE), (2, 100, 256)),
+        (lambda: LayerNorm(256, **BF16), (2, 100, 256)),
+        (lambda: SwiGLU(256, 512, **BF16), (2, 100, 256)),
+        (lambda: FeedForward(256, 512, **BF16), (2, 100, 256)),
+        (lambda: PatchEmbed(16, 128, **BF16), (2, 3, 64, 96)),
+        (lambda: TransformerLayer(256, 4, 512, num_kv_heads=2, is_causal=True, rope=rope(), **BF16), (2, 100, 256)),
+        (
+            lambda: TransformerLayer(256, 4, 512, norm="layer_norm", activation="gelu", bias=True, **BF16),
+            (2, 100, 256),
+        ),
+        (lambda: VisionEncoder(64, 16, embed_dim=128, num_layers=2, num_heads=2, **BF16), (2, 3, 64, 64)),
+    ],
+    ids=["rms_norm", "rms_norm float32", "layer_norm", "swiglu", "mlp", "patches", "llama", "vit layer", "vit"],
+)
+def test_other_modules(make, shape):
+    assert_right(randomize(make()), numbers(*shape), tolerance=TOLERANCE)
+
+
+def test_a_float32_module_raises_and_runs_under_autocast():
+    module = randomize(TransformerLayer(256, 4, 512, num_kv_heads=2, is_causal=True, rope=rope(), device=DEVICE))
+    x = torch.randn(2, 100, 256, device=DEVICE)
+    with pytest.raises((DtypeError, UnsupportedError), match="float32"):
+        module(x)
+    leaf = x.clone().requires_grad_()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out = module(leaf)
+    params, exact = parameters_of(module), x.double().requires_grad_()
+    expected = evaluate(module, params, exact)
+    assert out.dtype == torch.float32
+    assert difference(out, expected) < TOLERANCE
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, [leaf, *module.parameters()], grad)
+    wanted = torch.autograd.grad(expected, [exact, *params.values()], grad.double())
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == torch.float32
+        assert difference(one, other) < 2 * TOLERANCE
+
+
+def test_a_vision_encoder_in_float32_runs_under_autocast():
+    module = randomize(VisionEncoder(64, 16, embed_dim=128, num_layers=2, num_heads=2, device=DEVICE))
+    images = torch.randn(2, 3, 64, 64, device=DEVICE)
+    with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
+        assert difference(module(images), evaluate(module, parameters_of(module), images.double())) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": (20, 0)}, {"sinks": True}, {"window": (20, 0), "sinks": True}],
+    ids=lambda options: "+".join(options) or "plain",
+)
+@pytest.mark.parametrize("kind", ["static", "paged"])
+def test_steps_give_what_the_whole_sequences_give(options, kind):
+    layers, shared = make_layers(2, **options)
+    layers.eval()
+    x = numbers(3, 100, 256)
+    if kind == "static":
+        cache = KVCache(batch=3, heads=2, head_dim=64, max_length=128, layers=2)
+        reserve = cache.reserve
+    else:
+        cache = PagedKVCache(pages=64, page_size=16, heads=2, head_dim=64, layers=2)
+        sequences = [cache.add() for _ in range(3)]
+        reserve = lambda tokens: cache.reserve(sequences, tokens)  # noqa: E731
+    found = []
+    for part in x.split([60, 20, *(1,) * 20], dim=1):
+        step, y = reserve(part.shape[1]), part
+        rotations = shared(step.positions)
+        for number, layer in enumerate(layers):
+            y = layer(y, step=step, layer=number, rotations=rotations)
+        found.append(y)
+    assert difference(torch.cat(found, dim=1), exact_stack(layers, x)) < TOLERANCE
+
+
+@torch.no_grad()
+def test_prompts_of_different_lengths_on_a_static_cache():
+    layers, _ = make_layers(1)
+    module, x, lengths = layers[0].eval(), numbers(3, 60, 256), [50, 7, 23]
+    cache = KVCache(batch=3, heads=2, head_dim=64, max_length=64)
+    found = [module(x[:, :50], step=cache.reserve(50, torch.tensor(lengths, dtype=torch.int32, device=DEVICE)))]
+    for number in range(8):
+        rows = torch.stack([x[row, length + number] for row, length in enumerate(lengths)])
+        found.append(module(rows[:, None], step=cache.reserve()))
+    for row, length in enumerate(lengths):
+        whole = exact_stack(layers, x[row : row + 1, : length + 8])[0]
+        assert difference(found[0][row, :length], whole[:length]) < TOLERANCE
+        assert difference(torch.cat([part[row] for part in found[1:]]), whole[length:]) < TOLERANCE
+
+
+@torch.no_grad()
+def test_one_cuda_graph_decodes_all_positions():
+    layers, _ = make_layers(2)
+    layers.eval()
+    x = numbers(2, 90, 256)
+    cache = KVCache(batch=2, heads=2, head_dim=64, max_length=80, layers=2)
+    token = numbers(2, 1, 256)
+
+    def decode(y):
+        step = cache.reserve(y.shape[1])
+        for number, layer in enumerate(layers):
+            y = layer(y, step=step, layer=number)
+        return y
+
+    decode(token)  # builds the plans
+    cache.reset()
+    prompt = decode(x[:, :50])
+    lengths = cache.lengths.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode(token)
+    cache.lengths.copy_(lengths)
+    found = [prompt]
+    torch.cuda.synchronize()
+    for position in range(50, 80):
+        token.copy_(x[:, position : position + 1])
+        graph.replay()
+        found.append(out.clone())
+    assert cache.lengths.tolist() == [80, 80]
+    assert difference(torch.cat(found, dim=1), exact_stack(layers, x[:, :80])) < TOLERANCE
+    for _ in range(2):  # one token too many: not a number, and nothing else is harmed
+        graph.replay()
+        assert out.isnan().all()
+    cache.reset()
+    token.copy_(x[:, :1])
+    graph.replay()
+    assert difference(out, exact_stack(layers, x[:, :1])) < TOLERANCE
+
+
+@torch.no_grad()
+def test_a_warm_step_waits_for_nothing():
+    layers, _ = make_layers(2)
+    layers.eval()
+    cache = KVCache(batch=2, heads=2, head_dim=64, max_length=80, layers=2)
+    parts = [numbers(2, 1, 256) for _ in range(6)]
+
+    def decode(y):
+        step = cache.reserve()
+        for number, layer in enumerate(layers):
+            y = layer(y, step=step, layer=number)
+        return y
+
+    found = [decode(part) for part in parts[:3]]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with cudnn_sdpa.no_plan_builds():
+            found += [decode(part) for part in parts[3:]]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert difference(torch.cat(found, dim=1), exact_stack(layers, torch.cat(parts, dim=1))) < TOLERANCE
+
+
+def test_compiled_layers_with_gradients():
+    torch._dynamo.reset()
+    layers, shared = make_layers(2)
+
+    @torch.compile(fullgraph=True)
+    def run(x, positions):
+        rotations = shared(positions)
+        for layer in layers:
+            x = layer(x, rotations=rotations)
+        return x
+
+    for start in (0, 100):
+        x = numbers(2, 96, 256).requires_grad_()
+        out = run(x, torch.arange(start, start + 96, device=DEVICE))
+        params = [parameters_of(layer) for layer in layers]
+        expected = exact = x.detach().double().requires_grad_()
+        for layer, of in zip(layers, params, strict=True):
+            expected = evaluate(layer, of, expected)
+        assert difference(out, expected) < TOLERANCE
+        grad = torch.randn_like(out)
+        found = torch.autograd.grad(out, [x, *layers.parameters()], grad)
+        leaves = [exact, *(leaf for of in params for leaf in of.values())]
+        for one, other in zip(found, torch.autograd.grad(expected, leaves, grad.double()), strict=True):
+            assert difference(one, other) < 2 * TOLERANCE
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_step_serves_all_positions(mode):
+    torch._dynamo.reset()
+    layers, _ = make_layers(2)
+    layers.eval()
+    cache = KVCache(batch=2, heads=2, head_dim=64, max_length=32, layers=2)
+
+    def decode(y):
+        step = cache.reserve()
+        for number, layer in enumerate(layers):
+            y = layer(y, step=step, layer=number)
+        return y
+
+    compiled = torch.compile(decode, fullgraph=True, mode=mode)
+    x = numbers(2, 20, 256)
+    found = [compiled(x[:, i : i + 1].clone()).clone() for i in range(20)]
+    assert difference(torch.cat(found, dim=1), exact_stack(layers, x)) < TOLERANCE
+    torch._dynamo.reset()
+
+
+def test_weights_of_pytorchs_layer():
+    twin = torch.nn.TransformerEncoderLayer(256, 4, 512, 0.0, "gelu", batch_first=True, norm_first=True, **BF16)
+    for parameter in twin.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, mean=0.5)
+    module = TransformerLayer.from_torch(twin)
+    assert next(module.parameters()).device.type == DEVICE
+    x = numbers(2, 100, 256)
+    expected = copy.deepcopy(twin).double()(x.double())
+    assert difference(module(x), expected) < TOLERANCE
+    assert difference(twin(x), expected) < TOLERANCE
