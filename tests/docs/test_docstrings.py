@@ -25,7 +25,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Pages whose blocks are one script, each going on where the one before ended.
 SCRIPTS = {
     *("attention.md", "plans.md", "quickstart.md", "serving.md", "shapes.md", "training.md", "troubleshooting.md"),
-    *("varlen.md", "fp8.md"),
+    *("varlen.md", "fp8.md", "modules.md"),
 }
 
 
@@ -133,7 +133,7 @@ def test_pages_name_only_what_the_package_has(page):
 
 def test_every_public_name_is_in_the_reference():
     text = (ROOT / "docs" / "api.md").read_text()
-    names = set(cudnn_sdpa.__all__) - {"__version__"}
+    names = {*cudnn_sdpa.__all__, *cudnn_sdpa.nn.__all__} - {"__version__"}
     assert {name for name in names if not re.search(rf"\b{name}\b", text)} == set()
 
 

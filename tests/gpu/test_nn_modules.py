@@ -1,4 +1,4 @@
-"""Modules on the GPU: values and gradients against float64, caches, CUDA graphs, torch.compile, autocast, no waiting."""
+"""Modules on the GPU: values and gradients against float64, caches, CUDA graphs, compilation, autocast, no waiting."""
 
 from __future__ import annotations
 

@@ -96,13 +96,13 @@ def test_rotations_are_those_of_hugging_face():
     config = pytest.importorskip("transformers").LlamaConfig(
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, rope_theta=5e5
     )
-    rope = RotaryEmbedding(16, base=5e5)
-    positions = torch.randint(0, 100_000, (2, 11))
     theirs = llama.LlamaRotaryEmbedding(config)
+    rope = RotaryEmbedding(16, base=float(theirs.inv_freq[1].double()) ** -8)
+    torch.testing.assert_close(rope.frequencies, theirs.inv_freq, atol=0, rtol=2e-6)
+    positions = torch.randint(0, 2000, (2, 11))
     cos, sin = theirs(torch.empty(2, 11, 64), positions)
-    found = rope(positions)
-    if torch.equal(theirs.inv_freq, rope.frequencies):  # where they are computed alike
-        torch.testing.assert_close(found[0], cos[..., :8], atol=2e-2, rtol=0)  # angles by a matrix product or not
+    for one, other in zip(rope(positions), (cos, sin), strict=True):
+        torch.testing.assert_close(one, other[..., :8], atol=5e-3, rtol=0)  # 2000 radians in float32
     q, k = torch.randn(2, 11, 4, 16), torch.randn(2, 11, 2, 16)
     expected = llama.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
     for heads, right in zip((q, k), expected, strict=True):

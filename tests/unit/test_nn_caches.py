@@ -6,6 +6,7 @@ import pytest
 import torch
 from module_values import evaluate, parameters_of, randomize
 from torch import nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from cudnn_sdpa import DtypeError, OptionError, PagedKVCache, ShapeError, UnsupportedError
 from cudnn_sdpa.nn import Attention, KVCache, RotaryEmbedding, TransformerLayer
@@ -181,9 +182,10 @@ def test_a_step_that_cannot_be_is_refused():
             make().double()(x.double(), step=step)
         with pytest.raises(ShapeError, match="k: got"):
             make(num_kv_heads=2)(x, step=step)
+        pages = paged(module)
+        on_pages = pages.reserve([pages.add(), pages.add()], 3)
         with pytest.raises(UnsupportedError, match="no attn_mask"):
-            pages = paged(module)
-            module(x, step=pages.reserve([pages.add(), pages.add()], 3), attn_mask=torch.ones(3, 3))
+            module(x, step=on_pages, attn_mask=torch.ones(3, 3))
         with pytest.raises(UnsupportedError, match=r"module\.eval\(\)"):
             make(dropout=0.1).train()(x, step=step)
     with pytest.raises(UnsupportedError, match=r"torch\.no_grad\(\)"):
@@ -210,28 +212,24 @@ def test_a_cache_made_in_one_mode_serves_in_another():
 
 
 @torch.no_grad()
-def test_a_compiled_step_serves_all_positions():
+@pytest.mark.parametrize("chunks", [(1,) * 12, (3, 5, 4)], ids=["tokens", "chunks"])
+def test_a_compiled_step_serves_all_positions(chunks):
     torch._dynamo.reset()
     rope = RotaryEmbedding(16)
     layers = nn.ModuleList(
         randomize(TransformerLayer(64, 4, 96, num_kv_heads=2, is_causal=True, rope=rope)) for _ in range(2)
     ).eval()
     cache, x = static(layers[0].self_attn, layers=2), torch.randn(2, 12, 64)
-    frames = []
 
-    def backend(graph, inputs):
-        frames.append(graph)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    @torch.compile(fullgraph=True, backend=backend)
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=len(set(chunks)) > 1)
     def run(part):
         step = cache.reserve(part.shape[1])
         for number, layer in enumerate(layers):
             part = layer(part, step=step, layer=number)
         return part
 
-    found = [run(x[:, i : i + 1].clone()) for i in range(12)]
-    assert len(frames) == 1
+    found = [run(part.clone()) for part in x.split(chunks, dim=1)]
+    assert len(_debug_get_cache_entry_list(run._torchdynamo_orig_callable.__code__)) == 1
     expected = x.double()
     for layer in layers:
         expected = expected_of(layer, expected)

@@ -188,7 +188,7 @@ def test_positions_that_grow_compile_once():
     module = randomize(nn.Attention(32, 4, rope=nn.RotaryEmbedding(8), is_causal=True))
     frames = []
 
-    def backend(graph, inputs):
+    def backend(graph, _):
         frames.append(graph)
         return graph.forward
 

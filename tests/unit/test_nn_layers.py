@@ -1,4 +1,4 @@
-"""Norms, feed-forward parts, patches, layers and the vision encoder: values, gradients, and weights of other modules."""
+"""Norms, feed-forward parts, patches, layers and the vision encoder: values, gradients, weights of other modules."""
 
 from __future__ import annotations
 
@@ -201,7 +201,8 @@ def test_layers_of_hugging_face_are_loaded(bias):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"class_token": False, "norm": "rms_norm", "activation": "swiglu", "bias": False, "num_kv_heads": 1}]
+    "options",
+    [{}, {"class_token": False, "norm": "rms_norm", "activation": "swiglu", "bias": False, "num_kv_heads": 1}],
 )
 def test_vision_encoder(options):
     module = VisionEncoder((16, 24), 8, embed_dim=32, num_layers=2, num_heads=4, ffn_dim=48, **options)
