@@ -132,7 +132,7 @@ def test_layers(options):
 ACTIVATIONS = ["relu", "gelu", nn.GELU("tanh"), nn.functional.silu, torch.relu, nn.ReLU()]
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=["relu", "gelu", "GELU tanh", "F.silu", "torch.relu", "ReLU"])
 @pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"bias": False, "layer_norm_eps": 0.01}], ids=str)
 def test_pytorchs_layer_becomes_ours(activation, options):
     twin = nn.TransformerEncoderLayer(32, 4, 56, 0.25, activation, batch_first=True, **options)
