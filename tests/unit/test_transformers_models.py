@@ -1,0 +1,161 @@
+"""Models of transformers on this library's attention say what they say on transformers' own, on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+pytest.importorskip("transformers")
+
+from hf_models import DECODERS, ENCODERS, PAIRS, inputs_of, padded, tiny
+from transformers import DynamicCache, StaticCache
+
+from cudnn_sdpa.integrations.transformers import register
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register()
+    yield
+    register()
+
+
+def assert_near(ours, theirs, where=...):
+    torch.testing.assert_close(ours[where], theirs[where], rtol=2e-4, atol=2e-5)
+
+
+def both(make, **kw):
+    """The same model on this library, and on transformers' eager attention, which knows soft caps and sinks."""
+    return tiny(make, "cudnn_sdpa", **kw), tiny(make, "eager", **kw)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@torch.no_grad()
+def test_a_decoders_logits_padded_and_step_by_step(name):
+    ours, theirs = both(DECODERS[name])
+    ids = torch.randint(3, 96, (4, 14))
+    mask = padded(14)
+    expected = theirs(ids).logits
+    assert_near(ours(ids).logits, expected)
+    assert_near(ours(ids, attention_mask=mask).logits, theirs(ids, attention_mask=mask).logits, mask.bool())
+    for cache in (DynamicCache(), DynamicCache(config=ours.config), StaticCache(config=ours.config, max_cache_len=20)):
+        steps = [ours(part, past_key_values=cache).logits for part in ids.split((8, 1, 1, 3, 1), dim=1)]
+        assert_near(torch.cat(steps, dim=1), expected)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("inspect_padding", [False, True])
+@torch.no_grad()
+def test_a_decoder_generates_the_same_tokens(name, cache, inspect_padding):
+    register(inspect_padding=inspect_padding)
+    ours, theirs = both(DECODERS[name])
+    ids, mask = torch.randint(3, 96, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    if not inspect_padding:
+        mask[0, :4] = 0
+    results = [
+        model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=4,
+            do_sample=False,
+            cache_implementation=cache,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        for model in (ours, theirs)
+    ]
+    assert torch.equal(results[0].sequences, results[1].sequences)
+    assert_near(torch.stack(results[0].logits), torch.stack(results[1].logits))
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@torch.no_grad()
+def test_an_encoders_output(name):
+    ours, theirs = both(ENCODERS[name])
+    inputs = inputs_of(name)
+    field = "logits_per_image" if name == "clip" else "last_hidden_state"
+    where = inputs["attention_mask"].bool() if name in ("bert", "modernbert") else ...
+    assert_near(getattr(ours(**inputs), field), getattr(theirs(**inputs), field), where)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@torch.no_grad()
+def test_an_encoder_and_a_decoder(name):
+    ours, theirs = both(PAIRS[name])
+    inputs = inputs_of(name)
+    assert_near(ours(**inputs).logits, theirs(**inputs).logits)
+    steps = inputs.pop("decoder_input_ids")
+    encoded = ours.get_encoder()(**inputs)
+    hidden = {"attention_mask": inputs["attention_mask"]} if "attention_mask" in inputs else {}
+    expected = theirs(encoder_outputs=encoded, decoder_input_ids=steps, **hidden).logits
+    found, past = [], None
+    for part in steps.split((4, 1, 2), dim=1):
+        out = ours(encoder_outputs=encoded, decoder_input_ids=part, past_key_values=past, use_cache=True, **hidden)
+        past = out.past_key_values
+        found.append(out.logits)
+    assert_near(torch.cat(found, dim=1), expected)
+
+
+@torch.no_grad()
+def test_packed_sequences_by_their_positions():
+    ours, theirs = both(DECODERS["qwen2"])
+    ids = torch.randint(3, 96, (1, 16))
+    positions = torch.cat([torch.arange(7), torch.arange(9)])[None]
+    together = ours(ids, position_ids=positions, use_cache=False).logits
+    assert_near(together, theirs(ids, position_ids=positions, use_cache=False).logits)
+    assert_near(together[:, :7], ours(ids[:, :7]).logits)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3", "t5"])
+def test_training_has_the_same_loss_and_gradients(name):
+    makers = {**DECODERS, **PAIRS}
+    ours, theirs = (model.train() for model in both(makers[name], **({"dropout_rate": 0.0} if name == "t5" else {})))
+    ids, mask = torch.randint(3, 96, (4, 14)), padded(14)
+    after_hidden = torch.cat([mask[:, :1], mask[:, :-1]], dim=1) == 0  # padding predicts nothing that means something
+    labels = ids.masked_fill((mask == 0) | after_hidden, -100)
+    losses = [model(input_ids=ids, attention_mask=mask, labels=labels).loss for model in (ours, theirs)]
+    assert_near(*losses)
+    for loss in losses:
+        loss.backward()
+    for (place, parameter), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        if expected.grad is None:
+            assert parameter.grad is None, place
+        else:
+            scale = expected.grad.abs().max().item()
+            torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-3, atol=1e-4 * scale + 1e-8, msg=place)
+
+
+def test_dropout_drops_in_training_alone():
+    model = tiny(DECODERS["llama"], "cudnn_sdpa", attention_dropout=0.5)
+    ids = torch.randint(3, 96, (2, 10))
+    assert torch.equal(model(ids).logits, model(ids).logits)
+    model.train()
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_compiled_steps_on_a_static_cache_compile_once():
+    ours, theirs = both(DECODERS["llama"])
+    ids = torch.randint(3, 96, (2, 12))
+    cache = StaticCache(config=ours.config, max_cache_len=16)
+    logits = [ours(ids[:, :6], past_key_values=cache).logits]
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(ours, fullgraph=True, backend=counter)
+    logits += [step(ids[:, at : at + 1], past_key_values=cache).logits for at in range(6, 12)]
+    assert_near(torch.cat(logits, dim=1), theirs(ids).logits)
+    assert counter.frame_count == 1
+
+
+@torch.no_grad()
+def test_compiled_prompts_of_many_lengths_share_a_graph():
+    ours, theirs = both(DECODERS["mistral"])
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend=counter)
+    for length in (9, 12, 17):
+        ids = torch.randint(3, 96, (2, length))
+        assert_near(compiled(ids, use_cache=False).logits, theirs(ids, use_cache=False).logits)
+    assert counter.frame_count == 1
