@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,114 +50,61 @@ def attention(
     """
     if others:
         _refuse(others)
-    sinks = None if s_aux is None else s_aux.float()
-    dropout = dropout or NO_DROPOUT  # the object by which plain calls are known
-    if attention_mask is None and position_bias is None:
-        causal = query.shape[2] > 1 and _is_causal(module, is_causal)
-        out = sdpa(
-            *(query, key, value), is_causal=causal, scale=scaling, dropout_p=dropout, softcap=softcap, sinks=sinks
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "dropout_p": dropout or NO_DROPOUT,  # the object by which plain calls are known
+        "softcap": softcap,
+        "sinks": None if s_aux is None else s_aux.float(),
+    }
+    causal = query.shape[2] > 1 and _is_causal(module, is_causal)
+    if position_bias is not None:
+        attention_mask, causal = (
+            _with_bias(attention_mask, position_bias, query, key),
+            causal and attention_mask is None,
         )
-        return out.transpose(1, 2).contiguous(), None
-    if attention_mask is not None and attention_mask.dtype == hidden.DTYPE and position_bias is None:
-        return _structured(query, key, value, attention_mask, scaling, dropout, softcap, sinks), None
-    causal = False
     if attention_mask is None:
-        causal, attention_mask = query.shape[2] > 1 and _is_causal(module, is_causal), position_bias
+        out = sdpa(query, key, value, is_causal=causal, **options)
     elif attention_mask.dtype == hidden.DTYPE:
-        attention_mask = hidden.drawn(attention_mask, query, key.shape[2])
-    if position_bias is not None and attention_mask is not position_bias:
-        attention_mask = _sum(attention_mask, position_bias)
-    if query.shape[2] == 1 and not is_compiling() and _is_causal(module, is_causal):
-        key, value, attention_mask = _rounded(key, value, attention_mask)
-    return _masked(query, key, value, attention_mask, causal, scaling, dropout, softcap, sinks), None
+        found = hidden.structure(attention_mask, query)
+        if isinstance(found, hidden.Packed):
+            return _packed(query, key, value, found, options), None
+        out = _banded(query, key, value, attention_mask, found, options)
+    else:
+        if query.shape[2] == 1 and not is_compiling() and _is_causal(module, is_causal):
+            key, value, attention_mask = _rounded(key, value, attention_mask)
+        is_simple = attention_mask.dtype in (torch.bool, torch.float32, query.dtype)
+        mask = attention_mask if is_simple else attention_mask.to(query.dtype)
+        out = sdpa(query, key, value, attn_mask=mask, is_causal=causal and position_bias is not None, **options)
+    return out.transpose(1, 2).contiguous(), None
 
 
-def _masked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scaling: float | None,
-    dropout: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+def _banded(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, found: hidden.Band, options: dict[str, Any]
 ) -> Tensor:
-    if mask is not None and mask.is_floating_point() and mask.dtype not in (query.dtype, torch.float32):
-        mask = mask.to(query.dtype)
-    out = sdpa(
-        *(query, key, value),
-        attn_mask=mask,
-        is_causal=is_causal,
-        scale=scaling,
-        dropout_p=dropout,
-        softcap=softcap,
-        sinks=sinks,
-    )
-    return out.transpose(1, 2).contiguous()
-
-
-def _structured(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scaling: float | None,
-    dropout: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention under what `hidden` says."""
-    found = hidden.structure(mask, query)
+    """Attention under a band that ends at the last query and the last key."""
     queries, keys = query.shape[2], key.shape[2]
-    if isinstance(found, hidden.Packed):
-        return _packed(query, key, value, found, scaling, dropout, softcap, sinks)
     left, right, lengths = found
     is_square = lengths is None and queries == keys
     # cuDNN has no kernel for a single query with a soft cap and lengths, nor for dropout with a band that ends last.
-    if (softcap is not None and lengths is not None and queries == 1) or (dropout and not is_square):
-        seen = hidden.drawn(mask, query, keys)
-        return _masked(query, key, value, seen, False, scaling, dropout, softcap, sinks)
-    is_full = left == hidden.UNBOUNDED or (queries == 1 and lengths is not None and keys <= left + 1)
+    is_lone = options["softcap"] is not None and lengths is not None and queries == 1
+    if is_lone or (options["dropout_p"] and not is_square):
+        return cast(Tensor, sdpa(query, key, value, attn_mask=hidden.drawn(mask, query, keys), **options))
+    is_full = left == hidden.UNBOUNDED or (queries == 1 and keys <= left + 1)
     is_bare = is_full and queries == 1 and right == 0  # a single query on the last key sees all of them
-    out = sdpa(
-        *(query, key, value),
-        is_causal=right == 0 and not is_bare,
-        causal_alignment=TOP_LEFT if is_square or is_bare else BOTTOM_RIGHT,
-        window=None if is_full else (left, right),
-        scale=scaling,
-        dropout_p=dropout,
-        softcap=softcap,
-        sinks=sinks,
-        seq_lens_kv=lengths,
-    )
-    return out.transpose(1, 2).contiguous()
+    options = {**options, "seq_lens_kv": lengths, "window": None if is_full else (left, right)}
+    if not is_bare:
+        options |= {"is_causal": right == 0, "causal_alignment": TOP_LEFT if is_square else BOTTOM_RIGHT}
+    return cast(Tensor, sdpa(query, key, value, **options))
 
 
-def _packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    found: hidden.Packed,
-    scaling: float | None,
-    dropout: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _packed(query: Tensor, key: Tensor, value: Tensor, found: hidden.Packed, options: dict[str, Any]) -> Tensor:
     """Causal attention among tokens that are not padding, packed; the rows of the others are zeros."""
     batch, heads, length, _ = query.shape
     q, k, v = (
         x[:, :, :length].transpose(1, 2).reshape(batch * length, x.shape[1], x.shape[3]).index_select(0, found.order)
         for x in (query, key, value)
     )
-    out = sdpa_varlen(
-        *(q, k, v, found.offsets, found.offsets, length, length),
-        is_causal=True,
-        scale=scaling,
-        dropout_p=dropout,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    out: Tensor = sdpa_varlen(q, k, v, found.offsets, found.offsets, length, length, is_causal=True, **options)
     return out.index_select(0, found.place).view(batch, length, heads, value.shape[3])
 
 
@@ -165,17 +112,22 @@ def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
     return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
-def _sum(mask: Tensor, position_bias: Tensor) -> Tensor:
+def _with_bias(mask: Tensor | None, position_bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A bias that the model learns, and -inf where a mask hides keys."""
+    if mask is None:
+        return position_bias
+    if mask.dtype == hidden.DTYPE:
+        mask = hidden.drawn(mask, query, key.shape[2])
     if mask.dtype == torch.bool:
         return position_bias.masked_fill(~mask, -torch.inf)
     return position_bias + mask
 
 
-def _rounded(key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _rounded(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values filled up with hidden zeros: a cache that grows has a new length in each step."""
     keys = key.shape[2]
     missing = -keys % ROUNDED_TO
-    if missing == 0 or mask is None or mask.requires_grad or mask.shape[-1] != keys:
+    if missing == 0 or mask.requires_grad or mask.shape[-1] != keys:
         return key, value, mask
     rest = (0, 0, 0, missing)
     hides = False if mask.dtype == torch.bool else -torch.inf

@@ -17,7 +17,7 @@ NAME = "cudnn_sdpa"
 
 #: What transformers' mask functions have to be given for this module's to say the same.
 _NEEDED = frozenset({"q_length", "q_offset", "kv_offset", "allow_is_causal_skip", "local_size", "use_vmap", "device"})
-_HINT = "Try: pip install 'transformers>=5.17'"
+_HINT = "Try: pip install 'transformers>=5.4'"
 
 
 def register(*, inspect_padding: bool = False) -> None:
@@ -32,8 +32,8 @@ def register(*, inspect_padding: bool = False) -> None:
 
     Args:
         inspect_padding: Whether to look if a padding mask hides anything, once for each mask, which waits for the GPU,
-            as transformers' own "sdpa" does. Without padding the mask is then left out: quicker kernels for prompts that
-            `generate` gives a mask of ones, for the price of a wait in each step. Not within `torch.compile` and
+            as transformers' own "sdpa" does. Without padding the mask is then left out: quicker kernels for prompts
+            that `generate` gives a mask of ones, for the price of a wait in each step. Not within `torch.compile` and
             captures.
 
     Raises:

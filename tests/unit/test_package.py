@@ -25,6 +25,7 @@ LAYERS = [
     ("norm_arguments", "conv_arguments"),
     ("norm", "activation", "conv"),
     ("nn",),
+    ("integrations",),
     ("describe_fused",),
     ("explanation", "support_matrix", "warming"),
     ("planned_support",),

@@ -120,8 +120,10 @@ def test_a_padding_mask_of_ones_is_left_out_where_it_may_be_looked_at(kind, wher
 
 @pytest.mark.parametrize(
     ("kind", "where"),
-    [("causal", "prompt"), ("causal", "step"), ("causal", "prompt on a static cache"), ("window", "short prompt")]
-    + [("encoder", "prompt"), ("encoder", "chunk"), ("both ways", "short prompt")],
+    [
+        *(("causal", "prompt"), ("causal", "step"), ("causal", "prompt on a static cache"), ("window", "short prompt")),
+        *(("encoder", "prompt"), ("encoder", "chunk"), ("both ways", "short prompt")),
+    ],
 )
 def test_plain_attention_has_no_mask(kind, where):
     assert ours(PLACES[where], PATTERNS[kind]) is None
@@ -129,9 +131,11 @@ def test_plain_attention_has_no_mask(kind, where):
 
 @pytest.mark.parametrize(
     ("kind", "where"),
-    [("causal", "chunk"), ("causal", "step on a static cache"), ("causal", "chunk on a static cache")]
-    + [("window", "prompt"), ("window", "window's cache"), ("window", "step on a static cache")]
-    + [("window", "step on a static window's cache"), ("both ways", "prompt")],
+    [
+        *(("causal", "chunk"), ("causal", "step on a static cache"), ("causal", "chunk on a static cache")),
+        *(("window", "prompt"), ("window", "window's cache"), ("window", "step on a static cache")),
+        *(("window", "step on a static window's cache"), ("both ways", "prompt")),
+    ],
 )
 @pytest.mark.parametrize("skip", [True, False], ids=["", "no skip"])
 def test_a_structure_stands_for_a_mask_without_drawing_it(kind, where, skip):
@@ -193,9 +197,9 @@ def test_a_model_that_computes_with_a_structure_fails(where):
         lambda: torch.where(mask, bias, 0.0),
         lambda: bias.masked_fill(mask, 0.0),
         lambda: torch.cat([mask, bias[:, :1]], dim=-1),
-        lambda: mask.bool(),
+        mask.bool,
         lambda: mask == 0,
-        lambda: mask.float(),
+        mask.float,
         lambda: mask.to(torch.int32),
     ]
     for change in changes:

@@ -153,9 +153,9 @@ def test_compiled_steps_on_a_static_cache_compile_once():
 def test_compiled_prompts_of_many_lengths_share_a_graph():
     ours, theirs = both(DECODERS["mistral"])
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend=counter)
-    for length in (9, 12, 17):
+    for length in (9, 17):
         ids = torch.randint(3, 96, (2, length))
         assert_near(compiled(ids, use_cache=False).logits, theirs(ids, use_cache=False).logits)
     assert counter.frame_count == 1
