@@ -77,6 +77,13 @@ class ConvPart(str, Enum):
     PROPOSALS = "proposals"
 
 
+class LlamaPart(str, Enum):
+    """Parts of `bench llama`."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 class Fp8Part(str, Enum):
     """Parts of `bench fp8`."""
 
@@ -229,6 +236,22 @@ def bench_conv(
         ConvPart.PROPOSALS: ("Bias and SiLU after conv2d, all plans that cuDNN proposes", proposals.convolutions),
     }
     _measure("conv", {chosen.value: measures[chosen] for chosen in part or list(ConvPart)}, output)
+
+
+@bench_app.command("llama")
+def bench_llama(
+    part: Annotated[list[LlamaPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
+    output: Output = None,
+) -> None:
+    """Time prompts and decode steps of a few Llama layers in Hugging Face's transformers."""
+    require_gpu()
+    from cudnn_sdpa.bench import llama
+
+    measures: dict[LlamaPart, tuple[str, Measure]] = {
+        LlamaPart.PREFILL: (f"Prompts, device time: {llama.LABEL}", llama.prefill),
+        LlamaPart.DECODE: (f"Steps of one token, wall time: {llama.LABEL}", llama.decode),
+    }
+    _measure("llama", {chosen.value: measures[chosen] for chosen in part or list(LlamaPart)}, output)
 
 
 @bench_app.command("coldstart")

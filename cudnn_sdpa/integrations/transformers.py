@@ -41,14 +41,12 @@ def register(*, inspect_padding: bool = False) -> None:
         OptionError: `inspect_padding` is no bool.
 
     Examples:
-        >>> import pytest, torch
-        >>> transformers = pytest.importorskip("transformers")
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from cudnn_sdpa.integrations.transformers import register
         >>> register()
-        >>> config = transformers.LlamaConfig(
-        ...     *(64, 32, 64, 1, 4, 2), attn_implementation="cudnn_sdpa", pad_token_id=0, eos_token_id=1
-        ... )
-        >>> model = transformers.LlamaForCausalLM(config).eval()
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4)
+        >>> model = LlamaForCausalLM._from_config(config, attn_implementation="cudnn_sdpa")
         >>> model(torch.arange(8)[None]).logits.shape
         torch.Size([1, 8, 64])
     """

@@ -153,7 +153,7 @@ def inputs_of(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32
     if name in ("vit", "siglip"):
         return {"pixel_values": pixels}
     if name == "clip":
-        ids[:, 6] = 95  # the token that is pooled is none of the hidden ones
+        ids.clamp_(max=94)[:, 6] = 95  # the token that is pooled is none of the hidden ones
         return {**text, "pixel_values": pixels}
     if name == "whisper":
         return {"input_features": torch.randn(4, 8, 40, device=device, dtype=dtype), "decoder_input_ids": steps}

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cudnn_sdpa.bench import cases, chunks, convolutions, decode, fp8, fused, host, proposals, timing, training
-from cudnn_sdpa.bench.cli import AttentionPart, ConvPart, DecodePart, Fp8Part, HostPart, NormPart, SiluPart
+from cudnn_sdpa.bench.cli import AttentionPart, ConvPart, DecodePart, Fp8Part, HostPart, LlamaPart, NormPart, SiluPart
 from cudnn_sdpa.cli import app
 
 
@@ -81,3 +81,17 @@ def test_convolutions(tmp_path, part):
 @pytest.mark.parametrize("part", list(AttentionPart))
 def test_attention(tmp_path, part):
     assert_measured(tmp_path, "attention", part, "--quick")
+
+
+@pytest.mark.parametrize("part", list(LlamaPart))
+def test_llama(tmp_path, part, monkeypatch):
+    pytest.importorskip("transformers")
+    from cudnn_sdpa.bench import llama
+
+    monkeypatch.setattr(llama, "device_times", lambda calls: timing.device_times(calls, repeats=2))
+    small = {"hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+    monkeypatch.setattr(llama, "SHAPE", {**llama.SHAPE, **small, "num_hidden_layers": 2})
+    monkeypatch.setattr(llama, "PROMPTS", ((2, 300),))
+    monkeypatch.setattr(llama, "CACHES", ((2, 300),))
+    monkeypatch.setattr(llama, "STEPS", 4)
+    assert_measured(tmp_path, "llama", part)

@@ -18,6 +18,7 @@ from cudnn_sdpa.bench.cli import (
     DecodePart,
     Fp8Part,
     HostPart,
+    LlamaPart,
     NormPart,
     ShapesPart,
     SiluPart,
@@ -43,7 +44,9 @@ def tables(repository, monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("command", ["host", "attention", "decode", "coldstart", "shapes", "norm", "silu", "conv"])
+@pytest.mark.parametrize(
+    "command", ["host", "attention", "decode", "coldstart", "shapes", "norm", "silu", "conv", "llama"]
+)
 def test_benchmarks_say_that_they_need_a_gpu(command, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(app, ["bench", command])
@@ -109,11 +112,12 @@ def test_the_pages_name_parts_that_there_are(tables):
         "norm": NormPart,
         "silu": SiluPart,
         "conv": ConvPart,
+        "llama": LlamaPart,
     }
     parts = {file: {part.value for part in enum} for file, enum in enums.items()}
     named = [found for page in tables.PAGES for found in tables.MARKS.finditer(page.read_text())]
     assert len(named) == sum(len(re.findall("<!-- bench:", page.read_text())) for page in tables.PAGES)
     for found in named:
         assert found["part"] in parts[found["file"] or "host"]
-    for file in ("attention", "decode", "fp8", "coldstart", "shapes", "norm", "silu", "conv"):
+    for file in ("attention", "decode", "fp8", "coldstart", "shapes", "norm", "silu", "conv", "llama"):
         assert {found["part"] for found in named if found["file"] == file} == parts[file]

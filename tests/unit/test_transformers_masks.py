@@ -32,9 +32,8 @@ CHUNKS = {
     "mask_function": theirs.chunked_causal_mask_function(7, torch.zeros(3, dtype=torch.long)),
     "local_size": 7,
 }
-IMAGES = theirs.or_masks(
-    theirs.sliding_window_causal_mask_function(5), theirs.blockwise_overlay(torch.full((3, 40), -1).fill_(2))
-)
+GROUPS = theirs.packed_sequence_mask_function(torch.arange(40).expand(3, 40) // 4)
+IMAGES = theirs.or_masks(theirs.sliding_window_causal_mask_function(5), GROUPS)
 PATTERNS = {"causal": {}, "window": WINDOW, "chunks": CHUNKS, "encoder": ENCODER, "both ways": BOTH_WAYS}
 NO_SKIP = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
@@ -166,9 +165,7 @@ def test_a_padded_prompt_is_packed_unless_a_window_counts_what_is_hidden(kind):
     [
         {"mask_function": IMAGES, "local_size": 5, "allow_is_causal_skip": False},
         {
-            "mask_function": theirs.and_masks(
-                theirs.causal_mask_function, theirs.packed_sequence_mask_function(torch.arange(40).expand(3, 40) // 4)
-            ),
+            "mask_function": theirs.and_masks(theirs.causal_mask_function, GROUPS),
             "allow_is_causal_skip": False,
         },
         {"mask_function": BOTH_WAYS["mask_function"], "local_size": 5, "allow_is_causal_skip": False},
