@@ -21,6 +21,7 @@ REFUSED = {
     "block_indices": "the model chooses blocks of keys for each query (sparse attention)",
     "cache": "the keys lie in the paged cache of continuous batching",
     "head_mask": "single heads are masked out",
+    "output_attentions": "the weights are asked for, which no fused kernel keeps",
 }
 #: Keys of a growing cache are filled up to a multiple of this where a plan of their own would be built for each length.
 ROUNDED_TO = 256
@@ -135,6 +136,7 @@ def _rounded(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _refuse(others: dict[str, Any]) -> None:
-    if any(others.get(name) is not None for name in REFUSED):
-        reasons = [why for name, why in REFUSED.items() if others.get(name) is not None]
+    asked = [name for name in REFUSED if others.get(name) is not None and others[name] is not False]
+    if asked:
+        reasons = [REFUSED[name] for name in asked]
         raise UnsupportedError("cudnn_sdpa in transformers", reasons, 'attn_implementation="eager" for this model')

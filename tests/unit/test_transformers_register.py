@@ -94,7 +94,8 @@ def layer(is_causal=True):
 @pytest.mark.parametrize("argument", forward.REFUSED)
 def test_what_would_be_ignored_is_refused(argument):
     q = torch.randn(1, 2, 4, 8)
-    assert forward.attention(layer(), q, q, q, None, **{argument: None})[0].shape == (1, 4, 2, 8)
+    for nothing in (None, False):
+        assert forward.attention(layer(), q, q, q, None, **{argument: nothing})[0].shape == (1, 4, 2, 8)
     with pytest.raises(UnsupportedError, match=forward.REFUSED[argument].split("(", maxsplit=1)[0]):
         forward.attention(layer(), q, q, q, None, **{argument: torch.zeros(1)})
 
