@@ -3,104 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from cudnn_sdpa.bench.parts import (
+    AttentionPart,
+    ColdPart,
+    ConvPart,
+    DecodePart,
+    Fp8Part,
+    HostPart,
+    LlamaPart,
+    NormPart,
+    ShapesPart,
+    SiluPart,
+)
+
 bench_app = typer.Typer(help="Measure on this machine's GPU.", no_args_is_help=True)
 
 Measure = Callable[[], list[dict[str, Any]]]
 Output = Annotated[Path | None, typer.Option("--output", "--json", help="Write the results to this JSON file.")]
-
-
-class HostPart(str, Enum):
-    """Parts of `bench host`."""
-
-    HOST = "host"
-    PARTS = "parts"
-    TRAINING = "training"
-    KERNELS = "kernels"
-    MEMORY = "memory"
-
-
-class ColdPart(str, Enum):
-    """Parts of `bench coldstart`."""
-
-    CALLS = "calls"
-    WARMUP = "warmup"
-    IMPORTS = "imports"
-
-
-class ShapesPart(str, Enum):
-    """Parts of `bench shapes`."""
-
-    PASSES = "passes"
-    TAKEOVER = "takeover"
-    BUCKETS = "buckets"
-
-
-class DecodePart(str, Enum):
-    """Parts of `bench decode`."""
-
-    BANDWIDTH = "bandwidth"
-    CHUNKS = "chunks"
-    DRAFTS = "drafts"
-    MIXED = "mixed"
-    HOST = "host"
-
-
-class NormPart(str, Enum):
-    """Parts of `bench norm`."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    HOST = "host"
-    PROPOSALS = "proposals"
-
-
-class SiluPart(str, Enum):
-    """Parts of `bench silu`."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    HOST = "host"
-
-
-class ConvPart(str, Enum):
-    """Parts of `bench conv`."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    PROPOSALS = "proposals"
-
-
-class LlamaPart(str, Enum):
-    """Parts of `bench llama`."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-class Fp8Part(str, Enum):
-    """Parts of `bench fp8`."""
-
-    FORWARD = "forward"
-    TRAINING = "training"
-    HOST = "host"
-    EASY = "easy"
-
-
-class AttentionPart(str, Enum):
-    """Parts of `bench attention`."""
-
-    KERNELS = "kernels"
-    OPTIONS = "options"
-    VARLEN = "varlen"
-    MEMORY = "memory"
-    AUTOTUNE = "autotune"
 
 
 @bench_app.command("host")
