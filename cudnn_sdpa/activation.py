@@ -269,7 +269,9 @@ def as_rows(tensors: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
     """Tensors of one shape in three dimensions, in the form that cuDNN is quickest in, without a copy."""
     size, count = tensors[0].shape[-1] if tensors[0].dim() else 1, tensors[0].numel()
     if all(x.is_contiguous() for x in tensors):
-        length = DENSE_ROW if count % DENSE_ROW == 0 else size
+        by_rows = size % DENSE_ROW == 0  # a compiler that knows no count shall not ask for it, and compile once more
+        is_dense = by_rows or (not torch.compiler.is_compiling() and count % DENSE_ROW == 0)
+        length = DENSE_ROW if is_dense else size
         return [x.view(1, -1, length) for x in tensors]
     rows = [_of_two(name, x) for name, x in zip(names, tensors, strict=True)]
     if size % PIECE == 0 and count // size <= MOST_PIECED_ROWS:
