@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from cudnn_sdpa.runtime.eager import is_compiling
+
 
 def is_true(condition: Any) -> bool:
     """Whether a comparison holds; False if only data can tell."""
-    if isinstance(condition, torch.SymBool):
+    if is_compiling() or isinstance(condition, torch.SymBool):  # torch.compile shows symbols as what they stand for
         from torch.fx.experimental.symbolic_shapes import guard_or_false
 
         return bool(guard_or_false(condition))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cudnn_sdpa import graph_op, sdpa, sdpa_varlen
+from cudnn_sdpa import graph_op, sdpa, sdpa_varlen, silu_mul
 from tests.unit.compiled_functions import TWINS, compilations, trained
 
 
@@ -126,6 +126,18 @@ def test_a_length_whose_size_only_data_tell_with_everything():
         results, expected = function(kept, x, sinks), attend(kept, x, sinks)
         assert [y.stride() for y in results] == [y.stride() for y in expected]
         torch.testing.assert_close(results, expected)
+
+
+@pytest.mark.usefixtures("sizes_of_data")
+def test_halves_whose_size_only_data_tell():
+    def gate(kept, x):
+        return silu_mul(*rows_that_are(x, kept).chunk(2, dim=2))
+
+    function = compiled(gate)
+    for size in (64, 96, 128):  # which are cut into pieces, into rows, and not at all
+        x = torch.randn(5, 3, 2 * size)
+        for kept in KEPT:
+            torch.testing.assert_close(function(kept, x), gate(kept, x))
 
 
 @pytest.mark.usefixtures("sizes_of_data")
