@@ -25,6 +25,7 @@ from cudnn_sdpa.graphs.shortcuts import Shortcuts
 from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_deterministic, is_watched, needs_gradient
 from cudnn_sdpa.runtime.graph_call import GraphCall, describe
 from cudnn_sdpa.runtime.layouts import ALIGNMENT, contiguous_stride
+from cudnn_sdpa.runtime.symbols import is_true
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -268,13 +269,26 @@ def _run(kind: _Kind, operands: Sequence[Tensor], tensors: Sequence[Tensor]) -> 
 def as_rows(tensors: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
     """Tensors of one shape in three dimensions, in the form that cuDNN is quickest in, without a copy."""
     size, count = tensors[0].shape[-1] if tensors[0].dim() else 1, tensors[0].numel()
-    if all(x.is_contiguous() for x in tensors):
-        length = DENSE_ROW if count % DENSE_ROW == 0 else size
+    if all(_is_dense(x) for x in tensors):
+        by_rows = size % DENSE_ROW == 0  # a compiler that knows no count shall not ask for it, and compile once more
+        is_dense = by_rows or (not torch.compiler.is_compiling() and count % DENSE_ROW == 0)
+        length = DENSE_ROW if is_dense else size
         return [x.view(1, -1, length) for x in tensors]
     rows = [_of_two(name, x) for name, x in zip(names, tensors, strict=True)]
-    if size % PIECE == 0 and count // size <= MOST_PIECED_ROWS:
+    if size % PIECE == 0 and is_true(count // size <= MOST_PIECED_ROWS):
         return [x.view(x.shape[0], -1, PIECE) for x in rows]
     return [x.unsqueeze(0) for x in rows]
+
+
+def _is_dense(x: Tensor) -> bool:
+    if not torch.compiler.is_compiling():
+        return x.is_contiguous()
+    step: Any = 1  # by its strides, which a compiler knows also where it does not know sizes
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if stride != step and size != 1:
+            return False
+        step = step * size
+    return True
 
 
 def _of_two(name: str, x: Tensor) -> Tensor:

@@ -93,6 +93,23 @@ def device(
 
 
 @app.command()
+def doctor(
+    json: Annotated[
+        bool, typer.Option("--json", help="Print everything that was found as JSON, and nothing else.")
+    ] = False,
+) -> None:
+    """Say what is wrong with this installation, and the cure; end with 1 if something is."""
+    from cudnn_sdpa.doctor.gather import gather
+    from cudnn_sdpa.doctor.report import as_json, as_text, examine, is_well
+
+    facts = gather()
+    findings = examine(facts)
+    typer.echo(as_json(facts, findings) if json else as_text(facts, findings))
+    if not is_well(findings):
+        raise typer.Exit(1)
+
+
+@app.command()
 def warmup(
     manifest: Annotated[Path, typer.Argument(help="What `record_plans` saved.")], workers: Workers = None
 ) -> None:

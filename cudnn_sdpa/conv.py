@@ -192,7 +192,7 @@ def _checked(rank: int, given: Any, of_user: tuple[Any, ...], groups: Any, activ
     check_activation(activation)
     sizes = sizes_of(rank, *of_user)
     check_extent(x, weight, **sizes)
-    if x.shape[0] == 0:  # nothing but what autograd wants to see
+    if not torch.compiler.is_compiling() and x.shape[0] == 0:  # nothing but what autograd wants to see
         of_torch = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
         return ACTIVATIONS[activation](of_torch(x, weight, bias, **sizes, groups=groups))
     if rank == 2 and groups == 1 and cuts_patches(x, weight, **sizes):
@@ -288,8 +288,9 @@ def is_depthwise(x: Tensor, groups: int, activation: str | None) -> bool:
 def cuts_patches(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> bool:
     """Whether every number of x is in one patch."""
     size = tuple(weight.shape[2:])
-    fits = all(length % step == 0 for length, step in zip(x.shape[2:], size, strict=True))
-    return stride == size and size != (1, 1) and fits and not any(padding) and dilation == (1, 1)
+    if stride != size or size == (1, 1) or any(padding) or dilation != (1, 1):
+        return False  # before lengths are looked at: torch.compile makes another graph for what was asked of them
+    return all(length % step == 0 for length, step in zip(x.shape[2:], size, strict=True))
 
 
 def _of_patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.attention import tracking
 from cudnn_sdpa.conv_graphs import ACTIVATIONS, Sizes
 from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError
 
@@ -37,6 +38,7 @@ def check(rank: int, x: Any, weight: Any, bias: Any, groups: Any) -> None:
     for name, tensor, shape in (("x", x, x.shape[1:]), ("weight", weight, weight.shape)):
         if 0 in shape:
             raise ShapeError(name, f"shape {tuple(tensor.shape)}", "sizes of at least 1")
+    tracking.refuse_transforms(f"conv{rank}d", x, weight, bias, loops=False)
 
 
 def check_extent(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> None:

@@ -14,6 +14,7 @@ from cudnn_sdpa.attention.options import ALIGNMENTS, TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.attention.side_tensors import check_lengths, check_mask, check_rng, check_sinks, dtype_name, shape_of
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.runtime.eager import is_compiling
+from cudnn_sdpa.runtime.symbols import is_true
 
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (*CUDA_DTYPES, torch.float32, torch.float64)
@@ -160,7 +161,7 @@ def check_sizes(q: Tensor, k: Tensor, v: Tensor, step: int) -> None:
     batch, heads_q, _, head_dim = q.shape
     _, heads_kv, skv, _ = k.shape
     for name, tensor in (("k", k), ("v", v)):
-        if tensor.shape[0] != batch:
+        if is_true(tensor.shape[0] != batch):
             raise ShapeError(
                 name,
                 shape_of(tensor),
@@ -179,7 +180,7 @@ def check_sizes(q: Tensor, k: Tensor, v: Tensor, step: int) -> None:
         raise ShapeError("k", f"{heads_kv} heads", f"a divisor of q's {heads_q} heads (grouped-query attention)")
     if v.shape[1] != heads_kv:
         raise ShapeError("v", f"{v.shape[1]} heads", f"{heads_kv}, the number of heads of k")
-    if v.shape[2] != skv:
+    if is_true(v.shape[2] != skv):
         raise ShapeError("v", f"sequence length {v.shape[2]}", f"{skv}, the sequence length of k")
 
 

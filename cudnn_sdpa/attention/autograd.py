@@ -135,7 +135,7 @@ def no_log_sum_exp(*_: Any) -> None:
     """Refuses the gradient of an operator that keeps nothing for it."""
     raise UnsupportedError(
         "a gradient of an operator that does not keep the log-sum-exp",
-        ["it is what the backward pass starts from"],
+        ["it is what the backward pass starts from; under torch.vmap no gradient can be had"],
         "cudnn_sdpa.sdpa or sdpa_varlen, or the operator with _lse in its name",
     )
 

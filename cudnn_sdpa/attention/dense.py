@@ -203,7 +203,7 @@ def run(call: ForwardArguments, deterministic: bool | None) -> Result:
     call = cast_for_autocast(call)._replace(deterministic=is_deterministic(deterministic))
     if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
         arguments.check_options(call)
-    tracking.check(call.out, q=call.q, k=call.k, v=call.v, attn_mask=call.attn_mask, sinks=call.sinks)
+    tracking.check("sdpa", call.out, q=call.q, k=call.k, v=call.v, attn_mask=call.attn_mask, sinks=call.sinks)
     if call.dropout_p:
         # Drawn from PyTorch's generator of the device: manual_seed, checkpointing and CUDA graphs act on it.
         call = call._replace(rng=torch.randint(2**62, (2,), dtype=torch.int64, device=call.q.device))

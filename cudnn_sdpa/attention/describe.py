@@ -71,7 +71,7 @@ def describe_sdpa(
     arguments.check(call._replace(rng=rng))
     memory.check_strides(call.q, call.k, call.v)
     memory.check_memory(call.q, call.k, call.v, out, attn_mask)
-    refused = UnsupportedError.of(tracking.check, out, q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
+    refused = UnsupportedError.of(tracking.check, "sdpa", out, q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
     if refused is not None:
         return Description(graphs.sdpa_forward, partial(refuse, refused), device_of(q))
     trains = needs_gradient(*given.tensors)

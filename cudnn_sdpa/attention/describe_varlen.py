@@ -64,7 +64,7 @@ def describe_varlen(
     given = given._replace(deterministic=is_deterministic(deterministic))
     call = describe.as_cast(given)
     varlen.check(call)
-    refused = UnsupportedError.of(tracking.check, out, q=q, k=k, v=v, sinks=sinks)
+    refused = UnsupportedError.of(tracking.check, "sdpa_varlen", out, q=q, k=k, v=v, sinks=sinks)
     if refused is not None:
         return Description(graphs.sdpa_forward, partial(describe.refuse, refused), describe.device_of(q))
     trains = needs_gradient(q, k, v, sinks)

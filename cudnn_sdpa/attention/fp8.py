@@ -299,3 +299,4 @@ def check_untracked(what: str, scales: Fp8Scales | Fp8BackwardScales, **tensors:
     of_scales = {f"scales.{name}": scale for name, scale in scales._asdict().items()}
     fp8_arguments.check_no_gradient(what, **tensors, **of_scales)
     tracking.refuse_tangents({**tensors, **of_scales}, "attention in bfloat16")
+    tracking.refuse_transforms(what, *tensors.values(), *scales, loops=False)

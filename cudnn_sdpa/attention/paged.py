@@ -295,7 +295,7 @@ def refuse_gradients(call: PagedArguments) -> None:
     Raises:
         UnsupportedError: An input requires a gradient that nobody would compute.
     """
-    tracking.check(call.out, q=call.q, k_pages=call.k, v_pages=call.v, sinks=call.sinks)
+    tracking.check("sdpa_paged", call.out, q=call.q, k_pages=call.k, v_pages=call.v, sinks=call.sinks)
     if needs_gradient(*call[:3], call.sinks):
         raise UnsupportedError(
             "sdpa_paged with a gradient",

@@ -12,6 +12,7 @@ from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.options import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.side_tensors import check_lengths, dtype_name, shape_of
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.runtime.symbols import is_true
 
 HND = "HND"
 NHD = "NHD"
@@ -109,16 +110,16 @@ def check(call: PagedArguments) -> None:
     for name, tensor, shape in (("q", q, "(B, Hq, Sq, D)"), ("k_pages", k, LAYOUTS[HND]), ("v_pages", v, LAYOUTS[HND])):
         if tensor.dim() != 4:
             raise ShapeError(name, shape_of(tensor), f"rank 4: {shape}, the pages in the order of page_layout")
-    if k.shape[0] == 0:
+    if is_true(k.shape[0] == 0):
         raise ShapeError("k_pages", shape_of(k), "at least one page")
-    present = min(1, q.shape[0])
+    present = 0 if is_true(q.shape[0] == 0) else 1
     try:
         arguments.check(call.as_dense(q[:present], k[:present], v[:present]))
     except (ShapeError, DtypeError, DeviceError, LayoutError) as error:
         raise error.renamed(NAMES) from None
     if call.out is not None:
         arguments.check_out(call.out, q, v, for_cudnn=True)
-    if v.shape[0] != k.shape[0]:
+    if is_true(v.shape[0] != k.shape[0]):
         raise ShapeError("v_pages", f"{v.shape[0]} pages", f"{k.shape[0]}, the number of pages of k_pages")
     if call.page_size < 1 or call.page_size & (call.page_size - 1):
         hint = "Other sizes have no kernel in cuDNN."
@@ -148,9 +149,9 @@ def check_table(name: str, table: Tensor, q: Tensor) -> None:
     """Page ids of each sequence: int32, (B, max_pages), rows dense, where q is."""
     if table.dtype != torch.int32:
         raise DtypeError(name, dtype_name(table.dtype), "int32", f"Convert with {name}.to(torch.int32).")
-    if table.dim() != 2 or table.shape[0] != q.shape[0]:
+    if table.dim() != 2 or is_true(table.shape[0] != q.shape[0]):
         raise ShapeError(name, shape_of(table), f"shape ({q.shape[0]}, max_pages): the pages of each batch entry")
     if table.device != q.device:
         raise DeviceError(name, str(table.device), f"{q.device}, the device of q", f"Move it with {name}.to(q.device).")
-    if table.shape[1] > 1 and table.stride(1) != 1:
+    if is_true(table.shape[1] > 1) and table.stride(1) != 1:
         raise LayoutError(name, f"stride {table.stride(1)} in a row", "1: each row dense", f"Use {name}.contiguous().")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.runtime.symbols import is_true
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -24,11 +25,11 @@ def check_lengths(name: str, lengths: Tensor | None, q: Tensor) -> None:
         return
     if lengths.dtype != torch.int32:
         raise DtypeError(name, dtype_name(lengths.dtype), "int32", f"Convert with {name}.to(torch.int32).")
-    if lengths.dim() != 1 or lengths.shape[0] != q.shape[0]:
+    if lengths.dim() != 1 or is_true(lengths.shape[0] != q.shape[0]):
         raise ShapeError(name, shape_of(lengths), f"shape ({q.shape[0]},): one length for each batch entry")
     if lengths.device != q.device:
         raise DeviceError(name, str(lengths.device), f"{q.device}, the device of q")
-    if lengths.shape[0] > 1 and lengths.stride(0) != 1:
+    if is_true(lengths.shape[0] > 1) and lengths.stride(0) != 1:
         raise LayoutError(name, f"stride {lengths.stride(0)}", "a dense tensor", f"Use {name}.contiguous().")
 
 
@@ -43,7 +44,7 @@ def check_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> None:
     if mask.device != q.device:
         raise DeviceError("attn_mask", str(mask.device), f"{q.device}, the device of q")
     sizes = zip(reversed(mask.shape), reversed(full), strict=False)
-    if mask.dim() > 4 or any(size not in (1, of_full) for size, of_full in sizes):
+    if mask.dim() > 4 or any(is_true(size != of_full) and not is_true(size == 1) for size, of_full in sizes):
         raise ShapeError("attn_mask", shape_of(mask), f"a shape that broadcasts to (B, Hq, Sq, Skv) = {full}")
 
 

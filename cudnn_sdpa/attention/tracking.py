@@ -9,17 +9,24 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.runtime.eager import needs_gradient
+from cudnn_sdpa.runtime.eager import is_compiling, needs_gradient
+
+try:
+    from torch._C._functorch import TransformType
+    from torch._C._functorch import get_interpreter_stack as _interpreters
+except ImportError:  # pragma: no cover - a PyTorch that has moved them says something of its own
+    _interpreters = None  # type: ignore[assignment]
 
 
-def check(out: Tensor | None, **inputs: Tensor | None) -> None:
+def check(what: str, out: Tensor | None, **inputs: Tensor | None) -> None:
     """Refuses results that would silently be cut off from their inputs.
 
     Raises:
-        UnsupportedError: A tensor has a tangent of forward-mode differentiation, or what is written into `out` would
-            need a gradient.
+        UnsupportedError: A tensor has a tangent of forward-mode differentiation, a transform of functorch wants a
+            gradient, or what is written into `out` would need one.
     """
     _check_no_tangent(**inputs, out=out)
+    refuse_transforms(what, *inputs.values(), out, loops=True)
     if out is not None and needs_gradient(*inputs.values(), out):
         raise UnsupportedError(
             "out with a gradient",
@@ -51,3 +58,31 @@ def refuse_tangents(tensors: Mapping[str, Any], alternative: str = "PyTorch's ow
 
 def _has_tangent(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def refuse_transforms(what: str, *tensors: Any, loops: bool) -> None:
+    """Refuses functorch's transforms that the operators have no rule for.
+
+    Args:
+        what: The function, for the message.
+        tensors: Its operands.
+        loops: Whether PyTorch can run the operator under `torch.vmap`, once for each entry of the batch.
+
+    Raises:
+        UnsupportedError: There is such a transform.
+    """
+    if is_compiling() or _interpreters is None:
+        return
+    active = {interpreter.key() for interpreter in _interpreters() or ()}
+    if TransformType.Grad in active and needs_gradient(*(x for x in tensors if isinstance(x, Tensor))):
+        raise UnsupportedError(
+            f"{what} under torch.func.grad, vjp or jacrev",
+            ["its gradient is not known to functorch's transforms"],
+            "torch.autograd.grad, or loss.backward()",
+        )
+    if TransformType.Vmap in active and not loops:
+        raise UnsupportedError(
+            f"{what} under torch.vmap",
+            ["it has no rule for a batch of calls"],
+            "the batch as a dimension of its tensors, or a loop",
+        )

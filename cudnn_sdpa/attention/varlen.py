@@ -161,7 +161,7 @@ def run(call: VarlenArguments, deterministic: bool | None) -> Result:
     call = call._replace(deterministic=is_deterministic(deterministic))
     if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
         varlen_arguments.check_options(call)
-    tracking.check(call.out, q=call.q, k=call.k, v=call.v, sinks=call.sinks)
+    tracking.check("sdpa_varlen", call.out, q=call.q, k=call.k, v=call.v, sinks=call.sinks)
     if call.dropout_p:
         call = call._replace(rng=torch.randint(2**62, (2,), dtype=torch.int64, device=q.device))
     return or_else(lambda: _run(call), lambda: _run_on_pytorch(call), lambda: kind_of(call))

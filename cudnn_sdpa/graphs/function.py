@@ -20,7 +20,7 @@ from cudnn_sdpa.runtime.describe import Description
 from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_deterministic
 from cudnn_sdpa.runtime.graph_call import GraphCall, key_of, readable, type_of
 from cudnn_sdpa.runtime.graph_op import GraphOp, function_digest
-from cudnn_sdpa.runtime.layouts import CUDNN_DTYPE_NAMES
+from cudnn_sdpa.runtime.layouts import CUDNN_DTYPE_NAMES, is_expanded
 
 _LARGEST = 2**127
 _NUMBERS = (float, int)
@@ -145,6 +145,7 @@ class GraphFunction(GraphOp):
         self._check(given)
         if not is_compiling():
             tracking.refuse_tangents(dict(zip(self.operands, given, strict=True)))
+            tracking.refuse_transforms(self.__name__, *given, loops=False)
         return given, static
 
     def _check(self, given: tuple[Any, ...]) -> None:
@@ -186,8 +187,7 @@ class GraphFunction(GraphOp):
         with torch.no_grad():
             found = as_tuple(self._outputs(*bare, **static))
         for number, result in enumerate(found):
-            overlaps = any(size > 1 and step == 0 for size, step in zip(result.shape, result.stride(), strict=True))
-            if overlaps:
+            if is_expanded(result.shape, result.stride()):
                 got = f"result {number} with strides {result.stride()}"
                 raise LayoutError("outputs", got, "no two elements in one place", "Use .contiguous().")
         return found

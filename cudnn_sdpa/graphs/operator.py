@@ -23,6 +23,9 @@ Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 _INFINITY = float("inf")
 
+#: What an option may be; a `SymInt` is an integer to whoever traces a gradient for any size.
+_PLAIN = (bool, int, float, str, torch.SymInt)
+
 #: All graph functions of this process by the name that the operator knows them by, for as long as it lives: a gradient
 #: may be asked for when nobody else refers to its function any more, and no other may come by its name.
 _functions: dict[str, Any] = {}
@@ -64,8 +67,10 @@ def run(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Sequence
     kinds = "".join("t" if isinstance(x, Tensor) else "-" if x is None else "n" for x in given)
     tensors = [x for x in given if isinstance(x, Tensor)]
     numbers = [float(x) for x, kind in zip(given, kinds, strict=True) if kind == "n"]
+    symbols: list[Any] = []
+    options = _encoded(static.values(), symbols)
     of_torch = torch.ops.cudnn_sdpa.graph_function
-    found: Sequence[Tensor] = of_torch(function.token, kinds, tensors, numbers, _encoded(static.values()))
+    found: Sequence[Tensor] = of_torch(function.token, kinds, tensors, numbers, symbols or None, options)
     return found
 
 
@@ -121,30 +126,48 @@ def check_option(name: str, value: Any) -> None:
     if isinstance(value, tuple):
         for item in value:
             check_option(name, item)
-    elif value is not None and (not isinstance(value, (bool, int, float, str)) or isinstance(value, Enum)):
+    elif value is not None and (not isinstance(value, _PLAIN) or isinstance(value, Enum)):
         raise OptionError(name, type(value).__name__, "None, a bool, a number, a string or a tuple of these")
     elif isinstance(value, float) and not -_INFINITY < value < _INFINITY:
         raise OptionError(name, str(value), "a finite number")
 
 
-def _encoded(values: Iterable[Any]) -> str:
-    """Values of options as the text in which the operator takes them.
+def _encoded(values: Iterable[Any], symbols: list[Any]) -> str:
+    """Values of options as the text in which the operator takes them; sizes that are symbols go beside it.
 
-    Written so that torch.compile can follow it; whole numbers may be symbols to it until `index` asks for their value.
+    Written so that torch.compile can follow it; to it whole numbers may be symbols until `index` asks for their value.
     """
     text = ""
     for value in values:
         if isinstance(value, tuple):
-            text += "(" + _encoded(value) + "),"
+            text += "(" + _encoded(value, symbols) + "),"
+        elif isinstance(value, torch.SymInt):
+            text += f"_{len(symbols)},"
+            symbols.append(value)
         else:
             known = operator.index(value) if isinstance(value, int) and not isinstance(value, bool) else value
             text += (repr(known) if isinstance(known, str) else str(known)) + ","
     return text
 
 
-def _decoded_options(text: str) -> tuple[Any, ...]:
-    values: tuple[Any, ...] = ast.literal_eval(f"({text})")
+def _decoded_options(text: str, symbols: Sequence[Any] | None) -> tuple[Any, ...]:
+    values: tuple[Any, ...] = ast.literal_eval(_Filled(symbols).of(text) if symbols else f"({text})")
     return values
+
+
+class _Filled(ast.NodeTransformer):
+    """Puts sizes in the places that `_encoded` has left for them."""
+
+    def __init__(self, symbols: Sequence[Any]) -> None:
+        self._symbols = symbols
+
+    def of(self, text: str) -> ast.expr:
+        """The text as an expression of constants."""
+        expression: ast.expr = self.visit(ast.parse(f"({text})", mode="eval").body)
+        return expression
+
+    def visit_Name(self, node: ast.Name) -> ast.Constant:
+        return ast.Constant(self._symbols[int(node.id.removeprefix("_"))])
 
 
 def _on_gpu(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Outputs:
@@ -166,12 +189,19 @@ def _on_cpu(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Outp
     )
 
 
-def _call(name: str, kinds: str, tensors: Sequence[Tensor], numbers: Sequence[float], options: str) -> Call:
+def _call(
+    name: str,
+    kinds: str,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[float],
+    symbols: Sequence[Any] | None,
+    options: str,
+) -> Call:
     """What the operator was given, as the function, its operands and its options."""
     function = find(name)
     values = {"t": iter(tensors), "n": iter(numbers)}
     given = tuple(None if kind == "-" else next(values[kind]) for kind in kinds)
-    return function, given, dict(zip(function.options, _decoded_options(options), strict=True))
+    return function, given, dict(zip(function.options, _decoded_options(options, symbols), strict=True))
 
 
 def _decoded(implementation: Callable[..., Outputs]) -> Callable[..., list[Tensor]]:
@@ -186,20 +216,20 @@ def _without_data(function: Any, given: Sequence[Any], static: dict[str, Any]) -
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    name, kinds, tensors, numbers, options = inputs
+    name, kinds, tensors, numbers, symbols, options = inputs
     kept = output if find(name).keeps_results else ()
     ctx.save_for_backward(*tensors, *kept)
-    ctx.rest, ctx.count = (name, kinds, numbers, options), len(tensors)
+    ctx.rest, ctx.count = (name, kinds, numbers, symbols, options), len(tensors)
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
-    name, kinds, numbers, options = ctx.rest
+    name, kinds, numbers, symbols, options = ctx.rest
     saved = ctx.saved_tensors  # once: hooks may bring them back from elsewhere, and checkpoints count
     tensors, results = saved[: ctx.count], saved[ctx.count :]
-    function, given, static = _call(name, kinds, tensors, numbers, options)
+    function, given, static = _call(name, kinds, tensors, numbers, symbols, options)
     found = gradients(function, grads, given, results, static, _needs(ctx.needs_input_grad[2], kinds))
     of_tensors = [gradient for gradient, kind in zip(found, kinds, strict=True) if kind == "t"]
-    return None, None, of_tensors, None if numbers else [], None  # an empty list counts as one of tensors
+    return None, None, of_tensors, None if numbers else [], None, None  # an empty list counts as one of tensors
 
 
 def _needs(of_tensors: Any, kinds: str) -> tuple[bool, ...]:
@@ -210,7 +240,8 @@ def _needs(of_tensors: Any, kinds: str) -> tuple[bool, ...]:
 
 _library: Any = torch.library.Library("cudnn_sdpa", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
-    "graph_function(str name, str kinds, Tensor[] tensors, float[] numbers, str options) -> Tensor[]",
+    "graph_function(str name, str kinds, Tensor[] tensors, float[] numbers, SymInt[]? symbols, str options)"
+    " -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("graph_function", _decoded(_on_gpu), "CUDA")

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from cudnn_sdpa.runtime.symbols import is_larger, is_true
+
 #: Names under which cuDNN knows the dtypes (members of ``cudnn.data_type``).
 CUDNN_DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float16: "HALF",
@@ -86,11 +88,16 @@ def canonical_stride(shape: Sequence[Any], stride: Sequence[Any]) -> tuple[Any, 
     result = list(stride)
     span: Any = 1
     for i in range(len(shape) - 1, -1, -1):
-        if shape[i] == 1:
+        if is_true(shape[i] == 1):
             result[i] = span
-        elif shape[i] * result[i] > span:
+        elif is_true(shape[i] * result[i] > span):
             span = shape[i] * result[i]
     return tuple(result)
+
+
+def is_expanded(shape: Sequence[Any], stride: Sequence[Any]) -> bool:
+    """Whether a stride of 0 puts elements in one place."""
+    return any(is_true(step == 0) and is_true(size > 1) for size, step in zip(shape, stride, strict=True))
 
 
 def dense_stride_like(shape: Sequence[Any], model: Sequence[Any], model_stride: Sequence[Any]) -> tuple[Any, ...]:
@@ -104,13 +111,13 @@ def dense_stride_like(shape: Sequence[Any], model: Sequence[Any], model_stride: 
         model: Sizes of the tensor whose order is followed, of the same rank.
         model_stride: Its strides.
     """
-    real = [i for i in range(len(shape) - 1) if model[i] != 1]
-    if any(model_stride[i] == 0 for i in real):
+    real = [i for i in range(len(shape) - 1) if not is_true(model[i] == 1)]
+    if any(is_true(model_stride[i] == 0) for i in real):
         return contiguous_stride(shape)
     order: list[int] = []  # insertion sort, largest stride first: symbolic strides need only be compared
     for i in real:
         position = len(order)
-        while position > 0 and model_stride[i] > model_stride[order[position - 1]]:
+        while position > 0 and is_larger(model_stride[i], model_stride[order[position - 1]]):
             position -= 1
         order.insert(position, i)
     order.append(len(shape) - 1)
@@ -118,5 +125,5 @@ def dense_stride_like(shape: Sequence[Any], model: Sequence[Any], model_stride: 
     step: Any = 1
     for i in reversed(order):
         stride[i] = step
-        step = step * (shape[i] if shape[i] != 0 else 1)
+        step = step * (1 if is_true(shape[i] == 0) else shape[i])
     return canonical_stride(shape, stride)

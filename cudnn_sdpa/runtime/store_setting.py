@@ -59,6 +59,18 @@ def active() -> PlanStore | None:
     return _Setting.store
 
 
+def folder_of_environment() -> Path | None:
+    """The folder that a process uses which chooses none, there or not; None if the environment switches plans off.
+
+    Raises:
+        UnsafeFolderError: The environment names none, and the user has no place for one.
+    """
+    folder = os.environ.get(VARIABLE, "")
+    if folder == OFF:
+        return None
+    return _absolute(folder) if folder else _default_folder()
+
+
 def _from_environment() -> PlanStore | None:
     folder = os.environ.get(VARIABLE, "")
     if folder == OFF:

@@ -25,7 +25,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Pages whose blocks are one script, each going on where the one before ended.
 SCRIPTS = {
     *("attention.md", "plans.md", "quickstart.md", "serving.md", "shapes.md", "training.md", "troubleshooting.md"),
-    *("varlen.md", "fp8.md", "modules.md", "transformers.md"),
+    *("varlen.md", "fp8.md", "modules.md", "transformers.md", "compile.md"),
 }
 
 

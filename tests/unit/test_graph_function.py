@@ -99,7 +99,7 @@ def test_it_compiles_with_its_gradient(options):
 def test_the_operator_is_a_good_one(bias):
     x, b = (y.requires_grad_() for y in x_and_bias())
     tensors = [x, b] if bias else [x]
-    arguments = (scaled.token, "ttn" if bias else "t-n", tensors, [0.5], '2,"plain",')
+    arguments = (scaled.token, "ttn" if bias else "t-n", tensors, [0.5], None, '2,"plain",')
     opcheck(torch.ops.cudnn_sdpa.graph_function.default, arguments)
 
 
@@ -145,7 +145,9 @@ def test_functions_of_one_name_are_told_apart():
 
 def test_a_graph_that_was_compiled_with_another_source_is_refused():
     with pytest.raises(LookupError, match="as it was when this graph was compiled"):
-        torch.ops.cudnn_sdpa.graph_function(f"{scaled.name}@00000000", "t-n", [torch.ones(2, 3)], [1.0], '1,"plain",')
+        torch.ops.cudnn_sdpa.graph_function(
+            f"{scaled.name}@00000000", "t-n", [torch.ones(2, 3)], [1.0], None, '1,"plain",'
+        )
 
 
 def test_what_cudnn_would_misread_is_refused():

@@ -29,6 +29,7 @@ LAYERS = [
     ("describe_fused",),
     ("explanation", "support_matrix", "warming"),
     ("planned_support",),
+    ("doctor",),
     ("bench",),
     ("cli",),
     ("__main__",),

@@ -1,0 +1,35 @@
+"""Questions about sizes that may be symbols, as torch.compile and torch.export have them.
+
+A symbol may stand for a number that is known to nobody before the program runs ("unbacked": how many elements of a
+tensor are not zero). Whoever asks about such a one in an `if` ends the compilation. The functions here give the answer
+for the usual case instead; operators ask again when they run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cudnn_sdpa.runtime.eager import is_compiling
+
+
+def is_true(condition: Any) -> bool:
+    """Whether a comparison holds; False if only data can tell."""
+    if is_compiling() or isinstance(condition, torch.SymBool):  # torch.compile shows symbols as what they stand for
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+        return bool(guard_or_false(condition))
+    return bool(condition)
+
+
+def is_larger(a: Any, b: Any) -> bool:
+    """Whether one stride is larger than another; if only data can tell, whether it is a multiple."""
+    condition = a > b
+    if not isinstance(condition, torch.SymBool):
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true, statically_known_true
+
+    if guard_or_false(condition):
+        return True
+    return bool(guard_or_true(condition)) and bool(statically_known_true(a % b == 0))

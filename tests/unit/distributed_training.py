@@ -1,0 +1,59 @@
+"""Two processes train a block: `python distributed_training.py gloo|nccl PORT`. Run by tests; prints what agrees."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.unit.small_model import gradients, model_and_twin
+
+PROCESSES = 2
+
+
+def train(rank: int, backend: str, port: int) -> None:
+    on_gpu = backend == "nccl"
+    device = f"cuda:{rank}" if on_gpu else "cpu"
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=PROCESSES)
+    dtype, width = (torch.bfloat16, 256) if on_gpu else (torch.float32, 32)
+    for name in ("ddp", "fsdp2", *(["fsdp2, compiled"] if on_gpu else [])):
+        torch.manual_seed(7)
+        ours, theirs = model_and_twin(device, dtype, width)
+        x = torch.randn(2 * PROCESSES, 16, width, device=device, dtype=dtype)
+        _, *expected = gradients(theirs, x)
+        wrapped = wrap(name, ours, on_gpu=on_gpu)
+        mine = x[2 * rank : 2 * rank + 2]
+        wrapped(mine).float().square().mean().backward()
+        for parameter, wanted in zip(ours.parameters(), expected, strict=True):
+            found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            difference = (found - wanted).float().norm() / wanted.float().norm()
+            assert difference < (3e-2 if on_gpu else 1e-5), (name, difference)
+        if rank == 0:
+            print(f"{name}: gradients agree", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def wrap(name: str, model: torch.nn.Module, *, on_gpu: bool) -> torch.nn.Module:
+    if name == "ddp":
+        return DistributedDataParallel(model, device_ids=[torch.cuda.current_device()] if on_gpu else None)
+    mesh = dist.device_mesh.init_device_mesh("cuda" if on_gpu else "cpu", (PROCESSES,))
+    fully_shard(model, mesh=mesh)
+    if name.endswith("compiled"):
+        model.compile(backend="aot_eager")
+    return model
+
+
+if __name__ == "__main__":
+    how = "spawn" if sys.argv[1] == "nccl" else "fork"  # a fork saves the imports, where there is no CUDA
+    mp.start_processes(train, args=(sys.argv[1], int(sys.argv[2])), nprocs=PROCESSES, start_method=how)

@@ -1,0 +1,200 @@
+"""`torch.compile` of every function: one graph, compiled as seldom as PyTorch's own, for sizes that only data tell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cudnn_sdpa import graph_op, sdpa, sdpa_varlen, silu_mul
+from tests.unit.compiled_functions import TWINS, compilations, trained
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function, **options):
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+def modes():
+    return [
+        pytest.param(name, trains, id=f"{name}, {'trained' if trains else 'inference'}")
+        for name, twins in TWINS.items()
+        for trains in ((False, True) if twins.trains else (False,))
+    ]
+
+
+@pytest.mark.parametrize(("name", "trains"), modes())
+def test_growing_sizes_compile_as_often_as_pytorchs_twin(name, trains):
+    twins = TWINS[name]
+    functions = [compiled(twins.ours), compiled(twins.theirs)]
+    for step in range(4):
+        inputs = twins.inputs(step, torch.randn)
+        for function in functions:
+            if trains:
+                expected = trained(twins.theirs, inputs)
+                torch.testing.assert_close(trained(function, inputs), expected, rtol=1e-4, atol=1e-4)
+            else:
+                torch.testing.assert_close(function(*inputs), twins.theirs(*inputs), rtol=1e-4, atol=1e-5)
+    ours, theirs = map(compilations, functions)
+    assert ours <= theirs
+    assert ours == 2  # as is, then for any size
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_sizes_that_are_marked_compile_once(name):
+    twins = TWINS[name]
+    function = compiled(twins.ours)
+    for step in range(1, 4):
+        inputs = twins.inputs(step, torch.randn)
+        others = twins.inputs(step + 1, torch.randn)
+        for tensor, other in zip(inputs, others, strict=True):
+            if isinstance(tensor, torch.Tensor):
+                for dim in range(tensor.dim()):
+                    if tensor.shape[dim] != other.shape[dim]:
+                        torch._dynamo.mark_dynamic(tensor, dim)
+        longest = name == "sdpa_varlen"
+        if longest:  # a number in the call becomes a symbol once it has changed
+            inputs = (*inputs[:-1], 40)
+        torch.testing.assert_close(function(*inputs), twins.ours(*inputs), rtol=1e-4, atol=1e-5)
+    assert compilations(function) == 1
+
+
+def rows_that_are(x, kept, dim=0):
+    """As many rows as there are, which no compiler knows."""
+    return x.index_select(dim, kept.nonzero().squeeze(1))
+
+
+KEPT = [torch.tensor(values, dtype=torch.bool) for values in ([1, 0, 1, 1, 0], [1, 1, 1, 1, 0], [0, 0, 1, 0, 1])]
+
+
+@pytest.fixture
+def sizes_of_data():
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        yield
+
+
+@pytest.mark.usefixtures("sizes_of_data")
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", TWINS)
+def test_a_batch_whose_size_only_data_tell(name, transposed):
+    twins = TWINS[name]
+    if name == "sdpa_paged":
+        inputs = twins.inputs(3, torch.randn)  # a batch of 5
+    elif name == "sdpa_varlen":
+        inputs = (*(torch.randn(5, 4, 64) for _ in range(3)), torch.tensor([0, 1, 2], dtype=torch.int32), 2)
+    else:
+        inputs = tuple(
+            torch.randn(5, *x.shape[1:]) if i == 0 or name in {"sdpa", "drop-in", "silu_mul"} else x
+            for i, x in enumerate(twins.inputs(0, torch.randn))
+        )
+    if transposed:
+        inputs = tuple(
+            x.transpose(1, 2).contiguous().transpose(1, 2) if isinstance(x, torch.Tensor) and x.dim() == 4 else x
+            for x in inputs
+        )
+
+    def on_some(kept, *given):
+        return twins.ours(
+            *(rows_that_are(x, kept) if isinstance(x, torch.Tensor) and x.shape[0] == 5 else x for x in given)
+        )
+
+    function = compiled(on_some)
+    for kept in KEPT:
+        out, expected = function(kept, *inputs), on_some(kept, *inputs)
+        assert out.stride() == expected.stride()
+        torch.testing.assert_close(out, expected)
+    assert compilations(function) == 1
+
+
+@pytest.mark.usefixtures("sizes_of_data")
+def test_a_length_whose_size_only_data_tell_with_everything():
+    def attend(kept, x, sinks):
+        y = rows_that_are(x, kept, dim=2)
+        places = torch.arange(y.shape[2], dtype=y.dtype)
+        mask = (places[:, None] - places) * 0.3
+        lengths = torch.ones(2, dtype=torch.int32)
+        return sdpa(y, y, y, attn_mask=mask, sinks=sinks, seq_lens_kv=lengths, window=(3, 0), return_lse=True)
+
+    function = compiled(attend)
+    x, sinks = torch.randn(2, 5, 4, 16).transpose(1, 2), torch.randn(4)
+    for kept in KEPT:
+        results, expected = function(kept, x, sinks), attend(kept, x, sinks)
+        assert [y.stride() for y in results] == [y.stride() for y in expected]
+        torch.testing.assert_close(results, expected)
+
+
+@pytest.mark.usefixtures("sizes_of_data")
+def test_halves_whose_size_only_data_tell():
+    def gate(kept, x):
+        return silu_mul(*rows_that_are(x, kept).chunk(2, dim=2))
+
+    function = compiled(gate)
+    for size in (64, 96, 128):  # which are cut into pieces, into rows, and not at all
+        x = torch.randn(5, 3, 2 * size)
+        for kept in KEPT:
+            torch.testing.assert_close(function(kept, x), gate(kept, x))
+
+
+@pytest.mark.usefixtures("sizes_of_data")
+def test_a_longest_sequence_that_only_data_tell():
+    def attend(lengths, x):
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        longest = lengths.max().item()
+        torch._check(longest > 0)
+        torch._check(longest <= 100)
+        return sdpa_varlen(x, x, x, offsets, offsets, longest, longest, is_causal=True)
+
+    function, x = compiled(attend), torch.randn(12, 4, 16)
+    for lengths in ([3, 4, 5], [1, 0, 11], [12, 0, 0]):
+        torch.testing.assert_close(function(torch.tensor(lengths), x), attend(torch.tensor(lengths), x))
+    assert compilations(function) == 1
+
+
+@pytest.mark.usefixtures("sizes_of_data")
+def test_training_on_a_batch_whose_size_only_data_tell():
+    def attend(kept, x):
+        y = rows_that_are(x, kept)
+        return sdpa(y * 1.5, y, y, is_causal=True).sum(0)
+
+    function, x = compiled(attend), torch.randn(5, 4, 7, 16)
+    for kept in KEPT:
+        found = trained(lambda y, kept=kept: function(kept, y), (x,))
+        torch.testing.assert_close(found, trained(lambda y, kept=kept: attend(kept, y), (x,)))
+
+
+def test_marked_as_unbacked():
+    function = compiled(TWINS["sdpa"].ours)
+    for batch in (3, 4, 1):
+        inputs = [torch.randn(batch, 4, 7, 16) for _ in range(3)]
+        for x in inputs:
+            torch._dynamo.decorators.mark_unbacked(x, 0)
+            # All three have one batch: without saying so, the operator checks it when it runs.
+        torch.testing.assert_close(function(*inputs), TWINS["sdpa"].ours(*inputs))
+    assert compilations(function) == 1
+
+
+def test_an_option_of_ones_own_function_may_be_a_size():
+    @graph_op(
+        outputs=lambda x, *, sizes: torch.empty(x.shape[0], sum(sizes)),
+        reference=lambda x, *, sizes: x[:, :1].expand(-1, sum(sizes)) * 2,
+    )
+    def widened(g, x, *, sizes):
+        return g.add(x, x) if sizes else x
+
+    def from_symbols(x):
+        found = torch.ops.cudnn_sdpa.graph_function(widened.token, "t", [x], [], [x.shape[1], x.shape[0]], "(_0,_1,),")
+        return found[0]
+
+    for shape in ((2, 3), (4, 7)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(from_symbols(x), x[:, :1].expand(-1, sum(shape)) * 2)
+    function = compiled(from_symbols, dynamic=True)
+    for shape in ((2, 3), (4, 7), (5, 9)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(function(x), from_symbols(x))
+    assert compilations(function) == 1

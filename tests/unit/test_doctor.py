@@ -1,0 +1,460 @@
+"""The doctor: every ailment from facts, and whole examinations of this machine, well and broken on purpose."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cudnn_sdpa.doctor import gather
+from cudnn_sdpa.doctor.facts import (
+    CudnnFacts,
+    DriverFacts,
+    Facts,
+    FoundLibrary,
+    Gpu,
+    StoreFacts,
+    TorchFacts,
+    TrialFacts,
+)
+from cudnn_sdpa.doctor.findings import Level, cure_of
+from cudnn_sdpa.doctor.report import CHECKS, as_json, as_text, examine, is_well
+
+SITE = "/env/site-packages/nvidia/cudnn/lib"
+H200 = Gpu("NVIDIA H200", (9, 0))
+
+#: A machine with an H200 on which all is well.
+WELL = Facts(
+    platform="linux",
+    python="3.12.3",
+    packages={"torch": "2.11.0", "nvidia-cudnn-cu13": "9.19.0.56", "nvidia-cudnn-frontend": "1.32.0"},
+    libraries=(FoundLibrary(f"{SITE}/libcudnn.so.9", "nvidia-cudnn-cu13 9.19.0.56"),),
+    driver=DriverFacts(loads=True, cuda=13000, devices=1, release="580.95.05", nodes=1),
+    c_compiler="/usr/bin/cc",
+    cxx_compiler="/usr/bin/c++",
+    store=StoreFacts("/home/me/.cache/cudnn_sdpa/plans", free=10**10),
+    torch=TorchFacts("2.11.0+cu130", cuda="13.0", cudnn=91900, gpus=(H200,)),
+    cudnn=CudnnFacts("1.32.0", 91900),
+    trial=TrialFacts("GPU", "eng8", 4e-4),
+    mapped=(f"{SITE}/libcudnn.so.9", f"{SITE}/libcudnn_graph.so.9", "/cuda/libcudart.so.13"),
+)
+#: A machine without a GPU, with PyTorch's CPU build.
+CPU = replace(
+    WELL,
+    packages={"torch": "2.11.0", "nvidia-cudnn-cu12": "9.28.0.42", "nvidia-cudnn-frontend": "1.32.0"},
+    driver=DriverFacts(),
+    torch=TorchFacts("2.11.0+cpu"),
+    trial=TrialFacts("offline", "eng8"),
+)
+TORCH, DRIVER = WELL.torch, WELL.driver
+UNSEEN = replace(TORCH, gpus=(), cuda_error="RuntimeError: No CUDA GPUs are available")
+V100, T4 = Gpu("Tesla V100", (7, 0)), Gpu("Tesla T4", (7, 5))
+
+
+def cudnn_says(message: str) -> Facts:
+    return replace(WELL, cudnn=CudnnFacts(error=message), trial=TrialFacts("GPU", error=message))
+
+
+#: What is wrong, on which machine, and one part each of what is found and of the cure.
+ERRORS = {
+    "windows": (replace(WELL, platform="win32"), "platform", "win32", "Linux"),
+    "old torch": (
+        replace(WELL, torch=replace(TORCH, version="2.8.1+cu129")),
+        "torch_version",
+        "2.8.1+cu129; 2.9 or newer",
+        "pip install --upgrade torch",
+    ),
+    "torch breaks": (
+        replace(WELL, torch=None, cudnn=None, trial=None, broken_off="was killed by SIGSEGV"),
+        "broken_off",
+        "SIGSEGV",
+        "fresh environment",
+    ),
+    "cudnn breaks": (
+        replace(WELL, cudnn=None, trial=None, broken_off="was killed by SIGABRT"),
+        "broken_off",
+        "SIGABRT",
+        "LD_LIBRARY_PATH",
+    ),
+    "a call breaks": (replace(WELL, trial=None, broken_off="was killed by SIGSEGV"), "broken_off", "SIGSEGV", "Report"),
+    "rocm": (replace(WELL, torch=TorchFacts("2.11.0", hip="7.0")), "build", "2.11.0", "NVIDIA GPU"),
+    "cpu build beside a gpu": (replace(CPU, driver=DRIVER), "build", "1 NVIDIA GPU", "CUDA build"),
+    "cpu build beside a hidden gpu": (
+        replace(CPU, driver=DriverFacts(loads=True, cuda=13000, error=100, nodes=8)),
+        "build",
+        "8 NVIDIA GPU",
+        "CUDA build",
+    ),
+    "no driver": (replace(WELL, driver=DriverFacts(), torch=UNSEEN), "driver", "not loaded", "--gpus all"),
+    "driver without its library": (
+        replace(WELL, driver=DriverFacts(release="580.95.05"), torch=UNSEEN),
+        "driver",
+        "580.95.05",
+        "--gpus all",
+    ),
+    "old driver": (
+        replace(WELL, driver=replace(DRIVER, cuda=12080, release="570.86"), torch=UNSEEN),
+        "driver",
+        "driver 570.86 serves CUDA 12.8, PyTorch has 13.0",
+        "580 or newer",
+    ),
+    "gpus hidden": (
+        replace(
+            WELL, torch=UNSEEN, driver=replace(DRIVER, devices=0, error=100), environment={"CUDA_VISIBLE_DEVICES": ""}
+        ),
+        "driver",
+        "CUDA_VISIBLE_DEVICES=''",
+        "Unset CUDA_VISIBLE_DEVICES",
+    ),
+    "no gpu in the container": (
+        replace(WELL, torch=UNSEEN, driver=replace(DRIVER, devices=0, error=100, nodes=0)),
+        "driver",
+        "0 in /dev",
+        "--gpus all",
+    ),
+    "fabric manager": (
+        replace(WELL, torch=UNSEEN, driver=replace(DRIVER, devices=0, error=802)),
+        "driver",
+        "not ready",
+        "nvidia-fabricmanager",
+    ),
+    "driver updated": (
+        replace(WELL, torch=UNSEEN, driver=replace(DRIVER, devices=0, error=803)),
+        "driver",
+        "kernel module differ",
+        "Reboot",
+    ),
+    "unknown failure of the driver": (
+        replace(WELL, torch=UNSEEN, driver=replace(DRIVER, devices=0, error=46)),
+        "driver",
+        "cuInit returned 46",
+        "nvidia-smi",
+    ),
+    "old gpu": (replace(WELL, torch=replace(TORCH, gpus=(V100,))), "gpus", "compute capability 7.0", "Ampere"),
+    "cuda 12 and 13": (
+        replace(WELL, packages={**WELL.packages, "nvidia-cudnn-cu12": "9.10.2.21"}),
+        "cuda_mix",
+        "nvidia-cudnn-cu12 9.10.2.21 and nvidia-cudnn-cu13 9.19.0.56",
+        "pip uninstall nvidia-cudnn-cu12 nvidia-cudnn-cu13, then pip install nvidia-cudnn-cu13.",
+    ),
+    "cuda 12 beside pytorch for 13": (
+        replace(WELL, packages=CPU.packages),
+        "cuda_mix",
+        "PyTorch for CUDA 13.0",
+        "pip uninstall nvidia-cudnn-cu12, then pip install 'cudnn-sdpa[cu13]'",
+    ),
+    "files of two packages": (
+        replace(WELL, shared_files={"nvidia-cublas and nvidia-cublas-cu12": "/env/libcublas.so.12"}),
+        "cuda_mix",
+        "/env/libcublas.so.12",
+        "Uninstall both",
+    ),
+    "no frontend": (
+        replace(CPU, packages={"torch": "2.11.0"}, cudnn=CudnnFacts(), trial=None),
+        "frontend",
+        "no such package",
+        "pip install nvidia-cudnn-frontend",
+    ),
+    "old frontend": (
+        replace(
+            cudnn_says("LibraryError: nvidia-cudnn-frontend 1.20.0 at /x is too old"),
+            packages={**WELL.packages, "nvidia-cudnn-frontend": "1.20.0"},
+        ),
+        "frontend",
+        "1.20.0; 1.28 or newer",
+        "--upgrade",
+    ),
+    "no libcudnn": (
+        cudnn_says("LibraryError: libcudnn.so.9 cannot be loaded (RuntimeError: …)"),
+        "cudnn",
+        "cannot be loaded",
+        "cudnn-sdpa[cu13]",
+    ),
+    "old libcudnn": (
+        cudnn_says("LibraryError: cuDNN 9.1.0 at /usr/lib/libcudnn.so.9 is too old: 9.10.0 or newer is needed."),
+        "cudnn",
+        "9.1.0 at /usr/lib",
+        "LD_LIBRARY_PATH",
+    ),
+    "foreign libcudnn": (
+        cudnn_says("LibraryError: … (/opt/libcudnn.so.9: undefined symbol: cudnnBackendCreateDescriptor)"),
+        "cudnn",
+        "undefined symbol",
+        "Two versions are mixed",
+    ),
+    "damaged libcudnn": (cudnn_says("OSError: /x/libcudnn.so.9: file too short"), "cudnn", "too short", "damaged"),
+    "two libcudnns in a process": (
+        replace(WELL, mapped=(*WELL.mapped, "/usr/lib64/libcudnn_graph.so.9")),
+        "one_cudnn",
+        f"{SITE}; /usr/lib64",
+        "Keep one",
+    ),
+    "two versions of cudnn": (
+        replace(WELL, cudnn=CudnnFacts("1.32.0", 92800)),
+        "torchs_cudnn",
+        "PyTorch's is 9.19.0, this library's 9.28.0",
+        "LD_LIBRARY_PATH",
+    ),
+    "pytorch refuses its cudnn": (
+        replace(
+            WELL,
+            torch=replace(TORCH, cudnn=None, cudnn_error="RuntimeError: cuDNN version incompatibility: PyTorch was …"),
+        ),
+        "torchs_cudnn",
+        "incompatibility",
+        "PyTorch loads its own",
+    ),
+    "sub-libraries": (
+        replace(WELL, trial=TrialFacts("GPU", error="CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH")),
+        "trial",
+        "MISMATCH",
+        "Parts of two cuDNN versions",
+    ),
+    "nvrtc": (
+        replace(WELL, trial=TrialFacts("GPU", error="cuDNN could not load libnvrtc.so.13")),
+        "trial",
+        "libnvrtc",
+        "nvidia-cuda-nvrtc",
+    ),
+    "wrong numbers": (replace(WELL, trial=TrialFacts("GPU", "eng8", 0.3)), "trial", "3.0e-01, eng8", "Do not use"),
+    "not a number": (replace(WELL, trial=TrialFacts("GPU", "eng8", float("nan"))), "trial", "nan", "Do not use"),
+    "a named store": (
+        replace(WELL, store=StoreFacts("/data/plans", named=True, problem="/data is not writable")),
+        "store",
+        "/data is not writable",
+        "CUDNN_SDPA_PLAN_DIR",
+    ),
+}
+WARNINGS = {
+    "an old gpu among others": (replace(WELL, torch=replace(TORCH, gpus=(H200, T4))), "gpus", "Tesla T4", "Ampere"),
+    "two runtimes": (
+        replace(WELL, mapped=(*WELL.mapped, "/cuda/libcudart.so.12")),
+        "two_runtimes",
+        "libcudart.so.12 and libcudart.so.13",
+        "CUDNN_FRONTEND_CUDART_LIB_NAME",
+    ),
+    "from LD_LIBRARY_PATH": (
+        replace(
+            WELL,
+            mapped=("/opt/cudnn/libcudnn.so.9",),
+            libraries=(FoundLibrary("/opt/cudnn/libcudnn.so.9", "LD_LIBRARY_PATH"), *WELL.libraries),
+        ),
+        "places",
+        "/opt/cudnn/libcudnn.so.9",
+        "Take it off LD_LIBRARY_PATH",
+    ),
+    "nothing planned": (
+        replace(CPU, trial=TrialFacts("offline", error="OfflineError: set XDG_CACHE_HOME")),
+        "trial",
+        "OfflineError",
+        "XDG_CACHE_HOME",
+    ),
+    "no compiler, no driver": (
+        replace(CPU, c_compiler=None, trial=TrialFacts("offline", error="OfflineError: … needs a C compiler")),
+        "compilers",
+        "none of $CC",
+        "gcc libc6-dev",
+    ),
+    "no compiler for triton": (replace(WELL, c_compiler=None), "compilers", "none of $CC", "torch.compile"),
+    "the cache folder": (
+        replace(WELL, store=StoreFacts("/root/.cache", problem="/ is not writable")),
+        "store",
+        "/ is not writable",
+        "CUDNN_SDPA_PLAN_DIR",
+    ),
+    "a full disk": (replace(WELL, store=StoreFacts("/data/plans", free=9 << 20)), "store", "9 MB", "disk"),
+}
+NOTES = {
+    "no gpu": (CPU, "build", "2.11.0+cpu", "CPU tensors run the reference"),
+    "store off": (replace(WELL, store=StoreFacts(None)), "store", "off", "Unset CUDNN_SDPA_PLAN_DIR"),
+    "no c++": (replace(WELL, cxx_compiler=None), "compilers", "$CXX", "g++"),
+    "CUDNN_PATH": (
+        replace(WELL, libraries=(FoundLibrary("/opt/cudnn/lib/libcudnn.so.9", "CUDNN_PATH"), *WELL.libraries)),
+        "places",
+        "/opt/cudnn/lib/libcudnn.so.9",
+        "LD_LIBRARY_PATH",
+    ),
+}
+LEVELS = {Level.ERROR: ERRORS, Level.WARNING: WARNINGS, Level.NOTE: NOTES}
+AILMENTS = [
+    pytest.param(level, *ailment, id=f"{level.value}: {name}")
+    for level, ailments in LEVELS.items()
+    for name, ailment in ailments.items()
+]
+
+
+def test_a_well_machine_has_no_findings():
+    assert examine(WELL) == []
+    assert "Nothing is wrong." in as_text(WELL, [])
+
+
+@pytest.mark.parametrize(("level", "facts", "check", "found", "cure"), AILMENTS)
+def test_an_ailment_is_found_and_has_a_cure(level, facts, check, found, cure):
+    findings = [finding for finding in examine(facts) if finding.level is level or finding.level is not Level.NOTE]
+    assert [finding.check for finding in findings] == [check], "one ailment, one finding"
+    (finding,) = findings
+    assert finding.level is level
+    assert finding.check == check
+    assert found in finding.found
+    assert cure in finding.cure
+    assert finding.cure.endswith(".")
+    assert is_well(findings) == (level is not Level.ERROR)
+    text = as_text(facts, findings)
+    for part in (finding.level.value, finding.title, finding.found, finding.cure):
+        assert part in text
+    assert ("Nothing is wrong." in text) == (level is not Level.ERROR)
+
+
+def test_every_check_has_an_ailment():
+    checks = {check.__name__ for check in CHECKS}
+    assert {ailment[1] for ailments in LEVELS.values() for ailment in ailments.values()} == checks
+
+
+def test_the_worst_comes_first():
+    facts = replace(CPU, cxx_compiler=None, c_compiler=None, torch=replace(CPU.torch, version="2.1"))
+    levels = [finding.level for finding in examine(facts)]
+    assert levels == [Level.ERROR, Level.WARNING, Level.NOTE, Level.NOTE]
+
+
+def test_json_has_the_findings_and_the_facts():
+    facts, *_ = ERRORS["cuda 12 and 13"]
+    found = json.loads(as_json(facts, examine(facts)))
+    assert found["ok"] is False
+    assert [finding["level"] for finding in found["findings"]] == ["error"]
+    assert found["facts"]["torch"]["gpus"] == [{"name": "NVIDIA H200", "capability": [9, 0]}]
+    assert found["facts"]["libraries"][0]["path"] == f"{SITE}/libcudnn.so.9"
+
+
+def test_json_is_json_whatever_was_computed():
+    facts, *_ = ERRORS["not a number"]
+    text = as_json(facts, examine(facts))
+    assert "NaN" not in text
+    assert json.loads(text)["facts"]["trial"]["difference"] == "nan"
+
+
+@pytest.mark.parametrize(
+    ("message", "cure"),
+    [
+        ("ImportError: libcublas.so.12: cannot open shared object file", "nvidia-cublas-cu12"),
+        ("cannot allocate memory in static TLS block", "LD_PRELOAD"),
+        ("CUDA error: no kernel image is available for execution on the device", "built for this GPU"),
+        ("CUDA out of memory. Tried to allocate", "nvidia-smi"),
+        ("The NVIDIA driver on your system is too old (found version 11040)", "Update NVIDIA's driver"),
+        ("AssertionError: Found 2 libcudnn.so.x in nvidia-cudnn-cuXX.", "uninstall both"),
+        ("something new", "what else"),
+    ],
+)
+def test_messages_of_libraries_have_cures(message, cure):
+    assert cure in cure_of(message, "what else")
+
+
+def doctor(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command, run as a user runs it, with a store of its own."""
+    root = Path(__file__).parents[2]
+    search = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+    variables = {**os.environ, "PYTHONPATH": search, "CUDNN_SDPA_PLAN_DIR": str(tmp_path / "plans"), **environment}
+    command = [sys.executable, "-m", "cudnn_sdpa", "doctor", *arguments]
+    return subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False, timeout=200
+    )
+
+
+needs_cudnn = pytest.mark.skipif(importlib.util.find_spec("cudnn") is None, reason="nvidia-cudnn-frontend is missing")
+
+
+@needs_cudnn
+def test_this_machine(tmp_path):
+    result = doctor(tmp_path, "--json")
+    found = json.loads(result.stdout)
+    assert result.returncode == (0 if found["ok"] else 1)
+    facts = found["facts"]
+    assert facts["torch"]["version"] == torch.__version__
+    assert facts["broken_off"] == ""
+    assert facts["cudnn"]["version"] >= 91000
+    assert any("/libcudnn.so" in path for path in facts["mapped"])
+    assert facts["environment"]["CUDNN_SDPA_PLAN_DIR"] == str(tmp_path / "plans")
+    assert not (tmp_path / "plans").exists()
+    assert found["findings"] == [finding for finding in found["findings"] if finding["cure"]]
+    if torch.cuda.is_available():
+        assert facts["trial"]["difference"] < 1e-2
+    elif torch.version.cuda is None and shutil.which("cc"):
+        assert found["ok"]
+        assert facts["trial"]["engine"].startswith("eng")
+
+
+def libcudnn(folder: Path, source: str) -> str:
+    """A folder with a libcudnn.so.9 made from C."""
+    (folder / "fake.c").write_text(source)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "libcudnn.so.9", "fake.c"], cwd=folder, check=True)
+    return str(folder)
+
+
+@needs_cudnn
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch itself would load it")
+def test_a_libcudnn_without_its_symbols_is_an_error_with_the_file(tmp_path):
+    result = doctor(tmp_path, "--json", LD_LIBRARY_PATH=libcudnn(tmp_path, "int nothing(void) { return 0; }"))
+    assert result.returncode == 1
+    found = json.loads(result.stdout)
+    levels = {finding["check"]: finding["level"] for finding in found["findings"]}
+    assert levels["cudnn"] == "error"
+    assert levels["places"] == "warning"
+    assert f"{tmp_path}/libcudnn.so.9" in found["facts"]["mapped"]
+
+
+@needs_cudnn
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch itself would load it")
+def test_a_libcudnn_that_crashes_does_not_take_the_doctor_with_it(tmp_path):
+    source = "#include <stdlib.h>\n__attribute__((constructor)) static void end(void) { abort(); }\n"
+    result = doctor(tmp_path, LD_LIBRARY_PATH=libcudnn(tmp_path, source))
+    assert result.returncode == 1, result.stderr
+    assert "A process ended while cuDNN was loaded" in result.stdout
+    assert "SIGABRT" in result.stdout
+    assert f"LD_LIBRARY_PATH={tmp_path}" in result.stdout
+
+
+def test_an_examination_that_hangs_is_broken_off(monkeypatch):
+    monkeypatch.setattr(gather, "_PROGRAM", "import time; time.sleep(60)  # {path!r}")
+    facts = gather.gather(timeout=1.0)
+    assert facts.torch is None
+    assert facts.broken_off.startswith("did not end within 1 s")
+    assert not is_well(examine(facts))
+
+
+def test_libraries_of_the_environment_are_found_before_others(monkeypatch, tmp_path):
+    for name in ("first", "second/lib64"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "libcudnn.so.9").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", f":{tmp_path / 'first'}:/nowhere")
+    monkeypatch.setenv("CUDNN_PATH", str(tmp_path / "second"))
+    found = gather._libraries()
+    assert [(library.origin, library.path) for library in found[:2]] == [
+        ("LD_LIBRARY_PATH", f"{tmp_path}/first/libcudnn.so.9"),
+        ("CUDNN_PATH", f"{tmp_path}/second/lib64/libcudnn.so.9"),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["off", "file", "open to others", "good"])
+def test_the_plan_store_is_looked_at_and_not_made(monkeypatch, tmp_path, kind):
+    folder = tmp_path / "plans"
+    monkeypatch.setenv("CUDNN_SDPA_PLAN_DIR", "off" if kind == "off" else str(folder / "more"))
+    if kind == "file":
+        folder.touch()
+    elif kind == "open to others":
+        (folder / "more").mkdir(parents=True)
+        (folder / "more").chmod(0o777)
+    store = gather._store()
+    problem = {"file": "is no folder", "open to others": "writable by others"}.get(kind)
+    assert (problem in store.problem) if problem else store.problem == ""
+    assert store.folder == (None if kind == "off" else str(folder / "more"))
+    assert store.named == (kind != "off")
+    assert folder.exists() == (kind in {"file", "open to others"})
