@@ -43,7 +43,7 @@ demo: $(READY) ## Run samples/quickstart.py: prefill and decode, checked against
 
 .PHONY: test
 test: lint typecheck docs $(READY) ## All checks that need no GPU: lint, types, documentation, tests
-	$(PYTHON) -m pytest -n 2 -m "not gpu" $(PYTEST_ARGS)
+	$(PYTHON) -m pytest -n 2 -m "not gpu" --nbmake tests samples $(PYTEST_ARGS)
 
 .PHONY: test-gpu
 test-gpu: $(READY) ## The tests that need an NVIDIA GPU; PYTHON=python3 uses that interpreter as it is
@@ -82,6 +82,10 @@ docs: $(READY) ## Build the documentation into site/
 .PHONY: docs-serve
 docs-serve: $(READY) ## Serve the documentation at http://127.0.0.1:8000
 	$(PYTHON) -m mkdocs serve
+
+.PHONY: notebooks
+notebooks: $(READY) ## Execute the notebooks of samples/ on the CPU and store what they print and draw
+	$(PYTHON) scripts/notebooks.py
 
 .PHONY: bench
 bench: $(READY) ## Measure host time per call (needs a GPU)

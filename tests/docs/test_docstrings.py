@@ -24,8 +24,8 @@ MODULES = ["cudnn_sdpa"] + [
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Pages whose blocks are one script, each going on where the one before ended.
 SCRIPTS = {
-    *("attention.md", "plans.md", "quickstart.md", "serving.md", "shapes.md", "training.md", "troubleshooting.md"),
-    *("varlen.md", "fp8.md", "modules.md", "transformers.md", "compile.md"),
+    *("plans.md", "quickstart.md", "serving.md", "shapes.md", "training.md", "troubleshooting.md"),
+    *("varlen.md", "fp8.md", "inference.md", "layouts.md", "masks.md", "modules.md", "transformers.md", "compile.md"),
 }
 
 
@@ -112,8 +112,8 @@ def test_blocks_of_pages_run(page, capsys):
 def test_pages_have_blocks():
     assert len(blocks(ROOT / "README.md")) >= 1
     assert len(blocks(ROOT / "docs" / "quickstart.md")) >= 7
-    assert len(blocks(ROOT / "docs" / "attention.md")) >= 20
-    assert len(drawings(ROOT / "docs" / "attention.md")) == 6
+    assert len(blocks(ROOT / "docs" / "masks.md")) >= 8
+    assert len(drawings(ROOT / "docs" / "masks.md")) == 7
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -131,10 +131,17 @@ def test_pages_name_only_what_the_package_has(page):
         assert pkgutil.resolve_name(path) is not None, path
 
 
+def public_names() -> set[str]:
+    """All that a user may import: of the package, of its errors, and of its modules of layers."""
+    names = set(cudnn_sdpa.__all__) | set(importlib.import_module("cudnn_sdpa.errors").__all__)
+    return (names | set(importlib.import_module("cudnn_sdpa.nn").__all__)) - {"__version__"}
+
+
 def test_every_public_name_is_in_the_reference():
     text = (ROOT / "docs" / "api.md").read_text()
-    names = {*cudnn_sdpa.__all__, *cudnn_sdpa.nn.__all__} - {"__version__"}
-    assert {name for name in names if not re.search(rf"\b{name}\b", text)} == set()
+    documented = {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)", text, re.MULTILINE)}
+    documented |= {"plan_cache"} & set(re.findall(r"`cudnn_sdpa\.(\w+)` is the one `PlanCache`", text))
+    assert public_names() - documented == set()
 
 
 @pytest.mark.parametrize(

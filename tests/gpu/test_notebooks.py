@@ -1,0 +1,44 @@
+"""The notebooks of samples/ at their real sizes: each as one script, so that neither Jupyter nor a kernel is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SAMPLES = Path(__file__).parent.parent.parent / "samples"
+#: The GPU that they choose themselves must have been used.
+ENDING = """
+import torch
+assert torch.cuda.max_memory_allocated() > 0, "nothing ran on the GPU"
+"""
+
+
+def script(path: Path) -> str:
+    code = [cell["source"] for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    return "\n\n".join("".join(source) for source in code) + "\n" + ENDING
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("path", sorted(SAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_agrees_with_pytorch(path, tmp_path):
+    pytest.importorskip("matplotlib")
+    if "transformers" in path.read_text():
+        pytest.importorskip("transformers")
+    file = tmp_path / f"{path.stem}.py"
+    file.write_text(script(path))
+    search_path = os.pathsep.join(filter(None, [str(SAMPLES.parent), os.environ.get("PYTHONPATH")]))
+    result = subprocess.run(
+        [sys.executable, str(file)],
+        cwd=SAMPLES,
+        env=os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": search_path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=550,
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
