@@ -35,8 +35,8 @@ if importlib.util.find_spec("cudnn_sdpa") is None:  # in Colab, for instance
 
     extra = "cu13" if (torch.version.cuda or "12").startswith("13") else "cu12"
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"cudnn-sdpa[{extra}]"], check=True)"""
-#: Places of one machine, and times.
-TRACES = re.compile(r"/(tmp|home|root|Users|work)/|\b\d+:\d\d:\d\d\b")
+#: Places of one machine, times and addresses.
+TRACES = re.compile(r"/(tmp|home|root|Users|work)/|\b\d+:\d\d:\d\d\b|\b0x[0-9a-f]{6,}")
 
 
 def repository() -> str:
