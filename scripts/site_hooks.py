@@ -41,7 +41,7 @@ def on_page_content(content: str, page: Page, files: Files, **_: object) -> str:
     content = re.sub(
         r'<div class="zeroclipboard-container">.*?</clipboard-copy>\s*</div>', "", content, flags=re.DOTALL
     )
-    content = re.sub(r'<div [^>]*clipboard-copy-txt[^>]*>.*?</div>', "", content, flags=re.DOTALL)
+    content = re.sub(r"<div [^>]*clipboard-copy-txt[^>]*>.*?</div>", "", content, flags=re.DOTALL)
     content = re.sub(
         r'<div class="highlight-ipynb hl-python">\s*<pre>(.*?)</pre>\s*</div>',
         r'<div class="language-python highlight"><pre><code>\1</code></pre></div>',
