@@ -69,6 +69,7 @@ def arrange(notebook: NotebookNode, name: str) -> None:
 def execute(notebook: NotebookNode) -> None:
     """Runs all cells, on the CPU and without plans of earlier runs."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "CUDNN_SDPA_PLAN_DIR": "off"}
+    os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm misses Jupyter's progress bars
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     logging.getLogger("traitlets").setLevel(logging.ERROR)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT / "samples")}}).execute()
