@@ -16,13 +16,21 @@ from cudnn_sdpa.runtime import backend
 
 HERE = Path(__file__).parent
 
+#: What PyTorch warns of in these tests, and is no fault of theirs.
+WARNINGS = (
+    "Attempting to run cuBLAS",  # of its own autograd threads, when their first work is a matrix product
+    "Synchronization debug mode",
+    "The CUDA Graph is empty",  # Inductor's first one is
+    "TensorFloat32 tensor cores",
+)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-            # PyTorch says this of its own autograd threads when their first work is a matrix product.
-            item.add_marker(pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"))
+            for warning in WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings(f"ignore:{warning}:UserWarning"))
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU that PyTorch can see"))
 

@@ -284,7 +284,6 @@ def test_tuning_in_one_thread_does_not_harm_a_capture_in_another():
     assert_right(q, k, v, out)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_only_the_first_launch_waits():
     q, k, v = inputs()
     with autotune():
@@ -297,7 +296,6 @@ def test_only_the_first_launch_waits():
     assert_right(q, k, v, out)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_where_waiting_is_an_error_nothing_is_tuned():
     q, k, v = inputs()
     with autotune() as report:

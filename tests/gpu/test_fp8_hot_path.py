@@ -41,7 +41,6 @@ def training(sizes=(200, 333)):
     return of, grad_out, fp8_values.backward_scales(of, descale_do=1 / 300)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @FEWER
 @pytest.mark.parametrize("name", OPTIONS)
 def test_nothing_synchronizes(name, sizes):
@@ -61,7 +60,6 @@ def test_nothing_synchronizes(name, sizes):
     assert torch.equal(alone.out.float(), plain.out.float())
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_the_first_call_does_not_synchronize_either():
     of = problem(sizes=(77, 130))
     torch.cuda.synchronize()

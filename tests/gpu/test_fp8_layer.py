@@ -213,7 +213,6 @@ def step(attend, tensors, grad_out):
     return out, *torch.autograd.grad(out, tensors, grad_out)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_gpu():
     attend, plain, fresh_layer = (
         Fp8Attention(is_causal=True, scaling=Fp8Scaling(calibration=steps)).cuda() for steps in (1, 1, 4)

@@ -37,7 +37,6 @@ OPTIONS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("sq", [1, 64, 120], ids=["decode", "prefill", "blind rows"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_nothing_synchronizes(name, sq):

@@ -290,7 +290,6 @@ def test_a_fork_on_the_gpu():
             assert torch.equal(found, torch.cat([old, added[row, :, : row + 1]], 1))
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_synchronizes():
     cache, numbers = filled(4, 37)
     foreign = Cache([70, 41, 300, 64])

@@ -144,7 +144,6 @@ def test_what_lies_behind_keys_and_values_is_not_seen(bucketed):  # noqa: ARG001
         assert_right(*cut, is_causal=True)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits(bucketed):  # noqa: ARG001
     sdpa(*inputs(300))
     tensors = [inputs(rows) for rows in (100, 200, 300)]

@@ -132,7 +132,6 @@ class Step:
         return fuzz.compare(self.c.dtype, results, tuple(reference), rounding)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("return_lse", [False, True], ids=["", "lse"])
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_synchronizes(name, return_lse):

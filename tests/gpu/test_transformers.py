@@ -136,14 +136,14 @@ def test_training(name):
 def waits_in(run):
     """Files in which an operation waits for the GPU while `run` runs."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
             run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return {one.filename for one in found if "synchroniz" in str(one.message)}
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return {one.filename for one in found if "called a synchronizing" in str(one.message)}
 
 
 def test_a_wait_would_be_noticed():

@@ -105,7 +105,6 @@ CASES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("one_packing", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_synchronizes(name, one_packing):
