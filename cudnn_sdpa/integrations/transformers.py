@@ -20,21 +20,21 @@ _NEEDED = frozenset({"q_length", "q_offset", "kv_offset", "allow_is_causal_skip"
 _HINT = "Try: pip install 'transformers>=5.4'"
 
 
-def register(*, inspect_padding: bool = False) -> None:
+def register(*, inspect_padding: bool = True) -> None:
     """Makes `attn_implementation="cudnn_sdpa"` known to Hugging Face's transformers.
 
     It serves models whose layers call transformers' attention interface: decoders, encoders, both together, and vision
     models; with grouped-query heads, sliding windows, sinks, soft caps, position biases, and both kinds of cache.
     Masks are not drawn where a structure says the same: causal, a window, the true lengths of a static cache, padding.
-    Nothing is read back from the GPU, so decode steps are enqueued without a wait and can be captured in CUDA graphs.
+    A padding mask is looked at, once for each forward pass, as transformers' own "sdpa" does; nothing else is read back
+    from the GPU, and within `torch.compile` and captures not that.
 
     May be called again, also with another setting, which counts for masks that are made from then on.
 
     Args:
-        inspect_padding: Whether to look if a padding mask hides anything, once for each mask, which waits for the GPU,
-            as transformers' own "sdpa" does. Without padding the mask is then left out: quicker kernels for prompts
-            that `generate` gives a mask of ones, for the price of a wait in each step. Not within `torch.compile` and
-            captures.
+        inspect_padding: Whether to look if a padding mask hides anything, which waits for the GPU, and to leave it out
+            if not: `generate` gives a mask of ones where there is no padding. With False steps are enqueued without a
+            wait, and a mask of ones costs what one with padding does.
 
     Raises:
         LibraryError: transformers is not installed, or too old.

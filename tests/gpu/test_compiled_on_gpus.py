@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from support import error
-from torch.export import Dim, export
 from torch.nn.parallel import parallel_apply
 from torch.utils.checkpoint import checkpoint
 
@@ -124,15 +123,20 @@ def test_a_model_infers_in_cuda_graphs():
             assert error(compiled(x).clone(), exactly(x.double())) < 1e-2
 
 
+def ahead_of_time(which, folder):
+    here = Path(__file__).parent
+    search_path = os.pathsep.join([str(here), str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-W", "ignore", str(here / "ahead_of_time.py"), str(folder), which]
+    variables = os.environ | {"PYTHONPATH": search_path}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=280, check=False)
+
+
 def test_a_model_is_compiled_ahead_of_time(tmp_path):
-    ours, theirs = (model.eval().requires_grad_(False) for model in model_and_twin("cuda", BF16, 256))
-    shapes = {"x": {0: Dim("batch", min=2), 1: Dim("length", min=2)}}
-    program = export(ours, (new(2, 9, 256),), dynamic_shapes=shapes)
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
-    loaded, exactly = torch._inductor.aoti_load_package(package), theirs.double()
-    for shape in ((2, 9, 256), (3, 70, 256)):
-        x = new(*shape)
-        assert error(loaded(x), exactly(x.double())) < 1e-2
+    result = ahead_of_time("ours", tmp_path)
+    if result.returncode < 0 and ahead_of_time("relu", tmp_path).returncode < 0:
+        pytest.skip("this PyTorch crashes when it loads what AOTInductor has made of a ReLU")
+    assert result.returncode == 0, result.stderr
+    assert "loaded and right" in result.stdout
 
 
 def test_autocast_in_a_compiled_model():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cudnn_sdpa import LibraryError
-from cudnn_sdpa.attention import fp8_quantization, fp8_scaling, packing, paging
+from cudnn_sdpa.attention import fp8_quantization, fp8_updates, packing, paging
 from cudnn_sdpa.runtime import kernels
 from cudnn_sdpa.runtime.kernels import Kernel
 
@@ -20,7 +20,7 @@ def nvrtc():
 
 KERNELS = [packing.kernel, paging.decode_kernel, paging.gather_kernel, paging.append_kernel]
 #: Those that need instructions of compute capability 8.9.
-FP8_KERNELS = [fp8_quantization.quantize_kernel, fp8_quantization.dequantize_kernel, fp8_scaling.update_kernel]
+FP8_KERNELS = [fp8_quantization.quantize_kernel, fp8_quantization.dequantize_kernel, fp8_updates.update_kernel]
 
 
 @pytest.mark.parametrize("sm", [80, 86, 89, 90, 100, 120])

@@ -128,20 +128,20 @@ def test_plain_attention_has_no_mask(kind, where):
     assert ours(PLACES[where], PATTERNS[kind]) is None
 
 
+STRUCTURES = [
+    *(("causal", "chunk"), ("causal", "step on a static cache"), ("causal", "chunk on a static cache")),
+    *(("window", "prompt"), ("window", "window's cache"), ("window", "step on a static cache")),
+    *(("window", "step on a static window's cache"), ("both ways", "prompt")),
+]
+#: Without leave to skip a mask only single queries have a structure.
+WITHOUT_LEAVE = [(kind, where) for kind, where in STRUCTURES if PLACES[where][0] == 1 and kind != "both ways"]
+
+
 @pytest.mark.parametrize(
-    ("kind", "where"),
-    [
-        *(("causal", "chunk"), ("causal", "step on a static cache"), ("causal", "chunk on a static cache")),
-        *(("window", "prompt"), ("window", "window's cache"), ("window", "step on a static cache")),
-        *(("window", "step on a static window's cache"), ("both ways", "prompt")),
-    ],
+    ("kind", "where", "leave"), [(*each, True) for each in STRUCTURES] + [(*each, False) for each in WITHOUT_LEAVE]
 )
-@pytest.mark.parametrize("skip", [True, False], ids=["", "no skip"])
-def test_a_structure_stands_for_a_mask_without_drawing_it(kind, where, skip):
-    place = PLACES[where]
-    if not skip and (place[0] != 1 or kind == "both ways"):
-        pytest.skip("without leave to skip a mask only single queries have a structure")
-    mask = ours(place, {**PATTERNS[kind], **({} if skip else {"allow_is_causal_skip": False})})
+def test_a_structure_stands_for_a_mask_without_drawing_it(kind, where, leave):
+    mask = ours(PLACES[where], {**PATTERNS[kind], **({} if leave else {"allow_is_causal_skip": False})})
     assert mask.dtype == hidden.DTYPE
     assert mask.untyped_storage().nbytes() <= 3 * 4
 
