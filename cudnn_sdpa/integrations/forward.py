@@ -64,15 +64,18 @@ def attention(
             causal and attention_mask is None,
         )
     if attention_mask is None:
-        out = sdpa(query, key, value, is_causal=causal, **options)
+        lengths = None
+        if query.shape[2] == 1 and not (dropout or softcap) and _grows(module, is_causal, key):
+            key, value, lengths = _filled_up(key, value)
+        out = sdpa(query, key, value, is_causal=causal, seq_lens_kv=lengths, **options)
     elif attention_mask.dtype == hidden.DTYPE:
         found = hidden.structure(attention_mask, query)
         if isinstance(found, hidden.Packed):
             return _packed(query, key, value, found, options), None
         out = _banded(query, key, value, attention_mask, found, options)
     else:
-        if query.shape[2] == 1 and not is_compiling() and _is_causal(module, is_causal):
-            key, value, attention_mask = _rounded(key, value, attention_mask)
+        if query.shape[2] == 1 and _grows(module, is_causal, key) and not attention_mask.requires_grad:
+            key, value, attention_mask = _filled_up_beside(attention_mask, key, value)
         is_simple = attention_mask.dtype in (torch.bool, torch.float32, query.dtype)
         mask = attention_mask if is_simple else attention_mask.to(query.dtype)
         out = sdpa(query, key, value, attn_mask=mask, is_causal=causal and position_bias is not None, **options)
@@ -124,15 +127,32 @@ def _with_bias(mask: Tensor | None, position_bias: Tensor, query: Tensor, key: T
     return position_bias + mask
 
 
-def _rounded(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values filled up with hidden zeros: a cache that grows has a new length in each step."""
+def _grows(module: torch.nn.Module, is_causal: bool | None, key: Tensor) -> bool:
+    """Whether a single query's keys are a cache of a length that a plan of its own would be built for."""
+    return (
+        key.shape[2] % ROUNDED_TO != 0 and not (is_compiling() or key.requires_grad) and _is_causal(module, is_causal)
+    )
+
+
+def _filled_up(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values filled up with zeros, and how many there are, (B,).
+
+    A cache that grows has a new length in each step. It is copied in each step as it is, to append to it.
+    """
     keys = key.shape[2]
-    missing = -keys % ROUNDED_TO
-    if missing == 0 or mask.requires_grad or mask.shape[-1] != keys:
+    rest = (0, 0, 0, -keys % ROUNDED_TO)
+    lengths = torch.full((key.shape[0],), keys, dtype=torch.int32, device=key.device)
+    return pad(key, rest), pad(value, rest), lengths
+
+
+def _filled_up_beside(mask: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same under a mask, which hides what is filled up."""
+    keys = key.shape[2]
+    if mask.shape[-1] != keys:
         return key, value, mask
-    rest = (0, 0, 0, missing)
+    missing = -keys % ROUNDED_TO
     hides = False if mask.dtype == torch.bool else -torch.inf
-    return pad(key, rest), pad(value, rest), pad(mask, (0, missing), value=hides)
+    return pad(key, (0, 0, 0, missing)), pad(value, (0, 0, 0, missing)), pad(mask, (0, missing), value=hides)
 
 
 def _refuse(others: dict[str, Any]) -> None:

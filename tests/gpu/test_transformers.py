@@ -226,15 +226,21 @@ def test_a_static_cache_needs_one_plan_for_all_steps():
     assert cudnn_sdpa.plan_cache.info().builds - before <= 1
 
 
+@pytest.mark.parametrize("with_padding", [False, True])
 @torch.no_grad()
-def test_a_growing_cache_with_padding_needs_one_plan_for_256_steps():
+def test_a_growing_cache_needs_one_plan_for_256_steps(with_padding):
     model = tiny(DECODERS["llama"], "cudnn_sdpa").to(DEVICE, DTYPE)
-    ids, mask = fresh(20), padded(20, DEVICE)
+    ids, mask = fresh(20), padded(20, DEVICE) if with_padding else None
     cache = DynamicCache(config=model.config)
-    model(ids[:, :12], attention_mask=mask[:, :12], past_key_values=cache)
+
+    def run(start, end):
+        seen = {} if mask is None else {"attention_mask": mask[:, :end]}
+        model(ids[:, start:end], past_key_values=cache, **seen)
+
+    run(0, 12)
     before = cudnn_sdpa.plan_cache.info().builds
     for at in range(12, 20):
-        model(ids[:, at : at + 1], attention_mask=mask[:, : at + 1], past_key_values=cache)
+        run(at, at + 1)
     assert cudnn_sdpa.plan_cache.info().builds - before <= 1
 
 

@@ -107,7 +107,7 @@ def test_without_a_mask_the_layer_says_whether_it_is_causal(of_layer, said, quer
     q, k, v = torch.randn(2, 4, queries, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 16)
     out, weights = forward.attention(layer(of_layer), q, k, v, None, scaling=0.3, is_causal=said)
     causal = queries > 1 and (of_layer if said is None else said)
-    assert torch.equal(out, sdpa(q, k, v, is_causal=causal, scale=0.3).transpose(1, 2))
+    torch.testing.assert_close(out, sdpa(q, k, v, is_causal=causal, scale=0.3).transpose(1, 2))
     assert out.is_contiguous()
     assert weights is None
 
@@ -121,19 +121,36 @@ def test_masks_of_ones_own_are_taken_as_they_are(kind):
     torch.testing.assert_close(out, sdpa(q, k, k, attn_mask=seen).transpose(1, 2))
 
 
-@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("kind", ["bool", "float", "none"])
 def test_a_step_on_a_growing_cache_is_filled_up_so_that_its_plan_serves_the_next_one(kind, monkeypatch):
     seen_by_sdpa = []
 
     def watched(query, key, value, **options):
-        seen_by_sdpa.append((key.shape[2], value.shape[2], options["attn_mask"].shape[3]))
+        mask = options.get("attn_mask")
+        seen_by_sdpa.append((key.shape[2], value.shape[2], key.shape[2] if mask is None else mask.shape[3]))
         return sdpa(query, key, value, **options)
 
     monkeypatch.setattr(forward, "sdpa", watched)
     for keys in (255, 256, 257):
         q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, keys, 8), torch.randn(2, 2, keys, 16)
         seen = torch.rand(2, 1, 1, keys) < 0.6
-        mask = seen if kind == "bool" else torch.where(seen, 0.0, -torch.inf)
+        mask = {"bool": seen, "float": torch.where(seen, 0.0, -torch.inf), "none": None}[kind]
         out = forward.attention(layer(), q, k, v, mask)[0]
-        torch.testing.assert_close(out, sdpa(q, k, v, attn_mask=seen).transpose(1, 2))
+        expected = sdpa(q, k, v, attn_mask=None if kind == "none" else seen)
+        torch.testing.assert_close(out, expected.transpose(1, 2))
     assert seen_by_sdpa == [(256,) * 3, (256,) * 3, (512,) * 3]
+
+
+def test_a_query_on_other_tokens_or_with_a_gradient_is_not_filled_up(monkeypatch):
+    lengths = []
+
+    def watched(query, key, value, **options):
+        lengths.append(key.shape[2])
+        return sdpa(query, key, value, **options)
+
+    monkeypatch.setattr(forward, "sdpa", watched)
+    q, k = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 7, 8)
+    forward.attention(layer(False), q, k, k, None)
+    forward.attention(layer(), q, k.clone().requires_grad_(), k, None)
+    forward.attention(layer(), q, k, k, None, softcap=3.0)
+    assert lengths == [7, 7, 7]
