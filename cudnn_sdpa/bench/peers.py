@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-PYTORCH_BACKENDS = {"pytorch flash": SDPBackend.FLASH_ATTENTION, "pytorch cudnn": SDPBackend.CUDNN_ATTENTION}
+CUDNN = "pytorch cudnn"
+PYTORCH_BACKENDS = {"pytorch flash": SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
 
 
 def pytorch(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Callable[[], Tensor]:
