@@ -107,7 +107,7 @@ def _examine(timeout: float) -> tuple[dict[str, Any], str]:
 
 
 def _parts_of(output: bytes) -> dict[str, Any]:
-    """The lines that the examining process got through; what else is there, as of a site's own hooks, is passed over."""
+    """The lines that the examining process got through; what else is there, as a site prints it, is passed over."""
     parts: dict[str, Any] = {}
     for line in output.splitlines():
         with contextlib.suppress(ValueError):  # no JSON, or a line that was broken off

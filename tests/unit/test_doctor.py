@@ -349,6 +349,15 @@ def test_json_has_the_findings_and_the_facts():
     assert found["facts"]["libraries"][0]["path"] == f"{SITE}/libcudnn.so.9"
 
 
+def test_json_has_the_keys_that_the_documentation_promises():
+    found = json.loads(as_json(CPU, examine(CPU)))
+    assert set(found) == {"cudnn_sdpa", "ok", "findings", "facts"}
+    assert found["ok"] is True
+    assert [set(finding) for finding in found["findings"]] == [{"level", "check", "title", "found", "cure"}]
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    assert all(f"`{key}`" in page for key in (*found, *found["findings"][0]))
+
+
 def test_json_is_json_whatever_was_computed():
     facts, *_ = ERRORS["not a number"]
     text = as_json(facts, examine(facts))
