@@ -300,10 +300,10 @@ def _of_patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows, columns = height // r, width // s
     cut = x.view(batch, channels, rows, r, columns, s) if x.is_contiguous() else None
     if cut is not None:  # channel after channel, as the weight lies
-        patches = cut.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows, columns, -1)
+        patches = cut.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows, columns, channels * r * s)
         flat = weight.reshape(filters, -1)
     else:
         by_line = channels_last(x).permute(0, 2, 3, 1).reshape(batch, rows, r, columns, s * channels)
-        patches = by_line.transpose(2, 3).reshape(batch, rows, columns, -1)
+        patches = by_line.transpose(2, 3).reshape(batch, rows, columns, channels * r * s)
         flat = weight.permute(0, 2, 3, 1).reshape(filters, -1)
     return F.linear(patches, flat, bias).permute(0, 3, 1, 2)

@@ -136,6 +136,7 @@ def check(of: ForwardArguments) -> None:
     check_lengths("seq_lens_q", of.seq_lens_q, q)
     check_lengths("seq_lens_kv", of.seq_lens_kv, q)
     tracking.refuse_tangents({"q": q, "k": k, "v": v}, "attention in bfloat16")
+    tracking.refuse_transforms("fp8_attention", q, k, v, loops=False)
 
 
 def check_scaling(scaling: Any, grad_dtype: Any, q: Tensor) -> torch.dtype:

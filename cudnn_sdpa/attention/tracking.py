@@ -71,9 +71,10 @@ def refuse_transforms(what: str, *tensors: Any, loops: bool) -> None:
     Raises:
         UnsupportedError: There is such a transform.
     """
-    if is_compiling() or _interpreters is None:
+    stack = None if is_compiling() or _interpreters is None else _interpreters()
+    if stack is None:
         return
-    active = {interpreter.key() for interpreter in _interpreters() or ()}
+    active = {interpreter.key() for interpreter in stack}
     if TransformType.Grad in active and needs_gradient(*(x for x in tensors if isinstance(x, Tensor))):
         raise UnsupportedError(
             f"{what} under torch.func.grad, vjp or jacrev",

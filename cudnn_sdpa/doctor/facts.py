@@ -115,10 +115,17 @@ class StoreFacts:
 
 @dataclass(frozen=True)
 class FoundLibrary:
-    """A libcudnn on this machine, loaded or not: where it lies, and what it belongs to."""
+    """A libcudnn on this machine, loaded or not.
+
+    Attributes:
+        path: Where it was found.
+        origin: What it belongs to.
+        file: Where that leads through symbolic links, as the lists of loaded files have it.
+    """
 
     path: str
     origin: str
+    file: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import itertools
@@ -97,14 +98,22 @@ def _examine(timeout: float) -> tuple[dict[str, Any], str]:
         output, said, code = result.stdout, result.stderr, result.returncode
     except subprocess.TimeoutExpired as error:
         output, said, code = error.stdout or b"", error.stderr or b"", None
-    parts: dict[str, Any] = {}
-    for line in output.splitlines():
-        parts |= json.loads(line)
+    parts = _parts_of(output)
     if code == 0 and set(PARTS) <= set(parts):
         return parts, ""
     how = f"did not end within {timeout:g} s" if code is None else _in_words(code)
     last = said.decode(errors="replace").strip()[-600:]
     return parts, how + (f"; it said: {last}" if last else "")
+
+
+def _parts_of(output: bytes) -> dict[str, Any]:
+    """The lines that the examining process got through; what else is there, as a site prints it, is passed over."""
+    parts: dict[str, Any] = {}
+    for line in output.splitlines():
+        with contextlib.suppress(ValueError):  # no JSON, or a line that was broken off
+            said = json.loads(line)
+            parts |= said if isinstance(said, dict) and set(said) <= set(PARTS) else {}
+    return parts
 
 
 def _in_words(code: int) -> str:
@@ -153,7 +162,7 @@ def _libraries() -> tuple[FoundLibrary, ...]:
     for pattern in _SYSTEM:
         for folder in sorted(Path("/").glob(pattern)):
             _look_in(folder, "the system", found)
-    return tuple(FoundLibrary(path, origin) for path, origin in found.items())
+    return tuple(FoundLibrary(path, origin, os.path.realpath(path)) for path, origin in found.items())
 
 
 def _entries(variable: str) -> list[Path]:
@@ -161,8 +170,9 @@ def _entries(variable: str) -> list[Path]:
 
 
 def _look_in(folder: Path, origin: str, found: dict[str, str]) -> None:
-    for path in sorted(folder.glob("libcudnn.so*")):
-        found.setdefault(str(path), origin)
+    with contextlib.suppress(OSError):  # a folder that may not be looked into; no process could load from it
+        for path in sorted(folder.glob("libcudnn.so*")):
+            found.setdefault(str(path), origin)
 
 
 def _driver() -> DriverFacts:
@@ -203,12 +213,19 @@ def _store() -> StoreFacts:
         return StoreFacts(None, named, problem=str(error))
     if folder is None:
         return StoreFacts(None)
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    problem = ""
+    try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        return StoreFacts(str(folder), named, _problem_of(folder, there), shutil.disk_usage(there).free)
+    except OSError as error:  # such as a parent that this user may not look into
+        return StoreFacts(str(folder), named, f"{folder}: {error.strerror}")
+
+
+def _problem_of(folder: Path, there: Path) -> str:
+    """Why plans cannot be kept in a folder, of which this much is there."""
     if not there.is_dir():
-        problem = f"{there} is no folder"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        problem = f"{there} is not writable"
-    elif there == folder and not plan_file.is_private(there.stat()):
-        problem = f"{folder} belongs to another user or is writable by others"
-    return StoreFacts(str(folder), named, problem, shutil.disk_usage(there).free)
+        return f"{there} is no folder"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} is not writable"
+    if there == folder and not plan_file.is_private(there.stat()):
+        return f"{folder} belongs to another user or is writable by others"
+    return ""

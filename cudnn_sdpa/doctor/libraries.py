@@ -137,7 +137,7 @@ def places(facts: Facts) -> Iterator[Finding]:
     """No folder of the environment takes the place of the package."""
     folders = {str(PurePosixPath(path).parent) for path in facts.mapped if "/libcudnn.so" in path}
     for library in facts.libraries:
-        loaded = str(PurePosixPath(library.path).parent) in folders
+        loaded = str(PurePosixPath(library.file or library.path).parent) in folders
         if library.origin == "LD_LIBRARY_PATH" and (loaded or not folders):
             cure = "Take it off LD_LIBRARY_PATH unless you mean it: it comes before the pip package."
             title = "cuDNN comes from LD_LIBRARY_PATH"

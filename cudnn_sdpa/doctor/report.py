@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.doctor import libraries, machine
@@ -59,7 +58,7 @@ def _summary(facts: Facts) -> Iterator[tuple[str, str]]:
     for path in facts.mapped:
         yield "loaded", path
     for library in facts.libraries:
-        if not any(Path(library.path).resolve() == Path(path).resolve() for path in facts.mapped):
+        if (library.file or library.path) not in facts.mapped:
             yield "not loaded", f"{library.path} ({library.origin})"
     serves = f", for CUDA up to {driver.cuda // 1000}.{driver.cuda % 1000 // 10}" if driver.cuda else ""
     yield "driver", (driver.release or "of unknown release") + serves if driver.loads else "none"

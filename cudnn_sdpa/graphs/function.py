@@ -143,9 +143,8 @@ class GraphFunction(GraphOp):
             operator.check_option(name, value)
         given = tuple(by_name.get(name) for name in self.operands)
         self._check(given)
-        if not is_compiling():
-            tracking.refuse_tangents(dict(zip(self.operands, given, strict=True)))
-            tracking.refuse_transforms(self.__name__, *given, loops=False)
+        tracking.refuse_tangents(dict(zip(self.operands, given, strict=True)))
+        tracking.refuse_transforms(self.__name__, *given, loops=False)
         return given, static
 
     def _check(self, given: tuple[Any, ...]) -> None:

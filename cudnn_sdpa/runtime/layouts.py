@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cudnn_sdpa.runtime.symbols import is_larger, is_true
+from cudnn_sdpa.runtime.symbols import is_true, questions
 
 #: Names under which cuDNN knows the dtypes (members of ``cudnn.data_type``).
 CUDNN_DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -85,12 +85,13 @@ def contiguous_stride(shape: Sequence[Any]) -> tuple[Any, ...]:
 
 def canonical_stride(shape: Sequence[Any], stride: Sequence[Any]) -> tuple[Any, ...]:
     """`stride` with every size-1 dimension's entry replaced by what a dense layout would have there."""
+    holds, _ = questions(shape, stride)
     result = list(stride)
     span: Any = 1
     for i in range(len(shape) - 1, -1, -1):
-        if is_true(shape[i] == 1):
+        if holds(shape[i] == 1):
             result[i] = span
-        elif is_true(shape[i] * result[i] > span):
+        elif holds(shape[i] * result[i] > span):
             span = shape[i] * result[i]
     return tuple(result)
 
@@ -111,8 +112,9 @@ def dense_stride_like(shape: Sequence[Any], model: Sequence[Any], model_stride: 
         model: Sizes of the tensor whose order is followed, of the same rank.
         model_stride: Its strides.
     """
-    real = [i for i in range(len(shape) - 1) if not is_true(model[i] == 1)]
-    if any(is_true(model_stride[i] == 0) for i in real):
+    holds, is_larger = questions(shape, model, model_stride)
+    real = [i for i in range(len(shape) - 1) if not holds(model[i] == 1)]
+    if any(holds(model_stride[i] == 0) for i in real):
         return contiguous_stride(shape)
     order: list[int] = []  # insertion sort, largest stride first: symbolic strides need only be compared
     for i in real:
@@ -125,5 +127,5 @@ def dense_stride_like(shape: Sequence[Any], model: Sequence[Any], model_stride: 
     step: Any = 1
     for i in reversed(order):
         stride[i] = step
-        step = step * (1 if is_true(shape[i] == 0) else shape[i])
+        step = step * (1 if holds(shape[i] == 0) else shape[i])
     return canonical_stride(shape, stride)

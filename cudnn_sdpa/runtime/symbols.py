@@ -7,6 +7,8 @@ for the usual case instead; operators ask again when they run.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,3 +35,13 @@ def is_larger(a: Any, b: Any) -> bool:
     if guard_or_false(condition):
         return True
     return bool(guard_or_true(condition)) and bool(statically_known_true(a % b == 0))
+
+
+Question = Callable[..., bool]
+
+
+def questions(*sizes: Sequence[Any]) -> tuple[Question, Question]:
+    """`is_true` and `is_larger` for these sizes; where all are numbers, what is quicker, as compiled code needs it."""
+    if not is_compiling() and type(sum(map(sum, sizes))) is int:
+        return bool, operator.gt
+    return is_true, is_larger

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cudnn_sdpa import graph_op, sdpa, sdpa_varlen, silu_mul
+from cudnn_sdpa import conv2d, graph_op, sdpa, sdpa_varlen, silu_mul
 from tests.unit.compiled_functions import TWINS, compilations, trained
 
 
@@ -138,6 +138,21 @@ def test_halves_whose_size_only_data_tell():
         x = torch.randn(5, 3, 2 * size)
         for kept in KEPT:
             torch.testing.assert_close(function(kept, x), gate(kept, x))
+
+
+@pytest.mark.usefixtures("sizes_of_data")
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_patches_of_pictures_whose_number_only_data_tell(layout):
+    weight, bias = torch.randn(6, 3, 4, 4), torch.randn(6)
+
+    def embed(kept, x):
+        return conv2d(rows_that_are(x, kept), weight, bias, stride=4)
+
+    function, x = compiled(embed), torch.randn(5, 3, 8, 12).contiguous(memory_format=layout)
+    for kept in (*KEPT, torch.zeros(5, dtype=torch.bool)):
+        expected = torch.nn.functional.conv2d(rows_that_are(x, kept), weight, bias, stride=4)
+        torch.testing.assert_close(function(kept, x), expected, rtol=1e-4, atol=1e-4)
+    assert compilations(function) == 1
 
 
 @pytest.mark.usefixtures("sizes_of_data")

@@ -20,6 +20,7 @@ from cudnn_sdpa import (
     Fp8Scales,
     UnsupportedError,
     conv2d,
+    fp8_attention,
     layer_norm,
     rms_norm,
     sdpa,
@@ -204,6 +205,7 @@ REFUSED = {
         lambda x: sdpa_fp8(*[x.to(torch.float8_e4m3fn)] * 3, Fp8Scales(*[torch.ones(())] * 6)).out.float(),
         (3, 2, 4, 8, 16),
     ),
+    "fp8_attention": (lambda x: fp8_attention(*[x.bfloat16()] * 3).float(), (3, 2, 4, 8, 16)),
 }
 
 
@@ -222,12 +224,23 @@ def test_vmap_of_the_others_is_refused_by_name(name):
         torch.vmap(function)(torch.randn(shape))
 
 
-@pytest.mark.parametrize("name", ["sdpa", "sdpa_varlen", "rms_norm", "layer_norm", "silu_mul", "conv2d"])
+@pytest.mark.parametrize(
+    "name", ["sdpa", "sdpa_varlen", "rms_norm", "layer_norm", "silu_mul", "conv2d", "fp8_attention"]
+)
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, lambda f: lambda x: torch.func.vjp(f, x)])
 def test_functional_gradients_are_refused_by_name(name, transform):
     function, shape = {**LOOPS, **REFUSED}[name]
     with pytest.raises(UnsupportedError, match=rf"{name}\w* under torch\.func\.grad(.|\n)*torch\.autograd\.grad"):
         transform(lambda x: function(x).sum())(torch.randn(shape[1:]))
+
+
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_varlen", "sdpa_paged", *REFUSED])
+def test_compiled_functions_refuse_tangents_rather_than_lose_them(name):
+    function, shape = {**LOOPS, **REFUSED}[name]
+    x, tangent = torch.randn(shape[1:]), torch.randn(shape[1:])
+    compiled = torch.compile(lambda x: torch.func.jvp(function, (x,), (tangent,)), backend="aot_eager")
+    with pytest.raises(UnsupportedError, match=r"forward-mode differentiation(.|\n)*has a tangent"):
+        compiled(x)
 
 
 def test_what_a_functional_gradient_does_not_differentiate_is_let_through():

@@ -251,6 +251,22 @@ WARNINGS = {
         "/opt/cudnn/libcudnn.so.9",
         "Take it off LD_LIBRARY_PATH",
     ),
+    "from LD_LIBRARY_PATH, through a link": (
+        replace(
+            WELL,
+            mapped=("/usr/local/cuda-13.0/lib64/libcudnn.so.9.19.0",),
+            libraries=(
+                FoundLibrary(
+                    "/usr/local/cuda/lib64/libcudnn.so.9",
+                    "LD_LIBRARY_PATH",
+                    "/usr/local/cuda-13.0/lib64/libcudnn.so.9.19.0",
+                ),
+            ),
+        ),
+        "places",
+        "/usr/local/cuda/lib64/libcudnn.so.9",
+        "Take it off LD_LIBRARY_PATH",
+    ),
     "nothing planned": (
         replace(CPU, trial=TrialFacts("offline", error="OfflineError: set XDG_CACHE_HOME")),
         "trial",
@@ -331,6 +347,15 @@ def test_json_has_the_findings_and_the_facts():
     assert [finding["level"] for finding in found["findings"]] == ["error"]
     assert found["facts"]["torch"]["gpus"] == [{"name": "NVIDIA H200", "capability": [9, 0]}]
     assert found["facts"]["libraries"][0]["path"] == f"{SITE}/libcudnn.so.9"
+
+
+def test_json_has_the_keys_that_the_documentation_promises():
+    found = json.loads(as_json(CPU, examine(CPU)))
+    assert set(found) == {"cudnn_sdpa", "ok", "findings", "facts"}
+    assert found["ok"] is True
+    assert [set(finding) for finding in found["findings"]] == [{"level", "check", "title", "found", "cure"}]
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    assert all(f"`{key}`" in page for key in (*found, *found["findings"][0]))
 
 
 def test_json_is_json_whatever_was_computed():
@@ -458,3 +483,37 @@ def test_the_plan_store_is_looked_at_and_not_made(monkeypatch, tmp_path, kind):
     assert store.folder == (None if kind == "off" else str(folder / "more"))
     assert store.named == (kind != "off")
     assert folder.exists() == (kind in {"file", "open to others"})
+
+
+def test_a_site_that_prints_does_not_confuse_the_doctor(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('hello'); print(5); print('{}')\n")
+    search = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    result = doctor(tmp_path, PYTHONPATH=search)
+    assert "Traceback" not in result.stderr
+    assert torch.__version__ in result.stdout
+    assert "A process ended" not in result.stdout
+
+
+def test_a_line_that_was_broken_off_is_passed_over():
+    found = gather._parts_of(b'{"torch": {"version": "2.9"}}\n{"cudnn": {"frontend": "1.3')
+    assert found == {"torch": {"version": "2.9"}}
+
+
+def test_libraries_behind_links_are_known_by_their_files(tmp_path, monkeypatch):
+    folder, link = tmp_path / "cuda-13.0", tmp_path / "cuda"
+    folder.mkdir()
+    (folder / "libcudnn.so.9").touch()
+    link.symlink_to(folder)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(link))
+    found = next(library for library in gather._libraries() if library.origin == "LD_LIBRARY_PATH")
+    assert found == FoundLibrary(f"{link}/libcudnn.so.9", "LD_LIBRARY_PATH", str(folder.resolve() / "libcudnn.so.9"))
+
+
+def test_a_folder_that_cannot_be_looked_at_is_said_and_ends_nothing(tmp_path, monkeypatch):
+    hidden = tmp_path / ("x" * 300)  # as little to be asked for as a folder of another user, for every user
+    monkeypatch.setenv("CUDNN_SDPA_PLAN_DIR", str(hidden / "plans"))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(hidden))
+    gather._libraries()
+    found = gather._store()
+    assert found.named
+    assert str(hidden) in found.problem
