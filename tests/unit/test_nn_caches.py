@@ -160,6 +160,24 @@ def test_where_nobody_looks_a_full_cache_answers_with_nan(monkeypatch):
     assert not cache.k().isnan().any()
 
 
+@torch.no_grad()
+def test_what_outgrew_a_cache_leaves_nothing_in_it(monkeypatch):
+    layers = [make(), make()]
+    cache = static(layers[0], max_length=8, layers=2)
+
+    def run(x, step):
+        for number, layer in enumerate(layers):
+            x = layer(x, step=step, layer=number)
+        return x
+
+    monkeypatch.setattr(cache, "_check_room", lambda *_: None)  # as on a GPU
+    run(torch.randn(2, 6, 64), cache.reserve(6))
+    assert run(torch.randn(2, 4, 64), cache.reserve(4)).isnan().all()
+    cache.reset()
+    x = torch.randn(2, 5, 64)
+    assert_close(run(x, cache.reserve(5)), layers[1](layers[0](x)).double())
+
+
 def test_a_step_that_cannot_be_is_refused():
     module, x = make(), torch.randn(2, 3, 64)
     cache = static(module)
