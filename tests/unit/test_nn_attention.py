@@ -228,6 +228,15 @@ def test_names_of_pytorchs_attention_are_loaded():
     torch.testing.assert_close(module(x), twin(x, x, x)[0], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dims", [{}, {"kdim": 24, "vdim": 24}])
+def test_names_of_pytorchs_cross_attention_are_loaded(dims):
+    twin = mha(**dims)
+    module = Attention(32, 4, bias=True, context_dim=dims.get("kdim", 32))
+    module.load_state_dict(twin.state_dict())
+    x, context = torch.randn(2, 9, 32), torch.randn(2, 7, module.context_dim)
+    torch.testing.assert_close(module(x, context), twin(x, context, context)[0], atol=1e-5, rtol=1e-4)
+
+
 def test_separate_weights_of_other_sizes_are_not_mixed_up():
     module = Attention(32, 4, num_kv_heads=2, head_dim=8)
     rows = {"q_proj": 16, "k_proj": 24, "v_proj": 24}  # as many in all
@@ -294,6 +303,7 @@ def test_wrong_calls_are_named():
             (cross, (x,), {}),
             (cross, (x, x), {}),
             (cross, (x, (x,)), {}),
+            (cross, (x, Attention(32, 4, num_kv_heads=2, context_dim=24).project_context(x[..., :24])), {}),
             (cross, (x, torch.randn(3, 9, 24)), {}),
         ],
         "context_lens": [(plain, (x,), {"context_lens": torch.ones(2)})],
