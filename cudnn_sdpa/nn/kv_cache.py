@@ -221,7 +221,8 @@ class KVCache:
         lengths = {"seq_lens_q": step.seq_lens_q, "seq_lens_kv": step.seq_lens_kv}
         options = {"is_causal": True, "causal_alignment": "bottom_right", **lengths, **options}
         out: Tensor = sdpa(q, self.k(layer), self.v(layer), **options)
-        return out.masked_fill_(step.is_over, float("nan"))
+        fill = out.masked_fill if out.requires_grad else out.masked_fill_  # a backward pass needs the output as it is
+        return fill(step.is_over, float("nan"))
 
     def _own(self, step: Any) -> None:
         if not isinstance(step, KVStep) or step.of is not self:

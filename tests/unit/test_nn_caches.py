@@ -178,6 +178,15 @@ def test_what_outgrew_a_cache_leaves_nothing_in_it(monkeypatch):
     assert_close(run(x, cache.reserve(5)), layers[1](layers[0](x)).double())
 
 
+def test_sinks_learn_on_keys_that_are_frozen():
+    module, x = make(sinks=True), torch.randn(2, 9, 64)
+    module.qkv_proj.requires_grad_(False)
+    step = static(module).reserve(9)
+    found = torch.autograd.grad(module(x, step=step).square().mean(), module.sinks)[0]
+    expected = torch.autograd.grad(module(x).square().mean(), module.sinks)[0]
+    assert_close(found, expected.double())
+
+
 def test_a_step_that_cannot_be_is_refused():
     module, x = make(), torch.randn(2, 3, 64)
     cache = static(module)
