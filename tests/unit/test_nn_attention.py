@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from module_values import assert_right, difference, evaluate, parameters_of, randomize, rotate
 from torch import nn
 
@@ -108,6 +109,22 @@ def test_rotations_are_those_of_hugging_face():
     for heads, right in zip((q, k), expected, strict=True):
         turned = rope.rotate(heads, (cos[..., :8], sin[..., :8]))
         torch.testing.assert_close(turned.transpose(1, 2), right, atol=1e-6, rtol=1e-5)
+
+
+def test_the_factor_of_yarn_is_one_of_the_scores():
+    hf = pytest.importorskip("transformers")
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 128}
+    theirs = llama.LlamaRotaryEmbedding(hf.LlamaConfig(**sizes, rope_parameters=yarn))
+    factor, x, positions = theirs.attention_scaling, torch.randn(2, 9, 32), torch.arange(9)[None]
+    assert factor > 1
+    rope = RotaryEmbedding(8, frequencies=theirs.inv_freq.tolist())
+    module = Attention(32, 4, rope=rope, scale=factor**2 / 8**0.5)
+    heads = module.qkv_proj(x).unflatten(2, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+    q, k = llama.apply_rotary_pos_emb(heads[0], heads[1], *theirs(x, positions))
+    expected = module.out_proj(F.scaled_dot_product_attention(q, k, heads[2]).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(module(x), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_frequencies_stay_what_they_are():
