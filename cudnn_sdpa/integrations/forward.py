@@ -13,7 +13,6 @@ from cudnn_sdpa.attention.options import BOTTOM_RIGHT, TOP_LEFT
 from cudnn_sdpa.attention.varlen import sdpa_varlen
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.integrations import hidden
-from cudnn_sdpa.runtime.eager import is_compiling
 
 #: Arguments by which models choose keys, or ask for more than the output, that this attention does not know.
 REFUSED = {
@@ -76,8 +75,9 @@ def attention(
     else:
         if query.shape[2] == 1 and _grows(module, is_causal, key) and not attention_mask.requires_grad:
             key, value, attention_mask = _filled_up_beside(attention_mask, key, value)
-        is_simple = attention_mask.dtype in (torch.bool, torch.float32, query.dtype)
-        mask = attention_mask if is_simple else attention_mask.to(query.dtype)
+        # Another dtype of floating point is converted; integers could mean booleans or a bias, and `sdpa` refuses them.
+        is_other = attention_mask.is_floating_point() and attention_mask.dtype != torch.float32
+        mask = attention_mask.to(query.dtype) if is_other else attention_mask
         out = sdpa(query, key, value, attn_mask=mask, is_causal=causal and position_bias is not None, **options)
     return out.transpose(1, 2).contiguous(), None
 
@@ -129,9 +129,9 @@ def _with_bias(mask: Tensor | None, position_bias: Tensor, query: Tensor, key: T
 
 def _grows(module: torch.nn.Module, is_causal: bool | None, key: Tensor) -> bool:
     """Whether a single query's keys are a cache of a length that a plan of its own would be built for."""
-    return (
-        key.shape[2] % ROUNDED_TO != 0 and not (is_compiling() or key.requires_grad) and _is_causal(module, is_causal)
-    )
+    if torch.compiler.is_compiling():  # and then no guard on the length either
+        return False
+    return key.shape[2] % ROUNDED_TO != 0 and not key.requires_grad and _is_causal(module, is_causal)
 
 
 def _filled_up(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,7 +151,7 @@ def _filled_up_beside(mask: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     if mask.shape[-1] != keys:
         return key, value, mask
     missing = -keys % ROUNDED_TO
-    hides = False if mask.dtype == torch.bool else -torch.inf
+    hides = -torch.inf if mask.is_floating_point() else False
     return pad(key, (0, 0, 0, missing)), pad(value, (0, 0, 0, missing)), pad(mask, (0, missing), value=hides)
 
 

@@ -12,6 +12,9 @@ from cudnn_sdpa.attention.bias import bias_view
 from cudnn_sdpa.integrations import hidden
 from cudnn_sdpa.integrations.hidden import UNBOUNDED
 
+#: Models that join masks to one, and so need each drawn.
+JOINING = frozenset({"t5gemma2_decoder"})
+
 
 class Request(NamedTuple):
     """What transformers asks of a mask function, by its own names."""
@@ -62,9 +65,10 @@ def mask_function(draw: Callable[..., Tensor], causal: Any, *, inspect_padding: 
             *(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size),
             *(allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap, device, dtype, config),
         )
-        if inspect_padding and _hides_nothing(request):
+        is_causal = _is_causal(request, causal)
+        if inspect_padding and _hides_nothing(request, is_causal):
             request = request._replace(attention_mask=None)
-        if _is_causal(request, causal):
+        if is_causal:
             found, mask = _causal(request)
         elif request.allow_is_bidirectional_skip:
             found, mask = _bidirectional(request)
@@ -79,7 +83,7 @@ def _is_causal(request: Request, causal: Any) -> bool:
     """Whether the pattern is causal, perhaps with a window or chunks, and nothing else."""
     if request.allow_is_causal_skip:
         return True
-    if request.q_length != 1 or request.use_vmap:
+    if request.q_length != 1 or request.use_vmap or getattr(request.config, "model_type", None) in JOINING:
         return False
     # Of a single query on a static cache transformers wants a mask, whatever the pattern.
     return request.mask_function is causal or (request.local_size is not None and _has(request.mask_function, causal))
@@ -156,18 +160,23 @@ def _bidirectional(request: Request) -> tuple[bool, Tensor | None]:
 def _bias(request: Request, draw: Callable[..., Tensor]) -> Tensor:
     """0 for keys that are seen and -inf for others: converted once here, and not in each layer."""
     wanted = request._replace(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    seen = bias_view(draw(**wanted._asdict()))
-    return seen.to(request.dtype).log()
+    seen: Tensor = draw(**wanted._asdict())
+    bias = bias_view(seen).to(request.dtype).log()
+    # A mask that may not be left out may be joined to another one.
+    return bias if request.allow_is_causal_skip or request.allow_is_bidirectional_skip else bias.expand(seen.shape)
 
 
-def _hides_nothing(request: Request) -> bool:
-    """Whether a padding mask changes nothing; waits for the GPU, unless it is being captured or compiled."""
+def _hides_nothing(request: Request, is_causal: bool) -> bool:
+    """Whether a padding mask changes nothing; waits for the GPU, unless it is being captured or compiled.
+
+    It hides what lies past its end. A causal pattern does so past the last query; another one may not.
+    """
     seen = request.attention_mask
     if seen is None or torch.compiler.is_compiling():
         return False
     if seen.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
-    if request.allow_is_bidirectional_skip:
+    if not is_causal:
         return seen.shape[-1] >= request.kv_offset + request.kv_length and bool(seen.all())
     is_long = request.q_offset + request.q_length <= seen.shape[-1]
     return bool(seen.all() & is_long) if isinstance(is_long, Tensor) else is_long and bool(seen.all())

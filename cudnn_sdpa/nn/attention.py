@@ -13,7 +13,7 @@ from cudnn_sdpa.attention.paged_step import PagedStep
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.nn import attention_checks
 from cudnn_sdpa.nn.checks import check_flags, check_number, check_tokens
-from cudnn_sdpa.nn.conversion import check_type, copy_linear, copy_parameter, merge, rename
+from cudnn_sdpa.nn.conversion import check_type, copy_linear, copy_parameter, merge, rename, split
 from cudnn_sdpa.nn.kv_cache import KVStep
 from cudnn_sdpa.nn.rotary import RotaryEmbedding, Rotations
 
@@ -193,7 +193,7 @@ class Attention(nn.Module):
             context_lens: True lengths of the context, (B,) int32.
             position_ids: Positions of the tokens for `rope`, (S,) or (B, S); those of the step, or 0 to S - 1, if not
                 given.
-            rotations: What `rope(position_ids)` gave, so that layers share it.
+            rotations: What `rope(position_ids)` gave, so that layers share it; taken instead of `position_ids`.
             step: What a `KVCache` or a `PagedKVCache` has reserved for x: its keys and values are appended, and the
                 tokens see all of their sequences. For inference.
             layer: Of the cache.
@@ -264,6 +264,9 @@ class Attention(nn.Module):
             rename(state_dict, prefix, {"in_proj_": "qkv_proj."})
             merge(state_dict, prefix, "qkv_proj", {"q_proj": rows, "k_proj": rows_kv, "v_proj": rows_kv}, rest[-1])
         else:
+            rename(state_dict, prefix, {f"{name}_proj_weight": f"{name}_proj.weight" for name in "qkv"})
+            for kind in ("weight", "bias"):
+                split(state_dict, prefix, f"in_proj_{kind}", {f"q_proj.{kind}": rows, f"kv_proj.{kind}": 2 * rows_kv})
             merge(state_dict, prefix, "kv_proj", {"k_proj": rows_kv, "v_proj": rows_kv}, rest[-1])
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

@@ -93,6 +93,11 @@ def _check_context(module: Any, x: Tensor, context: Any) -> None:
     if isinstance(context, tuple):
         if len(context) != 2 or not all(isinstance(part, Tensor) for part in context):
             raise OptionError("context", "a tuple", "the two tensors that project_context gives")
+        heads = (module.num_kv_heads, module.head_dim)
+        for part in context:
+            if part.dim() != 4 or (part.shape[1], part.shape[3]) != heads:
+                expected = f"(B, {heads[0]}, Skv, {heads[1]}): what project_context of this module gives"
+                raise ShapeError("context", shape_of(part), expected)
         return
     if context is None:
         raise OptionError("context", "None", "the other sequence: this is cross-attention (context_dim)")

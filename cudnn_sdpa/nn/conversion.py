@@ -91,3 +91,20 @@ def rename(state_dict: dict[str, Any], prefix: str, names: dict[str, str]) -> No
             renamed = prefix + new + name.removeprefix(prefix + old)
             if renamed not in state_dict:
                 state_dict[renamed] = state_dict.pop(name)
+
+
+def split(state_dict: dict[str, Any], prefix: str, whole: str, parts: dict[str, int]) -> None:
+    """Puts the first rows of a tensor under one name, and the rest under others; what does not fit stays.
+
+    Args:
+        state_dict: Is changed.
+        prefix: Of the names of the module.
+        whole: The name of the tensor.
+        parts: Their names, and how many rows each has.
+    """
+    name, renamed = prefix + whole, [prefix + part for part in parts]
+    tensor = state_dict.get(name)
+    if tensor is None or any(part in state_dict for part in renamed) or len(tensor) != sum(parts.values()):
+        return
+    del state_dict[name]
+    state_dict.update(zip(renamed, torch.split(tensor, list(parts.values())), strict=True))

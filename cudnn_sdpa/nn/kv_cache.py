@@ -162,9 +162,10 @@ class KVCache:
             found = found & (offsets < seq_lens.unsqueeze(1))
         self.lengths.add_(tokens if seq_lens is None else seq_lens)
         lengths = self.lengths.clone()  # the next step changes the cache's own
-        slots = positions.masked_fill(~found, self.max_length)
-        is_over = (lengths > self.max_length).view(-1, 1, 1, 1)
-        return KVStep(positions, lengths, seq_lens, slots, is_over, self)
+        is_over = lengths > self.max_length
+        # What follows a layer's NaN is NaN, too, and must not stay where shorter sequences are padded with it.
+        slots = positions.masked_fill(~found | is_over.unsqueeze(1), self.max_length)
+        return KVStep(positions, lengths, seq_lens, slots, is_over.view(-1, 1, 1, 1), self)
 
     def _check_room(self, tokens: int, seq_lens: Tensor | None) -> None:
         new = [tokens] * self.batch if seq_lens is None else seq_lens.tolist()
@@ -220,7 +221,8 @@ class KVCache:
         lengths = {"seq_lens_q": step.seq_lens_q, "seq_lens_kv": step.seq_lens_kv}
         options = {"is_causal": True, "causal_alignment": "bottom_right", **lengths, **options}
         out: Tensor = sdpa(q, self.k(layer), self.v(layer), **options)
-        return out.masked_fill_(step.is_over, float("nan"))
+        fill = out.masked_fill if out.requires_grad else out.masked_fill_  # a backward pass needs the output as it is
+        return fill(step.is_over, float("nan"))
 
     def _own(self, step: Any) -> None:
         if not isinstance(step, KVStep) or step.of is not self:

@@ -32,7 +32,8 @@ class RotaryEmbedding(nn.Module):
         interleaved: Whether a pair is two neighbors, as in the paper and in Meta's own weights of LLaMA. If not, it is
             feature i of the first half and i of the second, as in GPT-NeoX and in Hugging Face's models.
         frequencies: By how many radians a position turns each pair, rotary_dim / 2 numbers, for models that scale them
-            (LLaMA 3.1, YaRN); `base` is not used then.
+            (LLaMA 3.1, YaRN); `base` is not used then. YaRN's factor m of cosines and sines, where all features are
+            turned, is one of the scores: `Attention(scale=m**2 / head_dim**0.5)`.
         device: Where it is used.
 
     Raises:

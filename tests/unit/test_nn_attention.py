@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from module_values import assert_right, difference, evaluate, parameters_of, randomize, rotate
 from torch import nn
 
@@ -108,6 +109,22 @@ def test_rotations_are_those_of_hugging_face():
     for heads, right in zip((q, k), expected, strict=True):
         turned = rope.rotate(heads, (cos[..., :8], sin[..., :8]))
         torch.testing.assert_close(turned.transpose(1, 2), right, atol=1e-6, rtol=1e-5)
+
+
+def test_the_factor_of_yarn_is_one_of_the_scores():
+    hf = pytest.importorskip("transformers")
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 128}
+    theirs = llama.LlamaRotaryEmbedding(hf.LlamaConfig(**sizes, rope_parameters=yarn))
+    factor, x, positions = theirs.attention_scaling, torch.randn(2, 9, 32), torch.arange(9)[None]
+    assert factor > 1
+    rope = RotaryEmbedding(8, frequencies=theirs.inv_freq.tolist())
+    module = Attention(32, 4, rope=rope, scale=factor**2 / 8**0.5)
+    heads = module.qkv_proj(x).unflatten(2, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+    q, k = llama.apply_rotary_pos_emb(heads[0], heads[1], *theirs(x, positions))
+    expected = module.out_proj(F.scaled_dot_product_attention(q, k, heads[2]).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(module(x), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_frequencies_stay_what_they_are():
@@ -228,6 +245,15 @@ def test_names_of_pytorchs_attention_are_loaded():
     torch.testing.assert_close(module(x), twin(x, x, x)[0], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dims", [{}, {"kdim": 24, "vdim": 24}])
+def test_names_of_pytorchs_cross_attention_are_loaded(dims):
+    twin = mha(**dims)
+    module = Attention(32, 4, bias=True, context_dim=dims.get("kdim", 32))
+    module.load_state_dict(twin.state_dict())
+    x, context = torch.randn(2, 9, 32), torch.randn(2, 7, module.context_dim)
+    torch.testing.assert_close(module(x, context), twin(x, context, context)[0], atol=1e-5, rtol=1e-4)
+
+
 def test_separate_weights_of_other_sizes_are_not_mixed_up():
     module = Attention(32, 4, num_kv_heads=2, head_dim=8)
     rows = {"q_proj": 16, "k_proj": 24, "v_proj": 24}  # as many in all
@@ -294,6 +320,7 @@ def test_wrong_calls_are_named():
             (cross, (x,), {}),
             (cross, (x, x), {}),
             (cross, (x, (x,)), {}),
+            (cross, (x, Attention(32, 4, num_kv_heads=2, context_dim=24).project_context(x[..., :24])), {}),
             (cross, (x, torch.randn(3, 9, 24)), {}),
         ],
         "context_lens": [(plain, (x,), {"context_lens": torch.ones(2)})],

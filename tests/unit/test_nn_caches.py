@@ -160,6 +160,33 @@ def test_where_nobody_looks_a_full_cache_answers_with_nan(monkeypatch):
     assert not cache.k().isnan().any()
 
 
+@torch.no_grad()
+def test_what_outgrew_a_cache_leaves_nothing_in_it(monkeypatch):
+    layers = [make(), make()]
+    cache = static(layers[0], max_length=8, layers=2)
+
+    def run(x, step):
+        for number, layer in enumerate(layers):
+            x = layer(x, step=step, layer=number)
+        return x
+
+    monkeypatch.setattr(cache, "_check_room", lambda *_: None)  # as on a GPU
+    run(torch.randn(2, 6, 64), cache.reserve(6))
+    assert run(torch.randn(2, 4, 64), cache.reserve(4)).isnan().all()
+    cache.reset()
+    x = torch.randn(2, 5, 64)
+    assert_close(run(x, cache.reserve(5)), layers[1](layers[0](x)).double())
+
+
+def test_sinks_learn_on_keys_that_are_frozen():
+    module, x = make(sinks=True), torch.randn(2, 9, 64)
+    module.qkv_proj.requires_grad_(False)
+    step = static(module).reserve(9)
+    found = torch.autograd.grad(module(x, step=step).square().mean(), module.sinks)[0]
+    expected = torch.autograd.grad(module(x).square().mean(), module.sinks)[0]
+    assert_close(found, expected.double())
+
+
 def test_a_step_that_cannot_be_is_refused():
     module, x = make(), torch.randn(2, 3, 64)
     cache = static(module)

@@ -179,6 +179,27 @@ def test_any_other_pattern_is_drawn(pattern, where):
     assert torch.equal(as_booleans(mask, PLACES[where], {}), ask(theirs.sdpa_mask, PLACES[where], pattern))
 
 
+@pytest.mark.parametrize("where", PLACES)
+def test_a_padding_mask_of_ones_hides_what_lies_past_it(where):
+    queries, keys, q_offset, kv_offset = place = PLACES[where]
+    pattern = {
+        "mask_function": theirs.or_masks(theirs.causal_mask_function, theirs.bidirectional_mask_function),
+        "allow_is_causal_skip": False,
+    }
+    seen = torch.ones(3, min(int(q_offset) + queries, kv_offset + keys), dtype=torch.bool)
+    mask = ours(place, pattern, attention_mask=seen, inspect_padding=True)
+    assert torch.equal(as_booleans(mask, place, {}), ask(theirs.sdpa_mask, place, pattern, attention_mask=seen))
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("kind", PATTERNS)
+def test_masks_that_a_model_joins_have_all_their_keys(kind, where):
+    place, pattern = PLACES[where], {**PATTERNS[kind], **NO_SKIP}
+    mask = ours(place, pattern, config=SimpleNamespace(**vars(CONFIG), model_type="t5gemma2_decoder"))
+    assert mask.dtype == torch.float32
+    assert torch.equal(mask == 0, ask(theirs.sdpa_mask, place, pattern))
+
+
 @pytest.mark.parametrize("where", ["chunk", "step on a static cache", "prompt"])
 def test_a_model_that_computes_with_a_structure_fails(where):
     queries, keys = PLACES[where][:2]

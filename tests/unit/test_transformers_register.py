@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from hf_models import DECODERS, tiny
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from cudnn_sdpa import LibraryError, OptionError, UnsupportedError, sdpa
+from cudnn_sdpa import DtypeError, LibraryError, OptionError, UnsupportedError, sdpa
 from cudnn_sdpa.integrations import forward
 from cudnn_sdpa.integrations.transformers import NAME, register
 
@@ -139,6 +139,30 @@ def test_a_step_on_a_growing_cache_is_filled_up_so_that_its_plan_serves_the_next
         expected = sdpa(q, k, v, attn_mask=None if kind == "none" else seen)
         torch.testing.assert_close(out, expected.transpose(1, 2))
     assert seen_by_sdpa == [(256,) * 3, (256,) * 3, (512,) * 3]
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_masks_of_integers_are_refused(queries, dtype):
+    q, k = torch.randn(2, 4, queries, 8), torch.randn(2, 2, 5, 8)
+    with pytest.raises(DtypeError, match="attn_mask"):
+        forward.attention(layer(), q, k, k, torch.ones(2, 1, queries, 5, dtype=dtype))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_step_is_exported_for_all_lengths(strict):
+    class Step(torch.nn.Module):
+        is_causal = True
+
+        def forward(self, q, k):
+            return forward.attention(self, q, k, k, None)[0]
+
+    q, k = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 10, 8)
+    keys = torch.export.Dim("keys", min=2, max=600)
+    program = torch.export.export(Step(), (q, k), dynamic_shapes=({}, {2: keys}), strict=strict).module()
+    for length in (255, 256, 300):
+        k = torch.randn(2, 2, length, 8)
+        torch.testing.assert_close(program(q, k), sdpa(q, k, k).transpose(1, 2))
 
 
 def test_a_query_on_other_tokens_or_with_a_gradient_is_not_filled_up(monkeypatch):
