@@ -22,7 +22,7 @@ WARNINGS = (
     "Synchronization debug mode",
     "The CUDA Graph is empty",  # Inductor's first one is
     "TensorFloat32 tensor cores",
-    r"\\s*Online softmax is disabled",
+    r"\s*Online softmax is disabled",
 )
 
 
