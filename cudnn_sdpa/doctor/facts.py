@@ -86,6 +86,7 @@ class DriverFacts:
         error: What `cuInit` returned, if not 0.
         release: Version of the kernel module; empty if none is loaded.
         nodes: GPUs that the machine or container has, hidden or not, as the kernel counts them.
+        broken_off: How the process ended that asked it, if it gave no answer.
     """
 
     loads: bool = False
@@ -94,6 +95,7 @@ class DriverFacts:
     error: int = 0
     release: str = ""
     nodes: int = 0
+    broken_off: str = ""
 
 
 @dataclass(frozen=True)

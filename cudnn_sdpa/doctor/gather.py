@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.metadata
 import itertools
 import json
@@ -38,6 +37,12 @@ _PACKAGE = Path(__file__).parent.parent
 #: A first plan takes a second, PyTorch some more; on a slow network disk a minute goes by.
 TIMEOUT_SECONDS = 300.0
 
+#: A driver that wakes many GPUs up takes some seconds.
+DRIVER_SECONDS = 60.0
+
+#: Asks it.
+_ASKS = str(_PACKAGE / "doctor" / "ask_driver.py")
+
 _PROGRAM = """
 import sys
 sys.path[:] = {path!r}
@@ -58,7 +63,9 @@ _SYSTEM = ("usr/lib/*-linux-gnu", "usr/lib64", "usr/lib", "usr/local/lib", "usr/
 
 def gather(timeout: float = TIMEOUT_SECONDS) -> Facts:
     """The facts of this machine and this environment."""
-    parts, broken_off = _examine(timeout)
+    driver = _driver()
+    # What asks PyTorch for its GPUs asks the driver too, and would hang or crash with it.
+    parts, broken_off = ({}, "") if driver.broken_off else _examine(timeout)
     packages, shared = _packages()
     return Facts(
         platform=sys.platform,
@@ -67,7 +74,7 @@ def gather(timeout: float = TIMEOUT_SECONDS) -> Facts:
         shared_files=shared,
         environment={name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},
         libraries=_libraries(),
-        driver=_driver(),
+        driver=driver,
         c_compiler=compiler(),
         cxx_compiler=_cxx_compiler(),
         store=_store(),
@@ -178,25 +185,17 @@ def _look_in(folder: Path, origin: str, found: dict[str, str]) -> None:
 def _driver() -> DriverFacts:
     module = Path("/proc/driver/nvidia/version")
     match = re.search(r"\b(\d{3,}\.[\d.]+)\b", module.read_text()) if module.exists() else None
-    release = match[1] if match else ""
     nodes = len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+    said: dict[str, Any] = {}
     try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return DriverFacts(release=release, nodes=nodes)
-    version, devices = ctypes.c_int(), ctypes.c_int()
-    answered = library.cuDriverGetVersion(ctypes.byref(version)) == 0
-    error = int(library.cuInit(0))  # makes no context, and takes no memory of a GPU
-    if error == 0:
-        library.cuDeviceGetCount(ctypes.byref(devices))
-    return DriverFacts(
-        loads=True,
-        cuda=version.value if answered else None,
-        devices=devices.value,
-        error=error,
-        release=release,
-        nodes=nodes,
-    )
+        result = subprocess.run([sys.executable, "-S", _ASKS], capture_output=True, timeout=DRIVER_SECONDS, check=False)
+        if result.returncode == 0:
+            said = json.loads(result.stdout)
+        else:
+            said["broken_off"] = _in_words(result.returncode)
+    except subprocess.TimeoutExpired:
+        said["broken_off"] = f"no answer within {DRIVER_SECONDS:g} s"
+    return DriverFacts(**said, release=match[1] if match else "", nodes=nodes)
 
 
 def _cxx_compiler() -> str | None:

@@ -53,6 +53,9 @@ def build(facts: Facts) -> Iterator[Finding]:
 def driver(facts: Facts) -> Iterator[Finding]:
     """A CUDA build of PyTorch has a driver, a driver that is new enough, and a GPU."""
     torch, found = facts.torch, facts.driver
+    if found.broken_off:
+        cure = "Reboot. nvidia-smi should hang or fail as well, and dmesg may say what happened to the driver or a GPU."
+        yield Finding(Level.ERROR, "driver", "NVIDIA's driver does not answer", found.broken_off, cure)
     if torch is None or torch.cuda is None:
         return
     wanted = int(torch.cuda.split(".")[0])

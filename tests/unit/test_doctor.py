@@ -132,6 +132,12 @@ ERRORS = {
         "kernel module differ",
         "Reboot",
     ),
+    "driver that hangs": (
+        replace(WELL, torch=None, cudnn=None, trial=None, driver=DriverFacts(broken_off="no answer within 60 s")),
+        "driver",
+        "no answer within 60 s",
+        "Reboot",
+    ),
     "unknown failure of the driver": (
         replace(WELL, torch=UNSEEN, driver=replace(DRIVER, devices=0, error=46)),
         "driver",
@@ -453,6 +459,20 @@ def test_an_examination_that_hangs_is_broken_off(monkeypatch):
     assert facts.torch is None
     assert facts.broken_off.startswith("did not end within 1 s")
     assert not is_well(examine(facts))
+
+
+@pytest.mark.parametrize(
+    ("program", "how"),
+    [("import time; time.sleep(60)", "no answer within 1 s"), ("import os; os.abort()", "was killed by SIGABRT")],
+)
+def test_a_driver_that_does_not_answer_takes_nobody_with_it(monkeypatch, tmp_path, program, how):
+    (tmp_path / "ask.py").write_text(program)
+    monkeypatch.setattr(gather, "_ASKS", str(tmp_path / "ask.py"))
+    monkeypatch.setattr(gather, "DRIVER_SECONDS", 1.0)
+    facts = gather.gather()
+    assert facts.driver.broken_off == how
+    assert facts.torch is None
+    assert [finding.check for finding in examine(facts) if finding.level is Level.ERROR] == ["driver"]
 
 
 def test_libraries_of_the_environment_are_found_before_others(monkeypatch, tmp_path):
