@@ -136,12 +136,13 @@ def bench_silu(
 ) -> None:
     """Time silu_mul beside PyTorch, torch.compile and a copy."""
     require_gpu()
-    from cudnn_sdpa.bench import fused
+    from cudnn_sdpa.bench import fused, proposals
 
     measures: dict[SiluPart, tuple[str, Measure]] = {
         SiluPart.FORWARD: ("silu_mul, bfloat16", fused.silu_forward),
         SiluPart.BACKWARD: ("Gradients of silu_mul, bfloat16", fused.silu_backward),
         SiluPart.HOST: (f"Host time of one warm silu_mul of {fused.SMALL}", fused.silu_host),
+        SiluPart.PROPOSALS: ("All plans that cuDNN proposes for silu_mul", proposals.gates),
     }
     _measure("silu", {chosen.value: measures[chosen] for chosen in part or list(SiluPart)}, output)
 

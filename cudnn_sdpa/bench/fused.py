@@ -36,11 +36,13 @@ def rms_norm_of_torch(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, EPS)
 
 
-def _silu_mul_of_torch(gate: Tensor, up: Tensor) -> Tensor:
+def silu_mul_of_torch(gate: Tensor, up: Tensor) -> Tensor:
+    """What `silu_mul` of two tensors is compared with."""
     return F.silu(gate) * up
 
 
-def _silu_mul_of_both(both: Tensor) -> Tensor:
+def silu_mul_of_both(both: Tensor) -> Tensor:
+    """What that of the halves of one is compared with."""
     gate, up = both.chunk(2, -1)
     return F.silu(gate) * up
 
@@ -50,7 +52,8 @@ def norm_inputs(rows: int, size: int) -> tuple[Tensor, ...]:
     return cases.normal(rows, size), cases.normal(size) * 0.3 + 1
 
 
-def _gate_inputs(rows: int, size: int) -> tuple[Tensor, ...]:
+def gate_inputs(rows: int, size: int) -> tuple[Tensor, ...]:
+    """Random gate and up."""
     return cases.normal(rows, size), cases.normal(rows, size)
 
 
@@ -68,9 +71,9 @@ def silu_forward() -> list[dict[str, Any]]:
     """`silu_mul` of two tensors, and of the halves of one: reads both, writes half as much."""
     rows = []
     for shape in _each(GATES):
-        rows.append(_forward(silu_mul, _silu_mul_of_torch, shape, _gate_inputs(*shape), 3))
+        rows.append(_forward(silu_mul, silu_mul_of_torch, shape, gate_inputs(*shape), 3))
         both = (cases.normal(shape[0], 2 * shape[1]),)
-        rows.append(_forward(silu_mul, _silu_mul_of_both, (*shape, "halves of one"), both, 3))
+        rows.append(_forward(silu_mul, silu_mul_of_both, (*shape, "halves of one"), both, 3))
     return rows
 
 
@@ -78,9 +81,9 @@ def silu_backward() -> list[dict[str, Any]]:
     """Its gradients: reads a gradient and both, writes two."""
     rows = []
     for shape in _each(GATES):
-        rows.append(_backward(silu_mul, _silu_mul_of_torch, shape, _gate_inputs(*shape), 5))
+        rows.append(_backward(silu_mul, silu_mul_of_torch, shape, gate_inputs(*shape), 5))
         both = (cases.normal(shape[0], 2 * shape[1]),)
-        rows.append(_backward(silu_mul, _silu_mul_of_both, (*shape, "halves of one"), both, 5))
+        rows.append(_backward(silu_mul, silu_mul_of_both, (*shape, "halves of one"), both, 5))
     return rows
 
 
@@ -91,7 +94,7 @@ def norm_host() -> list[dict[str, Any]]:
 
 def silu_host() -> list[dict[str, Any]]:
     """Host time of a small warm `silu_mul`, and its parts."""
-    return _host(silu_mul, _silu_mul_of_torch, _gate_inputs(*SMALL))
+    return _host(silu_mul, silu_mul_of_torch, gate_inputs(*SMALL))
 
 
 def _each(shapes: Sequence[tuple[int, int]]) -> Any:

@@ -56,6 +56,7 @@ class SiluPart(str, Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     HOST = "host"
+    PROPOSALS = "proposals"
 
 
 class ConvPart(str, Enum):

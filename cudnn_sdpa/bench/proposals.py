@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from rich.progress import track
 from torch import Tensor
 
+from cudnn_sdpa.activation import silu_mul
 from cudnn_sdpa.bench import cases, fused
 from cudnn_sdpa.bench.convolutions import CASES, Case, tuning_of_torch
 from cudnn_sdpa.bench.decode import COPIED, large_copy
@@ -25,6 +26,9 @@ ALL = 256
 #: Where `rms_norm` takes longer than torch.compile's kernel and `autotune` finds nothing among its first candidates.
 NORMS = (fused.NORMS[0],)
 
+#: `silu_mul` of the same size, and where rows are few.
+GATES = (fused.GATES[0], fused.GATES[3])
+
 #: Where bias and SiLU in the convolution's kernel gain least.
 CONVOLUTIONS = (CASES[2], CASES[4])
 
@@ -37,28 +41,41 @@ def biased_silu(g: Any, x: Any, bias: Any) -> Any:
 
 def norms() -> list[dict[str, Any]]:
     """All plans of `rms_norm`, beside torch.compile's kernel and what a copy of as many bytes takes."""
-    return [row for shape in NORMS for row in _norm(*shape)]
+    rows = []
+    for shape in NORMS:
+        rows += _all(rms_norm, fused.rms_norm_of_torch, ", ".join(map(str, shape)), fused.norm_inputs(*shape), 2)
+    return rows
 
 
-def _norm(rows: int, size: int) -> list[dict[str, Any]]:
-    x, weight = fused.norm_inputs(rows, size)
-    compiled = fused.compiled(fused.rms_norm_of_torch)
-    entry = settle(lambda: rms_norm(x, weight))
+def gates() -> list[dict[str, Any]]:
+    """All plans of `silu_mul`, of two tensors and of the halves of one, likewise."""
+    rows = []
+    for shape in GATES:
+        label, both = ", ".join(map(str, shape)), (cases.normal(shape[0], 2 * shape[1]),)
+        rows += _all(silu_mul, fused.silu_mul_of_torch, label, fused.gate_inputs(*shape), 3)
+        rows += _all(silu_mul, fused.silu_mul_of_both, f"{label}, halves of one", both, 3)
+    return rows
+
+
+def _all(ours: Any, theirs: Any, label: str, inputs: tuple[Tensor, ...], moved: int) -> list[dict[str, Any]]:
+    """One row for each plan; `moved` counts tensors, as large as the result, that are read or written."""
+    compiled = fused.compiled(theirs)
+    entry = settle(lambda: ours(*inputs))
+    out = ours(*inputs)
+    cases.check_agreement(["out"], [out], [theirs(*inputs)], "PyTorch's")
     times = device_times(
-        {"fastest": lambda: rms_norm(x, weight), "compiled": lambda: compiled(x, weight), "copy": large_copy()}
+        {"fastest": lambda: ours(*inputs), "compiled": lambda: compiled(*inputs), "copy": large_copy()}
     )
     plan_cache.clear()
-    limit = times["copy"] * x.numel() / COPIED * x.element_size()
-    label = f"{rows}, {size}"
     found = [
-        {"rows, n": label, "what": "a copy of as many bytes", "µs": limit},
-        {"rows, n": label, "what": "torch.compile", "µs": times["compiled"]},
-        {"rows, n": label, "what": "the fastest of cuDNN's, beside them", "µs": times["fastest"]},
+        ("a copy of as many bytes", times["copy"] * moved * out.numel() * out.element_size() / (2 * COPIED)),
+        ("torch.compile", times["compiled"]),
+        ("the fastest of cuDNN's, beside them", times["fastest"]),
     ]
     for number, candidate in enumerate(entry.candidates, 1):
-        time = candidate.reason if candidate.microseconds is None else candidate.microseconds
-        found.append({"rows, n": label, "what": f"cuDNN's choice {number}: {candidate}", "µs": time})
-    return found
+        time: Any = candidate.reason if candidate.microseconds is None else candidate.microseconds
+        found.append((f"cuDNN's choice {number}: {candidate}", time))
+    return [{"rows, n": label, "what": what, "µs": time} for what, time in found]
 
 
 def convolutions() -> list[dict[str, Any]]:

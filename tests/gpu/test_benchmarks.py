@@ -32,6 +32,7 @@ def short(monkeypatch):
     monkeypatch.setattr(fused, "GATES", ((64, 256),))
     monkeypatch.setattr(convolutions, "CASES", (convolutions.Case(2, 32, 8, 64, 3, padding=1),))
     monkeypatch.setattr(proposals, "NORMS", fused.NORMS)
+    monkeypatch.setattr(proposals, "GATES", fused.GATES)
     monkeypatch.setattr(proposals, "CONVOLUTIONS", convolutions.CASES)
     monkeypatch.setattr(proposals, "COPIED", 1 << 20)
 
