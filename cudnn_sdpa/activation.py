@@ -18,23 +18,16 @@ from cudnn_sdpa.activation_graphs import (
     silu_mul_gradients,
     silu_mul_rows,
 )
-from cudnn_sdpa.errors import DtypeError, LayoutError, ShapeError, UnsupportedError
+from cudnn_sdpa.activation_rows import as_rows
+from cudnn_sdpa.errors import DtypeError, ShapeError, UnsupportedError
 from cudnn_sdpa.graphs import operator
 from cudnn_sdpa.graphs.function import GraphFunction
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
 from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_deterministic, is_watched, needs_gradient
 from cudnn_sdpa.runtime.graph_call import GraphCall, describe
 from cudnn_sdpa.runtime.layouts import ALIGNMENT, contiguous_stride
-from cudnn_sdpa.runtime.symbols import is_true
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-#: How long the rows are as cuDNN sees them. Its kernels work on tiles of a few rows; measured on an H200, dense tensors
-#: are quickest in rows of 64, whatever their shape, and halves of rows in pieces of 128.
-DENSE_ROW, PIECE = 64, 128
-
-#: More would not fit into a grid's third dimension.
-MOST_PIECED_ROWS = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +168,7 @@ class _SiluMul(torch.autograd.Function):
             grad = grad.clone(memory_format=torch.contiguous_format)
         if watched or not all(needs):
             pair = tensors if len(tensors) > 1 else halves_of(tensors[0])
-            rows = as_rows([grad.contiguous(), *pair], _OF_GRADIENTS)
+            rows = as_rows([grad.contiguous(), *pair], _OF_GRADIENTS, gradients=True)
             found = gradients_of(rows, needs if len(tensors) > 1 else (True, True))
             seen = [None if part is None else part.view(grad.shape) for part in found]
             return None, *(seen if len(tensors) > 1 else (torch.cat(seen, -1),))  # type: ignore[arg-type]
@@ -192,7 +185,9 @@ def _gradients(call: GraphCall, grad: Tensor, gate: Tensor, up: Tensor) -> list[
     known = call.gradient
     if known is None or known[0] != looks or not known[1].plan.held:
         layout = tuple(grad.shape), contiguous_stride(tuple(grad.shape)), grad.dtype
-        of_rows = operator.prepared(silu_mul_gradients, as_rows(tensors, _OF_GRADIENTS), {"dense": True})
+        of_rows = operator.prepared(
+            silu_mul_gradients, as_rows(tensors, _OF_GRADIENTS, gradients=True), {"dense": True}
+        )
         call.gradient = known = looks, of_rows.shaped(layout, layout)
     return known[1](tensors)
 
@@ -204,7 +199,7 @@ def _of_both(call: GraphCall, grad: Tensor, both: Tensor) -> list[Tensor]:
     looks = [is_deterministic(), *map(describe, given)]
     known = call.gradient
     if known is None or known[0] != looks or not known[1].plan.held:
-        rows = as_rows(given, _OF_GRADIENTS)
+        rows = as_rows(given, _OF_GRADIENTS, gradients=True)
         call.gradient = known = looks, operator.prepared(silu_mul_gradients, rows, {"dense": False})
     found = torch.empty_like(both)
     first = found.data_ptr()
@@ -264,39 +259,3 @@ def _run(kind: _Kind, operands: Sequence[Tensor], tensors: Sequence[Tensor]) -> 
     if trains:
         return _SiluMul.apply(call, *tensors)  # type: ignore[no-any-return,no-untyped-call]
     return call(operands)[0]
-
-
-def as_rows(tensors: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
-    """Tensors of one shape in three dimensions, in the form that cuDNN is quickest in, without a copy."""
-    size, count = tensors[0].shape[-1] if tensors[0].dim() else 1, tensors[0].numel()
-    if all(_is_dense(x) for x in tensors):
-        by_rows = size % DENSE_ROW == 0  # a compiler that knows no count shall not ask for it, and compile once more
-        is_dense = by_rows or (not torch.compiler.is_compiling() and count % DENSE_ROW == 0)
-        length = DENSE_ROW if is_dense else size
-        return [x.view(1, -1, length) for x in tensors]
-    rows = [_of_two(name, x) for name, x in zip(names, tensors, strict=True)]
-    if size % PIECE == 0 and is_true(count // size <= MOST_PIECED_ROWS):
-        return [x.view(x.shape[0], -1, PIECE) for x in rows]
-    return [x.unsqueeze(0) for x in rows]
-
-
-def _is_dense(x: Tensor) -> bool:
-    if not torch.compiler.is_compiling():
-        return x.is_contiguous()
-    step: Any = 1  # by its strides, which a compiler knows also where it does not know sizes
-    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
-        if stride != step and size != 1:
-            return False
-        step = step * size
-    return True
-
-
-def _of_two(name: str, x: Tensor) -> Tensor:
-    """A tensor (..., n) as rows (rows, n), without a copy."""
-    if x.stride(-1) != 1 and x.shape[-1] != 1:
-        raise LayoutError(name, f"strides {x.stride()}", "a dense last dimension", f"Use {name}.contiguous().")
-    try:
-        return x.view(-1, x.shape[-1])
-    except RuntimeError:
-        got = f"shape {tuple(x.shape)}, strides {x.stride()}"
-        raise LayoutError(name, got, "rows at one distance from each other", f"Use {name}.contiguous().") from None

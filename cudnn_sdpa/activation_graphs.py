@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cudnn_sdpa.activation_rows import as_rows, is_dense
 from cudnn_sdpa.graphs.function import graph_op
 
 
@@ -66,7 +67,10 @@ def gradients_of(rows: Sequence[Tensor], needs: tuple[bool, ...]) -> tuple[Tenso
 
 def _silu_mul_backward(grads: Any, operands: Any, outputs: Any, *, needs: tuple[bool, ...]) -> Any:
     del outputs
-    return gradients_of((grads[0].contiguous(), *operands), needs)
+    shape, rows = operands[0].shape, [grads[0].contiguous(), *operands]
+    if all(map(is_dense, operands)):
+        rows = as_rows(rows, ("grad", "gate", "up"), gradients=True)
+    return tuple(None if found is None else found.view(shape) for found in gradients_of(rows, needs))
 
 
 @graph_op(reference=_silu_mul_reference, backward=_silu_mul_backward)

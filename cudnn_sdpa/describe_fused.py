@@ -19,6 +19,7 @@ from cudnn_sdpa.activation_graphs import (
     silu_mul_of_up,
     silu_mul_rows,
 )
+from cudnn_sdpa.activation_rows import as_rows
 from cudnn_sdpa.conv_graphs import as_pictures, channels_last, convolution, convolution_of_weight, convolution_of_x
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.norm_graphs import layer_norm_gradients, layer_norm_rows, rms_norm_gradients, rms_norm_rows
@@ -72,11 +73,11 @@ def _layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = N
 def _silu_mul(gate: Tensor, up: Tensor | None = None) -> Description:
     tensors = gates.halves_of(gate) if up is None else (gate, up)
     gates.check(tensors, ("gate", "up"))
-    found = silu_mul_rows.describe(*map(_meta, gates.as_rows(tensors, ("gate", "up"))))
+    found = silu_mul_rows.describe(*map(_meta, as_rows(tensors, ("gate", "up"))))
     if not needs_gradient(gate, up):
         return _completed(found, gate, [])
     grad = torch.empty(tensors[0].shape, dtype=gate.dtype, device=gate.device)
-    rows = [*map(_meta, gates.as_rows((grad, *tensors), ("grad", "gate", "up")))]
+    rows = [*map(_meta, as_rows((grad, *tensors), ("grad", "gate", "up"), gradients=True))]
     if up is None or (gate.requires_grad and up.requires_grad):
         return _completed(found, gate, [], silu_mul_gradients.describe(*rows, dense=up is not None))
     of_one = silu_mul_of_gate.describe(*rows) if gate.requires_grad else silu_mul_of_up.describe(*rows[:2])
@@ -86,14 +87,14 @@ def _silu_mul(gate: Tensor, up: Tensor | None = None) -> Description:
 @describes(gates.gelu_mul)
 def _gelu_mul(gate: Tensor, up: Tensor) -> Description:
     gates.check((gate, up), ("gate", "up"))
-    rows = gates.as_rows((gate, up), ("gate", "up"))
+    rows = as_rows((gate, up), ("gate", "up"))
     return _completed(gelu_mul_rows.describe(*map(_meta, rows)), gate, [])
 
 
 @describes(gates.relu_squared)
 def _relu_squared(x: Tensor) -> Description:
     gates.check((x,), ("x",))
-    return _completed(relu_squared_rows.describe(*map(_meta, gates.as_rows((x,), ("x",)))), x, [])
+    return _completed(relu_squared_rows.describe(*map(_meta, as_rows((x,), ("x",)))), x, [])
 
 
 def _convolution(

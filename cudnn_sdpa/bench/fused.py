@@ -120,7 +120,7 @@ def _forward(
         "compiled": lambda: in_one(*inputs),
         "copy": large_copy(),
     }
-    row = _row(shape, device_times(calls), moved, inputs[0].element_size())
+    row = _row(shape, device_times(calls, cold=True), moved, inputs[0].element_size())
     return {**row, "autotune's gain": tuned.gain(calls["ours"])}
 
 
@@ -136,7 +136,7 @@ def _backward(
 
     found, expected = (torch.autograd.grad(outs[name], inputs, grad, retain_graph=True) for name in ("ours", "eager"))
     cases.check_agreement([f"gradient {number}" for number in range(len(inputs))], found, expected, "PyTorch's")
-    times = device_times({**{name: gradients(name) for name in outs}, "copy": large_copy()})
+    times = device_times({**{name: gradients(name) for name in outs}, "copy": large_copy()}, cold=True)
     return _row(shape, times, moved, grad.element_size())
 
 

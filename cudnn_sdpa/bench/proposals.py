@@ -64,7 +64,8 @@ def _all(ours: Any, theirs: Any, label: str, inputs: tuple[Tensor, ...], moved: 
     out = ours(*inputs)
     cases.check_agreement(["out"], [out], [theirs(*inputs)], "PyTorch's")
     times = device_times(
-        {"fastest": lambda: ours(*inputs), "compiled": lambda: compiled(*inputs), "copy": large_copy()}
+        {"fastest": lambda: ours(*inputs), "compiled": lambda: compiled(*inputs), "copy": large_copy()},
+        cold=True,
     )
     plan_cache.clear()
     found = [

@@ -19,7 +19,7 @@ def short(monkeypatch):
     for module in (host, training, decode, fp8, fused):
         monkeypatch.setattr(module, "host_times", lambda calls, **_: timing.host_times(calls, per_round=2, rounds=1))
     for module in (host, decode, chunks, fused, convolutions, proposals):
-        monkeypatch.setattr(module, "device_times", lambda calls: timing.device_times(calls, repeats=2))
+        monkeypatch.setattr(module, "device_times", lambda calls, **how: timing.device_times(calls, repeats=2, **how))
     monkeypatch.setattr(fp8, "REPEATS", 2)
     monkeypatch.setattr(fp8, "SHAPES", (cases.Shape(1, 8, 2, 1024, 128, True), cases.Shape(1, 4, 4, 512, 128, False)))
     monkeypatch.setattr(cases, "KERNEL_SHAPES", cases.QUICK.kernels)
@@ -89,7 +89,7 @@ def test_llama(tmp_path, part, monkeypatch):
     pytest.importorskip("transformers")
     from cudnn_sdpa.bench import llama
 
-    monkeypatch.setattr(llama, "device_times", lambda calls: timing.device_times(calls, repeats=2))
+    monkeypatch.setattr(llama, "device_times", lambda calls, **how: timing.device_times(calls, repeats=2, **how))
     small = {"hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
     monkeypatch.setattr(llama, "SHAPE", {**llama.SHAPE, **small, "num_hidden_layers": 2})
     monkeypatch.setattr(llama, "PROMPTS", ((2, 300),))

@@ -45,6 +45,15 @@ def test_silu_mul_in_every_form(shape, dtype):
             assert difference(found, of_both) < 2 * TOLERANCE[dtype]
 
 
+#: Where forms change, see `activation_rows`.
+MANY = [(8191, 8192), (8192, 8192), (8192, 5632), (24576, 2048), (32768, 1024), (20480, 2560), (1024, 18432)]
+
+
+@pytest.mark.parametrize("shape", MANY, ids=str)
+def test_many_numbers_in_every_form(shape):
+    test_silu_mul_in_every_form(shape, torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_others_for_inference(dtype):
     gate, up = torch.randn(2, 9, 640, device="cuda", dtype=dtype)
@@ -116,7 +125,7 @@ def halved(rows, size, dtype):
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8], ids=lambda past: f"{past} past")
-@pytest.mark.parametrize("size", [99, 100, 128, 1001])
+@pytest.mark.parametrize("size", [99, 100, 128, 1001, 1024, 1536])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_rows_at_distances_that_are_no_multiple_of_16_bytes(width, size, dtype):
     """cuDNN's kernels are compiled for these distances, and read less at once; a wrong one would fault here."""

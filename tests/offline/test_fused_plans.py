@@ -69,12 +69,17 @@ NORMS = {
 DENSE = bare(1, 8192, 64)
 PIECES, WHOLE = (bare(512, width)[:, :1024].view(512, -1, 128) for width in (2048, 1024))
 HALVES = bare(512, 400)[:, :200].unsqueeze(0)
+SQUARES = bare(57344, 32, 32)
+THIRTY_TWO, FOR_THEM = (bare(512, width)[:, :1536].view(512, 32, 48) for width in (3072, 1536))
 
 GATES = {
     "silu_mul": (silu_mul_rows, (DENSE, DENSE), {}),
     "silu_mul of halves in pieces": (silu_mul_rows, (PIECES, PIECES), {}),
     "silu_mul of halves": (silu_mul_rows, (HALVES, HALVES), {}),
     "silu_mul, float32": (silu_mul_rows, (DENSE.float(), DENSE.float()), {}),
+    "silu_mul in squares": (silu_mul_rows, (SQUARES, SQUARES), {}),
+    "gradients of silu_mul in squares": (silu_mul_gradients, (SQUARES, SQUARES, SQUARES), {"dense": True}),
+    "gradients in 32 pieces": (silu_mul_gradients, (FOR_THEM, THIRTY_TWO, THIRTY_TWO), {"dense": False}),
     "gradients of silu_mul": (silu_mul_gradients, (DENSE, DENSE, DENSE), {"dense": True}),
     "gradients of silu_mul of halves": (silu_mul_gradients, (WHOLE, PIECES, PIECES), {"dense": True}),
     "gradients of silu_mul into halves": (silu_mul_gradients, (WHOLE, PIECES, PIECES), {"dense": False}),

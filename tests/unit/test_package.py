@@ -21,6 +21,7 @@ LAYERS = [
     ("offline",),
     ("attention",),
     ("graphs",),
+    ("activation_rows",),
     ("norm_graphs", "activation_graphs", "conv_graphs"),
     ("norm_arguments", "conv_arguments"),
     ("norm", "activation", "conv"),
