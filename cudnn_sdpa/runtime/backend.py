@@ -100,8 +100,7 @@ def loaded_libraries() -> dict[str, str]:
 def device_properties(device: int) -> dict[str, Any]:
     """cuDNN's description of a GPU of this process, as a dictionary in the format of its JSON files."""
     serialized = cudnn().create_device_properties(device).serialize()
-    properties: dict[str, Any] = json.loads(bytes(serialized) if isinstance(serialized, list) else serialized)
-    return properties
+    return dict(json.loads(bytes(serialized) if isinstance(serialized, list) else serialized))
 
 
 def create_handle() -> Any:
@@ -193,7 +192,7 @@ class GraphBuilder:
         try:
             graph.validate()
             graph.build_operation_graph()
-            graph.create_execution_plans([self.types.heur_mode.A])
+            self._propose()
             if self._deterministic:  # shows when a plan is built: cuDNN's frontend names no notes
                 graph.deselect_numeric_notes([self.types.numerical_note.NONDETERMINISTIC])
         except Exception as error:  # noqa: BLE001 - whatever the frontend raises, it is the reason
@@ -210,6 +209,10 @@ class GraphBuilder:
             failures.append("its other kernels may give other bits in another run, and deterministic ones are wanted")
         raise _unsupported(what, failures)
 
+    def _propose(self) -> None:
+        """Makes the list of plans from which one is built."""
+        self._graph.create_execution_plans([self.types.heur_mode.A])
+
     def _takes(self, index: int) -> bool:
         """Selects an entry of the list; whether it is one to build."""
         self._graph.select_plan(index)
@@ -224,10 +227,8 @@ class GraphBuilder:
         return f"eng{engine}", {str(getattr(knob, "name", knob)): int(value) for knob, value in knobs.items()}
 
     def _finish(self, index: int) -> BuiltGraph:
-        graph = self._graph
-        graph.build_plans()
-        engine, knobs = self._configuration(index)
-        return BuiltGraph(graph=graph, engine=engine, knobs=knobs, workspace=int(graph.get_workspace_size()))
+        self._graph.build_plans()
+        return BuiltGraph(self._graph, *self._configuration(index), int(self._graph.get_workspace_size()))
 
 
 @dataclass

@@ -91,7 +91,8 @@ def _find_rivals(plan: Plan, operation: GraphOp, handle: Any) -> None:
     reason = tuning.not_tunable(plan.key)
     if not reason:
         first, most = (plan.engine, plan.knobs), tuning.most_candidates() - 1
-        for other, built in build_others(operation, plan.key, first, most, handle=handle):
+        more = tuning.goes_beyond_proposals(plan.key)
+        for other, built in build_others(operation, plan.key, first, most, unproposed=more, handle=handle):
             plan.rivals.append((other, built if isinstance(built, str) else Plan(plan.key, built, plan.constants)))
         if any(isinstance(rival, Plan) for _, rival in plan.rivals):
             plan.__class__ = UntunedPlan

@@ -91,10 +91,19 @@ class AutotuneReport:
         return "\n".join([total, *map(str, entries)])
 
 
+@dataclass(frozen=True, eq=False)
+class _Use:
+    """A use of `autotune`; its arguments and its report."""
+
+    candidates: int
+    beyond_proposals: bool
+    report: AutotuneReport = field(default_factory=AutotuneReport)
+
+
 class _Setting:
     """The uses of `autotune` that are in force, the latest last; replaced as a whole."""
 
-    uses: tuple[tuple[int, AutotuneReport], ...] = ()
+    uses: tuple[_Use, ...] = ()
     lock = threading.Lock()
 
 
@@ -106,7 +115,18 @@ def is_in_force() -> bool:
 def most_candidates() -> int:
     """How many plans of a key are built, at most."""
     uses = _Setting.uses
-    return uses[-1][0] if uses else 1
+    return uses[-1].candidates if uses else 1
+
+
+def goes_beyond_proposals(key: PlanKey) -> bool:
+    """Whether plans of `key` are built that cuDNN does not propose.
+
+    Never for attention, whose results depend on data in ways that one launch does not show, nor where the same bits are
+    wanted, because cuDNN's notes on that are its heuristics' to apply.
+    """
+    uses = _Setting.uses
+    of_attention = key.operation.startswith("cudnn_sdpa.attention.")
+    return bool(uses) and uses[-1].beyond_proposals and not of_attention and not must_not_change(key)
 
 
 def note(
@@ -128,12 +148,12 @@ def note(
     known = outcomes or [(None, "")] * len(proposals)
     candidates = tuple(AutotuneCandidate(*which, *how) for which, how in zip(proposals, known, strict=True))
     entry = AutotuneEntry(str(key), candidates, winner, reason)
-    for _, report in _Setting.uses:
-        report.entries.append(entry)
+    for use in _Setting.uses:
+        use.report.entries.append(entry)
 
 
 @contextmanager
-def autotune(*, candidates: int = DEFAULT_CANDIDATES) -> Iterator[AutotuneReport]:
+def autotune(*, candidates: int = DEFAULT_CANDIDATES, beyond_proposals: bool = False) -> Iterator[AutotuneReport]:
     """While it is in force, in the whole process, new plans are chosen by their time and not by cuDNN's guess.
 
     For a plan that is missing, all that cuDNN's heuristics propose is built, up to `candidates`. The first launch runs
@@ -155,12 +175,16 @@ def autotune(*, candidates: int = DEFAULT_CANDIDATES) -> Iterator[AutotuneReport
 
     Args:
         candidates: Most plans that are built for a key, cuDNN's first choice among them.
+        beyond_proposals: Where cuDNN proposes fewer than `candidates`, build the engines that it proposes with settings
+            that it does not, one changed at a time. For norms, gates, convolutions and your own graphs, not for
+            attention, nor with `deterministic`. What does not give the same bits twice drops out then. Each takes some
+            tenths of a second to build, and some hundred can be.
 
     Returns:
         A context manager whose value is an `AutotuneReport`, to which entries are added as plans are settled.
 
     Raises:
-        OptionError: `candidates` is no integer of at least 2.
+        OptionError: `candidates` is no integer of at least 2, or `beyond_proposals` no bool.
 
     Examples:
         >>> import cudnn_sdpa
@@ -171,11 +195,13 @@ def autotune(*, candidates: int = DEFAULT_CANDIDATES) -> Iterator[AutotuneReport
     """
     if type(candidates) is not int or candidates < 2:
         raise OptionError("candidates", repr(candidates), "an integer of at least 2")
-    use = (candidates, AutotuneReport())
+    if type(beyond_proposals) is not bool:
+        raise OptionError("beyond_proposals", repr(beyond_proposals), "True or False")
+    use = _Use(candidates, beyond_proposals)
     with _Setting.lock:
         _Setting.uses = (*_Setting.uses, use)
     try:
-        yield use[1]
+        yield use.report
     finally:
         with _Setting.lock:  # threads may leave in any order
             _Setting.uses = tuple(other for other in _Setting.uses if other is not use)

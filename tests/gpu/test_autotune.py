@@ -120,6 +120,48 @@ def test_no_more_plans_are_built_than_asked_for():
     assert [len(entry.candidates) for entry in report.entries] == [2]
 
 
+BEYOND = {
+    "silu_mul": lambda x: cudnn_sdpa.silu_mul(x, x.flip(0)),
+    "rms_norm": lambda x: cudnn_sdpa.rms_norm(x, x[0]),
+    "conv2d": lambda x: cudnn_sdpa.conv2d(x.view(4, 8, 8, 1024).permute(0, 3, 1, 2), FILTERS.to(x), activation="silu"),
+}
+FILTERS = torch.randn(64, 3, 3, 1024).permute(0, 3, 1, 2) * 0.01
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_what_cudnn_does_not_propose_is_right_and_is_loaded_from_the_store(choice, store, name):
+    def assert_close(x):
+        expected = BEYOND[name](x.cpu().double().float())
+        assert error(BEYOND[name](x), expected.cuda().double()) < TOLERANCE[torch.bfloat16]
+
+    def make_x():
+        return torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16)
+
+    with autotune(candidates=24, beyond_proposals=True) as report:
+        assert_close(make_x())
+    (entry,) = report.entries
+    with autotune() as usual:
+        plan_cache.clear()
+        store.clear()
+        assert_close(make_x())
+    proposed = [(each.engine, each.knobs) for each in usual.entries[0].candidates]
+    found = [(each.engine, each.knobs) for each in entry.candidates]
+    assert found[: len(proposed)] == proposed
+    assert len(proposed) < len(found) <= 24
+    plan_cache.clear()
+    store.clear()
+    with autotune(candidates=24, beyond_proposals=True):
+        assert_close(make_x())
+    won = configurations()
+    if choice == "last":
+        assert [(engine, knobs) for engine, knobs, _ in won.values()] not in ([each] for each in proposed)
+    plan_cache.clear()
+    with no_plan_builds():
+        assert_close(make_x())
+    assert configurations() == won
+    assert store.info().rejected == 0
+
+
 @pytest.mark.usefixtures("choice")
 def test_the_winner_is_loaded_from_the_store(store):
     c = fuzz.plain(sq=64)

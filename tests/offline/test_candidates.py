@@ -1,4 +1,4 @@
-"""All that cuDNN proposes for a graph, not the first alone: each compiles, and is kept and loaded as itself."""
+"""All that cuDNN proposes for a graph and more, not the first alone: each compiles, is kept and loaded as itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ pytestmark = pytest.mark.usefixtures("can_plan")
 #: Runs in a process of its own, where cuDNN plans for a GPU that is not there.
 SCRIPT = """
 import json, re, sys, torch
+from cudnn_sdpa.activation_graphs import silu_mul_rows
 from cudnn_sdpa.attention.describe import describe_sdpa
+from cudnn_sdpa.conv_graphs import channels_last, convolution
+from cudnn_sdpa.norm_graphs import rms_norm_rows
 from cudnn_sdpa.offline.worker import preload
 from cudnn_sdpa.runtime import backend, proposals
 from cudnn_sdpa.runtime.target import Target, load_properties
@@ -21,9 +24,25 @@ from cudnn_sdpa.runtime.target import Target, load_properties
 preload()
 properties = load_properties("h200")
 target = Target.from_properties(properties)
-dim, options = json.loads(sys.argv[1])
-q, k, v = (torch.empty(2, 8, 256, dim, dtype=torch.bfloat16, device="meta").requires_grad_() for _ in range(3))
-forward = describe_sdpa(q, k, v, **options)
+name, *about = json.loads(sys.argv[1])
+
+def bare(*shape):
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+def descriptions():
+    if name == "silu_mul":
+        return [silu_mul_rows.describe(bare(4096, 32, 32), bare(4096, 32, 32))]
+    if name == "rms_norm":
+        rows, weight = bare(512, 1, 1, 1024), bare(1, 1, 1, 1024)
+        return [rms_norm_rows.describe(rows, weight, None, 1e-6, with_scale=False, activation=None)]
+    if name == "conv2d":
+        sizes = {which: (1, 1) for which in ("stride", "padding", "dilation")}
+        x, weight = channels_last(bare(2, 64, 32, 32)), channels_last(bare(64, 64, 3, 3))
+        return [convolution.describe(x, weight, bare(1, 64, 1, 1), **sizes, activation="silu")]
+    dim, options = about
+    q, k, v = (bare(2, 8, 256, dim).requires_grad_() for _ in range(3))
+    forward = describe_sdpa(q, k, v, **options)
+    return [forward, forward.backward]
 
 def recorded(data):
     # The engine and its settings in cuDNN's own words, which are JSON within the file.
@@ -43,26 +62,39 @@ def describe(configuration, built):
     }
 
 answers = []
-for description in (forward, forward.backward):
+for description in descriptions():
     key, operation = description.key(target, None), description.operation
     first = operation.compile(key, backend.GraphBuilder(properties=properties))
     configuration = (first.engine, first.knobs)
-    others = proposals.build_others(operation, key, configuration, 7, properties=properties)
+    asked = proposals.ProposalsBuilder(properties=properties)
+    operation.compile(key, asked)
+    more = {"unproposed": True} if name != "attention" else {}
+    most = len(asked.proposals) + 3
+    others = proposals.build_others(operation, key, configuration, most, **more, properties=properties)
     fewer = proposals.build_others(operation, key, configuration, 1, properties=properties)
     answers.append([describe(*pair) for pair in [(configuration, first), *others]])
-    assert [which for which, _ in fewer] == [which for which, _ in others[:1]]
+    assert [which for which, _ in fewer] == [which for which, _ in others[: len(fewer)]]
+    if more:
+        known = [which in asked.proposals for which, _ in [(configuration, first), *others]]
+        assert known == sorted(known, reverse=True) and not all(known), known
+        beyond = asked.unproposed()
+        assert len(set(map(str, beyond)) - set(map(str, asked.proposals))) == len(beyond) > 4
+        assert {engine for engine, _ in beyond} <= {engine for engine, _ in asked.proposals}
 print(json.dumps(answers))
 """
 
 CASES = {
-    "causal": (64, {"is_causal": True}),
-    "deterministic": (64, {"deterministic": True}),
-    "head dim 128": (128, {}),
+    "causal": ("attention", 64, {"is_causal": True}),
+    "deterministic": ("attention", 64, {"deterministic": True}),
+    "head dim 128": ("attention", 128, {}),
+    "silu_mul": ("silu_mul",),
+    "rms_norm": ("rms_norm",),
+    "conv2d": ("conv2d",),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_proposal_is_kept_and_loaded_as_itself(run_python, name):
+def test_every_plan_is_kept_and_loaded_as_itself(run_python, name):
     environment = {name: driver.helper_environment().get(name) for name in ("LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")}
     result = run_python(SCRIPT, json.dumps(CASES[name]), **environment)
     for plans in json.loads(result.stdout.splitlines()[-1]):

@@ -70,10 +70,11 @@ class Machine:
         stream: The current stream.
         capturing: Whether it is being captured.
         timed: How many plans were timed, each time.
+        asked_beyond: Whether plans were asked for that are in no proposal, each time.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.stream, self.capturing, self.timed = 0, False, []
+        self.stream, self.capturing, self.timed, self.asked_beyond = 0, False, [], []
         self.patch = monkeypatch.setattr
         self.slots = {0: handles.Slot.__new__(handles.Slot)}
         self.slots[0].raw = self.slots[0].stream = self.slots[0].scratch = 0
@@ -100,4 +101,9 @@ class Machine:
             (("eng0", {}), each) if isinstance(each, str) else ((each.engine, each.knobs), each) for each in others
         ]
         self.patch(GraphOp, "compile", lambda *_: first)
-        self.patch(building, "build_others", lambda _op, _key, _first, most, **_: known[:most])
+
+        def build_others(_operation, _key, _first, most, *, unproposed, **_):
+            self.asked_beyond.append(unproposed)
+            return known[:most]
+
+        self.patch(building, "build_others", build_others)

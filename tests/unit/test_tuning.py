@@ -73,6 +73,43 @@ def test_candidates_are_an_integer_of_at_least_two(candidates):
     assert not tuning.is_in_force()
 
 
+@pytest.mark.parametrize("value", [1, None, "yes"])
+def test_beyond_proposals_is_a_bool(value):
+    with (
+        pytest.raises(OptionError, match=r"beyond_proposals: got .*; expected True or False"),
+        autotune(beyond_proposals=value),
+    ):
+        pass
+    assert not tuning.is_in_force()
+
+
+def test_what_cudnn_does_not_propose_is_built_where_that_is_wanted_and_safe():
+    q = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="meta")
+    of_attention = Forward.of(ForwardArguments(q, q, q)).key(TARGET, 0)
+    others = [dataclasses.replace(key(), deterministic=True), of_attention]
+    assert others[1].operation.startswith("cudnn_sdpa.attention.")
+    assert not tuning.goes_beyond_proposals(key())
+    with autotune(beyond_proposals=True):
+        assert tuning.goes_beyond_proposals(key())
+        assert not any(map(tuning.goes_beyond_proposals, others))
+        with autotune():
+            assert not tuning.goes_beyond_proposals(key())
+
+
+@pytest.mark.parametrize("beyond", [False, True])
+def test_results_that_vary_drop_out_beyond_proposals(machine, beyond):
+    def vary(x, outs, count):
+        halved(x, outs, count)
+        outs[0].flatten()[0] *= 1 + 1e-4 * count
+
+    machine.proposes(Engine("eng9", microseconds=50), Engine("eng8", run=vary, microseconds=40))
+    with autotune(beyond_proposals=beyond) as report:
+        launch(build_plan(halve, key()), *operands())
+    assert machine.asked_beyond == [beyond]
+    assert report.entries[0].winner == (not beyond)
+    assert report.entries[0].candidates[1].reason == ("two runs of it do not give the same bits" if beyond else "")
+
+
 def test_the_report_is_a_table():
     candidates = (
         AutotuneCandidate("eng9", {"TILE_N": 2, "TILE_M": 3}, 52.34),
