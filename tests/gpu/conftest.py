@@ -53,6 +53,21 @@ def fresh_cache():
 
 _outcomes: Counter[str] = Counter()
 _skips: Counter[str] = Counter()
+_not_run: set[str] = set()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _not_run.update(item.nodeid for item in session.items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(ids: list[str]) -> None:
+    """The same of pytest-xdist's workers, all of which collect the same."""
+    _not_run.update(ids)
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    _not_run.discard(nodeid)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -79,5 +94,6 @@ def pytest_sessionfinish() -> None:
         },
         "counts": dict(_outcomes),
         "skips": dict(_skips),
+        "not run": sorted(_not_run),  # none, unless the run was cut short
     }
     Path(path).write_text(json.dumps(report, indent=2) + "\n")
