@@ -3,6 +3,7 @@
 Importing this package starts no CUDA and loads no cuDNN; the first call on a GPU does.
 """
 
+import cudnn_sdpa._pytorch  # noqa: F401 - first, since nothing works without it
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.activation import gelu_mul, relu_squared, silu_mul
 from cudnn_sdpa.attention.dense import sdpa

@@ -31,6 +31,7 @@ LAYERS = [
     ("explanation", "support_matrix", "warming"),
     ("planned_support",),
     ("doctor",),
+    ("_pytorch",),
     ("bench",),
     ("cli",),
     ("__main__",),

@@ -1,0 +1,14 @@
+"""Imported before all else: where PyTorch cannot be imported, says so with the cure."""
+
+from __future__ import annotations
+
+try:
+    import torch  # noqa: F401
+except Exception as error:
+    from cudnn_sdpa.doctor.findings import cure_of
+
+    missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+    cure = "Install it: pip install torch." if missing else "Install PyTorch anew: pip install --force-reinstall torch."
+    raise ImportError(
+        f"cudnn_sdpa needs PyTorch, and `import torch` fails: {str(error).rstrip('.')}. {cure_of(str(error), cure)}"
+    ) from error
