@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from rich.progress import track
 from torch import Tensor
 
-from cudnn_sdpa.bench import cases
+from cudnn_sdpa.bench import cases, tuned
 from cudnn_sdpa.bench.timing import Call, device_times
 from cudnn_sdpa.conv import conv2d
 from cudnn_sdpa.conv_graphs import channels_last
 from cudnn_sdpa.runtime.cache import plan_cache
-from cudnn_sdpa.runtime.tuning import AutotuneReport, autotune
 
 
 class Case(NamedTuple):
@@ -97,7 +96,6 @@ def _forward(case: Case) -> dict[str, Any]:
     times = device_times(calls)
     with tuning_of_torch():
         of_torch = device_times({f"{name} tuned": call for name, call in calls.items() if "torch" in name})
-    tuned = _tuned(fused, x)
     return {
         "convolution": case.label,
         "plain µs": times["plain"],
@@ -107,24 +105,8 @@ def _forward(case: Case) -> dict[str, Any]:
         "pytorch's µs": times["torch fused"],
         "pytorch's, benchmark µs": of_torch["torch fused tuned"],
         "pytorch's / ours": of_torch["torch fused tuned"] / times["fused"],
-        "autotune's gain": tuned,
+        "autotune's gain": tuned.gain(lambda: fused(x)),
     }
-
-
-def _tuned(call: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """How many times as long the first plan takes as the one that `autotune` finds."""
-    report = _tune(lambda: call(x))
-    plan_cache.clear()
-    gains = [entry.gain for entry in report.entries if not entry.reason]
-    return gains[-1] if gains else 1.0
-
-
-def _tune(call: Callable[[], object]) -> AutotuneReport:
-    """Has all plans of a call chosen anew by their time."""
-    plan_cache.clear()
-    with autotune() as report:
-        call()
-    return report
 
 
 def _backward(case: Case) -> dict[str, Any]:
@@ -143,15 +125,15 @@ def _backward(case: Case) -> dict[str, Any]:
         cases.check_agreement(names, gradients("ours"), gradients("torch"), "PyTorch's")
         calls: dict[str, Call] = {"ours": lambda: gradients("ours"), "torch": lambda: gradients("torch")}
         times = device_times(calls)
-        _tune(lambda: gradients("ours"))
+        tuned.settle(lambda: gradients("ours"))
         cases.check_agreement(names, gradients("ours"), gradients("torch"), "PyTorch's")
-        tuned = device_times(calls)
+        again = device_times(calls)
         plan_cache.clear()
     return {
         "convolution": case.label,
         "cudnn_sdpa µs": times["ours"],
-        "tuned µs": tuned["ours"],
+        "tuned µs": again["ours"],
         "pytorch, benchmark µs": times["torch"],
         "pytorch / ours": times["torch"] / times["ours"],
-        "pytorch / tuned": tuned["torch"] / tuned["ours"],
+        "pytorch / tuned": again["torch"] / again["ours"],
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -10,7 +9,7 @@ from rich.progress import track
 from torch import Tensor
 
 from cudnn_sdpa.activation import silu_mul
-from cudnn_sdpa.bench import cases, fused
+from cudnn_sdpa.bench import cases, fused, tuned
 from cudnn_sdpa.bench.convolutions import CASES, Case, tuning_of_torch
 from cudnn_sdpa.bench.decode import COPIED, large_copy
 from cudnn_sdpa.bench.timing import Call, device_times
@@ -18,7 +17,7 @@ from cudnn_sdpa.conv import conv2d
 from cudnn_sdpa.graphs.function import graph_op
 from cudnn_sdpa.norm import rms_norm
 from cudnn_sdpa.runtime.cache import plan_cache
-from cudnn_sdpa.runtime.tuning import AutotuneEntry, autotune
+from cudnn_sdpa.runtime.tuning import AutotuneEntry
 
 #: More than cuDNN proposes for anything.
 ALL = 256
@@ -63,8 +62,8 @@ def gates() -> list[dict[str, Any]]:
 def _all(ours: Any, theirs: Any, label: str, inputs: tuple[Tensor, ...], moved: int) -> list[dict[str, Any]]:
     """One row for each plan; `moved` counts tensors, as large as the result, that are read or written."""
     compiled = fused.compiled(theirs)
-    beyond = settle(lambda: ours(*inputs), candidates=BEYOND, beyond_proposals=True)
-    entry = settle(lambda: ours(*inputs))
+    beyond = _settled(lambda: ours(*inputs), candidates=BEYOND, beyond_proposals=True)
+    entry = _settled(lambda: ours(*inputs))
     out = ours(*inputs)
     cases.check_agreement(["out"], [out], [theirs(*inputs)], "PyTorch's")
     times = device_times(
@@ -107,10 +106,10 @@ def _convolution(case: Case) -> dict[str, Any]:
 
     with tuning_of_torch():
         cases.check_agreement(["one kernel", "two"], [in_one(), in_two()], [of_torch()] * 2, "PyTorch's")
-        two, one = settle(in_two), settle(in_one, keep=True)
+        two, one = _settled(in_two), _settled(in_one, keep=True)
         calls: dict[str, Call] = {"one": in_one, "two": in_two, "torch": of_torch}
         times = device_times({**calls, "plain": lambda: conv2d(x, weight, **sizes)})
-        beyond = settle(in_one, candidates=BEYOND, beyond_proposals=True)
+        beyond = _settled(in_one, candidates=BEYOND, beyond_proposals=True)
         again = device_times({"one": in_one, "torch": of_torch})
     plan_cache.clear()
     return {
@@ -131,13 +130,6 @@ def _convolution(case: Case) -> dict[str, Any]:
     }
 
 
-def settle(call: Callable[[], object], *, keep: bool = False, candidates: int = ALL, **how: Any) -> AutotuneEntry:
-    """What `autotune` finds among all plans that cuDNN proposes for a call; its last plan's entry.
-
-    The winners are in the plan cache afterwards, with the plans that were there before if they are to be kept.
-    """
-    if not keep:
-        plan_cache.clear()
-    with autotune(candidates=candidates, **how) as report:
-        call()
-    return report.entries[-1]
+def _settled(call: Call, *, candidates: int = ALL, **how: Any) -> AutotuneEntry:
+    """What `autotune` finds among all plans that cuDNN proposes for a call, if not others; its last plan's entry."""
+    return tuned.settle(call, candidates=candidates, **how)[-1]

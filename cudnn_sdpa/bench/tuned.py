@@ -16,16 +16,25 @@ from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.tuning import AutotuneEntry, autotune
 
 
+def settle(call: Call, *, keep: bool = False, **how: Any) -> list[AutotuneEntry]:
+    """What `autotune` finds for the plans of a call, all chosen anew.
+
+    The winners are in the plan cache afterwards, with the plans that were there before if they are to be kept.
+    """
+    if not keep:
+        plan_cache.clear()
+    with autotune(**how) as report:
+        call()
+    return report.entries
+
+
 def gain(call: Call) -> float:
     """How many times as long the first plan of a call takes as the one that `autotune` finds, the last of several.
 
     Other plans are gone from the plan cache afterwards.
     """
+    gains = [entry.gain for entry in settle(call) if not entry.reason]
     plan_cache.clear()
-    with autotune() as report:
-        call()
-    plan_cache.clear()
-    gains = [entry.gain for entry in report.entries if not entry.reason]
     return gains[-1] if gains else 1.0
 
 
@@ -44,12 +53,13 @@ def autotune_gains(sizes: Sizes = cases.FULL) -> list[dict[str, Any]]:
 
 def _settled(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> list[AutotuneEntry]:
     """What `autotune` found for the plans of a call, and of its gradient if one is wanted."""
-    plan_cache.clear()
-    with autotune() as report:
+
+    def call() -> None:
         out = sdpa(q, k, v, is_causal=is_causal)
         if out.requires_grad:
             torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
-    return report.entries
+
+    return settle(call)
 
 
 def _row(label: str, which: str, entry: AutotuneEntry) -> dict[str, Any]:
