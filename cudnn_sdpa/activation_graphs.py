@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cudnn_sdpa.activation_rows import as_rows, is_dense
+from cudnn_sdpa.activation_rows import as_rows
 from cudnn_sdpa.graphs.function import graph_op
+from cudnn_sdpa.runtime.symbols import is_known
 
 
 def _silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -65,11 +66,15 @@ def gradients_of(rows: Sequence[Tensor], needs: tuple[bool, ...]) -> tuple[Tenso
     return silu_mul_of_gate(*rows) if needs[0] else None, silu_mul_of_up(*rows[:2]) if needs[1] else None
 
 
+def _uncut(rows: Tensor) -> Tensor:
+    """What `as_rows` has cut, in rows again."""
+    return rows[0] if is_known(rows.shape[0] == 1) else rows.flatten(1)
+
+
 def _silu_mul_backward(grads: Any, operands: Any, outputs: Any, *, needs: tuple[bool, ...]) -> Any:
     del outputs
-    shape, rows = operands[0].shape, [grads[0].contiguous(), *operands]
-    if all(map(is_dense, operands)):
-        rows = as_rows(rows, ("grad", "gate", "up"), gradients=True)
+    shape, names = operands[0].shape, ("grad", "gate", "up")
+    rows = as_rows([_uncut(x) for x in (grads[0].contiguous(), *operands)], names, gradients=True)
     return tuple(None if found is None else found.view(shape) for found in gradients_of(rows, needs))
 
 

@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.errors import LayoutError
-from cudnn_sdpa.runtime.symbols import is_known, is_true
+from cudnn_sdpa.runtime.symbols import is_known
 
 #: More matrices would not fit into a grid's third dimension.
 _MOST_MATRICES = 65535
 
-#: From here on all three tensors of a forward pass are larger than what an H200 caches.
+#: From so many numbers on squares are quicker forward than rows of 128; in bfloat16 a tensor has 24 MB then.
 _MANY = 12_000_000
 
-#: What a tile of the kernel for dense data holds, a square of 32 in one piece.
+#: Dense data is quickest in squares of 32, where there are not too many of them.
 _SQUARE = 32
 
-#: What the next best holds: rows of 64, as many as there are.
+#: The next best.
 _ROW = 64
 
-#: What it takes to have little data spread over a GPU.
+#: Quicker where there is little.
 _LONGER_ROW = 128
 
-#: From which lengths on pieces of a row are worth a kernel of larger tiles.
+#: Lengths of the pieces that a row is cut into; the first that leaves the pieces of a row a good number.
 _PIECES = (64, 128, 256)
 
 
@@ -46,10 +46,12 @@ def as_rows(tensors: Sequence[Tensor], names: Sequence[str], *, gradients: bool 
     Raises:
         LayoutError: One of them would have to be copied.
     """
-    if all(is_dense(x) for x in tensors):
+    if all(_is_dense(x) for x in tensors):
         shape = _of_dense(tensors[0], gradients)
         return [x.view(shape) for x in tensors]
     rows = [_of_two(name, x) for name, x in zip(names, tensors, strict=True)]
+    if any(is_known(x.stride(0) == 0) for x in rows) and is_known(rows[0].shape[0] <= _MOST_MATRICES):
+        return [x.unsqueeze(1) for x in rows]  # one row for all: cuDNN takes that of matrices, not within one
     length = _piece(rows[0], gradients)
     if length is None:
         return [x.unsqueeze(0) for x in rows]
@@ -74,24 +76,37 @@ def _of_dense(x: Tensor, gradients: bool) -> tuple[int, int, int]:
 
 
 def _piece(rows: Tensor, gradients: bool) -> int | None:
-    """Into pieces of which length to cut rows (rows, n) that do not lie behind each other; None: not at all."""
+    """Into pieces of which length to cut rows (rows, n) that do not lie behind each other; None: not at all.
+
+    Nor where a compiler does not know n or how many rows there are: it shall not ask.
+    """
     count, size = rows.shape
-    if not is_true(count <= _MOST_MATRICES):
-        return None
-    if gradients and size >= _SQUARE**2 and size % (16 * _SQUARE) == 0 and size % _ROW**2:
-        return size // _SQUARE
-    if is_known(count * size < _MANY):
-        return None
-    if size == _SQUARE**2:
-        return _SQUARE
+    length = _in_32(size) if gradients else None
+    if length is None and is_known(count * size >= _MANY):
+        length = _SQUARE if is_known(size == _SQUARE**2) else _in_tiles(size)
+    return length if length is not None and is_known(count <= _MOST_MATRICES) else None
+
+
+def _in_32(size: int) -> int | None:
+    """The length of 32 pieces, where they are quickest in a backward pass: long enough, and of whole sectors of memory.
+
+    Rows of a multiple of 4096 are quicker in pieces of 64.
+    """
+    fits = is_known(size >= 32 * 32) and is_known(size % (32 * 16) == 0)
+    return size // 32 if fits and not is_known(size % 4096 == 0) else None
+
+
+def _in_tiles(size: int) -> int | None:
+    """The length of pieces that fill a kernel's tiles of 64, 128 or 256 rows."""
     for length in _PIECES:
         pieces = size // length
-        if size % length == 0 and (pieces % _ROW == 0 or _SQUARE < pieces <= length):
+        fills = is_known(pieces % 64 == 0) or (is_known(pieces > 32) and is_known(pieces <= length))
+        if is_known(size % length == 0) and fills:
             return length
     return None
 
 
-def is_dense(x: Tensor) -> bool:
+def _is_dense(x: Tensor) -> bool:
     """Whether it is contiguous, also for a compiler that does not know its sizes."""
     if not torch.compiler.is_compiling():
         return x.is_contiguous()

@@ -62,25 +62,24 @@ def gates() -> list[dict[str, Any]]:
 def _all(ours: Any, theirs: Any, label: str, inputs: tuple[Tensor, ...], moved: int) -> list[dict[str, Any]]:
     """One row for each plan; `moved` counts tensors, as large as the result, that are read or written."""
     compiled = fused.compiled(theirs)
-    beyond = _settled(lambda: ours(*inputs), candidates=BEYOND, beyond_proposals=True)
-    entry = _settled(lambda: ours(*inputs))
+    calls: dict[str, Call] = {"fastest": lambda: ours(*inputs), "compiled": lambda: compiled(*inputs)}
+    beyond = _settled(calls["fastest"], candidates=BEYOND, beyond_proposals=True)
+    of_all = device_times(calls, cold=True)
+    entry = _settled(calls["fastest"])
     out = ours(*inputs)
     cases.check_agreement(["out"], [out], [theirs(*inputs)], "PyTorch's")
-    times = device_times(
-        {"fastest": lambda: ours(*inputs), "compiled": lambda: compiled(*inputs), "copy": large_copy()},
-        cold=True,
-    )
+    times = device_times({**calls, "copy": large_copy()}, cold=True)
     plan_cache.clear()
     found = [
         ("a copy of as many bytes", times["copy"] * moved * out.numel() * out.element_size() / (2 * COPIED)),
         ("torch.compile", times["compiled"]),
-        ("the fastest of cuDNN's, beside them", times["fastest"]),
+        ("the fastest that cuDNN proposes", times["fastest"]),
+        (f"torch.compile, beside the fastest of {len(beyond.candidates)}", of_all["compiled"]),
+        (f"the fastest of {len(beyond.candidates)}: {beyond.candidates[beyond.winner]}", of_all["fastest"]),
     ]
     for number, candidate in enumerate(entry.candidates, 1):
         time: Any = candidate.reason if candidate.microseconds is None else candidate.microseconds
-        found.append((f"cuDNN's choice {number}: {candidate}", time))
-    best = beyond.candidates[beyond.winner]
-    found.append((f"the fastest of {len(beyond.candidates)}, other settings among them: {best}", best.microseconds))
+        found.append((f"warm, cuDNN's choice {number}: {candidate}", time))
     return [{"rows, n": label, "what": what, "µs": time} for what, time in found]
 
 

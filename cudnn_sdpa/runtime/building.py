@@ -13,7 +13,7 @@ from cudnn_sdpa.runtime.capture import relaxed_capture
 from cudnn_sdpa.runtime.constants import constants_of
 from cudnn_sdpa.runtime.graph_op import GraphOp
 from cudnn_sdpa.runtime.key import PlanKey
-from cudnn_sdpa.runtime.plan import Plan, UntunedPlan, proposals, stored_form
+from cudnn_sdpa.runtime.plan import Plan, Rival, UntunedPlan, candidates, stored_form
 from cudnn_sdpa.runtime.plan_file import BadPlanFileError, StoredPlan
 from cudnn_sdpa.runtime.proposals import build_others
 
@@ -87,19 +87,20 @@ def _compile(operation: GraphOp, key: PlanKey) -> Plan:
 
 
 def _find_rivals(plan: Plan, operation: GraphOp, handle: Any) -> None:
-    """Builds what else cuDNN proposes, for the first launch to decide."""
+    """Builds what else there is, for the first launch to decide."""
     reason = tuning.not_tunable(plan.key)
     if not reason:
         first, most = (plan.engine, plan.knobs), tuning.most_candidates() - 1
         more = tuning.goes_beyond_proposals(plan.key)
-        for other, built in build_others(operation, plan.key, first, most, unproposed=more, handle=handle):
-            plan.rivals.append((other, built if isinstance(built, str) else Plan(plan.key, built, plan.constants)))
-        if any(isinstance(rival, Plan) for _, rival in plan.rivals):
+        for other, built, proposed in build_others(operation, plan.key, first, most, unproposed=more, handle=handle):
+            found = built if isinstance(built, str) else Plan(plan.key, built, plan.constants)
+            plan.rivals.append(Rival(other, found, proposed))
+        if any(isinstance(rival.plan, Plan) for rival in plan.rivals):
             plan.__class__ = UntunedPlan
             return
-        plan.tuned, reason = True, "cuDNN proposes nothing else that can be built"
-    fared = [(None, ""), *((None, str(why)) for _, why in plan.rivals)]
-    tuning.note(plan.key, proposals(plan), fared, reason=reason)
+        plan.tuned, reason = True, "there is nothing else that can be built"
+    fared = [(None, ""), *((None, str(rival.plan)) for rival in plan.rivals)]
+    tuning.note(plan.key, candidates(plan), fared, reason=reason)
 
 
 def _handle_for(key: PlanKey) -> Any:

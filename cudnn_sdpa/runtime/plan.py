@@ -6,7 +6,7 @@ import functools
 import threading
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,7 +60,7 @@ class Plan:
         held: Whether it is in the plan cache; set by the cache.
         captured: Whether a CUDA graph holds a launch of it; see `captured_plans`.
         tuned: Whether it was chosen by its time; see `autotune`.
-        rivals: What else cuDNN proposes, before that is decided: plans, or why there is none.
+        rivals: What else there is for the key, before that is decided.
         constants: Device tensors of the operands whose values the key fixes, by name.
     """
 
@@ -100,7 +100,7 @@ class Plan:
         self.captured = False
         self.held = False
         self.tuned = False
-        self.rivals: list[tuple[backend.Configuration, Plan | str]] = []
+        self.rivals: list[Rival] = []
         self._count = len(key.inputs) + len(key.outputs)
         self._launch = built.launcher(list(range(1, 1 + self._count)))
 
@@ -159,6 +159,14 @@ class Plan:
             captured_plans.append(self)
 
 
+class Rival(NamedTuple):
+    """Another configuration for a plan's key: its plan, or why there is none, and whether cuDNN proposes it."""
+
+    configuration: backend.Configuration
+    plan: Plan | str
+    proposed: bool = True
+
+
 class UntunedPlan(Plan):
     """A plan with rivals. Its first launch under `autotune` takes the best over, and makes a plain `Plan` of it.
 
@@ -187,7 +195,7 @@ class UntunedPlan(Plan):
             try:
                 if capturing:
                     why = "it was first launched into a CUDA graph, and must not change"
-                    tuning.note(self.key, proposals(self), reason=why)
+                    tuning.note(self.key, candidates(self), reason=why)
                 elif tuning.is_in_force():
                     self._tune(pointers)
             finally:
@@ -195,17 +203,17 @@ class UntunedPlan(Plan):
                 self.__class__ = Plan  # type: ignore[assignment]
 
     def _tune(self, pointers: Sequence[int]) -> None:
-        field = [self, *(rival for _, rival in self.rivals)]
+        field = [self, *(rival.plan for rival in self.rivals)]
         launches = [plan if isinstance(plan, str) else functools.partial(Plan.launch, plan, pointers) for plan in field]
         try:
             outputs = trials.output_tensors(self.key, pointers, torch.device("cuda", self.device))
-            repeatable = tuning.must_not_change(self.key) or tuning.goes_beyond_proposals(self.key)
+            repeatable = tuning.must_not_change(self.key) or not all(rival.proposed for rival in self.rivals)
             outcomes = trials.compare(launches, outputs, repeatable=repeatable)
         except Exception as error:  # noqa: BLE001 - nobody's launch fails because plans cannot be compared
-            tuning.note(self.key, proposals(self), reason=str(error) or type(error).__name__)
+            tuning.note(self.key, candidates(self), reason=str(error) or type(error).__name__)
             return
         winner = field[number := trials.fastest(outcomes)]
-        tuning.note(self.key, proposals(self), outcomes, number)
+        tuning.note(self.key, candidates(self), outcomes, number)
         if isinstance(winner, Plan) and winner is not self:
             self._take_over(winner)
         self.tuned = True
@@ -221,9 +229,10 @@ class UntunedPlan(Plan):
             captured_plans.append(winner)  # which is now what the CUDA graph launches
 
 
-def proposals(plan: Plan) -> list[backend.Configuration]:
-    """What cuDNN proposes for the key of a plan that holds the first of them."""
-    return [(plan.engine, plan.knobs), *(configuration for configuration, _ in plan.rivals)]
+def candidates(plan: Plan) -> list[tuning.AutotuneCandidate]:
+    """A plan that holds cuDNN's first choice, and its rivals, for a report."""
+    rivals = (tuning.AutotuneCandidate(*rival.configuration, proposed=rival.proposed) for rival in plan.rivals)
+    return [tuning.AutotuneCandidate(plan.engine, plan.knobs), *rivals]
 
 
 def stored_form(plan: Plan) -> StoredPlan:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime.backend import BuiltGraph, Configuration, GraphBuilder
 from cudnn_sdpa.runtime.graph_op import GraphOp
 from cudnn_sdpa.runtime.key import PlanKey
+
+
+class Other(NamedTuple):
+    """A configuration beside the first choice: its compiled graph, or the reason why it cannot be built."""
+
+    configuration: Configuration
+    built: BuiltGraph | str
+    proposed: bool = True
 
 
 class HeuristicsBuilder(GraphBuilder):
@@ -36,7 +44,12 @@ class ProposalsBuilder(GraphBuilder):
         return BuiltGraph(graph=self._graph, engine=self.proposals[0][0], knobs={}, workspace=0)
 
     def unproposed(self) -> list[Configuration]:
-        """The engines that are proposed, in turn, with settings that are in no proposal; after the graph is built."""
+        """The engines that are proposed, in turn, with settings that are in no proposal; after the graph is built.
+
+        None for attention, whose results depend on data in ways that one launch does not show.
+        """
+        if any(place.operation.startswith("sdpa") for place in self.places):
+            return []
         best: dict[str, dict[str, int]] = {}
         for engine, knobs in self.proposals:
             best.setdefault(engine, knobs)
@@ -86,7 +99,7 @@ class UnproposedBuilder(GraphBuilder):
 
 def build_others(
     operation: GraphOp, key: PlanKey, first: Configuration, most: int, *, unproposed: bool = False, **where: Any
-) -> list[tuple[Configuration, BuiltGraph | str]]:
+) -> list[Other]:
     """What cuDNN proposes behind `first`, in its order, each compiled or with the reason why it cannot be.
 
     Args:
@@ -94,20 +107,20 @@ def build_others(
         key: The key of its plan.
         first: The proposal that is built already. What cuDNN ranks before it could not be built.
         most: How many to build.
-        unproposed: Whether to build what cuDNN does not propose when that is not enough.
+        unproposed: Whether to build what cuDNN does not propose, too, where it proposes fewer.
         **where: The handle or the properties that a `GraphBuilder` takes.
     """
     asked = ProposalsBuilder(**where)
     operation.compile(key, asked)
     proposals = list(asked.proposals)
     others = proposals[proposals.index(first) + 1 :] if first in proposals else proposals
-    built = [(other, _build(operation, key, ConfigurationBuilder(other, **where))) for other in others[:most]]
+    built = [Other(each, _build(operation, key, ConfigurationBuilder(each, **where))) for each in others[:most]]
     for other in asked.unproposed() if unproposed else ():
         if len(built) >= most:
             break
         plan = _build(operation, key, UnproposedBuilder(other, **where))
         if not isinstance(plan, str):  # most settings do not go together, which is no news
-            built.append((other, plan))
+            built.append(Other(other, plan, proposed=False))
     return built
 
 

@@ -1,4 +1,4 @@
-"""`autotune`: whether plans are timed against what else cuDNN proposes, and the report of it."""
+"""`autotune`: whether plans are timed against what else there is for their keys, and the report of it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.runtime.backend import Configuration
 from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
 
 DEFAULT_CANDIDATES = 8
@@ -19,19 +18,21 @@ DEFAULT_CANDIDATES = 8
 
 @dataclass(frozen=True)
 class AutotuneCandidate:
-    """One of the plans that cuDNN proposes for a key.
+    """One of the plans for a key.
 
     Attributes:
         engine: cuDNN's engine.
         knobs: The engine's settings.
         microseconds: Median time of a launch; None if it was not timed.
         reason: Why it dropped out; empty if it did not.
+        proposed: Whether cuDNN's heuristics propose it.
     """
 
     engine: str
     knobs: dict[str, int]
     microseconds: float | None = None
     reason: str = ""
+    proposed: bool = True
 
     def __str__(self) -> str:
         return " ".join([self.engine, *(f"{name}={value}" for name, value in self.knobs.items())])
@@ -43,7 +44,8 @@ class AutotuneEntry:
 
     Attributes:
         key: The plan's key, in words.
-        candidates: In cuDNN's order: the plan that its heuristics put first is the first.
+        candidates: In cuDNN's order: the plan that its heuristics put first is the first, and what it does not propose
+            is last.
         winner: The index of the plan that is used from now on.
         reason: Why no plans were compared, so that the first one stays; empty if they were.
     """
@@ -65,6 +67,7 @@ class AutotuneEntry:
             sign = ">" if index == self.winner else " "
             took = "" if candidate.microseconds is None else f"{candidate.microseconds:.1f} µs"
             notes = ["cuDNN's first choice"] * (index == 0) + [f"gain {self.gain:.2f}"] * (index == self.winner > 0)
+            notes += ["not proposed by cuDNN"] * (not candidate.proposed)
             notes += [f"dropped out: {candidate.reason}"] * bool(candidate.reason)
             lines.append(f"  {sign} {took:>10}  {candidate}" + (f"  ({'; '.join(notes)})" if notes else ""))
         return "\n".join(lines + [f"    not compared: {self.reason}"] * bool(self.reason))
@@ -121,17 +124,15 @@ def most_candidates() -> int:
 def goes_beyond_proposals(key: PlanKey) -> bool:
     """Whether plans of `key` are built that cuDNN does not propose.
 
-    Never for attention, whose results depend on data in ways that one launch does not show, nor where the same bits are
-    wanted, because cuDNN's notes on that are its heuristics' to apply.
+    Not where the same bits are wanted: cuDNN's notes on that are its heuristics' to apply.
     """
     uses = _Setting.uses
-    of_attention = key.operation.startswith("cudnn_sdpa.attention.")
-    return bool(uses) and uses[-1].beyond_proposals and not of_attention and not must_not_change(key)
+    return bool(uses) and uses[-1].beyond_proposals and not must_not_change(key)
 
 
 def note(
     key: PlanKey,
-    proposals: Sequence[Configuration],
+    candidates: Sequence[AutotuneCandidate],
     outcomes: Sequence[tuple[float | None, str]] = (),
     winner: int = 0,
     reason: str = "",
@@ -140,14 +141,14 @@ def note(
 
     Args:
         key: The plan's key.
-        proposals: Engines with their settings, in cuDNN's order.
+        candidates: The plan and its rivals.
         outcomes: The time of each, or why it dropped out; empty if nothing is known of them.
         winner: The index of the one that is used.
         reason: Why none were compared.
     """
-    known = outcomes or [(None, "")] * len(proposals)
-    candidates = tuple(AutotuneCandidate(*which, *how) for which, how in zip(proposals, known, strict=True))
-    entry = AutotuneEntry(str(key), candidates, winner, reason)
+    known = outcomes or [(None, "")] * len(candidates)
+    fared = (replace(each, microseconds=time, reason=why) for each, (time, why) in zip(candidates, known, strict=True))
+    entry = AutotuneEntry(str(key), tuple(fared), winner, reason)
     for use in _Setting.uses:
         use.report.entries.append(entry)
 
@@ -176,9 +177,10 @@ def autotune(*, candidates: int = DEFAULT_CANDIDATES, beyond_proposals: bool = F
     Args:
         candidates: Most plans that are built for a key, cuDNN's first choice among them.
         beyond_proposals: Where cuDNN proposes fewer than `candidates`, build the engines that it proposes with settings
-            that it does not, one changed at a time. For norms, gates, convolutions and your own graphs, not for
-            attention, nor with `deterministic`. What does not give the same bits twice drops out then. Each takes some
-            tenths of a second to build, and some hundred can be.
+            that it does not, one changed at a time, as far as there are any. For norms, gates, convolutions and your
+            own graphs, but for those with attention in them, and not with `deterministic`. What does not give the same
+            bits twice drops out then. Each takes some tenths of a second to build, and for some calls there are more
+            than a hundred. A plan that is in the plan store as tuned is taken from there, however it was tuned.
 
     Returns:
         A context manager whose value is an `AutotuneReport`, to which entries are added as plans are settled.

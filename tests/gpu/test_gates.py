@@ -45,6 +45,32 @@ def test_silu_mul_in_every_form(shape, dtype):
             assert difference(found, of_both) < 2 * TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("size", [96, 1024, 33])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_one_row_for_all(size, dtype):
+    for place in range(2):
+        for _ in range(2):
+            row = torch.randn(1, size, device="cuda", dtype=dtype).requires_grad_()
+            other = torch.randn(300, size, device="cuda", dtype=dtype).requires_grad_()
+            pair, exact = [row.expand(300, size), other], [x.detach().double().requires_grad_() for x in (row, other)]
+            twins = [exact[0].expand(300, size), exact[1]]
+            if place:
+                pair.reverse(), twins.reverse()
+            out, wanted = silu_mul(*pair), F.silu(twins[0]) * twins[1]
+            assert difference(out, wanted) < TOLERANCE[dtype]
+            grad = torch.randn_like(other)
+            found, right = (
+                torch.autograd.grad(y, x, g) for y, x, g in ((out, (row, other), grad), (wanted, exact, grad.double()))
+            )
+            for one, another in zip(found, right, strict=True):
+                assert difference(one, another) < 4 * TOLERANCE[dtype]
+            with torch.no_grad():
+                assert (
+                    difference(relu_squared(row.expand(300, size)), F.relu(exact[0]).square().expand(300, size))
+                    < (TOLERANCE[dtype])
+                )
+
+
 #: Where forms change, see `activation_rows`.
 MANY = [(8191, 8192), (8192, 8192), (8192, 5632), (24576, 2048), (32768, 1024), (20480, 2560), (1024, 18432)]
 

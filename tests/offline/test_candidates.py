@@ -72,14 +72,17 @@ for description in descriptions():
     most = len(asked.proposals) + 3
     others = proposals.build_others(operation, key, configuration, most, **more, properties=properties)
     fewer = proposals.build_others(operation, key, configuration, 1, properties=properties)
-    answers.append([describe(*pair) for pair in [(configuration, first), *others]])
-    assert [which for which, _ in fewer] == [which for which, _ in others[: len(fewer)]]
+    answers.append([describe(*pair) for pair in [(configuration, first), *(each[:2] for each in others)]])
+    assert [each.configuration for each in fewer] == [each.configuration for each in others if each.proposed][:1]
     if more:
-        known = [which in asked.proposals for which, _ in [(configuration, first), *others]]
+        known = [other.proposed for other in others]
+        assert known == [other.configuration in asked.proposals for other in others]
         assert known == sorted(known, reverse=True) and not all(known), known
         beyond = asked.unproposed()
         assert len(set(map(str, beyond)) - set(map(str, asked.proposals))) == len(beyond) > 4
         assert {engine for engine, _ in beyond} <= {engine for engine, _ in asked.proposals}
+    else:
+        assert asked.unproposed() == []
 print(json.dumps(answers))
 """
 

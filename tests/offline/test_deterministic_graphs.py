@@ -61,7 +61,7 @@ print(json.dumps({
     "usual": [usual.engine, usual.knobs],
     "one": first,
     "guessed": function.compile(exactly, proposals.HeuristicsBuilder(properties=properties)).engine,
-    "others": [configuration for configuration, built in others if not isinstance(built, str)],
+    "others": [other.configuration for other in others if not isinstance(other.built, str)],
 }))
 """
 

@@ -14,6 +14,7 @@ from cudnn_sdpa.activation_graphs import (
     silu_mul_of_up,
     silu_mul_rows,
 )
+from cudnn_sdpa.activation_rows import as_rows
 from cudnn_sdpa.conv_graphs import ACTIVATIONS, channels_last, convolution, convolution_of_weight, convolution_of_x
 from cudnn_sdpa.norm_graphs import layer_norm_gradients, layer_norm_rows, rms_norm_gradients, rms_norm_rows
 from cudnn_sdpa.offline.planner import engine_offline, plan_offline
@@ -72,6 +73,8 @@ HALVES = bare(512, 400)[:, :200].unsqueeze(0)
 SQUARES = bare(57344, 32, 32)
 THIRTY_TWO, FOR_THEM = (bare(512, width)[:, :1536].view(512, 32, 48) for width in (3072, 1536))
 
+ONE_FOR_ALL = as_rows((bare(1, 200).expand(512, 200), bare(512, 200)), ("gate", "up"))
+
 GATES = {
     "silu_mul": (silu_mul_rows, (DENSE, DENSE), {}),
     "silu_mul of halves in pieces": (silu_mul_rows, (PIECES, PIECES), {}),
@@ -80,6 +83,9 @@ GATES = {
     "silu_mul in squares": (silu_mul_rows, (SQUARES, SQUARES), {}),
     "gradients of silu_mul in squares": (silu_mul_gradients, (SQUARES, SQUARES, SQUARES), {"dense": True}),
     "gradients in 32 pieces": (silu_mul_gradients, (FOR_THEM, THIRTY_TWO, THIRTY_TWO), {"dense": False}),
+    "silu_mul of one row for all": (silu_mul_rows, ONE_FOR_ALL, {}),
+    "gradients of one row for all": (silu_mul_gradients, (ONE_FOR_ALL[1], *ONE_FOR_ALL), {"dense": True}),
+    "relu_squared of one row for all": (relu_squared_rows, ONE_FOR_ALL[:1], {}),
     "gradients of silu_mul": (silu_mul_gradients, (DENSE, DENSE, DENSE), {"dense": True}),
     "gradients of silu_mul of halves": (silu_mul_gradients, (WHOLE, PIECES, PIECES), {"dense": True}),
     "gradients of silu_mul into halves": (silu_mul_gradients, (WHOLE, PIECES, PIECES), {"dense": False}),

@@ -12,6 +12,7 @@ from cudnn_sdpa.runtime import building, handles, plan, trials
 from cudnn_sdpa.runtime.graph_op import GraphOp, graph_op
 from cudnn_sdpa.runtime.key import Operand
 from cudnn_sdpa.runtime.layouts import TensorLayout
+from cudnn_sdpa.runtime.proposals import Other
 from cudnn_sdpa.runtime.target import Target
 
 TARGET = Target((("deviceVer", 900), ("multiProcessorCount", 132)), 92800, "1.32.0", "a GPU")
@@ -95,15 +96,16 @@ class Machine:
         self.timed.append(len(launches))
         return [launch.args[0].built.microseconds for launch in launches]
 
-    def proposes(self, first, *others):
-        """What cuDNN proposes from now on: engines, or why one cannot be built."""
+    def proposes(self, first, *others, beyond=()):
+        """What cuDNN proposes from now on: engines, or why one cannot be built; and what else there is."""
         known = [
-            (("eng0", {}), each) if isinstance(each, str) else ((each.engine, each.knobs), each) for each in others
+            Other(("eng0", {}) if isinstance(each, str) else (each.engine, each.knobs), each, each not in beyond)
+            for each in (*others, *beyond)
         ]
         self.patch(GraphOp, "compile", lambda *_: first)
 
         def build_others(_operation, _key, _first, most, *, unproposed, **_):
             self.asked_beyond.append(unproposed)
-            return known[:most]
+            return [each for each in known if each.proposed or unproposed][:most]
 
         self.patch(building, "build_others", build_others)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-from cudnn_sdpa import LayoutError, activation_rows, gelu_mul, relu_squared, silu_mul
+from cudnn_sdpa import LayoutError, activation_graphs, activation_rows, gelu_mul, relu_squared, silu_mul
 from cudnn_sdpa.activation_rows import as_rows
 
 NAMES = ("gate", "up")
@@ -120,21 +120,85 @@ def compiled(function, **options):
     return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
 
 
-@pytest.mark.parametrize("size", [1024, 1536, 96])
-def test_a_compiler_that_knows_no_sizes_compiles_once(size, monkeypatch):
+FORMS = {
+    "both": lambda x: (x,),
+    "halves": lambda x: x.chunk(2, dim=-1),
+    "dense": lambda x: [half.clone() for half in x.chunk(2, dim=-1)],
+}
+
+
+def assert_compiled_once(form, shapes, dims, monkeypatch):
     monkeypatch.setattr(activation_rows, "_MANY", 8 * 1024)
-    for form in (lambda x: (x,), lambda x: x.chunk(2, dim=-1), lambda x: [half.clone() for half in x.chunk(2, dim=-1)]):
 
-        def call(x, form=form):
-            return silu_mul(*form(x * 2))
+    def call(x):
+        return silu_mul(*form(x * 2))
 
-        function = compiled(call)
-        for rows in (3, 20, 7, 64, 1000):
-            x = torch.randn(rows, 2 * size, requires_grad=True)
-            torch._dynamo.mark_dynamic(x, 0)
-            results = [torch.autograd.grad(f(x).square().sum(), x)[0] for f in (function, call)]
-            torch.testing.assert_close(*results)
-        assert len(_debug_get_cache_entry_list(function._torchdynamo_orig_callable.__code__)) == 1
+    function = compiled(call)
+    for shape in shapes:
+        x = torch.randn(shape, requires_grad=True)
+        for dim in dims:
+            torch._dynamo.mark_dynamic(x, dim)
+        results = [torch.autograd.grad(f(x).square().sum(), x)[0] for f in (function, call)]
+        torch.testing.assert_close(*results)
+    return len(_debug_get_cache_entry_list(function._torchdynamo_orig_callable.__code__))
+
+
+@pytest.mark.parametrize("size", [1024, 1536, 96])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_compiler_that_does_not_know_how_many_rows_there_are_compiles_once(form, size, monkeypatch):
+    shapes = [(rows, 2 * size) for rows in (3, 20, 7, 64, 1000)]
+    assert assert_compiled_once(FORMS[form], shapes, [0], monkeypatch) == 1
+
+
+@pytest.mark.parametrize("form", ["both", "halves"])
+def test_nor_does_it_ask_whether_there_are_too_many(form, monkeypatch):
+    assert assert_compiled_once(FORMS[form], [(1000, 128), (70000, 128), (30, 128)], [0], monkeypatch) == 1
+
+
+@pytest.mark.parametrize("form", ["both", "halves"])
+@pytest.mark.parametrize("dims", [[1], [0, 1]], ids=str)
+def test_a_compiler_that_does_not_know_how_long_rows_are_asks_no_more_than_that(form, dims, monkeypatch):
+    shapes = [(6, 2 * size) for size in (96, 128, 1024, 1536, 2048, 4096, 33, 5632)]
+    assert assert_compiled_once(FORMS[form], shapes, dims, monkeypatch) == 1
+
+
+@pytest.mark.parametrize("size", [96, 128, 1024, 4096])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_exported_takes_any_number_of_rows(form, strict, size):
+    class Gate(torch.nn.Module):
+        def forward(self, x):
+            return silu_mul(*FORMS[form](x))
+
+    rows = torch.export.Dim("rows", min=2)
+    program = torch.export.export(Gate(), (torch.randn(6, 2 * size),), dynamic_shapes=({0: rows},), strict=strict)
+    for count in (2, 70000 if size == 96 else 300):
+        x = torch.randn(count, 2 * size)
+        torch.testing.assert_close(program.module()(x), silu_mul(x))
+
+
+@pytest.mark.parametrize("shape", [(4, 1536), (3, 2048), (2, 4096), (3, 128)], ids=str)
+def test_a_compiled_backward_pass_has_the_form_of_an_eager_one(shape, monkeypatch):
+    seen = []
+    real = activation_graphs.silu_mul_gradients
+    monkeypatch.setattr(
+        activation_graphs, "silu_mul_gradients", lambda *rows, dense: seen.append(rows) or real(*rows, dense=dense)
+    )
+    both = torch.randn(*shape[:-1], 2 * shape[-1], requires_grad=True)
+    for function in (lambda x: silu_mul(*x.chunk(2, dim=-1)), compiled(lambda x: silu_mul(*x.chunk(2, dim=-1)))):
+        seen.clear()
+        function(both).sum().backward()
+        pair = both.detach().chunk(2, dim=-1)
+        expected = as_rows([torch.ones(shape), *pair], ("grad", *NAMES), gradients=True)
+        assert [x.shape for x in seen[0]] == [x.shape for x in expected]
+        assert [x.stride() for x in seen[0]] == [x.stride() for x in expected]
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_one_row_for_all_is_a_matrix_for_each(gradients):
+    row, dense = on_meta(1, 1024).expand(512, 1024), on_meta(512, 1024)
+    for pair in ([row, dense], [dense, row], [row, row]):
+        assert [tuple(x.shape) for x in as_rows(pair, NAMES, gradients=gradients)] == [(512, 1, 1024)] * 2
 
 
 def test_a_compiler_that_knows_the_sizes_takes_the_quickest_form():

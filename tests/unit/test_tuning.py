@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 
@@ -34,11 +35,11 @@ def test_it_is_in_force_until_it_is_left_and_nests():
         assert tuning.most_candidates() == tuning.DEFAULT_CANDIDATES
         with autotune(candidates=3) as inner:
             assert tuning.most_candidates() == 3
-            tuning.note(key(), [("eng1", {})])
+            tuning.note(key(), [AutotuneCandidate("eng1", {})])
         assert tuning.most_candidates() == tuning.DEFAULT_CANDIDATES
-        tuning.note(key(), [("eng2", {})])
+        tuning.note(key(), [AutotuneCandidate("eng2", {})])
     assert not tuning.is_in_force()
-    tuning.note(key(), [("eng3", {})])
+    tuning.note(key(), [AutotuneCandidate("eng3", {})])
     assert [entry.candidates[0].engine for entry in outer.entries] == ["eng1", "eng2"]
     assert [entry.candidates[0].engine for entry in inner.entries] == ["eng1"]
 
@@ -84,30 +85,36 @@ def test_beyond_proposals_is_a_bool(value):
 
 
 def test_what_cudnn_does_not_propose_is_built_where_that_is_wanted_and_safe():
-    q = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="meta")
-    of_attention = Forward.of(ForwardArguments(q, q, q)).key(TARGET, 0)
-    others = [dataclasses.replace(key(), deterministic=True), of_attention]
-    assert others[1].operation.startswith("cudnn_sdpa.attention.")
+    exactly = dataclasses.replace(key(), deterministic=True)
     assert not tuning.goes_beyond_proposals(key())
     with autotune(beyond_proposals=True):
         assert tuning.goes_beyond_proposals(key())
-        assert not any(map(tuning.goes_beyond_proposals, others))
+        assert not tuning.goes_beyond_proposals(exactly)
         with autotune():
             assert not tuning.goes_beyond_proposals(key())
 
 
+@pytest.mark.parametrize("then", [False, True, None], ids=["not then", "then too", "left"])
 @pytest.mark.parametrize("beyond", [False, True])
-def test_results_that_vary_drop_out_beyond_proposals(machine, beyond):
+def test_results_that_vary_drop_out_beyond_proposals(machine, beyond, then):
+    """Whatever is in force when the plan is launched."""
+
     def vary(x, outs, count):
         halved(x, outs, count)
         outs[0].flatten()[0] *= 1 + 1e-4 * count
 
-    machine.proposes(Engine("eng9", microseconds=50), Engine("eng8", run=vary, microseconds=40))
-    with autotune(beyond_proposals=beyond) as report:
-        launch(build_plan(halve, key()), *operands())
+    rest = [Engine("eng8", run=vary, microseconds=40)]
+    machine.proposes(Engine("eng9", microseconds=50), *rest, beyond=[Engine("eng7", microseconds=60)])
+    with autotune() as report, autotune(beyond_proposals=beyond):
+        made = build_plan(halve, key())
+        with autotune(beyond_proposals=bool(then)) if then is not None else contextlib.nullcontext():
+            launch(made, *operands())
     assert machine.asked_beyond == [beyond]
-    assert report.entries[0].winner == (not beyond)
-    assert report.entries[0].candidates[1].reason == ("two runs of it do not give the same bits" if beyond else "")
+    (entry,) = report.entries
+    assert entry.winner == (not beyond)
+    assert entry.candidates[1].reason == ("two runs of it do not give the same bits" if beyond else "")
+    assert [each.proposed for each in entry.candidates] == [True, True, False][: 2 + beyond]
+    assert ("eng7 TILE=60  (not proposed by cuDNN)" in str(entry)) == beyond
 
 
 def test_the_report_is_a_table():
@@ -183,7 +190,7 @@ def test_one_proposal_is_taken_without_a_trial(machine, others):
     with autotune() as report:
         made = build_plan(halve, key())
     assert (type(made), made.tuned) == (Plan, True)
-    assert report.entries[0].reason == "cuDNN proposes nothing else that can be built"
+    assert report.entries[0].reason == "there is nothing else that can be built"
     assert [each.reason for each in report.entries[0].candidates] == ["", *others]
 
 
