@@ -168,7 +168,7 @@ class _SiluMul(torch.autograd.Function):
             grad = grad.clone(memory_format=torch.contiguous_format)
         if watched or not all(needs):
             pair = tensors if len(tensors) > 1 else halves_of(tensors[0])
-            rows = as_rows([grad.contiguous(), *pair], _OF_GRADIENTS, gradients=True)
+            rows = as_rows([grad.contiguous(), *pair], _OF_GRADIENTS)
             found = gradients_of(rows, needs if len(tensors) > 1 else (True, True))
             seen = [None if part is None else part.view(grad.shape) for part in found]
             return None, *(seen if len(tensors) > 1 else (torch.cat(seen, -1),))  # type: ignore[arg-type]
@@ -185,9 +185,7 @@ def _gradients(call: GraphCall, grad: Tensor, gate: Tensor, up: Tensor) -> list[
     known = call.gradient
     if known is None or known[0] != looks or not known[1].plan.held:
         layout = tuple(grad.shape), contiguous_stride(tuple(grad.shape)), grad.dtype
-        of_rows = operator.prepared(
-            silu_mul_gradients, as_rows(tensors, _OF_GRADIENTS, gradients=True), {"dense": True}
-        )
+        of_rows = operator.prepared(silu_mul_gradients, as_rows(tensors, _OF_GRADIENTS), {"dense": True})
         call.gradient = known = looks, of_rows.shaped(layout, layout)
     return known[1](tensors)
 
@@ -199,7 +197,7 @@ def _of_both(call: GraphCall, grad: Tensor, both: Tensor) -> list[Tensor]:
     looks = [is_deterministic(), *map(describe, given)]
     known = call.gradient
     if known is None or known[0] != looks or not known[1].plan.held:
-        rows = as_rows(given, _OF_GRADIENTS, gradients=True)
+        rows = as_rows(given, _OF_GRADIENTS)
         call.gradient = known = looks, operator.prepared(silu_mul_gradients, rows, {"dense": False})
     found = torch.empty_like(both)
     first = found.data_ptr()

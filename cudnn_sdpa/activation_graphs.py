@@ -1,4 +1,4 @@
-"""The graphs of gated activations, forward and backward, with their references. All tensors have three dimensions."""
+"""The graphs of gated activations, forward and backward, with their references. All tensors are rows, (1, rows, n)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cudnn_sdpa.activation_rows import as_rows
+from cudnn_sdpa.activation_rows import backward_form, forward_form
 from cudnn_sdpa.graphs.function import graph_op
-from cudnn_sdpa.runtime.symbols import is_known
 
 
 def _silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -66,21 +65,14 @@ def gradients_of(rows: Sequence[Tensor], needs: tuple[bool, ...]) -> tuple[Tenso
     return silu_mul_of_gate(*rows) if needs[0] else None, silu_mul_of_up(*rows[:2]) if needs[1] else None
 
 
-def _uncut(rows: Tensor) -> Tensor:
-    """What `as_rows` has cut, in rows again."""
-    return rows[0] if is_known(rows.shape[0] == 1) else rows.flatten(1)
-
-
 def _silu_mul_backward(grads: Any, operands: Any, outputs: Any, *, needs: tuple[bool, ...]) -> Any:
     del outputs
-    shape, names = operands[0].shape, ("grad", "gate", "up")
-    rows = as_rows([_uncut(x) for x in (grads[0].contiguous(), *operands)], names, gradients=True)
-    return tuple(None if found is None else found.view(shape) for found in gradients_of(rows, needs))
+    return gradients_of((grads[0].contiguous(), *operands), needs)
 
 
 @graph_op(reference=_silu_mul_reference, backward=_silu_mul_backward)
 def silu_mul_rows(g: Any, gate: Any, up: Any) -> Any:
-    """SiLU(gate) · up of rows of three dimensions."""
+    """SiLU(gate) · up."""
     return g.mul(a=g.swish(input=gate), b=up)
 
 
@@ -103,3 +95,9 @@ def relu_squared_rows(g: Any, x: Any) -> Any:
     """max(x, 0)²."""
     y = g.relu(input=x)
     return g.mul(a=y, b=y)
+
+
+for _function in (silu_mul_rows, gelu_mul_rows, relu_squared_rows):
+    _function.form = forward_form
+for _function in (silu_mul_gradients, silu_mul_of_gate, silu_mul_of_up):
+    _function.form = backward_form

@@ -1,4 +1,4 @@
-"""How tensors of an activation are shown to cuDNN: in three dimensions, without a copy, in the form it is quickest in.
+"""How tensors of an activation are shown to cuDNN: as rows, and those in the form it is quickest in, without a copy.
 
 cuDNN's kernels work on tiles of a matrix, and its heuristics choose the tile by the number of rows. Where all is dense
 any matrix will do; of halves of a projection's rows, each row is a matrix. Which one is quickest was measured on an
@@ -8,13 +8,10 @@ H200 (cuDNN 9.19), in bfloat16, for 0.9 to 134 million numbers, forward and back
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from cudnn_sdpa.errors import LayoutError
-from cudnn_sdpa.runtime.symbols import is_known
 
 #: More matrices would not fit into a grid's third dimension.
 _MOST_MATRICES = 65535
@@ -35,91 +32,72 @@ _LONGER_ROW = 128
 _PIECES = (64, 128, 256)
 
 
-def as_rows(tensors: Sequence[Tensor], names: Sequence[str], *, gradients: bool = False) -> list[Tensor]:
-    """Tensors of one shape in three dimensions, without a copy.
+def as_rows(tensors: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
+    """Tensors of one shape as rows (1, rows, n), the last dimension dense.
 
     Args:
-        tensors: What a graph reads, the last dimension dense.
+        tensors: (..., n).
         names: Their names in errors.
-        gradients: The graph is that of a backward pass.
 
     Raises:
         LayoutError: One of them would have to be copied.
     """
-    if all(_is_dense(x) for x in tensors):
-        shape = _of_dense(tensors[0], gradients)
-        return [x.view(shape) for x in tensors]
-    rows = [_of_two(name, x) for name, x in zip(names, tensors, strict=True)]
-    if any(is_known(x.stride(0) == 0) for x in rows) and is_known(rows[0].shape[0] <= _MOST_MATRICES):
-        return [x.unsqueeze(1) for x in rows]  # one row for all: cuDNN takes that of matrices, not within one
-    length = _piece(rows[0], gradients)
-    if length is None:
-        return [x.unsqueeze(0) for x in rows]
-    return [x.view(x.shape[0], -1, length) for x in rows]
+    return [_of_two(name, x).unsqueeze(0) for name, x in zip(names, tensors, strict=True)]
 
 
-def _of_dense(x: Tensor, gradients: bool) -> tuple[int, int, int]:
-    """The form of dense tensors.
+def forward_form(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The form of what `as_rows` gives in which a forward pass is quickest."""
+    return _in_form(rows, gradients=False)
 
-    A compiler that does not know how many numbers there are shall not ask for it, and compile once more: for it they
-    lie in rows of 64 if their last dimension does.
-    """
-    size, count = x.shape[-1] if x.dim() else 1, x.numel()
-    squares = is_known(count % _SQUARE**2 == 0) and is_known(count // _SQUARE**2 <= _MOST_MATRICES)
-    if squares and (gradients or is_known(count >= _MANY)):
+
+def backward_form(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The same of a backward pass."""
+    return _in_form(rows, gradients=True)
+
+
+def _in_form(rows: tuple[Tensor, ...], *, gradients: bool) -> tuple[Tensor, ...]:
+    count, size = rows[0].shape[1:]
+    if all(x.is_contiguous() for x in rows):
+        shape = _of_dense(count * size, size, gradients)
+        return tuple(x.view(shape) for x in rows)
+    matrices = [x[0] for x in rows]
+    if count > _MOST_MATRICES:
+        return rows
+    if any(x.stride(0) == 0 for x in matrices):
+        return tuple(x.unsqueeze(1) for x in matrices)  # one row for all: cuDNN takes that of matrices, not within one
+    length = _piece(count, size, gradients)
+    return rows if length is None else tuple(x.view(count, -1, length) for x in matrices)
+
+
+def _of_dense(count: int, size: int, gradients: bool) -> tuple[int, int, int]:
+    """The form of so many numbers in rows of a size, all dense."""
+    squares = count % _SQUARE**2 == 0 and count // _SQUARE**2 <= _MOST_MATRICES
+    if squares and (gradients or count >= _MANY):
         return -1, _SQUARE, _SQUARE
-    if not gradients and is_known(count < _MANY) and is_known(count % _LONGER_ROW == 0):
+    if not gradients and count < _MANY and count % _LONGER_ROW == 0:
         return 1, -1, _LONGER_ROW
-    if size % _ROW == 0 or is_known(count % _ROW == 0):
-        return 1, -1, _ROW
-    return 1, -1, size
+    return 1, -1, _ROW if count % _ROW == 0 else size
 
 
-def _piece(rows: Tensor, gradients: bool) -> int | None:
-    """Into pieces of which length to cut rows (rows, n) that do not lie behind each other; None: not at all.
-
-    Nor where a compiler does not know n or how many rows there are: it shall not ask.
-    """
-    count, size = rows.shape
-    length = _in_32(size) if gradients else None
-    if length is None and is_known(count * size >= _MANY):
-        length = _SQUARE if is_known(size == _SQUARE**2) else _in_tiles(size)
-    return length if length is not None and is_known(count <= _MOST_MATRICES) else None
-
-
-def _in_32(size: int) -> int | None:
-    """The length of 32 pieces, where they are quickest in a backward pass: long enough, and of whole sectors of memory.
-
-    Rows of a multiple of 4096 are quicker in pieces of 64.
-    """
-    fits = is_known(size >= 32 * 32) and is_known(size % (32 * 16) == 0)
-    return size // 32 if fits and not is_known(size % 4096 == 0) else None
-
-
-def _in_tiles(size: int) -> int | None:
-    """The length of pieces that fill a kernel's tiles of 64, 128 or 256 rows."""
-    for length in _PIECES:
+def _piece(count: int, size: int, gradients: bool) -> int | None:
+    """Into pieces of which length to cut so many rows of a size that do not lie behind each other; None: not at all."""
+    if gradients and size >= 32 * 32 and size % (32 * 16) == 0 and size % 4096:
+        return size // 32  # whole sectors of memory; rows of a multiple of 4096 are quicker in pieces of 64
+    if count * size < _MANY:
+        return None
+    if size == _SQUARE**2:
+        return _SQUARE
+    for length in _PIECES:  # that fill a kernel's tiles of 64, 128 or 256 rows
         pieces = size // length
-        fills = is_known(pieces % 64 == 0) or (is_known(pieces > 32) and is_known(pieces <= length))
-        if is_known(size % length == 0) and fills:
+        if size % length == 0 and (pieces % 64 == 0 or 32 < pieces <= length):
             return length
     return None
 
 
-def _is_dense(x: Tensor) -> bool:
-    """Whether it is contiguous, also for a compiler that does not know its sizes."""
-    if not torch.compiler.is_compiling():
-        return x.is_contiguous()
-    step: Any = 1  # by its strides, which a compiler knows also where it does not know sizes
-    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
-        if stride != step and size != 1:
-            return False
-        step = step * size
-    return True
-
-
 def _of_two(name: str, x: Tensor) -> Tensor:
     """A tensor (..., n) as rows (rows, n), without a copy."""
+    if x.dim() == 0:
+        return x.view(1, 1)
     if x.stride(-1) != 1 and x.shape[-1] != 1:
         raise LayoutError(name, f"strides {x.stride()}", "a dense last dimension", f"Use {name}.contiguous().")
     try:

@@ -77,7 +77,7 @@ def _silu_mul(gate: Tensor, up: Tensor | None = None) -> Description:
     if not needs_gradient(gate, up):
         return _completed(found, gate, [])
     grad = torch.empty(tensors[0].shape, dtype=gate.dtype, device=gate.device)
-    rows = [*map(_meta, as_rows((grad, *tensors), ("grad", "gate", "up"), gradients=True))]
+    rows = [*map(_meta, as_rows((grad, *tensors), ("grad", "gate", "up")))]
     if up is None or (gate.requires_grad and up.requires_grad):
         return _completed(found, gate, [], silu_mul_gradients.describe(*rows, dense=up is not None))
     of_one = silu_mul_of_gate.describe(*rows) if gate.requires_grad else silu_mul_of_up.describe(*rows[:2])

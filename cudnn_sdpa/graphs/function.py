@@ -37,6 +37,8 @@ class GraphFunction(GraphOp):
         keeps_results: Whether that gets the results; otherwise they are not kept for it.
         backward_asks: Whether that wants to know which are wanted.
         token: The name by which the torch operator finds it.
+        form: How cuDNN is shown the operands where that is quicker, if it is: the same memory in another shape, and so
+            are the results. It is asked when a plan is needed, with sizes that are known, which a compiler's are not.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class GraphFunction(GraphOp):
         self.__name__ = builder.__name__
         self.reference, self._outputs, self.backward = reference, outputs or reference, backward
         self.keeps_results = keeps_results
+        self.form: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
         self.backward_asks = backward is not None and "needs" in inspect.signature(backward).parameters
         parameters = list(inspect.signature(builder).parameters.values())[1:]
         self.operands = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
@@ -166,18 +169,16 @@ class GraphFunction(GraphOp):
 
     def describe(self, *operands: Any, **options: Any) -> Description:
         """What a call with these arguments runs on a GPU."""
-        given, static = self._bind(operands, options)
+        bound, static = self._bind(operands, options)
+        given = self.seen(bound)
         tensor = next(x for x in given if isinstance(x, Tensor))
-        key = partial(
-            key_of,
-            self,
-            self.operands,
-            given,
-            self.outputs(given, static),
-            static,
-            deterministic=is_deterministic(),
-        )
+        outputs, exactly = self.outputs(given, static), is_deterministic()
+        key = partial(key_of, self, self.operands, given, outputs, static, deterministic=exactly)
         return Description(operation=self, key=key, device=tensor.get_device() if tensor.is_cuda else None)
+
+    def seen(self, given: Sequence[Any]) -> tuple[Any, ...]:
+        """The operands as cuDNN sees them."""
+        return tuple(given) if self.form is None else self.form(tuple(given))
 
     def outputs(self, given: Sequence[Any], static: dict[str, Any]) -> Outputs:
         """Tensors without data, like the results."""

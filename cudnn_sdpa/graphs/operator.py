@@ -87,8 +87,11 @@ def prepared(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Gra
     found: GraphCall | None = calls.get(signature)
     if found is None:
         with torch.cuda.device(next(x.device for x in given if isinstance(x, Tensor))):
-            outputs = function.outputs(given, static)
-            found = GraphCall(function, given, outputs, static, deterministic=deterministic)
+            seen = function.seen(given)
+            found = GraphCall(function, seen, function.outputs(seen, static), static, deterministic=deterministic)
+            if function.form is not None:
+                results = function.outputs(given, static)
+                found = found.shaped(*((tuple(x.shape), x.stride(), x.dtype) for x in results))
         calls.add(signature, found)
     return found
 

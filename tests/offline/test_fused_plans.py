@@ -73,7 +73,7 @@ HALVES = bare(512, 400)[:, :200].unsqueeze(0)
 SQUARES = bare(57344, 32, 32)
 THIRTY_TWO, FOR_THEM = (bare(512, width)[:, :1536].view(512, 32, 48) for width in (3072, 1536))
 
-ONE_FOR_ALL = as_rows((bare(1, 200).expand(512, 200), bare(512, 200)), ("gate", "up"))
+ONE_FOR_ALL = tuple(as_rows((bare(1, 200).expand(512, 200), bare(512, 200)), ("gate", "up")))
 
 GATES = {
     "silu_mul": (silu_mul_rows, (DENSE, DENSE), {}),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
+from stand_in_engines import TARGET
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-from cudnn_sdpa import LayoutError, activation_graphs, activation_rows, gelu_mul, relu_squared, silu_mul
-from cudnn_sdpa.activation_rows import as_rows
+from cudnn_sdpa import LayoutError, activation_rows, silu_mul
+from cudnn_sdpa import activation_graphs as graphs
+from cudnn_sdpa.activation_rows import as_rows, backward_form, forward_form
+from cudnn_sdpa.graphs.operator import as_tuple
 
 NAMES = ("gate", "up")
 
@@ -52,11 +54,15 @@ def on_meta(*shape):
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
+def formed(pair, *, gradients=False, names=NAMES):
+    return (backward_form if gradients else forward_form)(tuple(as_rows(pair, names)))
+
+
 @pytest.mark.parametrize("shape", DENSE, ids=str)
 def test_the_form_of_dense_tensors(shape):
     pair = [on_meta(*shape), on_meta(*shape)]
     for gradients, form in enumerate(DENSE[shape]):
-        rows = as_rows(pair, NAMES, gradients=bool(gradients))
+        rows = formed(pair, gradients=bool(gradients))
         assert [tuple(x.shape) for x in rows] == [form, form]
         assert all(x.is_contiguous() for x in rows)
 
@@ -66,11 +72,17 @@ def test_the_form_of_halves(shape):
     rows, size = shape
     pair = on_meta(rows, 2 * size).chunk(2, dim=-1)
     for gradients, form in enumerate(HALVES[shape]):
-        for x in as_rows(pair, NAMES, gradients=bool(gradients)):
+        for x in formed(pair, gradients=bool(gradients)):
             assert tuple(x.shape) == form
-            expected = (2 * size, form[2], 1) if form[0] > 1 else (2 * size * rows, 2 * size, 1)
-            assert x.stride()[1:] == expected[1:]
-            assert form[0] == 1 or x.stride(0) == expected[0]
+            assert x.stride()[1:] == ((form[2], 1) if form[0] > 1 else (2 * size, 1))
+            assert form[0] == 1 or x.stride(0) == 2 * size
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_one_row_for_all_is_a_matrix_for_each(gradients):
+    row, dense = on_meta(1, 1024).expand(512, 1024), on_meta(512, 1024)
+    for pair in ([row, dense], [dense, row], [row, row]):
+        assert [tuple(x.shape) for x in formed(pair, gradients=gradients)] == [(512, 1, 1024)] * 2
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -80,39 +92,41 @@ def test_a_form_is_a_view_of_the_same_numbers_in_order(shape, many, gradients, m
     monkeypatch.setattr(activation_rows, "_MANY", many)
     both = torch.arange(2.0 * torch.Size(shape).numel()).view(*shape[:-1], 2 * shape[-1])
     for pair in (both.chunk(2, dim=-1), [half.clone() for half in both.chunk(2, dim=-1)]):
-        for x, rows in zip(pair, as_rows(pair, NAMES, gradients=gradients), strict=True):
+        for x, rows in zip(pair, formed(pair, gradients=gradients), strict=True):
             assert rows.dim() == 3
             assert rows.data_ptr() == x.data_ptr()
             assert torch.equal(rows.flatten(), x.flatten())
 
 
-@pytest.mark.parametrize("gradients", [False, True])
-def test_what_would_have_to_be_copied_is_refused(gradients):
-    with pytest.raises(LayoutError, match="up: got strides"):
-        as_rows([torch.randn(4, 6), torch.randn(6, 4).t()], NAMES, gradients=gradients)
-    with pytest.raises(LayoutError, match="gate: got shape"):
-        as_rows([torch.randn(4, 3, 8).transpose(0, 1), torch.randn(3, 4, 8)], NAMES, gradients=gradients)
-
-
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("many", [0, 1 << 40])
 @pytest.mark.parametrize("shape", [(2, 1024), (3, 1536), (2, 4096), (3, 64), (5, 33)], ids=str)
-def test_values_and_gradients_in_every_form(shape, many, monkeypatch):
+def test_results_in_a_form_are_those_of_rows(shape, many, dense, monkeypatch):
+    """What is computed in one form lies in memory as what is expected in the other."""
     monkeypatch.setattr(activation_rows, "_MANY", many)
-    both = torch.randn(*shape[:-1], 2 * shape[-1], requires_grad=True)
-    exact = both.detach().double().requires_grad_()
-    gate, up = exact.chunk(2, dim=-1)
-    wanted, grad = F.silu(gate) * up, torch.randn(shape)
-    (of_both,) = torch.autograd.grad(wanted, exact, grad.double(), retain_graph=True)
-    for form in (lambda x: (x,), lambda x: x.chunk(2, dim=-1), lambda x: [half.clone() for half in x.chunk(2, dim=-1)]):
-        for function in (lambda x, form=form: silu_mul(*form(x)), compiled(lambda x, form=form: silu_mul(*form(x)))):
-            out = function(both)
-            torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
-            (found,) = torch.autograd.grad(out, both, grad)
-            torch.testing.assert_close(found.double(), of_both, rtol=1e-5, atol=1e-5)
-    x = both.detach()
-    for pair in (x.chunk(2, dim=-1), [half.clone() for half in x.chunk(2, dim=-1)]):
-        torch.testing.assert_close(gelu_mul(*pair).double(), F.gelu(gate) * up, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(relu_squared(pair[0]).double(), F.relu(gate).square(), rtol=1e-5, atol=1e-5)
+    gate, up = (half.clone() if dense else half for half in torch.randn(shape[0], 2 * shape[1]).chunk(2, dim=-1))
+    rows = as_rows([torch.randn(shape), gate, up], ("grad", *NAMES))
+    for function, given, options in (
+        (graphs.silu_mul_rows, rows[1:], {}),
+        (graphs.gelu_mul_rows, rows[1:], {}),
+        (graphs.relu_squared_rows, rows[1:2], {}),
+        (graphs.silu_mul_gradients, rows, {"dense": True}),
+        (graphs.silu_mul_gradients, rows, {"dense": False}),
+        (graphs.silu_mul_of_gate, rows, {}),
+        (graphs.silu_mul_of_up, rows[:2], {}),
+    ):
+        results = [as_tuple(function.reference(*each, **options)) for each in (given, function.seen(given))]
+        for plain, other in zip(*results, strict=True):
+            torch.testing.assert_close(other.as_strided(plain.shape, plain.stride()), plain)
+        key = function.describe(*given, **options).key(TARGET, 0)
+        assert [each.layout.shape for each in key.inputs] == [tuple(x.shape) for x in function.seen(given)]
+
+
+def test_what_would_have_to_be_copied_is_refused():
+    with pytest.raises(LayoutError, match="up: got strides"):
+        as_rows([torch.randn(4, 6), torch.randn(6, 4).t()], NAMES)
+    with pytest.raises(LayoutError, match="gate: got shape"):
+        as_rows([torch.randn(4, 3, 8).transpose(0, 1), torch.randn(3, 4, 8)], NAMES)
 
 
 def compiled(function, **options):
@@ -127,9 +141,7 @@ FORMS = {
 }
 
 
-def assert_compiled_once(form, shapes, dims, monkeypatch):
-    monkeypatch.setattr(activation_rows, "_MANY", 8 * 1024)
-
+def times_compiled(form, shapes, dims):
     def call(x):
         return silu_mul(*form(x * 2))
 
@@ -145,21 +157,21 @@ def assert_compiled_once(form, shapes, dims, monkeypatch):
 
 @pytest.mark.parametrize("size", [1024, 1536, 96])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_compiler_that_does_not_know_how_many_rows_there_are_compiles_once(form, size, monkeypatch):
+def test_a_compiler_that_does_not_know_how_many_rows_there_are_compiles_once(form, size):
     shapes = [(rows, 2 * size) for rows in (3, 20, 7, 64, 1000)]
-    assert assert_compiled_once(FORMS[form], shapes, [0], monkeypatch) == 1
+    assert times_compiled(FORMS[form], shapes, [0]) == 1
 
 
-@pytest.mark.parametrize("form", ["both", "halves"])
-def test_nor_does_it_ask_whether_there_are_too_many(form, monkeypatch):
-    assert assert_compiled_once(FORMS[form], [(1000, 128), (70000, 128), (30, 128)], [0], monkeypatch) == 1
+@pytest.mark.parametrize("form", FORMS)
+def test_nor_does_it_ask_whether_there_are_too_many(form):
+    assert times_compiled(FORMS[form], [(1000, 128), (70000, 128), (30, 128)], [0]) == 1
 
 
-@pytest.mark.parametrize("form", ["both", "halves"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dims", [[1], [0, 1]], ids=str)
-def test_a_compiler_that_does_not_know_how_long_rows_are_asks_no_more_than_that(form, dims, monkeypatch):
+def test_a_compiler_that_does_not_know_how_long_rows_are_asks_no_more_than_that(form, dims):
     shapes = [(6, 2 * size) for size in (96, 128, 1024, 1536, 2048, 4096, 33, 5632)]
-    assert assert_compiled_once(FORMS[form], shapes, dims, monkeypatch) == 1
+    assert times_compiled(FORMS[form], shapes, dims) == 1
 
 
 @pytest.mark.parametrize("size", [96, 128, 1024, 4096])
@@ -175,40 +187,3 @@ def test_what_is_exported_takes_any_number_of_rows(form, strict, size):
     for count in (2, 70000 if size == 96 else 300):
         x = torch.randn(count, 2 * size)
         torch.testing.assert_close(program.module()(x), silu_mul(x))
-
-
-@pytest.mark.parametrize("shape", [(4, 1536), (3, 2048), (2, 4096), (3, 128)], ids=str)
-def test_a_compiled_backward_pass_has_the_form_of_an_eager_one(shape, monkeypatch):
-    seen = []
-    real = activation_graphs.silu_mul_gradients
-    monkeypatch.setattr(
-        activation_graphs, "silu_mul_gradients", lambda *rows, dense: seen.append(rows) or real(*rows, dense=dense)
-    )
-    both = torch.randn(*shape[:-1], 2 * shape[-1], requires_grad=True)
-    for function in (lambda x: silu_mul(*x.chunk(2, dim=-1)), compiled(lambda x: silu_mul(*x.chunk(2, dim=-1)))):
-        seen.clear()
-        function(both).sum().backward()
-        pair = both.detach().chunk(2, dim=-1)
-        expected = as_rows([torch.ones(shape), *pair], ("grad", *NAMES), gradients=True)
-        assert [x.shape for x in seen[0]] == [x.shape for x in expected]
-        assert [x.stride() for x in seen[0]] == [x.stride() for x in expected]
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-def test_one_row_for_all_is_a_matrix_for_each(gradients):
-    row, dense = on_meta(1, 1024).expand(512, 1024), on_meta(512, 1024)
-    for pair in ([row, dense], [dense, row], [row, row]):
-        assert [tuple(x.shape) for x in as_rows(pair, NAMES, gradients=gradients)] == [(512, 1, 1024)] * 2
-
-
-def test_a_compiler_that_knows_the_sizes_takes_the_quickest_form():
-    views = []
-
-    def backend(graph, _):
-        views.extend(tuple(node.args[1:]) for node in graph.graph.nodes if node.target == "view")
-        return graph
-
-    torch._dynamo.reset()
-    x = torch.randn(4, 1024)
-    torch.compile(lambda x: silu_mul(x, x), backend=backend, fullgraph=True, dynamic=False)(x)
-    assert ((1, -1, 128),) in views
