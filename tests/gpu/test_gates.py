@@ -8,7 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cudnn_sdpa import LayoutError, UnsupportedError, activation, gelu_mul, no_plan_builds, relu_squared, silu_mul
+from cudnn_sdpa import (
+    LayoutError,
+    UnsupportedError,
+    activation,
+    gelu_mul,
+    no_plan_builds,
+    plan_cache,
+    relu_squared,
+    silu_mul,
+)
 
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 SHAPES = [(64,), (7, 4096), (3, 5, 96), (2, 8192), (1, 16), (5, 1000), (33, 14336), (70_000, 128)]
@@ -131,6 +140,27 @@ def test_torch_compile_with_gradients():
     (found,) = torch.autograd.grad(torch.compile(step, fullgraph=True)(both), both)
     (wanted,) = torch.autograd.grad(step(both), both)
     assert difference(found, wanted.double()) < 2e-2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_code_has_the_quick_form(dynamic):
+    step = torch.compile(lambda x: silu_mul(*x.chunk(2, -1)), fullgraph=True, dynamic=dynamic)
+    for rows in (8192, 4096):
+        x = torch.randn(rows, 2 * 5632, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        exact = x.detach().double().requires_grad_()
+        gate, up = exact.chunk(2, -1)
+        out, wanted = step(x), F.silu(gate) * up
+        assert difference(out, wanted) < 8e-3
+        grad = torch.randn_like(out)
+        (found,), (right,) = (
+            torch.autograd.grad(y, of, g) for y, of, g in ((out, x, grad), (wanted, exact, grad.double()))
+        )
+        assert difference(found, right) < 2e-2
+        assert {(rows, 44, 128), (rows, 32, 176)} == {
+            plan.key.inputs[-1].layout.shape
+            for plan in plan_cache.plans()
+            if plan.key.inputs[-1].layout.shape[0] == rows
+        }
 
 
 @pytest.mark.parametrize("place", [0, 1])
