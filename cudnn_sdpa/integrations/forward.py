@@ -62,6 +62,9 @@ def attention(
             _with_bias(attention_mask, position_bias, query, key),
             causal and attention_mask is None,
         )
+    if others.get("cu_seq_lens_q") is not None and not _is_packed(attention_mask):
+        others["sliding_window"] = others.get("sliding_window") or (attention_mask is not None) or None
+        return _by_offsets(query, key, value, others, options, causal=_is_causal(module, is_causal)), None
     if attention_mask is None:
         lengths = None
         if query.shape[2] == 1 and not (dropout or softcap) and _grows(module, is_causal, key):
@@ -110,6 +113,32 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, found: hidden.Packed, opt
     )
     out: Tensor = sdpa_varlen(q, k, v, found.offsets, found.offsets, length, length, is_causal=True, **options)
     return out.index_select(0, found.place).view(batch, length, heads, value.shape[3])
+
+
+def _is_packed(mask: Tensor | None) -> bool:
+    """Whether a mask says already which tokens belong together."""
+    return mask is not None and (mask.dtype != hidden.DTYPE or hidden.is_packed(mask))
+
+
+def _by_offsets(
+    query: Tensor, key: Tensor, value: Tensor, others: dict[str, Any], options: dict[str, Any], *, causal: bool
+) -> Tensor:
+    """Attention among the sequences that lie end to end in a batch of one, as FlashAttention's arguments say it."""
+    reasons = {
+        "cu_seq_lens_q in a batch of more than one": query.shape[0] != 1,
+        "cu_seq_lens_q with a sliding window": others["sliding_window"] is not None,
+        "cu_seq_lens_q without cu_seq_lens_k, max_length_q and max_length_k": any(
+            others.get(name) is None for name in ("cu_seq_lens_k", "max_length_q", "max_length_k")
+        ),
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise UnsupportedError("cudnn_sdpa in transformers", found, "position_ids that begin anew, and use_cache=False")
+    q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
+    offsets = [others[name].int() for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    longest = [int(others[name]) for name in ("max_length_q", "max_length_k")]
+    out: Tensor = sdpa_varlen(q, k, v, *offsets, *longest, is_causal=causal, **options)
+    return out.unsqueeze(0)
 
 
 def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:

@@ -58,6 +58,11 @@ def packed(seen: Tensor) -> Tensor:
     return numbers.view(DTYPE).view(1, 1, -1, 1).expand(1, _PACKED, -1, 1)
 
 
+def is_packed(mask: Tensor) -> bool:
+    """Whether a tensor of this module says which tokens are packed, and not how far queries see."""
+    return mask.shape[1] == _PACKED
+
+
 def structure(mask: Tensor, query: Tensor) -> Band | Packed:
     """What a tensor of this module says to queries (B, Hq, S, D)."""
     rows, kind, left, right = mask.shape

@@ -11,6 +11,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.bias import bias_view
 from cudnn_sdpa.integrations import hidden
 from cudnn_sdpa.integrations.hidden import UNBOUNDED
+from cudnn_sdpa.runtime.symbols import is_known
 
 #: Models that join masks to one, and so need each drawn.
 JOINING = frozenset({"t5gemma2_decoder"})
@@ -138,7 +139,7 @@ def _padded(request: Request, seen: Tensor) -> tuple[bool, Tensor | None]:
         return False, None
     if queries == 1 or request.kv_length < queries or seen.shape[-1] < queries:
         return False, None
-    if request.local_size is not None and queries >= request.local_size:
+    if request.local_size is not None and not is_known(queries < request.local_size):
         return False, None
     return True, hidden.packed(seen[:, :queries])
 

@@ -145,7 +145,7 @@ class Attention(nn.Module):
         Args:
             module: Its inputs are (batch, sequence, features).
             cross: Whether it is called with keys and values of another sequence.
-            options: is_causal, window, softcap, rope: what PyTorch's module does not know.
+            options: is_causal, window, scale, softcap, rope: what PyTorch's module does not know.
 
         Raises:
             OptionError: It is something else.
@@ -153,6 +153,9 @@ class Attention(nn.Module):
         """
         check_type("module", module, nn.MultiheadAttention)
         check_flags(cross=cross)
+        for name in options.keys() - {"is_causal", "window", "scale", "softcap", "rope"}:
+            expected = "is_causal, window, scale, softcap or rope: the module says the rest"
+            raise OptionError("options", name, expected)
         attention_checks.check_convertible(module, cross)
         weight, bias = module.out_proj.weight, module.in_proj_bias is not None
         made = {"bias": bias, "dropout": module.dropout, "device": weight.device, "dtype": weight.dtype}

@@ -19,11 +19,14 @@ def check_type(name: str, module: Any, *kinds: type) -> None:
 
     Raises:
         OptionError: It is not.
+        UnsupportedError: Hooks would be lost.
     """
     if type(module) not in kinds:
         expected = " or ".join(dict.fromkeys(f"torch.nn.{kind.__name__}" for kind in kinds))
         hint = "A class derived from it may compute something else." if isinstance(module, kinds) else ""
         raise OptionError(name, f"{type(module).__module__}.{type(module).__qualname__}", expected, hint)
+    hooked = any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
+    refuse("this conversion", {"a hook is registered on it or on a part of it, and would be lost": hooked})
 
 
 def refuse(what: str, reasons: dict[str, bool], suggestion: str = "") -> None:

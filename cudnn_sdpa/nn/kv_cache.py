@@ -35,6 +35,8 @@ class KVStep:
     slots: Tensor = field(repr=False)
     is_over: Tensor = field(repr=False)
     of: KVCache = field(repr=False)
+    is_used: bool = field(default=False, repr=False)
+    written: set[int] = field(default_factory=set, repr=False)
 
     @property
     def batch(self) -> int:
@@ -60,6 +62,9 @@ class KVCache:
 
     A sequence that outgrows `max_length` raises on the CPU, and under `CUDNN_SDPA_DEBUG=1`. On the GPU nobody knows
     in time: its output is NaN from then on, until `reset`.
+
+    What is reserved counts as tokens from then on. A step that is never appended, because a call failed for instance,
+    is taken back with `cancel`; outside compiled functions the next `reserve` insists on that.
 
     Args:
         batch: Sequences.
@@ -120,6 +125,7 @@ class KVCache:
             self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
             self._rows = torch.arange(batch, device=device).unsqueeze(1)
         self.dtype, self.device = dtype, self.lengths.device
+        self._newest: KVStep | None = None
 
     def k(self, layer: int = 0) -> Tensor:
         """The keys of a layer, (B, Hkv, max_length, D)."""
@@ -137,6 +143,7 @@ class KVCache:
     def reset(self) -> None:
         """Forgets all tokens."""
         self.lengths.zero_()
+        self._newest = None
 
     def reserve(self, tokens: int = 1, seq_lens: Tensor | None = None) -> KVStep:
         """Makes room for new tokens at the end of every sequence, and says where they go.
@@ -149,9 +156,13 @@ class KVCache:
             The step, for `append` and `attend` of each layer, or for the modules' argument `step`.
 
         Raises:
-            ArgumentError: A number is wrong, or a sequence becomes longer than `max_length`, where that is known.
+            ArgumentError: A number is wrong, the step before was not appended, or a sequence becomes longer than
+                `max_length`, where that is known.
         """
         check_count("tokens", tokens)
+        if not is_compiling() and self._newest is not None and not self._newest.is_used:
+            hint = "Use it, or take it back: cache.cancel(step), or cache.reset()."
+            raise OptionError("tokens", "a second step", "that the keys of the step before are appended first", hint)
         offsets = torch.arange(tokens, device=self.device)
         check_lengths("seq_lens", seq_lens, self._rows)
         if not is_compiling() and (self.device.type == "cpu" or (debug.enabled and not _is_capturing())):
@@ -165,7 +176,25 @@ class KVCache:
         is_over = lengths > self.max_length
         # What follows a layer's NaN is NaN, too, and must not stay where shorter sequences are padded with it.
         slots = positions.masked_fill(~found | is_over.unsqueeze(1), self.max_length)
-        return KVStep(positions, lengths, seq_lens, slots, is_over.view(-1, 1, 1, 1), self)
+        step = KVStep(positions, lengths, seq_lens, slots, is_over.view(-1, 1, 1, 1), self)
+        if not is_compiling():
+            self._newest = step
+        return step
+
+    def cancel(self, step: KVStep) -> None:
+        """Takes the newest step back, whose call has failed: its tokens are forgotten.
+
+        Args:
+            step: What `reserve` gave last, outside a compiled function.
+
+        Raises:
+            OptionError: It is another one.
+        """
+        self._own(step)
+        if step is not self._newest:
+            raise OptionError("step", "another step", "the newest one that this cache has reserved")
+        self.lengths.sub_(step.tokens if step.seq_lens_q is None else step.seq_lens_q)
+        self._newest = None
 
     def _check_room(self, tokens: int, seq_lens: Tensor | None) -> None:
         new = [tokens] * self.batch if seq_lens is None else seq_lens.tolist()
@@ -201,6 +230,7 @@ class KVCache:
         if needs_gradient(k, v):
             reasons = ["keys or values require grad, and a cache keeps numbers without their history"]
             raise UnsupportedError("a KVCache with a gradient", reasons, "calling it under torch.no_grad()")
+        self._mark(step, layer)
         for rows, to in zip((k, v), self._pair(layer), strict=True):
             to[self._rows, :, step.slots] = rows.transpose(1, 2)
 
@@ -223,6 +253,16 @@ class KVCache:
         out: Tensor = sdpa(q, self.k(layer), self.v(layer), **options)
         fill = out.masked_fill if out.requires_grad else out.masked_fill_  # a backward pass needs the output as it is
         return fill(step.is_over, float("nan"))
+
+    def _mark(self, step: KVStep, layer: int) -> None:
+        """Remembers that a layer of a step is written, which nobody does twice; a compiler does not ask."""
+        if not is_compiling():
+            if layer in step.written:
+                expected = "another layer: this one has the step's keys already"
+                raise OptionError("layer", repr(layer), expected, "Each layer of a model gives its own number.")
+            self._pair(layer)
+            step.written.add(layer)
+        step.is_used = True
 
     def _own(self, step: Any) -> None:
         if not isinstance(step, KVStep) or step.of is not self:

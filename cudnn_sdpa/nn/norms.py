@@ -13,13 +13,17 @@ from cudnn_sdpa.nn.checks import check_counts, check_flags, check_number
 from cudnn_sdpa.nn.conversion import check_type, copy_parameter, refuse
 from cudnn_sdpa.norm import layer_norm, rms_norm
 
+#: PyTorch takes that of the dtype in which it computes.
+_EPS = torch.finfo(torch.float32).eps
+
 
 class RMSNorm(nn.Module):
     """`torch.nn.RMSNorm` over the last dimension, by `rms_norm`: x / sqrt(mean(x²) + eps) · weight.
 
     Args:
         normalized_shape: Size of the last dimension.
-        eps: Added to the mean of the squares.
+        eps: Added to the mean of the squares; PyTorch's default if not given, which is float32's eps, 1.19e-7. Models
+            name theirs: LLaMA's checkpoints have 1e-5 or 1e-6.
         elementwise_affine: Whether there is a weight.
         zero_centered: Whether the weight is stored less 1, as Gemma does; it starts at 0 then.
         device: Of the weight.
@@ -42,7 +46,7 @@ class RMSNorm(nn.Module):
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
-        eps: float = 1e-6,
+        eps: float | None = None,
         elementwise_affine: bool = True,
         *,
         zero_centered: bool = False,
@@ -51,7 +55,8 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.normalized_shape = _one_dimension(normalized_shape)
-        check_number("eps", eps)
+        if eps is not None:
+            check_number("eps", eps)
         check_flags(elementwise_affine=elementwise_affine, zero_centered=zero_centered)
         self.eps, self.elementwise_affine, self.zero_centered = eps, elementwise_affine, zero_centered
         self.register_parameter("weight", _vector(self.normalized_shape, device, dtype, elementwise_affine))
@@ -72,17 +77,14 @@ class RMSNorm(nn.Module):
         """
         check_type("module", module, nn.RMSNorm)
         _refuse_several(cls.__name__, module.normalized_shape)
-        eps = module.eps
-        if eps is None:  # PyTorch takes that of the dtype in which it computes
-            of_64 = module.weight is not None and module.weight.dtype == torch.float64
-            eps = torch.finfo(torch.float64 if of_64 else torch.float32).eps
-        new = cls(module.normalized_shape[0], eps, module.elementwise_affine, **_like(module.weight))
+        new = cls(module.normalized_shape[0], module.eps, module.elementwise_affine, **_like(module.weight))
         copy_parameter(new.weight, module.weight)
         return new.train(module.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm of rows (..., n)."""
-        normed: Tensor = rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
+        eps = _EPS if self.eps is None else self.eps
+        normed: Tensor = rms_norm(x, self.weight, eps, zero_centered=self.zero_centered)
         return normed
 
     def extra_repr(self) -> str:

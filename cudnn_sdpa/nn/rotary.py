@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cudnn_sdpa.attention.side_tensors import dtype_name, shape_of
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
 from cudnn_sdpa.nn.checks import check_counts, check_flags
+from cudnn_sdpa.runtime.eager import is_compiling
 
 Rotations = tuple[Tensor, Tensor]
 
@@ -88,6 +89,8 @@ class RotaryEmbedding(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
         """Moves it; what makes numbers of a module lower or empty makes none of these."""
+        if self.frequencies.is_meta:  # weights may have come by load_state_dict(assign=True)
+            self.frequencies = self._made()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.frequencies = self._made().to(self.frequencies.device)
         return self
@@ -107,7 +110,10 @@ class RotaryEmbedding(nn.Module):
         check_positions(position_ids)
         frequencies = self.frequencies
         if frequencies.device != position_ids.device:
-            frequencies = self._made().to(position_ids.device)
+            with torch.inference_mode(False):
+                frequencies = self._made().to(position_ids.device)
+            if not is_compiling() and not position_ids.is_meta:
+                self.frequencies = frequencies  # made but once
         angles = position_ids.unsqueeze(-1).float() * frequencies
         return angles.cos(), angles.sin()
 
@@ -122,9 +128,15 @@ class RotaryEmbedding(nn.Module):
             A dense tensor of the same shape and dtype.
 
         Raises:
-            ShapeError: They do not fit.
+            ArgumentError: They do not fit.
         """
+        if not isinstance(rotations, (tuple, list)) or len(rotations) != 2:
+            raise OptionError(
+                "rotations", type(rotations).__name__, "cosines and sines, as a RotaryEmbedding gives them"
+            )
         cos, sin = rotations
+        if sin.shape != cos.shape:
+            raise ShapeError("rotations", f"sines of {shape_of(sin)}", f"{shape_of(cos)}, as the cosines have")
         sizes = heads.shape[1], self.rotary_dim // 2
         if cos.shape[-2:] != sizes or cos.dim() > 3 or (cos.dim() == 3 and cos.shape[0] not in (1, heads.shape[0])):
             expected = f"(S, rotary_dim / 2) = {tuple(sizes)}, of each sequence or of all"

@@ -37,7 +37,8 @@ class TransformerLayer(nn.Module):
         norm: "rms_norm" or "layer_norm".
         activation: "swiglu", with a gate, or "gelu", "gelu_tanh", "relu", "silu", without one.
         norm_first: Whether the norms are before the parts; if not, after the sums, as in BERT.
-        norm_eps: Of the norms; 1e-6 for "rms_norm" and 1e-5 for "layer_norm" if not given.
+        norm_eps: Of the norms; 1e-6 for "rms_norm" and 1e-5 for "layer_norm" if not given. Weights do not say it, and
+            LLaMA 2 and 3 have 1e-5 ("rms_norm_eps" in a model's configuration).
         bias: Whether projections, and norms of "layer_norm", have biases.
         dropout: Share that is dropped in training: of the attention's weights, of what both parts add, and of the
             features in the middle where there is no gate. As in PyTorch's layer.
@@ -98,7 +99,8 @@ class TransformerLayer(nn.Module):
         self.norm_first, self.dropout = norm_first, dropout
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         of_norm: dict[str, Any] = {"bias": bias} if norm == "layer_norm" else {}
-        of_norm |= {} if norm_eps is None else {"eps": norm_eps}
+        default_eps = 1e-6 if norm == "rms_norm" else 1e-5
+        of_norm["eps"] = default_eps if norm_eps is None else norm_eps
         self.norm1 = NORMS[norm](embed_dim, **of_norm, **made)
         self.self_attn = Attention(embed_dim, num_heads, bias=bias, dropout=dropout, **made, **attention)
         self.norm2 = NORMS[norm](embed_dim, **of_norm, **made)

@@ -25,6 +25,15 @@ def is_true(condition: Any) -> bool:
     return bool(condition)
 
 
+def is_known(condition: Any) -> bool:
+    """Whether a comparison holds whatever symbols stand for; a compiler keeps no note that it was asked."""
+    if is_compiling() or isinstance(condition, torch.SymBool):
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return bool(statically_known_true(condition))
+    return bool(condition)
+
+
 def is_larger(a: Any, b: Any) -> bool:
     """Whether one stride is larger than another; if only data can tell, whether it is a multiple."""
     condition = a > b

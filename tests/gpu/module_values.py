@@ -32,7 +32,8 @@ def norm(module: Any, params: dict[str, Tensor], x: Tensor) -> Tensor:
         x = x - x.mean(-1, keepdim=True)
         return x / (x.square().mean(-1, keepdim=True) + module.eps).sqrt() * weight + params.get("bias", 0.0)
     weight = weight + module.zero_centered if "weight" in params else weight
-    return x / (x.square().mean(-1, keepdim=True) + module.eps).sqrt() * weight
+    eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
 def rotate(rope: Any, heads: Tensor, positions: Tensor) -> Tensor:

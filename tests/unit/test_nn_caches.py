@@ -262,3 +262,59 @@ def test_a_compiled_step_serves_all_positions(chunks):
         expected = expected_of(layer, expected)
     assert_close(torch.cat(found, dim=1), expected)
     assert cache.lengths.tolist() == [12, 12]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers_before", [0, 1])
+def test_what_a_failed_call_has_reserved_is_taken_back(layers_before):
+    stack = [make(rope=RotaryEmbedding(16)) for _ in range(2)]
+    cache, x = static(stack[0], layers=2), torch.randn(2, 6, 64)
+
+    def run(part, step):
+        for number, module in enumerate(stack):
+            part = module(part, step=step, layer=number)
+        return part
+
+    def expected():
+        first = expected_of(stack[0], x)
+        return expected_of(stack[1], first.float())
+
+    failed = cache.reserve(4, torch.tensor([4, 2], dtype=torch.int32))
+    for number in range(layers_before):
+        stack[number](torch.randn(2, 4, 64), step=failed, layer=number)
+    with pytest.raises(ShapeError, match="x: got"):
+        stack[layers_before](torch.randn(1, 4, 64), step=failed, layer=layers_before)
+    if not layers_before:
+        with pytest.raises(OptionError, match=r"the step before are appended first(.|\n)*cache\.cancel\(step\)"):
+            cache.reserve(6)
+    cache.cancel(failed)
+    assert cache.lengths.tolist() == [0, 0]
+    with pytest.raises(OptionError, match="step: got another step"):
+        cache.cancel(failed)
+    found = [run(part, cache.reserve(part.shape[1])) for part in x.split((4, 2), dim=1)]
+    assert_close(torch.cat(found, dim=1), expected())
+    cache.reserve(1)
+    cache.reset()
+    assert_close(run(x, cache.reserve(6)), expected())
+
+
+@torch.no_grad()
+def test_two_layers_do_not_write_to_one():
+    stack = [make() for _ in range(2)]
+    cache, x = static(stack[0], layers=2), torch.randn(2, 3, 64)
+    step = cache.reserve(3)
+    first = stack[0](x, step=step)
+    with pytest.raises(OptionError, match=r"layer: got 0; expected another layer(.|\n)*its own number"):
+        stack[1](first, step=step)
+    stack[1](first, step=step, layer=1)
+
+
+@torch.no_grad()
+def test_steps_reserved_outside_are_used_in_compiled_functions():
+    torch._dynamo.reset()
+    module, x = make(), torch.randn(2, 6, 64)
+    cache = static(module)
+    run = torch.compile(lambda part, step: module(part, step=step), fullgraph=True, backend="aot_eager")
+    found = [run(x[:, at : at + 1].clone(), cache.reserve()) for at in range(6)]
+    assert_close(torch.cat(found, dim=1), expected_of(module, x))
+    assert len(_debug_get_cache_entry_list(run._torchdynamo_orig_callable.__code__)) == 1

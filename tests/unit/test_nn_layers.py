@@ -9,6 +9,7 @@ from torch import nn
 
 from cudnn_sdpa import OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.nn import (
+    Attention,
     FeedForward,
     LayerNorm,
     PatchEmbed,
@@ -252,3 +253,61 @@ def test_wrong_options_are_named(make, name):
     with pytest.raises(OptionError) as error:
         make()
     assert error.value.argument == name
+
+
+def test_an_rms_norm_is_its_twin_with_the_twins_state():
+    x = 1e-3 * torch.randn(4, 64)
+    for options in ({}, {"eps": None}, {"eps": 1e-5}):
+        twin, ours = nn.RMSNorm(64, **options), RMSNorm(64, **options)
+        ours.load_state_dict(randomize(twin).state_dict())
+        torch.testing.assert_close(ours(x), twin(x))
+        torch.testing.assert_close(RMSNorm.from_torch(twin)(x), twin(x))
+
+
+def test_a_layers_norms_have_the_eps_that_is_documented():
+    for norm, eps in (("rms_norm", 1e-6), ("layer_norm", 1e-5)):
+        assert TransformerLayer(64, 4, 96, norm=norm).norm1.eps == eps
+        assert TransformerLayer(64, 4, 96, norm=norm, norm_eps=1e-3).norm2.eps == 1e-3
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_module_with_hooks_is_not_converted(kind):
+    module = nn.MultiheadAttention(64, 4, batch_first=True)
+    getattr(module.out_proj, kind)(lambda *_: None)
+    with pytest.raises(UnsupportedError, match="a hook is registered"):
+        Attention.from_torch(module)
+
+
+def test_what_pytorchs_attention_says_itself_is_no_option_of_its_conversion():
+    with pytest.raises(OptionError, match="options: got bias; expected is_causal"):
+        Attention.from_torch(nn.MultiheadAttention(64, 4, batch_first=True), bias=False)
+
+
+def test_rotations_are_a_pair_that_fits():
+    rope, heads = RotaryEmbedding(16), torch.randn(2, 5, 4, 16)
+    cos, sin = rope(torch.arange(5))
+    with pytest.raises(ShapeError, match=r"rotations: got sines of shape \(1, 8\)"):
+        rope.rotate(heads, (cos, sin[:1]))
+    for wrong in (cos, None, (cos, sin, cos)):
+        with pytest.raises(OptionError, match="rotations: got"):
+            rope.rotate(heads, wrong)
+
+
+def test_frequencies_come_back_once_after_weights_were_assigned(monkeypatch):
+    source = randomize(TransformerLayer(64, 4, 96, is_causal=True, rope=RotaryEmbedding(16)))
+    with torch.device("meta"):
+        layer = TransformerLayer(64, 4, 96, is_causal=True, rope=RotaryEmbedding(16))
+    layer.load_state_dict(source.state_dict(), assign=True)
+    made, real = [], RotaryEmbedding._made
+    monkeypatch.setattr(RotaryEmbedding, "_made", lambda self: made.append(self) or real(self))
+    x = torch.randn(2, 7, 64)
+    with torch.inference_mode():
+        layer(x)
+    for _ in range(3):
+        torch.testing.assert_close(layer(x), source(x))
+    assert len(made) == 1
+    layer(x.requires_grad_()).sum().backward()
+    with torch.device("meta"):
+        other = TransformerLayer(64, 4, 96, is_causal=True, rope=RotaryEmbedding(16))
+    other.load_state_dict(source.state_dict(), assign=True)
+    torch.testing.assert_close(other.to("cpu")(x), source(x))

@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 from hf_models import DECODERS, ENCODERS, PAIRS, inputs_of, padded, tiny
 from transformers import DynamicCache, StaticCache
 
+from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.integrations.transformers import register
 
 
@@ -158,4 +159,62 @@ def test_compiled_prompts_of_many_lengths_share_a_graph():
     for length in (9, 17):
         ids = torch.randint(3, 96, (2, length))
         assert_near(compiled(ids, use_cache=False).logits, theirs(ids, use_cache=False).logits)
+    assert counter.frame_count == 1
+
+
+@torch.no_grad()
+def test_packed_sequences_by_the_arguments_of_flash_attention():
+    ours = tiny(DECODERS["llama"], "cudnn_sdpa")
+    ids = torch.randint(3, 96, (1, 16))
+    offsets = torch.tensor([0, 7, 16], dtype=torch.int32)
+    given = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 9, "max_length_k": 9}
+    positions = torch.cat([torch.arange(7), torch.arange(9)])[None]
+    expected = torch.cat([ours(ids[:, :7]).logits, ours(ids[:, 7:]).logits], dim=1)
+    for cached in (False, True):
+        found = ours(ids, position_ids=positions, use_cache=cached, **given).logits
+        assert_near(found, expected)
+    assert_near(ours(ids, use_cache=False, **given).logits[:, :7], expected[:, :7])
+    with pytest.raises(UnsupportedError, match="a batch of more than one"):
+        ours(ids.expand(2, -1), use_cache=False, **given)
+    with pytest.raises(UnsupportedError, match="without cu_seq_lens_k"):
+        ours(ids, use_cache=False, cu_seq_lens_q=offsets)
+    with pytest.raises(UnsupportedError, match="sliding window"):
+        tiny(DECODERS["mistral"], "cudnn_sdpa")(ids, use_cache=False, **given)
+
+
+class Padded(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, mask):
+        return self.model(ids, attention_mask=mask, use_cache=False).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_padded_prompts_with_windows_are_exported_for_all_lengths(name):
+    model = tiny(DECODERS[name], "cudnn_sdpa")
+    batch, length = torch.export.Dim("batch", min=2, max=8), torch.export.Dim("length", min=2, max=64)
+    shapes = {name: {0: batch, 1: length} for name in ("ids", "mask")}
+    ids = torch.randint(3, 96, (3, 14))
+    program = torch.export.export(Padded(model), (ids, torch.ones_like(ids)), dynamic_shapes=shapes).module()
+    for size in (3, 20):
+        ids, mask = torch.randint(3, 96, (4, size)), torch.ones(4, size, dtype=torch.int64)
+        mask[1, -2:] = 0
+        seen = mask.bool()
+        assert_near(program(ids, mask)[seen], model(ids, attention_mask=mask).logits[seen])
+
+
+@torch.no_grad()
+def test_padded_prompts_with_windows_compile_once():
+    ours, theirs = both(DECODERS["mistral"])
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(Padded(ours), fullgraph=True, dynamic=True, backend=counter)
+    for length in (3, 4, 9, 17, 5):
+        ids, mask = torch.randint(3, 96, (2, length)), torch.ones(2, length, dtype=torch.int64)
+        mask[1, -1:] = 0
+        seen = mask.bool()
+        assert_near(compiled(ids, mask)[seen], theirs(ids, attention_mask=mask, use_cache=False).logits[seen])
     assert counter.frame_count == 1
