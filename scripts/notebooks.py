@@ -35,6 +35,8 @@ if importlib.util.find_spec("cudnn_sdpa") is None:  # in Colab, for instance
 
     extra = "cu13" if (torch.version.cuda or "12").startswith("13") else "cu12"
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"cudnn-sdpa[{extra}]"], check=True)"""
+#: Extras of the package that a notebook needs beside CUDA's.
+EXTRAS = {"10_hugging_face.ipynb": "transformers"}
 #: Places of one machine, times and addresses.
 TRACES = re.compile(r"/(tmp|home|root|Users|work)/|\b\d+:\d\d:\d\d\b|\b0x[0-9a-f]{6,}")
 
@@ -49,7 +51,8 @@ def arrange(notebook: NotebookNode, name: str) -> None:
     title, *rest = notebook.cells
     if rest[0].metadata.get("tags") != ["install"]:
         rest.insert(0, nbformat.v4.new_code_cell())
-    rest[0].source = INSTALL
+    more = f",{EXTRAS[name]}" if name in EXTRAS else ""
+    rest[0].source = INSTALL.replace("{extra}", "{extra}" + more)
     heading, *text = [line for line in title.source.splitlines() if not line.startswith("[Open in Colab]")]
     body = "\n".join(text).strip()
     title.source = f"{heading}\n\n{LINK.format(repository=repository(), name=name)}\n\n{body}"

@@ -25,7 +25,7 @@ from cudnn_sdpa.doctor.facts import (
     TorchFacts,
     TrialFacts,
 )
-from cudnn_sdpa.doctor.findings import Level, cure_of
+from cudnn_sdpa.doctor.findings import _CURES, Level, cure_of
 from cudnn_sdpa.doctor.report import CHECKS, as_json, as_text, examine, is_well
 
 SITE = "/env/site-packages/nvidia/cudnn/lib"
@@ -385,6 +385,16 @@ def test_json_is_json_whatever_was_computed():
 )
 def test_messages_of_libraries_have_cures(message, cure):
     assert cure in cure_of(message, "what else")
+
+
+@pytest.mark.parametrize("number", range(len(_CURES)))
+def test_a_page_names_every_message_with_a_cure(number):
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    section = page.partition("\n## By message\n")[2].partition("\n## ")[0]
+    cells = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| ")]
+    messages = [message for cell in cells for message in cell.split("`, `")]
+    pattern, cure = _CURES[number]
+    assert cure in {cure_of(message, "what else") for message in messages}, pattern
 
 
 def doctor(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
