@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from cudnn_sdpa.attention.dense import NO_DROPOUT, sdpa
 from cudnn_sdpa.attention.options import BOTTOM_RIGHT, TOP_LEFT
 from cudnn_sdpa.attention.varlen import sdpa_varlen
-from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.errors import DtypeError, UnsupportedError
 from cudnn_sdpa.integrations import hidden
 
 #: Arguments by which models choose keys, or ask for more than the output, that this attention does not know.
@@ -78,7 +78,10 @@ def attention(
     else:
         if query.shape[2] == 1 and _grows(module, is_causal, key) and not attention_mask.requires_grad:
             key, value, attention_mask = _filled_up_beside(attention_mask, key, value)
-        # Another dtype of floating point is converted; integers could mean booleans or a bias, and `sdpa` refuses them.
+        if not attention_mask.is_floating_point() and attention_mask.dtype != torch.bool:
+            hint = "Use attention_mask.bool() if its ones are keys that are seen."
+            raise DtypeError("attention_mask", str(attention_mask.dtype), "booleans or a bias in floating point", hint)
+        # Another dtype of floating point is converted.
         is_other = attention_mask.is_floating_point() and attention_mask.dtype != torch.float32
         mask = attention_mask.to(query.dtype) if is_other else attention_mask
         out = sdpa(query, key, value, attn_mask=mask, is_causal=causal and position_bias is not None, **options)

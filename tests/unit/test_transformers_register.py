@@ -145,7 +145,7 @@ def test_a_step_on_a_growing_cache_is_filled_up_so_that_its_plan_serves_the_next
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
 def test_masks_of_integers_are_refused(queries, dtype):
     q, k = torch.randn(2, 4, queries, 8), torch.randn(2, 2, 5, 8)
-    with pytest.raises(DtypeError, match="attn_mask"):
+    with pytest.raises(DtypeError, match=r"attention_mask: got .*attention_mask\.bool\(\)"):
         forward.attention(layer(), q, k, k, torch.ones(2, 1, queries, 5, dtype=dtype))
 
 
