@@ -22,6 +22,9 @@ REFUSED = {
     "head_mask": "single heads are masked out",
     "output_attentions": "the weights are asked for, which no fused kernel keeps",
 }
+#: The other way to say which tokens belong together.
+_BY_POSITIONS = "position_ids that begin anew, and use_cache=False"
+
 #: Keys of a growing cache are filled up to a multiple of this where a plan of their own would be built for each length.
 ROUNDED_TO = 256
 
@@ -63,7 +66,9 @@ def attention(
             causal and attention_mask is None,
         )
     if others.get("cu_seq_lens_q") is not None and not _is_packed(attention_mask):
-        others["sliding_window"] = others.get("sliding_window") or (attention_mask is not None) or None
+        if attention_mask is not None or others.get("sliding_window") is not None:
+            reasons = ["cu_seq_lens_q with a sliding window"]
+            raise UnsupportedError("cudnn_sdpa in transformers", reasons, _BY_POSITIONS)
         return _by_offsets(query, key, value, others, options, causal=_is_causal(module, is_causal)), None
     if attention_mask is None:
         lengths = None
@@ -129,14 +134,13 @@ def _by_offsets(
     """Attention among the sequences that lie end to end in a batch of one, as FlashAttention's arguments say it."""
     reasons = {
         "cu_seq_lens_q in a batch of more than one": query.shape[0] != 1,
-        "cu_seq_lens_q with a sliding window": others["sliding_window"] is not None,
         "cu_seq_lens_q without cu_seq_lens_k, max_length_q and max_length_k": any(
             others.get(name) is None for name in ("cu_seq_lens_k", "max_length_q", "max_length_k")
         ),
     }
     found = [reason for reason, holds in reasons.items() if holds]
     if found:
-        raise UnsupportedError("cudnn_sdpa in transformers", found, "position_ids that begin anew, and use_cache=False")
+        raise UnsupportedError("cudnn_sdpa in transformers", found, _BY_POSITIONS)
     q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
     offsets = [others[name].int() for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     longest = [int(others[name]) for name in ("max_length_q", "max_length_k")]

@@ -27,6 +27,9 @@ class KVStep:
         seq_lens_q: How many tokens are new, (B,) int32; None if all are.
         slots: Where they are written, (B, tokens) int64; what has no place goes into a row that nobody reads.
         is_over: Which sequences have become too long, (B, 1, 1, 1) booleans: their output is NaN.
+        of: The cache.
+        is_used: Whether keys have been appended.
+        written: Of which layers, outside compiled functions.
     """
 
     positions: Tensor
@@ -230,8 +233,9 @@ class KVCache:
         if needs_gradient(k, v):
             reasons = ["keys or values require grad, and a cache keeps numbers without their history"]
             raise UnsupportedError("a KVCache with a gradient", reasons, "calling it under torch.no_grad()")
+        pair = self._pair(layer)
         self._mark(step, layer)
-        for rows, to in zip((k, v), self._pair(layer), strict=True):
+        for rows, to in zip((k, v), pair, strict=True):
             to[self._rows, :, step.slots] = rows.transpose(1, 2)
 
     def attend(self, step: KVStep, q: Tensor, layer: int = 0, **options: Any) -> Tensor:
@@ -260,7 +264,6 @@ class KVCache:
             if layer in step.written:
                 expected = "another layer: this one has the step's keys already"
                 raise OptionError("layer", repr(layer), expected, "Each layer of a model gives its own number.")
-            self._pair(layer)
             step.written.add(layer)
         step.is_used = True
 

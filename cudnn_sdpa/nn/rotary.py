@@ -130,7 +130,8 @@ class RotaryEmbedding(nn.Module):
         Raises:
             ArgumentError: They do not fit.
         """
-        if not isinstance(rotations, (tuple, list)) or len(rotations) != 2:
+        is_pair = isinstance(rotations, (tuple, list)) and len(rotations) == 2
+        if not is_pair or not all(isinstance(each, Tensor) for each in rotations):
             raise OptionError(
                 "rotations", type(rotations).__name__, "cosines and sines, as a RotaryEmbedding gives them"
             )

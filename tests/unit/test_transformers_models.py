@@ -173,7 +173,7 @@ def test_packed_sequences_by_the_arguments_of_flash_attention():
     for cached in (False, True):
         found = ours(ids, position_ids=positions, use_cache=cached, **given).logits
         assert_near(found, expected)
-    assert_near(ours(ids, use_cache=False, **given).logits[:, :7], expected[:, :7])
+    assert_near(ours(ids, use_cache=False, **given).logits, expected)  # positions that go on turn all by as much
     with pytest.raises(UnsupportedError, match="a batch of more than one"):
         ours(ids.expand(2, -1), use_cache=False, **given)
     with pytest.raises(UnsupportedError, match="without cu_seq_lens_k"):
