@@ -159,8 +159,9 @@ def autotune(*, candidates: int = DEFAULT_CANDIDATES, beyond_proposals: bool = F
 
     For a plan that is missing, all that cuDNN's heuristics propose is built, up to `candidates`. The first launch runs
     them on its own operands: whose results differ from those of cuDNN's first choice by more than rounding, or with
-    `deterministic` from its own of another run, drops out. The others are timed; one that takes at least 2 % less time
-    than the first choice replaces it, in the plan cache and in the plan store. The launch leaves the winner's results.
+    `deterministic` from its own of another run, drops out. The others are timed, of more than eight the fastest twice;
+    one that takes at least 2 % less time than the first choice replaces it, in the plan cache and in the plan store.
+    The launch leaves the winner's results.
 
     That launch waits for the GPU, takes some ten milliseconds and a few times the memory of its results. Later ones,
     and all after the `with` statement, are launches like any other.
