@@ -20,14 +20,13 @@ from cudnn_sdpa.activation_graphs import (
 )
 from cudnn_sdpa.activation_rows import as_rows
 from cudnn_sdpa.errors import DtypeError, ShapeError, UnsupportedError
+from cudnn_sdpa.fused_dtypes import EXPECTED, is_taken
 from cudnn_sdpa.graphs import operator
 from cudnn_sdpa.graphs.function import GraphFunction
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
 from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_deterministic, is_watched, needs_gradient
 from cudnn_sdpa.runtime.graph_call import GraphCall, describe
 from cudnn_sdpa.runtime.layouts import ALIGNMENT, contiguous_stride
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +217,9 @@ def halves_of(both: Tensor) -> tuple[Tensor, Tensor]:
 def check(tensors: Sequence[Any], names: Sequence[str]) -> None:
     """Tensors of one shape and dtype."""
     first = tensors[0]
-    if not isinstance(first, Tensor) or first.dtype not in _DTYPES:
+    if not is_taken(first):
         got = str(first.dtype) if isinstance(first, Tensor) else type(first).__name__
-        raise DtypeError(names[0], got, "float16, bfloat16 or float32")
+        raise DtypeError(names[0], got, EXPECTED)
     for name, other in zip(names[1:], tensors[1:], strict=True):
         if not isinstance(other, Tensor) or other.dtype != first.dtype:
             got = str(other.dtype) if isinstance(other, Tensor) else type(other).__name__

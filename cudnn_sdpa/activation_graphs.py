@@ -10,15 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cudnn_sdpa.activation_rows import backward_form, forward_form
+from cudnn_sdpa.fused_dtypes import widened
 from cudnn_sdpa.graphs.function import graph_op
 
 
 def _silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
-    return (F.silu(gate.float()) * up.float()).to(gate.dtype).contiguous()
+    return (F.silu(widened(gate)) * widened(up)).to(gate.dtype).contiguous()
 
 
 def _silu_mul_gradients_reference(grad: Tensor, gate: Tensor, up: Tensor, *, dense: bool) -> tuple[Tensor, Tensor]:
-    x, one, dy = gate.float(), up.float(), grad.float()
+    x, one, dy = widened(gate), widened(up), widened(grad)
     share = torch.sigmoid(x)
     of_gate, of_up = dy * one * share * (1 + x * (1 - share)), dy * x * share
     if dense:
@@ -77,7 +78,7 @@ def silu_mul_rows(g: Any, gate: Any, up: Any) -> Any:
 
 
 def _gelu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
-    return (F.gelu(gate.float()) * up.float()).to(gate.dtype).contiguous()
+    return (F.gelu(widened(gate)) * widened(up)).to(gate.dtype).contiguous()
 
 
 @graph_op(reference=_gelu_mul_reference)
@@ -87,7 +88,7 @@ def gelu_mul_rows(g: Any, gate: Any, up: Any) -> Any:
 
 
 def _relu_squared_reference(x: Tensor) -> Tensor:
-    return F.relu(x.float()).square().to(x.dtype).contiguous()
+    return F.relu(widened(x)).square().to(x.dtype).contiguous()
 
 
 @graph_op(reference=_relu_squared_reference)

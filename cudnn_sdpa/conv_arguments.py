@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import tracking
 from cudnn_sdpa.conv_graphs import ACTIVATIONS, Sizes
 from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+from cudnn_sdpa.fused_dtypes import EXPECTED, is_taken
 
 
 def check(rank: int, x: Any, weight: Any, bias: Any, groups: Any) -> None:
     """Checks of all but steps, zeros and distances."""
-    if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
+    if not is_taken(x):
         got = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
-        raise DtypeError("x", got, "float16, bfloat16 or float32")
+        raise DtypeError("x", got, EXPECTED)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if name == "bias" and tensor is None:
             continue

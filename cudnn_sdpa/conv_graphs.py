@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cudnn_sdpa.fused_dtypes import widened
 from cudnn_sdpa.graphs.function import graph_op
 
 Sizes = tuple[int, ...]
@@ -57,21 +58,21 @@ def _reference(
     activation: str | None,
 ) -> Tensor:
     convolve = F.conv2d if x.dim() == 4 else F.conv3d
-    of_bias = None if bias is None else bias.flatten().float()
+    of_bias = None if bias is None else widened(bias.flatten())
     groups = x.shape[1] // weight.shape[1]
-    y = convolve(x.float(), weight.float(), of_bias, stride, padding, dilation, groups)
+    y = convolve(widened(x), widened(weight), of_bias, stride, padding, dilation, groups)
     return channels_last(ACTIVATIONS[activation](y).to(x.dtype))
 
 
 def _of_x_reference(grad: Tensor, weight: Tensor, *, shape: Sizes, **sizes: Sizes) -> Tensor:
     grad_of = torch.nn.grad.conv2d_input if grad.dim() == 4 else torch.nn.grad.conv3d_input  # type: ignore[attr-defined]
-    found = grad_of(shape, weight.float(), grad.float(), **sizes, groups=shape[1] // weight.shape[1])
+    found = grad_of(shape, widened(weight), widened(grad), **sizes, groups=shape[1] // weight.shape[1])
     return channels_last(found.to(grad.dtype))
 
 
 def _of_weight_reference(grad: Tensor, x: Tensor, *, shape: Sizes, **sizes: Sizes) -> Tensor:
     grad_of = torch.nn.grad.conv2d_weight if grad.dim() == 4 else torch.nn.grad.conv3d_weight  # type: ignore[attr-defined]
-    found = grad_of(x.float(), shape, grad.float(), **sizes, groups=x.shape[1] // shape[1])
+    found = grad_of(widened(x), shape, widened(grad), **sizes, groups=x.shape[1] // shape[1])
     return channels_last(found.to(grad.dtype))
 
 

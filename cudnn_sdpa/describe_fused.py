@@ -22,9 +22,11 @@ from cudnn_sdpa.activation_graphs import (
 from cudnn_sdpa.activation_rows import as_rows
 from cudnn_sdpa.conv_graphs import as_pictures, channels_last, convolution, convolution_of_weight, convolution_of_x
 from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.fused_dtypes import EXPECTED
 from cudnn_sdpa.norm_graphs import layer_norm_gradients, layer_norm_rows, rms_norm_gradients, rms_norm_rows
 from cudnn_sdpa.runtime.describe import Description, describes
 from cudnn_sdpa.runtime.eager import needs_gradient
+from cudnn_sdpa.runtime.key import PlanKey
 
 
 @describes(norm.rms_norm)
@@ -174,4 +176,16 @@ def _completed(found: Description, x: Tensor, notes: list[str], backward: Descri
     """A graph function's description with what the public function adds."""
     device = x.get_device() if x.is_cuda else None
     gradients = None if backward is None else replace(backward, device=device)
+    if x.dtype is torch.float64:
+        found, gradients = replace(found, key=_none), None if gradients is None else replace(gradients, key=_none)
     return replace(found, device=device, is_empty=0 in x.shape, extra_kernels=notes, backward=gradients)
+
+
+def _none(*_: Any) -> PlanKey:
+    """In place of the key of a call in float64, which is for checks of gradients on the CPU; cuDNN need not be asked.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    reasons = [f"cuDNN's kernels take {EXPECTED}, not float64: on the CPU it runs in PyTorch"]
+    raise UnsupportedError("float64", reasons, "tensors converted to torch.bfloat16")

@@ -8,18 +8,17 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
+from cudnn_sdpa.fused_dtypes import EXPECTED, is_taken
 from cudnn_sdpa.norm_graphs import ACTIVATIONS
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 INFINITY = float("inf")
 
 
 def check(x: Any, weights: dict[str, Tensor | None], eps: Any) -> None:
     """Checks of x, what has one dimension, and eps."""
-    if not isinstance(x, Tensor) or x.dim() == 0 or x.dtype not in _DTYPES:
+    if not is_taken(x) or x.dim() == 0:
         got = f"{x.dtype}, {x.dim()} dimensions" if isinstance(x, Tensor) else type(x).__name__
-        raise DtypeError("x", got, "float16, bfloat16 or float32 of one dimension or more")
+        raise DtypeError("x", got, f"{EXPECTED} of one dimension or more")
     if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < INFINITY:
         raise OptionError("eps", repr(eps), "a number of at least 0")
     for name, weight in weights.items():

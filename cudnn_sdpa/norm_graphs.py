@@ -8,6 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from cudnn_sdpa.fused_dtypes import widened
 from cudnn_sdpa.graphs.function import graph_op
 
 #: What may be fused after a norm.
@@ -15,7 +16,7 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, 
 
 
 def _weight(weight: Tensor | None, shift: float | None) -> Any:
-    return 1.0 if weight is None else weight.float() + (shift or 0.0)
+    return 1.0 if weight is None else widened(weight) + (shift or 0.0)
 
 
 def _rms_reference(
@@ -28,8 +29,8 @@ def _rms_reference(
     with_scale: bool,
     activation: str | None,
 ) -> Any:
-    total = x if residual is None else (x.float() + residual.float()).to(x.dtype)
-    rows = x.float() if residual is None else x.float() + residual.float()
+    total = x if residual is None else (widened(x) + widened(residual)).to(x.dtype)
+    rows = widened(x) if residual is None else widened(x) + widened(residual)
     scale = (rows.square().mean(-1, keepdim=True) + eps).rsqrt()
     out = ACTIVATIONS[activation](rows * scale * _weight(weight, shift)).to(x.dtype)
     return (out, *(() if residual is None else (total,)), *((scale,) if with_scale else ()))
@@ -38,7 +39,7 @@ def _rms_reference(
 def _rms_gradients_reference(
     grad: Tensor, x: Tensor, weight: Tensor | None = None, scale: Any = None, shift: float | None = None
 ) -> Any:
-    dy, rows = grad.float(), x.float() * scale
+    dy, rows = widened(grad), widened(x) * scale
     of_rows = dy * _weight(weight, shift)
     of_x = (scale * (of_rows - rows * (of_rows * rows).mean(-1, keepdim=True))).to(x.dtype)
     return of_x if weight is None else (of_x, (dy * rows).sum((0, 1, 2), keepdim=True).to(weight.dtype))
@@ -100,16 +101,16 @@ def rms_norm_rows(
 
 
 def _layer_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, with_statistics: bool) -> Any:
-    rows = x.float()
+    rows = widened(x)
     mean = rows.mean(-1, keepdim=True)
     scale = ((rows - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
-    out = ((rows - mean) * scale * weight.float() + bias.float()).to(x.dtype)
+    out = ((rows - mean) * scale * widened(weight) + widened(bias)).to(x.dtype)
     return (out, mean, scale) if with_statistics else out
 
 
 def _layer_gradients_reference(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor) -> Any:
-    dy, rows = grad.float(), (x.float() - mean) * scale
-    of_rows = dy * weight.float()
+    dy, rows = widened(grad), (widened(x) - mean) * scale
+    of_rows = dy * widened(weight)
     of_x = scale * (of_rows - of_rows.mean(-1, keepdim=True) - rows * (of_rows * rows).mean(-1, keepdim=True))
     sums = [(part).sum((0, 1, 2), keepdim=True).to(weight.dtype) for part in (dy * rows, dy)]
     return (of_x.to(x.dtype), *sums)

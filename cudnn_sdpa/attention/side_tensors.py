@@ -19,8 +19,8 @@ def shape_of(tensor: Tensor) -> str:
     return f"shape {tuple(tensor.shape)}"
 
 
-def check_lengths(name: str, lengths: Tensor | None, q: Tensor) -> None:
-    """A tensor of sequence lengths: one int32 for each batch entry, dense, where q is."""
+def check_lengths(name: str, lengths: Tensor | None, q: Tensor, of: str = "q") -> None:
+    """A tensor of sequence lengths: one int32 for each batch entry, dense, where q is; `of` is what that is called."""
     if lengths is None:
         return
     if lengths.dtype != torch.int32:
@@ -28,7 +28,7 @@ def check_lengths(name: str, lengths: Tensor | None, q: Tensor) -> None:
     if lengths.dim() != 1 or is_true(lengths.shape[0] != q.shape[0]):
         raise ShapeError(name, shape_of(lengths), f"shape ({q.shape[0]},): one length for each batch entry")
     if lengths.device != q.device:
-        raise DeviceError(name, str(lengths.device), f"{q.device}, the device of q")
+        raise DeviceError(name, str(lengths.device), f"{q.device}, the device of {of}")
     if is_true(lengths.shape[0] > 1) and lengths.stride(0) != 1:
         raise LayoutError(name, f"stride {lengths.stride(0)}", "a dense tensor", f"Use {name}.contiguous().")
 

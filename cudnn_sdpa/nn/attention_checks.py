@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from cudnn_sdpa.attention.paged_step import PagedStep
-from cudnn_sdpa.attention.side_tensors import shape_of
+from cudnn_sdpa.attention.side_tensors import check_lengths, shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.nn.checks import check_counts, check_tokens
 from cudnn_sdpa.nn.conversion import LINEAR, check_type, refuse
@@ -78,6 +78,11 @@ def check_call(module: Any, x: Tensor, given: dict[str, Any]) -> None:
                 raise OptionError(name, type(given[name]).__name__, "None: this is self-attention (context_dim=None)")
     else:
         _check_context(module, x, context)
+    for name in ("seq_lens", "context_lens"):
+        lengths = given[name]
+        if lengths is not None and not isinstance(lengths, Tensor):
+            raise OptionError(name, type(lengths).__name__, "a torch.Tensor or None")
+        check_lengths(name, lengths, x, "x")
     for name in ("position_ids", "rotations"):
         if given[name] is not None and module.rope is None:
             raise OptionError(name, type(given[name]).__name__, "None: this module has no rope")

@@ -22,7 +22,7 @@ def check_type(name: str, module: Any, *kinds: type) -> None:
         UnsupportedError: Hooks would be lost.
     """
     if type(module) not in kinds:
-        expected = " or ".join(dict.fromkeys(f"torch.nn.{kind.__name__}" for kind in kinds))
+        expected = " or ".join(f"torch.nn.{kind.__name__}" for kind in kinds if hasattr(nn, kind.__name__))
         hint = "A class derived from it may compute something else." if isinstance(module, kinds) else ""
         raise OptionError(name, f"{type(module).__module__}.{type(module).__qualname__}", expected, hint)
     hooked = any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
@@ -84,6 +84,10 @@ def merge(state_dict: dict[str, Any], prefix: str, into: str, parts: dict[str, i
         for name, tensor, rows in zip(names, found, parts.values(), strict=True):
             if tensor.shape[0] != rows:
                 error_msgs.append(f"size mismatch for {name}: got {tensor.shape[0]} rows; expected {rows}.")
+            if tensor.shape[1:] != found[0].shape[1:]:
+                got, others = (" × ".join(map(str, part.shape)) for part in (tensor, found[0]))
+                error_msgs.append(f"{name} is {got} and {names[0]} {others}: {into} reads one sequence.")
+                return
         state_dict[whole] = torch.cat(list(found))
 
 

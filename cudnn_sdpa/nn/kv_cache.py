@@ -125,10 +125,15 @@ class KVCache:
                 (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
                 for _ in range(layers)
             ]
-            self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+            self._lengths = torch.zeros(batch, dtype=torch.int32, device=device)
             self._rows = torch.arange(batch, device=device).unsqueeze(1)
         self.dtype, self.device = dtype, self.lengths.device
         self._newest: KVStep | None = None
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each sequence, (B,) int32: always the same memory, which compiled functions and graphs read."""
+        return self._lengths
 
     def k(self, layer: int = 0) -> Tensor:
         """The keys of a layer, (B, Hkv, max_length, D)."""

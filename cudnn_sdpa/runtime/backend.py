@@ -20,7 +20,8 @@ from typing import Any
 
 from cudnn_sdpa.errors import ExecutionError, LibraryError, UnsupportedError
 from cudnn_sdpa.runtime.places import Place, recording
-from cudnn_sdpa.runtime.repeatability import in_words, is_repeatable
+from cudnn_sdpa.runtime.reasons import reason_of
+from cudnn_sdpa.runtime.repeatability import is_repeatable
 
 #: Oldest versions that the library is tested with.
 MIN_FRONTEND = (1, 28)
@@ -196,7 +197,7 @@ class GraphBuilder:
             if self._deterministic:  # shows when a plan is built: cuDNN's frontend names no notes
                 graph.deselect_numeric_notes([self.types.numerical_note.NONDETERMINISTIC])
         except Exception as error:  # noqa: BLE001 - whatever the frontend raises, it is the reason
-            raise _unsupported(what, [_reason(error)]) from None
+            raise _unsupported(what, [reason_of(error)]) from None
         for index in range(graph.get_execution_plan_count()):
             if not self._takes(index):
                 continue
@@ -204,7 +205,7 @@ class GraphBuilder:
                 graph.check_support()
                 return self._finish(index)
             except Exception as error:  # noqa: BLE001 - whatever an engine raises, the next may do
-                failures.append(_reason(error))
+                failures.append(reason_of(error))
         if self._passed_over:
             failures.append("its other kernels may give other bits in another run, and deterministic ones are wanted")
         raise _unsupported(what, failures)
@@ -301,10 +302,3 @@ def execution_error(error: Exception, what: str) -> ExecutionError:
 def _unsupported(what: str, reasons: list[str]) -> UnsupportedError:
     reasons = list(dict.fromkeys(reasons)) or ["cuDNN's heuristics proposed no engine"]
     return UnsupportedError(f"{what} with cuDNN {version_string(cudnn_version())}", reasons)
-
-
-def _reason(error: Exception) -> str:
-    """cuDNN's own reason, without the list of the frontend's Python engines, which are never asked."""
-    text = str(error)
-    match = re.search(r"the backend declined: (.*?)(?:; python engines|\)?$)", text, re.DOTALL)
-    return in_words((match[1] if match else text).strip()) or type(error).__name__

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-#: What cuDNN's frontend says of a plan whose numerical notes are not wanted, and what that means here.
-_DESELECTED = "Deselecting execution plan"
-_NONDETERMINISTIC = "cuDNN notes that it may give other bits in another run, and deterministic kernels are wanted"
-
 #: Kernels for single queries, by their number, before cuDNN said of each kernel whether it cuts the keys (STREAM_K).
 _SINGLE_QUERIES = 35
 
 #: The engines of data-center Blackwell.
 _BLACKWELL = ("eng3", "eng10")
-
-
-def in_words(reason: str) -> str:
-    """cuDNN's reason for declining plans; of those that have been passed over as nondeterministic it says little."""
-    if _DESELECTED not in reason:
-        return reason
-    rest = [line for line in reason.splitlines() if _DESELECTED not in line]
-    return "\n".join([*rest, _NONDETERMINISTIC])
 
 
 def has_only_repeatable(sm: int, queries: int) -> bool:

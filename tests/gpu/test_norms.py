@@ -8,7 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cudnn_sdpa import LayoutError, UnsupportedError, layer_norm, no_plan_builds, norm, plan_cache, rms_norm
+from cudnn_sdpa import (
+    DtypeError,
+    LayoutError,
+    UnsupportedError,
+    layer_norm,
+    no_plan_builds,
+    norm,
+    plan_cache,
+    rms_norm,
+    silu_mul,
+)
 
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 SHAPES = [
@@ -159,6 +169,14 @@ def test_memory_that_is_not_aligned_is_refused():
     for _ in range(2):
         with pytest.raises(LayoutError, match="multiple of 16"):
             rms_norm(base[1:].view(4, 256), weight)
+
+
+def test_float64_is_refused_on_a_gpu():
+    x, weight = (torch.randn(shape, device="cuda", dtype=torch.float64) for shape in ((4, 256), (256,)))
+    with pytest.raises(DtypeError, match=r"x: got torch\.float64"):
+        rms_norm(x, weight)
+    with pytest.raises(DtypeError, match=r"gate: got torch\.float64"):
+        silu_mul(x, x)
 
 
 def test_in_a_cuda_graph_and_on_another_stream():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from cudnn_sdpa import (
     sdpa,
     sdpa_varlen,
 )
+from cudnn_sdpa.conv_graphs import channels_last, convolution
 from cudnn_sdpa.offline import driver
 
 pytestmark = pytest.mark.usefixtures("can_plan")
@@ -330,3 +332,30 @@ def test_it_verifies_the_forward_pass_alone_if_there_is_no_kernel_for_gradients(
     assert not result.backward.supported
     assert list(result.errors) == ["out", "lse"]
     assert all(error < 1e-2 for error in result.errors.values())
+
+
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["", "with gradient"])
+def test_float64_is_for_the_cpu(requires_grad):
+    x = torch.randn(2, 8, 6, 6, dtype=torch.float64, requires_grad=requires_grad)
+    weight = torch.randn(8, 8, 3, 3, dtype=torch.float64)
+    calls = [(cudnn_sdpa.rms_norm, (x,)), (cudnn_sdpa.silu_mul, (x, x)), (cudnn_sdpa.conv2d, (x, weight))]
+    calls.append((cudnn_sdpa.layer_norm, (x,)))
+    for function, tensors in calls:
+        found = explain(function, *tensors)
+        for part in (found, found.backward) if requires_grad else (found,):
+            assert not part.supported
+            assert part.reasons == [
+                "cuDNN's kernels take float16, bfloat16 or float32, not float64: on the CPU it runs in PyTorch"
+            ]
+            assert "torch.bfloat16" in part.suggestion
+
+
+def test_what_no_configuration_of_cudnn_takes_is_said_in_one_line():
+    x, weight = (channels_last(torch.randn(*shape, dtype=torch.float64)) for shape in ((1, 8, 8, 8), (8, 8, 3, 3)))
+    options = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)}
+    found = explain(convolution, x, weight, **options, activation=None)
+    (reason,) = found.reasons
+    assert re.fullmatch(
+        r"none of the \d+ configurations that cuDNN has for it takes these tensors; it says: .*", reason
+    )
+    assert len(reason) < 300

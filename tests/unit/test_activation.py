@@ -241,7 +241,7 @@ def test_gradients_of_empty_tensors(count):
 X = torch.ones(3, 8)
 WRONG = {
     "no tensor": ((None, X), DtypeError, "gate: got NoneType; expected float16, bfloat16 or float32"),
-    "dtype": ((X.double(), X.double()), DtypeError, "gate: got torch.float64; expected float16"),
+    "dtype": ((X.cfloat(), X.cfloat()), DtypeError, "gate: got torch.complex64; expected float16"),
     "whole numbers": ((X.int(), X.int()), DtypeError, "gate: got torch.int32"),
     "up no tensor": ((X, 1.0), DtypeError, "up: got float; expected torch.float32, the dtype of gate"),
     "two dtypes": ((X, X.half()), DtypeError, "up: got torch.float16; expected torch.float32, the dtype of gate"),
@@ -266,13 +266,13 @@ WRONG_BOTH = {
     "no tensor": (None, ShapeError, "gate: got NoneType; expected an even last dimension"),
     "no dimension": (torch.tensor(1.0), ShapeError, r"gate: got shape \(\); expected an even last dimension"),
     "odd": (torch.ones(3, 7), ShapeError, r"gate: got shape \(3, 7\); expected an even last dimension"),
-    "dtype": (X.double(), DtypeError, "gate: got torch.float64"),
+    "dtype": (X.cfloat(), DtypeError, "gate: got torch.complex64"),
     "not dense": (torch.ones(8, 3).t(), LayoutError, r"gate: got strides \(1, 3\)"),
     "rows at two distances": (torch.ones(4, 6, 8)[:, :3], LayoutError, "gate: got .*rows at one distance"),
 }
 WRONG_SQUARED = {
     "no tensor": (None, DtypeError, "x: got NoneType; expected float16, bfloat16 or float32"),
-    "dtype": (X.double(), DtypeError, "x: got torch.float64"),
+    "dtype": (X.cfloat(), DtypeError, "x: got torch.complex64"),
     "not dense": (X.t(), LayoutError, r"x: got strides \(1, 8\).*Use x.contiguous"),
     "rows at two distances": (torch.ones(4, 6, 8)[:, :3], LayoutError, "x: got .*rows at one distance.*Use x.contig"),
 }

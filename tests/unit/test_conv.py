@@ -237,7 +237,7 @@ def test_what_is_almost_patches(options, assert_rounded):
 X, W, B = torch.ones(2, 6, 9, 9), torch.ones(8, 6, 3, 3), torch.ones(8)
 WRONG = {
     "no tensor": ((None, W), {}, DtypeError, "x: got NoneType; expected float16, bfloat16 or float32"),
-    "dtype": ((X.double(), W.double()), {}, DtypeError, "x: got torch.float64"),
+    "dtype": ((X.cfloat(), W.cfloat()), {}, DtypeError, "x: got torch.complex64"),
     "no weight": ((X, None), {}, DtypeError, "weight: got NoneType; expected torch.float32, the dtype of x"),
     "weight's dtype": ((X, W.half()), {}, DtypeError, "weight: got torch.float16; expected torch.float32"),
     "bias no tensor": ((X, W, 0.0), {}, DtypeError, "bias: got float; expected torch.float32, the dtype of x"),

@@ -209,7 +209,7 @@ def test_other_classes_are_not_converted():
         Attention.from_torch(nn.Linear(3, 3))
     wrapped = mha()
     wrapped.out_proj = nn.Sequential(wrapped.out_proj)
-    with pytest.raises(OptionError, match="out_proj"):
+    with pytest.raises(OptionError, match=r"out_proj: got (.*)Sequential; expected torch\.nn\.Linear\."):
         Attention.from_torch(wrapped)
     uneven = mha()
     uneven.out_proj.bias = None
@@ -252,6 +252,12 @@ def test_names_of_pytorchs_cross_attention_are_loaded(dims):
     module.load_state_dict(twin.state_dict())
     x, context = torch.randn(2, 9, 32), torch.randn(2, 7, module.context_dim)
     torch.testing.assert_close(module(x, context), twin(x, context, context)[0], atol=1e-5, rtol=1e-4)
+
+
+def test_keys_and_values_of_two_sequences_are_not_loaded():
+    module = Attention(32, 4, bias=True, context_dim=24)
+    with pytest.raises(RuntimeError, match=r"v_proj\.weight is 32 × 16 and k_proj\.weight 32 × 24: kv_proj reads one"):
+        module.load_state_dict(mha(kdim=24, vdim=16).state_dict())
 
 
 def test_separate_weights_of_other_sizes_are_not_mixed_up():
@@ -323,7 +329,10 @@ def test_wrong_calls_are_named():
             (cross, (x, Attention(32, 4, num_kv_heads=2, context_dim=24).project_context(x[..., :24])), {}),
             (cross, (x, torch.randn(3, 9, 24)), {}),
         ],
-        "context_lens": [(plain, (x,), {"context_lens": torch.ones(2)})],
+        "context_lens": [
+            (plain, (x,), {"context_lens": torch.ones(2)}),
+            (cross, (x, torch.randn(2, 7, 24)), {"context_lens": torch.ones(2)}),
+        ],
         "position_ids": [
             (plain, (x,), {"position_ids": torch.arange(9)}),
             (turned, (x,), {"position_ids": torch.arange(8)}),
@@ -335,7 +344,11 @@ def test_wrong_calls_are_named():
             (turned, (x,), {"rotations": turned.rope(torch.arange(8))}),
         ],
         "step": [(plain, (x,), {"step": "next"})],
-        "seq_lens_q": [(plain, (x,), {"seq_lens": torch.ones(3, dtype=torch.int32)})],
+        "seq_lens": [
+            (plain, (x,), {"seq_lens": torch.ones(3, dtype=torch.int32)}),
+            (plain, (x,), {"seq_lens": torch.ones(2, dtype=torch.int64)}),
+            (plain, (x,), {"seq_lens": [9, 9]}),
+        ],
     }
     for name, cases in calls.items():
         for module, tensors, options in cases:

@@ -140,6 +140,8 @@ def test_a_full_cache_says_so():
     with pytest.raises(OptionError, match=r"tokens: got 3 after 6; expected no more than max_length \(8\) in all"):
         cache.reserve(3)
     assert cache.lengths.tolist() == [6, 6], "something was taken"
+    with pytest.raises(AttributeError, match="lengths"):
+        cache.lengths = torch.zeros(2)
     with pytest.raises(OptionError, match="seq_lens"):
         cache.reserve(1, torch.tensor([1, 2], dtype=torch.int32))
     step = cache.reserve(2, torch.tensor([2, 1], dtype=torch.int32))

@@ -21,7 +21,7 @@ LAYERS = [
     ("offline",),
     ("attention",),
     ("graphs",),
-    ("activation_rows",),
+    ("activation_rows", "fused_dtypes"),
     ("norm_graphs", "activation_graphs", "conv_graphs"),
     ("norm_arguments", "conv_arguments"),
     ("norm", "activation", "conv"),
