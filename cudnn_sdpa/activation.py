@@ -20,7 +20,7 @@ from cudnn_sdpa.activation_graphs import (
 )
 from cudnn_sdpa.activation_rows import as_rows
 from cudnn_sdpa.errors import DtypeError, ShapeError, UnsupportedError
-from cudnn_sdpa.fused_dtypes import EXPECTED, is_taken
+from cudnn_sdpa.fused_dtypes import check_dtype
 from cudnn_sdpa.graphs import operator
 from cudnn_sdpa.graphs.function import GraphFunction
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
@@ -57,8 +57,8 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """SiLU(gate) · up, the gate of SwiGLU, in one kernel; so are both gradients.
 
     Args:
-        gate: (..., n), float16, bfloat16 or float32. Its last dimension is dense; both halves of one projection,
-            `x.chunk(2, dim=-1)`, are read where they lie.
+        gate: (..., n), float16, bfloat16 or float32, on the CPU float64 too. Its last dimension is dense; both halves
+            of one projection, `x.chunk(2, dim=-1)`, are read where they lie.
         up: Of the same shape and dtype. If it is not given, `gate` is both, (..., 2n), the gate first: its gradient is
             written in one piece then, where autograd would put two halves together.
 
@@ -124,7 +124,7 @@ def relu_squared(x: Tensor) -> Tensor:
     """max(x, 0)², the activation of Primer, in one kernel. For inference.
 
     Args:
-        x: (..., n), float16, bfloat16 or float32, its last dimension dense.
+        x: (..., n), float16, bfloat16 or float32, on the CPU float64 too; its last dimension dense.
 
     Returns:
         A dense tensor of the same shape and dtype.
@@ -217,9 +217,7 @@ def halves_of(both: Tensor) -> tuple[Tensor, Tensor]:
 def check(tensors: Sequence[Any], names: Sequence[str]) -> None:
     """Tensors of one shape and dtype."""
     first = tensors[0]
-    if not is_taken(first):
-        got = str(first.dtype) if isinstance(first, Tensor) else type(first).__name__
-        raise DtypeError(names[0], got, EXPECTED)
+    check_dtype(names[0], first)
     for name, other in zip(names[1:], tensors[1:], strict=True):
         if not isinstance(other, Tensor) or other.dtype != first.dtype:
             got = str(other.dtype) if isinstance(other, Tensor) else type(other).__name__

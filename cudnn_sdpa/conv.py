@@ -54,7 +54,7 @@ def conv2d(
 
     Args:
         x: (N, C, H, W), float16, bfloat16 or float32, which cuDNN multiplies in TF32, as PyTorch does by default; where
-            `torch.backends.cudnn.allow_tf32` forbids that, it raises.
+            `torch.backends.cudnn.allow_tf32` forbids that, it raises. On the CPU float64, too.
         weight: (K, C / groups, R, S), of x's dtype.
         bias: (K,), of x's dtype.
         stride: Steps, one for both dimensions or one for each.

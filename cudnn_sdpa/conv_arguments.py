@@ -9,14 +9,12 @@ from torch import Tensor
 from cudnn_sdpa.attention import tracking
 from cudnn_sdpa.conv_graphs import ACTIVATIONS, Sizes
 from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError
-from cudnn_sdpa.fused_dtypes import EXPECTED, is_taken
+from cudnn_sdpa.fused_dtypes import check_dtype
 
 
 def check(rank: int, x: Any, weight: Any, bias: Any, groups: Any) -> None:
     """Checks of all but steps, zeros and distances."""
-    if not is_taken(x):
-        got = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
-        raise DtypeError("x", got, EXPECTED)
+    check_dtype("x", x)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if name == "bias" and tensor is None:
             continue

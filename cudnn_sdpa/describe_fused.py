@@ -51,7 +51,7 @@ def _rms_norm(
     notes = _copies(x=x, residual=residual) + [f"{activation} of the result"] * (trains and activation is not None)
     if not trains:
         return _completed(found, x, notes)
-    scale = torch.empty(rows.shape[0], 1, 1, 1, device="meta")
+    scale = torch.empty(rows.shape[0], 1, 1, 1, dtype=torch.float32, device="meta")
     gradients = rms_norm_gradients.describe(rows, rows, of_weight, scale, shift)
     return _completed(found, x, notes, gradients)
 
@@ -67,7 +67,7 @@ def _layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = N
     found = layer_norm_rows.describe(rows, of_weight, of_bias, float(eps), with_statistics=trains)
     if not trains:
         return _completed(found, x, notes)
-    statistics = (torch.empty(rows.shape[0], 1, 1, 1, device="meta") for _ in range(2))
+    statistics = (torch.empty(rows.shape[0], 1, 1, 1, dtype=torch.float32, device="meta") for _ in range(2))
     return _completed(found, x, notes, layer_norm_gradients.describe(rows, rows, of_weight, *statistics))
 
 
@@ -177,12 +177,12 @@ def _completed(found: Description, x: Tensor, notes: list[str], backward: Descri
     device = x.get_device() if x.is_cuda else None
     gradients = None if backward is None else replace(backward, device=device)
     if x.dtype is torch.float64:
-        found, gradients = replace(found, key=_none), None if gradients is None else replace(gradients, key=_none)
+        found, gradients = replace(found, key=_no_key), None if gradients is None else replace(gradients, key=_no_key)
     return replace(found, device=device, is_empty=0 in x.shape, extra_kernels=notes, backward=gradients)
 
 
-def _none(*_: Any) -> PlanKey:
-    """In place of the key of a call in float64, which is for checks of gradients on the CPU; cuDNN need not be asked.
+def _no_key(*_: Any) -> PlanKey:
+    """Stands in for the key of a call in float64, which runs on the CPU alone: cuDNN need not be asked.
 
     Raises:
         UnsupportedError: Always.

@@ -44,8 +44,8 @@ def rms_norm(
     """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in float32. Differentiable.
 
     Args:
-        x: (..., n), float16, bfloat16 or float32. cuDNN reads dense rows one after the other; an x that does not lie
-            like this is copied first.
+        x: (..., n), float16, bfloat16 or float32; on the CPU float64 as well, which is computed as such. cuDNN reads
+            dense rows one after the other; an x that does not lie like this is copied first.
         weight: (n,), in x's dtype or float32; ones if not given.
         eps: Added to the mean of the squares; data, not part of the plan.
         residual: Of x's shape and dtype: added to x before. From Hopper on cuDNN has kernels for few shapes or none.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
-from cudnn_sdpa.fused_dtypes import EXPECTED, is_taken
+from cudnn_sdpa.fused_dtypes import check_dtype
 from cudnn_sdpa.norm_graphs import ACTIVATIONS
 
 INFINITY = float("inf")
@@ -16,9 +16,9 @@ INFINITY = float("inf")
 
 def check(x: Any, weights: dict[str, Tensor | None], eps: Any) -> None:
     """Checks of x, what has one dimension, and eps."""
-    if not is_taken(x) or x.dim() == 0:
-        got = f"{x.dtype}, {x.dim()} dimensions" if isinstance(x, Tensor) else type(x).__name__
-        raise DtypeError("x", got, f"{EXPECTED} of one dimension or more")
+    check_dtype("x", x)
+    if x.dim() == 0:
+        raise ShapeError("x", "no dimension", "one dimension or more")
     if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < INFINITY:
         raise OptionError("eps", repr(eps), "a number of at least 0")
     for name, weight in weights.items():

@@ -23,6 +23,8 @@ def check_lengths(name: str, lengths: Tensor | None, q: Tensor, of: str = "q") -
     """A tensor of sequence lengths: one int32 for each batch entry, dense, where q is; `of` is what that is called."""
     if lengths is None:
         return
+    if not isinstance(lengths, Tensor):
+        raise OptionError(name, type(lengths).__name__, "a torch.Tensor or None")
     if lengths.dtype != torch.int32:
         raise DtypeError(name, dtype_name(lengths.dtype), "int32", f"Convert with {name}.to(torch.int32).")
     if lengths.dim() != 1 or is_true(lengths.shape[0] != q.shape[0]):

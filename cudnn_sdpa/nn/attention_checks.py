@@ -79,10 +79,7 @@ def check_call(module: Any, x: Tensor, given: dict[str, Any]) -> None:
     else:
         _check_context(module, x, context)
     for name in ("seq_lens", "context_lens"):
-        lengths = given[name]
-        if lengths is not None and not isinstance(lengths, Tensor):
-            raise OptionError(name, type(lengths).__name__, "a torch.Tensor or None")
-        check_lengths(name, lengths, x, "x")
+        check_lengths(name, given[name], x, "x")
     for name in ("position_ids", "rotations"):
         if given[name] is not None and module.rope is None:
             raise OptionError(name, type(given[name]).__name__, "None: this module has no rope")

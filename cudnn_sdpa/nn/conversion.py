@@ -84,10 +84,10 @@ def merge(state_dict: dict[str, Any], prefix: str, into: str, parts: dict[str, i
         for name, tensor, rows in zip(names, found, parts.values(), strict=True):
             if tensor.shape[0] != rows:
                 error_msgs.append(f"size mismatch for {name}: got {tensor.shape[0]} rows; expected {rows}.")
-            if tensor.shape[1:] != found[0].shape[1:]:
-                got, others = (" × ".join(map(str, part.shape)) for part in (tensor, found[0]))
-                error_msgs.append(f"{name} is {got} and {names[0]} {others}: {into} reads one sequence.")
-                return
+        if len({tensor.shape[1:] for tensor in found}) > 1:
+            shapes = ", ".join(f"{name} {' × '.join(map(str, x.shape))}" for name, x in zip(names, found, strict=True))
+            error_msgs.append(f"size mismatch for the parts of {into}: got {shapes}; expected as many columns in all.")
+            continue
         state_dict[whole] = torch.cat(list(found))
 
 

@@ -78,10 +78,6 @@ class KVCache:
         dtype: Of keys and values.
         device: Where they are; the current GPU if there is one.
 
-    Attributes:
-        lengths: Tokens of each sequence, (B,) int32. May be written to, in place: a smaller number forgets the last
-            tokens.
-
     Raises:
         OptionError: A size is none.
 
@@ -132,8 +128,18 @@ class KVCache:
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each sequence, (B,) int32: always the same memory, which compiled functions and graphs read."""
+        """Tokens of each sequence, (B,) int32.
+
+        Always the same memory, which compiled functions and CUDA graphs read. May be written to: a smaller number
+        forgets the last tokens.
+        """
         return self._lengths
+
+    @lengths.setter
+    def lengths(self, value: Tensor) -> None:
+        if value is not self._lengths:  # `lengths -= 1` gives the tensor itself
+            hint = "Write into it: cache.lengths.copy_(…)."
+            raise OptionError("lengths", "another tensor", "the one that the cache has", hint)
 
     def k(self, layer: int = 0) -> Tensor:
         """The keys of a layer, (B, Hkv, max_length, D)."""
@@ -172,7 +178,7 @@ class KVCache:
             hint = "Use it, or take it back: cache.cancel(step), or cache.reset()."
             raise OptionError("tokens", "a second step", "that the keys of the step before are appended first", hint)
         offsets = torch.arange(tokens, device=self.device)
-        check_lengths("seq_lens", seq_lens, self._rows)
+        check_lengths("seq_lens", seq_lens, self._rows, "the cache")
         if not is_compiling() and (self.device.type == "cpu" or (debug.enabled and not _is_capturing())):
             self._check_room(tokens, seq_lens)
         positions = self.lengths.unsqueeze(1) + offsets

@@ -99,7 +99,7 @@ def _find_rivals(plan: Plan, operation: GraphOp, handle: Any) -> None:
             plan.__class__ = UntunedPlan
             return
         plan.tuned, reason = True, "there is nothing else that can be built"
-    fared = [(None, ""), *((None, str(rival.plan)) for rival in plan.rivals)]
+    fared = [(None, "", True), *((None, str(rival.plan), True) for rival in plan.rivals)]
     tuning.note(plan.key, candidates(plan), fared, reason=reason)
 
 

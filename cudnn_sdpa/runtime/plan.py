@@ -213,8 +213,7 @@ class UntunedPlan(Plan):
             tuning.note(self.key, candidates(self), reason=str(error) or type(error).__name__)
             return
         winner = field[number := trials.fastest(outcomes)]
-        fared = [(outcome.microseconds, outcome.reason) for outcome in outcomes]
-        tuning.note(self.key, candidates(self), fared, number)
+        tuning.note(self.key, candidates(self), outcomes, number)
         if isinstance(winner, Plan) and winner is not self:
             self._take_over(winner)
         self.tuned = True

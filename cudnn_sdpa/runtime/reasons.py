@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
+import logging
 import re
+
+_log = logging.getLogger("cudnn_sdpa")
 
 #: What the frontend says of a plan whose numerical notes are not wanted, and what that means here.
 _DESELECTED = "Deselecting execution plan"
 _NONDETERMINISTIC = "cuDNN notes that it may give other bits in another run, and deterministic kernels are wanted"
 
-#: How the frontend begins what it says of each configuration, when none takes a convolution: hundreds of lines.
+#: How the frontend begins what cuDNN says of each configuration of an engine, if none takes the graph: the reason, and
+#: then by which of its functions it was passed on. A convolution has hundreds of lines.
 _CONFIGURATION = '{"engineId"'
 _SAID = re.compile(r"Reason: (.*)")
-
-#: Parts of what every configuration is said to have failed at, whatever the reason.
-_ALWAYS = ("CUDNN_STATUS", "isSupported()", "finalize_internal()")
+_PASSED_ON = re.compile(r"[\w>.:-]+\([^()]*\)|status|.*CUDNN_STATUS.*")
 
 
 def reason_of(error: Exception) -> str:
     """cuDNN's own reason, without the list of the frontend's Python engines, which are never asked."""
     text = str(error)
     match = re.search(r"the backend declined: (.*?)(?:; python engines|\)?$)", text, re.DOTALL)
-    return in_words((match[1] if match else text).strip()) or type(error).__name__
+    found = (match[1] if match else text).strip()
+    if _CONFIGURATION in found:
+        _log.debug("cuDNN declined a graph: %s", found)
+    return in_words(found) or type(error).__name__
 
 
 def in_words(reason: str) -> str:
     """A reason that somebody may want to read."""
-    if _CONFIGURATION in reason:
-        return _of_configurations(reason)
-    if _DESELECTED not in reason:
-        return reason
-    rest = [line for line in reason.splitlines() if _DESELECTED not in line]
-    return "\n".join([*rest, _NONDETERMINISTIC])
+    rest = "\n".join(line for line in reason.splitlines() if _DESELECTED not in line)
+    if _CONFIGURATION in rest:
+        rest = _of_configurations(rest.split(_CONFIGURATION)[1:])
+    return "\n".join([rest] * bool(rest) + [_NONDETERMINISTIC] * (_DESELECTED in reason))
 
 
-def _of_configurations(reason: str) -> str:
-    told = dict.fromkeys(said for said in _SAID.findall(reason) if not any(part in said for part in _ALWAYS))
-    words = f"none of the {reason.count(_CONFIGURATION)} configurations that cuDNN has for it takes these tensors"
-    return words + (f"; it says: {', '.join(told)}" if told else "")
+def _of_configurations(texts: list[str]) -> str:
+    """How many configurations were declined, and the reasons without how they were passed on."""
+    told: dict[str, None] = {}
+    for text in texts:
+        reasons = (said for said in _SAID.findall(text) if not _PASSED_ON.fullmatch(said))
+        told |= dict.fromkeys(list(reasons)[:1])
+    many = f"{len(texts)} configurations of its engines, none of which takes"
+    one = "one configuration of an engine, which does not take"
+    return f"cuDNN proposes {many if len(texts) > 1 else one} this graph" + (f": {'; '.join(told)}" if told else "")

@@ -26,6 +26,7 @@ class AutotuneCandidate:
         microseconds: Median time of a launch; None if it was not timed.
         reason: Why it dropped out; empty if it did not.
         proposed: Whether cuDNN's heuristics propose it.
+        finalist: Whether it may win: of many plans those are timed again that were the fastest the first time.
     """
 
     engine: str
@@ -33,6 +34,7 @@ class AutotuneCandidate:
     microseconds: float | None = None
     reason: str = ""
     proposed: bool = True
+    finalist: bool = True
 
     def __str__(self) -> str:
         return " ".join([self.engine, *(f"{name}={value}" for name, value in self.knobs.items())])
@@ -68,6 +70,7 @@ class AutotuneEntry:
             took = "" if candidate.microseconds is None else f"{candidate.microseconds:.1f} µs"
             notes = ["cuDNN's first choice"] * (index == 0) + [f"gain {self.gain:.2f}"] * (index == self.winner > 0)
             notes += ["not proposed by cuDNN"] * (not candidate.proposed)
+            notes += ["not among the fastest when all were timed"] * (not candidate.finalist)
             notes += [f"dropped out: {candidate.reason}"] * bool(candidate.reason)
             lines.append(f"  {sign} {took:>10}  {candidate}" + (f"  ({'; '.join(notes)})" if notes else ""))
         return "\n".join(lines + [f"    not compared: {self.reason}"] * bool(self.reason))
@@ -133,7 +136,7 @@ def goes_beyond_proposals(key: PlanKey) -> bool:
 def note(
     key: PlanKey,
     candidates: Sequence[AutotuneCandidate],
-    outcomes: Sequence[tuple[float | None, str]] = (),
+    outcomes: Sequence[tuple[float | None, str, bool]] = (),
     winner: int = 0,
     reason: str = "",
 ) -> None:
@@ -142,12 +145,15 @@ def note(
     Args:
         key: The plan's key.
         candidates: The plan and its rivals.
-        outcomes: The time of each, or why it dropped out; empty if nothing is known of them.
+        outcomes: The time of each, or why it dropped out, and whether it may win; empty if nothing is known of them.
         winner: The index of the one that is used.
         reason: Why none were compared.
     """
-    known = outcomes or [(None, "")] * len(candidates)
-    fared = (replace(each, microseconds=time, reason=why) for each, (time, why) in zip(candidates, known, strict=True))
+    known = outcomes or [(None, "", True)] * len(candidates)
+    fared = (
+        replace(each, microseconds=time, reason=why, finalist=finalist)
+        for each, (time, why, finalist) in zip(candidates, known, strict=True)
+    )
     entry = AutotuneEntry(str(key), tuple(fared), winner, reason)
     for use in _Setting.uses:
         use.report.entries.append(entry)
@@ -159,9 +165,9 @@ def autotune(*, candidates: int = DEFAULT_CANDIDATES, beyond_proposals: bool = F
 
     For a plan that is missing, all that cuDNN's heuristics propose is built, up to `candidates`. The first launch runs
     them on its own operands: whose results differ from those of cuDNN's first choice by more than rounding, or with
-    `deterministic` from its own of another run, drops out. The others are timed, of more than eight the fastest twice;
-    one that takes at least 2 % less time than the first choice replaces it, in the plan cache and in the plan store.
-    The launch leaves the winner's results.
+    `deterministic` from its own of another run, drops out. The others are timed; of more than eight, the eight fastest
+    and the first choice once more, and that counts. One that takes at least 2 % less time than the first choice
+    replaces it, in the plan cache and in the plan store. The launch leaves the winner's results.
 
     That launch waits for the GPU, takes some ten milliseconds and a few times the memory of its results. Later ones,
     and all after the `with` statement, are launches like any other.

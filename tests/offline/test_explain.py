@@ -20,7 +20,7 @@ from cudnn_sdpa import (
     sdpa,
     sdpa_varlen,
 )
-from cudnn_sdpa.conv_graphs import channels_last, convolution
+from cudnn_sdpa.conv_graphs import channels_last, convolution, convolution_of_x
 from cudnn_sdpa.offline import driver
 
 pytestmark = pytest.mark.usefixtures("can_plan")
@@ -354,8 +354,32 @@ def test_what_no_configuration_of_cudnn_takes_is_said_in_one_line():
     x, weight = (channels_last(torch.randn(*shape, dtype=torch.float64)) for shape in ((1, 8, 8, 8), (8, 8, 3, 3)))
     options = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)}
     found = explain(convolution, x, weight, **options, activation=None)
-    (reason,) = found.reasons
-    assert re.fullmatch(
-        r"none of the \d+ configurations that cuDNN has for it takes these tensors; it says: .*", reason
-    )
-    assert len(reason) < 300
+    assert_in_one_line(found)
+    grad, of_x = channels_last(torch.randn(1, 8, 6, 6, dtype=torch.float64)), {"shape": (1, 8, 8, 8)}
+    assert_in_one_line(explain(convolution_of_x, grad, weight, **of_x, **options))
+
+
+def test_one_configuration_is_told_in_words_too():
+    """H200: cuDNN has a kernel for this norm, but not with a sum before it."""
+    x, weight = torch.randn(64, 1024).bfloat16(), torch.randn(1024).bfloat16()
+    assert_in_one_line(explain(cudnn_sdpa.rms_norm, x, weight, residual=x))
+
+
+def assert_in_one_line(found):
+    """The number of configurations, and of what cuDNN says more than the names of its functions."""
+    reason = found.reasons[0]
+    assert re.match(r"cuDNN proposes (\d+ conf|one conf).* this graph: \S", reason), reason
+    assert "\n" not in reason
+    assert not re.search(r"(: |; )[\w.:>-]+\([^()]*\)(;|$)", reason), reason
+    assert len(reason) < 400
+
+
+def test_another_default_dtype_is_nothing_to_gradients():
+    x, weight = torch.randn(64, 1024).bfloat16().requires_grad_(), torch.randn(1024).bfloat16()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for function in (cudnn_sdpa.rms_norm, cudnn_sdpa.layer_norm):
+            found = explain(function, x, weight)
+            assert found.backward.supported, found.backward.reasons
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -13,7 +13,7 @@ from stand_in_engines import TARGET, Engine, Machine, halve, halved, key, launch
 from cudnn_sdpa import OptionError, autotune
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.passes import Forward
-from cudnn_sdpa.runtime import tuning
+from cudnn_sdpa.runtime import trials, tuning
 from cudnn_sdpa.runtime.building import build_plan
 from cudnn_sdpa.runtime.key import Operand, Role
 from cudnn_sdpa.runtime.layouts import TensorLayout
@@ -115,6 +115,20 @@ def test_results_that_vary_drop_out_beyond_proposals(machine, beyond, then):
     assert entry.candidates[1].reason == ("two runs of it do not give the same bits" if beyond else "")
     assert [each.proposed for each in entry.candidates] == [True, True, False][: 2 + beyond]
     assert ("eng7 TILE=60  (not proposed by cuDNN)" in str(entry)) == beyond
+
+
+def test_of_many_plans_the_fastest_are_timed_again_and_the_report_says_which(machine):
+    engines = [Engine(f"eng{number}", microseconds=60 - number) for number in range(1, 12)]
+    machine.proposes(Engine("eng0", microseconds=59), *engines)
+    with autotune(candidates=12) as report:
+        made = build_plan(halve, key())
+        launch(made, *operands())
+    (entry,) = report.entries
+    assert machine.timed == [12, trials.FINALISTS + 1]
+    assert [each.finalist for each in entry.candidates] == [True, *[False] * 3, *[True] * 8]
+    assert (entry.winner, made.engine) == (11, "eng11")
+    assert "57.0 µs  eng3 TILE=57  (not among the fastest when all were timed)" in str(entry)
+    assert str(entry).count("not among") == 3
 
 
 def test_the_report_is_a_table():
