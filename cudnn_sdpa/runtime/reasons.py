@@ -14,7 +14,8 @@ _NONDETERMINISTIC = "cuDNN notes that it may give other bits in another run, and
 #: How the frontend begins what cuDNN says of each configuration of an engine, if none takes the graph: the reason, and
 #: then by which of its functions it was passed on. A convolution has hundreds of lines.
 _CONFIGURATION = '{"engineId"'
-_SAID = re.compile(r"Reason: (.*)")
+_SAID = re.compile(r"(\w*); Reason: (.*)")
+_PLAIN = "CUDNN_STATUS_NOT_SUPPORTED"
 _PASSED_ON = re.compile(r"[\w>.:-]+\([^()]*\)|status|.*CUDNN_STATUS.*")
 
 
@@ -40,8 +41,8 @@ def _of_configurations(texts: list[str]) -> str:
     """How many configurations were declined, and the reasons without how they were passed on."""
     told: dict[str, None] = {}
     for text in texts:
-        reasons = (said for said in _SAID.findall(text) if not _PASSED_ON.fullmatch(said))
-        told |= dict.fromkeys(list(reasons)[:1])
+        causes = [(status, said) for status, said in _SAID.findall(text) if not _PASSED_ON.fullmatch(said)]
+        told |= dict.fromkeys(said if status == _PLAIN else f"{status}, {said}" for status, said in causes[:1])
     many = f"{len(texts)} configurations of its engines, none of which takes"
     one = "one configuration of an engine, which does not take"
     return f"cuDNN proposes {many if len(texts) > 1 else one} this graph" + (f": {'; '.join(told)}" if told else "")

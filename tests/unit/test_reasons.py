@@ -31,6 +31,14 @@ def test_hundreds_of_lines_become_one():
     assert found == f"{NONE_OF_3}: config == INVALID; matcher->hasPrologue() || matcher->hasEpilogue()"
 
 
+def test_a_status_that_tells_more_is_kept():
+    text = dump("smem > usable").replace(
+        "SUPPORTED; Reason: smem", "SUPPORTED_SHARED_MEMORY_INSUFFICIENT; Reason: smem"
+    )
+    found = in_words(text)
+    assert found.endswith(" this graph: CUDNN_STATUS_NOT_SUPPORTED_SHARED_MEMORY_INSUFFICIENT, smem > usable")
+
+
 def test_one_configuration_is_one():
     assert in_words(dump("k % 8")) == (
         "cuDNN proposes one configuration of an engine, which does not take this graph: k % 8"
