@@ -18,6 +18,8 @@ from typing import Any
 import pages
 from pages import ROOT
 
+from cudnn_sdpa.bench.report import upright
+
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 MARKS = re.compile(r"(<!-- bench:(?:(?P<file>\w+)/)?(?P<part>\w+) -->\n).*?<!-- /bench -->", re.DOTALL)
 
@@ -30,6 +32,7 @@ def measured(file: str) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
     """The rows of one part of a benchmark, as Markdown, and what they were measured with."""
+    rows = upright(rows)
     columns = list(rows[0])
     lines = ["| " + " | ".join(columns) + " |", "|---" + "|--:" * (len(columns) - 1) + "|"]
     lines += ["| " + " | ".join(cell(value) for value in row.values()) + " |" for row in rows]

@@ -15,6 +15,9 @@ from rich.table import Table
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.runtime import backend
 
+#: More do not fit on a page.
+MOST_COLUMNS = 12
+
 
 def environment() -> dict[str, str]:
     """What the numbers depend on."""
@@ -37,8 +40,17 @@ def write(path: Path, name: str, results: dict[str, Any]) -> None:
     path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
 
 
+def upright(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows as a table shows them: where keys are many and rows few, one row for each key."""
+    label, *keys = rows[0]
+    if len(rows[0]) <= MOST_COLUMNS or len(rows) >= len(rows[0]):
+        return rows
+    return [{label: key, **{str(row[label]): row[key] for row in rows}} for key in keys]
+
+
 def show(title: str, rows: list[dict[str, Any]], console: Console | None = None) -> None:
     """Prints rows of equal keys as a table."""
+    rows = upright(rows)
     table = Table(title=title, title_justify="left")
     for column in rows[0]:
         table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
