@@ -13,8 +13,8 @@ from cudnn_sdpa.nn.checks import check_counts, check_flags, check_number
 from cudnn_sdpa.nn.conversion import check_type, copy_parameter, refuse
 from cudnn_sdpa.norm import layer_norm, rms_norm
 
-#: PyTorch takes that of the dtype in which it computes.
-_EPS = torch.finfo(torch.float32).eps
+#: PyTorch takes that of the dtype in which it computes, and so do these.
+_EPS, _EPS_OF_DOUBLE = (torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64))
 
 
 class RMSNorm(nn.Module):
@@ -22,8 +22,8 @@ class RMSNorm(nn.Module):
 
     Args:
         normalized_shape: Size of the last dimension.
-        eps: Added to the mean of the squares; PyTorch's default if not given, which is float32's eps, 1.19e-7. Models
-            name theirs: LLaMA's checkpoints have 1e-5 or 1e-6.
+        eps: Added to the mean of the squares; PyTorch's default if not given, which is float32's eps, 1.19e-7, and for
+            float64 its own. Models name theirs: LLaMA's checkpoints have 1e-5 or 1e-6.
         elementwise_affine: Whether there is a weight.
         zero_centered: Whether the weight is stored less 1, as Gemma does; it starts at 0 then.
         device: Of the weight.
@@ -83,7 +83,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm of rows (..., n)."""
-        eps = _EPS if self.eps is None else self.eps
+        eps = self.eps
+        if eps is None:
+            eps = _EPS_OF_DOUBLE if x.dtype is torch.float64 else _EPS
         normed: Tensor = rms_norm(x, self.weight, eps, zero_centered=self.zero_centered)
         return normed
 

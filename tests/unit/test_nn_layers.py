@@ -255,10 +255,11 @@ def test_wrong_options_are_named(make, name):
     assert error.value.argument == name
 
 
-def test_an_rms_norm_is_its_twin_with_the_twins_state():
-    x = 1e-3 * torch.randn(4, 64)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_an_rms_norm_is_its_twin_with_the_twins_state(dtype):
+    x = 1e-4 * torch.randn(4, 64, dtype=dtype)  # so small that eps counts
     for options in ({}, {"eps": None}, {"eps": 1e-5}):
-        twin, ours = nn.RMSNorm(64, **options), RMSNorm(64, **options)
+        twin, ours = (kind(64, **options, dtype=dtype) for kind in (nn.RMSNorm, RMSNorm))
         ours.load_state_dict(randomize(twin).state_dict())
         torch.testing.assert_close(ours(x), twin(x))
         torch.testing.assert_close(RMSNorm.from_torch(twin)(x), twin(x))
