@@ -4,13 +4,15 @@
     python scripts/notebooks.py samples/02*     # some
     python scripts/notebooks.py --check         # whether they are stored as this script would
 
-What is stored does not tell when, where or in how long it ran, so that a diff shows what has changed. The link to Colab
-is made of `extra.colab_repository` in mkdocs.yml.
+What is stored does not tell when, where or in how long it ran, so that a diff shows what has changed. It tells from which
+files of docs/benchmarks its pictures were drawn, so that --check finds those whose numbers have changed since. The link to
+Colab is made of `extra.colab_repository` in mkdocs.yml.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import logging
 import os
 import re
@@ -38,6 +40,8 @@ if importlib.util.find_spec("cudnn_sdpa") is None:  # in Colab, for instance
 #: Extras of the package that a notebook needs beside CUDA's.
 EXTRAS = {"10_hugging_face.ipynb": "transformers"}
 #: Places of one machine, times and addresses.
+#: Files of docs/benchmarks that a picture is drawn from.
+DRAWN = re.compile(r"\w+-h200\.json")
 TRACES = re.compile(r"/(tmp|home|root|Users|work)/|\b\d+:\d\d:\d\d\b|\b0x[0-9a-f]{6,}")
 
 
@@ -65,8 +69,16 @@ def arrange(notebook: NotebookNode, name: str) -> None:
     notebook.metadata = NotebookNode(
         kernelspec={"display_name": "Python 3", "language": "python", "name": "python3"},
         language_info={"name": "python"},
+        drawn_from=notebook.metadata.get("drawn_from", {}),
     )
     notebook.nbformat, notebook.nbformat_minor = 4, 5
+
+
+def drawn_from(notebook: NotebookNode) -> dict[str, str]:
+    """What the measurements that a notebook draws are, as digests of their files."""
+    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    files = [ROOT / "docs" / "benchmarks" / name for name in sorted(set(DRAWN.findall(code)))]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files}
 
 
 def execute(notebook: NotebookNode) -> None:
@@ -76,11 +88,14 @@ def execute(notebook: NotebookNode) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     logging.getLogger("traitlets").setLevel(logging.ERROR)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT / "samples")}}).execute()
+    notebook.metadata.drawn_from = drawn_from(notebook)
 
 
 def complaints(notebook: NotebookNode) -> list[str]:
     """What must not be stored."""
     found = []
+    if notebook.metadata.drawn_from != drawn_from(notebook):
+        found.append("shows other measurements than those in docs/benchmarks: execute it again")
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
         found.append("was not executed from its beginning to its end")

@@ -6,6 +6,7 @@ They are executed by nbmake: `make test` runs `pytest --nbmake samples` beside t
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import subprocess
@@ -26,6 +27,17 @@ def test_they_are_stored_as_the_script_leaves_them():
     command = [sys.executable, "scripts/notebooks.py", "--check"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_pictures_of_older_measurements_are_found(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    script = importlib.import_module("notebooks")
+    drawing = next(path for path in NOTEBOOKS if "host-h200.json" in path.read_text())
+    notebook = script.nbformat.reads(drawing.read_text(), as_version=4)
+    assert list(notebook.metadata.drawn_from) == ["host-h200.json"]
+    assert script.complaints(notebook) == []
+    notebook.metadata.drawn_from["host-h200.json"] = "0" * 12
+    assert script.complaints(notebook) == ["shows other measurements than those in docs/benchmarks: execute it again"]
 
 
 def test_they_are_numbered_and_are_pages_of_the_site():
