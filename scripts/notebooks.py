@@ -4,9 +4,9 @@
     python scripts/notebooks.py samples/02*     # some
     python scripts/notebooks.py --check         # whether they are stored as this script would
 
-What is stored does not tell when, where or in how long it ran, so that a diff shows what has changed. It tells from which
-files of docs/benchmarks its pictures were drawn, so that --check finds those whose numbers have changed since. The link to
-Colab is made of `extra.colab_repository` in mkdocs.yml.
+What is stored does not tell when, where or in how long it ran, so that a diff shows what has changed. It tells from
+which files of docs/benchmarks pictures were drawn, so that --check finds those whose numbers have changed since. The
+link to Colab is made of `extra.colab_repository` in mkdocs.yml.
 """
 
 from __future__ import annotations
