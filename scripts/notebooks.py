@@ -32,12 +32,12 @@ import importlib.util
 import subprocess
 import sys
 
-if importlib.util.find_spec("cudnn_sdpa") is None:  # in Colab, for instance
+if None in map(importlib.util.find_spec, ["cudnn_sdpa"]):  # in Colab, for instance
     import torch
 
     extra = "cu13" if (torch.version.cuda or "12").startswith("13") else "cu12"
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"cudnn-sdpa[{extra}]"], check=True)"""
-#: Extras of the package that a notebook needs beside CUDA's.
+#: Extras of the package that a notebook needs beside CUDA's, and packages by the same name that come with them.
 EXTRAS = {"10_hugging_face.ipynb": "transformers"}
 #: Places of one machine, times and addresses.
 #: Files of docs/benchmarks that a picture is drawn from.
@@ -55,8 +55,11 @@ def arrange(notebook: NotebookNode, name: str) -> None:
     title, *rest = notebook.cells
     if rest[0].metadata.get("tags") != ["install"]:
         rest.insert(0, nbformat.v4.new_code_cell())
-    more = f",{EXTRAS[name]}" if name in EXTRAS else ""
-    rest[0].source = INSTALL.replace("{extra}", "{extra}" + more)
+    rest[0].source = INSTALL
+    if more := EXTRAS.get(name):
+        rest[0].source = INSTALL.replace("{extra}", "{extra}," + more).replace(
+            '["cudnn_sdpa"', f'["cudnn_sdpa", "{more}"'
+        )
     heading, *text = [line for line in title.source.splitlines() if not line.startswith("[Open in Colab]")]
     body = "\n".join(text).strip()
     title.source = f"{heading}\n\n{LINK.format(repository=repository(), name=name)}\n\n{body}"

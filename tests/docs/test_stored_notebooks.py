@@ -70,6 +70,14 @@ def test_a_notebook_is_plain_python_that_checks_what_it_computes(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_first_cell_installs_what_the_others_import(path):
+    first, *others = cells(path, "code")
+    needs = {"cudnn_sdpa"} | {"transformers"} & set(re.findall(r"^import (\w+)", "\n".join(others), re.MULTILINE))
+    assert set(re.findall(r'"(\w+)"', first.splitlines()[4])) == needs
+    assert ("transformers]" in first) == ("transformers" in needs)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_links_of_a_notebook_lead_to_files(path):
     for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", "\n".join(cells(path, "markdown"))):
         assert (path.parent / target).exists(), target
