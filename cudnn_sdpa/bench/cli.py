@@ -123,6 +123,7 @@ def bench_norm(
     measures: dict[NormPart, tuple[str, Measure]] = {
         NormPart.FORWARD: ("rms_norm, bfloat16", fused.norm_forward),
         NormPart.BACKWARD: ("Gradients of rms_norm, bfloat16", fused.norm_backward),
+        NormPart.FUSED: ("rms_norm of a sum, and with SiLU behind it, bfloat16", fused.norm_fused),
         NormPart.HOST: (f"Host time of one warm rms_norm of {fused.SMALL}", fused.norm_host),
         NormPart.PROPOSALS: ("All plans that cuDNN proposes for rms_norm", proposals.norms),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from cudnn_sdpa.activation import silu_mul
 from cudnn_sdpa.bench import cases, tuned
 from cudnn_sdpa.bench.decode import COPIED, large_copy
 from cudnn_sdpa.bench.timing import Call, device_times, host_times
+from cudnn_sdpa.graphs.operator import as_tuple
 from cudnn_sdpa.norm import rms_norm
 from cudnn_sdpa.runtime import handles
 from cudnn_sdpa.runtime import plan as plans
+from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.eager import tensor_guard
 
 Function = Callable[..., Tensor]
@@ -47,6 +50,17 @@ def silu_mul_of_both(both: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def norm_of_sum_of_torch(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What `rms_norm` with a residual is compared with."""
+    total = x + residual
+    return rms_norm_of_torch(total, weight), total
+
+
+def norm_with_silu_of_torch(x: Tensor, weight: Tensor) -> Tensor:
+    """What `rms_norm` with an activation is compared with."""
+    return F.silu(rms_norm_of_torch(x, weight))
+
+
 def norm_inputs(rows: int, size: int) -> tuple[Tensor, ...]:
     """Random x and weight."""
     return cases.normal(rows, size), cases.normal(size) * 0.3 + 1
@@ -60,6 +74,64 @@ def gate_inputs(rows: int, size: int) -> tuple[Tensor, ...]:
 def norm_forward() -> list[dict[str, Any]]:
     """`rms_norm`: reads x and writes as much."""
     return [_forward(rms_norm, rms_norm_of_torch, shape, norm_inputs(*shape), 2) for shape in _each(NORMS)]
+
+
+def norm_fused() -> list[dict[str, Any]]:
+    """`rms_norm` of a sum, and with SiLU behind it, in one kernel; and in two, of which the other is PyTorch's."""
+    rows = []
+    for shape in _each(NORMS):
+        x, weight = norm_inputs(*shape)
+        of_sum, alone = (x, cases.normal(*shape), weight), (x, weight)
+        rows.append(_fused("a sum", _norm_of_sum, norm_of_sum_of_torch, _sum_and_norm, shape, of_sum))
+        rows.append(_fused("SiLU", _norm_with_silu, norm_with_silu_of_torch, _norm_and_silu, shape, alone))
+    return rows
+
+
+def _norm_of_sum(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    return rms_norm(x, weight, EPS, residual=residual)
+
+
+def _sum_and_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    total = x + residual
+    return rms_norm(total, weight, EPS), total
+
+
+def _norm_with_silu(x: Tensor, weight: Tensor) -> Any:
+    return rms_norm(x, weight, EPS, activation="silu")
+
+
+def _norm_and_silu(x: Tensor, weight: Tensor) -> Any:
+    return F.silu(rms_norm(x, weight, EPS))
+
+
+def _fused(
+    name: str, ours: Any, theirs: Any, in_two: Any, shape: tuple[int, int], inputs: tuple[Tensor, ...]
+) -> dict[str, Any]:
+    in_one = compiled(theirs)
+
+    def check(found: Any) -> None:
+        results = as_tuple(found(*inputs))
+        cases.check_agreement(("out", "sum")[: len(results)], results, as_tuple(theirs(*inputs)), "PyTorch's")
+
+    calls = {"ours": ours, "two": in_two, "eager": theirs, "compiled": in_one}
+    for found in calls.values():
+        check(found)
+    times = device_times({name: partial(call, *inputs) for name, call in calls.items()}, cold=True)
+    tuned.settle(partial(ours, *inputs))
+    check(ours)
+    again = device_times({"ours": partial(ours, *inputs), "compiled": partial(in_one, *inputs)}, cold=True)
+    plan_cache.clear()
+    return {
+        "rows, n": ", ".join(map(str, shape)),
+        "with": name,
+        "cudnn_sdpa µs": times["ours"],
+        "two kernels µs": times["two"],
+        "pytorch µs": times["eager"],
+        "pytorch / ours": times["eager"] / times["ours"],
+        "compiled µs": times["compiled"],
+        "compiled / ours": times["compiled"] / times["ours"],
+        "compiled / tuned": again["compiled"] / again["ours"],
+    }
 
 
 def norm_backward() -> list[dict[str, Any]]:
@@ -101,7 +173,7 @@ def _each(shapes: Sequence[tuple[int, int]]) -> Any:
     return track(shapes, "shapes", transient=True)
 
 
-def compiled(function: Function) -> Function:
+def compiled(function: Any) -> Function:
     """A function as `torch.compile` makes it for exactly these shapes."""
     torch._dynamo.reset()
     result: Function = torch.compile(function, dynamic=False)

@@ -46,6 +46,7 @@ class NormPart(str, Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    FUSED = "fused"
     HOST = "host"
     PROPOSALS = "proposals"
 

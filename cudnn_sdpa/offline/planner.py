@@ -180,19 +180,22 @@ atexit.register(_helper.close)
 os.register_at_fork(after_in_child=_helper.forget)
 
 
-def plan_offline(key: PlanKey, properties: dict[str, Any], helper: Helper = _helper) -> OfflinePlan:
+def plan_offline(
+    key: PlanKey, properties: dict[str, Any], helper: Helper = _helper, *, to_keep: bool = False
+) -> OfflinePlan:
     """Plans and compiles `key` for the GPU that `properties` describes, in a helper process.
 
     Args:
         key: The key; its target was made from `properties`.
         properties: In the form of cuDNN's device-properties JSON.
         helper: The process to ask, if not the one that serves this process.
+        to_keep: Whether the GPU will take this plan instead of making one, so that a much slower one is refused.
 
     Raises:
         UnsupportedError: cuDNN has no plan, with its reasons.
         OfflineError: There was no answer: no C compiler, no cuDNN, or a crash.
     """
-    answer = _answer(helper, key, properties)
+    answer = _answer(helper, key, properties, to_keep=to_keep)
     data = base64.b64decode(answer.pop("plan"))
     return OfflinePlan(data=data, **answer)
 

@@ -88,7 +88,7 @@ def _work(
         with contextlib.suppress(IndexError):  # another has taken the last one
             key = waiting.pop()
             try:
-                made.put((key, plan_offline(key, properties, helper)))
+                made.put((key, plan_offline(key, properties, helper, to_keep=True)))
             except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
                 made.put((key, error))
 

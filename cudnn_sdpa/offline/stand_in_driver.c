@@ -27,6 +27,10 @@ result cuLibraryGetKernel(void **kernel) { *kernel = &dummy; return SUCCESS; }
 result cuKernelGetAttribute(int *value) { *value = 0; return SUCCESS; }
 result cuOccupancyMaxPotentialClusterSize(int *size) { *size = 8; return SUCCESS; }
 
+/* How many clusters of thread blocks run at once differs from chip to chip, and cuDNN writes it into plans: one for too
+   few leaves results unwritten. No number will do, so that kernels which ask for it are declined. */
+result cuOccupancyMaxActiveClusters(int *count) { *count = -1; return NO_DEVICE; }
+
 #define ACCEPT(name) result name(void) { return SUCCESS; }
 ACCEPT(cuCtxGetLimit)
 ACCEPT(cuCtxPopCurrent)
@@ -55,7 +59,6 @@ ACCEPT(cuModuleLoadData)
 ACCEPT(cuModuleLoadDataEx)
 ACCEPT(cuModuleUnload)
 ACCEPT(cuOccupancyMaxActiveBlocksPerMultiprocessor)
-ACCEPT(cuOccupancyMaxActiveClusters)
 ACCEPT(cuStreamGetCtx)
 ACCEPT(cuTensorMapEncodeIm2col)
 ACCEPT(cuTensorMapEncodeTiled)

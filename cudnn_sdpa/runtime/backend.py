@@ -210,9 +210,18 @@ class GraphBuilder:
             failures.append("its other kernels may give other bits in another run, and deterministic ones are wanted")
         raise _unsupported(what, failures)
 
+    @property
+    def has_attention(self) -> bool:
+        """Whether attention is among the operations."""
+        return any(place.operation.startswith("sdpa") for place in self.places)
+
     def _propose(self) -> None:
-        """Makes the list of plans from which one is built."""
-        self._graph.create_execution_plans([self.types.heur_mode.A])
+        """Lists the plans from which one is built: cuDNN's guesses, best first, then what takes more kinds of graphs.
+
+        For attention there is no such reserve.
+        """
+        modes = self.types.heur_mode
+        self._graph.create_execution_plans([modes.A] if self.has_attention else [modes.A, modes.FALLBACK])
 
     def _takes(self, index: int) -> bool:
         """Selects an entry of the list; whether it is one to build."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, zip_longest
+from contextlib import suppress
+from itertools import chain, islice, zip_longest
 from typing import Any, NamedTuple
 
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime.backend import BuiltGraph, Configuration, GraphBuilder
-from cudnn_sdpa.runtime.graph_op import GraphOp
+from cudnn_sdpa.runtime.graph_op import GraphOp, Step
 from cudnn_sdpa.runtime.key import PlanKey
+from cudnn_sdpa.runtime.steps import GraphsInTurn
 
 
 class Other(NamedTuple):
@@ -29,6 +31,13 @@ class HeuristicsBuilder(GraphBuilder):
         return BuiltGraph(graph=self._graph, engine=self._configuration(index)[0], knobs={}, workspace=0)
 
 
+class GuessesBuilder(HeuristicsBuilder):
+    """The same, without the engines that cuDNN has in reserve, which can be many times slower."""
+
+    def _propose(self) -> None:
+        self._graph.create_execution_plans([self.types.heur_mode.A])
+
+
 class ProposalsBuilder(GraphBuilder):
     """Compiles nothing, and learns what cuDNN proposes.
 
@@ -40,7 +49,8 @@ class ProposalsBuilder(GraphBuilder):
 
     def _finish(self, index: int) -> BuiltGraph:
         rest = range(index, self._graph.get_execution_plan_count())
-        self.proposals = tuple(self._configuration(each) for each in rest if self._takes(each))
+        found = [self._configuration(each) for each in rest if self._takes(each)]
+        self.proposals = tuple(each for number, each in enumerate(found) if each not in found[:number])
         return BuiltGraph(graph=self._graph, engine=self.proposals[0][0], knobs={}, workspace=0)
 
     def unproposed(self) -> list[Configuration]:
@@ -48,7 +58,7 @@ class ProposalsBuilder(GraphBuilder):
 
         None for attention, whose results depend on data in ways that one launch does not show.
         """
-        if any(place.operation.startswith("sdpa") for place in self.places):
+        if self.has_attention:
             return []
         best: dict[str, dict[str, int]] = {}
         for engine, knobs in self.proposals:
@@ -100,7 +110,10 @@ class UnproposedBuilder(GraphBuilder):
 def build_others(
     operation: GraphOp, key: PlanKey, first: Configuration, most: int, *, unproposed: bool = False, **where: Any
 ) -> list[Other]:
-    """What cuDNN proposes behind `first`, in its order, each compiled or with the reason why it cannot be.
+    """What there is beside `first`: compiled, or with the reason why cuDNN does not compile what it proposes.
+
+    In this order: the operation in steps, if it knows any; what cuDNN proposes behind `first`, in its order; other
+    plans of the steps.
 
     Args:
         operation: The operation.
@@ -114,14 +127,51 @@ def build_others(
     operation.compile(key, asked)
     proposals = list(asked.proposals)
     others = proposals[proposals.index(first) + 1 :] if first in proposals else proposals
-    built = [Other(each, _build(operation, key, ConfigurationBuilder(each, **where))) for each in others[:most]]
-    for other in asked.unproposed() if unproposed else ():
-        if len(built) >= most:
-            break
+    proposed = (Other(each, _build(operation, key, ConfigurationBuilder(each, **where))) for each in others)
+    in_steps = _in_steps(operation, key, where)
+    beyond = _unproposed(operation, key, asked, where) if unproposed else iter(())
+    return list(islice(chain(islice(in_steps, 1), proposed, in_steps, beyond), most))
+
+
+def _unproposed(operation: GraphOp, key: PlanKey, asked: ProposalsBuilder, where: dict[str, Any]) -> Iterator[Other]:
+    for other in asked.unproposed():
         plan = _build(operation, key, UnproposedBuilder(other, **where))
         if not isinstance(plan, str):  # most settings do not go together, which is no news
-            built.append(Other(other, plan, proposed=False))
-    return built
+            yield Other(other, plan, proposed=False)
+
+
+def _in_steps(operation: GraphOp, key: PlanKey, where: dict[str, Any]) -> Iterator[Other]:
+    """The operation in steps, as far as they can be built: cuDNN's first choices, then one step with others."""
+    steps = operation.steps(key) if operation.steps is not None else ()
+    fields = [_Field(step, where) for step in steps]
+    choices = [0] * len(fields)
+    varied = [(place, choice) for place, field in enumerate(fields) for choice in range(1, len(field.proposals))]
+    for place, choice in [(0, 0), *varied] if all(field.proposals for field in fields) and fields else ():
+        now = [*choices[:place], choice, *choices[place + 1 :]]
+        found = [field.built(number) for field, number in zip(fields, now, strict=True)]
+        graphs = [graph for graph in found if isinstance(graph, BuiltGraph)]
+        if len(graphs) == len(found):
+            built = GraphsInTurn.of(graphs, [step.places for step in steps])
+            yield Other((built.engine, built.knobs), built)
+
+
+class _Field:
+    """What cuDNN proposes for a step, each compiled when it is first asked for."""
+
+    def __init__(self, step: Step, where: dict[str, Any]) -> None:
+        self._step, self._where = step, where
+        self._built: dict[int, BuiltGraph | str] = {}
+        asked = ProposalsBuilder(**where)
+        with suppress(UnsupportedError):  # then there are no proposals
+            step.operation.compile(step.key, asked)
+        self.proposals = asked.proposals
+
+    def built(self, number: int) -> BuiltGraph | str:
+        """A proposal's graph, or why there is none."""
+        if number not in self._built:
+            builder = ConfigurationBuilder(self.proposals[number], **self._where)
+            self._built[number] = _build(self._step.operation, self._step.key, builder)
+        return self._built[number]
 
 
 def _build(operation: GraphOp, key: PlanKey, builder: GraphBuilder) -> BuiltGraph | str:

@@ -14,6 +14,7 @@ from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
 from cudnn_sdpa.runtime.layouts import TensorLayout
 
 Launch = Callable[[], None]
+Measure = Callable[[Sequence[Launch], int], list[float]]
 
 #: By how much two right results of a dtype may differ, ‖a − b‖ / ‖b‖. Both are rounded, and so is what is between.
 TOLERANCE = {
@@ -34,9 +35,10 @@ MARGIN = 0.02
 WARM_LAUNCHES = 2
 ROUNDS = 11
 
-#: Of more plans than these, so many of the fastest and the first choice are timed again: the least of many times is
-#: also the luckiest.
+#: Of more plans than these, so many of the fastest and the first choice are timed again, and longer: the least of many
+#: times is also the luckiest.
 FINALISTS = 8
+FINAL_ROUNDS = 31
 
 #: For so many cycles the GPU is kept waiting in each round, so that the host has enqueued the round before it starts;
 #: otherwise short kernels would be timed together with the host's work between them.
@@ -83,8 +85,8 @@ def compare(
     launches: Sequence[Launch | str],
     outputs: list[Tensor],
     *,
-    repeatable: bool,
-    measure: Callable[[Sequence[Launch]], list[float]] | None = None,
+    repeatable: Sequence[bool],
+    measure: Measure | None = None,
 ) -> list[Outcome]:
     """Runs plans, and times those that are right.
 
@@ -92,22 +94,22 @@ def compare(
         launches: Of cuDNN's first choice, which is taken to be right, and of the others; in place of one that cannot be
             built, the reason.
         outputs: What each of them writes; what was in them is in them afterwards.
-        repeatable: Whether a plan drops out if it does not give the same bits twice.
-        measure: What times launches, if not `device_times`.
+        repeatable: Of each, whether it drops out if it does not give the same bits twice.
+        measure: What times launches in so many rounds, if not `device_times`.
 
     Raises:
         UndecidedError: The first one's results hold nothing to compare with.
     """
     before = [_copy(output) for output in outputs]
     try:
-        first, *others = launches
+        (first, _), *others = zip(launches, repeatable, strict=True)
         assert not isinstance(first, str)
         expected = _run(first, outputs)
         if not all(map(_tells, expected)):
             raise UndecidedError("the results of its first launch hold nothing but zeros, or no numbers")
         right, reasons = [first], [""]
-        for other in others:
-            reasons.append(other if isinstance(other, str) else _fault(other, outputs, expected, repeatable))
+        for other, twice in others:
+            reasons.append(other if isinstance(other, str) else _fault(other, outputs, expected, twice))
             if not isinstance(other, str) and not reasons[-1]:
                 right.append(other)
         fared = iter(_race(right, measure or device_times) if len(right) > 1 else [Outcome(None)])
@@ -127,14 +129,14 @@ def fastest(outcomes: Sequence[Outcome]) -> int:
     return best if times[best] < times[0] * (1 - MARGIN) else 0
 
 
-def device_times(launches: Sequence[Launch]) -> list[float]:
+def device_times(launches: Sequence[Launch], rounds: int) -> list[float]:
     """Microseconds of device time of each: the median of several rounds, in which they alternate. Waits for the GPU."""
     for launch in launches:
         for _ in range(WARM_LAUNCHES):
             launch()
     spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in launches]
     order = list(range(len(launches)))
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
         for index in order:
             start, end = _event(), _event()
@@ -147,13 +149,13 @@ def device_times(launches: Sequence[Launch]) -> list[float]:
     return [statistics.median(start.elapsed_time(end) * 1e3 for start, end in pairs) for pairs in spans]
 
 
-def _race(launches: Sequence[Launch], measure: Callable[[Sequence[Launch]], list[float]]) -> list[Outcome]:
+def _race(launches: Sequence[Launch], measure: Measure) -> list[Outcome]:
     """The time of each, and who of many is left for a second round; in it the times of those are taken."""
-    times = measure(launches)
+    times = measure(launches, ROUNDS)
     if len(launches) <= FINALISTS:
         return [Outcome(time) for time in times]
     left = sorted({0, *sorted(range(len(times)), key=times.__getitem__)[:FINALISTS]})
-    again = dict(zip(left, measure([launches[index] for index in left]), strict=True))
+    again = dict(zip(left, measure([launches[index] for index in left], FINAL_ROUNDS), strict=True))
     return [Outcome(again.get(index, time), finalist=index in again) for index, time in enumerate(times)]
 
 

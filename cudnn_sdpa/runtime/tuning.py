@@ -21,8 +21,8 @@ class AutotuneCandidate:
     """One of the plans for a key.
 
     Attributes:
-        engine: cuDNN's engine.
-        knobs: The engine's settings.
+        engine: cuDNN's engine; "eng1+eng2" where two kernels run, one after the other.
+        knobs: The engine's settings; those of the second one are named "2.…".
         microseconds: Median time of a launch; None if it was not timed.
         reason: Why it dropped out; empty if it did not.
         proposed: Whether cuDNN's heuristics propose it.

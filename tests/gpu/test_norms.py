@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from support import poison
 
 from cudnn_sdpa import (
     DtypeError,
@@ -141,26 +142,58 @@ def test_a_known_call_skips_the_dispatcher_and_a_watched_one_does_not():
     assert difference(rms_norm(x, weight), F.rms_norm(x.double(), (256,), weight.double(), 1e-6)) < 8e-3
 
 
-@pytest.mark.parametrize("shape", [(4, 256), (4096, 4096)], ids=str)
-def test_what_this_gpu_has_no_kernel_for_says_so(shape):
-    x, residual, weight = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in (shape, shape, shape[-1:]))
-    total = x.double() + residual.double()
+FUSED = {
+    "residual": ({"residual": True}, None),
+    "SiLU": ({}, "silu"),
+    "residual and SiLU": ({"residual": True}, "silu"),
+    "residual, zero-centered": ({"residual": True, "zero_centered": True}, None),
+}
+
+
+@pytest.mark.parametrize("shape", [(4, 256), (3, 7, 64), (1, 4096), (4096, 4096), (130, 5120), (33, 32768)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FUSED)
+def test_what_is_fused_with_a_norm(name, dtype, shape):
+    options, activation = FUSED[name]
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-2
     for _ in range(2):
-        try:
-            out, found = rms_norm(x, weight, residual=residual)
-        except UnsupportedError as error:
-            assert "rms_norm" in str(error)  # noqa: PT017 - it depends on the GPU
-            assert torch.cuda.get_device_capability()[0] != 8
-        else:
-            assert difference(found, total) < 8e-3
-            assert difference(out, F.rms_norm(total, shape[-1:], weight.double(), 1e-6)) < 1e-2
-        try:
-            out = rms_norm(x, weight, activation="silu")
-        except UnsupportedError as error:
-            assert "rms_norm" in str(error)  # noqa: PT017
-            assert torch.cuda.get_device_capability()[0] != 8
-        else:
-            assert difference(out, F.silu(F.rms_norm(x.double(), shape[-1:], weight.double(), 1e-6))) < 1e-2
+        x, residual = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(2))
+        weight = torch.randn(shape[-1], device="cuda", dtype=dtype)
+        given = {**options, "activation": activation} | ({"residual": residual} if "residual" in options else {})
+        poison(shape, shape, dtype=dtype)
+        found = rms_norm(x, weight, 1e-3, **given)
+        total = x.double() + residual.double() * ("residual" in options)
+        wanted = F.rms_norm(total, shape[-1:], weight.double() + ("zero_centered" in options), 1e-3)
+        out, *sums = found if "residual" in options else (found,)
+        assert difference(out, F.silu(wanted) if activation else wanted) < tolerance
+        assert len(sums) == ("residual" in options)
+        assert all(difference(each, total) < tolerance for each in sums)
+        assert [(each.shape, each.dtype) for each in (out, *sums)] == [(x.shape, dtype)] * (1 + len(sums))
+
+
+@pytest.mark.parametrize("uses_sum", [False, True])
+def test_the_gradients_of_a_norm_behind_a_sum(uses_sum):
+    leaves = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((70, 2048), (70, 2048), (2048,))]
+    exact = [leaf.double().requires_grad_() for leaf in leaves]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    out, total = rms_norm(leaves[0], leaves[2], 1e-3, residual=leaves[1])
+    wanted_total = exact[0] + exact[1]
+    wanted = F.rms_norm(wanted_total, (2048,), exact[2], 1e-3)
+    grads = torch.randn_like(out), torch.randn_like(total)
+    count = 1 + uses_sum
+    found = torch.autograd.grad((out, total)[:count], leaves, grads[:count])
+    expected = torch.autograd.grad((wanted, wanted_total)[:count], exact, [grad.double() for grad in grads[:count]])
+    for one, other in zip(found, expected, strict=True):
+        assert difference(one, other) < 1e-2
+
+
+def test_what_there_is_no_kernel_for_says_so():
+    x, weight = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((64, 1000), (1000,)))
+    for _ in range(2):
+        for given in ({"residual": x}, {"activation": "silu"}):
+            with pytest.raises(UnsupportedError, match="rms_norm with a residual or an activation is not supported"):
+                rms_norm(x, weight, **given)
+    assert difference(rms_norm(x, weight), F.rms_norm(x.double(), (1000,), weight.double(), 1e-6)) < 1e-2
 
 
 def test_memory_that_is_not_aligned_is_refused():

@@ -11,10 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 import cudnn_sdpa
-from cudnn_sdpa import OfflineError, OptionError, UnsupportedError, compile_plans
+from cudnn_sdpa import OfflineError, OptionError, UnsupportedError, compile_plans, explain
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.passes import Backward, Forward
 from cudnn_sdpa.cli import app
+from cudnn_sdpa.conv_graphs import channels_last, convolution
 from cudnn_sdpa.offline import driver, pool
 from cudnn_sdpa.offline.pool import plan_all
 from cudnn_sdpa.runtime.manifest import PlanManifest
@@ -114,6 +115,27 @@ def test_a_plan_that_cannot_be_made_stops_no_other(h200, tmp_path):
     assert failed.startswith("sdpa_backward")
     assert "SM 80" in failed
     assert reason
+
+
+def test_what_only_the_gpu_has_fast_kernels_for_is_left_to_it(h200, tmp_path):
+    """Kernels that work in clusters; `explain`, which keeps nothing, says that there are others."""
+    calls = [
+        (convolution, (channels_last(torch.empty(*x)), channels_last(torch.empty(*weight))))
+        for x, weight in (((8, 512, 64, 64), (512, 512, 3, 3)), ((2, 64, 32, 32), (64, 64, 3, 3)))
+    ]
+    geometry = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "activation": None}
+    keys = []
+    for function, tensors in calls:
+        x, weight = (tensor.bfloat16() for tensor in tensors)
+        assert explain(function, x, weight, **geometry).supported
+        keys.append(function.describe(x, weight, **geometry).key(Target.from_properties(h200), None))
+    manifest = PlanManifest.of(keys)
+    report = compile_plans(manifest, "h200", tmp_path / "plans", workers=1)
+    ((failed, reason),) = report.failed.items()
+    assert (report.built, failed) == (1, str(keys[0]))
+    assert "clusters of thread blocks" in reason
+    assert "Leave it out: it is built on the GPU" in reason
+    assert compile_plans(manifest, "a100", tmp_path / "plans", workers=1).failed == {}
 
 
 def test_the_command_compiles(manifest, tmp_path):

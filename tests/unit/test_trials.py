@@ -77,18 +77,20 @@ def test_only_a_clear_advantage_wins():
 
 def test_the_best_of_many_are_timed_again():
     """The least of many times may be luck: here the one of 5 µs is in truth the slowest of the best."""
-    output, rounds = torch.ones(2), []
+    output, rounds, lengths = torch.ones(2), [], []
     launches = [lambda: output.fill_(1) for _ in range(trials.FINALISTS + 3)]
 
-    def measure(some):
+    def measure(some, count):
         rounds.append([launches.index(each) for each in some])
+        lengths.append(count)
         if len(rounds) == 1:
             return [20.0, *(float(30 + index) for index in range(1, len(some) - 1)), 5.0]
         return [21.0, *(float(10 + index) for index in range(1, len(some) - 1)), 19.0]
 
-    outcomes = trials.compare(launches, [output], repeatable=False, measure=measure)
+    outcomes = trials.compare(launches, [output], repeatable=[False] * len(launches), measure=measure)
     left = [0, *range(1, trials.FINALISTS - 1), trials.FINALISTS + 2]
     assert rounds == [list(range(len(launches))), left]
+    assert lengths == [trials.ROUNDS, trials.FINAL_ROUNDS]
     assert [index for index, outcome in enumerate(outcomes) if outcome.finalist] == left
     assert [outcomes[index].microseconds for index in (0, 1, left[-1])] == [21.0, 11.0, 19.0]
     assert outcomes[trials.FINALISTS].microseconds == 30.0 + trials.FINALISTS
@@ -99,7 +101,10 @@ def test_the_first_choice_is_timed_again_however_slow_it_is():
     output = torch.ones(2)
     launches = [lambda: output.fill_(1) for _ in range(trials.FINALISTS + 2)]
     outcomes = trials.compare(
-        launches, [output], repeatable=False, measure=lambda some: [90.0 - 0.1 * index for index in range(len(some))]
+        launches,
+        [output],
+        repeatable=[False] * len(launches),
+        measure=lambda some, _: [90.0 - 0.1 * index for index in range(len(some))],
     )
     assert outcomes[0].finalist
     assert sum(outcome.finalist for outcome in outcomes) == trials.FINALISTS + 1
@@ -131,7 +136,7 @@ def test_results_in_any_layout_are_poisoned_compared_and_put_back(dtype):
         seen.append(bool(output.double().isnan().all()))
         output.copy_(values)
 
-    outcomes = trials.compare([write, write], [output], repeatable=True, measure=lambda _: [3.0, 2.0])
+    outcomes = trials.compare([write, write], [output], repeatable=[True] * 2, measure=lambda *_: [3.0, 2.0])
     assert outcomes == [trials.Outcome(3.0), trials.Outcome(2.0)]
     assert seen == [True, True, True]
     assert (memory.double() == 1).all()
@@ -143,9 +148,9 @@ def test_what_was_there_is_put_back_whatever_happens():
     def write():
         output.fill_(5)
 
-    def fail(_):
+    def fail(*_):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        trials.compare([write, write], [output], repeatable=False, measure=fail)
+        trials.compare([write, write], [output], repeatable=[False] * 2, measure=fail)
     assert (output == 1).all()
