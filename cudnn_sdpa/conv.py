@@ -47,7 +47,7 @@ def conv2d(
 
     cuDNN reads and writes channels last. A tensor that lies otherwise is copied first, in each call, which takes as
     long as reading and writing it once: keep both in `torch.channels_last`, a module by
-    `module.to(memory_format=torch.channels_last)`.
+    `module.to(memory_format=torch.channels_last)`. Where two kernels are faster than one, `autotune` finds them.
 
     Where the filter's steps are its size, as in the patch embedding of a vision transformer, it is a matrix product of
     patches: they are put in rows by one copy, and PyTorch multiplies.
@@ -62,7 +62,7 @@ def conv2d(
         dilation: Distances within the filter.
         groups: Groups of channels.
         activation: None, "relu", "silu" or "gelu" (by the error function). A kernel of its own with a gradient, and the
-            latter two where every channel is a group.
+            latter two where every channel is a group or there is but one filter.
 
     Returns:
         (N, K, P, Q), channels last.
@@ -200,7 +200,7 @@ def _checked(rank: int, given: Any, of_user: tuple[Any, ...], groups: Any, activ
     (x, weight), sizes = as_pictures(rank, x, weight, sizes)
     column = None if bias is None else bias.contiguous().view(1, -1, *(1,) * (x.dim() - 2))
     operands = channels_last(x), channels_last(weight), column
-    apart = needs_gradient(*given) or is_depthwise(x, groups, activation)
+    apart = needs_gradient(*given) or is_apart(x, weight, groups, activation)
     static = {**sizes, "activation": None if apart else activation}
     in_place = operands[0] is x and operands[1] is weight and (bias is None or bias.is_contiguous())
     if options is not None and x.is_cuda and in_place and is_bare(*given):
@@ -229,7 +229,7 @@ def _straight(call: GraphCall, given: Sequence[Tensor], options: tuple[Any, ...]
         y: Tensor = _Convolution.apply(call, rank, tuple(sizes), *given)  # type: ignore[no-untyped-call]
     else:
         y = call(given)[0]
-    return ACTIVATIONS[activation](y) if trains or is_depthwise(given[0], groups, activation) else y
+    return ACTIVATIONS[activation](y) if trains or is_apart(given[0], given[1], groups, activation) else y
 
 
 class _Convolution(torch.autograd.Function):
@@ -280,9 +280,9 @@ def _may_be_tf32(x: Tensor) -> bool:
         return str(torch.backends.cudnn.conv.fp32_precision) != "ieee"  # type: ignore[attr-defined]
 
 
-def is_depthwise(x: Tensor, groups: int, activation: str | None) -> bool:
-    """Whether cuDNN has no kernel that fuses the activation: found by planning for five generations of GPUs."""
-    return groups > 1 and groups == x.shape[1] and activation in ("silu", "gelu")
+def is_apart(x: Tensor, weight: Tensor, groups: int, activation: str | None) -> bool:
+    """Whether cuDNN may lack a kernel that fuses the activation: found by planning for five generations of GPUs."""
+    return activation in ("silu", "gelu") and (weight.shape[0] == 1 or 1 < groups == x.shape[1])
 
 
 def cuts_patches(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> bool:

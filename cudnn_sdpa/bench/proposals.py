@@ -96,7 +96,7 @@ def _convolution(case: Case) -> dict[str, Any]:
         entry = _settled(ours, candidates=BEYOND, beyond_proposals=True)
         cases.check_agreement(["out"], [ours()], [of_torch()], "PyTorch's")
         plain: Call = lambda: conv2d(x, weight, **sizes)  # noqa: E731
-        times = device_times({"ours": ours, "torch": of_torch, "plain": plain}, repeats=100)
+        times = device_times({"ours": ours, "torch": of_torch, "plain": plain})
     plan_cache.clear()
     one = [each for each in entry.candidates if THEN not in each.engine]
     kinds = {

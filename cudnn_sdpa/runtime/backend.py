@@ -216,10 +216,7 @@ class GraphBuilder:
         return any(place.operation.startswith("sdpa") for place in self.places)
 
     def _propose(self) -> None:
-        """Lists the plans from which one is built: cuDNN's guesses, best first, then what takes more kinds of graphs.
-
-        For attention there is no such reserve.
-        """
+        """Lists what a plan is built from: cuDNN's guesses and, but for attention, what it has in reserve."""
         modes = self.types.heur_mode
         self._graph.create_execution_plans([modes.A] if self.has_attention else [modes.A, modes.FALLBACK])
 

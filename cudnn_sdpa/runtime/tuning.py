@@ -163,8 +163,9 @@ def note(
 def autotune(*, candidates: int = DEFAULT_CANDIDATES, beyond_proposals: bool = False) -> Iterator[AutotuneReport]:
     """While it is in force, in the whole process, new plans are chosen by their time and not by cuDNN's guess.
 
-    For a plan that is missing, all that cuDNN's heuristics propose is built, up to `candidates`. The first launch runs
-    them on its own operands: whose results differ from those of cuDNN's first choice by more than rounding, or with
+    For a plan that is missing, all that cuDNN's heuristics propose is built, up to `candidates`; for a convolution with
+    bias or activation also the convolution alone, with the rest in a second kernel. The first launch runs them on its
+    own operands: whose results differ from those of cuDNN's first choice by more than rounding, or with
     `deterministic` from its own of another run, drops out. The others are timed; of more than eight, the eight fastest
     and the first choice once more, and that counts. One that takes at least 2 % less time than the first choice
     replaces it, in the plan cache and in the plan store. The launch leaves the winner's results.

@@ -350,6 +350,22 @@ def test_float64_is_for_the_cpu(requires_grad):
             assert "torch.bfloat16" in part.suggestion
 
 
+@pytest.mark.parametrize(
+    ("filters", "groups", "activation", "is_apart"),
+    [
+        *((1, 1, "silu", True), (1, 1, "relu", False), (8, 8, "gelu", True), (8, 8, "relu", False)),
+        *((8, 4, "silu", False), (8, 1, "silu", False)),
+    ],
+)
+def test_an_activation_that_no_convolution_fuses_is_a_kernel_more(filters, groups, activation, is_apart):
+    x, weight = torch.randn(2, 8, 12, 12).bfloat16(), torch.randn(filters, 8 // groups, 3, 3).bfloat16()
+    x = channels_last(x)
+    found = explain(cudnn_sdpa.conv2d, x, channels_last(weight), groups=groups, activation=activation)
+    assert found.supported, found.reasons
+    assert found.extra_kernels == [f"{activation} of the result"] * is_apart
+    assert (f"activation='{activation}'" in found.key) is not is_apart
+
+
 def test_what_no_configuration_of_cudnn_takes_is_said_in_one_line():
     x, weight = (channels_last(torch.randn(*shape, dtype=torch.float64)) for shape in ((1, 8, 8, 8), (8, 8, 3, 3)))
     options = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)}

@@ -114,11 +114,6 @@ CONVOLUTIONS = {
     "conv2d, stride": (convolution, (IMAGE, FILTERS, BIAS), {**geometry(2, stride=2), "activation": "silu"}),
     "conv2d, dilation": (convolution, (IMAGE, FILTERS), {**geometry(2, dilation=2), "activation": None}),
     "conv2d, groups": (convolution, (IMAGE, pictures(128, 8, 3, 3)), {**geometry(2), "activation": None}),
-    "conv2d, one filter": (
-        convolution,
-        (IMAGE, pictures(1, 64, 3, 3), bare(1, 1, 1, 1)),
-        {**geometry(2), "activation": "silu"},
-    ),
     "conv2d, float32": (convolution, (IMAGE.float(), FILTERS.float()), {**geometry(2), "activation": None}),
     "conv1d": (
         convolution,
