@@ -61,8 +61,8 @@ def conv2d(
         padding: Zeros around x.
         dilation: Distances within the filter.
         groups: Groups of channels.
-        activation: None, "relu", "silu" or "gelu" (by the error function). A kernel of its own with a gradient, and the
-            latter two where every channel is a group or there is but one filter.
+        activation: None, "relu", "silu" or "gelu" (by the error function). A kernel of its own with a gradient; where
+            every channel is a group or there is but one filter, too, unless it is ReLU behind a bias.
 
     Returns:
         (N, K, P, Q), channels last.
@@ -166,7 +166,9 @@ def _convolve(
     activation: str | None,
 ) -> Tensor:
     given = (x, weight) if bias is None else (x, weight, bias)
-    stride, padding, dilation = map(_hashable, (stride, padding, dilation))
+    stride, padding, dilation = (
+        tuple(size) if isinstance(size, list) else size for size in (stride, padding, dilation)
+    )
     exact = type(stride) in _SIZES and type(padding) in _SIZES and type(dilation) in _SIZES and type(groups) is int
     options: Any = None
     if exact and not is_compiling():  # a call like one before? Saves checks and views, 30 µs
@@ -200,7 +202,7 @@ def _checked(rank: int, given: Any, of_user: tuple[Any, ...], groups: Any, activ
     (x, weight), sizes = as_pictures(rank, x, weight, sizes)
     column = None if bias is None else bias.contiguous().view(1, -1, *(1,) * (x.dim() - 2))
     operands = channels_last(x), channels_last(weight), column
-    apart = needs_gradient(*given) or is_apart(x, weight, groups, activation)
+    apart = needs_gradient(*given) or is_apart(given, groups, activation)
     static = {**sizes, "activation": None if apart else activation}
     in_place = operands[0] is x and operands[1] is weight and (bias is None or bias.is_contiguous())
     if options is not None and x.is_cuda and in_place and is_bare(*given):
@@ -229,7 +231,7 @@ def _straight(call: GraphCall, given: Sequence[Tensor], options: tuple[Any, ...]
         y: Tensor = _Convolution.apply(call, rank, tuple(sizes), *given)  # type: ignore[no-untyped-call]
     else:
         y = call(given)[0]
-    return ACTIVATIONS[activation](y) if trains or is_apart(given[0], given[1], groups, activation) else y
+    return ACTIVATIONS[activation](y) if trains or is_apart(given, groups, activation) else y
 
 
 class _Convolution(torch.autograd.Function):
@@ -267,10 +269,6 @@ def _cast_for_autocast(*given: Any) -> tuple[Any, ...]:
     return tuple([cast_tensor(part, given[0]) if isinstance(part, Tensor) else part for part in given])
 
 
-def _hashable(size: Any) -> Any:
-    return tuple(size) if isinstance(size, list) else size
-
-
 def _may_be_tf32(x: Tensor) -> bool:
     if x.dtype is not torch.float32:
         return True
@@ -280,9 +278,12 @@ def _may_be_tf32(x: Tensor) -> bool:
         return str(torch.backends.cudnn.conv.fp32_precision) != "ieee"  # type: ignore[attr-defined]
 
 
-def is_apart(x: Tensor, weight: Tensor, groups: int, activation: str | None) -> bool:
+def is_apart(given: Sequence[Tensor], groups: int, activation: str | None) -> bool:
     """Whether cuDNN may lack a kernel that fuses the activation: found by planning for five generations of GPUs."""
-    return activation in ("silu", "gelu") and (weight.shape[0] == 1 or 1 < groups == x.shape[1])
+    x, weight, *bias = given
+    if activation is None or (activation == "relu" and bias):
+        return False
+    return weight.shape[0] == 1 or 1 < groups == x.shape[1]
 
 
 def cuts_patches(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> bool:

@@ -170,11 +170,14 @@ def finished(g: Any, y: Any, bias: Any = None, *, activation: str | None) -> Any
 
 
 def _in_two(key: PlanKey) -> tuple[Step, ...]:
-    """The convolution alone, which has faster kernels, and then the rest, in the same memory."""
+    """The convolution alone, which has faster kernels, and then the rest, in the same memory.
+
+    What is between them is rounded. In float16 it might overflow where the whole does not, so it is left in one there.
+    """
     options = key.option_values
     activation = options.pop("activation")
     image, weight, *bias = key.inputs
-    if activation is None and not bias:
+    if (activation is None and not bias) or image.layout.dtype is torch.float16:
         return ()
     (result,), last = key.outputs, len(key.inputs)
     where: Any = {"target": key.target, "device": key.device, "deterministic": key.deterministic}

@@ -116,7 +116,8 @@ def _convolution(
         reasons = ["the filter's steps are its size: patches are put in rows, and PyTorch multiplies them"]
         raise UnsupportedError("a cuDNN plan for this conv2d", reasons, "calling it")
     trains = needs_gradient(x, weight, bias)
-    apart = trains or conv.is_apart(x, weight, groups, activation)
+    present = (x, weight) if bias is None else (x, weight, bias)
+    apart = trains or conv.is_apart(present, groups, activation)
     given, sizes = as_pictures(rank, x, weight, sizes)
     operands = [_meta(channels_last(part)) for part in given]
     column = None if bias is None else _meta(bias.contiguous().view(1, -1, *(1,) * (operands[0].dim() - 2)))

@@ -41,7 +41,7 @@ class Explanation:
         reasons: Every known reason why there is no plan.
         suggestion: The nearest thing that works.
         key: The plan's key, in words.
-        engine: cuDNN's engine.
+        engine: cuDNN's engine; of two kernels that run one after the other, "eng1+eng2".
         knobs: The engine's settings.
         workspace: Bytes that a launch allocates beside its outputs.
         build_seconds: Time that planning and compiling took, or loading.
@@ -51,6 +51,7 @@ class Explanation:
             own, if it fits a bucket.
         extra_kernels: What runs on the GPU beside the plan.
         known_issues: Faults of this cuDNN that the plan is made to avoid.
+        on_gpu: What is better on the GPU itself than this plan, which was made without it; mostly nothing.
         backward: The same of the gradient, if an input requires grad; its versions and libraries are left empty.
         errors: With `verify`, the relative error of each result against the reference in float64.
         versions: Of this package and what it stands on.
@@ -73,6 +74,7 @@ class Explanation:
     bucket: str = ""
     extra_kernels: list[str] = field(default_factory=list)
     known_issues: list[str] = field(default_factory=list)
+    on_gpu: str = ""
     backward: Explanation | None = None
     errors: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -107,6 +109,7 @@ class Explanation:
         lines += [f"  meanwhile  {self.bucket}"] if self.bucket else []
         lines += [f"  also runs  {note}" for note in self.extra_kernels]
         lines += [f"  avoids     {issue}" for issue in self.known_issues]
+        lines += [f"  but        {self.on_gpu}"] if self.on_gpu else []
         lines += [f"  error      {name}: {error:.1e}" for name, error in self.errors.items()]
         lines += [] if self.backward is None else str(self.backward).splitlines()
         lines += [f"  {name:<26} {version}" for name, version in self.versions.items()]
@@ -196,7 +199,7 @@ def _explain_offline(name: str, description: Description, target_name: str) -> E
             result.decline(error)
         else:
             result.engine, result.knobs, result.workspace = plan.engine, plan.knobs, plan.workspace
-            result.build_seconds = plan.build_seconds
+            result.build_seconds, result.on_gpu = plan.build_seconds, plan.note
             result.libraries |= plan.libraries
     return result
 

@@ -34,7 +34,8 @@ class WarmupReport:
         held: Plans that were there already.
         loaded: Plans that came out of the plan store.
         built: Plans that were built.
-        failed: Plans that could not be, in words, with the reason.
+        failed: Plans that could not be, in words, with the reason; for `compile_plans` also those that are left to be
+            built on the GPU, where they are much faster.
         seconds: How long it took.
     """
 

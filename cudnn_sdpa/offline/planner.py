@@ -37,6 +37,7 @@ class OfflinePlan:
         build_seconds: Time that planning and compiling took.
         data: The plan in cuDNN's serialized form.
         libraries: Which file each NVIDIA library of the helper was loaded from.
+        note: Why the GPU itself would make a much faster one; empty if it would not.
     """
 
     engine: str
@@ -45,6 +46,7 @@ class OfflinePlan:
     build_seconds: float
     data: bytes
     libraries: dict[str, str]
+    note: str = ""
 
 
 #: What the helper runs. Its search path is this process's, without the folder that the user happens to be in.
@@ -180,24 +182,35 @@ atexit.register(_helper.close)
 os.register_at_fork(after_in_child=_helper.forget)
 
 
-def plan_offline(
-    key: PlanKey, properties: dict[str, Any], helper: Helper = _helper, *, to_keep: bool = False
-) -> OfflinePlan:
+def plan_offline(key: PlanKey, properties: dict[str, Any], helper: Helper = _helper) -> OfflinePlan:
     """Plans and compiles `key` for the GPU that `properties` describes, in a helper process.
 
     Args:
         key: The key; its target was made from `properties`.
         properties: In the form of cuDNN's device-properties JSON.
         helper: The process to ask, if not the one that serves this process.
-        to_keep: Whether the GPU will take this plan instead of making one, so that a much slower one is refused.
 
     Raises:
         UnsupportedError: cuDNN has no plan, with its reasons.
         OfflineError: There was no answer: no C compiler, no cuDNN, or a crash.
     """
-    answer = _answer(helper, key, properties, to_keep=to_keep)
+    answer = _answer(helper, key, properties)
     data = base64.b64decode(answer.pop("plan"))
     return OfflinePlan(data=data, **answer)
+
+
+def plan_to_keep(key: PlanKey, properties: dict[str, Any], helper: Helper) -> OfflinePlan:
+    """The same, if the GPU shall load this plan instead of building one.
+
+    Raises:
+        UnsupportedError: cuDNN has no plan, with its reasons.
+        OfflineError: There was no answer, or it is a plan that is much slower than one built on the GPU.
+    """
+    made = plan_offline(key, properties, helper)
+    if made.note:
+        what = f"{key.name} is left to be built on the GPU, by the first call or by warmup"
+        raise OfflineError(f"{what}: {made.note}")
+    return made
 
 
 def engine_offline(key: PlanKey, properties: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from cudnn_sdpa.errors import CudnnSdpaError, OfflineError
-from cudnn_sdpa.offline.planner import Helper, OfflinePlan, plan_offline
+from cudnn_sdpa.offline.planner import Helper, OfflinePlan, plan_to_keep
 from cudnn_sdpa.runtime.key import PlanKey
 
 Made = TypeVar("Made")
@@ -88,7 +88,7 @@ def _work(
         with contextlib.suppress(IndexError):  # another has taken the last one
             key = waiting.pop()
             try:
-                made.put((key, plan_offline(key, properties, helper, to_keep=True)))
+                made.put((key, plan_to_keep(key, properties, helper)))
             except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
                 made.put((key, error))
 

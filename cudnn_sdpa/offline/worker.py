@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from cudnn_sdpa.runtime.target import Target
 _ASKS_FOR_CLUSTERS = "target_sm_count"
 
 _OF_CLUSTERS = (
-    "cuDNN's kernels for it work in clusters of thread blocks, of which only the GPU itself knows enough; without it "
-    "there are but much slower ones. Leave it out: it is built on the GPU, by the first call or by warmup"
+    "on the GPU itself cuDNN has much faster kernels for it, which work in clusters of thread blocks; how many of "
+    "these run at once is not known without the GPU"
 )
 
 
@@ -41,10 +42,7 @@ def preload() -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Plans and compiles what `request` describes; with `heuristics`, only asks which engine cuDNN proposes.
-
-    With `to_keep`, what the GPU itself has much faster kernels for is refused.
-    """
+    """Plans and compiles what `request` describes; with `heuristics`, only asks which engine cuDNN proposes."""
     if "ready" in request:
         return {}
     target = Target.from_properties(request["properties"])
@@ -52,8 +50,6 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     operation = find_operation(key.operation)
     if operation.digest != key.digest:
         return {"error": "the operation's source has changed since this process started", "reasons": None}
-    if request.get("to_keep") and _is_left_to_the_gpu(operation, key, request["properties"]):
-        return {"error": _OF_CLUSTERS, "reasons": [_OF_CLUSTERS]}
     heuristics = request.get("heuristics", False)
     builder = HeuristicsBuilder if heuristics else backend.GraphBuilder
     start = time.perf_counter()
@@ -69,19 +65,24 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "workspace": built.workspace,
         "build_seconds": time.perf_counter() - start,
         "libraries": backend.loaded_libraries(),
+        "note": _OF_CLUSTERS if _lacks_clusters(operation, key, request["properties"]) else "",
         "plan": base64.b64encode(built.serialize()).decode(),
     }
 
 
-def _is_left_to_the_gpu(operation: GraphOp, key: PlanKey, properties: dict[str, Any]) -> bool:
-    """Whether all that cuDNN proposes wants to know which multiprocessors of the GPU can work together.
+def _lacks_clusters(operation: GraphOp, key: PlanKey, properties: dict[str, Any]) -> bool:
+    """Whether all that cuDNN guesses for a graph wants to know which multiprocessors of the GPU can work together.
 
-    What it has in reserve then was 20 to 30 times slower for convolutions on an H200.
+    What it has in reserve was 20 to 30 times slower for convolutions on an H200. For these it does not matter what
+    cuDNN says of its guesses, which differs from version to version: on the GPU they have always been taken.
     """
+    if not replace(key, device=0).knows_clusters:
+        return False
     try:
         operation.compile(key, GuessesBuilder(properties=properties))
     except UnsupportedError as error:
-        return any(_ASKS_FOR_CLUSTERS in reason for reason in error.reasons)
+        is_convolution = key.operation.startswith("cudnn_sdpa.conv_graphs:")
+        return is_convolution or any(_ASKS_FOR_CLUSTERS in reason for reason in error.reasons)
     return False
 
 

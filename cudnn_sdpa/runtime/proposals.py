@@ -13,6 +13,9 @@ from cudnn_sdpa.runtime.graph_op import GraphOp, Step
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.steps import GraphsInTurn
 
+#: How many plans in steps are built beside the first of them.
+_MOST_VARIANTS = 6
+
 
 class Other(NamedTuple):
     """A configuration beside the first choice: its compiled graph, or the reason why it cannot be built."""
@@ -141,37 +144,29 @@ def _unproposed(operation: GraphOp, key: PlanKey, asked: ProposalsBuilder, where
 
 
 def _in_steps(operation: GraphOp, key: PlanKey, where: dict[str, Any]) -> Iterator[Other]:
-    """The operation in steps, as far as they can be built: cuDNN's first choices, then one step with others."""
+    """The operation in steps: each with the first choice that can be built, then with others in one of them."""
     steps = operation.steps(key) if operation.steps is not None else ()
-    fields = [_Field(step, where) for step in steps]
-    choices = [0] * len(fields)
-    varied = [(place, choice) for place, field in enumerate(fields) for choice in range(1, len(field.proposals))]
-    for place, choice in [(0, 0), *varied] if all(field.proposals for field in fields) and fields else ():
-        now = [*choices[:place], choice, *choices[place + 1 :]]
-        found = [field.built(number) for field, number in zip(fields, now, strict=True)]
-        graphs = [graph for graph in found if isinstance(graph, BuiltGraph)]
-        if len(graphs) == len(found):
-            built = GraphsInTurn.of(graphs, [step.places for step in steps])
-            yield Other((built.engine, built.knobs), built)
+    fields = [_of_step(step, where) for step in steps]
+    best = [next(field, None) for field in fields]
+    first = [graph for graph in best if graph is not None]
+    if not steps or len(first) < len(steps):
+        return
+    of_each = ((place, other) for others in zip_longest(*fields) for place, other in enumerate(others))
+    variants = ([*first[:place], other, *first[place + 1 :]] for place, other in of_each if other is not None)
+    for graphs in chain([first], islice(variants, _MOST_VARIANTS)):
+        built = GraphsInTurn.of(graphs, [step.places for step in steps])
+        yield Other((built.engine, built.knobs), built)
 
 
-class _Field:
-    """What cuDNN proposes for a step, each compiled when it is first asked for."""
-
-    def __init__(self, step: Step, where: dict[str, Any]) -> None:
-        self._step, self._where = step, where
-        self._built: dict[int, BuiltGraph | str] = {}
-        asked = ProposalsBuilder(**where)
-        with suppress(UnsupportedError):  # then there are no proposals
-            step.operation.compile(step.key, asked)
-        self.proposals = asked.proposals
-
-    def built(self, number: int) -> BuiltGraph | str:
-        """A proposal's graph, or why there is none."""
-        if number not in self._built:
-            builder = ConfigurationBuilder(self.proposals[number], **self._where)
-            self._built[number] = _build(self._step.operation, self._step.key, builder)
-        return self._built[number]
+def _of_step(step: Step, where: dict[str, Any]) -> Iterator[BuiltGraph]:
+    """The graphs that can be built for a step, in cuDNN's order."""
+    asked = ProposalsBuilder(**where)
+    with suppress(UnsupportedError):  # then there are none
+        step.operation.compile(step.key, asked)
+    for each in asked.proposals:
+        built = _build(step.operation, step.key, ConfigurationBuilder(each, **where))
+        if isinstance(built, BuiltGraph):
+            yield built
 
 
 def _build(operation: GraphOp, key: PlanKey, builder: GraphBuilder) -> BuiltGraph | str:

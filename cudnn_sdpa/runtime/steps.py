@@ -7,6 +7,7 @@ cuDNN compiles graphs, so each step is one; together they are launched, stored a
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 from array import array
 from collections.abc import Sequence
@@ -61,11 +62,14 @@ def load_graph(handle: Any, data: bytes, engine: str, knobs: dict[str, int]) -> 
     if THEN not in engine:
         return backend.load_graph(handle, data, engine, knobs)
     line, _, rest = data.partition(b"\n")
-    graphs, steps = [], []
-    for part, own in zip(json.loads(line), engine.split(THEN), strict=True):
-        graphs.append(backend.load_graph(handle, rest[: part["size"]], own, {}))
-        steps.append(tuple(part["places"]))
-        rest = rest[part["size"] :]
+    contents = json.loads(line)
+    sizes, steps = [part["size"] for part in contents], [part["places"] for part in contents]
+    numbers = [*sizes, *itertools.chain.from_iterable(steps)]
+    if any(type(each) is not int or each < 0 for each in numbers) or sum(sizes) != len(rest):
+        raise ValueError("its parts are not what its first line says")
+    ends = itertools.accumulate(sizes, initial=0)
+    parts = [rest[begin:end] for begin, end in itertools.pairwise(ends)]
+    graphs = [backend.load_graph(handle, *each, {}) for each in zip(parts, engine.split(THEN), strict=True)]
     found = GraphsInTurn.of(graphs, steps)
     found.knobs = knobs
     return found

@@ -33,6 +33,10 @@ OF_A_ROW = 5
 MARGIN = 0.02
 
 WARM_LAUNCHES = 2
+
+#: Who takes more than so many times as long as the first choice in a few rounds is not timed any further.
+SLOW = 3
+FEW_ROUNDS = 3
 ROUNDS = 11
 
 #: Of more plans than these, so many of the fastest and the first choice are timed again, and longer: the least of many
@@ -150,13 +154,17 @@ def device_times(launches: Sequence[Launch], rounds: int) -> list[float]:
 
 
 def _race(launches: Sequence[Launch], measure: Measure) -> list[Outcome]:
-    """The time of each, and who of many is left for a second round; in it the times of those are taken."""
-    times = measure(launches, ROUNDS)
-    if len(launches) <= FINALISTS:
-        return [Outcome(time) for time in times]
-    left = sorted({0, *sorted(range(len(times)), key=times.__getitem__)[:FINALISTS]})
-    again = dict(zip(left, measure([launches[index] for index in left], FINAL_ROUNDS), strict=True))
-    return [Outcome(again.get(index, time), finalist=index in again) for index, time in enumerate(times)]
+    """The time of each, and who is left at the end, who has been timed longest."""
+    times = dict(enumerate(measure(launches, FEW_ROUNDS)))
+
+    def time_again(left: list[int], rounds: int) -> list[int]:
+        times.update(zip(left, measure([launches[index] for index in left], rounds), strict=True))
+        return left
+
+    left = time_again([index for index, time in times.items() if time <= SLOW * times[0]], ROUNDS)
+    if len(left) > FINALISTS:
+        left = time_again(sorted({0, *sorted(left, key=times.__getitem__)[:FINALISTS]}), FINAL_ROUNDS)
+    return [Outcome(time, finalist=index in left) for index, time in times.items()]
 
 
 def difference(found: Tensor, expected: Tensor) -> float:

@@ -28,6 +28,7 @@ CASES = {
     "steps and distances": ((3, 16, 33, 29), (24, 16, 3, 5), {"stride": (2, 1), "padding": (1, 4), "dilation": (1, 2)}),
     "groups": ((2, 64, 16, 16), (64, 16, 3, 3), {"padding": 1, "groups": 4}),
     "one filter": ((2, 16, 19, 23), (1, 16, 3, 3), {"padding": 1}),
+    "each channel": ((2, 48, 16, 16), (48, 1, 3, 3), {"padding": 1, "groups": 48}),
     "three channels": ((2, 3, 32, 32), (16, 3, 5, 5), {"padding": 2}),
     "patches": ((2, 3, 64, 48), (96, 3, 16, 16), {"stride": 16}),
 }
@@ -60,7 +61,10 @@ def test_conv2d(name, dtype, last):
             # Where a number is nearly 0, rounding decides whether ReLU lets its gradient through.
             assert difference(one, other) < (4e-2 if act == "relu" else 2 * TOLERANCE[dtype])
     with torch.no_grad():
-        assert difference(conv2d(x, weight, **sizes), F.conv2d(*exact[:2], **sizes)) < TOLERANCE[dtype]
+        for act, function in ACTIVATIONS.items():
+            for _ in range(2):
+                out = conv2d(x, weight, **sizes, activation=act)
+                assert difference(out, function(F.conv2d(*exact[:2], **sizes))) < TOLERANCE[dtype]
 
 
 def test_other_ranks():

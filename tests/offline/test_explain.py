@@ -351,19 +351,26 @@ def test_float64_is_for_the_cpu(requires_grad):
 
 
 @pytest.mark.parametrize(
-    ("filters", "groups", "activation", "is_apart"),
+    ("filters", "groups", "activation", "with_bias", "is_apart"),
     [
-        *((1, 1, "silu", True), (1, 1, "relu", False), (8, 8, "gelu", True), (8, 8, "relu", False)),
-        *((8, 4, "silu", False), (8, 1, "silu", False)),
+        *((1, 1, "silu", True, True), (1, 1, "relu", True, False), (1, 1, "relu", False, True)),
+        *(
+            (8, 8, "gelu", True, True),
+            (8, 8, "relu", True, False),
+            (8, 8, "relu", False, True),
+            (8, 8, None, False, False),
+        ),
+        *((8, 4, "silu", True, False), (8, 4, "relu", False, False), (8, 1, "silu", False, False)),
     ],
 )
-def test_an_activation_that_no_convolution_fuses_is_a_kernel_more(filters, groups, activation, is_apart):
+def test_an_activation_that_no_convolution_fuses_is_a_kernel_more(filters, groups, activation, with_bias, is_apart):
     x, weight = torch.randn(2, 8, 12, 12).bfloat16(), torch.randn(filters, 8 // groups, 3, 3).bfloat16()
     x = channels_last(x)
-    found = explain(cudnn_sdpa.conv2d, x, channels_last(weight), groups=groups, activation=activation)
+    bias = torch.randn(filters).bfloat16() if with_bias else None
+    found = explain(cudnn_sdpa.conv2d, x, channels_last(weight), bias, groups=groups, activation=activation)
     assert found.supported, found.reasons
     assert found.extra_kernels == [f"{activation} of the result"] * is_apart
-    assert (f"activation='{activation}'" in found.key) is not is_apart
+    assert f"activation={None if is_apart else activation!r}" in found.key
 
 
 def test_what_no_configuration_of_cudnn_takes_is_said_in_one_line():

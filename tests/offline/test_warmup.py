@@ -124,17 +124,20 @@ def test_what_only_the_gpu_has_fast_kernels_for_is_left_to_it(h200, tmp_path):
         for x, weight in (((8, 512, 64, 64), (512, 512, 3, 3)), ((2, 64, 32, 32), (64, 64, 3, 3)))
     ]
     geometry = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "activation": None}
-    keys = []
+    keys, notes = [], []
     for function, tensors in calls:
         x, weight = (tensor.bfloat16() for tensor in tensors)
-        assert explain(function, x, weight, **geometry).supported
+        found = explain(function, x, weight, **geometry)
+        assert found.supported
+        notes.append("clusters of thread blocks" in found.on_gpu and found.on_gpu in str(found))
         keys.append(function.describe(x, weight, **geometry).key(Target.from_properties(h200), None))
     manifest = PlanManifest.of(keys)
     report = compile_plans(manifest, "h200", tmp_path / "plans", workers=1)
     ((failed, reason),) = report.failed.items()
     assert (report.built, failed) == (1, str(keys[0]))
+    assert notes == [True, False]
     assert "clusters of thread blocks" in reason
-    assert "Leave it out: it is built on the GPU" in reason
+    assert "convolution is left to be built on the GPU, by the first call or by warmup: " in reason
     assert compile_plans(manifest, "a100", tmp_path / "plans", workers=1).failed == {}
 
 
@@ -202,7 +205,7 @@ def test_with_no_workers_all_is_planned_here(h200, monkeypatch):
 
 
 def test_nobody_waits_for_helpers_that_are_not_needed(h200, monkeypatch):
-    monkeypatch.setattr(pool, "plan_offline", None)  # a helper has not even started when all is done
+    monkeypatch.setattr(pool, "plan_to_keep", None)  # a helper has not even started when all is done
     found = list(plan_all(keys(h200), h200, 2, lambda key: key.name))
     assert [made for _, made in found] == ["sdpa_forward", "sdpa_backward"]
 

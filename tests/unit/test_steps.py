@@ -77,9 +77,13 @@ def test_a_single_graph_is_loaded_as_before(monkeypatch):
     assert steps.load_graph("handle", b"data", "eng4", {"TILE": 1}) == ("handle", b"data", "eng4", {"TILE": 1})
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda data: data[3:], lambda data: b"[]\n" + data, lambda _: b"", lambda _: b"eng"]
-)
+DAMAGES = [
+    *(lambda data: data[3:], lambda data: b"[]\n" + data, lambda _: b"", lambda _: b"eng", lambda data: data[:-1]),
+    *(lambda data: data + b"x", lambda data: data.replace(b"8", b"-8"), lambda data: data.replace(b"0, 1", b'"a", 1')),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_what_is_not_whole_is_not_loaded(in_turn, monkeypatch, damage):
     monkeypatch.setattr(backend, "load_graph", lambda _, data, engine, knobs: Graph(data, engine, knobs, 0))
     with pytest.raises(ValueError, match=r"."):
@@ -129,6 +133,16 @@ def test_a_convolution_in_two_steps(name, deterministic):
     flat = None if bias is None else bias.flatten()
     expected = ACTIVATIONS[activation](convolve(x, weight, flat, *sizes.values(), groups=2))
     torch.testing.assert_close(memory[-1], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_in_float16_a_convolution_is_left_in_one():
+    """What is between two might be infinite, and SiLU of that no number."""
+    x, weight, bias = (
+        torch.empty(s, dtype=torch.float16, device="meta") for s in ((2, 8, 9, 9), (8, 8, 3, 3), (1, 8, 1, 1))
+    )
+    sizes = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
+    described = convolution.describe(channels_last(x), channels_last(weight), bias, **sizes, activation="silu")
+    assert convolution.steps(described.key(TARGET, 0)) == ()
 
 
 def test_the_contents_are_told_in_one_line(in_turn):

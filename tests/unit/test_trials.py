@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -83,14 +85,15 @@ def test_the_best_of_many_are_timed_again():
     def measure(some, count):
         rounds.append([launches.index(each) for each in some])
         lengths.append(count)
-        if len(rounds) == 1:
+        if len(rounds) < 3:
             return [20.0, *(float(30 + index) for index in range(1, len(some) - 1)), 5.0]
         return [21.0, *(float(10 + index) for index in range(1, len(some) - 1)), 19.0]
 
     outcomes = trials.compare(launches, [output], repeatable=[False] * len(launches), measure=measure)
     left = [0, *range(1, trials.FINALISTS - 1), trials.FINALISTS + 2]
-    assert rounds == [list(range(len(launches))), left]
-    assert lengths == [trials.ROUNDS, trials.FINAL_ROUNDS]
+    everybody = list(range(len(launches)))
+    assert rounds == [everybody, everybody, left]
+    assert lengths == [trials.FEW_ROUNDS, trials.ROUNDS, trials.FINAL_ROUNDS]
     assert [index for index, outcome in enumerate(outcomes) if outcome.finalist] == left
     assert [outcomes[index].microseconds for index in (0, 1, left[-1])] == [21.0, 11.0, 19.0]
     assert outcomes[trials.FINALISTS].microseconds == 30.0 + trials.FINALISTS
@@ -109,6 +112,37 @@ def test_the_first_choice_is_timed_again_however_slow_it_is():
     assert outcomes[0].finalist
     assert sum(outcome.finalist for outcome in outcomes) == trials.FINALISTS + 1
     assert trials.fastest(outcomes) == 0
+
+
+def test_who_is_very_slow_is_not_timed_for_long():
+    """And may not win, whatever comes out of the few rounds."""
+    output, asked = torch.ones(2), []
+    launches = [lambda: output.fill_(1) for _ in range(4)]
+
+    def measure(some, rounds):
+        asked.append((rounds, [launches.index(each) for each in some]))
+        times = [10.0, 10.0 * trials.SLOW, 10.0 * trials.SLOW + 1, 9.0]
+        return [times[launches.index(each)] for each in some]
+
+    outcomes = trials.compare(launches, [output], repeatable=[False] * 4, measure=measure)
+    assert asked == [(trials.FEW_ROUNDS, [0, 1, 2, 3]), (trials.ROUNDS, [0, 1, 3])]
+    assert [outcome.finalist for outcome in outcomes] == [True, True, False, True]
+    assert outcomes[2].microseconds == 10 * trials.SLOW + 1
+    assert trials.fastest(outcomes) == 3
+
+
+def test_only_those_who_must_are_run_twice():
+    output, counts = torch.ones(2), [0, 0, 0]
+
+    def run(index):
+        counts[index] += 1
+        output.fill_(1 + 1e-4 * counts[index] * (index > 0))
+
+    launches = [functools.partial(run, index) for index in range(3)]
+    outcomes = trials.compare(
+        launches, [output], repeatable=[False, True, False], measure=lambda some, _: [1.0] * len(some)
+    )
+    assert [outcome.reason for outcome in outcomes] == ["", "two runs of it do not give the same bits", ""]
 
 
 def test_who_is_not_left_cannot_win():
