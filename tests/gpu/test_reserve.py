@@ -30,6 +30,7 @@ def reserve(monkeypatch, tmp_path):
 
 def difference(found, wanted):
     assert found.isfinite().all()
+    wanted = wanted.detach()
     return float((found.detach().double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
