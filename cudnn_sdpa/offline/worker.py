@@ -73,16 +73,19 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 def _lacks_clusters(operation: GraphOp, key: PlanKey, properties: dict[str, Any]) -> bool:
     """Whether all that cuDNN guesses for a graph wants to know which multiprocessors of the GPU can work together.
 
-    What it has in reserve was 20 to 30 times slower for convolutions on an H200. For these it does not matter what
-    cuDNN says of its guesses, which differs from version to version: on the GPU they have always been taken.
+    What it has in reserve was 20 to 30 times slower for convolutions on an H200. What cuDNN says of its guesses differs
+    from version to version, and does not matter for convolutions without an activation or with ReLU, and for gradients:
+    on the GPU these have always been taken.
     """
     if not replace(key, device=0).knows_clusters:
         return False
     try:
         operation.compile(key, GuessesBuilder(properties=properties))
     except UnsupportedError as error:
-        is_convolution = key.operation.startswith("cudnn_sdpa.conv_graphs:")
-        return is_convolution or any(_ASKS_FOR_CLUSTERS in reason for reason in error.reasons)
+        is_plain = key.operation.startswith("cudnn_sdpa.conv_graphs:") and (
+            key.option_values.get("activation") in (None, "relu")
+        )
+        return is_plain or any(_ASKS_FOR_CLUSTERS in reason for reason in error.reasons)
     return False
 
 

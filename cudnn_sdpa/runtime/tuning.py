@@ -26,7 +26,8 @@ class AutotuneCandidate:
         microseconds: Median time of a launch; None if it was not timed.
         reason: Why it dropped out; empty if it did not.
         proposed: Whether cuDNN's heuristics propose it; of two kernels, each of them.
-        finalist: Whether it may win: of many plans those are timed again that were the fastest the first time.
+        finalist: Whether it may win: who takes more than three times as long as the first choice is not timed for long,
+            and of many plans those are timed again that were the fastest.
     """
 
     engine: str
@@ -167,12 +168,12 @@ def autotune(*, candidates: int = DEFAULT_CANDIDATES, beyond_proposals: bool = F
     bias or activation, not in float16, also the convolution alone, with the rest in a second kernel, before which it is
     rounded to its dtype, as in PyTorch. The first launch runs them on its own operands: whose results differ from those
     of cuDNN's first choice by more than rounding, or with `deterministic` from its own of another run, drops out. The
-    others are timed, and of more than eight, the eight fastest and the first choice once more, which counts. One that
-    takes at least 2 % less time than the first choice replaces it, in the plan cache and in the plan store. The launch
-    leaves the winner's results.
+    others are timed, for long unless they take more than three times as long as the first choice; of more than eight,
+    the eight fastest and the first choice once more, which counts. One that takes at least 2 % less time than the first
+    choice replaces it, in the plan cache and in the plan store. The launch leaves the winner's results.
 
-    That launch waits for the GPU, takes some ten milliseconds and a few times the memory of its results. Later ones,
-    and all after the `with` statement, are launches like any other.
+    That launch waits for the GPU, takes some tens of milliseconds and a few times the memory of its results. Later
+    ones, and all after the `with` statement, are launches like any other.
 
     Plans that were there before, in the plan cache, stay as they are: call `plan_cache.clear()` first. A plan in the
     plan store is taken only if it was tuned when it was kept; later processes load the winner with `autotune` or

@@ -102,6 +102,26 @@ def test_many_groups(rank, groups, assert_rounded):
     )
 
 
+@pytest.mark.parametrize("rank", OURS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize(("groups", "filters"), [(6, 6), (6, 12), (1, 1)], ids=str)
+def test_an_activation_that_is_not_fused(rank, activation, compiled, groups, filters, assert_rounded):
+    """A filter for each channel, or one for all; also where autocast makes a copy, and without a picture."""
+    torch._dynamo.reset()
+    x, weight, bias = operands(rank, groups, filters=filters)
+    run = torch.compile(OURS[rank], fullgraph=True, backend="eager") if compiled else OURS[rank]
+    for of_filters in (None, bias):
+        options = {"groups": groups, "activation": activation}
+        out = run(x, weight, of_filters, **options)
+        assert_rounded(out, in_float64(x, weight, of_filters, **options))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            half = run(x, weight, of_filters, **options)
+        assert half.dtype is torch.bfloat16
+        torch.testing.assert_close(half.float(), out, atol=5e-2, rtol=5e-2)
+        assert run(x[:0], weight, of_filters, **options).shape == (0, *out.shape[1:])
+
+
 def test_one_filter_of_one_number(assert_rounded):
     x, weight = torch.randn(2, 6, 5, 7), torch.randn(4, 6, 1, 1)
     assert_rounded(conv2d(x, weight), in_float64(x, weight))
