@@ -68,7 +68,8 @@ def test_values(name, tmp_path):
     here = [None if tensor is None else tensor.cpu() for tensor in tensors]
     assert explain(function, *here, **options).supported
     if report.failed:
-        assert report.built == 0
+        assert (function, report.built) == (conv2d, 0)
+        assert options["activation"] in (None, "relu")  # all others have kernels without clusters
         assert "clusters" in next(iter(report.failed.values()))
         return
     with use_plan_store(tmp_path / "plans"), no_plan_builds():

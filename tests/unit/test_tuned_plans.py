@@ -10,7 +10,7 @@ import torch
 from stand_in_engines import Engine, Machine, halve, halved, key, launch, operands
 
 import cudnn_sdpa
-from cudnn_sdpa import UnsupportedError, autotune
+from cudnn_sdpa import ExecutionError, UnsupportedError, autotune
 from cudnn_sdpa.runtime import backend, building, handles, plan, plan_file, proposals
 from cudnn_sdpa.runtime.backend import BuiltGraph
 from cudnn_sdpa.runtime.building import build_plan, load_plan
@@ -226,14 +226,17 @@ def test_two_kernels_that_vary_drop_out(machine):
     assert made.engine == "eng4"
 
 
-def test_a_second_kernel_that_fails_is_an_error_of_the_launch(machine):
+def test_a_second_kernel_that_fails_is_an_error_of_the_launch(machine, monkeypatch):
     def fail(*_):
         raise RuntimeError("no such kernel")
 
-    machine.proposes(in_turn(Engine("eng2", 1), Engine("eng3", 1, fail)))
+    monkeypatch.setattr(plan.backend, "execution_error", lambda error, what: ExecutionError(f"{what}: {error}"))
+    first = Engine("eng2", 1)
+    machine.proposes(in_turn(first, Engine("eng3", 1, fail)))
     made = build_plan(halve, key())
-    with pytest.raises(RuntimeError, match="no such kernel"):
+    with pytest.raises(ExecutionError, match=r"halve\(x: .*: no such kernel"):
         launch(made, *operands())
+    assert first.launches == 1
 
 
 @pytest.mark.parametrize("broken", [(), ("eng1",), ("eng5",), ("eng1", "eng5"), ("eng5", "eng6")], ids=str)
