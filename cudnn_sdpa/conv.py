@@ -280,10 +280,9 @@ def _may_be_tf32(x: Tensor) -> bool:
 
 def is_apart(given: Sequence[Tensor], groups: int, activation: str | None) -> bool:
     """Whether cuDNN may lack a kernel that fuses the activation: found by planning for five generations of GPUs."""
-    x, weight, *bias = given
-    if activation is None or (activation == "relu" and bias):
+    if activation is None or (activation == "relu" and len(given) > 2):
         return False
-    return weight.shape[0] == 1 or 1 < groups == x.shape[1]
+    return given[1].shape[0] == 1 or 1 < groups == given[0].shape[1]
 
 
 def cuts_patches(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> bool:

@@ -148,7 +148,7 @@ def _rms_norm(
     except UnsupportedError as error:
         if residual is None and activation is None:
             raise
-        suggestion = "x + residual before it, and PyTorch's SiLU after it, in kernels of their own"
+        suggestion = "rows of a multiple of 64 numbers and a weight in x's dtype, or the sum and SiLU by PyTorch"
         raise UnsupportedError("rms_norm with a residual or an activation", error.reasons, suggestion) from None
 
 

@@ -39,9 +39,9 @@ if None in map(importlib.util.find_spec, ["cudnn_sdpa"]):  # in Colab, for insta
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"cudnn-sdpa[{extra}]"], check=True)"""
 #: Extras of the package that a notebook needs beside CUDA's, and packages by the same name that come with them.
 EXTRAS = {"10_hugging_face.ipynb": "transformers"}
-#: Places of one machine, times and addresses.
 #: Files of docs/benchmarks that a picture is drawn from.
 DRAWN = re.compile(r"\w+-h200\.json")
+#: Places of one machine, times and addresses.
 TRACES = re.compile(r"/(tmp|home|root|Users|work)/|\b\d+:\d\d:\d\d\b|\b0x[0-9a-f]{6,}")
 
 
