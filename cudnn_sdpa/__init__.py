@@ -3,49 +3,52 @@
 Importing this package starts no CUDA and loads no cuDNN; the first call on a GPU does.
 """
 
-import cudnn_sdpa._pytorch  # noqa: F401 - first, since nothing works without it
+from cudnn_sdpa._start import is_command_line as _is_command_line
 from cudnn_sdpa._version import __version__
-from cudnn_sdpa.activation import gelu_mul, relu_squared, silu_mul
-from cudnn_sdpa.attention.dense import sdpa
-from cudnn_sdpa.attention.drop_in import scaled_dot_product_attention
-from cudnn_sdpa.attention.fallback import fallback
-from cudnn_sdpa.attention.fp8 import sdpa_fp8, sdpa_fp8_backward
-from cudnn_sdpa.attention.fp8_arguments import Fp8BackwardScales, Fp8Gradients, Fp8Output, Fp8Scales
-from cudnn_sdpa.attention.fp8_attention import fp8_attention
-from cudnn_sdpa.attention.fp8_scaling import Fp8Scaling
-from cudnn_sdpa.attention.kv_cache import PagedKVCache
-from cudnn_sdpa.attention.page_pool import CacheUse
-from cudnn_sdpa.attention.paged import sdpa_paged
-from cudnn_sdpa.attention.paged_prepared import PreparedPaged, prepare_paged
-from cudnn_sdpa.attention.paged_step import PagedStep
-from cudnn_sdpa.attention.varlen import sdpa_varlen
-from cudnn_sdpa.conv import conv1d, conv2d, conv3d
-from cudnn_sdpa.errors import (
-    ArgumentError,
-    CudnnSdpaError,
-    DeviceError,
-    DtypeError,
-    ExecutionError,
-    LayoutError,
-    LibraryError,
-    OfflineError,
-    OptionError,
-    OutOfPagesError,
-    PlanBuildError,
-    ShapeError,
-    UnsupportedError,
-)
-from cudnn_sdpa.explanation import explain
-from cudnn_sdpa.graphs.function import graph_op
-from cudnn_sdpa.nn import Fp8Attention
-from cudnn_sdpa.norm import layer_norm, rms_norm
-from cudnn_sdpa.runtime.cache import no_plan_builds, plan_cache
-from cudnn_sdpa.runtime.manifest import record_plans
-from cudnn_sdpa.runtime.shapes import shape_policy
-from cudnn_sdpa.runtime.store_setting import use_plan_store
-from cudnn_sdpa.runtime.tuning import autotune
-from cudnn_sdpa.support_matrix import support
-from cudnn_sdpa.warming import compile_plans, warmup
+
+if not _is_command_line():  # which imports what a command needs, and prints its help without PyTorch
+    import cudnn_sdpa._pytorch  # noqa: F401 - first, since nothing works without it
+    from cudnn_sdpa.activation import gelu_mul, relu_squared, silu_mul
+    from cudnn_sdpa.attention.dense import sdpa
+    from cudnn_sdpa.attention.drop_in import scaled_dot_product_attention
+    from cudnn_sdpa.attention.fallback import fallback
+    from cudnn_sdpa.attention.fp8 import sdpa_fp8, sdpa_fp8_backward
+    from cudnn_sdpa.attention.fp8_arguments import Fp8BackwardScales, Fp8Gradients, Fp8Output, Fp8Scales
+    from cudnn_sdpa.attention.fp8_attention import fp8_attention
+    from cudnn_sdpa.attention.fp8_scaling import Fp8Scaling
+    from cudnn_sdpa.attention.kv_cache import PagedKVCache
+    from cudnn_sdpa.attention.page_pool import CacheUse
+    from cudnn_sdpa.attention.paged import sdpa_paged
+    from cudnn_sdpa.attention.paged_prepared import PreparedPaged, prepare_paged
+    from cudnn_sdpa.attention.paged_step import PagedStep
+    from cudnn_sdpa.attention.varlen import sdpa_varlen
+    from cudnn_sdpa.conv import conv1d, conv2d, conv3d
+    from cudnn_sdpa.errors import (
+        ArgumentError,
+        CudnnSdpaError,
+        DeviceError,
+        DtypeError,
+        ExecutionError,
+        LayoutError,
+        LibraryError,
+        OfflineError,
+        OptionError,
+        OutOfPagesError,
+        PlanBuildError,
+        ShapeError,
+        UnsupportedError,
+    )
+    from cudnn_sdpa.explanation import explain
+    from cudnn_sdpa.graphs.function import graph_op
+    from cudnn_sdpa.nn import Fp8Attention
+    from cudnn_sdpa.norm import layer_norm, rms_norm
+    from cudnn_sdpa.runtime.cache import no_plan_builds, plan_cache
+    from cudnn_sdpa.runtime.manifest import record_plans
+    from cudnn_sdpa.runtime.shapes import shape_policy
+    from cudnn_sdpa.runtime.store_setting import use_plan_store
+    from cudnn_sdpa.runtime.tuning import autotune
+    from cudnn_sdpa.support_matrix import support
+    from cudnn_sdpa.warming import compile_plans, warmup
 
 __all__ = [
     "ArgumentError",

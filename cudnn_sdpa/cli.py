@@ -1,30 +1,91 @@
-"""The command line: `python -m cudnn_sdpa` or `cudnn-sdpa`."""
+"""The command line: `python -m cudnn_sdpa` or `cudnn-sdpa`.
+
+PyTorch is imported by the commands that need it, and not for their help.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from cudnn_sdpa.bench.cli import Output, bench_app, require_gpu
+from cudnn_sdpa._version import __version__
+from cudnn_sdpa.bench.cli import bench_app, require_gpu, show_help
+from cudnn_sdpa.bench.output import Output
+from cudnn_sdpa.errors import ArgumentError, CudnnSdpaError
 
-app = typer.Typer(help="cuDNN's attention as plain PyTorch functions.", no_args_is_help=True, add_completion=False)
+PROBLEM, USAGE = 1, 2
+
+#: What the functions behind the commands call their arguments, and what the command line calls them.
+_ARGUMENTS = {
+    "sm": "--sm",
+    "cudnn": "--cudnn",
+    "target": "--target",
+    "folder": "--output",
+    "workers": "--workers",
+    "manifest": "MANIFEST",
+}
+
+
+class _Commands(TyperGroup):
+    """Commands whose errors are a line, and no traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with _errors_as_lines():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _errors_as_lines() -> Iterator[None]:
+    try:
+        yield
+    except ArgumentError as error:
+        name = _ARGUMENTS.get(error.argument, error.argument)
+        _fail(str(type(error)(name, error.got, error.expected, error.hint)), USAGE)
+    except CudnnSdpaError as error:
+        _fail(str(error), PROBLEM)
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), PROBLEM)
+    except ImportError as error:  # of PyTorch above all, which says what to do
+        _fail(" ".join(str(error).split()), PROBLEM)
+
+
+def _fail(why: str, status: int) -> None:
+    typer.echo(why, err=True)
+    raise typer.Exit(status) from None
+
+
+app = typer.Typer(cls=_Commands, add_completion=False, invoke_without_command=True, pretty_exceptions_enable=False)
 app.add_typer(bench_app, name="bench")
 
 
-@app.command()
-def version() -> None:
-    """Print the version."""
-    from cudnn_sdpa._version import __version__
+@app.callback()
+def main(
+    ctx: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and nothing else.")] = False,
+) -> None:
+    """cuDNN's attention as plain PyTorch functions."""
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+    show_help(ctx)
 
+
+@app.command("version")
+def version_command() -> None:
+    """Print the version."""
     typer.echo(__version__)
 
 
 @app.command()
 def support(
-    sm: Annotated[int | None, typer.Option(help="Compute capability, 90 for 9.0; this GPU's if not given.")] = None,
+    sm: Annotated[
+        int | None, typer.Option(help="Compute capability, 90 for 9.0; this GPU's if not given, or 90 without one.")
+    ] = None,
     cudnn: Annotated[str | None, typer.Option(help="Version, such as 9.19.0; the installed one if not given.")] = None,
     target: Annotated[
         str | None,
@@ -33,21 +94,35 @@ def support(
     output: Output = None,
 ) -> None:
     """Show what cuDNN's attention supports on a kind of GPU: by rules, or with a target by cuDNN itself."""
-    from cudnn_sdpa.errors import CudnnSdpaError
+    if target is not None and (sm, cudnn) != (None, None):
+        alone = "--sm" if sm is not None else "--cudnn"
+        raise ArgumentError(alone, f"{sm if sm is not None else cudnn} beside --target", "one of the two", _BY_TARGET)
+    import cudnn_sdpa._pytorch  # noqa: F401
 
-    try:
-        if target is None:
-            from cudnn_sdpa.support_matrix import described, matrix
-
-            _show(described(sm, cudnn), list(matrix(sm, cudnn)))
-        else:
-            _plan_support(target, output)
-    except CudnnSdpaError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    text = _rules(sm, cudnn) if target is None else _planned(target)
+    if output is not None:
+        output.write_text(text)
+        typer.echo(f"written to {output}")
 
 
-def _plan_support(name: str, output: Path | None) -> None:
+_BY_TARGET = "The target is a GPU, and the installed cuDNN plans for it."
+
+
+def _rules(sm: int | None, cudnn: str | None) -> str:
+    """Shows the table of the rules, and gives it as JSON."""
+    from cudnn_sdpa import support_matrix
+
+    answers = list(support_matrix.answers(sm, cudnn))
+    _show(support_matrix.described(sm, cudnn), support_matrix.table(answers))
+    for operation, reason in support_matrix.common_reasons(answers).items():
+        typer.echo(f"{operation}: {reason}")
+    if sm is None and not support_matrix.is_gpu_here():
+        typer.echo("There is no GPU here that PyTorch can see: this is for SM 90 (Hopper); --sm names another.")
+    return support_matrix.to_json(sm, cudnn, answers)
+
+
+def _planned(name: str) -> str:
+    """Shows what cuDNN plans for a GPU, and gives it as JSON."""
     from rich.progress import track
 
     from cudnn_sdpa import planned_support
@@ -56,12 +131,12 @@ def _plan_support(name: str, output: Path | None) -> None:
     properties = load_properties(name)
     of = planned_support.environment(properties)
     calls = list(track(planned_support.planned_calls(properties), "planning", transient=True))
-    _show(f"cuDNN {of['cudnn']} on {of['gpu']}: engines", planned_support.table(calls))
+    typer.echo(f"cuDNN {of['cudnn']} on {of['gpu']}: engines")
+    for operation, rows in planned_support.tables(calls).items():
+        _show(operation, rows)
     for reason in dict.fromkeys(reason for call in calls for reason in call.reasons):
         typer.echo(f"none: {reason}")
-    if output is not None:
-        output.write_text(planned_support.to_json(of, calls))
-        typer.echo(f"written to {output}")
+    return planned_support.to_json(of, calls)
 
 
 def _show(title: str, rows: list[dict[str, str]]) -> None:
@@ -70,11 +145,12 @@ def _show(title: str, rows: list[dict[str, str]]) -> None:
 
     table = Table(*rows[0], title=title, title_justify="left")
     for row in rows:
-        table.add_row(*row.values())
+        table.add_row(*(row[column] for column in rows[0]))
     Console().print(table)
 
 
 Workers = Annotated[int | None, typer.Option(min=1, help="Helper processes; one for each core if not given.")]
+Manifest = Annotated[Path, typer.Argument(help="What `record_plans` saved.")]
 
 
 @app.command()
@@ -99,6 +175,7 @@ def doctor(
     ] = False,
 ) -> None:
     """Say what is wrong with this installation, and the cure; end with 1 if something is."""
+    import cudnn_sdpa._pytorch  # noqa: F401
     from cudnn_sdpa.doctor.gather import gather
     from cudnn_sdpa.doctor.report import as_json, as_text, examine, is_well
 
@@ -106,29 +183,25 @@ def doctor(
     findings = examine(facts)
     typer.echo(as_json(facts, findings) if json else as_text(facts, findings))
     if not is_well(findings):
-        raise typer.Exit(1)
+        raise typer.Exit(PROBLEM)
 
 
 @app.command()
-def warmup(
-    manifest: Annotated[Path, typer.Argument(help="What `record_plans` saved.")], workers: Workers = None
-) -> None:
+def warmup(manifest: Manifest, workers: Workers = None) -> None:
     """Load or build the plans of a manifest on this machine's GPU, and keep them in the plan store."""
     require_gpu("warmup")
     from cudnn_sdpa.runtime.store_setting import active, use_plan_store
     from cudnn_sdpa.warming import warmup as run
 
-    def work() -> Any:
-        if active() is None:
-            use_plan_store()  # plans that go with this process would be of no use
-        return run(manifest, progress=True, workers=workers)
-
-    _report(work)
+    plans = _plans_of(manifest)
+    if active() is None:
+        use_plan_store()  # plans that go with this process would be of no use
+    _report(lambda: run(plans, progress=True, workers=workers))
 
 
 @app.command("compile")
 def compile_command(
-    manifest: Annotated[Path, typer.Argument(help="What `record_plans` saved.")],
+    manifest: Manifest,
     target: Annotated[
         str, typer.Option(help="The GPU: a name such as h200, or the path of what `device --json` wrote.")
     ],
@@ -136,22 +209,29 @@ def compile_command(
     workers: Workers = None,
 ) -> None:
     """Compile the plans of a manifest for a GPU that need not be here."""
+    import cudnn_sdpa._pytorch  # noqa: F401
     from cudnn_sdpa.warming import compile_plans
 
-    _report(lambda: compile_plans(manifest, target, output, progress=True, workers=workers))
+    plans = _plans_of(manifest)
+    _report(lambda: compile_plans(plans, target, output, progress=True, workers=workers))
+
+
+def _plans_of(path: Path) -> Any:
+    """The manifest, which has plans in it."""
+    from cudnn_sdpa.runtime.manifest import PlanManifest
+
+    manifest = PlanManifest.load(path)
+    if not len(manifest):
+        hint = 'Calls on the GPU are recorded, or with record_plans(target="h200") calls on the CPU.'
+        raise ArgumentError("manifest", f"{str(path)!r}, without a plan", "at least one plan", hint)
+    return manifest
 
 
 def _report(run: Callable[[], Any]) -> None:
     """Says what `run` has made ready, and ends with 1 if a plan is missing."""
-    from cudnn_sdpa.errors import CudnnSdpaError
-
-    try:
-        report = run()
-    except CudnnSdpaError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    report = run()
     typer.echo(f"{report.built} built, {report.loaded} loaded, {report.held} there already, in {report.seconds:.1f} s")
     for key, reason in report.failed.items():
         typer.echo(f"failed: {key}\n  {reason}", err=True)
     if report.failed:
-        raise typer.Exit(1)
+        raise typer.Exit(PROBLEM)

@@ -189,7 +189,7 @@ def _explain_live(name: str, description: Description, device: int) -> Explanati
 
 
 def _explain_offline(name: str, description: Description, target_name: str) -> Explanation:
-    properties = load_properties(target_name)
+    properties = load_properties(target_name, "CUDNN_SDPA_TARGET")
     target = Target.from_properties(properties)
     result = _start(name, description, target, offline=True)
     if not description.is_empty:

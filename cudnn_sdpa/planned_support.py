@@ -128,14 +128,21 @@ def to_json(of: dict[str, str], calls: list[PlannedCall]) -> str:
     return f'{{"environment": {json.dumps(of)},\n"calls": [\n{lines}\n]}}\n'
 
 
-def table(calls: list[PlannedCall]) -> list[dict[str, str]]:
-    """Rows for people: an option and head dims, and by operation and direction the engine or a dash."""
-    rows: dict[tuple[str, str], dict[str, str]] = {}
+def tables(calls: list[PlannedCall]) -> dict[str, list[dict[str, str]]]:
+    """Tables for people, one for each operation: an option, head dims that have the same answers, and these."""
+    found: dict[str, dict[tuple[str, str], dict[str, str]]] = {}
     for call in calls:
         dims = str(call.head_dim) if call.head_dim == call.head_dim_v else f"{call.head_dim}/{call.head_dim_v}"
-        row = rows.setdefault((call.option, dims), {"with": call.option, "head dims": dims})
-        column = f"{call.operation} {call.direction}"
-        found = call.engine or "none"
-        row[column] = found if row.get(column, found) == found else f"{row[column]}, {found}"
-    columns = [f"{operation} {direction}" for operation in OPERATIONS for direction in DIRECTIONS]
-    return [{**row, **{name: row.get(name, "–") for name in columns}} for row in rows.values()]
+        row = found.setdefault(call.operation, {}).setdefault((call.option, dims), dict.fromkeys(DIRECTIONS, ""))
+        engine = call.engine or "none"
+        known = row[call.direction].split(", ") if row[call.direction] else []
+        row[call.direction] = ", ".join(dict.fromkeys([*known, engine]))  # of all dtypes
+    return {operation: list(_merged(rows)) for operation, rows in found.items()}
+
+
+def _merged(rows: dict[tuple[str, str], dict[str, str]]) -> Iterator[dict[str, str]]:
+    dims_of: dict[tuple[str, ...], list[str]] = {}
+    for (option, dims), row in rows.items():
+        dims_of.setdefault((option, *row.values()), []).append(dims)
+    for (option, *engines), dims_of_row in dims_of.items():
+        yield {"with": option, "head dims": ", ".join(dims_of_row), **dict(zip(DIRECTIONS, engines, strict=True))}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from cudnn_sdpa._version import __version__
 from cudnn_sdpa.attention.options import BOTTOM_RIGHT, TOP_LEFT
 from cudnn_sdpa.attention.questions import DTYPES_OF, LACKING, OPERATIONS, Question
 from cudnn_sdpa.attention.support import BACKWARD, FORWARD
@@ -153,10 +154,15 @@ def _too_old(target: Target) -> UnsupportedError:
     return UnsupportedError("attention", [reason], "cuDNN 9.10.2 or newer")
 
 
+def is_gpu_here() -> bool:
+    """Whether the current GPU answers where no `sm` is given."""
+    return torch.cuda.is_available()
+
+
 def target_of(sm: int | None, cudnn: int | str | None) -> Target:
     """A target with this compute capability and version; what is not given is that of this machine, or of an H200."""
     if sm is None:
-        major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+        major, minor = torch.cuda.get_device_capability() if is_gpu_here() else (9, 0)
         sm = 10 * major + minor
     if isinstance(sm, bool) or not isinstance(sm, int) or sm < 10:
         raise OptionError("sm", repr(sm), "a compute capability such as 90")
@@ -208,13 +214,59 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-def matrix(sm: int | None = None, cudnn: int | str | None = None) -> Iterator[dict[str, str]]:
-    """Rows of a table for one kind of GPU: an option, and by operation "yes", "forward only", "no" or "–".
+@dataclass(frozen=True)
+class Answer:
+    """A cell of a matrix.
 
-    "–" stands for an option that the operation does not have. Where nothing else is said, head dims are 128.
+    Attributes:
+        option: The option, in words.
+        operation: "sdpa", "sdpa_varlen" or "sdpa_fp8".
+        word: "yes", "forward only", "no", or "–" for an option that the operation does not have.
+        why: The answer that says why no more is supported.
     """
-    for row, options in ROWS.items():
-        yield {"with": row, **{operation: cell(operation, options, sm, cudnn)[0] for operation in OPERATIONS}}
+
+    option: str
+    operation: str
+    word: str
+    why: Support
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, ready for JSON."""
+        of_answer = {"operation": self.operation, "option": self.option, "supported": self.word}
+        return {**of_answer, "reasons": self.why.reasons, "suggestion": self.why.suggestion}
+
+
+def answers(sm: int | None = None, cudnn: int | str | None = None) -> list[Answer]:
+    """All cells of the matrix for one kind of GPU. Where nothing else is said, head dims are 128."""
+    pairs = [(option, operation) for option in ROWS for operation in OPERATIONS]
+    return [Answer(option, operation, *cell(operation, ROWS[option], sm, cudnn)) for option, operation in pairs]
+
+
+def table(found: list[Answer]) -> list[dict[str, str]]:
+    """The rows of a matrix: an option, and for each operation the word."""
+    rows: dict[str, dict[str, str]] = {}
+    for answer in found:
+        rows.setdefault(answer.option, {"with": answer.option})[answer.operation] = answer.word
+    return list(rows.values())
+
+
+def common_reasons(found: list[Answer]) -> dict[str, str]:
+    """Of operations that are not supported with any option, by name, what all of them have against them."""
+    reasons: dict[str, str] = {}
+    for operation in OPERATIONS:
+        asked = [answer for answer in found if answer.operation == operation and answer.word != "–"]
+        if all(answer.word == "no" for answer in asked):
+            common = [reason for reason in asked[0].why.reasons if all(reason in each.why.reasons for each in asked)]
+            reasons |= {operation: "; ".join(common)} if common else {}
+    return reasons
+
+
+def to_json(sm: int | None, cudnn: int | str | None, found: list[Answer]) -> str:
+    """A matrix and what it holds for as JSON, a line for each cell."""
+    target = target_of(sm, cudnn)
+    of = {"sm": target.sm, "cudnn_sdpa": __version__, "cudnn": backend.version_string(target.cudnn)}
+    lines = ",\n".join(json.dumps(answer.to_dict(), ensure_ascii=False) for answer in found if answer.word != "–")
+    return f'{{"environment": {json.dumps(of)},\n"calls": [\n{lines}\n]}}\n'
 
 
 def described(sm: int | None = None, cudnn: int | str | None = None) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cudnn_sdpa.bench.output import Output, folder
 from cudnn_sdpa.bench.parts import (
     AttentionPart,
     ColdPart,
@@ -21,11 +22,45 @@ from cudnn_sdpa.bench.parts import (
     ShapesPart,
     SiluPart,
 )
+from cudnn_sdpa.bench.processes import run_command
 
-bench_app = typer.Typer(help="Measure on this machine's GPU.", no_args_is_help=True)
+bench_app = typer.Typer(invoke_without_command=True)
 
 Measure = Callable[[], list[dict[str, Any]]]
-Output = Annotated[Path | None, typer.Option("--output", "--json", help="Write the results to this JSON file.")]
+
+
+def show_help(ctx: typer.Context) -> None:
+    """Prints the help of a group of commands, and ends, where none of them is named."""
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
+@bench_app.callback()
+def bench(ctx: typer.Context) -> None:
+    """Measure on this machine's GPU."""
+    show_help(ctx)
+
+
+@bench_app.command("all")
+def bench_all(
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "--json", "-o", callback=folder, help="Write NAME.json of each into this folder."),
+    ] = None,
+) -> None:
+    """Run all of them, one after the other, each in a process of its own; one that fails stops no other one."""
+    require_gpu()
+    names = [command.name for command in bench_app.registered_commands if command.name not in (None, "all")]
+    failed = []
+    for name in map(str, names):
+        typer.echo(f"bench {name}")
+        results = [] if output is None else ["--json", str(output / f"{name}.json")]
+        if run_command("bench", name, *results):
+            failed.append(name)
+    if failed:
+        typer.echo(f"failed: {', '.join(failed)}; the other {len(names) - len(failed)} are done", err=True)
+        raise typer.Exit(1)
 
 
 @bench_app.command("host")
@@ -221,11 +256,17 @@ def bench_shapes(
 
 def require_gpu(command: str = "bench") -> None:
     """Ends the command where there is no GPU."""
-    import torch
+    import cudnn_sdpa._pytorch  # noqa: F401 - it says why PyTorch cannot be imported, if so
 
-    if not torch.cuda.is_available():
+    if not _is_gpu_here():
         typer.echo(f"{command} needs an NVIDIA GPU that PyTorch can see (torch.cuda.is_available() is False)", err=True)
         raise typer.Exit(2)
+
+
+def _is_gpu_here() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _measure(name: str, parts: dict[str, tuple[str, Measure]], output: Path | None) -> None:

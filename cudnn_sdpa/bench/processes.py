@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cudnn_sdpa.runtime.store_setting import VARIABLE
-
 #: A process takes some seconds; one that builds hundreds of plans, half a minute.
 TIMEOUT_SECONDS = 600.0
 
@@ -36,11 +34,25 @@ def run_code(code: str, what: str, *, store: str) -> dict[str, Any]:
     return _run(["-c", code], what, store)
 
 
-def _run(arguments: list[str], what: str, store: str) -> dict[str, Any]:
+def run_command(*arguments: str) -> int:
+    """The exit status of the command line with these arguments; what it prints is printed."""
+    safe_path = ["-P"] if sys.version_info >= (3, 11) else []  # nothing is imported from the current folder
+    command = [sys.executable, *safe_path, "-m", _PACKAGE.name, *arguments]
+    return subprocess.run(command, env=_environment(), check=False).returncode
+
+
+def _environment(**variables: str) -> dict[str, str]:
+    """The environment of a process that finds this package."""
     path = os.pathsep.join(filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path, **variables}
+
+
+def _run(arguments: list[str], what: str, store: str) -> dict[str, Any]:
+    from cudnn_sdpa.runtime.store_setting import VARIABLE
+
     result = subprocess.run(
         [sys.executable, *arguments],
-        env={**os.environ, VARIABLE: store, "PYTHONPATH": path},
+        env=_environment(**{VARIABLE: store}),
         capture_output=True,
         text=True,
         check=False,

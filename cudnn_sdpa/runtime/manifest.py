@@ -58,7 +58,8 @@ class PlanManifest:
             data = json.loads(Path(path).read_text())
             jsonschema.validate(data, json.loads(_SCHEMA.read_text()))
         except (OSError, ValueError) as error:
-            raise OptionError("manifest", f"{str(path)!r} ({error})", "a file written by PlanManifest.save") from error
+            why = getattr(error, "strerror", None) or error
+            raise OptionError("manifest", f"{str(path)!r} ({why})", "a file written by PlanManifest.save") from error
         except jsonschema.ValidationError as error:
             got = f"{str(path)!r}: {error.json_path}: {error.message}"
             raise OptionError("manifest", got, f"a plan manifest, version {VERSION}") from None

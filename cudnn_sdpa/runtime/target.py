@@ -131,13 +131,14 @@ def bundled_targets() -> dict[str, str]:
 
 
 @functools.cache
-def load_properties(name_or_path: str) -> dict[str, Any]:
+def load_properties(name_or_path: str, argument: str = "target") -> dict[str, Any]:
     """Properties of a GPU, in the form that the installed cuDNN reads.
 
     Those that are made from public specifications say so under the key `"source"`.
 
     Args:
         name_or_path: A name of `bundled_targets`, such as `"h200"`, or the path of a JSON file.
+        argument: What the caller calls it, for the error.
 
     Raises:
         OptionError: It is neither, or the file describes no GPU.
@@ -150,9 +151,10 @@ def load_properties(name_or_path: str) -> dict[str, Any]:
         return _read(Path(name_or_path))
     except (OSError, ValueError) as error:
         known = ", ".join(map(repr, bundled_targets()))
+        why = getattr(error, "strerror", None) or error
         raise OptionError(
-            "CUDNN_SDPA_TARGET",
-            f"{name_or_path!r} ({error})",
+            argument,
+            f"{name_or_path!r} ({why})",
             f"{known}, or the path of a cuDNN device-properties JSON file",
         ) from error
 

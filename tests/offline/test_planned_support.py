@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from cudnn_sdpa import cli, planned_support
-from cudnn_sdpa.planned_support import environment, planned_calls, table
+from cudnn_sdpa.planned_support import PlannedCall, environment, planned_calls, questions, tables
 from cudnn_sdpa.runtime.target import load_properties
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "engines"
@@ -44,10 +44,12 @@ def test_the_first_of_each_kind_is_compiled(can_plan, monkeypatch):  # noqa: ARG
         assert bool(call.reasons) is not has_plan
     kinds = [(call.operation, call.direction, call.option, call.engine) for call in calls if call.compiled]
     assert len(kinds) == len(set(kinds)) >= 8
-    rows = table(calls)
-    assert [row["head dims"] for row in rows] == ["64", "128", "512"] * 2
-    assert rows[2]["sdpa backward"] == "none"
-    assert rows[0]["sdpa forward"].startswith("eng")
+    rows = tables(calls)["sdpa"]
+    assert [(row["with"], row["head dims"]) for row in rows] == [
+        *(("no option", "64, 128"), ("no option", "512"), ("causal", "64, 128"), ("causal", "512"))
+    ]
+    assert rows[1]["backward"] == "none"
+    assert rows[0]["forward"].startswith("eng")
 
 
 def test_the_command_prints_and_writes(can_plan, monkeypatch, tmp_path):  # noqa: ARG001
@@ -61,3 +63,38 @@ def test_the_command_prints_and_writes(can_plan, monkeypatch, tmp_path):  # noqa
     assert "from public specifications" in data["environment"]["gpu"]
     assert len(data["calls"]) == 10  # of sdpa and sdpa_varlen in two dtypes, and of sdpa_fp8, both passes of each
     assert CliRunner().invoke(cli.app, ["support", "--target", "h9000"]).exit_code == 2
+
+
+def test_a_table_has_the_answers_of_its_operation_below_their_names():
+    """Also for options that the first operation lacks, and for dtypes that differ."""
+
+    def call(operation, direction, dtype, option, engine):
+        return PlannedCall(operation, direction, dtype, 128, 128, option, engine)
+
+    half, fp8 = (torch.bfloat16, torch.float16), torch.float8_e4m3fn
+    calls = [call("sdpa", way, dtype, "causal", f"eng-{way}") for dtype in half for way in ("forward", "backward")]
+    calls += [call("sdpa_fp8", "backward", fp8, "output in bfloat16", "")]
+    calls += [call("sdpa_fp8", "forward", fp8, "output in bfloat16", "eng1")]
+    calls += [call("sdpa_varlen", "forward", dtype, "causal", f"eng{size}") for size, dtype in enumerate(half)]
+    found = tables(calls)
+    assert found["sdpa"] == [
+        {"with": "causal", "head dims": "128", "forward": "eng-forward", "backward": "eng-backward"}
+    ]
+    assert found["sdpa_fp8"] == [
+        {"with": "output in bfloat16", "head dims": "128", "forward": "eng1", "backward": "none"}
+    ]
+    assert found["sdpa_varlen"][0]["forward"] == "eng0, eng1"
+
+
+def test_the_table_is_readable_at_100_columns(monkeypatch):
+    calls = [
+        PlannedCall(question.operation, question.direction, question.dtype, *dims, option, f"eng{place % 12}")
+        for place, (question, option) in enumerate(questions(planned_support.DTYPES))
+        for dims in [(question.head_dim, question.head_dim_v)]
+    ]
+    monkeypatch.setattr(planned_support, "planned_calls", lambda _: iter(calls))
+    result = CliRunner().invoke(cli.app, ["support", "--target", "h200"], env={"COLUMNS": "100"})
+    assert result.exit_code == 0, result.output
+    assert "…" not in result.output
+    assert "bottom-right causal" in result.output
+    assert max(map(len, result.output.splitlines())) <= 100

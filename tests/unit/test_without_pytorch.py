@@ -32,6 +32,7 @@ def test_a_broken_pytorch_is_named_with_the_cure(tmp_path, fault, command):
         [sys.executable, *command], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert result.returncode == 1
-    last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: cudnn_sdpa needs PyTorch, and `import torch` fails: ")
+    last = result.stderr.strip().splitlines()[-1].removeprefix("ImportError: ")
+    assert last.startswith("cudnn_sdpa needs PyTorch, and `import torch` fails: ")
     assert cure in last
+    assert ("Traceback" in result.stderr) is (command[0] == "-c")

@@ -1,0 +1,300 @@
+"""The command line: help without PyTorch, errors that are a line, and what commands print and write."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import cudnn_sdpa
+from cudnn_sdpa.attention.describe import describe_sdpa
+from cudnn_sdpa.bench import cli as bench_cli
+from cudnn_sdpa.cli import app
+from cudnn_sdpa.errors import DeviceError, LibraryError, OfflineError, OptionError, UnsupportedError
+from cudnn_sdpa.runtime.manifest import PlanManifest
+from cudnn_sdpa.runtime.target import Target, load_properties
+
+ROOT = Path(__file__).parents[2]
+
+
+def leaves(command, path=()):
+    """Every command, as the arguments that name it."""
+    yield list(path)
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from leaves(inner, (*path, name))
+
+
+COMMANDS = list(leaves(typer.main.get_command(app)))
+BENCHMARKS = [command[1] for command in COMMANDS if command[:1] == ["bench"] and len(command) == 2]
+
+
+def test_all_commands_are_known():
+    assert [" ".join(command) for command in COMMANDS if len(command) < 2] == [
+        *("", "version", "support", "device", "doctor", "warmup", "compile", "bench")
+    ]
+    assert [
+        *("all", "host", "attention", "fp8", "decode", "norm", "silu", "conv", "llama", "coldstart", "shapes")
+    ] == BENCHMARKS
+
+
+@pytest.fixture
+def without_torch(tmp_path):
+    """The environment of a process in which PyTorch cannot be imported."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('PyTorch was imported')")
+    return {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+
+
+def run(*command, env=None):
+    return subprocess.run(
+        [sys.executable, *map(str, command)], env=env, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_help_of_every_command_does_not_import_pytorch(without_torch, tmp_path):
+    script = tmp_path / "cudnn-sdpa"
+    script.write_text(
+        "import json, sys\n"
+        "from typer.testing import CliRunner\n"
+        "from cudnn_sdpa.cli import app\n"
+        "results = [CliRunner().invoke(app, [*names, '--help']) for names in json.loads(sys.argv[1])]\n"
+        "print(json.dumps([[each.exit_code, each.output] for each in results]))\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    result = run(script, json.dumps(COMMANDS), env=without_torch)
+    assert result.returncode == 0, result.stderr
+    answers = json.loads(result.stdout)
+    assert len(answers) == len(COMMANDS) > 15
+    for status, output in answers:
+        assert status == 0
+        assert "Usage: " in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [
+        (["--version"], cudnn_sdpa.__version__),
+        (["version"], cudnn_sdpa.__version__),
+        (["--help"], "Usage: python -m cudnn_sdpa"),
+        ([], "Usage: python -m cudnn_sdpa"),
+        (["bench"], "Usage: python -m cudnn_sdpa bench"),
+        (["bench", "host", "--help"], "--part"),
+    ],
+)
+def test_the_module_answers_without_pytorch(without_torch, arguments, printed):
+    result = run("-m", "cudnn_sdpa", *arguments, env=without_torch)
+    assert result.returncode == 0, result.stderr
+    assert printed in result.stdout
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["support", "--sm", "90"], ["device"], ["bench", "all"]])
+def test_a_command_that_needs_pytorch_says_in_a_line_that_it_cannot_be_imported(tmp_path, arguments):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('out of luck.')")
+    result = run("-m", "cudnn_sdpa", *arguments, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("cudnn_sdpa needs PyTorch, and `import torch` fails: out of luck. Install")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import cudnn_sdpa; cudnn_sdpa.sdpa",
+        "import sys; sys.argv = ['cudnn-sdpa-server']; import cudnn_sdpa; cudnn_sdpa.sdpa",
+        "import sys; sys.argv = []; import cudnn_sdpa; cudnn_sdpa.sdpa",
+        "import sys; sys.argv = ['-m', 'other']; import cudnn_sdpa; cudnn_sdpa.sdpa",
+    ],
+)
+def test_programs_that_import_the_package_get_all_of_it(run_python, code):
+    run_python(code + "; import torch; torch.ops.cudnn_sdpa.sdpa_forward")
+
+
+def invoke(*arguments):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    assert "Traceback" not in result.output
+    return result
+
+
+@pytest.fixture
+def places(tmp_path):
+    """Files and folders by name, most of which are wrong for something."""
+    PlanManifest().save(tmp_path / "empty.json")
+    (tmp_path / "text").write_text("neither JSON nor a folder")
+    (tmp_path / "list.json").write_text("[1, 2]")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    q = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16)
+    key = describe_sdpa(q, q, q).key(Target.from_properties(load_properties("h200")), None)
+    PlanManifest.of([key]).save(tmp_path / "plans.json")
+    return tmp_path
+
+
+USAGE = [
+    "support --sm nine",
+    "support --sm 5",
+    "support --cudnn new",
+    "support --target h9000",
+    "support --target h200 --sm 75",
+    "support --target h200 --cudnn 9.10.2",
+    "support --target {text}",
+    "support --target {list.json}",
+    "support --target {binary}",
+    "support --target {open}",
+    "support --target h200 --json {text}/x.json",
+    "support --sm 90 --json {open}",
+    "support --sm 90 --json /proc/no/x.json",
+    "support h200",
+    "compile {plans.json}",
+    "compile {plans.json} --target h200",
+    "compile {nothing} --target h200 -o {new}",
+    "compile {text} --target h200 -o {new}",
+    "compile {list.json} --target h200 -o {new}",
+    "compile {binary} --target h200 -o {new}",
+    "compile {open} --target h200 -o {new}",
+    "compile {empty.json} --target h200 -o {new}",
+    "compile {plans.json} --target h9000 -o {new}",
+    "compile {plans.json} --target {text} -o {new}",
+    "compile {plans.json} --target h200 -o {new} --workers 0",
+    "compile {plans.json} --target h200 -o {new} --workers many",
+    "warmup",
+    "warmup {nothing} --workers 0",
+    "device --yaml",
+    "doctor --yaml",
+    "nothing",
+    "bench nothing",
+    "bench all --json {text}",
+    "bench all --json {text}/x",
+    *(f"bench {name} --nothing" for name in BENCHMARKS),
+    *(f"bench {name} --part nothing" for name in BENCHMARKS),
+    *(f"bench {name} --json {{open}}" for name in BENCHMARKS if name != "all"),
+    *(f"bench {name} --json {{text}}/x.json" for name in BENCHMARKS if name != "all"),
+]
+
+
+@pytest.mark.parametrize("line", USAGE)
+def test_wrong_arguments_of_every_command_end_with_2_and_a_message(places, line, monkeypatch):
+    planned = []
+    monkeypatch.setattr("cudnn_sdpa.planned_support.planned_calls", lambda *_: planned.append(1))
+    monkeypatch.setattr("cudnn_sdpa.warming.plan_all", lambda *_: planned.append(1))
+    words = line.split()
+    result = invoke(*(word.replace("{", f"{places}/").replace("}", "") for word in words))
+    assert result.exit_code == 2
+    assert result.stderr.strip()
+    assert not planned
+    if "Usage: " not in result.stderr:  # which are the parser's
+        assert len(result.stderr.splitlines()) == 1
+        assert ": got " in result.stderr or "needs an NVIDIA GPU" in result.stderr
+        assert "Errno" not in result.stderr
+
+
+def test_every_command_is_given_something_wrong():
+    assert {line.split()[0] for line in USAGE} >= {command[0] for command in COMMANDS if command} - {"version"}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (OptionError("workers", "0", "at least 1"), 2, "--workers: got 0; expected at least 1."),
+        (DeviceError("device", "none", "a GPU"), 2, "device: got none; expected a GPU."),
+        (UnsupportedError("it", ["for the test"]), 1, "it is not supported here:\n  - for the test"),
+        (OfflineError("no compiler"), 1, "no compiler"),
+        (LibraryError("no cuDNN"), 1, "no cuDNN"),
+        (PermissionError(13, "Permission denied", "/some/file"), 1, "/some/file: Permission denied"),
+        (ImportError("No module named 'transformers'"), 1, "No module named 'transformers'"),
+    ],
+)
+def test_errors_of_the_library_end_a_command_without_a_traceback(monkeypatch, error, status, said):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("cudnn_sdpa.support_matrix.answers", fail)
+    result = invoke("support", "--sm", "90")
+    assert (result.exit_code, result.stdout, result.stderr) == (status, "", said + "\n")
+
+
+def test_a_fault_of_the_program_is_not_hidden(monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("cudnn_sdpa.support_matrix.answers", fail)
+    assert isinstance(CliRunner().invoke(app, ["support"]).exception, ZeroDivisionError)
+
+
+def test_names_in_errors_are_the_command_lines(places):
+    target = invoke("compile", places / "plans.json", "--target", "h9000", "-o", places / "new")
+    assert target.stderr.startswith("--target: got 'h9000' (No such file or directory); expected 'a100', ")
+    manifest = invoke("compile", places / "nothing", "--target", "h200", "-o", places / "new")
+    assert manifest.stderr.startswith("MANIFEST: got ")
+    empty = invoke("compile", places / "empty.json", "--target", "h200", "-o", places / "new")
+    assert 'record_plans(target="h200")' in empty.stderr
+    assert not (places / "new").exists()
+    unused = invoke("support", "--target", "h200", "--sm", "75")
+    assert unused.stderr.startswith("--sm: got 75 beside --target; expected one of the two.")
+
+
+def test_support_writes_its_table(tmp_path):
+    path = tmp_path / "support.json"
+    result = invoke("support", "--sm", "80", "--cudnn", "9.28.0", "--json", path)
+    assert result.exit_code == 0
+    assert f"written to {path}" in result.output.replace("\n", "")
+    data = json.loads(path.read_text())
+    assert data["environment"] == {"sm": 80, "cudnn_sdpa": cudnn_sdpa.__version__, "cudnn": "9.28.0"}
+    calls = {(call["operation"], call["option"]): call for call in data["calls"]}
+    assert calls["sdpa", "causal"]["supported"] == "yes"
+    assert calls["sdpa_varlen", "causal"]["supported"] == "forward only"
+    assert calls["sdpa_varlen", "causal"]["reasons"]
+    assert ("sdpa_varlen", "attn_mask") not in calls
+
+
+def test_support_says_which_gpu_it_assumes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "There is no GPU here that PyTorch can see: this is for SM 90" in invoke("support").output
+    assert "There is no GPU here" not in invoke("support", "--sm", "90").output
+
+
+def test_support_gives_the_one_reason_of_a_table_of_noes():
+    too_old = invoke("support", "--sm", "75").output.replace("\n", " ")
+    for operation in ("sdpa", "sdpa_varlen", "sdpa_fp8"):
+        assert "SM 75" in too_old.split(f"{operation}: ")[1]
+    assert "sdpa_fp8: " in invoke("support", "--sm", "80").output
+    assert "sdpa: " not in invoke("support", "--sm", "80").output
+
+
+def test_bench_all_runs_every_benchmark_and_goes_on_after_one_that_fails(monkeypatch, tmp_path):
+    ran = []
+
+    def run_command(*arguments):
+        ran.append(arguments)
+        return arguments[1] == "fp8"
+
+    monkeypatch.setattr(bench_cli, "require_gpu", lambda *_: None)
+    monkeypatch.setattr(bench_cli, "run_command", run_command)
+    result = invoke("bench", "all", "--json", tmp_path / "results")
+    names = [name for name in BENCHMARKS if name != "all"]
+    assert ran == [("bench", name, "--json", str(tmp_path / "results" / f"{name}.json")) for name in names]
+    assert result.exit_code == 1
+    assert result.stderr == "failed: fp8; the other 9 are done\n"
+    ran.clear()
+    monkeypatch.setattr(bench_cli, "run_command", lambda *arguments: ran.append(arguments))
+    assert invoke("bench", "all").exit_code == 0
+    assert ran == [("bench", name) for name in names]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_benchmark_in_a_process_of_its_own_ends_as_here():
+    from cudnn_sdpa.bench.processes import run_command
+
+    assert run_command("--version") == 0
+    assert run_command("bench", "host") == 2
