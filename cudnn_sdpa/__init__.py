@@ -38,31 +38,37 @@ if not _is_command_line():  # which imports what a command needs, and prints its
         ShapeError,
         UnsupportedError,
     )
-    from cudnn_sdpa.explanation import explain
-    from cudnn_sdpa.graphs.function import graph_op
+    from cudnn_sdpa.explanation import Explanation, explain
+    from cudnn_sdpa.graphs.function import GraphFunction, graph_op
     from cudnn_sdpa.nn import Fp8Attention
     from cudnn_sdpa.norm import layer_norm, rms_norm
-    from cudnn_sdpa.runtime.cache import no_plan_builds, plan_cache
-    from cudnn_sdpa.runtime.manifest import record_plans
+    from cudnn_sdpa.runtime.cache import PlanCache, PlanCacheInfo, no_plan_builds, plan_cache
+    from cudnn_sdpa.runtime.manifest import PlanManifest, record_plans
     from cudnn_sdpa.runtime.shapes import shape_policy
+    from cudnn_sdpa.runtime.store import PlanStore, PlanStoreInfo
     from cudnn_sdpa.runtime.store_setting import use_plan_store
-    from cudnn_sdpa.runtime.tuning import autotune
-    from cudnn_sdpa.support_matrix import support
-    from cudnn_sdpa.warming import compile_plans, warmup
+    from cudnn_sdpa.runtime.tuning import AutotuneCandidate, AutotuneEntry, AutotuneReport, autotune
+    from cudnn_sdpa.support_matrix import Support, support
+    from cudnn_sdpa.warming import WarmupReport, compile_plans, warmup
 
 __all__ = [
     "ArgumentError",
+    "AutotuneCandidate",
+    "AutotuneEntry",
+    "AutotuneReport",
     "CacheUse",
     "CudnnSdpaError",
     "DeviceError",
     "DtypeError",
     "ExecutionError",
+    "Explanation",
     "Fp8Attention",
     "Fp8BackwardScales",
     "Fp8Gradients",
     "Fp8Output",
     "Fp8Scales",
     "Fp8Scaling",
+    "GraphFunction",
     "LayoutError",
     "LibraryError",
     "OfflineError",
@@ -71,9 +77,16 @@ __all__ = [
     "PagedKVCache",
     "PagedStep",
     "PlanBuildError",
+    "PlanCache",
+    "PlanCacheInfo",
+    "PlanManifest",
+    "PlanStore",
+    "PlanStoreInfo",
     "PreparedPaged",
     "ShapeError",
+    "Support",
     "UnsupportedError",
+    "WarmupReport",
     "__version__",
     "autotune",
     "compile_plans",

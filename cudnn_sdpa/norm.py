@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -32,6 +32,42 @@ _rms_norm_calls, _layer_norm_calls = Shortcuts(), Shortcuts()
 _PLAIN: dict[bool, Hashable] = {centered: (False, centered, True, False, None) for centered in (False, True)}
 
 
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    residual: None = ...,
+    activation: str | None = ...,
+    zero_centered: bool = ...,
+) -> Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    residual: Tensor,
+    activation: str | None = ...,
+    zero_centered: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    residual: Tensor | None,
+    activation: str | None = ...,
+    zero_centered: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -40,7 +76,7 @@ def rms_norm(
     residual: Tensor | None = None,
     activation: str | None = None,
     zero_centered: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in float32. Differentiable.
 
     Args:
@@ -83,9 +119,9 @@ def rms_norm(
         if call is not None and 0.0 <= eps < INFINITY:
             numbers = (eps, 1.0) if zero_centered else (eps,)
             if trains:
-                return _RmsNorm.apply(call, numbers, (True, False), x, weight)[0]  # type: ignore[no-untyped-call]
+                return _RmsNorm.apply(call, numbers, (True, False), x, weight)[0]  # type: ignore[no-untyped-call,no-any-return]
             return call((x, weight), numbers)[0]
-    return _rms_norm(x, weight, eps, residual, activation, zero_centered)
+    return _rms_norm(x, weight, eps, residual, activation, zero_centered)  # type: ignore[no-any-return]
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

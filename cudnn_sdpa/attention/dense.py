@@ -65,6 +65,29 @@ def sdpa(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@overload
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = ...,
+    causal_alignment: str = ...,
+    window: tuple[int, int] | None = ...,
+    scale: float | None = ...,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    softcap: float | None = ...,
+    alibi: bool = ...,
+    sinks: Tensor | None = ...,
+    seq_lens_q: Tensor | None = ...,
+    seq_lens_kv: Tensor | None = ...,
+    return_lse: bool,
+    deterministic: bool | None = ...,
+    out: Tensor | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def sdpa(
     q: Tensor,
     k: Tensor,
@@ -84,7 +107,7 @@ def sdpa(
     return_lse: bool = False,
     deterministic: bool | None = None,
     out: Tensor | None = None,
-) -> Result:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention, softmax(scale · q kᵀ + mask) v.
 
     The first call with given shapes, strides, dtype and options builds a cuDNN plan; every later one is a look-up

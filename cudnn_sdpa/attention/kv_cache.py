@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments, paged_equal, paging
-from cudnn_sdpa.attention.calls import MISALIGNED, Result
+from cudnn_sdpa.attention.calls import MISALIGNED
 from cudnn_sdpa.attention.kv_arguments import check_count, check_rows, checked_growth
 from cudnn_sdpa.attention.page_pool import CacheUse, PagePool
 from cudnn_sdpa.attention.paged_arguments import HND, LAYOUTS, in_heads_order
@@ -248,7 +248,22 @@ class PagedKVCache:
             return
         step.write((k, v), self._check_new(step, k, v, layer))
 
-    def attend(self, step: PagedStep, q: Tensor, layer: int = 0, **options: Any) -> Result:
+    @overload
+    def attend(
+        self, step: PagedStep, q: Tensor, layer: int = ..., *, return_lse: Literal[False] = ..., **options: Any
+    ) -> Tensor: ...
+
+    @overload
+    def attend(
+        self, step: PagedStep, q: Tensor, layer: int = ..., *, return_lse: Literal[True], **options: Any
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def attend(
+        self, step: PagedStep, q: Tensor, layer: int = ..., *, return_lse: bool, **options: Any
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+
+    def attend(self, step: PagedStep, q: Tensor, layer: int = 0, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of a step's new tokens on all tokens of their sequences: `sdpa_paged` on this cache.
 
         Chunks after which all sequences are equally long, at a length that comes back, get a plan for exactly that

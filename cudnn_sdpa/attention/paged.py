@@ -96,6 +96,28 @@ def sdpa_paged(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@overload
+def sdpa_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens_kv: Tensor,
+    *,
+    page_table_v: Tensor | None = ...,
+    seq_lens_q: Tensor | None = ...,
+    page_layout: str = ...,
+    is_causal: bool = ...,
+    causal_alignment: str = ...,
+    window: tuple[int, int] | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: bool,
+    out: Tensor | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def sdpa_paged(
     q: Tensor,
     k_pages: Tensor,
@@ -114,7 +136,7 @@ def sdpa_paged(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
-) -> Result:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries on a cache whose keys and values lie in pages. For inference; there are no gradients.
 
     Key j of sequence b is in slot `j % page_size` of page `page_table[b, j // page_size]`. Lengths and tables are data

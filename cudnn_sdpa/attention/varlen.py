@@ -71,6 +71,29 @@ def sdpa_varlen(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@overload
+def sdpa_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    *,
+    is_causal: bool = ...,
+    causal_alignment: str = ...,
+    window: tuple[int, int] | None = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: bool,
+    deterministic: bool | None = ...,
+    out: Tensor | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def sdpa_varlen(
     q: Tensor,
     k: Tensor,
@@ -90,7 +113,7 @@ def sdpa_varlen(
     return_lse: bool = False,
     deterministic: bool | None = None,
     out: Tensor | None = None,
-) -> Result:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over sequences that lie end to end, without padding.
 
     Where sequences begin is data on the GPU: it is never read by the host and builds nothing. A plan is made for the

@@ -65,7 +65,7 @@ def _calls(cache: PagedKVCache, step: PagedStep, q: Tensor, k: Tensor, v: Tensor
     calls: dict[str, Callable[[], Tensor]] = {
         "dense": expected,  # first: its plan is that of the length
         "paged": decode.paged_call(cache, step, q),
-        "equal": lambda: cache.attend(step, q),  # type: ignore[dict-item, return-value]
+        "equal": lambda: cache.attend(step, q),
         "lengths": _dense_call(q, k, v, seq_lens_kv=step.seq_lens_kv.clone()),
         "by hand": by_hand,
         "flash": peers.pytorch_of_last_queries(q, k, v),

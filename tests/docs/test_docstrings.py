@@ -109,6 +109,11 @@ def test_blocks_of_pages_run(page, capsys):
         assert drawing in output, f"{page.name} shows what was not printed:\n{drawing}"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if len(blocks(page)) > 1], ids=lambda page: page.name)
+def test_a_page_says_whether_its_blocks_are_one_script(page):
+    assert bool(re.search(r"[Bb]locks\b[^.]*\bone\s+script", page.read_text())) is (page.name in SCRIPTS)
+
+
 def test_pages_have_blocks():
     assert len(blocks(ROOT / "README.md")) >= 1
     assert len(blocks(ROOT / "docs" / "quickstart.md")) >= 7
@@ -135,6 +140,17 @@ def public_names() -> set[str]:
     """All that a user may import: of the package, of its errors, and of its modules of layers."""
     names = set(cudnn_sdpa.__all__) | set(importlib.import_module("cudnn_sdpa.errors").__all__)
     return (names | set(importlib.import_module("cudnn_sdpa.nn").__all__)) - {"__version__"}
+
+
+def test_everything_on_the_page_of_the_api_is_imported_from_where_it_says():
+    text = (ROOT / "docs" / "api.md").read_text()
+    assert "Everything here is imported from `cudnn_sdpa`, modules from `cudnn_sdpa.nn`, and `register` from" in text
+    paths = re.findall(r"^::: (\S+)", text, re.MULTILINE)
+    assert len(paths) > 70
+    for path in paths:
+        module, _, name = path.rpartition(".")
+        assert module in ("cudnn_sdpa", "cudnn_sdpa.nn", "cudnn_sdpa.integrations.transformers"), path
+        assert name in importlib.import_module(module).__all__, path
 
 
 def test_every_public_name_is_in_the_reference():

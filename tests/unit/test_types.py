@@ -1,0 +1,89 @@
+"""What a type checker says of calls: this file is run, and `mypy --strict` checks it as a user's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from typing_extensions import assert_type
+
+import cudnn_sdpa
+
+Both = tuple[Tensor, Tensor]
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_whether_the_log_sum_exp_is_returned_may_be_a_variable(flag: bool) -> None:
+    q = torch.randn(1, 2, 8, 16)
+    assert_type(cudnn_sdpa.sdpa(q, q, q), Tensor)
+    assert_type(cudnn_sdpa.sdpa(q, q, q, return_lse=False), Tensor)
+    assert_type(cudnn_sdpa.sdpa(q, q, q, return_lse=True), Both)
+    dense = cudnn_sdpa.sdpa(q, q, q, return_lse=flag)
+    assert_type(dense, "Tensor | Both")
+
+    packed, offsets = torch.randn(8, 2, 16), torch.tensor([0, 8], dtype=torch.int32)
+    assert_type(cudnn_sdpa.sdpa_varlen(packed, packed, packed, offsets, offsets, 8, 8), Tensor)
+    assert_type(cudnn_sdpa.sdpa_varlen(packed, packed, packed, offsets, offsets, 8, 8, return_lse=True), Both)
+    varlen = cudnn_sdpa.sdpa_varlen(packed, packed, packed, offsets, offsets, 8, 8, return_lse=flag)
+    assert_type(varlen, "Tensor | Both")
+
+    pages, table = torch.randn(2, 2, 16, 16), torch.tensor([[0, 1]], dtype=torch.int32)
+    lengths = torch.tensor([20], dtype=torch.int32)
+    assert_type(cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths), Tensor)
+    assert_type(cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths, return_lse=True), Both)
+    paged = cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths, return_lse=flag)
+    assert_type(paged, "Tensor | Both")
+
+    for result in (dense, varlen, paged):
+        assert isinstance(result, tuple) is flag
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_steps_of_a_cache_give_tensors(flag: bool) -> None:
+    cache = cudnn_sdpa.PagedKVCache(pages=4, page_size=16, heads=2, head_dim=16, dtype=torch.float32, device="cpu")
+    q = torch.randn(1, 2, 1, 16)
+    step = cache.reserve([cache.add()], 1)
+    cache.append(step, q, q)
+    assert_type(cache.attend(step, q), Tensor)
+    assert_type(cache.attend(step, q, 0, scale=0.5), Tensor)
+    assert_type(cache.attend(step, q, return_lse=True), Both)
+    either = cache.attend(step, q, return_lse=flag)
+    assert_type(either, "Tensor | Both")
+    assert isinstance(either, tuple) is flag
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_norm_gives_the_sum_with_a_residual_alone(flag: bool) -> None:
+    x = torch.randn(2, 64)
+    residual = x if flag else None
+    assert_type(cudnn_sdpa.rms_norm(x), Tensor)
+    assert_type(cudnn_sdpa.rms_norm(x, residual=x), Both)
+    either = cudnn_sdpa.rms_norm(x, residual=residual)
+    assert_type(either, "Tensor | Both")
+    assert isinstance(either, tuple) is flag
+    assert_type(cudnn_sdpa.layer_norm(x), Tensor)
+
+
+def test_results_have_public_types(tmp_path: Path) -> None:
+    q = torch.randn(1, 2, 8, 16)
+    assert_type(cudnn_sdpa.plan_cache, cudnn_sdpa.PlanCache)
+    assert_type(cudnn_sdpa.plan_cache.info(), cudnn_sdpa.PlanCacheInfo)
+    assert_type(cudnn_sdpa.support(head_dim=64, sm=90, cudnn="9.19.0"), cudnn_sdpa.Support)
+    with cudnn_sdpa.use_plan_store(tmp_path) as store:
+        assert store is not None
+        assert_type(store, cudnn_sdpa.PlanStore)
+        assert isinstance(store.info(), cudnn_sdpa.PlanStoreInfo)
+        assert_type(store.info(), cudnn_sdpa.PlanStoreInfo)
+    with cudnn_sdpa.record_plans() as manifest:
+        cudnn_sdpa.sdpa(q, q, q)
+    assert_type(manifest, cudnn_sdpa.PlanManifest)
+    with cudnn_sdpa.autotune() as report:
+        assert_type(report, cudnn_sdpa.AutotuneReport)
+
+
+def explained_and_warmed(q: Tensor) -> None:  # which needs a compiler and a GPU
+    assert_type(cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, q, q), cudnn_sdpa.Explanation)
+    assert_type(cudnn_sdpa.warmup("plans.json"), cudnn_sdpa.WarmupReport)
+    assert_type(cudnn_sdpa.compile_plans("plans.json", "h200", "plans"), cudnn_sdpa.WarmupReport)
