@@ -5,52 +5,49 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.attention.memory import aligned
 from cudnn_sdpa.runtime.layouts import ALIGNMENT, TensorLayout
 
 
-def bias_view(mask: Tensor) -> Tensor:
-    """`mask` as a tensor of rank 4 in which what is only repeated has size 1, without a copy."""
+def bias_view(mask: Tensor, blind_rows: int = 0) -> Tensor:
+    """The rows of `mask` that a plan gets, of rank 4, in which what is only repeated has size 1; without a copy."""
     mask = mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask
     for dim in range(4):
         if mask.stride(dim) == 0 and mask.shape[dim] > 1:
             mask = mask.narrow(dim, 0, 1)
-    return mask
+    return mask[:, :, blind_rows:] if mask.shape[2] != 1 else mask
 
 
-def bias_layout(mask: Tensor, q: Tensor, skv: int) -> TensorLayout:
-    """How the bias of `mask` lies in memory when cuDNN reads it."""
-    view = bias_view(mask)
-    if reads_directly(view, q, skv):
+def bias_layout(mask: Tensor, q: Tensor, skv: int, blind_rows: int = 0) -> TensorLayout:
+    """How the bias that `bias_of` makes of the same arguments lies in memory."""
+    view = bias_view(mask, blind_rows)
+    if reads_directly(view, skv):
         return TensorLayout.of(view)
-    return TensorLayout.contiguous(_shape(view, q, skv), q.dtype if view.dtype == torch.bool else view.dtype)
+    return TensorLayout.contiguous((*view.shape[:3], skv), q.dtype if view.dtype == torch.bool else view.dtype)
 
 
-def _shape(view: Tensor, q: Tensor, skv: int) -> tuple[int, ...]:
-    # cuDNN 9.19 misreads a bias with nothing but a batch: one key and one row for all queries.
-    rows = q.shape[2] if skv == 1 else view.shape[2]
-    return (*view.shape[:2], rows, skv)
-
-
-def reads_directly(view: Tensor, q: Tensor, skv: int) -> bool:
-    """Whether cuDNN can read a mask of rank 4 where it lies."""
+def reads_directly(view: Tensor, skv: int) -> bool:
+    """Whether cuDNN can read a mask of rank 4 where it lies, if its address is aligned."""
     if view.dtype == torch.bool or view.shape[3] != skv or (view.stride(3) != 1 and skv > 1):
         return False
     step = ALIGNMENT // view.element_size()
-    aligned = all(view.shape[dim] == 1 or view.stride(dim) % step == 0 for dim in range(3))
-    return aligned and tuple(view.shape) == _shape(view, q, skv)
+    return all(view.shape[dim] == 1 or view.stride(dim) % step == 0 for dim in range(3))
 
 
-def bias_of(mask: Tensor, q: Tensor, skv: int) -> Tensor:
-    """The bias that cuDNN adds to the scores: `mask` itself, or a converted copy."""
-    view = bias_view(mask)
-    if reads_directly(view, q, skv):
+def bias_of(mask: Tensor, q: Tensor, skv: int, blind_rows: int = 0) -> Tensor:
+    """The bias that cuDNN adds to the scores: `mask` itself, or a converted copy, at an aligned address.
+
+    Rows that see no key are left out before anything is converted: what is cut off a finished bias lies where cuDNN
+    may not be able to read it.
+    """
+    view = bias_view(mask, blind_rows)
+    if reads_directly(view, skv):
         if view.data_ptr() % ALIGNMENT == 0:
             return view
         return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device).copy_(view)
     if view.dtype == torch.bool:
         view = view.to(q.dtype).log_()  # 1 becomes 0, and 0 becomes -inf
-    bias = view.expand(_shape(view, q, skv)).contiguous()
-    return bias if bias.data_ptr() % ALIGNMENT == 0 else bias.clone()
+    return aligned(view.expand(*view.shape[:3], skv))
 
 
 def repeated_row(layout: TensorLayout, rows: int) -> TensorLayout:
@@ -70,4 +67,11 @@ def mask_gradient(grad_bias: Tensor, mask: Tensor, blind_rows: int) -> Tensor:
         grad_bias = grad_bias.sum(repeated, keepdim=True, dtype=torch.float32)
     if blind_rows and shape[2] != 1:
         grad_bias = torch.nn.functional.pad(grad_bias, (0, 0, blind_rows, 0))
-    return grad_bias.to(mask.dtype).reshape(mask.shape)
+    return in_memory_order_of(mask, grad_bias.reshape(mask.shape))
+
+
+def in_memory_order_of(mask: Tensor, gradient: Tensor) -> Tensor:
+    """A gradient by `mask` in its dtype and memory order, as PyTorch's own functions and the fake ones give it."""
+    if gradient.dtype == mask.dtype and gradient.stride() == mask.stride():
+        return gradient
+    return torch.empty_like(mask).copy_(gradient)

@@ -62,11 +62,10 @@ class BoundCall:
         """The operands of both passes beside queries, keys, values and lengths: tensors, and mere addresses."""
         tensors, addresses = {}, {}
         if call.attn_mask is not None:
-            bias = bias_of(call.attn_mask, call.q, self.problem.skv)
-            blind = self.problem.mask.blind_rows
-            tensors["bias"] = bias[:, :, blind:] if blind and bias.shape[2] != 1 else bias
+            problem = self.problem
+            tensors["bias"] = bias_of(call.attn_mask, call.q, problem.skv, problem.mask.blind_rows)
         if call.sinks is not None and "sink" in self._names:
-            tensors["sink"] = call.sinks
+            tensors["sink"] = memory.aligned(call.sinks)
         if call.rng is not None:
             addresses["seed"] = call.rng.data_ptr()
             addresses["offset"] = addresses["seed"] + call.rng.element_size()

@@ -84,7 +84,7 @@ def describe_sdpa(
         operation=graphs.sdpa_forward,
         key=forward.key,
         device=device_of(q),
-        is_empty=forward.is_empty,
+        is_empty=forward.is_empty or forward.problem.has_no_plan,
         extra_kernels=[] if forward.is_empty else notes,
         backward=_describe_backward(given, call, forward) if trains else None,
         bucket=partial(_key_of_bucket, forward),
@@ -111,7 +111,7 @@ def _describe_backward(given: ForwardArguments, call: ForwardArguments, forward:
     out = torch.empty_strided(forward.out.shape, forward.out.stride, dtype=forward.out.dtype, device="meta")
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
     of = BackwardArguments(out, out, lse, call, call.deterministic, needs)
-    without_plan = forward.is_empty or forward.problem.is_single
+    without_plan = forward.is_empty or forward.problem.is_single or forward.problem.has_no_plan
     is_cut = not without_plan and pieces.is_too_large(*call[:3], out)
     try:
         parts = _pieces_of(of) if is_cut else [of]

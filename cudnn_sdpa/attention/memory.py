@@ -60,6 +60,12 @@ def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tens
             raise LayoutError("out", f"memory that {name} lies in too", "memory of its own", hint)
 
 
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor row-major and at an aligned address, copied if it is not: a part of one may lie anywhere."""
+    dense = tensor.contiguous()
+    return dense if dense.data_ptr() % ALIGNMENT == 0 else dense.clone()
+
+
 def check_strides_of_out(out: Tensor, *, for_cudnn: bool) -> None:
     """`out` must be writable: dense head vectors, 16-byte steps for cuDNN's kernels, no two elements in one place."""
     step = ALIGNMENT // out.element_size() if for_cudnn else 1

@@ -58,6 +58,8 @@ def run_cuda(call: ForwardArguments) -> Result:
         forward = Forward.of(call)
         if forward.is_empty:
             return _fill_empty(call)
+        if forward.problem.has_no_plan:
+            return run_cpu(call)
         prepared = tiers.prepare(forward, call, raw)
     return prepared(call)
 
@@ -95,7 +97,7 @@ def _debug(call: ForwardArguments) -> None:
 
 
 def run_cpu(call: ForwardArguments) -> Result:
-    """A forward pass by the reference."""
+    """A forward pass by the reference; on a GPU for what cuDNN misreads."""
     arguments.check(call)
     _debug(call)
     memory.check_memory(call.q, call.k, call.v, call.out, call.attn_mask)
@@ -112,15 +114,15 @@ def _run_fake(call: ForwardArguments) -> Result:
 
 def run_backward_cuda(of: BackwardArguments) -> list[Tensor]:
     """A backward pass on the GPU."""
-    of = of._replace(grad_out=backward.readable(of.grad_out, of.out), lse=of.lse.contiguous())
+    of = of._replace(grad_out=backward.readable(of.grad_out, of.out), lse=memory.aligned(of.lse))
     prepared = backward.find(of)
     if prepared is not None:
         return prepared(of)
     call = of.call
     problem = Problem.of(call)
     if problem.is_empty:
-        return _wanted(of, [like_in_memory(tensor).zero_() for tensor in _differentiable(call)])
-    if problem.is_single:
+        return _wanted(of, [tensor.zero_() for tensor in _new_gradients(call)])
+    if problem.is_single or problem.has_no_plan:
         return run_backward_cpu(of)
     if pieces.is_too_large(*call[:3], of.out, of.grad_out):
         pieces.check(call, mask_gradient=of.needs.attn_mask)
@@ -144,7 +146,7 @@ def check_gradient(call: ForwardArguments) -> None:
     forward = Forward.of(call)
     if pieces.is_too_large(*call[:3], forward.out):
         pieces.check(call, mask_gradient=of_mask)
-    elif not (forward.is_empty or forward.problem.is_single):
+    elif not (forward.is_empty or forward.problem.is_single or forward.problem.has_no_plan):
         of_sinks = call.sinks is not None and call.sinks.requires_grad
         device = call.q.get_device()
         passes = Backward(forward.problem, forward.out, forward.out, call.deterministic, of_mask, of_sinks)
@@ -184,21 +186,22 @@ def _negative_scale_backward(of: BackwardArguments) -> list[Tensor]:
 def run_backward_cpu(of: BackwardArguments) -> list[Tensor]:
     """A backward pass by the reference; on a GPU for what is too small for cuDNN."""
     call = of.call
-    exact = reference.gradients(of.grad_out, of.out, call)
+    exact = reference.gradients(of.grad_out, of.out, call, of.lse)
     results = []
-    for tensor, gradient in zip(_differentiable(call), (g for g in exact if g is not None), strict=True):
-        shape = (1,) * (gradient.dim() - tensor.dim()) + tuple(tensor.shape)  # only a mask's gradient is larger
-        results.append(like_in_memory(tensor).copy_(gradient.sum_to_size(shape).reshape(tensor.shape)))
+    for new, gradient in zip(_new_gradients(call), (g for g in exact if g is not None), strict=True):
+        shape = (1,) * (gradient.dim() - new.dim()) + tuple(new.shape)  # only a mask's gradient is larger
+        results.append(new.copy_(gradient.sum_to_size(shape).reshape(new.shape)))
     return _wanted(of, results)
 
 
 def _run_backward_fake(of: BackwardArguments) -> list[Tensor]:
-    tensors = _differentiable(of.call)
-    return _wanted(of, [like_in_memory(tensor) for tensor in tensors])
+    return _wanted(of, _new_gradients(of.call))
 
 
-def _differentiable(call: ForwardArguments) -> list[Tensor]:
-    return [tensor for tensor in (call.q, call.k, call.v, call.attn_mask, call.sinks) if tensor is not None]
+def _new_gradients(call: ForwardArguments) -> list[Tensor]:
+    """Memory for the gradients by all tensors that can have one, each in the memory order of its tensor."""
+    sides = [torch.empty_like(tensor) for tensor in (call.attn_mask, call.sinks) if tensor is not None]
+    return [*map(like_in_memory, call[:3]), *sides]
 
 
 def _wanted(of: BackwardArguments, gradients: list[Tensor]) -> list[Tensor]:

@@ -99,6 +99,8 @@ class Forward:
     def extra_kernels(self) -> list[str]:
         """What a call runs beside its plan, for `explain`."""
         problem, notes = self.problem, self.problem.extra_kernels()
+        if problem.has_no_plan:
+            return [MASK_OF_ONE_KEY]
         if problem.mask.blind_rows and self.plan_has_lse:
             notes.append("the log-sum-exp of the other queries is copied into place")
         notes += _notes_on_sides(problem, is_decode=self.is_decode)
@@ -187,6 +189,8 @@ class Backward:
     def extra_kernels(self) -> list[str]:
         """What a call runs beside its plan, for `explain`."""
         problem, notes = self.problem, [GRAD_OUT_COPY]
+        if problem.has_no_plan:
+            return [*notes, MASK_OF_ONE_KEY]
         if problem.is_single:
             return [*notes, "one query on one key is computed in plain PyTorch"]
         if problem.mask.blind_rows:
@@ -210,6 +214,8 @@ class Backward:
 
 #: What every backward pass may have to do; only the caller's gradient decides.
 GRAD_OUT_COPY = "grad_out is copied, if cuDNN cannot read it where it lies (that of a sum, which is expanded, never)"
+
+MASK_OF_ONE_KEY = "attn_mask over a single key: all is computed in plain PyTorch, as cuDNN misreads such a mask"
 
 
 def _notes_on_sides(problem: Problem, *, is_decode: bool) -> list[str]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.backward import BackwardArguments, Needs
+from cudnn_sdpa.attention.memory import aligned
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime.layouts import TensorLayout, dense_stride_like
 
@@ -147,7 +148,7 @@ def _part(of: BackwardArguments, piece: Piece) -> BackwardArguments:
         seq_lens_kv=lengths[1],
     )
     grad_out, out, lse = (x[entries, heads] for x in (of.grad_out, of.out, of.lse))
-    return of._replace(grad_out=near(grad_out), out=near(out), lse=lse.contiguous(), call=part)
+    return of._replace(grad_out=near(grad_out), out=near(out), lse=aligned(lse), call=part)
 
 
 def _part_of_mask(mask: Tensor, entries: slice, heads: slice) -> Tensor:

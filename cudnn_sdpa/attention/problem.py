@@ -33,7 +33,7 @@ class Problem:
         mask: The normalized band, and how many queries it leaves without keys.
         lengths_q: Whether the true numbers of queries are given.
         lengths_kv: Whether the true numbers of keys are given.
-        bias: `attn_mask` as cuDNN reads it, None without one.
+        bias: `attn_mask` as cuDNN reads it, without the rows of queries that see no key. None without one.
         sinks: Whether there are attention sinks.
         dropout_p: The share that is dropped.
         softcap: Whether there is a soft cap; its value is data.
@@ -74,7 +74,7 @@ class Problem:
             mask,
             lengths_q,
             lengths_kv,
-            None if call.attn_mask is None else bias_layout(call.attn_mask, q, k.shape[2]),
+            None if call.attn_mask is None else bias_layout(call.attn_mask, q, k.shape[2], mask.blind_rows),
             call.sinks is not None,
             float(call.dropout_p),
             call.softcap is not None,
@@ -105,6 +105,14 @@ class Problem:
     def is_single(self) -> bool:
         """Whether there is one query and one key: gradients have no kernel for that, and are left to plain PyTorch."""
         return self.rows == 1 and self.skv == 1
+
+    @property
+    def has_no_plan(self) -> bool:
+        """Whether both passes are left to plain PyTorch: a mask over one key.
+
+        cuDNN 9.19 misreads a bias of one key, whose rows are one element apart: see `known_issues`.
+        """
+        return self.skv == 1 and self.bias is not None and not self.is_empty
 
     @property
     def has_lengths(self) -> bool:
@@ -163,8 +171,7 @@ class Problem:
         batch, heads = self.q.shape[:2]
         result = [Operand("scale", HOST_SCALAR, Role.SCALAR)]
         if self.bias is not None:
-            bias = self._visible_bias(self.bias)
-            result.append(Operand("bias", repeated_row(bias, self.rows) if whole_bias else bias))
+            result.append(Operand("bias", repeated_row(self.bias, self.rows) if whole_bias else self.bias))
         if sinks:
             result.append(Operand("sink", TensorLayout.contiguous((1, heads, 1, 1), torch.float32)))
         if self.softcap and self.has_lengths:
@@ -193,9 +200,6 @@ class Problem:
     def visible(self, layout: TensorLayout) -> TensorLayout:
         """The layout of the rows, of queries or of what goes with them, that see a key."""
         return cut_rows(layout, self.mask.blind_rows)
-
-    def _visible_bias(self, bias: TensorLayout) -> TensorLayout:
-        return bias if bias.shape[2] == 1 else cut_rows(bias, self.mask.blind_rows)
 
     def extra_kernels(self) -> list[str]:
         """What both passes run beside the plan, for `explain`."""

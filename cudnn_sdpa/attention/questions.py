@@ -177,6 +177,8 @@ class Question:
     def _dense_plans(self) -> list[NeededPlan]:
         forward = Forward.of(self.dense())
         problem, out = forward.problem, forward.out
+        if problem.has_no_plan:
+            return []
         plans = [NeededPlan("sdpa", partial(problem.case, FORWARD), partial(forward.key, device=None))]
         if self.direction == BACKWARD and not problem.is_single:
             backward = Backward(problem, out, out, self.deterministic, self.attn_mask_grad, self.sinks)

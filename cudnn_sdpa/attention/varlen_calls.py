@@ -14,6 +14,7 @@ from cudnn_sdpa.attention import graphs
 from cudnn_sdpa.attention.backward import readable, sink_gradient
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.lookup import describe
+from cudnn_sdpa.attention.memory import aligned
 from cudnn_sdpa.attention.options import TOP_LEFT, normalize_mask
 from cudnn_sdpa.attention.packed import Packed, length_bucket, sequence_bucket
 from cudnn_sdpa.attention.packed_call import VarlenCall
@@ -155,7 +156,7 @@ def _readable(of: VarlenBackwardArguments) -> VarlenBackwardArguments:
         # cuDNN 9.19 cannot launch gradients of packed queries that lie among other tensors.
         q = torch.empty_strided(dense.shape, dense.stride, dtype=dense.dtype, device=call.q.device)
         call = call._replace(q=q.copy_(call.q))
-    return of._replace(grad_out=grad_out, call=call)
+    return of._replace(grad_out=grad_out, lse=aligned(of.lse), call=call)
 
 
 def is_readable(of: VarlenBackwardArguments) -> bool:

@@ -76,7 +76,7 @@ def _in_pieces(of: VarlenBackwardArguments) -> list[Tensor]:
     pieces.check(dense, mask_gradient=False)
 
     def run(piece: pieces.Piece) -> list[Tensor]:
-        q, grad_out, out, lse = (x[:, piece.heads].contiguous() for x in (call.q, of.grad_out, of.out, of.lse))
+        q, grad_out, out, lse = (memory.aligned(x[:, piece.heads]) for x in (call.q, of.grad_out, of.out, of.lse))
         k, v = (pieces.near(x[:, piece.heads_kv]) for x in (call.k, call.v))
         sinks = None if call.sinks is None else call.sinks[piece.heads]
         part = call._replace(q=q, k=k, v=v, sinks=sinks)
@@ -134,8 +134,8 @@ def backward_cpu(of: VarlenBackwardArguments) -> list[Tensor]:
     gradients = [like_in_memory(tensor).zero_() for tensor in call[:3]]
     grad_sinks = torch.zeros(call.q.shape[1], dtype=torch.float64, device=call.q.device)
     for number, (rows, columns) in enumerate(_sequences(call)):
-        grad_out, out = (x[rows].transpose(0, 1).unsqueeze(0) for x in (of.grad_out, of.out))
-        *found, _, by_sinks = reference.gradients(grad_out, out, _one(call, rows, columns, number))
+        grad_out, out, lse = (x[rows].transpose(0, 1).unsqueeze(0) for x in (of.grad_out, of.out, of.lse))
+        *found, _, by_sinks = reference.gradients(grad_out, out, _one(call, rows, columns, number), lse)
         for whole, part, where in zip(gradients, found, (rows, columns, columns), strict=True):
             whole[where] = part[0].transpose(0, 1).to(whole.dtype)
         grad_sinks += 0 if by_sinks is None else by_sinks

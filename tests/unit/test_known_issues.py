@@ -97,6 +97,13 @@ def test_a_mask_with_one_row_is_given_as_many():
         known_issues.check(wrong)
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 100, 1), (1, 1, 100, 1), (2, 1, 1, 1), (1, 1, 1, 1)], ids=str)
+def test_no_plan_has_a_mask_over_one_key(shape):
+    mask = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(UnsupportedError, match="a single key is misread"):
+        known_issues.check(forward(call(attn_mask=mask, heads=(2, 2), skv=1)))
+
+
 def test_packed_plans_avoid_what_concerns_them():
     of = varlen()
     problem, layout = packed(of), output_layout(of)

@@ -1,0 +1,187 @@
+"""What the launches of dense calls are given: aligned addresses, the layouts of their keys, and so the right numbers.
+
+The stand-in for a plan reads and writes CPU memory at the addresses it gets, by nothing but its key, in float64.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from mathematics import gradients
+
+from cudnn_sdpa.attention import backward, calls, operators, tiers
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.backward import BackwardArguments, Needs
+from cudnn_sdpa.runtime.call_table import CallTable
+from cudnn_sdpa.runtime.key import Role
+from cudnn_sdpa.runtime.layouts import ALIGNMENT
+from cudnn_sdpa.runtime.target import Target, load_properties
+from cudnn_sdpa.runtime.trials import tensor_at
+
+TARGET = replace(Target.from_properties(load_properties("h200")), cudnn=91900)
+CPU = torch.device("cpu")
+SKV, SQ = (1, 2, 3, 7, 8, 9), (1, 2, 64, 129)
+SCALARS = ("seed", "offset")  #: that are read one by one
+
+
+class StandInPlan:
+    """Computes what a key says at the addresses of a launch."""
+
+    def __init__(self, key):
+        self.key, self.device, self.last_used, self.held = key, 0, 0, True
+        fills = [operand for operand in key.inputs if operand.role is Role.FILL]
+        self.constants = {x.name: torch.full(x.layout.shape, x.fill, dtype=x.layout.dtype) for x in fills}
+
+    def launch(self, addresses):
+        operands = (*self.key.inputs, *self.key.outputs)
+        x = {}
+        for operand, address in zip(operands, addresses, strict=True):
+            if operand.role is Role.SCALAR:
+                x[operand.name] = ctypes.c_float.from_address(address).value
+                continue
+            assert address, f"a null pointer for {operand.name}"
+            assert address % ALIGNMENT == 0 or operand.name in SCALARS, f"{operand.name} at {address % ALIGNMENT}"
+            x[operand.name] = tensor_at(address, operand.layout, CPU)
+        (self._forward if self.key.name == "sdpa_forward" else self._backward)(x)
+
+    def _scores(self, x):
+        assert "bias" not in x or x["k"].shape[2] > 1, "cuDNN misreads a bias of one key"
+        group = x["q"].shape[1] // x["k"].shape[1]
+        k, v = (x[name].double().repeat_interleave(group, 1) for name in ("k", "v"))
+        scores = x["q"].double() @ k.mT * x["scale"]
+        sq, skv = scores.shape[2:]
+        row, column = torch.arange(sq).view(-1, 1), torch.arange(skv)
+        nq, nk = (
+            x.get(name, torch.tensor(n)).view(-1, 1, 1, 1) for name, n in (("seq_len_q", sq), ("seq_len_kv", skv))
+        )
+        seen = (row < nq) & (column < nk)
+        if self.key.option_values["band"] is not None:
+            left, right, bottom_right = self.key.option_values["band"]
+            diagonal = row + (nk - nq if bottom_right else 0)
+            seen = seen & (column <= diagonal + (skv if right is None else right))
+            seen = seen & (column >= diagonal - (sq + skv if left is None else left))
+        scores = scores + x["bias"].double() if "bias" in x else scores
+        return scores.masked_fill(~seen, -torch.inf), k, v
+
+    def _forward(self, x):
+        scores, _, v = self._scores(x)
+        if "sink" in x:
+            column = x["sink"].double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores, v = torch.cat([scores, column], -1), torch.nn.functional.pad(v, (0, 0, 0, 1))
+        x["out"].copy_(scores.softmax(-1).nan_to_num(0.0) @ v)
+        if "lse" in x:
+            x["lse"].copy_(scores.logsumexp(-1, keepdim=True))
+
+    def _backward(self, x):
+        scores, k, v = self._scores(x)
+        grad_out = x["grad_out"].double()
+        weights = torch.exp(scores - x["lse"].double()).nan_to_num(0.0)
+        mean = (grad_out * x["out"].double()).sum(-1, keepdim=True)
+        of_scores = weights * (grad_out @ v.mT - mean)
+        heads = x["k"].shape[:2]
+        x["grad_q"].copy_(of_scores @ k * x["scale"])
+        x["grad_k"].copy_((of_scores.mT @ x["q"].double() * x["scale"]).unflatten(1, (heads[1], -1)).sum(2))
+        x["grad_v"].copy_((weights.mT @ grad_out).unflatten(1, (heads[1], -1)).sum(2))
+        if "grad_bias" in x:
+            x["grad_bias"].copy_(of_scores)
+
+
+class StandInCache:
+    """Plans nothing."""
+
+    @staticmethod
+    def get(key, _):
+        return StandInPlan(key)
+
+
+@pytest.fixture(autouse=True)
+def plans(monkeypatch):
+    def allocate(shape, stride, dtype):
+        return torch.empty_strided(shape, stride, dtype=dtype).fill_(torch.nan)
+
+    def prepare(forward, call, _):
+        return calls.bind(forward, StandInPlan(forward.key(TARGET, 0)), call.scale_value, call.softcap)
+
+    for module in (calls, backward):
+        monkeypatch.setattr(module, "allocate", allocate)
+    monkeypatch.setattr(tiers, "prepare", prepare)
+    monkeypatch.setattr(backward, "live_target", lambda _: TARGET)
+    monkeypatch.setattr(backward, "plan_cache", StandInCache)
+    monkeypatch.setattr(backward, "calls", CallTable(None))
+
+
+def somewhere(tensor, rng):
+    """A copy in other memory: at an aligned address or not, rows padded or not, heads last or not."""
+    shape, kind = tensor.shape, rng.randrange(4)
+    if kind == 0:
+        return tensor.clone()
+    if kind == 1:
+        whole = torch.empty(tensor.numel() + 3, dtype=tensor.dtype)
+        return whole[3:].view(shape).copy_(tensor)
+    if kind == 2 or tensor.dim() < 4:
+        whole = torch.empty(*shape[:-1], shape[-1] + 16, dtype=tensor.dtype)
+        return whole[..., : shape[-1]].copy_(tensor)
+    return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+
+def assert_right(tensors, rng, dtype, **options):
+    """Runs both passes by launches, and compares them with float64."""
+    q, v, mask = tensors["q"], tensors["v"], tensors.get("attn_mask")
+    call = ForwardArguments(**tensors, **options, with_lse=True)
+    out, lse = operators.run_cuda(call)
+    grad_out = somewhere(torch.randn(*q.shape[:3], v.shape[3], dtype=dtype), rng)
+    needs = Needs(True, True, True, mask is not None and mask.is_floating_point(), call.sinks is not None)
+    found = operators.run_backward_cuda(BackwardArguments(grad_out, out, lse, call, False, needs))
+    wanted, wanted_lse, by_tensor = gradients(tensors, grad_out, **options)
+    torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-4, atol=1e-4)
+    assert len(found) == len(by_tensor)
+    for (name, exact), gradient in zip(by_tensor.items(), found, strict=True):
+        norm = exact.norm().clamp_min(0.1 * grad_out.double().norm())  # one key's weight has no gradient but rounding
+        assert (gradient.double() - exact).norm() / norm < 3e-2, name
+        if name == "attn_mask":
+            assert gradient.stride() == torch.empty_like(mask).stride()
+
+
+@pytest.mark.parametrize("skv", SKV)
+@pytest.mark.parametrize("sq", SQ)
+def test_every_operand_lies_where_and_as_the_plan_reads_it(sq, skv):
+    """Masks repeated along any dimensions, in any memory, beside all that hides keys."""
+    rng = random.Random(sq * 100 + skv)
+    torch.manual_seed(sq * 100 + skv)
+    batch, heads, heads_kv, dtype = 2, 4, 2, torch.float16
+    repeated = list(itertools.product((True, False), repeat=4))
+    for number, dims in enumerate((*repeated, None)):
+        for is_causal, alignment in ((False, "top_left"), (True, "top_left"), (True, "bottom_right")):
+            tensors = {
+                "q": torch.randn(batch, heads, sq, 8, dtype=dtype),
+                "k": torch.randn(batch, heads_kv, skv, 8, dtype=dtype),
+                "v": torch.randn(batch, heads_kv, skv, 16, dtype=dtype),
+            }
+            if rng.random() < 0.4:
+                tensors["sinks"] = torch.randn(9)[1:5] if rng.random() < 0.5 else torch.randn(heads)
+            if rng.random() < 0.3 and dims is None:
+                tensors["seq_lens_kv"] = torch.randint(0, skv + 1, (batch,), dtype=torch.int32)
+            if dims is not None:
+                shape = [1 if one else n for one, n in zip(dims, (batch, heads, sq, skv), strict=True)]
+                kind = rng.choice([torch.bool, torch.float16, torch.float32])
+                mask = torch.rand(shape) > 0.3 if kind is torch.bool else torch.randn(shape, dtype=kind)
+                mask = somewhere(mask, rng)
+                tensors["attn_mask"] = mask.expand(-1, heads, -1, -1) if number % 5 == 0 and dims[1] else mask
+            options = {"is_causal": is_causal, "causal_alignment": alignment}
+            assert_right(tensors, rng, dtype, **options)
+
+
+def test_the_rows_that_are_left_out_leave_the_log_sum_exp_aligned():
+    """One sequence with one head: a part of its log-sum-exp is contiguous as it is, wherever it begins."""
+    rng = random.Random(1)
+    for sq, skv in ((5, 2), (9, 8), (64, 7), (130, 129)):
+        tensors = {
+            name: torch.randn(1, 1, n, 8, dtype=torch.float16) for name, n in zip("qkv", (sq, skv, skv), strict=True)
+        }
+        assert_right(tensors, rng, torch.float16, is_causal=True, causal_alignment="bottom_right")

@@ -1,0 +1,66 @@
+"""The gradient of `attn_mask` lies in memory as `attn_mask` does: by launches, by the reference, eager and compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mathematics import gradients
+
+from cudnn_sdpa import sdpa
+from cudnn_sdpa.attention.bias import mask_gradient
+
+B, H, SQ, SKV = 2, 4, 5, 8
+
+MASKS = {
+    "dense": lambda: torch.randn(B, H, SQ, SKV),
+    "a learned table, heads last": lambda: torch.randn(SQ, SKV, H).permute(2, 0, 1).unsqueeze(0),
+    "keys before queries": lambda: torch.randn(B, 1, SKV, SQ).mT,
+    "of rank 3": lambda: torch.randn(SQ, H, SKV).transpose(0, 1),
+    "of rank 2, transposed": lambda: torch.randn(SKV, SQ).T,
+    "of rank 1": lambda: torch.randn(SKV),
+    "repeated": lambda: torch.randn(1, 1, SQ, SKV).expand(B, H, SQ, SKV),
+    "repeated keys": lambda: torch.randn(B, H, SQ, 1).expand(B, H, SQ, SKV),
+    "a part": lambda: torch.randn(B, H, SQ, 3 * SKV)[..., ::3],
+}
+
+
+def inputs():
+    return torch.randn(B, H, SQ, 8), torch.randn(B, H, SKV, 8), torch.randn(B, H, SKV, 8)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_it_lies_as_the_mask_does(kind, dtype):
+    mask = MASKS[kind]().to(dtype).requires_grad_()
+    q, k, v = (x.to(dtype) for x in inputs())
+    out = sdpa(q, k, v, attn_mask=mask)
+    grad_out = torch.randn_like(out)
+    (found,) = torch.autograd.grad(out, mask, grad_out)
+    assert found.stride() == torch.empty_like(mask).stride()
+    exact = gradients({"q": q, "k": k, "v": v, "attn_mask": mask.detach()}, grad_out)[2]["attn_mask"]
+    assert (found.double() - exact).norm() < 5e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("blind_rows", [0, 2])
+def test_what_a_plan_writes_is_brought_into_that_order(kind, blind_rows):
+    mask = MASKS[kind]()
+    written = torch.randn(B, H, SQ - blind_rows, SKV)
+    found = mask_gradient(written, mask, blind_rows)
+    assert found.stride() == torch.empty_like(mask).stride()
+    shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    whole = torch.cat([torch.zeros(B, H, blind_rows, SKV), written], 2)
+    torch.testing.assert_close(found, whole.sum_to_size(shape).reshape(mask.shape))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_learned_table_trains_when_compiled(backend):
+    q, k, v = inputs()
+    table = torch.randn(SQ, SKV, H, requires_grad=True)
+
+    def loss(table):
+        return sdpa(q, k, v, attn_mask=(table * 2).permute(2, 0, 1).unsqueeze(0)).square().sum()
+
+    (eager,) = torch.autograd.grad(loss(table), table)
+    (compiled,) = torch.autograd.grad(torch.compile(loss, backend=backend, fullgraph=True)(table), table)
+    torch.testing.assert_close(compiled, eager)
