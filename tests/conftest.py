@@ -19,6 +19,42 @@ SEARCH_PATH = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.path
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help_ = "quick: what `make test` runs (the default); rest: what it leaves out; all: both"
+    parser.addoption("--tests", choices=["quick", "rest", "all"], default="quick", help=help_)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out tests marked `slow`, and of a test marked `sample(n)` all but n of its parametrizations.
+
+    The n are spread evenly over the parametrizations, the first and the last among them. A test that is named on the
+    command line, or that needs a GPU, always runs.
+    """
+    chosen = config.getoption("--tests")
+    if chosen == "all" or any("::" in argument for argument in config.args):
+        return
+    families: dict[str, list[pytest.Item]] = {}
+    left_out: set[str] = set()
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            continue
+        if item.get_closest_marker("slow"):
+            left_out.add(item.nodeid)
+        elif item.get_closest_marker("sample"):
+            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for family in families.values():
+        count, last = family[0].get_closest_marker("sample").args[0], len(family) - 1
+        kept = {round(number * last / (count - 1)) for number in range(count)} if last >= count else range(last + 1)
+        left_out |= {item.nodeid for number, item in enumerate(family) if number not in kept}
+    runs: list[pytest.Item] = []
+    passed_over: list[pytest.Item] = []
+    for item in items:
+        (runs if (item.nodeid in left_out) is (chosen == "rest") else passed_over).append(item)
+    config.hook.pytest_deselected(items=passed_over)
+    items[:] = runs
+
+
 def pytest_configure() -> None:
     os.environ["CUDNN_SDPA_PLAN_DIR"] = "off"  # no plans of the user's; a test that wants a store makes its own
     if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; one thread each is the fastest
