@@ -1,0 +1,128 @@
+"""Random right calls of every operation on a GPU, against mathematics in float64: the same ones in every run.
+
+A failure prints the command that repeats it alone. More: `python tests/generators.py all --count 5000 --device cuda`.
+"""
+
+from __future__ import annotations
+
+import re
+
+import generators
+import pytest
+import torch
+from random_tensors import FP8
+
+from cudnn_sdpa import UnsupportedError
+from cudnn_sdpa.attention import passes, support
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.problem import Problem
+from cudnn_sdpa.attention.support import BACKWARD, FORWARD, refusal
+from cudnn_sdpa.runtime.target import live_target
+
+SIZE = 15
+
+#: How many calls of each operation, and how many of `SIZE` are to run at least.
+COUNTS = {
+    "sdpa": (300, 8),
+    "sdpa_varlen": (90, 10),
+    "scaled_dot_product_attention": (60, 8),
+    "sdpa_paged": (60, 8),
+    "PagedKVCache": (30, 14),
+    "sdpa_fp8": (45, 3),
+    "sdpa_fp8_backward": (45, 2),
+    "fp8_attention": (45, 3),
+    "rms_norm": (90, 6),
+    "layer_norm": (60, 8),
+    "silu_mul": (45, 5),
+    "gelu_mul": (15, 5),
+    "relu_squared": (15, 5),
+    "conv1d": (60, 5),
+    "conv2d": (120, 5),
+    "conv3d": (60, 5),
+    "graph_op": (30, 8),
+}
+CHUNKS = [(name, first) for name, (count, _) in COUNTS.items() for first in range(0, count, SIZE)]
+
+
+def broken(reason: str) -> list[support.Rule]:
+    """The rules of this library that give a reason."""
+    patterns = {rule: ".*".join(map(re.escape, re.split(r"\{\w+\}", rule.reason))) for rule in support.RULES}
+    return [rule for rule, pattern in patterns.items() if re.fullmatch(pattern, reason)]
+
+
+def test_every_operation_is_here():
+    assert COUNTS.keys() == generators.OPERATIONS.keys()
+
+
+@pytest.mark.parametrize(("name", "first"), CHUNKS)
+def test_calls_are_right_or_declined(name, first):
+    """Declines have reasons; those of dense and packed attention are rules of this library, nearly all of them."""
+    faults, unexplained, by_cudnn, ran = [], [], [], 0
+    for seed in range(first, first + SIZE):
+        outcome = generators.attempt(name, seed, "cuda")
+        line = generators.line(name, seed, "cuda")
+        if outcome.kind in ("wrong", "crashed"):
+            faults.append("\n    ".join([f"{line}  # {outcome.kind}", *outcome.problems]))
+        ran += outcome.kind == "right"
+        reasons = "; ".join(outcome.reasons)
+        if outcome.kind == "declined" and not all(reason.strip() for reason in outcome.reasons or [""]):
+            unexplained.append(f"{line}  # declined without a reason: {reasons}")
+        if outcome.kind == "declined" and name in ("sdpa", "sdpa_varlen") and outcome.by != "refused":
+            planned = outcome.by.startswith(("sdpa_forward", "sdpa_backward"))
+            if not any(map(broken, outcome.reasons)):
+                (by_cudnn if planned else unexplained).append(f"{line}  # declined: {reasons}")
+    assert not faults, "\n".join([f"{len(faults)} faults", *faults])
+    assert not unexplained, "\n".join(unexplained)
+    assert len(by_cudnn) <= 1, "\n".join(by_cudnn)
+    assert ran >= COUNTS[name][1]
+
+
+def ruled_out(case: generators.Case) -> UnsupportedError | None:
+    """What the rules say about a call of `sdpa`, without running it."""
+    options, tensors = case.options, {name: spec.make("meta") for name, spec in case.tensors.items()}
+    side = {name: torch.empty(len(x), dtype=torch.int32, device="meta") for name, x in case.facts.items()}
+    left, right = options["window"] or (-1, -1)
+    call = ForwardArguments(
+        **tensors,
+        **side,
+        is_causal=options["is_causal"],
+        causal_alignment=options["causal_alignment"],
+        window_left=left,
+        window_right=right,
+        dropout_p=options.get("dropout_p", 0.0),
+        softcap=options["softcap"],
+        alibi=options.get("alibi", False),
+    )
+    problem, target = Problem.of(call), live_target(0)
+    refused = refusal(problem.case(FORWARD, target), "forward")
+    if refused is None and case.wanted:
+        more = {"bias_gradient": "attn_mask" in case.wanted, "deterministic": bool(options["deterministic"])}
+        refused = refusal(problem.case(BACKWARD, target, **more), "backward")
+    return refused
+
+
+def test_nearly_all_that_cudnn_has_plans_for_is_run(monkeypatch):
+    """A rule that no plan contradicts costs nothing; one against a wrong plan counts as a plan that is not run."""
+    ran, has_wrong_plan, has_plan, seeds = 0, [], [], range(COUNTS["sdpa"][0])
+    for seed in seeds:
+        case = generators.draw("sdpa", seed, "cuda")
+        if case.refusable or 0 in (case.tensors["q"].shape + case.tensors["k"].shape):
+            continue
+        refused = ruled_out(case)
+        line = f"{case.line('cuda')}  # declined: {refused}"
+        if refused is None:
+            ran += 1
+        elif any(rule.wrong for reason in refused.reasons for rule in broken(reason)):
+            has_wrong_plan.append(line)
+        else:
+            with monkeypatch.context() as without_rules:
+                without_rules.setattr(passes, "refusal", lambda *_: None)
+                if generators.attempt("sdpa", seed, "cuda").kind != "declined":
+                    has_plan.append(line)
+    assert not has_plan, "\n".join(has_plan)
+    assert ran >= 0.9 * (ran + len(has_wrong_plan)), "\n".join(has_wrong_plan)
+    assert ran >= 0.7 * len(seeds)
+
+
+def test_fp8_is_drawn():
+    assert {generators.draw("sdpa_fp8", seed, "cuda").dtype for seed in range(20)} <= set(FP8)

@@ -1,0 +1,366 @@
+"""What every operation computes, in float64, written a second time, differentiable by autograd, with bounds of errors.
+
+It shares no formula with the library: what a query sees is decided position by position, the softmax is PyTorch's own
+over the visible scores with the sink as one more column, and gradients come from autograd.
+
+A bound says how far an element may be off: the sum of the absolute values of what is added up to it, times what one
+rounding costs. So sums whose terms cancel may be off by more than what is left of them, and nothing else may.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DIFFERENTIABLE = ("q", "k", "v", "attn_mask", "sinks")
+
+#: Bounds count the roundings that matter; this is for those that do not, and for other orders of sums.
+MARGIN = 2.0
+
+#: A log-sum-exp beyond this is not trusted to explain an error: kernels keep it in float32.
+LARGE_LSE = 1e4
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What roundings cost.
+
+    Attributes:
+        unit: Relative, of a number of the tensors' dtype.
+        tiny: Absolute, of the smallest numbers of that dtype.
+        inner: Relative, of what is computed in between.
+    """
+
+    unit: float
+    tiny: float
+    inner: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, *, tf32: bool = False) -> Precision:
+        """That of results in a dtype."""
+        info = torch.finfo(dtype)
+        inner = 2**-53 if dtype == torch.float64 else 2**-24
+        unit = max(info.eps / 2, 2**-24) if dtype != torch.float64 else 2**-50
+        tiny = info.smallest_normal * (info.eps if dtype == torch.float16 else 1.0)
+        return cls(2**-10 if tf32 and dtype == torch.float32 else unit, tiny, inner)
+
+
+def sees(i: int, j: int, nq: int, nk: int, options: dict[str, Any]) -> bool:
+    """Whether query i of nq sees key j of nk."""
+    if i >= nq or j >= nk:
+        return False
+    diagonal = i + nk - nq if options.get("causal_alignment") == "bottom_right" else i
+    left, right = options.get("window") or (-1, -1)
+    if options.get("is_causal") and j > diagonal:
+        return False
+    return (left < 0 or j >= diagonal - left) and (right < 0 or j <= diagonal + right)
+
+
+def lengths_of(batch: int, sq: int, skv: int, options: dict[str, Any]) -> list[tuple[int, int]]:
+    """The numbers of queries and keys of each sequence."""
+    given = [options.get(name) for name in ("seq_lens_q", "seq_lens_kv")]
+    return [tuple(n if x is None else int(x[b]) for n, x in zip((sq, skv), given, strict=True)) for b in range(batch)]
+
+
+def seen_keys(
+    batch: int, sq: int, skv: int, options: dict[str, Any], device: torch.device | str | None = None
+) -> Tensor:
+    """Booleans (B, 1, Sq, Skv): `sees` for all at once."""
+    i, j = torch.arange(sq, device=device)[:, None], torch.arange(skv, device=device)[None, :]
+    left, right = options.get("window") or (-1, -1)
+    right = 0 if options.get("is_causal") else right
+    rows = []
+    for nq, nk in lengths_of(batch, sq, skv, options):
+        distance = j - i - (nk - nq if options.get("causal_alignment") == "bottom_right" else 0)
+        ok = (i < nq) & (j < nk)
+        ok = ok & (distance >= -left) if left >= 0 else ok
+        rows.append(ok & (distance <= right) if right >= 0 else ok)
+    return torch.stack(rows)[:, None] if rows else torch.ones(0, 1, sq, skv, dtype=torch.bool, device=device)
+
+
+def slopes(heads: int) -> list[float]:
+    """Of the linear biases: a geometric series for a power of two, filled up from the series of twice as many."""
+    if heads & (heads - 1) == 0:
+        return [2.0 ** (-8 * (n + 1) / heads) for n in range(heads)]
+    below = 1 << (heads.bit_length() - 1)
+    return slopes(below) + slopes(2 * below)[::2][: heads - below]
+
+
+@dataclass
+class Attended:
+    """Attention, and what it was made of.
+
+    Attributes:
+        out: The output.
+        lse: The log-sum-exp.
+        weights: The softmax, before dropout.
+        sink: The share of the sink, or None.
+        share: What dropout multiplies weights by.
+        seen: What each query sees.
+        slope: The derivative of the soft cap.
+    """
+
+    out: Tensor
+    lse: Tensor
+    weights: Tensor
+    sink: Tensor | None
+    share: Tensor | float
+    seen: Tensor
+    slope: Tensor | float
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, kept: Tensor | None = None, rounds_scores: bool = False, **options: Any
+) -> Attended:
+    """Attention in float64.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        kept: Which weights dropout keeps.
+        rounds_scores: Whether scores are rounded to float32 where a mask is added to them, as they are in kernels:
+            under a mask of −1e9 nothing else is left of them.
+        **options: Those of `sdpa`; what is not said is off.
+    """
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scale = options.get("scale")
+    scores = torch.einsum("bhid,bhjd->bhij", q.double(), keys) * (q.shape[3] ** -0.5 if scale is None else scale)
+    slope: Tensor | float = 1.0
+    if options.get("softcap") is not None:
+        tanh = torch.tanh(scores / options["softcap"])
+        scores, slope = options["softcap"] * tanh, 1 - tanh * tanh
+    seen = seen_keys(q.shape[0], q.shape[2], k.shape[2], options, q.device)
+    if options.get("alibi"):  # aligned top-left: the diagonal of query i is key i
+        i, j = (torch.arange(n, device=q.device) for n in (q.shape[2], k.shape[2]))
+        of_heads = torch.tensor(slopes(q.shape[1]), dtype=torch.float64, device=q.device)
+        scores = scores - of_heads.view(-1, 1, 1) * (i[:, None] - j).abs()
+    mask = options.get("attn_mask")
+    if mask is not None:
+        seen = seen & (mask if mask.dtype == torch.bool else ~mask.isneginf())
+    if mask is not None and mask.dtype != torch.bool:
+        scores = scores + mask.double().masked_fill(mask.isneginf(), 0.0)
+        if rounds_scores:
+            scores = scores + (scores.float().double() - scores).detach()
+    seen = seen.expand_as(scores)
+    columns = [torch.where(seen, scores, -math.inf)]
+    if options.get("sinks") is not None:
+        columns.append(options["sinks"].double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1))
+    else:  # a column for the rows that see nothing, which no other row sees
+        columns.append(torch.where(seen.any(-1, keepdim=True), -math.inf, 0.0).double())
+    everything = torch.cat(columns, dim=-1)
+    softmax = torch.softmax(everything, dim=-1)
+    weights, sink = softmax[..., :-1], softmax[..., -1]
+    lse = torch.logsumexp(everything, dim=-1).detach()
+    if options.get("sinks") is None:
+        lse, sink = torch.where(seen.any(-1), lse, -math.inf), None
+    share = 1.0 if kept is None else kept / (1 - options["dropout_p"])
+    return Attended((weights * share) @ values, lse, weights, sink, share, seen, slope)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, kept: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp in float64."""
+    found = attention(q, k, v, kept=kept, **options)
+    return found.out, found.lse
+
+
+def gradients(
+    tensors: dict[str, Tensor], grad_out: Tensor, *, kept: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Output, log-sum-exp, and the gradients by those of `tensors` that are differentiable."""
+    leaves = {
+        name: x.detach().double().requires_grad_() if name in DIFFERENTIABLE and x.is_floating_point() else x
+        for name, x in tensors.items()
+    }
+    out, lse = attend(**leaves, kept=kept, **options)
+    wanted = [name for name in DIFFERENTIABLE if name in leaves and leaves[name].requires_grad]
+    found = torch.autograd.grad(out, [leaves[name] for name in wanted], grad_out.double(), allow_unused=True)
+    zeros = (torch.zeros_like(leaves[name]) if g is None else g for name, g in zip(wanted, found, strict=True))
+    return out.detach(), lse, dict(zip(wanted, zeros, strict=True))
+
+
+@torch.no_grad()
+def attention_bounds(
+    made: Attended, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None, precision: Precision, **options: Any
+) -> dict[str, Tensor]:
+    """How far the output, the log-sum-exp and each gradient may be off."""
+    group = q.shape[1] // k.shape[1]
+    q, (keys, values) = q.double().abs(), (x.double().abs().repeat_interleave(group, dim=1) for x in (k, v))
+    scale = abs(q.shape[3] ** -0.5 if options.get("scale") is None else options["scale"])
+    weights, mask = made.weights, options.get("attn_mask")
+    scores = torch.einsum("bhid,bhjd->bhij", q, keys) * scale + 1.0  # one for the exponential's own rounding
+    if mask is not None and mask.dtype != torch.bool:
+        scores = scores + mask.double().masked_fill(mask.isneginf(), 0.0).abs()
+    if options.get("alibi"):
+        scores = scores + max(q.shape[2], k.shape[2])
+    off = (8 * precision.inner * scores).masked_fill(~made.seen, 0.0)
+    if options.get("softcap") is not None:
+        off = off + 2 * precision.unit * made.slope * min(options["softcap"], 1.0)
+    row = (weights * off).sum(-1, keepdim=True)
+    of_weights = weights * (precision.unit + torch.expm1((off + row).clamp_max(80.0)))
+    of_weights = (of_weights.clamp_max(1.0) + precision.tiny).masked_fill(~made.seen, 0.0)
+    out = (of_weights * made.share) @ values + precision.unit * made.out.abs() + precision.tiny
+    lse = row.squeeze(-1) + 2**-22 * made.lse.masked_fill(made.lse.isneginf(), 0.0).abs() + 2e-6
+    bounds = {"out": out, "lse": lse}
+    if grad_out is not None:
+        grad = grad_out.double()
+        parts = grad.abs() @ values.mT
+        mean = (grad * made.out).abs().sum(-1, keepdim=True)
+        size = parts * made.share + mean
+        kept_lse = made.lse.masked_fill(made.lse.isneginf(), 0.0).abs().clamp_max(LARGE_LSE).unsqueeze(-1) * 2**-22
+        of_mean = (grad.abs() * out).sum(-1, keepdim=True)
+        of_scores = (of_weights + weights * (3 * precision.unit + kept_lse)) * size + weights * of_mean
+        of_scores = of_scores + (precision.tiny * (1 + size)).masked_fill(~made.seen, 0.0)
+        inner = of_scores * (made.slope if isinstance(made.slope, float) else made.slope + 2 * precision.unit) * scale
+        per_head = {"k": inner.mT @ q, "v": ((of_weights + weights * kept_lse) * made.share).mT @ grad.abs()}
+        bounds |= {n: b.unflatten(1, (k.shape[1], group)).sum(2) for n, b in per_head.items()}
+        bounds["q"] = inner @ keys
+        if mask is not None and mask.dtype != torch.bool:
+            bounds["attn_mask"] = of_scores.sum_to_size((1,) * (4 - mask.dim()) + tuple(mask.shape)).view(mask.shape)
+        if made.sink is not None:
+            error = made.sink * (3 * precision.unit + row.squeeze(-1) + kept_lse.squeeze(-1)) * mean.squeeze(-1)
+            bounds["sinks"] = (error + made.sink * of_mean.squeeze(-1)).sum((0, 2))
+    return bounds
+
+
+def silu(x: Tensor) -> Tensor:
+    """x · sigmoid(x)."""
+    return x / (1 + torch.exp(-x))
+
+
+def gelu(x: Tensor) -> Tensor:
+    """By the error function."""
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def relu(x: Tensor) -> Tensor:
+    """The positive part."""
+    return torch.where(x > 0, x, 0.0)
+
+
+ACTIVATIONS = {None: lambda x: x, "relu": relu, "silu": silu, "gelu": gelu}
+
+
+@torch.no_grad()
+def activated_bounds(y: Tensor, off: Tensor, grad: Tensor | None, activation: str | None) -> tuple[Tensor, Tensor]:
+    """How far activation(y) is off if y is off by so much, and how far the gradient of y then is."""
+    grad = torch.zeros_like(y) if grad is None else grad.double().abs()
+    if activation is None:
+        return off, torch.zeros_like(y)
+    flips = ((y.abs() <= off) if activation == "relu" else torch.zeros_like(y)).double()
+    return 1.2 * off, grad * (0.9 * off.clamp_max(2.0) + flips if activation != "relu" else flips)
+
+
+def convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
+) -> Tensor:
+    """A convolution: a sum over the places of the filter, each of which is a product of channels."""
+    rank = x.dim() - 2
+    stride, padding, dilation = (
+        (sizes,) * rank if isinstance(sizes, int) else tuple(sizes) for sizes in (stride, padding, dilation)
+    )
+    padded = F.pad(x, [zeros for size in reversed(padding) for zeros in (size, size)])
+    places = [
+        (length - (size - 1) * gap - 1) // step + 1
+        for length, size, gap, step in zip(padded.shape[2:], weight.shape[2:], dilation, stride, strict=True)
+    ]
+    filters = weight.unflatten(0, (groups, weight.shape[0] // groups))
+    out = 0.0
+    for place in torch.cartesian_prod(*(torch.arange(size) for size in weight.shape[2:])).view(-1, rank).tolist():
+        where = tuple(
+            slice(i * gap, i * gap + (count - 1) * step + 1, step)
+            for i, gap, count, step in zip(place, dilation, places, stride, strict=True)
+        )
+        part = padded[(slice(None), slice(None), *where)].unflatten(1, (groups, weight.shape[1]))
+        out = out + torch.einsum("ngc...,gkc->ngk...", part, filters[(..., *place)])
+    out = out.flatten(1, 2)
+    return out if bias is None else out + bias.view(1, -1, *(1,) * rank)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    zero_centered: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The result, and the sum with the residual."""
+    total = x if residual is None else x + residual
+    y = total * torch.rsqrt((total * total).mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * (weight + 1 if zero_centered else weight)
+    return ACTIVATIONS[activation](y), total
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """The result."""
+    centered = x - x.mean(-1, keepdim=True)
+    y = centered * torch.rsqrt((centered * centered).mean(-1, keepdim=True) + eps)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+@torch.no_grad()
+def norm_bounds(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    grad: Tensor | None,
+    precision: Precision,
+    *,
+    centered: bool,
+    activation: str | None = None,
+    sum_off: Tensor | None = None,
+    grad_sum: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """How far the output and the gradients by x, weight and bias may be off.
+
+    Args:
+        x: What is normalized, with the residual.
+        weight: As it is multiplied.
+        bias: As it is added.
+        eps: As it is added.
+        grad: The gradient of the output.
+        precision: What roundings cost.
+        centered: Whether it is a layer norm.
+        activation: What follows.
+        sum_off: How far x is off before.
+        grad_sum: The gradient of the sum with the residual.
+    """
+    n = x.shape[-1]
+    middle = x - x.mean(-1, keepdim=True) if centered else x
+    r = torch.rsqrt((middle * middle).mean(-1, keepdim=True) + eps)
+    hat = (middle * r).abs()
+    w = torch.ones_like(x) if weight is None else weight.abs().expand_as(x)
+    lost = 8 * precision.inner * x.abs().amax(-1, keepdim=True) if centered else torch.zeros_like(r)
+    lost = lost if sum_off is None else lost + 2 * sum_off.amax(-1, keepdim=True)
+    of_hat = hat * 8 * precision.inner + r * lost
+    y = middle * r * (1.0 if weight is None else weight) + (0.0 if bias is None else bias)
+    off = of_hat * w + precision.unit * (2 * hat * w + y.abs() + (0.0 if bias is None else bias.abs())) + precision.tiny
+    out, of_grad = activated_bounds(y, off, grad, activation)
+    bounds = {"out": out + precision.unit * out.abs()}
+    if grad is not None:
+        grad = grad.double().abs() * (1.0 if activation is None else 1.2)
+        gw = grad * w
+        size = gw + hat * (gw * hat).mean(-1, keepdim=True) + (gw.mean(-1, keepdim=True) if centered else 0.0)
+        change = of_grad * w
+        change = change + hat * (change * hat).mean(-1, keepdim=True) + change.mean(-1, keepdim=True)
+        swing = of_hat * (gw * hat).mean(-1, keepdim=True) + hat * (gw * of_hat).mean(-1, keepdim=True)
+        relative = (r * lost * hat).mean(-1, keepdim=True) + 8 * precision.inner * math.sqrt(n)
+        whole = size * (2 * precision.unit + relative) + change + 2 * swing
+        bounds["x"] = r * whole + precision.tiny
+        if grad_sum is not None:
+            bounds["x"] = bounds["x"] + precision.unit * (r * size + 2 * grad_sum.double().abs())
+        rows = tuple(range(x.dim() - 1))
+        of_weight = grad * hat * (2 * precision.unit + 8 * precision.inner) + grad * of_hat + of_grad * hat
+        bounds["weight"] = of_weight.sum(rows) + precision.tiny
+        bounds["bias"] = (2 * precision.unit * grad).sum(rows) + precision.tiny
+    return bounds
