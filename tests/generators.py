@@ -231,7 +231,11 @@ def mask_of(r: random.Random, full: tuple[int, ...], dtype: torch.dtype, *, othe
     of = r.choice([dtype, dtype, F32]) if other else dtype
     values = {"scale": r.choice([0.5, 1.3, 5.0])}
     if kind != "float":
-        filler = -math.inf if kind == "-inf" else r.choice([-1e4, -1e9, -1e9, float(torch.finfo(of).min)])
+        filler = (
+            -math.inf
+            if kind == "-inf"
+            else r.choice([-1e4, -1e9, -1e9, float(torch.finfo(F32 if of == F64 else of).min)])
+        )
         values |= {"hidden": r.choice([0.3, 0.8, 1.0]), "filler": filler, "row": r.random() < 0.5}
     spec = drawn(r, shape, of, expands=0.3, **values)
     return negated(spec) if r.random() < 0.02 else spec
@@ -1385,11 +1389,12 @@ def compared(name: str, actual: Tensor, exact: Tensor, bound: Tensor) -> list[st
     """What is wrong with a tensor."""
     if actual.shape != exact.shape:
         return [f"{name} has shape {tuple(actual.shape)} instead of {tuple(exact.shape)}"]
-    rounding = torch.finfo(actual.dtype).eps if actual.dtype != F64 else 0.0
+    info = torch.finfo(actual.dtype)
+    rounding = info.eps if actual.dtype != F64 else 0.0
     actual, exact, bound = (x.detach().double() for x in (actual, exact, bound.expand(exact.shape)))
     if not actual.numel():
         return []
-    limit = MARGIN * bound + rounding * exact.abs()
+    limit = MARGIN * bound + rounding * exact.abs() + info.smallest_normal
     ok = ((actual - exact).abs() <= limit) | (actual == exact)
     if bool(ok.all()):
         return []

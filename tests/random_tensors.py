@@ -102,13 +102,12 @@ class Spec:
 
     @property
     def _filler(self) -> float:
-        return (
-            False
-            if self.dtype == torch.bool
-            else max(self.values.filler, float(torch.finfo(self.dtype).min))
-            if (math.isfinite(self.values.filler))
-            else self.values.filler
-        )
+        """What hides a key, in memory."""
+        if self.dtype == torch.bool:
+            return False
+        filler = self.values.filler
+        filler = max(filler, float(torch.finfo(self.dtype).min)) if math.isfinite(filler) else filler
+        return -filler if self.layout.negative else filler
 
     def _memory(self, count: int, device: str, generator: torch.Generator | None) -> Tensor:
         if device == "meta":
@@ -237,7 +236,9 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def is_in_order_of(tensor: Tensor, like: Tensor) -> bool:
-    """Whether a tensor's dimensions lie in memory in the order of another's, as far as that has one."""
+    """Whether a tensor's dimensions lie in memory in the order of another's; one with strides of 0 has none."""
+    if any(n > 1 and not stride for n, stride in zip(like.shape, like.stride(), strict=True)):
+        return True
     dims = [d for d in range(like.dim()) if tensor.shape[d] > 1 and like.shape[d] > 1 and like.stride(d) > 0]
     spans = {d: (like.shape[d] - 1) * like.stride(d) for d in dims}
     return not any(

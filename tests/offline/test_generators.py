@@ -1,0 +1,93 @@
+"""Random right calls of every operation: real cuDNN has plans for them on an H200, or there are reasons why not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import generators
+import pytest
+
+from cudnn_sdpa import CudnnSdpaError, UnsupportedError
+from cudnn_sdpa.offline.planner import engine_offline, plan_offline
+from cudnn_sdpa.runtime.describe import Description, describer_of
+from cudnn_sdpa.runtime.key import PlanKey
+from cudnn_sdpa.runtime.target import Target
+
+pytestmark = pytest.mark.usefixtures("can_plan")
+
+#: Those that `explain` does not know.
+UNEXPLAINED = {"PagedKVCache", "graph_op"}
+NAMES = [name for name in generators.OPERATIONS if name not in UNEXPLAINED]
+
+
+def descriptions(name: str, seed: int) -> Iterator[tuple[Description, str]]:
+    """Of a call's plans, forward and backward."""
+    explained = generators.OPERATIONS[name].explained(generators.draw(name, seed, "cuda"))
+    if explained is None:
+        return
+    function, args, kwargs = explained
+    describer = describer_of(function)
+    assert describer is not None
+    found = describer(*args, **kwargs)
+    yield found, "forward"
+    if found.backward is not None:
+        yield found.backward, "backward"
+
+
+def check(name: str, seeds: range, properties: dict[str, Any], ask: Any) -> Counter[str]:
+    """Asks cuDNN for the plans of calls; counts what it has and what was declined."""
+    target, counts = Target.from_properties(properties), Counter()
+    for seed in seeds:
+        line = f"python tests/generators.py {name} {seed} --device cuda"
+        try:
+            for description, way in descriptions(name, seed):
+                if not description.is_empty:
+                    key = description.key(target, None)
+                    check_key(name, key, line)
+                    ask(key, properties)
+                    counts[f"planned {way}"] += 1
+        except UnsupportedError as error:
+            counts["declined by cuDNN" if error.what.startswith("sdpa_") else "declined"] += 1
+            counts["without a reason"] += not all(reason.strip() for reason in error.reasons or [""])
+        except CudnnSdpaError as error:
+            raise AssertionError(line) from error
+    assert not counts["without a reason"]
+    return counts
+
+
+def check_key(name: str, key: PlanKey, line: str) -> None:
+    """Convolutions say that channels lie innermost by all strides, also by those of dimensions of size 1."""
+    for operand in (*key.inputs, *key.outputs):
+        if name.startswith("conv") and operand.name != "bias":
+            order, span, expected = [0, *range(2, len(operand.layout.shape)), 1], 1, {}
+            for d in reversed(order):
+                expected[d], span = span, span * operand.layout.shape[d]
+            assert tuple(operand.layout.stride) == tuple(expected[d] for d in sorted(expected)), f"{line}: {key}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_few_calls_have_engines_or_reasons(name, h200):
+    counts = check(name, range(15), h200, engine_offline)
+    assert counts["planned forward"] >= (3 if "fp8" in name else 6), counts
+    assert counts["declined by cuDNN"] <= 1, counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_many_calls_have_engines_or_reasons(name, h200):
+    counts = check(name, range(15, 300), h200, engine_offline)
+    assert counts["planned forward"] >= (60 if "fp8" in name else 140), counts
+    assert counts["declined by cuDNN"] <= 6, counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_some_calls_have_plans_that_compile(name, h200):
+    counts = check(name, range(300, 312), h200, plan_offline)
+    assert counts["planned forward"] >= (2 if "fp8" in name else 4), counts
+
+
+def test_what_is_not_explained_is_known():
+    assert set(generators.OPERATIONS) - set(NAMES) == UNEXPLAINED
