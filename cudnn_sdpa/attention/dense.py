@@ -7,11 +7,13 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, autograd, lookup, on_pytorch, operators, shortcuts, tracking
 from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.fallback import check_or_decline, is_in_force, kind_of, or_else
+from cudnn_sdpa.attention.tracking import PYTORCHS
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_profiling, needs_gradient
 
@@ -171,6 +173,8 @@ def sdpa(
     Longformer (Beltagy et al., 2020), sinks those of gpt-oss, soft caps those of Gemma 2, linear biases those of "Train
     Short, Test Long" (Press et al., 2022).
     """
+    if functional.scaled_dot_product_attention is not PYTORCHS:
+        tracking.refuse_context_parallel("sdpa")
     if not is_compiling() and (
         # Is it a plain call, of which `Last` knows all options? Chains of identities take a tenth of a microsecond.
         window is attn_mask is softcap is sinks is None  # type: ignore[comparison-overlap]
@@ -228,8 +232,7 @@ def run(call: ForwardArguments, deterministic: bool | None) -> Result:
         arguments.check_options(call)
     tracking.check("sdpa", call.out, q=call.q, k=call.k, v=call.v, attn_mask=call.attn_mask, sinks=call.sinks)
     if call.dropout_p:
-        # Drawn from PyTorch's generator of the device: manual_seed, checkpointing and CUDA graphs act on it.
-        call = call._replace(rng=torch.randint(2**62, (2,), dtype=torch.int64, device=call.q.device))
+        call = call._replace(rng=operators.new_seed(call.q))
     return or_else(lambda: _run(call), lambda: on_pytorch.run(call), lambda: kind_of(call))
 
 

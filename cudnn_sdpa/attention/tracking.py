@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -32,6 +33,28 @@ def check(what: str, out: Tensor | None, **inputs: Tensor | None) -> None:
             "out with a gradient",
             ["an input requires grad, and autograd does not follow what is written into a given tensor"],
             "calling it under torch.no_grad(), or without out",
+        )
+
+
+#: What `torch.nn.functional.scaled_dot_product_attention` is, unless somebody has put another function in its place.
+PYTORCHS = torch._C._nn.scaled_dot_product_attention
+
+
+def refuse_context_parallel(what: str) -> None:
+    """Refuses a call within PyTorch's context parallelism, which gives each process a part of the sequences.
+
+    It replaces `torch.nn.functional.scaled_dot_product_attention` by a function that exchanges keys and values between
+    the processes. Any other attention would see the keys of its own process alone.
+
+    Raises:
+        UnsupportedError: `context_parallel` is in force.
+    """
+    patched = torch.nn.functional.scaled_dot_product_attention
+    if patched is not PYTORCHS and str(getattr(patched, "__module__", "")).startswith("torch.distributed."):
+        raise UnsupportedError(
+            f"{what} within torch.distributed.tensor.experimental.context_parallel",
+            ["each process has a part of the keys, which that exchanges only for PyTorch's own attention"],
+            "torch.nn.functional.scaled_dot_product_attention there, or cudnn_sdpa outside of the context",
         )
 
 

@@ -6,6 +6,7 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from cudnn_sdpa.attention import (
     arguments,
@@ -21,6 +22,7 @@ from cudnn_sdpa.attention.arguments import ForwardArguments, as_int
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.dense import cast_tensor, is_deterministic
 from cudnn_sdpa.attention.fallback import check_or_decline, kind_of, or_else
+from cudnn_sdpa.attention.operators import new_seed
 from cudnn_sdpa.attention.varlen_arguments import ReferenceVarlenArguments, VarlenArguments
 from cudnn_sdpa.runtime.eager import is_bare, is_compiling, needs_gradient
 
@@ -162,6 +164,8 @@ def sdpa_varlen(
         >>> cudnn_sdpa.sdpa_varlen(q, k, v, offsets, offsets, 7, 7, is_causal=True).shape
         torch.Size([10, 4, 16])
     """
+    if functional.scaled_dot_product_attention is not tracking.PYTORCHS:
+        tracking.refuse_context_parallel("sdpa_varlen")
     left, right = arguments.window_bounds(window)
     call = VarlenArguments(
         *(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, None, as_int(max_seqlen_q), as_int(max_seqlen_kv)),
@@ -186,7 +190,7 @@ def run(call: VarlenArguments, deterministic: bool | None) -> Result:
         varlen_arguments.check_options(call)
     tracking.check("sdpa_varlen", call.out, q=call.q, k=call.k, v=call.v, sinks=call.sinks)
     if call.dropout_p:
-        call = call._replace(rng=torch.randint(2**62, (2,), dtype=torch.int64, device=q.device))
+        call = call._replace(rng=new_seed(q))
     return or_else(lambda: _run(call), lambda: _run_on_pytorch(call), lambda: kind_of(call))
 
 

@@ -1,0 +1,60 @@
+"""Within PyTorch's context parallelism, which patches PyTorch's own attention alone, ours refuses."""
+
+from __future__ import annotations
+
+import torch
+
+import cudnn_sdpa
+
+CODE = """
+import sys, torch, torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+import cudnn_sdpa as c
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
+rows = torch.randn(16, 2, 8)
+ends = torch.tensor([0, 16], dtype=torch.int32)
+layer = c.nn.Attention(16, 2)
+compiled = torch.compile(lambda q, k, v: c.sdpa(q, k, v, is_causal=True), backend="eager", fullgraph=True)
+calls = {
+    "sdpa": lambda: c.sdpa(q, k, v, is_causal=True),
+    "options": lambda: c.sdpa(q, k, v, window=(3, 0), return_lse=True)[0],
+    "drop-in": lambda: c.scaled_dot_product_attention(q, k, v),
+    "packed": lambda: c.sdpa_varlen(rows, rows, rows, ends, ends, 16, 16),
+    "module": lambda: layer(torch.ones(1, 16, 16)),
+    "compiled": lambda: compiled(q, k, v),
+}
+before = {name: call() for name, call in calls.items()}
+with context_parallel(mesh, buffers=[torch.ones(2, 16)], buffer_seq_dims=[1]):
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:
+            refused = isinstance(error, c.UnsupportedError) or "UnsupportedError" in str(error)
+            assert refused and "context_parallel" in str(error), (name, error)
+        else:
+            raise AssertionError(f"{name} was not refused")
+for name, call in calls.items():
+    assert torch.equal(call(), before[name]), name
+dist.destroy_process_group()
+print("right")
+"""
+
+
+def test_calls_are_refused_there_and_nowhere_else(run_python, tmp_path):
+    """Cold and warm, compiled and in modules; afterwards all is as before."""
+    done = run_python(CODE, str(tmp_path / "rendezvous"))
+    assert done.stdout.strip().endswith("right"), done.stderr
+
+
+def test_another_function_in_its_place_is_none_of_our_business(monkeypatch):
+    """Such as the drop-in itself."""
+    functional = torch.nn.functional
+    q = torch.randn(1, 2, 16, 8)
+    wanted = functional.scaled_dot_product_attention(q, q, q)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", cudnn_sdpa.scaled_dot_product_attention)
+    torch.testing.assert_close(functional.scaled_dot_product_attention(q, q, q), wanted)
