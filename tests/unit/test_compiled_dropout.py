@@ -1,4 +1,4 @@
-"""Dropout in compiled code: the backward pass must have the random numbers of the forward pass, however little is kept."""
+"""Dropout in compiled code: both passes must have the same random numbers, however little the compiler keeps."""
 
 from __future__ import annotations
 
