@@ -42,8 +42,9 @@ if not _is_command_line():  # which imports what a command needs, and prints its
     from cudnn_sdpa.graphs.function import GraphFunction, graph_op
     from cudnn_sdpa.nn import Fp8Attention
     from cudnn_sdpa.norm import layer_norm, rms_norm
+    from cudnn_sdpa.recording import record_plans
     from cudnn_sdpa.runtime.cache import PlanCache, PlanCacheInfo, no_plan_builds, plan_cache
-    from cudnn_sdpa.runtime.manifest import PlanManifest, record_plans
+    from cudnn_sdpa.runtime.manifest import PlanManifest
     from cudnn_sdpa.runtime.shapes import shape_policy
     from cudnn_sdpa.runtime.store import PlanStore, PlanStoreInfo
     from cudnn_sdpa.runtime.store_setting import use_plan_store

@@ -31,7 +31,7 @@ from cudnn_sdpa.runtime.target import Target, live_target, load_properties
 
 @dataclass
 class Explanation:
-    """What `explain` found; `print` it, or read the fields.
+    """What `explain` found; `print` it or its `details`, or read the fields.
 
     Attributes:
         call: Name of the function that was asked about.
@@ -88,7 +88,15 @@ class Explanation:
         """The fields as plain values, ready for JSON."""
         return asdict(self)
 
+    @property
+    def details(self) -> str:
+        """All that printing shows, and the keys in full, which take hundreds of characters each."""
+        return self._report(with_keys=True)
+
     def __str__(self) -> str:
+        return self._report(with_keys=False)
+
+    def _report(self, *, with_keys: bool) -> str:
         where = "planned without the GPU" if self.offline else "on this machine's GPU"
         lines = [f"{self.call} for {self.target}, {where}"]
         if not self.supported:
@@ -105,13 +113,15 @@ class Explanation:
             ]
         else:
             lines.append("  nothing to compute: no plan, the result is filled in")
-        lines += [f"  key        {self.key}"] if self.key else []
-        lines += [f"  meanwhile  {self.bucket}"] if self.bucket else []
+        lines += [f"  key        {self.key}"] if self.key and with_keys else []
+        if self.bucket:
+            in_full = f": {self.bucket}" if with_keys else ""
+            lines.append(f"  meanwhile  the plan of its bucket, unless the shape policy is exact{in_full}")
         lines += [f"  also runs  {note}" for note in self.extra_kernels]
         lines += [f"  avoids     {issue}" for issue in self.known_issues]
         lines += [f"  but        {self.on_gpu}"] if self.on_gpu else []
         lines += [f"  error      {name}: {error:.1e}" for name, error in self.errors.items()]
-        lines += [] if self.backward is None else str(self.backward).splitlines()
+        lines += [] if self.backward is None else self.backward._report(with_keys=with_keys).splitlines()
         lines += [f"  {name:<26} {version}" for name, version in self.versions.items()]
         lines += [f"  {name:<26} {path}" for name, path in self.libraries.items()]
         return "\n".join(lines)
@@ -134,7 +144,7 @@ def explain(function: Callable[..., Any], *args: Any, verify: bool = False, **kw
         **kwargs: The same.
 
     Returns:
-        An `Explanation`; `print` shows it.
+        An `Explanation`; `print` shows it, and its `details` with the keys in full.
 
     Raises:
         OptionError: `function` is none that can be explained, or there is dropout to `verify`.

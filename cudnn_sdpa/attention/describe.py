@@ -77,7 +77,7 @@ def describe_sdpa(
     trains = needs_gradient(*given.tensors)
     given = given._replace(with_lse=return_lse or trains)
     call = without_data(call._replace(rng=rng, with_lse=given.with_lse))
-    launched, of_scale = _with_positive_scale(call)
+    launched, of_scale = with_positive_scale(call)
     forward = Forward.of(launched)
     notes = [*notes_on_casts(given, call), *of_scale, *forward.extra_kernels()]
     return Description(
@@ -97,7 +97,7 @@ def _key_of_bucket(forward: Forward, target: Target, device: int | None) -> Plan
     return None if bucket is None else bucket.key(target, device)
 
 
-def _with_positive_scale(call: ForwardArguments) -> tuple[ForwardArguments, list[str]]:
+def with_positive_scale(call: ForwardArguments) -> tuple[ForwardArguments, list[str]]:
     """The forward call that is launched, as cuDNN computes no negative scale, and what that takes."""
     if call.scale_value > -MIN_SCALE:
         return call, []
@@ -114,10 +114,10 @@ def _describe_backward(given: ForwardArguments, call: ForwardArguments, forward:
     without_plan = forward.is_empty or forward.problem.is_single or forward.problem.has_no_plan
     is_cut = not without_plan and pieces.is_too_large(*call[:3], out)
     try:
-        parts = _pieces_of(of) if is_cut else [of]
+        parts = pieces_of(of) if is_cut else [of]
     except UnsupportedError as error:
         return Description(graphs.sdpa_backward, partial(refuse, error), device)
-    launched, of_scale = _backward_with_positive_scale(parts[0].call)
+    launched, of_scale = backward_with_positive_scale(parts[0].call)
     layouts = TensorLayout.of(parts[0].out), TensorLayout.of(parts[0].grad_out)
     backward = Backward(Problem.of(launched), *layouts, call.deterministic, needs.attn_mask, needs.sinks)
     notes = [note_on_pieces(len(parts))] if is_cut else []
@@ -131,7 +131,7 @@ def _describe_backward(given: ForwardArguments, call: ForwardArguments, forward:
     )
 
 
-def _pieces_of(of: BackwardArguments) -> list[BackwardArguments]:
+def pieces_of(of: BackwardArguments) -> list[BackwardArguments]:
     """The calls that compute, one after the other, the gradients of one that is too large for one plan.
 
     Raises:
@@ -148,7 +148,7 @@ def _pieces_of(of: BackwardArguments) -> list[BackwardArguments]:
     return found
 
 
-def _backward_with_positive_scale(call: ForwardArguments) -> tuple[ForwardArguments, list[str]]:
+def backward_with_positive_scale(call: ForwardArguments) -> tuple[ForwardArguments, list[str]]:
     """The call whose gradients are computed, likewise."""
     if call.scale_value >= MIN_SCALE:
         return call, []

@@ -65,7 +65,7 @@ def describe_paged(
     if refused is not None:
         return Description(graphs.paged_decode, partial(describe.refuse, refused), describe.device_of(q))
     paged_operators.check_memory(call)
-    launched, of_scale = _with_positive_scale(call)
+    launched, of_scale = with_positive_scale(call)
     device = describe.device_of(q)
     described = describe_decode(launched, device) if is_decode(call) else describe_long(launched, device)
     if is_decode(call) and device is not None and UnsupportedError.of(described.key, live_target(device), device):
@@ -77,7 +77,7 @@ def describe_paged(
     )
 
 
-def _with_positive_scale(call: PagedArguments) -> tuple[PagedArguments, list[str]]:
+def with_positive_scale(call: PagedArguments) -> tuple[PagedArguments, list[str]]:
     """The call that is launched, as cuDNN computes only positive scales, and what that takes."""
     if call.scale_value >= MIN_SCALE:
         return call, []

@@ -69,7 +69,7 @@ def describe_varlen(
         return Description(graphs.sdpa_forward, partial(describe.refuse, refused), describe.device_of(q))
     trains = needs_gradient(q, k, v, sinks)
     given = given._replace(with_lse=return_lse or trains)
-    launched, of_scale = _with_positive_scale(call)
+    launched, of_scale = with_positive_scale(call)
     memory.check_strides(*launched.as_dense()[:3])
     memory.check_memory(launched.q, launched.k, launched.v, out)
     packed, layout = varlen_calls.packed(launched), varlen_calls.output_layout(call)
@@ -86,7 +86,7 @@ def describe_varlen(
     )
 
 
-def _with_positive_scale(call: VarlenArguments) -> tuple[VarlenArguments, list[str]]:
+def with_positive_scale(call: VarlenArguments) -> tuple[VarlenArguments, list[str]]:
     """The call that is launched, as cuDNN computes only positive scales, and what that takes."""
     if call.scale_value >= MIN_SCALE:
         return call, []
@@ -103,7 +103,7 @@ def _describe_backward(given: VarlenArguments, call: VarlenArguments, out: Tenso
         part, of_part, number = _first_piece(call) if is_cut else (call, out, 1)
     except UnsupportedError as error:
         return Description(graphs.sdpa_backward, partial(describe.refuse, error), device)
-    launched, of_scale = _with_positive_scale(part)
+    launched, of_scale = with_positive_scale(part)
     packed = varlen_calls.packed(launched)
     as_launched = replace(packed, q=dense_like(packed.q))
     notes = [

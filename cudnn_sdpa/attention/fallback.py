@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -24,8 +24,7 @@ MOST_SAID = 1000
 T = TypeVar("T")
 
 
-@contextmanager
-def fallback(to: str | None) -> Iterator[None]:
+def fallback(to: str | None) -> AbstractContextManager[None]:
     """While it is in force, in this thread, what cuDNN declines runs on PyTorch instead of raising.
 
     With "torch", a call that would raise `UnsupportedError`, or is refused only because cuDNN's attention takes float16
@@ -52,6 +51,11 @@ def fallback(to: str | None) -> Iterator[None]:
     """
     if to not in ("torch", None):
         raise OptionError("to", repr(to), "'torch', or None for no fallback")
+    return _with_fallback(to)
+
+
+@contextmanager
+def _with_fallback(to: str | None) -> Iterator[None]:
     token = _chosen.set(to)
     try:
         yield

@@ -145,11 +145,11 @@ def forward(prepared: VarlenCall, call: VarlenArguments) -> Result:
 
 def run_backward(of: VarlenBackwardArguments) -> list[Tensor]:
     """The gradients by q, k and v, and if wanted by the sinks."""
-    of = _readable(of)
+    of = readable_arguments(of)
     return backward(prepare_backward(of), of)
 
 
-def _readable(of: VarlenBackwardArguments) -> VarlenBackwardArguments:
+def readable_arguments(of: VarlenBackwardArguments) -> VarlenBackwardArguments:
     """The call with what cuDNN cannot read copied."""
     grad_out, call = readable(of.grad_out.unsqueeze(0), of.out.unsqueeze(0)).squeeze(0), of.call
     if TensorLayout.of(call.q) != (dense := dense_like(TensorLayout.of(call.q))):

@@ -24,9 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cudnn_sdpa.attention.dense import sdpa
 from cudnn_sdpa.bench import cases, peers
 from cudnn_sdpa.bench.cases import Shape, check_agreement
+from cudnn_sdpa.recording import record_plans
 from cudnn_sdpa.runtime import handles, target
 from cudnn_sdpa.runtime.cache import no_plan_builds, plan_cache
-from cudnn_sdpa.runtime.manifest import record_plans
 from cudnn_sdpa.runtime.shapes import EXACT, shape_policy
 from cudnn_sdpa.warming import warmup
 

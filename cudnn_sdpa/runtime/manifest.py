@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.runtime.backend import version_string
-from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.graph_op import find_operation
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.target import Target
@@ -99,26 +96,3 @@ def _key_of(plan: dict[str, Any], target: Target) -> PlanKey:
     except (ImportError, AttributeError, TypeError, KeyError, ValueError) as error:
         expected = "an operation of this installation; import the module that defines it first"
         raise OptionError("manifest", f"the operation {name!r} ({error})", expected) from error
-
-
-@contextmanager
-def record_plans() -> Iterator[PlanManifest]:
-    """Notes the plans that are used while it is in force, by all threads.
-
-    Returns:
-        A context manager whose value is a `PlanManifest`, filled when it is left. Replays of CUDA graphs are no uses;
-        their capture is.
-
-    Examples:
-        >>> import cudnn_sdpa
-        >>> with cudnn_sdpa.record_plans() as manifest:
-        ...     pass  # run the model on each kind of input that it will meet
-        >>> manifest.save("plans.json")  # doctest: +SKIP
-        >>> len(manifest)
-        0
-    """
-    manifest = PlanManifest()
-    with plan_cache.watch_uses() as used:
-        yield manifest
-    found = PlanManifest.of(used)
-    manifest.plans, manifest.recorded_on = found.plans, found.recorded_on

@@ -136,6 +136,8 @@ def use_plan_store(path: str | os.PathLike[str] | None = None, *, capacity: int 
     """
     if type(capacity) is not int or capacity < 1:
         raise OptionError("capacity", repr(capacity), "bytes, an integer of at least 1")
+    if path is not None and not isinstance(path, (str, os.PathLike)):
+        raise OptionError("path", repr(path), 'the path of a folder, "off", or None')
     store = None if path == OFF else _open(path, capacity)
     with _setting_lock:
         use = PlanStoreUse(store, (_Setting.store, _Setting.known))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -160,8 +160,9 @@ def note(
         use.report.entries.append(entry)
 
 
-@contextmanager
-def autotune(*, candidates: int = DEFAULT_CANDIDATES, beyond_proposals: bool = False) -> Iterator[AutotuneReport]:
+def autotune(
+    *, candidates: int = DEFAULT_CANDIDATES, beyond_proposals: bool = False
+) -> AbstractContextManager[AutotuneReport]:
     """While it is in force, in the whole process, new plans are chosen by their time and not by cuDNN's guess.
 
     For a plan that is missing, all that cuDNN's heuristics propose is built, up to `candidates`; for a convolution with
@@ -209,7 +210,11 @@ def autotune(*, candidates: int = DEFAULT_CANDIDATES, beyond_proposals: bool = F
         raise OptionError("candidates", repr(candidates), "an integer of at least 2")
     if type(beyond_proposals) is not bool:
         raise OptionError("beyond_proposals", repr(beyond_proposals), "True or False")
-    use = _Use(candidates, beyond_proposals)
+    return _tuning(_Use(candidates, beyond_proposals))
+
+
+@contextmanager
+def _tuning(use: _Use) -> Iterator[AutotuneReport]:
     with _Setting.lock:
         _Setting.uses = (*_Setting.uses, use)
     try:

@@ -83,11 +83,13 @@ def test_it_prints_well():
         "  engine": result.engine,
         "  workspace": f"{result.workspace} bytes",
         "  plan": "built now in",
-        "  key": result.key,
         "  cuDNN": result.versions["cuDNN"],
         "  libcudnn": result.libraries["libcudnn"],
     }.items():
         assert any(line.startswith(start) and part in line for line in lines), start
+    assert result.key not in str(result)
+    assert f"  key        {result.key}" in result.details.splitlines()
+    assert max(map(len, lines[:-8])) < 200
 
 
 def test_it_names_the_plan_that_serves_meanwhile():
@@ -97,7 +99,14 @@ def test_it_names_the_plan_that_serves_meanwhile():
         result = explain(sdpa, q, k, v, is_causal=True)
         assert "bfloat16[16×1×1024×64" in result.bucket
         assert "at offsets_q" in result.bucket
-        assert f"  meanwhile  {result.bucket}" in str(result).splitlines()
+        meanwhile = "  meanwhile  the plan of its bucket, unless the shape policy is exact"
+        assert meanwhile in str(result).splitlines()
+        assert str(result.bucket) not in str(result)
+        assert (
+            f"  meanwhile  the plan of its bucket, unless the shape policy is exact: {result.bucket}" in result.details
+        )
+        assert f"  key        {result.key}" in result.details
+        assert result.key not in str(result)
         assert explain(sdpa, q, k, v, seq_lens_kv=lengths).bucket == ""
     with cudnn_sdpa.shape_policy("exact"):
         assert explain(sdpa, q, k, v, is_causal=True).bucket == ""

@@ -28,7 +28,7 @@ LAYERS = [
     ("nn",),
     ("integrations",),
     ("describe_fused",),
-    ("explanation", "support_matrix", "warming"),
+    ("explanation", "recording", "support_matrix", "warming"),
     ("planned_support",),
     ("doctor",),
     ("_pytorch",),
