@@ -118,8 +118,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.keys: list[PlanKey] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "cudnn_sdpa" and _is_elsewhere(args):
-            adapt, keys_of = _KEYS[function._schema.name.partition("::")[2]]
+        name = function._schema.name.partition("::")[2] if function.namespace == "cudnn_sdpa" else ""
+        if name not in _WITHOUT_PLANS and _is_elsewhere(args):
+            adapt, keys_of = _KEYS[name]
             with torch.no_grad():
                 adapt(self._noting(keys_of))(*tree_map_only(Tensor, _without_memory, args))
         return function(*args, **(kwargs or {}))
@@ -220,7 +221,9 @@ def _of_graph(target: Target, function: Any, given: Any, static: dict[str, Any])
     yield function.describe(*given, **static).key(target, None)
 
 
-#: Of each operator: what makes a call of its arguments, and what gives the keys of the call.
+#: The operators of others, and those of this library that run no plan.
+_WITHOUT_PLANS = ("", "dropout_seed")
+#: Of each other one: what makes a call of its arguments, and what gives the keys of the call.
 _KEYS: dict[str, tuple[Callable[[Any], Callable[..., Any]], Callable[..., Keys]]] = {
     "sdpa_forward": (operators._to_result, _of_dense),
     "sdpa_forward_lse": (operators._to_result_and_lse, _of_dense),
