@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from cudnn_sdpa.attention.options import BOTTOM_RIGHT, TOP_LEFT
 from cudnn_sdpa.attention.varlen import sdpa_varlen
 from cudnn_sdpa.errors import DtypeError, UnsupportedError
 from cudnn_sdpa.integrations import hidden
+from cudnn_sdpa.integrations.documents import SUGGESTION, Documents, documents
 
 #: Arguments by which models choose keys, or ask for more than the output, that this attention does not know.
 REFUSED = {
@@ -22,7 +23,7 @@ REFUSED = {
     "head_mask": "single heads are masked out",
     "output_attentions": "the weights are asked for, which no fused kernel keeps",
 }
-#: The other way to say which tokens belong together.
+#: The other way to say which tokens belong together, where offsets do not serve.
 _BY_POSITIONS = "position_ids that begin anew, and use_cache=False"
 
 #: Keys of a growing cache are filled up to a multiple of this where a plan of their own would be built for each length.
@@ -41,12 +42,15 @@ def attention(
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     position_bias: Tensor | None = None,
+    *,
+    inspect_positions: bool = True,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention for a layer of transformers: query (B, Hq, Sq, D), key and value (B, Hkv, Skv, D) -> (B, Sq, Hq, Dv).
 
     A mask is None, for a causal mask aligned top-left if the layer is causal and nothing otherwise, or what `masks`
-    makes, or a tensor of booleans or numbers. `s_aux` are sinks.
+    makes, or a tensor of booleans or numbers. `s_aux` are sinks. Where no mask says which tokens belong together,
+    `position_ids` that begin anew do; `inspect_positions` allows a look at them, which waits for the GPU.
 
     Raises:
         UnsupportedError: cuDNN, this GPU or this library has nothing for it, with every reason.
@@ -60,16 +64,16 @@ def attention(
         "sinks": None if s_aux is None else s_aux.float(),
     }
     causal = query.shape[2] > 1 and _is_causal(module, is_causal)
+    if others and not _is_packed(attention_mask):
+        call = _Call(query, key, value, attention_mask, position_bias, _is_causal(module, is_causal))
+        packed = _by_arguments(call, others, options, inspect_positions)
+        if packed is not None:
+            return packed, None
     if position_bias is not None:
         attention_mask, causal = (
             _with_bias(attention_mask, position_bias, query, key),
             causal and attention_mask is None,
         )
-    if others.get("cu_seq_lens_q") is not None and not _is_packed(attention_mask):
-        if attention_mask is not None or others.get("sliding_window") is not None:
-            reasons = ["cu_seq_lens_q with a sliding window"]
-            raise UnsupportedError("cudnn_sdpa in transformers", reasons, _BY_POSITIONS)
-        return _by_offsets(query, key, value, others, options, causal=_is_causal(module, is_causal)), None
     if attention_mask is None:
         lengths = None
         if query.shape[2] == 1 and not (dropout or softcap) and _grows(module, is_causal, key):
@@ -128,24 +132,72 @@ def _is_packed(mask: Tensor | None) -> bool:
     return mask is not None and (mask.dtype != hidden.DTYPE or hidden.is_packed(mask))
 
 
-def _by_offsets(
-    query: Tensor, key: Tensor, value: Tensor, others: dict[str, Any], options: dict[str, Any], *, causal: bool
-) -> Tensor:
+class _Call(NamedTuple):
+    """What a layer attends with, where no mask says which tokens belong together: none does, or a band."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    position_bias: Tensor | None
+    is_causal: bool
+
+
+def _by_arguments(call: _Call, others: dict[str, Any], options: dict[str, Any], inspect: bool) -> Tensor | None:
+    """Attention among tokens that other arguments than the mask say belong together; None if they say nothing."""
+    if others.get("cu_seq_lens_q") is not None:
+        return _by_offsets(call, others, options)
+    positions = others.get("position_ids")
+    if positions is None or call.query.shape[2] == 1:
+        return None
+    apart = documents(positions, call.query, may_look=inspect)
+    return None if apart is None else _by_positions(call, apart, options)
+
+
+def _by_offsets(call: _Call, others: dict[str, Any], options: dict[str, Any]) -> Tensor:
     """Attention among the sequences that lie end to end in a batch of one, as FlashAttention's arguments say it."""
+    is_whole = all(others.get(name) is not None for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"))
     reasons = {
-        "cu_seq_lens_q in a batch of more than one": query.shape[0] != 1,
-        "cu_seq_lens_q without cu_seq_lens_k, max_length_q and max_length_k": any(
-            others.get(name) is None for name in ("cu_seq_lens_k", "max_length_q", "max_length_k")
-        ),
+        "cu_seq_lens_q with a sliding window": call.mask is not None or others.get("sliding_window") is not None,
+        "cu_seq_lens_q with a position bias": call.position_bias is not None,
+        "cu_seq_lens_q in a batch of more than one": call.query.shape[0] != 1,
+        "cu_seq_lens_q without cu_seq_lens_k, max_length_q and max_length_k": not is_whole,
     }
-    found = [reason for reason, holds in reasons.items() if holds]
-    if found:
-        raise UnsupportedError("cudnn_sdpa in transformers", found, _BY_POSITIONS)
-    q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
+    _refuse_packed(reasons, _BY_POSITIONS)
+    q, k, v = (x.transpose(1, 2)[0] for x in call[:3])
     offsets = [others[name].int() for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     longest = [int(others[name]) for name in ("max_length_q", "max_length_k")]
-    out: Tensor = sdpa_varlen(q, k, v, *offsets, *longest, is_causal=causal, **options)
+    out: Tensor = sdpa_varlen(q, k, v, *offsets, *longest, is_causal=call.is_causal, **options)
     return out.unsqueeze(0)
+
+
+def _by_positions(call: _Call, apart: Documents, options: dict[str, Any]) -> Tensor:
+    """Attention of each document to itself."""
+    query, key, value, mask, *_ = call
+    batch, heads, length, _ = query.shape
+    band = None if mask is None else cast(hidden.Band, hidden.structure(mask, query))
+    is_empty = mask is None and call.is_causal and length < key.shape[2]  # a cache, and nothing sees what lies behind
+    reasons = {
+        "position_ids that begin anew, with keys from before": key.shape[2] != length and not is_empty,
+        "position_ids that begin anew, on a static cache": band is not None and band.seq_lens_kv is not None,
+        "position_ids that begin anew, with a position bias": call.position_bias is not None,
+    }
+    _refuse_packed(reasons, SUGGESTION)
+    q, k, v = (
+        x[:, :, :length].transpose(1, 2).reshape(batch * length, x.shape[1], x.shape[3]) for x in (query, key, value)
+    )
+    causal = call.is_causal
+    if band is not None:
+        options, causal = {**options, "window": (band.left, band.right)}, band.right == 0
+    offsets, longest = apart
+    out: Tensor = sdpa_varlen(q, k, v, offsets, offsets, longest, longest, is_causal=causal, **options)
+    return out.view(batch, length, heads, value.shape[3])
+
+
+def _refuse_packed(reasons: dict[str, bool], suggestion: str) -> None:
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise UnsupportedError("cudnn_sdpa in transformers", found, suggestion)
 
 
 def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:

@@ -68,9 +68,10 @@ def structure(mask: Tensor, query: Tensor) -> Band | Packed:
     rows, kind, left, right = mask.shape
     if kind == _PACKED:
         batch, tokens = query.shape[0], query.shape[0] * query.shape[2]
-        numbers = mask[0, 0, :, 0].view(torch.int32)
+        numbers = mask[0, 0, :, 0].contiguous().view(torch.int32)
         return Packed(*torch.split(numbers, [batch + 1, tokens, tokens]))
-    lengths = mask[:, 0, 0, 0].view(torch.int32) if rows else None
+    # transformers may have copied the mask, and then the numbers lie apart.
+    lengths = mask[:, 0, 0, 0].contiguous().view(torch.int32) if rows else None
     return Band(left - 2, right - 2, lengths)
 
 

@@ -26,15 +26,18 @@ def register(*, inspect_padding: bool = True) -> None:
     It serves models whose layers call transformers' attention interface: decoders, encoders, both together, and vision
     models; with grouped-query heads, sliding windows, sinks, soft caps, position biases, and both kinds of cache.
     Masks are not drawn where a structure says the same: causal, a window, the true lengths of a static cache, padding.
-    A padding mask is looked at, once for each forward pass, as transformers' own "sdpa" does; nothing else is read back
-    from the GPU, and within `torch.compile` and captures not that.
+    A padding mask is looked at, once for each forward pass, as transformers' own "sdpa" does. So are the `position_ids`
+    of more than one query without such a mask: where they begin anew, they tell packed documents apart, which do not
+    see each other. Nothing else is read back from the GPU, and within `torch.compile` and captures not that: there the
+    GPU stops with an error at documents that only `position_ids` tell apart.
 
     May be called again, also with another setting, which counts for masks that are made from then on.
 
     Args:
         inspect_padding: Whether to look if a padding mask hides anything, which waits for the GPU, and to leave it out
-            if not: `generate` gives a mask of ones where there is no padding. With False steps are enqueued without a
-            wait, and a mask of ones costs what one with padding does.
+            if not: `generate` gives a mask of ones where there is no padding. Whether to look at `position_ids`, too.
+            With False steps are enqueued without a wait, a mask of ones costs what one with padding does, and packed
+            documents that only `position_ids` tell apart are an error on the GPU.
 
     Raises:
         LibraryError: transformers is not installed, or too old.
@@ -67,7 +70,9 @@ def register(*, inspect_padding: bool = True) -> None:
     AttentionMaskInterface.register(
         NAME, mask_function(sdpa_mask, causal_mask_function, inspect_padding=inspect_padding)
     )
-    AttentionInterface.register(NAME, attention)
+    AttentionInterface.register(
+        NAME, attention if inspect_padding else functools.partial(attention, inspect_positions=False)
+    )
     _let_in(PreTrainedModel)
 
 

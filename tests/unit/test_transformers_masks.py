@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from transformers import masking_utils as theirs
 
 from cudnn_sdpa import DtypeError, ShapeError, sdpa
-from cudnn_sdpa.integrations import hidden
+from cudnn_sdpa.integrations import forward, hidden
 from cudnn_sdpa.integrations.masks import mask_function
 
 CONFIG = SimpleNamespace(sliding_window=5, attention_chunk_size=7)
@@ -223,3 +223,41 @@ def test_a_model_that_computes_with_a_structure_fails(where):
     for change in changes:
         with pytest.raises((RuntimeError, ShapeError, DtypeError)):
             sdpa(q, k, k, attn_mask=change())
+
+
+#: What transformers, or a model, may do to a mask on its way to a layer without computing with it.
+COPIES = {
+    "contiguous": torch.Tensor.contiguous,
+    "cloned": torch.Tensor.clone,
+    "cloned densely": lambda mask: mask.clone(memory_format=torch.contiguous_format),
+    "with the batch last in memory": lambda mask: mask.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    "every second entry of a buffer": lambda mask: torch.stack([mask, mask.new_zeros(mask.shape)], dim=-1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["lengths", "lengths and a window", "a window", "packed"])
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_structure_outlives_copies(copy, kind, batch):
+    queries, keys = (6, 6) if kind == "packed" else (3, 9)
+    q = torch.randn(batch, 4, queries, 8)
+    k, v = torch.randn(2, batch, 2, keys, 8)
+    lengths = torch.randint(queries, keys + 1, (batch,), dtype=torch.int32)
+    is_there = torch.ones(batch, queries, dtype=torch.bool)
+    if kind == "packed":
+        is_there = torch.rand(batch, queries) < 0.7
+        mask = hidden.packed(is_there)
+    else:
+        mask = hidden.band(2 if "window" in kind else -1, 0, "cpu", None if kind == "a window" else lengths)
+    copied = COPIES[copy](mask)
+    for found, expected in zip(hidden.structure(copied, q), hidden.structure(mask, q), strict=True):
+        if isinstance(expected, torch.Tensor):
+            assert found.is_contiguous()
+            assert torch.equal(found, expected)
+        else:
+            assert found == expected
+    layer = torch.nn.Module()
+    seen = hidden.drawn(mask, q, keys) & is_there[:, None, :, None]
+    scores = (q.double() @ k.double().repeat_interleave(2, dim=1).mT / 8**0.5).masked_fill(~seen, -torch.inf)
+    expected = (scores.softmax(dim=-1).nan_to_num() @ v.double().repeat_interleave(2, dim=1)).transpose(1, 2)
+    torch.testing.assert_close(forward.attention(layer, q, k, v, copied)[0].double(), expected, rtol=1e-4, atol=1e-5)

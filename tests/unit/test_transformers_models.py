@@ -45,20 +45,25 @@ def test_a_decoders_logits_padded_and_step_by_step(name):
         assert_near(torch.cat(steps, dim=1), expected)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("inspect_padding", [False, True])
+@pytest.mark.parametrize("padding", ["some", "ones", "none"])
+@pytest.mark.parametrize(
+    ("name", "cache", "batch"),
+    [
+        *(("llama", cache, batch) for cache, batch in (("dynamic", 2), ("static", 1), ("static", 2), ("static", 3))),
+        *((name, cache, 2) for name in ("gemma2", "gpt_oss") for cache in ("dynamic", "static")),
+    ],
+)
 @torch.no_grad()
-def test_a_decoder_generates_the_same_tokens(name, cache, inspect_padding):
-    register(inspect_padding=inspect_padding)
+def test_a_decoder_generates_the_same_tokens(name, cache, batch, padding):
+    register(inspect_padding=padding != "some")
     ours, theirs = both(DECODERS[name])
-    ids, mask = torch.randint(3, 96, (2, 9)), torch.ones(2, 9, dtype=torch.long)
-    if not inspect_padding:
+    ids, mask = torch.randint(3, 96, (batch, 9)), torch.ones(batch, 9, dtype=torch.long)
+    if padding == "some":
         mask[0, :4] = 0
     results = [
         model.generate(
             ids,
-            attention_mask=mask,
+            attention_mask=None if padding == "none" else mask,
             max_new_tokens=4,
             do_sample=False,
             cache_implementation=cache,
@@ -99,14 +104,28 @@ def test_an_encoder_and_a_decoder(name):
     assert_near(torch.cat(found, dim=1), expected)
 
 
+@pytest.mark.parametrize("cache", ["none", "dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
 @torch.no_grad()
-def test_packed_sequences_by_their_positions():
-    ours, theirs = both(DECODERS["qwen2"])
+def test_packed_sequences_by_their_positions(name, cache):
+    ours, theirs = both(DECODERS[name])
     ids = torch.randint(3, 96, (1, 16))
     positions = torch.cat([torch.arange(7), torch.arange(9)])[None]
-    together = ours(ids, position_ids=positions, use_cache=False).logits
-    assert_near(together, theirs(ids, position_ids=positions, use_cache=False).logits)
-    assert_near(together[:, :7], ours(ids[:, :7]).logits)
+    expected = torch.cat([theirs(part).logits for part in ids.split((7, 9), dim=1)], dim=1)
+    past = {
+        "none": None,
+        "dynamic": DynamicCache(config=ours.config),
+        "static": StaticCache(config=ours.config, max_cache_len=40),
+    }[cache]
+    given = {"position_ids": positions, "use_cache": past is not None, "past_key_values": past}
+    assert_near(ours(ids, **given).logits, expected)
+    if past is None:  # transformers itself looks, and draws a mask
+        return
+    with pytest.raises(UnsupportedError, match="position_ids that begin anew, (with keys from before|on a static)"):
+        ours(ids, **given)
+    register(inspect_padding=False)
+    with pytest.raises(RuntimeError, match="position_ids begin anew"):
+        ours(ids, position_ids=positions)
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma3", "t5"])

@@ -14,7 +14,7 @@ from hf_models import DECODERS, tiny
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cudnn_sdpa import DtypeError, LibraryError, OptionError, UnsupportedError, sdpa
-from cudnn_sdpa.integrations import forward
+from cudnn_sdpa.integrations import documents, forward, hidden
 from cudnn_sdpa.integrations.transformers import NAME, register
 
 
@@ -178,3 +178,104 @@ def test_a_query_on_other_tokens_or_with_a_gradient_is_not_filled_up(monkeypatch
     forward.attention(layer(), q, k.clone().requires_grad_(), k, None)
     forward.attention(layer(), q, k, k, None, softcap=3.0)
     assert lengths == [7, 7, 7]
+
+
+def apart(q, k, v, starts, *, causal=True, window=None):
+    """Attention in float64 among the tokens of each document; starts (B, S) says where they begin."""
+    length, groups = q.shape[2], q.shape[1] // k.shape[1]
+    document = starts.cumsum(dim=1)
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    seen = (document[:, :, None] == document[:, None])[:, None]
+    if causal:
+        seen = seen & (distance >= 0)
+    if window is not None:
+        seen = seen & (distance <= window)
+    k, v = (x[:, :, :length].double().repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = (q.double() @ k.mT * 0.3).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(dim=-1) @ v).transpose(1, 2)
+
+
+def positions_of(starts):
+    """Where each token lies in its document."""
+    at = torch.arange(starts.shape[1]).expand(starts.shape)
+    return at - at.masked_fill(~starts, 0).cummax(dim=1).values
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", ["causal", "both ways", "window", "empty cache"])
+def test_positions_that_begin_anew_keep_documents_apart(kind, batch):
+    length = 23
+    starts = torch.rand(batch, length) < 0.25
+    starts[:, 0] = starts[0, 9] = True
+    q = torch.randn(batch, 4, length, 8)
+    k, v = torch.randn(2, batch, 2, length + 5 * (kind == "empty cache"), 8)
+    mask = hidden.band(3, 0, "cpu") if kind == "window" else None
+    positions = positions_of(starts) + torch.randint(0, 4, (1,))  # documents may begin at any number
+    causal = kind != "both ways"
+    found = forward.attention(layer(causal), q, k, v, mask, scaling=0.3, position_ids=positions)[0]
+    expected = apart(q, k, v, starts, causal=causal, window=3 if kind == "window" else None)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_positions_are_looked_at_once_for_all_layers_and_again_when_they_change(monkeypatch):
+    looks = []
+    monkeypatch.setattr(documents, "_look", lambda positions, look=documents._look: looks.append(0) or look(positions))
+    q, positions = torch.randn(1, 2, 8, 8), torch.arange(8)[None]
+    whole = apart(q, q, q, torch.tensor([[True] + 7 * [False]]))
+    halves = apart(q, q, q, torch.tensor([2 * [True, False, False, False]]))
+
+    def attend():
+        return forward.attention(layer(), q, q, q, None, scaling=0.3, position_ids=positions)[0].double()
+
+    for _ in range(3):
+        torch.testing.assert_close(attend(), whole, rtol=1e-4, atol=1e-5)
+    assert len(looks) == 1
+    positions.remainder_(4)
+    for _ in range(3):
+        torch.testing.assert_close(attend(), halves, rtol=1e-4, atol=1e-5)
+    assert len(looks) == 2
+    with torch.inference_mode():  # such tensors do not count their changes
+        positions = torch.arange(8)[None]
+        torch.testing.assert_close(attend(), whole, rtol=1e-4, atol=1e-5)
+        positions.remainder_(4)
+        torch.testing.assert_close(attend(), halves, rtol=1e-4, atol=1e-5)
+    looks.clear()
+    forward.attention(layer(), q[:, :, :1], q, q, None, position_ids=torch.zeros(1, 1, dtype=torch.long))
+    assert not looks  # a step of one token is in one document
+
+
+@pytest.mark.parametrize("how", ["not allowed", "compiled"])
+def test_documents_that_may_not_be_looked_at_are_an_error(how):
+    q, positions = torch.randn(1, 2, 8, 8), torch.arange(8)[None]
+
+    def attend(positions):
+        options = {"inspect_positions": how == "compiled", "position_ids": positions, "scaling": 0.3}
+        return forward.attention(layer(), q, q, q, None, **options)[0]
+
+    function = torch.compile(attend, fullgraph=True, backend="aot_eager") if how == "compiled" else attend
+    whole = apart(q, q, q, torch.tensor([[True] + 7 * [False]]))
+    torch.testing.assert_close(function(positions).double(), whole, rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match=r"position_ids begin anew.*use_cache=False"):
+        function(positions % 4)
+    assert len(documents._STOP) < 256  # more is cut off on a GPU
+
+
+@pytest.mark.parametrize("what", ["keys from before", "a static cache", "a position bias"])
+def test_documents_beside_what_belongs_to_none_are_refused(what):
+    q, k, positions = torch.randn(1, 2, 8, 8), torch.randn(1, 2, 12, 8), torch.arange(8)[None] % 4
+    mask = hidden.band(-1, 0, "cpu", torch.full((1,), 8, dtype=torch.int32)) if what == "a static cache" else None
+    bias = torch.randn(1, 2, 8, 8) if what == "a position bias" else None
+    k = q if bias is not None else k
+    causal = what != "keys from before"
+    with pytest.raises(UnsupportedError, match=f"position_ids that begin anew, (with|on) {what}"):
+        forward.attention(layer(causal), q, k, k, mask, position_bias=bias, position_ids=positions)
+    with pytest.raises(UnsupportedError, match="cu_seq_lens_q with a position bias"):
+        forward.attention(layer(), q, q, q, None, position_bias=torch.randn(1, 2, 8, 8), cu_seq_lens_q=positions[0])
+
+
+def test_positions_that_tell_no_documents_apart_are_passed_over():
+    q = torch.randn(2, 2, 6, 8)
+    expected = sdpa(q, q, q, is_causal=True).transpose(1, 2)
+    rising, sections = torch.tensor([[5, 6, 7, 9, 12, 13]]), torch.zeros(3, 2, 6, dtype=torch.long)
+    for positions in (rising, rising[0], rising.float() % 4, sections, torch.zeros(2, 7, dtype=torch.long)):
+        torch.testing.assert_close(forward.attention(layer(), q, q, q, None, position_ids=positions)[0], expected)
