@@ -121,7 +121,7 @@ def test_packed_sequences_by_their_positions(name, cache):
     assert_near(ours(ids, **given).logits, expected)
     if past is None:  # transformers itself looks, and draws a mask
         return
-    with pytest.raises(UnsupportedError, match="position_ids that begin anew, (with keys from before|on a static)"):
+    with pytest.raises(UnsupportedError, match=r"position_ids that begin anew, (with keys from before|on a static)"):
         ours(ids, **given)
     register(inspect_padding=False)
     with pytest.raises(RuntimeError, match="position_ids begin anew"):

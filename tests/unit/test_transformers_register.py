@@ -267,7 +267,7 @@ def test_documents_beside_what_belongs_to_none_are_refused(what):
     bias = torch.randn(1, 2, 8, 8) if what == "a position bias" else None
     k = q if bias is not None else k
     causal = what != "keys from before"
-    with pytest.raises(UnsupportedError, match=f"position_ids that begin anew, (with|on) {what}"):
+    with pytest.raises(UnsupportedError, match=rf"position_ids that begin anew, (with|on) {what}"):
         forward.attention(layer(causal), q, k, k, mask, position_bias=bias, position_ids=positions)
     with pytest.raises(UnsupportedError, match="cu_seq_lens_q with a position bias"):
         forward.attention(layer(), q, q, q, None, position_bias=torch.randn(1, 2, 8, 8), cu_seq_lens_q=positions[0])
