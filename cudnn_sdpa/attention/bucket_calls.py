@@ -61,7 +61,7 @@ class BucketCall(ForwardCall):
         if own is not None:
             return own.run(q, k, v, None, out)
         first, second, third = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if out is not None or (first | second | third) & MISALIGNED:
+        if out is not None or (first | second | third) & MISALIGNED or not (first and second and third):
             _check_memory(q, k, v, out)
         if out is None:
             out = allocate(*self._out)

@@ -122,7 +122,7 @@ class ForwardCall(BoundCall):
     def run_plain(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a plain call without lengths and blind rows; saves 4 µs of dictionaries."""
         first, second, third = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if (first | second | third) & MISALIGNED:
+        if (first | second | third) & MISALIGNED or not (first and second and third):
             _check_memory(q, k, v, None)
         if self._elsewhere and current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
@@ -187,7 +187,7 @@ class PlainCall(ForwardCall):
         """The same with the arguments one by one."""
         plan = self.plan
         first, second, third = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if out is not None or (first | second | third) & MISALIGNED:
+        if out is not None or (first | second | third) & MISALIGNED or not (first and second and third):
             _check_memory(q, k, v, out)
         if self._elsewhere and current_device() != plan.device:
             with torch.cuda.device(plan.device):

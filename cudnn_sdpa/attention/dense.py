@@ -229,6 +229,7 @@ def run(call: ForwardArguments, deterministic: bool | None) -> Result:
     arguments.check_types(call)
     call = cast_for_autocast(call)._replace(deterministic=is_deterministic(deterministic))
     if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
+        call = tracking.resolved(call)
         arguments.check_options(call)
     tracking.check("sdpa", call.out, q=call.q, k=call.k, v=call.v, attn_mask=call.attn_mask, sinks=call.sinks)
     if call.dropout_p:

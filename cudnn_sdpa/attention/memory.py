@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from cudnn_sdpa.errors import LayoutError
@@ -37,21 +40,45 @@ def check_strides_of(name: str, tensor: Tensor) -> None:
             )
 
 
-def check_addresses(hint: str = "", **tensors: Tensor) -> None:
-    """Whether the addresses of tensors are aligned; those that are no tensors of CUDA pass."""
+def check_addresses(hint: str = "", **tensors: Any) -> None:
+    """Whether tensors have memory, on CUDA at aligned addresses; what is no plain tensor of numbers there passes."""
     for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and tensor.is_cuda and tensor.data_ptr() % ALIGNMENT != 0:
-            raise LayoutError(
-                name,
-                f"an address {tensor.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT}",
-                f"storage aligned to {ALIGNMENT} bytes",
-                hint or f"Use {name}.clone().",
-            )
+        if not isinstance(tensor, Tensor):
+            continue
+        if tensor.is_cuda:
+            address = tensor.data_ptr()
+            if address == 0:
+                check_present(name, tensor)
+            if address % ALIGNMENT != 0:
+                raise LayoutError(
+                    name,
+                    f"an address {address % ALIGNMENT} bytes past a multiple of {ALIGNMENT}",
+                    f"storage aligned to {ALIGNMENT} bytes",
+                    hint or f"Use {name}.clone().",
+                )
+        else:
+            check_present(name, tensor)
+
+
+def check_present(name: str, tensor: Tensor) -> None:
+    """Whether a plain tensor has memory for its elements."""
+    if (tensor.is_cuda or tensor.is_cpu) and type(tensor) in _PLAIN and tensor.data_ptr() == 0 and tensor.numel() != 0:
+        raise LayoutError(
+            name,
+            "a tensor without memory",
+            "one whose storage is there",
+            "Its storage was freed (resize_(0), as sharding does to weights), or it stands for zeros.",
+        )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tensor | None = None) -> None:
     """Addresses: the one thing that a warm call checks, since they are in no key."""
     check_addresses(q=q, k=k, v=v)
+    if mask is not None:
+        check_present("attn_mask", mask)
     if isinstance(out, Tensor):
         check_addresses("Let the function allocate it.", out=out)
     for name, tensor in (("q", q), ("k", k), ("v", v), ("attn_mask", mask)):

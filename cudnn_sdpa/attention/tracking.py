@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ def check(what: str, out: Tensor | None, **inputs: Tensor | None) -> None:
         )
 
 
+CallT = TypeVar("CallT", bound=Any)  #: the arguments of a call, a named tuple
+
 #: What `torch.nn.functional.scaled_dot_product_attention` is, unless somebody has put another function in its place.
 PYTORCHS = torch._C._nn.scaled_dot_product_attention
 
@@ -56,6 +58,17 @@ def refuse_context_parallel(what: str) -> None:
             ["each process has a part of the keys, which that exchanges only for PyTorch's own attention"],
             "torch.nn.functional.scaled_dot_product_attention there, or cudnn_sdpa outside of the context",
         )
+
+
+def resolved(call: CallT) -> CallT:
+    """A call, dense or packed, without negative bits: what is saved for its gradients is read where it lies.
+
+    What PyTorch gives such a bit, the imaginary part of a conjugate for instance, has the other sign in memory.
+    """
+    inputs = [(name, getattr(call, name, None)) for name in ("q", "k", "v", "attn_mask", "sinks")]
+    negative = {name: x.resolve_neg() for name, x in inputs if x is not None and x.is_neg()}
+    result: CallT = call._replace(**negative) if negative else call
+    return result
 
 
 def _check_no_tangent(**tensors: Tensor | None) -> None:

@@ -72,7 +72,8 @@ class Gradients:
     ) -> Sequence[Tensor]:
         """The gradients by q, k and v."""
         q, k, v, out, lse = saved
-        if grad_out.stride() != out.stride() or grad_out.data_ptr() & MISALIGNED:
+        address = grad_out.data_ptr()
+        if address & MISALIGNED or not address or grad_out.stride() != out.stride() or grad_out.is_neg():
             grad_out = backward.readable(grad_out, out)
         again = self._again
         if again is not None and again.deterministic is deterministic and again.is_like_last(*saved, grad_out):

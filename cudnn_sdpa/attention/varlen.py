@@ -187,6 +187,7 @@ def run(call: VarlenArguments, deterministic: bool | None) -> Result:
     call = call._replace(q=cast_tensor(q, q), k=cast_tensor(call.k, q), v=cast_tensor(call.v, q))
     call = call._replace(deterministic=is_deterministic(deterministic))
     if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
+        call = tracking.resolved(call)
         varlen_arguments.check_options(call)
     tracking.check("sdpa_varlen", call.out, q=call.q, k=call.k, v=call.v, sinks=call.sinks)
     if call.dropout_p:

@@ -124,7 +124,8 @@ def _train(prepared: VarlenCall, deterministic: bool, call: VarlenArguments) -> 
 
 
 def _check_memory(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED:
+    first, second, third = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if (first | second | third) & MISALIGNED or not (first and second and third):
         memory.check_memory(q, k, v, None)
 
 

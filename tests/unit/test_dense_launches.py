@@ -14,9 +14,11 @@ import pytest
 import torch
 from mathematics import gradients
 
-from cudnn_sdpa.attention import backward, calls, operators, tiers
+import cudnn_sdpa
+from cudnn_sdpa.attention import backward, calls, operators, tiers, training
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.backward import BackwardArguments, Needs
+from cudnn_sdpa.attention.passes import Forward
 from cudnn_sdpa.runtime.call_table import CallTable
 from cudnn_sdpa.runtime.key import Role
 from cudnn_sdpa.runtime.layouts import ALIGNMENT
@@ -185,3 +187,75 @@ def test_the_rows_that_are_left_out_leave_the_log_sum_exp_aligned():
             name: torch.randn(1, 1, n, 8, dtype=torch.float16) for name, n in zip("qkv", (sq, skv, skv), strict=True)
         }
         assert_right(tensors, rng, torch.float16, is_causal=True, causal_alignment="bottom_right")
+
+
+def negated(x):
+    """The same numbers, the other sign in memory."""
+    return torch._neg_view(-x)
+
+
+def launched(monkeypatch):
+    """From now on public calls launch."""
+    monkeypatch.setattr(operators, "forward_runner", lambda _: operators.run_cuda)
+    monkeypatch.setattr(operators, "backward_runner", lambda _: operators.run_backward_cuda)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "attn_mask", "sinks", "grad_out"])
+def test_negative_bits_reach_no_plan(monkeypatch, which):
+    launched(monkeypatch)
+    shapes = {"q": (2, 4, 7, 8), "k": (2, 2, 9, 8), "v": (2, 2, 9, 16), "attn_mask": (2, 1, 7, 9), "sinks": (4,)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    tensors = {name: x if name == "sinks" else x.half() for name, x in tensors.items()}
+    grad_out = torch.randn(2, 4, 7, 16, dtype=torch.float16)
+    _, _, exact = gradients(tensors, grad_out)
+    leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+    given = {name: negated(x) if name == which else x for name, x in leaves.items()}
+    assert which == "grad_out" or given[which].is_neg()
+    out = cudnn_sdpa.sdpa(**given)
+    found = torch.autograd.grad(out, list(leaves.values()), negated(grad_out) if which == "grad_out" else grad_out)
+    for name, gradient in zip(leaves, found, strict=True):
+        assert (gradient.double() - exact[name]).norm() < 1e-2 * exact[name].norm(), name
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("kind", ["negative", "zeros", "plain"])
+def test_gradients_without_memory_of_their_own_on_the_short_way(monkeypatch, kind, times):
+    """Remembered or not: what a plan was launched with before is not what it reads."""
+    launched(monkeypatch)
+    q, k, v = (torch.randn(2, 4, 9, 8, dtype=torch.float16).requires_grad_() for _ in range(3))
+    call = ForwardArguments(q, k, v, with_lse=True)
+    forward = Forward.of(call)
+    known = calls.bind(forward, StandInPlan(forward.key(TARGET, 0)), call.scale_value)
+    prepared = training.PlainTraining(known, call.options[:-1])
+    for _ in range(times):
+        grad_out = torch.randn(2, 4, 9, 8, dtype=torch.float16)
+        if kind == "zeros":
+            grad_out = torch._efficientzerotensor(grad_out.shape, dtype=torch.float16)
+        given = negated(grad_out) if kind == "negative" else grad_out
+        _, _, exact = gradients({"q": q.detach(), "k": k.detach(), "v": v.detach()}, grad_out + 0.0)
+        found = torch.autograd.grad(prepared.run(q, k, v), [q, k, v], given)
+        for name, gradient in zip("qkv", found, strict=True):
+            assert (gradient.double() - exact[name]).norm() <= 1e-2 * exact[name].norm(), name
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "attn_mask"])
+def test_what_was_freed_is_refused(which):
+    tensors = {name: torch.randn(2, 2, 9, 16) for name in "qkv"} | {"attn_mask": torch.randn(9, 9)}
+    tensors[which].untyped_storage().resize_(0)
+    for run in (operators.run_cuda, operators.run_cpu):
+        with pytest.raises(cudnn_sdpa.LayoutError, match=f"{which}: got a tensor without memory"):
+            run(ForwardArguments(**tensors))
+
+
+def test_it_is_refused_on_the_short_way_too():
+    q, k, v = (torch.randn(2, 4, 9, 8, dtype=torch.float16) for _ in range(3))
+    for with_lse in (False, True):
+        call = ForwardArguments(q, k, v, with_lse=with_lse)
+        forward = Forward.of(call)
+        known = calls.bind(forward, StandInPlan(forward.key(TARGET, 0)), call.scale_value)
+        known.run(q, k, v, None, None)
+        freed = torch.randn(2, 4, 9, 8, dtype=torch.float16)
+        freed.untyped_storage().resize_(0)
+        for tensors in ((freed, k, v), (q, freed, v), (q, k, freed)):
+            with pytest.raises(cudnn_sdpa.LayoutError, match="without memory"):
+                known.run(*tensors, None, None)
