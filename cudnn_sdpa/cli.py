@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -26,6 +26,7 @@ _ARGUMENTS = {
     "cudnn": "--cudnn",
     "target": "--target",
     "folder": "--output",
+    "path": "--folder",
     "workers": "--workers",
     "manifest": "MANIFEST",
 }
@@ -54,7 +55,7 @@ def _errors_as_lines() -> Iterator[None]:
         _fail(" ".join(str(error).split()), PROBLEM)
 
 
-def _fail(why: str, status: int) -> None:
+def _fail(why: str, status: int) -> NoReturn:
     typer.echo(why, err=True)
     raise typer.Exit(status) from None
 
@@ -214,6 +215,50 @@ def compile_command(
 
     plans = _plans_of(manifest)
     _report(lambda: compile_plans(plans, target, output, progress=True, workers=workers))
+
+
+plans_app = typer.Typer(invoke_without_command=True)
+app.add_typer(plans_app, name="plans")
+Folder = Annotated[
+    Path | None,
+    typer.Option(help="The plan store; that of CUDNN_SDPA_PLAN_DIR, or in the user's cache folder, if not given."),
+]
+
+
+@plans_app.callback()
+def plans(ctx: typer.Context) -> None:
+    """Look at the plans that are kept on disk, or remove them."""
+    show_help(ctx)
+
+
+@plans_app.command("size")
+def plans_size(folder: Folder = None) -> None:
+    """Say where plans are kept, how many there are, and how large they are."""
+    found = _store(folder).info()
+    typer.echo(f"{found.plans} plans, {found.bytes / 2**20:.1f} of {found.capacity / 2**20:.0f} MiB, in {found.folder}")
+
+
+@plans_app.command("clear")
+def plans_clear(folder: Folder = None) -> None:
+    """Remove all plans that are kept; later processes build them again."""
+    store = _store(folder)
+    before = store.info().plans
+    store.clear()
+    typer.echo(f"{before - store.info().plans} of {before} plans removed from {store.folder}")
+
+
+def _store(folder: Path | None) -> Any:
+    import cudnn_sdpa._pytorch  # noqa: F401
+    from cudnn_sdpa.runtime.store_setting import active, use_plan_store
+
+    if folder is None:
+        store = active()
+        if store is None:
+            _fail("no plans are kept: CUDNN_SDPA_PLAN_DIR or the user's cache folder forbids it; see doctor", PROBLEM)
+        return store
+    if not folder.is_dir():
+        raise ArgumentError("path", repr(str(folder)), "a folder of plans that is there")
+    return use_plan_store(folder).store
 
 
 def _plans_of(path: Path) -> Any:

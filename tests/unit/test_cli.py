@@ -19,6 +19,8 @@ from cudnn_sdpa.bench import cli as bench_cli
 from cudnn_sdpa.cli import app
 from cudnn_sdpa.errors import DeviceError, LibraryError, OfflineError, OptionError, UnsupportedError
 from cudnn_sdpa.runtime.manifest import PlanManifest
+from cudnn_sdpa.runtime.plan_file import StoredPlan
+from cudnn_sdpa.runtime.store import PlanStore
 from cudnn_sdpa.runtime.target import Target, load_properties
 
 ROOT = Path(__file__).parents[2]
@@ -37,11 +39,18 @@ BENCHMARKS = [command[1] for command in COMMANDS if command[:1] == ["bench"] and
 
 def test_all_commands_are_known():
     assert [" ".join(command) for command in COMMANDS if len(command) < 2] == [
-        *("", "version", "support", "device", "doctor", "warmup", "compile", "bench")
+        *("", "version", "support", "device", "doctor", "warmup", "compile", "bench", "plans")
     ]
     assert [
         *("all", "host", "attention", "fp8", "decode", "norm", "silu", "conv", "llama", "coldstart", "shapes")
     ] == BENCHMARKS
+
+
+def test_every_command_is_on_the_page():
+    page = (ROOT / "docs" / "cli.md").read_text()
+    for command in COMMANDS:
+        if command and command[0] != "bench" and command != ["plans"]:
+            assert f"`{' '.join(command)}`" in page
 
 
 @pytest.fixture
@@ -134,7 +143,7 @@ def places(tmp_path):
     (tmp_path / "list.json").write_text("[1, 2]")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
     (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "open").chmod(0o777)  # somebody else may have put files there
     q = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16)
     key = describe_sdpa(q, q, q).key(Target.from_properties(load_properties("h200")), None)
     PlanManifest.of([key]).save(tmp_path / "plans.json")
@@ -172,6 +181,12 @@ USAGE = [
     "warmup {nothing} --workers 0",
     "device --yaml",
     "doctor --yaml",
+    "plans nothing",
+    "plans size --folder {nothing}",
+    "plans size --folder {text}",
+    "plans clear --folder {nothing}",
+    "plans clear --folder {text}",
+    "plans clear --folder {open}",
     "nothing",
     "bench nothing",
     "bench all --json {text}",
@@ -290,6 +305,26 @@ def test_bench_all_runs_every_benchmark_and_goes_on_after_one_that_fails(monkeyp
     monkeypatch.setattr(bench_cli, "run_command", lambda *arguments: ran.append(arguments))
     assert invoke("bench", "all").exit_code == 0
     assert ran == [("bench", name) for name in names]
+
+
+def test_plans_that_are_kept_are_counted_and_removed(tmp_path, monkeypatch):
+    folder = tmp_path / "plans"
+    store = PlanStore(folder)
+    q = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16)
+    key = describe_sdpa(q, q, q).key(Target.from_properties(load_properties("h200")), None)
+    store.save(key, StoredPlan(key.identity(), "eng9", {}, 0, 0.5, b"x" * 2**20))
+    said = f"1 plans, 1.0 of 1024 MiB, in {folder}"
+    assert invoke("plans", "size", "--folder", folder).output.replace("\n", "").startswith(said)
+    monkeypatch.setattr("cudnn_sdpa.runtime.store_setting.active", lambda: store)
+    assert invoke("plans", "size").output.replace("\n", "").startswith(said)
+    assert invoke("plans", "clear").output.startswith("1 of 1 plans removed from ")
+    assert store.load(key) is None
+    assert invoke("plans", "size").output.startswith("0 plans")
+    monkeypatch.setattr("cudnn_sdpa.runtime.store_setting.active", lambda: None)
+    for command in ("size", "clear"):
+        result = invoke("plans", command)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert result.stderr.startswith("no plans are kept")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
