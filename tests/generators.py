@@ -17,7 +17,7 @@ import random
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from mathematics import (
     norm_bounds,
     rms_norm,
 )
-from random_tensors import GRADIENTS, Spec, dense, drawn, gradient_like, is_dense, is_in_order_of, negated
+from random_tensors import GRADIENTS, Spec, aligned, dense, drawn, gradient_like, is_dense, is_in_order_of, negated
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -126,6 +126,7 @@ class Operation:
     #: Options that may be others when a call is run again: data to a plan.
     data: tuple[str, ...] = ()
     has_graph_break = False
+    aligns = False
     modes = True
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
@@ -755,7 +756,10 @@ class Fp8Forward(Fp8):
         last = HALF_A_ULP.get(out_dtype, 2**-8)
         spread = (made.weights @ true["v"].abs().repeat_interleave(made.out.shape[1] // true["v"].shape[1], 1)) * unit
         lse = attention_bounds(made, **true, grad_out=None, precision=precision, **known["options"])["lse"]
-        amax_s = torch.full((1,), 1e-5 if "seq_lens_q" not in case.facts else 1.0, dtype=F64, device=lse.device)
+        on_gpu = lse.is_cuda  # kernels in FP8 approximate exponentials: 4e-4 and 1e-3 were seen on an H200
+        lse = lse + 5e-4 if on_gpu else lse
+        largest = 1.0 if "seq_lens_q" in case.facts else 1e-3 if on_gpu else 1e-5
+        amax_s = torch.full((1,), largest, dtype=F64, device=lse.device)
         off = spread + last * made.out.abs() + 2e-3
         return {"out": off * 23.0, "lse": lse, "amax_s": amax_s, "amax_o": off.amax().view(1)}
 
@@ -914,6 +918,7 @@ def rows_of(r: random.Random) -> tuple[int, ...]:
 
 @operation
 class RmsNorm(Operation):
+    aligns = True
     name = "rms_norm"
     data = ("eps",)
 
@@ -975,6 +980,7 @@ class RmsNorm(Operation):
 
 @operation
 class LayerNorm(Operation):
+    aligns = True
     name = "layer_norm"
     data = ("eps",)
 
@@ -1021,6 +1027,7 @@ class Gate(Operation):
     """What gates have in common: their results are products, and every rounding is relative."""
 
     activation = "silu"
+    aligns = True
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         dtype, shape = fused_dtype(r, device), rows_of(r)
@@ -1096,6 +1103,7 @@ class Conv(Operation):
     """A convolution of any rank."""
 
     rank = 2
+    aligns = True
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         dtype, rank = fused_dtype(r, device), self.rank
@@ -1216,6 +1224,7 @@ def clipped(g: Any, x: Any, *, slope: float = 0.1) -> Any:
 
 @operation
 class UserGraph(Operation):
+    aligns = True
     name = "graph_op"
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
@@ -1270,7 +1279,10 @@ class Cache(Operation):
         session = CacheSession(r, seed, device)
         for _ in range(14):
             session.act(r.choice(["add", "step", "step", "step", "fork", "truncate", "evict", "free", "read", "stale"]))
-        session.check("at the end")
+            if session.problems:
+                break
+        else:
+            session.check("at the end")
         return Outcome("wrong" if session.problems else "right", session.problems, session.reasons)
 
 
@@ -1303,10 +1315,10 @@ class CacheSession:
         """Fresh numbers."""
         return torch.randn(shape, generator=self.generator, dtype=F64).to(self.dtype).to(self.device)
 
-    def check(self, when: str, but: Sequence[int] = ()) -> None:
+    def check(self, when: str) -> None:
         """Compares what can be read with what was written."""
         for one, written in self.model.items():
-            if one not in but and not all(map(torch.equal, self.cache.read(one), written)):
+            if not all(map(torch.equal, self.cache.read(one), written)):
                 self.problems.append(f"{when} sequence {one} has other tokens than were written")
 
     def act(self, action: str) -> None:
@@ -1375,10 +1387,15 @@ class CacheSession:
         """A step whose sequences have been freed must not write into others that have their pages now."""
         for step, numbers in self.steps:
             if not all(one in self.model for one in numbers):
-                with contextlib.suppress(CudnnSdpaError):
-                    self.cache.append(step, *(self.random(step.batch, self.kv, step.tokens, dim) for dim in self.dims))
-                self.check(f"after a stale step of {numbers}", but=numbers)
                 self.steps.clear()
+                try:
+                    self.cache.append(step, *(self.random(step.batch, self.kv, step.tokens, dim) for dim in self.dims))
+                except CudnnSdpaError:
+                    self.check(f"after a stale step of {numbers}, which was refused,")
+                else:
+                    self.problems.append(
+                        f"a step of sequences {numbers} was taken when only {list(self.model)} were left"
+                    )
                 return
 
 
@@ -1391,11 +1408,14 @@ def compared(name: str, actual: Tensor, exact: Tensor, bound: Tensor) -> list[st
         return [f"{name} has shape {tuple(actual.shape)} instead of {tuple(exact.shape)}"]
     info = torch.finfo(actual.dtype)
     rounding = info.eps if actual.dtype != F64 else 0.0
+    tiny = info.smallest_normal * (info.eps if actual.dtype == F16 else 1.0)  # GPUs flush what is smaller, but there
     actual, exact, bound = (x.detach().double() for x in (actual, exact, bound.expand(exact.shape)))
     if not actual.numel():
         return []
-    limit = MARGIN * bound + rounding * exact.abs() + info.smallest_normal
+    limit = MARGIN * bound + rounding * exact.abs() + tiny
     ok = ((actual - exact).abs() <= limit) | (actual == exact)
+    if name == "lse":  # kernels count in base 2, which has no such number
+        ok |= actual.isneginf() & (exact < torch.finfo(F32).min * math.log(2))
     if bool(ok.all()):
         return []
     where = [int(i) for i in (~ok).nonzero()[0]]
@@ -1413,7 +1433,7 @@ def draw(name: str, seed: int, device: str = "cpu") -> Case:
     mode = r.choice(["eager"] * 30 + ["checkpoint", "autocast"])
     if seed % 25 == 13:
         mode = "inductor" if seed % 500 == 263 else "aot_eager"
-    if not op.modes or case.options.get("dropout_p"):
+    if not op.modes or case.options.get("dropout_p") or "bias" in case.facts:
         mode = "eager"
     if mode == "autocast" and not (isinstance(op, (Sdpa, Varlen)) and case.dtype in (BF16, F16)):
         mode = "eager"
@@ -1422,11 +1442,26 @@ def draw(name: str, seed: int, device: str = "cpu") -> Case:
         case = replace(case, tensors=given)
     if mode == "checkpoint" and not case.wanted:
         mode = "eager"
+    if device == "cuda" and op.aligns:
+        case = with_alignment(r, case)
     third = r.choice(THIRD)
     varied = case.varied or {n: case.options[n] * 1.37 for n in op.data if case.options.get(n)}
     policy = r.choice(["exact"] * 9 + ["bucketed"])
     grad = r.choice(GRADIENTS)
     return replace(case, mode=mode, third=third, varied=varied, policy=policy, grad=grad)
+
+
+def with_alignment(r: random.Random, case: Case) -> Case:
+    """The call with tensors that begin at multiples of 16 bytes, mostly; where they do not, it may be refused."""
+    tensors = dict(case.tensors)
+    for name, spec in tensors.items():
+        if r.random() < 0.9:
+            tensors[name] = aligned(spec)
+    halves = case.facts.get("form", "two") != "two" and tensors["both"].shape[-1] // 2 * case.dtype.itemsize % 16
+    is_aligned = not halves and all(spec == aligned(spec) for spec in tensors.values())
+    return replace(
+        case, tensors=tensors, refusable=case.refusable or "" if is_aligned else "memory that is not aligned"
+    )
 
 
 def poison(*shapes: tuple[tuple[int, ...], torch.dtype]) -> None:
@@ -1476,7 +1511,12 @@ class Run:
                 self.compiled = torch.compile(self.op.call, backend=mode, fullgraph=full)
             return self.compiled(tensors, options, facts)
         if mode == "checkpoint":
-            return checkpoint(lambda t: self.op.call(t, options, facts), tensors, use_reentrant=False)
+            try:
+                return checkpoint(lambda t: self.op.call(t, options, facts), tensors, use_reentrant=False)
+            except Exception as error:
+                # Its hooks stay in force as long as its frame lives: later gradients would compute this call again.
+                traceback.clear_frames(error.__traceback__)
+                raise
         if mode == "autocast":
             with torch.autocast(self.device, dtype=self.case.dtype):
                 return self.op.call(tensors, options, facts)
@@ -1653,10 +1693,10 @@ def run(case: Case, device: str = "cpu") -> Outcome:
         try:
             problems += runs.once(case.third, wanted)
         except CudnnSdpaError as error:
-            if case.third == "options" or (case.third != "create_graph" and not isinstance(error, UnsupportedError)):
+            has_plan_of_its_own = case.third in ("no_grad", "inference") and bool(wanted)
+            if case.third != "create_graph" and not (has_plan_of_its_own and isinstance(error, UnsupportedError)):
                 raise
-            if case.third != "create_graph":
-                problems.append(f"{case.third}: declined, though it ran before: {error}")
+            outcome.reasons += getattr(error, "reasons", []) if has_plan_of_its_own else []
         except RuntimeError as error:
             if case.third != "create_graph" or not any(text in str(error) for text in OF_PYTORCH):
                 raise

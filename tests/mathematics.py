@@ -160,7 +160,7 @@ def attention(
     lse = torch.logsumexp(everything, dim=-1).detach()
     if options.get("sinks") is None:
         lse, sink = torch.where(seen.any(-1), lse, -math.inf), None
-    share = 1.0 if kept is None else kept / (1 - options["dropout_p"])
+    share = 1.0 if kept is None else kept.double() / (1 - options["dropout_p"])
     return Attended((weights * share) @ values, lse, weights, sink, share, seen, slope)
 
 

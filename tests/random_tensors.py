@@ -196,6 +196,13 @@ def negated(spec: Spec) -> Spec:
     return replace(spec, layout=replace(spec.layout, negative=True))
 
 
+def aligned(spec: Spec) -> Spec:
+    """The same, beginning at a multiple of 16 bytes."""
+    unit = max(1, 16 // spec.dtype.itemsize)
+    offset = spec.layout.offset + -spec.make("meta").storage_offset() % unit
+    return replace(spec, layout=replace(spec.layout, offset=offset))
+
+
 #: Kinds of gradients of results.
 GRADIENTS = (
     *("dense", "dense", "dense", "permuted", "permuted", "expanded", "stride 0", "transposed", "sliced"),
