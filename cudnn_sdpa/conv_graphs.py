@@ -187,3 +187,5 @@ def _in_two(key: PlanKey) -> tuple[Step, ...]:
 
 
 convolution.steps = _in_two
+for _function in (convolution, convolution_of_x, convolution_of_weight, finished):
+    _function.channels_last = True

@@ -16,7 +16,7 @@ from cudnn_sdpa.runtime.cache import next_use, plan_cache
 from cudnn_sdpa.runtime.call_table import CallTable
 from cudnn_sdpa.runtime.graph_op import GraphOp
 from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
-from cudnn_sdpa.runtime.layouts import ALIGNMENT, TensorLayout
+from cudnn_sdpa.runtime.layouts import ALIGNMENT, TensorLayout, layouts_of
 from cudnn_sdpa.runtime.plan import allocate, current_device
 from cudnn_sdpa.runtime.target import Target, live_target
 
@@ -57,12 +57,14 @@ def key_of(
     """The key of the plan for operands and outputs that lie in memory as these do."""
     rank = max(x.dim() for x in given if isinstance(x, Tensor))
     number = TensorLayout.contiguous((1,) * rank, torch.float32)
+    tensors = [x for x in (*given, *outputs) if isinstance(x, Tensor)]
+    layouts = iter(layouts_of(tensors, channels_last=operation.channels_last))
     inputs = [
-        Operand(name, TensorLayout.of(x)) if isinstance(x, Tensor) else Operand(name, number, Role.SCALAR)
+        Operand(name, next(layouts)) if isinstance(x, Tensor) else Operand(name, number, Role.SCALAR)
         for name, x in zip(names, given, strict=True)
         if x is not None
     ]
-    results = [Operand(f"output{number}", TensorLayout.of(x)) for number, x in enumerate(outputs)]
+    results = [Operand(f"output{place}", layout) for place, layout in enumerate(layouts)]
     return operation.key(inputs, results, options, target, device, deterministic=deterministic)
 
 

@@ -51,6 +51,8 @@ class GraphOp:
         self._builder = builder
         #: Of a key, the steps in which other graphs compute the same, if there are any that may be faster.
         self.steps: Callable[[PlanKey], tuple[Step, ...]] | None = None
+        #: Whether operands are read with channels last where sizes of 1 leave that open.
+        self.channels_last = False
         self.name = f"{builder.__module__}:{builder.__qualname__}"
         for _ in _identity(builder, seen=set(), complete=False):  # refuse now what can be refused now
             pass

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cudnn_sdpa.runtime.symbols import is_true, questions
+from cudnn_sdpa.runtime.symbols import Question, is_true, questions
 
 #: Names under which cuDNN knows the dtypes (members of ``cudnn.data_type``).
 CUDNN_DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -36,8 +36,8 @@ ALIGNMENT = 16
 class TensorLayout:
     """Shape, stride (in elements) and dtype of one operand.
 
-    The stride of a dimension of size 1 is never used to reach memory, so it is replaced by the value that a
-    dense tensor would have there; two views that differ only in it share a plan.
+    The stride of a dimension of size 1 is never used to reach memory, so it is replaced by the value that a dense
+    tensor of the same memory order has there (see `canonical_stride`); two views that differ only in it share a plan.
     """
 
     shape: tuple[int, ...]
@@ -45,19 +45,15 @@ class TensorLayout:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorLayout:
-        """The layout of `tensor`."""
-        return cls(tuple(tensor.shape), canonical_stride(tensor.shape, tensor.stride()), tensor.dtype)
+    def of(cls, tensor: torch.Tensor, *, channels_last: bool = False) -> TensorLayout:
+        """The layout of `tensor`; `channels_last` as for `canonical_stride`."""
+        stride = canonical_stride(tensor.shape, tensor.stride(), channels_last=channels_last)
+        return cls(tuple(tensor.shape), stride, tensor.dtype)
 
     @classmethod
     def contiguous(cls, shape: Sequence[int], dtype: torch.dtype) -> TensorLayout:
         """The layout of a new row-major tensor."""
         return cls(tuple(shape), contiguous_stride(shape), dtype)
-
-    def expand_right(self, rank: int) -> TensorLayout:
-        """The same memory seen with trailing dimensions of size 1, as cuDNN wants its side tensors."""
-        missing = rank - len(self.shape)
-        return TensorLayout(self.shape + (1,) * missing, self.stride + (1,) * missing, self.dtype)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready description, read back by `from_json`."""
@@ -83,17 +79,87 @@ def contiguous_stride(shape: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(reversed(stride))
 
 
-def canonical_stride(shape: Sequence[Any], stride: Sequence[Any]) -> tuple[Any, ...]:
-    """`stride` with every size-1 dimension's entry replaced by what a dense layout would have there."""
-    holds, _ = questions(shape, stride)
+def canonical_stride(shape: Sequence[Any], stride: Sequence[Any], *, channels_last: bool = False) -> tuple[Any, ...]:
+    """`stride` with every size-1 dimension's entry replaced by what a dense tensor of the same memory order has there.
+
+    cuDNN reads the memory order (NCHW, NHWC) out of all strides, also out of those that reach nothing: a filter
+    (8, 8, 3, 1) with strides (24, 1, 8, 1) instead of (24, 1, 8, 8) is another filter to its kernels. Where all larger
+    dimensions are in order, sizes of 1 are in order too; where they lie as with channels last, sizes of 1 do, too.
+
+    Args:
+        shape: Sizes.
+        stride: Strides, in elements.
+        channels_last: Which of both it is where sizes of 1 leave that open.
+    """
+    holds, is_larger = questions(shape, stride)
+    single = [holds(size == 1) for size in shape]
+    if not any(single):
+        return tuple(stride)
+    order = _memory_order(shape, stride, channels_last, holds, is_larger)
     result = list(stride)
     span: Any = 1
-    for i in range(len(shape) - 1, -1, -1):
-        if holds(shape[i] == 1):
+    for i in reversed(order):
+        if single[i]:
             result[i] = span
         elif holds(shape[i] * result[i] > span):
             span = shape[i] * result[i]
     return tuple(result)
+
+
+def has_channels_last(shape: Sequence[Any], stride: Sequence[Any]) -> bool:
+    """Whether channels, the second of four or more dimensions, are innermost in memory, and no other order fits."""
+    holds, is_larger = questions(shape, stride)
+    in_order, last = range(len(shape)), channels_last_order(len(shape))
+    return (
+        len(shape) >= _IMAGE
+        and not _follows(in_order, shape, stride, holds, is_larger)
+        and _follows(last, shape, stride, holds, is_larger)
+    )
+
+
+def layouts_of(tensors: Sequence[torch.Tensor], *, channels_last: bool = False) -> list[TensorLayout]:
+    """The layouts of one graph's operands. Where sizes of 1 leave their order open, it is that of the others.
+
+    Args:
+        tensors: The operands.
+        channels_last: Which order it is where that is open for all of them.
+    """
+    last = channels_last or any(has_channels_last(x.shape, x.stride()) for x in tensors)
+    return [TensorLayout.of(x, channels_last=last) for x in tensors]
+
+
+#: Rank of the smallest tensors that have a memory order with channels last.
+_IMAGE = 4
+
+
+def channels_last_order(rank: int) -> tuple[int, ...]:
+    """The dimensions from the outermost to the innermost, where channels are innermost."""
+    return (0, *range(2, rank), 1)
+
+
+def _memory_order(
+    shape: Sequence[Any], stride: Sequence[Any], channels_last: bool, holds: Question, is_larger: Question
+) -> Sequence[int]:
+    """The dimensions from the outermost to the innermost, where those of size 1 have their places too."""
+    rank = len(shape)
+    orders = [tuple(range(rank))]
+    if rank >= _IMAGE:
+        orders.insert(0 if channels_last else 1, channels_last_order(rank))
+    for order in orders:
+        if _follows(order, shape, stride, holds, is_larger):
+            return order
+    first = rank  # of the sizes of 1 at the end, which have nothing behind them that they could lie around
+    while first > 0 and holds(shape[first - 1] == 1):
+        first -= 1
+    return (*range(first, rank), *range(first))
+
+
+def _follows(
+    order: Sequence[int], shape: Sequence[Any], stride: Sequence[Any], holds: Question, is_larger: Question
+) -> bool:
+    """Whether the dimensions that reach memory lie in this order."""
+    real = [stride[i] for i in order if not holds(shape[i] == 1) and not holds(stride[i] == 0)]
+    return not any(is_larger(real[i], real[i - 1]) for i in range(1, len(real)))
 
 
 def is_expanded(shape: Sequence[Any], stride: Sequence[Any]) -> bool:

@@ -67,6 +67,65 @@ def test_conv2d(name, dtype, last):
                 assert difference(out, function(F.conv2d(*exact[:2], **sizes))) < TOLERANCE[dtype]
 
 
+#: Filters and images with sizes of 1: cuDNN reads the memory order out of their strides, too.
+ONES = {
+    "3x1, steps": ((3, 8, 7, 12), (8, 8, 3, 1), {"stride": (1, 2)}),
+    "2x1": ((3, 16, 9, 12), (8, 16, 2, 1), {"dilation": 2}),
+    "1x3": ((3, 8, 7, 12), (8, 8, 1, 3), {"padding": (0, 1)}),
+    "3x1 of a column": ((3, 8, 7, 1), (16, 8, 3, 1), {"padding": (1, 0)}),
+    "1x3 of a row": ((3, 8, 1, 7), (16, 8, 1, 3), {}),
+    "of points": ((5, 8, 1, 1), (16, 8, 1, 1), {}),
+    "of one channel": ((3, 1, 7, 12), (8, 1, 3, 1), {}),
+    "of a column of one channel": ((3, 1, 12, 1), (8, 1, 3, 1), {}),
+    "one filter": ((3, 8, 7, 12), (1, 8, 3, 1), {}),
+    "one number": ((1, 1, 9, 1), (1, 1, 3, 1), {}),
+    "groups": ((3, 16, 7, 12), (32, 8, 3, 1), {"groups": 2}),
+    "each channel": ((3, 48, 7, 12), (48, 1, 3, 1), {"groups": 48}),
+    "3x3x1": ((2, 8, 5, 6, 7), (8, 8, 3, 3, 1), {}),
+    "3x1x1": ((2, 8, 5, 6, 7), (8, 8, 3, 1, 1), {"padding": (1, 0, 0)}),
+    "1x1x3": ((2, 8, 1, 1, 7), (8, 8, 1, 1, 3), {}),
+}
+
+
+@pytest.mark.parametrize("name", ONES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_last", [(False, False), (True, True), (True, False)])
+def test_sizes_of_1(name, dtype, is_last):
+    of_x, of_weight, sizes = ONES[name]
+    function, of_torch = (conv2d, F.conv2d) if len(of_x) == 4 else (conv3d, F.conv3d)
+    last = torch.channels_last if len(of_x) == 4 else torch.channels_last_3d
+    forms = [last if is_it else torch.contiguous_format for is_it in is_last]
+    scales = 1, math.prod(of_weight[1:]) ** -0.5
+    x, weight = (
+        (torch.randn(shape, device="cuda") * scale).to(dtype).contiguous(memory_format=form).requires_grad_()
+        for shape, scale, form in zip((of_x, of_weight), scales, forms, strict=True)
+    )
+    bias = torch.randn(of_weight[0], device="cuda", dtype=dtype).requires_grad_()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight, bias)]
+    wanted = of_torch(*exact, **sizes)
+    grad = torch.randn_like(wanted).to(dtype)
+    gradients = torch.autograd.grad(wanted, exact, grad.double(), retain_graph=True)
+    for _ in range(2):
+        with torch.no_grad():
+            assert difference(function(x, weight, bias, **sizes), wanted) < TOLERANCE[dtype]
+            assert difference(function(x, weight, bias, **sizes, activation="relu"), F.relu(wanted)) < TOLERANCE[dtype]
+        out = function(x, weight, bias, **sizes)
+        assert difference(out, wanted) < TOLERANCE[dtype]
+        for one, other in zip(torch.autograd.grad(out, (x, weight, bias), grad), gradients, strict=True):
+            assert difference(one, other) < 2 * TOLERANCE[dtype]
+
+
+def test_sizes_of_1_in_a_graph_of_ones_own():
+    weight = channels_last(16, 32, 3, 1) * 0.1
+    weight = weight.contiguous(memory_format=torch.channels_last)
+    bias = torch.randn(1, 16, 1, 1, device="cuda", dtype=torch.bfloat16)
+    for of_x in ((2, 32, 16, 16), (2, 32, 16, 1)):
+        x = channels_last(*of_x)
+        wanted = F.silu(F.conv2d(x.double(), weight.double(), bias.flatten().double(), padding=1))
+        for _ in range(2):
+            assert difference(conv_bias_silu(x, weight, bias), wanted) < 1e-2
+
+
 def test_other_ranks():
     x = torch.randn(2, 50, 32, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
     weight = (torch.randn(64, 32, 3, device="cuda") * 0.1).bfloat16().requires_grad_()

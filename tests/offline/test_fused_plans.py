@@ -215,3 +215,40 @@ def test_what_is_not_fused_with_a_norm_is_refused_with_reasons(gpu, name, monkey
 def test_the_plan_does_not_depend_on_eps():
     keys = [key_and_properties("h200", (rms_norm_rows, (X, W, None, eps), INFERENCE))[0] for eps in (1e-6, 1e-5)]
     assert keys[0] == keys[1]
+
+
+#: Images and filters with sizes of 1.
+ONES = {
+    "3x1": ((3, 8, 7, 12), (8, 8, 3, 1)),
+    "1x3": ((3, 8, 7, 12), (8, 8, 1, 3)),
+    "1x1": ((3, 8, 7, 12), (8, 8, 1, 1)),
+    "a column": ((3, 8, 7, 1), (8, 8, 3, 1)),
+    "a row": ((3, 8, 1, 7), (8, 8, 1, 3)),
+    "points": ((3, 8, 1, 1), (16, 8, 1, 1)),
+    "one channel": ((3, 1, 7, 12), (8, 1, 3, 1)),
+    "one filter": ((3, 8, 7, 12), (1, 8, 3, 1)),
+    "one of each": ((1, 1, 7, 1), (1, 1, 3, 1)),
+    "each channel": ((3, 48, 7, 12), (48, 1, 3, 1)),
+    "3x3x1": ((2, 8, 5, 6, 7), (8, 8, 3, 3, 1)),
+    "3x1x1": ((2, 8, 5, 6, 7), (8, 8, 3, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", ONES)
+@pytest.mark.parametrize("in_order", [False, True])
+def test_convolutions_with_sizes_of_1_have_engines(name, in_order):
+    of_x, of_weight = ONES[name]
+    make = bare if in_order else pictures
+    x, weight = (channels_last(make(*shape)) for shape in (of_x, of_weight))
+    where = geometry(len(of_x) - 2, padding=0)
+    (y,) = convolution.outputs((x, weight, None), {**where, "activation": None})
+    for call in (
+        (convolution, (x, weight), {**where, "activation": None}),
+        (convolution_of_x, (y, weight), {**where, "shape": of_x}),
+        (convolution_of_weight, (y, x), {**where, "shape": of_weight}),
+    ):
+        key, properties = key_and_properties("h200", call)
+        for operand in (*key.inputs, *key.outputs):
+            batch, channels, *sizes = operand.layout.shape
+            assert operand.layout.stride == bare(batch, *sizes, channels).movedim(-1, 1).stride()
+        assert engine_offline(key, properties).startswith("eng")

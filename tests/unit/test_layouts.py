@@ -15,6 +15,8 @@ from cudnn_sdpa.runtime.layouts import (
     canonical_stride,
     contiguous_stride,
     dense_stride_like,
+    has_channels_last,
+    layouts_of,
 )
 
 SHAPES = [(2, 3, 5, 8), (1, 3, 5, 8), (2, 1, 5, 8), (2, 3, 1, 8), (1, 1, 1, 8), (2, 1, 1, 16), (7,), (), (0, 3, 5, 8)]
@@ -84,11 +86,6 @@ def test_a_layout_can_be_written_to_json_and_read_back(dtype):
 def test_a_layout_reads_well():
     text = str(TensorLayout((2, 3, 5, 8), (120, 8, 24, 1), torch.bfloat16))
     assert text == "bfloat16[2×3×5×8; strides 120,8,24,1]"
-
-
-def test_trailing_dimensions_of_size_one_are_added():
-    layout = TensorLayout((6,), (1,), torch.int32).expand_right(4)
-    assert layout == TensorLayout((6, 1, 1, 1), (1, 1, 1, 1), torch.int32)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -174,3 +171,83 @@ def test_canonical_strides_reach_the_same_memory_and_are_unique(model, odd):
     assert canonical_stride(shape, canonical) == canonical
     other = tuple(odd[dim] if size == 1 else stride[dim] for dim, size in enumerate(shape))
     assert canonical_stride(shape, other) == canonical
+
+
+def channels_last_stride(shape):
+    """What PyTorch gives cuDNN for a tensor with its channels innermost, written as it is done there."""
+    stride, step = [0] * len(shape), 1
+    for dim in (1, *range(len(shape) - 1, 1, -1), 0):
+        stride[dim] = step
+        step *= shape[dim]
+    return tuple(stride)
+
+
+def is_in_order(shape, stride):
+    reached = [step for size, step in zip(shape, stride, strict=True) if size > 1]
+    return reached == sorted(reached, reverse=True)
+
+
+IMAGES = [shape for rank in (4, 5) for shape in itertools.product((1, 2, 3), repeat=rank)]
+
+
+@pytest.mark.parametrize("rank", [4, 5])
+def test_every_size_of_1_has_its_place_in_order_or_with_channels_last(rank):
+    """All that lies densely, whatever its sizes of 1 say: cuDNN sees NCHW or NHWC, never something in between."""
+    for shape in (shape for shape in IMAGES if len(shape) == rank):
+        for dense in (contiguous_stride(shape), channels_last_stride(shape)):
+            for odd in (0, 1, 7, 10**6):
+                stride = tuple(odd if size == 1 else step for size, step in zip(shape, dense, strict=True))
+                fits = [contiguous_stride(shape)] * is_in_order(shape, dense)
+                last = channels_last_stride(shape)
+                fits += [last] * all(a == b for size, a, b in zip(shape, stride, last, strict=True) if size > 1)
+                assert canonical_stride(shape, stride) == fits[0], (shape, stride)
+                assert canonical_stride(shape, stride, channels_last=True) == fits[-1], (shape, stride)
+                assert has_channels_last(shape, stride) is (fits == [last]), (shape, stride)
+
+
+@settings(max_examples=500, deadline=None, derandomize=True, database=None)
+@given(
+    shapes=st.lists(st.lists(st.sampled_from((1, 2, 5)), min_size=4, max_size=4), min_size=2, max_size=4),
+    orders=st.lists(st.booleans(), min_size=4, max_size=4),
+    channels_last=st.booleans(),
+)
+def test_the_operands_of_one_graph_have_one_order_where_that_is_open(shapes, orders, channels_last):
+    tensors = []
+    for shape, is_last in zip(shapes, orders, strict=False):
+        stride = channels_last_stride(shape) if is_last else contiguous_stride(shape)
+        tensors.append(torch.empty(0).new_empty_strided(shape, stride))
+    layouts = layouts_of(tensors, channels_last=channels_last)
+    known = {has_channels_last(x.shape, x.stride()) for x in tensors}
+    for x, layout in zip(tensors, layouts, strict=True):
+        in_order, last = contiguous_stride(x.shape), channels_last_stride(x.shape)
+        assert layout.stride in (in_order, last)
+        if True in known or channels_last:
+            assert layout.stride == last or not is_in_order(x.shape, last)
+        else:
+            assert layout.stride == in_order
+
+
+@st.composite
+def dense_tensors(draw):
+    """Shape and strides of a dense tensor in any memory order."""
+    shape = [draw(st.sampled_from((1, 1, 2, 3, 8))) for _ in range(draw(st.integers(1, 5)))]
+    order = draw(st.permutations(range(len(shape))))
+    stride, step = [0] * len(shape), 1
+    for dim in order:
+        stride[dim] = step
+        step *= shape[dim]
+    return tuple(shape), tuple(stride)
+
+
+@settings(max_examples=500, deadline=None, derandomize=True, database=None)
+@given(tensor=dense_tensors(), channels_last=st.booleans())
+def test_what_is_dense_stays_dense_in_its_order(tensor, channels_last):
+    shape, stride = tensor
+    canonical = canonical_stride(shape, stride, channels_last=channels_last)
+    assert occupied(shape, canonical) == occupied(shape, stride)
+    places = sorted(range(len(shape)), key=lambda dim: (canonical[dim], shape[dim] > 1))
+    step = 1
+    for dim in places:
+        assert canonical[dim] == step, (shape, stride, canonical)
+        step *= shape[dim]
+    assert canonical_stride(shape, canonical, channels_last=channels_last) == canonical
