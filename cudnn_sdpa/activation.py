@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cudnn_sdpa.activation_graphs import (
     gelu_mul_rows,
@@ -20,13 +19,14 @@ from cudnn_sdpa.activation_graphs import (
 )
 from cudnn_sdpa.activation_rows import as_rows
 from cudnn_sdpa.errors import DtypeError, ShapeError, UnsupportedError
-from cudnn_sdpa.fused_dtypes import check_dtype
+from cudnn_sdpa.fused_dtypes import check_beside, check_dtype, check_kept
 from cudnn_sdpa.graphs import operator
 from cudnn_sdpa.graphs.function import GraphFunction
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
 from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_deterministic, is_watched, needs_gradient
 from cudnn_sdpa.runtime.graph_call import GraphCall, describe
 from cudnn_sdpa.runtime.layouts import ALIGNMENT, contiguous_stride
+from cudnn_sdpa.runtime.symbols import is_empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
         if call is not None:
             if trains:
                 return _SiluMul.apply(call, *tensors)  # type: ignore[no-any-return,no-untyped-call]
-            return call(tensors if up is not None else halves_of(gate))[0]
+            return call(tensors if up is not None else gate.chunk(2, dim=-1))[0]
     return _run(_SILU, halves_of(gate) if up is None else (gate, up), tensors)
 
 
@@ -156,17 +156,16 @@ class _SiluMul(torch.autograd.Function):
     def forward(ctx: Any, call: GraphCall, *tensors: Tensor) -> Tensor:
         ctx.call = call
         ctx.save_for_backward(*tensors)
-        return call(tensors if len(tensors) > 1 else halves_of(tensors[0]))[0]
+        return call(tensors if len(tensors) > 1 else tensors[0].chunk(2, dim=-1))[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
         watched = is_watched(grad)
         if not watched and (not grad.is_contiguous() or grad.data_ptr() % ALIGNMENT):
             grad = grad.clone(memory_format=torch.contiguous_format)
         if watched or not all(needs):
-            pair = tensors if len(tensors) > 1 else halves_of(tensors[0])
+            pair = tensors if len(tensors) > 1 else tensors[0].chunk(2, dim=-1)
             rows = as_rows([grad.contiguous(), *pair], _OF_GRADIENTS)
             found = gradients_of(rows, needs if len(tensors) > 1 else (True, True))
             seen = [None if part is None else part.view(grad.shape) for part in found]
@@ -192,7 +191,7 @@ def _gradients(call: GraphCall, grad: Tensor, gate: Tensor, up: Tensor) -> list[
 def _of_both(call: GraphCall, grad: Tensor, both: Tensor) -> list[Tensor]:
     """The gradient by a tensor that holds gate and up, each half written to its place."""
     both = both if both.is_contiguous() else both.contiguous()
-    given = (grad, *halves_of(both))
+    given = (grad, *both.chunk(2, dim=-1))
     looks = [is_deterministic(), *map(describe, given)]
     known = call.gradient
     if known is None or known[0] != looks or not known[1].plan.held:
@@ -207,9 +206,10 @@ def _of_both(call: GraphCall, grad: Tensor, both: Tensor) -> list[Tensor]:
 
 def halves_of(both: Tensor) -> tuple[Tensor, Tensor]:
     """Gate and up of a tensor that is both."""
-    if not isinstance(both, Tensor) or both.dim() == 0 or both.shape[-1] % 2:
-        got = f"shape {tuple(both.shape)}" if isinstance(both, Tensor) else type(both).__name__
-        raise ShapeError("gate", got, "an even last dimension, gate and up, where up is not given")
+    check_dtype("gate", both)
+    if both.dim() == 0 or both.shape[-1] % 2:
+        expected = "an even last dimension, gate and up, where up is not given"
+        raise ShapeError("gate", f"shape {tuple(both.shape)}", expected)
     gate, up = both.chunk(2, dim=-1)
     return gate, up
 
@@ -219,11 +219,12 @@ def check(tensors: Sequence[Any], names: Sequence[str]) -> None:
     first = tensors[0]
     check_dtype(names[0], first)
     for name, other in zip(names[1:], tensors[1:], strict=True):
-        if not isinstance(other, Tensor) or other.dtype != first.dtype:
-            got = str(other.dtype) if isinstance(other, Tensor) else type(other).__name__
-            raise DtypeError(name, got, f"{first.dtype}, the dtype of {names[0]}")
+        check_beside(name, other, names[0], first)
+        if other.dtype != first.dtype:
+            raise DtypeError(name, str(other.dtype), f"{first.dtype}, the dtype of {names[0]}")
         if other.shape != first.shape:
             raise ShapeError(name, f"shape {tuple(other.shape)}", f"shape {tuple(first.shape)}, as {names[0]} has")
+    check_kept(**dict(zip(names, tensors, strict=True)))
 
 
 def _run(kind: _Kind, operands: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
@@ -241,7 +242,7 @@ def _run(kind: _Kind, operands: Sequence[Tensor], tensors: Sequence[Tensor]) -> 
         works = "torch.no_grad(), silu_mul, or PyTorch's own functions"
         raise UnsupportedError(f"the gradient of {kind.name}", reasons, works)
     shape = operands[0].shape
-    if 0 in shape:
+    if is_empty(operands[0]):
         return kind.plain(*operands)
     rows = as_rows(operands, kind.operands)
     if is_compiling() or not rows[0].is_cuda or not is_bare(*tensors):

@@ -12,6 +12,9 @@ from torch import Tensor
 from cudnn_sdpa.activation_rows import backward_form, forward_form
 from cudnn_sdpa.fused_dtypes import widened
 from cudnn_sdpa.graphs.function import graph_op
+from cudnn_sdpa.runtime.second_order import no_second_gradient
+
+_no_second_gradient = no_second_gradient("silu_mul")
 
 
 def _silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -33,7 +36,7 @@ def _like(result: Tensor, model: Tensor) -> Tensor:
     return out.copy_(result)
 
 
-@graph_op(reference=_silu_mul_gradients_reference)
+@graph_op(reference=_silu_mul_gradients_reference, backward=_no_second_gradient, keeps_results=False)
 def silu_mul_gradients(g: Any, grad: Any, gate: Any, up: Any, *, dense: bool) -> Any:
     """The gradients of `silu_mul` by gate and up, which are dense or lie as these do."""
     del dense  # the key has it
@@ -46,13 +49,15 @@ def _of_gate_reference(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return _silu_mul_gradients_reference(grad, gate, up, dense=True)[0]
 
 
-@graph_op(reference=_of_gate_reference)
+@graph_op(reference=_of_gate_reference, backward=_no_second_gradient, keeps_results=False)
 def silu_mul_of_gate(g: Any, grad: Any, gate: Any, up: Any) -> Any:
     """The gradient of `silu_mul` by gate alone, dense."""
     return g.swish_backward(loss=g.mul(a=grad, b=up), input=gate)
 
 
-@graph_op(reference=lambda grad, gate: _silu_mul_reference(gate, grad))
+@graph_op(
+    reference=lambda grad, gate: _silu_mul_reference(gate, grad), backward=_no_second_gradient, keeps_results=False
+)
 def silu_mul_of_up(g: Any, grad: Any, gate: Any) -> Any:
     """The gradient of `silu_mul` by up alone, dense."""
     return g.mul(a=g.swish(input=gate), b=grad)

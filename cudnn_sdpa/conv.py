@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cudnn_sdpa.attention.dense import cast_tensor
 from cudnn_sdpa.conv_arguments import check, check_activation, check_extent, sizes_of
@@ -246,7 +245,6 @@ class _Convolution(torch.autograd.Function):
         return call(tensors)[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         rank, of_user, *shapes = ctx.rest
         x, weight = (None if part is None else as_picture(rank, part) for part in ctx.saved_tensors)

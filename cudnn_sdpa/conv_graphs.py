@@ -67,15 +67,19 @@ def _reference(
     return channels_last(ACTIVATIONS[activation](y).to(x.dtype))
 
 
+# Gradients are computed in float64: of float32 oneDNN writes beyond the ends of tensors where filters are smaller than
+# their steps (seen with PyTorch 2.13).
+
+
 def _of_x_reference(grad: Tensor, weight: Tensor, *, shape: Sizes, **sizes: Sizes) -> Tensor:
     grad_of = torch.nn.grad.conv2d_input if grad.dim() == 4 else torch.nn.grad.conv3d_input  # type: ignore[attr-defined]
-    found = grad_of(shape, widened(weight), widened(grad), **sizes, groups=shape[1] // weight.shape[1])
+    found = grad_of(shape, weight.double(), grad.double(), **sizes, groups=shape[1] // weight.shape[1])
     return channels_last(found.to(grad.dtype))
 
 
 def _of_weight_reference(grad: Tensor, x: Tensor, *, shape: Sizes, **sizes: Sizes) -> Tensor:
     grad_of = torch.nn.grad.conv2d_weight if grad.dim() == 4 else torch.nn.grad.conv3d_weight  # type: ignore[attr-defined]
-    found = grad_of(widened(x), shape, widened(grad), **sizes, groups=x.shape[1] // shape[1])
+    found = grad_of(x.double(), shape, grad.double(), **sizes, groups=x.shape[1] // shape[1])
     return channels_last(found.to(grad.dtype))
 
 
@@ -84,7 +88,18 @@ def _geometry(stride: Sizes, padding: Sizes, dilation: Sizes) -> dict[str, list[
     return {"pre_padding": pads, "post_padding": pads, "stride": list(stride), "dilation": list(dilation)}
 
 
-@graph_op(reference=_of_x_reference)
+def _of_x_backward(
+    grads: Any, operands: Any, results: Any, *, needs: tuple[bool, ...], shape: Sizes, **sizes: Sizes
+) -> Any:
+    del results, shape
+    grad, weight = operands
+    of_grad = convolution(channels_last(grads[0]), weight, **sizes, activation=None) if needs[0] else None
+    if not needs[1]:
+        return of_grad, None
+    return of_grad, convolution_of_weight(grad, channels_last(grads[0]), shape=tuple(weight.shape), **sizes)
+
+
+@graph_op(reference=_of_x_reference, backward=_of_x_backward, keeps_results=False)
 def convolution_of_x(
     g: Any, grad: Any, weight: Any, *, shape: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes
 ) -> Any:
@@ -93,7 +108,18 @@ def convolution_of_x(
     return g.conv_dgrad(loss=grad, filter=weight, **_geometry(stride, padding, dilation))
 
 
-@graph_op(reference=_of_weight_reference)
+def _of_weight_backward(
+    grads: Any, operands: Any, results: Any, *, needs: tuple[bool, ...], shape: Sizes, **sizes: Sizes
+) -> Any:
+    del results, shape
+    grad, x = operands
+    of_grad = convolution(x, channels_last(grads[0]), **sizes, activation=None) if needs[0] else None
+    if not needs[1]:
+        return of_grad, None
+    return of_grad, convolution_of_x(grad, channels_last(grads[0]), shape=tuple(x.shape), **sizes)
+
+
+@graph_op(reference=_of_weight_reference, backward=_of_weight_backward, keeps_results=False)
 def convolution_of_weight(
     g: Any, grad: Any, x: Any, *, shape: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes
 ) -> Any:

@@ -7,13 +7,12 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cudnn_sdpa.errors import DtypeError, UnsupportedError
 from cudnn_sdpa.graphs import operator
 from cudnn_sdpa.graphs.function import GraphFunction
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
-from cudnn_sdpa.norm_arguments import INFINITY, check, check_choices, check_residual
+from cudnn_sdpa.norm_arguments import MOST, check, check_choices, check_residual
 from cudnn_sdpa.norm_graphs import (
     ACTIVATIONS,
     layer_norm_gradients,
@@ -25,6 +24,7 @@ from cudnn_sdpa.norm_graphs import (
 from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_deterministic, is_watched, needs_gradient
 from cudnn_sdpa.runtime.graph_call import GraphCall, Layout, describe
 from cudnn_sdpa.runtime.layouts import ALIGNMENT, contiguous_stride
+from cudnn_sdpa.runtime.symbols import is_empty
 
 _rms_norm_calls, _layer_norm_calls = Shortcuts(), Shortcuts()
 
@@ -105,23 +105,42 @@ def rms_norm(
 
     From "Root Mean Square Layer Normalization" (Zhang and Sennrich, 2019).
     """
-    if weight is not None and residual is None and activation is None and type(eps) is float and not is_compiling():
-        # A plain call like one before? Saves checks, lists and views, 5 µs.
-        if 0.0 <= eps < INFINITY and type(zero_centered) is bool:
+    if type(eps) is float and 0.0 <= eps <= MOST and type(zero_centered) is bool and not is_compiling():
+        tensors: Sequence[Tensor]
+        if weight is not None and residual is None and activation is None:
+            # A plain call like one before? Saves checks, lists and views, 5 µs.
             call = _rms_norm_calls.again(x, weight, _PLAIN[zero_centered])
             if call is not None:
                 return call.of_two(x, weight, (eps, 1.0) if zero_centered else (eps,))
+            tensors = x, weight
+        else:
+            tensors = [tensor for tensor in (x, weight, residual) if tensor is not None]
         try:
-            trains = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+            trains = torch.is_grad_enabled() and (
+                x.requires_grad
+                or (weight is not None and weight.requires_grad)
+                or (residual is not None and residual.requires_grad)
+            )
         except AttributeError:  # no tensors: the checks will say so
             trains = False
-        call = _rms_norm_calls.find((x, weight), (trains, zero_centered, True, False, None), trains=trains)
-        if call is not None and 0.0 <= eps < INFINITY:
-            numbers = (eps, 1.0) if zero_centered else (eps,)
-            if trains:
-                return _RmsNorm.apply(call, numbers, (True, False), x, weight)[0]  # type: ignore[no-untyped-call,no-any-return]
-            return call((x, weight), numbers)[0]
-    return _rms_norm(x, weight, eps, residual, activation, zero_centered)  # type: ignore[no-any-return]
+        has = weight is not None, residual is not None
+        call = _rms_norm_calls.find(tensors, (trains, zero_centered, *has, activation), trains=trains)
+        if call is not None:
+            return _served(call, tensors, _numbers(eps, weight, centered=zero_centered), has, trains=trains)
+    return _rms_norm(x, weight, eps, residual, activation, zero_centered)
+
+
+def _numbers(eps: float, weight: Tensor | None, *, centered: bool) -> tuple[float, ...]:
+    """The numbers that cuDNN reads at each launch: eps, and what is added to the weight."""
+    return (float(eps), 1.0) if centered and weight is not None else (float(eps),)
+
+
+def _served(
+    call: GraphCall, tensors: Sequence[Tensor], numbers: tuple[float, ...], has: tuple[bool, bool], *, trains: bool
+) -> Any:
+    """The results of a call of `rms_norm` with its weight and residual, if it has them."""
+    results = _RmsNorm.apply(call, numbers, has, *tensors) if trains else call(tensors, numbers)  # type: ignore[no-untyped-call]
+    return (results[0], results[1]) if has[1] else results[0]
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -149,6 +168,17 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
     From "Layer Normalization" (Ba et al., 2016).
     """
+    if type(eps) is float and 0.0 <= eps <= MOST and not is_compiling():
+        given: Any = (x, weight, bias)
+        try:  # a call like one before? Saves checks, 10 µs
+            trains = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or bias.requires_grad)  # type: ignore[union-attr]
+        except AttributeError:  # weight or bias is not given, or there is no tensor: the checks will say so
+            trains = False
+        call = _layer_norm_calls.find(given, trains, trains=trains)
+        if call is not None:
+            if trains:
+                return _LayerNorm.apply(call, (eps,), *given)[0]  # type: ignore[no-any-return,no-untyped-call]
+            return call(given, (eps,))[0]
     check(x, {"weight": weight, "bias": bias}, eps)
     if weight is None or bias is None:  # cuDNN wants both
         like = next((tensor for tensor in (weight, bias) if tensor is not None), x)
@@ -156,7 +186,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         bias = torch.zeros(x.shape[-1], dtype=like.dtype, device=x.device) if bias is None else bias
     if weight.dtype != bias.dtype:
         raise DtypeError("bias", str(bias.dtype), f"{weight.dtype}, the dtype of weight")
-    if 0 in x.shape:
+    if is_empty(x):
         return (x * weight + bias).to(x.dtype)
     tensors: Sequence[Tensor] = (x, weight, bias)
     trains = needs_gradient(*tensors)
@@ -196,30 +226,29 @@ def _checked_rms_norm(
     check_choices(activation, centered)
     trains = needs_gradient(x, weight, residual)
     if trains and activation is not None:
-        found = _checked_rms_norm(x, weight, eps, residual, None, centered)
+        found: Any = rms_norm(x, weight, eps, residual=residual, zero_centered=centered)
         act = ACTIVATIONS[activation]
         return act(found) if residual is None else (act(found[0]), found[1])
-    if 0 in x.shape:  # nothing but what autograd wants to see
+    if is_empty(x):  # nothing but what autograd wants to see
         total = x if residual is None else x + residual
         out = (total if weight is None else total * weight).to(x.dtype)
         return out if residual is None else (out, total)
-    numbers = (float(eps), 1.0) if centered and weight is not None else (float(eps),)
+    numbers = _numbers(eps, weight, centered=centered)
     static = {"with_scale": trains, "activation": activation}
     tensors = [tensor for tensor in (x, weight, residual) if tensor is not None]
     if is_compiling() or not x.is_cuda or not is_bare(*tensors):
         given = (*rows_of(x, weight, residual), *numbers, *(None,) * (2 - len(numbers)))
         results: Sequence[Tensor] = operator.as_tuple(rms_norm_rows(*given, **static))
         results = [result.view(x.shape) for result in results[: 1 if residual is None else 2]]
-    else:
-        tensors = [tensor.contiguous() for tensor in tensors]
-        has = weight is not None, residual is not None
-        options = (trains, centered, *has, activation)
-        call = _rms_norm_calls.find(tensors, options, trains=trains)
-        if call is None:
-            given = (*rows_of(x, weight, residual), *numbers, *(None,) * (2 - len(numbers)))
-            call = _learn(_rms_norm_calls, tensors, options, rms_norm_rows, given, static, 1 + has[1])
-        results = _RmsNorm.apply(call, numbers, has, *tensors) if trains else call(tensors, numbers)  # type: ignore[no-untyped-call]
-    return results[0] if residual is None else (results[0], results[1])
+        return results[0] if residual is None else (results[0], results[1])
+    tensors = [tensor.contiguous() for tensor in tensors]
+    has = weight is not None, residual is not None
+    options = (trains, centered, *has, activation)
+    call = _rms_norm_calls.find(tensors, options, trains=trains)
+    if call is None:
+        given = (*rows_of(x, weight, residual), *numbers, *(None,) * (2 - len(numbers)))
+        call = _learn(_rms_norm_calls, tensors, options, rms_norm_rows, given, static, 1 + has[1])
+    return _served(call, tensors, numbers, has, trains=trains)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -236,7 +265,6 @@ class _RmsNorm(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, *rest: Tensor | None) -> Any:
         x, *weights, scale = ctx.saved_tensors
         grad = torch.zeros_like(x) if grad is None else grad
@@ -265,7 +293,6 @@ class _LayerNorm(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> Any:
         x, weight, *statistics = ctx.saved_tensors
         grad = torch.zeros_like(x) if grad is None else grad

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from cudnn_sdpa.fused_dtypes import widened
 from cudnn_sdpa.graphs.function import graph_op
+from cudnn_sdpa.runtime.second_order import no_second_gradient
 
 #: What may be fused after a norm.
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, "silu": F.silu}
 
 
-def _weight(weight: Tensor | None, shift: float | None) -> Any:
-    return 1.0 if weight is None else widened(weight) + (shift or 0.0)
+def _weight(weight: Tensor | None, shift: float | None, rows: Tensor) -> Any:
+    """The factor of the rows, in the dtype that they are computed in."""
+    return 1.0 if weight is None else weight.to(rows.dtype) + (shift or 0.0)
 
 
 def _rms_reference(
@@ -32,7 +34,7 @@ def _rms_reference(
     total = x if residual is None else (widened(x) + widened(residual)).to(x.dtype)
     rows = widened(x) if residual is None else widened(x) + widened(residual)
     scale = (rows.square().mean(-1, keepdim=True) + eps).rsqrt()
-    out = ACTIVATIONS[activation](rows * scale * _weight(weight, shift)).to(x.dtype)
+    out = ACTIVATIONS[activation](rows * scale * _weight(weight, shift, rows)).to(x.dtype)
     return (out, *(() if residual is None else (total,)), *((scale,) if with_scale else ()))
 
 
@@ -40,7 +42,7 @@ def _rms_gradients_reference(
     grad: Tensor, x: Tensor, weight: Tensor | None = None, scale: Any = None, shift: float | None = None
 ) -> Any:
     dy, rows = widened(grad), widened(x) * scale
-    of_rows = dy * _weight(weight, shift)
+    of_rows = dy * _weight(weight, shift, dy)
     of_x = (scale * (of_rows - rows * (of_rows * rows).mean(-1, keepdim=True))).to(x.dtype)
     return of_x if weight is None else (of_x, (dy * rows).sum((0, 1, 2), keepdim=True).to(weight.dtype))
 
@@ -50,7 +52,7 @@ def of_wanted(gradients: Sequence[Any], needs: Sequence[bool]) -> tuple[Any, ...
     return tuple(gradient if is_needed else None for gradient, is_needed in zip(gradients, needs, strict=True))
 
 
-@graph_op(reference=_rms_gradients_reference)
+@graph_op(reference=_rms_gradients_reference, backward=no_second_gradient("rms_norm"), keeps_results=False)
 def rms_norm_gradients(g: Any, grad: Any, x: Any, weight: Any = None, scale: Any = None, shift: Any = None) -> Any:
     """The gradients of `rms_norm` by x and, if there is one, the weight."""
     shifted = weight if shift is None else g.add(a=weight, b=shift)
@@ -116,7 +118,7 @@ def _layer_gradients_reference(grad: Tensor, x: Tensor, weight: Tensor, mean: Te
     return (of_x.to(x.dtype), *sums)
 
 
-@graph_op(reference=_layer_gradients_reference)
+@graph_op(reference=_layer_gradients_reference, backward=no_second_gradient("layer_norm"), keeps_results=False)
 def layer_norm_gradients(g: Any, grad: Any, x: Any, weight: Any, mean: Any, scale: Any) -> Any:
     """The gradients of `layer_norm` by x, weight and bias."""
     found = g.layernorm_backward(

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cudnn_sdpa.attention.autograd import refuse_batch
 from cudnn_sdpa.attention.fp8 import sdpa_fp8, sdpa_fp8_backward
@@ -31,6 +30,7 @@ from cudnn_sdpa.attention.fp8_tables import (
 )
 from cudnn_sdpa.attention.reference import without_autocast
 from cudnn_sdpa.runtime.layouts import dense_stride_like
+from cudnn_sdpa.runtime.second_order import refuse_second_gradient
 
 
 class Call(NamedTuple):
@@ -106,10 +106,11 @@ class Attention(torch.autograd.Function):
         return found.out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients by q, k and v."""
         refuse_batch(grad_out)
+        if torch.is_grad_enabled():  # the FP8 tensors that are kept do not lead back to q, k and v
+            refuse_second_gradient("fp8_attention")
         *saved, _, _ = ctx.saved_tensors
         wanted = [place for place in range(3) if ctx.needs_input_grad[place]]
         with without_autocast(grad_out):

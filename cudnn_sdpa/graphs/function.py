@@ -9,10 +9,10 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cudnn_sdpa.attention import tracking
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, UnsupportedError
+from cudnn_sdpa.fused_dtypes import check_kept, check_strided, shown
 from cudnn_sdpa.graphs import operator
 from cudnn_sdpa.graphs.operator import Outputs, as_tuple
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
@@ -52,10 +52,8 @@ class GraphFunction(GraphOp):
     ) -> None:
         super().__init__(builder)
         if reference is None and outputs is None:
-            raise TypeError(
-                f"graph_op {builder.__name__} needs reference=, the same in plain PyTorch, or outputs=, a function "
-                "that gives empty tensors like its results"
-            )
+            expected = "reference=, the same in plain PyTorch, or outputs=, which gives empty tensors like its results"
+            raise OptionError(f"graph_op {builder.__name__}", "neither reference= nor outputs=", expected)
         self.__name__ = builder.__name__
         self.reference, self._outputs, self.backward = reference, outputs or reference, backward
         self.keeps_results = keeps_results
@@ -66,10 +64,12 @@ class GraphFunction(GraphOp):
         self.options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         for p in parameters:
             if p.kind is p.POSITIONAL_OR_KEYWORD and p.default not in (p.empty, None):
-                raise TypeError(f"{builder.__name__}: an operand has no default but None; make {p.name!r} keyword-only")
+                got, hint = f"the default {shown(p.default)}", f"Make {p.name!r} keyword-only."
+                raise OptionError(f"{p.name} of {builder.__name__}", got, "an operand without a default but None", hint)
         self._optional = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is None}
         if len(self.operands) + len(self.options) != len(parameters):
-            raise TypeError(f"the graph builder {builder.__name__} may have no * parameters")
+            got = "a parameter with * or one that has no name"
+            raise OptionError(f"the graph builder {builder.__name__}", got, "no * parameters, and none without a name")
         self.token = operator.register(self, function_digest(builder, backward, reference, outputs))
         self._shortcuts = Shortcuts()
 
@@ -103,8 +103,8 @@ class GraphFunction(GraphOp):
             return None
         if not trains:
             return call(tensors, numbers)
-        given, static = self._bind(operands, options)
-        return _as_results(_Followed.apply(self, call, static, *given))  # type: ignore[no-untyped-call]
+        given = (*operands, *(None,) * (len(self.operands) - len(operands)))  # checked when the call was learned
+        return _as_results(_Followed.apply(self, call, {**self.options, **options}, *given))  # type: ignore[no-untyped-call]
 
     def _run(self, operands: Sequence[Any], options: dict[str, Any]) -> Sequence[Tensor]:
         """The results of a call that has to be checked; another one like it will be known."""
@@ -130,7 +130,8 @@ class GraphFunction(GraphOp):
     def _bind(self, operands: Sequence[Any], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Operands in the builder's order, and all options."""
         if len(operands) > len(self.operands):
-            raise TypeError(f"{self.__name__} takes {len(self.operands)} operands, not {len(operands)}")
+            got = f"{len(operands)} of them"
+            raise OptionError(f"operands of {self.__name__}", got, f"no more than {', '.join(self.operands)}")
         by_name = dict(zip(self.operands, operands, strict=False))
         static = dict(self.options)
         for name, value in options.items():
@@ -139,10 +140,11 @@ class GraphFunction(GraphOp):
             elif name in self.operands and name not in by_name:
                 by_name[name] = value
             else:
-                raise TypeError(f"{self.__name__} takes no argument {name!r} here")
+                got = "a second value" if name in self.operands else "an argument that it does not have"
+                raise OptionError(name, got, f"{self.__name__}({', '.join((*self.operands, *self.options))})")
         for name, value in static.items():
             if value is inspect.Parameter.empty:
-                raise TypeError(f"{self.__name__} misses its option {name!r}")
+                raise OptionError(name, "nothing", f"a value: {self.__name__} has no default for this option")
             operator.check_option(name, value)
         given = tuple(by_name.get(name) for name in self.operands)
         self._check(given)
@@ -158,6 +160,7 @@ class GraphFunction(GraphOp):
             if value is None and name not in self._optional:
                 raise OptionError(name, "None", "a tensor or a number")
             if isinstance(value, Tensor):
+                check_strided(name, value)
                 if value.device != tensors[0].device:
                     raise DeviceError(name, str(value.device), f"{tensors[0].device}, the device of the first tensor")
                 if value.dtype not in CUDNN_DTYPE_NAMES:
@@ -165,7 +168,8 @@ class GraphFunction(GraphOp):
             elif value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
                 raise OptionError(name, type(value).__name__, "a tensor or a number")
             elif isinstance(value, int) and abs(value) > _LARGEST:
-                raise OptionError(name, "a huge int", "a number that float32 holds")
+                raise OptionError(name, shown(value), "a number that float32 holds")
+        check_kept(**{name: x for name, x in zip(self.operands, given, strict=True) if isinstance(x, Tensor)})
 
     def describe(self, *operands: Any, **options: Any) -> Description:
         """What a call with these arguments runs on a GPU."""
@@ -207,7 +211,6 @@ class _Followed(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         function, static, rest = ctx.rest
         saved = ctx.saved_tensors  # once: hooks may bring them back from elsewhere
@@ -288,7 +291,7 @@ def graph_op(
         The function; or a decorator that makes it.
 
     Raises:
-        TypeError: The builder is no plain function, depends on something from outside, or neither `reference` nor
+        OptionError: The builder is no plain function, depends on something from outside, or neither `reference` nor
             `outputs` is given.
 
     Examples:

@@ -57,11 +57,20 @@ def is_bare(*tensors: Tensor | None) -> bool:
     )
 
 
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether a tensor's memory, if it has any, does not hold its numbers: their sign is to be turned, or all are zero.
+
+    `torch._neg_view`, gradients through `torch.imag` and `torch.conj`, and PyTorch's zeros without memory are like
+    this; PyTorch's dispatcher makes plain tensors of them.
+    """
+    return tensor.is_neg() or tensor._is_zerotensor()
+
+
 def may_be_read(*tensors: Tensor | None) -> bool:
     """Whether tensors are nothing but memory, and nobody watches what is done with them operator by operator."""
     return (
         _known
-        and all(tensor is None or (type(tensor) in _BARE and not tensor.is_neg()) for tensor in tensors)
+        and all(tensor is None or (type(tensor) in _BARE and not is_lazy(tensor)) for tensor in tensors)
         and not _len_torch_dispatch_stack()
         and maybe_current_level() is None
         and _get_tracing_state() is None
@@ -71,7 +80,7 @@ def may_be_read(*tensors: Tensor | None) -> bool:
 def is_watched(gradient: Tensor) -> bool:
     """Whether somebody but autograd's engine has an interest in a backward pass that was given this gradient.
 
-    Someone may differentiate it again, batch it, trace or compile it.
+    Someone may differentiate it again, batch it, trace or compile it; or the dispatcher has to make it readable.
     """
     return (
         torch.is_grad_enabled()
@@ -81,6 +90,7 @@ def is_watched(gradient: Tensor) -> bool:
         or maybe_current_level() is not None
         or bool(_len_torch_dispatch_stack())
         or torch.compiler.is_compiling()
+        or is_lazy(gradient)
     )
 
 

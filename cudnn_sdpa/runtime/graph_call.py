@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.errors import LayoutError
+from cudnn_sdpa.errors import DeviceError, LayoutError
 from cudnn_sdpa.runtime.building import build_plan
 from cudnn_sdpa.runtime.cache import next_use, plan_cache
 from cudnn_sdpa.runtime.call_table import CallTable
@@ -68,6 +68,19 @@ def key_of(
     return operation.key(inputs, results, options, target, device, deterministic=deterministic)
 
 
+def check_one_device(names: Sequence[str], given: Sequence[Any]) -> None:
+    """All tensors of a call are on one device: an address on another one would end the CUDA context.
+
+    Raises:
+        DeviceError: They are not.
+    """
+    tensors = [(name, x) for name, x in zip(names, given, strict=False) if isinstance(x, Tensor)]
+    first, x = tensors[0]
+    for name, tensor in tensors[1:]:
+        if tensor.device != x.device:
+            raise DeviceError(name, str(tensor.device), f"{x.device}, the device of {first}")
+
+
 def readable(tensor: Tensor) -> Tensor:
     """A gradient that autograd hands over, as kernels can read it: copied if it is not aligned."""
     return tensor.clone() if tensor.data_ptr() & _MISALIGNED else tensor
@@ -96,6 +109,7 @@ class GraphCall:
         *,
         deterministic: bool,
     ) -> None:
+        check_one_device(operation.operands, given)
         device = next(x for x in given if isinstance(x, Tensor)).get_device()
         where = live_target(device), device
         key = key_of(operation, operation.operands, given, outputs, options, *where, deterministic=deterministic)
@@ -129,7 +143,7 @@ class GraphCall:
         operands, bits, held = self._template[:], 0, None  # of this call alone: many threads make calls at once
         for place, tensor in zip(self._tensors, tensors):  # noqa: B905 - as many as there were in the call like it
             operands[place] = address = tensor.data_ptr()
-            bits |= address
+            bits |= address or _MISALIGNED
         if bits & _MISALIGNED:
             self._refuse(tensors)
         if numbers != self._known:
@@ -154,7 +168,7 @@ class GraphCall:
             return self((x, y), numbers)[0]
         operands = self._template[:]
         operands[0], operands[1] = of_x, of_y = x.data_ptr(), y.data_ptr()
-        if (of_x | of_y) & _MISALIGNED:
+        if (of_x | of_y) & _MISALIGNED or not (of_x and of_y):
             self._refuse((x, y))
         place, layout = self._results[0]
         out: Tensor = allocate(*layout)
@@ -169,7 +183,7 @@ class GraphCall:
         operands, held = self._template[:], array("f", numbers)
         for place, tensor in zip(self._tensors, tensors, strict=True):
             operands[place] = tensor.data_ptr()
-            if operands[place] & _MISALIGNED:
+            if operands[place] & _MISALIGNED or not operands[place]:
                 self._refuse(tensors)
         self._point_to(held, operands)
         for (place, _), address in zip(self._results, addresses, strict=True):
@@ -186,6 +200,9 @@ class GraphCall:
     def _refuse(self, tensors: Sequence[Tensor]) -> None:
         for place, tensor in zip(self._tensors, tensors, strict=True):
             name, past = self._names[place], tensor.data_ptr() % ALIGNMENT
+            if not tensor.data_ptr():
+                hint = "Its storage was freed or resized to nothing, as sharded training does with weights not in use."
+                raise LayoutError(name, "a tensor without memory (address 0)", "memory that holds its numbers", hint)
             if past:
                 got = f"memory at {past} bytes past a multiple of {ALIGNMENT}"
                 raise LayoutError(name, got, f"a multiple of {ALIGNMENT} bytes", f"Use {name}.clone().")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cudnn_sdpa._version import __version__
-from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.runtime import known_issues
 from cudnn_sdpa.runtime.backend import BuiltGraph, GraphBuilder
 from cudnn_sdpa.runtime.inference import InferringBuilder
@@ -44,9 +44,8 @@ class GraphOp:
 
     def __init__(self, builder: Callable[..., Any]) -> None:
         if not isinstance(builder, types.FunctionType):
-            raise TypeError(
-                f"a graph builder is a plain function, not a {type(builder).__name__}: its plans depend on it"
-            )
+            expected = "a plain function, on whose source its plans can depend"
+            raise OptionError("the graph builder", type(builder).__name__, expected)
         self.__doc__ = builder.__doc__
         self._builder = builder
         #: Of a key, the steps in which other graphs compute the same, if there are any that may be faster.
@@ -85,10 +84,11 @@ class GraphOp:
         Raises:
             UnsupportedError: cuDNN takes no such graph, or is known to compute it wrongly.
             ShapeError: A user's outputs have other shapes than the graph gives them.
-            TypeError: What the builder uses has changed since its first key was made.
+            OptionError: What the builder uses has changed since its first key was made.
         """
         if _digest(self._builder) != self.digest:
-            raise TypeError(f"what {self.name} uses has changed since its first plan; define a new operation instead")
+            got, expected = "other constants or functions that it uses", "the same as for its first plan"
+            raise OptionError(f"the graph builder {self.name}", got, expected, "Define a new operation instead.")
         known_issues.check(key)
         is_ours = key.operation.startswith("cudnn_sdpa.")
         if not is_ours:
@@ -131,23 +131,26 @@ class GraphOp:
         except RuntimeError as error:  # what cuDNN's own builder methods raise
             raise UnsupportedError(key.name, [f"{error}{_place_of(error, self._builder)}"]) from None
         except (AttributeError, TypeError) as error:  # a method that there is not, or arguments that it does not take
-            raise TypeError(f"in the graph builder of {key.name}: {error}{_place_of(error, self._builder)}") from error
+            got = f"{error}{_place_of(error, self._builder)}"
+            expected = "calls that the graph and its operations take"
+            raise OptionError(f"the graph builder of {key.name}", got, expected) from error
         return symbols, self._checked(results, key, list(symbols.values()))
 
     def _checked(self, results: Any, key: PlanKey, operands: list[Any]) -> tuple[Any, ...]:
         """The builder's results, if they are what the key says.
 
         Raises:
-            TypeError: They are not.
+            OptionError: They are not.
         """
         found = tuple(results) if isinstance(results, (tuple, list)) else (results,)
         code = self._builder.__code__
         where = f"the graph builder of {key.name} ({code.co_filename}, line {code.co_firstlineno})"
         count = sum(symbol is not None for symbol in found)
         if count != len(found) or count != len(key.outputs):
-            raise TypeError(f"{where} gives {count} results; expected {len(key.outputs)}, as the reference gives")
+            raise OptionError(where, f"{count} results", f"{len(key.outputs)}, as the reference gives")
         if len({id(symbol) for symbol in (*operands, *found)}) != len(operands) + len(found):
-            raise TypeError(f"{where} gives an operand, or one symbol twice; expected results of operations, each once")
+            got = "an operand as a result, or one symbol twice"
+            raise OptionError(where, got, "results of operations, each once")
         return found
 
     def __repr__(self) -> str:
@@ -191,7 +194,7 @@ def find_operation(name: str, *, only_imported: bool = False) -> GraphOp:
         raise ImportError(f"the module {module} has not been imported")
     operation = getattr(importlib.import_module(module), attribute)
     if not isinstance(operation, GraphOp):
-        raise TypeError(f"{name} is no graph_op")
+        raise OptionError(name, f"{type(operation).__name__}, which is no graph_op", "a graph_op")
     return operation
 
 
@@ -229,7 +232,7 @@ def _identity(function: types.FunctionType, seen: set[Any], *, complete: bool) -
     """Text that changes whenever `function` may compute something else.
 
     Raises:
-        TypeError: It uses something from outside that is no part of a key; with `complete`, also if it uses a name
+        OptionError: It uses something from outside that is no part of a key; with `complete`, also if it uses a name
             that is not defined yet.
     """
     if function in seen:
@@ -247,7 +250,8 @@ def _identity(function: types.FunctionType, seen: set[Any], *, complete: bool) -
         if name in function.__globals__:
             outside[name] = function.__globals__[name]
         elif complete and not hasattr(builtins, name):
-            raise TypeError(f"the graph builder {function.__qualname__} uses {name!r}, which is not defined")
+            got, expected = f"uses {name!r}, which is not defined", "names that are defined when it is first used"
+            raise OptionError(f"the graph builder {function.__qualname__}", got, expected)
     for name, value in sorted({**defaults, **outside}.items()):
         yield name
         yield from _identity_of_value(function, name, value, seen, complete=complete)
@@ -267,10 +271,11 @@ def _identity_of_value(
     elif isinstance(value, (tuple, frozenset)) and all(isinstance(item, _CONSTANTS) for item in value):
         yield repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
     else:
-        raise TypeError(
-            f"the graph builder {function.__qualname__} uses {name!r}, a {type(value).__name__} from outside; "
-            "a plan must depend on its key alone, so only constants, functions, and modules of Python, torch and numpy "
-            "may be used: pass the value as an option instead"
+        raise OptionError(
+            f"the graph builder {function.__qualname__}",
+            f"a builder that uses {name!r}, a {type(value).__name__} from outside",
+            "only constants, functions, and modules of Python, torch and numpy: a plan must depend on its key alone",
+            "Pass the value as an option instead.",
         )
 
 
@@ -297,9 +302,11 @@ def _loaded_globals(code: types.CodeType) -> frozenset[str]:
     """The names that code looks up outside; it takes some milliseconds, and code does not change."""
     for instruction in dis.get_instructions(code):
         if instruction.opname == "IMPORT_NAME" and str(instruction.argval).partition(".")[0] not in _MODULES:
-            raise TypeError(
-                f"the graph builder {code.co_name} imports {instruction.argval!r}, and what it finds there would be in "
-                "no key: pass the value as an option instead"
+            raise OptionError(
+                f"the graph builder {code.co_name}",
+                f"a builder that imports {instruction.argval!r}",
+                "imports of Python, torch and numpy alone: what it finds elsewhere would be in no key",
+                "Pass the value as an option instead.",
             )
     names = {
         instruction.argval

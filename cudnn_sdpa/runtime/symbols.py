@@ -25,6 +25,11 @@ def is_true(condition: Any) -> bool:
     return bool(condition)
 
 
+def is_empty(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no elements; False if only data can tell."""
+    return any(is_true(size == 0) for size in tensor.shape)
+
+
 def is_known(condition: Any) -> bool:
     """Whether a comparison holds whatever symbols stand for; a compiler keeps no note that it was asked."""
     if is_compiling() or isinstance(condition, torch.SymBool):

@@ -7,13 +7,27 @@ import gc
 import sys
 import warnings
 
+import second_order
 import stand_in_gpu
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from cudnn_sdpa import UnsupportedError, conv, conv1d, conv2d, conv3d, graph_op, layer_norm, rms_norm, silu_mul
+from cudnn_sdpa import (
+    DeviceError,
+    LayoutError,
+    UnsupportedError,
+    conv,
+    conv1d,
+    conv2d,
+    conv3d,
+    gelu_mul,
+    graph_op,
+    layer_norm,
+    rms_norm,
+    silu_mul,
+)
 from cudnn_sdpa.conv_graphs import channels_last
 
 TENSOR = torch.randn(4, 128)
@@ -27,6 +41,12 @@ def affine_backward(grads, given, results):  # noqa: ARG001
 def affine(g, x, a, b):
     """x · a + b."""
     return g.add(a=g.mul(a=x, b=a), b=b)
+
+
+@graph_op(reference=lambda x, y: x + y, backward=lambda grads, given, results: (grads[0], grads[0]))  # noqa: ARG005
+def plus(g, x, y):
+    """x + y."""
+    return g.add(a=x, b=y)
 
 
 def double(g, x):
@@ -218,6 +238,134 @@ def wanted_gradients():
             with torch.autograd.profiler.profile():  # which the short way leaves to the dispatcher
                 (again,) = torch.autograd.grad(function(*given), given[place], grad)
             torch.testing.assert_close(found, again)
+
+
+def gradients_of_gradients():
+    for name in second_order.CALLS:
+        second_order.check(name, times=3)
+
+
+def calls_with_gradients():
+    """Functions of leaves, whose gradients may be given in any form."""
+    weight, other, bias = torch.rand(128), torch.rand(4, 128), torch.rand(128)
+    kernel, picture = (channels_last(torch.randn(shape)) for shape in ((4, 4, 3, 3), (2, 4, 8, 8)))
+    return {
+        "rms_norm": (lambda x: rms_norm(x, weight), TENSOR),
+        "layer_norm": (lambda x: layer_norm(x, weight, bias), TENSOR),
+        "silu_mul": (lambda x: silu_mul(x, other), TENSOR),
+        "silu_mul of both": (silu_mul, TENSOR),
+        "conv2d": (lambda x: conv2d(x, kernel, padding=1), picture),
+        "affine": (lambda x: affine(x, 2.0, 3.0), TENSOR[None]),
+    }
+
+
+def gradients_without_numbers_in_memory():
+    """Those whose sign is to be turned, and zeros without memory."""
+    for name, (function, leaf) in calls_with_gradients().items():
+        for _ in range(3):
+            x = leaf.clone(memory_format=torch.preserve_format).requires_grad_()
+            out = function(x)
+            grad = torch.randn_like(out)
+            (wanted,) = torch.autograd.grad(out, x, grad, retain_graph=True)
+            (turned,) = torch.autograd.grad(out, x, torch._neg_view(grad), retain_graph=True)
+            torch.testing.assert_close(turned, -wanted, msg=name)
+            nothing = torch._efficientzerotensor(tuple(out.shape))
+            (found,) = torch.autograd.grad(out, x, nothing, retain_graph=True)
+            assert not found.any(), name
+            (found,) = torch.autograd.grad(torch.complex(grad, out).conj().imag.sum(), x)
+            torch.testing.assert_close(found, torch.autograd.grad(-function(x).sum(), x)[0], msg=name)
+
+
+def tensors_without_numbers_in_memory():
+    """The same of operands."""
+    for name, (function, leaf) in calls_with_gradients().items():
+        wanted = function(-leaf)
+        for _ in range(2):
+            torch.testing.assert_close(function(torch._neg_view(leaf)), wanted, msg=name)
+            zeros = torch._efficientzerotensor(tuple(leaf.shape))
+            torch.testing.assert_close(function(zeros), function(torch.zeros_like(leaf)), msg=name)
+
+
+def wrong_calls(spoil):
+    """Calls with one operand spoiled, by what they are; `plus` is a user's."""
+    rows, weight, both = torch.randn(4, 128), torch.rand(128), torch.randn(4, 128)
+    picture, kernel, bias = (torch.randn(shape) for shape in ((2, 8, 8, 8), (8, 8, 3, 3), (8,)))
+    picture, kernel = channels_last(picture), channels_last(kernel)
+    calls = {
+        "rms_norm": (rms_norm, (rows, weight)),
+        "rms_norm, zero-centered": (lambda *x: rms_norm(*x, zero_centered=True), (rows, weight)),
+        "residual": (lambda x, w, r: rms_norm(x, w, residual=r), (rows, weight, both)),
+        "layer_norm": (layer_norm, (rows, weight, weight.clone())),
+        "silu_mul": (silu_mul, (rows, both)),
+        "gelu_mul": (gelu_mul, (rows, both)),
+        "conv1d": (conv1d, (torch.randn(2, 12, 8).transpose(1, 2), torch.randn(8, 3, 8).transpose(1, 2), bias)),
+        "conv2d": (conv2d, (picture, kernel, bias)),
+        "conv3d": (conv3d, tuple(channels_last(torch.randn(s)) for s in ((2, 4, 5, 5, 5), (4, 4, 3, 3, 3)))),
+        "graph_op": (plus, (rows[None], both[None])),
+    }
+    for name, (function, given) in calls.items():
+        for place in range(len(given)):
+            spoiled = [spoil(x) if number == place else x for number, x in enumerate(given)]
+            yield f"{name}, operand {place}", function, given, spoiled
+
+
+def tensors_on_other_devices():
+    """Refused in the first call, in those behind right ones, and with a gradient: an address would be the host's."""
+    for trains in (False, True):
+        for name, function, right, wrong in wrong_calls(lambda x: x.to("meta")):
+            if trains and function is gelu_mul:
+                continue
+            trained = [x.detach().requires_grad_(trains) for x in wrong]
+            for _ in range(3):
+                stand_in_gpu.launched.clear()
+                try:
+                    function(*trained)
+                except DeviceError as error:
+                    assert "expected" in str(error), name  # noqa: PT017 - no pytest in this process
+                else:
+                    raise AssertionError(f"{name} took a tensor that is elsewhere")
+                assert not stand_in_gpu.launched, name
+                function(*right)
+
+
+def tensors_that_are_elsewhere_in_a_backward_pass():
+    """Hooks may bring back what was kept on another device."""
+    weight = torch.rand(128)
+    away = saved_tensors_hooks(lambda x: x, lambda x: x.to("meta") if x.shape == TENSOR.shape else x)
+    for function in (lambda x: rms_norm(x, weight), lambda x: layer_norm(x, weight, weight), silu_mul):
+        for _ in range(2):
+            x = TENSOR.clone().requires_grad_()
+            function(x).sum().backward()
+            with away:
+                out = function(x)
+            stand_in_gpu.launched.clear()
+            try:
+                out.sum().backward()
+            except DeviceError:
+                assert not stand_in_gpu.launched
+            else:
+                raise AssertionError("a tensor that is elsewhere was taken")
+
+
+def freed_memory():
+    """What FSDP does to weights that are not in use: an address of 0."""
+
+    def freed(x):
+        x = x.clone(memory_format=torch.preserve_format)
+        x.untyped_storage().resize_(0)
+        return x
+
+    for name, function, right, wrong in wrong_calls(freed):
+        for _ in range(3):
+            stand_in_gpu.launched.clear()
+            try:
+                function(*wrong)
+            except LayoutError as error:
+                assert "without memory" in str(error), name  # noqa: PT017 - no pytest in this process
+            else:
+                raise AssertionError(f"{name} took a tensor without memory")
+            assert not stand_in_gpu.launched, name
+            function(*right)
 
 
 def convolutions():

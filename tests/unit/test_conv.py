@@ -256,11 +256,11 @@ def test_what_is_almost_patches(options, assert_rounded):
 
 X, W, B = torch.ones(2, 6, 9, 9), torch.ones(8, 6, 3, 3), torch.ones(8)
 WRONG = {
-    "no tensor": ((None, W), {}, DtypeError, "x: got NoneType; expected float16, bfloat16 or float32"),
+    "no tensor": ((None, W), {}, OptionError, "x: got NoneType; expected a torch.Tensor"),
     "dtype": ((X.cfloat(), W.cfloat()), {}, DtypeError, "x: got torch.complex64"),
-    "no weight": ((X, None), {}, DtypeError, "weight: got NoneType; expected torch.float32, the dtype of x"),
+    "no weight": ((X, None), {}, OptionError, "weight: got NoneType; expected a torch.Tensor"),
     "weight's dtype": ((X, W.half()), {}, DtypeError, "weight: got torch.float16; expected torch.float32"),
-    "bias no tensor": ((X, W, 0.0), {}, DtypeError, "bias: got float; expected torch.float32, the dtype of x"),
+    "bias no tensor": ((X, W, 0.0), {}, OptionError, "bias: got float; expected a torch.Tensor"),
     "bias' dtype": ((X.half(), W.half(), B), {}, DtypeError, "bias: got torch.float32; expected torch.float16"),
     "no batch": (
         (X[0], W),

@@ -134,7 +134,7 @@ def test_a_closure_over_anything_else_is_refused(value):
     def builder():
         return value
 
-    with pytest.raises(TypeError, match=r"builder uses 'value', a .* from outside.*as an option") as caught:
+    with pytest.raises(TypeError, match=r"builder that uses 'value', a .* from outside.*as an option") as caught:
         graph_op(builder)
     assert type(value).__name__ in str(caught.value)
 
@@ -147,7 +147,7 @@ def test_a_global_of_any_other_kind_is_refused(build, value, use):
 
 
 def test_what_a_helper_must_not_use_is_refused_too(build):
-    with pytest.raises(TypeError, match="helper uses 'N', a list"):
+    with pytest.raises(TypeError, match="helper: got a builder that uses 'N', a list"):
         graph_op(build("N = [2]\ndef helper(): return N\ndef build(g): return helper()\n"))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cudnn_sdpa import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError, layer_norm, rms_norm
+from cudnn_sdpa import DeviceError, DtypeError, OptionError, ShapeError, layer_norm, rms_norm
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 SHAPES = [(8,), (13,), (1, 64), (5, 1), (5, 33), (2, 3, 16), (3, 1, 7), (2, 3, 4, 24), (1, 1, 1, 5)]
@@ -295,13 +295,6 @@ def test_a_gradient_that_is_not_dense():
             torch.testing.assert_close(one.double(), other, rtol=2e-4, atol=1e-4)
 
 
-def test_gradients_have_no_gradients():
-    for norm in (rms_norm, layer_norm):
-        x = leaf(3, 16)
-        with pytest.raises(UnsupportedError, match="gradient of"):
-            torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(mode):
     x, weight, residual = leaf(5, 24), torch.nn.Parameter(values(24)), leaf(5, 24)
@@ -339,12 +332,12 @@ def test_gradients_of_empty_tensors(norm, shape):
 
 X, W = torch.ones(3, 8), torch.ones(8)
 WRONG = {
-    "no tensor": ((None,), {}, DtypeError, "x: got NoneType; expected float16, bfloat16 or float32"),
-    "list": (([1.0, 2.0],), {}, DtypeError, "x: got list"),
+    "no tensor": ((None,), {}, OptionError, "x: got NoneType; expected a torch.Tensor"),
+    "list": (([1.0, 2.0],), {}, OptionError, "x: got list"),
     "dtype": ((X.cfloat(),), {}, DtypeError, "x: got torch.complex64"),
     "whole numbers": ((X.int(),), {}, DtypeError, "x: got torch.int32"),
     "no dimension": ((torch.tensor(1.0),), {}, ShapeError, "x: got no dimension; expected one"),
-    "weight no tensor": ((X, 2.0), {}, DtypeError, "weight: got float; expected a tensor"),
+    "weight no tensor": ((X, 2.0), {}, OptionError, "weight: got float; expected a torch.Tensor"),
     "weight's shape": ((X, W[:7]), {}, ShapeError, r"weight: got shape \(7,\); expected shape \(8,\)"),
     "weight's rank": ((X, W[None]), {}, ShapeError, r"weight: got shape \(1, 8\)"),
     "weight's dtype": ((X, W.half()), {}, DtypeError, "weight: got torch.float16; expected torch.float32"),
@@ -359,19 +352,19 @@ WRONG = {
 }
 WRONG_RMS = {
     **WRONG,
-    "eps tensor": ((X, W, torch.tensor(1e-6)), {}, OptionError, "eps: got tensor"),
+    "eps tensor": ((X, W, torch.tensor(1e-6)), {}, OptionError, "eps: got Tensor; .* no normalized_shape here"),
     "residual's shape": ((X, W), {"residual": X[:2]}, ShapeError, r"residual: got shape \(2, 8\); expected shape \(3"),
     "residual's dtype": ((X, W), {"residual": X.half()}, DtypeError, "residual: got torch.float16; expected torch.fl"),
     "residual elsewhere": ((X, W), {"residual": X.to("meta")}, DeviceError, "residual: got meta"),
-    "residual no tensor": ((X, W), {"residual": 1.0}, DtypeError, "residual: got float"),
+    "residual no tensor": ((X, W), {"residual": 1.0}, OptionError, "residual: got float"),
     "activation": ((X, W), {"activation": "relu"}, OptionError, "activation: got 'relu'; expected None or 'silu'"),
     "activation's type": ((X, W), {"activation": 1}, OptionError, "activation: got 1"),
     "activations": ((X, W), {"activation": ["silu"]}, OptionError, r"activation: got \['silu'\]"),
 }
 WRONG_LAYER = {
     **WRONG,
-    "eps tensor": ((X, W, W, torch.tensor(1e-6)), {}, OptionError, "eps: got tensor"),
-    "bias no tensor": ((X, W, 0.0), {}, DtypeError, "bias: got float; expected a tensor"),
+    "eps tensor": ((X, W, W, torch.tensor(1e-6)), {}, OptionError, "eps: got Tensor; .* no normalized_shape here"),
+    "bias no tensor": ((X, W, 0.0), {}, OptionError, "bias: got float; expected a torch.Tensor"),
     "bias' shape": ((X, W, W[:7]), {}, ShapeError, r"bias: got shape \(7,\); expected shape \(8,\)"),
     "bias' dtype": ((X, None, W.half()), {}, DtypeError, "got torch.float16"),
     "two dtypes": ((X.half(), W, W.half()), {}, DtypeError, "bias: got torch.float16; expected torch.float32, the d"),

@@ -14,6 +14,8 @@ SCENARIOS = (
     *("numbers_by_name", "gradients_under_hooks", "functions_of_one_builder", "functions_that_nobody_keeps"),
     *("checkpoints", "misaligned_gradients", "changes_in_place", "forward_differentiation", "sizes_in_lists"),
     *("empty_tensors", "determinism", "wanted_gradients", "convolutions", "saved_for_convolutions"),
+    *("gradients_of_gradients", "gradients_without_numbers_in_memory", "tensors_without_numbers_in_memory"),
+    *("tensors_on_other_devices", "tensors_that_are_elsewhere_in_a_backward_pass", "freed_memory"),
 )
 
 

@@ -1,0 +1,36 @@
+"""Gradients of gradients on the CPU: right or refused, never dropped; on the stand-in GPU see `test_short_way.py`."""
+
+from __future__ import annotations
+
+import pytest
+import second_order
+import torch
+
+from cudnn_sdpa import UnsupportedError, rms_norm
+
+
+@pytest.mark.parametrize("name", second_order.CALLS)
+def test_gradients_of_gradients_are_right_or_refused(name):
+    second_order.check(name, times=2)
+
+
+def test_gradients_of_fp8_attention_are_not_differentiated_again():
+    second_order.check_fp8()
+
+
+def test_a_gradient_that_depends_on_the_upstream_gradient_alone_is_refused_too():
+    """The trick of forward-mode derivatives by two in reverse."""
+    x, weight = torch.randn(4, 16), torch.randn(16, requires_grad=True)
+    upstream = torch.randn(4, 16, requires_grad=True)
+    (found,) = torch.autograd.grad(rms_norm(x, weight), weight, upstream, create_graph=True)
+    with pytest.raises(UnsupportedError, match=r"a gradient of rms_norm's gradient \(double backward\)"):
+        found.sum().backward()
+
+
+def test_what_is_not_differentiated_again_may_keep_its_graph():
+    """A penalty on the gradient of something else, with `create_graph=True` for all."""
+    x = torch.randn(4, 16, requires_grad=True)
+    y = torch.randn(4, requires_grad=True)
+    of_x, of_y = torch.autograd.grad(rms_norm(x).sum() + y.pow(3).sum(), (x, y), create_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(of_y.sum(), y)[0], 6 * y.detach())
+    assert of_x.requires_grad
