@@ -126,8 +126,8 @@ def rms_norm(
         has = weight is not None, residual is not None
         call = _rms_norm_calls.find(tensors, (trains, zero_centered, *has, activation), trains=trains)
         if call is not None:
-            return _served(call, tensors, _numbers(eps, weight, centered=zero_centered), has, trains=trains)
-    return _rms_norm(x, weight, eps, residual, activation, zero_centered)
+            return _served(call, tensors, _numbers(eps, weight, centered=zero_centered), has, trains=trains)  # type: ignore[no-any-return]
+    return _rms_norm(x, weight, eps, residual, activation, zero_centered)  # type: ignore[no-any-return]
 
 
 def _numbers(eps: float, weight: Tensor | None, *, centered: bool) -> tuple[float, ...]:
