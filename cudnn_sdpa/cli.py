@@ -27,6 +27,7 @@ _ARGUMENTS = {
     "target": "--target",
     "folder": "--output",
     "path": "--folder",
+    "dtype": "--dtype",
     "workers": "--workers",
     "manifest": "MANIFEST",
 }
@@ -97,7 +98,7 @@ def support(
     """Show what cuDNN's attention supports on a kind of GPU: by rules, or with a target by cuDNN itself."""
     if target is not None and (sm, cudnn) != (None, None):
         alone = "--sm" if sm is not None else "--cudnn"
-        raise ArgumentError(alone, f"{sm if sm is not None else cudnn} beside --target", "one of the two", _BY_TARGET)
+        raise ArgumentError(alone, f"{sm if sm is not None else cudnn} beside --target", "one of the two")
     import cudnn_sdpa._pytorch  # noqa: F401
 
     text = _rules(sm, cudnn) if target is None else _planned(target)
@@ -106,7 +107,30 @@ def support(
         typer.echo(f"written to {output}")
 
 
-_BY_TARGET = "The target is a GPU, and the installed cuDNN plans for it."
+@app.command()
+def explain(
+    function: Annotated[str, typer.Argument(help="A function of the library, such as sdpa or conv2d.")],
+    arguments: Annotated[
+        list[str], typer.Argument(help="NAME=VALUE each; for tensors a shape, such as q=2,8,1024,64 or q=2,64:float16.")
+    ],
+    target: Annotated[
+        str | None,
+        typer.Option(help="The GPU: a name, or what `device --json` wrote; else CUDNN_SDPA_TARGET or h200."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of all tensors that do not say theirs.")] = "bfloat16",
+    training: Annotated[bool, typer.Option("--training", help="Also what the gradient runs.")] = False,
+    details: Annotated[bool, typer.Option("--details", help="With the plans' keys in full.")] = False,
+) -> None:
+    """Say what a call would run on a GPU that need not be here, or every reason why it cannot; then end with 1."""
+    import cudnn_sdpa._pytorch  # noqa: F401
+    from cudnn_sdpa import command_arguments, explanation
+
+    called = command_arguments.function_of(function)
+    given = command_arguments.arguments_of(called, arguments, dtype, requires_grad=training)
+    found = explanation.explained(called, (), given, target=target)
+    typer.echo(found.details if details else str(found))
+    if not found.supported or (found.backward is not None and not found.backward.supported):
+        raise typer.Exit(PROBLEM)
 
 
 def _rules(sm: int | None, cudnn: str | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,26 +159,41 @@ def explain(function: Callable[..., Any], *args: Any, verify: bool = False, **kw
         >>> cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, q, q).supported  # no float32 in cuDNN's attention
         False
     """
+    return explained(function, args, kwargs, verify=verify)
+
+
+def explained(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    verify: bool = False,
+    target: str | None = None,
+) -> Explanation:
+    """The same; of tensors elsewhere for `target`, if one is given."""
     describer = describer_of(function)
     if describer is None:
         name = getattr(function, "__name__", repr(function))
         raise OptionError("function", name, "one of " + ", ".join(described_functions()))
     description = describer(*args, **kwargs)
-    result = _explain(function.__name__, description)
+    result = _explain(function.__name__, description, target)
     libraries = {"torch": str(Path(torch.__file__).parent), "cudnn": str(Path(str(backend.cudnn().__file__)).parent)}
     result.libraries = libraries | result.libraries
     if description.backward is not None:
-        result.backward = _explain(f"gradient of {function.__name__}", description.backward)
+        result.backward = _explain(f"gradient of {function.__name__}", description.backward, target)
         result.backward.versions, result.backward.libraries = {}, {}
     if verify and description.verify is not None and result.supported:
         result.errors = description.verify(result.backward is not None and result.backward.supported)
     return result
 
 
-def _explain(name: str, description: Description) -> Explanation:
+def _explain(name: str, description: Description, target: str | None) -> Explanation:
     if description.device is not None:
         return _explain_live(name, description, description.device)
-    return _explain_offline(name, description, os.environ.get("CUDNN_SDPA_TARGET", "h200"))
+    if target is not None:
+        return _explain_offline(name, description, load_properties(target))
+    of_environment = load_properties(os.environ.get("CUDNN_SDPA_TARGET", "h200"), "CUDNN_SDPA_TARGET")
+    return _explain_offline(name, description, of_environment)
 
 
 def _explain_live(name: str, description: Description, device: int) -> Explanation:
@@ -198,8 +213,7 @@ def _explain_live(name: str, description: Description, device: int) -> Explanati
     return result
 
 
-def _explain_offline(name: str, description: Description, target_name: str) -> Explanation:
-    properties = load_properties(target_name, "CUDNN_SDPA_TARGET")
+def _explain_offline(name: str, description: Description, properties: dict[str, Any]) -> Explanation:
     target = Target.from_properties(properties)
     result = _start(name, description, target, offline=True)
     if not description.is_empty:

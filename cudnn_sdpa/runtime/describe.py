@@ -60,6 +60,11 @@ def describer_of(function: Callable[..., Any]) -> Callable[..., Description] | N
     return _describers.get(function, own)
 
 
+def functions() -> list[Callable[..., Any]]:
+    """The functions that can be described."""
+    return list(_describers)
+
+
 def described_functions() -> list[str]:
     """Names of the functions that can be described."""
     return sorted(function.__name__ for function in _describers)

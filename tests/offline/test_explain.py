@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import cudnn_sdpa
 from cudnn_sdpa import (
@@ -20,6 +21,7 @@ from cudnn_sdpa import (
     sdpa,
     sdpa_varlen,
 )
+from cudnn_sdpa.cli import app
 from cudnn_sdpa.conv_graphs import channels_last, convolution, convolution_of_x
 from cudnn_sdpa.offline import driver
 
@@ -416,3 +418,28 @@ def test_another_default_dtype_is_nothing_to_gradients():
             assert found.backward.supported, found.backward.reasons
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_the_command_says_the_same(monkeypatch):
+    words = ["q=1,8,128,64", "k=1,2,128,64", "v=1,2,128,64", "is_causal=true", "window=(32,0)", "scale=0.5"]
+    result = CliRunner().invoke(app, ["explain", "sdpa", *words, "--target", "b200", "--training", "--details"])
+    assert result.exit_code == 0, result.output
+    q = torch.empty(1, 8, 128, 64, dtype=torch.bfloat16, requires_grad=True)
+    k = v = torch.empty(1, 2, 128, 64, dtype=torch.bfloat16, requires_grad=True)
+    monkeypatch.setenv("CUDNN_SDPA_TARGET", "b200")
+    expected = explain(sdpa, q, k, v, is_causal=True, window=(32, 0), scale=0.5)
+    lines = result.output.splitlines()
+    for found in (expected, expected.backward):
+        assert f"  key        {found.key}" in lines
+        assert any(line.startswith(f"  engine     {found.engine} ") for line in lines)
+    assert "NVIDIA B200" in lines[0]
+
+
+def test_the_command_ends_with_1_where_there_is_no_plan():
+    for command, reason in (
+        (["sdpa", *(f"{name}=1,8,128,64:float32" for name in "qkv")], "not float32"),
+        (["sdpa", *(f"{name}=1,8,128,512" for name in "qkv"), "--training"], "head dims 512 and 512"),
+    ):
+        result = CliRunner().invoke(app, ["explain", *command, "--target", "h200"])
+        assert result.exit_code == 1
+        assert reason in result.output

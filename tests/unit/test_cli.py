@@ -39,7 +39,7 @@ BENCHMARKS = [command[1] for command in COMMANDS if command[:1] == ["bench"] and
 
 def test_all_commands_are_known():
     assert [" ".join(command) for command in COMMANDS if len(command) < 2] == [
-        *("", "version", "support", "device", "doctor", "warmup", "compile", "bench", "plans")
+        *("", "version", "support", "explain", "device", "doctor", "warmup", "compile", "bench", "plans")
     ]
     assert [
         *("all", "host", "attention", "fp8", "decode", "norm", "silu", "conv", "llama", "coldstart", "shapes")
@@ -181,6 +181,20 @@ USAGE = [
     "warmup {nothing} --workers 0",
     "device --yaml",
     "doctor --yaml",
+    "explain",
+    "explain sdpa",
+    "explain nothing q=2",
+    "explain sdpa q",
+    "explain sdpa q=1,8,64,64",
+    "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,64 causal=true",
+    "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,x",
+    "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,-64",
+    "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,64:int5",
+    "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,64 --dtype tensor",
+    "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,64 --target h9000",
+    "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,64 window=wide",
+    "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,64 scale=big",
+    "explain sdpa q=1,8,64,64 k=1,3,64,64 v=1,3,64,64",
     "plans nothing",
     "plans size --folder {nothing}",
     "plans size --folder {text}",

@@ -29,7 +29,7 @@ LAYERS = [
     ("integrations",),
     ("describe_fused",),
     ("explanation", "recording", "support_matrix", "warming"),
-    ("planned_support",),
+    ("planned_support", "command_arguments"),
     ("doctor",),
     ("_pytorch",),
     ("bench",),
