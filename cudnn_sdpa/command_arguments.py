@@ -66,7 +66,10 @@ def _tensor(name: str, text: str, dtype: str, requires_grad: bool) -> torch.Tens
     shape = _value(f"{sizes},") if sizes.strip() else ()
     if not isinstance(shape, tuple) or not all(type(size) is int and 0 <= size < 2**40 for size in shape):
         raise OptionError(name, repr(text), "a shape such as 2,8,1024,64, or 17:int32 with a dtype")
-    tensor = torch.empty(shape, dtype=kind)  # of whose memory nothing is touched
+    try:
+        tensor = torch.empty(shape, dtype=kind)  # of whose memory nothing is touched
+    except RuntimeError:
+        raise OptionError(name, repr(text), "a tensor that could lie in memory") from None
     return tensor.requires_grad_(requires_grad and tensor.is_floating_point())
 
 

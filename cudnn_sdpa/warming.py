@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from cudnn_sdpa.runtime.plan_file import StoredPlan
 from cudnn_sdpa.runtime.store import PlanStore
 from cudnn_sdpa.runtime.store_setting import active
 from cudnn_sdpa.runtime.target import Target, live_properties, live_target, load_properties
+
+_log = logging.getLogger("cudnn_sdpa")
 
 
 @dataclass
@@ -162,7 +165,10 @@ def compile_plans(
 
 
 def _manifest(manifest: PlanManifest | str | Path) -> PlanManifest:
-    return manifest if isinstance(manifest, PlanManifest) else PlanManifest.load(manifest)
+    found = manifest if isinstance(manifest, PlanManifest) else PlanManifest.load(manifest)
+    if not len(found):
+        _log.warning("the manifest names no plan, so that none is made ready")
+    return found
 
 
 def _stored(key: PlanKey, made: OfflinePlan) -> StoredPlan:

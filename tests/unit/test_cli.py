@@ -189,6 +189,8 @@ USAGE = [
     "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,64 causal=true",
     "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,x",
     "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,-64",
+    "explain sdpa q=1,8,64,64 k=1,8,64,64 v=99999999999,99999999,64,64",
+    "explain sdpa q=99999999999,1000,1,64 k=1,8,64,64 v=1,8,64,64",
     "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,64:int5",
     "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,64 --dtype tensor",
     "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,64 --target h9000",

@@ -151,3 +151,10 @@ def test_a_recording_of_nothing_says_so(caplog):
     assert len(manifest) == 0
     (record,) = caplog.records
     assert 'record_plans(target="h200")' in record.message
+
+
+def test_compiling_nothing_says_so(caplog, tmp_path):
+    with caplog.at_level(logging.WARNING, "cudnn_sdpa"):
+        report = cudnn_sdpa.compile_plans(PlanManifest(), "h200", tmp_path / "plans")
+    assert (report.built, report.failed) == (0, {})
+    assert [record.message for record in caplog.records] == ["the manifest names no plan, so that none is made ready"]
