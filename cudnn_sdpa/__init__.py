@@ -43,7 +43,8 @@ if not _is_command_line():  # which imports what a command needs, and prints its
     from cudnn_sdpa.nn import Fp8Attention
     from cudnn_sdpa.norm import layer_norm, rms_norm
     from cudnn_sdpa.recording import record_plans
-    from cudnn_sdpa.runtime.cache import PlanCache, PlanCacheInfo, no_plan_builds, plan_cache
+    from cudnn_sdpa.runtime.cache import PlanCache, no_plan_builds, plan_cache
+    from cudnn_sdpa.runtime.cache_info import PlanCacheInfo
     from cudnn_sdpa.runtime.manifest import PlanManifest
     from cudnn_sdpa.runtime.shapes import shape_policy
     from cudnn_sdpa.runtime.store import PlanStore, PlanStoreInfo

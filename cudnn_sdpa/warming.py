@@ -14,16 +14,15 @@ import torch
 
 from cudnn_sdpa.errors import CudnnSdpaError, DeviceError
 from cudnn_sdpa.offline.planner import OfflinePlan
-from cudnn_sdpa.offline.pool import plan_all
+from cudnn_sdpa.offline.pool import check_workers, plan_all
 from cudnn_sdpa.runtime.building import build_plan, load_plan, plan_of
 from cudnn_sdpa.runtime.cache import plan_cache
 from cudnn_sdpa.runtime.graph_op import find_operation
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.manifest import PlanManifest
 from cudnn_sdpa.runtime.plan import Plan
-from cudnn_sdpa.runtime.plan_file import StoredPlan
-from cudnn_sdpa.runtime.store import PlanStore
-from cudnn_sdpa.runtime.store_setting import active
+from cudnn_sdpa.runtime.plan_file import BadPlanFileError, StoredPlan
+from cudnn_sdpa.runtime.store_setting import active, open_store
 from cudnn_sdpa.runtime.target import Target, live_properties, live_target, load_properties
 
 _log = logging.getLogger("cudnn_sdpa")
@@ -67,13 +66,13 @@ def warmup(
         manifest: A manifest, or the path of one.
         device: Index of the GPU; None is the current one.
         progress: Whether to show a progress bar on the terminal.
-        workers: Helper processes; None is one for each core, and at most eight.
+        workers: Helper processes; None is one for each core, and at most eight; 0 leaves all plans to this process.
 
     Returns:
         What was done. A plan that cannot be made is in it with the reason, and stops no other one.
 
     Raises:
-        OptionError: The manifest cannot be read, or names an operation that is not there.
+        OptionError: The manifest cannot be read, or names an operation that is not there; `workers` is no such number.
         DeviceError: There is no GPU.
 
     Examples:
@@ -82,6 +81,7 @@ def warmup(
     """
     if not torch.cuda.is_available():
         raise DeviceError("device", "no NVIDIA GPU that PyTorch can see", "a GPU; compile plans without one instead")
+    check_workers(workers, 0)
     start, report = time.perf_counter(), WarmupReport()
     device = torch.cuda.current_device() if device is None else device
     keys = _manifest(manifest).keys(live_target(device), device)
@@ -103,11 +103,16 @@ def warmup(
         if isinstance(made, CudnnSdpaError):
             report.failed[str(key)] = str(made)
             continue
-        report.built += 1
         if isinstance(made, Plan):  # which is in the store already
             plan_cache.put(made)
+            report.built += 1
             continue
-        plan_cache.put(plan_of(key, stored := _stored(key, made)))
+        try:
+            plan_cache.put(plan_of(key, stored := _stored(key, made)))
+        except BadPlanFileError as error:
+            report.failed[str(key)] = f"a helper process built it, but on this GPU {error}"
+            continue
+        report.built += 1
         if store is not None:
             store.save(key, stored)
     report.seconds = time.perf_counter() - start
@@ -142,12 +147,14 @@ def compile_plans(
         What was done.
 
     Raises:
-        OptionError: The manifest or the target cannot be read, or the manifest names an operation that is not there.
-        OfflineError: No helper process can plan here, for example without a C compiler.
+        OptionError: The manifest or the target cannot be read, or the manifest names an operation that is not there;
+            the folder cannot be used or is open to others; `workers` is no positive integer.
+        OfflineError: No helper process can be started here, for example out of a frozen program.
     """
     start, report = time.perf_counter(), WarmupReport()
     properties = load_properties(target)
-    store = PlanStore(Path(folder))
+    check_workers(workers, 1)
+    store = open_store(folder, "folder")
     missing = []
     for key in _manifest(manifest).keys(Target.from_properties(properties), None):
         if store.load(key) is not None:

@@ -183,11 +183,11 @@ def operation(kind: type[Operation]) -> type[Operation]:
 
 
 def size(r: random.Random, device: str, *, large: float = 0.12) -> int:
-    """A length, mostly short, and often 1. References on the CPU take long, and know nothing of tiles."""
+    """A length, mostly short, and often 1."""
+    large = large if device != "cpu" else large / 5
     if r.random() < large:
-        return r.choice([127, 128, 129, 192, 200, 256, 300, 513] if device != "cpu" else [33, 40, 65])
-    short = [1, 1, 1, 2, 3, 5, 7, 8, 15, 16, 17]
-    return r.choice(short if device == "cpu" else [*short, 31, 33, 40, 63, 64, 65, 77])
+        return r.choice([127, 128, 129, 192, 200, 256, 300, 513])
+    return r.choice([1, 1, 1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 40, 63, 64, 65, 77])
 
 
 def number(r: random.Random, low: float, high: float) -> float:
@@ -256,17 +256,11 @@ def chosen(r: random.Random, names: list[str]) -> tuple[str, ...]:
     return tuple(name for name in names if how < 0.5 or r.random() < 0.6)
 
 
-def head_dims(r: random.Random, device: str) -> tuple[int, int]:
+def head_dims(r: random.Random, unit: int = 8) -> tuple[int, int]:
     """Of keys and values."""
-    if device == "cpu":
-        return r.choice([(8, 8), (8, 8), (16, 16), (64, 64), (24, 8), (8, 40)])
-    odd = 8 * r.randint(1, 16)
-    return r.choice([(64, 64)] * 4 + [(128, 128)] * 2 + [(8, 8), (odd, odd), (192, 128), (64, 32), (48, 80)])
-
-
-def keys_for(r: random.Random, device: str, sq: int) -> int:
-    """How many keys there are for so many queries."""
-    return r.choice([sq, sq, sq, 1, 1, 3, 5, 8, 17, 40, *([64, 77, 130] if device != "cpu" else [])])
+    odd = unit * r.randint(1, 128 // unit)
+    choices = [(64, 64)] * 4 + [(128, 128)] * 2 + [(unit, unit), (odd, odd), (192, 128), (64, 32), (48, 80)]
+    return r.choice(choices)
 
 
 def rounds_scores(case: Case) -> bool:
@@ -278,18 +272,6 @@ class Attention(Operation):
     """What operations of attention have in common."""
 
     data = ("scale", "softcap")
-
-    takes_out = False
-
-    def into(self, tensors: Tensors, facts: dict[str, Any]) -> Tensors:
-        """Memory for the result, where it is given; outside of gradients."""
-        if not facts.get("into") or torch.is_grad_enabled():
-            return {}
-        q, v = tensors["q"], tensors["v"]
-        shape = *q.shape[:-1], v.shape[-1]
-        order = [*sorted(range(q.dim() - 1), key=lambda d: -q.stride(d)), q.dim() - 1]
-        out = torch.full([shape[d] for d in order], math.nan, dtype=q.dtype, device=q.device)
-        return {"out": out.permute([order.index(d) for d in range(q.dim())])}
 
     def known_options(self, case: Case, options: dict[str, Any], leaves: Tensors) -> dict[str, Any]:
         """The options and side tensors as the mathematics takes them."""
@@ -324,16 +306,15 @@ class Attention(Operation):
 @operation
 class Sdpa(Attention):
     name = "sdpa"
-    takes_out = True
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         dtype = half(r, device)
         batch, kv = r.choice([1, 1, 2, 3, 5]), r.choice([1, 1, 2, 3])
         heads, sq = kv * r.choice([1, 1, 2, 3, 5]), size(r, device)
-        skv = keys_for(r, device, sq)
+        skv = r.choice([sq, sq, sq, 1, 1, 3, 5, 8, 17, 40, 64, 77, 130])
         if r.random() < 0.03:
             batch, sq, skv = r.choice([(0, sq, skv), (batch, 0, skv), (batch, sq, 0)])
-        dims, full = head_dims(r, device), (batch, heads, sq, skv)
+        dims, full = head_dims(r), (batch, heads, sq, skv)
         tensors = {
             "q": memory_of(r, (batch, heads, sq, dims[0]), dtype),
             "k": memory_of(r, (batch, kv, skv, dims[0]), dtype),
@@ -365,7 +346,7 @@ class Sdpa(Attention):
         return case
 
     def call(self, tensors: Tensors, options: dict[str, Any], facts: dict[str, Any]) -> Tensors:
-        found = cudnn_sdpa.sdpa(**tensors, **options, **self.into(tensors, facts))
+        found = cudnn_sdpa.sdpa(**tensors, **options)
         return dict(zip(("out", "lse"), found, strict=True)) if options["return_lse"] else {"out": found}
 
     def before(self, case: Case, tensors: Tensors, options: dict[str, Any]) -> dict[str, Any]:
@@ -376,7 +357,7 @@ class Sdpa(Attention):
 
     def explained(self, case):
         tensors = {name: spec.make("meta") for name, spec in case.tensors.items()}
-        side = {n: torch.empty(len(x), dtype=torch.int32, device="meta") for n, x in case.facts.items() if "len" in n}
+        side = {name: torch.empty(len(x), dtype=torch.int32, device="meta") for name, x in case.facts.items()}
         for name in case.wanted:
             tensors[name] = tensors[name].detach().requires_grad_()
         return cudnn_sdpa.sdpa, (), {**tensors, **side, **case.options}
@@ -409,7 +390,7 @@ class DropIn(Attention):
         dtype, rank = half(r, device), r.choice([4, 4, 4, 3, 3, 2, 5])
         kv, sq = r.choice([1, 2, 3]), size(r, device)
         heads = kv * r.choice([1, 1, 2, 3])
-        skv, dims = keys_for(r, device, sq), head_dims(r, device)
+        skv, dims = r.choice([sq, sq, 1, 3, 17, 64, 77]), head_dims(r)
         before = tuple(r.choice([1, 2, 3]) for _ in range(rank - 3))
         gqa = heads != kv or r.random() < 0.2
 
@@ -510,7 +491,6 @@ class DropIn(Attention):
 @operation
 class Varlen(Attention):
     name = "sdpa_varlen"
-    takes_out = True
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         dtype = half(r, device)
@@ -520,7 +500,7 @@ class Varlen(Attention):
         of_q, of_kv = ([r.choice(sizes) for _ in range(count)] for _ in "qk")
         same = r.random() < 0.5
         of_kv = of_q if same else of_kv
-        kv, dims = r.choice([1, 1, 2, 3]), head_dims(r, device)
+        kv, dims = r.choice([1, 1, 2, 3]), head_dims(r)
         heads, extra = kv * r.choice([1, 2, 3, 5]), r.choice([0, 0, 0, 0, 3])
         rows, columns = sum(of_q) + extra, sum(of_kv) + (extra if same else 0)
         tensors = {
@@ -552,7 +532,6 @@ class Varlen(Attention):
     def call(self, tensors: Tensors, options: dict[str, Any], facts: dict[str, Any]) -> Tensors:
         more = {"sinks": tensors["sinks"]} if "sinks" in tensors else {}
         at = facts["offsets"]
-        more |= self.into(tensors, facts)
         found = cudnn_sdpa.sdpa_varlen(*(tensors[name] for name in "qkv"), *at, **more, **options)
         return dict(zip(("out", "lse"), found, strict=True)) if options["return_lse"] else {"out": found}
 
@@ -605,11 +584,10 @@ class Varlen(Attention):
 @operation
 class Paged(Attention):
     name = "sdpa_paged"
-    takes_out = True
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         dtype = half(r, device)
-        batch, kv, dims = r.choice([1, 2, 3, 7]), r.choice([1, 1, 2, 3]), head_dims(r, device)
+        batch, kv, dims = r.choice([1, 2, 3, 7]), r.choice([1, 1, 2, 3]), head_dims(r)
         heads, sq = kv * r.choice([1, 2, 5]), r.choice([1, 1, 1, 2, 5, 8, 9, 20])
         page, columns = r.choice([1, 2, 8, 16, 64]), r.choice([1, 1, 2, 5])
         pages = columns * batch + r.choice([0, 1, 4])
@@ -658,7 +636,6 @@ class Paged(Attention):
             more["seq_lens_q"] = made["q"]
         if "sinks" in tensors:
             more["sinks"] = tensors["sinks"]
-        more |= self.into(tensors, facts)
         given = tensors["q"], tensors["k"], tensors["v"], made["table_k"], made["kv"]
         found = cudnn_sdpa.sdpa_paged(*given, **more, **options)
         return dict(zip(("out", "lse"), found, strict=True)) if options["return_lse"] else {"out": found}
@@ -720,9 +697,8 @@ class Fp8(Attention):
         """Tensors in FP8, of numbers whose scales are none of 1."""
         dtype = r.choice([E4M3, E4M3, E5M2])
         batch, kv, sq = r.choice([1, 2, 3]), r.choice([1, 2]), size(r, device)
-        heads, skv = kv * r.choice([1, 2, 3]), keys_for(r, device, sq)
-        large = [(64, 64), (128, 128), (128, 128), (128, 64), (192, 128)] if device != "cpu" else []
-        dims = r.choice([(16, 16), (32, 48), *large])
+        heads, skv = kv * r.choice([1, 2, 3]), r.choice([sq, sq, 1, 17, 64, 130])
+        dims = r.choice([(64, 64), (128, 128), (16, 16), (128, 64), (32, 48), (192, 128)])
         scales = {"q": number(r, 15, 40), "k": number(r, 45, 80), "v": number(r, 6, 14)}
         shapes = {"q": (heads, sq, dims[0]), "k": (kv, skv, dims[0]), "v": (kv, skv, dims[1])}
         tensors = {
@@ -886,8 +862,7 @@ class Fp8Attention(Attention):
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         dtype, kv, batch = r.choice([BF16, F16]), r.choice([1, 2]), r.choice([1, 2])
         heads, sq = kv * r.choice([1, 2]), size(r, device, large=0.05)
-        skv = keys_for(r, device, sq)
-        dims = r.choice([(64, 64), (128, 128), (16, 16), (32, 48)] if device != "cpu" else [(16, 16), (32, 48)])
+        skv, dims = r.choice([sq, sq, 1, 17, 64]), r.choice([(64, 64), (128, 128), (16, 16), (32, 48)])
         shapes = {"q": (heads, sq, dims[0]), "k": (kv, skv, dims[0]), "v": (kv, skv, dims[1])}
         scales = {"q": 1.7, "k": 0.6, "v": 23.0}
         tensors = {n: drawn(r, (batch, *shapes[n]), dtype, unit=16, expands=0.05, scale=scales[n]) for n in "qkv"}
@@ -933,9 +908,9 @@ def fused_dtype(r: random.Random, device: str) -> torch.dtype:
     return F64 if wide and device == "cpu" else dtype
 
 
-def rows_of(r: random.Random, device: str) -> tuple[int, ...]:
+def rows_of(r: random.Random) -> tuple[int, ...]:
     """A shape (..., n)."""
-    n = r.choice([1, 2, 3, 8, 17, 32, 64, 64, 100, 128, *([256, 1000, 1024] if device != "cpu" else [])])
+    n = r.choice([1, 2, 3, 8, 17, 32, 64, 64, 100, 128, 256, 1000, 1024])
     shape = tuple(r.choice([1, 1, 2, 3, 5, 7]) for _ in range(r.choice([0, 1, 1, 2, 2, 3, 4])))
     shape = (*shape, n)
     return (0, *shape[1:]) if r.random() < 0.03 and len(shape) > 1 else shape
@@ -948,7 +923,7 @@ class RmsNorm(Operation):
     data = ("eps",)
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
-        dtype, shape = fused_dtype(r, device), rows_of(r, device)
+        dtype, shape = fused_dtype(r, device), rows_of(r)
         n = shape[-1]
         tensors = {"x": drawn(r, shape, dtype, scale=r.choice([0.02, 1.3, 1.3, 50.0]))}
         if r.random() < 0.02:
@@ -1010,7 +985,7 @@ class LayerNorm(Operation):
     data = ("eps",)
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
-        dtype, shape = fused_dtype(r, device), rows_of(r, device)
+        dtype, shape = fused_dtype(r, device), rows_of(r)
         tensors = {"x": drawn(r, shape, dtype, scale=r.choice([0.05, 1.3, 1.3, 20.0]), shift=r.choice([0.0, 2.0]))}
         of = r.choice([dtype, F32])
         if r.random() < 0.8:
@@ -1055,7 +1030,7 @@ class Gate(Operation):
     aligns = True
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
-        dtype, shape = fused_dtype(r, device), rows_of(r, device)
+        dtype, shape = fused_dtype(r, device), rows_of(r)
         facts = {"form": r.choice(["two", "two", "two", "halves", "both"] if self.name == "silu_mul" else ["two"])}
         names = ["gate"] if self.name == "relu_squared" else ["gate", "up"]
         if facts["form"] != "two":
@@ -1133,10 +1108,9 @@ class Conv(Operation):
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         dtype, rank = fused_dtype(r, device), self.rank
         groups = r.choice([1, 1, 1, 2, 4, 8])
-        of_in = groups * r.choice([1, 1, 2, 3, 4, 8, 8, *([16] if device != "cpu" else [])])
-        of_out = groups * r.choice([1, 1, 2, 3, 4, 8, 8, *([16] if device != "cpu" else [])])
-        most = (1, 1, 2, 3, 5) if rank == 3 else (1, 1, 2, 3, 3, 4, 5)
-        most = most if device != "cpu" or rank < 3 else (1, 1, 2, 3)
+        of_in = groups * r.choice([1, 1, 2, 3, 4, 8, 8, 16])
+        of_out = groups * r.choice([1, 1, 2, 3, 4, 8, 8, 16])
+        most = (1, 1, 2, 3, 3, 5) if rank == 3 else (1, 1, 2, 3, 3, 4, 5)
         kernel = tuple(r.choice(most) for _ in range(rank))
         stride, padding, dilation = (
             tuple(r.choice(choices) for _ in range(rank)) for choices in ((1, 1, 1, 2, 3), (0, 0, 1, 2), (1, 1, 1, 2))
@@ -1470,8 +1444,6 @@ def draw(name: str, seed: int, device: str = "cpu") -> Case:
         mode = "eager"
     if device == "cuda" and op.aligns:
         case = with_alignment(r, case)
-    if getattr(op, "takes_out", False) and mode == "eager" and seed % 2:
-        case = replace(case, facts=case.facts | {"into": True})
     third = r.choice(THIRD)
     varied = case.varied or {n: case.options[n] * 1.37 for n in op.data if case.options.get(n)}
     policy = r.choice(["exact"] * 9 + ["bucketed"])

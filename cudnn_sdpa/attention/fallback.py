@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -60,7 +60,10 @@ def _with_fallback(to: str | None) -> Iterator[None]:
     try:
         yield
     finally:
-        _chosen.reset(token)
+        with suppress(
+            ValueError
+        ):  # it is left in another context than it was entered in, where there is nothing to undo
+            _chosen.reset(token)
 
 
 def is_in_force() -> bool:

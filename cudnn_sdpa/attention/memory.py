@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cudnn_sdpa.errors import LayoutError
@@ -61,8 +62,7 @@ def check_addresses(hint: str = "", **tensors: Any) -> None:
 
 def check_present(name: str, tensor: Tensor) -> None:
     """Whether a plain tensor has memory for its elements."""
-    has_own = tensor.is_cuda or tensor.is_cpu
-    if has_own and type(tensor).__torch_dispatch__ is _PLAIN and tensor.data_ptr() == 0 and tensor.numel() != 0:
+    if (tensor.is_cuda or tensor.is_cpu) and type(tensor) in _PLAIN and tensor.data_ptr() == 0 and tensor.numel() != 0:
         raise LayoutError(
             name,
             "a tensor without memory",
@@ -71,7 +71,7 @@ def check_present(name: str, tensor: Tensor) -> None:
         )
 
 
-_PLAIN = Tensor.__torch_dispatch__  #: of classes that are nothing but memory
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tensor | None = None) -> None:

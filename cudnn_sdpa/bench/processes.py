@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
+
+from cudnn_sdpa.offline import interpreter
 
 #: A process takes some seconds; one that builds hundreds of plans, half a minute.
 TIMEOUT_SECONDS = 600.0
-
-_PACKAGE = Path(__file__).parent.parent
 
 
 def run_module(name: str, *arguments: str, store: str) -> dict[str, Any]:
@@ -26,33 +24,25 @@ def run_module(name: str, *arguments: str, store: str) -> dict[str, Any]:
     Raises:
         RuntimeError: The process failed; what it said is in the message.
     """
-    return _run(["-m", name, *arguments], " ".join([name, *arguments]), store)
+    return _run(interpreter.module_command(name, arguments), " ".join([name, *arguments]), store)
 
 
 def run_code(code: str, what: str, *, store: str) -> dict[str, Any]:
     """The same of a piece of code; `what` says in the message what it is."""
-    return _run(["-c", code], what, store)
+    return _run(interpreter.command(code), what, store)
 
 
 def run_command(*arguments: str) -> int:
     """The exit status of the command line with these arguments; what it prints is printed."""
-    safe_path = ["-P"] if sys.version_info >= (3, 11) else []  # nothing is imported from the current folder
-    command = [sys.executable, *safe_path, "-m", _PACKAGE.name, *arguments]
-    return subprocess.run(command, env=_environment(), check=False).returncode
+    return subprocess.run(interpreter.module_command("cudnn_sdpa", arguments), check=False).returncode
 
 
-def _environment(**variables: str) -> dict[str, str]:
-    """The environment of a process that finds this package."""
-    path = os.pathsep.join(filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path, **variables}
-
-
-def _run(arguments: list[str], what: str, store: str) -> dict[str, Any]:
+def _run(command: list[str], what: str, store: str) -> dict[str, Any]:
     from cudnn_sdpa.runtime.store_setting import VARIABLE
 
     result = subprocess.run(
-        [sys.executable, *arguments],
-        env=_environment(**{VARIABLE: store}),
+        command,
+        env={**os.environ, VARIABLE: store},
         capture_output=True,
         text=True,
         check=False,

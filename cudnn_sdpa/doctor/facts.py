@@ -107,12 +107,14 @@ class StoreFacts:
         named: Whether the environment names it.
         problem: Why it cannot be used.
         free: Free bytes of its disk; None if not known.
+        note: What is to be known of it, if it can be used.
     """
 
     folder: str | None
     named: bool = False
     problem: str = ""
     free: int | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections import defaultdict
@@ -28,9 +27,11 @@ from cudnn_sdpa.doctor.facts import (
     TorchFacts,
     TrialFacts,
 )
+from cudnn_sdpa.errors import OfflineError
+from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.driver import compiler
-from cudnn_sdpa.runtime import plan_file, store_setting
-from cudnn_sdpa.runtime.store import UnsafeFolderError
+from cudnn_sdpa.runtime import folders, store_setting
+from cudnn_sdpa.runtime.folders import UnsafeFolderError
 
 _PACKAGE = Path(__file__).parent.parent
 
@@ -43,12 +44,7 @@ DRIVER_SECONDS = 60.0
 #: Asks it.
 _ASKS = str(_PACKAGE / "doctor" / "ask_driver.py")
 
-_PROGRAM = """
-import sys
-sys.path[:] = {path!r}
-from cudnn_sdpa.doctor.probe import main
-main()
-"""
+_PROGRAM = "from cudnn_sdpa.doctor.probe import main; main()"
 
 #: Packages that matter beside those whose name begins with "nvidia-".
 _PACKAGES = ("torch", "triton", "cudnn-sdpa", "numpy")
@@ -62,7 +58,13 @@ _SYSTEM = ("usr/lib/*-linux-gnu", "usr/lib64", "usr/lib", "usr/local/lib", "usr/
 
 
 def gather(timeout: float = TIMEOUT_SECONDS) -> Facts:
-    """The facts of this machine and this environment."""
+    """The facts of this machine and this environment.
+
+    Raises:
+        OfflineError: There is no interpreter for the processes in which libraries are tried.
+    """
+    if reason := interpreter.why_no_python():
+        raise OfflineError(f"the doctor examines an installation in processes of its own, but {reason}")
     driver = _driver()
     # What asks PyTorch for its GPUs asks the driver too, and would hang or crash with it.
     parts, broken_off = ({}, "") if driver.broken_off else _examine(timeout)
@@ -93,10 +95,9 @@ def _torch_facts(part: dict[str, Any]) -> TorchFacts:
 
 def _examine(timeout: float) -> tuple[dict[str, Any], str]:
     """What the examining process said, and how it ended if not well."""
-    path = [str(Path(entry).resolve()) for entry in sys.path if entry] + [str(_PACKAGE.parent)]
     try:
         result = subprocess.run(
-            [sys.executable, "-c", _PROGRAM.format(path=path)],
+            interpreter.command(_PROGRAM),
             env={**os.environ, store_setting.VARIABLE: store_setting.OFF},  # it shall build a plan, not find one
             capture_output=True,
             timeout=timeout,
@@ -108,7 +109,7 @@ def _examine(timeout: float) -> tuple[dict[str, Any], str]:
     parts = _parts_of(output)
     if code == 0 and set(PARTS) <= set(parts):
         return parts, ""
-    how = f"did not end within {timeout:g} s" if code is None else _in_words(code)
+    how = f"did not end within {timeout:g} s" if code is None else interpreter.exit_in_words(code)
     last = said.decode(errors="replace").strip()[-600:]
     return parts, how + (f"; it said: {last}" if last else "")
 
@@ -121,10 +122,6 @@ def _parts_of(output: bytes) -> dict[str, Any]:
             said = json.loads(line)
             parts |= said if isinstance(said, dict) and set(said) <= set(PARTS) else {}
     return parts
-
-
-def _in_words(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _packages() -> tuple[dict[str, str], dict[str, str]]:
@@ -188,11 +185,12 @@ def _driver() -> DriverFacts:
     nodes = len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
     said: dict[str, Any] = {}
     try:
-        result = subprocess.run([sys.executable, "-S", _ASKS], capture_output=True, timeout=DRIVER_SECONDS, check=False)
+        command = interpreter.command(f"import runpy\nrunpy.run_path({_ASKS!r}, run_name='__main__')")
+        result = subprocess.run(command, capture_output=True, timeout=DRIVER_SECONDS, check=False)
         if result.returncode == 0:
-            said = json.loads(result.stdout)
+            said = json.loads(result.stdout.splitlines()[-1])  # behind what a site prints
         else:
-            said["broken_off"] = _in_words(result.returncode)
+            said["broken_off"] = interpreter.exit_in_words(result.returncode)
     except subprocess.TimeoutExpired:
         said["broken_off"] = f"no answer within {DRIVER_SECONDS:g} s"
     return DriverFacts(**said, release=match[1] if match else "", nodes=nodes)
@@ -205,7 +203,8 @@ def _cxx_compiler() -> str | None:
 
 def _store() -> StoreFacts:
     """The plan store as a process would open it; nothing is made."""
-    named = os.environ.get(store_setting.VARIABLE, "") not in {"", store_setting.OFF}
+    setting = os.environ.get(store_setting.VARIABLE, "")
+    named = bool(setting) and not store_setting.is_off(setting)
     try:
         folder = store_setting.folder_of_environment()
     except UnsafeFolderError as error:
@@ -214,17 +213,25 @@ def _store() -> StoreFacts:
         return StoreFacts(None)
     try:
         there = next(path for path in (folder, *folder.parents) if path.exists())
-        return StoreFacts(str(folder), named, _problem_of(folder, there), shutil.disk_usage(there).free)
+        problem, note = _problem_of(folder, there)
+        return StoreFacts(str(folder), named, problem, shutil.disk_usage(there).free, note)
     except OSError as error:  # such as a parent that this user may not look into
         return StoreFacts(str(folder), named, f"{folder}: {error.strerror}")
 
 
-def _problem_of(folder: Path, there: Path) -> str:
-    """Why plans cannot be kept in a folder, of which this much is there."""
+def _problem_of(folder: Path, there: Path) -> tuple[str, str]:
+    """Why plans cannot be kept in a folder, of which this much is there; or why they are only read."""
     if not there.is_dir():
-        return f"{there} is no folder"
-    if not os.access(there, os.W_OK | os.X_OK):
-        return f"{there} is not writable"
-    if there == folder and not plan_file.is_private(there.stat()):
-        return f"{folder} belongs to another user or is writable by others"
-    return ""
+        return f"{there} is no folder", ""
+    try:
+        folders.check_above(folder)
+        if there == folder:
+            os.close(folders.open_private(folder, make=False))
+    except UnsafeFolderError as error:
+        return str(error), ""
+    if os.access(there, os.W_OK | os.X_OK):
+        return "", ""
+    if there == folder and os.access(there, os.R_OK | os.X_OK):
+        plans = [path for path in folder.glob("*.plan") if os.access(path, os.R_OK)]
+        return "", f"{folder} is not writable; {len(plans)} plans in it can be read"
+    return f"{there} is not writable", ""

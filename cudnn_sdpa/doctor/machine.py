@@ -130,6 +130,9 @@ def store(facts: Facts) -> Iterator[Finding]:
         level = Level.ERROR if found.named else Level.WARNING
         cure = "Set CUDNN_SDPA_PLAN_DIR to a folder that only you can write to, or to 'off' to keep no plans."
         yield Finding(level, "store", "Plans cannot be kept: every process builds its own", found.problem, cure)
+    elif found.note:
+        cure = "Nothing, if it is meant so, as in an image: what is missing is built by every process that needs it."
+        yield Finding(Level.NOTE, "store", "Plans are read, and new ones not kept", found.note, cure)
     elif found.folder is None:
         cure = "Unset CUDNN_SDPA_PLAN_DIR to keep plans in your cache folder."
         title = "Plans are not kept: every process builds its own"

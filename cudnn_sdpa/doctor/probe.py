@@ -24,6 +24,7 @@ def main() -> None:
     """Prints what was found out, one part a line."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print where they like; the answers' channel is ours alone
+    answers.write("\n")  # ends what a site may have printed when Python started
     parts: dict[str, Callable[[], Any]] = dict(
         zip(PARTS, (ask_torch, ask_cudnn, mapped, make_a_call, mapped), strict=True)
     )

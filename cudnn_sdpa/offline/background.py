@@ -7,13 +7,13 @@ import contextlib
 import logging
 import os
 import queue
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.planner import Helper, plan_offline
 from cudnn_sdpa.runtime import store_setting
 from cudnn_sdpa.runtime.key import PlanKey
@@ -71,7 +71,7 @@ class BackgroundPlanner:
         self._helpers: list[Helper] = []
         self._threads: list[threading.Thread] = []
         self._said: set[str] = set()
-        self._closed = not _can_start_helpers()
+        self._closed = bool(interpreter.why_no_helper())
 
     def request(
         self, key: PlanKey, properties: dict[str, Any], then: Callable[[StoredPlan], None] | None = None
@@ -161,7 +161,7 @@ class BackgroundPlanner:
         store = store_setting.active()
         with contextlib.ExitStack() as stack:
             if store is not None:
-                stack.enter_context(store.building(request.key))
+                stack.enter_context(store.building(request.key, in_background=True))
                 found = store.load(request.key)  # another process may have built it
                 if found is not None:
                     return found
@@ -185,11 +185,6 @@ class BackgroundPlanner:
         if not self._closed:
             _log.log(logging.DEBUG if what in self._said else logging.WARNING, "%s", what)
             self._said.add(what)
-
-
-def _can_start_helpers() -> bool:
-    """Whether there is an interpreter to start: the executable of a frozen program is the program itself."""
-    return bool(sys.executable) and not getattr(sys, "frozen", False)
 
 
 background = BackgroundPlanner()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -9,14 +10,18 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
-import platformdirs
-
 from cudnn_sdpa.errors import OfflineError
+from cudnn_sdpa.runtime import folders
 
 _SOURCE = Path(__file__).with_name("stand_in_driver.c")
 _MARKER = "cudnn_sdpa_stand_in_driver"
+
+#: What a compilation's own folder is called, and how old one is whose compilation was killed.
+_SCRATCH = "tmp"
+_ABANDONED_SECONDS = 600.0
 
 
 def has_real_driver() -> bool:
@@ -54,21 +59,22 @@ def stand_in_folder() -> Path:
     source = _SOURCE.read_text()
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     try:
-        parent = Path(platformdirs.user_cache_dir("cudnn_sdpa")) / "stand-in-driver"
-    except RuntimeError as error:  # no home is known
-        raise OfflineError(
-            f"there is no folder to keep the stand-in driver in ({error}); the environment variable XDG_CACHE_HOME can "
-            "name one"
-        ) from error
-    folder = parent / digest
-    try:
+        parent = folders.in_users_cache("stand-in-driver")
+        folder = parent / digest
+        os.close(folders.open_private(parent))
+        _sweep(parent)
         if not (folder / "libcuda.so.1").exists():
-            parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             _compile(source, folder)
-        _check_private(folder)
+        os.close(folders.open_private(folder, make=False))
+        _check_private(folder / "libcuda.so.1")
+    except folders.UnsafeFolderError as error:
+        raise OfflineError(
+            f"there is no safe folder to keep the stand-in driver in ({error}). Remove what others may have put there; "
+            "or the environment variable XDG_CACHE_HOME can name another cache folder"
+        ) from error
     except (OSError, subprocess.SubprocessError) as error:
         raise OfflineError(
-            f"the stand-in driver cannot be kept in {parent} ({error}); the environment variable XDG_CACHE_HOME can "
+            f"the stand-in driver cannot be made ({error}); the environment variable XDG_CACHE_HOME can "
             "name another cache folder"
         ) from error
     return folder
@@ -87,7 +93,7 @@ def _compile(source: str, folder: Path) -> None:
             "planning for a GPU on a machine without an NVIDIA driver needs a C compiler, and none of $CC, cc, gcc and "
             "clang is on the PATH; install one (on Debian: apt-get install gcc libc6-dev)"
         )
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder.parent) as scratch:
         made = Path(scratch) / "made"
         made.mkdir(mode=0o700)
         (made / "driver.c").write_text(source)
@@ -103,9 +109,16 @@ def _compile(source: str, folder: Path) -> None:
                 raise
 
 
-def _check_private(folder: Path) -> None:
+def _sweep(parent: Path) -> None:
+    """Removes what killed compilations have left."""
+    for scratch in parent.glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError):
+            if abs(time.time() - scratch.stat().st_mtime) > _ABANDONED_SECONDS:
+                shutil.rmtree(scratch)
+
+
+def _check_private(path: Path) -> None:
     """What is loaded into a process must not have been put there by somebody else."""
-    for path in (folder.parent, folder, folder / "libcuda.so.1"):
-        status = path.stat()
-        if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise OfflineError(f"{path} belongs to another user or is writable by others; remove {folder.parent}")
+    status = path.lstat()
+    if not (stat.S_ISREG(status.st_mode) and folders.is_private(status)):
+        raise OfflineError(f"{path} is a link, belongs to another user or is writable by others; remove {path.parent}")

@@ -5,25 +5,31 @@ from __future__ import annotations
 import atexit
 import base64
 import json
+import logging
+import math
 import os
-import select
-import signal
+import selectors
 import subprocess
-import sys
 import tempfile
 import threading
+import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 from cudnn_sdpa.errors import OfflineError, UnsupportedError
-from cudnn_sdpa.offline import driver
+from cudnn_sdpa.offline import driver, interpreter
 from cudnn_sdpa.runtime.key import PlanKey
 
-_PACKAGE = Path(__file__).parent.parent
+_log = logging.getLogger("cudnn_sdpa")
+
+#: Environment variable with the seconds after which a helper that has not answered is given up.
+TIMEOUT_VARIABLE = "CUDNN_SDPA_HELPER_TIMEOUT"
 
 #: A plan takes 0.3 to 1 s; the first one also the start of Python and PyTorch.
 TIMEOUT_SECONDS = 300.0
+
+#: Of what a helper says before its first answer, no more than this is read through in search of it.
+_MOST_NOISE = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -49,15 +55,27 @@ class OfflinePlan:
     note: str = ""
 
 
-#: What the helper runs. Its search path is this process's, without the folder that the user happens to be in.
+#: What the helper runs.
 _PROGRAM = """
-import os, signal, sys
+import os, signal
 os.nice({niceness})
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the program, which ends this process if it ends
-sys.path[:] = {path!r}
 from cudnn_sdpa.offline.worker import main
 main()
 """
+
+
+def timeout_seconds() -> float:
+    """How long a helper may take for an answer: 300 s, or what the environment says."""
+    text = os.environ.get(TIMEOUT_VARIABLE, "")
+    if text:
+        try:
+            if (seconds := float(text)) > 0 and not math.isinf(seconds):
+                return seconds
+        except ValueError:
+            pass
+        _log.warning("%s: got %r; expected a positive number of seconds; it is %g", TIMEOUT_VARIABLE, text, 300.0)
+    return TIMEOUT_SECONDS
 
 
 class Helper:
@@ -80,8 +98,12 @@ class Helper:
         self._ended = threading.Event()
         self._asked = 0
 
-    def ask(self, request: dict[str, Any], timeout: float = TIMEOUT_SECONDS) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
         """Sends one request and waits for its answer.
+
+        Args:
+            request: What `cudnn_sdpa.offline.worker` answers.
+            timeout: Seconds; None is 300, or what the environment variable `CUDNN_SDPA_HELPER_TIMEOUT` says.
 
         Raises:
             OfflineError: The helper cannot be started, crashed, or did not answer in time. The next request gets a
@@ -89,7 +111,7 @@ class Helper:
         """
         with self._lock:
             try:
-                return self._ask(request, timeout)
+                return self._ask(request, timeout_seconds() if timeout is None else timeout)
             except BaseException:  # also an interrupt: a late answer must not meet the next question
                 self.close()
                 raise
@@ -101,12 +123,11 @@ class Helper:
         try:
             process.stdin.write(json.dumps({**request, "number": self._asked}).encode() + b"\n")
             process.stdin.flush()
-            line = self._read_line(process, timeout)
+            answer = self._read_answer(process, timeout)
         except (OSError, TimeoutError) as error:
             raise self._failed(f"does not answer ({error})") from error
-        if not line:
-            raise self._failed(_describe_exit(process.wait()))
-        answer: dict[str, Any] = json.loads(line)
+        if answer is None:
+            raise self._failed(interpreter.exit_in_words(process.wait()))
         if answer.pop("number") != self._asked:
             raise self._failed("answered another question")
         return answer
@@ -136,34 +157,49 @@ class Helper:
             self.close()
             if self._ended.is_set():
                 raise OfflineError("the helper process that plans with cuDNN has been ended")
-            environment = driver.helper_environment()
-            path = [str(Path(entry).resolve()) for entry in sys.path if entry] + [str(_PACKAGE.parent)]
-            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the helper
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM.format(path=path, niceness=self._niceness)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                bufsize=0,
-                env=environment,
-            )
+            interpreter.check()
+            try:
+                environment = {**driver.helper_environment(), interpreter.IN_HELPER: "1"}
+                self._errors = _file_of_last_words()
+                self._process = subprocess.Popen(
+                    interpreter.command(_PROGRAM.format(niceness=self._niceness)),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._errors,
+                    bufsize=0,
+                    env=environment,
+                )
+            except OSError as error:  # no such interpreter, too many open files or processes, no memory
+                raise OfflineError(f"the helper process that plans with cuDNN cannot be started: {error}") from error
             if self._ended.is_set():  # meanwhile
                 self._process.kill()
         return self._process
 
     @staticmethod
-    def _read_line(process: subprocess.Popen[bytes], timeout: float) -> bytes:
+    def _read_answer(process: subprocess.Popen[bytes], timeout: float) -> dict[str, Any] | None:
+        """The next answer; None if the helper ends. What a site prints when Python starts is passed over.
+
+        Raises:
+            TimeoutError: There is none in time.
+        """
         assert process.stdout is not None
-        line = bytearray()
-        while not line.endswith(b"\n"):
-            ready, _, _ = select.select([process.stdout], [], [], timeout)
-            if not ready:
-                raise TimeoutError(f"{timeout:g} s have passed")
-            part = os.read(process.stdout.fileno(), 1 << 20)
-            if not part:
-                return b""
-            line += part
-        return bytes(line)
+        end, said, searched = time.monotonic() + timeout, bytearray(), 0
+        with selectors.PollSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while searched < _MOST_NOISE:
+                if not selector.select(max(0.0, end - time.monotonic())):
+                    raise TimeoutError(f"{timeout:g} s have passed")
+                part = os.read(process.stdout.fileno(), 1 << 20)
+                if not part:
+                    return None
+                said += part
+                while (newline := said.find(b"\n")) >= 0:
+                    answer = _answer_in(bytes(said[:newline]))
+                    if answer is not None:
+                        return answer
+                    del said[: newline + 1]
+                    searched += newline + 1
+        raise TimeoutError("it says something else all the time")
 
     def _failed(self, what: str) -> OfflineError:
         said = ""
@@ -173,8 +209,20 @@ class Helper:
         return OfflineError(f"the helper process that plans with cuDNN {what}" + (f"; it said: {said}" if said else ""))
 
 
-def _describe_exit(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+def _answer_in(line: bytes) -> dict[str, Any] | None:
+    try:
+        answer = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return answer if isinstance(answer, dict) and "number" in answer else None
+
+
+def _file_of_last_words() -> IO[bytes] | None:
+    """Where the helper's errors go: they are part of ours if it fails. None, the program's own, if there is no room."""
+    try:
+        return tempfile.TemporaryFile()
+    except OSError:  # a container with nothing to write to
+        return os.fdopen(os.memfd_create("cudnn_sdpa helper"), "w+b") if hasattr(os, "memfd_create") else None
 
 
 _helper = Helper()

@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from cudnn_sdpa.errors import CudnnSdpaError, OfflineError
+from cudnn_sdpa.errors import CudnnSdpaError, OfflineError, OptionError, PlanBuildError
+from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.planner import Helper, OfflinePlan, plan_to_keep
 from cudnn_sdpa.runtime.key import PlanKey
+from cudnn_sdpa.runtime.texts import shortened
 
 Made = TypeVar("Made")
 
@@ -27,6 +29,16 @@ def default_workers(plans: int) -> int:
     """How many helper processes to start for so many plans."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MOST_WORKERS, cores, plans))
+
+
+def check_workers(workers: int | None, fewest: int) -> None:
+    """Makes sure that a number of helper processes is one.
+
+    Raises:
+        OptionError: It is none.
+    """
+    if workers is not None and (type(workers) is not int or workers < fewest):
+        raise OptionError("workers", repr(workers), f"an integer of at least {fewest}, or None for one for each core")
 
 
 def plan_all(
@@ -45,9 +57,25 @@ def plan_all(
         workers: Helper processes; None is one for each core, and at most eight. 0 leaves all to `here`.
         here: Plans a key in this process. It is asked for one after the other from the front while helpers, which need
             some seconds to start, take keys from the back.
+
+    Raises:
+        OptionError: `workers` is no such number; without `here` there must be one.
+        OfflineError: There can be no helper process, and no `here`.
     """
-    if not keys:
-        return
+    check_workers(workers, 1 if here is None else 0)
+    return _plan_all(keys, properties, workers, here) if keys else iter(())
+
+
+def _plan_all(
+    keys: Sequence[PlanKey],
+    properties: dict[str, Any],
+    workers: int | None,
+    here: Callable[[PlanKey], Made] | None,
+) -> Iterator[tuple[PlanKey, OfflinePlan | Made | CudnnSdpaError]]:
+    if here is None:
+        interpreter.check()
+    elif interpreter.why_no_helper():
+        workers = 0
     waiting, made = deque(keys), queue.SimpleQueue[tuple[PlanKey, OfflinePlan | Made | BaseException]]()
 
     helpers = [Helper() for _ in range(default_workers(len(keys)) if workers is None else workers)]
@@ -58,9 +86,9 @@ def plan_all(
             thread.start()
         for _ in keys:
             key, result = _next(waiting, made, here)
-            if isinstance(result, BaseException) and not isinstance(result, CudnnSdpaError):
+            if isinstance(result, BaseException) and not isinstance(result, Exception):
                 raise result
-            yield key, result
+            yield key, _typed(key, result) if isinstance(result, Exception) else result
     finally:
         waiting.clear()
         for helper in helpers:
@@ -106,6 +134,14 @@ def _next(
             key = waiting.popleft()
             try:
                 return key, here(key)
-            except CudnnSdpaError as error:
+            except Exception as error:  # noqa: BLE001 - such as a manifest's options that its operation does not know
                 return key, error
     return made.get()
+
+
+def _typed(key: PlanKey, error: Exception) -> CudnnSdpaError:
+    if isinstance(error, CudnnSdpaError):
+        return error
+    found = PlanBuildError(key, f"It could not be built ({type(error).__name__}: {shortened(str(error))}).")
+    found.__cause__ = error
+    return found

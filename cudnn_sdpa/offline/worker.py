@@ -93,6 +93,7 @@ def main() -> None:
     """Serves requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print where they like; the answers' channel is ours alone
+    answers.write("\n")  # ends what a site may have printed when Python started
     preload()
     for line in sys.stdin:
         request = json.loads(line)

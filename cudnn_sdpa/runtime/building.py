@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
 import torch
 
-from cudnn_sdpa.errors import PlanBuildError
+from cudnn_sdpa.errors import ExecutionError, PlanBuildError
 from cudnn_sdpa.runtime import backend, handles, steps, store_setting, tuning
 from cudnn_sdpa.runtime.capture import relaxed_capture
 from cudnn_sdpa.runtime.constants import constants_of
@@ -16,10 +17,15 @@ from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.plan import Plan, Rival, UntunedPlan, candidates, stored_form
 from cudnn_sdpa.runtime.plan_file import BadPlanFileError, StoredPlan
 from cudnn_sdpa.runtime.proposals import build_others
+from cudnn_sdpa.runtime.texts import shortened
 
 
 def load_plan(key: PlanKey) -> Plan | None:
-    """The plan of `key` out of the plan store, if it has one for this GPU; under `autotune` only a tuned one."""
+    """The plan of `key` out of the plan store, if it has one for this GPU; under `autotune` only a tuned one.
+
+    Raises:
+        ExecutionError: The GPU has failed, or has no memory left.
+    """
     plans = store_setting.active()
     only_tuned = tuning.is_in_force() and not tuning.not_tunable(key)
     if plans is None:
@@ -30,8 +36,17 @@ def load_plan(key: PlanKey) -> Plan | None:
             try:
                 return plan_of(key, stored)
             except BadPlanFileError as error:
-                plans.reject(kept, str(error))
+                # Not removed: what cuDNN says does not always tell a bad file from a GPU or a process in trouble, and
+                # others share it. If a plan can be built, it takes the file's place.
+                plans.refuse(kept, stored, str(error))
     return None
+
+
+#: What cuDNN, CUDA and PyTorch say when not the plan is at fault, but the GPU or its memory.
+_OF_THE_GPU = re.compile(
+    r"out.of.memory|OutOfMemory|ALLOC|CUDA error|CUDA_DRIVER|cudaError\w+|illegal memory|launch failure|"
+    r"CUDA_ERROR_(?!INVALID_IMAGE|NO_BINARY_FOR_GPU|INVALID_PTX|UNSUPPORTED_PTX_VERSION|INVALID_SOURCE)",
+)
 
 
 def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
@@ -39,6 +54,8 @@ def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
 
     Raises:
         BadPlanFileError: cuDNN does not take it here.
+        ExecutionError: The GPU has failed, or has no memory left; the plan is not at fault.
+        MemoryError: The same of the host's memory. So is PyTorch's `OutOfMemoryError` raised as it is.
         PlanBuildError: A CUDA graph is being captured on this stream.
     """
     assert key.device is not None
@@ -49,8 +66,12 @@ def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
             built = steps.load_graph(handle, stored.data, stored.engine, stored.knobs)
             if built.workspace != stored.workspace:
                 raise ValueError(f"it wants {built.workspace} bytes of workspace, not {stored.workspace}")
-        except Exception as error:  # whatever cuDNN says of a file, it can be built again
-            raise BadPlanFileError(f"cuDNN does not take it ({error})") from error
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if isinstance(error, RuntimeError) and _OF_THE_GPU.search(str(error)):
+                raise ExecutionError(f"the stored plan of {key.name} could not be loaded: {error}") from error
+            raise BadPlanFileError(f"cuDNN does not take it ({shortened(str(error))})") from error
         plan = Plan(key, built, constants_of(key))
     plan.build_seconds, plan.loaded, plan.tuned = time.perf_counter() - start, True, stored.tuned
     return plan

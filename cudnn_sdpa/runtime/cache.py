@@ -6,50 +6,25 @@ import atexit
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from cudnn_sdpa.errors import OptionError, PlanBuildError
 from cudnn_sdpa.runtime.building import load_plan
+from cudnn_sdpa.runtime.cache_info import PlanCacheInfo, capacity_from_environment
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.plan import Plan, captured_plans
 
-DEFAULT_SIZE = 512
+#: What a launch may still take when the interpreter ends; a few microseconds are usual.
+_END_SECONDS = 0.05
 
 #: Draws the number of a use, kept in `Plan.last_used`. Drawing is atomic, orders the plans by use, and counts.
 next_use = itertools.count().__next__
-
-
-@dataclass(frozen=True)
-class PlanCacheInfo:
-    """Counters of the plan cache since the process started or `clear` was called.
-
-    Attributes:
-        plans: Plans held now.
-        capacity: Most plans that are held.
-        builds: Plans built.
-        loads: Plans loaded from the plan store.
-        hits: Uses of a plan that was there already; a warm call is one.
-        evictions: Plans let go to stay within the capacity.
-        failures: Builds that raised.
-        captured: Plans kept alive, whether held or not, because a CUDA graph holds a launch of them.
-        build_seconds: Time spent building.
-    """
-
-    plans: int
-    capacity: int
-    builds: int
-    loads: int
-    hits: int
-    evictions: int
-    failures: int
-    captured: int
-    build_seconds: float
 
 
 class Table(Protocol):
@@ -73,12 +48,17 @@ class PlanCache:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._plans: dict[PlanKey, Plan] = {}
-        self._building: dict[PlanKey, threading.Event] = {}
         self._tables: weakref.WeakSet[Table] = weakref.WeakSet()
-        self._lock = threading.RLock()
         self._forbidden = 0
+        self._is_ending = False
+        self._start_afresh()
         self._watchers: list[tuple[int, list[PlanKey]]] = []
         self._reset_counters()
+
+    def _start_afresh(self) -> None:
+        """A forked child has none of the threads that may hold the lock or build a plan."""
+        self._lock = threading.RLock()
+        self._building: dict[PlanKey, threading.Event] = {}
 
     def _reset_counters(self) -> None:
         self._uses_not_counted = next_use() + 1
@@ -92,6 +72,8 @@ class PlanCache:
     def find(self, key: PlanKey) -> Plan | None:
         """The plan of `key` if it is held, or can be loaded now; nothing is built."""
         plan = self._plans.get(key)
+        if plan is None:
+            self._leave_if_ending()
         if plan is None and not torch.cuda.is_current_stream_capturing() and (loaded := load_plan(key)) is not None:
             self.put(loaded)
             plan = self._plans.get(key, loaded)
@@ -116,6 +98,7 @@ class PlanCache:
                 plan = self._plans.get(key)
                 if plan is not None:
                     return plan
+                self._leave_if_ending()
                 finished = self._building.get(key)
                 if finished is None:
                     self._building[key] = threading.Event()
@@ -126,11 +109,26 @@ class PlanCache:
             if plan is None:
                 self._check_allowed(key)
                 plan = self._build(key, build)
-            self._insert(plan, to_use)
-            return plan
+            return self._insert(plan, to_use)
         finally:
             with self._lock:
                 self._building.pop(key).set()
+
+    def end(self) -> None:
+        """Lets all plans go, and has other threads that go on launching end at their next call.
+
+        Where the interpreter ends while such a thread is within cuDNN, C++ ends the process with an abort.
+        """
+        self._is_ending = True
+        used = bool(self._plans)
+        self.clear()
+        if used and threading.active_count() > 1:
+            time.sleep(_END_SECONDS)  # for launches that are on their way
+
+    def _leave_if_ending(self) -> None:
+        """Ends this thread, as the interpreter's end is about to, but where it harms nobody."""
+        if self._is_ending and threading.current_thread() is not threading.main_thread():
+            raise SystemExit("the interpreter is ending, and no plan can be launched any more")
 
     def _build(self, key: PlanKey, build: Callable[[PlanKey], Plan]) -> Plan:
         try:
@@ -154,16 +152,21 @@ class PlanCache:
             if plan.key not in self._plans:
                 self._insert(plan, to_use=False)
 
-    def _insert(self, plan: Plan, to_use: bool) -> None:
+    def _insert(self, plan: Plan, to_use: bool) -> Plan:
+        """Holds a plan; gives the one that is held, which may be another's that was quicker."""
         with self._lock:
             self._builds += not plan.loaded
             self._loads += plan.loaded
             self._uses_not_counted += to_use
             self._build_seconds += 0 if plan.loaded else plan.build_seconds
+            held = self._plans.get(plan.key)
+            if held is not None:
+                return held
             plan.last_used = plan.place = max((other.last_used for other in self._plans.values()), default=0)
             self._plans[plan.key] = plan
             plan.held = True
             self._shrink(keep=plan)
+            return plan
 
     def _shrink(self, keep: Plan | None = None) -> None:
         while len(self._plans) > self._capacity:
@@ -251,22 +254,14 @@ class PlanCache:
             return sorted(self._plans.values(), key=lambda plan: plan.last_used)
 
 
-def _capacity_from_environment() -> int:
-    text = os.environ.get("CUDNN_SDPA_CACHE_SIZE", "")
-    if not text:
-        return DEFAULT_SIZE
-    if not text.isdecimal() or int(text) < 1:
-        raise OptionError("CUDNN_SDPA_CACHE_SIZE", repr(text), "an integer of at least 1")
-    return int(text)
-
-
-plan_cache = PlanCache(_capacity_from_environment())
+plan_cache = PlanCache(capacity_from_environment())
+os.register_at_fork(after_in_child=plan_cache._start_afresh)
 
 
 @atexit.register
 def _release() -> None:
     """Frees the plans while cuDNN can still do it; what is left to the interpreter's end is reported as leaked."""
-    plan_cache.clear()
+    plan_cache.end()
     captured_plans.clear()
 
 

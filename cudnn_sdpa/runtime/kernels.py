@@ -28,6 +28,14 @@ from cudnn_sdpa.runtime.plan_file import StoredPlan
 #: CUDA_ERROR_INVALID_CONTEXT: no call of CUDA's runtime has been made on this thread yet.
 _NO_CONTEXT = 201
 
+#: What CUDA says of bytes that are no kernel for this GPU: INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX,
+#: UNSUPPORTED_PTX_VERSION, INVALID_SOURCE, SHARED_OBJECT_SYMBOL_NOT_FOUND, NOT_FOUND.
+_REFUSED = frozenset({200, 209, 218, 222, 300, 302, 500})
+
+
+class _NotAKernelError(ExecutionError):
+    """Bytes that are no kernel for this GPU."""
+
 
 @dataclass(frozen=True)
 class _Identity:
@@ -114,7 +122,7 @@ class Kernel:
         if plans is not None and stored is not None:
             try:
                 return self._in_memory(stored.data, device)
-            except ExecutionError as error:
+            except _NotAKernelError as error:  # any other failure is the GPU's, and the file as good as it was
                 plans.reject(key, str(error))
         start = time.perf_counter()
         cubin = self.compile(key.sm)
@@ -124,8 +132,11 @@ class Kernel:
 
     def _in_memory(self, cubin: bytes, device: int) -> LoadedKernel:
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin), self.name)
-        _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, self.name.encode()), self.name)
+        status = _driver().cuModuleLoadData(ctypes.byref(module), cubin)
+        status = status or _driver().cuModuleGetFunction(ctypes.byref(function), module, self.name.encode())
+        if status in _REFUSED:
+            raise _NotAKernelError(f"CUDA could not load {self.name}: {_error_name(status)}")
+        _check(status, self.name)
         assert function.value is not None
         return LoadedKernel(self.name, function.value, device)
 

@@ -13,6 +13,7 @@ from cudnn_sdpa.runtime.backend import version_string
 from cudnn_sdpa.runtime.graph_op import find_operation
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.target import Target
+from cudnn_sdpa.runtime.texts import shortened
 
 #: Changes when files of an older version could be misread.
 VERSION = 1
@@ -54,22 +55,22 @@ class PlanManifest:
         try:
             data = json.loads(Path(path).read_text())
             jsonschema.validate(data, json.loads(_SCHEMA.read_text()))
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
+        except (OSError, ValueError, RecursionError) as error:
+            why = shortened(str(getattr(error, "strerror", None) or error))
             raise OptionError("manifest", f"{str(path)!r} ({why})", "a file written by PlanManifest.save") from error
         except jsonschema.ValidationError as error:
-            got = f"{str(path)!r}: {error.json_path}: {error.message}"
+            got = f"{str(path)!r}: {shortened(error.json_path)}: {shortened(error.message)}"
             raise OptionError("manifest", got, f"a plan manifest, version {VERSION}") from None
         return cls(data["plans"], data["recorded_on"])
 
     def keys(self, target: Target, device: int | None) -> list[PlanKey]:
-        """The keys of the plans on a GPU, with this installation's versions of their operations.
+        """The keys of the plans on a GPU, each once, with this installation's versions of their operations.
 
         Raises:
             OptionError: An operation is not there. Modules of one's own are imported before; only those of this package
                 are imported by this function.
         """
-        return [replace(_key_of(plan, target), device=device) for plan in self.plans]
+        return list(dict.fromkeys(replace(_key_of(plan, target), device=device) for plan in self.plans))
 
     def __len__(self) -> int:
         return len(self.plans)
@@ -91,8 +92,20 @@ def _recorded_on(keys: list[PlanKey]) -> dict[str, str]:
 def _key_of(plan: dict[str, Any], target: Target) -> PlanKey:
     name = plan["operation"]
     try:
+        _check_numbers(plan)
         digest = find_operation(name, only_imported=True).digest
         return PlanKey.from_json({**plan, "digest": digest}, target)
-    except (ImportError, AttributeError, TypeError, KeyError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, KeyError, ValueError, RecursionError) as error:
         expected = "an operation of this installation; import the module that defines it first"
-        raise OptionError("manifest", f"the operation {name!r} ({error})", expected) from error
+        raise OptionError("manifest", f"the operation {name!r} ({shortened(str(error))})", expected) from error
+
+
+def _check_numbers(plan: dict[str, Any]) -> None:
+    """JSON's schemas take 8.0 for an integer; a key does not."""
+    for operand in (*plan["inputs"], *plan["outputs"]):
+        layout = operand["layout"]
+        for number in (*layout["shape"], *layout["stride"], operand["fill"]):
+            if type(number) is not int or number >= 1 << 63:
+                raise ValueError(f"{operand['name']}: {number!r} where an integer of 64 bits is expected")
+        if len(layout["shape"]) != len(layout["stride"]):
+            raise ValueError(f"{operand['name']}: {len(layout['shape'])} sizes and {len(layout['stride'])} strides")

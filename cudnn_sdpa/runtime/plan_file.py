@@ -11,8 +11,9 @@ import json
 import os
 import stat
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from cudnn_sdpa.runtime.folders import is_private
 
 #: Changes whenever files of an older version of this library could be misread; part of every file's name.
 FORMAT = 1
@@ -76,6 +77,12 @@ class StoredPlan:
         if digest != _digest(line, data).encode():
             raise BadPlanFileError("its contents do not match their digest")
         description = json.loads(line)
+        kinds = {"key": (dict,), "engine": (str,), "knobs": (dict,), "workspace": (int,), "build_seconds": (int, float)}
+        wrong = [name for name, kind in kinds.items() if type(description[name]) not in kind]
+        if not wrong and any(type(value) is not int for value in description["knobs"].values()):
+            wrong.append("knobs")
+        if wrong or description["workspace"] < 0:
+            raise BadPlanFileError(f"its description is no plan's: {', '.join(wrong) or 'workspace'}")
         return cls(
             identity=description["key"],
             engine=description["engine"],
@@ -101,15 +108,15 @@ def _digest(line: bytes, data: bytes) -> str:
     return hashlib.sha256(line + b"\n" + data).hexdigest()
 
 
-def read(path: Path) -> bytes | None:
-    """The contents of a file; None if it is not there.
+def read(name: str, folder: int) -> bytes | None:
+    """The contents of a file in a folder that is open; None if it is not there.
 
     Raises:
         BadPlanFileError: Somebody else could have written it, or it is no regular file, or far too large.
         OSError: It cannot be read.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
     except FileNotFoundError:
         return None
     with os.fdopen(descriptor, "rb") as file:
@@ -121,8 +128,3 @@ def read(path: Path) -> bytes | None:
         if status.st_size > LARGEST:
             raise BadPlanFileError(f"it has {status.st_size} bytes")
         return file.read(LARGEST)
-
-
-def is_private(status: os.stat_result) -> bool:
-    """Whether nobody but this user and the system's administrator can have written something."""
-    return status.st_uid in (os.getuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 
 from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.runtime.forks import renewed_in_children
+from cudnn_sdpa.runtime.overrides import Override, Overrides
 
 EXACT = "exact"
 BUCKETED = "bucketed"
@@ -18,25 +20,23 @@ VARIABLE = "CUDNN_SDPA_SHAPE_POLICY"
 DEFAULT = TIERED
 
 _listeners: list[Callable[[], None]] = []
-_lock = threading.Lock()
+_lock = renewed_in_children(threading.Lock())
 
 
-class ShapePolicyUse:
+class ShapePolicyUse(Override[str]):
     """What `shape_policy` returns: leave it alone, or use it in a `with` statement to go back to what was before.
 
     Attributes:
         policy: The policy in force.
     """
 
-    def __init__(self, policy: str, before: str) -> None:
+    def __init__(self, policy: str) -> None:
         self.policy = policy
-        self._before = before
+        super().__init__(_overrides, policy)
 
     def __enter__(self) -> str:
+        self._enter()
         return self.policy
-
-    def __exit__(self, *_: object) -> None:
-        _set(self._before)
 
 
 class _Setting:
@@ -97,9 +97,7 @@ def shape_policy(policy: str) -> ShapePolicyUse:
     """
     if policy not in POLICIES:
         raise OptionError("policy", repr(policy), f"one of {', '.join(map(repr, POLICIES))}")
-    before = active()
-    _set(policy)
-    return ShapePolicyUse(policy, before)
+    return ShapePolicyUse(policy)
 
 
 def on_change(listener: Callable[[], None]) -> Callable[[], None]:
@@ -113,3 +111,6 @@ def _set(policy: str) -> None:
         changed, _Setting.policy = _Setting.policy != policy, policy
     for listener in _listeners if changed else ():
         listener()
+
+
+_overrides = Overrides(active, _set)

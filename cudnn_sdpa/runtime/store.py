@@ -8,34 +8,35 @@ store, plans are built as if there were none.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
-import stat
-import tempfile
 import threading
-import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from cudnn_sdpa.runtime import plan_file
+from cudnn_sdpa.runtime import file_locks, folders, plan_file, store_files
+from cudnn_sdpa.runtime.folders import UnsafeFolderError
 from cudnn_sdpa.runtime.plan_file import BadPlanFileError, StoredPlan
+from cudnn_sdpa.runtime.texts import shortened
 
 _log = logging.getLogger("cudnn_sdpa")
 
 DEFAULT_BYTES = 1 << 30
-_LOCKS = "locks"
-_TEMPORARY = ".writing-"
 
-#: A writer that has not renamed its file by then has been killed.
-_ABANDONED_SECONDS = 3600.0
+#: How often room is made on a full disk for one plan.
+_MOST_TRIES = 8
 
 #: The part of its capacity that a full store keeps, so that not every further save has to remove something.
 _LEFT = 0.9
 
 #: How long to wait for a process that is building the same plan. It takes a second; one that is stopped holds its lock.
 _LOCK_SECONDS = 60.0
+
+_stores: weakref.WeakSet[PlanStore] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,6 @@ class Identified(Protocol):
         ...
 
 
-class UnsafeFolderError(Exception):
-    """A folder that somebody else may write to, or that cannot be used; the message says why."""
-
-
 class PlanStore:
     """A folder of compiled plans, shared by any number of processes.
 
@@ -93,25 +90,34 @@ class PlanStore:
         Raises:
             UnsafeFolderError: It cannot be made, is no folder, or is open to others.
         """
-        self.folder = folder
+        self.folder = folder.absolute()
         self.capacity = capacity
         self._complaints = complaints
         self._size: int | None = None  # not known before the first save
         self._counters = dict.fromkeys(("loads", "saves", "rejected", "evictions"), 0)
         self._said: set[str] = set()
-        self._mutex = threading.Lock()
+        self._refused: dict[str, bytes] = {}
+        self._start_afresh()
+        _stores.add(self)
+        with self._opened(make=True):
+            pass
+
+    def _start_afresh(self) -> None:
+        """A forked child has none of the threads that may hold the lock."""
+        self._mutex, self._room = threading.Lock(), threading.Lock()
+
+    @contextlib.contextmanager
+    def _opened(self, *, make: bool = False) -> Iterator[int]:
+        """The folder, as it is now: it may have been removed, or opened to others, since it was used last.
+
+        Raises:
+            UnsafeFolderError: It cannot be used.
+        """
+        descriptor = folders.open_private(self.folder, make=make)
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            status = folder.stat()
-        except OSError as error:
-            raise UnsafeFolderError(f"{folder} cannot be used: {error}") from error
-        if not stat.S_ISDIR(status.st_mode):
-            raise UnsafeFolderError(f"{folder} is no folder")
-        if not plan_file.is_private(status):
-            raise UnsafeFolderError(
-                f"{folder} belongs to another user or is writable by others, and plans are code for the GPU; make it "
-                f"private with: chmod go-w {folder}"
-            )
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def path(self, key: Identified) -> Path:
         """Where the plan of `key` is, or would be."""
@@ -122,143 +128,133 @@ class PlanStore:
 
         With `only_tuned`, a plan that was not chosen by its time is left where it is.
         """
-        path = self.path(key)
+        name = self.path(key).name
         try:
-            contents = plan_file.read(path)
-            if contents is None:
-                return None
-            plan = _decode(contents)
-            if plan_file.canonical(plan.identity) != plan_file.canonical(key.identity()):
-                raise BadPlanFileError("it is another plan's")
+            with self._opened() as folder:
+                contents = plan_file.read(name, folder)
+                if contents is None:
+                    return None
+                plan = _decode(contents)
+                if plan_file.canonical(plan.identity) != plan_file.canonical(key.identity()):
+                    raise BadPlanFileError("it is another plan's")
+                if (only_tuned and not plan.tuned) or self._refused.get(name) == _digest(plan):
+                    return None
+                with contextlib.suppress(OSError):
+                    store_files.date(name, folder)  # a use, for the order in which files go
         except BadPlanFileError as error:
             self.reject(key, str(error))
             return None
-        except OSError as error:
-            self._warn("read", f"stored plans cannot be read ({error})")
+        except (OSError, UnsafeFolderError) as error:
+            if not isinstance(error.__cause__, FileNotFoundError):  # it was removed: the next save makes it again
+                self._warn("read", f"stored plans cannot be read ({error})")
             return None
-        if only_tuned and not plan.tuned:
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(path)  # a use, for the order in which files go
         self._count("loads")
         return plan
 
     def save(self, key: Identified, plan: StoredPlan) -> None:
         """Keeps a plan. What cannot be written is not kept, and said once."""
+        name = self.path(key).name
         try:
             contents = plan.encode()
-            self._write(self.path(key), contents)
+            with self._opened(make=True) as folder:
+                self._make_room(folder, len(contents), name)
+                self._write_or_make_room(folder, name, contents)
             self._count("saves")
-            self._make_room(len(contents))
-        except OSError as error:
+            self._refused.pop(name, None)
+        except (OSError, UnsafeFolderError) as error:
             self._warn("write", f"plans cannot be kept in {self.folder} ({error})")
 
     def reject(self, key: Identified, why: str) -> None:
-        """Removes the file of `key`, which is of no use."""
-        path = self.path(key)
-        _log.warning("ignoring the stored plan %s: %s; it will be built again", path, why)
+        """Removes the file of `key`, which is damaged or foreign."""
+        self._note_rejection(key, why)
+        with contextlib.suppress(OSError, UnsafeFolderError), self._opened() as folder:
+            os.unlink(self.path(key).name, dir_fd=folder)
+
+    def refuse(self, key: Identified, plan: StoredPlan, why: str) -> None:
+        """Passes over the stored plan of `key` in this process; the file stays until a plan is saved in its place.
+
+        For what is whole and was not taken: if the fault is the GPU's, or its memory's, others can still use it.
+        """
+        self._refused[self.path(key).name] = _digest(plan)
+        self._note_rejection(key, why)
+
+    def _note_rejection(self, key: Identified, why: str) -> None:
+        _log.warning("ignoring the stored plan %s: %s; it will be built again", self.path(key), why)
         self._count("rejected")
-        with contextlib.suppress(OSError):
-            path.unlink()
 
     @contextlib.contextmanager
-    def building(self, key: Identified) -> Iterator[None]:
+    def building(self, key: Identified, *, in_background: bool = False) -> Iterator[None]:
         """While a process is in it, others that want to build the same plan wait, and can load it afterwards.
 
-        Lock files cannot be removed safely, so there are 256 for all plans; now and then two plans share one.
+        Args:
+            key: Of the plan.
+            in_background: Whether nobody waits for it. Those who do build it themselves meanwhile: a helper that has
+                to start first, and stands back for everybody else, takes many times as long.
         """
-        if not os.access(self.folder, os.W_OK | os.X_OK):  # nothing will be kept that others could wait for
+        with contextlib.ExitStack() as stack:
+            try:
+                if os.access(self.folder, os.W_OK | os.X_OK):  # else nothing will be kept that others could wait for
+                    folder = stack.enter_context(self._opened())
+                    locks = store_files.folder_of_locks(folder)
+                    stack.callback(os.close, locks)
+                    name = self.path(key).stem + ".background" * in_background + ".lock"
+                    if not stack.enter_context(file_locks.held(locks, name, _LOCK_SECONDS)):
+                        self._warn("lock", f"plans in {self.folder} are built without a lock (it is held for long)")
+            except (OSError, UnsafeFolderError) as error:
+                self._warn("lock", f"plans in {self.folder} are built without a lock ({error})")
             yield
-            return
-        import filelock  # 80 ms, most of it asyncio: not for processes that find all their plans
-
-        lock = filelock.FileLock(self.folder / _LOCKS / f"{self.path(key).stem[:2]}.lock", timeout=_LOCK_SECONDS)
-        held = False
-        try:
-            (self.folder / _LOCKS).mkdir(exist_ok=True, mode=0o700)
-            lock.acquire()
-            held = True
-        except (OSError, filelock.Timeout, NotImplementedError) as error:
-            self._warn("lock", f"plans in {self.folder} are built without a lock ({error})")
-        try:
-            yield
-        finally:
-            if held:
-                lock.release()
 
     def info(self) -> PlanStoreInfo:
         """The counters."""
-        files = self._files()
-        size = sum(size for _, size, _ in files)
-        return PlanStoreInfo(self.folder, len(files), size, self.capacity, **self._counters)
+        sizes: list[int] = []
+        with contextlib.suppress(OSError, UnsafeFolderError), self._opened() as folder:
+            sizes = [file.size for file in store_files.listed(folder) if file.is_plan]
+        return PlanStoreInfo(self.folder, len(sizes), sum(sizes), self.capacity, **self._counters)
 
     def clear(self) -> None:
         """Removes all plans."""
-        for _, _, path in self._files():
-            with contextlib.suppress(OSError):
-                path.unlink()
+        with contextlib.suppress(OSError, UnsafeFolderError), self._opened() as folder:
+            for file in store_files.listed(folder):
+                if file.is_plan:
+                    with contextlib.suppress(OSError):
+                        os.unlink(file.name, dir_fd=folder)
 
-    def _write(self, path: Path, contents: bytes) -> None:
-        descriptor, name = tempfile.mkstemp(prefix=_TEMPORARY, dir=self.folder)  # readable by this user alone
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(contents)
-                file.flush()
-                os.fsync(descriptor)
-            os.replace(name, path)  # noqa: PTH105 - whole or not at all
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)  # noqa: PTH108
-            raise
+    def _write_or_make_room(self, folder: int, name: str, contents: bytes) -> None:
+        """Writes a file; on a disk that is full, others are removed for it."""
+        tries, gone = 1, 1
+        while not store_files.is_written(folder, name, contents, or_raise=tries == _MOST_TRIES or not gone):
+            gone = self._remove(folder, len(contents), name)
+            tries += 1
 
-    def _make_room(self, added: int) -> None:
-        """Keeps the folder within its capacity.
+    def _make_room(self, folder: int, added: int, name: str) -> None:
+        """Keeps the folder within its capacity when a file of so many bytes and this name comes.
 
         To look at thousands of files takes longer than to build a plan. So that is done in the first save of a process,
-        and afterwards only when there may be too many; what other processes save meanwhile shows then.
+        and afterwards only when there may be too many: all processes add what they save to one number.
         """
-        with self._mutex:
-            if self._size is not None:
-                self._size += added
-                if self._size <= self.capacity:
-                    return
-        size = self._shrink()
-        with self._mutex:
-            self._size = size
-        self._sweep()
+        with self._room, store_files.size_of(folder) as size:
+            known = size.read() if self._size is not None else None
+            if known is None:
+                known = self._size
+            if known is None or known + added > self.capacity:
+                known = self._shrink(folder, added, name)
+            self._size = known + added
+            size.write(self._size)
 
-    def _shrink(self) -> int:
-        """Removes what has not been used for longest if there is too much; returns the bytes that are left."""
-        files = self._files()
-        left = sum(size for _, size, _ in files)
-        if left > self.capacity:
-            for _, size, path in sorted(files)[:-1]:  # the newest stays, however large it is
-                if left <= _LEFT * self.capacity:
-                    break
-                with contextlib.suppress(OSError):
-                    path.unlink()
-                    left -= size
-                    self._count("evictions")
-        return left
+    def _shrink(self, folder: int, added: int, name: str) -> int:
+        """Removes what has not been used for longest if a file that comes needs it; the bytes that are left."""
+        store_files.sweep(folder)
+        left = sum(file.size for file in store_files.listed(folder) if file.name != name)
+        if left + added > self.capacity:
+            left -= self._remove(folder, left + added - int(_LEFT * self.capacity), name)
+        return max(0, left)
 
-    def _sweep(self) -> None:
-        """Removes what killed writers have left."""
-        long_ago = time.time() - _ABANDONED_SECONDS
-        for path in self.folder.glob(_TEMPORARY + "*"):
-            with contextlib.suppress(OSError):
-                if path.stat().st_mtime < long_ago:
-                    path.unlink()
-
-    def _files(self) -> list[tuple[float, int, Path]]:
-        """Time of the last use, size and path of all plans."""
-        result = []
-        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
-            for entry in entries:
-                if entry.name.endswith(".plan"):
-                    with contextlib.suppress(OSError):
-                        status = entry.stat(follow_symlinks=False)
-                        result.append((status.st_mtime, status.st_size, Path(entry.path)))
-        return result
+    def _remove(self, folder: int, wanted: int, name: str) -> int:
+        """Removes so many bytes, the least recently used files first; not the file of this name. Those that went."""
+        gone = store_files.remove_oldest(folder, wanted, name)
+        for _ in gone:
+            self._count("evictions")
+        return sum(gone)
 
     def _count(self, what: str) -> None:
         with self._mutex:
@@ -275,8 +271,20 @@ class PlanStore:
         return f"PlanStore({str(self.folder)!r})"
 
 
+def _renew_locks() -> None:
+    for store in list(_stores):
+        store._start_afresh()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
+
+
+def _digest(plan: StoredPlan) -> bytes:
+    return hashlib.sha256(plan.data).digest()
+
+
 def _decode(contents: bytes) -> StoredPlan:
     try:
         return StoredPlan.decode(contents)
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadPlanFileError(f"its description cannot be read ({error})") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BadPlanFileError(f"its description cannot be read ({shortened(str(error))})") from error

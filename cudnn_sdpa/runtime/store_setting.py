@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
 from pathlib import Path
 
-import platformdirs
-
 from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.runtime.store import DEFAULT_BYTES, PlanStore, UnsafeFolderError
+from cudnn_sdpa.runtime.folders import UnsafeFolderError, in_users_cache
+from cudnn_sdpa.runtime.forks import renewed_in_children
+from cudnn_sdpa.runtime.overrides import Override, Overrides
+from cudnn_sdpa.runtime.store import DEFAULT_BYTES, PlanStore
 
 _log = logging.getLogger("cudnn_sdpa")
 
@@ -20,23 +20,20 @@ VARIABLE = "CUDNN_SDPA_PLAN_DIR"
 OFF = "off"
 
 
-class PlanStoreUse:
+class PlanStoreUse(Override[tuple[PlanStore | None, bool]]):
     """What `use_plan_store` returns: leave it alone, or use it in a `with` statement to go back to what was before.
 
     Attributes:
         store: The store in use; None if plans are not kept.
     """
 
-    def __init__(self, store: PlanStore | None, before: tuple[PlanStore | None, bool]) -> None:
+    def __init__(self, store: PlanStore | None) -> None:
         self.store = store
-        self._before = before
+        super().__init__(_overrides, (store, True))
 
     def __enter__(self) -> PlanStore | None:
+        self._enter()
         return self.store
-
-    def __exit__(self, *_: object) -> None:
-        with _setting_lock:
-            _Setting.store, _Setting.known = self._before
 
 
 class _Setting:
@@ -46,7 +43,15 @@ class _Setting:
     known = False
 
 
-_setting_lock = threading.Lock()
+_setting_lock = renewed_in_children(threading.Lock())
+
+
+def _put(setting: tuple[PlanStore | None, bool]) -> None:
+    with _setting_lock:
+        _Setting.store, _Setting.known = setting
+
+
+_overrides = Overrides(lambda: (_Setting.store, _Setting.known), _put)
 
 
 def active() -> PlanStore | None:
@@ -66,14 +71,14 @@ def folder_of_environment() -> Path | None:
         UnsafeFolderError: The environment names none, and the user has no place for one.
     """
     folder = os.environ.get(VARIABLE, "")
-    if folder == OFF:
+    if is_off(folder):
         return None
     return _absolute(folder) if folder else _default_folder()
 
 
 def _from_environment() -> PlanStore | None:
     folder = os.environ.get(VARIABLE, "")
-    if folder == OFF:
+    if is_off(folder):
         return None
     try:
         return PlanStore(_absolute(folder)) if folder else PlanStore(_default_folder(), complaints=logging.INFO)
@@ -86,22 +91,8 @@ def _from_environment() -> PlanStore | None:
 
 
 def _default_folder() -> Path:
-    """The folder "plans" in the user's cache folder.
-
-    Raises:
-        UnsafeFolderError: The user has no cache folder, and no home to make it in.
-    """
-    try:
-        cache = Path(platformdirs.user_cache_dir("cudnn_sdpa"))
-    except RuntimeError:  # so does a new platformdirs say that no home is known; an old one leaves the "~" in the path
-        cache = Path("~")
-    if not cache.is_absolute():
-        raise UnsafeFolderError("the user has no cache folder, for lack of a home or an absolute XDG_CACHE_HOME")
-    with contextlib.suppress(RuntimeError):  # no home is known: the environment has named another cache folder
-        home = Path.home()
-        if cache.is_relative_to(home) and not os.access(home, os.F_OK):
-            raise UnsafeFolderError(f"there is no home folder {home}")
-    return cache / "plans"
+    """The folder "plans" in the user's cache folder."""
+    return in_users_cache("plans")
 
 
 def use_plan_store(path: str | os.PathLike[str] | None = None, *, capacity: int = DEFAULT_BYTES) -> PlanStoreUse:
@@ -113,9 +104,10 @@ def use_plan_store(path: str | os.PathLike[str] | None = None, *, capacity: int 
     Plans are code for the GPU: the folder must belong to the user or to root, and nobody else may write to it.
 
     The setting holds for the whole process, until the end of the `with` statement if it is used in one. Without a
-    call, the environment variable `CUDNN_SDPA_PLAN_DIR` names the folder; "off" is none. Unset, it is "plans" in the
-    user's cache folder, usually `~/.cache/cudnn_sdpa/plans`, made when the first plan is looked for. Where that cannot
-    be used, plans are not kept, which is logged as information; for a folder that the variable names, as a warning.
+    call, the environment variable `CUDNN_SDPA_PLAN_DIR` names the folder; "off", in any case, is none. Unset, it is
+    "plans" in the user's cache folder, usually `~/.cache/cudnn_sdpa/plans`, made when the first plan is looked for.
+    Where that cannot be used, plans are not kept, which is logged as information; for a folder that the variable names,
+    as a warning.
 
     Args:
         path: The folder, which is made if it is not there. None is the one in the user's cache folder; "off" is none.
@@ -138,20 +130,35 @@ def use_plan_store(path: str | os.PathLike[str] | None = None, *, capacity: int 
         raise OptionError("capacity", repr(capacity), "bytes, an integer of at least 1")
     if path is not None and not isinstance(path, (str, os.PathLike)):
         raise OptionError("path", repr(path), 'the path of a folder, "off", or None')
-    store = None if path == OFF else _open(path, capacity)
-    with _setting_lock:
-        use = PlanStoreUse(store, (_Setting.store, _Setting.known))
-        _Setting.store, _Setting.known = store, True
-    return use
+    return PlanStoreUse(None if path is not None and is_off(path) else open_store(path, "path", capacity))
+
+
+def is_off(path: str | os.PathLike[str]) -> bool:
+    """Whether no folder is meant: "off", in capitals or not."""
+    return isinstance(path, str) and path.strip().lower() == OFF
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
-    """The folder as it is meant now, wherever the program goes later."""
-    return Path(path).expanduser().absolute()
+    """The folder as it is meant now, wherever the program goes later.
+
+    Raises:
+        UnsafeFolderError: It names the home of somebody who is not there.
+    """
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise UnsafeFolderError(f"{path} cannot be used: {error}") from error
 
 
-def _open(path: str | os.PathLike[str] | None, capacity: int) -> PlanStore:
+def open_store(path: str | os.PathLike[str] | None, argument: str, capacity: int = DEFAULT_BYTES) -> PlanStore:
+    """Opens a folder that the caller named as `argument`; None is the one in the user's cache folder.
+
+    Raises:
+        OptionError: It cannot be used or is open to others.
+    """
+    if path is not None and not os.fspath(path):
+        raise OptionError(argument, repr(path), "the path of a folder")
     try:
         return PlanStore(_default_folder() if path is None else _absolute(path), capacity)
     except UnsafeFolderError as error:
-        raise OptionError("path", str(path), f"a folder that only its owner can write to ({error})") from error
+        raise OptionError(argument, str(path), f"a folder that only its owner can write to ({error})") from error

@@ -13,6 +13,7 @@ import torch
 
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.runtime import backend
+from cudnn_sdpa.runtime.texts import printable, shortened
 
 #: The properties that decide what cuDNN plans and compiles. Not among them: the PCI id, the clocks, the driver and
 #: the name, so that sibling GPUs share plans.
@@ -86,8 +87,8 @@ class Target:
     def from_properties(cls, properties: Mapping[str, Any]) -> Target:
         """The target that cuDNN's device-properties JSON describes."""
         chosen = sorted((name, _frozen(properties[name])) for name in PLANNING_PROPERTIES if name in properties)
-        name = str(properties.get("deviceName", "unnamed GPU"))
-        source = str(properties.get(SOURCE, ""))
+        name = printable(shortened(str(properties.get("deviceName", "unnamed GPU"))))
+        source = printable(shortened(str(properties.get(SOURCE, ""))))
         return cls(tuple(chosen), backend.cudnn_version(), backend.frontend_version(), name, source)
 
     def __str__(self) -> str:
@@ -149,12 +150,12 @@ def load_properties(name_or_path: str, argument: str = "target") -> dict[str, An
         if name_or_path in _specifications()["gpus"]:
             return _specified(name_or_path)
         return _read(Path(name_or_path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         known = ", ".join(map(repr, bundled_targets()))
         why = getattr(error, "strerror", None) or error
         raise OptionError(
             argument,
-            f"{name_or_path!r} ({why})",
+            f"{shortened(repr(name_or_path))} ({shortened(str(why))})",
             f"{known}, or the path of a cuDNN device-properties JSON file",
         ) from error
 
@@ -184,4 +185,8 @@ def _read(path: Path) -> dict[str, Any]:
     for name in ("deviceVer", "multiProcessorCount"):
         if not isinstance(properties, dict) or type(properties.get(name)) is not int:
             raise ValueError(f"no number {name!r} in it")
+    for name in PLANNING_PROPERTIES:
+        value = properties.get(name, 0)
+        if not all(isinstance(each, (int, float, str)) for each in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"{name!r} is neither a number nor a list of numbers")
     return properties

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.runtime.forks import renewed_in_children
 from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
 
 DEFAULT_CANDIDATES = 8
@@ -111,7 +112,7 @@ class _Setting:
     """The uses of `autotune` that are in force, the latest last; replaced as a whole."""
 
     uses: tuple[_Use, ...] = ()
-    lock = threading.Lock()
+    lock = renewed_in_children(threading.Lock())
 
 
 def is_in_force() -> bool:

@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-import dense_calls
+import fuzz
 import pytest
 import torch
 from support import TOLERANCE, error, exact, make
@@ -53,13 +53,13 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_loaded_plans_compute_what_built_ones_do(store, name):
-    c = dense_calls.plain(**({"sq": 64} | CASES[name]))
-    assert dense_calls.check(c) == []
+    c = fuzz.plain(**({"sq": 64} | CASES[name]))
+    assert fuzz.check(c) == []
     built = plan_cache.info()
     assert built.builds == store.info().saves == store.info().plans > 0
     plan_cache.clear()
     with no_plan_builds():
-        assert dense_calls.check(c) == []
+        assert fuzz.check(c) == []
     info = plan_cache.info()
     assert (info.builds, info.loads) == (0, built.builds)
     assert store.info().rejected == 0
@@ -82,7 +82,7 @@ def test_packed_sequences_out_of_the_store(store):
     assert store.info().loads == 2
 
 
-def test_a_plan_that_cudnn_does_not_take_is_removed_and_built(store, caplog):
+def test_a_plan_that_cudnn_does_not_take_is_built_and_replaced(store, caplog):
     q, k, v = inputs()
     assert_right(q, k, v)
     (plan,) = plan_cache.plans()
@@ -222,3 +222,41 @@ def test_plans_compiled_on_a_machine_without_a_gpu():
                 assert error(a.detach(), b.detach()) < 2 * TOLERANCE[torch.bfloat16]
         assert store.info().rejected == 0
         assert plan_cache.info().builds == 0
+
+
+def test_a_plan_that_cannot_be_loaded_for_lack_of_memory_stays(run_python, tmp_path):
+    """One process with a full GPU takes nothing from the others; when there is memory again, it loads the plan."""
+    code = """
+import sys, torch, cudnn_sdpa
+from cudnn_sdpa import plan_cache
+q = torch.randn(2, 4, 128, 64, dtype=torch.bfloat16, device="cuda")
+out = torch.empty_like(q)
+with cudnn_sdpa.use_plan_store(sys.argv[1]) as store:
+    cudnn_sdpa.sdpa(q, q, q, out=out)
+    expected = out.clone()
+    plan_cache.clear()
+    torch.cuda.synchronize()
+    taken = []
+    for size in (1 << 30, 1 << 26, 1 << 21, 1 << 16):
+        try:
+            while True:
+                taken.append(torch.cuda.caching_allocator_alloc(size))
+        except torch.OutOfMemoryError:
+            pass
+    try:
+        cudnn_sdpa.sdpa(q, q, q, out=out)
+    except (cudnn_sdpa.ExecutionError, torch.OutOfMemoryError) as error:
+        print(type(error).__name__, file=sys.stderr)
+    assert store.info().plans == 1, store.info()
+    assert store.info().rejected == 0, store.info()
+    for address in taken:
+        torch.cuda.caching_allocator_delete(address)
+    torch.cuda.empty_cache()
+    plan_cache.clear()
+    out.fill_(float("nan"))
+    cudnn_sdpa.sdpa(q, q, q, out=out)
+    assert torch.equal(out, expected)
+    assert plan_cache.info().loads == 1
+print("kept")
+"""
+    assert run_python(code, str(tmp_path / "plans")).stdout == "kept\n"

@@ -135,12 +135,14 @@ def test_a_process_gets_its_store_and_this_package(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     code = """
-import json, os
+import json, os, sys
 print("what a library says")
-print(json.dumps([os.environ["CUDNN_SDPA_PLAN_DIR"], os.environ["PYTHONPATH"]]))
+print(json.dumps([os.environ["CUDNN_SDPA_PLAN_DIR"], os.environ["PYTHONPATH"], sys.path]))
 """
-    package = Path(processes.__file__).parents[2]
-    assert processes.run_code(code, "it", store=str(tmp_path)) == [str(tmp_path), f"{package}{os.pathsep}/elsewhere"]
+    store, search, path = processes.run_code(code, "it", store=str(tmp_path))
+    assert (store, search) == (str(tmp_path), "/elsewhere")
+    assert str(Path(processes.__file__).parents[2]) in path
+    assert not {"", str(tmp_path)} & set(path)  # the current folder is none to import from
     assert os.environ["CUDNN_SDPA_PLAN_DIR"] == "off"
 
 

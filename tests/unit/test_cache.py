@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from cudnn_sdpa import OptionError, plan_cache
-from cudnn_sdpa.runtime.cache import DEFAULT_SIZE, PlanCache, next_use
+from cudnn_sdpa.runtime.cache import PlanCache, next_use
+from cudnn_sdpa.runtime.cache_info import DEFAULT_SIZE
 from cudnn_sdpa.runtime.call_table import CallTable
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.target import Target
@@ -328,3 +329,51 @@ def test_a_plan_made_elsewhere_is_held_once():
     cache.put(StandIn(key(1)))
     assert cache.peek(key(1)) is plan
     assert cache.get(key(1), refuse) is plan
+
+
+@pytest.mark.parametrize("by_another", [False, True], ids=["built", "fails"])
+def test_a_plan_that_comes_while_another_is_built_is_the_only_one(global_cache, by_another):
+    """Nobody is served by a plan that the cache does not hold, counts and lets go."""
+    table, quicker = CallTable("nothing"), StandIn(key(1))
+
+    def build(of):
+        global_cache.put(quicker)
+        table.add("signature", quicker)
+        if by_another:
+            raise ValueError("not built")
+        return StandIn(of)
+
+    try:
+        found = global_cache.get(key(1), build)
+    except ValueError:
+        found = global_cache.get(key(1), refuse)
+    assert found is quicker
+    assert global_cache.peek(key(1)) is quicker
+    assert (global_cache.info().plans, global_cache.info().builds) == (1, 1 if by_another else 2)
+    global_cache.clear()
+    assert not quicker.held
+    assert table.get("signature") is None
+
+
+def test_any_mixture_of_threads_leaves_one_plan_of_each_key(global_cache):
+    global_cache.resize(6)
+    tables = [CallTable("nothing") for _ in range(8)]
+
+    def work(index):
+        for step in range(300):
+            of = key((index + 5 * step) % 9)
+            if (index + step) % 3:
+                plan = global_cache.get(of, lambda of: (time.sleep(0), StandIn(of))[1])
+            else:
+                global_cache.put(StandIn(of))
+                plan = global_cache.peek(of)
+            if plan is not None:
+                plan.last_used = next_use()
+                tables[index].add(step % 20, plan)
+
+    in_threads(8, work)
+    held_now = set(map(id, global_cache.plans()))
+    for table in tables:
+        for call in table._calls.values():
+            assert id(call) in held_now
+            assert call.held

@@ -515,6 +515,38 @@ def test_the_plan_store_is_looked_at_and_not_made(monkeypatch, tmp_path, kind):
     assert folder.exists() == (kind in {"file", "open to others"})
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="root can become a user who may not write")
+def test_a_store_that_is_only_read_is_a_note(tmp_path, run_python):
+    """As in an image: plans of root's that a program's user may read."""
+    plans = tmp_path / "plans"
+    plans.mkdir()
+    (plans / "a.plan").touch()
+    for folder in (plans, *plans.parents):
+        if folder != Path("/") and folder.stat().st_uid == 0:
+            folder.chmod(folder.stat().st_mode | 0o055)
+    code = """
+import os, sys, torch
+from cudnn_sdpa.doctor import gather, machine
+from cudnn_sdpa.doctor.facts import Facts
+os.setgroups([])
+os.setuid(54321)
+(finding,) = machine.store(Facts("linux", "3", store=gather._store()))
+print(finding.level.value, finding.title, finding.found)
+"""
+    said = run_python(code, CUDNN_SDPA_PLAN_DIR=str(plans)).stdout
+    assert said == f"note Plans are read, and new ones not kept {plans} is not writable; 1 plans in it can be read\n"
+    plans.chmod(0o700)
+    assert run_python(code, CUDNN_SDPA_PLAN_DIR=str(plans)).stdout.startswith("error Plans cannot be kept")
+
+
+def test_a_store_below_a_folder_that_is_open_to_others_is_an_error(monkeypatch, tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    monkeypatch.setenv("CUDNN_SDPA_PLAN_DIR", str(tmp_path / "open" / "plans"))
+    assert f"{tmp_path}/open is writable by others" in gather._store().problem
+    assert not (tmp_path / "open" / "plans").exists()
+
+
 def test_a_site_that_prints_does_not_confuse_the_doctor(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('hello'); print(5); print('{}')\n")
     search = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,10 +22,11 @@ import cudnn_sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.passes import Forward
 from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.runtime import building, store_setting
+from cudnn_sdpa.runtime import building, file_locks, store_setting
 from cudnn_sdpa.runtime import key as key_module
+from cudnn_sdpa.runtime.folders import UnsafeFolderError
 from cudnn_sdpa.runtime.plan_file import StoredPlan
-from cudnn_sdpa.runtime.store import PlanStore, UnsafeFolderError
+from cudnn_sdpa.runtime.store import PlanStore
 from cudnn_sdpa.runtime.target import Target
 
 ROOT = Path(__file__).parents[2]
@@ -194,7 +198,7 @@ for sq in range(64, 70):
 print(sorted(path.name for path in store.folder.iterdir()))
 """
     result = run_python(script, str(store.folder), str(ROOT))
-    assert result.stdout == "[]\n"
+    assert result.stdout == "['locks']\n"
     assert result.stderr.count("cannot be kept") == 1
 
 
@@ -213,22 +217,182 @@ def test_the_least_recently_used_go_first(tmp_path):
     assert [path.name for path in store.folder.glob("*.plan")] == [store.path(key(80)).name]
 
 
-def test_what_killed_writers_leave_is_swept_in_time(store):
-    left = store.folder / ".writing-abc"
-    left.write_bytes(b"half")
+def test_what_killed_writers_leave_is_swept_at_once_and_what_others_write_is_not(store):
+    (store.folder / ".writing-abc").write_bytes(b"half")
+    with store._opened() as folder:
+        name, file = file_locks.make(folder, ".writing-")
+    with file:
+        store.save(key(), plan(key()))  # the first save of a process
+        assert [path.name for path in store.folder.glob(".writing-*")] == [name]
+    PlanStore(store.folder).save(key(65), plan(key(65)))
+    assert list(store.folder.glob(".writing-*")) == []
+
+
+def test_what_is_being_written_counts_to_the_capacity(tmp_path):
+    size = len(plan(key(100)).encode())
+    store = PlanStore(tmp_path / "plans", capacity=4 * size)
+    for sq in range(100, 103):
+        store.save(key(sq), plan(key(sq)))
+    with store._opened() as folder:
+        _, file = file_locks.make(folder, ".writing-")
+    with file:
+        file.write(bytes(2 * size))
+        file.flush()
+        PlanStore(tmp_path / "plans", capacity=4 * size).save(key(103), plan(key(103)))
+        assert bytes_in(store.folder) <= 4 * size
+
+
+@pytest.mark.parametrize("ahead", [-1e6, 1e6, 1e9], ids=["past", "future", "far future"])
+def test_what_is_saved_is_there_whatever_the_clock_of_others_says(tmp_path, ahead):
+    """Files dated by a clock that was wrong: what is saved afterwards stays, and goes when it is the oldest."""
+    size = len(plan(key(100)).encode())
+    store = PlanStore(tmp_path / "plans", capacity=7 * size // 2)
+    for sq in range(100, 103):
+        store.save(key(sq), plan(key(sq)))
+        os.utime(store.path(key(sq)), (time.time() + ahead,) * 2)
+    for sq in range(103, 120):
+        store.save(key(sq), plan(key(sq)))
+        assert store.load(key(sq)) == plan(key(sq))
+        if sq > 103:
+            assert store.load(key(sq - 1)) == plan(key(sq - 1))
+    assert not any(store.path(key(sq)).exists() for sq in range(100, 103))
+
+
+def test_a_folder_that_was_removed_is_made_again(store, caplog):
     store.save(key(), plan(key()))
-    assert left.exists()  # its writer may be alive
-    os.utime(left, (time.time() - 7200,) * 2)
-    PlanStore(store.folder).save(key(65), plan(key(65)))  # in the first save of a process
-    assert not left.exists()
+    shutil.rmtree(store.folder)
+    assert store.load(key()) is None
+    with store.building(key()):
+        store.save(key(), plan(key()))
+    assert store.load(key()) == plan(key())
+    assert store.folder.stat().st_mode & 0o777 == 0o700
+    assert caplog.text == ""
+
+
+def test_files_are_as_readable_as_their_folder(store):
+    store.folder.chmod(0o755)
+    before = os.umask(0o077)
+    try:
+        store.save(key(), plan(key()))
+    finally:
+        os.umask(before)
+    assert store.path(key()).stat().st_mode & 0o777 == 0o644
+
+
+def test_a_plan_that_is_refused_stays_until_a_better_one_comes(store):
+    """Others may be able to use it; this process does not try it again."""
+    store.save(key(), plan(key()))
+    store.refuse(key(), plan(key()), "no good here")
+    assert store.load(key()) is None
+    assert PlanStore(store.folder).load(key()) == plan(key())
+    assert store.info().rejected == 1
+    store.save(key(), plan(key(), seed=1))
+    assert store.load(key()) == plan(key(), seed=1)
+    store.refuse(key(), plan(key(), seed=1), "no good here")
+    PlanStore(store.folder).save(key(), plan(key(), seed=2))
+    assert store.load(key()) == plan(key(), seed=2)
+
+
+def bytes_in(folder):
+    """What a folder takes on the disk, but for its locks."""
+    found = 0
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found += path.stat().st_size * path.is_file()
+    return found
+
+
+FILLER = """
+import pathlib, sys
+sys.path.insert(0, sys.argv[2])
+from tests.unit.test_plan_store import key, plan
+from cudnn_sdpa.runtime.store import PlanStore
+store = PlanStore(pathlib.Path(sys.argv[1]), capacity=1_000_000)
+for sq in range(64, 94):
+    of = key(sq, cudnn=int(sys.argv[3]))
+    store.save(of, plan(of, size=100_000))
+"""
+
+
+def test_several_processes_keep_one_capacity(tmp_path):
+    folder, most = tmp_path / "plans", 0
+    processes = [start(FILLER, str(folder), str(ROOT), str(90000 + number)) for number in range(4)]
+    while any(process.poll() is None for process in processes):
+        most = max(most, bytes_in(folder) if folder.exists() else 0)
+        time.sleep(0.001)
+    for process in processes:
+        process.stdout.close()
+    assert [process.returncode for process in processes] == [0] * 4
+    assert 700_000 < most <= 1_400_000  # four files may be replaced by four others at a time
+    assert bytes_in(folder) <= 1_000_000
+    assert PlanStore(folder).info().plans >= 7
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a small disk needs root")
+def test_a_full_disk_makes_room(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir(mode=0o700)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k,mode=700", "tmpfs", disk], check=False)
+    if mounted.returncode:
+        pytest.skip("a disk cannot be mounted here")
+    try:
+        store = PlanStore(disk / "plans")
+        for sq in range(64, 84):
+            store.save(key(sq), plan(key(sq), size=100_000))
+            assert store.load(key(sq)) == plan(key(sq), size=100_000)
+        info = store.info()
+        assert (info.saves, info.plans + info.evictions) == (20, 20)
+        assert 3 <= info.plans <= 5
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_two_plans_are_built_at_the_same_time(store):
+    """Whatever their names begin with: a lock is one plan's."""
+    alike = {}
+    for sq in range(64, 500):
+        if (other := alike.setdefault(store.path(key(sq)).name[:2], sq)) != sq:
+            break
+    with store.building(key(other)):
+        before = time.monotonic()
+        with store.building(key(sq)):
+            assert time.monotonic() - before < 1
+    assert list((store.folder / "locks").glob("*.lock")) == []
+
+
+def test_nobody_waits_for_what_is_built_in_the_background(store):
+    with store.building(key(), in_background=True):
+        before = time.monotonic()
+        with store.building(key()):
+            assert time.monotonic() - before < 1
+
+
+def test_a_lock_is_held_by_one_thread_at_a_time(store):
+    inside, most = [], []
+
+    def build():
+        for _ in range(20):
+            with store.building(key()):
+                inside.append(1)
+                most.append(len(inside))
+                time.sleep(0.001)
+                inside.pop()
+
+    threads = [threading.Thread(target=build) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert most == [1] * 120
+    assert list((store.folder / "locks").glob("*.lock")) == []
 
 
 def test_files_are_looked_at_once_and_then_only_when_there_may_be_too_many(tmp_path, monkeypatch):
     """With thousands of them that takes longer than to build a plan."""
     size = len(plan(key(100)).encode())
     store, looks = PlanStore(tmp_path / "plans", capacity=20 * size), []
-    files = PlanStore._files
-    monkeypatch.setattr(PlanStore, "_files", lambda self: looks.append(self) or files(self))
+    shrink = PlanStore._shrink
+    monkeypatch.setattr(PlanStore, "_shrink", lambda self, *more: looks.append(self) or shrink(self, *more))
     for sq in range(100, 120):
         store.save(key(sq), plan(key(sq)))
         os.utime(store.path(key(sq)), (sq, sq))

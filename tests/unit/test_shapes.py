@@ -11,6 +11,7 @@ from cudnn_sdpa.runtime import shapes
 @pytest.fixture(autouse=True)
 def unset(monkeypatch):
     monkeypatch.setattr(shapes._Setting, "policy", "")
+    monkeypatch.setattr(shapes._overrides, "_entries", [])
     monkeypatch.delenv(shapes.VARIABLE, raising=False)
     monkeypatch.setattr(shapes, "_listeners", [])
 

@@ -17,6 +17,7 @@ from cudnn_sdpa.bench import attention
 from cudnn_sdpa.bench import cli as bench_cli
 from cudnn_sdpa.runtime import store_setting
 from cudnn_sdpa.runtime.building import load_plan
+from cudnn_sdpa.runtime.manifest import PlanManifest
 from cudnn_sdpa.runtime.store import PlanStore
 from tests.unit.test_plan_store import key, plan
 
@@ -249,6 +250,7 @@ def test_the_warmup_command_says_that_its_plans_could_not_be_kept(untouched, mon
     monkeypatch.setattr(cli, "require_gpu", lambda *_: None)
     monkeypatch.setattr(warming, "warmup", lambda *_, **__: pytest.fail("plans were made"))
     monkeypatch.setenv("HOME", "/nonexistent")
+    PlanManifest.of([key()]).save("plans.json")
     result = CliRunner().invoke(cli.app, ["warmup", "plans.json"])
     assert result.exit_code == 2
     assert "there is no home folder /nonexistent" in result.output

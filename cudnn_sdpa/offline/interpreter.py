@@ -1,0 +1,80 @@
+"""Python processes of our own: how they are started, what they may import, and when there must be none.
+
+The folder that the user happens to be in is on the search path of `python -c` and `python -m`, and before the standard
+library. So every process is started from here, as code whose first line sets the search path to this process's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cudnn_sdpa.errors import OfflineError
+
+_PACKAGE = Path(__file__).parent.parent
+
+#: Set in the environment of a helper process, which must start no other one.
+IN_HELPER = "CUDNN_SDPA_IN_HELPER"
+
+
+def command(program: str, *arguments: str) -> list[str]:
+    """The command that runs Python code with this process's search path, but for the folder that the user is in.
+
+    Args:
+        program: The code; not a line of it is run before the search path is set.
+        *arguments: What it finds in `sys.argv`.
+    """
+    path = [str(Path(entry).resolve()) for entry in sys.path if entry] + [str(_PACKAGE.parent)]
+    return [sys.executable, "-c", f"import sys\nsys.path[:] = {path!r}\n{program}", *arguments]
+
+
+def module_command(name: str, arguments: Sequence[str] = ()) -> list[str]:
+    """The command that runs a module as `python -m` does, but for the folder that the user is in."""
+    return command(f"import runpy\nrunpy.run_module({name!r}, run_name='__main__', alter_sys=True)", *arguments)
+
+
+def why_no_python() -> str:
+    """Why there is no interpreter to start; empty if there is one."""
+    frozen = getattr(sys, "frozen", False) or "__compiled__" in globals()  # PyInstaller and others; Nuitka
+    if frozen or hasattr(sys.modules.get("__main__"), "__compiled__"):
+        return (
+            "this program is frozen, and would start itself again in place of Python; compile its plans with "
+            "`cudnn-sdpa compile` under Python, and name their folder with use_plan_store"
+        )
+    if not sys.executable:
+        return "sys.executable names no Python interpreter, as in a program that embeds Python; set it to one"
+    return ""
+
+
+def why_no_helper() -> str:
+    """Why no helper process can be started here; empty if one can."""
+    if os.environ.get(IN_HELPER):
+        return (
+            "this is a helper process itself, which imports the modules that define operations; explain, warmup and "
+            "compile_plans must not run while such a module is imported: put them under `if __name__ == '__main__':`"
+        )
+    return why_no_python()
+
+
+def check() -> None:
+    """Makes sure that a helper process can be started.
+
+    Raises:
+        OfflineError: It cannot; the message says why.
+    """
+    reason = why_no_helper()
+    if reason:
+        raise OfflineError(f"no helper process that plans with cuDNN can be started: {reason}")
+
+
+def exit_in_words(code: int) -> str:
+    """How a process ended, by its exit status as `subprocess` gives it."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # of the real-time signals the first and the last alone have names
+        return f"was killed by signal {-code}"

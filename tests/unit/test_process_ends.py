@@ -1,0 +1,145 @@
+"""Forks and the interpreter's end, whatever other threads do at that moment."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+#: Another thread holds every lock of the process that a child could ask for; the child then ends as programs do.
+FORK = """
+import os, sys, threading, warnings
+sys.path.insert(0, sys.argv[1])
+warnings.simplefilter("ignore")
+import cudnn_sdpa
+from cudnn_sdpa import plan_cache
+from cudnn_sdpa.runtime import shapes, store_setting, tuning
+from tests.unit.test_cache import StandIn, key
+store = cudnn_sdpa.use_plan_store(sys.argv[2]).store
+plan_cache.get(key(1), StandIn)
+locks = [plan_cache._lock, store_setting._setting_lock, store_setting._overrides._lock, shapes._lock,
+         shapes._overrides._lock, tuning._Setting.lock, store._mutex, store._room]
+held, go_on, building = threading.Event(), threading.Event(), threading.Event()
+
+def hold():
+    for lock in locks:
+        lock.acquire()
+    held.set()
+    go_on.wait()
+    for lock in reversed(locks):
+        lock.release()
+
+def build(of):
+    building.set()
+    go_on.wait()
+    return StandIn(of)
+
+threads = [threading.Thread(target=plan_cache.get, args=(key(2), build)), threading.Thread(target=hold)]
+threads[0].start(); building.wait()
+threads[1].start(); held.wait()
+child = os.fork()
+if child == 0:
+    with cudnn_sdpa.shape_policy("exact"), cudnn_sdpa.use_plan_store("off"), cudnn_sdpa.autotune():
+        plan_cache.get(key(2), StandIn)
+        plan_cache.get(key(3), StandIn)
+    assert plan_cache.info().plans == 3
+    store.reject(key(4), "for its lock")
+    sys.exit(7)
+for _ in range(200):
+    done, status = os.waitpid(child, os.WNOHANG)
+    if done:
+        break
+    threading.Event().wait(0.1)
+else:
+    os.kill(child, 9)
+    print("the child hangs", flush=True)
+go_on.set()
+for thread in threads:
+    thread.join()
+print(os.waitstatus_to_exitcode(status) if done else None)
+"""
+
+
+def test_a_forked_child_ends_whoever_held_a_lock(run_python, tmp_path):
+    assert run_python(FORK, str(ROOT), str(tmp_path / "plans")).stdout == "7\n"
+
+
+def locks_of_modules():
+    """Every lock that a module of the package makes while it is imported, with its file."""
+    found = []
+    for path in sorted((ROOT / "cudnn_sdpa").rglob("*.py")):
+        if path.parent.name == "bench":
+            continue
+        body = ast.parse(path.read_text()).body
+        classes = [node for node in body if isinstance(node, ast.ClassDef)]
+        for node in [*body, *(each for of in classes for each in of.body)]:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+                text = ast.unparse(node.value)
+                if "Lock()" in text:
+                    found.append((str(path.relative_to(ROOT)), text))
+    return found
+
+
+#: Of GPUs' memory, which a child of a process with CUDA cannot use.
+OF_CUDA = {"cudnn_sdpa/runtime/arena.py", "cudnn_sdpa/runtime/constants.py"}
+
+
+def test_every_lock_of_a_module_is_renewed_in_children():
+    found = locks_of_modules()
+    assert len(found) >= 5
+    for path, text in found:
+        assert path in OF_CUDA or text.startswith("renewed_in_children("), f"{path}: {text}"
+
+
+#: A thread that goes on calling while the interpreter ends; `launch` stands for a call's way into C++.
+GOES_ON = """
+import atexit, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+from cudnn_sdpa import plan_cache
+from tests.unit.test_cache import StandIn, key, use
+calls, ended = [], []
+
+def launch():
+    try:
+        while True:
+            use(plan_cache, len(calls) % 3)
+            calls.append(time.monotonic())
+            if sys.argv[2] == "careless":
+                try:
+                    plan_cache.get(key(7), StandIn)
+                except Exception:
+                    pass
+    finally:
+        ended.append(time.monotonic())
+
+def report():  # registered before the cache's own, so it runs after it
+    time.sleep(0.2)
+    print(len(ended), bool(calls), plan_cache.info().plans, flush=True)
+
+threading.Thread(target=launch, daemon=True).start()
+time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "careless"])
+def test_a_thread_that_goes_on_launching_is_ended_before_the_interpreter(run_python, how):
+    code = "import atexit\natexit.register(lambda: report())\n" + GOES_ON
+    result = run_python(code, str(ROOT), how)
+    assert result.stdout == "1 True 0\n"
+    assert result.stderr == ""
+
+
+def test_the_main_thread_may_launch_until_the_very_end(run_python):
+    code = """
+import atexit, sys
+def last():
+    from tests.unit.test_cache import use
+    print(use(plan_cache, 3).key.option_values)
+atexit.register(last)
+sys.path.insert(0, sys.argv[1])
+from cudnn_sdpa import plan_cache
+"""
+    assert run_python(code, str(ROOT)).stdout == "{'n': 3}\n"
