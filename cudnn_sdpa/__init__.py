@@ -45,6 +45,7 @@ if not _is_command_line():  # which imports what a command needs, and prints its
     from cudnn_sdpa.recording import record_plans
     from cudnn_sdpa.runtime.cache import PlanCache, no_plan_builds, plan_cache
     from cudnn_sdpa.runtime.cache_info import PlanCacheInfo
+    from cudnn_sdpa.runtime.cpu_target import cpu_checks
     from cudnn_sdpa.runtime.manifest import PlanManifest
     from cudnn_sdpa.runtime.shapes import shape_policy
     from cudnn_sdpa.runtime.store import PlanStore, PlanStoreInfo
@@ -95,6 +96,7 @@ __all__ = [
     "conv1d",
     "conv2d",
     "conv3d",
+    "cpu_checks",
     "explain",
     "fallback",
     "fp8_attention",

@@ -57,6 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure() -> None:
     os.environ["CUDNN_SDPA_PLAN_DIR"] = "off"  # no plans of the user's; a test that wants a store makes its own
+    os.environ.pop("CUDNN_SDPA_CPU_CHECKS", None)  # as users have it who set nothing
     if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; one thread each is the fastest
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for processes that tests start, and for notebooks

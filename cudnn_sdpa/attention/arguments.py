@@ -13,6 +13,7 @@ from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.options import ALIGNMENTS, TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.attention.side_tensors import check_lengths, check_mask, check_rng, check_sinks, dtype_name, shape_of
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.runtime import cpu_target
 from cudnn_sdpa.runtime.eager import is_compiling
 from cudnn_sdpa.runtime.symbols import is_true
 
@@ -93,17 +94,22 @@ class ReferenceArguments(ForwardArguments):
         return False
 
 
+def has_limits(call: Any) -> bool:
+    """Whether cuDNN's limits hold for a call: on the CPU for the sake of the GPU that it is checked for."""
+    return call.is_for_cudnn and (call.q.device.type != "cpu" or cpu_target.active_name() is not None)
+
+
 def check(call: ForwardArguments) -> None:
     """Everything that holds on every device; looks at no address and no value, so that fake tensors pass through."""
     check_options(call)
-    check_qkv(call.q, call.k, call.v, for_cudnn=call.is_for_cudnn)
+    check_qkv(call.q, call.k, call.v, for_cudnn=has_limits(call))
     check_lengths("seq_lens_q", call.seq_lens_q, call.q)
     check_lengths("seq_lens_kv", call.seq_lens_kv, call.q)
     check_mask(call.attn_mask, call.q, call.k)
     check_sinks(call.sinks, call.q)
     check_rng(call.rng, call.dropout_p, call.q)
     if call.out is not None:
-        check_out(call.out, call.q, call.v, for_cudnn=call.is_for_cudnn)
+        check_out(call.out, call.q, call.v, for_cudnn=has_limits(call))
 
 
 def check_types(call: ForwardArguments) -> None:
@@ -173,7 +179,9 @@ def check_sizes(q: Tensor, k: Tensor, v: Tensor, step: int) -> None:
             raise ShapeError(name, "0 heads", "at least one head")
         if tensor.shape[3] == 0 or tensor.shape[3] % step != 0:
             expected = f"a positive multiple of {step}"
-            raise ShapeError(name, f"head dim {tensor.shape[3]}", expected, "Pad it with torch.nn.functional.pad.")
+            note = f" {cpu_target.note()}" if step > 1 and tensor.device.type == "cpu" else ""
+            hint = f"Pad it with torch.nn.functional.pad.{note}"
+            raise ShapeError(name, f"head dim {tensor.shape[3]}", expected, hint)
     if k.shape[3] != head_dim:
         raise ShapeError("k", f"head dim {k.shape[3]}", f"{head_dim}, the head dim of q")
     if heads_q % heads_kv != 0:

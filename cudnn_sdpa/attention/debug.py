@@ -1,6 +1,7 @@
-"""Checks of what only the GPU knows: lengths and offsets, read back and looked at if `CUDNN_SDPA_DEBUG` is 1.
+"""Checks of values: lengths, offsets and page ids.
 
-They wait for the GPU, so they are off unless asked for, and skipped while a CUDA graph is captured.
+On the CPU reading them is free, so it is always done. On a GPU it waits for the GPU: it is done if `CUDNN_SDPA_DEBUG`
+is 1, and skipped while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.errors import ShapeError
+from cudnn_sdpa.runtime.eager import may_be_read
 
-#: Whether values are read back and checked. Set by the environment variable when the package is imported.
+#: Whether values are read back from a GPU and checked. Set by the environment variable when the package is imported.
 enabled = os.environ.get("CUDNN_SDPA_DEBUG", "") not in ("", "0")
 
 
@@ -23,7 +25,7 @@ def check_lengths(name: str, lengths: Tensor | None, size: int) -> None:
     Raises:
         ShapeError: One does not.
     """
-    if not enabled or lengths is None or not _readable(lengths):
+    if lengths is None or not _is_read(lengths):
         return
     wrong = [(number, length) for number, length in enumerate(lengths.tolist()) if not 0 <= length <= size]
     if wrong:
@@ -32,19 +34,21 @@ def check_lengths(name: str, lengths: Tensor | None, size: int) -> None:
 
 
 def check_offsets(name: str, offsets: Tensor, tokens: int, longest: int) -> None:
-    """Offsets of packed sequences begin with 0, do not fall, end at the number of tokens, and keep to the maximum.
+    """Offsets of packed sequences begin with 0, do not fall, end within the tokens, and keep to the maximum.
 
     Raises:
         ShapeError: They do not.
     """
-    if not enabled or not _readable(offsets):
+    if not _is_read(offsets):
         return
     values = offsets.tolist()
     steps = [after - before for before, after in itertools.pairwise(values)]
-    if values[0] != 0 or values[-1] != tokens:
-        raise ShapeError(name, f"offsets from {values[0]} to {values[-1]}", f"from 0 to {tokens}, the number of tokens")
-    if any(step < 0 for step in steps):
-        raise ShapeError(name, f"offsets that fall: {values[:8]} …", "offsets that never fall")
+    fall = next((number for number, step in enumerate(steps) if step < 0), None)
+    if fall is not None:
+        raise ShapeError(name, f"offsets that fall, from {values[fall]} to {values[fall + 1]}", "offsets that never do")
+    if values[0] != 0 or values[-1] > tokens:
+        expected = f"from 0 to no more than {tokens}, the number of tokens"
+        raise ShapeError(name, f"offsets from {values[0]} to {values[-1]}", expected)
     if steps and max(steps) > longest:
         raise ShapeError(name.replace("cu_seqlens", "max_seqlen"), f"{longest}", f"at least {max(steps)}")
 
@@ -55,7 +59,7 @@ def check_pages(name: str, table: Tensor, lengths: Tensor, page_size: int, pages
     Raises:
         ShapeError: One is not.
     """
-    if not enabled or not _readable(table):
+    if not _is_read(table, lengths):
         return
     for number, (row, length) in enumerate(zip(table.tolist(), lengths.tolist(), strict=True)):
         wrong = [page for page in row[: -(-length // page_size)] if not 0 <= page < pages]
@@ -63,5 +67,11 @@ def check_pages(name: str, table: Tensor, lengths: Tensor, page_size: int, pages
             raise ShapeError(name, f"page {wrong[0]} for batch entry {number}", f"pages from 0 to {pages - 1}")
 
 
-def _readable(tensor: Tensor) -> bool:
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+def _is_read(*tensors: Tensor) -> bool:
+    """Whether values are to be looked at, and can be: not those of batches and other tensors without memory."""
+    if not may_be_read(*tensors):
+        return False
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return True
+    on_gpu = all(tensor.is_cuda for tensor in tensors)
+    return enabled and on_gpu and not torch.cuda.is_current_stream_capturing()

@@ -114,7 +114,8 @@ def sdpa(
 
     The first call with given shapes, strides, dtype and options builds a cuDNN plan; every later one is a look-up
     and a launch. Nothing is read back from the GPU. CPU tensors run a plain PyTorch reference of the same
-    mathematics, also in float32 and float64. Differentiable by q, k, v, a float attn_mask and sinks.
+    mathematics, also in float32 and float64; what a GPU would refuse raises there too (`cpu_checks`). Differentiable
+    by q, k, v, a float attn_mask and sinks.
 
     Grouped-query attention needs no flag: Hq may be any multiple of Hkv, and query head h uses key head
     h · Hkv // Hq. Under `torch.autocast`, float tensors are cast as for PyTorch's own attention.
@@ -139,9 +140,9 @@ def sdpa(
         sinks: One score for each query head, (Hq,) float32, that takes part in the softmax and has no value.
         seq_lens_q: True number of queries of each sequence, (B,) int32. Output rows past it are zeros.
         seq_lens_kv: True number of keys of each sequence, (B,) int32, from 0 to Skv. Data on the GPU: changing it
-            neither builds nor waits. A length over Skv counts as Skv, unless the environment variable
-            `CUDNN_SDPA_DEBUG` is 1, which reads and refuses it. Keys past the length are not seen, but k and v must
-            hold finite numbers there, because their rows are multiplied by 0: make a cache with `torch.zeros`.
+            neither builds nor waits. A length over Skv counts as Skv there, and is refused on the CPU, and where the
+            environment variable `CUDNN_SDPA_DEBUG` is 1, which reads it. Keys past the length are not seen, but k and v
+            must hold finite numbers there, because their rows are multiplied by 0: make a cache with `torch.zeros`.
         return_lse: Also return the log-sum-exp of the scores. It is not differentiable: a gradient into it raises.
         deterministic: Whether results are bit-exact from run to run: gradients by a kernel for that, which costs
             workspace (`explain` shows it), the output by a plan of its own (see `shape_policy`), that of a single query
@@ -256,7 +257,7 @@ def _run(call: ForwardArguments) -> Result:
 
 
 def _differentiable(call: ForwardArguments) -> Result:
-    if call.q.is_cuda and not is_compiling():
+    if not is_compiling():
         operators.check_gradient(call)
     if is_compiling() or not is_bare(*call.tensors):
         out, lse = torch.ops.cudnn_sdpa.sdpa_forward_lse(*call[:17])

@@ -16,7 +16,6 @@ from cudnn_sdpa.attention import (
     paged_calls,
     paged_long,
     paged_operators,
-    varlen_calls,
     verification,
 )
 from cudnn_sdpa.attention.operators import MIN_SCALE
@@ -24,7 +23,6 @@ from cudnn_sdpa.attention.options import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged import refuse_gradients, sdpa_paged
 from cudnn_sdpa.attention.paged_arguments import HND, PagedArguments, in_heads_order
 from cudnn_sdpa.attention.paged_plans import MOST_DECODED, PagedDecode, is_decode
-from cudnn_sdpa.attention.paging import Gathered
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime.describe import Description, describes
 from cudnn_sdpa.runtime.target import live_target
@@ -115,18 +113,12 @@ def describe_long(call: PagedArguments, device: int | None) -> Description:
     """The call as `paged_long` runs it: its first part, if it goes in several."""
     at_once = paged_long.sequences_at_once(call)
     parts = -(-call.q.shape[0] // at_once)
-    call = call._replace(q=call.q[:at_once])
-    batch, queries = call.q.shape[0], call.q.shape[2]
-    tokens = batch * call.most_keys
-    k, v = (
-        torch.empty(tokens, pages.shape[1], pages.shape[3], dtype=pages.dtype, device="meta")
-        for pages in (call.k, call.v)
-    )
-    ends = torch.empty(batch * (1 if call.seq_lens_q is None else 2) + 1, dtype=torch.int32, device="meta")
-    of_rows = paged_long.as_packed(call._replace(q=_without_data(call.q)), Gathered(k, v, ends, ends))
-    packed, out = paged_long.packed(of_rows, batch), varlen_calls.output_layout(of_rows)
-    size = (k.numel() + v.numel()) * k.element_size() / 2**20
-    notes = [f"keys and values are put in a row by one kernel, in up to {size:.0f} MiB ({_why_long(call, queries)})"]
+    packed, out = paged_long.without_data(call)
+    _, heads, _, dim = call.k.shape
+    rows = min(call.q.shape[0], at_once) * call.most_keys
+    size = rows * heads * (dim + call.v.shape[3]) * call.k.element_size() / 2**20
+    why = _why_long(call, call.q.shape[2])
+    notes = [f"keys and values are put in a row by one kernel, in up to {size:.0f} MiB ({why})"]
     notes += [f"the batch goes in {parts} parts of up to {at_once} sequences"] * (parts > 1)
     notes += packed.extra_kernels(with_lse=call.with_lse)
     return Description(

@@ -33,6 +33,8 @@ def fallback(to: str | None) -> AbstractContextManager[None]:
     whose memory grows with Sq × Skv. Gradients do as their forward pass was told. It is logged once for each kind of
     call, whatever its sizes, as a warning of the logger "cudnn_sdpa". None switches an outer fallback off.
 
+    On CPU tensors it lifts what `cpu_checks` refuses for want of a kernel.
+
     These raise as ever: wrong arguments, strides and addresses that cuDNN cannot read, differentiation that nobody
     follows (forward-mode, through `out` or the log-sum-exp, a second time), and whatever is declined in compiled code
     (`torch.compile`).

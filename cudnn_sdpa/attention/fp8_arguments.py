@@ -223,7 +223,7 @@ def _check_call(call: ForwardArguments) -> None:
     if call.q.dtype not in FP8_DTYPES:
         hint = "Quantize it to FP8; cudnn_sdpa.sdpa takes float16 and bfloat16."
         raise DtypeError("q", dtype_name(call.q.dtype), _FP8, hint)
-    arguments.check_sizes(call.q, call.k, call.v, HEAD_DIM_STEP)
+    arguments.check_sizes(call.q, call.k, call.v, HEAD_DIM_STEP if arguments.has_limits(call) else 1)
     for name in ("k", "v"):
         tensor = getattr(call, name)
         if tensor.dtype != call.q.dtype:

@@ -206,7 +206,8 @@ def run_forward(of: Fp8Forward) -> Fp8Output:
 
 def prepare_forward(of: Fp8Forward) -> ForwardCall | None:
     """Its plan, ready for the call; None where there is nothing to compute."""
-    check_lengths(of.call if of.tables is None else fp8_paged.described(of))
+    if debug.enabled:
+        check_values(of)
     tables = () if of.tables is None else tuple(map(describe, of.tables))
     signature = ("forward", of.out_dtype, tables, *_signature(of.call, of.scales))
     prepared: ForwardCall | None = calls.get(signature)
@@ -235,7 +236,8 @@ def run_backward(of: Fp8Backward) -> Fp8Gradients:
 
 def prepare_backward(of: Fp8Backward) -> BackwardCall | PiecedBackward | None:
     """Its plan, ready for a call that is `readable`; None where there is nothing to compute."""
-    check_lengths(of.call)
+    if debug.enabled:
+        check_lengths(of.call)
     own = map(describe, (of.grad_out, of.out, of.lse))
     signature = ("backward", *own, *_signature(of.call, of.scales))
     prepared: BackwardCall | PiecedBackward | None = backward_calls.get(signature)
@@ -257,11 +259,19 @@ def prepare_backward(of: Fp8Backward) -> BackwardCall | PiecedBackward | None:
     return prepared
 
 
+def check_values(of: Fp8Forward) -> None:
+    """The same of a forward call, and whether page ids are those of pages."""
+    call = fp8_paged.described(of)
+    check_lengths(call)
+    if of.tables is not None and call.seq_lens_kv is not None:
+        for name, table in zip(("page_table", "page_table_v"), of.tables, strict=True):
+            debug.check_pages(name, table, call.seq_lens_kv, of.call.k.shape[2], of.call.k.shape[0])
+
+
 def check_lengths(call: ForwardArguments) -> None:
-    """Under `CUDNN_SDPA_DEBUG`, whether lengths fit their tensors."""
-    if debug.enabled:
-        debug.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
-        debug.check_lengths("seq_lens_kv", call.seq_lens_kv, call.k.shape[2])
+    """Whether lengths fit their tensors: on the CPU, and under `CUDNN_SDPA_DEBUG`."""
+    debug.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
+    debug.check_lengths("seq_lens_kv", call.seq_lens_kv, call.k.shape[2])
 
 
 def _signature(call: ForwardArguments, scales: Any) -> tuple[Hashable, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import fp8_arguments, fp8_calls, fp8_paged, fp8_reference, fp8_results, memory
+from cudnn_sdpa.attention import cpu_checks, fp8_arguments, fp8_calls, fp8_paged, fp8_reference, fp8_results
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.fp8_arguments import (
     Fp8Backward,
@@ -31,9 +31,9 @@ from cudnn_sdpa.errors import OptionError
 def run_forward_cpu(of: Fp8Forward) -> Fp8Output:
     """A forward pass by the emulation."""
     fp8_paged.check_forward(of)
-    memory.check_strides(*of.call[:3])
+    fp8_calls.check_values(of)
+    cpu_checks.check_fp8(of)
     of = fp8_paged.gathered(of)
-    fp8_calls.check_lengths(of.call)
     found = fp8_reference.attention(of)
     assert found.lse is not None
     lse = found.lse.float() if of.call.with_lse else None
@@ -43,9 +43,8 @@ def run_forward_cpu(of: Fp8Forward) -> Fp8Output:
 def run_backward_cpu(of: Fp8Backward) -> Fp8Gradients:
     """A backward pass by the emulation."""
     fp8_arguments.check_backward(of)
-    memory.check_strides(*of.call[:3])
-    memory.check_strides_of("out", of.out)
     fp8_calls.check_lengths(of.call)
+    cpu_checks.check_fp8_backward(of)
     found, dtype = fp8_reference.gradients(of), of.grad_out.dtype
     dq, dk, dv = (fp8_results.new_gradient(x, dtype).copy_(y) for x, y in zip(of.call[:3], found[:3], strict=True))
     return found._replace(dq=dq, dk=dk, dv=dv)

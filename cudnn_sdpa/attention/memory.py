@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -50,12 +50,7 @@ def check_addresses(hint: str = "", **tensors: Any) -> None:
             if address == 0:
                 check_present(name, tensor)
             if address % ALIGNMENT != 0:
-                raise LayoutError(
-                    name,
-                    f"an address {address % ALIGNMENT} bytes past a multiple of {ALIGNMENT}",
-                    f"storage aligned to {ALIGNMENT} bytes",
-                    hint or f"Use {name}.clone().",
-                )
+                refuse_address(name, address % ALIGNMENT, hint)
         else:
             check_present(name, tensor)
 
@@ -72,6 +67,16 @@ def check_present(name: str, tensor: Tensor) -> None:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def refuse_address(name: str, past: int, hint: str = "") -> NoReturn:
+    """Raises the error of a tensor that begins so many bytes past an aligned address."""
+    raise LayoutError(
+        name,
+        f"an address {past} bytes past a multiple of {ALIGNMENT}",
+        f"storage aligned to {ALIGNMENT} bytes",
+        hint or f"Use {name}.clone().",
+    )
 
 
 def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tensor | None = None) -> None:

@@ -17,14 +17,13 @@ from torch._functorch import config as functorch_config
 from torch.fx import traceback as fx_traceback
 from torch.utils.checkpoint import CheckpointPolicy
 
-from cudnn_sdpa.attention import arguments, backward, debug, lookup, memory, pieces, reference, tiers
+from cudnn_sdpa.attention import arguments, backward, cpu_checks, debug, lookup, memory, pieces, reference, tiers
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.backward import BackwardArguments, Needs
 from cudnn_sdpa.attention.calls import ForwardCall, Result
-from cudnn_sdpa.attention.passes import Backward, Forward
+from cudnn_sdpa.attention.passes import Forward
 from cudnn_sdpa.attention.problem import Problem
 from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.runtime import known_issues
 from cudnn_sdpa.runtime.eager import is_compiling
 from cudnn_sdpa.runtime.layouts import dense_stride_like
 from cudnn_sdpa.runtime.target import live_target
@@ -53,7 +52,8 @@ def like_in_memory(tensor: Tensor) -> Tensor:
 
 def run_cuda(call: ForwardArguments) -> Result:
     """A forward pass on the GPU."""
-    _debug(call)
+    if debug.enabled:
+        _check_values(call)
     if call.scale is not None and call.scale < MIN_SCALE:
         return run_cuda(_with_positive_scale(call))
     raw = lookup.signature(call)
@@ -95,16 +95,16 @@ def _fill_empty(call: ForwardArguments) -> Result:
     return out, lse
 
 
-def _debug(call: ForwardArguments) -> None:
-    if debug.enabled:
-        debug.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
-        debug.check_lengths("seq_lens_kv", call.seq_lens_kv, call.k.shape[2])
+def _check_values(call: ForwardArguments) -> None:
+    debug.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
+    debug.check_lengths("seq_lens_kv", call.seq_lens_kv, call.k.shape[2])
 
 
 def run_cpu(call: ForwardArguments) -> Result:
     """A forward pass by the reference; on a GPU for what cuDNN misreads."""
     arguments.check(call)
-    _debug(call)
+    _check_values(call)
+    cpu_checks.check_dense(call)
     memory.check_memory(call.q, call.k, call.v, call.out, call.attn_mask)
     result, lse = reference.attention(call)
     out = (new_output(call.q, call.v) if call.out is None else call.out).copy_(result)
@@ -143,19 +143,16 @@ def check_gradient(call: ForwardArguments) -> None:
     Raises:
         UnsupportedError: With every reason.
     """
+    if not call.q.is_cuda:
+        cpu_checks.check_dense_gradient(call)
+        return
     of_mask = call.attn_mask is not None and call.attn_mask.requires_grad
     name = (lookup.signature(call._replace(with_lse=True)), of_mask, call.deterministic)
     if name in lookup.differentiable:
         return
     _check_for_cuda(call)
-    forward = Forward.of(call)
-    if pieces.is_too_large(*call[:3], forward.out):
-        pieces.check(call, mask_gradient=of_mask)
-    elif not (forward.is_empty or forward.problem.is_single or forward.problem.has_no_plan):
-        of_sinks = call.sinks is not None and call.sinks.requires_grad
-        device = call.q.get_device()
-        passes = Backward(forward.problem, forward.out, forward.out, call.deterministic, of_mask, of_sinks)
-        known_issues.check(passes.key(live_target(device), device))
+    device = call.q.get_device()
+    pieces.check_gradient(call, live_target(device), device)
     if len(lookup.differentiable) > MOST_REMEMBERED:
         lookup.differentiable.clear()
     lookup.differentiable.add(name)

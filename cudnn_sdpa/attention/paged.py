@@ -152,7 +152,7 @@ def sdpa_paged(
 
     Tables and lengths of a `PagedKVCache` are read in place. All others are copied by one small kernel that keeps
     lengths within the table and page ids within the cache: a wrong one gives wrong results, and neither an error of the
-    GPU nor a read outside. With the environment variable `CUDNN_SDPA_DEBUG` at 1 they are read back and checked.
+    GPU nor a read outside. With the environment variable `CUDNN_SDPA_DEBUG` at 1, and on the CPU, they are checked.
 
     Args:
         q: Queries (B, Hq, Sq, D), float16 or bfloat16: the newest of each sequence. Under `torch.autocast` they are

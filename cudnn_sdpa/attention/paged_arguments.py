@@ -48,6 +48,11 @@ class PagedArguments(NamedTuple):
         return self[8:15]
 
     @property
+    def is_for_cudnn(self) -> bool:
+        """Whether cuDNN's limits of dtypes and head dims hold, as for `ForwardArguments`."""
+        return True
+
+    @property
     def addresses(self) -> tuple[int, int, int, int, int, int]:
         """Of queries, keys, values, both tables and the lengths of keys."""
         q, k, v, table_k, table_v, lengths = self[:6]
@@ -118,7 +123,7 @@ def check(call: PagedArguments) -> None:
     except (ShapeError, DtypeError, DeviceError, LayoutError) as error:
         raise error.renamed(NAMES) from None
     if call.out is not None:
-        arguments.check_out(call.out, q, v, for_cudnn=True)
+        arguments.check_out(call.out, q, v, for_cudnn=arguments.has_limits(call))
     if is_true(v.shape[0] != k.shape[0]):
         raise ShapeError("v_pages", f"{v.shape[0]} pages", f"{k.shape[0]}, the number of pages of k_pages")
     if call.page_size < 1 or call.page_size & (call.page_size - 1):

@@ -16,7 +16,7 @@ from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.packed import Packed, sequence_bucket
 from cudnn_sdpa.attention.paged_arguments import PagedArguments
 from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
-from cudnn_sdpa.runtime.layouts import dense_stride_like
+from cudnn_sdpa.runtime.layouts import TensorLayout, dense_stride_like
 from cudnn_sdpa.runtime.plan import current_device
 
 #: What keys and values in a row may take of the GPU's memory; a batch that would take more goes in parts.
@@ -122,6 +122,20 @@ def as_packed(call: PagedArguments, gathered: paging.Gathered) -> VarlenArgument
         deterministic=torch.are_deterministic_algorithms_enabled(),
         with_lse=call.with_lse,
     )
+
+
+def without_data(call: PagedArguments) -> tuple[Packed, TensorLayout]:
+    """The plan of a call, of its first part if it goes in several, and the layout of its output; reads no memory."""
+    call = call._replace(q=call.q[: sequences_at_once(call)])
+    batch = call.q.shape[0]
+    k, v = (
+        torch.empty(batch * call.most_keys, pages.shape[1], pages.shape[3], dtype=pages.dtype, device="meta")
+        for pages in (call.k, call.v)
+    )
+    ends = torch.empty(batch * (1 if call.seq_lens_q is None else 2) + 1, dtype=torch.int32, device="meta")
+    q = torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta")
+    of_rows = as_packed(call._replace(q=q), paging.Gathered(k, v, ends, ends))
+    return packed(of_rows, batch), varlen_calls.output_layout(of_rows)
 
 
 def packed(of_rows: VarlenArguments, batch: int) -> Packed:

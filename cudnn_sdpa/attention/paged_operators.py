@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import debug, memory, paged_arguments, paged_calls, reference
+from cudnn_sdpa.attention import cpu_checks, debug, memory, paged_arguments, paged_calls, reference
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.lookup import describe
@@ -28,7 +28,8 @@ def forward_cuda(call: PagedArguments) -> Result:
     if call.out is not None and not call.out.is_inference():
         torch.autograd.graph.increment_version(call.out)
     check_memory(call)
-    _debug(call)
+    if debug.enabled:
+        _check_values(call)
     if 0 in call.q.shape or call.table_k.shape[1] == 0:
         return _nothing(call)
     if call.scale is not None and call.scale < MIN_SCALE:
@@ -66,19 +67,19 @@ def _nothing(call: PagedArguments) -> Result:
     return out, lse if call.sinks is None else torch.maximum(lse, call.sinks.view(1, -1, 1))
 
 
-def _debug(call: PagedArguments) -> None:
-    if debug.enabled:
-        debug.check_lengths("seq_lens_kv", call.seq_lens_kv, call.most_keys)
-        debug.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
-        for name, table in (("page_table", call.table_k), ("page_table_v", call.table_v)):
-            debug.check_pages(name, table, call.seq_lens_kv, call.page_size, call.k.shape[0])
+def _check_values(call: PagedArguments) -> None:
+    debug.check_lengths("seq_lens_kv", call.seq_lens_kv, call.most_keys)
+    debug.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
+    for name, table in (("page_table", call.table_k), ("page_table_v", call.table_v)):
+        debug.check_pages(name, table, call.seq_lens_kv, call.page_size, call.k.shape[0])
 
 
 def forward_cpu(call: PagedArguments) -> Result:
     """A forward pass by the reference."""
     paged_arguments.check(call)
     memory.check_memory(call.q, call.k, call.v, call.out)
-    _debug(call)
+    _check_values(call)
+    cpu_checks.check_paged(call)
     if 0 in call.q.shape or call.table_k.shape[1] == 0:
         return _nothing(call)
     result, lse = reference.attention(as_dense(call))

@@ -18,8 +18,11 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.backward import BackwardArguments, Needs
 from cudnn_sdpa.attention.memory import aligned
+from cudnn_sdpa.attention.passes import Backward, Forward
 from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.runtime import known_issues
 from cudnn_sdpa.runtime.layouts import TensorLayout, dense_stride_like
+from cudnn_sdpa.runtime.target import Target
 
 #: The farthest element, counted from a tensor's first, that one plan reaches rightly.
 FARTHEST = 2**31 - 1
@@ -68,6 +71,22 @@ def check(call: ForwardArguments, *, mask_gradient: bool) -> None:
             "smaller batches",
         )
     cut(call.q, call.k, call.v)
+
+
+def check_gradient(call: ForwardArguments, target: Target, device: int | None) -> None:
+    """Refuses a call whose gradients are known to have no plan, be it in pieces.
+
+    Raises:
+        UnsupportedError: With every reason.
+    """
+    of_mask = call.attn_mask is not None and call.attn_mask.requires_grad
+    forward = Forward.of(call)
+    if is_too_large(*call[:3], forward.out):
+        check(call, mask_gradient=of_mask)
+    elif not (forward.is_empty or forward.problem.is_single or forward.problem.has_no_plan):
+        of_sinks = call.sinks is not None and call.sinks.requires_grad
+        passes = Backward(forward.problem, forward.out, forward.out, call.deterministic, of_mask, of_sinks)
+        known_issues.check(passes.key(target, device))
 
 
 def cut(q: Tensor, k: Tensor, v: Tensor) -> list[Piece]:

@@ -131,8 +131,9 @@ def sdpa_varlen(
         k: Keys (Tkv, Hkv, D).
         v: Values (Tkv, Hkv, Dv).
         cu_seqlens_q: Where the sequences of queries begin, and at last where they end, (B + 1,) int32: 0, l₁, l₁ + l₂,
-            …, Tq. Kept within the tensor on the GPU, and not checked unless the environment variable
-            `CUDNN_SDPA_DEBUG` is 1, which reads it. Rows past the last offset get zeros, as their gradients do.
+            …, Tq. Checked on the CPU; kept within the tensor on the GPU, and not checked there unless the environment
+            variable `CUDNN_SDPA_DEBUG` is 1, which reads it. Rows past the last offset get zeros, as their gradients
+            do.
         cu_seqlens_kv: The same of keys. Lengths may be 0.
         max_seqlen_q: Length of the longest sequence of queries, or more. No tensor, which would have to be read back.
         max_seqlen_kv: The same of keys.
@@ -233,7 +234,7 @@ def _run_on_pytorch(call: VarlenArguments) -> Result:
 
 
 def _differentiable(call: VarlenArguments) -> Result:
-    if call.q.is_cuda and not is_compiling():
+    if not is_compiling():
         varlen_operators.check_gradient(call)
     if is_compiling() or not is_bare(*call[:6]):
         out, lse = torch.ops.cudnn_sdpa.varlen_forward_lse(*call[:18])

@@ -109,7 +109,7 @@ def check(call: VarlenArguments) -> None:
     except ArgumentError as error:
         raise error.renamed({"sequence length": "number of tokens"}) from None
     if call.out is not None:
-        arguments.check_out(call.out, call.q, call.v, for_cudnn=call.is_for_cudnn)
+        arguments.check_out(call.out, call.q, call.v, for_cudnn=arguments.has_limits(call))
     for name in ("q", "kv"):
         check_cumulative(f"cu_seqlens_{name}", getattr(call, f"cu_seqlens_{name}"), call.q)
         longest = getattr(call, f"max_seqlen_{name}")

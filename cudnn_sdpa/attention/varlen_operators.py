@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import debug, memory, pieces, reference, varlen_arguments, varlen_calls
+from cudnn_sdpa.attention import cpu_checks, debug, memory, pieces, reference, varlen_arguments, varlen_calls
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.operators import MIN_SCALE, define, like_in_memory
@@ -17,7 +17,8 @@ from cudnn_sdpa.attention.varlen_calls import VarlenBackwardArguments
 
 def forward_cuda(call: VarlenArguments) -> Result:
     """A forward pass on the GPU."""
-    _debug(call)
+    if debug.enabled:
+        _check_values(call)
     if call.scale is not None and call.scale < MIN_SCALE:
         sign = 0.0 if call.scale > -MIN_SCALE else -1.0
         out = varlen_calls.new_output(call) if call.out is None else call.out  # in the memory order of q
@@ -65,6 +66,9 @@ def check_gradient(call: VarlenArguments) -> None:
     Raises:
         UnsupportedError: With every reason.
     """
+    if not call.q.is_cuda:
+        cpu_checks.check_varlen_gradient(call)
+        return
     if pieces.is_too_large(*call[:3]):
         pieces.check(call.as_dense(), mask_gradient=False)
     varlen_calls.check_gradient(call)
@@ -97,10 +101,9 @@ def backward_runner(q: Tensor) -> Any:
     return backward_cuda if q.is_cuda else _backward_fake if q.is_meta else backward_cpu
 
 
-def _debug(call: VarlenArguments) -> None:
-    if debug.enabled:
-        debug.check_offsets("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0], call.max_seqlen_q)
-        debug.check_offsets("cu_seqlens_kv", call.cu_seqlens_kv, call.k.shape[0], call.max_seqlen_kv)
+def _check_values(call: VarlenArguments) -> None:
+    debug.check_offsets("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0], call.max_seqlen_q)
+    debug.check_offsets("cu_seqlens_kv", call.cu_seqlens_kv, call.k.shape[0], call.max_seqlen_kv)
 
 
 def _sequences(call: VarlenArguments) -> list[tuple[slice, slice]]:
@@ -118,8 +121,9 @@ def _one(call: VarlenArguments, rows: slice, columns: slice, number: int) -> For
 def forward_cpu(call: VarlenArguments) -> Result:
     """A forward pass by the reference, one sequence after the other."""
     varlen_arguments.check(call)
+    _check_values(call)
+    cpu_checks.check_varlen(call)
     memory.check_memory(call.q, call.k, call.v, call.out)
-    _debug(call)
     out, lse = _empty(call._replace(with_lse=True))
     for number, (rows, columns) in enumerate(_sequences(call)):
         of_one, lse_of_one = reference.attention(_one(call, rows, columns, number))

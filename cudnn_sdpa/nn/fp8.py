@@ -36,7 +36,7 @@ class Fp8Attention(nn.Module):
         >>> from cudnn_sdpa.nn.fp8 import Fp8Attention
         >>> attend = Fp8Attention(is_causal=True)
         >>> for step in range(3):
-        ...     q, k, v = torch.randn(3, 1, 4, 64, 32, dtype=torch.bfloat16).requires_grad_()
+        ...     q, k, v = torch.randn(3, 1, 4, 64, 128, dtype=torch.bfloat16).requires_grad_()
         ...     attend(q, k, v).square().sum().backward()
         >>> attend.scaling.amax_history.count_nonzero(dim=1)  # two steps are over
         tensor([2, 2, 2, 2, 2, 2, 2, 2, 2, 2])

@@ -132,6 +132,19 @@ def bundled_targets() -> dict[str, str]:
 
 
 @functools.cache
+def bundled_capabilities() -> dict[str, int]:
+    """Names of the GPUs that `load_properties` knows, each with its compute capability as one number.
+
+    Unlike `load_properties` it loads no cuDNN.
+    """
+    found = {name: _read(_FOLDER / files[-1][1])["deviceVer"] // 10 for name, files in _MEASURED.items()}
+    for name, gpu in _specifications()["gpus"].items():
+        major, minor = gpu["compute_capability"].split(".")
+        found.setdefault(name, 10 * int(major) + int(minor))
+    return dict(sorted(found.items()))
+
+
+@functools.cache
 def load_properties(name_or_path: str, argument: str = "target") -> dict[str, Any]:
     """Properties of a GPU, in the form that the installed cuDNN reads.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
 from torch import Tensor
 
+import cudnn_sdpa
 from cudnn_sdpa.bench import cases, peers
 
 #: (rtol, atol) of a computation in at least float32 that is rounded once to the dtype.
@@ -69,6 +70,17 @@ def assert_rounded() -> Callable[[Tensor, Tensor], None]:
         torch.testing.assert_close(actual.double(), expected.double(), rtol=rtol, atol=atol)
 
     return check
+
+
+@pytest.fixture
+def reference_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CPU tensors are checked for no GPU, here and in processes that the test starts.
+
+    For tests of the reference's mathematics where no GPU, or not the default one, has a kernel.
+    """
+    with cudnn_sdpa.cpu_checks(None):
+        monkeypatch.setenv("CUDNN_SDPA_CPU_CHECKS", "none")
+        yield
 
 
 @pytest.fixture

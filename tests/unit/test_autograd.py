@@ -80,6 +80,7 @@ MEMORY = {
 }
 
 
+@pytest.mark.usefixtures("reference_alone")
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("by_operator", [False, True])
 def test_gradients_lie_in_memory_as_their_inputs_do(memory, by_operator):
@@ -240,6 +241,7 @@ def test_the_log_sum_exp_does_not_depend_on_dropout():
     assert torch.equal(sdpa(q, k, v, dropout_p=0.5, return_lse=True)[1], sdpa(q, k, v, return_lse=True)[1])
 
 
+@pytest.mark.usefixtures("reference_alone")
 def test_gradcheck():
     tensors = {name: x.requires_grad_() for name, x in inputs(torch.float64).items()}
     names = ["q", "k", "v", "attn_mask"]

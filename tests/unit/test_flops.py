@@ -109,6 +109,7 @@ def test_lengths_that_cannot_be_read_count_as_the_longest():
         assert counted(sdpa, x, x, x) == sdpa_flop_count(*shapes(x, x, x))
 
 
+@pytest.mark.usefixtures("reference_alone")
 def test_fp8_counts_as_other_dtypes():
     q, k, v = (torch.randn(2, heads, 48, 32).to(torch.float8_e4m3fn) for heads in (4, 2, 2))
     two = torch.tensor([2.0])

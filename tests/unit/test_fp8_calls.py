@@ -107,6 +107,12 @@ def split(options):
     return {**{k: v for k, v in options.items() if k != "window"}, "window_left": left, "window_right": right}
 
 
+def within(options, lengths):
+    """The options with lengths as the GPU takes them; the CPU refuses what lies outside."""
+    sizes = {"seq_lens_q": lengths[0], "seq_lens_kv": lengths[1]}
+    return {name: x.clamp(0, sizes[name]) if name in sizes else x for name, x in options.items()}
+
+
 def same(a, b):
     return a is b if a is None or b is None else torch.equal(a.float(), b.float())
 
@@ -118,7 +124,7 @@ def test_a_forward_call_gives_its_plan_the_right_addresses(case, return_lse, out
     lengths, options = CASES[case]
     q, k, v = qkv(lengths)
     scales = Fp8Scales(*SCALES[:6])
-    expected = sdpa_fp8(q, k, v, scales, **options, out_dtype=out_dtype, return_lse=return_lse)
+    expected = sdpa_fp8(q, k, v, scales, **within(options, lengths), out_dtype=out_dtype, return_lse=return_lse)
     of = Fp8Forward(ForwardArguments(q, k, v, **split(options), with_lse=return_lse), scales, out_dtype)
     forward = Forward.of(of)
     found = fp8_calls.ForwardCall(forward, StandInPlan(forward.key(TARGET, None)), of.call.scale_value)(of)
@@ -134,6 +140,7 @@ def test_a_forward_call_gives_its_plan_the_right_addresses(case, return_lse, out
 def test_a_backward_call_gives_its_plan_the_right_addresses(case, grad_dtype):
     lengths, options = CASES[case]
     q, k, v = qkv(lengths)
+    options = within(options, lengths)
     forward = sdpa_fp8(q, k, v, Fp8Scales(*SCALES[:6]), **options, return_lse=True)
     grad_out = torch.randn(2, 4, lengths[0], 128).to(grad_dtype)
     scales = Fp8BackwardScales(*SCALES)
@@ -155,6 +162,7 @@ def test_batch_entries_may_go_into_several_launches(case, entries, monkeypatch):
     options = {**options, "is_causal": True}
     q, k, v = (torch.cat([x, (x.float().flip(0) / 2).to(x.dtype)]) for x in map(heads_last, qkv(lengths)))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    options = within(options, lengths)
     forward = sdpa_fp8(q, k, v, Fp8Scales(*SCALES[:6]), **options, return_lse=True)
     grad_out, scales = torch.randn(4, 4, lengths[0], 128).to(E5M2), Fp8BackwardScales(*SCALES)
     expected = sdpa_fp8_backward(grad_out, q, k, v, forward.out, forward.lse, scales, **options)

@@ -45,6 +45,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.usefixtures("reference_alone")
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_pages_are_the_keys_in_a_row(name, layout):

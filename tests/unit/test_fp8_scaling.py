@@ -17,6 +17,8 @@ from cudnn_sdpa.attention import fp8_autograd, fp8_steps
 from cudnn_sdpa.attention.fp8_tables import DO, NAMES, SCALE_S, S
 from cudnn_sdpa.attention.fp8_updates import scales_of, update_in_pytorch
 
+pytestmark = pytest.mark.usefixtures("reference_alone")  # no GPU has kernels for all of these head dims and masks
+
 FORWARD, BACKWARD = slice(0, DO), slice(DO, None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_fp8_calls import CASES, E4M3, E5M2, SCALES, TARGET, StandInPlan, lens, qkv, same
+from test_fp8_calls import CASES, E4M3, E5M2, SCALES, TARGET, StandInPlan, lens, qkv, same, within
 
 from cudnn_sdpa import (
     ArgumentError,
@@ -15,6 +15,8 @@ from cudnn_sdpa import (
     sdpa_fp8_backward,
 )
 from cudnn_sdpa.attention import fp8, fp8_calls, fp8_passes, fp8_pieces, fp8_shortcuts
+
+pytestmark = pytest.mark.usefixtures("reference_alone")  # no GPU has kernels for all of these head dims and masks
 
 FORWARD, BACKWARD = Fp8Scales(*SCALES[:6]), Fp8BackwardScales(*SCALES)
 
@@ -73,7 +75,7 @@ def test_a_call_is_checked_once(gpu, checked, case, return_lse):
     for _ in range(4):
         q, k, v = qkv(lengths)
         scales = Fp8Scales(*(scale * 1.25 for scale in FORWARD))
-        expected = sdpa_fp8(q, k, v, scales, **options, return_lse=return_lse)
+        expected = sdpa_fp8(q, k, v, scales, **within(options, lengths), return_lse=return_lse)
         checked.clear()
         found = gpu(sdpa_fp8, q, k, v, scales, **options, return_lse=return_lse)
         if "seq_lens_q" in options:  # taken from the output
@@ -88,10 +90,10 @@ def test_gradients_are_checked_once(gpu, checked, case):
     lengths, options = CASES[case]
     for _ in range(4):
         q, k, v = qkv(lengths)
-        made = sdpa_fp8(q, k, v, FORWARD, **options, return_lse=True)
+        made = sdpa_fp8(q, k, v, FORWARD, **within(options, lengths), return_lse=True)
         grad_out = torch.randn(q.shape).transpose(1, 2).contiguous().transpose(1, 2).to(E5M2)
         given = (grad_out, q, k, v, made.out, made.lse, BACKWARD)
-        expected = sdpa_fp8_backward(*given, **options)
+        expected = sdpa_fp8_backward(*given, **within(options, lengths))
         checked.clear()
         assert equal(gpu(sdpa_fp8_backward, *given, **options), expected)
     assert checked == []

@@ -147,6 +147,7 @@ def test_linear_biases(heads, lengths):
         assert not torch.allclose(found["lse"], assert_right(tensors, is_causal=True)["lse"], atol=1e-3)
 
 
+@pytest.mark.usefixtures("reference_alone")
 @pytest.mark.parametrize("softcap", [0.5, 2.0, 30.0])
 @pytest.mark.parametrize("mask", [{}, {"is_causal": True}, {"window": (2, 0), **BOTTOM}], ids=str)
 def test_soft_caps(softcap, mask):
@@ -181,6 +182,7 @@ def test_scales(scale):
     assert_right({**inputs(), "sinks": torch.randn(4)}, scale=scale, is_causal=True)
 
 
+@pytest.mark.usefixtures("reference_alone")
 def test_everything_at_once():
     tensors = {
         **inputs(batch=3, lengths=(9, 13)),

@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from cudnn_sdpa import DtypeError, OptionError, PagedKVCache, ShapeError, UnsupportedError
+from cudnn_sdpa.attention import debug
 from cudnn_sdpa.nn import Attention, KVCache, RotaryEmbedding, TransformerLayer
 
 OPTIONS = [
@@ -43,6 +44,7 @@ def assert_close(found, expected):
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("reference_alone")
 @torch.no_grad()
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
 @pytest.mark.parametrize("chunks", [(5, 1, 1, 1, 3, 1), (1,) * 12, (12,), (2, 10)], ids=str)
@@ -60,6 +62,7 @@ def test_steps_give_what_the_whole_sequence_gives(options, chunks, kind):
     assert_close(torch.cat(found, dim=1), expected_of(module, x))
 
 
+@pytest.mark.usefixtures("reference_alone")
 @torch.no_grad()
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
 @pytest.mark.parametrize("kind", ["static", "paged"])
@@ -108,6 +111,7 @@ def test_a_stack_of_layers_shares_a_cache_and_its_rotations(kind):
     assert_close(torch.cat(found, dim=1), expected)
 
 
+@pytest.mark.usefixtures("reference_alone")
 @torch.no_grad()
 def test_masks_on_a_static_cache():
     module, x = make(num_kv_heads=2), torch.randn(2, 9, 64)
@@ -171,6 +175,7 @@ def test_where_nobody_looks_a_full_cache_answers_with_nan(monkeypatch):
     cache = static(module, max_length=8)
     module(x[:, :5], step=cache.reserve(5, torch.tensor([5, 3], dtype=torch.int32)))
     monkeypatch.setattr(cache, "_check_room", lambda *_: None)  # as on a GPU
+    monkeypatch.setattr(debug, "check_lengths", lambda *_: None)
     over = module(x[:, 5:], step=cache.reserve(4))
     assert over[0].isnan().all()
     again = torch.cat([x[1:, :3], x[1:, 5:]], dim=1)
@@ -189,6 +194,7 @@ def test_what_outgrew_a_cache_leaves_nothing_in_it(monkeypatch):
         return x
 
     monkeypatch.setattr(cache, "_check_room", lambda *_: None)  # as on a GPU
+    monkeypatch.setattr(debug, "check_lengths", lambda *_: None)
     run(torch.randn(2, 6, 64), cache.reserve(6))
     assert run(torch.randn(2, 4, 64), cache.reserve(4)).isnan().all()
     cache.reset()

@@ -152,6 +152,7 @@ def test_exactly_the_public_names_are_exported():
         "conv1d",
         "conv2d",
         "conv3d",
+        "cpu_checks",
         "explain",
         "fallback",
         "fp8_attention",

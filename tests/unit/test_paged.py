@@ -196,7 +196,9 @@ def test_page_ids_and_lengths_are_checked_where_it_is_asked_for(monkeypatch):
         sdpa_paged(**given)
 
 
-def test_numbers_outside_are_kept_within():
+def test_numbers_outside_are_kept_within(monkeypatch):
+    for check in ("check_lengths", "check_pages"):  # as on a GPU, where nobody reads them
+        monkeypatch.setattr(debug, check, lambda *_: None)
     given = arguments()
     given["page_table"].fill_(10**6)
     given["seq_lens_kv"].fill_(-3)

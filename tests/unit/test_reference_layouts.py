@@ -60,6 +60,7 @@ def last_dimension_not_dense() -> tuple[Tensor, Tensor, Tensor]:
 LAYOUTS = [bhsd, bshd, sbhd, packed, mixed, sliced, expanded, last_dimension_not_dense]
 
 
+@pytest.mark.usefixtures("reference_alone")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_values_do_not_depend_on_strides(expected_attention, assert_rounded, layout, is_causal):
@@ -98,6 +99,7 @@ def test_output_of_an_expanded_query_is_dense():
     assert torch.equal(out[0], out[1])
 
 
+@pytest.mark.usefixtures("reference_alone")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_out_is_written_and_returned(layout, return_lse):
