@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from cudnn_sdpa.errors import OptionError, OutOfPagesError
 
@@ -29,21 +30,40 @@ class CacheUse:
     tokens: int
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class _Sequence:
+    """A sequence at one time; nothing in it is ever changed, so that another one takes its place in one assignment.
+
+    Attributes:
+        pages: Its pages, in order.
+        length: Its tokens.
+        generation: How often tokens of it have been forgotten.
+    """
+
     pages: list[int] = field(default_factory=list)
     length: int = 0
+    generation: int = 0
 
 
 class PagePool:
-    """Pages, who owns them, and how many sequences share each."""
+    """Pages, who owns them, and how many sequences share each.
+
+    What holds is the dictionary of sequences alone, and each change is one assignment in it. Which pages are free, and
+    how often a page is owned, follow from it: they are kept up to date with each change, and counted anew if an
+    exception (Ctrl-C, a timeout out of a signal handler) broke into one.
+
+    Attributes:
+        cuts: How often tokens of any sequence have been forgotten.
+    """
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.page_size = page_size
+        self.cuts = 0
         self._free = list(range(pages - 1, -1, -1))  # the last one is taken first
         self._owners = [0] * pages
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
+        self._is_counted = True  # whether free pages and owners are those of the sequences
 
     def add(self) -> int:
         """A new sequence: its number, which is never used again."""
@@ -56,16 +76,24 @@ class PagePool:
         return self._of(sequence).length
 
     def pages_of(self, sequence: int) -> list[int]:
-        """Pages of a sequence, in order."""
+        """Pages of a sequence, in order; not to be written to."""
         return self._of(sequence).pages
+
+    def generation(self, sequence: int) -> int | None:
+        """How often tokens of a sequence have been forgotten; None if it was freed."""
+        found = self._sequences.get(sequence)
+        return None if found is None else found.generation
 
     def fork(self, sequence: int) -> int:
         """A new sequence with the same pages."""
         of = self._of(sequence)
-        number = self.add()
-        self._sequences[number] = _Sequence(list(of.pages), of.length)
+        self._count()
+        number, self._next = self._next, self._next + 1
+        self._is_counted = False
+        self._sequences[number] = _Sequence(of.pages, of.length)
         for page in of.pages:
             self._owners[page] += 1
+        self._is_counted = True
         return number
 
     def grow(self, sequences: list[int], added: list[int]) -> list[tuple[int, int]]:
@@ -83,6 +111,7 @@ class PagePool:
         for more in added:
             if not isinstance(more, int) or isinstance(more, bool) or more < 0:
                 raise OptionError("tokens", repr(more), "how many tokens are new, an int from 0")
+        self._count()
         wanted = []
         writers: Counter[int] = Counter()  # of shared pages
         for number, more in zip(sequences, added, strict=True):
@@ -90,35 +119,42 @@ class PagePool:
             splits = more > 0 and of.length % self.page_size != 0 and self._owners[of.pages[-1]] > 1
             if splits:
                 writers[of.pages[-1]] += 1
-            wanted.append((of, more, -(-(of.length + more) // self.page_size) - len(of.pages), splits))
+            wanted.append((number, of, more, -(-(of.length + more) // self.page_size) - len(of.pages), splits))
         # If all who share a page write to it, the last of them keeps it.
-        copied = sum(min(count, self._owners[page] - 1) for page, count in writers.items())
-        needed = copied + sum(new for _, _, new, _ in wanted)
+        left = {page: min(count, self._owners[page] - 1) for page, count in writers.items()}
+        needed = sum(left.values()) + sum(new for _, _, _, new, _ in wanted)
         if needed > len(self._free):
             raise OutOfPagesError(needed, len(self._free))
-        copies = []
-        for of, more, new, splits in wanted:
-            if splits and self._owners[of.pages[-1]] > 1:
-                copies.append((of.pages[-1], self._split(of)))
-            of.pages += [self._take() for _ in range(new)]
-            of.length += more
+        taken = self._free[len(self._free) - needed :]
+        given, copies, grown = list(taken), [], {}
+        for number, of, more, new, splits in wanted:
+            pages = of.pages
+            if splits and left[pages[-1]]:
+                left[pages[-1]] -= 1
+                copies.append((pages[-1], given[-1]))
+                pages = [*pages[:-1], given.pop()]
+            if new:
+                pages = [*pages, *(given.pop() for _ in range(new))]
+            grown[number] = _Sequence(pages, of.length + more, of.generation)
+        self._is_counted = False
+        self._sequences.update(grown)
+        del self._free[len(self._free) - needed :]
+        for page in taken:
+            self._owners[page] = 1
+        for page, _ in copies:
+            self._owners[page] -= 1
+        self._is_counted = True
         return copies
 
-    def state_of(self, sequences: list[int]) -> list[tuple[int, list[int], int]]:
+    def state_of(self, sequences: list[int]) -> dict[int, Any]:
         """What `restore` needs to undo what happens to sequences."""
-        return [(number, list(self._of(number).pages), self._of(number).length) for number in sequences]
+        return {number: self._of(number) for number in sequences}
 
-    def restore(self, state: list[tuple[int, list[int], int]]) -> None:
+    def restore(self, state: dict[int, Any]) -> None:
         """Gives sequences the pages and the length that they had, when only `grow` has happened since."""
-        for number, pages, _ in state:
-            for page in pages:
-                self._owners[page] += page not in self._of(number).pages
-        for number, pages, length in state:
-            of = self._of(number)
-            for page in reversed(of.pages):
-                if page not in pages:
-                    self._give_back(page)
-            of.pages, of.length = pages, length
+        self._is_counted = False
+        self._sequences.update(state)
+        self._count()
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forgets the tokens after the first `length`, and gives back the pages that only they were in.
@@ -129,19 +165,24 @@ class PagePool:
         of = self._of(sequence)
         if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= of.length:
             raise OptionError("length", repr(length), f"an int from 0 to {of.length}, the length of the sequence")
-        keep = -(-length // self.page_size)
-        for page in reversed(of.pages[keep:]):
-            self._give_back(page)
-        del of.pages[keep:]
-        of.length = length
+        if length < of.length:
+            keep = -(-length // self.page_size)
+            self._count()
+            self._is_counted = False
+            self._sequences[sequence] = _Sequence(of.pages[:keep], length, of.generation + 1)
+            self._give_back(of.pages[keep:])
 
     def free(self, sequence: int) -> None:
         """Forgets a sequence."""
-        self.truncate(sequence, 0)
+        of = self._of(sequence)
+        self._count()
+        self._is_counted = False
         del self._sequences[sequence]
+        self._give_back(of.pages)
 
     def use(self) -> CacheUse:
         """How full it is."""
+        self._count()
         return CacheUse(
             pages=len(self._owners),
             used=len(self._owners) - len(self._free),
@@ -159,18 +200,24 @@ class PagePool:
                 "sequence", repr(sequence), "a number that add or fork gave, and that was not freed"
             ) from None
 
-    def _take(self) -> int:
-        page = self._free.pop()
-        self._owners[page] = 1
-        return page
+    def _count(self) -> None:
+        """Counts free pages and owners anew if a change was broken off."""
+        if self._is_counted:
+            return
+        owners = [0] * len(self._owners)
+        for of in self._sequences.values():
+            for page in of.pages:
+                owners[page] += 1
+        self._owners = owners
+        self._free = [page for page in range(len(owners) - 1, -1, -1) if not owners[page]]
+        self.cuts += 1  # whose count may have been missed
+        self._is_counted = True
 
-    def _split(self, of: _Sequence) -> int:
-        """Gives a sequence a last page of its own."""
-        self._owners[of.pages[-1]] -= 1
-        of.pages[-1] = self._take()
-        return of.pages[-1]
-
-    def _give_back(self, page: int) -> None:
-        self._owners[page] -= 1
-        if not self._owners[page]:
-            self._free.append(page)
+    def _give_back(self, pages: list[int]) -> None:
+        """Counts pages out that a sequence has no more; the last part of a change."""
+        self.cuts += 1
+        for page in reversed(pages):
+            self._owners[page] -= 1
+            if not self._owners[page]:
+                self._free.append(page)
+        self._is_counted = True

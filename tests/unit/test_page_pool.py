@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import sys
 
 import pytest
 
 from cudnn_sdpa import OptionError, OutOfPagesError
+from cudnn_sdpa.attention import page_pool
 from cudnn_sdpa.attention.page_pool import PagePool
 
 
@@ -186,3 +189,85 @@ def test_what_grew_can_be_restored(seed):
     assert {number: (pool.pages_of(number), pool.length(number)) for number in alive} == before
     assert pool._owners == owners
     check(pool)
+
+
+class _Broken(BaseException):
+    """What a signal handler raises, such as KeyboardInterrupt."""
+
+
+def interrupted_at(place, run):
+    """Runs a function, with an exception before the given opcode of the pool's own code; whether it came so far."""
+    left = place
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code.co_filename != page_pool.__file__:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            if left == 0:
+                left = -1
+                raise _Broken
+            left -= 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    except _Broken:
+        return True
+    finally:
+        sys.settrace(before)
+    return left < 0
+
+
+def shared_pool():
+    """Sequences 0 to 3: of several pages, a fork with a page of both, an empty one, and one that was split."""
+    pool = PagePool(24, 4)
+    for _ in range(3):
+        pool.add()
+    pool.grow([0, 1], [21, 9])
+    pool.fork(0)
+    pool.grow([3], [3])
+    return pool
+
+
+CHANGES = {
+    "add": lambda pool: pool.add(),
+    "fork": lambda pool: pool.fork(1),
+    "grow": lambda pool: pool.grow([0, 1, 2, 3], [6, 1, 9, 2]),
+    "grow what both share": lambda pool: pool.grow([pool.fork(1), 1], [1, 1]),
+    "truncate": lambda pool: pool.truncate(0, 3),
+    "evict": lambda pool: pool.truncate(3, 0),
+    "free": lambda pool: pool.free(0),
+    "restore": lambda pool: pool.restore((pool.state_of([0, 3]), pool.grow([0, 3], [9, 9]))[0]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_interruption_anywhere_loses_a_page_or_gives_it_to_two(change):
+    """An exception before every single opcode of every change."""
+    for place in itertools.count():
+        pool = shared_pool()
+        before = {number: (tuple(of.pages), of.length) for number, of in pool._sequences.items()}
+        broken = interrupted_at(place, lambda pool=pool: CHANGES[change](pool))
+        after = {number: (tuple(of.pages), of.length) for number, of in pool._sequences.items()}
+        use = pool.use()
+        check(pool)
+        whole = shared_pool()
+        CHANGES[change](whole)
+        lengths = {number: length for number, (_, length) in after.items()}
+        assert lengths in [
+            {number: length for number, (_, length) in before.items()},
+            {number: of.length for number, of in whole._sequences.items()},
+            {number: length for number, (_, length) in before.items()} | {4: 9},  # forked, and not grown
+            {number: length + 9 * (number in (0, 3)) for number, (_, length) in before.items()},  # not restored
+        ], "a half of the change"
+        room = pool.grow([pool.add()], [4 * use.free])
+        assert room == []
+        assert pool.use().free == 0
+        check(pool)
+        if not broken:
+            assert place > 10
+            break
