@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.side_tensors import check_lengths, dtype_name, shape_of
+from cudnn_sdpa.attention.side_tensors import check_is_dense, check_lengths, dtype_name, shape_of
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.runtime.eager import needs_gradient
 
@@ -163,6 +163,8 @@ def check_types(**tensors: Any) -> None:
             raise DeviceError(name, str(tensor.device), "a CUDA device, or the CPU for the reference")
         if tensor.is_nested or tensor.layout != torch.strided:
             raise LayoutError(name, "a nested or sparse tensor", "a dense tensor")
+        if tensor.is_neg() and tensor.dtype in FP8_DTYPES:
+            raise LayoutError(name, "a negated view", "a tensor of its own", "PyTorch negates no FP8: negate before.")
 
 
 def check_scales_type(scales: Any, kind: type[tuple[Tensor, ...]]) -> None:
@@ -173,6 +175,7 @@ def check_scales_type(scales: Any, kind: type[tuple[Tensor, ...]]) -> None:
         if not isinstance(scale, Tensor):
             hint = "Make one with torch.tensor([1.0], dtype=torch.float32, device=q.device)."
             raise OptionError(f"scales.{name}", type(scale).__name__, _A_SCALE, hint)
+        check_is_dense(f"scales.{name}", scale)
 
 
 _A_SCALE = "a float32 tensor of one element"

@@ -11,7 +11,7 @@ from cudnn_sdpa.attention import fp8_arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.fp8_arguments import Fp8Forward
 from cudnn_sdpa.attention.paged_arguments import check_table
-from cudnn_sdpa.attention.side_tensors import check_lengths, shape_of
+from cudnn_sdpa.attention.side_tensors import check_is_dense, check_lengths, shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError
 
 
@@ -26,6 +26,8 @@ def tables_of(page_table: Any, page_table_v: Any) -> tuple[Tensor, Tensor] | Non
     for name, table in (("page_table", page_table), ("page_table_v", page_table_v)):
         if not isinstance(table, Tensor) and (table is not None or name == "page_table"):
             raise OptionError(name, type(table).__name__, "a torch.Tensor of int32")
+        if table is not None:
+            check_is_dense(name, table)
     return page_table, page_table if page_table_v is None else page_table_v
 
 

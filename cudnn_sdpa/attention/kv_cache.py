@@ -8,14 +8,14 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, paged_equal, paging
+from cudnn_sdpa.attention import arguments, kv_arguments, paged_equal, paging
 from cudnn_sdpa.attention.calls import MISALIGNED
-from cudnn_sdpa.attention.kv_arguments import check_count, check_rows, checked_growth
 from cudnn_sdpa.attention.page_pool import CacheUse, PagePool
 from cudnn_sdpa.attention.paged_arguments import HND, LAYOUTS, in_heads_order
 from cudnn_sdpa.attention.paged_step import PagedStep
 from cudnn_sdpa.attention.step_plans import plans_of_steps
 from cudnn_sdpa.errors import DeviceError, ExecutionError, OptionError
+from cudnn_sdpa.runtime.eager import is_compiling, needs_gradient
 from cudnn_sdpa.runtime.manifest import PlanManifest
 from cudnn_sdpa.runtime.target import live_target
 
@@ -29,8 +29,9 @@ class PagedKVCache:
     The host decides which page belongs to which sequence, and sends it to the GPU with each step, in one copy that
     nobody waits for. Not for several threads at once.
 
-    What a step's tokens are must be appended before their sequences are forked, freed, or part of another step; and its
-    tables and lengths are read as they are, so do not write to them.
+    What a step's tokens are must be appended before their sequences are forked or part of another step; and its tables
+    and lengths are read as they are, so do not write to them. A step of a sequence that was freed, evicted or truncated
+    since is refused.
 
     Args:
         pages: How many there are.
@@ -40,13 +41,15 @@ class PagedKVCache:
         layers: Layers of the model; all share the tables.
         head_dim_v: Size of a head of values; that of keys if not given.
         max_length: Most tokens of a sequence; as many as all pages hold if not given.
-        dtype: Of keys and values.
+        dtype: Of keys and values, float16 or bfloat16; on the CPU also float32 or float64.
         device: Where the pages are; the current GPU if there is one.
         page_layout: "HND", pages are (pages, heads, page_size, head_dim), or "NHD", (pages, page_size, heads,
             head_dim).
 
     Raises:
-        OptionError: A size is none.
+        OptionError: A size is none, or there is no such device.
+        DtypeError: Attention on pages has no such dtype.
+        DeviceError: The device is no GPU of CUDA, and not the CPU.
 
     Examples:
         >>> import torch, cudnn_sdpa
@@ -75,34 +78,20 @@ class PagedKVCache:
         device: torch.device | str | int | None = None,
         page_layout: str = HND,
     ) -> None:
-        sizes = {"pages": pages, "page_size": page_size, "heads": heads, "head_dim": head_dim, "layers": layers}
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        sizes |= {"head_dim_v": head_dim_v} | ({} if max_length is None else {"max_length": max_length})
-        for name, size in sizes.items():
-            check_count(name, size, least=1)
-            if name.startswith("head_dim") and size % 8:
-                raise OptionError(name, repr(size), "a multiple of 8, as cuDNN's attention takes")
-        if not isinstance(dtype, torch.dtype):
-            raise OptionError("dtype", repr(dtype), "a torch.dtype")
-        if page_size & (page_size - 1):
-            raise OptionError("page_size", repr(page_size), "a power of two, such as 16 or 64")
+        sizes = {"pages": pages, "page_size": page_size, "heads": heads, "head_dim": head_dim, "layers": layers}
+        kv_arguments.check_sizes({**sizes, "head_dim_v": head_dim_v}, max_length)
+        device = kv_arguments.checked_device(device)
+        kv_arguments.check_dtype(dtype, device, "Pages in FP8 go through sdpa_fp8(..., page_table=...).")
         if not isinstance(page_layout, str) or page_layout not in LAYOUTS:
             raise OptionError("page_layout", repr(page_layout), " or ".join(map(repr, LAYOUTS)))
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         self.page_layout = page_layout
         self._pool = PagePool(pages, page_size)
         self._columns = pages if max_length is None else -(-max_length // page_size)
         self._mark = pages, self._columns, page_size
+        of_page = (heads, page_size) if page_layout == HND else (page_size, heads)
         self._k, self._v = (
-            torch.zeros(
-                (layers, pages, heads, page_size, dim)
-                if page_layout == HND
-                else (layers, pages, page_size, heads, dim),
-                dtype=dtype,
-                device=device,
-            )
-            for dim in (head_dim, head_dim_v)
+            torch.zeros((layers, pages, *of_page, dim), dtype=dtype, device=device) for dim in (head_dim, head_dim_v)
         )
         self.device = self._k.device
         self._layers = list(zip(self._k.unbind(), self._v.unbind(), strict=True))
@@ -163,8 +152,8 @@ class PagedKVCache:
 
     def new_step(self, batch: int, tokens: int = 1) -> PagedStep:
         """Memory for steps of up to so many sequences with up to so many new tokens each; see `reserve`."""
-        check_count("batch", batch)
-        check_count("tokens", tokens)
+        kv_arguments.check_count("batch", batch)
+        kv_arguments.check_count("tokens", tokens)
         return PagedStep.new(self, self._mark, batch, tokens, self.device)
 
     def reserve(
@@ -186,7 +175,7 @@ class PagedKVCache:
             OptionError: A number is wrong, a sequence is not there or there twice, or would be longer than
                 `max_length`.
         """
-        numbers, added = checked_growth(sequences, tokens, self._pool.length, self.max_length)
+        numbers, added = kv_arguments.checked_growth(sequences, tokens, self._pool.length, self.max_length)
         step = self.new_step(len(numbers), max(added, default=0)) if into is None else self._own(into, "into")
         if len(numbers) > step.batch or max(added, default=0) > step.tokens:
             got = f"room for {step.batch} sequences and {step.tokens} tokens"
@@ -197,12 +186,12 @@ class PagedKVCache:
         try:
             copies = self._pool.grow(numbers, added)
             if copies:
-                self._copy_pages(copies)
-            rows = [
-                (self._pool.pages_of(number), self._pool.length(number), more)
-                for number, more in zip(numbers, added, strict=True)
-            ]
-            step.fill(rows)
+                paging.copy_pages((self._k, self._v), copies)
+            of = [(self._pool.pages_of(number), self._pool.length(number)) for number in numbers]
+            step.sequences = None
+            step.fill([(*known, more) for known, more in zip(of, added, strict=True)])
+            generations = [(number, self._pool.generation(number)) for number in numbers]
+            step.begin([known for known, more in zip(generations, added, strict=True) if more], self._pool.cuts)
         except BaseException:
             self._pool.restore(before)
             raise
@@ -213,14 +202,11 @@ class PagedKVCache:
             raise OptionError(name, type(step).__name__, "a PagedStep that this cache has made")
         return step
 
-    def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
-        """Copies pages that were shared, in all layers."""
-        with torch.inference_mode():  # whatever mode the cache was made in
-            numbers = torch.tensor(copies).t()
-            if self.device.type == "cuda":
-                numbers = numbers.pin_memory().to(self.device, non_blocking=True)
-            for pages in (self._k, self._v):
-                pages.index_copy_(1, numbers[1], pages.index_select(1, numbers[0]))
+    def _current(self, step: Any) -> None:
+        """Refuses a step whose pages may belong to others by now."""
+        self._own(step)
+        if step.cuts != self._pool.cuts and not is_compiling():
+            step.check_current(self._pool)
 
     def append(self, step: PagedStep, k: Tensor, v: Tensor, layer: int = 0) -> None:
         """Writes the keys and values of a step's new tokens into their pages.
@@ -232,12 +218,15 @@ class PagedKVCache:
             layer: Of which layer they are.
 
         Raises:
-            ArgumentError: They do not fit.
+            ArgumentError: They do not fit, or the step is one of sequences that were freed, evicted or truncated since.
+            UnsupportedError: They require a gradient.
         """
-        self._own(step)
+        self._current(step)
         if all(isinstance(x, Tensor) and x.is_cuda and not x.is_nested for x in (k, v)):
-            name = (layer, step.tokens, step.batch, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype)
-            appender = self._appenders.get(name)
+            name = (step.tokens, step.batch, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype, layer)
+            if (k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+                kv_arguments.refuse_gradient("a PagedKVCache")
+            appender = self._appenders.get(name) if type(layer) is int else None
             is_aligned = not (k.data_ptr() | v.data_ptr()) & MISALIGNED and k.device == v.device == self.device
             if appender is None or not is_aligned:
                 if len(self._appenders) >= MOST_APPENDERS:
@@ -245,8 +234,12 @@ class PagedKVCache:
                 pages = self._check_new(step, k, v, layer)
                 appender = self._appenders[name] = paging.Appender((k, v), pages, step.page_table)
             appender(k.data_ptr(), v.data_ptr(), step.page_table, step.seq_lens_kv, step.seq_lens_q)
-            return
-        step.write((k, v), self._check_new(step, k, v, layer))
+        else:
+            pages = self._check_new(step, k, v, layer)
+            if needs_gradient(k, v):
+                kv_arguments.refuse_gradient("a PagedKVCache")
+            step.write((k, v), pages)
+        step.written.add(layer)
 
     @overload
     def attend(
@@ -279,9 +272,16 @@ class PagedKVCache:
 
         Returns:
             What `sdpa_paged` returns.
+
+        Raises:
+            CudnnSdpaError: As by `sdpa_paged`; or the step has no keys of this layer, or is stale as for `append`.
         """
-        self._own(step)
+        self._current(step)
         pages = self.k_pages(layer), self.v_pages(layer)
+        if layer not in step.written and not is_compiling():
+            step.check_written(layer)
+        if options and not options.keys() <= kv_arguments.OPTIONS:
+            kv_arguments.refuse_options(options)
         return paged_equal.attend(step, q, pages, self.page_layout, options)
 
     def plans(self, q: Tensor, batches: Iterable[int], tokens: Iterable[int] = (1,), **options: Any) -> PlanManifest:
@@ -307,13 +307,11 @@ class PagedKVCache:
     def _check_new(self, step: PagedStep, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Checks new keys and values; gives the pages that they go to."""
         arguments.check_types(arguments.ForwardArguments(k, k, v))
-        pages = (
-            in_heads_order(self.k_pages(layer), self.page_layout),
-            in_heads_order(self.v_pages(layer), self.page_layout),
-        )
-        for name, rows, to in (("k", k, pages[0]), ("v", v, pages[1])):
-            check_rows(name, rows, to, step)
-        return pages
+        to_k = in_heads_order(self.k_pages(layer), self.page_layout)
+        to_v = in_heads_order(self.v_pages(layer), self.page_layout)
+        kv_arguments.check_rows("k", k, to_k, step)
+        kv_arguments.check_rows("v", v, to_v, step)
+        return to_k, to_v
 
     def read(self, sequence: int, layer: int = 0) -> tuple[Tensor, Tensor]:
         """Copies of the keys (Hkv, length, D) and values (Hkv, length, Dv) of a sequence."""

@@ -37,7 +37,8 @@ class _Sequence:
     Attributes:
         pages: Its pages, in order.
         length: Its tokens.
-        generation: How often tokens of it have been forgotten.
+        generation: Changes when steps of it that were reserved before may write to it no more: when tokens of it are
+            forgotten, or its last page becomes another one.
     """
 
     pages: list[int] = field(default_factory=list)
@@ -53,7 +54,7 @@ class PagePool:
     exception (Ctrl-C, a timeout out of a signal handler) broke into one.
 
     Attributes:
-        cuts: How often tokens of any sequence have been forgotten.
+        cuts: How often the generation of any sequence has changed, or a sequence was freed.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
@@ -80,7 +81,7 @@ class PagePool:
         return self._of(sequence).pages
 
     def generation(self, sequence: int) -> int | None:
-        """How often tokens of a sequence have been forgotten; None if it was freed."""
+        """What tells whether steps of a sequence are still right; None if it was freed."""
         found = self._sequences.get(sequence)
         return None if found is None else found.generation
 
@@ -128,14 +129,14 @@ class PagePool:
         taken = self._free[len(self._free) - needed :]
         given, copies, grown = list(taken), [], {}
         for number, of, more, new, splits in wanted:
-            pages = of.pages
+            pages, generation = of.pages, of.generation
             if splits and left[pages[-1]]:
                 left[pages[-1]] -= 1
                 copies.append((pages[-1], given[-1]))
-                pages = [*pages[:-1], given.pop()]
+                pages, generation = [*pages[:-1], given.pop()], generation + 1
             if new:
                 pages = [*pages, *(given.pop() for _ in range(new))]
-            grown[number] = _Sequence(pages, of.length + more, of.generation)
+            grown[number] = _Sequence(pages, of.length + more, generation)
         self._is_counted = False
         self._sequences.update(grown)
         del self._free[len(self._free) - needed :]
@@ -143,6 +144,7 @@ class PagePool:
             self._owners[page] = 1
         for page, _ in copies:
             self._owners[page] -= 1
+            self.cuts += 1
         self._is_counted = True
         return copies
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.options import BOTTOM_RIGHT, UNBOUNDED
-from cudnn_sdpa.attention.side_tensors import check_lengths, dtype_name, shape_of
-from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.attention.side_tensors import check_is_dense, check_lengths, dtype_name, shape_of
+from cudnn_sdpa.errors import ArgumentError, DeviceError, DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.runtime.symbols import is_true
 
 HND = "HND"
@@ -115,6 +115,10 @@ def check(call: PagedArguments) -> None:
     for name, tensor, shape in (("q", q, "(B, Hq, Sq, D)"), ("k_pages", k, LAYOUTS[HND]), ("v_pages", v, LAYOUTS[HND])):
         if tensor.dim() != 4:
             raise ShapeError(name, shape_of(tensor), f"rank 4: {shape}, the pages in the order of page_layout")
+    for name, tensor in (("q", q), ("k_pages", k), ("v_pages", v)):
+        if "float8" in str(tensor.dtype):
+            hint = "Queries and pages in FP8 go through sdpa_fp8(..., page_table=...), with their scales."
+            raise DtypeError(name, dtype_name(tensor.dtype), "float16 or bfloat16", hint)
     if is_true(k.shape[0] == 0):
         raise ShapeError("k_pages", shape_of(k), "at least one page")
     present = 0 if is_true(q.shape[0] == 0) else 1
@@ -139,13 +143,18 @@ def check(call: PagedArguments) -> None:
 
 
 def _check_types(call: PagedArguments) -> None:
-    arguments.check_types(ForwardArguments(call.q, call.k, call.v, sinks=call.sinks, out=call.out))
+    try:
+        arguments.check_types(ForwardArguments(call.q, call.k, call.v, sinks=call.sinks, out=call.out))
+    except ArgumentError as error:
+        raise error.renamed(NAMES) from None
     optional = ("seq_lens_q",)
     names = {"table_k": "page_table", "table_v": "page_table_v"}
     for field in ("table_k", "table_v", "seq_lens_kv", "seq_lens_q"):
         tensor = getattr(call, field)
         if not isinstance(tensor, Tensor) and not (tensor is None and field in optional):
             raise OptionError(names.get(field, field), type(tensor).__name__, "a torch.Tensor of int32")
+        if tensor is not None:
+            check_is_dense(names.get(field, field), tensor)
     if not isinstance(call.with_lse, bool):
         raise OptionError("return_lse", repr(call.with_lse), "True or False")
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.attention.page_pool import PagePool
 from cudnn_sdpa.attention.paged_calls import MARK
+from cudnn_sdpa.errors import OptionError
 
 
 @dataclass(eq=False)
@@ -29,6 +31,9 @@ class PagedStep:
         has_absent: Whether a sequence that takes part has fewer new tokens than others.
         filled: The length of all sequences when it was filled, if they were equal and every row was taken, and which
             version of its numbers that was.
+        sequences: Which sequences have new tokens in it, each with its generation then; None if it could not be filled.
+        cuts: How often generations had changed when they were last compared.
+        written: The layers whose keys have been appended.
     """
 
     page_table: Tensor
@@ -39,6 +44,9 @@ class PagedStep:
     cache: weakref.ref[Any] = field(repr=False)
     has_absent: bool = False
     filled: tuple[int, int] | None = field(default=None, repr=False)
+    sequences: list[tuple[int, int | None]] | None = field(default_factory=list, repr=False)
+    cuts: int = field(default=-1, repr=False)
+    written: set[int] = field(default_factory=set, repr=False)
 
     @property
     def batch(self) -> int:
@@ -106,6 +114,43 @@ class PagedStep:
             self.numbers.copy_(host.pin_memory() if self.numbers.is_cuda else host, non_blocking=True)
         if len(rows) == batch and len({length for _, length, _ in rows}) == 1:
             self.filled = rows[0][1], self.numbers._version
+
+    def begin(self, sequences: list[tuple[int, int | None]], cuts: int) -> None:
+        """Has it be a step of these sequences with their generations, as of so many cuts, to which nothing is written.
+
+        On a GPU, what was appended to it once counts for ever: a CUDA graph may do so again.
+        """
+        if not self.numbers.is_cuda:
+            self.written.clear()
+        self.sequences, self.cuts = sequences, cuts
+
+    def check_current(self, pool: PagePool) -> None:
+        """Compares the generations of its sequences, and remembers that they are as they were.
+
+        Raises:
+            OptionError: Pages of it may belong to others by now: a sequence was freed or has forgotten tokens since.
+        """
+        cuts, hint = pool.cuts, "Call reserve again."
+        if self.sequences is None:
+            raise OptionError("step", "a step whose reserve was broken off", "one that reserve gave", hint)
+        for number, generation in self.sequences:
+            now = pool.generation(number)
+            if now != generation:
+                what = "freed" if now is None else "evicted, truncated or given a page of its own"
+                got = f"a step of sequence {number}, which has been {what} since"
+                raise OptionError("step", got, "a step that was reserved after that", hint)
+        self.cuts = cuts
+
+    def check_written(self, layer: int) -> None:
+        """Whether there is something new in a layer that attention could see.
+
+        Raises:
+            OptionError: The keys of new tokens have not been appended.
+        """
+        if self.sequences:
+            hint = "Or write the pages yourself, and call sdpa_paged with the step's page_table and seq_lens_kv."
+            got = f"a step without keys and values of layer {layer}"
+            raise OptionError("step", got, "a step that they were appended to: append(step, k, v, layer)", hint)
 
     def write(self, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor]) -> None:
         """Writes new keys and values (B, Hkv, tokens, D) into their pages (P, Hkv, page size, D), in plain PyTorch."""

@@ -184,3 +184,13 @@ class Appender:
         fields[10], fields[19] = k, v
         self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
         return None
+
+
+def copy_pages(layers: tuple[Tensor, Tensor], copies: list[tuple[int, int]]) -> None:
+    """Copies pages (from, to) of keys and values (layers, pages, …), in all layers, on any device."""
+    with torch.inference_mode():  # whatever mode the cache was made in
+        numbers = torch.tensor(copies).t()
+        if layers[0].is_cuda:
+            numbers = numbers.pin_memory().to(layers[0].device, non_blocking=True)
+        for pages in layers:
+            pages.index_copy_(1, numbers[1], pages.index_select(1, numbers[0]))

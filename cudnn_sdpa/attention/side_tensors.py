@@ -19,12 +19,21 @@ def shape_of(tensor: Tensor) -> str:
     return f"shape {tuple(tensor.shape)}"
 
 
+def check_is_dense(name: str, tensor: Tensor) -> None:
+    """A tensor with memory of its own whose strides can be asked for: not nested, not sparse."""
+    if tensor.is_nested:
+        raise LayoutError(name, "a nested tensor", "a dense tensor")
+    if tensor.layout != torch.strided:
+        raise LayoutError(name, str(tensor.layout), "a dense tensor", f"Use {name}.to_dense().")
+
+
 def check_lengths(name: str, lengths: Tensor | None, q: Tensor, of: str = "q") -> None:
     """A tensor of sequence lengths: one int32 for each batch entry, dense, where q is; `of` is what that is called."""
     if lengths is None:
         return
     if not isinstance(lengths, Tensor):
         raise OptionError(name, type(lengths).__name__, "a torch.Tensor or None")
+    check_is_dense(name, lengths)
     if lengths.dtype != torch.int32:
         raise DtypeError(name, dtype_name(lengths.dtype), "int32", f"Convert with {name}.to(torch.int32).")
     if lengths.dim() != 1 or is_true(lengths.shape[0] != q.shape[0]):

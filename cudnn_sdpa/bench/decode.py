@@ -57,7 +57,9 @@ def filled(batch: int, length: int, page_size: int, tokens: int) -> tuple[PagedK
         part.normal_()
     sequences = [cache.add() for _ in range(batch)]
     cache.reserve(sequences, length - tokens)
-    return cache, cache.reserve(sequences, tokens)
+    step = cache.reserve(sequences, tokens)
+    step.written.add(0)  # as above
+    return cache, step
 
 
 def dense(cache: PagedKVCache, batch: int) -> tuple[Tensor, Tensor]:
@@ -180,9 +182,12 @@ def host() -> list[dict[str, Any]]:
     new = cases.normal(1, 8, 1, 64), cases.normal(1, 8, 1, 64)
     chunk = cases.normal(1, 64, 8, 64).transpose(1, 2)
 
+    other, spare = cache.add(), cache.new_step(1)
+    cache.reserve([other], 128)
+
     def reserve() -> None:
-        cache.reserve([sequence], into=step)
-        cache.truncate(sequence, 128)
+        cache.reserve([other], into=spare)
+        cache.truncate(other, 128)
 
     prepared = prepare_paged(q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
     ours = paged_call(cache, step, q)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import debug
 from cudnn_sdpa.attention.dense import sdpa
-from cudnn_sdpa.attention.kv_arguments import check_count
+from cudnn_sdpa.attention.kv_arguments import check_count, check_dtype, checked_device, refuse_gradient
 from cudnn_sdpa.attention.side_tensors import check_lengths, dtype_name, shape_of
-from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError
 from cudnn_sdpa.nn.checks import check_counts
 from cudnn_sdpa.runtime.eager import is_compiling, needs_gradient
 
@@ -109,10 +109,8 @@ class KVCache:
         device: torch.device | str | int | None = None,
     ) -> None:
         check_counts(batch=batch, heads=heads, head_dim=head_dim, max_length=max_length, layers=layers)
-        if not isinstance(dtype, torch.dtype):
-            raise OptionError("dtype", repr(dtype), "a torch.dtype")
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = checked_device(device)
+        check_dtype(dtype, device, "")
         self.batch, self.heads, self.head_dim, self.max_length = batch, heads, head_dim, max_length
         # The last row takes what has no place; attention does not see it.
         shape = (batch, heads, max_length + 1, head_dim)
@@ -242,8 +240,7 @@ class KVCache:
             if rows.device != self.device:
                 raise DeviceError(name, str(rows.device), f"{self.device}, where the cache is")
         if needs_gradient(k, v):
-            reasons = ["keys or values require grad, and a cache keeps numbers without their history"]
-            raise UnsupportedError("a KVCache with a gradient", reasons, "calling it under torch.no_grad()")
+            refuse_gradient("a KVCache")
         pair = self._pair(layer)
         self._mark(step, layer)
         for rows, to in zip((k, v), pair, strict=True):

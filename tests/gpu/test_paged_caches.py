@@ -278,6 +278,39 @@ def test_appending_absent_tokens_writes_nothing():
     assert (cache.k_pages()[sorted(rest)] == 0).all()
 
 
+def test_stale_steps_and_gradients_are_refused_on_warm_calls():
+    cache, (one, two) = filled(2, 20)
+    new = [torch.randn(2, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)]
+    q = torch.randn(2, 8, 1, 64, device="cuda", dtype=BF16)
+    for _ in range(3):
+        step = cache.reserve([one, two])
+        with pytest.raises(cudnn_sdpa.OptionError, match="without keys and values of layer 0"):
+            cache.attend(step, q)
+        cache.append(step, *new)
+        cache.attend(step, q)
+    with pytest.raises(cudnn_sdpa.UnsupportedError, match="require grad"):
+        cache.append(step, new[0].requires_grad_(), new[1])
+    new[0].requires_grad_(False)
+    cache.free(one)
+    other = cache.add()
+    cache.reserve([other], 20)
+    before = cache.read(other)
+    for call in (lambda: cache.append(step, *new), lambda: cache.attend(step, q)):
+        with pytest.raises(cudnn_sdpa.OptionError, match=f"a step of sequence {one}, which has been freed"):
+            call()
+    assert all(map(torch.equal, cache.read(other), before))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step = cache.reserve([two, other])
+            cache.append(step, *new)
+            cache.truncate(two, 5)
+            with pytest.raises(cudnn_sdpa.OptionError, match="truncated"):
+                cache.append(step, *new)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_a_fork_on_the_gpu():
     cache, (one,) = filled(1, 20)
     two = cache.fork(one)
@@ -592,6 +625,7 @@ def test_torch_compile():
 def test_plans_are_recorded_and_warmed_up():
     cache, numbers = filled(4, 37)
     step = cache.reserve(numbers)
+    cache.append(step, *(torch.randn(4, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)))
     many = [torch.randn(4, 8, queries, 64, device="cuda", dtype=BF16) for queries in (1, 3, 20)]
     plan_cache.clear()
     with cudnn_sdpa.record_plans() as manifest:

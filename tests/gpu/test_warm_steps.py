@@ -62,6 +62,7 @@ def reference(cache, step, q, options):
 def test_a_graph_that_lacks_a_plan_says_what_makes_it_ready():
     cache = PagedKVCache(pages=40, page_size=16, heads=HEADS[1], head_dim=64, max_length=128)
     step, q = cache.reserve([cache.add()], 3), queries(1, 3, "alone")
+    cache.append(step, *torch.randn(2, 1, HEADS[1], 3, 64, device="cuda", dtype=BF16))
     cache.attend(step, q)  # our own kernels are there
     plan_cache.clear()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):

@@ -10,6 +10,9 @@ import torch
 import cudnn_sdpa
 from cudnn_sdpa import (
     ArgumentError,
+    DeviceError,
+    DtypeError,
+    LayoutError,
     OptionError,
     OutOfPagesError,
     PagedKVCache,
@@ -19,7 +22,8 @@ from cudnn_sdpa import (
     sdpa,
     sdpa_paged,
 )
-from cudnn_sdpa.attention import debug, paged
+from cudnn_sdpa.attention import debug, paged, paging
+from cudnn_sdpa.nn import KVCache
 
 HEADS, HEADS_KV, DIM = 8, 2, 32
 
@@ -398,7 +402,7 @@ def test_what_fails_on_the_way_is_undone(monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError("no room")
 
-    for of, name in ((cache, "_copy_pages"), (PagedStep, "fill")):
+    for of, name in ((paging, "copy_pages"), (PagedStep, "fill")):
         with monkeypatch.context() as patch:
             patch.setattr(of, name, fail)
             with pytest.raises(torch.OutOfMemoryError):
@@ -459,7 +463,8 @@ def test_modes_of_autograd_do_no_harm():
         one = cache.add()
         step = cache.reserve([one], 3)
     k = torch.randn(1, HEADS_KV, 3, DIM, dtype=torch.float64, requires_grad=True)
-    cache.append(step, k, k)
+    with torch.no_grad():
+        cache.append(step, k, k)
     two = cache.fork(one)
     cache.reserve([two])
     assert not cache.k_pages().requires_grad
@@ -511,6 +516,157 @@ def test_a_cache_attends_to_what_belongs_to_a_step(layout):
             done[row] += more
     step = cache.reserve([one, two], [1, 0])
     assert step.has_absent
+    cache.append(step, *torch.zeros(2, 2, HEADS_KV, 1, DIM, dtype=torch.float64))
     assert (cache.attend(step, q[:, :, :1])[1] == 0).all()
     with pytest.raises(OptionError, match="a PagedStep that this cache has made"):
         new_cache().attend(step, q[:, :, :1])
+
+
+def new_tokens(batch=1, tokens=1, **like):
+    return tuple(torch.randn(2, batch, HEADS_KV, tokens, DIM, **{"dtype": torch.float64, **like}))
+
+
+CUTS = {
+    "free": lambda cache, sequence: cache.free(sequence),
+    "evict": lambda cache, sequence: cache.evict(sequence),
+    "truncate": lambda cache, sequence: cache.truncate(sequence, 3),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_step_is_stale_when_its_sequence_has_lost_tokens(cut):
+    cache = new_cache()
+    one, two = cache.add(), cache.add()
+    step = cache.reserve([one, two], 6)
+    cache.append(step, *new_tokens(2, 6))
+    CUTS[cut](cache, one)
+    others = [cache.add() for _ in range(4)]
+    cache.append(cache.reserve(others, 12), *new_tokens(4, 12))
+    before = [cache.read(number) for number in (two, *others)]
+    q = torch.randn(2, HEADS, 6, DIM, dtype=torch.float64)
+    for _ in range(2):
+        for call in (lambda: cache.append(step, *new_tokens(2, 6)), lambda: cache.attend(step, q)):
+            what = "freed" if cut == "free" else "evicted, truncated"
+            with pytest.raises(OptionError, match=f"step: got a step of sequence {one}, which has been {what}"):
+                call()
+    for number, (k, v) in zip((two, *others), before, strict=True):
+        assert torch.equal(cache.read(number)[0], k)
+        assert torch.equal(cache.read(number)[1], v)
+    of_two = cache.reserve([two], into=step, tokens=6)
+    assert of_two is step, "made anew, it is a step like any other"
+    cache.append(step, *new_tokens(2, 6))
+    assert cache.attend(step, q).isfinite().all()
+
+
+def test_steps_of_other_sequences_stay_right():
+    cache = new_cache()
+    one, two, three = (cache.add() for _ in range(3))
+    step = cache.reserve([one, two])
+    cache.append(step, *new_tokens(2))
+    cache.append(cache.reserve([three], 9), *new_tokens(1, 9))
+    cache.truncate(three, 9)  # nothing is lost
+    cache.free(three)
+    assert cache.attend(step, torch.randn(2, HEADS, 1, DIM, dtype=torch.float64)).shape == (2, HEADS, 1, DIM)
+    cache.append(step, *new_tokens(2), layer=1)
+
+
+def test_a_step_before_a_page_was_copied_may_not_write_to_the_old_one():
+    cache = new_cache()
+    one = cache.add()
+    step = cache.reserve([one], 6)
+    cache.append(step, *new_tokens(1, 6))
+    two = cache.fork(one)
+    cache.append(cache.reserve([one]), *new_tokens())  # a page of its own now
+    before = cache.read(two)
+    with pytest.raises(OptionError, match=f"a step of sequence {one}, which has been .*given a page of its own"):
+        cache.append(step, *new_tokens(1, 6))
+    assert torch.equal(cache.read(two)[0], before[0])
+
+
+def test_a_reserve_that_was_broken_off_leaves_no_step_to_use(monkeypatch):
+    cache = new_cache()
+    one, step = cache.add(), cache.new_step(2, 4)
+    cache.append(cache.reserve([one], 4, into=step), *new_tokens(2, 4))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PagedStep, "fill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cache.reserve([one], 2, into=step)
+    assert (cache.length(one), cache.use().used) == (4, 1)
+    with pytest.raises(OptionError, match="a step whose reserve was broken off"):
+        cache.attend(step, torch.randn(2, HEADS, 4, DIM, dtype=torch.float64))
+
+
+def test_attention_wants_keys_first():
+    cache = new_cache()
+    one, q = cache.add(), torch.randn(1, HEADS, 1, DIM, dtype=torch.float64)
+    step = cache.reserve([one])
+    with pytest.raises(OptionError, match=r"without keys and values of layer 0.*append\(step, k, v, layer\).*_paged"):
+        cache.attend(step, q)
+    cache.append(step, *new_tokens())
+    assert cache.attend(step, q).isfinite().all()
+    with pytest.raises(OptionError, match="without keys and values of layer 1"):
+        cache.attend(step, q, 1)
+    cache.reserve([one], into=step)
+    with pytest.raises(OptionError, match="without keys and values of layer 0"):
+        cache.attend(step, q)
+    assert cache.attend(cache.new_step(1), q).eq(0).all(), "no sequence, nothing to append"
+    assert cache.attend(cache.reserve([one], 0, into=cache.new_step(1)), q).eq(0).all()
+
+
+def test_gradients_and_unknown_options_are_refused():
+    cache = new_cache()
+    step, (k, v) = cache.reserve([cache.add()]), new_tokens()
+    for given in ((k.clone().requires_grad_(), v), (k, v.clone().requires_grad_())):
+        with pytest.raises(UnsupportedError, match="a PagedKVCache with a gradient"):
+            cache.append(step, *given)
+        with torch.no_grad():
+            cache.append(step, *given)
+    q = torch.randn(1, HEADS, 1, DIM, dtype=torch.float64)
+    for name in ("foo", "page_layout", "seq_lens_q"):
+        with pytest.raises(OptionError, match=f"{name}: got an argument; expected one of causal_alignment, is_causal"):
+            cache.attend(step, q, **{name: 1})
+    for layer in (2, -1, True, [0], "0", None):
+        with pytest.raises(OptionError, match="layer"):
+            cache.append(step, k, v, layer)
+        with pytest.raises(OptionError, match="layer"):
+            cache.attend(step, q, layer)
+
+
+@pytest.mark.parametrize("kind", ["pages", "static"])
+def test_caches_that_cannot_be_are_not_made(kind):
+    def make(**changes):
+        if kind == "pages":
+            return new_cache(**changes)
+        sizes = {"batch": 2, "heads": 2, "head_dim": 16, "max_length": 8, "device": "cpu"}
+        return KVCache(**{**sizes, **changes})
+
+    for dtype in (torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2):
+        with pytest.raises(DtypeError, match=r"dtype: got .*; expected float16 or .* or float64 on cpu"):
+            make(dtype=dtype)
+    with pytest.raises(OptionError, match=r"expected a torch\.dtype"):
+        make(dtype="bfloat16")
+    for device in ("nowhere", "gpu0", [], "cuda:x", -7):
+        with pytest.raises(OptionError, match=r"device: got .*'cuda:0', or 'cpu'"):
+            make(device=device)
+    with pytest.raises(DeviceError, match="device: got mps"):
+        make(device="mps")
+    with pytest.raises(DeviceError, match="device: got cuda:99"):
+        make(device="cuda:99")
+
+
+def test_pages_in_fp8_go_through_the_function_for_them():
+    given = arguments(torch.bfloat16)
+    for name in ("q", "k_pages", "v_pages"):
+        with pytest.raises(DtypeError, match=rf"{name}: got float8_e4m3fn; .* sdpa_fp8\(..., page_table=...\)"):
+            sdpa_paged(**{**given, name: given[name].to(torch.float8_e4m3fn)})
+
+
+def test_nested_and_sparse_tensors_are_refused_by_name():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
+    for odd in (nested, torch.ones(2, 2).to_sparse()):
+        for name in ("page_table", "page_table_v", "seq_lens_kv", "seq_lens_q", "q", "k_pages", "sinks"):
+            with pytest.raises(LayoutError, match=name):
+                sdpa_paged(**{**arguments(), name: odd})
