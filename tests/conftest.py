@@ -45,7 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for family in families.values():
         count, last = family[0].get_closest_marker("sample").args[0], len(family) - 1
-        kept = {round(number * last / (count - 1)) for number in range(count)} if last >= count else range(last + 1)
+        step = last / max(count - 1, 1)
+        kept = {round(number * step) for number in range(count)} if last >= count else set(range(last + 1))
         left_out |= {item.nodeid for number, item in enumerate(family) if number not in kept}
     runs: list[pytest.Item] = []
     passed_over: list[pytest.Item] = []

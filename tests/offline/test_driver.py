@@ -52,6 +52,7 @@ def test_the_second_time_nothing_is_compiled(monkeypatch):
     assert (after.st_mtime_ns, after.st_ino) == (before.st_mtime_ns, before.st_ino)
 
 
+@pytest.mark.slow
 def test_several_processes_may_make_it_at_the_same_time(cache, repository):
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(repository)}
     processes = [

@@ -59,6 +59,7 @@ def assert_same(function, other, tensors):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_both_passes_compile_to_one_graph(name, transposed):
@@ -177,6 +178,7 @@ def test_the_forward_operator_passes_pytorchs_checks_of_gradients(case, transpos
     assert set(results.values()) == {"SUCCESS"}
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("case", OPTIONS)
 @pytest.mark.parametrize("needs", [(True,) * 5, (True, False, False, False, True), (False, True, True, True, False)])
 def test_the_backward_operator_passes_pytorchs_checks(case, needs):

@@ -28,6 +28,7 @@ def modes():
     ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "trains"), modes())
 def test_growing_sizes_compile_as_often_as_pytorchs_twin(name, trains):
     twins = TWINS[name]
@@ -78,6 +79,7 @@ def sizes_of_data():
         yield
 
 
+@pytest.mark.sample(6)
 @pytest.mark.usefixtures("sizes_of_data")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", TWINS)

@@ -172,6 +172,7 @@ def test_a_model_is_exported_for_any_size(strict, tmp_path):
         torch.testing.assert_close(loaded(x), theirs(x))
 
 
+@pytest.mark.slow
 @quiet
 def test_a_model_is_compiled_ahead_of_time(tmp_path):
     if compiler() is None:

@@ -262,6 +262,7 @@ def test_a_cache_made_in_one_mode_serves_in_another():
     assert_close(torch.cat([first, second], dim=1), expected_of(module, x))
 
 
+@pytest.mark.sample(1)
 @torch.no_grad()
 @pytest.mark.parametrize("chunks", [(1,) * 12, (3, 5, 4)], ids=["tokens", "chunks"])
 def test_a_compiled_step_serves_all_positions(chunks):

@@ -210,6 +210,7 @@ class Padded(torch.nn.Module):
         return self.model(ids, attention_mask=mask, use_cache=False).logits
 
 
+@pytest.mark.sample(1)
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_padded_prompts_with_windows_are_exported_for_all_lengths(name):
