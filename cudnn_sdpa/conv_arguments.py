@@ -30,7 +30,7 @@ def check(rank: int, x: Any, weight: Any, bias: Any, groups: Any) -> None:
     if x.dim() != rank + 2:
         raise ShapeError("x", f"shape {tuple(x.shape)}", f"{rank + 2} dimensions: batch, channels, then {rank} more")
     if weight.dim() != rank + 2 or x.shape[1] != weight.shape[1] * groups or weight.shape[0] % groups:
-        got = f"shape {tuple(weight.shape)} with {groups} groups"
+        got = f"shape {tuple(weight.shape)} with {shown(groups)} groups"
         expected = f"(filters, channels / groups, then {rank} sizes) for x of shape {tuple(x.shape)}"
         raise ShapeError("weight", got, expected)
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):

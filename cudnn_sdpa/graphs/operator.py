@@ -68,7 +68,7 @@ def run(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Sequence
     tensors = [x for x in given if isinstance(x, Tensor)]
     numbers = [float(x) for x, kind in zip(given, kinds, strict=True) if kind == "n"]
     symbols: list[Any] = []
-    options = _encoded(static.values(), symbols)
+    options = _encoded(static.values(), symbols, numbers)
     of_torch = torch.ops.cudnn_sdpa.graph_function
     found: Sequence[Tensor] = of_torch(function.token, kinds, tensors, numbers, symbols or None, options)
     return found
@@ -135,34 +135,38 @@ def check_option(name: str, value: Any) -> None:
         raise OptionError(name, str(value), "a finite number")
 
 
-def _encoded(values: Iterable[Any], symbols: list[Any]) -> str:
-    """Values of options as the text in which the operator takes them; sizes that are symbols go beside it.
+def _encoded(values: Iterable[Any], symbols: list[Any], numbers: list[float]) -> str:
+    """Values of options as the text in which the operator takes them; sizes that are symbols, and floats, go beside it.
 
-    Written so that torch.compile can follow it; to it whole numbers may be symbols until `index` asks for their value.
+    Written so that torch.compile can follow it; to it whole numbers may be symbols until `index` asks for their value,
+    and floats that vary from call to call stay symbols.
     """
     text = ""
     for value in values:
         if isinstance(value, tuple):
-            text += "(" + _encoded(value, symbols) + "),"
+            text += "(" + _encoded(value, symbols, numbers) + "),"
         elif isinstance(value, torch.SymInt):
             text += f"_{len(symbols)},"
             symbols.append(value)
+        elif isinstance(value, float):
+            text += f"f{len(numbers)},"
+            numbers.append(float(value))
         else:
             known = operator.index(value) if isinstance(value, int) and not isinstance(value, bool) else value
             text += (repr(known) if isinstance(known, str) else str(known)) + ","
     return text
 
 
-def _decoded_options(text: str, symbols: Sequence[Any] | None) -> tuple[Any, ...]:
-    values: tuple[Any, ...] = ast.literal_eval(_Filled(symbols).of(text) if symbols else f"({text})")
+def _decoded_options(text: str, symbols: Sequence[Any], numbers: Sequence[float]) -> tuple[Any, ...]:
+    values: tuple[Any, ...] = ast.literal_eval(_Filled(symbols, numbers).of(text))
     return values
 
 
 class _Filled(ast.NodeTransformer):
-    """Puts sizes in the places that `_encoded` has left for them."""
+    """Puts sizes and floats in the places that `_encoded` has left for them."""
 
-    def __init__(self, symbols: Sequence[Any]) -> None:
-        self._symbols = symbols
+    def __init__(self, symbols: Sequence[Any], numbers: Sequence[float]) -> None:
+        self._beside = {"_": symbols, "f": numbers}
 
     def of(self, text: str) -> ast.expr:
         """The text as an expression of constants."""
@@ -170,7 +174,7 @@ class _Filled(ast.NodeTransformer):
         return expression
 
     def visit_Name(self, node: ast.Name) -> ast.Constant:
-        return ast.Constant(self._symbols[int(node.id.removeprefix("_"))])
+        return ast.Constant(self._beside[node.id[0]][int(node.id[1:])])
 
 
 def _on_gpu(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Outputs:
@@ -204,7 +208,7 @@ def _call(
     function = find(name)
     values = {"t": iter(tensors), "n": iter(numbers)}
     given = tuple(None if kind == "-" else next(values[kind]) for kind in kinds)
-    return function, given, dict(zip(function.options, _decoded_options(options, symbols), strict=True))
+    return function, given, dict(zip(function.options, _decoded_options(options, symbols or (), numbers), strict=True))
 
 
 def _decoded(implementation: Callable[..., Outputs]) -> Callable[..., list[Tensor]]:

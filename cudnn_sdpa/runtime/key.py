@@ -6,6 +6,7 @@ lengths, scales) is in no key.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -61,7 +62,8 @@ class PlanKey:
         digest: Of its builder's source and of the package's version.
         inputs: In the order of the builder's parameters; those not given are left out.
         outputs: In the order of the builder's results.
-        options: Static options as (name, type, value): 1, 1.0 and True are three different options.
+        options: Static options as (name, type, value): 1, 1.0 and True are three different options,
+            and so are 0.0 and -0.0.
         target: The GPU and the libraries.
         device: Index of the GPU in this process; None for a plan that is only compiled.
         deterministic: Whether engines that cuDNN calls nondeterministic are passed over. Attention, which knows more of
@@ -161,7 +163,8 @@ class PlanKey:
 def _type_name(value: Any) -> str:
     if isinstance(value, tuple):
         return f"tuple[{', '.join(map(_type_name, value))}]"
-    return type(value).__name__
+    is_negative_zero = isinstance(value, float) and not value and math.copysign(1.0, value) < 0
+    return type(value).__name__ + ", negative" * is_negative_zero  # it equals 0.0, and may give another plan
 
 
 def _hashable(value: Any) -> Any:

@@ -49,3 +49,13 @@ def nowhere(g, x):
 def wrong(g, x):
     """Its builder asks for what cuDNN has not."""
     return g.conv_fprop(image=x, weight=x, padding=[1], stride=[1], dilation=[1])
+
+
+def leaky_backward(grads, operands, results, *, slope):  # noqa: ARG001
+    return (torch.where(operands[0] > 0, grads[0], grads[0] * slope),)
+
+
+@graph_op(reference=lambda x, *, slope: torch.where(x > 0, x, x * slope), backward=leaky_backward)
+def leaky(g, x, *, slope: float):
+    """A ReLU with a slope."""
+    return g.leaky_relu(input=x, negative_slope=slope)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import own_graphs
 import pytest
 import torch
-from own_graphs import halves, nowhere, scaled
+from own_graphs import halves, leaky, nowhere, scaled
 from torch.library import opcheck
 
 from cudnn_sdpa import DeviceError, DtypeError, OptionError, UnsupportedError
@@ -106,6 +106,20 @@ def test_the_operator_is_a_good_one(bias):
     tensors = [x, b] if bias else [x]
     arguments = (scaled.token, "ttn" if bias else "t-n", tensors, [0.5], None, '2,"plain",')
     opcheck(torch.ops.cudnn_sdpa.graph_function.default, arguments)
+
+
+def test_a_float_among_the_options_may_vary_in_a_compiled_function():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, slope: leaky(x, slope=slope) * 2, fullgraph=True, backend="aot_eager")
+    for slope in (0.1, 0.2, 0.3, -0.0, 1e-30):
+        x = torch.randn(3, 8, requires_grad=True)
+        grad = torch.randn(3, 8)
+        torch.testing.assert_close(compiled(x, slope), torch.nn.functional.leaky_relu(x, slope) * 2)
+        found, wanted = (
+            torch.autograd.grad(f(x), x, grad)[0]
+            for f in (lambda x: compiled(x, slope), lambda x: torch.nn.functional.leaky_relu(x, slope) * 2)  # noqa: B023
+        )
+        torch.testing.assert_close(found, wanted)
 
 
 def test_the_key_has_shapes_and_options_and_no_numbers():

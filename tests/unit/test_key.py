@@ -12,6 +12,7 @@ import torch
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.passes import Backward, Forward
 from cudnn_sdpa.attention.problem import Problem
+from cudnn_sdpa.runtime import graph_call
 from cudnn_sdpa.runtime import key as key_module
 from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
 from cudnn_sdpa.runtime.layouts import TensorLayout
@@ -113,6 +114,16 @@ def test_one_as_integer_float_and_bool_are_three_options():
 def test_one_as_integer_float_and_bool_are_three_options_inside_a_tuple_too():
     keys = [dataclasses.replace(KEY, options=PlanKey.typed({"n": (value, 5)})) for value in (1, 1.0, True)]
     assert len(set(keys)) == 3
+
+
+def test_both_zeros_are_two_options_in_memory_and_on_disk():
+    values = (0.0, -0.0, (0.0,), (-0.0,), 0)
+    keys = [dataclasses.replace(KEY, options=PlanKey.typed({"n": value}), device=None) for value in values]
+    assert len(set(keys)) == len(values)
+    assert len({json.dumps(key.identity()["options"]) for key in keys}) == len(values)
+    assert len({graph_call.type_of(value) for value in values}) == len(values)
+    for key in keys:
+        assert PlanKey.from_json(json.loads(json.dumps(key.to_json())), TARGET) == key
 
 
 def test_the_order_in_which_options_are_given_makes_no_difference():
