@@ -182,14 +182,14 @@ def test_wrong_calls_are_refused_or_right(name, trains):
         outcomes["right"] += 1
         if any(isinstance(x, torch.Tensor) and x.is_meta for x in arguments.values()):
             continue
-        if name == "graph_op" and isinstance(arguments["scale"], float) and arguments["scale"] > torch.finfo().max:
-            continue  # more than float32 holds
         wanted = right(**{key: in_float64(value) for key, value in arguments.items()})
         pairs = zip(*((found, wanted) if isinstance(found, tuple) else ((found,), (wanted,))), strict=True)
         for one, other in pairs:
             tolerance = 2e-2 if one.dtype in (torch.float16, torch.bfloat16) else 1e-4
             assert one.shape == other.shape, what
             if not one.is_floating_point() or one.itemsize == 1:  # users' graphs take these, and round
+                continue
+            if other.abs().amax() > torch.finfo(one.dtype).max:  # a large number of the user's overflows
                 continue
             torch.testing.assert_close(
                 one.double(), other, rtol=tolerance, atol=tolerance, equal_nan=True, msg=str(what)
