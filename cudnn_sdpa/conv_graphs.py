@@ -63,7 +63,9 @@ def _reference(
     convolve = F.conv2d if x.dim() == 4 else F.conv3d
     of_bias = None if bias is None else widened(bias.flatten())
     groups = x.shape[1] // weight.shape[1]
-    y = convolve(widened(x), widened(weight), of_bias, stride, padding, dilation, groups)
+    # Row-major copies: oneDNN misreads filters in channels_last_3d by the strides of their sizes of 1 (PyTorch 2.13).
+    x_copy, filters = (widened(tensor).clone(memory_format=torch.contiguous_format) for tensor in (x, weight))
+    y = convolve(x_copy, filters, of_bias, stride, padding, dilation, groups)
     return channels_last(ACTIVATIONS[activation](y).to(x.dtype))
 
 
