@@ -12,7 +12,7 @@ from cudnn_sdpa.attention.dense import NO_DROPOUT, sdpa
 from cudnn_sdpa.attention.paged_step import PagedStep
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.nn import attention_checks
-from cudnn_sdpa.nn.checks import check_flags, check_number, check_tokens
+from cudnn_sdpa.nn.checks import check_flags, check_number, check_tokens, whole
 from cudnn_sdpa.nn.conversion import check_type, copy_linear, copy_parameter, merge, rename, split
 from cudnn_sdpa.nn.kv_cache import KVStep
 from cudnn_sdpa.nn.rotary import RotaryEmbedding, Rotations
@@ -236,7 +236,8 @@ class Attention(nn.Module):
         if self.context_dim is None:
             raise OptionError("context", "a tensor", "none: this is self-attention (context_dim=None)")
         check_tokens("context", context, self.context_dim)
-        k, v = self.kv_proj(context).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).chunk(2, dim=1)
+        projected = whole("kv_proj", self.kv_proj(context), 2 * self.num_kv_heads * self.head_dim)
+        k, v = projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).chunk(2, dim=1)
         return k, v
 
     def _rotations(self, x: Tensor, positions: Tensor | None, rotations: Rotations | None) -> Rotations | None:
@@ -250,10 +251,13 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (B, H, S, D): in memory (B, S, H, D), parts of what the projections gave."""
         if context is not None:
-            q = self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            q = self.q_proj(x)
+            if self.num_kv_heads > 1:  # groups of fewer query heads would be others
+                whole("q_proj", q, self.num_heads * self.head_dim)
+            q = q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             return q, *(context if isinstance(context, tuple) else self.project_context(context))
-        heads: Tensor = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        heads = whole("qkv_proj", self.qkv_proj(x), sum(sizes) * self.head_dim).unflatten(-1, (-1, self.head_dim))
         q, k, v = torch.split(heads, sizes, dim=2)
         if self.rope is not None and rotations is not None:
             turned = self.rope.rotate(heads[:, :, : sizes[0] + sizes[1]], rotations)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.kv_arguments import check_count
 from cudnn_sdpa.attention.side_tensors import shape_of
-from cudnn_sdpa.errors import OptionError, ShapeError
+from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
 
 
 def check_counts(**counts: Any) -> None:
@@ -46,3 +46,26 @@ def check_tokens(name: str, x: Any, features: int) -> None:
     if x.dim() != 3 or x.shape[2] != features:
         hint = "Add the batch with unsqueeze(0)." if x.dim() == 2 else ""
         raise ShapeError(name, shape_of(x), f"(batch, sequence, {features})", hint)
+
+
+def whole(name: str, projected: Tensor, features: int) -> Tensor:
+    """What a projection gave, if it has all the features that the module cuts up by their places.
+
+    Tensor parallelism leaves each process some rows of a projection. Of one that holds several parts these are the
+    first part in one process and the second in another, and of queries alone not those that belong to the keys at hand:
+    what is made of them is something else.
+
+    Raises:
+        UnsupportedError: It has others.
+    """
+    if projected.shape[-1] != features:
+        reason = (
+            f"{name} gave {projected.shape[-1]} of its {features} features; a share of its rows, which ColwiseParallel "
+            f"leaves to each process, is no share of each part of them"
+        )
+        suggestion = (
+            "fully_shard (FSDP2), or separate torch.nn.Linear projections, each with ColwiseParallel, around "
+            "cudnn_sdpa.sdpa or cudnn_sdpa.silu_mul"
+        )
+        raise UnsupportedError("this tensor parallelism", [reason], suggestion)
+    return projected

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cudnn_sdpa.activation import silu_mul
-from cudnn_sdpa.nn.checks import check_choice, check_counts, check_flags, check_number, check_tokens
+from cudnn_sdpa.nn.checks import check_choice, check_counts, check_flags, check_number, check_tokens, whole
 from cudnn_sdpa.nn.conversion import merge
 
 #: Activations of `FeedForward`. PyTorch's: cuDNN has them in one kernel with a convolution, not with a matrix product.
@@ -77,7 +77,7 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Of tokens (B, S, embed_dim)."""
         check_tokens("x", x, self.embed_dim)
-        down: Tensor = self.down_proj(silu_mul(self.gate_up_proj(x)))
+        down: Tensor = self.down_proj(silu_mul(whole("gate_up_proj", self.gate_up_proj(x), 2 * self.hidden_dim)))
         return down
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

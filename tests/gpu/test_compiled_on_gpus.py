@@ -194,3 +194,4 @@ def test_wrapped_for_training_on_two_gpus():
     assert result.returncode == 0, result.stderr
     for name in ("ddp", "fsdp2", "fsdp2, compiled"):
         assert f"{name}: gradients agree" in result.stdout
+    assert "tensor parallelism: right or refused" in result.stdout

@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from cudnn_sdpa import UnsupportedError, nn
 from tests.unit.small_model import gradients, model_and_twin
 
 PROCESSES = 2
@@ -40,8 +43,48 @@ def train(rank: int, backend: str, port: int) -> None:
             assert difference < (3e-2 if on_gpu else 1e-5), (name, difference)
         if rank == 0:
             print(f"{name}: gradients agree", flush=True)
+    divide(device, dtype, width)
+    if rank == 0:
+        print("tensor parallelism: right or refused", flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def divide(device: str, dtype: torch.dtype, width: int) -> None:
+    """Modules among processes by rows of their projections: each says what it says in one process, or raises."""
+    mesh = dist.device_mesh.init_device_mesh(torch.device(device).type, (PROCESSES,))
+    made = {"device": device, "dtype": dtype}
+    x = torch.randn(2, 16, width, **made)
+    by_rows, by_columns = ColwiseParallel(), RowwiseParallel()
+    of_all = RowwiseParallel(input_layouts=Replicate())  # all outputs in each process: what is packed stays whole
+    heads = {"num_heads": 4, "context_dim": width, **made}
+    cases = [
+        ("gate_up_proj", nn.SwiGLU(width, 2 * width, **made), {"gate_up_proj": by_rows, "down_proj": by_columns}),
+        ("qkv_proj", nn.Attention(width, 4, **made), {"qkv_proj": by_rows, "out_proj": by_columns}),
+        (
+            "q_proj",
+            nn.Attention(width, **heads),
+            {"q_proj": by_rows, "kv_proj": by_rows, "out_proj": by_columns},
+        ),
+        ("q_proj", nn.Attention(width, num_kv_heads=2, **heads), {"q_proj": by_rows, "out_proj": by_columns}),
+        ("kv_proj", nn.Attention(width, **heads), {"kv_proj": by_rows}),
+        (None, nn.Attention(width, num_kv_heads=1, **heads), {"q_proj": by_rows, "out_proj": by_columns}),
+        (None, nn.FeedForward(width, 2 * width, **made), {"linear1": by_rows, "linear2": by_columns}),
+        (None, nn.SwiGLU(width, 2 * width, **made), {"gate_up_proj": of_all}),
+    ]
+    for refused, module, plan in cases:
+        for parameter in module.parameters():
+            dist.broadcast(parameter.data, 0)
+        dist.broadcast(x, 0)
+        given = (x, x) if getattr(module, "context_dim", None) else (x,)
+        expected = module(*given).detach()
+        divided = parallelize_module(module, mesh, plan)
+        if refused is None:
+            difference = (divided(*given) - expected).float().norm() / expected.float().norm()
+            assert difference < (3e-2 if device != "cpu" else 1e-5), (plan, difference)
+            continue
+        with pytest.raises(UnsupportedError, match=rf"{refused} gave \d+ of its(.|\n)*fully_shard"):
+            divided(*given)
 
 
 def wrap(name: str, model: torch.nn.Module, *, on_gpu: bool) -> torch.nn.Module:

@@ -269,3 +269,4 @@ def test_wrapped_for_data_parallel_training_on_two_processes():
     assert result.returncode == 0, result.stderr
     for name in ("ddp", "fsdp2"):
         assert f"{name}: gradients agree" in result.stdout
+    assert "tensor parallelism: right or refused" in result.stdout
