@@ -5,14 +5,17 @@
 
 VENV        := .venv
 VENV_MIN    := .venv-min
+VENV_NEW    := .venv-new
 STAMP       := $(VENV)/.installed
 STAMP_MIN   := $(VENV_MIN)/.installed
+STAMP_NEW   := $(VENV_NEW)/.installed
 PYTHON      ?= $(VENV)/bin/python
 PYTEST_ARGS ?=
 
 # Interpreters to make the environments from, in order of preference.
-BASE_PYTHON     ?= python3 python3.13 python3.12 python3.11 python3.10
+BASE_PYTHON     ?= python3 python3.14 python3.13 python3.12 python3.11 python3.10
 BASE_PYTHON_MIN ?= python3.10 python3.11 python3
+BASE_PYTHON_NEW ?= python3.14 python3.13 python3.12
 
 # An index with other builds of PyTorch, e.g. https://download.pytorch.org/whl/cpu
 export TORCH_INDEX_URL ?=
@@ -65,6 +68,18 @@ $(STAMP_MIN): pyproject.toml constraints-min.txt
 	$(VENV_MIN)/bin/python -m pip install --quiet -c constraints-min.txt -e ".[cu12,test]"
 	@touch $@
 
+.PHONY: test-new
+test-new: $(STAMP_NEW) ## Unit tests with the newest versions supported (downloads several GB of CUDA packages)
+	@$(VENV_NEW)/bin/python --version
+	@$(VENV_NEW)/bin/python -m pip list 2>/dev/null | grep -iE '^(torch|transformers|nvidia-cudnn|typer|rich|platformdirs|filelock|numpy)[^ ]* '
+	$(VENV_NEW)/bin/python -m pytest -n 2 tests/unit $(PYTEST_ARGS)
+
+$(STAMP_NEW): pyproject.toml constraints-new.txt
+	@echo "PyTorch 2.15.0 for Linux brings CUDA 13 with it: about 6 GB on disk."
+	@python=$$(scripts/find_python.sh $(BASE_PYTHON_NEW)) && "$$python" -m venv --clear $(VENV_NEW)
+	$(VENV_NEW)/bin/python -m pip install --quiet -c constraints-new.txt -e ".[cu13,test,transformers]"
+	@touch $@
+
 .PHONY: lint
 lint: $(READY) ## Check style and formatting
 	$(PYTHON) -m ruff check
@@ -97,5 +112,5 @@ bench: $(READY) ## Measure host time per call (needs a GPU)
 
 .PHONY: clean
 clean: ## Remove the environments and everything that was built
-	rm -rf $(VENV) $(VENV_MIN) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_MIN) $(VENV_NEW) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find cudnn_sdpa tests samples scripts -type d -name __pycache__ -prune -exec rm -rf {} +

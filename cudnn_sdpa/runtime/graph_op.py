@@ -281,15 +281,17 @@ def _identity_of_value(
 
 @functools.cache
 def _source(code: types.CodeType) -> str:
-    """The source as it was when the file was first read; it may be edited while the process runs.
-
-    `inspect.getsource` says the same and takes 2 ms for each function: the first call of a process would wait for it.
-    """
+    """The source as it was when the file was first read; `inspect.getsource` takes 2 ms for it, and a first call waits."""
     linecache.checkcache(code.co_filename)  # it may have been edited and loaded anew; asked when a function is made
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 : _last_line(code)]
-    if not lines:  # typed into a prompt: there is no file to read
-        return repr((code.co_code, code.co_consts, code.co_names))
-    return "".join(lines)
+    # "<string>" is the name of many sources, and Python 3.13 has lines for it.
+    return _code_text(code) if code.co_filename.startswith("<") else "".join(lines) or _code_text(code)
+
+
+def _code_text(code: types.CodeType) -> str:
+    """What code does, as text, without a file to read it in: that of prompts and of `exec`."""
+    constants = [_code_text(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return repr((code.co_code, constants, code.co_names, getattr(code, "co_exceptiontable", b"")))
 
 
 def _last_line(code: types.CodeType) -> int:

@@ -100,6 +100,7 @@ def test_it_compiles_with_its_gradient(options):
             torch.testing.assert_close(one, other)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # opcheck itself
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_operator_is_a_good_one(bias):
     x, b = (y.requires_grad_() for y in x_and_bias())

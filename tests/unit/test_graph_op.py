@@ -111,6 +111,22 @@ def test_a_builder_without_a_source_file_has_a_digest_of_its_code():
 
     assert typed(RELU) == typed(RELU)
     assert typed(RELU) != typed(RELU.replace("relu", "tanh"))
+    inner = RELU.replace("g.relu(x)", "(lambda y: g.relu(y))(x)")
+    assert typed(inner) == typed(inner)  # and not by the address of the inner function
+    assert typed(inner) != typed(inner.replace("relu", "tanh"))
+
+
+def test_code_given_to_python_is_not_the_source_of_what_it_executes(run_python):
+    code = f"""
+from cudnn_sdpa.runtime.graph_op import graph_op
+digests = set()
+for name in ("relu", "tanh"):
+    namespace = {{}}
+    exec({RELU!r}.replace("relu", name), namespace)
+    digests.add(graph_op(namespace["build"]).digest)
+print(len(digests))
+"""
+    assert run_python(code).stdout.strip() == "2"
 
 
 @pytest.mark.parametrize("value", [2, 0.5, True, None, "text", b"bytes", (1, "a"), frozenset({3}), math, scaled_by])

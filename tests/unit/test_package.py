@@ -84,7 +84,7 @@ MODULES = [name for name in SOURCES if name != "cudnn_sdpa"]
 def test_neither_importing_nor_a_call_on_the_cpu_starts_cuda_or_loads_cudnn(run_python):
     result = run_python(
         """
-import pathlib, sys, threading, torch, warnings
+import pathlib, sys, threading, torch, torch.utils.flop_counter, warnings  # this one imports triton since 2.14
 before = set(sys.modules)
 warnings.simplefilter("error")
 import cudnn_sdpa
