@@ -281,7 +281,7 @@ def _identity_of_value(
 
 @functools.cache
 def _source(code: types.CodeType) -> str:
-    """The source as it was when the file was first read; `inspect.getsource` takes 2 ms for it, and a first call waits."""
+    """The source as it was when the file was first read, much quicker than by `inspect.getsource`."""
     linecache.checkcache(code.co_filename)  # it may have been edited and loaded anew; asked when a function is made
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 : _last_line(code)]
     # "<string>" is the name of many sources, and Python 3.13 has lines for it.
