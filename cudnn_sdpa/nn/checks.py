@@ -48,7 +48,7 @@ def check_tokens(name: str, x: Any, features: int) -> None:
         raise ShapeError(name, shape_of(x), f"(batch, sequence, {features})", hint)
 
 
-def whole(name: str, projected: Tensor, features: int) -> Tensor:
+def whole(name: str, projected: Any, features: int) -> Any:
     """What a projection gave, if it has all the features that the module cuts up by their places.
 
     Tensor parallelism leaves each process some rows of a projection. Of one that holds several parts these are the
