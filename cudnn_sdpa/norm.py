@@ -187,7 +187,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     if weight.dtype != bias.dtype:
         raise DtypeError("bias", str(bias.dtype), f"{weight.dtype}, the dtype of weight")
     if is_empty(x):
-        return (x * weight + bias).to(x.dtype)
+        return (x * weight + bias).to(x.dtype).clone(memory_format=torch.contiguous_format)
     tensors: Sequence[Tensor] = (x, weight, bias)
     trains = needs_gradient(*tensors)
     static = {"with_statistics": trains}
@@ -231,7 +231,7 @@ def _checked_rms_norm(
         return act(found) if residual is None else (act(found[0]), found[1])
     if is_empty(x):  # nothing but what autograd wants to see
         total = x if residual is None else x + residual
-        out = (total if weight is None else total * weight).to(x.dtype)
+        out = (total if weight is None else total * weight).to(x.dtype).clone(memory_format=torch.contiguous_format)
         return out if residual is None else (out, total)
     numbers = _numbers(eps, weight, centered=centered)
     static = {"with_scale": trains, "activation": activation}

@@ -17,7 +17,7 @@ from cudnn_sdpa.graphs import operator
 from cudnn_sdpa.graphs.operator import Outputs, as_tuple
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
 from cudnn_sdpa.runtime.describe import Description
-from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_deterministic
+from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_deterministic, is_lazy, plain
 from cudnn_sdpa.runtime.graph_call import GraphCall, key_of, readable, type_of
 from cudnn_sdpa.runtime.graph_op import GraphOp, function_digest
 from cudnn_sdpa.runtime.layouts import CUDNN_DTYPE_NAMES, is_expanded
@@ -110,6 +110,7 @@ class GraphFunction(GraphOp):
         """The results of a call that has to be checked; another one like it will be known."""
         given, static = self._bind(operands, options)
         self._check_gradient(given)
+        given = tuple(plain(x) if isinstance(x, Tensor) and is_lazy(x) else x for x in given)
         found = operator.run(self, given, static)
         tensors = [x for x in operands if isinstance(x, Tensor)]
         in_order = options.keys() <= self.options.keys() and bool(tensors) and tensors[0].is_cuda

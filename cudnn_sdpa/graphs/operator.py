@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.runtime.eager import is_deterministic
-from cudnn_sdpa.runtime.graph_call import GraphCall, calls, describe, type_of
+from cudnn_sdpa.runtime.graph_call import GraphCall, calls, describe, readable, type_of
 from cudnn_sdpa.runtime.graph_op import find_operation
 
 Outputs = tuple[Tensor, ...]
@@ -181,6 +181,8 @@ def _on_gpu(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Outp
     tensors, numbers = [x for x in given if isinstance(x, Tensor)], [x for x in given if isinstance(x, (int, float))]
     if any(x.numel() == 0 for x in tensors) and function.reference is not None:  # cuDNN has no empty tensors
         return _on_cpu(function, given, static)
+    if function.operands[0] == "grad":  # what autograd hands over may lie anywhere, in a compiled function too
+        tensors[0] = readable(tensors[0])
     return tuple(prepared(function, given, static)(tensors, tuple(numbers)))
 
 

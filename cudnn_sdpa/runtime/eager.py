@@ -66,6 +66,13 @@ def is_lazy(tensor: Tensor) -> bool:
     return tensor.is_neg() or tensor._is_zerotensor()
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """A tensor whose memory holds its numbers; dense zeros where it had none, for which PyTorch repeats one number."""
+    if tensor._is_zerotensor() and not tensor.requires_grad:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.resolve_neg()
+
+
 def may_be_read(*tensors: Tensor | None) -> bool:
     """Whether tensors are nothing but memory, and nobody watches what is done with them operator by operator."""
     return (

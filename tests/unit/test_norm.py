@@ -445,3 +445,10 @@ def run(function, tensors):
     results = every(function(*leaves))
     weighted = sum((x * torch.arange(1, 25) / 24 * number).sum() for number, x in enumerate(results, start=1))
     return [*(x.detach() for x in results), *torch.autograd.grad(weighted, leaves)]
+
+
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+def test_results_without_elements_are_dense(norm):
+    x = torch.empty_strided((0, 32), (1, 0))
+    assert norm(x).stride() == torch.empty(0, 32).stride()
+    assert norm(x, torch.ones(32)).stride() == torch.empty(0, 32).stride()
