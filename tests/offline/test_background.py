@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -134,7 +135,7 @@ def test_a_thread_that_cannot_start_is_no_error(planner, properties, monkeypatch
 
 @pytest.mark.parametrize(("name", "value"), [("executable", ""), ("executable", None), ("frozen", True)])
 def test_without_an_interpreter_there_is_no_helper(properties, monkeypatch, name, value):
-    monkeypatch.setattr(background.sys, name, value, raising=False)
+    monkeypatch.setattr(sys, name, value, raising=False)
     assert BackgroundPlanner().request(key(properties), properties) is None
 
 
