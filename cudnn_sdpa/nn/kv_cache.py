@@ -128,8 +128,8 @@ class KVCache:
     def lengths(self) -> Tensor:
         """Tokens of each sequence, (B,) int32.
 
-        Always the same memory, which compiled functions and CUDA graphs read. May be written to: a smaller number
-        forgets the last tokens.
+        Always the same memory, which compiled functions and CUDA graphs read. May be written to. For smaller numbers
+        there is `truncate`: what was written behind them stays there on a GPU otherwise, and must be finite.
         """
         return self._lengths
 
@@ -156,6 +156,30 @@ class KVCache:
         """Forgets all tokens."""
         self.lengths.zero_()
         self._newest = None
+        self._clear()
+
+    def truncate(self, lengths: Tensor) -> None:
+        """Forgets the tokens of each sequence after the first so many, such as drafts that were wrong; nothing waits.
+
+        Args:
+            lengths: How many each sequence keeps, (B,) int32; one that has fewer keeps all.
+
+        Raises:
+            ArgumentError: It is no tensor of lengths.
+        """
+        if lengths is None:
+            raise OptionError("lengths", "None", "a torch.Tensor of B int32")
+        check_lengths("lengths", lengths, self._rows, "the cache")
+        torch.minimum(self.lengths, lengths.clamp_min(0), out=self._lengths)
+        self._newest = None
+        self._clear()
+
+    def _clear(self) -> None:
+        """Writes zeros behind the lengths: an infinity that is left there times a weight of 0 would be NaN."""
+        behind = torch.arange(self.max_length + 1, device=self.device) >= self.lengths.unsqueeze(1)
+        for pair in self._pairs:
+            for rows in pair:
+                rows.masked_fill_(behind[:, None, :, None], 0)
 
     def reserve(self, tokens: int = 1, seq_lens: Tensor | None = None) -> KVStep:
         """Makes room for new tokens at the end of every sequence, and says where they go.
@@ -179,6 +203,8 @@ class KVCache:
         check_lengths("seq_lens", seq_lens, self._rows, "the cache")
         if not is_compiling() and (self.device.type == "cpu" or (debug.enabled and not _is_capturing())):
             self._check_room(tokens, seq_lens)
+        if not is_compiling() and self.device.type == "cpu":
+            self._clear()  # somebody may have written a smaller number into the lengths
         positions = self.lengths.unsqueeze(1) + offsets
         found = positions < self.max_length
         if seq_lens is not None:
@@ -207,6 +233,7 @@ class KVCache:
             raise OptionError("step", "another step", "the newest one that this cache has reserved")
         self.lengths.sub_(step.tokens if step.seq_lens_q is None else step.seq_lens_q)
         self._newest = None
+        self._clear()
 
     def _check_room(self, tokens: int, seq_lens: Tensor | None) -> None:
         new = [tokens] * self.batch if seq_lens is None else seq_lens.tolist()

@@ -306,3 +306,29 @@ def test_weights_of_pytorchs_layer():
     expected = copy.deepcopy(twin).double()(x.double())
     assert difference(module(x), expected) < TOLERANCE
     assert difference(twin(x), expected) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("forget", ["reset", "cancel", "truncate"])
+def test_an_overflow_does_not_outlive_its_tokens(forget):
+    """NaN and infinity in keys and values that a static cache has forgotten reach no result; nothing waits for it."""
+    cache = KVCache(batch=2, heads=2, head_dim=64, max_length=300, dtype=torch.bfloat16, device=DEVICE)
+    none = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    for number in (float("nan"), float("inf")):
+        for tokens in (1, 20):
+            step = cache.reserve(250)
+            new = torch.full((2, 2, 250, 64), number, dtype=torch.bfloat16, device=DEVICE)
+            cache.append(step, new, new)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                getattr(cache, forget)(*{"reset": (), "cancel": (step,), "truncate": (none,)}[forget])
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            step = cache.reserve(tokens)
+            q, k, v = torch.randn(3, 2, 2, tokens, 64, dtype=torch.bfloat16, device=DEVICE)
+            cache.append(step, k, v)
+            found = cache.attend(step, q).double()
+            causal = torch.ones(tokens, tokens, device=DEVICE).tril().log()
+            expected = (q.double() @ k.double().mT * 0.125 + causal).softmax(-1) @ v.double()
+            assert (found - expected).norm() < 1e-2 * expected.norm()
+            cache.reset()

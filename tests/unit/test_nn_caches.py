@@ -8,7 +8,7 @@ from module_values import evaluate, parameters_of, randomize
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-from cudnn_sdpa import DtypeError, OptionError, PagedKVCache, ShapeError, UnsupportedError
+from cudnn_sdpa import ArgumentError, DtypeError, OptionError, PagedKVCache, ShapeError, UnsupportedError
 from cudnn_sdpa.attention import debug
 from cudnn_sdpa.nn import Attention, KVCache, RotaryEmbedding, TransformerLayer
 
@@ -343,3 +343,51 @@ def test_steps_reserved_outside_are_used_in_compiled_functions():
     found = [run(x[:, at : at + 1].clone(), cache.reserve()) for at in range(6)]
     assert_close(torch.cat(found, dim=1), expected_of(module, x))
     assert len(_debug_get_cache_entry_list(run._torchdynamo_orig_callable.__code__)) == 1
+
+
+FORGET = {
+    "reset": lambda cache, _: cache.reset(),
+    "cancel": lambda cache, step: cache.cancel(step),
+    "truncate": lambda cache, _: cache.truncate(torch.tensor([0, 0], dtype=torch.int32)),
+    "shorter lengths": lambda cache, _: cache.lengths.zero_(),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("forget", FORGET)
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_what_is_forgotten_reaches_no_result(forget, number, which):
+    """An overflow in some step is over when its tokens are: 0 times what is left of it would be NaN."""
+    cache = KVCache(batch=2, heads=2, head_dim=16, max_length=24, layers=2, dtype=torch.float32, device="cpu")
+    step = cache.reserve(20)
+    for layer in range(2):
+        new = {"k": torch.randn(2, 2, 20, 16), "v": torch.randn(2, 2, 20, 16)}
+        new[which][:, :, 3:] = number
+        cache.append(step, new["k"], new["v"], layer)
+    FORGET[forget](cache, step)
+    assert cache.lengths.tolist() == [0, 0]
+    step = cache.reserve(5, torch.tensor([5, 2], dtype=torch.int32))
+    for layer in range(2):
+        q, k, v = torch.randn(3, 2, 2, 5, 16).double()
+        cache.append(step, k.float(), v.float(), layer)
+        found = cache.attend(step, q.float(), layer).double()
+        for row, length in enumerate((5, 2)):
+            causal = torch.ones(length, length).tril().log()
+            weights = (q[row, :, :length] @ k[row, :, :length].mT * 0.25 + causal).softmax(-1)
+            assert_close(found[row, :, :length], weights @ v[row, :, :length])
+
+
+def test_truncate_keeps_what_is_said():
+    cache = KVCache(batch=3, heads=2, head_dim=16, max_length=8, dtype=torch.float32, device="cpu")
+    k = torch.randn(3, 2, 6, 16)
+    cache.append(cache.reserve(6), k, k)
+    cache.truncate(torch.tensor([4, 9, -1], dtype=torch.int32))
+    assert cache.lengths.tolist() == [4, 6, 0]
+    assert torch.equal(cache.k()[0, :, :4], k[0, :, :4])
+    assert torch.equal(cache.k()[1, :, :6], k[1])
+    assert (cache.k()[0, :, 4:] == 0).all()
+    assert (cache.v()[2] == 0).all()
+    for wrong in (None, 4, [1, 2, 3], torch.tensor([1, 2, 3]), torch.tensor([1], dtype=torch.int32)):
+        with pytest.raises(ArgumentError, match="lengths"):
+            cache.truncate(wrong)
