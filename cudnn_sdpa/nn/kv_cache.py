@@ -177,9 +177,8 @@ class KVCache:
     def _clear(self) -> None:
         """Writes zeros behind the lengths: an infinity that is left there times a weight of 0 would be NaN."""
         behind = torch.arange(self.max_length + 1, device=self.device) >= self.lengths.unsqueeze(1)
-        for pair in self._pairs:
-            for rows in pair:
-                rows.masked_fill_(behind[:, None, :, None], 0)
+        for rows in (part for pair in self._pairs for part in pair):
+            rows.masked_fill_(behind[:, None, :, None], 0)
 
     def reserve(self, tokens: int = 1, seq_lens: Tensor | None = None) -> KVStep:
         """Makes room for new tokens at the end of every sequence, and says where they go.
