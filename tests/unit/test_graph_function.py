@@ -187,6 +187,15 @@ def test_what_cudnn_would_misread_is_refused():
         assert (error is not None and "misread" in str(error)) is is_refused
 
 
+@pytest.mark.parametrize(("distance", "is_refused"), [(256, True), (64, False)])
+def test_rows_of_a_batch_with_gaps_are_refused(distance, is_refused):
+    x = torch.empty(2, 48, 64, dtype=torch.float16, device="meta")
+    bias = torch.empty_strided((2, 1, 64), (distance, 64, 1), dtype=torch.float16, device="meta")
+    key = describer_of(scaled)(x, bias, 0.5).key(H200, None)
+    error = UnsupportedError.of(known_issues.check, key)
+    assert (error is not None and "gaps" in str(error)) is is_refused
+
+
 def test_decorators_that_make_no_sense():
     def build(g, x):
         return g.relu(input=x)
