@@ -35,7 +35,7 @@ ISSUES = (
         _stretched,
     ),
     KnownIssue(
-        "an operand of three dimensions with one row for each batch entry, and gaps between them, is misread: wrong numbers",
+        "an operand of three dimensions with one row for each batch entry and gaps between them is misread",
         "seen on 9.19 with an H200",
         "refused: make the operand contiguous",
         _skips,
