@@ -7,6 +7,8 @@ import pytest
 from cudnn_sdpa.bench import fp8, peers
 from cudnn_sdpa.bench.cases import Shape
 
+pytestmark = pytest.mark.usefixtures("reference_alone")  # small heads, whose gradients in FP8 Hopper lacks
+
 SHAPES = (Shape(1, 4, 2, 64, 32, True), Shape(2, 2, 2, 48, 16, False))
 
 
