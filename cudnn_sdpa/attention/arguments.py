@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import operator
 import reprlib
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import memory
-from cudnn_sdpa.attention.options import ALIGNMENTS, TOP_LEFT, UNBOUNDED
+from cudnn_sdpa.attention.options import ALIGNMENTS, BOTTOM_RIGHT, TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.attention.side_tensors import check_lengths, check_mask, check_rng, check_sinks, dtype_name, shape_of
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.runtime import cpu_target
-from cudnn_sdpa.runtime.eager import is_compiling
+from cudnn_sdpa.runtime.eager import is_compiling, may_be_read
 from cudnn_sdpa.runtime.symbols import is_true
 
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
@@ -125,6 +126,12 @@ def check_types(call: ForwardArguments) -> None:
             raise LayoutError(name, "a nested tensor", "a dense tensor", "Pad it, and give its lengths.")
         if tensor.layout != torch.strided:
             raise LayoutError(name, str(tensor.layout), "a dense tensor", f"Use {name}.to_dense().")
+        if tensor.is_quantized:
+            raise DtypeError(
+                name, dtype_name(tensor.dtype), "numbers that are not quantized", f"Use {name}.dequantize()."
+            )
+        if not is_compiling() and may_be_read():
+            memory.check_present(name, tensor)
     if not isinstance(call.with_lse, bool):
         raise OptionError("return_lse", repr(call.with_lse), "True or False")
 
@@ -203,8 +210,8 @@ def check_options(call: ForwardArguments) -> None:
     for bound in (call.window_left, call.window_right):
         if not is_integer(bound) or bound < UNBOUNDED:
             raise OptionError("window", repr((call.window_left, call.window_right)), _WINDOW)
-    _check_number("scale", call.scale, "1/sqrt(head dim)")
-    _check_number("softcap", call.softcap, "no cap")
+    _check_number("scale", call.scale, "1/sqrt(head dim)", LARGEST_SCALE)
+    _check_number("softcap", call.softcap, "no cap", torch.finfo(torch.float32).max)
     if call.softcap is not None and not call.softcap > 0:
         raise OptionError("softcap", repr(call.softcap), "a positive number, or None for no cap")
     if isinstance(call.dropout_p, bool) or not isinstance(call.dropout_p, (int, float)):
@@ -257,15 +264,57 @@ def _index_of(number: Any) -> Any:
         return number
 
 
-def _check_number(name: str, value: Any, without: str) -> None:
+def as_float(number: Any) -> Any:
+    """A number of any kind, such as 1 or numpy's, as the float that the operators make of it; others as they are."""
+    if number is None or type(number) in (float, bool):
+        return number
+    if not isinstance(number, (int, float)) and (is_compiling() or not isinstance(number, Real)):
+        return number
+    try:
+        return float(number)
+    except OverflowError:  # the checks will say so
+        return number
+
+
+#: Scores beyond some millions leave float32 no digits for what softmax makes of them; normal ones are below that here.
+LARGEST_SCALE = 65536.0
+
+
+def _check_number(name: str, value: Any, without: str, largest: float) -> None:
     if value is None or isinstance(value, torch.SymFloat):
         return
     expected = f"a float, or None for {without}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         on_gpu = f"A {name} on the GPU would have to be read back; use {name}.item()."
         raise OptionError(name, type(value).__name__, expected, on_gpu if isinstance(value, Tensor) else "")
-    if not abs(value) <= torch.finfo(torch.float32).max:
-        raise OptionError(name, reprlib.repr(value), f"a finite float32 number, or None for {without}")
+    if not abs(value) <= largest:
+        bound = f" of at most {largest:g} in size" if largest < torch.finfo(torch.float32).max else ""
+        raise OptionError(name, reprlib.repr(value), f"a finite float32 number{bound}, or None for {without}")
+
+
+def as_sinks(sinks: Any) -> Any:
+    """Sinks in float32, as the kernels read them; what is no tensor in half precision as it is."""
+    half = isinstance(sinks, Tensor) and sinks.dtype in CUDA_DTYPES
+    return sinks.float() if half else sinks
+
+
+def without_causal_bias(call: ForwardArguments) -> ForwardArguments:
+    """The call with a causal mask in place of PyTorch's object for one, which has no numbers in its memory.
+
+    Raises:
+        ArgumentError: It is for other lengths, or there is a causal mask or a window beside it.
+    """
+    mask: Any = call.attn_mask
+    if type(mask).__name__ != "CausalBias" or not type(mask).__module__.startswith("torch."):
+        return call
+    if call.is_causal or (call.window_left, call.window_right) != (UNBOUNDED, UNBOUNDED):
+        beside = "is_causal" if call.is_causal else "window"
+        raise OptionError(beside, "one beside a CausalBias as attn_mask", "one of the two")
+    lengths, wanted = (mask.seq_len_q, mask.seq_len_kv), (call.q.shape[-2], call.k.shape[-2])
+    if lengths != wanted:
+        raise ShapeError("attn_mask", f"a CausalBias for lengths {lengths}", f"one for {wanted}, those of q and k")
+    alignment = TOP_LEFT if mask.variant.name == "UPPER_LEFT" else BOTTOM_RIGHT
+    return call._replace(attn_mask=None, is_causal=True, causal_alignment=alignment)
 
 
 def check_out(out: Tensor, q: Tensor, v: Tensor, *, for_cudnn: bool) -> None:

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, autograd, lookup, on_pytorch, operators, shortcuts, tracking
-from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, as_float
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.fallback import check_or_decline, is_in_force, kind_of, or_else
 from cudnn_sdpa.attention.tracking import PYTORCHS
@@ -131,13 +131,17 @@ def sdpa(
             with a cache needs it.
         window: (left, right): a query sees the keys from `left` before to `right` after the diagonal, as FlashAttention
             counts them; -1 is no bound. A causal mask makes right 0.
-        scale: Factor of the scores; None is 1/sqrt(D). Data, not part of the plan. A negative one costs a copy of q.
+        scale: Factor of the scores, at most 65,536 in size; None is 1/sqrt(D). Data, not part of the plan. One of 0 or
+            less costs a copy of q.
         attn_mask: Broadcastable to (B, Hq, Sq, Skv). Booleans, True for keys that are seen (costs a conversion to a
             bias on the GPU), or numbers of q's dtype or float32 that are added to the scores after scale and soft cap.
+            On a GPU, numbers below -2e38, as finfo.min of bfloat16 and float32, hide a key as minus infinity does. A
+            `CausalBias` of `torch.nn.attention.bias` is taken for the causal mask that it stands for.
         dropout_p: Share of the weights that is dropped, with random numbers from PyTorch's generator of the device.
         softcap: Limit c of the scores: c · tanh(score / c), as in Gemma 2. Data, not part of the plan.
         alibi: Add the linear biases of ALiBi, with the paper's slopes; needs a causal mask aligned top-left.
-        sinks: One score for each query head, (Hq,) float32, that takes part in the softmax and has no value.
+        sinks: One score for each query head, (Hq,), that takes part in the softmax and has no value. float32; half
+            precision is converted, and its gradient back.
         seq_lens_q: True number of queries of each sequence, (B,) int32. Output rows past it are zeros.
         seq_lens_kv: True number of keys of each sequence, (B,) int32, from 0 to Skv. Data on the GPU: changing it
             neither builds nor waits. A length over Skv counts as Skv there, and is refused on the CPU, and where the
@@ -209,13 +213,13 @@ def sdpa(
             result: Result = last.run(q, k, v, seq_lens_kv, None)
             return result
         if type(return_lse) is bool:
-            found = shortcuts.find(q, k, v, seq_lens_kv, is_causal, causal_alignment, _plain_float(scale), return_lse)
+            found = shortcuts.find(q, k, v, seq_lens_kv, is_causal, causal_alignment, as_float(scale), return_lse)
             if found is not None:
                 return found(q, k, v, seq_lens_kv, None)
     left, right = arguments.window_bounds(window)
     call = ForwardArguments(
         *(q, k, v, attn_mask, sinks, seq_lens_q, seq_lens_kv, None),
-        *(is_causal, causal_alignment, left, right, _plain_float(scale), dropout_p, _plain_float(softcap), alibi),
+        *(is_causal, causal_alignment, left, right, as_float(scale), as_float(dropout_p), as_float(softcap), alibi),
         *(False, return_lse, out),
     )
     return run(call, deterministic)
@@ -223,6 +227,10 @@ def sdpa(
 
 def run(call: ForwardArguments, deterministic: bool | None) -> Result:
     """Runs a call whose arguments have not been checked yet, by the shortest way that is right for it."""
+    if call.sinks is not None:
+        call = call._replace(sinks=arguments.as_sinks(call.sinks))
+    if call.attn_mask is not None and type(call.attn_mask) is not Tensor:
+        call = arguments.without_causal_bias(call)
     if type(call.with_lse) is bool and not is_compiling():
         prepared = shortcuts.find_any(call, deterministic)
         if prepared is not None:
@@ -244,7 +252,13 @@ def _run(call: ForwardArguments) -> Result:
         beyond = ReferenceArguments._make(call)
         check_or_decline("sdpa", lambda: arguments.check(call), lambda: arguments.check(beyond))
     if needs_gradient(*call.tensors, call.out):
-        return _differentiable(call)
+        if is_compiling():
+            return _differentiable(call)
+        try:
+            return _differentiable(call)
+        except RuntimeError:
+            tracking.refuse_inference_tensors(call)
+            raise
     operator, inputs = torch.ops.cudnn_sdpa, call[:17]
     if call.out is None:
         forward = operator.sdpa_forward_lse if call.with_lse else operator.sdpa_forward
@@ -265,16 +279,6 @@ def _differentiable(call: ForwardArguments) -> Result:
     else:
         out, lse = autograd.Attention.apply(*call[:5], call._replace(with_lse=True), None)  # type: ignore[no-untyped-call]
     return (out, lse) if call.with_lse else out
-
-
-def _plain_float(number: Any) -> Any:
-    """A number of another kind, such as 1 or numpy's, as the float that the operators make of it."""
-    if type(number) in (float, bool) or not isinstance(number, (int, float)):
-        return number
-    try:
-        return float(number)
-    except OverflowError:  # the checks will say so
-        return number
 
 
 def is_deterministic(deterministic: Any) -> bool:

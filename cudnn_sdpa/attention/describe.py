@@ -63,6 +63,7 @@ def describe_sdpa(
         *(is_causal, causal_alignment, left, right, scale, dropout_p, softcap, alibi),
         *(False, return_lse, out),
     )
+    given = arguments.without_causal_bias(given._replace(sinks=arguments.as_sinks(sinks)))
     arguments.check_types(given)
     given = given._replace(deterministic=is_deterministic(deterministic))
     call = as_cast(given)
@@ -99,9 +100,11 @@ def _key_of_bucket(forward: Forward, target: Target, device: int | None) -> Plan
 
 def with_positive_scale(call: ForwardArguments) -> tuple[ForwardArguments, list[str]]:
     """The forward call that is launched, as cuDNN computes no negative scale, and what that takes."""
-    if call.scale_value > -MIN_SCALE:
+    if call.scale_value >= MIN_SCALE:
         return call, []
     out = operators.new_output(call.q, call.v) if call.out is None else call.out
+    if call.scale_value > -MIN_SCALE:
+        return call._replace(q=torch.zeros_like(call.q), out=out), ["q is replaced by zeros, for the scale of 0"]
     return call._replace(q=call.q.neg(), out=out), ["q is negated into a copy, for the negative scale"]
 
 
@@ -153,7 +156,8 @@ def backward_with_positive_scale(call: ForwardArguments) -> tuple[ForwardArgumen
     if call.scale_value >= MIN_SCALE:
         return call, []
     if call.scale_value > -MIN_SCALE:
-        return call, ["the gradients of q and k are filled with zeros, for the scale of 0"]
+        note = "q is replaced by zeros, and the gradients of q and k are filled with zeros, for the scale of 0"
+        return call._replace(q=operators.like_in_memory(call.q)), [note]
     note = "q is negated into a copy, and its gradient negated, for the negative scale"
     return call._replace(q=operators.like_in_memory(call.q)), [note]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 from typing import Any
 
 import torch
@@ -30,11 +32,11 @@ def scaled_dot_product_attention(
         key: (…, H, S, E), of the query's rank. Batch and heads may be 1 where another's are not.
         value: (…, H, S, Ev).
         attn_mask: Broadcastable to (…, Hq, L, S): booleans, True for keys that are seen, or numbers that are added to
-            the scores. Not with `is_causal`.
+            the scores; or a `CausalBias` of `torch.nn.attention.bias`. Not with `is_causal`.
         dropout_p: Share of the weights that is dropped.
         is_causal: Hide later keys, with the diagonal at the top left.
         scale: Factor of the scores; None is 1/sqrt(E).
-        enable_gqa: Allow Hq to be a multiple of H.
+        enable_gqa: Allow Hq to be a multiple of H, which may differ between key and value.
 
     Returns:
         (…, Hq, L, Ev), its dimensions in memory in the query's order.
@@ -111,10 +113,14 @@ def drop_in_arguments(
     most_q, most_kv = heads["query"], max(heads["key"], heads["value"])
     if not enable_gqa:
         most_q = most_kv = max(most_q, most_kv)
+    elif min(heads.values()) > 0 and most_q % heads["key"] == most_q % heads["value"] == 0:
+        most_kv = math.lcm(heads["key"], heads["value"])  # each is repeated for the heads of the query, as in PyTorch
     for name, most in (("query", most_q), ("key", most_kv), ("value", most_kv)):
-        if heads[name] not in (1, most):
+        if heads[name] not in (1, most) and not (enable_gqa and name != "query" and most % max(1, heads[name]) == 0):
             hint = "" if enable_gqa else "Or pass enable_gqa=True."
             raise ShapeError(name, f"{heads[name]} heads", f"1 or {most}, as another of the three has", hint)
+    if enable_gqa and 1 < heads["key"] != heads["value"] > 1:
+        key, value = (_with_heads(x, heads[name], most_kv) for x, name in ((key, "key"), (value, "value")))
     q = _to_four(query, batch, most_q)
     k, v = _to_four(key, batch, most_kv), _to_four(value, batch, most_kv)
     full = (*batch, most_q, query.shape[-2], key.shape[-2])
@@ -127,11 +133,19 @@ def _mask(attn_mask: Any, is_causal: Any, full: tuple[int, ...]) -> Tensor | Non
         return None
     if not isinstance(attn_mask, Tensor):
         raise OptionError("attn_mask", type(attn_mask).__name__, "a torch.Tensor or None")
+    if not isinstance(is_causal, bool):
+        raise OptionError("is_causal", _kind(is_causal), "True or False")
     if is_causal:
         raise OptionError(
             "is_causal", "True beside attn_mask", "one of the two", "Draw the causal mask into attn_mask."
         )
-    if attn_mask.is_nested or attn_mask.layout != torch.strided or len(full) <= 4 or attn_mask.dim() <= 3:
+    if (
+        type(attn_mask).__name__ == "CausalBias"
+        or attn_mask.is_nested
+        or attn_mask.layout != torch.strided
+        or len(full) <= 4
+        or attn_mask.dim() <= 3
+    ):
         return attn_mask  # `sdpa` checks it
     sizes = zip(reversed(attn_mask.shape), reversed(full), strict=False)
     if attn_mask.dim() > len(full) or any(size not in (1, of_full) for size, of_full in sizes):
@@ -147,6 +161,15 @@ def _batch_of(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
     except RuntimeError:
         got = ", ".join(str(tuple(tensor.shape)) for tensor in (key, value))
         raise ShapeError("key", f"shapes {got}", f"batches like query's, shape {tuple(query.shape)}") from None
+
+
+def _with_heads(tensor: Tensor, heads: int, most: int) -> Tensor:
+    """Keys or values with as many heads as both have together, each one repeated."""
+    return tensor if heads == most else tensor.repeat_interleave(most // heads, -3)
+
+
+def _kind(value: Any) -> str:
+    return "a tensor" if isinstance(value, Tensor) else reprlib.repr(value)
 
 
 def _to_four(tensor: Tensor, batch: torch.Size, heads: int) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from cudnn_sdpa.errors import LayoutError
@@ -57,7 +56,8 @@ def check_addresses(hint: str = "", **tensors: Any) -> None:
 
 def check_present(name: str, tensor: Tensor) -> None:
     """Whether a plain tensor has memory for its elements."""
-    if (tensor.is_cuda or tensor.is_cpu) and type(tensor) in _PLAIN and tensor.data_ptr() == 0 and tensor.numel() != 0:
+    has_own = tensor.is_cuda or tensor.is_cpu
+    if has_own and type(tensor).__torch_dispatch__ is _PLAIN and tensor.data_ptr() == 0 and tensor.numel() != 0:
         raise LayoutError(
             name,
             "a tensor without memory",
@@ -66,7 +66,7 @@ def check_present(name: str, tensor: Tensor) -> None:
         )
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = Tensor.__torch_dispatch__  #: of classes that are nothing but memory
 
 
 def refuse_address(name: str, past: int, hint: str = "") -> NoReturn:

@@ -28,9 +28,9 @@ from cudnn_sdpa.runtime.eager import is_compiling
 from cudnn_sdpa.runtime.layouts import dense_stride_like
 from cudnn_sdpa.runtime.target import live_target
 
-#: Smallest scale that is handed to cuDNN. Its kernels hide keys by a score of -inf before they scale, so that with
-#: a scale of 0 or less a hidden key becomes NaN or +inf (seen on cuDNN 9.19: wrong numbers). At this one every
-#: float16 or bfloat16 score is 0 in all digits.
+#: Smallest scale that is handed to cuDNN; every float16 or bfloat16 score is 0 in all digits below it. Its kernels hide
+#: keys by a score of -inf before they scale, so that with a scale of 0 or less a hidden key becomes NaN or +inf (seen
+#: on cuDNN 9.19: wrong numbers).
 MIN_SCALE = 1e-30
 
 _Implementation = Callable[[ForwardArguments], Result]
@@ -78,9 +78,9 @@ def _check_for_cuda(call: ForwardArguments) -> None:
 def _with_positive_scale(call: ForwardArguments) -> ForwardArguments:
     """The same call with a scale that cuDNN computes right: the sign moves into a negated copy of q."""
     _check_for_cuda(call)
-    if call.scale_value > -MIN_SCALE:
-        return call._replace(scale=MIN_SCALE)
     out = new_output(call.q, call.v) if call.out is None else call.out  # in the memory order of q, not of its copy
+    if call.scale_value > -MIN_SCALE:
+        return call._replace(q=torch.zeros_like(call.q), scale=1.0, out=out)
     return call._replace(q=call.q.neg(), scale=-call.scale_value, out=out)
 
 
@@ -174,7 +174,8 @@ def backward_runner(q: Tensor) -> Callable[[BackwardArguments], list[Tensor]]:
 def _negative_scale_backward(of: BackwardArguments) -> list[Tensor]:
     call = of.call
     if call.scale_value > -MIN_SCALE:  # scores that are all 0 do not depend on q and k
-        result = run_backward_cuda(of._replace(call=call._replace(scale=MIN_SCALE)))
+        zeros = like_in_memory(call.q).zero_()  # with a tiny scale, cuDNN loses the gradient of attn_mask
+        result = run_backward_cuda(of._replace(call=call._replace(q=zeros, scale=1.0)))
         for gradient in result[: of.needs.q + of.needs.k]:
             gradient.zero_()
         return result

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cudnn_sdpa.attention import autograd, debug, lookup, training
+from cudnn_sdpa.attention import autograd, debug, lookup, tracking, training
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.calls import ForwardCall, Result
 from cudnn_sdpa.attention.lookup import Last, Run
@@ -95,7 +95,11 @@ def find_any(call: ForwardArguments, deterministic: bool | None) -> Callable[[Fo
 def _train(prepared: ForwardCall, deterministic: bool, call: ForwardArguments) -> Result:
     """A call that autograd follows and whose two passes are prepared."""
     of_both = call._replace(deterministic=deterministic, with_lse=True)
-    out, lse = autograd.Attention.apply(*call[:5], of_both, prepared)  # type: ignore[no-untyped-call]
+    try:
+        out, lse = autograd.Attention.apply(*call[:5], of_both, prepared)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        tracking.refuse_inference_tensors(call)
+        raise
     return (out, lse) if call.with_lse else out
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.errors import LayoutError, UnsupportedError
 from cudnn_sdpa.runtime.eager import is_compiling, needs_gradient
 
 try:
@@ -69,6 +69,24 @@ def resolved(call: CallT) -> CallT:
     negative = {name: x.resolve_neg() for name, x in inputs if x is not None and x.is_neg()}
     result: CallT = call._replace(**negative) if negative else call
     return result
+
+
+def refuse_inference_tensors(call: Any) -> None:
+    """Says which tensor of a call autograd could not keep for the gradients; looked for once it has failed to.
+
+    Raises:
+        LayoutError: One was made under `torch.inference_mode`.
+    """
+    names = ("q", "k", "v", "attn_mask", "sinks", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv")
+    for name in names:
+        tensor = getattr(call, name, None)
+        if tensor is not None and tensor.is_inference():
+            raise LayoutError(
+                name,
+                "a tensor made under torch.inference_mode",
+                "one that autograd can keep for the gradients",
+                f"Use {name}.clone() outside of inference mode, or call under torch.no_grad().",
+            ) from None
 
 
 def _check_no_tangent(**tensors: Tensor | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import autograd, backward, fallback, operators, pieces
+from cudnn_sdpa.attention import autograd, backward, fallback, operators, pieces, tracking
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.backward import BackwardArguments, BackwardCall, Needs
 from cudnn_sdpa.attention.calls import MISALIGNED, ForwardCall
@@ -107,7 +107,11 @@ class PlainTraining:
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
         """The output, which autograd can differentiate."""
-        out: Tensor = PlainAttention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+        try:
+            out: Tensor = PlainAttention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            tracking.refuse_inference_tensors(ForwardArguments(q, k, v))
+            raise
         return out
 
 

@@ -18,7 +18,7 @@ from cudnn_sdpa.attention import (
     varlen_shortcuts,
 )
 from cudnn_sdpa.attention import flops as _flops  # noqa: F401 - registers the formulas
-from cudnn_sdpa.attention.arguments import ForwardArguments, as_int
+from cudnn_sdpa.attention.arguments import ForwardArguments, as_float, as_int
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.dense import cast_tensor, is_deterministic
 from cudnn_sdpa.attention.fallback import check_or_decline, kind_of, or_else
@@ -141,10 +141,10 @@ def sdpa_varlen(
         causal_alignment: Where the diagonal lies: "bottom_right", the last query of a sequence at its last key, or
             "top_left".
         window: (left, right) bounds around the diagonal; -1 is no bound.
-        scale: Factor of the scores; None is 1/sqrt(D).
+        scale: Factor of the scores, at most 65,536 in size; None is 1/sqrt(D).
         dropout_p: Share of the weights that is dropped.
         softcap: Limit of the scores.
-        sinks: One score for each query head, (Hq,) float32, without a value.
+        sinks: One score for each query head, (Hq,), without a value. float32; half precision is converted.
         return_lse: Also return the log-sum-exp of the scores.
         deterministic: Whether gradients are bit-exact; None follows `torch.use_deterministic_algorithms`.
         out: Where to write the result. For inference.
@@ -170,7 +170,7 @@ def sdpa_varlen(
     left, right = arguments.window_bounds(window)
     call = VarlenArguments(
         *(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, None, as_int(max_seqlen_q), as_int(max_seqlen_kv)),
-        *(is_causal, causal_alignment, left, right, scale, dropout_p, softcap),
+        *(is_causal, causal_alignment, left, right, as_float(scale), as_float(dropout_p), as_float(softcap)),
         *(cu_seqlens_q is cu_seqlens_kv, False, return_lse, out),
     )
     return run(call, deterministic)
@@ -178,6 +178,8 @@ def sdpa_varlen(
 
 def run(call: VarlenArguments, deterministic: bool | None) -> Result:
     """Runs a call whose arguments have not been checked yet, by the shortest way that is right for it."""
+    if call.sinks is not None:
+        call = call._replace(sinks=arguments.as_sinks(call.sinks))
     if not is_compiling():
         known = varlen_shortcuts.find(call, deterministic)
         if known is not None:
@@ -209,7 +211,13 @@ def _run(call: VarlenArguments) -> Result:
         check_or_decline("sdpa_varlen", lambda: check(call), lambda: check(beyond))
     tensors = (*call[:6], call.out)
     if needs_gradient(*tensors):
-        return _differentiable(call)
+        if is_compiling():
+            return _differentiable(call)
+        try:
+            return _differentiable(call)
+        except RuntimeError:
+            tracking.refuse_inference_tensors(call)
+            raise
     if not is_compiling() and call.q.is_cuda and is_bare(*tensors):
         return varlen_operators.forward_cuda(call)
     operator, inputs = torch.ops.cudnn_sdpa, call[:18]

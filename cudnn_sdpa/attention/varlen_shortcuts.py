@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cudnn_sdpa.attention import debug, memory, pieces, varlen_autograd, varlen_calls
+from cudnn_sdpa.attention import debug, memory, pieces, tracking, varlen_autograd, varlen_calls
 from cudnn_sdpa.attention.calls import MISALIGNED, Result
 from cudnn_sdpa.attention.lookup import describe
 from cudnn_sdpa.attention.packed_call import VarlenCall
@@ -116,10 +116,14 @@ def _train(prepared: VarlenCall, deterministic: bool, call: VarlenArguments) -> 
     """The output, which autograd can differentiate, and if wanted the log-sum-exp."""
     _check_memory(*call[:3])
     of_both = call._replace(deterministic=deterministic, with_lse=True)
-    if call.with_lse:
-        result: Result = varlen_autograd.VarlenAttention.apply(*call[:4], of_both)  # type: ignore[no-untyped-call]
-        return result
-    out: Tensor = PackedAttention.apply(*call[:4], of_both, prepared)  # type: ignore[no-untyped-call]
+    try:
+        if call.with_lse:
+            result: Result = varlen_autograd.VarlenAttention.apply(*call[:4], of_both)  # type: ignore[no-untyped-call]
+            return result
+        out: Tensor = PackedAttention.apply(*call[:4], of_both, prepared)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        tracking.refuse_inference_tensors(call)
+        raise
     return out
 
 

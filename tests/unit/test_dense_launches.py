@@ -44,6 +44,7 @@ class StandInPlan:
         x = {}
         for operand, address in zip(operands, addresses, strict=True):
             if operand.role is Role.SCALAR:
+                assert ctypes.c_float.from_address(address).value > 1e-3
                 x[operand.name] = ctypes.c_float.from_address(address).value
                 continue
             assert address, f"a null pointer for {operand.name}"
@@ -259,3 +260,11 @@ def test_it_is_refused_on_the_short_way_too():
         for tensors in ((freed, k, v), (q, freed, v), (q, k, freed)):
             with pytest.raises(cudnn_sdpa.LayoutError, match="without memory"):
                 known.run(*tensors, None, None)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1e-40, 1e-38, -0.5])
+def test_the_gradient_of_a_mask_at_any_scale(scale):
+    """cuDNN loses it at a tiny scale, which is therefore never launched."""
+    tensors = {"q": torch.randn(2, 4, 7, 8), "k": torch.randn(2, 2, 9, 8), "v": torch.randn(2, 2, 9, 16)}
+    tensors = {name: x.half() for name, x in (tensors | {"attn_mask": torch.randn(2, 1, 7, 9)}).items()}
+    assert_right(tensors, random.Random(1), torch.float16, scale=scale)
