@@ -109,6 +109,7 @@ def test_masks_of_every_form(sq, skv):
             leaves[name].requires_grad_()
         try:
             out, lse = cudnn_sdpa.sdpa(**leaves, **options, return_lse=True)
+            lse = lse.detach()
         except cudnn_sdpa.UnsupportedError:
             continue
         grad_out = torch.randn_like(out)
@@ -155,3 +156,20 @@ def test_a_mask_over_one_key_neither_waits_nor_copies():
     assert ((ratio.abs() < 1e-2) | ((ratio - 2).abs() < 3e-2)).all()
     assert grad_q.isfinite().all()
     assert grad_mask.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [0.0, 1e-20, 1e-8, 1e-6, 1e-4, 1e-2, -1e-6, -0.1])
+def test_the_gradient_of_a_mask_at_any_scale(scale, dtype):
+    """With a scale of 1e-30, which stood for 0, cuDNN 9.19 gave zeros."""
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(2, 2, n, 64, device="cuda", dtype=dtype) for n in (40, 72, 72))
+    mask = torch.randn(2, 1, 40, 72, device="cuda", dtype=dtype, requires_grad=True)
+    out = cudnn_sdpa.sdpa(q, k, v, attn_mask=mask, scale=scale)
+    grad_out = torch.randn_like(out)
+    (found,) = torch.autograd.grad(out, mask, grad_out)
+    leaf = mask.detach().double().requires_grad_()
+    exact = (q.double() @ k.double().mT * scale + leaf).softmax(-1) @ v.double()
+    (wanted,) = torch.autograd.grad(exact, leaf, grad_out.double())
+    assert error(out.detach(), exact.detach()) < TOLERANCE[dtype]
+    assert error(found, wanted) < 4 * TOLERANCE[dtype]
