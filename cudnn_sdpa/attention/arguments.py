@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import memory
-from cudnn_sdpa.attention.options import ALIGNMENTS, BOTTOM_RIGHT, TOP_LEFT, UNBOUNDED
+from cudnn_sdpa.attention.options import ALIGNMENTS, TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.attention.side_tensors import check_lengths, check_mask, check_rng, check_sinks, dtype_name, shape_of
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.runtime import cpu_target
@@ -290,31 +290,6 @@ def _check_number(name: str, value: Any, without: str, largest: float) -> None:
     if not abs(value) <= largest:
         bound = f" of at most {largest:g} in size" if largest < torch.finfo(torch.float32).max else ""
         raise OptionError(name, reprlib.repr(value), f"a finite float32 number{bound}, or None for {without}")
-
-
-def as_sinks(sinks: Any) -> Any:
-    """Sinks in float32, as the kernels read them; what is no tensor in half precision as it is."""
-    half = isinstance(sinks, Tensor) and sinks.dtype in CUDA_DTYPES
-    return sinks.float() if half else sinks
-
-
-def without_causal_bias(call: ForwardArguments) -> ForwardArguments:
-    """The call with a causal mask in place of PyTorch's object for one, which has no numbers in its memory.
-
-    Raises:
-        ArgumentError: It is for other lengths, or there is a causal mask or a window beside it.
-    """
-    mask: Any = call.attn_mask
-    if type(mask).__name__ != "CausalBias" or not type(mask).__module__.startswith("torch."):
-        return call
-    if call.is_causal or (call.window_left, call.window_right) != (UNBOUNDED, UNBOUNDED):
-        beside = "is_causal" if call.is_causal else "window"
-        raise OptionError(beside, "one beside a CausalBias as attn_mask", "one of the two")
-    lengths, wanted = (mask.seq_len_q, mask.seq_len_kv), (call.q.shape[-2], call.k.shape[-2])
-    if lengths != wanted:
-        raise ShapeError("attn_mask", f"a CausalBias for lengths {lengths}", f"one for {wanted}, those of q and k")
-    alignment = TOP_LEFT if mask.variant.name == "UPPER_LEFT" else BOTTOM_RIGHT
-    return call._replace(attn_mask=None, is_causal=True, causal_alignment=alignment)
 
 
 def check_out(out: Tensor, q: Tensor, v: Tensor, *, for_cudnn: bool) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.memory import aligned
+from cudnn_sdpa.attention.options import BOTTOM_RIGHT, TOP_LEFT, UNBOUNDED
+from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.runtime.layouts import ALIGNMENT, TensorLayout
 
 
@@ -75,3 +80,22 @@ def in_memory_order_of(mask: Tensor, gradient: Tensor) -> Tensor:
     if gradient.dtype == mask.dtype and gradient.stride() == mask.stride():
         return gradient
     return torch.empty_like(mask).copy_(gradient)
+
+
+def without_causal_bias(call: ForwardArguments) -> ForwardArguments:
+    """The call with a causal mask in place of PyTorch's object for one, which has no numbers in its memory.
+
+    Raises:
+        ArgumentError: It is for other lengths, or there is a causal mask or a window beside it.
+    """
+    mask: Any = call.attn_mask
+    if type(mask).__name__ != "CausalBias" or not type(mask).__module__.startswith("torch."):
+        return call
+    if call.is_causal or (call.window_left, call.window_right) != (UNBOUNDED, UNBOUNDED):
+        beside = "is_causal" if call.is_causal else "window"
+        raise OptionError(beside, "one beside a CausalBias as attn_mask", "one of the two")
+    lengths, wanted = (mask.seq_len_q, mask.seq_len_kv), (call.q.shape[-2], call.k.shape[-2])
+    if lengths != wanted:
+        raise ShapeError("attn_mask", f"a CausalBias for lengths {lengths}", f"one for {wanted}, those of q and k")
+    alignment = TOP_LEFT if mask.variant.name == "UPPER_LEFT" else BOTTOM_RIGHT
+    return call._replace(attn_mask=None, is_causal=True, causal_alignment=alignment)

@@ -11,8 +11,11 @@ from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, autograd, lookup, on_pytorch, operators, shortcuts, tracking
 from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, as_float
+from cudnn_sdpa.attention.bias import without_causal_bias
 from cudnn_sdpa.attention.calls import Result
+from cudnn_sdpa.attention.dropout import new_seed
 from cudnn_sdpa.attention.fallback import check_or_decline, is_in_force, kind_of, or_else
+from cudnn_sdpa.attention.side_tensors import as_sinks
 from cudnn_sdpa.attention.tracking import PYTORCHS
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_profiling, needs_gradient
@@ -228,9 +231,9 @@ def sdpa(
 def run(call: ForwardArguments, deterministic: bool | None) -> Result:
     """Runs a call whose arguments have not been checked yet, by the shortest way that is right for it."""
     if call.sinks is not None:
-        call = call._replace(sinks=arguments.as_sinks(call.sinks))
+        call = call._replace(sinks=as_sinks(call.sinks))
     if call.attn_mask is not None and type(call.attn_mask) is not Tensor:
-        call = arguments.without_causal_bias(call)
+        call = without_causal_bias(call)
     if type(call.with_lse) is bool and not is_compiling():
         prepared = shortcuts.find_any(call, deterministic)
         if prepared is not None:
@@ -242,7 +245,7 @@ def run(call: ForwardArguments, deterministic: bool | None) -> Result:
         arguments.check_options(call)
     tracking.check("sdpa", call.out, q=call.q, k=call.k, v=call.v, attn_mask=call.attn_mask, sinks=call.sinks)
     if call.dropout_p:
-        call = call._replace(rng=operators.new_seed(call.q))
+        call = call._replace(rng=new_seed(call.q))
     return or_else(lambda: _run(call), lambda: on_pytorch.run(call), lambda: kind_of(call))
 
 

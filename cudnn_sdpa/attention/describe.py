@@ -14,6 +14,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments, graphs, memory, operators, pieces, tracking, verification
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.backward import BackwardArguments, Needs
+from cudnn_sdpa.attention.bias import without_causal_bias
 from cudnn_sdpa.attention.buckets import Bucket
 from cudnn_sdpa.attention.dense import cast_for_autocast, is_deterministic, sdpa
 from cudnn_sdpa.attention.drop_in import drop_in_arguments, scaled_dot_product_attention
@@ -21,6 +22,7 @@ from cudnn_sdpa.attention.operators import MIN_SCALE
 from cudnn_sdpa.attention.options import TOP_LEFT
 from cudnn_sdpa.attention.passes import Backward, Forward
 from cudnn_sdpa.attention.problem import Problem
+from cudnn_sdpa.attention.side_tensors import as_sinks
 from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.runtime.describe import Description, describes
@@ -63,7 +65,7 @@ def describe_sdpa(
         *(is_causal, causal_alignment, left, right, scale, dropout_p, softcap, alibi),
         *(False, return_lse, out),
     )
-    given = arguments.without_causal_bias(given._replace(sinks=arguments.as_sinks(sinks)))
+    given = without_causal_bias(given._replace(sinks=as_sinks(sinks)))
     arguments.check_types(given)
     given = given._replace(deterministic=is_deterministic(deterministic))
     call = as_cast(given)

@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import config as functorch_config
-from torch.fx import traceback as fx_traceback
-from torch.utils.checkpoint import CheckpointPolicy
 
 from cudnn_sdpa.attention import arguments, backward, cpu_checks, debug, lookup, memory, pieces, reference, tiers
 from cudnn_sdpa.attention.arguments import ForwardArguments
@@ -23,8 +20,6 @@ from cudnn_sdpa.attention.backward import BackwardArguments, Needs
 from cudnn_sdpa.attention.calls import ForwardCall, Result
 from cudnn_sdpa.attention.passes import Forward
 from cudnn_sdpa.attention.problem import Problem
-from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.runtime.eager import is_compiling
 from cudnn_sdpa.runtime.layouts import dense_stride_like
 from cudnn_sdpa.runtime.target import live_target
 
@@ -269,46 +264,6 @@ def _to_gradients(run: Callable[[BackwardArguments], list[Tensor]]) -> Callable[
     return implementation
 
 
-def new_seed(q: Tensor) -> Tensor:
-    """Seed and offset of dropout, from PyTorch's generator of q's device.
-
-    manual_seed, checkpointing and CUDA graphs act on it. In compiled code it is an operator of its own: see `_seed`.
-    """
-    if is_compiling():
-        seed: Tensor = torch.ops.cudnn_sdpa.dropout_seed(q)
-        return seed
-    return torch.randint(2**62, (2,), dtype=torch.int64, device=q.device)
-
-
-def _seed(q: Tensor) -> Tensor:
-    """What the compiler traces in place of `dropout_seed`: a random number that it must keep for the backward pass.
-
-    With `torch._functorch.config.activation_memory_budget` below 1 it would draw another one there.
-
-    Raises:
-        UnsupportedError: The budget is 0: the compiler keeps nothing then, whatever a node says.
-    """
-    if functorch_config.activation_memory_budget == 0 and torch.is_grad_enabled():
-        raise UnsupportedError(
-            "dropout under torch.compile with an activation memory budget of 0",
-            ["the compiler would draw the random numbers of the backward pass again"],
-            "a budget above 0",
-        )
-    meta = fx_traceback.current_meta
-    before = meta.get("recompute")
-    meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    try:
-        return torch.randint(2**62, (2,), dtype=torch.int64, device=q.device)
-    finally:
-        meta.pop("recompute")
-        if before is not None:
-            meta["recompute"] = before
-
-
-_library.define(
-    "dropout_seed(Tensor q) -> Tensor", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded)
-)
-_library.impl("dropout_seed", _seed, "CompositeImplicitAutograd")
 _INPUTS = f"{_TENSORS}, {_OPTIONS}"
 _register("sdpa_forward", _INPUTS, "Tensor", _to_result)
 _register("sdpa_forward_lse", _INPUTS, "(Tensor, Tensor)", _to_result_and_lse)

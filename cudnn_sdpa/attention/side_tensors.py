@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -85,3 +87,9 @@ def check_rng(rng: Tensor | None, dropout_p: float, q: Tensor) -> None:
         raise ShapeError("rng", shape_of(rng), "a dense tensor of shape (2,)")
     if rng.device != q.device:
         raise DeviceError("rng", str(rng.device), f"{q.device}, the device of q")
+
+
+def as_sinks(sinks: Any) -> Any:
+    """Sinks in float32, as the kernels read them; what is no tensor in half precision as it is."""
+    half = isinstance(sinks, Tensor) and sinks.dtype in (torch.float16, torch.bfloat16)
+    return sinks.float() if half else sinks

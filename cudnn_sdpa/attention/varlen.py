@@ -21,8 +21,9 @@ from cudnn_sdpa.attention import flops as _flops  # noqa: F401 - registers the f
 from cudnn_sdpa.attention.arguments import ForwardArguments, as_float, as_int
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.dense import cast_tensor, is_deterministic
+from cudnn_sdpa.attention.dropout import new_seed
 from cudnn_sdpa.attention.fallback import check_or_decline, kind_of, or_else
-from cudnn_sdpa.attention.operators import new_seed
+from cudnn_sdpa.attention.side_tensors import as_sinks
 from cudnn_sdpa.attention.varlen_arguments import ReferenceVarlenArguments, VarlenArguments
 from cudnn_sdpa.runtime.eager import is_bare, is_compiling, needs_gradient
 
@@ -179,7 +180,7 @@ def sdpa_varlen(
 def run(call: VarlenArguments, deterministic: bool | None) -> Result:
     """Runs a call whose arguments have not been checked yet, by the shortest way that is right for it."""
     if call.sinks is not None:
-        call = call._replace(sinks=arguments.as_sinks(call.sinks))
+        call = call._replace(sinks=as_sinks(call.sinks))
     if not is_compiling():
         known = varlen_shortcuts.find(call, deterministic)
         if known is not None:
