@@ -183,11 +183,11 @@ def operation(kind: type[Operation]) -> type[Operation]:
 
 
 def size(r: random.Random, device: str, *, large: float = 0.12) -> int:
-    """A length, mostly short, and often 1."""
-    large = large if device != "cpu" else large / 5
+    """A length, mostly short, and often 1. References on the CPU take long, and know nothing of tiles."""
     if r.random() < large:
-        return r.choice([127, 128, 129, 192, 200, 256, 300, 513])
-    return r.choice([1, 1, 1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 40, 63, 64, 65, 77])
+        return r.choice([127, 128, 129, 192, 200, 256, 300, 513] if device != "cpu" else [33, 40, 65])
+    short = [1, 1, 1, 2, 3, 5, 7, 8, 15, 16, 17]
+    return r.choice(short if device == "cpu" else [*short, 31, 33, 40, 63, 64, 65, 77])
 
 
 def number(r: random.Random, low: float, high: float) -> float:
@@ -256,11 +256,17 @@ def chosen(r: random.Random, names: list[str]) -> tuple[str, ...]:
     return tuple(name for name in names if how < 0.5 or r.random() < 0.6)
 
 
-def head_dims(r: random.Random, unit: int = 8) -> tuple[int, int]:
+def head_dims(r: random.Random, device: str) -> tuple[int, int]:
     """Of keys and values."""
-    odd = unit * r.randint(1, 128 // unit)
-    choices = [(64, 64)] * 4 + [(128, 128)] * 2 + [(unit, unit), (odd, odd), (192, 128), (64, 32), (48, 80)]
-    return r.choice(choices)
+    if device == "cpu":
+        return r.choice([(8, 8), (8, 8), (16, 16), (64, 64), (24, 8), (8, 40)])
+    odd = 8 * r.randint(1, 16)
+    return r.choice([(64, 64)] * 4 + [(128, 128)] * 2 + [(8, 8), (odd, odd), (192, 128), (64, 32), (48, 80)])
+
+
+def keys_for(r: random.Random, device: str, sq: int) -> int:
+    """How many keys there are for so many queries."""
+    return r.choice([sq, sq, sq, 1, 1, 3, 5, 8, 17, 40, *([64, 77, 130] if device != "cpu" else [])])
 
 
 def rounds_scores(case: Case) -> bool:
@@ -311,10 +317,10 @@ class Sdpa(Attention):
         dtype = half(r, device)
         batch, kv = r.choice([1, 1, 2, 3, 5]), r.choice([1, 1, 2, 3])
         heads, sq = kv * r.choice([1, 1, 2, 3, 5]), size(r, device)
-        skv = r.choice([sq, sq, sq, 1, 1, 3, 5, 8, 17, 40, 64, 77, 130])
+        skv = keys_for(r, device, sq)
         if r.random() < 0.03:
             batch, sq, skv = r.choice([(0, sq, skv), (batch, 0, skv), (batch, sq, 0)])
-        dims, full = head_dims(r), (batch, heads, sq, skv)
+        dims, full = head_dims(r, device), (batch, heads, sq, skv)
         tensors = {
             "q": memory_of(r, (batch, heads, sq, dims[0]), dtype),
             "k": memory_of(r, (batch, kv, skv, dims[0]), dtype),
@@ -390,7 +396,7 @@ class DropIn(Attention):
         dtype, rank = half(r, device), r.choice([4, 4, 4, 3, 3, 2, 5])
         kv, sq = r.choice([1, 2, 3]), size(r, device)
         heads = kv * r.choice([1, 1, 2, 3])
-        skv, dims = r.choice([sq, sq, 1, 3, 17, 64, 77]), head_dims(r)
+        skv, dims = keys_for(r, device, sq), head_dims(r, device)
         before = tuple(r.choice([1, 2, 3]) for _ in range(rank - 3))
         gqa = heads != kv or r.random() < 0.2
 
@@ -500,7 +506,7 @@ class Varlen(Attention):
         of_q, of_kv = ([r.choice(sizes) for _ in range(count)] for _ in "qk")
         same = r.random() < 0.5
         of_kv = of_q if same else of_kv
-        kv, dims = r.choice([1, 1, 2, 3]), head_dims(r)
+        kv, dims = r.choice([1, 1, 2, 3]), head_dims(r, device)
         heads, extra = kv * r.choice([1, 2, 3, 5]), r.choice([0, 0, 0, 0, 3])
         rows, columns = sum(of_q) + extra, sum(of_kv) + (extra if same else 0)
         tensors = {
@@ -587,7 +593,7 @@ class Paged(Attention):
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         dtype = half(r, device)
-        batch, kv, dims = r.choice([1, 2, 3, 7]), r.choice([1, 1, 2, 3]), head_dims(r)
+        batch, kv, dims = r.choice([1, 2, 3, 7]), r.choice([1, 1, 2, 3]), head_dims(r, device)
         heads, sq = kv * r.choice([1, 2, 5]), r.choice([1, 1, 1, 2, 5, 8, 9, 20])
         page, columns = r.choice([1, 2, 8, 16, 64]), r.choice([1, 1, 2, 5])
         pages = columns * batch + r.choice([0, 1, 4])
@@ -697,8 +703,9 @@ class Fp8(Attention):
         """Tensors in FP8, of numbers whose scales are none of 1."""
         dtype = r.choice([E4M3, E4M3, E5M2])
         batch, kv, sq = r.choice([1, 2, 3]), r.choice([1, 2]), size(r, device)
-        heads, skv = kv * r.choice([1, 2, 3]), r.choice([sq, sq, 1, 17, 64, 130])
-        dims = r.choice([(64, 64), (128, 128), (16, 16), (128, 64), (32, 48), (192, 128)])
+        heads, skv = kv * r.choice([1, 2, 3]), keys_for(r, device, sq)
+        large = [(64, 64), (128, 128), (128, 128), (128, 64), (192, 128)] if device != "cpu" else []
+        dims = r.choice([(16, 16), (32, 48), *large])
         scales = {"q": number(r, 15, 40), "k": number(r, 45, 80), "v": number(r, 6, 14)}
         shapes = {"q": (heads, sq, dims[0]), "k": (kv, skv, dims[0]), "v": (kv, skv, dims[1])}
         tensors = {
@@ -862,7 +869,8 @@ class Fp8Attention(Attention):
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         dtype, kv, batch = r.choice([BF16, F16]), r.choice([1, 2]), r.choice([1, 2])
         heads, sq = kv * r.choice([1, 2]), size(r, device, large=0.05)
-        skv, dims = r.choice([sq, sq, 1, 17, 64]), r.choice([(64, 64), (128, 128), (16, 16), (32, 48)])
+        skv = keys_for(r, device, sq)
+        dims = r.choice([(64, 64), (128, 128), (16, 16), (32, 48)] if device != "cpu" else [(16, 16), (32, 48)])
         shapes = {"q": (heads, sq, dims[0]), "k": (kv, skv, dims[0]), "v": (kv, skv, dims[1])}
         scales = {"q": 1.7, "k": 0.6, "v": 23.0}
         tensors = {n: drawn(r, (batch, *shapes[n]), dtype, unit=16, expands=0.05, scale=scales[n]) for n in "qkv"}
@@ -908,9 +916,9 @@ def fused_dtype(r: random.Random, device: str) -> torch.dtype:
     return F64 if wide and device == "cpu" else dtype
 
 
-def rows_of(r: random.Random) -> tuple[int, ...]:
+def rows_of(r: random.Random, device: str) -> tuple[int, ...]:
     """A shape (..., n)."""
-    n = r.choice([1, 2, 3, 8, 17, 32, 64, 64, 100, 128, 256, 1000, 1024])
+    n = r.choice([1, 2, 3, 8, 17, 32, 64, 64, 100, 128, *([256, 1000, 1024] if device != "cpu" else [])])
     shape = tuple(r.choice([1, 1, 2, 3, 5, 7]) for _ in range(r.choice([0, 1, 1, 2, 2, 3, 4])))
     shape = (*shape, n)
     return (0, *shape[1:]) if r.random() < 0.03 and len(shape) > 1 else shape
@@ -923,7 +931,7 @@ class RmsNorm(Operation):
     data = ("eps",)
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
-        dtype, shape = fused_dtype(r, device), rows_of(r)
+        dtype, shape = fused_dtype(r, device), rows_of(r, device)
         n = shape[-1]
         tensors = {"x": drawn(r, shape, dtype, scale=r.choice([0.02, 1.3, 1.3, 50.0]))}
         if r.random() < 0.02:
@@ -985,7 +993,7 @@ class LayerNorm(Operation):
     data = ("eps",)
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
-        dtype, shape = fused_dtype(r, device), rows_of(r)
+        dtype, shape = fused_dtype(r, device), rows_of(r, device)
         tensors = {"x": drawn(r, shape, dtype, scale=r.choice([0.05, 1.3, 1.3, 20.0]), shift=r.choice([0.0, 2.0]))}
         of = r.choice([dtype, F32])
         if r.random() < 0.8:
@@ -1030,7 +1038,7 @@ class Gate(Operation):
     aligns = True
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
-        dtype, shape = fused_dtype(r, device), rows_of(r)
+        dtype, shape = fused_dtype(r, device), rows_of(r, device)
         facts = {"form": r.choice(["two", "two", "two", "halves", "both"] if self.name == "silu_mul" else ["two"])}
         names = ["gate"] if self.name == "relu_squared" else ["gate", "up"]
         if facts["form"] != "two":
@@ -1108,9 +1116,10 @@ class Conv(Operation):
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         dtype, rank = fused_dtype(r, device), self.rank
         groups = r.choice([1, 1, 1, 2, 4, 8])
-        of_in = groups * r.choice([1, 1, 2, 3, 4, 8, 8, 16])
-        of_out = groups * r.choice([1, 1, 2, 3, 4, 8, 8, 16])
-        most = (1, 1, 2, 3, 3, 5) if rank == 3 else (1, 1, 2, 3, 3, 4, 5)
+        of_in = groups * r.choice([1, 1, 2, 3, 4, 8, 8, *([16] if device != "cpu" else [])])
+        of_out = groups * r.choice([1, 1, 2, 3, 4, 8, 8, *([16] if device != "cpu" else [])])
+        most = (1, 1, 2, 3, 5) if rank == 3 else (1, 1, 2, 3, 3, 4, 5)
+        most = most if device != "cpu" or rank < 3 else (1, 1, 2, 3)
         kernel = tuple(r.choice(most) for _ in range(rank))
         stride, padding, dilation = (
             tuple(r.choice(choices) for _ in range(rank)) for choices in ((1, 1, 1, 2, 3), (0, 0, 1, 2), (1, 1, 1, 2))
