@@ -279,6 +279,18 @@ class Attention(Operation):
 
     data = ("scale", "softcap")
 
+    takes_out = False
+
+    def into(self, tensors: Tensors, facts: dict[str, Any]) -> Tensors:
+        """Memory for the result, where it is given; outside of gradients."""
+        if not facts.get("into") or torch.is_grad_enabled():
+            return {}
+        q, v = tensors["q"], tensors["v"]
+        shape = *q.shape[:-1], v.shape[-1]
+        order = [*sorted(range(q.dim() - 1), key=lambda d: -q.stride(d)), q.dim() - 1]
+        out = torch.full([shape[d] for d in order], math.nan, dtype=q.dtype, device=q.device)
+        return {"out": out.permute([order.index(d) for d in range(q.dim())])}
+
     def known_options(self, case: Case, options: dict[str, Any], leaves: Tensors) -> dict[str, Any]:
         """The options and side tensors as the mathematics takes them."""
         side = {name: leaves[name] for name in ("attn_mask", "sinks", "seq_lens_q", "seq_lens_kv") if name in leaves}
@@ -312,6 +324,7 @@ class Attention(Operation):
 @operation
 class Sdpa(Attention):
     name = "sdpa"
+    takes_out = True
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         dtype = half(r, device)
@@ -352,7 +365,7 @@ class Sdpa(Attention):
         return case
 
     def call(self, tensors: Tensors, options: dict[str, Any], facts: dict[str, Any]) -> Tensors:
-        found = cudnn_sdpa.sdpa(**tensors, **options)
+        found = cudnn_sdpa.sdpa(**tensors, **options, **self.into(tensors, facts))
         return dict(zip(("out", "lse"), found, strict=True)) if options["return_lse"] else {"out": found}
 
     def before(self, case: Case, tensors: Tensors, options: dict[str, Any]) -> dict[str, Any]:
@@ -363,7 +376,7 @@ class Sdpa(Attention):
 
     def explained(self, case):
         tensors = {name: spec.make("meta") for name, spec in case.tensors.items()}
-        side = {name: torch.empty(len(x), dtype=torch.int32, device="meta") for name, x in case.facts.items()}
+        side = {n: torch.empty(len(x), dtype=torch.int32, device="meta") for n, x in case.facts.items() if "len" in n}
         for name in case.wanted:
             tensors[name] = tensors[name].detach().requires_grad_()
         return cudnn_sdpa.sdpa, (), {**tensors, **side, **case.options}
@@ -497,6 +510,7 @@ class DropIn(Attention):
 @operation
 class Varlen(Attention):
     name = "sdpa_varlen"
+    takes_out = True
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         dtype = half(r, device)
@@ -538,6 +552,7 @@ class Varlen(Attention):
     def call(self, tensors: Tensors, options: dict[str, Any], facts: dict[str, Any]) -> Tensors:
         more = {"sinks": tensors["sinks"]} if "sinks" in tensors else {}
         at = facts["offsets"]
+        more |= self.into(tensors, facts)
         found = cudnn_sdpa.sdpa_varlen(*(tensors[name] for name in "qkv"), *at, **more, **options)
         return dict(zip(("out", "lse"), found, strict=True)) if options["return_lse"] else {"out": found}
 
@@ -590,6 +605,7 @@ class Varlen(Attention):
 @operation
 class Paged(Attention):
     name = "sdpa_paged"
+    takes_out = True
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         dtype = half(r, device)
@@ -642,6 +658,7 @@ class Paged(Attention):
             more["seq_lens_q"] = made["q"]
         if "sinks" in tensors:
             more["sinks"] = tensors["sinks"]
+        more |= self.into(tensors, facts)
         given = tensors["q"], tensors["k"], tensors["v"], made["table_k"], made["kv"]
         found = cudnn_sdpa.sdpa_paged(*given, **more, **options)
         return dict(zip(("out", "lse"), found, strict=True)) if options["return_lse"] else {"out": found}
@@ -1453,6 +1470,8 @@ def draw(name: str, seed: int, device: str = "cpu") -> Case:
         mode = "eager"
     if device == "cuda" and op.aligns:
         case = with_alignment(r, case)
+    if getattr(op, "takes_out", False) and mode == "eager" and seed % 2:
+        case = replace(case, facts=case.facts | {"into": True})
     third = r.choice(THIRD)
     varied = case.varied or {n: case.options[n] * 1.37 for n in op.data if case.options.get(n)}
     policy = r.choice(["exact"] * 9 + ["bucketed"])

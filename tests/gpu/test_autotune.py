@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-import fuzz
+import dense_calls
 import pytest
 import torch
 from support import TOLERANCE, error, exact, make
@@ -80,12 +80,12 @@ def assert_settled():
 
 @pytest.mark.parametrize("name", CASES)
 def test_values(choice, name):
-    c = fuzz.plain(**({"sq": 64} | CASES[name]))
+    c = dense_calls.plain(**({"sq": 64} | CASES[name]))
     with autotune() as report:
-        assert fuzz.check(c) == [], str(report)  # what the first launches have left
+        assert dense_calls.check(c) == [], str(report)  # what the first launches have left
         assert len(report.entries) == plan_cache.info().builds
         assert_settled()
-        assert fuzz.check(c) == []
+        assert dense_calls.check(c) == []
     assert len(report.entries) == plan_cache.info().builds
     for entry in report.entries:
         if name == "lengths":
@@ -94,7 +94,7 @@ def test_values(choice, name):
             assert entry.reason in ("", "there is nothing else that can be built")
         assert choice == "last" or entry.winner == 0 or entry.gain > 1
     assert "compared" in str(report)
-    assert fuzz.check(c) == []
+    assert dense_calls.check(c) == []
 
 
 @pytest.mark.usefixtures("take_last")
@@ -169,20 +169,20 @@ def test_what_cudnn_does_not_propose_is_right_and_is_loaded_from_the_store(choic
 
 @pytest.mark.usefixtures("choice")
 def test_the_winner_is_loaded_from_the_store(store):
-    c = fuzz.plain(sq=64)
+    c = dense_calls.plain(sq=64)
     with autotune():
-        assert fuzz.check(c) == []
+        assert dense_calls.check(c) == []
     won = configurations()
     assert store.info().plans == len(won) == 2
     plan_cache.clear()
     with autotune() as report, no_plan_builds():
-        assert fuzz.check(c) == []
+        assert dense_calls.check(c) == []
         assert configurations() == won
         assert_settled()
     assert report.entries == []
     plan_cache.clear()
     with no_plan_builds():
-        assert fuzz.check(c) == []
+        assert dense_calls.check(c) == []
     assert configurations() == won
     assert (plan_cache.info().builds, plan_cache.info().loads) == (0, 2)
     assert store.info().rejected == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fuzz
+import dense_calls
 import pytest
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ def dense_in_order_of(tensor):
 def assert_close(actual, expected, tolerance=1e-2):
     for a, b in zip(actual, expected, strict=True):
         assert a.shape == b.shape
-        assert fuzz.difference(a, b.detach().double()) < tolerance
+        assert dense_calls.difference(a, b.detach().double()) < tolerance
 
 
 @pytest.mark.parametrize("short_way", [True, False])
@@ -59,29 +59,31 @@ def test_gradients_lie_in_memory_as_their_inputs_do(layout, short_way):
         for x, gradient in zip(leaves, gradients, strict=True):
             assert gradient.shape == x.shape
             assert gradient.stride() == dense_in_order_of(x)
-    c = fuzz.plain(layouts=(layout,) * 3, is_causal=False, softcap=options.get("softcap"))
-    assert fuzz.check(c) == []
+    c = dense_calls.plain(layouts=(layout,) * 3, is_causal=False, softcap=options.get("softcap"))
+    assert dense_calls.check(c) == []
 
 
 @pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("names", ["k", "v", "kv", "q", "qkv"])
 def test_expanded_inputs(names, dims):
     """Gradients of what is expanded are dense; where it was expanded, autograd sums them."""
-    t = fuzz.tensors(fuzz.plain(layouts=("bhsd",) * 3))
+    t = dense_calls.tensors(dense_calls.plain(layouts=("bhsd",) * 3))
     bases = {name: t[name].narrow(dims[0], 0, 1) for name in names}
     for name in names:
         for dim in dims[1:]:
             bases[name] = bases[name].narrow(dim, 0, 1)
         t[name] = bases[name].expand(t[name].shape)
-    assert fuzz.check(fuzz.plain(), {**t}) == []
+    assert dense_calls.check(dense_calls.plain(), {**t}) == []
     bases = {name: x.clone().requires_grad_() for name, x in bases.items()}
     given = {name: (bases[name].expand(t[name].shape) if name in bases else t[name].detach()) for name in "qkv"}
     out = sdpa(**given, scale=0.2, is_causal=True)
     found = torch.autograd.grad(out, [*bases.values()], t["grad_out"])
-    *_, reference, sizes = fuzz.expected(fuzz.plain(), {**t, **{name: x.detach() for name, x in given.items()}}, None)
+    *_, reference, sizes = dense_calls.expected(
+        dense_calls.plain(), {**t, **{name: x.detach() for name, x in given.items()}}, None
+    )
     for gradient, name in zip(found, bases, strict=True):
         exact, size = (x[name].sum_to_size(gradient.shape) for x in (reference, sizes))
-        assert fuzz.difference(gradient, exact, torch.finfo(gradient.dtype).eps / 4 * size.norm()) < 2e-2
+        assert dense_calls.difference(gradient, exact, torch.finfo(gradient.dtype).eps / 4 * size.norm()) < 2e-2
     whole = [x.detach().requires_grad_() for x in given.values()]
     for gradient in torch.autograd.grad(sdpa(*whole, scale=0.2, is_causal=True), whole, t["grad_out"]):
         assert sorted(gradient.stride()) == sorted(dense_in_order_of(gradient))  # dense, nothing repeated
@@ -108,8 +110,8 @@ COPIED = {
 @pytest.mark.parametrize("order", ["bhsd", "bshd", "sbhd"])
 @pytest.mark.parametrize("name", [*READABLE, *COPIED])
 def test_a_gradient_of_the_output_is_copied_only_where_it_must_be(name, order):
-    c = fuzz.plain(layouts=(order, "bhsd", "bshd"))
-    t = fuzz.tensors(c)
+    c = dense_calls.plain(layouts=(order, "bhsd", "bshd"))
+    t = dense_calls.tensors(c)
     t["grad_out"] = (READABLE | COPIED)[name](t["grad_out"])
     with torch.no_grad():
         out = sdpa(t["q"], t["k"], t["v"])
@@ -118,7 +120,7 @@ def test_a_gradient_of_the_output_is_copied_only_where_it_must_be(name, order):
     assert torch.equal(read, t["grad_out"])
     if name in COPIED:
         assert read.stride() == out.stride()
-    assert fuzz.check(c, t) == []
+    assert dense_calls.check(c, t) == []
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 20.0}], ids=["short way", "long way"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fuzz
+import dense_calls
 import pytest
 import torch
 from support import make
@@ -101,7 +101,7 @@ def test_the_right_share_is_dropped(heads, dropout_p):
     ids=str,
 )
 def test_both_passes_drop_the_same_weights(changes, dropout_p):
-    assert fuzz.check(fuzz.plain(**changes, dropout_p=dropout_p)) == []
+    assert dense_calls.check(dense_calls.plain(**changes, dropout_p=dropout_p)) == []
 
 
 @pytest.mark.parametrize("dropout_p", P)
@@ -134,9 +134,9 @@ def test_packed_sequences_drop_the_same_weights_in_both_passes(dropout_p):
     seen = sum(n * n for n in lengths) * heads
     sigma = (dropout_p * (1 - dropout_p) / seen) ** 0.5
     assert abs(1 - float(keep.sum()) / seen - dropout_p) < 4 * sigma
-    assert fuzz.difference(out, expected.detach()) < fuzz.FORWARD[torch.bfloat16]
+    assert dense_calls.difference(out, expected.detach()) < dense_calls.FORWARD[torch.bfloat16]
     for gradient, right in zip(found, torch.autograd.grad(expected, exact, grad_out.double()), strict=True):
-        assert fuzz.difference(gradient, right) < fuzz.BACKWARD[torch.bfloat16]
+        assert dense_calls.difference(gradient, right) < dense_calls.BACKWARD[torch.bfloat16]
 
 
 def test_replays_of_a_cuda_graph_drop_other_weights():
@@ -179,9 +179,9 @@ def test_replays_of_a_cuda_graph_drop_other_weights():
         exact = [x.detach().double().requires_grad_() for x in inputs]
         weights = (exact[0] @ exact[1].mT / 8).softmax(-1) * keep / 0.7
         expected = weights @ exact[2]
-        assert fuzz.difference(out, expected.detach()) < fuzz.FORWARD[torch.float16]
+        assert dense_calls.difference(out, expected.detach()) < dense_calls.FORWARD[torch.float16]
         for gradient, right in zip(found, torch.autograd.grad(expected, exact, grad_out.double()), strict=True):
-            assert fuzz.difference(gradient, right) < fuzz.BACKWARD[torch.float16]
+            assert dense_calls.difference(gradient, right) < dense_calls.BACKWARD[torch.float16]
 
 
 @pytest.mark.parametrize("nothing", [0.0, 0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-import fuzz
+import dense_calls
 import pytest
 import torch
 
@@ -38,26 +38,26 @@ def nothing_said():
 
 
 def config(name):
-    return fuzz.plain(number=7, sq=40, skv=50, **DECLINED[name])
+    return dense_calls.plain(number=7, sq=40, skv=50, **DECLINED[name])
 
 
 @pytest.mark.parametrize("name", DECLINED)
 def test_what_is_declined_is_right_on_pytorch(name, caplog):
     c = config(name)
     with pytest.raises(cudnn_sdpa.UnsupportedError):
-        fuzz.check(c)
+        dense_calls.check(c)
     with cudnn_sdpa.fallback("torch"), caplog.at_level(logging.WARNING, "cudnn_sdpa"):
-        assert fuzz.check(c) == []
-        assert fuzz.check(c) == []
+        assert dense_calls.check(c) == []
+        assert dense_calls.check(c) == []
     assert len(caplog.records) == 1
     assert "running on PyTorch instead" in caplog.text
     with pytest.raises(cudnn_sdpa.UnsupportedError):
-        fuzz.check(c)
+        dense_calls.check(c)
 
 
 def test_what_cudnn_takes_stays_with_it(caplog):
     with cudnn_sdpa.fallback("torch"), caplog.at_level(logging.WARNING, "cudnn_sdpa"):
-        assert fuzz.check(fuzz.plain(number=3)) == []
+        assert dense_calls.check(dense_calls.plain(number=3)) == []
     assert not caplog.records
     assert cudnn_sdpa.plan_cache.info().builds == 2
 
@@ -68,7 +68,7 @@ def test_none_switches_an_outer_fallback_off():
         cudnn_sdpa.fallback(None),
         pytest.raises(cudnn_sdpa.UnsupportedError),
     ):
-        fuzz.check(config("linear biases without a causal mask"))
+        dense_calls.check(config("linear biases without a causal mask"))
 
 
 def test_packed_sequences_and_out_fall_back_too():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-import fuzz
-import fuzz_varlen
+import dense_calls
+import packed_calls
 import pytest
 import torch
 from support import make
@@ -21,14 +21,14 @@ def test_a_very_negative_log_sum_exp(sq, skv):
     """On cuDNN 9.19 such gradients are NaN where the last tile is partly filled, unless true lengths are given."""
     for shift in (-100.0, -800.0):
         for dim in (64, 128):
-            c = fuzz.plain(sq=sq, skv=skv, dims=(dim, dim), scale=dim**-0.5, is_causal=False, shift=shift)
-            t = fuzz.tensors(c)
+            c = dense_calls.plain(sq=sq, skv=skv, dims=(dim, dim), scale=dim**-0.5, is_causal=False, shift=shift)
+            t = dense_calls.tensors(c)
             leaves = [t[name].requires_grad_() for name in "qkv"]
             out, lse = cudnn_sdpa.sdpa(*leaves, scale=c.scale, return_lse=True)
             assert (lse < shift / 2).all()
             for x in (out, lse, *torch.autograd.grad(out, leaves, t["grad_out"])):
                 assert x.isfinite().all()
-            assert fuzz.check(c) == []
+            assert dense_calls.check(c) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -50,20 +50,20 @@ def test_a_very_negative_log_sum_exp_with_options(options, dtype):
     for sq, skv in ((192, 200), (200, 192), (130, 130)):
         sizes = {"mask_shape": (2, 4, sq, skv)} if "mask" in options else {}
         for shift in (-100.0, -800.0):
-            c = fuzz.plain(**{"is_causal": False, **options, **sizes}, sq=sq, skv=skv, shift=shift, dtype=dtype)
-            assert fuzz.check(c) == []
+            c = dense_calls.plain(**{"is_causal": False, **options, **sizes}, sq=sq, skv=skv, shift=shift, dtype=dtype)
+            assert dense_calls.check(c) == []
 
 
 def test_a_very_negative_log_sum_exp_in_packed_sequences():
     for length in (1, 33, 127, 129, 192, 300):
         for shift in (-100.0, -800.0):
-            c = fuzz_varlen.plain(lengths_q=(length, 5, 128), lengths_kv=(length, 200, 3), shift=shift)
-            assert fuzz_varlen.check(c) == []
+            c = packed_calls.plain(lengths_q=(length, 5, 128), lengths_kv=(length, 200, 3), shift=shift)
+            assert packed_calls.check(c) == []
 
 
 def masked(kind, sinks, dtype):
     """Inputs with a mask (B, Hq, Sq, Skv) that leaves nothing to some rows, to a head and to a whole batch entry."""
-    c = fuzz.plain(
+    c = dense_calls.plain(
         batch=3,
         dtype=dtype,
         is_causal=False,
@@ -72,7 +72,7 @@ def masked(kind, sinks, dtype):
         mask_shape=(3, 4, 64, 96),
         mask_grad=kind == "float",
     )
-    t = fuzz.tensors(c)
+    t = dense_calls.tensors(c)
     hidden = torch.zeros(3, 4, 64, 96, dtype=torch.bool, device="cuda")
     hidden[0, :, [0, 1, 17, 63]] = True
     hidden[1, 2] = True
@@ -91,7 +91,7 @@ def test_rows_that_see_nothing(kind, sinks, dtype):
     c, t, blind = masked(kind, sinks, dtype)
     assert blind.any()
     assert not blind.all()
-    assert fuzz.check(c, t) == []
+    assert dense_calls.check(c, t) == []
     wanted = ["q", "k", "v", *(["attn_mask"] if c.mask_grad else []), *(["sinks"] if sinks else [])]
     leaves = {name: t[name].detach().requires_grad_() for name in wanted}
     named = {"attn_mask": t["attn_mask"].detach(), **leaves}
@@ -136,15 +136,15 @@ HEAD_DIMS = [*((d, d) for d in range(8, 257, 8)), (192, 128), (64, 32), (32, 64)
 @pytest.mark.parametrize(("dim", "dim_v"), HEAD_DIMS)
 def test_head_dims(dim, dim_v):
     usual = {"dims": (dim, dim_v), "scale": 1.7 * dim**-0.5, "sq": 45, "skv": 175}
-    assert fuzz.check(fuzz.plain(**usual, causal_alignment="bottom_right")) == []
-    assert fuzz.check(fuzz.plain(**usual, is_causal=False, sinks=True, dtype=torch.float16)) == []
-    assert fuzz_varlen.check(fuzz_varlen.plain(dims=(dim, dim_v), scale=usual["scale"], sinks=True)) == []
+    assert dense_calls.check(dense_calls.plain(**usual, causal_alignment="bottom_right")) == []
+    assert dense_calls.check(dense_calls.plain(**usual, is_causal=False, sinks=True, dtype=torch.float16)) == []
+    assert packed_calls.check(packed_calls.plain(dims=(dim, dim_v), scale=usual["scale"], sinks=True)) == []
 
 
 @pytest.mark.parametrize("dims", [(264, 264), (512, 512), (64, 512)], ids=str)
 def test_head_dims_without_gradients_are_refused_at_once(dims):
     """Not when the loss is differentiated; the forward pass has kernels for them."""
-    t = fuzz.tensors(fuzz.plain(dims=dims))
+    t = dense_calls.tensors(dense_calls.plain(dims=dims))
     leaves = [t[name].requires_grad_() for name in "qkv"]
     for _ in range(3):
         with pytest.raises(cudnn_sdpa.UnsupportedError, match=f"head dims {dims[0]} and {dims[1]}") as caught:

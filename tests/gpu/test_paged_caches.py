@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 
-import fuzz
+import dense_calls
 import pytest
 import torch
 from support import assert_same
@@ -94,7 +94,7 @@ def assert_close(cache, q, present, **options):
         if wanted.norm() == 0:
             assert (found == 0).all()
         else:
-            assert fuzz.difference(found, wanted) < fuzz.FORWARD[q.dtype], b
+            assert dense_calls.difference(found, wanted) < dense_calls.FORWARD[q.dtype], b
         assert (out[b, :, queries:] == 0).all()
         torch.testing.assert_close(of_lse[b, :, :queries].double(), wanted_lse, atol=2e-3, rtol=2e-3)
 
@@ -250,7 +250,7 @@ def assert_decoded(cache, numbers, q, out):
     for row, number in enumerate(numbers):
         k, v = (x.double().repeat_interleave(4, 0) for x in cache.read(number))
         weights = (q[row].double() @ k.mT * 0.125).softmax(-1)
-        assert fuzz.difference(out[row].double(), weights @ v) < fuzz.FORWARD[BF16]
+        assert dense_calls.difference(out[row].double(), weights @ v) < dense_calls.FORWARD[BF16]
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
@@ -423,7 +423,7 @@ def test_captured_prefill_of_any_tables(queries):
         out.fill_(math.nan)
         graph.replay()
         for b in range(3):
-            assert fuzz.difference(out[b].double(), expected(cache, q, b)[0]) < fuzz.FORWARD[BF16]
+            assert dense_calls.difference(out[b].double(), expected(cache, q, b)[0]) < dense_calls.FORWARD[BF16]
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
@@ -619,7 +619,7 @@ def test_torch_compile():
     compiled = torch.compile(lambda q: cache(q) * 2, fullgraph=True)
     for queries in (1, 20):
         q = queries_for(cache, queries)
-        assert fuzz.difference(compiled(q).double(), 2 * cache(q).double()) < 1e-2
+        assert dense_calls.difference(compiled(q).double(), 2 * cache(q).double()) < 1e-2
 
 
 def test_plans_are_recorded_and_warmed_up():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-import fuzz
+import dense_calls
 import pytest
 import torch
 
@@ -57,7 +57,7 @@ class Prompt:
         for row, sequence in enumerate(self.sequences):
             k, v = (x.double().repeat_interleave(HEADS[0] // HEADS[1], 0) for x in self.cache.read(sequence))
             wanted, of_lse = attention(q[row].double(), k, v, **options)
-            assert fuzz.difference(out[row].double(), wanted) < fuzz.FORWARD[BF16]
+            assert dense_calls.difference(out[row].double(), wanted) < dense_calls.FORWARD[BF16]
             torch.testing.assert_close(lse[row].double(), of_lse, atol=2e-3, rtol=2e-3)
 
 
@@ -131,7 +131,9 @@ def test_other_lengths_do_not_use_it():
     out = written.cache.attend(written.step, q)
     for row, sequence in enumerate(written.sequences):
         k, v = (x[:, :60].double().repeat_interleave(4, 0) for x in written.cache.read(sequence))
-        assert fuzz.difference(out[row].double(), attention(q[row].double(), k, v)[0]) < fuzz.FORWARD[BF16]
+        assert (
+            dense_calls.difference(out[row].double(), attention(q[row].double(), k, v)[0]) < dense_calls.FORWARD[BF16]
+        )
 
 
 def test_a_captured_step_reads_lengths_of_its_replay():
@@ -148,7 +150,9 @@ def test_a_captured_step_reads_lengths_of_its_replay():
     graph.replay()
     for row, sequence in enumerate(prompt.sequences):
         k, v = (x.double().repeat_interleave(4, 0) for x in prompt.cache.read(sequence))
-        assert fuzz.difference(out[row].double(), attention(q[row].double(), k, v)[0]) < fuzz.FORWARD[BF16]
+        assert (
+            dense_calls.difference(out[row].double(), attention(q[row].double(), k, v)[0]) < dense_calls.FORWARD[BF16]
+        )
 
 
 def test_determinism_and_forbidden_builds_keep_the_plans_that_are_there():

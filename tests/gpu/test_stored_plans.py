@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-import fuzz
+import dense_calls
 import pytest
 import torch
 from support import TOLERANCE, error, exact, make
@@ -53,13 +53,13 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_loaded_plans_compute_what_built_ones_do(store, name):
-    c = fuzz.plain(**({"sq": 64} | CASES[name]))
-    assert fuzz.check(c) == []
+    c = dense_calls.plain(**({"sq": 64} | CASES[name]))
+    assert dense_calls.check(c) == []
     built = plan_cache.info()
     assert built.builds == store.info().saves == store.info().plans > 0
     plan_cache.clear()
     with no_plan_builds():
-        assert fuzz.check(c) == []
+        assert dense_calls.check(c) == []
     info = plan_cache.info()
     assert (info.builds, info.loads) == (0, built.builds)
     assert store.info().rejected == 0

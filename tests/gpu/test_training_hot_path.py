@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fuzz
+import dense_calls
 import pytest
 import torch
 from support import TOLERANCE, error, exact, make
@@ -111,14 +111,14 @@ class Step:
 
     def __init__(self, c):
         self.c = c
-        self.t = fuzz.tensors(c)
+        self.t = dense_calls.tensors(c)
         self.wanted = ["q", "k", "v", *(["attn_mask"] if c.mask_grad else []), *(["sinks"] if c.sinks else [])]
         for name in self.wanted:
             self.t[name].requires_grad_()
         self.inputs = {name: x for name, x in self.t.items() if name != "grad_out"}
 
     def __call__(self, **more):
-        result = cudnn_sdpa.sdpa(**self.inputs, **fuzz.options(self.c), **more)
+        result = cudnn_sdpa.sdpa(**self.inputs, **dense_calls.options(self.c), **more)
         out = result[0] if isinstance(result, tuple) else result
         gradients = torch.autograd.grad(out, [self.t[name] for name in self.wanted], self.t["grad_out"])
         lse = result[1] if isinstance(result, tuple) else None
@@ -127,15 +127,15 @@ class Step:
     def wrong(self, results):
         """What is wrong with results, if the tensors have not changed since."""
         plain = {name: None if x is None else x.detach() for name, x in self.t.items()}
-        *reference, sizes = fuzz.expected(self.c, plain, None)
+        *reference, sizes = dense_calls.expected(self.c, plain, None)
         rounding = {name: torch.finfo(self.c.dtype).eps / 4 * size.norm() for name, size in sizes.items()}
-        return fuzz.compare(self.c.dtype, results, tuple(reference), rounding)
+        return dense_calls.compare(self.c.dtype, results, tuple(reference), rounding)
 
 
 @pytest.mark.parametrize("return_lse", [False, True], ids=["", "lse"])
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_synchronizes(name, return_lse):
-    step = Step(fuzz.plain(**CASES[name]))
+    step = Step(dense_calls.plain(**CASES[name]))
     if "dropout_p" not in CASES[name]:
         assert step.wrong(step(return_lse=True)) == []
     for _ in range(3):
@@ -147,7 +147,7 @@ def test_nothing_synchronizes(name, return_lse):
             for _ in range(2):
                 step(return_lse=return_lse)
             with torch.no_grad():
-                cudnn_sdpa.sdpa(**step.inputs, **fuzz.options(step.c), return_lse=True)
+                cudnn_sdpa.sdpa(**step.inputs, **dense_calls.options(step.c), return_lse=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -155,7 +155,7 @@ def test_nothing_synchronizes(name, return_lse):
 @pytest.mark.parametrize("name", [name for name in CASES if name != "dropout"])
 def test_a_captured_step_is_right_for_other_data(name):
     """Forward and backward in one CUDA graph, replayed after everything but the layouts has changed."""
-    c = fuzz.plain(**CASES[name])
+    c = dense_calls.plain(**CASES[name])
     step = Step(c)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -167,7 +167,7 @@ def test_a_captured_step_is_right_for_other_data(name):
     with torch.cuda.graph(graph):
         captured = step(return_lse=True)
     for number in range(3):
-        other = fuzz.tensors(fuzz.replace(c, number=number + 1))
+        other = dense_calls.tensors(dense_calls.replace(c, number=number + 1))
         with torch.no_grad():
             for key, x in step.t.items():
                 if x is not None and key != "grad_out":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-import fuzz
-import fuzz_varlen
+import dense_calls
+import packed_calls
 import pytest
 import torch
 from support import poison
@@ -28,20 +28,20 @@ def tensors(tokens, tokens_kv=None, dtype=torch.bfloat16, heads=HEADS):
 
 def expected(lengths, lengths_kv, q, k, v, grad_out=None, **options):
     """Output, log-sum-exp and gradients in float64."""
-    c = fuzz_varlen.plain(lengths_q=tuple(lengths), lengths_kv=tuple(lengths_kv), **{"is_causal": False, **options})
+    c = packed_calls.plain(lengths_q=tuple(lengths), lengths_kv=tuple(lengths_kv), **{"is_causal": False, **options})
     names = ("q", "k", "v", "sinks", "grad_out")
     grad_out = torch.ones_like(q) if grad_out is None else grad_out
     given = dict(zip(names, (q, k, v, None, grad_out), strict=True))
-    return fuzz_varlen.expected(c, {name: x if x is None else x.detach() for name, x in given.items()})
+    return packed_calls.expected(c, {name: x if x is None else x.detach() for name, x in given.items()})
 
 
 def assert_right(results, reference, dtype=torch.bfloat16):
     """Compares (out, gradients by q, k and v) with what `expected` gives."""
     out, _, gradients, sizes = reference
-    assert fuzz.difference(results[0], out) < fuzz.FORWARD[dtype]
+    assert dense_calls.difference(results[0], out) < dense_calls.FORWARD[dtype]
     for name, found in zip("qkv", results[1:], strict=False):
         rounding = torch.finfo(dtype).eps / 4 * sizes[name].norm()
-        assert fuzz.difference(found, gradients[name], rounding) < fuzz.BACKWARD[dtype]
+        assert dense_calls.difference(found, gradients[name], rounding) < dense_calls.BACKWARD[dtype]
 
 
 def packings(count, budget=32_768):
@@ -222,8 +222,8 @@ def test_lengths_of_zero(lengths, sinks):
             assert out.shape == q.shape
             assert lse.shape == (0, HEADS[0])
             continue
-        c = fuzz_varlen.plain(lengths_q=lengths[0], lengths_kv=lengths[1], sinks=sinks, **options)
-        assert fuzz_varlen.check(c) == []
+        c = packed_calls.plain(lengths_q=lengths[0], lengths_kv=lengths[1], sinks=sinks, **options)
+        assert packed_calls.check(c) == []
 
 
 @pytest.mark.parametrize("one_packing", [False, True])
@@ -250,7 +250,7 @@ def test_rows_past_the_last_sequence_train_as_zeros(options, one_packing):
         assert torch.equal(found[330:], torch.zeros_like(found[330:]))
     for found, wanted in zip(gradients, expected_gradients, strict=True):
         assert found.isfinite().all()
-        assert fuzz.difference(found[:330], wanted.double()) < fuzz.BACKWARD[torch.bfloat16]
+        assert dense_calls.difference(found[:330], wanted.double()) < dense_calls.BACKWARD[torch.bfloat16]
 
 
 @pytest.mark.parametrize(

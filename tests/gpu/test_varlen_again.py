@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fuzz
+import dense_calls
 import pytest
 import torch
 from test_varlen import assert_right, expected, offsets, tensors
@@ -104,7 +104,7 @@ def test_calls_in_any_order_are_not_confused():
     wanted = {name: run(name) for name in CALLS}
     for name in [*CALLS, *reversed(CALLS), *("causal", "full") * 3]:
         for found, before in zip(run(name), wanted[name], strict=True):
-            assert fuzz.difference(found.detach(), before.detach().double()) < 1e-3
+            assert dense_calls.difference(found.detach(), before.detach().double()) < 1e-3
     outs = [results[0] for results in wanted.values()]
     assert sum(torch.equal(outs[0], other) for other in outs) == 2  # itself and the deterministic one
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fuzz
+import dense_calls
 import pytest
 import torch
 from support import poison
@@ -27,8 +27,8 @@ def test_the_log_sum_exp(trains, dtype):
     reference = expected(LENGTHS, lengths_kv, q, k, v, scale=0.3)
     assert_right([out], reference, dtype)
     assert (lse[60:160] == -torch.inf).all()
-    assert fuzz.difference(lse[:60], reference[1][:60]) < 1e-5
-    assert fuzz.difference(lse[160:], reference[1][160:]) < 1e-5
+    assert dense_calls.difference(lse[:60], reference[1][:60]) < 1e-5
+    assert dense_calls.difference(lse[160:], reference[1][160:]) < 1e-5
     if trains:
         with pytest.raises(UnsupportedError, match="log-sum-exp"):
             (out.float().sum() + lse.nan_to_num(0, 0, 0).sum()).backward()
@@ -54,7 +54,7 @@ def test_out(return_lse, order):
     reference = expected(LENGTHS, LENGTHS, q, k, v, is_causal=True)
     assert_right([out], reference)
     if return_lse:
-        assert fuzz.difference(result[1], reference[1]) < 1e-5
+        assert dense_calls.difference(result[1], reference[1]) < 1e-5
     with pytest.raises(cudnn_sdpa.LayoutError, match="memory that q lies in"):
         sdpa_varlen(q, k, v, ends, ends, 100, 100, out=q)
     with pytest.raises(UnsupportedError, match="out with a gradient"):
@@ -148,9 +148,9 @@ def test_torch_compile(one_packing, dynamic):
         options = {"is_causal": True, "scale": 2 * DIM**-0.5}
         reference = expected(lengths, lengths, *leaves, grad_out.view(tokens, HEADS[0], DIM), **options)
         assert_right([out - 1], (reference[0].flatten(1), *reference[1:]))
-        assert fuzz.difference(lse, reference[1]) < 1e-5
+        assert dense_calls.difference(lse, reference[1]) < 1e-5
         for name, gradient in zip("qkv", found, strict=True):
-            assert fuzz.difference(gradient, reference[2][name]) < 2e-2
+            assert dense_calls.difference(gradient, reference[2][name]) < 2e-2
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,17 +1,11 @@
-"""Random calls over packed sequences, forward and backward, against float64 mathematics one sequence at a time.
-
-python tests/gpu/fuzz_varlen.py 17            # repeats configuration 17 and says what it is
-python tests/gpu/fuzz_varlen.py 0 200         # runs configurations 0 to 199
-"""
+"""Calls of `sdpa_varlen` that tests name, forward and backward, against float64 mathematics one sequence at a time."""
 
 from __future__ import annotations
 
-import random
-import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import fuzz
+import dense_calls
 import torch
 from support import poison
 from torch import Tensor
@@ -41,43 +35,6 @@ class Config:
     deterministic: bool = False
     needs: str = "qkv"
     shift: float = 0.0
-
-    def __str__(self) -> str:
-        said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return "python tests/gpu/fuzz_varlen.py " + str(self.number) + "  # " + " ".join(said[1:])
-
-
-def draw(number: int) -> Config:
-    """The configuration with this number."""
-    r = random.Random(number + 1_000_000)
-    sequences = r.choice([1, 2, 3, 5, 9, 17])
-    sizes = r.choice([[0, 1, 2, 5, 17], [0, 40, 64, 100], [1, 128, 200, 300], [0, 0, 77, 513]])
-    lengths_q = tuple(r.choice(sizes) for _ in range(sequences))
-    lengths_kv = tuple(r.choice(sizes) for _ in range(sequences))
-    same = r.random() < 0.5
-    kv = r.choice([1, 1, 2, 3])
-    sinks = r.random() < 0.25
-    dims = r.choice([(64, 64)] * 4 + [(128, 128)] * 4 + [(8 * r.randint(1, 32),) * 2] * 2 + [(192, 128), (64, 32)])
-    return Config(
-        number,
-        r.choice([torch.bfloat16, torch.bfloat16, torch.float16]),
-        lengths_q,
-        lengths_q if same else lengths_kv,
-        (kv * r.choice([1, 2, 3, 5]), kv),
-        dims,
-        round(r.uniform(0.5, 2.0) * dims[0] ** -0.5, 4) * r.choice([1] * 12 + [-1]),
-        same,
-        r.choice(["dense", "dense", "packed", "heads first"]) if dims[0] == dims[1] else "dense",
-        is_causal=r.random() < 0.5,
-        causal_alignment=r.choice(["top_left", "bottom_right", "bottom_right"]),
-        window=None if r.random() < 0.7 else (r.choice([-1, 0, 5, 64, 100]), r.choice([-1, 0, 3, 70])),
-        softcap=round(r.uniform(0.7, 30), 2) if r.random() < 0.15 else None,
-        sinks=sinks,
-        dropout_p=0.0,
-        deterministic=r.random() < 0.2,
-        needs=r.choice(["qkv"] * 6 + ["q", "kv", "v", ""]),
-        shift=0.0 if sinks else r.choice([0.0] * 5 + [-100.0, -800.0]),  # sinks would leave nothing of the output
-    )
 
 
 def tensors(c: Config) -> dict[str, Tensor | None]:
@@ -121,14 +78,14 @@ def expected(c: Config, t: dict[str, Tensor | None]) -> tuple[Tensor, Tensor, di
             lse[rows] = t["sinks"].double()
         if not (sq and skv):
             continue
-        one = fuzz.Config(
+        one = dense_calls.Config(
             *(c.number, c.dtype, 1, c.heads, sq, skv, c.dims, (), "", c.scale, c.is_causal, c.causal_alignment),
             *(c.window, c.softcap, False, c.sinks),
         )
         where = {"q": rows, "k": columns, "v": columns, "grad_out": rows}
         part = {name: t[name][place].transpose(0, 1).unsqueeze(0) for name, place in where.items()}
         part |= {"sinks": t["sinks"], "attn_mask": None, "seq_lens_q": None, "seq_lens_kv": None}
-        of_out, of_lse, found, found_sizes = fuzz.expected(one, part, None)
+        of_out, of_lse, found, found_sizes = dense_calls.expected(one, part, None)
         out[rows], lse[rows] = of_out[0].transpose(0, 1), of_lse[0].transpose(0, 1)
         for whole, parts in ((gradients, found), (sizes, found_sizes)):
             for name in ("q", "k", "v"):
@@ -167,8 +124,4 @@ def check(c: Config) -> list[str]:
     plain = {name: None if x is None else x.detach() for name, x in t.items()}
     out_ref, lse_ref, grads_ref, sizes = expected(c, plain)
     rounding = {name: torch.finfo(c.dtype).eps / 4 * size.norm() for name, size in sizes.items()}
-    return fuzz.compare(c.dtype, (out, lse, found), (out_ref, lse_ref, grads_ref), rounding)
-
-
-if __name__ == "__main__":
-    fuzz.main(draw, check, int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1)
+    return dense_calls.compare(c.dtype, (out, lse, found), (out_ref, lse_ref, grads_ref), rounding)

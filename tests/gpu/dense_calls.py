@@ -1,23 +1,17 @@
-"""Random attention calls, forward and backward, against float64 mathematics.
+"""Calls of `sdpa` that tests name, forward and backward, against the float64 mathematics of `mathematics`.
 
-    python tests/gpu/fuzz.py 17            # repeats configuration 17 and says what it is
-    python tests/gpu/fuzz.py 0 200         # runs configurations 0 to 199
-
-A configuration is a function of its number alone. The reference is written independently of the library and gets its
-gradients from autograd.
+Random ones are drawn by `generators`.
 """
 
 from __future__ import annotations
 
 import math
-import random
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from support import LAYOUTS, make, poison
+from mathematics import DIFFERENTIABLE, attention
+from support import make, poison
 from torch import Tensor
 
 import cudnn_sdpa
@@ -55,54 +49,6 @@ class Config:
     deterministic: bool = False
     needs: str = "qkv"
     shift: float = 0.0
-
-    def __str__(self) -> str:
-        said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return "python tests/gpu/fuzz.py " + str(self.number) + "  # " + " ".join(said[1:])
-
-
-def draw(number: int) -> Config:
-    """The configuration with this number."""
-    r = random.Random(number)
-    sq = r.choice([1, 1, 2, 7, 33, 64, 127, 128, 129, 192, 200, 256, 300, 513])
-    skv = r.choice([sq, sq, sq, 1, 3, 40, 64, 77, 128, 130, 192, 255, 256, 384, 520])
-    kv = r.choice([1, 1, 2, 3])
-    dims = r.choice(
-        [(64, 64)] * 4 + [(128, 128)] * 4 + [(8 * r.randint(1, 32),) * 2] * 3 + [(192, 128), (64, 32), (40, 72)]
-    )
-    mask = r.choice([""] * 6 + ["bool", "float", "float", "float32", "-inf"])
-    batch, heads = r.choice([1, 2, 3]), (kv * r.choice([1, 2, 3, 5]), kv)
-    full = (batch, heads[0], sq, skv)
-    shape = tuple(n if r.random() < 0.6 else 1 for n in full)[r.choice([0, 0, 1, 2]) :]
-    alibi = r.random() < 0.08
-    causal = alibi or r.random() < 0.4
-    sinks = r.random() < 0.2
-    return Config(
-        number,
-        r.choice([torch.bfloat16, torch.bfloat16, torch.float16]),
-        batch,
-        heads,
-        sq,
-        skv,
-        dims,
-        tuple(r.choice(list(LAYOUTS)) for _ in range(3)),
-        r.choice(["dense", "dense", "bshd", "expanded", "stride 0", "transposed"]),
-        round(r.uniform(0.5, 2.0) * dims[0] ** -0.5 * r.choice([1, 1, 1, 4]), 4) * r.choice([1] * 12 + [-1]),
-        is_causal=causal,
-        causal_alignment="top_left" if alibi else r.choice(["top_left", "bottom_right"]),
-        window=None if r.random() < 0.7 else (r.choice([-1, 0, 5, 64, 100]), r.choice([-1, 0, 3, 70])),
-        softcap=round(r.uniform(0.7, 30), 2) if r.random() < 0.15 else None,
-        alibi=alibi,
-        sinks=sinks,
-        mask=mask,
-        mask_shape=shape if mask else (),
-        mask_grad=mask.startswith("float") and r.random() < 0.6,
-        lengths=r.choice([""] * 6 + ["q", "kv", "q kv"]),
-        dropout_p=r.choice([0.0] * 6 + [0.1, 0.5]) if sq > 1 else r.choice([0.0]),  # declined for one query
-        deterministic=r.random() < 0.15,
-        needs=r.choice(["qkv"] * 6 + ["q", "kv", "v", ""]),
-        shift=0.0 if sinks else r.choice([0.0] * 5 + [-100.0, -800.0]),  # sinks would leave nothing of the output
-    )
 
 
 def tensors(c: Config) -> dict[str, Tensor | None]:
@@ -148,64 +94,15 @@ def tensors(c: Config) -> dict[str, Tensor | None]:
     return result
 
 
-def positions(c: Config, t: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
-    """Which key each query sees, (B, 1, Sq, Skv), and how far a key is from the diagonal."""
-    seen, distance = [], []
-    for b in range(c.batch):
-        nq = c.sq if t["seq_lens_q"] is None else int(t["seq_lens_q"][b])
-        nk = c.skv if t["seq_lens_kv"] is None else int(t["seq_lens_kv"][b])
-        i = torch.arange(c.sq, device="cuda")[:, None] + (nk - nq if c.causal_alignment == "bottom_right" else 0)
-        j = torch.arange(c.skv, device="cuda")[None, :]
-        left, right = c.window or (-1, -1)
-        right = 0 if c.is_causal else right
-        ok = (torch.arange(c.sq, device="cuda")[:, None] < nq) & (j < nk)
-        ok = ok if left < 0 else ok & (j >= i - left)
-        ok = ok if right < 0 else ok & (j <= i + right)
-        seen.append(ok)
-        distance.append(i - j)
-    return torch.stack(seen)[:, None], torch.stack(distance)[:, None]
-
-
-def slopes(heads: int) -> list[float]:
-    """As the reference code of ALiBi gives them."""
-    if math.log2(heads).is_integer():
-        start = 2 ** (-(2 ** -(math.log2(heads) - 3)))
-        return [start * start**i for i in range(heads)]
-    closest = 2 ** math.floor(math.log2(heads))
-    return slopes(closest) + slopes(2 * closest)[0::2][: heads - closest]
-
-
 def expected(
     c: Config, t: dict[str, Tensor | None], keep: Tensor | None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Output, log-sum-exp and gradients in float64."""
-    names = ["q", "k", "v", "sinks", "attn_mask"]
-    x = {n: t[n].double().requires_grad_() for n in names if t[n] is not None and t[n].dtype != torch.bool}
-    group = c.heads[0] // c.heads[1]
-    scores = x["q"] @ x["k"].repeat_interleave(group, 1).mT * c.scale
-    if c.softcap is not None:
-        scores = c.softcap * torch.tanh(scores / c.softcap)
-    seen, distance = positions(c, t)
-    if c.alibi:
-        scores = scores - torch.tensor(slopes(c.heads[0]), device="cuda").double()[:, None, None] * distance.abs()
-    mask = t["attn_mask"]
-    if mask is not None and mask.dtype == torch.bool:
-        seen = seen & mask
-    elif mask is not None:
-        seen = seen & ~mask.isneginf()
-        scores = scores + x["attn_mask"].masked_fill(mask.isneginf(), 0)
-    hidden = ~seen.expand_as(scores)
-    scores = scores.masked_fill(hidden, -math.inf)
-    blind = hidden.all(-1)
-    if c.sinks:
-        column = x["sinks"][None, :, None, None].expand(*scores.shape[:3], 1)
-        lse = torch.cat([scores, column], -1).logsumexp(-1)
-    else:
-        lse = scores.masked_fill(blind[..., None], 0).logsumexp(-1).masked_fill(blind, -math.inf)
-    weights = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0)[..., None])
-    if keep is not None:
-        weights = weights * keep / (1 - c.dropout_p)
-    out = weights @ x["v"].repeat_interleave(group, 1)
+    x = {n: t[n].double().requires_grad_() for n in DIFFERENTIABLE if t[n] is not None and t[n].dtype != torch.bool}
+    given = {n: t[n] for n in ("attn_mask", "sinks", "seq_lens_q", "seq_lens_kv") if t[n] is not None} | x
+    named = {name: value for name, value in options(c).items() if name != "deterministic"}
+    made = attention(**given, kept=keep, **named)
+    out, lse, weights = made.out, made.lse, made.weights * made.share
     out.backward(t["grad_out"].double())
     gradients = {n: x[n].grad if x[n].grad is not None else torch.zeros_like(x[n]) for n in x}
     with torch.no_grad():
@@ -318,30 +215,3 @@ def compare(dtype: torch.dtype, actual: Results, reference: Results, rounding: d
         if not off < BACKWARD[dtype] or gradient.shape != gradients_ref[name].shape:
             wrong.append(f"grad {name} {off:.2e}")
     return wrong
-
-
-def main(draw: Callable[[int], Any], check: Callable[[Any], list[str]], first: int, count: int) -> None:
-    """Runs configurations and prints what is wrong, and why others were declined."""
-    cudnn_sdpa.use_plan_store("off")  # so many plans are of no use to anybody else
-    declined, failed, ran = {}, 0, 0
-    for number in range(first, first + count):
-        c = draw(number)
-        try:
-            wrong = check(c)
-        except cudnn_sdpa.UnsupportedError as error:
-            for reason in error.reasons:
-                declined.setdefault(reason.splitlines()[0][:150], []).append(number)
-            continue
-        except Exception as error:  # noqa: BLE001
-            wrong = [f"{type(error).__name__}: {error}"[:600]]
-        ran += 1
-        if wrong:
-            failed += 1
-            print("WRONG", "; ".join(wrong), "\n   ", c, flush=True)
-    print(f"{ran} ran, {failed} wrong")
-    for reason, numbers in declined.items():
-        print(len(numbers), "declined:", reason, numbers[:5])
-
-
-if __name__ == "__main__":
-    main(draw, check, int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1)
