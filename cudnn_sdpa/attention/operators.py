@@ -139,6 +139,7 @@ def check_gradient(call: ForwardArguments) -> None:
         UnsupportedError: With every reason.
     """
     if not call.q.is_cuda:
+        arguments.check(call)
         cpu_checks.check_dense_gradient(call)
         return
     of_mask = call.attn_mask is not None and call.attn_mask.requires_grad
