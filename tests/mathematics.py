@@ -218,9 +218,10 @@ def attention_bounds(
         of_scores = (of_weights + weights * (3 * precision.unit + kept_lse)) * size + weights * of_mean
         of_scores = of_scores + (precision.tiny * (1 + size)).masked_fill(~made.seen, 0.0)
         inner = of_scores * (made.slope if isinstance(made.slope, float) else made.slope + 2 * precision.unit) * scale
+        inner = inner + precision.tiny * made.seen  # rounded again with the scale
         per_head = {"k": inner.mT @ q, "v": ((of_weights + weights * kept_lse) * made.share).mT @ grad.abs()}
-        bounds |= {n: b.unflatten(1, (k.shape[1], group)).sum(2) for n, b in per_head.items()}
-        bounds["q"] = inner @ keys
+        bounds |= {n: b.unflatten(1, (k.shape[1], group)).sum(2) + precision.tiny for n, b in per_head.items()}
+        bounds["q"] = inner @ keys + precision.tiny
         if mask is not None and mask.dtype != torch.bool:
             bounds["attn_mask"] = of_scores.sum_to_size((1,) * (4 - mask.dim()) + tuple(mask.shape)).view(mask.shape)
         if made.sink is not None:
@@ -360,7 +361,8 @@ def norm_bounds(
         if grad_sum is not None:
             bounds["x"] = bounds["x"] + precision.unit * (r * size + 2 * grad_sum.double().abs())
         rows = tuple(range(x.dim() - 1))
-        of_weight = grad * hat * (2 * precision.unit + 8 * precision.inner) + grad * of_hat + of_grad * hat
+        added = 4 * precision.inner * math.sqrt(math.prod(x.shape[:-1]))  # what adding up so many rows costs
+        of_weight = grad * hat * (2 * precision.unit + added) + grad * of_hat + of_grad * hat
         bounds["weight"] = of_weight.sum(rows) + precision.tiny
-        bounds["bias"] = (2 * precision.unit * grad).sum(rows) + precision.tiny
+        bounds["bias"] = ((2 * precision.unit + added) * grad).sum(rows) + precision.tiny
     return bounds
