@@ -721,7 +721,7 @@ class Fp8(Attention):
         dtype = r.choice([E4M3, E4M3, E5M2])
         batch, kv, sq = r.choice([1, 2, 3]), r.choice([1, 2]), size(r, device)
         heads, skv = kv * r.choice([1, 2, 3]), keys_for(r, device, sq)
-        large = [(64, 64), (128, 128), (128, 128), (128, 64), (192, 128)] if device != "cpu" else []
+        large = [(64, 64), *[(128, 128)] * 6, (128, 64), (192, 128)] if device != "cpu" else []
         dims = r.choice([(16, 16), (32, 48), *large])
         scales = {"q": number(r, 15, 40), "k": number(r, 45, 80), "v": number(r, 6, 14)}
         shapes = {"q": (heads, sq, dims[0]), "k": (kv, skv, dims[0]), "v": (kv, skv, dims[1])}
@@ -751,7 +751,7 @@ class Fp8Forward(Fp8):
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         case = self.drawn(r, seed, device)
-        out_dtype = r.choice([None, None, None, BF16, F16, E5M2])
+        out_dtype = r.choice([None] * 9 + [BF16, F16, E5M2])
         return replace(case, options=case.options | {"out_dtype": out_dtype, "return_lse": r.random() < 0.7})
 
     def call(self, tensors, options, facts):
@@ -780,8 +780,8 @@ class Fp8Forward(Fp8):
         last = HALF_A_ULP.get(out_dtype, 2**-8)
         spread = (made.weights @ true["v"].abs().repeat_interleave(made.out.shape[1] // true["v"].shape[1], 1)) * unit
         lse = attention_bounds(made, **true, grad_out=None, precision=precision, **known["options"])["lse"]
-        on_gpu = lse.is_cuda  # kernels in FP8 approximate exponentials: 4e-4 and 1e-3 were seen on an H200
-        lse = lse + 5e-4 if on_gpu else lse
+        on_gpu = lse.is_cuda  # kernels in FP8 approximate exponentials: 2e-3 and 1e-3 were seen on an H200
+        lse = lse + 1.5e-3 if on_gpu else lse
         largest = 1.0 if "seq_lens_q" in case.facts else 1e-3 if on_gpu else 1e-5
         amax_s = torch.full((1,), largest, dtype=F64, device=lse.device)
         off = spread + last * made.out.abs() + 2e-3
@@ -887,7 +887,8 @@ class Fp8Attention(Attention):
         dtype, kv, batch = r.choice([BF16, F16]), r.choice([1, 2]), r.choice([1, 2])
         heads, sq = kv * r.choice([1, 2]), size(r, device, large=0.05)
         skv = keys_for(r, device, sq)
-        dims = r.choice([(64, 64), (128, 128), (16, 16), (32, 48)] if device != "cpu" else [(16, 16), (32, 48)])
+        large = [(64, 64), *[(128, 128)] * 6] if device != "cpu" else []
+        dims = r.choice([(16, 16), (32, 48), *large])
         shapes = {"q": (heads, sq, dims[0]), "k": (kv, skv, dims[0]), "v": (kv, skv, dims[1])}
         scales = {"q": 1.7, "k": 0.6, "v": 23.0}
         tensors = {n: drawn(r, (batch, *shapes[n]), dtype, unit=16, expands=0.05, scale=scales[n]) for n in "qkv"}
@@ -992,7 +993,7 @@ class RmsNorm(Operation):
 
     def check_places(self, case, tensors, found, gradients):
         for name, result in found.items():
-            if not is_dense(result):
+            if result.numel() and not is_dense(result):
                 yield f"{name} has strides {result.stride()}, which are not dense"
 
     def explained(self, case):
@@ -1061,7 +1062,10 @@ class Gate(Operation):
         if facts["form"] != "two":
             shape, names = (*shape[:-1], 2 * shape[-1]), ["both"]
         scale = r.choice([0.3, 1.3, 1.3, 6.0])
-        tensors = {n: drawn(r, shape, dtype, last_dense=True, scale=scale) for n in names}
+        tensors = {}
+        for name in names:
+            some = [drawn(r, shape, dtype, last_dense=True, scale=scale) for _ in range(4)]
+            tensors[name] = next(filter(has_rows, some), some[0])  # mostly one that need not be refused
         wanted = chosen(r, list(tensors)) if self.name == "silu_mul" else ()
         case = Case(self.name, seed, dtype, tensors, {}, {}, facts, wanted)
         if not all(has_rows(spec) for spec in tensors.values()):
