@@ -11,7 +11,7 @@ from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.side_tensors import check_is_dense, check_lengths, dtype_name, shape_of
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
-from cudnn_sdpa.runtime.eager import needs_gradient
+from cudnn_sdpa.runtime.eager import is_compiling, needs_gradient
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT_DTYPES = (*FP8_DTYPES, torch.bfloat16, torch.float16)
@@ -163,7 +163,7 @@ def check_types(**tensors: Any) -> None:
             raise DeviceError(name, str(tensor.device), "a CUDA device, or the CPU for the reference")
         if tensor.is_nested or tensor.layout != torch.strided:
             raise LayoutError(name, "a nested or sparse tensor", "a dense tensor")
-        if tensor.is_neg() and tensor.dtype in FP8_DTYPES:
+        if not is_compiling() and tensor.is_neg() and tensor.dtype in FP8_DTYPES:  # no question that Dynamo can trace
             raise LayoutError(name, "a negated view", "a tensor of its own", "PyTorch negates no FP8: negate before.")
 
 

@@ -24,8 +24,9 @@ NAMES = [name for name in generators.OPERATIONS if name not in UNEXPLAINED]
 
 def descriptions(name: str, seed: int) -> Iterator[tuple[Description, str]]:
     """Of a call's plans, forward and backward."""
-    explained = generators.OPERATIONS[name].explained(generators.draw(name, seed, "cuda"))
-    if explained is None:
+    case = generators.draw(name, seed, "cuda")
+    explained = generators.OPERATIONS[name].explained(case)
+    if explained is None or case.refusable:
         return
     function, args, kwargs = explained
     describer = describer_of(function)
