@@ -123,6 +123,9 @@ def _describe_backward(given: ForwardArguments, call: ForwardArguments, forward:
     except UnsupportedError as error:
         return Description(graphs.sdpa_backward, partial(refuse, error), device)
     launched, of_scale = backward_with_positive_scale(parts[0].call)
+    if needs.attn_mask and operators.loses_mask_gradient(parts[0].call):
+        launched = launched._replace(q=operators.like_in_memory(launched.q))
+        of_scale = [*of_scale, "q is multiplied by the small scale in a copy, and so is its gradient"]
     layouts = TensorLayout.of(parts[0].out), TensorLayout.of(parts[0].grad_out)
     backward = Backward(Problem.of(launched), *layouts, call.deterministic, needs.attn_mask, needs.sinks)
     notes = [note_on_pieces(len(parts))] if is_cut else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 from typing import Any
 
@@ -114,7 +113,8 @@ def drop_in_arguments(
     if not enable_gqa:
         most_q = most_kv = max(most_q, most_kv)
     elif min(heads.values()) > 0 and most_q % heads["key"] == most_q % heads["value"] == 0:
-        most_kv = math.lcm(heads["key"], heads["value"])  # each is repeated for the heads of the query, as in PyTorch
+        # Each is repeated for the heads of the query, as in PyTorch, but no further than both need.
+        most_kv = most_kv if most_kv % min(heads["key"], heads["value"]) == 0 else most_q
     for name, most in (("query", most_q), ("key", most_kv), ("value", most_kv)):
         if heads[name] not in (1, most) and not (enable_gqa and name != "query" and most % max(1, heads[name]) == 0):
             hint = "" if enable_gqa else "Or pass enable_gqa=True."

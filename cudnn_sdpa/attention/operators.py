@@ -28,6 +28,10 @@ from cudnn_sdpa.runtime.target import live_target
 #: on cuDNN 9.19: wrong numbers).
 MIN_SCALE = 1e-30
 
+#: Smallest scale with which cuDNN computes the gradient of attn_mask in float16. Its kernels round that gradient while
+#: it is multiplied by the scale, and divide it by the scale afterwards (seen on 9.19: 10 % off at 1e-6, 0 at 1e-8).
+MIN_SCALE_OF_MASK_GRADIENT = 2**-6
+
 _Implementation = Callable[[ForwardArguments], Result]
 
 
@@ -129,7 +133,14 @@ def run_backward_cuda(of: BackwardArguments) -> list[Tensor]:
         return pieces.gradients(of, run_backward_cuda)
     if call.scale is not None and call.scale < MIN_SCALE:
         return _negative_scale_backward(of)
+    if of.needs.attn_mask and loses_mask_gradient(call):
+        return _scaled_queries_backward(of)
     return backward.prepare(of)(of)
+
+
+def loses_mask_gradient(call: ForwardArguments) -> bool:
+    """Whether cuDNN would round the gradient of attn_mask away, so that the scale must move into a copy of q."""
+    return call.q.dtype == torch.float16 and MIN_SCALE <= abs(call.scale_value) < MIN_SCALE_OF_MASK_GRADIENT
 
 
 def check_gradient(call: ForwardArguments) -> None:
@@ -179,6 +190,15 @@ def _negative_scale_backward(of: BackwardArguments) -> list[Tensor]:
     result = run_backward_cuda(of._replace(call=call._replace(q=negated, scale=-call.scale_value)))
     if of.needs.q:
         result[0].neg_()
+    return result
+
+
+def _scaled_queries_backward(of: BackwardArguments) -> list[Tensor]:
+    scale = of.call.scale_value
+    scaled = like_in_memory(of.call.q).copy_(of.call.q).mul_(scale)
+    result = run_backward_cuda(of._replace(call=of.call._replace(q=scaled, scale=1.0)))
+    if of.needs.q:
+        result[0].mul_(scale)
     return result
 
 

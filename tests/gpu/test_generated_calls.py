@@ -106,7 +106,7 @@ def test_nearly_all_that_cudnn_has_plans_for_is_run(monkeypatch):
     ran, has_wrong_plan, has_plan, seeds = 0, [], [], range(COUNTS["sdpa"][0])
     for seed in seeds:
         case = generators.draw("sdpa", seed, "cuda")
-        if case.refusable or 0 in (case.tensors["q"].shape + case.tensors["k"].shape):
+        if case.refusable or case.mode == "autocast" or 0 in (case.tensors["q"].shape + case.tensors["k"].shape):
             continue
         refused = ruled_out(case)
         line = f"{case.line('cuda')}  # declined: {refused}"
