@@ -121,15 +121,19 @@ class KVCache:
             ]
             self._lengths = torch.zeros(batch, dtype=torch.int32, device=device)
             self._rows = torch.arange(batch, device=device).unsqueeze(1)
-        self.dtype, self.device = dtype, self.lengths.device
+        self.dtype, self.device = dtype, self._lengths.device
         self._newest: KVStep | None = None
+        self._version = self._lengths._version  # of the lengths behind which no number is left
 
     @property
     def lengths(self) -> Tensor:
         """Tokens of each sequence, (B,) int32.
 
-        Always the same memory, which compiled functions and CUDA graphs read. May be written to. For smaller numbers
-        there is `truncate`: what was written behind them stays there on a GPU otherwise, and must be finite.
+        Always the same memory, which compiled functions and CUDA graphs read. May be written to in place, with smaller
+        numbers too: the next `reserve` notices, without waiting, and clears what is behind them. Code that Python does
+        not run notices nothing: before a graph is captured or replayed, or a compiled function reserves, make lengths
+        smaller by `truncate`, `reset` or `cache.lengths -= …`, which clear at once. What an overflow has left behind
+        would give NaN otherwise.
         """
         return self._lengths
 
@@ -138,6 +142,7 @@ class KVCache:
         if value is not self._lengths:  # `lengths -= 1` gives the tensor itself
             hint = "Write into it: cache.lengths.copy_(…)."
             raise OptionError("lengths", "another tensor", "the one that the cache has", hint)
+        self._clear()
 
     def k(self, layer: int = 0) -> Tensor:
         """The keys of a layer, (B, Hkv, max_length, D)."""
@@ -154,7 +159,7 @@ class KVCache:
 
     def reset(self) -> None:
         """Forgets all tokens."""
-        self.lengths.zero_()
+        self._lengths.zero_()
         self._newest = None
         self._clear()
 
@@ -179,6 +184,8 @@ class KVCache:
         behind = torch.arange(self.max_length + 1, device=self.device) >= self.lengths.unsqueeze(1)
         for rows in (part for pair in self._pairs for part in pair):
             rows.masked_fill_(behind[:, None, :, None], 0)
+        if not is_compiling():
+            self._version = self._lengths._version
 
     def reserve(self, tokens: int = 1, seq_lens: Tensor | None = None) -> KVStep:
         """Makes room for new tokens at the end of every sequence, and says where they go.
@@ -202,14 +209,16 @@ class KVCache:
         check_lengths("seq_lens", seq_lens, self._rows, "the cache")
         if not is_compiling() and (self.device.type == "cpu" or (debug.enabled and not _is_capturing())):
             self._check_room(tokens, seq_lens)
-        if not is_compiling() and self.device.type == "cpu":
-            self._clear()  # somebody may have written a smaller number into the lengths
+        if not is_compiling() and self._lengths._version != self._version and not _is_capturing():
+            self._clear()  # somebody has written to the lengths; a capture would clear in each replay
         positions = self.lengths.unsqueeze(1) + offsets
         found = positions < self.max_length
         if seq_lens is not None:
             found = found & (offsets < seq_lens.unsqueeze(1))
-        self.lengths.add_(tokens if seq_lens is None else seq_lens)
-        lengths = self.lengths.clone()  # the next step changes the cache's own
+        self._lengths.add_(tokens if seq_lens is None else seq_lens)
+        if not is_compiling():
+            self._version += 1  # of this library's own write
+        lengths = self._lengths.clone()  # the next step changes the cache's own
         is_over = lengths > self.max_length
         # What follows a layer's NaN is NaN, too, and must not stay where shorter sequences are padded with it.
         slots = positions.masked_fill(~found | is_over.unsqueeze(1), self.max_length)
@@ -230,7 +239,7 @@ class KVCache:
         self._own(step)
         if step is not self._newest:
             raise OptionError("step", "another step", "the newest one that this cache has reserved")
-        self.lengths.sub_(step.tokens if step.seq_lens_q is None else step.seq_lens_q)
+        self._lengths.sub_(step.tokens if step.seq_lens_q is None else step.seq_lens_q)
         self._newest = None
         self._clear()
 
@@ -280,7 +289,10 @@ class KVCache:
             q: Queries (B, Hq, tokens, D).
             layer: On which layer's keys and values.
             options: Those of `sdpa`: window, scale, softcap, sinks, attn_mask. The causal mask is on unless
-                `is_causal=False` is given.
+                `is_causal=False` is given, which a step of several tokens needs beside `attn_mask` on every GPU: the
+                mask, (B or 1, Hq or 1, tokens, max_length), has to hide later keys itself then. A step of one token
+                with `softcap` is refused, since cuDNN computes that wrongly with lengths; with `seq_lens_kv=None` and
+                an `attn_mask` that hides what lies behind each length it runs.
 
         Returns:
             The output (B, Hq, tokens, D).

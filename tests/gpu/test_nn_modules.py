@@ -308,12 +308,24 @@ def test_weights_of_pytorchs_layer():
     assert difference(twin(x), expected) < TOLERANCE
 
 
+def shorten(cache, tokens):
+    cache.lengths -= tokens
+
+
+FORGET = {
+    "reset": lambda cache, _: cache.reset(),
+    "cancel": lambda cache, step: cache.cancel(step),
+    "truncate": lambda cache, _: cache.truncate(torch.zeros_like(cache.lengths)),
+    "in place": lambda cache, _: cache.lengths.zero_(),
+    "-=": lambda cache, _: shorten(cache, 250),
+}
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("forget", ["reset", "cancel", "truncate"])
+@pytest.mark.parametrize("forget", FORGET)
 def test_an_overflow_does_not_outlive_its_tokens(forget):
     """NaN and infinity in keys and values that a static cache has forgotten reach no result; nothing waits for it."""
     cache = KVCache(batch=2, heads=2, head_dim=64, max_length=300, dtype=torch.bfloat16, device=DEVICE)
-    none = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     for number in (float("nan"), float("inf")):
         for tokens in (1, 20):
             step = cache.reserve(250)
@@ -321,10 +333,10 @@ def test_an_overflow_does_not_outlive_its_tokens(forget):
             cache.append(step, new, new)
             torch.cuda.set_sync_debug_mode("error")
             try:
-                getattr(cache, forget)(*{"reset": (), "cancel": (step,), "truncate": (none,)}[forget])
+                FORGET[forget](cache, step)
+                step = cache.reserve(tokens)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            step = cache.reserve(tokens)
             q, k, v = torch.randn(3, 2, 2, tokens, 64, dtype=torch.bfloat16, device=DEVICE)
             cache.append(step, k, v)
             found = cache.attend(step, q).double()
@@ -332,3 +344,61 @@ def test_an_overflow_does_not_outlive_its_tokens(forget):
             expected = (q.double() @ k.double().mT * 0.125 + causal).softmax(-1) @ v.double()
             assert (found - expected).norm() < 1e-2 * expected.norm()
             cache.reset()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("forget", ["reset", "truncate", "-="])
+def test_an_overflow_between_replays_does_not_outlive_its_tokens(forget):
+    """Nothing in a captured step clears; what makes lengths smaller between two replays does."""
+    cache = KVCache(batch=2, heads=2, head_dim=64, max_length=300, dtype=torch.bfloat16, device=DEVICE)
+    q, k, v = torch.randn(3, 2, 2, 1, 64, dtype=torch.bfloat16, device=DEVICE)
+
+    def decode():
+        step = cache.reserve()
+        cache.append(step, k, v)
+        return cache.attend(step, q)
+
+    decode()  # builds the plan
+    cache.reset()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode()
+    cache.reset()
+    for number in (float("nan"), float("inf")):
+        step = cache.reserve(250)
+        new = torch.full((2, 2, 250, 64), number, dtype=torch.bfloat16, device=DEVICE)
+        cache.append(step, new, new)
+        graph.replay()
+        assert out.isnan().all()
+        if forget == "-=":
+            shorten(cache, 251)
+        else:
+            FORGET[forget](cache, step)
+        for tensor in (q, k, v):
+            tensor.copy_(torch.randn_like(tensor))
+        graph.replay()
+        assert cache.lengths.tolist() == [1, 1]
+        assert torch.equal(out, v)
+        cache.reset()
+
+
+@torch.no_grad()
+def test_lengths_written_in_place_before_a_capture_do_not_clear_in_each_replay():
+    cache = KVCache(batch=2, heads=2, head_dim=64, max_length=300, dtype=torch.bfloat16, device=DEVICE)
+    q, k, v = torch.randn(3, 2, 2, 1, 64, dtype=torch.bfloat16, device=DEVICE)
+
+    def decode():
+        step = cache.reserve()
+        cache.append(step, k, v)
+        return cache.attend(step, q)
+
+    decode()  # builds the plan
+    cache.lengths.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode()
+    cache.v()[:, :, 200:] = 7
+    graph.replay()
+    assert (cache.v()[:, :, 200:] == 7).all()
+    decode()  # outside of the graph what was written in place is noticed
+    assert not cache.v()[:, :, 200:].any()

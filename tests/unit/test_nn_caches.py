@@ -349,16 +349,30 @@ FORGET = {
     "reset": lambda cache, _: cache.reset(),
     "cancel": lambda cache, step: cache.cancel(step),
     "truncate": lambda cache, _: cache.truncate(torch.tensor([0, 0], dtype=torch.int32)),
-    "shorter lengths": lambda cache, _: cache.lengths.zero_(),
+    "zero_": lambda cache, _: cache.lengths.zero_(),
+    "single ones": lambda cache, _: [cache.lengths[row].fill_(0) for row in range(2)],
+    "out=": lambda cache, _: torch.zeros(2, dtype=torch.int32, out=cache.lengths),
+    "-=": lambda cache, _: shorten(cache, 20),
+    "-= compiled": lambda cache, _: torch.compile(shorten, backend="eager", fullgraph=True)(cache, 20),
 }
+
+
+def shorten(cache, tokens):
+    cache.lengths -= tokens
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("forget", FORGET)
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("which", ["k", "v"])
-def test_what_is_forgotten_reaches_no_result(forget, number, which):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_forgotten_reaches_no_result(forget, number, which, mode):
     """An overflow in some step is over when its tokens are: 0 times what is left of it would be NaN."""
+    with mode():
+        check_forgotten(forget, number, which)
+
+
+def check_forgotten(forget, number, which):
     cache = KVCache(batch=2, heads=2, head_dim=16, max_length=24, layers=2, dtype=torch.float32, device="cpu")
     step = cache.reserve(20)
     for layer in range(2):
@@ -376,6 +390,48 @@ def test_what_is_forgotten_reaches_no_result(forget, number, which):
             causal = torch.ones(length, length).tril().log()
             weights = (q[row, :, :length] @ k[row, :, :length].mT * 0.25 + causal).softmax(-1)
             assert_close(found[row, :, :length], weights @ v[row, :, :length])
+
+
+@torch.no_grad()
+def test_only_lengths_that_somebody_wrote_cost_a_clearing():
+    """A step writes its own rows alone; the whole cache is written when the lengths were changed from outside."""
+    cache = KVCache(batch=2, heads=2, head_dim=16, max_length=24, dtype=torch.float32, device="cpu")
+    k = torch.randn(2, 2, 1, 16)
+    cache.v()[:, :, 10:] = 7
+
+    def step():
+        cache.append(cache.reserve(), k, k)
+        return cache.v()[:, :, 10:]
+
+    for forget in (lambda: None, lambda: cache.cancel(cache.reserve()), lambda: cache.truncate(cache.lengths - 1)):
+        forget()
+        cache.v()[:, :, 10:] = 7
+        assert all((step() == 7).all() for _ in range(2))
+    cache.lengths.sub_(1)
+    assert not step().any()
+    cache.v()[:, :, 10:] = 7
+    assert (step() == 7).all()
+
+
+@torch.no_grad()
+def test_lengths_made_smaller_before_compiled_steps():
+    torch._dynamo.reset()
+    cache = KVCache(batch=2, heads=2, head_dim=16, max_length=24, dtype=torch.float32, device="cpu")
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def run(q, k, v):
+        step = cache.reserve(k.shape[2])
+        cache.append(step, k, v)
+        return cache.attend(step, q)
+
+    for forget in (cache.reset, lambda: cache.truncate(torch.zeros_like(cache.lengths)), lambda: shorten(cache, 9)):
+        bad = torch.full((2, 2, 9, 16), float("inf"))
+        cache.append(cache.reserve(9), bad, bad)
+        forget()
+        q, k, v = torch.randn(3, 2, 2, 5, 16)
+        weights = (q.double() @ k.double().mT * 0.25 + torch.ones(5, 5).tril().log()).softmax(-1)
+        assert_close(run(q, k, v), weights @ v.double())
+        cache.reset()
 
 
 def test_truncate_keeps_what_is_said():
