@@ -139,6 +139,7 @@ def test_without_an_interpreter_there_is_no_helper(properties, monkeypatch, name
     assert BackgroundPlanner().request(key(properties), properties) is None
 
 
+@pytest.mark.slow
 def test_what_another_process_has_stored_is_not_built(planner, properties, tmp_path, monkeypatch):
     with cudnn_sdpa.use_plan_store(tmp_path / "plans"):
         first = planner.request(key(properties), properties)
@@ -149,6 +150,7 @@ def test_what_another_process_has_stored_is_not_built(planner, properties, tmp_p
     assert second.stored.data == first.stored.data
 
 
+@pytest.mark.slow
 def test_the_bytes_of_many_plans_are_not_kept(planner, properties, monkeypatch):
     monkeypatch.setattr(background, "MOST_BUILT", 2)
     requests = [planner.request(key(properties, rows), properties) for rows in (64, 128, 192)]
@@ -180,6 +182,7 @@ def test_a_helper_that_is_killed_costs_one_plan(planner, properties, caplog):
     assert second.stored is not None
 
 
+@pytest.mark.slow
 def test_an_idle_helper_ends_and_comes_back(planner, properties, monkeypatch):
     monkeypatch.setattr(background, "IDLE_SECONDS", 0.1)
     planner.request(key(properties), properties)
@@ -204,6 +207,7 @@ def test_there_are_no_more_helpers_than_workers(properties):
         planner.close()
 
 
+@pytest.mark.slow
 def test_far_too_many_requests_are_passed_over(planner, properties, monkeypatch):
     monkeypatch.setattr(background, "MOST_WAITING", 1)
     assert planner.request(key(properties), properties) is not None

@@ -442,18 +442,19 @@ def start(code, *arguments):
     )
 
 
-def test_killed_while_writing(store):
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("moment", range(6))
+def test_killed_while_writing(store, moment):
     """Whatever moment the writer is killed at, every file is whole, and no lock stays."""
-    for moment in range(6):
-        process = start(WRITER, str(store.folder), str(ROOT))
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(0.005 + 0.013 * moment)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        for sq in range(64, 72):
-            found = store.load(key(sq))
-            assert found is None or found == plan(key(sq), size=300_000, seed=sq)
+    process = start(WRITER, str(store.folder), str(ROOT))
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.005 + 0.013 * moment)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    for sq in range(64, 72):
+        found = store.load(key(sq))
+        assert found is None or found == plan(key(sq), size=300_000, seed=sq)
     assert store.info().rejected == 0
     before = time.monotonic()
     with store.building(key()):
@@ -480,6 +481,7 @@ print(built, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_eight_processes_build_every_plan_once(store):
     processes = [start(SHARER, str(store.folder), str(ROOT)) for _ in range(8)]
     built = [int(process.communicate(timeout=120)[0]) for process in processes]
