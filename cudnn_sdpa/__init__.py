@@ -3,10 +3,12 @@
 Importing this package starts no CUDA and loads no cuDNN; the first call on a GPU does.
 """
 
-from cudnn_sdpa._start import is_command_line as _is_command_line
+from cudnn_sdpa import _start
 from cudnn_sdpa._version import __version__
 
-if not _is_command_line():  # which imports what a command needs, and prints its help without PyTorch
+if _start.is_command_line():  # which imports what a command needs, and prints its help without PyTorch
+    _start.import_when_asked(__name__)
+else:
     import cudnn_sdpa._pytorch  # noqa: F401 - first, since nothing works without it
     from cudnn_sdpa.activation import gelu_mul, relu_squared, silu_mul
     from cudnn_sdpa.attention.dense import sdpa

@@ -6,6 +6,7 @@ It is not enough that a folder is its owner's: who may write to a folder above i
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import stat
 from pathlib import Path
@@ -15,9 +16,19 @@ import platformdirs
 #: As many links as Linux follows.
 _MOST_LINKS = 40
 
+#: Environment variable with folders that are not looked at on the way, with colons between them: the user trusts
+#: whoever may write to them, as on a volume that is mounted for one program alone.
+TRUSTED_VARIABLE = "CUDNN_SDPA_TRUSTED_FOLDERS"
+
+_OR_TRUST = f"or trust all who may write to it, with the environment variable {TRUSTED_VARIABLE}="
+
 
 class UnsafeFolderError(Exception):
     """A folder that somebody else may write to, or that cannot be used; the message says why."""
+
+
+class OpenFolderError(UnsafeFolderError):
+    """A folder that could be used, if nobody else could put something in its place or into it."""
 
 
 def is_private(status: os.stat_result) -> bool:
@@ -43,12 +54,17 @@ def open_private(folder: Path, *, make: bool = True) -> int:
         descriptor = os.open(real, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise UnsafeFolderError(f"{folder} cannot be used: {error}") from error
-    if is_private(os.fstat(descriptor)):
+    status = os.fstat(descriptor)
+    if is_private(status):
         return descriptor
     os.close(descriptor)
-    raise UnsafeFolderError(
-        f"{folder} belongs to another user or is writable by others, who could put code in it; make it private with: "
-        f"chmod go-w {folder}"
+    if status.st_uid not in (os.getuid(), 0):
+        raise OpenFolderError(
+            f"{folder} belongs to another user (uid {status.st_uid}), who could put code in it; name a folder that is "
+            "not there yet, which is made for this user"
+        )
+    raise OpenFolderError(
+        f"{folder} is writable by others, who could put code in it; make it private with: chmod go-w {folder}"
     )
 
 
@@ -78,8 +94,8 @@ def _walk(folder: Path, make: bool) -> str:
             links += 1
             if links > _MOST_LINKS:
                 raise UnsafeFolderError(f"{folder} leads through too many links")
-            if status.st_uid not in (os.getuid(), 0):
-                raise UnsafeFolderError(f"{path} is a link that belongs to another user")
+            if not _is_trustworthy(status.st_uid):
+                raise OpenFolderError(f"{path} is a link that belongs to another user; name the folder it leads to")
             target = Path(os.readlink(path))  # noqa: PTH115
             current = "/" if target.is_absolute() else current
             rest = [*(part for part in target.parts if part != "/"), *rest]
@@ -108,20 +124,42 @@ def _check(path: str, status: os.stat_result) -> None:
 
     In a folder like /tmp everybody may write and nobody may replace what is another's; what is in it is looked at next.
     """
-    if status.st_uid not in (os.getuid(), 0):
-        raise UnsafeFolderError(
+    if path in os.environ.get(TRUSTED_VARIABLE, "").split(os.pathsep):
+        return
+    if not _is_trustworthy(status.st_uid):
+        raise OpenFolderError(
             f"{path} belongs to another user (uid {status.st_uid}), who could put another folder in the place of what "
-            "is in it; name a folder outside"
+            f"is in it; name a folder outside, {_OR_TRUST}{path}"
         )
     open_to = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not open_to or status.st_mode & stat.S_ISVTX:
         return
     if open_to == stat.S_IWGRP and _is_users_own_group(status.st_gid):
         return
-    raise UnsafeFolderError(
+    raise OpenFolderError(
         f"{path} is writable by others, who could put another folder in the place of what is in it; make it private "
-        f"with: chmod go-w {path}"
+        f"with: chmod go-w {path}; or have only owners replace what is in it, with: chmod +t {path}; {_OR_TRUST}{path}"
     )
+
+
+def _is_trustworthy(owner: int) -> bool:
+    """Whether the owner of a folder above is this user or the administrator.
+
+    Where a container knows this user alone (Apptainer, bubblewrap, `unshare`), the administrator's files belong to
+    nobody there.
+    """
+    return owner in (os.getuid(), 0) or owner == _outsiders()
+
+
+@functools.cache
+def _outsiders() -> int | None:
+    """The user that all users outside of this namespace are shown as; None where that may be somebody inside."""
+    try:
+        owner = int(Path("/proc/sys/fs/overflowuid").read_text())
+        ranges = [list(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    except (OSError, ValueError):
+        return None
+    return None if any(first <= owner < first + count for first, _, count in ranges) else owner
 
 
 def _is_users_own_group(group: int) -> bool:

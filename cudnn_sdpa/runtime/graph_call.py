@@ -38,9 +38,12 @@ def describe(operand: Any) -> Hashable:
 
 def type_of(option: Any) -> Any:
     """The type of an option: 1, 1.0 and True are three different ones, and so are both zeros; in tuples too."""
-    if type(option) is tuple:
+    kind = type(option)
+    if kind is tuple:
         return tuple([type_of(item) for item in option])
-    return type(option) if option else (type(option), str(option))  # which tells -0.0 from 0.0
+    if kind is float and not option:
+        return kind, str(option)  # which tells -0.0 from 0.0
+    return kind
 
 
 def key_of(

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.runtime.folders import UnsafeFolderError, in_users_cache
+from cudnn_sdpa.runtime.folders import OpenFolderError, UnsafeFolderError, in_users_cache
 from cudnn_sdpa.runtime.forks import renewed_in_children
 from cudnn_sdpa.runtime.overrides import Override, Overrides
 from cudnn_sdpa.runtime.store import DEFAULT_BYTES, PlanStore
@@ -85,8 +85,10 @@ def _from_environment() -> PlanStore | None:
     except UnsafeFolderError as error:
         if folder:
             _log.warning("plans are not kept, in spite of %s: %s", VARIABLE, error)
-        else:  # nobody asked for it
-            _log.info("plans are not kept for later processes: %s; %s can name another folder", error, VARIABLE)
+        else:  # nobody asked for it, but who would have one is told what keeps it from being used
+            level = logging.WARNING if isinstance(error, OpenFolderError) else logging.INFO
+            text = "plans are not kept for later processes: %s; %s can name another folder"
+            _log.log(level, text, error, VARIABLE)
         return None
 
 
@@ -106,8 +108,8 @@ def use_plan_store(path: str | os.PathLike[str] | None = None, *, capacity: int 
     The setting holds for the whole process, until the end of the `with` statement if it is used in one. Without a
     call, the environment variable `CUDNN_SDPA_PLAN_DIR` names the folder; "off", in any case, is none. Unset, it is
     "plans" in the user's cache folder, usually `~/.cache/cudnn_sdpa/plans`, made when the first plan is looked for.
-    Where that cannot be used, plans are not kept, which is logged as information; for a folder that the variable names,
-    as a warning.
+    Where that cannot be used, plans are not kept, which is logged as information; as a warning for a folder that the
+    variable names, or that is open to others.
 
     Args:
         path: The folder, which is made if it is not there. None is the one in the user's cache folder; "off" is none.

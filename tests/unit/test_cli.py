@@ -104,6 +104,20 @@ def test_the_module_answers_without_pytorch(without_torch, arguments, printed):
     assert result.stderr == ""
 
 
+def test_what_else_runs_in_the_process_of_a_command_finds_the_whole_package(tmp_path):
+    """Such as a site's `sitecustomize`, which is run before a command is known, and plug-ins of PyTorch's."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import cudnn_sdpa, sys\n"
+        "assert 'torch' not in sys.modules and not hasattr(cudnn_sdpa, 'nonsense')\n"
+        "from cudnn_sdpa import OptionError, cpu_checks\n"
+        "cudnn_sdpa.cpu_checks(None)\n"
+        "assert all(hasattr(cudnn_sdpa, name) for name in cudnn_sdpa.__all__)\n"
+        "try:\n    cpu_checks('no such GPU')\nexcept OptionError:\n    print('found')\n"
+    )
+    result = run("-m", "cudnn_sdpa", "--version", env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert (result.stdout, result.stderr) == (f"found\n{cudnn_sdpa.__version__}\n", "")
+
+
 @pytest.mark.parametrize("arguments", [["doctor"], ["support", "--sm", "90"], ["device"], ["bench", "all"]])
 def test_a_command_that_needs_pytorch_says_in_a_line_that_it_cannot_be_imported(tmp_path, arguments):
     (tmp_path / "torch").mkdir()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from cudnn_sdpa import OfflineError, OptionError, use_plan_store
 from cudnn_sdpa.offline import driver
-from cudnn_sdpa.runtime import folders
+from cudnn_sdpa.runtime import folders, store_setting
 from cudnn_sdpa.runtime.folders import UnsafeFolderError, check_above, open_private
 from cudnn_sdpa.runtime.store import PlanStore
 from tests.unit.test_plan_store import key, plan
@@ -66,6 +69,93 @@ def test_a_folder_above_that_others_may_write_to_is_refused(base, level, mode, m
 def test_a_sticky_folder_like_tmp_is_no_danger(base):
     base.chmod(0o1777)
     assert try_to_open(base / "plans") == ""
+
+
+def cures_in(message: str) -> dict[str, str]:
+    """The ways out that a refusal names, and what each is to be tried with."""
+    found = re.findall(r"(chmod go-w|chmod \+t|CUDNN_SDPA_TRUSTED_FOLDERS)[ =]([^ ;]+)", message)
+    return {way: path.rstrip(".") for way, path in found}
+
+
+@pytest.mark.parametrize("way", ["chmod go-w", "chmod +t", "CUDNN_SDPA_TRUSTED_FOLDERS"])
+def test_each_cure_that_a_refusal_names_is_one(base, way, monkeypatch, caplog):
+    """As on a volume of Kubernetes, whose root is writable by all: the folder of plans in it is private."""
+    monkeypatch.setattr(folders, "_is_users_own_group", lambda _: False)
+    base.chmod(0o777)
+    monkeypatch.setenv("CUDNN_SDPA_PLAN_DIR", str(base / "plans"))
+    assert store_setting._from_environment() is None
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING"
+    assert "\n" not in warning.getMessage()
+    cures = cures_in(warning.getMessage())
+    assert set(cures.values()) == {str(base)}
+    if way.startswith("chmod"):
+        subprocess.run([*way.split(), cures[way]], check=True)
+    else:
+        monkeypatch.setenv(way, f"/elsewhere:{cures[way]}")
+    store = store_setting._from_environment()
+    store.save(key(), plan(key()))
+    assert store.load(key()) == plan(key())
+    assert (base / "plans").stat().st_mode & 0o777 == 0o700
+
+
+def test_folders_that_are_trusted_are_trusted_alone(base, monkeypatch):
+    monkeypatch.setattr(folders, "_is_users_own_group", lambda _: False)
+    monkeypatch.setenv("CUDNN_SDPA_TRUSTED_FOLDERS", str(base))
+    for other in (base.parent, base / "below", base / "below" / "plans"):
+        other.mkdir(exist_ok=True)
+        other.chmod(0o777)
+        assert f"{other}" in try_to_open(base / "below" / "plans")
+        other.chmod(0o700)
+    assert try_to_open(base / "below" / "plans") == ""
+
+
+@NEEDS_ROOT
+def test_a_trusted_mount_may_belong_to_another_user_and_plans_in_it_may_not(base, monkeypatch):
+    """A container that runs as root, with a folder of the machine's user in it."""
+    os.chown(base, STRANGER, STRANGER)
+    assert f"CUDNN_SDPA_TRUSTED_FOLDERS={base}" in try_to_open(base / "plans")
+    monkeypatch.setenv("CUDNN_SDPA_TRUSTED_FOLDERS", str(base))
+    assert try_to_open(base / "plans") == ""
+    os.chown(base / "plans", STRANGER, STRANGER)
+    assert "belongs to another user" in try_to_open(base / "plans")
+
+
+@NEEDS_ROOT
+def test_in_a_container_that_knows_this_user_alone_the_systems_folders_are_trusted(tmp_path):
+    """Apptainer, bubblewrap: what is root's outside is shown as nobody's inside, and so is `/`."""
+    alone = ["unshare", "--user", "--map-user=1000"]
+    try:
+        subprocess.run([*alone, "true"], check=True, timeout=60, capture_output=True)
+    except (OSError, subprocess.SubprocessError):
+        pytest.skip("no user namespaces here")
+    of_system, user = tmp_path / "of the system", "of the user/cudnn_sdpa"
+    (of_system / user).mkdir(parents=True)
+    tmp_path.chmod(0o755)
+    os.chown(of_system, STRANGER, STRANGER)
+    os.chown(tmp_path, STRANGER, STRANGER)
+    (tmp_path / "link").symlink_to(of_system)
+    os.lchown(tmp_path / "link", STRANGER, STRANGER)
+    program = """
+import os, sys
+from pathlib import Path
+from cudnn_sdpa.runtime.folders import OpenFolderError, open_private
+print(os.getuid(), os.stat(sys.argv[1]).st_uid)
+os.close(open_private(Path(sys.argv[1]) / sys.argv[2] / "plans"))
+os.close(open_private(Path(sys.argv[1]).with_name("link") / sys.argv[2] / "plans"))
+try:
+    open_private(Path(sys.argv[1]), make=False)
+except OpenFolderError as error:
+    print(error)
+"""
+    command = [*alone, sys.executable, "-c", program, str(of_system), user]
+    made = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=300, cwd=Path(folders.__file__).parents[2]
+    )
+    assert made.stdout.splitlines()[:1] == ["1000 65534"], made.stderr
+    assert "belongs to another user (uid 65534), who could put code in it" in made.stdout, made.stderr
+    assert (of_system / user / "plans").stat().st_mode & 0o777 == 0o700
+    assert f"{of_system}" in try_to_open(of_system / user / "plans") or f"{tmp_path}" in try_to_open(of_system / user)
 
 
 def test_the_group_of_the_user_alone_may_write_above_and_no_other(base, monkeypatch):

@@ -100,11 +100,16 @@ def test_off_keeps_nothing(ask, home):
     assert list(home.iterdir()) == []
 
 
-def assert_said_once(logged, what):
+def assert_said_once(logged, what, level="INFO"):
     (line,) = logged
-    assert line.startswith("INFO plans are not kept for later processes: ")
+    assert line.startswith(f"{level} plans are not kept for later processes: ")
     assert what in line
     assert line.endswith("; CUDNN_SDPA_PLAN_DIR can name another folder")
+
+
+def test_a_default_folder_that_others_could_replace_is_a_warning_with_the_cure(ask, home):
+    home.chmod(0o757)
+    assert_said_once(ask()[1], f"chmod go-w {home}", "WARNING")
 
 
 @pytest.mark.parametrize("missing", ["/nonexistent", "/nonexistent/home/user/"])
@@ -137,7 +142,7 @@ def test_a_folder_that_is_open_to_others_is_not_used(ask, home):
     plans.chmod(0o777)
     folder, logged = ask()
     assert folder is None
-    assert_said_once(logged, "chmod go-w")
+    assert_said_once(logged, "chmod go-w", "WARNING")
     assert list(plans.iterdir()) == []
 
 
