@@ -7,11 +7,13 @@ H200 (cuDNN 9.19), in bfloat16, for 0.9 to 134 million numbers, forward and back
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from cudnn_sdpa.errors import LayoutError
+from cudnn_sdpa.runtime.symbols import is_true
 
 #: More matrices would not fit into a grid's third dimension.
 _MOST_MATRICES = 65535
@@ -100,8 +102,13 @@ def _of_two(name: str, x: Tensor) -> Tensor:
         return x.view(1, 1)
     if x.stride(-1) != 1 and x.shape[-1] != 1:
         raise LayoutError(name, f"strides {x.stride()}", "a dense last dimension", f"Use {name}.contiguous().")
-    try:
-        return x.view(-1, x.shape[-1])
-    except RuntimeError:
+    if not _has_rows(x):
         got = f"shape {tuple(x.shape)}, strides {x.stride()}"
-        raise LayoutError(name, got, "rows at one distance from each other", f"Use {name}.contiguous().") from None
+        raise LayoutError(name, got, "rows at one distance from each other", f"Use {name}.contiguous().")
+    return x.view(-1, x.shape[-1])
+
+
+def _has_rows(x: Tensor) -> bool:
+    """Whether rows lie at one distance from each other, as `view` asks; it is not tried, which ends a compilation."""
+    outer = [(size, step) for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if not is_true(size == 1)]
+    return not any(is_true(step != size * inner) for (_, step), (size, inner) in itertools.pairwise(outer))

@@ -63,8 +63,10 @@ class ArgumentError(CudnnSdpaError, ValueError):
         self.got = got
         self.expected = expected
         self.hint = hint
-        # Not by super().__init__, which torch.compile does not trace: it would raise an error of its own instead.
-        self.args = (f"{argument}: got {got}; expected {expected}." + (f" {hint}" if hint else ""),)
+        # Not by super().__init__, which torch.compile does not trace, nor as a sum, where sizes are symbols to it: it
+        # would raise an error of its own instead.
+        rest = f" {hint}" if hint else ""
+        self.args = (f"{argument}: got {got}; expected {expected}.{rest}",)
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.argument, self.got, self.expected, self.hint)

@@ -50,7 +50,7 @@ def find(token: str) -> Any:
     """The graph function with this name, its module imported if need be.
 
     Raises:
-        LookupError: It has changed since the name was given.
+        OptionError: It has changed since the name was given.
     """
     function = _functions.get(token)
     if function is None:
@@ -58,7 +58,10 @@ def find(token: str) -> Any:
             find_operation(token.partition("@")[0])
         function = _functions.get(token)
     if function is None:
-        raise LookupError(f"the graph function {token} is not there as it was when this graph was compiled")
+        got, expected = "another builder, reference or gradient", "the same as when this graph was compiled"
+        raise OptionError(
+            f"the graph function {token}", got, expected, "Compile again; torch.compiler.reset() forgets."
+        )
     return function
 
 

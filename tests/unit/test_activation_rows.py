@@ -7,7 +7,7 @@ import torch
 from stand_in_engines import TARGET
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-from cudnn_sdpa import LayoutError, activation_rows, silu_mul
+from cudnn_sdpa import LayoutError, activation_rows, gelu_mul, relu_squared, silu_mul
 from cudnn_sdpa import activation_graphs as graphs
 from cudnn_sdpa.activation_rows import as_rows, backward_form, forward_form
 from cudnn_sdpa.graphs.operator import as_tuple
@@ -127,6 +127,49 @@ def test_what_would_have_to_be_copied_is_refused():
         as_rows([torch.randn(4, 6), torch.randn(6, 4).t()], NAMES)
     with pytest.raises(LayoutError, match="gate: got shape"):
         as_rows([torch.randn(4, 3, 8).transpose(0, 1), torch.randn(3, 4, 8)], NAMES)
+
+
+def can_be_rows(x):
+    try:
+        x.view(-1, x.shape[-1])
+    except RuntimeError:
+        return False
+    return True
+
+
+STRIDES = [(a, b, c) for a in (0, 1, 3, 24, 72) for b in (0, 1, 3, 8, 12, 24) for c in (1, 6)]
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 6), (1, 3, 4, 6), (2, 1, 4, 6), (2, 3, 1, 6), (3, 1, 1, 1), (2, 2, 2, 1)])
+def test_what_pytorch_can_view_as_rows_is_read_where_it_lies_and_nothing_else(shape):
+    seen = set()
+    for steps in STRIDES:
+        x = torch.randn(400).as_strided(shape, (*steps, 1))
+        seen.add(can_be_rows(x))
+        if can_be_rows(x):
+            (rows,) = as_rows([x], ["x"])
+            assert rows.data_ptr() == x.data_ptr()
+            assert torch.equal(rows[0], x.reshape(-1, shape[-1]))
+        else:
+            with pytest.raises(LayoutError, match="rows at one distance"):
+                as_rows([x], ["x"])
+    assert seen == ({True} if sum(size > 1 for size in shape) == 1 else {False, True})
+
+
+@pytest.mark.parametrize(
+    ("function", "count", "shape", "stride", "dynamic"),
+    [
+        (relu_squared, 1, (7, 7, 100), (100, 700, 1), False),
+        (gelu_mul, 2, (2, 5, 100), (104, 208, 1), True),
+        (silu_mul, 2, (4, 50), (100, 2), True),
+    ],
+)
+def test_what_is_refused_is_refused_by_compiled_functions_too(function, count, shape, stride, dynamic):
+    given = [torch.randn(9000).as_strided(shape, stride) for _ in range(count)]
+    with pytest.raises(LayoutError) as refused:
+        function(*given)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=rf"LayoutError\('{refused.value.argument}'"):
+        compiled(function, dynamic=dynamic)(*given)
 
 
 def compiled(function, **options):

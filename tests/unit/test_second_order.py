@@ -27,6 +27,26 @@ def test_a_gradient_that_depends_on_the_upstream_gradient_alone_is_refused_too()
         found.sum().backward()
 
 
+def graph_of_gradient(function, given):
+    """Whether the gradient of a compiled function has a graph; it is one that raises then."""
+    torch._dynamo.reset()
+    out = torch.compile(function, backend="aot_eager", fullgraph=True)(*given)
+    (found, *_) = torch.autograd.grad(out, given, torch.randn_like(out), create_graph=True)
+    if found.requires_grad:
+        with pytest.raises(RuntimeError, match="does not currently support double backward"):
+            found.sum().backward()
+    return found.requires_grad
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "silu_mul", "silu_mul of both", "conv2d"])
+def test_compiled_functions_refuse_gradients_of_gradients_as_those_of_pytorch_do(name):
+    """PyTorch itself before pytorch#181606 drops the graph of a gradient by what a function has not kept as it came."""
+    function, _, make = second_order.CALLS[name]
+    by_pytorch = graph_of_gradient(lambda x: x.exp().sin(), second_order.leaves((4, 128)))
+    assert graph_of_gradient(function, make()) >= by_pytorch
+
+
 def test_what_is_not_differentiated_again_may_keep_its_graph():
     """A penalty on the gradient of something else, with `create_graph=True` for all."""
     x = torch.randn(4, 16, requires_grad=True)

@@ -162,7 +162,7 @@ def in_float64(value):
 def test_wrong_calls_are_refused_or_right(name, trains):
     function, right, given = CALLS[name]
     r, outcomes = random.Random(f"{name}, {trains}"), {"right": 0, "refused": 0}
-    calls = 400
+    calls = 200
     for _ in range(calls):
         arguments, what = spoiled(r, given)
         for key, value in arguments.items():
@@ -189,7 +189,7 @@ def test_wrong_calls_are_refused_or_right(name, trains):
             assert one.shape == other.shape, what
             if not one.is_floating_point() or one.itemsize == 1:  # users' graphs take these, and round
                 continue
-            if other.abs().amax() > torch.finfo(one.dtype).max:  # a large number of the user's overflows
+            if other.numel() and other.abs().amax() > torch.finfo(one.dtype).max:  # a large number overflows
                 continue
             torch.testing.assert_close(
                 one.double(), other, rtol=tolerance, atol=tolerance, equal_nan=True, msg=str(what)
