@@ -89,9 +89,13 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
             trains = False
         call = _SILU.calls.find(tensors, trains, trains=trains)
         if call is not None:
-            if trains:
-                return _SiluMul.apply(call, *tensors)  # type: ignore[no-any-return,no-untyped-call]
-            return call(tensors if up is not None else gate.chunk(2, dim=-1))[0]
+            try:
+                if trains:
+                    return _SiluMul.apply(call, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+                return call(tensors if up is not None else gate.chunk(2, dim=-1))[0]
+            except RuntimeError:
+                check_dtype("gate", gate)  # without memory it has no halves
+                raise
     return _run(_SILU, halves_of(gate) if up is None else (gate, up), tensors)
 
 
