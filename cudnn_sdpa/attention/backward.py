@@ -114,7 +114,7 @@ class BackwardCall(BoundCall):
         tensors["grad_q"][:, :, :blind].zero_()
         for name in ("q", "out", "grad_out", "grad_q"):
             tensors[name] = tensors[name][:, :, blind:]
-        tensors["lse"] = memory.aligned(tensors["lse"][:, :, blind:])
+        tensors["lse"] = memory.aligned("lse", tensors["lse"][:, :, blind:])
 
 
 def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

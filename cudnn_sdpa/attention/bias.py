@@ -52,7 +52,7 @@ def bias_of(mask: Tensor, q: Tensor, skv: int, blind_rows: int = 0) -> Tensor:
         return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device).copy_(view)
     if view.dtype == torch.bool:
         view = view.to(q.dtype).log_()  # 1 becomes 0, and 0 becomes -inf
-    return aligned(view.expand(*view.shape[:3], skv))
+    return aligned("attn_mask", view.expand(*view.shape[:3], skv))
 
 
 def repeated_row(layout: TensorLayout, rows: int) -> TensorLayout:

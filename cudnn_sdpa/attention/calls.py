@@ -45,11 +45,19 @@ class BoundCall:
         self._names = [operand.name for operand in (*plan.key.inputs, *plan.key.outputs)]
 
     def launch(self, tensors: dict[str, Tensor], addresses: dict[str, int] | None = None) -> None:
-        """Launches the plan on these operands; constants and host numbers are known."""
+        """Launches the plan on these operands; constants and host numbers are known.
+
+        Raises:
+            LayoutError: One has no memory.
+        """
         known = {**self._fixed, **(addresses or {})}
         known.update((name, tensor.data_ptr()) for name, tensor in tensors.items())
+        operands = [known[name] for name in self._names]
+        if not all(operands):
+            for name, tensor in tensors.items():
+                memory.check_present(name, tensor)
         self.plan.last_used = next_use()
-        self.plan.launch([known[name] for name in self._names])
+        self.plan.launch(operands)
 
     def on_device(self, run: Any, *operands: Any) -> Any:
         """`run(*operands)` with the plan's GPU as the current one."""
@@ -64,8 +72,10 @@ class BoundCall:
         if call.attn_mask is not None:
             problem = self.problem
             tensors["bias"] = bias_of(call.attn_mask, call.q, problem.skv, problem.mask.blind_rows)
-        if call.sinks is not None and "sink" in self._names:
-            tensors["sink"] = memory.aligned(call.sinks)
+        if call.sinks is not None:
+            sinks = memory.aligned("sinks", call.sinks)
+            if "sink" in self._names:
+                tensors["sink"] = sinks
         if call.rng is not None:
             addresses["seed"] = call.rng.data_ptr()
             addresses["offset"] = addresses["seed"] + call.rng.element_size()
@@ -198,6 +208,8 @@ class PlainCall(ForwardCall):
         if lengths_kv is None:
             plan.launch((first, second, third, self._scale_address, out.data_ptr()))
         else:
+            if lengths_kv.data_ptr() == 0:
+                memory.check_lengths_present(None, lengths_kv)
             within = lengths_kv.clamp_max(self.problem.skv)  # cuDNN's decode engines would read on
             plan.launch((first, second, third, self._scale_address, self._one, within.data_ptr(), out.data_ptr()))
         return out
@@ -210,6 +222,7 @@ def lengths(problem: Problem, lengths_q: Tensor | None, lengths_kv: Tensor | Non
     whose rows cuDNN fills with zeros and -inf.
     """
     sq, skv = problem.sq, problem.skv
+    memory.check_lengths_present(lengths_q, lengths_kv)
     if problem.softcap:
         return row_limits(problem, lengths_q, lengths_kv)
     if lengths_kv is None:
@@ -241,6 +254,7 @@ def row_limits(problem: Problem, lengths_q: Tensor | None, lengths_kv: Tensor | 
 
 def decode_lengths(problem: Problem, lengths_q: Tensor | None, lengths_kv: Tensor | None) -> dict[str, Tensor]:
     """The same for a single query: cuDNN's decode engines ignore the queries' lengths, so an absent one sees no key."""
+    memory.check_lengths_present(lengths_q, lengths_kv)
     within = None if lengths_kv is None else lengths_kv.clamp(0, problem.skv)
     if lengths_q is not None:
         within = lengths_q.clamp(0, 1) * (problem.skv if within is None else within)

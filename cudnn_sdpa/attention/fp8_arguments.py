@@ -161,8 +161,7 @@ def check_types(**tensors: Any) -> None:
             raise OptionError(name, type(tensor).__name__, "a torch.Tensor" + (" or None" if optional else ""))
         if tensor.device.type not in ("cuda", "cpu", "meta"):
             raise DeviceError(name, str(tensor.device), "a CUDA device, or the CPU for the reference")
-        if tensor.is_nested or tensor.layout != torch.strided:
-            raise LayoutError(name, "a nested or sparse tensor", "a dense tensor")
+        check_is_dense(name, tensor)
         if not is_compiling() and tensor.is_neg() and tensor.dtype in FP8_DTYPES:  # no question that Dynamo can trace
             raise LayoutError(name, "a negated view", "a tensor of its own", "PyTorch negates no FP8: negate before.")
 

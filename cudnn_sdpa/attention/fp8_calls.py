@@ -57,6 +57,9 @@ class Call(BoundCall):
         """Launches a plain call: addresses of inputs, scales, and outputs in the order of the key."""
         self.plan.last_used = next_use()
         of_scales = [scale.data_ptr() for scale in scales]
+        if not all(of_scales):
+            for name, scale in scales._asdict().items():
+                memory.check_present(f"scales.{name}", scale)
         places = [x.data_ptr() for x in outputs]
         self.plan.launch([*inputs, self._fixed["scale"], *of_scales, *self._side_addresses, *places])
 
@@ -102,7 +105,8 @@ class ForwardCall(Call):
     ) -> Fp8Output:
         """The same with the arguments one by one; a plain call is shorter by its dictionaries."""
         places = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
-        if not self.is_plain or (places[0] | places[1] | places[2]) & MISALIGNED or self.is_elsewhere():
+        is_readable = all(places) and not (places[0] | places[1] | places[2]) & MISALIGNED
+        if not (self.is_plain and is_readable) or self.is_elsewhere():
             call = ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
             return self(Fp8Forward(call, scales, self._out[2], fp8_paged.tables_of(table_k, table_v)))
         out, amax_s, amax_o = allocate(*self._out), self.largest(q.device), self.largest(q.device)
@@ -168,7 +172,8 @@ class BackwardCall(Call):
         """The same for `grad_out` that can be read, q, k, v, `out` and a dense `lse`."""
         grad_out, q, k, v, out, lse = tensors
         places = [x.data_ptr() for x in (q, k, v, out, grad_out, lse)]
-        if not self.is_plain or any(place & MISALIGNED for place in places) or self.is_elsewhere():
+        is_readable = all(places) and not any(place & MISALIGNED for place in places)
+        if not (self.is_plain and is_readable) or self.is_elsewhere():
             call = ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
             return self(Fp8Backward(at_even_address(grad_out), out, lse, call, scales))
         outputs = self._outputs(q.device)

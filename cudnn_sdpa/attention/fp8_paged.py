@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import fp8_arguments
+from cudnn_sdpa.attention import fp8_arguments, memory
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.fp8_arguments import Fp8Forward
 from cudnn_sdpa.attention.paged_arguments import check_table
@@ -99,6 +99,9 @@ def readable_tables(of: Fp8Forward) -> dict[str, Tensor]:
     """The tables as cuDNN reads them: dense, and every id a page that there is."""
     if of.tables is None:
         return {}
+    for name, table in zip(("page_table", "page_table_v"), of.tables, strict=True):
+        if table.data_ptr() == 0:
+            memory.check_present(name, table)
     last = of.call.k.shape[0] - 1
     first = of.tables[0].clamp(0, last).contiguous()
     second = first if of.tables[1] is of.tables[0] else of.tables[1].clamp(0, last).contiguous()

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.backward import is_readable
 from cudnn_sdpa.attention.calls import MISALIGNED
@@ -31,6 +32,7 @@ def lengths(call: ForwardArguments, skv: int) -> dict[str, Tensor]:
     of_q, of_kv = call.seq_lens_q, call.seq_lens_kv
     if of_q is None and of_kv is None:
         return {}
+    memory.check_lengths_present(of_q, of_kv)
     sq = call.q.shape[2]
     found = {"seq_len_q": torch.full_like(of_kv, sq) if of_q is None else of_q.clamp(0, sq)}  # type: ignore[arg-type]
     return found if of_kv is None else {**found, "seq_len_kv": of_kv.clamp(0, skv)}
@@ -97,6 +99,9 @@ def readable(of: Fp8Backward) -> Fp8Backward:
 
 def at_even_address(x: Tensor) -> Tensor:
     """The tensor, or a copy with the same strides at an address that cuDNN can read: plans know strides alone."""
-    if not x.data_ptr() & MISALIGNED:
+    address = x.data_ptr()
+    if address == 0:
+        memory.check_present("grad_out", x)
+    if not address & MISALIGNED:
         return x
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)

@@ -14,7 +14,7 @@ from cudnn_sdpa.attention.page_pool import CacheUse, PagePool
 from cudnn_sdpa.attention.paged_arguments import HND, LAYOUTS, in_heads_order
 from cudnn_sdpa.attention.paged_step import PagedStep
 from cudnn_sdpa.attention.step_plans import plans_of_steps
-from cudnn_sdpa.errors import DeviceError, ExecutionError, OptionError
+from cudnn_sdpa.errors import ArgumentError, DeviceError, ExecutionError, OptionError
 from cudnn_sdpa.runtime.eager import is_compiling, needs_gradient
 from cudnn_sdpa.runtime.manifest import PlanManifest
 from cudnn_sdpa.runtime.target import live_target
@@ -227,13 +227,14 @@ class PagedKVCache:
             if (k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
                 kv_arguments.refuse_gradient("a PagedKVCache")
             appender = self._appenders.get(name) if type(layer) is int else None
-            is_aligned = not (k.data_ptr() | v.data_ptr()) & MISALIGNED and k.device == v.device == self.device
-            if appender is None or not is_aligned:
+            of_k, of_v = k.data_ptr(), v.data_ptr()
+            is_here = of_k and of_v and not (of_k | of_v) & MISALIGNED and k.device == v.device == self.device
+            if appender is None or not is_here:
                 if len(self._appenders) >= MOST_APPENDERS:
                     self._appenders.clear()
                 pages = self._check_new(step, k, v, layer)
                 appender = self._appenders[name] = paging.Appender((k, v), pages, step.page_table)
-            appender(k.data_ptr(), v.data_ptr(), step.page_table, step.seq_lens_kv, step.seq_lens_q)
+            appender(of_k, of_v, step.page_table, step.seq_lens_kv, step.seq_lens_q)
         else:
             pages = self._check_new(step, k, v, layer)
             if needs_gradient(k, v):
@@ -306,7 +307,10 @@ class PagedKVCache:
 
     def _check_new(self, step: PagedStep, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Checks new keys and values; gives the pages that they go to."""
-        arguments.check_types(arguments.ForwardArguments(k, k, v))
+        try:
+            arguments.check_types(arguments.ForwardArguments(k, k, v))
+        except ArgumentError as error:
+            raise error.renamed({"q": "k"}) from None
         to_k = in_heads_order(self.k_pages(layer), self.page_layout)
         to_v = in_heads_order(self.v_pages(layer), self.page_layout)
         kv_arguments.check_rows("k", k, to_k, step)

@@ -68,6 +68,14 @@ def check_present(name: str, tensor: Tensor) -> None:
         )
 
 
+def check_lengths_present(lengths_q: Tensor | None, lengths_kv: Tensor | None) -> None:
+    """The same of lengths on a GPU, in a warm call: PyTorch's own kernels would read from nowhere."""
+    if lengths_q is not None and lengths_q.data_ptr() == 0:
+        check_present("seq_lens_q", lengths_q)
+    if lengths_kv is not None and lengths_kv.data_ptr() == 0:
+        check_present("seq_lens_kv", lengths_kv)
+
+
 _PLAIN = Tensor.__torch_dispatch__  #: of classes that are nothing but memory
 
 
@@ -84,7 +92,7 @@ def refuse_address(name: str, past: int, hint: str = "") -> NoReturn:
 def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tensor | None = None) -> None:
     """Addresses: the one thing that a warm call checks, since they are in no key."""
     check_addresses(q=q, k=k, v=v)
-    if mask is not None:
+    if mask is not None and (not mask.is_cuda or mask.data_ptr() == 0):
         check_present("attn_mask", mask)
     if isinstance(out, Tensor):
         check_addresses("Let the function allocate it.", out=out)
@@ -94,10 +102,17 @@ def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tens
             raise LayoutError("out", f"memory that {name} lies in too", "memory of its own", hint)
 
 
-def aligned(tensor: Tensor) -> Tensor:
-    """The tensor row-major and at an aligned address, copied if it is not: a part of one may lie anywhere."""
+def aligned(name: str, tensor: Tensor) -> Tensor:
+    """The tensor row-major and at an aligned address, copied if it is not: a part of one may lie anywhere.
+
+    Raises:
+        LayoutError: It has no memory.
+    """
     dense = tensor.contiguous()
-    return dense if dense.data_ptr() % ALIGNMENT == 0 else dense.clone()
+    address = dense.data_ptr()
+    if address == 0:
+        check_present(name, dense)
+    return dense if address % ALIGNMENT == 0 else dense.clone()
 
 
 def check_strides_of_out(out: Tensor, *, for_cudnn: bool) -> None:

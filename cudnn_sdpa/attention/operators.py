@@ -118,7 +118,7 @@ def _run_fake(call: ForwardArguments) -> Result:
 
 def run_backward_cuda(of: BackwardArguments) -> list[Tensor]:
     """A backward pass on the GPU."""
-    of = of._replace(grad_out=backward.readable(of.grad_out, of.out), lse=memory.aligned(of.lse))
+    of = of._replace(grad_out=backward.readable(of.grad_out, of.out), lse=memory.aligned("lse", of.lse))
     prepared = backward.find(of)
     if prepared is not None:
         return prepared(of)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.packed import Packed
 from cudnn_sdpa.attention.packing import Packer, is_of_keys, row_limits
 from cudnn_sdpa.attention.passes import dense_like
@@ -77,7 +78,11 @@ class VarlenCall:
             return
         addresses = [output.data_ptr() for output in outputs]
         ends = call.cu_seqlens_q.data_ptr()
-        packing = self._pack(ends, ends if call.one_packing else call.cu_seqlens_kv.data_ptr(), addresses)
+        ends_kv = ends if call.one_packing else call.cu_seqlens_kv.data_ptr()
+        if not (ends and ends_kv):
+            memory.check_present("cu_seqlens_q", call.cu_seqlens_q)
+            memory.check_present("cu_seqlens_kv", call.cu_seqlens_kv)
+        packing = self._pack(ends, ends_kv, addresses)
         start, pointers = packing.data_ptr(), self._template.copy()
         for place, offset in self._of_packing:
             pointers[place] = start + offset
@@ -95,15 +100,16 @@ class VarlenCall:
         if call.sinks is None and call.rng is None and not self.packed.softcap:
             return None
         names = [operand.name for operand in self.plan.key.inputs]
-        if call.sinks is not None and "sink" in names:
-            pointers[names.index("sink")] = call.sinks.data_ptr()
+        sinks = None if call.sinks is None else memory.aligned("sinks", call.sinks)
+        if sinks is not None and "sink" in names:
+            pointers[names.index("sink")] = sinks.data_ptr()
         if call.rng is not None:
             pointers[names.index("seed")] = call.rng.data_ptr()
             pointers[names.index("offset")] = call.rng.data_ptr() + call.rng.element_size()
         limits = row_limits(self.packed, self._pack.lengths(packing)) if self.packed.softcap else {}
         for name, tensor in limits.items():
             pointers[names.index(name)] = tensor.data_ptr()
-        return limits
+        return sinks, limits
 
     def outputs(self) -> list[Tensor]:
         """New memory for the outputs, on the plan's device."""

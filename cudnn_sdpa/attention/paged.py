@@ -223,8 +223,9 @@ def sdpa_paged(
             last, again = None, False
         if again and last is not None:
             of_q, of_k, of_v = q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr()
-            if not (of_q | of_k | of_v) & MISALIGNED:
-                found = last.prepared.run_plain(of_q, of_k, of_v, page_table.data_ptr(), seq_lens_kv.data_ptr())
+            table, lengths = page_table.data_ptr(), seq_lens_kv.data_ptr()
+            if not (of_q | of_k | of_v) & MISALIGNED and of_q and of_k and of_v and table and lengths:
+                found = last.prepared.run_plain(of_q, of_k, of_v, table, lengths)
                 return (found[0], found[1]) if return_lse else found[0]
     left, right = arguments.window_bounds(window)
     k, v = in_heads_order(k_pages, page_layout), in_heads_order(v_pages, page_layout)
@@ -282,6 +283,8 @@ def find_known(call: PagedArguments, look_up: Callable[[PagedArguments], Run | N
         prepared = look_up(call)
         if prepared is not None:
             memory.check_memory(call.q, call.k, call.v, call.out)
+            if any(tensor is not None and tensor.data_ptr() == 0 for tensor in call[3:8]):
+                return None
     except (AttributeError, IndexError, TypeError, RuntimeError, ValueError):  # the checks will say what is wrong
         return None
     return prepared

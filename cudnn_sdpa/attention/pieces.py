@@ -167,7 +167,7 @@ def _part(of: BackwardArguments, piece: Piece) -> BackwardArguments:
         seq_lens_kv=lengths[1],
     )
     grad_out, out, lse = (x[entries, heads] for x in (of.grad_out, of.out, of.lse))
-    return of._replace(grad_out=near(grad_out), out=near(out), lse=aligned(lse), call=part)
+    return of._replace(grad_out=near(grad_out), out=near(out), lse=aligned("lse", lse), call=part)
 
 
 def _part_of_mask(mask: Tensor, entries: slice, heads: slice) -> Tensor:

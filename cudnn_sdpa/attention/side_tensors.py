@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.attention.memory import check_present
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.runtime.eager import is_compiling, may_be_read
 from cudnn_sdpa.runtime.symbols import is_true
 
 
@@ -22,11 +24,13 @@ def shape_of(tensor: Tensor) -> str:
 
 
 def check_is_dense(name: str, tensor: Tensor) -> None:
-    """A tensor with memory of its own whose strides can be asked for: not nested, not sparse."""
+    """A tensor with memory of its own whose strides can be asked for: not nested, not sparse, not freed."""
     if tensor.is_nested:
         raise LayoutError(name, "a nested tensor", "a dense tensor")
     if tensor.layout != torch.strided:
         raise LayoutError(name, str(tensor.layout), "a dense tensor", f"Use {name}.to_dense().")
+    if not is_compiling() and may_be_read():
+        check_present(name, tensor)
 
 
 def check_lengths(name: str, lengths: Tensor | None, q: Tensor, of: str = "q") -> None:

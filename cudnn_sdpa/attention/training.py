@@ -73,7 +73,7 @@ class Gradients:
         """The gradients by q, k and v."""
         q, k, v, out, lse = saved
         address = grad_out.data_ptr()
-        if address & MISALIGNED or not address or grad_out.stride() != out.stride() or grad_out.is_neg():
+        if address & MISALIGNED or not address or grad_out.stride() != out.stride():
             grad_out = backward.readable(grad_out, out)
         again = self._again
         if again is not None and again.deterministic is deterministic and again.is_like_last(*saved, grad_out):

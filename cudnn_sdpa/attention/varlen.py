@@ -179,8 +179,8 @@ def sdpa_varlen(
 
 def run(call: VarlenArguments, deterministic: bool | None) -> Result:
     """Runs a call whose arguments have not been checked yet, by the shortest way that is right for it."""
-    if call.sinks is not None:
-        call = call._replace(sinks=as_sinks(call.sinks))
+    if call.sinks is not None and (sinks := as_sinks(call.sinks)) is not call.sinks:
+        call = call._replace(sinks=sinks)
     if not is_compiling():
         known = varlen_shortcuts.find(call, deterministic)
         if known is not None:

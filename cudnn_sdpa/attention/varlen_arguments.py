@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, memory
+from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments
 from cudnn_sdpa.attention.options import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.side_tensors import check_is_dense, dtype_name, shape_of
 from cudnn_sdpa.errors import ArgumentError, DeviceError, DtypeError, LayoutError, OptionError, ShapeError
-from cudnn_sdpa.runtime.eager import is_compiling, may_be_read
 
 
 class VarlenArguments(NamedTuple):
@@ -127,8 +126,6 @@ def check_cumulative(name: str, offsets: Any, q: Tensor) -> None:
     if not isinstance(offsets, Tensor):
         raise OptionError(name, type(offsets).__name__, "a torch.Tensor of B + 1 int32")
     check_is_dense(name, offsets)
-    if not is_compiling() and may_be_read():
-        memory.check_present(name, offsets)
     if offsets.dtype != torch.int32:
         raise DtypeError(name, dtype_name(offsets.dtype), "int32", f"Convert with {name}.to(torch.int32).")
     if offsets.dim() != 1 or offsets.shape[0] < 1:

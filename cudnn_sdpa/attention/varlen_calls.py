@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import backward as backward_calls
-from cudnn_sdpa.attention import graphs
+from cudnn_sdpa.attention import graphs, memory
 from cudnn_sdpa.attention.backward import readable, sink_gradient
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.lookup import describe
-from cudnn_sdpa.attention.memory import aligned
 from cudnn_sdpa.attention.options import TOP_LEFT, normalize_mask
 from cudnn_sdpa.attention.packed import Packed, length_bucket, sequence_bucket
 from cudnn_sdpa.attention.packed_call import VarlenCall
@@ -146,6 +145,7 @@ def forward(prepared: VarlenCall, call: VarlenArguments) -> Result:
 def run_backward(of: VarlenBackwardArguments) -> list[Tensor]:
     """The gradients by q, k and v, and if wanted by the sinks."""
     of = readable_arguments(of)
+    memory.check_memory(of.call.q, of.call.k, of.call.v, of.out)  # what a hook kept for autograd may lie anywhere
     return backward(prepare_backward(of), of)
 
 
@@ -156,7 +156,7 @@ def readable_arguments(of: VarlenBackwardArguments) -> VarlenBackwardArguments:
         # cuDNN 9.19 cannot launch gradients of packed queries that lie among other tensors.
         q = torch.empty_strided(dense.shape, dense.stride, dtype=dense.dtype, device=call.q.device)
         call = call._replace(q=q.copy_(call.q))
-    return of._replace(grad_out=grad_out, lse=aligned(of.lse), call=call)
+    return of._replace(grad_out=grad_out, lse=memory.aligned("lse", of.lse), call=call)
 
 
 def is_readable(of: VarlenBackwardArguments) -> bool:

@@ -80,7 +80,8 @@ def _in_pieces(of: VarlenBackwardArguments) -> list[Tensor]:
     pieces.check(dense, mask_gradient=False)
 
     def run(piece: pieces.Piece) -> list[Tensor]:
-        q, grad_out, out, lse = (memory.aligned(x[:, piece.heads]) for x in (call.q, of.grad_out, of.out, of.lse))
+        rows = {"q": call.q, "grad_out": of.grad_out, "out": of.out, "lse": of.lse}
+        q, grad_out, out, lse = (memory.aligned(name, x[:, piece.heads]) for name, x in rows.items())
         k, v = (pieces.near(x[:, piece.heads_kv]) for x in (call.k, call.v))
         sinks = None if call.sinks is None else call.sinks[piece.heads]
         part = call._replace(q=q, k=k, v=v, sinks=sinks)

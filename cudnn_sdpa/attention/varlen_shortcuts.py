@@ -154,7 +154,9 @@ class Gradients:
         again, tensors = self._again, (*of.call[:3], of.out, of.lse, of.grad_out)
         if again is None or again.deterministic is not of.call.deterministic or not again.is_like_last(*tensors):
             return None
-        return None if any(tensor.data_ptr() & MISALIGNED for tensor in tensors) else again.call()
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        is_readable = all(addresses) and not any(address & MISALIGNED for address in addresses)
+        return again.call() if is_readable else None
 
     def remember(self, of: VarlenBackwardArguments) -> None:
         """Remembers the backward call of what has been differentiated, if that was one launch on its own tensors."""

@@ -77,7 +77,10 @@ def may_be_read(*tensors: Tensor | None) -> bool:
     """Whether tensors are nothing but memory, and nobody watches what is done with them operator by operator."""
     return (
         _known
-        and all(tensor is None or (type(tensor) in _BARE and not is_lazy(tensor)) for tensor in tensors)
+        and all(  # `is_lazy` without its call, which takes as long as what it does
+            tensor is None or (type(tensor) in _BARE and not (tensor.is_neg() or tensor._is_zerotensor()))
+            for tensor in tensors
+        )
         and not _len_torch_dispatch_stack()
         and maybe_current_level() is None
         and _get_tracing_state() is None

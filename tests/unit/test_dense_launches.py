@@ -248,6 +248,19 @@ def test_what_was_freed_is_refused(which):
             run(ForwardArguments(**tensors))
 
 
+@pytest.mark.parametrize("which", ["sinks", "seq_lens_q", "seq_lens_kv"])
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_so_is_what_goes_with_the_operands(which, rows, with_lse):
+    """Of a single query too, whose sinks and lengths are PyTorch's own kernels' to read."""
+    tensors = {"q": torch.randn(2, 2, rows, 16).half()} | {name: torch.randn(2, 2, 9, 16).half() for name in "kv"}
+    tensors |= {"sinks": torch.randn(2)} if which == "sinks" else {which: torch.tensor([1, 1], dtype=torch.int32)}
+    operators.run_cuda(ForwardArguments(**tensors, with_lse=with_lse))
+    tensors[which].untyped_storage().resize_(0)
+    with pytest.raises(cudnn_sdpa.LayoutError, match=f"{which}: got a tensor without memory"):
+        operators.run_cuda(ForwardArguments(**tensors, with_lse=with_lse))
+
+
 def test_it_is_refused_on_the_short_way_too():
     q, k, v = (torch.randn(2, 4, 9, 8, dtype=torch.float16) for _ in range(3))
     for with_lse in (False, True):

@@ -287,3 +287,45 @@ def test_a_window_may_be_a_list(gpu):
     expected = sdpa_fp8(q, k, v, FORWARD, window=(9, 4))
     for _ in range(2):
         assert same(gpu(sdpa_fp8, q, k, v, FORWARD, window=[9, 4]).out, expected.out)
+
+
+def freed(x):
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_what_was_freed_reaches_no_warm_launch(gpu, place):
+    for times in range(3):
+        tensors = list(qkv())
+        if times:
+            wrong = [freed(x) if number == place else x for number, x in enumerate(tensors)]
+            with pytest.raises(ArgumentError, match=f"{'qkv'[place]}: got a tensor without memory"):
+                gpu(sdpa_fp8, *wrong, FORWARD)
+        gpu(sdpa_fp8, *tensors, FORWARD)
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_no_scale_that_was_freed_does(gpu, place):
+    for times in range(3):
+        tensors = list(qkv())
+        if times:
+            wrong = Fp8Scales(*(freed(x) if number == place else x for number, x in enumerate(FORWARD)))
+            with pytest.raises(ArgumentError, match=f"scales.{Fp8Scales._fields[place]}: got a tensor without memory"):
+                gpu(sdpa_fp8, *tensors, wrong)
+        gpu(sdpa_fp8, *tensors, FORWARD)
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_nor_one_of_the_backward_pass(gpu, place):
+    q, k, v = qkv()
+    names = ("grad_out", "q", "k", "v", "out", "lse")
+    for times in range(3):
+        found = gpu(sdpa_fp8, q, k, v, FORWARD, return_lse=True)
+        tensors = [found.out.clone(), q, k, v, found.out, found.lse]
+        if times:
+            wrong = [freed(x) if number == place else x for number, x in enumerate(tensors)]
+            with pytest.raises(ArgumentError, match=f"{names[place]}: got a tensor without memory"):
+                gpu(sdpa_fp8_backward, *wrong, BACKWARD)
+        gpu(sdpa_fp8_backward, *tensors, BACKWARD)
