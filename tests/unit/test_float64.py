@@ -90,3 +90,11 @@ def test_a_gpu_takes_no_float64():
 def test_other_dtypes_are_refused():
     with pytest.raises(DtypeError, match=r"got torch\.int64"):
         cudnn_sdpa.silu_mul(torch.ones(2, 8, dtype=torch.int64), torch.ones(2, 8, dtype=torch.int64))
+
+
+def test_a_weight_in_float32_counts_from_one_in_float64():
+    x, weight = torch.randn(6, 32, dtype=torch.float64), torch.randn(32).mul_(1e-3)
+    right = torch.nn.functional.rms_norm(x, (32,), weight.double() + 1, 1e-6)
+    torch.testing.assert_close(
+        cudnn_sdpa.rms_norm(x, weight, eps=1e-6, zero_centered=True), right, rtol=1e-12, atol=1e-12
+    )
