@@ -10,6 +10,7 @@ from cudnn_sdpa import (
     ArgumentError,
     Fp8BackwardScales,
     Fp8Scales,
+    LayoutError,
     UnsupportedError,
     sdpa_fp8,
     sdpa_fp8_backward,
@@ -164,6 +165,25 @@ def test_bad_input_is_refused_warm_and_cold(gpu, name):
             gpu(sdpa_fp8, *args, **options)
         gpu(sdpa_fp8, *good)
         gpu(sdpa_fp8, *good, **{name: warm[name] for name in options if name in warm})
+
+
+@pytest.mark.parametrize("options", [{}, {"seq_lens_kv": lens(17, 40)}], ids=["plain", "lengths"])
+def test_what_was_freed_is_refused_warm_too(gpu, options):
+    """A launch with address 0 ends the CUDA context."""
+    q, k, v = qkv((40, 56))
+    made = sdpa_fp8(q, k, v, FORWARD, **options, return_lse=True)
+    calls = {
+        sdpa_fp8: ((q, k, v), FORWARD),
+        sdpa_fp8_backward: ((torch.randn(q.shape).to(E5M2), q, k, v, made.out, made.lse), BACKWARD),
+    }
+    for function, (tensors, scales) in calls.items():
+        for _ in range(3):
+            gpu(function, *tensors, scales, **options)
+        for place in range(len(tensors) + len(scales)):
+            given = [x.clone() for x in (*tensors, *scales)]
+            given[place].untyped_storage().resize_(0)
+            with pytest.raises(LayoutError, match="a tensor without memory"):
+                gpu(function, *given[: len(tensors)], type(scales)(*given[len(tensors) :]), **options)
 
 
 def test_what_requires_grad_is_refused_warm_too(gpu):
