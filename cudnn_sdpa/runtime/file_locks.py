@@ -69,7 +69,8 @@ def remove_if_free(folder: int, name: str, *, if_not_known: bool = False) -> Non
         if_not_known: Whether to remove it where there are no locks.
     """
     with contextlib.suppress(OSError):
-        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
+        # For writing too: on NFS, whole-file locks are those of `fcntl`, which a reader does not get.
+        descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
         with os.fdopen(descriptor, "rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import logging
 import os
 import random
@@ -22,7 +23,7 @@ import cudnn_sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.passes import Forward
 from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.runtime import building, file_locks, store_setting
+from cudnn_sdpa.runtime import building, file_locks, store_files, store_setting
 from cudnn_sdpa.runtime import key as key_module
 from cudnn_sdpa.runtime.folders import UnsafeFolderError
 from cudnn_sdpa.runtime.plan_file import StoredPlan
@@ -226,6 +227,19 @@ def test_what_killed_writers_leave_is_swept_at_once_and_what_others_write_is_not
         assert [path.name for path in store.folder.glob(".writing-*")] == [name]
     PlanStore(store.folder).save(key(65), plan(key(65)))
     assert list(store.folder.glob(".writing-*")) == []
+
+
+def test_left_files_are_swept_where_locks_want_a_writer(store, monkeypatch):
+    """On NFS, Linux takes a lock of a whole file as `lockf` does: from a file that is open for writing."""
+    monkeypatch.setattr(fcntl, "flock", fcntl.lockf)
+    folder = os.open(store.folder, os.O_RDONLY)
+    left = [store.folder / ".writing-0123", store.folder / "locks" / "0123.lock"]
+    left[1].parent.mkdir(exist_ok=True)
+    for path in left:
+        path.write_bytes(b"")
+    store_files.sweep(folder)
+    os.close(folder)
+    assert [path.exists() for path in left] == [False, False]
 
 
 def test_what_is_being_written_counts_to_the_capacity(tmp_path):
