@@ -3,15 +3,23 @@
 #
 #   scripts/find_python.sh python3 python3.13 python3.12
 #
-# A name on PATH is tried, not only looked up: version managers leave shims that find nothing.
+# A name on PATH is tried, not only looked up: pyenv leaves shims that find nothing while their version is not selected.
+# The versions that pyenv has installed are tried next.
 set -eu
 
-for candidate in "$@"; do
-    if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1; then
-        echo "$candidate"
-        exit 0
-    fi
+supported() {
+    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1
+}
+
+for name in "$@"; do
+    for candidate in "$name" "${PYENV_ROOT:-${HOME-}/.pyenv}/versions/${name#python}".*/bin/python; do
+        if supported "$candidate"; then
+            echo "$candidate"
+            exit 0
+        fi
+    done
 done
 echo "No Python 3.10 to 3.14 found; tried: $*." >&2
-echo "Install one, or name yours: make venv BASE_PYTHON=/path/to/python3" >&2
+echo "Install one, or name yours: BASE_PYTHON=/path/to/python3 for make venv," >&2
+echo "BASE_PYTHON_MIN=… for make test-min, BASE_PYTHON_NEW=… for make test-new." >&2
 exit 1
