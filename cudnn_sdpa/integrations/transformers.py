@@ -17,7 +17,7 @@ NAME = "cudnn_sdpa"
 
 #: What transformers' mask functions have to be given for this module's to say the same.
 _NEEDED = frozenset({"q_length", "q_offset", "kv_offset", "allow_is_causal_skip", "local_size", "use_vmap", "device"})
-_HINT = "Try: pip install 'transformers>=5.4'"
+_HINT = "Try: pip install 'transformers>=5.17'"
 
 
 def register(*, inspect_padding: bool = True) -> None:
