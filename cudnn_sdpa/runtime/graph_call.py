@@ -41,7 +41,7 @@ def type_of(option: Any) -> Any:
     kind = type(option)
     if kind is tuple:
         return tuple([type_of(item) for item in option])
-    if kind is float and not option:
+    if not option and isinstance(option, float):  # also one of numpy's
         return kind, str(option)  # which tells -0.0 from 0.0
     return kind
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -285,3 +286,10 @@ def test_plans_that_may_know_clusters_are_of_one_gpu(monkeypatch):
         assert not shared.knows_clusters
         assert "gpu" not in shared.identity()
         assert shared.identity() == shared.of_siblings().identity()
+
+
+@pytest.mark.parametrize("of", [float, np.float64, lambda value: (1, float(value))])
+def test_both_zeros_are_two_options_of_a_call_that_is_served_again(of):
+    assert of(0.0) == of(-0.0)
+    assert graph_call.type_of(of(0.0)) != graph_call.type_of(of(-0.0))
+    assert graph_call.type_of(of(0.0)) == graph_call.type_of(of(0.0))
