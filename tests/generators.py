@@ -1402,7 +1402,7 @@ class CacheSession:
         for row, (one, count) in enumerate(zip(numbers, counts, strict=True)):
             old = model[one]
             model[one] = torch.cat([old[0], k[row, :, :count]], 1), torch.cat([old[1], v[row, :, :count]], 1)
-        self.steps.append((step, numbers))
+        self.steps.append((step, [one for one, count in zip(numbers, counts, strict=True) if count]))
         q = self.random(len(numbers), self.heads, step.tokens, self.dims[0])
         try:
             out = self.cache.attend(step, q)
@@ -1419,7 +1419,7 @@ class CacheSession:
                 self.problems.append("attend: the rows of absent tokens are no zeros")
 
     def stale(self) -> None:
-        """A step whose sequences have been freed must not write into others that have their pages now."""
+        """A step that writes to freed sequences must not write into others that have their pages now."""
         for step, numbers in self.steps:
             if not all(one in self.model for one in numbers):
                 self.steps.clear()

@@ -186,6 +186,7 @@ def _on_gpu(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Outp
         return _on_cpu(function, given, static)
     if function.operands[0] == "grad":  # what autograd hands over may lie anywhere, in a compiled function too
         tensors[0] = readable(tensors[0])
+        given = (tensors[0], *given[1:])
     return tuple(prepared(function, given, static)(tensors, tuple(numbers)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cudnn_sdpa.runtime.key import PlanKey, Role
 from cudnn_sdpa.runtime.known_issue import KnownIssue
+from cudnn_sdpa.runtime.layouts import TensorLayout
 
 
 def _stretched(key: PlanKey) -> bool:
@@ -14,11 +15,43 @@ def _stretched(key: PlanKey) -> bool:
     return is_batch and any(sum(size > 1 for size in shape) == 1 for shape in shapes)
 
 
-def _skips(key: PlanKey) -> bool:
-    """Whether an operand of three dimensions has one row for each batch entry, and gaps between these rows."""
-    layouts = [op.layout for op in key.inputs if op.role is Role.TENSOR and len(op.layout.shape) == 3]
-    rows = max((x.shape[1] for x in layouts), default=1)
-    return rows > 1 and any(x.shape[0] > 1 == x.shape[1] and x.stride[0] not in (0, x.shape[2]) for x in layouts)
+def _users(key: PlanKey) -> list[TensorLayout]:
+    """The tensors of a user's graph; of the library's own graphs none, which pass only what is read right."""
+    if key.operation.startswith("cudnn_sdpa."):
+        return []
+    return [op.layout for op in key.inputs if op.role is Role.TENSOR]
+
+
+def _is_flat(key: PlanKey) -> bool:
+    """Whether all tensors of a user's graph have fewer than three dimensions."""
+    layouts = _users(key)
+    return bool(layouts) and max(len(x.shape) for x in layouts) < 3
+
+
+def _is_broadcast_with_gaps(key: PlanKey) -> bool:
+    """Whether a tensor that is broadcast is not dense; of three dimensions, not row-major."""
+    layouts = _users(key)
+    rank = max((len(x.shape) for x in layouts), default=0)
+    layouts = [x for x in layouts if len(x.shape) == rank]
+    whole = [max(sizes) for sizes in zip(*(x.shape for x in layouts), strict=True)]
+    return any(_is_broadcast(x, whole) and not _is_read_whole(x) for x in layouts)
+
+
+def _is_broadcast(x: TensorLayout, whole: list[int]) -> bool:
+    expanded = any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride, strict=True))
+    return expanded or any(n == 1 < size for n, size in zip(x.shape, whole, strict=True))
+
+
+def _is_read_whole(x: TensorLayout) -> bool:
+    """Whether cuDNN reads a broadcast tensor right: one element, or a dense tensor."""
+    steps = [(step, n) for n, step in zip(x.shape, x.stride, strict=True) if n > 1]
+    in_order = steps[::-1] if len(x.shape) == 3 else sorted(steps)
+    span = 1
+    for step, n in in_order:
+        if step != span:
+            return False
+        span *= n
+    return True
 
 
 def _reach(key: PlanKey) -> int:
@@ -35,10 +68,16 @@ ISSUES = (
         _stretched,
     ),
     KnownIssue(
-        "an operand of three dimensions with one row for each batch entry and gaps between them is misread",
+        "a graph of tensors of one or two dimensions computes something else",
         "seen on 9.19 with an H200",
-        "refused: make the operand contiguous",
-        _skips,
+        "refused: view them as tensors of three dimensions, (1, rows, n)",
+        _is_flat,
+    ),
+    KnownIssue(
+        "an operand that is broadcast is misread unless it is dense, and of three dimensions row-major",
+        "seen on 9.19 with an H200",
+        "refused: pass it with sizes of 1 in place of strides of 0, and contiguous",
+        _is_broadcast_with_gaps,
     ),
     KnownIssue(
         "places beyond 2^31 elements are not known to be reached",

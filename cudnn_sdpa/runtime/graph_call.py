@@ -85,8 +85,8 @@ def check_one_device(names: Sequence[str], given: Sequence[Any]) -> None:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """A gradient that autograd hands over, as kernels can read it: copied if it is not aligned."""
-    return tensor.clone() if tensor.data_ptr() & _MISALIGNED else tensor
+    """A gradient that autograd hands over, as kernels can read it: copied if it is expanded or not aligned."""
+    return tensor.clone() if tensor.data_ptr() & _MISALIGNED or 0 in tensor.stride() else tensor
 
 
 class GraphCall:
