@@ -131,12 +131,13 @@ def check(of: ForwardArguments) -> None:
         if tensor.device != q.device:
             raise DeviceError(name, str(tensor.device), f"{q.device}, the device of q")
     arguments.check_sizes(q, k, v, fp8_arguments.HEAD_DIM_STEP)
+    # What a transform hands over has no address.
+    tracking.refuse_tangents({"q": q, "k": k, "v": v}, "attention in bfloat16")
+    tracking.refuse_transforms("fp8_attention", q, k, v, loops=False)
     memory.check_strides(q, k, v)
     memory.check_addresses(q=q, k=k, v=v)
     check_lengths("seq_lens_q", of.seq_lens_q, q)
     check_lengths("seq_lens_kv", of.seq_lens_kv, q)
-    tracking.refuse_tangents({"q": q, "k": k, "v": v}, "attention in bfloat16")
-    tracking.refuse_transforms("fp8_attention", q, k, v, loops=False)
 
 
 def check_scaling(scaling: Any, grad_dtype: Any, q: Tensor) -> torch.dtype:
