@@ -134,7 +134,9 @@ def disagreement(plan: NeededPlan, properties: dict[str, Any]) -> str:
 @pytest.mark.parametrize("gpu", GPUS, indirect=True, ids="SM {}".format)
 def test_rules_say_what_the_heuristics_say(gpu, sampled):
     draw = random.Random(20 + gpu["deviceVer"])
-    plans = [question.plans()[-1] for question in (sampled(draw) for _ in range(GRID))]
+    questions = [sampled(draw) for _ in range(GRID)]
+    plans = [needed[-1] for question in questions if (needed := question.plans())]  # some calls need none
+    assert len(plans) > 0.9 * GRID
     found = [text for plan in plans if (text := disagreement(plan, gpu))]
     assert not found, f"{len(found)} of {GRID}:\n" + "\n".join(found)
 
@@ -144,8 +146,8 @@ def test_what_no_rule_speaks_against_compiles(gpu):
     draw = random.Random(3 + gpu["deviceVer"])
     target, compiled = Target.from_properties(gpu), 0
     while compiled < FULL:
-        plan = sample(draw).plans()[-1]
-        if plan.refusal(target) is None:
+        *_, plan = [None, *sample(draw).plans()]
+        if plan is not None and plan.refusal(target) is None:
             made = plan_offline(plan.key(target), gpu)  # raises cuDNN's reasons
             assert made.engine.startswith("eng")
             compiled += 1
