@@ -20,7 +20,7 @@ def bias_view(mask: Tensor, blind_rows: int = 0) -> Tensor:
     for dim in range(4):
         if mask.stride(dim) == 0 and mask.shape[dim] > 1:
             mask = mask.narrow(dim, 0, 1)
-    return mask[:, :, blind_rows:] if mask.shape[2] != 1 else mask
+    return mask[:, :, blind_rows:] if blind_rows and mask.shape[2] != 1 else mask
 
 
 def bias_layout(mask: Tensor, q: Tensor, skv: int, blind_rows: int = 0) -> TensorLayout:

@@ -230,8 +230,8 @@ def sdpa(
 
 def run(call: ForwardArguments, deterministic: bool | None) -> Result:
     """Runs a call whose arguments have not been checked yet, by the shortest way that is right for it."""
-    if call.sinks is not None and (sinks := as_sinks(call.sinks)) is not call.sinks:
-        call = call._replace(sinks=sinks)
+    if call.sinks is not None and getattr(call.sinks, "dtype", None) is not torch.float32:
+        call = call._replace(sinks=as_sinks(call.sinks))
     if call.attn_mask is not None and type(call.attn_mask) is not Tensor:
         call = without_causal_bias(call)
     if type(call.with_lse) is bool and not is_compiling():

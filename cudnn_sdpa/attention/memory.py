@@ -108,6 +108,9 @@ def aligned(name: str, tensor: Tensor) -> Tensor:
     Raises:
         LayoutError: It has no memory.
     """
+    address = tensor.data_ptr()
+    if address and address % ALIGNMENT == 0 and tensor.is_contiguous():  # nearly always
+        return tensor
     dense = tensor.contiguous()
     address = dense.data_ptr()
     if address == 0:
