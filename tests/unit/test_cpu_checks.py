@@ -225,6 +225,7 @@ def test_compiled_calls_are_checked_when_they_run():
         torch.testing.assert_close(compiled(q, k, v), sdpa(q, k, v, alibi=True))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_other_views_of_tensors_are_left_alone():
     """Under vmap and on fake tensors nothing is read and nothing refused that only memory tells."""
     q, k, v = qkv()
