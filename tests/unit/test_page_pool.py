@@ -212,6 +212,7 @@ def interrupted_at(place, run):
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # from Python 3.12 on, a frame that asks within its call is too late
     sys.settrace(trace)
     try:
         run()
