@@ -195,8 +195,11 @@ class _Broken(BaseException):
     """What a signal handler raises, such as KeyboardInterrupt."""
 
 
-def interrupted_at(place, run):
-    """Runs a function, with an exception before the given opcode of the pool's own code; whether it came so far."""
+def interrupted_at(place, run, whole):
+    """Runs a function, with an exception before the given opcode of the pool's own code; whether it came so far.
+
+    `whole` does the same with another pool, and is run to its end before.
+    """
     left = place
 
     def trace(frame, event, _):
@@ -212,9 +215,11 @@ def interrupted_at(place, run):
         return trace
 
     before = sys.gettrace()
-    sys._getframe().f_trace_opcodes = True  # from Python 3.12 on, a frame that asks within its call is too late
     sys.settrace(trace)
     try:
+        left = -1
+        whole()  # from Python 3.12 on, opcodes are traced from a function's second call on
+        left = place
         run()
     except _Broken:
         return True
@@ -252,12 +257,13 @@ def test_no_interruption_anywhere_loses_a_page_or_gives_it_to_two(change):
     for place in itertools.count():
         pool = shared_pool()
         before = {number: (tuple(of.pages), of.length) for number, of in pool._sequences.items()}
-        broken = interrupted_at(place, lambda pool=pool: CHANGES[change](pool))
+        whole = shared_pool()
+        broken = interrupted_at(
+            place, lambda pool=pool: CHANGES[change](pool), lambda whole=whole: CHANGES[change](whole)
+        )
         after = {number: (tuple(of.pages), of.length) for number, of in pool._sequences.items()}
         use = pool.use()
         check(pool)
-        whole = shared_pool()
-        CHANGES[change](whole)
         lengths = {number: length for number, (_, length) in after.items()}
         assert lengths in [
             {number: length for number, (_, length) in before.items()},
