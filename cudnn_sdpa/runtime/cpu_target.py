@@ -8,6 +8,7 @@ import os
 import threading
 
 from cudnn_sdpa.errors import ArgumentError, OptionError, UnsupportedError
+from cudnn_sdpa.runtime.forks import renewed_in_children
 from cudnn_sdpa.runtime.target import Target, bundled_capabilities
 
 #: Environment variable that names the GPU.
@@ -19,7 +20,7 @@ OFF = ("none", "off")
 #: The cuDNN that is assumed where none is installed: the one whose results on GPUs are documented.
 ASSUMED_CUDNN = 91900
 
-_lock = threading.Lock()
+_lock = renewed_in_children(threading.Lock())
 
 
 class CpuChecksUse:

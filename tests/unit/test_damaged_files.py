@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,16 @@ def test_a_damaged_plan_is_none_or_the_one_that_was_saved(tmp_path, caplog):
     assert 0 < taken < MUTATIONS // 2
 
 
+@pytest.fixture
+def usual_recursion():
+    """Python's own limit; compilers that other tests run raise it, and then more depth can be read."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("usual_recursion")
 @pytest.mark.parametrize("depth", [300, 3000, 100_000])
 def test_deep_files_are_errors(manifest, a_target, tmp_path, depth):
     nested = "[" * depth + "]" * depth

@@ -57,6 +57,8 @@ MORE = ("conv2d, trained", "varlen, into a tensor", "paged, into a tensor")
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_plans_are_those_that_explain_names(name, monkeypatch, h200):
+    if "sinks" in name and h200.cudnn < 91300:
+        pytest.skip("cuDNN has no sinks before 9.13")
     with cudnn_sdpa.record_plans(target="h200") as manifest:
         CALLS[name](HalfInputs())
     expected = described(monkeypatch, h200, CALLS[name])
@@ -80,7 +82,7 @@ def test_tensors_without_memory_will_do(name):
 
 
 def test_every_operator_can_be_recorded():
-    assert set(recording._KEYS) | {*recording._WITHOUT_PLANS} == registered() | {""}
+    assert set(recording._KEYS) | {*recording._WITHOUT_PLANS} == registered() | {"", "dropout_seed"}
 
 
 def test_dropout_is_recorded():
