@@ -45,12 +45,13 @@ demo: $(READY) ## Run samples/quickstart.py: prefill and decode, checked against
 	$(PYTHON) samples/quickstart.py
 
 .PHONY: test
-test: lint typecheck docs $(READY) ## What needs no GPU: lint, types, documentation, tests; about 6 minutes on two cores
+test: $(READY) ## What needs no GPU: lint, types, documentation, tests; about 6 minutes on two cores
+	$(MAKE) --no-print-directory -j 2 lint typecheck docs
 	$(PYTHON) -m pytest -n 2 --dist worksteal -m "not gpu" --nbmake tests samples $(PYTEST_ARGS)
 
 .PHONY: test-all
 test-all: test ## The same, and the tests and parametrizations that `make test` leaves out
-	$(PYTHON) -m pytest -n 2 --dist worksteal -m "not gpu" --tests rest tests $(PYTEST_ARGS)
+	$(PYTHON) -m pytest -n 2 --dist worksteal -m "not gpu" --tests rest --nbmake tests samples $(PYTEST_ARGS)
 
 .PHONY: test-gpu
 test-gpu: $(READY) ## The tests that need an NVIDIA GPU; PYTHON=python3 uses that interpreter as it is

@@ -19,6 +19,10 @@ SEARCH_PATH = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.path
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 
+#: How many of the notebooks `make test` executes; `make test-all` executes the others.
+NOTEBOOKS = 5
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     help_ = "quick: what `make test` runs (the default); rest: what it leaves out; all: both"
     parser.addoption("--tests", choices=["quick", "rest", "all"], default="quick", help=help_)
@@ -39,7 +43,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             continue
-        if item.get_closest_marker("slow"):
+        if item.path.suffix == ".ipynb":
+            item.add_marker(pytest.mark.sample(NOTEBOOKS))
+            families.setdefault("notebooks", []).append(item)
+        elif item.get_closest_marker("slow"):
             left_out.add(item.nodeid)
         elif item.get_closest_marker("sample"):
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)

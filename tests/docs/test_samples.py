@@ -31,6 +31,7 @@ def test_the_quickstart_runs_and_shows_what_it_did():
         assert "eng" in result.stdout, "no plan for an H200 is shown"
 
 
+@pytest.mark.slow
 def test_the_errors_of_fp8_are_those_of_the_emulation():
     result = run("scripts/fp8_errors.py", "--check")
     assert result.returncode == 0, result.stdout + result.stderr

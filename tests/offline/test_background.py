@@ -49,6 +49,7 @@ def test_a_plan_is_what_a_helper_that_is_asked_directly_makes(planner, propertie
     assert len(stored.data) > 10_000
 
 
+@pytest.mark.slow
 def test_what_is_to_be_done_with_a_plan_is_done_in_the_background(planner, properties, caplog):
     given = []
     request = planner.request(
@@ -102,6 +103,7 @@ def test_what_cannot_be_built_is_done_too_and_stops_nothing(planner, properties,
     assert "no engine today" in caplog.text
 
 
+@pytest.mark.slow
 def test_whatever_goes_wrong_is_said_once_and_stops_nothing(planner, properties, monkeypatch, caplog):
     def fail(*_):
         raise KeyError("engine")
@@ -118,6 +120,7 @@ def test_whatever_goes_wrong_is_said_once_and_stops_nothing(planner, properties,
     assert again.stored is not None
 
 
+@pytest.mark.slow
 def test_a_thread_that_cannot_start_is_no_error(planner, properties, monkeypatch, caplog):
     def refuse(_):
         raise RuntimeError("can't start new thread")
@@ -158,6 +161,7 @@ def test_the_bytes_of_many_plans_are_not_kept(planner, properties, monkeypatch):
     assert [request.stored is None for request in requests] == [True, False, False]
 
 
+@pytest.mark.slow
 def test_an_interrupt_does_not_end_the_helper(planner, properties):
     planner.request(key(properties), properties)
     assert planner.wait(120)
@@ -196,6 +200,7 @@ def test_an_idle_helper_ends_and_comes_back(planner, properties, monkeypatch):
     assert again.stored is not None
 
 
+@pytest.mark.slow
 def test_there_are_no_more_helpers_than_workers(properties):
     planner = BackgroundPlanner(workers=2)
     try:
@@ -264,6 +269,7 @@ print(background._helpers[0]._process.pid)
         os.kill(int(result.stdout), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_has_a_helper_of_its_own(properties):
     planner = background.background

@@ -176,6 +176,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert wait_until_gone(int(result.stdout))
 
 
+@pytest.mark.slow
 def test_a_forked_child_gets_a_helper_of_its_own(run_python, request_for_a_plan):
     code = """
 import json, os, sys

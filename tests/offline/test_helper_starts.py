@@ -110,6 +110,7 @@ except cudnn_sdpa.OfflineError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("can_plan")
 def test_a_module_that_plans_while_it_is_imported_starts_no_helpers_within_helpers(tmp_path):
     count, folder = tmp_path / "count", tmp_path / "program"

@@ -132,6 +132,7 @@ def test_meanings_that_are_equal_share_a_key(plan, shapes):
     assert plan(*square, causal_alignment="bottom_right")[0] == plan(*square)[0]
 
 
+@pytest.mark.slow
 def test_plans_of_different_keys_are_different(plan, shapes):
     variants = [
         (shapes(), {}),

@@ -107,6 +107,7 @@ def test_plans_are_compiled_once_and_found_by_their_keys(manifest, h200, tmp_pat
     assert store.info().plans == 4
 
 
+@pytest.mark.slow
 def test_a_plan_that_cannot_be_made_stops_no_other(h200, tmp_path):
     manifest = PlanManifest.of([*keys(h200), *keys(h200, dim=256)])
     report = compile_plans(manifest, "a100", tmp_path / "plans", workers=2)
@@ -117,6 +118,7 @@ def test_a_plan_that_cannot_be_made_stops_no_other(h200, tmp_path):
     assert reason
 
 
+@pytest.mark.slow
 def test_what_only_the_gpu_has_fast_kernels_for_is_left_to_it(h200, tmp_path):
     """Kernels that work in clusters; `explain`, which keeps nothing, says that there are others."""
     calls = [

@@ -43,6 +43,7 @@ def test_pages_lie_in_random_order_and_the_row_is_the_cache(on_cpu):  # noqa: AR
     assert k.shape == (3, 8, 70, 128)
 
 
+@pytest.mark.slow
 def test_mixed_steps_are_calls_that_work(on_cpu):  # noqa: ARG001
     rows = decode.mixed(20)
     assert [row["steps"] for row in rows] == [2, 20]

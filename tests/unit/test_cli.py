@@ -360,6 +360,7 @@ def test_plans_that_are_kept_are_counted_and_removed(tmp_path, monkeypatch):
         assert result.stderr.startswith("no plans are kept")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_benchmark_in_a_process_of_its_own_ends_as_here():
     from cudnn_sdpa.bench.processes import run_command

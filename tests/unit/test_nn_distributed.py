@@ -55,6 +55,7 @@ for one, other in zip(sharded.parameters(), wanted, strict=True):
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("reference_alone")  # the layers have sinks, which cuDNN lacks before 9.13
 @pytest.mark.parametrize("body", [DDP, FSDP], ids=["ddp", "fsdp2"])
 def test_wrapped_modules_compute_the_same(body, run_python, tmp_path):
