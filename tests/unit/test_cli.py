@@ -139,7 +139,8 @@ def test_a_command_that_needs_pytorch_says_in_a_line_that_it_cannot_be_imported(
     ],
 )
 def test_programs_that_import_the_package_get_all_of_it(run_python, code):
-    run_python(code + "; import torch; torch.ops.cudnn_sdpa.sdpa_forward")
+    result = run_python(code + "; import torch; torch.ops.cudnn_sdpa.sdpa_forward")
+    assert result.returncode == 0
 
 
 def invoke(*arguments):

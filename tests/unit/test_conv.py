@@ -379,4 +379,5 @@ for seed in range(40):
 
 def test_gradients_of_tiny_odd_shapes_are_right_and_write_nowhere_else():
     """In a process of their own: oneDNN wrote beyond its memory in such ones, which ends a process later."""
-    subprocess.run([sys.executable, "-c", ODD], check=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", ODD], check=False, timeout=200)
+    assert result.returncode == 0
