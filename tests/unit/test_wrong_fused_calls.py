@@ -186,6 +186,8 @@ def test_wrong_calls_are_refused_or_right(name, trains):
         pairs = zip(*((found, wanted) if isinstance(found, tuple) else ((found,), (wanted,))), strict=True)
         for one, other in pairs:
             tolerance = 2e-2 if one.dtype in (torch.float16, torch.bfloat16) else 1e-4
+            if name == "layer_norm" and "x: expanded" in what:  # rows of one number: 1/sqrt(eps) times the rounding
+                tolerance = max(tolerance, 2e-3)
             assert one.shape == other.shape, what
             if not one.is_floating_point() or one.itemsize == 1:  # users' graphs take these, and round
                 continue
