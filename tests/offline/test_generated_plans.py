@@ -11,6 +11,7 @@ import pytest
 
 from cudnn_sdpa import CudnnSdpaError, UnsupportedError
 from cudnn_sdpa.offline.planner import engine_offline, plan_offline
+from cudnn_sdpa.runtime import known_issues
 from cudnn_sdpa.runtime.describe import Description, describer_of
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.target import Target
@@ -26,8 +27,10 @@ def descriptions(name: str, seed: int) -> Iterator[tuple[Description, str]]:
     """Of a call's plans, forward and backward."""
     case = generators.draw(name, seed, "cuda")
     explained = generators.OPERATIONS[name].explained(case)
-    if explained is None or case.refusable:
+    if explained is None or case.refusable or case.mode == "autocast":  # its tensors are not of the dtype that runs
         return
+    if name in ("silu_mul", "gelu_mul", "relu_squared") and any(0 in spec.shape for spec in case.tensors.values()):
+        return  # needs no plan, however it lies
     function, args, kwargs = explained
     describer = describer_of(function)
     assert describer is not None
@@ -47,6 +50,7 @@ def check(name: str, seeds: range, properties: dict[str, Any], ask: Any) -> Coun
                 if not description.is_empty:
                     key = description.key(target, None)
                     check_key(name, key, line)
+                    known_issues.check(key)  # as before a plan is built: some end the process
                     ask(key, properties)
                     counts[f"planned {way}"] += 1
         except UnsupportedError as error:
