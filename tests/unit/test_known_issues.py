@@ -81,7 +81,9 @@ def test_a_crash_of_the_planner_is_kept_away_from():
     one = call(1, 128, batch=1, heads=(1, 1))
     with pytest.raises(UnsupportedError, match="crashes"):
         known_issues.check(backward(one, cudnn=92600))
-    known_issues.check(backward(one, cudnn=92800))
+    with pytest.raises(UnsupportedError, match="crashes"):  # 9.28 too, seen offline
+        known_issues.check(backward(one, cudnn=92800))
+    known_issues.check(backward(one, cudnn=92500))
 
 
 def test_a_mask_with_one_row_is_given_as_many():
