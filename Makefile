@@ -50,7 +50,10 @@ test: $(READY) ## What needs no GPU: lint, types, documentation, tests; about 6 
 	$(PYTHON) -m pytest -n 2 --dist worksteal -m "not gpu" --nbmake tests samples $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: test ## The same, and the tests and parametrizations that `make test` leaves out
+test-all: test test-rest ## The same, and the tests and parametrizations that `make test` leaves out
+
+.PHONY: test-rest
+test-rest: $(READY)
 	$(PYTHON) -m pytest -n 2 --dist worksteal -m "not gpu" --tests rest --nbmake tests samples $(PYTEST_ARGS)
 
 .PHONY: test-gpu
