@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import forked_python
 import pytest
 import torch
 
@@ -99,19 +100,28 @@ def deterministic_algorithms() -> Callable[[], AbstractContextManager[None]]:
 
 @pytest.fixture
 def run_python(tmp_path: Path) -> RunPython:
-    """Runs code in a fresh interpreter; variables set to None are taken out of its environment."""
+    """Runs code in a process of its own; variables set to None are taken out of its environment.
 
-    def run(code: str, *arguments: str, check: bool = True, **environment: str | None) -> subprocess.CompletedProcess:
+    With `fresh=True` the interpreter is a new one, otherwise it has PyTorch already (see `forked_python`).
+    """
+
+    def run(
+        code: str, *arguments: str, check: bool = True, fresh: bool = False, **environment: str | None
+    ) -> subprocess.CompletedProcess:
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *SEARCH_PATH]), **environment}
-        result = subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            cwd=tmp_path,
-            env={name: value for name, value in variables.items() if value is not None},
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
+        variables = {name: value for name, value in variables.items() if value is not None}
+        if fresh:
+            result = subprocess.run(
+                [sys.executable, "-c", code, *arguments],
+                cwd=tmp_path,
+                env=variables,
+                capture_output=True,
+                text=True,
+                timeout=200,
+                check=False,
+            )
+        else:
+            result = forked_python.run(["-c", code, *arguments], cwd=tmp_path, env=variables)
         if check:
             assert result.returncode == 0, result.stderr
         return result

@@ -6,9 +6,9 @@ import importlib.util
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 import torch
 
@@ -16,9 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
-    )
+    return forked_python.run([*command], cwd=ROOT, timeout=240)
 
 
 def test_the_quickstart_runs_and_shows_what_it_did():

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked_python
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -277,8 +276,7 @@ def test_a_process_warms_up_and_then_calls(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_process_without_a_gpu_fails_with_pytorchs_words():
-    command = [sys.executable, "-m", "cudnn_sdpa.bench.first_call", "sdpa"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    result = forked_python.run(["-m", "cudnn_sdpa.bench.first_call", "sdpa"], cwd=Path(__file__).parents[2])
     assert result.returncode == 1
     assert result.stdout == ""
     assert "RuntimeError" in result.stderr or "AssertionError" in result.stderr

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+import forked_python
 import pytest
 import torch
 import torch.nn.functional as F
@@ -379,5 +377,5 @@ for seed in range(40):
 
 def test_gradients_of_tiny_odd_shapes_are_right_and_write_nowhere_else():
     """In a process of their own: oneDNN wrote beyond its memory in such ones, which ends a process later."""
-    result = subprocess.run([sys.executable, "-c", ODD], check=False, timeout=200)
-    assert result.returncode == 0
+    result = forked_python.run(["-c", ODD])
+    assert result.returncode == 0, result.stderr

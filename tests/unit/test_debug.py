@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+import forked_python
 import pytest
 import torch
 
@@ -92,5 +90,5 @@ def test_tensors_without_values_pass():
 def test_the_environment_switches_it_on(value, expected, monkeypatch):
     monkeypatch.setenv("CUDNN_SDPA_DEBUG", value)
     program = "from cudnn_sdpa.attention import debug; print(debug.enabled)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = forked_python.run(["-c", program], check=True)
     assert done.stdout.strip() == expected

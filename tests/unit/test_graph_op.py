@@ -236,6 +236,6 @@ from cudnn_sdpa.attention.graphs import sdpa_forward
 from cudnn_sdpa.runtime.graph_op import graph_op
 print(sdpa_forward.digest, graph_op(build).digest)
 """
-    one, other = (run_python(code, PYTHONHASHSEED=seed).stdout for seed in ("3", "11"))
+    one, other = (run_python(code, fresh=True, PYTHONHASHSEED=seed).stdout for seed in ("3", "11"))
     assert one == other
     assert one.split()[0] == sdpa_forward.digest

@@ -95,7 +95,8 @@ cudnn_sdpa.sdpa(q, q, q, is_causal=True, return_lse=True)
 cudnn_sdpa.plan_cache.info()
 assert "cudnn" not in sys.modules
 assert not torch.cuda.is_initialized()
-"""
+""",
+        fresh=True,
     )
     assert result.stdout == ""
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 
 HERE = Path(__file__).parent
@@ -22,6 +21,5 @@ SCENARIOS = (
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_short_way(scenario):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
-    command = [sys.executable, str(HERE / "short_way.py"), scenario]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    result = forked_python.run([str(HERE / "short_way.py"), scenario], env=environment, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]
