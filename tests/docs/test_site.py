@@ -132,6 +132,7 @@ def pages_of(site: Path) -> list[str]:
     return sorted("" if str(page.parent) == "." else f"{page.parent.as_posix()}/" for page in pages)
 
 
+@pytest.mark.slow
 def test_every_page_is_shown_on_a_phone(site, address, browser):
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
     complaints = []

@@ -130,7 +130,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_plan_is_kept_and_loaded_as_itself(run_python, name):
     environment = {name: driver.helper_environment().get(name) for name in ("LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")}

@@ -56,6 +56,7 @@ def compute_capability(kernel):
     return flags[1] if version >= 8 else flags[0]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plain_call_compiles_for_the_gpu(made, name, direction):

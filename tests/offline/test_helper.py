@@ -57,6 +57,7 @@ def test_one_process_answers_many_questions(helper, request_for_a_plan):
     assert len(first["plan"]) == len(second["plan"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda number: number.name)
 def test_a_crash_is_an_answer_that_names_the_signal(helper, request_for_a_plan, number):
     helper.ask(request_for_a_plan)

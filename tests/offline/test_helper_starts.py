@@ -198,6 +198,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("can_plan")
 @pytest.mark.parametrize(
     ("what", "expected"),
@@ -217,6 +218,7 @@ def test_what_a_process_is_short_of(run_python, what, expected):
     assert result.stdout.startswith(expected), result.stdout + result.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("can_plan")
 @pytest.mark.parametrize(
     "noise",

@@ -23,12 +23,14 @@ KERNELS = [packing.kernel, paging.decode_kernel, paging.gather_kernel, paging.ap
 FP8_KERNELS = [fp8_quantization.quantize_kernel, fp8_quantization.dequantize_kernel, fp8_updates.update_kernel]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("sm", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_kernel_compiles_for_every_gpu(kernel, sm):
     assert kernel.compile(sm)[:4] == b"\x7fELF"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("sm", [89, 90, 100, 120])
 @pytest.mark.parametrize("kernel", FP8_KERNELS, ids=lambda kernel: kernel.name)
 def test_every_kernel_for_fp8_compiles_for_every_gpu_that_has_it(kernel, sm):

@@ -7,6 +7,7 @@ import pytest
 pytestmark = pytest.mark.usefixtures("can_plan")
 
 
+@pytest.mark.slow
 def test_planning_offline_makes_no_store(run_python, tmp_path):
     code = """
 import sys, torch, cudnn_sdpa

@@ -130,6 +130,7 @@ def disagreement(plan: NeededPlan, properties: dict[str, Any]) -> str:
     return f"cuDNN proposes {engine} in spite of {[rule.reason for rule in broken]} for {case}"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("sampled", [sample, sample_fp8], ids=["half", "fp8"])
 @pytest.mark.parametrize("gpu", GPUS, indirect=True, ids="SM {}".format)
 def test_rules_say_what_the_heuristics_say(gpu, sampled):
@@ -141,6 +142,7 @@ def test_rules_say_what_the_heuristics_say(gpu, sampled):
     assert not found, f"{len(found)} of {GRID}:\n" + "\n".join(found)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("gpu", GPUS, indirect=True, ids="SM {}".format)
 def test_what_no_rule_speaks_against_compiles(gpu):
     draw = random.Random(3 + gpu["deviceVer"])

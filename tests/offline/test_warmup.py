@@ -146,6 +146,7 @@ def test_what_only_the_gpu_has_fast_kernels_for_is_left_to_it(h200, tmp_path):
     assert compile_plans(manifest, "a100", tmp_path / "plans", workers=1).failed == {}
 
 
+@pytest.mark.slow
 def test_the_command_compiles(manifest, tmp_path):
     manifest.save(tmp_path / "plans.json")
     arguments = ["compile", str(tmp_path / "plans.json"), "--target", "b200", "-o", str(tmp_path / "plans")]
@@ -174,6 +175,7 @@ def test_a_recording_without_a_call_is_empty():
     assert len(manifest) == 0
 
 
+@pytest.mark.slow
 def test_what_is_planned_here_is_planned_by_nobody_else(h200):
     """Keys come back once each, from here while helpers start, and from helpers while this process is busy."""
     many = [*keys(h200), *keys(h200, dim=128), *keys(h200, dim=32), *keys(h200, dim=96)]

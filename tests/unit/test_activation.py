@@ -310,6 +310,7 @@ COMPILED = {
 INFERENCE = {"gelu_mul": lambda gate, up: gelu_mul(gate * 2, up), "relu_squared": lambda x: relu_squared(x + 0.5) * 2}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", COMPILED)
 def test_silu_mul_compiles_with_its_gradient(name):
     compiled = torch.compile(COMPILED[name], fullgraph=True, backend="aot_eager", dynamic=True)

@@ -129,6 +129,7 @@ def test_a_command_that_needs_pytorch_says_in_a_line_that_it_cannot_be_imported(
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "code",
     [

@@ -157,6 +157,7 @@ def test_fake_tensors_look_like_real_results(name):
     assert (fake.shape, fake.stride(), fake.dtype) == (expected.shape, expected.stride(), expected.dtype)
 
 
+@pytest.mark.sample(1)
 @quiet
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_model_is_exported_for_any_size(strict, tmp_path):
@@ -235,6 +236,7 @@ def test_functional_gradients_are_refused_by_name(name, transform):
         transform(lambda x: function(x).sum())(torch.randn(shape[1:]))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["sdpa", "sdpa_varlen", "sdpa_paged", *REFUSED])
 def test_compiled_functions_refuse_tangents_rather_than_lose_them(name):
     function, shape = {**LOOPS, **REFUSED}[name]

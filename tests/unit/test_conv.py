@@ -103,7 +103,7 @@ def test_many_groups(rank, groups, assert_rounded):
     )
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("rank", "compiled"), [*((rank, False) for rank in OURS), (2, True)], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("groups", "filters"), [(6, 6), (6, 12), (1, 1)], ids=str)
@@ -340,6 +340,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", COMPILED)
 def test_it_compiles_with_its_gradient(name):
     compiled = torch.compile(COMPILED[name], fullgraph=True, backend="aot_eager")

@@ -151,6 +151,7 @@ def assert_right(tensors, rng, dtype, **options):
             assert gradient.stride() == torch.empty_like(mask).stride()
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("skv", SKV)
 @pytest.mark.parametrize("sq", SQ)
 def test_every_operand_lies_where_and_as_the_plan_reads_it(sq, skv):

@@ -438,6 +438,7 @@ def operands(pass_, case):
     return *list(BACK.values())[:6], list(backward_scales()), *lengths, *rest, False
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_operators_pass_pytorchs_own_checks(pass_, case):

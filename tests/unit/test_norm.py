@@ -417,7 +417,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", COMPILED)
 def test_it_compiles_with_its_gradient(name):
     compiled = torch.compile(COMPILED[name], fullgraph=True, backend="aot_eager", dynamic=True)

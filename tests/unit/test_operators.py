@@ -55,7 +55,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["sdpa_forward", "sdpa_forward_lse", "sdpa_forward_out", "sdpa_forward_lse_out"])
 def test_operators_pass_pytorchs_own_checks(name, case):

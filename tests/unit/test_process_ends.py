@@ -124,6 +124,7 @@ time.sleep(0.3)
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["plain", "careless"])
 def test_a_thread_that_goes_on_launching_is_ended_before_the_interpreter(run_python, how):
     code = "import atexit\natexit.register(lambda: report())\n" + GOES_ON

@@ -27,6 +27,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_rows_that_data_choose(name):
     function = FUNCTIONS[name]
