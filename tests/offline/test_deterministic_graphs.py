@@ -112,6 +112,7 @@ print(answers)
 """
 
 
+@pytest.mark.slow
 def test_a_graph_without_such_an_engine_is_refused(ask):
     answers = ask(REFUSED)
     assert answers.count("it may give other bits in another run, and deterministic kernels are wanted") == 2

@@ -71,6 +71,7 @@ for name, start in started.items():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("can_plan")
 def test_no_process_runs_code_out_of_the_current_folder(planted, tmp_path):
     folder = tmp_path / "program"

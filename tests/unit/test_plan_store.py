@@ -328,6 +328,7 @@ for sq in range(64, 94):
 """
 
 
+@pytest.mark.slow
 def test_several_processes_keep_one_capacity(tmp_path):
     folder, most = tmp_path / "plans", 0
     processes = [start(FILLER, str(folder), str(ROOT), str(90000 + number)) for number in range(4)]
