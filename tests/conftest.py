@@ -21,7 +21,7 @@ RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 
 #: How many of the notebooks `make test` executes; `make test-all` executes the others.
-NOTEBOOKS = 2
+NOTEBOOKS = 1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

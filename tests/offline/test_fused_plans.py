@@ -175,7 +175,7 @@ def test_it_has_an_engine(gpu, name):
     assert engine_offline(*key_and_properties(gpu, CASES[name])).startswith("eng")
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in PROPOSED])
 def test_it_has_a_plan(gpu, name, monkeypatch):

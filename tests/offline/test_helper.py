@@ -163,6 +163,7 @@ def test_close_ends_it_and_may_be_called_twice(request_for_a_plan):
     assert wait_until_gone(pid)
 
 
+@pytest.mark.slow
 def test_it_ends_with_its_user_however_that_one_ends(run_python, request_for_a_plan):
     code = """
 import json, os, signal, sys

@@ -219,7 +219,7 @@ def test_what_a_process_is_short_of(run_python, what, expected):
     assert result.stdout.startswith(expected), result.stdout + result.stderr
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("can_plan")
 @pytest.mark.parametrize(
     "noise",

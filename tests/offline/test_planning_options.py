@@ -86,7 +86,7 @@ def assert_usable(plan):
     assert len(plan.data) > 1000
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", OPTIONS)
 def test_every_option_forward(plan, shapes, case):
     options, band = OPTIONS[case]
@@ -99,7 +99,7 @@ def test_every_option_forward(plan, shapes, case):
     assert ("softcap" in names(key.inputs)) == ("softcap" in options)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", OPTIONS)
 def test_every_option_backward(plan_backward, shapes, case):
     options, band = OPTIONS[case]
@@ -136,6 +136,7 @@ def test_deterministic_gradients_and_head_dims(plan_backward, shapes, determinis
     assert key.option_values["deterministic"] is deterministic
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("more", [{}, {"is_causal": True, **BOTTOM}, {"seq_lens_kv": int32()}], ids=str)
 def test_a_sink_of_a_single_query_is_applied_to_what_the_plan_gives(plan, shapes, more):
     tensors = shapes(lengths=(1, 2048), dims=(128, 128))

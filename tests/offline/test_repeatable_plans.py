@@ -40,7 +40,7 @@ def deterministic_algorithms():
     torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.usefixtures("can_plan")
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", CASES)
@@ -115,6 +115,7 @@ for deterministic in (False, True):
 """
 
 
+@pytest.mark.slow
 def test_a_graph_without_such_a_kernel_is_refused(run_python, can_plan):  # noqa: ARG001
     environment = {name: driver.helper_environment().get(name) for name in ("LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")}
     usual, *refused = run_python(REFUSED, **environment).stdout.splitlines()

@@ -94,7 +94,7 @@ def answers(run_python, tmp_path):
     return lambda *asked: run_python(SCRIPT, json.dumps(asked), **environment).stdout.splitlines()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 def test_what_the_graph_gives_is_taken_and_nothing_else(answers, name):
     graph, shapes, right, wrong = CASES[name]

@@ -8,7 +8,7 @@ from tests.unit import operator_calls
 from tests.unit.operator_calls import CALLS, recorded, registered
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # opcheck itself
 def test_operators_pass_pytorchs_checks(name):

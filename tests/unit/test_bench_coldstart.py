@@ -122,6 +122,7 @@ def test_a_warm_up_that_builds_is_no_number(answering):
         coldstart.warmup(2)
 
 
+@pytest.mark.slow
 def test_imports_are_timed_in_processes_of_their_own():
     rows = coldstart.imports(1)
     assert [row["import"] for row in rows] == ["torch", "cudnn_sdpa, after torch"]
@@ -145,6 +146,7 @@ print(json.dumps([os.environ["CUDNN_SDPA_PLAN_DIR"], os.environ["PYTHONPATH"], s
     assert os.environ["CUDNN_SDPA_PLAN_DIR"] == "off"
 
 
+@pytest.mark.slow
 def test_what_a_failed_process_said_is_shown():
     failing = "import sys; print('out of luck', file=sys.stderr); sys.exit(3)"
     with pytest.raises(RuntimeError, match=r"importing ended with exit code 3 and said:\nout of luck"):

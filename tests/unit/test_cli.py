@@ -233,6 +233,7 @@ USAGE = [
 ]
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("line", USAGE)
 def test_wrong_arguments_of_every_command_end_with_2_and_a_message(places, line, monkeypatch):
     planned = []

@@ -46,6 +46,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_compiles_to_one_graph_for_one_shape(name, transposed):
@@ -56,6 +57,7 @@ def test_compiles_to_one_graph_for_one_shape(name, transposed):
     assert compilations(function) == 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_dynamic_shapes_compile_once(name):
     function = compiled(FUNCTIONS[name], dynamic=True)
@@ -113,6 +115,7 @@ def test_a_changing_scale_compiles_no_more_often_than_pytorchs_own():
     assert compilations(function) <= compilations(pytorch)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_out_is_written_in_the_compiled_graph(return_lse, dynamic):

@@ -46,6 +46,7 @@ def test_growing_sizes_compile_as_often_as_pytorchs_twin(name, trains):
     assert ours == 2  # as is, then for any size
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", TWINS)
 def test_sizes_that_are_marked_compile_once(name):
     twins = TWINS[name]
@@ -79,7 +80,7 @@ def sizes_of_data():
         yield
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("sizes_of_data")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", TWINS)

@@ -68,6 +68,7 @@ def gradients_of(function, model, x):
     return torch.autograd.grad(function(x).square().mean(), list(model.parameters()))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("inside", [False, True])
 def test_autocast_around_and_inside_a_compiled_model(inside):
     ours, theirs = model_and_twin()
@@ -83,6 +84,7 @@ def test_autocast_around_and_inside_a_compiled_model(inside):
     torch.testing.assert_close(found, call(theirs), rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.sample(2)
 @quiet
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -103,7 +103,7 @@ def test_many_groups(rank, groups, assert_rounded):
     )
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("rank", "compiled"), [*((rank, False) for rank in OURS), (2, True)], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("groups", "filters"), [(6, 6), (6, 12), (1, 1)], ids=str)

@@ -54,7 +54,7 @@ def work(rank, store, folder, auto_update, bad):
     dist.destroy_process_group()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("auto_update", "bad"), [(False, torch.nan), (True, torch.inf)])
 def test_ranks_have_the_same_scales_and_drop_a_step_together(auto_update, bad, tmp_path):
     torch.multiprocessing.spawn(work, (tmp_path / "store", tmp_path, auto_update, bad), nprocs=RANKS)
