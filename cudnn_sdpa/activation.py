@@ -92,7 +92,8 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
             try:
                 if trains:
                     return _SiluMul.apply(call, *tensors)  # type: ignore[no-any-return,no-untyped-call]
-                return call(tensors if up is not None else gate.chunk(2, dim=-1))[0]
+                first, second = (gate, up) if up is not None else gate.chunk(2, dim=-1)
+                return call.of_two(first, second)
             except RuntimeError:
                 check_dtype("gate", gate)  # without memory it has no halves
                 raise

@@ -232,7 +232,7 @@ def _straight(call: GraphCall, given: Sequence[Tensor], options: tuple[Any, ...]
     if trains:
         y: Tensor = _Convolution.apply(call, rank, tuple(sizes), *given)  # type: ignore[no-untyped-call]
     else:
-        y = call(given)[0]
+        y = call.of_two(given[0], given[1]) if len(given) == 2 else call(given)[0]
     return ACTIVATIONS[activation](y) if trains or is_apart(given, groups, activation) else y
 
 

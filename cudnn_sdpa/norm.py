@@ -28,8 +28,9 @@ from cudnn_sdpa.runtime.symbols import is_empty
 
 _rms_norm_calls, _layer_norm_calls = Shortcuts(), Shortcuts()
 
-#: A call without a gradient and with a weight alone, as `_rms_norm_calls` knows it: by whether the weight is centered.
-_PLAIN: dict[bool, Hashable] = {centered: (False, centered, True, False, None) for centered in (False, True)}
+#: A call without a gradient and with a weight alone, as `_rms_norm_calls` knows it; and one whose weight is centered.
+_PLAIN: Hashable = (False, False, True, False, None)
+_CENTERED: Hashable = (False, True, True, False, None)
 
 
 @overload
@@ -109,7 +110,7 @@ def rms_norm(
         tensors: Sequence[Tensor]
         if weight is not None and residual is None and activation is None:
             # A plain call like one before? Saves checks, lists and views, 5 µs.
-            call = _rms_norm_calls.again(x, weight, _PLAIN[zero_centered])
+            call = _rms_norm_calls.again(x, weight, _CENTERED if zero_centered else _PLAIN)
             if call is not None:
                 return call.of_two(x, weight, (eps, 1.0) if zero_centered else (eps,))
             tensors = x, weight

@@ -248,6 +248,8 @@ def is_integer(number: Any) -> bool:
 
 def as_int(number: Any) -> Any:
     """A length or bound as an int that the operators take: numpy's too, and not endlessly large; others as they are."""
+    if type(number) is int:  # nearly always
+        return min(number, LARGEST)
     if isinstance(number, (bool, torch.SymInt, Tensor)):
         return number
     if isinstance(number, int):

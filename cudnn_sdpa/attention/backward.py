@@ -48,7 +48,7 @@ class BackwardArguments(NamedTuple):
 class BackwardCall(BoundCall):
     """A backward call bound to its plan."""
 
-    __slots__ = ("__weakref__", "_gradients", "_middle", "backward", "last")
+    __slots__ = ("__weakref__", "_gradients", "backward", "last")
 
     def __init__(self, backward: Backward, plan: Plan, scale: float, softcap: float | None) -> None:
         super().__init__(backward.problem, plan, scale=scale, softcap=softcap)
@@ -58,7 +58,6 @@ class BackwardCall(BoundCall):
         whole = {"grad_q": dense_like(problem.q), "grad_k": dense_like(problem.k), "grad_v": dense_like(problem.v)}
         side = {operand.name: operand.layout for operand in backward.outputs()[3:]}
         self._gradients = {name: (x.shape, x.stride, x.dtype) for name, x in (whole | side).items()}
-        self._middle = [self._fixed[name] for name in self._names[6:-3] if name in self._fixed]
 
     def run_plain(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad_out: Tensor, lse: Tensor
@@ -70,15 +69,14 @@ class BackwardCall(BoundCall):
         if self._elsewhere and current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
                 return self.run_plain(q, k, v, out, grad_out, lse)
-        grad_q, grad_k, grad_v = (allocate(*layout) for layout in self._gradients.values())
-        self.plan.last_used = next_use()
-        self.plan.launch(
-            [
-                *(first, second, third, fourth, grad_out.data_ptr(), lse.data_ptr()),
-                *self._middle,
-                *(grad_q.data_ptr(), grad_k.data_ptr(), grad_v.data_ptr()),
-            ]
-        )
+        of_q, of_k, of_v = self._gradients.values()
+        grad_q, grad_k, grad_v = allocate(*of_q), allocate(*of_k), allocate(*of_v)
+        operands, plan = self._template[:], self.plan
+        operands[0], operands[1], operands[2], operands[3] = first, second, third, fourth
+        operands[4], operands[5] = grad_out.data_ptr(), lse.data_ptr()
+        operands[-3], operands[-2], operands[-1] = grad_q.data_ptr(), grad_k.data_ptr(), grad_v.data_ptr()
+        plan.last_used = next_use()
+        plan.launch(operands)
         return grad_q, grad_k, grad_v
 
     def __call__(self, arguments: BackwardArguments) -> list[Tensor]:

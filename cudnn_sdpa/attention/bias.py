@@ -17,8 +17,8 @@ from cudnn_sdpa.runtime.layouts import ALIGNMENT, TensorLayout
 def bias_view(mask: Tensor, blind_rows: int = 0) -> Tensor:
     """The rows of `mask` that a plan gets, of rank 4, in which what is only repeated has size 1; without a copy."""
     mask = mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask
-    for dim in range(4):
-        if mask.stride(dim) == 0 and mask.shape[dim] > 1:
+    for dim, (size, step) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
+        if step == 0 and size > 1:
             mask = mask.narrow(dim, 0, 1)
     return mask[:, :, blind_rows:] if blind_rows and mask.shape[2] != 1 else mask
 
@@ -33,10 +33,11 @@ def bias_layout(mask: Tensor, q: Tensor, skv: int, blind_rows: int = 0) -> Tenso
 
 def reads_directly(view: Tensor, skv: int) -> bool:
     """Whether cuDNN can read a mask of rank 4 where it lies, if its address is aligned."""
-    if view.dtype == torch.bool or view.shape[3] != skv or (view.stride(3) != 1 and skv > 1):
+    shape, stride = view.shape, view.stride()
+    if view.dtype == torch.bool or shape[3] != skv or (stride[3] != 1 and skv > 1):
         return False
     step = ALIGNMENT // view.element_size()
-    return all(view.shape[dim] == 1 or view.stride(dim) % step == 0 for dim in range(3))
+    return all(shape[dim] == 1 or stride[dim] % step == 0 for dim in range(3))
 
 
 def bias_of(mask: Tensor, q: Tensor, skv: int, blind_rows: int = 0) -> Tensor:

@@ -33,7 +33,7 @@ def _check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Ten
 class BoundCall:
     """A plan with what a call of it needs beside tensors: host numbers, constants, the order of the pointers."""
 
-    __slots__ = ("_elsewhere", "_fixed", "_names", "_numbers", "plan", "problem")
+    __slots__ = ("_elsewhere", "_fixed", "_names", "_numbers", "_template", "plan", "problem")
 
     def __init__(self, problem: Problem, plan: Plan, **numbers: float | None) -> None:
         self.problem = problem
@@ -43,6 +43,8 @@ class BoundCall:
         self._fixed = {name: numbers.buffer_info()[0] for name, numbers in self._numbers.items()}
         self._fixed |= {name: tensor.data_ptr() for name, tensor in plan.constants.items()}
         self._names = [operand.name for operand in (*plan.key.inputs, *plan.key.outputs)]
+        # A copy with some places filled in takes 0.1 µs less than an array made of pointers.
+        self._template = array("Q", [self._fixed.get(name, 0) for name in self._names])
 
     def launch(self, tensors: dict[str, Tensor], addresses: dict[str, int] | None = None) -> None:
         """Launches the plan on these operands; constants and host numbers are known.
@@ -50,8 +52,9 @@ class BoundCall:
         Raises:
             LayoutError: One has no memory.
         """
-        known = {**self._fixed, **(addresses or {})}
-        known.update((name, tensor.data_ptr()) for name, tensor in tensors.items())
+        known = {**self._fixed, **addresses} if addresses else self._fixed.copy()
+        for name, tensor in tensors.items():
+            known[name] = tensor.data_ptr()
         operands = [known[name] for name in self._names]
         if not all(operands):
             for name, tensor in tensors.items():
@@ -73,7 +76,9 @@ class BoundCall:
             problem = self.problem
             tensors["bias"] = bias_of(call.attn_mask, call.q, problem.skv, problem.mask.blind_rows)
         if call.sinks is not None:
-            sinks = memory.aligned("sinks", call.sinks)
+            sinks, address = call.sinks, call.sinks.data_ptr()
+            if not address or address & MISALIGNED:
+                sinks = memory.aligned("sinks", sinks)
             if "sink" in self._names:
                 tensors["sink"] = sinks
         if call.rng is not None:
@@ -91,7 +96,7 @@ class ForwardCall(BoundCall):
 
     may_be_replaced = False
 
-    __slots__ = ("_last", "_lse", "_one_launch", "_out", "forward", "training")
+    __slots__ = ("_has_lse", "_last", "_lse", "_one_launch", "_out", "_sinks_outside", "forward", "training")
 
     def __init__(self, forward: Forward, plan: Plan, scale: float, softcap: float | None = None) -> None:
         super().__init__(forward.problem, plan, scale=scale, softcap=softcap)
@@ -99,6 +104,7 @@ class ForwardCall(BoundCall):
         self._out = (forward.out.shape, forward.out.stride, forward.out.dtype)
         lse_shape = forward.out.shape[:3]
         self._lse = (lse_shape, contiguous_stride(lse_shape), torch.float32)
+        self._has_lse, self._sinks_outside = forward.plan_has_lse, forward.sinks_outside
         problem = forward.problem
         lengths = problem.has_lengths or problem.needs_lengths
         self._one_launch = forward.with_lse and problem.has_no_sides and not (problem.mask.blind_rows or lengths)
@@ -119,9 +125,15 @@ class ForwardCall(BoundCall):
 
     def __call__(self, call: ForwardArguments) -> Result:
         """Allocates, launches and returns."""
-        _check_memory(call.q, call.k, call.v, call.out, call.attn_mask)
-        result: Result = self.on_device(self._run, call)
-        return result
+        q, k, v, mask = call[:4]
+        first, second, third = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        has_memory = first and second and third and (mask is None or mask.data_ptr())
+        if not has_memory or (first | second | third) & MISALIGNED or call.out is not None:
+            _check_memory(q, k, v, call.out, mask)
+        if self._elsewhere:
+            result: Result = self.on_device(self._run, call)
+            return result
+        return self._run(call)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, lengths_kv: Tensor | None, out: Tensor | None) -> Result:
         """The same for a plain call without `seq_lens_q`, with the arguments one by one."""
@@ -138,14 +150,17 @@ class ForwardCall(BoundCall):
             with torch.cuda.device(self.plan.device):
                 return self.run_plain(q, k, v)
         out, lse = allocate(*self._out), allocate(*self._lse)
-        self.plan.last_used = next_use()
-        self.plan.launch((first, second, third, self._fixed["scale"], out.data_ptr(), lse.data_ptr()))
+        operands, plan = self._template[:], self.plan
+        operands[0], operands[1], operands[2] = first, second, third
+        operands[4], operands[5] = out.data_ptr(), lse.data_ptr()
+        plan.last_used = next_use()
+        plan.launch(operands)
         return out, lse
 
     def _run(self, call: ForwardArguments) -> Result:
         blind = self.problem.mask.blind_rows
         q, out = call.q, allocate(*self._out) if call.out is None else call.out
-        lse = allocate(*self._lse) if self.forward.plan_has_lse else None
+        lse = allocate(*self._lse) if self._has_lse else None
         visible_out, visible_lse = out, lse
         if blind:
             out[:, :, :blind].zero_()
@@ -157,10 +172,11 @@ class ForwardCall(BoundCall):
         tensors |= {"q": q, "k": call.k, "v": call.v, "out": visible_out}
         if visible_lse is not None:
             tensors["lse"] = visible_lse
-        tensors |= self._lengths(call.seq_lens_q, call.seq_lens_kv)
+        if call.seq_lens_q is not None or call.seq_lens_kv is not None:
+            tensors |= self._lengths(call.seq_lens_q, call.seq_lens_kv)
         self.launch(tensors, addresses)
         if call.sinks is not None and lse is not None and visible_lse is not None:
-            if self.forward.sinks_outside:
+            if self._sinks_outside:
                 apply_sinks(visible_out, visible_lse, call.sinks)
             elif self.problem.can_be_blind:  # queries without keys see the sink alone
                 torch.maximum(visible_lse, call.sinks.view(1, -1, 1), out=visible_lse)
@@ -182,12 +198,11 @@ class PlainCall(ForwardCall):
     It does what `ForwardCall` does without its dictionaries, views and device guard: 4 µs less.
     """
 
-    __slots__ = ("_one", "_scale_address")
+    __slots__ = ("_skv",)
 
     def __init__(self, forward: Forward, plan: Plan, scale: float) -> None:
         super().__init__(forward, plan, scale)
-        self._scale_address = self._fixed["scale"]
-        self._one = self._fixed["seq_len_q"] if forward.problem.lengths_kv else 0
+        self._skv = forward.problem.skv
 
     def __call__(self, call: ForwardArguments) -> Result:
         """Allocates, launches and returns."""
@@ -204,14 +219,15 @@ class PlainCall(ForwardCall):
                 return self.run(q, k, v, lengths_kv, out)
         if out is None:
             out = allocate(*self._out)
-        plan.last_used = next_use()
-        if lengths_kv is None:
-            plan.launch((first, second, third, self._scale_address, out.data_ptr()))
-        else:
+        operands = self._template[:]
+        operands[0], operands[1], operands[2], operands[-1] = first, second, third, out.data_ptr()
+        if lengths_kv is not None:
             if lengths_kv.data_ptr() == 0:
                 memory.check_lengths_present(None, lengths_kv)
-            within = lengths_kv.clamp_max(self.problem.skv)  # cuDNN's decode engines would read on
-            plan.launch((first, second, third, self._scale_address, self._one, within.data_ptr(), out.data_ptr()))
+            within = lengths_kv.clamp_max(self._skv)  # cuDNN's decode engines would read on
+            operands[5] = within.data_ptr()
+        plan.last_used = next_use()
+        plan.launch(operands)
         return out
 
 

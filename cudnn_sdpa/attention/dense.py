@@ -15,6 +15,7 @@ from cudnn_sdpa.attention.bias import without_causal_bias
 from cudnn_sdpa.attention.calls import Result
 from cudnn_sdpa.attention.dropout import new_seed
 from cudnn_sdpa.attention.fallback import check_or_decline, is_in_force, kind_of, or_else
+from cudnn_sdpa.attention.options import UNBOUNDED
 from cudnn_sdpa.attention.side_tensors import as_sinks
 from cudnn_sdpa.attention.tracking import PYTORCHS
 from cudnn_sdpa.errors import OptionError
@@ -197,8 +198,7 @@ def sdpa(
             again = (
                 last.is_causal is is_causal
                 and last.alignment == causal_alignment
-                and last.scale_type is type(scale)
-                and last.scale == scale
+                and (last.scale is scale or (last.scale_type is type(scale) and last.scale == scale))
                 and last.with_lse is return_lse
                 and last.has_lengths is (seq_lens_kv is not None)
                 and not (q.is_nested or k.is_nested or v.is_nested)  # a guard would end the process
@@ -219,10 +219,13 @@ def sdpa(
             found = shortcuts.find(q, k, v, seq_lens_kv, is_causal, causal_alignment, as_float(scale), return_lse)
             if found is not None:
                 return found(q, k, v, seq_lens_kv, None)
-    left, right = arguments.window_bounds(window)
+    left, right = (UNBOUNDED, UNBOUNDED) if window is None else arguments.window_bounds(window)
+    scale = None if scale is None else as_float(scale)
+    dropout_p = dropout_p if dropout_p is NO_DROPOUT else as_float(dropout_p)
+    softcap = None if softcap is None else as_float(softcap)
     call = ForwardArguments(
         *(q, k, v, attn_mask, sinks, seq_lens_q, seq_lens_kv, None),
-        *(is_causal, causal_alignment, left, right, as_float(scale), as_float(dropout_p), as_float(softcap), alibi),
+        *(is_causal, causal_alignment, left, right, scale, dropout_p, softcap, alibi),
         *(False, return_lse, out),
     )
     return run(call, deterministic)

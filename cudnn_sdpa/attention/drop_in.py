@@ -71,14 +71,17 @@ def _is_plain_call(query: Any, key: Any, value: Any, enable_gqa: Any) -> bool:
     """Whether a call needs nothing broadcast or reshaped, so that it can be passed on as it is: saves 8 µs."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return False
-    if query.is_nested or key.is_nested or value.is_nested or forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0:
         return False
-    of_query, of_key, of_value = query.shape, key.shape, value.shape
+    try:
+        of_query, of_key, of_value = query.shape, key.shape, value.shape
+    except RuntimeError:  # nested tensors have none
+        return False
     return (
         len(of_query) == len(of_key) == len(of_value) == 4
         and type(enable_gqa) is bool
-        and of_key[:2] == of_value[:2]
-        and of_query[0] == of_key[0]
+        and of_query[0] == of_key[0] == of_value[0]
+        and of_key[1] == of_value[1]
         and (enable_gqa is True or of_query[1] == of_key[1])
     )
 

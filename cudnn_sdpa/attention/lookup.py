@@ -67,7 +67,11 @@ def signature(call: ForwardArguments) -> Hashable:
         )
     options = call.options[:-1]  # all but `deterministic`
     types = tuple(map(type, (*options, call.with_lse)))  # 1, 1.0 and True are equal, but not all are accepted
-    return (*map(describe, (*call.tensors, call.rng, call.out)), *options, call.with_lse, types)
+    layouts = [  # `describe` without its calls, 0.5 µs
+        None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        for tensor in (*call.tensors, call.rng, call.out)
+    ]
+    return (*layouts, *options, call.with_lse, types)
 
 
 def may_differ(q: Tensor) -> bool:

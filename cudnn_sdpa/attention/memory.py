@@ -94,10 +94,12 @@ def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tens
     check_addresses(q=q, k=k, v=v)
     if mask is not None and (not mask.is_cuda or mask.data_ptr() == 0):
         check_present("attn_mask", mask)
+    if out is None:
+        return
     if isinstance(out, Tensor):
         check_addresses("Let the function allocate it.", out=out)
     for name, tensor in (("q", q), ("k", k), ("v", v), ("attn_mask", mask)):
-        if out is not None and tensor is not None and _share_memory(out, tensor):
+        if tensor is not None and _share_memory(out, tensor):
             hint = "Allocate it with torch.empty_like(q)."
             raise LayoutError("out", f"memory that {name} lies in too", "memory of its own", hint)
 

@@ -16,7 +16,15 @@ from cudnn_sdpa.attention.fallback import kind_of, or_else
 from cudnn_sdpa.attention.paged_arguments import HND, PagedArguments, in_heads_order
 from cudnn_sdpa.attention.paged_calls import MARK, PagedCall
 from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.runtime.eager import Guard, is_bare, is_compiling, is_profiling, needs_gradient, tensor_guard
+from cudnn_sdpa.runtime.eager import (
+    Guard,
+    is_bare,
+    is_compiling,
+    is_deterministic,
+    is_profiling,
+    needs_gradient,
+    tensor_guard,
+)
 
 Run = Callable[[PagedArguments], Result]
 
@@ -209,10 +217,9 @@ def sdpa_paged(
                 and last.layout == page_layout
                 and last.is_causal is is_causal
                 and last.alignment == causal_alignment
-                and last.scale_type is type(scale)
-                and last.scale == scale
+                and (last.scale is scale or (last.scale_type is type(scale) and last.scale == scale))
                 and last.with_lse is return_lse
-                and last.deterministic is torch.are_deterministic_algorithms_enabled()
+                and last.deterministic is is_deterministic()
                 and not (q.is_nested or k_pages.is_nested or v_pages.is_nested)  # a guard would end the process
                 and not (page_table.is_nested or seq_lens_kv.is_nested or debug.enabled)
                 and last.is_like(q, k_pages, v_pages, page_table, seq_lens_kv)

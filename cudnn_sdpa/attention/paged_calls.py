@@ -89,7 +89,8 @@ class PagedCall:
         if prepare is not None:
             memory = prepare(q, (table_k, table_v), lengths, present)
             start = memory.data_ptr()
-            q, lengths, table_k, table_v = (start + offset for offset in prepare.places)
+            of_q, of_lengths, of_k, of_v = prepare.places
+            q, lengths, table_k, table_v = start + of_q, start + of_lengths, start + of_k, start + of_v
         self.plan.last_used = next_use()
         self.plan.launch(self.operands(q, k, v, table_k, table_v, lengths, outputs))
         del memory  # until now: its place must not go to the plan's workspace

@@ -18,7 +18,7 @@ from cudnn_sdpa.attention import autograd, debug, lookup, tracking, training
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.calls import ForwardCall, Result
 from cudnn_sdpa.attention.lookup import Last, Run
-from cudnn_sdpa.runtime.eager import Guard, is_bare, is_profiling, needs_gradient, tensor_guard
+from cudnn_sdpa.runtime.eager import Guard, is_bare, is_deterministic, is_profiling, needs_gradient, tensor_guard
 
 
 def find(
@@ -36,7 +36,7 @@ def find(
         return None
     try:
         may_differ = lookup.may_differ(q)
-        if may_differ and torch.are_deterministic_algorithms_enabled():
+        if may_differ and is_deterministic():
             return None  # `find_any` knows the plans that give the same bits in every run
         trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         with_lse = return_lse or trains
@@ -78,7 +78,7 @@ def find_any(call: ForwardArguments, deterministic: bool | None) -> Callable[[Fo
     if (trains and call.out is not None) or not (deterministic is None or type(deterministic) is bool):
         return None
     wanted = call if call.with_lse or not trains else call._replace(with_lse=True)
-    exactly = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    exactly = is_deterministic() if deterministic is None else deterministic
     try:
         signature = lookup.signature(wanted._replace(deterministic=True) if exactly else wanted)
         prepared: ForwardCall | None = lookup.calls.get(signature)
@@ -105,7 +105,7 @@ def _train(prepared: ForwardCall, deterministic: bool, call: ForwardArguments) -
 
 def _unless_deterministic(guard: Guard) -> Guard:
     """A guard for calls that the switch for determinism leads to another plan."""
-    return lambda *tensors: guard(*tensors) and not torch.are_deterministic_algorithms_enabled()
+    return lambda *tensors: guard(*tensors) and not is_deterministic()
 
 
 def _can_be_guarded(tensors: tuple[Tensor, ...], *, trains: bool) -> bool:

@@ -17,7 +17,7 @@ from cudnn_sdpa.attention import autograd, backward, fallback, operators, pieces
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.backward import BackwardArguments, BackwardCall, Needs
 from cudnn_sdpa.attention.calls import MISALIGNED, ForwardCall
-from cudnn_sdpa.runtime.eager import Guard, is_watched, tensor_guard
+from cudnn_sdpa.runtime.eager import Guard, is_deterministic, is_watched, tensor_guard
 
 _ALL = Needs(True, True, True, False, False)
 
@@ -61,7 +61,7 @@ class Gradients:
         Raises:
             UnsupportedError: They must, and cannot be.
         """
-        wanted = torch.are_deterministic_algorithms_enabled()
+        wanted = is_deterministic()
         if wanted and not self._may_be_deterministic:
             operators.check_gradient(self.call(q, k, v, wanted))
             self._may_be_deterministic = True

@@ -169,9 +169,12 @@ def sdpa_varlen(
     if functional.scaled_dot_product_attention is not tracking.PYTORCHS:
         tracking.refuse_context_parallel("sdpa_varlen")
     left, right = arguments.window_bounds(window)
+    scale = None if scale is None else as_float(scale)
+    dropout_p = dropout_p if type(dropout_p) is float else as_float(dropout_p)
+    softcap = None if softcap is None else as_float(softcap)
     call = VarlenArguments(
         *(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, None, as_int(max_seqlen_q), as_int(max_seqlen_kv)),
-        *(is_causal, causal_alignment, left, right, as_float(scale), as_float(dropout_p), as_float(softcap)),
+        *(is_causal, causal_alignment, left, right, scale, dropout_p, softcap),
         *(cu_seqlens_q is cu_seqlens_kv, False, return_lse, out),
     )
     return run(call, deterministic)

@@ -22,7 +22,15 @@ from cudnn_sdpa.attention.lookup import describe
 from cudnn_sdpa.attention.packed_call import VarlenCall
 from cudnn_sdpa.attention.varlen_arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen_calls import VarlenBackwardArguments
-from cudnn_sdpa.runtime.eager import Guard, is_bare, is_profiling, is_watched, tensor_guard
+from cudnn_sdpa.runtime.eager import (
+    Guard,
+    is_bare,
+    is_deterministic,
+    is_profiling,
+    is_watched,
+    needs_gradient,
+    tensor_guard,
+)
 
 Run = Callable[[VarlenArguments], Result]
 
@@ -52,26 +60,26 @@ def find(call: VarlenArguments, deterministic: bool | None) -> Run | None:
     if debug.enabled or call.out is not None or type(call.dropout_p) is not float or call.dropout_p:
         return None
     if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        deterministic = is_deterministic()
     options = (*call[7:17], deterministic, call.with_lse)
     types = tuple(map(type, options))
     sinks = call.sinks
     try:
-        trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call[:4])
+        trains = needs_gradient(*call[:4])
         last: Last | None = varlen_calls.calls.last
-        tensors = _tensors(call)
         if (
             last is not None
             and last.types == types
             and last.options == options
             and last.trains is trains
             and last.has_sinks is (sinks is not None)
-            and not any(tensor.is_nested for tensor in tensors)  # a guard would end the process
-            and last.is_like(*tensors)
-            and not is_profiling()
-            and forward_ad._current_level < 0
         ):
-            return last.run
+            tensors = _tensors(call)
+            for tensor in tensors:
+                if tensor.is_nested:  # a guard would end the process
+                    return None
+            if last.is_like(*tensors) and not is_profiling() and forward_ad._current_level < 0:
+                return last.run
         return _find_by_signature(call, options, types, trains=trains)
     except (AttributeError, TypeError, RuntimeError):  # not tensors, not hashable, nested: the checks will say so
         return None
@@ -154,9 +162,10 @@ class Gradients:
         again, tensors = self._again, (*of.call[:3], of.out, of.lse, of.grad_out)
         if again is None or again.deterministic is not of.call.deterministic or not again.is_like_last(*tensors):
             return None
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        is_readable = all(addresses) and not any(address & MISALIGNED for address in addresses)
-        return again.call() if is_readable else None
+        bits = 0
+        for tensor in tensors:
+            bits |= tensor.data_ptr() or MISALIGNED  # what has no memory is not read either
+        return None if bits & MISALIGNED else again.call()
 
     def remember(self, of: VarlenBackwardArguments) -> None:
         """Remembers the backward call of what has been differentiated, if that was one launch on its own tensors."""

@@ -17,7 +17,7 @@ from cudnn_sdpa.graphs import operator
 from cudnn_sdpa.graphs.operator import Outputs, as_tuple
 from cudnn_sdpa.graphs.shortcuts import Shortcuts
 from cudnn_sdpa.runtime.describe import Description
-from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_deterministic, is_lazy, plain
+from cudnn_sdpa.runtime.eager import is_bare, is_compiling, is_deterministic, is_lazy, needs_gradient, plain
 from cudnn_sdpa.runtime.graph_call import GraphCall, key_of, readable, type_of
 from cudnn_sdpa.runtime.graph_op import GraphOp, function_digest
 from cudnn_sdpa.runtime.layouts import CUDNN_DTYPE_NAMES, is_expanded
@@ -97,7 +97,7 @@ class GraphFunction(GraphOp):
             numbers = tuple([float(x) for x in operands if type(x) in _NUMBERS])
         except OverflowError:  # the checks will say so
             return None
-        trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        trains = needs_gradient(*tensors)
         call = self._shortcuts.find(tensors, (trains, *_name_of(operands, options)), trains=trains)
         if call is None:
             return None

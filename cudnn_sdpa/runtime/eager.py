@@ -36,6 +36,11 @@ is_profiling = _profiler_enabled
 #: Whether `torch.use_deterministic_algorithms` is in force; the C function, which saves 40 ns.
 is_deterministic = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
 
+#: Whether `torch.autocast` is on for any device: one C call, where asking for each device takes 0.2 µs more.
+is_autocasting = getattr(torch._C, "_is_any_autocast_enabled", None) or (
+    lambda: torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+)
+
 is_batch = is_legacy_batchedtensor  #: what `is_grads_batched` makes of gradients; its Python type is Tensor
 
 
@@ -48,13 +53,7 @@ def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def is_bare(*tensors: Tensor | None) -> bool:
     """Whether nobody but the kernel and autograd has an interest in a call with these tensors."""
-    return (
-        may_be_read(*tensors)
-        and forward_ad._current_level < 0
-        and not is_profiling()
-        and not torch.is_autocast_enabled("cuda")
-        and not torch.is_autocast_enabled("cpu")
-    )
+    return may_be_read(*tensors) and forward_ad._current_level < 0 and not is_profiling() and not is_autocasting()
 
 
 def is_lazy(tensor: Tensor) -> bool:
@@ -75,16 +74,10 @@ def plain(tensor: Tensor) -> Tensor:
 
 def may_be_read(*tensors: Tensor | None) -> bool:
     """Whether tensors are nothing but memory, and nobody watches what is done with them operator by operator."""
-    return (
-        _known
-        and all(  # `is_lazy` without its call, which takes as long as what it does
-            tensor is None or (type(tensor) in _BARE and not (tensor.is_neg() or tensor._is_zerotensor()))
-            for tensor in tensors
-        )
-        and not _len_torch_dispatch_stack()
-        and maybe_current_level() is None
-        and _get_tracing_state() is None
-    )
+    for tensor in tensors:  # saves 0.6 µs over `all` and `is_lazy`, whose calls take as long as what they do
+        if tensor is not None and (type(tensor) not in _BARE or tensor.is_neg() or tensor._is_zerotensor()):
+            return False
+    return _known and not _len_torch_dispatch_stack() and maybe_current_level() is None and _get_tracing_state() is None
 
 
 def is_watched(gradient: Tensor) -> bool:
@@ -100,7 +93,8 @@ def is_watched(gradient: Tensor) -> bool:
         or maybe_current_level() is not None
         or bool(_len_torch_dispatch_stack())
         or torch.compiler.is_compiling()
-        or is_lazy(gradient)
+        or gradient.is_neg()  # `is_lazy` without its call
+        or gradient._is_zerotensor()
     )
 
 
@@ -109,7 +103,11 @@ _BARE = (Tensor, torch.nn.Parameter)
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd will want the gradient by one of these tensors."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # saves 0.4 µs over `any`
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def tensor_guard(*tensors: Tensor) -> Guard:

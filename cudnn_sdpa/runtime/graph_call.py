@@ -166,8 +166,9 @@ class GraphCall:
 
     def of_two(self, x: Tensor, y: Tensor, numbers: tuple[float, ...] = ()) -> Tensor:
         """The first result of a call with two tensors. Without loops over operands and results: saves 0.5 µs."""
-        elsewhere = self._elsewhere and current_device() != self.plan.device
-        if elsewhere or not self._is_short or numbers != self._known:
+        plan = self.plan
+        elsewhere = self._elsewhere and current_device() != plan.device
+        if elsewhere or not self._is_short or (numbers is not self._known and numbers != self._known):
             return self((x, y), numbers)[0]
         operands = self._template[:]
         operands[0], operands[1] = of_x, of_y = x.data_ptr(), y.data_ptr()
@@ -176,7 +177,6 @@ class GraphCall:
         place, layout = self._results[0]
         out: Tensor = allocate(*layout)
         operands[place] = out.data_ptr()
-        plan = self.plan
         plan.last_used = next_use()
         plan.launch(operands)
         return out

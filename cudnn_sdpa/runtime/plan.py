@@ -13,6 +13,7 @@ import torch
 from cudnn_sdpa.errors import ExecutionError
 from cudnn_sdpa.runtime import backend, handles, known_issues, store_setting, trials, tuning
 from cudnn_sdpa.runtime.capture import relaxed_capture
+from cudnn_sdpa.runtime.handles import SCRATCH_BYTES
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.plan_file import StoredPlan
 from cudnn_sdpa.runtime.steps import GraphsInTurn
@@ -119,7 +120,7 @@ class Plan:
         if stream and torch._C._cuda_isCurrentStreamCapturing():  # a capture is never on the default stream
             self._keep_for_graphs()
         size = self.workspace
-        if stream == 0 and size <= handles.SCRATCH_BYTES:
+        if stream == 0 and size <= SCRATCH_BYTES:
             scratch = slot.scratch  # saves an allocation, 0.9 µs
         elif size:
             workspace = allocate((size,), (1,), torch.uint8)
