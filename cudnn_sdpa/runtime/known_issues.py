@@ -13,7 +13,7 @@ from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
 from cudnn_sdpa.runtime.known_issue import KnownIssue
 
 #: The operations that `ISSUES` are about.
-ATTENTION = ("cudnn_sdpa.attention.graphs:", "cudnn_sdpa.attention.fp8_graphs:", "cudnn_sdpa.attention.mxfp8_graphs:")
+ATTENTION = ("cudnn_sdpa.attention.graphs:", "cudnn_sdpa.attention.fp8_graphs:")
 
 
 def _find(key: PlanKey, name: str) -> Operand | None:
@@ -30,11 +30,11 @@ def _shape(key: PlanKey, name: str) -> tuple[int, ...]:
 
 
 def _forward(key: PlanKey) -> bool:
-    return key.name in ("sdpa_forward", "paged_decode", "sdpa_fp8_forward", "sdpa_mxfp8_forward")
+    return key.name in ("sdpa_forward", "paged_decode", "sdpa_fp8_forward")
 
 
 def _backward(key: PlanKey) -> bool:
-    return key.name in ("sdpa_backward", "sdpa_fp8_backward", "sdpa_mxfp8_backward")
+    return key.name in ("sdpa_backward", "sdpa_fp8_backward")
 
 
 def _packed(key: PlanKey) -> bool:

@@ -23,7 +23,6 @@ CUDNN_DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOLEAN",
     torch.float8_e4m3fn: "FP8_E4M3",
     torch.float8_e5m2: "FP8_E5M2",
-    **({torch.float8_e8m0fnu: "FP8_E8M0"} if hasattr(torch, "float8_e8m0fnu") else {}),
 }
 
 _DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in CUDNN_DTYPE_NAMES}
