@@ -49,7 +49,7 @@ def conv2d(
 
     cuDNN reads and writes channels last. A tensor that lies otherwise is copied first, in each call, which takes as
     long as reading and writing it once: keep both in `torch.channels_last`, a module by
-    `module.to(memory_format=torch.channels_last)`. Where two kernels are faster than one, `autotune` finds them.
+    `module.to(memory_format=torch.channels_last)`.
 
     Where the filter's steps are its size, as in the patch embedding of a vision transformer, it is a matrix product of
     patches: they are put in rows by one copy, and PyTorch multiplies.

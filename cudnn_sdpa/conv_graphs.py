@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +11,6 @@ from torch import Tensor
 
 from cudnn_sdpa.fused_dtypes import widened
 from cudnn_sdpa.graphs.function import graph_op
-from cudnn_sdpa.runtime.graph_op import Step
-from cudnn_sdpa.runtime.key import PlanKey
 
 Sizes = tuple[int, ...]
 
@@ -160,15 +157,6 @@ def _backward(
     return gradients_of(channels_last(grads[0]), x, weight, shapes=shapes, needs=needs, **sizes)
 
 
-def _finish(g: Any, y: Any, bias: Any, activation: str | None) -> Any:
-    """activation(y + bias)."""
-    if bias is not None:
-        y = g.bias(input=y, bias=bias)
-    if activation is None:
-        return y
-    return {"relu": g.relu, "silu": g.swish, "gelu": g.gelu}[activation](input=y)
-
-
 @graph_op(reference=_reference, backward=_backward, keeps_results=False)
 def convolution(
     g: Any,
@@ -183,37 +171,12 @@ def convolution(
 ) -> Any:
     """activation(x * weight + bias); the bias is (1, K, 1, 1) or (1, K, 1, 1, 1)."""
     y = g.conv_fprop(image=x, weight=weight, **_geometry(stride, padding, dilation))
-    return _finish(g, y, bias, activation)
+    if bias is not None:
+        y = g.bias(input=y, bias=bias)
+    if activation is None:
+        return y
+    return {"relu": g.relu, "silu": g.swish, "gelu": g.gelu}[activation](input=y)
 
 
-def _finished_reference(y: Tensor, bias: Tensor | None = None, *, activation: str | None) -> Tensor:
-    total = widened(y) if bias is None else widened(y) + widened(bias)
-    return channels_last(ACTIVATIONS[activation](total).to(y.dtype))
-
-
-@graph_op(reference=_finished_reference)
-def finished(g: Any, y: Any, bias: Any = None, *, activation: str | None) -> Any:
-    """activation(y + bias), what is left to do behind a convolution."""
-    return _finish(g, y, bias, activation)
-
-
-def _in_two(key: PlanKey) -> tuple[Step, ...]:
-    """The convolution alone, which has faster kernels, and then the rest, in the same memory.
-
-    What is between them is rounded. In float16 it might overflow where the whole does not, so it is left in one there.
-    """
-    options = key.option_values
-    activation = options.pop("activation")
-    image, weight, *bias = key.inputs
-    if (activation is None and not bias) or image.layout.dtype is torch.float16:
-        return ()
-    (result,), last = key.outputs, len(key.inputs)
-    where: Any = {"target": key.target, "device": key.device, "deterministic": key.deterministic}
-    alone = convolution.key([image, weight], [result], {**options, "activation": None}, **where)
-    rest = finished.key([replace(result, name="y"), *bias], [result], {"activation": activation}, **where)
-    return Step(convolution, alone, (0, 1, last)), Step(finished, rest, (last, *range(2, last), last))
-
-
-convolution.steps = _in_two
-for _function in (convolution, convolution_of_x, convolution_of_weight, finished):
+for _function in (convolution, convolution_of_x, convolution_of_weight):
     _function.channels_last = True

@@ -41,7 +41,7 @@ class Explanation:
         reasons: Every known reason why there is no plan.
         suggestion: The nearest thing that works.
         key: The plan's key, in words.
-        engine: cuDNN's engine; of two kernels that run one after the other, "eng1+eng2".
+        engine: cuDNN's engine.
         knobs: The engine's settings.
         workspace: Bytes that a launch allocates beside its outputs.
         build_seconds: Time that planning and compiling took, or loading.

@@ -195,7 +195,7 @@ def bench_conv(
     measures: dict[ConvPart, tuple[str, Measure]] = {
         ConvPart.FORWARD: ("conv2d, bfloat16, channels last", convolutions.forward),
         ConvPart.BACKWARD: ("Gradients of conv2d, bfloat16, channels last", convolutions.backward),
-        ConvPart.PROPOSALS: ("Bias and SiLU after conv2d, in one kernel and in two", proposals.convolutions),
+        ConvPart.PROPOSALS: ("All plans that cuDNN proposes for conv2d with bias and SiLU", proposals.convolutions),
     }
     _measure("conv", {chosen.value: measures[chosen] for chosen in part or list(ConvPart)}, output)
 

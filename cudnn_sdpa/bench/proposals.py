@@ -16,7 +16,6 @@ from cudnn_sdpa.bench.timing import Call, device_times
 from cudnn_sdpa.conv import conv2d
 from cudnn_sdpa.norm import rms_norm
 from cudnn_sdpa.runtime.cache import plan_cache
-from cudnn_sdpa.runtime.steps import THEN
 from cudnn_sdpa.runtime.tuning import AutotuneEntry
 
 #: More than cuDNN proposes for anything.
@@ -78,7 +77,7 @@ def _all(ours: Any, theirs: Any, label: str, inputs: tuple[Tensor, ...], moved: 
 
 
 def convolutions() -> list[dict[str, Any]]:
-    """Convolution, bias and SiLU: all plans, in one kernel and in two, beside PyTorch's three with its fastest."""
+    """Convolution, bias and SiLU: all plans, beside PyTorch's three with its fastest."""
     return [_convolution(case) for case in track(CONVOLUTIONS, "convolutions", transient=True)]
 
 
@@ -98,11 +97,9 @@ def _convolution(case: Case) -> dict[str, Any]:
         plain: Call = lambda: conv2d(x, weight, **sizes)  # noqa: E731
         times = device_times({"ours": ours, "torch": of_torch, "plain": plain})
     plan_cache.clear()
-    one = [each for each in entry.candidates if THEN not in each.engine]
     kinds = {
-        "proposed, in one kernel": [each for each in one if each.proposed],
-        "other settings, in one kernel": [each for each in one if not each.proposed],
-        "in two kernels": [each for each in entry.candidates if THEN in each.engine],
+        "proposed": [each for each in entry.candidates if each.proposed],
+        "other settings": [each for each in entry.candidates if not each.proposed],
     }
     row: dict[str, Any] = {"convolution": case.label, "cuDNN's first choice µs": entry.candidates[0].microseconds}
     for kind, found in kinds.items():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cudnn_sdpa.errors import ExecutionError, PlanBuildError
-from cudnn_sdpa.runtime import backend, handles, steps, store_setting, tuning
+from cudnn_sdpa.runtime import backend, handles, store_setting, tuning
 from cudnn_sdpa.runtime.capture import relaxed_capture
 from cudnn_sdpa.runtime.constants import constants_of
 from cudnn_sdpa.runtime.graph_op import GraphOp
@@ -63,7 +63,7 @@ def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
     with torch.cuda.device(key.device), relaxed_capture():
         handle = _handle_for(key)
         try:
-            built = steps.load_graph(handle, stored.data, stored.engine, stored.knobs)
+            built = backend.load_graph(handle, stored.data, stored.engine, stored.knobs)
             if built.workspace != stored.workspace:
                 raise ValueError(f"it wants {built.workspace} bytes of workspace, not {stored.workspace}")
         except (MemoryError, torch.OutOfMemoryError):

@@ -14,7 +14,7 @@ import traceback
 import types
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -48,8 +48,6 @@ class GraphOp:
             raise OptionError("the graph builder", type(builder).__name__, expected)
         self.__doc__ = builder.__doc__
         self._builder = builder
-        #: Of a key, the steps in which other graphs compute the same, if there are any that may be faster.
-        self.steps: Callable[[PlanKey], tuple[Step, ...]] | None = None
         #: Whether operands are read with channels last where sizes of 1 leave that open.
         self.channels_last = False
         self.name = f"{builder.__module__}:{builder.__qualname__}"
@@ -155,21 +153,6 @@ class GraphOp:
 
     def __repr__(self) -> str:
         return f"<graph_op {self.name}>"
-
-
-class Step(NamedTuple):
-    """One of several graphs that compute an operation together.
-
-    Attributes:
-        operation: What builds the graph.
-        key: The key of its plan.
-        places: Where its operands, inputs and then outputs, are among those of the whole. A step may read what one
-            before it has written, and write over it.
-    """
-
-    operation: GraphOp
-    key: PlanKey
-    places: tuple[int, ...]
 
 
 def _place_of(error: Exception, builder: types.FunctionType) -> str:

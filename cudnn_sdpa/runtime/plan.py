@@ -16,7 +16,6 @@ from cudnn_sdpa.runtime.capture import relaxed_capture
 from cudnn_sdpa.runtime.handles import SCRATCH_BYTES
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.plan_file import StoredPlan
-from cudnn_sdpa.runtime.steps import GraphsInTurn
 
 current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
     lambda device: torch.cuda.current_stream(device).cuda_stream
@@ -52,7 +51,7 @@ class Plan:
 
     Attributes:
         key: What it is the plan of.
-        engine: Name of cuDNN's engine; of several that are launched one after the other, "eng1+eng2".
+        engine: Name of cuDNN's engine.
         knobs: The engine's settings.
         workspace: Bytes that a launch allocates beside its outputs.
         build_seconds: How long it took to plan and compile, or to load it.
@@ -210,9 +209,7 @@ class UntunedPlan(Plan):
         try:
             outputs = trials.output_tensors(self.key, pointers, torch.device("cuda", self.device))
             twice = tuning.must_not_change(self.key) or not all(rival.proposed for rival in self.rivals)
-            # Steps write where they read, too, of which cuDNN's documentation does not speak.
-            repeatable = [twice or isinstance(getattr(plan, "built", None), GraphsInTurn) for plan in field]
-            outcomes = trials.compare(launches, outputs, repeatable=repeatable)
+            outcomes = trials.compare(launches, outputs, repeatable=twice)
         except Exception as error:  # noqa: BLE001 - nobody's launch fails because plans cannot be compared
             tuning.note(self.key, candidates(self), reason=str(error) or type(error).__name__)
             return

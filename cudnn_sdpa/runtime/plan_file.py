@@ -33,11 +33,11 @@ class StoredPlan:
 
     Attributes:
         identity: What it is the plan of, as `PlanKey.identity` gives it.
-        engine: cuDNN's engine; of two kernels, "eng1+eng2".
+        engine: cuDNN's engine.
         knobs: The engine's settings.
         workspace: Bytes that a launch needs beside its operands.
         build_seconds: Time that planning and compiling took.
-        data: The plan in cuDNN's own format; of two kernels, both behind a line of JSON.
+        data: The plan in cuDNN's own format.
         tuned: Whether it was chosen by its time, under `autotune`; files of older versions do not say.
     """
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import chain, islice, zip_longest
 from typing import Any, NamedTuple
 
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.runtime.backend import BuiltGraph, Configuration, GraphBuilder
-from cudnn_sdpa.runtime.graph_op import GraphOp, Step
+from cudnn_sdpa.runtime.graph_op import GraphOp
 from cudnn_sdpa.runtime.key import PlanKey
-from cudnn_sdpa.runtime.steps import GraphsInTurn
-
-#: How many plans in steps are built beside the first of them.
-_MOST_VARIANTS = 6
 
 
 class Other(NamedTuple):
@@ -131,9 +126,8 @@ def build_others(
     proposals = list(asked.proposals)
     others = proposals[proposals.index(first) + 1 :] if first in proposals else proposals
     proposed = (Other(each, _build(operation, key, ConfigurationBuilder(each, **where))) for each in others)
-    in_steps = _in_steps(operation, key, where)
     beyond = _unproposed(operation, key, asked, where) if unproposed else iter(())
-    return list(islice(chain(islice(in_steps, 1), proposed, in_steps, beyond), most))
+    return list(islice(chain(proposed, beyond), most))
 
 
 def _unproposed(operation: GraphOp, key: PlanKey, asked: ProposalsBuilder, where: dict[str, Any]) -> Iterator[Other]:
@@ -141,32 +135,6 @@ def _unproposed(operation: GraphOp, key: PlanKey, asked: ProposalsBuilder, where
         plan = _build(operation, key, UnproposedBuilder(other, **where))
         if not isinstance(plan, str):  # most settings do not go together, which is no news
             yield Other(other, plan, proposed=False)
-
-
-def _in_steps(operation: GraphOp, key: PlanKey, where: dict[str, Any]) -> Iterator[Other]:
-    """The operation in steps: each with the first choice that can be built, then with others in one of them."""
-    steps = operation.steps(key) if operation.steps is not None else ()
-    fields = [_of_step(step, where) for step in steps]
-    best = [next(field, None) for field in fields]
-    first = [graph for graph in best if graph is not None]
-    if not steps or len(first) < len(steps):
-        return
-    of_each = ((place, other) for others in zip_longest(*fields) for place, other in enumerate(others))
-    variants = ([*first[:place], other, *first[place + 1 :]] for place, other in of_each if other is not None)
-    for graphs in chain([first], islice(variants, _MOST_VARIANTS)):
-        built = GraphsInTurn.of(graphs, [step.places for step in steps])
-        yield Other((built.engine, built.knobs), built)
-
-
-def _of_step(step: Step, where: dict[str, Any]) -> Iterator[BuiltGraph]:
-    """The graphs that can be built for a step, in cuDNN's order."""
-    asked = ProposalsBuilder(**where)
-    with suppress(UnsupportedError):  # then there are none
-        step.operation.compile(step.key, asked)
-    for each in asked.proposals:
-        built = _build(step.operation, step.key, ConfigurationBuilder(each, **where))
-        if isinstance(built, BuiltGraph):
-            yield built
 
 
 def _build(operation: GraphOp, key: PlanKey, builder: GraphBuilder) -> BuiltGraph | str:

@@ -89,7 +89,7 @@ def compare(
     launches: Sequence[Launch | str],
     outputs: list[Tensor],
     *,
-    repeatable: Sequence[bool],
+    repeatable: bool,
     measure: Measure | None = None,
 ) -> list[Outcome]:
     """Runs plans, and times those that are right.
@@ -98,7 +98,7 @@ def compare(
         launches: Of cuDNN's first choice, which is taken to be right, and of the others; in place of one that cannot be
             built, the reason.
         outputs: What each of them writes; what was in them is in them afterwards.
-        repeatable: Of each, whether it drops out if it does not give the same bits twice.
+        repeatable: Whether one drops out that does not give the same bits twice.
         measure: What times launches in so many rounds, if not `device_times`.
 
     Raises:
@@ -106,14 +106,14 @@ def compare(
     """
     before = [_copy(output) for output in outputs]
     try:
-        (first, _), *others = zip(launches, repeatable, strict=True)
+        first, *others = launches
         assert not isinstance(first, str)
         expected = _run(first, outputs)
         if not all(map(_tells, expected)):
             raise UndecidedError("the results of its first launch hold nothing but zeros, or no numbers")
         right, reasons = [first], [""]
-        for other, twice in others:
-            reasons.append(other if isinstance(other, str) else _fault(other, outputs, expected, twice))
+        for other in others:
+            reasons.append(other if isinstance(other, str) else _fault(other, outputs, expected, repeatable))
             if not isinstance(other, str) and not reasons[-1]:
                 right.append(other)
         fared = iter(_race(right, measure or device_times) if len(right) > 1 else [Outcome(None)])

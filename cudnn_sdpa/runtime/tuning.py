@@ -22,11 +22,11 @@ class AutotuneCandidate:
     """One of the plans for a key.
 
     Attributes:
-        engine: cuDNN's engine; "eng1+eng2" where two kernels run, one after the other.
-        knobs: The engine's settings; those of the second one are named "2.…".
+        engine: cuDNN's engine.
+        knobs: The engine's settings.
         microseconds: Median time of a launch; None if it was not timed.
         reason: Why it dropped out; empty if it did not.
-        proposed: Whether cuDNN's heuristics propose it; of two kernels, each of them.
+        proposed: Whether cuDNN's heuristics propose it.
         finalist: Whether it may win: who takes more than three times as long as the first choice is not timed for long,
             and of many plans those are timed again that were the fastest.
     """
@@ -48,8 +48,8 @@ class AutotuneEntry:
 
     Attributes:
         key: The plan's key, in words.
-        candidates: The plan that cuDNN's heuristics put first is the first; then one of two kernels, where there are
-            such; what else is proposed, in cuDNN's order; more of two kernels; and last what is not proposed.
+        candidates: The plan that cuDNN's heuristics put first is the first; then what else is
+            proposed, in cuDNN's order; and last what is not proposed.
         winner: The index of the plan that is used from now on.
         reason: Why no plans were compared, so that the first one stays; empty if they were.
     """
@@ -166,12 +166,11 @@ def autotune(
 ) -> AbstractContextManager[AutotuneReport]:
     """While it is in force, in the whole process, new plans are chosen by their time and not by cuDNN's guess.
 
-    For a plan that is missing, all that cuDNN's heuristics propose is built, up to `candidates`; for a convolution with
-    bias or activation, not in float16, also the convolution alone, with the rest in a second kernel, before which it is
-    rounded to its dtype, as in PyTorch. The first launch runs them on its own operands: whose results differ from those
-    of cuDNN's first choice by more than rounding, or with `deterministic` from its own of another run, drops out. The
-    others are timed, for long unless they take more than three times as long as the first choice; of more than eight,
-    the eight fastest and the first choice once more, which counts. One that takes at least 2 % less time than the first
+    For a plan that is missing, all that cuDNN's heuristics propose is built, up to `candidates`. The first launch runs
+    them on its own operands: whose results differ from those of cuDNN's first choice by more than rounding, or with
+    `deterministic` from its own of another run, drops out. The others are timed, for long unless they take more than
+    three times as long as the first choice; of more than eight, the eight fastest and the first choice once more, which
+    counts. One that takes at least 2 % less time than the first
     choice replaces it, in the plan cache and in the plan store. The launch leaves the winner's results.
 
     That launch waits for the GPU, takes some tens of milliseconds and a few times the memory of its results. Later

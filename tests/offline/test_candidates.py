@@ -18,7 +18,7 @@ from cudnn_sdpa.attention.describe import describe_sdpa
 from cudnn_sdpa.conv_graphs import channels_last, convolution
 from cudnn_sdpa.norm_graphs import rms_norm_rows
 from cudnn_sdpa.offline.worker import preload
-from cudnn_sdpa.runtime import backend, proposals, steps
+from cudnn_sdpa.runtime import backend, proposals
 from cudnn_sdpa.runtime.target import Target, load_properties
 
 preload()
@@ -61,34 +61,6 @@ def describe(configuration, built):
         "workspaces": (built.workspace, int(loaded.get_workspace_size())),
     }
 
-def check_steps(key, in_turn, fewer):
-    # The first of them comes first of all; each other one differs from it in one step.
-    assert fewer[0].configuration == in_turn[0].configuration
-    pairs = [[(graph.engine, graph.knobs) for graph, _ in each.built.graph] for each in in_turn]
-    assert len(pairs) == len(set(map(str, pairs))) > 4
-    assert all(sum(map(tuple.__ne__, pair, pairs[0])) == 1 for pair in pairs[1:]), pairs
-    alone, rest = convolution.steps(key)
-    planned = backend.GraphBuilder(properties=properties), backend.GraphBuilder(properties=properties)
-    first_choices = [step.operation.compile(step.key, g) for step, g in zip((alone, rest), planned)]
-    assert pairs[0] == [(graph.engine, graph.knobs) for graph in first_choices]
-    assert [places for _, places in in_turn[0].built.graph] == [(0, 1, 3), (3, 2, 3)] == [alone.places, rest.places]
-    device = backend.cudnn().create_device_properties(json.dumps(properties))
-
-    def load(_, data, engine, knobs):
-        graph = backend.cudnn().pygraph(device_property=device)
-        graph.deserialize(list(data))
-        return backend.BuiltGraph(graph, engine, knobs, int(graph.get_workspace_size()))
-
-    backend.load_graph = load
-    for each in in_turn:
-        (engine, knobs), data = each.configuration, each.built.serialize()
-        loaded = steps.load_graph(None, data, engine, knobs)
-        assert (loaded.engine, loaded.knobs, loaded.workspace) == (engine, knobs, each.built.workspace)
-        for (kept, places), (again, same_places) in zip(each.built.graph, loaded.graph, strict=True):
-            assert (recorded(kept.serialize()), kept.workspace, places) == (
-                recorded(again.serialize()), again.workspace, same_places
-            )
-
 answers = []
 for description in descriptions():
     key, operation = description.key(target, None), description.operation
@@ -97,17 +69,11 @@ for description in descriptions():
     asked = proposals.ProposalsBuilder(properties=properties)
     operation.compile(key, asked)
     more = {"unproposed": True} if name != "attention" else {}
-    most = len(asked.proposals) + (10 if name == "conv2d" else 3)  # 7 of them in two steps
+    most = len(asked.proposals) + 3
     others = proposals.build_others(operation, key, configuration, most, **more, properties=properties)
     fewer = proposals.build_others(operation, key, configuration, 1, properties=properties)
     assert [each.configuration for each in fewer] == [each.configuration for each in others if each.proposed][:1]
-    in_turn = [each for each in others if isinstance(each.built, steps.GraphsInTurn)]
-    others = [each for each in others if each not in in_turn]
     answers.append([describe(*pair) for pair in [(configuration, first), *(each[:2] for each in others)]])
-    if name == "conv2d":
-        check_steps(key, in_turn, fewer)
-    else:
-        assert not in_turn
     if more:
         known = [other.proposed for other in others]
         assert known == [other.configuration in asked.proposals for other in others]

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cudnn_sdpa import UnsupportedError, conv1d, conv2d, conv3d
-from cudnn_sdpa.conv_graphs import finished
 from cudnn_sdpa.runtime.describe import describer_of
 from cudnn_sdpa.runtime.target import Target, load_properties
 
@@ -71,9 +70,3 @@ def test_the_filter_that_was_another_one():
     x, weight = torch.empty(3, 8, 7, 12, device="meta"), torch.empty(8, 8, 3, 1, device="meta")
     key = describer_of(conv2d)(x, weight, stride=(1, 2)).key(H200, None)
     assert [operand.layout.stride for operand in key.inputs] == [(672, 1, 96, 8), (24, 1, 8, 8)]
-
-
-def test_what_follows_in_a_kernel_of_its_own_lies_likewise():
-    y, bias = torch.empty(2, 8, 5, 1, device="meta"), torch.empty(1, 8, 1, 1, device="meta")
-    key = finished.describe(y.contiguous(memory_format=torch.channels_last), bias, activation="silu").key(H200, None)
-    assert {operand.layout.stride for operand in key.inputs} == {(40, 1, 8, 8), (8, 1, 8, 8)}

@@ -11,7 +11,7 @@ import torch
 
 import cudnn_sdpa
 from cudnn_sdpa import ExecutionError, OutOfPagesError
-from cudnn_sdpa.runtime import building, kernels, steps
+from cudnn_sdpa.runtime import backend, building, kernels
 from cudnn_sdpa.runtime.kernels import Kernel
 from cudnn_sdpa.runtime.plan_file import StoredPlan
 from tests.unit.test_plan_store import key, plan
@@ -55,7 +55,7 @@ def fail_with(monkeypatch, error):
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(steps, "load_graph", fail)
+    monkeypatch.setattr(backend, "load_graph", fail)
 
 
 @pytest.mark.parametrize("trouble", IN_TROUBLE, ids=str)

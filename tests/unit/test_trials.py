@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
@@ -89,7 +87,7 @@ def test_the_best_of_many_are_timed_again():
             return [20.0, *(float(30 + index) for index in range(1, len(some) - 1)), 5.0]
         return [21.0, *(float(10 + index) for index in range(1, len(some) - 1)), 19.0]
 
-    outcomes = trials.compare(launches, [output], repeatable=[False] * len(launches), measure=measure)
+    outcomes = trials.compare(launches, [output], repeatable=False, measure=measure)
     left = [0, *range(1, trials.FINALISTS - 1), trials.FINALISTS + 2]
     everybody = list(range(len(launches)))
     assert rounds == [everybody, everybody, left]
@@ -106,7 +104,7 @@ def test_the_first_choice_is_timed_again_however_slow_it_is():
     outcomes = trials.compare(
         launches,
         [output],
-        repeatable=[False] * len(launches),
+        repeatable=False,
         measure=lambda some, _: [90.0 - 0.1 * index for index in range(len(some))],
     )
     assert outcomes[0].finalist
@@ -124,25 +122,11 @@ def test_who_is_very_slow_is_not_timed_for_long():
         times = [10.0, 10.0 * trials.SLOW, 10.0 * trials.SLOW + 1, 9.0]
         return [times[launches.index(each)] for each in some]
 
-    outcomes = trials.compare(launches, [output], repeatable=[False] * 4, measure=measure)
+    outcomes = trials.compare(launches, [output], repeatable=False, measure=measure)
     assert asked == [(trials.FEW_ROUNDS, [0, 1, 2, 3]), (trials.ROUNDS, [0, 1, 3])]
     assert [outcome.finalist for outcome in outcomes] == [True, True, False, True]
     assert outcomes[2].microseconds == 10 * trials.SLOW + 1
     assert trials.fastest(outcomes) == 3
-
-
-def test_only_those_who_must_are_run_twice():
-    output, counts = torch.ones(2), [0, 0, 0]
-
-    def run(index):
-        counts[index] += 1
-        output.fill_(1 + 1e-4 * counts[index] * (index > 0))
-
-    launches = [functools.partial(run, index) for index in range(3)]
-    outcomes = trials.compare(
-        launches, [output], repeatable=[False, True, False], measure=lambda some, _: [1.0] * len(some)
-    )
-    assert [outcome.reason for outcome in outcomes] == ["", "two runs of it do not give the same bits", ""]
 
 
 def test_who_is_not_left_cannot_win():
@@ -170,7 +154,7 @@ def test_results_in_any_layout_are_poisoned_compared_and_put_back(dtype):
         seen.append(bool(output.double().isnan().all()))
         output.copy_(values)
 
-    outcomes = trials.compare([write, write], [output], repeatable=[True] * 2, measure=lambda *_: [3.0, 2.0])
+    outcomes = trials.compare([write, write], [output], repeatable=True, measure=lambda *_: [3.0, 2.0])
     assert outcomes == [trials.Outcome(3.0), trials.Outcome(2.0)]
     assert seen == [True, True, True]
     assert (memory.double() == 1).all()
@@ -186,5 +170,5 @@ def test_what_was_there_is_put_back_whatever_happens():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        trials.compare([write, write], [output], repeatable=[False] * 2, measure=fail)
+        trials.compare([write, write], [output], repeatable=False, measure=fail)
     assert (output == 1).all()

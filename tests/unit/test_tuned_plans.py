@@ -7,19 +7,16 @@ import threading
 
 import pytest
 import torch
-from stand_in_engines import Engine, Machine, halve, halved, key, launch, operands
+from stand_in_engines import Engine, Machine, halve, key, launch, operands
 
 import cudnn_sdpa
-from cudnn_sdpa import ExecutionError, UnsupportedError, autotune
-from cudnn_sdpa.runtime import backend, building, handles, plan, plan_file, proposals
-from cudnn_sdpa.runtime.backend import BuiltGraph
+from cudnn_sdpa import UnsupportedError, autotune
+from cudnn_sdpa.runtime import building, handles, plan, plan_file, proposals
 from cudnn_sdpa.runtime.building import build_plan, load_plan
-from cudnn_sdpa.runtime.graph_op import Step
 from cudnn_sdpa.runtime.key import Operand
 from cudnn_sdpa.runtime.layouts import TensorLayout
 from cudnn_sdpa.runtime.plan import Plan, UntunedPlan, captured_plans
 from cudnn_sdpa.runtime.plan_file import StoredPlan
-from cudnn_sdpa.runtime.steps import GraphsInTurn
 
 
 @pytest.fixture
@@ -183,103 +180,6 @@ def test_a_loaded_plan_knows_whether_it_was_tuned(machine, monkeypatch, tuned):
     assert (type(loaded), loaded.loaded, loaded.tuned) == (Plan, True, tuned)
 
 
-def in_turn(*engines):
-    """A graph in steps, each of which reads x and writes the result."""
-    return GraphsInTurn.of(engines, [(0, 1)] * len(engines))
-
-
-@pytest.mark.usefixtures("store")
-def test_two_kernels_are_kept_and_loaded(machine, monkeypatch):
-    engines = {name: Engine(name, 1, workspace=64) for name in ("eng2", "eng3")}
-    built = in_turn(*engines.values())
-    built.microseconds = 2
-    machine.proposes(Engine("eng1", 30), built)
-    with autotune():
-        made = build_plan(halve, key())
-        launch(made, *operands())
-    assert (made.engine, made.workspace, made.tuned) == ("eng2+eng3", 64, True)
-    monkeypatch.setattr(backend, "load_graph", lambda _, data, *__: engines[data[:4].decode()])
-    loaded = load_plan(key())
-    assert (loaded.engine, loaded.knobs, loaded.workspace, loaded.tuned) == ("eng2+eng3", built.knobs, 64, True)
-    x, out = operands()
-    before = [engine.launches for engine in engines.values()]
-    launch(loaded, x, out)
-    assert [engine.launches for engine in engines.values()] == [count + 1 for count in before]
-    assert torch.equal(out, x * 0.5)
-
-
-def test_two_kernels_that_vary_drop_out(machine):
-    """Others need not give the same bits twice."""
-
-    def vary(x, outs, count):
-        halved(x, outs, count)
-        outs[0].flatten()[0] *= 1 + 1e-4 * count
-
-    built = in_turn(Engine("eng2", 1), Engine("eng3", 1, vary))
-    built.microseconds = 2
-    machine.proposes(Engine("eng1", 30), built, Engine("eng4", 20, vary))
-    with autotune() as report:
-        made = build_plan(halve, key())
-        launch(made, *operands())
-    (entry,) = report.entries
-    assert [each.reason for each in entry.candidates] == ["", "two runs of it do not give the same bits", ""]
-    assert made.engine == "eng4"
-
-
-def test_a_second_kernel_that_fails_is_an_error_of_the_launch(machine, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(plan.backend, "execution_error", lambda error, what: ExecutionError(f"{what}: {error}"))
-    first = Engine("eng2", 1)
-    machine.proposes(in_turn(first, Engine("eng3", 1, fail)))
-    made = build_plan(halve, key())
-    with pytest.raises(ExecutionError, match=r"halve\(x: .*: no such kernel"):
-        launch(made, *operands())
-    assert first.launches == 1
-
-
-@pytest.mark.parametrize("broken", [(), ("eng1",), ("eng5",), ("eng1", "eng5"), ("eng5", "eng6")], ids=str)
-def test_steps_are_built_with_what_can_be_built(monkeypatch, broken):
-    """The first choices that can be, then others in one of them."""
-
-    class Asked:
-        def __init__(self, **_):
-            self.proposals = ()
-
-    class Operation:
-        steps = None
-
-        def __init__(self, *engines):
-            self.engines = engines
-
-        def compile(self, _, g):
-            if isinstance(g, Asked):
-                g.proposals = tuple((engine, {}) for engine in self.engines)
-                return None
-            if g[0] in broken:
-                raise UnsupportedError("halve", ["no"])
-            return BuiltGraph(None, *g, 0)
-
-    monkeypatch.setattr(proposals, "ProposalsBuilder", Asked)
-    monkeypatch.setattr(proposals, "ConfigurationBuilder", lambda configuration, **_: configuration)
-    whole = Operation("eng0", "eng9")
-    whole.steps = lambda _: (
-        Step(Operation("eng1", "eng2", "eng3"), key(), (0, 1)),
-        Step(Operation("eng5", "eng6"), key(), (1, 1)),
-    )
-    others = proposals.build_others(whole, key(), ("eng0", {}), 99)
-    of_first, of_second = (
-        [name for name in names if name not in broken] for names in (["eng1", "eng2", "eng3"], ["eng5", "eng6"])
-    )
-    pairs = [(name, of_second[0]) for name in of_first] if of_second else []
-    pairs += [(of_first[0], name) for name in of_second[1:]]
-    names = [other.configuration[0] for other in others]
-    assert sorted(names) == sorted(["eng9", *map("+".join, pairs)])
-    assert names[:2] == ["+".join(pairs[0]), "eng9"] if pairs else ["eng9"]
-    assert len(proposals.build_others(whole, key(), ("eng0", {}), 1)) == 1
-
-
 def test_proposals_before_the_one_that_was_built_are_not_tried_again(monkeypatch):
     known = tuple((f"eng{n}", {}) for n in range(4))
     built = []
@@ -291,8 +191,6 @@ def test_proposals_before_the_one_that_was_built_are_not_tried_again(monkeypatch
             pass
 
     class Operation:
-        steps = None
-
         def compile(self, _, g):
             if isinstance(g, Asked):
                 return None
@@ -324,8 +222,6 @@ def test_what_cudnn_does_not_propose_fills_up(monkeypatch, most):
             return beyond
 
     class Operation:
-        steps = None
-
         def compile(self, _, g):
             if isinstance(g, Asked):
                 return None
