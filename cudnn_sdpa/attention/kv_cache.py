@@ -8,9 +8,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, kv_arguments, paged_equal, paging
-from cudnn_sdpa.attention.calls import MISALIGNED
+from cudnn_sdpa.attention import arguments, kv_arguments, paging
+from cudnn_sdpa.attention.calls import MISALIGNED, Result
 from cudnn_sdpa.attention.page_pool import CacheUse, PagePool
+from cudnn_sdpa.attention.paged import sdpa_paged
 from cudnn_sdpa.attention.paged_arguments import HND, LAYOUTS, in_heads_order
 from cudnn_sdpa.attention.paged_step import PagedStep
 from cudnn_sdpa.attention.step_plans import plans_of_steps
@@ -260,9 +261,6 @@ class PagedKVCache:
     def attend(self, step: PagedStep, q: Tensor, layer: int = 0, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of a step's new tokens on all tokens of their sequences: `sdpa_paged` on this cache.
 
-        Chunks after which all sequences are equally long, at a length that comes back, get a plan for exactly that
-        length, built in the background under the `shape_policy` "tiered": it takes 8 to 15 % less of the GPU's time.
-
         In a CUDA graph of single tokens, rows without a new token get numbers that mean nothing; elsewhere zeros.
 
         Args:
@@ -283,7 +281,11 @@ class PagedKVCache:
             step.check_written(layer)
         if options and not options.keys() <= kv_arguments.OPTIONS:
             kv_arguments.refuse_options(options)
-        return paged_equal.attend(step, q, pages, self.page_layout, options)
+        # A step of several tokens in a graph may have absent ones in a later replay.
+        present = step.seq_lens_q if step.tokens > 1 or step.has_absent else None
+        tables = step.page_table, step.seq_lens_kv
+        result: Result = sdpa_paged(q, *pages, *tables, seq_lens_q=present, page_layout=self.page_layout, **options)
+        return result
 
     def plans(self, q: Tensor, batches: Iterable[int], tokens: Iterable[int] = (1,), **options: Any) -> PlanManifest:
         """The plans of all steps of so many sequences with so many new tokens each, to have them ready.

@@ -26,8 +26,6 @@ from cudnn_sdpa.runtime.eager import (
     tensor_guard,
 )
 
-Run = Callable[[PagedArguments], Result]
-
 
 class Last:
     """The decode step that was served last: single queries, no mask but the causal one."""
@@ -249,7 +247,7 @@ def sdpa_paged(
 def _run(call: PagedArguments, given: tuple[Tensor, Tensor, str]) -> Result:
     """Runs a call whose arguments have not been checked yet, by the shortest way that is right for it."""
     if not is_compiling() and not debug.enabled and isinstance(call.q, Tensor) and call.q.is_cuda:
-        known = find_known(call, paged_calls.known)
+        known = _find(call)
         if known is not None:
             if isinstance(known, PagedCall):
                 _remember(call, known, given)
@@ -281,13 +279,13 @@ def _dispatch(call: PagedArguments, tensors: tuple[Tensor | None, ...]) -> Resul
     return found
 
 
-def find_known(call: PagedArguments, look_up: Callable[[PagedArguments], Run | None]) -> Run | None:
+def _find(call: PagedArguments) -> Callable[[PagedArguments], Result] | None:
     """What runs a call like one before, if it may skip the checks and the dispatcher."""
     try:
         tensors = (*call[:8], call.out)
         if not is_bare(*tensors) or needs_gradient(*tensors):
             return None
-        prepared = look_up(call)
+        prepared = paged_calls.known(call)
         if prepared is not None:
             memory.check_memory(call.q, call.k, call.v, call.out)
             if any(tensor is not None and tensor.data_ptr() == 0 for tensor in call[3:8]):

@@ -29,8 +29,6 @@ class PagedStep:
         numbers: The memory that all of these lie in.
         cache: Of which cache it is, a weak reference.
         has_absent: Whether a sequence that takes part has fewer new tokens than others.
-        filled: The length of all sequences when it was filled, if they were equal and every row was taken, and which
-            version of its numbers that was.
         sequences: Which sequences have new tokens in it, each with its generation then; None if it could not be filled.
         cuts: How often generations had changed when they were last compared.
         written: The layers whose keys have been appended.
@@ -43,7 +41,6 @@ class PagedStep:
     numbers: Tensor = field(repr=False)
     cache: weakref.ref[Any] = field(repr=False)
     has_absent: bool = False
-    filled: tuple[int, int] | None = field(default=None, repr=False)
     sequences: list[tuple[int, int | None]] | None = field(default_factory=list, repr=False)
     cuts: int = field(default=-1, repr=False)
     written: set[int] = field(default_factory=set, repr=False)
@@ -57,13 +54,6 @@ class PagedStep:
     def tokens(self) -> int:
         """How many new tokens of a sequence it has room for."""
         return self.positions.shape[1]
-
-    @property
-    def common_length(self) -> int | None:
-        """How long all sequences are, if equally long; None too after a write into its tensors that PyTorch counted."""
-        if self.filled is None or self.has_absent or self.filled[1] != self.numbers._version:
-            return None
-        return self.filled[0]
 
     @classmethod
     def new(cls, cache: object, mark: tuple[int, int, int], batch: int, tokens: int, device: torch.device) -> PagedStep:
@@ -80,7 +70,7 @@ class PagedStep:
         """
         columns = mark[1]
         size = batch * tokens + -(-batch * (columns + 2) // 2)
-        with torch.inference_mode(False):  # it has a version then, by which a change shows
+        with torch.inference_mode(False):  # usable in every mode
             numbers = torch.zeros(size, dtype=torch.int64, device=device)
         positions = numbers[: batch * tokens].view(batch, tokens)
         ints = numbers[batch * tokens :].view(torch.int32)
@@ -106,14 +96,11 @@ class PagedStep:
             ints[begin : begin + len(pages)] = array("i", pages)
             positions[row * tokens : row * tokens + more] = array("q", range(length - more, length))
         self.has_absent = any(more < tokens for _, _, more in rows)
-        self.filled = None
         if not numbers:
             return
         with torch.inference_mode():  # whatever mode it was made in
             host = torch.frombuffer(numbers, dtype=torch.int64)
             self.numbers.copy_(host.pin_memory() if self.numbers.is_cuda else host, non_blocking=True)
-        if len(rows) == batch and len({length for _, length, _ in rows}) == 1:
-            self.filled = rows[0][1], self.numbers._version
 
     def begin(self, sequences: list[tuple[int, int | None]], cuts: int) -> None:
         """Has it be a step of these sequences with their generations, as of so many cuts, to which nothing is written.

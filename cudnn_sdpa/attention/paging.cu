@@ -85,7 +85,7 @@ struct Pages {
 
 /* Pages put in a row, as packed sequences. */
 struct Gather {
-  const int* lengths_kv; /* (batch,), or null: all have most_keys, and nothing but keys and values is written */
+  const int* lengths_kv; /* (batch,) */
   const int* lengths_q;  /* (batch,) or null */
   number batch;
   number queries;
@@ -172,8 +172,8 @@ __device__ number begin_of(const Gather& a, number b, number length, number part
 extern "C" __global__ void gather_pages(const Gather a) {
   unsigned which = blockIdx.x & 1, batch = (unsigned)a.batch;
   number b = (blockIdx.x >> 1) % batch, part = (blockIdx.x >> 1) / batch, parts = (gridDim.x >> 1) / batch;
-  number length = a.lengths_kv ? within(a.lengths_kv[b], 0, a.most_keys) : a.most_keys;
-  number begin = a.lengths_kv ? begin_of(a, b, length, 2 * part + which, 2 * parts) : b * length;
+  number length = within(a.lengths_kv[b], 0, a.most_keys);
+  number begin = begin_of(a, b, length, 2 * part + which, 2 * parts);
   const Pages& pages = a.of[which];
   for (number first = part * TOKENS; first < length; first += parts * TOKENS) {
     unsigned tokens = (unsigned)(length - first < TOKENS ? length - first : TOKENS);

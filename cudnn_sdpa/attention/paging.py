@@ -92,18 +92,13 @@ class Gatherer:
     """Puts the keys and values of calls that look alike in a row, as packed sequences.
 
     With `seq_lens_q`, the absent queries of each sequence become a sequence without keys, whose output is zeros.
-
-    Args:
-        call: A call.
-        length: How many keys every sequence has, if the host knows it: `rows` then reads no lengths. `seq_lens_kv`
-            says it if not given.
     """
 
     __slots__ = ("_blocks", "_device", "_ends", "_fields", "_kernel", "_rows")
 
-    def __init__(self, call: PagedArguments, length: int | None = None) -> None:
+    def __init__(self, call: PagedArguments) -> None:
         batch, _, queries, _ = call.q.shape
-        most_keys = call.most_keys if length is None else length
+        most_keys = call.most_keys
         self._device = call.q.get_device()
         self._kernel = gather_kernel.on(self._device)
         heads, tokens = call.k.shape[1], batch * most_keys
@@ -122,24 +117,14 @@ class Gatherer:
     def __call__(self, call: PagedArguments) -> Gathered:
         """Launches it, on the current stream of the call's GPU, which must be the current device."""
         ends_q, ends_kv = allocate(self._ends, (1,), torch.int32), allocate(self._ends, (1,), torch.int32)
-        present = 0 if call.seq_lens_q is None else call.seq_lens_q.data_ptr()
-        k, v = self._launch(call, call.seq_lens_kv.data_ptr(), present, ends_q.data_ptr(), ends_kv.data_ptr())
-        return Gathered(k, v, ends_q, ends_kv)
-
-    def rows(self, call: PagedArguments) -> tuple[Tensor, Tensor]:
-        """The same for sequences of `length` keys each: keys and values alone."""
-        return self._launch(call)
-
-    def _launch(
-        self, call: PagedArguments, lengths_kv: int = 0, lengths_q: int = 0, ends_q: int = 0, ends_kv: int = 0
-    ) -> tuple[Tensor, Tensor]:
         k, v = allocate(*self._rows[0]), allocate(*self._rows[1])
         fields = self._fields[:]
-        fields[0], fields[1], fields[8], fields[9] = lengths_kv, lengths_q, ends_q, ends_kv
+        fields[0], fields[8], fields[9] = call.seq_lens_kv.data_ptr(), ends_q.data_ptr(), ends_kv.data_ptr()
+        fields[1] = 0 if call.seq_lens_q is None else call.seq_lens_q.data_ptr()
         fields[10], fields[15], fields[17] = call.k.data_ptr(), call.table_k.data_ptr(), k.data_ptr()
         fields[18], fields[23], fields[25] = call.v.data_ptr(), call.table_v.data_ptr(), v.data_ptr()
         self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
-        return k, v
+        return Gathered(k, v, ends_q, ends_kv)
 
 
 class Appender:

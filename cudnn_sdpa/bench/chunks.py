@@ -36,10 +36,8 @@ def chunks() -> list[dict[str, Any]]:
             {
                 "B, new tokens, all tokens, page size": f"{batch}, {tokens}, {length}, {page_size}",
                 "sdpa_paged µs": times["paged"],
-                "a length that has come back µs": times["equal"],
                 "dense µs": times["dense"],
                 "sdpa_paged / dense": times["paged"] / times["dense"],
-                "come back / dense": times["equal"] / times["dense"],
                 "dense with seq_lens_kv µs": times["lengths"],
                 "pages in a row µs": times["gather"],
                 "that at a copy's bandwidth µs": moved * times["copy"] / (2 * decode.COPIED),
@@ -63,9 +61,8 @@ def _calls(cache: PagedKVCache, step: PagedStep, q: Tensor, k: Tensor, v: Tensor
         return of_hand.out
 
     calls: dict[str, Callable[[], Tensor]] = {
-        "dense": expected,  # first: its plan is that of the length
+        "dense": expected,
         "paged": decode.paged_call(cache, step, q),
-        "equal": lambda: cache.attend(step, q),
         "lengths": _dense_call(q, k, v, seq_lens_kv=step.seq_lens_kv.clone()),
         "by hand": by_hand,
         "flash": peers.pytorch_of_last_queries(q, k, v),

@@ -313,27 +313,6 @@ def test_a_step_is_made_anew_in_its_place():
         cache.reserve([one, two], 2, into=step)
 
 
-@pytest.mark.parametrize("inference", [False, True])
-def test_a_step_knows_the_length_of_all_its_sequences(inference):
-    with torch.inference_mode(inference):
-        cache = new_cache()
-        one, two = cache.add(), cache.add()
-        assert cache.reserve([one], 3).common_length == 3
-        assert cache.reserve([one, two], [2, 2]).common_length is None  # 5 and 2
-        assert cache.reserve([one, two], [0, 3]).common_length is None  # both 5, but not all tokens are there
-        step = cache.reserve([one, two], 1)
-        assert step.common_length == 6
-        assert cache.reserve([one, two], into=step).common_length == 7
-        assert cache.reserve([one], into=step).common_length is None
-        cache.reserve([two])
-        assert cache.reserve([one, two], into=step).common_length == 9
-        if not inference:  # in which PyTorch counts no versions
-            step.seq_lens_kv[0] = 4
-            assert step.common_length is None
-        assert cache.new_step(2).common_length is None
-        assert cache.reserve([]).common_length is None
-
-
 def test_out_of_pages_and_evict():
     cache = new_cache(pages=4)
     one, two = cache.add(), cache.add()
