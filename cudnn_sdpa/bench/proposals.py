@@ -1,4 +1,4 @@
-"""Every plan that cuDNN proposes for a call, timed, and others: whether one is faster than its first choice."""
+"""Every plan that cuDNN proposes for a call, timed: whether one is faster than its first choice."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ from cudnn_sdpa.runtime.tuning import AutotuneEntry
 
 #: More than cuDNN proposes for anything.
 ALL = 256
-
-#: So many plans are built if those with settings that cuDNN does not propose are among them.
-BEYOND = 160
 
 #: Where `rms_norm` takes longer than torch.compile's kernel and `autotune` finds nothing among its first candidates.
 NORMS = (fused.NORMS[0],)
@@ -56,8 +53,6 @@ def _all(ours: Any, theirs: Any, label: str, inputs: tuple[Tensor, ...], moved: 
     """One row for each plan; `moved` counts tensors, as large as the result, that are read or written."""
     compiled = fused.compiled(theirs)
     calls: dict[str, Call] = {"fastest": lambda: ours(*inputs), "compiled": lambda: compiled(*inputs)}
-    beyond = _settled(calls["fastest"], candidates=BEYOND, beyond_proposals=True)
-    of_all = device_times(calls, cold=True)
     entry = _settled(calls["fastest"])
     out = ours(*inputs)
     cases.check_agreement(["out"], [out], [theirs(*inputs)], "PyTorch's")
@@ -67,8 +62,6 @@ def _all(ours: Any, theirs: Any, label: str, inputs: tuple[Tensor, ...], moved: 
         ("a copy of as many bytes", times["copy"] * moved * out.numel() * out.element_size() / (2 * COPIED)),
         ("torch.compile", times["compiled"]),
         ("the fastest that cuDNN proposes", times["fastest"]),
-        (f"torch.compile, beside the fastest of {len(beyond.candidates)}", of_all["compiled"]),
-        (f"the fastest of {len(beyond.candidates)}: {beyond.candidates[beyond.winner]}", of_all["fastest"]),
     ]
     for number, candidate in enumerate(entry.candidates, 1):
         time: Any = candidate.reason if candidate.microseconds is None else candidate.microseconds
@@ -77,7 +70,7 @@ def _all(ours: Any, theirs: Any, label: str, inputs: tuple[Tensor, ...], moved: 
 
 
 def convolutions() -> list[dict[str, Any]]:
-    """Convolution, bias and SiLU: all plans, beside PyTorch's three with its fastest."""
+    """Convolution, bias and SiLU: all plans that cuDNN proposes, beside PyTorch's three with its fastest."""
     return [_convolution(case) for case in track(CONVOLUTIONS, "convolutions", transient=True)]
 
 
@@ -92,30 +85,26 @@ def _convolution(case: Case) -> dict[str, Any]:
         return F.silu(F.conv2d(x, weight, bias, **sizes))
 
     with tuning_of_torch():
-        entry = _settled(ours, candidates=BEYOND, beyond_proposals=True)
+        entry = _settled(ours)
         cases.check_agreement(["out"], [ours()], [of_torch()], "PyTorch's")
         plain: Call = lambda: conv2d(x, weight, **sizes)  # noqa: E731
         times = device_times({"ours": ours, "torch": of_torch, "plain": plain})
     plan_cache.clear()
-    kinds = {
-        "proposed": [each for each in entry.candidates if each.proposed],
-        "other settings": [each for each in entry.candidates if not each.proposed],
-    }
-    row: dict[str, Any] = {"convolution": case.label, "cuDNN's first choice µs": entry.candidates[0].microseconds}
-    for kind, found in kinds.items():
-        timed = [(each.microseconds, str(each)) for each in found if each.microseconds is not None]
-        row |= {f"plans {kind}": len(found), f"{kind}, the fastest µs": min(timed)[0] if timed else "–"}
+    timed = [each.microseconds for each in entry.candidates if each.microseconds is not None]
     return {
-        **row,
-        "the fastest of all": str(entry.candidates[entry.winner]),
-        "the fastest of all µs": times["ours"],
+        "convolution": case.label,
+        "cuDNN's first choice µs": entry.candidates[0].microseconds,
+        "plans proposed": len(entry.candidates),
+        "proposed, the fastest µs": min(timed) if timed else "–",
+        "the fastest": str(entry.candidates[entry.winner]),
+        "the fastest, beside pytorch µs": times["ours"],
         "plain µs": times["plain"],
         "pytorch's, benchmark µs": times["torch"],
-        "pytorch's / the fastest of all": times["torch"] / times["ours"],
+        "pytorch's / the fastest": times["torch"] / times["ours"],
         "pytorch's / plain": times["torch"] / times["plain"],
     }
 
 
-def _settled(call: Call, *, candidates: int = ALL, **how: Any) -> AutotuneEntry:
-    """What `autotune` finds among all plans that cuDNN proposes for a call, if not others; its last plan's entry."""
-    return tuned.settle(call, candidates=candidates, **how)[-1]
+def _settled(call: Call) -> AutotuneEntry:
+    """What `autotune` finds among all plans that cuDNN proposes for a call; its last plan's entry."""
+    return tuned.settle(call, candidates=ALL)[-1]

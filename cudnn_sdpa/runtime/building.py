@@ -112,15 +112,14 @@ def _find_rivals(plan: Plan, operation: GraphOp, handle: Any) -> None:
     reason = tuning.not_tunable(plan.key)
     if not reason:
         first, most = (plan.engine, plan.knobs), tuning.most_candidates() - 1
-        more = tuning.goes_beyond_proposals(plan.key)
-        for other, built, proposed in build_others(operation, plan.key, first, most, unproposed=more, handle=handle):
+        for other, built in build_others(operation, plan.key, first, most, handle=handle):
             found = built if isinstance(built, str) else Plan(plan.key, built, plan.constants)
-            plan.rivals.append(Rival(other, found, proposed))
+            plan.rivals.append(Rival(other, found))
         if any(isinstance(rival.plan, Plan) for rival in plan.rivals):
             plan.__class__ = UntunedPlan
             return
         plan.tuned, reason = True, "there is nothing else that can be built"
-    fared = [(None, "", True), *((None, str(rival.plan), True) for rival in plan.rivals)]
+    fared = [(None, ""), *((None, str(rival.plan)) for rival in plan.rivals)]
     tuning.note(plan.key, candidates(plan), fared, reason=reason)
 
 

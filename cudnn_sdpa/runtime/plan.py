@@ -161,11 +161,10 @@ class Plan:
 
 
 class Rival(NamedTuple):
-    """Another configuration for a plan's key: its plan, or why there is none, and whether cuDNN proposes it."""
+    """Another configuration for a plan's key: its plan, or why there is none."""
 
     configuration: backend.Configuration
     plan: Plan | str
-    proposed: bool = True
 
 
 class UntunedPlan(Plan):
@@ -208,8 +207,7 @@ class UntunedPlan(Plan):
         launches = [plan if isinstance(plan, str) else functools.partial(Plan.launch, plan, pointers) for plan in field]
         try:
             outputs = trials.output_tensors(self.key, pointers, torch.device("cuda", self.device))
-            twice = tuning.must_not_change(self.key) or not all(rival.proposed for rival in self.rivals)
-            outcomes = trials.compare(launches, outputs, repeatable=twice)
+            outcomes = trials.compare(launches, outputs, repeatable=tuning.must_not_change(self.key))
         except Exception as error:  # noqa: BLE001 - nobody's launch fails because plans cannot be compared
             tuning.note(self.key, candidates(self), reason=str(error) or type(error).__name__)
             return
@@ -232,7 +230,7 @@ class UntunedPlan(Plan):
 
 def candidates(plan: Plan) -> list[tuning.AutotuneCandidate]:
     """A plan that holds cuDNN's first choice, and its rivals, for a report."""
-    rivals = (tuning.AutotuneCandidate(*rival.configuration, proposed=rival.proposed) for rival in plan.rivals)
+    rivals = (tuning.AutotuneCandidate(*rival.configuration) for rival in plan.rivals)
     return [tuning.AutotuneCandidate(plan.engine, plan.knobs), *rivals]
 
 

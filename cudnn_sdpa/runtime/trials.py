@@ -14,7 +14,7 @@ from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
 from cudnn_sdpa.runtime.layouts import TensorLayout
 
 Launch = Callable[[], None]
-Measure = Callable[[Sequence[Launch], int], list[float]]
+Measure = Callable[[Sequence[Launch]], list[float]]
 
 #: By how much two right results of a dtype may differ, ‖a − b‖ / ‖b‖. Both are rounded, and so is what is between.
 TOLERANCE = {
@@ -34,15 +34,7 @@ MARGIN = 0.02
 
 WARM_LAUNCHES = 2
 
-#: Who takes more than so many times as long as the first choice in a few rounds is not timed any further.
-SLOW = 3
-FEW_ROUNDS = 3
 ROUNDS = 11
-
-#: Of more plans than these, so many of the fastest and the first choice are timed again, and longer: the least of many
-#: times is also the luckiest.
-FINALISTS = 8
-FINAL_ROUNDS = 31
 
 #: For so many cycles the GPU is kept waiting in each round, so that the host has enqueued the round before it starts;
 #: otherwise short kernels would be timed together with the host's work between them.
@@ -57,11 +49,10 @@ class UndecidedError(Exception):
 
 
 class Outcome(NamedTuple):
-    """How a plan fared: the time of a launch, or the reason why it dropped out; and whether it may win."""
+    """How a plan fared: the time of a launch, or the reason why it dropped out."""
 
     microseconds: float | None
     reason: str = ""
-    finalist: bool = True
 
 
 def output_tensors(key: PlanKey, pointers: Sequence[int], device: torch.device) -> list[Tensor]:
@@ -99,7 +90,7 @@ def compare(
             built, the reason.
         outputs: What each of them writes; what was in them is in them afterwards.
         repeatable: Whether one drops out that does not give the same bits twice.
-        measure: What times launches in so many rounds, if not `device_times`.
+        measure: What times launches, if not `device_times`.
 
     Raises:
         UndecidedError: The first one's results hold nothing to compare with.
@@ -116,8 +107,8 @@ def compare(
             reasons.append(other if isinstance(other, str) else _fault(other, outputs, expected, repeatable))
             if not isinstance(other, str) and not reasons[-1]:
                 right.append(other)
-        fared = iter(_race(right, measure or device_times) if len(right) > 1 else [Outcome(None)])
-        return [Outcome(None, reason) if reason else next(fared) for reason in reasons]
+        times = iter((measure or device_times)(right) if len(right) > 1 else [None])
+        return [Outcome(None, reason) if reason else Outcome(next(times)) for reason in reasons]
     finally:
         for output, old in zip(outputs, before, strict=True):
             output.copy_(old.view(output.shape))
@@ -125,22 +116,19 @@ def compare(
 
 def fastest(outcomes: Sequence[Outcome]) -> int:
     """The index of the plan to use: the first one unless another takes clearly less time."""
-    times = [
-        outcome.microseconds if outcome.microseconds is not None and outcome.finalist else float("inf")
-        for outcome in outcomes
-    ]
+    times = [float("inf") if outcome.microseconds is None else outcome.microseconds for outcome in outcomes]
     best = min(range(len(times)), key=times.__getitem__)
     return best if times[best] < times[0] * (1 - MARGIN) else 0
 
 
-def device_times(launches: Sequence[Launch], rounds: int) -> list[float]:
+def device_times(launches: Sequence[Launch]) -> list[float]:
     """Microseconds of device time of each: the median of several rounds, in which they alternate. Waits for the GPU."""
     for launch in launches:
         for _ in range(WARM_LAUNCHES):
             launch()
     spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in launches]
     order = list(range(len(launches)))
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
         for index in order:
             start, end = _event(), _event()
@@ -151,20 +139,6 @@ def device_times(launches: Sequence[Launch], rounds: int) -> list[float]:
         order.append(order.pop(0))  # nobody always runs after the same other
     torch.cuda.current_stream().synchronize()
     return [statistics.median(start.elapsed_time(end) * 1e3 for start, end in pairs) for pairs in spans]
-
-
-def _race(launches: Sequence[Launch], measure: Measure) -> list[Outcome]:
-    """The time of each, and who is left at the end, who has been timed longest."""
-    times = dict(enumerate(measure(launches, FEW_ROUNDS)))
-
-    def time_again(left: list[int], rounds: int) -> list[int]:
-        times.update(zip(left, measure([launches[index] for index in left], rounds), strict=True))
-        return left
-
-    left = time_again([index for index, time in times.items() if time <= SLOW * times[0]], ROUNDS)
-    if len(left) > FINALISTS:
-        left = time_again(sorted({0, *sorted(left, key=times.__getitem__)[:FINALISTS]}), FINAL_ROUNDS)
-    return [Outcome(time, finalist=index in left) for index, time in times.items()]
 
 
 def difference(found: Tensor, expected: Tensor) -> float:

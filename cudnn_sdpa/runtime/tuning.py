@@ -26,17 +26,12 @@ class AutotuneCandidate:
         knobs: The engine's settings.
         microseconds: Median time of a launch; None if it was not timed.
         reason: Why it dropped out; empty if it did not.
-        proposed: Whether cuDNN's heuristics propose it.
-        finalist: Whether it may win: who takes more than three times as long as the first choice is not timed for long,
-            and of many plans those are timed again that were the fastest.
     """
 
     engine: str
     knobs: dict[str, int]
     microseconds: float | None = None
     reason: str = ""
-    proposed: bool = True
-    finalist: bool = True
 
     def __str__(self) -> str:
         return " ".join([self.engine, *(f"{name}={value}" for name, value in self.knobs.items())])
@@ -48,8 +43,7 @@ class AutotuneEntry:
 
     Attributes:
         key: The plan's key, in words.
-        candidates: The plan that cuDNN's heuristics put first is the first; then what else is
-            proposed, in cuDNN's order; and last what is not proposed.
+        candidates: What cuDNN's heuristics propose, in their order.
         winner: The index of the plan that is used from now on.
         reason: Why no plans were compared, so that the first one stays; empty if they were.
     """
@@ -71,8 +65,6 @@ class AutotuneEntry:
             sign = ">" if index == self.winner else " "
             took = "" if candidate.microseconds is None else f"{candidate.microseconds:.1f} µs"
             notes = ["cuDNN's first choice"] * (index == 0) + [f"gain {self.gain:.2f}"] * (index == self.winner > 0)
-            notes += ["not proposed by cuDNN"] * (not candidate.proposed)
-            notes += ["not among the fastest when all were timed"] * (not candidate.finalist)
             notes += [f"dropped out: {candidate.reason}"] * bool(candidate.reason)
             lines.append(f"  {sign} {took:>10}  {candidate}" + (f"  ({'; '.join(notes)})" if notes else ""))
         return "\n".join(lines + [f"    not compared: {self.reason}"] * bool(self.reason))
@@ -104,7 +96,6 @@ class _Use:
     """A use of `autotune`; its arguments and its report."""
 
     candidates: int
-    beyond_proposals: bool
     report: AutotuneReport = field(default_factory=AutotuneReport)
 
 
@@ -126,19 +117,10 @@ def most_candidates() -> int:
     return uses[-1].candidates if uses else 1
 
 
-def goes_beyond_proposals(key: PlanKey) -> bool:
-    """Whether plans of `key` are built that cuDNN does not propose.
-
-    Not where the same bits are wanted: cuDNN's notes on that are its heuristics' to apply.
-    """
-    uses = _Setting.uses
-    return bool(uses) and uses[-1].beyond_proposals and not must_not_change(key)
-
-
 def note(
     key: PlanKey,
     candidates: Sequence[AutotuneCandidate],
-    outcomes: Sequence[tuple[float | None, str, bool]] = (),
+    outcomes: Sequence[tuple[float | None, str]] = (),
     winner: int = 0,
     reason: str = "",
 ) -> None:
@@ -147,31 +129,24 @@ def note(
     Args:
         key: The plan's key.
         candidates: The plan and its rivals.
-        outcomes: The time of each, or why it dropped out, and whether it may win; empty if nothing is known of them.
+        outcomes: The time of each, or why it dropped out; empty if nothing is known of them.
         winner: The index of the one that is used.
         reason: Why none were compared.
     """
-    known = outcomes or [(None, "", True)] * len(candidates)
-    fared = (
-        replace(each, microseconds=time, reason=why, finalist=finalist)
-        for each, (time, why, finalist) in zip(candidates, known, strict=True)
-    )
+    known = outcomes or [(None, "")] * len(candidates)
+    fared = (replace(each, microseconds=time, reason=why) for each, (time, why) in zip(candidates, known, strict=True))
     entry = AutotuneEntry(str(key), tuple(fared), winner, reason)
     for use in _Setting.uses:
         use.report.entries.append(entry)
 
 
-def autotune(
-    *, candidates: int = DEFAULT_CANDIDATES, beyond_proposals: bool = False
-) -> AbstractContextManager[AutotuneReport]:
+def autotune(*, candidates: int = DEFAULT_CANDIDATES) -> AbstractContextManager[AutotuneReport]:
     """While it is in force, in the whole process, new plans are chosen by their time and not by cuDNN's guess.
 
     For a plan that is missing, all that cuDNN's heuristics propose is built, up to `candidates`. The first launch runs
     them on its own operands: whose results differ from those of cuDNN's first choice by more than rounding, or with
-    `deterministic` from its own of another run, drops out. The others are timed, for long unless they take more than
-    three times as long as the first choice; of more than eight, the eight fastest and the first choice once more, which
-    counts. One that takes at least 2 % less time than the first
-    choice replaces it, in the plan cache and in the plan store. The launch leaves the winner's results.
+    `deterministic` from its own of another run, drops out. The others are timed. The fastest one replaces cuDNN's first
+    choice, in the plan cache and in the plan store, if it takes at least 2 % less time. The launch leaves its results.
 
     That launch waits for the GPU, takes some tens of milliseconds and a few times the memory of its results. Later
     ones, and all after the `with` statement, are launches like any other.
@@ -187,17 +162,12 @@ def autotune(
 
     Args:
         candidates: Most plans that are built for a key, cuDNN's first choice among them.
-        beyond_proposals: Where cuDNN proposes fewer than `candidates`, build the engines that it proposes with settings
-            that it does not, one changed at a time, as far as there are any. For norms, gates, convolutions and your
-            own graphs, but for those with attention in them, and not with `deterministic`. What does not give the same
-            bits twice drops out then. Each takes some tenths of a second to build, and for some calls there are more
-            than a hundred. A plan that is in the plan store as tuned is taken from there, however it was tuned.
 
     Returns:
         A context manager whose value is an `AutotuneReport`, to which entries are added as plans are settled.
 
     Raises:
-        OptionError: `candidates` is no integer of at least 2, or `beyond_proposals` no bool.
+        OptionError: `candidates` is no integer of at least 2.
 
     Examples:
         >>> import cudnn_sdpa
@@ -208,9 +178,7 @@ def autotune(
     """
     if type(candidates) is not int or candidates < 2:
         raise OptionError("candidates", repr(candidates), "an integer of at least 2")
-    if type(beyond_proposals) is not bool:
-        raise OptionError("beyond_proposals", repr(beyond_proposals), "True or False")
-    return _tuning(_Use(candidates, beyond_proposals))
+    return _tuning(_Use(candidates))
 
 
 @contextmanager

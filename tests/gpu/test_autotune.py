@@ -120,49 +120,32 @@ def test_no_more_plans_are_built_than_asked_for():
     assert [len(entry.candidates) for entry in report.entries] == [2]
 
 
-BEYOND = {
+FUSED = {
     "silu_mul": lambda x: cudnn_sdpa.silu_mul(x, x.flip(0)),
     "rms_norm": lambda x: cudnn_sdpa.rms_norm(x, x[0]),
     "conv2d": lambda x: cudnn_sdpa.conv2d(x.view(4, 8, 8, 1024).permute(0, 3, 1, 2), FILTERS.to(x), activation="silu"),
 }
-#: More than cuDNN proposes for each.
-MOST = {"rms_norm": 40, "conv2d": 72}
 
 FILTERS = (torch.randn(64, 3, 3, 1024).permute(0, 3, 1, 2) * 0.01).bfloat16()
 
 
-@pytest.mark.parametrize("name", BEYOND)
-def test_what_cudnn_does_not_propose_is_right_and_is_loaded_from_the_store(choice, store, name):
-    def assert_close(x):
-        expected = BEYOND[name](x.cpu().float())
-        assert error(BEYOND[name](x), expected.cuda().double()) < TOLERANCE[torch.bfloat16]
+@pytest.mark.parametrize("name", FUSED)
+def test_norms_gates_and_convolutions_are_right_and_are_loaded_from_the_store(choice, store, name):
+    def assert_close():
+        x = torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16)
+        expected = FUSED[name](x.cpu().float())
+        assert error(FUSED[name](x), expected.cuda().double()) < TOLERANCE[torch.bfloat16]
 
-    def make_x():
-        return torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16)
-
-    most = MOST.get(name, 24)
-    with autotune(candidates=most, beyond_proposals=True) as report:
-        assert_close(make_x())
+    with autotune(candidates=24) as report:
+        assert_close()
+        assert_settled()
     (entry,) = report.entries
-    plan_cache.clear()
-    store.clear()
-    with autotune(candidates=most) as usual:
-        assert_close(make_x())
-    proposed = [(each.engine, each.knobs) for each in usual.entries[0].candidates]
-    found = [(each.engine, each.knobs) for each in entry.candidates]
-    assert found[: len(proposed)] == proposed
-    assert len(proposed) < len(found) <= most
-    assert [each.proposed for each in entry.candidates] == sorted((each in proposed for each in found), reverse=True)
-    plan_cache.clear()
-    store.clear()
-    with autotune(candidates=most, beyond_proposals=True):
-        assert_close(make_x())
+    assert len(entry.candidates) > 1, str(report)
+    assert choice == "fastest" or entry.winner > 0 or all(each.reason for each in entry.candidates[1:])
     won = configurations()
-    if choice == "last":
-        assert not [engine for engine, knobs, _ in won.values() if (engine, knobs) in proposed]
     plan_cache.clear()
     with no_plan_builds():
-        assert_close(make_x())
+        assert_close()
     assert configurations() == won
     assert store.info().rejected == 0
 

@@ -71,11 +71,10 @@ class Machine:
         stream: The current stream.
         capturing: Whether it is being captured.
         timed: How many plans were timed, each time.
-        asked_beyond: Whether plans were asked for that are in no proposal, each time.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.stream, self.capturing, self.timed, self.asked_beyond = 0, False, [], []
+        self.stream, self.capturing, self.timed = 0, False, []
         self.patch = monkeypatch.setattr
         self.slots = {0: handles.Slot.__new__(handles.Slot)}
         self.slots[0].raw = self.slots[0].stream = self.slots[0].scratch = 0
@@ -92,21 +91,12 @@ class Machine:
         tensor_at = trials.tensor_at
         self.patch(trials, "tensor_at", lambda at, layout, _: tensor_at(at, layout, torch.device("cpu")))
 
-    def times(self, launches, rounds):
-        if rounds != trials.FEW_ROUNDS:
-            self.timed.append(len(launches))
+    def times(self, launches):
+        self.timed.append(len(launches))
         return [launch.args[0].built.microseconds for launch in launches]
 
-    def proposes(self, first, *others, beyond=()):
-        """What cuDNN proposes from now on: engines, or why one cannot be built; and what else there is."""
-        known = [
-            Other(("eng0", {}) if isinstance(each, str) else (each.engine, each.knobs), each, each not in beyond)
-            for each in (*others, *beyond)
-        ]
+    def proposes(self, first, *others):
+        """What cuDNN proposes from now on: engines, or why one cannot be built."""
+        known = [Other(("eng0", {}) if isinstance(each, str) else (each.engine, each.knobs), each) for each in others]
         self.patch(GraphOp, "compile", lambda *_: first)
-
-        def build_others(_operation, _key, _first, most, *, unproposed, **_):
-            self.asked_beyond.append(unproposed)
-            return [each for each in known if each.proposed or unproposed][:most]
-
-        self.patch(building, "build_others", build_others)
+        self.patch(building, "build_others", lambda _operation, _key, _first, most, **_: known[:most])

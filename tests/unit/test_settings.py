@@ -12,7 +12,6 @@ WRONG = {
     "autotune": [
         ((), {"candidates": 0}, "candidates"),
         ((), {"candidates": 2.0}, "candidates"),
-        ((), {"beyond_proposals": 1}, "beyond_proposals"),
     ],
     "shape_policy": [(("x",), {}, "policy"), ((None,), {}, "policy")],
     "use_plan_store": [

@@ -75,64 +75,6 @@ def test_only_a_clear_advantage_wins():
     assert fastest(None) == fastest(None, None) == 0
 
 
-def test_the_best_of_many_are_timed_again():
-    """The least of many times may be luck: here the one of 5 µs is in truth the slowest of the best."""
-    output, rounds, lengths = torch.ones(2), [], []
-    launches = [lambda: output.fill_(1) for _ in range(trials.FINALISTS + 3)]
-
-    def measure(some, count):
-        rounds.append([launches.index(each) for each in some])
-        lengths.append(count)
-        if len(rounds) < 3:
-            return [20.0, *(float(30 + index) for index in range(1, len(some) - 1)), 5.0]
-        return [21.0, *(float(10 + index) for index in range(1, len(some) - 1)), 19.0]
-
-    outcomes = trials.compare(launches, [output], repeatable=False, measure=measure)
-    left = [0, *range(1, trials.FINALISTS - 1), trials.FINALISTS + 2]
-    everybody = list(range(len(launches)))
-    assert rounds == [everybody, everybody, left]
-    assert lengths == [trials.FEW_ROUNDS, trials.ROUNDS, trials.FINAL_ROUNDS]
-    assert [index for index, outcome in enumerate(outcomes) if outcome.finalist] == left
-    assert [outcomes[index].microseconds for index in (0, 1, left[-1])] == [21.0, 11.0, 19.0]
-    assert outcomes[trials.FINALISTS].microseconds == 30.0 + trials.FINALISTS
-    assert trials.fastest(outcomes) == 1
-
-
-def test_the_first_choice_is_timed_again_however_slow_it_is():
-    output = torch.ones(2)
-    launches = [lambda: output.fill_(1) for _ in range(trials.FINALISTS + 2)]
-    outcomes = trials.compare(
-        launches,
-        [output],
-        repeatable=False,
-        measure=lambda some, _: [90.0 - 0.1 * index for index in range(len(some))],
-    )
-    assert outcomes[0].finalist
-    assert sum(outcome.finalist for outcome in outcomes) == trials.FINALISTS + 1
-    assert trials.fastest(outcomes) == 0
-
-
-def test_who_is_very_slow_is_not_timed_for_long():
-    """And may not win, whatever comes out of the few rounds."""
-    output, asked = torch.ones(2), []
-    launches = [lambda: output.fill_(1) for _ in range(4)]
-
-    def measure(some, rounds):
-        asked.append((rounds, [launches.index(each) for each in some]))
-        times = [10.0, 10.0 * trials.SLOW, 10.0 * trials.SLOW + 1, 9.0]
-        return [times[launches.index(each)] for each in some]
-
-    outcomes = trials.compare(launches, [output], repeatable=False, measure=measure)
-    assert asked == [(trials.FEW_ROUNDS, [0, 1, 2, 3]), (trials.ROUNDS, [0, 1, 3])]
-    assert [outcome.finalist for outcome in outcomes] == [True, True, False, True]
-    assert outcomes[2].microseconds == 10 * trials.SLOW + 1
-    assert trials.fastest(outcomes) == 3
-
-
-def test_who_is_not_left_cannot_win():
-    assert trials.fastest([trials.Outcome(10.0), trials.Outcome(1.0, finalist=False), trials.Outcome(8.0)]) == 2
-
-
 def test_memory_is_seen_as_its_layout_says():
     memory = torch.arange(24.0)
     layout = TensorLayout((2, 3), (12, 2), torch.float32)

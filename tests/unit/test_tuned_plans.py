@@ -202,39 +202,6 @@ def test_proposals_before_the_one_that_was_built_are_not_tried_again(monkeypatch
     monkeypatch.setattr(proposals, "ProposalsBuilder", Asked)
     monkeypatch.setattr(proposals, "ConfigurationBuilder", lambda configuration, **_: configuration)
     others = proposals.build_others(Operation(), key(), known[1], 7, handle=None)
-    assert others == [(known[2], "too large; too wide", True), (known[3], known[3], True)]
+    assert others == [(known[2], "too large; too wide"), (known[3], known[3])]
     assert built == [known[2], known[3]]
-    assert proposals.build_others(Operation(), key(), known[0], 1, handle=None) == [(known[1], known[1], True)]
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 9])
-def test_what_cudnn_does_not_propose_fills_up(monkeypatch, most):
-    known, beyond = [("eng1", {}), ("eng2", {})], [("eng1", {"KERNEL_CFG": n}) for n in range(4)]
-    built = []
-
-    class Asked:
-        proposals = known
-
-        def __init__(self, **_):
-            pass
-
-        def unproposed(self):
-            return beyond
-
-    class Operation:
-        def compile(self, _, g):
-            if isinstance(g, Asked):
-                return None
-            built.append(g)
-            if g in (("eng2", {}), beyond[1]):
-                raise UnsupportedError("halve", ["no"])
-            return g
-
-    for name in ("ConfigurationBuilder", "UnproposedBuilder"):
-        monkeypatch.setattr(proposals, name, lambda configuration, **_: configuration)
-    monkeypatch.setattr(proposals, "ProposalsBuilder", Asked)
-    others = proposals.build_others(Operation(), key(), known[0], most, unproposed=True, handle=None)
-    right = [(known[1], "no", True), *((each, each, False) for each in beyond if each != beyond[1])]
-    assert others == right[:most]
-    assert built == [known[1], *beyond][: {1: 1, 2: 2, 3: 4, 9: 5}[most]]
-    assert proposals.build_others(Operation(), key(), known[0], most, handle=None) == right[:1]
+    assert proposals.build_others(Operation(), key(), known[0], 1, handle=None) == [(known[1], known[1])]

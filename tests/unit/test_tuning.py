@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 
@@ -13,7 +12,7 @@ from stand_in_engines import TARGET, Engine, Machine, halve, halved, key, launch
 from cudnn_sdpa import OptionError, autotune
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.passes import Forward
-from cudnn_sdpa.runtime import trials, tuning
+from cudnn_sdpa.runtime import tuning
 from cudnn_sdpa.runtime.building import build_plan
 from cudnn_sdpa.runtime.key import Operand, Role
 from cudnn_sdpa.runtime.layouts import TensorLayout
@@ -72,63 +71,6 @@ def test_candidates_are_an_integer_of_at_least_two(candidates):
         pass
     assert str(caught.value) == f"candidates: got {candidates!r}; expected an integer of at least 2."
     assert not tuning.is_in_force()
-
-
-@pytest.mark.parametrize("value", [1, None, "yes"])
-def test_beyond_proposals_is_a_bool(value):
-    with (
-        pytest.raises(OptionError, match=r"beyond_proposals: got .*; expected True or False"),
-        autotune(beyond_proposals=value),
-    ):
-        pass
-    assert not tuning.is_in_force()
-
-
-def test_what_cudnn_does_not_propose_is_built_where_that_is_wanted_and_safe():
-    exactly = dataclasses.replace(key(), deterministic=True)
-    assert not tuning.goes_beyond_proposals(key())
-    with autotune(beyond_proposals=True):
-        assert tuning.goes_beyond_proposals(key())
-        assert not tuning.goes_beyond_proposals(exactly)
-        with autotune():
-            assert not tuning.goes_beyond_proposals(key())
-
-
-@pytest.mark.parametrize("then", [False, True, None], ids=["not then", "then too", "left"])
-@pytest.mark.parametrize("beyond", [False, True])
-def test_results_that_vary_drop_out_beyond_proposals(machine, beyond, then):
-    """Whatever is in force when the plan is launched."""
-
-    def vary(x, outs, count):
-        halved(x, outs, count)
-        outs[0].flatten()[0] *= 1 + 1e-4 * count
-
-    rest = [Engine("eng8", run=vary, microseconds=40)]
-    machine.proposes(Engine("eng9", microseconds=50), *rest, beyond=[Engine("eng7", microseconds=60)])
-    with autotune() as report, autotune(beyond_proposals=beyond):
-        made = build_plan(halve, key())
-        with autotune(beyond_proposals=bool(then)) if then is not None else contextlib.nullcontext():
-            launch(made, *operands())
-    assert machine.asked_beyond == [beyond]
-    (entry,) = report.entries
-    assert entry.winner == (not beyond)
-    assert entry.candidates[1].reason == ("two runs of it do not give the same bits" if beyond else "")
-    assert [each.proposed for each in entry.candidates] == [True, True, False][: 2 + beyond]
-    assert ("eng7 TILE=60  (not proposed by cuDNN)" in str(entry)) == beyond
-
-
-def test_of_many_plans_the_fastest_are_timed_again_and_the_report_says_which(machine):
-    engines = [Engine(f"eng{number}", microseconds=60 - number) for number in range(1, 12)]
-    machine.proposes(Engine("eng0", microseconds=59), *engines)
-    with autotune(candidates=12) as report:
-        made = build_plan(halve, key())
-        launch(made, *operands())
-    (entry,) = report.entries
-    assert machine.timed == [12, trials.FINALISTS + 1]
-    assert [each.finalist for each in entry.candidates] == [True, *[False] * 3, *[True] * 8]
-    assert (entry.winner, made.engine) == (11, "eng11")
-    assert "57.0 µs  eng3 TILE=57  (not among the fastest when all were timed)" in str(entry)
-    assert str(entry).count("not among") == 3
 
 
 def test_the_report_is_a_table():
