@@ -14,10 +14,12 @@ from cudnn_sdpa.runtime.capture import relaxed_capture
 from cudnn_sdpa.runtime.constants import constants_of
 from cudnn_sdpa.runtime.graph_op import GraphOp
 from cudnn_sdpa.runtime.key import PlanKey
-from cudnn_sdpa.runtime.plan import Plan, Rival, UntunedPlan, candidates, stored_form
+from cudnn_sdpa.runtime.plan import Plan, stored_form
 from cudnn_sdpa.runtime.plan_file import BadPlanFileError, StoredPlan
 from cudnn_sdpa.runtime.proposals import build_others
 from cudnn_sdpa.runtime.texts import shortened
+from cudnn_sdpa.runtime.trials import UntunedPlan
+from cudnn_sdpa.runtime.tuning import AutotuneCandidate
 
 
 def load_plan(key: PlanKey) -> Plan | None:
@@ -102,25 +104,25 @@ def _compile(operation: GraphOp, key: PlanKey) -> Plan:
         handle = _handle_for(key)
         plan = Plan(key, operation.compile(key, backend.GraphBuilder(handle=handle)), constants_of(key))
         if tuning.is_in_force():
-            _find_rivals(plan, operation, handle)
+            plan = _with_candidates(plan, operation, handle)
     plan.build_seconds = time.perf_counter() - start
     return plan
 
 
-def _find_rivals(plan: Plan, operation: GraphOp, handle: Any) -> None:
-    """Builds what else there is, for the first launch to decide."""
-    reason = tuning.not_tunable(plan.key)
-    if not reason:
-        first, most = (plan.engine, plan.knobs), tuning.most_candidates() - 1
-        for other, built in build_others(operation, plan.key, first, most, handle=handle):
-            found = built if isinstance(built, str) else Plan(plan.key, built, plan.constants)
-            plan.rivals.append(Rival(other, found))
-        if any(isinstance(rival.plan, Plan) for rival in plan.rivals):
-            plan.__class__ = UntunedPlan
-            return
-        plan.tuned, reason = True, "there is nothing else that can be built"
-    fared = [(None, ""), *((None, str(rival.plan)) for rival in plan.rivals)]
-    tuning.note(plan.key, candidates(plan), fared, reason=reason)
+def _with_candidates(plan: Plan, operation: GraphOp, handle: Any) -> Plan:
+    """cuDNN's first choice, with what else it proposes, for the first launch to find the fastest."""
+    first = AutotuneCandidate(plan.engine, plan.knobs)
+    if reason := tuning.not_tunable(plan.key):
+        tuning.note(plan.key, [first], reason=reason)
+        return plan
+    most = tuning.most_candidates() - 1
+    others = build_others(operation, plan.key, (plan.engine, plan.knobs), most, handle=handle)
+    if any(not isinstance(other.built, str) for other in others):
+        return UntunedPlan(plan, others)
+    plan.tuned = True
+    failed = [AutotuneCandidate(*other.configuration, reason=str(other.built)) for other in others]
+    tuning.note(plan.key, [first, *failed], reason="there is nothing else that can be built")
+    return plan
 
 
 def _handle_for(key: PlanKey) -> Any:

@@ -19,6 +19,7 @@ from cudnn_sdpa.runtime.building import load_plan
 from cudnn_sdpa.runtime.cache_info import PlanCacheInfo, capacity_from_environment
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.plan import Plan, captured_plans
+from cudnn_sdpa.runtime.trials import UntunedPlan
 
 #: What a launch may still take when the interpreter ends; a few microseconds are usual.
 _END_SECONDS = 0.05
@@ -165,8 +166,20 @@ class PlanCache:
             plan.last_used = plan.place = max((other.last_used for other in self._plans.values()), default=0)
             self._plans[plan.key] = plan
             plan.held = True
+            if isinstance(plan, UntunedPlan):
+                plan.on_found = self._replace
             self._shrink(keep=plan)
             return plan
+
+    def _replace(self, plan: Plan, fastest: Plan) -> None:
+        """Holds the fastest plan of a key in the place of its first one; calls that are bound to that one bind anew."""
+        with self._lock:
+            if self._plans.get(plan.key) is plan:
+                fastest.last_used, fastest.place, fastest.held = plan.last_used, plan.place, True
+                self._plans[plan.key] = fastest
+                plan.held = False
+                for table in self._tables:
+                    table._drop(plan)
 
     def _shrink(self, keep: Plan | None = None) -> None:
         while len(self._plans) > self._capacity:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from cudnn_sdpa.errors import ExecutionError
-from cudnn_sdpa.runtime import backend, handles, known_issues, store_setting, trials, tuning
-from cudnn_sdpa.runtime.capture import relaxed_capture
+from cudnn_sdpa.runtime import backend, handles, known_issues
 from cudnn_sdpa.runtime.handles import SCRATCH_BYTES
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.plan_file import StoredPlan
@@ -42,9 +39,6 @@ allocate = _find_allocator()
 #: as the process, whatever the cache does.
 captured_plans: list[Plan] = []
 
-#: For each GPU: plans that are timed at the same time disturb each other.
-_tuning_locks: dict[int, threading.RLock] = {}
-
 
 class Plan:
     """A compiled plan. It owns its kernels and constants, but no workspace and no handle.
@@ -61,7 +55,6 @@ class Plan:
         held: Whether it is in the plan cache; set by the cache.
         captured: Whether a CUDA graph holds a launch of it; see `captured_plans`.
         tuned: Whether it was chosen by its time; see `autotune`.
-        rivals: What else there is for the key, before that is decided.
         constants: Device tensors of the operands whose values the key fixes, by name.
     """
 
@@ -80,7 +73,6 @@ class Plan:
         "last_used",
         "loaded",
         "place",
-        "rivals",
         "tuned",
         "workspace",
     )
@@ -101,7 +93,6 @@ class Plan:
         self.captured = False
         self.held = False
         self.tuned = False
-        self.rivals: list[Rival] = []
         self._count = len(key.inputs) + len(key.outputs)
         self._launch = built.launcher(list(range(1, 1 + self._count)))
 
@@ -158,80 +149,6 @@ class Plan:
                 raise ExecutionError(f"{self.key.name} cannot be captured in a CUDA graph: {fault}")
             self.captured = True
             captured_plans.append(self)
-
-
-class Rival(NamedTuple):
-    """Another configuration for a plan's key: its plan, or why there is none."""
-
-    configuration: backend.Configuration
-    plan: Plan | str
-
-
-class UntunedPlan(Plan):
-    """A plan with rivals. Its first launch under `autotune` takes the best over, and makes a plain `Plan` of it.
-
-    Until then launches hold a lock, so that no thread meets a plan half replaced; afterwards they are a plain plan's.
-    """
-
-    __slots__ = ()
-
-    def launch(self, pointers: Sequence[int]) -> None:
-        """As a plain plan's. The first one under `autotune` waits for the GPU, and leaves the winner's results."""
-        with _tuning_locks.setdefault(self.device, threading.RLock()):
-            if type(self) is UntunedPlan:
-                self._settle(pointers)
-            Plan.launch(self, pointers)
-
-    def launch_kept(self, operands: array[int], workspace: int) -> None:
-        """As `launch`: another workspace may be wanted in the end."""
-        self.launch(operands)
-
-    def _settle(self, pointers: Sequence[int]) -> None:
-        stream = current_raw_stream(self.device)
-        capturing = stream and torch._C._cuda_isCurrentStreamCapturing()
-        if capturing and not tuning.must_not_change(self.key):
-            return  # the first launch outside the capture decides
-        with relaxed_capture():  # plans are let go here, too
-            try:
-                if capturing:
-                    why = "it was first launched into a CUDA graph, and must not change"
-                    tuning.note(self.key, candidates(self), reason=why)
-                elif tuning.is_in_force():
-                    self._tune(pointers)
-            finally:
-                self.rivals = []
-                self.__class__ = Plan  # type: ignore[assignment]
-
-    def _tune(self, pointers: Sequence[int]) -> None:
-        field = [self, *(rival.plan for rival in self.rivals)]
-        launches = [plan if isinstance(plan, str) else functools.partial(Plan.launch, plan, pointers) for plan in field]
-        try:
-            outputs = trials.output_tensors(self.key, pointers, torch.device("cuda", self.device))
-            outcomes = trials.compare(launches, outputs, repeatable=tuning.must_not_change(self.key))
-        except Exception as error:  # noqa: BLE001 - nobody's launch fails because plans cannot be compared
-            tuning.note(self.key, candidates(self), reason=str(error) or type(error).__name__)
-            return
-        winner = field[number := trials.fastest(outcomes)]
-        tuning.note(self.key, candidates(self), outcomes, number)
-        if isinstance(winner, Plan) and winner is not self:
-            self._take_over(winner)
-        self.tuned = True
-        if (plans := store_setting.active()) is not None:
-            plans.save(self.key, stored_form(self))
-
-    def _take_over(self, winner: Plan) -> None:
-        for name in ("built", "engine", "knobs", "workspace", "_launch"):
-            mine = getattr(self, name)
-            setattr(self, name, getattr(winner, name))
-            setattr(winner, name, mine)
-        if self.captured:
-            captured_plans.append(winner)  # which is now what the CUDA graph launches
-
-
-def candidates(plan: Plan) -> list[tuning.AutotuneCandidate]:
-    """A plan that holds cuDNN's first choice, and its rivals, for a report."""
-    rivals = (tuning.AutotuneCandidate(*rival.configuration) for rival in plan.rivals)
-    return [tuning.AutotuneCandidate(plan.engine, plan.knobs), *rivals]
 
 
 def stored_form(plan: Plan) -> StoredPlan:

@@ -1,20 +1,28 @@
-"""Which of several plans of one key are right, and how long each takes, found out on the operands of one launch."""
+"""How `autotune` finds the fastest plan of a key: candidates are compared and timed on the operands of one launch."""
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
+import threading
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.runtime import store_setting, tuning
+from cudnn_sdpa.runtime.capture import relaxed_capture
+from cudnn_sdpa.runtime.forks import renewed_in_children
 from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
 from cudnn_sdpa.runtime.layouts import TensorLayout
+from cudnn_sdpa.runtime.plan import Plan, current_raw_stream, stored_form
+from cudnn_sdpa.runtime.proposals import Other
+from cudnn_sdpa.runtime.tuning import AutotuneCandidate
 
 Launch = Callable[[], None]
-Measure = Callable[[Sequence[Launch]], list[float]]
 
 #: By how much two right results of a dtype may differ, ‖a − b‖ / ‖b‖. Both are rounded, and so is what is between.
 TOLERANCE = {
@@ -48,11 +56,90 @@ class UndecidedError(Exception):
     """This launch cannot tell right plans from wrong ones; the message says why."""
 
 
-class Outcome(NamedTuple):
-    """How a plan fared: the time of a launch, or the reason why it dropped out."""
+class Measurement(NamedTuple):
+    """Of a candidate: the time of a launch, or the reason why it dropped out."""
 
     microseconds: float | None
     reason: str = ""
+
+
+#: Candidates that are timed at the same time disturb each other.
+_measuring = renewed_in_children(threading.RLock())
+
+
+class UntunedPlan(Plan):
+    """cuDNN's first choice for a key, until its first launch under `autotune` has found the fastest candidate.
+
+    Plans do not change: the fastest takes this one's place in the plan cache, and a call that is bound to this one goes
+    on with it, and has the fastest launched.
+
+    Attributes:
+        fastest: The plan that is launched; None before it is found.
+        on_found: What is called with this plan and the fastest; set by the cache.
+    """
+
+    __slots__ = ("_first", "_others", "fastest", "on_found")
+
+    def __init__(self, first: Plan, others: list[Other]) -> None:
+        for name in Plan.__slots__:
+            setattr(self, name, getattr(first, name))
+        self._first, self._others = first, others
+        self.fastest: Plan | None = None
+        self.on_found: Callable[[UntunedPlan, Plan], None] | None = None
+
+    def launch(self, pointers: Sequence[int]) -> None:
+        """As a plain plan's. The first one under `autotune` waits for the GPU, and leaves the fastest one's results."""
+        if self.fastest is None:
+            with _measuring:
+                if self.fastest is None:
+                    self._find(pointers)
+        (self.fastest or self._first).launch(pointers)
+
+    def launch_kept(self, operands: array[int], workspace: int) -> None:
+        """As `launch`: the fastest may want another workspace."""
+        del workspace
+        self.launch(operands)
+
+    def _find(self, pointers: Sequence[int]) -> None:
+        stream = current_raw_stream(self.device)
+        capturing = stream and torch._C._cuda_isCurrentStreamCapturing()
+        if capturing and not tuning.must_not_change(self.key):
+            return  # the first launch outside the capture decides
+        self._first.build_seconds = self.build_seconds
+        with relaxed_capture():  # plans are let go here, too
+            fastest = self._first
+            if capturing:
+                why = "it was first launched into a CUDA graph, and must not change"
+                tuning.note(self.key, self._candidates(), reason=why)
+            elif tuning.is_in_force():
+                fastest = self._measured(pointers)
+            if self.on_found is not None:
+                self.on_found(self, fastest)
+            self.fastest, self._others = fastest, []
+
+    def _measured(self, pointers: Sequence[int]) -> Plan:
+        others = (other.built for other in self._others)
+        plans = [self._first, *(x if isinstance(x, str) else Plan(self.key, x, self.constants) for x in others)]
+        launches = [plan if isinstance(plan, str) else functools.partial(plan.launch, pointers) for plan in plans]
+        try:
+            outputs = output_tensors(self.key, pointers, torch.device("cuda", self.device))
+            measurements = compare(launches, outputs, repeatable=tuning.must_not_change(self.key))
+        except Exception as error:  # noqa: BLE001 - nobody's launch fails because plans cannot be compared
+            tuning.note(self.key, self._candidates(), reason=str(error) or type(error).__name__)
+            return self._first
+        number = fastest(measurements)
+        tuning.note(self.key, self._candidates(measurements), number)
+        found = plans[number]
+        assert isinstance(found, Plan)
+        found.build_seconds, found.tuned = self.build_seconds, True
+        if (plan_store := store_setting.active()) is not None:
+            plan_store.save(self.key, stored_form(found))
+        return found
+
+    def _candidates(self, measurements: Sequence[Measurement] = ()) -> list[AutotuneCandidate]:
+        configurations = [(self.engine, self.knobs), *(other.configuration for other in self._others)]
+        found = measurements or [Measurement(None)] * len(configurations)
+        return [AutotuneCandidate(*each, *one) for each, one in zip(configurations, found, strict=True)]
 
 
 def output_tensors(key: PlanKey, pointers: Sequence[int], device: torch.device) -> list[Tensor]:
@@ -76,21 +163,14 @@ def tensor_at(address: int, layout: TensorLayout, device: torch.device) -> Tenso
     return torch.empty(0, dtype=layout.dtype, device=device).set_(storage, 0, layout.shape, layout.stride)
 
 
-def compare(
-    launches: Sequence[Launch | str],
-    outputs: list[Tensor],
-    *,
-    repeatable: bool,
-    measure: Measure | None = None,
-) -> list[Outcome]:
-    """Runs plans, and times those that are right.
+def compare(launches: Sequence[Launch | str], outputs: list[Tensor], *, repeatable: bool) -> list[Measurement]:
+    """Runs candidates, and times those that are right.
 
     Args:
         launches: Of cuDNN's first choice, which is taken to be right, and of the others; in place of one that cannot be
             built, the reason.
         outputs: What each of them writes; what was in them is in them afterwards.
         repeatable: Whether one drops out that does not give the same bits twice.
-        measure: What times launches, if not `device_times`.
 
     Raises:
         UndecidedError: The first one's results hold nothing to compare with.
@@ -107,16 +187,16 @@ def compare(
             reasons.append(other if isinstance(other, str) else _fault(other, outputs, expected, repeatable))
             if not isinstance(other, str) and not reasons[-1]:
                 right.append(other)
-        times = iter((measure or device_times)(right) if len(right) > 1 else [None])
-        return [Outcome(None, reason) if reason else Outcome(next(times)) for reason in reasons]
+        times = iter(device_times(right) if len(right) > 1 else [None])
+        return [Measurement(None, reason) if reason else Measurement(next(times)) for reason in reasons]
     finally:
         for output, old in zip(outputs, before, strict=True):
             output.copy_(old.view(output.shape))
 
 
-def fastest(outcomes: Sequence[Outcome]) -> int:
-    """The index of the plan to use: the first one unless another takes clearly less time."""
-    times = [float("inf") if outcome.microseconds is None else outcome.microseconds for outcome in outcomes]
+def fastest(measurements: Sequence[Measurement]) -> int:
+    """The index of the candidate to use: the first one unless another takes clearly less time."""
+    times = [math.inf if each.microseconds is None else each.microseconds for each in measurements]
     best = min(range(len(times)), key=times.__getitem__)
     return best if times[best] < times[0] * (1 - MARGIN) else 0
 

@@ -1,17 +1,15 @@
-"""`autotune`: whether plans are timed against what else there is for their keys, and the report of it."""
+"""`autotune`: whether the candidates for new plans are measured, and the report of it."""
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.runtime.forks import renewed_in_children
 from cudnn_sdpa.runtime.key import Operand, PlanKey, Role
 
 DEFAULT_CANDIDATES = 8
@@ -99,44 +97,24 @@ class _Use:
     report: AutotuneReport = field(default_factory=AutotuneReport)
 
 
-class _Setting:
-    """The uses of `autotune` that are in force, the latest last; replaced as a whole."""
-
-    uses: tuple[_Use, ...] = ()
-    lock = renewed_in_children(threading.Lock())
+#: The uses of `autotune` that are in force, the latest last; threads may leave theirs in any order.
+_in_force: list[_Use] = []
 
 
 def is_in_force() -> bool:
     """Whether `autotune` is in force."""
-    return bool(_Setting.uses)
+    return bool(_in_force)
 
 
 def most_candidates() -> int:
     """How many plans of a key are built, at most."""
-    uses = _Setting.uses
-    return uses[-1].candidates if uses else 1
+    return next((use.candidates for use in reversed(_in_force)), 1)
 
 
-def note(
-    key: PlanKey,
-    candidates: Sequence[AutotuneCandidate],
-    outcomes: Sequence[tuple[float | None, str]] = (),
-    winner: int = 0,
-    reason: str = "",
-) -> None:
-    """Adds an entry to the reports of all uses that are in force.
-
-    Args:
-        key: The plan's key.
-        candidates: The plan and its rivals.
-        outcomes: The time of each, or why it dropped out; empty if nothing is known of them.
-        winner: The index of the one that is used.
-        reason: Why none were compared.
-    """
-    known = outcomes or [(None, "")] * len(candidates)
-    fared = (replace(each, microseconds=time, reason=why) for each, (time, why) in zip(candidates, known, strict=True))
-    entry = AutotuneEntry(str(key), tuple(fared), winner, reason)
-    for use in _Setting.uses:
+def note(key: PlanKey, candidates: Sequence[AutotuneCandidate], winner: int = 0, reason: str = "") -> None:
+    """Adds an entry to the reports of all uses that are in force; its arguments are an `AutotuneEntry`'s."""
+    entry = AutotuneEntry(str(key), tuple(candidates), winner, reason)
+    for use in tuple(_in_force):
         use.report.entries.append(entry)
 
 
@@ -183,13 +161,11 @@ def autotune(*, candidates: int = DEFAULT_CANDIDATES) -> AbstractContextManager[
 
 @contextmanager
 def _tuning(use: _Use) -> Iterator[AutotuneReport]:
-    with _Setting.lock:
-        _Setting.uses = (*_Setting.uses, use)
+    _in_force.append(use)
     try:
         yield use.report
     finally:
-        with _Setting.lock:  # threads may leave in any order
-            _Setting.uses = tuple(other for other in _Setting.uses if other is not use)
+        _in_force.remove(use)
 
 
 def not_tunable(key: PlanKey) -> str:

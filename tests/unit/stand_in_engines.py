@@ -82,7 +82,8 @@ class Machine:
         self.patch(handles.thread, "slots", self.slots)
         self.patch(torch.cuda, "device", lambda _: contextlib.nullcontext())
         self.patch(torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.capturing)
-        self.patch(plan, "current_raw_stream", lambda _: self.stream)
+        for module in (plan, trials):
+            self.patch(module, "current_raw_stream", lambda _: self.stream)
         self.patch(building, "_handle_for", lambda _: "handle")
         self.patch(plan, "allocate", lambda shape, _, dtype: torch.empty(shape, dtype=dtype))
         self.patch(plan.backend, "GraphBuilder", lambda **_: "builder")
@@ -93,7 +94,7 @@ class Machine:
 
     def times(self, launches):
         self.timed.append(len(launches))
-        return [launch.args[0].built.microseconds for launch in launches]
+        return [launch.func.__self__.built.microseconds for launch in launches]
 
     def proposes(self, first, *others):
         """What cuDNN proposes from now on: engines, or why one cannot be built."""

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
+from array import array
+from types import SimpleNamespace
 
 import pytest
 import torch
 from stand_in_engines import Engine, Machine, halve, key, launch, operands
 
 import cudnn_sdpa
-from cudnn_sdpa import UnsupportedError, autotune
+from cudnn_sdpa import UnsupportedError, autotune, plan_cache
 from cudnn_sdpa.runtime import building, handles, plan, plan_file, proposals
 from cudnn_sdpa.runtime.building import build_plan, load_plan
+from cudnn_sdpa.runtime.cache import next_use
+from cudnn_sdpa.runtime.call_table import CallTable
 from cudnn_sdpa.runtime.key import Operand
 from cudnn_sdpa.runtime.layouts import TensorLayout
-from cudnn_sdpa.runtime.plan import Plan, UntunedPlan, captured_plans
+from cudnn_sdpa.runtime.plan import Plan, captured_plans
 from cudnn_sdpa.runtime.plan_file import StoredPlan
 
 
@@ -42,12 +46,11 @@ def test_a_launch_into_a_cuda_graph_tunes_nothing_and_the_next_one_does(machine,
         machine.stream, machine.capturing = 5, True
         for _ in range(2):
             launch(made, x, out)
-        assert (type(made), made.engine, engines[1].launches) == (UntunedPlan, "eng1", 0)
-        assert [each.built for each in captured] == [engines[0]]
+        assert (made.fastest, engines[1].launches) == (None, 0)
         machine.capturing = False
         launch(made, x, out)
-    assert (type(made), made.engine, made.tuned) == (Plan, "eng2", True)
-    assert {each.built for each in captured} == set(engines)  # the kernels of the graph live on
+    assert (type(made.fastest), made.fastest.engine, made.fastest.tuned) == (Plan, "eng2", True)
+    assert [each.built for each in captured] == [engines[0]]  # the kernels of the graph live on
     assert torch.equal(out, x * 0.5)
 
 
@@ -60,8 +63,8 @@ def test_under_determinism_a_captured_plan_stays(machine, captured):
         launch(made, x, out)
         machine.capturing = False
         launch(made, x, out)
-    assert (type(made), made.engine, made.tuned, other.launches) == (Plan, "eng1", False, 0)
-    assert len(captured) == 1
+    assert (made.fastest.engine, made.fastest.tuned, other.launches) == ("eng1", False, 0)
+    assert [each.built for each in captured] == [made.built]
     assert "CUDA graph" in report.entries[0].reason
 
 
@@ -95,7 +98,91 @@ def test_threads_that_launch_at_once_tune_once(machine):
             thread.join()
     assert right == [True] * 8
     assert len(report.entries) == len(machine.timed) == 1
-    assert (type(made), made.engine) == (Plan, "eng2")
+    assert made.fastest.engine == "eng2"
+
+
+@pytest.fixture
+def cache():
+    """The cache of the process, empty before and afterwards."""
+    plan_cache.clear()
+    yield plan_cache
+    plan_cache.clear()
+
+
+def get(of):
+    return plan_cache.get(of, lambda wanted: build_plan(halve, wanted))
+
+
+def test_the_fastest_takes_the_first_one_s_place_in_the_cache(machine, cache):
+    machine.proposes(first := Engine("eng1", 30), Engine("eng2", 10, workspace=64))
+    table = CallTable("nothing")
+    with autotune():
+        made = get(key())
+        made.last_used = next_use()
+        bound = SimpleNamespace(plan=made, last="something")
+        table.add("signature", bound)
+        assert table.get("signature") is bound
+        launch(made, *operands())
+    found = cache.peek(key())
+    assert found is made.fastest
+    assert (type(found), found.engine, found.held, made.held) == (Plan, "eng2", True, False)
+    assert (found.last_used, found.place) == (made.last_used, made.place)
+    assert table.get("signature") is bound.last is None  # so that the next call is bound to the fastest
+    info = cache.info()
+    assert (info.plans, info.builds, info.loads, info.evictions) == (1, 1, 0, 0)
+    launches = first.launches
+    for each in (made, found):  # who is bound to the first one goes on with it
+        x, out = operands()
+        launch(each, x, out)
+        assert torch.equal(out, x * 0.5)
+    x, out = operands()
+    made.launch_kept(array("Q", [x.data_ptr(), out.data_ptr()]), 0)
+    assert torch.equal(out, x * 0.5)
+    assert first.launches == launches
+
+
+def test_a_plan_that_has_left_the_cache_is_not_brought_back(machine, cache):
+    machine.proposes(Engine("eng1", 30), Engine("eng2", 10))
+    with autotune() as report:
+        made = get(key())
+        cache.clear()
+        x, out = operands()
+        launch(made, x, out)
+    assert torch.equal(out, x * 0.5)
+    assert (made.fastest.engine, len(report.entries)) == ("eng2", 1)
+    assert (cache.info().plans, made.fastest.held) == (0, False)
+
+
+def test_uses_of_a_plan_that_was_replaced_are_recorded(machine, cache):
+    machine.proposes(Engine("eng1", 30), Engine("eng2", 10))
+    with autotune(), cache.watch_uses() as used:
+        made = get(key())
+        made.last_used = next_use()
+        launch(made, *operands())
+    assert used == [key()]
+
+
+def test_threads_that_look_a_new_plan_up_find_it_once(machine, cache):
+    machine.proposes(Engine("eng1", 30), Engine("eng2", 10))
+    barrier, right = threading.Barrier(8), [0] * 8
+    with autotune() as report:
+
+        def work(index):
+            handles.thread.slots = machine.slots
+            barrier.wait()
+            for _ in range(20):
+                x, out = operands()
+                launch(get(key()), x, out)
+                right[index] += torch.equal(out, x * 0.5)
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert right == [20] * 8
+    assert len(report.entries) == len(machine.timed) == cache.info().builds == 1
+    assert cache.peek(key()).engine == "eng2"
 
 
 @pytest.fixture

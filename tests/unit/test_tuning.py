@@ -16,7 +16,8 @@ from cudnn_sdpa.runtime import tuning
 from cudnn_sdpa.runtime.building import build_plan
 from cudnn_sdpa.runtime.key import Operand, Role
 from cudnn_sdpa.runtime.layouts import TensorLayout
-from cudnn_sdpa.runtime.plan import Plan, UntunedPlan
+from cudnn_sdpa.runtime.plan import Plan
+from cudnn_sdpa.runtime.trials import UntunedPlan
 from cudnn_sdpa.runtime.tuning import AutotuneCandidate, AutotuneEntry, AutotuneReport
 
 
@@ -130,14 +131,14 @@ def test_what_is_not_tunable_is_an_ordinary_plan(machine):
     lengths = Operand("lengths", TensorLayout.contiguous((2,), torch.int32))
     with autotune() as report:
         made = build_plan(halve, key(inputs=[lengths]))
-    assert (type(made), made.tuned, made.rivals) == (Plan, False, [])
+    assert (type(made), made.tuned) == (Plan, False)
     assert "lengths" in report.entries[0].reason
 
 
 def test_without_autotune_nothing_else_is_built(machine):
     machine.proposes(Engine("eng1"), Engine("eng2"))
     made = build_plan(halve, key())
-    assert (type(made), made.tuned, made.rivals) == (Plan, False, [])
+    assert (type(made), made.tuned) == (Plan, False)
 
 
 @pytest.mark.parametrize("others", [(), ("no shared memory",)])
@@ -154,7 +155,7 @@ def test_one_proposal_is_taken_without_a_trial(machine, others):
 
 
 def tuned(of=None, x=None):
-    """A new plan after its first launch, what the report says of it, and whether the launch left the right results."""
+    """The plan that a first launch finds, what the report says of it, and whether the launch left the right results."""
     of = key() if of is None else of
     with autotune() as report:
         made = build_plan(halve, of)
@@ -163,7 +164,7 @@ def tuned(of=None, x=None):
         launch(made, x, *outs)
     (entry,) = report.entries
     right = all(torch.equal(out.nan_to_num(9), (x * 0.5).nan_to_num(9)) for out in outs)
-    return made, entry, right
+    return made.fastest, entry, right
 
 
 def test_the_fastest_takes_over(machine):
@@ -171,12 +172,13 @@ def test_the_fastest_takes_over(machine):
     machine.proposes(*engines)
     with autotune() as report:
         made = build_plan(halve, key())
-        assert (type(made), made.engine, made.tuned, report.entries) == (UntunedPlan, "eng1", False, [])
+        assert (type(made), made.engine, made.fastest, report.entries) == (UntunedPlan, "eng1", None, [])
         x, out = operands()
         launch(made, x, out)
         assert torch.equal(out, x * 0.5)
-        assert (type(made), made.rivals, made.tuned) == (Plan, [], True)
-        assert (made.engine, made.knobs, made.workspace, made.built) == ("eng2", {"TILE": 10}, 64, engines[1])
+        found = made.fastest
+        assert (type(found), found.tuned, found.build_seconds) == (Plan, True, made.build_seconds)
+        assert (found.engine, found.knobs, found.workspace, found.built) == ("eng2", {"TILE": 10}, 64, engines[1])
         (entry,) = report.entries
         assert (entry.key, entry.winner, entry.gain, entry.reason) == (str(key()), 1, 3.0, "")
         assert [(each.engine, each.microseconds) for each in entry.candidates] == [
@@ -271,7 +273,7 @@ def test_what_the_first_choice_does_not_write_stays_as_it_was(machine):
         made = build_plan(halve, key())
         x, out = operands()
         launch(made, x, out)
-    assert made.engine == "eng1"
+    assert made.fastest.engine == "eng1"
     assert torch.equal(out[0], x[0] * 0.5)
     assert (out[1] == 7).all()
 
@@ -291,7 +293,7 @@ def test_results_in_the_place_of_an_input_leave_the_plan_untuned(machine):
         x, _ = operands()
         expected = x * 0.5
         launch(made, x, x)
-    assert (made.engine, made.tuned) == ("eng1", False)
+    assert (made.fastest.engine, made.fastest.tuned) == ("eng1", False)
     assert report.entries[0].reason == "out0 lies in the same memory as x"
     assert torch.equal(x, expected)
 
@@ -302,7 +304,7 @@ def test_a_first_choice_that_cannot_be_launched_says_so_itself(machine):
         made = build_plan(halve, key())
         with pytest.raises(RuntimeError, match="refused"):
             launch(made, *operands())
-    assert type(made) is Plan
+    assert made.fastest.built is made.built
     assert report.entries[0].reason == "refused"
 
 
@@ -312,6 +314,6 @@ def test_after_it_is_left_nothing_is_tuned(machine):
         made = build_plan(halve, key())
     x, out = operands()
     launch(made, x, out)
-    assert (type(made), made.engine, made.tuned, made.rivals) == (Plan, "eng1", False, [])
+    assert (type(made.fastest), made.fastest.engine, made.fastest.tuned) == (Plan, "eng1", False)
     assert (other.launches, report.entries) == (0, [])
     assert torch.equal(out, x * 0.5)
