@@ -51,6 +51,11 @@ def test_tables_of_numbers_are_those_of_the_benchmarks_files():
     assert result.returncode == 0, result.stdout
 
 
+def test_the_charts_show_the_benchmarks_numbers():
+    result = run("scripts/charts.py", "--check")
+    assert result.returncode == 0, result.stdout
+
+
 def test_the_table_of_known_issues_is_that_of_the_library():
     result = run("scripts/known_issues.py", "--check")
     assert result.returncode == 0, result.stdout + result.stderr
