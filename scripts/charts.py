@@ -3,7 +3,7 @@
     python scripts/charts.py            # draw it
     python scripts/charts.py --check    # exit with 1 if the pictures show other numbers than the JSON files
 
-One problem of a LLaMA-like layer for each panel: forward and training (forward and backward) in TFLOP/s, and decoding on
+A panel shows one problem of a LLaMA-like layer: forward and training (both passes) in TFLOP/s, and decoding on
 a KV cache in TB/s, which memory bandwidth bounds. Higher is better in all three.
 """
 
