@@ -1,4 +1,4 @@
-"""Writes the tables of measured numbers in README.md and docs/benchmarks.md, out of the JSON in docs/benchmarks.
+"""Writes the tables of measured numbers in docs/benchmarks.md, out of the JSON in docs/benchmarks.
 
     python scripts/bench_tables.py            # write them
     python scripts/bench_tables.py --check    # exit with 1 if a page is out of date
@@ -20,7 +20,7 @@ from pages import ROOT
 
 from cudnn_sdpa.bench.report import upright
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+PAGES = (ROOT / "docs" / "benchmarks.md",)
 MARKS = re.compile(r"(<!-- bench:(?:(?P<file>\w+)/)?(?P<part>\w+) -->\n).*?<!-- /bench -->", re.DOTALL)
 
 
