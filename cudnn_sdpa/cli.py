@@ -96,14 +96,34 @@ def support(
     output: Output = None,
 ) -> None:
     """Show what cuDNN's attention supports on a kind of GPU: by rules, or with a target by cuDNN itself."""
-    if target is not None and (sm, cudnn) != (None, None):
-        alone = "--sm" if sm is not None else "--cudnn"
-        raise ArgumentError(alone, f"{sm if sm is not None else cudnn} beside --target", "one of the two")
     import cudnn_sdpa._pytorch  # noqa: F401
 
-    text = _rules(sm, cudnn) if target is None else _planned(target)
+    _show_support({"sm": sm, "cudnn": cudnn, "target": target}, output)
+
+
+def _show_support(asked: dict[str, Any], output: Path | None) -> None:
+    from rich.console import Console
+    from rich.progress import track
+    from rich.table import Table
+    from torch.cuda import is_available
+
+    from cudnn_sdpa import support_matrix
+
+    of = support_matrix.environment(**asked)
+    number = len(support_matrix.ROWS) * len(support_matrix.OPERATIONS)
+    by_rules = asked["target"] is None
+    cells = list(track(support_matrix.cells(**asked), "planning", number, transient=True, disable=by_rules))
+    rows = support_matrix.table(cells)
+    table = Table(*rows[0], title=f"cuDNN {of['cudnn']} on {of['gpu']}, head dims 128", title_justify="left")
+    for row in rows:
+        table.add_row(*row.values())
+    Console().print(table)
+    for reason in dict.fromkeys(reason for cell in cells for reason in cell.reasons):
+        typer.echo(f"not supported: {reason}")
+    if asked["sm"] is None and by_rules and not is_available():
+        typer.echo("There is no GPU here that PyTorch can see: this is for SM 90 (Hopper); --sm names another.")
     if output is not None:
-        output.write_text(text)
+        output.write_text(support_matrix.to_json(of, cells))
         typer.echo(f"written to {output}")
 
 
@@ -131,47 +151,6 @@ def explain(
     typer.echo(found.details if details else str(found))
     if not found.supported or (found.backward is not None and not found.backward.supported):
         raise typer.Exit(PROBLEM)
-
-
-def _rules(sm: int | None, cudnn: str | None) -> str:
-    """Shows the table of the rules, and gives it as JSON."""
-    from cudnn_sdpa import support_matrix
-
-    answers = list(support_matrix.answers(sm, cudnn))
-    _show(support_matrix.described(sm, cudnn), support_matrix.table(answers))
-    for operation, reason in support_matrix.common_reasons(answers).items():
-        typer.echo(f"{operation}: {reason}")
-    if sm is None and not support_matrix.is_gpu_here():
-        typer.echo("There is no GPU here that PyTorch can see: this is for SM 90 (Hopper); --sm names another.")
-    return support_matrix.to_json(sm, cudnn, answers)
-
-
-def _planned(name: str) -> str:
-    """Shows what cuDNN plans for a GPU, and gives it as JSON."""
-    from rich.progress import track
-
-    from cudnn_sdpa import planned_support
-    from cudnn_sdpa.runtime.target import load_properties
-
-    properties = load_properties(name)
-    of = planned_support.environment(properties)
-    calls = list(track(planned_support.planned_calls(properties), "planning", transient=True))
-    typer.echo(f"cuDNN {of['cudnn']} on {of['gpu']}: engines")
-    for operation, rows in planned_support.tables(calls).items():
-        _show(operation, rows)
-    for reason in dict.fromkeys(reason for call in calls for reason in call.reasons):
-        typer.echo(f"none: {reason}")
-    return planned_support.to_json(of, calls)
-
-
-def _show(title: str, rows: list[dict[str, str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*rows[0], title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*(row[column] for column in rows[0]))
-    Console().print(table)
 
 
 Workers = Annotated[int | None, typer.Option(min=1, help="Helper processes; one for each core if not given.")]

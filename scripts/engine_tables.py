@@ -21,23 +21,18 @@ MARKS = re.compile(r"(<!-- engines:(?P<target>\w+) -->\n).*?<!-- /engines -->", 
 
 
 def table(data: dict[str, Any]) -> str:
-    """One GPU's table as Markdown: every option at head dim 128, and the other head dims without options."""
-    cells: dict[str, dict[tuple[str, str], set[str]]] = {}
+    """One GPU's table as Markdown."""
+    cells: dict[str, dict[str, str]] = {}
     for call in data["calls"]:
-        dims, option = (call["head_dim"], call["head_dim_v"]), call["option"]
-        if dims != (128, 128) and option != "no option":
-            continue
-        row = option if dims == (128, 128) else f"head dims {dims[0]} and {dims[1]}"
-        found = call["engine"].removeprefix("eng") or "none"
-        cells.setdefault(row, {}).setdefault((call["operation"], call["direction"]), set()).add(found)
+        engines = [engine.removeprefix("eng") or "none" for engine in call.get("engines", {"forward": ""}).values()]
+        cells.setdefault(call["option"], {})[call["operation"]] = " / ".join(engines)
     operations = dict.fromkeys(call["operation"] for call in data["calls"])
-    columns = [(operation, direction) for operation in operations for direction in ("forward", "backward")]
     of = data["environment"]
     lines = [f"{of['gpu']}; cuDNN {of['cudnn']}, frontend {of['nvidia-cudnn-frontend']}.", ""]
-    lines += ["| with | " + " | ".join(f"{o} {d}" for o, d in columns) + " |", "|---" * (1 + len(columns)) + "|"]
+    lines += ["| | " + " | ".join(operations) + " |", "|---" * (1 + len(operations)) + "|"]
     lines += [
-        f"| {row} | " + " | ".join(" or ".join(sorted(found.get(column, {"–"}))) for column in columns) + " |"
-        for row, found in cells.items()
+        f"| {option} | " + " | ".join(found.get(operation, "–") for operation in operations) + " |"
+        for option, found in cells.items()
     ]
     return "\n".join(lines)
 

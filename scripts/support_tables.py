@@ -28,12 +28,12 @@ def table(operation: str, cudnn: str) -> str:
     """One table as Markdown, and under it the reasons for all that is not there."""
     lines = [f"| | {' | '.join(GPUS.values())} |", "|---" * (1 + len(GPUS)) + "|"]
     notes: dict[str, int] = {}
-    for row, options in ROWS.items():
+    for row in ROWS:
         cells = []
         for sm in GPUS:
-            word, answer = cell(operation, options, sm, cudnn)
-            numbers = sorted(notes.setdefault(of_row(reason), 1 + len(notes)) for reason in answer.reasons)
-            cells.append(word + (f" <sup>{','.join(map(str, numbers))}</sup>" if numbers else ""))
+            found = cell(operation, row, sm=sm, cudnn=cudnn)
+            numbers = sorted(notes.setdefault(of_row(reason), 1 + len(notes)) for reason in found.reasons)
+            cells.append(found.word + (f" <sup>{','.join(map(str, numbers))}</sup>" if numbers else ""))
         if set(cells) != {"–"}:
             lines.append(f"| {row} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in notes.items())])

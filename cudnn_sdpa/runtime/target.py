@@ -92,8 +92,11 @@ class Target:
         return cls(tuple(chosen), backend.cudnn_version(), backend.frontend_version(), name, source)
 
     def __str__(self) -> str:
+        count = dict(self.properties)["multiProcessorCount"]
+        if not count:  # a kind of GPU and none in particular
+            return self.name
         source = f"; {self.source}" if self.source else ""
-        return f"{self.name} (SM {self.sm}, {dict(self.properties)['multiProcessorCount']} multiprocessors{source})"
+        return f"{self.name} (SM {self.sm}, {count} multiprocessors{source})"
 
 
 def _frozen(value: Any) -> Any:

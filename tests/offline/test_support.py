@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 
 from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.attention import fp8_passes, packed, passes
-from cudnn_sdpa.attention.questions import NeededPlan, Question
+from cudnn_sdpa.attention.support import RULES, Case, Rule
 from cudnn_sdpa.offline.planner import engine_offline, plan_offline
 from cudnn_sdpa.runtime import known_issues
+from cudnn_sdpa.runtime.describe import Description
 from cudnn_sdpa.runtime.key import PlanKey
 from cudnn_sdpa.runtime.target import Target
+from cudnn_sdpa.support_matrix import descriptions
 
 #: By SM, what cuDNN is told of a GPU of that kind where it differs from an H200.
 GPUS = {
@@ -37,36 +40,45 @@ def gpu(h200, request) -> dict[str, Any]:
     return {**h200, "deviceVer": 10 * request.param, "deviceName": f"SM {request.param}", **GPUS[request.param]}
 
 
-def sample(draw: random.Random) -> Question:
-    """A question in which each option is used now and then."""
+def sample(draw: random.Random) -> Description | None:
+    """A computation in which each option is used now and then; None for one that needs no plan."""
 
     def chance(share: float) -> bool:
         return draw.random() < share
 
     packed = chance(0.3)
-    mask = not packed and chance(0.25)
-    head_dim, head_dim_v = draw.choice(COMMON_DIMS if chance(0.5) else DIMS)
-    sq, skv = draw.choice(SIZES[:3] if chance(0.5) else SIZES)
-    return Question(
-        operation="sdpa_varlen" if packed else "sdpa",
-        direction=draw.choice(["forward", "backward", "backward"]),
-        dtype=draw.choice([torch.float16, torch.bfloat16]),
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        is_causal=chance(0.5),
-        causal_alignment=draw.choice(["top_left", "bottom_right"]),
-        window=draw.choice(WINDOWS) if chance(0.3) else None,
-        attn_mask=mask,
-        attn_mask_grad=mask and chance(0.5),
-        dropout=chance(0.2),
-        softcap=chance(0.2),
-        alibi=not packed and chance(0.15),
-        sinks=chance(0.2),
-        seq_lens=not packed and chance(0.25),
-        deterministic=chance(0.3),
-        sq=sq,
-        skv=skv,
+    options: dict[str, Any] = {"is_causal": chance(0.5), "causal_alignment": draw.choice(["top_left", "bottom_right"])}
+    options |= {"window": draw.choice(WINDOWS)} if chance(0.3) else {}
+    options |= {"dropout_p": 0.1} if chance(0.2) else {}
+    options |= {"softcap": 20.0} if chance(0.2) else {}
+    options |= {"sinks": chance(0.2), "deterministic": chance(0.3)}
+    if not packed:
+        options |= {"attn_mask": draw.choice([True, "grad"])} if chance(0.25) else {}
+        options |= {"seq_lens_q": True, "seq_lens_kv": True} if chance(0.25) else {}
+        options |= {"alibi": chance(0.15)}
+    return last_of(
+        draw,
+        "sdpa_varlen" if packed else "sdpa",
+        draw.choice(["forward", "backward", "backward"]),
+        draw.choice([torch.float16, torch.bfloat16]),
+        draw.choice(COMMON_DIMS if chance(0.5) else DIMS),
+        options,
     )
+
+
+def last_of(
+    draw: random.Random,
+    operation: str,
+    direction: str,
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    options: dict[str, Any],
+) -> Description | None:
+    """What is asked about: the gradients, if there are some."""
+    (head_dim, head_dim_v), (sq, skv) = dims, draw.choice(SIZES[:3] if draw.random() < 0.5 else SIZES)
+    sizes = {"head_dim": head_dim, "head_dim_v": head_dim_v, "sq": sq, "skv": skv}
+    found = descriptions(operation, direction, dtype, **sizes, options=options)[-1]
+    return None if found.is_empty else found
 
 
 FP8_DIMS = [
@@ -84,41 +96,36 @@ FP8_DIMS = [
 FP8_OUTPUTS = [None, torch.float8_e5m2, torch.bfloat16, torch.float16]
 
 
-def sample_fp8(draw: random.Random) -> Question:
+def sample_fp8(draw: random.Random) -> Description | None:
     """The same for FP8."""
     is_backward = draw.random() < 0.5
-    head_dim, head_dim_v = draw.choice(FP8_DIMS)
-    sq, skv = draw.choice(SIZES[:3] if draw.random() < 0.5 else SIZES)
-    return Question(
-        operation="sdpa_fp8",
-        direction="backward" if is_backward else "forward",
-        dtype=draw.choice([torch.float8_e4m3fn, torch.float8_e5m2]),
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        is_causal=draw.random() < 0.5,
-        causal_alignment=draw.choice(["top_left", "bottom_right"]),
-        window=draw.choice(WINDOWS) if draw.random() < 0.3 else None,
-        seq_lens=draw.random() < 0.4,
-        deterministic=is_backward and draw.random() < 0.3,
-        out_dtype=None if is_backward else draw.choice(FP8_OUTPUTS),
-        sq=sq,
-        skv=skv,
-    )
+    options: dict[str, Any] = {"is_causal": draw.random() < 0.5}
+    options |= {"causal_alignment": draw.choice(["top_left", "bottom_right"])}
+    options |= {"window": draw.choice(WINDOWS)} if draw.random() < 0.3 else {}
+    options |= {"seq_lens_q": True, "seq_lens_kv": True} if draw.random() < 0.4 else {}
+    options |= {"deterministic": draw.random() < 0.3} if is_backward else {"out_dtype": draw.choice(FP8_OUTPUTS)}
+    direction = "backward" if is_backward else "forward"
+    dtype = draw.choice([torch.float8_e4m3fn, torch.float8_e5m2])
+    return last_of(draw, "sdpa_fp8", direction, dtype, draw.choice(FP8_DIMS), options)
 
 
-def key_of(plan: NeededPlan, target: Target) -> PlanKey:
-    """The key, whatever the rules say."""
+def key_and_rules(plan: Description, target: Target) -> tuple[PlanKey, Case, list[Rule]]:
+    """The key, whatever the rules say, and what they say."""
+    asked: list[tuple[Case, list[Rule]]] = []
+
+    def note(case: Case, _what: str, rules: Sequence[Rule] = RULES) -> None:
+        asked.append((case, [rule for rule in rules if rule.applies(case)]))
+
     with pytest.MonkeyPatch.context() as patch:
         for module in (passes, packed, fp8_passes):
-            patch.setattr(module, "refusal", lambda *_: None)
-        return plan.key(target)
+            patch.setattr(module, "refusal", note)
+        key = plan.key(target, None)
+    return key, *asked[-1]
 
 
-def disagreement(plan: NeededPlan, properties: dict[str, Any]) -> str:
+def disagreement(plan: Description, properties: dict[str, Any]) -> str:
     """How the rules and cuDNN disagree; empty if they agree, or if a plan would be wrong and is not asked for."""
-    target = Target.from_properties(properties)
-    key, case = key_of(plan, target), plan.case(target)
-    broken = [rule for rule in plan.rules if rule.applies(case)]
+    key, case, broken = key_and_rules(plan, Target.from_properties(properties))
     if any(rule.wrong for rule in broken) or UnsupportedError.of(known_issues.check, key) is not None:
         return ""
     try:
@@ -135,8 +142,7 @@ def disagreement(plan: NeededPlan, properties: dict[str, Any]) -> str:
 @pytest.mark.parametrize("gpu", GPUS, indirect=True, ids="SM {}".format)
 def test_rules_say_what_the_heuristics_say(gpu, sampled):
     draw = random.Random(20 + gpu["deviceVer"])
-    questions = [sampled(draw) for _ in range(GRID)]
-    plans = [needed[-1] for question in questions if (needed := question.plans())]  # some calls need none
+    plans = [plan for _ in range(GRID) if (plan := sampled(draw)) is not None]
     assert len(plans) > 0.9 * GRID
     found = [text for plan in plans if (text := disagreement(plan, gpu))]
     assert not found, f"{len(found)} of {GRID}:\n" + "\n".join(found)
@@ -148,8 +154,11 @@ def test_what_no_rule_speaks_against_compiles(gpu):
     draw = random.Random(3 + gpu["deviceVer"])
     target, compiled = Target.from_properties(gpu), 0
     while compiled < FULL:
-        *_, plan = [None, *sample(draw).plans()]
-        if plan is not None and plan.refusal(target) is None:
-            made = plan_offline(plan.key(target), gpu)  # raises cuDNN's reasons
+        plan = sample(draw)
+        if plan is not None and not key_and_rules(plan, target)[2]:
+            key = plan.key(target, None)
+            if UnsupportedError.of(known_issues.check, key) is not None:
+                continue
+            made = plan_offline(key, gpu)  # raises cuDNN's reasons
             assert made.engine.startswith("eng")
             compiled += 1

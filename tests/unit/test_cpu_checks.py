@@ -78,16 +78,8 @@ def test_the_cpu_refuses_what_support_refuses(target, backward):
             options["attn_mask"] = options["attn_mask"][:sq].clone()
         q, k, v = qkv(sq, 8, dims=dims, dtype=torch.bfloat16)
         q.requires_grad_(backward)
-        asked = {
-            "attn_mask": "attn_mask" in options,
-            "dropout": "dropout_p" in options,
-            "softcap": "softcap" in options,
-            "sinks": "sinks" in options,
-            "seq_lens": "seq_lens_kv" in options,
-            **{name: options[name] for name in ("is_causal", "alibi", "window", "deterministic") if name in options},
-            "causal_alignment": options.get("causal_alignment", "top_left"),
-            "direction": "backward" if backward else "forward",
-        }
+        asked = {name: True if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+        asked["direction"] = "backward" if backward else "forward"
         answer = cudnn_sdpa.support(
             head_dim=dims[0], head_dim_v=dims[1], sq=sq, skv=8, sm=sm, cudnn=cpu_target.installed_cudnn(), **asked
         )

@@ -10,11 +10,12 @@ import torch
 from typer.testing import CliRunner
 
 import cudnn_sdpa
-from cudnn_sdpa import OptionError, support
+from cudnn_sdpa import OptionError, UnsupportedError, support
 from cudnn_sdpa.attention.support import BACKWARD, RULES, Case, refusal
 from cudnn_sdpa.cli import app
 from cudnn_sdpa.runtime.backend import MIN_CUDNN, version_string
-from cudnn_sdpa.support_matrix import ROWS, answers, table, version_number
+from cudnn_sdpa.runtime.cpu_target import installed_cudnn
+from cudnn_sdpa.support_matrix import ROWS, cells, table, version_number
 
 H200 = {"sm": 90, "cudnn": "9.28.0"}
 LATE, TOP_LEFT, BOTTOM_RIGHT = (-64, None, False), (None, 0, False), (None, 0, True)
@@ -75,11 +76,12 @@ def test_a_supported_call_is_true_and_says_so():
     assert answer.supported
     assert answer.reasons == []
     assert answer.suggestion == ""
-    assert str(answer).endswith("is_causal, top_left; SM 90, cuDNN 9.28.0: supported")
+    assert answer.engine == ""
+    assert str(answer).endswith("Skv=1024, is_causal; SM 90, cuDNN 9.28.0: supported")
 
 
 def test_an_unsupported_call_names_every_reason():
-    answer = support(head_dim=512, softcap=True, alibi=True, sm=89, cudnn=92800, direction="backward")
+    answer = support(head_dim=512, softcap=30.0, alibi=True, sm=89, cudnn=92800, direction="backward")
     assert not answer
     text = str(answer)
     for part in ("head dims 512 and 512", "soft cap", "linear biases", "SM 89", "what works:"):
@@ -90,11 +92,12 @@ def test_an_unsupported_call_names_every_reason():
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"head_dim": 100}, "multiples of 8"),
+        ({"head_dim": 100}, "multiple of 8"),
         ({"head_dim": 64, "dtype": torch.float32}, "float32"),
+        ({"head_dim": 64, "operation": "sdpa_fp8", "dtype": torch.bfloat16}, "float8_e4m3fn"),
         ({"head_dim": 64, "sm": 75}, "7.5"),
-        ({"head_dim": 64, "dropout": True, "sq": 1}, "single query"),
-        ({"head_dim": 64, "softcap": True, "attn_mask_grad": True, "direction": "backward"}, "attn_mask"),
+        ({"head_dim": 64, "dropout_p": 0.1, "sq": 1}, "single query"),
+        ({"head_dim": 64, "softcap": 20.0, "attn_mask": "grad", "direction": "backward"}, "attn_mask"),
         ({"head_dim": 64, "sm": 100, "cudnn": "9.19", "sq": 1}, "Blackwell"),
         ({"head_dim": 64, "alibi": True}, "causal"),
     ],
@@ -129,16 +132,16 @@ def test_a_cudnn_that_the_library_refuses_to_load_supports_nothing(cudnn, operat
 def test_an_old_cudnn_is_one_reason_beside_others():
     answer = support(head_dim=64, dtype=torch.float32, sm=90, cudnn="9.5.0")
     assert len(answer.reasons) == 2
-    assert set(table(answers(90, "9.5.0"))[0].values()) == {"no option", "no"}
+    assert set(table(list(cells(sm=90, cudnn="9.5.0")))[0].values()) == {"no option", "no"}
 
 
 @pytest.mark.parametrize("operation", ["sdpa", "sdpa_varlen"])
 @pytest.mark.parametrize(
-    "options", [{}, {"dropout": True}, {"sinks": True}, {"head_dim": 64, "head_dim_v": 128}], ids=str
+    "options", [{}, {"dropout_p": 0.1}, {"sinks": True}, {"head_dim": 64, "head_dim_v": 128}], ids=str
 )
 @pytest.mark.parametrize("sizes", [{"sq": 2**21}, {"sq": 2**20, "skv": 2**23}, {"sq": 1, "skv": 2**22}], ids=str)
 def test_sizes_that_take_several_plans_are_no_reason_against_gradients(operation, options, sizes):
-    if sizes["sq"] == 1 and "dropout" in options:
+    if sizes["sq"] == 1 and "dropout_p" in options:
         sizes = {**sizes, "sq": 2}
     assert support(operation, direction="backward", sm=90, cudnn="9.19", **{"head_dim": 128, **options, **sizes})
 
@@ -153,13 +156,53 @@ def test_a_head_that_is_too_large_for_one_plan_is_a_reason(operation):
     assert answer.suggestion == "shorter sequences"
 
 
-def test_packed_sequences_have_options_and_a_diagonal_of_their_own():
-    assert "bottom_right" in str(support("sdpa_varlen", head_dim=64, is_causal=True, **H200))
+def test_packed_sequences_have_gradients_on_some_gpus():
     assert support("sdpa_varlen", head_dim=64, direction="backward", **H200)
     assert not support("sdpa_varlen", head_dim=64, direction="backward", sm=80, cudnn="9.28")
-    for name in ("attn_mask", "attn_mask_grad", "alibi", "seq_lens"):
-        with pytest.raises(OptionError, match=f"{name}.*sdpa_varlen has no such argument"):
-            support("sdpa_varlen", head_dim=64, **{name: True}, **H200)
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "alibi", "seq_lens_kv", "out_dtype", "causal"])
+def test_what_the_call_does_not_take_is_no_option(name):
+    with pytest.raises(OptionError, match=f"{name}: .*sdpa_varlen, which has none of this name"):
+        support("sdpa_varlen", head_dim=64, **{name: True}, **H200)
+
+
+def test_operands_may_be_given_without_memory():
+    mask = torch.empty(512, 1024, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    asked = {"head_dim": 64, "direction": "backward", "sq": 512, "skv": 1024, "softcap": 20.0, **H200}
+    given, named = support(attn_mask=mask, **asked), support(attn_mask="grad", **asked)
+    assert given.reasons == named.reasons != []
+    assert "Skv=1024, softcap=20.0, attn_mask; " in given.question.replace(
+        "attn_mask, softcap=20.0", "softcap=20.0, attn_mask"
+    )
+
+
+@pytest.mark.parametrize("operation", ["sdpa", "sdpa_varlen", "sdpa_fp8"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "window": (64, 0)}, {"sq": 1}, {"head_dim": 256}], ids=str)
+@pytest.mark.parametrize("sm", [80, 90, 100])
+def test_it_says_what_a_call_of_such_tensors_says(operation, options, sm):
+    """Held against calls on CPU tensors, which are checked for a named GPU with the same rules."""
+    options = {"head_dim": 64, "sq": 16, **options}
+    head_dim, sq = options.pop("head_dim"), options.pop("sq")
+    answer = support(operation, head_dim=head_dim, sq=sq, skv=16, sm=sm, cudnn=installed_cudnn(), **options)
+    q, k, v = (torch.randn(2, 8, tokens, head_dim) for tokens in (sq, 16, 16))
+
+    def call():
+        if operation == "sdpa":
+            return cudnn_sdpa.sdpa(q, k, v, **options)
+        if operation == "sdpa_varlen":
+            packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+            offsets = [torch.arange(3, dtype=torch.int32) * tokens for tokens in (sq, 16)]
+            return cudnn_sdpa.sdpa_varlen(*packed, *offsets, sq, 16, **options)
+        scales = cudnn_sdpa.Fp8Scales(*[torch.ones(1)] * 6)
+        return cudnn_sdpa.sdpa_fp8(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), scales, **options)
+
+    with cudnn_sdpa.cpu_checks({80: "a100", 90: "h200", 100: "b200"}[sm]):
+        refused = UnsupportedError.of(call)
+    assert bool(answer) == (refused is None)
+    assert [reason.partition(" has compute")[2] or reason for reason in answer.reasons] == [
+        reason.partition(" has compute")[2] or reason for reason in (refused.reasons if refused else [])
+    ]
 
 
 @pytest.mark.parametrize(
@@ -174,23 +217,36 @@ def test_packed_sequences_have_options_and_a_diagonal_of_their_own():
         ("skv", -1),
         ("sm", "90"),
         ("sm", 9),
+        ("sm", 9000),
+        ("sm", 90.0),
+        ("sm", True),
         ("cudnn", "nine"),
         ("cudnn", 9),
         ("cudnn", "9"),
-        ("dropout", 0.1),
-        ("softcap", 30.0),
-        ("is_causal", 1),
+        ("dropout_p", 1.5),
+        ("softcap", -30.0),
+        ("attn_mask", 1),
+        ("sinks", "grad"),
         ("causal_alignment", "middle"),
         ("window", 64),
         ("window", (64,)),
         ("alibi", None),
-        ("deterministic", None),
+        ("target", "h9000"),
     ],
 )
 def test_what_is_no_option_is_refused_by_name(name, value):
+    """What the call itself takes is refused in the call's own words."""
+    chosen = {} if name == "target" else H200
     with pytest.raises(OptionError) as caught:
-        support(**{"head_dim": 64, **H200, name: value})
+        support(**{"head_dim": 64, **chosen, name: value})
     assert caught.value.argument == name
+
+
+def test_a_gpu_is_named_in_one_way():
+    with pytest.raises(OptionError, match="sm: got 90 beside target; expected one of the two"):
+        support(head_dim=64, target="h200", sm=90)
+    with pytest.raises(OptionError, match=r"cudnn: got 9\.19 beside target; expected one of the two"):
+        support(head_dim=64, target="h200", cudnn="9.19")
 
 
 def test_versions_are_numbers_or_texts():
@@ -206,7 +262,7 @@ def test_without_a_gpu_the_answer_is_for_an_h200(monkeypatch):
 
 
 def test_a_matrix_has_a_row_for_each_option():
-    rows = {row["with"]: row for row in table(answers(80, "9.28.0"))}
+    rows = {row["with"]: row for row in table(list(cells(sm=80, cudnn="9.28.0")))}
     assert list(rows) == list(ROWS)
     assert rows["causal"] == {"with": "causal", "sdpa": "yes", "sdpa_varlen": "forward only", "sdpa_fp8": "no"}
     assert rows["attn_mask"]["sdpa_varlen"] == "–"
@@ -218,6 +274,13 @@ def test_the_command_prints_a_table():
     assert result.exit_code == 0
     assert "cuDNN 9.19.0 on SM 100" in result.output
     assert "forward only" in result.output
+
+
+def test_the_command_refuses_what_is_no_compute_capability():
+    result = CliRunner().invoke(app, ["support", "--sm", "9000"])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "--sm: got 9000; expected a compute capability as one number, 90 for 9.0: one of 70, " in result.stderr
 
 
 def test_the_command_refuses_what_is_no_version():
