@@ -232,6 +232,12 @@ def check(tensors: Sequence[Any], names: Sequence[str]) -> None:
     check_kept(**dict(zip(names, tensors, strict=True)))
 
 
+def no_gradient(name: str) -> UnsupportedError:
+    """Why a function has no gradient."""
+    reasons = ["an argument requires grad, and there is no backward pass for it"]
+    return UnsupportedError(f"the gradient of {name}", reasons, "torch.no_grad(), silu_mul, or PyTorch's own functions")
+
+
 def _run(kind: _Kind, operands: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
     """A call that has to be checked; the next one like it goes straight to its plan.
 
@@ -243,9 +249,7 @@ def _run(kind: _Kind, operands: Sequence[Tensor], tensors: Sequence[Tensor]) -> 
     check(operands, kind.operands)
     trains = needs_gradient(*tensors)
     if trains and kind.rows.backward is None:
-        reasons = ["an argument requires grad, and there is no backward pass for it"]
-        works = "torch.no_grad(), silu_mul, or PyTorch's own functions"
-        raise UnsupportedError(f"the gradient of {kind.name}", reasons, works)
+        raise no_gradient(kind.name)
     shape = operands[0].shape
     if is_empty(operands[0]):
         return kind.plain(*operands)

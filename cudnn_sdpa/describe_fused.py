@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from cudnn_sdpa.activation_rows import as_rows
 from cudnn_sdpa.conv_graphs import as_pictures, channels_last, convolution, convolution_of_weight, convolution_of_x
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused_dtypes import EXPECTED
+from cudnn_sdpa.graphs.function import GraphFunction
 from cudnn_sdpa.norm_graphs import layer_norm_gradients, layer_norm_rows, rms_norm_gradients, rms_norm_rows
 from cudnn_sdpa.runtime.describe import Description, describes
 from cudnn_sdpa.runtime.eager import needs_gradient
@@ -43,6 +45,8 @@ def _rms_norm(
     norm_arguments.check_residual(x, residual)
     norm_arguments.check_choices(activation, zero_centered)
     trains = needs_gradient(x, weight, residual)
+    if 0 in x.shape:
+        return _nothing(rms_norm_rows, x, trains)
     shift = 1.0 if zero_centered and weight is not None else None
     rows, of_weight, of_residual = (_meta(part) for part in norm.rows_of(x, weight, residual))
     fused = None if trains else activation
@@ -60,6 +64,8 @@ def _rms_norm(
 def _layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Description:
     norm_arguments.check(x, {"weight": weight, "bias": bias}, eps)
     trains = needs_gradient(x, weight, bias)
+    if 0 in x.shape:
+        return _nothing(layer_norm_rows, x, trains)
     notes = _copies(x=x) + [f"{name} is made" for name, part in (("weight", weight), ("bias", bias)) if part is None]
     like = next((part for part in (weight, bias) if part is not None), x)
     given = [part if part is not None else like.new_empty(x.shape[-1]) for part in (weight, bias)]
@@ -75,6 +81,8 @@ def _layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = N
 def _silu_mul(gate: Tensor, up: Tensor | None = None) -> Description:
     tensors = gates.halves_of(gate) if up is None else (gate, up)
     gates.check(tensors, ("gate", "up"))
+    if 0 in tensors[0].shape:
+        return _nothing(silu_mul_rows, gate, needs_gradient(gate, up))
     found = silu_mul_rows.describe(*map(_meta, as_rows(tensors, ("gate", "up"))))
     if not needs_gradient(gate, up):
         return _completed(found, gate, [])
@@ -89,14 +97,24 @@ def _silu_mul(gate: Tensor, up: Tensor | None = None) -> Description:
 @describes(gates.gelu_mul)
 def _gelu_mul(gate: Tensor, up: Tensor) -> Description:
     gates.check((gate, up), ("gate", "up"))
-    rows = as_rows((gate, up), ("gate", "up"))
-    return _completed(gelu_mul_rows.describe(*map(_meta, rows)), gate, [])
+    return _without_gradient("gelu_mul", gelu_mul_rows, gate=gate, up=up)
 
 
 @describes(gates.relu_squared)
 def _relu_squared(x: Tensor) -> Description:
     gates.check((x,), ("x",))
-    return _completed(relu_squared_rows.describe(*map(_meta, as_rows((x,), ("x",)))), x, [])
+    return _without_gradient("relu_squared", relu_squared_rows, x=x)
+
+
+def _without_gradient(name: str, graph: GraphFunction, **tensors: Tensor) -> Description:
+    first = next(iter(tensors.values()))
+    if needs_gradient(*tensors.values()):
+        return replace(
+            _nothing(graph, first, trains=False), key=partial(_refuse, gates.no_gradient(name)), is_empty=False
+        )
+    if 0 in first.shape:
+        return _nothing(graph, first, trains=False)
+    return _completed(graph.describe(*map(_meta, as_rows(list(tensors.values()), list(tensors)))), first, [])
 
 
 def _convolution(
@@ -173,6 +191,12 @@ def _copies(**tensors: Tensor | None) -> list[str]:
     ]
 
 
+def _nothing(graph: GraphFunction, x: Tensor, trains: bool) -> Description:
+    """A call of no numbers, which may lie in memory as they like."""
+    found = Description(graph, _no_key, x.get_device() if x.is_cuda else None, is_empty=True)
+    return replace(found, backward=found) if trains else found
+
+
 def _completed(found: Description, x: Tensor, notes: list[str], backward: Description | None = None) -> Description:
     """A graph function's description with what the public function adds."""
     device = x.get_device() if x.is_cuda else None
@@ -180,6 +204,10 @@ def _completed(found: Description, x: Tensor, notes: list[str], backward: Descri
     if x.dtype is torch.float64:
         found, gradients = replace(found, key=_no_key), None if gradients is None else replace(gradients, key=_no_key)
     return replace(found, device=device, is_empty=0 in x.shape, extra_kernels=notes, backward=gradients)
+
+
+def _refuse(error: UnsupportedError, *_: object) -> NoReturn:
+    raise error
 
 
 def _no_key(*_: Any) -> PlanKey:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from contextlib import nullcontext
 
 import pytest
@@ -373,3 +374,26 @@ def test_descriptions_take_what_the_functions_take(function):
         return [(p.name, p.kind, p.default) for p in inspect.signature(of).parameters.values()]
 
     assert parameters(describer_of(function)) == parameters(function)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 16), (2, 0, 16), (1, 0, 4)], ids=str)
+@pytest.mark.parametrize("name", ["silu_mul", "silu_mul of both", "gelu_mul", "relu_squared", "rms_norm", "layer_norm"])
+def test_of_no_numbers_a_fused_call_and_its_explanation_say_the_same(name, shape, requires_grad):
+    """However they lie in memory: there is nothing to read."""
+    function = getattr(cudnn_sdpa, name.removesuffix(" of both"))
+    strides = random.Random(f"{name}{shape}")
+    for _ in range(10):
+        tensors = [
+            torch.empty(1)
+            .as_strided(shape, [strides.choice((0, 1, 3, 64)) for _ in shape])
+            .requires_grad_(requires_grad)
+            for _ in range(2 if name in ("silu_mul", "gelu_mul") else 1)
+        ]
+        refused = UnsupportedError.of(function, *tensors)
+        found = cudnn_sdpa.explain(function, *tensors)
+        assert found.supported == (refused is None)
+        assert found.reasons == ([] if refused is None else refused.reasons)
+        assert found.engine == ""
+        trains = requires_grad and refused is None
+        assert (found.backward is not None and found.backward.supported) == trains
