@@ -161,10 +161,12 @@ def support(
     needed = [each for each in found if not each.is_empty]
     refusals += [refused for each in needed if (refused := UnsupportedError.of(_key, each, gpu)) is not None]
     engine = ""
-    if properties is not None and needed and not refusals:
+    if properties is not None and not refusals:
         try:
-            engine = plan_offline(_key(needed[-1], gpu), properties).engine
+            for each in needed:
+                engine = plan_offline(_key(each, gpu), properties).engine
         except UnsupportedError as error:
+            engine = ""
             refusals.append(error)
     reasons = dict.fromkeys(reason for refused in refusals for reason in refused.reasons)
     suggestions = dict.fromkeys(part for refused in refusals for part in refused.suggestion.split("; ") if part)
@@ -304,6 +306,16 @@ ROWS: dict[str, dict[str, Any]] = {
 SIZES = {"head_dim": 128, "sq": 512, "skv": 1024}
 
 
+#: In a word, whether there are kernels for the forward pass, and for training.
+WORDS = {
+    (): "–",
+    (True, True): "yes",
+    (True, False): "forward only",
+    (False, True): "training only",
+    (False, False): "no",
+}
+
+
 @dataclass(frozen=True)
 class Cell:
     """A cell of a matrix.
@@ -311,47 +323,42 @@ class Cell:
     Attributes:
         option: The option, in words.
         operation: "sdpa", "sdpa_varlen" or "sdpa_fp8".
-        forward: The answer for the forward pass; None for an option that the operation does not have.
-        backward: That for gradients, which need the forward pass too.
+        answers: Those for the forward pass and for training; none for an option that the operation does not have.
     """
 
     option: str
     operation: str
-    forward: Support | None
-    backward: Support | None
+    answers: tuple[Support, ...]
 
     @property
-    def word(self) -> str:
-        """The engines of both if cuDNN was asked; else "yes", "forward only", "no", or "–" for no such option."""
-        if self.forward is None or self.backward is None:
-            return "–"
-        if self.forward.engine or self.backward.engine:
-            return f"{self.forward.engine or 'none'}, {self.backward.engine or 'none'}"
-        return "yes" if self.backward else "forward only" if self.forward else "no"
+    def supported(self) -> str:
+        """One of `WORDS`."""
+        return WORDS[tuple(map(bool, self.answers))]
+
+    @property
+    def engines(self) -> list[str]:
+        """cuDNN's engines for the forward pass and the gradients, empty where there is none or cuDNN was not asked."""
+        return [answer.engine for answer in self.answers]
 
     @property
     def reasons(self) -> list[str]:
         """Why no more is supported."""
-        return [] if self.backward is None else self.backward.reasons
+        return list(dict.fromkeys(reason for answer in self.answers for reason in answer.reasons))
 
     def to_dict(self) -> dict[str, Any]:
         """What was answered as plain values, ready for JSON."""
-        assert self.forward is not None
-        assert self.backward is not None
-        word = "yes" if self.backward else "forward only" if self.forward else "no"
-        of_cell = {"operation": self.operation, "option": self.option, "supported": word}
-        engines = {FORWARD: self.forward.engine, BACKWARD: self.backward.engine}
-        why = {"reasons": self.backward.reasons, "suggestion": self.backward.suggestion}
-        return {**of_cell, **why, **({"engines": engines} if any(engines.values()) else {})}
+        found: dict[str, Any] = {"operation": self.operation, "option": self.option, "supported": self.supported}
+        found |= {"reasons": self.reasons, "suggestion": self.answers[-1].suggestion or self.answers[0].suggestion}
+        return found | ({"engines": dict(zip(DIRECTIONS, self.engines, strict=True))} if any(self.engines) else {})
 
 
 def cell(operation: str, option: str, **target: Any) -> Cell:
     """What is supported with an option; `target` is as for `support`."""
-    options = ROWS[option]
+    options = {**SIZES, **ROWS[option]}
     if not {*SIZES, "head_dim_v", *parameters(operation)}.issuperset(options):
-        return Cell(option, operation, None, None)
-    forward, backward = (support(operation, direction=way, **{**SIZES, **options}, **target) for way in DIRECTIONS)
-    return Cell(option, operation, forward, backward)
+        return Cell(option, operation, ())
+    answers = (support(operation, direction=direction, **options, **target) for direction in DIRECTIONS)
+    return Cell(option, operation, tuple(answers))
 
 
 def cells(**target: Any) -> Iterator[Cell]:
@@ -362,10 +369,11 @@ def cells(**target: Any) -> Iterator[Cell]:
 
 
 def table(found: list[Cell]) -> list[dict[str, str]]:
-    """The rows of a matrix: an option, and for each operation the word."""
+    """The rows of a matrix: an option, and for each operation the word, or the engines if cuDNN was asked."""
     rows: dict[str, dict[str, str]] = {}
     for each in found:
-        rows.setdefault(each.option, {"with": each.option})[each.operation] = each.word
+        word = ", ".join(engine or "none" for engine in each.engines) if any(each.engines) else each.supported
+        rows.setdefault(each.option, {"with": each.option})[each.operation] = word
     return list(rows.values())
 
 
@@ -379,5 +387,5 @@ def environment(sm: int | None = None, cudnn: int | str | None = None, target: s
 
 def to_json(of: dict[str, str], found: list[Cell]) -> str:
     """A matrix and what it holds for as JSON, a line for each cell."""
-    lines = ",\n".join(json.dumps(each.to_dict(), ensure_ascii=False) for each in found if each.forward is not None)
+    lines = ",\n".join(json.dumps(each.to_dict(), ensure_ascii=False) for each in found if each.answers)
     return f'{{"environment": {json.dumps(of)},\n"calls": [\n{lines}\n]}}\n'

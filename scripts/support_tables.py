@@ -33,7 +33,7 @@ def table(operation: str, cudnn: str) -> str:
         for sm in GPUS:
             found = cell(operation, row, sm=sm, cudnn=cudnn)
             numbers = sorted(notes.setdefault(of_row(reason), 1 + len(notes)) for reason in found.reasons)
-            cells.append(found.word + (f" <sup>{','.join(map(str, numbers))}</sup>" if numbers else ""))
+            cells.append(found.supported + (f" <sup>{','.join(map(str, numbers))}</sup>" if numbers else ""))
         if set(cells) != {"–"}:
             lines.append(f"| {row} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in notes.items())])

@@ -61,7 +61,9 @@ def test_the_command_prints_and_writes(monkeypatch, tmp_path):
 
 def test_the_table_is_readable_at_80_columns(monkeypatch):
     answer = Support("it", engine="eng10")
-    monkeypatch.setattr(support_matrix, "cell", lambda operation, option, **_: Cell(option, operation, answer, answer))
+    monkeypatch.setattr(
+        support_matrix, "cell", lambda operation, option, **_: Cell(option, operation, (answer, answer))
+    )
     result = CliRunner().invoke(cli.app, ["support", "--target", "h200"], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
     assert "…" not in result.output
