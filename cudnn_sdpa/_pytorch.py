@@ -5,7 +5,7 @@ from __future__ import annotations
 try:
     import torch  # noqa: F401
 except Exception as error:
-    from cudnn_sdpa.doctor.findings import cure_of
+    from cudnn_sdpa.doctor.checks import cure_of
 
     missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
     cure = "Install it: pip install torch." if missing else "Install PyTorch anew: pip install --force-reinstall torch."

@@ -180,8 +180,9 @@ def doctor(
 ) -> None:
     """Say what is wrong with this installation, and the cure; end with 1 if something is."""
     import cudnn_sdpa._pytorch  # noqa: F401
-    from cudnn_sdpa.doctor.gather import gather
-    from cudnn_sdpa.doctor.report import as_json, as_text, examine, is_well
+    from cudnn_sdpa.doctor.checks import examine, is_well
+    from cudnn_sdpa.doctor.probe import gather
+    from cudnn_sdpa.doctor.report import as_json, as_text
 
     facts = gather()
     findings = examine(facts)

@@ -17,9 +17,9 @@ PUBLISHED = Path(__file__).parents[2] / "docs" / "engines"
 pytestmark = pytest.mark.usefixtures("can_plan")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("option", ROWS)
-@pytest.mark.parametrize("target", ["a100", "h200", "b200"])
+@pytest.mark.parametrize("target", ["h200", "b200"])
 def test_the_published_engines_are_those_that_cudnn_takes(target, option):
     published = json.loads((PUBLISHED / f"{target}.json").read_text())
     if published["environment"] | {"cudnn_sdpa": ""} != environment(target=target) | {"cudnn_sdpa": ""}:

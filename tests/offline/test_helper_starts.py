@@ -48,7 +48,7 @@ EVERY_START = """
 import json, sys, torch, cudnn_sdpa
 from cudnn_sdpa.attention.describe import describe_sdpa
 from cudnn_sdpa.bench import processes
-from cudnn_sdpa.doctor import gather
+from cudnn_sdpa.doctor import probe
 from cudnn_sdpa.offline import planner
 from cudnn_sdpa.offline.background import background
 from cudnn_sdpa.offline.pool import plan_all
@@ -61,8 +61,7 @@ started = {
     "planner": lambda: planner.plan_offline(key, properties).engine,
     "pool": lambda: [made.engine for _, made in plan_all([key], properties, workers=1)],
     "background": lambda: (background.request(key, properties), background.wait(100))[0].stored.engine,
-    "examination": lambda: gather._examine(100)[0]["torch"]["version"],
-    "driver": lambda: gather._driver().broken_off == "",
+    "doctor": lambda: probe.examine(100)[0]["torch"]["version"],
     "module": lambda: processes.run_module("says", "a", "b", store="off")["arguments"],
     "code": lambda: processes.run_code("import json; print(json.dumps([1]))", "a list", store="off"),
 }
@@ -82,7 +81,7 @@ def test_no_process_runs_code_out_of_the_current_folder(planted, tmp_path):
     assert not owned.exists(), owned.read_text()
     assert result.returncode == 0, result.stderr
     assert [line.split()[0] for line in result.stdout.splitlines()] == [
-        *("planner", "pool", "background", "examination", "driver", "module", "code")
+        *("planner", "pool", "background", "doctor", "module", "code")
     ]
     assert "module ['a', 'b']" in result.stdout
     assert "code [1]" in result.stdout
