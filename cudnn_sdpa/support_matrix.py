@@ -174,8 +174,9 @@ def support(
 
 
 def parameters(operation: str) -> set[str]:
-    """Names of what the functions of an operation take."""
-    return {name for function in OPERATIONS[operation] for name in inspect.signature(function).parameters}
+    """Names of the options that the functions of an operation take."""
+    taken = [each for function in OPERATIONS[operation] for each in inspect.signature(function).parameters.values()]
+    return {each.name for each in taken if each.kind is each.KEYWORD_ONLY}
 
 
 def descriptions(
@@ -210,7 +211,7 @@ def descriptions(
     given = {"return_lse": direction == BACKWARD, **options}
     for name, value in options.items():
         if name not in parameters(operation):
-            raise OptionError(name, repr(value), f"an argument of {operation}, which has none of this name")
+            raise OptionError(name, repr(value), f"an option of {operation}, which has none of this name")
         if name in stand_ins and value is not None and not isinstance(value, Tensor):
             words = (True, False, "grad") if name == "attn_mask" else (True, False)
             if not isinstance(value, (bool, str)) or value not in words:

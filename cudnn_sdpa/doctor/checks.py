@@ -38,7 +38,7 @@ class Finding:
     check: str = ""
 
 
-REINSTALL = "pip install --force-reinstall the nvidia-cudnn package that PyTorch asks for"
+REINSTALL = "pip uninstall every nvidia-cudnn package and pip install the one that PyTorch asks for"
 _MIXED = f"Two versions are mixed: take other CUDA folders off LD_LIBRARY_PATH, or {REINSTALL}."
 
 #: Messages of libraries, and the cure of each. The first that fits is taken.
@@ -204,7 +204,8 @@ def cudnn(facts: Facts) -> Iterator[Finding]:
     if ours is not None and ours.error and not any(frontend(facts)):
         cure = cure_of(ours.error, f"Take CUDA folders off LD_LIBRARY_PATH, or {REINSTALL}.")
         yield _error("cuDNN cannot be used", ours.error, cure)
-    folders = {str(PurePosixPath(path).parent) for path in facts.mapped if "/libcudnn" in path}
+    mapped = map(PurePosixPath, facts.mapped)
+    folders = {str(path.parent) for path in mapped if path.name.startswith("libcudnn")}
     if len(folders) > 1:
         cure = "Keep one: take the other's folder off LD_LIBRARY_PATH, or uninstall the other package."
         yield _error("Parts of several cuDNNs are in one process", "; ".join(sorted(folders)), cure)

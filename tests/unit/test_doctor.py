@@ -360,7 +360,7 @@ def test_json_is_json_whatever_was_computed():
         ("CUDA error: no kernel image is available for execution on the device", "built for this GPU"),
         ("CUDA out of memory. Tried to allocate", "nvidia-smi"),
         ("The NVIDIA driver on your system is too old (found version 11040)", "Update NVIDIA's driver"),
-        ("AssertionError: Found 2 libcudnn.so.x in nvidia-cudnn-cuXX.", "--force-reinstall"),
+        ("AssertionError: Found 2 libcudnn.so.x in nvidia-cudnn-cuXX.", "pip uninstall every"),
         ("something new", "what else"),
     ],
 )

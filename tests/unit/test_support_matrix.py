@@ -161,7 +161,7 @@ def test_packed_sequences_have_gradients_on_some_gpus():
     assert not support("sdpa_varlen", head_dim=64, direction="backward", sm=80, cudnn="9.28")
 
 
-@pytest.mark.parametrize("name", ["attn_mask", "alibi", "seq_lens_kv", "out_dtype", "causal"])
+@pytest.mark.parametrize("name", ["attn_mask", "alibi", "seq_lens_kv", "out_dtype", "causal", "q", "max_seqlen_q"])
 def test_what_the_call_does_not_take_is_no_option(name):
     with pytest.raises(OptionError, match=f"{name}: .*sdpa_varlen, which has none of this name"):
         support("sdpa_varlen", head_dim=64, **{name: True}, **H200)
