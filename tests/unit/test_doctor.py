@@ -8,8 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -472,32 +474,37 @@ def test_the_plan_store_is_looked_at_and_not_made(monkeypatch, tmp_path, kind):
     assert folder.exists() == (kind in {"file", "open to others"})
 
 
+@contextmanager
+def another_user():
+    """Who owns nothing; root may become root again."""
+    groups = os.getgroups()
+    os.setgroups([])
+    os.setresuid(54321, 54321, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+        os.setgroups(groups)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="root can become a user who may not write")
-def test_a_store_that_is_only_read_is_a_note(tmp_path, run_python):
+def test_a_store_that_is_only_read_is_a_note(monkeypatch):
     """As in an image: plans of root's that a program's user may read."""
-    plans = tmp_path / "plans"
-    plans.mkdir()
-    (plans / "a.plan").touch()
-    for folder in (plans, *plans.parents):
-        if folder != Path("/") and folder.stat().st_uid == 0:
-            folder.chmod(folder.stat().st_mode | 0o055)
-    code = f"""
-import os
-from cudnn_sdpa.doctor import checks, probe
-from cudnn_sdpa.doctor.facts import Facts
-for mode in (0o755, 0o700):
-    os.chmod({str(plans)!r}, mode)
-    if os.fork() == 0:
-        os.setgroups([])
-        os.setuid(54321)
-        (finding,) = checks.store(Facts("linux", "3", store=probe.store()))
-        print(finding.level.value, finding.title, finding.found, flush=True)
-        os._exit(0)
-    os.wait()
-"""
-    note, error = run_python(code, CUDNN_SDPA_PLAN_DIR=str(plans)).stdout.splitlines()
-    assert note == f"note Plans are read, and new ones not kept {plans} is not writable; 1 plans in it can be read"
-    assert error.startswith("error Plans cannot be kept")
+    with TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        plans = Path(name) / "plans"
+        plans.mkdir()
+        (plans / "a.plan").touch()
+        monkeypatch.setenv("CUDNN_SDPA_PLAN_DIR", str(plans))
+        found = []
+        for mode in (0o755, 0o700):
+            plans.chmod(mode)
+            with another_user():
+                found += examine(replace(WELL, store=probe.store()))
+    note, error = found
+    assert (note.level, note.title) == (Level.NOTE, "Plans are read, and new ones not kept")
+    assert note.found == f"{plans} is not writable; 1 plans in it can be read"
+    assert (error.level, error.title) == (Level.ERROR, "Plans cannot be kept: every process builds its own")
 
 
 def test_a_store_below_a_folder_that_is_open_to_others_is_an_error(monkeypatch, tmp_path):
