@@ -253,7 +253,7 @@ def plans_clear(folder: Folder = None) -> None:
 
 def _store(folder: Path | None) -> Any:
     import cudnn_sdpa._pytorch  # noqa: F401
-    from cudnn_sdpa.runtime.store_setting import active, use_plan_store
+    from cudnn_sdpa.runtime.store_setting import active, open_store
 
     if folder is None:
         store = active()
@@ -262,7 +262,7 @@ def _store(folder: Path | None) -> Any:
         return store
     if not folder.is_dir():
         raise ArgumentError("path", repr(str(folder)), "a folder of plans that is there")
-    return use_plan_store(folder).store
+    return open_store(folder, "path")
 
 
 def _plans_of(path: Path) -> Any:

@@ -159,6 +159,7 @@ def _execute(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    import gc
     import warnings
 
     import torch
@@ -168,5 +169,6 @@ if __name__ == "__main__":
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch._dynamo
+    gc.freeze()  # a collection in a child would copy the pages that it shares
     if (asked := _serve()) is not None:
         _execute(_become(asked))

@@ -61,7 +61,7 @@ def compute_capability(kernel):
     return flags[1] if version >= 8 else flags[0]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plain_call_compiles_for_the_gpu(made, name, direction):
@@ -74,7 +74,7 @@ def test_a_plain_call_compiles_for_the_gpu(made, name, direction):
         assert f'"{key}":{properties[key]}'.encode() in plan.data
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_gpus_of_different_compute_capability_get_different_kernels(made, direction):
     capabilities = {name: load_properties(name)["deviceVer"] for name in NAMES}

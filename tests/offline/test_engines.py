@@ -17,7 +17,7 @@ PUBLISHED = Path(__file__).parents[2] / "docs" / "engines"
 pytestmark = pytest.mark.usefixtures("can_plan")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("option", ROWS)
 @pytest.mark.parametrize("target", ["h200", "b200"])
 def test_the_published_engines_are_those_that_cudnn_takes(target, option):

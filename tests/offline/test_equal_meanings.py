@@ -64,7 +64,7 @@ def bounds(options):
     }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MEANINGS)
 def test_equal_meanings_have_one_plan_and_its_engine(h200, name):
     sq, skv, one, simple, word_by_word = MEANINGS[name]

@@ -198,7 +198,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 """
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("can_plan")
 @pytest.mark.parametrize(
     ("what", "expected"),
@@ -233,6 +233,7 @@ def test_what_a_site_prints_is_passed_over(tmp_path, noise):
     assert "answer {}" in result.stdout, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("can_plan")
 def test_a_helper_that_is_killed_by_a_real_time_signal(run_python):
     code = """

@@ -53,6 +53,7 @@ def test_a_model_has_no_graph_break():
     assert (found.graph_count, found.graph_break_count) == (1, 0)
 
 
+@pytest.mark.slow
 def test_a_model_compiles_as_often_as_its_twin():
     models = model_and_twin()
     calls = (lambda x: models[0](x) * 1.0, lambda x: models[1](x) * 1.0)  # two codes, so that each has its own count

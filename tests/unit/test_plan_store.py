@@ -457,7 +457,7 @@ def start(code, *arguments):
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("moment", range(6))
 def test_killed_while_writing(store, moment):
     """Whatever moment the writer is killed at, every file is whole, and no lock stays."""

@@ -16,12 +16,12 @@ sys.path.insert(0, sys.argv[1])
 warnings.simplefilter("ignore")
 import cudnn_sdpa
 from cudnn_sdpa import plan_cache
-from cudnn_sdpa.runtime import shapes, store_setting, tuning
+from cudnn_sdpa.runtime import shapes, store_setting, trials
 from tests.unit.test_cache import StandIn, key
 store = cudnn_sdpa.use_plan_store(sys.argv[2]).store
 plan_cache.get(key(1), StandIn)
 locks = [plan_cache._lock, store_setting._setting_lock, store_setting._overrides._lock, shapes._lock,
-         shapes._overrides._lock, tuning._Setting.lock, store._mutex, store._room]
+         shapes._overrides._lock, trials._measuring, store._mutex, store._room]
 held, go_on, building = threading.Event(), threading.Event(), threading.Event()
 
 def hold():
