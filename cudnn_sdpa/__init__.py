@@ -10,21 +10,21 @@ if _start.is_command_line():  # which imports what a command needs, and prints i
     _start.import_when_asked(__name__)
 else:
     import cudnn_sdpa._pytorch  # noqa: F401 - first, since nothing works without it
-    from cudnn_sdpa.activation import gelu_mul, relu_squared, silu_mul
-    from cudnn_sdpa.attention.dense import sdpa
-    from cudnn_sdpa.attention.drop_in import scaled_dot_product_attention
-    from cudnn_sdpa.attention.fallback import fallback
-    from cudnn_sdpa.attention.fp8 import sdpa_fp8, sdpa_fp8_backward
-    from cudnn_sdpa.attention.fp8_arguments import Fp8BackwardScales, Fp8Gradients, Fp8Output, Fp8Scales
-    from cudnn_sdpa.attention.fp8_attention import fp8_attention
-    from cudnn_sdpa.attention.fp8_scaling import Fp8Scaling
-    from cudnn_sdpa.attention.kv_cache import PagedKVCache
-    from cudnn_sdpa.attention.page_pool import CacheUse
-    from cudnn_sdpa.attention.paged import sdpa_paged
-    from cudnn_sdpa.attention.paged_prepared import PreparedPaged, prepare_paged
-    from cudnn_sdpa.attention.paged_step import PagedStep
-    from cudnn_sdpa.attention.varlen import sdpa_varlen
-    from cudnn_sdpa.conv import conv1d, conv2d, conv3d
+    from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
+    from cudnn_sdpa.attention.dense.sdpa import sdpa
+    from cudnn_sdpa.attention.fp8.arguments import Fp8BackwardScales, Fp8Gradients, Fp8Output, Fp8Scales
+    from cudnn_sdpa.attention.fp8.fp8_attention import fp8_attention
+    from cudnn_sdpa.attention.fp8.scaling import Fp8Scaling
+    from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
+    from cudnn_sdpa.attention.paged.kv_cache import PagedKVCache
+    from cudnn_sdpa.attention.paged.page_pool import CacheUse
+    from cudnn_sdpa.attention.paged.prepared import PreparedPaged, prepare_paged
+    from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
+    from cudnn_sdpa.attention.paged.step import PagedStep
+    from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
+    from cudnn_sdpa.engine.cpu_target import cpu_checks
+    from cudnn_sdpa.engine.explain import Explanation, explain
+    from cudnn_sdpa.engine.fallback import fallback
     from cudnn_sdpa.errors import (
         ArgumentError,
         CudnnSdpaError,
@@ -40,21 +40,20 @@ else:
         ShapeError,
         UnsupportedError,
     )
-    from cudnn_sdpa.explanation import Explanation, explain
-    from cudnn_sdpa.graphs.function import GraphFunction, graph_op
+    from cudnn_sdpa.fused.activation import gelu_mul, relu_squared, silu_mul
+    from cudnn_sdpa.fused.conv import conv1d, conv2d, conv3d
+    from cudnn_sdpa.fused.graph_op import GraphFunction, graph_op
+    from cudnn_sdpa.fused.norm import layer_norm, rms_norm
     from cudnn_sdpa.nn import Fp8Attention
-    from cudnn_sdpa.norm import layer_norm, rms_norm
-    from cudnn_sdpa.recording import record_plans
-    from cudnn_sdpa.runtime.cache import PlanCache, no_plan_builds, plan_cache
-    from cudnn_sdpa.runtime.cache_info import PlanCacheInfo
-    from cudnn_sdpa.runtime.cpu_target import cpu_checks
-    from cudnn_sdpa.runtime.manifest import PlanManifest
-    from cudnn_sdpa.runtime.shapes import shape_policy
-    from cudnn_sdpa.runtime.store import PlanStore, PlanStoreInfo
-    from cudnn_sdpa.runtime.store_setting import use_plan_store
-    from cudnn_sdpa.runtime.tuning import AutotuneCandidate, AutotuneEntry, AutotuneReport, autotune
-    from cudnn_sdpa.support_matrix import Support, support
-    from cudnn_sdpa.warming import WarmupReport, compile_plans, warmup
+    from cudnn_sdpa.offline.warmup import WarmupReport, compile_plans, warmup
+    from cudnn_sdpa.planning.record import record_plans
+    from cudnn_sdpa.planning.support import Support, support
+    from cudnn_sdpa.plans.autotune import AutotuneCandidate, AutotuneEntry, AutotuneReport, autotune
+    from cudnn_sdpa.plans.cache import PlanCache, PlanCacheInfo, no_plan_builds, plan_cache
+    from cudnn_sdpa.plans.default_store import use_plan_store
+    from cudnn_sdpa.plans.manifest import PlanManifest
+    from cudnn_sdpa.plans.shape_policy import shape_policy
+    from cudnn_sdpa.plans.store import PlanStore, PlanStoreInfo
 
 __all__ = [
     "ArgumentError",

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.bench.cli import bench_app, require_gpu, show_help
-from cudnn_sdpa.bench.output import Output
+from cudnn_sdpa.bench.tools.output import Output
 from cudnn_sdpa.errors import ArgumentError, CudnnSdpaError
 
 PROBLEM, USAGE = 1, 2
@@ -107,13 +107,13 @@ def _show_support(asked: dict[str, Any], output: Path | None) -> None:
     from rich.table import Table
     from torch.cuda import is_available
 
-    from cudnn_sdpa import support_matrix
+    from cudnn_sdpa.planning import support
 
-    of = support_matrix.environment(**asked)
-    number = len(support_matrix.ROWS) * len(support_matrix.OPERATIONS)
+    of = support.environment(**asked)
+    number = len(support.ROWS) * len(support.OPERATIONS)
     by_rules = asked["target"] is None
-    cells = list(track(support_matrix.cells(**asked), "planning", number, transient=True, disable=by_rules))
-    rows = support_matrix.table(cells)
+    cells = list(track(support.cells(**asked), "planning", number, transient=True, disable=by_rules))
+    rows = support.table(cells)
     table = Table(*rows[0], title=f"cuDNN {of['cudnn']} on {of['gpu']}, head dims 128", title_justify="left")
     for row in rows:
         table.add_row(*row.values())
@@ -123,7 +123,7 @@ def _show_support(asked: dict[str, Any], output: Path | None) -> None:
     if asked["sm"] is None and by_rules and not is_available():
         typer.echo("There is no GPU here that PyTorch can see: this is for SM 90 (Hopper); --sm names another.")
     if output is not None:
-        output.write_text(support_matrix.to_json(of, cells))
+        output.write_text(support.to_json(of, cells))
         typer.echo(f"written to {output}")
 
 
@@ -143,11 +143,12 @@ def explain(
 ) -> None:
     """Say what a call would run on a GPU that need not be here, or every reason why it cannot; then end with 1."""
     import cudnn_sdpa._pytorch  # noqa: F401
-    from cudnn_sdpa import command_arguments, explanation
+    from cudnn_sdpa import cli_arguments
+    from cudnn_sdpa.engine import explain
 
-    called = command_arguments.function_of(function)
-    given = command_arguments.arguments_of(called, arguments, dtype, requires_grad=training)
-    found = explanation.explained(called, (), given, target=target)
+    called = cli_arguments.function_of(function)
+    given = cli_arguments.arguments_of(called, arguments, dtype, requires_grad=training)
+    found = explain.explained(called, (), given, target=target)
     typer.echo(found.details if details else str(found))
     if not found.supported or (found.backward is not None and not found.backward.supported):
         raise typer.Exit(PROBLEM)
@@ -167,7 +168,7 @@ def device(
     require_gpu("device")
     from json import dumps
 
-    from cudnn_sdpa.runtime.target import live_properties, live_target
+    from cudnn_sdpa.graph.target import live_properties, live_target
 
     typer.echo(dumps(live_properties(0), indent=1) if json else str(live_target(0)))
 
@@ -195,8 +196,8 @@ def doctor(
 def warmup(manifest: Manifest, workers: Workers = None) -> None:
     """Load or build the plans of a manifest on this machine's GPU, and keep them in the plan store."""
     require_gpu("warmup")
-    from cudnn_sdpa.runtime.store_setting import active, use_plan_store
-    from cudnn_sdpa.warming import warmup as run
+    from cudnn_sdpa.offline.warmup import warmup as run
+    from cudnn_sdpa.plans.default_store import active, use_plan_store
 
     plans = _plans_of(manifest)
     if active() is None:
@@ -215,7 +216,7 @@ def compile_command(
 ) -> None:
     """Compile the plans of a manifest for a GPU that need not be here."""
     import cudnn_sdpa._pytorch  # noqa: F401
-    from cudnn_sdpa.warming import compile_plans
+    from cudnn_sdpa.offline.warmup import compile_plans
 
     plans = _plans_of(manifest)
     _report(lambda: compile_plans(plans, target, output, progress=True, workers=workers))
@@ -253,7 +254,7 @@ def plans_clear(folder: Folder = None) -> None:
 
 def _store(folder: Path | None) -> Any:
     import cudnn_sdpa._pytorch  # noqa: F401
-    from cudnn_sdpa.runtime.store_setting import active, open_store
+    from cudnn_sdpa.plans.default_store import active, open_store
 
     if folder is None:
         store = active()
@@ -267,7 +268,7 @@ def _store(folder: Path | None) -> Any:
 
 def _plans_of(path: Path) -> Any:
     """The manifest, which has plans in it."""
-    from cudnn_sdpa.runtime.manifest import PlanManifest
+    from cudnn_sdpa.plans.manifest import PlanManifest
 
     manifest = PlanManifest.load(path)
     if not len(manifest):

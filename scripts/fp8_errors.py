@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from cudnn_sdpa import fp8_attention, sdpa
-from cudnn_sdpa.attention import fp8_quantization
-from cudnn_sdpa.attention.fp8_tables import DESCALE, new_table, number
+from cudnn_sdpa.attention.fp8 import quantize
+from cudnn_sdpa.attention.fp8.scaling_state import DESCALE, new_table, number
 
 PAGE = ROOT / "docs" / "fp8.md"
 MARKS = re.compile(r"(<!-- fp8-errors -->\n).*?(<!-- /fp8-errors -->)", re.DOTALL)
@@ -72,8 +72,8 @@ def error(found: Tensor, exact: Tensor) -> float:
 def of_inputs(tensors: list[Tensor]) -> list[Tensor]:
     """The tensors as FP8 holds them."""
     table = new_table(tensors[0].device)
-    wanted = fp8_quantization.Wanted((0, 1, 2), E4M3, LIMIT, current=True)
-    made = fp8_quantization.quantize([x.detach() for x in tensors], wanted, table, None, None)
+    wanted = quantize.Wanted((0, 1, 2), E4M3, LIMIT, current=True)
+    made = quantize.quantize([x.detach() for x in tensors], wanted, table, None, None)
     return [x.double() * number(table, DESCALE, row).double() for row, x in enumerate(made)]
 
 

@@ -15,9 +15,9 @@ import sys
 import pages
 from pages import ROOT
 
-from cudnn_sdpa.runtime import fused_issues, known_issues
-from cudnn_sdpa.runtime.backend import version_string
-from cudnn_sdpa.runtime.known_issue import NEVER_FIXED, KnownIssue
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.backend import version_string
+from cudnn_sdpa.graph.known_issues import NEVER_FIXED, KnownIssue
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
 MARKS = re.compile(r"(<!-- known-issues -->\n).*?(<!-- /known-issues -->)", re.DOTALL)
@@ -51,7 +51,7 @@ def table() -> str:
     lines = ["| what goes wrong in cuDNN | avoided on | known from | how |", "|---|---|---|---|"]
     lines += [
         "| " + " | ".join((issue.fault, versions(issue), source(issue), issue.treatment)).replace("\n", " ") + " |"
-        for issue in (*known_issues.ISSUES, *fused_issues.ISSUES)
+        for issue in (*known_issues.ISSUES, *known_issues.FUSED_ISSUES)
     ]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/support.md out of the rules in cudnn_sdpa/attention/support.py.
+"""Writes the tables of docs/support.md out of the rules in cudnn_sdpa/attention/support/rules.py.
 
     python scripts/support_tables.py            # write them
     python scripts/support_tables.py --check    # exit with 1 if the page is out of date
@@ -17,7 +17,7 @@ from pages import ROOT
 
 sys.path.insert(0, str(ROOT))
 
-from cudnn_sdpa.support_matrix import ROWS, cell
+from cudnn_sdpa.planning.support import ROWS, cell
 
 PAGE = ROOT / "docs" / "support.md"
 MARKS = re.compile(r"(<!-- support:(?P<operation>\w+)/(?P<cudnn>[\d.]+) -->\n).*?<!-- /support -->", re.DOTALL)

@@ -17,7 +17,7 @@ import generators
 import torch
 
 import cudnn_sdpa
-from cudnn_sdpa.runtime import backend
+from cudnn_sdpa.graph import backend
 
 #: An error of CUDA stays: whatever runs in the process afterwards fails, too.
 STICKY = ("CUDA error", "AcceleratorError", "CUDNN_STATUS_EXECUTION_FAILED", "CUBLAS_STATUS", "misaligned address")

@@ -1,1 +1,1 @@
-"""Attention: the public functions, their torch operators, graphs and reference."""
+"""Attention: what its kinds share."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.attention.memory import aligned
-from cudnn_sdpa.attention.options import BOTTOM_RIGHT, TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.errors import OptionError, ShapeError
-from cudnn_sdpa.runtime.layouts import ALIGNMENT, TensorLayout
+from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 
 
 def bias_view(mask: Tensor, blind_rows: int = 0) -> Tensor:

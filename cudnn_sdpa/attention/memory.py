@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from cudnn_sdpa.errors import LayoutError
-from cudnn_sdpa.runtime.layouts import ALIGNMENT
+from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like
 
 
 def check_strides(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -147,3 +148,20 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 def _extent(tensor: Tensor) -> int:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
+
+
+def new_output(q: Tensor, v: Tensor) -> Tensor:
+    """An output for `q` and `v`: dense, its dimensions in memory in the order of `q`."""
+    shape = (*q.shape[:3], v.shape[3])
+    return torch.empty_strided(shape, dense_stride_like(shape, q.shape, q.stride()), dtype=q.dtype, device=q.device)
+
+
+def like_in_memory(tensor: Tensor) -> Tensor:
+    """A dense tensor for the gradient of `tensor`, its dimensions in memory in the same order."""
+    if tensor.dim() < 3 or tensor.stride(-1) == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    stride = dense_stride_like(tensor.shape, tensor.shape, tensor.stride())
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+
+
+MISALIGNED = ALIGNMENT - 1

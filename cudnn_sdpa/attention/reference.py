@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.options import BOTTOM_RIGHT, UNBOUNDED
+from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 
 
 class Scores(NamedTuple):

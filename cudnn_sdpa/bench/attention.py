@@ -15,11 +15,11 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from cudnn_sdpa.attention.dense import sdpa
-from cudnn_sdpa.bench import cases, hand_graphs, peers
-from cudnn_sdpa.bench.cases import Shape, Sizes, check_agreement
-from cudnn_sdpa.bench.peers import Candidate
-from cudnn_sdpa.bench.timing import Call, device_times
+from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.bench.tools import cases, hand_graphs, peers
+from cudnn_sdpa.bench.tools.cases import Shape, Sizes, check_agreement
+from cudnn_sdpa.bench.tools.peers import Candidate
+from cudnn_sdpa.bench.tools.timing import Call, device_times
 from cudnn_sdpa.errors import CudnnSdpaError
 
 OURS, CUDNN, FLASH = "sdpa", "pytorch cudnn", "pytorch flash"
@@ -153,7 +153,7 @@ def _option_row(name: str, times: dict[str, dict[str, float]], refusals: list[st
 def varlen(sizes: Sizes = cases.FULL) -> list[dict[str, Any]]:
     """Device time of `sdpa_varlen` on packed sequences beside the frontend's graph with exact batch and lengths."""
     try:
-        from cudnn_sdpa.attention.varlen import sdpa_varlen
+        from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
     except ImportError as error:
         print(f"varlen is left out: this version has no sdpa_varlen ({error})")
         return []

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from cudnn_sdpa.bench.output import Output, folder
 from cudnn_sdpa.bench.parts import (
     AttentionPart,
     ColdPart,
@@ -22,7 +21,8 @@ from cudnn_sdpa.bench.parts import (
     ShapesPart,
     SiluPart,
 )
-from cudnn_sdpa.bench.processes import run_command
+from cudnn_sdpa.bench.tools.output import Output, folder
+from cudnn_sdpa.bench.tools.processes import run_command
 
 bench_app = typer.Typer(invoke_without_command=True)
 
@@ -93,8 +93,9 @@ def bench_attention(
 ) -> None:
     """Time forward and backward kernels, options and packed sequences on the device, and the memory of a step."""
     require_gpu()
-    from cudnn_sdpa.bench import attention, cases
-    from cudnn_sdpa.bench.tuned import autotune_gains
+    from cudnn_sdpa.bench import attention
+    from cudnn_sdpa.bench.tools import cases
+    from cudnn_sdpa.bench.tools.tuned import autotune_gains
 
     sizes = cases.QUICK if quick else cases.FULL
     measures: dict[AttentionPart, tuple[str, Callable[[cases.Sizes], list[dict[str, Any]]]]] = {
@@ -133,12 +134,12 @@ def bench_decode(
 ) -> None:
     """Time decode steps, chunks of prompts and speculative steps on a paged cache."""
     require_gpu()
-    from cudnn_sdpa.bench import chunks, decode
+    from cudnn_sdpa.bench import decode
 
     heads = f"{decode.HEADS_Q} and {decode.HEADS_KV} heads of {decode.DIM}, bfloat16"
     measures: dict[DecodePart, tuple[str, Measure]] = {
         DecodePart.BANDWIDTH: (f"Decode steps on pages: {heads}", decode.bandwidth),
-        DecodePart.CHUNKS: (f"Chunks of prompts: {heads}, causal", chunks.chunks),
+        DecodePart.CHUNKS: (f"Chunks of prompts: {heads}, causal", decode.chunks),
         DecodePart.DRAFTS: (f"Speculative steps, pages of 64: {heads}, causal", decode.drafts),
         DecodePart.MIXED: ("Plans of a server: batches, lengths and chunks that change in every step", decode.mixed),
         DecodePart.HOST: ("Host time of one warm step: B=1, 8 heads of 64, 128 tokens", decode.host),
@@ -272,7 +273,7 @@ def _is_gpu_here() -> bool:
 def _measure(name: str, parts: dict[str, tuple[str, Measure]], output: Path | None) -> None:
     """Measures and prints parts, and writes after each of them what there is: a later one may fail."""
     from cudnn_sdpa.bench import report
-    from cudnn_sdpa.runtime.store_setting import OFF, use_plan_store
+    from cudnn_sdpa.plans.default_store import OFF, use_plan_store
 
     results: dict[str, Any] = {}
     with use_plan_store(OFF):  # plans are built as they are measured, and do not fill the user's store

@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.progress import track
 
-from cudnn_sdpa.bench import processes
-from cudnn_sdpa.bench.first_call import LENGTHS, SHAPES
-from cudnn_sdpa.runtime.store_setting import OFF
+from cudnn_sdpa.bench.programs.first_call import LENGTHS, SHAPES
+from cudnn_sdpa.bench.tools import processes
+from cudnn_sdpa.plans.default_store import OFF
 
 #: What is called first, and then.
 LABEL = f"{SHAPES[0].label}, then S={SHAPES[1].length}"
@@ -109,4 +109,4 @@ def _middle_and_worst(what: str, unit: str, values: list[float]) -> dict[str, fl
 
 
 def _first_call(*arguments: str, store: str) -> dict[str, Any]:
-    return processes.run_module("cudnn_sdpa.bench.first_call", *arguments, store=store)
+    return processes.run_module("cudnn_sdpa.bench.programs.first_call", *arguments, store=store)

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from rich.progress import track
 from torch import Tensor
 
-from cudnn_sdpa.bench import cases, tuned
-from cudnn_sdpa.bench.timing import Call, device_times
-from cudnn_sdpa.conv import conv2d
-from cudnn_sdpa.conv_graphs import channels_last
-from cudnn_sdpa.runtime.cache import plan_cache
+from cudnn_sdpa.bench.tools import cases, tuned
+from cudnn_sdpa.bench.tools.timing import Call, device_times
+from cudnn_sdpa.fused.conv import conv2d
+from cudnn_sdpa.fused.conv_graphs import channels_last
+from cudnn_sdpa.plans.cache import plan_cache
 
 
 class Case(NamedTuple):

@@ -12,13 +12,13 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from cudnn_sdpa.attention.dense import sdpa
-from cudnn_sdpa.attention.fp8 import sdpa_fp8, sdpa_fp8_backward
-from cudnn_sdpa.attention.fp8_arguments import Fp8BackwardScales, Fp8Scales
-from cudnn_sdpa.attention.fp8_reference import quantized
-from cudnn_sdpa.bench import cases, peers
-from cudnn_sdpa.bench.cases import Shape
-from cudnn_sdpa.bench.timing import Call, device_times, host_times
+from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.attention.fp8.arguments import Fp8BackwardScales, Fp8Scales
+from cudnn_sdpa.attention.fp8.reference import quantized
+from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
+from cudnn_sdpa.bench.tools import cases, peers
+from cudnn_sdpa.bench.tools.cases import Shape
+from cudnn_sdpa.bench.tools.timing import Call, device_times, host_times
 from cudnn_sdpa.nn.fp8 import Fp8Attention
 
 SHAPES = (

@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from rich.progress import track
 from torch import Tensor
 
-from cudnn_sdpa import activation, norm
-from cudnn_sdpa.activation import silu_mul
-from cudnn_sdpa.bench import cases, tuned
 from cudnn_sdpa.bench.decode import COPIED, large_copy
-from cudnn_sdpa.bench.timing import Call, device_times, host_times
-from cudnn_sdpa.graphs.operator import as_tuple
-from cudnn_sdpa.norm import rms_norm
-from cudnn_sdpa.runtime import handles
-from cudnn_sdpa.runtime import plan as plans
-from cudnn_sdpa.runtime.cache import plan_cache
-from cudnn_sdpa.runtime.eager import tensor_guard
+from cudnn_sdpa.bench.tools import cases, tuned
+from cudnn_sdpa.bench.tools.timing import Call, device_times, host_times
+from cudnn_sdpa.engine.dispatch_state import tensor_guard
+from cudnn_sdpa.fused import activation, norm
+from cudnn_sdpa.fused.activation import silu_mul
+from cudnn_sdpa.fused.norm import rms_norm
+from cudnn_sdpa.fused.torch_ops import as_tuple
+from cudnn_sdpa.graph import handles
+from cudnn_sdpa.plans import plan as plans
+from cudnn_sdpa.plans.cache import plan_cache
 
 Function = Callable[..., Tensor]
 

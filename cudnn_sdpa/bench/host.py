@@ -10,17 +10,17 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from cudnn_sdpa.attention import lookup
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense import sdpa
-from cudnn_sdpa.attention.drop_in import scaled_dot_product_attention
-from cudnn_sdpa.attention.varlen import sdpa_varlen
-from cudnn_sdpa.bench import cases, hand_graphs, peers
-from cudnn_sdpa.bench.timing import Call, device_times, host_times
-from cudnn_sdpa.runtime import plan as plans
-from cudnn_sdpa.runtime.cache import plan_cache
-from cudnn_sdpa.runtime.eager import is_bare, tensor_guard
-from cudnn_sdpa.runtime.shapes import EXACT, shape_policy
+from cudnn_sdpa.attention.dense import launch
+from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
+from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
+from cudnn_sdpa.bench.tools import cases, hand_graphs, peers
+from cudnn_sdpa.bench.tools.timing import Call, device_times, host_times
+from cudnn_sdpa.engine.dispatch_state import is_bare, tensor_guard
+from cudnn_sdpa.plans import plan as plans
+from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.shape_policy import EXACT, shape_policy
 
 
 def host() -> list[dict[str, Any]]:
@@ -83,8 +83,8 @@ def parts() -> list[dict[str, Any]]:
     q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
     out = sdpa(q, k, v)
     frontend = hand_graphs.FrontendGraph(q, k, v, is_causal=False)
-    signature = lookup.plain_signature(q, k, v, None, None, False, "top_left", None, False, None)
-    call = lookup.calls.get(signature)
+    signature = launch.plain_signature(q, k, v, None, None, False, "top_left", None, False, None)
+    call = launch.calls.get(signature)
     assert call is not None
     plan = call.plan
     guard = tensor_guard(q, k, v)
@@ -93,8 +93,8 @@ def parts() -> list[dict[str, Any]]:
     pieces: dict[str, Call] = {
         "whole call": lambda: sdpa(q, k, v),
         "is it like the last call?": lambda: guard(q, k, v),
-        "if not: signature": lambda: lookup.plain_signature(q, k, v, None, None, False, "top_left", None, False, None),
-        "if not: look-up of it": lambda: lookup.calls.get(signature),
+        "if not: signature": lambda: launch.plain_signature(q, k, v, None, None, False, "top_left", None, False, None),
+        "if not: look-up of it": lambda: launch.calls.get(signature),
         "if not: may it skip the dispatcher?": lambda: is_bare(q, k, v),
         "prepared call": lambda: call.run(q, k, v, None, None),
         "  of it: output": lambda: plans.allocate(*layout),
@@ -159,7 +159,7 @@ def memory() -> list[dict[str, Any]]:
         plan_cache.resize(capacity)
     rows += [
         {"what": "plans held of 1,000 shapes, capacity 100", "value": info.plans},
-        {"what": "prepared calls held", "value": len(lookup.calls)},
+        {"what": "prepared calls held", "value": len(launch.calls)},
         {"what": "seconds for a plan, mean", "value": info.build_seconds / info.builds},
     ]
     for count, size in zip(range(200, 1001, 200), resident, strict=True):

@@ -13,8 +13,8 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from cudnn_sdpa.bench import cases, peers
-from cudnn_sdpa.bench.timing import device_times
+from cudnn_sdpa.bench.tools import cases, peers
+from cudnn_sdpa.bench.tools.timing import device_times
 from cudnn_sdpa.integrations.transformers import NAME, register
 
 #: Llama 3's 8B model with fewer layers and tokens.

@@ -8,15 +8,16 @@ import torch.nn.functional as F
 from rich.progress import track
 from torch import Tensor
 
-from cudnn_sdpa.activation import silu_mul
-from cudnn_sdpa.bench import cases, fused, tuned
+from cudnn_sdpa.bench import fused
 from cudnn_sdpa.bench.convolutions import CASES, Case, tuning_of_torch
 from cudnn_sdpa.bench.decode import COPIED, large_copy
-from cudnn_sdpa.bench.timing import Call, device_times
-from cudnn_sdpa.conv import conv2d
-from cudnn_sdpa.norm import rms_norm
-from cudnn_sdpa.runtime.cache import plan_cache
-from cudnn_sdpa.runtime.tuning import AutotuneEntry
+from cudnn_sdpa.bench.tools import cases, tuned
+from cudnn_sdpa.bench.tools.timing import Call, device_times
+from cudnn_sdpa.fused.activation import silu_mul
+from cudnn_sdpa.fused.conv import conv2d
+from cudnn_sdpa.fused.norm import rms_norm
+from cudnn_sdpa.plans.autotune import AutotuneEntry
+from cudnn_sdpa.plans.cache import plan_cache
 
 #: More than cuDNN proposes for anything.
 ALL = 256

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cudnn_sdpa._version import __version__
-from cudnn_sdpa.runtime import backend
+from cudnn_sdpa.graph import backend
 
 #: More do not fit on a page.
 MOST_COLUMNS = 12

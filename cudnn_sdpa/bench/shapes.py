@@ -9,16 +9,16 @@ from typing import Any
 from rich.progress import track
 from torch import Tensor
 
-from cudnn_sdpa.attention import lookup
-from cudnn_sdpa.attention.bucket_calls import BucketCall
-from cudnn_sdpa.attention.dense import sdpa
-from cudnn_sdpa.bench import cases
-from cudnn_sdpa.bench.many_lengths import COUNT, DIM, HEADS_KV, HEADS_Q, LONGEST
-from cudnn_sdpa.bench.processes import run_module
-from cudnn_sdpa.bench.timing import device_times
-from cudnn_sdpa.runtime.cache import plan_cache
-from cudnn_sdpa.runtime.shapes import BUCKETED, EXACT, TIERED, shape_policy
-from cudnn_sdpa.runtime.store_setting import OFF
+from cudnn_sdpa.attention.dense import launch
+from cudnn_sdpa.attention.dense.buckets import BucketCall
+from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.bench.programs.many_lengths import COUNT, DIM, HEADS_KV, HEADS_Q, LONGEST
+from cudnn_sdpa.bench.tools import cases
+from cudnn_sdpa.bench.tools.processes import run_module
+from cudnn_sdpa.bench.tools.timing import device_times
+from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.default_store import OFF
+from cudnn_sdpa.plans.shape_policy import BUCKETED, EXACT, TIERED, shape_policy
 
 LABEL = f"{COUNT} lengths from 1 to {LONGEST}, {HEADS_Q} and {HEADS_KV} heads of {DIM}, causal"
 
@@ -33,7 +33,7 @@ def passes(repeats: int) -> list[dict[str, Any]]:
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in track(range(repeats), "many lengths", transient=True):
         for name, results in found.items():
-            results.append(run_module("cudnn_sdpa.bench.many_lengths", "pass", name, store=OFF))
+            results.append(run_module("cudnn_sdpa.bench.programs.many_lengths", "pass", name, store=OFF))
     rows = []
     for name, results in found.items():
         row: dict[str, Any] = {"policy": "PyTorch's cuDNN backend" if name == "pytorch" else name}
@@ -50,7 +50,7 @@ def takeover(repeats: int) -> list[dict[str, Any]]:
     """What calls wait for while their own plans are built in the background, and their cost afterwards."""
     rows = []
     for number in track(range(repeats), "taking over", transient=True):
-        found = run_module("cudnn_sdpa.bench.many_lengths", "takeover", store=OFF)
+        found = run_module("cudnn_sdpa.bench.programs.many_lengths", "takeover", store=OFF)
         rows.append(
             {
                 "process": f"{number + 1}",
@@ -86,7 +86,7 @@ def _bucket_row(rows_q: int, rows_kv: int) -> dict[str, Any]:
         for policy in (BUCKETED, EXACT):
             with shape_policy(policy):
                 outs[policy] = sdpa(q, k, v, is_causal=causal)
-                (call,) = [c for c in lookup.calls._calls.values() if isinstance(c, BucketCall) == (policy == BUCKETED)]
+                (call,) = [c for c in launch.calls._calls.values() if isinstance(c, BucketCall) == (policy == BUCKETED)]
                 runs[policy] = _launcher(call, q, k, v)
         cases.check_agreement(["out"], [outs[BUCKETED]], [outs[EXACT]], "that of its own plan")
         times = device_times(runs)

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import lookup, operators
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.backward import BackwardArguments, Needs
-from cudnn_sdpa.attention.calls import BoundCall
-from cudnn_sdpa.attention.dense import sdpa
-from cudnn_sdpa.attention.drop_in import scaled_dot_product_attention
-from cudnn_sdpa.bench import peers
-from cudnn_sdpa.bench.cases import Shape
-from cudnn_sdpa.bench.timing import Call, host_times
+from cudnn_sdpa.attention.dense import launch as dense_launch
+from cudnn_sdpa.attention.dense import torch_ops
+from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
+from cudnn_sdpa.attention.dense.launch import BoundCall
+from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
+from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.bench.tools import peers
+from cudnn_sdpa.bench.tools.cases import Shape
+from cudnn_sdpa.bench.tools.timing import Call, host_times
 
 SHAPE = Shape(1, 8, 8, 128, 64, False)
 
@@ -104,7 +105,7 @@ def _launches(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Call, 
     """The launches of the plans of both passes, on operands of their own that live as long as the functions."""
     for _ in range(3):
         torch.autograd.grad(sdpa(q, k, v), (q, k, v), grad_out)
-    prepared = lookup.calls.last.run.__self__
+    prepared = dense_launch.calls.last.run.__self__
     backward = prepared.gradients._again.call()
     bare = (q.detach(), k.detach(), v.detach())
     out, lse = prepared.forward.run_plain(*bare)
@@ -145,5 +146,5 @@ def _parts(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> dict[str, Call]
         "of sdpa: torch.autograd.grad of a kept graph": lambda: torch.autograd.grad(
             kept, (q, k, v), grad_out, retain_graph=True
         ),
-        "  the same without autograd": lambda: operators.run_backward_cuda(backward),
+        "  the same without autograd": lambda: torch_ops.run_backward_cuda(backward),
     }

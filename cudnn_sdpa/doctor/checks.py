@@ -1,4 +1,4 @@
-"""What may be wrong, each with its cure."""
+"""Checks of PyTorch, cuDNN, the driver, the GPUs, the compilers and the plan store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import PurePosixPath
 
 from cudnn_sdpa.doctor.facts import Facts
-from cudnn_sdpa.runtime.backend import MIN_FRONTEND, version_string
+from cudnn_sdpa.graph.backend import MIN_FRONTEND, version_string
 
 #: The oldest PyTorch that the library is tested with, and the oldest GPUs that cuDNN has these kernels for.
 MIN_TORCH = (2, 9)

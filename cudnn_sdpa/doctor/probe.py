@@ -31,10 +31,11 @@ from cudnn_sdpa.doctor.facts import (
     TrialFacts,
 )
 from cudnn_sdpa.errors import OfflineError
+from cudnn_sdpa.graph import backend
 from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.driver import compiler
-from cudnn_sdpa.runtime import backend, folders, store_setting
-from cudnn_sdpa.runtime.folders import UnsafeFolderError
+from cudnn_sdpa.plans import default_store, private_folders
+from cudnn_sdpa.plans.private_folders import UnsafeFolderError
 
 #: A first plan takes a second, PyTorch some more; on a slow network disk a minute goes by.
 TIMEOUT_SECONDS = 300.0
@@ -88,7 +89,7 @@ def examine(timeout: float) -> tuple[dict[str, Any], str]:
     try:
         result = subprocess.run(
             interpreter.command(_PROGRAM),
-            env={**os.environ, store_setting.VARIABLE: store_setting.OFF},  # it shall build a plan, not find one
+            env={**os.environ, default_store.VARIABLE: default_store.OFF},  # it shall build a plan, not find one
             capture_output=True,
             timeout=timeout,
             check=False,
@@ -139,19 +140,19 @@ def libraries() -> tuple[FoundLibrary, ...]:
 
 def store() -> StoreFacts:
     """The plan store as a process would open it; nothing is made."""
-    setting = os.environ.get(store_setting.VARIABLE, "")
-    named = bool(setting) and not store_setting.is_off(setting)
+    setting = os.environ.get(default_store.VARIABLE, "")
+    named = bool(setting) and not default_store.is_off(setting)
     folder = None
     try:
-        folder = store_setting.folder_of_environment()
+        folder = default_store.folder_of_environment()
         if folder is None:
             return StoreFacts(None)
         there = next(path for path in (folder, *folder.parents) if path.exists())
         if not there.is_dir():
             return StoreFacts(str(folder), named, f"{there} is no folder")
-        folders.check_above(folder)
+        private_folders.check_above(folder)
         if there == folder:
-            os.close(folders.open_private(folder, make=False))
+            os.close(private_folders.open_private(folder, make=False))
         if os.access(there, os.W_OK | os.X_OK):
             return StoreFacts(str(folder), named)
         if there == folder and os.access(there, os.R_OK | os.X_OK):
@@ -229,8 +230,8 @@ def ask_cudnn() -> dict[str, Any]:
 
 def make_a_call() -> dict[str, Any]:
     """One call of `sdpa`: compared with the reference on a GPU, planned for one without."""
-    from cudnn_sdpa.attention.dense import sdpa
-    from cudnn_sdpa.explanation import explain
+    from cudnn_sdpa.attention.dense.sdpa import sdpa
+    from cudnn_sdpa.engine.explain import explain
 
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
     found: dict[str, Any] = {"on": "GPU" if on_gpu else "offline"}

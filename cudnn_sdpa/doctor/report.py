@@ -9,7 +9,7 @@ from dataclasses import asdict
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.doctor.checks import Finding, Level, is_well
 from cudnn_sdpa.doctor.facts import Facts
-from cudnn_sdpa.runtime.backend import version_string
+from cudnn_sdpa.graph.backend import version_string
 
 
 def as_json(facts: Facts, findings: list[Finding]) -> str:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.runtime.eager import may_be_read
-from cudnn_sdpa.runtime.symbols import is_true
+from cudnn_sdpa.engine.dispatch_state import may_be_read
+from cudnn_sdpa.graph.symbolic_shapes import is_true
 
 #: What says the same everywhere. Messages on a GPU have at most 255 characters.
 SUGGESTION = "use_cache=False, or cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.bias import bias_view
-from cudnn_sdpa.integrations import hidden
-from cudnn_sdpa.integrations.hidden import UNBOUNDED
-from cudnn_sdpa.runtime.symbols import is_known
+from cudnn_sdpa.graph.symbolic_shapes import is_known
+from cudnn_sdpa.integrations import mask_encoding
+from cudnn_sdpa.integrations.mask_encoding import UNBOUNDED
 
 #: Models that join masks to one, and so need each drawn.
 JOINING = frozenset({"t5gemma2_decoder"})
@@ -120,16 +120,16 @@ def _causal(request: Request) -> tuple[bool, Tensor | None]:
     end = request.q_offset + queries - request.kv_offset
     if isinstance(request.q_offset, Tensor):
         lengths = end.to(device=device, dtype=torch.int32).reshape(1).repeat(request.batch_size)
-        return True, hidden.band(left, 0, device, lengths)
+        return True, mask_encoding.band(left, 0, device, lengths)
     if end == keys:
         is_simple = left == UNBOUNDED and (queries in (1, keys))
-        return True, None if is_simple else hidden.band(left, 0, device)
+        return True, None if is_simple else mask_encoding.band(left, 0, device)
     if request.q_offset == 0 and request.kv_offset == 0 and queries > 1 and left == UNBOUNDED and end < keys:
         return True, None
     if end > keys:
         return False, None
     lengths = torch.full((request.batch_size,), end, dtype=torch.int32, device=device)
-    return True, hidden.band(left, 0, device, lengths)
+    return True, mask_encoding.band(left, 0, device, lengths)
 
 
 def _padded(request: Request, seen: Tensor) -> tuple[bool, Tensor | None]:
@@ -141,7 +141,7 @@ def _padded(request: Request, seen: Tensor) -> tuple[bool, Tensor | None]:
         return False, None
     if request.local_size is not None and not is_known(queries < request.local_size):
         return False, None
-    return True, hidden.packed(seen[:, :queries])
+    return True, mask_encoding.packed(seen[:, :queries])
 
 
 def _bidirectional(request: Request) -> tuple[bool, Tensor | None]:
@@ -155,7 +155,7 @@ def _bidirectional(request: Request) -> tuple[bool, Tensor | None]:
         return False, None
     if getattr(request.config, "sliding_window", None) != size:
         return False, None
-    return True, hidden.band(size, size, request.device)
+    return True, mask_encoding.band(size, size, request.device)
 
 
 def _bias(request: Request, draw: Callable[..., Tensor]) -> Tensor:

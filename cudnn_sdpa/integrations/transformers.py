@@ -7,7 +7,7 @@ import inspect
 from typing import Any
 
 from cudnn_sdpa.errors import LibraryError, OptionError
-from cudnn_sdpa.integrations.forward import attention
+from cudnn_sdpa.integrations.attention import attention
 from cudnn_sdpa.integrations.masks import mask_function
 
 __all__ = ["NAME", "register"]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from cudnn_sdpa.attention.arguments import ForwardArguments, check_options, window_bounds
-from cudnn_sdpa.attention.dense import NO_DROPOUT, sdpa
-from cudnn_sdpa.attention.paged_step import PagedStep
+from cudnn_sdpa.attention.dense.sdpa import NO_DROPOUT, sdpa
+from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.nn import attention_checks
 from cudnn_sdpa.nn.checks import check_flags, check_number, check_tokens, whole

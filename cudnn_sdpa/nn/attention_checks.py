@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cudnn_sdpa.attention.paged_step import PagedStep
-from cudnn_sdpa.attention.side_tensors import check_lengths, shape_of
+from cudnn_sdpa.attention.arguments import check_lengths, shape_of
+from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.nn.checks import check_counts, check_tokens
 from cudnn_sdpa.nn.conversion import LINEAR, check_type, refuse

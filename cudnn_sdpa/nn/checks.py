@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from cudnn_sdpa.attention.kv_arguments import check_count
-from cudnn_sdpa.attention.side_tensors import shape_of
+from cudnn_sdpa.attention.arguments import shape_of
+from cudnn_sdpa.attention.paged.kv_cache_checks import check_count
 from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cudnn_sdpa.activation import silu_mul
+from cudnn_sdpa.fused.activation import silu_mul
 from cudnn_sdpa.nn.checks import check_choice, check_counts, check_flags, check_number, check_tokens, whole
 from cudnn_sdpa.nn.conversion import merge
 

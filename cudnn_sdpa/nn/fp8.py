@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cudnn_sdpa.attention.fp8_attention import fp8_attention
-from cudnn_sdpa.attention.fp8_scaling import Fp8Scaling
+from cudnn_sdpa.attention.fp8.fp8_attention import fp8_attention
+from cudnn_sdpa.attention.fp8.scaling import Fp8Scaling
 from cudnn_sdpa.errors import OptionError
 
 #: Which layer has which scales. Copies and pickles of scales have no owner yet.

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import debug
-from cudnn_sdpa.attention.dense import sdpa
-from cudnn_sdpa.attention.kv_arguments import check_count, check_dtype, checked_device, refuse_gradient
-from cudnn_sdpa.attention.side_tensors import check_lengths, dtype_name, shape_of
+from cudnn_sdpa.attention import value_checks
+from cudnn_sdpa.attention.arguments import check_lengths, dtype_name, shape_of
+from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.attention.paged.kv_cache_checks import check_count, check_dtype, checked_device, refuse_gradient
+from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError
+from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.nn.checks import check_counts
-from cudnn_sdpa.runtime.eager import is_compiling, needs_gradient
 
 
 @dataclass(eq=False)
@@ -207,7 +208,7 @@ class KVCache:
             raise OptionError("tokens", "a second step", "that the keys of the step before are appended first", hint)
         offsets = torch.arange(tokens, device=self.device)
         check_lengths("seq_lens", seq_lens, self._rows, "the cache")
-        if not is_compiling() and (self.device.type == "cpu" or (debug.enabled and not _is_capturing())):
+        if not is_compiling() and (self.device.type == "cpu" or (value_checks.enabled and not _is_capturing())):
             self._check_room(tokens, seq_lens)
         if not is_compiling() and self._lengths._version != self._version and not _is_capturing():
             self._clear()  # somebody has written to the lengths; a capture would clear in each replay

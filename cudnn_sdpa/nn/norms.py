@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.fused.norm import layer_norm, rms_norm
 from cudnn_sdpa.nn.checks import check_counts, check_flags, check_number
 from cudnn_sdpa.nn.conversion import check_type, copy_parameter, refuse
-from cudnn_sdpa.norm import layer_norm, rms_norm
 
 #: PyTorch takes that of the dtype in which it computes, and so do these.
 _EPS, _EPS_OF_DOUBLE = (torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64))

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cudnn_sdpa.attention.side_tensors import dtype_name, shape_of
+from cudnn_sdpa.attention.arguments import dtype_name, shape_of
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
+from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.nn.checks import check_counts, check_flags
-from cudnn_sdpa.runtime.eager import is_compiling
 
 Rotations = tuple[Tensor, Tensor]
 

@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.planner import Helper, plan_offline
-from cudnn_sdpa.runtime import store_setting
-from cudnn_sdpa.runtime.key import PlanKey
-from cudnn_sdpa.runtime.plan_file import StoredPlan
+from cudnn_sdpa.plans import default_store
+from cudnn_sdpa.plans.file_format import StoredPlan
 
 _log = logging.getLogger("cudnn_sdpa")
 
@@ -158,7 +158,7 @@ class BackgroundPlanner:
     def _plan(self, helper: Helper, request: Request) -> StoredPlan | None:
         if self._closed:
             return None
-        store = store_setting.active()
+        store = default_store.active()
         with contextlib.ExitStack() as stack:
             if store is not None:
                 stack.enter_context(store.building(request.key, in_background=True))

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from cudnn_sdpa.errors import OfflineError
-from cudnn_sdpa.runtime import folders
+from cudnn_sdpa.plans import private_folders
 
 _SOURCE = Path(__file__).with_name("stand_in_driver.c")
 _MARKER = "cudnn_sdpa_stand_in_driver"
@@ -59,15 +59,15 @@ def stand_in_folder() -> Path:
     source = _SOURCE.read_text()
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     try:
-        parent = folders.in_users_cache("stand-in-driver")
+        parent = private_folders.in_users_cache("stand-in-driver")
         folder = parent / digest
-        os.close(folders.open_private(parent))
+        os.close(private_folders.open_private(parent))
         _sweep(parent)
         if not (folder / "libcuda.so.1").exists():
             _compile(source, folder)
-        os.close(folders.open_private(folder, make=False))
+        os.close(private_folders.open_private(folder, make=False))
         _check_private(folder / "libcuda.so.1")
-    except folders.UnsafeFolderError as error:
+    except private_folders.UnsafeFolderError as error:
         raise OfflineError(
             f"there is no safe folder to keep the stand-in driver in ({error}). Remove what others may have put there; "
             "or the environment variable XDG_CACHE_HOME can name another cache folder"
@@ -120,5 +120,5 @@ def _sweep(parent: Path) -> None:
 def _check_private(path: Path) -> None:
     """What is loaded into a process must not have been put there by somebody else."""
     status = path.lstat()
-    if not (stat.S_ISREG(status.st_mode) and folders.is_private(status)):
+    if not (stat.S_ISREG(status.st_mode) and private_folders.is_private(status)):
         raise OfflineError(f"{path} is a link, belongs to another user or is writable by others; remove {path.parent}")

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from cudnn_sdpa.errors import OfflineError, UnsupportedError
+from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.offline import driver, interpreter
-from cudnn_sdpa.runtime.key import PlanKey
 
 _log = logging.getLogger("cudnn_sdpa")
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from cudnn_sdpa.errors import CudnnSdpaError, OfflineError, OptionError, PlanBuildError
+from cudnn_sdpa.graph.diagnostics import shortened
+from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.planner import Helper, OfflinePlan, plan_to_keep
-from cudnn_sdpa.runtime.key import PlanKey
-from cudnn_sdpa.runtime.texts import shortened
 
 Made = TypeVar("Made")
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.runtime import backend
-from cudnn_sdpa.runtime.graph_op import GraphOp, find_operation
-from cudnn_sdpa.runtime.key import PlanKey
-from cudnn_sdpa.runtime.proposals import GuessesBuilder, HeuristicsBuilder
-from cudnn_sdpa.runtime.target import Target
+from cudnn_sdpa.graph import backend
+from cudnn_sdpa.graph.definition import GraphOp, find_operation
+from cudnn_sdpa.graph.heuristics import GuessesBuilder, HeuristicsBuilder
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.target import Target
 
 #: What cuDNN says of kernels whose clusters it cannot place.
 _ASKS_FOR_CLUSTERS = "target_sm_count"
@@ -82,7 +82,7 @@ def _lacks_clusters(operation: GraphOp, key: PlanKey, properties: dict[str, Any]
     try:
         operation.compile(key, GuessesBuilder(properties=properties))
     except UnsupportedError as error:
-        is_plain = key.operation.startswith("cudnn_sdpa.conv_graphs:") and (
+        is_plain = key.operation.startswith("cudnn_sdpa.fused.conv_graphs:") and (
             key.option_values.get("activation") in (None, "relu")
         )
         return is_plain or any(_ASKS_FOR_CLUSTERS in reason for reason in error.reasons)

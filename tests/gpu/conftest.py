@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import cudnn_sdpa
-from cudnn_sdpa.runtime import backend
+from cudnn_sdpa.graph import backend
 
 HERE = Path(__file__).parent
 

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import fp8_reference
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.fp8 import (
+from cudnn_sdpa.attention.fp8 import reference
+from cudnn_sdpa.attention.fp8.arguments import (
+    Fp8Backward,
     Fp8BackwardScales,
+    Fp8Forward,
     Fp8Gradients,
     Fp8Output,
     Fp8Scales,
-    sdpa_fp8,
-    sdpa_fp8_backward,
 )
-from cudnn_sdpa.attention.fp8_arguments import Fp8Backward, Fp8Forward
+from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
 
 DEVICE = "cuda"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -187,7 +187,7 @@ def arguments(of: Problem, options: dict[str, Any]) -> ForwardArguments:
 def emulated(of: Problem, out_dtype: torch.dtype | None = None, **options: Any) -> Fp8Output:
     """What the format alone makes of it."""
     call = Fp8Forward(arguments(of, options), of.scales, out_dtype or of.q.dtype)
-    return fp8_reference.attention(call, exact=torch.float64)
+    return reference.attention(call, exact=torch.float64)
 
 
 def emulated_gradients(
@@ -195,7 +195,7 @@ def emulated_gradients(
 ) -> Fp8Gradients:
     """The same of gradients."""
     call = Fp8Backward(grad_out, out, lse, arguments(of, options), scales)
-    return fp8_reference.gradients(call, exact=torch.float64)
+    return reference.gradients(call, exact=torch.float64)
 
 
 def backward(

@@ -13,11 +13,12 @@ import torch
 from random_tensors import FP8
 
 from cudnn_sdpa import UnsupportedError
-from cudnn_sdpa.attention import passes, support
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.problem import Problem
-from cudnn_sdpa.attention.support import BACKWARD, FORWARD, refusal
-from cudnn_sdpa.runtime.target import live_target
+from cudnn_sdpa.attention.dense import plans
+from cudnn_sdpa.attention.dense.plans import Problem
+from cudnn_sdpa.attention.support import rules
+from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal
+from cudnn_sdpa.graph.target import live_target
 
 SIZE = 15
 
@@ -44,9 +45,9 @@ COUNTS = {
 CHUNKS = [(name, first) for name, (count, _) in COUNTS.items() for first in range(0, count, SIZE)]
 
 
-def broken(reason: str) -> list[support.Rule]:
+def broken(reason: str) -> list[rules.Rule]:
     """The rules of this library that give a reason."""
-    patterns = {rule: ".*".join(map(re.escape, re.split(r"\{\w+\}", rule.reason))) for rule in support.RULES}
+    patterns = {rule: ".*".join(map(re.escape, re.split(r"\{\w+\}", rule.reason))) for rule in rules.RULES}
     return [rule for rule, pattern in patterns.items() if re.fullmatch(pattern, reason)]
 
 
@@ -116,7 +117,7 @@ def test_nearly_all_that_cudnn_has_plans_for_is_run(monkeypatch):
             has_wrong_plan.append(line)
         else:
             with monkeypatch.context() as without_rules:
-                without_rules.setattr(passes, "refusal", lambda *_: None)
+                without_rules.setattr(plans, "refusal", lambda *_: None)
                 if generators.attempt("sdpa", seed, "cuda").kind != "declined":
                     has_plan.append(line)
     assert not has_plan, "\n".join(has_plan)

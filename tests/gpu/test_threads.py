@@ -10,7 +10,7 @@ from support import TOLERANCE, error, exact, make
 
 import cudnn_sdpa
 from cudnn_sdpa import plan_cache
-from cudnn_sdpa.runtime import handles
+from cudnn_sdpa.graph import handles
 
 THREADS = 8
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa import LibraryError
-from cudnn_sdpa.attention.describe import describe_sdpa
+from cudnn_sdpa.attention.dense.explain import describe_sdpa
+from cudnn_sdpa.graph import backend
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.offline import driver
 from cudnn_sdpa.offline.planner import OfflinePlan, plan_offline
-from cudnn_sdpa.runtime import backend
-from cudnn_sdpa.runtime.key import PlanKey
-from cudnn_sdpa.runtime.target import Target, load_properties
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,11 +10,11 @@ import generators
 import pytest
 
 from cudnn_sdpa import CudnnSdpaError, UnsupportedError
+from cudnn_sdpa.engine.explain import Description, describer_of
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.offline.planner import engine_offline, plan_offline
-from cudnn_sdpa.runtime import known_issues
-from cudnn_sdpa.runtime.describe import Description, describer_of
-from cudnn_sdpa.runtime.key import PlanKey
-from cudnn_sdpa.runtime.target import Target
 
 pytestmark = pytest.mark.usefixtures("can_plan")
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import cudnn_sdpa
-from cudnn_sdpa.bench import cases, peers
-from cudnn_sdpa.runtime import cpu_target
+from cudnn_sdpa.bench.tools import cases, peers
+from cudnn_sdpa.engine import cpu_target
 
 #: (rtol, atol) of a computation in at least float32 that is rounded once to the dtype.
 TOLERANCES = {

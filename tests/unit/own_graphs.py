@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from cudnn_sdpa.graphs.function import graph_op
+from cudnn_sdpa.fused.graph_op import graph_op
 
 
 def scaled_reference(x, bias=None, scale=1.0, *, power=1, name="plain"):  # noqa: ARG001

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from gated import scaled_gate, squares
 
 from cudnn_sdpa import UnsupportedError, conv1d, conv2d, conv3d, layer_norm, rms_norm, silu_mul
-from cudnn_sdpa.attention.fp8_attention import fp8_attention
+from cudnn_sdpa.attention.fp8.fp8_attention import fp8_attention
 
 
 def leaves(*shapes):

@@ -18,7 +18,6 @@ from cudnn_sdpa import (
     DeviceError,
     LayoutError,
     UnsupportedError,
-    conv,
     conv1d,
     conv2d,
     conv3d,
@@ -28,7 +27,8 @@ from cudnn_sdpa import (
     rms_norm,
     silu_mul,
 )
-from cudnn_sdpa.conv_graphs import channels_last
+from cudnn_sdpa.fused import conv
+from cudnn_sdpa.fused.conv_graphs import channels_last
 
 TENSOR = torch.randn(4, 128)
 

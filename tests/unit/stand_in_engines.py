@@ -8,12 +8,13 @@ import ctypes
 import pytest
 import torch
 
-from cudnn_sdpa.runtime import building, handles, plan, trials
-from cudnn_sdpa.runtime.graph_op import GraphOp, graph_op
-from cudnn_sdpa.runtime.key import Operand
-from cudnn_sdpa.runtime.layouts import TensorLayout
-from cudnn_sdpa.runtime.proposals import Other
-from cudnn_sdpa.runtime.target import Target
+from cudnn_sdpa.graph import handles
+from cudnn_sdpa.graph.definition import GraphOp, graph_op
+from cudnn_sdpa.graph.heuristics import Other
+from cudnn_sdpa.graph.key import Operand
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.plans import autotune_timing, build, plan
 
 TARGET = Target((("deviceVer", 900), ("multiProcessorCount", 132)), 92800, "1.32.0", "a GPU")
 SHAPE = (2, 3, 4)
@@ -58,7 +59,7 @@ class Engine:
         def launch(address, count, *_):
             self.launches += 1
             pointers = (ctypes.c_uint64 * count).from_address(address)
-            x, *outs = (trials.tensor_at(each, key().outputs[0].layout, None) for each in pointers)
+            x, *outs = (autotune_timing.tensor_at(each, key().outputs[0].layout, None) for each in pointers)
             self.run(x, outs, self.launches)
 
         return launch
@@ -82,15 +83,15 @@ class Machine:
         self.patch(handles.thread, "slots", self.slots)
         self.patch(torch.cuda, "device", lambda _: contextlib.nullcontext())
         self.patch(torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.capturing)
-        for module in (plan, trials):
+        for module in (plan, autotune_timing):
             self.patch(module, "current_raw_stream", lambda _: self.stream)
-        self.patch(building, "_handle_for", lambda _: "handle")
+        self.patch(build, "_handle_for", lambda _: "handle")
         self.patch(plan, "allocate", lambda shape, _, dtype: torch.empty(shape, dtype=dtype))
         self.patch(plan.backend, "GraphBuilder", lambda **_: "builder")
         self.patch(plan.backend, "execution_error", lambda error, _: error)
-        self.patch(trials, "device_times", self.times)
-        tensor_at = trials.tensor_at
-        self.patch(trials, "tensor_at", lambda at, layout, _: tensor_at(at, layout, torch.device("cpu")))
+        self.patch(autotune_timing, "device_times", self.times)
+        tensor_at = autotune_timing.tensor_at
+        self.patch(autotune_timing, "tensor_at", lambda at, layout, _: tensor_at(at, layout, torch.device("cpu")))
 
     def times(self, launches):
         self.timed.append(len(launches))
@@ -100,4 +101,4 @@ class Machine:
         """What cuDNN proposes from now on: engines, or why one cannot be built."""
         known = [Other(("eng0", {}) if isinstance(each, str) else (each.engine, each.knobs), each) for each in others]
         self.patch(GraphOp, "compile", lambda *_: first)
-        self.patch(building, "build_others", lambda _operation, _key, _first, most, **_: known[:most])
+        self.patch(build, "build_others", lambda _operation, _key, _first, most, **_: known[:most])

@@ -11,10 +11,10 @@ import ctypes
 
 import torch
 
-from cudnn_sdpa.graphs import operator
-from cudnn_sdpa.runtime import graph_call
-from cudnn_sdpa.runtime.key import Role
-from cudnn_sdpa.runtime.trials import tensor_at
+from cudnn_sdpa.engine import launch
+from cudnn_sdpa.fused import torch_ops
+from cudnn_sdpa.graph.key import Role
+from cudnn_sdpa.plans.autotune_timing import tensor_at
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ class StandInPlan:
         inputs = {operand.name: operand for operand in self.key.inputs}
         given = [self._read(inputs.get(name), places.get(name)) for name in self.operation.operands]
         with torch.no_grad():
-            results = operator.as_tuple(self.operation.reference(*given, **self.key.option_values))
+            results = torch_ops.as_tuple(self.operation.reference(*given, **self.key.option_values))
         for operand, result in zip(self.key.outputs, results, strict=True):
             tensor_at(places[operand.name], operand.layout, CPU).copy_(result)
 
@@ -64,12 +64,12 @@ class StandInCache:
 
 def install() -> None:
     """From now on CPU tensors are on a GPU, as far as graph functions see."""
-    graph_call.live_target = lambda _: "a GPU that is none"
-    graph_call.build_plan = lambda operation, _: operation
-    graph_call.plan_cache = StandInCache()
-    graph_call.allocate = lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype).fill_(77)
+    launch.live_target = lambda _: "a GPU that is none"
+    launch.build_plan = lambda operation, _: operation
+    launch.plan_cache = StandInCache()
+    launch.allocate = lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype).fill_(77)
     torch.cuda.device = lambda _: contextlib.nullcontext()
     torch.Tensor.is_cuda = property(lambda tensor: tensor.device.type == "cpu")
     torch.Tensor.get_device = lambda _: 0
     install.library = torch.library.Library("cudnn_sdpa", "IMPL")
-    install.library.impl("graph_function", operator._decoded(operator._on_gpu), "CPU", allow_override=True)
+    install.library.impl("graph_function", torch_ops._decoded(torch_ops._on_gpu), "CPU", allow_override=True)

@@ -14,14 +14,14 @@ import typer
 from typer.testing import CliRunner
 
 import cudnn_sdpa
-from cudnn_sdpa.attention.describe import describe_sdpa
+from cudnn_sdpa.attention.dense.explain import describe_sdpa
 from cudnn_sdpa.bench import cli as bench_cli
 from cudnn_sdpa.cli import app
 from cudnn_sdpa.errors import DeviceError, LibraryError, OfflineError, OptionError, UnsupportedError
-from cudnn_sdpa.runtime.manifest import PlanManifest
-from cudnn_sdpa.runtime.plan_file import StoredPlan
-from cudnn_sdpa.runtime.store import PlanStore
-from cudnn_sdpa.runtime.target import Target, load_properties
+from cudnn_sdpa.graph.target import Target, load_properties
+from cudnn_sdpa.plans.file_format import StoredPlan
+from cudnn_sdpa.plans.manifest import PlanManifest
+from cudnn_sdpa.plans.store import PlanStore
 
 ROOT = Path(__file__).parents[2]
 
@@ -238,8 +238,8 @@ USAGE = [
 @pytest.mark.parametrize("line", USAGE)
 def test_wrong_arguments_of_every_command_end_with_2_and_a_message(places, line, monkeypatch):
     planned = []
-    monkeypatch.setattr("cudnn_sdpa.support_matrix.plan_offline", lambda *_: planned.append(1))
-    monkeypatch.setattr("cudnn_sdpa.warming.plan_all", lambda *_: planned.append(1))
+    monkeypatch.setattr("cudnn_sdpa.planning.support.plan_offline", lambda *_: planned.append(1))
+    monkeypatch.setattr("cudnn_sdpa.offline.warmup.plan_all", lambda *_: planned.append(1))
     words = line.split()
     result = invoke(*(word.replace("{", f"{places}/").replace("}", "") for word in words))
     assert result.exit_code == 2
@@ -271,7 +271,7 @@ def test_errors_of_the_library_end_a_command_without_a_traceback(monkeypatch, er
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr("cudnn_sdpa.support_matrix.cells", fail)
+    monkeypatch.setattr("cudnn_sdpa.planning.support.cells", fail)
     result = invoke("support", "--sm", "90")
     assert (result.exit_code, result.stdout, result.stderr) == (status, "", said + "\n")
 
@@ -280,7 +280,7 @@ def test_a_fault_of_the_program_is_not_hidden(monkeypatch):
     def fail(*_, **__):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("cudnn_sdpa.support_matrix.cells", fail)
+    monkeypatch.setattr("cudnn_sdpa.planning.support.cells", fail)
     assert isinstance(CliRunner().invoke(app, ["support"]).exception, ZeroDivisionError)
 
 
@@ -352,12 +352,12 @@ def test_plans_that_are_kept_are_counted_and_removed(tmp_path, monkeypatch):
     store.save(key, StoredPlan(key.identity(), "eng9", {}, 0, 0.5, b"x" * 2**20))
     said = f"1 plans, 1.0 of 1024 MiB, in {folder}"
     assert invoke("plans", "size", "--folder", folder).output.replace("\n", "").startswith(said)
-    monkeypatch.setattr("cudnn_sdpa.runtime.store_setting.active", lambda: store)
+    monkeypatch.setattr("cudnn_sdpa.plans.default_store.active", lambda: store)
     assert invoke("plans", "size").output.replace("\n", "").startswith(said)
     assert invoke("plans", "clear").output.startswith("1 of 1 plans removed from ")
     assert store.load(key) is None
     assert invoke("plans", "size").output.startswith("0 plans")
-    monkeypatch.setattr("cudnn_sdpa.runtime.store_setting.active", lambda: None)
+    monkeypatch.setattr("cudnn_sdpa.plans.default_store.active", lambda: None)
     for command in ("size", "clear"):
         result = invoke("plans", command)
         assert (result.exit_code, result.stdout) == (1, "")
@@ -367,7 +367,7 @@ def test_plans_that_are_kept_are_counted_and_removed(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_benchmark_in_a_process_of_its_own_ends_as_here():
-    from cudnn_sdpa.bench.processes import run_command
+    from cudnn_sdpa.bench.tools.processes import run_command
 
     assert run_command("--version") == 0
     assert run_command("bench", "host") == 2

@@ -10,39 +10,40 @@ import pytest
 
 import cudnn_sdpa
 from cudnn_sdpa import OptionError, fallback, shape_policy, use_plan_store
-from cudnn_sdpa.runtime import shapes, store_setting
+from cudnn_sdpa.plans import default_store
+from cudnn_sdpa.plans import shape_policy as shape_policy_module
 
 POLICIES = ("exact", "bucketed", "tiered")
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_overlapping_policies_leave_what_was_before(order):
-    before = shapes.active()
+    before = shape_policy_module.active()
     uses = [shape_policy(policy) for policy in POLICIES]
     for use, policy in zip(uses, POLICIES, strict=True):
         assert use.__enter__() == policy
     left = list(range(3))
     for number in order:
-        assert shapes.active() == POLICIES[left[-1]]
+        assert shape_policy_module.active() == POLICIES[left[-1]]
         uses[number].__exit__(None, None, None)
         left.remove(number)
-    assert shapes.active() == before
+    assert shape_policy_module.active() == before
 
 
 def test_overlapping_stores_leave_what_was_before(tmp_path):
-    before = store_setting.active()
+    before = default_store.active()
     first, second = use_plan_store(tmp_path / "first"), use_plan_store(tmp_path / "second")
     with first:
         second.__enter__()
-    assert store_setting.active() is second.store
+    assert default_store.active() is second.store
     second.__exit__(None, None, None)
-    assert store_setting.active() is before
+    assert default_store.active() is before
 
 
 def test_policies_in_any_order_are_those_of_a_model():
     """Entered and left by chance, and set for good outside of all statements."""
     r, open_uses = random.Random(5), []
-    before = shapes.active()
+    before = shape_policy_module.active()
     for _ in range(2000):
         if open_uses and r.random() < 0.5:
             open_uses.pop(r.randrange(len(open_uses)))[0].__exit__(None, None, None)
@@ -50,21 +51,21 @@ def test_policies_in_any_order_are_those_of_a_model():
             use = shape_policy(policy := r.choice(POLICIES))
             use.__enter__()
             open_uses.append((use, policy))
-        assert shapes.active() == (open_uses[-1][1] if open_uses else before)
+        assert shape_policy_module.active() == (open_uses[-1][1] if open_uses else before)
     for use, _ in open_uses:
         use.__exit__(None, None, None)
-    assert shapes.active() == before
-    assert shapes._overrides._entries == []
+    assert shape_policy_module.active() == before
+    assert shape_policy_module._overrides._entries == []
 
 
 def test_a_policy_that_stays_ends_with_the_statement_around_it():
-    before = shapes.active()
+    before = shape_policy_module.active()
     with shape_policy("exact"):
         for policy in POLICIES * 100:
             shape_policy(policy)
-            assert shapes.active() == policy
-        assert len(shapes._overrides._entries) < 5
-    assert shapes.active() == before
+            assert shape_policy_module.active() == policy
+        assert len(shape_policy_module._overrides._entries) < 5
+    assert shape_policy_module.active() == before
 
 
 def test_a_fallback_may_be_left_in_another_context():
@@ -86,12 +87,12 @@ def test_a_path_that_names_no_folder_is_an_option_error(path, tmp_path, monkeypa
     with pytest.raises(OptionError, match=r"^path: got"):
         use_plan_store(path)
     with pytest.raises(OptionError, match=r"^folder: got"):
-        cudnn_sdpa.compile_plans(cudnn_sdpa.runtime.manifest.PlanManifest(), "h200", path)
+        cudnn_sdpa.compile_plans(cudnn_sdpa.plans.manifest.PlanManifest(), "h200", path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_in_the_environment_that_cannot_be_is_a_warning(run_python):
-    code = "from cudnn_sdpa.runtime import store_setting; print(store_setting.active(), store_setting.active())"
+    code = "from cudnn_sdpa.plans import default_store; print(default_store.active(), default_store.active())"
     result = run_python(code, CUDNN_SDPA_PLAN_DIR="~nobody_of_this_name/plans")
     assert result.stdout == "None None\n"
     assert result.stderr.count("plans are not kept, in spite of CUDNN_SDPA_PLAN_DIR") == 1
@@ -101,8 +102,8 @@ def test_a_folder_in_the_environment_that_cannot_be_is_a_warning(run_python):
 def test_off_is_off_in_any_case(off, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDNN_SDPA_PLAN_DIR", off)
-    assert store_setting.folder_of_environment() is None
-    assert store_setting._from_environment() is None
+    assert default_store.folder_of_environment() is None
+    assert default_store._from_environment() is None
     with use_plan_store(off) as store:
         assert store is None
     assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from collections import Counter
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -17,21 +18,17 @@ from cudnn_sdpa import errors
 PACKAGE = Path(cudnn_sdpa.__file__).parent
 #: Layers from the bottom up; a module imports its own layer and those below it.
 LAYERS = [
-    ("_version", "_start", "errors"),
-    ("runtime",),
+    ("_version", "_start", "errors", "settings"),
+    ("graph",),
+    ("plans",),
     ("offline",),
+    ("engine",),
     ("attention",),
-    ("fused_dtypes",),
-    ("graphs",),
-    ("activation_rows",),
-    ("norm_graphs", "activation_graphs", "conv_graphs"),
-    ("norm_arguments", "conv_arguments"),
-    ("norm", "activation", "conv"),
+    ("fused",),
     ("nn",),
     ("integrations",),
-    ("describe_fused",),
-    ("explanation", "recording", "warming"),
-    ("support_matrix", "command_arguments"),
+    ("planning",),
+    ("cli_arguments",),
     ("doctor",),
     ("_pytorch",),
     ("bench",),
@@ -234,11 +231,21 @@ def test_every_error_derives_from_the_one_base():
 def test_only_the_backend_imports_cudnn(name):
     text = SOURCES[name].read_text()
     imports = {module.split(".")[0] for module in imported_modules(name)}
-    if name == "cudnn_sdpa.runtime.backend":
+    if name == "cudnn_sdpa.graph.backend":
         assert 'import_module("cudnn")' in text
     else:
         assert "cudnn" not in imports
         assert not re.search(r"import_module\(.cudnn\b", text)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("cudnn_sdpa.fused")])
+def test_no_fused_operation_imports_attention(name):
+    assert not [other for other in own_imports(name) if other.startswith("cudnn_sdpa.attention")]
+
+
+def test_no_room_is_crowded():
+    rooms = Counter(path.parent for path in SOURCES.values() if path.name != "__init__.py")
+    assert {room.name: count for room, count in rooms.items() if count > 14} == {}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -255,12 +262,25 @@ def test_there_are_no_import_cycles():
     assert set(TopologicalSorter(graph).static_order()) >= set(MODULES)
 
 
+def test_the_page_on_design_has_a_line_for_each_file(repository):
+    tree = (repository / "docs" / "design.md").read_text().split("<!-- tree -->")[1].split("<!-- end of tree -->")[0]
+    found, folders = set(), []
+    for indent, name in re.findall(r"^( *)([\w/]+(?:\.py)?)(?:  .*\S)?$", tree, re.MULTILINE):
+        folders = folders[: len(indent) // 2]
+        found.add("/".join([*folders, name.rstrip("/")]))
+        folders += [name.rstrip("/")] if name.endswith("/") else []
+    files = {path.relative_to(PACKAGE.parent).as_posix() for path in SOURCES.values()}
+    assert {name for name in found if name.endswith(".py")} == {
+        name for name in files if not name.endswith("/__init__.py") or name.count("/") == 1
+    }
+
+
 @pytest.mark.parametrize("name", SOURCES)
 def test_modules_say_what_they_are_for(name):
     source = SOURCES[name].read_text()
     assert ast.get_docstring(ast.parse(source)) or not source.strip()
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if re.search(r"\.attention\.\w*graphs$", name)])
+@pytest.mark.parametrize("name", [name for name in SOURCES if re.search(r"\.attention\.\w+\.graphs$", name)])
 def test_builders_see_no_tensors(name):
     assert "torch" not in {module.split(".")[0] for module in imported_modules(name)}

@@ -16,12 +16,12 @@ sys.path.insert(0, sys.argv[1])
 warnings.simplefilter("ignore")
 import cudnn_sdpa
 from cudnn_sdpa import plan_cache
-from cudnn_sdpa.runtime import shapes, store_setting, trials
-from tests.unit.test_cache import StandIn, key
+from cudnn_sdpa.plans import shape_policy as shapes, default_store, autotune_timing
+from tests.unit.plans.test_cache import StandIn, key
 store = cudnn_sdpa.use_plan_store(sys.argv[2]).store
 plan_cache.get(key(1), StandIn)
-locks = [plan_cache._lock, store_setting._setting_lock, store_setting._overrides._lock, shapes._lock,
-         shapes._overrides._lock, trials._measuring, store._mutex, store._room]
+locks = [plan_cache._lock, default_store._setting_lock, default_store._overrides._lock, shapes._lock,
+         shapes._overrides._lock, autotune_timing._measuring, store._mutex, store._room]
 held, go_on, building = threading.Event(), threading.Event(), threading.Event()
 
 def hold():
@@ -84,7 +84,7 @@ def locks_of_modules():
 
 
 #: Of GPUs' memory, which a child of a process with CUDA cannot use.
-OF_CUDA = {"cudnn_sdpa/runtime/arena.py", "cudnn_sdpa/runtime/constants.py"}
+OF_CUDA = {"cudnn_sdpa/plans/device_memory.py"}
 
 
 def test_every_lock_of_a_module_is_renewed_in_children():
@@ -99,7 +99,7 @@ GOES_ON = """
 import atexit, sys, threading, time
 sys.path.insert(0, sys.argv[1])
 from cudnn_sdpa import plan_cache
-from tests.unit.test_cache import StandIn, key, use
+from tests.unit.plans.test_cache import StandIn, key, use
 calls, ended = [], []
 
 def launch():
@@ -137,7 +137,7 @@ def test_the_main_thread_may_launch_until_the_very_end(run_python):
     code = """
 import atexit, sys
 def last():
-    from tests.unit.test_cache import use
+    from tests.unit.plans.test_cache import use
     print(use(plan_cache, 3).key.option_values)
 atexit.register(last)
 sys.path.insert(0, sys.argv[1])

@@ -21,7 +21,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("command", [["-c", "import cudnn_sdpa.runtime.cache"], ["-m", "cudnn_sdpa", "doctor"]])
+@pytest.mark.parametrize("command", [["-c", "import cudnn_sdpa.plans.cache"], ["-m", "cudnn_sdpa", "doctor"]])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_pytorch_is_named_with_the_cure(tmp_path, fault, command):
     code, cure = FAULTS[fault]

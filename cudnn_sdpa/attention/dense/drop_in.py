@@ -1,0 +1,185 @@
+"""The drop-in `scaled_dot_product_attention`: PyTorch's own signature and meaning."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from cudnn_sdpa.attention.arguments import shape_of
+from cudnn_sdpa.attention.dense.sdpa import NO_DROPOUT, sdpa
+from cudnn_sdpa.errors import ArgumentError, LayoutError, OptionError, ShapeError, UnsupportedError
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, computed by cuDNN: same signature, same meaning.
+
+    Args:
+        query: (…, Hq, L, E), of rank 2 or more; what stands before the heads is batch. Head dims are multiples of 8.
+        key: (…, H, S, E), of the query's rank. Batch and heads may be 1 where another's are not.
+        value: (…, H, S, Ev).
+        attn_mask: Broadcastable to (…, Hq, L, S): booleans, True for keys that are seen, or numbers that are added to
+            the scores; or a `CausalBias` of `torch.nn.attention.bias`. Not with `is_causal`.
+        dropout_p: Share of the weights that is dropped.
+        is_causal: Hide later keys, with the diagonal at the top left.
+        scale: Factor of the scores; None is 1/sqrt(E).
+        enable_gqa: Allow Hq to be a multiple of H, which may differ between key and value.
+
+    Returns:
+        (…, Hq, L, Ev), its dimensions in memory in the query's order.
+
+    Raises:
+        ArgumentError: An argument is wrong.
+        UnsupportedError: cuDNN has no kernel for it.
+
+    Examples:
+        >>> import torch
+        >>> from cudnn_sdpa import scaled_dot_product_attention
+        >>> q = k = v = torch.randn(4, 16, 64)  # (heads, sequence, head dim)
+        >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
+        torch.Size([4, 16, 64])
+    """
+    try:
+        if attn_mask is None and _is_plain_call(query, key, value, enable_gqa):
+            dropout_p = NO_DROPOUT if type(dropout_p) is float and dropout_p == 0.0 else dropout_p
+            return sdpa(query, key, value, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
+        q, k, v, options = drop_in_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        out: Tensor = sdpa(q, k, v, dropout_p=dropout_p, **options)
+    except (ArgumentError, UnsupportedError) as error:
+        raise error.renamed({"q": "query", "k": "key", "v": "value"}) from None
+    rank = query.dim()
+    if rank > 4:
+        return out.view(*_batch_of(query, key, value), *out.shape[1:])
+    for _ in range(rank, 4):
+        out = out.squeeze(0)
+    return out
+
+
+def _is_plain_call(query: Any, key: Any, value: Any, enable_gqa: Any) -> bool:
+    """Whether a call needs nothing broadcast or reshaped, so that it can be passed on as it is: saves 8 µs."""
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        return False
+    if forward_ad._current_level >= 0:
+        return False
+    try:
+        of_query, of_key, of_value = query.shape, key.shape, value.shape
+    except RuntimeError:  # nested tensors have none
+        return False
+    return (
+        len(of_query) == len(of_key) == len(of_value) == 4
+        and type(enable_gqa) is bool
+        and of_query[0] == of_key[0] == of_value[0]
+        and of_key[1] == of_value[1]
+        and (enable_gqa is True or of_query[1] == of_key[1])
+    )
+
+
+def drop_in_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """The tensors and options of the `sdpa` call that a `scaled_dot_product_attention` call comes down to."""
+    named = {"query": query, "key": key, "value": value}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise OptionError(name, type(tensor).__name__, "a torch.Tensor")
+        if tensor.is_nested:
+            raise LayoutError(name, "a nested tensor", "a dense tensor", "Pad it, and give its lengths.")
+        if tensor.layout != torch.strided:
+            raise LayoutError(name, str(tensor.layout), "a dense tensor", f"Use {name}.to_dense().")
+        if tensor.dim() < 2 or tensor.dim() != query.dim():
+            got = shape_of(tensor)
+            got += "" if name == "query" else f" beside query's {tuple(query.shape)}"
+            raise ShapeError(name, got, "rank 2 or more, the same for query, key and value")
+    if not isinstance(enable_gqa, bool):
+        raise OptionError("enable_gqa", repr(enable_gqa), "True or False")
+    batch = _batch_of(query, key, value)
+    heads = {name: tensor.shape[-3] if tensor.dim() > 2 else 1 for name, tensor in named.items()}
+    most_q, most_kv = heads["query"], max(heads["key"], heads["value"])
+    if not enable_gqa:
+        most_q = most_kv = max(most_q, most_kv)
+    elif min(heads.values()) > 0 and most_q % heads["key"] == most_q % heads["value"] == 0:
+        # Each is repeated for the heads of the query, as in PyTorch, but no further than both need.
+        most_kv = most_kv if most_kv % min(heads["key"], heads["value"]) == 0 else most_q
+    for name, most in (("query", most_q), ("key", most_kv), ("value", most_kv)):
+        if heads[name] not in (1, most) and not (enable_gqa and name != "query" and most % max(1, heads[name]) == 0):
+            hint = "" if enable_gqa else "Or pass enable_gqa=True."
+            raise ShapeError(name, f"{heads[name]} heads", f"1 or {most}, as another of the three has", hint)
+    if enable_gqa and 1 < heads["key"] != heads["value"] > 1:
+        key, value = (_with_heads(x, heads[name], most_kv) for x, name in ((key, "key"), (value, "value")))
+    q = _to_four(query, batch, most_q)
+    k, v = _to_four(key, batch, most_kv), _to_four(value, batch, most_kv)
+    full = (*batch, most_q, query.shape[-2], key.shape[-2])
+    return q, k, v, {"is_causal": is_causal, "scale": scale, "attn_mask": _mask(attn_mask, is_causal, full)}
+
+
+def _mask(attn_mask: Any, is_causal: Any, full: tuple[int, ...]) -> Tensor | None:
+    """The mask with one batch dimension; several may need a copy. `full` is the shape of the scores."""
+    if attn_mask is None:
+        return None
+    if not isinstance(attn_mask, Tensor):
+        raise OptionError("attn_mask", type(attn_mask).__name__, "a torch.Tensor or None")
+    if not isinstance(is_causal, bool):
+        raise OptionError("is_causal", _kind(is_causal), "True or False")
+    if is_causal:
+        raise OptionError(
+            "is_causal", "True beside attn_mask", "one of the two", "Draw the causal mask into attn_mask."
+        )
+    if (
+        type(attn_mask).__name__ == "CausalBias"
+        or attn_mask.is_nested
+        or attn_mask.layout != torch.strided
+        or len(full) <= 4
+        or attn_mask.dim() <= 3
+    ):
+        return attn_mask  # `sdpa` checks it
+    sizes = zip(reversed(attn_mask.shape), reversed(full), strict=False)
+    if attn_mask.dim() > len(full) or any(size not in (1, of_full) for size, of_full in sizes):
+        raise ShapeError("attn_mask", shape_of(attn_mask), f"a shape that broadcasts to (…, Hq, L, S) = {full}")
+    return attn_mask.expand(*full[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
+
+
+def _batch_of(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
+    """What stands before the heads, broadcast."""
+    try:
+        shapes = [tensor.shape[:-3] for tensor in (query, key, value)]
+        return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        got = ", ".join(str(tuple(tensor.shape)) for tensor in (key, value))
+        raise ShapeError("key", f"shapes {got}", f"batches like query's, shape {tuple(query.shape)}") from None
+
+
+def _with_heads(tensor: Tensor, heads: int, most: int) -> Tensor:
+    """Keys or values with as many heads as both have together, each one repeated."""
+    return tensor if heads == most else tensor.repeat_interleave(most // heads, -3)
+
+
+def _kind(value: Any) -> str:
+    return "a tensor" if isinstance(value, Tensor) else reprlib.repr(value)
+
+
+def _to_four(tensor: Tensor, batch: torch.Size, heads: int) -> Tensor:
+    """A tensor of rank 4, repeated along batch and heads without a copy; only several batch dimensions may need one."""
+    while tensor.dim() < 4:
+        tensor = tensor.unsqueeze(0)
+    if tensor.dim() == 4 and tensor.shape[1] == heads and tensor.shape[:1] == batch:
+        return tensor
+    expanded = tensor.expand(*(batch or (1,)), heads, -1, -1)
+    return expanded.flatten(0, -4) if expanded.dim() > 4 else expanded

@@ -1,0 +1,256 @@
+"""Builders of cuDNN's attention graphs: functions of symbolic tensors and static options, and of nothing else.
+
+The operations are described in NVIDIA's documentation of the cuDNN frontend, "Attention". Options of both builders:
+
+- `band`: None, or (left, right, bottom_right): a query sees the keys from `left` before to `right` after the diagonal,
+  None being no bound; the diagonal ends at the last query and key if `bottom_right`.
+- `alibi`: cuDNN's own linear biases.
+- `dropout_p`: the share that is dropped; the seed and the offset of the generator are operands.
+- `deterministic`: whether every run must give the same bits; said of forward passes only where it makes a difference.
+- `totals`: None, or for packed tensors the most rows of queries and of keys in all sequences together.
+
+A soft cap is drawn by a `score_mod`, which excludes cuDNN's own masks; what hides keys is drawn there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cudnn_sdpa.graph.definition import graph_op
+
+Modifier = Callable[[Any, Any], Any]
+
+
+@graph_op
+def sdpa_forward(
+    g: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: Any,
+    bias: Any = None,
+    sink: Any = None,
+    seq_len_q: Any = None,
+    seq_len_kv: Any = None,
+    seed: Any = None,
+    offset: Any = None,
+    softcap: Any = None,
+    lowest: Any = None,
+    highest: Any = None,
+    *,
+    band: tuple[int | None, int | None, bool] | None,
+    alibi: bool,
+    dropout_p: float,
+    totals: tuple[int, int] | None,
+    with_lse: bool,
+    deterministic: bool = False,
+) -> Any:
+    """O = softmax(cap(scale · Q Kᵀ) + bias) V, and on request the log-sum-exp of what the softmax sees."""
+    options: dict[str, Any] = {"bias": bias, "sink_token": sink}
+    if deterministic:
+        g.only_repeatable(single_query=q.get_dim()[2] == 1)
+    if softcap is not None:
+        options["score_mod"] = soft_cap(g, softcap, k.get_dim()[2], band, lowest, highest, backward=False)[0]
+        options |= {"seq_len_q": seq_len_q, "seq_len_kv": seq_len_kv}
+    else:
+        options |= masks(g, band, alibi, seq_len_q, seq_len_kv)
+    if dropout_p:
+        options["dropout"] = (dropout_p, seed, offset)
+    if totals is not None:
+        options |= {"max_total_seq_len_q": totals[0], "max_total_seq_len_kv": totals[1]}
+    o, lse = g.sdpa(name="sdpa", q=q, k=k, v=v, attn_scale=scale, generate_stats=with_lse, **options)
+    return (o, lse) if with_lse else o
+
+
+@graph_op
+def sdpa_backward(
+    g: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    grad_out: Any,
+    lse: Any,
+    scale: Any,
+    bias: Any = None,
+    seq_len_q: Any = None,
+    seq_len_kv: Any = None,
+    seed: Any = None,
+    offset: Any = None,
+    softcap: Any = None,
+    lowest: Any = None,
+    highest: Any = None,
+    *,
+    band: tuple[int | None, int | None, bool] | None,
+    alibi: bool,
+    dropout_p: float,
+    totals: tuple[int, int] | None,
+    deterministic: bool,
+    bias_gradient: tuple[int, ...] | None,
+) -> Any:
+    """The gradients of `sdpa_forward` by q, k and v, and by the bias if its gradient's shape is given.
+
+    The sinks have a part in it only through the log-sum-exp.
+    """
+    options: dict[str, Any] = {"bias": bias, "use_deterministic_algorithm": deterministic}
+    if softcap is not None:
+        modifiers = soft_cap(g, softcap, k.get_dim()[2], band, lowest, highest, backward=True)
+        options["score_mod"], options["score_mod_bprop"] = modifiers
+        options |= {"seq_len_q": seq_len_q, "seq_len_kv": seq_len_kv}
+    else:
+        options |= masks(g, band, alibi, seq_len_q, seq_len_kv)
+    if dropout_p:
+        options["dropout"] = (dropout_p, seed, offset)
+    if totals is not None:
+        options |= {"max_total_seq_len_q": totals[0], "max_total_seq_len_kv": totals[1]}
+    if bias_gradient is not None:
+        options["dBias"] = side_output(g, "grad_bias", bias_gradient)
+    gradients = g.sdpa_backward(
+        name="sdpa_backward", q=q, k=k, v=v, o=out, dO=grad_out, stats=lse, attn_scale=scale, **options
+    )
+    return tuple(gradients) if bias_gradient is None else (*gradients, options["dBias"])
+
+
+@graph_op
+def paged_decode(
+    g: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: Any,
+    seq_len_q: Any,
+    seq_len_kv: Any,
+    table_k: Any,
+    table_v: Any,
+    *,
+    left: int | None,
+    with_lse: bool,
+    deterministic: bool = False,
+) -> Any:
+    """The forward pass of single queries whose keys and values lie in pages of a cache, in the order of the tables.
+
+    The page of key j of sequence b is `table_k[b, j // page_size]`. A query sees the last `left` + 1 keys, or all.
+    """
+    options = masks(g, None if left is None else (left, None, True), False, seq_len_q, seq_len_kv)
+    if deterministic:
+        g.only_repeatable(single_query=True)
+    longest = table_k.get_dim()[2] * k.get_dim()[2]
+    o, lse = g.sdpa(
+        name="paged_decode",
+        q=q,
+        k=k,
+        v=v,
+        attn_scale=scale,
+        generate_stats=with_lse,
+        paged_attention_k_table=table_k,
+        paged_attention_v_table=table_v,
+        paged_attention_max_seq_len_kv=longest,
+        **options,
+    )
+    return (o, lse) if with_lse else o
+
+
+def side_output(g: Any, name: str, shape: tuple[int, ...]) -> Any:
+    """A tensor that cuDNN takes as an argument and writes."""
+    return g.tensor(name=name, dim=list(shape), stride=[1] * len(shape), data_type=g.types.data_type.FLOAT)
+
+
+def masks(
+    g: Any, band: tuple[int | None, int | None, bool] | None, alibi: bool, seq_len_q: Any, seq_len_kv: Any
+) -> dict[str, Any]:
+    """The masks that cuDNN draws itself, as its options."""
+    options: dict[str, Any] = {"use_alibi_mask": alibi}
+    if band is not None:
+        left, right, bottom_right = band
+        alignment = g.types.diagonal_alignment
+        options["diagonal_alignment"] = alignment.BOTTOM_RIGHT if bottom_right else alignment.TOP_LEFT
+        options["diagonal_band_right_bound"] = right
+        if left is not None:  # cuDNN hides the keys from this distance on
+            options["diagonal_band_left_bound"] = left + 1
+    if seq_len_q is not None:
+        options.update(use_padding_mask=True, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv)
+    return options
+
+
+def soft_cap(
+    g: Any,
+    cap: Any,
+    keys: int,
+    band: tuple[int | None, int | None, bool] | None,
+    lowest: Any,
+    highest: Any,
+    *,
+    backward: bool,
+) -> tuple[Modifier, Modifier]:
+    """cap · tanh(score / cap) and its derivative, with everything that hides keys drawn into the score.
+
+    The derivative needs no mask: hidden scores have no weight, and so no gradient.
+
+    Args:
+        g: The graph.
+        cap: The cap.
+        keys: How many there are.
+        band: What hides keys if no true lengths are given.
+        lowest: The first key that each query sees, (B, 1, Sq, 1), if true lengths are given.
+        highest: The last one, likewise.
+        backward: Whether it is drawn for the backward pass, whose engines need more masks than the mathematics.
+    """
+    inner: list[Any] = []
+    left, right, _ = band or (None, None, False)
+    if highest is not None:
+        left = right = None  # they are in `lowest` and `highest`
+    if backward and right is None:
+        # Without a mask that compares rows with columns, cuDNN 9.19 gives zeros for the gradient of the values.
+        right = keys
+
+    def forward(graph: Any, score: Any) -> Any:
+        inner.append(graph.div(score, cap))
+        score = graph.mul(graph.tanh(inner[-1]), cap)
+        row, column = index(g, graph, score, 2), index(g, graph, score, 3)
+        if right is not None:
+            last = row if right == 0 else shifted(g, graph, row, right)
+            score = keep(g, graph, score, graph.cmp_ge, last, column)
+        if left is not None:
+            # Always shifted, be it by 0: cuDNN 9.19 takes a bare column >= row for a causal mask.
+            score = keep(g, graph, score, graph.cmp_ge, shifted(g, graph, column, left), row)
+        if highest is not None:
+            score = keep(g, graph, score, graph.cmp_le, column, highest)
+            score = keep(g, graph, score, graph.cmp_ge, column, lowest)
+        elif backward:  # keys that only fill up the last tile must not be seen: see `known_issues`
+            score = keep(g, graph, score, graph.cmp_le, column, number(g, keys - 1))
+        return score
+
+    def derivative(graph: Any, gradient: Any) -> Any:
+        return graph.div(graph.tanh_backward(graph.mul(gradient, cap), inner[-1]), cap)
+
+    return forward, derivative
+
+
+def index(g: Any, graph: Any, score: Any, axis: int) -> Any:
+    """The position of each score along an axis."""
+    int32 = g.types.data_type.INT32
+    result = graph.gen_index(score, axis=axis, compute_data_type=int32)
+    result.set_data_type(int32)
+    return result
+
+
+def shifted(g: Any, graph: Any, position: Any, by: int) -> Any:
+    """A position, moved."""
+    int32 = g.types.data_type.INT32
+    result = graph.add(position, number(g, by), compute_data_type=int32)
+    result.set_data_type(int32)
+    return result
+
+
+def keep(g: Any, graph: Any, score: Any, compare: Any, position: Any, other: Any) -> Any:
+    """The score where the comparison of two positions holds, elsewhere −inf."""
+    boolean = g.types.data_type.BOOLEAN
+    seen = compare(position, other, compute_data_type=boolean)
+    seen.set_data_type(boolean)
+    return graph.binary_select(score, number(g, float("-inf")), seen)
+
+
+def number(g: Any, value: float) -> Any:
+    """A constant of the graph."""
+    return g.tensor_scalar(value, g.types.scalar_type.RUNTIME_PARAM)

@@ -1,0 +1,439 @@
+"""A dense call without its data, forward and backward: its layouts and options, and the keys of its plans.
+
+A `Problem` is what forward and backward have in common; `Forward` and `Backward` in `dense.plans` make keys of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.bias import bias_layout, repeated_row
+from cudnn_sdpa.attention.dense import graphs
+from cudnn_sdpa.attention.mask import Mask, normalize_mask
+from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Case, refusal
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.graph.determinism import has_only_repeatable
+from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role
+from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride, dense_like, dense_stride_like
+from cudnn_sdpa.graph.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What all tensors of a call look like, and which options are set.
+
+    Attributes:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        mask: The normalized band, and how many queries it leaves without keys.
+        lengths_q: Whether the true numbers of queries are given.
+        lengths_kv: Whether the true numbers of keys are given.
+        bias: `attn_mask` as cuDNN reads it, without the rows of queries that see no key. None without one.
+        sinks: Whether there are attention sinks.
+        dropout_p: The share that is dropped.
+        softcap: Whether there is a soft cap; its value is data.
+        alibi: Whether there are linear biases.
+    """
+
+    q: TensorLayout
+    k: TensorLayout
+    v: TensorLayout
+    mask: Mask
+    lengths_q: bool = False
+    lengths_kv: bool = False
+    bias: TensorLayout | None = None
+    sinks: bool = False
+    dropout_p: float = 0.0
+    softcap: bool = False
+    alibi: bool = False
+
+    @classmethod
+    def of(cls, call: ForwardArguments) -> Problem:
+        """Describes a call."""
+        q, k, v = call.q, call.k, call.v
+        lengths_q, lengths_kv = call.seq_lens_q is not None, call.seq_lens_kv is not None
+        mask = normalize_mask(
+            call.is_causal,
+            call.causal_alignment,
+            (call.window_left, call.window_right),
+            q.shape[2],
+            k.shape[2],
+            has_lengths=lengths_q or lengths_kv,
+            top_left_only=call.attn_mask is not None or call.dropout_p > 0 or call.alibi or call.softcap is not None,
+            keep_causal=call.alibi,
+        )
+        return cls(
+            TensorLayout.of(q),
+            TensorLayout.of(k),
+            TensorLayout.of(v),
+            mask,
+            lengths_q,
+            lengths_kv,
+            None if call.attn_mask is None else bias_layout(call.attn_mask, q, k.shape[2], mask.blind_rows),
+            call.sinks is not None,
+            float(call.dropout_p),
+            call.softcap is not None,
+            call.alibi,
+        )
+
+    @property
+    def sq(self) -> int:
+        """Queries."""
+        return self.q.shape[2]
+
+    @property
+    def rows(self) -> int:
+        """Queries that are left to the plan."""
+        return self.sq - self.mask.blind_rows
+
+    @property
+    def skv(self) -> int:
+        """Keys."""
+        return self.k.shape[2]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute: no query, or no key."""
+        return 0 in self.q.shape or 0 in self.k.shape
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one query and one key: gradients have no kernel for that, and are left to plain PyTorch."""
+        return self.rows == 1 and self.skv == 1
+
+    @property
+    def has_no_plan(self) -> bool:
+        """Whether both passes are left to plain PyTorch: a mask over one key.
+
+        cuDNN 9.19 misreads a bias of one key, whose rows are one element apart: see `known_issues`.
+        """
+        return self.skv == 1 and self.bias is not None and not self.is_empty
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether any true lengths are given."""
+        return self.lengths_q or self.lengths_kv
+
+    @property
+    def has_no_sides(self) -> bool:
+        """Whether the graph has no operands beside queries, keys, values, scale and lengths."""
+        return self.bias is None and not (self.sinks or self.dropout_p or self.softcap)
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether cuDNN takes the mask only with lengths, be they full: a left bound with more queries than keys."""
+        left_bound = self.mask.band is not None and self.mask.band[0] is not None
+        return left_bound and not self.softcap and self.rows > self.skv
+
+    def case(self, operation: str, target: Target, **more: Any) -> Case:
+        """The case to look up in the rules of support."""
+        return Case(
+            operation,
+            self.q.dtype,
+            self.q.shape[3],
+            self.v.shape[3],
+            self.rows,
+            self.skv,
+            target.sm,
+            target.cudnn,
+            str(target),
+            band=self.mask.band,
+            lengths=self.has_lengths,
+            bias=self.bias is not None,
+            sinks=self.sinks,
+            dropout=self.dropout_p > 0,
+            softcap=self.softcap,
+            alibi=self.alibi,
+            **more,
+        )
+
+    @property
+    def can_be_blind(self) -> bool:
+        """Whether a query of the plan may see no key at all."""
+        left_bound = self.mask.band is not None and self.mask.band[0] is not None
+        return self.has_lengths or self.bias is not None or self.mask.blind_rows > 0 or left_bound
+
+    def operands(self, *, decode: bool, sinks: bool, full_lengths: bool, whole_bias: bool = False) -> list[Operand]:
+        """What both passes read beside queries, keys and values.
+
+        Args:
+            decode: The plan is for a decode engine.
+            sinks: The graph has the sinks in it.
+            full_lengths: Lengths are given to cuDNN in any case.
+            whole_bias: The bias has a row for each query, be it always the same one: cuDNN 9.19's backward engines
+                read a single row wrongly.
+        """
+        batch, heads = self.q.shape[:2]
+        result = [Operand("scale", HOST_SCALAR, Role.SCALAR)]
+        if self.bias is not None:
+            result.append(Operand("bias", repeated_row(self.bias, self.rows) if whole_bias else self.bias))
+        if sinks:
+            result.append(Operand("sink", TensorLayout.contiguous((1, heads, 1, 1), torch.float32)))
+        if self.softcap and self.has_lengths:
+            layout = TensorLayout.contiguous((batch, 1, self.sq, 1), torch.int32)
+            result += [Operand("lowest", layout), Operand("highest", layout)]
+        elif self.has_lengths or full_lengths:
+            layout = TensorLayout.contiguous((batch, 1, 1, 1), torch.int32)
+            # A decode engine ignores the queries' lengths; a plan for more queries gets corrected ones.
+            q_is_data = self.has_lengths and not decode
+            kv_is_data = self.lengths_kv or (self.has_lengths and decode)
+            full_q = self.rows
+            result += [
+                Operand("seq_len_q", layout) if q_is_data else Operand("seq_len_q", layout, Role.FILL, full_q),
+                Operand("seq_len_kv", layout) if kv_is_data else Operand("seq_len_kv", layout, Role.FILL, self.skv),
+            ]
+        if self.dropout_p:
+            result += [Operand("seed", ONE_INT64), Operand("offset", ONE_INT64)]
+        if self.softcap:
+            result.append(Operand("softcap", HOST_SCALAR, Role.SCALAR))
+        return result
+
+    def options(self) -> dict[str, Any]:
+        """The static options of both passes."""
+        return {"band": self.mask.band, "alibi": self.alibi, "dropout_p": self.dropout_p, "totals": None}
+
+    def visible(self, layout: TensorLayout) -> TensorLayout:
+        """The layout of the rows, of queries or of what goes with them, that see a key."""
+        return cut_rows(layout, self.mask.blind_rows)
+
+    def extra_kernels(self) -> list[str]:
+        """What both passes run beside the plan, for `explain`."""
+        notes = []
+        if self.mask.blind_rows:
+            notes.append(f"the first {self.mask.blind_rows} queries see no key: their output is filled with zeros")
+        return notes
+
+
+def cut_rows(layout: TensorLayout, rows: int) -> TensorLayout:
+    """The layout of `tensor[:, :, rows:]`."""
+    batch, heads, length, dim = layout.shape
+    shape = (batch, heads, length - rows, dim)
+    return TensorLayout(shape, canonical_stride(shape, layout.stride), layout.dtype)
+
+
+# The two passes of an attention call without their data, and the keys of their plans.
+
+
+#: On cuDNN before 9.28, queries and keys that fill up the last tile of this size are not hidden from a backward pass
+#: without lengths, and a very negative log-sum-exp makes their weights infinite (seen on 9.19, not on 9.28).
+FIRST_RIGHT_LAST_TILE = 92800
+LAST_TILE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A forward call without its data.
+
+    Attributes:
+        problem: What it has in common with its backward pass.
+        out: The output.
+        with_lse: Whether the caller wants the log-sum-exp.
+        deterministic: Whether the result must be bit-exact.
+    """
+
+    problem: Problem
+    out: TensorLayout
+    with_lse: bool
+    deterministic: bool = False
+
+    @classmethod
+    def of(cls, call: ForwardArguments) -> Forward:
+        """Describes a call. The output, where it is not given, lies in memory in the order of `q`."""
+        q = call.q
+        shape = (*q.shape[:3], call.v.shape[3])
+        stride = dense_stride_like(shape, q.shape, q.stride())
+        out = TensorLayout(shape, stride, q.dtype) if call.out is None else TensorLayout.of(call.out)
+        return cls(Problem.of(call), out, call.with_lse, call.deterministic)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute: no query, or no key."""
+        return self.problem.is_empty
+
+    @property
+    def is_decode(self) -> bool:
+        """One query for each sequence: cuDNN's decode engines take it."""
+        return self.problem.rows == 1
+
+    @property
+    def sinks_outside(self) -> bool:
+        """Whether the sinks are applied after the plan, from the log-sum-exp: cuDNN has none for a single query."""
+        return self.problem.sinks and self.is_decode
+
+    @property
+    def plan_has_lse(self) -> bool:
+        """Whether the plan writes the log-sum-exp."""
+        return self.with_lse or self.sinks_outside
+
+    def key(self, target: Target, device: int | None) -> PlanKey:
+        """The key of this call's plan.
+
+        Raises:
+            UnsupportedError: It is known to have none.
+        """
+        problem = self.problem
+        refused = refusal(problem.case(FORWARD, target), "sdpa")
+        if refused is not None:
+            raise refused
+        inputs = [
+            Operand("q", problem.visible(problem.q)),
+            Operand("k", problem.k),
+            Operand("v", problem.v),
+            *problem.operands(
+                decode=self.is_decode,
+                sinks=problem.sinks and not self.sinks_outside,
+                full_lengths=problem.needs_lengths,
+            ),
+        ]
+        out = problem.visible(self.out)
+        outputs = [Operand("out", out)]
+        if self.plan_has_lse:
+            outputs.append(Operand("lse", TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)))
+        options = {**problem.options(), "with_lse": self.plan_has_lse}
+        if self.deterministic and not has_only_repeatable(target.sm, problem.rows):
+            options["deterministic"] = True
+        return graphs.sdpa_forward.key(inputs, outputs, options, target, device)
+
+    def extra_kernels(self) -> list[str]:
+        """What a call runs beside its plan, for `explain`."""
+        problem, notes = self.problem, self.problem.extra_kernels()
+        if problem.has_no_plan:
+            return [MASK_OF_ONE_KEY]
+        if problem.mask.blind_rows and self.plan_has_lse:
+            notes.append("the log-sum-exp of the other queries is copied into place")
+        notes += _notes_on_sides(problem, is_decode=self.is_decode)
+        if self.sinks_outside:
+            notes.append("the sinks are applied to the output from the log-sum-exp (cuDNN has none for a single query)")
+        elif problem.sinks and self.plan_has_lse and problem.can_be_blind:
+            notes.append("the log-sum-exp is raised to the sinks where it is lower, for queries that see no key")
+        return notes
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """A backward call without its data.
+
+    Attributes:
+        problem: What it has in common with its forward pass.
+        out: The output of the forward pass.
+        grad_out: Its gradient, as cuDNN reads it.
+        deterministic: Whether the result must be bit-exact.
+        bias_gradient: Whether the gradient by `attn_mask` is wanted.
+        sink_gradient: Whether the gradient by the sinks is wanted, which is computed beside the plan.
+    """
+
+    problem: Problem
+    out: TensorLayout
+    grad_out: TensorLayout
+    deterministic: bool
+    bias_gradient: bool
+    sink_gradient: bool
+
+    def refusal(self, target: Target) -> UnsupportedError | None:
+        """Everything that is known to speak against a plan."""
+        case = self.problem.case(BACKWARD, target, bias_gradient=self.bias_gradient, deterministic=self.deterministic)
+        return refusal(case, "the gradient of sdpa")
+
+    def key(self, target: Target, device: int | None) -> PlanKey:
+        """The key of this call's plan.
+
+        Raises:
+            UnsupportedError: It is known to have none.
+        """
+        problem, refused = self.problem, self.refusal(target)
+        if refused is not None:
+            raise refused
+        out = problem.visible(self.out)
+        lse = TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)
+        inputs = [
+            Operand("q", problem.visible(problem.q)),
+            Operand("k", problem.k),
+            Operand("v", problem.v),
+            Operand("out", out),
+            Operand("grad_out", problem.visible(self.grad_out)),
+            Operand("lse", lse),
+            *problem.operands(
+                decode=False,
+                sinks=False,
+                full_lengths=problem.needs_lengths or self._pads(target),
+                whole_bias=True,
+            ),
+        ]
+        options = {
+            **problem.options(),
+            "deterministic": self.deterministic,
+            "bias_gradient": self.grad_bias.shape if self.bias_gradient else None,
+        }
+        return graphs.sdpa_backward.key(inputs, self.outputs(), options, target, device)
+
+    def _pads(self, target: Target) -> bool:
+        """Whether full lengths are given so that what fills up the last tiles is hidden: see `known_issues`."""
+        problem = self.problem
+        partial = problem.rows % LAST_TILE != 0 or problem.skv % LAST_TILE != 0
+        return partial and target.cudnn < FIRST_RIGHT_LAST_TILE and not problem.softcap
+
+    def outputs(self) -> list[Operand]:
+        """The gradients, each in the memory order of its tensor."""
+        problem = self.problem
+        result = [
+            Operand("grad_q", problem.visible(dense_like(problem.q))),
+            Operand("grad_k", dense_like(problem.k)),
+            Operand("grad_v", dense_like(problem.v)),
+        ]
+        if self.bias_gradient:
+            result.append(Operand("grad_bias", self.grad_bias))
+        return result
+
+    def extra_kernels(self) -> list[str]:
+        """What a call runs beside its plan, for `explain`."""
+        problem, notes = self.problem, [GRAD_OUT_COPY]
+        if problem.has_no_plan:
+            return [*notes, MASK_OF_ONE_KEY]
+        if problem.is_single:
+            return [*notes, "one query on one key is computed in plain PyTorch"]
+        if problem.mask.blind_rows:
+            notes.append(f"the gradient of the first {problem.mask.blind_rows} queries is filled with zeros")
+            notes.append("the log-sum-exp of the other queries is copied")
+        notes += _notes_on_sides(problem, is_decode=False)
+        if problem.bias is not None or problem.softcap:
+            notes.append("the log-sum-exp of queries that see nothing is replaced, so that no NaN comes of it")
+        if self.bias_gradient:
+            notes.append("the gradient of attn_mask is summed over what attn_mask is repeated along")
+        if self.sink_gradient:
+            notes.append("the gradient of the sinks is computed from the output and its gradient")
+        return notes
+
+    @property
+    def grad_bias(self) -> TensorLayout:
+        """The gradient by the mask before it is summed over what the mask was repeated along."""
+        batch, heads, _, _ = self.problem.q.shape
+        return TensorLayout.contiguous((batch, heads, self.problem.rows, self.problem.skv), self.problem.q.dtype)
+
+
+#: What every backward pass may have to do; only the caller's gradient decides.
+GRAD_OUT_COPY = "grad_out is copied, if cuDNN cannot read it where it lies (that of a sum, which is expanded, never)"
+
+MASK_OF_ONE_KEY = "attn_mask over a single key: all is computed in plain PyTorch, as cuDNN misreads such a mask"
+
+
+def _notes_on_sides(problem: Problem, *, is_decode: bool) -> list[str]:
+    """What is made for a plan of the lengths and of `attn_mask`."""
+    notes = []
+    if problem.softcap and problem.has_lengths:
+        notes.append("the first and the last key that each query sees are computed from the lengths, for the soft cap")
+    elif problem.has_lengths:
+        notes.append("lengths are kept within the tensors")
+        if problem.lengths_kv and not is_decode:
+            notes.append(
+                "lengths are corrected on the GPU where a sequence has no keys (cuDNN leaves its rows unwritten)"
+            )
+        if problem.lengths_q and is_decode:
+            notes.append("lengths are combined (cuDNN's decode engines ignore those of the queries)")
+    if problem.bias is not None:
+        notes.append("attn_mask is converted to a bias, if cuDNN cannot read it where it lies (booleans never)")
+    return notes

@@ -1,0 +1,1 @@
+"""Attention in FP8, with given scales and with delayed scaling."""

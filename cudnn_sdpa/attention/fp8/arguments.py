@@ -1,0 +1,364 @@
+"""Arguments and results of attention in FP8, and the checks of what the user passed."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import arguments, memory
+from cudnn_sdpa.attention.arguments import ForwardArguments, check_is_dense, check_lengths, dtype_name, shape_of
+from cudnn_sdpa.attention.paged.arguments import check_table
+from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+OUT_DTYPES = (*FP8_DTYPES, torch.bfloat16, torch.float16)
+
+#: Head dims of cuDNN's FP8 kernels are multiples of this: a row of a matrix instruction.
+HEAD_DIM_STEP = 16
+
+#: Smallest factor of the scores: kernels hide keys by a score of -inf before they scale it; see `operators.MIN_SCALE`.
+MIN_SCALE = 1e-30
+
+
+class Fp8Scales(NamedTuple):
+    """The scales of a forward pass, each a float32 tensor of one element on the device of `q`.
+
+    A tensor x is kept as fp8(x · scale); what is read back is fp8 · descale, so that a descale is one over the scale
+    that its tensor was made with.
+
+    Attributes:
+        descale_q: What the values of q are multiplied by.
+        descale_k: The same of k.
+        descale_v: The same of v.
+        descale_s: The same of the softmax's exponentials, one over `scale_s`.
+        scale_s: What the softmax's exponentials, which are 1 at most, are multiplied by before they are rounded to the
+            dtype of q. Up to the dtype's largest number: 448 for E4M3, 57344 for E5M2.
+        scale_o: What the output is multiplied by before it is rounded.
+    """
+
+    descale_q: Tensor
+    descale_k: Tensor
+    descale_v: Tensor
+    descale_s: Tensor
+    scale_s: Tensor
+    scale_o: Tensor
+
+
+class Fp8BackwardScales(NamedTuple):
+    """The scales of a backward pass, each a float32 tensor of one element on the device of `q`.
+
+    Attributes:
+        descale_q: What the values of q are multiplied by.
+        descale_k: The same of k.
+        descale_v: The same of v.
+        descale_o: The same of the output, one over the forward pass's `scale_o`.
+        descale_do: The same of the output's gradient.
+        descale_s: The same of the probabilities, one over `scale_s`.
+        descale_dp: The same of the gradient of the scores, one over `scale_dp`.
+        scale_s: What the probabilities are multiplied by before they are rounded to the dtype of q.
+        scale_dq: What the gradient of q is multiplied by before it is rounded.
+        scale_dk: The same of k.
+        scale_dv: The same of v.
+        scale_dp: What the gradient of the scores is multiplied by before it is rounded to the dtype of `grad_out`.
+    """
+
+    descale_q: Tensor
+    descale_k: Tensor
+    descale_v: Tensor
+    descale_o: Tensor
+    descale_do: Tensor
+    descale_s: Tensor
+    descale_dp: Tensor
+    scale_s: Tensor
+    scale_dq: Tensor
+    scale_dk: Tensor
+    scale_dv: Tensor
+    scale_dp: Tensor
+
+
+class Fp8Output(NamedTuple):
+    """The results of a forward pass.
+
+    Attributes:
+        out: The output (B, Hq, Sq, Dv), multiplied by `scale_o`.
+        amax_s: The largest probability, (1,) float32, before `scale_s`.
+        amax_o: The largest absolute value of the output, (1,) float32, before `scale_o`.
+        lse: The log-sum-exp of the scores (B, Hq, Sq) float32, if it was asked for.
+    """
+
+    out: Tensor
+    amax_s: Tensor
+    amax_o: Tensor
+    lse: Tensor | None
+
+
+class Fp8Gradients(NamedTuple):
+    """The results of a backward pass.
+
+    Attributes:
+        dq: The gradient of q, multiplied by `scale_dq`, in the dtype of `grad_out`.
+        dk: The gradient of k, multiplied by `scale_dk`.
+        dv: The gradient of v, multiplied by `scale_dv`.
+        amax_dq: The largest absolute value of the gradient of q, (1,) float32, before `scale_dq`.
+        amax_dk: The same of k.
+        amax_dv: The same of v.
+        amax_dp: The largest absolute value of the gradient of the scores, (1,) float32, before `scale_dp`.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    amax_dq: Tensor
+    amax_dk: Tensor
+    amax_dv: Tensor
+    amax_dp: Tensor
+
+
+class Fp8Forward(NamedTuple):
+    """A forward call.
+
+    Attributes:
+        call: Tensors and options that it has in common with other dtypes.
+        scales: The scales.
+        out_dtype: The dtype of the output.
+        tables: The page tables of keys and of values, whose tensors are pages then.
+    """
+
+    call: ForwardArguments
+    scales: Fp8Scales
+    out_dtype: torch.dtype
+    tables: tuple[Tensor, Tensor] | None = None
+
+
+class Fp8Backward(NamedTuple):
+    """A backward call.
+
+    Attributes:
+        grad_out: The gradient of the output.
+        out: The output.
+        lse: The log-sum-exp.
+        call: Tensors and options of the forward pass.
+        scales: The scales.
+    """
+
+    grad_out: Tensor
+    out: Tensor
+    lse: Tensor
+    call: ForwardArguments
+    scales: Fp8BackwardScales
+
+
+def check_types(**tensors: Any) -> None:
+    """What the operators' schemas would refuse too, but without naming the argument. Lengths may be None."""
+    for name, tensor in tensors.items():
+        optional = name.startswith("seq_lens")
+        if tensor is None and optional:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise OptionError(name, type(tensor).__name__, "a torch.Tensor" + (" or None" if optional else ""))
+        if tensor.device.type not in ("cuda", "cpu", "meta"):
+            raise DeviceError(name, str(tensor.device), "a CUDA device, or the CPU for the reference")
+        check_is_dense(name, tensor)
+        if not is_compiling() and tensor.is_neg() and tensor.dtype in FP8_DTYPES:  # no question that Dynamo can trace
+            raise LayoutError(name, "a negated view", "a tensor of its own", "PyTorch negates no FP8: negate before.")
+
+
+def check_scales_type(scales: Any, kind: type[tuple[Tensor, ...]]) -> None:
+    """Whether the scales are what they should be, each of them a tensor."""
+    if not isinstance(scales, kind):
+        raise OptionError("scales", type(scales).__name__, f"cudnn_sdpa.{kind.__name__}")
+    for name, scale in scales._asdict().items():  # type: ignore[attr-defined]
+        if not isinstance(scale, Tensor):
+            hint = "Make one with torch.tensor([1.0], dtype=torch.float32, device=q.device)."
+            raise OptionError(f"scales.{name}", type(scale).__name__, _A_SCALE, hint)
+        check_is_dense(f"scales.{name}", scale)
+
+
+_A_SCALE = "a float32 tensor of one element"
+
+
+def check_forward(of: Fp8Forward) -> None:
+    """Everything that holds on every device; looks at no address and no value, so that fake tensors pass through."""
+    _check_call(of.call)
+    _check_scales(of.scales, of.call.q)
+    if of.out_dtype not in OUT_DTYPES:
+        expected = ", ".join(map(dtype_name, OUT_DTYPES))
+        raise OptionError("out_dtype", repr(of.out_dtype), f"one of {expected}, or None for the dtype of q")
+
+
+def check_backward(of: Fp8Backward) -> None:
+    """The same of a backward call."""
+    q, v = of.call.q, of.call.v
+    _check_call(of.call)
+    shape = (*q.shape[:3], v.shape[3])
+    for name, tensor in (("grad_out", of.grad_out), ("out", of.out)):
+        if tensor.shape != shape:
+            raise ShapeError(name, shape_of(tensor), f"shape {tuple(shape)}, that of the output")
+        if tensor.dtype not in FP8_DTYPES:
+            hint = f"Quantize it: ({name} * scale).to({q.dtype}), after a clamp to what that dtype holds."
+            raise DtypeError(name, dtype_name(tensor.dtype), _FP8, hint)
+    if of.lse.dtype != torch.float32:
+        raise DtypeError("lse", dtype_name(of.lse.dtype), "float32, as sdpa_fp8 gives it with return_lse=True")
+    if of.lse.shape != shape[:3]:
+        raise ShapeError("lse", shape_of(of.lse), f"shape {tuple(shape[:3])}: (batch, heads, queries)")
+    for name, tensor in (("grad_out", of.grad_out), ("out", of.out), ("lse", of.lse)):
+        if tensor.device != q.device:
+            raise DeviceError(name, str(tensor.device), f"{q.device}, the device of q")
+    _check_scales(of.scales, q)
+
+
+_FP8 = "float8_e4m3fn or float8_e5m2"
+
+
+def _check_call(call: ForwardArguments) -> None:
+    arguments.check_options(call)
+    if call.scale is not None and not call.scale >= MIN_SCALE:
+        raise OptionError("scale", repr(call.scale), "a positive number, or None for 1/sqrt(head dim)")
+    for name in ("q", "k", "v"):
+        tensor = getattr(call, name)
+        if tensor.dim() != 4:
+            hint = "Add the missing batch or head dimension with unsqueeze(0)." if tensor.dim() == 3 else ""
+            raise ShapeError(name, shape_of(tensor), "rank 4: (batch, heads, sequence, head dim)", hint)
+    if call.q.dtype not in FP8_DTYPES:
+        hint = "Quantize it to FP8; cudnn_sdpa.sdpa takes float16 and bfloat16."
+        raise DtypeError("q", dtype_name(call.q.dtype), _FP8, hint)
+    # Dynamo cannot follow a setting that the environment gives; on the CPU the operator asks for it, when it runs.
+    has_limits = call.q.device.type != "cpu" if is_compiling() else arguments.has_limits(call)
+    arguments.check_sizes(call.q, call.k, call.v, HEAD_DIM_STEP if has_limits else 1)
+    for name in ("k", "v"):
+        tensor = getattr(call, name)
+        if tensor.dtype != call.q.dtype:
+            raise DtypeError(name, dtype_name(tensor.dtype), f"{dtype_name(call.q.dtype)}, the dtype of q")
+        if tensor.device != call.q.device:
+            hint = f"Move it with {name}.to(q.device)."
+            raise DeviceError(name, str(tensor.device), f"{call.q.device}, the device of q", hint)
+    check_lengths("seq_lens_q", call.seq_lens_q, call.q)
+    check_lengths("seq_lens_kv", call.seq_lens_kv, call.q)
+
+
+def _check_scales(scales: Fp8Scales | Fp8BackwardScales, q: Tensor) -> None:
+    for field, scale in scales._asdict().items():
+        name = f"scales.{field}"
+        if scale.dtype != torch.float32:
+            hint = "Convert it with .float(): cuDNN would read other bits as a number of its own."
+            raise DtypeError(name, dtype_name(scale.dtype), _A_SCALE, hint)
+        if scale.numel() != 1:
+            hint = "cuDNN has one scale for each whole tensor."
+            raise ShapeError(name, shape_of(scale), _A_SCALE, hint)
+        if scale.device != q.device:
+            hint = "Move it once with .to(q.device): it is read on the GPU, never by the host."
+            raise DeviceError(name, str(scale.device), f"{q.device}, the device of q", hint)
+
+
+def check_no_gradient(what: str, **tensors: Tensor | None) -> None:
+    """Refuses inputs whose gradient would silently be lost.
+
+    Raises:
+        UnsupportedError: One of them requires grad.
+    """
+    wanting = [name for name, tensor in tensors.items() if needs_gradient(tensor)]
+    if wanting:
+        reasons = [f"{name} requires grad, and autograd does not follow {what}" for name in wanting]
+        raise UnsupportedError(
+            f"the gradient of {what}", reasons, "torch.no_grad(), with the gradients of sdpa_fp8_backward"
+        )
+
+
+# FP8 calls on keys and values in pages of a cache: their checks, and what they are without pages.
+
+
+def tables_of(page_table: Any, page_table_v: Any) -> tuple[Tensor, Tensor] | None:
+    """The tables of keys and of values, None without pages.
+
+    Raises:
+        OptionError: One of them is none.
+    """
+    if page_table is None and page_table_v is None:
+        return None
+    for name, table in (("page_table", page_table), ("page_table_v", page_table_v)):
+        if not isinstance(table, Tensor) and (table is not None or name == "page_table"):
+            raise OptionError(name, type(table).__name__, "a torch.Tensor of int32")
+        if table is not None:
+            check_is_dense(name, table)
+    return page_table, page_table if page_table_v is None else page_table_v
+
+
+def check_forward_on_pages(of: Fp8Forward) -> None:
+    """Everything that holds on every device, with pages or without."""
+    if of.tables is None:
+        check_forward(of)
+        return
+    call = of.call
+    q, k, v = call.q, call.k, call.v
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            shape = "(batch, heads, sequence, head dim)" if name == "q" else "(pages, heads, page size, head dim)"
+            raise ShapeError(name, shape_of(tensor), f"rank 4: {shape}")
+    if k.shape[0] == 0:
+        raise ShapeError("k", shape_of(k), "at least one page")
+    present = min(1, q.shape[0])
+    bare = call._replace(q=q[:present], k=k[:present], v=v[:present], seq_lens_q=None, seq_lens_kv=None)
+    try:
+        check_forward(of._replace(call=bare))
+    except ShapeError as error:
+        raise error.renamed({"sequence length": "page size"}) from None
+    if v.shape[0] != k.shape[0]:
+        raise ShapeError("v", f"{v.shape[0]} pages", f"{k.shape[0]}, the number of pages of k")
+    if k.shape[2] < 1 or k.shape[2] & (k.shape[2] - 1):
+        raise ShapeError("k", f"pages of {k.shape[2]} tokens", "a power of two, such as 16 or 64")
+    if call.seq_lens_kv is None:
+        raise OptionError("seq_lens_kv", "None", "the true numbers of keys, which a page table does not tell")
+    for name, table in zip(("page_table", "page_table_v"), of.tables, strict=True):
+        check_table(name, table, q)
+    if of.tables[0].shape != of.tables[1].shape:
+        raise ShapeError("page_table_v", shape_of(of.tables[1]), f"{tuple(of.tables[0].shape)}, as page_table has")
+    check_lengths("seq_lens_q", call.seq_lens_q, q)
+    check_lengths("seq_lens_kv", call.seq_lens_kv, q)
+
+
+def described(of: Fp8Forward) -> ForwardArguments:
+    """The call, if it has pages one without them and without data, of which all but the memory of keys is the same."""
+    if of.tables is None:
+        return of.call
+    batch, width = of.tables[0].shape
+    rows = []
+    for pages in (of.call.k, of.call.v):
+        _, heads, size, dim = pages.shape
+        rows.append(torch.empty(batch, heads, width * size, dim, dtype=pages.dtype, device="meta"))
+    return of.call._replace(k=rows[0], v=rows[1])
+
+
+def gathered(of: Fp8Forward) -> Fp8Forward:
+    """The same call on keys and values put in a row; any device. What no sequence owns is zeros."""
+    if of.tables is None:
+        return of
+    lengths = of.call.seq_lens_kv
+    assert lengths is not None
+    keys = of.tables[0].shape[1] * of.call.k.shape[2]
+    is_owned = torch.arange(keys, device=lengths.device) < lengths.unsqueeze(1)
+
+    def in_a_row(pages: Tensor, table: Tensor) -> Tensor:
+        bits = pages.view(torch.uint8)
+        row = bits[table.clamp(0, pages.shape[0] - 1).long()].transpose(1, 2).flatten(2, 3)
+        return row.masked_fill(~is_owned[:, None, :, None], 0).view(pages.dtype)
+
+    rows = (in_a_row(pages, table) for pages, table in zip((of.call.k, of.call.v), of.tables, strict=True))
+    k, v = rows
+    return of._replace(call=of.call._replace(k=k, v=v), tables=None)
+
+
+def readable_tables(of: Fp8Forward) -> dict[str, Tensor]:
+    """The tables as cuDNN reads them: dense, and every id a page that there is."""
+    if of.tables is None:
+        return {}
+    for name, table in zip(("page_table", "page_table_v"), of.tables, strict=True):
+        if table.data_ptr() == 0:
+            memory.check_present(name, table)
+    last = of.call.k.shape[0] - 1
+    first = of.tables[0].clamp(0, last).contiguous()
+    second = first if of.tables[1] is of.tables[0] else of.tables[1].clamp(0, last).contiguous()
+    return {"table_k": first, "table_v": second}

@@ -1,0 +1,233 @@
+"""Descriptions of calls of `sdpa_fp8`, its backward pass and `fp8_attention` for `explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import arguments, memory
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.dense.explain import as_cast, device_of, notes_on_casts, refuse
+from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
+from cudnn_sdpa.attention.fp8 import fp8_attention, graphs
+from cudnn_sdpa.attention.fp8 import sdpa_fp8 as sdpa_fp8_module
+from cudnn_sdpa.attention.fp8.arguments import Fp8Backward, Fp8BackwardScales, Fp8Forward, Fp8Scales
+from cudnn_sdpa.attention.fp8.plans import Backward, Forward
+from cudnn_sdpa.attention.fp8.scaling import DTYPE, Fp8Scaling
+from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
+from cudnn_sdpa.attention.fp8.workarounds import readable
+from cudnn_sdpa.attention.mask import TOP_LEFT
+from cudnn_sdpa.engine.autocast import is_deterministic
+from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.explain import Description, describes
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.layouts import dense_stride_like
+from cudnn_sdpa.graph.target import Target
+
+
+@describes(sdpa_fp8)
+def describe_sdpa_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: Fp8Scales,
+    *,
+    is_causal: bool = False,
+    causal_alignment: str = TOP_LEFT,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    seq_lens_q: Tensor | None = None,
+    seq_lens_kv: Tensor | None = None,
+    page_table: Tensor | None = None,
+    page_table_v: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+) -> Description:
+    """What `sdpa_fp8` with these arguments runs on a GPU; tensors may also be on the CPU."""
+    of = sdpa_fp8_module.forward_of(
+        *(q, k, v, scales, is_causal, causal_alignment, window, scale, seq_lens_q, seq_lens_kv),
+        *(page_table, page_table_v, out_dtype, return_lse),
+    )
+    memory.check_strides(q, k, v)
+    memory.check_addresses(q=q, k=k, v=v)
+    operation = graphs.sdpa_fp8_forward
+    refused = UnsupportedError.of(sdpa_fp8_module.check_untracked, "sdpa_fp8", scales, q=q, k=k, v=v)
+    if refused is not None:
+        return Description(operation, partial(refuse, refused), device_of(q))
+    forward = Forward.of(of)
+    is_empty = forward.problem.is_empty
+    notes = [] if is_empty else forward.extra_kernels()
+    return Description(operation, forward.key, device_of(q), is_empty=is_empty, extra_kernels=notes)
+
+
+@describes(sdpa_fp8_backward)
+def describe_sdpa_fp8_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scales: Fp8BackwardScales,
+    *,
+    is_causal: bool = False,
+    causal_alignment: str = TOP_LEFT,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    seq_lens_q: Tensor | None = None,
+    seq_lens_kv: Tensor | None = None,
+    deterministic: bool | None = None,
+) -> Description:
+    """The same of `sdpa_fp8_backward`."""
+    of = sdpa_fp8_module.backward_of(
+        *(grad_out, q, k, v, out, lse, scales, is_causal, causal_alignment, window, scale, seq_lens_q, seq_lens_kv),
+        deterministic,
+    )
+    memory.check_strides(q, k, v)
+    memory.check_strides_of("out", out)
+    memory.check_addresses(q=q, k=k, v=v, out=out, lse=lse)
+    operation = graphs.sdpa_fp8_backward
+    tensors = {"grad_out": grad_out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    refused = UnsupportedError.of(sdpa_fp8_module.check_untracked, "sdpa_fp8_backward", scales, **tensors)
+    if refused is not None:
+        return Description(operation, partial(refuse, refused), device_of(q))
+    backward = Backward.of(readable(of))
+    is_empty = backward.problem.is_empty
+    notes = [] if is_empty else backward.extra_kernels()
+
+    def key(target: Target, device: int | None) -> PlanKey:
+        return backward.piece(target).key(target, device)
+
+    return Description(operation, key, device_of(q), is_empty=is_empty, extra_kernels=notes)
+
+
+# Descriptions of calls of `fp8_attention` for `explain`: the plans behind them, and what runs around those.
+
+
+ONE = torch.empty(1, device="meta")
+TABLE = "a table of scales and largest values is filled with zeros"
+
+
+@describes(fp8_attention.fp8_attention)
+def describe_fp8_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: Fp8Scaling | None = None,
+    is_causal: bool = False,
+    causal_alignment: str = TOP_LEFT,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    seq_lens_q: Tensor | None = None,
+    seq_lens_kv: Tensor | None = None,
+    grad_dtype: torch.dtype | None = None,
+) -> Description:
+    """What `fp8_attention` with these arguments runs on a GPU now; tensors may also be on the CPU."""
+    fp8_arguments.check_types(q=q, k=k, v=v, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
+    left, right = arguments.window_bounds(window)
+    given = ForwardArguments(
+        *(q, k, v, None, None, seq_lens_q, seq_lens_kv, None), *(is_causal, causal_alignment, left, right, scale)
+    )
+    call = as_cast(given)
+    refused = UnsupportedError.of(fp8_attention.check, call)
+    grad_dtype = fp8_attention.check_scaling(scaling, grad_dtype, q)
+    if refused is not None:
+        return Description(graphs.sdpa_fp8_forward, partial(refuse, refused), device_of(q))
+    trains = needs_gradient(q, k, v)
+    of = _in_fp8(call, with_lse=trains)
+    forward = Forward.of(Fp8Forward(of, Fp8Scales(*[ONE] * 6), DTYPE))
+
+    def key(target: Target, device: int | None) -> PlanKey:
+        if not trains and fp8_attention.has_half_output(forward.problem, target):
+            return replace(forward, out=replace(forward.out, dtype=call.q.dtype)).key(target, device)
+        return forward.key(target, device)
+
+    is_empty = forward.problem.is_empty
+    around = [*notes_on_casts(given, call), *_notes(call, scaling, trains=trains)]
+    return Description(
+        operation=graphs.sdpa_fp8_forward,
+        key=key,
+        device=device_of(q),
+        is_empty=is_empty,
+        extra_kernels=[] if is_empty else [*around, *forward.extra_kernels()],
+        backward=_describe_backward(given, call, of, scaling, grad_dtype) if trains else None,
+    )
+
+
+def _describe_backward(
+    given: ForwardArguments,
+    call: ForwardArguments,
+    of: ForwardArguments,
+    scaling: Fp8Scaling | None,
+    dtype: torch.dtype,
+) -> Description:
+    """The backward pass for a gradient that lies in memory as the output does."""
+    out = _dense((*of.q.shape[:3], of.v.shape[3]), of.q, DTYPE)
+    lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
+    of = of._replace(deterministic=is_deterministic(None))
+    scales = Fp8BackwardScales(*[ONE] * 12)
+    backward = Backward.of(Fp8Backward(_dense(out.shape, out, dtype), out, lse, of, scales))
+    is_empty = backward.problem.is_empty
+
+    def key(target: Target, device: int | None) -> PlanKey:
+        return backward.piece(target).key(target, device)
+
+    around = [*_notes_backward(scaling, dtype), *notes_on_casts(given, call, back=True)]
+    return Description(
+        operation=graphs.sdpa_fp8_backward,
+        key=key,
+        device=device_of(call.q),
+        is_empty=is_empty,
+        extra_kernels=[] if is_empty else [*around, *backward.extra_kernels()],
+    )
+
+
+def _in_fp8(call: ForwardArguments, *, with_lse: bool) -> ForwardArguments:
+    """The call of `sdpa_fp8`: quantized tensors are dense, in the memory order of what they come from."""
+    tensors: dict[str, Any] = {name: _dense(x.shape, x, DTYPE) for name, x in zip("qkv", call[:3], strict=True)}
+    for name in ("seq_lens_q", "seq_lens_kv"):
+        if (lengths := getattr(call, name)) is not None:
+            tensors[name] = torch.empty_like(lengths, device="meta")
+    return call._replace(**tensors, with_lse=with_lse)
+
+
+def _dense(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
+    stride = dense_stride_like(tuple(shape), like.shape, like.stride())
+    return torch.empty_strided(tuple(shape), stride, dtype=dtype, device="meta")
+
+
+def _notes(call: ForwardArguments, scaling: Fp8Scaling | None, *, trains: bool) -> list[str]:
+    """What runs around the plan of the forward pass."""
+    if scaling is not None and scaling.would_update():
+        of_ranks = "" if scaling.process_group is None else ", those of all ranks after one reduction"
+        updates = [f"one kernel ends the step before: largest values become scales{of_ranks}"]
+    else:
+        updates = []
+    half = str(call.q.dtype).removeprefix("torch.")
+    if scaling is not None and scaling.knows_forward and scaling.inputs == "delayed":
+        quantizes = "one kernel quantizes q, k and v, by the history, and finds their largest values"
+    else:
+        quantizes = "one kernel finds the largest values of q, k and v, and another quantizes by them"
+    back = f"one kernel makes {half} of the output"
+    if not trains:
+        back += ", but on data-center Blackwell cuDNN writes it at once"
+    return [*updates, TABLE, quantizes, back]
+
+
+def _notes_backward(scaling: Fp8Scaling | None, dtype: torch.dtype) -> list[str]:
+    """The same of the backward pass."""
+    knows = scaling is not None and scaling.knows_backward
+    if knows and scaling is not None and scaling.inputs == "delayed":
+        quantizes = "one kernel quantizes the output's gradient, by the history, and finds its largest value"
+    else:
+        quantizes = "one kernel finds the largest value of the output's gradient, and another quantizes by it"
+    times = "two" if dtype == torch.float8_e5m2 else "three"
+    first = [f"the plan runs {times} times, since only that shows how large its results are"]
+    return [TABLE, quantizes, *([] if knows else first), "one kernel makes 16-bit numbers of the gradients"]

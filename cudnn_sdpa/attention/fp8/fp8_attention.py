@@ -1,0 +1,373 @@
+"""`fp8_attention`: attention that computes in FP8 and takes and gives bfloat16 or float16, with gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from cudnn_sdpa.attention import arguments, memory
+from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, check_lengths, dtype_name, shape_of
+from cudnn_sdpa.attention.dense.autograd import refuse_batch
+from cudnn_sdpa.attention.dense.plans import Problem
+from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
+from cudnn_sdpa.attention.fp8.arguments import Fp8Gradients
+from cudnn_sdpa.attention.fp8.plans import problem_of
+from cudnn_sdpa.attention.fp8.quantize import Wanted, defect_of, dequantize, is_readable, quantize, record_all
+from cudnn_sdpa.attention.fp8.scaling import DTYPE, Fp8Scaling, check_grad_dtype, limits_of
+from cudnn_sdpa.attention.fp8.scaling_state import (
+    AMAX,
+    DK,
+    DO,
+    DP,
+    DQ,
+    DV,
+    O,
+    S,
+    V,
+    backward_scales,
+    forward_scales,
+    new_table,
+    scale_for,
+    set_scales,
+)
+from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
+from cudnn_sdpa.attention.reference import without_autocast
+from cudnn_sdpa.attention.support import rules_fp8
+from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal
+from cudnn_sdpa.engine import autograd_checks
+from cudnn_sdpa.engine.autocast import is_deterministic
+from cudnn_sdpa.engine.autograd_checks import refuse_second_gradient
+from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError
+from cudnn_sdpa.graph.layouts import dense_stride_like
+from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.target import Target, live_target
+
+
+class Call(NamedTuple):
+    """A call without its queries, keys and values.
+
+    Attributes:
+        options: What `sdpa_fp8` takes by name.
+        scaling: The state of its scales, if it has one.
+        grad_dtype: The dtype of gradients.
+        deterministic: Whether gradients must be bit-exact.
+    """
+
+    options: dict[str, Any]
+    scaling: Fp8Scaling | None
+    grad_dtype: torch.dtype
+    deterministic: bool
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """What the largest values shall become, forward and backward."""
+        return limits_of(self.grad_dtype, 0 if self.scaling is None else self.scaling.margin)
+
+
+class Forward(NamedTuple):
+    """What a forward pass leaves: the output, and what the backward pass needs."""
+
+    out: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out_fp8: Tensor
+    lse: Tensor | None
+    table: Tensor
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, *, half_output: bool = False, with_lse: bool = False
+) -> Forward:
+    """The forward pass; `half_output` is whether cuDNN writes 16 bits."""
+    scaling, (limit, _) = call.scaling, call.limits
+    record = given = None
+    if scaling is not None:
+        scaling.begin()
+        record = scaling.recorder(backward=False)
+        given = scaling.scales(backward=False, is_cuda=q.is_cuda)
+    table = new_table(q.device)
+    wanted = Wanted((0, 1, 2), DTYPE, limit, scaling is not None and scaling.inputs == "current")
+    q8, k8, v8 = quantize((q, k, v), wanted, table, given, record)
+    scales = forward_scales(table)
+    if half_output:  # no scale but that what is not finite shows
+        scales = scales._replace(scale_o=1 + defect_of(table))
+    out_dtype = q.dtype if half_output else DTYPE
+    found = sdpa_fp8(q8, k8, v8, scales, **call.options, out_dtype=out_dtype, return_lse=with_lse)
+    amaxes = {S: found.amax_s, O: found.amax_o}
+    if half_output:
+        record_all(amaxes, record)
+        return Forward(found.out, q8, k8, v8, found.out, found.lse, table)
+    (out,) = dequantize((found.out,), (O,), q.dtype, table, amaxes, record)
+    return Forward(out, q8, k8, v8, found.out, found.lse, table)
+
+
+class Attention(torch.autograd.Function):
+    """Attention in FP8 as autograd sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Runs the forward pass and keeps its FP8 tensors."""
+        with without_autocast(q):
+            found = forward(q, k, v, call, with_lse=True)
+        lengths = call.options["seq_lens_q"], call.options["seq_lens_kv"]
+        ctx.save_for_backward(*found[1:], *lengths)
+        ctx.call, ctx.dtype = call, q.dtype
+        return found.out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients by q, k and v."""
+        refuse_batch(grad_out)
+        if torch.is_grad_enabled():  # the FP8 tensors that are kept do not lead back to q, k and v
+            refuse_second_gradient("fp8_attention")
+        *saved, _, _ = ctx.saved_tensors
+        wanted = [place for place in range(3) if ctx.needs_input_grad[place]]
+        with without_autocast(grad_out):
+            found = backward(grad_out.to(ctx.dtype), Forward(grad_out, *saved), ctx.call, wanted)
+        gradients = dict(zip(wanted, found, strict=True))
+        return (*map(gradients.get, range(3)), None)
+
+
+def backward(grad_out: Tensor, of: Forward, call: Call, wanted: list[int]) -> list[Tensor]:
+    """The wanted ones of the gradients by q, k and v."""
+    scaling, (_, limit) = call.scaling, call.limits
+    record = None if scaling is None else scaling.recorder(backward=True)
+    given = None if scaling is None else scaling.scales(backward=True, is_cuda=grad_out.is_cuda)
+    table = new_table(grad_out.device)
+    current = scaling is not None and scaling.inputs == "current"
+    if not is_readable(grad_out):
+        grad_out = _dense_copy(grad_out)
+    (gradient,) = quantize((grad_out,), Wanted((DO,), call.grad_dtype, limit, current), table, given, record)
+    found = None
+    for _ in range(0 if given is not None else 1 if call.grad_dtype == torch.float8_e5m2 else 2):
+        set_scales(table, DP, scale_for(limit, _bounds(of, table, call, found)))
+        found = _gradients(gradient, of, table, call)
+    if found is not None:
+        set_scales(table, DP, scale_for(limit, _bounds(of, table, call, found)))
+    found = _gradients(gradient, of, table, call)
+    amaxes = {DP: found.amax_dp, DQ: found.amax_dq, DK: found.amax_dk, DV: found.amax_dv}
+    rows = [(DQ, DK, DV)[place] for place in wanted]
+    return dequantize([found[place] for place in wanted], rows, grad_out.dtype, table, amaxes, record)
+
+
+def _gradients(gradient: Tensor, of: Forward, table: Tensor, call: Call) -> Fp8Gradients:
+    assert of.lse is not None
+    scales = backward_scales(of.table, table)
+    tensors = (of.q, of.k, of.v, of.out_fp8, of.lse)
+    return sdpa_fp8_backward(gradient, *tensors, scales, **call.options, deterministic=call.deterministic)
+
+
+def _bounds(of: Forward, table: Tensor, call: Call, found: Fp8Gradients | None) -> Tensor:
+    """The largest values of dp, dq, dk and dv: those that a first pass found; before it, no more than a bound of dp.
+
+    The gradient of a score is P (x - mean x) · scale, where |x|, a product of a row of dO and one of V, is at most
+    Dv · max |dO| · max |V|, and P (1 - P) is at most 1/4. What becomes of dq, dk and dv does not matter yet.
+    """
+    if found is not None:
+        return torch.cat([found.amax_dp, found.amax_dq, found.amax_dk, found.amax_dv])
+    scale = call.options["scale"]
+    factor = of.v.shape[3] * (of.q.shape[3] ** -0.5 if scale is None else scale)
+    bound = factor * table[AMAX, DO, 0] * of.table[AMAX, V, 0]
+    return torch.stack([bound, *(torch.ones_like(bound),) * 3])
+
+
+def _dense_copy(tensor: Tensor) -> Tensor:
+    stride = dense_stride_like(tensor.shape, tensor.shape, tensor.stride())
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+IN_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def fp8_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: Fp8Scaling | None = None,
+    is_causal: bool = False,
+    causal_alignment: str = "top_left",
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    seq_lens_q: Tensor | None = None,
+    seq_lens_kv: Tensor | None = None,
+    grad_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Attention computed in FP8, of tensors in bfloat16 or float16. Differentiable.
+
+    Queries, keys and values are quantized to E4M3, each with one scale; the output is converted back. The gradient of
+    the output is quantized to `grad_dtype`, and the gradients are converted back. Autograd keeps the FP8 tensors, half
+    of what attention in bfloat16 keeps. Nothing waits for the GPU, and all of it may be captured in a CUDA graph.
+
+    Without `scaling`, scales come from the tensors of the call ("current scaling"), which are read twice; a backward
+    pass runs two or three times, since its results cannot be known beforehand. That is for inference and for trying it;
+    to train, give each layer an `Fp8Scaling`, or use `Fp8Attention`.
+
+    The output is FP8 inside, also where the GPU could give bfloat16, because gradients need it so; on data-center
+    Blackwell a call without gradients has cuDNN write `q.dtype` at once. What is not finite in an input makes the whole
+    output NaN, and no scale learns from it. Rows past `seq_lens_*` count for the scales: keep them small.
+
+    On the CPU an emulation runs. torch.compile calls it between two graphs (a graph break).
+
+    Args:
+        q: Queries (B, Hq, Sq, D), bfloat16 or float16; D is a multiple of 16. Under `torch.autocast` tensors are cast
+            as for PyTorch's own attention.
+        k: Keys (B, Hkv, Skv, D); Hq is a multiple of Hkv.
+        v: Values (B, Hkv, Skv, Dv).
+        scaling: The scales of this layer and what they come from.
+        is_causal: Hide later keys from each query.
+        causal_alignment: Where the diagonal lies: "top_left", or "bottom_right", the last query at the last key.
+        window: (left, right) bounds around the diagonal; -1 is no bound.
+        scale: Factor of the scores, positive; None is 1/sqrt(D).
+        seq_lens_q: The true numbers of queries, (B,) int32. Rows past them are zeros.
+        seq_lens_kv: The same of keys.
+        grad_dtype: float8_e5m2 or float8_e4m3fn; None is that of `scaling`, or float8_e5m2 without one.
+
+    Returns:
+        The output (B, Hq, Sq, Dv) in q's dtype and memory order.
+
+    Raises:
+        ArgumentError: An argument is wrong; the subclass and the message say which and how.
+        UnsupportedError: cuDNN or this GPU has no kernel for it, or none for its gradients if they are wanted.
+        PlanBuildError: A plan is missing under `no_plan_builds` or while a CUDA graph is captured.
+
+    Examples:
+        >>> import torch
+        >>> from cudnn_sdpa.attention.fp8.fp8_attention import fp8_attention
+        >>> q, k, v = torch.randn(3, 1, 4, 64, 32, dtype=torch.bfloat16)
+        >>> exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> error = (fp8_attention(q, k, v, is_causal=True) - exact).norm() / exact.norm()
+        >>> bool(error < 0.06)
+        True
+    """
+    options = {
+        "is_causal": is_causal,
+        "causal_alignment": causal_alignment,
+        "window": window,
+        "scale": scale,
+        "seq_lens_q": seq_lens_q,
+        "seq_lens_kv": seq_lens_kv,
+    }
+    if is_compiling():
+        return _eager(q, k, v, scaling=scaling, grad_dtype=grad_dtype, **options)  # type: ignore[no-any-return]
+    fp8_arguments.check_types(q=q, k=k, v=v, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
+    q, k, v = cast_for_autocast(ForwardArguments(q, k, v))[:3]
+    left, right = arguments.window_bounds(window)
+    of = ForwardArguments(
+        *(q, k, v, None, None, seq_lens_q, seq_lens_kv, None), *(is_causal, causal_alignment, left, right, scale)
+    )
+    check(of)
+    made = check_scaling(scaling, grad_dtype, q)
+    return _run(of, Call(options, scaling, made, is_deterministic(None)))
+
+
+#: For torch.compile, which cannot follow kernels and histories.
+_eager: Any = _disable_dynamo(fp8_attention)
+
+
+def check(of: ForwardArguments) -> None:
+    """Whether tensors and options are right, on any device."""
+    q, k, v = of[:3]
+    arguments.check_options(of)
+    if of.scale is not None and not of.scale >= fp8_arguments.MIN_SCALE:
+        raise OptionError("scale", repr(of.scale), "a positive number, or None for 1/sqrt(head dim)")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ShapeError(name, shape_of(tensor), "rank 4: (batch, heads, sequence, head dim)")
+        if tensor.dtype not in IN_DTYPES:
+            hint = "Convert it with .to(torch.bfloat16); sdpa_fp8 takes what is in FP8 already."
+            raise DtypeError(name, dtype_name(tensor.dtype), "bfloat16 or float16", hint)
+        if tensor.dtype != q.dtype:
+            raise DtypeError(name, dtype_name(tensor.dtype), f"{dtype_name(q.dtype)}, the dtype of q")
+        if tensor.device != q.device:
+            raise DeviceError(name, str(tensor.device), f"{q.device}, the device of q")
+    arguments.check_sizes(q, k, v, fp8_arguments.HEAD_DIM_STEP)
+    # What a transform hands over has no address.
+    autograd_checks.refuse_tangents({"q": q, "k": k, "v": v}, "attention in bfloat16")
+    autograd_checks.refuse_transforms("fp8_attention", q, k, v, loops=False)
+    memory.check_strides(q, k, v)
+    memory.check_addresses(q=q, k=k, v=v)
+    check_lengths("seq_lens_q", of.seq_lens_q, q)
+    check_lengths("seq_lens_kv", of.seq_lens_kv, q)
+
+
+def check_scaling(scaling: Any, grad_dtype: Any, q: Tensor) -> torch.dtype:
+    """Whether the state fits the call; the dtype of gradients."""
+    if scaling is not None and not isinstance(scaling, Fp8Scaling):
+        raise OptionError("scaling", type(scaling).__name__, "cudnn_sdpa.Fp8Scaling or None")
+    if scaling is not None and scaling.scale.device != q.device:
+        hint = "Move it once with scaling.to(q.device)."
+        raise DeviceError("scaling", str(scaling.scale.device), f"{q.device}, the device of q", hint)
+    if scaling is not None:
+        scaling.check()
+    known: torch.dtype = torch.float8_e5m2 if scaling is None else scaling.grad_dtype
+    if grad_dtype is None:
+        return known
+    check_grad_dtype(grad_dtype)
+    if scaling is not None and grad_dtype != known:
+        expected = f"{dtype_name(known)}, which its scales are for, or None"
+        raise OptionError("grad_dtype", dtype_name(grad_dtype), expected)
+    return grad_dtype  # type: ignore[no-any-return]
+
+
+def _run(of: ForwardArguments, call: Call) -> Tensor:
+    q, k, v = of[:3]
+    trains = needs_gradient(q, k, v)
+    half_output = check_support(of, trains=trains, deterministic=call.deterministic)
+    if trains:
+        return Attention.apply(q, k, v, call)  # type: ignore[no-any-return,no-untyped-call]
+    with torch.no_grad(), without_autocast(q):
+        return forward(q, k, v, call, half_output=half_output).out
+
+
+def check_support(of: ForwardArguments, *, trains: bool, deterministic: bool) -> bool:
+    """Whether a call without gradients gets its output in 16 bits from cuDNN at once.
+
+    Raises:
+        UnsupportedError: This GPU has no kernel for it, or for its gradients.
+    """
+    q, k, v = of[:3]
+    if not q.is_cuda or not q.numel() or not k.numel():
+        return False
+    lengths = of.seq_lens_q is not None, of.seq_lens_kv is not None
+    return _support(q.get_device(), q.shape, k.shape, v.shape, lengths, of.options, trains, deterministic)
+
+
+@functools.lru_cache(maxsize=1024)
+def _support(
+    device: int,
+    q: Sequence[int],
+    k: Sequence[int],
+    v: Sequence[int],
+    lengths: tuple[bool, bool],
+    options: tuple[Any, ...],
+    trains: bool,
+    deterministic: bool,
+) -> bool:
+    target = live_target(device)
+    tensors = [torch.empty(*shape, dtype=DTYPE, device="meta") for shape in (q, k, v)]
+    given = [torch.empty(q[0], dtype=torch.int32, device="meta") if given else None for given in lengths]
+    problem = problem_of(ForwardArguments._make((*tensors, None, None, *given, None, *options, trains, None)))
+    if not trains and has_half_output(problem, target):
+        return True
+    cases = [problem.case(FORWARD, target)]
+    if trains:
+        cases.append(problem.case(BACKWARD, target, deterministic=deterministic))
+    for case in cases:
+        refused = refusal(case, "fp8_attention", rules_fp8.RULES)
+        if refused is not None:
+            raise refused
+    return False
+
+
+def has_half_output(problem: Problem, target: Target) -> bool:
+    """Whether cuDNN writes the output of a forward pass in 16 bits on this GPU."""
+    case = problem.case(FORWARD, target, half_output=True)
+    return refusal(case, "fp8_attention", rules_fp8.RULES) is None

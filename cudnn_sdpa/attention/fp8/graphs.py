@@ -1,0 +1,137 @@
+"""Builders of cuDNN's FP8 attention graphs: functions of symbolic tensors and static options, and of nothing else.
+
+The operations are described in NVIDIA's documentation of the cuDNN frontend, "Attention", sections "FP8". What they
+compute, step by step, stands in the frontend's headers `node/scaled_dot_product_flash_attention.h` and
+`node/sdpa_fp8_bwd.h`; `fp8.reference` follows them. `band` is that of `graphs`.
+
+Every scale is a tensor of one float32 on the GPU, so that it is data. Of the largest values, which are always results,
+a frontend that is asked for none of them would leave the graph without them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cudnn_sdpa.graph.definition import graph_op
+
+
+@graph_op
+def sdpa_fp8_forward(
+    g: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: Any,
+    descale_q: Any,
+    descale_k: Any,
+    descale_v: Any,
+    descale_s: Any,
+    scale_s: Any,
+    scale_o: Any,
+    seq_len_q: Any = None,
+    seq_len_kv: Any = None,
+    table_k: Any = None,
+    table_v: Any = None,
+    *,
+    band: tuple[int | None, int | None, bool] | None,
+    with_lse: bool,
+) -> Any:
+    """O, the largest probability and the largest |O|, and on request the log-sum-exp of the scores.
+
+    With tables, k and v are pages, and the page of key j of sequence b is `table_k[b, j // page size]`.
+    """
+    pages: dict[str, Any] = {}
+    if table_k is not None:
+        pages.update(paged_attention_k_table=table_k, paged_attention_v_table=table_v)
+        pages["paged_attention_max_seq_len_kv"] = table_k.get_dim()[2] * k.get_dim()[2]
+    o, lse, amax_s, amax_o = g.sdpa_fp8(
+        name="sdpa_fp8",
+        q=q,
+        k=k,
+        v=v,
+        descale_q=descale_q,
+        descale_k=descale_k,
+        descale_v=descale_v,
+        descale_s=descale_s,
+        scale_s=scale_s,
+        scale_o=scale_o,
+        attn_scale=scale,
+        generate_stats=with_lse,
+        **pages,
+        **masks(g, band, seq_len_q, seq_len_kv),
+    )
+    return (o, amax_s, amax_o, lse) if with_lse else (o, amax_s, amax_o)
+
+
+@graph_op
+def sdpa_fp8_backward(
+    g: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    grad_out: Any,
+    lse: Any,
+    scale: Any,
+    descale_q: Any,
+    descale_k: Any,
+    descale_v: Any,
+    descale_o: Any,
+    descale_do: Any,
+    descale_s: Any,
+    descale_dp: Any,
+    scale_s: Any,
+    scale_dq: Any,
+    scale_dk: Any,
+    scale_dv: Any,
+    scale_dp: Any,
+    seq_len_q: Any = None,
+    seq_len_kv: Any = None,
+    *,
+    band: tuple[int | None, int | None, bool] | None,
+    deterministic: bool,
+) -> Any:
+    """The gradients by q, k and v, their largest absolute values, and that of the scores' gradient."""
+    return tuple(
+        g.sdpa_fp8_backward(
+            name="sdpa_fp8_backward",
+            q=q,
+            k=k,
+            v=v,
+            o=out,
+            dO=grad_out,
+            stats=lse,
+            descale_q=descale_q,
+            descale_k=descale_k,
+            descale_v=descale_v,
+            descale_o=descale_o,
+            descale_dO=descale_do,
+            descale_s=descale_s,
+            descale_dP=descale_dp,
+            scale_s=scale_s,
+            scale_dQ=scale_dq,
+            scale_dK=scale_dk,
+            scale_dV=scale_dv,
+            scale_dP=scale_dp,
+            attn_scale=scale,
+            use_deterministic_algorithm=deterministic,
+            **masks(g, band, seq_len_q, seq_len_kv),
+        )
+    )
+
+
+def masks(
+    g: Any, band: tuple[int | None, int | None, bool] | None, seq_len_q: Any, seq_len_kv: Any, *, prefix: str = ""
+) -> dict[str, Any]:
+    """What hides keys, as options; the names of bounds have no prefix where those of `sdpa` have one."""
+    options: dict[str, Any] = {}
+    if band is not None:
+        left, right, bottom_right = band
+        alignment = g.types.diagonal_alignment
+        options["diagonal_alignment"] = alignment.BOTTOM_RIGHT if bottom_right else alignment.TOP_LEFT
+        options[f"{prefix}right_bound"] = right
+        if left is not None:  # cuDNN hides the keys from this distance on
+            options[f"{prefix}left_bound"] = left + 1
+    if seq_len_q is not None:
+        options.update(use_padding_mask=True, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv)
+    return options

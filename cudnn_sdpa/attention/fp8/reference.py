@@ -1,0 +1,120 @@
+"""What cuDNN's FP8 kernels compute, in plain PyTorch: what CPU tensors run, and what tests compare with.
+
+Every formula is that of the graphs that the cuDNN frontend draws, in its headers
+`scaled_dot_product_flash_attention.h`, `sdpa_fp8_bwd.h` and `matmul_fp8.h`. Where a fused kernel does something else
+than its graph, this follows NVIDIA's own tests of it (`test/python/sdpa/fp8_ref.py`): in the forward pass what is
+rounded to FP8 is exp(score − maximum of the row), before the division by the row's sum.
+
+NVIDIA's kernels go through a row tile by tile, with the maximum so far; here a row is one tile. Blackwell's kernels may
+moreover multiply `scale_s` by a power of two of their own. Both move roundings within FP8's precision, not values.
+
+Memory grows with Sq × Skv.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES, Fp8Backward, Fp8Forward, Fp8Gradients, Fp8Output
+from cudnn_sdpa.attention.reference import finite, repeated, summed, visible, without_autocast
+
+
+def quantized(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x · scale` in a dtype; what FP8 does not hold becomes its largest number, as `cvt.satfinite` makes it on a GPU.
+
+    PyTorch's own conversion saturates E4M3 and gives infinity in E5M2.
+    """
+    scaled = x * scale.to(x.dtype)
+    if dtype in FP8_DTYPES:
+        limits = torch.finfo(dtype)
+        scaled = scaled.clamp(limits.min, limits.max)
+    return scaled.to(dtype)
+
+
+def attention(of: Fp8Forward, *, exact: torch.dtype = torch.float32) -> Fp8Output:
+    """The forward pass; the log-sum-exp is always there, in the precision of the computation.
+
+    With e = exp(scores − the row's maximum), l its sum along the row, and fp8(x) rounded and saturated:
+
+    - O = fp8(e · scale_s) V · descale_s · descale_v / l, given as fp8(O · scale_o)
+    - amax_s is the largest of the probabilities e / l, which the graph reduces before it applies `scale_s`; a kernel
+      has it from the smallest l
+    - amax_o is the largest |O| before `scale_o`
+
+    Args:
+        of: The call.
+        exact: The dtype of the computation.
+    """
+    call, scales = of.call, of.scales
+    with without_autocast(call.q):
+        masked = scores(call, scales.descale_q, scales.descale_k, exact)
+        peak = finite(masked.amax(-1, keepdim=True)) if masked.shape[-1] else masked.new_zeros((*masked.shape[:3], 1))
+        exponentials = torch.exp(masked - peak)
+        total = exponentials.sum(-1, keepdim=True)
+        lse = (peak + torch.log(total)).squeeze(-1)
+        total = total.masked_fill(total == 0, 1.0)  # rows that see no key
+        rounded = quantized(exponentials, scales.scale_s, call.q.dtype).to(exact)
+        product = torch.matmul(rounded, repeated(call.v, call.q, exact)) / total
+        out = product * scales.descale_s.to(exact).view(()) * scales.descale_v.to(exact).view(())
+        amax_s = largest(exponentials / total)
+        return Fp8Output(quantized(out, scales.scale_o.view(()), of.out_dtype), amax_s, largest(out), lse)
+
+
+def gradients(of: Fp8Backward, *, exact: torch.dtype = torch.float32) -> Fp8Gradients:
+    """The backward pass, in which the probabilities come from the log-sum-exp and are rounded after the division.
+
+    With P = exp(scores − lse), D the row sums of O ∘ dO, descaled, and fp8(x) rounded and saturated:
+
+    - dV = fp8(P · scale_s)ᵀ dO · descale_s · descale_do
+    - dS = P ∘ (dO Vᵀ · descale_do · descale_v − D) · scale, and amax_dp is the largest |dS|: what cuDNN calls dP here
+      is the gradient of the scores, with their factor
+    - dQ = fp8(dS · scale_dp) K · descale_dp · descale_k
+    - dK = fp8(dS · scale_dp)ᵀ Q · descale_dp · descale_q
+
+    P is rounded to the dtype of q, dS to that of `grad_out`. Heads of a group are summed before anything is rounded;
+    each result is given as fp8(x · its scale), and its amax is the largest |x|.
+
+    Args:
+        of: The call.
+        exact: The dtype of the computation.
+    """
+    call = of.call
+    scales = type(of.scales)(*(scale.to(exact).view(()) for scale in of.scales))
+    with without_autocast(call.q):
+        q, grad_out = call.q.to(exact), of.grad_out.to(exact)
+        k, v = repeated(call.k, q, exact), repeated(call.v, q, exact)
+        lse = finite(of.lse.to(exact)).unsqueeze(-1)
+        weights = torch.exp(scores(call, scales.descale_q, scales.descale_k, exact) - lse)
+        rounded = quantized(weights, scales.scale_s, call.q.dtype).to(exact)
+        grad_v = summed(torch.matmul(rounded.transpose(-1, -2), grad_out), call.v)
+        grad_v = grad_v * scales.descale_s * scales.descale_do
+        mean = (grad_out * of.out.to(exact)).sum(-1, keepdim=True) * scales.descale_do * scales.descale_o
+        of_weights = torch.matmul(grad_out, v.transpose(-1, -2)) * scales.descale_do * scales.descale_v
+        of_scores = (of_weights - mean) * weights * call.scale_value
+        rounded = quantized(of_scores, scales.scale_dp, of.grad_out.dtype).to(exact)
+        grad_q = torch.matmul(rounded, k) * scales.descale_dp * scales.descale_k
+        grad_k = summed(torch.matmul(rounded.transpose(-1, -2), q), call.k) * scales.descale_dp * scales.descale_q
+        dtype = of.grad_out.dtype
+        return Fp8Gradients(
+            quantized(grad_q, scales.scale_dq, dtype),
+            quantized(grad_k, scales.scale_dk, dtype),
+            quantized(grad_v, scales.scale_dv, dtype),
+            largest(grad_q),
+            largest(grad_k),
+            largest(grad_v),
+            largest(of_scores),
+        )
+
+
+def scores(call: ForwardArguments, descale_q: Tensor, descale_k: Tensor, exact: torch.dtype) -> Tensor:
+    """The scores as the softmax sees them, (B, Hq, Sq, Skv), −inf where a query does not see a key."""
+    product = torch.matmul(call.q.to(exact), repeated(call.k, call.q, exact).transpose(-1, -2)) * call.scale_value
+    product = product * descale_q.to(exact).view(()) * descale_k.to(exact).view(())
+    return product.masked_fill(~visible(call), -torch.inf)
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest absolute value, (1,) float32; 0 of nothing."""
+    return x.abs().amax().float().view(1) if x.numel() else x.new_zeros(1, dtype=torch.float32)

@@ -1,0 +1,187 @@
+"""The torch operators of attention in FP8: CUDA (cuDNN), CPU (emulation) and fake implementations.
+
+- ``cudnn_sdpa::sdpa_fp8_forward`` gives the output, amax_s, amax_o and, on request, the log-sum-exp.
+- ``cudnn_sdpa::sdpa_fp8_backward`` gives the gradients of q, k and v, their amaxes, and that of the scores' gradient.
+
+Scales are given in the order of `Fp8Scales` and `Fp8BackwardScales`. Neither operator can be differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from cudnn_sdpa.attention import memory
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.cpu_checks import check_call, check_offsets
+from cudnn_sdpa.attention.dense.torch_ops import dense_sizes, flops_of_backward, flops_of_forward
+from cudnn_sdpa.attention.fp8 import arguments, launch, plans, reference, workarounds
+from cudnn_sdpa.attention.fp8.arguments import (
+    Fp8Backward,
+    Fp8BackwardScales,
+    Fp8Forward,
+    Fp8Gradients,
+    Fp8Output,
+    Fp8Scales,
+)
+from cudnn_sdpa.engine.torch_ops import define
+from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.target import Target
+
+
+def run_forward_cpu(of: Fp8Forward) -> Fp8Output:
+    """A forward pass by the emulation."""
+    arguments.check_forward_on_pages(of)
+    launch.check_values(of)
+    check_fp8(of)
+    of = arguments.gathered(of)
+    found = reference.attention(of)
+    assert found.lse is not None
+    lse = found.lse.float() if of.call.with_lse else None
+    return found._replace(out=launch.new_output(of).copy_(found.out), lse=lse)
+
+
+def run_backward_cpu(of: Fp8Backward) -> Fp8Gradients:
+    """A backward pass by the emulation."""
+    arguments.check_backward(of)
+    launch.check_lengths(of.call)
+    check_fp8_backward(of)
+    found, dtype = reference.gradients(of), of.grad_out.dtype
+    dq, dk, dv = (launch.new_gradient(x, dtype).copy_(y) for x, y in zip(of.call[:3], found[:3], strict=True))
+    return found._replace(dq=dq, dk=dk, dv=dv)
+
+
+def _run_forward_fake(of: Fp8Forward) -> Fp8Output:
+    arguments.check_forward_on_pages(of)
+    out = launch.new_output(of)
+    lse = out.new_empty(out.shape[:3], dtype=torch.float32) if of.call.with_lse else None
+    amax_s, amax_o = (out.new_empty(1, dtype=torch.float32) for _ in range(2))
+    return Fp8Output(out, amax_s, amax_o, lse)
+
+
+def _run_backward_fake(of: Fp8Backward) -> Fp8Gradients:
+    arguments.check_backward(of)
+    dq, dk, dv = (launch.new_gradient(x, of.grad_out.dtype) for x in of.call[:3])
+    amax_dq, amax_dk, amax_dv, amax_dp = (of.lse.new_empty(1) for _ in range(4))
+    return Fp8Gradients(dq, dk, dv, amax_dq, amax_dk, amax_dv, amax_dp)
+
+
+def options_of(call: ForwardArguments) -> tuple[Any, ...]:
+    """What both operators take of a call's options, in their order."""
+    return call.is_causal, call.causal_alignment, call.window_left, call.window_right, call.scale
+
+
+def _call_of(tensors: Any, lengths: Any, options: Any, **more: Any) -> ForwardArguments:
+    is_causal, alignment, left, right, scale = options
+    q, k, v = tensors
+    return ForwardArguments(
+        q,
+        k,
+        v,
+        seq_lens_q=lengths[0],
+        seq_lens_kv=lengths[1],
+        is_causal=is_causal,
+        causal_alignment=alignment,
+        window_left=left,
+        window_right=right,
+        scale=scale,
+        **more,
+    )
+
+
+def _scales_of(kind: Any, scales: list[Tensor]) -> Any:
+    if len(scales) != len(kind._fields):
+        raise OptionError("scales", f"{len(scales)} tensors", f"{len(kind._fields)}, those of {kind.__name__}")
+    return kind(*scales)
+
+
+def _forward(run: Callable[[Fp8Forward], Fp8Output]) -> Callable[..., list[Tensor]]:
+    def implementation(q: Tensor, k: Tensor, v: Tensor, scales: list[Tensor], *rest: Any) -> list[Tensor]:
+        *others, table_k, table_v, out_dtype, with_lse = rest
+        call = _call_of((q, k, v), others[:2], others[2:], with_lse=with_lse)
+        tables = arguments.tables_of(table_k, table_v)
+        found = run(Fp8Forward(call, _scales_of(Fp8Scales, scales), out_dtype, tables))
+        return [tensor for tensor in found if tensor is not None]
+
+    return implementation
+
+
+def _backward(run: Callable[[Fp8Backward], Fp8Gradients]) -> Callable[..., list[Tensor]]:
+    def implementation(
+        grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scales: list[Tensor], *rest: Any
+    ) -> list[Tensor]:
+        call = _call_of((q, k, v), rest[:2], rest[2:-1], deterministic=rest[-1], with_lse=True)
+        return list(run(Fp8Backward(grad_out, out, lse, call, _scales_of(Fp8BackwardScales, scales))))
+
+    return implementation
+
+
+_REST = (
+    "Tensor[] scales, Tensor? seq_lens_q, Tensor? seq_lens_kv, bool is_causal, str causal_alignment, "
+    "SymInt window_left, SymInt window_right, float? scale"
+)
+define(
+    "sdpa_fp8_forward",
+    f"Tensor q, Tensor k, Tensor v, {_REST}, Tensor? page_table, Tensor? page_table_v, ScalarType out_dtype, "
+    "bool with_lse",
+    "Tensor[]",
+    _forward(launch.run_forward),
+    _forward(run_forward_cpu),
+    _forward(_run_forward_fake),
+)
+define(
+    "sdpa_fp8_backward",
+    f"Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_REST}, bool deterministic",
+    "Tensor[]",
+    _backward(launch.run_backward),
+    _backward(run_backward_cpu),
+    _backward(_run_backward_fake),
+)
+
+
+def check_fp8(of: Fp8Forward) -> None:
+    """The same of `sdpa_fp8`."""
+    check_call(of, _strides_of_fp8, _plan_of_fp8)
+
+
+def check_fp8_backward(of: Fp8Backward) -> None:
+    """The same of `sdpa_fp8_backward`."""
+    check_call(of, _strides_of_fp8_backward, _plan_of_fp8_backward)
+
+
+def _strides_of_fp8(of: Fp8Forward) -> None:
+    memory.check_strides(*of.call[:3])
+    check_offsets(q=of.call.q, k=of.call.k, v=of.call.v)
+
+
+def _plan_of_fp8(of: Fp8Forward, target: Target) -> None:
+    forward = plans.Forward.of(of)
+    if not forward.problem.is_empty:
+        known_issues.check(forward.key(target, None))
+
+
+def _strides_of_fp8_backward(of: Fp8Backward) -> None:
+    memory.check_strides(*of.call[:3])
+    memory.check_strides_of("out", of.out)
+    check_offsets(q=of.call.q, k=of.call.k, v=of.call.v, out=of.out, lse=of.lse)
+
+
+def _plan_of_fp8_backward(of: Fp8Backward, target: Target) -> None:
+    backward = plans.Backward.of(workarounds.readable(of))
+    if not backward.problem.is_empty:
+        known_issues.check(backward.piece(target).key(target, None))
+
+
+@register_flop_formula(torch.ops.cudnn_sdpa.sdpa_fp8_forward, get_raw=True)
+def _count_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return flops_of_forward(*dense_sizes(q, k, v))
+
+
+@register_flop_formula(torch.ops.cudnn_sdpa.sdpa_fp8_backward, get_raw=True)
+def _count_backward(*inputs: Any, **_: Any) -> int:
+    return flops_of_backward(*dense_sizes(*inputs[1:4]))

@@ -1,0 +1,107 @@
+"""What cuDNN's FP8 kernels leave wrong at the ends of sequences, put right on the GPU around their launch.
+
+Seen on an H200 with cuDNN 9.19:
+
+- The forward pass computes queries past their sequence's length as if they were there, by tiles of 64, and its largest
+  values have them in.
+- The backward pass writes wrong gradients of the last queries where their number is no multiple of 16. It is right
+  where a tensor goes on with zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cudnn_sdpa.attention import memory
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.dense.launch_backward import is_readable
+from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES, Fp8Backward
+from cudnn_sdpa.attention.memory import MISALIGNED
+from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
+
+#: The rows that the backward kernels write at a time.
+ROWS_AT_ONCE = 16
+
+_WITHOUT_SIGN = 0x7F
+
+
+def lengths(call: ForwardArguments, skv: int) -> dict[str, Tensor]:
+    """The two lengths that cuDNN reads, kept within the tensors."""
+    of_q, of_kv = call.seq_lens_q, call.seq_lens_kv
+    if of_q is None and of_kv is None:
+        return {}
+    memory.check_lengths_present(of_q, of_kv)
+    sq = call.q.shape[2]
+    found = {"seq_len_q": torch.full_like(of_kv, sq) if of_q is None else of_q.clamp(0, sq)}  # type: ignore[arg-type]
+    return found if of_kv is None else {**found, "seq_len_kv": of_kv.clamp(0, skv)}
+
+
+def hide_absent_rows(call: ForwardArguments, out: Tensor, lse: Tensor | None) -> None:
+    """Has the rows of queries that are not there, or see no key, be zeros and minus infinity."""
+    rows = torch.arange(out.shape[2], device=out.device).view(1, 1, -1)
+    hidden = torch.zeros_like(rows, dtype=torch.bool)
+    if call.seq_lens_q is not None:
+        hidden = rows >= call.seq_lens_q.view(-1, 1, 1)
+    if call.seq_lens_kv is not None:
+        hidden = hidden | (call.seq_lens_kv <= 0).view(-1, 1, 1)
+    (out.view(torch.uint8) if out.dtype in FP8_DTYPES else out).masked_fill_(hidden.unsqueeze(-1), 0)
+    if lse is not None:
+        lse.masked_fill_(hidden, -torch.inf)
+
+
+def largest_of(out: Tensor, scale_o: Tensor, of_kernel: Tensor) -> Tensor:
+    """The largest absolute value of an output before its scale, (1,) float32, within the output's precision.
+
+    Args:
+        out: The output.
+        scale_o: Its scale.
+        of_kernel: The largest value with all queries in it, which stands where the output holds no larger number.
+    """
+    if out.dtype in FP8_DTYPES:
+        # Without their signs the bits of FP8 numbers are in the order of the numbers, NaN the highest.
+        largest = out.view(torch.uint8).bitwise_and(_WITHOUT_SIGN).amax().view(out.dtype).float()
+    else:
+        largest = out.abs().amax().float()
+    is_cut = largest >= torch.finfo(out.dtype).max
+    return torch.where(is_cut, of_kernel, largest / scale_o.view(1))
+
+
+def rows_made(rows: int) -> int:
+    """How many queries a backward plan for Hopper is made for."""
+    return -(-rows // ROWS_AT_ONCE) * ROWS_AT_ONCE
+
+
+def longer(layout: TensorLayout, rows: int) -> TensorLayout:
+    """The layout of what `with_rows` makes."""
+    batch, heads, _, dim = layout.shape
+    return TensorLayout.contiguous((batch, heads, rows, dim), layout.dtype)
+
+
+def with_rows(x: Tensor, rows: int) -> Tensor:
+    """A copy of queries, or of what goes with them, (B, H, Sq, D) or (B, H, Sq), that goes on with rows of zeros."""
+    more = (0, rows - x.shape[2])
+    if x.dim() == 3:
+        return F.pad(x, more)
+    return F.pad(x.view(torch.uint8), (0, 0, *more)).view(x.dtype)
+
+
+def readable(of: Fp8Backward) -> Fp8Backward:
+    """The call with a gradient that cuDNN can read where it lies: a copy in the memory order of `out` if need be."""
+    grad_out = of.grad_out
+    if not is_readable(grad_out):
+        stride = dense_stride_like(of.out.shape, of.out.shape, of.out.stride())
+        grad_out = torch.empty_strided(of.out.shape, stride, dtype=grad_out.dtype, device=grad_out.device)
+        grad_out.copy_(of.grad_out)
+    return of._replace(grad_out=grad_out, lse=of.lse.contiguous())
+
+
+def at_even_address(x: Tensor) -> Tensor:
+    """The tensor, or a copy with the same strides at an address that cuDNN can read: plans know strides alone."""
+    address = x.data_ptr()
+    if address == 0:
+        memory.check_present("grad_out", x)
+    if not address & MISALIGNED:
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)

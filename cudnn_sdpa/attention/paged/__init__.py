@@ -1,0 +1,1 @@
+"""Attention on a paged cache, and the cache."""

@@ -1,0 +1,144 @@
+"""Descriptions of calls on a paged cache for `explain`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import arguments, reference
+from cudnn_sdpa.attention.arguments import MIN_SCALE
+from cudnn_sdpa.attention.dense import explain, graphs
+from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
+from cudnn_sdpa.attention.paged import arguments as paged_arguments
+from cudnn_sdpa.attention.paged import launch, prefill, torch_ops
+from cudnn_sdpa.attention.paged.arguments import HND, PagedArguments, in_heads_order
+from cudnn_sdpa.attention.paged.decode_plans import MOST_DECODED, PagedDecode, is_decode
+from cudnn_sdpa.attention.paged.sdpa_paged import refuse_gradients, sdpa_paged
+from cudnn_sdpa.attention.verify import Results, compare, empty_like, exact_inputs
+from cudnn_sdpa.engine.explain import Description, describes
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.graph.target import live_target
+
+
+@describes(sdpa_paged)
+def describe_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens_kv: Tensor,
+    *,
+    page_table_v: Tensor | None = None,
+    seq_lens_q: Tensor | None = None,
+    page_layout: str = HND,
+    is_causal: bool = True,
+    causal_alignment: str = BOTTOM_RIGHT,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Description:
+    """What `sdpa_paged` with these arguments runs on a GPU."""
+    left, right = arguments.window_bounds(window)
+    k, v = in_heads_order(k_pages, page_layout), in_heads_order(v_pages, page_layout)
+    table_v = page_table if page_table_v is None else page_table_v
+    call = PagedArguments._make(
+        (
+            *(q, k, v, page_table, table_v, seq_lens_kv, seq_lens_q, sinks),
+            *(is_causal, causal_alignment, left, right, scale, softcap, return_lse, out),
+        )
+    )
+    paged_arguments.check(call)
+    refused = UnsupportedError.of(refuse_gradients, call)
+    if refused is not None:
+        return Description(graphs.paged_decode, partial(explain.refuse, refused), explain.device_of(q))
+    torch_ops.check_memory(call)
+    launched, of_scale = with_positive_scale(call)
+    device = explain.device_of(q)
+    described = describe_decode(launched, device) if is_decode(call) else describe_long(launched, device)
+    if is_decode(call) and device is not None and UnsupportedError.of(described.key, live_target(device), device):
+        described = describe_long(launched, device)
+    return replace(
+        described,
+        extra_kernels=[*of_scale, *described.extra_kernels],
+        verify=lambda _: errors_paged(call),
+    )
+
+
+def with_positive_scale(call: PagedArguments) -> tuple[PagedArguments, list[str]]:
+    """The call that is launched, as cuDNN computes only positive scales, and what that takes."""
+    if call.scale_value >= MIN_SCALE:
+        return call, []
+    sign = 0.0 if call.scale_value > -MIN_SCALE else -1.0
+    q = _without_data(call.q) * sign
+    return call._replace(q=q), [f"q is multiplied by {sign:.0f} into a copy, as the scale is not positive"]
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def describe_decode(call: PagedArguments, device: int | None) -> Description:
+    """The call as `paged.launch` runs it."""
+    reasons = launch.reasons_against_in_place(call)
+    decode = PagedDecode.of(call, in_place=not reasons)
+    notes = []
+    if reasons:
+        why = "; ".join(reasons)
+        notes.append(f"page ids and lengths are kept within the cache, and queries copied, by one kernel ({why})")
+    if call.sinks is not None:
+        notes.append("the sinks are applied to the output and the log-sum-exp (cuDNN has none for single queries)")
+    if call.out is not None:
+        notes.append("the output is copied into out")
+    return Description(
+        operation=graphs.paged_decode,
+        key=decode.key,
+        device=device,
+        is_empty=_is_empty(call),
+        extra_kernels=notes,
+    )
+
+
+def describe_long(call: PagedArguments, device: int | None) -> Description:
+    """The call as `paged.prefill` runs it: its first part, if it goes in several."""
+    at_once = prefill.sequences_at_once(call)
+    parts = -(-call.q.shape[0] // at_once)
+    packed, out = prefill.without_data(call)
+    _, heads, _, dim = call.k.shape
+    rows = min(call.q.shape[0], at_once) * call.most_keys
+    size = rows * heads * (dim + call.v.shape[3]) * call.k.element_size() / 2**20
+    why = _why_long(call, call.q.shape[2])
+    notes = [f"keys and values are put in a row by one kernel, in up to {size:.0f} MiB ({why})"]
+    notes += [f"the batch goes in {parts} parts of up to {at_once} sequences"] * (parts > 1)
+    notes += packed.extra_kernels(with_lse=call.with_lse)
+    return Description(
+        operation=graphs.sdpa_forward,
+        key=partial(packed.forward_key, out, call.with_lse),
+        device=device,
+        is_empty=_is_empty(call),
+        extra_kernels=notes,
+    )
+
+
+def _why_long(call: PagedArguments, queries: int) -> str:
+    if call.softcap is not None:
+        return "there is a soft cap"
+    return f"{queries} queries of a sequence" if queries > MOST_DECODED else "the window is not one of single queries"
+
+
+def _is_empty(call: PagedArguments) -> bool:
+    return 0 in call.q.shape or call.table_k.shape[1] == 0
+
+
+def errors_paged(call: PagedArguments) -> dict[str, float]:
+    """The same for a call on a paged cache, which has no gradients."""
+    out = call.out if call.out is None else empty_like(call.out)
+    result = torch_ops.forward_cuda(call._replace(out=out)) if call.q.is_cuda else torch_ops.forward_cpu(call)
+    found, lse = result if isinstance(result, tuple) else (result, None)
+    exact = reference.attention(exact_inputs(torch_ops.as_dense(call), ("q", "k", "v", "sinks")))
+    return compare(Results(found, lse, {}), Results(*exact, {}))

@@ -1,0 +1,330 @@
+"""`PagedKVCache`: the pages of keys and values of many sequences, and which of them belong to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import arguments
+from cudnn_sdpa.attention.arguments import Result
+from cudnn_sdpa.attention.memory import MISALIGNED
+from cudnn_sdpa.attention.paged import kv_cache_checks, paging
+from cudnn_sdpa.attention.paged.arguments import HND, LAYOUTS, in_heads_order
+from cudnn_sdpa.attention.paged.page_pool import CacheUse, PagePool
+from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
+from cudnn_sdpa.attention.paged.step import PagedStep
+from cudnn_sdpa.attention.paged.step_plans import plans_of_steps
+from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.errors import ArgumentError, DeviceError, ExecutionError, OptionError
+from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.target import live_target
+from cudnn_sdpa.plans.manifest import PlanManifest
+
+#: So many kinds of appended tensors are remembered.
+MOST_APPENDERS = 4096
+
+
+class PagedKVCache:
+    """Keys and values of many sequences in pages of fixed size, for one layer or many.
+
+    The host decides which page belongs to which sequence, and sends it to the GPU with each step, in one copy that
+    nobody waits for. Not for several threads at once.
+
+    What a step's tokens are must be appended before their sequences are forked or part of another step; and its tables
+    and lengths are read as they are, so do not write to them. A step of a sequence that was freed, evicted or truncated
+    since is refused.
+
+    Args:
+        pages: How many there are.
+        page_size: Tokens of a page, a power of two.
+        heads: Heads of keys and values.
+        head_dim: Size of a head of keys.
+        layers: Layers of the model; all share the tables.
+        head_dim_v: Size of a head of values; that of keys if not given.
+        max_length: Most tokens of a sequence; as many as all pages hold if not given.
+        dtype: Of keys and values, float16 or bfloat16; on the CPU also float32 or float64.
+        device: Where the pages are; the current GPU if there is one.
+        page_layout: "HND", pages are (pages, heads, page_size, head_dim), or "NHD", (pages, page_size, heads,
+            head_dim).
+
+    Raises:
+        OptionError: A size is none, or there is no such device.
+        DtypeError: Attention on pages has no such dtype.
+        DeviceError: The device is no GPU of CUDA, and not the CPU.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> sizes = {"pages": 8, "page_size": 16, "heads": 2, "head_dim": 64}
+        >>> cache = cudnn_sdpa.PagedKVCache(**sizes, dtype=torch.float32, device="cpu")
+        >>> one, two = cache.add(), cache.add()
+        >>> step = cache.reserve([one, two], tokens=5)  # a prompt of five tokens each
+        >>> k = v = torch.randn(2, 2, 5, 64)
+        >>> cache.append(step, k, v)
+        >>> out = cache.attend(step, torch.randn(2, 8, 5, 64))
+        >>> cache.length(one), cache.use().used
+        (5, 2)
+    """
+
+    def __init__(
+        self,
+        *,
+        pages: int,
+        page_size: int,
+        heads: int,
+        head_dim: int,
+        layers: int = 1,
+        head_dim_v: int | None = None,
+        max_length: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | int | None = None,
+        page_layout: str = HND,
+    ) -> None:
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        sizes = {"pages": pages, "page_size": page_size, "heads": heads, "head_dim": head_dim, "layers": layers}
+        kv_cache_checks.check_sizes({**sizes, "head_dim_v": head_dim_v}, max_length)
+        device = kv_cache_checks.checked_device(device)
+        kv_cache_checks.check_dtype(dtype, device, "Pages in FP8 go through sdpa_fp8(..., page_table=...).")
+        if not isinstance(page_layout, str) or page_layout not in LAYOUTS:
+            raise OptionError("page_layout", repr(page_layout), " or ".join(map(repr, LAYOUTS)))
+        self.page_layout = page_layout
+        self._pool = PagePool(pages, page_size)
+        self._columns = pages if max_length is None else -(-max_length // page_size)
+        self._mark = pages, self._columns, page_size
+        of_page = (heads, page_size) if page_layout == HND else (page_size, heads)
+        self._k, self._v = (
+            torch.zeros((layers, pages, *of_page, dim), dtype=dtype, device=device) for dim in (head_dim, head_dim_v)
+        )
+        self.device = self._k.device
+        self._layers = list(zip(self._k.unbind(), self._v.unbind(), strict=True))
+        self._appenders: dict[Hashable, paging.Appender] = {}
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self._pool.page_size
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a sequence."""
+        return self._columns * self.page_size
+
+    def k_pages(self, layer: int = 0) -> Tensor:
+        """The keys of a layer, in the cache's layout."""
+        return self._layers[self._checked(layer)][0]
+
+    def v_pages(self, layer: int = 0) -> Tensor:
+        """The values of a layer, in the cache's layout."""
+        return self._layers[self._checked(layer)][1]
+
+    def _checked(self, layer: int) -> int:
+        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < self._k.shape[0]:
+            raise OptionError("layer", repr(layer), f"a layer from 0 to {self._k.shape[0] - 1}")
+        return layer
+
+    def add(self) -> int:
+        """A new sequence without tokens: its number."""
+        return self._pool.add()
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence."""
+        return self._pool.length(sequence)
+
+    def fork(self, sequence: int) -> int:
+        """A new sequence with the same tokens. Pages are shared, and copied when one of the two writes to them."""
+        return self._pool.fork(sequence)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forgets the last tokens of a sequence, such as those that a speculative step got wrong."""
+        self._pool.truncate(sequence, length)
+
+    def evict(self, sequence: int) -> int:
+        """Gives back the pages of a sequence, which stays as an empty one; tells how many tokens it had."""
+        length = self._pool.length(sequence)
+        self._pool.truncate(sequence, 0)
+        return length
+
+    def free(self, sequence: int) -> None:
+        """Forgets a sequence and gives back its pages."""
+        self._pool.free(sequence)
+
+    def use(self) -> CacheUse:
+        """How full it is."""
+        return self._pool.use()
+
+    def new_step(self, batch: int, tokens: int = 1) -> PagedStep:
+        """Memory for steps of up to so many sequences with up to so many new tokens each; see `reserve`."""
+        kv_cache_checks.check_count("batch", batch)
+        kv_cache_checks.check_count("tokens", tokens)
+        return PagedStep.new(self, self._mark, batch, tokens, self.device)
+
+    def reserve(
+        self, sequences: Sequence[int], tokens: int | Sequence[int] = 1, *, into: PagedStep | None = None
+    ) -> PagedStep:
+        """Makes room for new tokens at the end of sequences, and says where they go.
+
+        Args:
+            sequences: Which take part, each once.
+            tokens: How many new tokens each gets, one number for all or one for each.
+            into: The step to write into, with room for at least as many; rows beyond are empty sequences. A new one if
+                not given.
+
+        Returns:
+            The step: the given one, or a new one.
+
+        Raises:
+            OutOfPagesError: There are too few pages left. Nothing has changed.
+            OptionError: A number is wrong, a sequence is not there or there twice, or would be longer than
+                `max_length`.
+        """
+        numbers, added = kv_cache_checks.checked_growth(sequences, tokens, self._pool.length, self.max_length)
+        step = self.new_step(len(numbers), max(added, default=0)) if into is None else self._own(into, "into")
+        if len(numbers) > step.batch or max(added, default=0) > step.tokens:
+            got = f"room for {step.batch} sequences and {step.tokens} tokens"
+            raise OptionError("into", got, f"room for {len(numbers)} sequences and {max(added)} tokens")
+        if step.numbers.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ExecutionError("reserve belongs outside a CUDA graph: it decides on the host, for this step alone")
+        before = self._pool.state_of(numbers)
+        try:
+            copies = self._pool.grow(numbers, added)
+            if copies:
+                paging.copy_pages((self._k, self._v), copies)
+            of = [(self._pool.pages_of(number), self._pool.length(number)) for number in numbers]
+            step.sequences = None
+            step.fill([(*known, more) for known, more in zip(of, added, strict=True)])
+            generations = [(number, self._pool.generation(number)) for number in numbers]
+            step.begin([known for known, more in zip(generations, added, strict=True) if more], self._pool.cuts)
+        except BaseException:
+            self._pool.restore(before)
+            raise
+        return step
+
+    def _own(self, step: Any, name: str = "step") -> PagedStep:
+        if not isinstance(step, PagedStep) or step.cache() is not self:
+            raise OptionError(name, type(step).__name__, "a PagedStep that this cache has made")
+        return step
+
+    def _current(self, step: Any) -> None:
+        """Refuses a step whose pages may belong to others by now."""
+        self._own(step)
+        if step.cuts != self._pool.cuts and not is_compiling():
+            step.check_current(self._pool)
+
+    def append(self, step: PagedStep, k: Tensor, v: Tensor, layer: int = 0) -> None:
+        """Writes the keys and values of a step's new tokens into their pages.
+
+        Args:
+            step: What `reserve` gave.
+            k: Keys (B, Hkv, tokens, D), in the dtype of the cache; those of absent tokens are not looked at.
+            v: Values (B, Hkv, tokens, Dv).
+            layer: Of which layer they are.
+
+        Raises:
+            ArgumentError: They do not fit, or the step is one of sequences that were freed, evicted or truncated since.
+            UnsupportedError: They require a gradient.
+        """
+        self._current(step)
+        if all(isinstance(x, Tensor) and x.is_cuda and not x.is_nested for x in (k, v)):
+            name = (step.tokens, step.batch, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype, layer)
+            if (k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+                kv_cache_checks.refuse_gradient("a PagedKVCache")
+            appender = self._appenders.get(name) if type(layer) is int else None
+            of_k, of_v = k.data_ptr(), v.data_ptr()
+            is_here = of_k and of_v and not (of_k | of_v) & MISALIGNED and k.device == v.device == self.device
+            if appender is None or not is_here:
+                if len(self._appenders) >= MOST_APPENDERS:
+                    self._appenders.clear()
+                pages = self._check_new(step, k, v, layer)
+                appender = self._appenders[name] = paging.Appender((k, v), pages, step.page_table)
+            appender(of_k, of_v, step.page_table, step.seq_lens_kv, step.seq_lens_q)
+        else:
+            pages = self._check_new(step, k, v, layer)
+            if needs_gradient(k, v):
+                kv_cache_checks.refuse_gradient("a PagedKVCache")
+            step.write((k, v), pages)
+        step.written.add(layer)
+
+    @overload
+    def attend(
+        self, step: PagedStep, q: Tensor, layer: int = ..., *, return_lse: Literal[False] = ..., **options: Any
+    ) -> Tensor: ...
+
+    @overload
+    def attend(
+        self, step: PagedStep, q: Tensor, layer: int = ..., *, return_lse: Literal[True], **options: Any
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def attend(
+        self, step: PagedStep, q: Tensor, layer: int = ..., *, return_lse: bool, **options: Any
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+
+    def attend(self, step: PagedStep, q: Tensor, layer: int = 0, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of a step's new tokens on all tokens of their sequences: `sdpa_paged` on this cache.
+
+        In a CUDA graph of single tokens, rows without a new token get numbers that mean nothing; elsewhere zeros.
+
+        Args:
+            step: What `reserve` gave; its keys and values have been appended.
+            q: Queries (B, Hq, tokens, D).
+            layer: On which layer's keys and values.
+            options: Those of `sdpa_paged`: window, scale, softcap, sinks, return_lse, out, and the causal mask's.
+
+        Returns:
+            What `sdpa_paged` returns.
+
+        Raises:
+            CudnnSdpaError: As by `sdpa_paged`; or the step has no keys of this layer, or is stale as for `append`.
+        """
+        self._current(step)
+        pages = self.k_pages(layer), self.v_pages(layer)
+        if layer not in step.written and not is_compiling():
+            step.check_written(layer)
+        if options and not options.keys() <= kv_cache_checks.OPTIONS:
+            kv_cache_checks.refuse_options(options)
+        # A step of several tokens in a graph may have absent ones in a later replay.
+        present = step.seq_lens_q if step.tokens > 1 or step.has_absent else None
+        tables = step.page_table, step.seq_lens_kv
+        result: Result = sdpa_paged(q, *pages, *tables, seq_lens_q=present, page_layout=self.page_layout, **options)
+        return result
+
+    def plans(self, q: Tensor, batches: Iterable[int], tokens: Iterable[int] = (1,), **options: Any) -> PlanManifest:
+        """The plans of all steps of so many sequences with so many new tokens each, to have them ready.
+
+        Args:
+            q: Queries of a step (B, Hq, tokens, D) as the model makes them; of two tokens or more if heads lie apart.
+            batches: How many sequences: all numbers that may come, such as `range(1, 65)`. Most share a plan.
+            tokens: How many new tokens a sequence has at most: all numbers that may come.
+            options: Those of `attend`, but for `out`.
+
+        Returns:
+            What `warmup` takes.
+
+        Raises:
+            ArgumentError: An argument is wrong, or the cache is on no GPU.
+            UnsupportedError: cuDNN has no plan for one of them.
+        """
+        if self.device.type != "cuda":
+            raise DeviceError("device", str(self.device), "an NVIDIA GPU: calls elsewhere have no plans")
+        return plans_of_steps(self, q, batches, tokens, options, live_target(self._k.get_device()))
+
+    def _check_new(self, step: PagedStep, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Checks new keys and values; gives the pages that they go to."""
+        try:
+            arguments.check_types(arguments.ForwardArguments(k, k, v))
+        except ArgumentError as error:
+            raise error.renamed({"q": "k"}) from None
+        to_k = in_heads_order(self.k_pages(layer), self.page_layout)
+        to_v = in_heads_order(self.v_pages(layer), self.page_layout)
+        kv_cache_checks.check_rows("k", k, to_k, step)
+        kv_cache_checks.check_rows("v", v, to_v, step)
+        return to_k, to_v
+
+    def read(self, sequence: int, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """Copies of the keys (Hkv, length, D) and values (Hkv, length, Dv) of a sequence."""
+        numbers = torch.tensor(self._pool.pages_of(sequence), dtype=torch.int64, device=self.device)
+        length = self._pool.length(sequence)
+        k, v = (in_heads_order(x, self.page_layout)[numbers] for x in (self.k_pages(layer), self.v_pages(layer)))
+        return k.transpose(0, 1).flatten(1, 2)[:, :length], v.transpose(0, 1).flatten(1, 2)[:, :length]

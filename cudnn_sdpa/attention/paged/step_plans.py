@@ -1,0 +1,142 @@
+"""Which plans the steps of a server need, so that they are ready before its first request."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import arguments
+from cudnn_sdpa.attention.paged import arguments as paged_arguments
+from cudnn_sdpa.attention.paged.arguments import PagedArguments, in_heads_order
+from cudnn_sdpa.attention.paged.decode_plans import is_decode
+from cudnn_sdpa.attention.paged.explain import describe_decode, describe_long
+from cudnn_sdpa.attention.paged.kv_cache_checks import check_count
+from cudnn_sdpa.attention.paged.prefill import rows_made, sequences_at_once
+from cudnn_sdpa.attention.paged.sdpa_paged import refuse_gradients
+from cudnn_sdpa.attention.paged.step import PagedStep
+from cudnn_sdpa.attention.paged.torch_ops import check_memory
+from cudnn_sdpa.attention.varlen.plans import sequence_bucket
+from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.plans.manifest import PlanManifest
+
+_META = torch.device("meta")
+
+#: What `sdpa_paged` calls by other names than `PagedArguments`.
+_NAMES = {"return_lse": "with_lse"}
+
+
+class Cache(Protocol):
+    """What is asked of a `PagedKVCache`."""
+
+    page_layout: str
+    _mark: tuple[int, int, int]
+
+    def k_pages(self) -> Tensor:
+        """The keys of a layer."""
+
+    def v_pages(self) -> Tensor:
+        """The values of a layer."""
+
+
+def plans_of_steps(
+    cache: Cache, q: Any, batches: Any, tokens: Any, options: dict[str, Any], target: Target
+) -> PlanManifest:
+    """See `PagedKVCache.plans`; for any GPU."""
+    if not isinstance(q, Tensor) or q.dim() != 4 or 0 in q.shape:
+        got = f"shape {tuple(q.shape)}" if isinstance(q, Tensor) else type(q).__name__
+        raise ShapeError("q", got, "queries of a step, (B, Hq, tokens, D), none of them 0")
+    counts = _counts("batches", batches), _counts("tokens", tokens)
+    given = _options(options)
+    pages = [
+        in_heads_order(torch.empty_like(x, device=_META), cache.page_layout) for x in (cache.k_pages(), cache.v_pages())
+    ]
+    keys: dict[Hashable, list[PlanKey]] = {}
+    for batch in counts[0]:
+        for count in counts[1]:
+            step = None
+            for some in _forms(batch, count):
+                if some not in keys:
+                    step = step or PagedStep.new(cache, cache._mark, batch, count, _META)
+                    keys[some] = list(_keys(_call(step, q, pages, given, present=some[0]), target))
+    return PlanManifest.of([key for found in keys.values() for key in found])
+
+
+def _forms(batch: int, tokens: int) -> Iterator[tuple[Any, ...]]:
+    """What decides the plans of a step of so many sequences and tokens: whether some may be absent, and numbers.
+
+    Steps that are equal in these have equal plans, and most are. Absent tokens are nothing special where there are
+    several: `PagedKVCache.attend` says which are there anyway.
+    """
+    rows = batch * tokens
+    for present in (True, False) if tokens == 1 else (True,):
+        in_place = batch if not present else None
+        yield (
+            present,
+            in_place,
+            sequence_bucket(batch),
+            sequence_bucket(rows),
+            rows_made(rows),
+            (tokens - 1).bit_length(),
+        )
+
+
+def _call(step: PagedStep, q: Tensor, pages: list[Tensor], options: dict[str, Any], *, present: bool) -> PagedArguments:
+    of_step = queries_like(q, step.batch, step.tokens), pages[0], pages[1], step.page_table, step.page_table
+    call = PagedArguments(*of_step, step.seq_lens_kv, step.seq_lens_q if present else None, **options)
+    paged_arguments.check(call)
+    refuse_gradients(call)
+    check_memory(call)
+    return call
+
+
+def _keys(call: PagedArguments, target: Target) -> Iterator[PlanKey]:
+    """The plans of a call: of one step, or of the parts that a large batch goes in."""
+    if is_decode(call):
+        key = describe_decode(call, None).key
+        if UnsupportedError.of(key, target, None) is None:
+            yield key(target, None)
+            return
+    at_once, batch = sequences_at_once(call), call.q.shape[0]
+    for size in {min(batch, at_once), batch % at_once or at_once}:
+        part = call._replace(q=call.q[:size], table_k=call.table_k[:size], seq_lens_kv=call.seq_lens_kv[:size])
+        yield describe_long(part, None).key(target, None)
+
+
+def _options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of `attend` as those of `PagedArguments`, without data."""
+    left, right = arguments.window_bounds(options.get("window"))
+    known = {"is_causal", "causal_alignment", "window", "scale", "softcap", "sinks", "return_lse"}
+    for name in options.keys() - known:
+        raise OptionError(name, "an argument", f"one of {', '.join(sorted(known))}", "It has no part in a plan.")
+    others = {name: value for name, value in options.items() if name != "window"}
+    data = {name: torch.empty_like(x, device=_META) if isinstance(x, Tensor) else x for name, x in others.items()}
+    return {"window_left": left, "window_right": right} | {_NAMES.get(name, name): x for name, x in data.items()}
+
+
+def _counts(name: str, counts: Any) -> list[int]:
+    if isinstance(counts, (str, Tensor)) or not isinstance(counts, Iterable):
+        raise OptionError(name, repr(counts), "several ints, such as [1, 2, 4] or range(1, 65)")
+    found = list(counts)
+    for count in found:
+        check_count(name, count, least=1)
+    return found
+
+
+def queries_like(q: Tensor, batch: int, tokens: int) -> Tensor:
+    """Queries of another step, without data, that lie in memory as these do.
+
+    The tokens of sequences follow each other, as models make them, perhaps with other tensors between them; unless `q`
+    has several tokens and those of each head follow each other.
+    """
+    _, heads, given, dim = q.shape
+    shape = (batch, heads, tokens, dim)
+    if given > 1 and heads > 1 and q.stride(1) > q.stride(2):
+        return torch.empty(shape, dtype=q.dtype, device=_META)
+    token = q.stride(2) if given > 1 else max(q.stride(0), heads * dim)
+    stride = (tokens * token, q.stride(1) if heads > 1 else dim, token, 1)
+    return torch.empty_strided(shape, stride, dtype=q.dtype, device=_META)

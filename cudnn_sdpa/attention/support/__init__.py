@@ -1,0 +1,1 @@
+"""What cuDNN has attention kernels for, as data."""

@@ -1,0 +1,345 @@
+"""What cuDNN has attention kernels for, as data: a configuration, and the rules that reject it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cudnn_sdpa.attention.mask import Band
+from cudnn_sdpa.errors import UnsupportedError
+
+FORWARD = "forward"
+BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One computation on one kind of GPU, as far as it decides whether there is a plan.
+
+    Attributes:
+        operation: "forward" or "backward".
+        dtype: Of queries, keys and values.
+        head_dim: Of queries and keys.
+        head_dim_v: Of values.
+        sq: Queries.
+        skv: Keys.
+        sm: Compute capability as one number, 90 for 9.0.
+        cudnn: Version as a number, 91900 for 9.19.0.
+        gpu: The GPU's name, for messages.
+        packed: Whether sequences lie end to end.
+        band: The normalized mask.
+        lengths: Whether true lengths are given.
+        bias: Whether there is a mask that is added.
+        bias_gradient: Whether its gradient is wanted.
+        sinks: Whether there are attention sinks.
+        dropout: Whether there is dropout.
+        softcap: Whether there is a soft cap.
+        alibi: Whether there are linear biases.
+        deterministic: Whether the gradients must be bit-exact.
+        half_output: Whether what is computed from FP8 is to be float16 or bfloat16.
+    """
+
+    operation: str
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    sq: int
+    skv: int
+    sm: int
+    cudnn: int
+    gpu: str = "this GPU"
+    packed: bool = False
+    band: Band | None = None
+    lengths: bool = False
+    bias: bool = False
+    bias_gradient: bool = False
+    sinks: bool = False
+    dropout: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    deterministic: bool = False
+    half_output: bool = False
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is the backward pass."""
+        return self.operation == BACKWARD
+
+    @property
+    def largest_head_dim(self) -> int:
+        """The larger of the two head dims."""
+        return max(self.head_dim, self.head_dim_v)
+
+    @property
+    def bottom_right(self) -> bool:
+        """Whether cuDNN itself would have to align a causal mask to the last key."""
+        return self.band is not None and self.band[2] and self.band[1] is not None
+
+    @property
+    def backward_head_dim(self) -> int:
+        """The largest head dim of a backward pass on this GPU."""
+        return 256 if self.sm // 10 == 9 else 128
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether the GPU has engines of SM 90."""
+        return self.sm // 10 == 9
+
+    @property
+    def is_consumer_blackwell(self) -> bool:
+        """Whether the GPU is of the kind of an RTX 50, SM 12x."""
+        return self.sm // 10 == 12
+
+    @property
+    def is_ampere_kind(self) -> bool:
+        """Whether the GPU is served by the engines of SM 8x, as SM 12x is too."""
+        return self.sm // 10 in (8, 12)
+
+    @property
+    def is_data_center_blackwell(self) -> bool:
+        """Whether the GPU has engines of SM 10x."""
+        return self.sm // 10 == 10
+
+    @property
+    def has_dropout_or_bias_gradient(self) -> bool:
+        """Whether the backward pass has dropout, cuDNN's linear biases, or a gradient of attn_mask to give."""
+        return self.bias_gradient or self.dropout or (self.alibi and not self.softcap)
+
+
+__all__ = ["BACKWARD", "DTYPES", "FORWARD", "MAX_HEAD_DIM", "MIN_SM", "RULES", "Case", "Rule", "refusal"]
+
+DTYPES = (torch.float16, torch.bfloat16)
+MIN_SM = 80
+MAX_HEAD_DIM = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Something that cuDNN lacks.
+
+    Attributes:
+        applies: Whether it speaks against a case.
+        reason: Why, filled in with the case's attributes.
+        way_out: What works instead, likewise.
+        wrong: Whether cuDNN has a plan nevertheless, which is wrong or was never seen to be right.
+    """
+
+    applies: Callable[[Case], bool]
+    reason: str
+    way_out: str
+    wrong: bool = False
+
+
+def _lacks_backward_head_dim(case: Case) -> bool:
+    if not case.backward or case.largest_head_dim <= case.backward_head_dim:
+        return False
+    if not case.is_data_center_blackwell:
+        return True
+    first = {(192, 128): 91100, (256, 256): 92300}.get((case.head_dim, case.head_dim_v))
+    return first is None or case.cudnn < first
+
+
+def _starts_late(case: Case) -> bool:
+    negative = case.band is not None and case.band[0] is not None and case.band[0] < 0
+    return negative and not case.softcap and (case.bias or case.dropout or case.alibi)
+
+
+def _lacks_gradient_over_one_key(case: Case) -> bool:
+    if not (case.backward and case.bias and case.skv == 1):
+        return False
+    if case.is_data_center_blackwell:
+        return case.bias_gradient or (case.cudnn < 92800 and (case.deterministic or case.softcap))
+    return case.is_ampere_kind
+
+
+RULES = (
+    Rule(
+        lambda case: case.sm < MIN_SM,
+        "{gpu} has compute capability {capability}; cuDNN's attention needs 8.0",
+        "torch.nn.functional.scaled_dot_product_attention on this GPU",
+    ),
+    Rule(
+        lambda case: case.dtype not in DTYPES,
+        "cuDNN's attention takes float16 or bfloat16, not {dtype_name}",
+        "q, k and v converted to torch.bfloat16",
+    ),
+    Rule(
+        lambda case: case.head_dim % 8 != 0 or case.head_dim_v % 8 != 0,
+        "cuDNN's attention takes head dims that are multiples of 8, not {head_dim} and {head_dim_v}",
+        "q, k and v padded with torch.nn.functional.pad",
+    ),
+    Rule(
+        lambda case: case.largest_head_dim > MAX_HEAD_DIM,
+        f"head dim {{largest_head_dim}} is over {MAX_HEAD_DIM}, the largest that this library is tested with",
+        f"head dims of up to {MAX_HEAD_DIM}",
+    ),
+    Rule(
+        lambda case: case.cudnn in (91000, 91001),
+        "cuDNN {version} computes attention wrongly",
+        "cuDNN 9.10.2 or newer",
+        wrong=True,
+    ),
+    Rule(
+        _lacks_backward_head_dim,
+        "gradients have no kernel for head dims {head_dim} and {head_dim_v} on SM {sm}",
+        "head dims of up to {backward_head_dim}, or no gradients",
+    ),
+    Rule(
+        lambda case: (
+            case.dropout
+            and case.is_data_center_blackwell
+            and case.head_dim > case.head_dim_v == 128
+            and case.head_dim != 192
+            and case.cudnn >= 91100  # it compiles on 9.10.2
+        ),
+        "on SM {sm} there is no dropout for head dims {head_dim} and 128: cuDNN's kernel does not compile",
+        "v padded to head dim 136, and the output cut",
+    ),
+    Rule(
+        lambda case: case.backward and case.packed and case.is_ampere_kind,
+        "on SM {sm} there are no gradients of packed sequences",
+        "padded sequences, with seq_lens_q and seq_lens_kv",
+    ),
+    Rule(
+        lambda case: case.backward and case.softcap and case.is_ampere_kind,
+        "on SM {sm} there are no gradients under a soft cap",
+        "softcap=None, or no gradients",
+    ),
+    Rule(
+        lambda case: case.bottom_right and not case.softcap and (case.bias or case.dropout or case.alibi),
+        "a bottom-right mask with a right bound excludes attn_mask, dropout and alibi, unless it can be counted from "
+        "the top left, which true lengths and a window narrower than Skv - Sq do not allow",
+        "the band drawn into attn_mask, without is_causal and window",
+    ),
+    Rule(
+        lambda case: case.backward and _starts_late(case),
+        "a bottom-right window that starts right of the first query's key excludes gradients with attn_mask, dropout "
+        "and alibi",
+        "the band drawn into attn_mask, without is_causal and window",
+    ),
+    Rule(
+        lambda case: case.alibi and not case.softcap and (case.band is None or case.band[1] != 0 or case.band[2]),
+        "linear biases need a causal mask aligned top-left",
+        "the biases given as attn_mask",
+    ),
+    Rule(
+        lambda case: case.alibi and case.softcap,
+        "a soft cap excludes cuDNN's linear biases",
+        "the biases given as attn_mask",
+        wrong=True,
+    ),
+    Rule(
+        lambda case: case.sinks and not case.backward and case.cudnn < 91300 and (case.packed or case.sq > 1),
+        "attention sinks need cuDNN 9.13, and this is {version}",
+        "a newer cuDNN, or no sinks",
+    ),
+    Rule(  # seen on 9.10.2, not on 9.19
+        lambda case: case.backward and case.sq == 1 and case.is_data_center_blackwell and case.cudnn < 91900,
+        "on SM {sm} planning the gradients of a single query crashes cuDNN before 9.19, and this is {version}",
+        "a newer cuDNN, or no gradients",
+        wrong=True,
+    ),
+    Rule(  # seen on 9.10.2, not on 9.19
+        lambda case: case.backward and case.softcap and case.skv % 128 != 0 and case.cudnn < 91100,
+        "gradients under a soft cap need a multiple of 128 keys with cuDNN {version}",
+        "a newer cuDNN, or keys padded to a multiple of 128 and hidden with attn_mask",
+    ),
+    Rule(
+        lambda case: case.softcap and case.lengths and case.sq == 1 and not case.packed,
+        "with a soft cap and true lengths, cuDNN computes a single query wrongly",
+        "an attn_mask (B, 1, 1, Skv) that hides the keys past each length",
+        wrong=True,
+    ),
+    Rule(
+        lambda case: case.dropout and case.sq == 1,
+        "dropout with a single query makes cuDNN read memory that is not its own",
+        "dropout_p=0, or more queries",
+        wrong=True,
+    ),
+    Rule(
+        lambda case: case.softcap and case.bias_gradient,
+        "with a soft cap, cuDNN gives wrong gradients of attn_mask",
+        "an attn_mask that requires no grad",
+        wrong=True,
+    ),
+    Rule(
+        lambda case: (
+            case.backward
+            and case.is_data_center_blackwell
+            and case.head_dim == case.head_dim_v == 256
+            and case.has_dropout_or_bias_gradient
+        ),
+        "on SM {sm} gradients with head dim 256 exclude dropout, alibi and gradients of attn_mask",
+        "head dims of up to {backward_head_dim}, or none of these",
+    ),
+    Rule(
+        lambda case: (
+            case.bias_gradient and case.is_data_center_blackwell and (case.head_dim, case.head_dim_v) == (192, 128)
+        ),
+        "on SM {sm} there are no gradients of attn_mask for head dims {head_dim} and {head_dim_v}",
+        "an attn_mask that requires no grad, or head dims of up to {backward_head_dim}",
+    ),
+    Rule(
+        lambda case: (
+            case.bias_gradient
+            and case.dropout
+            and case.is_data_center_blackwell
+            and case.cudnn >= 91100  # 9.10.2 has a kernel
+        ),
+        "on SM {sm} there are no gradients of attn_mask with dropout",
+        "dropout_p=0, or an attn_mask that requires no grad",
+    ),
+    Rule(
+        _lacks_gradient_over_one_key,
+        "on SM {sm} there are no gradients with an attn_mask over a single key",
+        "a second key that attn_mask hides",
+    ),
+    Rule(
+        lambda case: (
+            case.backward and case.deterministic and case.is_data_center_blackwell and case.has_dropout_or_bias_gradient
+        ),
+        "on SM {sm} there is no deterministic kernel for gradients of attn_mask, dropout or alibi",
+        "deterministic=False",
+    ),
+    Rule(
+        lambda case: case.backward and case.deterministic and case.is_data_center_blackwell and case.cudnn < 91800,
+        "on SM {sm} deterministic gradients need cuDNN 9.18, and this is {version}",
+        "deterministic=False",
+    ),
+    Rule(
+        lambda case: (
+            case.backward
+            and case.deterministic
+            and case.softcap
+            and case.lengths
+            and case.is_data_center_blackwell
+            and case.cudnn < 92800
+        ),
+        "on SM {sm} deterministic gradients under a soft cap with true lengths need cuDNN 9.28, and this is {version}",
+        "deterministic=False",
+    ),
+    Rule(
+        lambda case: case.packed and case.sm < 90 and case.cudnn < 91801,
+        "on SM {sm} packed sequences need cuDNN 9.18.1, and this is {version}",
+        "padded sequences, with seq_lens_q and seq_lens_kv",
+    ),
+)
+
+
+def refusal(case: Case, what: str, rules: Sequence[Rule] = RULES) -> UnsupportedError | None:
+    """Everything that is known to speak against a case, as one error; None if nothing does."""
+    broken = [rule for rule in rules if rule.applies(case)]
+    if not broken:
+        return None
+    named = ("gpu", "sm", "head_dim", "head_dim_v", "largest_head_dim", "sq", "skv")
+    facts = {name: getattr(case, name) for name in named}
+    facts |= {
+        "capability": case.sm / 10,
+        "dtype_name": str(case.dtype).removeprefix("torch."),
+        "backward_head_dim": case.backward_head_dim,
+        "version": f"{case.cudnn // 10000}.{case.cudnn // 100 % 100}.{case.cudnn % 100}",
+    }
+    ways_out = dict.fromkeys(rule.way_out.format(**facts) for rule in broken)
+    return UnsupportedError(what, [rule.reason.format(**facts) for rule in broken], "; ".join(ways_out))

@@ -1,0 +1,125 @@
+"""Where the sequences of a packed call lie: what a plan reads of it, computed on the GPU by one kernel of our own.
+
+cuDNN wants the length of each sequence, and for each tensor where each sequence begins in it. It writes no row of a
+sequence that has no keys, and none past the last sequence; the same kernel writes those, before the launch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.attention.varlen.plans import Packed
+from cudnn_sdpa.graph.key import Operand
+from cudnn_sdpa.plans.nvrtc import Kernel
+from cudnn_sdpa.plans.plan import Plan, allocate, current_raw_stream
+
+kernel = Kernel(Path(__file__).with_name("packing.cu"), "describe_packing")
+
+_THREADS = 256
+_MOST_TABLES, _MOST_OUTPUTS = 10, 4
+_FIELDS_OF_OUTPUT = 7
+_TABLES = 12  # the first field that belongs to a table
+_OUTPUTS = _TABLES + 2 * _MOST_TABLES
+
+_ZERO, _MINUS_INFINITY = 0, 0xFF800000  # as words of 4 bytes
+
+
+class Packer:
+    """Computes packings for the calls of one plan that look alike.
+
+    Attributes:
+        offsets: Where in the memory of a packing it says where the sequences lie, in bytes, by operand.
+    """
+
+    __slots__ = ("_blocks", "_device", "_fields", "_kernel", "_lengths", "_places", "_sequences", "_words", "offsets")
+
+    def __init__(self, packed: Packed, plan: Plan, call: VarlenArguments) -> None:
+        ragged = [operand for operand in (*plan.key.inputs, *plan.key.outputs) if operand.ragged]
+        tables = list(dict.fromkeys(map(_table, ragged)))
+        sequences = packed.sequences
+        self._sequences = sequences
+        self._lengths = len(tables) * (sequences + 1)
+        self._words = (self._lengths + sequences,)
+        self.offsets = {f"offsets_{x.name}": 8 * (sequences + 1) * tables.index(_table(x)) for x in ragged}
+        self.offsets |= {"seq_len_q": 8 * self._lengths, "seq_len_kv": 8 * self._lengths + 4 * sequences}
+        self._device = plan.device
+        self._kernel = kernel.on(plan.device)
+        rows = call.q.shape[0], call.k.shape[0]
+        processors = torch.cuda.get_device_properties(plan.device).multi_processor_count
+        self._blocks = max(1, min(4 * processors, max(rows)))
+        outputs = plan.key.outputs
+        self._places = [_OUTPUTS + number * _FIELDS_OF_OUTPUT for number in range(len(outputs))]
+        self._fields = array("q", bytes(8 * (_OUTPUTS + _MOST_OUTPUTS * _FIELDS_OF_OUTPUT)))
+        self._fields[2:6] = array("q", (call.cu_seqlens_q.shape[0] - 1, sequences, *rows))
+        self._fields[9:12] = array("q", (len(tables), len(outputs), _fills_everything(packed, plan)))
+        for number, (step, of_keys) in enumerate(tables):
+            self._fields[_TABLES + number] = step
+            self._fields[_TABLES + _MOST_TABLES + number] = of_keys
+        for place, output in zip(self._places, outputs, strict=True):
+            self._fields[place + 1 : place + _FIELDS_OF_OUTPUT] = array("q", _rows(output))
+
+    def __call__(self, ends_q: int, ends_kv: int, outputs: list[int]) -> Tensor:
+        """A packing: memory in which the offsets and the lengths are. Rows that the plan does not write are written.
+
+        Args:
+            ends_q: Address of `cu_seqlens_q`.
+            ends_kv: Address of `cu_seqlens_kv`; that of `cu_seqlens_q` if they are one tensor.
+            outputs: Addresses of the plan's outputs.
+        """
+        packing: Tensor = allocate(self._words, (1,), torch.int64)
+        start = packing.data_ptr()
+        fields = self._fields[:]  # of this call alone: calls are made by many threads at once
+        fields[0], fields[1] = ends_q, ends_kv
+        lengths = start + 8 * self._lengths
+        fields[6], fields[7], fields[8] = lengths, lengths + 4 * self._sequences, start
+        for place, address in zip(self._places, outputs, strict=True):
+            fields[place] = address
+        self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
+        return packing
+
+    def lengths(self, packing: Tensor) -> Tensor:
+        """Lengths of the sequences of queries and of keys, (2, sequences) int32."""
+        return packing[self._lengths :].view(torch.int32).view(2, self._sequences)
+
+
+def _fills_everything(packed: Packed, plan: Plan) -> bool:
+    """Whether all rows are filled, because cuDNN may not write those of queries that the band leaves no key.
+
+    On Hopper it does, as the tests show. Where queries and keys have the same lengths there is no such query.
+    """
+    return packed.mask.band is not None and not packed.one_packing and plan.key.target.sm != 90
+
+
+def is_of_keys(operand: Operand) -> bool:
+    """Whether it has a row for each key, and not for each query."""
+    return operand.name.removeprefix("grad_") in ("k", "v")
+
+
+def _table(operand: Operand) -> tuple[int, bool]:
+    """What decides where sequences begin in a tensor: elements from row to row, and whose rows they are."""
+    return operand.layout.stride[2], is_of_keys(operand)
+
+
+def _rows(output: Operand) -> tuple[int, ...]:
+    """The fields of an output after its address."""
+    _, heads, _, dim = output.layout.shape
+    _, head, row, _ = output.layout.stride
+    size = output.layout.dtype.itemsize
+    value = _MINUS_INFINITY if output.name == "lse" else _ZERO
+    return row * size, head * size, heads, dim * size // 4, value, is_of_keys(output)
+
+
+def row_limits(packed: Packed, lengths: Tensor) -> dict[str, Tensor]:
+    """The first and the last key that each query sees: what a soft cap's graph reads in place of lengths."""
+    of_q, of_kv = lengths.unsqueeze(2)
+    rows = torch.arange(packed.longest_q, dtype=torch.int32, device=of_q.device).expand(packed.sequences, -1)
+    left, right, bottom_right = packed.mask.band or (None, None, False)
+    diagonal = rows + (of_kv - of_q) if bottom_right else rows
+    last = (of_kv - 1).expand_as(rows) if right is None else torch.minimum(diagonal + right, of_kv - 1)
+    first = torch.zeros_like(rows) if left is None else (diagonal - left).clamp_min(0)
+    return {"lowest": first.contiguous(), "highest": last.masked_fill(rows >= of_q, -1)}

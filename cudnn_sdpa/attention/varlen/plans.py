@@ -1,0 +1,251 @@
+"""Packed sequences: the keys of their plans, and what of a call's numbers is rounded up so that few plans serve many.
+
+A plan for packed tensors holds three bounds: how many sequences there are, how long they are and how many rows they
+have together. None of them decides a result, so each is rounded up to one of few values; sequences that are not there
+have no rows. Measured on an H200: a bound on the length that is far too large costs nothing, one empty sequence costs
+some 0.1 µs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cudnn_sdpa.attention.dense import graphs
+from cudnn_sdpa.attention.dense.plans import GRAD_OUT_COPY
+from cudnn_sdpa.attention.mask import Mask
+from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Case, refusal
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.graph.determinism import has_only_repeatable
+from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role
+from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
+from cudnn_sdpa.graph.target import Target
+
+
+def sequence_bucket(sequences: int) -> int:
+    """How many sequences a plan is made for: powers of two, and one and a half times them."""
+    power = 1 << max(0, sequences - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and sequences <= power * 3 // 4 else power
+
+
+def row_bucket(rows: int) -> int:
+    """How many rows of all sequences together: four steps for each doubling, of 128 rows at least.
+
+    Workspace grows with it, so that at most a fifth of it is unused.
+    """
+    step = max(128, (1 << max(0, rows - 1).bit_length()) // 8)
+    return -(-max(1, rows) // step) * step
+
+
+def length_bucket(longest: int, rows: int, *, closely: bool) -> int:
+    """How long a sequence may be: powers of eight from 1024, and no more than all rows.
+
+    Args:
+        longest: The longest sequence of the call.
+        rows: Rows of all sequences together.
+        closely: Whether memory grows with this bound, so that powers of two from 128 are worth more plans.
+    """
+    bound, factor = (128, 2) if closely else (1024, 8)
+    while bound < longest:
+        bound *= factor
+    return min(bound, row_bucket(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A packed call without its data.
+
+    Attributes:
+        q: Queries (Tq, Hq, D).
+        k: Keys (Tkv, Hkv, D).
+        v: Values (Tkv, Hkv, Dv).
+        sequences: Sequences that the plan is made for.
+        longest_q: Longest sequence of queries that it is made for.
+        longest_kv: The same of keys.
+        mask: The normalized band.
+        one_packing: Whether queries and keys are known to have the same lengths.
+        sinks: Whether there are attention sinks.
+        dropout_p: The share that is dropped.
+        softcap: Whether there is a soft cap; its value is data.
+        deterministic: Whether results must be bit-exact.
+    """
+
+    q: TensorLayout
+    k: TensorLayout
+    v: TensorLayout
+    sequences: int
+    longest_q: int
+    longest_kv: int
+    mask: Mask
+    one_packing: bool = False
+    sinks: bool = False
+    dropout_p: float = 0.0
+    softcap: bool = False
+    deterministic: bool = False
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Rows of queries and of keys that the plan is made for."""
+        return row_bucket(self.q.shape[0]), row_bucket(self.k.shape[0])
+
+    def case(self, operation: str, target: Target, **more: Any) -> Case:
+        """The case to look up in the rules of support."""
+        return Case(
+            operation,
+            self.q.dtype,
+            self.q.shape[2],
+            self.v.shape[2],
+            self.longest_q,
+            self.longest_kv,
+            target.sm,
+            target.cudnn,
+            str(target),
+            packed=True,
+            band=self.mask.band,
+            lengths=True,
+            sinks=self.sinks,
+            dropout=self.dropout_p > 0,
+            softcap=self.softcap,
+            **more,
+        )
+
+    def forward_key(self, out: TensorLayout, with_lse: bool, target: Target, device: int | None) -> PlanKey:
+        """The key of the forward plan.
+
+        Raises:
+            UnsupportedError: It is known to have none.
+        """
+        refused = refusal(self.case(FORWARD, target), "sdpa_varlen")
+        if refused is not None:
+            raise refused
+        offsets = [self._offsets(name) for name in ("q", "k", "v", "out", *(("lse",) if with_lse else ()))]
+        inputs = [*offsets, *self._qkv(), *self._sides(sinks=self.sinks)]
+        outputs = [self._rows("out", out, self.longest_q)]
+        if with_lse:
+            outputs.append(self._lse())
+        options = {**self._options(), "with_lse": with_lse}
+        if self.deterministic and not has_only_repeatable(target.sm, self.longest_q):
+            options["deterministic"] = True
+        return graphs.sdpa_forward.key(inputs, outputs, options, target, device)
+
+    def backward_key(
+        self, out: TensorLayout, grad_out: TensorLayout, deterministic: bool, target: Target, device: int | None
+    ) -> PlanKey:
+        """The key of the backward plan.
+
+        Raises:
+            UnsupportedError: It is known to have none.
+        """
+        refused = self.refusal(target, deterministic=deterministic)
+        if refused is not None:
+            raise refused
+        gradients = [
+            self._rows(name, layout, longest)
+            for name, layout, longest in zip(
+                ("grad_q", "grad_k", "grad_v"),
+                self.gradients(),
+                (self.longest_q, self.longest_kv, self.longest_kv),
+                strict=True,
+            )
+        ]
+        of_out = [self._rows("out", out, self.longest_q), self._rows("grad_out", grad_out, self.longest_q)]
+        operands = [*self._qkv(), *of_out, self._lse()]
+        offsets = [self._offsets(operand.name) for operand in (*operands, *gradients)]
+        inputs = [*offsets, *operands, *self._sides(sinks=False)]
+        options = {
+            **self._options(),
+            "deterministic": deterministic,
+            "bias_gradient": None,
+        }
+        return graphs.sdpa_backward.key(inputs, gradients, options, target, device)
+
+    def refusal(self, target: Target, *, deterministic: bool) -> UnsupportedError | None:
+        """Everything that is known to speak against a backward plan."""
+        return refusal(self.case(BACKWARD, target, deterministic=deterministic), "the gradient of sdpa_varlen")
+
+    def gradients(self) -> tuple[TensorLayout, TensorLayout, TensorLayout]:
+        """The gradients by q, k and v as cuDNN writes them: in the memory order of their tensors where it can.
+
+        It sums the gradients of grouped heads rightly only where a token's heads lie together.
+        """
+        grad_q, grad_k, grad_v = (dense_like(tensor) for tensor in (self.q, self.k, self.v))
+        if self.q.shape[1] != self.k.shape[1]:
+            grad_k = TensorLayout.contiguous(self.k.shape, self.k.dtype)
+            grad_v = TensorLayout.contiguous(self.v.shape, self.v.dtype)
+        return grad_q, grad_k, grad_v
+
+    def extra_kernels(self, *, with_lse: bool) -> list[str]:
+        """What a forward call runs beside its plan, for `explain`."""
+        of_lse = " and of the log-sum-exp become minus infinity" if with_lse else ""
+        notes = [*self._notes_on_sides(f"rows of the output that see no key become zeros{of_lse}")]
+        if with_lse and self.sinks:
+            notes.append("the log-sum-exp is raised to the sinks where it is lower, for queries that see no key")
+        return notes
+
+    def backward_kernels(self, *, sink_gradient: bool) -> list[str]:
+        """What a backward call runs beside its plan, for `explain`."""
+        notes = [GRAD_OUT_COPY]
+        if self.q != dense_like(self.q):
+            notes.append("q is copied (cuDNN cannot launch gradients of queries that lie among other tensors)")
+        notes += self._notes_on_sides("rows of the gradients without queries or keys become zeros")
+        if self.softcap:
+            notes.append("the log-sum-exp of queries that see nothing is replaced, so that no NaN comes of it")
+        wanted = (("q", self.q), ("k", self.k), ("v", self.v))
+        notes += [
+            f"the gradient of {name} is copied into the memory order of {name} (cuDNN sums groups only token-major)"
+            for (name, layout), written in zip(wanted, self.gradients(), strict=True)
+            if dense_like(layout) != written
+        ]
+        if sink_gradient:
+            notes.append("the gradient of the sinks is computed from the output and its gradient")
+        return notes
+
+    def _notes_on_sides(self, of_rows: str) -> list[str]:
+        what = "where each sequence begins in memory, and its length, are computed from the offsets"
+        notes = [f"{what}; {of_rows}, as cuDNN does not write them (one kernel)"]
+        if self.softcap:
+            notes.append("the first and the last key that each query sees are computed from them, for the soft cap")
+        return notes
+
+    def _options(self) -> dict[str, Any]:
+        return {"band": self.mask.band, "alibi": False, "dropout_p": self.dropout_p, "totals": self.totals}
+
+    def _qkv(self) -> list[Operand]:
+        return [
+            self._rows("q", self.q, self.longest_q),
+            self._rows("k", self.k, self.longest_kv),
+            self._rows("v", self.v, self.longest_kv),
+        ]
+
+    def _offsets(self, name: str) -> Operand:
+        layout = TensorLayout.contiguous((self.sequences + 1, 1, 1, 1), torch.int64)
+        return Operand(f"offsets_{name}", layout)
+
+    def _rows(self, name: str, packed: TensorLayout, longest: int) -> Operand:
+        """A packed tensor as cuDNN sees it: a batch of sequences of the greatest length."""
+        _, heads, dim = packed.shape
+        row, head, _ = packed.stride
+        layout = TensorLayout((self.sequences, heads, longest, dim), (longest * row, head, row, 1), packed.dtype)
+        return Operand(name, layout, ragged=f"offsets_{name}")
+
+    def _lse(self) -> Operand:
+        heads = self.q.shape[1]
+        shape = (self.sequences, heads, self.longest_q, 1)
+        stride = (self.longest_q * heads, 1, heads, 1)
+        return Operand("lse", TensorLayout(shape, stride, torch.float32), ragged="offsets_lse")
+
+    def _sides(self, *, sinks: bool) -> list[Operand]:
+        lengths = TensorLayout.contiguous((self.sequences, 1, 1, 1), torch.int32)
+        result = [Operand("scale", HOST_SCALAR, Role.SCALAR)]
+        if sinks:
+            result.append(Operand("sink", TensorLayout.contiguous((1, self.q.shape[1], 1, 1), torch.float32)))
+        result += [Operand("seq_len_q", lengths), Operand("seq_len_kv", lengths)]
+        if self.dropout_p:
+            result += [Operand("seed", ONE_INT64), Operand("offset", ONE_INT64)]
+        if self.softcap:
+            result.append(Operand("softcap", HOST_SCALAR, Role.SCALAR))
+            limits = TensorLayout.contiguous((self.sequences, 1, self.longest_q, 1), torch.int32)
+            result += [Operand("lowest", limits), Operand("highest", limits)]
+        return result

@@ -1,0 +1,143 @@
+"""What `bench coldstart` runs in a process of its own: it measures once, and prints one line of JSON.
+
+    python -m cudnn_sdpa.bench.programs.first_call sdpa
+    python -m cudnn_sdpa.bench.programs.first_call pytorch
+    python -m cudnn_sdpa.bench.programs.first_call record plans.json
+    python -m cudnn_sdpa.bench.programs.first_call warmup plans.json
+
+The environment variable CUDNN_SDPA_PLAN_DIR says which plan store it uses, if any.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.bench.tools import cases, peers
+from cudnn_sdpa.bench.tools.cases import Shape, check_agreement
+from cudnn_sdpa.graph import handles, target
+from cudnn_sdpa.offline.warmup import warmup
+from cudnn_sdpa.planning.record import record_plans
+from cudnn_sdpa.plans.cache import no_plan_builds, plan_cache
+from cudnn_sdpa.plans.shape_policy import EXACT, shape_policy
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+#: The first call, and one of another shape.
+SHAPES = (Shape(2, 8, 8, 512, 128, True), Shape(2, 8, 8, 640, 128, True))
+
+#: Lengths of the calls of a manifest: a plan for each.
+LENGTHS = range(100, 300)
+
+
+def start_cuda() -> None:
+    """A context of CUDA's, and a kernel of PyTorch's."""
+    torch.randn(8, device=cases.DEVICE)
+    torch.cuda.synchronize()
+
+
+def start_library() -> None:
+    """cuDNN, this thread's handle, and what plans are for: all that is there before a first call."""
+    device = torch.cuda.current_device()
+    handles.build_handle(device)
+    target.live_target(device)
+
+
+def first_calls_of_sdpa() -> dict[str, Any]:
+    """The first two calls of `sdpa`, of two shapes."""
+    start_cuda()
+    start_library()
+    return {"calls": _timed_calls(partial(sdpa, is_causal=True))}
+
+
+def first_calls_of_pytorch() -> dict[str, Any]:
+    """The same of PyTorch's cuDNN backend."""
+    start_cuda()
+    plane = torch.randn(2, 4, 8, 8, device=cases.DEVICE)
+    ones = plane.new_ones(4)
+    torch.ops.aten.cudnn_batch_norm(plane, ones, ones, None, None, True, 0.1, 1e-5)  # PyTorch's handle is made for it
+    with peers.only("pytorch cudnn"):
+        return {"calls": _timed_calls(lambda q, k, v: peers.pytorch(q, k, v, is_causal=True)())}
+
+
+def record(path: str) -> dict[str, Any]:
+    """Builds a plan for each of `LENGTHS`, which the store keeps, and writes their manifest."""
+    with record_plans() as manifest, shape_policy(EXACT):
+        for length in LENGTHS:
+            sdpa(*_of_length(length))
+    if len(manifest) != len(LENGTHS):
+        raise RuntimeError(f"{len(manifest)} plans were recorded in calls of {len(LENGTHS)} lengths")
+    manifest.save(path)
+    return {"plans": len(manifest)}
+
+
+def warm_up(path: str) -> dict[str, Any]:
+    """Loads the plans of a manifest, and looks whether a call finds its own."""
+    start_cuda()
+    start_library()
+    report = warmup(path)
+    if report.failed:
+        raise RuntimeError(f"plans are missing: {report.failed}")
+    q, k, v = _of_length(LENGTHS[-1])
+    with no_plan_builds():
+        out = sdpa(q, k, v)
+    _check(out, q, k, v, is_causal=False)
+    return {"seconds": report.seconds, "loaded": report.loaded, "built": report.built, "held": report.held}
+
+
+def _of_length(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    return Shape(1, 2, 2, length, 64, False).tensors()
+
+
+def _timed_calls(attend: Attend) -> list[dict[str, Any]]:
+    """Milliseconds of host time of a call of each shape, until it returns and until the GPU is done, and its plans."""
+    inputs = [shape.tensors() for shape in SHAPES]
+    torch.cuda.synchronize()
+    calls, outs = [], []
+    for qkv in inputs:
+        before = plan_cache.info()
+        start = time.perf_counter()
+        outs.append(attend(*qkv))
+        returned = time.perf_counter()
+        torch.cuda.synchronize()
+        done = time.perf_counter()
+        after = plan_cache.info()
+        calls.append(
+            {
+                "returned_ms": (returned - start) * 1e3,
+                "done_ms": (done - start) * 1e3,
+                "builds": after.builds - before.builds,
+                "loads": after.loads - before.loads,
+            }
+        )
+    for out, qkv in zip(outs, inputs, strict=True):
+        _check(out, *qkv, is_causal=True)
+    return calls
+
+
+def _check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> None:
+    """Stops if the result is wrong: wrong numbers have no speed."""
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = peers.pytorch(q, k, v, is_causal=is_causal)()
+    check_agreement(["out"], [out], [expected], "PyTorch's")
+
+
+RUNS: dict[str, Callable[..., dict[str, Any]]] = {
+    "sdpa": first_calls_of_sdpa,
+    "pytorch": first_calls_of_pytorch,
+    "record": record,
+    "warmup": warm_up,
+}
+
+
+if __name__ == "__main__":
+    print(json.dumps(RUNS[sys.argv[1]](*sys.argv[2:])))

@@ -1,0 +1,240 @@
+"""cuDNN's frontend used by hand, as an expert would: what `sdpa` and `sdpa_paged` are compared with."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.graph import backend, handles
+
+
+class HandGraph:
+    """A graph that an expert would write by hand with the frontend, with everything prepared beforehand.
+
+    `launch` costs what cuDNN and the frontend's C++ take, and nothing else: output, workspace, pointers and stream
+    are fixed.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.types: Any = backend.cudnn()
+        self.device = like.get_device()
+        self.handle = handles.build_handle(self.device)
+        slot = handles.thread.slots[self.device]
+        slot.bind(torch.cuda.current_stream(self.device).cuda_stream)
+        self.raw_handle = slot.raw
+        single = self.types.data_type.FLOAT
+        self.graph: Any = self.types.pygraph(
+            io_data_type=self._dtype(like), intermediate_data_type=single, compute_data_type=single, handle=self.handle
+        )
+        self.tensors: dict[int, Tensor] = {}
+
+    def _dtype(self, tensor: Tensor) -> Any:
+        names = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF", torch.float32: "FLOAT"}
+        names |= {torch.int32: "INT32", torch.int64: "INT64"}
+        return getattr(self.types.data_type, names[tensor.dtype])
+
+    def _next_uid(self, tensor: Tensor) -> int:
+        self.tensors[len(self.tensors) + 1] = tensor
+        return len(self.tensors)
+
+    def declare(
+        self,
+        name: str,
+        tensor: Tensor,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        ragged: Any = None,
+    ) -> Any:
+        """An input; seen as `shape` and `stride` if they are given, its sequences at the offsets `ragged`."""
+        return self.graph.tensor(
+            name=name,
+            dim=list(shape or tensor.shape),
+            stride=list(stride or tensor.stride()),
+            data_type=self._dtype(tensor),
+            uid=self._next_uid(tensor),
+            ragged_offset=ragged,
+        )
+
+    def write(
+        self,
+        symbol: Any,
+        tensor: Tensor,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        ragged: Any = None,
+    ) -> Tensor:
+        """Has the result `symbol` written to `tensor`."""
+        symbol.set_output(True).set_dim(list(shape or tensor.shape)).set_stride(list(stride or tensor.stride()))
+        symbol.set_data_type(self._dtype(tensor)).set_uid(self._next_uid(tensor))
+        if ragged is not None:
+            symbol.set_ragged_offset(ragged)
+        return tensor
+
+    def build(self) -> None:
+        """Plans and compiles; everything is declared."""
+        graph = self.graph
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([self.types.heur_mode.A])
+        graph.check_support()
+        graph.build_plans()
+        size = max(1, graph.get_workspace_size())
+        self.workspace = torch.empty(size, dtype=torch.uint8, device=self.tensors[1].device)
+        self.pointers = array("Q", [tensor.data_ptr() for tensor in self.tensors.values()])
+        self.raw_launch = backend.BuiltGraph(graph, "", {}, 0).launcher(list(self.tensors))
+
+    def launch(self) -> None:
+        """The launch by raw pointers."""
+        address, count = self.pointers.buffer_info()
+        self.raw_launch(address, count, self.workspace.data_ptr(), self.raw_handle, -1)
+
+    def execute(self) -> None:
+        """The frontend's public `execute`."""
+        self.graph.execute(self.tensors, self.workspace, handle=self.handle)
+
+
+class FrontendGraph(HandGraph):
+    """The forward pass of dense attention."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> None:
+        super().__init__(q)
+        symbols = [self.declare(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v))]
+        scale = q.shape[3] ** -0.5
+        out, _ = self.graph.sdpa(*symbols, attn_scale=scale, is_inference=True, use_causal_mask=is_causal)
+        self.out = self.write(out, torch.empty_like(q))
+        self.build()
+
+
+class PagedGraph(HandGraph):
+    """The last queries of sequences on a cache in pages, by cuDNN's own kernel for pages; causal, bottom-right.
+
+    Attributes:
+        out: The output.
+    """
+
+    def __init__(
+        self, q: Tensor, pages: tuple[Tensor, Tensor], table: Tensor, seq_lens_q: Tensor, seq_lens_kv: Tensor
+    ) -> None:
+        super().__init__(q)
+        symbols = [self.declare(name, tensor) for name, tensor in zip("qkv", (q, *pages), strict=True)]
+        lengths = [self.declare(f"seq_len_{i}", x.view(-1, 1, 1, 1)) for i, x in enumerate((seq_lens_q, seq_lens_kv))]
+        tables = [self.declare(f"table_{name}", table.view(table.shape[0], 1, -1, 1)) for name in "kv"]
+        out, _ = self.graph.sdpa(
+            *symbols,
+            attn_scale=q.shape[3] ** -0.5,
+            generate_stats=False,
+            use_padding_mask=True,
+            seq_len_q=lengths[0],
+            seq_len_kv=lengths[1],
+            paged_attention_k_table=tables[0],
+            paged_attention_v_table=tables[1],
+            paged_attention_max_seq_len_kv=table.shape[1] * pages[0].shape[2],
+            diagonal_alignment=self.types.diagonal_alignment.BOTTOM_RIGHT,
+            diagonal_band_right_bound=0,
+        )
+        self.out = self.write(out, torch.empty_like(q))
+        self.build()
+
+
+class PackedGraph(HandGraph):
+    """What both passes declare: offsets in elements, lengths, and options with the exact batch, lengths and totals.
+
+    Causal, aligned bottom-right, as `sdpa_varlen` does it; queries and keys have the same lengths.
+    """
+
+    def __init__(self, q: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
+        super().__init__(q)
+        self.batch, self.max_seqlen = cu_seqlens.numel() - 1, max_seqlen
+        tokens, _, dim = q.shape
+        self.cu_seqlens = cu_seqlens
+        self.offsets: dict[int, Any] = {}
+        lengths = cu_seqlens.diff().int().view(-1, 1, 1, 1)
+        self.options = {
+            "attn_scale": dim**-0.5,
+            "use_padding_mask": True,
+            "seq_len_q": self.declare("seq_len_q", lengths),
+            "seq_len_kv": self.declare("seq_len_kv", lengths),
+            "max_total_seq_len_q": tokens,
+            "max_total_seq_len_kv": tokens,
+            "diagonal_alignment": self.types.diagonal_alignment.BOTTOM_RIGHT,
+            "diagonal_band_right_bound": 0,
+        }
+
+    def _view(self, tensor: Tensor) -> tuple[list[int], list[int], Any]:
+        """A tensor (T, H, D), or (T, H) of log-sum-exps, as cuDNN sees it: (B, H, S, D), and where sequences begin."""
+        _, heads, *rest = tensor.shape
+        dim = rest[0] if rest else 1
+        step = heads * dim
+        if step not in self.offsets:
+            offsets = self.cu_seqlens.long().view(-1, 1, 1, 1) * step
+            self.offsets[step] = self.declare(f"offsets_{step}", offsets)
+        return [self.batch, heads, self.max_seqlen, dim], [self.max_seqlen * step, dim, step, 1], self.offsets[step]
+
+    def read_packed(self, name: str, tensor: Tensor) -> Any:
+        """Declares a packed input."""
+        return self.declare(name, tensor, *self._view(tensor))
+
+    def write_packed(self, symbol: Any, tensor: Tensor) -> Tensor:
+        """Declares a packed output."""
+        return self.write(symbol, tensor, *self._view(tensor))
+
+
+class PackedForward(PackedGraph):
+    """The forward pass.
+
+    Attributes:
+        out: The output (T, Hq, D).
+        lse: The log-sum-exp (T, Hq), with `with_lse`.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, with_lse: bool) -> None:
+        super().__init__(q, cu_seqlens, max_seqlen)
+        symbols = [self.read_packed(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v))]
+        out, lse = self.graph.sdpa(*symbols, generate_stats=with_lse, **self.options)
+        self.out = self.write_packed(out, torch.empty_like(q))
+        self.lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        if with_lse:
+            self.write_packed(lse, self.lse)
+        self.build()
+
+
+class PackedBackward(PackedGraph):
+    """The backward pass of a `PackedForward` with its log-sum-exp.
+
+    Attributes:
+        gradients: By q, k and v.
+    """
+
+    def __init__(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        forward: PackedForward,
+        grad_out: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+    ) -> None:
+        super().__init__(qkv[0], cu_seqlens, max_seqlen)
+        named = zip(("q", "k", "v", "o", "dO", "stats"), (*qkv, forward.out, grad_out, forward.lse), strict=True)
+        operands = {name: self.read_packed(name, tensor) for name, tensor in named}
+        results = self.graph.sdpa_backward(**operands, **self.options)
+        self.gradients = [
+            self.write_packed(symbol, torch.empty_like(tensor)) for symbol, tensor in zip(results, qkv, strict=True)
+        ]
+        self.build()
+
+
+def wrapper_graph(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Callable[[], Tensor]:
+    """`cudnn.Graph`, the frontend's PyTorch-like wrapper, which allocates its output as we do."""
+    cudnn = backend.cudnn()
+    dtype = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[q.dtype]
+    single = cudnn.data_type.FLOAT
+    with cudnn.Graph(io_data_type=dtype, intermediate_data_type=single, compute_data_type=single) as graph:
+        out, _ = graph.sdpa(q=q, k=k, v=v, attn_scale=q.shape[3] ** -0.5, is_inference=True, use_causal_mask=is_causal)
+        out.set_output(True).set_dim(list(q.shape)).set_stride(list(q.stride()))
+    graph.set_io_tuples([q, k, v], [out])
+    handle = handles.build_handle(q.get_device())
+    return lambda: graph(q, k, v, handle=handle)

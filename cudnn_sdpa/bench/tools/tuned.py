@@ -1,0 +1,76 @@
+"""What `autotune` gains over the first plan of cuDNN's heuristics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.bench.tools import cases
+from cudnn_sdpa.bench.tools.cases import Sizes
+from cudnn_sdpa.bench.tools.timing import Call
+from cudnn_sdpa.plans.autotune import AutotuneEntry, autotune
+from cudnn_sdpa.plans.cache import plan_cache
+
+
+def settle(call: Call, *, keep: bool = False, **how: Any) -> list[AutotuneEntry]:
+    """What `autotune` finds for the plans of a call, all chosen anew.
+
+    The winners are in the plan cache afterwards, with the plans that were there before if they are to be kept.
+    """
+    if not keep:
+        plan_cache.clear()
+    with autotune(**how) as report:
+        call()
+    return report.entries
+
+
+def gain(call: Call) -> float:
+    """How many times as long the first plan of a call takes as the one that `autotune` finds, the last of several.
+
+    Other plans are gone from the plan cache afterwards.
+    """
+    gains = [entry.gain for entry in settle(call) if not entry.reason]
+    plan_cache.clear()
+    return gains[-1] if gains else 1.0
+
+
+def autotune_gains(sizes: Sizes = cases.FULL) -> list[dict[str, Any]]:
+    """The first plan's time and the winner's, as `autotune` measured them, for kernels and a single query."""
+    rows = []
+    for shape in track(sizes.kernels, "autotune", transient=True):
+        q, k, v = shape.tensors(requires_grad=True)
+        forward, backward = _settled(q, k, v, is_causal=shape.causal)
+        rows += [_row(shape.label, "forward", forward), _row(shape.label, "backward", backward)]
+        with torch.no_grad():
+            (single,) = _settled(q[:, :, :1].contiguous(), k, v, is_causal=False)
+        rows.append(_row(shape.label, "one query on the keys", single))
+    return rows
+
+
+def _settled(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> list[AutotuneEntry]:
+    """What `autotune` found for the plans of a call, and of its gradient if one is wanted."""
+
+    def call() -> None:
+        out = sdpa(q, k, v, is_causal=is_causal)
+        if out.requires_grad:
+            torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+
+    return settle(call)
+
+
+def _row(label: str, which: str, entry: AutotuneEntry) -> dict[str, Any]:
+    timed = [candidate for candidate in entry.candidates if candidate.microseconds is not None]
+    first = entry.candidates[0].microseconds
+    return {
+        "B, Hq, Hkv, S, D": label,
+        "pass": which,
+        "plans": len(entry.candidates),
+        "timed": len(timed),
+        "first µs": "–" if first is None else first,
+        "gain": entry.gain,
+        "winner": str(entry.candidates[entry.winner]) if entry.winner else "the first",
+    }

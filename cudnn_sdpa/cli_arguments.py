@@ -1,0 +1,82 @@
+"""Arguments of the library's functions as words of the command line: `q=2,8,1024,64 is_causal=true`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import cudnn_sdpa.engine.explain  # noqa: F401 - it knows all functions that can be explained
+from cudnn_sdpa.engine import explain
+from cudnn_sdpa.errors import OptionError
+
+_WORDS = {"true": True, "false": False, "none": None}
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """The function of the library with this name.
+
+    Raises:
+        OptionError: There is none that can be explained.
+    """
+    found = next((function for function in explain.functions() if function.__name__ == name), None)
+    if found is None:
+        raise OptionError("FUNCTION", repr(name), "one of " + ", ".join(explain.described_functions()))
+    return found
+
+
+def arguments_of(
+    function: Callable[..., Any], words: Sequence[str], dtype: str, *, requires_grad: bool
+) -> dict[str, Any]:
+    """What the words say: tensors without values for shapes, and Python's literals for all else.
+
+    Args:
+        function: The function that is asked about.
+        words: Each `name=value`; the shape of a tensor may end with its dtype, `cu_seqlens_q=17:int32`.
+        dtype: Of tensors that do not say theirs.
+        requires_grad: Whether floating-point tensors require grad.
+
+    Raises:
+        OptionError: A word cannot be understood, or the function has no such argument, or lacks one.
+    """
+    parameters = inspect.signature(function).parameters
+    found: dict[str, Any] = {}
+    for word in words:
+        name, is_there, text = word.partition("=")
+        if not is_there:
+            raise OptionError("ARGUMENT", repr(word), "NAME=VALUE, such as q=2,8,1024,64 or is_causal=true")
+        if name not in parameters:
+            raise OptionError("ARGUMENT", repr(word), "one of " + ", ".join(parameters))
+        is_tensor = "Tensor" in str(parameters[name].annotation) and text.lower() != "none"
+        found[name] = _tensor(name, text, dtype, requires_grad) if is_tensor else _value(text)
+    missing = [name for name, each in parameters.items() if each.default is each.empty and name not in found]
+    if missing:
+        raise OptionError("ARGUMENT", f"no {missing[0]}", f"{missing[0]}=VALUE, without which there is no call")
+    return found
+
+
+def _tensor(name: str, text: str, dtype: str, requires_grad: bool) -> torch.Tensor:
+    sizes, _, own = text.partition(":")
+    kind = getattr(torch, own or dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise OptionError(name if own else "dtype", repr(own or dtype), "a dtype such as bfloat16")
+    shape = _value(f"{sizes},") if sizes.strip() else ()
+    if not isinstance(shape, tuple) or not all(type(size) is int and 0 <= size < 2**40 for size in shape):
+        raise OptionError(name, repr(text), "a shape such as 2,8,1024,64, or 17:int32 with a dtype")
+    try:
+        tensor = torch.empty(shape, dtype=kind)  # of whose memory nothing is touched
+    except RuntimeError:
+        raise OptionError(name, repr(text), "a tensor that could lie in memory") from None
+    return tensor.requires_grad_(requires_grad and tensor.is_floating_point())
+
+
+def _value(text: str) -> Any:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

@@ -1,0 +1,1 @@
+"""One call of any operation."""

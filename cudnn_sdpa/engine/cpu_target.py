@@ -1,0 +1,140 @@
+"""Which GPU calls on CPU tensors are checked for: what it refuses raises on the CPU too."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import threading
+
+from cudnn_sdpa.errors import ArgumentError, OptionError, UnsupportedError
+from cudnn_sdpa.graph.target import Target, bundled_capabilities
+from cudnn_sdpa.settings import renewed_in_children
+
+#: Environment variable that names the GPU.
+VARIABLE = "CUDNN_SDPA_CPU_CHECKS"
+DEFAULT = "h200"
+#: What the variable may be for no checks, beside nothing.
+OFF = ("none", "off")
+
+#: The cuDNN that is assumed where none is installed: the one whose results on GPUs are documented.
+ASSUMED_CUDNN = 91900
+
+_lock = renewed_in_children(threading.Lock())
+
+
+class CpuChecksUse:
+    """What `cpu_checks` returns: leave it alone, or use it in a `with` statement to go back to what was before.
+
+    Attributes:
+        target: The name of the GPU that CPU tensors are checked for; None for no checks.
+    """
+
+    def __init__(self, target: str | None, before: str | None) -> None:
+        self.target = target
+        self._before = before
+
+    def __enter__(self) -> str | None:
+        return self.target
+
+    def __exit__(self, *_: object) -> None:
+        _Setting.name = self._before
+
+
+class _Setting:
+    """The GPU of this process; an empty name is one that the environment has not been asked for."""
+
+    name: str | None = ""
+
+
+def cpu_checks(target: str | None) -> CpuChecksUse:
+    """Sets for which GPU calls of attention on CPU tensors are checked.
+
+    The CPU runs a reference in plain PyTorch, which could take more than any kernel. So that what works on the CPU
+    works on a GPU, layouts and options that cuDNN refuses on the named GPU raise on the CPU too, with the same errors,
+    by the rules that `support` answers from. The cuDNN is the one that is installed as a wheel, or 9.19 without one.
+    float32 and float64, which only the reference takes, are checked as if they were bfloat16: strides are counted in
+    elements. Wrong values, such as lengths beyond a tensor, raise on the CPU whatever is set here.
+
+    Rules are lifted while `fallback("torch")` is in force. Norms, gates and convolutions have no such rules: what
+    cuDNN lacks for them is known when a plan is built.
+
+    The setting holds for the whole process, until the end of the `with` statement if it is used in one. Without a call
+    the environment variable `CUDNN_SDPA_CPU_CHECKS` names the GPU; "none", "off" or an empty value is None.
+
+    Args:
+        target: The name of a GPU, such as "h200", "a100" or "b200", or None to have the reference take all it can.
+
+    Returns:
+        A context manager whose value is the name.
+
+    Raises:
+        OptionError: No such GPU is known.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> q = k = v = torch.randn(1, 2, 8, 12)  # a head dim that no kernel has
+        >>> with cudnn_sdpa.cpu_checks(None):
+        ...     cudnn_sdpa.sdpa(q, k, v).shape
+        torch.Size([1, 2, 8, 12])
+    """
+    name = _checked("target", target)
+    before = active_name()
+    with _lock:
+        _Setting.name = name
+    return CpuChecksUse(name, before)
+
+
+def active_name() -> str | None:
+    """The name of the GPU that CPU tensors are checked for; None for no checks."""
+    if _Setting.name == "":
+        with _lock:
+            if _Setting.name == "":
+                _Setting.name = _checked(VARIABLE, os.environ.get(VARIABLE, DEFAULT) or None)
+    return _Setting.name
+
+
+def active() -> Target | None:
+    """The GPU that CPU tensors are checked for, with the cuDNN of this environment; None for no checks."""
+    name = active_name()
+    return None if name is None else _target(name)
+
+
+def _checked(argument: str, name: object) -> str | None:
+    if name is None or (isinstance(name, str) and name.lower() in OFF):
+        return None
+    if not isinstance(name, str) or name.lower() not in bundled_capabilities():
+        known = ", ".join(map(repr, bundled_capabilities()))
+        raise OptionError(argument, repr(name), f"one of {known}, or none for no checks")
+    return name.lower()
+
+
+@functools.cache
+def _target(name: str) -> Target:
+    properties = (("deviceVer", 10 * bundled_capabilities()[name]), ("multiProcessorCount", 0))
+    return Target(properties, installed_cudnn(), "", f"{name} (checked on the CPU)")
+
+
+@functools.cache
+def installed_cudnn() -> int:
+    """The version of cuDNN's wheel as a number, 91900 for 9.19.0, without loading it."""
+    for wheel in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+        try:
+            major, minor, patch = (int(part) for part in importlib.metadata.version(wheel).split(".")[:3])
+        except (importlib.metadata.PackageNotFoundError, ValueError):
+            continue
+        return 10000 * major + 100 * minor + patch
+    return ASSUMED_CUDNN
+
+
+def note() -> str:
+    """What an error says that is raised for the sake of a GPU, on a machine that need not have one."""
+    name = active_name()
+    return "" if name is None else f"(CPU tensors are checked for {name}; {VARIABLE}=none lifts this)"
+
+
+def for_gpu(error: ArgumentError | UnsupportedError) -> ArgumentError | UnsupportedError:
+    """The same error with `note`."""
+    if isinstance(error, UnsupportedError):
+        return type(error)(f"{error.what} {note()}", error.reasons, error.suggestion)
+    return type(error)(error.argument, error.got, error.expected, f"{error.hint} {note()}".lstrip())

@@ -1,0 +1,328 @@
+"""`explain`: what a call runs, and why it cannot; and how it learns that of a function without running it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cudnn_sdpa._version import __version__
+from cudnn_sdpa.errors import OptionError, UnsupportedError
+from cudnn_sdpa.graph import backend, known_issues
+from cudnn_sdpa.graph.definition import GraphOp
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.target import Target, live_target, load_properties
+from cudnn_sdpa.offline.planner import plan_offline
+from cudnn_sdpa.plans import shape_policy
+from cudnn_sdpa.plans.build import build_plan
+from cudnn_sdpa.plans.cache import plan_cache
+
+
+@dataclass(frozen=True)
+class Description:
+    """What one call would run.
+
+    Attributes:
+        operation: The operation.
+        key: Gives the key of its plan for a target and a device; raises UnsupportedError if there can be none.
+        device: Index of the GPU that the tensors are on; None for tensors elsewhere.
+        is_empty: Whether there is nothing to compute, and so no plan.
+        extra_kernels: What runs on the GPU beside the plan, in words.
+        backward: The same of its gradient, if an input requires grad.
+        bucket: Gives the key of its bucket's plan, None if it fits none; see `shape_policy`.
+        verify: Runs the call and the reference, and gives the relative error of each result; of the gradients too, if
+            that is asked for.
+    """
+
+    operation: GraphOp
+    key: Callable[[Target, int | None], PlanKey]
+    device: int | None
+    is_empty: bool = False
+    extra_kernels: list[str] = field(default_factory=list)
+    backward: Description | None = None
+    bucket: Callable[[Target, int | None], PlanKey | None] | None = None
+    verify: Callable[[bool], dict[str, float]] | None = None
+
+
+_describers: dict[Callable[..., Any], Callable[..., Description]] = {}
+
+#: Where the functions of each kind are described; imported when the first of them is asked for.
+_DESCRIBING_MODULES = (
+    "cudnn_sdpa.attention.dense.explain",
+    "cudnn_sdpa.attention.varlen.explain",
+    "cudnn_sdpa.attention.paged.explain",
+    "cudnn_sdpa.attention.fp8.explain",
+    "cudnn_sdpa.fused.explain",
+)
+
+
+def _import_describers() -> None:
+    for name in _DESCRIBING_MODULES:
+        importlib.import_module(name)
+
+
+def describes(function: Callable[..., Any]) -> Callable[[Callable[..., Description]], Callable[..., Description]]:
+    """Registers the decorated function, called with the same arguments, as what describes calls of `function`.
+
+    It takes over the function's name, by which Python calls it when arguments are missing or have other names.
+    """
+
+    def register(describer: Callable[..., Description]) -> Callable[..., Description]:
+        describer.__qualname__ = function.__qualname__
+        _describers[function] = describer
+        return describer
+
+    return register
+
+
+def describer_of(function: Callable[..., Any]) -> Callable[..., Description] | None:
+    """What describes calls of `function`, if anything does."""
+    _import_describers()
+    own: Callable[..., Description] | None = getattr(function, "describe", None)  # graph functions know it themselves
+    return _describers.get(function, own)
+
+
+def functions() -> list[Callable[..., Any]]:
+    """The functions that can be described."""
+    _import_describers()
+    return list(_describers)
+
+
+def described_functions() -> list[str]:
+    """Names of the functions that can be described."""
+    _import_describers()
+    return sorted(function.__name__ for function in _describers)
+
+
+@dataclass
+class Explanation:
+    """What `explain` found; `print` it or its `details`, or read the fields.
+
+    Attributes:
+        call: Name of the function that was asked about.
+        target: The GPU that the answer is for.
+        offline: Whether that GPU is not in this machine, so that a helper process planned for it.
+        supported: Whether there is a plan, or nothing to compute.
+        reasons: Every known reason why there is no plan.
+        suggestion: The nearest thing that works.
+        key: The plan's key, in words.
+        engine: cuDNN's engine.
+        knobs: The engine's settings.
+        workspace: Bytes that a launch allocates beside its outputs.
+        build_seconds: Time that planning and compiling took, or loading.
+        loaded: Whether the plan came out of the plan store.
+        cached: Whether the plan was in the cache before.
+        bucket: Unless the shape policy is "exact", the key of the plan that serves the call while it has none of its
+            own, if it fits a bucket.
+        extra_kernels: What runs on the GPU beside the plan.
+        known_issues: Faults of this cuDNN that the plan is made to avoid.
+        on_gpu: What is better on the GPU itself than this plan, which was made without it; mostly nothing.
+        backward: The same of the gradient, if an input requires grad; its versions and libraries are left empty.
+        errors: With `verify`, the relative error of each result against the reference in float64.
+        versions: Of this package and what it stands on.
+        libraries: Which file each NVIDIA library was loaded from, in the process that planned.
+    """
+
+    call: str
+    target: str
+    offline: bool
+    supported: bool = True
+    reasons: list[str] = field(default_factory=list)
+    suggestion: str = ""
+    key: str = ""
+    engine: str = ""
+    knobs: dict[str, int] = field(default_factory=dict)
+    workspace: int = 0
+    build_seconds: float = 0.0
+    loaded: bool = False
+    cached: bool = False
+    bucket: str = ""
+    extra_kernels: list[str] = field(default_factory=list)
+    known_issues: list[str] = field(default_factory=list)
+    on_gpu: str = ""
+    backward: Explanation | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    libraries: dict[str, str] = field(default_factory=dict)
+
+    def decline(self, error: UnsupportedError) -> None:
+        """Takes over why there is no plan."""
+        self.supported, self.reasons, self.suggestion = False, error.reasons, error.suggestion
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, ready for JSON."""
+        return asdict(self)
+
+    @property
+    def details(self) -> str:
+        """All that printing shows, and the keys in full, which take hundreds of characters each."""
+        return self._report(with_keys=True)
+
+    def __str__(self) -> str:
+        return self._report(with_keys=False)
+
+    def _report(self, *, with_keys: bool) -> str:
+        where = "planned without the GPU" if self.offline else "on this machine's GPU"
+        lines = [f"{self.call} for {self.target}, {where}"]
+        if not self.supported:
+            lines += ["  not supported:", *(f"    - {reason}" for reason in self.reasons)]
+            lines += [f"  what works {self.suggestion}"] if self.suggestion else []
+        elif self.engine:
+            knobs = " ".join(f"{name}={value}" for name, value in self.knobs.items())
+            how = "loaded from the plan store" if self.loaded else "built"
+            built = f"in the cache, {how} in" if self.cached else f"{how} now in"
+            lines += [
+                f"  engine     {self.engine} {knobs}".rstrip(),
+                f"  workspace  {self.workspace} bytes",
+                f"  plan       {built} {self.build_seconds * 1e3:.0f} ms",
+            ]
+        else:
+            lines.append("  nothing to compute: no plan, the result is filled in")
+        lines += [f"  key        {self.key}"] if self.key and with_keys else []
+        if self.bucket:
+            in_full = f": {self.bucket}" if with_keys else ""
+            lines.append(f"  meanwhile  the plan of its bucket, unless the shape policy is exact{in_full}")
+        lines += [f"  also runs  {note}" for note in self.extra_kernels]
+        lines += [f"  avoids     {issue}" for issue in self.known_issues]
+        lines += [f"  but        {self.on_gpu}"] if self.on_gpu else []
+        lines += [f"  error      {name}: {error:.1e}" for name, error in self.errors.items()]
+        lines += [] if self.backward is None else self.backward._report(with_keys=with_keys).splitlines()
+        lines += [f"  {name:<26} {version}" for name, version in self.versions.items()]
+        lines += [f"  {name:<26} {path}" for name, path in self.libraries.items()]
+        return "\n".join(lines)
+
+
+def explain(function: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: Any) -> Explanation:
+    """Says what a call runs: its plan's key, engine and workspace, or every reason why there is no plan.
+
+    If an input requires grad, the same of its gradient.
+
+    With CUDA tensors the plan comes out of the cache, or is built and put there. With CPU tensors the answer is for
+    a GPU that need not be here, planned by real cuDNN in a helper process: an H200, or what the environment variable
+    `CUDNN_SDPA_TARGET` says, which may be the path of a cuDNN device-properties JSON file.
+
+    Args:
+        function: A function of this library, such as `sdpa`.
+        *args: What it would be called with.
+        verify: Also run it, forward and for inputs that require grad backward if that is supported, and compare with
+            the reference in float64, whose memory grows with Sq × Skv.
+        **kwargs: The same.
+
+    Returns:
+        An `Explanation`; `print` shows it, and its `details` with the keys in full.
+
+    Raises:
+        OptionError: `function` is none that can be explained, or there is dropout to `verify`.
+        ArgumentError: The call's arguments are wrong, as when calling it.
+        TypeError: So are their names or number.
+        PlanBuildError: With CUDA tensors, the plan is not there and `no_plan_builds` is in force.
+        OfflineError: No helper process can plan here, for example without a C compiler.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> q = torch.empty(1, 8, 128, 64, dtype=torch.float32)
+        >>> cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, q, q).supported  # no float32 in cuDNN's attention
+        False
+    """
+    return explained(function, args, kwargs, verify=verify)
+
+
+def explained(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    verify: bool = False,
+    target: str | None = None,
+) -> Explanation:
+    """The same; of tensors elsewhere for `target`, if one is given."""
+    describer = describer_of(function)
+    if describer is None:
+        name = getattr(function, "__name__", repr(function))
+        raise OptionError("function", name, "one of " + ", ".join(described_functions()))
+    description = describer(*args, **kwargs)
+    result = _explain(function.__name__, description, target)
+    libraries = {"torch": str(Path(torch.__file__).parent), "cudnn": str(Path(str(backend.cudnn().__file__)).parent)}
+    result.libraries = libraries | result.libraries
+    if description.backward is not None:
+        result.backward = _explain(f"gradient of {function.__name__}", description.backward, target)
+        result.backward.versions, result.backward.libraries = {}, {}
+    if verify and description.verify is not None and result.supported:
+        result.errors = description.verify(result.backward is not None and result.backward.supported)
+    return result
+
+
+def _explain(name: str, description: Description, target: str | None) -> Explanation:
+    if description.device is not None:
+        return _explain_live(name, description, description.device)
+    if target is not None:
+        return _explain_offline(name, description, load_properties(target))
+    of_environment = load_properties(os.environ.get("CUDNN_SDPA_TARGET", "h200"), "CUDNN_SDPA_TARGET")
+    return _explain_offline(name, description, of_environment)
+
+
+def _explain_live(name: str, description: Description, device: int) -> Explanation:
+    target = live_target(device)
+    result = _start(name, description, target, offline=False)
+    if not description.is_empty:
+        try:
+            key = _key(result, description, target, device)
+            result.cached = plan_cache.peek(key) is not None
+            plan = plan_cache.get(key, lambda key: build_plan(description.operation, key), to_use=False)
+        except UnsupportedError as error:
+            result.decline(error)
+        else:
+            result.engine, result.knobs, result.workspace = plan.engine, plan.knobs, plan.workspace
+            result.build_seconds, result.loaded = plan.build_seconds, plan.loaded
+    result.libraries |= backend.loaded_libraries()
+    return result
+
+
+def _explain_offline(name: str, description: Description, properties: dict[str, Any]) -> Explanation:
+    target = Target.from_properties(properties)
+    result = _start(name, description, target, offline=True)
+    if not description.is_empty:
+        try:
+            plan = plan_offline(_key(result, description, target, None), properties)
+        except UnsupportedError as error:
+            result.decline(error)
+        else:
+            result.engine, result.knobs, result.workspace = plan.engine, plan.knobs, plan.workspace
+            result.build_seconds, result.on_gpu = plan.build_seconds, plan.note
+            result.libraries |= plan.libraries
+    return result
+
+
+def _key(result: Explanation, description: Description, target: Target, device: int | None) -> PlanKey:
+    """The key, which the explanation takes over, with the faults that concern it."""
+    key = description.key(target, device)
+    result.key = str(key)
+    result.known_issues = [str(issue) for issue in known_issues.concerning(key)]
+    if description.bucket is not None and shape_policy.active() != shape_policy.EXACT:
+        of_bucket = description.bucket(target, device)
+        result.bucket = "" if of_bucket is None else str(of_bucket)
+    return key
+
+
+def _start(name: str, description: Description, target: Target, *, offline: bool) -> Explanation:
+    versions = {
+        "cudnn_sdpa": __version__,
+        "cuDNN": backend.version_string(target.cudnn),
+        "nvidia-cudnn-frontend": target.frontend,
+        "torch": str(torch.__version__),
+    }
+    return Explanation(
+        call=name,
+        target=str(target),
+        offline=offline,
+        extra_kernels=description.extra_kernels,
+        versions=versions,
+    )
+
+
+__all__ = ["Explanation", "explain"]

@@ -1,0 +1,124 @@
+"""`fallback`: what cuDNN declines runs on plain PyTorch, if the caller asks for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import ContextVar
+from typing import TypeVar
+
+from cudnn_sdpa.errors import ArgumentError, OptionError, UnsupportedError
+from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+
+_log = logging.getLogger("cudnn_sdpa")
+_chosen: ContextVar[str | None] = ContextVar("fallback", default=None)
+_said: set[Hashable] = set()
+
+#: How many kinds of calls are remembered as logged; more are hardly ever there.
+MOST_SAID = 1000
+
+T = TypeVar("T")
+
+
+def fallback(to: str | None) -> AbstractContextManager[None]:
+    """While it is in force, in this thread, what cuDNN declines runs on PyTorch instead of raising.
+
+    With "torch", a call that would raise `UnsupportedError`, or is refused only because cuDNN's attention takes float16
+    and bfloat16 with head dims that are multiples of 8, runs on `torch.nn.functional.scaled_dot_product_attention` if
+    that has all its options and is as deterministic as asked, otherwise on this library's reference in plain PyTorch,
+    whose memory grows with Sq × Skv. Gradients do as their forward pass was told. It is logged once for each kind of
+    call, whatever its sizes, as a warning of the logger "cudnn_sdpa". None switches an outer fallback off.
+
+    On CPU tensors it lifts what `cpu_checks` refuses for want of a kernel.
+
+    These raise as ever: wrong arguments, strides and addresses that cuDNN cannot read, differentiation that nobody
+    follows (forward-mode, through `out` or the log-sum-exp, a second time), and whatever is declined in compiled code
+    (`torch.compile`).
+
+    Args:
+        to: "torch" or None.
+
+    Raises:
+        OptionError: `to` is neither.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> q = k = v = torch.randn(1, 2, 8, 16)
+        >>> with cudnn_sdpa.fallback("torch"):
+        ...     out = cudnn_sdpa.sdpa(q, k, v)
+    """
+    if to not in ("torch", None):
+        raise OptionError("to", repr(to), "'torch', or None for no fallback")
+    return _with_fallback(to)
+
+
+@contextmanager
+def _with_fallback(to: str | None) -> Iterator[None]:
+    token = _chosen.set(to)
+    try:
+        yield
+    finally:
+        with suppress(
+            ValueError
+        ):  # it is left in another context than it was entered in, where there is nothing to undo
+            _chosen.reset(token)
+
+
+def is_in_force() -> bool:
+    """Whether what cuDNN declines runs on PyTorch, in this thread. A compiler cannot follow a context variable."""
+    return not is_compiling() and _chosen.get() is not None
+
+
+def or_else(
+    run: Callable[[], T], instead: Callable[[], T], kind: Callable[[], Hashable], wanted: bool | None = None
+) -> T:
+    """`run()`, and if cuDNN declines it while a fallback is in force, `instead()`.
+
+    Args:
+        run: The call.
+        instead: The same in plain PyTorch.
+        kind: Gives what is logged once for each reason.
+        wanted: Whether a fallback is in force, if not that of this thread counts: backward passes have threads of
+            their own, and do as their forward pass was told.
+    """
+    if not (is_in_force() if wanted is None else wanted):
+        return run()
+    try:
+        return run()
+    except UnsupportedError as error:
+        _say(kind(), str(error))
+        return instead()
+
+
+def _say(kind: Hashable, why: str) -> None:
+    if (kind, why) in _said:
+        return
+    if len(_said) >= MOST_SAID:
+        _said.clear()
+    _said.add((kind, why))
+    _log.warning("running on PyTorch instead: %s", why)
+
+
+def check_or_decline(what: str, check: Callable[[], None], without: Callable[[], None]) -> None:
+    """`check()`, and if a fallback is in force, what is wrong for cuDNN alone becomes what it declines.
+
+    Args:
+        what: Names the function.
+        check: Checks a call.
+        without: The same without cuDNN's limits.
+
+    Raises:
+        ArgumentError: The call is wrong.
+        UnsupportedError: A fallback is in force, and the call is right but for the limits.
+    """
+    try:
+        check()
+    except ArgumentError as error:
+        if not is_in_force():
+            raise
+        refused = str(error)
+    else:
+        return
+    without()
+    raise UnsupportedError(what, [refused])

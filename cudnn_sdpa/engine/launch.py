@@ -1,0 +1,212 @@
+"""Calls of operations bound to their plans: tensors in, new tensors out."""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.engine.fast_path import CallTable
+from cudnn_sdpa.errors import DeviceError, LayoutError
+from cudnn_sdpa.graph.definition import GraphOp
+from cudnn_sdpa.graph.key import Operand, PlanKey, Role
+from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, layouts_of
+from cudnn_sdpa.graph.target import Target, live_target
+from cudnn_sdpa.plans.build import build_plan
+from cudnn_sdpa.plans.cache import next_use, plan_cache
+from cudnn_sdpa.plans.plan import allocate, current_device
+
+_MISALIGNED = ALIGNMENT - 1
+
+#: Shape, stride and dtype of a new tensor.
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+#: Prepared calls, by all that decides one.
+calls: CallTable[Any] = CallTable(None)
+
+
+def describe(operand: Any) -> Hashable:
+    """What of an operand decides a call: of a number, that there is one."""
+    if isinstance(operand, Tensor):
+        return operand.shape, operand.stride(), operand.dtype, operand.device
+    return operand is None
+
+
+def type_of(option: Any) -> Any:
+    """The type of an option: 1, 1.0 and True are three different ones, and so are both zeros; in tuples too."""
+    kind = type(option)
+    if kind is tuple:
+        return tuple([type_of(item) for item in option])
+    if not option and isinstance(option, float):  # also one of numpy's
+        return kind, str(option)  # which tells -0.0 from 0.0
+    return kind
+
+
+def key_of(
+    operation: GraphOp,
+    names: Sequence[str],
+    given: Sequence[Any],
+    outputs: Sequence[Tensor],
+    options: dict[str, Any],
+    target: Target,
+    device: int | None,
+    *,
+    deterministic: bool,
+) -> PlanKey:
+    """The key of the plan for operands and outputs that lie in memory as these do."""
+    rank = max(x.dim() for x in given if isinstance(x, Tensor))
+    number = TensorLayout.contiguous((1,) * rank, torch.float32)
+    tensors = [x for x in (*given, *outputs) if isinstance(x, Tensor)]
+    layouts = iter(layouts_of(tensors, channels_last=operation.channels_last))
+    inputs = [
+        Operand(name, next(layouts)) if isinstance(x, Tensor) else Operand(name, number, Role.SCALAR)
+        for name, x in zip(names, given, strict=True)
+        if x is not None
+    ]
+    results = [Operand(f"output{place}", layout) for place, layout in enumerate(layouts)]
+    return operation.key(inputs, results, options, target, device, deterministic=deterministic)
+
+
+def check_one_device(names: Sequence[str], given: Sequence[Any]) -> None:
+    """All tensors of a call are on one device: an address on another one would end the CUDA context.
+
+    Raises:
+        DeviceError: They are not.
+    """
+    tensors = [(name, x) for name, x in zip(names, given, strict=False) if isinstance(x, Tensor)]
+    first, x = tensors[0]
+    for name, tensor in tensors[1:]:
+        if tensor.device != x.device:
+            raise DeviceError(name, str(tensor.device), f"{x.device}, the device of {first}")
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """A gradient that autograd hands over, as kernels can read it: copied if it is expanded or not aligned."""
+    return tensor.clone() if tensor.data_ptr() & _MISALIGNED or 0 in tensor.stride() else tensor
+
+
+class GraphCall:
+    """A call bound to its plan.
+
+    Attributes:
+        plan: The plan.
+        gradient: What the operands of its gradients look like, and their call, where somebody has prepared it.
+        last: What a `CallTable` resets.
+    """
+
+    __slots__ = (
+        *("_elsewhere", "_held", "_is_short", "_known", "_names", "_numbers", "_results", "_template", "_tensors"),
+        *("gradient", "last", "plan"),
+    )
+
+    def __init__(
+        self,
+        operation: Any,
+        given: Sequence[Any],
+        outputs: Sequence[Tensor],
+        options: dict[str, Any],
+        *,
+        deterministic: bool,
+    ) -> None:
+        check_one_device(operation.operands, given)
+        device = next(x for x in given if isinstance(x, Tensor)).get_device()
+        where = live_target(device), device
+        key = key_of(operation, operation.operands, given, outputs, options, *where, deterministic=deterministic)
+        self.plan = plan_cache.get(key, lambda key: build_plan(operation, key))
+        self.last: Any = None
+        self.gradient: tuple[Any, GraphCall] | None = None
+        self._elsewhere = torch.cuda.device_count() > 1
+        present = [x for x in given if x is not None]
+        self._names = [operand.name for operand in key.inputs]
+        self._tensors = [place for place, x in enumerate(present) if isinstance(x, Tensor)]
+        self._numbers = [place for place, x in enumerate(present) if not isinstance(x, Tensor)]
+        layouts: list[Layout] = [(tuple(x.shape), tuple(x.stride()), x.dtype) for x in outputs]
+        self._results = list(enumerate(layouts, start=len(present)))
+        self._is_short = self._tensors == [0, 1] and len(layouts) == 1
+        self._template = array("Q", bytes(8 * (len(present) + len(outputs))))
+        self._known = tuple([float(x) for x in present if not isinstance(x, Tensor)])
+        self._held = array("f", self._known)  # numbers are mostly the same in each call, and stay where they are
+        self._point_to(self._held, self._template)
+
+    def shaped(self, *layouts: Layout) -> GraphCall:
+        """The same call whose results are seen in other shapes."""
+        result = copy.copy(self)
+        result._results = [(place, layout) for (place, _), layout in zip(self._results, layouts, strict=True)]
+        return result
+
+    def __call__(self, tensors: Sequence[Tensor], numbers: tuple[float, ...] = ()) -> list[Tensor]:
+        """The results, in new memory."""
+        if self._elsewhere and current_device() != self.plan.device:
+            with torch.cuda.device(self.plan.device):
+                return self(tensors, numbers)
+        operands, bits, held = self._template[:], 0, None  # of this call alone: many threads make calls at once
+        for place, tensor in zip(self._tensors, tensors):  # noqa: B905 - as many as there were in the call like it
+            operands[place] = address = tensor.data_ptr()
+            bits |= address or _MISALIGNED
+        if bits & _MISALIGNED:
+            self._refuse(tensors)
+        if numbers != self._known:
+            if len(numbers) != len(self._known):
+                raise ValueError(f"{len(numbers)} numbers for a call of {len(self._known)}")
+            held = array("f", numbers)
+            self._point_to(held, operands)
+        outputs = []
+        for place, layout in self._results:
+            out = allocate(*layout)
+            operands[place] = out.data_ptr()
+            outputs.append(out)
+        self.plan.last_used = next_use()
+        self.plan.launch(operands)
+        del held  # until now: cuDNN reads numbers when it launches
+        return outputs
+
+    def of_two(self, x: Tensor, y: Tensor, numbers: tuple[float, ...] = ()) -> Tensor:
+        """The first result of a call with two tensors. Without loops over operands and results: saves 0.5 µs."""
+        plan = self.plan
+        elsewhere = self._elsewhere and current_device() != plan.device
+        if elsewhere or not self._is_short or (numbers is not self._known and numbers != self._known):
+            return self((x, y), numbers)[0]
+        operands = self._template[:]
+        operands[0] = of_x = x.data_ptr()
+        operands[1] = of_y = y.data_ptr()
+        if (of_x | of_y) & _MISALIGNED or not (of_x and of_y):
+            self._refuse((x, y))
+        place, layout = self._results[0]
+        out: Tensor = allocate(*layout)
+        operands[place] = out.data_ptr()
+        plan.last_used = next_use()
+        plan.launch(operands)
+        return out
+
+    def write(self, tensors: Sequence[Tensor], numbers: tuple[float, ...], addresses: Sequence[int]) -> None:
+        """The same, on the current device, with results that go to these addresses."""
+        operands, held = self._template[:], array("f", numbers)
+        for place, tensor in zip(self._tensors, tensors, strict=True):
+            operands[place] = tensor.data_ptr()
+            if operands[place] & _MISALIGNED or not operands[place]:
+                self._refuse(tensors)
+        self._point_to(held, operands)
+        for (place, _), address in zip(self._results, addresses, strict=True):
+            operands[place] = address
+        self.plan.last_used = next_use()
+        self.plan.launch(operands)
+        del held
+
+    def _point_to(self, numbers: array[float], operands: array[int]) -> None:
+        first = numbers.buffer_info()[0]
+        for number, place in enumerate(self._numbers):
+            operands[place] = first + 4 * number
+
+    def _refuse(self, tensors: Sequence[Tensor]) -> None:
+        for place, tensor in zip(self._tensors, tensors, strict=True):
+            name, past = self._names[place], tensor.data_ptr() % ALIGNMENT
+            if not tensor.data_ptr():
+                hint = "Its storage was freed or resized to nothing, as sharded training does with weights not in use."
+                raise LayoutError(name, "a tensor without memory (address 0)", "memory that holds its numbers", hint)
+            if past:
+                got = f"memory at {past} bytes past a multiple of {ALIGNMENT}"
+                raise LayoutError(name, got, f"a multiple of {ALIGNMENT} bytes", f"Use {name}.clone().")

@@ -1,0 +1,112 @@
+"""The tensors that fused operations take, on a GPU and in their references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError
+from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+
+_OF_CUDNN = (torch.float16, torch.bfloat16, torch.float32)
+
+EXPECTED = "float16, bfloat16 or float32"
+
+#: How many parts of a value, bits of a number, and letters a message shows.
+_MANY, _BITS, _LONGEST = 8, 64, 60
+
+
+def check_dtype(name: str, tensor: Any) -> None:
+    """Something is a plain tensor of such a dtype; on the CPU it may be float64, too, for checks of gradients.
+
+    Raises:
+        OptionError: It is no tensor.
+        LayoutError: It is nested or sparse.
+        DtypeError: It has another dtype.
+    """
+    check_strided(name, tensor)
+    if tensor.dtype is torch.float64 and not tensor.is_cuda:
+        return
+    if tensor.dtype not in _OF_CUDNN:
+        hint = "It runs in float64 on the CPU alone." if tensor.dtype is torch.float64 else ""
+        raise DtypeError(name, str(tensor.dtype), EXPECTED, hint)
+
+
+def check_strided(name: str, tensor: Any) -> None:
+    """Something is a tensor whose numbers lie at strides.
+
+    Raises:
+        OptionError: It is no tensor.
+        LayoutError: It is nested or sparse, or its memory was freed.
+    """
+    if not isinstance(tensor, Tensor):
+        raise OptionError(name, type(tensor).__name__, "a torch.Tensor")
+    if tensor.is_nested:
+        hint = "Use its parts, or .to_padded_tensor()."
+        raise LayoutError(name, "a nested tensor", "a tensor of one shape", hint)
+    if tensor.layout is not torch.strided:
+        raise LayoutError(name, f"the layout {tensor.layout}", "a strided tensor", f"Use {name}.to_dense().")
+    if not is_compiling() and _lacks_memory(tensor):
+        hint = "Its storage was freed or resized, as sharded training does with weights not in use."
+        raise LayoutError(name, "a tensor without memory", "memory that holds its numbers", hint)
+
+
+def _lacks_memory(tensor: Tensor) -> bool:
+    """Whether a tensor reaches beyond its storage."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta or tensor._is_zerotensor():
+        return False
+    try:
+        size = tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # a wrapper of a transform has none of its own
+        return False
+    if tensor.numel() == 0:
+        return False
+    last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return size < (tensor.storage_offset() + last + 1) * tensor.element_size()
+
+
+def check_beside(name: str, tensor: Any, first: str, x: Tensor) -> None:
+    """What belongs to `x`, the argument with the name `first`, is a plain tensor on its device.
+
+    Raises:
+        OptionError: It is no tensor.
+        LayoutError: It is nested or sparse.
+        DeviceError: It is elsewhere.
+    """
+    check_strided(name, tensor)
+    if tensor.device != x.device:
+        hint = f"Move it with {name}.to({first}.device)."
+        raise DeviceError(name, str(tensor.device), f"{x.device}, the device of {first}", hint)
+
+
+def check_kept(**tensors: Tensor | None) -> None:
+    """Autograd can keep these tensors, if it will want a gradient by one of them.
+
+    Raises:
+        LayoutError: One of them was made in inference mode.
+    """
+    if is_compiling() or not needs_gradient(*tensors.values()):
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.is_inference():
+            hint = f"Use {name}.clone() outside of torch.inference_mode, or torch.no_grad()."
+            raise LayoutError(name, "a tensor made in inference mode", "one that autograd can keep", hint)
+
+
+def shown(value: Any) -> str:
+    """A value in a message: of what is long, or has contents of its own, the type."""
+    if isinstance(value, (tuple, list)):
+        text = ", ".join(map(shown, value[:_MANY])) + (", ..." if len(value) > _MANY else "")
+        return f"[{text}]" if isinstance(value, list) else f"({text})"
+    if isinstance(value, int) and value.bit_length() > _BITS:  # Python refuses to write very long ones
+        return f"an int of {value.bit_length()} bits"
+    is_plain = value is None or isinstance(value, (bool, int, float, str))
+    return repr(value)[:_LONGEST] if is_plain else type(value).__name__
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """The numbers that a reference computes with: float64 as it is, everything else in float32."""
+    return tensor if tensor.dtype is torch.float64 else tensor.float()

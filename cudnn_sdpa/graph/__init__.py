@@ -1,0 +1,1 @@
+"""A cuDNN graph and its identity: knows no plan and no operation."""

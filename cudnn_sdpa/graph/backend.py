@@ -1,0 +1,309 @@
+"""The only module that imports cuDNN's frontend: loading, versions, enums, building and launching.
+
+Nothing is loaded until the first call that needs it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cudnn_sdpa.errors import ExecutionError, LibraryError, UnsupportedError
+from cudnn_sdpa.graph.determinism import is_repeatable
+from cudnn_sdpa.graph.diagnostics import Place, reason_of, recording
+
+#: Oldest versions that the library is tested with.
+MIN_FRONTEND = (1, 28)
+MIN_CUDNN = 91000
+
+#: An engine and its settings.
+Configuration = tuple[str, dict[str, int]]
+
+#: Launches a built plan: (address of the pointer array, its length, workspace pointer, handle, plan index).
+Launch = Callable[[int, int, int, int, int], None]
+
+_INSTALL = "install it with: pip install 'cudnn-sdpa[cu13]' (PyTorch for CUDA 13) or 'cudnn-sdpa[cu12]' (CUDA 12)"
+
+
+@functools.cache
+def cudnn() -> ModuleType:
+    """The `cudnn` module, checked for version and for a libcudnn behind it.
+
+    Raises:
+        LibraryError: The frontend or libcudnn is missing or too old; the message says what is there.
+    """
+    try:
+        module: ModuleType = importlib.import_module("cudnn")
+    except Exception as error:
+        raise LibraryError(f"nvidia-cudnn-frontend cannot be imported ({error}); {_INSTALL}") from error
+    found = tuple(int(part) for part in re.findall(r"\d+", module.__version__)[:2])
+    if found < MIN_FRONTEND:
+        wanted = ".".join(map(str, MIN_FRONTEND))
+        raise LibraryError(
+            f"nvidia-cudnn-frontend {module.__version__} at {module.__file__} is too old: {wanted} or newer is needed; "
+            "pip install --upgrade nvidia-cudnn-frontend"
+        )
+    try:
+        version = int(module.backend_version())
+    except Exception as error:
+        raise LibraryError(f"libcudnn.so.9 cannot be loaded ({error}); {_INSTALL}") from error
+    if version < MIN_CUDNN:
+        where = loaded_libraries().get("libcudnn", "an unknown place")
+        raise LibraryError(
+            f"cuDNN {version_string(version)} at {where} is too old: {version_string(MIN_CUDNN)} or newer is needed. "
+            "A folder on LD_LIBRARY_PATH comes before the pip package; " + _INSTALL
+        )
+    # The frontend warns through this logger when a graph is declined; our errors carry the same text.
+    logging.getLogger("cudnn").addHandler(logging.NullHandler())
+    return module
+
+
+def version_string(version: int) -> str:
+    """91900 -> "9.19.0"."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def cudnn_version() -> int:
+    """cuDNN's version as a number: 91900 for 9.19.0."""
+    return int(cudnn().backend_version())
+
+
+def frontend_version() -> str:
+    """Version of nvidia-cudnn-frontend."""
+    return str(cudnn().__version__)
+
+
+def loaded_libraries() -> dict[str, str]:
+    """Which file each NVIDIA library of this process was loaded from: {"libcudnn": "/…/libcudnn.so.9", …}."""
+    if not sys.platform.startswith("linux"):
+        return {}
+    wanted = re.compile(r"/(libcudnn|libcudnn_graph|libcuda|libnvrtc|libcublasLt|libcudart)\.so[.\d]*$")
+    found: dict[str, str] = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line[line.find("/") :] if "/" in line else ""
+        match = wanted.search(path)
+        if match:
+            found.setdefault(match[1], path)
+    return dict(sorted(found.items()))
+
+
+def device_properties(device: int) -> dict[str, Any]:
+    """cuDNN's description of a GPU of this process, as a dictionary in the format of its JSON files."""
+    serialized = cudnn().create_device_properties(device).serialize()
+    return dict(json.loads(bytes(serialized) if isinstance(serialized, list) else serialized))
+
+
+def create_handle() -> Any:
+    """A new handle, bound to the current CUDA device."""
+    return cudnn().create_handle()
+
+
+def raw_handle(handle: Any) -> int:
+    """The `cudnnHandle_t` in `handle` as a number."""
+    return int(handle.backend_handle)
+
+
+def set_stream(handle: Any, stream: int) -> None:
+    """Have work launched through `handle` go to the CUDA stream `stream`."""
+    cudnn().set_stream(handle, stream)
+
+
+class GraphBuilder:
+    """What a builder function receives as `g`: cuDNN's graph, with every operation as a method.
+
+    Attributes:
+        types: The `cudnn` module, for its enumerations (`g.types.diagonal_alignment.TOP_LEFT`).
+        places: Where operations were added.
+        where: What another builder for the same GPU takes.
+    """
+
+    def __init__(self, *, handle: Any = None, properties: dict[str, Any] | None = None) -> None:
+        self.types = cudnn()
+        self.where = {"handle": handle, "properties": properties}
+        where: dict[str, Any] = {"handle": handle}
+        if properties is not None:
+            where = {
+                "device_property": self.types.create_device_properties(json.dumps(properties)),
+                "sm_version": properties["deviceVer"] // 10,
+                "sm_count": properties["multiProcessorCount"],
+            }
+        float32 = self.types.data_type.FLOAT
+        self._graph = self.types.pygraph(intermediate_data_type=float32, compute_data_type=float32, **where)
+        self._may_take: Callable[[str, dict[str, int]], bool] = lambda *_: True
+        self._passed_over = self._deterministic = False
+        self.places: list[Place] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return recording(name, getattr(self._graph, name), self.places)
+
+    def only_repeatable(self, *, single_query: bool) -> None:
+        """Has the forward kernels passed over that may give other bits in another run."""
+        self._may_take = functools.partial(is_repeatable, single_query=single_query)
+
+    def only_deterministic(self) -> None:
+        """Has plans passed over that cuDNN notes to be nondeterministic."""
+        self._deterministic = True
+
+    def declare(
+        self, name: str, uid: int, shape: Any, stride: Any, dtype: str, *, host_scalar: bool = False, ragged: Any = None
+    ) -> Any:
+        """Adds an operand.
+
+        `host_scalar` makes it a pass-by-value number that lives in host memory; `ragged` is the operand that says where
+        each batch entry begins.
+        """
+        return self._graph.tensor(
+            name=name,
+            uid=uid,
+            dim=list(shape),
+            stride=list(stride),
+            data_type=getattr(self.types.data_type, dtype),
+            is_pass_by_value=host_scalar,
+            ragged_offset=ragged,
+        )
+
+    def declare_output(self, symbol: Any, uid: int, shape: Any, stride: Any, dtype: str, *, ragged: Any = None) -> None:
+        """Makes the result `symbol` an output that lies in memory as said."""
+        symbol.set_output(True).set_dim(list(shape)).set_stride(list(stride))
+        symbol.set_data_type(getattr(self.types.data_type, dtype)).set_uid(uid)
+        if ragged is not None:
+            symbol.set_ragged_offset(ragged)
+
+    def build(self, what: str) -> BuiltGraph:
+        """Plans and compiles the graph with the best of cuDNN's own engines that takes it.
+
+        The frontend also ranks Python engines of its own in the same list; those are passed over.
+
+        Raises:
+            UnsupportedError: No engine takes the graph; `what` names it in the message.
+        """
+        # Reasons are kept as texts: an exception would keep the graph beyond the interpreter's end.
+        graph, failures = self._graph, list[str]()
+        try:
+            graph.validate()
+            graph.build_operation_graph()
+            self._propose()
+            if self._deterministic:  # shows when a plan is built: cuDNN's frontend names no notes
+                graph.deselect_numeric_notes([self.types.numerical_note.NONDETERMINISTIC])
+        except Exception as error:  # noqa: BLE001 - whatever the frontend raises, it is the reason
+            raise _unsupported(what, [reason_of(error)]) from None
+        for index in range(graph.get_execution_plan_count()):
+            if not self._takes(index):
+                continue
+            try:
+                graph.check_support()
+                return self._finish(index)
+            except Exception as error:  # noqa: BLE001 - whatever an engine raises, the next may do
+                failures.append(reason_of(error))
+        if self._passed_over:
+            failures.append("its other kernels may give other bits in another run, and deterministic ones are wanted")
+        raise _unsupported(what, failures)
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether attention is among the operations."""
+        return any(place.operation.startswith("sdpa") for place in self.places)
+
+    def _propose(self) -> None:
+        """Lists what a plan is built from: cuDNN's guesses and, but for attention, what it has in reserve."""
+        modes = self.types.heur_mode
+        self._graph.create_execution_plans([modes.A] if self.has_attention else [modes.A, modes.FALLBACK])
+
+    def _takes(self, index: int) -> bool:
+        """Selects an entry of the list; whether it is one to build."""
+        self._graph.select_plan(index)
+        if self._graph.selected_engine is not None:
+            return False
+        may_take = self._may_take(*self._configuration(index))
+        self._passed_over |= not may_take
+        return may_take
+
+    def _configuration(self, index: int) -> Configuration:
+        engine, knobs = self._graph.get_engine_and_knobs_at_index(index)
+        return f"eng{engine}", {str(getattr(knob, "name", knob)): int(value) for knob, value in knobs.items()}
+
+    def _finish(self, index: int) -> BuiltGraph:
+        self._graph.build_plans()
+        return BuiltGraph(self._graph, *self._configuration(index), int(self._graph.get_workspace_size()))
+
+
+@dataclass
+class BuiltGraph:
+    """A graph with a compiled plan."""
+
+    graph: Any
+    engine: str
+    knobs: dict[str, int]
+    workspace: int
+
+    def serialize(self) -> bytes:
+        """The compiled plan in cuDNN's own format."""
+        return bytes(self.graph.serialize())
+
+    def launcher(self, uids: list[int]) -> Launch:
+        """The quickest callable that this frontend offers for launching the plan.
+
+        Args:
+            uids: Of every operand, in the order of the pointers that the caller will pass; must be ascending.
+        """
+        raw = _raw_launcher(self.graph, uids)
+        return raw if raw is not None else _public_launcher(self.graph, uids)
+
+
+def load_graph(handle: Any, data: bytes, engine: str, knobs: dict[str, int]) -> BuiltGraph:
+    """A graph with the plan that `BuiltGraph.serialize` gave: nothing is planned or compiled.
+
+    Raises:
+        Exception: Whatever cuDNN says of bytes that are no plan for this GPU and version.
+    """
+    graph = cudnn().pygraph(handle=handle)
+    try:
+        graph.deserialize(data)
+    except TypeError:  # frontends before 1.29 take the bytes as a list of numbers
+        graph.deserialize(list(data))
+    return BuiltGraph(graph, engine, knobs, int(graph.get_workspace_size()))
+
+
+def _raw_launcher(graph: Any, uids: list[int]) -> Launch | None:
+    """The frontend's private launch by an array of raw pointers, where it exists: 6 µs less than `execute`."""
+    lowered = getattr(graph, "_lowered_graph", None)
+    needed = ("_execute_with_raw_ptrs", "_prepare_variant_pack_template", "_get_variant_pack_uids_sorted")
+    if lowered is None or not all(hasattr(lowered, name) for name in needed):
+        return None
+    lowered._prepare_variant_pack_template()
+    if list(lowered._get_variant_pack_uids_sorted()) != uids:
+        return None
+    launch: Launch = lowered._execute_with_raw_ptrs
+    return launch
+
+
+def _public_launcher(graph: Any, uids: list[int]) -> Launch:
+    """The same through the frontend's public `execute`, which takes addresses by UID."""
+    handle_type = cudnn().Handle
+
+    def launch(array: int, count: int, workspace: int, handle: int, index: int) -> None:
+        del index  # `execute` runs the selected plan
+        pointers = (ctypes.c_uint64 * count).from_address(array)
+        graph.execute(dict(zip(uids, pointers, strict=True)), workspace, handle=handle_type(handle))
+
+    return launch
+
+
+def execution_error(error: Exception, what: str) -> ExecutionError:
+    """`error`, raised by a launch, in this library's words."""
+    return ExecutionError(f"cuDNN {version_string(cudnn_version())} could not launch {what}: {error}")
+
+
+def _unsupported(what: str, reasons: list[str]) -> UnsupportedError:
+    reasons = list(dict.fromkeys(reasons)) or ["cuDNN's heuristics proposed no engine"]
+    return UnsupportedError(f"{what} with cuDNN {version_string(cudnn_version())}", reasons)

@@ -1,0 +1,301 @@
+"""A Python function of symbolic tensors and static options becomes a graph definition with a digest of its source."""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import hashlib
+import importlib
+import inspect
+import linecache
+import sys
+import traceback
+import types
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from cudnn_sdpa._version import __version__
+from cudnn_sdpa.errors import OptionError, UnsupportedError
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.backend import BuiltGraph, GraphBuilder
+from cudnn_sdpa.graph.diagnostics import locations_in_words
+from cudnn_sdpa.graph.key import Operand, PlanKey, Role
+from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES
+from cudnn_sdpa.graph.shape_inference import InferringBuilder
+from cudnn_sdpa.graph.target import Target
+
+#: Modules that hold nothing that changes; another's attributes would be in no key.
+_MODULES = {*sys.stdlib_module_names, "torch", "numpy"}
+_CONSTANTS = (bool, int, float, str, bytes, type(None))
+
+
+class GraphOp:
+    """An operation: the builder of its graph, and an identity that changes when the builder does.
+
+    The builder is called as ``builder(g, **inputs, **options)``, where `g` is cuDNN's graph, `inputs` are symbolic
+    tensors and `options` plain values, all of them out of a `PlanKey`. It returns the graph's outputs, one symbol or
+    a tuple. It must not depend on anything else: closures and globals may hold constants, modules and functions of
+    which the same is true, and are part of the identity; a builder with others is refused.
+    """
+
+    def __init__(self, builder: Callable[..., Any]) -> None:
+        if not isinstance(builder, types.FunctionType):
+            expected = "a plain function, on whose source its plans can depend"
+            raise OptionError("the graph builder", type(builder).__name__, expected)
+        self.__doc__ = builder.__doc__
+        self._builder = builder
+        #: Whether operands are read with channels last where sizes of 1 leave that open.
+        self.channels_last = False
+        self.name = f"{builder.__module__}:{builder.__qualname__}"
+        for _ in _identity(builder, seen=set(), complete=False):  # refuse now what can be refused now
+            pass
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Changes when the builder, what it uses, or the package's version changes."""
+        return _digest(self._builder)
+
+    def key(
+        self,
+        inputs: Sequence[Operand],
+        outputs: Sequence[Operand],
+        options: dict[str, Any],
+        target: Target,
+        device: int | None,
+        *,
+        deterministic: bool = False,
+    ) -> PlanKey:
+        """The key of the plan for these operands and options."""
+        given = (tuple(inputs), tuple(outputs), PlanKey.typed(options))
+        return PlanKey(self.name, self.digest, *given, target, device, deterministic)
+
+    def compile(self, key: PlanKey, g: GraphBuilder) -> BuiltGraph:
+        """Builds the graph of `key` in `g`, then plans and compiles it.
+
+        The operands' UIDs are 1, 2, … in the order inputs, outputs, which is the order of a launch's pointers. An
+        input that is named as the offsets of another comes before it and is not given to the builder.
+
+        Raises:
+            UnsupportedError: cuDNN takes no such graph, or is known to compute it wrongly.
+            ShapeError: A user's outputs have other shapes than the graph gives them.
+            OptionError: What the builder uses has changed since its first key was made.
+        """
+        if _digest(self._builder) != self.digest:
+            got, expected = "other constants or functions that it uses", "the same as for its first plan"
+            raise OptionError(f"the graph builder {self.name}", got, expected, "Define a new operation instead.")
+        known_issues.check(key)
+        is_ours = key.operation.startswith("cudnn_sdpa.")
+        if not is_ours:
+            inferring = InferringBuilder(**g.where)
+            inferring.check(key, self._build(key, inferring)[1])
+        if key.deterministic:
+            g.only_deterministic()
+        symbols, results = self._build(key, g)
+        for uid, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True), start=1 + len(key.inputs)):
+            layout = operand.layout
+            ragged = symbols[operand.ragged] if operand.ragged else None
+            g.declare_output(symbol, uid, layout.shape, layout.stride, CUDNN_DTYPE_NAMES[layout.dtype], ragged=ragged)
+        try:
+            return g.build(key.name)
+        except UnsupportedError as error:
+            places = locations_in_words(g.places, self._builder.__code__.co_filename)
+            if not places or is_ours:
+                raise
+            reasons = [*error.reasons, f"the graph's operations: {places}"]  # cuDNN does not say which of them it was
+            raise UnsupportedError(error.what, reasons, error.suggestion) from None
+
+    def _build(self, key: PlanKey, g: GraphBuilder) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """Runs the builder in `g`; the symbols of the operands by name, and those of the results."""
+        symbols: dict[str, Any] = {}
+        for uid, operand in enumerate(key.inputs, start=1):
+            layout = operand.layout
+            symbols[operand.name] = g.declare(
+                operand.name,
+                uid,
+                layout.shape,
+                layout.stride,
+                CUDNN_DTYPE_NAMES[layout.dtype],
+                host_scalar=operand.role is Role.SCALAR,
+                ragged=symbols[operand.ragged] if operand.ragged else None,
+            )
+        offsets = {operand.ragged for operand in (*key.inputs, *key.outputs)}
+        try:
+            arguments = {name: symbol for name, symbol in symbols.items() if name not in offsets}
+            results = self._builder(g, **arguments, **key.option_values)
+        except RuntimeError as error:  # what cuDNN's own builder methods raise
+            raise UnsupportedError(key.name, [f"{error}{_place_of(error, self._builder)}"]) from None
+        except (AttributeError, TypeError) as error:  # a method that there is not, or arguments that it does not take
+            got = f"{error}{_place_of(error, self._builder)}"
+            expected = "calls that the graph and its operations take"
+            raise OptionError(f"the graph builder of {key.name}", got, expected) from error
+        return symbols, self._checked(results, key, list(symbols.values()))
+
+    def _checked(self, results: Any, key: PlanKey, operands: list[Any]) -> tuple[Any, ...]:
+        """The builder's results, if they are what the key says.
+
+        Raises:
+            OptionError: They are not.
+        """
+        found = tuple(results) if isinstance(results, (tuple, list)) else (results,)
+        code = self._builder.__code__
+        where = f"the graph builder of {key.name} ({code.co_filename}, line {code.co_firstlineno})"
+        count = sum(symbol is not None for symbol in found)
+        if count != len(found) or count != len(key.outputs):
+            raise OptionError(where, f"{count} results", f"{len(key.outputs)}, as the reference gives")
+        if len({id(symbol) for symbol in (*operands, *found)}) != len(operands) + len(found):
+            got = "an operand as a result, or one symbol twice"
+            raise OptionError(where, got, "results of operations, each once")
+        return found
+
+    def __repr__(self) -> str:
+        return f"<graph_op {self.name}>"
+
+
+def _place_of(error: Exception, builder: types.FunctionType) -> str:
+    """Where in the builder, or in what it calls in its file, an error was raised."""
+    places = traceback.extract_tb(error.__traceback__)
+    inside = [place for place in places if place.filename == builder.__code__.co_filename]
+    return f" ({inside[-1].filename}, line {inside[-1].lineno}: {inside[-1].line})" if inside else ""
+
+
+def graph_op(builder: Callable[..., Any]) -> GraphOp:
+    """Makes an operation out of the builder of its graph; see `GraphOp`."""
+    return GraphOp(builder)
+
+
+def find_operation(name: str, *, only_imported: bool = False) -> GraphOp:
+    """The operation with the import path `name`, "package.module:name".
+
+    With `only_imported`, a module of another package must have been imported already: names out of files run no code.
+    """
+    module, _, attribute = name.partition(":")
+    if only_imported and module.partition(".")[0] != __name__.partition(".")[0] and module not in sys.modules:
+        raise ImportError(f"the module {module} has not been imported")
+    operation = getattr(importlib.import_module(module), attribute)
+    if not isinstance(operation, GraphOp):
+        raise OptionError(name, f"{type(operation).__name__}, which is no graph_op", "a graph_op")
+    return operation
+
+
+def function_digest(*functions: Any) -> str:
+    """Changes when one of these functions, or anything that it uses, or the package's version changes.
+
+    Where that cannot be told, because a function uses objects from outside, it is new in every process.
+    """
+    digest = hashlib.sha256(__version__.encode())
+    for function in functions:
+        digest.update(b"\0")
+        if not isinstance(function, types.FunctionType):
+            name = getattr(function, "__name__", "")
+            found = function is None or getattr(torch.nn.functional, name, getattr(torch, name, None)) is function
+            digest.update((f"{name}" if found else uuid.uuid4().hex).encode())
+        elif function.__module__.partition(".")[0] == __name__.partition(".")[0]:
+            digest.update(_source(function.__code__).encode())  # the rest goes with the package's version
+        else:
+            try:
+                for part in _identity(function, seen=set(), complete=True):
+                    digest.update(b"\0" + part.encode())
+            except TypeError:
+                digest.update(uuid.uuid4().hex.encode())
+    return digest.hexdigest()[:16]
+
+
+def _digest(builder: types.FunctionType) -> str:
+    digest = hashlib.sha256(__version__.encode())
+    for part in _identity(builder, seen=set(), complete=True):
+        digest.update(b"\0" + part.encode())
+    return digest.hexdigest()[:16]
+
+
+def _identity(function: types.FunctionType, seen: set[Any], *, complete: bool) -> Iterator[str]:
+    """Text that changes whenever `function` may compute something else.
+
+    Raises:
+        OptionError: It uses something from outside that is no part of a key; with `complete`, also if it uses a name
+            that is not defined yet.
+    """
+    if function in seen:
+        return
+    seen.add(function)
+    code = function.__code__
+    yield _source(code)
+    if code.co_name == "<lambda>":  # whose source is its whole line
+        yield repr((code.co_code, code.co_consts, code.co_names))
+    signature = inspect.signature(function, follow_wrapped=False)
+    defaults = {name: p.default for name, p in signature.parameters.items() if p.default is not p.empty}
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    outside = {name: cell.cell_contents for name, cell in cells}
+    for name in _loaded_globals(code):
+        if name in function.__globals__:
+            outside[name] = function.__globals__[name]
+        elif complete and not hasattr(builtins, name):
+            got, expected = f"uses {name!r}, which is not defined", "names that are defined when it is first used"
+            raise OptionError(f"the graph builder {function.__qualname__}", got, expected)
+    for name, value in sorted({**defaults, **outside}.items()):
+        yield name
+        yield from _identity_of_value(function, name, value, seen, complete=complete)
+
+
+def _identity_of_value(
+    function: types.FunctionType, name: str, value: Any, seen: set[Any], *, complete: bool
+) -> Iterator[str]:
+    if isinstance(value, GraphOp) and hasattr(value, "token"):
+        yield value.token
+    elif isinstance(value, types.FunctionType):
+        yield from _identity(value, seen, complete=complete)
+    elif isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] in _MODULES:
+        yield value.__name__
+    elif isinstance(value, _CONSTANTS):
+        yield repr(value)
+    elif isinstance(value, (tuple, frozenset)) and all(isinstance(item, _CONSTANTS) for item in value):
+        yield repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
+    else:
+        raise OptionError(
+            f"the graph builder {function.__qualname__}",
+            f"a builder that uses {name!r}, a {type(value).__name__} from outside",
+            "only constants, functions, and modules of Python, torch and numpy: a plan must depend on its key alone",
+            "Pass the value as an option instead.",
+        )
+
+
+@functools.cache
+def _source(code: types.CodeType) -> str:
+    """The source as it was when the file was first read, much quicker than by `inspect.getsource`."""
+    linecache.checkcache(code.co_filename)  # it may have been edited and loaded anew; asked when a function is made
+    lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 : _last_line(code)]
+    # "<string>" is the name of many sources, and Python 3.13 has lines for it.
+    return _code_text(code) if code.co_filename.startswith("<") else "".join(lines) or _code_text(code)
+
+
+def _code_text(code: types.CodeType) -> str:
+    """What code does, as text, without a file to read it in: that of prompts and of `exec`."""
+    constants = [_code_text(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return repr((code.co_code, constants, code.co_names, getattr(code, "co_exceptiontable", b"")))
+
+
+def _last_line(code: types.CodeType) -> int:
+    inner = [_last_line(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    return max([code.co_firstlineno, *inner, *(line for _, _, line in code.co_lines() if line is not None)])
+
+
+@functools.cache
+def _loaded_globals(code: types.CodeType) -> frozenset[str]:
+    """The names that code looks up outside; it takes some milliseconds, and code does not change."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME" and str(instruction.argval).partition(".")[0] not in _MODULES:
+            raise OptionError(
+                f"the graph builder {code.co_name}",
+                f"a builder that imports {instruction.argval!r}",
+                "imports of Python, torch and numpy alone: what it finds elsewhere would be in no key",
+                "Pass the value as an option instead.",
+            )
+    names = {
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+    return frozenset(names).union(*(_loaded_globals(c) for c in code.co_consts if isinstance(c, types.CodeType)))

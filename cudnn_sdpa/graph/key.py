@@ -1,0 +1,194 @@
+"""What a plan is a function of.
+
+A `PlanKey` holds everything that the builder of a graph may look at, and nothing else. Data (pointers, sequence
+lengths, scales) is in no key.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+
+from cudnn_sdpa.graph.backend import version_string
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.graph.target import Target, serial_of
+
+#: The first GPUs with clusters of thread blocks, Hopper.
+FIRST_CLUSTERS = 90
+
+
+class Role(str, Enum):
+    """Where an operand's values come from."""
+
+    TENSOR = "tensor"  #: the caller's memory on the GPU
+    SCALAR = "scalar"  #: one number in host memory, read at each launch
+    FILL = "fill"  #: a constant tensor that belongs to the plan
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One input or output of an operation: its name for the builder, its layout, and where it comes from.
+
+    Attributes:
+        name: The builder's parameter; for an output, a name of its own.
+        layout: How it lies in memory.
+        role: Where its values come from.
+        fill: The value of a constant.
+        ragged: Name of the input that says where in memory each batch entry of this one begins; empty if its stride
+            does.
+    """
+
+    name: str
+    layout: TensorLayout
+    role: Role = Role.TENSOR
+    fill: int = 0
+    ragged: str = ""
+
+    def __str__(self) -> str:
+        if self.role is Role.SCALAR:
+            return f"{self.name}: host scalar"
+        text = f"{self.name}: {self.layout}" + (f" = {self.fill}" if self.role is Role.FILL else "")
+        return text + (f" at {self.ragged}" if self.ragged else "")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanKey:
+    """The identity of one execution plan.
+
+    Attributes:
+        operation: Import path of the operation, "package.module:name".
+        digest: Of its builder's source and of the package's version.
+        inputs: In the order of the builder's parameters; those not given are left out.
+        outputs: In the order of the builder's results.
+        options: Static options as (name, type, value): 1, 1.0 and True are three different options,
+            and so are 0.0 and -0.0.
+        target: The GPU and the libraries.
+        device: Index of the GPU in this process; None for a plan that is only compiled.
+        deterministic: Whether engines that cuDNN calls nondeterministic are passed over. Attention, which knows more of
+            its kernels than cuDNN says, has an option of this name instead.
+    """
+
+    operation: str
+    digest: str
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    options: tuple[tuple[str, str, Any], ...]
+    target: Target
+    device: int | None
+    deterministic: bool = False
+
+    @staticmethod
+    def typed(options: dict[str, Any]) -> tuple[tuple[str, str, Any], ...]:
+        """Options in the form that a key holds."""
+        return tuple((name, _type_name(value), value) for name, value in sorted(options.items()))
+
+    @property
+    def option_values(self) -> dict[str, Any]:
+        """The static options by name."""
+        return {name: value for name, _, value in self.options}
+
+    @property
+    def name(self) -> str:
+        """The operation's short name."""
+        return self.operation.rpartition(":")[2]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready description of everything but the target, read back by `from_json`."""
+        return {
+            "operation": self.operation,
+            "digest": self.digest,
+            "inputs": [_operand_to_json(operand) for operand in self.inputs],
+            "outputs": [_operand_to_json(operand) for operand in self.outputs],
+            "options": self.option_values,
+            **({"deterministic": True} if self.deterministic else {}),
+        }
+
+    @property
+    def knows_clusters(self) -> bool:
+        """Whether a plan made on a GPU is for no other one.
+
+        Which multiprocessors can work together as a cluster differs from chip to chip of one kind, and cuDNN writes it
+        into plans of convolutions: one made for other clusters leaves some of its results unwritten (seen on 9.19 with
+        an H200). Attention's kernels on Hopper use no clusters; those on Blackwell have not been looked at. What is
+        planned without a GPU has none.
+        """
+        is_attention = self.operation.startswith("cudnn_sdpa.attention.")
+        return self.device is not None and self.target.sm >= FIRST_CLUSTERS and not is_attention
+
+    def identity(self) -> dict[str, Any]:
+        """All that decides the plan, JSON-ready: what equal plans of all processes have in common."""
+        target, device = self.target, self.device
+        return {
+            **({"gpu": serial_of(device)} if device is not None and self.knows_clusters else {}),
+            **self.to_json(),
+            "options": [[name, kind, value] for name, kind, value in self.options],
+            "target": {"properties": [list(pair) for pair in target.properties]},
+            "cudnn": target.cudnn,
+            "frontend": target.frontend,
+            "engines": "cudnn",  # the frontend's own engines in Python are never asked
+        }
+
+    def of_siblings(self) -> PlanKey:
+        """The key of a plan that was made without this GPU."""
+        return replace(self, device=None)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any], target: Target) -> PlanKey:
+        """The key that `to_json` described, for `target`."""
+        return cls(
+            operation=data["operation"],
+            digest=data["digest"],
+            inputs=tuple(_operand_from_json(item) for item in data["inputs"]),
+            outputs=tuple(_operand_from_json(item) for item in data["outputs"]),
+            options=cls.typed({name: _hashable(value) for name, value in data["options"].items()}),
+            target=target,
+            device=None,
+            deterministic=data.get("deterministic", False),
+        )
+
+    def __str__(self) -> str:
+        operands = ", ".join(map(str, self.inputs))
+        results = ", ".join(map(str, self.outputs))
+        options = ", ".join(f"{name}={value!r}" for name, _, value in self.options)
+        where = f"cuda:{self.device}" if self.device is not None else "no device here"
+        where += ", deterministic" * self.deterministic
+        return (
+            f"{self.name}({operands}; {options}) -> ({results}) "
+            f"on {self.target} with cuDNN {version_string(self.target.cudnn)}, {where}"
+        )
+
+
+def _type_name(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"tuple[{', '.join(map(_type_name, value))}]"
+    is_negative_zero = isinstance(value, float) and not value and math.copysign(1.0, value) < 0
+    return type(value).__name__ + ", negative" * is_negative_zero  # it equals 0.0, and may give another plan
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+def _operand_to_json(operand: Operand) -> dict[str, Any]:
+    return {
+        "name": operand.name,
+        "layout": operand.layout.to_json(),
+        "role": operand.role.value,
+        "fill": operand.fill,
+        "ragged": operand.ragged,
+    }
+
+
+def _operand_from_json(data: dict[str, Any]) -> Operand:
+    layout = TensorLayout.from_json(data["layout"])
+    return Operand(data["name"], layout, Role(data["role"]), data["fill"], data["ragged"])
+
+
+HOST_SCALAR = TensorLayout.contiguous((1, 1, 1, 1), torch.float32)
+
+
+ONE_INT64 = TensorLayout.contiguous((1, 1, 1, 1), torch.int64)

@@ -1,0 +1,387 @@
+"""What particular versions of cuDNN get wrong, as data: consulted before every build, shown by `explain`.
+
+Each row says which plans a fault concerns and whether a plan is made so that the fault cannot show. A plan that it
+concerns and that does not avoid it is refused: a wrong number is worse than none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.graph.backend import version_string
+from cudnn_sdpa.graph.key import Operand, PlanKey, Role
+from cudnn_sdpa.graph.layouts import TensorLayout
+
+NEVER_FIXED = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class KnownIssue:
+    """A fault of cuDNN.
+
+    Attributes:
+        fault: What goes wrong.
+        source: Where it was reported, or on which version and GPU this library's tests met it.
+        treatment: How it is avoided, or that the plan is refused.
+        concerns: Whether a plan on a version with the fault could show it.
+        avoids: Whether the plan is made so that it does not.
+        first: First version with the fault, as a number.
+        fixed: First version without it.
+        in_capture: Whether it shows only where the plan is launched into a CUDA graph, which is then refused.
+    """
+
+    fault: str
+    source: str
+    treatment: str
+    concerns: Callable[[PlanKey], bool]
+    avoids: Callable[[PlanKey], bool] = lambda _: False
+    first: int = 0
+    fixed: int = NEVER_FIXED
+    in_capture: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.fault} ({self.source}); {self.treatment}"
+
+
+# Faults of cuDNN in graphs around attention, and in those of users; see `known_issues`.
+
+
+def _stretched(key: PlanKey) -> bool:
+    """Whether an operand of three dimensions is repeated along two of them, in a batch of several."""
+    shapes = [op.layout.shape for op in key.inputs if op.role is Role.TENSOR and len(op.layout.shape) == 3]
+    whole = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    is_batch = bool(whole) and whole[0] > 1 and max(whole[1:]) > 1
+    return is_batch and any(sum(size > 1 for size in shape) == 1 for shape in shapes)
+
+
+def _users(key: PlanKey) -> list[TensorLayout]:
+    """The tensors of a user's graph; of the library's own graphs none, which pass only what is read right."""
+    if key.operation.startswith("cudnn_sdpa."):
+        return []
+    return [op.layout for op in key.inputs if op.role is Role.TENSOR]
+
+
+def _is_flat(key: PlanKey) -> bool:
+    """Whether all tensors of a user's graph have fewer than three dimensions."""
+    layouts = _users(key)
+    return bool(layouts) and max(len(x.shape) for x in layouts) < 3
+
+
+def _is_broadcast_with_gaps(key: PlanKey) -> bool:
+    """Whether a tensor that is broadcast is not dense; of three dimensions, not row-major."""
+    layouts = _users(key)
+    rank = max((len(x.shape) for x in layouts), default=0)
+    layouts = [x for x in layouts if len(x.shape) == rank]
+    whole = [max(sizes) for sizes in zip(*(x.shape for x in layouts), strict=True)]
+    return any(_is_broadcast(x, whole) and not _is_read_whole(x) for x in layouts)
+
+
+def _is_broadcast(x: TensorLayout, whole: list[int]) -> bool:
+    expanded = any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride, strict=True))
+    return expanded or any(n == 1 < size for n, size in zip(x.shape, whole, strict=True))
+
+
+def _is_read_whole(x: TensorLayout) -> bool:
+    """Whether cuDNN reads a broadcast tensor right: one element, or a dense tensor."""
+    steps = [(step, n) for n, step in zip(x.shape, x.stride, strict=True) if n > 1]
+    in_order = steps[::-1] if len(x.shape) == 3 else sorted(steps)
+    span = 1
+    for step, n in in_order:
+        if step != span:
+            return False
+        span *= n
+    return True
+
+
+def _reach_of_layout(key: PlanKey) -> int:
+    """How far the last element of an operand or a result is from the first, at most."""
+    layouts = [operand.layout for operand in (*key.inputs, *key.outputs)]
+    return max(sum((n - 1) * step for n, step in zip(x.shape, x.stride, strict=True)) for x in layouts)
+
+
+FUSED_ISSUES = (
+    KnownIssue(
+        "an operand of three dimensions that has but one is misread in a batch of several: wrong numbers",
+        "seen on 9.19 with an H200",
+        "refused: view the batch as rows, (1, batch · rows, n), or repeat the operand along one more dimension",
+        _stretched,
+    ),
+    KnownIssue(
+        "a graph of tensors of one or two dimensions computes something else",
+        "seen on 9.19 with an H200",
+        "refused: view them as tensors of three dimensions, (1, rows, n)",
+        _is_flat,
+    ),
+    KnownIssue(
+        "an operand that is broadcast is misread unless it is dense, and of three dimensions row-major",
+        "seen on 9.19 with an H200",
+        "refused: pass it with sizes of 1 in place of strides of 0, and contiguous",
+        _is_broadcast_with_gaps,
+    ),
+    KnownIssue(
+        "places beyond 2^31 elements are not known to be reached",
+        "attention's gradients miss them on 9.19 with an H200",
+        "refused: cut the tensors into parts",
+        lambda key: _reach_of_layout(key) >= 2**31,
+    ),
+)
+
+
+#: The operations that `ISSUES` are about.
+ATTENTION = ("cudnn_sdpa.attention.dense.graphs:", "cudnn_sdpa.attention.fp8.graphs:")
+
+
+def _find(key: PlanKey, name: str) -> Operand | None:
+    return next((operand for operand in (*key.inputs, *key.outputs) if operand.name == name), None)
+
+
+def _has(key: PlanKey, *names: str) -> bool:
+    return all(_find(key, name) is not None for name in names)
+
+
+def _shape(key: PlanKey, name: str) -> tuple[int, ...]:
+    operand = _find(key, name)
+    return () if operand is None else operand.layout.shape
+
+
+def _forward(key: PlanKey) -> bool:
+    return key.name in ("sdpa_forward", "paged_decode", "sdpa_fp8_forward")
+
+
+def _backward(key: PlanKey) -> bool:
+    return key.name in ("sdpa_backward", "sdpa_fp8_backward")
+
+
+def _packed(key: PlanKey) -> bool:
+    return any(operand.ragged for operand in key.inputs)
+
+
+def _grouped(key: PlanKey) -> bool:
+    return _shape(key, "q")[1] != _shape(key, "k")[1]
+
+
+def _is_fp8(key: PlanKey) -> bool:
+    operand = _find(key, "q")
+    return operand is not None and "float8" in str(operand.layout.dtype)
+
+
+def _single_query(key: PlanKey) -> bool:
+    return _shape(key, "q")[2] == 1
+
+
+def _partial_tiles(key: PlanKey) -> bool:
+    return _backward(key) and (_shape(key, "q")[2] % 128 != 0 or _shape(key, "k")[2] % 128 != 0)
+
+
+def _one_row_of_bias(key: PlanKey) -> bool:
+    return _has(key, "bias") and _shape(key, "bias")[2] == 1 and not _single_query(key)
+
+
+def _causal_alone(key: PlanKey) -> bool:
+    """Whether nothing hides keys but a causal mask, be it aligned at the first key or the last."""
+    sides = ("bias", "seq_len_kv", "highest")
+    return key.option_values.get("band") in ((None, 0, False), (None, 0, True)) and not any(_has(key, x) for x in sides)
+
+
+def _dense_rows(key: PlanKey, name: str) -> bool:
+    """Whether the rows of a packed tensor lie without gaps, heads together or each head for itself."""
+    operand = _find(key, name)
+    if operand is None:
+        return True
+    _, heads, _, dim = operand.layout.shape
+    _, head, row, _ = operand.layout.stride
+    return row == heads * dim or row == dim or (heads == 1 and head == dim)
+
+
+def _reach(key: PlanKey) -> int:
+    """How far the last element of queries, keys, values or outputs is from the first, at most."""
+    names = ("q", "k", "v", "out", "grad_out")
+    layouts = [operand.layout for operand in key.inputs if operand.name in names]
+    return max(sum((n - 1) * step for n, step in zip(x.shape, x.stride, strict=True)) for x in layouts)
+
+
+def _token_major(key: PlanKey) -> bool:
+    """Whether a token's heads lie together in all gradients."""
+    return all(
+        operand.layout.stride[1] <= operand.layout.stride[2] for operand in key.outputs if operand.name != "grad_q"
+    )
+
+
+ISSUES = (
+    KnownIssue(
+        "a very negative log-sum-exp gives NaN gradients where queries or keys fill their last tile of 128 partly",
+        "pytorch#196678, cudnn-frontend#1072; seen on 9.19 with an H200, not on 9.28",
+        "full lengths are given, so that the rest of the tile is masked",
+        _partial_tiles,
+        lambda key: _has(key, "seq_len_q") or _has(key, "softcap"),
+        fixed=92800,
+    ),
+    KnownIssue(
+        "decoding on Blackwell corrupts results silently",
+        "pytorch#193893",
+        "refused",
+        lambda key: _forward(key) and _single_query(key) and key.target.sm // 10 == 10,
+        first=91900,
+        fixed=92600,
+    ),
+    KnownIssue(
+        "the packed log-sum-exp of a decoding step is written for the first head of a group only",
+        "cudnn-frontend#1083",
+        "packed plans are made for longer sequences",
+        lambda key: _forward(key) and _packed(key) and _has(key, "lse") and _grouped(key),
+        lambda key: not _single_query(key),
+        first=92600,
+        fixed=92800,
+    ),
+    KnownIssue(
+        "planning gradients for one batch, head and query crashes",
+        "cudnn-frontend#1071, seen with 9.28 too",
+        "refused",
+        lambda key: _backward(key) and _shape(key, "q")[:3] == (1, 1, 1),
+        first=92600,
+    ),
+    KnownIssue(
+        "a head-major packed log-sum-exp gives gradients that are all zero",
+        "cudnn-frontend#462",
+        "it lies token-major",
+        lambda key: _backward(key) and _packed(key),
+        lambda key: (operand := _find(key, "lse")) is not None and operand.layout.stride[1] == 1,
+        first=92200,
+        fixed=92700,
+    ),
+    KnownIssue(
+        "a sequence without keys gets NaN or whatever lay in memory",
+        "cudnn-frontend#943; seen on 9.19 with an H200",
+        "it is given as one without queries, or the result is filled with zeros beforehand",
+        lambda key: (
+            (operand := _find(key, "seq_len_kv")) is not None and operand.role is Role.TENSOR and not _is_fp8(key)
+        ),
+        lambda _: True,
+    ),
+    KnownIssue(
+        "the gradient of the last queries in FP8 is wrong where their number is no multiple of 16",
+        "seen on 9.19 with an H200",
+        "queries are copied into a longer tensor",
+        lambda key: _backward(key) and _is_fp8(key) and key.target.sm // 10 == 9,
+        lambda key: _shape(key, "q")[2] % 16 == 0,
+    ),
+    KnownIssue(
+        "the forward pass in FP8 computes queries past their sequence's length, and its largest values have them in",
+        "seen on 9.19 with an H200",
+        "their rows are filled with zeros, and amax_o is taken from the output; amax_s may be too large, at most 1",
+        lambda key: _forward(key) and _is_fp8(key) and _has(key, "seq_len_q") and key.target.sm // 10 == 9,
+        lambda _: True,
+    ),
+    KnownIssue(
+        "replaying a CUDA graph accesses memory illegally with more than 1024 keys and a mask other than plain causal",
+        "TransformerEngine#2344",
+        "a launch into a CUDA graph is refused",
+        lambda key: (_shape(key, "k")[2] > 1024 or _has(key, "table_k")) and not _causal_alone(key),
+        first=91300,
+        fixed=91500,
+        in_capture=True,
+    ),
+    KnownIssue(
+        "the forward pass in FP8 is wrong with head dims over 192 on data-center Blackwell",
+        "cudnn-frontend#981",
+        "refused",
+        lambda key: _forward(key) and _is_fp8(key) and _shape(key, "q")[3] > 192 and key.target.sm // 10 == 10,
+    ),
+    KnownIssue(
+        "sequence lengths given as tensors of one dimension are misread",
+        "flashinfer#3784, with nvidia-cudnn-frontend 1.25 and 1.26",
+        "they are given as (B, 1, 1, 1)",
+        lambda key: _has(key, "seq_len_kv"),
+        lambda key: len(_shape(key, "seq_len_q")) == len(_shape(key, "seq_len_kv")) == 4,
+    ),
+    KnownIssue(
+        "offsets of packed tensors overflow 32 bits",
+        "cudnn-frontend#517",
+        "they are computed in 64 bits",
+        _packed,
+        lambda key: all("int64" in str(op.layout.dtype) for op in key.inputs if op.name.startswith("offsets_")),
+    ),
+    KnownIssue(
+        "gradients of grouped heads are summed wrongly in packed tensors whose heads do not lie together",
+        "seen on 9.19 with an H200",
+        "gradients of keys and values are written token-major, and copied if their tensors are not",
+        lambda key: _backward(key) and _packed(key) and _grouped(key),
+        _token_major,
+    ),
+    KnownIssue(
+        "gradients of packed queries that lie among other tensors cannot be launched",
+        "seen on 9.19 with an H200",
+        "such queries are copied",
+        lambda key: _backward(key) and _packed(key),
+        lambda key: _dense_rows(key, "q"),
+    ),
+    KnownIssue(
+        "gradients reach for wrong places beyond 2^31 elements",
+        "seen on 9.19 with an H200",
+        "large calls are cut along batch entries and heads",
+        lambda key: _backward(key) and not _packed(key) and _reach(key) >= 2**31,
+    ),
+    KnownIssue(
+        "backward engines misread an attn_mask that has one row for all queries",
+        "seen on 9.19 with an H200",
+        "the row is given as many rows in one place",
+        lambda key: _backward(key) and _has(key, "bias"),
+        lambda key: not _one_row_of_bias(key),
+    ),
+    KnownIssue(
+        "an attn_mask over a single key is misread, or read at misaligned addresses",
+        "seen on 9.19 with an H200",
+        "such calls are computed in plain PyTorch",
+        lambda key: _has(key, "bias") and _shape(key, "k")[2] == 1,
+    ),
+    KnownIssue(
+        "dropout with a single query reads memory that is not its own",
+        "seen on 9.19 with an H200",
+        "refused",
+        lambda key: _forward(key) and _single_query(key) and bool(key.option_values.get("dropout_p")),
+    ),
+    KnownIssue(
+        "the gradient of the values under a soft cap is zero unless a mask compares rows with columns",
+        "seen on 9.19 with an H200",
+        "such a mask that hides nothing is drawn",
+        lambda key: _backward(key) and _has(key, "softcap"),
+        lambda _: True,
+    ),
+    KnownIssue(
+        "the gradient of attn_mask under a soft cap is wrong",
+        "seen on 9.19 with an H200",
+        "refused",
+        lambda key: _backward(key) and _has(key, "softcap") and key.option_values["bias_gradient"] is not None,
+    ),
+    KnownIssue(
+        "bounds of a single query's keys under a soft cap are misread",
+        "seen on 9.19 with an H200",
+        "refused",
+        lambda key: _has(key, "softcap", "highest") and _single_query(key),
+    ),
+)
+
+
+def concerning(key: PlanKey) -> list[KnownIssue]:
+    """The faults of this version that a plan could show."""
+    version = key.target.cudnn
+    rows = ISSUES if key.operation.startswith(ATTENTION) else FUSED_ISSUES
+    return [issue for issue in rows if issue.first <= version < issue.fixed and issue.concerns(key)]
+
+
+def check(key: PlanKey) -> None:
+    """Refuses to build a plan that would compute wrongly.
+
+    Raises:
+        UnsupportedError: With every fault that it does not avoid.
+    """
+    reasons = [str(issue) for issue in concerning(key) if not (issue.in_capture or issue.avoids(key))]
+    if reasons:
+        raise UnsupportedError(f"{key.name} with cuDNN {version_string(key.target.cudnn)}", reasons)
+
+
+def not_in_capture(key: PlanKey) -> str:
+    """Why a launch of this plan may not be captured in a CUDA graph; empty if it may."""
+    return "; ".join(str(issue) for issue in concerning(key) if issue.in_capture)

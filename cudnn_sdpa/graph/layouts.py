@@ -1,0 +1,202 @@
+"""How tensors lie in memory: the part of a plan's key that comes from operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cudnn_sdpa.graph.symbolic_shapes import Question, is_true, questions
+
+#: Names under which cuDNN knows the dtypes (members of ``cudnn.data_type``).
+CUDNN_DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float16: "HALF",
+    torch.bfloat16: "BFLOAT16",
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.int8: "INT8",
+    torch.uint8: "UINT8",
+    torch.int32: "INT32",
+    torch.int64: "INT64",
+    torch.bool: "BOOLEAN",
+    torch.float8_e4m3fn: "FP8_E4M3",
+    torch.float8_e5m2: "FP8_E5M2",
+}
+
+_DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in CUDNN_DTYPE_NAMES}
+
+#: Bytes to which cuDNN's kernels need every pointer and every stride aligned (one 128-bit load).
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """Shape, stride (in elements) and dtype of one operand.
+
+    The stride of a dimension of size 1 is never used to reach memory, so it is replaced by the value that a dense
+    tensor of the same memory order has there (see `canonical_stride`); two views that differ only in it share a plan.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *, channels_last: bool = False) -> TensorLayout:
+        """The layout of `tensor`; `channels_last` as for `canonical_stride`."""
+        stride = canonical_stride(tensor.shape, tensor.stride(), channels_last=channels_last)
+        return cls(tuple(tensor.shape), stride, tensor.dtype)
+
+    @classmethod
+    def contiguous(cls, shape: Sequence[int], dtype: torch.dtype) -> TensorLayout:
+        """The layout of a new row-major tensor."""
+        return cls(tuple(shape), contiguous_stride(shape), dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready description, read back by `from_json`."""
+        return {"shape": list(self.shape), "stride": list(self.stride), "dtype": str(self.dtype).removeprefix("torch.")}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TensorLayout:
+        """Inverse of `to_json`."""
+        return cls(tuple(data["shape"]), tuple(data["stride"]), _DTYPE_BY_NAME[data["dtype"]])
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}[{'×'.join(map(str, self.shape))}; strides {','.join(map(str, self.stride))}]"
+
+
+def contiguous_stride(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """Row-major strides; a dimension of size 0 counts as 1, as in PyTorch."""
+    stride: list[Any] = []
+    step: Any = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step = step * (size if size != 0 else 1)
+    return tuple(reversed(stride))
+
+
+def canonical_stride(shape: Sequence[Any], stride: Sequence[Any], *, channels_last: bool = False) -> tuple[Any, ...]:
+    """`stride` with every size-1 dimension's entry replaced by what a dense tensor of the same memory order has there.
+
+    cuDNN reads the memory order (NCHW, NHWC) out of all strides, also out of those that reach nothing: a filter
+    (8, 8, 3, 1) with strides (24, 1, 8, 1) instead of (24, 1, 8, 8) is another filter to its kernels. Where all larger
+    dimensions are in order, sizes of 1 are in order too; where they lie as with channels last, sizes of 1 do, too.
+
+    Args:
+        shape: Sizes.
+        stride: Strides, in elements.
+        channels_last: Which of both it is where sizes of 1 leave that open.
+    """
+    holds, is_larger = questions(shape, stride)
+    single = [holds(size == 1) for size in shape]
+    if not any(single):
+        return tuple(stride)
+    order = _memory_order(shape, stride, channels_last, holds, is_larger)
+    result = list(stride)
+    span: Any = 1
+    for i in reversed(order):
+        if single[i]:
+            result[i] = span
+        elif holds(shape[i] * result[i] > span):
+            span = shape[i] * result[i]
+    return tuple(result)
+
+
+def has_channels_last(shape: Sequence[Any], stride: Sequence[Any]) -> bool:
+    """Whether channels, the second of four or more dimensions, are innermost in memory, and no other order fits."""
+    holds, is_larger = questions(shape, stride)
+    in_order, last = range(len(shape)), channels_last_order(len(shape))
+    return (
+        len(shape) >= _IMAGE
+        and not _follows(in_order, shape, stride, holds, is_larger)
+        and _follows(last, shape, stride, holds, is_larger)
+    )
+
+
+def layouts_of(tensors: Sequence[torch.Tensor], *, channels_last: bool = False) -> list[TensorLayout]:
+    """The layouts of one graph's operands. Where sizes of 1 leave their order open, it is that of the others.
+
+    Args:
+        tensors: The operands.
+        channels_last: Which order it is where that is open for all of them.
+    """
+    last = channels_last or any(has_channels_last(x.shape, x.stride()) for x in tensors)
+    return [TensorLayout.of(x, channels_last=last) for x in tensors]
+
+
+#: Rank of the smallest tensors that have a memory order with channels last.
+_IMAGE = 4
+
+
+def channels_last_order(rank: int) -> tuple[int, ...]:
+    """The dimensions from the outermost to the innermost, where channels are innermost."""
+    return (0, *range(2, rank), 1)
+
+
+def _memory_order(
+    shape: Sequence[Any], stride: Sequence[Any], channels_last: bool, holds: Question, is_larger: Question
+) -> Sequence[int]:
+    """The dimensions from the outermost to the innermost, where those of size 1 have their places too."""
+    rank = len(shape)
+    orders = [tuple(range(rank))]
+    if rank >= _IMAGE:
+        orders.insert(0 if channels_last else 1, channels_last_order(rank))
+    for order in orders:
+        if _follows(order, shape, stride, holds, is_larger):
+            return order
+    first = rank  # of the sizes of 1 at the end, which have nothing behind them that they could lie around
+    while first > 0 and holds(shape[first - 1] == 1):
+        first -= 1
+    return (*range(first, rank), *range(first))
+
+
+def _follows(
+    order: Sequence[int], shape: Sequence[Any], stride: Sequence[Any], holds: Question, is_larger: Question
+) -> bool:
+    """Whether the dimensions that reach memory lie in this order."""
+    real = [stride[i] for i in order if not holds(shape[i] == 1) and not holds(stride[i] == 0)]
+    return not any(is_larger(real[i], real[i - 1]) for i in range(1, len(real)))
+
+
+def is_expanded(shape: Sequence[Any], stride: Sequence[Any]) -> bool:
+    """Whether a stride of 0 puts elements in one place."""
+    return any(is_true(step == 0) and is_true(size > 1) for size, step in zip(shape, stride, strict=True))
+
+
+def dense_stride_like(shape: Sequence[Any], model: Sequence[Any], model_stride: Sequence[Any]) -> tuple[Any, ...]:
+    """Strides of a dense tensor of `shape` whose dimensions lie in memory in the order of the model's.
+
+    The last dimension is innermost. A model that overlaps itself (a stride of 0) has no order to follow; the
+    result is then row-major, as `torch.empty_like` does it. Works on symbolic sizes too.
+
+    Args:
+        shape: Sizes of the new tensor; all but the last are the model's.
+        model: Sizes of the tensor whose order is followed, of the same rank.
+        model_stride: Its strides.
+    """
+    holds, is_larger = questions(shape, model, model_stride)
+    real = [i for i in range(len(shape) - 1) if not holds(model[i] == 1)]
+    if any(holds(model_stride[i] == 0) for i in real):
+        return contiguous_stride(shape)
+    order: list[int] = []  # insertion sort, largest stride first: symbolic strides need only be compared
+    for i in real:
+        position = len(order)
+        while position > 0 and is_larger(model_stride[i], model_stride[order[position - 1]]):
+            position -= 1
+        order.insert(position, i)
+    order.append(len(shape) - 1)
+    stride: list[Any] = [1] * len(shape)
+    step: Any = 1
+    for i in reversed(order):
+        stride[i] = step
+        step = step * (1 if holds(shape[i] == 0) else shape[i])
+    return canonical_stride(shape, stride)
+
+
+def dense_like(layout: TensorLayout) -> TensorLayout:
+    """A dense tensor of the same shape, its dimensions in memory in the same order."""
+    stride = dense_stride_like(layout.shape, layout.shape, layout.stride)
+    return replace(layout, stride=stride)

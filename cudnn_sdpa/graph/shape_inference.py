@@ -1,0 +1,63 @@
+"""Which shapes the results of a graph have by themselves: what a user says of them may contradict it.
+
+cuDNN refuses most of what cannot be. Pointwise operations take any shape of their result, though, and read and write
+beyond the ends of tensors where it is larger than their operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cudnn_sdpa.errors import ShapeError
+from cudnn_sdpa.graph.backend import GraphBuilder
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES
+
+#: Whose result may have one of several shapes, so that it has to be said. cuDNN checks that it is one of them.
+_SAID = ("conv_dgrad", "conv_wgrad", "reduction", "reshape", "resample")
+
+
+class InferringBuilder(GraphBuilder):
+    """Plans nothing; knows of each symbol which operation made it."""
+
+    def __init__(self, **where: Any) -> None:
+        self._made_by: dict[int, str] = {}
+        super().__init__(**where)
+
+    def __getattr__(self, name: str) -> Any:
+        method = super().__getattr__(name)
+        if not callable(method):
+            return method
+
+        def call(*operands: Any, **options: Any) -> Any:
+            results = method(*operands, **options)
+            for symbol in results if isinstance(results, (tuple, list)) else (results,):
+                self._made_by[id(symbol)] = name
+            return results
+
+        return call
+
+    def check(self, key: PlanKey, results: Sequence[Any]) -> None:
+        """Compares the outputs of `key` with what the graph gives; where that cannot be told, with nothing.
+
+        Raises:
+            ShapeError: They contradict each other.
+        """
+        for uid, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True), start=1 + len(key.inputs)):
+            layout = operand.layout
+            dtype = CUDNN_DTYPE_NAMES[layout.dtype]
+            if self._made_by.get(id(symbol), "").startswith(_SAID):
+                self.declare_output(symbol, uid, layout.shape, layout.stride, dtype)
+            else:
+                symbol.set_output(True).set_uid(uid).set_data_type(getattr(self.types.data_type, dtype))
+        try:
+            self._graph.validate()
+        except Exception:  # noqa: BLE001 - it will say so again when the graph is built
+            return
+        for number, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True)):
+            inferred, said = tuple(symbol.get_dim()), operand.layout.shape
+            if inferred and inferred != said:
+                expected = f"shape {inferred}, which its graph gives"
+                hint = "reference= or outputs= says which shapes results have."
+                raise ShapeError(f"result {number} of {key.name}", f"shape {said}", expected, hint)

@@ -1,0 +1,208 @@
+"""The GPU that a plan is for: one that is here, or one described by a device-properties file."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.graph import backend
+from cudnn_sdpa.graph.diagnostics import printable, shortened
+
+#: The properties that decide what cuDNN plans and compiles. Not among them: the PCI id, the clocks, the driver and
+#: the name, so that sibling GPUs share plans.
+PLANNING_PROPERTIES = (
+    "deviceVer",
+    "multiProcessorCount",
+    "warpSize",
+    "maxSharedMemoryPerBlock",
+    "maxSharedMemoryPerBlockOptin",
+    "reservedSharedMemoryPerBlock",
+    "oversizedSharedMemoryPerBlock",
+    "regsPerBlock",
+    "maxRegistersPerSM",
+    "maxCtasPerSM",
+    "maxThreadsPerBlock",
+    "maxThreadsPerSM",
+    "maxBlockSize",
+    "maxGridSize",
+    "supportCoopLaunch",
+    "l2CacheSize",
+)
+
+#: How `bundled_targets` says where a GPU's properties come from.
+MEASURED = "measured"
+SPECIFIED = "from public specifications"
+
+#: In properties beside cuDNN's own keys, which cuDNN passes over: where they come from, if not from such a GPU.
+SOURCE = "source"
+
+_FOLDER = Path(__file__).parent.parent / "offline" / "devices"
+#: What cuDNN said of a GPU: name, and the first cuDNN version that reads that file's keys.
+_MEASURED = {"h200": ((92700, "h200-cudnn-9.28.json"), (0, "h200-cudnn-9.19.json"))}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a plan's key says of the GPU and of the libraries that plan for it.
+
+    Attributes:
+        properties: The planning properties, as sorted (name, value) pairs.
+        cudnn: cuDNN's version, as `cudnnGetVersion` gives it (9.19.0 is 91900).
+        frontend: Version of nvidia-cudnn-frontend.
+        name: Marketing name of the GPU; for people, no part of equality.
+        source: Where the properties come from, if they are not what cuDNN said of such a GPU; no part of equality.
+    """
+
+    properties: tuple[tuple[str, Any], ...]
+    cudnn: int
+    frontend: str
+    name: str = ""
+    source: str = ""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Target):
+            return NotImplemented
+        return self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> tuple[Any, ...]:
+        return self.properties, self.cudnn, self.frontend
+
+    @property
+    def sm(self) -> int:
+        """Compute capability as one number: 90 for 9.0."""
+        return int(dict(self.properties)["deviceVer"]) // 10
+
+    @classmethod
+    def from_properties(cls, properties: Mapping[str, Any]) -> Target:
+        """The target that cuDNN's device-properties JSON describes."""
+        chosen = sorted((name, _frozen(properties[name])) for name in PLANNING_PROPERTIES if name in properties)
+        name = printable(shortened(str(properties.get("deviceName", "unnamed GPU"))))
+        source = printable(shortened(str(properties.get(SOURCE, ""))))
+        return cls(tuple(chosen), backend.cudnn_version(), backend.frontend_version(), name, source)
+
+    def __str__(self) -> str:
+        count = dict(self.properties)["multiProcessorCount"]
+        if not count:  # a kind of GPU and none in particular
+            return self.name
+        source = f"; {self.source}" if self.source else ""
+        return f"{self.name} (SM {self.sm}, {count} multiprocessors{source})"
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@functools.cache
+def live_properties(device: int) -> dict[str, Any]:
+    """cuDNN's own description of the GPU with index `device` in this process."""
+    return backend.device_properties(device)
+
+
+@functools.cache
+def live_target(device: int) -> Target:
+    """The target for the GPU with index `device` in this process."""
+    return Target.from_properties(live_properties(device))
+
+
+@functools.cache
+def serial_of(device: int) -> str:
+    """What tells the GPU with index `device` in this process from its siblings; empty where there is none."""
+    try:
+        return str(torch.cuda.get_device_properties(device).uuid)
+    except (AssertionError, RuntimeError):
+        return ""
+
+
+def bundled_targets() -> dict[str, str]:
+    """Names of the GPUs that `load_properties` knows, each with where its properties come from.
+
+    Returns:
+        For each name, `"measured"` (cuDNN's own description on such a GPU) or `"from public specifications"`.
+    """
+    specified = dict.fromkeys(_specifications()["gpus"], SPECIFIED)
+    return dict(sorted({**dict.fromkeys(_MEASURED, MEASURED), **specified}.items()))
+
+
+@functools.cache
+def bundled_capabilities() -> dict[str, int]:
+    """Names of the GPUs that `load_properties` knows, each with its compute capability as one number.
+
+    Unlike `load_properties` it loads no cuDNN.
+    """
+    found = {name: _read(_FOLDER / files[-1][1])["deviceVer"] // 10 for name, files in _MEASURED.items()}
+    for name, gpu in _specifications()["gpus"].items():
+        major, minor = gpu["compute_capability"].split(".")
+        found.setdefault(name, 10 * int(major) + int(minor))
+    return dict(sorted(found.items()))
+
+
+@functools.cache
+def load_properties(name_or_path: str, argument: str = "target") -> dict[str, Any]:
+    """Properties of a GPU, in the form that the installed cuDNN reads.
+
+    Those that are made from public specifications say so under the key `"source"`.
+
+    Args:
+        name_or_path: A name of `bundled_targets`, such as `"h200"`, or the path of a JSON file.
+        argument: What the caller calls it, for the error.
+
+    Raises:
+        OptionError: It is neither, or the file describes no GPU.
+    """
+    try:
+        if name_or_path in _MEASURED:
+            return _measured(name_or_path)
+        if name_or_path in _specifications()["gpus"]:
+            return _specified(name_or_path)
+        return _read(Path(name_or_path))
+    except (OSError, ValueError, RecursionError) as error:
+        known = ", ".join(map(repr, bundled_targets()))
+        why = getattr(error, "strerror", None) or error
+        raise OptionError(
+            argument,
+            f"{shortened(repr(name_or_path))} ({shortened(str(why))})",
+            f"{known}, or the path of a cuDNN device-properties JSON file",
+        ) from error
+
+
+@functools.cache
+def _specifications() -> dict[str, Any]:
+    specifications: dict[str, Any] = json.loads((_FOLDER / "specifications.json").read_text())
+    return specifications
+
+
+def _measured(name: str) -> dict[str, Any]:
+    version = backend.cudnn_version()
+    return _read(_FOLDER / next(file for first, file in _MEASURED[name] if version >= first))
+
+
+def _specified(name: str) -> dict[str, Any]:
+    """The H200's properties, in which what the specifications say is put in place of its own."""
+    gpu = _specifications()["gpus"][name]
+    capability = _specifications()["compute_capabilities"][gpu["compute_capability"]]
+    known = {**capability, **gpu["properties"]}
+    properties = {key: known[key][0] if key in known else value for key, value in _measured("h200").items()}
+    return {**properties, SOURCE: f"{SPECIFIED}, not measured"}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    properties: dict[str, Any] = json.loads(path.read_text())
+    for name in ("deviceVer", "multiProcessorCount"):
+        if not isinstance(properties, dict) or type(properties.get(name)) is not int:
+            raise ValueError(f"no number {name!r} in it")
+    for name in PLANNING_PROPERTIES:
+        value = properties.get(name, 0)
+        if not all(isinstance(each, (int, float, str)) for each in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"{name!r} is neither a number nor a list of numbers")
+    return properties

@@ -1,0 +1,190 @@
+"""Plans made ready before they are needed: `warmup` on a GPU, `compile_plans` for a GPU that is elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cudnn_sdpa.errors import CudnnSdpaError, DeviceError
+from cudnn_sdpa.graph.definition import find_operation
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.target import Target, live_properties, live_target, load_properties
+from cudnn_sdpa.offline.planner import OfflinePlan
+from cudnn_sdpa.offline.pool import check_workers, plan_all
+from cudnn_sdpa.plans.build import build_plan, load_plan, plan_of
+from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.default_store import active, open_store
+from cudnn_sdpa.plans.file_format import BadPlanFileError, StoredPlan
+from cudnn_sdpa.plans.manifest import PlanManifest
+from cudnn_sdpa.plans.plan import Plan
+
+_log = logging.getLogger("cudnn_sdpa")
+
+
+@dataclass
+class WarmupReport:
+    """What `warmup` or `compile_plans` has done.
+
+    Attributes:
+        held: Plans that were there already.
+        loaded: Plans that came out of the plan store.
+        built: Plans that were built.
+        failed: Plans that could not be, in words, with the reason; for `compile_plans` also those that are left to be
+            built on the GPU, where they are much faster.
+        seconds: How long it took.
+    """
+
+    held: int = 0
+    loaded: int = 0
+    built: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def warmup(
+    manifest: PlanManifest | str | Path,
+    *,
+    device: int | None = None,
+    progress: bool = False,
+    workers: int | None = None,
+) -> WarmupReport:
+    """Makes the plans of a manifest ready for this process, so that no call waits for one.
+
+    What is in the plan store is loaded; the rest is built, by this process and by helper processes, and kept in the
+    store if there is one. The helpers use no memory of the GPU; they need some seconds to start. From Hopper on plans
+    of norms, gates, convolutions and graphs of one's own are built by this process alone, because cuDNN knows faster
+    kernels for these where it sees the GPU.
+
+    Args:
+        manifest: A manifest, or the path of one.
+        device: Index of the GPU; None is the current one.
+        progress: Whether to show a progress bar on the terminal.
+        workers: Helper processes; None is one for each core, and at most eight; 0 leaves all plans to this process.
+
+    Returns:
+        What was done. A plan that cannot be made is in it with the reason, and stops no other one.
+
+    Raises:
+        OptionError: The manifest cannot be read, or names an operation that is not there; `workers` is no such number.
+        DeviceError: There is no GPU.
+
+    Examples:
+        >>> import cudnn_sdpa
+        >>> report = cudnn_sdpa.warmup("plans.json")  # doctest: +SKIP
+    """
+    if not torch.cuda.is_available():
+        raise DeviceError("device", "no NVIDIA GPU that PyTorch can see", "a GPU; compile plans without one instead")
+    check_workers(workers, 0)
+    start, report = time.perf_counter(), WarmupReport()
+    device = torch.cuda.current_device() if device is None else device
+    keys = _manifest(manifest).keys(live_target(device), device)
+    missing = []
+    for key in keys:
+        if plan_cache.peek(key) is not None:
+            report.held += 1
+        elif (plan := load_plan(key)) is not None:
+            plan_cache.put(plan)
+            report.loaded += 1
+        else:
+            missing.append(key)
+    store = active()
+    own = [key for key in missing if key.knows_clusters]  # of which helpers, who see no GPU, would make slower plans
+    shared = [key for key in missing if not key.knows_clusters]
+    properties = live_properties(device)
+    results = chain(plan_all(shared, properties, workers, _build), plan_all(own, properties, 0, _build))
+    for key, made in _shown(results, len(missing), progress):
+        if isinstance(made, CudnnSdpaError):
+            report.failed[str(key)] = str(made)
+            continue
+        if isinstance(made, Plan):  # which is in the store already
+            plan_cache.put(made)
+            report.built += 1
+            continue
+        try:
+            plan_cache.put(plan_of(key, stored := _stored(key, made)))
+        except BadPlanFileError as error:
+            report.failed[str(key)] = f"a helper process built it, but on this GPU {error}"
+            continue
+        report.built += 1
+        if store is not None:
+            store.save(key, stored)
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _build(key: PlanKey) -> Plan:
+    return build_plan(find_operation(key.operation, only_imported=True), key)
+
+
+def compile_plans(
+    manifest: PlanManifest | str | Path,
+    target: str,
+    folder: str | Path,
+    *,
+    progress: bool = False,
+    workers: int | None = None,
+) -> WarmupReport:
+    """Compiles the plans of a manifest for a GPU that need not be here, into a folder for `use_plan_store`.
+
+    The plans serve machines with that GPU, and with the versions of this package, of cuDNN and of its frontend that are
+    installed here.
+
+    Args:
+        manifest: A manifest, or the path of one.
+        target: The GPU: a name such as "h200", or the path of a file that `python -m cudnn_sdpa device --json` wrote.
+        folder: Where the plans go; it is made if it is not there.
+        progress: Whether to show a progress bar on the terminal.
+        workers: Helper processes; None is one for each core, and at most eight.
+
+    Returns:
+        What was done.
+
+    Raises:
+        OptionError: The manifest or the target cannot be read, or the manifest names an operation that is not there;
+            the folder cannot be used or is open to others; `workers` is no positive integer.
+        OfflineError: No helper process can be started here, for example out of a frozen program.
+    """
+    start, report = time.perf_counter(), WarmupReport()
+    properties = load_properties(target)
+    check_workers(workers, 1)
+    store = open_store(folder, "folder")
+    missing = []
+    for key in _manifest(manifest).keys(Target.from_properties(properties), None):
+        if store.load(key) is not None:
+            report.held += 1
+        else:
+            missing.append(key)
+    for key, made in _shown(plan_all(missing, properties, workers), len(missing), progress):
+        if isinstance(made, CudnnSdpaError):
+            report.failed[str(key)] = str(made)
+            continue
+        store.save(key, _stored(key, made))
+        report.built += 1
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _manifest(manifest: PlanManifest | str | Path) -> PlanManifest:
+    found = manifest if isinstance(manifest, PlanManifest) else PlanManifest.load(manifest)
+    if not len(found):
+        _log.warning("the manifest names no plan, so that none is made ready")
+    return found
+
+
+def _stored(key: PlanKey, made: OfflinePlan) -> StoredPlan:
+    return StoredPlan(key.identity(), made.engine, made.knobs, made.workspace, made.build_seconds, made.data)
+
+
+def _shown(results: Iterable[Any], count: int, progress: bool) -> Iterable[Any]:
+    if not progress:
+        return results
+    from rich.progress import track
+
+    return track(results, "plans", total=count)

@@ -1,0 +1,240 @@
+"""`record_plans`: notes the plans that calls use, or that they would use on a GPU which is not here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.dense import explain as dense_explain
+from cudnn_sdpa.attention.dense import large_backward
+from cudnn_sdpa.attention.dense import torch_ops as dense_torch_ops
+from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, readable
+from cudnn_sdpa.attention.dense.plans import Backward, Forward, Problem
+from cudnn_sdpa.attention.fp8 import torch_ops as fp8_torch_ops
+from cudnn_sdpa.attention.fp8.arguments import Fp8Backward, Fp8Forward
+from cudnn_sdpa.attention.fp8.plans import Backward as Fp8BackwardPass
+from cudnn_sdpa.attention.fp8.plans import Forward as Fp8ForwardPass
+from cudnn_sdpa.attention.fp8.workarounds import readable as readable_fp8
+from cudnn_sdpa.attention.paged import explain as paged_explain
+from cudnn_sdpa.attention.paged import torch_ops as paged_torch_ops
+from cudnn_sdpa.attention.paged.arguments import PagedArguments
+from cudnn_sdpa.attention.paged.decode_plans import is_decode
+from cudnn_sdpa.attention.varlen import explain as varlen_explain
+from cudnn_sdpa.attention.varlen import launch
+from cudnn_sdpa.attention.varlen import torch_ops as varlen_torch_ops
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.errors import OptionError, UnsupportedError
+from cudnn_sdpa.fused import torch_ops as fused_torch_ops
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.graph.target import Target, load_properties
+from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.manifest import PlanManifest
+
+_log = logging.getLogger("cudnn_sdpa")
+
+Keys = Iterator[PlanKey]
+
+
+def record_plans(target: str | None = None) -> AbstractContextManager[PlanManifest]:
+    """Notes the plans that are used while it is in force, by all threads.
+
+    With a target no GPU is needed: of calls on CPU tensors, and on tensors without memory (`device="meta"`), it notes
+    the plans that they would use on that GPU, each call that of its own shape. That is for calls of this thread, and
+    for gradients computed in it. `compile_plans` then compiles them.
+
+    Args:
+        target: A GPU that need not be here: a name such as "h200", or the path of a file that
+            `python -m cudnn_sdpa device --json` wrote. None notes what the GPU in this machine uses.
+
+    Returns:
+        A context manager whose value is a `PlanManifest`, filled when it is left. Replays of CUDA graphs are no uses;
+        their capture is.
+
+    Raises:
+        OptionError: The target is not known, or cannot be read.
+        UnsupportedError: Out of a call that has no plan on the target, such as one in float64.
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> q = torch.randn(1, 8, 128, 64, dtype=torch.bfloat16, requires_grad=True)
+        >>> with cudnn_sdpa.record_plans(target="h200") as manifest:
+        ...     cudnn_sdpa.sdpa(q, q, q, is_causal=True).sum().backward()
+        >>> manifest.save("plans.json")  # doctest: +SKIP
+        >>> len(manifest)  # one forward and one backward
+        2
+    """
+    if target is None:
+        return _used()
+    if not isinstance(target, str):
+        raise OptionError("target", repr(target), "the name of a GPU or the path of a file, or None for this GPU")
+    return _needed(Target.from_properties(load_properties(target)))
+
+
+@contextmanager
+def _used() -> Iterator[PlanManifest]:
+    manifest = PlanManifest()
+    with plan_cache.watch_uses() as used:
+        yield manifest
+    _fill(manifest, used)
+    if not used and not torch.cuda.is_available():
+        _log.warning(
+            "record_plans has noted no plan: there is no GPU here, and calls on the CPU use none; "
+            'record_plans(target="h200") notes what they would use on one'
+        )
+
+
+@contextmanager
+def _needed(target: Target) -> Iterator[PlanManifest]:
+    manifest, recorder = PlanManifest(), _Recorder(target)
+    with plan_cache.watch_uses() as used, recorder:
+        yield manifest
+    _fill(manifest, [*used, *recorder.keys])
+
+
+def _fill(manifest: PlanManifest, keys: list[PlanKey]) -> None:
+    found = PlanManifest.of(keys)
+    manifest.plans, manifest.recorded_on = found.plans, found.recorded_on
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the library's operators as they are called, and notes the plans that they would use."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.target = target
+        self.keys: list[PlanKey] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name.partition("::")[2] if function.namespace == "cudnn_sdpa" else ""
+        if name not in _WITHOUT_PLANS and _is_elsewhere(args):
+            adapt, keys_of = _KEYS[name]
+            with torch.no_grad():
+                adapt(self._noting(keys_of))(*tree_map_only(Tensor, _without_memory, args))
+        return function(*args, **(kwargs or {}))
+
+    def _noting(self, keys_of: Callable[..., Keys]) -> Callable[..., Any]:
+        def note(*call: Any) -> tuple[None, None]:
+            self.keys += keys_of(self.target, *call)
+            return None, None  # the results, which nobody wants
+
+        return note
+
+
+def _is_elsewhere(arguments: Any) -> bool:
+    """Whether a call is not on a GPU, nor merely traced."""
+    tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+    return all(x.device.type in ("cpu", "meta") and not isinstance(x, FakeTensor) for x in tensors)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _of_dense(target: Target, call: ForwardArguments) -> Keys:
+    launched, _ = dense_explain.with_positive_scale(call)
+    forward = Forward.of(launched)
+    if not forward.is_empty:
+        yield forward.key(target, None)
+
+
+def _of_dense_gradient(target: Target, of: BackwardArguments) -> Keys:
+    problem = Problem.of(of.call)
+    if problem.is_empty or problem.is_single:
+        return
+    of = of._replace(grad_out=readable(of.grad_out, of.out))
+    is_cut = large_backward.is_too_large(*of.call[:3], of.out, of.grad_out)
+    for part in dense_explain.pieces_of(of) if is_cut else [of]:
+        launched, _ = dense_explain.backward_with_positive_scale(part.call)
+        layouts = TensorLayout.of(part.out), TensorLayout.of(part.grad_out)
+        needs = of.needs.attn_mask, of.needs.sinks
+        yield Backward(Problem.of(launched), *layouts, of.deterministic, *needs).key(target, None)
+
+
+def _of_varlen(target: Target, call: VarlenArguments) -> Keys:
+    if 0 not in call.q.shape and 0 not in call.k.shape:
+        launched, _ = varlen_explain.with_positive_scale(call)
+        layout = launch.output_layout(call)
+        yield launch.packed(launched).forward_key(layout, call.with_lse, target, None)
+
+
+def _of_varlen_gradient(target: Target, of: launch.VarlenBackwardArguments) -> Keys:
+    if 0 in of.call.q.shape or 0 in of.call.k.shape:
+        return
+    launched, _ = varlen_explain.with_positive_scale(of.call)
+    of = launch.readable_arguments(of._replace(call=launched))
+    layouts = TensorLayout.of(of.out), TensorLayout.of(of.grad_out)
+    yield launch.packed(of.call).backward_key(*layouts, of.call.deterministic, target, None)
+
+
+def _of_paged(target: Target, call: PagedArguments) -> Keys:
+    launched, _ = paged_explain.with_positive_scale(call)
+    described = paged_explain.describe_long(launched, None)
+    if described.is_empty:
+        return
+    if is_decode(call):
+        decode = paged_explain.describe_decode(launched, None)
+        described = described if UnsupportedError.of(decode.key, target, None) else decode
+    yield described.key(target, None)
+
+
+def _into_out(of_call: Callable[[Target, Any], Keys]) -> Callable[..., Keys]:
+    """Both plans, with the log-sum-exp and without: the operator always gives it, and does not say if it is wanted."""
+
+    def keys(target: Target, call: Any) -> Keys:
+        for with_lse in (False, True):
+            yield from of_call(target, call._replace(with_lse=with_lse))
+
+    return keys
+
+
+def _of_fp8(target: Target, of: Fp8Forward) -> Keys:
+    forward = Fp8ForwardPass.of(of)
+    if not forward.problem.is_empty:
+        yield forward.key(target, None)
+
+
+def _of_fp8_gradient(target: Target, of: Fp8Backward) -> Keys:
+    backward = Fp8BackwardPass.of(readable_fp8(of))
+    if not backward.problem.is_empty:
+        yield backward.piece(target).key(target, None)
+
+
+def _of_graph(target: Target, function: Any, given: Any, static: dict[str, Any]) -> Keys:
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    if any(x.numel() == 0 for x in tensors):
+        return
+    if any(x.dtype is torch.float64 for x in tensors):
+        raise UnsupportedError(function.__name__, ["cuDNN takes no float64"], "tensors converted to torch.bfloat16")
+    yield function.describe(*given, **static).key(target, None)
+
+
+#: The operators of others, and those of this library that run no plan.
+_WITHOUT_PLANS = ("", "dropout_seed")
+#: Of each other one: what makes a call of its arguments, and what gives the keys of the call.
+_KEYS: dict[str, tuple[Callable[[Any], Callable[..., Any]], Callable[..., Keys]]] = {
+    "sdpa_forward": (dense_torch_ops._to_result, _of_dense),
+    "sdpa_forward_lse": (dense_torch_ops._to_result_and_lse, _of_dense),
+    "sdpa_forward_out": (dense_torch_ops._to_nothing, _of_dense),
+    "sdpa_forward_lse_out": (dense_torch_ops._to_lse, _of_dense),
+    "sdpa_backward": (dense_torch_ops._to_gradients, _of_dense_gradient),
+    "varlen_forward": (varlen_torch_ops._plain, _of_varlen),
+    "varlen_forward_lse": (varlen_torch_ops._with_lse, _of_varlen),
+    "varlen_forward_out": (varlen_torch_ops._into_out, _into_out(_of_varlen)),
+    "varlen_backward": (varlen_torch_ops._backward, _of_varlen_gradient),
+    "paged_forward": (paged_torch_ops._plain, _of_paged),
+    "paged_forward_lse": (paged_torch_ops._with_lse, _of_paged),
+    "paged_forward_out": (paged_torch_ops._into_out, _into_out(_of_paged)),
+    "sdpa_fp8_forward": (fp8_torch_ops._forward, _of_fp8),
+    "sdpa_fp8_backward": (fp8_torch_ops._backward, _of_fp8_gradient),
+    "graph_function": (fused_torch_ops._decoded, _of_graph),
+}

@@ -1,0 +1,392 @@
+"""`support`: whether a call has kernels on a GPU that need not be here, and every reason if it has none.
+
+It asks what `explain` asks, with operands that have no memory: checks, keys and rules are those of the call itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa._version import __version__
+from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES, Fp8BackwardScales, Fp8Scales
+from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
+from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT
+from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD
+from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
+from cudnn_sdpa.engine import explain  # noqa: F401 - it knows all functions that can be explained
+from cudnn_sdpa.engine.explain import Description, describer_of
+from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.graph import backend, known_issues
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.target import Target, load_properties
+from cudnn_sdpa.offline.planner import plan_offline
+
+#: The functions of each operation: that of the gradients last, if it is one of its own.
+OPERATIONS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "sdpa": (sdpa,),
+    "sdpa_varlen": (sdpa_varlen,),
+    "sdpa_fp8": (sdpa_fp8, sdpa_fp8_backward),
+}
+DIRECTIONS = (FORWARD, BACKWARD)
+
+#: The compute capabilities that there are, as numbers.
+CAPABILITIES = (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
+
+#: Batch and heads decide nothing, unless a tensor of so many elements does not fit into one plan. The gradients of such
+#: calls are computed in parts, of which the smallest decides.
+BATCH, HEADS = 2, 8
+MOST_ELEMENTS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Support:
+    """What `support` answers; true if there is a kernel.
+
+    Attributes:
+        question: What was asked, in words.
+        supported: Whether there is a kernel.
+        reasons: Every reason that is known why there is none.
+        suggestion: The nearest thing that works, or an empty string.
+        engine: cuDNN's engine, if cuDNN was asked.
+    """
+
+    question: str
+    supported: bool = True
+    reasons: list[str] = field(default_factory=list)
+    suggestion: str = ""
+    engine: str = ""
+
+    def __bool__(self) -> bool:
+        return self.supported
+
+    def __str__(self) -> str:
+        if self.supported:
+            return f"{self.question}: supported" + (f", {self.engine}" if self.engine else "")
+        lines = [f"{self.question}: not supported", *(f"  - {reason}" for reason in self.reasons)]
+        return "\n".join([*lines, f"  what works: {self.suggestion}"] if self.suggestion else lines)
+
+
+def support(
+    operation: str = "sdpa",
+    *,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    sq: int = 1024,
+    skv: int | None = None,
+    dtype: torch.dtype | None = None,
+    direction: str = FORWARD,
+    sm: int | None = None,
+    cudnn: int | str | None = None,
+    target: str | None = None,
+    **options: Any,
+) -> Support:
+    """Says whether a call has kernels on a GPU that need not be here, and every known reason if it has none.
+
+    It is what `explain` says of such a call, with the head dims and lengths in place of tensors. Without `target` it
+    answers from rules that are held against cuDNN itself for SM 80, 89, 90, 100 and 120, and nothing is planned. With
+    it, the installed cuDNN plans the call, which takes a second.
+
+    Args:
+        operation: "sdpa", "sdpa_varlen" or "sdpa_fp8".
+        head_dim: Head dim of queries and keys.
+        head_dim_v: Head dim of values; `head_dim` if not given.
+        sq: Queries, of the longest sequence if they are packed.
+        skv: Keys, likewise; `sq` if not given.
+        dtype: Of queries, keys and values; bfloat16 if not given, or float8_e4m3fn for "sdpa_fp8".
+        direction: "forward", or "backward" for training, which needs the forward pass too.
+        sm: Compute capability as one number, 90 for 9.0; that of the current GPU if not given, or 90 without one.
+        cudnn: Version such as "9.19.0", or 91900; the version that is installed if not given.
+        target: In place of both, a GPU that cuDNN plans for: a name such as "h200", or the path of a file that
+            `python -m cudnn_sdpa device --json` wrote.
+        **options: As when calling, such as `is_causal=True`, `window=(256, 0)` or `dropout_p=0.1`. For `attn_mask`,
+            `sinks`, `seq_lens_q` and `seq_lens_kv`, which are tensors, True says that there is one, and for
+            `attn_mask` "grad" that its gradient is wanted too.
+
+    Returns:
+        A `Support`, which is true or false; `print` shows the reasons.
+
+    Raises:
+        OptionError: An argument has no meaning, such as an operation that is not there.
+        ArgumentError: The call itself would raise it.
+        LibraryError: The installed cuDNN is asked about and cannot be loaded.
+        OfflineError: There is a target, and no helper process can plan here, for example without a C compiler.
+
+    Examples:
+        >>> import cudnn_sdpa
+        >>> bool(cudnn_sdpa.support(head_dim=128, sm=90, cudnn="9.19.0", is_causal=True, direction="backward"))
+        True
+        >>> print(cudnn_sdpa.support(head_dim=256, sm=80, cudnn="9.19.0", direction="backward"))
+        gradients of sdpa: bfloat16, head dims 256 and 256, Sq=1024, Skv=1024; SM 80, cuDNN 9.19.0: not supported
+          - gradients have no kernel for head dims 256 and 256 on SM 80
+          what works: head dims of up to 128, or no gradients
+    """
+    if operation not in OPERATIONS:
+        raise OptionError("operation", repr(operation), " or ".join(map(repr, OPERATIONS)))
+    if direction not in DIRECTIONS:
+        raise OptionError("direction", repr(direction), " or ".join(map(repr, DIRECTIONS)))
+    if dtype is None:
+        dtype = FP8_DTYPES[0] if operation == "sdpa_fp8" else torch.bfloat16
+    if not isinstance(dtype, torch.dtype):
+        raise OptionError("dtype", repr(dtype), "a torch.dtype")
+    sizes = {"head_dim": head_dim, "head_dim_v": head_dim if head_dim_v is None else head_dim_v}
+    sizes |= {"sq": sq, "skv": sq if skv is None else skv}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise OptionError(name, repr(size), "a positive integer")
+    if target is not None and (sm, cudnn) != (None, None):
+        name, given = ("sm", sm) if sm is not None else ("cudnn", cudnn)
+        raise OptionError(name, f"{given} beside target", "one of the two")
+    properties = None if target is None else load_properties(target)
+    gpu = target_of(sm, cudnn) if properties is None else Target.from_properties(properties)
+    used = [name if isinstance(x, Tensor) or x is True else f"{name}={x}" for name, x in options.items()]
+    what = operation if direction == FORWARD else f"gradients of {operation}"
+    what += f": {dtype}, " + "head dims {head_dim} and {head_dim_v}, Sq={sq}, Skv={skv}".format(**sizes)
+    where = f"SM {gpu.sm}" if properties is None else str(gpu)
+    asked = f"{', '.join([what, *used])}; {where}, cuDNN {backend.version_string(gpu.cudnn)}"
+    found: list[Description] = []
+    refusals = [] if gpu.cudnn >= backend.MIN_CUDNN else [_too_old(gpu)]
+    try:
+        found += descriptions(operation, direction, dtype, **sizes, options=options)
+    except (ShapeError, DtypeError) as error:  # of a size or dtype that was asked about
+        reason = f"{error.argument}: got {error.got}; expected {error.expected}"
+        refusals.append(UnsupportedError(operation, [reason], error.hint))
+    needed = [each for each in found if not each.is_empty]
+    refusals += [refused for each in needed if (refused := UnsupportedError.of(_key, each, gpu)) is not None]
+    engine = ""
+    if properties is not None and not refusals:
+        try:
+            for each in needed:
+                engine = plan_offline(_key(each, gpu), properties).engine
+        except UnsupportedError as error:
+            engine = ""
+            refusals.append(error)
+    reasons = dict.fromkeys(reason for refused in refusals for reason in refused.reasons)
+    suggestions = dict.fromkeys(part for refused in refusals for part in refused.suggestion.split("; ") if part)
+    return Support(asked.replace("torch.", ""), not refusals, list(reasons), "; ".join(suggestions), engine)
+
+
+def parameters(operation: str) -> set[str]:
+    """Names of the options that the functions of an operation take."""
+    taken = [each for function in OPERATIONS[operation] for each in inspect.signature(function).parameters.values()]
+    return {each.name for each in taken if each.kind is each.KEYWORD_ONLY}
+
+
+def descriptions(
+    operation: str,
+    direction: str,
+    dtype: torch.dtype,
+    *,
+    head_dim: int,
+    head_dim_v: int,
+    sq: int,
+    skv: int,
+    options: Mapping[str, Any],
+) -> list[Description]:
+    """What a call of operands without memory would run, the gradients last if they are asked for."""
+    trains = direction == BACKWARD and dtype.is_floating_point and dtype not in FP8_DTYPES
+    is_small = BATCH * HEADS * max(sq, skv) * max(head_dim, head_dim_v) <= MOST_ELEMENTS
+    batch, heads = (BATCH, HEADS) if is_small else (1, 1)
+
+    def tensor(*shape: int, dtype: torch.dtype = dtype, requires_grad: bool = False) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+    def rows(tokens: int, dim: int) -> Tensor:
+        shape = (batch * tokens, heads, dim) if operation == "sdpa_varlen" else (batch, heads, tokens, dim)
+        return tensor(*shape, requires_grad=trains)
+
+    stand_ins = {
+        "attn_mask": tensor(batch, heads, sq, skv, requires_grad=trains and options.get("attn_mask") == "grad"),
+        "sinks": tensor(heads, dtype=torch.float32, requires_grad=trains),
+        "seq_lens_q": tensor(batch, dtype=torch.int32),
+        "seq_lens_kv": tensor(batch, dtype=torch.int32),
+    }
+    given = {"return_lse": direction == BACKWARD, **options}
+    for name, value in options.items():
+        if name not in parameters(operation):
+            raise OptionError(name, repr(value), f"an option of {operation}, which has none of this name")
+        if name in stand_ins and value is not None and not isinstance(value, Tensor):
+            words = (True, False, "grad") if name == "attn_mask" else (True, False)
+            if not isinstance(value, (bool, str)) or value not in words:
+                raise OptionError(name, repr(value), " or ".join(map(repr, words)))
+            given[name] = stand_ins[name] if value else None
+    q, k, v = rows(sq, head_dim), rows(skv, head_dim), rows(skv, head_dim_v)
+    calls: list[tuple[Any, ...]] = [(sdpa, q, k, v)]
+    if operation == "sdpa_varlen":
+        offsets = [tensor(batch + 1, dtype=torch.int32) for _ in range(2)]
+        calls = [(sdpa_varlen, q, k, v, *offsets, sq, skv)]
+    elif operation == "sdpa_fp8":
+        one, out = tensor(1, dtype=torch.float32), rows(sq, head_dim_v)
+        lse = tensor(batch, heads, sq, dtype=torch.float32)
+        calls = [(sdpa_fp8, q, k, v, Fp8Scales(*[one] * 6))]
+        if direction == BACKWARD:
+            calls.append((sdpa_fp8_backward, out, q, k, v, out, lse, Fp8BackwardScales(*[one] * 12)))
+    found: list[Description] = []
+    for function, *operands in calls:
+        describe, known = describer_of(function), inspect.signature(function).parameters
+        assert describe is not None
+        description = describe(*operands, **{name: value for name, value in given.items() if name in known})
+        found += [description] if description.backward is None else [description, description.backward]
+    return found
+
+
+def _key(description: Description, gpu: Target) -> PlanKey:
+    key = description.key(gpu, None)  # raises what a rule says
+    known_issues.check(key)
+    return key
+
+
+def _too_old(target: Target) -> UnsupportedError:
+    found, oldest = map(backend.version_string, (target.cudnn, backend.MIN_CUDNN))
+    reason = f"cuDNN {found} is older than {oldest}, the oldest that this library loads"
+    return UnsupportedError("attention", [reason], "cuDNN 9.10.2 or newer")
+
+
+def target_of(sm: int | None, cudnn: int | str | None) -> Target:
+    """A target with this compute capability and version; what is not given is that of this machine, or of an H200."""
+    if sm is None:
+        major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+        sm = 10 * major + minor
+    elif type(sm) is not int or sm not in CAPABILITIES:
+        known = ", ".join(map(str, CAPABILITIES))
+        raise OptionError("sm", repr(sm), f"a compute capability as one number, 90 for 9.0: one of {known}")
+    version = backend.cudnn_version() if cudnn is None else version_number(cudnn)
+    return Target((("deviceVer", 10 * sm), ("multiProcessorCount", 0)), version, "", f"a GPU of SM {sm}")
+
+
+def version_number(version: int | str) -> int:
+    """The version as `cudnnGetVersion` gives it: 91900 for "9.19.0"."""
+    if isinstance(version, int) and not isinstance(version, bool) and version >= 90000:
+        return version
+    parts = version.split(".") if isinstance(version, str) else []
+    if not 2 <= len(parts) <= 4 or not all(part.isdecimal() for part in parts):
+        raise OptionError("cudnn", repr(version), 'a version such as "9.19.0" or 91900')
+    major, minor, patch = (int(part) for part in [*parts, "0"][:3])
+    return 10000 * major + 100 * minor + patch
+
+
+#: The options that a matrix has a row for. Where nothing else is said, head dims are 128.
+ROWS: dict[str, dict[str, Any]] = {
+    "no option": {},
+    "causal": {"is_causal": True, "causal_alignment": TOP_LEFT},
+    "causal, bottom-right": {"is_causal": True, "causal_alignment": BOTTOM_RIGHT},
+    "window": {"window": (256, 0), "causal_alignment": BOTTOM_RIGHT},
+    "true lengths": {"seq_lens_q": True, "seq_lens_kv": True},
+    "attn_mask": {"attn_mask": True},
+    "attn_mask, bottom-right causal, true lengths": {
+        "attn_mask": True,
+        "is_causal": True,
+        "causal_alignment": BOTTOM_RIGHT,
+        "seq_lens_q": True,
+        "seq_lens_kv": True,
+    },
+    "attn_mask that requires grad": {"attn_mask": "grad"},
+    "attn_mask that requires grad, dropout": {"attn_mask": "grad", "dropout_p": 0.1},
+    "ALiBi, causal": {"alibi": True, "is_causal": True},
+    "sinks": {"sinks": True},
+    "soft cap": {"softcap": 20.0},
+    "soft cap, causal": {"softcap": 20.0, "is_causal": True, "causal_alignment": TOP_LEFT},
+    "dropout": {"dropout_p": 0.1},
+    "deterministic": {"deterministic": True},
+    "deterministic, dropout": {"deterministic": True, "dropout_p": 0.1},
+    "output in bfloat16": {"out_dtype": torch.bfloat16},
+    "one query": {"sq": 1},
+    "one query, dropout": {"sq": 1, "dropout_p": 0.1},
+    **{
+        f"head dim {d}" if d == dv else f"head dims {d} and {dv}": {"head_dim": d, "head_dim_v": dv}
+        for d, dv in ((64, 64), (192, 128), (192, 192), (256, 256), (512, 512))
+    },
+}
+SIZES = {"head_dim": 128, "sq": 512, "skv": 1024}
+
+
+#: In a word, whether there are kernels for the forward pass, and for training.
+WORDS = {
+    (): "–",
+    (True, True): "yes",
+    (True, False): "forward only",
+    (False, True): "training only",
+    (False, False): "no",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a matrix.
+
+    Attributes:
+        option: The option, in words.
+        operation: "sdpa", "sdpa_varlen" or "sdpa_fp8".
+        answers: Those for the forward pass and for training; none for an option that the operation does not have.
+    """
+
+    option: str
+    operation: str
+    answers: tuple[Support, ...]
+
+    @property
+    def supported(self) -> str:
+        """One of `WORDS`."""
+        return WORDS[tuple(map(bool, self.answers))]
+
+    @property
+    def engines(self) -> list[str]:
+        """cuDNN's engines for the forward pass and the gradients, empty where there is none or cuDNN was not asked."""
+        return [answer.engine for answer in self.answers]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why no more is supported."""
+        return list(dict.fromkeys(reason for answer in self.answers for reason in answer.reasons))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was answered as plain values, ready for JSON."""
+        found: dict[str, Any] = {"operation": self.operation, "option": self.option, "supported": self.supported}
+        found |= {"reasons": self.reasons, "suggestion": self.answers[-1].suggestion or self.answers[0].suggestion}
+        return found | ({"engines": dict(zip(DIRECTIONS, self.engines, strict=True))} if any(self.engines) else {})
+
+
+def cell(operation: str, option: str, **target: Any) -> Cell:
+    """What is supported with an option; `target` is as for `support`."""
+    options = {**SIZES, **ROWS[option]}
+    if not {*SIZES, "head_dim_v", *parameters(operation)}.issuperset(options):
+        return Cell(option, operation, ())
+    answers = (support(operation, direction=direction, **options, **target) for direction in DIRECTIONS)
+    return Cell(option, operation, tuple(answers))
+
+
+def cells(**target: Any) -> Iterator[Cell]:
+    """All cells of the matrix for one kind of GPU, a row after the other; `target` is as for `support`."""
+    for option in ROWS:
+        for operation in OPERATIONS:
+            yield cell(operation, option, **target)
+
+
+def table(found: list[Cell]) -> list[dict[str, str]]:
+    """The rows of a matrix: an option, and for each operation the word, or the engines if cuDNN was asked."""
+    rows: dict[str, dict[str, str]] = {}
+    for each in found:
+        word = ", ".join(engine or "none" for engine in each.engines) if any(each.engines) else each.supported
+        rows.setdefault(each.option, {"with": each.option})[each.operation] = word
+    return list(rows.values())
+
+
+def environment(sm: int | None = None, cudnn: int | str | None = None, target: str | None = None) -> dict[str, str]:
+    """What a matrix holds for: the GPU and the versions."""
+    gpu = target_of(sm, cudnn) if target is None else Target.from_properties(load_properties(target))
+    of = {"gpu": f"SM {gpu.sm}" if target is None else str(gpu), "cudnn_sdpa": __version__}
+    of |= {"cudnn": backend.version_string(gpu.cudnn)}
+    return of if target is None else of | {"nvidia-cudnn-frontend": gpu.frontend}
+
+
+def to_json(of: dict[str, str], found: list[Cell]) -> str:
+    """A matrix and what it holds for as JSON, a line for each cell."""
+    lines = ",\n".join(json.dumps(each.to_dict(), ensure_ascii=False) for each in found if each.answers)
+    return f'{{"environment": {json.dumps(of)},\n"calls": [\n{lines}\n]}}\n'

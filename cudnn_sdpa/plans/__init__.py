@@ -1,0 +1,1 @@
+"""Compiled plans: built, cached, stored, tuned."""

@@ -1,0 +1,190 @@
+"""`autotune`: whether the candidates for new plans are measured, and the report of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.graph.key import Operand, PlanKey, Role
+
+DEFAULT_CANDIDATES = 8
+
+
+@dataclass(frozen=True)
+class AutotuneCandidate:
+    """One of the plans for a key.
+
+    Attributes:
+        engine: cuDNN's engine.
+        knobs: The engine's settings.
+        microseconds: Median time of a launch; None if it was not timed.
+        reason: Why it dropped out; empty if it did not.
+    """
+
+    engine: str
+    knobs: dict[str, int]
+    microseconds: float | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return " ".join([self.engine, *(f"{name}={value}" for name, value in self.knobs.items())])
+
+
+@dataclass(frozen=True)
+class AutotuneEntry:
+    """What came out for one plan.
+
+    Attributes:
+        key: The plan's key, in words.
+        candidates: What cuDNN's heuristics propose, in their order.
+        winner: The index of the plan that is used from now on.
+        reason: Why no plans were compared, so that the first one stays; empty if they were.
+    """
+
+    key: str
+    candidates: tuple[AutotuneCandidate, ...]
+    winner: int = 0
+    reason: str = ""
+
+    @property
+    def gain(self) -> float:
+        """How many times as long the first plan takes as the winner; 1 if it is the winner."""
+        first, best = self.candidates[0].microseconds, self.candidates[self.winner].microseconds
+        return first / best if first and best else 1.0
+
+    def __str__(self) -> str:
+        lines = [self.key]
+        for index, candidate in enumerate(self.candidates):
+            sign = ">" if index == self.winner else " "
+            took = "" if candidate.microseconds is None else f"{candidate.microseconds:.1f} µs"
+            notes = ["cuDNN's first choice"] * (index == 0) + [f"gain {self.gain:.2f}"] * (index == self.winner > 0)
+            notes += [f"dropped out: {candidate.reason}"] * bool(candidate.reason)
+            lines.append(f"  {sign} {took:>10}  {candidate}" + (f"  ({'; '.join(notes)})" if notes else ""))
+        return "\n".join(lines + [f"    not compared: {self.reason}"] * bool(self.reason))
+
+
+@dataclass
+class AutotuneReport:
+    """What `autotune` has found; `print` it, or read the entries.
+
+    Attributes:
+        entries: One for each plan, in the order in which they were settled.
+    """
+
+    entries: list[AutotuneEntry] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        entries = list(self.entries)
+        compared = sum(not entry.reason for entry in entries)
+        faster = sum(entry.winner > 0 for entry in entries)
+        total = (
+            f"{compared} plan{'' if compared == 1 else 's'} compared, of which {faster} gained; "
+            f"{len(entries) - compared} not compared"
+        )
+        return "\n".join([total, *map(str, entries)])
+
+
+@dataclass(frozen=True, eq=False)
+class _Use:
+    """A use of `autotune`; its arguments and its report."""
+
+    candidates: int
+    report: AutotuneReport = field(default_factory=AutotuneReport)
+
+
+#: The uses of `autotune` that are in force, the latest last; threads may leave theirs in any order.
+_in_force: list[_Use] = []
+
+
+def is_in_force() -> bool:
+    """Whether `autotune` is in force."""
+    return bool(_in_force)
+
+
+def most_candidates() -> int:
+    """How many plans of a key are built, at most."""
+    return next((use.candidates for use in reversed(_in_force)), 1)
+
+
+def note(key: PlanKey, candidates: Sequence[AutotuneCandidate], winner: int = 0, reason: str = "") -> None:
+    """Adds an entry to the reports of all uses that are in force; its arguments are an `AutotuneEntry`'s."""
+    entry = AutotuneEntry(str(key), tuple(candidates), winner, reason)
+    for use in tuple(_in_force):
+        use.report.entries.append(entry)
+
+
+def autotune(*, candidates: int = DEFAULT_CANDIDATES) -> AbstractContextManager[AutotuneReport]:
+    """While it is in force, in the whole process, new plans are chosen by their time and not by cuDNN's guess.
+
+    For a plan that is missing, all that cuDNN's heuristics propose is built, up to `candidates`. The first launch runs
+    them on its own operands: whose results differ from those of cuDNN's first choice by more than rounding, or with
+    `deterministic` from its own of another run, drops out. The others are timed. The fastest one replaces cuDNN's first
+    choice, in the plan cache and in the plan store, if it takes at least 2 % less time. The launch leaves its results.
+
+    That launch waits for the GPU, takes some tens of milliseconds and a few times the memory of its results. Later
+    ones, and all after the `with` statement, are launches like any other.
+
+    Plans that were there before, in the plan cache, stay as they are: call `plan_cache.clear()` first. A plan in the
+    plan store is taken only if it was tuned when it was kept; later processes load the winner with `autotune` or
+    without. Nothing is tuned by `warmup`, which launches nothing, nor what other processes build.
+
+    Left as they are, with a reason in the report: packed sequences, and plans with lengths or other integers of the
+    caller, on which depends what is computed, so that one launch shows neither who is right in others nor who is fast;
+    plans whose first results are all zeros, which tell nothing. A launch into a CUDA graph tunes nothing and takes the
+    first choice; the first launch outside tunes, unless `deterministic` forbids that results change.
+
+    Args:
+        candidates: Most plans that are built for a key, cuDNN's first choice among them.
+
+    Returns:
+        A context manager whose value is an `AutotuneReport`, to which entries are added as plans are settled.
+
+    Raises:
+        OptionError: `candidates` is no integer of at least 2.
+
+    Examples:
+        >>> import cudnn_sdpa
+        >>> with cudnn_sdpa.autotune() as report:
+        ...     pass  # run the model on each kind of input that it will meet
+        >>> print(report)
+        0 plans compared, of which 0 gained; 0 not compared
+    """
+    if type(candidates) is not int or candidates < 2:
+        raise OptionError("candidates", repr(candidates), "an integer of at least 2")
+    return _tuning(_Use(candidates))
+
+
+@contextmanager
+def _tuning(use: _Use) -> Iterator[AutotuneReport]:
+    _in_force.append(use)
+    try:
+        yield use.report
+    finally:
+        _in_force.remove(use)
+
+
+def not_tunable(key: PlanKey) -> str:
+    """Why the plan of `key` is not tuned; empty if it is."""
+    packed = [operand.name for operand in (*key.inputs, *key.outputs) if operand.ragged]
+    if packed:
+        return f"it is for packed sequences: how large {', '.join(packed)} are is data"
+    decisive = [operand.name for operand in key.inputs if _decides(operand)]
+    return f"what is computed depends on {', '.join(decisive)}, and differs from launch to launch" if decisive else ""
+
+
+def must_not_change(key: PlanKey) -> bool:
+    """Whether every launch of the plan must give the same bits."""
+    return key.deterministic or key.option_values.get("deterministic") is True
+
+
+def _decides(operand: Operand) -> bool:
+    """Whether an operand holds lengths, page numbers or the like; a single int64 is a generator's seed or offset."""
+    layout = operand.layout
+    if operand.role is not Role.TENSOR:
+        return False
+    return layout.dtype is torch.int32 or (layout.dtype is torch.int64 and math.prod(layout.shape) > 1)

@@ -1,0 +1,311 @@
+"""How `autotune` finds the fastest plan of a key: candidates are compared and timed on the operands of one launch."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.graph.heuristics import Other
+from cudnn_sdpa.graph.key import Operand, PlanKey, Role
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.plans import autotune, default_store
+from cudnn_sdpa.plans.autotune import AutotuneCandidate
+from cudnn_sdpa.plans.device_memory import relaxed_capture
+from cudnn_sdpa.plans.plan import Plan, current_raw_stream, stored_form
+from cudnn_sdpa.settings import renewed_in_children
+
+Launch = Callable[[], None]
+
+#: By how much two right results of a dtype may differ, ‖a − b‖ / ‖b‖. Both are rounded, and so is what is between.
+TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-3,
+    torch.float16: 4e-3,
+    torch.bfloat16: 2e-2,
+    torch.float8_e4m3fn: 8e-2,
+    torch.float8_e5m2: 1.6e-1,
+}
+
+#: One row may differ by so many times the tolerance. A result of thousands of rows may lack one and still be close.
+OF_A_ROW = 5
+
+#: What is faster by less is noise, which shall not decide what runs.
+MARGIN = 0.02
+
+WARM_LAUNCHES = 2
+
+ROUNDS = 11
+
+#: For so many cycles the GPU is kept waiting in each round, so that the host has enqueued the round before it starts;
+#: otherwise short kernels would be timed together with the host's work between them.
+HEAD_START = 1_000_000
+
+_PIECE = 1 << 22
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class UndecidedError(Exception):
+    """This launch cannot tell right plans from wrong ones; the message says why."""
+
+
+class Measurement(NamedTuple):
+    """Of a candidate: the time of a launch, or the reason why it dropped out."""
+
+    microseconds: float | None
+    reason: str = ""
+
+
+#: Candidates that are timed at the same time disturb each other.
+_measuring = renewed_in_children(threading.RLock())
+
+
+class UntunedPlan(Plan):
+    """cuDNN's first choice for a key, until its first launch under `autotune` has found the fastest candidate.
+
+    Plans do not change: the fastest takes this one's place in the plan cache, and a call that is bound to this one goes
+    on with it, and has the fastest launched.
+
+    Attributes:
+        fastest: The plan that is launched; None before it is found.
+        on_found: What is called with this plan and the fastest; set by the cache.
+    """
+
+    __slots__ = ("_first", "_others", "fastest", "on_found")
+
+    def __init__(self, first: Plan, others: list[Other]) -> None:
+        for name in Plan.__slots__:
+            setattr(self, name, getattr(first, name))
+        self._first, self._others = first, others
+        self.fastest: Plan | None = None
+        self.on_found: Callable[[UntunedPlan, Plan], None] | None = None
+
+    def launch(self, pointers: Sequence[int]) -> None:
+        """As a plain plan's. The first one under `autotune` waits for the GPU, and leaves the fastest one's results."""
+        if self.fastest is None:
+            with _measuring:
+                if self.fastest is None:
+                    self._find(pointers)
+        (self.fastest or self._first).launch(pointers)
+
+    def launch_kept(self, operands: array[int], workspace: int) -> None:
+        """As `launch`: the fastest may want another workspace."""
+        del workspace
+        self.launch(operands)
+
+    def _find(self, pointers: Sequence[int]) -> None:
+        stream = current_raw_stream(self.device)
+        capturing = stream and torch._C._cuda_isCurrentStreamCapturing()
+        if capturing and not autotune.must_not_change(self.key):
+            return  # the first launch outside the capture decides
+        self._first.build_seconds = self.build_seconds
+        with relaxed_capture():  # plans are let go here, too
+            fastest = self._first
+            if capturing:
+                why = "it was first launched into a CUDA graph, and must not change"
+                autotune.note(self.key, self._candidates(), reason=why)
+            elif autotune.is_in_force():
+                fastest = self._measured(pointers)
+            if self.on_found is not None:
+                self.on_found(self, fastest)
+            self.fastest, self._others = fastest, []
+
+    def _measured(self, pointers: Sequence[int]) -> Plan:
+        others = (other.built for other in self._others)
+        plans = [self._first, *(x if isinstance(x, str) else Plan(self.key, x, self.constants) for x in others)]
+        launches = [plan if isinstance(plan, str) else functools.partial(plan.launch, pointers) for plan in plans]
+        try:
+            outputs = output_tensors(self.key, pointers, torch.device("cuda", self.device))
+            measurements = compare(launches, outputs, repeatable=autotune.must_not_change(self.key))
+        except Exception as error:  # noqa: BLE001 - nobody's launch fails because plans cannot be compared
+            autotune.note(self.key, self._candidates(), reason=str(error) or type(error).__name__)
+            return self._first
+        number = fastest(measurements)
+        autotune.note(self.key, self._candidates(measurements), number)
+        found = plans[number]
+        assert isinstance(found, Plan)
+        found.build_seconds, found.tuned = self.build_seconds, True
+        if (plan_store := default_store.active()) is not None:
+            plan_store.save(self.key, stored_form(found))
+        return found
+
+    def _candidates(self, measurements: Sequence[Measurement] = ()) -> list[AutotuneCandidate]:
+        configurations = [(self.engine, self.knobs), *(other.configuration for other in self._others)]
+        found = measurements or [Measurement(None)] * len(configurations)
+        return [AutotuneCandidate(*each, *one) for each, one in zip(configurations, found, strict=True)]
+
+
+def output_tensors(key: PlanKey, pointers: Sequence[int], device: torch.device) -> list[Tensor]:
+    """The outputs of a launch as tensors, which own nothing.
+
+    Raises:
+        UndecidedError: An output lies where an input does, so that a second launch would read what the first wrote.
+    """
+    places = dict(zip((*key.inputs, *key.outputs), pointers, strict=True))
+    inputs = [operand for operand in key.inputs if operand.role is Role.TENSOR]
+    for output in key.outputs:
+        for other in inputs:
+            if _share_memory((output, places[output]), (other, places[other])):
+                raise UndecidedError(f"{output.name} lies in the same memory as {other.name}")
+    return [tensor_at(places[output], output.layout, device) for output in key.outputs]
+
+
+def tensor_at(address: int, layout: TensorLayout, device: torch.device) -> Tensor:
+    """The memory at an address as a tensor, which does not own it."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, _extent(layout))
+    return torch.empty(0, dtype=layout.dtype, device=device).set_(storage, 0, layout.shape, layout.stride)
+
+
+def compare(launches: Sequence[Launch | str], outputs: list[Tensor], *, repeatable: bool) -> list[Measurement]:
+    """Runs candidates, and times those that are right.
+
+    Args:
+        launches: Of cuDNN's first choice, which is taken to be right, and of the others; in place of one that cannot be
+            built, the reason.
+        outputs: What each of them writes; what was in them is in them afterwards.
+        repeatable: Whether one drops out that does not give the same bits twice.
+
+    Raises:
+        UndecidedError: The first one's results hold nothing to compare with.
+    """
+    before = [_copy(output) for output in outputs]
+    try:
+        first, *others = launches
+        assert not isinstance(first, str)
+        expected = _run(first, outputs)
+        if not all(map(_tells, expected)):
+            raise UndecidedError("the results of its first launch hold nothing but zeros, or no numbers")
+        right, reasons = [first], [""]
+        for other in others:
+            reasons.append(other if isinstance(other, str) else _fault(other, outputs, expected, repeatable))
+            if not isinstance(other, str) and not reasons[-1]:
+                right.append(other)
+        times = iter(device_times(right) if len(right) > 1 else [None])
+        return [Measurement(None, reason) if reason else Measurement(next(times)) for reason in reasons]
+    finally:
+        for output, old in zip(outputs, before, strict=True):
+            output.copy_(old.view(output.shape))
+
+
+def fastest(measurements: Sequence[Measurement]) -> int:
+    """The index of the candidate to use: the first one unless another takes clearly less time."""
+    times = [math.inf if each.microseconds is None else each.microseconds for each in measurements]
+    best = min(range(len(times)), key=times.__getitem__)
+    return best if times[best] < times[0] * (1 - MARGIN) else 0
+
+
+def device_times(launches: Sequence[Launch]) -> list[float]:
+    """Microseconds of device time of each: the median of several rounds, in which they alternate. Waits for the GPU."""
+    for launch in launches:
+        for _ in range(WARM_LAUNCHES):
+            launch()
+    spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in launches]
+    order = list(range(len(launches)))
+    for _ in range(ROUNDS):
+        torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
+        for index in order:
+            start, end = _event(), _event()
+            start.record()
+            launches[index]()
+            end.record()
+            spans[index].append((start, end))
+        order.append(order.pop(0))  # nobody always runs after the same other
+    torch.cuda.current_stream().synchronize()
+    return [statistics.median(start.elapsed_time(end) * 1e3 for start, end in pairs) for pairs in spans]
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """By how much two results differ, in parts of their dtype's tolerance; infinite or NaN if one lacks numbers.
+
+    It is the norm of the difference over that of what is expected, or `OF_A_ROW` times less the same of the worst row,
+    to whose norm a typical one's is added: a row that is nearly zero need not be right in all its digits.
+
+    Args:
+        found: A result, one row for each index of all dimensions but the last.
+        expected: The result of a plan that is right, likewise.
+    """
+    if found.dtype not in TOLERANCE:
+        return 0.0 if torch.equal(found, expected) else float("inf")
+    errors, norms = [], []
+    for a, b in zip(_pieces(found), _pieces(expected), strict=True):
+        same = (a == b) | (a.isnan() & b.isnan())
+        errors.append(torch.where(same, 0.0, a - b).norm(dim=1))
+        norms.append(torch.where(b.isfinite(), b, 0.0).norm(dim=1))
+    error, norm = torch.cat(errors), torch.cat(norms)
+    typical = norm.square().mean().sqrt()
+    worst = (error / (norm + typical)).max()
+    return float(torch.maximum(error.norm() / norm.norm(), worst / OF_A_ROW)) / TOLERANCE[found.dtype]
+
+
+def _fault(launch: Launch, outputs: list[Tensor], expected: list[Tensor], repeatable: bool) -> str:
+    """What is wrong with a plan; empty if nothing is."""
+    try:
+        found = _run(launch, outputs)
+        differences = [difference(a, b) for a, b in zip(found, expected, strict=True)]
+        if repeatable and not all(map(_same_bits, found, _run(launch, outputs))):
+            return "two runs of it do not give the same bits"
+    except Exception as error:  # noqa: BLE001 - whatever it is, the plan is not used
+        return f"it cannot be launched: {error}"
+    if not all(map(math.isfinite, differences)):
+        return "it has numbers where the first choice has none, or the other way round"
+    if max(differences) > 1:
+        return f"its results differ from the first choice's by {max(differences):.3g} times what rounding may do"
+    return ""
+
+
+def _run(launch: Launch, outputs: list[Tensor]) -> list[Tensor]:
+    """The results of a launch. What it does not write is NaN."""
+    for output in outputs:
+        _bits(output).fill_(-1)  # all bits set: NaN in every floating-point format
+    launch()
+    return [_copy(output) for output in outputs]
+
+
+def _copy(output: Tensor) -> Tensor:
+    """A copy with one row for each index of all dimensions but the last."""
+    copy = output.clone(memory_format=torch.contiguous_format)
+    return copy.view(-1, output.shape[-1]) if output.dim() else copy.view(1, 1)
+
+
+def _tells(result: Tensor) -> bool:
+    """Whether a wrong result would show in comparison with this one."""
+    if result.dtype not in TOLERANCE:
+        return True
+    return any(bool((piece.isfinite() & (piece != 0)).any()) for piece in _pieces(result))
+
+
+def _pieces(result: Tensor) -> Iterator[Tensor]:
+    """The rows in float64, not all at once."""
+    rows = max(1, _PIECE // result.shape[1])
+    return (piece.double() for piece in result.split(rows))  # type: ignore[no-untyped-call]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _extent(layout: TensorLayout) -> int:
+    """Bytes from the first element to the end of the last."""
+    last = sum((size - 1) * stride for size, stride in zip(layout.shape, layout.stride, strict=True))
+    return (last + 1) * layout.dtype.itemsize
+
+
+def _share_memory(a: tuple[Operand, int], b: tuple[Operand, int]) -> bool:
+    """Whether the address ranges of two operands touch."""
+    return a[1] < b[1] + _extent(b[0].layout) and b[1] < a[1] + _extent(a[0].layout)
+
+
+def _event() -> torch.cuda.Event:
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return event

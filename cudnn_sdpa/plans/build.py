@@ -1,0 +1,137 @@
+"""How plans come about: compiled on this machine's GPU, or loaded out of the plan store."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import torch
+
+from cudnn_sdpa.errors import ExecutionError, PlanBuildError
+from cudnn_sdpa.graph import backend, handles
+from cudnn_sdpa.graph.definition import GraphOp
+from cudnn_sdpa.graph.diagnostics import shortened
+from cudnn_sdpa.graph.heuristics import build_others
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.plans import autotune, default_store
+from cudnn_sdpa.plans.autotune import AutotuneCandidate
+from cudnn_sdpa.plans.autotune_timing import UntunedPlan
+from cudnn_sdpa.plans.device_memory import constants_of, relaxed_capture
+from cudnn_sdpa.plans.file_format import BadPlanFileError, StoredPlan
+from cudnn_sdpa.plans.plan import Plan, stored_form
+
+
+def load_plan(key: PlanKey) -> Plan | None:
+    """The plan of `key` out of the plan store, if it has one for this GPU; under `autotune` only a tuned one.
+
+    Raises:
+        ExecutionError: The GPU has failed, or has no memory left.
+    """
+    plans = default_store.active()
+    only_tuned = autotune.is_in_force() and not autotune.not_tunable(key)
+    if plans is None:
+        return None
+    for kept in (key, key.of_siblings()) if key.knows_clusters else (key,):
+        stored = plans.load(kept, only_tuned=only_tuned)
+        if stored is not None:
+            try:
+                return plan_of(key, stored)
+            except BadPlanFileError as error:
+                # Not removed: what cuDNN says does not always tell a bad file from a GPU or a process in trouble, and
+                # others share it. If a plan can be built, it takes the file's place.
+                plans.refuse(kept, stored, str(error))
+    return None
+
+
+#: What cuDNN, CUDA and PyTorch say when not the plan is at fault, but the GPU or its memory.
+_OF_THE_GPU = re.compile(
+    r"out.of.memory|OutOfMemory|ALLOC|CUDA error|CUDA_DRIVER|cudaError\w+|illegal memory|launch failure|"
+    r"CUDA_ERROR_(?!INVALID_IMAGE|NO_BINARY_FOR_GPU|INVALID_PTX|UNSUPPORTED_PTX_VERSION|INVALID_SOURCE)",
+)
+
+
+def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
+    """The plan of `key` out of its stored form.
+
+    Raises:
+        BadPlanFileError: cuDNN does not take it here.
+        ExecutionError: The GPU has failed, or has no memory left; the plan is not at fault.
+        MemoryError: The same of the host's memory. So is PyTorch's `OutOfMemoryError` raised as it is.
+        PlanBuildError: A CUDA graph is being captured on this stream.
+    """
+    assert key.device is not None
+    start = time.perf_counter()
+    with torch.cuda.device(key.device), relaxed_capture():
+        handle = _handle_for(key)
+        try:
+            built = backend.load_graph(handle, stored.data, stored.engine, stored.knobs)
+            if built.workspace != stored.workspace:
+                raise ValueError(f"it wants {built.workspace} bytes of workspace, not {stored.workspace}")
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if isinstance(error, RuntimeError) and _OF_THE_GPU.search(str(error)):
+                raise ExecutionError(f"the stored plan of {key.name} could not be loaded: {error}") from error
+            raise BadPlanFileError(f"cuDNN does not take it ({shortened(str(error))})") from error
+        plan = Plan(key, built, constants_of(key))
+    plan.build_seconds, plan.loaded, plan.tuned = time.perf_counter() - start, True, stored.tuned
+    return plan
+
+
+def build_plan(operation: GraphOp, key: PlanKey) -> Plan:
+    """Plans and compiles `key` on the GPU that it names, and keeps the plan in the plan store, if there is one.
+
+    Raises:
+        UnsupportedError: cuDNN has no engine for it.
+        PlanBuildError: A CUDA graph is being captured on this stream.
+    """
+    plans = default_store.active()
+    if plans is None:
+        return _compile(operation, key)
+    with plans.building(key):
+        plan = load_plan(key)  # another process may have built it meanwhile
+        if plan is None:
+            plan = _compile(operation, key)
+            plans.save(key, stored_form(plan))
+        return plan
+
+
+def _compile(operation: GraphOp, key: PlanKey) -> Plan:
+    assert key.device is not None
+    start = time.perf_counter()
+    with torch.cuda.device(key.device), relaxed_capture():
+        handle = _handle_for(key)
+        plan = Plan(key, operation.compile(key, backend.GraphBuilder(handle=handle)), constants_of(key))
+        if autotune.is_in_force():
+            plan = _with_candidates(plan, operation, handle)
+    plan.build_seconds = time.perf_counter() - start
+    return plan
+
+
+def _with_candidates(plan: Plan, operation: GraphOp, handle: Any) -> Plan:
+    """cuDNN's first choice, with what else it proposes, for the first launch to find the fastest."""
+    first = AutotuneCandidate(plan.engine, plan.knobs)
+    if reason := autotune.not_tunable(plan.key):
+        autotune.note(plan.key, [first], reason=reason)
+        return plan
+    most = autotune.most_candidates() - 1
+    others = build_others(operation, plan.key, (plan.engine, plan.knobs), most, handle=handle)
+    if any(not isinstance(other.built, str) for other in others):
+        return UntunedPlan(plan, others)
+    plan.tuned = True
+    failed = [AutotuneCandidate(*other.configuration, reason=str(other.built)) for other in others]
+    autotune.note(plan.key, [first, *failed], reason="there is nothing else that can be built")
+    return plan
+
+
+def _handle_for(key: PlanKey) -> Any:
+    """The handle to build or load a plan with, on the current device."""
+    assert key.device is not None
+    if torch.cuda.is_current_stream_capturing():
+        why = (
+            "A plan cannot be built while a CUDA graph is being captured; make this call once before the capture, or "
+            "note what a run uses with record_plans() and make it ready with warmup() on this thread."
+        )
+        raise PlanBuildError(key, why)
+    return handles.build_handle(key.device)

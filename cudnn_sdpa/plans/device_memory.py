@@ -1,0 +1,209 @@
+"""Small device tensors that outlive a call (constants, tables), out of nobody's private pool, and made beside captures.
+
+What a call allocates while CUDA graphs are recorded or warmed up comes out of a private pool, which expects to get all
+of it back. So this memory is taken by a thread of its own, on a stream of its own, some hundred pieces at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.graph.key import PlanKey, Role
+from cudnn_sdpa.graph.layouts import TensorLayout
+
+_RELAXED = 2  #: CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@functools.cache
+def _exchange() -> Any:
+    """The driver's `cuThreadExchangeStreamCaptureMode`; None without a driver."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return None
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """While it is in force, this thread may load kernels and allocate memory although another thread captures.
+
+    A capture in PyTorch's default mode forbids such calls to all threads of the process: they fail, and so does the
+    capture.
+    """
+    exchange = _exchange()
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+#: Bytes that are taken at once.
+CHUNK = 512 * 1024
+
+_ALIGNMENT = 256
+
+
+class _Arena:
+    """Memory of one device. It is not used again piece by piece; a chunk goes when all its pieces have gone."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._chunk: Tensor | None = None
+        self._used = 0
+
+    def take(self, size: int) -> Tensor:
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        if self._chunk is None or self._used + size > self._chunk.numel():
+            self._chunk, self._used = self._fetch(max(size, CHUNK)), 0
+        piece = self._chunk[self._used : self._used + size]
+        self._used += size
+        return piece
+
+    def _fetch(self, size: int) -> Tensor:
+        """New memory, by a thread that no private pool concerns."""
+        found: list[Tensor | BaseException] = []
+
+        def work() -> None:
+            try:
+                with torch.cuda.device(self._device), relaxed_capture():
+                    self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                    with torch.cuda.stream(self._stream):
+                        found.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+            except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that waits
+                found.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        (result,) = found
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+
+_arenas: dict[int, _Arena] = {}
+_lock = threading.Lock()
+
+
+def take_memory(device: int, size: int) -> Tensor:
+    """Bytes on a device, (size rounded up,) uint8, aligned to 256 bytes.
+
+    Who reads or writes them on a stream says so with `record_stream`: they were taken on another one.
+    """
+    with _lock:
+        return _arenas.setdefault(device, _Arena(device)).take(size)
+
+
+# Small tensors that launches on any stream read, made once.
+
+
+#: Tables that a CUDA graph reads. Nobody can say when it is replayed for the last time.
+captured_tables: list[DeviceTables] = []
+
+_TABLE_ALIGNMENT = 16
+
+
+class DeviceTables:
+    """Tensors that kernels on the current stream have made, and that launches on others read too.
+
+    Another stream waits for the kernels that made them; and memory that it has read is not given away, after the tables
+    are gone, before it is done with it.
+
+    Attributes:
+        addresses: Of the tensors, by name.
+        size: Bytes that they take.
+    """
+
+    __slots__ = ("_captured", "_made", "_memory", "_streams", "addresses", "size")
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: int, stream: int, *, captured: bool = False) -> None:
+        """Copies tensors right after they were made on `stream`, the current one.
+
+        Args:
+            tensors: The tensors by name.
+            device: The current device.
+            stream: The current stream.
+            captured: Whether it is being captured: then they are part of the CUDA graph, and of no use outside.
+        """
+        self._captured = captured
+        self._streams = {stream}
+        distinct = {id(tensor): tensor for tensor in tensors.values()}
+        sizes = {
+            name: -(-x.numel() * x.element_size() // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT
+            for name, x in distinct.items()
+        }
+        self.size = sum(sizes.values())
+        self._memory = (
+            torch.empty(self.size, dtype=torch.uint8, device="cuda") if captured else take_memory(device, self.size)
+        )
+        begins, begin = {}, 0
+        for name, x in distinct.items():
+            begins[name] = begin
+            self._memory[begin : begin + x.numel() * x.element_size()].view(x.dtype).copy_(x.flatten())
+            begin += sizes[name]
+        first = self._memory.data_ptr()
+        self.addresses = {name: first + begins[id(tensor)] for name, tensor in tensors.items()}
+        self._made: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        if not captured:
+            self._memory.record_stream(torch.cuda.current_stream())
+            self._made.record()
+
+    def prepare(self, stream: int) -> None:
+        """Makes sure that a launch on `stream`, the current one, may read them now."""
+        if stream and not self._captured and torch._C._cuda_isCurrentStreamCapturing():
+            with relaxed_capture():
+                self._made.synchronize()
+            captured_tables.append(self)
+            self._captured = True
+        if stream not in self._streams:
+            self._meet(stream)
+
+    def _meet(self, stream: int) -> None:
+        current = torch.cuda.current_stream()
+        if not torch.cuda.is_current_stream_capturing():
+            self._made.wait(current)
+        self._memory.record_stream(current)
+        self._streams.add(stream)
+
+
+# Device tensors of the operands whose values a plan's key fixes.
+
+
+_constants: dict[tuple[int, TensorLayout, int], torch.Tensor] = {}
+
+
+def constants_of(key: PlanKey) -> dict[str, torch.Tensor]:
+    """The constants of a plan by name, on its GPU, which must be the current one."""
+    assert key.device is not None
+    fills = [operand for operand in key.inputs if operand.role is Role.FILL]
+    return {operand.name: _constant(key.device, operand.layout, operand.fill) for operand in fills}
+
+
+def _constant(device: int, layout: TensorLayout, value: int) -> torch.Tensor:
+    """A filled tensor that lives as long as the process: when a plan goes, launches of it may still be waiting.
+
+    There is one for each batch size and value, of half a kilobyte on the GPU.
+    """
+    with _lock:  # two threads must not make two, of which one would go with its plan
+        tensor = _constants.get((device, layout, value))
+        if tensor is None:
+            size = math.prod(layout.shape) * layout.dtype.itemsize
+            tensor = take_memory(device, size)[:size].view(layout.dtype).view(layout.shape).fill_(value)
+            torch.cuda.current_stream(device).synchronize()  # launches may come on other streams
+            _constants[device, layout, value] = tensor
+    return tensor

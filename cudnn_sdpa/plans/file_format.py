@@ -1,0 +1,130 @@
+"""The format of a stored plan: a line that names the format, a line of JSON that describes the plan, and its bytes.
+
+Nothing in it is unpickled or evaluated. The description holds the whole key, so that a file is never taken for another
+plan's, and the digest of the bytes, so that a damaged file is seen before cuDNN reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from dataclasses import dataclass
+from typing import Any
+
+from cudnn_sdpa.plans.private_folders import is_private
+
+#: Changes whenever files of an older version of this library could be misread; part of every file's name.
+FORMAT = 1
+_MAGIC = f"cudnn_sdpa plan, format {FORMAT}\n".encode()
+
+#: More than any plan takes (they are 60 to 300 KB): what is larger is not read.
+LARGEST = 64 << 20
+
+
+class BadPlanFileError(Exception):
+    """A file that is no plan, or not the one that is wanted; the message says why."""
+
+
+@dataclass(frozen=True)
+class StoredPlan:
+    """A compiled plan and what is known of it.
+
+    Attributes:
+        identity: What it is the plan of, as `PlanKey.identity` gives it.
+        engine: cuDNN's engine.
+        knobs: The engine's settings.
+        workspace: Bytes that a launch needs beside its operands.
+        build_seconds: Time that planning and compiling took.
+        data: The plan in cuDNN's own format.
+        tuned: Whether it was chosen by its time, under `autotune`; files of older versions do not say.
+    """
+
+    identity: dict[str, Any]
+    engine: str
+    knobs: dict[str, int]
+    workspace: int
+    build_seconds: float
+    data: bytes
+    tuned: bool = False
+
+    def encode(self) -> bytes:
+        """The contents of a file."""
+        description = {
+            "key": self.identity,
+            "engine": self.engine,
+            "knobs": self.knobs,
+            "workspace": self.workspace,
+            "build_seconds": self.build_seconds,
+            "size": len(self.data),
+            "tuned": self.tuned,
+        }
+        line = canonical(description)
+        return b"".join([_MAGIC, _digest(line, self.data).encode(), b"\n", line, b"\n", self.data])
+
+    @classmethod
+    def decode(cls, contents: bytes) -> StoredPlan:
+        """The plan in the contents of a file.
+
+        Raises:
+            BadPlanFileError: They are something else, or damaged.
+        """
+        if not contents.startswith(_MAGIC):
+            raise BadPlanFileError("it is no plan in this version's format")
+        digest, _, rest = contents[len(_MAGIC) :].partition(b"\n")
+        line, _, data = rest.partition(b"\n")
+        if digest != _digest(line, data).encode():
+            raise BadPlanFileError("its contents do not match their digest")
+        description = json.loads(line)
+        kinds = {"key": (dict,), "engine": (str,), "knobs": (dict,), "workspace": (int,), "build_seconds": (int, float)}
+        wrong = [name for name, kind in kinds.items() if type(description[name]) not in kind]
+        if not wrong and any(type(value) is not int for value in description["knobs"].values()):
+            wrong.append("knobs")
+        if wrong or description["workspace"] < 0:
+            raise BadPlanFileError(f"its description is no plan's: {', '.join(wrong) or 'workspace'}")
+        return cls(
+            identity=description["key"],
+            engine=description["engine"],
+            knobs=description["knobs"],
+            workspace=description["workspace"],
+            build_seconds=description["build_seconds"],
+            data=data,
+            tuned=description.get("tuned") is True,
+        )
+
+
+def canonical(description: Any) -> bytes:
+    """JSON in the one form that digests are made of."""
+    return json.dumps(description, sort_keys=True, separators=(",", ":")).encode()
+
+
+def name_of(identity: dict[str, Any]) -> str:
+    """The name of the file of the plan with this identity."""
+    return hashlib.sha256(canonical({"format": FORMAT, "key": identity})).hexdigest() + ".plan"
+
+
+def _digest(line: bytes, data: bytes) -> str:
+    return hashlib.sha256(line + b"\n" + data).hexdigest()
+
+
+def read(name: str, folder: int) -> bytes | None:
+    """The contents of a file in a folder that is open; None if it is not there.
+
+    Raises:
+        BadPlanFileError: Somebody else could have written it, or it is no regular file, or far too large.
+        OSError: It cannot be read.
+    """
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise BadPlanFileError("it is no regular file")
+        if not is_private(status):
+            raise BadPlanFileError("it belongs to another user, or others may write to it")
+        if status.st_size > LARGEST:
+            raise BadPlanFileError(f"it has {status.st_size} bytes")
+        return file.read(LARGEST)

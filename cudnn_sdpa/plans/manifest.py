@@ -1,0 +1,111 @@
+"""Lists of plans as files: which a program used, for other machines and later runs to have ready."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from cudnn_sdpa._version import __version__
+from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.graph.backend import version_string
+from cudnn_sdpa.graph.definition import find_operation
+from cudnn_sdpa.graph.diagnostics import shortened
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.target import Target
+
+#: Changes when files of an older version could be misread.
+VERSION = 1
+_SCHEMA = Path(__file__).with_name("manifest.schema.json")
+
+
+@dataclass
+class PlanManifest:
+    """Plans without their GPU: what `record_plans` found, what `warmup` and `compile` make ready.
+
+    Attributes:
+        plans: A description of each plan: its operation, operands and options, as `PlanKey.to_json` gives them.
+        recorded_on: The GPU and the versions it was recorded with; for people.
+    """
+
+    plans: list[dict[str, Any]] = field(default_factory=list)
+    recorded_on: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, keys: list[PlanKey]) -> PlanManifest:
+        """The manifest of some plans, each once, in an order that does not depend on when they were used."""
+        described = {json.dumps(_without_digest(key), sort_keys=True) for key in keys}
+        return cls([json.loads(text) for text in sorted(described)], _recorded_on(keys))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the manifest as JSON."""
+        data = {"manifest": VERSION, "cudnn_sdpa": __version__, "recorded_on": self.recorded_on, "plans": self.plans}
+        Path(path).write_text(json.dumps(data, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> PlanManifest:
+        """Reads a manifest.
+
+        Raises:
+            OptionError: The file cannot be read, or does not follow the schema; the message says where.
+        """
+        import jsonschema  # takes 50 ms
+
+        try:
+            data = json.loads(Path(path).read_text())
+            jsonschema.validate(data, json.loads(_SCHEMA.read_text()))
+        except (OSError, ValueError, RecursionError) as error:
+            why = shortened(str(getattr(error, "strerror", None) or error))
+            raise OptionError("manifest", f"{str(path)!r} ({why})", "a file written by PlanManifest.save") from error
+        except jsonschema.ValidationError as error:
+            got = f"{str(path)!r}: {shortened(error.json_path)}: {shortened(error.message)}"
+            raise OptionError("manifest", got, f"a plan manifest, version {VERSION}") from None
+        return cls(data["plans"], data["recorded_on"])
+
+    def keys(self, target: Target, device: int | None) -> list[PlanKey]:
+        """The keys of the plans on a GPU, each once, with this installation's versions of their operations.
+
+        Raises:
+            OptionError: An operation is not there. Modules of one's own are imported before; only those of this package
+                are imported by this function.
+        """
+        return list(dict.fromkeys(replace(_key_of(plan, target), device=device) for plan in self.plans))
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+
+def _without_digest(key: PlanKey) -> dict[str, Any]:
+    described = key.to_json()
+    del described["digest"]  # it is that of the builder in the process that reads the manifest
+    return described
+
+
+def _recorded_on(keys: list[PlanKey]) -> dict[str, str]:
+    if not keys:
+        return {}
+    target = keys[0].target
+    return {"gpu": target.name, "cudnn": version_string(target.cudnn), "nvidia-cudnn-frontend": target.frontend}
+
+
+def _key_of(plan: dict[str, Any], target: Target) -> PlanKey:
+    name = plan["operation"]
+    try:
+        _check_numbers(plan)
+        digest = find_operation(name, only_imported=True).digest
+        return PlanKey.from_json({**plan, "digest": digest}, target)
+    except (ImportError, AttributeError, TypeError, KeyError, ValueError, RecursionError) as error:
+        expected = "an operation of this installation; import the module that defines it first"
+        raise OptionError("manifest", f"the operation {name!r} ({shortened(str(error))})", expected) from error
+
+
+def _check_numbers(plan: dict[str, Any]) -> None:
+    """JSON's schemas take 8.0 for an integer; a key does not."""
+    for operand in (*plan["inputs"], *plan["outputs"]):
+        layout = operand["layout"]
+        for number in (*layout["shape"], *layout["stride"], operand["fill"]):
+            if type(number) is not int or number >= 1 << 63:
+                raise ValueError(f"{operand['name']}: {number!r} where an integer of 64 bits is expected")
+        if len(layout["shape"]) != len(layout["stride"]):
+            raise ValueError(f"{operand['name']}: {len(layout['shape'])} sizes and {len(layout['stride'])} strides")

@@ -1,0 +1,229 @@
+"""Kernels of our own, for what cuDNN has no operation for: CUDA source, compiled by NVRTC for the GPU that is there.
+
+NVRTC is there wherever cuDNN is, as cuDNN compiles its own kernels with it. What it makes is kept in the plan store.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cudnn_sdpa._version import __version__
+from cudnn_sdpa.errors import ExecutionError, LibraryError
+from cudnn_sdpa.graph import backend
+from cudnn_sdpa.plans import default_store
+from cudnn_sdpa.plans.device_memory import relaxed_capture
+from cudnn_sdpa.plans.file_format import StoredPlan
+
+#: CUDA_ERROR_INVALID_CONTEXT: no call of CUDA's runtime has been made on this thread yet.
+_NO_CONTEXT = 201
+
+#: What CUDA says of bytes that are no kernel for this GPU: INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX,
+#: UNSUPPORTED_PTX_VERSION, INVALID_SOURCE, SHARED_OBJECT_SYMBOL_NOT_FOUND, NOT_FOUND.
+_REFUSED = frozenset({200, 209, 218, 222, 300, 302, 500})
+
+
+class _NotAKernelError(ExecutionError):
+    """Bytes that are no kernel for this GPU."""
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """What a compiled kernel depends on, in the form in which the plan store knows plans."""
+
+    name: str
+    digest: str
+    sm: int
+
+    def identity(self) -> dict[str, Any]:
+        """See `PlanKey.identity`."""
+        version = {"package": __version__, "cuda": torch.version.cuda}
+        return {"kernel": self.name, "source": self.digest, "sm": self.sm, **version}
+
+
+class LoadedKernel:
+    """A kernel in the memory of one GPU."""
+
+    __slots__ = ("_device", "_function", "_launch", "name")
+
+    def __init__(self, name: str, function: int, device: int) -> None:
+        self.name = name
+        self._function = function
+        self._device = device
+        self._launch = _driver().cuLaunchKernel
+
+    def launch(self, blocks: int, threads: int, fields: array[Any], stream: int) -> None:
+        """Launches it on `stream` of its device, which must be the current device.
+
+        Args:
+            blocks: Blocks of the grid.
+            threads: Threads of a block.
+            fields: The fields of the kernel's only argument, a structure of numbers of 64 bits.
+            stream: The raw stream.
+
+        Raises:
+            ExecutionError: CUDA refuses.
+        """
+        where = array("Q", (fields.buffer_info()[0],))
+        address = where.buffer_info()[0]
+        status = self._launch(self._function, blocks, 1, 1, threads, 1, 1, 0, stream, address, None)
+        if status == _NO_CONTEXT:
+            _make_context_current(self._device)
+            status = self._launch(self._function, blocks, 1, 1, threads, 1, 1, 0, stream, address, None)
+        if status:
+            raise ExecutionError(f"CUDA could not launch {self.name}: {_error_name(status)}")
+
+
+class Kernel:
+    """CUDA source with one kernel in it, which takes one structure of numbers of 64 bits.
+
+    Args:
+        path: The file.
+        name: The kernel's name, declared `extern "C"`.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        self.name = name
+        self._loaded: dict[int, LoadedKernel] = {}
+        self._lock = threading.Lock()
+
+    def on(self, device: int) -> LoadedKernel:
+        """The kernel on a GPU; the first time it is compiled, or taken out of the plan store, and loaded.
+
+        Raises:
+            LibraryError: NVRTC is missing or cannot compile it.
+            ExecutionError: CUDA cannot load it.
+        """
+        found = self._loaded.get(device)
+        if found is None:
+            with self._lock, torch.cuda.device(device), relaxed_capture():
+                found = self._loaded.get(device)
+                if found is None:
+                    _make_context_current(device)
+                    found = self._loaded[device] = self._load(device)
+        return found
+
+    def _load(self, device: int) -> LoadedKernel:
+        major, minor = torch.cuda.get_device_capability(device)
+        key = _Identity(self.name, hashlib.sha256(self.path.read_bytes()).hexdigest(), 10 * major + minor)
+        plans = default_store.active()
+        stored = None if plans is None else plans.load(key)
+        if plans is not None and stored is not None:
+            try:
+                return self._in_memory(stored.data, device)
+            except _NotAKernelError as error:  # any other failure is the GPU's, and the file as good as it was
+                plans.reject(key, str(error))
+        start = time.perf_counter()
+        cubin = self.compile(key.sm)
+        if plans is not None:
+            plans.save(key, StoredPlan(key.identity(), "nvrtc", {}, 0, time.perf_counter() - start, cubin))
+        return self._in_memory(cubin, device)
+
+    def _in_memory(self, cubin: bytes, device: int) -> LoadedKernel:
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        status = _driver().cuModuleLoadData(ctypes.byref(module), cubin)
+        status = status or _driver().cuModuleGetFunction(ctypes.byref(function), module, self.name.encode())
+        if status in _REFUSED:
+            raise _NotAKernelError(f"CUDA could not load {self.name}: {_error_name(status)}")
+        _check(status, self.name)
+        assert function.value is not None
+        return LoadedKernel(self.name, function.value, device)
+
+    def compile(self, sm: int) -> bytes:
+        """The kernel's code for GPUs of compute capability `sm`, 90 for 9.0; needs no GPU.
+
+        Raises:
+            LibraryError: NVRTC is missing or cannot compile it.
+        """
+        nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+        source, file = self.path.read_bytes(), self.path.name.encode()
+        options = (ctypes.c_char_p * 1)(f"--gpu-architecture=sm_{sm}".encode())
+        status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, file, 0, None, None)
+        try:
+            status = status or nvrtc.nvrtcCompileProgram(program, 1, options)
+            status = status or nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+            cubin = ctypes.create_string_buffer(size.value)
+            status = status or nvrtc.nvrtcGetCUBIN(program, cubin)
+            if status:
+                raise LibraryError(
+                    f"NVRTC cannot compile {self.path.name} for SM{sm}: {nvrtc.nvrtcGetErrorString(status).decode()}. "
+                    f"{_log_of(program)}It is {nvrtc._name}; a newer one may know this GPU."
+                )
+            return cubin.raw
+        finally:
+            nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _log_of(program: ctypes.c_void_p) -> str:
+    size = ctypes.c_size_t()
+    if _nvrtc().nvrtcGetProgramLogSize(program, ctypes.byref(size)) or size.value <= 1:
+        return ""
+    log = ctypes.create_string_buffer(size.value)
+    _nvrtc().nvrtcGetProgramLog(program, log)
+    return log.value.decode(errors="replace").strip() + "\n"
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    for name in _places_of_nvrtc():
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        return library
+    raise LibraryError(
+        "libnvrtc cannot be found; PyTorch's CUDA wheels bring it: pip install nvidia-cuda-nvrtc (CUDA 13) or "
+        "nvidia-cuda-nvrtc-cu12 (CUDA 12)"
+    )
+
+
+def _places_of_nvrtc() -> Iterator[str]:
+    """Where it may be: the one that this process has, the one that the system finds, those of pip's packages."""
+    loaded = backend.loaded_libraries().get("libnvrtc")
+    if loaded is not None:
+        yield loaded
+    majors = [torch.version.cuda.partition(".")[0]] if torch.version.cuda else ["13", "12"]
+    yield from (f"libnvrtc.so.{major}" for major in majors)
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for major in majors:
+            yield from map(str, sorted(Path(folder).glob(f"*/lib/libnvrtc.so.{major}")))
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("libcuda.so.1")
+    size, pointer = ctypes.c_uint, ctypes.c_void_p
+    driver.cuLaunchKernel.argtypes = [pointer, *(size,) * 7, pointer, pointer, pointer]
+    return driver
+
+
+def _make_context_current(device: int) -> None:
+    context, ordinal = ctypes.c_void_p(), ctypes.c_int()
+    _check(_driver().cuDeviceGet(ctypes.byref(ordinal), device), "a kernel")
+    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal), "a kernel")
+    _check(_driver().cuCtxSetCurrent(context), "a kernel")
+
+
+def _check(status: int, name: str) -> None:
+    if status:
+        raise ExecutionError(f"CUDA could not load {name}: {_error_name(status)}")
+
+
+def _error_name(status: int) -> str:
+    name = ctypes.c_char_p()
+    _driver().cuGetErrorName(status, ctypes.byref(name))
+    return name.value.decode() if name.value else f"error {status}"

@@ -1,1 +1,0 @@
-"""The runtime: knows cuDNN, knows no operation."""

@@ -1,0 +1,196 @@
+"""FP8 calls again and again: no synchronization, CUDA graphs, threads, and bad input that reaches no kernel."""
+
+from __future__ import annotations
+
+import fp8_values
+import pytest
+import torch
+from fp8_values import E4M3, E5M2, error, forward, lens, number, problem
+from test_threads import THREADS, in_threads
+
+import cudnn_sdpa
+from cudnn_sdpa import ArgumentError, plan_cache
+from cudnn_sdpa.attention.fp8 import launch
+from cudnn_sdpa.attention.fp8.arguments import Fp8Scales
+from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "bottom-right": {"is_causal": True, "causal_alignment": "bottom_right"},
+    "window": {"window": (60, 3), "scale": 0.2},
+    "lengths": {"seq_lens_kv": True},
+}
+FEWER = pytest.mark.parametrize("sizes", [(200, 333), (333, 200)], ids=["more keys", "fewer keys"])
+
+
+def options_of(name):
+    options = dict(OPTIONS[name])
+    if "seq_lens_kv" in options:
+        options["seq_lens_kv"] = lens(120, 0)
+    return options
+
+
+def both(of, grad_out, scales, **options):
+    made = sdpa_fp8(*of, return_lse=True, **options)
+    return *made, *sdpa_fp8_backward(grad_out, *of[:3], made.out, made.lse, scales, **options)
+
+
+def training(sizes=(200, 333)):
+    of = problem(sizes=sizes)
+    grad_out = fp8_values.fp8_of(tuple(of.q.shape), 300.0, dtype=E5M2)
+    return of, grad_out, fp8_values.backward_scales(of, descale_do=1 / 300)
+
+
+@FEWER
+@pytest.mark.parametrize("name", OPTIONS)
+def test_nothing_synchronizes(name, sizes):
+    given, options = training(sizes), options_of(name)
+    if name == "window" and sizes[0] > sizes[1]:
+        options = {"is_causal": True, "window": (60, -1)}
+    first = both(*given, **options)
+    plain = sdpa_fp8(*given[0], **options)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = both(*given, **options)
+        alone = sdpa_fp8(*given[0], **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(error(a, b) < 1e-3 for a, b in zip(again, first, strict=True) if not a.float().isinf().any())
+    assert torch.equal(alone.out.float(), plain.out.float())
+
+
+def test_the_first_call_does_not_synchronize_either():
+    of = problem(sizes=(77, 130))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = sdpa_fp8(*of)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert error(found.out, fp8_values.emulated(of).out) < 0.06
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_capture_and_replay_with_new_scales(name):
+    (of, grad_out, scales), options = training(), options_of(name)
+    both(of, grad_out, scales, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both(of, grad_out, scales, **options)
+    for _ in range(3):
+        new = problem()
+        for old, fresh in zip((*of[:3], *of.scales), (*new[:3], *new.scales), strict=True):
+            old.copy_(fresh)
+        for old, fresh in zip(scales, fp8_values.backward_scales(of, descale_do=1 / 300), strict=True):
+            old.copy_(fresh)
+        if "seq_lens_kv" in options:
+            options["seq_lens_kv"].copy_(torch.randint(0, 333, (2,), dtype=torch.int32))
+        for tensor in captured:
+            tensor.view(torch.uint8).fill_(0xFF)
+        graph.replay()
+        torch.cuda.synchronize()
+        wanted = both(of, grad_out, scales, **options)
+        for found, expected in zip(captured, wanted, strict=True):
+            assert torch.equal(found.isneginf(), expected.isneginf()) if found.dtype == torch.float32 else True
+            finite = expected.float().isfinite()
+            assert error(found.float()[finite], expected.float()[finite]) < 1e-2
+        emulated = fp8_values.emulated(of, **options)
+        assert error(captured[0], emulated.out) < 0.06
+
+
+def test_one_plan_many_threads_and_streams():
+    """Each thread has its own data, scales and stream."""
+    given = [problem(heads=(4, 2), sizes=(130, 200)) for _ in range(THREADS)]
+    factors = [0.03 + 0.02 * i for i in range(THREADS)]
+    expected = [fp8_values.emulated(of, scale=factor).out for of, factor in zip(given, factors, strict=True)]
+    sdpa_fp8(*given[0])
+    torch.cuda.synchronize()
+    builds, worst = plan_cache.info().builds, [1.0] * THREADS
+
+    def work(index):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            outs = [sdpa_fp8(*given[index], scale=factors[index]).out for _ in range(200)]
+            torch.cuda.current_stream().synchronize()
+            worst[index] = max(error(out, expected[index]) for out in outs)
+
+    in_threads(work)
+    assert plan_cache.info().builds == builds
+    assert max(worst) < 0.06
+
+
+def test_one_plan_for_all_scales():
+    of = problem()
+    sdpa_fp8(*of)
+    with cudnn_sdpa.no_plan_builds():
+        for factor in (0.5, 3.0):
+            scales = Fp8Scales(*(x * factor for x in of.scales))
+            found = sdpa_fp8(*of[:3], scales, scale=0.04 * factor)
+            assert found.out.float().isfinite().all()
+    assert plan_cache.info().builds >= 1
+
+
+BAD = {
+    "float64 scale": lambda of: (*of[:3], of.scales._replace(scale_o=of.scales.scale_o.double())),
+    "two scales": lambda of: (*of[:3], of.scales._replace(descale_q=torch.cat([of.scales.descale_q] * 2))),
+    "scale on the CPU": lambda of: (*of[:3], of.scales._replace(scale_s=of.scales.scale_s.cpu())),
+    "a number": lambda of: (*of[:3], of.scales._replace(scale_s=2.0)),
+    "bfloat16": lambda of: (of.q.bfloat16(), *of[1:]),
+    "mixed": lambda of: (of.q, of.k.view(E5M2), *of[2:]),
+    "head dim": lambda of: (of.q[..., :120], of.k[..., :120], *of[2:]),
+    "stride": lambda of: (of.q.view(torch.uint8).mT.contiguous().mT.view(E4M3), *of[1:]),
+    "address": lambda of: (
+        torch.zeros(of.q.numel() + 16, dtype=torch.uint8, device="cuda").view(E4M3)[8:-8].view(of.q.shape),
+        *of[1:],
+    ),
+    "rank": lambda of: (of.q[0], *of[1:]),
+    "device": lambda of: (of.q, of.k.cpu(), *of[2:]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_warm_and_cold(name):
+    of = problem()
+    for _ in range(3):
+        builds, known = plan_cache.info().builds, len(launch.calls)
+        with pytest.raises(ArgumentError):
+            sdpa_fp8(*BAD[name](of))
+        assert (plan_cache.info().builds, len(launch.calls)) == (builds, known)
+        found = forward(of)
+    assert error(found.out, fp8_values.emulated(of).out) < 0.06
+
+
+def test_device_memory_does_not_grow():
+    of = problem()
+    for _ in range(10):
+        sdpa_fp8(*of)
+    torch.cuda.synchronize()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    for _ in range(2_000):
+        sdpa_fp8(*of)
+    torch.cuda.synchronize()
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == (allocated, reserved)
+
+
+def test_compiled_code_gives_the_same():
+    of = problem()
+    base = sdpa_fp8(*of, is_causal=True, return_lse=True)
+    compiled = torch.compile(lambda q, k, v, scales: sdpa_fp8(q, k, v, scales, is_causal=True, return_lse=True))
+    for _ in range(2):
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(compiled(*of), base, strict=True))
+
+
+def test_other_ways_to_the_same_call():
+    of = problem()
+    base = sdpa_fp8(*of)
+    operator = torch.ops.cudnn_sdpa.sdpa_fp8_forward
+    found = operator(*of[:3], list(of.scales), None, None, False, "top_left", -1, -1, None, None, None, E4M3, False)
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, base[:3], strict=True))
+    with torch.inference_mode():
+        assert torch.equal(sdpa_fp8(*of).out.float(), base.out.float())
+    shaped = Fp8Scales(
+        *(scale.view(shape) for scale, shape in zip(of.scales, [(), (1, 1), (1, 1, 1, 1)] * 2, strict=True))
+    )
+    assert torch.equal(sdpa_fp8(*of[:3], shaped).out.float(), base.out.float())
+    assert float(number(2.0)) == 2

@@ -1,0 +1,214 @@
+"""Calls over packed sequences that are recognized: they compute what they did at first, and nothing is confused."""
+
+from __future__ import annotations
+
+import dense_calls
+import pytest
+import torch
+from test_varlen import assert_right, expected, offsets, tensors
+
+from cudnn_sdpa import ArgumentError, LayoutError, plan_cache, sdpa_varlen
+from cudnn_sdpa.attention.varlen import launch, torch_ops
+
+LENGTHS = (100, 77, 153)
+LONGEST, TOKENS = max(LENGTHS), sum(LENGTHS)
+
+
+def ends():
+    return offsets(*LENGTHS)
+
+
+def leaves():
+    return [x.requires_grad_() for x in tensors(TOKENS)]
+
+
+@pytest.fixture
+def general(monkeypatch):
+    """How often the general way is taken, forward and backward."""
+    taken = {"forward": 0, "backward": 0}
+
+    def counted(name, function):
+        def run(*args, **kwargs):
+            taken[name] += 1
+            return function(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(torch_ops, "forward_cuda", counted("forward", torch_ops.forward_cuda))
+    monkeypatch.setattr(torch_ops, "backward_cuda", counted("backward", torch_ops.backward_cuda))
+    plan_cache.clear()
+    return taken
+
+
+def differentiate(inputs, ends, ends_kv=None, **options):
+    out = sdpa_varlen(*inputs, ends, ends if ends_kv is None else ends_kv, LONGEST, LONGEST, **options)
+    out = out[0] if isinstance(out, tuple) else out
+    grad_out = torch.randn_like(out)
+    return out, torch.autograd.grad(out, inputs, grad_out), grad_out
+
+
+@pytest.mark.parametrize("one_packing", [False, True])
+@pytest.mark.parametrize("options", [{}, {"window": (30, 0)}, {"softcap": 6.0}, {"return_lse": True}], ids=str)
+def test_a_step_that_comes_again_is_right(general, options, one_packing):
+    for number in range(4):
+        inputs, where = leaves(), ends()
+        out, gradients, grad_out = differentiate(
+            inputs, where, None if one_packing else where.clone(), is_causal=True, **options
+        )
+        kept = {name: value for name, value in options.items() if name != "return_lse"}
+        scale = {"scale": inputs[0].shape[2] ** -0.5}
+        assert_right([out, *gradients], expected(LENGTHS, LENGTHS, *inputs, grad_out, is_causal=True, **scale, **kept))
+        if number == 1:
+            first = dict(general)
+    if not options.get("return_lse"):
+        assert general == first
+
+
+def test_inference_that_comes_again_is_right(general):
+    for _ in range(4):
+        q, k, v = tensors(TOKENS)
+        where = ends()
+        out = sdpa_varlen(q, k, v, where, where, LONGEST, LONGEST, is_causal=True)
+        assert_right([out], expected(LENGTHS, LENGTHS, q, k, v, is_causal=True, scale=q.shape[2] ** -0.5))
+    assert general["forward"] == 1
+
+
+def test_other_offsets_of_the_same_shape_are_read_anew():
+    q, k, v = tensors(TOKENS)
+    for lengths in (LENGTHS, (10, 200, 120), (330, 0, 0)):
+        where = offsets(*lengths)
+        out = sdpa_varlen(q, k, v, where, where, TOKENS, TOKENS)
+        assert_right([out], expected(lengths, lengths, q, k, v, scale=q.shape[2] ** -0.5))
+
+
+CALLS = {
+    "causal": {"is_causal": True},
+    "full": {},
+    "window": {"window": (20, 0)},
+    "scale": {"scale": 0.3},
+    "another scale": {"scale": 0.6},
+    "soft cap": {"softcap": 3.0},
+    "another soft cap": {"softcap": 9.0},
+    "deterministic": {"deterministic": True, "is_causal": True},
+}
+
+
+def test_calls_in_any_order_are_not_confused():
+    inputs, where = leaves(), ends()
+    grad_out = torch.randn_like(inputs[0])
+
+    def run(name):
+        out = sdpa_varlen(*inputs, where, where, LONGEST, LONGEST, **CALLS[name])
+        return [out, *torch.autograd.grad(out, inputs, grad_out)]
+
+    wanted = {name: run(name) for name in CALLS}
+    for name in [*CALLS, *reversed(CALLS), *("causal", "full") * 3]:
+        for found, before in zip(run(name), wanted[name], strict=True):
+            assert dense_calls.difference(found.detach(), before.detach().double()) < 1e-3
+    outs = [results[0] for results in wanted.values()]
+    assert sum(torch.equal(outs[0], other) for other in outs) == 2  # itself and the deterministic one
+
+
+def test_whether_a_gradient_is_wanted_is_seen():
+    inputs, where = leaves(), ends()
+    call = lambda: sdpa_varlen(*inputs, where, where, LONGEST, LONGEST)  # noqa: E731
+    for _ in range(3):
+        assert call().requires_grad
+        with torch.no_grad():
+            assert not call().requires_grad
+        with torch.inference_mode():
+            assert not call().requires_grad
+    for x in inputs:
+        x.requires_grad_(False)
+    assert not call().requires_grad
+    inputs[1].requires_grad_()
+    for _ in range(2):
+        out = call()
+        (only,) = torch.autograd.grad(out, inputs[1], torch.ones_like(out))
+        assert only.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_wrong_arguments_are_refused_after_right_ones():
+    q, k, v = tensors(TOKENS)
+    where = ends()
+    for _ in range(2):
+        sdpa_varlen(q, k, v, where, where.clone(), LONGEST, LONGEST)
+    wrong = [
+        {"cu_seqlens_kv": where.long()},
+        {"cu_seqlens_kv": where.cpu()},
+        {"cu_seqlens_kv": where[:-1]},
+        {"cu_seqlens_q": None},
+        {"max_seqlen_q": float(LONGEST)},
+        {"is_causal": 0},
+        {"return_lse": 0},
+        {"deterministic": 0},
+        {"scale": "0.1"},
+        {"q": q.float()},
+        {"q": torch.nested.nested_tensor([x[0] for x in (q, k)])},
+    ]
+    usual = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "cu_seqlens_q": where,
+        "cu_seqlens_kv": where.clone(),
+        "max_seqlen_q": LONGEST,
+        "max_seqlen_kv": LONGEST,
+    }
+    for change in wrong:
+        with pytest.raises(ArgumentError):
+            sdpa_varlen(**{**usual, **change})
+    shifted = torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(q.shape)
+    with pytest.raises(LayoutError, match="q: got an address 2 bytes past"):
+        sdpa_varlen(**{**usual, "q": shifted})
+
+
+def test_the_plan_of_a_recognized_call_can_be_evicted():
+    inputs, where = leaves(), ends()
+    for _ in range(3):
+        expected_out, *_ = differentiate(inputs, where)
+        plan_cache.clear()
+        assert launch.calls.last is None
+        found, *_ = differentiate(inputs, where)
+        assert torch.equal(found, expected_out)
+
+
+def test_gradients_that_lie_otherwise_are_right_after_those_that_do_not():
+    inputs, where = leaves(), ends()
+    call = lambda: sdpa_varlen(*inputs, where, where, LONGEST, LONGEST, is_causal=True)  # noqa: E731
+    dense = torch.randn_like(inputs[0])
+    apart = torch.randn(TOKENS, 4, 128, device="cuda", dtype=torch.bfloat16)[..., 64:]
+    for grad_out in (dense, dense, apart, torch.ones_like(dense[:1, :1]).expand_as(dense), dense):
+        gradients = torch.autograd.grad(call(), inputs, grad_out)
+        reference = expected(LENGTHS, LENGTHS, *inputs, grad_out, is_causal=True, scale=64**-0.5)
+        assert_right([call(), *gradients], reference)
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+def test_someone_who_watches_sees_the_operator():
+    inputs, where = leaves(), ends()
+    for _ in range(2):
+        differentiate(inputs, where)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
+        sdpa_varlen(*inputs, where, where, LONGEST, LONGEST)
+    assert any(event.key == "cudnn_sdpa::varlen_forward" for event in profile.key_averages())
+    out = sdpa_varlen(*inputs, where, where, LONGEST, LONGEST)
+    (first, *_) = torch.autograd.grad(out.float().square().sum(), inputs, create_graph=True)
+    with pytest.raises(Exception, match=r"(?i)second|twice|double"):
+        torch.autograd.grad(first.float().sum(), inputs)
+
+
+def test_the_general_way_is_the_same():
+    """What the short ways compute is what the operators do."""
+    inputs, where = leaves(), ends()
+    sinks = torch.randn(4, device="cuda", requires_grad=True)
+    for _ in range(3):
+        out = sdpa_varlen(*inputs, where, where, LONGEST, LONGEST, is_causal=True, sinks=sinks, deterministic=True)
+        grad_out = torch.ones_like(out)
+        short = torch.autograd.grad(out, [*inputs, sinks], grad_out)
+        options = (LONGEST, LONGEST, True, "bottom_right", -1, -1, None, 0.0, None, True, True)
+        operator = torch.ops.cudnn_sdpa.varlen_forward_lse(*inputs, sinks, where, where, None, *options)[0]
+        assert torch.equal(out, operator)
+        for one, other in zip(short, torch.autograd.grad(operator, [*inputs, sinks], grad_out), strict=True):
+            assert torch.equal(one, other)

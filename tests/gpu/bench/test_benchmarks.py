@@ -1,0 +1,99 @@
+"""The benchmarks run, at a few small shapes and with hardly a repeat: what they reach into is where they expect it."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from typer.testing import CliRunner
+
+from cudnn_sdpa.bench import convolutions, decode, fp8, fused, host, proposals, training
+from cudnn_sdpa.bench.parts import AttentionPart, ConvPart, DecodePart, Fp8Part, HostPart, LlamaPart, NormPart, SiluPart
+from cudnn_sdpa.bench.tools import cases, timing
+from cudnn_sdpa.cli import app
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Two calls for each number, and small shapes."""
+    for module in (host, training, decode, fp8, fused):
+        monkeypatch.setattr(module, "host_times", lambda calls, **_: timing.host_times(calls, per_round=2, rounds=1))
+    for module in (host, decode, decode, fused, convolutions, proposals):
+        monkeypatch.setattr(module, "device_times", lambda calls, **how: timing.device_times(calls, repeats=2, **how))
+    monkeypatch.setattr(fp8, "REPEATS", 2)
+    monkeypatch.setattr(fp8, "SHAPES", (cases.Shape(1, 8, 2, 1024, 128, True), cases.Shape(1, 4, 4, 512, 128, False)))
+    monkeypatch.setattr(cases, "KERNEL_SHAPES", cases.QUICK.kernels)
+    monkeypatch.setattr(decode, "STEPS", ((3, 300, 64), (2, 300, 16)))
+    monkeypatch.setattr(decode, "CHUNKS", ((2, 100, 300, 64),))
+    monkeypatch.setattr(decode, "DRAFTS", ((3, 4, 300),))
+    monkeypatch.setattr(decode, "COPIED", 1 << 20)
+    monkeypatch.setattr(fused, "COPIED", 1 << 20)
+    monkeypatch.setattr(fused, "NORMS", ((64, 256),))
+    monkeypatch.setattr(fused, "GATES", ((64, 256),))
+    monkeypatch.setattr(convolutions, "CASES", (convolutions.Case(2, 32, 8, 64, 3, padding=1),))
+    monkeypatch.setattr(proposals, "NORMS", fused.NORMS)
+    monkeypatch.setattr(proposals, "GATES", fused.GATES)
+    monkeypatch.setattr(proposals, "CONVOLUTIONS", convolutions.CASES)
+    monkeypatch.setattr(proposals, "COPIED", 1 << 20)
+
+
+def assert_measured(tmp_path, command, part, *options):
+    path = tmp_path / "results.json"
+    result = CliRunner().invoke(app, ["bench", command, "--part", part.value, "--output", str(path), *options])
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    rows = json.loads(path.read_text())[part.value]
+    assert rows
+    for row in rows:
+        numbers = [value for value in row.values() if isinstance(value, (int, float))]
+        assert numbers
+        assert all(map(math.isfinite, numbers))
+
+
+@pytest.mark.parametrize("part", [part for part in HostPart if part is not HostPart.MEMORY])  # that builds 1,000 plans
+def test_host(tmp_path, part):
+    assert_measured(tmp_path, "host", part)
+
+
+@pytest.mark.parametrize("part", [part for part in DecodePart if part is not DecodePart.MIXED])  # see test_paged_caches
+def test_decode(tmp_path, part):
+    assert_measured(tmp_path, "decode", part)
+
+
+@pytest.mark.parametrize("part", list(NormPart))
+def test_norm(tmp_path, part):
+    assert_measured(tmp_path, "norm", part)
+
+
+@pytest.mark.parametrize("part", list(SiluPart))
+def test_silu(tmp_path, part):
+    assert_measured(tmp_path, "silu", part)
+
+
+@pytest.mark.parametrize("part", [part for part in Fp8Part if part is not Fp8Part.EASY])
+def test_fp8(tmp_path, part):
+    assert_measured(tmp_path, "fp8", part)
+
+
+@pytest.mark.parametrize("part", list(ConvPart))
+def test_convolutions(tmp_path, part):
+    assert_measured(tmp_path, "conv", part)
+
+
+@pytest.mark.parametrize("part", list(AttentionPart))
+def test_attention(tmp_path, part):
+    assert_measured(tmp_path, "attention", part, "--quick")
+
+
+@pytest.mark.parametrize("part", list(LlamaPart))
+def test_llama(tmp_path, part, monkeypatch):
+    pytest.importorskip("transformers")
+    from cudnn_sdpa.bench import llama
+
+    monkeypatch.setattr(llama, "device_times", lambda calls, **how: timing.device_times(calls, repeats=2, **how))
+    small = {"hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+    monkeypatch.setattr(llama, "SHAPE", {**llama.SHAPE, **small, "num_hidden_layers": 2})
+    monkeypatch.setattr(llama, "PROMPTS", ((2, 300),))
+    monkeypatch.setattr(llama, "CACHES", ((2, 300),))
+    monkeypatch.setattr(llama, "STEPS", 4)
+    assert_measured(tmp_path, "llama", part)

@@ -1,0 +1,48 @@
+"""The doctor on a machine with a GPU: it is well, and says what hides the GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+
+def doctor(**environment: str) -> tuple[int, dict]:
+    root = Path(__file__).parents[3]
+    search = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+    result = subprocess.run(
+        [sys.executable, "-m", "cudnn_sdpa", "doctor", "--json"],
+        env={**os.environ, "PYTHONPATH": search, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert result.stdout, result.stderr
+    return result.returncode, json.loads(result.stdout)
+
+
+def test_this_machine_is_well():
+    code, found = doctor()
+    assert (code, found["ok"]) == (0, True), found["findings"]
+    facts = found["facts"]
+    assert facts["torch"]["cudnn"] == facts["cudnn"]["version"]
+    assert [tuple(gpu["capability"]) for gpu in facts["torch"]["gpus"]] == [
+        torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())
+    ]
+    assert facts["trial"]["on"] == "GPU"
+    assert facts["trial"]["difference"] < 1e-2
+    assert facts["driver"]["devices"] == torch.cuda.device_count()
+
+
+def test_a_hidden_gpu_is_an_error_that_names_the_variable():
+    code, found = doctor(CUDA_VISIBLE_DEVICES="")
+    assert code == 1
+    (error,) = [finding for finding in found["findings"] if finding["level"] == "error"]
+    assert error["check"] == "driver"
+    assert "CUDA_VISIBLE_DEVICES=''" in error["found"]
+    assert "Unset CUDA_VISIBLE_DEVICES" in error["cure"]

@@ -1,0 +1,234 @@
+"""Keys, counters and eviction with real plans."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from support import check, exact, make
+
+import cudnn_sdpa
+from cudnn_sdpa import plan_cache
+from cudnn_sdpa.attention.dense import launch
+from cudnn_sdpa.graph import backend
+from cudnn_sdpa.graph.definition import graph_op
+from cudnn_sdpa.graph.key import Operand
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.graph.target import live_target
+from cudnn_sdpa.plans.build import build_plan
+
+
+def tensors(sq=48, skv=80, heads_q=4, heads_kv=2, dim=64, dim_v=64, dtype=torch.bfloat16, layout="bshd", batch=2):
+    return (
+        make(layout, batch, heads_q, sq, dim, dtype),
+        make(layout, batch, heads_kv, skv, dim, dtype),
+        make(layout, batch, heads_kv, skv, dim_v, dtype),
+    )
+
+
+VARIANTS = {
+    "sq": ({"sq": 49}, {}),
+    "skv": ({"skv": 81}, {}),
+    "heads_q": ({"heads_q": 6}, {}),
+    "heads_kv": ({"heads_kv": 4}, {}),
+    "dim": ({"dim": 72}, {}),
+    "dim_v": ({"dim_v": 40}, {}),
+    "dtype": ({"dtype": torch.float16}, {}),
+    "layout": ({"layout": "bhsd"}, {}),
+    "batch": ({"batch": 3}, {}),
+    "causal": ({}, {"is_causal": True}),
+    "alignment": ({}, {"is_causal": True, "causal_alignment": "bottom_right"}),
+    "scale": ({}, {"scale": 0.9}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_then_b_then_a(name):
+    """Neither of two calls that differ in one thing may get the other's plan, in any order."""
+    shape, options = VARIANTS[name]
+    for order in ("aba", "bab"):
+        plan_cache.clear()
+        for which in order:
+            if which == "a":
+                check(*tensors())
+            else:
+                check(*tensors(**shape), **options)
+
+
+def test_warm_calls_build_nothing():
+    q, k, v = tensors()
+    first = cudnn_sdpa.sdpa(q, k, v)
+    before = plan_cache.info()
+    with cudnn_sdpa.no_plan_builds():
+        for _ in range(10):
+            assert torch.equal(cudnn_sdpa.sdpa(q, k, v), first)
+    after = plan_cache.info()
+    assert (before.builds, before.hits, before.plans) == (1, 0, 1)
+    assert (after.builds, after.hits, after.plans) == (1, 10, 1)
+    assert after.build_seconds > 0
+
+
+def test_no_plan_builds_names_the_key():
+    q, k, v = tensors()
+    with cudnn_sdpa.no_plan_builds(), pytest.raises(cudnn_sdpa.PlanBuildError, match=r"sdpa_forward\(q: bfloat16"):
+        cudnn_sdpa.sdpa(q, k, v)
+    check(q, k, v)
+
+
+def test_strides_of_size_one_dimensions_share_a_plan():
+    q, k, v = tensors(sq=1, batch=1)
+    cudnn_sdpa.sdpa(q, k, v)
+    with cudnn_sdpa.no_plan_builds():
+        odd = torch.as_strided(q, q.shape, (7777, q.stride(1), 4242, 1))
+        torch.testing.assert_close(cudnn_sdpa.sdpa(odd, k, v), cudnn_sdpa.sdpa(q, k, v), atol=0, rtol=0)
+
+
+def test_bounded_and_evicted_plans_are_freed_and_rebuilt():
+    plan_cache.resize(3)
+    q, k, v = tensors()
+    for _ in range(4):
+        cudnn_sdpa.sdpa(q[:, :, :5], k, v)
+    gc.collect()
+    gc.disable()  # a plan must go by itself
+    victim = weakref.ref(plan_cache.plans()[0].built)
+    for length in range(6, 12):
+        check(q[:, :, :length], k, v)
+    info = plan_cache.info()
+    assert info.plans == 3
+    assert info.evictions == info.builds - 3
+    assert len(launch.calls) <= 6
+    gone = victim() is None
+    gc.enable()
+    assert gone
+    check(q[:, :, :5], k, v)
+
+
+def test_plans_may_go_while_their_launches_wait():
+    """Neither the constants nor the kernels of an evicted plan may go before its launches have run."""
+    q, k, v = tensors()
+    ends = torch.tensor([48, 17], dtype=torch.int32, device="cuda")
+    expected = exact(q, k, v, seq_lens_q=ends)[0]
+    side = torch.cuda.Stream()
+    for _ in range(3):
+        cudnn_sdpa.sdpa(q, k, v, seq_lens_q=ends)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(200_000_000)
+            out = cudnn_sdpa.sdpa(q, k, v, seq_lens_q=ends)
+        plan_cache.clear()
+        gc.collect()
+        junk = [torch.full((2,), 3, dtype=torch.int32, device="cuda") for _ in range(256)]
+        cudnn_sdpa.sdpa(q[:, :, :7], k, v)
+        torch.cuda.synchronize()
+        assert len(junk) == 256
+        torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_least_recently_used_goes_first():
+    plan_cache.resize(2)
+    q, k, v = tensors()
+    cudnn_sdpa.sdpa(q[:, :, :5], k, v)
+    cudnn_sdpa.sdpa(q[:, :, :6], k, v)
+    cudnn_sdpa.sdpa(q[:, :, :5], k, v)  # a warm call counts as a use
+    cudnn_sdpa.sdpa(q[:, :, :7], k, v)
+    with cudnn_sdpa.no_plan_builds():
+        cudnn_sdpa.sdpa(q[:, :, :5], k, v)
+        with pytest.raises(cudnn_sdpa.PlanBuildError):
+            cudnn_sdpa.sdpa(q[:, :, :6], k, v)
+
+
+def test_the_frontends_public_execute_gives_the_same(monkeypatch):
+    """Where the private launch is missing, the public one takes its place, with every kind of operand."""
+    monkeypatch.setattr(backend, "_raw_launcher", lambda *_: None)
+    q, k, v = tensors()
+    check(q, k, v, is_causal=True, scale=0.31)
+    ends = torch.tensor([80, 33], dtype=torch.int32, device="cuda")
+    check(q, k, v, scale=0.31, seq_lens_kv=ends)
+    check(q[:, :, :1], k, v, scale=0.31, seq_lens_kv=ends)
+
+
+def test_only_cudnn_engines_are_chosen():
+    """The frontend ranks Python engines of its own in the same list, on this GPU for a head dim of 512."""
+    check(*tensors(dim=512, dim_v=512), scale=0.05)
+    check(*tensors(dim=256, dim_v=256))
+    check(*tensors())
+    for plan in plan_cache.plans():
+        assert plan.engine.startswith("eng")
+        assert plan.built.graph.selected_engine is None
+
+
+@graph_op
+def bottom_right_alibi(g, q):
+    """cuDNN has no plan for this combination."""
+    out, _ = g.sdpa(
+        q=q,
+        k=q,
+        v=q,
+        attn_scale=0.3,
+        generate_stats=False,
+        use_alibi_mask=True,
+        diagonal_alignment=g.types.diagonal_alignment.BOTTOM_RIGHT,
+        diagonal_band_right_bound=0,
+    )
+    return out
+
+
+def test_a_failed_build_leaves_no_damage():
+    layout = TensorLayout.of(tensors()[0])
+    key = bottom_right_alibi.key([Operand("q", layout)], [Operand("out", layout)], {}, live_target(0), 0)
+    for _ in range(2):
+        with pytest.raises(cudnn_sdpa.UnsupportedError) as caught:
+            plan_cache.get(key, lambda key: build_plan(bottom_right_alibi, key))
+        assert caught.value.reasons
+        assert "python engines" not in str(caught.value)
+    info = plan_cache.info()
+    assert (info.failures, info.builds, info.plans) == (2, 0, 0)
+    check(*tensors())
+
+
+def test_head_dims_up_to_the_limit():
+    check(*tensors(dim=1024, dim_v=1024), scale=0.05)
+    check(*tensors(dim=1024, dim_v=1024, sq=1), scale=0.05)
+    check(*tensors(dim=576, dim_v=512), scale=0.05, is_causal=True)
+    with pytest.raises(cudnn_sdpa.UnsupportedError, match="head dim 1032 is over 1024"):
+        cudnn_sdpa.sdpa(*tensors(dim=1032))
+
+
+def test_explain():
+    q, k, v = tensors()
+    first = cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, k, v, is_causal=True)
+    assert first.supported
+    assert not first.cached
+    assert first.engine.startswith("eng")
+    assert not first.offline
+    assert "libcudnn" in first.libraries
+    with cudnn_sdpa.no_plan_builds():
+        cudnn_sdpa.sdpa(q, k, v, is_causal=True)
+        again = cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, k, v, is_causal=True)
+    assert again.cached
+    assert again.key == first.key
+    assert "NVIDIA" in str(again)
+    declined = cudnn_sdpa.explain(cudnn_sdpa.scaled_dot_product_attention, *(3 * [q.new_empty(1, 2, 16, 2048)]))
+    assert not declined.supported
+    assert declined.reasons
+
+
+def test_decode_takes_the_decode_engine():
+    q, k, v = tensors(sq=1)
+    plain = cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, k, v)
+    causal = cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, k, v, is_causal=True, causal_alignment="bottom_right")
+    assert causal.cached
+    assert causal.engine == plain.engine
+
+
+def test_values_after_everything_was_cleared():
+    q, k, v = tensors()
+    out = cudnn_sdpa.sdpa(q, k, v)
+    plan_cache.clear()
+    assert plan_cache.info().plans == 0
+    assert len(launch.calls) == 0
+    again = cudnn_sdpa.sdpa(q, k, v)
+    assert torch.equal(out, again)
+    torch.testing.assert_close(again.double(), exact(q, k, v)[0], atol=2e-2, rtol=2e-2)

@@ -1,0 +1,509 @@
+"""Shape policies on the GPU: the numbers of bucket's plans, who takes over from them and when, graphs and streams."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from support import LAYOUTS, TOLERANCE, error, exact, make, poison
+
+import cudnn_sdpa
+from cudnn_sdpa import no_plan_builds, plan_cache, sdpa, shape_policy
+from cudnn_sdpa.attention.dense import launch, tiers
+from cudnn_sdpa.attention.dense.buckets import BucketCall
+from cudnn_sdpa.offline.background import background
+from cudnn_sdpa.plans import device_memory
+
+BF16 = torch.bfloat16
+
+
+def inputs(rows, layout="bshd", batch=1, heads=(8, 2), dim=64, dtype=BF16):
+    rows_q, rows_kv = rows if isinstance(rows, tuple) else (rows, rows)
+    sizes = ((heads[0], rows_q), (heads[1], rows_kv), (heads[1], rows_kv))
+    return [make(layout, batch, h, s, dim, dtype) for h, s in sizes]
+
+
+def served_by_buckets():
+    return [call for call in launch.calls._calls.values() if isinstance(call, BucketCall)]
+
+
+def assert_right(q, k, v, **options):
+    poison(tuple(q.shape), dtype=q.dtype)
+    found = sdpa(q, k, v, **options)
+    assert error(found, exact(q, k, v, **options)[0]) < TOLERANCE[q.dtype]
+    return found
+
+
+@pytest.fixture
+def bucketed():
+    with shape_policy("bucketed"):
+        yield
+
+
+@pytest.fixture
+def tiered(monkeypatch):
+    """Buckets from the first shape on, every call a use, and no work left for the next test."""
+    monkeypatch.setattr(tiers, "SHAPES_BEFORE_BUCKET", 0)
+    monkeypatch.setattr(tiers, "SECONDS_OF_A_USE", 0.0)
+    tiers.comebacks.clear()
+    with shape_policy("tiered"):
+        yield
+        assert background.wait(120)
+    tiers.comebacks.clear()
+
+
+def random_call(number):
+    r = random.Random(number)
+    heads = r.choice([(1, 1), (4, 4), (8, 2), (6, 1), (16, 16)])
+    rows_q = r.choice([1, 2, 7, 64, 77, 128, 129, 300, 511, 1000, 1025, 1500])
+    rows_kv = rows_q if r.random() < 0.6 else r.choice([1, 5, 100, 128, 600, 2000])
+    causal = r.random() < 0.6
+    alignment = r.choice(["top_left", "bottom_right"])
+    if causal and alignment == "bottom_right" and rows_kv < rows_q:
+        rows_kv = rows_q + 3
+    tensors = inputs(
+        (rows_q, rows_kv),
+        r.choice(sorted(LAYOUTS)),
+        r.choice([1, 1, 2, 3, 7]),
+        heads,
+        r.choice([16, 64, 72, 128, 256]),
+        r.choice([BF16, torch.float16]),
+    )
+    return tensors, {"is_causal": causal, "causal_alignment": alignment, "scale": r.choice([0.05, 0.2])}
+
+
+@pytest.mark.parametrize("numbers", [range(start, start + 20) for start in range(0, 200, 20)], ids=str)
+def test_random_calls_are_right(bucketed, numbers):  # noqa: ARG001
+    served = 0
+    for number in numbers:
+        tensors, options = random_call(number)
+        torch.manual_seed(number)
+        before = len(served_by_buckets())
+        try:
+            assert_right(*tensors, **options)
+        except AssertionError as wrong:
+            raise AssertionError(f"random_call({number})") from wrong
+        served += len(served_by_buckets()) > before
+    assert served >= 10  # the others are single queries with a mask, or had a bucket's call already
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("window", [(40, 0), (40, 8), (-1, 30)], ids=str)
+def test_windows(bucketed, layout, window):  # noqa: ARG001
+    left, right = window
+    for rows in (30, 100, 333):
+        q, k, v = inputs(rows, layout)
+        found = sdpa(q, k, v, window=window)
+        after = torch.arange(rows, device="cuda") - torch.arange(rows, device="cuda").unsqueeze(1)
+        seen = (after <= right) & (after >= -(left if left >= 0 else rows))
+        scores = q.double() @ k.repeat_interleave(4, 1).double().mT * 64**-0.5
+        expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(4, 1).double()
+        assert error(found, expected) < TOLERANCE[BF16]
+    assert len(served_by_buckets()) == 3
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_a_range_of_lengths_builds_one_plan_and_then_none(bucketed, layout):  # noqa: ARG001
+    assert_right(*inputs(300, layout), is_causal=True)
+    builds = plan_cache.info().builds
+    assert builds == 1
+    with no_plan_builds():
+        for rows in (2, 17, 128, 500, 900, 1024):
+            assert_right(*inputs(rows, layout), is_causal=True)
+    assert plan_cache.info().builds == 1
+
+
+def test_numbers_of_sequences_share_a_plan(bucketed):  # noqa: ARG001
+    for batch in (5, 6):
+        assert_right(*inputs(100, batch=batch))
+    assert plan_cache.info().builds == 1
+
+
+def test_out_and_what_lies_around_it(bucketed):  # noqa: ARG001
+    q, k, v = inputs(77)
+    around = torch.full((3, 77 + 60, 8, 64), 7.0, device="cuda", dtype=BF16)
+    out = around[1:2, 30:107].transpose(1, 2)
+    assert sdpa(q, k, v, out=out) is out
+    assert len(served_by_buckets()) == 1
+    assert error(out, exact(q, k, v)[0]) < TOLERANCE[BF16]
+    out.fill_(7.0)
+    assert (around == 7.0).all()
+
+
+def test_what_lies_behind_keys_and_values_is_not_seen(bucketed):  # noqa: ARG001
+    for layout in ("bshd", "bhsd"):
+        cut = [x[:, :, :77] for x in inputs(300, layout)]
+        for x in cut:
+            whole = torch.as_strided(x, (x.untyped_storage().nbytes() // 2,), (1,), 0)
+            kept = x.clone()
+            whole.fill_(torch.nan)
+            x.copy_(kept)
+        assert_right(*cut, is_causal=True)
+
+
+def test_nothing_waits(bucketed):  # noqa: ARG001
+    sdpa(*inputs(300))
+    tensors = [inputs(rows) for rows in (100, 200, 300)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            found = [sdpa(*x) for x in tensors]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(served_by_buckets()) == 3
+    for x, out in zip(tensors, found, strict=True):
+        assert error(out, exact(*x)[0]) < TOLERANCE[BF16]
+
+
+def test_a_call_that_must_not_change_gets_its_own_plan(tiered):  # noqa: ARG001
+    tensors = inputs(200)
+    sdpa(*tensors)
+    assert len(served_by_buckets()) == 1
+    own = sdpa(*tensors, deterministic=True)
+    assert served_by_buckets() == []
+    assert torch.equal(sdpa(*tensors), own)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("rows", [(300, 100), (100, 300), (1, 300), (77, 1)], ids=str)
+@pytest.mark.parametrize("window", [(40, 0), (-1, 30), (10, 5)], ids=str)
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+def test_windows_on_rectangles(bucketed, layout, rows, window, alignment):  # noqa: ARG001
+    q, k, v = inputs(rows, layout)
+    poison(tuple(q.shape), dtype=q.dtype)
+    found = sdpa(q, k, v, window=window, causal_alignment=alignment)
+    left, right = window
+    shift = rows[1] - rows[0] if alignment == "bottom_right" else 0
+    after = torch.arange(rows[1], device="cuda") - torch.arange(rows[0], device="cuda").unsqueeze(1) - shift
+    seen = (after <= right) & (after >= -(left if left >= 0 else 10_000))
+    scores = q.double() @ k.repeat_interleave(4, 1).double().mT * 64**-0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+    assert error(found, weights @ v.repeat_interleave(4, 1).double()) < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_heads_that_share_one_place(bucketed, layout):  # noqa: ARG001
+    q, k, v = inputs(200, layout, batch=2, heads=(8, 1))
+    k, v = (x.expand(-1, 8, -1, -1) for x in (k, v))
+    assert_right(q, k, v, is_causal=True)
+    assert len(served_by_buckets()) == 1
+
+
+def test_other_dims_of_values(bucketed):  # noqa: ARG001
+    for layout in ("bshd", "bhsd"):
+        q, k, _ = inputs(200, layout, dim=192)
+        v = make(layout, 1, 2, 200, 128, BF16)
+        assert_right(q, k, v, is_causal=True)
+    assert len(served_by_buckets()) == 2
+
+
+def test_sequences_that_begin_far_away(bucketed):  # noqa: ARG001
+    """Offsets beyond 2^31 elements."""
+    whole = torch.randn(3, 1 << 20, 8, 128, device="cuda", dtype=BF16)
+    q, k, v = (whole[:, at : at + 70].transpose(1, 2) for at in (5, 1 << 19, (1 << 20) - 70))
+    out = torch.full_like(whole[:, :70], torch.nan).transpose(1, 2)
+    assert 2 * whole.stride(0) > 1 << 31 or 3 * whole.stride(0) > 1 << 31
+    sdpa(q, k, v, is_causal=True, out=out)
+    assert error(out, exact(q, k, v, is_causal=True)[0]) < TOLERANCE[BF16]
+    assert len(served_by_buckets()) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_cuda_graphs_of_torch_compile(bucketed):  # noqa: ARG001
+    """Their private pool takes back what a call leaves: tables must not lie there."""
+    torch.compiler.reset()
+    sdpa(*inputs(300))
+
+    @torch.compile(mode="reduce-overhead", fullgraph=True)
+    def layer(q, k, v):
+        return sdpa(q * 2, k, v, is_causal=True) + 1
+
+    for rows in (120, 130):
+        tensors = inputs(rows)
+        with torch.no_grad():
+            for _ in range(4):
+                for x in tensors:
+                    x.normal_()
+                torch.compiler.cudagraph_mark_step_begin()
+                found = layer(*tensors).clone()
+                q, k, v = tensors
+                assert error(found, exact(q * 2, k, v, is_causal=True)[0] + 1) < TOLERANCE[BF16]
+    assert served_by_buckets()
+
+
+def test_another_stream_waits_for_the_tables(bucketed):  # noqa: ARG001
+    sdpa(*inputs(300))
+    tensors = inputs(123)
+    busy, other = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(200_000_000)  # the tables are made after this
+        sdpa(*tensors)
+    with torch.cuda.stream(other):
+        found = sdpa(*tensors)
+    torch.cuda.synchronize()
+    assert error(found, exact(*tensors)[0]) < TOLERANCE[BF16]
+
+
+def test_tables_live_until_other_streams_have_read_them(bucketed):  # noqa: ARG001
+    sdpa(*inputs(300))
+    tensors = inputs(123)
+    sdpa(*tensors)
+    torch.cuda.synchronize()
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(200_000_000)
+        found = sdpa(*tensors)
+    plan_cache.clear()
+    with torch.cuda.stream(device_memory._arenas[0]._stream):  # what is allocated now would lie where the tables were
+        device_memory._arenas[0]._chunk = None
+        fill = [torch.full((1 << 16,), 1 << 40, device="cuda") for _ in range(50)]
+    torch.cuda.synchronize()
+    del fill
+    assert error(found, exact(*tensors)[0]) < TOLERANCE[BF16]
+
+
+def test_the_memory_of_tables_is_bounded(bucketed, monkeypatch):  # noqa: ARG001
+    monkeypatch.setattr(tiers, "MOST_TABLE_BYTES", 3 * 4096)
+    for rows in range(100, 160):
+        sdpa(*inputs(rows, "bhsd", batch=4))
+        assert sum(call.table_bytes for call in served_by_buckets()) <= 3 * 4096
+    assert 1 <= len(served_by_buckets()) < 60
+    assert_right(*inputs(100, "bhsd", batch=4))
+
+
+def test_the_first_shapes_get_plans_of_their_own_and_further_ones_their_buckets():
+    with shape_policy("tiered"):
+        for number, rows in enumerate((100, 110, 120), start=1):
+            assert_right(*inputs(rows))
+            assert plan_cache.info().builds == number
+        assert served_by_buckets() == []
+        assert_right(*inputs(130))
+        assert plan_cache.info().builds == 4
+        for rows in (131, 1000):
+            assert_right(*inputs(rows))
+        assert plan_cache.info().builds == 4
+        assert len(served_by_buckets()) == 3
+        assert_right(*inputs(100))  # still its own
+        assert len(served_by_buckets()) == 3
+
+
+def test_a_shape_that_comes_back_gets_a_plan_of_its_own(tiered):  # noqa: ARG001
+    one, two = inputs(200), inputs(210)
+    with shape_policy("exact"):
+        expected = sdpa(*one, is_causal=True)
+    plan_cache.clear()
+    for _ in range(2):
+        assert_right(*one, is_causal=True)
+        assert_right(*two, is_causal=True)
+    assert background.wait(0.0)  # nothing was asked for yet
+    from_bucket = sdpa(*one, is_causal=True)
+    assert background.wait(120)
+    assert len(served_by_buckets()) == 2
+    assert plan_cache.info().loads == 1  # in the background: a call would wait for the GPU
+    own = sdpa(*one, is_causal=True)
+    assert len(served_by_buckets()) == 1
+    assert plan_cache.info().loads == 1
+    assert torch.equal(own, expected)
+    assert torch.equal(sdpa(*one, is_causal=True), expected)
+    assert error(from_bucket, expected.double()) < TOLERANCE[BF16]
+
+
+def test_layers_that_follow_each_other_are_one_use(tiered, monkeypatch):  # noqa: ARG001
+    monkeypatch.setattr(tiers, "SECONDS_OF_A_USE", 60.0)
+    tensors = inputs(300)
+    for _ in range(32):
+        sdpa(*tensors)
+    assert background.wait(0.0)
+    assert len(served_by_buckets()) == 1
+
+
+def use_often(*calls):
+    for _ in range(tiers.USES_BEFORE_OWN_PLAN):
+        for tensors in calls:
+            sdpa(*tensors)
+
+
+def test_nothing_changes_while_results_must_be_deterministic(tiered):  # noqa: ARG001
+    tensors = inputs(200)
+    use_often(tensors, inputs(210))
+    torch.use_deterministic_algorithms(True)
+    try:
+        expected = sdpa(*tensors)
+        assert background.wait(120)
+        for _ in range(20):
+            assert torch.equal(sdpa(*tensors), expected)
+        assert len(served_by_buckets()) == 2
+        builds = plan_cache.info().builds
+        sdpa(*inputs(220))
+        assert plan_cache.info().builds == builds + 1  # a plan of its own, at once
+    finally:
+        torch.use_deterministic_algorithms(False)
+    sdpa(*tensors)
+    assert len(served_by_buckets()) == 1
+
+
+def test_no_plan_builds_asks_for_none_in_the_background(tiered):  # noqa: ARG001
+    sdpa(*inputs(300))
+    with no_plan_builds():
+        use_often(inputs(200), inputs(210))
+    assert background.wait(0.0)
+
+
+def test_a_plan_that_cannot_be_loaded_leaves_the_bucket_in_place(tiered, caplog, monkeypatch):  # noqa: ARG001
+    load = tiers.plan_of
+    monkeypatch.setattr(tiers, "plan_of", lambda key, stored: load(key, replace(stored, data=stored.data[:1000])))
+    tensors = inputs(200)
+    use_often(tensors)
+    assert background.wait(120)
+    (call,) = served_by_buckets()
+    for _ in range(3):
+        assert_right(*tensors)
+    assert caplog.text.count("cannot be used") == 1
+    assert served_by_buckets() == [call]
+
+
+def captured(run):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
+
+
+def test_a_shape_that_is_new_in_a_capture(bucketed):  # noqa: ARG001
+    sdpa(*inputs(300))
+    tensors = inputs(150)
+    with no_plan_builds():
+        graph, out = captured(lambda: sdpa(*tensors))
+    for _ in range(2):
+        for x in tensors:
+            x.normal_()
+        out.fill_(torch.nan)
+        graph.replay()
+        assert error(out, exact(*tensors)[0]) < TOLERANCE[BF16]
+    assert_right(*tensors)
+    graph.replay()
+    assert error(out, exact(*tensors)[0]) < TOLERANCE[BF16]
+
+
+def test_a_capture_of_a_buckets_plan_outlives_it(tiered):  # noqa: ARG001
+    tensors = inputs(150)
+    use_often(tensors, inputs(160))
+    assert background.wait(120)
+    graph, out = captured(lambda: sdpa(*tensors))
+    assert len(served_by_buckets()) == 2  # nobody takes over within a capture
+    sdpa(*tensors)
+    assert len(served_by_buckets()) == 1
+    plan_cache.clear()
+    torch.cuda.empty_cache()
+    fill = [torch.full((1 << 16,), 1 << 40, device="cuda") for _ in range(20)]
+    for x in tensors:
+        x.normal_()
+    out.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    del fill
+    assert error(out, exact(*tensors)[0]) < TOLERANCE[BF16]
+
+
+def test_taking_over_while_another_thread_captures(tiered):  # noqa: ARG001
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):  # which has memory to give away then: PyTorch cannot get more during a capture
+        tensors = inputs(150)
+        for _ in range(tiers.USES_BEFORE_OWN_PLAN - 1):
+            sdpa(*tensors)
+    torch.cuda.synchronize()
+    assert background.wait(0.0)  # nothing was asked for yet
+    static = torch.randn(64, device="cuda")
+    capturing, go_on, failures = threading.Event(), threading.Event(), []
+    graphs = []
+
+    def capture():
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+                doubled = static * 2
+                capturing.set()
+                assert go_on.wait(120)
+            graphs.append((graph, doubled))
+        except Exception as failure:  # noqa: BLE001 - looked at below
+            failures.append(failure)
+            capturing.set()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    assert capturing.wait(60)
+    with torch.cuda.stream(side):
+        sdpa(*tensors)  # asks for it
+        assert background.wait(120)
+        assert plan_cache.info().loads == 1
+        out = sdpa(*tensors)
+    assert served_by_buckets() == []
+    go_on.set()
+    thread.join()
+    assert failures == []
+    assert error(out, exact(*tensors)[0]) < TOLERANCE[BF16]
+    graph, doubled = graphs[0]
+    graph.replay()
+    assert torch.equal(doubled, static * 2)
+
+
+def test_many_threads(bucketed):  # noqa: ARG001
+    sdpa(*inputs(300))
+    failures = []
+
+    def work(number):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for rows in range(100 + number, 200, 8):
+                    assert_right(*inputs(rows))
+        except BaseException as failure:  # noqa: BLE001 - looked at below
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(number % 4,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert plan_cache.info().builds == 1
+
+
+def test_a_change_of_the_policy_changes_the_next_call():
+    tensors = inputs(150)
+    with shape_policy("bucketed"):
+        sdpa(*tensors)
+        assert len(served_by_buckets()) == 1
+        with shape_policy("exact"):
+            assert served_by_buckets() == []
+            sdpa(*tensors)
+            assert plan_cache.info().builds == 2
+        sdpa(*tensors)
+        assert served_by_buckets() == []  # its own plan is there: no reason to leave it
+
+
+def test_buckets_are_recorded_and_warmed(bucketed, tmp_path):  # noqa: ARG001
+    with cudnn_sdpa.record_plans() as manifest:
+        for rows in (100, 200, 300):
+            sdpa(*inputs(rows))
+    assert len(manifest) == 1
+    manifest.save(tmp_path / "plans.json")
+    plan_cache.clear()
+    assert cudnn_sdpa.warmup(tmp_path / "plans.json").built == 1
+    with no_plan_builds():
+        assert_right(*inputs(400))
+
+
+def test_calls_that_need_plans_of_their_own_are_exact(bucketed):  # noqa: ARG001
+    q, k, v = inputs(100)
+    lengths = torch.tensor([70], dtype=torch.int32, device="cuda")
+    out = sdpa(q, k, v, return_lse=True)[0]
+    assert error(out, exact(q, k, v)[0]) < TOLERANCE[BF16]
+    assert_right(q, k, v, seq_lens_kv=lengths)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    sdpa(*leaves).sum().backward()
+    assert served_by_buckets() == []

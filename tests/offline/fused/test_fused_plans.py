@@ -1,0 +1,262 @@
+"""cuDNN takes the graphs of norms, activations and convolutions on A100, H200, B200 and RTX 5090."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cudnn_sdpa import UnsupportedError, explain
+from cudnn_sdpa.fused.activation_graphs import (
+    gelu_mul_rows,
+    relu_squared_rows,
+    silu_mul_gradients,
+    silu_mul_of_gate,
+    silu_mul_of_up,
+    silu_mul_rows,
+)
+from cudnn_sdpa.fused.activation_tiling import as_rows
+from cudnn_sdpa.fused.conv_graphs import (
+    ACTIVATIONS,
+    channels_last,
+    convolution,
+    convolution_of_weight,
+    convolution_of_x,
+)
+from cudnn_sdpa.fused.norm_graphs import layer_norm_gradients, layer_norm_rows, rms_norm_gradients, rms_norm_rows
+from cudnn_sdpa.graph.target import Target, load_properties
+from cudnn_sdpa.offline.planner import engine_offline, plan_offline
+
+pytestmark = pytest.mark.usefixtures("can_plan")
+
+GPUS = ["a100", "h200", "b200", "rtx5090"]
+HALF, FULL = torch.bfloat16, torch.float32
+INFERENCE, TRAINING = ({"with_scale": trains, "activation": None} for trains in (False, True))
+
+
+def bare(*shape, dtype=HALF):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def pictures(*shape, dtype=HALF):
+    return channels_last(bare(*shape, dtype=dtype))
+
+
+def geometry(rank, stride=1, padding=1, dilation=1):
+    return {"stride": (stride,) * rank, "padding": (padding,) * rank, "dilation": (dilation,) * rank}
+
+
+X, W, W32 = bare(512, 1, 1, 1024), bare(1, 1, 1, 1024), bare(1, 1, 1, 1024, dtype=FULL)
+OF_ROWS = bare(512, 1, 1, 1, dtype=FULL)
+WIDE = bare(512, 1, 1, 8192)
+
+NORMS = {
+    "rms_norm": (rms_norm_rows, (X, W, None, 1e-6), INFERENCE),
+    "rms_norm, training": (rms_norm_rows, (X, W, None, 1e-6), TRAINING),
+    "rms_norm, float16": (rms_norm_rows, (X.half(), W.half(), None, 1e-6), INFERENCE),
+    "rms_norm, float32": (rms_norm_rows, (X.float(), W32, None, 1e-6), TRAINING),
+    "rms_norm, float32 weight": (rms_norm_rows, (X, W32, None, 1e-6), INFERENCE),
+    "rms_norm, float32 weight, training": (rms_norm_rows, (X, W32, None, 1e-6), TRAINING),
+    "rms_norm, no weight": (rms_norm_rows, (X, None, None, 1e-6), INFERENCE),
+    "rms_norm, no weight, training": (rms_norm_rows, (X, None, None, 1e-6), TRAINING),
+    "rms_norm, zero-centered": (rms_norm_rows, (X, W, None, 1e-6, 1.0), INFERENCE),
+    "rms_norm, zero-centered, training": (rms_norm_rows, (X, W, None, 1e-6, 1.0), TRAINING),
+    "rms_norm of 8192": (rms_norm_rows, (WIDE, bare(1, 1, 1, 8192), None, 1e-6), INFERENCE),
+    "rms_norm of 100": (rms_norm_rows, (bare(7, 1, 1, 100), bare(1, 1, 1, 100), None, 1e-6), INFERENCE),
+    "gradients of rms_norm": (rms_norm_gradients, (X, X, W, OF_ROWS), {}),
+    "gradients of rms_norm, float32 weight": (rms_norm_gradients, (X, X, W32, OF_ROWS), {}),
+    "gradients of rms_norm, no weight": (rms_norm_gradients, (X, X, None, OF_ROWS), {}),
+    "gradients of rms_norm, zero-centered": (rms_norm_gradients, (X, X, W, OF_ROWS, 1.0), {}),
+    "layer_norm": (layer_norm_rows, (X, W, W, 1e-5), {"with_statistics": False}),
+    "layer_norm, training": (layer_norm_rows, (X, W, W, 1e-5), {"with_statistics": True}),
+    "layer_norm, float32 weight": (layer_norm_rows, (X, W32, W32, 1e-5), {"with_statistics": True}),
+    "gradients of layer_norm": (layer_norm_gradients, (X, X, W, OF_ROWS, OF_ROWS), {}),
+    "gradients of layer_norm, float32 weight": (layer_norm_gradients, (X, X, W32, OF_ROWS, OF_ROWS), {}),
+}
+
+DENSE = bare(1, 8192, 64)
+PIECES, WHOLE = (bare(512, width)[:, :1024].view(512, -1, 128) for width in (2048, 1024))
+HALVES = bare(512, 400)[:, :200].unsqueeze(0)
+SQUARES = bare(57344, 32, 32)
+THIRTY_TWO, FOR_THEM = (bare(512, width)[:, :1536].view(512, 32, 48) for width in (3072, 1536))
+
+ONE_FOR_ALL = tuple(as_rows((bare(1, 200).expand(512, 200), bare(512, 200)), ("gate", "up")))
+
+GATES = {
+    "silu_mul": (silu_mul_rows, (DENSE, DENSE), {}),
+    "silu_mul of halves in pieces": (silu_mul_rows, (PIECES, PIECES), {}),
+    "silu_mul of halves": (silu_mul_rows, (HALVES, HALVES), {}),
+    "silu_mul, float32": (silu_mul_rows, (DENSE.float(), DENSE.float()), {}),
+    "silu_mul in squares": (silu_mul_rows, (SQUARES, SQUARES), {}),
+    "gradients of silu_mul in squares": (silu_mul_gradients, (SQUARES, SQUARES, SQUARES), {"dense": True}),
+    "gradients in 32 pieces": (silu_mul_gradients, (FOR_THEM, THIRTY_TWO, THIRTY_TWO), {"dense": False}),
+    "silu_mul of one row for all": (silu_mul_rows, ONE_FOR_ALL, {}),
+    "gradients of one row for all": (silu_mul_gradients, (ONE_FOR_ALL[1], *ONE_FOR_ALL), {"dense": True}),
+    "relu_squared of one row for all": (relu_squared_rows, ONE_FOR_ALL[:1], {}),
+    "gradients of silu_mul": (silu_mul_gradients, (DENSE, DENSE, DENSE), {"dense": True}),
+    "gradients of silu_mul of halves": (silu_mul_gradients, (WHOLE, PIECES, PIECES), {"dense": True}),
+    "gradients of silu_mul into halves": (silu_mul_gradients, (WHOLE, PIECES, PIECES), {"dense": False}),
+    "gradient of silu_mul by gate": (silu_mul_of_gate, (WHOLE, PIECES, PIECES), {}),
+    "gradient of silu_mul by up": (silu_mul_of_up, (WHOLE, PIECES), {}),
+    "gelu_mul": (gelu_mul_rows, (DENSE, DENSE), {}),
+    "gelu_mul of halves": (gelu_mul_rows, (PIECES, PIECES), {}),
+    "relu_squared": (relu_squared_rows, (DENSE,), {}),
+    "relu_squared of a half": (relu_squared_rows, (PIECES,), {}),
+}
+
+IMAGE, LOSS = pictures(4, 64, 32, 32), pictures(4, 128, 32, 32)
+FILTERS, BIAS = pictures(128, 64, 3, 3), bare(1, 128, 1, 1)
+VOLUME, CUBES, OF_CUBES = pictures(2, 32, 8, 16, 16), pictures(64, 32, 3, 3, 3), pictures(2, 64, 8, 16, 16)
+
+CONVOLUTIONS = {
+    **{
+        f"conv2d, {'no ' if bias is None else ''}bias, {activation}": (
+            convolution,
+            (IMAGE, FILTERS, bias),
+            {**geometry(2), "activation": activation},
+        )
+        for bias in (None, BIAS)
+        for activation in ACTIVATIONS
+    },
+    "conv2d, stride": (convolution, (IMAGE, FILTERS, BIAS), {**geometry(2, stride=2), "activation": "silu"}),
+    "conv2d, dilation": (convolution, (IMAGE, FILTERS), {**geometry(2, dilation=2), "activation": None}),
+    "conv2d, groups": (convolution, (IMAGE, pictures(128, 8, 3, 3)), {**geometry(2), "activation": None}),
+    "conv2d, float32": (convolution, (IMAGE.float(), FILTERS.float()), {**geometry(2), "activation": None}),
+    "conv1d": (
+        convolution,
+        (pictures(2, 64, 1, 256), pictures(128, 64, 1, 3), BIAS),
+        {"stride": (1, 1), "padding": (0, 1), "dilation": (1, 1), "activation": "silu"},
+    ),
+    "conv3d": (convolution, (VOLUME, CUBES), {**geometry(3), "activation": None}),
+    "conv3d, bias": (convolution, (VOLUME, CUBES, bare(1, 64, 1, 1, 1)), {**geometry(3), "activation": "silu"}),
+    "gradient of conv2d by x": (convolution_of_x, (LOSS, FILTERS), {"shape": (4, 64, 32, 32), **geometry(2)}),
+    "gradient of conv2d by weight": (convolution_of_weight, (LOSS, IMAGE), {"shape": (128, 64, 3, 3), **geometry(2)}),
+    "gradient of conv3d by x": (convolution_of_x, (OF_CUBES, CUBES), {"shape": (2, 32, 8, 16, 16), **geometry(3)}),
+    "gradient of conv3d by weight": (
+        convolution_of_weight,
+        (OF_CUBES, VOLUME),
+        {"shape": (64, 32, 3, 3, 3), **geometry(3)},
+    ),
+}
+
+SILU = {"with_scale": False, "activation": "silu"}
+
+#: What is fused with a norm.
+FUSED = {
+    "residual": (rms_norm_rows, (X, W, X, 1e-6), INFERENCE),
+    "residual, training": (rms_norm_rows, (X, W, X, 1e-6), TRAINING),
+    "residual, zero-centered": (rms_norm_rows, (X, W, X, 1e-6, 1.0), INFERENCE),
+    "SiLU": (rms_norm_rows, (X, W, None, 1e-6), SILU),
+    "residual and SiLU": (rms_norm_rows, (X, W, X, 1e-6), SILU),
+}
+
+ODD, OF_ODD = bare(512, 1, 1, 1000), bare(1, 1, 1, 1000)
+
+#: For which there is no kernel.
+NOT_FUSED = {
+    "a row of 1000 numbers": (rms_norm_rows, (ODD, OF_ODD, ODD, 1e-6), INFERENCE),
+    "SiLU and 1000 numbers": (rms_norm_rows, (ODD, OF_ODD, None, 1e-6), SILU),
+    "a weight in float32": (rms_norm_rows, (X, W.float(), X, 1e-6), INFERENCE),
+}
+
+
+def key_and_properties(gpu, call):
+    function, tensors, options = call
+    properties = load_properties(gpu)
+    return function.describe(*tensors, **options).key(Target.from_properties(properties), None), properties
+
+
+CASES = {**NORMS, **GATES, **CONVOLUTIONS}
+
+#: Of these, which are much like others, it is enough that cuDNN proposes an engine: to compile them takes long.
+PROPOSED = [
+    *("rms_norm, float16", "rms_norm of 100", "silu_mul, float32", "gelu_mul of halves", "relu_squared of a half"),
+    *("conv2d, no bias, relu", "conv2d, no bias, silu", "conv2d, bias, relu", "conv2d, bias, None"),
+    *("conv2d, stride", "conv2d, dilation", "conv2d, groups", "conv2d, float32", "conv1d"),
+]
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("name", PROPOSED)
+def test_it_has_an_engine(gpu, name):
+    assert engine_offline(*key_and_properties(gpu, CASES[name])).startswith("eng")
+
+
+@pytest.mark.sample(9)
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in PROPOSED])
+def test_it_has_a_plan(gpu, name, monkeypatch):
+    function, tensors, options = CASES[name]
+    monkeypatch.setenv("CUDNN_SDPA_TARGET", gpu)
+    result = explain(function, *tensors, **options)
+    assert result.supported, result.reasons
+    assert (result.call, result.offline) == (function.__name__, True)
+    assert result.engine.startswith("eng")
+    assert result.workspace >= 0
+    assert result.key.startswith(function.__name__)
+
+
+@pytest.mark.sample(7)
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("name", FUSED)
+def test_what_is_fused_with_a_norm_has_a_plan(gpu, name):
+    """Not among those that cuDNN guesses first, from Hopper on."""
+    made = plan_offline(*key_and_properties(gpu, FUSED[name]))
+    assert made.engine.startswith("eng")
+    assert len(made.data) > 1000
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("name", NOT_FUSED)
+def test_what_is_not_fused_with_a_norm_is_refused_with_reasons(gpu, name, monkeypatch):
+    with pytest.raises(UnsupportedError, match="rms_norm_rows is not supported here") as caught:
+        engine_offline(*key_and_properties(gpu, NOT_FUSED[name]))
+    assert caught.value.reasons
+    assert all(caught.value.reasons)
+    monkeypatch.setenv("CUDNN_SDPA_TARGET", gpu)
+    function, tensors, options = NOT_FUSED[name]
+    result = explain(function, *tensors, **options)
+    assert not result.supported
+    assert result.reasons
+    assert result.engine == ""
+
+
+def test_the_plan_does_not_depend_on_eps():
+    keys = [key_and_properties("h200", (rms_norm_rows, (X, W, None, eps), INFERENCE))[0] for eps in (1e-6, 1e-5)]
+    assert keys[0] == keys[1]
+
+
+#: Images and filters with sizes of 1.
+ONES = {
+    "3x1": ((3, 8, 7, 12), (8, 8, 3, 1)),
+    "1x3": ((3, 8, 7, 12), (8, 8, 1, 3)),
+    "1x1": ((3, 8, 7, 12), (8, 8, 1, 1)),
+    "a column": ((3, 8, 7, 1), (8, 8, 3, 1)),
+    "a row": ((3, 8, 1, 7), (8, 8, 1, 3)),
+    "points": ((3, 8, 1, 1), (16, 8, 1, 1)),
+    "one channel": ((3, 1, 7, 12), (8, 1, 3, 1)),
+    "one filter": ((3, 8, 7, 12), (1, 8, 3, 1)),
+    "one of each": ((1, 1, 7, 1), (1, 1, 3, 1)),
+    "each channel": ((3, 48, 7, 12), (48, 1, 3, 1)),
+    "3x3x1": ((2, 8, 5, 6, 7), (8, 8, 3, 3, 1)),
+    "3x1x1": ((2, 8, 5, 6, 7), (8, 8, 3, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", ONES)
+@pytest.mark.parametrize("in_order", [False, True])
+def test_convolutions_with_sizes_of_1_have_engines(name, in_order):
+    of_x, of_weight = ONES[name]
+    make = bare if in_order else pictures
+    x, weight = (channels_last(make(*shape)) for shape in (of_x, of_weight))
+    where = geometry(len(of_x) - 2, padding=0)
+    (y,) = convolution.outputs((x, weight, None), {**where, "activation": None})
+    for call in (
+        (convolution, (x, weight), {**where, "activation": None}),
+        (convolution_of_x, (y, weight), {**where, "shape": of_x}),
+        (convolution_of_weight, (y, x), {**where, "shape": of_weight}),
+    ):
+        key, properties = key_and_properties("h200", call)
+        for operand in (*key.inputs, *key.outputs):
+            batch, channels, *sizes = operand.layout.shape
+            assert operand.layout.stride == bare(batch, *sizes, channels).movedim(-1, 1).stride()
+        assert engine_offline(key, properties).startswith("eng")

@@ -1,0 +1,293 @@
+"""Plans built beside the running program."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import cudnn_sdpa
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.dense.plans import Forward
+from cudnn_sdpa.graph.target import Target, load_properties
+from cudnn_sdpa.offline import background
+from cudnn_sdpa.offline.background import BackgroundPlanner
+from cudnn_sdpa.offline.planner import plan_offline
+
+
+@pytest.fixture
+def planner():
+    planner = BackgroundPlanner()
+    yield planner
+    planner.close()
+
+
+@pytest.fixture(scope="module")
+def properties(can_plan):  # noqa: ARG001
+    return load_properties("h200")
+
+
+def key(properties, rows=128, dtype=torch.bfloat16):
+    q = torch.empty(1, 4, rows, 64, dtype=dtype, device="meta")
+    return Forward.of(ForwardArguments(q, q, q, is_causal=True)).key(Target.from_properties(properties), None)
+
+
+def test_a_plan_is_what_a_helper_that_is_asked_directly_makes(planner, properties):
+    request = planner.request(key(properties), properties)
+    assert not request.is_done
+    assert planner.wait(120)
+    expected = plan_offline(key(properties), properties)
+    stored = request.stored
+    assert (stored.engine, stored.knobs, stored.workspace) == (expected.engine, expected.knobs, expected.workspace)
+    assert stored.identity == key(properties).identity()
+    assert len(stored.data) > 10_000
+
+
+@pytest.mark.slow
+def test_what_is_to_be_done_with_a_plan_is_done_in_the_background(planner, properties, caplog):
+    given = []
+    request = planner.request(
+        key(properties), properties, lambda stored: given.append((stored, threading.current_thread()))
+    )
+    assert planner.wait(120)
+    ((stored, thread),) = given
+    assert stored.identity == key(properties).identity()
+    assert thread is not threading.current_thread()
+    assert (request.is_done, request.stored) == (True, None)
+
+    def fail(_):
+        raise KeyError("no room")
+
+    request = planner.request(key(properties), properties, fail)
+    assert planner.wait(120)
+    assert request.is_done
+    assert "a plan was not built in the background: KeyError: 'no room'" in caplog.text
+
+
+def test_asking_twice_builds_once(planner, properties):
+    first = planner.request(key(properties), properties)
+    assert planner.request(key(properties), properties) is first
+    assert planner.wait(120)
+    assert planner.request(key(properties), properties) is not first  # that one is done, and was handed out
+
+
+def test_plans_are_kept_in_the_store(planner, properties, tmp_path):
+    with cudnn_sdpa.use_plan_store(tmp_path / "plans") as store:
+        request = planner.request(key(properties), properties)
+        assert planner.wait(120)
+        assert store.load(key(properties)).data == request.stored.data
+
+
+def test_what_cannot_be_built_is_done_too_and_stops_nothing(planner, properties, monkeypatch, caplog):
+    real = background.plan_offline
+
+    def fail_once(of, *_):
+        monkeypatch.setattr(background, "plan_offline", real)
+        raise cudnn_sdpa.UnsupportedError(of.name, ["no engine today"])
+
+    monkeypatch.setattr(background, "plan_offline", fail_once)
+    with caplog.at_level(logging.WARNING, "cudnn_sdpa"):
+        first = planner.request(key(properties), properties)
+        second = planner.request(key(properties, 256), properties)
+        assert planner.wait(120)
+    assert first.is_done
+    assert first.stored is None
+    assert second.stored is not None
+    assert "a plan was not built in the background: UnsupportedError: sdpa_forward" in caplog.text
+    assert "no engine today" in caplog.text
+
+
+@pytest.mark.slow
+def test_whatever_goes_wrong_is_said_once_and_stops_nothing(planner, properties, monkeypatch, caplog):
+    def fail(*_):
+        raise KeyError("engine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(background, "plan_offline", fail)
+        requests = [planner.request(key(properties, rows), properties) for rows in (128, 192, 256)]
+        assert planner.wait(120)
+    assert [(request.is_done, request.stored) for request in requests] == [(True, None)] * 3
+    assert caplog.text.count("KeyError: 'engine'") == 1
+    assert len(planner._threads) == 1
+    again = planner.request(key(properties), properties)
+    assert planner.wait(120)
+    assert again.stored is not None
+
+
+@pytest.mark.slow
+def test_a_thread_that_cannot_start_is_no_error(planner, properties, monkeypatch, caplog):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(3):
+            assert planner.request(key(properties), properties) is None
+    assert caplog.text.count("can't start new thread") == 1
+    assert planner.wait(0.0)
+    request = planner.request(key(properties), properties)
+    assert planner.wait(120)
+    assert request.stored is not None
+
+
+@pytest.mark.parametrize(("name", "value"), [("executable", ""), ("executable", None), ("frozen", True)])
+def test_without_an_interpreter_there_is_no_helper(properties, monkeypatch, name, value):
+    monkeypatch.setattr(sys, name, value, raising=False)
+    assert BackgroundPlanner().request(key(properties), properties) is None
+
+
+@pytest.mark.slow
+def test_what_another_process_has_stored_is_not_built(planner, properties, tmp_path, monkeypatch):
+    with cudnn_sdpa.use_plan_store(tmp_path / "plans"):
+        first = planner.request(key(properties), properties)
+        assert planner.wait(120)
+        monkeypatch.setattr(background, "plan_offline", None)
+        second = planner.request(key(properties), properties)
+        assert planner.wait(120)
+    assert second.stored.data == first.stored.data
+
+
+@pytest.mark.slow
+def test_the_bytes_of_many_plans_are_not_kept(planner, properties, monkeypatch):
+    monkeypatch.setattr(background, "MOST_BUILT", 2)
+    requests = [planner.request(key(properties, rows), properties) for rows in (64, 128, 192)]
+    assert planner.wait(120)
+    assert [request.stored is None for request in requests] == [True, False, False]
+
+
+@pytest.mark.slow
+def test_an_interrupt_does_not_end_the_helper(planner, properties):
+    planner.request(key(properties), properties)
+    assert planner.wait(120)
+    process = planner._helpers[0]._process
+    process.send_signal(signal.SIGINT)
+    request = planner.request(key(properties, 256), properties)
+    assert planner.wait(120)
+    assert request.stored is not None
+    assert planner._helpers[0]._process is process
+
+
+def test_a_helper_that_is_killed_costs_one_plan(planner, properties, caplog):
+    first = planner.request(key(properties), properties)
+    while not (planner._helpers and planner._helpers[0]._process):
+        time.sleep(0.01)
+    planner._helpers[0]._process.kill()
+    assert planner.wait(120)
+    assert first.stored is None
+    assert "killed by SIGKILL" in caplog.text
+    second = planner.request(key(properties), properties)
+    assert planner.wait(120)
+    assert second.stored is not None
+
+
+@pytest.mark.slow
+def test_an_idle_helper_ends_and_comes_back(planner, properties, monkeypatch):
+    monkeypatch.setattr(background, "IDLE_SECONDS", 0.1)
+    planner.request(key(properties), properties)
+    (thread,) = planner._threads
+    assert planner.wait(120)
+    thread.join(10)
+    assert not thread.is_alive()
+    assert planner._helpers == planner._threads == []
+    again = planner.request(key(properties, 256), properties)
+    assert planner.wait(120)
+    assert again.stored is not None
+
+
+@pytest.mark.slow
+def test_there_are_no_more_helpers_than_workers(properties):
+    planner = BackgroundPlanner(workers=2)
+    try:
+        for rows in (64, 128, 192, 256):
+            planner.request(key(properties, rows), properties)
+        assert len(planner._threads) == 2
+        assert planner.wait(240)
+    finally:
+        planner.close()
+
+
+@pytest.mark.slow
+def test_far_too_many_requests_are_passed_over(planner, properties, monkeypatch):
+    monkeypatch.setattr(background, "MOST_WAITING", 1)
+    assert planner.request(key(properties), properties) is not None
+    assert planner.request(key(properties, 256), properties) is None
+    assert planner.wait(120)
+    assert planner.request(key(properties, 256), properties) is not None
+
+
+def test_closing_gives_up_what_is_being_built_and_says_nothing(planner, properties, caplog):
+    request = planner.request(key(properties), properties)
+    while not (planner._helpers and planner._helpers[0]._process):
+        time.sleep(0.01)
+    process = planner._helpers[0]._process
+    start = time.monotonic()
+    planner.close()
+    assert time.monotonic() - start < 2
+    assert process.poll() is not None
+    assert request.stored is None
+    assert caplog.text == ""
+    assert planner.request(key(properties, 256), properties) is None
+
+
+def test_closing_before_the_helper_has_started(properties):
+    planner = BackgroundPlanner()
+    planner.request(key(properties), properties)
+    (thread,) = planner._threads
+    start = time.monotonic()
+    planner.close()
+    assert time.monotonic() - start < 1.5
+    assert not thread.is_alive()
+    assert planner._helpers == []
+
+
+def test_a_program_ends_while_a_plan_is_built(run_python, can_plan):  # noqa: ARG001
+    result = run_python(
+        """
+import time, torch
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.dense.plans import Forward
+from cudnn_sdpa.offline.background import background
+from cudnn_sdpa.graph.target import Target, load_properties
+properties = load_properties("h200")
+q = torch.empty(1, 4, 128, 64, dtype=torch.bfloat16, device="meta")
+key = Forward.of(ForwardArguments(q, q, q)).key(Target.from_properties(properties), None)
+background.request(key, properties)
+while not (background._helpers and background._helpers[0]._process):
+    time.sleep(0.01)
+print(background._helpers[0]._process.pid)
+"""
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(result.stdout), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_has_a_helper_of_its_own(properties):
+    planner = background.background
+    planner.request(key(properties), properties)
+    assert planner.wait(120)
+    (theirs,) = planner._helpers
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            assert planner._helpers == planner._threads == []
+            request = planner.request(key(properties, 256), properties)
+            assert planner.wait(120)
+            assert request.stored is not None
+            status = 0
+        finally:
+            planner.close()
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert theirs._process.poll() is None
+    assert threading.active_count() >= 2

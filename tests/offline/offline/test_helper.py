@@ -1,0 +1,200 @@
+"""The helper process: whatever happens to it is an answer, and the next question works."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from cudnn_sdpa import OfflineError
+from cudnn_sdpa.attention.dense.explain import describe_sdpa
+from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.offline.planner import Helper, plan_offline
+
+pytestmark = pytest.mark.usefixtures("can_plan")
+
+
+@pytest.fixture(scope="module")
+def helper(can_plan):  # noqa: ARG001 - skips before the helper starts
+    helper = Helper()
+    yield helper
+    helper.close()
+
+
+@pytest.fixture
+def request_for_a_plan(shapes, h200):
+    key = describe_sdpa(*shapes()).key(Target.from_properties(h200), None)
+    return {"key": key.to_json(), "properties": h200}
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(pid: int) -> bool:
+    for _ in range(200):
+        if not is_alive(pid):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_one_process_answers_many_questions(helper, request_for_a_plan):
+    first = helper.ask(request_for_a_plan)
+    pid = helper._process.pid
+    second = helper.ask(request_for_a_plan)
+    assert helper._process.pid == pid
+    assert first["engine"] == second["engine"]
+    assert len(first["plan"]) == len(second["plan"])
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda number: number.name)
+def test_a_crash_is_an_answer_that_names_the_signal(helper, request_for_a_plan, number):
+    helper.ask(request_for_a_plan)
+    pid, caught = helper._process.pid, []
+
+    def ask():
+        try:
+            helper.ask(request_for_a_plan)
+        except OfflineError as error:
+            caught.append(error)
+
+    os.kill(pid, signal.SIGSTOP)  # so that it dies with the question unanswered
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(0.2)
+    os.kill(pid, number)
+    os.kill(pid, signal.SIGCONT)
+    thread.join(60)
+    assert len(caught) == 1
+    assert f"was killed by {number.name}" in str(caught[0])
+    assert wait_until_gone(pid)
+    assert helper.ask(request_for_a_plan)["engine"]
+    assert helper._process.pid != pid
+
+
+def test_a_death_between_two_questions_is_not_even_noticed(helper, request_for_a_plan):
+    helper.ask(request_for_a_plan)
+    pid = helper._process.pid
+    os.kill(pid, signal.SIGKILL)
+    helper._process.wait(30)
+    assert helper.ask(request_for_a_plan)["engine"]
+    assert helper._process.pid != pid
+
+
+def test_no_answer_in_time_is_an_error_and_the_late_answer_is_not_taken_for_another(helper, request_for_a_plan):
+    helper.ask(request_for_a_plan)
+    pid = helper._process.pid
+    with pytest.raises(OfflineError, match="does not answer"):
+        helper.ask(request_for_a_plan, timeout=0.001)
+    assert wait_until_gone(pid)
+    broken = {**request_for_a_plan, "properties": {}}
+    assert "error" in helper.ask(broken)
+    assert helper.ask(request_for_a_plan)["engine"]
+
+
+def answer_or_crash(helper, request_):
+    """What went wrong, as the helper said it, or as it was found in the helper's last words."""
+    try:
+        answer = helper.ask(request_)
+    except OfflineError as error:
+        return str(error)
+    return answer["error"]
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [{}, {"deviceVer": 900}, {"deviceVer": [9]}, {"deviceVer": 900, "multiProcessorCount": 132}],
+    ids=["nothing", "a version alone", "a list as version", "two keys"],
+)
+def test_garbage_for_a_gpu_is_an_error_and_the_next_question_works(helper, request_for_a_plan, properties):
+    assert "Error" in answer_or_crash(helper, {**request_for_a_plan, "properties": properties})
+    assert helper.ask(request_for_a_plan)["engine"]
+
+
+@pytest.mark.parametrize("request_", [{}, {"key": 3}, {"key": {}, "properties": {}}], ids=str)
+def test_a_request_that_is_none_is_an_error_and_the_next_question_works(helper, request_for_a_plan, request_):
+    assert "Error" in answer_or_crash(helper, request_)
+    assert helper.ask(request_for_a_plan)["engine"]
+
+
+def test_many_threads_may_ask(helper, request_for_a_plan):
+    answers = []
+    threads = [threading.Thread(target=lambda: answers.append(helper.ask(request_for_a_plan))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(answers) == 4
+    assert len({(answer["engine"], len(answer["plan"])) for answer in answers}) == 1
+
+
+def test_an_operation_that_is_not_the_same_there_is_refused(shapes, h200):
+    key = describe_sdpa(*shapes()).key(Target.from_properties(h200), None)
+    with pytest.raises(OfflineError, match="source has changed"):
+        plan_offline(dataclasses.replace(key, digest="0" * 16), h200)
+
+
+@pytest.mark.parametrize("operation", ["cudnn_sdpa.attention.dense.graphs:missing", "no_such_module:attend"])
+def test_an_operation_that_is_not_there_is_refused(shapes, h200, operation):
+    key = describe_sdpa(*shapes()).key(Target.from_properties(h200), None)
+    with pytest.raises(OfflineError, match=r"missing|no_such_module"):
+        plan_offline(dataclasses.replace(key, operation=operation), h200)
+    assert plan_offline(key, h200).engine
+
+
+def test_close_ends_it_and_may_be_called_twice(request_for_a_plan):
+    helper = Helper()
+    helper.close()
+    helper.ask(request_for_a_plan)
+    pid = helper._process.pid
+    helper.close()
+    helper.close()
+    assert wait_until_gone(pid)
+
+
+@pytest.mark.slow
+def test_it_ends_with_its_user_however_that_one_ends(run_python, request_for_a_plan):
+    code = """
+import json, os, signal, sys
+from cudnn_sdpa.offline.planner import Helper
+helper = Helper()
+helper.ask(json.loads(sys.argv[1]), timeout=60)
+print(helper._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    result = run_python(code, json.dumps(request_for_a_plan), check=False)
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    assert wait_until_gone(int(result.stdout))
+
+
+@pytest.mark.slow
+def test_a_forked_child_gets_a_helper_of_its_own(run_python, request_for_a_plan):
+    code = """
+import json, os, sys
+from cudnn_sdpa.offline.planner import _helper as helper
+request = json.loads(sys.argv[1])
+helper.ask(request)
+own = helper._process.pid
+child = os.fork()
+if child == 0:
+    assert helper.ask(request)["engine"]
+    assert helper._process.pid != own
+    helper.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert helper.ask(request)["engine"]
+assert helper._process.pid == own
+"""
+    result = run_python(code, json.dumps(request_for_a_plan))
+    assert result.returncode == 0

@@ -1,0 +1,58 @@
+"""Our own kernels, compiled by the real NVRTC for GPUs that are not here."""
+
+from __future__ import annotations
+
+import pytest
+
+from cudnn_sdpa import LibraryError
+from cudnn_sdpa.attention.fp8 import quantize
+from cudnn_sdpa.attention.paged import paging
+from cudnn_sdpa.attention.varlen import packing
+from cudnn_sdpa.plans import nvrtc as nvrtc_module
+from cudnn_sdpa.plans.nvrtc import Kernel
+
+
+@pytest.fixture(autouse=True)
+def nvrtc():
+    try:
+        nvrtc_module._nvrtc()
+    except LibraryError as error:
+        pytest.skip(f"no NVRTC: {error}")
+
+
+KERNELS = [packing.kernel, paging.decode_kernel, paging.gather_kernel, paging.append_kernel]
+#: Those that need instructions of compute capability 8.9.
+FP8_KERNELS = [quantize.quantize_kernel, quantize.dequantize_kernel, quantize.update_kernel]
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("sm", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_every_kernel_compiles_for_every_gpu(kernel, sm):
+    assert kernel.compile(sm)[:4] == b"\x7fELF"
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("sm", [89, 90, 100, 120])
+@pytest.mark.parametrize("kernel", FP8_KERNELS, ids=lambda kernel: kernel.name)
+def test_every_kernel_for_fp8_compiles_for_every_gpu_that_has_it(kernel, sm):
+    assert kernel.compile(sm)[:4] == b"\x7fELF"
+
+
+def test_what_cannot_be_compiled_says_why(tmp_path):
+    path = tmp_path / "wrong.cu"
+    path.write_text('extern "C" __global__ void wrong() { missing(); }')
+    with pytest.raises(LibraryError, match=r"wrong\.cu for SM90: NVRTC_ERROR_COMPILATION(?s:.*)missing"):
+        Kernel(path, "wrong").compile(90)
+    with pytest.raises(LibraryError, match=r"SM10: (?s:.*)a newer one may know this GPU"):
+        packing.kernel.compile(10)
+
+
+def test_without_nvrtc_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(nvrtc_module, "_places_of_nvrtc", lambda: iter(["libnothing.so.99"]))
+    nvrtc_module._nvrtc.cache_clear()
+    with pytest.raises(LibraryError, match="pip install nvidia-cuda-nvrtc"):
+        packing.kernel.compile(90)
+    monkeypatch.undo()
+    nvrtc_module._nvrtc.cache_clear()
+    assert packing.kernel.compile(90)

@@ -1,0 +1,300 @@
+"""What autograd sees of `sdpa`: which gradients are made, how they lie in memory, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import cudnn_sdpa
+from cudnn_sdpa import UnsupportedError, scaled_dot_product_attention, sdpa
+from cudnn_sdpa.attention import reference
+from cudnn_sdpa.attention.dense import torch_ops
+
+ARGUMENTS = ("q", "k", "v", "attn_mask", "sinks")
+
+
+def inputs(dtype=torch.float32):
+    return {
+        "q": torch.randn(2, 4, 6, 16, dtype=dtype),
+        "k": torch.randn(2, 2, 9, 16, dtype=dtype),
+        "v": torch.randn(2, 2, 9, 8, dtype=dtype),
+        "attn_mask": torch.randn(4, 1, 9, dtype=dtype),
+        "sinks": torch.randn(4),
+    }
+
+
+def dense_in_order_of(tensor):
+    """The strides of a dense tensor whose dimensions but the last, the innermost, lie in the order of this one."""
+    order = [*sorted(range(tensor.dim() - 1), key=lambda dim: (-tensor.stride(dim), dim)), tensor.dim() - 1]
+    strides, step = [0] * tensor.dim(), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= tensor.shape[dim]
+    return tuple(strides)
+
+
+@pytest.mark.parametrize(
+    "wanted", [*((name,) for name in ARGUMENTS), ("q", "v"), ("k", "sinks"), ARGUMENTS], ids="+".join
+)
+def test_only_wanted_gradients_are_made(wanted, monkeypatch):
+    made = []
+    run = torch_ops.run_backward_cpu
+    monkeypatch.setattr(torch_ops, "run_backward_cpu", lambda of: made.append((of.needs, run(of))) or made[-1][1])
+    tensors = inputs()
+    everything = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+    sdpa(**everything).square().sum().backward()
+    some = {name: x.clone().requires_grad_(name in wanted) for name, x in tensors.items()}
+    sdpa(**some).square().sum().backward()
+    needs, results = made[-1]
+    assert tuple(needs) == tuple(name in wanted for name in ARGUMENTS)
+    assert len(results) == len(wanted)
+    for name, x in some.items():
+        if name in wanted:
+            torch.testing.assert_close(x.grad, everything[name].grad)
+        else:
+            assert x.grad is None
+
+
+def test_a_boolean_mask_and_lengths_get_no_gradient():
+    tensors = {**inputs(), "attn_mask": torch.rand(6, 9) < 0.8, "seq_lens_kv": torch.tensor([4, 9], dtype=torch.int32)}
+    tensors["q"].requires_grad_()
+    sdpa(**tensors).sum().backward()
+    assert tensors["q"].grad.abs().sum() > 0
+    assert tensors["attn_mask"].grad is None
+
+
+def sliced(x):
+    return torch.cat([x, x], dim=-1)[..., : x.shape[-1]]
+
+
+MEMORY = {
+    "dense": lambda x: x,
+    "bshd": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "sbhd": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "sliced": sliced,
+    "sliced bshd": lambda x: sliced(x.transpose(1, 2)).transpose(1, 2),
+    "every other row": lambda x: x.repeat_interleave(2, dim=2)[:, :, ::2],
+    "last dimension apart": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "expanded batch": lambda x: x[:1].expand_as(x),
+    "expanded heads": lambda x: x[:, :1].expand_as(x),
+}
+
+
+@pytest.mark.usefixtures("reference_alone")
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("by_operator", [False, True])
+def test_gradients_lie_in_memory_as_their_inputs_do(memory, by_operator):
+    tensors = inputs(torch.float64)
+    given = {name: MEMORY[memory](tensors[name]).detach().requires_grad_() for name in "qkv"}
+    values = {
+        name: x.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for name, x in given.items()
+    }
+    grad_out = torch.randn(2, 4, 6, 8, dtype=torch.float64)
+    expected = torch.autograd.grad(sdpa(**values), list(values.values()), grad_out)
+    out = sdpa(**given)
+    found = torch.autograd.grad(out, list(given.values()), grad_out, create_graph=by_operator)
+    for x, gradient, right in zip(given.values(), found, expected, strict=True):
+        torch.testing.assert_close(gradient, right)
+        if "expanded" not in memory:
+            assert gradient.stride() == dense_in_order_of(x)
+        assert sorted(gradient.stride()) == sorted(dense_in_order_of(gradient))  # dense, nothing repeated
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_what_is_expanded_outside_gets_the_sum(name):
+    tensors = inputs(torch.float64)
+    single = tensors[name][:1].clone().requires_grad_()
+    tensors[name] = single.expand(2, -1, -1, -1)
+    sdpa(**tensors).square().sum().backward()
+    repeated = tensors[name].detach().clone().requires_grad_()
+    sdpa(**{**tensors, name: repeated}).square().sum().backward()
+    torch.testing.assert_close(single.grad, repeated.grad.sum(0, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    "arrange",
+    [
+        lambda g: g[:1, :1, :1, :1].expand_as(g),
+        lambda g: g[:, :, :1].expand_as(g),
+        lambda g: g[..., :1].expand_as(g),
+        lambda g: g.transpose(2, 3).contiguous().transpose(2, 3),
+        lambda g: g.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda g: torch.cat([g, g], dim=-1)[..., ::2],
+    ],
+    ids=["stride 0", "rows", "columns", "transposed", "bshd", "every other"],
+)
+def test_a_gradient_of_the_output_may_lie_anyhow(arrange):
+    tensors = {name: x.requires_grad_() for name, x in inputs(torch.float64).items()}
+    grad_out = arrange(torch.randn(2, 4, 6, 8, dtype=torch.float64))
+    leaves = list(tensors.values())
+    found = torch.autograd.grad(sdpa(**tensors), leaves, grad_out)
+    expected = torch.autograd.grad(sdpa(**tensors), leaves, grad_out.contiguous())
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("function", [sdpa, scaled_dot_product_attention])
+def test_a_second_gradient_is_refused(function):
+    q, k, v = (torch.randn(2, 4, 6, 16, requires_grad=True) for _ in range(3))
+    (first,) = torch.autograd.grad(function(q, k, v).square().sum(), [q], create_graph=True)
+    with pytest.raises(UnsupportedError, match="double backward") as caught:
+        first.sum().backward()
+    assert "scaled_dot_product_attention" in caught.value.suggestion
+
+
+def test_a_gradient_into_the_log_sum_exp_is_refused():
+    q, k, v = (torch.randn(2, 4, 6, 16, requires_grad=True) for _ in range(3))
+    out, lse = sdpa(q, k, v, return_lse=True)
+    with pytest.raises(UnsupportedError, match="log-sum-exp") as caught:
+        (out.sum() + lse.sum()).backward()
+    assert "detach" in caught.value.suggestion
+    out, lse = sdpa(q, k, v, return_lse=True)
+    (out.sum() * lse.detach().mean()).backward()
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_recorded(mode):
+    tensors = {name: x.requires_grad_() for name, x in inputs().items()}
+    expected, expected_lse = sdpa(**tensors, return_lse=True)
+    assert expected.requires_grad
+    with mode():
+        out, lse = sdpa(**tensors, return_lse=True)
+    assert not out.requires_grad
+    assert out.grad_fn is None
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+
+
+def test_inputs_that_change_between_the_passes_are_noticed():
+    q, k, v = (torch.randn(2, 4, 6, 16, requires_grad=True) for _ in range(3))
+    out = sdpa(q, k, v)
+    with torch.no_grad():
+        k.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_graph_serves_twice_if_it_is_kept():
+    tensors = {name: x.requires_grad_() for name, x in inputs().items()}
+    out = sdpa(**tensors)
+    leaves = list(tensors.values())
+    first = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(out.sum(), leaves), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_checkpointing_changes_nothing(use_reentrant, dropout_p):
+    tensors = inputs()
+
+    def attend(q, k, v, attn_mask, sinks):
+        return sdpa(q, k, v, attn_mask=attn_mask, sinks=sinks, dropout_p=dropout_p).square()
+
+    results = []
+    for run in (attend, lambda *leaves: checkpoint(attend, *leaves, use_reentrant=use_reentrant)):
+        leaves = [tensors[name].clone().requires_grad_() for name in ARGUMENTS]
+        torch.manual_seed(77)
+        out = run(*leaves)
+        torch.randn(3)  # the generator moves on before the backward pass
+        results.append((out, *torch.autograd.grad(out.sum(), leaves)) if not use_reentrant else through(out, leaves))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def through(out, leaves):
+    out.sum().backward()
+    return (out, *(leaf.grad for leaf in leaves))
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.85])
+def test_dropout_drops_its_share_and_follows_the_seed(dropout_p):
+    q, k = torch.randn(4, 8, 40, 16), torch.randn(4, 8, 40, 16)
+    unit = torch.eye(40).expand(4, 8, 40, 40)
+    torch.manual_seed(5)
+    weights = sdpa(q, k, unit, dropout_p=dropout_p)
+    second = sdpa(q, k, unit, dropout_p=dropout_p)
+    torch.manual_seed(5)
+    again = sdpa(q, k, unit, dropout_p=dropout_p)
+    assert torch.equal(weights, again)
+    assert not torch.equal(weights, second)
+    dropped = (weights == 0).double()
+    sigma = (dropout_p * (1 - dropout_p) / dropped.numel()) ** 0.5
+    assert abs(dropped.mean() - dropout_p) < 5 * sigma
+    without = sdpa(q, k, unit)
+    torch.testing.assert_close(weights[dropped == 0], without[dropped == 0] / (1 - dropout_p))
+
+
+def test_dropout_of_nothing_draws_no_number():
+    q, k, v = torch.randn(3, 2, 4, 6, 16)
+    torch.manual_seed(3)
+    expected = torch.get_rng_state()
+    assert torch.equal(sdpa(q, k, v, dropout_p=0), sdpa(q, k, v))
+    assert torch.equal(torch.get_rng_state(), expected)
+    sdpa(q, k, v, dropout_p=0.5)
+    assert not torch.equal(torch.get_rng_state(), expected)
+
+
+def test_the_log_sum_exp_does_not_depend_on_dropout():
+    q, k, v = torch.randn(3, 2, 4, 6, 16)
+    assert torch.equal(sdpa(q, k, v, dropout_p=0.5, return_lse=True)[1], sdpa(q, k, v, return_lse=True)[1])
+
+
+@pytest.mark.usefixtures("reference_alone")
+def test_gradcheck():
+    tensors = {name: x.requires_grad_() for name, x in inputs(torch.float64).items()}
+    names = ["q", "k", "v", "attn_mask"]
+
+    def attend(*leaves):
+        return sdpa(
+            **dict(zip(names, leaves, strict=True)), sinks=tensors["sinks"].detach(), softcap=2.5, window=(4, 1)
+        )
+
+    assert torch.autograd.gradcheck(attend, [tensors[name] for name in names], eps=1e-5, atol=1e-4, rtol=1e-4)
+
+
+def test_a_plain_call_that_needs_no_gradient_computes_none(monkeypatch):
+    monkeypatch.setattr(reference, "gradients", None)
+    with torch.no_grad():
+        out = sdpa(*(torch.randn(2, 4, 6, 16, requires_grad=True) for _ in range(3)))
+    assert not out.requires_grad
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_batch_of_gradients_is_refused(packed):
+    q, k, v = (torch.randn(2, 4, 6, 16, requires_grad=True) for _ in range(3))
+    if packed:
+        ends = torch.tensor([0, 2, 6], dtype=torch.int32)
+        q, k, v = (x.detach()[0].transpose(0, 1).contiguous().requires_grad_() for x in (q, k, v))
+        out = cudnn_sdpa.sdpa_varlen(q, k, v, ends, ends, 4, 4)
+    else:
+        out = sdpa(q, k, v)
+    with pytest.raises(UnsupportedError, match="a batch of gradients"):
+        torch.autograd.grad(out, (q, k, v), torch.randn(3, *out.shape), is_grads_batched=True)
+
+
+def test_tensors_without_memory_have_gradients_without_memory():
+    q, k, v = (torch.empty(2, 4, 6, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    out = sdpa(q, k, v, is_causal=True)
+    assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape] * 3
+    ends = torch.empty(3, dtype=torch.int32, device="meta")
+    q, k, v = (torch.empty(10, 4, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    out = cudnn_sdpa.sdpa_varlen(q, k, v, ends, ends, 10, 10)
+    assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape] * 3
+
+
+def test_a_fallback_of_the_forward_pass_holds_for_the_backward_pass(monkeypatch):
+    def declined(_):
+        raise UnsupportedError("the gradient", ["of a test"])
+
+    q, k, v = (torch.randn(2, 4, 6, 16, requires_grad=True) for _ in range(3))
+    expected = torch.autograd.grad(sdpa(q, k, v).square().sum(), (q, k, v))
+    monkeypatch.setattr(torch_ops, "backward_runner", lambda _: declined)
+    with pytest.raises(UnsupportedError, match="of a test"):
+        torch.autograd.grad(sdpa(q, k, v).square().sum(), (q, k, v))
+    with cudnn_sdpa.fallback("torch"):
+        out = sdpa(q, k, v)
+    for a, b in zip(torch.autograd.grad(out.square().sum(), (q, k, v)), expected, strict=True):
+        torch.testing.assert_close(a, b)

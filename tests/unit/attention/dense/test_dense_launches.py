@@ -1,0 +1,284 @@
+"""What the launches of dense calls are given: aligned addresses, the layouts of their keys, and so the right numbers.
+
+The stand-in for a plan reads and writes CPU memory at the addresses it gets, by nothing but its key, in float64.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from mathematics import gradients
+
+import cudnn_sdpa
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.dense import fast_path, launch, launch_backward, tiers, torch_ops
+from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
+from cudnn_sdpa.attention.dense.plans import Forward
+from cudnn_sdpa.engine.fast_path import CallTable
+from cudnn_sdpa.graph.key import Role
+from cudnn_sdpa.graph.layouts import ALIGNMENT
+from cudnn_sdpa.graph.target import Target, load_properties
+from cudnn_sdpa.plans.autotune_timing import tensor_at
+
+TARGET = replace(Target.from_properties(load_properties("h200")), cudnn=91900)
+CPU = torch.device("cpu")
+SKV, SQ = (1, 2, 3, 7, 8, 9), (1, 2, 64, 129)
+SCALARS = ("seed", "offset")  #: that are read one by one
+
+
+class StandInPlan:
+    """Computes what a key says at the addresses of a launch."""
+
+    def __init__(self, key):
+        self.key, self.device, self.last_used, self.held = key, 0, 0, True
+        fills = [operand for operand in key.inputs if operand.role is Role.FILL]
+        self.constants = {x.name: torch.full(x.layout.shape, x.fill, dtype=x.layout.dtype) for x in fills}
+
+    def launch(self, addresses):
+        operands = (*self.key.inputs, *self.key.outputs)
+        x = {}
+        for operand, address in zip(operands, addresses, strict=True):
+            if operand.role is Role.SCALAR:
+                assert ctypes.c_float.from_address(address).value > 1e-3
+                x[operand.name] = ctypes.c_float.from_address(address).value
+                continue
+            assert address, f"a null pointer for {operand.name}"
+            assert address % ALIGNMENT == 0 or operand.name in SCALARS, f"{operand.name} at {address % ALIGNMENT}"
+            x[operand.name] = tensor_at(address, operand.layout, CPU)
+        (self._forward if self.key.name == "sdpa_forward" else self._backward)(x)
+
+    def _scores(self, x):
+        assert "bias" not in x or x["k"].shape[2] > 1, "cuDNN misreads a bias of one key"
+        group = x["q"].shape[1] // x["k"].shape[1]
+        k, v = (x[name].double().repeat_interleave(group, 1) for name in ("k", "v"))
+        scores = x["q"].double() @ k.mT * x["scale"]
+        sq, skv = scores.shape[2:]
+        row, column = torch.arange(sq).view(-1, 1), torch.arange(skv)
+        nq, nk = (
+            x.get(name, torch.tensor(n)).view(-1, 1, 1, 1) for name, n in (("seq_len_q", sq), ("seq_len_kv", skv))
+        )
+        seen = (row < nq) & (column < nk)
+        if self.key.option_values["band"] is not None:
+            left, right, bottom_right = self.key.option_values["band"]
+            diagonal = row + (nk - nq if bottom_right else 0)
+            seen = seen & (column <= diagonal + (skv if right is None else right))
+            seen = seen & (column >= diagonal - (sq + skv if left is None else left))
+        scores = scores + x["bias"].double() if "bias" in x else scores
+        return scores.masked_fill(~seen, -torch.inf), k, v
+
+    def _forward(self, x):
+        scores, _, v = self._scores(x)
+        if "sink" in x:
+            column = x["sink"].double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores, v = torch.cat([scores, column], -1), torch.nn.functional.pad(v, (0, 0, 0, 1))
+        x["out"].copy_(scores.softmax(-1).nan_to_num(0.0) @ v)
+        if "lse" in x:
+            x["lse"].copy_(scores.logsumexp(-1, keepdim=True))
+
+    def _backward(self, x):
+        scores, k, v = self._scores(x)
+        grad_out = x["grad_out"].double()
+        weights = torch.exp(scores - x["lse"].double()).nan_to_num(0.0)
+        mean = (grad_out * x["out"].double()).sum(-1, keepdim=True)
+        of_scores = weights * (grad_out @ v.mT - mean)
+        heads = x["k"].shape[:2]
+        x["grad_q"].copy_(of_scores @ k * x["scale"])
+        x["grad_k"].copy_((of_scores.mT @ x["q"].double() * x["scale"]).unflatten(1, (heads[1], -1)).sum(2))
+        x["grad_v"].copy_((weights.mT @ grad_out).unflatten(1, (heads[1], -1)).sum(2))
+        if "grad_bias" in x:
+            x["grad_bias"].copy_(of_scores)
+
+
+class StandInCache:
+    """Plans nothing."""
+
+    @staticmethod
+    def get(key, _):
+        return StandInPlan(key)
+
+
+@pytest.fixture(autouse=True)
+def plans(monkeypatch):
+    def allocate(shape, stride, dtype):
+        return torch.empty_strided(shape, stride, dtype=dtype).fill_(torch.nan)
+
+    def prepare(forward, call, _):
+        return launch.bind(forward, StandInPlan(forward.key(TARGET, 0)), call.scale_value, call.softcap)
+
+    for module in (launch, launch_backward):
+        monkeypatch.setattr(module, "allocate", allocate)
+    monkeypatch.setattr(tiers, "prepare", prepare)
+    monkeypatch.setattr(launch_backward, "live_target", lambda _: TARGET)
+    monkeypatch.setattr(launch_backward, "plan_cache", StandInCache)
+    monkeypatch.setattr(launch_backward, "calls", CallTable(None))
+
+
+def somewhere(tensor, rng):
+    """A copy in other memory: at an aligned address or not, rows padded or not, heads last or not."""
+    shape, kind = tensor.shape, rng.randrange(4)
+    if kind == 0:
+        return tensor.clone()
+    if kind == 1:
+        whole = torch.empty(tensor.numel() + 3, dtype=tensor.dtype)
+        return whole[3:].view(shape).copy_(tensor)
+    if kind == 2 or tensor.dim() < 4:
+        whole = torch.empty(*shape[:-1], shape[-1] + 16, dtype=tensor.dtype)
+        return whole[..., : shape[-1]].copy_(tensor)
+    return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+
+def assert_right(tensors, rng, dtype, **options):
+    """Runs both passes by launches, and compares them with float64."""
+    q, v, mask = tensors["q"], tensors["v"], tensors.get("attn_mask")
+    call = ForwardArguments(**tensors, **options, with_lse=True)
+    out, lse = torch_ops.run_cuda(call)
+    grad_out = somewhere(torch.randn(*q.shape[:3], v.shape[3], dtype=dtype), rng)
+    needs = Needs(True, True, True, mask is not None and mask.is_floating_point(), call.sinks is not None)
+    found = torch_ops.run_backward_cuda(BackwardArguments(grad_out, out, lse, call, False, needs))
+    wanted, wanted_lse, by_tensor = gradients(tensors, grad_out, **options)
+    torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-4, atol=1e-4)
+    assert len(found) == len(by_tensor)
+    for (name, exact), gradient in zip(by_tensor.items(), found, strict=True):
+        norm = exact.norm().clamp_min(0.1 * grad_out.double().norm())  # one key's weight has no gradient but rounding
+        assert (gradient.double() - exact).norm() / norm < 3e-2, name
+        if name == "attn_mask":
+            assert gradient.stride() == torch.empty_like(mask).stride()
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("skv", SKV)
+@pytest.mark.parametrize("sq", SQ)
+def test_every_operand_lies_where_and_as_the_plan_reads_it(sq, skv):
+    """Masks repeated along any dimensions, in any memory, beside all that hides keys."""
+    rng = random.Random(sq * 100 + skv)
+    torch.manual_seed(sq * 100 + skv)
+    batch, heads, heads_kv, dtype = 2, 4, 2, torch.float16
+    repeated = list(itertools.product((True, False), repeat=4))
+    for number, dims in enumerate((*repeated, None)):
+        for is_causal, alignment in ((False, "top_left"), (True, "top_left"), (True, "bottom_right")):
+            tensors = {
+                "q": torch.randn(batch, heads, sq, 8, dtype=dtype),
+                "k": torch.randn(batch, heads_kv, skv, 8, dtype=dtype),
+                "v": torch.randn(batch, heads_kv, skv, 16, dtype=dtype),
+            }
+            if rng.random() < 0.4:
+                tensors["sinks"] = torch.randn(9)[1:5] if rng.random() < 0.5 else torch.randn(heads)
+            if rng.random() < 0.3 and dims is None:
+                tensors["seq_lens_kv"] = torch.randint(0, skv + 1, (batch,), dtype=torch.int32)
+            if dims is not None:
+                shape = [1 if one else n for one, n in zip(dims, (batch, heads, sq, skv), strict=True)]
+                kind = rng.choice([torch.bool, torch.float16, torch.float32])
+                mask = torch.rand(shape) > 0.3 if kind is torch.bool else torch.randn(shape, dtype=kind)
+                mask = somewhere(mask, rng)
+                tensors["attn_mask"] = mask.expand(-1, heads, -1, -1) if number % 5 == 0 and dims[1] else mask
+            options = {"is_causal": is_causal, "causal_alignment": alignment}
+            assert_right(tensors, rng, dtype, **options)
+
+
+def test_the_rows_that_are_left_out_leave_the_log_sum_exp_aligned():
+    """One sequence with one head: a part of its log-sum-exp is contiguous as it is, wherever it begins."""
+    rng = random.Random(1)
+    for sq, skv in ((5, 2), (9, 8), (64, 7), (130, 129)):
+        tensors = {
+            name: torch.randn(1, 1, n, 8, dtype=torch.float16) for name, n in zip("qkv", (sq, skv, skv), strict=True)
+        }
+        assert_right(tensors, rng, torch.float16, is_causal=True, causal_alignment="bottom_right")
+
+
+def negated(x):
+    """The same numbers, the other sign in memory."""
+    return torch._neg_view(-x)
+
+
+def launched(monkeypatch):
+    """From now on public calls launch."""
+    monkeypatch.setattr(torch_ops, "forward_runner", lambda _: torch_ops.run_cuda)
+    monkeypatch.setattr(torch_ops, "backward_runner", lambda _: torch_ops.run_backward_cuda)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "attn_mask", "sinks", "grad_out"])
+def test_negative_bits_reach_no_plan(monkeypatch, which):
+    launched(monkeypatch)
+    shapes = {"q": (2, 4, 7, 8), "k": (2, 2, 9, 8), "v": (2, 2, 9, 16), "attn_mask": (2, 1, 7, 9), "sinks": (4,)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    tensors = {name: x if name == "sinks" else x.half() for name, x in tensors.items()}
+    grad_out = torch.randn(2, 4, 7, 16, dtype=torch.float16)
+    _, _, exact = gradients(tensors, grad_out)
+    leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+    given = {name: negated(x) if name == which else x for name, x in leaves.items()}
+    assert which == "grad_out" or given[which].is_neg()
+    out = cudnn_sdpa.sdpa(**given)
+    found = torch.autograd.grad(out, list(leaves.values()), negated(grad_out) if which == "grad_out" else grad_out)
+    for name, gradient in zip(leaves, found, strict=True):
+        assert (gradient.double() - exact[name]).norm() < 1e-2 * exact[name].norm(), name
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("kind", ["negative", "zeros", "plain"])
+def test_gradients_without_memory_of_their_own_on_the_short_way(monkeypatch, kind, times):
+    """Remembered or not: what a plan was launched with before is not what it reads."""
+    launched(monkeypatch)
+    q, k, v = (torch.randn(2, 4, 9, 8, dtype=torch.float16).requires_grad_() for _ in range(3))
+    call = ForwardArguments(q, k, v, with_lse=True)
+    forward = Forward.of(call)
+    known = launch.bind(forward, StandInPlan(forward.key(TARGET, 0)), call.scale_value)
+    prepared = fast_path.PlainTraining(known, call.options[:-1])
+    for _ in range(times):
+        grad_out = torch.randn(2, 4, 9, 8, dtype=torch.float16)
+        if kind == "zeros":
+            grad_out = torch._efficientzerotensor(grad_out.shape, dtype=torch.float16)
+        given = negated(grad_out) if kind == "negative" else grad_out
+        _, _, exact = gradients({"q": q.detach(), "k": k.detach(), "v": v.detach()}, grad_out + 0.0)
+        found = torch.autograd.grad(prepared.run(q, k, v), [q, k, v], given)
+        for name, gradient in zip("qkv", found, strict=True):
+            assert (gradient.double() - exact[name]).norm() <= 1e-2 * exact[name].norm(), name
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "attn_mask"])
+def test_what_was_freed_is_refused(which):
+    tensors = {name: torch.randn(2, 2, 9, 16) for name in "qkv"} | {"attn_mask": torch.randn(9, 9)}
+    tensors[which].untyped_storage().resize_(0)
+    for run in (torch_ops.run_cuda, torch_ops.run_cpu):
+        with pytest.raises(cudnn_sdpa.LayoutError, match=f"{which}: got a tensor without memory"):
+            run(ForwardArguments(**tensors))
+
+
+@pytest.mark.parametrize("which", ["sinks", "seq_lens_q", "seq_lens_kv"])
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_so_is_what_goes_with_the_operands(which, rows, with_lse):
+    """Of a single query too, whose sinks and lengths are PyTorch's own kernels' to read."""
+    tensors = {"q": torch.randn(2, 2, rows, 16).half()} | {name: torch.randn(2, 2, 9, 16).half() for name in "kv"}
+    tensors |= {"sinks": torch.randn(2)} if which == "sinks" else {which: torch.tensor([1, 1], dtype=torch.int32)}
+    torch_ops.run_cuda(ForwardArguments(**tensors, with_lse=with_lse))
+    tensors[which].untyped_storage().resize_(0)
+    with pytest.raises(cudnn_sdpa.LayoutError, match=f"{which}: got a tensor without memory"):
+        torch_ops.run_cuda(ForwardArguments(**tensors, with_lse=with_lse))
+
+
+def test_it_is_refused_on_the_short_way_too():
+    q, k, v = (torch.randn(2, 4, 9, 8, dtype=torch.float16) for _ in range(3))
+    for with_lse in (False, True):
+        call = ForwardArguments(q, k, v, with_lse=with_lse)
+        forward = Forward.of(call)
+        known = launch.bind(forward, StandInPlan(forward.key(TARGET, 0)), call.scale_value)
+        known.run(q, k, v, None, None)
+        freed = torch.randn(2, 4, 9, 8, dtype=torch.float16)
+        freed.untyped_storage().resize_(0)
+        for tensors in ((freed, k, v), (q, freed, v), (q, k, freed)):
+            with pytest.raises(cudnn_sdpa.LayoutError, match="without memory"):
+                known.run(*tensors, None, None)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1e-40, 1e-38, -0.5])
+def test_the_gradient_of_a_mask_at_any_scale(scale):
+    """cuDNN loses it at a tiny scale, which is therefore never launched."""
+    tensors = {"q": torch.randn(2, 4, 7, 8), "k": torch.randn(2, 2, 9, 8), "v": torch.randn(2, 2, 9, 16)}
+    tensors = {name: x.half() for name, x in (tensors | {"attn_mask": torch.randn(2, 1, 7, 9)}).items()}
+    assert_right(tensors, random.Random(1), torch.float16, scale=scale)

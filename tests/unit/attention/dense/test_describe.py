@@ -1,0 +1,406 @@
+"""What `explain` says of a call is what the call does: keys are compared with those that the GPU's code asks for."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import cudnn_sdpa
+import cudnn_sdpa.engine.explain
+from cudnn_sdpa import UnsupportedError, scaled_dot_product_attention, sdpa, sdpa_varlen
+from cudnn_sdpa.attention import memory
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.dense import launch_backward, tiers
+from cudnn_sdpa.attention.dense import torch_ops as dense_torch_ops
+from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
+from cudnn_sdpa.attention.memory import new_output
+from cudnn_sdpa.attention.varlen import launch
+from cudnn_sdpa.attention.varlen import torch_ops as varlen_torch_ops
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.attention.varlen.launch import VarlenBackwardArguments
+from cudnn_sdpa.engine.explain import describer_of
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.planning.support import target_of
+from cudnn_sdpa.plans.cache import PlanCache
+
+H200 = target_of(90, "9.19.0")
+NO_GPU = torch.empty(0, device="meta").get_device()
+
+
+class Asked(Exception):  # noqa: N818 - no error, but what is looked for
+    """The key that a call asks the plan cache for."""
+
+
+@pytest.fixture
+def key_of(monkeypatch):
+    """Runs the GPU's code on tensors without memory until it asks for a plan, and gives the key that it asks for."""
+
+    def ask(_self, key, *_args, **_options):
+        raise Asked(key)
+
+    monkeypatch.setattr(PlanCache, "get", ask)
+    monkeypatch.setattr(memory, "_share_memory", lambda *_: False)  # what has no memory has address 0
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
+    for module in (dense_torch_ops, tiers, launch_backward, launch):
+        monkeypatch.setattr(module, "live_target", lambda _device: H200)
+
+    def run(function, *arguments):
+        with pytest.raises(Asked) as caught:
+            function(*arguments)
+        return caught.value.args[0]
+
+    with cudnn_sdpa.shape_policy("exact"):
+        yield run
+
+
+def T(*shape, dtype=torch.bfloat16, grad=False, stride=None):  # noqa: N802 - short, as it stands in tables
+    empty = torch.empty(shape, dtype=dtype, device="meta")
+    return (empty if stride is None else empty.as_strided(shape, stride)).requires_grad_(grad)
+
+
+def describe(function, *args, **kwargs):
+    return describer_of(function)(*args, **kwargs)
+
+
+def key(description):
+    return description.key(H200, NO_GPU)
+
+
+def qkv(sq=96, skv=160, heads=(8, 2), dims=(64, 64), grad=True):
+    return (
+        T(2, heads[0], sq, dims[0], grad=grad),
+        T(2, heads[1], skv, dims[0], grad=grad),
+        T(2, heads[1], skv, dims[1], grad=grad),
+    )
+
+
+def bshd(sq=96, skv=160):
+    return [T(2, length, 4, 64).transpose(1, 2).requires_grad_() for length in (sq, skv, skv)]
+
+
+def large(batch=64, heads=(32, 8), dim=192):
+    """Over 2³¹ elements, which all lie in one place."""
+    return [T(batch, h, 8192, dim, stride=(0, 0, 0, 1), grad=True) for h in (heads[0], heads[1], heads[1])]
+
+
+def lengths():
+    return T(2, dtype=torch.int32)
+
+
+DENSE = {
+    "plain": (qkv, {}),
+    "bshd": (bshd, {"is_causal": True}),
+    "sliced q": (lambda: [T(2, 9, 99, 64)[:, 1:, 3:].requires_grad_(), *qkv()[1:]], {}),
+    "expanded": (lambda: [T(1, 1, 96, 64, grad=True).expand(2, 8, -1, -1), *qkv()[1:]], {"scale": -1.0}),
+    "expanded batch": (lambda: [T(1, 96, 8, 64).transpose(1, 2).expand(2, -1, -1, -1), *qkv()[1:]], {"scale": -1.0}),
+    "blind rows": (lambda: qkv(sq=160, skv=96), {"is_causal": True, "causal_alignment": "bottom_right"}),
+    "negative scale": (bshd, {"scale": -0.5}),
+    "scale of 0": (bshd, {"scale": 0.0}),
+    "mask": (qkv, {"attn_mask": T(96, 160, grad=True)}),
+    "boolean mask": (qkv, {"attn_mask": T(2, 1, 1, 160, dtype=torch.bool)}),
+    "sinks": (qkv, {"sinks": T(8, dtype=torch.float32, grad=True)}),
+    "one query, sinks": (lambda: qkv(sq=1), {"sinks": T(8, dtype=torch.float32, grad=True)}),
+    "soft cap, lengths": (qkv, {"softcap": 20.0, "seq_lens_kv": lengths(), "window": (7, 3)}),
+    "lengths": (qkv, {"seq_lens_q": lengths(), "seq_lens_kv": lengths(), "is_causal": True}),
+    "dropout": (qkv, {"dropout_p": 0.1}),
+    "deterministic": (qkv, {"deterministic": True}),
+    "large": (large, {"is_causal": True}),
+    "large, one group of heads": (lambda: large(batch=2, heads=(1024, 4)), {}),
+    "large, negative scale": (large, {"scale": -0.5}),
+    "far apart": (lambda: [T(2, 8, 96, 64, stride=(2**31, 2**13, 64, 1), grad=True), *qkv()[1:]], {}),
+}
+
+
+def dense_call(q, k, v, **options):
+    left, right = options.pop("window", (-1, -1))
+    options["rng"] = T(2, dtype=torch.int64) if options.get("dropout_p") else None
+    return ForwardArguments(q, k, v, **options)._replace(window_left=left, window_right=right)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_both_keys_are_those_of_the_call(key_of, name):
+    tensors, options = DENSE[name][0](), DENSE[name][1]
+    call = dense_call(*tensors, **options)
+    described = describe(sdpa, *tensors, **options)
+    assert key(described) == key_of(dense_torch_ops.run_cuda, call._replace(with_lse=True))
+    out = new_output(call.q, call.v)
+    lse = T(*out.shape[:3], dtype=torch.float32)
+    needs = Needs(*(x is not None and x.requires_grad for x in call[:5]))
+    of = BackwardArguments(out, out, lse, call, call.deterministic, needs)
+    assert key(described.backward) == key_of(dense_torch_ops.run_backward_cuda, of)
+    assert not [
+        issue for issue in known_issues.concerning(key(described.backward)) if not issue.avoids(key(described.backward))
+    ]
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("name", ["plain", "blind rows", "one query, sinks", "negative scale"])
+def test_the_key_without_gradients_is_that_of_the_call(key_of, name, return_lse):
+    tensors, options = [x.detach() for x in DENSE[name][0]()], dict(DENSE[name][1])
+    options |= {n: x.detach() for n, x in options.items() if isinstance(x, torch.Tensor)}
+    described = describe(sdpa, *tensors, **options, return_lse=return_lse)
+    assert described.backward is None
+    assert key(described) == key_of(
+        dense_torch_ops.run_cuda, dense_call(*tensors, **options)._replace(with_lse=return_lse)
+    )
+
+
+def packed_qkv(grad=True):
+    return T(300, 3, 4, 64, grad=grad).unbind(1)
+
+
+def head_major():
+    return [T(heads, 300, 64).transpose(0, 1).requires_grad_() for heads in (8, 2, 2)]
+
+
+def separate(tokens=300, heads=(8, 2)):
+    return [T(tokens, h, 64, grad=True) for h in (heads[0], heads[1], heads[1])]
+
+
+PACKED = {
+    "plain": (separate, {}),
+    "qkv in one tensor": (packed_qkv, {"is_causal": True}),
+    "head-major": (head_major, {}),
+    "negative scale": (packed_qkv, {"scale": -0.5}),
+    "scale of 0": (separate, {"scale": 0.0}),
+    "soft cap": (packed_qkv, {"softcap": 20.0, "sinks": T(4, dtype=torch.float32, grad=True)}),
+    "dropout": (separate, {"dropout_p": 0.1}),
+    "deterministic": (packed_qkv, {"deterministic": True}),
+    "large": (lambda: separate(2**22, (32, 8)), {"is_causal": True}),
+    "large, negative scale": (lambda: T(2**21, 48, 128, grad=True).split([32, 8, 8], 1), {"scale": -0.5}),
+}
+
+
+@pytest.mark.parametrize("one_packing", [False, True])
+@pytest.mark.parametrize("name", PACKED)
+def test_both_keys_are_those_of_the_packed_call(key_of, name, one_packing):
+    tensors, options = PACKED[name][0](), PACKED[name][1]
+    offsets = T(4, dtype=torch.int32)
+    ends = (offsets, offsets if one_packing else T(4, dtype=torch.int32), 128, 100)
+    described = describe(sdpa_varlen, *tensors, *ends, **options)
+    rng = T(2, dtype=torch.int64) if "dropout_p" in options else None
+    call = VarlenArguments(*tensors, options.get("sinks"), *ends[:2], rng, *ends[2:], one_packing=one_packing)
+    call = call._replace(**options, with_lse=True)
+    assert key(described) == key_of(varlen_torch_ops.forward_cuda, call)
+    out, lse = launch.new_output(call), T(*call.q.shape[:2], dtype=torch.float32)
+    of = VarlenBackwardArguments(out, out, lse, call, call.sinks is not None)
+    assert key(described.backward) == key_of(varlen_torch_ops.backward_cuda, of)
+    known_issues.check(key(described.backward))
+
+
+def notes(description):
+    return "\n".join(description.extra_kernels)
+
+
+def described_varlen(tensors, one_packing=False, **options):
+    offsets = T(4, dtype=torch.int32)
+    return describe(
+        sdpa_varlen, *tensors, offsets, offsets if one_packing else T(4, dtype=torch.int32), 128, 100, **options
+    )
+
+
+def test_a_packed_forward_pass_lists_what_runs_beside_it():
+    sinks = T(4, dtype=torch.float32)
+    for one_packing in (False, True):
+        plain = notes(described_varlen([x.detach() for x in packed_qkv()], one_packing=one_packing))
+        assert "rows of the output that see no key become zeros, as" in plain
+        assert "log-sum-exp" not in plain
+    all_of_it = notes(described_varlen(packed_qkv(), sinks=sinks, softcap=3.0, scale=-1.0))
+    for part in (
+        "q is multiplied by -1",
+        "of the log-sum-exp become minus infinity",
+        "raised to the sinks",
+        "the last key that each query sees",
+    ):
+        assert part in all_of_it, part
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "part"),
+    [
+        (packed_qkv, {}, "grad_out is copied, if"),
+        (packed_qkv, {}, "q is copied"),
+        (separate, {}, "rows of the gradients without queries or keys become zeros"),
+        (head_major, {}, "the gradient of k is copied"),
+        (head_major, {}, "the gradient of v is copied"),
+        (separate, {"sinks": T(8, dtype=torch.float32, grad=True)}, "gradient of the sinks"),
+        (separate, {"softcap": 3.0}, "log-sum-exp of queries that see nothing is replaced"),
+        (separate, {"softcap": 3.0}, "the first and the last key"),
+        (separate, {"scale": -1.0}, "multiplied by -1 into a copy, as the scale is not positive, and so are the grad"),
+    ],
+)
+def test_a_packed_backward_pass_lists_what_runs_beside_it(tensors, options, part):
+    plain = separate() if (tensors, options) != (separate, {}) else packed_qkv()
+    assert part in notes(described_varlen(tensors(), **options).backward)
+    if part.startswith(("grad_out", "rows of the gradients")):
+        return  # in all of them
+    assert part not in notes(described_varlen(plain, one_packing=True).backward)
+
+
+@pytest.mark.parametrize(
+    ("name", "passes", "part"),
+    [
+        ("blind rows", "forward", "the log-sum-exp of the other queries is copied into place"),
+        ("blind rows", "backward", "the log-sum-exp of the other queries is copied"),
+        ("plain", "backward", "grad_out is copied, if"),
+        ("boolean mask", "backward", "attn_mask is converted"),
+        ("lengths", "backward", "lengths are corrected"),
+        ("soft cap, lengths", "forward", "the last key that each query sees"),
+        ("soft cap, lengths", "backward", "the last key that each query sees"),
+        ("negative scale", "forward", "q is negated"),
+        ("negative scale", "backward", "its gradient negated"),
+        ("scale of 0", "backward", "filled with zeros"),
+        ("large", "backward", "piece by piece, 2 in all"),
+        ("far apart", "backward", "in one piece"),
+    ],
+)
+def test_a_dense_pass_lists_what_runs_beside_it(name, passes, part):
+    def found(which):
+        described = describe(sdpa, *DENSE[which][0](), **DENSE[which][1])
+        return notes(described if passes == "forward" else described.backward)
+
+    assert part in found(name)
+    if not part.startswith("grad_out"):
+        assert part not in found("sinks")
+
+
+def test_the_sinks_raise_the_log_sum_exp_where_a_query_can_be_blind():
+    options = {"sinks": T(8, dtype=torch.float32)}
+    assert "raised to the sinks" in notes(describe(sdpa, *qkv(), **options, seq_lens_kv=lengths()))
+    assert "raised to the sinks" not in notes(describe(sdpa, *qkv(), **options))
+    assert "raised" not in notes(describe(sdpa, *qkv(grad=False), **options, seq_lens_kv=lengths()))
+
+
+def test_nothing_runs_beside_nothing():
+    described = describe(sdpa, *qkv(skv=0), seq_lens_kv=lengths())
+    assert described.is_empty
+    assert described.backward.is_empty
+    assert described.extra_kernels == described.backward.extra_kernels == []
+    packed = described_varlen([T(0, 4, 64, grad=True), *separate()[1:]])
+    assert packed.extra_kernels == packed.backward.extra_kernels == []
+
+
+@pytest.mark.parametrize("options", [{"dropout_p": 0.1}, {"attn_mask": T(8192, grad=True)}], ids=str)
+def test_a_large_call_that_cannot_be_cut_has_no_gradient(options):
+    described = describe(sdpa, *large(), **options)
+    key(described)
+    with pytest.raises(UnsupportedError, match="misplaces"):
+        key(described.backward)
+
+
+def test_a_large_packed_call_that_cannot_be_cut_has_no_gradient():
+    described = described_varlen(separate(2**22, (32, 8)), dropout_p=0.1)
+    key(described)
+    with pytest.raises(UnsupportedError, match="misplaces"):
+        key(described.backward)
+
+
+def test_an_output_and_a_gradient_exclude_each_other_as_in_the_call():
+    q = torch.randn(1, 2, 8, 16, requires_grad=True)
+    out, offsets = torch.empty(1, 2, 8, 16), torch.tensor([0, 8], dtype=torch.int32)
+    rows, rows_out = q.detach()[0].transpose(0, 1).contiguous().requires_grad_(), torch.empty(8, 2, 16)
+    for function, args, given in (
+        (sdpa, (q, q, q), out),
+        (sdpa_varlen, (rows, rows, rows, offsets, offsets, 8, 8), rows_out),
+    ):
+        with pytest.raises(UnsupportedError) as of_call:
+            function(*args, out=given)
+        with pytest.raises(UnsupportedError) as of_description:
+            key(describe(function, *args, out=given))
+        assert str(of_call.value) == str(of_description.value)
+
+
+@pytest.mark.parametrize("function", [sdpa, sdpa_varlen])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_the_call_with_cast_tensors_is_described(function, dtype):
+    numbers = torch.tensor([0, 5, 12], dtype=torch.int32)
+    ends = (numbers, numbers, 7, 7)
+    shapes, args = (((2, 4, 12, 16),) * 3, ()) if function is sdpa else (((12, 4, 16),) * 3, ends)
+    tensors = [torch.randn(shape).requires_grad_() for shape in shapes]
+    tensors[1] = torch.randn(*shapes[1][:-1], 48)[..., 16:32].requires_grad_()
+    with torch.autocast("cpu", dtype=dtype):
+        described = describe(function, *tensors, *args)
+    expected = describe(function, *(x.detach().to(dtype).requires_grad_() for x in tensors), *args)
+    assert key(described) == key(expected)
+    assert key(described.backward) == key(expected.backward)
+    name = str(dtype).removeprefix("torch.")
+    assert described.extra_kernels[:3] == [f"{x} is cast to {name}, under autocast" for x in "qkv"]
+    assert "the gradient of k is cast back" in notes(described.backward)
+    with pytest.raises(UnsupportedError, match="not float32"):
+        key(describe(function, *tensors, *args))
+
+
+def test_a_mask_is_cast_too():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        described = describe(sdpa, *(torch.randn(2, 4, 12, 16) for _ in range(3)), attn_mask=torch.zeros(12, 12))
+    assert "attn_mask is cast to bfloat16, under autocast" in described.extra_kernels
+    assert "bias: bfloat16" in str(key(described))
+
+
+BAD = [
+    (sdpa, (None, *qkv()[1:]), {"dropout_p": 0.1}),
+    (sdpa, qkv(), {"foo": 1}),
+    (sdpa, qkv()[:2], {}),
+    (sdpa, (*qkv(), True), {}),
+    (sdpa, qkv(), {"dropout_p": "much"}),
+    (sdpa, qkv(), {"deterministic": "x"}),
+    (sdpa, qkv(), {"out": T(1, 2, 3, 4), "return_lse": 1}),
+    (sdpa_varlen, (None, None, None, None, None, 1, 1), {"dropout_p": 0.1}),
+    (sdpa_varlen, (*separate(), *[torch.zeros(2, dtype=torch.int32)] * 2, 8), {}),
+    (sdpa_varlen, (*separate(), *[torch.zeros(2, dtype=torch.int32)] * 2, 8, 8), {"attn_mask": None}),
+    (scaled_dot_product_attention, (None, None, None), {}),
+    (scaled_dot_product_attention, (*qkv(heads=(2, 2))[:2], T(2, 2, 5, 64)), {}),
+    (scaled_dot_product_attention, qkv(heads=(2, 2)), {"window": 3}),
+]
+
+
+@pytest.mark.parametrize(("function", "args", "kwargs"), BAD)
+def test_wrong_arguments_are_refused_in_the_words_of_the_call(function, args, kwargs):
+    with pytest.raises(Exception) as of_call:  # noqa: PT011 - whatever it is
+        function(*args, **kwargs)
+    with pytest.raises(type(of_call.value)) as of_description:
+        describe(function, *args, **kwargs)
+    assert str(of_description.value) == str(of_call.value)
+    assert "describe" not in str(of_description.value)
+
+
+def test_memory_is_checked_as_in_the_call():
+    offsets = T(2, dtype=torch.int32)
+    narrow = T(12, 4, 17)[..., :16]
+    with pytest.raises(Exception, match=r"q: got stride 17 .*; expected a multiple of 8"):
+        describe(sdpa_varlen, narrow, narrow, narrow, offsets, offsets, 12, 12)
+
+
+@pytest.mark.parametrize("function", [sdpa, sdpa_varlen, scaled_dot_product_attention])
+def test_descriptions_take_what_the_functions_take(function):
+    def parameters(of):
+        return [(p.name, p.kind, p.default) for p in inspect.signature(of).parameters.values()]
+
+    assert parameters(describer_of(function)) == parameters(function)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 16), (2, 0, 16), (1, 0, 4)], ids=str)
+@pytest.mark.parametrize("name", ["silu_mul", "silu_mul of both", "gelu_mul", "relu_squared", "rms_norm", "layer_norm"])
+def test_of_no_numbers_a_fused_call_and_its_explanation_say_the_same(name, shape, requires_grad):
+    """However they lie in memory: there is nothing to read."""
+    function = getattr(cudnn_sdpa, name.removesuffix(" of both"))
+    strides = random.Random(f"{name}{shape}")
+    for _ in range(10):
+        tensors = [
+            torch.empty(1)
+            .as_strided(shape, [strides.choice((0, 1, 3, 64)) for _ in shape])
+            .requires_grad_(requires_grad)
+            for _ in range(2 if name in ("silu_mul", "gelu_mul") else 1)
+        ]
+        refused = UnsupportedError.of(function, *tensors)
+        found = cudnn_sdpa.explain(function, *tensors)
+        assert found.supported == (refused is None)
+        assert found.reasons == ([] if refused is None else refused.reasons)
+        assert found.engine == ""
+        trains = requires_grad and refused is None
+        assert (found.backward is not None and found.backward.supported) == trains

@@ -1,0 +1,102 @@
+"""Backward passes compute what is wanted and nothing else, called straight, by the operator, and compiled."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cudnn_sdpa import graph_op, silu_mul
+from cudnn_sdpa.fused import torch_ops
+from cudnn_sdpa.fused.activation_graphs import silu_mul_rows
+from cudnn_sdpa.fused.conv_graphs import convolution
+from cudnn_sdpa.fused.norm_graphs import layer_norm_rows, rms_norm_rows
+
+asked: list[tuple[bool, ...]] = []
+
+
+def backward(grads, operands, results, *, needs):  # noqa: ARG001
+    asked.append(needs)
+    x, factor, bias, number = operands
+    found = (grads[0] * factor * number, grads[0] * x * number, None if bias is None else grads[0] * 1, None)
+    return tuple(gradient if is_needed else None for gradient, is_needed in zip(found, needs, strict=True))
+
+
+def reference(x, factor, bias=None, number=1.0):
+    y = x * factor * number
+    return y if bias is None else y + bias
+
+
+def build(g, x, factor, bias=None, number=None):
+    y = g.mul(a=g.mul(a=x, b=factor), b=number)
+    return y if bias is None else g.add(a=y, b=bias)
+
+
+affine = graph_op(reference=reference, backward=backward)(build)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+def test_a_backward_that_asks_is_told(compiles, wanted, with_bias):
+    tensors = [torch.randn(2, 3, 8).requires_grad_(bool(wants)) for wants in wanted]
+    tensors[2] = tensors[2] if with_bias else None
+    leaves = [x for x in tensors if x is not None and x.requires_grad]
+    if not leaves:
+        return
+    call = lambda *given: affine(*given, 0.5)  # noqa: E731
+    asked.clear()
+    out = (torch.compile(call, backend="aot_eager", fullgraph=True) if compiles else call)(*tensors)
+    found = torch.autograd.grad(out.square().sum(), leaves)
+    assert set(asked) == {(*(x is not None and x.requires_grad for x in tensors), False)}
+    expected = torch.autograd.grad(reference(*tensors, 0.5).square().sum(), leaves)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+ROWS, WEIGHT = torch.randn(5, 1, 1, 16), torch.rand(1, 1, 1, 16)
+IMAGE, FILTERS = torch.randn(2, 4, 8, 8), torch.randn(6, 4, 3, 3)
+SIZES = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "activation": None}
+FUNCTIONS = {
+    "rms_norm": (rms_norm_rows, (ROWS, WEIGHT, ROWS, 0.5, 1.0), {"with_scale": True, "activation": None}),
+    "layer_norm": (layer_norm_rows, (ROWS, WEIGHT, WEIGHT, 0.5), {"with_statistics": True}),
+    "silu_mul": (silu_mul_rows, (ROWS[0], ROWS[1]), {}),
+    "conv2d": (convolution, (IMAGE, FILTERS, torch.randn(1, 6, 1, 1)), SIZES),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_only_what_is_wanted_is_there(name):
+    function, operands, options = FUNCTIONS[name]
+    results = torch_ops.as_tuple(function.reference(*operands, **options))
+    grads = [torch.randn_like(result) for result in results]
+    count = sum(isinstance(x, torch.Tensor) for x in operands)
+    rest = (None,) * (len(operands) - count)
+    whole = torch_ops.gradients(function, grads, operands, results, options)
+    for needs in itertools.product([True, False], repeat=count):
+        found = torch_ops.gradients(function, grads, operands, results, options, (*needs, *(False for _ in rest)))
+        assert found[count:] == rest
+        for one, other, is_needed in zip(found, whole, needs, strict=False):
+            assert (one is not None) is is_needed
+            if is_needed:
+                torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("place", [0, 1])
+def test_one_gradient_of_a_gate_is_the_mathematics(dtype, place, assert_rounded):
+    given = [torch.randn(3, 40).to(dtype).requires_grad_(number == place) for number in range(2)]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    upstream = torch.randn(3, 40).to(dtype)
+    (found,) = torch.autograd.grad(silu_mul(*given), given[place], upstream)
+    (expected,) = torch.autograd.grad(F.silu(exact[0]) * exact[1], exact[place], upstream.double())
+    assert_rounded(found, expected)

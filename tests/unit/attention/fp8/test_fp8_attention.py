@@ -1,0 +1,673 @@
+"""The easy layer of attention in FP8, on the CPU: values and gradients against float64, and what scales learn."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from fp8_layers import E4M3, E5M2, OUTPUT, assert_near, error, lens, qkv, train
+from mathematics import attend as attend_exactly
+from mathematics import gradients
+from torch.utils.checkpoint import checkpoint
+
+from cudnn_sdpa import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    Fp8Attention,
+    Fp8Scaling,
+    LayoutError,
+    OptionError,
+    ShapeError,
+    UnsupportedError,
+    fp8_attention,
+)
+from cudnn_sdpa.attention.fp8 import fp8_attention as attention_module
+from cudnn_sdpa.attention.fp8 import fp8_attention as fp8_attention_module
+from cudnn_sdpa.attention.fp8 import quantize as fp8_quantize
+from cudnn_sdpa.attention.fp8.quantize import Wanted, dequantize, quantize
+from cudnn_sdpa.attention.fp8.scaling_state import (
+    AMAX,
+    DESCALE,
+    DO,
+    NAMES,
+    SCALE,
+    SCALE_S,
+    SLOT,
+    TINY,
+    O,
+    Q,
+    S,
+    V,
+    new_table,
+    number,
+)
+from cudnn_sdpa.graph.target import Target
+
+pytestmark = pytest.mark.usefixtures("reference_alone")  # no GPU has kernels for all of these head dims and masks
+
+FORWARD, BACKWARD = slice(0, DO), slice(DO, None)
+
+
+CASES = {
+    "dense": {},
+    "causal": {"is_causal": True},
+    "bottom-right": {"is_causal": True, "causal_alignment": "bottom_right"},
+    "window": {"window": (9, 4)},
+    "causal window, bottom-right": {"is_causal": True, "window": (9, -1), "causal_alignment": "bottom_right"},
+    "scale": {"scale": 0.31},
+    "lengths": {"seq_lens_q": lens(31, 40), "seq_lens_kv": lens(50, 17), "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("grad_dtype", [E5M2, E4M3], ids=["e5m2", "e4m3"])
+def test_values_and_gradients_are_those_of_float64_up_to_the_format(options, grad_dtype):
+    def current(q, k, v):
+        return fp8_attention(q, k, v, grad_dtype=grad_dtype, **options)
+
+    assert_near(train(current), grad_dtype, **options)
+    scaling = Fp8Scaling(grad_dtype=grad_dtype, calibration=1)
+    for _ in range(3):  # current, then delayed
+        assert_near(train(lambda *x: fp8_attention(*x, scaling=scaling, **options)), grad_dtype, **options)
+    assert scaling.knows_backward
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_results_have_the_dtype_and_the_memory_order_of_the_inputs(dtype):
+    out, grads, (q, k, v), _ = train(Fp8Attention(), tensors=qkv(lengths=(40, 40), dtype=dtype))
+    assert (out.dtype, out.stride()) == (dtype, q.stride())
+    for gradient, tensor in zip(grads, (q, k, v), strict=True):
+        assert (gradient.dtype, gradient.shape, gradient.stride()) == (dtype, tensor.shape, tensor.stride())
+
+
+def test_autograd_keeps_half_of_what_bfloat16_keeps():
+    kept = []
+    q, k, v = qkv()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        fp8_attention(q, k, v)
+    large = [x for x in kept if x.dim() == 4]
+    assert sorted(x.shape for x in large) == sorted(x.shape for x in (q, q, k, v))
+    assert {x.element_size() for x in large} == {1}
+
+
+def test_without_gradients_nothing_else_comes_out():
+    q, k, v = qkv()
+    with torch.no_grad():
+        assert torch.equal(fp8_attention(q, k, v), fp8_attention(q, k, v))
+        assert not fp8_attention(q, k, v).requires_grad
+    assert torch.equal(fp8_attention(q.detach(), k.detach(), v.detach()), fp8_attention(q, k, v).detach())
+
+
+def test_only_the_wanted_gradients_are_made(monkeypatch):
+    made = []
+    original = fp8_quantize._dense_like
+    monkeypatch.setattr(fp8_quantize, "_dense_like", lambda x, dtype: made.append(dtype) or original(x, dtype))
+    q, k, v = qkv(requires_grad=False)
+    out = fp8_attention(q, k.requires_grad_(), v)
+    made.clear()
+    out.sum().backward()
+    assert made.count(torch.bfloat16) == 1
+    assert q.grad is None
+    assert k.grad is not None
+
+
+# What is learned
+
+
+def test_scales_take_the_largest_value_of_the_history_to_the_largest_number():
+    scaling, seen = Fp8Scaling(history=2, auto_update=False), []
+    for growth in (1.0, 4.0, 2.0, 0.5, 0.25):
+        q, k, v = (x.detach() * growth for x in qkv())
+        fp8_attention(q, k, v, scaling=scaling)
+        seen.append(torch.stack([x.abs().amax() for x in (q, k, v)]).float())
+        assert torch.equal(scaling.amax[:3], seen[-1])
+        scaling.update()
+        assert (scaling.amax == 0).all()
+        peak = torch.stack(seen[-2:]).amax(0)
+        torch.testing.assert_close(scaling.scale[:3], 448 / peak)
+        assert torch.equal(scaling.amax_history[:3, 0], seen[-1])
+    assert scaling.scale[S] == SCALE_S
+    assert (scaling.scale[BACKWARD] == 1).all()
+
+
+def test_the_most_recent_step_may_count_alone_and_a_margin_leaves_room():
+    scaling = Fp8Scaling(algorithm="most_recent", margin=2, history=3, auto_update=False)
+    for growth in (4.0, 0.5):
+        q, k, v = (x.detach() * growth for x in qkv())
+        fp8_attention(q, k, v, scaling=scaling)
+        scaling.update()
+        torch.testing.assert_close(scaling.scale[Q], 112 / q.abs().amax().float())
+    scaling.update()  # a step in which nothing came leaves the scales
+    torch.testing.assert_close(scaling.scale[Q], 112 / q.abs().amax().float())
+
+
+def test_the_largest_values_of_what_is_computed_are_true():
+    scaling = Fp8Scaling(auto_update=False)
+    _, _, (q, k, v), grad_out = train(lambda *x: fp8_attention(*x, scaling=scaling))
+    exact, _, of = gradients({"q": q, "k": k, "v": v}, grad_out)
+    expected = {"o": exact, "do": grad_out, "dq": of["q"], "dk": of["k"], "dv": of["v"]}
+    for name, tensor in expected.items():
+        amax = scaling.amax[NAMES.index(name)].double()
+        torch.testing.assert_close(amax, tensor.double().abs().amax(), rtol=0.1, atol=0)
+    assert 0 < scaling.amax[S] <= 1
+    assert scaling.amax[NAMES.index("dp")] > 0
+
+
+def test_a_delayed_scale_is_that_of_the_step_before():
+    """Values that have grown are cut, once."""
+    attend = Fp8Attention(scaling=Fp8Scaling(calibration=1))
+    train(attend)
+    tensors = [x.detach() * 10 for x in qkv()]
+    cut = attend(*tensors)
+    exact = fp8_attention(*tensors)
+    assert cut.abs().amax() < 0.5 * exact.abs().amax()
+    for _ in range(2):  # first the inputs, whose true size shows in the output a step later
+        attend.scaling.update()
+        found = attend(*tensors)
+    assert error(found, exact.double()) < OUTPUT
+
+
+def test_current_scales_of_inputs_follow_at_once():
+    attend = Fp8Attention(scaling=Fp8Scaling(inputs="current", margin=1, calibration=1))
+    assert_near(train(attend))
+    for growth in (1.9, 0.7, 1.5):  # less than what the margin leaves the output and the gradients
+        q, k, v = qkv()
+        tensors = q, k, (v.detach() * growth).requires_grad_()
+        assert_near(train(attend, tensors=tensors, grad_scale=1e-4 / growth))
+        assert torch.equal(attend.scaling.amax[V], tensors[2].abs().amax().float())
+
+
+def test_without_a_history_gradients_of_any_size_come_through():
+    for grad_scale in (1e-12, 1.0, 1e6):
+        for grad_dtype in (E5M2, E4M3):
+            found = train(lambda *x, dtype=grad_dtype: fp8_attention(*x, grad_dtype=dtype), grad_scale=grad_scale)
+            assert_near(found, grad_dtype)
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["q", "k", "v", "grad_out"])
+def test_what_is_not_finite_shows_and_teaches_nothing(name, value):
+    attend = Fp8Attention(scaling=Fp8Scaling(history=3, auto_update=False, calibration=1))
+    for _ in range(2):
+        train(attend)
+        attend.scaling.update()
+    before = copy.deepcopy(attend.state_dict())
+    tensors = dict(zip("qkv", qkv(), strict=True))
+    if name != "grad_out":
+        with torch.no_grad():
+            tensors[name][1, 0, 5, 7] = value
+    out = attend(*tensors.values())
+    grad_out = torch.randn(out.shape).bfloat16()
+    assert out.isnan().all() == (name != "grad_out")
+    if name == "grad_out":
+        grad_out[0, 1, 2, 3] = value
+    grads = torch.autograd.grad(out, list(tensors.values()), grad_out if name == "grad_out" else out)
+    assert all(gradient.isnan().all() for gradient in grads)
+    assert not attend.scaling.amax.isfinite().all()
+    attend.scaling.update()
+    after = attend.state_dict()
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+    assert_near(train(attend))
+
+
+def test_zeros_have_a_scale_too():
+    attend = Fp8Attention(scaling=Fp8Scaling(calibration=2))
+    for _ in range(4):
+        zeros = [torch.zeros_like(x).requires_grad_() for x in qkv()]
+        out, grads, *_ = train(attend, tensors=zeros)
+        assert (out == 0).all()
+        assert all(gradient.isfinite().all() for gradient in grads)
+    assert attend.scaling.scale[:S].eq(1).all()
+
+
+@pytest.mark.parametrize("size", [1e-38, 3e38])
+def test_scales_of_extreme_numbers_are_finite_and_their_inverses_too(size):
+    scaling = Fp8Scaling(auto_update=False, margin=6)
+    scaling.amax.fill_(size)
+    scaling.update()
+    assert scaling.scale.isfinite().all()
+    tiny = torch.finfo(torch.float32).tiny
+    assert (scaling.scale >= tiny).all()
+    assert (1 / scaling.scale >= tiny).all()
+
+
+# Steps
+
+
+def test_an_update_comes_by_itself_before_the_first_call_after_a_backward_pass():
+    attend = Fp8Attention()
+    history = attend.scaling.amax_history
+    for step in range(3):
+        assert int((history[Q] > 0).sum()) == max(0, step - 1)
+        first, second = attend(*qkv()), attend(*qkv())
+        assert int((history[Q] > 0).sum()) == step, "the second call of a step must not be one of its own"
+        (first.sum() + second.sum()).backward()
+
+
+def test_micro_batches_are_one_step_without_automatic_updates():
+    attend = Fp8Attention(scaling=Fp8Scaling(auto_update=False))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), attend)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.register_step_post_hook(lambda *_: Fp8Scaling.update_all(model))
+    for step in range(2):
+        largest = []
+        for _ in range(3):
+            _, _, tensors, grad_out = train(attend)
+            largest.append([x.detach().abs().amax().float() for x in (*tensors, grad_out)])
+            assert int((attend.scaling.amax_history > 0).any(0).sum()) == step
+        optimizer.step()
+        expected = torch.tensor(largest).amax(0)
+        assert torch.equal(attend.scaling.amax_history[[0, 1, 2, DO], 0], expected)
+        assert attend.scaling.amax_history[:, : step + 1].gt(0).all()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_changes_no_history_and_no_gradient(use_reentrant):
+    plain, again = (Fp8Attention(scaling=Fp8Scaling(calibration=2)) for _ in range(2))
+    for step in range(4):
+        torch.manual_seed(step)
+        expected = train(plain)
+        torch.manual_seed(step)
+        q, k, v = qkv()
+        out = checkpoint(again, q, k, v, use_reentrant=use_reentrant)
+        grad_out = torch.randn(out.shape).to(out.dtype) * 1e-4
+        torch.autograd.backward(out, grad_out)
+        assert torch.equal(out, expected[0])
+        assert all(torch.equal(x.grad, wanted) for x, wanted in zip((q, k, v), expected[1], strict=True))
+        for name, tensor in plain.state_dict().items():
+            assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_a_call_that_is_checkpointed_twice_in_a_step_keeps_its_scales():
+    """The backward pass of the second call ends no step for the first one, which is repeated after it."""
+    attend = Fp8Attention(scaling=Fp8Scaling(calibration=1))
+    train(attend)
+    q, k, v = qkv()
+    once = checkpoint(attend, q, k, v, use_reentrant=False)
+    twice = checkpoint(attend, once, k, v, use_reentrant=False)
+    scale = attend.scaling.scale.clone()
+    twice.sum().backward()
+    assert torch.equal(attend.scaling.scale, scale)
+    assert int((attend.scaling.amax_history[Q] > 0).sum()) == 1
+
+
+def test_the_backward_pass_has_the_scales_of_its_own_forward_pass():
+    attend = Fp8Attention(scaling=Fp8Scaling(auto_update=False, history=1, calibration=1))
+    train(attend)
+    attend.scaling.update()
+    q, k, v = qkv()
+    out = attend(q, k, v)
+    grad_out = torch.randn_like(out) * 1e-4
+    with torch.no_grad():
+        attend(*(x * 100 for x in (q, k, v)))
+    wanted = torch.autograd.grad(out, (q, k, v), grad_out, retain_graph=True)
+    recorded = attend.scaling.amax.clone()
+    attend.scaling.scale[FORWARD] /= 100  # what an update would do
+    found = torch.autograd.grad(out, (q, k, v), grad_out)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert torch.equal(attend.scaling.amax, recorded), "a second backward pass of the same call is nothing new"
+
+
+def test_evaluation_records_nothing_and_keeps_the_scales():
+    attend = Fp8Attention(scaling=Fp8Scaling(calibration=1))
+    train(attend)
+    attend.scaling.update()
+    attend.eval()
+    before = copy.deepcopy(attend.state_dict())
+    for _ in range(2):
+        found = train(attend)
+    assert_near(found)
+    with torch.no_grad():
+        attend(*(x * 5 for x in qkv()))
+    assert all(torch.equal(attend.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def test_a_layer_that_was_never_trained_needs_no_scales():
+    q, k, v = qkv(requires_grad=False)
+    assert torch.equal(Fp8Attention(is_causal=True).eval()(q, k, v), fp8_attention(q, k, v, is_causal=True))
+
+
+# State
+
+
+def test_state_goes_through_a_state_dict():
+    first = Fp8Attention(scaling=Fp8Scaling(calibration=2))
+    for _ in range(3):
+        train(first)
+    state = copy.deepcopy(first.state_dict())
+    assert set(state) == {"scaling.scale", "scaling.amax", "scaling.amax_history"}
+    second = Fp8Attention()
+    second.load_state_dict(state)
+    for step in range(2):
+        results = []
+        for attend in (first, second):
+            torch.manual_seed(step)
+            results.append(train(attend)[:2])
+        (out, grads), (other, others) = results
+        assert torch.equal(out, other)
+        assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
+        for name, tensor in first.state_dict().items():
+            assert torch.equal(second.state_dict()[name], tensor), name
+
+
+def test_a_fresh_state_loads_as_fresh():
+    attend = Fp8Attention()
+    train(attend)
+    train(attend)
+    attend.load_state_dict(Fp8Attention().state_dict())
+    assert not attend.scaling.knows_forward
+    assert not attend.scaling.knows_backward
+    assert_near(train(attend))
+
+
+@pytest.mark.parametrize("convert", [torch.nn.Module.bfloat16, torch.nn.Module.half, torch.nn.Module.double])
+def test_converting_a_model_leaves_scales_in_float32(convert):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Fp8Attention())
+    train(model[1])
+    train(model[1])
+    before = copy.deepcopy(model[1].state_dict())
+    convert(model)
+    assert model[0].weight.dtype != torch.float32
+    assert all(torch.equal(model[1].state_dict()[name], tensor) for name, tensor in before.items())
+    assert_near(train(model[1]))
+    assert {buffer.dtype for buffer in model.to("meta")[1].buffers()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["scale", "amax", "amax_history", "limits"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_state_in_other_numbers_is_refused(name, dtype):
+    scaling = Fp8Scaling()
+    scaling._buffers[name] = scaling._buffers[name].to(dtype)
+    for call in (lambda: fp8_attention(*qkv(), scaling=scaling), scaling.update):
+        with pytest.raises(DtypeError, match=f"scaling.{name}.*float32"):
+            call()
+
+
+def test_what_is_assigned_in_other_numbers_becomes_float32():
+    trained, other = Fp8Scaling(history=4), Fp8Scaling(history=4)
+    fp8_attention(*qkv(), scaling=trained)
+    trained.update()
+    other.load_state_dict({name: x.bfloat16() for name, x in trained.state_dict().items()}, assign=True)
+    assert {x.dtype for x in other.buffers()} == {torch.float32}
+    torch.testing.assert_close(other.scale, trained.scale, rtol=0.01, atol=0)
+
+
+def test_layers_may_begin_on_the_meta_device():
+    trained = Fp8Scaling(history=4)
+    fp8_attention(*qkv(), scaling=trained)
+    trained.update()
+    state = {name: x.clone() for name, x in trained.state_dict().items()}
+    with torch.device("meta"):
+        assigned, emptied, fresh = (Fp8Scaling(history=4) for _ in range(3))
+    assigned.load_state_dict(state, assign=True)
+    emptied.to_empty(device="cpu").load_state_dict(state)
+    fresh.to_empty(device="cpu")
+    for scaling in (assigned, emptied):
+        assert all(torch.equal(x, trained.get_buffer(name)) for name, x in scaling.named_buffers())
+        assert scaling.knows_forward
+    assert all(torch.equal(x, Fp8Scaling(history=4).get_buffer(name)) for name, x in fresh.named_buffers())
+
+
+def test_a_layer_can_forget_what_it_has_seen():
+    scaling = Fp8Scaling(history=4, calibration=1)
+    fp8_attention(*qkv(), scaling=scaling)
+    scaling.update()
+    assert scaling.knows_forward
+    places = [x.data_ptr() for x in scaling.buffers()]
+    scaling.reset_parameters()
+    assert [x.data_ptr() for x in scaling.buffers()] == places
+    assert all(torch.equal(x, Fp8Scaling(history=4).get_buffer(name)) for name, x in scaling.named_buffers())
+    assert not scaling.knows_forward
+
+
+def test_layers_are_copied_with_their_state_and_say_what_they_are():
+    attend = Fp8Attention(window=(3, 0), scaling=Fp8Scaling(history=5, grad_dtype=E4M3))
+    train(attend)
+    twin = copy.deepcopy(attend)
+    train(attend)
+    assert (attend.scaling.amax_history != 0).any()
+    assert (twin.scaling.amax_history == 0).all()
+    assert "window=(3, 0)" in repr(twin)
+    assert "history=5" in repr(twin)
+    assert "grad_dtype=torch.float8_e4m3fn" in repr(twin)
+
+
+# Around it
+
+
+def test_autocast_casts():
+    attend = Fp8Attention(scaling=Fp8Scaling(calibration=1))
+    q, k, v = (x.detach().float().requires_grad_() for x in qkv())
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = attend(q, k, v)
+        out.float().square().sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert q.grad.dtype == torch.float32
+    halves = [x.detach().bfloat16() for x in (q, k, v)]
+    assert error(out, fp8_attention(*halves).double()) < OUTPUT
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # PyTorch's own, which it hides otherwise
+def test_compiled_code_calls_it_between_two_graphs():
+    attend = Fp8Attention()
+
+    def layer(q, k, v):
+        return attend(q * 2, k, v) + 1
+
+    compiled = torch.compile(layer, backend="eager")
+    q, k, v = qkv()
+    with torch.no_grad():
+        assert torch.equal(compiled(q, k, v), layer(q, k, v))
+    compiled(q, k, v).sum().backward()
+    assert q.grad.abs().sum() > 0
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(layer, backend="eager", fullgraph=True)(q, k, v)
+
+
+@pytest.mark.parametrize("gradient", ["expanded", "every second", "float32"])
+def test_any_gradient_is_taken(gradient):
+    q, k, v = qkv()
+    out = fp8_attention(q, k, v)
+    if gradient == "expanded":
+        grad_out = torch.tensor(0.3).bfloat16().expand(out.shape)
+    elif gradient == "every second":
+        grad_out = torch.randn(*out.shape[:-1], 2 * out.shape[-1]).bfloat16()[..., ::2]
+    else:
+        grad_out = torch.randn(out.shape)
+        out = out.float()
+    assert_near((out, torch.autograd.grad(out, (q, k, v), grad_out), (q, k, v), grad_out))
+
+
+@pytest.mark.parametrize("lengths", [(5, 0), (0, 5)])
+def test_nothing_to_attend_to(lengths):
+    out, grads, tensors, _ = train(Fp8Attention(), tensors=qkv(lengths=lengths))
+    assert (out == 0).all()
+    assert all((gradient == 0).all() for gradient in grads)
+    assert [gradient.shape for gradient in grads] == [x.shape for x in tensors]
+
+
+def test_gradients_of_gradients_and_batches_of_them_are_refused():
+    q, k, v = qkv()
+    for of in (torch.sum, lambda out: out.square().sum()):  # of the first, the upstream gradient leads nowhere
+        with pytest.raises(UnsupportedError, match="double backward"):
+            torch.autograd.grad(of(fp8_attention(q, k, v)), q, create_graph=True)
+    out = fp8_attention(q, k, v)
+    with pytest.raises(UnsupportedError, match="batch of gradients"):
+        torch.autograd.grad(out, q, torch.ones(3, *out.shape).bfloat16(), is_grads_batched=True)
+
+
+# Quantization in plain PyTorch
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("by_amax", [False, True])
+def test_a_table_says_how_tensors_were_quantized(dtype, by_amax):
+    x, y = torch.randn(2, 3, 8, 16).half() * 5, torch.randn(2, 8, 3, 16).half().transpose(1, 2)
+    given = None if by_amax else torch.rand(10) + 20
+    table, record = new_table(x.device), torch.zeros(10)
+    found = quantize((x, y), Wanted((Q, V), dtype, 100.0, current=False), table, given, record)
+    for row, tensor, made in ((Q, x, found[0]), (V, y, found[1])):
+        scale = 100 / tensor.abs().amax().float() if by_amax else given[row]
+        torch.testing.assert_close(number(table, SCALE, row), scale.view(1))
+        assert torch.equal(number(table, DESCALE, row), 1 / number(table, SCALE, row))
+        assert number(table, AMAX, row) == record[row] == tensor.abs().amax()
+        assert (made.dtype, made.stride()) == (dtype, tensor.stride())
+        difference = made.double() / scale.double() - tensor.double()
+        assert (difference.abs() <= (2**-4 if dtype == E4M3 else 2**-3) * tensor.double().abs() + 1e-3).all()
+    if by_amax:
+        assert number(table, SCALE, O) == number(table, SCALE, V)
+        assert number(table, SCALE, S) == SCALE_S
+    back = dequantize(found, (Q, V), torch.bfloat16, table, {O: torch.tensor([3.5])}, record)
+    torch.testing.assert_close(back[0].float(), found[0].float() * number(table, DESCALE, Q), rtol=2**-8, atol=0)
+    assert record[O] == 3.5
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_what_the_format_does_not_hold_is_cut(dtype):
+    x = (
+        torch.tensor([1e-30, 3.0, -3.0, 1e4, -1e4, torch.inf, -torch.inf, torch.nan])
+        .bfloat16()
+        .repeat(2)
+        .view(1, 1, 1, 16)
+    )
+    table = new_table(x.device)
+    (made,) = quantize((x,), Wanted((Q,), dtype, 1.0, current=False), table, torch.full((10,), 100.0), None)
+    top = torch.finfo(dtype).max
+    found = made.float().flatten()[:8].tolist()
+    assert found[:3] == [0, *torch.tensor([300.0, -300.0]).to(dtype).tolist()]
+    assert found[3:7] == [top, -top, top, -top]
+    assert torch.isnan(made.float().flatten()[7])
+    assert number(table, AMAX, Q).isnan()
+
+
+# Wrong arguments
+
+
+GOOD = dict(zip("qkv", qkv(requires_grad=False), strict=True))
+WRONG = {
+    "no tensor": ({"q": [1]}, OptionError, "q", "list", "Tensor"),
+    "float64": ({name: x.double() for name, x in GOOD.items()}, DtypeError, "q", "float64", "bfloat16 or float16"),
+    "float32": ({name: x.float() for name, x in GOOD.items()}, DtypeError, "q", "float32", "bfloat16 or float16"),
+    "fp8": ({name: x.to(E4M3) for name, x in GOOD.items()}, DtypeError, "q", "float8_e4m3fn", "bfloat16 or float16"),
+    "two dtypes": ({"v": GOOD["v"].half()}, DtypeError, "v", "float16", "bfloat16"),
+    "two devices": ({"k": GOOD["k"].to("meta")}, DeviceError, "k", "meta", "cpu"),
+    "rank": ({"q": GOOD["q"][0]}, ShapeError, "q", "(4, 40, 32)", "rank 4"),
+    "head dim": (dict(zip("qkv", qkv(dim=24, requires_grad=False), strict=True)), ShapeError, "q", "24", "16"),
+    "heads": ({"q": GOOD["q"][:, :3]}, ShapeError, "k", "2 heads", "divisor"),
+    "stride": ({"q": torch.randn(2, 4, 40, 64).bfloat16()[..., ::2]}, LayoutError, "q", "stride 2", "dense"),
+    "lengths": ({"seq_lens_kv": lens(1, 2).long()}, DtypeError, "seq_lens_kv", "int64", "int32"),
+    "alignment": ({"causal_alignment": "left"}, OptionError, "causal_alignment", "'left'", "top_left"),
+    "window": ({"window": (1, 2, 3)}, OptionError, "window", "(1, 2, 3)", "two integers"),
+    "scale": ({"scale": -1.0}, OptionError, "scale", "-1.0", "positive"),
+    "scaling": ({"scaling": 1.0}, OptionError, "scaling", "float", "Fp8Scaling"),
+    "scaling elsewhere": ({"scaling": Fp8Scaling(device="meta")}, DeviceError, "scaling", "meta", "cpu"),
+    "grad_dtype": ({"grad_dtype": torch.bfloat16}, OptionError, "grad_dtype", "bfloat16", "float8_e5m2"),
+    "another grad_dtype": (
+        {"scaling": Fp8Scaling(grad_dtype=E4M3), "grad_dtype": E5M2},
+        OptionError,
+        "grad_dtype",
+        "float8_e5m2",
+        "float8_e4m3fn",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_are_named_and_leave_no_trace(case):
+    changes, kind, name, got, expected = WRONG[case]
+    scaling = Fp8Scaling()
+    with pytest.raises(kind) as raised:
+        fp8_attention(**{**GOOD, "scaling": scaling, **changes})
+    assert raised.value.argument == name
+    assert got in raised.value.got
+    assert expected in raised.value.expected
+    assert isinstance(raised.value, ArgumentError)
+    assert (scaling.amax == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("inputs", "late"), ("history", 0), ("history", 2.5), ("margin", -1), ("margin", 7), ("margin", 0.5)),
+        *(("calibration", 0), ("calibration", True), ("process_group", 3), ("process_group", "gloo")),
+        *(("algorithm", "mean"), ("grad_dtype", torch.float16), ("auto_update", 1)),
+    ],
+)
+def test_wrong_options_of_scales_are_named(name, value):
+    with pytest.raises(OptionError) as raised:
+        Fp8Scaling(**{name: value})
+    assert raised.value.argument == name
+    with pytest.raises(OptionError, match="scaling"):
+        Fp8Attention(scaling=value)
+
+
+def test_rows_of_which_a_tensor_is_made_are_read_where_they_lie():
+    readable = torch.empty(2, 3, 8, 64, dtype=torch.bfloat16)
+    assert fp8_quantize.is_readable(readable[:, ::2, 1:, :32])
+    assert fp8_quantize.is_readable(readable[:1, :1].expand(4, 3, 8, 64))
+    assert not fp8_quantize.is_readable(readable[..., ::2])
+    assert not fp8_quantize.is_readable(readable[..., 4:36])
+    assert not fp8_quantize.is_readable(torch.empty(2, 3, 8, 68, dtype=torch.bfloat16)[..., :64])
+    assert not fp8_quantize.is_readable(readable[:0])
+
+
+# What a GPU would do
+
+
+def target(capability):
+    return Target((("deviceVer", 10 * capability), ("multiProcessorCount", 100)), 91900, "1.32.0", "a GPU")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dim", "trains", "expected"),
+    [
+        *((90, 128, False, False), (90, 128, True, False), (90, 64, False, False), (90, 64, True, "head dim 128")),
+        *((100, 128, False, True), (100, 64, True, False), (100, 256, False, "head dim"), (120, 64, False, False)),
+        *((120, 64, True, "no gradients in FP8"), (89, 128, False, "needs 9.0")),
+    ],
+)
+def test_what_a_gpu_lacks_is_said_before_anything_runs(capability, dim, trains, expected, monkeypatch):
+    """And where cuDNN itself gives 16 bits, it does unless gradients are wanted."""
+    monkeypatch.setattr(attention_module, "live_target", lambda _: target(capability))
+    shapes = (2, 4, 64, dim), (2, 2, 96, dim), (2, 2, 96, dim)
+    options = (True, "top_left", -1, -1, None, 0.0, None, False, False)
+
+    def ask():
+        return attention_module._support.__wrapped__(0, *shapes, (False, True), options, trains, False)
+
+    if isinstance(expected, bool):
+        assert ask() is expected
+    else:
+        with pytest.raises(UnsupportedError, match="fp8_attention") as raised:
+            ask()
+        assert expected in " ".join(raised.value.reasons)
+
+
+def test_an_output_that_is_made_in_16_bits_is_learned_from_as_well():
+    q, k, v = qkv(requires_grad=False)
+    results = []
+    for half_output in (False, True):
+        scaling = Fp8Scaling(auto_update=False)
+        call = fp8_attention_module.Call({"is_causal": True}, scaling, E5M2, deterministic=False)
+        made = fp8_attention_module.forward(q, k, v, call, half_output=half_output)
+        exact, _ = attend_exactly(q, k, v, is_causal=True)
+        assert made.out.dtype == torch.bfloat16
+        assert error(made.out, exact) < OUTPUT
+        results.append((error(made.out, exact), scaling.amax))
+    assert results[1][0] < results[0][0], "it is rounded to FP8 all the same"
+    assert torch.equal(results[0][1], results[1][1])
+    q[0, 1, 2, 3] = torch.nan
+    assert fp8_attention_module.forward(q, k, v, call, half_output=True).out.isnan().all()
+
+
+def test_the_kernels_know_the_tables():
+    source = fp8_quantize.SOURCE.read_text()
+    numbers = {"TENSORS": len(NAMES), "SLOT": SLOT, "Q": Q, "V": V, "S": S, "O": O, "SCALE_S": f"{SCALE_S}f"}
+    for name, value in numbers.items():
+        assert f"#define {name} {value}" in source
+    assert float(re.search(r"#define TINY (\S+)f ", source)[1]) == TINY

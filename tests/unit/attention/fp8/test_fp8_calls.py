@@ -1,0 +1,293 @@
+"""FP8 calls on their way to a GPU, without one: a stand-in for a plan reads and writes the addresses of its launch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cudnn_sdpa import LayoutError, explain
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.fp8 import launch, plans, reference, workarounds
+from cudnn_sdpa.attention.fp8.arguments import Fp8Backward, Fp8BackwardScales, Fp8Forward, Fp8Scales
+from cudnn_sdpa.attention.fp8.explain import describe_sdpa_fp8
+from cudnn_sdpa.attention.fp8.launch import PiecedBackward, as_layout
+from cudnn_sdpa.attention.fp8.plans import Backward, Forward, problem_of
+from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
+from cudnn_sdpa.attention.mask import normalize_mask
+from cudnn_sdpa.graph.key import Role
+from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.plans import autotune_timing
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TARGET = Target((("deviceVer", 900), ("multiProcessorCount", 132)), 91900, "1.32.0", "a GPU")
+SCALES = tuple(torch.tensor([1.5 + 0.25 * n]) for n in range(12))
+
+
+def lens(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class StandInPlan:
+    """Computes what its key says by the emulation, on the addresses that it is launched with."""
+
+    device, last_used, held = 0, 0, True
+
+    def __init__(self, key):
+        self.key = key
+        self.constants = {
+            op.name: torch.full(op.layout.shape, op.fill, dtype=op.layout.dtype)
+            for op in key.inputs
+            if op.role is Role.FILL
+        }
+
+    def launch(self, addresses):
+        operands = (*self.key.inputs, *self.key.outputs)
+        tensors = {
+            op.name: autotune_timing.tensor_at(int(address), op.layout, torch.device("cpu"))
+            for op, address in zip(operands, addresses, strict=True)
+        }
+        results = self.compute(tensors)
+        for operand, result in zip(self.key.outputs, results, strict=True):
+            tensors[operand.name].copy_(result.view(operand.layout.shape))
+
+    def compute(self, tensors):
+        left, right, bottom_right = self.key.option_values["band"] or (None, None, False)
+        lengths = {f"seq_lens_{x}": t.flatten() for x in ("q", "kv") if (t := tensors.get(f"seq_len_{x}")) is not None}
+        call = ForwardArguments(
+            *(tensors[name] for name in "qkv"),
+            **lengths,
+            causal_alignment="bottom_right" if bottom_right else "top_left",
+            window_left=-1 if left is None else left,
+            window_right=-1 if right is None else right,
+            scale=float(tensors["scale"]),
+            with_lse=True,
+        )
+        if "grad_out" in tensors:
+            scales = Fp8BackwardScales(*(tensors[name].view(1) for name in Fp8BackwardScales._fields))
+            lse = tensors["lse"].squeeze(-1)
+            return reference.gradients(Fp8Backward(tensors["grad_out"], tensors["out"], lse, call, scales))
+        scales = Fp8Scales(*(tensors[name].view(1) for name in Fp8Scales._fields))
+        found = reference.attention(Fp8Forward(call, scales, tensors["out"].dtype))
+        return [found.out, found.amax_s, found.amax_o, found.lse][: len(self.key.outputs)]
+
+
+@pytest.fixture(autouse=True)
+def memory_here(monkeypatch):
+    def poisoned(shape, stride, dtype):
+        return torch.empty_strided(shape, stride, dtype=dtype).copy_(torch.full(shape, float("nan")))
+
+    for module in (launch, launch):
+        monkeypatch.setattr(module, "allocate", poisoned)
+
+
+def qkv(lengths=(40, 56), dtype=E4M3):
+    def tensor(heads, length, dim):
+        return (torch.randn(2, length, heads, dim) * 3).to(dtype).transpose(1, 2)
+
+    return tensor(4, lengths[0], 128), tensor(2, lengths[1], 128), tensor(2, lengths[1], 128)
+
+
+CASES = {
+    "dense": ((40, 56), {}),
+    "causal": ((40, 56), {"is_causal": True}),
+    "bottom-right": ((40, 56), {"is_causal": True, "causal_alignment": "bottom_right"}),
+    "queries that see no key": ((56, 40), {"is_causal": True, "causal_alignment": "bottom_right"}),
+    "window, fewer keys": ((56, 40), {"window": (9, -1), "scale": 0.31}),
+    "lengths": ((40, 56), {"seq_lens_q": lens(31, 99), "seq_lens_kv": lens(0, 17)}),
+    "lengths of keys": ((40, 56), {"seq_lens_kv": lens(99, 17), "is_causal": True}),
+    "lengths of queries": ((40, 56), {"seq_lens_q": lens(0, 17), "window": (9, 4)}),
+}
+
+
+def split(options):
+    left, right = options.get("window", (-1, -1))
+    return {**{k: v for k, v in options.items() if k != "window"}, "window_left": left, "window_right": right}
+
+
+def within(options, lengths):
+    """The options with lengths as the GPU takes them; the CPU refuses what lies outside."""
+    sizes = {"seq_lens_q": lengths[0], "seq_lens_kv": lengths[1]}
+    return {name: x.clamp(0, sizes[name]) if name in sizes else x for name, x in options.items()}
+
+
+def same(a, b):
+    return a is b if a is None or b is None else torch.equal(a.float(), b.float())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("out_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_a_forward_call_gives_its_plan_the_right_addresses(case, return_lse, out_dtype):
+    lengths, options = CASES[case]
+    q, k, v = qkv(lengths)
+    scales = Fp8Scales(*SCALES[:6])
+    expected = sdpa_fp8(q, k, v, scales, **within(options, lengths), out_dtype=out_dtype, return_lse=return_lse)
+    of = Fp8Forward(ForwardArguments(q, k, v, **split(options), with_lse=return_lse), scales, out_dtype)
+    forward = Forward.of(of)
+    found = launch.ForwardCall(forward, StandInPlan(forward.key(TARGET, None)), of.call.scale_value)(of)
+    if "seq_lens_q" in options:  # taken from the rounded output then
+        torch.testing.assert_close(found.amax_o, expected.amax_o, rtol=2**-3, atol=0)
+        found = found._replace(amax_o=expected.amax_o)
+    assert all(map(same, found, expected))
+    assert found.out.stride() == expected.out.stride()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("grad_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_a_backward_call_gives_its_plan_the_right_addresses(case, grad_dtype):
+    lengths, options = CASES[case]
+    q, k, v = qkv(lengths)
+    options = within(options, lengths)
+    forward = sdpa_fp8(q, k, v, Fp8Scales(*SCALES[:6]), **options, return_lse=True)
+    grad_out = torch.randn(2, 4, lengths[0], 128).to(grad_dtype)
+    scales = Fp8BackwardScales(*SCALES)
+    expected = sdpa_fp8_backward(grad_out, q, k, v, forward.out, forward.lse, scales, **options)
+    of = Fp8Backward(grad_out, forward.out, forward.lse, ForwardArguments(q, k, v, **split(options)), scales)
+    of = workarounds.readable(of)
+    backward = Backward.of(of)
+    found = launch.BackwardCall(backward, StandInPlan(backward.key(TARGET, None)), of.call.scale_value)(of)
+    assert all(map(same, found, expected))
+    assert [x.stride() for x in found] == [x.stride() for x in expected]
+
+
+@pytest.mark.parametrize("entries", [1, 2])
+@pytest.mark.parametrize("case", ["causal", "bottom-right", "lengths of keys, causal", "queries that see no key"])
+def test_batch_entries_may_go_into_several_launches(case, entries, monkeypatch):
+    monkeypatch.setattr(plans, "_LONG", 16)
+    monkeypatch.setattr(plans, "_ENOUGH_TILES", 4 * entries)
+    lengths, options = {**CASES, "lengths of keys, causal": ((40, 56), {"seq_lens_kv": lens(9, 17, 56, 0)})}[case]
+    options = {**options, "is_causal": True}
+    q, k, v = (torch.cat([x, (x.float().flip(0) / 2).to(x.dtype)]) for x in map(heads_last, qkv(lengths)))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    options = within(options, lengths)
+    forward = sdpa_fp8(q, k, v, Fp8Scales(*SCALES[:6]), **options, return_lse=True)
+    grad_out, scales = torch.randn(4, 4, lengths[0], 128).to(E5M2), Fp8BackwardScales(*SCALES)
+    expected = sdpa_fp8_backward(grad_out, q, k, v, forward.out, forward.lse, scales, **options)
+    of = Fp8Backward(grad_out, forward.out, forward.lse, ForwardArguments(q, k, v, **split(options)), scales)
+    whole = Backward.of(of)
+    piece = whole.piece(TARGET)
+    assert piece.problem.q.shape[0] == entries
+    assert any("launches" in note for note in whole.extra_kernels())
+    bound = launch.BackwardCall(piece, StandInPlan(piece.key(TARGET, None)), of.call.scale_value)
+    found = PiecedBackward(bound, [as_layout(layout) for layout in whole.gradients()])(of)
+    assert all(map(same, found, expected))
+    assert [x.stride() for x in found] == [x.stride() for x in expected]
+    assert [tuple(x.shape) for x in found[3:]] == [(1,)] * 4
+
+
+def heads_last(x):
+    return x.transpose(1, 2).contiguous()
+
+
+def test_short_or_full_or_few_entries_go_into_one_launch():
+    def pieces(batch, heads, length, target=TARGET, **options):
+        q = torch.empty(batch, length, heads, 128, dtype=E4M3, device="meta").transpose(1, 2)
+        lse = torch.empty(batch, heads, length, device="meta")
+        call = ForwardArguments(q, q, q, **options)
+        return Backward.of(Fp8Backward(q, q, lse, call, Fp8BackwardScales(*SCALES))).piece(target).problem.q.shape[0]
+
+    causal = {"is_causal": True}
+    assert [pieces(*sizes, **causal) for sizes in ((4, 32, 4096), (8, 32, 1024), (6, 16, 2048), (4, 8, 4096))] == [
+        1,
+        2,
+        2,
+        2,
+    ]
+    assert [pieces(*sizes, **causal) for sizes in ((64, 32, 512), (1, 32, 4096), (5, 8, 2048))] == [64, 1, 5]
+    assert pieces(4, 32, 4096) == 4
+    blackwell = dataclasses.replace(TARGET, properties=(("deviceVer", 1000), ("multiProcessorCount", 148)))
+    assert pieces(4, 32, 4096, blackwell, **causal) == 4
+
+
+def test_a_gradient_that_cannot_be_read_is_copied():
+    q, k, v = qkv()
+    call, scales = ForwardArguments(q, k, v), Fp8BackwardScales(*SCALES)
+    wide = torch.randn(2, 4, 40, 256).to(E5M2)
+    of = Fp8Backward(wide[..., ::2], torch.empty_like(q), torch.randn(2, 4, 40), call, scales)
+    copy = workarounds.readable(of).grad_out
+    assert torch.equal(copy.float(), of.grad_out.float())
+    assert (copy.dtype, copy.stride()) == (E5M2, q.stride())
+    dense = of._replace(grad_out=wide[..., :128])
+    assert workarounds.readable(dense).grad_out is dense.grad_out
+
+
+def test_no_queries_and_no_keys_need_no_plan():
+    for lengths in ((0, 5), (5, 0)):
+        q, k, v = qkv(lengths)
+        of = Fp8Forward(ForwardArguments(q, k, v, with_lse=True), Fp8Scales(*SCALES[:6]), E5M2)
+        expected = sdpa_fp8(q, k, v, of.scales, out_dtype=E5M2, return_lse=True)
+        assert all(map(same, launch.nothing(of), expected))
+        back = Fp8Backward(torch.empty_like(q), q, expected.lse, of.call, Fp8BackwardScales(*SCALES))
+        assert all(map(same, launch.no_gradients(back), sdpa_fp8_backward(*back[:1], q, k, v, *back[1:3], back.scales)))
+
+
+@pytest.mark.parametrize("lengths", [(5, 9), (9, 5), (7, 7), (1, 8)])
+@pytest.mark.parametrize("window", [(-1, -1), (2, -1), (7, 1), (0, 3), (-1, 2)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_mask_that_is_counted_from_the_top_left_is_the_same(lengths, window, is_causal):
+    q, k, v = qkv(lengths)
+    options = {"is_causal": is_causal, "causal_alignment": "bottom_right"}
+    call = ForwardArguments(q, k, v, **options, window_left=window[0], window_right=window[1])
+    mask = problem_of(call).mask
+    left, right, bottom_right = mask.band or (None, None, False)
+    assert not (bottom_right and right is not None and (left is None or left >= lengths[1] - lengths[0]))
+    again = ForwardArguments(
+        *(q[:, :, mask.blind_rows :], k, v),
+        causal_alignment="bottom_right" if bottom_right else "top_left",
+        window_left=-1 if left is None else left,
+        window_right=-1 if right is None else right,
+    )
+    assert torch.equal(reference.visible(again), reference.visible(call)[:, :, mask.blind_rows :])
+    assert not reference.visible(call)[:, :, : mask.blind_rows].any()
+    assert mask.blind_rows == normalize_mask(*options.values(), window, *lengths).blind_rows
+
+
+def test_two_ways_of_saying_the_same_share_a_plan():
+    q, k, v = qkv((40, 40))
+    keys = {
+        Forward.of(Fp8Forward(ForwardArguments(q, k, v, scale=scale, **options), Fp8Scales(*SCALES[:6]), E4M3)).key(
+            TARGET, 0
+        )
+        for scale in (None, 0.3)
+        for options in (
+            {"is_causal": True},
+            {"window_right": 0},
+            {"is_causal": True, "causal_alignment": "bottom_right"},
+        )
+    }
+    assert len(keys) == 1
+
+
+def test_it_is_explained(monkeypatch):
+    monkeypatch.delenv("CUDNN_SDPA_TARGET", raising=False)
+    q, k, v = qkv()
+    description = describe_sdpa_fp8(q, k, v, Fp8Scales(*SCALES[:6]), seq_lens_kv=lens(3, 4), return_lse=True)
+    assert description.key(TARGET, None).name == "sdpa_fp8_forward"
+    assert description.device is None
+    assert "largest values" in description.extra_kernels[0]
+    result = explain(sdpa_fp8, q, k, v, Fp8Scales(*SCALES[:6]))
+    assert result.call == "sdpa_fp8"
+
+
+def test_rows_at_steps_that_cudnn_cannot_read_are_refused_by_name():
+    q, k, v = qkv()
+    flat = torch.randn(2 * 2 * 56 * 136).to(E4M3)
+    odd = flat.as_strided(k.shape, (2 * 56 * 136, 56 * 136, 136, 1))
+    with pytest.raises(LayoutError, match="k: got stride 136 from token to token; expected a multiple of 16"):
+        sdpa_fp8(q, odd, v, Fp8Scales(*SCALES[:6]))
+
+
+def test_compiled_code_gives_the_same():
+    q, k, v = qkv()
+    scales = Fp8Scales(*SCALES[:6])
+
+    def both(q, k, v, *scales):
+        result = sdpa_fp8(q, k, v, Fp8Scales(*scales), is_causal=True, return_lse=True)
+        back = Fp8BackwardScales(*scales, *scales)
+        return result, sdpa_fp8_backward(result.out, q, k, v, result.out, result.lse, back, is_causal=True)
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(compiled(q, k, v, *scales), both(q, k, v, *scales), strict=True):
+        assert all(map(same, found, expected))

@@ -1,0 +1,147 @@
+"""Attention in FP8 on keys and values in pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_fp8 import E4M3, E5M2, fp8_of, lens, scales_of
+from test_fp8_calls import TARGET
+from test_fp8_shortcuts import gpu  # noqa: F401 - a fixture
+
+from cudnn_sdpa import DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError, explain, sdpa_fp8
+from cudnn_sdpa.attention.fp8.explain import describe_sdpa_fp8
+
+PAGE, WIDTH, PAGES = 8, 5, 13
+
+
+def problem(*, layout="HND", dtype=E4M3, dims=(32, 48)):
+    """Queries, pages of keys and of values, tables with ids that are none past the lengths, and lengths."""
+    q = fp8_of(2, 4, 20, dims[0], dtype=dtype)
+    k, v = (fp8_of(PAGES, 2, PAGE, dim, dtype=dtype, layout="bshd" if layout == "NHD" else "bhsd") for dim in dims)
+    ids = torch.randperm(PAGES)[: 2 * WIDTH].view(2, WIDTH).int()
+    ids_v = torch.randperm(PAGES)[: 2 * WIDTH].view(2, WIDTH).int()
+    lengths = lens(33, 9)
+    ids[1, 2:] = ids_v[1, 2:] = -1
+    return q, k, v, ids, ids_v, lengths
+
+
+def in_a_row(pages, table):
+    return torch.stack([torch.cat([pages[max(i, 0)].float() for i in row], dim=1) for row in table.tolist()]).to(
+        pages.dtype
+    )
+
+
+def same(found, wanted):
+    return all(a is b if a is None else torch.equal(a.float(), b.float()) for a, b in zip(found, wanted, strict=True))
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "bottom-right": {"is_causal": True, "causal_alignment": "bottom_right"},
+    "window": {"window": (9, 3), "scale": 0.2},
+    "lengths": {"seq_lens_q": lens(3, 20)},
+    "to e5m2": {"out_dtype": E5M2},
+}
+
+
+@pytest.mark.usefixtures("reference_alone")
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_pages_are_the_keys_in_a_row(name, layout):
+    q, k, v, ids, ids_v, lengths = problem(layout=layout)
+    options = OPTIONS[name]
+    for other in (None, ids_v):
+        found = sdpa_fp8(
+            q, k, v, scales_of(), seq_lens_kv=lengths, page_table=ids, page_table_v=other, return_lse=True, **options
+        )
+        rows = in_a_row(k, ids), in_a_row(v, ids if other is None else other)
+        assert same(found, sdpa_fp8(q, *rows, scales_of(), seq_lens_kv=lengths, return_lse=True, **options))
+
+
+def test_what_no_sequence_owns_is_not_read():
+    q, k, v, ids, _, lengths = problem()
+    expected = sdpa_fp8(q, k, v, scales_of(), seq_lens_kv=lengths, page_table=ids)
+    owned = {int(i) for row, n in zip(ids, lengths.tolist(), strict=True) for i in row[: -(-n // PAGE)]}
+    for page in set(range(PAGES)) - owned:
+        v.view(torch.uint8)[page] = 0x7F
+    v.view(torch.uint8)[ids[0, 4], :, 1:] = 0x7F  # the 34th key of the first sequence and those after it
+    assert same(sdpa_fp8(q, k, v, scales_of(), seq_lens_kv=lengths, page_table=ids), expected)
+
+
+def test_a_key_on_hopper():
+    q, k, v, ids, ids_v, lengths = problem(dims=(128, 128))
+    description = describe_sdpa_fp8(q, k, v, scales_of(), seq_lens_kv=lengths, page_table=ids, page_table_v=ids_v)
+    key = description.key(TARGET, None)
+    layouts = {operand.name: operand.layout for operand in key.inputs}
+    assert layouts["k"].shape == (PAGES, 2, PAGE, 128)
+    assert layouts["table_k"].shape == layouts["table_v"].shape == (2, 1, WIDTH, 1)
+    assert layouts["seq_len_kv"].shape == layouts["seq_len_q"].shape == (2, 1, 1, 1)
+    assert any("page tables" in note for note in description.extra_kernels)
+
+
+def test_hopper_has_no_single_query_and_no_bottom_right():
+    q, k, v, ids, _, lengths = problem(dims=(128, 128))
+    for of_q, options, reason in (
+        (q[:, :, :1], {}, "single query"),
+        (q, {"is_causal": True, "causal_alignment": "bottom_right"}, "bottom-right"),
+    ):
+        with pytest.raises(UnsupportedError, match=reason):
+            describe_sdpa_fp8(of_q, k, v, scales_of(), seq_lens_kv=lengths, page_table=ids, **options).key(TARGET, None)
+
+
+def test_a_plan_gets_the_right_addresses(gpu, monkeypatch):  # noqa: F811
+    import test_fp8_calls
+
+    q, k, v, ids, ids_v, lengths = problem(dims=(128, 128))
+    expected = sdpa_fp8(q, k, v, scales_of(), seq_lens_kv=lengths, page_table=ids, page_table_v=ids_v, return_lse=True)
+    whole = test_fp8_calls.StandInPlan.compute
+
+    def compute(plan, tensors):
+        tables = [tensors.pop(f"table_{name}").view(2, WIDTH) for name in "kv"]
+        assert all(int(table.min()) >= 0 and int(table.max()) < PAGES for table in tables)
+        tensors |= {name: in_a_row(tensors[name], table) for name, table in zip("kv", tables, strict=True)}
+        return whole(plan, tensors)
+
+    monkeypatch.setattr(test_fp8_calls.StandInPlan, "compute", compute)
+    for _ in range(3):
+        found = gpu(
+            sdpa_fp8, q, k, v, scales_of(), seq_lens_kv=lengths, page_table=ids, page_table_v=ids_v, return_lse=True
+        )
+        torch.testing.assert_close(found.amax_o, expected.amax_o, rtol=2**-3, atol=0)
+        assert same(found._replace(amax_o=expected.amax_o), expected)
+
+
+WRONG = {
+    "no lengths": ({"seq_lens_kv": None}, OptionError, "seq_lens_kv"),
+    "a list": ({"page_table": [[1]]}, OptionError, "page_table"),
+    "a table of values alone": ({"page_table": None, "page_table_v": lens(1, 2).view(2, 1)}, OptionError, "page_table"),
+    "int64": ({"page_table": torch.zeros(2, 5, dtype=torch.int64)}, DtypeError, "page_table"),
+    "rows": ({"page_table": torch.zeros(3, 5, dtype=torch.int32)}, ShapeError, "page_table"),
+    "widths": ({"page_table_v": torch.zeros(2, 4, dtype=torch.int32)}, ShapeError, "page_table_v"),
+    "strides": ({"page_table": torch.zeros(2, 10, dtype=torch.int32)[:, ::2]}, LayoutError, "page_table"),
+    "page size": (
+        {"k": fp8_of(PAGES, 2, 6, 32), "v": fp8_of(PAGES, 2, 6, 48)},
+        ShapeError,
+        "k",
+    ),
+    "pages of another size": ({"v": fp8_of(PAGES, 2, 4, 48)}, ShapeError, "v"),
+    "fewer pages": ({"v": fp8_of(PAGES - 1, 2, PAGE, 48)}, ShapeError, "v"),
+    "no pages": ({"k": fp8_of(0, 2, PAGE, 32), "v": fp8_of(0, 2, PAGE, 48)}, ShapeError, "k"),
+    "rank": ({"k": fp8_of(PAGES, 2, PAGE, 32)[0]}, ShapeError, "k"),
+}
+
+
+@pytest.mark.parametrize(("changes", "kind", "argument"), WRONG.values(), ids=WRONG)
+def test_a_wrong_argument_is_named(changes, kind, argument):
+    q, k, v, ids, _, lengths = problem()
+    given = {"q": q, "k": k, "v": v, "scales": scales_of(), "seq_lens_kv": lengths, "page_table": ids}
+    with pytest.raises(kind) as caught:
+        sdpa_fp8(**{**given, **changes})
+    assert caught.value.argument == argument
+
+
+def test_it_is_explained():
+    q, k, v, ids, _, lengths = problem(dims=(128, 128))
+    text = str(explain(sdpa_fp8, q[:, :, :1], k, v, scales_of(), seq_lens_kv=lengths, page_table=ids))
+    assert "single query" in text

@@ -1,0 +1,354 @@
+"""FP8 calls that come again, on a stand-in of a GPU: they skip the checks, and nothing slips through."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_fp8_calls import CASES, E4M3, E5M2, SCALES, TARGET, StandInPlan, lens, qkv, same, within
+
+from cudnn_sdpa import (
+    ArgumentError,
+    Fp8BackwardScales,
+    Fp8Scales,
+    LayoutError,
+    UnsupportedError,
+    sdpa_fp8,
+    sdpa_fp8_backward,
+)
+from cudnn_sdpa.attention.fp8 import fast_path, launch, plans
+from cudnn_sdpa.attention.fp8 import sdpa_fp8 as sdpa_fp8_module
+
+pytestmark = pytest.mark.usefixtures("reference_alone")  # no GPU has kernels for all of these head dims and masks
+
+FORWARD, BACKWARD = Fp8Scales(*SCALES[:6]), Fp8BackwardScales(*SCALES)
+
+
+class Plans:
+    """In place of the plan cache."""
+
+    def __init__(self):
+        self.plans = {}
+
+    def get(self, key, _):
+        return self.plans.setdefault(key, StandInPlan(key))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Calls a function as on a GPU; what it gives is poisoned before."""
+
+    def poisoned(shape, stride, dtype):
+        return torch.empty_strided(shape, stride, dtype=dtype).copy_(torch.full(shape, float("nan")))
+
+    for module in (launch, launch):
+        monkeypatch.setattr(module, "allocate", poisoned)
+    monkeypatch.setattr(launch, "live_target", lambda _: TARGET)
+    monkeypatch.setattr(launch, "plan_cache", Plans())
+    monkeypatch.setattr(launch, "calls", type(launch.calls)(None))
+    monkeypatch.setattr(launch, "backward_calls", type(launch.calls)(None))
+
+    def call(function, *args, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+            patch.setattr(torch.Tensor, "get_device", lambda _: 0)
+            return function(*args, **options)
+
+    return call
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """The calls that went through the checks."""
+    seen = []
+    for name in ("forward_of", "backward_of"):
+        whole = getattr(sdpa_fp8_module, name)
+        monkeypatch.setattr(
+            sdpa_fp8_module, name, lambda *args, whole=whole, name=name: seen.append(name) or whole(*args)
+        )
+    return seen
+
+
+def equal(found, expected):
+    return all(map(same, found, expected))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_call_is_checked_once(gpu, checked, case, return_lse):
+    lengths, options = CASES[case]
+    for _ in range(4):
+        q, k, v = qkv(lengths)
+        scales = Fp8Scales(*(scale * 1.25 for scale in FORWARD))
+        expected = sdpa_fp8(q, k, v, scales, **within(options, lengths), return_lse=return_lse)
+        checked.clear()
+        found = gpu(sdpa_fp8, q, k, v, scales, **options, return_lse=return_lse)
+        if "seq_lens_q" in options:  # taken from the output
+            torch.testing.assert_close(found.amax_o, expected.amax_o, rtol=2**-3, atol=0)
+            found = found._replace(amax_o=expected.amax_o)
+        assert equal(found, expected)
+    assert checked == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_checked_once(gpu, checked, case):
+    lengths, options = CASES[case]
+    for _ in range(4):
+        q, k, v = qkv(lengths)
+        made = sdpa_fp8(q, k, v, FORWARD, **within(options, lengths), return_lse=True)
+        grad_out = torch.randn(q.shape).transpose(1, 2).contiguous().transpose(1, 2).to(E5M2)
+        given = (grad_out, q, k, v, made.out, made.lse, BACKWARD)
+        expected = sdpa_fp8_backward(*given, **within(options, lengths))
+        checked.clear()
+        assert equal(gpu(sdpa_fp8_backward, *given, **options), expected)
+    assert checked == []
+
+
+def test_one_scale_for_all_and_calls_in_turn(gpu, checked):
+    """No guard stands for a tensor that is given twice, and two shapes in turn are found by their signatures."""
+    one = torch.tensor([1.5])
+    problems = [(*qkv(lengths), Fp8Scales(*[one] * 6)) for lengths in ((40, 56), (32, 48))]
+    for _ in range(3):
+        for problem in problems:
+            expected = sdpa_fp8(*problem, is_causal=True)
+            checked.clear()
+            assert equal(gpu(sdpa_fp8, *problem, is_causal=True), expected)
+    assert checked == []
+
+
+def test_each_option_has_calls_of_its_own(gpu):
+    q, k, v = qkv((40, 56))
+    cases = [
+        {},
+        {"is_causal": True},
+        {"scale": 0.4},
+        {"scale": 0.2},
+        {"window": (5, 6)},
+        {"window": (5, 7)},
+        {"out_dtype": E5M2},
+        {"return_lse": True},
+        {"is_causal": True, "causal_alignment": "bottom_right"},
+        {"seq_lens_q": lens(3, 9)},
+        {"seq_lens_kv": lens(3, 9)},
+    ]
+    for _ in range(3):
+        for options in cases:
+            found, expected = gpu(sdpa_fp8, q, k, v, FORWARD, **options), sdpa_fp8(q, k, v, FORWARD, **options)
+            assert same(found.out, expected.out)
+            assert same(found.lse, expected.lse)
+
+
+def bad_calls():
+    q, k, v = qkv((40, 56))
+    storage = torch.zeros(q.numel() + 16, dtype=torch.uint8).view(E4M3)
+    return {
+        "float64": ((q, k, v, FORWARD._replace(scale_o=FORWARD.scale_o.double())), {}),
+        "two elements": ((q, k, v, FORWARD._replace(scale_o=torch.ones(2))), {}),
+        "a number": ((q, k, v, FORWARD._replace(scale_o=2.0)), {}),
+        "a tuple": ((q, k, v, tuple(FORWARD)), {}),
+        "another dtype": ((q, k.view(E5M2), v, FORWARD), {}),
+        "address": ((storage[8:-8].as_strided(q.shape, q.stride(), 8), k, v, FORWARD), {}),
+        "is_causal=1": ((q, k, v, FORWARD), {"is_causal": 1}),
+        "scale as a tensor": ((q, k, v, FORWARD), {"scale": torch.tensor(0.5)}),
+        "window of tensors": ((q, k, v, FORWARD), {"window": (torch.tensor(5), 5)}),
+        "window as a list": ((q, k, v, FORWARD), {"window": [1, 2, 3]}),
+        "lengths of int64": ((q, k, v, FORWARD), {"seq_lens_kv": lens(1, 2).long()}),
+        "a list": (([1], k, v, FORWARD), {}),
+    }
+
+
+@pytest.mark.parametrize("name", bad_calls())
+def test_bad_input_is_refused_warm_and_cold(gpu, name):
+    good = (*qkv((40, 56)), FORWARD)
+    args, options = bad_calls()[name]
+    warm = (
+        {"is_causal": True} if "is_causal" in options else {"scale": 0.5, "window": (5, 5), "seq_lens_kv": lens(1, 2)}
+    )
+    for _ in range(3):
+        with pytest.raises(ArgumentError):
+            gpu(sdpa_fp8, *args, **options)
+        gpu(sdpa_fp8, *good)
+        gpu(sdpa_fp8, *good, **{name: warm[name] for name in options if name in warm})
+
+
+@pytest.mark.parametrize("options", [{}, {"seq_lens_kv": lens(17, 40)}], ids=["plain", "lengths"])
+def test_what_was_freed_is_refused_warm_too(gpu, options):
+    """A launch with address 0 ends the CUDA context."""
+    q, k, v = qkv((40, 56))
+    made = sdpa_fp8(q, k, v, FORWARD, **options, return_lse=True)
+    calls = {
+        sdpa_fp8: ((q, k, v), FORWARD),
+        sdpa_fp8_backward: ((torch.randn(q.shape).to(E5M2), q, k, v, made.out, made.lse), BACKWARD),
+    }
+    for function, (tensors, scales) in calls.items():
+        for _ in range(3):
+            gpu(function, *tensors, scales, **options)
+        for place in range(len(tensors) + len(scales)):
+            given = [x.clone() for x in (*tensors, *scales)]
+            given[place].untyped_storage().resize_(0)
+            with pytest.raises(LayoutError, match="a tensor without memory"):
+                gpu(function, *given[: len(tensors)], type(scales)(*given[len(tensors) :]), **options)
+
+
+def test_what_requires_grad_is_refused_warm_too(gpu):
+    q, k, v = qkv((40, 56))
+    scales = Fp8Scales(*(x.clone() for x in FORWARD))
+    for _ in range(3):
+        gpu(sdpa_fp8, q, k, v, scales)
+    scales.scale_o.requires_grad_()
+    with pytest.raises(UnsupportedError, match=r"scales\.scale_o requires grad"):
+        gpu(sdpa_fp8, q, k, v, scales)
+    with torch.no_grad():
+        expected = sdpa_fp8(q, k, v, FORWARD)
+        for _ in range(3):
+            assert equal(gpu(sdpa_fp8, q, k, v, scales), expected)
+    with pytest.raises(UnsupportedError, match=r"scales\.scale_o requires grad"):
+        gpu(sdpa_fp8, q, k, v, scales)
+
+
+def test_gradients_that_cannot_be_read_are_copied_each_time(gpu):
+    q, k, v = qkv((40, 56))
+    made = sdpa_fp8(q, k, v, FORWARD, return_lse=True)
+    wide = torch.randn(2, 4, 40, 256).to(E5M2)
+    for grad_out in (wide[..., :128], wide[..., ::2], wide[..., :128], wide[..., ::2]):
+        given = (grad_out, q, k, v, made.out, made.lse, BACKWARD)
+        assert equal(gpu(sdpa_fp8_backward, *given), sdpa_fp8_backward(*given))
+    turned = made.lse.transpose(1, 2).contiguous().transpose(1, 2)
+    given = (wide[..., :128], q, k, v, made.out, turned, BACKWARD)
+    for _ in range(2):
+        assert equal(gpu(sdpa_fp8_backward, *given), sdpa_fp8_backward(*given))
+
+
+def test_determinism_of_gradients_is_part_of_a_call(gpu):
+    q, k, v = qkv((48, 56))
+    made = sdpa_fp8(q, k, v, FORWARD, return_lse=True)
+    given = (torch.randn(q.shape).to(E5M2), q, k, v, made.out, made.lse, BACKWARD)
+    plans = launch.plan_cache.plans
+    for _ in range(2):
+        gpu(sdpa_fp8_backward, *given)
+        torch.use_deterministic_algorithms(True)
+        try:
+            gpu(sdpa_fp8_backward, *given)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert sorted(key.option_values["deterministic"] for key in plans) == [False, True]
+
+
+def test_dispatch_modes_and_the_profiler_see_the_operator(gpu, monkeypatch):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = qkv((40, 56))
+    for _ in range(3):
+        gpu(sdpa_fp8, q, k, v, FORWARD)
+    with Watch():
+        sdpa_fp8(q, k, v, FORWARD)
+    assert any("sdpa_fp8_forward" in name for name in seen)
+    monkeypatch.setattr(fast_path, "is_profiling", lambda: True)
+    monkeypatch.setattr(fast_path, "is_bare", lambda *_: False)
+    table, options = launch.calls, (False, "top_left", None, None, None, False)
+    assert fast_path.find(table, (q, k, v, *FORWARD), (None, None), options) is None
+
+
+@pytest.fixture
+def misaligned(monkeypatch):
+    """Names of operands whose addresses were no multiple of 16 when a plan was launched."""
+    found, launch = [], StandInPlan.launch
+
+    def watched(plan, addresses):
+        operands = (*plan.key.inputs, *plan.key.outputs)
+        large = [op.layout.shape[2] > 1 for op in operands]  # cuDNN reads single numbers anywhere
+        found.extend(
+            op.name for op, at, is_large in zip(operands, addresses, large, strict=True) if is_large and at % 16
+        )
+        launch(plan, addresses)
+
+    monkeypatch.setattr(StandInPlan, "launch", watched)
+    return found
+
+
+def moved(x):
+    """The same numbers, one byte past a multiple of 16."""
+    memory = torch.empty(x.numel() + 32, dtype=torch.uint8)
+    start = -memory.data_ptr() % 16 + 1
+    return memory[start : start + x.numel()].view(x.dtype).view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_gradient_at_an_odd_address_is_copied_in_warm_calls_too(gpu, misaligned, is_causal, monkeypatch):
+    monkeypatch.setattr(plans, "_LONG", 16)  # causal ones go one batch entry at a time
+    monkeypatch.setattr(plans, "_ENOUGH_TILES", 1)
+    q, k, v = qkv((48, 48))
+    made = sdpa_fp8(q, k, v, FORWARD, is_causal=is_causal, return_lse=True)
+    grad_out = torch.randn(2, 4, 48, 128).to(E5M2)
+    given = (q, k, v, made.out, made.lse, BACKWARD)
+    expected = sdpa_fp8_backward(grad_out, *given, is_causal=is_causal)
+    for gradient in (grad_out, grad_out.clone(), moved(grad_out), grad_out):
+        found = gpu(sdpa_fp8_backward, gradient, *given, is_causal=is_causal)
+        assert all(map(same, found, expected))
+    assert misaligned == []
+
+
+def test_the_log_sum_exp_of_rows_that_see_a_key_begins_at_a_place_of_its_own(gpu, misaligned):
+    q, k = torch.randn(1, 1, 49, 128).to(E4M3), torch.randn(1, 1, 48, 128).to(E4M3)
+    mask = {"is_causal": True, "causal_alignment": "bottom_right"}
+    made = sdpa_fp8(q, k, k.clone(), FORWARD, **mask, return_lse=True)
+    grad_out = torch.randn(1, 1, 49, 128).to(E5M2)
+    given = (grad_out, q, k, k.clone(), made.out, made.lse, BACKWARD)
+    expected = sdpa_fp8_backward(*given, **mask)
+    assert all(map(same, gpu(sdpa_fp8_backward, *given, **mask), expected))
+    assert misaligned == []
+
+
+def test_a_window_may_be_a_list(gpu):
+    q, k, v = qkv((40, 56))
+    expected = sdpa_fp8(q, k, v, FORWARD, window=(9, 4))
+    for _ in range(2):
+        assert same(gpu(sdpa_fp8, q, k, v, FORWARD, window=[9, 4]).out, expected.out)
+
+
+def freed(x):
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_what_was_freed_reaches_no_warm_launch(gpu, place):
+    for times in range(3):
+        tensors = list(qkv())
+        if times:
+            wrong = [freed(x) if number == place else x for number, x in enumerate(tensors)]
+            with pytest.raises(ArgumentError, match=f"{'qkv'[place]}: got a tensor without memory"):
+                gpu(sdpa_fp8, *wrong, FORWARD)
+        gpu(sdpa_fp8, *tensors, FORWARD)
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_no_scale_that_was_freed_does(gpu, place):
+    for times in range(3):
+        tensors = list(qkv())
+        if times:
+            wrong = Fp8Scales(*(freed(x) if number == place else x for number, x in enumerate(FORWARD)))
+            with pytest.raises(ArgumentError, match=f"scales.{Fp8Scales._fields[place]}: got a tensor without memory"):
+                gpu(sdpa_fp8, *tensors, wrong)
+        gpu(sdpa_fp8, *tensors, FORWARD)
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_nor_one_of_the_backward_pass(gpu, place):
+    q, k, v = qkv()
+    names = ("grad_out", "q", "k", "v", "out", "lse")
+    for times in range(3):
+        found = gpu(sdpa_fp8, q, k, v, FORWARD, return_lse=True)
+        tensors = [found.out.clone(), q, k, v, found.out, found.lse]
+        if times:
+            wrong = [freed(x) if number == place else x for number, x in enumerate(tensors)]
+            with pytest.raises(ArgumentError, match=f"{names[place]}: got a tensor without memory"):
+                gpu(sdpa_fp8_backward, *wrong, BACKWARD)
+        gpu(sdpa_fp8_backward, *tensors, BACKWARD)

@@ -1,0 +1,141 @@
+"""`PagedKVCache.plans`: the plans of the steps that are named, and of no others."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+
+from cudnn_sdpa import DeviceError, OptionError, PagedKVCache, ShapeError, UnsupportedError
+from cudnn_sdpa.attention.paged import prefill
+from cudnn_sdpa.attention.paged.explain import describe_paged
+from cudnn_sdpa.attention.paged.step_plans import plans_of_steps, queries_like
+from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.plans.manifest import PlanManifest
+
+TARGET = Target((("deviceVer", 900), ("multiProcessorCount", 132)), 91900, "1.32.0", "a GPU")
+
+
+@pytest.fixture
+def cache():
+    return PagedKVCache(pages=64, page_size=16, heads=2, head_dim=64, max_length=256, device="cpu")
+
+
+def queries(batch=2, tokens=3, dim=64):
+    return torch.randn(batch, tokens, 8, dim, dtype=torch.bfloat16).transpose(1, 2)
+
+
+def names(manifest):
+    return [plan["operation"].rpartition(":")[2] for plan in manifest.plans]
+
+
+SINKS = torch.randn(8)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 90])
+@pytest.mark.parametrize("batch", [1, 4, 5])
+@pytest.mark.parametrize(
+    "options", [{}, {"return_lse": True}, {"softcap": 20.0}, {"sinks": SINKS, "window": (9, 0)}], ids="+".join
+)
+def test_they_are_those_of_the_calls(cache, batch, tokens, options):
+    step = cache.new_step(batch, tokens)
+    of_step = queries(batch, tokens), cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv
+    forms = (None, step.seq_lens_q) if tokens == 1 else (step.seq_lens_q,)  # some tokens may be absent
+    wanted = [describe_paged(*of_step, seq_lens_q=present, **options).key(TARGET, None) for present in forms]
+    found = plans_of_steps(cache, queries(1, 2), [batch], [tokens], options, TARGET)
+    assert found.plans == PlanManifest.of(wanted).plans
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_every_step_up_to_some_size_is_among_them(cache, softcap):
+    most = 9, 200
+    options = {} if softcap is None else {"softcap": softcap}
+    found = plans_of_steps(cache, queries(), range(1, most[0] + 1), range(1, most[1] + 1), options, TARGET)
+    known = {json.dumps(plan, sort_keys=True) for plan in found.plans}
+    assert len(known) <= 60
+    draw = random.Random(3)
+    for _ in range(300):
+        batch, tokens = draw.randint(1, most[0]), draw.randint(1, most[1])
+        step = cache.new_step(batch, tokens)
+        of_step = queries(batch, tokens), cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv
+        present = step.seq_lens_q if tokens > 1 or draw.random() < 0.5 else None
+        key = describe_paged(*of_step, seq_lens_q=present, **options).key(TARGET, None)
+        assert json.dumps(PlanManifest.of([key]).plans[0], sort_keys=True) in known, (batch, tokens)
+
+
+def test_a_batch_that_goes_in_parts_has_the_plans_of_its_parts(cache, monkeypatch):
+    monkeypatch.setattr(prefill, "MOST_GATHERED_BYTES", 2 * 256 * 2 * 128 * 2)  # of two sequences
+    found = plans_of_steps(cache, queries(), [5], [50], {}, TARGET)
+    assert sorted(plan["inputs"][0]["layout"]["shape"][0] for plan in found.plans) == [3, 5]  # of 1 and 2, twice
+
+
+def test_where_decoding_is_known_to_be_wrong_the_other_way_is_named(cache):
+    blackwell = Target((("deviceVer", 1000), ("multiProcessorCount", 148)), 91900, "1.32.0", "a GPU")
+    assert set(names(plans_of_steps(cache, queries(), [1, 4], [1], {}, blackwell))) == {"sdpa_forward"}
+
+
+@pytest.mark.parametrize("order", ["tokens first", "heads first"])
+def test_a_server_needs_a_few_dozen_plans(order):
+    """Steps whose batch, lengths and chunks change all the time, on tables of anybody."""
+    draw = random.Random(5)
+    pages, table = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in PAGES_AND_TABLE)
+    keys = set()
+    for _ in range(3000):
+        count = draw.choice([1] * 4 + [draw.randint(2, 8), draw.randint(9, 512)])
+        batch = draw.randint(1, 64 if count <= 8 else 4)
+        q = torch.empty(batch, *((8, count) if order == "heads first" else (count, 8)), 64, dtype=BF16, device="meta")
+        q = q if order == "heads first" else q.transpose(1, 2)
+        lengths = torch.empty(batch, dtype=torch.int32, device="meta")
+        keys.add(describe_paged(q, pages, pages, table[:batch], lengths).key(TARGET, None))
+    assert len(keys) <= 45
+
+
+BF16 = torch.bfloat16
+PAGES_AND_TABLE = (((2048, 2, 16, 64), BF16), ((64, 128), torch.int32))
+
+
+@pytest.mark.parametrize("given", [(1, 1), (3, 1), (1, 4), (3, 4)])
+@pytest.mark.parametrize("beside", [0, 4])
+def test_queries_of_another_step_lie_like_these(given, beside):
+    def as_made(batch, tokens):
+        every_head = torch.randn(batch, tokens, 8 + beside, 64, dtype=torch.bfloat16)
+        return every_head[:, :, :8].transpose(1, 2)
+
+    for batch, tokens in ((1, 1), (2, 1), (1, 7), (5, 7)):
+        like, wanted = queries_like(as_made(*given), batch, tokens), as_made(batch, tokens)
+        assert (like.shape, like.dtype, like.is_meta) == (wanted.shape, wanted.dtype, True)
+        for size, found, expected in zip(wanted.shape, like.stride(), wanted.stride(), strict=True):
+            assert size == 1 or found == expected
+
+
+def test_heads_that_lie_apart_stay_apart():
+    like = queries_like(torch.randn(1, 8, 3, 64), 2, 5)
+    assert like.stride() == torch.empty(2, 8, 5, 64).stride()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "match"),
+    [
+        ({"q": None}, ShapeError, "q: got NoneType"),
+        ({"q": torch.randn(8, 64)}, ShapeError, r"q: got shape \(8, 64\)"),
+        ({"batches": 3}, OptionError, "batches: got 3; expected several ints"),
+        ({"batches": [2, 0]}, OptionError, "batches: got 0"),
+        ({"tokens": [1.0]}, OptionError, "tokens: got 1.0"),
+        ({"q": queries(dim=128)}, ShapeError, "head dim"),
+        ({"options": {"softcap": -1.0}}, OptionError, "softcap"),
+        ({"options": {"nothing": 1}}, OptionError, "nothing"),
+        ({"options": {"out": queries()}}, OptionError, "out: got an argument"),
+        ({"q": queries().float()}, (UnsupportedError, TypeError, ValueError), "dtype|float32"),
+    ],
+)
+def test_what_makes_no_sense_is_said(cache, wrong, error, match):
+    arguments = {"q": queries(), "batches": [1], "tokens": [1], "options": {}, **wrong}
+    with pytest.raises(error, match=match):
+        plans_of_steps(cache, *arguments.values(), TARGET)
+
+
+def test_a_cache_on_the_cpu_has_no_plans(cache):
+    with pytest.raises(DeviceError, match="cpu"):
+        cache.plans(queries(), [1])

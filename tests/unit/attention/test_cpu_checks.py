@@ -1,0 +1,230 @@
+"""What a GPU refuses raises on the CPU too, by the same rules, for a named GPU or for none."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import cudnn_sdpa
+from cudnn_sdpa import Fp8Scales, LayoutError, OptionError, ShapeError, UnsupportedError, cpu_checks, sdpa, sdpa_varlen
+from cudnn_sdpa.attention.support import rules
+from cudnn_sdpa.engine import cpu_target
+
+NOTE = r"\(CPU tensors are checked for h200; CUDNN_SDPA_CPU_CHECKS=none lifts this\)"
+
+
+def qkv(*lengths, dims=(16, 16), heads=(4, 2), dtype=torch.float32):
+    sq, skv = lengths or (8, 8)
+    return (
+        torch.randn(2, heads[0], sq, dims[0]).to(dtype),
+        torch.randn(2, heads[1], skv, dims[0]).to(dtype),
+        torch.randn(2, heads[1], skv, dims[1]).to(dtype),
+    )
+
+
+def offsets(*ends):
+    return torch.tensor([0, *ends], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_strides_that_no_kernel_reads(dtype):
+    q, k, v = qkv(dtype=dtype)
+    spread = torch.randn(2, 2, 8, 20).to(dtype)
+    for wrong, message in (
+        (k.mT.contiguous().mT, "stride 8 in the last dimension"),
+        (spread[..., :16], "stride 20 from token to token"),
+        (torch.randn(2, 2, 9, 16).to(dtype).view(-1)[4:516].view(2, 2, 8, 16), "an address 8 bytes past"),
+    ):
+        with pytest.raises(LayoutError, match=f"k: got {message}(?s:.*){NOTE}"):
+            sdpa(q, wrong, v)
+        with pytest.raises(LayoutError, match=f"k: got {message}"):
+            sdpa_varlen(
+                q[0].mT.mT.transpose(0, 1), wrong[0].transpose(0, 1), v[0].transpose(0, 1), *(offsets(8),) * 2, 8, 8
+            )
+        with cpu_checks(None):
+            torch.testing.assert_close(
+                sdpa(q, wrong, v), sdpa(q, wrong.clone(memory_format=torch.contiguous_format), v)
+            )
+
+
+OPTIONS = {
+    "is_causal": {"is_causal": True},
+    "bottom_right": {"is_causal": True, "causal_alignment": "bottom_right"},
+    "alibi": {"alibi": True},
+    "softcap": {"softcap": 3.0},
+    "lengths": {"seq_lens_kv": torch.tensor([3, 8], dtype=torch.int32)},
+    "mask": {"attn_mask": torch.randn(8, 8)},
+    "window": {"window": (3, 0)},
+    "dropout": {"dropout_p": 0.5},
+    "deterministic": {"deterministic": True},
+    "sinks": {"sinks": torch.randn(4)},
+}
+
+
+@pytest.mark.parametrize("target", ["a100", "h200", "b200"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_cpu_refuses_what_support_refuses(target, backward):
+    """Every pair of options, one query and many, several head dims: the answers are those of `support`."""
+    refusals = 0
+    sm = cpu_target.bundled_capabilities()[target]
+    dims_of = [(16, 16), (192, 128), (256, 256)] if backward else [(16, 16)]
+    for (one, other), sq, dims in itertools.product(
+        itertools.combinations_with_replacement(OPTIONS, 2), (1, 8), dims_of
+    ):
+        options = {**OPTIONS[one], **OPTIONS[other]}
+        if "attn_mask" in options:
+            options["attn_mask"] = options["attn_mask"][:sq].clone()
+        q, k, v = qkv(sq, 8, dims=dims, dtype=torch.bfloat16)
+        q.requires_grad_(backward)
+        asked = {name: True if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+        asked["direction"] = "backward" if backward else "forward"
+        answer = cudnn_sdpa.support(
+            head_dim=dims[0], head_dim_v=dims[1], sq=sq, skv=8, sm=sm, cudnn=cpu_target.installed_cudnn(), **asked
+        )
+        with cpu_checks(target):
+            refused = UnsupportedError.of(sdpa, q, k, v, **options)
+        assert (refused is None) == bool(answer), (asked, dims, sq, answer, refused)
+        if refused is not None:
+            assert set(refused.reasons) <= set(answer.reasons)
+            refusals += 1
+    assert refusals > 5
+
+
+def test_every_rule_is_asked(monkeypatch):
+    """A new rule holds on the CPU at once: the rules are the GPU's own."""
+    rule = rules.Rule(lambda case: case.head_dim == 24, "24 is out of fashion", "another number")
+    monkeypatch.setattr(rules, "RULES", (rule,))
+    monkeypatch.setattr(rules.refusal, "__defaults__", ((rule,),))
+    q, k, v = qkv(dims=(24, 24))
+    q_packed = torch.randn(8, 2, 24)
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    pages, lengths = torch.randn(3, 2, 16, 24), torch.tensor([4, 4], dtype=torch.int32)
+    for call in (
+        lambda: sdpa(q, k, v),
+        lambda: cudnn_sdpa.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        lambda: sdpa_varlen(q_packed, q_packed, q_packed, offsets(8), offsets(8), 8, 8),
+        lambda: cudnn_sdpa.sdpa_paged(q[:, :, :1], pages, pages, table, lengths),
+        lambda: cudnn_sdpa.sdpa_paged(torch.cat([q, q], 2), pages, pages, table, lengths),
+    ):
+        with pytest.raises(UnsupportedError, match=f"{NOTE}(?s:.*)24 is out of fashion(?s:.*)another number"):
+            call()
+        with cudnn_sdpa.fallback("torch"):
+            assert call().isfinite().all()
+        with cpu_checks("none"):
+            assert call().isfinite().all()
+
+
+def test_gradients_are_refused_before_the_loss_is_differentiated():
+    q, k, v = (x.requires_grad_() for x in qkv())
+    mask = torch.randn(8, 8, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="wrong gradients of attn_mask"):
+        sdpa(q, k, v, softcap=2.0, attn_mask=mask)
+    with torch.no_grad():
+        assert sdpa(q, k, v, softcap=2.0, attn_mask=mask).isfinite().all()
+    x = torch.randn(8, 2, 16, requires_grad=True)
+    with cpu_checks("a100"), pytest.raises(UnsupportedError, match="no gradients of packed sequences"):
+        sdpa_varlen(x, x, x, offsets(8), offsets(8), 8, 8)
+
+
+def test_gradients_of_packed_queries_among_other_tensors_pass():
+    qkv = torch.randn(8, 3, 2, 16, requires_grad=True)
+    sdpa_varlen(*qkv.unbind(1), offsets(3, 8), offsets(3, 8), 5, 5).square().sum().backward()
+    assert qkv.grad.abs().min() > 0
+
+
+def fp8(dims=(32, 32), sq=8):
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in qkv(sq, 8, dims=dims))
+    one = torch.ones(1)
+    return cudnn_sdpa.sdpa_fp8(q, k, v, Fp8Scales(one, one, one, one, one, one))
+
+
+def test_fp8_has_rules_of_its_own():
+    assert fp8().out.dtype == torch.float8_e4m3fn
+    with pytest.raises(UnsupportedError, match=f"sdpa_fp8 {NOTE}(?s:.*)no FP8 kernel for a single query"):
+        fp8(sq=1)
+    with pytest.raises(ShapeError, match=f"multiple of 16(?s:.*){NOTE}"):
+        fp8(dims=(24, 24))
+    with cpu_checks("a100"), pytest.raises(UnsupportedError, match=r"needs 9\.0"):
+        fp8()
+    with cpu_checks(None):
+        assert fp8(dims=(24, 24), sq=1).out.shape == (2, 4, 1, 24)
+
+
+@pytest.mark.usefixtures("reference_alone")
+def test_head_dims_of_any_size_without_checks():
+    q, k, v = qkv(dims=(5, 3))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(sdpa(q, k, v), expected)
+
+
+def test_what_was_checked_is_checked_anew_for_another_gpu_and_other_options():
+    x = torch.randn(1, 2, 8, 256, requires_grad=True)
+    assert sdpa(x, x, x).shape == x.shape
+    with cpu_checks("a100"), pytest.raises(UnsupportedError, match="head dims 256"):
+        sdpa(x, x, x)
+    assert sdpa(x, x, x).shape == x.shape
+    with pytest.raises(UnsupportedError, match="causal mask"):
+        sdpa(x.detach(), x.detach(), x.detach(), alibi=True)
+
+
+def test_the_setting():
+    assert cpu_target.active_name() == "h200"
+    with cpu_checks("B200") as name:
+        assert name == cpu_target.active_name() == "b200"
+        with cpu_checks(None) as nothing:
+            assert nothing is cpu_target.active_name() is None
+        assert cpu_target.active_name() == "b200"
+    cpu_checks("a100")
+    assert cpu_target.active_name() == "a100"
+    cpu_checks("h200")
+    for wrong in ("h900", 90, "", True):
+        with pytest.raises(OptionError, match=r"'a100', .*'h200', .*or none"):
+            cpu_checks(wrong)
+    assert cpu_target.active_name() == "h200"
+
+
+@pytest.fixture
+def unset(monkeypatch):
+    """As in a process in which nobody has asked for the setting yet."""
+    monkeypatch.setattr(cpu_target._Setting, "name", "")
+
+
+@pytest.mark.usefixtures("unset")
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, "h200"), ("", None), ("none", None), ("OFF", None), ("A100", "a100")]
+)
+def test_the_environment_names_the_gpu(value, expected, monkeypatch):
+    if value is not None:
+        monkeypatch.setenv("CUDNN_SDPA_CPU_CHECKS", value)
+    assert cpu_target.active_name() == expected
+
+
+@pytest.mark.usefixtures("unset")
+def test_a_wrong_variable_is_named(monkeypatch):
+    monkeypatch.setenv("CUDNN_SDPA_CPU_CHECKS", "h900")
+    with pytest.raises(OptionError, match="CUDNN_SDPA_CPU_CHECKS: got 'h900'; expected one of 'a100'"):
+        sdpa(*qkv())
+
+
+def test_compiled_calls_are_checked_when_they_run():
+    q, k, v = qkv()
+    compiled = torch.compile(lambda q, k, v: sdpa(q, k, v, alibi=True), backend="eager", fullgraph=True)
+    with pytest.raises(UnsupportedError, match="causal mask"):
+        compiled(q, k, v)
+    with cpu_checks(None):
+        torch.testing.assert_close(compiled(q, k, v), sdpa(q, k, v, alibi=True))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_other_views_of_tensors_are_left_alone():
+    """Under vmap and on fake tensors nothing is read and nothing refused that only memory tells."""
+    q, k, v = qkv()
+    lengths = torch.tensor([[3, 8], [8, 1]], dtype=torch.int32)
+    found = torch.vmap(lambda n: sdpa(q, k, v, seq_lens_kv=n))(lengths)
+    for part, n in zip(found, lengths, strict=True):
+        torch.testing.assert_close(part, sdpa(q, k, v, seq_lens_kv=n))
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(2, 2, 8, 16)
+        assert sdpa(x, x, x, alibi=True).shape == x.shape

@@ -1,0 +1,95 @@
+"""Checks of lengths and offsets, which read values and are off unless asked for."""
+
+from __future__ import annotations
+
+import forked_python
+import pytest
+import torch
+
+import cudnn_sdpa
+from cudnn_sdpa.attention import value_checks
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def dense(**options):
+    q = torch.randn(2, 2, 5, 8)
+    return cudnn_sdpa.sdpa(q, q, q, **options)
+
+
+def packed(offsets_q, offsets_kv=None, longest=4):
+    q = torch.randn(10, 2, 8)
+    offsets_kv = offsets_q if offsets_kv is None else offsets_kv
+    return cudnn_sdpa.sdpa_varlen(q, q, q, offsets_q, offsets_kv, longest, longest)
+
+
+@pytest.mark.parametrize("name", ["seq_lens_q", "seq_lens_kv"])
+@pytest.mark.parametrize("wrong", [(3, 6), (-1, 2)])
+def test_lengths_outside_of_the_tensor_raise(name, wrong):
+    with pytest.raises(cudnn_sdpa.ShapeError, match=rf"{name}: got {wrong[0] if wrong[0] < 0 else 6} .* from 0 to 5"):
+        dense(**{name: int32(*wrong)})
+    assert torch.isfinite(dense(**{name: int32(0, 5)})).all()
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ((1, 4, 8), "offsets from 1 to 8; expected from 0 to no more than 10"),
+        ((0, 4, 8, 11), "offsets from 0 to 11; expected from 0 to no more than 10"),
+        ((0, 4, 3, 7), "offsets that fall, from 4 to 3"),
+        ((0, 4, -5, -3), "offsets that fall, from 4 to -5"),
+        ((-2, 2, 4), "offsets from -2 to 4"),
+        ((0, 4, 10), r"max_seqlen_q: got 4; expected at least 6"),
+    ],
+    ids=["start", "end", "order", "negative", "negative start", "longest"],
+)
+def test_offsets_that_cannot_be_raise(offsets, message):
+    with pytest.raises(cudnn_sdpa.ShapeError, match=message):
+        packed(int32(*offsets))
+
+
+def test_both_offsets_are_looked_at():
+    right = int32(0, 4, 8, 10)
+    assert packed(right).shape == (10, 2, 8)
+    with pytest.raises(cudnn_sdpa.ShapeError, match="cu_seqlens_kv"):
+        packed(right, int32(0, 4, 8, 11))
+    assert packed(right, int32(0, 4, 8, 9)).shape == (10, 2, 8), "rows past the last sequence belong to nobody"
+
+
+def paged(table, lengths, of=cudnn_sdpa.sdpa_paged):
+    pages = torch.randn(4, 2, 8, 16)
+    return of(torch.randn(2, 2, 1, 16), pages, pages, torch.tensor(table, dtype=torch.int32), int32(*lengths))
+
+
+def test_page_ids_outside_of_the_cache_raise():
+    with pytest.raises(cudnn_sdpa.ShapeError, match=r"page_table: got page 4 for batch entry 1; .* from 0 to 3"):
+        paged([[0, 1], [2, 4]], (16, 9))
+    with pytest.raises(cudnn_sdpa.ShapeError, match="page -100"):
+        paged([[0, 1], [-100, 3]], (16, 9))
+    with pytest.raises(cudnn_sdpa.ShapeError, match="seq_lens_kv: got 17"):
+        paged([[0, 1], [2, 3]], (17, 9))
+    assert paged([[0, 1], [2, -(2**31)]], (16, 8)).isfinite().all(), "what no sequence uses is not looked at"
+
+
+def test_on_a_gpu_nothing_is_read_unless_asked_for():
+    """A tensor that cannot be read stands for one on a GPU: looking at it would raise something else."""
+    assert not value_checks.enabled
+    value_checks.check_lengths("seq_lens_kv", torch.empty(2, dtype=torch.int32, device="meta"), 5)
+    value_checks.check_offsets("cu_seqlens_q", torch.empty(3, dtype=torch.int32, device="meta"), 5, 5)
+    value_checks.check_pages("page_table", *torch.empty(2, 2, dtype=torch.int32, device="meta").split(1), 8, 4)
+
+
+def test_tensors_without_values_pass():
+    with torch._subclasses.FakeTensorMode():
+        assert dense(seq_lens_kv=int32(3, 6)).shape == (2, 2, 5, 8)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("value", "expected"), [("1", "True"), ("0", "False"), ("", "False")])
+def test_the_environment_switches_it_on(value, expected, monkeypatch):
+    monkeypatch.setenv("CUDNN_SDPA_DEBUG", value)
+    program = "from cudnn_sdpa.attention import value_checks; print(value_checks.enabled)"
+    done = forked_python.run(["-c", program], check=True)
+    assert done.stdout.strip() == expected

@@ -1,0 +1,145 @@
+"""The reference at scores that leave float32 no room for a logarithm, and for a part of the keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mathematics import attend, gradients
+
+import cudnn_sdpa
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
+from cudnn_sdpa.attention.dense.torch_ops import run_backward_cpu
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+def relative(found, exact):
+    return float((found.double() - exact).norm() / exact.norm().clamp_min(1e-12))
+
+
+def large_scores(heads=2, sq=5, skv=7, **more):
+    return {
+        "q": torch.randn(2, heads, sq, 8),
+        "k": torch.randn(2, heads, skv, 8),
+        "v": torch.randn(2, heads, skv, 16),
+        **more,
+    }
+
+
+def assert_right(tensors, **options):
+    """Output and gradients against float64, of the same float32 scores."""
+    leaves = {name: x.clone().requires_grad_(x.is_floating_point()) for name, x in tensors.items()}
+    out = cudnn_sdpa.sdpa(**leaves, **options)
+    grad_out = torch.randn_like(out)
+    wanted, _, exact = gradients(tensors, grad_out, **options)
+    assert relative(out.detach(), wanted) < 1e-4
+    found = torch.autograd.grad(out, [leaves[name] for name in exact], grad_out)
+    size = grad_out.double().norm() * tensors["q"].abs().max().clamp_min(1)  # what is left of 0 is rounding of this
+    for name, gradient in zip(exact, found, strict=True):
+        assert (gradient.double() - exact[name]).norm() < 1e-4 * exact[name].norm() + 1e-5 * size, name
+
+
+@pytest.mark.parametrize("low", [-1e4, -1e9, LOWEST / 2, LOWEST])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_that_a_large_finite_mask_hides_as_a_whole(low, sinks):
+    """float32 scores of -1e9 are all alike, so the row's weights are equal, be they hidden."""
+    mask = torch.zeros(5, 7)
+    mask[1] = mask[4] = low
+    mask[2, 3:] = low
+    tensors = large_scores(attn_mask=mask)
+    tensors["q"][:, :, [1, 4]] = 0  # the same scores in float64, which could tell q·k apart beside -1e9
+    if sinks:
+        tensors["sinks"] = torch.full((2,), low)
+    if low == LOWEST:
+        tensors["q"] = tensors["q"].abs() * 0.1  # nothing below the lowest number
+        tensors["k"] = tensors["k"].abs() * 0.1
+    assert_right(tensors)
+
+
+@pytest.mark.parametrize("largest", [100.0, 46341.0, 4e7])
+def test_large_scores(largest):
+    """Numbers of few digits, so that the scores are exact in float32 and the softmax alone may be wrong."""
+    tensors = large_scores()
+    for name in "qk":
+        tensors[name] = tensors[name].mul(8).round().div(8)
+    scores = tensors["q"] @ tensors["k"].mT
+    tensors["q"] *= 2.0 ** int(torch.log2(largest / scores.abs().max()))
+    assert_right(tensors, scale=1.0)
+
+
+def test_a_row_of_one_score_repeated():
+    """Each of n equal keys has the weight 1/n, however large their score."""
+    for number in (3.0, 1e5, 1e9, -1e9, 1e30):
+        k = torch.full((1, 2, 6, 8), number)
+        q, v = torch.full((1, 2, 1, 8), 0.125, requires_grad=True), torch.randn(1, 2, 6, 8, requires_grad=True)
+        out = cudnn_sdpa.sdpa(q, k, v, scale=1.0)
+        torch.testing.assert_close(out[0, :, 0], v[0].mean(1))
+        (grad_v,) = torch.autograd.grad(out.sum(), v)
+        torch.testing.assert_close(grad_v, torch.full_like(v, 1 / 6))
+
+
+def parts_of(tensors, sizes, run):
+    """`run` for each part of the keys, its results by q added, those by k and v put together."""
+    results = [run(k, v) for k, v in zip(tensors["k"].split(sizes, 2), tensors["v"].split(sizes, 2), strict=True)]
+    by_q, by_k, by_v = zip(*results, strict=True)
+    return sum(by_q), torch.cat(by_k, 2), torch.cat(by_v, 2)
+
+
+@pytest.mark.parametrize("shift", [0.0, 30.0, -3000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_a_part_of_the_keys(shift, dtype):
+    """As ring attention needs them: weights by the log-sum-exp of all keys, which is given."""
+    tensors = {name: x.to(dtype) for name, x in large_scores(heads=4).items()}
+    grad_out = torch.randn(2, 4, 5, 16, dtype=dtype)
+    bias = torch.full((1, 1, 1, 1), shift, dtype=dtype)
+    out, lse = cudnn_sdpa.sdpa(**tensors, attn_mask=bias, return_lse=True)
+    _, _, exact = gradients(tensors | {"attn_mask": bias}, grad_out)
+
+    def run(k, v):
+        call = ForwardArguments(tensors["q"], k, v, attn_mask=bias, with_lse=True)
+        needs = Needs(True, True, True, False, False)
+        return run_backward_cpu(BackwardArguments(grad_out, out, lse, call, False, needs))
+
+    for sizes in ([3, 4], [1, 1, 5], [7]):
+        for name, found in zip("qkv", parts_of(tensors, sizes, run), strict=True):
+            assert relative(found, exact[name]) < 1e-5 * (1 + abs(shift)), (sizes, name)
+
+
+def test_the_same_by_the_operators():
+    """Of packed sequences too, and of one query on one key, which a GPU leaves to this code as well."""
+    q, go = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8)
+    k, v = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8)
+    out, lse = cudnn_sdpa.sdpa(q, k, v, return_lse=True)
+    _, _, exact = gradients({"q": q, "k": k, "v": v}, go)
+    options = (False, "top_left", -1, -1, None, 0.0, None)
+
+    def dense(k, v):
+        operator = torch.ops.cudnn_sdpa.sdpa_backward
+        sides = (None,) * 5
+        return operator(go, out, lse, q, k, v, *sides, *options, False, False, [True, True, True, False, False])
+
+    def packed(k, v):
+        rows = [x[0].transpose(0, 1).contiguous() for x in (go, out, lse.unsqueeze(-1), q, k, v)]
+        ends = torch.tensor([0, 1], dtype=torch.int32)
+        operator = torch.ops.cudnn_sdpa.varlen_backward
+        rows[2] = rows[2].squeeze(-1)
+        found = operator(*rows, None, ends, ends, None, 1, 1, *options, False, False, False)
+        return [x.transpose(0, 1).unsqueeze(0) for x in found]
+
+    for run in (dense, packed):
+        for name, found in zip("qkv", parts_of({"k": k, "v": v}, [1, 1], run), strict=True):
+            assert relative(found, exact[name]) < 1e-5, (run, name)
+
+
+def test_the_log_sum_exp_of_parts_is_that_of_the_whole():
+    tensors = large_scores(skv=9)
+    whole, lse = attend(**tensors)
+    parts = [
+        cudnn_sdpa.sdpa(tensors["q"], k, v, return_lse=True)
+        for k, v in zip(tensors["k"].split(4, 2), tensors["v"].split(4, 2), strict=True)
+    ]
+    total = torch.stack([of_part for _, of_part in parts]).logsumexp(0)
+    torch.testing.assert_close(total.double(), lse, rtol=1e-5, atol=1e-5)
+    merged = sum(out * torch.exp(of_part - total).unsqueeze(-1) for out, of_part in parts)
+    assert relative(merged, whole) < 1e-5

@@ -1,0 +1,101 @@
+"""Wrong arguments of `sdpa_varlen`: typed errors that speak of tensors of rank 3 and of tokens."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from cudnn_sdpa import ArgumentError, DeviceError, DtypeError, LayoutError, OptionError, ShapeError, sdpa_varlen
+from cudnn_sdpa.attention import memory
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+
+R, Z = torch.randn, torch.empty
+OFFSETS = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
+RIGHT = {
+    "q": R(10, 4, 16),
+    "k": R(10, 2, 16),
+    "v": R(10, 2, 24),
+    "cu_seqlens_q": OFFSETS,
+    "cu_seqlens_kv": OFFSETS,
+    "max_seqlen_q": 7,
+    "max_seqlen_kv": 7,
+}
+LONGEST = "the length of the longest sequence"
+
+WRONG = {
+    # name: (changes, error, argument at fault, what it got, part of what was expected)
+    "q of rank 4": ({"q": R(1, 10, 4, 16)}, ShapeError, "q", "shape (1, 10, 4, 16)", "rank 3: (tokens, heads"),
+    "out of rank 4": ({"out": Z(1, 10, 4, 24)}, ShapeError, "out", "shape (1, 10, 4, 24)", "rank 3"),
+    "no heads": ({"q": R(10, 0, 16)}, ShapeError, "q", "0 heads", "at least one head"),
+    "fewer values": ({"v": R(5, 2, 24)}, ShapeError, "v", "number of tokens 5", "10, the number of tokens of k"),
+    "out of q's shape": ({"out": Z(10, 4, 16)}, ShapeError, "out", "shape (10, 4, 16)", "shape (10, 4, 24)"),
+    "out of fewer tokens": ({"out": Z(9, 4, 24)}, ShapeError, "out", "shape (9, 4, 24)", "shape (10, 4, 24)"),
+    "out in half": ({"out": Z(10, 4, 24).half()}, DtypeError, "out", "float16", "float32, the dtype of q"),
+    "out elsewhere": ({"out": Z(10, 4, 24, device="meta")}, DeviceError, "out", "meta", "cpu, the device of q"),
+    "expanded out": (
+        {"out": Z(10, 1, 24).expand(10, 4, 24)},
+        LayoutError,
+        "out",
+        "strides (24, 0, 1) that overlap",
+        "one place in memory",
+    ),
+    "out in steps": ({"out": Z(10, 4, 26)[..., :24]}, LayoutError, "out", "a stride of 26", "multiples of 4 elements"),
+    "out not dense": (
+        {"out": Z(10, 24, 4).transpose(1, 2)},
+        LayoutError,
+        "out",
+        "stride 4 in the last dimension",
+        "1",
+    ),
+    "no offsets": ({"cu_seqlens_q": None}, OptionError, "cu_seqlens_q", "NoneType", "a torch.Tensor"),
+    "offsets in int64": ({"cu_seqlens_kv": OFFSETS.long()}, DtypeError, "cu_seqlens_kv", "int64", "int32"),
+    "offsets of rank 2": ({"cu_seqlens_q": OFFSETS[None]}, ShapeError, "cu_seqlens_q", "shape (1, 4)", "(B + 1,)"),
+    "other sequences": ({"cu_seqlens_kv": OFFSETS[:3]}, ShapeError, "cu_seqlens_kv", "shape (3,)", "(4,), the shape"),
+    "length is a tensor": ({"max_seqlen_q": torch.tensor(7)}, OptionError, "max_seqlen_q", "tensor(7)", LONGEST),
+    "length is a float": ({"max_seqlen_kv": 7.0}, OptionError, "max_seqlen_kv", "7.0", LONGEST),
+    "length is a bool": ({"max_seqlen_kv": True}, OptionError, "max_seqlen_kv", "True", LONGEST),
+    "length is numpy's bool": ({"max_seqlen_q": np.bool_(True)}, OptionError, "max_seqlen_q", "True", LONGEST),
+    "length below 0": ({"max_seqlen_q": -1}, OptionError, "max_seqlen_q", "-1", LONGEST),
+    "window of floats": ({"window": (1.0, 0)}, OptionError, "window", "(1.0, 0)", "two integers (left, right)"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_raise_an_error_that_says_which_and_how(case):
+    changes, error, argument, got, expected = WRONG[case]
+    with pytest.raises(ArgumentError) as caught:
+        sdpa_varlen(**RIGHT | changes)
+    found = caught.value
+    assert type(found) is error
+    assert found.argument == argument
+    assert got in str(found.got)
+    assert expected in str(found.expected)
+    assert str(pickle.loads(pickle.dumps(found))) == str(found)
+
+
+@pytest.mark.parametrize("longest", [np.int64(7), np.int32(9), np.uint8(7), 2**31, 2**63, 2**70], ids=repr)
+def test_any_integer_is_a_longest_length(longest):
+    expected = sdpa_varlen(**RIGHT)
+    assert torch.equal(sdpa_varlen(**RIGHT | {"max_seqlen_q": longest, "max_seqlen_kv": longest}), expected)
+
+
+@pytest.mark.parametrize(("bound", "same"), [(np.int64(2), 2), (2**70, -1), (2**63 - 1, -1)], ids=repr)
+def test_any_integer_is_a_bound(bound, same):
+    expected = sdpa_varlen(**RIGHT, window=(same, same))
+    assert torch.equal(sdpa_varlen(**RIGHT, window=(bound, bound)), expected)
+
+
+def test_strides_are_those_of_tokens_and_heads():
+    """What only a GPU asks for, checked for a packed call as the operator does it."""
+    q, k, v = (R(10, 2, 16).half() for _ in range(3))
+    uneven = Z(10, 2 * 18, dtype=torch.float16).view(10, 2, 18)[..., :16]
+    by_token = Z(10, 2 * 16 + 4, dtype=torch.float16)[:, :32].view(10, 2, 16)
+    for tensor, unit in ((uneven, "18 from head to head"), (by_token, "36 from token to token")):
+        dense = VarlenArguments(q, tensor, v, None, OFFSETS, OFFSETS, None, 7, 7).as_dense()
+        with pytest.raises(LayoutError, match=f"^k: got stride {unit}; expected a multiple of 8 elements"):
+            memory.check_strides(*dense[:3])
+    dense = VarlenArguments(q, k, v, None, OFFSETS, OFFSETS, None, 7, 7).as_dense()
+    memory.check_strides(*dense[:3])

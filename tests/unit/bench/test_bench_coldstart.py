@@ -1,0 +1,312 @@
+"""`bench coldstart` as far as it needs no GPU: what a process measures, and what is made of many."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import forked_python
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cudnn_sdpa import plan_cache
+from cudnn_sdpa.bench import coldstart, report
+from cudnn_sdpa.bench.programs import first_call
+from cudnn_sdpa.bench.tools import processes
+from cudnn_sdpa.bench.tools.cases import Shape
+from cudnn_sdpa.cli import app
+from cudnn_sdpa.offline.warmup import WarmupReport
+from cudnn_sdpa.plans.cache import next_use
+from cudnn_sdpa.plans.manifest import PlanManifest
+from tests.unit.plans.test_plan_store import key
+
+# What the processes of a benchmark answer.
+
+
+class Processes:
+    """Stands for the processes: notes how each was started, and takes as many milliseconds as there were before it."""
+
+    def __init__(self, **changes):
+        self.started: list[tuple[str, str]] = []
+        self.files: list[list[str]] = []
+        self.changes = changes
+
+    def run(self, module, name, *_, store):
+        assert module == "cudnn_sdpa.bench.programs.first_call"
+        self.started.append((name, store))
+        if store != "off":
+            folder = Path(store)
+            folder.mkdir(exist_ok=True)
+            self.files.append(sorted(path.name for path in folder.iterdir()))
+            (folder / "a.plan").touch()
+        time = float(len(self.started))
+        loaded = store != "off" and self.files[-1] != []
+        call = {"returned_ms": time, "done_ms": 10 * time, "builds": int(not loaded), "loads": int(loaded)}
+        answers = {
+            "sdpa": {"calls": [call, {**call, "returned_ms": time / 2}]},
+            "pytorch": {"calls": [{**call, "builds": 0}] * 2},
+            "record": {"plans": 200},
+            "warmup": {"seconds": time / 10, "loaded": 200, "built": 0, "held": 0},
+        }
+        return {**answers[name], **self.changes.get(name, {})}
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    def make(**changes):
+        stand_in = Processes(**changes)
+        monkeypatch.setattr(processes, "run_module", stand_in.run)
+        return stand_in
+
+    return make
+
+
+def test_calls_are_measured_without_a_store_with_an_empty_and_with_a_warm_one(answering):
+    started = answering()
+    rows = coldstart.calls(3)
+    names = [name for name, _ in started.started]
+    assert names == ["sdpa", *["sdpa", "sdpa", "sdpa", "pytorch"] * 3]  # the first one is not counted
+    folders = [store for name, store in started.started if store != "off"]
+    assert [folders[0::2], len(set(folders))] == [folders[1::2], 3]  # each pair shares one, which is new
+    assert started.files == [[], ["a.plan"]] * 3
+    assert not any(Path(folder).exists() for folder in folders)
+    assert [row["call"] for row in rows] == [
+        f"{name}: {call}"
+        for name in ("sdpa, no store", "sdpa, empty store", "sdpa, warm store", "pytorch cudnn")
+        for call in ("first call", "another shape")
+    ]
+    # "no store" was started as the second, sixth and tenth process of all
+    assert rows[0] == {
+        "call": "sdpa, no store: first call",
+        "returns, ms": 6.0,
+        "returns, worst": 10.0,
+        "GPU done, ms": 60.0,
+        "GPU done, worst": 100.0,
+        "processes": 3,
+    }
+    assert (rows[1]["returns, ms"], rows[1]["returns, worst"], rows[1]["GPU done, ms"]) == (3.0, 5.0, 60.0)
+    assert (rows[4]["returns, ms"], rows[4]["returns, worst"]) == (8.0, 12.0)
+    assert (rows[7]["returns, ms"], rows[7]["GPU done, worst"]) == (9.0, 130.0)
+
+
+@pytest.mark.parametrize(("builds", "loads"), [(0, 0), (1, 1), (0, 1)])
+def test_a_call_that_did_not_get_its_plan_from_there_is_no_number(answering, builds, loads):
+    call = {"returned_ms": 1.0, "done_ms": 1.0, "builds": builds, "loads": loads}
+    answering(sdpa={"calls": [{**call, "builds": 1, "loads": 0}, call]})
+    with pytest.raises(RuntimeError, match=rf"no store, another shape: {builds} plans were built and {loads} loaded"):
+        coldstart.calls(1)
+
+
+def test_a_warm_store_from_which_nothing_was_loaded_is_no_number(answering):
+    built = {"returned_ms": 1.0, "done_ms": 1.0, "builds": 1, "loads": 0}
+    answering(sdpa={"calls": [built, built]})
+    with pytest.raises(RuntimeError, match="warm store, first call: 1 plans were built and 0 loaded"):
+        coldstart.calls(1)
+
+
+def test_warm_up_loads_what_one_process_has_stored(answering):
+    started = answering()
+    (row,) = coldstart.warmup(4)
+    assert row.pop("a plan, ms") == pytest.approx(1.75)
+    assert row == {"warmup() of": "200 stored plans", "takes, s": 0.35, "takes, worst": 0.5, "processes": 4}
+    assert [name for name, _ in started.started] == ["record", *["warmup"] * 4]
+    (store,) = {store for _, store in started.started}
+    assert started.files == [[], *[["a.plan"]] * 4]
+    assert not Path(store).exists()
+
+
+def test_a_warm_up_that_builds_is_no_number(answering):
+    answering(warmup={"seconds": 1.0, "loaded": 199, "built": 1, "held": 0})
+    with pytest.raises(RuntimeError, match=r"of 200 stored plans not all were loaded: .*'built': 1"):
+        coldstart.warmup(2)
+
+
+@pytest.mark.slow
+def test_imports_are_timed_in_processes_of_their_own():
+    rows = coldstart.imports(1)
+    assert [row["import"] for row in rows] == ["torch", "cudnn_sdpa, after torch"]
+    for row in rows:
+        assert 1 < row["takes, ms"] == row["takes, worst"] < 100_000
+    assert rows[1]["takes, ms"] < rows[0]["takes, ms"]
+
+
+def test_a_process_gets_its_store_and_this_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    code = """
+import json, os, sys
+print("what a library says")
+print(json.dumps([os.environ["CUDNN_SDPA_PLAN_DIR"], os.environ["PYTHONPATH"], sys.path]))
+"""
+    store, search, path = processes.run_code(code, "it", store=str(tmp_path))
+    assert (store, search) == (str(tmp_path), "/elsewhere")
+    assert str(Path(processes.__file__).parents[3]) in path
+    assert not {"", str(tmp_path)} & set(path)  # the current folder is none to import from
+    assert os.environ["CUDNN_SDPA_PLAN_DIR"] == "off"
+
+
+@pytest.mark.slow
+def test_what_a_failed_process_said_is_shown():
+    failing = "import sys; print('out of luck', file=sys.stderr); sys.exit(3)"
+    with pytest.raises(RuntimeError, match=r"importing ended with exit code 3 and said:\nout of luck"):
+        processes.run_code(failing, "importing", store="off")
+    with pytest.raises(RuntimeError, match=r"exit code 0 and said:\n$"):
+        processes.run_code("", "nothing", store="off")
+    with pytest.raises(RuntimeError, match=r"(?s)first_call nothing ended with exit code 1 and said:.*KeyError"):
+        coldstart._first_call("nothing", store="off")
+
+
+# What one process measures.
+
+
+@pytest.fixture
+def on_cpu(monkeypatch, cases_on_cpu):  # noqa: ARG001
+    """The measurements on the CPU, small."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(first_call, "start_library", lambda: None)
+    monkeypatch.setattr(first_call, "SHAPES", (Shape(1, 2, 2, 8, 16, True), Shape(1, 2, 2, 12, 16, True)))
+    monkeypatch.setattr(first_call, "LENGTHS", range(64, 67))
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_process_times_both_calls_and_counts_their_plans(monkeypatch):
+    clock = iter([10.0, 10.25, 10.5, 20.0, 20.125, 20.5])
+    counts = iter([(0, 0), (1, 0), (1, 0), (1, 3)])
+    right, lengths = first_call.sdpa, []
+
+    def attend(q, k, v, **options):
+        lengths.append(q.shape[2])
+        return right(q, k, v, **options)
+
+    monkeypatch.setattr(first_call, "sdpa", attend)
+    monkeypatch.setattr(first_call, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    info = lambda: SimpleNamespace(**dict(zip(("builds", "loads"), next(counts), strict=True)))  # noqa: E731
+    monkeypatch.setattr(first_call, "plan_cache", SimpleNamespace(info=info))
+    assert first_call.first_calls_of_sdpa() == {
+        "calls": [
+            {"returned_ms": 250.0, "done_ms": 500.0, "builds": 1, "loads": 0},
+            {"returned_ms": 125.0, "done_ms": 500.0, "builds": 0, "loads": 3},
+        ]
+    }
+    assert lengths == [8, 12]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("error", [0.03, float("nan")])
+def test_wrong_numbers_have_no_speed(monkeypatch, error):
+    right = first_call.sdpa
+    monkeypatch.setattr(first_call, "sdpa", lambda *qkv, **options: right(*qkv, **options) * (1 + error))
+    with pytest.raises(RuntimeError, match="out differs from PyTorch's"):
+        first_call.first_calls_of_sdpa()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_pytorchs_calls_are_on_its_cudnn_backend_alone(monkeypatch):
+    made, backends = [], []
+    attend = first_call.peers.pytorch
+
+    def on_the_cpu(q, k, v, *, is_causal):
+        backends.append([torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()])
+        with first_call.sdpa_kernel(first_call.SDPBackend.MATH):  # the CPU has no other
+            out = attend(q, k, v, is_causal=is_causal)()
+        return lambda: out
+
+    monkeypatch.setattr(first_call.peers, "pytorch", on_the_cpu)
+    monkeypatch.setattr(torch.ops.aten, "cudnn_batch_norm", lambda *given: made.append(given))
+    calls = first_call.first_calls_of_pytorch()["calls"]
+    assert len(calls) == 2
+    assert all(0 < call["returned_ms"] <= call["done_ms"] for call in calls)
+    assert backends[:2] == [[True, False]] * 2
+    assert len(made) == 1
+
+
+def use_a_plan(number):
+    """What a call on a GPU does to the plan cache."""
+    made = SimpleNamespace(loaded=False, key=key(number), build_seconds=0.0, last_used=0, captured=False)
+    plan = plan_cache.get(key(number), lambda _: made)
+    plan.last_used = next_use()
+
+
+@pytest.fixture
+def empty_cache():
+    plan_cache.clear()
+    yield
+    plan_cache.clear()
+
+
+@pytest.mark.usefixtures("on_cpu", "empty_cache")
+def test_a_plan_of_each_length_is_recorded(monkeypatch, tmp_path):
+    path = str(tmp_path / "plans.json")
+    monkeypatch.setattr(first_call, "sdpa", lambda q, k, v: use_a_plan(q.shape[2]))  # noqa: ARG005
+    assert first_call.record(path) == {"plans": 3}
+    recorded = PlanManifest.load(path).plans
+    shapes = {tuple(operand["layout"]["shape"]) for plan in recorded for operand in plan["inputs"]}
+    assert {(1, 2, length, 64) for length in (64, 65, 66)} <= shapes
+
+
+@pytest.mark.usefixtures("on_cpu", "empty_cache")
+def test_lengths_that_share_plans_are_no_manifest_of_many(tmp_path):
+    with pytest.raises(RuntimeError, match="0 plans were recorded in calls of 3 lengths"):
+        first_call.record(str(tmp_path / "plans.json"))
+    assert not (tmp_path / "plans.json").exists()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_process_warms_up_and_then_calls(monkeypatch):
+    asked, lengths = [], []
+    right = first_call.sdpa
+
+    def attend(q, k, v):
+        assert asked == ["plans.json"]
+        assert plan_cache._forbidden == 1
+        lengths.append(q.shape[2])
+        return right(q, k, v)
+
+    def warm(path, **failed):
+        asked.append(path)
+        return WarmupReport(loaded=3, seconds=0.25, **failed)
+
+    monkeypatch.setattr(first_call, "sdpa", attend)
+    monkeypatch.setattr(first_call, "warmup", warm)
+    assert first_call.warm_up("plans.json") == {"seconds": 0.25, "loaded": 3, "built": 0, "held": 0}
+    assert lengths == [66]
+    monkeypatch.setattr(first_call, "warmup", lambda path: warm(path, failed={"sdpa_forward(…)": "no engine"}))
+    with pytest.raises(RuntimeError, match=r"plans are missing: .*no engine"):
+        first_call.warm_up("plans.json")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_process_without_a_gpu_fails_with_pytorchs_words():
+    result = forked_python.run(["-m", "cudnn_sdpa.bench.programs.first_call", "sdpa"], cwd=Path(__file__).parents[3])
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert "RuntimeError" in result.stderr or "AssertionError" in result.stderr
+
+
+# The command.
+
+
+def test_the_command_writes_its_parts(monkeypatch, tmp_path):
+    environment = {"date": "2026-01-01", "gpu": "a GPU"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(report, "environment", lambda: environment)
+    asked = []
+    for name in ("calls", "warmup", "imports"):
+        rows = [{name: "a row", "takes, ms": 1.5}]
+        monkeypatch.setattr(coldstart, name, lambda repeats, rows=rows: asked.append(repeats) or rows)
+    path = tmp_path / "coldstart.json"
+    assert CliRunner().invoke(app, ["bench", "coldstart", "--json", str(path), "--repeats", "3"]).exit_code == 0
+    assert asked == [3, 3, 3]
+    assert json.loads(path.read_text()) == {
+        "benchmark": "coldstart",
+        "environment": environment,
+        "calls": [{"calls": "a row", "takes, ms": 1.5}],
+        "warmup": [{"warmup": "a row", "takes, ms": 1.5}],
+        "imports": [{"imports": "a row", "takes, ms": 1.5}],
+    }
+    assert CliRunner().invoke(app, ["bench", "coldstart", "--part", "imports"]).exit_code == 0
+    assert asked == [3, 3, 3, 7]
+    assert CliRunner().invoke(app, ["bench", "coldstart", "--repeats", "0"]).exit_code == 2

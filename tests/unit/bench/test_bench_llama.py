@@ -1,0 +1,84 @@
+"""`bench llama` on the CPU, small: all candidates are one model, and are compared before they are timed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from cudnn_sdpa.bench import llama
+from cudnn_sdpa.bench.tools import peers
+
+
+@pytest.fixture
+def on_cpu(monkeypatch, times_by_place, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
+    def once(calls, _):
+        return times_by_place(calls)
+
+    small = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    monkeypatch.setattr(llama, "SHAPE", {**llama.SHAPE, **small, "num_attention_heads": 4, "num_key_value_heads": 2})
+    monkeypatch.setattr(llama, "device_times", times_by_place)
+    monkeypatch.setattr(llama, "wall_times", once)
+    monkeypatch.setattr(llama, "compiled", lambda model: model)
+    monkeypatch.setattr(llama, "PROMPTS", ((2, 9),))
+    monkeypatch.setattr(llama, "CACHES", ((3, 7),))
+
+
+def test_candidates_share_their_weights(on_cpu):  # noqa: ARG001
+    ours, theirs, *others = llama.candidates()
+    assert [one.name for one in others] == list(peers.PYTORCH_BACKENDS)
+    assert all(one.model is theirs.model for one in others)
+    assert theirs.model.config._attn_implementation == "sdpa"
+    assert ours.model.config._attn_implementation == "cudnn_sdpa"
+    for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        assert one.data_ptr() == other.data_ptr()
+
+
+def test_prompts_are_counted_in_tokens(on_cpu):  # noqa: ARG001
+    (row,) = llama.prefill()
+    assert row == {
+        "B, tokens": "2, 9",
+        "cudnn_sdpa tokens/s": pytest.approx(18e6),
+        "pytorch sdpa tokens/s": pytest.approx(9e6),
+        "pytorch flash tokens/s": pytest.approx(6e6),
+        "pytorch cudnn tokens/s": pytest.approx(4.5e6),
+        "× sdpa": 2.0,
+    }
+
+
+def test_steps_are_those_of_three_caches(on_cpu):  # noqa: ARG001
+    rows = llama.decode()
+    caches = ["growing", "static", "static, compiled"]
+    assert [row["B, tokens, cache"] for row in rows] == [f"3, 7, {cache}" for cache in caches]
+    assert rows[0]["pytorch flash tokens/s"] == pytest.approx(1e6)
+    assert [row["pytorch flash tokens/s"] for row in rows[1:]] == ["–", "–"]
+    assert all(list(row) == list(rows[0]) for row in rows)
+
+
+def test_wrong_logits_stop_the_benchmark(on_cpu, monkeypatch):  # noqa: ARG001
+    from transformers import AttentionInterface
+
+    from cudnn_sdpa.integrations.attention import attention
+
+    def register():
+        AttentionInterface.register(llama.NAME, lambda *args, **options: (attention(*args, **options)[0] * 1.5, None))
+
+    monkeypatch.setattr(llama, "register", register)
+    with pytest.raises(RuntimeError, match="logits differs from pytorch sdpa's, cudnn_sdpa"):
+        llama.prefill()
+
+
+def test_wall_times_are_medians_in_microseconds(on_cpu):  # noqa: ARG001
+    import time
+
+    def slow():
+        time.sleep(2e-3)
+        return torch.empty(0)
+
+    times = WALL_TIMES({"slow": slow, "quick": lambda: torch.empty(0)}, 4)
+    assert times["slow"] >= 2e3
+    assert times["quick"] < times["slow"]
+
+
+WALL_TIMES = llama.wall_times

@@ -1,0 +1,157 @@
+"""`bench shapes` as far as it needs no GPU: what a process measures, and what is made of many."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cudnn_sdpa import shape_policy
+from cudnn_sdpa.bench import shapes
+from cudnn_sdpa.bench.programs import many_lengths
+from cudnn_sdpa.plans import shape_policy as setting
+
+
+class Answers:
+    """Stands for the processes: takes as many seconds as there were before it."""
+
+    def __init__(self, **takeover):
+        self.started = []
+        self.takeover = takeover
+
+    def run(self, module, *arguments, store):
+        assert (module, store) == ("cudnn_sdpa.bench.programs.many_lengths", "off")
+        self.started.append(arguments)
+        number = float(len(self.started))
+        if arguments[0] == "takeover":
+            return {
+                "plans": 12,
+                "seconds": number,
+                "longest_wait_before_ms": 1.0,
+                "longest_wait_meanwhile_ms": 5.0,
+                "exact_us": 100.0,
+                "tiered_us": 101.0,
+            }
+        of_pass = {"seconds": number, "longest_wait_ms": 10 * number, "builds": int(number)}
+        return {"cold": of_pass, "other lengths": {**of_pass, "seconds": number / 2, "builds": 0}}
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    stand_in = Answers()
+    monkeypatch.setattr(shapes, "run_module", stand_in.run)
+    return stand_in
+
+
+def test_every_policy_has_processes_of_its_own_in_turn(answers):
+    rows = shapes.passes(3)
+    assert answers.started == [("pass", name) for name in ("exact", "bucketed", "tiered", "pytorch")] * 3
+    assert [row["policy"] for row in rows] == ["exact", "bucketed", "tiered", "PyTorch's cuDNN backend"]
+    assert rows[1] == {  # the second, sixth and tenth process
+        "policy": "bucketed",
+        "first 200, s": 6.0,
+        "first 200: longest wait, ms": 60.0,
+        "first 200: builds": "2",
+        "200 others, s": 3.0,
+        "200 others: longest wait, ms": 60.0,
+        "200 others: builds": "0",
+    }
+    assert rows[3]["first 200: builds"] == "–"
+
+
+def test_every_process_of_a_takeover_is_a_row(answers):
+    rows = shapes.takeover(2)
+    assert answers.started == [("takeover",)] * 2
+    assert [row["in, s"] for row in rows] == [1.0, 2.0]
+    assert rows[0]["tiered / exact"] == pytest.approx(1.01)
+    assert rows[0]["longest wait meanwhile, ms"] == 5.0
+
+
+@pytest.fixture
+def on_cpu(monkeypatch, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
+    """The measurements on the CPU, small."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(many_lengths, "start_library", lambda: None)
+    monkeypatch.setattr(many_lengths, "gc", SimpleNamespace(collect=lambda: None, disable=lambda: None))
+    monkeypatch.setattr(many_lengths, "LONGEST", 40)
+    monkeypatch.setattr(many_lengths, "COUNT", 8)
+    monkeypatch.setattr(many_lengths, "RETURNING", 3)
+
+
+def test_the_lengths_are_distinct_and_always_the_same():
+    found = many_lengths.lengths(400, seed=1)
+    assert found == many_lengths.lengths(400, seed=1)
+    assert len(set(found)) == 400
+    assert 1 <= min(found) < 100
+    assert 8000 < max(found) <= 8192
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_pass_takes_the_longest_waits_and_counts_builds(monkeypatch):
+    clock = iter([0.0, 1.0, 1.25, 2.0, 2.5, 3.0, 3.125, 4.0])
+    counts = iter([3, 8])  # at the start and at the end
+    monkeypatch.setattr(many_lengths, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(many_lengths, "plan_cache", SimpleNamespace(info=lambda: SimpleNamespace(builds=next(counts))))
+    seen = []
+    attend = lambda q, k, _: seen.append((q.shape, k.shape))  # noqa: E731
+    assert many_lengths.one_pass(attend, many_lengths.Inputs(), [5, 7, 9]) == {
+        "seconds": 4.0,
+        "longest_wait_ms": 500.0,
+        "builds": 5,
+    }
+    assert seen == [((1, 32, n, 128), (1, 8, n, 128)) for n in (5, 7, 9)]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("policy", ["exact", "bucketed", "tiered"])
+def test_a_process_makes_two_passes_of_different_lengths(monkeypatch, policy):
+    right, lengths = many_lengths.sdpa, []
+
+    def attend(q, k, v, **options):
+        lengths.append(q.shape[2])
+        assert setting.active() == policy
+        return right(q, k, v, **options)
+
+    monkeypatch.setattr(many_lengths, "sdpa", attend)
+    found = many_lengths.passes(policy)
+    assert set(found) == {"cold", "other lengths"}
+    assert len(set(lengths[:16])) == 16
+    assert lengths[16:] == [*lengths[:5], *lengths[8:13]]  # to see whether they are right
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_peer_makes_the_same_passes(monkeypatch):
+    monkeypatch.setattr(many_lengths, "sdpa", None)
+    assert many_lengths.passes("pytorch")["cold"]["builds"] == 0
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_wrong_numbers_have_no_speed(monkeypatch):
+    right = many_lengths.sdpa
+    monkeypatch.setattr(many_lengths, "sdpa", lambda *qkv, **options: right(*qkv, **options) * 1.03)
+    with pytest.raises(RuntimeError, match="out differs from PyTorch's at length"):
+        many_lengths.passes("exact")
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_plans_that_do_not_come_are_no_number(monkeypatch):
+    clock = iter(range(0, 100_000, 100))
+    monkeypatch.setattr(many_lengths, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    with pytest.raises(RuntimeError, match="0 of 3 plans took over within"):
+        many_lengths.takeover()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_steady_calls_are_timed_under_both_policies_in_turn(monkeypatch):
+    policies = []
+
+    def one_pass(_attend, _inputs, of):
+        policies.append(setting.active())
+        return {"seconds": {"exact": 2e-6, "tiered": 3e-6}[policies[-1]] * len(of)}
+
+    monkeypatch.setattr(many_lengths, "one_pass", one_pass)
+    with shape_policy("bucketed"):
+        found = many_lengths._steady(None, [1, 2])
+    assert found == pytest.approx({"exact_us": 2.0, "tiered_us": 3.0})
+    assert policies == ["exact", "exact", "tiered", "tiered"] * 9

@@ -1,0 +1,134 @@
+"""The benchmarks' command line, and the tables that the pages get from what it writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cudnn_sdpa.bench import attention, report
+from cudnn_sdpa.bench.parts import (
+    AttentionPart,
+    ColdPart,
+    ConvPart,
+    DecodePart,
+    Fp8Part,
+    HostPart,
+    LlamaPart,
+    NormPart,
+    ShapesPart,
+    SiluPart,
+)
+from cudnn_sdpa.bench.tools import cases
+from cudnn_sdpa.cli import app
+
+ENVIRONMENT = {
+    "date": "2026-01-01",
+    "gpu": "a GPU",
+    "cudnn": "9.19.0",
+    "nvidia-cudnn-frontend": "1.32.0",
+    "torch": "2.11",
+    "python": "3.12",
+}
+
+
+@pytest.fixture
+def tables(repository, monkeypatch):
+    monkeypatch.syspath_prepend(repository / "scripts")
+    spec = importlib.util.spec_from_file_location("bench_tables", repository / "scripts" / "bench_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "command", ["host", "attention", "decode", "coldstart", "shapes", "norm", "silu", "conv", "llama"]
+)
+def test_benchmarks_say_that_they_need_a_gpu(command, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(app, ["bench", command])
+    assert result.exit_code == 2
+    assert "needs an NVIDIA GPU" in result.output
+
+
+def test_unknown_parts_are_refused():
+    result = CliRunner().invoke(app, ["bench", "attention", "--part", "nothing"])
+    assert result.exit_code == 2
+
+
+@pytest.mark.parametrize("option", ["--json", "--output"])
+def test_the_command_writes_what_it_measured_although_a_later_part_fails(option, monkeypatch, tmp_path):
+    def fail(_):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(report, "environment", lambda: ENVIRONMENT)
+    monkeypatch.setattr(attention, "kernels", lambda sizes: [{"shape": sizes.kernels[0].label, "µs": 1.5}])
+    monkeypatch.setattr(attention, "options", lambda _: [])
+    monkeypatch.setattr(attention, "varlen", fail)
+    path = tmp_path / "new" / "attention.json"
+    result = CliRunner().invoke(app, ["bench", "attention", "--quick", option, str(path)])
+    assert result.exit_code == 1
+    assert str(result.exception) == "out of luck"
+    assert json.loads(path.read_text()) == {
+        "benchmark": "attention",
+        "environment": ENVIRONMENT,
+        "kernels": [{"shape": cases.QUICK.kernels[0].label, "µs": 1.5}],
+    }
+
+
+def test_tables_are_rendered_from_the_file_that_is_there(tables, tmp_path, monkeypatch):
+    folder = tmp_path / "docs" / "benchmarks"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    page = (
+        "<!-- bench:host -->\nold\n<!-- /bench -->\n"
+        "<!-- bench:attention/kernels -->\nNot measured yet.\n<!-- /bench -->\n"
+        "<!-- bench:attention/later -->\nNot measured yet.\n<!-- /bench -->\n"
+    )
+    rows = [{"what": "a | b", "µs": 12.345, "n": 1234}, {"what": "  c", "µs": "–", "n": 1}]
+    (folder / "host-h200.json").write_text(json.dumps({"environment": ENVIRONMENT, "host": rows}))
+    measured = tables.render(page)
+    assert "| what | µs | n |\n|---|--:|--:|\n| a \\| b | 12.3 | 1,234 |\n| &nbsp; c | – | 1 |\n" in measured
+    assert measured.count("Not measured yet.") == 2
+    (folder / "attention-h200.json").write_text(json.dumps({"environment": ENVIRONMENT, "kernels": rows[:1]}))
+    measured = tables.render(measured)
+    assert measured.count("a \\| b") == 2
+    assert measured.count("Not measured yet.") == 1
+    assert tables.render(measured) == measured
+
+
+def test_few_rows_of_many_keys_are_turned(tables):
+    keys = {f"µs of {number}": float(number) for number in range(report.MOST_COLUMNS)}
+    wide = [{"case": name, **keys} for name in ("a", "b")]
+    lines = tables.table(wide, ENVIRONMENT).splitlines()
+    assert lines[:3] == ["| case | a | b |", "|---|--:|--:|", "| µs of 0 | 0 | 0 |"]
+    assert len(lines) == 2 + report.MOST_COLUMNS + 2
+    for rows in ([dict(list(row.items())[:-1]) for row in wide], wide * report.MOST_COLUMNS):
+        assert report.upright(rows) is rows
+
+
+def test_the_pages_name_parts_that_there_are(tables):
+    enums = {
+        "host": HostPart,
+        "attention": AttentionPart,
+        "decode": DecodePart,
+        "fp8": Fp8Part,
+        "coldstart": ColdPart,
+        "shapes": ShapesPart,
+        "norm": NormPart,
+        "silu": SiluPart,
+        "conv": ConvPart,
+        "llama": LlamaPart,
+    }
+    parts = {file: {part.value for part in enum} for file, enum in enums.items()}
+    named = [found for page in tables.PAGES for found in tables.MARKS.finditer(page.read_text())]
+    assert len(named) == sum(len(re.findall("<!-- bench:", page.read_text())) for page in tables.PAGES)
+    for found in named:
+        assert found["part"] in parts[found["file"] or "host"]
+    for file in ("attention", "decode", "fp8", "coldstart", "shapes", "norm", "silu", "conv", "llama"):
+        assert {found["part"] for found in named if found["file"] == file} == parts[file]

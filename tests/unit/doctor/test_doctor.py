@@ -1,0 +1,540 @@
+"""The doctor: every ailment from facts, and whole examinations of this machine, well and broken on purpose."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cudnn_sdpa.cli import app
+from cudnn_sdpa.doctor import probe
+from cudnn_sdpa.doctor.checks import CHECKS, CURES, Level, cure_of, examine, is_well
+from cudnn_sdpa.doctor.facts import (
+    CudnnFacts,
+    DriverFacts,
+    Facts,
+    FoundLibrary,
+    Gpu,
+    StoreFacts,
+    TorchFacts,
+    TrialFacts,
+)
+from cudnn_sdpa.doctor.report import as_json, as_text
+
+SITE = "/env/site-packages/nvidia/cudnn/lib"
+H200 = Gpu("NVIDIA H200", (9, 0))
+
+#: A machine with an H200 on which all is well.
+WELL = Facts(
+    platform="linux",
+    python="3.12.3",
+    packages={"torch": "2.11.0", "nvidia-cudnn-cu13": "9.19.0.56", "nvidia-cudnn-frontend": "1.32.0"},
+    libraries=(FoundLibrary(f"{SITE}/libcudnn.so.9", "nvidia-cudnn-cu13 9.19.0.56"),),
+    driver=DriverFacts(loads=True, cuda=13000, devices=1, release="580.95.05", nodes=1),
+    c_compiler="/usr/bin/cc",
+    store=StoreFacts("/home/me/.cache/cudnn_sdpa/plans"),
+    torch=TorchFacts("2.11.0+cu130", cuda="13.0", cudnn=91900, gpus=(H200,)),
+    cudnn=CudnnFacts("1.32.0", 91900),
+    trial=TrialFacts("GPU", "eng8", 4e-4),
+    mapped=(f"{SITE}/libcudnn.so.9", f"{SITE}/libcudnn_graph.so.9", "/cuda/libcudart.so.13"),
+)
+#: A machine without a GPU, with PyTorch's CPU build.
+CPU = replace(
+    WELL,
+    packages={"torch": "2.11.0", "nvidia-cudnn-cu12": "9.28.0.42", "nvidia-cudnn-frontend": "1.32.0"},
+    driver=DriverFacts(),
+    torch=TorchFacts("2.11.0+cpu"),
+    trial=TrialFacts("offline", "eng8"),
+)
+TORCH, DRIVER = WELL.torch, WELL.driver
+UNSEEN = replace(TORCH, gpus=(), cuda_error="RuntimeError: No CUDA GPUs are available")
+V100, T4 = Gpu("Tesla V100", (7, 0)), Gpu("Tesla T4", (7, 5))
+
+
+def cudnn_says(message: str) -> Facts:
+    return replace(WELL, cudnn=CudnnFacts(error=message), trial=TrialFacts("GPU", error=message))
+
+
+#: What is wrong, on which machine, and one part each of what is found and of the cure.
+ERRORS = {
+    "windows": (replace(WELL, platform="win32"), "platform", "win32", "Linux"),
+    "old torch": (
+        replace(WELL, torch=replace(TORCH, version="2.8.1+cu129")),
+        "torch",
+        "2.8.1+cu129; 2.9 or newer",
+        "pip install --upgrade torch",
+    ),
+    "driver breaks": (
+        replace(WELL, driver=None, torch=None, cudnn=None, trial=None, broken_off="did not end within 300 s"),
+        "broken_off",
+        "300 s",
+        "Reboot",
+    ),
+    "torch breaks": (
+        replace(WELL, torch=None, cudnn=None, trial=None, broken_off="was killed by SIGSEGV"),
+        "broken_off",
+        "SIGSEGV",
+        "fresh environment",
+    ),
+    "cudnn breaks": (
+        replace(WELL, cudnn=None, trial=None, broken_off="was killed by SIGABRT"),
+        "broken_off",
+        "SIGABRT",
+        "LD_LIBRARY_PATH",
+    ),
+    "a call breaks": (replace(WELL, trial=None, broken_off="was killed by SIGSEGV"), "broken_off", "SIGSEGV", "Report"),
+    "rocm": (replace(WELL, torch=TorchFacts("2.11.0", hip="7.0")), "torch", "2.11.0", "NVIDIA GPU"),
+    "cpu build beside a gpu": (replace(CPU, driver=DRIVER), "torch", "1 NVIDIA GPU", "CUDA build"),
+    "cpu build beside a hidden gpu": (
+        replace(CPU, driver=DriverFacts(loads=True, cuda=13000, error=100, nodes=8)),
+        "torch",
+        "8 NVIDIA GPU",
+        "CUDA build",
+    ),
+    "no driver": (replace(WELL, driver=DriverFacts(), torch=UNSEEN), "driver", "not loaded", "--gpus all"),
+    "driver without its library": (
+        replace(WELL, driver=DriverFacts(release="580.95.05"), torch=UNSEEN),
+        "driver",
+        "580.95.05",
+        "--gpus all",
+    ),
+    "old driver": (
+        replace(WELL, driver=replace(DRIVER, cuda=12080, release="570.86"), torch=UNSEEN),
+        "driver",
+        "driver 570.86 serves CUDA 12.8, PyTorch has 13.0",
+        "580 for CUDA 13",
+    ),
+    "gpus hidden": (
+        replace(
+            WELL, torch=UNSEEN, driver=replace(DRIVER, devices=0, error=100), environment={"CUDA_VISIBLE_DEVICES": ""}
+        ),
+        "driver",
+        "CUDA_VISIBLE_DEVICES=''",
+        "Unset CUDA_VISIBLE_DEVICES",
+    ),
+    "no gpu in the container": (
+        replace(WELL, torch=UNSEEN, driver=replace(DRIVER, devices=0, error=100, nodes=0)),
+        "driver",
+        "0 in /dev",
+        "--gpus all",
+    ),
+    "fabric manager": (
+        replace(WELL, torch=UNSEEN, driver=replace(DRIVER, devices=0, error=802)),
+        "driver",
+        "not ready",
+        "nvidia-fabricmanager",
+    ),
+    "driver updated": (
+        replace(WELL, torch=UNSEEN, driver=replace(DRIVER, devices=0, error=803)),
+        "driver",
+        "kernel module differ",
+        "Reboot",
+    ),
+    "unknown failure of the driver": (
+        replace(WELL, torch=UNSEEN, driver=replace(DRIVER, devices=0, error=46)),
+        "driver",
+        "cuInit returned 46",
+        "nvidia-smi",
+    ),
+    "old gpu": (replace(WELL, torch=replace(TORCH, gpus=(V100,))), "gpus", "compute capability 7.0", "Ampere"),
+    "cuda 12 and 13": (
+        replace(WELL, packages={**WELL.packages, "nvidia-cudnn-cu12": "9.10.2.21"}),
+        "packages",
+        "nvidia-cudnn-cu12 9.10.2.21 and nvidia-cudnn-cu13 9.19.0.56",
+        "pip uninstall nvidia-cudnn-cu12 nvidia-cudnn-cu13, then pip install nvidia-cudnn-cu13.",
+    ),
+    "cuda 12 beside pytorch for 13": (
+        replace(WELL, packages=CPU.packages),
+        "packages",
+        "PyTorch for CUDA 13.0",
+        "pip uninstall nvidia-cudnn-cu12, then pip install 'cudnn-sdpa[cu13]'",
+    ),
+    "no frontend": (
+        replace(CPU, packages={"torch": "2.11.0"}, cudnn=CudnnFacts(), trial=None),
+        "frontend",
+        "no such package",
+        "pip install nvidia-cudnn-frontend",
+    ),
+    "old frontend": (
+        replace(
+            cudnn_says("LibraryError: nvidia-cudnn-frontend 1.20.0 at /x is too old"),
+            packages={**WELL.packages, "nvidia-cudnn-frontend": "1.20.0"},
+        ),
+        "frontend",
+        "1.20.0; 1.28 or newer",
+        "--upgrade",
+    ),
+    "no libcudnn": (
+        cudnn_says("LibraryError: libcudnn.so.9 cannot be loaded (RuntimeError: …)"),
+        "cudnn",
+        "cannot be loaded",
+        "cudnn-sdpa[cu13]",
+    ),
+    "old libcudnn": (
+        cudnn_says("LibraryError: cuDNN 9.1.0 at /usr/lib/libcudnn.so.9 is too old: 9.10.0 or newer is needed."),
+        "cudnn",
+        "9.1.0 at /usr/lib",
+        "LD_LIBRARY_PATH",
+    ),
+    "foreign libcudnn": (
+        cudnn_says("LibraryError: … (/opt/libcudnn.so.9: undefined symbol: cudnnBackendCreateDescriptor)"),
+        "cudnn",
+        "undefined symbol",
+        "Two versions are mixed",
+    ),
+    "damaged libcudnn": (cudnn_says("OSError: /x/libcudnn.so.9: file too short"), "cudnn", "too short", "damaged"),
+    "two libcudnns in a process": (
+        replace(WELL, mapped=(*WELL.mapped, "/usr/lib64/libcudnn_graph.so.9")),
+        "cudnn",
+        f"{SITE}; /usr/lib64",
+        "Keep one",
+    ),
+    "two versions of cudnn": (
+        replace(WELL, cudnn=CudnnFacts("1.32.0", 92800)),
+        "cudnn",
+        "PyTorch's is 9.19.0, this library's 9.28.0",
+        "LD_LIBRARY_PATH",
+    ),
+    "pytorch refuses its cudnn": (
+        replace(
+            WELL,
+            torch=replace(TORCH, cudnn=None, cudnn_error="RuntimeError: cuDNN version incompatibility: PyTorch was …"),
+        ),
+        "cudnn",
+        "incompatibility",
+        "LD_LIBRARY_PATH",
+    ),
+    "sub-libraries": (
+        replace(WELL, trial=TrialFacts("GPU", error="CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH")),
+        "trial",
+        "MISMATCH",
+        "Two versions are mixed",
+    ),
+    "nvrtc": (
+        replace(WELL, trial=TrialFacts("GPU", error="cuDNN could not load libnvrtc.so.13")),
+        "trial",
+        "libnvrtc",
+        "nvidia-cuda-nvrtc",
+    ),
+    "wrong numbers": (replace(WELL, trial=TrialFacts("GPU", "eng8", 0.3)), "trial", "3.0e-01, eng8", "Do not use"),
+    "not a number": (replace(WELL, trial=TrialFacts("GPU", "eng8", float("nan"))), "trial", "nan", "Do not use"),
+    "a named store": (
+        replace(WELL, store=StoreFacts("/data/plans", named=True, problem="/data is not writable")),
+        "store",
+        "/data is not writable",
+        "CUDNN_SDPA_PLAN_DIR",
+    ),
+}
+WARNINGS = {
+    "an old gpu among others": (replace(WELL, torch=replace(TORCH, gpus=(H200, T4))), "gpus", "Tesla T4", "Ampere"),
+    "from LD_LIBRARY_PATH": (
+        replace(
+            WELL,
+            mapped=("/opt/cudnn/libcudnn.so.9",),
+            libraries=(FoundLibrary("/opt/cudnn/libcudnn.so.9", "LD_LIBRARY_PATH"), *WELL.libraries),
+        ),
+        "cudnn",
+        "/opt/cudnn/libcudnn.so.9",
+        "Take it off LD_LIBRARY_PATH",
+    ),
+    "from LD_LIBRARY_PATH, through a link": (
+        replace(
+            WELL,
+            mapped=("/usr/local/cuda-13.0/lib64/libcudnn.so.9.19.0",),
+            libraries=(
+                FoundLibrary(
+                    "/usr/local/cuda/lib64/libcudnn.so.9",
+                    "LD_LIBRARY_PATH",
+                    "/usr/local/cuda-13.0/lib64/libcudnn.so.9.19.0",
+                ),
+            ),
+        ),
+        "cudnn",
+        "/usr/local/cuda/lib64/libcudnn.so.9",
+        "Take it off LD_LIBRARY_PATH",
+    ),
+    "no compiler, no driver": (
+        replace(CPU, c_compiler=None, trial=TrialFacts("offline", error="OfflineError: … needs a C compiler")),
+        "trial",
+        "needs a C compiler",
+        "gcc libc6-dev",
+    ),
+    "nothing planned": (
+        replace(CPU, trial=TrialFacts("offline", error="OfflineError: set XDG_CACHE_HOME")),
+        "trial",
+        "OfflineError",
+        "XDG_CACHE_HOME",
+    ),
+    "the cache folder": (
+        replace(WELL, store=StoreFacts("/root/.cache", problem="/ is not writable")),
+        "store",
+        "/ is not writable",
+        "CUDNN_SDPA_PLAN_DIR",
+    ),
+}
+NOTES = {
+    "no gpu": (CPU, "torch", "2.11.0+cpu", "CPU tensors run the reference"),
+    "store off": (replace(WELL, store=StoreFacts(None)), "store", "off", "Unset CUDNN_SDPA_PLAN_DIR"),
+}
+LEVELS = {Level.ERROR: ERRORS, Level.WARNING: WARNINGS, Level.NOTE: NOTES}
+AILMENTS = [
+    pytest.param(level, *ailment, id=f"{level.value}: {name}")
+    for level, ailments in LEVELS.items()
+    for name, ailment in ailments.items()
+]
+
+
+def test_a_well_machine_has_no_findings():
+    assert examine(WELL) == []
+    assert "Nothing is wrong." in as_text(WELL, [])
+
+
+@pytest.mark.parametrize(("level", "facts", "check", "found", "cure"), AILMENTS)
+def test_an_ailment_is_found_and_has_a_cure(level, facts, check, found, cure):
+    findings = [finding for finding in examine(facts) if finding.level is level or finding.level is not Level.NOTE]
+    assert [finding.check for finding in findings] == [check], "one ailment, one finding"
+    (finding,) = findings
+    assert finding.level is level
+    assert finding.check == check
+    assert found in finding.found
+    assert cure in finding.cure
+    assert finding.cure.endswith(".")
+    assert is_well(findings) == (level is not Level.ERROR)
+    text = as_text(facts, findings)
+    for part in (finding.level.value, finding.title, finding.found, finding.cure):
+        assert part in text
+    assert ("Nothing is wrong." in text) == (level is not Level.ERROR)
+
+
+def test_every_check_has_an_ailment():
+    checks = {check.__name__ for check in CHECKS}
+    assert {ailment[1] for ailments in LEVELS.values() for ailment in ailments.values()} == checks
+
+
+def test_the_worst_comes_first():
+    trial = TrialFacts("offline", error="no")
+    facts = replace(CPU, trial=trial, store=StoreFacts(None), torch=replace(CPU.torch, version="2.1"))
+    levels = [finding.level for finding in examine(facts)]
+    assert levels == [Level.ERROR, Level.WARNING, Level.NOTE, Level.NOTE]
+
+
+def test_json_has_the_findings_and_the_facts():
+    facts, *_ = ERRORS["cuda 12 and 13"]
+    found = json.loads(as_json(facts, examine(facts)))
+    assert found["ok"] is False
+    assert [finding["level"] for finding in found["findings"]] == ["error"]
+    assert found["facts"]["torch"]["gpus"] == [{"name": "NVIDIA H200", "capability": [9, 0]}]
+    assert found["facts"]["libraries"][0]["path"] == f"{SITE}/libcudnn.so.9"
+
+
+def test_json_has_the_keys_that_the_documentation_promises():
+    found = json.loads(as_json(CPU, examine(CPU)))
+    assert set(found) == {"cudnn_sdpa", "ok", "findings", "facts"}
+    assert found["ok"] is True
+    assert [set(finding) for finding in found["findings"]] == [{"level", "check", "title", "found", "cure"}]
+    page = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text()
+    assert all(f"`{key}`" in page for key in (*found, *found["findings"][0]))
+
+
+def test_json_is_json_whatever_was_computed():
+    facts, *_ = ERRORS["not a number"]
+    text = as_json(facts, examine(facts))
+    assert "NaN" not in text
+    assert json.loads(text)["facts"]["trial"]["difference"] == "nan"
+
+
+@pytest.mark.parametrize(
+    ("message", "cure"),
+    [
+        ("ImportError: libcublas.so.12: cannot open shared object file", "nvidia-cublas-cu12"),
+        ("cannot allocate memory in static TLS block", "LD_PRELOAD"),
+        ("CUDA error: no kernel image is available for execution on the device", "built for this GPU"),
+        ("CUDA out of memory. Tried to allocate", "nvidia-smi"),
+        ("The NVIDIA driver on your system is too old (found version 11040)", "Update NVIDIA's driver"),
+        ("AssertionError: Found 2 libcudnn.so.x in nvidia-cudnn-cuXX.", "pip uninstall every"),
+        ("something new", "what else"),
+    ],
+)
+def test_messages_of_libraries_have_cures(message, cure):
+    assert cure in cure_of(message, "what else")
+
+
+@pytest.mark.parametrize("pattern", CURES)
+def test_a_page_names_every_message_with_a_cure(pattern):
+    page = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text()
+    section = page.partition("\n## By message\n")[2].partition("\n## ")[0]
+    cells = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| ")]
+    messages = [message for cell in cells for message in cell.split("`, `")]
+    assert CURES[pattern] in {cure_of(message, "what else") for message in messages}
+
+
+@pytest.mark.parametrize(("facts", "status"), [(CPU, 0), (ERRORS["wrong numbers"][0], 1)])
+def test_the_command_prints_the_findings_and_ends_with_1_if_one_is_an_error(monkeypatch, facts, status):
+    monkeypatch.setattr(probe, "gather", lambda: facts)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert (result.exit_code, result.output) == (status, as_text(facts, examine(facts)) + "\n")
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert (result.exit_code, result.output) == (status, as_json(facts, examine(facts)) + "\n")
+
+
+needs_cudnn = pytest.mark.skipif(importlib.util.find_spec("cudnn") is None, reason="nvidia-cudnn-frontend is missing")
+
+
+@needs_cudnn
+def test_this_machine_also_where_a_site_prints(tmp_path):
+    """The command, run as a user runs it, with a store of its own."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys; print('hello\\n5\\n{}', file=sys.__stdout__ if sys.argv[0] == '-c' else sys.stderr)\n"
+    )
+    search = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    variables = {**os.environ, "PYTHONPATH": search, "CUDNN_SDPA_PLAN_DIR": str(tmp_path / "plans")}
+    command = [sys.executable, "-m", "cudnn_sdpa", "doctor", "--json"]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert "hello" in result.stderr
+    found = json.loads(result.stdout)
+    assert result.returncode == (0 if found["ok"] else 1)
+    facts = found["facts"]
+    assert facts["torch"]["version"] == torch.__version__
+    assert facts["broken_off"] == ""
+    assert facts["cudnn"]["version"] >= 91000
+    assert any("/libcudnn.so" in path for path in facts["mapped"])
+    assert facts["environment"]["CUDNN_SDPA_PLAN_DIR"] == str(tmp_path / "plans")
+    assert not (tmp_path / "plans").exists()
+    assert all(finding["cure"] for finding in found["findings"])
+    if torch.cuda.is_available():
+        assert facts["trial"]["difference"] < 1e-2
+    elif torch.version.cuda is None and shutil.which("cc"):
+        assert found["ok"]
+        assert facts["trial"]["engine"].startswith("eng")
+
+
+@needs_cudnn
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch itself would load it")
+def test_a_libcudnn_that_crashes_does_not_take_the_doctor_with_it(tmp_path, monkeypatch):
+    source = "#include <stdlib.h>\n__attribute__((constructor)) static void end(void) { abort(); }\n"
+    (tmp_path / "fake.c").write_text(source)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "libcudnn.so.9", "fake.c"], cwd=tmp_path, check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    facts = probe.gather()
+    assert facts.torch.version == torch.__version__
+    said = as_text(facts, examine(facts))
+    assert "A process ended while cuDNN was loaded" in said
+    assert "SIGABRT" in said
+    assert f"cuDNN comes from LD_LIBRARY_PATH\n  {tmp_path}/libcudnn.so.9" in said
+
+
+@pytest.mark.parametrize(
+    ("program", "how"),
+    [("import time; time.sleep(60)", "did not end within 1 s"), ("import os; os.abort()", "was killed by SIGABRT")],
+)
+def test_an_examination_that_hangs_or_crashes_at_once_is_broken_off(monkeypatch, program, how):
+    monkeypatch.setattr(probe, "_PROGRAM", program)
+    facts = probe.gather(timeout=1.0)
+    assert facts.torch is None
+    assert facts.broken_off == how
+    assert [finding.check for finding in examine(facts) if finding.level is Level.ERROR] == ["broken_off"]
+
+
+def test_libraries_of_the_environment_are_found_before_others(monkeypatch, tmp_path):
+    (tmp_path / "libcudnn.so.9").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", f":{tmp_path}:/nowhere")
+    first, *others = probe.libraries()
+    assert (first.origin, first.path) == ("LD_LIBRARY_PATH", f"{tmp_path}/libcudnn.so.9")
+    assert len({library.path for library in others} - {first.path}) == len(others)
+
+
+@pytest.mark.parametrize("kind", ["off", "file", "open to others", "good"])
+def test_the_plan_store_is_looked_at_and_not_made(monkeypatch, tmp_path, kind):
+    folder = tmp_path / "plans"
+    monkeypatch.setenv("CUDNN_SDPA_PLAN_DIR", "off" if kind == "off" else str(folder / "more"))
+    if kind == "file":
+        folder.touch()
+    elif kind == "open to others":
+        (folder / "more").mkdir(parents=True)
+        (folder / "more").chmod(0o777)
+    store = probe.store()
+    problem = {"file": "is no folder", "open to others": "writable by others"}.get(kind)
+    assert (problem in store.problem) if problem else store.problem == ""
+    assert store.folder == (None if kind == "off" else str(folder / "more"))
+    assert store.named == (kind != "off")
+    assert folder.exists() == (kind in {"file", "open to others"})
+
+
+@contextmanager
+def another_user():
+    """Who owns nothing; root may become root again."""
+    groups = os.getgroups()
+    os.setgroups([])
+    os.setresuid(54321, 54321, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+        os.setgroups(groups)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="root can become a user who may not write")
+def test_a_store_that_is_only_read_is_a_note(monkeypatch):
+    """As in an image: plans of root's that a program's user may read."""
+    with TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        plans = Path(name) / "plans"
+        plans.mkdir()
+        (plans / "a.plan").touch()
+        monkeypatch.setenv("CUDNN_SDPA_PLAN_DIR", str(plans))
+        found = []
+        for mode in (0o755, 0o700):
+            plans.chmod(mode)
+            with another_user():
+                found += examine(replace(WELL, store=probe.store()))
+    note, error = found
+    assert (note.level, note.title) == (Level.NOTE, "Plans are read, and new ones not kept")
+    assert note.found == f"{plans} is not writable; 1 plans in it can be read"
+    assert (error.level, error.title) == (Level.ERROR, "Plans cannot be kept: every process builds its own")
+
+
+def test_a_store_below_a_folder_that_is_open_to_others_is_an_error(monkeypatch, tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    monkeypatch.setenv("CUDNN_SDPA_PLAN_DIR", str(tmp_path / "open" / "plans"))
+    assert f"{tmp_path}/open is writable by others" in probe.store().problem
+    assert not (tmp_path / "open" / "plans").exists()
+
+
+def test_a_line_that_was_broken_off_is_passed_over():
+    found = probe.parts_of(b'{"torch": {"version": "2.9"}}\n{"cudnn": {"frontend": "1.3')
+    assert found == {"torch": {"version": "2.9"}}
+
+
+def test_libraries_behind_links_are_known_by_their_files(tmp_path, monkeypatch):
+    folder, link = tmp_path / "cuda-13.0", tmp_path / "cuda"
+    folder.mkdir()
+    (folder / "libcudnn.so.9").touch()
+    link.symlink_to(folder)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(link))
+    found = next(library for library in probe.libraries() if library.origin == "LD_LIBRARY_PATH")
+    assert found == FoundLibrary(f"{link}/libcudnn.so.9", "LD_LIBRARY_PATH", str(folder.resolve() / "libcudnn.so.9"))
+
+
+def test_a_folder_that_cannot_be_looked_at_is_said_and_ends_nothing(tmp_path, monkeypatch):
+    hidden = tmp_path / ("x" * 300)  # as little to be asked for as a folder of another user, for every user
+    monkeypatch.setenv("CUDNN_SDPA_PLAN_DIR", str(hidden / "plans"))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(hidden))
+    probe.libraries()
+    found = probe.store()
+    assert found.named
+    assert str(hidden) in found.problem

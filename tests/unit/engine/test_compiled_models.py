@@ -1,0 +1,277 @@
+"""Models with the library's functions in them, under all that PyTorch puts around models."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.export import Dim, export
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from cudnn_sdpa import (
+    Fp8Scales,
+    UnsupportedError,
+    conv2d,
+    fp8_attention,
+    layer_norm,
+    rms_norm,
+    sdpa,
+    sdpa_fp8,
+    sdpa_paged,
+    sdpa_varlen,
+    silu_mul,
+)
+from cudnn_sdpa.offline.driver import compiler
+from tests.unit.compiled_functions import TWINS, compilations
+from tests.unit.small_model import gradients, model_and_twin
+
+quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def x_of(batch=2, length=9):
+    return torch.randn(batch, length, 32)
+
+
+@quiet
+def test_a_model_has_no_graph_break():
+    found = torch._dynamo.explain(model_and_twin()[0])(x_of())
+    assert (found.graph_count, found.graph_break_count) == (1, 0)
+
+
+@pytest.mark.slow
+def test_a_model_compiles_as_often_as_its_twin():
+    models = model_and_twin()
+    calls = (lambda x: models[0](x) * 1.0, lambda x: models[1](x) * 1.0)  # two codes, so that each has its own count
+    functions = [torch.compile(call, fullgraph=True, backend="aot_eager") for call in calls]
+    for length in (9, 12, 17):
+        x = x_of(length=length)
+        found, expected = (gradients_of(function, model, x) for function, model in zip(functions, models, strict=True))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert [compilations(function) for function in functions] == [2, 2]
+
+
+def gradients_of(function, model, x):
+    return torch.autograd.grad(function(x).square().mean(), list(model.parameters()))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("inside", [False, True])
+def test_autocast_around_and_inside_a_compiled_model(inside):
+    ours, theirs = model_and_twin()
+    x = x_of()
+
+    def call(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    found = torch.compile(call, fullgraph=True, backend="aot_eager")(ours) if inside else call(compiled)
+    torch.testing.assert_close(found, call(ours))
+    torch.testing.assert_close(found, call(theirs), rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.sample(2)
+@quiet
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_gradients_are_the_same(reentrant, compiles):
+    ours, theirs = model_and_twin()
+    x = x_of()
+
+    def call(x):
+        return checkpoint(ours, x, use_reentrant=reentrant)
+
+    run = torch.compile(call, backend="aot_eager", fullgraph=not reentrant) if compiles else call
+    y = x.clone().requires_grad_()
+    run(y).square().mean().backward()
+    found = [y.grad, *(parameter.grad for parameter in ours.parameters())]
+    torch.testing.assert_close(found, gradients(theirs, x), rtol=1e-4, atol=1e-5)
+
+
+class Counting(TorchDispatchMode):
+    """Counts calls of the attention operator."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.cudnn_sdpa.sdpa_forward_lse.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_selective_checkpointing_may_keep_attention(saves):
+    ours, theirs = model_and_twin()
+    x = x_of()
+
+    def policy(_, operator, *__, **___):
+        keeps = saves and operator is torch.ops.cudnn_sdpa.sdpa_forward_lse.default
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def call(x):
+        return checkpoint(ours, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+
+    with Counting() as counting:
+        y = x.clone().requires_grad_()
+        found = torch.autograd.grad(call(y).square().mean(), [y, *ours.parameters()])
+    assert counting.count == (1 if saves else 2)
+    torch.testing.assert_close(list(found), gradients(theirs, x), rtol=1e-4, atol=1e-5)
+
+
+def test_threads_of_one_model_do_not_meet():
+    ours, theirs = model_and_twin()
+    inputs = [x_of(length=5 + i) for i in range(6)]
+    found = [None] * len(inputs)
+
+    def work(i):
+        for _ in range(3):
+            found[i] = gradients(ours, inputs[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result, x in zip(found, inputs, strict=True):
+        torch.testing.assert_close(result, gradients(theirs, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_fake_tensors_look_like_real_results(name):
+    twins = TWINS[name]
+    real = twins.inputs(1, torch.randn)
+    with FakeTensorMode() as mode:
+        fake = twins.ours(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in real))
+    expected = twins.ours(*real)
+    assert (fake.shape, fake.stride(), fake.dtype) == (expected.shape, expected.stride(), expected.dtype)
+
+
+@pytest.mark.sample(1)
+@quiet
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_model_is_exported_for_any_size(strict, tmp_path):
+    ours, theirs = (model.eval().requires_grad_(False) for model in model_and_twin())
+    shapes = {"x": {0: Dim("batch", min=2), 1: Dim("length", min=2)}}
+    program = export(ours, (x_of(),), dynamic_shapes=shapes, strict=strict)
+    names = [str(node.target) for node in program.graph.nodes if "cudnn_sdpa" in str(node.target)]
+    kinds = [name.split(".")[1] for name in names]
+    assert kinds == ["graph_function", "sdpa_forward", "graph_function", "graph_function"]
+    torch.export.save(program, tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    for x in (x_of(), x_of(5, 21)):
+        torch.testing.assert_close(loaded(x), theirs(x))
+
+
+@pytest.mark.slow
+@quiet
+def test_a_model_is_compiled_ahead_of_time(tmp_path):
+    if compiler() is None:
+        pytest.skip("Inductor needs a C++ compiler")
+    ours, theirs = (model.eval().requires_grad_(False) for model in model_and_twin())
+    shapes = {"x": {0: Dim("batch", min=2), 1: Dim("length", min=2)}}
+    program = export(ours, (x_of(),), dynamic_shapes=shapes)
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    loaded = torch._inductor.aoti_load_package(package)
+    for x in (x_of(), x_of(5, 21)):
+        torch.testing.assert_close(loaded(x), theirs(x), rtol=1e-4, atol=1e-5)
+
+
+OFFSETS = torch.tensor([0, 3, 8], dtype=torch.int32)
+LOOPS = {
+    "sdpa": (lambda x: sdpa(x, x, x, is_causal=True), (3, 2, 4, 8, 16)),
+    "sdpa_varlen": (lambda x: sdpa_varlen(x, x, x, OFFSETS, OFFSETS, 5, 5), (3, 8, 4, 16)),
+    "sdpa_paged": (
+        lambda x: sdpa_paged(
+            x, torch.ones(3, 4, 2, 16), torch.ones(3, 4, 2, 16), torch.tensor([[0, 1]]).int(), torch.tensor([3]).int()
+        ),
+        (3, 1, 4, 1, 16),
+    ),
+}
+REFUSED = {
+    "rms_norm": (lambda x: rms_norm(x, torch.ones(16)), (3, 5, 16)),
+    "layer_norm": (lambda x: layer_norm(x, torch.ones(16), torch.ones(16)), (3, 5, 16)),
+    "silu_mul": (lambda x: silu_mul(x, x), (3, 5, 16)),
+    "conv2d": (lambda x: conv2d(x, torch.ones(8, 16, 3, 3)), (3, 2, 16, 8, 8)),
+    "sdpa_fp8": (
+        lambda x: sdpa_fp8(*[x.to(torch.float8_e4m3fn)] * 3, Fp8Scales(*[torch.ones(())] * 6)).out.float(),
+        (3, 2, 4, 8, 16),
+    ),
+    "fp8_attention": (lambda x: fp8_attention(*[x.bfloat16()] * 3).float(), (3, 2, 4, 8, 16)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", LOOPS)
+def test_vmap_of_attention_gives_what_a_loop_gives(name):
+    function, shape = LOOPS[name]
+    x = torch.randn(shape)
+    torch.testing.assert_close(torch.vmap(function)(x), torch.stack([function(each) for each in x]))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_vmap_of_the_others_is_refused_by_name(name):
+    function, shape = REFUSED[name]
+    with pytest.raises(UnsupportedError, match=rf"{name}\w* under torch\.vmap(.|\n)*a dimension of its tensors"):
+        torch.vmap(function)(torch.randn(shape))
+
+
+@pytest.mark.parametrize(
+    "name", ["sdpa", "sdpa_varlen", "rms_norm", "layer_norm", "silu_mul", "conv2d", "fp8_attention"]
+)
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, lambda f: lambda x: torch.func.vjp(f, x)])
+def test_functional_gradients_are_refused_by_name(name, transform):
+    function, shape = {**LOOPS, **REFUSED}[name]
+    with pytest.raises(UnsupportedError, match=rf"{name}\w* under torch\.func\.grad(.|\n)*torch\.autograd\.grad"):
+        transform(lambda x: function(x).sum())(torch.randn(shape[1:]))
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_varlen", "sdpa_paged", *REFUSED])
+def test_compiled_functions_refuse_tangents_rather_than_lose_them(name):
+    function, shape = {**LOOPS, **REFUSED}[name]
+    x, tangent = torch.randn(shape[1:]), torch.randn(shape[1:])
+    compiled = torch.compile(lambda x: torch.func.jvp(function, (x,), (tangent,)), backend="aot_eager")
+    with pytest.raises(UnsupportedError, match=r"forward-mode differentiation(.|\n)*has a tangent"):
+        compiled(x)
+
+
+def test_what_a_functional_gradient_does_not_differentiate_is_let_through():
+    q = torch.randn(2, 4, 8, 16)
+    found = torch.func.grad(lambda scale: (sdpa(q, q, q) * scale).sum())(torch.tensor(2.0))
+    torch.testing.assert_close(found, sdpa(q, q, q).sum())
+
+
+def test_wrapped_for_data_parallel_training_on_two_processes():
+    if not torch.distributed.is_available():
+        pytest.skip("this PyTorch has no torch.distributed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = Path(__file__).parent.with_name("distributed_training.py")
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    result = subprocess.run(
+        [sys.executable, str(script), "gloo", str(port)],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    for name in ("ddp", "fsdp2"):
+        assert f"{name}: gradients agree" in result.stdout
+    assert "tensor parallelism: right or refused" in result.stdout

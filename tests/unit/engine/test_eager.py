@@ -1,0 +1,153 @@
+"""When a call may go past PyTorch's dispatcher: only when nobody else has an interest in it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cudnn_sdpa.engine.dispatch_state import is_plain, is_profiling, tensor_guard
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def tensors(*, requires_grad=False):
+    return [torch.randn(2, 4, 7, 16, requires_grad=requires_grad) for _ in range(3)]
+
+
+def replaced(position, change):
+    result = tensors()
+    result[position] = change(result[position])
+    return result
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_plain_tensors_are_plain(mode):
+    with mode():
+        assert is_plain(*tensors())
+        assert is_plain(*tensors()[:2], torch.randn(2, 4, 7, 16).transpose(1, 2))
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_gradients_are_an_interest_unless_they_are_off(position):
+    inputs = replaced(position, lambda tensor: tensor.requires_grad_())
+    assert not is_plain(*inputs)
+    with torch.no_grad():
+        assert is_plain(*inputs)
+
+
+@pytest.mark.parametrize("position", range(3))
+@pytest.mark.parametrize(
+    "change", [lambda t: t.as_subclass(Subclass), torch.nn.Parameter], ids=["subclass", "parameter"]
+)
+def test_subclasses_are_an_interest(position, change):
+    assert not is_plain(*replaced(position, change))
+
+
+def test_dispatch_modes_are_an_interest():
+    with Watching():
+        assert not is_plain(*tensors())
+    with FakeTensorMode():
+        assert not is_plain(*tensors())
+    assert is_plain(*tensors())
+
+
+def test_functional_transforms_are_an_interest():
+    others, seen = tensors()[:2], []
+
+    def function(q):
+        seen.append(is_plain(q, *others))
+        return q * 2
+
+    torch.vmap(function)(torch.randn(3, 2, 4, 7, 16))
+    torch.func.grad(lambda q: function(q).sum())(tensors()[0])
+    torch.func.jvp(function, (tensors()[0],), (tensors()[0],))
+    torch.func.functionalize(function)(tensors()[0])
+    assert seen == [False] * 4
+    assert is_plain(*tensors())
+
+
+def test_dual_tensors_are_an_interest():
+    q, k, v = tensors()
+    with forward_ad.dual_level():
+        assert not is_plain(forward_ad.make_dual(q, torch.randn_like(q)), k, v)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_traces_are_an_interest():
+    seen = []
+
+    def function(q):
+        seen.append(is_plain(q, q, q))
+        return q * 2
+
+    torch.jit.trace(function, (tensors()[0],), check_trace=False)
+    assert seen == [False]
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+def test_the_profiler_is_an_interest():
+    assert not is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert is_profiling()
+        assert not is_plain(*tensors())
+    assert not is_profiling()
+
+
+class TestGuard:
+    """A guard lets calls through that are like the one it was made for, in the state in which it was made."""
+
+    def test_tensors_that_look_alike_pass(self):
+        guard = tensor_guard(*tensors())
+        assert all(guard(*tensors()) for _ in range(3))
+
+    @pytest.mark.parametrize("position", range(3))
+    @pytest.mark.parametrize(
+        "change",
+        {
+            "shape": lambda t: t[:, :, 1:],
+            "stride": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+            "dtype": lambda t: t.half(),
+            "device": lambda t: t.to("meta"),
+            "requires_grad": lambda t: t.requires_grad_(),
+            "parameter": lambda t: torch.nn.Parameter(t, requires_grad=False),
+            "subclass": lambda t: t.as_subclass(Subclass),
+            "conjugate": lambda t: torch.complex(t, t).conj(),
+            "negative": lambda t: torch.imag(torch.complex(t, t).conj()),
+        }.items(),
+        ids=lambda change: change[0],
+    )
+    def test_any_other_tensor_does_not(self, position, change):
+        guard = tensor_guard(*tensors())
+        assert not guard(*replaced(position, change[1]))
+        assert guard(*tensors())
+
+    @pytest.mark.parametrize("wrong", [None, 3.5, [1.5]])
+    def test_what_is_no_tensor_does_not(self, wrong):
+        guard = tensor_guard(*tensors())
+        assert not guard(*replaced(1, lambda _: wrong))
+
+    def test_another_state_of_pytorch_does_not(self):
+        guard = tensor_guard(*tensors())
+        same, seen = tensors(), []
+        with Watching():
+            seen.append(guard(*same))
+        with torch.inference_mode():
+            seen.append(guard(*tensors()))
+        torch.vmap(lambda q: seen.append(guard(q, *same[:2])) or q)(torch.randn(3, 2, 4, 7, 16))
+        torch.func.jvp(lambda q: seen.append(guard(q, *same[:2])) or q, (same[0],), (same[1],))
+        with FakeTensorMode() as mode:
+            seen.append(guard(*map(mode.from_tensor, same)))
+        assert seen == [False] * 5
+        assert guard(*same)

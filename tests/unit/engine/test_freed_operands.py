@@ -1,0 +1,253 @@
+"""Warm calls of attention with an operand whose storage was freed: refused, before a launch gets a null pointer.
+
+The plans are stand-ins that look at the addresses they are given.
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import cudnn_sdpa
+from cudnn_sdpa import LayoutError, PagedKVCache, sdpa_paged
+from cudnn_sdpa.attention.dense import launch as dense_launch
+from cudnn_sdpa.attention.paged import launch as paged_launch
+from cudnn_sdpa.attention.paged import sdpa_paged as sdpa_paged_module
+from cudnn_sdpa.attention.paged.launch import PagedCall
+from cudnn_sdpa.attention.varlen import fast_path
+from cudnn_sdpa.attention.varlen import launch as varlen_launch
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.attention.varlen.launch import VarlenBackwardArguments
+from cudnn_sdpa.engine.dispatch_state import tensor_guard
+from cudnn_sdpa.graph.layouts import ALIGNMENT
+
+
+def freed(x):
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def ends(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def rows(*shape, dtype=torch.bfloat16):
+    return torch.randn(shape).to(dtype)
+
+
+def fp8(*shape):
+    return rows(*shape, dtype=torch.float8_e4m3fn)
+
+
+def pages():
+    return {"page_table": torch.arange(8, dtype=torch.int32).view(2, 4), "seq_lens_kv": ends(9, 33)}
+
+
+#: Calls of every public function of attention, with all tensors that it takes.
+CALLS = {
+    "sdpa": lambda: {
+        "q": rows(2, 4, 9, 16),
+        "k": rows(2, 2, 7, 16),
+        "v": rows(2, 2, 7, 16),
+        "attn_mask": rows(9, 7),
+        "sinks": rows(4, dtype=torch.float32),
+        "seq_lens_q": ends(9, 4),
+        "seq_lens_kv": ends(3, 7),
+    },
+    "scaled_dot_product_attention": lambda: {
+        "query": rows(2, 4, 9, 16),
+        "key": rows(2, 4, 7, 16),
+        "value": rows(2, 4, 7, 16),
+        "attn_mask": rows(9, 7),
+    },
+    "sdpa_varlen": lambda: {
+        "q": rows(9, 4, 16),
+        "k": rows(9, 2, 16),
+        "v": rows(9, 2, 16),
+        "sinks": rows(4, dtype=torch.float32),
+        "cu_seqlens_q": ends(0, 4, 9),
+        "cu_seqlens_kv": ends(0, 4, 9),
+    },
+    "sdpa_paged": lambda: {
+        "q": rows(2, 4, 1, 16),
+        "k_pages": rows(8, 2, 16, 16),
+        "v_pages": rows(8, 2, 16, 16),
+        "sinks": rows(4, dtype=torch.float32),
+        "page_table_v": pages()["page_table"],
+        "seq_lens_q": ends(1, 1),
+        **pages(),
+    },
+    "sdpa_fp8": lambda: {
+        "q": fp8(2, 4, 9, 128),
+        "k": fp8(2, 2, 7, 128),
+        "v": fp8(2, 2, 7, 128),
+        "seq_lens_q": ends(9, 4),
+        "seq_lens_kv": ends(3, 7),
+    },
+    "sdpa_fp8 on pages": lambda: {
+        "q": fp8(2, 4, 1, 128),
+        "k": fp8(8, 2, 16, 128),
+        "v": fp8(8, 2, 16, 128),
+        "page_table_v": pages()["page_table"],
+        **pages(),
+    },
+}
+OPTIONS = {"sdpa_varlen": {"max_seqlen_q": 5, "max_seqlen_kv": 5}}
+
+
+@pytest.mark.usefixtures("reference_alone")
+@pytest.mark.parametrize(("name", "which"), [(name, which) for name, make in CALLS.items() for which in make()])
+def test_every_function_refuses_what_was_freed_and_names_it(name, which):
+    """On the CPU, where the process would end."""
+    torch.manual_seed(1)
+    function, tensors = getattr(cudnn_sdpa, name.split()[0]), CALLS[name]()
+    options = OPTIONS.get(name, {})
+    if "fp8" in name:
+        options = {"scales": cudnn_sdpa.Fp8Scales(*(torch.ones(1) for _ in range(6)))}
+    found = function(**tensors, **options)
+    assert (found.out if "fp8" in name else found).float().isfinite().all()
+    with pytest.raises(LayoutError, match=f"^{which}: got a tensor without memory"):
+        function(**{**tensors, which: freed(tensors[which])}, **options)
+
+
+class Launched:
+    """A plan that notes the addresses of its launches."""
+
+    device, last_used = 0, 0
+
+    def __init__(self, *names):
+        self.key = SimpleNamespace(inputs=[SimpleNamespace(name=name) for name in names], outputs=[])
+        self.constants = {}
+        self.addresses = []
+
+    def launch(self, addresses):
+        assert all(addresses), f"a null pointer: {addresses}"
+        self.addresses.append(list(addresses))
+
+
+@pytest.mark.parametrize("which", ["q", "sink", "seq_len_kv"])
+def test_a_launch_has_no_null_pointer(which):
+    """Whatever an operand is called: all launches of dense calls and of calls in FP8 that are not plain go this way."""
+    tensors = {"q": torch.randn(2, 8), "sink": torch.randn(8), "seq_len_kv": torch.ones(2, dtype=torch.int32)}
+    plan = Launched(*tensors)
+    call = dense_launch.BoundCall(None, plan)
+    call.launch(tensors)
+    assert plan.addresses == [[x.data_ptr() for x in tensors.values()]]
+    with pytest.raises(LayoutError, match=f"{which}: got a tensor without memory"):
+        call.launch({**tensors, which: freed(tensors[which])})
+
+
+def packed(**others):
+    ends = torch.tensor([0, 3, 5], dtype=torch.int32)
+    rows = {name: torch.randn(5, 2, 16) for name in "qkv"}
+    given = {**rows, "sinks": None, "cu_seqlens_q": ends, "cu_seqlens_kv": ends.clone(), "rng": None}
+    given |= {"max_seqlen_q": 3, "max_seqlen_kv": 3} | others
+    return VarlenArguments(**given)
+
+
+def bound(plan, *names):
+    """A call over packed sequences bound to a plan of these operands."""
+    call = object.__new__(varlen_launch.VarlenCall)
+    call.plan, call.packed = plan, SimpleNamespace(softcap=False)
+    call._elsewhere, call._template, call._of_packing = False, [1] * len(names), []
+    call._of_tensors, call._of_outputs = [names.index(name) for name in "qkv"], [names.index("out")]
+    call._pack = lambda *_: torch.zeros(1)
+    return call
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_sinks_of_packed_calls_lie_at_aligned_addresses(seed):
+    rng = random.Random(seed)
+    sinks = torch.randn(8)[rng.randrange(6) :][:2]
+    names = ("q", "k", "v", "sink", "out")
+    plan = Launched(*names)
+    seen = []
+    plan.launch = lambda places: seen.append(places[3] % ALIGNMENT)
+    call, out = packed(sinks=sinks), torch.empty(5, 2, 16)
+    bound(plan, *names).launch(call, call[:3], [out])
+    assert seen == [0]
+
+
+@pytest.mark.parametrize("which", ["sinks", "cu_seqlens_q", "cu_seqlens_kv"])
+def test_packed_calls_refuse_what_was_freed(which):
+    names = ("q", "k", "v", "sink", "out")
+    plan = Launched(*names)
+    right = packed(sinks=torch.randn(2))
+    out = torch.empty(5, 2, 16)
+    bound(plan, *names).launch(right, right[:3], [out])
+    wrong = right._replace(**{which: freed(getattr(right, which))})
+    with pytest.raises(LayoutError, match=f"{which}: got a tensor without memory"):
+        bound(plan, *names).launch(wrong, wrong[:3], [out])
+    assert len(plan.addresses) == 1
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_gradients_of_packed_calls_are_known_again_only_by_what_has_memory(number):
+    call = packed()
+    out, grad_out, lse = torch.randn(5, 2, 16), torch.randn(5, 2, 16), torch.randn(5, 2)
+    tensors = [*call[:3], out, lse, grad_out]
+    gradients = fast_path.Gradients()
+    prepared = object.__new__(varlen_launch.VarlenCall)
+    gradients._again = fast_path.Again(tensor_guard(*tensors), call.deterministic, lambda: prepared)
+
+    def find(q, k, v, out, lse, grad_out):
+        return gradients.find(VarlenBackwardArguments(grad_out, out, lse, call._replace(q=q, k=k, v=v), False))
+
+    assert find(*tensors) is prepared
+    tensors[number] = freed(tensors[number])
+    assert find(*tensors) is None
+
+
+@pytest.mark.parametrize("which", ["q", "k_pages", "v_pages", "page_table", "seq_lens_kv"])
+def test_a_decode_step_again(monkeypatch, which):
+    given = {"q": torch.randn(2, 4, 1, 16), "k_pages": torch.randn(8, 2, 16, 16), "v_pages": torch.randn(8, 2, 16, 16)}
+    given |= {"page_table": torch.arange(8, dtype=torch.int32).view(2, 4)}
+    given |= {"seq_lens_kv": torch.tensor([9, 33], dtype=torch.int32)}
+    q, k, v, table, lengths = given.values()
+    served = object.__new__(PagedCall)
+    served.decode = SimpleNamespace(deterministic=False)
+    seen = []
+
+    def run_plain(_, *addresses):
+        seen.append(addresses)
+        return [torch.zeros(2, 4, 1, 16)]
+
+    monkeypatch.setattr(PagedCall, "run_plain", run_plain)
+    call = sdpa_paged_module.PagedArguments(
+        q, k, v, table, table, lengths, causal_alignment="bottom_right", is_causal=True
+    )
+    last = sdpa_paged_module.Last(call, "HND", served, tensor_guard(q, k, v, table, lengths))
+    monkeypatch.setattr(paged_launch.calls, "last", sdpa_paged_module.Served(None, last))
+    assert not sdpa_paged(**given).any()
+    assert len(seen) == 1
+    with pytest.raises(LayoutError, match=f"{which}: got a tensor without memory"):
+        sdpa_paged(**{**given, which: freed(given[which])})
+    assert len(seen) == 1
+    assert all(seen[0])
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_an_append_again(monkeypatch, which):
+    cache = PagedKVCache(pages=4, page_size=16, heads=2, head_dim=16, dtype=torch.bfloat16, device="cpu")
+    step = cache.reserve([cache.add()], 3)
+    rows = {name: torch.randn(1, 2, 3, 16, dtype=torch.bfloat16) for name in "kv"}
+    seen = []
+
+    class Appender:
+        def __init__(self, *_):
+            pass
+
+        def __call__(self, k, v, *_):
+            seen.append((k, v))
+
+    monkeypatch.setattr("cudnn_sdpa.attention.paged.paging.Appender", Appender)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    for _ in range(2):
+        cache.append(step, **rows)
+    with pytest.raises(LayoutError, match=f"{which}: got a tensor without memory"):
+        cache.append(step, **{**rows, which: freed(rows[which])})
+    assert seen == [(rows["k"].data_ptr(), rows["v"].data_ptr())] * 2

@@ -1,0 +1,193 @@
+"""Faults of cuDNN: which plans they concern, which avoid them, and that no other is built."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cudnn_sdpa import UnsupportedError
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.dense.plans import Backward, Forward, Problem
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.attention.varlen.launch import output_layout, packed
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.graph.target import Target
+
+
+def target(cudnn=91900, sm=90):
+    return Target((("deviceVer", sm * 10), ("multiProcessorCount", 132)), cudnn, "1.32.0", "a GPU")
+
+
+def call(sq=100, skv=120, batch=2, heads=(4, 2), **options):
+    def make(heads, length):
+        return torch.empty(batch, heads, length, 64, dtype=torch.bfloat16, device="meta")
+
+    return ForwardArguments(make(heads[0], sq), make(heads[1], skv), make(heads[1], skv), **options)
+
+
+def forward(of, **where):
+    return Forward.of(of).key(target(**where), None)
+
+
+def backward(of, *, by_mask=False, **where):
+    out = TensorLayout.of(of.q)
+    return Backward(Problem.of(of), out, out, False, by_mask, False).key(target(**where), None)
+
+
+def varlen(*, grouped=True):
+    q = torch.empty(50, 4, 64, dtype=torch.bfloat16, device="meta")
+    kv = q[:, : 2 if grouped else 4]
+    ends = torch.empty(4, dtype=torch.int32, device="meta")
+    return VarlenArguments(q, kv, kv, None, ends, ends, None, 30, 30, one_packing=True)
+
+
+def without(key, *names):
+    return dataclasses.replace(key, inputs=tuple(operand for operand in key.inputs if operand.name not in names))
+
+
+def faults(key):
+    return [issue.fault for issue in known_issues.concerning(key)]
+
+
+def test_partial_tiles_are_masked_in_the_backward_pass_of_the_versions_that_need_it():
+    for sq, skv in [(100, 128), (128, 100), (1, 128), (128, 1)]:
+        key = backward(call(sq, skv))
+        assert {"seq_len_q", "seq_len_kv"} <= {operand.name for operand in key.inputs}
+        assert any("very negative" in fault for fault in faults(key))
+        known_issues.check(key)
+        with pytest.raises(UnsupportedError, match="very negative"):
+            known_issues.check(without(key, "seq_len_q", "seq_len_kv"))
+    whole, fixed = backward(call(128, 256)), backward(call(100, 120), cudnn=92800)
+    for key in (whole, fixed):
+        assert not any(operand.name.startswith("seq_len") for operand in key.inputs)
+        assert not any("very negative" in fault for fault in faults(key))
+
+
+@pytest.mark.parametrize(("cudnn", "sm", "refused"), [(91900, 100, True), (92600, 100, False), (91900, 90, False)])
+def test_decoding_on_blackwell_is_refused_on_the_versions_that_corrupt_it(cudnn, sm, refused):
+    key = forward(call(1, 128), cudnn=cudnn, sm=sm)
+    if not refused:
+        return known_issues.check(key)
+    with pytest.raises(UnsupportedError, match="pytorch#193893"):
+        known_issues.check(key)
+    return None
+
+
+def test_a_crash_of_the_planner_is_kept_away_from():
+    one = call(1, 128, batch=1, heads=(1, 1))
+    with pytest.raises(UnsupportedError, match="crashes"):
+        known_issues.check(backward(one, cudnn=92600))
+    with pytest.raises(UnsupportedError, match="crashes"):  # 9.28 too, seen offline
+        known_issues.check(backward(one, cudnn=92800))
+    known_issues.check(backward(one, cudnn=92500))
+
+
+def test_a_mask_with_one_row_is_given_as_many():
+    mask = torch.empty(1, 2, 1, 120, dtype=torch.bfloat16, device="meta")
+    key = backward(call(attn_mask=mask, heads=(2, 2)))
+    (bias,) = [operand for operand in key.inputs if operand.name == "bias"]
+    assert bias.layout.shape[2] == 100
+    assert bias.layout.stride[2] == 0
+    known_issues.check(key)
+    row = dataclasses.replace(bias, layout=TensorLayout.contiguous((1, 2, 1, 120), torch.bfloat16))
+    wrong = dataclasses.replace(key, inputs=tuple(row if operand is bias else operand for operand in key.inputs))
+    with pytest.raises(UnsupportedError, match="misread"):
+        known_issues.check(wrong)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 100, 1), (1, 1, 100, 1), (2, 1, 1, 1), (1, 1, 1, 1)], ids=str)
+def test_no_plan_has_a_mask_over_one_key(shape):
+    mask = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(UnsupportedError, match="a single key is misread"):
+        known_issues.check(forward(call(attn_mask=mask, heads=(2, 2), skv=1)))
+
+
+def test_packed_plans_avoid_what_concerns_them():
+    of = varlen()
+    problem, layout = packed(of), output_layout(of)
+    for key in (
+        problem.forward_key(layout, True, target(), None),
+        problem.backward_key(layout, layout, False, target(), None),
+    ):
+        assert any("overflow 32 bits" in fault for fault in faults(key))
+        known_issues.check(key)
+
+
+def test_what_is_wrong_only_in_a_cuda_graph_is_refused_only_there():
+    key = forward(call(2048, 2048, window_left=100, window_right=0), cudnn=91400)
+    assert "TransformerEngine#2344" in known_issues.not_in_capture(key)
+    known_issues.check(key)
+    assert known_issues.not_in_capture(forward(call(2048, 2048, is_causal=True), cudnn=91400)) == ""
+    assert known_issues.not_in_capture(forward(call(2048, 2048, window_left=100, window_right=0))) == ""
+
+
+def test_users_own_operations_are_none_of_their_business():
+    key = dataclasses.replace(forward(call()), operation="somebody.else:sdpa_forward")
+    assert known_issues.concerning(key) == []
+
+
+@pytest.mark.parametrize("issue", known_issues.ISSUES, ids=lambda issue: issue.fault[:40])
+def test_every_row_says_what_where_and_how(issue):
+    assert issue.first < issue.fixed
+    text = str(issue)
+    assert issue.fault in text
+    assert issue.treatment in text
+    assert "#" in issue.source or "seen on" in issue.source
+
+
+@pytest.mark.parametrize(
+    ("options", "safe"),
+    [
+        ({"is_causal": True}, True),
+        ({"is_causal": True, "causal_alignment": "bottom_right"}, True),
+        ({}, False),
+        ({"is_causal": True, "window_left": 64}, False),
+        ({"is_causal": True, "seq_lens_kv": torch.empty(2, dtype=torch.int32, device="meta")}, False),
+        ({"attn_mask": torch.empty(2, 4, 2000, 2048, dtype=torch.bfloat16, device="meta")}, False),
+        ({"softcap": 5.0, "seq_lens_kv": torch.empty(2, dtype=torch.int32, device="meta")}, False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
+)
+def test_only_causal_masks_alone_are_captured_where_replays_were_broken(options, safe):
+    key = forward(call(2000, 2048, **options), cudnn=91400)
+    assert (known_issues.not_in_capture(key) == "") is safe
+    assert known_issues.not_in_capture(forward(call(2000, 2048, **options), cudnn=91500)) == ""
+    assert known_issues.not_in_capture(forward(call(1000, 1024), cudnn=91400)) == ""
+
+
+def test_large_plans_are_refused_by_the_reach_of_any_tensor():
+    key = backward(call(100, 120))
+    known_issues.check(key)
+    for name in ("q", "k", "v", "out", "grad_out"):
+        inputs = list(key.inputs)
+        at = next(number for number, operand in enumerate(inputs) if operand.name == name)
+        layout = inputs[at].layout
+        far = dataclasses.replace(layout, stride=(2**31, *layout.stride[1:]))
+        inputs[at] = dataclasses.replace(inputs[at], layout=far)
+        with pytest.raises(UnsupportedError, match="beyond 2"):
+            known_issues.check(dataclasses.replace(key, inputs=tuple(inputs)))
+
+
+def test_lengths_of_one_dimension_are_refused():
+    key = forward(call(seq_lens_kv=torch.empty(2, dtype=torch.int32, device="meta")))
+    known_issues.check(key)
+    flat = tuple(
+        dataclasses.replace(operand, layout=TensorLayout((2,), (1,), torch.int32))
+        if operand.name.startswith("seq_len")
+        else operand
+        for operand in key.inputs
+    )
+    with pytest.raises(UnsupportedError, match="one dimension"):
+        known_issues.check(dataclasses.replace(key, inputs=flat))
+
+
+@pytest.mark.parametrize(("sm", "dim", "refused"), [(100, 256, True), (100, 192, False), (90, 256, False)])
+def test_wide_heads_in_fp8_are_refused_on_blackwell(sm, dim, refused):
+    key = forward(call(), sm=sm)
+    wide = TensorLayout.contiguous((2, 4, 100, dim), torch.float8_e4m3fn)
+    inputs = (dataclasses.replace(key.inputs[0], layout=wide), *key.inputs[1:])
+    found = faults(dataclasses.replace(key, inputs=inputs))
+    assert any("FP8" in fault for fault in found) is refused

@@ -1,0 +1,79 @@
+"""What cuDNN says of graphs that it declines, shortened to what tells something."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from cudnn_sdpa.graph.diagnostics import in_words, reason_of
+
+#: In the form of cuDNN 9.28 and frontend 1.32.
+CONFIGURATION = """{{"engineId":{0},"smVersion":900,"knobChoices":{{"TILE_SIZE":4}},"targetSMcount":132}}
+Warning: CUDNN_STATUS_NOT_SUPPORTED; Reason: {1}
+Warning: CUDNN_STATUS_NOT_SUPPORTED; Reason: (CUDNN_STATUS_NOT_INITIALIZED == status) || ((status) / 1000 * 1000)
+Warning: CUDNN_STATUS_NOT_SUPPORTED; Reason: fwd_initSupported(deviceProp, opSet, false)
+Warning: CUDNN_STATUS_NOT_SUPPORTED; Reason: ConvolutionEngine::getStatus()
+Warning: CUDNN_STATUS_NOT_SUPPORTED; Reason: status
+Warning: CUDNN_STATUS_NOT_SUPPORTED; Reason: ptr->isSupported()
+Warning: CUDNN_STATUS_NOT_SUPPORTED; Reason: engine.finalize()
+"""
+NONE_OF_3 = "cuDNN proposes 3 configurations of its engines, none of which takes this graph"
+
+
+def dump(*reasons):
+    configurations = (CONFIGURATION.format(number, reason) for number, reason in enumerate(reasons))
+    return "\n".join(["No valid engine configs for _", *configurations])
+
+
+def test_hundreds_of_lines_become_one():
+    found = in_words(dump("config == INVALID", "config == INVALID", "matcher->hasPrologue() || matcher->hasEpilogue()"))
+    assert found == f"{NONE_OF_3}: config == INVALID; matcher->hasPrologue() || matcher->hasEpilogue()"
+
+
+def test_a_status_that_tells_more_is_kept():
+    text = dump("smem > usable").replace(
+        "SUPPORTED; Reason: smem", "SUPPORTED_SHARED_MEMORY_INSUFFICIENT; Reason: smem"
+    )
+    found = in_words(text)
+    assert found.endswith(" this graph: CUDNN_STATUS_NOT_SUPPORTED_SHARED_MEMORY_INSUFFICIENT, smem > usable")
+
+
+def test_one_configuration_is_one():
+    assert in_words(dump("k % 8")) == (
+        "cuDNN proposes one configuration of an engine, which does not take this graph: k % 8"
+    )
+
+
+def test_of_nothing_but_names_of_its_functions_the_number_remains():
+    assert in_words(dump(*["ptr->isSupported()"] * 3)) == NONE_OF_3
+
+
+@pytest.mark.parametrize("text", ["", "head dim 512 is too large", "two\nlines", "two\nlines\n"])
+def test_a_short_reason_stays_as_it_is(text):
+    assert in_words(text) == text.removesuffix("\n")
+
+
+def test_plans_that_were_passed_over_are_named_once():
+    found = in_words("first\nDeselecting execution plan 1\nDeselecting execution plan 2")
+    assert found.startswith("first\ncuDNN notes that it may give other bits")
+    assert found.count("\n") == 1
+    alone = in_words("Deselecting execution plan 1")
+    assert alone.startswith("cuDNN notes that it may give other bits")
+    both = in_words(dump("k % 8") + "Deselecting execution plan 3")
+    assert both == in_words(dump("k % 8")) + "\n" + alone
+
+
+def test_the_frontends_python_engines_are_left_out():
+    text = "no engine (the backend declined: it is too large; python engines: none of 14)"
+    assert reason_of(RuntimeError(text)) == "it is too large"
+    assert reason_of(RuntimeError("no engine (the backend declined: it is too large)")) == "it is too large"
+    assert reason_of(RuntimeError("plain")) == "plain"
+    assert reason_of(KeyError()) == "KeyError"
+
+
+def test_all_lines_are_in_the_log(caplog):
+    with caplog.at_level(logging.DEBUG, "cudnn_sdpa"):
+        reason_of(RuntimeError(dump("k % 8", "config == INVALID")))
+        reason_of(RuntimeError("plain"))
+    assert [record.getMessage().count("Reason: ") for record in caplog.records] == [14]

@@ -1,0 +1,449 @@
+"""Modules on caches: decoding gives what the whole sequence gives, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from module_values import evaluate, parameters_of, randomize
+from torch import nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+from cudnn_sdpa import ArgumentError, DtypeError, OptionError, PagedKVCache, ShapeError, UnsupportedError
+from cudnn_sdpa.attention import value_checks
+from cudnn_sdpa.nn import Attention, KVCache, RotaryEmbedding, TransformerLayer
+
+OPTIONS = [
+    {},
+    {"window": (3, 0)},
+    {"rope": RotaryEmbedding(16), "num_kv_heads": 2},
+    {"rope": RotaryEmbedding(16, interleaved=True), "num_kv_heads": 1, "window": (4, 0), "sinks": True},
+    {"softcap": 2.0, "bias": True, "scale": 0.4, "num_kv_heads": 2},
+    {"sinks": True, "qkv_bias": True},
+]
+
+
+def make(**options):
+    return randomize(Attention(64, 4, head_dim=16, is_causal=True, **options)).eval()
+
+
+def static(module, batch=2, max_length=24, **options):
+    sizes = {"heads": module.num_kv_heads, "head_dim": module.head_dim, "dtype": torch.float32, "device": "cpu"}
+    return KVCache(batch=batch, max_length=max_length, **sizes, **options)
+
+
+def paged(module, **options):
+    sizes = {"heads": module.num_kv_heads, "head_dim": module.head_dim, "dtype": torch.float32, "device": "cpu"}
+    return PagedKVCache(pages=16, page_size=4, **sizes, **options)
+
+
+def expected_of(module, x, **options):
+    return evaluate(module, parameters_of(module), x.double(), **options).detach()
+
+
+def assert_close(found, expected):
+    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("reference_alone")
+@torch.no_grad()
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
+@pytest.mark.parametrize("chunks", [(5, 1, 1, 1, 3, 1), (1,) * 12, (12,), (2, 10)], ids=str)
+@pytest.mark.parametrize("kind", ["static", "paged"])
+def test_steps_give_what_the_whole_sequence_gives(options, chunks, kind):
+    module, x = make(**options), torch.randn(2, 12, 64)
+    if kind == "static":
+        cache = static(module)
+        reserve = cache.reserve
+    else:
+        cache = paged(module)
+        numbers = [cache.add(), cache.add()]
+        reserve = lambda tokens: cache.reserve(numbers, tokens)  # noqa: E731
+    found = [module(part, step=reserve(part.shape[1])) for part in x.split(chunks, dim=1)]
+    assert_close(torch.cat(found, dim=1), expected_of(module, x))
+
+
+@pytest.mark.usefixtures("reference_alone")
+@torch.no_grad()
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
+@pytest.mark.parametrize("kind", ["static", "paged"])
+def test_sequences_of_different_lengths(options, kind):
+    module, x, lengths = make(**options), torch.randn(3, 11, 64), [5, 8, 1]
+    if kind == "static":
+        cache = static(module, 3)
+        step = cache.reserve(8, torch.tensor(lengths, dtype=torch.int32))
+        more = [cache.reserve for _ in range(3)]
+    else:
+        cache = paged(module)
+        numbers = [cache.add() for _ in range(3)]
+        step = cache.reserve(numbers, lengths)
+        more = [lambda: cache.reserve(numbers)] * 3
+    found = [module(x[:, :8], step=step)]
+    for number, reserve in enumerate(more):
+        rows = torch.stack([x[row, length + number] for row, length in enumerate(lengths)])
+        found.append(module(rows[:, None], step=reserve()))
+    for row, length in enumerate(lengths):
+        whole = expected_of(module, x[row : row + 1, : length + 3])[0]
+        assert_close(found[0][row, :length], whole[:length])
+        assert_close(torch.cat([part[row] for part in found[1:]]), whole[length:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["static", "paged"])
+def test_a_stack_of_layers_shares_a_cache_and_its_rotations(kind):
+    rope = RotaryEmbedding(16)
+    layers = nn.ModuleList(
+        randomize(TransformerLayer(64, 4, 96, num_kv_heads=2, is_causal=True, rope=rope)) for _ in range(3)
+    ).eval()
+    attention, x = layers[0].self_attn, torch.randn(2, 9, 64)
+    cache = (static if kind == "static" else paged)(attention, layers=3)
+    numbers = [] if kind == "static" else [cache.add(), cache.add()]
+    found = []
+    for part in x.split([4, 1, 1, 3], dim=1):
+        tokens = part.shape[1]
+        step = cache.reserve(tokens) if kind == "static" else cache.reserve(numbers, tokens)
+        rotations = rope(step.positions)
+        for number, layer in enumerate(layers):
+            part = layer(part, step=step, layer=number, rotations=rotations)  # noqa: PLW2901
+        found.append(part)
+    expected = x.double()
+    for layer in layers:
+        expected = expected_of(layer, expected)
+    assert_close(torch.cat(found, dim=1), expected)
+
+
+@pytest.mark.usefixtures("reference_alone")
+@torch.no_grad()
+def test_masks_on_a_static_cache():
+    module, x = make(num_kv_heads=2), torch.randn(2, 9, 64)
+    cache = static(module)
+    padded_left = torch.arange(24) >= torch.tensor([[3], [0]])
+    step = cache.reserve(9)
+    found = module(x, step=step, attn_mask=padded_left[:, None, None])
+    expected = expected_of(module, x, attn_mask=padded_left[:, None, None, :9])
+    assert_close(found[0, 3:], expected[0, 3:])
+    assert_close(found[1], expected[1])
+
+
+@torch.no_grad()
+def test_tokens_are_forgotten():
+    module, x = make(rope=RotaryEmbedding(16)), torch.randn(2, 9, 64)
+    cache = static(module)
+    module(torch.randn(2, 6, 64), step=cache.reserve(6))
+    cache.reset()
+    module(x[:, :5], step=cache.reserve(5))
+    module(torch.randn(2, 3, 64), step=cache.reserve(3))  # drafts
+    cache.lengths.fill_(5)
+    assert_close(module(x[:, 5:], step=cache.reserve(4)), expected_of(module, x)[:, 5:])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.no_grad()
+def test_lengths_are_written_in_place(compiled):
+    def forget(cache):
+        cache.lengths -= 1
+
+    cache = static(make(), max_length=8)
+    cache.lengths += 3
+    lengths = cache.lengths
+    (torch.compile(forget, backend="eager", fullgraph=True) if compiled else forget)(cache)
+    assert cache.lengths.tolist() == [2, 2]
+    with pytest.raises(OptionError, match="lengths: got another tensor"):
+        cache.lengths = torch.zeros(2, dtype=torch.int32)
+    assert cache.lengths is lengths
+
+
+@torch.no_grad()
+def test_a_full_cache_says_so():
+    module = make()
+    cache = static(module, max_length=8)
+    module(torch.randn(2, 6, 64), step=cache.reserve(6))
+    with pytest.raises(OptionError, match=r"tokens: got 3 after 6; expected no more than max_length \(8\) in all"):
+        cache.reserve(3)
+    assert cache.lengths.tolist() == [6, 6], "something was taken"
+    with pytest.raises(OptionError, match="seq_lens: got list"):
+        cache.reserve(1, [1, 1])
+    with pytest.raises(OptionError, match="seq_lens"):
+        cache.reserve(1, torch.tensor([1, 2], dtype=torch.int32))
+    step = cache.reserve(2, torch.tensor([2, 1], dtype=torch.int32))
+    assert step.positions.tolist() == [[6, 7], [6, 7]]
+    assert cache.lengths.tolist() == [8, 7]
+
+
+@torch.no_grad()
+def test_where_nobody_looks_a_full_cache_answers_with_nan(monkeypatch):
+    module, x = make(num_kv_heads=2), torch.randn(2, 9, 64)
+    cache = static(module, max_length=8)
+    module(x[:, :5], step=cache.reserve(5, torch.tensor([5, 3], dtype=torch.int32)))
+    monkeypatch.setattr(cache, "_check_room", lambda *_: None)  # as on a GPU
+    monkeypatch.setattr(value_checks, "check_lengths", lambda *_: None)
+    over = module(x[:, 5:], step=cache.reserve(4))
+    assert over[0].isnan().all()
+    again = torch.cat([x[1:, :3], x[1:, 5:]], dim=1)
+    assert_close(over[1], expected_of(module, again)[0, 3:])
+    assert not cache.k().isnan().any()
+
+
+@torch.no_grad()
+def test_what_outgrew_a_cache_leaves_nothing_in_it(monkeypatch):
+    layers = [make(), make()]
+    cache = static(layers[0], max_length=8, layers=2)
+
+    def run(x, step):
+        for number, layer in enumerate(layers):
+            x = layer(x, step=step, layer=number)
+        return x
+
+    monkeypatch.setattr(cache, "_check_room", lambda *_: None)  # as on a GPU
+    monkeypatch.setattr(value_checks, "check_lengths", lambda *_: None)
+    run(torch.randn(2, 6, 64), cache.reserve(6))
+    assert run(torch.randn(2, 4, 64), cache.reserve(4)).isnan().all()
+    cache.reset()
+    x = torch.randn(2, 5, 64)
+    assert_close(run(x, cache.reserve(5)), layers[1](layers[0](x)).double())
+
+
+def test_sinks_learn_on_keys_that_are_frozen():
+    module, x = make(sinks=True), torch.randn(2, 9, 64)
+    module.qkv_proj.requires_grad_(False)
+    step = static(module).reserve(9)
+    found = torch.autograd.grad(module(x, step=step).square().mean(), module.sinks)[0]
+    expected = torch.autograd.grad(module(x).square().mean(), module.sinks)[0]
+    assert_close(found, expected.double())
+
+
+def test_a_step_that_cannot_be_is_refused():
+    module, x = make(), torch.randn(2, 3, 64)
+    cache = static(module)
+    with torch.no_grad():
+        step = cache.reserve(3)
+        for tensors, options, kind, name in [
+            ((x[:, :2],), {"step": step}, ShapeError, "x"),
+            ((x,), {"step": step, "seq_lens": torch.ones(2, dtype=torch.int32)}, OptionError, "seq_lens"),
+            ((x,), {"step": step, "layer": 1}, OptionError, "layer"),
+            ((x,), {"step": 3}, OptionError, "step"),
+        ]:
+            with pytest.raises(kind) as error:
+                module(*tensors, **options)
+            assert error.value.argument == name
+        with pytest.raises(OptionError, match="earlier tokens would have to see later ones"):
+            randomize(Attention(64, 4))(x, step=step)
+        with pytest.raises(OptionError, match="this cache has made"):
+            static(module).attend(step, x)
+        with pytest.raises(DtypeError, match="the dtype of the cache"):
+            make().double()(x.double(), step=step)
+        with pytest.raises(ShapeError, match="k: got"):
+            make(num_kv_heads=2)(x, step=step)
+        pages = paged(module)
+        on_pages = pages.reserve([pages.add(), pages.add()], 3)
+        with pytest.raises(UnsupportedError, match="no attn_mask"):
+            module(x, step=on_pages, attn_mask=torch.ones(3, 3))
+        with pytest.raises(UnsupportedError, match=r"module\.eval\(\)"):
+            make(dropout=0.1).train()(x, step=step)
+    with pytest.raises(UnsupportedError, match=r"torch\.no_grad\(\)"):
+        module(x, step=step)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [({"batch": 0}, "batch"), ({"max_length": 1.5}, "max_length"), ({"dtype": "half"}, "dtype")]
+)
+def test_wrong_sizes_are_named(options, name):
+    with pytest.raises(OptionError) as error:
+        KVCache(**{"batch": 1, "heads": 1, "head_dim": 8, "max_length": 4, "device": "cpu", **options})
+    assert error.value.argument == name
+
+
+def test_a_cache_made_in_one_mode_serves_in_another():
+    module, x = make(), torch.randn(2, 4, 64)
+    with torch.inference_mode():
+        cache = static(module)
+        first = module(x[:, :2], step=cache.reserve(2))
+    with torch.no_grad():
+        second = module(x[:, 2:], step=cache.reserve(2))
+    assert_close(torch.cat([first, second], dim=1), expected_of(module, x))
+
+
+@pytest.mark.sample(1)
+@torch.no_grad()
+@pytest.mark.parametrize("chunks", [(1,) * 12, (3, 5, 4)], ids=["tokens", "chunks"])
+def test_a_compiled_step_serves_all_positions(chunks):
+    torch._dynamo.reset()
+    rope = RotaryEmbedding(16)
+    layers = nn.ModuleList(
+        randomize(TransformerLayer(64, 4, 96, num_kv_heads=2, is_causal=True, rope=rope)) for _ in range(2)
+    ).eval()
+    cache, x = static(layers[0].self_attn, layers=2), torch.randn(2, 12, 64)
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=len(set(chunks)) > 1)
+    def run(part):
+        step = cache.reserve(part.shape[1])
+        for number, layer in enumerate(layers):
+            part = layer(part, step=step, layer=number)
+        return part
+
+    found = [run(part.clone()) for part in x.split(chunks, dim=1)]
+    assert len(_debug_get_cache_entry_list(run._torchdynamo_orig_callable.__code__)) == 1
+    expected = x.double()
+    for layer in layers:
+        expected = expected_of(layer, expected)
+    assert_close(torch.cat(found, dim=1), expected)
+    assert cache.lengths.tolist() == [12, 12]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers_before", [0, 1])
+def test_what_a_failed_call_has_reserved_is_taken_back(layers_before):
+    stack = [make(rope=RotaryEmbedding(16)) for _ in range(2)]
+    cache, x = static(stack[0], layers=2), torch.randn(2, 6, 64)
+
+    def run(part, step):
+        for number, module in enumerate(stack):
+            part = module(part, step=step, layer=number)
+        return part
+
+    def expected():
+        first = expected_of(stack[0], x)
+        return expected_of(stack[1], first.float())
+
+    failed = cache.reserve(4, torch.tensor([4, 2], dtype=torch.int32))
+    for number in range(layers_before):
+        stack[number](torch.randn(2, 4, 64), step=failed, layer=number)
+    with pytest.raises(ShapeError, match="x: got"):
+        stack[layers_before](torch.randn(1, 4, 64), step=failed, layer=layers_before)
+    if not layers_before:
+        with pytest.raises(OptionError, match=r"the step before are appended first(.|\n)*cache\.cancel\(step\)"):
+            cache.reserve(6)
+    cache.cancel(failed)
+    assert cache.lengths.tolist() == [0, 0]
+    with pytest.raises(OptionError, match="step: got another step"):
+        cache.cancel(failed)
+    found = [run(part, cache.reserve(part.shape[1])) for part in x.split((4, 2), dim=1)]
+    assert_close(torch.cat(found, dim=1), expected())
+    cache.reserve(1)
+    cache.reset()
+    assert_close(run(x, cache.reserve(6)), expected())
+
+
+@torch.no_grad()
+def test_two_layers_do_not_write_to_one():
+    stack = [make() for _ in range(2)]
+    cache, x = static(stack[0], layers=2), torch.randn(2, 3, 64)
+    step = cache.reserve(3)
+    first = stack[0](x, step=step)
+    with pytest.raises(OptionError, match=r"layer: got 0; expected another layer(.|\n)*its own number"):
+        stack[1](first, step=step)
+    stack[1](first, step=step, layer=1)
+
+
+@torch.no_grad()
+def test_steps_reserved_outside_are_used_in_compiled_functions():
+    torch._dynamo.reset()
+    module, x = make(), torch.randn(2, 6, 64)
+    cache = static(module)
+    run = torch.compile(lambda part, step: module(part, step=step), fullgraph=True, backend="aot_eager")
+    found = [run(x[:, at : at + 1].clone(), cache.reserve()) for at in range(6)]
+    assert_close(torch.cat(found, dim=1), expected_of(module, x))
+    assert len(_debug_get_cache_entry_list(run._torchdynamo_orig_callable.__code__)) == 1
+
+
+FORGET = {
+    "reset": lambda cache, _: cache.reset(),
+    "cancel": lambda cache, step: cache.cancel(step),
+    "truncate": lambda cache, _: cache.truncate(torch.tensor([0, 0], dtype=torch.int32)),
+    "zero_": lambda cache, _: cache.lengths.zero_(),
+    "single ones": lambda cache, _: [cache.lengths[row].fill_(0) for row in range(2)],
+    "out=": lambda cache, _: torch.zeros(2, dtype=torch.int32, out=cache.lengths),
+    "-=": lambda cache, _: shorten(cache, 20),
+    "-= compiled": lambda cache, _: torch.compile(shorten, backend="eager", fullgraph=True)(cache, 20),
+}
+
+
+def shorten(cache, tokens):
+    cache.lengths -= tokens
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("forget", FORGET)
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_forgotten_reaches_no_result(forget, number, which, mode):
+    """An overflow in some step is over when its tokens are: 0 times what is left of it would be NaN."""
+    with mode():
+        check_forgotten(forget, number, which)
+
+
+def check_forgotten(forget, number, which):
+    cache = KVCache(batch=2, heads=2, head_dim=16, max_length=24, layers=2, dtype=torch.float32, device="cpu")
+    step = cache.reserve(20)
+    for layer in range(2):
+        new = {"k": torch.randn(2, 2, 20, 16), "v": torch.randn(2, 2, 20, 16)}
+        new[which][:, :, 3:] = number
+        cache.append(step, new["k"], new["v"], layer)
+    FORGET[forget](cache, step)
+    assert cache.lengths.tolist() == [0, 0]
+    step = cache.reserve(5, torch.tensor([5, 2], dtype=torch.int32))
+    for layer in range(2):
+        q, k, v = torch.randn(3, 2, 2, 5, 16).double()
+        cache.append(step, k.float(), v.float(), layer)
+        found = cache.attend(step, q.float(), layer).double()
+        for row, length in enumerate((5, 2)):
+            causal = torch.ones(length, length).tril().log()
+            weights = (q[row, :, :length] @ k[row, :, :length].mT * 0.25 + causal).softmax(-1)
+            assert_close(found[row, :, :length], weights @ v[row, :, :length])
+
+
+@torch.no_grad()
+def test_only_lengths_that_somebody_wrote_cost_a_clearing():
+    """A step writes its own rows alone; the whole cache is written when the lengths were changed from outside."""
+    cache = KVCache(batch=2, heads=2, head_dim=16, max_length=24, dtype=torch.float32, device="cpu")
+    k = torch.randn(2, 2, 1, 16)
+    cache.v()[:, :, 10:] = 7
+
+    def step():
+        cache.append(cache.reserve(), k, k)
+        return cache.v()[:, :, 10:]
+
+    for forget in (lambda: None, lambda: cache.cancel(cache.reserve()), lambda: cache.truncate(cache.lengths - 1)):
+        forget()
+        cache.v()[:, :, 10:] = 7
+        assert all((step() == 7).all() for _ in range(2))
+    cache.lengths.sub_(1)
+    assert not step().any()
+    cache.v()[:, :, 10:] = 7
+    assert (step() == 7).all()
+
+
+@torch.no_grad()
+def test_lengths_made_smaller_before_compiled_steps():
+    torch._dynamo.reset()
+    cache = KVCache(batch=2, heads=2, head_dim=16, max_length=24, dtype=torch.float32, device="cpu")
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def run(q, k, v):
+        step = cache.reserve(k.shape[2])
+        cache.append(step, k, v)
+        return cache.attend(step, q)
+
+    for forget in (cache.reset, lambda: cache.truncate(torch.zeros_like(cache.lengths)), lambda: shorten(cache, 9)):
+        bad = torch.full((2, 2, 9, 16), float("inf"))
+        cache.append(cache.reserve(9), bad, bad)
+        forget()
+        q, k, v = torch.randn(3, 2, 2, 5, 16)
+        weights = (q.double() @ k.double().mT * 0.25 + torch.ones(5, 5).tril().log()).softmax(-1)
+        assert_close(run(q, k, v), weights @ v.double())
+        cache.reset()
+
+
+def test_truncate_keeps_what_is_said():
+    cache = KVCache(batch=3, heads=2, head_dim=16, max_length=8, dtype=torch.float32, device="cpu")
+    k = torch.randn(3, 2, 6, 16)
+    cache.append(cache.reserve(6), k, k)
+    cache.truncate(torch.tensor([4, 9, -1], dtype=torch.int32))
+    assert cache.lengths.tolist() == [4, 6, 0]
+    assert torch.equal(cache.k()[0, :, :4], k[0, :, :4])
+    assert torch.equal(cache.k()[1, :, :6], k[1])
+    assert (cache.k()[0, :, 4:] == 0).all()
+    assert (cache.v()[2] == 0).all()
+    for wrong in (None, 4, [1, 2, 3], torch.tensor([1, 2, 3]), torch.tensor([1], dtype=torch.int32)):
+        with pytest.raises(ArgumentError, match="lengths"):
+            cache.truncate(wrong)

@@ -1,0 +1,277 @@
+"""Folders of plans and of the stand-in driver: nobody else can have put what is read, nor where it is read from."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cudnn_sdpa import OfflineError, OptionError, use_plan_store
+from cudnn_sdpa.offline import driver
+from cudnn_sdpa.plans import default_store, private_folders
+from cudnn_sdpa.plans.private_folders import UnsafeFolderError, check_above, open_private
+from cudnn_sdpa.plans.store import PlanStore
+from tests.unit.plans.test_plan_store import key, plan
+
+NEEDS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="root alone can give files away")
+STRANGER = 54321
+
+
+def try_to_open(folder: Path) -> str:
+    """Why a folder is not used; empty if it is."""
+    try:
+        os.close(open_private(folder))
+    except UnsafeFolderError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A folder with the usual permissions, three levels deep."""
+    folder = tmp_path / "home" / ".cache" / "cudnn_sdpa"
+    folder.mkdir(parents=True)
+    for each in (folder, *folder.parents[:2]):
+        each.chmod(0o755)
+    return folder
+
+
+def test_folders_that_are_missing_are_made_for_the_user_alone_whatever_the_umask_is(base):
+    for umask in (0o000, 0o002, 0o022, 0o077):
+        before = os.umask(umask)
+        try:
+            assert try_to_open(base / f"{umask:o}" / "deep" / "plans") == ""
+        finally:
+            os.umask(before)
+        made = [base / f"{umask:o}", *(base / f"{umask:o}").rglob("*")]
+        assert [path.stat().st_mode & 0o777 for path in made] == [0o700] * 3
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757, 0o772])
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_folder_above_that_others_may_write_to_is_refused(base, level, mode, monkeypatch):
+    monkeypatch.setattr(private_folders, "_is_users_own_group", lambda _: False)
+    parent = (base, *base.parents)[level]
+    parent.chmod(mode)
+    for folder in (base / "plans", base / "more" / "plans"):
+        assert f"{parent} is writable by others" in try_to_open(folder)
+        with pytest.raises(OptionError, match=f"chmod go-w {parent}"):
+            use_plan_store(folder)
+    assert list(base.iterdir()) == []  # nothing was made
+    parent.chmod(0o755)
+    assert try_to_open(base / "plans") == ""
+
+
+def test_a_sticky_folder_like_tmp_is_no_danger(base):
+    base.chmod(0o1777)
+    assert try_to_open(base / "plans") == ""
+
+
+def cures_in(message: str) -> dict[str, str]:
+    """The ways out that a refusal names, and what each is to be tried with."""
+    found = re.findall(r"(chmod go-w|chmod \+t|CUDNN_SDPA_TRUSTED_FOLDERS)[ =]([^ ;]+)", message)
+    return {way: path.rstrip(".") for way, path in found}
+
+
+@pytest.mark.parametrize("way", ["chmod go-w", "chmod +t", "CUDNN_SDPA_TRUSTED_FOLDERS"])
+def test_each_cure_that_a_refusal_names_is_one(base, way, monkeypatch, caplog):
+    """As on a volume of Kubernetes, whose root is writable by all: the folder of plans in it is private."""
+    monkeypatch.setattr(private_folders, "_is_users_own_group", lambda _: False)
+    base.chmod(0o777)
+    monkeypatch.setenv("CUDNN_SDPA_PLAN_DIR", str(base / "plans"))
+    assert default_store._from_environment() is None
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING"
+    assert "\n" not in warning.getMessage()
+    cures = cures_in(warning.getMessage())
+    assert set(cures.values()) == {str(base)}
+    if way.startswith("chmod"):
+        subprocess.run([*way.split(), cures[way]], check=True)
+    else:
+        monkeypatch.setenv(way, f"/elsewhere:{cures[way]}")
+    store = default_store._from_environment()
+    store.save(key(), plan(key()))
+    assert store.load(key()) == plan(key())
+    assert (base / "plans").stat().st_mode & 0o777 == 0o700
+
+
+def test_folders_that_are_trusted_are_trusted_alone(base, monkeypatch):
+    monkeypatch.setattr(private_folders, "_is_users_own_group", lambda _: False)
+    monkeypatch.setenv("CUDNN_SDPA_TRUSTED_FOLDERS", str(base))
+    for other in (base.parent, base / "below", base / "below" / "plans"):
+        other.mkdir(exist_ok=True)
+        other.chmod(0o777)
+        assert f"{other}" in try_to_open(base / "below" / "plans")
+        other.chmod(0o700)
+    assert try_to_open(base / "below" / "plans") == ""
+
+
+@NEEDS_ROOT
+def test_a_trusted_mount_may_belong_to_another_user_and_plans_in_it_may_not(base, monkeypatch):
+    """A container that runs as root, with a folder of the machine's user in it."""
+    os.chown(base, STRANGER, STRANGER)
+    assert f"CUDNN_SDPA_TRUSTED_FOLDERS={base}" in try_to_open(base / "plans")
+    monkeypatch.setenv("CUDNN_SDPA_TRUSTED_FOLDERS", str(base))
+    assert try_to_open(base / "plans") == ""
+    os.chown(base / "plans", STRANGER, STRANGER)
+    assert "belongs to another user" in try_to_open(base / "plans")
+
+
+@NEEDS_ROOT
+def test_in_a_container_that_knows_this_user_alone_the_systems_folders_are_trusted(tmp_path):
+    """Apptainer, bubblewrap: what is root's outside is shown as nobody's inside, and so is `/`."""
+    alone = ["unshare", "--user", "--map-user=1000"]
+    try:
+        subprocess.run([*alone, "true"], check=True, timeout=60, capture_output=True)
+    except (OSError, subprocess.SubprocessError):
+        pytest.skip("no user namespaces here")
+    of_system, user = tmp_path / "of the system", "of the user/cudnn_sdpa"
+    (of_system / user).mkdir(parents=True)
+    tmp_path.chmod(0o755)
+    os.chown(of_system, STRANGER, STRANGER)
+    os.chown(tmp_path, STRANGER, STRANGER)
+    (tmp_path / "link").symlink_to(of_system)
+    os.lchown(tmp_path / "link", STRANGER, STRANGER)
+    program = """
+import os, sys
+from pathlib import Path
+from cudnn_sdpa.plans.private_folders import OpenFolderError, open_private
+print(os.getuid(), os.stat(sys.argv[1]).st_uid)
+os.close(open_private(Path(sys.argv[1]) / sys.argv[2] / "plans"))
+os.close(open_private(Path(sys.argv[1]).with_name("link") / sys.argv[2] / "plans"))
+try:
+    open_private(Path(sys.argv[1]), make=False)
+except OpenFolderError as error:
+    print(error)
+"""
+    command = [*alone, sys.executable, "-c", program, str(of_system), user]
+    made = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=300, cwd=Path(private_folders.__file__).parents[2]
+    )
+    assert made.stdout.splitlines()[:1] == ["1000 65534"], made.stderr
+    assert "belongs to another user (uid 65534), who could put code in it" in made.stdout, made.stderr
+    assert (of_system / user / "plans").stat().st_mode & 0o777 == 0o700
+    assert f"{of_system}" in try_to_open(of_system / user / "plans") or f"{tmp_path}" in try_to_open(of_system / user)
+
+
+def test_the_group_of_the_user_alone_may_write_above_and_no_other(base, monkeypatch):
+    base.chmod(0o775)
+    asked = []
+    monkeypatch.setattr(private_folders, "_is_users_own_group", lambda group: asked.append(group) or True)
+    assert try_to_open(base / "plans") == ""
+    assert asked == [os.getgid()]
+    (base / "plans").chmod(0o775)
+    assert "chmod go-w" in try_to_open(base / "plans")
+
+
+@NEEDS_ROOT
+@pytest.mark.parametrize("what", ["folder above", "folder in a sticky one", "link in a sticky one", "folder"])
+def test_what_belongs_to_somebody_else_is_refused(base, tmp_path, what):
+    mine = tmp_path / "downloads"
+    mine.mkdir(mode=0o700)
+    if "sticky" in what:
+        base.chmod(0o1777)
+    theirs = base / "theirs"
+    if "link" in what:
+        theirs.symlink_to(mine)
+        os.lchown(theirs, STRANGER, STRANGER)
+    else:
+        theirs.mkdir(mode=0o755)
+        os.chown(theirs, STRANGER, STRANGER)
+    folder = theirs if what == "folder" else theirs / "plans"
+    assert "belongs to another user" in try_to_open(folder)
+
+
+def test_links_of_the_user_lead_where_everything_is_looked_at_too(base, tmp_path, monkeypatch):
+    """Caches on another disk are common; what a link leads to must be as safe as its own place."""
+    monkeypatch.setattr(private_folders, "_is_users_own_group", lambda _: False)
+    disk = tmp_path / "disk" / "user"
+    disk.mkdir(parents=True)
+    (base / "absolute").symlink_to(disk)
+    (base / "relative").symlink_to("../../../disk/user")
+    (base / "twice").symlink_to("absolute/")
+    for name in ("absolute", "relative", "twice"):
+        assert try_to_open(base / name) == ""
+        assert try_to_open(base / name / "plans") == ""
+    disk.parent.chmod(0o777)
+    for name in ("absolute", "relative", "twice"):
+        assert "disk is writable by others" in try_to_open(base / name / "plans")
+    (base / "ring").symlink_to("ring")
+    assert "too many links" in try_to_open(base / "ring")
+
+
+def test_a_folder_that_is_replaced_after_it_was_opened_is_looked_at_again(base, tmp_path):
+    """Such as by a link to a folder of the user's that holds somebody else's file."""
+    store = PlanStore(base / "plans")
+    store.save(key(), plan(key()))
+    forged = PlanStore(tmp_path / "forged")
+    forged.save(key(65), plan(key(65), seed=3))
+    for use in (lambda: store.load(key(65)), lambda: store.save(key(66), plan(key(66)))):
+        base.chmod(0o777)
+        (base / "plans").rename(base / "was")
+        (base / "plans").symlink_to(forged.folder)
+        assert use() is None
+        (base / "plans").unlink()
+        (base / "was").rename(base / "plans")
+        base.chmod(0o755)
+    assert forged.info().plans == 1
+    assert store.load(key()) == plan(key())
+
+
+def test_what_is_not_there_yet_can_be_looked_at_without_making_it(base):
+    check_above(base / "a" / "b")
+    base.chmod(0o777)
+    with pytest.raises(UnsafeFolderError):
+        check_above(base / "a" / "b")
+    assert list(base.iterdir()) == []
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    if driver.has_real_driver():
+        pytest.skip("this machine has a real driver, so no stand-in is made")
+    if driver.compiler() is None:
+        pytest.skip("no C compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_the_stand_in_driver_has_the_same_demands(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(private_folders, "_is_users_own_group", lambda _: False)
+    folder = driver.stand_in_folder()
+    for open_to_others in (cache, cache / "cudnn_sdpa", folder.parent, folder):
+        open_to_others.chmod(0o777)
+        with pytest.raises(OfflineError, match="writable by others"):
+            driver.stand_in_folder()
+        open_to_others.chmod(0o700)
+    uploads = tmp_path / "uploads"
+    uploads.mkdir()
+    (folder / "libcuda.so.1").rename(uploads / "libcuda.so.1")
+    (folder / "libcuda.so.1").symlink_to(uploads / "libcuda.so.1")
+    with pytest.raises(OfflineError, match="is a link"):
+        driver.stand_in_folder()
+
+
+def test_what_killed_compilations_left_is_removed(cache):
+    folder = driver.stand_in_folder()
+    old, new = folder.parent / "tmpabcd", folder.parent / "tmpefgh"
+    for each in (old, new):
+        (each / "made").mkdir(parents=True)
+    os.utime(old, (1, 1))
+    assert driver.stand_in_folder() == folder
+    assert (old.exists(), new.exists()) == (False, True)
+    assert folder.is_relative_to(cache)
+
+
+def test_the_stand_in_driver_makes_no_home(tmp_path, monkeypatch):
+    if driver.has_real_driver():
+        pytest.skip("this machine has a real driver, so no stand-in is made")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
+    with pytest.raises(OfflineError, match="there is no home folder"):
+        driver.stand_in_folder()
+    assert not (tmp_path / "nobody").exists()

@@ -1,0 +1,138 @@
+"""A stored plan that cannot be loaded: others keep it unless it is the plan that is at fault."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import cudnn_sdpa
+from cudnn_sdpa import ExecutionError, OutOfPagesError
+from cudnn_sdpa.graph import backend
+from cudnn_sdpa.plans import build, nvrtc
+from cudnn_sdpa.plans.file_format import StoredPlan
+from cudnn_sdpa.plans.nvrtc import Kernel
+from tests.unit.plans.test_plan_store import key, plan
+
+#: What says nothing of a plan: the GPU, its memory or the process is in trouble.
+IN_TROUBLE = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB"),
+    MemoryError(),
+    RuntimeError("CUDNN_STATUS_EXECUTION_FAILED_CUDA_DRIVER: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("cudnnBackendFinalize failed: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("cuModuleLoadData: CUDA_ERROR_OUT_OF_MEMORY"),
+    RuntimeError("CUDA_ERROR_ECC_UNCORRECTABLE"),
+]
+
+#: What is said of a plan, or might be.
+REFUSED = [
+    ValueError("it wants 5 bytes"),
+    KeyError("size"),
+    RuntimeError("[json.exception.parse_error.110] parse error: unexpected end of input"),
+    RuntimeError("CUDNN_STATUS_BAD_PARAM"),
+    RuntimeError("CUDNN_STATUS_NOT_SUPPORTED_GRAPH_PATTERN"),
+    RuntimeError("cuModuleLoadData: CUDA_ERROR_INVALID_IMAGE"),
+    RuntimeError("CUDNN_STATUS_INTERNAL_ERROR"),
+    RuntimeError("nothing that anybody knows"),
+]
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """A store with a good plan, and a GPU that is none."""
+    monkeypatch.setattr(build, "_handle_for", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    with cudnn_sdpa.use_plan_store(tmp_path / "plans") as store:
+        store.save(key(), plan(key()))
+        yield store
+
+
+def fail_with(monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(backend, "load_graph", fail)
+
+
+@pytest.mark.parametrize("trouble", IN_TROUBLE, ids=str)
+def test_trouble_of_the_gpu_leaves_the_plan_to_others_and_is_raised(store, monkeypatch, caplog, trouble):
+    fail_with(monkeypatch, trouble)
+    expected = ExecutionError if type(trouble) is RuntimeError else type(trouble)
+    for _ in range(2):
+        with pytest.raises(expected):
+            build.load_plan(key())
+    assert caplog.text == ""
+    assert (store.info().plans, store.info().rejected) == (1, 0)
+    assert store.load(key()) == plan(key())
+
+
+@pytest.mark.parametrize("refusal", REFUSED, ids=str)
+def test_what_cudnn_refuses_is_built_again_once_and_replaced_when_it_is(store, monkeypatch, caplog, refusal):
+    fail_with(monkeypatch, refusal)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert build.load_plan(key()) is None
+    assert caplog.text.count("it will be built again") == 1
+    assert (store.info().plans, store.info().rejected) == (1, 1)  # a plan that cannot be built would be lost to all
+    store.save(key(), plan(key(), seed=1))
+    assert store.load(key()) == plan(key(), seed=1)
+
+
+def test_an_error_of_this_library_is_no_different(store, monkeypatch):
+    fail_with(monkeypatch, OutOfPagesError(1, 0))
+    assert build.load_plan(key()) is None
+    assert store.info().plans == 1
+
+
+class Driver:
+    """CUDA's driver, in which loading a module gives a status."""
+
+    def __init__(self, *statuses):
+        self.statuses = list(statuses)
+
+    def cuModuleLoadData(self, module, cubin):  # noqa: N802 - the driver's own names
+        return self.statuses.pop(0)
+
+    def cuModuleGetFunction(self, function, module, name):  # noqa: N802
+        function._obj.value = 1234
+        return 0
+
+    def cuGetErrorName(self, status, name):  # noqa: N802
+        return 0
+
+    cuLaunchKernel = None  # noqa: N815
+
+
+@pytest.mark.parametrize(("status", "refused"), [(200, True), (209, True), (2, False), (700, False), (214, False)])
+def test_a_kernel_is_removed_only_if_its_code_is_at_fault(tmp_path, monkeypatch, status, refused):
+    source = tmp_path / "kernel.cu"
+    source.write_text("nothing")
+    driver = Driver(status, 0)
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    kernel = Kernel(source, "a_kernel")
+    monkeypatch.setattr(Kernel, "compile", lambda *_: b"new code")
+    with cudnn_sdpa.use_plan_store(tmp_path / "plans") as store:
+        saved = []
+        monkeypatch.setattr(store, "save", lambda of, made: saved.append((of, made)))
+        of = SimpleNamespace(identity=kernel_identity(kernel))
+        type(store).save(store, of, StoredPlan(of.identity(), "nvrtc", {}, 0, 0.0, b"old code"))
+        if refused:
+            assert kernel._load(0).name == "a_kernel"
+            assert [made.data for _, made in saved] == [b"new code"]
+            assert store.info().plans == 0
+        else:
+            with pytest.raises(ExecutionError):
+                kernel._load(0)
+            assert (store.info().plans, store.info().rejected, saved) == (1, 0, [])
+
+
+def kernel_identity(kernel):
+    """What the store knows the kernel by."""
+    digest = nvrtc.hashlib.sha256(kernel.path.read_bytes()).hexdigest()
+    return nvrtc._Identity(kernel.name, digest, 90).identity

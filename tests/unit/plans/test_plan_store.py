@@ -1,0 +1,567 @@
+"""The plan store on a real disk: what is kept comes back whole or not at all, whatever happens to the files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import cudnn_sdpa
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.dense.plans import Forward
+from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.graph import key as key_module
+from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.plans import build, default_store, store_files
+from cudnn_sdpa.plans.file_format import StoredPlan
+from cudnn_sdpa.plans.private_folders import UnsafeFolderError
+from cudnn_sdpa.plans.store import PlanStore
+
+ROOT = Path(__file__).parents[3]
+
+
+def key(sq=64, cudnn=91900, sm=90, **options):
+    q = torch.empty(1, 2, sq, 64, dtype=torch.bfloat16, device="meta")
+    target = Target((("deviceVer", sm * 10), ("multiProcessorCount", 132)), cudnn, "1.32.0", "a GPU")
+    return Forward.of(ForwardArguments(q, q, q, **options)).key(target, 0)
+
+
+def plan(of, size=2000, seed=0):
+    return StoredPlan(of.identity(), "eng9", {"KNOB": 3}, 256, 0.25, random.Random(seed).randbytes(size))
+
+
+@pytest.fixture
+def store(tmp_path):
+    return PlanStore(tmp_path / "plans")
+
+
+def test_what_is_saved_is_loaded(store):
+    for sq in (64, 65):
+        store.save(key(sq), plan(key(sq), seed=sq))
+    for sq in (64, 65):
+        assert store.load(key(sq)) == plan(key(sq), seed=sq)
+    assert store.load(key(66)) is None
+    info = store.info()
+    assert (info.plans, info.loads, info.saves, info.rejected, info.evictions) == (2, 2, 2, 0, 0)
+    assert info.bytes == sum(path.stat().st_size for path in store.folder.glob("*.plan"))
+    assert {path.stat().st_mode & 0o777 for path in store.folder.glob("*.plan")} == {0o600}
+    store.clear()
+    assert store.load(key()) is None
+    assert store.info().plans == 0
+
+
+def with_option(name, value):
+    of = key()
+    options = tuple((n, type(value).__name__, value) if n == name else (n, t, v) for n, t, v in of.options)
+    return dataclasses.replace(of, options=options)
+
+
+def test_every_part_of_a_key_has_a_file_of_its_own(store):
+    keys = [
+        key(),
+        key(sq=65),
+        key(cudnn=92800),
+        key(sm=100),
+        key(is_causal=True),
+        dataclasses.replace(key(), digest="another"),
+        dataclasses.replace(key(), operation="another.module:sdpa_forward"),
+        dataclasses.replace(key(), target=dataclasses.replace(key().target, frontend="1.33.0")),
+        *(with_option("dropout_p", value) for value in (1, 1.0, True)),
+    ]
+    assert len({store.path(of) for of in keys}) == len(keys)
+    assert store.path(dataclasses.replace(key(), device=3)) == store.path(key())  # any GPU of the kind
+    named = dataclasses.replace(key(), target=dataclasses.replace(key().target, name="a sibling"))
+    assert store.path(named) == store.path(key())
+
+
+@pytest.mark.parametrize("kind", ["flipped", "truncated", "extended", "emptied", "zeroed"])
+def test_a_damaged_file_is_removed_and_never_a_plan(store, kind, caplog):
+    of = key()
+    store.save(of, plan(of, size=300))
+    path = store.path(of)
+    whole = path.read_bytes()
+    damages = {
+        "flipped": [whole[:i] + bytes([whole[i] ^ 1 << i % 8]) + whole[i + 1 :] for i in range(len(whole))],
+        "truncated": [whole[:i] for i in range(0, len(whole), 7)],
+        "extended": [whole + b"\0", whole + whole],
+        "emptied": [b""],
+        "zeroed": [bytes(len(whole)), whole[:-100] + bytes(100)],
+    }[kind]
+    for number, damaged in enumerate(damages, start=1):
+        path.write_bytes(damaged)
+        assert store.load(of) is None
+        assert not path.exists()
+        assert store.info().rejected == number
+    assert "it will be built again" in caplog.text
+    store.save(of, plan(of, size=300))
+    assert store.load(of) == plan(of, size=300)
+
+
+def test_a_file_of_another_plan_is_not_taken_for_this_one(store, caplog):
+    store.save(key(65), plan(key(65)))
+    store.path(key(65)).rename(store.path(key()))
+    assert store.load(key()) is None
+    assert "another plan's" in caplog.text
+    assert not store.path(key()).exists()
+
+
+@pytest.mark.parametrize("contents", [b"[]", b'{"key": 1}', b"\xff\xfe", b'"text"', b"{", b"null"])
+def test_a_description_of_another_shape_is_not_a_plan(store, contents):
+    """Signed with its digest, so that it gets past that."""
+    from cudnn_sdpa.plans import file_format
+
+    line = file_format._MAGIC + file_format._digest(contents, b"data").encode() + b"\n" + contents + b"\ndata"
+    store.path(key()).write_bytes(line)
+    assert store.load(key()) is None
+    assert store.info().rejected == 1
+
+
+def test_what_others_may_write_to_is_refused(tmp_path, store):
+    for mode in (0o777, 0o770, 0o720):
+        folder = tmp_path / f"open {mode:o}"
+        folder.mkdir()
+        folder.chmod(mode)
+        with pytest.raises(UnsafeFolderError, match="chmod go-w"):
+            PlanStore(folder)
+        with pytest.raises(OptionError, match="only its owner"):
+            cudnn_sdpa.use_plan_store(folder)
+    (tmp_path / "file").touch()
+    with pytest.raises(OptionError, match="cannot be used"):
+        cudnn_sdpa.use_plan_store(tmp_path / "file")
+    store.save(key(), plan(key()))
+    store.path(key()).chmod(0o666)
+    assert store.load(key()) is None
+    assert not store.path(key()).exists()
+
+
+def test_links_and_pipes_are_not_followed(store, tmp_path):
+    store.save(key(), plan(key()))
+    elsewhere = tmp_path / "elsewhere"
+    store.path(key()).rename(elsewhere)
+    store.path(key()).symlink_to(elsewhere)
+    assert store.load(key()) is None
+    store.path(key()).unlink()
+    os.mkfifo(store.path(key()), 0o600)
+    assert store.load(key()) is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="root can become a user who owns nothing")
+def test_a_folder_of_root_that_cannot_be_written_to_is_read(store, run_python):
+    store.save(key(), plan(key()))
+    for path in (store.folder, *store.folder.glob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    for parent in store.folder.parents:
+        if parent.stat().st_uid == 0 and parent != Path("/"):
+            parent.chmod(parent.stat().st_mode | 0o055)
+    script = """
+import os, sys, pathlib
+sys.path.insert(0, sys.argv[2])
+from tests.unit.plans.test_plan_store import key, plan
+from cudnn_sdpa.plans.store import PlanStore
+os.setuid(65534)
+store = PlanStore(pathlib.Path(sys.argv[1]))
+assert store.load(key()) == plan(key())
+with store.building(key(65)):
+    store.save(key(65), plan(key(65)))
+assert store.load(key(65)) is None
+print("read")
+"""
+    result = run_python(script, str(store.folder), str(ROOT))
+    assert result.stdout == "read\n"
+    assert "cannot be kept" in result.stderr
+
+
+def test_a_full_disk_keeps_nothing_and_says_so_once(store, run_python):
+    script = """
+import pathlib, resource, signal, sys
+sys.path.insert(0, sys.argv[2])
+from tests.unit.plans.test_plan_store import key, plan
+from cudnn_sdpa.plans.store import PlanStore
+store = PlanStore(pathlib.Path(sys.argv[1]))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # what a full disk does: a part is written, then an error
+for sq in range(64, 70):
+    store.save(key(sq), plan(key(sq)))
+    assert store.load(key(sq)) is None
+print(sorted(path.name for path in store.folder.iterdir()))
+"""
+    result = run_python(script, str(store.folder), str(ROOT))
+    assert result.stdout == "['locks']\n"
+    assert result.stderr.count("cannot be kept") == 1
+
+
+def test_the_least_recently_used_go_first(tmp_path):
+    size = len(plan(key()).encode())
+    store = PlanStore(tmp_path / "plans", capacity=4 * size + size // 2)
+    for number, sq in enumerate(range(64, 68)):
+        store.save(key(sq), plan(key(sq)))
+        os.utime(store.path(key(sq)), (number, number))
+    assert store.load(key(64)) is not None  # a use
+    store.save(key(70), plan(key(70)))
+    assert [sq for sq in (64, 65, 66, 67, 70) if store.path(key(sq)).exists()] == [64, 66, 67, 70]
+    assert store.info().evictions == 1
+    small = PlanStore(tmp_path / "plans", capacity=1)
+    small.save(key(80), plan(key(80)))
+    assert [path.name for path in store.folder.glob("*.plan")] == [store.path(key(80)).name]
+
+
+def test_what_killed_writers_leave_is_swept_at_once_and_what_others_write_is_not(store):
+    (store.folder / ".writing-abc").write_bytes(b"half")
+    with store._opened() as folder:
+        name, file = store_files.make_lock_file(folder, ".writing-")
+    with file:
+        store.save(key(), plan(key()))  # the first save of a process
+        assert [path.name for path in store.folder.glob(".writing-*")] == [name]
+    PlanStore(store.folder).save(key(65), plan(key(65)))
+    assert list(store.folder.glob(".writing-*")) == []
+
+
+def test_left_files_are_swept_where_locks_want_a_writer(store, monkeypatch):
+    """On NFS, Linux takes a lock of a whole file as `lockf` does: from a file that is open for writing."""
+    monkeypatch.setattr(fcntl, "flock", fcntl.lockf)
+    folder = os.open(store.folder, os.O_RDONLY)
+    left = [store.folder / ".writing-0123", store.folder / "locks" / "0123.lock"]
+    left[1].parent.mkdir(exist_ok=True)
+    for path in left:
+        path.write_bytes(b"")
+    store_files.sweep(folder)
+    os.close(folder)
+    assert [path.exists() for path in left] == [False, False]
+
+
+def test_what_is_being_written_counts_to_the_capacity(tmp_path):
+    size = len(plan(key(100)).encode())
+    store = PlanStore(tmp_path / "plans", capacity=4 * size)
+    for sq in range(100, 103):
+        store.save(key(sq), plan(key(sq)))
+    with store._opened() as folder:
+        _, file = store_files.make_lock_file(folder, ".writing-")
+    with file:
+        file.write(bytes(2 * size))
+        file.flush()
+        PlanStore(tmp_path / "plans", capacity=4 * size).save(key(103), plan(key(103)))
+        assert bytes_in(store.folder) <= 4 * size
+
+
+@pytest.mark.parametrize("ahead", [-1e6, 1e6, 1e9], ids=["past", "future", "far future"])
+def test_what_is_saved_is_there_whatever_the_clock_of_others_says(tmp_path, ahead):
+    """Files dated by a clock that was wrong: what is saved afterwards stays, and goes when it is the oldest."""
+    size = len(plan(key(100)).encode())
+    store = PlanStore(tmp_path / "plans", capacity=7 * size // 2)
+    for sq in range(100, 103):
+        store.save(key(sq), plan(key(sq)))
+        os.utime(store.path(key(sq)), (time.time() + ahead,) * 2)
+    for sq in range(103, 120):
+        store.save(key(sq), plan(key(sq)))
+        assert store.load(key(sq)) == plan(key(sq))
+        if sq > 103:
+            assert store.load(key(sq - 1)) == plan(key(sq - 1))
+    assert not any(store.path(key(sq)).exists() for sq in range(100, 103))
+
+
+def test_a_folder_that_was_removed_is_made_again(store, caplog):
+    store.save(key(), plan(key()))
+    shutil.rmtree(store.folder)
+    assert store.load(key()) is None
+    with store.building(key()):
+        store.save(key(), plan(key()))
+    assert store.load(key()) == plan(key())
+    assert store.folder.stat().st_mode & 0o777 == 0o700
+    assert caplog.text == ""
+
+
+def test_files_are_as_readable_as_their_folder(store):
+    store.folder.chmod(0o755)
+    before = os.umask(0o077)
+    try:
+        store.save(key(), plan(key()))
+    finally:
+        os.umask(before)
+    assert store.path(key()).stat().st_mode & 0o777 == 0o644
+
+
+def test_a_plan_that_is_refused_stays_until_a_better_one_comes(store):
+    """Others may be able to use it; this process does not try it again."""
+    store.save(key(), plan(key()))
+    store.refuse(key(), plan(key()), "no good here")
+    assert store.load(key()) is None
+    assert PlanStore(store.folder).load(key()) == plan(key())
+    assert store.info().rejected == 1
+    store.save(key(), plan(key(), seed=1))
+    assert store.load(key()) == plan(key(), seed=1)
+    store.refuse(key(), plan(key(), seed=1), "no good here")
+    PlanStore(store.folder).save(key(), plan(key(), seed=2))
+    assert store.load(key()) == plan(key(), seed=2)
+
+
+def bytes_in(folder):
+    """What a folder takes on the disk, but for its locks."""
+    found = 0
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found += path.stat().st_size * path.is_file()
+    return found
+
+
+FILLER = """
+import pathlib, sys
+sys.path.insert(0, sys.argv[2])
+from tests.unit.plans.test_plan_store import key, plan
+from cudnn_sdpa.plans.store import PlanStore
+store = PlanStore(pathlib.Path(sys.argv[1]), capacity=1_000_000)
+for sq in range(64, 94):
+    of = key(sq, cudnn=int(sys.argv[3]))
+    store.save(of, plan(of, size=100_000))
+"""
+
+
+@pytest.mark.slow
+def test_several_processes_keep_one_capacity(tmp_path):
+    folder, most = tmp_path / "plans", 0
+    processes = [start(FILLER, str(folder), str(ROOT), str(90000 + number)) for number in range(4)]
+    while any(process.poll() is None for process in processes):
+        most = max(most, bytes_in(folder) if folder.exists() else 0)
+        time.sleep(0.001)
+    for process in processes:
+        process.stdout.close()
+    assert [process.returncode for process in processes] == [0] * 4
+    assert 700_000 < most <= 1_400_000  # four files may be replaced by four others at a time
+    assert bytes_in(folder) <= 1_000_000
+    assert PlanStore(folder).info().plans >= 7
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a small disk needs root")
+def test_a_full_disk_makes_room(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir(mode=0o700)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k,mode=700", "tmpfs", disk], check=False)
+    if mounted.returncode:
+        pytest.skip("a disk cannot be mounted here")
+    try:
+        store = PlanStore(disk / "plans")
+        for sq in range(64, 84):
+            store.save(key(sq), plan(key(sq), size=100_000))
+            assert store.load(key(sq)) == plan(key(sq), size=100_000)
+        info = store.info()
+        assert (info.saves, info.plans + info.evictions) == (20, 20)
+        assert 3 <= info.plans <= 5
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_two_plans_are_built_at_the_same_time(store):
+    """Whatever their names begin with: a lock is one plan's."""
+    alike = {}
+    for sq in range(64, 500):
+        if (other := alike.setdefault(store.path(key(sq)).name[:2], sq)) != sq:
+            break
+    with store.building(key(other)):
+        before = time.monotonic()
+        with store.building(key(sq)):
+            assert time.monotonic() - before < 1
+    assert list((store.folder / "locks").glob("*.lock")) == []
+
+
+def test_nobody_waits_for_what_is_built_in_the_background(store):
+    with store.building(key(), in_background=True):
+        before = time.monotonic()
+        with store.building(key()):
+            assert time.monotonic() - before < 1
+
+
+def test_a_lock_is_held_by_one_thread_at_a_time(store):
+    inside, most = [], []
+
+    def build():
+        for _ in range(20):
+            with store.building(key()):
+                inside.append(1)
+                most.append(len(inside))
+                time.sleep(0.001)
+                inside.pop()
+
+    threads = [threading.Thread(target=build) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert most == [1] * 120
+    assert list((store.folder / "locks").glob("*.lock")) == []
+
+
+def test_files_are_looked_at_once_and_then_only_when_there_may_be_too_many(tmp_path, monkeypatch):
+    """With thousands of them that takes longer than to build a plan."""
+    size = len(plan(key(100)).encode())
+    store, looks = PlanStore(tmp_path / "plans", capacity=20 * size), []
+    shrink = PlanStore._shrink
+    monkeypatch.setattr(PlanStore, "_shrink", lambda self, *more: looks.append(self) or shrink(self, *more))
+    for sq in range(100, 120):
+        store.save(key(sq), plan(key(sq)))
+        os.utime(store.path(key(sq)), (sq, sq))
+    assert len(looks) == 1
+    for sq in range(120, 126):  # the first of them removes the two or three oldest, for some to come
+        store.save(key(sq), plan(key(sq)))
+        os.utime(store.path(key(sq)), (sq, sq))
+        assert sum(path.stat().st_size for path in store.folder.glob("*.plan")) <= store.capacity
+    assert 2 <= len(looks) <= 4
+    left = [sq for sq in range(100, 126) if store.path(key(sq)).exists()]
+    assert left == list(range(left[0], 126))
+    assert store.info().evictions == left[0] - 100
+
+
+def test_what_other_processes_save_shows_when_a_store_is_looked_at(tmp_path):
+    size = len(plan(key()).encode())
+    mine, theirs = (PlanStore(tmp_path / "plans", capacity=10 * size) for _ in range(2))
+    for sq in range(100, 106):
+        mine.save(key(sq), plan(key(sq)))
+        theirs.save(key(sq + 100), plan(key(sq + 100)))
+    PlanStore(tmp_path / "plans", capacity=10 * size).save(key(), plan(key()))
+    assert mine.info().bytes <= 10 * size
+
+
+WRITER = """
+import pathlib, sys
+sys.path.insert(0, sys.argv[2])
+from tests.unit.plans.test_plan_store import key, plan
+from cudnn_sdpa.plans.store import PlanStore
+store = PlanStore(pathlib.Path(sys.argv[1]))
+plans = [(key(sq), plan(key(sq), size=300_000, seed=sq)) for sq in range(64, 72)]
+print("ready", flush=True)
+while True:
+    for of, made in plans:
+        with store.building(of):
+            store.save(of, made)
+"""
+
+
+def start(code, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+    )
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("moment", range(6))
+def test_killed_while_writing(store, moment):
+    """Whatever moment the writer is killed at, every file is whole, and no lock stays."""
+    process = start(WRITER, str(store.folder), str(ROOT))
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.005 + 0.013 * moment)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    for sq in range(64, 72):
+        found = store.load(key(sq))
+        assert found is None or found == plan(key(sq), size=300_000, seed=sq)
+    assert store.info().rejected == 0
+    before = time.monotonic()
+    with store.building(key()):
+        assert time.monotonic() - before < 5
+
+
+SHARER = """
+import pathlib, sys, time
+sys.path.insert(0, sys.argv[2])
+from tests.unit.plans.test_plan_store import key, plan
+from cudnn_sdpa.plans.store import PlanStore
+store = PlanStore(pathlib.Path(sys.argv[1]))
+built = 0
+for sq in range(64, 76):
+    of = key(sq)
+    if store.load(of) is None:
+        with store.building(of):
+            if store.load(of) is None:
+                time.sleep(0.02)
+                built += 1
+                store.save(of, plan(of, seed=sq))
+    assert store.load(of) == plan(of, seed=sq)
+print(built, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_eight_processes_build_every_plan_once(store):
+    processes = [start(SHARER, str(store.folder), str(ROOT)) for _ in range(8)]
+    built = [int(process.communicate(timeout=120)[0]) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 8
+    assert sum(built) == 12
+    assert store.info().plans == 12
+
+
+def test_the_setting_holds_until_it_is_left(tmp_path):
+    before = default_store.active()
+    with cudnn_sdpa.use_plan_store(tmp_path / "a") as outer:
+        assert default_store.active() is outer
+        with cudnn_sdpa.use_plan_store("off") as inner:
+            assert inner is None
+            assert default_store.active() is None
+        assert default_store.active() is outer
+    assert default_store.active() is before
+    for capacity in (0, -1, 1.5, True, "1"):
+        with pytest.raises(OptionError, match="capacity"):
+            cudnn_sdpa.use_plan_store(tmp_path / "a", capacity=capacity)
+
+
+def test_the_environment_names_the_folder(tmp_path, run_python):
+    code = "from cudnn_sdpa.plans import default_store; print(default_store.active())"
+    for value, expected in ((str(tmp_path / "p"), f"PlanStore('{tmp_path / 'p'}')"), ("off", "None")):
+        assert run_python(code, CUDNN_SDPA_PLAN_DIR=value).stdout.strip() == expected
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    result = run_python(code, CUDNN_SDPA_PLAN_DIR=str(tmp_path / "open"))
+    assert result.stdout.strip() == "None"
+    assert "plans are not kept" in result.stderr
+
+
+def test_a_folder_stays_where_it_was_meant(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with cudnn_sdpa.use_plan_store("plans") as store:
+        monkeypatch.chdir("/")
+        store.save(key(), plan(key()))
+        assert store.load(key()) == plan(key())
+        assert store.folder == tmp_path / "plans"
+
+
+def test_without_a_path_it_is_in_the_users_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with cudnn_sdpa.use_plan_store() as store:
+        assert store.folder == tmp_path / "cudnn_sdpa" / "plans"
+        assert store.folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_file_that_cannot_be_opened_is_no_plan(store, caplog):
+    store.path(key()).mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert store.load(key()) is None
+
+
+def test_a_plan_of_this_gpu_goes_before_one_of_no_gpu(store, monkeypatch):
+    monkeypatch.setattr(key_module, "serial_of", lambda device: f"GPU {device}")
+    monkeypatch.setattr(default_store, "active", lambda: store)
+    monkeypatch.setattr(build, "plan_of", lambda _, stored: stored)
+    mine = dataclasses.replace(key(), operation="somebody.module:convolve")
+    siblings, other = mine.of_siblings(), dataclasses.replace(mine, device=1)
+    store.save(other, plan(other, seed=1))
+    assert build.load_plan(mine) is None
+    store.save(siblings, plan(siblings, seed=2))
+    assert build.load_plan(mine) == plan(siblings, seed=2)
+    store.save(mine, plan(mine, seed=3))
+    assert build.load_plan(mine) == plan(mine, seed=3)
+    assert build.load_plan(other) == plan(other, seed=1)

@@ -1,0 +1,118 @@
+"""Which plans are right, and which of them is the fastest: the comparisons behind `autotune`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.plans import autotune_timing
+
+
+def rows(*shape, dtype=torch.float32):
+    return torch.randn(*shape).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", autotune_timing.TOLERANCE, ids=str)
+def test_rounding_is_no_difference_and_errors_are(dtype):
+    exact = torch.randn(500, 64, dtype=torch.float64)
+    noise = torch.randn_like(exact) * torch.finfo(dtype).eps * exact.abs() / 4
+    a, b = exact.to(dtype), (exact + noise).to(dtype)
+    assert autotune_timing.difference(a, a) == 0
+    assert autotune_timing.difference(b, a) < 1
+    assert autotune_timing.difference((exact * 1.5).to(dtype), a) > 1
+    assert autotune_timing.difference((-exact).to(dtype), a) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wrong", [0.0, "neighbour"])
+def test_one_wrong_row_of_many_is_seen(dtype, wrong):
+    expected = rows(20_000, 64, dtype=dtype)
+    found = expected.clone()
+    found[777] = wrong if wrong == 0.0 else expected[778]
+    assert float((found - expected).norm() / expected.norm()) < autotune_timing.TOLERANCE[torch.bfloat16]
+    assert autotune_timing.difference(found, expected) > 1
+
+
+def test_rows_of_very_different_sizes_are_compared_by_their_own():
+    sizes = torch.logspace(-6, 3, 2000).unsqueeze(1)
+    exact = torch.randn(2000, 64) * sizes
+    expected = exact.to(torch.bfloat16)
+    found = (exact + exact.norm(dim=1, keepdim=True) / 8 * 2e-3 * torch.randn_like(exact)).to(torch.bfloat16)
+    assert autotune_timing.difference(found, expected) < 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_must_be_where_the_others_are(value):
+    whole, broken = rows(64, 8), rows(64, 8)
+    broken.copy_(whole)
+    broken[5, 3] = value
+    assert not autotune_timing.difference(broken, whole) <= 1
+    assert not autotune_timing.difference(whole, broken) <= 1
+    assert autotune_timing.difference(broken, broken.clone()) == 0
+
+
+def test_integers_must_be_equal():
+    a = torch.arange(12).view(3, 4)
+    assert autotune_timing.difference(a, a.clone()) == 0
+    assert autotune_timing.difference(a + 1, a) == float("inf")
+
+
+def test_results_are_compared_in_pieces(monkeypatch):
+    a, b = rows(1000, 8), rows(1000, 8)
+    whole = autotune_timing.difference(a, b)
+    monkeypatch.setattr(autotune_timing, "_PIECE", 64)
+    assert autotune_timing.difference(a, b) == pytest.approx(whole)
+
+
+def test_only_a_clear_advantage_wins():
+    def fastest(*times):
+        return autotune_timing.fastest([autotune_timing.Measurement(time) for time in times])
+
+    assert fastest(10.0, 9.9, 9.85) == 0
+    assert fastest(10.0, 9.9, 9.7, 9.75) == 2
+    assert fastest(10.0, None, 9.0) == 2
+    assert fastest(None) == fastest(None, None) == 0
+
+
+def test_memory_is_seen_as_its_layout_says():
+    memory = torch.arange(24.0)
+    layout = TensorLayout((2, 3), (12, 2), torch.float32)
+    seen = autotune_timing.tensor_at(memory.data_ptr() + 4, layout, torch.device("cpu"))
+    assert seen.tolist() == [[1, 3, 5], [13, 15, 17]]
+    seen.fill_(0)
+    assert memory.sum() == sum(range(24)) - (1 + 3 + 5 + 13 + 15 + 17)
+
+
+@pytest.mark.parametrize("dtype", autotune_timing.TOLERANCE, ids=str)
+def test_results_in_any_layout_are_poisoned_compared_and_put_back(dtype, monkeypatch):
+    """The elements between those of the output are somebody else's."""
+    memory = torch.ones(4, 6, 8).to(dtype)
+    output = memory.transpose(0, 1)[::2, :, :4]
+    values = torch.randn(output.shape).to(dtype)
+    seen = []
+
+    def write():
+        seen.append(bool(output.double().isnan().all()))
+        output.copy_(values)
+
+    monkeypatch.setattr(autotune_timing, "device_times", lambda _: [3.0, 2.0])
+    measurements = autotune_timing.compare([write, write], [output], repeatable=True)
+    assert measurements == [autotune_timing.Measurement(3.0), autotune_timing.Measurement(2.0)]
+    assert seen == [True, True, True]
+    assert (memory.double() == 1).all()
+
+
+def test_what_was_there_is_put_back_whatever_happens(monkeypatch):
+    output = torch.ones(2, 3)
+
+    def write():
+        output.fill_(5)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(autotune_timing, "device_times", fail)
+    with pytest.raises(KeyboardInterrupt):
+        autotune_timing.compare([write, write], [output], repeatable=False)
+    assert (output == 1).all()

@@ -1,0 +1,295 @@
+"""Plans that `autotune` chose, or is about to: in CUDA graphs, in threads, and in the plan store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from array import array
+from types import SimpleNamespace
+
+import pytest
+import torch
+from stand_in_engines import Engine, Machine, halve, key, launch, operands
+
+import cudnn_sdpa
+from cudnn_sdpa import UnsupportedError, autotune, plan_cache
+from cudnn_sdpa.engine.fast_path import CallTable
+from cudnn_sdpa.graph import handles, heuristics
+from cudnn_sdpa.graph.key import Operand
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.plans import build, file_format, plan
+from cudnn_sdpa.plans.build import build_plan, load_plan
+from cudnn_sdpa.plans.cache import next_use
+from cudnn_sdpa.plans.file_format import StoredPlan
+from cudnn_sdpa.plans.plan import Plan, captured_plans
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    return Machine(monkeypatch)
+
+
+@pytest.fixture
+def captured():
+    """The plans that are captured from now on, which are then forgotten."""
+    before = list(captured_plans)
+    captured_plans.clear()
+    yield captured_plans
+    captured_plans[:] = before
+
+
+def test_a_launch_into_a_cuda_graph_tunes_nothing_and_the_next_one_does(machine, captured):
+    engines = Engine("eng1", 30), Engine("eng2", 1)
+    machine.proposes(*engines)
+    with autotune():
+        made = build_plan(halve, key())
+        x, out = operands()
+        machine.stream, machine.capturing = 5, True
+        for _ in range(2):
+            launch(made, x, out)
+        assert (made.fastest, engines[1].launches) == (None, 0)
+        machine.capturing = False
+        launch(made, x, out)
+    assert (type(made.fastest), made.fastest.engine, made.fastest.tuned) == (Plan, "eng2", True)
+    assert [each.built for each in captured] == [engines[0]]  # the kernels of the graph live on
+    assert torch.equal(out, x * 0.5)
+
+
+def test_under_determinism_a_captured_plan_stays(machine, captured):
+    machine.proposes(Engine("eng1", 30), other := Engine("eng2", 1))
+    with autotune() as report:
+        made = build_plan(halve, key(deterministic=True))
+        x, out = operands()
+        machine.stream, machine.capturing = 5, True
+        launch(made, x, out)
+        machine.capturing = False
+        launch(made, x, out)
+    assert (made.fastest.engine, made.fastest.tuned, other.launches) == ("eng1", False, 0)
+    assert [each.built for each in captured] == [made.built]
+    assert "CUDA graph" in report.entries[0].reason
+
+
+def test_a_capture_after_tuning_is_of_the_winner(machine, captured):
+    machine.proposes(Engine("eng1", 30), winner := Engine("eng2", 1))
+    with autotune():
+        made = build_plan(halve, key())
+        launch(made, *operands())
+        machine.stream, machine.capturing = 5, True
+        launch(made, *operands())
+    assert [each.built for each in captured] == [winner]
+
+
+def test_threads_that_launch_at_once_tune_once(machine):
+    machine.proposes(Engine("eng1", 30), Engine("eng2", 10))
+    barrier, right = threading.Barrier(8), [False] * 8
+    with autotune() as report:
+        made = build_plan(halve, key())
+
+        def work(index):
+            handles.thread.slots = machine.slots
+            x, out = operands()
+            barrier.wait()
+            launch(made, x, out)
+            right[index] = torch.equal(out, x * 0.5)
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert right == [True] * 8
+    assert len(report.entries) == len(machine.timed) == 1
+    assert made.fastest.engine == "eng2"
+
+
+@pytest.fixture
+def cache():
+    """The cache of the process, empty before and afterwards."""
+    plan_cache.clear()
+    yield plan_cache
+    plan_cache.clear()
+
+
+def get(of):
+    return plan_cache.get(of, lambda wanted: build_plan(halve, wanted))
+
+
+def test_the_fastest_takes_the_first_one_s_place_in_the_cache(machine, cache):
+    machine.proposes(first := Engine("eng1", 30), Engine("eng2", 10, workspace=64))
+    table = CallTable("nothing")
+    with autotune():
+        made = get(key())
+        made.last_used = next_use()
+        bound = SimpleNamespace(plan=made, last="something")
+        table.add("signature", bound)
+        assert table.get("signature") is bound
+        launch(made, *operands())
+    found = cache.peek(key())
+    assert found is made.fastest
+    assert (type(found), found.engine, found.held, made.held) == (Plan, "eng2", True, False)
+    assert (found.last_used, found.place) == (made.last_used, made.place)
+    assert table.get("signature") is bound.last is None  # so that the next call is bound to the fastest
+    info = cache.info()
+    assert (info.plans, info.builds, info.loads, info.evictions) == (1, 1, 0, 0)
+    launches = first.launches
+    for each in (made, found):  # who is bound to the first one goes on with it
+        x, out = operands()
+        launch(each, x, out)
+        assert torch.equal(out, x * 0.5)
+    x, out = operands()
+    made.launch_kept(array("Q", [x.data_ptr(), out.data_ptr()]), 0)
+    assert torch.equal(out, x * 0.5)
+    assert first.launches == launches
+
+
+def test_a_plan_that_has_left_the_cache_is_not_brought_back(machine, cache):
+    machine.proposes(Engine("eng1", 30), Engine("eng2", 10))
+    with autotune() as report:
+        made = get(key())
+        cache.clear()
+        x, out = operands()
+        launch(made, x, out)
+    assert torch.equal(out, x * 0.5)
+    assert (made.fastest.engine, len(report.entries)) == ("eng2", 1)
+    assert (cache.info().plans, made.fastest.held) == (0, False)
+
+
+def test_uses_of_a_plan_that_was_replaced_are_recorded(machine, cache):
+    machine.proposes(Engine("eng1", 30), Engine("eng2", 10))
+    with autotune(), cache.watch_uses() as used:
+        made = get(key())
+        made.last_used = next_use()
+        launch(made, *operands())
+    assert used == [key()]
+
+
+def test_threads_that_look_a_new_plan_up_find_it_once(machine, cache):
+    machine.proposes(Engine("eng1", 30), Engine("eng2", 10))
+    barrier, right = threading.Barrier(8), [0] * 8
+    with autotune() as report:
+
+        def work(index):
+            handles.thread.slots = machine.slots
+            barrier.wait()
+            for _ in range(20):
+                x, out = operands()
+                launch(get(key()), x, out)
+                right[index] += torch.equal(out, x * 0.5)
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert right == [20] * 8
+    assert len(report.entries) == len(machine.timed) == cache.info().builds == 1
+    assert cache.peek(key()).engine == "eng2"
+
+
+@pytest.fixture
+def store(tmp_path):
+    with cudnn_sdpa.use_plan_store(tmp_path / "plans") as store:
+        yield store
+
+
+def stored(of, **changes):
+    return StoredPlan(of.identity(), "eng9", {"KNOB": 3}, 256, 0.25, b"data" * 100, **changes)
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_files_say_whether_a_plan_was_tuned(store, tuned):
+    store.save(key(), stored(key(), tuned=tuned))
+    assert store.load(key()) == stored(key(), tuned=tuned)
+    assert store.load(key()).tuned is tuned
+    loads = store.info().loads
+    assert (store.load(key(), only_tuned=True) is not None) is tuned
+    assert store.info().loads == loads + tuned
+
+
+def test_older_files_are_plans_that_were_not_tuned(store):
+    magic, _, line, data = stored(key()).encode().split(b"\n", 3)
+    older = line.replace(b',"tuned":false', b"")
+    assert older != line
+    digest = file_format._digest(older, data).encode()
+    store.path(key()).write_bytes(b"\n".join([magic, digest, older, data]))
+    assert store.load(key()) == stored(key())
+    assert store.load(key(), only_tuned=True) is None
+    assert (store.info().plans, store.info().rejected) == (1, 0)
+
+
+def test_untuned_plans_are_left_in_the_store_under_autotune(store, monkeypatch):
+    monkeypatch.setattr(build, "plan_of", lambda _, stored: stored)
+    store.save(key(), stored(key()))
+    assert load_plan(key()) is not None
+    with autotune():
+        assert load_plan(key()) is None
+        assert store.info().plans == 1
+        store.save(key(), stored(key(), tuned=True))
+        assert load_plan(key()).tuned
+    assert load_plan(key()).tuned
+
+
+def test_what_cannot_be_tuned_is_loaded_under_autotune(store, monkeypatch):
+    monkeypatch.setattr(build, "plan_of", lambda _, stored: stored)
+    of = key(inputs=[Operand("lengths", TensorLayout.contiguous((2,), torch.int32))])
+    store.save(of, stored(of))
+    with autotune():
+        assert load_plan(of) is not None
+
+
+def test_the_winner_is_kept(store, machine, caplog):
+    machine.proposes(Engine("eng1", 30), Engine("eng2", 10, workspace=64))
+    with caplog.at_level(logging.WARNING), autotune():
+        made = build_plan(halve, key())
+        kept = store.load(key())
+        assert (kept.engine, kept.tuned) == ("eng1", False)
+        launch(made, *operands())
+    kept = store.load(key())
+    assert (kept.engine, kept.knobs, kept.workspace, kept.tuned) == ("eng2", {"TILE": 10}, 64, True)
+    assert kept.data == b"eng2" * 100
+    assert not caplog.records
+
+
+def test_a_plan_that_was_not_compared_is_kept_as_untuned(store, machine):
+    machine.proposes(Engine("eng1", 30), Engine("eng2", 10))
+    with autotune():
+        made = build_plan(halve, key())
+        x, out = operands()
+        launch(made, torch.zeros_like(x), out)
+    assert store.load(key()).tuned is False
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_loaded_plan_knows_whether_it_was_tuned(machine, monkeypatch, tuned):
+    made = Engine("eng9", workspace=256)
+    monkeypatch.setattr(plan.backend, "load_graph", lambda *_: made)
+    machine.proposes(made)
+    loaded = build.plan_of(key(), stored(key(), tuned=tuned))
+    assert (type(loaded), loaded.loaded, loaded.tuned) == (Plan, True, tuned)
+
+
+def test_proposals_before_the_one_that_was_built_are_not_tried_again(monkeypatch):
+    known = tuple((f"eng{n}", {}) for n in range(4))
+    built = []
+
+    class Asked:
+        proposals = known
+
+        def __init__(self, **_):
+            pass
+
+    class Operation:
+        def compile(self, _, g):
+            if isinstance(g, Asked):
+                return None
+            built.append(g)
+            if g == known[2]:
+                raise UnsupportedError("halve", ["too large", "too wide"])
+            return g
+
+    monkeypatch.setattr(heuristics, "ProposalsBuilder", Asked)
+    monkeypatch.setattr(heuristics, "ConfigurationBuilder", lambda configuration, **_: configuration)
+    others = heuristics.build_others(Operation(), key(), known[1], 7, handle=None)
+    assert others == [(known[2], "too large; too wide"), (known[3], known[3])]
+    assert built == [known[2], known[3]]
+    assert heuristics.build_others(Operation(), key(), known[0], 1, handle=None) == [(known[1], known[1])]
