@@ -42,9 +42,9 @@ REQUESTS = 128 if ON_GPU else 24
 PROMPT, ANSWER = ((64, 2048), (32, 256)) if ON_GPU else ((8, 160), (8, 48))
 ITERATIONS_BETWEEN = 2.0  #: arrivals, on average
 CHUNK = 512 if ON_GPU else 64  #: tokens that are prefilled in an iteration
-MOST_RUNNING = 48 if ON_GPU else 8
+MAX_RUNNING = 48 if ON_GPU else 8
 MAX_LENGTH = PROMPT[1] + ANSWER[1]
-#: The cache holds the longest request, but not MOST_RUNNING average ones: pages run out, to show what happens then.
+#: The cache holds the longest request, but not MAX_RUNNING average ones: pages run out, to show what happens then.
 PAGES, PAGE_SIZE = (384, 64) if ON_GPU else (44, 16)
 SEED = 5
 #: How far below the largest logit that of a generated token may be, where logits have a standard deviation of about 1.
@@ -161,7 +161,7 @@ class Server:
         while self.coming and self.coming[0].arrival <= self.iterations:
             self.coming[0].sequence = self.cache.add()
             self.waiting.append(self.coming.popleft())
-        while self.waiting and len(self.running) < MOST_RUNNING and self.has_room_for(self.waiting[0]):
+        while self.waiting and len(self.running) < MAX_RUNNING and self.has_room_for(self.waiting[0]):
             self.running.append(self.waiting.popleft())
         self.advance({request: 1 for request in self.running if self.missing(request) == 1})
         self.advance(self.next_chunk())
@@ -237,7 +237,7 @@ def pages_for(tokens: int) -> int:
 def warm_up(cache: PagedKVCache) -> None:
     """Has the plans of the steps that are likely ready before the first request; any other is built when it comes."""
     q = torch.empty(1, 2, HEADS_Q, HEAD_DIM, dtype=DTYPE, device=DEVICE).transpose(1, 2)  # as `Block` makes it
-    decode, prefill = cache.plans(q, range(1, MOST_RUNNING + 1)), cache.plans(q, range(1, 9), range(2, CHUNK + 1))
+    decode, prefill = cache.plans(q, range(1, MAX_RUNNING + 1)), cache.plans(q, range(1, 9), range(2, CHUNK + 1))
     for manifest in (decode, prefill):
         report = cudnn_sdpa.warmup(manifest, progress=True)
         console.print(f"{report.built} plans built, {report.loaded} loaded, in {report.seconds:.1f} s")

@@ -1094,9 +1094,12 @@ class Gate(Operation):
         bounds = {"out": out}
         if grads:
             grad = grads["out"].double().abs()
-            of_gate, of_up = 3 * precision.unit * grad * (1 + gate.abs()) * by, 3 * precision.unit * grad * gate.abs()
-            of_gate, of_up = of_gate + precision.tiny * (1 + grad), of_up + precision.tiny * (1 + grad)
-            bounds |= {"gate": of_gate, "up": of_up, "both": torch.cat([of_gate, of_up], -1)}
+            grad_gate, grad_up = (
+                3 * precision.unit * grad * (1 + gate.abs()) * by,
+                3 * precision.unit * grad * gate.abs(),
+            )
+            grad_gate, grad_up = grad_gate + precision.tiny * (1 + grad), grad_up + precision.tiny * (1 + grad)
+            bounds |= {"gate": grad_gate, "up": grad_up, "both": torch.cat([grad_gate, grad_up], -1)}
         return bounds
 
     def call(self, tensors, options, facts):

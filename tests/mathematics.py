@@ -362,7 +362,7 @@ def norm_bounds(
             bounds["x"] = bounds["x"] + precision.unit * (r * size + 2 * grad_sum.double().abs())
         rows = tuple(range(x.dim() - 1))
         added = 4 * precision.inner * math.sqrt(math.prod(x.shape[:-1]))  # what adding up so many rows costs
-        of_weight = grad * hat * (2 * precision.unit + added) + grad * of_hat + of_grad * hat
-        bounds["weight"] = of_weight.sum(rows) + precision.tiny
+        grad_weight = grad * hat * (2 * precision.unit + added) + grad * of_hat + of_grad * hat
+        bounds["weight"] = grad_weight.sum(rows) + precision.tiny
         bounds["bias"] = ((2 * precision.unit + added) * grad).sum(rows) + precision.tiny
     return bounds

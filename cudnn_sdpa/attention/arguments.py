@@ -16,7 +16,7 @@ from cudnn_sdpa.attention.mask import ALIGNMENTS, TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.attention.memory import check_present
 from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.engine.autocast import cast_tensor
-from cudnn_sdpa.engine.dispatch_state import may_be_read
+from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
@@ -37,7 +37,7 @@ def check_is_dense(name: str, tensor: Tensor) -> None:
         raise LayoutError(name, "a nested tensor", "a dense tensor")
     if tensor.layout != torch.strided:
         raise LayoutError(name, str(tensor.layout), "a dense tensor", f"Use {name}.to_dense().")
-    if not is_compiling() and may_be_read():
+    if not is_compiling() and is_plain_memory():
         check_present(name, tensor)
 
 
@@ -219,7 +219,7 @@ def check_types(call: ForwardArguments) -> None:
             raise DtypeError(
                 name, dtype_name(tensor.dtype), "numbers that are not quantized", f"Use {name}.dequantize()."
             )
-        if not is_compiling() and may_be_read():
+        if not is_compiling() and is_plain_memory():
             memory.check_present(name, tensor)
     if not isinstance(call.with_lse, bool):
         raise OptionError("return_lse", repr(call.with_lse), "True or False")

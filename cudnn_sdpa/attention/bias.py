@@ -14,18 +14,18 @@ from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 
 
-def bias_view(mask: Tensor, blind_rows: int = 0) -> Tensor:
+def bias_view(mask: Tensor, masked_rows: int = 0) -> Tensor:
     """The rows of `mask` that a plan gets, of rank 4, in which what is only repeated has size 1; without a copy."""
     mask = mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask
     for dim, (size, step) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
         if step == 0 and size > 1:
             mask = mask.narrow(dim, 0, 1)
-    return mask[:, :, blind_rows:] if blind_rows and mask.shape[2] != 1 else mask
+    return mask[:, :, masked_rows:] if masked_rows and mask.shape[2] != 1 else mask
 
 
-def bias_layout(mask: Tensor, q: Tensor, skv: int, blind_rows: int = 0) -> TensorLayout:
+def bias_layout(mask: Tensor, q: Tensor, skv: int, masked_rows: int = 0) -> TensorLayout:
     """How the bias that `bias_of` makes of the same arguments lies in memory."""
-    view = bias_view(mask, blind_rows)
+    view = bias_view(mask, masked_rows)
     if reads_directly(view, skv):
         return TensorLayout.of(view)
     return TensorLayout.contiguous((*view.shape[:3], skv), q.dtype if view.dtype == torch.bool else view.dtype)
@@ -40,13 +40,13 @@ def reads_directly(view: Tensor, skv: int) -> bool:
     return all(shape[dim] == 1 or stride[dim] % step == 0 for dim in range(3))
 
 
-def bias_of(mask: Tensor, q: Tensor, skv: int, blind_rows: int = 0) -> Tensor:
+def bias_of(mask: Tensor, q: Tensor, skv: int, masked_rows: int = 0) -> Tensor:
     """The bias that cuDNN adds to the scores: `mask` itself, or a converted copy, at an aligned address.
 
     Rows that see no key are left out before anything is converted: what is cut off a finished bias lies where cuDNN
     may not be able to read it.
     """
-    view = bias_view(mask, blind_rows)
+    view = bias_view(mask, masked_rows)
     if reads_directly(view, skv):
         if view.data_ptr() % ALIGNMENT == 0:
             return view
@@ -65,14 +65,14 @@ def repeated_row(layout: TensorLayout, rows: int) -> TensorLayout:
     return TensorLayout((batch, heads, rows, skv), stride, layout.dtype)
 
 
-def mask_gradient(grad_bias: Tensor, mask: Tensor, blind_rows: int) -> Tensor:
+def mask_gradient(grad_bias: Tensor, mask: Tensor, masked_rows: int) -> Tensor:
     """The gradient by the caller's mask: summed over what the mask was repeated along."""
     shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     repeated = [dim for dim in range(4) if shape[dim] == 1 and grad_bias.shape[dim] != 1]
     if repeated:
         grad_bias = grad_bias.sum(repeated, keepdim=True, dtype=torch.float32)
-    if blind_rows and shape[2] != 1:
-        grad_bias = torch.nn.functional.pad(grad_bias, (0, 0, blind_rows, 0))
+    if masked_rows and shape[2] != 1:
+        grad_bias = torch.nn.functional.pad(grad_bias, (0, 0, masked_rows, 0))
     return in_memory_order_of(mask, grad_bias.reshape(mask.shape))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.engine import cpu_target, fallback
-from cudnn_sdpa.engine.dispatch_state import may_be_read
+from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.engine.fast_path import describe
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.layouts import ALIGNMENT
@@ -27,7 +27,7 @@ _EXACT = (torch.float32, torch.float64)
 _MEANT = torch.bfloat16
 
 #: Calls that nothing speaks against are remembered: so many.
-MOST_REMEMBERED = 8192
+MAX_REMEMBERED = 8192
 
 _passed: set[Hashable] = set()
 
@@ -38,7 +38,7 @@ def check_call(of: Any, strides: Callable[[Any], None], rules: _Rules) -> None:
     """Refuses what the GPU would refuse, once for each kind of call."""
     target = cpu_target.active()
     tensors = [x for x in _flat(of) if isinstance(x, Tensor)]
-    if target is None or not all(x.device.type == "cpu" for x in tensors) or not may_be_read(*tensors):
+    if target is None or not all(x.device.type == "cpu" for x in tensors) or not is_plain_memory(*tensors):
         return
     lifted = fallback.is_in_force()
     name = (rules, target, lifted, *map(_described, _flat(of)))
@@ -51,7 +51,7 @@ def check_call(of: Any, strides: Callable[[Any], None], rules: _Rules) -> None:
             rules(bare, target)
     except (ArgumentError, UnsupportedError) as error:
         raise cpu_target.for_gpu(error) from None
-    if len(_passed) >= MOST_REMEMBERED:
+    if len(_passed) >= MAX_REMEMBERED:
         _passed.clear()
     _passed.add(name)
 

@@ -23,12 +23,12 @@ class Mask:
 
     Attributes:
         band: None if all.
-        blind_rows: How many of the first queries see no key at all. They are left out of the graph and answered
+        masked_rows: How many of the first queries see no key at all. They are left out of the graph and answered
             with zeros; `band` then speaks of the queries that remain.
     """
 
     band: Band | None = None
-    blind_rows: int = 0
+    masked_rows: int = 0
 
 
 def normalize_mask(

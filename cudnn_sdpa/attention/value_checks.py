@@ -12,7 +12,7 @@ import os
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.dispatch_state import may_be_read
+from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.errors import ShapeError
 
 #: Whether values are read back from a GPU and checked. Set by the environment variable when the package is imported.
@@ -69,7 +69,7 @@ def check_pages(name: str, table: Tensor, lengths: Tensor, page_size: int, pages
 
 def _is_read(*tensors: Tensor) -> bool:
     """Whether values are to be looked at, and can be: not those of batches and other tensors without memory."""
-    if not may_be_read(*tensors):
+    if not is_plain_memory(*tensors):
         return False
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return True

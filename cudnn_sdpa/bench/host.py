@@ -17,7 +17,7 @@ from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.bench.tools import cases, hand_graphs, peers
 from cudnn_sdpa.bench.tools.timing import Call, device_times, host_times
-from cudnn_sdpa.engine.dispatch_state import is_bare, tensor_guard
+from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, tensor_guard
 from cudnn_sdpa.plans import plan as plans
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.shape_policy import EXACT, shape_policy
@@ -95,7 +95,7 @@ def parts() -> list[dict[str, Any]]:
         "is it like the last call?": lambda: guard(q, k, v),
         "if not: signature": lambda: launch.plain_signature(q, k, v, None, None, False, "top_left", None, False, None),
         "if not: look-up of it": lambda: launch.calls.get(signature),
-        "if not: may it skip the dispatcher?": lambda: is_bare(q, k, v),
+        "if not: may it skip the dispatcher?": lambda: can_bypass_dispatcher(q, k, v),
         "prepared call": lambda: call.run(q, k, v, None, None),
         "  of it: output": lambda: plans.allocate(*layout),
         "  of it: plan.launch": lambda: plan.launch(pointers),

@@ -16,7 +16,7 @@ from cudnn_sdpa._version import __version__
 from cudnn_sdpa.graph import backend
 
 #: More do not fit on a page.
-MOST_COLUMNS = 12
+MAX_COLUMNS = 12
 
 
 def environment() -> dict[str, str]:
@@ -43,7 +43,7 @@ def write(path: Path, name: str, results: dict[str, Any]) -> None:
 def upright(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows as a table shows them: where keys are many and rows few, one row for each key."""
     label, *keys = rows[0]
-    if len(rows[0]) <= MOST_COLUMNS or len(rows) >= len(rows[0]):
+    if len(rows[0]) <= MAX_COLUMNS or len(rows) >= len(rows[0]):
         return rows
     return [{label: key, **{str(row[label]): row[key] for row in rows}} for key in keys]
 

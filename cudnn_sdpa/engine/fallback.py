@@ -16,7 +16,7 @@ _chosen: ContextVar[str | None] = ContextVar("fallback", default=None)
 _said: set[Hashable] = set()
 
 #: How many kinds of calls are remembered as logged; more are hardly ever there.
-MOST_SAID = 1000
+MAX_SAID = 1000
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ def or_else(
 def _say(kind: Hashable, why: str) -> None:
     if (kind, why) in _said:
         return
-    if len(_said) >= MOST_SAID:
+    if len(_said) >= MAX_SAID:
         _said.clear()
     _said.add((kind, why))
     _log.warning("running on PyTorch instead: %s", why)

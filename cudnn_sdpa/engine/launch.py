@@ -171,9 +171,9 @@ class GraphCall:
         if elsewhere or not self._is_short or (numbers is not self._known and numbers != self._known):
             return self((x, y), numbers)[0]
         operands = self._template[:]
-        operands[0] = of_x = x.data_ptr()
+        operands[0] = grad_x = x.data_ptr()
         operands[1] = of_y = y.data_ptr()
-        if (of_x | of_y) & _MISALIGNED or not (of_x and of_y):
+        if (grad_x | of_y) & _MISALIGNED or not (grad_x and of_y):
             self._refuse((x, y))
         place, layout = self._results[0]
         out: Tensor = allocate(*layout)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cudnn_sdpa.engine.dispatch_state import is_bare, is_deterministic, is_watched, needs_gradient
+from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, is_deterministic, needs_gradient, needs_operator
 from cudnn_sdpa.engine.launch import GraphCall, describe
 from cudnn_sdpa.errors import DtypeError, ShapeError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops
@@ -166,7 +166,7 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
-        watched = is_watched(grad)
+        watched = needs_operator(grad)
         if not watched and (not grad.is_contiguous() or grad.data_ptr() % ALIGNMENT):
             grad = grad.clone(memory_format=torch.contiguous_format)
         if watched or not all(needs):
@@ -254,7 +254,7 @@ def _run(kind: _Kind, operands: Sequence[Tensor], tensors: Sequence[Tensor]) -> 
     if is_empty(operands[0]):
         return kind.plain(*operands)
     rows = as_rows(operands, kind.operands)
-    if is_compiling() or not rows[0].is_cuda or not is_bare(*tensors):
+    if is_compiling() or not rows[0].is_cuda or not can_bypass_dispatcher(*tensors):
         out: Tensor = kind.rows(*rows)
         return out.view(shape)
     layout = (tuple(shape), contiguous_stride(tuple(shape)), rows[0].dtype)

@@ -24,10 +24,10 @@ def _silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
 def _silu_mul_gradients_reference(grad: Tensor, gate: Tensor, up: Tensor, *, dense: bool) -> tuple[Tensor, Tensor]:
     x, one, dy = widened(gate), widened(up), widened(grad)
     share = torch.sigmoid(x)
-    of_gate, of_up = dy * one * share * (1 + x * (1 - share)), dy * x * share
+    grad_gate, grad_up = dy * one * share * (1 + x * (1 - share)), dy * x * share
     if dense:
-        return of_gate.to(gate.dtype).contiguous(), of_up.to(up.dtype).contiguous()
-    return _like(of_gate, gate), _like(of_up, up)
+        return grad_gate.to(gate.dtype).contiguous(), grad_up.to(up.dtype).contiguous()
+    return _like(grad_gate, gate), _like(grad_up, up)
 
 
 def _like(result: Tensor, model: Tensor) -> Tensor:
@@ -40,17 +40,17 @@ def _like(result: Tensor, model: Tensor) -> Tensor:
 def silu_mul_gradients(g: Any, grad: Any, gate: Any, up: Any, *, dense: bool) -> Any:
     """The gradients of `silu_mul` by gate and up, which are dense or lie as these do."""
     del dense  # the key has it
-    of_up = g.mul(a=g.swish(input=gate), b=grad)
-    of_gate = g.swish_backward(loss=g.mul(a=grad, b=up), input=gate)
-    return of_gate, of_up
+    grad_up = g.mul(a=g.swish(input=gate), b=grad)
+    grad_gate = g.swish_backward(loss=g.mul(a=grad, b=up), input=gate)
+    return grad_gate, grad_up
 
 
-def _of_gate_reference(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+def _grad_gate_reference(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return _silu_mul_gradients_reference(grad, gate, up, dense=True)[0]
 
 
-@graph_op(reference=_of_gate_reference, backward=_no_second_gradient, keeps_results=False)
-def silu_mul_of_gate(g: Any, grad: Any, gate: Any, up: Any) -> Any:
+@graph_op(reference=_grad_gate_reference, backward=_no_second_gradient, keeps_results=False)
+def silu_mul_grad_gate(g: Any, grad: Any, gate: Any, up: Any) -> Any:
     """The gradient of `silu_mul` by gate alone, dense."""
     return g.swish_backward(loss=g.mul(a=grad, b=up), input=gate)
 
@@ -58,7 +58,7 @@ def silu_mul_of_gate(g: Any, grad: Any, gate: Any, up: Any) -> Any:
 @graph_op(
     reference=lambda grad, gate: _silu_mul_reference(gate, grad), backward=_no_second_gradient, keeps_results=False
 )
-def silu_mul_of_up(g: Any, grad: Any, gate: Any) -> Any:
+def silu_mul_grad_up(g: Any, grad: Any, gate: Any) -> Any:
     """The gradient of `silu_mul` by up alone, dense."""
     return g.mul(a=g.swish(input=gate), b=grad)
 
@@ -68,7 +68,7 @@ def gradients_of(rows: Sequence[Tensor], needs: tuple[bool, ...]) -> tuple[Tenso
     if all(needs):
         both: tuple[Tensor, ...] = silu_mul_gradients(*rows, dense=True)
         return both
-    return silu_mul_of_gate(*rows) if needs[0] else None, silu_mul_of_up(*rows[:2]) if needs[1] else None
+    return silu_mul_grad_gate(*rows) if needs[0] else None, silu_mul_grad_up(*rows[:2]) if needs[1] else None
 
 
 def _silu_mul_backward(grads: Any, operands: Any, outputs: Any, *, needs: tuple[bool, ...]) -> Any:
@@ -105,5 +105,5 @@ def relu_squared_rows(g: Any, x: Any) -> Any:
 
 for _function in (silu_mul_rows, gelu_mul_rows, relu_squared_rows):
     _function.form = forward_form
-for _function in (silu_mul_gradients, silu_mul_of_gate, silu_mul_of_up):
+for _function in (silu_mul_gradients, silu_mul_grad_gate, silu_mul_grad_up):
     _function.form = backward_form

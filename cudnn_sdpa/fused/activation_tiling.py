@@ -16,7 +16,7 @@ from cudnn_sdpa.errors import LayoutError
 from cudnn_sdpa.graph.symbolic_shapes import is_true
 
 #: More matrices would not fit into a grid's third dimension.
-_MOST_MATRICES = 65535
+_MAX_MATRICES = 65535
 
 #: From so many numbers on squares are quicker forward than rows of 128; in bfloat16 a tensor has 24 MB then.
 _MANY = 12_000_000
@@ -63,7 +63,7 @@ def _in_form(rows: tuple[Tensor, ...], *, gradients: bool) -> tuple[Tensor, ...]
         shape = _of_dense(count * size, size, gradients)
         return tuple(x.view(shape) for x in rows)
     matrices = [x[0] for x in rows]
-    if count > _MOST_MATRICES:
+    if count > _MAX_MATRICES:
         return rows
     if any(x.stride(0) == 0 for x in matrices):
         return tuple(x.unsqueeze(1) for x in matrices)  # one row for all: cuDNN takes that of matrices, not within one
@@ -73,7 +73,7 @@ def _in_form(rows: tuple[Tensor, ...], *, gradients: bool) -> tuple[Tensor, ...]
 
 def _of_dense(count: int, size: int, gradients: bool) -> tuple[int, int, int]:
     """The form of so many numbers in rows of a size, all dense."""
-    squares = count % _SQUARE**2 == 0 and count // _SQUARE**2 <= _MOST_MATRICES
+    squares = count % _SQUARE**2 == 0 and count // _SQUARE**2 <= _MAX_MATRICES
     if squares and (gradients or count >= _MANY):
         return -1, _SQUARE, _SQUARE
     if not gradients and count < _MANY and count % _LONGER_ROW == 0:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import cast_tensor
-from cudnn_sdpa.engine.dispatch_state import is_bare, is_watched, needs_gradient
+from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, needs_gradient, needs_operator
 from cudnn_sdpa.engine.launch import GraphCall, readable
 from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops
@@ -19,11 +19,11 @@ from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_kept, shown
 from cudnn_sdpa.fused.conv_graphs import (
     ACTIVATIONS,
     Sizes,
-    as_picture,
-    as_pictures,
+    as_2d,
+    as_one_2d,
     channels_last,
     convolution,
-    geometry_of_pictures,
+    geometry_2d,
     gradients_of,
 )
 from cudnn_sdpa.fused.fast_path import Shortcuts
@@ -270,13 +270,13 @@ def _checked(rank: int, given: Any, of_user: tuple[Any, ...], groups: Any, activ
         return ACTIVATIONS[activation](of_torch(x, weight, bias, **sizes, groups=groups))
     if rank == 2 and groups == 1 and cuts_patches(x, weight, **sizes):
         return ACTIVATIONS[activation](_of_patches(x, weight, bias))
-    (x, weight), sizes = as_pictures(rank, x, weight, sizes)
+    (x, weight), sizes = as_2d(rank, x, weight, sizes)
     column = None if bias is None else bias.contiguous().view(1, -1, *(1,) * (x.dim() - 2))
     operands = channels_last(x), channels_last(weight), column
     apart = needs_gradient(*given) or is_apart(given, groups, activation)
     static = {**sizes, "activation": None if apart else activation}
     in_place = operands[0] is x and operands[1] is weight and (bias is None or bias.is_contiguous())
-    if options is not None and x.is_cuda and in_place and is_bare(*given):
+    if options is not None and x.is_cuda and in_place and can_bypass_dispatcher(*given):
         call = _call_of(rank, operands, static)
         _calls.add(given, options, call)
         return _straight(call, given, options)
@@ -311,25 +311,25 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: GraphCall, rank: int, sizes: tuple[Any, ...], *tensors: Tensor) -> Tensor:
         x, weight = tensors[:2]
-        of_x, of_weight = ctx.needs_input_grad[3:5]
-        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        grad_x, grad_weight = ctx.needs_input_grad[3:5]
+        ctx.save_for_backward(x if grad_weight else None, weight if grad_x else None)
         ctx.rest = rank, sizes, x.shape, weight.shape
         return call(tensors)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         rank, of_user, *shapes = ctx.rest
-        x, weight = (None if part is None else as_picture(rank, part) for part in ctx.saved_tensors)
-        sizes = geometry_of_pictures(rank, sizes_of(rank, *of_user))
+        x, weight = (None if part is None else as_one_2d(rank, part) for part in ctx.saved_tensors)
+        sizes = geometry_2d(rank, sizes_of(rank, *of_user))
         shapes = [(*shape[:2], 1, *shape[2:]) if rank == 1 else tuple(shape) for shape in shapes]
         needs = ctx.needs_input_grad[3:]
-        watched = is_watched(grad)
-        grad = channels_last(as_picture(rank, grad))
+        watched = needs_operator(grad)
+        grad = channels_last(as_one_2d(rank, grad))
         grad = grad if watched else readable(grad)
         found = gradients_of(grad, x, weight, shapes=shapes, needs=(*needs, False)[:3], **sizes)
-        of_x, of_weight = (part.squeeze(2) if part is not None and rank == 1 else part for part in found[:2])
+        grad_x, grad_weight = (part.squeeze(2) if part is not None and rank == 1 else part for part in found[:2])
         of_bias = None if found[2] is None else found[2].flatten()
-        return None, None, None, *(of_x, of_weight, of_bias)[: len(needs)]
+        return None, None, None, *(grad_x, grad_weight, of_bias)[: len(needs)]
 
 
 def _cast_for_autocast(*given: Any) -> tuple[Any, ...]:

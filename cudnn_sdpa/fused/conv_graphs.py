@@ -28,19 +28,19 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
 
 
-def as_pictures(
+def as_2d(
     rank: int, x: Tensor, weight: Tensor, sizes: dict[str, Sizes]
 ) -> tuple[tuple[Tensor, Tensor], dict[str, Sizes]]:
     """What cuDNN reads: in one dimension, pictures of one line."""
-    return (as_picture(rank, x), as_picture(rank, weight)), geometry_of_pictures(rank, sizes)
+    return (as_one_2d(rank, x), as_one_2d(rank, weight)), geometry_2d(rank, sizes)
 
 
-def as_picture(rank: int, tensor: Tensor) -> Tensor:
+def as_one_2d(rank: int, tensor: Tensor) -> Tensor:
     """A tensor as cuDNN reads it."""
     return tensor.unsqueeze(2) if rank == 1 else tensor
 
 
-def geometry_of_pictures(rank: int, sizes: dict[str, Sizes]) -> dict[str, Sizes]:
+def geometry_2d(rank: int, sizes: dict[str, Sizes]) -> dict[str, Sizes]:
     """Steps, zeros and distances as cuDNN reads them."""
     if rank > 1:
         return sizes
@@ -70,13 +70,13 @@ def _reference(
 # their steps (seen with PyTorch 2.13).
 
 
-def _of_x_reference(grad: Tensor, weight: Tensor, *, shape: Sizes, **sizes: Sizes) -> Tensor:
+def _dgrad_reference(grad: Tensor, weight: Tensor, *, shape: Sizes, **sizes: Sizes) -> Tensor:
     grad_of = torch.nn.grad.conv2d_input if grad.dim() == 4 else torch.nn.grad.conv3d_input  # type: ignore[attr-defined]
     found = grad_of(shape, weight.double(), grad.double(), **sizes, groups=shape[1] // weight.shape[1])
     return channels_last(found.to(grad.dtype))
 
 
-def _of_weight_reference(grad: Tensor, x: Tensor, *, shape: Sizes, **sizes: Sizes) -> Tensor:
+def _wgrad_reference(grad: Tensor, x: Tensor, *, shape: Sizes, **sizes: Sizes) -> Tensor:
     grad_of = torch.nn.grad.conv2d_weight if grad.dim() == 4 else torch.nn.grad.conv3d_weight  # type: ignore[attr-defined]
     found = grad_of(x.double(), shape, grad.double(), **sizes, groups=x.shape[1] // shape[1])
     return channels_last(found.to(grad.dtype))
@@ -87,7 +87,7 @@ def _geometry(stride: Sizes, padding: Sizes, dilation: Sizes) -> dict[str, list[
     return {"pre_padding": pads, "post_padding": pads, "stride": list(stride), "dilation": list(dilation)}
 
 
-def _of_x_backward(
+def _dgrad_backward(
     grads: Any, operands: Any, results: Any, *, needs: tuple[bool, ...], shape: Sizes, **sizes: Sizes
 ) -> Any:
     del results, shape
@@ -95,19 +95,17 @@ def _of_x_backward(
     of_grad = convolution(channels_last(grads[0]), weight, **sizes, activation=None) if needs[0] else None
     if not needs[1]:
         return of_grad, None
-    return of_grad, convolution_of_weight(grad, channels_last(grads[0]), shape=tuple(weight.shape), **sizes)
+    return of_grad, conv_wgrad(grad, channels_last(grads[0]), shape=tuple(weight.shape), **sizes)
 
 
-@graph_op(reference=_of_x_reference, backward=_of_x_backward, keeps_results=False)
-def convolution_of_x(
-    g: Any, grad: Any, weight: Any, *, shape: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes
-) -> Any:
+@graph_op(reference=_dgrad_reference, backward=_dgrad_backward, keeps_results=False)
+def conv_dgrad(g: Any, grad: Any, weight: Any, *, shape: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes) -> Any:
     """The gradient of a convolution by its input, whose shape is `shape`."""
     del shape  # the key has it
     return g.conv_dgrad(loss=grad, filter=weight, **_geometry(stride, padding, dilation))
 
 
-def _of_weight_backward(
+def _wgrad_backward(
     grads: Any, operands: Any, results: Any, *, needs: tuple[bool, ...], shape: Sizes, **sizes: Sizes
 ) -> Any:
     del results, shape
@@ -115,13 +113,11 @@ def _of_weight_backward(
     of_grad = convolution(x, channels_last(grads[0]), **sizes, activation=None) if needs[0] else None
     if not needs[1]:
         return of_grad, None
-    return of_grad, convolution_of_x(grad, channels_last(grads[0]), shape=tuple(x.shape), **sizes)
+    return of_grad, conv_dgrad(grad, channels_last(grads[0]), shape=tuple(x.shape), **sizes)
 
 
-@graph_op(reference=_of_weight_reference, backward=_of_weight_backward, keeps_results=False)
-def convolution_of_weight(
-    g: Any, grad: Any, x: Any, *, shape: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes
-) -> Any:
+@graph_op(reference=_wgrad_reference, backward=_wgrad_backward, keeps_results=False)
+def conv_wgrad(g: Any, grad: Any, x: Any, *, shape: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes) -> Any:
     """The gradient of a convolution by its weight, whose shape is `shape`."""
     del shape  # the key has it
     return g.conv_wgrad(image=x, loss=grad, **_geometry(stride, padding, dilation))
@@ -137,14 +133,14 @@ def gradients_of(
     **sizes: Sizes,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients by x, weight and bias that are wanted; that by x needs no x, and that by the weight no weight."""
-    of_x = of_weight = None
+    grad_x = grad_weight = None
     if needs[0]:
         assert weight is not None
-        of_x = convolution_of_x(grad, channels_last(weight), shape=shapes[0], **sizes)
+        grad_x = conv_dgrad(grad, channels_last(weight), shape=shapes[0], **sizes)
     if needs[1]:
         assert x is not None
-        of_weight = convolution_of_weight(grad, channels_last(x), shape=shapes[1], **sizes)
-    return of_x, of_weight, grad.sum((0, *range(2, grad.dim())), keepdim=True) if needs[2] else None
+        grad_weight = conv_wgrad(grad, channels_last(x), shape=shapes[1], **sizes)
+    return grad_x, grad_weight, grad.sum((0, *range(2, grad.dim())), keepdim=True) if needs[2] else None
 
 
 def _backward(
@@ -178,5 +174,5 @@ def convolution(
     return {"relu": g.relu, "silu": g.swish, "gelu": g.gelu}[activation](input=y)
 
 
-for _function in (convolution, convolution_of_x, convolution_of_weight):
+for _function in (convolution, conv_dgrad, conv_wgrad):
     _function.channels_last = True

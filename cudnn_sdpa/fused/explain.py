@@ -18,19 +18,19 @@ from cudnn_sdpa.fused import conv, norm
 from cudnn_sdpa.fused.activation_graphs import (
     gelu_mul_rows,
     relu_squared_rows,
+    silu_mul_grad_gate,
+    silu_mul_grad_up,
     silu_mul_gradients,
-    silu_mul_of_gate,
-    silu_mul_of_up,
     silu_mul_rows,
 )
 from cudnn_sdpa.fused.activation_tiling import as_rows
 from cudnn_sdpa.fused.checks import EXPECTED
 from cudnn_sdpa.fused.conv_graphs import (
-    as_pictures,
+    as_2d,
     channels_last,
+    conv_dgrad,
+    conv_wgrad,
     convolution,
-    convolution_of_weight,
-    convolution_of_x,
 )
 from cudnn_sdpa.fused.graph_op import GraphFunction
 from cudnn_sdpa.fused.norm_graphs import layer_norm_gradients, layer_norm_rows, rms_norm_gradients, rms_norm_rows
@@ -54,15 +54,15 @@ def _rms_norm(
     if 0 in x.shape:
         return _nothing(rms_norm_rows, x, trains)
     shift = 1.0 if zero_centered and weight is not None else None
-    rows, of_weight, of_residual = (_meta(part) for part in norm.rows_of(x, weight, residual))
+    rows, grad_weight, of_residual = (_meta(part) for part in norm.rows_of(x, weight, residual))
     fused = None if trains else activation
     static: dict[str, Any] = {"with_scale": trains, "activation": fused}
-    found = rms_norm_rows.describe(rows, of_weight, of_residual, float(eps), shift, **static)
+    found = rms_norm_rows.describe(rows, grad_weight, of_residual, float(eps), shift, **static)
     notes = _copies(x=x, residual=residual) + [f"{activation} of the result"] * (trains and activation is not None)
     if not trains:
         return _completed(found, x, notes)
     scale = torch.empty(rows.shape[0], 1, 1, 1, dtype=torch.float32, device="meta")
-    gradients = rms_norm_gradients.describe(rows, rows, of_weight, scale, shift)
+    gradients = rms_norm_gradients.describe(rows, rows, grad_weight, scale, shift)
     return _completed(found, x, notes, gradients)
 
 
@@ -75,12 +75,12 @@ def _layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = N
     notes = _copies(x=x) + [f"{name} is made" for name, part in (("weight", weight), ("bias", bias)) if part is None]
     like = next((part for part in (weight, bias) if part is not None), x)
     given = [part if part is not None else like.new_empty(x.shape[-1]) for part in (weight, bias)]
-    rows, of_weight, of_bias = (_meta(part) for part in norm.rows_of(x, *given))
-    found = layer_norm_rows.describe(rows, of_weight, of_bias, float(eps), with_statistics=trains)
+    rows, grad_weight, of_bias = (_meta(part) for part in norm.rows_of(x, *given))
+    found = layer_norm_rows.describe(rows, grad_weight, of_bias, float(eps), with_statistics=trains)
     if not trains:
         return _completed(found, x, notes)
     statistics = (torch.empty(rows.shape[0], 1, 1, 1, dtype=torch.float32, device="meta") for _ in range(2))
-    return _completed(found, x, notes, layer_norm_gradients.describe(rows, rows, of_weight, *statistics))
+    return _completed(found, x, notes, layer_norm_gradients.describe(rows, rows, grad_weight, *statistics))
 
 
 @describes(gates.silu_mul)
@@ -96,7 +96,7 @@ def _silu_mul(gate: Tensor, up: Tensor | None = None) -> Description:
     rows = [*map(_meta, as_rows((grad, *tensors), ("grad", "gate", "up")))]
     if up is None or (gate.requires_grad and up.requires_grad):
         return _completed(found, gate, [], silu_mul_gradients.describe(*rows, dense=up is not None))
-    of_one = silu_mul_of_gate.describe(*rows) if gate.requires_grad else silu_mul_of_up.describe(*rows[:2])
+    of_one = silu_mul_grad_gate.describe(*rows) if gate.requires_grad else silu_mul_grad_up.describe(*rows[:2])
     return _completed(found, gate, [], of_one)
 
 
@@ -142,7 +142,7 @@ def _convolution(
     trains = needs_gradient(x, weight, bias)
     present = (x, weight) if bias is None else (x, weight, bias)
     apart = trains or conv.is_apart(present, groups, activation)
-    given, sizes = as_pictures(rank, x, weight, sizes)
+    given, sizes = as_2d(rank, x, weight, sizes)
     operands = [_meta(channels_last(part)) for part in given]
     column = None if bias is None else _meta(bias.contiguous().view(1, -1, *(1,) * (operands[0].dim() - 2)))
     found = convolution.describe(*operands, column, **sizes, activation=None if apart else activation)
@@ -154,10 +154,10 @@ def _convolution(
     grad = convolution.outputs((*operands, column), {**sizes, "activation": None})[0]
     of_bias = ["the gradient by the bias"] * (bias is not None and bias.requires_grad)
     if x.requires_grad:
-        gradient = convolution_of_x.describe(grad, operands[1], shape=tuple(operands[0].shape), **sizes)
+        gradient = conv_dgrad.describe(grad, operands[1], shape=tuple(operands[0].shape), **sizes)
         more = ["the gradient by the weight, a plan of its own"] * weight.requires_grad + of_bias
     elif weight.requires_grad:
-        gradient = convolution_of_weight.describe(grad, operands[0], shape=tuple(operands[1].shape), **sizes)
+        gradient = conv_wgrad.describe(grad, operands[0], shape=tuple(operands[1].shape), **sizes)
         more = of_bias
     else:  # that is a sum of PyTorch's
         return _completed(found, x, notes)

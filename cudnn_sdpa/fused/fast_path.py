@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from cudnn_sdpa.engine.dispatch_state import (
     Guard,
-    is_bare,
+    can_bypass_dispatcher,
     is_deterministic,
     is_profiling,
     needs_gradient,
@@ -91,7 +91,7 @@ class Shortcuts:
                         return None
                 if last.guard(*tensors) and not is_profiling() and forward_ad._current_level < 0:
                     return last.call
-            if not is_bare(*tensors) or needs_gradient(*tensors) is not trains:
+            if not can_bypass_dispatcher(*tensors) or needs_gradient(*tensors) is not trains:
                 return None
             call: GraphCall | None = self._calls.get(_signature(tensors, options, is_deterministic()))
         except (AttributeError, RuntimeError, TypeError):  # no tensors, or without memory: the checks will say so

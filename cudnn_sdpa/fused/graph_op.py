@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine import autograd_checks
-from cudnn_sdpa.engine.dispatch_state import is_bare, is_deterministic, is_lazy, needs_gradient, plain
+from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, is_deterministic, is_lazy, needs_gradient, plain
 from cudnn_sdpa.engine.explain import Description
 from cudnn_sdpa.engine.launch import GraphCall, key_of, readable, type_of
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, UnsupportedError
@@ -116,7 +116,7 @@ class GraphFunction(GraphOp):
         tensors = [x for x in operands if isinstance(x, Tensor)]
         in_order = options.keys() <= self.options.keys() and bool(tensors) and tensors[0].is_cuda
         if in_order and all(x is None or isinstance(x, Tensor) or type(x) in _NUMBERS for x in operands):
-            if 0 in (x.numel() for x in tensors) or not is_bare(*tensors):
+            if 0 in (x.numel() for x in tensors) or not can_bypass_dispatcher(*tensors):
                 return found
             trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
             name = (trains, *_name_of(operands, options))

@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.dispatch_state import is_bare, is_deterministic, is_watched, needs_gradient
+from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, is_deterministic, needs_gradient, needs_operator
 from cudnn_sdpa.engine.launch import GraphCall, Layout, describe
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops
@@ -243,7 +243,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     tensors: Sequence[Tensor] = (x, weight, bias)
     trains = needs_gradient(*tensors)
     static = {"with_statistics": trains}
-    if is_compiling() or not x.is_cuda or not is_bare(*tensors):
+    if is_compiling() or not x.is_cuda or not can_bypass_dispatcher(*tensors):
         found = torch_ops.as_tuple(layer_norm_rows(*rows_of(x, weight, bias), float(eps), **static))
         return found[0].view(x.shape)
     tensors = tuple(tensor.contiguous() for tensor in tensors)
@@ -288,7 +288,7 @@ def _checked_rms_norm(
     numbers = _numbers(eps, weight, centered=centered)
     static = {"with_scale": trains, "activation": activation}
     tensors = [tensor for tensor in (x, weight, residual) if tensor is not None]
-    if is_compiling() or not x.is_cuda or not is_bare(*tensors):
+    if is_compiling() or not x.is_cuda or not can_bypass_dispatcher(*tensors):
         given = (*rows_of(x, weight, residual), *numbers, *(None,) * (2 - len(numbers)))
         results: Sequence[Tensor] = torch_ops.as_tuple(rms_norm_rows(*given, **static))
         results = [result.view(x.shape) for result in results[: 1 if residual is None else 2]]
@@ -350,8 +350,8 @@ class _LayerNorm(torch.autograd.Function):
         grad = torch.zeros_like(x) if grad is None else grad
 
         def given() -> tuple[Any, ...]:
-            rows, of_weight, of_grad = rows_of(x, weight, grad)
-            return of_grad, rows, of_weight, *statistics
+            rows, grad_weight, of_grad = rows_of(x, weight, grad)
+            return of_grad, rows, grad_weight, *statistics
 
         found = _gradients(ctx.call, layer_norm_gradients, (grad, x, weight, *statistics), (), given)
         return None, None, *of_wanted(found, ctx.needs_input_grad[2:])
@@ -366,7 +366,7 @@ def _gradients(
     have brought tensors back that lie otherwise, so that is compared.
     """
     grad, x = tensors[:2]
-    if is_watched(grad):
+    if needs_operator(grad):
         found = torch_ops.as_tuple(function(*given()))
         return [found[0].view(x.shape), *(gradient.view(-1) for gradient in found[1:])]
     if not grad.is_contiguous() or grad.data_ptr() % ALIGNMENT:

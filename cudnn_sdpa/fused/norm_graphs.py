@@ -43,8 +43,8 @@ def _rms_gradients_reference(
 ) -> Any:
     dy, rows = widened(grad), widened(x) * scale
     of_rows = dy * _weight(weight, shift, dy)
-    of_x = (scale * (of_rows - rows * (of_rows * rows).mean(-1, keepdim=True))).to(x.dtype)
-    return of_x if weight is None else (of_x, (dy * rows).sum((0, 1, 2), keepdim=True).to(weight.dtype))
+    grad_x = (scale * (of_rows - rows * (of_rows * rows).mean(-1, keepdim=True))).to(x.dtype)
+    return grad_x if weight is None else (grad_x, (dy * rows).sum((0, 1, 2), keepdim=True).to(weight.dtype))
 
 
 def of_wanted(gradients: Sequence[Any], needs: Sequence[bool]) -> tuple[Any, ...]:
@@ -56,10 +56,10 @@ def of_wanted(gradients: Sequence[Any], needs: Sequence[bool]) -> tuple[Any, ...
 def rms_norm_gradients(g: Any, grad: Any, x: Any, weight: Any = None, scale: Any = None, shift: Any = None) -> Any:
     """The gradients of `rms_norm` by x and, if there is one, the weight."""
     shifted = weight if shift is None else g.add(a=weight, b=shift)
-    of_x, of_weight, _ = g.rmsnorm_backward(
+    grad_x, grad_weight, _ = g.rmsnorm_backward(
         name="rms_norm_gradients", grad=grad, input=x, scale=shifted, inv_variance=scale, has_dbias=False
     )
-    return of_x if weight is None else (of_x, of_weight)
+    return grad_x if weight is None else (grad_x, grad_weight)
 
 
 def _rms_backward(
@@ -70,10 +70,10 @@ def _rms_backward(
     assert activation is None
     total = x if residual is None else outputs[1]
     found = rms_norm_gradients(grads[0].contiguous(), total, weight, outputs[-1], shift)
-    of_x, of_weight = (found, None) if weight is None else found
+    grad_x, grad_weight = (found, None) if weight is None else found
     if residual is not None and grads[1] is not None:
-        of_x = of_x + grads[1]
-    return of_wanted((of_x, of_weight, of_x, None, None), needs)
+        grad_x = grad_x + grads[1]
+    return of_wanted((grad_x, grad_weight, grad_x, None, None), needs)
 
 
 @graph_op(reference=_rms_reference, backward=_rms_backward)
@@ -113,9 +113,9 @@ def _layer_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, wit
 def _layer_gradients_reference(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor) -> Any:
     dy, rows = widened(grad), (widened(x) - mean) * scale
     of_rows = dy * widened(weight)
-    of_x = scale * (of_rows - of_rows.mean(-1, keepdim=True) - rows * (of_rows * rows).mean(-1, keepdim=True))
+    grad_x = scale * (of_rows - of_rows.mean(-1, keepdim=True) - rows * (of_rows * rows).mean(-1, keepdim=True))
     sums = [(part).sum((0, 1, 2), keepdim=True).to(weight.dtype) for part in (dy * rows, dy)]
-    return (of_x.to(x.dtype), *sums)
+    return (grad_x.to(x.dtype), *sums)
 
 
 @graph_op(reference=_layer_gradients_reference, backward=no_second_gradient("layer_norm"), keeps_results=False)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.dispatch_state import may_be_read
+from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.graph.symbolic_shapes import is_true
 
 #: What says the same everywhere. Messages on a GPU have at most 255 characters.
@@ -61,7 +61,7 @@ def documents(positions: Any, query: Tensor, *, may_look: bool) -> Documents | N
     rows = 1 if positions.dim() == 1 else positions.shape[0]
     if not is_true(positions.shape[-1] == length) or not (is_true(rows == 1) or is_true(rows == batch)):
         return None
-    if torch.compiler.is_compiling() or not may_be_read(positions) or _is_captured(positions):
+    if torch.compiler.is_compiling() or not is_plain_memory(positions) or _is_captured(positions):
         _stop(positions)
         return None
     version = None if positions.is_inference() else positions._version

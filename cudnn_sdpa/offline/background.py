@@ -25,10 +25,10 @@ _log = logging.getLogger("cudnn_sdpa")
 IDLE_SECONDS = 60.0
 
 #: Most plans that wait for being built. Who asks for one more may ask again later.
-MOST_WAITING = 256
+MAX_WAITING = 256
 
 #: Of so many plans that were built the bytes are kept for who asked for them; of older ones in the plan store alone.
-MOST_BUILT = 64
+MAX_BUILT = 64
 
 #: Helpers leave the processor to everybody else.
 NICENESS = 10
@@ -83,7 +83,7 @@ class BackgroundPlanner:
         """
         with self._lock:
             asked = self._asked.get(key)
-            if asked is not None or self._closed or len(self._asked) >= MOST_WAITING:
+            if asked is not None or self._closed or len(self._asked) >= MAX_WAITING:
                 return asked
             if len(self._threads) < min(self.workers, len(self._asked) + 1) and not self._start_thread():
                 return None
@@ -177,7 +177,7 @@ class BackgroundPlanner:
         with self._lock:
             self._asked.pop(request.key, None)
             self._built.append(request)
-            if len(self._built) > MOST_BUILT:
+            if len(self._built) > MAX_BUILT:
                 self._built.popleft().stored = None
 
     def _warn(self, what: str) -> None:

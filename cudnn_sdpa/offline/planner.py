@@ -29,7 +29,7 @@ TIMEOUT_VARIABLE = "CUDNN_SDPA_HELPER_TIMEOUT"
 TIMEOUT_SECONDS = 300.0
 
 #: Of what a helper says before its first answer, no more than this is read through in search of it.
-_MOST_NOISE = 64 << 20
+_MAX_NOISE = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Helper:
         end, said, searched = time.monotonic() + timeout, bytearray(), 0
         with selectors.PollSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
-            while searched < _MOST_NOISE:
+            while searched < _MAX_NOISE:
                 if not selector.select(max(0.0, end - time.monotonic())):
                     raise TimeoutError(f"{timeout:g} s have passed")
                 part = os.read(process.stdout.fileno(), 1 << 20)

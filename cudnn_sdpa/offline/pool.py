@@ -22,13 +22,13 @@ Made = TypeVar("Made")
 READY = {"ready": True}
 
 #: Most helper processes that are started without being asked for more: each takes some 500 MB.
-MOST_WORKERS = 8
+MAX_WORKERS = 8
 
 
 def default_workers(plans: int) -> int:
     """How many helper processes to start for so many plans."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MOST_WORKERS, cores, plans))
+    return max(1, min(MAX_WORKERS, cores, plans))
 
 
 def check_workers(workers: int | None, fewest: int) -> None:

@@ -43,7 +43,7 @@ CAPABILITIES = (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121
 #: Batch and heads decide nothing, unless a tensor of so many elements does not fit into one plan. The gradients of such
 #: calls are computed in parts, of which the smallest decides.
 BATCH, HEADS = 2, 8
-MOST_ELEMENTS = 2**31 - 1
+MAX_ELEMENTS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def descriptions(
 ) -> list[Description]:
     """What a call of operands without memory would run, the gradients last if they are asked for."""
     trains = direction == BACKWARD and dtype.is_floating_point and dtype not in FP8_DTYPES
-    is_small = BATCH * HEADS * max(sq, skv) * max(head_dim, head_dim_v) <= MOST_ELEMENTS
+    is_small = BATCH * HEADS * max(sq, skv) * max(head_dim, head_dim_v) <= MAX_ELEMENTS
     batch, heads = (BATCH, HEADS) if is_small else (1, 1)
 
     def tensor(*shape: int, dtype: torch.dtype = dtype, requires_grad: bool = False) -> Tensor:

@@ -14,7 +14,7 @@ from pathlib import Path
 import platformdirs
 
 #: As many links as Linux follows.
-_MOST_LINKS = 40
+_MAX_LINKS = 40
 
 #: Environment variable with folders that are not looked at on the way, with colons between them: the user trusts
 #: whoever may write to them, as on a volume that is mounted for one program alone.
@@ -92,7 +92,7 @@ def _walk(folder: Path, make: bool) -> str:
         status = _status(path, make)
         if stat.S_ISLNK(status.st_mode):
             links += 1
-            if links > _MOST_LINKS:
+            if links > _MAX_LINKS:
                 raise UnsafeFolderError(f"{folder} leads through too many links")
             if not _is_trustworthy(status.st_uid):
                 raise OpenFolderError(f"{path} is a link that belongs to another user; name the folder it leads to")

@@ -28,7 +28,7 @@ _log = logging.getLogger("cudnn_sdpa")
 DEFAULT_BYTES = 1 << 30
 
 #: How often room is made on a full disk for one plan.
-_MOST_TRIES = 8
+_MAX_TRIES = 8
 
 #: The part of its capacity that a full store keeps, so that not every further save has to remove something.
 _LEFT = 0.9
@@ -222,7 +222,7 @@ class PlanStore:
     def _write_or_make_room(self, folder: int, name: str, contents: bytes) -> None:
         """Writes a file; on a disk that is full, others are removed for it."""
         tries, gone = 1, 1
-        while not store_files.is_written(folder, name, contents, or_raise=tries == _MOST_TRIES or not gone):
+        while not store_files.is_written(folder, name, contents, or_raise=tries == _MAX_TRIES or not gone):
             gone = self._remove(folder, len(contents), name)
             tries += 1
 

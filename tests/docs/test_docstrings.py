@@ -166,10 +166,10 @@ def test_every_public_name_is_in_the_reference():
     [
         ("sequences", plans.sequence_bucket),
         ("tokens", plans.row_bucket),
-        ("longest length", lambda longest: plans.length_bucket(longest, 10**6, closely=False)),
+        ("longest length", lambda longest: plans.length_bucket(longest, 10**6, tight=False)),
         (
             "longest length, with a soft cap or deterministic",
-            lambda longest: plans.length_bucket(longest, 10**6, closely=True),
+            lambda longest: plans.length_bucket(longest, 10**6, tight=True),
         ),
     ],
 )

@@ -218,12 +218,12 @@ def wanted_gradients():
     picture, kernel = (channels_last(torch.randn(shape)) for shape in ((2, 4, 8, 8), (6, 4, 3, 3)))
     bias, other = torch.randn(6), torch.randn(4, 128)
     cases = [
-        (lambda x, w, b: conv2d(x, w, b, padding=1), (picture, kernel, bias), ["convolution_of_x"], 0),
-        (lambda x, w, b: conv2d(x, w, b, padding=1), (picture, kernel, bias), ["convolution_of_weight"], 1),
+        (lambda x, w, b: conv2d(x, w, b, padding=1), (picture, kernel, bias), ["conv_dgrad"], 0),
+        (lambda x, w, b: conv2d(x, w, b, padding=1), (picture, kernel, bias), ["conv_wgrad"], 1),
         (lambda x, w, b: conv2d(x, w, b, padding=1), (picture, kernel, bias), [], 2),
-        (silu_mul, (TENSOR, other), ["silu_mul_of_gate"], 0),
-        (silu_mul, (TENSOR, other), ["silu_mul_of_up"], 1),
-        (silu_mul, (TENSOR[:, :64], other[:, 64:]), ["silu_mul_of_gate"], 0),
+        (silu_mul, (TENSOR, other), ["silu_mul_grad_gate"], 0),
+        (silu_mul, (TENSOR, other), ["silu_mul_grad_up"], 1),
+        (silu_mul, (TENSOR[:, :64], other[:, 64:]), ["silu_mul_grad_gate"], 0),
         (rms_norm, (TENSOR, other[0]), ["rms_norm_gradients"], 1),
         (layer_norm, (TENSOR, other[0], other[1]), ["layer_norm_gradients"], 2),
     ]

@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.arguments import ForwardArguments, Result, kind_of
 from cudnn_sdpa.attention.dense import torch_ops
 from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
 from cudnn_sdpa.engine import fallback
-from cudnn_sdpa.engine.dispatch_state import is_batch, is_watched
+from cudnn_sdpa.engine.dispatch_state import is_batch, needs_operator
 from cudnn_sdpa.engine.torch_ops import library
 from cudnn_sdpa.errors import UnsupportedError
 
@@ -99,7 +99,7 @@ def _gradients(
     of = BackwardArguments(grad_out, out, lse, call, call.deterministic, needs)
     if by_reference:
         return _in_place(torch_ops.run_backward_cpu(of), needs)
-    if is_watched(grad_out):
+    if needs_operator(grad_out):
         return gradients_by_operator(of)
     return _in_place(run_backward(of, ctx.may_fall_back), needs)
 

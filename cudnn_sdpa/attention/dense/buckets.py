@@ -34,7 +34,7 @@ from cudnn_sdpa.plans.plan import Plan, allocate, current_device, current_raw_st
 LONGEST = 65536
 
 #: More sequences would make the tables of where they begin larger than they are worth.
-MOST_SEQUENCES = 4096
+MAX_SEQUENCES = 4096
 
 _UNBOUNDED = 1 << 40
 
@@ -65,15 +65,17 @@ class Bucket:
         apart = not all(map(_heads_lie_together, tensors))
         heads = problem.q.shape[1]
         real = problem.q.shape[0] * (heads if apart else 1)
-        if real > MOST_SEQUENCES or any(_row_step(tensor, apart=apart) == 0 for tensor in tensors):
+        if real > MAX_SEQUENCES or any(_row_step(tensor, apart=apart) == 0 for tensor in tensors):
             return None
         sequences = sequence_bucket(real)
         decodes = forward.is_decode and problem.mask.band is None  # cuDNN's decode engines draw no mask
-        longest_q = 1 if decodes else length_bucket(problem.sq, _UNBOUNDED, closely=False)
-        longest_kv = length_bucket(problem.skv, _UNBOUNDED, closely=False)
-        rows = [longest * sequences for longest in (longest_q, longest_kv, longest_kv, longest_q)]
+        max_seqlen_q = 1 if decodes else length_bucket(problem.sq, _UNBOUNDED, tight=False)
+        max_seqlen_kv = length_bucket(problem.skv, _UNBOUNDED, tight=False)
+        rows = [longest * sequences for longest in (max_seqlen_q, max_seqlen_kv, max_seqlen_kv, max_seqlen_q)]
         q, k, v, out = (_packed(tensor, n, apart=apart) for tensor, n in zip(tensors, rows, strict=True))
-        return cls(forward, apart, Packed(q, k, v, sequences, longest_q, longest_kv, Mask(problem.mask.band)), out)
+        return cls(
+            forward, apart, Packed(q, k, v, sequences, max_seqlen_q, max_seqlen_kv, Mask(problem.mask.band)), out
+        )
 
     def key(self, target: Target, device: int | None) -> PlanKey | None:
         """The key of the plan; None if there is known to be none."""
@@ -110,7 +112,7 @@ def _is_plain(forward: Forward) -> bool:
     left = problem.mask.band[0] if problem.mask.band is not None else None
     if left is not None and (left < 0 or problem.sq > problem.skv):
         return False  # the band depends on the lengths, or queries may see no key
-    return problem.has_no_sides and not (problem.alibi or problem.has_lengths or problem.mask.blind_rows)
+    return problem.has_no_sides and not (problem.alibi or problem.has_lengths or problem.mask.masked_rows)
 
 
 def _heads_lie_together(tensor: TensorLayout) -> bool:

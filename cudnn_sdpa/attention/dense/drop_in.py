@@ -112,21 +112,21 @@ def drop_in_arguments(
         raise OptionError("enable_gqa", repr(enable_gqa), "True or False")
     batch = _batch_of(query, key, value)
     heads = {name: tensor.shape[-3] if tensor.dim() > 2 else 1 for name, tensor in named.items()}
-    most_q, most_kv = heads["query"], max(heads["key"], heads["value"])
+    max_q_len, max_kv_len = heads["query"], max(heads["key"], heads["value"])
     if not enable_gqa:
-        most_q = most_kv = max(most_q, most_kv)
-    elif min(heads.values()) > 0 and most_q % heads["key"] == most_q % heads["value"] == 0:
+        max_q_len = max_kv_len = max(max_q_len, max_kv_len)
+    elif min(heads.values()) > 0 and max_q_len % heads["key"] == max_q_len % heads["value"] == 0:
         # Each is repeated for the heads of the query, as in PyTorch, but no further than both need.
-        most_kv = most_kv if most_kv % min(heads["key"], heads["value"]) == 0 else most_q
-    for name, most in (("query", most_q), ("key", most_kv), ("value", most_kv)):
+        max_kv_len = max_kv_len if max_kv_len % min(heads["key"], heads["value"]) == 0 else max_q_len
+    for name, most in (("query", max_q_len), ("key", max_kv_len), ("value", max_kv_len)):
         if heads[name] not in (1, most) and not (enable_gqa and name != "query" and most % max(1, heads[name]) == 0):
             hint = "" if enable_gqa else "Or pass enable_gqa=True."
             raise ShapeError(name, f"{heads[name]} heads", f"1 or {most}, as another of the three has", hint)
     if enable_gqa and 1 < heads["key"] != heads["value"] > 1:
-        key, value = (_with_heads(x, heads[name], most_kv) for x, name in ((key, "key"), (value, "value")))
-    q = _to_four(query, batch, most_q)
-    k, v = _to_four(key, batch, most_kv), _to_four(value, batch, most_kv)
-    full = (*batch, most_q, query.shape[-2], key.shape[-2])
+        key, value = (_with_heads(x, heads[name], max_kv_len) for x, name in ((key, "key"), (value, "value")))
+    q = _to_four(query, batch, max_q_len)
+    k, v = _to_four(key, batch, max_kv_len), _to_four(value, batch, max_kv_len)
+    full = (*batch, max_q_len, query.shape[-2], key.shape[-2])
     return q, k, v, {"is_causal": is_causal, "scale": scale, "attn_mask": _mask(attn_mask, is_causal, full)}
 
 

@@ -24,11 +24,11 @@ from cudnn_sdpa.attention.memory import MISALIGNED
 from cudnn_sdpa.engine import autograd_checks, fallback
 from cudnn_sdpa.engine.dispatch_state import (
     Guard,
-    is_bare,
+    can_bypass_dispatcher,
     is_deterministic,
     is_profiling,
-    is_watched,
     needs_gradient,
+    needs_operator,
     tensor_guard,
 )
 
@@ -144,7 +144,7 @@ class PlainAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:
         """The gradients by q, k and v."""
-        if is_watched(grad_out):
+        if needs_operator(grad_out):
             return _watched(ctx, grad_out)
         grad_q, grad_k, grad_v = ctx.gradients.compute(
             grad_out, ctx.saved_tensors, ctx.deterministic, ctx.may_fall_back
@@ -165,7 +165,7 @@ def _watched(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
 def prepare(forward: ForwardCall, options: tuple[Any, ...]) -> PlainTraining | None:
     """What serves plain calls that autograd follows, if `forward` is one launch and its backward pass another."""
     problem = forward.problem
-    if problem.mask.blind_rows or problem.has_lengths or problem.needs_lengths or problem.is_single:
+    if problem.mask.masked_rows or problem.has_lengths or problem.needs_lengths or problem.is_single:
         return None
     if forward.training is None:
         if large_backward.is_too_large(problem.q, problem.k, problem.v, forward.forward.out):
@@ -210,7 +210,7 @@ def find(
     tensors = (q, k, v) if seq_lens_kv is None else (q, k, v, seq_lens_kv)
     known: Last | None = holder.last
     if known is None or not known.check(*tensors) or is_profiling() or forward_ad._current_level >= 0:
-        if not is_bare(q, k, v):
+        if not can_bypass_dispatcher(q, k, v):
             return None
         if not _can_be_guarded(tensors, trains=trains):
             return run
@@ -226,7 +226,12 @@ def find(
 def find_any(call: ForwardArguments, deterministic: bool | None) -> Callable[[ForwardArguments], Result] | None:
     """What runs a call with any arguments, if it is known and may skip the checks and the dispatcher."""
     tensors = (*call.tensors, call.out)
-    if value_checks.enabled or type(call.dropout_p) is not float or call.dropout_p or not is_bare(*tensors):
+    if (
+        value_checks.enabled
+        or type(call.dropout_p) is not float
+        or call.dropout_p
+        or not can_bypass_dispatcher(*tensors)
+    ):
         return None
     trains = needs_gradient(*tensors)
     if (trains and call.out is not None) or not (deterministic is None or type(deterministic) is bool):

@@ -76,7 +76,7 @@ class BoundCall:
         tensors, addresses = {}, {}
         if call.attn_mask is not None:
             problem = self.problem
-            tensors["bias"] = bias_of(call.attn_mask, call.q, problem.skv, problem.mask.blind_rows)
+            tensors["bias"] = bias_of(call.attn_mask, call.q, problem.skv, problem.mask.masked_rows)
         if call.sinks is not None:
             sinks, address = call.sinks, call.sinks.data_ptr()
             if not address or address & MISALIGNED:
@@ -109,7 +109,7 @@ class ForwardCall(BoundCall):
         self._has_lse, self._sinks_outside = forward.plan_has_lse, forward.sinks_outside
         problem = forward.problem
         lengths = problem.has_lengths or problem.needs_lengths
-        self._one_launch = forward.with_lse and problem.has_no_sides and not (problem.mask.blind_rows or lengths)
+        self._one_launch = forward.with_lse and problem.has_no_sides and not (problem.mask.masked_rows or lengths)
         self._last: Any = None
         self.training: Any = None  # what `training` keeps for plain calls that autograd follows
 
@@ -163,7 +163,7 @@ class ForwardCall(BoundCall):
         return out, lse
 
     def _run(self, call: ForwardArguments) -> Result:
-        blind = self.problem.mask.blind_rows
+        blind = self.problem.mask.masked_rows
         q, out = call.q, allocate(*self._out) if call.out is None else call.out
         lse = allocate(*self._lse) if self._has_lse else None
         visible_out, visible_lse = out, lse
@@ -183,7 +183,7 @@ class ForwardCall(BoundCall):
         if call.sinks is not None and lse is not None and visible_lse is not None:
             if self._sinks_outside:
                 apply_sinks(visible_out, visible_lse, call.sinks)
-            elif self.problem.can_be_blind:  # queries without keys see the sink alone
+            elif self.problem.can_have_masked_rows:  # queries without keys see the sink alone
                 torch.maximum(visible_lse, call.sinks.view(1, -1, 1), out=visible_lse)
             if blind:
                 lse[:, :, :blind] = call.sinks.view(1, -1, 1)
@@ -295,7 +295,7 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 def bind(forward: Forward, plan: Plan, scale: float, softcap: float | None = None) -> ForwardCall:
     """The call of `plan` with these numbers."""
     problem = forward.problem
-    one_launch = not (forward.plan_has_lse or problem.mask.blind_rows or problem.lengths_q or problem.needs_lengths)
+    one_launch = not (forward.plan_has_lse or problem.mask.masked_rows or problem.lengths_q or problem.needs_lengths)
     if one_launch and problem.has_no_sides and (forward.is_decode or not problem.lengths_kv):
         return PlainCall(forward, plan, scale)
     return ForwardCall(forward, plan, scale, softcap)

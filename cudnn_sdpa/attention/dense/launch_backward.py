@@ -92,7 +92,7 @@ class BackwardCall(BoundCall):
         tensors, addresses = self.side_tensors(call)
         tensors |= {"q": call.q, "k": call.k, "v": call.v, "out": arguments.out, "grad_out": arguments.grad_out}
         tensors |= {"lse": arguments.lse, **gradients}
-        self._leave_out_blind_rows(tensors)
+        self._zero_masked_rows(tensors)
         if self.problem.bias is not None or self.problem.softcap:
             # A row that sees nothing: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN.
             tensors["lse"] = tensors["lse"].masked_fill(tensors["lse"] == -torch.inf, torch.inf)
@@ -100,13 +100,13 @@ class BackwardCall(BoundCall):
         self.launch(tensors, addresses)
         wanted = [gradients[f"grad_{name}"] for name in ("q", "k", "v") if getattr(needs, name)]
         if needs.attn_mask and call.attn_mask is not None:
-            wanted.append(mask_gradient(gradients["grad_bias"], call.attn_mask, self.problem.mask.blind_rows))
+            wanted.append(mask_gradient(gradients["grad_bias"], call.attn_mask, self.problem.mask.masked_rows))
         if needs.sinks and call.sinks is not None:
             wanted.append(sink_gradient(arguments.grad_out, arguments.out, arguments.lse, call.sinks))
         return wanted
 
-    def _leave_out_blind_rows(self, tensors: dict[str, Tensor]) -> None:
-        blind = self.problem.mask.blind_rows
+    def _zero_masked_rows(self, tensors: dict[str, Tensor]) -> None:
+        blind = self.problem.mask.masked_rows
         if not blind:
             return
         tensors["grad_q"][:, :, :blind].zero_()

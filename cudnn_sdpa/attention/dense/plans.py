@@ -74,7 +74,7 @@ class Problem:
             mask,
             lengths_q,
             lengths_kv,
-            None if call.attn_mask is None else bias_layout(call.attn_mask, q, k.shape[2], mask.blind_rows),
+            None if call.attn_mask is None else bias_layout(call.attn_mask, q, k.shape[2], mask.masked_rows),
             call.sinks is not None,
             float(call.dropout_p),
             call.softcap is not None,
@@ -89,7 +89,7 @@ class Problem:
     @property
     def rows(self) -> int:
         """Queries that are left to the plan."""
-        return self.sq - self.mask.blind_rows
+        return self.sq - self.mask.masked_rows
 
     @property
     def skv(self) -> int:
@@ -153,10 +153,10 @@ class Problem:
         )
 
     @property
-    def can_be_blind(self) -> bool:
+    def can_have_masked_rows(self) -> bool:
         """Whether a query of the plan may see no key at all."""
         left_bound = self.mask.band is not None and self.mask.band[0] is not None
-        return self.has_lengths or self.bias is not None or self.mask.blind_rows > 0 or left_bound
+        return self.has_lengths or self.bias is not None or self.mask.masked_rows > 0 or left_bound
 
     def operands(self, *, decode: bool, sinks: bool, full_lengths: bool, whole_bias: bool = False) -> list[Operand]:
         """What both passes read beside queries, keys and values.
@@ -199,13 +199,13 @@ class Problem:
 
     def visible(self, layout: TensorLayout) -> TensorLayout:
         """The layout of the rows, of queries or of what goes with them, that see a key."""
-        return cut_rows(layout, self.mask.blind_rows)
+        return cut_rows(layout, self.mask.masked_rows)
 
     def extra_kernels(self) -> list[str]:
         """What both passes run beside the plan, for `explain`."""
         notes = []
-        if self.mask.blind_rows:
-            notes.append(f"the first {self.mask.blind_rows} queries see no key: their output is filled with zeros")
+        if self.mask.masked_rows:
+            notes.append(f"the first {self.mask.masked_rows} queries see no key: their output is filled with zeros")
         return notes
 
 
@@ -304,12 +304,12 @@ class Forward:
         problem, notes = self.problem, self.problem.extra_kernels()
         if problem.has_no_plan:
             return [MASK_OF_ONE_KEY]
-        if problem.mask.blind_rows and self.plan_has_lse:
+        if problem.mask.masked_rows and self.plan_has_lse:
             notes.append("the log-sum-exp of the other queries is copied into place")
         notes += _notes_on_sides(problem, is_decode=self.is_decode)
         if self.sinks_outside:
             notes.append("the sinks are applied to the output from the log-sum-exp (cuDNN has none for a single query)")
-        elif problem.sinks and self.plan_has_lse and problem.can_be_blind:
+        elif problem.sinks and self.plan_has_lse and problem.can_have_masked_rows:
             notes.append("the log-sum-exp is raised to the sinks where it is lower, for queries that see no key")
         return notes
 
@@ -396,8 +396,8 @@ class Backward:
             return [*notes, MASK_OF_ONE_KEY]
         if problem.is_single:
             return [*notes, "one query on one key is computed in plain PyTorch"]
-        if problem.mask.blind_rows:
-            notes.append(f"the gradient of the first {problem.mask.blind_rows} queries is filled with zeros")
+        if problem.mask.masked_rows:
+            notes.append(f"the gradient of the first {problem.mask.masked_rows} queries is filled with zeros")
             notes.append("the log-sum-exp of the other queries is copied")
         notes += _notes_on_sides(problem, is_decode=False)
         if problem.bias is not None or problem.softcap:

@@ -26,7 +26,7 @@ from cudnn_sdpa.attention.memory import new_output
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.autograd_checks import PYTORCHS
-from cudnn_sdpa.engine.dispatch_state import is_bare, is_profiling, needs_gradient
+from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, is_profiling, needs_gradient
 from cudnn_sdpa.engine.fallback import check_or_decline, is_in_force, or_else
 from cudnn_sdpa.engine.torch_ops import new_seed
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
@@ -327,7 +327,7 @@ def _run(call: ForwardArguments) -> Result:
 def _differentiable(call: ForwardArguments) -> Result:
     if not is_compiling():
         torch_ops.check_gradient(call)
-    if is_compiling() or not is_bare(*call.tensors):
+    if is_compiling() or not can_bypass_dispatcher(*call.tensors):
         out, lse = torch.ops.cudnn_sdpa.sdpa_forward_lse(*call[:17])
         lse = lse.detach() if is_compiling() else lse  # a compiled graph asks for the gradient of all that it returns
     else:

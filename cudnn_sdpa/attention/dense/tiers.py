@@ -40,10 +40,10 @@ USES_OF_A_SINGLE_QUERY = 10
 PATIENCE = 8
 
 #: Of so many shapes the uses are counted.
-MOST_SHAPES = 4096
+MAX_SHAPES = 4096
 
 
-class Comeback:
+class ShapeUsage:
     """The uses of one shape, by whatever calls, and what has come of them."""
 
     __slots__ = ("_counted", "_key", "_request", "_uses", "_wanted")
@@ -97,21 +97,21 @@ class Comeback:
         return plan
 
 
-class Comebacks:
+class RecurringShapes:
     """Those of all shapes, by key. They outlive the calls, which are forgotten with their tables or the policy."""
 
     def __init__(self) -> None:
-        self._by_key: dict[PlanKey, Comeback] = {}
+        self._by_key: dict[PlanKey, ShapeUsage] = {}
         self._lock = threading.Lock()
 
-    def of(self, key: PlanKey) -> Comeback:
+    def of(self, key: PlanKey) -> ShapeUsage:
         """That of a shape."""
         with self._lock:
             found = self._by_key.get(key)
             if found is None:
-                while len(self._by_key) >= MOST_SHAPES:
+                while len(self._by_key) >= MAX_SHAPES:
                     del self._by_key[next(iter(self._by_key))]
-                found = self._by_key[key] = Comeback(key)
+                found = self._by_key[key] = ShapeUsage(key)
             return found
 
     def clear(self) -> None:
@@ -120,7 +120,7 @@ class Comebacks:
             self._by_key.clear()
 
 
-comebacks = Comebacks()
+recurring_shapes = RecurringShapes()
 
 
 #: Under "tiered", so many shapes of a bucket get plans of their own before the bucket's plan is built. A bucket's plan
@@ -128,10 +128,10 @@ comebacks = Comebacks()
 SHAPES_BEFORE_BUCKET = 3
 
 #: What the tables of all calls that buckets serve may take of the GPU's memory.
-MOST_TABLE_BYTES = 64 << 20
+MAX_TABLE_BYTES = 64 << 20
 
 #: Of so many buckets is remembered what has been seen of them.
-MOST_BUCKETS = 1024
+MAX_BUCKETS = 1024
 
 
 def prepare(forward: Forward, call: ForwardArguments, signature: Hashable) -> ForwardCall:
@@ -218,7 +218,7 @@ _seen = _Seen()
 
 def _varies(of_bucket: PlanKey, key: PlanKey) -> bool:
     """Whether so many shapes of the bucket have been seen that it is worth its plan."""
-    if len(_seen.shapes) >= MOST_BUCKETS:
+    if len(_seen.shapes) >= MAX_BUCKETS:
         _seen.shapes.clear()
         _seen.without_plan.clear()
     keys = _seen.shapes.setdefault(of_bucket, set())
@@ -230,7 +230,7 @@ def _varies(of_bucket: PlanKey, key: PlanKey) -> bool:
 
 def _make_room(size: int) -> None:
     """Keeps the memory of all tables bounded: with the last one too many, all go."""
-    if sum(call.table_bytes for call in launch.calls.each(BucketCall)) + size > MOST_TABLE_BYTES:
+    if sum(call.table_bytes for call in launch.calls.each(BucketCall)) + size > MAX_TABLE_BYTES:
         forget_buckets()
 
 
@@ -246,7 +246,7 @@ class OwnPlan:
     __slots__ = ("_comeback", "_forward", "_scale", "_signature")
 
     def __init__(self, forward: Forward, key: PlanKey, scale: float, signature: Hashable) -> None:
-        self._comeback: Comeback = comebacks.of(key)
+        self._comeback: ShapeUsage = recurring_shapes.of(key)
         self._forward = forward
         self._scale = scale
         self._signature = signature

@@ -145,12 +145,12 @@ def check_gradient(call: ForwardArguments) -> None:
     _check_for_cuda(call)
     device = call.q.get_device()
     large_backward.check_gradient(call, live_target(device), device)
-    if len(launch.differentiable) > MOST_REMEMBERED:
+    if len(launch.differentiable) > MAX_REMEMBERED:
         launch.differentiable.clear()
     launch.differentiable.add(name)
 
 
-MOST_REMEMBERED = 8192
+MAX_REMEMBERED = 8192
 
 
 def forward_runner(q: Tensor) -> _Implementation:

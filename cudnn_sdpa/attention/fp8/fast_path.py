@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cudnn_sdpa.attention import value_checks
-from cudnn_sdpa.engine.dispatch_state import Guard, is_bare, is_profiling, needs_gradient, tensor_guard
+from cudnn_sdpa.engine.dispatch_state import Guard, can_bypass_dispatcher, is_profiling, needs_gradient, tensor_guard
 from cudnn_sdpa.engine.fast_path import CallTable, PreparedCall, describe
 
 
@@ -60,7 +60,7 @@ def find(
             and forward_ad._current_level < 0
         ):
             return last.call
-        if not is_bare(*tensors) or needs_gradient(*tensors):
+        if not can_bypass_dispatcher(*tensors) or needs_gradient(*tensors):
             return None
         return table.get(_signature(required, optional, options, types))
     except (AttributeError, TypeError, RuntimeError):  # not tensors, not hashable, nested: the checks will say so

@@ -37,7 +37,7 @@ def as_layout(layout: TensorLayout) -> tuple[tuple[int, ...], tuple[int, ...], t
     return layout.shape, layout.stride, layout.dtype
 
 
-def no_largest(device: torch.device) -> Tensor:
+def no_amax(device: torch.device) -> Tensor:
     """What a kernel raises to the largest value of each of its blocks, so that it has to start at 0."""
     return torch.zeros(1, dtype=torch.float32, device=device)
 
@@ -46,13 +46,13 @@ def nothing(of: Fp8Forward) -> Fp8Output:
     """The results where there is no query or no key."""
     out = new_output(of).zero_()
     lse = torch.full(out.shape[:3], -torch.inf, dtype=torch.float32, device=out.device) if of.call.with_lse else None
-    return Fp8Output(out, no_largest(out.device), no_largest(out.device), lse)
+    return Fp8Output(out, no_amax(out.device), no_amax(out.device), lse)
 
 
 def no_gradients(of: Fp8Backward) -> Fp8Gradients:
     """The same of a backward pass."""
     gradients = [new_gradient(x, of.grad_out.dtype).zero_() for x in of.call[:3]]
-    return Fp8Gradients(*gradients, *(no_largest(of.call.q.device) for _ in range(4)))
+    return Fp8Gradients(*gradients, *(no_amax(of.call.q.device) for _ in range(4)))
 
 
 def new_output(of: Fp8Forward) -> Tensor:
@@ -144,7 +144,7 @@ class Call(BoundCall):
         super().__init__(problem, plan, scale=scale)
         self._is_hopper = plan.key.target.sm // 10 == 9
         # Between scales and outputs of a launch there is nothing but full lengths, and beside it nothing runs.
-        self.is_plain = not (problem.mask.blind_rows or problem.has_lengths)
+        self.is_plain = not (problem.mask.masked_rows or problem.has_lengths)
         self._side_addresses = [self._fixed[name] for name in ("seq_len_q", "seq_len_kv") if name in self._fixed]
         self.last = None  # what a `CallTable` resets
 
@@ -164,11 +164,11 @@ class Call(BoundCall):
 
     def largest(self, device: torch.device) -> Tensor:
         """Memory for a largest value, which Hopper's plans overwrite; others are taken to raise what is there."""
-        return allocate((1,), (1,), torch.float32) if self._is_hopper else no_largest(device)
+        return allocate((1,), (1,), torch.float32) if self._is_hopper else no_amax(device)
 
     def inputs(self, call: ForwardArguments, scales: Any) -> dict[str, Tensor]:
         """Queries that see a key, keys, values, scales and lengths."""
-        blind = self.problem.mask.blind_rows
+        blind = self.problem.mask.masked_rows
         q = call.q[:, :, blind:] if blind else call.q
         return {"q": q, "k": call.k, "v": call.v, **scales._asdict(), **workarounds.lengths(call, self.problem.skv)}
 
@@ -214,7 +214,7 @@ class ForwardCall(Call):
         return Fp8Output(out, amax_s, amax_o, lse)
 
     def _run(self, of: Fp8Forward) -> Fp8Output:
-        blind, device = self.problem.mask.blind_rows, of.call.q.device
+        blind, device = self.problem.mask.masked_rows, of.call.q.device
         out = allocate(*self._out)
         amax_s, amax_o = (self.largest(device) for _ in range(2))
         tensors = self.inputs(of.call, of.scales) | arguments.readable_tables(of)
@@ -231,7 +231,7 @@ class ForwardCall(Call):
                 lse[:, :, blind:] = tensors["lse"]
         if self.problem.lengths_q or of.tables is not None:
             workarounds.hide_absent_rows(of.call, out, lse)
-            amax_o = workarounds.largest_of(out, of.scales.scale_o, amax_o)
+            amax_o = workarounds.amax_of(out, of.scales.scale_o, amax_o)
         return Fp8Output(out, amax_s, amax_o, lse)
 
 
@@ -281,7 +281,7 @@ class BackwardCall(Call):
 
     def write(self, of: Fp8Backward, outputs: Sequence[Tensor]) -> None:
         """Launches it, on the current device, with outputs that go to these tensors."""
-        problem, blind = self.problem, self.problem.mask.blind_rows
+        problem, blind = self.problem, self.problem.mask.masked_rows
         grad_q, grad_k, grad_v, *largest = outputs
         tensors = self.inputs(of.call, of.scales)
         tensors |= {"out": of.out, "grad_out": of.grad_out, "lse": of.lse, "grad_q": grad_q}

@@ -107,7 +107,7 @@ class Forward:
     def extra_kernels(self) -> list[str]:
         """What a call runs beside its plan, for `explain`."""
         notes = [AMAXES, *self.problem.extra_kernels(), *_notes_on_lengths(self.problem)]
-        if self.problem.mask.blind_rows and self.with_lse:
+        if self.problem.mask.masked_rows and self.with_lse:
             notes.append("the log-sum-exp of the other queries is copied into place")
         if self.pages is not None:
             notes.append("page tables are kept within the pages")
@@ -219,7 +219,7 @@ class Backward:
 
     def extra_kernels(self) -> list[str]:
         """What a call runs beside its plan, for `explain`."""
-        notes, blind = [AMAXES, GRAD_OUT_COPY, *_notes_on_lengths(self.problem)], self.problem.mask.blind_rows
+        notes, blind = [AMAXES, GRAD_OUT_COPY, *_notes_on_lengths(self.problem)], self.problem.mask.masked_rows
         if blind:
             notes.append(f"the gradient of the first {blind} queries is filled with zeros")
             notes.append("the log-sum-exp of the other queries is copied")

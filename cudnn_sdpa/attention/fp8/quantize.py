@@ -20,7 +20,7 @@ from torch import distributed as dist
 
 from cudnn_sdpa.attention.fp8 import reference
 from cudnn_sdpa.attention.fp8.scaling_state import AMAX, DESCALE, SCALE_S, O, S, V, number, scale_for, set_scales
-from cudnn_sdpa.engine.dispatch_state import may_be_read
+from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like
 from cudnn_sdpa.plans.nvrtc import Kernel, LoadedKernel
@@ -34,9 +34,9 @@ THREADS = 256
 _UNIT = 16  #: numbers that a thread converts at a time
 _AT_ONCE = 4  #: units of a thread whose loads are under way together
 _MOST = 3  #: tensors of a launch
-_MOST_AMAXES = 4
+_MAX_AMAXES = 4
 _QUANTIZE, _SOURCE_FIELDS = 10, 10
-_DEQUANTIZE, _RESULT_FIELDS = 6 + 2 * _MOST_AMAXES, 4
+_DEQUANTIZE, _RESULT_FIELDS = 6 + 2 * _MAX_AMAXES, 4
 
 Shape = tuple[int, ...]
 
@@ -160,7 +160,7 @@ def _scales(wanted: Wanted, table: Tensor, given: Tensor | None, *, by_amax: boo
 
 def by_kernel(*tensors: Tensor) -> bool:
     """Whether our own kernels do it: on a GPU, where nobody wants to see operators."""
-    return all(tensor.is_cuda and tensor.numel() for tensor in tensors) and may_be_read(*tensors)
+    return all(tensor.is_cuda and tensor.numel() for tensor in tensors) and is_plain_memory(*tensors)
 
 
 def _dense_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -226,9 +226,9 @@ class _Dequantizer:
     def __init__(self, device: int, fp8: torch.dtype, dtype: torch.dtype, rows: Shape, measured: Shape) -> None:
         self._device, self._dtype = device, dtype
         self._kernel: LoadedKernel = dequantize_kernel.on(device)
-        missing = (0,) * (_MOST_AMAXES - len(measured))
+        missing = (0,) * (_MAX_AMAXES - len(measured))
         fields = [0, 0, len(rows), dtype == torch.bfloat16, fp8 == torch.float8_e5m2, len(measured)]
-        fields += [*(0,) * _MOST_AMAXES, *measured, *missing]
+        fields += [*(0,) * _MAX_AMAXES, *measured, *missing]
         for row in rows:
             fields += [0, 0, 0, row]
         self._fields = array("q", [*fields, *(0,) * ((_MOST - len(rows)) * _RESULT_FIELDS)])

@@ -22,7 +22,7 @@ from cudnn_sdpa.errors import OptionError
 DTYPE = torch.float8_e4m3fn  #: of everything in the forward pass
 INPUTS = ("delayed", "current")
 ALGORITHMS = ("max", "most_recent")
-MOST_MARGIN = 6
+MAX_MARGIN = 6
 
 
 def limits_of(grad_dtype: torch.dtype, margin: int = 0) -> tuple[float, float]:
@@ -111,8 +111,8 @@ class Fp8Scaling(Fp8State):
         for name, steps in (("history", history), ("calibration", calibration)):
             if not is_integer(steps) or steps < 1:
                 raise OptionError(name, repr(steps), "a number of steps, 1 or more")
-        if not is_integer(margin) or not 0 <= margin <= MOST_MARGIN:
-            raise OptionError("margin", repr(margin), f"an integer from 0 to {MOST_MARGIN}")
+        if not is_integer(margin) or not 0 <= margin <= MAX_MARGIN:
+            raise OptionError("margin", repr(margin), f"an integer from 0 to {MAX_MARGIN}")
         if not isinstance(auto_update, bool):
             raise OptionError("auto_update", repr(auto_update), "True or False")
         check_group(process_group)

@@ -21,7 +21,7 @@ from cudnn_sdpa.attention.fp8.arguments import (
 )
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import is_deterministic
-from cudnn_sdpa.engine.dispatch_state import is_bare
+from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
@@ -104,7 +104,7 @@ def sdpa_fp8(
             return result
     of = forward_of(q, k, v, scales, *options[:4], *optional, out_dtype, return_lse)
     check_untracked("sdpa_fp8", of.scales, q=q, k=k, v=v)
-    if is_eager and q.is_cuda and is_bare(q, k, v, *optional, *scales):
+    if is_eager and q.is_cuda and can_bypass_dispatcher(q, k, v, *optional, *scales):
         prepared = launch.prepare_forward(of)
         if prepared is None:
             return launch.nothing(of)
@@ -195,7 +195,7 @@ def sdpa_fp8_backward(
     of = backward_of(*tensors, scales, *options[:4], *lengths, deterministic)
     named = dict(zip(("grad_out", "q", "k", "v", "out", "lse"), tensors, strict=True))
     check_untracked("sdpa_fp8_backward", of.scales, **named)
-    if is_eager and q.is_cuda and is_bare(*tensors, *lengths, *scales):
+    if is_eager and q.is_cuda and can_bypass_dispatcher(*tensors, *lengths, *scales):
         return _run_backward(of, options)
     found = torch.ops.cudnn_sdpa.sdpa_fp8_backward(
         *(*tensors, list(scales), *lengths, *torch_ops.options_of(of.call), of.call.deterministic)

@@ -51,7 +51,7 @@ def hide_absent_rows(call: ForwardArguments, out: Tensor, lse: Tensor | None) ->
         lse.masked_fill_(hidden, -torch.inf)
 
 
-def largest_of(out: Tensor, scale_o: Tensor, of_kernel: Tensor) -> Tensor:
+def amax_of(out: Tensor, scale_o: Tensor, of_kernel: Tensor) -> Tensor:
     """The largest absolute value of an output before its scale, (1,) float32, within the output's precision.
 
     Args:

@@ -85,7 +85,7 @@ class PagedArguments(NamedTuple):
         return self.k.shape[2]
 
     @property
-    def most_keys(self) -> int:
+    def max_kv_len(self) -> int:
         """Keys of a sequence that the table has room for."""
         return self.table_k.shape[1] * self.k.shape[2]
 

@@ -23,13 +23,13 @@ from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride
 from cudnn_sdpa.graph.target import Target
 
 #: Most queries of a sequence that are decoded one by one.
-MOST_DECODED = 8
+MAX_DECODED = 8
 
 
 def is_decode(call: PagedArguments) -> bool:
     """Whether a call is served by cuDNN's kernels for decode steps."""
     queries = call.q.shape[2]
-    if queries > MOST_DECODED or call.softcap is not None:
+    if queries > MAX_DECODED or call.softcap is not None:
         return False
     if call.window_left == UNBOUNDED:
         return True

@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged import arguments as paged_arguments
 from cudnn_sdpa.attention.paged import launch, prefill, torch_ops
 from cudnn_sdpa.attention.paged.arguments import HND, PagedArguments, in_heads_order
-from cudnn_sdpa.attention.paged.decode_plans import MOST_DECODED, PagedDecode, is_decode
+from cudnn_sdpa.attention.paged.decode_plans import MAX_DECODED, PagedDecode, is_decode
 from cudnn_sdpa.attention.paged.sdpa_paged import refuse_gradients, sdpa_paged
 from cudnn_sdpa.attention.verify import Results, compare, empty_like, exact_inputs
 from cudnn_sdpa.engine.explain import Description, describes
@@ -110,7 +110,7 @@ def describe_long(call: PagedArguments, device: int | None) -> Description:
     parts = -(-call.q.shape[0] // at_once)
     packed, out = prefill.without_data(call)
     _, heads, _, dim = call.k.shape
-    rows = min(call.q.shape[0], at_once) * call.most_keys
+    rows = min(call.q.shape[0], at_once) * call.max_kv_len
     size = rows * heads * (dim + call.v.shape[3]) * call.k.element_size() / 2**20
     why = _why_long(call, call.q.shape[2])
     notes = [f"keys and values are put in a row by one kernel, in up to {size:.0f} MiB ({why})"]
@@ -128,7 +128,7 @@ def describe_long(call: PagedArguments, device: int | None) -> Description:
 def _why_long(call: PagedArguments, queries: int) -> str:
     if call.softcap is not None:
         return "there is a soft cap"
-    return f"{queries} queries of a sequence" if queries > MOST_DECODED else "the window is not one of single queries"
+    return f"{queries} queries of a sequence" if queries > MAX_DECODED else "the window is not one of single queries"
 
 
 def _is_empty(call: PagedArguments) -> bool:

@@ -24,7 +24,7 @@ from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.manifest import PlanManifest
 
 #: So many kinds of appended tensors are remembered.
-MOST_APPENDERS = 4096
+MAX_APPENDERS = 4096
 
 
 class PagedKVCache:
@@ -234,7 +234,7 @@ class PagedKVCache:
             of_k, of_v = k.data_ptr(), v.data_ptr()
             is_here = of_k and of_v and not (of_k | of_v) & MISALIGNED and k.device == v.device == self.device
             if appender is None or not is_here:
-                if len(self._appenders) >= MOST_APPENDERS:
+                if len(self._appenders) >= MAX_APPENDERS:
                     self._appenders.clear()
                 pages = self._check_new(step, k, v, layer)
                 appender = self._appenders[name] = paging.Appender((k, v), pages, step.page_table)

@@ -16,7 +16,7 @@ struct Decode {
   number batch;
   number queries;        /* of each sequence */
   number made;           /* rows of the plan, at least batch * queries; those beyond see no key */
-  number most_keys;      /* that the table has room for */
+  number max_kv_len;      /* that the table has room for */
   number page_size;
   number pages;          /* of the cache */
   number right;          /* the last key that is seen, counted from the diagonal; -1: no bound */
@@ -43,7 +43,7 @@ extern "C" __global__ void prepare_decode(const Decode a) {
     number keys = 0, b = row / a.queries, i = row % a.queries;
     int is_there = b < a.batch;
     if (is_there) {
-      number length = within(a.lengths_kv[b], 0, a.most_keys);
+      number length = within(a.lengths_kv[b], 0, a.max_kv_len);
       number present = a.lengths_q ? within(a.lengths_q[b], 0, a.queries) : a.queries;
       if (i < present) {
         number diagonal = (a.bottom_right ? length - present : 0) + i;
@@ -89,7 +89,7 @@ struct Gather {
   const int* lengths_q;  /* (batch,) or null */
   number batch;
   number queries;
-  number most_keys;
+  number max_kv_len;
   number page_bits;      /* the page size is 2 to this power */
   number pages;
   number heads;
@@ -139,7 +139,7 @@ __device__ number begin_of(const Gather& a, number b, number length, number part
   if (threadIdx.x == 0) before = 0;
   __syncthreads();
   unsigned long long mine = 0;
-  for (number c = threadIdx.x; c < b; c += blockDim.x) mine += within(a.lengths_kv[c], 0, a.most_keys);
+  for (number c = threadIdx.x; c < b; c += blockDim.x) mine += within(a.lengths_kv[c], 0, a.max_kv_len);
   if (mine) atomicAdd(&before, mine);
   __syncthreads();
   number begin = (number)before;
@@ -156,7 +156,7 @@ __device__ number begin_of(const Gather& a, number b, number length, number part
     }
   }
   if (b == a.batch - 1) {
-    number end = begin + length, rows = a.batch * a.most_keys;
+    number end = begin + length, rows = a.batch * a.max_kv_len;
     number tail = end + TILE < rows ? TILE : rows - end;
     for (int which = 0; which < 2; ++which) {
       number of_token = a.heads * a.of[which].words;
@@ -172,7 +172,7 @@ __device__ number begin_of(const Gather& a, number b, number length, number part
 extern "C" __global__ void gather_pages(const Gather a) {
   unsigned which = blockIdx.x & 1, batch = (unsigned)a.batch;
   number b = (blockIdx.x >> 1) % batch, part = (blockIdx.x >> 1) / batch, parts = (gridDim.x >> 1) / batch;
-  number length = within(a.lengths_kv[b], 0, a.most_keys);
+  number length = within(a.lengths_kv[b], 0, a.max_kv_len);
   number begin = begin_of(a, b, length, 2 * part + which, 2 * parts);
   const Pages& pages = a.of[which];
   for (number first = part * TOKENS; first < length; first += parts * TOKENS) {

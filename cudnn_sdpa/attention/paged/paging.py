@@ -47,7 +47,7 @@ class Preparer:
         self._blocks = min(rows, 1024)
         self._kernel = decode_kernel.on(self._device)
         fields = (
-            *(0, 0, batch, queries, rows, call.most_keys, call.page_size, call.k.shape[0]),
+            *(0, 0, batch, queries, rows, call.max_kv_len, call.page_size, call.k.shape[0]),
             *(right_bound(call), call.causal_alignment == BOTTOM_RIGHT, 0),
             *(0, 0, call.table_k.stride(0), call.table_v.stride(0), 0, 0, width),
             *(0, q.stride(0) * size, q.stride(2) * size, q.stride(1) * size, heads, dim * size // _WORD, 0),
@@ -88,7 +88,7 @@ class Gathered(NamedTuple):
     ends_kv: Tensor
 
 
-class Gatherer:
+class PageGatherer:
     """Puts the keys and values of calls that look alike in a row, as packed sequences.
 
     With `seq_lens_q`, the absent queries of each sequence become a sequence without keys, whose output is zeros.
@@ -98,13 +98,13 @@ class Gatherer:
 
     def __init__(self, call: PagedArguments) -> None:
         batch, _, queries, _ = call.q.shape
-        most_keys = call.most_keys
+        max_kv_len = call.max_kv_len
         self._device = call.q.get_device()
         self._kernel = gather_kernel.on(self._device)
-        heads, tokens = call.k.shape[1], batch * most_keys
+        heads, tokens = call.k.shape[1], batch * max_kv_len
         self._ends = ((batch if call.seq_lens_q is None else 2 * batch) + 1,)
         self._rows = []
-        fields = [0, 0, batch, queries, most_keys, call.page_size.bit_length() - 1, call.k.shape[0], heads, 0, 0]
+        fields = [0, 0, batch, queries, max_kv_len, call.page_size.bit_length() - 1, call.k.shape[0], heads, 0, 0]
         for pages, table in ((call.k, call.table_k), (call.v, call.table_v)):
             dim, size = pages.shape[3], pages.element_size()
             self._rows.append(((tokens, heads, dim), (heads * dim, dim, 1), pages.dtype))
@@ -112,7 +112,7 @@ class Gatherer:
             fields += [0, *steps, dim * size // _WORD, 0, table.stride(0), 0]
         self._fields = array("q", fields)
         processors = torch.cuda.get_device_properties(self._device).multi_processor_count
-        self._blocks = 2 * batch * max(1, min(-(-most_keys // _TOKENS), 8 * processors // batch))
+        self._blocks = 2 * batch * max(1, min(-(-max_kv_len // _TOKENS), 8 * processors // batch))
 
     def __call__(self, call: PagedArguments) -> Gathered:
         """Launches it, on the current stream of the call's GPU, which must be the current device."""

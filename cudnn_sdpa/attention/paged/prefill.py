@@ -22,10 +22,10 @@ from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
 from cudnn_sdpa.plans.plan import current_device
 
 #: What keys and values in a row may take of the GPU's memory; a batch that would take more goes in parts.
-MOST_GATHERED_BYTES = 1 << 30
+MAX_GATHERED_BYTES = 1 << 30
 
 #: Queries of all sequences that a plan for many of them is made for, at least.
-LEAST_ROWS = 128
+MIN_ROWS = 128
 
 
 class LongCall:
@@ -41,7 +41,7 @@ class LongCall:
     def __init__(self, call: PagedArguments) -> None:
         self._elsewhere = torch.cuda.device_count() > 1
         self._is_as_wanted = call.out is None and paged_launch.is_in_order(call)
-        self._gather = paging.Gatherer(call)
+        self._gather = paging.PageGatherer(call)
         of_rows = as_packed(call, self._gather(call))
         self._varlen = varlen_launch.prepare_forward(of_rows, packed(of_rows, call.q.shape[0]))
         self.plan = self._varlen.plan
@@ -79,7 +79,7 @@ def run_long(call: PagedArguments) -> Result:
 def sequences_at_once(call: PagedArguments) -> int:
     """Of how many sequences keys and values are put in a row at a time."""
     heads, dims = call.k.shape[1], call.k.shape[3] + call.v.shape[3]
-    return max(1, MOST_GATHERED_BYTES // max(1, call.most_keys * heads * dims * call.k.element_size()))
+    return max(1, MAX_GATHERED_BYTES // max(1, call.max_kv_len * heads * dims * call.k.element_size()))
 
 
 def _in_parts(call: PagedArguments, at_once: int) -> Result:
@@ -119,7 +119,7 @@ def as_packed(call: PagedArguments, gathered: paging.Gathered) -> VarlenArgument
         rows = rows.contiguous()
     return VarlenArguments(
         *(rows, gathered.k, gathered.v, call.sinks, gathered.ends_q, gathered.ends_kv, None),
-        *(queries, call.most_keys, call.is_causal, call.causal_alignment, call.window_left, call.window_right),
+        *(queries, call.max_kv_len, call.is_causal, call.causal_alignment, call.window_left, call.window_right),
         *(call.scale, 0.0, call.softcap),
         deterministic=torch.are_deterministic_algorithms_enabled(),
         with_lse=call.with_lse,
@@ -131,7 +131,7 @@ def without_data(call: PagedArguments) -> tuple[Packed, TensorLayout]:
     call = call._replace(q=call.q[: sequences_at_once(call)])
     batch = call.q.shape[0]
     k, v = (
-        torch.empty(batch * call.most_keys, pages.shape[1], pages.shape[3], dtype=pages.dtype, device="meta")
+        torch.empty(batch * call.max_kv_len, pages.shape[1], pages.shape[3], dtype=pages.dtype, device="meta")
         for pages in (call.k, call.v)
     )
     ends = torch.empty(batch * (1 if call.seq_lens_q is None else 2) + 1, dtype=torch.int32, device="meta")
@@ -142,10 +142,10 @@ def without_data(call: PagedArguments) -> tuple[Packed, TensorLayout]:
 
 def packed(of_rows: VarlenArguments, batch: int) -> Packed:
     """Describes it, with rows rounded up so that few plans serve many: as many as `plans_of_steps` tells apart."""
-    rows, most_keys = of_rows.q.shape[0], of_rows.max_seqlen_kv
-    return varlen_launch.packed(of_rows, (rows_made(rows), sequence_bucket(batch) * most_keys))
+    rows, max_kv_len = of_rows.q.shape[0], of_rows.max_seqlen_kv
+    return varlen_launch.packed(of_rows, (rows_made(rows), sequence_bucket(batch) * max_kv_len))
 
 
 def rows_made(rows: int) -> int:
     """For how many queries a plan for so many is made."""
-    return max(LEAST_ROWS, 1 << (rows - 1).bit_length())
+    return max(MIN_ROWS, 1 << (rows - 1).bit_length())

@@ -20,7 +20,7 @@ from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.dispatch_state import (
     Guard,
-    is_bare,
+    can_bypass_dispatcher,
     is_deterministic,
     is_profiling,
     needs_gradient,
@@ -272,7 +272,7 @@ def _cast_for_autocast(call: PagedArguments) -> PagedArguments:
 
 def _dispatch(call: PagedArguments, tensors: tuple[Tensor | None, ...]) -> Result:
     """Runs a checked call straight or through PyTorch's dispatcher."""
-    if not is_compiling() and call.q.is_cuda and is_bare(*tensors):
+    if not is_compiling() and call.q.is_cuda and can_bypass_dispatcher(*tensors):
         return torch_ops.forward_cuda(call)
     operator, inputs = torch.ops.cudnn_sdpa, call[:14]
     if call.out is not None:
@@ -287,7 +287,7 @@ def _find(call: PagedArguments) -> Callable[[PagedArguments], Result] | None:
     """What runs a call like one before, if it may skip the checks and the dispatcher."""
     try:
         tensors = (*call[:8], call.out)
-        if not is_bare(*tensors) or needs_gradient(*tensors):
+        if not can_bypass_dispatcher(*tensors) or needs_gradient(*tensors):
             return None
         prepared = launch.known(call)
         if prepared is not None:

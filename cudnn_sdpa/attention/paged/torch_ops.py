@@ -25,7 +25,7 @@ from cudnn_sdpa.graph.target import Target
 
 #: Kinds of decode steps that cuDNN has no kernel for on this GPU; they run as longer calls do.
 _declined: set[Hashable] = set()
-MOST_DECLINED = 1000
+MAX_DECLINED = 1000
 
 
 def forward_cuda(call: PagedArguments) -> Result:
@@ -48,7 +48,7 @@ def forward_cuda(call: PagedArguments) -> Result:
             try:
                 return launch.run_decode(call)
             except UnsupportedError:
-                if len(_declined) >= MOST_DECLINED:
+                if len(_declined) >= MAX_DECLINED:
                     _declined.clear()
                 _declined.add(kind)
     return run_long(call)
@@ -73,7 +73,7 @@ def _nothing(call: PagedArguments) -> Result:
 
 
 def _check_values(call: PagedArguments) -> None:
-    value_checks.check_lengths("seq_lens_kv", call.seq_lens_kv, call.most_keys)
+    value_checks.check_lengths("seq_lens_kv", call.seq_lens_kv, call.max_kv_len)
     value_checks.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
     for name, table in (("page_table", call.table_k), ("page_table_v", call.table_v)):
         value_checks.check_pages(name, table, call.seq_lens_kv, call.page_size, call.k.shape[0])
@@ -94,8 +94,8 @@ def forward_cpu(call: PagedArguments) -> Result:
 
 def as_dense(call: PagedArguments) -> ForwardArguments:
     """The same call on keys and values put in a row; what no sequence owns is zeros. Any device."""
-    lengths = call.seq_lens_kv.clamp(0, call.most_keys)
-    is_owned = torch.arange(call.most_keys, device=lengths.device) < lengths.unsqueeze(1)
+    lengths = call.seq_lens_kv.clamp(0, call.max_kv_len)
+    is_owned = torch.arange(call.max_kv_len, device=lengths.device) < lengths.unsqueeze(1)
     rows: list[Tensor] = []
     for pages, table in ((call.k, call.table_k), (call.v, call.table_v)):
         found = pages[table.clamp(0, pages.shape[0] - 1).long()].transpose(1, 2).flatten(2, 3)

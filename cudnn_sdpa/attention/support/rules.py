@@ -122,13 +122,13 @@ class Rule:
     Attributes:
         applies: Whether it speaks against a case.
         reason: Why, filled in with the case's attributes.
-        way_out: What works instead, likewise.
+        suggestion: What works instead, likewise.
         wrong: Whether cuDNN has a plan nevertheless, which is wrong or was never seen to be right.
     """
 
     applies: Callable[[Case], bool]
     reason: str
-    way_out: str
+    suggestion: str
     wrong: bool = False
 
 
@@ -341,5 +341,5 @@ def refusal(case: Case, what: str, rules: Sequence[Rule] = RULES) -> Unsupported
         "backward_head_dim": case.backward_head_dim,
         "version": f"{case.cudnn // 10000}.{case.cudnn // 100 % 100}.{case.cudnn % 100}",
     }
-    ways_out = dict.fromkeys(rule.way_out.format(**facts) for rule in broken)
+    ways_out = dict.fromkeys(rule.suggestion.format(**facts) for rule in broken)
     return UnsupportedError(what, [rule.reason.format(**facts) for rule in broken], "; ".join(ways_out))

@@ -32,7 +32,7 @@ class VarlenArguments(NamedTuple):
     scale: float | None = None
     dropout_p: float = 0.0
     softcap: float | None = None
-    one_packing: bool = False
+    shared_cu_seqlens: bool = False
     deterministic: bool = False
     with_lse: bool = False
     out: Tensor | None = None

@@ -13,7 +13,7 @@ from cudnn_sdpa.attention.varlen import torch_ops as varlen_torch_ops
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.launch import VarlenBackwardArguments
 from cudnn_sdpa.engine import fallback
-from cudnn_sdpa.engine.dispatch_state import is_watched
+from cudnn_sdpa.engine.dispatch_state import needs_operator
 from cudnn_sdpa.engine.torch_ops import library
 
 
@@ -72,7 +72,7 @@ def gradients(
     of = VarlenBackwardArguments(grad_out, out, lse, call, needs[3])
     if by_reference:
         found = varlen_torch_ops.backward_cpu(of)
-    elif is_watched(grad_out):
+    elif needs_operator(grad_out):
         found = torch.ops.cudnn_sdpa.varlen_backward(grad_out, out, lse, *call[:18], needs[3])
     else:
         run = varlen_torch_ops.backward_runner(out)

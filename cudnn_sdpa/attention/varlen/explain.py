@@ -50,9 +50,9 @@ def describe_varlen(
 ) -> Description:
     """What `sdpa_varlen` with these arguments runs on a GPU."""
     left, right = arguments.window_bounds(window)
-    longest_q, longest_kv = arguments.as_int(max_seqlen_q), arguments.as_int(max_seqlen_kv)
+    max_seqlen_q, max_seqlen_kv = arguments.as_int(max_seqlen_q), arguments.as_int(max_seqlen_kv)
     given = VarlenArguments(
-        *(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, None, longest_q, longest_kv),
+        *(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, None, max_seqlen_q, max_seqlen_kv),
         *(is_causal, causal_alignment, left, right, scale, dropout_p, softcap),
         *(cu_seqlens_q is cu_seqlens_kv, False, return_lse, out),
     )

@@ -26,11 +26,11 @@ from cudnn_sdpa.attention.varlen.launch import VarlenBackwardArguments, VarlenCa
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.dispatch_state import (
     Guard,
-    is_bare,
+    can_bypass_dispatcher,
     is_deterministic,
     is_profiling,
-    is_watched,
     needs_gradient,
+    needs_operator,
     tensor_guard,
 )
 from cudnn_sdpa.engine.fast_path import describe
@@ -89,7 +89,7 @@ def find(call: VarlenArguments, deterministic: bool | None) -> Run | None:
 
 
 def _tensors(call: VarlenArguments) -> list[Tensor]:
-    ends = (call.cu_seqlens_q,) if call.one_packing else (call.cu_seqlens_q, call.cu_seqlens_kv)
+    ends = (call.cu_seqlens_q,) if call.shared_cu_seqlens else (call.cu_seqlens_q, call.cu_seqlens_kv)
     return [x for x in (*call[:4], *ends) if x is not None]
 
 
@@ -97,7 +97,7 @@ def _find_by_signature(
     call: VarlenArguments, options: tuple[Any, ...], types: tuple[type, ...], *, trains: bool
 ) -> Run | None:
     tensors = _tensors(call)
-    if types[-2:] != (bool, bool) or not is_bare(*tensors):
+    if types[-2:] != (bool, bool) or not can_bypass_dispatcher(*tensors):
         return None
     if describe(call.cu_seqlens_q) != describe(call.cu_seqlens_kv):  # signatures tell of the former
         return None
@@ -197,7 +197,7 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None) -> Any:
         """The gradients by the tensors."""
-        if grad_out is None or is_watched(grad_out):
+        if grad_out is None or needs_operator(grad_out):
             return (*autograd.gradients(ctx, grad_out, None), None, None)
         *tensors, out, lse = ctx.saved_tensors
         call = VarlenArguments._make((*tensors, *ctx.options, True, None))

@@ -88,7 +88,7 @@ class VarlenCall:
             return
         addresses = [output.data_ptr() for output in outputs]
         ends = call.cu_seqlens_q.data_ptr()
-        ends_kv = ends if call.one_packing else call.cu_seqlens_kv.data_ptr()
+        ends_kv = ends if call.shared_cu_seqlens else call.cu_seqlens_kv.data_ptr()
         if not (ends and ends_kv):
             memory.check_present("cu_seqlens_q", call.cu_seqlens_q)
             memory.check_present("cu_seqlens_kv", call.cu_seqlens_kv)
@@ -154,23 +154,23 @@ class VarlenBackwardArguments(NamedTuple):
 
 def packed(call: VarlenArguments, rows: tuple[int, int] | None = None) -> Packed:
     """Describes a call, its numbers rounded up; the rows of queries and of keys to `rows`, if these are given."""
-    closely = call.deterministic or call.softcap is not None
+    tight = call.deterministic or call.softcap is not None
     q, k, v = (TensorLayout.of(tensor) for tensor in call[:3])
     if rows is not None:
         of_q, of_kv = rows
         q, k, v = (replace(x, shape=(n, *x.shape[1:])) for x, n in ((q, of_q), (k, of_kv), (v, of_kv)))
-    longest_q = length_bucket(call.max_seqlen_q, q.shape[0], closely=closely)
-    longest_kv = length_bucket(call.max_seqlen_kv, k.shape[0], closely=closely)
+    max_seqlen_q = length_bucket(call.max_seqlen_q, q.shape[0], tight=tight)
+    max_seqlen_kv = length_bucket(call.max_seqlen_kv, k.shape[0], tight=tight)
     longest = min(call.max_seqlen_q, call.q.shape[0]), min(call.max_seqlen_kv, call.k.shape[0])
-    alignment = TOP_LEFT if call.one_packing else call.causal_alignment
+    alignment = TOP_LEFT if call.shared_cu_seqlens else call.causal_alignment
     window = (call.window_left, call.window_right)
     return Packed(
         *(q, k, v),
         sequence_bucket(call.cu_seqlens_q.shape[0] - 1),
-        longest_q,
-        longest_kv,
+        max_seqlen_q,
+        max_seqlen_kv,
         normalize_mask(call.is_causal, alignment, window, *longest, has_lengths=True),
-        call.one_packing,
+        call.shared_cu_seqlens,
         call.sinks is not None,
         float(call.dropout_p),
         call.softcap is not None,
@@ -181,7 +181,7 @@ def packed(call: VarlenArguments, rows: tuple[int, int] | None = None) -> Packed
 #: Prepared calls, and what `varlen.fast_path` keeps of the one served last.
 calls: CallTable[Any] = CallTable(None)
 
-MOST_REMEMBERED = 8192
+MAX_REMEMBERED = 8192
 
 _differentiable: set[Hashable] = set()
 
@@ -203,7 +203,7 @@ def check_gradient(call: VarlenArguments) -> None:
     refused = packed(call).refusal(live_target(call.q.get_device()), deterministic=call.deterministic)
     if refused is not None:
         raise refused
-    if len(_differentiable) > MOST_REMEMBERED:
+    if len(_differentiable) > MAX_REMEMBERED:
         _differentiable.clear()
     _differentiable.add(name)
 

@@ -21,10 +21,10 @@ from cudnn_sdpa.plans.plan import Plan, allocate, current_raw_stream
 kernel = Kernel(Path(__file__).with_name("packing.cu"), "describe_packing")
 
 _THREADS = 256
-_MOST_TABLES, _MOST_OUTPUTS = 10, 4
+_MAX_TABLES, _MAX_OUTPUTS = 10, 4
 _FIELDS_OF_OUTPUT = 7
 _TABLES = 12  # the first field that belongs to a table
-_OUTPUTS = _TABLES + 2 * _MOST_TABLES
+_OUTPUTS = _TABLES + 2 * _MAX_TABLES
 
 _ZERO, _MINUS_INFINITY = 0, 0xFF800000  # as words of 4 bytes
 
@@ -54,12 +54,12 @@ class Packer:
         self._blocks = max(1, min(4 * processors, max(rows)))
         outputs = plan.key.outputs
         self._places = [_OUTPUTS + number * _FIELDS_OF_OUTPUT for number in range(len(outputs))]
-        self._fields = array("q", bytes(8 * (_OUTPUTS + _MOST_OUTPUTS * _FIELDS_OF_OUTPUT)))
+        self._fields = array("q", bytes(8 * (_OUTPUTS + _MAX_OUTPUTS * _FIELDS_OF_OUTPUT)))
         self._fields[2:6] = array("q", (call.cu_seqlens_q.shape[0] - 1, sequences, *rows))
         self._fields[9:12] = array("q", (len(tables), len(outputs), _fills_everything(packed, plan)))
         for number, (step, of_keys) in enumerate(tables):
             self._fields[_TABLES + number] = step
-            self._fields[_TABLES + _MOST_TABLES + number] = of_keys
+            self._fields[_TABLES + _MAX_TABLES + number] = of_keys
         for place, output in zip(self._places, outputs, strict=True):
             self._fields[place + 1 : place + _FIELDS_OF_OUTPUT] = array("q", _rows(output))
 
@@ -92,7 +92,7 @@ def _fills_everything(packed: Packed, plan: Plan) -> bool:
 
     On Hopper it does, as the tests show. Where queries and keys have the same lengths there is no such query.
     """
-    return packed.mask.band is not None and not packed.one_packing and plan.key.target.sm != 90
+    return packed.mask.band is not None and not packed.shared_cu_seqlens and plan.key.target.sm != 90
 
 
 def is_of_keys(operand: Operand) -> bool:
@@ -117,7 +117,7 @@ def _rows(output: Operand) -> tuple[int, ...]:
 def row_limits(packed: Packed, lengths: Tensor) -> dict[str, Tensor]:
     """The first and the last key that each query sees: what a soft cap's graph reads in place of lengths."""
     of_q, of_kv = lengths.unsqueeze(2)
-    rows = torch.arange(packed.longest_q, dtype=torch.int32, device=of_q.device).expand(packed.sequences, -1)
+    rows = torch.arange(packed.max_seqlen_q, dtype=torch.int32, device=of_q.device).expand(packed.sequences, -1)
     left, right, bottom_right = packed.mask.band or (None, None, False)
     diagonal = rows + (of_kv - of_q) if bottom_right else rows
     last = (of_kv - 1).expand_as(rows) if right is None else torch.minimum(diagonal + right, of_kv - 1)

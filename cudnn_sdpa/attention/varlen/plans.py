@@ -39,15 +39,15 @@ def row_bucket(rows: int) -> int:
     return -(-max(1, rows) // step) * step
 
 
-def length_bucket(longest: int, rows: int, *, closely: bool) -> int:
+def length_bucket(longest: int, rows: int, *, tight: bool) -> int:
     """How long a sequence may be: powers of eight from 1024, and no more than all rows.
 
     Args:
         longest: The longest sequence of the call.
         rows: Rows of all sequences together.
-        closely: Whether memory grows with this bound, so that powers of two from 128 are worth more plans.
+        tight: Whether memory grows with this bound, so that powers of two from 128 are worth more plans.
     """
-    bound, factor = (128, 2) if closely else (1024, 8)
+    bound, factor = (128, 2) if tight else (1024, 8)
     while bound < longest:
         bound *= factor
     return min(bound, row_bucket(rows))
@@ -62,10 +62,10 @@ class Packed:
         k: Keys (Tkv, Hkv, D).
         v: Values (Tkv, Hkv, Dv).
         sequences: Sequences that the plan is made for.
-        longest_q: Longest sequence of queries that it is made for.
-        longest_kv: The same of keys.
+        max_seqlen_q: Longest sequence of queries that it is made for.
+        max_seqlen_kv: The same of keys.
         mask: The normalized band.
-        one_packing: Whether queries and keys are known to have the same lengths.
+        shared_cu_seqlens: Whether queries and keys are known to have the same lengths.
         sinks: Whether there are attention sinks.
         dropout_p: The share that is dropped.
         softcap: Whether there is a soft cap; its value is data.
@@ -76,10 +76,10 @@ class Packed:
     k: TensorLayout
     v: TensorLayout
     sequences: int
-    longest_q: int
-    longest_kv: int
+    max_seqlen_q: int
+    max_seqlen_kv: int
     mask: Mask
-    one_packing: bool = False
+    shared_cu_seqlens: bool = False
     sinks: bool = False
     dropout_p: float = 0.0
     softcap: bool = False
@@ -97,8 +97,8 @@ class Packed:
             self.q.dtype,
             self.q.shape[2],
             self.v.shape[2],
-            self.longest_q,
-            self.longest_kv,
+            self.max_seqlen_q,
+            self.max_seqlen_kv,
             target.sm,
             target.cudnn,
             str(target),
@@ -122,11 +122,11 @@ class Packed:
             raise refused
         offsets = [self._offsets(name) for name in ("q", "k", "v", "out", *(("lse",) if with_lse else ()))]
         inputs = [*offsets, *self._qkv(), *self._sides(sinks=self.sinks)]
-        outputs = [self._rows("out", out, self.longest_q)]
+        outputs = [self._rows("out", out, self.max_seqlen_q)]
         if with_lse:
             outputs.append(self._lse())
         options = {**self._options(), "with_lse": with_lse}
-        if self.deterministic and not has_only_repeatable(target.sm, self.longest_q):
+        if self.deterministic and not has_only_repeatable(target.sm, self.max_seqlen_q):
             options["deterministic"] = True
         return graphs.sdpa_forward.key(inputs, outputs, options, target, device)
 
@@ -146,11 +146,11 @@ class Packed:
             for name, layout, longest in zip(
                 ("grad_q", "grad_k", "grad_v"),
                 self.gradients(),
-                (self.longest_q, self.longest_kv, self.longest_kv),
+                (self.max_seqlen_q, self.max_seqlen_kv, self.max_seqlen_kv),
                 strict=True,
             )
         ]
-        of_out = [self._rows("out", out, self.longest_q), self._rows("grad_out", grad_out, self.longest_q)]
+        of_out = [self._rows("out", out, self.max_seqlen_q), self._rows("grad_out", grad_out, self.max_seqlen_q)]
         operands = [*self._qkv(), *of_out, self._lse()]
         offsets = [self._offsets(operand.name) for operand in (*operands, *gradients)]
         inputs = [*offsets, *operands, *self._sides(sinks=False)]
@@ -214,9 +214,9 @@ class Packed:
 
     def _qkv(self) -> list[Operand]:
         return [
-            self._rows("q", self.q, self.longest_q),
-            self._rows("k", self.k, self.longest_kv),
-            self._rows("v", self.v, self.longest_kv),
+            self._rows("q", self.q, self.max_seqlen_q),
+            self._rows("k", self.k, self.max_seqlen_kv),
+            self._rows("v", self.v, self.max_seqlen_kv),
         ]
 
     def _offsets(self, name: str) -> Operand:
@@ -232,8 +232,8 @@ class Packed:
 
     def _lse(self) -> Operand:
         heads = self.q.shape[1]
-        shape = (self.sequences, heads, self.longest_q, 1)
-        stride = (self.longest_q * heads, 1, heads, 1)
+        shape = (self.sequences, heads, self.max_seqlen_q, 1)
+        stride = (self.max_seqlen_q * heads, 1, heads, 1)
         return Operand("lse", TensorLayout(shape, stride, torch.float32), ragged="offsets_lse")
 
     def _sides(self, *, sinks: bool) -> list[Operand]:
@@ -246,6 +246,6 @@ class Packed:
             result += [Operand("seed", ONE_INT64), Operand("offset", ONE_INT64)]
         if self.softcap:
             result.append(Operand("softcap", HOST_SCALAR, Role.SCALAR))
-            limits = TensorLayout.contiguous((self.sequences, 1, self.longest_q, 1), torch.int32)
+            limits = TensorLayout.contiguous((self.sequences, 1, self.max_seqlen_q, 1), torch.int32)
             result += [Operand("lowest", limits), Operand("highest", limits)]
         return result

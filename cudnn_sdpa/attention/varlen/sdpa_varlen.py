@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.varlen import autograd, fast_path, torch_ops
 from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
-from cudnn_sdpa.engine.dispatch_state import is_bare, needs_gradient
+from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, needs_gradient
 from cudnn_sdpa.engine.fallback import check_or_decline, or_else
 from cudnn_sdpa.engine.torch_ops import new_seed
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
@@ -215,7 +215,7 @@ def _run(call: VarlenArguments) -> Result:
         except RuntimeError:
             autograd_checks.refuse_inference_tensors(call)
             raise
-    if not is_compiling() and call.q.is_cuda and is_bare(*tensors):
+    if not is_compiling() and call.q.is_cuda and can_bypass_dispatcher(*tensors):
         return torch_ops.forward_cuda(call)
     operator, inputs = torch.ops.cudnn_sdpa, call[:18]
     if call.out is not None:
@@ -241,7 +241,7 @@ def _run_on_pytorch(call: VarlenArguments) -> Result:
 def _differentiable(call: VarlenArguments) -> Result:
     if not is_compiling():
         torch_ops.check_gradient(call)
-    if is_compiling() or not is_bare(*call[:6]):
+    if is_compiling() or not can_bypass_dispatcher(*call[:6]):
         out, lse = torch.ops.cudnn_sdpa.varlen_forward_lse(*call[:18])
         lse = lse.detach() if is_compiling() else lse
     else:

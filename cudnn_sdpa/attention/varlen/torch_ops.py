@@ -169,7 +169,7 @@ def _backward_fake(of: VarlenBackwardArguments) -> list[Tensor]:
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens_q, Tensor cu_seqlens_kv, Tensor? rng, "
     "SymInt max_seqlen_q, SymInt max_seqlen_kv, bool is_causal, str causal_alignment, SymInt window_left, "
-    "SymInt window_right, float? scale, float dropout_p, float? softcap, bool one_packing, bool deterministic"
+    "SymInt window_right, float? scale, float dropout_p, float? softcap, bool shared_cu_seqlens, bool deterministic"
 )
 
 
@@ -255,14 +255,14 @@ def _gradient_of_varlen(call: VarlenArguments, target: Target) -> None:
     get_raw=True,
 )
 def _count_forward(*inputs: Any, **_: Any) -> int:
-    q, _k, v, _sinks, offsets_q, offsets_kv, _rng, longest_q, longest_kv = inputs[:9]
-    return flops_of_forward(*_packed_sizes(q, v, (offsets_q, offsets_kv), (longest_q, longest_kv)))
+    q, _k, v, _sinks, offsets_q, offsets_kv, _rng, max_seqlen_q, max_seqlen_kv = inputs[:9]
+    return flops_of_forward(*_packed_sizes(q, v, (offsets_q, offsets_kv), (max_seqlen_q, max_seqlen_kv)))
 
 
 @register_flop_formula(torch.ops.cudnn_sdpa.varlen_backward, get_raw=True)
 def _count_backward(*inputs: Any, **_: Any) -> int:
-    q, _k, v, _sinks, offsets_q, offsets_kv, _rng, longest_q, longest_kv = inputs[3:12]
-    return flops_of_backward(*_packed_sizes(q, v, (offsets_q, offsets_kv), (longest_q, longest_kv)))
+    q, _k, v, _sinks, offsets_q, offsets_kv, _rng, max_seqlen_q, max_seqlen_kv = inputs[3:12]
+    return flops_of_backward(*_packed_sizes(q, v, (offsets_q, offsets_kv), (max_seqlen_q, max_seqlen_kv)))
 
 
 def _packed_sizes(

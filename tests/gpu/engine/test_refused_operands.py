@@ -125,7 +125,7 @@ def test_second_gradients_of_a_convolution_are_the_mathematics():
     for call, given in ((function, leaves), (lambda x, w, b: torch.nn.functional.conv2d(x, w, b, padding=1), exact)):
         out = call(*given)
         grad = torch.randn_like(out) if grad is None else grad
-        of_x, of_weight, _ = torch.autograd.grad(out, given, grad.to(out.dtype), create_graph=True)
-        seconds.append(torch.autograd.grad(of_x.square().sum() + of_weight.square().sum(), given[:2]))
+        grad_x, grad_weight, _ = torch.autograd.grad(out, given, grad.to(out.dtype), create_graph=True)
+        seconds.append(torch.autograd.grad(grad_x.square().sum() + grad_weight.square().sum(), given[:2]))
     for one, other in zip(*seconds, strict=True):
         assert float((one.double() - other).norm() / other.norm()) < 3e-2

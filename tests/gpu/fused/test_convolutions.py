@@ -39,13 +39,13 @@ CASES = {
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("last", [False, True])
 def test_conv2d(name, dtype, last):
-    of_x, of_weight, sizes = CASES[name]
+    grad_x, grad_weight, sizes = CASES[name]
     form = torch.channels_last if last else torch.contiguous_format
-    x = torch.randn(of_x, device="cuda", dtype=dtype).contiguous(memory_format=form).requires_grad_()
-    fan = math.prod(of_weight[1:])
-    weight = (torch.randn(of_weight, device="cuda") * fan**-0.5).to(dtype).contiguous(memory_format=form)
+    x = torch.randn(grad_x, device="cuda", dtype=dtype).contiguous(memory_format=form).requires_grad_()
+    fan = math.prod(grad_weight[1:])
+    weight = (torch.randn(grad_weight, device="cuda") * fan**-0.5).to(dtype).contiguous(memory_format=form)
     weight.requires_grad_()
-    bias = torch.randn(of_weight[0], device="cuda", dtype=dtype).requires_grad_()
+    bias = torch.randn(grad_weight[0], device="cuda", dtype=dtype).requires_grad_()
     exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight, bias)]
     for act, function in ACTIVATIONS.items():
         wanted = function(F.conv2d(*exact, **sizes))
@@ -92,16 +92,16 @@ ONES = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("is_last", [(False, False), (True, True), (True, False)])
 def test_sizes_of_1(name, dtype, is_last):
-    of_x, of_weight, sizes = ONES[name]
-    function, of_torch = (conv2d, F.conv2d) if len(of_x) == 4 else (conv3d, F.conv3d)
-    last = torch.channels_last if len(of_x) == 4 else torch.channels_last_3d
+    grad_x, grad_weight, sizes = ONES[name]
+    function, of_torch = (conv2d, F.conv2d) if len(grad_x) == 4 else (conv3d, F.conv3d)
+    last = torch.channels_last if len(grad_x) == 4 else torch.channels_last_3d
     forms = [last if is_it else torch.contiguous_format for is_it in is_last]
-    scales = 1, math.prod(of_weight[1:]) ** -0.5
+    scales = 1, math.prod(grad_weight[1:]) ** -0.5
     x, weight = (
         (torch.randn(shape, device="cuda") * scale).to(dtype).contiguous(memory_format=form).requires_grad_()
-        for shape, scale, form in zip((of_x, of_weight), scales, forms, strict=True)
+        for shape, scale, form in zip((grad_x, grad_weight), scales, forms, strict=True)
     )
-    bias = torch.randn(of_weight[0], device="cuda", dtype=dtype).requires_grad_()
+    bias = torch.randn(grad_weight[0], device="cuda", dtype=dtype).requires_grad_()
     exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight, bias)]
     wanted = of_torch(*exact, **sizes)
     grad = torch.randn_like(wanted).to(dtype)
@@ -120,8 +120,8 @@ def test_sizes_of_1_in_a_graph_of_ones_own():
     weight = channels_last(16, 32, 3, 1) * 0.1
     weight = weight.contiguous(memory_format=torch.channels_last)
     bias = torch.randn(1, 16, 1, 1, device="cuda", dtype=torch.bfloat16)
-    for of_x in ((2, 32, 16, 16), (2, 32, 16, 1)):
-        x = channels_last(*of_x)
+    for grad_x in ((2, 32, 16, 16), (2, 32, 16, 1)):
+        x = channels_last(*grad_x)
         wanted = F.silu(F.conv2d(x.double(), weight.double(), bias.flatten().double(), padding=1))
         for _ in range(2):
             assert difference(conv_bias_silu(x, weight, bias), wanted) < 1e-2

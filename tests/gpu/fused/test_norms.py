@@ -70,11 +70,11 @@ def assert_like_float64(function, reference, tensors, dtype):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("of_weight", ["same", "float32", "none", "zero-centered"])
-def test_rms_norm(shape, dtype, of_weight):
+@pytest.mark.parametrize("grad_weight", ["same", "float32", "none", "zero-centered"])
+def test_rms_norm(shape, dtype, grad_weight):
     size = shape[-1]
     x = leaf(*shape, dtype=dtype)
-    centered = of_weight == "zero-centered"
+    centered = grad_weight == "zero-centered"
 
     def function(x, weight=None):
         return rms_norm(x, weight, 1e-3, zero_centered=centered)
@@ -82,7 +82,7 @@ def test_rms_norm(shape, dtype, of_weight):
     def reference(x, weight=None):
         return F.rms_norm(x, (size,), None if weight is None else weight + centered, 1e-3)
 
-    weights = [] if of_weight == "none" else [leaf(size, dtype=torch.float32 if of_weight == "float32" else dtype)]
+    weights = [] if grad_weight == "none" else [leaf(size, dtype=torch.float32 if grad_weight == "float32" else dtype)]
     assert_like_float64(function, reference, [x, *weights], dtype)
 
 

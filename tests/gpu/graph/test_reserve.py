@@ -53,11 +53,11 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_convolutions(name, dtype):
-    of_x, of_weight, sizes = CONVOLUTIONS[name]
-    x = channels_last(make(*of_x, dtype=dtype)).requires_grad_()
-    weight = channels_last((make(*of_weight, dtype=torch.float32) * math.prod(of_weight[1:]) ** -0.5).to(dtype))
+    grad_x, grad_weight, sizes = CONVOLUTIONS[name]
+    x = channels_last(make(*grad_x, dtype=dtype)).requires_grad_()
+    weight = channels_last((make(*grad_weight, dtype=torch.float32) * math.prod(grad_weight[1:]) ** -0.5).to(dtype))
     weight.requires_grad_()
-    bias = make(of_weight[0], dtype=dtype)
+    bias = make(grad_weight[0], dtype=dtype)
     exact = F.conv2d(x.double(), weight.double(), bias.double(), **sizes)
     worked = 0
     for activation, function in ACTIVATIONS.items():

@@ -48,11 +48,11 @@ def tiered(monkeypatch):
     """Buckets from the first shape on, every call a use, and no work left for the next test."""
     monkeypatch.setattr(tiers, "SHAPES_BEFORE_BUCKET", 0)
     monkeypatch.setattr(tiers, "SECONDS_OF_A_USE", 0.0)
-    tiers.comebacks.clear()
+    tiers.recurring_shapes.clear()
     with shape_policy("tiered"):
         yield
         assert background.wait(120)
-    tiers.comebacks.clear()
+    tiers.recurring_shapes.clear()
 
 
 def random_call(number):
@@ -268,7 +268,7 @@ def test_tables_live_until_other_streams_have_read_them(bucketed):  # noqa: ARG0
 
 
 def test_the_memory_of_tables_is_bounded(bucketed, monkeypatch):  # noqa: ARG001
-    monkeypatch.setattr(tiers, "MOST_TABLE_BYTES", 3 * 4096)
+    monkeypatch.setattr(tiers, "MAX_TABLE_BYTES", 3 * 4096)
     for rows in range(100, 160):
         sdpa(*inputs(rows, "bhsd", batch=4))
         assert sum(call.table_bytes for call in served_by_buckets()) <= 3 * 4096

@@ -22,7 +22,7 @@ from cudnn_sdpa import (
     sdpa_varlen,
 )
 from cudnn_sdpa.cli import app
-from cudnn_sdpa.fused.conv_graphs import channels_last, convolution, convolution_of_x
+from cudnn_sdpa.fused.conv_graphs import channels_last, conv_dgrad, convolution
 from cudnn_sdpa.offline import driver
 
 pytestmark = pytest.mark.usefixtures("can_plan")
@@ -390,8 +390,8 @@ def test_what_no_configuration_of_cudnn_takes_is_said_in_one_line():
     options = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)}
     found = explain(convolution, x, weight, **options, activation=None)
     assert_in_one_line(found)
-    grad, of_x = channels_last(torch.randn(1, 8, 6, 6, dtype=torch.float64)), {"shape": (1, 8, 8, 8)}
-    assert_in_one_line(explain(convolution_of_x, grad, weight, **of_x, **options))
+    grad, grad_x = channels_last(torch.randn(1, 8, 6, 6, dtype=torch.float64)), {"shape": (1, 8, 8, 8)}
+    assert_in_one_line(explain(conv_dgrad, grad, weight, **grad_x, **options))
 
 
 def test_what_cudnn_says_of_a_norm_is_told_in_words_too():

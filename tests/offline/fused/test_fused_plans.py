@@ -9,18 +9,18 @@ from cudnn_sdpa import UnsupportedError, explain
 from cudnn_sdpa.fused.activation_graphs import (
     gelu_mul_rows,
     relu_squared_rows,
+    silu_mul_grad_gate,
+    silu_mul_grad_up,
     silu_mul_gradients,
-    silu_mul_of_gate,
-    silu_mul_of_up,
     silu_mul_rows,
 )
 from cudnn_sdpa.fused.activation_tiling import as_rows
 from cudnn_sdpa.fused.conv_graphs import (
     ACTIVATIONS,
     channels_last,
+    conv_dgrad,
+    conv_wgrad,
     convolution,
-    convolution_of_weight,
-    convolution_of_x,
 )
 from cudnn_sdpa.fused.norm_graphs import layer_norm_gradients, layer_norm_rows, rms_norm_gradients, rms_norm_rows
 from cudnn_sdpa.graph.target import Target, load_properties
@@ -95,8 +95,8 @@ GATES = {
     "gradients of silu_mul": (silu_mul_gradients, (DENSE, DENSE, DENSE), {"dense": True}),
     "gradients of silu_mul of halves": (silu_mul_gradients, (WHOLE, PIECES, PIECES), {"dense": True}),
     "gradients of silu_mul into halves": (silu_mul_gradients, (WHOLE, PIECES, PIECES), {"dense": False}),
-    "gradient of silu_mul by gate": (silu_mul_of_gate, (WHOLE, PIECES, PIECES), {}),
-    "gradient of silu_mul by up": (silu_mul_of_up, (WHOLE, PIECES), {}),
+    "gradient of silu_mul by gate": (silu_mul_grad_gate, (WHOLE, PIECES, PIECES), {}),
+    "gradient of silu_mul by up": (silu_mul_grad_up, (WHOLE, PIECES), {}),
     "gelu_mul": (gelu_mul_rows, (DENSE, DENSE), {}),
     "gelu_mul of halves": (gelu_mul_rows, (PIECES, PIECES), {}),
     "relu_squared": (relu_squared_rows, (DENSE,), {}),
@@ -128,11 +128,11 @@ CONVOLUTIONS = {
     ),
     "conv3d": (convolution, (VOLUME, CUBES), {**geometry(3), "activation": None}),
     "conv3d, bias": (convolution, (VOLUME, CUBES, bare(1, 64, 1, 1, 1)), {**geometry(3), "activation": "silu"}),
-    "gradient of conv2d by x": (convolution_of_x, (LOSS, FILTERS), {"shape": (4, 64, 32, 32), **geometry(2)}),
-    "gradient of conv2d by weight": (convolution_of_weight, (LOSS, IMAGE), {"shape": (128, 64, 3, 3), **geometry(2)}),
-    "gradient of conv3d by x": (convolution_of_x, (OF_CUBES, CUBES), {"shape": (2, 32, 8, 16, 16), **geometry(3)}),
+    "gradient of conv2d by x": (conv_dgrad, (LOSS, FILTERS), {"shape": (4, 64, 32, 32), **geometry(2)}),
+    "gradient of conv2d by weight": (conv_wgrad, (LOSS, IMAGE), {"shape": (128, 64, 3, 3), **geometry(2)}),
+    "gradient of conv3d by x": (conv_dgrad, (OF_CUBES, CUBES), {"shape": (2, 32, 8, 16, 16), **geometry(3)}),
     "gradient of conv3d by weight": (
-        convolution_of_weight,
+        conv_wgrad,
         (OF_CUBES, VOLUME),
         {"shape": (64, 32, 3, 3, 3), **geometry(3)},
     ),
@@ -245,15 +245,15 @@ ONES = {
 @pytest.mark.parametrize("name", ONES)
 @pytest.mark.parametrize("in_order", [False, True])
 def test_convolutions_with_sizes_of_1_have_engines(name, in_order):
-    of_x, of_weight = ONES[name]
+    grad_x, grad_weight = ONES[name]
     make = bare if in_order else pictures
-    x, weight = (channels_last(make(*shape)) for shape in (of_x, of_weight))
-    where = geometry(len(of_x) - 2, padding=0)
+    x, weight = (channels_last(make(*shape)) for shape in (grad_x, grad_weight))
+    where = geometry(len(grad_x) - 2, padding=0)
     (y,) = convolution.outputs((x, weight, None), {**where, "activation": None})
     for call in (
         (convolution, (x, weight), {**where, "activation": None}),
-        (convolution_of_x, (y, weight), {**where, "shape": of_x}),
-        (convolution_of_weight, (y, x), {**where, "shape": of_weight}),
+        (conv_dgrad, (y, weight), {**where, "shape": grad_x}),
+        (conv_wgrad, (y, x), {**where, "shape": grad_weight}),
     ):
         key, properties = key_and_properties("h200", call)
         for operand in (*key.inputs, *key.outputs):

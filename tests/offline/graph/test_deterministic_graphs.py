@@ -15,7 +15,7 @@ SCRIPT = """
 import json, sys, torch
 from dataclasses import replace
 from cudnn_sdpa import UnsupportedError
-from cudnn_sdpa.fused.conv_graphs import channels_last, convolution_of_weight, convolution_of_x
+from cudnn_sdpa.fused.conv_graphs import channels_last, conv_wgrad, conv_dgrad
 from cudnn_sdpa.offline.worker import preload
 from cudnn_sdpa.graph import backend, heuristics
 from cudnn_sdpa.graph.target import Target, load_properties
@@ -27,7 +27,7 @@ image, filters, loss = (
     channels_last(torch.empty(shape, device="meta")) for shape in ((8, 3, 32, 32), (32, 3, 3, 3), (8, 32, 32, 32))
 )
 function, operand, shape = {
-    "of_x": (convolution_of_x, filters, image.shape), "of_weight": (convolution_of_weight, image, filters.shape)
+    "grad_x": (conv_dgrad, filters, image.shape), "grad_weight": (conv_wgrad, image, filters.shape)
 }[which]
 sizes = {name: (value, value) for name, value in (("stride", 1), ("padding", 1), ("dilation", 1))}
 key = function.describe(loss, operand, shape=tuple(shape), **sizes).key(Target.from_properties(properties), None)
@@ -74,7 +74,7 @@ def ask(run_python):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("gpu", ["a100", "h200"])
-@pytest.mark.parametrize("which", ["of_x", "of_weight"])
+@pytest.mark.parametrize("which", ["grad_x", "grad_weight"])
 def test_gradients_of_convolutions(ask, gpu, which):
     found = json.loads(ask(SCRIPT, gpu, which))
     assert found["noted"]  # otherwise all this would be in vain
@@ -82,7 +82,7 @@ def test_gradients_of_convolutions(ask, gpu, which):
     assert found["guessed"] == found["one"][0]
     assert found["others"]
     assert not [configuration for configuration in found["others"] if configuration in found["noted"]]
-    if which == "of_x":
+    if which == "grad_x":
         assert found["usual"] in found["noted"]
 
 

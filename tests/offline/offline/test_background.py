@@ -155,7 +155,7 @@ def test_what_another_process_has_stored_is_not_built(planner, properties, tmp_p
 
 @pytest.mark.slow
 def test_the_bytes_of_many_plans_are_not_kept(planner, properties, monkeypatch):
-    monkeypatch.setattr(background, "MOST_BUILT", 2)
+    monkeypatch.setattr(background, "MAX_BUILT", 2)
     requests = [planner.request(key(properties, rows), properties) for rows in (64, 128, 192)]
     assert planner.wait(120)
     assert [request.stored is None for request in requests] == [True, False, False]
@@ -214,7 +214,7 @@ def test_there_are_no_more_helpers_than_workers(properties):
 
 @pytest.mark.slow
 def test_far_too_many_requests_are_passed_over(planner, properties, monkeypatch):
-    monkeypatch.setattr(background, "MOST_WAITING", 1)
+    monkeypatch.setattr(background, "MAX_WAITING", 1)
     assert planner.request(key(properties), properties) is not None
     assert planner.request(key(properties, 256), properties) is None
     assert planner.wait(120)

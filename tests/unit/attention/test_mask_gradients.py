@@ -42,14 +42,14 @@ def test_it_lies_as_the_mask_does(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("blind_rows", [0, 2])
-def test_what_a_plan_writes_is_brought_into_that_order(kind, blind_rows):
+@pytest.mark.parametrize("masked_rows", [0, 2])
+def test_what_a_plan_writes_is_brought_into_that_order(kind, masked_rows):
     mask = MASKS[kind]()
-    written = torch.randn(B, H, SQ - blind_rows, SKV)
-    found = mask_gradient(written, mask, blind_rows)
+    written = torch.randn(B, H, SQ - masked_rows, SKV)
+    found = mask_gradient(written, mask, masked_rows)
     assert found.stride() == torch.empty_like(mask).stride()
     shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-    whole = torch.cat([torch.zeros(B, H, blind_rows, SKV), written], 2)
+    whole = torch.cat([torch.zeros(B, H, masked_rows, SKV), written], 2)
     torch.testing.assert_close(found, whole.sum_to_size(shape).reshape(mask.shape))
 
 

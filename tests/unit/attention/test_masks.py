@@ -29,10 +29,10 @@ def rows(is_causal, alignment, window, sq, skv, nq=None, nk=None):
 
 def drawn(mask: Mask, sq, skv, nq=None, nk=None):
     """Which keys each query sees: what a normalized mask says."""
-    rest = sq - mask.blind_rows
+    rest = sq - mask.masked_rows
     nq, nk = rest if nq is None else nq, skv if nk is None else nk
     left, right, bottom_right = mask.band or (None, None, False)
-    result = [[False] * skv for _ in range(mask.blind_rows)]
+    result = [[False] * skv for _ in range(mask.masked_rows)]
     for i in range(rest):
         diagonal = i + (nk - nq if bottom_right else 0)
         result.append(
@@ -61,25 +61,25 @@ def test_the_meaning_stays_for_any_lengths():
         mask = normalize_mask(*call, sq, skv, has_lengths=True)
         for nq, nk in itertools.product(range(sq + 1), range(skv + 1)):
             assert drawn(mask, sq, skv, nq, nk) == rows(*call, sq, skv, nq, nk), (call, sq, skv, nq, nk, mask)
-        assert mask.blind_rows == 0  # lengths decide which rows see nothing
+        assert mask.masked_rows == 0  # lengths decide which rows see nothing
 
 
 def test_rows_that_are_left_out_are_all_that_the_right_bound_hides_and_none_else():
     for (sq, skv), call in itertools.product(SIZES, CALLS):
         mask = normalize_mask(*call, sq, skv)
         seen = [any(row) for row in rows(*call, sq, skv)]
-        assert not any(seen[: mask.blind_rows])
+        assert not any(seen[: mask.masked_rows])
         right = 0 if call[0] else call[2][1]
-        if right >= 0 and mask.blind_rows < sq:  # the next row has its right end within the keys
+        if right >= 0 and mask.masked_rows < sq:  # the next row has its right end within the keys
             shift = skv - sq if call[1] == "bottom_right" else 0
-            assert mask.blind_rows + shift + right >= 0
+            assert mask.masked_rows + shift + right >= 0
 
 
 @pytest.mark.parametrize("top_left_only", [False, True])
 def test_a_normalized_mask_stays_as_it_is(top_left_only):
     for (sq, skv), call in itertools.product(SIZES, CALLS):
         mask = normalize_mask(*call, sq, skv, top_left_only=top_left_only)
-        if mask.blind_rows == sq:
+        if mask.masked_rows == sq:
             continue
         left, right, bottom_right = mask.band or (None, None, False)
         if (left or 0) < 0 or (right or 0) < 0:
@@ -88,7 +88,7 @@ def test_a_normalized_mask_stays_as_it_is(top_left_only):
             False,
             "bottom_right" if bottom_right else "top_left",
             (-1 if left is None else left, -1 if right is None else right),
-            sq - mask.blind_rows,
+            sq - mask.masked_rows,
             skv,
             top_left_only=top_left_only,
         )
@@ -107,8 +107,8 @@ def test_bounds_that_hide_something_are_needed():
         left, right, bottom_right = mask.band or (None, None, False)
         seen = drawn(mask, sq, skv)
         for less in ((None, right), (left, None)):
-            if less != (left, right) and mask.blind_rows < sq:
-                assert drawn(Mask((*less, bottom_right), mask.blind_rows), sq, skv) != seen or not any(map(any, seen))
+            if less != (left, right) and mask.masked_rows < sq:
+                assert drawn(Mask((*less, bottom_right), mask.masked_rows), sq, skv) != seen or not any(map(any, seen))
 
 
 @pytest.mark.parametrize("top_left_only", [False, True])

@@ -103,12 +103,12 @@ def test_tables_are_rendered_from_the_file_that_is_there(tables, tmp_path, monke
 
 
 def test_few_rows_of_many_keys_are_turned(tables):
-    keys = {f"µs of {number}": float(number) for number in range(report.MOST_COLUMNS)}
+    keys = {f"µs of {number}": float(number) for number in range(report.MAX_COLUMNS)}
     wide = [{"case": name, **keys} for name in ("a", "b")]
     lines = tables.table(wide, ENVIRONMENT).splitlines()
     assert lines[:3] == ["| case | a | b |", "|---|--:|--:|", "| µs of 0 | 0 | 0 |"]
-    assert len(lines) == 2 + report.MOST_COLUMNS + 2
-    for rows in ([dict(list(row.items())[:-1]) for row in wide], wide * report.MOST_COLUMNS):
+    assert len(lines) == 2 + report.MAX_COLUMNS + 2
+    for rows in ([dict(list(row.items())[:-1]) for row in wide], wide * report.MAX_COLUMNS):
         assert report.upright(rows) is rows
 
 

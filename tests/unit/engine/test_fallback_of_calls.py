@@ -313,7 +313,7 @@ def test_limits_are_logged_with_what_they_are(caplog):
 
 
 def test_what_was_logged_is_bounded(monkeypatch, caplog):
-    monkeypatch.setattr(module, "MOST_SAID", 3)
+    monkeypatch.setattr(module, "MAX_SAID", 3)
     for dim in range(17, 24):
         assert len(warnings_of(caplog, lambda dim=dim: sdpa(**qkv(dim, 16)))) == 1
         assert len(module._said) <= 3

@@ -51,6 +51,6 @@ def test_what_is_not_differentiated_again_may_keep_its_graph():
     """A penalty on the gradient of something else, with `create_graph=True` for all."""
     x = torch.randn(4, 16, requires_grad=True)
     y = torch.randn(4, requires_grad=True)
-    of_x, of_y = torch.autograd.grad(rms_norm(x).sum() + y.pow(3).sum(), (x, y), create_graph=True)
+    grad_x, of_y = torch.autograd.grad(rms_norm(x).sum() + y.pow(3).sum(), (x, y), create_graph=True)
     torch.testing.assert_close(torch.autograd.grad(of_y.sum(), y)[0], 6 * y.detach())
-    assert of_x.requires_grad
+    assert grad_x.requires_grad

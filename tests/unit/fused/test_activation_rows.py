@@ -113,8 +113,8 @@ def test_results_in_a_form_are_those_of_rows(shape, many, dense, monkeypatch):
         (graphs.relu_squared_rows, rows[1:2], {}),
         (graphs.silu_mul_gradients, rows, {"dense": True}),
         (graphs.silu_mul_gradients, rows, {"dense": False}),
-        (graphs.silu_mul_of_gate, rows, {}),
-        (graphs.silu_mul_of_up, rows[:2], {}),
+        (graphs.silu_mul_grad_gate, rows, {}),
+        (graphs.silu_mul_grad_up, rows[:2], {}),
     ):
         results = [as_tuple(function.reference(*each, **options)) for each in (given, function.seen(given))]
         for plain, other in zip(*results, strict=True):

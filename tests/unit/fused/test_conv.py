@@ -159,11 +159,11 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("rank", OURS)
-@pytest.mark.parametrize("of_x", LAYOUTS)
-@pytest.mark.parametrize("of_weight", ["dense", "innermost", "sliced"])
-def test_x_and_weight_may_lie_in_any_way(rank, of_x, of_weight, assert_rounded):
+@pytest.mark.parametrize("grad_x", LAYOUTS)
+@pytest.mark.parametrize("grad_weight", ["dense", "innermost", "sliced"])
+def test_x_and_weight_may_lie_in_any_way(rank, grad_x, grad_weight, assert_rounded):
     x, weight, bias = operands(rank)
-    x, weight = LAYOUTS[of_x](x), LAYOUTS[of_weight](weight)
+    x, weight = LAYOUTS[grad_x](x), LAYOUTS[grad_weight](weight)
     before = x.clone(), weight.clone()
     out = OURS[rank](x, weight, bias, stride=2, padding=1)
     assert is_channels_last(out)
@@ -225,12 +225,12 @@ PATCHES = {
 
 
 @pytest.mark.parametrize("name", PATCHES)
-@pytest.mark.parametrize("of_x", LAYOUTS)
-@pytest.mark.parametrize("of_weight", ["dense", "innermost"])
+@pytest.mark.parametrize("grad_x", LAYOUTS)
+@pytest.mark.parametrize("grad_weight", ["dense", "innermost"])
 @pytest.mark.parametrize("activation", [None, "gelu"])
-def test_patches(name, of_x, of_weight, activation, assert_rounded):
+def test_patches(name, grad_x, grad_weight, activation, assert_rounded):
     shape, of_filters = PATCHES[name]
-    x, weight = LAYOUTS[of_x](torch.randn(shape)), LAYOUTS[of_weight](torch.randn(of_filters))
+    x, weight = LAYOUTS[grad_x](torch.randn(shape)), LAYOUTS[grad_weight](torch.randn(of_filters))
     bias = torch.randn(of_filters[0])
     options = {"stride": of_filters[2:], "activation": activation}
     for given in (None, bias):
@@ -238,7 +238,7 @@ def test_patches(name, of_x, of_weight, activation, assert_rounded):
         assert is_channels_last(out)
         assert_rounded(out, in_float64(x, weight, given, **options))
     ours, right = (lambda *t, f=f: f(*t, **options) for f in (conv2d, in_float64))
-    if of_x not in ("sliced", "expanded"):
+    if grad_x not in ("sliced", "expanded"):
         assert_gradients(ours, right, (x, weight, bias))
 
 

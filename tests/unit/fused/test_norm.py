@@ -149,8 +149,8 @@ def test_rows_of_zeros_stay_zeros():
     for norm in (rms_norm, layer_norm):
         out = norm(x)
         assert (out == 0).all()
-        (of_x,) = torch.autograd.grad(out.sum(), x)
-        assert of_x.isfinite().all()
+        (grad_x,) = torch.autograd.grad(out.sum(), x)
+        assert grad_x.isfinite().all()
 
 
 def test_large_numbers_do_not_overflow_on_their_way():
@@ -225,10 +225,10 @@ def test_the_sum_alone_has_no_gradient_by_the_weight():
     x, weight, residual = leaf(5, 24), leaf(24), leaf(5, 24)
     _, total = rms_norm(x, weight, residual=residual)
     upstream = torch.randn(5, 24)
-    of_x, of_weight, of_residual = torch.autograd.grad(total, [x, weight, residual], upstream, allow_unused=True)
-    torch.testing.assert_close(of_x, upstream)
+    grad_x, grad_weight, of_residual = torch.autograd.grad(total, [x, weight, residual], upstream, allow_unused=True)
+    torch.testing.assert_close(grad_x, upstream)
     torch.testing.assert_close(of_residual, upstream)
-    assert of_weight is None or not of_weight.any()
+    assert grad_weight is None or not grad_weight.any()
 
 
 def test_a_residual_that_is_x_itself_gets_both_gradients():
@@ -259,9 +259,9 @@ def test_gradients_of_layer_norm(shape, count):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("of_weight", ["x's", "float32"])
-def test_gradients_in_half_precision(dtype, of_weight):
-    x, weight = leaf(7, 40, dtype=dtype), leaf(40, dtype=dtype if of_weight == "x's" else torch.float32)
+@pytest.mark.parametrize("grad_weight", ["x's", "float32"])
+def test_gradients_in_half_precision(dtype, grad_weight):
+    x, weight = leaf(7, 40, dtype=dtype), leaf(40, dtype=dtype if grad_weight == "x's" else torch.float32)
     bias = values(40, dtype=weight.dtype).requires_grad_()
     assert_gradients(rms_norm, rms_in_float64, [x, weight])
     assert_gradients(layer_norm, layer_in_float64, [x, weight, bias])
@@ -325,9 +325,9 @@ def test_empty_tensors(shape):
 def test_gradients_of_empty_tensors(norm, shape):
     x, weight = torch.empty(shape, requires_grad=True), leaf(16)
     out = norm(x, weight)
-    of_x, of_weight = torch.autograd.grad(out.sum(), [x, weight])
-    assert of_x.shape == shape
-    assert (of_weight == 0).all()
+    grad_x, grad_weight = torch.autograd.grad(out.sum(), [x, weight])
+    assert grad_x.shape == shape
+    assert (grad_weight == 0).all()
 
 
 X, W = torch.ones(3, 8), torch.ones(8)

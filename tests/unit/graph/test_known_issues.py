@@ -41,7 +41,7 @@ def varlen(*, grouped=True):
     q = torch.empty(50, 4, 64, dtype=torch.bfloat16, device="meta")
     kv = q[:, : 2 if grouped else 4]
     ends = torch.empty(4, dtype=torch.int32, device="meta")
-    return VarlenArguments(q, kv, kv, None, ends, ends, None, 30, 30, one_packing=True)
+    return VarlenArguments(q, kv, kv, None, ends, ends, None, 30, 30, shared_cu_seqlens=True)
 
 
 def without(key, *names):

@@ -55,14 +55,14 @@ REACHED = [
 ]
 
 
-@pytest.mark.parametrize(("case", "way_out"), REACHED)
-def test_a_case_is_refused_and_its_way_out_is_not(case, way_out):
+@pytest.mark.parametrize(("case", "suggestion"), REACHED)
+def test_a_case_is_refused_and_its_way_out_is_not(case, suggestion):
     error = refusal(case, "sdpa")
     assert error is not None
     assert error.reasons
     assert error.suggestion
     assert "{" not in str(error)
-    assert refusal(replace(case, **way_out), "sdpa") is None
+    assert refusal(replace(case, **suggestion), "sdpa") is None
 
 
 def test_every_rule_is_reached():

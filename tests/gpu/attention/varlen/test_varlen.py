@@ -105,16 +105,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("one_packing", [False, True])
+@pytest.mark.parametrize("shared_cu_seqlens", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_synchronizes(name, one_packing):
+def test_nothing_synchronizes(name, shared_cu_seqlens):
     options = dict(CASES[name])
     leaves = [x.requires_grad_() for x in tensors(200)]
     if options.get("sinks"):
         options["sinks"] = torch.randn(4, device="cuda").requires_grad_()
         leaves.append(options["sinks"])
     ends = offsets(100, 0, 77, 23)
-    ends_kv = ends if one_packing else ends.clone()
+    ends_kv = ends if shared_cu_seqlens else ends.clone()
     grad_out = torch.randn_like(leaves[0])
 
     def step():
@@ -135,13 +135,13 @@ def test_nothing_synchronizes(name, one_packing):
     assert all(x.isfinite().all() for x in (*gradients, *of_sum))
 
 
-@pytest.mark.parametrize("one_packing", [False, True])
+@pytest.mark.parametrize("shared_cu_seqlens", [False, True])
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"window": (30, 0)}, {"softcap": 6.0}], ids=str)
-def test_a_captured_step_serves_other_packings(options, one_packing):
+def test_a_captured_step_serves_other_packings(options, shared_cu_seqlens):
     """Where sequences begin is data: the graph is replayed with others of the same number of tokens."""
     q, k, v = (x.requires_grad_() for x in tensors(200))
     ends = offsets(50, 50, 50, 50)
-    ends_kv = ends if one_packing else ends.clone()
+    ends_kv = ends if shared_cu_seqlens else ends.clone()
     grad_out = torch.randn_like(q)
 
     def step():
@@ -158,7 +158,7 @@ def test_a_captured_step_serves_other_packings(options, one_packing):
     with torch.cuda.graph(graph):
         captured = step()
     for lengths in ([50, 50, 50, 50], [1, 199, 0, 0], [0, 0, 130, 70], [200, 0, 0, 0], [17, 83, 99, 1]):
-        lengths_kv = lengths if one_packing else lengths[::-1]
+        lengths_kv = lengths if shared_cu_seqlens else lengths[::-1]
         ends.copy_(offsets(*lengths))
         ends_kv.copy_(offsets(*lengths_kv))
         with torch.no_grad():
@@ -226,16 +226,16 @@ def test_lengths_of_zero(lengths, sinks):
         assert packed_calls.check(c) == []
 
 
-@pytest.mark.parametrize("one_packing", [False, True])
+@pytest.mark.parametrize("shared_cu_seqlens", [False, True])
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"sinks": True}, {"softcap": 6.0}], ids=str)
-def test_rows_past_the_last_sequence_train_as_zeros(options, one_packing):
+def test_rows_past_the_last_sequence_train_as_zeros(options, shared_cu_seqlens):
     """A batch padded to a round number of tokens: nothing of the padding reaches a weight."""
     options = dict(options)
     leaves = [x.requires_grad_() for x in tensors(512)]
     sinks = torch.randn(4, device="cuda").requires_grad_() if options.get("sinks") else None
     options |= {} if sinks is None else {"sinks": sinks}
     ends = offsets(100, 77, 153)
-    ends_kv = ends if one_packing else ends.clone()
+    ends_kv = ends if shared_cu_seqlens else ends.clone()
     poison((512, 4, DIM), (512, 2, DIM), (512, 2, DIM), dtype=torch.bfloat16)
     poison((512, 4), dtype=torch.float32)
     out, lse = sdpa_varlen(*leaves, ends, ends_kv, 153, 153, return_lse=True, **options)

@@ -47,13 +47,13 @@ def differentiate(inputs, ends, ends_kv=None, **options):
     return out, torch.autograd.grad(out, inputs, grad_out), grad_out
 
 
-@pytest.mark.parametrize("one_packing", [False, True])
+@pytest.mark.parametrize("shared_cu_seqlens", [False, True])
 @pytest.mark.parametrize("options", [{}, {"window": (30, 0)}, {"softcap": 6.0}, {"return_lse": True}], ids=str)
-def test_a_step_that_comes_again_is_right(general, options, one_packing):
+def test_a_step_that_comes_again_is_right(general, options, shared_cu_seqlens):
     for number in range(4):
         inputs, where = leaves(), ends()
         out, gradients, grad_out = differentiate(
-            inputs, where, None if one_packing else where.clone(), is_causal=True, **options
+            inputs, where, None if shared_cu_seqlens else where.clone(), is_causal=True, **options
         )
         kept = {name: value for name, value in options.items() if name != "return_lse"}
         scale = {"scale": inputs[0].shape[2] ** -0.5}

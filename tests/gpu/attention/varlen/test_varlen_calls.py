@@ -129,8 +129,8 @@ def test_autocast(to):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dynamic", [False, None, True], ids=["static", "automatic", "dynamic"])
-@pytest.mark.parametrize("one_packing", [False, True])
-def test_torch_compile(one_packing, dynamic):
+@pytest.mark.parametrize("shared_cu_seqlens", [False, True])
+def test_torch_compile(shared_cu_seqlens, dynamic):
     torch._dynamo.reset()
 
     def attend(q, k, v, ends, ends_kv, longest):
@@ -140,7 +140,7 @@ def test_torch_compile(one_packing, dynamic):
     compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic)
     for lengths in (LENGTHS, [100, 100, 20, 30], [3, 4, 500, 1]):
         tokens, ends = sum(lengths), offsets(*lengths)
-        ends_kv = ends if one_packing else ends.clone()
+        ends_kv = ends if shared_cu_seqlens else ends.clone()
         leaves = [x.requires_grad_() for x in tensors(tokens)]
         out, lse = compiled(*leaves, ends, ends_kv, max(lengths))
         grad_out = torch.randn_like(out)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.buckets import LONGEST, MOST_SEQUENCES, Bucket
+from cudnn_sdpa.attention.dense.buckets import LONGEST, MAX_SEQUENCES, Bucket
 from cudnn_sdpa.attention.dense.plans import Forward
 from cudnn_sdpa.graph.target import Target, load_properties
 
@@ -108,7 +108,7 @@ UNFIT = {
     "linear biases": {"alibi": True},
     "dropout": {"dropout_p": 0.1},
     "too long": {"rows": (LONGEST + 1, 100)},
-    "too many sequences": {"layout": "bhsd", "batch": MOST_SEQUENCES // 4 + 1},
+    "too many sequences": {"layout": "bhsd", "batch": MAX_SEQUENCES // 4 + 1},
     "queries that see nothing": {"rows": (100, 60), "is_causal": True, "causal_alignment": "bottom_right"},
     "a window, and queries that may see nothing": {"rows": (100, 60), "window_left": 20},
     "rows in one place": {"layout": ("bshd", "stretched")},

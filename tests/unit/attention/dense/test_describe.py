@@ -175,15 +175,17 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("one_packing", [False, True])
+@pytest.mark.parametrize("shared_cu_seqlens", [False, True])
 @pytest.mark.parametrize("name", PACKED)
-def test_both_keys_are_those_of_the_packed_call(key_of, name, one_packing):
+def test_both_keys_are_those_of_the_packed_call(key_of, name, shared_cu_seqlens):
     tensors, options = PACKED[name][0](), PACKED[name][1]
     offsets = T(4, dtype=torch.int32)
-    ends = (offsets, offsets if one_packing else T(4, dtype=torch.int32), 128, 100)
+    ends = (offsets, offsets if shared_cu_seqlens else T(4, dtype=torch.int32), 128, 100)
     described = describe(sdpa_varlen, *tensors, *ends, **options)
     rng = T(2, dtype=torch.int64) if "dropout_p" in options else None
-    call = VarlenArguments(*tensors, options.get("sinks"), *ends[:2], rng, *ends[2:], one_packing=one_packing)
+    call = VarlenArguments(
+        *tensors, options.get("sinks"), *ends[:2], rng, *ends[2:], shared_cu_seqlens=shared_cu_seqlens
+    )
     call = call._replace(**options, with_lse=True)
     assert key(described) == key_of(varlen_torch_ops.forward_cuda, call)
     out, lse = launch.new_output(call), T(*call.q.shape[:2], dtype=torch.float32)
@@ -196,17 +198,17 @@ def notes(description):
     return "\n".join(description.extra_kernels)
 
 
-def described_varlen(tensors, one_packing=False, **options):
+def described_varlen(tensors, shared_cu_seqlens=False, **options):
     offsets = T(4, dtype=torch.int32)
     return describe(
-        sdpa_varlen, *tensors, offsets, offsets if one_packing else T(4, dtype=torch.int32), 128, 100, **options
+        sdpa_varlen, *tensors, offsets, offsets if shared_cu_seqlens else T(4, dtype=torch.int32), 128, 100, **options
     )
 
 
 def test_a_packed_forward_pass_lists_what_runs_beside_it():
     sinks = T(4, dtype=torch.float32)
-    for one_packing in (False, True):
-        plain = notes(described_varlen([x.detach() for x in packed_qkv()], one_packing=one_packing))
+    for shared_cu_seqlens in (False, True):
+        plain = notes(described_varlen([x.detach() for x in packed_qkv()], shared_cu_seqlens=shared_cu_seqlens))
         assert "rows of the output that see no key become zeros, as" in plain
         assert "log-sum-exp" not in plain
     all_of_it = notes(described_varlen(packed_qkv(), sinks=sinks, softcap=3.0, scale=-1.0))
@@ -238,7 +240,7 @@ def test_a_packed_backward_pass_lists_what_runs_beside_it(tensors, options, part
     assert part in notes(described_varlen(tensors(), **options).backward)
     if part.startswith(("grad_out", "rows of the gradients")):
         return  # in all of them
-    assert part not in notes(described_varlen(plain, one_packing=True).backward)
+    assert part not in notes(described_varlen(plain, shared_cu_seqlens=True).backward)
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,10 @@ def without_a_gpu(monkeypatch):
     monkeypatch.setattr(tiers, "BucketCall", FakeBucketCall)
     monkeypatch.setattr(cache, "load_plan", lambda _: None)
     plan_cache.clear()
-    tiers.comebacks.clear()
+    tiers.recurring_shapes.clear()
     yield
     plan_cache.clear()
-    tiers.comebacks.clear()
+    tiers.recurring_shapes.clear()
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_what_is_made_in_a_graph_is_not_remembered(monkeypatch):
 
 
 def test_tables_take_no_more_than_their_share(monkeypatch):
-    monkeypatch.setattr(tiers, "MOST_TABLE_BYTES", 300)
+    monkeypatch.setattr(tiers, "MAX_TABLE_BYTES", 300)
     with shape_policy("bucketed"):
         for rows, held in ((100, 1), (110, 2), (120, 3), (130, 1), (140, 2)):
             serve(rows)
@@ -368,12 +368,12 @@ def test_a_plan_that_does_not_come_is_tried_again_much_later(call, clock, backgr
 
 
 def test_the_uses_of_so_many_shapes_are_counted(monkeypatch):
-    monkeypatch.setattr(tiers, "MOST_SHAPES", 3)
+    monkeypatch.setattr(tiers, "MAX_SHAPES", 3)
     with shape_policy("bucketed"):
         serve(100)
     with shape_policy("tiered"):
         kinds(range(101, 120))
-    assert len(tiers.comebacks._by_key) == 3
+    assert len(tiers.recurring_shapes._by_key) == 3
 
 
 def test_a_call_that_must_not_change_has_its_own_plan():

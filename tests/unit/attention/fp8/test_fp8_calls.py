@@ -234,14 +234,14 @@ def test_a_mask_that_is_counted_from_the_top_left_is_the_same(lengths, window, i
     left, right, bottom_right = mask.band or (None, None, False)
     assert not (bottom_right and right is not None and (left is None or left >= lengths[1] - lengths[0]))
     again = ForwardArguments(
-        *(q[:, :, mask.blind_rows :], k, v),
+        *(q[:, :, mask.masked_rows :], k, v),
         causal_alignment="bottom_right" if bottom_right else "top_left",
         window_left=-1 if left is None else left,
         window_right=-1 if right is None else right,
     )
-    assert torch.equal(reference.visible(again), reference.visible(call)[:, :, mask.blind_rows :])
-    assert not reference.visible(call)[:, :, : mask.blind_rows].any()
-    assert mask.blind_rows == normalize_mask(*options.values(), window, *lengths).blind_rows
+    assert torch.equal(reference.visible(again), reference.visible(call)[:, :, mask.masked_rows :])
+    assert not reference.visible(call)[:, :, : mask.masked_rows].any()
+    assert mask.masked_rows == normalize_mask(*options.values(), window, *lengths).masked_rows
 
 
 def test_two_ways_of_saying_the_same_share_a_plan():

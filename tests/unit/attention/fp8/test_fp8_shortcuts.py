@@ -250,7 +250,7 @@ def test_dispatch_modes_and_the_profiler_see_the_operator(gpu, monkeypatch):
         sdpa_fp8(q, k, v, FORWARD)
     assert any("sdpa_fp8_forward" in name for name in seen)
     monkeypatch.setattr(fast_path, "is_profiling", lambda: True)
-    monkeypatch.setattr(fast_path, "is_bare", lambda *_: False)
+    monkeypatch.setattr(fast_path, "can_bypass_dispatcher", lambda *_: False)
     table, options = launch.calls, (False, "top_left", None, None, None, False)
     assert fast_path.find(table, (q, k, v, *FORWARD), (None, None), options) is None
 

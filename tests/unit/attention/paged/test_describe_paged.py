@@ -37,13 +37,13 @@ def key_of(monkeypatch):
         raise Asked(key)
 
     def gather(call):
-        tokens, sequences = call.q.shape[0] * call.most_keys, call.q.shape[0] * (1 if call.seq_lens_q is None else 2)
+        tokens, sequences = call.q.shape[0] * call.max_kv_len, call.q.shape[0] * (1 if call.seq_lens_q is None else 2)
         rows = (meta(tokens, x.shape[1], x.shape[3]) for x in (call.k, call.v))
         return Gathered(*rows, *(meta(sequences + 1, dtype=torch.int32) for _ in range(2)))
 
     monkeypatch.setattr(PlanCache, "get", ask)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
-    monkeypatch.setattr(paging, "Gatherer", lambda _call: gather)
+    monkeypatch.setattr(paging, "PageGatherer", lambda _call: gather)
     monkeypatch.setattr(memory, "_share_memory", lambda *_: False)  # what has no memory has address 0
     for module in (paged_launch, varlen_launch):
         monkeypatch.setattr(module, "live_target", lambda _device: H200)

@@ -66,7 +66,7 @@ def test_every_step_up_to_some_size_is_among_them(cache, softcap):
 
 
 def test_a_batch_that_goes_in_parts_has_the_plans_of_its_parts(cache, monkeypatch):
-    monkeypatch.setattr(prefill, "MOST_GATHERED_BYTES", 2 * 256 * 2 * 128 * 2)  # of two sequences
+    monkeypatch.setattr(prefill, "MAX_GATHERED_BYTES", 2 * 256 * 2 * 128 * 2)  # of two sequences
     found = plans_of_steps(cache, queries(), [5], [50], {}, TARGET)
     assert sorted(plan["inputs"][0]["layout"]["shape"][0] for plan in found.plans) == [3, 5]  # of 1 and 2, twice
 
