@@ -278,7 +278,7 @@ def _calls(cache: PagedKVCache, step: PagedStep, q: Tensor, k: Tensor, v: Tensor
     for name, call in calls.items():
         cases.check_agreement(["out"], [call()], [expected()], f"dense attention's, {name}")
     paged = PagedArguments(q, *pages, *(step.page_table,) * 2, step.seq_lens_kv)
-    gather = paging.PageGatherer(paged)
+    gather = paging.GatherKernel(paged)
     of_rows = prefill.as_packed(paged, gather(paged))
     return {**calls, "gather": lambda: gather(paged), "packed": lambda: launch.run_forward(of_rows)}
 

@@ -23,7 +23,7 @@ from cudnn_sdpa.fused.activation_graphs import (
 )
 from cudnn_sdpa.fused.activation_tiling import as_rows
 from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_kept
-from cudnn_sdpa.fused.fast_path import Shortcuts
+from cudnn_sdpa.fused.fast_path import FastPath
 from cudnn_sdpa.fused.graph_op import GraphFunction
 from cudnn_sdpa.graph.layouts import ALIGNMENT, contiguous_stride
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_empty
@@ -45,7 +45,7 @@ class _Kind:
     operands: tuple[str, ...]
     rows: GraphFunction
     plain: Callable[..., Tensor]
-    calls: Shortcuts = field(default_factory=Shortcuts)
+    calls: FastPath = field(default_factory=FastPath)
 
 
 _SILU = _Kind("silu_mul", ("gate", "up"), silu_mul_rows, lambda gate, up: F.silu(gate) * up)

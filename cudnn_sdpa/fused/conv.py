@@ -26,7 +26,7 @@ from cudnn_sdpa.fused.conv_graphs import (
     geometry_2d,
     gradients_of,
 )
-from cudnn_sdpa.fused.fast_path import Shortcuts
+from cudnn_sdpa.fused.fast_path import FastPath
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
 #: Sizes are 32-bit numbers in cuDNN and in PyTorch.
@@ -101,7 +101,7 @@ _SIZES = (int, tuple)
 #: Channels in 16 bytes of bfloat16.
 _CHANNELS_OF_A_GROUP = 8
 
-_calls = Shortcuts()
+_calls = FastPath()
 
 
 def conv2d(

@@ -23,7 +23,7 @@ from cudnn_sdpa.engine.launch import GraphCall, describe
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class CachedCall:
     """The call that was served last.
 
     Attributes:
@@ -43,7 +43,7 @@ class Served:
     call: GraphCall
 
 
-class Shortcuts:
+class FastPath:
     """The calls of one function that are known to be right, by the tensors and options as its caller gives them.
 
     The last one served is recognized by a guard, one C call; any other is found by its signature.
@@ -57,7 +57,7 @@ class Shortcuts:
 
         It is the first half of `find`, where the rest need not be asked: saves 0.5 µs.
         """
-        last: Served | None = self._calls.last
+        last: CachedCall | None = self._calls.last
         try:
             if (
                 last is not None
@@ -77,7 +77,7 @@ class Shortcuts:
 
     def find(self, tensors: Sequence[Tensor], options: Hashable, *, trains: bool = False) -> GraphCall | None:
         """What runs a call like one before, if nobody but the kernel, and autograd if it trains, wants to see it."""
-        last: Served | None = self._calls.last
+        last: CachedCall | None = self._calls.last
         try:
             if (
                 last is not None
@@ -108,7 +108,7 @@ class Shortcuts:
     def _remember(self, tensors: Sequence[Tensor], options: Hashable, call: GraphCall) -> None:
         if len({id(tensor) for tensor in tensors}) == len(tensors):  # no guard takes one tensor twice
             modes = torch.is_grad_enabled(), call.plan.key.deterministic
-            last = Served(options, len(tensors), *modes, tensor_guard(*tensors), call)
+            last = CachedCall(options, len(tensors), *modes, tensor_guard(*tensors), call)
             self._calls.remember_last(last, call.plan)
 
 

@@ -17,7 +17,7 @@ from cudnn_sdpa.engine.launch import GraphCall, key_of, readable, type_of
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops
 from cudnn_sdpa.fused.checks import check_kept, check_strided, shown
-from cudnn_sdpa.fused.fast_path import Shortcuts
+from cudnn_sdpa.fused.fast_path import FastPath
 from cudnn_sdpa.fused.torch_ops import Outputs, as_tuple
 from cudnn_sdpa.graph.definition import GraphOp, function_digest
 from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES, is_expanded
@@ -72,7 +72,7 @@ class GraphFunction(GraphOp):
             got = "a parameter with * or one that has no name"
             raise OptionError(f"the graph builder {builder.__name__}", got, "no * parameters, and none without a name")
         self.token = torch_ops.register(self, function_digest(builder, backward, reference, outputs))
-        self._shortcuts = Shortcuts()
+        self._shortcuts = FastPath()
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
         """The results on these operands: tensors, or None for optional ones, or numbers.

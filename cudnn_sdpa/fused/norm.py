@@ -13,7 +13,7 @@ from cudnn_sdpa.engine.launch import GraphCall, Layout, describe
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops
 from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_kept, shown
-from cudnn_sdpa.fused.fast_path import Shortcuts
+from cudnn_sdpa.fused.fast_path import FastPath
 from cudnn_sdpa.fused.graph_op import GraphFunction
 from cudnn_sdpa.fused.norm_graphs import (
     ACTIVATIONS,
@@ -77,7 +77,7 @@ def check_choices(activation: Any, zero_centered: Any) -> None:
         raise OptionError("zero_centered", shown(zero_centered), "True or False")
 
 
-_rms_norm_calls, _layer_norm_calls = Shortcuts(), Shortcuts()
+_rms_norm_calls, _layer_norm_calls = FastPath(), FastPath()
 
 #: A call without a gradient and with a weight alone, as `_rms_norm_calls` knows it; and one whose weight is centered.
 _PLAIN: Hashable = (False, False, True, False, None)
@@ -396,7 +396,7 @@ def rows_of(x: Tensor, one: Tensor | None, other: Tensor | None) -> tuple[Any, A
 
 
 def _learn(
-    shortcuts: Shortcuts,
+    shortcuts: FastPath,
     tensors: Sequence[Tensor],
     options: Hashable,
     function: GraphFunction,

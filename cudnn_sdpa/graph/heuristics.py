@@ -26,7 +26,7 @@ class HeuristicsBuilder(GraphBuilder):
         return BuiltGraph(graph=self._graph, engine=self._configuration(index)[0], knobs={}, workspace=0)
 
 
-class GuessesBuilder(HeuristicsBuilder):
+class ModeABuilder(HeuristicsBuilder):
     """The same, without the engines that cuDNN has in reserve, which can be many times slower."""
 
     def _propose(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import backend
 from cudnn_sdpa.graph.definition import GraphOp, find_operation
-from cudnn_sdpa.graph.heuristics import GuessesBuilder, HeuristicsBuilder
+from cudnn_sdpa.graph.heuristics import HeuristicsBuilder, ModeABuilder
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 
@@ -80,7 +80,7 @@ def _lacks_clusters(operation: GraphOp, key: PlanKey, properties: dict[str, Any]
     if not replace(key, device=0).knows_clusters:
         return False
     try:
-        operation.compile(key, GuessesBuilder(properties=properties))
+        operation.compile(key, ModeABuilder(properties=properties))
     except UnsupportedError as error:
         is_plain = key.operation.startswith("cudnn_sdpa.fused.conv_graphs:") and (
             key.option_values.get("activation") in (None, "relu")

@@ -18,11 +18,11 @@ from cudnn_sdpa.attention.dense import explain as dense_explain
 from cudnn_sdpa.attention.dense import large_backward
 from cudnn_sdpa.attention.dense import torch_ops as dense_torch_ops
 from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, readable
-from cudnn_sdpa.attention.dense.plans import Backward, Forward, Problem
+from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.fp8 import torch_ops as fp8_torch_ops
 from cudnn_sdpa.attention.fp8.arguments import Fp8Backward, Fp8Forward
-from cudnn_sdpa.attention.fp8.plans import Backward as Fp8BackwardPass
-from cudnn_sdpa.attention.fp8.plans import Forward as Fp8ForwardPass
+from cudnn_sdpa.attention.fp8.plans import BackwardSpec as Fp8BackwardPass
+from cudnn_sdpa.attention.fp8.plans import ForwardSpec as Fp8ForwardPass
 from cudnn_sdpa.attention.fp8.workarounds import readable as readable_fp8
 from cudnn_sdpa.attention.paged import explain as paged_explain
 from cudnn_sdpa.attention.paged import torch_ops as paged_torch_ops
@@ -142,13 +142,13 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 def _of_dense(target: Target, call: ForwardArguments) -> Keys:
     launched, _ = dense_explain.with_positive_scale(call)
-    forward = Forward.of(launched)
+    forward = ForwardSpec.of(launched)
     if not forward.is_empty:
         yield forward.key(target, None)
 
 
 def _of_dense_gradient(target: Target, of: BackwardArguments) -> Keys:
-    problem = Problem.of(of.call)
+    problem = DenseSpec.of(of.call)
     if problem.is_empty or problem.is_single:
         return
     of = of._replace(grad_out=readable(of.grad_out, of.out))
@@ -157,7 +157,7 @@ def _of_dense_gradient(target: Target, of: BackwardArguments) -> Keys:
         launched, _ = dense_explain.backward_with_positive_scale(part.call)
         layouts = TensorLayout.of(part.out), TensorLayout.of(part.grad_out)
         needs = of.needs.attn_mask, of.needs.sinks
-        yield Backward(Problem.of(launched), *layouts, of.deterministic, *needs).key(target, None)
+        yield BackwardSpec(DenseSpec.of(launched), *layouts, of.deterministic, *needs).key(target, None)
 
 
 def _of_varlen(target: Target, call: VarlenArguments) -> Keys:
@@ -178,7 +178,7 @@ def _of_varlen_gradient(target: Target, of: launch.VarlenBackwardArguments) -> K
 
 def _of_paged(target: Target, call: PagedArguments) -> Keys:
     launched, _ = paged_explain.with_positive_scale(call)
-    described = paged_explain.describe_long(launched, None)
+    described = paged_explain.describe_prefill(launched, None)
     if described.is_empty:
         return
     if is_decode(call):

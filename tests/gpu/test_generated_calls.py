@@ -15,7 +15,7 @@ from random_tensors import FP8
 from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense import plans
-from cudnn_sdpa.attention.dense.plans import Problem
+from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.support import rules
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal
 from cudnn_sdpa.graph.target import live_target
@@ -94,7 +94,7 @@ def ruled_out(case: generators.Case) -> UnsupportedError | None:
         softcap=options["softcap"],
         alibi=options.get("alibi", False),
     )
-    problem, target = Problem.of(call), live_target(0)
+    problem, target = DenseSpec.of(call), live_target(0)
     refused = refusal(problem.case(FORWARD, target), "forward")
     if refused is None and case.wanted:
         more = {"bias_gradient": "attn_mask" in case.wanted, "deterministic": bool(options["deterministic"])}

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments, Result
 from cudnn_sdpa.attention.dense.launch import ForwardCall, _check_memory
-from cudnn_sdpa.attention.dense.plans import Forward
+from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.attention.mask import Mask
 from cudnn_sdpa.attention.memory import MISALIGNED
-from cudnn_sdpa.attention.varlen.plans import Packed, length_bucket, sequence_bucket
+from cudnn_sdpa.attention.varlen.plans import VarlenSpec, length_bucket, sequence_bucket
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout
@@ -50,13 +50,13 @@ class Bucket:
         out: The output as the plan writes it.
     """
 
-    forward: Forward
+    forward: ForwardSpec
     heads_apart: bool
-    packed: Packed
+    packed: VarlenSpec
     out: TensorLayout
 
     @classmethod
-    def of(cls, forward: Forward) -> Bucket | None:
+    def of(cls, forward: ForwardSpec) -> Bucket | None:
         """The bucket of a call; None if it needs a plan of its own."""
         problem = forward.problem
         if forward.plan_has_lse or not _is_plain(forward) or max(problem.sq, problem.skv) > LONGEST:
@@ -74,7 +74,7 @@ class Bucket:
         rows = [longest * sequences for longest in (max_seqlen_q, max_seqlen_kv, max_seqlen_kv, max_seqlen_q)]
         q, k, v, out = (_packed(tensor, n, apart=apart) for tensor, n in zip(tensors, rows, strict=True))
         return cls(
-            forward, apart, Packed(q, k, v, sequences, max_seqlen_q, max_seqlen_kv, Mask(problem.mask.band)), out
+            forward, apart, VarlenSpec(q, k, v, sequences, max_seqlen_q, max_seqlen_kv, Mask(problem.mask.band)), out
         )
 
     def key(self, target: Target, device: int | None) -> PlanKey | None:
@@ -106,7 +106,7 @@ class Bucket:
         return result | {"seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
 
 
-def _is_plain(forward: Forward) -> bool:
+def _is_plain(forward: ForwardSpec) -> bool:
     """Whether nothing but the band, lengths and the scale decides the result."""
     problem = forward.problem
     left = problem.mask.band[0] if problem.mask.band is not None else None

@@ -18,7 +18,7 @@ from cudnn_sdpa.attention.dense import graphs, large_backward, torch_ops
 from cudnn_sdpa.attention.dense.buckets import Bucket
 from cudnn_sdpa.attention.dense.drop_in import drop_in_arguments, scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
-from cudnn_sdpa.attention.dense.plans import Backward, Forward, Problem
+from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.dense.sdpa import run, sdpa
 from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.attention.memory import like_in_memory, new_output
@@ -83,7 +83,7 @@ def describe_sdpa(
     given = given._replace(with_lse=return_lse or trains)
     call = without_data(call._replace(rng=rng, with_lse=given.with_lse))
     launched, of_scale = with_positive_scale(call)
-    forward = Forward.of(launched)
+    forward = ForwardSpec.of(launched)
     notes = [*notes_on_casts(given, call), *of_scale, *forward.extra_kernels()]
     return Description(
         operation=graphs.sdpa_forward,
@@ -97,7 +97,7 @@ def describe_sdpa(
     )
 
 
-def _key_of_bucket(forward: Forward, target: Target, device: int | None) -> PlanKey | None:
+def _key_of_bucket(forward: ForwardSpec, target: Target, device: int | None) -> PlanKey | None:
     bucket = None if forward.is_empty else Bucket.of(forward)
     return None if bucket is None else bucket.key(target, device)
 
@@ -112,7 +112,7 @@ def with_positive_scale(call: ForwardArguments) -> tuple[ForwardArguments, list[
     return call._replace(q=call.q.neg(), out=out), ["q is negated into a copy, for the negative scale"]
 
 
-def _describe_backward(given: ForwardArguments, call: ForwardArguments, forward: Forward) -> Description:
+def _describe_backward(given: ForwardArguments, call: ForwardArguments, forward: ForwardSpec) -> Description:
     """The backward pass for a gradient that lies in memory as the output does."""
     device, needs = device_of(given.q), Needs(*(x is not None and x.requires_grad for x in given[:5]))
     out = torch.empty_strided(forward.out.shape, forward.out.stride, dtype=forward.out.dtype, device="meta")
@@ -129,7 +129,7 @@ def _describe_backward(given: ForwardArguments, call: ForwardArguments, forward:
         launched = launched._replace(q=like_in_memory(launched.q))
         of_scale = [*of_scale, "q is multiplied by the small scale in a copy, and so is its gradient"]
     layouts = TensorLayout.of(parts[0].out), TensorLayout.of(parts[0].grad_out)
-    backward = Backward(Problem.of(launched), *layouts, call.deterministic, needs.attn_mask, needs.sinks)
+    backward = BackwardSpec(DenseSpec.of(launched), *layouts, call.deterministic, needs.attn_mask, needs.sinks)
     notes = [note_on_pieces(len(parts))] if is_cut else []
     notes += [*of_scale, *backward.extra_kernels(), *notes_on_casts(given, call, back=True)]
     return Description(

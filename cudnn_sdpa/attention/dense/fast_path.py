@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from cudnn_sdpa.attention import value_checks
 from cudnn_sdpa.attention.arguments import ForwardArguments, Result
 from cudnn_sdpa.attention.dense import autograd, large_backward, launch, launch_backward, torch_ops
-from cudnn_sdpa.attention.dense.launch import ForwardCall, Last, Run
+from cudnn_sdpa.attention.dense.launch import CachedCall, ForwardCall, Run
 from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, BackwardCall, Needs
 from cudnn_sdpa.attention.memory import MISALIGNED
 from cudnn_sdpa.engine import autograd_checks, fallback
@@ -35,7 +35,7 @@ from cudnn_sdpa.engine.dispatch_state import (
 _ALL = Needs(True, True, True, False, False)
 
 
-class Again(NamedTuple):
+class CachedTraining(NamedTuple):
     """The backward call that a plain call had last, and how to see whether it may have it again.
 
     Attributes:
@@ -61,7 +61,7 @@ class Gradients:
 
     def __init__(self, options: tuple[Any, ...]) -> None:
         self.options = options
-        self._again: Again | None = None
+        self._again: CachedTraining | None = None
         self._may_be_deterministic = False
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, deterministic: bool) -> ForwardArguments:
@@ -98,11 +98,11 @@ class Gradients:
         prepared = launch_backward.find(arguments)
         distinct = len({id(tensor) for tensor in (*saved, grad_out)}) == 6  # no guard takes one tensor twice
         if prepared is not None and lse.is_contiguous() and distinct:
-            self._again = Again(tensor_guard(*saved, grad_out), deterministic, weakref.ref(prepared))
+            self._again = CachedTraining(tensor_guard(*saved, grad_out), deterministic, weakref.ref(prepared))
         return result
 
 
-class PlainTraining:
+class TrainingCall:
     """A plain call bound to the plans of its two passes.
 
     Attributes:
@@ -121,18 +121,18 @@ class PlainTraining:
     def run(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
         """The output, which autograd can differentiate."""
         try:
-            out: Tensor = PlainAttention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+            out: Tensor = AttentionFunction.apply(q, k, v, self)  # type: ignore[no-untyped-call]
         except RuntimeError:
             autograd_checks.refuse_inference_tensors(ForwardArguments(q, k, v))
             raise
         return out
 
 
-class PlainAttention(torch.autograd.Function):
+class AttentionFunction(torch.autograd.Function):
     """A plain call in eager mode."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, prepared: PlainTraining) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, prepared: TrainingCall) -> Tensor:
         """Runs the forward pass and saves what the backward pass needs."""
         gradients = prepared.gradients
         deterministic = gradients.is_deterministic(q, k, v)
@@ -162,7 +162,7 @@ def _watched(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     return (*found[:3], None)
 
 
-def prepare(forward: ForwardCall, options: tuple[Any, ...]) -> PlainTraining | None:
+def prepare(forward: ForwardCall, options: tuple[Any, ...]) -> TrainingCall | None:
     """What serves plain calls that autograd follows, if `forward` is one launch and its backward pass another."""
     problem = forward.problem
     if problem.mask.masked_rows or problem.has_lengths or problem.needs_lengths or problem.is_single:
@@ -170,8 +170,8 @@ def prepare(forward: ForwardCall, options: tuple[Any, ...]) -> PlainTraining | N
     if forward.training is None:
         if large_backward.is_too_large(problem.q, problem.k, problem.v, forward.forward.out):
             return None
-        forward.training = PlainTraining(forward, options)
-    prepared: PlainTraining = forward.training
+        forward.training = TrainingCall(forward, options)
+    prepared: TrainingCall = forward.training
     return prepared
 
 
@@ -208,7 +208,7 @@ def find(
             return None
     run: Run = holder.run
     tensors = (q, k, v) if seq_lens_kv is None else (q, k, v, seq_lens_kv)
-    known: Last | None = holder.last
+    known: CachedCall | None = holder.last
     if known is None or not known.check(*tensors) or is_profiling() or forward_ad._current_level >= 0:
         if not can_bypass_dispatcher(q, k, v):
             return None
@@ -216,7 +216,7 @@ def find(
             return run
         of_call = (is_causal, causal_alignment, scale, return_lse, seq_lens_kv is not None)
         guard = tensor_guard(*tensors)
-        holder.last = known = Last(run, _unless_deterministic(guard) if may_differ else guard, *of_call)
+        holder.last = known = CachedCall(run, _unless_deterministic(guard) if may_differ else guard, *of_call)
     launch.calls.remember_last(known, call.plan)
     if not call.plan.held:
         call.last = None  # it refers back to the call, and an evicted plan must not wait for the garbage collector

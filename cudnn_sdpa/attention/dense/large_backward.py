@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
-from cudnn_sdpa.attention.dense.plans import Backward, Forward
+from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.memory import aligned
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
@@ -28,7 +28,7 @@ from cudnn_sdpa.graph.target import Target
 FARTHEST = 2**31 - 1
 
 
-class Piece(NamedTuple):
+class Part(NamedTuple):
     """A part of a call: batch entries, heads of queries, and the heads of keys that these see."""
 
     entries: slice
@@ -38,16 +38,16 @@ class Piece(NamedTuple):
 
 def is_too_large(*tensors: Tensor | TensorLayout) -> bool:
     """Whether the gradients of a call with these tensors take more than one plan."""
-    return any(reach(tensor) > FARTHEST for tensor in tensors)
+    return any(extent(tensor) > FARTHEST for tensor in tensors)
 
 
-def reach(tensor: Tensor | TensorLayout) -> int:
+def extent(tensor: Tensor | TensorLayout) -> int:
     """How far a tensor's last element is from its first, be it where it is or in a dense copy."""
     stride = tensor.stride() if isinstance(tensor, Tensor) else tensor.stride
     return max(math.prod(tensor.shape) - 1, _span(tensor.shape, stride))
 
 
-def near(tensor: Tensor) -> Tensor:
+def compact(tensor: Tensor) -> Tensor:
     """The tensor, or a dense copy of it if its elements lie too far apart."""
     return tensor.contiguous() if _span(tensor.shape, tensor.stride()) > FARTHEST else tensor
 
@@ -70,7 +70,7 @@ def check(call: ForwardArguments, *, mask_gradient: bool) -> None:
             [f"a tensor has more than {FARTHEST} elements, and cuDNN misplaces the gradient beyond them"],
             "smaller batches",
         )
-    cut(call.q, call.k, call.v)
+    split(call.q, call.k, call.v)
 
 
 def check_gradient(call: ForwardArguments, target: Target, device: int | None) -> None:
@@ -80,16 +80,16 @@ def check_gradient(call: ForwardArguments, target: Target, device: int | None) -
         UnsupportedError: With every reason.
     """
     of_mask = call.attn_mask is not None and call.attn_mask.requires_grad
-    forward = Forward.of(call)
+    forward = ForwardSpec.of(call)
     if is_too_large(*call[:3], forward.out):
         check(call, mask_gradient=of_mask)
     elif not (forward.is_empty or forward.problem.is_single or forward.problem.has_no_plan):
         of_sinks = call.sinks is not None and call.sinks.requires_grad
-        passes = Backward(forward.problem, forward.out, forward.out, call.deterministic, of_mask, of_sinks)
+        passes = BackwardSpec(forward.problem, forward.out, forward.out, call.deterministic, of_mask, of_sinks)
         known_issues.check(passes.key(target, device))
 
 
-def cut(q: Tensor, k: Tensor, v: Tensor) -> list[Piece]:
+def split(q: Tensor, k: Tensor, v: Tensor) -> list[Part]:
     """The pieces of a call: as few as fit into one plan each.
 
     Raises:
@@ -102,7 +102,7 @@ def cut(q: Tensor, k: Tensor, v: Tensor) -> list[Piece]:
         groups = min(heads_kv, FARTHEST // of_group)
         entries = FARTHEST // (of_group * heads_kv) if groups == heads_kv else 1
         return [
-            Piece(slice(b, b + entries), slice(h * group, (h + groups) * group), slice(h, h + groups))
+            Part(slice(b, b + entries), slice(h * group, (h + groups) * group), slice(h, h + groups))
             for b in range(0, batch, entries)
             for h in range(0, heads_kv, groups)
         ]
@@ -111,14 +111,14 @@ def cut(q: Tensor, k: Tensor, v: Tensor) -> list[Piece]:
         reason = f"one head has more than {FARTHEST} elements, and cuDNN misplaces the gradient beyond them"
         raise UnsupportedError("the gradient of a head this large", [reason], "shorter sequences")
     return [
-        Piece(slice(b, b + 1), slice(first, min(first + some, (h + 1) * group)), slice(h, h + 1))
+        Part(slice(b, b + 1), slice(first, min(first + some, (h + 1) * group)), slice(h, h + 1))
         for b in range(batch)
         for h in range(heads_kv)
         for first in range(h * group, (h + 1) * group, some)
     ]
 
 
-def joined(inputs: Sequence[Tensor], run: Callable[[Piece], list[Tensor]], *, sinks: bool) -> list[Tensor]:
+def merge(inputs: Sequence[Tensor], run: Callable[[Part], list[Tensor]], *, sinks: bool) -> list[Tensor]:
     """The gradients by q, k, v, and with `sinks` by the sinks, out of those of the pieces.
 
     Args:
@@ -128,7 +128,7 @@ def joined(inputs: Sequence[Tensor], run: Callable[[Piece], list[Tensor]], *, si
     """
     q, k, v = inputs
     grad_q = _dense_like(q, q.dtype)
-    cuts = cut(q, k, v)
+    cuts = split(q, k, v)
     shared = any(a.heads_kv == b.heads_kv and a.entries == b.entries for a, b in itertools.pairwise(cuts))
     of_keys = [_dense_like(x, torch.float32 if shared else x.dtype).zero_() for x in (k, v)]
     of_sinks = torch.zeros(q.shape[1], dtype=torch.float32, device=q.device)
@@ -148,26 +148,26 @@ def gradients(of: BackwardArguments, run: Callable[[BackwardArguments], list[Ten
     """The wanted gradients of a call that `check` lets pass."""
     needs, inputs = of.needs, of.call[:3]
     everything = Needs(True, True, True, False, needs.sinks)
-    found = joined(inputs, lambda piece: run(_part(of, piece)._replace(needs=everything)), sinks=needs.sinks)
+    found = merge(inputs, lambda piece: run(_part(of, piece)._replace(needs=everything)), sinks=needs.sinks)
     wanted = (*needs[:3], *([True] if needs.sinks else []))
     return [gradient for gradient, need in zip(found, wanted, strict=True) if need]
 
 
-def _part(of: BackwardArguments, piece: Piece) -> BackwardArguments:
+def _part(of: BackwardArguments, piece: Part) -> BackwardArguments:
     """A piece of a backward call."""
     call, (entries, heads, heads_kv) = of.call, piece
     lengths = [None if x is None else x[entries] for x in (call.seq_lens_q, call.seq_lens_kv)]
     part: ForwardArguments = call._replace(
-        q=near(call.q[entries, heads]),
-        k=near(call.k[entries, heads_kv]),
-        v=near(call.v[entries, heads_kv]),
+        q=compact(call.q[entries, heads]),
+        k=compact(call.k[entries, heads_kv]),
+        v=compact(call.v[entries, heads_kv]),
         attn_mask=None if call.attn_mask is None else _part_of_mask(call.attn_mask, entries, heads),
         sinks=None if call.sinks is None else call.sinks[heads],
         seq_lens_q=lengths[0],
         seq_lens_kv=lengths[1],
     )
     grad_out, out, lse = (x[entries, heads] for x in (of.grad_out, of.out, of.lse))
-    return of._replace(grad_out=near(grad_out), out=near(out), lse=aligned("lse", lse), call=part)
+    return of._replace(grad_out=compact(grad_out), out=compact(out), lse=aligned("lse", lse), call=part)
 
 
 def _part_of_mask(mask: Tensor, entries: slice, heads: slice) -> Tensor:

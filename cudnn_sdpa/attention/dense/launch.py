@@ -12,7 +12,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import ForwardArguments, Result
 from cudnn_sdpa.attention.bias import bias_of
-from cudnn_sdpa.attention.dense.plans import Forward, Problem
+from cudnn_sdpa.attention.dense.plans import DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.memory import MISALIGNED
 from cudnn_sdpa.engine.dispatch_state import Guard
 from cudnn_sdpa.engine.fast_path import CallTable, describe
@@ -37,7 +37,7 @@ class BoundCall:
 
     __slots__ = ("_elsewhere", "_fixed", "_names", "_numbers", "_template", "plan", "problem")
 
-    def __init__(self, problem: Problem, plan: Plan, **numbers: float | None) -> None:
+    def __init__(self, problem: DenseSpec, plan: Plan, **numbers: float | None) -> None:
         self.problem = problem
         self.plan = plan
         self._elsewhere = torch.cuda.device_count() > 1  # whether another GPU can be the current one
@@ -100,7 +100,7 @@ class ForwardCall(BoundCall):
 
     __slots__ = ("_has_lse", "_last", "_lse", "_one_launch", "_out", "_sinks_outside", "forward", "training")
 
-    def __init__(self, forward: Forward, plan: Plan, scale: float, softcap: float | None = None) -> None:
+    def __init__(self, forward: ForwardSpec, plan: Plan, scale: float, softcap: float | None = None) -> None:
         super().__init__(forward.problem, plan, scale=scale, softcap=softcap)
         self.forward = forward
         self._out = (forward.out.shape, forward.out.stride, forward.out.dtype)
@@ -205,7 +205,7 @@ class PlainCall(ForwardCall):
 
     __slots__ = ("_skv",)
 
-    def __init__(self, forward: Forward, plan: Plan, scale: float) -> None:
+    def __init__(self, forward: ForwardSpec, plan: Plan, scale: float) -> None:
         super().__init__(forward, plan, scale)
         self._skv = forward.problem.skv
 
@@ -239,7 +239,7 @@ class PlainCall(ForwardCall):
         return out
 
 
-def lengths(problem: Problem, lengths_q: Tensor | None, lengths_kv: Tensor | None) -> dict[str, Tensor]:
+def lengths(problem: DenseSpec, lengths_q: Tensor | None, lengths_kv: Tensor | None) -> dict[str, Tensor]:
     """The two lengths that cuDNN reads, corrected where its engines would leave rows wrong.
 
     Seen on cuDNN 9.19: nothing is written for a sequence without keys. So such a sequence becomes one without queries,
@@ -258,7 +258,7 @@ def lengths(problem: Problem, lengths_q: Tensor | None, lengths_kv: Tensor | Non
     }
 
 
-def row_limits(problem: Problem, lengths_q: Tensor | None, lengths_kv: Tensor | None) -> dict[str, Tensor]:
+def row_limits(problem: DenseSpec, lengths_q: Tensor | None, lengths_kv: Tensor | None) -> dict[str, Tensor]:
     """The first and the last key that each query sees: what a soft cap's graph reads in place of lengths."""
     given = lengths_kv if lengths_q is None else lengths_q
     if given is None:
@@ -276,7 +276,7 @@ def row_limits(problem: Problem, lengths_q: Tensor | None, lengths_kv: Tensor | 
     return {"lowest": first.contiguous(), "highest": last.masked_fill(rows >= of_q, -1)}
 
 
-def decode_lengths(problem: Problem, lengths_q: Tensor | None, lengths_kv: Tensor | None) -> dict[str, Tensor]:
+def decode_lengths(problem: DenseSpec, lengths_q: Tensor | None, lengths_kv: Tensor | None) -> dict[str, Tensor]:
     """The same for a single query: cuDNN's decode engines ignore the queries' lengths, so an absent one sees no key."""
     memory.check_lengths_present(lengths_q, lengths_kv)
     within = None if lengths_kv is None else lengths_kv.clamp(0, problem.skv)
@@ -292,7 +292,7 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     lse.copy_(total)
 
 
-def bind(forward: Forward, plan: Plan, scale: float, softcap: float | None = None) -> ForwardCall:
+def bind(forward: ForwardSpec, plan: Plan, scale: float, softcap: float | None = None) -> ForwardCall:
     """The call of `plan` with these numbers."""
     problem = forward.problem
     one_launch = not (forward.plan_has_lse or problem.mask.masked_rows or problem.lengths_q or problem.needs_lengths)
@@ -307,7 +307,7 @@ def bind(forward: Forward, plan: Plan, scale: float, softcap: float | None = Non
 Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, None], Result]
 
 
-class Last:
+class CachedCall:
     """The plain call that was served last, in plain eager mode without `seq_lens_q`, `out` and the rarer options."""
 
     __slots__ = ("alignment", "check", "has_lengths", "is_causal", "run", "scale", "scale_type", "with_lse")
@@ -332,7 +332,7 @@ class Last:
         self.has_lengths = has_lengths
 
 
-def _never(*_: Any) -> bool:
+def _matches_nothing(*_: Any) -> bool:
     return False
 
 
@@ -341,7 +341,7 @@ def _never(*_: Any) -> bool:
 differentiable: set[tuple[Hashable, bool, bool]] = set()
 
 #: Prepared calls by raw signature, and the last one served.
-calls: CallTable[Last] = CallTable(Last(None, _never, None, "", None, False, False))
+calls: CallTable[CachedCall] = CallTable(CachedCall(None, _matches_nothing, None, "", None, False, False))
 
 
 def signature(call: ForwardArguments) -> Hashable:

@@ -14,7 +14,7 @@ from cudnn_sdpa.attention.arguments import check as check_forward
 from cudnn_sdpa.attention.bias import mask_gradient
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense.launch import SMALLEST, BoundCall, lengths
-from cudnn_sdpa.attention.dense.plans import Backward, Problem
+from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec
 from cudnn_sdpa.attention.memory import MISALIGNED
 from cudnn_sdpa.engine.fast_path import CallTable, describe
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, dense_like, dense_stride_like
@@ -50,7 +50,7 @@ class BackwardCall(BoundCall):
 
     __slots__ = ("__weakref__", "_gradients", "backward", "last")
 
-    def __init__(self, backward: Backward, plan: Plan, scale: float, softcap: float | None) -> None:
+    def __init__(self, backward: BackwardSpec, plan: Plan, scale: float, softcap: float | None) -> None:
         super().__init__(backward.problem, plan, scale=scale, softcap=softcap)
         self.backward = backward
         self.last = None  # what a `CallTable` resets; there is no short way to recognize a backward call
@@ -173,8 +173,8 @@ def prepare(arguments: BackwardArguments) -> BackwardCall:
     call = arguments.call
     check_forward(call)
     memory.check_strides(call.q, call.k, call.v)
-    backward = Backward(
-        Problem.of(call),
+    backward = BackwardSpec(
+        DenseSpec.of(call),
         TensorLayout.of(arguments.out),
         TensorLayout.of(arguments.grad_out),
         arguments.deterministic,

@@ -14,7 +14,7 @@ from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.bias import bias_layout, repeated_row
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.mask import Mask, normalize_mask
-from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Case, refusal
+from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refusal
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.determinism import has_only_repeatable
 from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role
@@ -23,7 +23,7 @@ from cudnn_sdpa.graph.target import Target
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class DenseSpec:
     """What all tensors of a call look like, and which options are set.
 
     Attributes:
@@ -53,7 +53,7 @@ class Problem:
     alibi: bool = False
 
     @classmethod
-    def of(cls, call: ForwardArguments) -> Problem:
+    def of(cls, call: ForwardArguments) -> DenseSpec:
         """Describes a call."""
         q, k, v = call.q, call.k, call.v
         lengths_q, lengths_kv = call.seq_lens_q is not None, call.seq_lens_kv is not None
@@ -130,9 +130,9 @@ class Problem:
         left_bound = self.mask.band is not None and self.mask.band[0] is not None
         return left_bound and not self.softcap and self.rows > self.skv
 
-    def case(self, operation: str, target: Target, **more: Any) -> Case:
+    def case(self, operation: str, target: Target, **more: Any) -> Configuration:
         """The case to look up in the rules of support."""
-        return Case(
+        return Configuration(
             operation,
             self.q.dtype,
             self.q.shape[3],
@@ -226,7 +226,7 @@ LAST_TILE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class ForwardSpec:
     """A forward call without its data.
 
     Attributes:
@@ -236,19 +236,19 @@ class Forward:
         deterministic: Whether the result must be bit-exact.
     """
 
-    problem: Problem
+    problem: DenseSpec
     out: TensorLayout
     with_lse: bool
     deterministic: bool = False
 
     @classmethod
-    def of(cls, call: ForwardArguments) -> Forward:
+    def of(cls, call: ForwardArguments) -> ForwardSpec:
         """Describes a call. The output, where it is not given, lies in memory in the order of `q`."""
         q = call.q
         shape = (*q.shape[:3], call.v.shape[3])
         stride = dense_stride_like(shape, q.shape, q.stride())
         out = TensorLayout(shape, stride, q.dtype) if call.out is None else TensorLayout.of(call.out)
-        return cls(Problem.of(call), out, call.with_lse, call.deterministic)
+        return cls(DenseSpec.of(call), out, call.with_lse, call.deterministic)
 
     @property
     def is_empty(self) -> bool:
@@ -315,7 +315,7 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
-class Backward:
+class BackwardSpec:
     """A backward call without its data.
 
     Attributes:
@@ -327,7 +327,7 @@ class Backward:
         sink_gradient: Whether the gradient by the sinks is wanted, which is computed beside the plan.
     """
 
-    problem: Problem
+    problem: DenseSpec
     out: TensorLayout
     grad_out: TensorLayout
     deterministic: bool
@@ -421,7 +421,7 @@ GRAD_OUT_COPY = "grad_out is copied, if cuDNN cannot read it where it lies (that
 MASK_OF_ONE_KEY = "attn_mask over a single key: all is computed in plain PyTorch, as cuDNN misreads such a mask"
 
 
-def _notes_on_sides(problem: Problem, *, is_decode: bool) -> list[str]:
+def _notes_on_sides(problem: DenseSpec, *, is_decode: bool) -> list[str]:
     """What is made for a plan of the lengths and of `attn_mask`."""
     notes = []
     if problem.softcap and problem.has_lengths:

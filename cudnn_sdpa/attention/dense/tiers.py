@@ -13,7 +13,7 @@ from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense import graphs, launch
 from cudnn_sdpa.attention.dense.buckets import Bucket, BucketCall
 from cudnn_sdpa.attention.dense.launch import ForwardCall, bind
-from cudnn_sdpa.attention.dense.plans import Forward
+from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import live_properties, live_target
@@ -31,7 +31,7 @@ _log = logging.getLogger("cudnn_sdpa")
 SECONDS_OF_A_USE = 0.25
 
 #: A shape gets a plan of its own when it is used for the third time. A prompt that never comes back is not worth one.
-USES_BEFORE_OWN_PLAN = 3
+USES_BEFORE_EXACT_SHAPE_PLAN = 3
 
 #: A cache that grows passes through the same lengths in every generation: single queries have to come back more often.
 USES_OF_A_SINGLE_QUERY = 10
@@ -53,7 +53,7 @@ class ShapeUsage:
         self._uses = 0
         self._counted = -SECONDS_OF_A_USE
         queries = next(operand.layout.shape[2] for operand in key.inputs if operand.name == "q")
-        self._wanted = USES_OF_A_SINGLE_QUERY if queries == 1 else USES_BEFORE_OWN_PLAN
+        self._wanted = USES_OF_A_SINGLE_QUERY if queries == 1 else USES_BEFORE_EXACT_SHAPE_PLAN
         self._request: Request | None = None
 
     def use(self) -> Plan | None:
@@ -134,7 +134,7 @@ MAX_TABLE_BYTES = 64 << 20
 MAX_BUCKETS = 1024
 
 
-def prepare(forward: Forward, call: ForwardArguments, signature: Hashable) -> ForwardCall:
+def prepare(forward: ForwardSpec, call: ForwardArguments, signature: Hashable) -> ForwardCall:
     """The prepared call for a new signature, remembered.
 
     Raises:
@@ -145,7 +145,7 @@ def prepare(forward: Forward, call: ForwardArguments, signature: Hashable) -> Fo
     key = forward.key(live_target(device), device)  # under every policy, what has no plan of its own is refused
     with torch.cuda.device(device):
         policy = shape_policy.active()
-        of_bucket = None if _wants_own_plan(policy, call) else _of_bucket(forward, key, call, signature)
+        of_bucket = None if _wants_exact_shape_plan(policy, call) else _of_bucket(forward, key, call, signature)
         if of_bucket is None:
             plan = plan_cache.get(key, lambda key: build_plan(graphs.sdpa_forward, key))
             prepared = bind(forward, plan, call.scale_value, call.softcap)
@@ -159,12 +159,12 @@ def prepare(forward: Forward, call: ForwardArguments, signature: Hashable) -> Fo
         return of_bucket
 
 
-def _wants_own_plan(policy: str, call: ForwardArguments) -> bool:
+def _wants_exact_shape_plan(policy: str, call: ForwardArguments) -> bool:
     deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
     return policy == shape_policy.EXACT or deterministic or autotune.is_in_force()
 
 
-def _of_bucket(forward: Forward, key: PlanKey, call: ForwardArguments, signature: Hashable) -> BucketCall | None:
+def _of_bucket(forward: ForwardSpec, key: PlanKey, call: ForwardArguments, signature: Hashable) -> BucketCall | None:
     """The call of its bucket's plan, if that is to serve it. What is held comes before what has to be loaded."""
     bucket = Bucket.of(forward)
     of_bucket = None if bucket is None else bucket.key(key.target, key.device)
@@ -180,7 +180,7 @@ def _of_bucket(forward: Forward, key: PlanKey, call: ForwardArguments, signature
     if plan is None:
         return None
     scale = call.scale_value
-    return BucketCall(bucket, plan, scale, OwnPlan(forward, key, scale, signature) if tiered else None)
+    return BucketCall(bucket, plan, scale, ExactShapePlan(forward, key, scale, signature) if tiered else None)
 
 
 def _build(of_bucket: PlanKey) -> Plan | None:
@@ -240,12 +240,12 @@ def forget_buckets() -> None:
     launch.calls.forget(lambda call: isinstance(call, BucketCall))
 
 
-class OwnPlan:
+class ExactShapePlan:
     """Leads from the plan of a bucket to the plan of a shape's own."""
 
     __slots__ = ("_comeback", "_forward", "_scale", "_signature")
 
-    def __init__(self, forward: Forward, key: PlanKey, scale: float, signature: Hashable) -> None:
+    def __init__(self, forward: ForwardSpec, key: PlanKey, scale: float, signature: Hashable) -> None:
         self._comeback: ShapeUsage = recurring_shapes.of(key)
         self._forward = forward
         self._scale = scale

@@ -21,7 +21,7 @@ from cudnn_sdpa.attention.cpu_checks import check_call, check_strides_of_dense
 from cudnn_sdpa.attention.dense import large_backward, launch, launch_backward, tiers
 from cudnn_sdpa.attention.dense.launch import ForwardCall
 from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
-from cudnn_sdpa.attention.dense.plans import Forward, Problem
+from cudnn_sdpa.attention.dense.plans import DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.memory import like_in_memory, new_output
 from cudnn_sdpa.engine.torch_ops import define
 from cudnn_sdpa.graph import known_issues
@@ -44,7 +44,7 @@ def run_cuda(call: ForwardArguments) -> Result:
     prepared: ForwardCall | None = launch.calls.get(raw)
     if prepared is None or (call.deterministic and prepared.may_be_replaced):
         _check_for_cuda(call)
-        forward = Forward.of(call)
+        forward = ForwardSpec.of(call)
         if forward.is_empty:
             return _fill_empty(call)
         if forward.problem.has_no_plan:
@@ -108,7 +108,7 @@ def run_backward_cuda(of: BackwardArguments) -> list[Tensor]:
     if prepared is not None:
         return prepared(of)
     call = of.call
-    problem = Problem.of(call)
+    problem = DenseSpec.of(call)
     if problem.is_empty:
         return _wanted(of, [tensor.zero_() for tensor in _new_gradients(call)])
     if problem.is_single or problem.has_no_plan:
@@ -331,7 +331,7 @@ def check_dense_gradient(call: ForwardArguments) -> None:
 
 
 def _plan_of_dense(call: ForwardArguments, target: Target) -> None:
-    forward = Forward.of(call)
+    forward = ForwardSpec.of(call)
     if not (forward.is_empty or forward.problem.has_no_plan):
         known_issues.check(forward.key(target, None))
 

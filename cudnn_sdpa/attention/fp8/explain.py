@@ -17,7 +17,7 @@ from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
 from cudnn_sdpa.attention.fp8 import fp8_attention, graphs
 from cudnn_sdpa.attention.fp8 import sdpa_fp8 as sdpa_fp8_module
 from cudnn_sdpa.attention.fp8.arguments import Fp8Backward, Fp8BackwardScales, Fp8Forward, Fp8Scales
-from cudnn_sdpa.attention.fp8.plans import Backward, Forward
+from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.fp8.scaling import DTYPE, Fp8Scaling
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
 from cudnn_sdpa.attention.fp8.workarounds import readable
@@ -60,7 +60,7 @@ def describe_sdpa_fp8(
     refused = UnsupportedError.of(sdpa_fp8_module.check_untracked, "sdpa_fp8", scales, q=q, k=k, v=v)
     if refused is not None:
         return Description(operation, partial(refuse, refused), device_of(q))
-    forward = Forward.of(of)
+    forward = ForwardSpec.of(of)
     is_empty = forward.problem.is_empty
     notes = [] if is_empty else forward.extra_kernels()
     return Description(operation, forward.key, device_of(q), is_empty=is_empty, extra_kernels=notes)
@@ -97,7 +97,7 @@ def describe_sdpa_fp8_backward(
     refused = UnsupportedError.of(sdpa_fp8_module.check_untracked, "sdpa_fp8_backward", scales, **tensors)
     if refused is not None:
         return Description(operation, partial(refuse, refused), device_of(q))
-    backward = Backward.of(readable(of))
+    backward = BackwardSpec.of(readable(of))
     is_empty = backward.problem.is_empty
     notes = [] if is_empty else backward.extra_kernels()
 
@@ -142,7 +142,7 @@ def describe_fp8_attention(
         return Description(graphs.sdpa_fp8_forward, partial(refuse, refused), device_of(q))
     trains = needs_gradient(q, k, v)
     of = _in_fp8(call, with_lse=trains)
-    forward = Forward.of(Fp8Forward(of, Fp8Scales(*[ONE] * 6), DTYPE))
+    forward = ForwardSpec.of(Fp8Forward(of, Fp8Scales(*[ONE] * 6), DTYPE))
 
     def key(target: Target, device: int | None) -> PlanKey:
         if not trains and fp8_attention.has_half_output(forward.problem, target):
@@ -173,7 +173,7 @@ def _describe_backward(
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
     of = of._replace(deterministic=is_deterministic(None))
     scales = Fp8BackwardScales(*[ONE] * 12)
-    backward = Backward.of(Fp8Backward(_dense(out.shape, out, dtype), out, lse, of, scales))
+    backward = BackwardSpec.of(Fp8Backward(_dense(out.shape, out, dtype), out, lse, of, scales))
     is_empty = backward.problem.is_empty
 
     def key(target: Target, device: int | None) -> PlanKey:

@@ -18,7 +18,7 @@ from cudnn_sdpa.engine.dispatch_state import Guard, can_bypass_dispatcher, is_pr
 from cudnn_sdpa.engine.fast_path import CallTable, PreparedCall, describe
 
 
-class Last(NamedTuple):
+class CachedCall(NamedTuple):
     """The call that was served last.
 
     Attributes:
@@ -36,7 +36,7 @@ class Last(NamedTuple):
     call: Any
 
 
-Table = CallTable[Last | None]
+Table = CallTable[CachedCall | None]
 
 
 def find(
@@ -80,15 +80,15 @@ def remember(
     types = _types(options)
     table.add(_signature(required, optional, options, types), prepared)
     tensors = [*required, *(tensor for tensor in optional if tensor is not None)]
-    is_like: Guard = _never
+    is_like: Guard = _matches_nothing
     # No guard takes one tensor twice, and none sees whether gradients are enabled.
     if len({id(tensor) for tensor in tensors}) == len(tensors) and not any(x.requires_grad for x in tensors):
         is_like = tensor_guard(*tensors)
     present = tuple(tensor is not None for tensor in optional)
-    table.remember_last(Last(options, types, present, is_like, prepared), prepared.plan)
+    table.remember_last(CachedCall(options, types, present, is_like, prepared), prepared.plan)
 
 
-def _never(*_: Tensor) -> bool:
+def _matches_nothing(*_: Tensor) -> bool:
     return False
 
 

@@ -13,10 +13,10 @@ from torch._compile import _disable_dynamo
 from cudnn_sdpa.attention import arguments, memory
 from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, check_lengths, dtype_name, shape_of
 from cudnn_sdpa.attention.dense.autograd import refuse_batch
-from cudnn_sdpa.attention.dense.plans import Problem
+from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
 from cudnn_sdpa.attention.fp8.arguments import Fp8Gradients
-from cudnn_sdpa.attention.fp8.plans import problem_of
+from cudnn_sdpa.attention.fp8.plans import spec_of
 from cudnn_sdpa.attention.fp8.quantize import Wanted, defect_of, dequantize, is_readable, quantize, record_all
 from cudnn_sdpa.attention.fp8.scaling import DTYPE, Fp8Scaling, check_grad_dtype, limits_of
 from cudnn_sdpa.attention.fp8.scaling_state import (
@@ -354,7 +354,7 @@ def _support(
     target = live_target(device)
     tensors = [torch.empty(*shape, dtype=DTYPE, device="meta") for shape in (q, k, v)]
     given = [torch.empty(q[0], dtype=torch.int32, device="meta") if given else None for given in lengths]
-    problem = problem_of(ForwardArguments._make((*tensors, None, None, *given, None, *options, trains, None)))
+    problem = spec_of(ForwardArguments._make((*tensors, None, None, *given, None, *options, trains, None)))
     if not trains and has_half_output(problem, target):
         return True
     cases = [problem.case(FORWARD, target)]
@@ -367,7 +367,7 @@ def _support(
     return False
 
 
-def has_half_output(problem: Problem, target: Target) -> bool:
+def has_half_output(problem: DenseSpec, target: Target) -> bool:
     """Whether cuDNN writes the output of a forward pass in 16 bits on this GPU."""
     case = problem.case(FORWARD, target, half_output=True)
     return refusal(case, "fp8_attention", rules_fp8.RULES) is None

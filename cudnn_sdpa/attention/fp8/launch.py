@@ -20,8 +20,8 @@ from cudnn_sdpa.attention.fp8.arguments import (
     Fp8Output,
     Fp8Scales,
 )
-from cudnn_sdpa.attention.fp8.fast_path import Last
-from cudnn_sdpa.attention.fp8.plans import Backward, Forward
+from cudnn_sdpa.attention.fp8.fast_path import CachedCall
+from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.fp8.workarounds import at_even_address, readable
 from cudnn_sdpa.attention.memory import MISALIGNED
 from cudnn_sdpa.engine.fast_path import CallTable, describe
@@ -73,7 +73,7 @@ def new_gradient(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 # Gradients in FP8 that are computed a few batch entries at a time.
 
 
-class PiecedBackward:
+class SplitBackward:
     """A backward call that launches the plan of some of its batch entries until all are done.
 
     Attributes:
@@ -114,7 +114,7 @@ class PiecedBackward:
         largest = torch.zeros(batch // entries, 4, dtype=torch.float32, device=of.call.q.device)
         for number, first in enumerate(range(0, batch, entries)):
             some = slice(first, first + entries)
-            self._piece.write(_cut(of, some), [*(x[some] for x in gradients), *_single(largest[number])])
+            self._piece.write(_split(of, some), [*(x[some] for x in gradients), *_single(largest[number])])
         return Fp8Gradients(*gradients, *_single(largest.amax(0)))
 
 
@@ -122,7 +122,7 @@ def _single(numbers: Tensor) -> list[Tensor]:
     return [numbers[place : place + 1] for place in range(len(numbers))]
 
 
-def _cut(of: Fp8Backward, some: slice) -> Fp8Backward:
+def _split(of: Fp8Backward, some: slice) -> Fp8Backward:
     """Some of the batch entries of a call."""
     call = of.call
     lengths_q, lengths_kv = (None if x is None else x[some] for x in (call.seq_lens_q, call.seq_lens_kv))
@@ -131,11 +131,11 @@ def _cut(of: Fp8Backward, some: slice) -> Fp8Backward:
     return of._replace(grad_out=of.grad_out[some], out=of.out[some], lse=of.lse[some], call=call)
 
 
-calls: CallTable[Last | None] = CallTable(None)
-backward_calls: CallTable[Last | None] = CallTable(None)
+calls: CallTable[CachedCall | None] = CallTable(None)
+backward_calls: CallTable[CachedCall | None] = CallTable(None)
 
 
-class Call(BoundCall):
+class Fp8Call(BoundCall):
     """What both passes have in common."""
 
     __slots__ = ("_is_hopper", "_side_addresses", "is_plain", "last")
@@ -173,12 +173,12 @@ class Call(BoundCall):
         return {"q": q, "k": call.k, "v": call.v, **scales._asdict(), **workarounds.lengths(call, self.problem.skv)}
 
 
-class ForwardCall(Call):
+class ForwardCall(Fp8Call):
     """A forward call bound to its plan."""
 
     __slots__ = ("_lse", "_out", "forward")
 
-    def __init__(self, forward: Forward, plan: Plan, scale: float) -> None:
+    def __init__(self, forward: ForwardSpec, plan: Plan, scale: float) -> None:
         super().__init__(forward.problem, plan, scale)
         self.forward = forward
         self._out = as_layout(forward.out)
@@ -235,12 +235,12 @@ class ForwardCall(Call):
         return Fp8Output(out, amax_s, amax_o, lse)
 
 
-class BackwardCall(Call):
+class BackwardCall(Fp8Call):
     """A backward call bound to its plan."""
 
     __slots__ = ("_gradients", "_rows", "backward")
 
-    def __init__(self, backward: Backward, plan: Plan, scale: float) -> None:
+    def __init__(self, backward: BackwardSpec, plan: Plan, scale: float) -> None:
         super().__init__(backward.problem, plan, scale)
         self.backward = backward
         self._rows = backward.rows_made(plan.key.target)
@@ -319,7 +319,7 @@ def prepare_forward(of: Fp8Forward) -> ForwardCall | None:
         arguments.check_forward_on_pages(of)
         memory.check_strides(*of.call[:3])
         memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v)
-        forward = Forward.of(of)
+        forward = ForwardSpec.of(of)
         if forward.problem.is_empty:
             return None
         device = of.call.q.get_device()
@@ -338,19 +338,19 @@ def run_backward(of: Fp8Backward) -> Fp8Gradients:
     return no_gradients(of) if prepared is None else prepared(of)
 
 
-def prepare_backward(of: Fp8Backward) -> BackwardCall | PiecedBackward | None:
+def prepare_backward(of: Fp8Backward) -> BackwardCall | SplitBackward | None:
     """Its plan, ready for a call that is `readable`; None where there is nothing to compute."""
     if value_checks.enabled:
         check_lengths(of.call)
     own = map(describe, (of.grad_out, of.out, of.lse))
     signature = ("backward", *own, *_signature(of.call, of.scales))
-    prepared: BackwardCall | PiecedBackward | None = backward_calls.get(signature)
+    prepared: BackwardCall | SplitBackward | None = backward_calls.get(signature)
     if prepared is None:
         arguments.check_backward(of)
         memory.check_strides(*of.call[:3])
         memory.check_strides_of("out", of.out)
         memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v, out=of.out, lse=of.lse)
-        backward = Backward.of(of)
+        backward = BackwardSpec.of(of)
         if backward.problem.is_empty:
             return None
         device = of.call.q.get_device()
@@ -358,7 +358,7 @@ def prepare_backward(of: Fp8Backward) -> BackwardCall | PiecedBackward | None:
         plan = plan_cache.get(piece.key(target, device), lambda key: build_plan(graphs.sdpa_fp8_backward, key))
         prepared = bound = BackwardCall(piece, plan, of.call.scale_value)
         if piece is not backward:
-            prepared = PiecedBackward(bound, [as_layout(layout) for layout in backward.gradients()])
+            prepared = SplitBackward(bound, [as_layout(layout) for layout in backward.gradients()])
         backward_calls.add(signature, prepared)
     return prepared
 

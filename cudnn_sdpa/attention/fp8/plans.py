@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.plans import FIRST_RIGHT_LAST_TILE, GRAD_OUT_COPY, LAST_TILE, Problem
+from cudnn_sdpa.attention.dense.plans import FIRST_RIGHT_LAST_TILE, GRAD_OUT_COPY, LAST_TILE, DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments, graphs, workarounds
 from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES, Fp8Backward, Fp8BackwardScales, Fp8Forward, Fp8Scales
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal
@@ -29,13 +29,13 @@ def numbers(names: Iterable[str]) -> list[Operand]:
     return [Operand(name, ONE_NUMBER) for name in names]
 
 
-def problem_of(call: ForwardArguments) -> Problem:
+def spec_of(call: ForwardArguments) -> DenseSpec:
     """Describes a call; what can be counted from the top left is, since Hopper has nothing else.
 
     Without true lengths, a bottom-right band is a top-left one whose bounds are moved by Skv - Sq. A left bound may not
     become negative by that.
     """
-    problem = Problem.of(call)
+    problem = DenseSpec.of(call)
     band = problem.mask.band
     if band is None or problem.has_lengths:
         return problem
@@ -50,7 +50,7 @@ def problem_of(call: ForwardArguments) -> Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class ForwardSpec:
     """A forward call without its data.
 
     Attributes:
@@ -60,13 +60,13 @@ class Forward:
         pages: The layouts of the pages of keys and values, and of a table, if they lie in pages.
     """
 
-    problem: Problem
+    problem: DenseSpec
     out: TensorLayout
     with_lse: bool
     pages: tuple[TensorLayout, TensorLayout, TensorLayout] | None = None
 
     @classmethod
-    def of(cls, of: Fp8Forward) -> Forward:
+    def of(cls, of: Fp8Forward) -> ForwardSpec:
         """Describes a call. The output lies in memory in the order of `q`."""
         q = of.call.q
         shape = (*q.shape[:3], of.call.v.shape[3])
@@ -76,7 +76,7 @@ class Forward:
             batch, width = of.tables[0].shape
             table = TensorLayout.contiguous((batch, 1, width, 1), torch.int32)
             pages = (TensorLayout.of(of.call.k), TensorLayout.of(of.call.v), table)
-        return cls(problem_of(arguments.described(of)), out, of.call.with_lse, pages)
+        return cls(spec_of(arguments.described(of)), out, of.call.with_lse, pages)
 
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan.
@@ -117,7 +117,7 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
-class Backward:
+class BackwardSpec:
     """A backward call without its data.
 
     Attributes:
@@ -127,16 +127,16 @@ class Backward:
         deterministic: Whether the result must be bit-exact.
     """
 
-    problem: Problem
+    problem: DenseSpec
     out: TensorLayout
     grad_out: TensorLayout
     deterministic: bool
 
     @classmethod
-    def of(cls, of: Fp8Backward) -> Backward:
+    def of(cls, of: Fp8Backward) -> BackwardSpec:
         """Describes a call."""
         out, grad_out = TensorLayout.of(of.out), TensorLayout.of(of.grad_out)
-        return cls(problem_of(of.call), out, grad_out, of.call.deterministic)
+        return cls(spec_of(of.call), out, grad_out, of.call.deterministic)
 
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan.
@@ -168,7 +168,7 @@ class Backward:
         """The gradients by q, k and v, all rows of them."""
         return [self.whole(layout) for layout in (self.problem.q, self.problem.k, self.problem.v)]
 
-    def piece(self, target: Target) -> Backward:
+    def piece(self, target: Target) -> BackwardSpec:
         """The call of the batch entries that go into one launch: itself, or see `fp8.launch`."""
         entries = self._entries_on_hopper() if target.sm // 10 == 9 else self.problem.q.shape[0]
         if entries == self.problem.q.shape[0]:
@@ -237,5 +237,5 @@ class Backward:
 AMAXES = "the largest values are filled with zeros beforehand, but not on Hopper"
 
 
-def _notes_on_lengths(problem: Problem) -> list[str]:
+def _notes_on_lengths(problem: DenseSpec) -> list[str]:
     return ["lengths are kept within the tensors"] if problem.has_lengths else []

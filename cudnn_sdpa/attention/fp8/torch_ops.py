@@ -160,7 +160,7 @@ def _strides_of_fp8(of: Fp8Forward) -> None:
 
 
 def _plan_of_fp8(of: Fp8Forward, target: Target) -> None:
-    forward = plans.Forward.of(of)
+    forward = plans.ForwardSpec.of(of)
     if not forward.problem.is_empty:
         known_issues.check(forward.key(target, None))
 
@@ -172,7 +172,7 @@ def _strides_of_fp8_backward(of: Fp8Backward) -> None:
 
 
 def _plan_of_fp8_backward(of: Fp8Backward, target: Target) -> None:
-    backward = plans.Backward.of(workarounds.readable(of))
+    backward = plans.BackwardSpec.of(workarounds.readable(of))
     if not backward.problem.is_empty:
         known_issues.check(backward.piece(target).key(target, None))
 

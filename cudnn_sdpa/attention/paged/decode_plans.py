@@ -15,7 +15,7 @@ import torch
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
-from cudnn_sdpa.attention.support.rules import FORWARD, Case, refusal
+from cudnn_sdpa.attention.support.rules import FORWARD, Configuration, refusal
 from cudnn_sdpa.attention.varlen.plans import sequence_bucket
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
@@ -51,7 +51,7 @@ def table_width(columns: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedDecode:
+class DecodeSpec:
     """A decode step without its data.
 
     Attributes:
@@ -75,7 +75,7 @@ class PagedDecode:
     deterministic: bool
 
     @classmethod
-    def of(cls, call: PagedArguments, *, in_place: bool) -> PagedDecode:
+    def of(cls, call: PagedArguments, *, in_place: bool) -> DecodeSpec:
         """Describes a call.
 
         Args:
@@ -113,7 +113,9 @@ class PagedDecode:
         """
         longest = self.tables[0].shape[2] * self.k.shape[2]
         dims = self.q.shape[3], self.v.shape[3]
-        case = Case(FORWARD, self.q.dtype, *dims, 1, longest, target.sm, target.cudnn, str(target), lengths=True)
+        case = Configuration(
+            FORWARD, self.q.dtype, *dims, 1, longest, target.sm, target.cudnn, str(target), lengths=True
+        )
         refused = refusal(case, "sdpa_paged")
         if refused is not None:
             raise refused

@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged import arguments as paged_arguments
 from cudnn_sdpa.attention.paged import launch, prefill, torch_ops
 from cudnn_sdpa.attention.paged.arguments import HND, PagedArguments, in_heads_order
-from cudnn_sdpa.attention.paged.decode_plans import MAX_DECODED, PagedDecode, is_decode
+from cudnn_sdpa.attention.paged.decode_plans import MAX_DECODED, DecodeSpec, is_decode
 from cudnn_sdpa.attention.paged.sdpa_paged import refuse_gradients, sdpa_paged
 from cudnn_sdpa.attention.verify import Results, compare, empty_like, exact_inputs
 from cudnn_sdpa.engine.explain import Description, describes
@@ -60,9 +60,9 @@ def describe_paged(
     torch_ops.check_memory(call)
     launched, of_scale = with_positive_scale(call)
     device = explain.device_of(q)
-    described = describe_decode(launched, device) if is_decode(call) else describe_long(launched, device)
+    described = describe_decode(launched, device) if is_decode(call) else describe_prefill(launched, device)
     if is_decode(call) and device is not None and UnsupportedError.of(described.key, live_target(device), device):
-        described = describe_long(launched, device)
+        described = describe_prefill(launched, device)
     return replace(
         described,
         extra_kernels=[*of_scale, *described.extra_kernels],
@@ -86,7 +86,7 @@ def _without_data(tensor: Tensor) -> Tensor:
 def describe_decode(call: PagedArguments, device: int | None) -> Description:
     """The call as `paged.launch` runs it."""
     reasons = launch.reasons_against_in_place(call)
-    decode = PagedDecode.of(call, in_place=not reasons)
+    decode = DecodeSpec.of(call, in_place=not reasons)
     notes = []
     if reasons:
         why = "; ".join(reasons)
@@ -104,7 +104,7 @@ def describe_decode(call: PagedArguments, device: int | None) -> Description:
     )
 
 
-def describe_long(call: PagedArguments, device: int | None) -> Description:
+def describe_prefill(call: PagedArguments, device: int | None) -> Description:
     """The call as `paged.prefill` runs it: its first part, if it goes in several."""
     at_once = prefill.sequences_at_once(call)
     parts = -(-call.q.shape[0] // at_once)
@@ -112,7 +112,7 @@ def describe_long(call: PagedArguments, device: int | None) -> Description:
     _, heads, _, dim = call.k.shape
     rows = min(call.q.shape[0], at_once) * call.max_kv_len
     size = rows * heads * (dim + call.v.shape[3]) * call.k.element_size() / 2**20
-    why = _why_long(call, call.q.shape[2])
+    why = _why_prefill(call, call.q.shape[2])
     notes = [f"keys and values are put in a row by one kernel, in up to {size:.0f} MiB ({why})"]
     notes += [f"the batch goes in {parts} parts of up to {at_once} sequences"] * (parts > 1)
     notes += packed.extra_kernels(with_lse=call.with_lse)
@@ -125,7 +125,7 @@ def describe_long(call: PagedArguments, device: int | None) -> Description:
     )
 
 
-def _why_long(call: PagedArguments, queries: int) -> str:
+def _why_prefill(call: PagedArguments, queries: int) -> str:
     if call.softcap is not None:
         return "there is a soft cap"
     return f"{queries} queries of a sequence" if queries > MAX_DECODED else "the window is not one of single queries"

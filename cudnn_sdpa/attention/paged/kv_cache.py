@@ -99,7 +99,7 @@ class PagedKVCache:
         )
         self.device = self._k.device
         self._layers = list(zip(self._k.unbind(), self._v.unbind(), strict=True))
-        self._appenders: dict[Hashable, paging.Appender] = {}
+        self._appenders: dict[Hashable, paging.AppendKernel] = {}
 
     @property
     def page_size(self) -> int:
@@ -237,7 +237,7 @@ class PagedKVCache:
                 if len(self._appenders) >= MAX_APPENDERS:
                     self._appenders.clear()
                 pages = self._check_new(step, k, v, layer)
-                appender = self._appenders[name] = paging.Appender((k, v), pages, step.page_table)
+                appender = self._appenders[name] = paging.AppendKernel((k, v), pages, step.page_table)
             appender(of_k, of_v, step.page_table, step.seq_lens_kv, step.seq_lens_q)
         else:
             pages = self._check_new(step, k, v, layer)

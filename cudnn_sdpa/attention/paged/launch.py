@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.dense.launch import apply_sinks
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
-from cudnn_sdpa.attention.paged.decode_plans import PagedDecode, right_bound
+from cudnn_sdpa.attention.paged.decode_plans import DecodeSpec, right_bound
 from cudnn_sdpa.attention.varlen.plans import sequence_bucket
 from cudnn_sdpa.engine.fast_path import CallTable, describe
 from cudnn_sdpa.graph.layouts import canonical_stride, dense_stride_like
@@ -28,7 +28,7 @@ from cudnn_sdpa.plans.plan import Plan, allocate, current_device
 #: many pages of this size. (pages, columns of the table, page size).
 MARK = "_cudnn_sdpa_pages"
 
-LONG = "long"
+PREFILL = "long"
 
 
 class PagedCall:
@@ -57,7 +57,7 @@ class PagedCall:
         "plan",
     )
 
-    def __init__(self, call: PagedArguments, decode: PagedDecode, plan: Plan, *, in_place: bool) -> None:
+    def __init__(self, call: PagedArguments, decode: DecodeSpec, plan: Plan, *, in_place: bool) -> None:
         self.decode = decode
         self.plan = plan
         self.in_place = in_place
@@ -69,7 +69,7 @@ class PagedCall:
         fixed = {"scale": self._scale.buffer_info()[0], "seq_len_q": plan.constants["seq_len_q"].data_ptr()}
         names = [operand.name for operand in (*plan.key.inputs, *plan.key.outputs)]
         self._template = array("Q", [fixed.get(name, 0) for name in names])
-        self._prepare = None if in_place else paging.Preparer(call, decode.rows, decode.tables[0].shape[2])
+        self._prepare = None if in_place else paging.PageTableKernel(call, decode.rows, decode.tables[0].shape[2])
         self._is_shortest = in_place and self._is_whole and not decode.with_lse
         self._out = (decode.out.shape, decode.out.stride, decode.out.dtype)
         rows, heads = decode.q.shape[:2]
@@ -146,7 +146,7 @@ def known(call: PagedArguments) -> Callable[[PagedArguments], Result] | None:
     name = signature(call, in_place=in_place)
     found = calls.get(name)
     if found is None:
-        found = calls.get(signature_of_long(call) if in_place else (LONG, name))
+        found = calls.get(signature_of_prefill(call) if in_place else (PREFILL, name))
     return found
 
 
@@ -162,7 +162,7 @@ def find(call: PagedArguments) -> PagedCall:
     prepared: PagedCall | None = calls.get(name)
     if prepared is None:
         device = call.q.get_device()
-        decode = PagedDecode.of(call, in_place=in_place)
+        decode = DecodeSpec.of(call, in_place=in_place)
         key = decode.key(live_target(device), device)
         plan = plan_cache.get(key, lambda key: build_plan(graphs.paged_decode, key))
         with torch.cuda.device(device):
@@ -179,9 +179,9 @@ def signature(call: PagedArguments, *, in_place: bool) -> Hashable:
     return (in_place, shared, exactly, *tensors, *call.options, *map(type, call.options))
 
 
-def signature_of_long(call: PagedArguments) -> Hashable:
+def signature_of_prefill(call: PagedArguments) -> Hashable:
     """The same of a call that `paged.prefill` runs."""
-    return LONG, signature(call, in_place=False)
+    return PREFILL, signature(call, in_place=False)
 
 
 def reasons_against_in_place(call: PagedArguments) -> list[str]:

@@ -25,7 +25,7 @@ _WORD = 16  #: bytes that the kernels copy at a time
 _TOKENS = 16  #: that a block of `gather_pages` copies at a time
 
 
-class Preparer:
+class PageTableKernel:
     """Makes what a plan for decode steps reads, for calls that look alike: lengths and page ids kept within the cache.
 
     Attributes:
@@ -88,7 +88,7 @@ class Gathered(NamedTuple):
     ends_kv: Tensor
 
 
-class PageGatherer:
+class GatherKernel:
     """Puts the keys and values of calls that look alike in a row, as packed sequences.
 
     With `seq_lens_q`, the absent queries of each sequence become a sequence without keys, whose output is zeros.
@@ -127,7 +127,7 @@ class PageGatherer:
         return Gathered(k, v, ends_q, ends_kv)
 
 
-class Appender:
+class AppendKernel:
     """Writes new keys and values into their pages, for calls that look alike.
 
     Args:

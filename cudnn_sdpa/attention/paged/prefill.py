@@ -17,7 +17,7 @@ from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.attention.varlen.plans import Packed, sequence_bucket
+from cudnn_sdpa.attention.varlen.plans import VarlenSpec, sequence_bucket
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
 from cudnn_sdpa.plans.plan import current_device
 
@@ -28,7 +28,7 @@ MAX_GATHERED_BYTES = 1 << 30
 MIN_ROWS = 128
 
 
-class LongCall:
+class PrefillCall:
     """A call bound to its plan, of as many sequences as are put in a row at a time.
 
     Attributes:
@@ -41,7 +41,7 @@ class LongCall:
     def __init__(self, call: PagedArguments) -> None:
         self._elsewhere = torch.cuda.device_count() > 1
         self._is_as_wanted = call.out is None and paged_launch.is_in_order(call)
-        self._gather = paging.PageGatherer(call)
+        self._gather = paging.GatherKernel(call)
         of_rows = as_packed(call, self._gather(call))
         self._varlen = varlen_launch.prepare_forward(of_rows, packed(of_rows, call.q.shape[0]))
         self.plan = self._varlen.plan
@@ -61,16 +61,16 @@ class LongCall:
         return out if of_lse is None else (out, of_lse.view(batch, queries, heads).transpose(1, 2).contiguous())
 
 
-def run_long(call: PagedArguments) -> Result:
+def run_prefill(call: PagedArguments) -> Result:
     """The results of a call whose arguments are checked."""
     at_once = sequences_at_once(call)
     if call.q.shape[0] > at_once:
         return _in_parts(call, at_once)
-    name = paged_launch.signature_of_long(call)
+    name = paged_launch.signature_of_prefill(call)
     prepared = paged_launch.calls.get(name)
     if prepared is None:
         with torch.cuda.device(call.q.device):
-            prepared = LongCall(call)
+            prepared = PrefillCall(call)
         paged_launch.calls.add(name, prepared)
     result: Result = prepared(call)
     return result
@@ -91,7 +91,7 @@ def _in_parts(call: PagedArguments, at_once: int) -> Result:
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device) if call.with_lse else None
     for first in range(0, call.q.shape[0], at_once):
         part = slice(first, first + at_once)
-        found = run_long(_of_batch(call, part))
+        found = run_prefill(_of_batch(call, part))
         out[part], of_lse = found if isinstance(found, tuple) else (found, None)
         if lse is not None and of_lse is not None:
             lse[part] = of_lse
@@ -126,7 +126,7 @@ def as_packed(call: PagedArguments, gathered: paging.Gathered) -> VarlenArgument
     )
 
 
-def without_data(call: PagedArguments) -> tuple[Packed, TensorLayout]:
+def without_data(call: PagedArguments) -> tuple[VarlenSpec, TensorLayout]:
     """The plan of a call, of its first part if it goes in several, and the layout of its output; reads no memory."""
     call = call._replace(q=call.q[: sequences_at_once(call)])
     batch = call.q.shape[0]
@@ -140,7 +140,7 @@ def without_data(call: PagedArguments) -> tuple[Packed, TensorLayout]:
     return packed(of_rows, batch), varlen_launch.output_layout(of_rows)
 
 
-def packed(of_rows: VarlenArguments, batch: int) -> Packed:
+def packed(of_rows: VarlenArguments, batch: int) -> VarlenSpec:
     """Describes it, with rows rounded up so that few plans serve many: as many as `plans_of_steps` tells apart."""
     rows, max_kv_len = of_rows.q.shape[0], of_rows.max_seqlen_kv
     return varlen_launch.packed(of_rows, (rows_made(rows), sequence_bucket(batch) * max_kv_len))

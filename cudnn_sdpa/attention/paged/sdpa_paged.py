@@ -31,7 +31,7 @@ from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
 
-class Last:
+class CachedCall:
     """The decode step that was served last: single queries, no mask but the causal one."""
 
     __slots__ = (
@@ -50,7 +50,7 @@ class Last:
         self.with_lse = call.with_lse
 
 
-class Served(NamedTuple):
+class CachedCalls(NamedTuple):
     """The decode steps that were served last.
 
     Attributes:
@@ -58,8 +58,8 @@ class Served(NamedTuple):
         foreign: On other ones.
     """
 
-    own: Last | None
-    foreign: Last | None
+    own: CachedCall | None
+    foreign: CachedCall | None
 
 
 @overload
@@ -208,7 +208,7 @@ def sdpa_paged(
         page_table_v is seq_lens_q is window is softcap is sinks is out is None  # type: ignore[comparison-overlap]
     ):
         # The step before this one again? Saves checks and signature, 50 µs.
-        served: Served | None = launch.calls.last
+        served: CachedCalls | None = launch.calls.last
         try:
             mark = getattr(page_table, MARK, None)
             trusted = mark is not None and getattr(seq_lens_kv, MARK, None) == mark
@@ -314,11 +314,11 @@ def _remember(call: PagedArguments, prepared: PagedCall, given: tuple[Tensor, Te
         and launch.is_in_order(call)
     ):
         return
-    last = Last(call, layout, prepared, tensor_guard(*guarded))
-    served: Served | None = launch.calls.last
+    last = CachedCall(call, layout, prepared, tensor_guard(*guarded))
+    served: CachedCalls | None = launch.calls.last
     own, foreign = (None, None) if served is None else served
     own, foreign = (last, foreign) if last.mark is not None else (own, last)
-    launch.calls.remember_last(Served(own, foreign), prepared.plan)
+    launch.calls.remember_last(CachedCalls(own, foreign), prepared.plan)
     if not all(other is None or other.prepared.plan.held for other in (own, foreign)):
         launch.calls.last = None  # what has left the cache meanwhile is not to be kept
 

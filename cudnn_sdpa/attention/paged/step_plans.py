@@ -12,7 +12,7 @@ from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.paged import arguments as paged_arguments
 from cudnn_sdpa.attention.paged.arguments import PagedArguments, in_heads_order
 from cudnn_sdpa.attention.paged.decode_plans import is_decode
-from cudnn_sdpa.attention.paged.explain import describe_decode, describe_long
+from cudnn_sdpa.attention.paged.explain import describe_decode, describe_prefill
 from cudnn_sdpa.attention.paged.kv_cache_checks import check_count
 from cudnn_sdpa.attention.paged.prefill import rows_made, sequences_at_once
 from cudnn_sdpa.attention.paged.sdpa_paged import refuse_gradients
@@ -104,7 +104,7 @@ def _keys(call: PagedArguments, target: Target) -> Iterator[PlanKey]:
     at_once, batch = sequences_at_once(call), call.q.shape[0]
     for size in {min(batch, at_once), batch % at_once or at_once}:
         part = call._replace(q=call.q[:size], table_k=call.table_k[:size], seq_lens_kv=call.seq_lens_kv[:size])
-        yield describe_long(part, None).key(target, None)
+        yield describe_prefill(part, None).key(target, None)
 
 
 def _options(options: dict[str, Any]) -> dict[str, Any]:

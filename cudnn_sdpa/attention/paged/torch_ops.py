@@ -14,8 +14,8 @@ from cudnn_sdpa.attention.cpu_checks import check_call, check_offsets
 from cudnn_sdpa.attention.memory import new_output
 from cudnn_sdpa.attention.paged import arguments, launch
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
-from cudnn_sdpa.attention.paged.decode_plans import PagedDecode, is_decode
-from cudnn_sdpa.attention.paged.prefill import run_long
+from cudnn_sdpa.attention.paged.decode_plans import DecodeSpec, is_decode
+from cudnn_sdpa.attention.paged.prefill import run_prefill
 from cudnn_sdpa.attention.paged.prefill import without_data as gathered_without_data
 from cudnn_sdpa.engine.fast_path import describe
 from cudnn_sdpa.engine.torch_ops import define
@@ -51,7 +51,7 @@ def forward_cuda(call: PagedArguments) -> Result:
                 if len(_declined) >= MAX_DECLINED:
                     _declined.clear()
                 _declined.add(kind)
-    return run_long(call)
+    return run_prefill(call)
 
 
 def check_memory(call: PagedArguments) -> None:
@@ -161,7 +161,7 @@ def _plan_of_paged(call: PagedArguments, target: Target) -> None:
     if 0 in call.q.shape or call.table_k.shape[1] == 0:
         return
     if is_decode(call):
-        decode = PagedDecode.of(call, in_place=False)
+        decode = DecodeSpec.of(call, in_place=False)
         if UnsupportedError.of(decode.key, target, None) is None:
             return
     packed, out = gathered_without_data(call)

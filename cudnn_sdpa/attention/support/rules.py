@@ -15,7 +15,7 @@ BACKWARD = "backward"
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Configuration:
     """One computation on one kind of GPU, as far as it decides whether there is a plan.
 
     Attributes:
@@ -108,7 +108,7 @@ class Case:
         return self.bias_gradient or self.dropout or (self.alibi and not self.softcap)
 
 
-__all__ = ["BACKWARD", "DTYPES", "FORWARD", "MAX_HEAD_DIM", "MIN_SM", "RULES", "Case", "Rule", "refusal"]
+__all__ = ["BACKWARD", "DTYPES", "FORWARD", "MAX_HEAD_DIM", "MIN_SM", "RULES", "Configuration", "Rule", "refusal"]
 
 DTYPES = (torch.float16, torch.bfloat16)
 MIN_SM = 80
@@ -126,13 +126,13 @@ class Rule:
         wrong: Whether cuDNN has a plan nevertheless, which is wrong or was never seen to be right.
     """
 
-    applies: Callable[[Case], bool]
+    applies: Callable[[Configuration], bool]
     reason: str
     suggestion: str
     wrong: bool = False
 
 
-def _lacks_backward_head_dim(case: Case) -> bool:
+def _lacks_backward_head_dim(case: Configuration) -> bool:
     if not case.backward or case.largest_head_dim <= case.backward_head_dim:
         return False
     if not case.is_data_center_blackwell:
@@ -141,12 +141,12 @@ def _lacks_backward_head_dim(case: Case) -> bool:
     return first is None or case.cudnn < first
 
 
-def _starts_late(case: Case) -> bool:
+def _starts_late(case: Configuration) -> bool:
     negative = case.band is not None and case.band[0] is not None and case.band[0] < 0
     return negative and not case.softcap and (case.bias or case.dropout or case.alibi)
 
 
-def _lacks_gradient_over_one_key(case: Case) -> bool:
+def _lacks_gradient_over_one_key(case: Configuration) -> bool:
     if not (case.backward and case.bias and case.skv == 1):
         return False
     if case.is_data_center_blackwell:
@@ -328,7 +328,7 @@ RULES = (
 )
 
 
-def refusal(case: Case, what: str, rules: Sequence[Rule] = RULES) -> UnsupportedError | None:
+def refusal(case: Configuration, what: str, rules: Sequence[Rule] = RULES) -> UnsupportedError | None:
     """Everything that is known to speak against a case, as one error; None if nothing does."""
     broken = [rule for rule in rules if rule.applies(case)]
     if not broken:

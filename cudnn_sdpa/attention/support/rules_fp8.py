@@ -6,7 +6,7 @@ Found by planning for an H200, a B200 and an RTX 5090 with cuDNN 9.19, and in th
 
 from __future__ import annotations
 
-from cudnn_sdpa.attention.support.rules import Case, Rule
+from cudnn_sdpa.attention.support.rules import Configuration, Rule
 
 MIN_SM = 90
 FIRST_WIDE_KEYS = 91900  #: cuDNN's first kernels on Blackwell for head dims 192 and 128
@@ -15,7 +15,7 @@ FIRST_HALF_OUTPUT = 91300  #: and for outputs that are not FP8
 _BFLOAT16 = "sdpa, with q, k and v dequantized to torch.bfloat16"
 
 
-def _lacks_wide_heads(case: Case) -> bool:
+def _lacks_wide_heads(case: Configuration) -> bool:
     if case.sm < 100 or case.largest_head_dim <= 128:
         return False
     if case.is_data_center_blackwell:
@@ -24,7 +24,7 @@ def _lacks_wide_heads(case: Case) -> bool:
     return True
 
 
-def _lacks_half_output(case: Case) -> bool:
+def _lacks_half_output(case: Configuration) -> bool:
     return case.half_output and (not case.is_data_center_blackwell or case.cudnn < FIRST_HALF_OUTPUT)
 
 

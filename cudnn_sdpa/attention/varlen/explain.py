@@ -125,9 +125,9 @@ def _first_piece(call: VarlenArguments) -> tuple[VarlenArguments, TensorLayout, 
     """
     dense = call.as_dense()
     large_backward.check(dense, mask_gradient=False)
-    first, *others = large_backward.cut(*dense[:3])
+    first, *others = large_backward.split(*dense[:3])
     q = call.q[:, first.heads].contiguous()
-    k, v = (large_backward.near(x[:, first.heads_kv]) for x in (call.k, call.v))
+    k, v = (large_backward.compact(x[:, first.heads_kv]) for x in (call.k, call.v))
     of_part = TensorLayout.contiguous((*q.shape[:2], v.shape[2]), q.dtype)
     return call._replace(q=q, k=k, v=v), of_part, 1 + len(others)
 

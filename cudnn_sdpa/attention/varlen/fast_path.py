@@ -38,7 +38,7 @@ from cudnn_sdpa.engine.fast_path import describe
 Run = Callable[[VarlenArguments], Result]
 
 
-class Last(NamedTuple):
+class CachedCall(NamedTuple):
     """The call that was served last.
 
     Attributes:
@@ -69,7 +69,7 @@ def find(call: VarlenArguments, deterministic: bool | None) -> Run | None:
     sinks = call.sinks
     try:
         trains = needs_gradient(*call[:4])
-        last: Last | None = launch.calls.last
+        last: CachedCall | None = launch.calls.last
         if (
             last is not None
             and last.types == types
@@ -113,7 +113,7 @@ def _find_by_signature(
     requires_grad = any(tensor.requires_grad for tensor in tensors)
     if len({id(tensor) for tensor in tensors}) == len(tensors) and requires_grad is trains:
         # No guard takes one tensor twice, and none sees whether gradients are enabled.
-        last = Last(options, types, trains, call.sinks is not None, tensor_guard(*tensors), run)
+        last = CachedCall(options, types, trains, call.sinks is not None, tensor_guard(*tensors), run)
         launch.calls.remember_last(last, prepared.plan)
     return run
 
@@ -131,7 +131,7 @@ def _train(prepared: VarlenCall, deterministic: bool, call: VarlenArguments) -> 
         if call.with_lse:
             result: Result = autograd.VarlenAttention.apply(*call[:4], of_both)  # type: ignore[no-untyped-call]
             return result
-        out: Tensor = PackedAttention.apply(*call[:4], of_both, prepared)  # type: ignore[no-untyped-call]
+        out: Tensor = VarlenFunction.apply(*call[:4], of_both, prepared)  # type: ignore[no-untyped-call]
     except RuntimeError:
         autograd_checks.refuse_inference_tensors(call)
         raise
@@ -144,7 +144,7 @@ def _check_memory(q: Tensor, k: Tensor, v: Tensor) -> None:
         memory.check_memory(q, k, v, None)
 
 
-class Again(NamedTuple):
+class CachedTraining(NamedTuple):
     """The backward call that a call had last, and how to see whether it may have it again; see `training.Again`."""
 
     is_like_last: Guard
@@ -158,7 +158,7 @@ class Gradients:
     __slots__ = ("_again",)
 
     def __init__(self) -> None:
-        self._again: Again | None = None
+        self._again: CachedTraining | None = None
 
     def find(self, of: VarlenBackwardArguments) -> VarlenCall | None:
         """The prepared backward call, if there has been one like this."""
@@ -177,10 +177,10 @@ class Gradients:
             return
         prepared = launch.find_backward(of)
         if prepared is not None:
-            self._again = Again(tensor_guard(*tensors), of.call.deterministic, weakref.ref(prepared))
+            self._again = CachedTraining(tensor_guard(*tensors), of.call.deterministic, weakref.ref(prepared))
 
 
-class PackedAttention(torch.autograd.Function):
+class VarlenFunction(torch.autograd.Function):
     """A known call in eager mode: 100 µs less for a forward and a backward pass than `VarlenAttention`."""
 
     @staticmethod

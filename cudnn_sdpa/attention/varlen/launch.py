@@ -17,8 +17,8 @@ from cudnn_sdpa.attention.dense import launch_backward as backward_calls
 from cudnn_sdpa.attention.dense.launch_backward import readable, sink_gradient
 from cudnn_sdpa.attention.mask import TOP_LEFT, normalize_mask
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.attention.varlen.packing import Packer, is_of_keys, row_limits
-from cudnn_sdpa.attention.varlen.plans import Packed, length_bucket, sequence_bucket
+from cudnn_sdpa.attention.varlen.packing import PackingKernel, is_of_keys, row_limits
+from cudnn_sdpa.attention.varlen.plans import VarlenSpec, length_bucket, sequence_bucket
 from cudnn_sdpa.engine.fast_path import CallTable, describe
 from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like, dense_stride_like
@@ -45,7 +45,7 @@ class VarlenCall:
         *("_template", "gradients", "last", "moved", "packed", "plan", "written"),
     )
 
-    def __init__(self, packed: Packed, plan: Plan, call: VarlenArguments, tensors: tuple[str, ...]) -> None:
+    def __init__(self, packed: VarlenSpec, plan: Plan, call: VarlenArguments, tensors: tuple[str, ...]) -> None:
         """Binds it.
 
         Args:
@@ -62,7 +62,7 @@ class VarlenCall:
         self._numbers = {"scale": array("f", [call.scale_value])}
         if call.softcap is not None:
             self._numbers["softcap"] = array("f", [call.softcap])
-        self._pack = Packer(packed, plan, call)
+        self._pack = PackingKernel(packed, plan, call)
         operands = (*plan.key.inputs, *plan.key.outputs)
         names = [operand.name for operand in operands]
         place = {name: number for number, name in enumerate(names)}
@@ -152,7 +152,7 @@ class VarlenBackwardArguments(NamedTuple):
     sink_gradient: bool
 
 
-def packed(call: VarlenArguments, rows: tuple[int, int] | None = None) -> Packed:
+def packed(call: VarlenArguments, rows: tuple[int, int] | None = None) -> VarlenSpec:
     """Describes a call, its numbers rounded up; the rows of queries and of keys to `rows`, if these are given."""
     tight = call.deterministic or call.softcap is not None
     q, k, v = (TensorLayout.of(tensor) for tensor in call[:3])
@@ -164,7 +164,7 @@ def packed(call: VarlenArguments, rows: tuple[int, int] | None = None) -> Packed
     longest = min(call.max_seqlen_q, call.q.shape[0]), min(call.max_seqlen_kv, call.k.shape[0])
     alignment = TOP_LEFT if call.shared_cu_seqlens else call.causal_alignment
     window = (call.window_left, call.window_right)
-    return Packed(
+    return VarlenSpec(
         *(q, k, v),
         sequence_bucket(call.cu_seqlens_q.shape[0] - 1),
         max_seqlen_q,
@@ -222,7 +222,7 @@ def run_forward(call: VarlenArguments) -> Result:
     return forward(prepared, call)
 
 
-def prepare_forward(call: VarlenArguments, problem: Packed) -> VarlenCall:
+def prepare_forward(call: VarlenArguments, problem: VarlenSpec) -> VarlenCall:
     """A forward call bound to the plan for it as `problem` describes it; not remembered."""
     device = call.q.get_device()
     key = problem.forward_key(output_layout(call), call.with_lse, live_target(device), device)
@@ -319,7 +319,9 @@ def backward(prepared: VarlenCall, of: VarlenBackwardArguments) -> list[Tensor]:
     return gradients
 
 
-def _bind(problem: Packed, key: PlanKey, call: VarlenArguments, operation: Any, tensors: tuple[str, ...]) -> VarlenCall:
+def _bind(
+    problem: VarlenSpec, key: PlanKey, call: VarlenArguments, operation: Any, tensors: tuple[str, ...]
+) -> VarlenCall:
     plan = plan_cache.get(key, lambda key: build_plan(operation, key))
     with torch.cuda.device(plan.device):
         return VarlenCall(problem, plan, call, tensors)

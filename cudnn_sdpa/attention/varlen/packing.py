@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.attention.varlen.plans import Packed
+from cudnn_sdpa.attention.varlen.plans import VarlenSpec
 from cudnn_sdpa.graph.key import Operand
 from cudnn_sdpa.plans.nvrtc import Kernel
 from cudnn_sdpa.plans.plan import Plan, allocate, current_raw_stream
@@ -29,7 +29,7 @@ _OUTPUTS = _TABLES + 2 * _MAX_TABLES
 _ZERO, _MINUS_INFINITY = 0, 0xFF800000  # as words of 4 bytes
 
 
-class Packer:
+class PackingKernel:
     """Computes packings for the calls of one plan that look alike.
 
     Attributes:
@@ -38,7 +38,7 @@ class Packer:
 
     __slots__ = ("_blocks", "_device", "_fields", "_kernel", "_lengths", "_places", "_sequences", "_words", "offsets")
 
-    def __init__(self, packed: Packed, plan: Plan, call: VarlenArguments) -> None:
+    def __init__(self, packed: VarlenSpec, plan: Plan, call: VarlenArguments) -> None:
         ragged = [operand for operand in (*plan.key.inputs, *plan.key.outputs) if operand.ragged]
         tables = list(dict.fromkeys(map(_table, ragged)))
         sequences = packed.sequences
@@ -87,7 +87,7 @@ class Packer:
         return packing[self._lengths :].view(torch.int32).view(2, self._sequences)
 
 
-def _fills_everything(packed: Packed, plan: Plan) -> bool:
+def _fills_everything(packed: VarlenSpec, plan: Plan) -> bool:
     """Whether all rows are filled, because cuDNN may not write those of queries that the band leaves no key.
 
     On Hopper it does, as the tests show. Where queries and keys have the same lengths there is no such query.
@@ -114,7 +114,7 @@ def _rows(output: Operand) -> tuple[int, ...]:
     return row * size, head * size, heads, dim * size // 4, value, is_of_keys(output)
 
 
-def row_limits(packed: Packed, lengths: Tensor) -> dict[str, Tensor]:
+def row_limits(packed: VarlenSpec, lengths: Tensor) -> dict[str, Tensor]:
     """The first and the last key that each query sees: what a soft cap's graph reads in place of lengths."""
     of_q, of_kv = lengths.unsqueeze(2)
     rows = torch.arange(packed.max_seqlen_q, dtype=torch.int32, device=of_q.device).expand(packed.sequences, -1)

@@ -16,7 +16,7 @@ import torch
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense.plans import GRAD_OUT_COPY
 from cudnn_sdpa.attention.mask import Mask
-from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Case, refusal
+from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refusal
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.determinism import has_only_repeatable
 from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role
@@ -54,7 +54,7 @@ def length_bucket(longest: int, rows: int, *, tight: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class VarlenSpec:
     """A packed call without its data.
 
     Attributes:
@@ -90,9 +90,9 @@ class Packed:
         """Rows of queries and of keys that the plan is made for."""
         return row_bucket(self.q.shape[0]), row_bucket(self.k.shape[0])
 
-    def case(self, operation: str, target: Target, **more: Any) -> Case:
+    def case(self, operation: str, target: Target, **more: Any) -> Configuration:
         """The case to look up in the rules of support."""
-        return Case(
+        return Configuration(
             operation,
             self.q.dtype,
             self.q.shape[2],

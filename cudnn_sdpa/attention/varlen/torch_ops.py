@@ -87,16 +87,16 @@ def _in_pieces(of: VarlenBackwardArguments) -> list[Tensor]:
     call, dense = of.call, of.call.as_dense()
     large_backward.check(dense, mask_gradient=False)
 
-    def run(piece: large_backward.Piece) -> list[Tensor]:
+    def run(piece: large_backward.Part) -> list[Tensor]:
         rows = {"q": call.q, "grad_out": of.grad_out, "out": of.out, "lse": of.lse}
         q, grad_out, out, lse = (memory.aligned(name, x[:, piece.heads]) for name, x in rows.items())
-        k, v = (large_backward.near(x[:, piece.heads_kv]) for x in (call.k, call.v))
+        k, v = (large_backward.compact(x[:, piece.heads_kv]) for x in (call.k, call.v))
         sinks = None if call.sinks is None else call.sinks[piece.heads]
         part = call._replace(q=q, k=k, v=v, sinks=sinks)
         found = backward_cuda(of._replace(grad_out=grad_out, out=out, lse=lse, call=part))
         return [*(x.transpose(0, 1).unsqueeze(0) for x in found[:3]), *found[3:]]
 
-    found = large_backward.joined(dense[:3], run, sinks=of.sink_gradient)
+    found = large_backward.merge(dense[:3], run, sinks=of.sink_gradient)
     return [*(x[0].transpose(0, 1) for x in found[:3]), *found[3:]]
 
 

@@ -323,7 +323,7 @@ def test_layers_that_follow_each_other_are_one_use(tiered, monkeypatch):  # noqa
 
 
 def use_often(*calls):
-    for _ in range(tiers.USES_BEFORE_OWN_PLAN):
+    for _ in range(tiers.USES_BEFORE_EXACT_SHAPE_PLAN):
         for tensors in calls:
             sdpa(*tensors)
 
@@ -414,7 +414,7 @@ def test_taking_over_while_another_thread_captures(tiered):  # noqa: ARG001
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):  # which has memory to give away then: PyTorch cannot get more during a capture
         tensors = inputs(150)
-        for _ in range(tiers.USES_BEFORE_OWN_PLAN - 1):
+        for _ in range(tiers.USES_BEFORE_EXACT_SHAPE_PLAN - 1):
             sdpa(*tensors)
     torch.cuda.synchronize()
     assert background.wait(0.0)  # nothing was asked for yet

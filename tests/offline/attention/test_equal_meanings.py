@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.plans import Backward, Forward
+from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.offline.planner import plan_offline
@@ -49,10 +49,10 @@ MEANINGS = {
 
 def keys(sq, skv, options, target) -> list[PlanKey]:
     q, k = (torch.empty(2, 8, length, 128, dtype=torch.bfloat16, device="meta") for length in (sq, skv))
-    forward = Forward.of(ForwardArguments(q, k, k, with_lse=sq > 1, **bounds(options)))
+    forward = ForwardSpec.of(ForwardArguments(q, k, k, with_lse=sq > 1, **bounds(options)))
     if sq == 1:
         return [forward.key(target, None)]
-    backward = Backward(forward.problem, forward.out, forward.out, False, False, False)
+    backward = BackwardSpec(forward.problem, forward.out, forward.out, False, False, False)
     return [forward.key(target, None), backward.key(target, None)]
 
 

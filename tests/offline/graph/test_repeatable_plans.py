@@ -7,7 +7,7 @@ import torch
 
 from cudnn_sdpa.attention.dense.explain import describe_sdpa
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
-from cudnn_sdpa.attention.paged.decode_plans import PagedDecode
+from cudnn_sdpa.attention.paged.decode_plans import DecodeSpec
 from cudnn_sdpa.attention.varlen import launch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.graph.determinism import is_repeatable
@@ -60,7 +60,7 @@ def test_pages(gpu, can_plan, deterministic_algorithms):  # noqa: ARG001
     pages, table = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in PAGED)
     q, _ = single(128)
     properties = load_properties(gpu)
-    decode = PagedDecode.of(PagedArguments(q, pages, pages, table, table, LENGTHS), in_place=True)
+    decode = DecodeSpec.of(PagedArguments(q, pages, pages, table, table, LENGTHS), in_place=True)
     made = plan_offline(decode.key(Target.from_properties(properties), None), properties)
     assert is_repeatable(made.engine, made.knobs, single_query=True)
 

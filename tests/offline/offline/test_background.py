@@ -14,7 +14,7 @@ import torch
 
 import cudnn_sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.plans import Forward
+from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.offline import background
 from cudnn_sdpa.offline.background import BackgroundPlanner
@@ -35,7 +35,7 @@ def properties(can_plan):  # noqa: ARG001
 
 def key(properties, rows=128, dtype=torch.bfloat16):
     q = torch.empty(1, 4, rows, 64, dtype=dtype, device="meta")
-    return Forward.of(ForwardArguments(q, q, q, is_causal=True)).key(Target.from_properties(properties), None)
+    return ForwardSpec.of(ForwardArguments(q, q, q, is_causal=True)).key(Target.from_properties(properties), None)
 
 
 def test_a_plan_is_what_a_helper_that_is_asked_directly_makes(planner, properties):
@@ -251,7 +251,7 @@ def test_a_program_ends_while_a_plan_is_built(run_python, can_plan):  # noqa: AR
         """
 import time, torch
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.plans import Forward
+from cudnn_sdpa.attention.dense.plans import ForwardSpec as Forward
 from cudnn_sdpa.offline.background import background
 from cudnn_sdpa.graph.target import Target, load_properties
 properties = load_properties("h200")

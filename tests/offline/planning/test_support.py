@@ -12,7 +12,7 @@ import torch
 from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.attention.dense import plans as dense_plans
 from cudnn_sdpa.attention.fp8 import plans as fp8_plans
-from cudnn_sdpa.attention.support.rules import RULES, Case, Rule
+from cudnn_sdpa.attention.support.rules import RULES, Configuration, Rule
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.engine.explain import Description
 from cudnn_sdpa.graph import known_issues
@@ -111,11 +111,11 @@ def sample_fp8(draw: random.Random) -> Description | None:
     return last_of(draw, "sdpa_fp8", direction, dtype, draw.choice(FP8_DIMS), options)
 
 
-def key_and_rules(plan: Description, target: Target) -> tuple[PlanKey, Case, list[Rule]]:
+def key_and_rules(plan: Description, target: Target) -> tuple[PlanKey, Configuration, list[Rule]]:
     """The key, whatever the rules say, and what they say."""
-    asked: list[tuple[Case, list[Rule]]] = []
+    asked: list[tuple[Configuration, list[Rule]]] = []
 
-    def note(case: Case, _what: str, rules: Sequence[Rule] = RULES) -> None:
+    def note(case: Configuration, _what: str, rules: Sequence[Rule] = RULES) -> None:
         asked.append((case, [rule for rule in rules if rule.applies(case)]))
 
     with pytest.MonkeyPatch.context() as patch:

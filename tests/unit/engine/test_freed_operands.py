@@ -192,7 +192,7 @@ def test_gradients_of_packed_calls_are_known_again_only_by_what_has_memory(numbe
     tensors = [*call[:3], out, lse, grad_out]
     gradients = fast_path.Gradients()
     prepared = object.__new__(varlen_launch.VarlenCall)
-    gradients._again = fast_path.Again(tensor_guard(*tensors), call.deterministic, lambda: prepared)
+    gradients._again = fast_path.CachedTraining(tensor_guard(*tensors), call.deterministic, lambda: prepared)
 
     def find(q, k, v, out, lse, grad_out):
         return gradients.find(VarlenBackwardArguments(grad_out, out, lse, call._replace(q=q, k=k, v=v), False))
@@ -220,8 +220,8 @@ def test_a_decode_step_again(monkeypatch, which):
     call = sdpa_paged_module.PagedArguments(
         q, k, v, table, table, lengths, causal_alignment="bottom_right", is_causal=True
     )
-    last = sdpa_paged_module.Last(call, "HND", served, tensor_guard(q, k, v, table, lengths))
-    monkeypatch.setattr(paged_launch.calls, "last", sdpa_paged_module.Served(None, last))
+    last = sdpa_paged_module.CachedCall(call, "HND", served, tensor_guard(q, k, v, table, lengths))
+    monkeypatch.setattr(paged_launch.calls, "last", sdpa_paged_module.CachedCalls(None, last))
     assert not sdpa_paged(**given).any()
     assert len(seen) == 1
     with pytest.raises(LayoutError, match=f"{which}: got a tensor without memory"):
@@ -244,7 +244,7 @@ def test_an_append_again(monkeypatch, which):
         def __call__(self, k, v, *_):
             seen.append((k, v))
 
-    monkeypatch.setattr("cudnn_sdpa.attention.paged.paging.Appender", Appender)
+    monkeypatch.setattr("cudnn_sdpa.attention.paged.paging.AppendKernel", Appender)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     for _ in range(2):
         cache.append(step, **rows)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.plans import Backward, Forward, Problem
+from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.engine import launch
 from cudnn_sdpa.graph import key as key_module
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
@@ -175,14 +175,14 @@ def test_a_key_reads_well():
 
 
 def forward_key(q, k, v, **options):
-    return Forward.of(ForwardArguments(q, k, v, **options)).key(TARGET, 0)
+    return ForwardSpec.of(ForwardArguments(q, k, v, **options)).key(TARGET, 0)
 
 
 def backward_key(q, k, v, *, deterministic=False, bias_gradient=False, sink_gradient=False, **options):
     call = ForwardArguments(q, k, v, **options)
     out = TensorLayout.of(torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype))
     wanted = (deterministic, bias_gradient, sink_gradient)
-    return Backward(Problem.of(call), out, out, *wanted).key(TARGET, 0)
+    return BackwardSpec(DenseSpec.of(call), out, out, *wanted).key(TARGET, 0)
 
 
 def test_views_that_differ_only_in_strides_that_reach_nothing_share_a_plan():

@@ -9,7 +9,7 @@ import torch
 
 from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.plans import Backward, Forward, Problem
+from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.launch import output_layout, packed
 from cudnn_sdpa.graph import known_issues
@@ -29,12 +29,12 @@ def call(sq=100, skv=120, batch=2, heads=(4, 2), **options):
 
 
 def forward(of, **where):
-    return Forward.of(of).key(target(**where), None)
+    return ForwardSpec.of(of).key(target(**where), None)
 
 
 def backward(of, *, by_mask=False, **where):
     out = TensorLayout.of(of.q)
-    return Backward(Problem.of(of), out, out, False, by_mask, False).key(target(**where), None)
+    return BackwardSpec(DenseSpec.of(of), out, out, False, by_mask, False).key(target(**where), None)
 
 
 def varlen(*, grouped=True):

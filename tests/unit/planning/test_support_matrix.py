@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import cudnn_sdpa
 from cudnn_sdpa import OptionError, UnsupportedError, support
-from cudnn_sdpa.attention.support.rules import BACKWARD, RULES, Case, refusal
+from cudnn_sdpa.attention.support.rules import BACKWARD, RULES, Configuration, refusal
 from cudnn_sdpa.cli import app
 from cudnn_sdpa.engine.cpu_target import installed_cudnn
 from cudnn_sdpa.graph.backend import MIN_CUDNN, version_string
@@ -19,7 +19,7 @@ from cudnn_sdpa.planning.support import ROWS, cells, table, version_number
 
 H200 = {"sm": 90, "cudnn": "9.28.0"}
 LATE, TOP_LEFT, BOTTOM_RIGHT = (-64, None, False), (None, 0, False), (None, 0, True)
-PLAIN = Case("forward", torch.bfloat16, 128, 128, 256, 384, 90, 92800)
+PLAIN = Configuration("forward", torch.bfloat16, 128, 128, 256, 384, 90, 92800)
 GRADIENT = replace(PLAIN, operation=BACKWARD)
 B200 = replace(GRADIENT, sm=100)
 #: A case for each rule, and what its way out changes.

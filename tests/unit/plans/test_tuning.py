@@ -11,7 +11,7 @@ from stand_in_engines import TARGET, Engine, Machine, halve, halved, key, launch
 
 from cudnn_sdpa import OptionError, autotune
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.plans import Forward
+from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.graph.key import Operand, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.plans import autotune as autotune_module
@@ -105,7 +105,7 @@ def test_what_lengths_decide_is_not_tuned():
     rng = torch.empty(2, dtype=torch.int64, device="meta")
 
     def forward(**options):
-        return Forward.of(ForwardArguments(q, q, q, **options)).key(TARGET, 0)
+        return ForwardSpec.of(ForwardArguments(q, q, q, **options)).key(TARGET, 0)
 
     assert autotune_module.not_tunable(forward(is_causal=True)) == ""
     assert autotune_module.not_tunable(forward(dropout_p=0.1, rng=rng)) == ""

@@ -10,7 +10,7 @@ import torch
 
 from cudnn_sdpa import plan_cache, sdpa_varlen, use_plan_store
 from cudnn_sdpa.attention.varlen import packing
-from cudnn_sdpa.attention.varlen.packing import Packer
+from cudnn_sdpa.attention.varlen.packing import PackingKernel
 
 HEADS_Q, HEADS_KV, DIM = 4, 2, 64
 MARK = 7.0
@@ -49,13 +49,13 @@ def expected(ends, ends_kv, rows, sequences):
 @pytest.mark.parametrize("name", OFFSETS)
 def test_begins_lengths_and_rows_that_nobody_writes(name, backward, monkeypatch):
     packers = []
-    original = Packer.__init__
+    original = PackingKernel.__init__
 
     def noted(self, packed, plan, call):
         original(self, packed, plan, call)
         packers.append((self, packed, plan))
 
-    monkeypatch.setattr(Packer, "__init__", noted)
+    monkeypatch.setattr(PackingKernel, "__init__", noted)
     plan_cache.clear()
     ends, ends_kv = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in OFFSETS[name])
     q = torch.randn(64, 2 * HEADS_Q, DIM, device="cuda", dtype=torch.bfloat16)[:, :HEADS_Q].requires_grad_()

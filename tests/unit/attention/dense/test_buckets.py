@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.buckets import LONGEST, MAX_SEQUENCES, Bucket
-from cudnn_sdpa.attention.dense.plans import Forward
+from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.graph.target import Target, load_properties
 
 LAYOUTS = ("bshd", "bhsd", "sbhd", "sliced", "packed", "one head for all")
@@ -37,7 +37,7 @@ def forward(layout="bshd", batch=2, heads=(4, 2), rows=(100, 100), dim=64, out="
     q = make(layouts[0], batch, heads[0], rows[0], dim, device)
     k = make(layouts[1], batch, heads[1], rows[1], dim, device)
     result = None if out is None else make(out, batch, heads[0], rows[0], dim, device)
-    return Forward.of(ForwardArguments(q, k, k, out=result, **options))
+    return ForwardSpec.of(ForwardArguments(q, k, k, out=result, **options))
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_what_needs_a_plan_of_its_own(name):
     if name == "rows in one place":
         q = make("bshd", 2, 4, 100, 64)
         k = torch.empty(2, 4, 1, 64, dtype=torch.bfloat16, device="meta").expand(-1, -1, 100, -1)
-        assert Bucket.of(Forward.of(ForwardArguments(q, k, k))) is None
+        assert Bucket.of(ForwardSpec.of(ForwardArguments(q, k, k))) is None
     else:
         assert Bucket.of(forward(**options)) is None
 

@@ -18,7 +18,7 @@ import cudnn_sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense import fast_path, launch, launch_backward, tiers, torch_ops
 from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
-from cudnn_sdpa.attention.dense.plans import Forward
+from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.engine.fast_path import CallTable
 from cudnn_sdpa.graph.key import Role
 from cudnn_sdpa.graph.layouts import ALIGNMENT
@@ -226,9 +226,9 @@ def test_gradients_without_memory_of_their_own_on_the_short_way(monkeypatch, kin
     launched(monkeypatch)
     q, k, v = (torch.randn(2, 4, 9, 8, dtype=torch.float16).requires_grad_() for _ in range(3))
     call = ForwardArguments(q, k, v, with_lse=True)
-    forward = Forward.of(call)
+    forward = ForwardSpec.of(call)
     known = launch.bind(forward, StandInPlan(forward.key(TARGET, 0)), call.scale_value)
-    prepared = fast_path.PlainTraining(known, call.options[:-1])
+    prepared = fast_path.TrainingCall(known, call.options[:-1])
     for _ in range(times):
         grad_out = torch.randn(2, 4, 9, 8, dtype=torch.float16)
         if kind == "zeros":
@@ -266,7 +266,7 @@ def test_it_is_refused_on_the_short_way_too():
     q, k, v = (torch.randn(2, 4, 9, 8, dtype=torch.float16) for _ in range(3))
     for with_lse in (False, True):
         call = ForwardArguments(q, k, v, with_lse=with_lse)
-        forward = Forward.of(call)
+        forward = ForwardSpec.of(call)
         known = launch.bind(forward, StandInPlan(forward.key(TARGET, 0)), call.scale_value)
         known.run(q, k, v, None, None)
         freed = torch.randn(2, 4, 9, 8, dtype=torch.float16)

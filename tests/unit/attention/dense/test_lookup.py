@@ -10,7 +10,7 @@ import torch
 from cudnn_sdpa import OptionError, sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense import fast_path, launch
-from cudnn_sdpa.attention.dense.plans import Forward
+from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.planning.support import target_of
 
 BASE = {"q": torch.randn(2, 4, 8, 16), "k": torch.randn(2, 2, 12, 16), "v": torch.randn(2, 2, 12, 24)}
@@ -179,7 +179,7 @@ def test_determinism_is_another_call_for_single_queries_alone(more):
 def test_determinism_is_in_the_key_where_it_makes_a_difference(sm, queries, concerned):
     q, k, v = (torch.empty(2, 4, n, 64, dtype=torch.bfloat16, device="meta") for n in (queries, 100, 100))
     for deterministic in (False, True):
-        forward = Forward.of(ForwardArguments(q, k, v, deterministic=deterministic))
+        forward = ForwardSpec.of(ForwardArguments(q, k, v, deterministic=deterministic))
         values = forward.key(target_of(sm, "9.28.0"), None).option_values
         assert values.get("deterministic", False) is (deterministic and concerned)
 
@@ -190,7 +190,7 @@ def prepared(monkeypatch):
     plan = SimpleNamespace(held=True)
     call = lambda *_: "prepared"  # noqa: E731 - it needs attributes
     call.run, call.last, call.plan, call.training = call, None, plan, None
-    table = type(launch.calls)(launch.Last(None, launch._never, None, "", None, False, False))
+    table = type(launch.calls)(launch.CachedCall(None, launch._matches_nothing, None, "", None, False, False))
     monkeypatch.setattr(launch, "calls", table)
     for with_lse in (False, True):
         table.add(signature(with_lse=with_lse), call)

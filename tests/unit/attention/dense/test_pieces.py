@@ -128,7 +128,7 @@ def test_every_piece_fits_and_every_head_is_in_one(shape):
     q = torch.empty(batch, heads, sq, dim, device="meta")
     k, v = (torch.empty(batch, heads_kv, skv, d, device="meta") for d in (dim, dim_v))
     seen = torch.zeros(batch, heads, dtype=torch.int32)
-    for piece in large_backward.cut(q, k, v):
+    for piece in large_backward.split(q, k, v):
         seen[piece.entries, piece.heads] += 1
         for tensor in (
             q[piece.entries, piece.heads],

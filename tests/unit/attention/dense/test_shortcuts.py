@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cudnn_sdpa import layer_norm, rms_norm, silu_mul
-from cudnn_sdpa.fused.fast_path import Shortcuts, _signature
+from cudnn_sdpa.fused.fast_path import FastPath, _signature
 from cudnn_sdpa.fused.graph_op import _name_of
 
 OPTIONS = (True, None, 1.0)
@@ -23,7 +23,7 @@ def tensors(*, requires_grad=False):
 
 def known(*calls):
     """The short way with calls that a GPU would have put there, by their tensors and options."""
-    shortcuts, call = Shortcuts(), stand_in()
+    shortcuts, call = FastPath(), stand_in()
     for operands, options in calls:
         shortcuts._calls.add(_signature(operands, options, deterministic=False), call)
     return shortcuts, call
@@ -238,7 +238,7 @@ def test_calls_are_told_apart():
 
 
 def test_tensors_of_the_cpu_and_subclasses_are_not_added():
-    shortcuts, call = Shortcuts(), stand_in()
+    shortcuts, call = FastPath(), stand_in()
     shortcuts.add(tensors(), OPTIONS, call)
     shortcuts.add([x.as_subclass(Subclass) for x in tensors()], OPTIONS, call)
     assert len(shortcuts._calls) == 0

@@ -11,7 +11,7 @@ import torch
 from cudnn_sdpa import UnsupportedError, autotune, no_plan_builds, plan_cache, shape_policy
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense import launch, tiers
-from cudnn_sdpa.attention.dense.plans import Forward
+from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.plans import cache
 from cudnn_sdpa.plans.file_format import BadPlanFileError
@@ -87,7 +87,7 @@ def serve(rows, **options):
     q, k = (torch.empty(1, rows, heads, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2) for heads in (4, 2))
     call = ForwardArguments(q, k, k, is_causal=True, **options)
     signature = ("test", rows, *options)
-    prepared = tiers.prepare(Forward.of(call), call, signature)
+    prepared = tiers.prepare(ForwardSpec.of(call), call, signature)
     assert launch.calls.get(signature) is prepared
     return prepared
 
@@ -180,7 +180,7 @@ def test_what_has_no_plan_of_its_own_is_refused_under_every_policy(monkeypatch):
     def refuse(*_):
         raise UnsupportedError("sdpa", ["not here"])
 
-    monkeypatch.setattr(Forward, "key", refuse)
+    monkeypatch.setattr(ForwardSpec, "key", refuse)
     for policy in ("exact", "bucketed", "tiered"):
         with shape_policy(policy), pytest.raises(UnsupportedError, match="not here"):
             serve(100)
@@ -274,7 +274,7 @@ def test_a_single_query_has_to_come_back_more_often(clock, background):
     def decode(rows):
         q, k = (torch.empty(1, n, 4, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2) for n in (1, rows))
         call = ForwardArguments(q, k, k)
-        return tiers.prepare(Forward.of(call), call, ("decode", rows))
+        return tiers.prepare(ForwardSpec.of(call), call, ("decode", rows))
 
     with shape_policy("bucketed"):
         decode(100)
@@ -395,5 +395,5 @@ def test_a_policy_that_changes_meanwhile_leaves_no_call_of_a_bucket(monkeypatch)
         monkeypatch.setattr(FakeBucketCall, "__init__", change)
         q = torch.empty(1, 200, 4, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2)
         call = ForwardArguments(q, q[:, :2], q[:, :2], is_causal=True)
-        assert isinstance(tiers.prepare(Forward.of(call), call, "late"), FakeBucketCall)
+        assert isinstance(tiers.prepare(ForwardSpec.of(call), call, "late"), FakeBucketCall)
         assert launch.calls.get("late") is None

@@ -12,8 +12,8 @@ from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.fp8 import launch, plans, reference, workarounds
 from cudnn_sdpa.attention.fp8.arguments import Fp8Backward, Fp8BackwardScales, Fp8Forward, Fp8Scales
 from cudnn_sdpa.attention.fp8.explain import describe_sdpa_fp8
-from cudnn_sdpa.attention.fp8.launch import PiecedBackward, as_layout
-from cudnn_sdpa.attention.fp8.plans import Backward, Forward, problem_of
+from cudnn_sdpa.attention.fp8.launch import SplitBackward, as_layout
+from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec, spec_of
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
 from cudnn_sdpa.attention.mask import normalize_mask
 from cudnn_sdpa.graph.key import Role
@@ -125,7 +125,7 @@ def test_a_forward_call_gives_its_plan_the_right_addresses(case, return_lse, out
     scales = Fp8Scales(*SCALES[:6])
     expected = sdpa_fp8(q, k, v, scales, **within(options, lengths), out_dtype=out_dtype, return_lse=return_lse)
     of = Fp8Forward(ForwardArguments(q, k, v, **split(options), with_lse=return_lse), scales, out_dtype)
-    forward = Forward.of(of)
+    forward = ForwardSpec.of(of)
     found = launch.ForwardCall(forward, StandInPlan(forward.key(TARGET, None)), of.call.scale_value)(of)
     if "seq_lens_q" in options:  # taken from the rounded output then
         torch.testing.assert_close(found.amax_o, expected.amax_o, rtol=2**-3, atol=0)
@@ -146,7 +146,7 @@ def test_a_backward_call_gives_its_plan_the_right_addresses(case, grad_dtype):
     expected = sdpa_fp8_backward(grad_out, q, k, v, forward.out, forward.lse, scales, **options)
     of = Fp8Backward(grad_out, forward.out, forward.lse, ForwardArguments(q, k, v, **split(options)), scales)
     of = workarounds.readable(of)
-    backward = Backward.of(of)
+    backward = BackwardSpec.of(of)
     found = launch.BackwardCall(backward, StandInPlan(backward.key(TARGET, None)), of.call.scale_value)(of)
     assert all(map(same, found, expected))
     assert [x.stride() for x in found] == [x.stride() for x in expected]
@@ -166,12 +166,12 @@ def test_batch_entries_may_go_into_several_launches(case, entries, monkeypatch):
     grad_out, scales = torch.randn(4, 4, lengths[0], 128).to(E5M2), Fp8BackwardScales(*SCALES)
     expected = sdpa_fp8_backward(grad_out, q, k, v, forward.out, forward.lse, scales, **options)
     of = Fp8Backward(grad_out, forward.out, forward.lse, ForwardArguments(q, k, v, **split(options)), scales)
-    whole = Backward.of(of)
+    whole = BackwardSpec.of(of)
     piece = whole.piece(TARGET)
     assert piece.problem.q.shape[0] == entries
     assert any("launches" in note for note in whole.extra_kernels())
     bound = launch.BackwardCall(piece, StandInPlan(piece.key(TARGET, None)), of.call.scale_value)
-    found = PiecedBackward(bound, [as_layout(layout) for layout in whole.gradients()])(of)
+    found = SplitBackward(bound, [as_layout(layout) for layout in whole.gradients()])(of)
     assert all(map(same, found, expected))
     assert [x.stride() for x in found] == [x.stride() for x in expected]
     assert [tuple(x.shape) for x in found[3:]] == [(1,)] * 4
@@ -186,7 +186,9 @@ def test_short_or_full_or_few_entries_go_into_one_launch():
         q = torch.empty(batch, length, heads, 128, dtype=E4M3, device="meta").transpose(1, 2)
         lse = torch.empty(batch, heads, length, device="meta")
         call = ForwardArguments(q, q, q, **options)
-        return Backward.of(Fp8Backward(q, q, lse, call, Fp8BackwardScales(*SCALES))).piece(target).problem.q.shape[0]
+        return (
+            BackwardSpec.of(Fp8Backward(q, q, lse, call, Fp8BackwardScales(*SCALES))).piece(target).problem.q.shape[0]
+        )
 
     causal = {"is_causal": True}
     assert [pieces(*sizes, **causal) for sizes in ((4, 32, 4096), (8, 32, 1024), (6, 16, 2048), (4, 8, 4096))] == [
@@ -230,7 +232,7 @@ def test_a_mask_that_is_counted_from_the_top_left_is_the_same(lengths, window, i
     q, k, v = qkv(lengths)
     options = {"is_causal": is_causal, "causal_alignment": "bottom_right"}
     call = ForwardArguments(q, k, v, **options, window_left=window[0], window_right=window[1])
-    mask = problem_of(call).mask
+    mask = spec_of(call).mask
     left, right, bottom_right = mask.band or (None, None, False)
     assert not (bottom_right and right is not None and (left is None or left >= lengths[1] - lengths[0]))
     again = ForwardArguments(
@@ -247,7 +249,7 @@ def test_a_mask_that_is_counted_from_the_top_left_is_the_same(lengths, window, i
 def test_two_ways_of_saying_the_same_share_a_plan():
     q, k, v = qkv((40, 40))
     keys = {
-        Forward.of(Fp8Forward(ForwardArguments(q, k, v, scale=scale, **options), Fp8Scales(*SCALES[:6]), E4M3)).key(
+        ForwardSpec.of(Fp8Forward(ForwardArguments(q, k, v, scale=scale, **options), Fp8Scales(*SCALES[:6]), E4M3)).key(
             TARGET, 0
         )
         for scale in (None, 0.3)

@@ -43,7 +43,7 @@ def key_of(monkeypatch):
 
     monkeypatch.setattr(PlanCache, "get", ask)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
-    monkeypatch.setattr(paging, "PageGatherer", lambda _call: gather)
+    monkeypatch.setattr(paging, "GatherKernel", lambda _call: gather)
     monkeypatch.setattr(memory, "_share_memory", lambda *_: False)  # what has no memory has address 0
     for module in (paged_launch, varlen_launch):
         monkeypatch.setattr(module, "live_target", lambda _device: H200)
