@@ -342,11 +342,11 @@ class Sdpa(Attention):
             "k": memory_of(r, (batch, kv, skv, dims[0]), dtype),
             "v": memory_of(r, (batch, kv, skv, dims[1]), dtype),
         }
-        options: dict[str, Any] = {"scale": scale_of(r, dims[0]), "window": window_of(r)}
+        options: dict[str, Any] = {"scale": scale_of(r, dims[0]), "window_size": window_of(r)}
         options["is_causal"] = r.random() < 0.4
         options["causal_alignment"] = r.choice(["top_left", "top_left", "bottom_right"])
         if r.random() < 0.06:
-            options |= {"alibi": True, "is_causal": True, "causal_alignment": "top_left", "window": None}
+            options |= {"alibi": True, "is_causal": True, "causal_alignment": "top_left", "window_size": None}
         if r.random() < 0.45:
             tensors["attn_mask"] = mask_of(r, full, dtype)
         if r.random() < 0.2:
@@ -391,7 +391,7 @@ def kept(tensors: Tensors, options: dict[str, Any]) -> Tensor:
     skv, parts = k.shape[2], []
     on_gpu = q.is_cuda
     state = torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state()
-    same = {name: options[name] for name in ("is_causal", "causal_alignment", "window")}
+    same = {name: options[name] for name in ("is_causal", "causal_alignment", "window_size")}
     same = {} if "seq_lens_q" in tensors or "seq_lens_kv" in tensors or not on_gpu else same
     for first in range(0, max(skv, 1), 128):
         unit = torch.zeros(*k.shape[:3], 128, dtype=q.dtype, device=q.device)
@@ -535,7 +535,7 @@ class Varlen(Attention):
         }
         if r.random() < 0.25:
             tensors["sinks"] = dense((heads,), F32, scale=2.0, shift=r.choice([0.5, -60.0, 9.0]))
-        options: dict[str, Any] = {"scale": scale_of(r, dims[0]), "window": window_of(r)}
+        options: dict[str, Any] = {"scale": scale_of(r, dims[0]), "window_size": window_of(r)}
         options |= {"is_causal": r.random() < 0.5, "causal_alignment": r.choice(["top_left", "bottom_right"])}
         options |= {"softcap": r.choice([1.7, 30.3]) if r.random() < 0.12 else None, "return_lse": r.random() < 0.6}
         options["deterministic"] = r.choice([None, None, None, True])
@@ -627,7 +627,7 @@ class Paged(Attention):
         tensors = {"q": memory_of(r, (batch, heads, sq, dims[0]), dtype), "k": of(dims[0]), "v": of(dims[1])}
         if r.random() < 0.25:
             tensors["sinks"] = dense((heads,), F32, scale=2.0, shift=r.choice([0.5, -60.0]))
-        options: dict[str, Any] = {"scale": scale_of(r, dims[0]), "window": window_of(r)}
+        options: dict[str, Any] = {"scale": scale_of(r, dims[0]), "window_size": window_of(r)}
         options |= {"is_causal": r.random() < 0.7, "causal_alignment": r.choice(["bottom_right"] * 3 + ["top_left"])}
         options |= {"softcap": r.choice([1.7, 30.3]) if r.random() < 0.12 else None, "return_lse": r.random() < 0.6}
         options["page_layout"] = "NHD" if nhd else "HND"
@@ -678,7 +678,7 @@ class Paged(Attention):
                 for j in range(length):
                     whole[b, :, j] = pages[row[j // page], :, j % page]
             made[name] = whole
-        given = {n: options[n] for n in ("scale", "window", "is_causal", "causal_alignment", "softcap")}
+        given = {n: options[n] for n in ("scale", "window_size", "is_causal", "causal_alignment", "softcap")}
         given |= {"seq_lens_kv": case.facts["kv"]} | (
             {} if case.facts["q"] is None else {"seq_lens_q": case.facts["q"]}
         )
@@ -712,7 +712,7 @@ class Paged(Attention):
 
 def fp8_options(r: random.Random, dim: int) -> dict[str, Any]:
     """Options of attention in FP8."""
-    options: dict[str, Any] = {"scale": r.choice([None, number(r, 0.5, 2.0) * dim**-0.5]), "window": window_of(r)}
+    options: dict[str, Any] = {"scale": r.choice([None, number(r, 0.5, 2.0) * dim**-0.5]), "window_size": window_of(r)}
     return options | {"is_causal": r.random() < 0.4, "causal_alignment": r.choice(["top_left"] * 3 + ["bottom_right"])}
 
 
@@ -772,7 +772,7 @@ class Fp8Forward(Fp8):
 
     def exact(self, case, options, leaves, known):
         known["true"] = self.true(case, leaves)
-        known["options"] = {n: options[n] for n in ("scale", "window", "is_causal", "causal_alignment")}
+        known["options"] = {n: options[n] for n in ("scale", "window_size", "is_causal", "causal_alignment")}
         known["options"] |= case.facts["side"]
         made = known["made"] = attention(**known["true"], **known["options"])
         amax_s = made.weights.amax().view(1) if made.weights.numel() else torch.zeros(1, dtype=F64)
@@ -818,7 +818,7 @@ class Fp8Backward(Fp8):
         return replace(case, tensors={**case.tensors, "grad_out": grad}, facts=facts, options=options)
 
     def _exact_gradients(self, case: Case, options: dict[str, Any], leaves: Tensors) -> tuple[Any, Tensors, Any]:
-        given = {n: options[n] for n in ("scale", "window", "is_causal", "causal_alignment")} | case.facts["side"]
+        given = {n: options[n] for n in ("scale", "window_size", "is_causal", "causal_alignment")} | case.facts["side"]
         true = {name: x.detach().requires_grad_() for name, x in self.true(case, leaves).items()}
         with torch.enable_grad():
             made = attention(**true, **given)
@@ -913,7 +913,7 @@ class Fp8Attention(Attention):
         return {"out": cudnn_sdpa.fp8_attention(*(tensors[n] for n in "qkv"), scaling=facts["made"], **options)}
 
     def exact(self, case, options, leaves, known):
-        known["options"] = {n: options[n] for n in ("scale", "window", "is_causal", "causal_alignment")}
+        known["options"] = {n: options[n] for n in ("scale", "window_size", "is_causal", "causal_alignment")}
         made = known["made"] = attention(*(leaves[n] for n in "qkv"), **known["options"])
         return {"out": made.out}
 

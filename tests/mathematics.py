@@ -55,7 +55,7 @@ def sees(i: int, j: int, nq: int, nk: int, options: dict[str, Any]) -> bool:
     if i >= nq or j >= nk:
         return False
     diagonal = i + nk - nq if options.get("causal_alignment") == "bottom_right" else i
-    left, right = options.get("window") or (-1, -1)
+    left, right = options.get("window_size") or (-1, -1)
     if options.get("is_causal") and j > diagonal:
         return False
     return (left < 0 or j >= diagonal - left) and (right < 0 or j <= diagonal + right)
@@ -72,7 +72,7 @@ def seen_keys(
 ) -> Tensor:
     """Booleans (B, 1, Sq, Skv): `sees` for all at once."""
     i, j = torch.arange(sq, device=device)[:, None], torch.arange(skv, device=device)[None, :]
-    left, right = options.get("window") or (-1, -1)
+    left, right = options.get("window_size") or (-1, -1)
     right = 0 if options.get("is_causal") else right
     rows = []
     for nq, nk in lengths_of(batch, sq, skv, options):

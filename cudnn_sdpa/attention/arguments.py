@@ -298,7 +298,7 @@ def check_options(call: ForwardArguments) -> None:
         raise OptionError("alibi", repr(call.alibi), "True or False", "Give slopes of your own as attn_mask.")
     for bound in (call.window_left, call.window_right):
         if not is_integer(bound) or bound < UNBOUNDED:
-            raise OptionError("window", repr((call.window_left, call.window_right)), _WINDOW)
+            raise OptionError("window_size", repr((call.window_left, call.window_right)), _WINDOW)
     _check_number("scale", call.scale, "1/sqrt(head dim)", LARGEST_SCALE)
     _check_number("softcap", call.softcap, "no cap", torch.finfo(torch.float32).max)
     if call.softcap is not None and not call.softcap > 0:
@@ -312,17 +312,17 @@ def check_options(call: ForwardArguments) -> None:
 _WINDOW = "None or two integers (left, right): keys before and after the diagonal, -1 for no bound"
 
 
-def window_bounds(window: Any) -> tuple[int, int]:
-    """The two bounds of the argument `window`, as integers that the operators take."""
-    if window is None:
+def window_bounds(window_size: Any) -> tuple[int, int]:
+    """The two bounds of the argument `window_size`, as integers that the operators take."""
+    if window_size is None:
         return UNBOUNDED, UNBOUNDED
     try:
-        left, right = window
+        left, right = window_size
     except (TypeError, ValueError):
-        raise OptionError("window", repr(window), _WINDOW) from None
+        raise OptionError("window_size", repr(window_size), _WINDOW) from None
     left, right = as_int(left), as_int(right)
     if not (is_integer(left) and is_integer(right)):
-        raise OptionError("window", repr((left, right)), _WINDOW)
+        raise OptionError("window_size", repr((left, right)), _WINDOW)
     return left, right
 
 

@@ -93,7 +93,7 @@ def without_causal_bias(call: ForwardArguments) -> ForwardArguments:
     if type(mask).__name__ != "CausalBias" or not type(mask).__module__.startswith("torch."):
         return call
     if call.is_causal or (call.window_left, call.window_right) != (UNBOUNDED, UNBOUNDED):
-        beside = "is_causal" if call.is_causal else "window"
+        beside = "is_causal" if call.is_causal else "window_size"
         raise OptionError(beside, "one beside a CausalBias as attn_mask", "one of the two")
     lengths, wanted = (mask.seq_len_q, mask.seq_len_kv), (call.q.shape[-2], call.k.shape[-2])
     if lengths != wanted:

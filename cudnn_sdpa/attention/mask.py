@@ -34,7 +34,7 @@ class Mask:
 def normalize_mask(
     is_causal: bool,
     alignment: str,
-    window: tuple[int, int],
+    window_size: tuple[int, int],
     sq: Any,
     skv: Any,
     *,
@@ -52,14 +52,14 @@ def normalize_mask(
     Args:
         is_causal: Hide what is after the diagonal.
         alignment: "top_left" or "bottom_right".
-        window: Bounds to the left and to the right of the diagonal, -1 for none.
+        window_size: Bounds to the left and to the right of the diagonal, -1 for none.
         sq: Queries.
         skv: Keys.
         has_lengths: Whether the true lengths are data.
         top_left_only: Write a bottom-right band as a top-left one, which may have a negative left bound.
         keep_causal: Keep the bound of a causal mask also where it hides nothing.
     """
-    left, right = (None if bound == UNBOUNDED else bound for bound in window)
+    left, right = (None if bound == UNBOUNDED else bound for bound in window_size)
     right = 0 if is_causal else right
     if left is None and right is None:
         return Mask()

@@ -107,7 +107,7 @@ def _options(shape: Shape) -> dict[str, dict[str, Any]]:
         "plain": {},
         "seq_lens_q, seq_lens_kv, all full": {"seq_lens_q": lengths, "seq_lens_kv": lengths},
         "sinks": {"sinks": cases.normal(shape.heads_q, dtype=torch.float32).requires_grad_()},
-        "window=(1023, 0)": {"window": (1023, 0)},
+        "window_size=(1023, 0)": {"window_size": (1023, 0)},
         "attn_mask (1, 1, S, S), bfloat16": {"attn_mask": cases.normal(1, 1, length, length)},
         "softcap=50": {"softcap": 50.0},
         "dropout_p=0.1": {"dropout_p": 0.1},

@@ -39,7 +39,7 @@ def host() -> list[dict[str, Any]]:
         "drop-in": lambda: scaled_dot_product_attention(q, k, v),
         "sdpa, decode with seq_lens_kv": lambda: sdpa(step, k, v, seq_lens_kv=lengths),
         "sdpa, return_lse": lambda: sdpa(q, k, v, return_lse=True),
-        "sdpa, window": lambda: sdpa(q, k, v, window=(31, 0)),
+        "sdpa, window": lambda: sdpa(q, k, v, window_size=(31, 0)),
         "sdpa, sinks": lambda: sdpa(q, k, v, sinks=sinks),
         "sdpa, prefill with seq_lens_kv": lambda: sdpa(q, k, v, seq_lens_kv=lengths),
         "sdpa through the dispatcher": lambda: torch.ops.cudnn_sdpa.sdpa_forward(*operands),

@@ -110,7 +110,7 @@ def _banded(
         return cast(Tensor, sdpa(query, key, value, attn_mask=mask_encoding.drawn(mask, query, keys), **options))
     is_full = left == mask_encoding.UNBOUNDED or (queries == 1 and keys <= left + 1)
     can_bypass_dispatcher = is_full and queries == 1 and right == 0  # a single query on the last key sees all of them
-    options = {**options, "seq_lens_kv": lengths, "window": None if is_full else (left, right)}
+    options = {**options, "seq_lens_kv": lengths, "window_size": None if is_full else (left, right)}
     if not can_bypass_dispatcher:
         options |= {"is_causal": right == 0, "causal_alignment": TOP_LEFT if is_square else BOTTOM_RIGHT}
     return cast(Tensor, sdpa(query, key, value, **options))
@@ -188,7 +188,7 @@ def _by_positions(call: _Call, apart: Documents, options: dict[str, Any]) -> Ten
     )
     causal = call.is_causal
     if band is not None:
-        options, causal = {**options, "window": (band.left, band.right)}, band.right == 0
+        options, causal = {**options, "window_size": (band.left, band.right)}, band.right == 0
     offsets, longest = apart
     out: Tensor = sdpa_varlen(q, k, v, offsets, offsets, longest, longest, is_causal=causal, **options)
     return out.view(batch, length, heads, value.shape[3])

@@ -41,7 +41,7 @@ class Attention(nn.Module):
         bias: Whether the projections have biases.
         qkv_bias: Whether those of queries, keys and values have; `bias` if not given.
         is_causal: Hide later tokens from each token.
-        window: (left, right): a token sees those from `left` before to `right` after itself; -1 is no bound.
+        window_size: (left, right): a token sees those from `left` before to `right` after itself; -1 is no bound.
         scale: Factor of the scores; None is 1/sqrt(head_dim).
         softcap: Scores become softcap · tanh(score / softcap).
         sinks: Whether each query head has a learned score that takes part in the softmax and has no value. It is
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         bias: bool = False,
         qkv_bias: bool | None = None,
         is_causal: bool = False,
-        window: tuple[int, int] | None = None,
+        window_size: tuple[int, int] | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         sinks: bool = False,
@@ -107,12 +107,18 @@ class Attention(nn.Module):
         self.embed_dim, self.num_heads, (self.num_kv_heads, self.head_dim) = embed_dim, num_heads, heads
         self.context_dim = context_dim
         check_number("dropout", dropout, below=1)
-        bounds = window_bounds(window)
+        bounds = window_bounds(window_size)
         none: Any = None
         options = ForwardArguments(none, none, none, is_causal=is_causal, scale=scale, softcap=softcap)
         check_options(options._replace(window_left=bounds[0], window_right=bounds[1]))
-        attention_checks.check_kind(context_dim, is_causal, window, rope, self.head_dim)
-        self.is_causal, self.window, self.scale, self.softcap, self.dropout = is_causal, window, scale, softcap, dropout
+        attention_checks.check_kind(context_dim, is_causal, window_size, rope, self.head_dim)
+        self.is_causal, self.window_size, self.scale, self.softcap, self.dropout = (
+            is_causal,
+            window_size,
+            scale,
+            softcap,
+            dropout,
+        )
         rows, rows_kv = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         if context_dim is None:
             self.qkv_proj = nn.Linear(embed_dim, rows + 2 * rows_kv, qkv_bias, device, dtype)
@@ -153,7 +159,7 @@ class Attention(nn.Module):
         """
         check_type("module", module, nn.MultiheadAttention)
         check_flags(cross=cross)
-        for name in options.keys() - {"is_causal", "window", "scale", "softcap", "rope"}:
+        for name in options.keys() - {"is_causal", "window_size", "scale", "softcap", "rope"}:
             expected = "is_causal, window, scale, softcap or rope: the module says the rest"
             raise OptionError("options", name, expected)
         attention_checks.check_convertible(module, cross)
@@ -212,7 +218,7 @@ class Attention(nn.Module):
         given: dict[str, Any] = {"context": context, "context_lens": context_lens, "seq_lens": seq_lens, "step": step}
         given |= {"position_ids": position_ids, "rotations": rotations, "attn_mask": attn_mask}
         attention_checks.check_call(self, x, given)
-        options: dict[str, Any] = {"is_causal": self.is_causal, "window": self.window, "scale": self.scale}
+        options: dict[str, Any] = {"is_causal": self.is_causal, "window_size": self.window_size, "scale": self.scale}
         options |= {"softcap": self.softcap, "sinks": None if self.sinks is None else self.sinks.float()}
         if step is None:
             q, k, v = self._heads(x, context, self._rotations(x, position_ids, rotations))
@@ -280,5 +286,5 @@ class Attention(nn.Module):
     def extra_repr(self) -> str:
         """The arguments that its projections do not show."""
         text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
-        others = {name: getattr(self, name) for name in ("is_causal", "window", "scale", "softcap", "dropout")}
+        others = {name: getattr(self, name) for name in ("is_causal", "window_size", "scale", "softcap", "dropout")}
         return text + "".join(f", {name}={value}" for name, value in others.items() if value)

@@ -30,7 +30,7 @@ def head_sizes(embed_dim: Any, num_heads: Any, num_kv_heads: Any, head_dim: Any)
     return num_kv_heads, head_dim
 
 
-def check_kind(context_dim: Any, is_causal: bool, window: Any, rope: Any, head_dim: int) -> None:
+def check_kind(context_dim: Any, is_causal: bool, window_size: Any, rope: Any, head_dim: int) -> None:
     """What goes with cross-attention, and what does not: two sequences have no common positions."""
     if rope is not None and not isinstance(rope, RotaryEmbedding):
         raise OptionError("rope", type(rope).__name__, "cudnn_sdpa.nn.RotaryEmbedding or None")
@@ -39,7 +39,11 @@ def check_kind(context_dim: Any, is_causal: bool, window: Any, rope: Any, head_d
     if context_dim is None:
         return
     check_counts(context_dim=context_dim)
-    for name, value, without in (("is_causal", is_causal, False), ("window", window, None), ("rope", rope, None)):
+    for name, value, without in (
+        ("is_causal", is_causal, False),
+        ("window_size", window_size, None),
+        ("rope", rope, None),
+    ):
         if value is not without:
             expected = f"{without}: positions in the two sequences of cross-attention are not comparable"
             raise OptionError(name, repr(value) if name != "rope" else "one", expected)

@@ -24,7 +24,7 @@ class Fp8Attention(nn.Module):
     Args:
         is_causal: Hide later keys from each query.
         causal_alignment: Where the diagonal lies: "top_left", or "bottom_right", the last query at the last key.
-        window: (left, right) bounds around the diagonal; -1 is no bound.
+        window_size: (left, right) bounds around the diagonal; -1 is no bound.
         scale: Factor of the scores, positive; None is 1/sqrt(D).
         scaling: Scales made with other options than the default ones; not that of another layer.
 
@@ -47,7 +47,7 @@ class Fp8Attention(nn.Module):
         *,
         is_causal: bool = False,
         causal_alignment: str = "top_left",
-        window: tuple[int, int] | None = None,
+        window_size: tuple[int, int] | None = None,
         scale: float | None = None,
         scaling: Fp8Scaling | None = None,
     ) -> None:
@@ -58,7 +58,12 @@ class Fp8Attention(nn.Module):
             expected = "one of this layer's own, as the largest values of two layers would be taken for one's"
             hint = "Make another Fp8Scaling with the same options, or copy this one with copy.deepcopy."
             raise OptionError("scaling", "that of another Fp8Attention", expected, hint)
-        self.is_causal, self.causal_alignment, self.window, self.scale = is_causal, causal_alignment, window, scale
+        self.is_causal, self.causal_alignment, self.window_size, self.scale = (
+            is_causal,
+            causal_alignment,
+            window_size,
+            scale,
+        )
         self.scaling = Fp8Scaling() if scaling is None else scaling
         _owners[self.scaling] = weakref.ref(self)
 
@@ -89,7 +94,7 @@ class Fp8Attention(nn.Module):
             scaling=self.scaling,
             is_causal=self.is_causal,
             causal_alignment=self.causal_alignment,
-            window=self.window,
+            window_size=self.window_size,
             scale=self.scale,
             seq_lens_q=seq_lens_q,
             seq_lens_kv=seq_lens_kv,
@@ -98,7 +103,7 @@ class Fp8Attention(nn.Module):
     def extra_repr(self) -> str:
         """The arguments that it was made with."""
         return (
-            f"is_causal={self.is_causal}, causal_alignment={self.causal_alignment!r}, window={self.window}, "
+            f"is_causal={self.is_causal}, causal_alignment={self.causal_alignment!r}, window_size={self.window_size}, "
             f"scale={self.scale}"
         )
 

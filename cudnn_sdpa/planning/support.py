@@ -106,9 +106,9 @@ def support(
         cudnn: Version such as "9.19.0", or 91900; the version that is installed if not given.
         target: In place of both, a GPU that cuDNN plans for: a name such as "h200", or the path of a file that
             `python -m cudnn_sdpa device --json` wrote.
-        **options: As when calling, such as `is_causal=True`, `window=(256, 0)` or `dropout_p=0.1`. For `attn_mask`,
-            `sinks`, `seq_lens_q` and `seq_lens_kv`, which are tensors, True says that there is one, and for
-            `attn_mask` "grad" that its gradient is wanted too.
+        **options: As when calling, such as `is_causal=True`, `window_size=(256, 0)` or `dropout_p=0.1`. For
+            `attn_mask`, `sinks`, `seq_lens_q` and `seq_lens_kv`, which are tensors, True says that there is one, and
+            for `attn_mask` "grad" that its gradient is wanted too.
 
     Returns:
         A `Support`, which is true or false; `print` shows the reasons.
@@ -277,7 +277,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "no option": {},
     "causal": {"is_causal": True, "causal_alignment": TOP_LEFT},
     "causal, bottom-right": {"is_causal": True, "causal_alignment": BOTTOM_RIGHT},
-    "window": {"window": (256, 0), "causal_alignment": BOTTOM_RIGHT},
+    "window_size": {"window_size": (256, 0), "causal_alignment": BOTTOM_RIGHT},
     "true lengths": {"seq_lens_q": True, "seq_lens_kv": True},
     "attn_mask": {"attn_mask": True},
     "attn_mask, bottom-right causal, true lengths": {

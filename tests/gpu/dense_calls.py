@@ -37,7 +37,7 @@ class Config:
     scale: float
     is_causal: bool = False
     causal_alignment: str = "top_left"
-    window: tuple[int, int] | None = None
+    window_size: tuple[int, int] | None = None
     softcap: float | None = None
     alibi: bool = False
     sinks: bool = False
@@ -134,7 +134,7 @@ def magnitudes(
 
 def options(c: Config) -> dict:
     """The options of the call that are no tensors."""
-    names = ["scale", "is_causal", "causal_alignment", "window", "softcap", "alibi", "dropout_p", "deterministic"]
+    names = ["scale", "is_causal", "causal_alignment", "window_size", "softcap", "alibi", "dropout_p", "deterministic"]
     return {name: getattr(c, name) for name in names}
 
 
@@ -148,7 +148,7 @@ def dropped(c: Config, t: dict[str, Tensor | None]) -> Tensor:
         for column in range(first, min(first + 128, c.skv)):
             unit[:, :, column, column - first] = 1
         torch.cuda.set_rng_state(state)
-        same = {"is_causal": c.is_causal, "causal_alignment": c.causal_alignment, "window": c.window}
+        same = {"is_causal": c.is_causal, "causal_alignment": c.causal_alignment, "window_size": c.window_size}
         same = {} if c.lengths else same  # only without lengths are queries left out of the plan
         out = cudnn_sdpa.sdpa(t["q"] * 0, t["k"], unit, dropout_p=c.dropout_p, **same)
         parts.append(out > 0)

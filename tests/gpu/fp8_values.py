@@ -145,7 +145,7 @@ def seen(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
         for x, n in zip(given, (sq, skv), strict=True)
     )
     diagonal = row + (nk - nq) if options.get("causal_alignment") == "bottom_right" else row
-    left, right = options.get("window") or (-1, -1)
+    left, right = options.get("window_size") or (-1, -1)
     right = 0 if options.get("is_causal") else right
     result = (row < nq) & (column < nk)
     if left >= 0:
@@ -180,7 +180,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 def arguments(of: Problem, options: dict[str, Any]) -> ForwardArguments:
     """The call as the emulation takes it."""
     options = dict(options)
-    left, right = options.pop("window", None) or (-1, -1)
+    left, right = options.pop("window_size", None) or (-1, -1)
     return ForwardArguments(*of[:3], window_left=left, window_right=right, with_lse=True, **options)
 
 

@@ -63,11 +63,11 @@ def seen(module: Any, sq: int, skv: int, lens_q: list[int], lens_kv: list[int], 
     rows, columns = torch.arange(sq, device=device)[:, None], torch.arange(skv, device=device)[None]
     found = []
     for nq, nk in zip(lens_q, lens_kv, strict=True):
-        diagonal = rows + (nk - nq if module.is_causal or module.window else 0)
+        diagonal = rows + (nk - nq if module.is_causal or module.window_size else 0)
         here = (rows < nq) & (columns < nk)
         if module.is_causal:
             here = here & (columns <= diagonal)
-        left, right = module.window or (-1, -1)
+        left, right = module.window_size or (-1, -1)
         here = here & (columns >= diagonal - left) if left >= 0 else here
         found.append(here & (columns <= diagonal + right) if right >= 0 else here)
     return torch.stack(found)[:, None]

@@ -28,7 +28,7 @@ class Config:
     views: str
     is_causal: bool = False
     causal_alignment: str = "bottom_right"
-    window: tuple[int, int] | None = None
+    window_size: tuple[int, int] | None = None
     softcap: float | None = None
     sinks: bool = False
     dropout_p: float = 0.0
@@ -80,7 +80,7 @@ def expected(c: Config, t: dict[str, Tensor | None]) -> tuple[Tensor, Tensor, di
             continue
         one = dense_calls.Config(
             *(c.number, c.dtype, 1, c.heads, sq, skv, c.dims, (), "", c.scale, c.is_causal, c.causal_alignment),
-            *(c.window, c.softcap, False, c.sinks),
+            *(c.window_size, c.softcap, False, c.sinks),
         )
         where = {"q": rows, "k": columns, "v": columns, "grad_out": rows}
         part = {name: t[name][place].transpose(0, 1).unsqueeze(0) for name, place in where.items()}
@@ -111,7 +111,7 @@ def check(c: Config) -> list[str]:
     for name in ("q", "k", "v", "grad_out"):
         poison(tuple(t[name].shape), dtype=c.dtype)
     poison(t["q"].shape[:2], dtype=torch.float32)
-    names = ("is_causal", "causal_alignment", "window", "scale", "dropout_p", "softcap", "deterministic")
+    names = ("is_causal", "causal_alignment", "window_size", "scale", "dropout_p", "softcap", "deterministic")
     out, lse = cudnn_sdpa.sdpa_varlen(
         *(t[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv")),
         *(max(c.lengths_q), max(c.lengths_kv)),

@@ -82,7 +82,7 @@ def ruled_out(case: generators.Case) -> UnsupportedError | None:
     """What the rules say about a call of `sdpa`, without running it."""
     options, tensors = case.options, {name: spec.make("meta") for name, spec in case.tensors.items()}
     side = {n: torch.empty(len(x), dtype=torch.int32, device="meta") for n, x in case.facts.items() if "len" in n}
-    left, right = options["window"] or (-1, -1)
+    left, right = options["window_size"] or (-1, -1)
     call = ForwardArguments(
         **tensors,
         **side,

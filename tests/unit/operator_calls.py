@@ -103,7 +103,7 @@ def _fp8_gradients(new: Inputs) -> None:
 ATTENTION: dict[str, Call] = {
     "sdpa": lambda new: sdpa(*new.qkv(), is_causal=True),
     "sdpa, with options": lambda new: sdpa(
-        *new.qkv(), window=(9, 3), scale=0.2, seq_lens_kv=new.ints(40, 21), return_lse=True
+        *new.qkv(), window_size=(9, 3), scale=0.2, seq_lens_kv=new.ints(40, 21), return_lse=True
     ),
     "sdpa, with a mask and sinks": lambda new: sdpa(
         *new.qkv(), attn_mask=new(4, 24, 40), sinks=new(4, dtype=torch.float32), return_lse=True

@@ -214,7 +214,7 @@ USAGE = [
     "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,64:int5",
     "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,64 --dtype tensor",
     "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,64 --target h9000",
-    "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,64 window=wide",
+    "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,64 window_size=wide",
     "explain sdpa q=1,8,64,64 k=1,8,64,64 v=1,8,64,64 scale=big",
     "explain sdpa q=1,8,64,64 k=1,3,64,64 v=1,3,64,64",
     "plans nothing",

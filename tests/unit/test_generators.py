@@ -84,10 +84,10 @@ def test_bounds_find_what_is_a_little_wrong():
 
 
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
-@pytest.mark.parametrize("window", [None, (0, -1), (2, 1), (-1, 0)])
-def test_what_queries_see_all_at_once_is_what_they_see_one_by_one(alignment, window):
+@pytest.mark.parametrize("window_size", [None, (0, -1), (2, 1), (-1, 0)])
+def test_what_queries_see_all_at_once_is_what_they_see_one_by_one(alignment, window_size):
     for is_causal in (False, True):
-        options = {"is_causal": is_causal, "causal_alignment": alignment, "window": window}
+        options = {"is_causal": is_causal, "causal_alignment": alignment, "window_size": window_size}
         options |= {"seq_lens_q": torch.tensor([3, 5, 0]), "seq_lens_kv": torch.tensor([7, 2, 4])}
         found = seen_keys(3, 5, 7, options)
         for b, (nq, nk) in enumerate(((3, 7), (5, 2), (0, 4))):

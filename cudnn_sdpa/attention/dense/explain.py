@@ -47,7 +47,7 @@ def describe_sdpa(
     *,
     is_causal: bool = False,
     causal_alignment: str = TOP_LEFT,
-    window: tuple[int, int] | None = None,
+    window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -61,7 +61,7 @@ def describe_sdpa(
     out: Tensor | None = None,
 ) -> Description:
     """What `sdpa` with these arguments runs on a GPU; tensors may also be on the CPU."""
-    left, right = arguments.window_bounds(window)
+    left, right = arguments.window_bounds(window_size)
     given = ForwardArguments(
         *(q, k, v, attn_mask, sinks, seq_lens_q, seq_lens_kv, None),
         *(is_causal, causal_alignment, left, right, scale, dropout_p, softcap, alibi),

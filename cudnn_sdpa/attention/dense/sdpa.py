@@ -81,7 +81,7 @@ def sdpa(
     *,
     is_causal: bool = ...,
     causal_alignment: str = ...,
-    window: tuple[int, int] | None = ...,
+    window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     attn_mask: Tensor | None = ...,
     dropout_p: float = ...,
@@ -104,7 +104,7 @@ def sdpa(
     *,
     is_causal: bool = ...,
     causal_alignment: str = ...,
-    window: tuple[int, int] | None = ...,
+    window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     attn_mask: Tensor | None = ...,
     dropout_p: float = ...,
@@ -127,7 +127,7 @@ def sdpa(
     *,
     is_causal: bool = ...,
     causal_alignment: str = ...,
-    window: tuple[int, int] | None = ...,
+    window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     attn_mask: Tensor | None = ...,
     dropout_p: float = ...,
@@ -149,7 +149,7 @@ def sdpa(
     *,
     is_causal: bool = False,
     causal_alignment: str = "top_left",
-    window: tuple[int, int] | None = None,
+    window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     attn_mask: Tensor | None = None,
     dropout_p: float = NO_DROPOUT,
@@ -181,8 +181,8 @@ def sdpa(
         causal_alignment: Where the diagonal lies, for the causal mask and for windows. "top_left": query i stands at
             key i. "bottom_right": the last query stands at the last key, by each sequence's true lengths, as decoding
             with a cache needs it.
-        window: (left, right): a query sees the keys from `left` before to `right` after the diagonal, as FlashAttention
-            counts them; -1 is no bound. A causal mask makes right 0.
+        window_size: (left, right): a query sees the keys from `left` before to `right` after the diagonal, as
+            FlashAttention counts them; -1 is no bound. A causal mask makes right 0.
         scale: Factor of the scores, at most 65,536 in size; None is 1/sqrt(D). Data, not part of the plan. One of 0 or
             less costs a copy of q.
         attn_mask: Broadcastable to (B, Hq, Sq, Skv). Booleans, True for keys that are seen (costs a conversion to a
@@ -222,7 +222,7 @@ def sdpa(
         >>> import torch, cudnn_sdpa
         >>> q = torch.randn(2, 8, 16, 64, requires_grad=True)  # on a GPU: device="cuda", dtype=torch.bfloat16
         >>> k = v = torch.randn(2, 2, 16, 64)
-        >>> cudnn_sdpa.sdpa(q, k, v, is_causal=True, window=(4, 0)).sum().backward()
+        >>> cudnn_sdpa.sdpa(q, k, v, is_causal=True, window_size=(4, 0)).sum().backward()
         >>> q.grad.shape
         torch.Size([2, 8, 16, 64])
 
@@ -234,7 +234,7 @@ def sdpa(
         autograd_checks.refuse_context_parallel("sdpa")
     if not is_compiling() and (
         # Is it a plain call, of which `Last` knows all options? Chains of identities take a tenth of a microsecond.
-        window is attn_mask is softcap is sinks is None  # type: ignore[comparison-overlap]
+        window_size is attn_mask is softcap is sinks is None  # type: ignore[comparison-overlap]
         and seq_lens_q is deterministic is out is None  # type: ignore[comparison-overlap]
         and dropout_p is NO_DROPOUT
         and alibi is False
@@ -267,7 +267,7 @@ def sdpa(
             found = fast_path.find(q, k, v, seq_lens_kv, is_causal, causal_alignment, as_float(scale), return_lse)
             if found is not None:
                 return found(q, k, v, seq_lens_kv, None)
-    left, right = (UNBOUNDED, UNBOUNDED) if window is None else arguments.window_bounds(window)
+    left, right = (UNBOUNDED, UNBOUNDED) if window_size is None else arguments.window_bounds(window_size)
     scale = None if scale is None else as_float(scale)
     dropout_p = dropout_p if type(dropout_p) is float else as_float(dropout_p)
     softcap = None if softcap is None else as_float(softcap)

@@ -40,7 +40,7 @@ def describe_sdpa_fp8(
     *,
     is_causal: bool = False,
     causal_alignment: str = TOP_LEFT,
-    window: tuple[int, int] | None = None,
+    window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     seq_lens_q: Tensor | None = None,
     seq_lens_kv: Tensor | None = None,
@@ -51,7 +51,7 @@ def describe_sdpa_fp8(
 ) -> Description:
     """What `sdpa_fp8` with these arguments runs on a GPU; tensors may also be on the CPU."""
     of = sdpa_fp8_module.forward_of(
-        *(q, k, v, scales, is_causal, causal_alignment, window, scale, seq_lens_q, seq_lens_kv),
+        *(q, k, v, scales, is_causal, causal_alignment, window_size, scale, seq_lens_q, seq_lens_kv),
         *(page_table, page_table_v, out_dtype, return_lse),
     )
     memory.check_strides(q, k, v)
@@ -78,7 +78,7 @@ def describe_sdpa_fp8_backward(
     *,
     is_causal: bool = False,
     causal_alignment: str = TOP_LEFT,
-    window: tuple[int, int] | None = None,
+    window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     seq_lens_q: Tensor | None = None,
     seq_lens_kv: Tensor | None = None,
@@ -86,7 +86,21 @@ def describe_sdpa_fp8_backward(
 ) -> Description:
     """The same of `sdpa_fp8_backward`."""
     of = sdpa_fp8_module.backward_of(
-        *(grad_out, q, k, v, out, lse, scales, is_causal, causal_alignment, window, scale, seq_lens_q, seq_lens_kv),
+        *(
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            scales,
+            is_causal,
+            causal_alignment,
+            window_size,
+            scale,
+            seq_lens_q,
+            seq_lens_kv,
+        ),
         deterministic,
     )
     memory.check_strides(q, k, v)
@@ -123,7 +137,7 @@ def describe_fp8_attention(
     scaling: Fp8Scaling | None = None,
     is_causal: bool = False,
     causal_alignment: str = TOP_LEFT,
-    window: tuple[int, int] | None = None,
+    window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     seq_lens_q: Tensor | None = None,
     seq_lens_kv: Tensor | None = None,
@@ -131,7 +145,7 @@ def describe_fp8_attention(
 ) -> Description:
     """What `fp8_attention` with these arguments runs on a GPU now; tensors may also be on the CPU."""
     fp8_arguments.check_types(q=q, k=k, v=v, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
-    left, right = arguments.window_bounds(window)
+    left, right = arguments.window_bounds(window_size)
     given = ForwardArguments(
         *(q, k, v, None, None, seq_lens_q, seq_lens_kv, None), *(is_causal, causal_alignment, left, right, scale)
     )

@@ -194,7 +194,7 @@ def fp8_attention(
     scaling: Fp8Scaling | None = None,
     is_causal: bool = False,
     causal_alignment: str = "top_left",
-    window: tuple[int, int] | None = None,
+    window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     seq_lens_q: Tensor | None = None,
     seq_lens_kv: Tensor | None = None,
@@ -224,7 +224,7 @@ def fp8_attention(
         scaling: The scales of this layer and what they come from.
         is_causal: Hide later keys from each query.
         causal_alignment: Where the diagonal lies: "top_left", or "bottom_right", the last query at the last key.
-        window: (left, right) bounds around the diagonal; -1 is no bound.
+        window_size: (left, right) bounds around the diagonal; -1 is no bound.
         scale: Factor of the scores, positive; None is 1/sqrt(D).
         seq_lens_q: The true numbers of queries, (B,) int32. Rows past them are zeros.
         seq_lens_kv: The same of keys.
@@ -250,7 +250,7 @@ def fp8_attention(
     options = {
         "is_causal": is_causal,
         "causal_alignment": causal_alignment,
-        "window": window,
+        "window_size": window_size,
         "scale": scale,
         "seq_lens_q": seq_lens_q,
         "seq_lens_kv": seq_lens_kv,
@@ -259,7 +259,7 @@ def fp8_attention(
         return _eager(q, k, v, scaling=scaling, grad_dtype=grad_dtype, **options)  # type: ignore[no-any-return]
     fp8_arguments.check_types(q=q, k=k, v=v, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
     q, k, v = cast_for_autocast(ForwardArguments(q, k, v))[:3]
-    left, right = arguments.window_bounds(window)
+    left, right = arguments.window_bounds(window_size)
     of = ForwardArguments(
         *(q, k, v, None, None, seq_lens_q, seq_lens_kv, None), *(is_causal, causal_alignment, left, right, scale)
     )

@@ -34,7 +34,7 @@ def sdpa_fp8(
     *,
     is_causal: bool = False,
     causal_alignment: str = "top_left",
-    window: tuple[int, int] | None = None,
+    window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     seq_lens_q: Tensor | None = None,
     seq_lens_kv: Tensor | None = None,
@@ -59,7 +59,7 @@ def sdpa_fp8(
         scales: The scales, each a float32 tensor of one element where q is.
         is_causal: Hide later keys from each query.
         causal_alignment: Where the diagonal lies: "top_left", or "bottom_right", the last query at the last key.
-        window: (left, right) bounds around the diagonal; -1 is no bound.
+        window_size: (left, right) bounds around the diagonal; -1 is no bound.
         scale: Factor of the scores, positive; None is 1/sqrt(D).
         seq_lens_q: The true numbers of queries, (B,) int32. Rows past them are zeros.
         seq_lens_kv: The same of keys.
@@ -95,7 +95,7 @@ def sdpa_fp8(
         True
     """
     optional = (seq_lens_q, seq_lens_kv, page_table, page_table_v)
-    options = (is_causal, causal_alignment, window, scale, out_dtype, return_lse)
+    options = (is_causal, causal_alignment, window_size, scale, out_dtype, return_lse)
     is_eager = not is_compiling()
     if is_eager and type(scales) is Fp8Scales:
         known = fast_path.find(launch.calls, (q, k, v, *scales), optional, options)
@@ -130,7 +130,7 @@ def sdpa_fp8_backward(
     *,
     is_causal: bool = False,
     causal_alignment: str = "top_left",
-    window: tuple[int, int] | None = None,
+    window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     seq_lens_q: Tensor | None = None,
     seq_lens_kv: Tensor | None = None,
@@ -155,7 +155,7 @@ def sdpa_fp8_backward(
             `scale_o`.
         is_causal: As in the forward pass.
         causal_alignment: As in the forward pass.
-        window: As in the forward pass.
+        window_size: As in the forward pass.
         scale: As in the forward pass.
         seq_lens_q: As in the forward pass. Gradients past them are zeros.
         seq_lens_kv: The same of keys.
@@ -186,7 +186,7 @@ def sdpa_fp8_backward(
     is_eager = not is_compiling()
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    options = (is_causal, causal_alignment, window, scale, deterministic)
+    options = (is_causal, causal_alignment, window_size, scale, deterministic)
     if is_eager and type(scales) is Fp8BackwardScales:
         known = fast_path.find(launch.backward_calls, (*tensors, *scales), lengths, options)
         if known is not None:
@@ -225,7 +225,7 @@ def forward_of(
     scales: Fp8Scales,
     is_causal: bool,
     causal_alignment: str,
-    window: tuple[int, int] | None,
+    window_size: tuple[int, int] | None,
     scale: float | None,
     seq_lens_q: Tensor | None,
     seq_lens_kv: Tensor | None,
@@ -239,7 +239,7 @@ def forward_of(
     fp8_arguments.check_scales_type(scales, Fp8Scales)
     if not isinstance(return_lse, bool):
         raise OptionError("return_lse", repr(return_lse), "True or False")
-    left, right = arguments.window_bounds(window)
+    left, right = arguments.window_bounds(window_size)
     call = ForwardArguments(
         *(q, k, v, None, None, seq_lens_q, seq_lens_kv, None),
         *(is_causal, causal_alignment, left, right, scale),
@@ -261,7 +261,7 @@ def backward_of(
     scales: Fp8BackwardScales,
     is_causal: bool,
     causal_alignment: str,
-    window: tuple[int, int] | None,
+    window_size: tuple[int, int] | None,
     scale: float | None,
     seq_lens_q: Tensor | None,
     seq_lens_kv: Tensor | None,
@@ -272,7 +272,7 @@ def backward_of(
         grad_out=grad_out, q=q, k=k, v=v, out=out, lse=lse, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv
     )
     fp8_arguments.check_scales_type(scales, Fp8BackwardScales)
-    left, right = arguments.window_bounds(window)
+    left, right = arguments.window_bounds(window_size)
     call = ForwardArguments(
         *(q, k, v, None, None, seq_lens_q, seq_lens_kv, None),
         *(is_causal, causal_alignment, left, right, scale),

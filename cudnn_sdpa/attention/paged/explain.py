@@ -36,7 +36,7 @@ def describe_paged(
     page_layout: str = HND,
     is_causal: bool = True,
     causal_alignment: str = BOTTOM_RIGHT,
-    window: tuple[int, int] | None = None,
+    window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -44,7 +44,7 @@ def describe_paged(
     out: Tensor | None = None,
 ) -> Description:
     """What `sdpa_paged` with these arguments runs on a GPU."""
-    left, right = arguments.window_bounds(window)
+    left, right = arguments.window_bounds(window_size)
     k, v = in_heads_order(k_pages, page_layout), in_heads_order(v_pages, page_layout)
     table_v = page_table if page_table_v is None else page_table_v
     call = PagedArguments._make(

@@ -21,7 +21,7 @@ def check_count(name: str, count: Any, least: int = 0) -> None:
 
 
 #: What `PagedKVCache.attend` takes of the options of `sdpa_paged`.
-OPTIONS = frozenset({"is_causal", "causal_alignment", "window", "scale", "softcap", "sinks", "return_lse", "out"})
+OPTIONS = frozenset({"is_causal", "causal_alignment", "window_size", "scale", "softcap", "sinks", "return_lse", "out"})
 
 
 def refuse_options(options: dict[str, Any]) -> NoReturn:

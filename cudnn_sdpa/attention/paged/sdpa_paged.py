@@ -75,7 +75,7 @@ def sdpa_paged(
     page_layout: str = ...,
     is_causal: bool = ...,
     causal_alignment: str = ...,
-    window: tuple[int, int] | None = ...,
+    window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
     sinks: Tensor | None = ...,
@@ -97,7 +97,7 @@ def sdpa_paged(
     page_layout: str = ...,
     is_causal: bool = ...,
     causal_alignment: str = ...,
-    window: tuple[int, int] | None = ...,
+    window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
     sinks: Tensor | None = ...,
@@ -119,7 +119,7 @@ def sdpa_paged(
     page_layout: str = ...,
     is_causal: bool = ...,
     causal_alignment: str = ...,
-    window: tuple[int, int] | None = ...,
+    window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
     sinks: Tensor | None = ...,
@@ -140,7 +140,7 @@ def sdpa_paged(
     page_layout: str = HND,
     is_causal: bool = True,
     causal_alignment: str = "bottom_right",
-    window: tuple[int, int] | None = None,
+    window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -177,7 +177,7 @@ def sdpa_paged(
         page_layout: "HND" or "NHD".
         is_causal: Hide later keys from each query.
         causal_alignment: Where the diagonal lies: "bottom_right", the last query at the last key, or "top_left".
-        window: (left, right) bounds around the diagonal; -1 is no bound.
+        window_size: (left, right) bounds around the diagonal; -1 is no bound.
         scale: Factor of the scores; None is 1/sqrt(D).
         softcap: Scores become softcap · tanh(score / softcap).
         sinks: Attention sinks (Hq,) float32.
@@ -205,7 +205,7 @@ def sdpa_paged(
     Kwon et al., 2023).
     """
     if not is_compiling() and (
-        page_table_v is seq_lens_q is window is softcap is sinks is out is None  # type: ignore[comparison-overlap]
+        page_table_v is seq_lens_q is window_size is softcap is sinks is out is None  # type: ignore[comparison-overlap]
     ):
         # The step before this one again? Saves checks and signature, 50 µs.
         served: CachedCalls | None = launch.calls.last
@@ -236,7 +236,7 @@ def sdpa_paged(
             if not (of_q | of_k | of_v) & MISALIGNED and of_q and of_k and of_v and table and lengths:
                 found = last.prepared.run_plain(of_q, of_k, of_v, table, lengths)
                 return (found[0], found[1]) if return_lse else found[0]
-    left, right = arguments.window_bounds(window)
+    left, right = arguments.window_bounds(window_size)
     k, v = in_heads_order(k_pages, page_layout), in_heads_order(v_pages, page_layout)
     table_v = page_table if page_table_v is None else page_table_v
     call = PagedArguments._make(

@@ -109,11 +109,11 @@ def _keys(call: PagedArguments, target: Target) -> Iterator[PlanKey]:
 
 def _options(options: dict[str, Any]) -> dict[str, Any]:
     """Options of `attend` as those of `PagedArguments`, without data."""
-    left, right = arguments.window_bounds(options.get("window"))
-    known = {"is_causal", "causal_alignment", "window", "scale", "softcap", "sinks", "return_lse"}
+    left, right = arguments.window_bounds(options.get("window_size"))
+    known = {"is_causal", "causal_alignment", "window_size", "scale", "softcap", "sinks", "return_lse"}
     for name in options.keys() - known:
         raise OptionError(name, "an argument", f"one of {', '.join(sorted(known))}", "It has no part in a plan.")
-    others = {name: value for name, value in options.items() if name != "window"}
+    others = {name: value for name, value in options.items() if name != "window_size"}
     data = {name: torch.empty_like(x, device=_META) if isinstance(x, Tensor) else x for name, x in others.items()}
     return {"window_left": left, "window_right": right} | {_NAMES.get(name, name): x for name, x in data.items()}
 

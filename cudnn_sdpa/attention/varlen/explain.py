@@ -39,7 +39,7 @@ def describe_varlen(
     *,
     is_causal: bool = False,
     causal_alignment: str = BOTTOM_RIGHT,
-    window: tuple[int, int] | None = None,
+    window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     softcap: float | None = None,
@@ -49,7 +49,7 @@ def describe_varlen(
     out: Tensor | None = None,
 ) -> Description:
     """What `sdpa_varlen` with these arguments runs on a GPU."""
-    left, right = arguments.window_bounds(window)
+    left, right = arguments.window_bounds(window_size)
     max_seqlen_q, max_seqlen_kv = arguments.as_int(max_seqlen_q), arguments.as_int(max_seqlen_kv)
     given = VarlenArguments(
         *(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, None, max_seqlen_q, max_seqlen_kv),

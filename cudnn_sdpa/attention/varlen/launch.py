@@ -163,13 +163,13 @@ def packed(call: VarlenArguments, rows: tuple[int, int] | None = None) -> Varlen
     max_seqlen_kv = length_bucket(call.max_seqlen_kv, k.shape[0], tight=tight)
     longest = min(call.max_seqlen_q, call.q.shape[0]), min(call.max_seqlen_kv, call.k.shape[0])
     alignment = TOP_LEFT if call.shared_cu_seqlens else call.causal_alignment
-    window = (call.window_left, call.window_right)
+    window_size = (call.window_left, call.window_right)
     return VarlenSpec(
         *(q, k, v),
         sequence_bucket(call.cu_seqlens_q.shape[0] - 1),
         max_seqlen_q,
         max_seqlen_kv,
-        normalize_mask(call.is_causal, alignment, window, *longest, has_lengths=True),
+        normalize_mask(call.is_causal, alignment, window_size, *longest, has_lengths=True),
         call.shared_cu_seqlens,
         call.sinks is not None,
         float(call.dropout_p),

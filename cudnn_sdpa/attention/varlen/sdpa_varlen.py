@@ -33,7 +33,7 @@ def sdpa_varlen(
     *,
     is_causal: bool = ...,
     causal_alignment: str = ...,
-    window: tuple[int, int] | None = ...,
+    window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     dropout_p: float = ...,
     softcap: float | None = ...,
@@ -56,7 +56,7 @@ def sdpa_varlen(
     *,
     is_causal: bool = ...,
     causal_alignment: str = ...,
-    window: tuple[int, int] | None = ...,
+    window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     dropout_p: float = ...,
     softcap: float | None = ...,
@@ -79,7 +79,7 @@ def sdpa_varlen(
     *,
     is_causal: bool = ...,
     causal_alignment: str = ...,
-    window: tuple[int, int] | None = ...,
+    window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     dropout_p: float = ...,
     softcap: float | None = ...,
@@ -101,7 +101,7 @@ def sdpa_varlen(
     *,
     is_causal: bool = False,
     causal_alignment: str = "bottom_right",
-    window: tuple[int, int] | None = None,
+    window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     softcap: float | None = None,
@@ -134,7 +134,7 @@ def sdpa_varlen(
         is_causal: Hide later keys from each query.
         causal_alignment: Where the diagonal lies: "bottom_right", the last query of a sequence at its last key, or
             "top_left".
-        window: (left, right) bounds around the diagonal; -1 is no bound.
+        window_size: (left, right) bounds around the diagonal; -1 is no bound.
         scale: Factor of the scores, at most 65,536 in size; None is 1/sqrt(D).
         dropout_p: Share of the weights that is dropped.
         softcap: Limit of the scores.
@@ -161,7 +161,7 @@ def sdpa_varlen(
     """
     if functional.scaled_dot_product_attention is not autograd_checks.PYTORCHS:
         autograd_checks.refuse_context_parallel("sdpa_varlen")
-    left, right = arguments.window_bounds(window)
+    left, right = arguments.window_bounds(window_size)
     scale = None if scale is None else as_float(scale)
     dropout_p = dropout_p if type(dropout_p) is float else as_float(dropout_p)
     softcap = None if softcap is None else as_float(softcap)

@@ -21,7 +21,7 @@ def leaves(sq=200, skv=130):
 OPTIONS = {
     "plain": {},
     "causal": {"is_causal": True},
-    "window and soft cap": {"window": (60, 20), "softcap": 8.0},
+    "window and soft cap": {"window_size": (60, 20), "softcap": 8.0},
     "sinks and mask": {"sinks": True, "attn_mask": True},
     "lengths": {"lengths": True},
 }
@@ -89,7 +89,7 @@ def test_the_right_share_is_dropped(heads, dropout_p):
         {},
         {"is_causal": False, "heads": (6, 6), "dtype": torch.float16},
         {"sq": 129, "skv": 200, "dims": (128, 128)},
-        {"window": (30, 0)},
+        {"window_size": (30, 0)},
         {"lengths": "q kv"},
         {"mask": "float", "mask_shape": (2, 1, 64, 96), "mask_grad": True},
         {"mask": "bool", "mask_shape": (64, 96), "sinks": True},

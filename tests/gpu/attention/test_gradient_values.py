@@ -37,7 +37,7 @@ def test_a_very_negative_log_sum_exp(sq, skv):
     [
         {"is_causal": True},
         {"is_causal": True, "causal_alignment": "bottom_right"},
-        {"window": (40, 3)},
+        {"window_size": (40, 3)},
         {"mask": "float", "mask_shape": (2, 4, 192, 200), "mask_grad": True},
         {"lengths": "q kv"},
         {"deterministic": True},

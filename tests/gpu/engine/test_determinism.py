@@ -20,7 +20,7 @@ CASES = {
     "grouped heads": ((8, 2), {}),
     "causal": ((4, 4), {"is_causal": True}),
     "bottom-right": ((4, 1), {"is_causal": True, "causal_alignment": "bottom_right"}),
-    "window": ((4, 2), {"is_causal": True, "window": (300, 0)}),
+    "window_size": ((4, 2), {"is_causal": True, "window_size": (300, 0)}),
     "sinks": ((4, 2), {"is_causal": True, "sinks": True}),
     "lengths": ((4, 2), {"lengths": True}),
     "mask": ((4, 2), {"attn_mask": True}),
@@ -166,7 +166,7 @@ def deterministic_algorithms():
     torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
-OPTIONS = {"plain": {}, "window": {"window": (50, 3)}, "scale": {"scale": -0.2}}
+OPTIONS = {"plain": {}, "window_size": {"window_size": (50, 3)}, "scale": {"scale": -0.2}}
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, "varlen"])

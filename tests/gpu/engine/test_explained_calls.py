@@ -37,7 +37,7 @@ DENSE = {
     "plain": {},
     "causal": {"is_causal": True, "return_lse": True},
     "blind rows": {"is_causal": True, "causal_alignment": "bottom_right"},
-    "window, lengths": {"window": (64, 8), "seq_lens": True},
+    "window, lengths": {"window_size": (64, 8), "seq_lens": True},
     "mask, sinks": {"attn_mask": (8, 200, 333), "sinks": True},
     "soft cap": {"softcap": 5.0, "is_causal": True},
     "negative scale": {"scale": -0.1, "is_causal": True},

@@ -44,7 +44,9 @@ def assert_right(leaves, grad_out, out, found):
         assert error(a.detach(), b.detach()) < 2 * TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("options", [{}, {"return_lse": False, "window": (500, 500)}], ids=["plain", "window"])
+@pytest.mark.parametrize(
+    "options", [{}, {"return_lse": False, "window_size": (500, 500)}], ids=["plain", "window_size"]
+)
 @pytest.mark.parametrize("layout", ["bshd", "packed", "padded"])
 @pytest.mark.parametrize("hooked_first", [True, False])
 def test_offloaded_tensors_come_back_in_another_layout(layout, hooked_first, options):

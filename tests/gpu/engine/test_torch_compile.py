@@ -88,7 +88,7 @@ def test_opcheck(with_lengths):
 
 TRAINING = {
     "plain": lambda q, k, v, *_: cudnn_sdpa.sdpa(q * 1.5, k, v, is_causal=True),
-    "window": lambda q, k, v, *_: cudnn_sdpa.sdpa(q * 1.5, k, v, window=(9, 3)),
+    "window_size": lambda q, k, v, *_: cudnn_sdpa.sdpa(q * 1.5, k, v, window_size=(9, 3)),
     "mask": lambda q, k, v, mask, _: cudnn_sdpa.sdpa(q * 1.5, k, v, attn_mask=mask),
     "mask and sinks": lambda q, k, v, mask, sinks: cudnn_sdpa.sdpa(q * 1.5, k, v, attn_mask=mask, sinks=sinks),
     "drop-in": lambda q, k, v, mask, _: cudnn_sdpa.scaled_dot_product_attention(

@@ -86,7 +86,7 @@ CASES = {
     "causal": {},
     "bottom-right": {"causal_alignment": "bottom_right"},
     "blind rows": {"causal_alignment": "bottom_right", "sq": 120},
-    "window": {"is_causal": False, "window": (30, 5)},
+    "window_size": {"is_causal": False, "window_size": (30, 5)},
     "boolean mask": {"is_causal": False, "mask": "bool", "mask_shape": (2, 1, 64, 96)},
     "mask": {"is_causal": False, "mask": "float", "mask_shape": (2, 4, 64, 96), "mask_grad": True},
     "mask of a row": {"mask": "float32", "mask_shape": (1, 96), "mask_grad": True},

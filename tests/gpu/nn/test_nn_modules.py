@@ -61,10 +61,10 @@ def numbers(*shape):
         {},
         {"bias": True, "num_kv_heads": 2},
         {"is_causal": True, "num_kv_heads": 1, "rope": True},
-        {"is_causal": True, "window": (40, 0), "rope": "interleaved"},
+        {"is_causal": True, "window_size": (40, 0), "rope": "interleaved"},
         {"is_causal": True, "sinks": True, "num_kv_heads": 2, "scale": 0.2},
         {"is_causal": True, "softcap": 20.0},
-        {"window": (30, 20)},
+        {"window_size": (30, 20)},
     ],
     ids=lambda options: "+".join(options) or "plain",
 )
@@ -144,7 +144,7 @@ def test_a_vision_encoder_in_float32_runs_under_autocast():
 @torch.no_grad()
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": (20, 0)}, {"sinks": True}, {"window": (20, 0), "sinks": True}],
+    [{}, {"window_size": (20, 0)}, {"sinks": True}, {"window_size": (20, 0), "sinks": True}],
     ids=lambda options: "+".join(options) or "plain",
 )
 @pytest.mark.parametrize("kind", ["static", "paged"])

@@ -20,7 +20,7 @@ CASES = {
     "plain": {"is_causal": False},
     "causal": {},
     "blind rows": {"causal_alignment": "bottom_right", "sq": 120},
-    "window": {"is_causal": False, "window": (30, 5)},
+    "window_size": {"is_causal": False, "window_size": (30, 5)},
     "mask": {"is_causal": False, "mask": "float", "mask_shape": (2, 4, 64, 96), "mask_grad": True},
     "sinks": {"sinks": True},
     "lengths": {"lengths": "q kv"},

@@ -91,12 +91,12 @@ def test_random_calls_are_right(bucketed, numbers):  # noqa: ARG001
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-@pytest.mark.parametrize("window", [(40, 0), (40, 8), (-1, 30)], ids=str)
-def test_windows(bucketed, layout, window):  # noqa: ARG001
-    left, right = window
+@pytest.mark.parametrize("window_size", [(40, 0), (40, 8), (-1, 30)], ids=str)
+def test_windows(bucketed, layout, window_size):  # noqa: ARG001
+    left, right = window_size
     for rows in (30, 100, 333):
         q, k, v = inputs(rows, layout)
-        found = sdpa(q, k, v, window=window)
+        found = sdpa(q, k, v, window_size=window_size)
         after = torch.arange(rows, device="cuda") - torch.arange(rows, device="cuda").unsqueeze(1)
         seen = (after <= right) & (after >= -(left if left >= 0 else rows))
         scores = q.double() @ k.repeat_interleave(4, 1).double().mT * 64**-0.5
@@ -170,13 +170,13 @@ def test_a_call_that_must_not_change_gets_its_own_plan(tiered):  # noqa: ARG001
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("rows", [(300, 100), (100, 300), (1, 300), (77, 1)], ids=str)
-@pytest.mark.parametrize("window", [(40, 0), (-1, 30), (10, 5)], ids=str)
+@pytest.mark.parametrize("window_size", [(40, 0), (-1, 30), (10, 5)], ids=str)
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
-def test_windows_on_rectangles(bucketed, layout, rows, window, alignment):  # noqa: ARG001
+def test_windows_on_rectangles(bucketed, layout, rows, window_size, alignment):  # noqa: ARG001
     q, k, v = inputs(rows, layout)
     poison(tuple(q.shape), dtype=q.dtype)
-    found = sdpa(q, k, v, window=window, causal_alignment=alignment)
-    left, right = window
+    found = sdpa(q, k, v, window_size=window_size, causal_alignment=alignment)
+    left, right = window_size
     shift = rows[1] - rows[0] if alignment == "bottom_right" else 0
     after = torch.arange(rows[1], device="cuda") - torch.arange(rows[0], device="cuda").unsqueeze(1) - shift
     seen = (after <= right) & (after >= -(left if left >= 0 else 10_000))

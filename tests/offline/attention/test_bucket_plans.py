@@ -14,7 +14,7 @@ from cudnn_sdpa.offline.planner import engine_offline, plan_offline
 CALLS = {
     "plain": {},
     "causal": {"is_causal": True},
-    "window": {"is_causal": True, "window_left": 40},
+    "window_size": {"is_causal": True, "window_left": 40},
     "window both ways": {"window_left": 40, "window_right": 8},
     "bottom-right": {"rows": (100, 300), "is_causal": True, "causal_alignment": "bottom_right"},
     "single query": {"rows": (1, 300)},

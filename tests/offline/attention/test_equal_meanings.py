@@ -18,15 +18,21 @@ LAST = (None, 0, True)
 
 # Queries, keys, one way to say it, the simple way, and the band that the first way says word by word.
 MEANINGS = {
-    "a window as wide as the sequence": (256, 256, {"window": (255, 255)}, {}, (255, 255, False)),
-    "a window wider than the sequence": (200, 256, {"window": (5000, 5000)}, {}, (5000, 5000, False)),
-    "causal within a window as wide": (256, 256, {"is_causal": True, "window": (255, -1)}, {"is_causal": True}, None),
-    "a window that ends at the diagonal": (256, 256, {"window": (-1, 0)}, {"is_causal": True}, None),
+    "a window as wide as the sequence": (256, 256, {"window_size": (255, 255)}, {}, (255, 255, False)),
+    "a window wider than the sequence": (200, 256, {"window_size": (5000, 5000)}, {}, (5000, 5000, False)),
+    "causal within a window as wide": (
+        256,
+        256,
+        {"is_causal": True, "window_size": (255, -1)},
+        {"is_causal": True},
+        None,
+    ),
+    "a window that ends at the diagonal": (256, 256, {"window_size": (-1, 0)}, {"is_causal": True}, None),
     "one query, the last": (1, 4096, {"is_causal": True, "causal_alignment": "bottom_right"}, {}, LAST),
     "one query with a window over all keys": (
         1,
         4096,
-        {"is_causal": True, "causal_alignment": "bottom_right", "window": (4095, 0)},
+        {"is_causal": True, "causal_alignment": "bottom_right", "window_size": (4095, 0)},
         {},
         (4095, 0, True),
     ),
@@ -40,8 +46,8 @@ MEANINGS = {
     "both alignments of a window in a square": (
         256,
         256,
-        {"window": (64, 16), "causal_alignment": "bottom_right"},
-        {"window": (64, 16)},
+        {"window_size": (64, 16), "causal_alignment": "bottom_right"},
+        {"window_size": (64, 16)},
         (64, 16, True),
     ),
 }
@@ -57,8 +63,8 @@ def keys(sq, skv, options, target) -> list[PlanKey]:
 
 
 def bounds(options):
-    left, right = options.get("window", (-1, -1))
-    return {name: value for name, value in options.items() if name != "window"} | {
+    left, right = options.get("window_size", (-1, -1))
+    return {name: value for name, value in options.items() if name != "window_size"} | {
         "window_left": left,
         "window_right": right,
     }

@@ -85,11 +85,11 @@ EVERYWHERE = {
     "bottom-right without lengths": {**BOTTOM, "sizes": LONGER},
     "bottom-right, fewer keys": {**BOTTOM, "sizes": (1024, 512), "return_lse": True},
     "bottom-right, odd": {**BOTTOM, "sizes": (77, 1001)},
-    "left window": {"window": (100, -1)},
-    "window": {"window": (100, 30)},
-    "causal window": {**CAUSAL, "window": (100, -1)},
-    "window, fewer keys": {**CAUSAL, "window": (100, -1), "sizes": (1024, 512)},
-    "bottom-right left window": {"window": (100, -1), "causal_alignment": "bottom_right", "sizes": LONGER},
+    "left window": {"window_size": (100, -1)},
+    "window_size": {"window_size": (100, 30)},
+    "causal window": {**CAUSAL, "window_size": (100, -1)},
+    "window, fewer keys": {**CAUSAL, "window_size": (100, -1), "sizes": (1024, 512)},
+    "bottom-right left window": {"window_size": (100, -1), "causal_alignment": "bottom_right", "sizes": LONGER},
     "lengths": {"lengths": "q kv"},
     "lengths of keys, causal": {**CAUSAL, "lengths": "kv", "return_lse": True},
     "odd lengths": {"sizes": (77, 1001)},
@@ -106,7 +106,7 @@ EVERYWHERE = {
 #: Others: for each GPU, in the order of `GPUS`, a part of the reason, or nothing where there is an engine.
 SOMEWHERE = {
     "bottom-right with lengths": ({**BOTTOM, "lengths": "kv"}, ("bottom-right", "", "")),
-    "bottom-right, narrow": ({**BOTTOM, "sizes": LONGER, "window": (100, -1)}, ("bottom-right", "", "")),
+    "bottom-right, narrow": ({**BOTTOM, "sizes": LONGER, "window_size": (100, -1)}, ("bottom-right", "", "")),
     "to bfloat16": ({"out_dtype": torch.bfloat16}, ("the output in FP8 attention is FP8", "", "is FP8")),
     "to float16": ({"out_dtype": torch.float16}, ("the output in FP8 attention is FP8", "", "is FP8")),
     "head dims 192 and 128": ({"dims": (192, 128)}, ("", "", "192 and 128 have no FP8 kernel")),
@@ -126,8 +126,8 @@ GRADIENTS = {
     "gradients in e5m2": ({"grad_dtype": E5M2}, ("", "")),
     "e5m2": ({"dtype": E5M2, "grad_dtype": E5M2}, ("", "")),
     "lengths": ({**CAUSAL, "lengths": "q kv"}, ("", "")),
-    "window": ({"window": (100, 3)}, ("", "")),
-    "causal window, fewer keys": ({**CAUSAL, "window": (100, -1), "sizes": (1024, 512)}, ("", "")),
+    "window_size": ({"window_size": (100, 3)}, ("", "")),
+    "causal window, fewer keys": ({**CAUSAL, "window_size": (100, -1), "sizes": (1024, 512)}, ("", "")),
     "odd lengths": ({**CAUSAL, "sizes": (77, 1001)}, ("", "")),
     "one query": ({"sizes": (1, 100)}, ("", "")),
     "bottom-right without lengths": ({**BOTTOM, "sizes": (500, 1001)}, ("", "")),
@@ -197,7 +197,7 @@ PAGED = {
     "two queries": ({"sq": 2}, ("", "", "")),
     "head dim 64": ({"dims": (64, 64)}, ("", "", "")),
     "head dims 192 and 128": ({"dims": (192, 128)}, ("", "", "192 and 128 have no")),
-    "window": ({"window": (100, -1)}, ("", "", "")),
+    "window_size": ({"window_size": (100, -1)}, ("", "", "")),
     "bottom-right": (BOTTOM, ("bottom-right", "", "")),
     "bfloat16": ({"out_dtype": torch.bfloat16}, ("is FP8", "", "is FP8")),
 }
@@ -244,12 +244,14 @@ def test_it_compiles(gpu, gradients):
 
 
 def test_the_key_holds_layouts_and_options_and_no_scale():
-    key, _ = key_and_properties("h200", describe_forward, {**CAUSAL, "window": (9, -1), "return_lse": True})
+    key, _ = key_and_properties("h200", describe_forward, {**CAUSAL, "window_size": (9, -1), "return_lse": True})
     assert key.option_values == {"band": (9, 0, False), "with_lse": True}
     assert [operand.name for operand in key.inputs] == ["q", "k", "v", "scale", *Fp8Scales._fields]
     assert [operand.name for operand in key.outputs] == ["out", "amax_s", "amax_o", "lse"]
     assert all(math.prod(operand.layout.shape) == 1 for operand in key.inputs[3:])
-    same, _ = key_and_properties("h200", describe_forward, {**CAUSAL, "window": (9, 5), "return_lse": True, "scale": 3})
+    same, _ = key_and_properties(
+        "h200", describe_forward, {**CAUSAL, "window_size": (9, 5), "return_lse": True, "scale": 3}
+    )
     assert same == key
 
 

@@ -35,10 +35,10 @@ OPTIONS = {
     "nothing": ({}, None),
     "causal": ({"is_causal": True}, (None, 0, False)),
     "bottom right": ({"is_causal": True, **BOTTOM}, (None, 0, True)),
-    "window": ({"window": (40, 0)}, (40, 0, False)),
-    "two-sided window": ({"window": (40, 9)}, (40, 9, False)),
-    "window without a right bound": ({"window": (40, -1)}, (40, None, False)),
-    "window, bottom right": ({"is_causal": True, "window": (40, -1), **BOTTOM}, (40, 0, True)),
+    "window_size": ({"window_size": (40, 0)}, (40, 0, False)),
+    "two-sided window": ({"window_size": (40, 9)}, (40, 9, False)),
+    "window without a right bound": ({"window_size": (40, -1)}, (40, None, False)),
+    "window, bottom right": ({"is_causal": True, "window_size": (40, -1), **BOTTOM}, (40, 0, True)),
     "bias": ({"attn_mask": BIAS}, None),
     "boolean mask": ({"attn_mask": meta(SQ, SKV, dtype=torch.bool)}, None),
     "bias in float32": ({"attn_mask": meta(8, SQ, SKV, dtype=torch.float32)}, None),
@@ -48,9 +48,9 @@ OPTIONS = {
     "linear biases": ({"is_causal": True, "alibi": True}, (None, 0, False)),
     "soft cap": ({"softcap": 20.0}, None),
     "soft cap, causal": ({"softcap": 20.0, "is_causal": True}, (None, 0, False)),
-    "soft cap, window": ({"softcap": 20.0, "window": (40, 3)}, (40, 3, False)),
+    "soft cap, window": ({"softcap": 20.0, "window_size": (40, 3)}, (40, 3, False)),
     "soft cap with lengths": ({"softcap": 20.0, "seq_lens_q": int32(), "seq_lens_kv": int32()}, None),
-    "sinks": ({"sinks": SINKS, "is_causal": True, "window": (40, 0)}, (40, 0, False)),
+    "sinks": ({"sinks": SINKS, "is_causal": True, "window_size": (40, 0)}, (40, 0, False)),
     "lengths": ({"seq_lens_q": int32(), "seq_lens_kv": int32(), "is_causal": True, **BOTTOM}, (None, 0, True)),
     "lengths with bias": ({"seq_lens_kv": int32(), "attn_mask": BIAS}, None),
     "dropout": ({**DROPOUT, "is_causal": True}, (None, 0, False)),
@@ -63,8 +63,8 @@ OPTIONS = {
 def plan_backward(h200):
     """The key and the plan of the gradients of an `sdpa` call on an H200."""
 
-    def make(q, k, v, *, window=None, deterministic=False, bias_gradient=False, sink_gradient=False, **options):
-        left, right = arguments.window_bounds(window)
+    def make(q, k, v, *, window_size=None, deterministic=False, bias_gradient=False, sink_gradient=False, **options):
+        left, right = arguments.window_bounds(window_size)
         if options.get("dropout_p"):
             options["rng"] = meta(2, dtype=torch.int64)
         call = ForwardArguments(q, k, v, window_left=left, window_right=right, **options)
@@ -124,7 +124,7 @@ def test_layouts_of_both_passes(plan, plan_backward, shapes, layout):
     for operand, tensor in zip(key.outputs, (q, k, v), strict=True):
         dense = like_in_memory(tensor)
         assert operand.layout == TensorLayout.of(dense)
-    assert_usable(plan(q, k, v, is_causal=True, window=(40, 0), sinks=SINKS)[1])
+    assert_usable(plan(q, k, v, is_causal=True, window_size=(40, 0), sinks=SINKS)[1])
 
 
 @pytest.mark.sample(3)
@@ -155,12 +155,12 @@ def test_gradients_of_a_single_query_with_a_sink(plan_backward, shapes):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
-@pytest.mark.parametrize("window", [(40, 0), (40, -1), (40, 20)])
-def test_windows_over_more_queries_than_keys(plan, plan_backward, shapes, alignment, window):
-    tensors, options = shapes(lengths=(300, 192)), {"window": window, "causal_alignment": alignment}
+@pytest.mark.parametrize("window_size", [(40, 0), (40, -1), (40, 20)])
+def test_windows_over_more_queries_than_keys(plan, plan_backward, shapes, alignment, window_size):
+    tensors, options = shapes(lengths=(300, 192)), {"window_size": window_size, "causal_alignment": alignment}
     key, made = plan(*tensors, **options)
     assert_usable(made)
-    blind = max(0, 300 - 192 - window[1]) if alignment == "bottom_right" and window[1] >= 0 else 0
+    blind = max(0, 300 - 192 - window_size[1]) if alignment == "bottom_right" and window_size[1] >= 0 else 0
     assert key.inputs[0].layout.shape[2] == 300 - blind
     if 300 - blind > 192:  # cuDNN takes a left bound there only with lengths, which are constants then
         filled = {operand.name: operand.fill for operand in key.inputs if operand.role is Role.FILL}

@@ -422,13 +422,13 @@ def test_another_default_dtype_is_nothing_to_gradients():
 
 
 def test_the_command_says_the_same(monkeypatch):
-    words = ["q=1,8,128,64", "k=1,2,128,64", "v=1,2,128,64", "is_causal=true", "window=(32,0)", "scale=0.5"]
+    words = ["q=1,8,128,64", "k=1,2,128,64", "v=1,2,128,64", "is_causal=true", "window_size=(32,0)", "scale=0.5"]
     result = CliRunner().invoke(app, ["explain", "sdpa", *words, "--target", "b200", "--training", "--details"])
     assert result.exit_code == 0, result.output
     q = torch.empty(1, 8, 128, 64, dtype=torch.bfloat16, requires_grad=True)
     k = v = torch.empty(1, 2, 128, 64, dtype=torch.bfloat16, requires_grad=True)
     monkeypatch.setenv("CUDNN_SDPA_TARGET", "b200")
-    expected = explain(sdpa, q, k, v, is_causal=True, window=(32, 0), scale=0.5)
+    expected = explain(sdpa, q, k, v, is_causal=True, window_size=(32, 0), scale=0.5)
     lines = result.output.splitlines()
     for found in (expected, expected.backward):
         assert f"  key        {found.key}" in lines

@@ -50,7 +50,7 @@ def sample(draw: random.Random) -> Description | None:
 
     packed = chance(0.3)
     options: dict[str, Any] = {"is_causal": chance(0.5), "causal_alignment": draw.choice(["top_left", "bottom_right"])}
-    options |= {"window": draw.choice(WINDOWS)} if chance(0.3) else {}
+    options |= {"window_size": draw.choice(WINDOWS)} if chance(0.3) else {}
     options |= {"dropout_p": 0.1} if chance(0.2) else {}
     options |= {"softcap": 20.0} if chance(0.2) else {}
     options |= {"sinks": chance(0.2), "deterministic": chance(0.3)}
@@ -103,7 +103,7 @@ def sample_fp8(draw: random.Random) -> Description | None:
     is_backward = draw.random() < 0.5
     options: dict[str, Any] = {"is_causal": draw.random() < 0.5}
     options |= {"causal_alignment": draw.choice(["top_left", "bottom_right"])}
-    options |= {"window": draw.choice(WINDOWS)} if draw.random() < 0.3 else {}
+    options |= {"window_size": draw.choice(WINDOWS)} if draw.random() < 0.3 else {}
     options |= {"seq_lens_q": True, "seq_lens_kv": True} if draw.random() < 0.4 else {}
     options |= {"deterministic": draw.random() < 0.3} if is_backward else {"out_dtype": draw.choice(FP8_OUTPUTS)}
     direction = "backward" if is_backward else "forward"

@@ -38,8 +38,8 @@ def test_pytorchs_objects_for_causal_masks(make, alignment):
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
     with pytest.raises(OptionError, match="CausalBias"):
         sdpa(q, k, v, attn_mask=bias, is_causal=True)
-    with pytest.raises(OptionError, match="window"):
-        sdpa(q, k, v, attn_mask=bias, window=(2, 0))
+    with pytest.raises(OptionError, match="window_size"):
+        sdpa(q, k, v, attn_mask=bias, window_size=(2, 0))
     with pytest.raises(ShapeError, match="lengths"):
         sdpa(q, k, v, attn_mask=make(9, 9))
     with pytest.raises(OptionError, match="is_causal"):

@@ -56,7 +56,7 @@ OPTIONS = {
     "softcap": {"softcap": 3.0},
     "lengths": {"seq_lens_kv": torch.tensor([3, 8], dtype=torch.int32)},
     "mask": {"attn_mask": torch.randn(8, 8)},
-    "window": {"window": (3, 0)},
+    "window_size": {"window_size": (3, 0)},
     "dropout": {"dropout_p": 0.5},
     "deterministic": {"deterministic": True},
     "sinks": {"sinks": torch.randn(4)},

@@ -33,11 +33,11 @@ def test_causal_masks(lengths, dtype, mask):
 
 @pytest.mark.sample(42)
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("window", [(3, 2), (0, 0), (2, -1), (-1, 1), (-1, -1), (0, 4), (30, 30)])
+@pytest.mark.parametrize("window_size", [(3, 2), (0, 0), (2, -1), (-1, 1), (-1, -1), (0, 4), (30, 30)])
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_windows(lengths, window, alignment, is_causal):
-    assert_right(inputs(lengths=lengths), window=window, causal_alignment=alignment, is_causal=is_causal)
+def test_windows(lengths, window_size, alignment, is_causal):
+    assert_right(inputs(lengths=lengths), window_size=window_size, causal_alignment=alignment, is_causal=is_causal)
 
 
 SHAPES = [
@@ -94,13 +94,13 @@ def test_rows_that_a_mask_hides_everything_from(kind, sinks):
     "blinding",
     [
         {"is_causal": True, **BOTTOM},
-        {"window": (-1, 1), **BOTTOM},
-        {"window": (1, -1)},
+        {"window_size": (-1, 1), **BOTTOM},
+        {"window_size": (1, -1)},
         {"seq_lens_kv": int32(0, 3)},
         {"seq_lens_q": int32(0, 4)},
         {"attn_mask": torch.zeros(9, 4, dtype=torch.bool)},
     ],
-    ids=["causal", "window", "left bound", "no keys", "no queries", "mask"],
+    ids=["causal", "window_size", "left bound", "no keys", "no queries", "mask"],
 )
 @pytest.mark.parametrize("sinks", [False, True])
 def test_rows_without_keys_give_zeros_and_no_nan(blinding, sinks):
@@ -121,7 +121,7 @@ def test_rows_without_keys_give_zeros_and_no_nan(blinding, sinks):
 
 
 @pytest.mark.parametrize("given", ["q", "kv", "both"])
-@pytest.mark.parametrize("mask", [{}, {"is_causal": True, **BOTTOM}, {"window": (2, 1), **BOTTOM}], ids=str)
+@pytest.mark.parametrize("mask", [{}, {"is_causal": True, **BOTTOM}, {"window_size": (2, 1), **BOTTOM}], ids=str)
 def test_true_lengths(given, mask):
     lengths = {}
     if given != "kv":
@@ -150,7 +150,7 @@ def test_linear_biases(heads, lengths):
 
 @pytest.mark.usefixtures("reference_alone")
 @pytest.mark.parametrize("softcap", [0.5, 2.0, 30.0])
-@pytest.mark.parametrize("mask", [{}, {"is_causal": True}, {"window": (2, 0), **BOTTOM}], ids=str)
+@pytest.mark.parametrize("mask", [{}, {"is_causal": True}, {"window_size": (2, 0), **BOTTOM}], ids=str)
 def test_soft_caps(softcap, mask):
     assert_right(inputs(), softcap=softcap, scale=1.5, **mask)
     assert_right({**inputs(), "attn_mask": torch.randn(7, 11, dtype=torch.float64)}, softcap=softcap, **mask)
@@ -194,7 +194,7 @@ def test_everything_at_once():
         "seq_lens_q": int32(9, 4, 7),
         "seq_lens_kv": int32(13, 6, 0),
     }
-    assert_right(tensors, window=(4, 2), causal_alignment="bottom_right", softcap=1.7, dropout_p=0.3, scale=0.8)
+    assert_right(tensors, window_size=(4, 2), causal_alignment="bottom_right", softcap=1.7, dropout_p=0.3, scale=0.8)
 
 
 @pytest.mark.parametrize(("sq", "skv"), [(0, 5), (5, 0), (0, 0)])

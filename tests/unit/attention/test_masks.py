@@ -20,9 +20,9 @@ CALLS = [
 ]
 
 
-def rows(is_causal, alignment, window, sq, skv, nq=None, nk=None):
+def rows(is_causal, alignment, window_size, sq, skv, nq=None, nk=None):
     """Which keys each query sees, as text: what is asked for."""
-    options = {"is_causal": is_causal, "causal_alignment": alignment, "window": window}
+    options = {"is_causal": is_causal, "causal_alignment": alignment, "window_size": window_size}
     nq, nk = sq if nq is None else nq, skv if nk is None else nk
     return [[sees(i, j, nq, nk, options) for j in range(skv)] for i in range(sq)]
 
@@ -115,8 +115,8 @@ def test_bounds_that_hide_something_are_needed():
 def test_the_same_bounds_in_other_words_are_the_same_mask(top_left_only):
     for sq, skv in SIZES:
 
-        def mask(is_causal, alignment, window, size=(sq, skv)):
-            return normalize_mask(is_causal, alignment, window, *size, top_left_only=top_left_only)
+        def mask(is_causal, alignment, window_size, size=(sq, skv)):
+            return normalize_mask(is_causal, alignment, window_size, *size, top_left_only=top_left_only)
 
         for alignment, left in itertools.product(ALIGNMENTS, BOUNDS):
             causal = mask(True, alignment, (left, -1))
@@ -129,13 +129,13 @@ def test_the_same_bounds_in_other_words_are_the_same_mask(top_left_only):
 
 
 def test_named_examples():
-    causal, window = (True, "bottom_right", (-1, -1)), (False, "top_left", (3, -1))
+    causal, window_size = (True, "bottom_right", (-1, -1)), (False, "top_left", (3, -1))
     assert normalize_mask(*causal, 1, 9) == Mask()
     assert normalize_mask(*causal, 4, 9) == Mask((None, 0, True))
     assert normalize_mask(*causal, 4, 9, top_left_only=True) == Mask((None, 5, False))
     assert normalize_mask(*causal, 9, 4) == Mask((None, 0, False), 5)
     assert normalize_mask(*causal, 9, 4, has_lengths=True) == Mask((None, 0, True))
     assert normalize_mask(True, "top_left", (-1, -1), 1, 1, keep_causal=True) == Mask((None, 0, False))
-    assert normalize_mask(*window, 4, 9) == Mask()
-    assert normalize_mask(*window, 5, 9) == Mask((3, None, False))
+    assert normalize_mask(*window_size, 4, 9) == Mask()
+    assert normalize_mask(*window_size, 5, 9) == Mask((3, None, False))
     assert normalize_mask(False, "bottom_right", (3, -1), 2, 9, top_left_only=True) == Mask((-4, None, False))

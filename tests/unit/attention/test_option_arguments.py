@@ -80,17 +80,17 @@ WRONG = {
     "softcap is False": ({"softcap": False}, OptionError, "softcap", "bool", "a float, or None for no cap"),
     "softcap is text": ({"softcap": "30"}, OptionError, "softcap", "str", "a float, or None for no cap"),
     "softcap is a tensor": ({"softcap": torch.tensor(3.0)}, OptionError, "softcap", "Tensor", "a float"),
-    "one bound": ({"window": (3,)}, OptionError, "window", "(3,)", WINDOW),
-    "three bounds": ({"window": (3, 2, 1)}, OptionError, "window", "(3, 2, 1)", WINDOW),
-    "window is a number": ({"window": 3}, OptionError, "window", "3", WINDOW),
-    "no bounds": ({"window": ()}, OptionError, "window", "()", WINDOW),
-    "window of floats": ({"window": (3.0, 0)}, OptionError, "window", "(3.0, 0)", WINDOW),
-    "window of bools": ({"window": (3, True)}, OptionError, "window", "(3, True)", WINDOW),
-    "window of None": ({"window": (3, None)}, OptionError, "window", "(3, None)", WINDOW),
-    "window below -1": ({"window": (-2, 0)}, OptionError, "window", "(-2, 0)", WINDOW),
-    "window below -1 to the right": ({"window": (0, -2)}, OptionError, "window", "(0, -2)", WINDOW),
-    "window of two letters": ({"window": "ab"}, OptionError, "window", "('a', 'b')", WINDOW),
-    "window is a bool": ({"window": False}, OptionError, "window", "False", WINDOW),
+    "one bound": ({"window_size": (3,)}, OptionError, "window_size", "(3,)", WINDOW),
+    "three bounds": ({"window_size": (3, 2, 1)}, OptionError, "window_size", "(3, 2, 1)", WINDOW),
+    "window is a number": ({"window_size": 3}, OptionError, "window_size", "3", WINDOW),
+    "no bounds": ({"window_size": ()}, OptionError, "window_size", "()", WINDOW),
+    "window of floats": ({"window_size": (3.0, 0)}, OptionError, "window_size", "(3.0, 0)", WINDOW),
+    "window of bools": ({"window_size": (3, True)}, OptionError, "window_size", "(3, True)", WINDOW),
+    "window of None": ({"window_size": (3, None)}, OptionError, "window_size", "(3, None)", WINDOW),
+    "window below -1": ({"window_size": (-2, 0)}, OptionError, "window_size", "(-2, 0)", WINDOW),
+    "window below -1 to the right": ({"window_size": (0, -2)}, OptionError, "window_size", "(0, -2)", WINDOW),
+    "window of two letters": ({"window_size": "ab"}, OptionError, "window_size", "('a', 'b')", WINDOW),
+    "window is a bool": ({"window_size": False}, OptionError, "window_size", "False", WINDOW),
     "alibi=1": ({"alibi": 1}, OptionError, "alibi", "1", "True or False"),
     "alibi=0": ({"alibi": 0}, OptionError, "alibi", "0", "True or False"),
     "alibi=None": ({"alibi": None}, OptionError, "alibi", "None", "True or False"),
@@ -139,10 +139,15 @@ def test_an_error_says_what_to_do(case, hint):
 @pytest.mark.parametrize(
     "right",
     [
-        *({"window": [3, 1]}, {"window": torch.Size([3, 1])}, {"window": (-1, -1)}, {"dropout_p": 0}),
+        *({"window_size": [3, 1]}, {"window_size": torch.Size([3, 1])}, {"window_size": (-1, -1)}, {"dropout_p": 0}),
         *({"softcap": 3}, {"softcap": 1e-3}, {"dropout_p": 0.999}, {"deterministic": None}, {"deterministic": True}),
-        *({"attn_mask": R(())}, {"attn_mask": R(2, 4, 8, 12) > 0}, {"sinks": R(4, 1)[:, 0]}, {"window": (2**40, 0)}),
-        *({"window": (2**70, 0)}, {"window": (np.int64(3), np.int32(1))}, {"window": (np.int64(-1), 0)}),
+        *(
+            {"attn_mask": R(())},
+            {"attn_mask": R(2, 4, 8, 12) > 0},
+            {"sinks": R(4, 1)[:, 0]},
+            {"window_size": (2**40, 0)},
+        ),
+        *({"window_size": (2**70, 0)}, {"window_size": (np.int64(3), np.int32(1))}, {"window_size": (np.int64(-1), 0)}),
     ],
     ids="+".join,
 )
@@ -155,17 +160,21 @@ def test_options_at_the_limits_of_what_is_right(right):
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
 @pytest.mark.parametrize("bound", [2**31, 2**63 - 1, 2**63, 2**70])
 def test_a_bound_beyond_all_lengths_is_none(bound, alignment):
-    wide, none = (sdpa(**QKV, window=window, causal_alignment=alignment) for window in ((bound, bound), (-1, -1)))
+    wide, none = (
+        sdpa(**QKV, window_size=window_size, causal_alignment=alignment) for window_size in ((bound, bound), (-1, -1))
+    )
     assert torch.equal(wide, none)
-    right, none = (sdpa(**QKV, window=window, causal_alignment=alignment) for window in ((2, bound), (2, -1)))
+    right, none = (
+        sdpa(**QKV, window_size=window_size, causal_alignment=alignment) for window_size in ((2, bound), (2, -1))
+    )
     assert torch.equal(right, none)
 
 
 @pytest.mark.parametrize("bound", [np.float32(1), np.bool_(True), torch.tensor(1), 1j, "1", -(2**70)], ids=repr)
 def test_a_bound_that_is_no_integer_is_refused(bound):
-    for window in ((bound, 0), (0, bound)):
-        with pytest.raises(OptionError, match="window: got"):
-            sdpa(**QKV, window=window)
+    for window_size in ((bound, 0), (0, bound)):
+        with pytest.raises(OptionError, match="window_size: got"):
+            sdpa(**QKV, window_size=window_size)
 
 
 def test_a_mask_may_have_float32_beside_halves():

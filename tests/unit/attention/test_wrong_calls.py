@@ -88,7 +88,17 @@ OPTIONS = {
     "is_causal": [1, None, "yes", torch.tensor(True), torch.ones(2), 1.0],
     "dropout_p": [1.0, -0.1, 2, True, "0", None, float("nan"), torch.tensor(0.1), 10**400],
     "softcap": [0, -1.0, float("nan"), 10**400, True, "2", torch.tensor(1.0)],
-    "window": [1, (1,), (1, 2, 3), (-2, 0), (1.5, 0), ("a", "b"), (True, 0), torch.tensor([1, 2]), [[1, 2], [3, 4]]],
+    "window_size": [
+        1,
+        (1,),
+        (1, 2, 3),
+        (-2, 0),
+        (1.5, 0),
+        ("a", "b"),
+        (True, 0),
+        torch.tensor([1, 2]),
+        [[1, 2], [3, 4]],
+    ],
     "causal_alignment": ["top", None, 0, ["top_left"], torch.ones(1)],
     "alibi": [1, None, "x", torch.tensor(True)],
     "return_lse": [1, None, "x", torch.tensor(True)],
@@ -109,7 +119,17 @@ def dense(rng):
     if rng.random() < 0.5:
         tensors["seq_lens_q"] = torch.tensor([9, 4], dtype=torch.int32)
         tensors["seq_lens_kv"] = torch.tensor([3, 7], dtype=torch.int32)
-    known = ("scale", "is_causal", "dropout_p", "softcap", "window", "causal_alignment", "alibi", "return_lse", "out")
+    known = (
+        "scale",
+        "is_causal",
+        "dropout_p",
+        "softcap",
+        "window_size",
+        "causal_alignment",
+        "alibi",
+        "return_lse",
+        "out",
+    )
     return cudnn_sdpa.sdpa, tensors, {}, (*known, "deterministic")
 
 
@@ -126,7 +146,7 @@ def packed(rng):
     tensors |= {"cu_seqlens_q": ends, "cu_seqlens_kv": ends.clone()}
     if rng.random() < 0.5:
         tensors["sinks"] = torch.randn(4)
-    known = ("scale", "is_causal", "dropout_p", "softcap", "window", "causal_alignment", "return_lse", "out")
+    known = ("scale", "is_causal", "dropout_p", "softcap", "window_size", "causal_alignment", "return_lse", "out")
     options = {"max_seqlen_q": 5, "max_seqlen_kv": 5}
     return cudnn_sdpa.sdpa_varlen, tensors, options, (*known, "deterministic", "max_seqlen_q", "max_seqlen_kv")
 
@@ -134,7 +154,9 @@ def packed(rng):
 def exact(function, tensors, options):
     """The output in float64, of what is an ordinary call in the end."""
     numbers = {n: x.detach().resolve_neg().as_subclass(torch.Tensor) for n, x in tensors.items() if x is not None}
-    options = {name: x for name, x in options.items() if name in ("is_causal", "softcap", "window", "scale", "alibi")}
+    options = {
+        name: x for name, x in options.items() if name in ("is_causal", "softcap", "window_size", "scale", "alibi")
+    }
     if function is cudnn_sdpa.scaled_dot_product_attention:
         numbers = {{"query": "q", "key": "k", "value": "v"}.get(name, name): x for name, x in numbers.items()}
     if function is not cudnn_sdpa.sdpa_varlen:

@@ -11,7 +11,7 @@ from test_wrong_calls import OPTIONS, SPOILERS
 from cudnn_sdpa import CudnnSdpaError, Fp8BackwardScales, Fp8Scales, sdpa_fp8, sdpa_fp8_backward
 
 CALLS = 300
-KNOWN = ("is_causal", "causal_alignment", "window", "scale")
+KNOWN = ("is_causal", "causal_alignment", "window_size", "scale")
 OWN = {
     "out_dtype": [torch.float32, torch.int8, "fp8", 1, torch.float16, torch.bfloat16],
     "scales": [None, 1.0, (), (1.0,) * 12, [torch.ones(1)] * 6, [torch.ones(1)] * 12, Fp8Scales(*[None] * 6), "scales"],

@@ -165,9 +165,9 @@ def test_wrong_arguments_are_still_named():
         function(q, k, v[:, :, :5])
 
 
-@pytest.mark.parametrize("window", [3, (1,), "ab", (1.0, 0)], ids=repr)
-def test_a_wrong_window_is_still_named(window):
-    function = compiled(lambda q, k, v: sdpa(q, k, v, window=window))
+@pytest.mark.parametrize("window_size", [3, (1,), "ab", (1.0, 0)], ids=repr)
+def test_a_wrong_window_is_still_named(window_size):
+    function = compiled(lambda q, k, v: sdpa(q, k, v, window_size=window_size))
     says_which = torch.__version__ >= torch.torch_version.TorchVersion(
         "2.11"
     )  # older ones: that there was an exception
@@ -176,10 +176,10 @@ def test_a_wrong_window_is_still_named(window):
 
 
 def test_a_window_that_changes_compiles_twice():
-    function = compiled(lambda q, k, v, left: sdpa(q, k, v, window=(left, 0)))
+    function = compiled(lambda q, k, v, left: sdpa(q, k, v, window_size=(left, 0)))
     for left in (1, 2, 3, 5, 8):
         inputs = qkv()
-        torch.testing.assert_close(function(*inputs, left), sdpa(*inputs, window=(left, 0)))
+        torch.testing.assert_close(function(*inputs, left), sdpa(*inputs, window_size=(left, 0)))
     assert compilations(function) == 2  # as is, then for any bound
 
 

@@ -36,7 +36,7 @@ LENS = torch.tensor([5, 9], dtype=torch.int32)
 FUNCTIONS = {
     "dense": sdpa,
     "causal": lambda q, k, v: sdpa(q, k, v, is_causal=True, causal_alignment="bottom_right"),
-    "window": lambda q, k, v: sdpa(q, k, v, window=(3, 1), scale=0.4),
+    "window_size": lambda q, k, v: sdpa(q, k, v, window_size=(3, 1), scale=0.4),
     "soft cap": lambda q, k, v: sdpa(q * 2, k, v, softcap=1.5),
     "linear biases": lambda q, k, v: sdpa(q, k, v, is_causal=True, alibi=True),
     "lengths": lambda q, k, v: sdpa(q, k, v, seq_lens_kv=LENS),
@@ -75,7 +75,7 @@ def test_a_fallback_around_a_compiled_call_changes_nothing():
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("name", ["dense", "causal", "window", "drop-in"])
+@pytest.mark.parametrize("name", ["dense", "causal", "window_size", "drop-in"])
 def test_both_passes_compile_for_any_length(name):
     function = torch.compile(FUNCTIONS[name], fullgraph=True, backend="aot_eager", dynamic=True)
     for sq, skv in [(7, 9), (12, 12), (30, 5)]:
@@ -137,7 +137,7 @@ def test_an_output_that_cannot_be_differentiated_is_refused_in_a_compiled_graph_
 OPTIONS = {
     "dense": {},
     "causal": {"is_causal": True, "causal_alignment": "bottom_right"},
-    "window": {"window_left": 3, "window_right": 1, "scale": 0.4},
+    "window_size": {"window_left": 3, "window_right": 1, "scale": 0.4},
     "mask": {"attn_mask": mask()},
     "boolean mask": {"attn_mask": mask() > -0.5},
     "row mask": {"attn_mask": torch.randn(1, 9)},

@@ -121,7 +121,7 @@ def test_a_length_whose_size_only_data_tell_with_everything():
         places = torch.arange(y.shape[2], dtype=y.dtype)
         mask = (places[:, None] - places) * 0.3
         lengths = torch.ones(2, dtype=torch.int32)
-        return sdpa(y, y, y, attn_mask=mask, sinks=sinks, seq_lens_kv=lengths, window=(3, 0), return_lse=True)
+        return sdpa(y, y, y, attn_mask=mask, sinks=sinks, seq_lens_kv=lengths, window_size=(3, 0), return_lse=True)
 
     function = compiled(attend)
     x, sinks = torch.randn(2, 5, 4, 16).transpose(1, 2), torch.randn(4)

@@ -22,7 +22,7 @@ layer = c.nn.Attention(16, 2)
 compiled = torch.compile(lambda q, k, v: c.sdpa(q, k, v, is_causal=True), backend="eager", fullgraph=True)
 calls = {
     "sdpa": lambda: c.sdpa(q, k, v, is_causal=True),
-    "options": lambda: c.sdpa(q, k, v, window=(3, 0), return_lse=True)[0],
+    "options": lambda: c.sdpa(q, k, v, window_size=(3, 0), return_lse=True)[0],
     "drop-in": lambda: c.scaled_dot_product_attention(q, k, v),
     "packed": lambda: c.sdpa_varlen(rows, rows, rows, ends, ends, 16, 16),
     "module": lambda: layer(torch.ones(1, 16, 16)),

@@ -78,7 +78,13 @@ PYTORCHS = [
     *({"deterministic": True}, {"out": torch.empty(2, 4, 8, 24)}),
 ]
 REFERENCES = [
-    *({"softcap": 5.0}, {"sinks": torch.randn(4)}, {"seq_lens_kv": LENGTHS}, {"window": (3, 0)}, {"return_lse": True}),
+    *(
+        {"softcap": 5.0},
+        {"sinks": torch.randn(4)},
+        {"seq_lens_kv": LENGTHS},
+        {"window_size": (3, 0)},
+        {"return_lse": True},
+    ),
     *({"is_causal": True, "causal_alignment": "bottom_right"}, {"is_causal": True, "attn_mask": torch.randn(8, 12)}),
     {"is_causal": True, "alibi": True},
 ]
@@ -146,7 +152,7 @@ LIMITED = [(20, 20), (16, 30), (7, 3), (1, 16)]
 
 
 @pytest.mark.parametrize("dims", LIMITED, ids=str)
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"softcap": 5.0}, {"window": (3, 1)}], ids=name_of)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"softcap": 5.0}, {"window_size": (3, 1)}], ids=name_of)
 def test_head_dims_that_cudnn_does_not_take_run_with_their_gradients(dims, options):
     call = qkv(*dims, dtype=torch.float64) | options
     with pytest.raises(ShapeError, match="multiple of 8"):
@@ -211,7 +217,7 @@ WRONG = {
     "other heads": ({"k": torch.randn(2, 3, 12, 20)}, ShapeError, "k: got 3 heads"),
     "mask": ({"attn_mask": torch.randn(9, 12)}, ShapeError, "attn_mask: got shape"),
     "sinks": ({"sinks": torch.randn(5)}, ShapeError, "sinks: got shape"),
-    "window": ({"window": 3}, OptionError, "window: got 3"),
+    "window_size": ({"window_size": 3}, OptionError, "window_size: got 3"),
     "out": ({"out": torch.empty(2, 4, 8, 16)}, ShapeError, "out: got shape"),
 }
 
@@ -273,7 +279,7 @@ def test_one_kind_of_call_is_logged_once_whatever_its_sizes(caplog):
     def run():
         for length in range(1, 20):
             x = torch.randn(length % 3 + 1, 2, length, 16)
-            sdpa(x, x, x, window=(length, 0), scale=0.1 * length)
+            sdpa(x, x, x, window_size=(length, 0), scale=0.1 * length)
 
     assert warnings_of(caplog, run) == ["running on PyTorch instead: sdpa is not supported here:\n  - no kernel"]
     assert warnings_of(caplog, run) == []
@@ -293,7 +299,7 @@ def test_packed_calls_are_logged_once_whatever_their_sizes(caplog):
 def test_other_options_are_another_kind(caplog):
     x = torch.randn(2, 2, 7, 16)
     kinds = [
-        *({}, {"is_causal": True}, {"window": (3, 3)}, {"softcap": 3.0}, {"dropout_p": 0.1}, {"return_lse": True}),
+        *({}, {"is_causal": True}, {"window_size": (3, 3)}, {"softcap": 3.0}, {"dropout_p": 0.1}, {"return_lse": True}),
         *({"attn_mask": torch.randn(7, 7)}, {"sinks": torch.randn(2)}, {"deterministic": True}),
     ]
 

@@ -26,7 +26,7 @@ KEY = PlanKey(
     digest="0123456789abcdef",
     inputs=(Operand("q", LAYOUT), Operand("scale", SCALAR, Role.SCALAR), Operand("ones", SCALAR, Role.FILL, 7)),
     outputs=(Operand("out", LAYOUT),),
-    options=PlanKey.typed({"causal": "top_left", "with_lse": True, "window": (3, 5)}),
+    options=PlanKey.typed({"causal": "top_left", "with_lse": True, "window_size": (3, 5)}),
     target=TARGET,
     device=1,
 )
@@ -58,10 +58,10 @@ CHANGES = [
     {"inputs": (*KEY.inputs[:2], Operand("ones", SCALAR, Role.FILL, 8))},
     *({"outputs": (operand,)} for operand in OTHER_OPERANDS),
     {"outputs": (*KEY.outputs, Operand("lse", SCALAR))},
-    {"options": PlanKey.typed({"causal": "bottom_right", "with_lse": True, "window": (3, 5)})},
-    {"options": PlanKey.typed({"causal": None, "with_lse": True, "window": (3, 5)})},
-    {"options": PlanKey.typed({"causal": "top_left", "with_lse": 1, "window": (3, 5)})},
-    {"options": PlanKey.typed({"causal": "top_left", "with_lse": True, "window": (3, 6)})},
+    {"options": PlanKey.typed({"causal": "bottom_right", "with_lse": True, "window_size": (3, 5)})},
+    {"options": PlanKey.typed({"causal": None, "with_lse": True, "window_size": (3, 5)})},
+    {"options": PlanKey.typed({"causal": "top_left", "with_lse": 1, "window_size": (3, 5)})},
+    {"options": PlanKey.typed({"causal": "top_left", "with_lse": True, "window_size": (3, 6)})},
     {"options": PlanKey.typed({"causal": "top_left", "with_lse": True})},
     *({"target": target} for target in OTHER_TARGETS),
     {"device": 0},
@@ -166,7 +166,7 @@ def test_the_name_of_a_gpu_is_for_people_and_no_part_of_the_key():
 def test_a_key_reads_well():
     text = str(KEY)
     assert text.startswith("attend(q: float16[2×4×16×64; strides 4096,1024,64,1]")
-    for part in ("scale: host scalar", "= 7", "causal='top_left'", "window=(3, 5)", "with_lse=True", "-> (out: "):
+    for part in ("scale: host scalar", "= 7", "causal='top_left'", "window_size=(3, 5)", "with_lse=True", "-> (out: "):
         assert part in text
     assert "NVIDIA H200 (SM 90, 132 multiprocessors)" in text
     assert "cuDNN 9.28.0" in text

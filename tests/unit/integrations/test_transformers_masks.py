@@ -34,7 +34,7 @@ CHUNKS = {
 }
 GROUPS = theirs.packed_sequence_mask_function(torch.arange(40).expand(3, 40) // 4)
 IMAGES = theirs.or_masks(theirs.sliding_window_causal_mask_function(5), GROUPS)
-PATTERNS = {"causal": {}, "window": WINDOW, "chunks": CHUNKS, "encoder": ENCODER, "both ways": BOTH_WAYS}
+PATTERNS = {"causal": {}, "window_size": WINDOW, "chunks": CHUNKS, "encoder": ENCODER, "both ways": BOTH_WAYS}
 NO_SKIP = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
 #: Queries, keys, offset of the queries, offset of the keys.
@@ -120,7 +120,12 @@ def test_a_padding_mask_of_ones_is_left_out_where_it_may_be_looked_at(kind, wher
 @pytest.mark.parametrize(
     ("kind", "where"),
     [
-        *(("causal", "prompt"), ("causal", "step"), ("causal", "prompt on a static cache"), ("window", "short prompt")),
+        *(
+            ("causal", "prompt"),
+            ("causal", "step"),
+            ("causal", "prompt on a static cache"),
+            ("window_size", "short prompt"),
+        ),
         *(("encoder", "prompt"), ("encoder", "chunk"), ("both ways", "short prompt")),
     ],
 )
@@ -130,8 +135,8 @@ def test_plain_attention_has_no_mask(kind, where):
 
 STRUCTURES = [
     *(("causal", "chunk"), ("causal", "step on a static cache"), ("causal", "chunk on a static cache")),
-    *(("window", "prompt"), ("window", "window's cache"), ("window", "step on a static cache")),
-    *(("window", "step on a static window's cache"), ("both ways", "prompt")),
+    *(("window_size", "prompt"), ("window_size", "window's cache"), ("window_size", "step on a static cache")),
+    *(("window_size", "step on a static window's cache"), ("both ways", "prompt")),
 ]
 #: Without leave to skip a mask only single queries have a structure.
 WITHOUT_LEAVE = [(kind, where) for kind, where in STRUCTURES if PLACES[where][0] == 1 and kind != "both ways"]
@@ -146,7 +151,7 @@ def test_a_structure_stands_for_a_mask_without_drawing_it(kind, where, leave):
     assert mask.untyped_storage().nbytes() <= 3 * 4
 
 
-@pytest.mark.parametrize("kind", ["causal", "window"])
+@pytest.mark.parametrize("kind", ["causal", "window_size"])
 def test_a_padded_prompt_is_packed_unless_a_window_counts_what_is_hidden(kind):
     seen = torch.rand(3, 9) < 0.7
     mask = ours(PLACES["prompt"], PATTERNS[kind], attention_mask=seen)
@@ -248,7 +253,7 @@ def test_a_structure_outlives_copies(copy, kind, batch):
         is_there = torch.rand(batch, queries) < 0.7
         mask = mask_encoding.packed(is_there)
     else:
-        mask = mask_encoding.band(2 if "window" in kind else -1, 0, "cpu", None if kind == "a window" else lengths)
+        mask = mask_encoding.band(2 if "window_size" in kind else -1, 0, "cpu", None if kind == "a window" else lengths)
     copied = COPIES[copy](mask)
     for found, expected in zip(mask_encoding.structure(copied, q), mask_encoding.structure(mask, q), strict=True):
         if isinstance(expected, torch.Tensor):

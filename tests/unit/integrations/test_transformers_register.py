@@ -180,7 +180,7 @@ def test_a_query_on_other_tokens_or_with_a_gradient_is_not_filled_up(monkeypatch
     assert lengths == [7, 7, 7]
 
 
-def apart(q, k, v, starts, *, causal=True, window=None):
+def apart(q, k, v, starts, *, causal=True, window_size=None):
     """Attention in float64 among the tokens of each document; starts (B, S) says where they begin."""
     length, groups = q.shape[2], q.shape[1] // k.shape[1]
     document = starts.cumsum(dim=1)
@@ -188,8 +188,8 @@ def apart(q, k, v, starts, *, causal=True, window=None):
     seen = (document[:, :, None] == document[:, None])[:, None]
     if causal:
         seen = seen & (distance >= 0)
-    if window is not None:
-        seen = seen & (distance <= window)
+    if window_size is not None:
+        seen = seen & (distance <= window_size)
     k, v = (x[:, :, :length].double().repeat_interleave(groups, dim=1) for x in (k, v))
     scores = (q.double() @ k.mT * 0.3).masked_fill(~seen, -torch.inf)
     return (scores.softmax(dim=-1) @ v).transpose(1, 2)
@@ -202,18 +202,18 @@ def positions_of(starts):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kind", ["causal", "both ways", "window", "empty cache"])
+@pytest.mark.parametrize("kind", ["causal", "both ways", "window_size", "empty cache"])
 def test_positions_that_begin_anew_keep_documents_apart(kind, batch):
     length = 23
     starts = torch.rand(batch, length) < 0.25
     starts[:, 0] = starts[0, 9] = True
     q = torch.randn(batch, 4, length, 8)
     k, v = torch.randn(2, batch, 2, length + 5 * (kind == "empty cache"), 8)
-    mask = mask_encoding.band(3, 0, "cpu") if kind == "window" else None
+    mask = mask_encoding.band(3, 0, "cpu") if kind == "window_size" else None
     positions = positions_of(starts) + torch.randint(0, 4, (1,))  # documents may begin at any number
     causal = kind != "both ways"
     found = attention.attention(layer(causal), q, k, v, mask, scaling=0.3, position_ids=positions)[0]
-    expected = apart(q, k, v, starts, causal=causal, window=3 if kind == "window" else None)
+    expected = apart(q, k, v, starts, causal=causal, window_size=3 if kind == "window_size" else None)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -14,9 +14,9 @@ from cudnn_sdpa.nn import Attention, KVCache, RotaryEmbedding, TransformerLayer
 
 OPTIONS = [
     {},
-    {"window": (3, 0)},
+    {"window_size": (3, 0)},
     {"rope": RotaryEmbedding(16), "num_kv_heads": 2},
-    {"rope": RotaryEmbedding(16, interleaved=True), "num_kv_heads": 1, "window": (4, 0), "sinks": True},
+    {"rope": RotaryEmbedding(16, interleaved=True), "num_kv_heads": 1, "window_size": (4, 0), "sinks": True},
     {"softcap": 2.0, "bias": True, "scale": 0.4, "num_kv_heads": 2},
     {"sinks": True, "qkv_bias": True},
 ]

@@ -214,8 +214,8 @@ def test_checkpointing_gives_the_same_gradients_with_dropout():
 
 
 def test_they_say_what_they_are():
-    text = repr(nn.TransformerLayer(32, 4, 48, num_kv_heads=2, window=(3, 0), rope=nn.RotaryEmbedding(8)))
-    for part in ("num_kv_heads=2", "window=(3, 0)", "base=10000.0", "eps=1e-06", "norm_first=True"):
+    text = repr(nn.TransformerLayer(32, 4, 48, num_kv_heads=2, window_size=(3, 0), rope=nn.RotaryEmbedding(8)))
+    for part in ("num_kv_heads=2", "window_size=(3, 0)", "base=10000.0", "eps=1e-06", "norm_first=True"):
         assert part in text
     text = repr(nn.VisionEncoder(16, 8, embed_dim=32, num_layers=1, num_heads=4))
     for part in ("image_size=(16, 16)", "patch_size=(8, 8)", "activation='gelu'", "bias=True"):

@@ -120,7 +120,7 @@ def test_convolutions_that_are_no_patches_say_why():
         {"norm": "layer_norm", "activation": "gelu", "bias": True},
         {"norm": "layer_norm", "activation": "relu", "norm_first": False},
         {"norm_eps": 0.1, "num_kv_heads": 2, "is_causal": True, "rope": RotaryEmbedding(8), "sinks": True},
-        {"qkv_bias": True, "window": (3, 3), "softcap": 3.0, "head_dim": 16},
+        {"qkv_bias": True, "window_size": (3, 3), "softcap": 3.0, "head_dim": 16},
     ],
     ids=lambda options: "+".join(options) or "plain",
 )

@@ -178,7 +178,9 @@ def test_operands_may_be_given_without_memory():
 
 
 @pytest.mark.parametrize("operation", ["sdpa", "sdpa_varlen", "sdpa_fp8"])
-@pytest.mark.parametrize("options", [{}, {"is_causal": True, "window": (64, 0)}, {"sq": 1}, {"head_dim": 256}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True, "window_size": (64, 0)}, {"sq": 1}, {"head_dim": 256}], ids=str
+)
 @pytest.mark.parametrize("sm", [80, 90, 100])
 def test_it_says_what_a_call_of_such_tensors_says(operation, options, sm):
     """Held against calls on CPU tensors, which are checked for a named GPU with the same rules."""
@@ -228,8 +230,8 @@ def test_it_says_what_a_call_of_such_tensors_says(operation, options, sm):
         ("attn_mask", 1),
         ("sinks", "grad"),
         ("causal_alignment", "middle"),
-        ("window", 64),
-        ("window", (64,)),
+        ("window_size", 64),
+        ("window_size", (64,)),
         ("alibi", None),
         ("target", "h9000"),
     ],

@@ -18,7 +18,7 @@ OPTIONS = {
     "plain": {},
     "causal": {"is_causal": True},
     "bottom-right": {"is_causal": True, "causal_alignment": "bottom_right"},
-    "window": {"window": (60, 3), "scale": 0.2},
+    "window_size": {"window_size": (60, 3), "scale": 0.2},
     "lengths": {"seq_lens_kv": True},
 }
 FEWER = pytest.mark.parametrize("sizes", [(200, 333), (333, 200)], ids=["more keys", "fewer keys"])
@@ -46,8 +46,8 @@ def training(sizes=(200, 333)):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_nothing_synchronizes(name, sizes):
     given, options = training(sizes), options_of(name)
-    if name == "window" and sizes[0] > sizes[1]:
-        options = {"is_causal": True, "window": (60, -1)}
+    if name == "window_size" and sizes[0] > sizes[1]:
+        options = {"is_causal": True, "window_size": (60, -1)}
     first = both(*given, **options)
     plain = sdpa_fp8(*given[0], **options)
     torch.cuda.synchronize()

@@ -12,7 +12,7 @@ from cudnn_sdpa import UnsupportedError, no_plan_builds, sdpa_fp8
 OPTIONS = {
     "plain": {},
     "causal": {"is_causal": True},
-    "window": {"window": (50, 3), "scale": 0.13},
+    "window_size": {"window_size": (50, 3), "scale": 0.13},
     "lengths of queries": {"seq_lens_q": (3, 70), "is_causal": True},
     "lse": {"return_lse": True},
 }

@@ -64,7 +64,7 @@ def expected(cache, q, b, queries=None, **options):
         scores = options["softcap"] * torch.tanh(scores / options["softcap"])
     shift = keys - queries if options.get("causal_alignment", "bottom_right") == "bottom_right" else 0
     row, column = torch.arange(queries, device="cuda").view(-1, 1) + shift, torch.arange(keys, device="cuda")
-    left, right = options.get("window") or (-1, -1)
+    left, right = options.get("window_size") or (-1, -1)
     right = 0 if options.get("is_causal", True) else right
     hidden = torch.zeros(queries, keys, dtype=torch.bool, device="cuda")
     hidden |= (column > row + right) if right >= 0 else False
@@ -144,16 +144,16 @@ def test_heads_and_head_dims(heads, dims, queries, dtype):
 OPTIONS = {
     "full": {"is_causal": False},
     "top left": {"causal_alignment": "top_left"},
-    "window": {"window": (40, 0)},
-    "window of one": {"window": (0, 0)},
-    "window to both sides": {"window": (40, 2), "is_causal": False},
-    "window to the right": {"window": (-1, 1), "is_causal": False},
-    "window, top left": {"window": (3, 1), "is_causal": False, "causal_alignment": "top_left"},
+    "window_size": {"window_size": (40, 0)},
+    "window of one": {"window_size": (0, 0)},
+    "window to both sides": {"window_size": (40, 2), "is_causal": False},
+    "window to the right": {"window_size": (-1, 1), "is_causal": False},
+    "window, top left": {"window_size": (3, 1), "is_causal": False, "causal_alignment": "top_left"},
     "scale": {"scale": 0.3},
     "negative scale": {"scale": -0.2},
     "soft cap": {"softcap": 4.0},
     "sinks": {"sinks": True},
-    "sinks and window": {"sinks": True, "window": (40, 0)},
+    "sinks and window": {"sinks": True, "window_size": (40, 0)},
 }
 
 
@@ -570,7 +570,7 @@ def test_recognized_steps_are_not_confused():
         {},
         {"scale": 0.4},
         {"return_lse": True},
-        {"window": (5, 0)},
+        {"window_size": (5, 0)},
         {"is_causal": False},
         {"sinks": torch.ones(8, device="cuda")},
     ]

@@ -25,7 +25,7 @@ def queries(batch, tokens, order):
 
 
 @pytest.mark.parametrize("order", ["alone", "of one projection", "heads apart"])
-@pytest.mark.parametrize("options", [{}, {"return_lse": True, "window": (20, 0)}, {"softcap": 20.0}], ids="+".join)
+@pytest.mark.parametrize("options", [{}, {"return_lse": True, "window_size": (20, 0)}, {"softcap": 20.0}], ids="+".join)
 def test_steps_of_these_kinds_find_their_plans(order, options):
     """Any number of sequences and tokens up to some, and some of which tokens are absent."""
     cache = PagedKVCache(pages=400, page_size=16, heads=HEADS[1], head_dim=64, max_length=512)

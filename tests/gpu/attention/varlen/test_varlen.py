@@ -96,7 +96,7 @@ CASES = {
     "plain": {},
     "causal": {"is_causal": True},
     "top-left": {"is_causal": True, "causal_alignment": "top_left"},
-    "window": {"window": (20, 5)},
+    "window_size": {"window_size": (20, 5)},
     "sinks": {"sinks": True},
     "soft cap": {"softcap": 6.0},
     "deterministic": {"is_causal": True, "deterministic": True},
@@ -136,7 +136,7 @@ def test_nothing_synchronizes(name, shared_cu_seqlens):
 
 
 @pytest.mark.parametrize("shared_cu_seqlens", [False, True])
-@pytest.mark.parametrize("options", [{"is_causal": True}, {"window": (30, 0)}, {"softcap": 6.0}], ids=str)
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"window_size": (30, 0)}, {"softcap": 6.0}], ids=str)
 def test_a_captured_step_serves_other_packings(options, shared_cu_seqlens):
     """Where sequences begin is data: the graph is replayed with others of the same number of tokens."""
     q, k, v = (x.requires_grad_() for x in tensors(200))
@@ -214,7 +214,12 @@ def test_packed_views_are_not_copied(kind, monkeypatch):
     ids=str,
 )
 def test_lengths_of_zero(lengths, sinks):
-    for options in ({}, {"causal_alignment": "top_left"}, {"is_causal": False, "window": (4, 4)}, {"softcap": 5.0}):
+    for options in (
+        {},
+        {"causal_alignment": "top_left"},
+        {"is_causal": False, "window_size": (4, 4)},
+        {"softcap": 5.0},
+    ):
         if not lengths[0]:
             q, k, v = tensors(0)
             ends = offsets()

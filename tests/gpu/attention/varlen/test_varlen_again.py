@@ -48,7 +48,7 @@ def differentiate(inputs, ends, ends_kv=None, **options):
 
 
 @pytest.mark.parametrize("shared_cu_seqlens", [False, True])
-@pytest.mark.parametrize("options", [{}, {"window": (30, 0)}, {"softcap": 6.0}, {"return_lse": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window_size": (30, 0)}, {"softcap": 6.0}, {"return_lse": True}], ids=str)
 def test_a_step_that_comes_again_is_right(general, options, shared_cu_seqlens):
     for number in range(4):
         inputs, where = leaves(), ends()
@@ -84,7 +84,7 @@ def test_other_offsets_of_the_same_shape_are_read_anew():
 CALLS = {
     "causal": {"is_causal": True},
     "full": {},
-    "window": {"window": (20, 0)},
+    "window_size": {"window_size": (20, 0)},
     "scale": {"scale": 0.3},
     "another scale": {"scale": 0.6},
     "soft cap": {"softcap": 3.0},

@@ -249,7 +249,7 @@ def test_gradcheck():
 
     def attend(*leaves):
         return sdpa(
-            **dict(zip(names, leaves, strict=True)), sinks=tensors["sinks"].detach(), softcap=2.5, window=(4, 1)
+            **dict(zip(names, leaves, strict=True)), sinks=tensors["sinks"].detach(), softcap=2.5, window_size=(4, 1)
         )
 
     assert torch.autograd.gradcheck(attend, [tensors[name] for name in names], eps=1e-5, atol=1e-4, rtol=1e-4)

@@ -90,8 +90,8 @@ def test_what_decides_the_kernel_is_in_the_key(target):
 
 
 def test_single_queries_with_a_window_share_a_plan(target):
-    window = {"window_left": 40, "is_causal": True, "causal_alignment": "bottom_right"}
-    assert key(target, rows=(1, 300), **window) == key(target, rows=(1, 900), **window)
+    window_size = {"window_left": 40, "is_causal": True, "causal_alignment": "bottom_right"}
+    assert key(target, rows=(1, 300), **window_size) == key(target, rows=(1, 900), **window_size)
 
 
 def test_a_square_has_one_alignment(target):

@@ -104,7 +104,7 @@ DENSE = {
     "boolean mask": (qkv, {"attn_mask": T(2, 1, 1, 160, dtype=torch.bool)}),
     "sinks": (qkv, {"sinks": T(8, dtype=torch.float32, grad=True)}),
     "one query, sinks": (lambda: qkv(sq=1), {"sinks": T(8, dtype=torch.float32, grad=True)}),
-    "soft cap, lengths": (qkv, {"softcap": 20.0, "seq_lens_kv": lengths(), "window": (7, 3)}),
+    "soft cap, lengths": (qkv, {"softcap": 20.0, "seq_lens_kv": lengths(), "window_size": (7, 3)}),
     "lengths": (qkv, {"seq_lens_q": lengths(), "seq_lens_kv": lengths(), "is_causal": True}),
     "dropout": (qkv, {"dropout_p": 0.1}),
     "deterministic": (qkv, {"deterministic": True}),
@@ -116,7 +116,7 @@ DENSE = {
 
 
 def dense_call(q, k, v, **options):
-    left, right = options.pop("window", (-1, -1))
+    left, right = options.pop("window_size", (-1, -1))
     options["rng"] = T(2, dtype=torch.int64) if options.get("dropout_p") else None
     return ForwardArguments(q, k, v, **options)._replace(window_left=left, window_right=right)
 
@@ -356,7 +356,7 @@ BAD = [
     (sdpa_varlen, (*separate(), *[torch.zeros(2, dtype=torch.int32)] * 2, 8, 8), {"attn_mask": None}),
     (scaled_dot_product_attention, (None, None, None), {}),
     (scaled_dot_product_attention, (*qkv(heads=(2, 2))[:2], T(2, 2, 5, 64)), {}),
-    (scaled_dot_product_attention, qkv(heads=(2, 2)), {"window": 3}),
+    (scaled_dot_product_attention, qkv(heads=(2, 2)), {"window_size": 3}),
 ]
 
 

@@ -200,7 +200,7 @@ def prepared(monkeypatch):
 @pytest.mark.usefixtures("prepared")
 def test_a_known_call_is_recognized():
     assert sdpa(**BASE) == "prepared"
-    assert sdpa(**BASE, window=(-1, -1), alibi=False, dropout_p=0.0, return_lse=False) == "prepared"
+    assert sdpa(**BASE, window_size=(-1, -1), alibi=False, dropout_p=0.0, return_lse=False) == "prepared"
     assert sdpa(**BASE, return_lse=True) == "prepared"
 
 
@@ -213,7 +213,9 @@ def deterministic_algorithms():
 
 
 @pytest.mark.usefixtures("prepared")
-@pytest.mark.parametrize("options", [{}, {"window": (-1, -1), "dropout_p": 0.0, "seq_lens_q": None}, {"scale": None}])
+@pytest.mark.parametrize(
+    "options", [{}, {"window_size": (-1, -1), "dropout_p": 0.0, "seq_lens_q": None}, {"scale": None}]
+)
 def test_a_known_single_query_is_not_recognized_where_it_must_repeat(deterministic_algorithms, options):
     for _ in range(2):
         assert sdpa(**SINGLE, **options) == "prepared"
@@ -230,7 +232,7 @@ def test_a_known_single_query_is_not_recognized_where_it_must_repeat(determinist
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"window": (-1.0, -1.0)}, {"window": (-1, -1.0)}, {"alibi": 0}, {"alibi": 0.0}, {"alibi": None}),
+        *({"window_size": (-1.0, -1.0)}, {"window_size": (-1, -1.0)}, {"alibi": 0}, {"alibi": 0.0}, {"alibi": None}),
         *({"return_lse": 0}, {"return_lse": None}, {"return_lse": 1}, {"is_causal": 0}, {"is_causal": None}),
         *({"dropout_p": False}, {"dropout_p": None}, {"softcap": 0}, {"scale": False}, {"deterministic": 0}),
     ],

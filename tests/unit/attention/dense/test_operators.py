@@ -30,9 +30,9 @@ def lens(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def operands(q, k, v, *, window=(-1, -1), **options):
+def operands(q, k, v, *, window_size=(-1, -1), **options):
     """What the operators take, in their order."""
-    call = ForwardArguments(q, k, v, window_left=window[0], window_right=window[1], **options)
+    call = ForwardArguments(q, k, v, window_left=window_size[0], window_right=window_size[1], **options)
     return tuple(call[:17])
 
 
@@ -49,7 +49,7 @@ CASES = {
     "no queries": (("bhsd", (16, 16), torch.float32, (0, 5)), {}),
     "float mask": ((), {"attn_mask": torch.randn(2, 1, 7, 9)}),
     "bool mask": ((), {"attn_mask": torch.randn(4, 1, 9) > -1}),
-    "window": ((), {"window": (3, 1), "causal_alignment": "bottom_right"}),
+    "window_size": ((), {"window_size": (3, 1), "causal_alignment": "bottom_right"}),
     "soft cap and sinks": (("bshd",), {"softcap": 1.5, "sinks": torch.randn(4)}),
     "linear biases": ((), {"is_causal": True, "alibi": True}),
 }

@@ -50,7 +50,7 @@ CASES = {
     "dense": {},
     "causal": {"is_causal": True, "scale": 0.3},
     "bottom-right": {"is_causal": True, "causal_alignment": "bottom_right"},
-    "window": {"window": (9, 4)},
+    "window_size": {"window_size": (9, 4)},
     "lengths": {"seq_lens_q": lens(31, 40), "seq_lens_kv": lens(30, 17)},
     "gradients in E4M3": {"grad_dtype": E4M3, "is_causal": True},
 }

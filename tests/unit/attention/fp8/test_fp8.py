@@ -105,8 +105,8 @@ CASES = {
     "dense": {},
     "causal": {"is_causal": True},
     "bottom-right": {"is_causal": True, **BOTTOM},
-    "window": {"window": (7, 3), "scale": 0.31},
-    "causal window, bottom-right": {"is_causal": True, "window": (9, -1), **BOTTOM},
+    "window_size": {"window_size": (7, 3), "scale": 0.31},
+    "causal window, bottom-right": {"is_causal": True, "window_size": (9, -1), **BOTTOM},
     "lengths": {"seq_lens_q": lens(31, 40), "seq_lens_kv": lens(17, 0)},
     "lengths, causal": {"seq_lens_kv": lens(50, 3), "is_causal": True, **BOTTOM},
     "scale": {"scale": 0.02},
@@ -304,8 +304,8 @@ def test_masks_are_those_of_the_other_mathematics():
 
 
 def without_window(options):
-    left, right = options.get("window") or (-1, -1)
-    return {**{k: v for k, v in options.items() if k != "window"}, "window_left": left, "window_right": right}
+    left, right = options.get("window_size") or (-1, -1)
+    return {**{k: v for k, v in options.items() if k != "window_size"}, "window_left": left, "window_right": right}
 
 
 GOOD = {"q": qkv()[0], "k": qkv()[1], "v": qkv()[2], "scales": scales_of()}
@@ -369,7 +369,7 @@ WRONG = {
     "out_dtype as text": ({"out_dtype": "fp8"}, OptionError, "out_dtype", "fp8", "float8_e5m2"),
     "is_causal": ({"is_causal": 1}, OptionError, "is_causal", "1", "True or False"),
     "alignment": ({"causal_alignment": "left"}, OptionError, "causal_alignment", "left", "top_left"),
-    "window": ({"window": (1, 2, 3)}, OptionError, "window", "(1, 2, 3)", "two integers"),
+    "window_size": ({"window_size": (1, 2, 3)}, OptionError, "window_size", "(1, 2, 3)", "two integers"),
     "negative scale": ({"scale": -0.5}, OptionError, "scale", "-0.5", "positive"),
     "scale of 0": ({"scale": 0.0}, OptionError, "scale", "0.0", "positive"),
     "scale on the GPU": ({"scale": number(1.0)}, OptionError, "scale", "Tensor", "float"),

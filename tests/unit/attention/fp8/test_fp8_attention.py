@@ -55,8 +55,8 @@ CASES = {
     "dense": {},
     "causal": {"is_causal": True},
     "bottom-right": {"is_causal": True, "causal_alignment": "bottom_right"},
-    "window": {"window": (9, 4)},
-    "causal window, bottom-right": {"is_causal": True, "window": (9, -1), "causal_alignment": "bottom_right"},
+    "window_size": {"window_size": (9, 4)},
+    "causal window, bottom-right": {"is_causal": True, "window_size": (9, -1), "causal_alignment": "bottom_right"},
     "scale": {"scale": 0.31},
     "lengths": {"seq_lens_q": lens(31, 40), "seq_lens_kv": lens(50, 17), "is_causal": True},
 }
@@ -424,13 +424,13 @@ def test_a_layer_can_forget_what_it_has_seen():
 
 
 def test_layers_are_copied_with_their_state_and_say_what_they_are():
-    attend = Fp8Attention(window=(3, 0), scaling=Fp8Scaling(history=5, grad_dtype=E4M3))
+    attend = Fp8Attention(window_size=(3, 0), scaling=Fp8Scaling(history=5, grad_dtype=E4M3))
     train(attend)
     twin = copy.deepcopy(attend)
     train(attend)
     assert (attend.scaling.amax_history != 0).any()
     assert (twin.scaling.amax_history == 0).all()
-    assert "window=(3, 0)" in repr(twin)
+    assert "window_size=(3, 0)" in repr(twin)
     assert "history=5" in repr(twin)
     assert "grad_dtype=torch.float8_e4m3fn" in repr(twin)
 
@@ -562,7 +562,7 @@ WRONG = {
     "stride": ({"q": torch.randn(2, 4, 40, 64).bfloat16()[..., ::2]}, LayoutError, "q", "stride 2", "dense"),
     "lengths": ({"seq_lens_kv": lens(1, 2).long()}, DtypeError, "seq_lens_kv", "int64", "int32"),
     "alignment": ({"causal_alignment": "left"}, OptionError, "causal_alignment", "'left'", "top_left"),
-    "window": ({"window": (1, 2, 3)}, OptionError, "window", "(1, 2, 3)", "two integers"),
+    "window_size": ({"window_size": (1, 2, 3)}, OptionError, "window_size", "(1, 2, 3)", "two integers"),
     "scale": ({"scale": -1.0}, OptionError, "scale", "-1.0", "positive"),
     "scaling": ({"scaling": 1.0}, OptionError, "scaling", "float", "Fp8Scaling"),
     "scaling elsewhere": ({"scaling": Fp8Scaling(device="meta")}, DeviceError, "scaling", "meta", "cpu"),

@@ -94,16 +94,16 @@ CASES = {
     "causal": ((40, 56), {"is_causal": True}),
     "bottom-right": ((40, 56), {"is_causal": True, "causal_alignment": "bottom_right"}),
     "queries that see no key": ((56, 40), {"is_causal": True, "causal_alignment": "bottom_right"}),
-    "window, fewer keys": ((56, 40), {"window": (9, -1), "scale": 0.31}),
+    "window, fewer keys": ((56, 40), {"window_size": (9, -1), "scale": 0.31}),
     "lengths": ((40, 56), {"seq_lens_q": lens(31, 99), "seq_lens_kv": lens(0, 17)}),
     "lengths of keys": ((40, 56), {"seq_lens_kv": lens(99, 17), "is_causal": True}),
-    "lengths of queries": ((40, 56), {"seq_lens_q": lens(0, 17), "window": (9, 4)}),
+    "lengths of queries": ((40, 56), {"seq_lens_q": lens(0, 17), "window_size": (9, 4)}),
 }
 
 
 def split(options):
-    left, right = options.get("window", (-1, -1))
-    return {**{k: v for k, v in options.items() if k != "window"}, "window_left": left, "window_right": right}
+    left, right = options.get("window_size", (-1, -1))
+    return {**{k: v for k, v in options.items() if k != "window_size"}, "window_left": left, "window_right": right}
 
 
 def within(options, lengths):
@@ -226,12 +226,12 @@ def test_no_queries_and_no_keys_need_no_plan():
 
 
 @pytest.mark.parametrize("lengths", [(5, 9), (9, 5), (7, 7), (1, 8)])
-@pytest.mark.parametrize("window", [(-1, -1), (2, -1), (7, 1), (0, 3), (-1, 2)])
+@pytest.mark.parametrize("window_size", [(-1, -1), (2, -1), (7, 1), (0, 3), (-1, 2)])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_mask_that_is_counted_from_the_top_left_is_the_same(lengths, window, is_causal):
+def test_a_mask_that_is_counted_from_the_top_left_is_the_same(lengths, window_size, is_causal):
     q, k, v = qkv(lengths)
     options = {"is_causal": is_causal, "causal_alignment": "bottom_right"}
-    call = ForwardArguments(q, k, v, **options, window_left=window[0], window_right=window[1])
+    call = ForwardArguments(q, k, v, **options, window_left=window_size[0], window_right=window_size[1])
     mask = spec_of(call).mask
     left, right, bottom_right = mask.band or (None, None, False)
     assert not (bottom_right and right is not None and (left is None or left >= lengths[1] - lengths[0]))
@@ -243,7 +243,7 @@ def test_a_mask_that_is_counted_from_the_top_left_is_the_same(lengths, window, i
     )
     assert torch.equal(reference.visible(again), reference.visible(call)[:, :, mask.masked_rows :])
     assert not reference.visible(call)[:, :, : mask.masked_rows].any()
-    assert mask.masked_rows == normalize_mask(*options.values(), window, *lengths).masked_rows
+    assert mask.masked_rows == normalize_mask(*options.values(), window_size, *lengths).masked_rows
 
 
 def test_two_ways_of_saying_the_same_share_a_plan():

@@ -39,7 +39,7 @@ OPTIONS = {
     "plain": {},
     "causal": {"is_causal": True},
     "bottom-right": {"is_causal": True, "causal_alignment": "bottom_right"},
-    "window": {"window": (9, 3), "scale": 0.2},
+    "window_size": {"window_size": (9, 3), "scale": 0.2},
     "lengths": {"seq_lens_q": lens(3, 20)},
     "to e5m2": {"out_dtype": E5M2},
 }

@@ -122,8 +122,8 @@ def test_each_option_has_calls_of_its_own(gpu):
         {"is_causal": True},
         {"scale": 0.4},
         {"scale": 0.2},
-        {"window": (5, 6)},
-        {"window": (5, 7)},
+        {"window_size": (5, 6)},
+        {"window_size": (5, 7)},
         {"out_dtype": E5M2},
         {"return_lse": True},
         {"is_causal": True, "causal_alignment": "bottom_right"},
@@ -149,8 +149,8 @@ def bad_calls():
         "address": ((storage[8:-8].as_strided(q.shape, q.stride(), 8), k, v, FORWARD), {}),
         "is_causal=1": ((q, k, v, FORWARD), {"is_causal": 1}),
         "scale as a tensor": ((q, k, v, FORWARD), {"scale": torch.tensor(0.5)}),
-        "window of tensors": ((q, k, v, FORWARD), {"window": (torch.tensor(5), 5)}),
-        "window as a list": ((q, k, v, FORWARD), {"window": [1, 2, 3]}),
+        "window of tensors": ((q, k, v, FORWARD), {"window_size": (torch.tensor(5), 5)}),
+        "window as a list": ((q, k, v, FORWARD), {"window_size": [1, 2, 3]}),
         "lengths of int64": ((q, k, v, FORWARD), {"seq_lens_kv": lens(1, 2).long()}),
         "a list": (([1], k, v, FORWARD), {}),
     }
@@ -161,7 +161,9 @@ def test_bad_input_is_refused_warm_and_cold(gpu, name):
     good = (*qkv((40, 56)), FORWARD)
     args, options = bad_calls()[name]
     warm = (
-        {"is_causal": True} if "is_causal" in options else {"scale": 0.5, "window": (5, 5), "seq_lens_kv": lens(1, 2)}
+        {"is_causal": True}
+        if "is_causal" in options
+        else {"scale": 0.5, "window_size": (5, 5), "seq_lens_kv": lens(1, 2)}
     )
     for _ in range(3):
         with pytest.raises(ArgumentError):
@@ -307,9 +309,9 @@ def test_the_log_sum_exp_of_rows_that_see_a_key_begins_at_a_place_of_its_own(gpu
 
 def test_a_window_may_be_a_list(gpu):
     q, k, v = qkv((40, 56))
-    expected = sdpa_fp8(q, k, v, FORWARD, window=(9, 4))
+    expected = sdpa_fp8(q, k, v, FORWARD, window_size=(9, 4))
     for _ in range(2):
-        assert same(gpu(sdpa_fp8, q, k, v, FORWARD, window=[9, 4]).out, expected.out)
+        assert same(gpu(sdpa_fp8, q, k, v, FORWARD, window_size=[9, 4]).out, expected.out)
 
 
 def freed(x):

@@ -51,7 +51,7 @@ def key_of(monkeypatch):
     def run(*arguments, **options):
         layout = options.pop("page_layout", "HND")
         q, k, v, *rest = arguments
-        left, right = options.pop("window", (-1, -1))
+        left, right = options.pop("window_size", (-1, -1))
         call = PagedArguments(
             *(q, in_heads_order(k, layout), in_heads_order(v, layout), rest[0], rest[0], rest[1]),
             **{{"return_lse": "with_lse"}.get(name, name): value for name, value in options.items()},
@@ -85,11 +85,11 @@ CALLS = {
     "pages token by token": ({"layout": "NHD", "owned": True}, {"page_layout": "NHD"}),
     "log-sum-exp": ({"owned": True}, {"return_lse": True}),
     "sinks": ({}, {"sinks": meta(8, dtype=torch.float32)}),
-    "window": ({}, {"window": (7, 0)}),
+    "window_size": ({}, {"window_size": (7, 0)}),
     "aligned at the first key": ({"owned": True}, {"causal_alignment": "top_left"}),
     "a few queries": ({"queries": 4}, {}),
-    "a few queries, window": ({"queries": 4}, {"window": (7, 0)}),
-    "a few queries, two bounds": ({"queries": 4}, {"window": (7, 2), "is_causal": False}),
+    "a few queries, window": ({"queries": 4}, {"window_size": (7, 0)}),
+    "a few queries, two bounds": ({"queries": 4}, {"window_size": (7, 2), "is_causal": False}),
     "many queries": ({"queries": 40}, {}),
     "one prompt, its heads apart": ({"batch": 1, "queries": 128}, {}),
     "one prompt that is cut, and a negative scale": ({"batch": 1, "queries": 128}, {"scale": -0.5}),

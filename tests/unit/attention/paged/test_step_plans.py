@@ -37,7 +37,7 @@ SINKS = torch.randn(8)
 @pytest.mark.parametrize("tokens", [1, 4, 90])
 @pytest.mark.parametrize("batch", [1, 4, 5])
 @pytest.mark.parametrize(
-    "options", [{}, {"return_lse": True}, {"softcap": 20.0}, {"sinks": SINKS, "window": (9, 0)}], ids="+".join
+    "options", [{}, {"return_lse": True}, {"softcap": 20.0}, {"sinks": SINKS, "window_size": (9, 0)}], ids="+".join
 )
 def test_they_are_those_of_the_calls(cache, batch, tokens, options):
     step = cache.new_step(batch, tokens)

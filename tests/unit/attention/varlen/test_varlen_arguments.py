@@ -59,7 +59,13 @@ WRONG = {
     "length is a bool": ({"max_seqlen_kv": True}, OptionError, "max_seqlen_kv", "True", LONGEST),
     "length is numpy's bool": ({"max_seqlen_q": np.bool_(True)}, OptionError, "max_seqlen_q", "True", LONGEST),
     "length below 0": ({"max_seqlen_q": -1}, OptionError, "max_seqlen_q", "-1", LONGEST),
-    "window of floats": ({"window": (1.0, 0)}, OptionError, "window", "(1.0, 0)", "two integers (left, right)"),
+    "window of floats": (
+        {"window_size": (1.0, 0)},
+        OptionError,
+        "window_size",
+        "(1.0, 0)",
+        "two integers (left, right)",
+    ),
 }
 
 
@@ -84,8 +90,8 @@ def test_any_integer_is_a_longest_length(longest):
 
 @pytest.mark.parametrize(("bound", "same"), [(np.int64(2), 2), (2**70, -1), (2**63 - 1, -1)], ids=repr)
 def test_any_integer_is_a_bound(bound, same):
-    expected = sdpa_varlen(**RIGHT, window=(same, same))
-    assert torch.equal(sdpa_varlen(**RIGHT, window=(bound, bound)), expected)
+    expected = sdpa_varlen(**RIGHT, window_size=(same, same))
+    assert torch.equal(sdpa_varlen(**RIGHT, window_size=(bound, bound)), expected)
 
 
 def test_strides_are_those_of_tokens_and_heads():
