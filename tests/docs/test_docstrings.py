@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cudnn_sdpa
-from cudnn_sdpa.attention.varlen import plans
+from cudnn_sdpa.attention.dense import packed
 
 ROOT = Path(cudnn_sdpa.__file__).parent.parent
 MODULES = ["cudnn_sdpa"] + [
@@ -164,12 +164,12 @@ def test_every_public_name_is_in_the_reference():
 @pytest.mark.parametrize(
     ("row", "rounded"),
     [
-        ("sequences", plans.sequence_bucket),
-        ("tokens", plans.row_bucket),
-        ("longest length", lambda longest: plans.length_bucket(longest, 10**6, tight=False)),
+        ("sequences", packed.sequence_bucket),
+        ("tokens", packed.row_bucket),
+        ("longest length", lambda longest: packed.length_bucket(longest, 10**6, tight=False)),
         (
             "longest length, with a soft cap or deterministic",
-            lambda longest: plans.length_bucket(longest, 10**6, tight=True),
+            lambda longest: packed.length_bucket(longest, 10**6, tight=True),
         ),
     ],
 )

@@ -6,7 +6,7 @@ Nothing is computed for one: checked calls are described with tensors that have 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpe
 from cudnn_sdpa.attention.dense.sdpa import run, sdpa
 from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.attention.memory import like_in_memory, new_output
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.verify import DENSE, Results, compare, exact_inputs, run_anew
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import is_deterministic
@@ -33,7 +32,8 @@ from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target
 
-Call = TypeVar("Call", ForwardArguments, VarlenArguments)
+#: The arguments of one call of any kind of attention: a NamedTuple with `q`.
+Call = TypeVar("Call", bound=NamedTuple)
 
 #: What autocast may cast.
 TO_CAST = ("q", "k", "v", "attn_mask")
@@ -204,22 +204,25 @@ def _like(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def as_cast(call: Call) -> Call:
-    """The call as autocast casts it, the cast tensors without their numbers."""
-    tensors = {name: x for name in TO_CAST if (x := getattr(call, name, None)) is not None}
+    """The call as autocast casts it; the cast tensors have undefined values."""
+    fields = call._asdict()
+    tensors: dict[str, Any] = {name: x for name in TO_CAST if (x := fields.get(name)) is not None}
     probes = cast_for_autocast(ForwardArguments(**{name: x.new_empty(0) for name, x in tensors.items()}))
     dtypes = {name: getattr(probes, name).dtype for name in tensors}
     layouts = {name: _like(x, "meta").to(dtypes[name]) for name, x in tensors.items() if x.dtype != dtypes[name]}
-    cast: dict[str, Any] = {name: _like(x, call.q.device) for name, x in layouts.items()}
+    cast: dict[str, Any] = {name: _like(x, tensors["q"].device) for name, x in layouts.items()}
     return call._replace(**cast)
 
 
-def notes_on_casts(given: Call, call: Call, *, back: bool = False) -> list[str]:
-    """What autocast runs, forward or back, to make `call` of what was given."""
-    tensors = ((name, getattr(given, name, None)) for name in TO_CAST)
-    changed = [(name, x) for name, x in tensors if x is not None and x.dtype != getattr(call, name).dtype]
+def notes_on_casts(original: Call, cast: Call, *, back: bool = False) -> list[str]:
+    """The casts that autocast runs in the forward pass, or in the backward pass, to make `cast` of `original`."""
+    tensors, cast_tensors = original._asdict(), cast._asdict()
+    changed = [
+        (name, x) for name in TO_CAST if (x := tensors.get(name)) is not None and x.dtype != cast_tensors[name].dtype
+    ]
     if back:
         return [f"the gradient of {name} is cast back, under autocast" for name, x in changed if x.requires_grad]
-    dtype = str(call.q.dtype).removeprefix("torch.")
+    dtype = str(cast_tensors["q"].dtype).removeprefix("torch.")
     return [f"{name} is cast to {dtype}, under autocast" for name, _ in changed]
 
 

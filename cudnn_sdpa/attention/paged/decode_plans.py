@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from cudnn_sdpa.attention.dense import graphs
+from cudnn_sdpa.attention.dense.packed import sequence_bucket
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.support.rules import FORWARD, Configuration, refusal
-from cudnn_sdpa.attention.varlen.plans import sequence_bucket
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride

@@ -12,11 +12,11 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import Result
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense.launch import apply_sinks
+from cudnn_sdpa.attention.dense.packed import sequence_bucket
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.decode_plans import DecodeSpec, right_bound
-from cudnn_sdpa.attention.varlen.plans import sequence_bucket
 from cudnn_sdpa.engine.fast_path import CallTable, describe
 from cudnn_sdpa.graph.layouts import canonical_stride, dense_stride_like
 from cudnn_sdpa.graph.target import live_target

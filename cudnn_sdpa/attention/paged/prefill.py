@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import Result
+from cudnn_sdpa.attention.dense.packed import VarlenSpec, sequence_bucket
 from cudnn_sdpa.attention.paged import launch as paged_launch
 from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.attention.varlen.plans import VarlenSpec, sequence_bucket
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
 from cudnn_sdpa.plans.plan import current_device
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
+from cudnn_sdpa.attention.dense.packed import sequence_bucket
 from cudnn_sdpa.attention.paged import arguments as paged_arguments
 from cudnn_sdpa.attention.paged.arguments import PagedArguments, in_heads_order
 from cudnn_sdpa.attention.paged.decode_plans import is_decode
@@ -18,7 +19,6 @@ from cudnn_sdpa.attention.paged.prefill import rows_made, sequences_at_once
 from cudnn_sdpa.attention.paged.sdpa_paged import refuse_gradients
 from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.attention.paged.torch_ops import check_memory
-from cudnn_sdpa.attention.varlen.plans import sequence_bucket
 from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target

@@ -15,10 +15,10 @@ from cudnn_sdpa.attention.arguments import Result
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense import launch_backward as backward_calls
 from cudnn_sdpa.attention.dense.launch_backward import readable, sink_gradient
+from cudnn_sdpa.attention.dense.packed import VarlenSpec, length_bucket, sequence_bucket
 from cudnn_sdpa.attention.mask import TOP_LEFT, normalize_mask
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.packing import PackingKernel, is_of_keys, row_limits
-from cudnn_sdpa.attention.varlen.plans import VarlenSpec, length_bucket, sequence_bucket
 from cudnn_sdpa.engine.fast_path import CallTable, describe
 from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like, dense_stride_like

@@ -1,4 +1,4 @@
-"""Packed sequences: the keys of their plans, and what of a call's numbers is rounded up so that few plans serve many.
+"""Packed sequences: bounds rounded up so that few plans serve many calls, and the keys of the plans.
 
 A plan for packed tensors holds three bounds: how many sequences there are, how long they are and how many rows they
 have together. None of them decides a result, so each is rounded up to one of few values; sequences that are not there
