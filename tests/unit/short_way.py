@@ -8,9 +8,9 @@ import sys
 import warnings
 
 import second_order
-import stand_in_gpu
 import torch
 import torch.nn.functional as F
+from fake_gpu import FakePlan, install_for_graph_functions
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -200,7 +200,7 @@ def determinism():
         lambda: affine(x.view(1, 4, 128), 2.0, 1.0),
         lambda: conv2d(picture, kernel, padding=1),
     ]
-    launched = stand_in_gpu.launched
+    launched = FakePlan.launched
     for step in steps:
         for forward, backward in ((False, False), (True, True), (False, True), (True, False), (False, False)) * 2:
             launched.clear()
@@ -232,9 +232,9 @@ def wanted_gradients():
         for _ in range(3):
             out = function(*given)
             grad = torch.randn_like(out)
-            stand_in_gpu.launched.clear()
+            FakePlan.launched.clear()
             (found,) = torch.autograd.grad(out, given[place], grad)
-            assert [key.name for key in stand_in_gpu.launched] == names, stand_in_gpu.launched
+            assert [key.name for key in FakePlan.launched] == names, FakePlan.launched
             with torch.autograd.profiler.profile():  # which the short way leaves to the dispatcher
                 (again,) = torch.autograd.grad(function(*given), given[place], grad)
             torch.testing.assert_close(found, again)
@@ -270,10 +270,10 @@ def gradients_without_numbers_in_memory():
             (turned,) = torch.autograd.grad(out, x, torch._neg_view(grad), retain_graph=True)
             torch.testing.assert_close(turned, -wanted, msg=name)
             nothing = torch._efficientzerotensor(tuple(out.shape))
-            stand_in_gpu.launched.clear()
+            FakePlan.launched.clear()
             (found,) = torch.autograd.grad(out, x, nothing, retain_graph=True)
             assert not found.any(), name
-            strides = [operand.layout.stride for key in stand_in_gpu.launched for operand in key.inputs]
+            strides = [operand.layout.stride for key in FakePlan.launched for operand in key.inputs]
             assert not any(0 in stride for stride in strides), "cuDNN was given one number for all"
             (found,) = torch.autograd.grad(torch.complex(grad, out).conj().imag.sum(), x)
             torch.testing.assert_close(found, torch.autograd.grad(-function(x).sum(), x)[0], msg=name)
@@ -320,14 +320,14 @@ def tensors_on_other_devices():
                 continue
             trained = [x.detach().requires_grad_(trains) for x in wrong]
             for _ in range(3):
-                stand_in_gpu.launched.clear()
+                FakePlan.launched.clear()
                 try:
                     function(*trained)
                 except DeviceError as error:
                     assert "expected" in str(error), name  # noqa: PT017 - no pytest in this process
                 else:
                     raise AssertionError(f"{name} took a tensor that is elsewhere")
-                assert not stand_in_gpu.launched, name
+                assert not FakePlan.launched, name
                 function(*right)
 
 
@@ -341,11 +341,11 @@ def tensors_that_are_elsewhere_in_a_backward_pass():
             function(x).sum().backward()
             with away:
                 out = function(x)
-            stand_in_gpu.launched.clear()
+            FakePlan.launched.clear()
             try:
                 out.sum().backward()
             except DeviceError:
-                assert not stand_in_gpu.launched
+                assert not FakePlan.launched
             else:
                 raise AssertionError("a tensor that is elsewhere was taken")
 
@@ -360,14 +360,14 @@ def freed_memory():
 
     for name, function, right, wrong in wrong_calls(freed):
         for _ in range(3):
-            stand_in_gpu.launched.clear()
+            FakePlan.launched.clear()
             try:
                 function(*wrong)
             except LayoutError as error:
                 assert "without memory" in str(error), name  # noqa: PT017 - no pytest in this process
             else:
                 raise AssertionError(f"{name} took a tensor without memory")
-            assert not stand_in_gpu.launched, name
+            assert not FakePlan.launched, name
             function(*right)
 
 
@@ -419,5 +419,5 @@ def saved_for_convolutions():
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    stand_in_gpu.install()
+    install_for_graph_functions()
     globals()[sys.argv[1]]()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from stand_in_engines import TARGET
+from fake_gpu import TARGET
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from cudnn_sdpa import LayoutError, gelu_mul, relu_squared, silu_mul

@@ -20,6 +20,6 @@ SCENARIOS = (
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_short_way(scenario):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [HERE, HERE.parent, HERE.parents[1]]))}
     result = forked_python.run([str(HERE / "short_way.py"), scenario], env=environment, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]

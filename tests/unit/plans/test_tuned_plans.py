@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stand_in_engines import Engine, Machine, halve, key, launch, operands
+from fake_gpu import Engine, Machine, halve, key, launch, operands
 
 import cudnn_sdpa
 from cudnn_sdpa import UnsupportedError, autotune, plan_cache

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from stand_in_engines import TARGET, Engine, Machine, halve, halved, key, launch, operands
+from fake_gpu import TARGET, Engine, Machine, halve, halved, key, launch, operands
 
 from cudnn_sdpa import OptionError, autotune
 from cudnn_sdpa.attention.arguments import ForwardArguments

@@ -1,17 +1,16 @@
 """What the launches of dense calls are given: aligned addresses, the layouts of their keys, and so the right numbers.
 
-The stand-in for a plan reads and writes CPU memory at the addresses it gets, by nothing but its key, in float64.
+Fake plans read and write CPU memory at the addresses of a launch, by nothing but their keys, in float64.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import random
-from dataclasses import replace
 
 import pytest
 import torch
+from fake_gpu import TARGET, FakeCache, FakePlan, dense_attention, poisoned
 from mathematics import gradients
 
 import cudnn_sdpa
@@ -20,101 +19,21 @@ from cudnn_sdpa.attention.dense import fast_path, launch, launch_backward, tiers
 from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.engine.fast_path import CallTable
-from cudnn_sdpa.graph.key import Role
-from cudnn_sdpa.graph.layouts import ALIGNMENT
-from cudnn_sdpa.graph.target import Target, load_properties
-from cudnn_sdpa.plans.autotune_timing import tensor_at
 
-TARGET = replace(Target.from_properties(load_properties("h200")), cudnn=91900)
 CPU = torch.device("cpu")
 SKV, SQ = (1, 2, 3, 7, 8, 9), (1, 2, 64, 129)
-SCALARS = ("seed", "offset")  #: that are read one by one
-
-
-class StandInPlan:
-    """Computes what a key says at the addresses of a launch."""
-
-    def __init__(self, key):
-        self.key, self.device, self.last_used, self.held = key, 0, 0, True
-        fills = [operand for operand in key.inputs if operand.role is Role.FILL]
-        self.constants = {x.name: torch.full(x.layout.shape, x.fill, dtype=x.layout.dtype) for x in fills}
-
-    def launch(self, addresses):
-        operands = (*self.key.inputs, *self.key.outputs)
-        x = {}
-        for operand, address in zip(operands, addresses, strict=True):
-            if operand.role is Role.SCALAR:
-                assert ctypes.c_float.from_address(address).value > 1e-3
-                x[operand.name] = ctypes.c_float.from_address(address).value
-                continue
-            assert address, f"a null pointer for {operand.name}"
-            assert address % ALIGNMENT == 0 or operand.name in SCALARS, f"{operand.name} at {address % ALIGNMENT}"
-            x[operand.name] = tensor_at(address, operand.layout, CPU)
-        (self._forward if self.key.name == "sdpa_forward" else self._backward)(x)
-
-    def _scores(self, x):
-        assert "bias" not in x or x["k"].shape[2] > 1, "cuDNN misreads a bias of one key"
-        group = x["q"].shape[1] // x["k"].shape[1]
-        k, v = (x[name].double().repeat_interleave(group, 1) for name in ("k", "v"))
-        scores = x["q"].double() @ k.mT * x["scale"]
-        sq, skv = scores.shape[2:]
-        row, column = torch.arange(sq).view(-1, 1), torch.arange(skv)
-        nq, nk = (
-            x.get(name, torch.tensor(n)).view(-1, 1, 1, 1) for name, n in (("seq_len_q", sq), ("seq_len_kv", skv))
-        )
-        seen = (row < nq) & (column < nk)
-        if self.key.option_values["band"] is not None:
-            left, right, bottom_right = self.key.option_values["band"]
-            diagonal = row + (nk - nq if bottom_right else 0)
-            seen = seen & (column <= diagonal + (skv if right is None else right))
-            seen = seen & (column >= diagonal - (sq + skv if left is None else left))
-        scores = scores + x["bias"].double() if "bias" in x else scores
-        return scores.masked_fill(~seen, -torch.inf), k, v
-
-    def _forward(self, x):
-        scores, _, v = self._scores(x)
-        if "sink" in x:
-            column = x["sink"].double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-            scores, v = torch.cat([scores, column], -1), torch.nn.functional.pad(v, (0, 0, 0, 1))
-        x["out"].copy_(scores.softmax(-1).nan_to_num(0.0) @ v)
-        if "lse" in x:
-            x["lse"].copy_(scores.logsumexp(-1, keepdim=True))
-
-    def _backward(self, x):
-        scores, k, v = self._scores(x)
-        grad_out = x["grad_out"].double()
-        weights = torch.exp(scores - x["lse"].double()).nan_to_num(0.0)
-        mean = (grad_out * x["out"].double()).sum(-1, keepdim=True)
-        of_scores = weights * (grad_out @ v.mT - mean)
-        heads = x["k"].shape[:2]
-        x["grad_q"].copy_(of_scores @ k * x["scale"])
-        x["grad_k"].copy_((of_scores.mT @ x["q"].double() * x["scale"]).unflatten(1, (heads[1], -1)).sum(2))
-        x["grad_v"].copy_((weights.mT @ grad_out).unflatten(1, (heads[1], -1)).sum(2))
-        if "grad_bias" in x:
-            x["grad_bias"].copy_(of_scores)
-
-
-class StandInCache:
-    """Plans nothing."""
-
-    @staticmethod
-    def get(key, _):
-        return StandInPlan(key)
 
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch):
-    def allocate(shape, stride, dtype):
-        return torch.empty_strided(shape, stride, dtype=dtype).fill_(torch.nan)
-
     def prepare(forward, call, _):
-        return launch.bind(forward, StandInPlan(forward.key(TARGET, 0)), call.scale_value, call.softcap)
+        return launch.bind(forward, FakePlan(forward.key(TARGET, 0), dense_attention), call.scale_value, call.softcap)
 
     for module in (launch, launch_backward):
-        monkeypatch.setattr(module, "allocate", allocate)
+        monkeypatch.setattr(module, "allocate", poisoned)
     monkeypatch.setattr(tiers, "prepare", prepare)
     monkeypatch.setattr(launch_backward, "live_target", lambda _: TARGET)
-    monkeypatch.setattr(launch_backward, "plan_cache", StandInCache)
+    monkeypatch.setattr(launch_backward, "plan_cache", FakeCache(dense_attention))
     monkeypatch.setattr(launch_backward, "calls", CallTable(None))
 
 
@@ -227,7 +146,7 @@ def test_gradients_without_memory_of_their_own_on_the_short_way(monkeypatch, kin
     q, k, v = (torch.randn(2, 4, 9, 8, dtype=torch.float16).requires_grad_() for _ in range(3))
     call = ForwardArguments(q, k, v, with_lse=True)
     forward = ForwardSpec.of(call)
-    known = launch.bind(forward, StandInPlan(forward.key(TARGET, 0)), call.scale_value)
+    known = launch.bind(forward, FakePlan(forward.key(TARGET, 0), dense_attention), call.scale_value)
     prepared = fast_path.TrainingCall(known, call.options[:-1])
     for _ in range(times):
         grad_out = torch.randn(2, 4, 9, 8, dtype=torch.float16)
@@ -267,7 +186,7 @@ def test_it_is_refused_on_the_short_way_too():
     for with_lse in (False, True):
         call = ForwardArguments(q, k, v, with_lse=with_lse)
         forward = ForwardSpec.of(call)
-        known = launch.bind(forward, StandInPlan(forward.key(TARGET, 0)), call.scale_value)
+        known = launch.bind(forward, FakePlan(forward.key(TARGET, 0), dense_attention), call.scale_value)
         known.run(q, k, v, None, None)
         freed = torch.randn(2, 4, 9, 8, dtype=torch.float16)
         freed.untyped_storage().resize_(0)

@@ -1,4 +1,4 @@
-"""FP8 calls on their way to a GPU, without one: a stand-in for a plan reads and writes the addresses of its launch."""
+"""FP8 calls on their way to a GPU, without one: a fake plan reads and writes the addresses of its launch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from fake_gpu import TARGET, FakePlan, fp8_attention, poisoned
 
 from cudnn_sdpa import LayoutError, explain
 from cudnn_sdpa.attention.arguments import ForwardArguments
@@ -16,12 +17,8 @@ from cudnn_sdpa.attention.fp8.launch import SplitBackward, as_layout
 from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec, spec_of
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
 from cudnn_sdpa.attention.mask import normalize_mask
-from cudnn_sdpa.graph.key import Role
-from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.plans import autotune_timing
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-TARGET = Target((("deviceVer", 900), ("multiProcessorCount", 132)), 91900, "1.32.0", "a GPU")
 SCALES = tuple(torch.tensor([1.5 + 0.25 * n]) for n in range(12))
 
 
@@ -29,57 +26,9 @@ def lens(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-class StandInPlan:
-    """Computes what its key says by the emulation, on the addresses that it is launched with."""
-
-    device, last_used, held = 0, 0, True
-
-    def __init__(self, key):
-        self.key = key
-        self.constants = {
-            op.name: torch.full(op.layout.shape, op.fill, dtype=op.layout.dtype)
-            for op in key.inputs
-            if op.role is Role.FILL
-        }
-
-    def launch(self, addresses):
-        operands = (*self.key.inputs, *self.key.outputs)
-        tensors = {
-            op.name: autotune_timing.tensor_at(int(address), op.layout, torch.device("cpu"))
-            for op, address in zip(operands, addresses, strict=True)
-        }
-        results = self.compute(tensors)
-        for operand, result in zip(self.key.outputs, results, strict=True):
-            tensors[operand.name].copy_(result.view(operand.layout.shape))
-
-    def compute(self, tensors):
-        left, right, bottom_right = self.key.option_values["band"] or (None, None, False)
-        lengths = {f"seq_lens_{x}": t.flatten() for x in ("q", "kv") if (t := tensors.get(f"seq_len_{x}")) is not None}
-        call = ForwardArguments(
-            *(tensors[name] for name in "qkv"),
-            **lengths,
-            causal_alignment="bottom_right" if bottom_right else "top_left",
-            window_left=-1 if left is None else left,
-            window_right=-1 if right is None else right,
-            scale=float(tensors["scale"]),
-            with_lse=True,
-        )
-        if "grad_out" in tensors:
-            scales = Fp8BackwardScales(*(tensors[name].view(1) for name in Fp8BackwardScales._fields))
-            lse = tensors["lse"].squeeze(-1)
-            return reference.gradients(Fp8Backward(tensors["grad_out"], tensors["out"], lse, call, scales))
-        scales = Fp8Scales(*(tensors[name].view(1) for name in Fp8Scales._fields))
-        found = reference.attention(Fp8Forward(call, scales, tensors["out"].dtype))
-        return [found.out, found.amax_s, found.amax_o, found.lse][: len(self.key.outputs)]
-
-
 @pytest.fixture(autouse=True)
 def memory_here(monkeypatch):
-    def poisoned(shape, stride, dtype):
-        return torch.empty_strided(shape, stride, dtype=dtype).copy_(torch.full(shape, float("nan")))
-
-    for module in (launch, launch):
-        monkeypatch.setattr(module, "allocate", poisoned)
+    monkeypatch.setattr(launch, "allocate", poisoned)
 
 
 def qkv(lengths=(40, 56), dtype=E4M3):
@@ -126,7 +75,7 @@ def test_a_forward_call_gives_its_plan_the_right_addresses(case, return_lse, out
     expected = sdpa_fp8(q, k, v, scales, **within(options, lengths), out_dtype=out_dtype, return_lse=return_lse)
     of = Fp8Forward(ForwardArguments(q, k, v, **split(options), with_lse=return_lse), scales, out_dtype)
     forward = ForwardSpec.of(of)
-    found = launch.ForwardCall(forward, StandInPlan(forward.key(TARGET, None)), of.call.scale_value)(of)
+    found = launch.ForwardCall(forward, FakePlan(forward.key(TARGET, None), fp8_attention), of.call.scale_value)(of)
     if "seq_lens_q" in options:  # taken from the rounded output then
         torch.testing.assert_close(found.amax_o, expected.amax_o, rtol=2**-3, atol=0)
         found = found._replace(amax_o=expected.amax_o)
@@ -147,7 +96,7 @@ def test_a_backward_call_gives_its_plan_the_right_addresses(case, grad_dtype):
     of = Fp8Backward(grad_out, forward.out, forward.lse, ForwardArguments(q, k, v, **split(options)), scales)
     of = workarounds.readable(of)
     backward = BackwardSpec.of(of)
-    found = launch.BackwardCall(backward, StandInPlan(backward.key(TARGET, None)), of.call.scale_value)(of)
+    found = launch.BackwardCall(backward, FakePlan(backward.key(TARGET, None), fp8_attention), of.call.scale_value)(of)
     assert all(map(same, found, expected))
     assert [x.stride() for x in found] == [x.stride() for x in expected]
 
@@ -170,7 +119,7 @@ def test_batch_entries_may_go_into_several_launches(case, entries, monkeypatch):
     piece = whole.piece(TARGET)
     assert piece.problem.q.shape[0] == entries
     assert any("launches" in note for note in whole.extra_kernels())
-    bound = launch.BackwardCall(piece, StandInPlan(piece.key(TARGET, None)), of.call.scale_value)
+    bound = launch.BackwardCall(piece, FakePlan(piece.key(TARGET, None), fp8_attention), of.call.scale_value)
     found = SplitBackward(bound, [as_layout(layout) for layout in whole.gradients()])(of)
     assert all(map(same, found, expected))
     assert [x.stride() for x in found] == [x.stride() for x in expected]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fake_gpu import TARGET, FakeCache, fp8_attention
 from test_fp8 import E4M3, E5M2, fp8_of, lens, scales_of
-from test_fp8_calls import TARGET
 from test_fp8_shortcuts import gpu  # noqa: F401 - a fixture
 
 from cudnn_sdpa import DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError, explain, sdpa_fp8
+from cudnn_sdpa.attention.fp8 import launch
 from cudnn_sdpa.attention.fp8.explain import describe_sdpa_fp8
 
 PAGE, WIDTH, PAGES = 8, 5, 13
@@ -91,19 +92,16 @@ def test_hopper_has_no_single_query_and_no_bottom_right():
 
 
 def test_a_plan_gets_the_right_addresses(gpu, monkeypatch):  # noqa: F811
-    import test_fp8_calls
-
     q, k, v, ids, ids_v, lengths = problem(dims=(128, 128))
     expected = sdpa_fp8(q, k, v, scales_of(), seq_lens_kv=lengths, page_table=ids, page_table_v=ids_v, return_lse=True)
-    whole = test_fp8_calls.StandInPlan.compute
 
-    def compute(plan, tensors):
+    def gathered(key, tensors):
         tables = [tensors.pop(f"table_{name}").view(2, WIDTH) for name in "kv"]
         assert all(int(table.min()) >= 0 and int(table.max()) < PAGES for table in tables)
         tensors |= {name: in_a_row(tensors[name], table) for name, table in zip("kv", tables, strict=True)}
-        return whole(plan, tensors)
+        return fp8_attention(key, tensors)
 
-    monkeypatch.setattr(test_fp8_calls.StandInPlan, "compute", compute)
+    monkeypatch.setattr(launch, "plan_cache", FakeCache(gathered))
     for _ in range(3):
         found = gpu(
             sdpa_fp8, q, k, v, scales_of(), seq_lens_kv=lengths, page_table=ids, page_table_v=ids_v, return_lse=True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_fp8_calls import CASES, E4M3, E5M2, SCALES, TARGET, StandInPlan, lens, qkv, same, within
+from fake_gpu import TARGET, FakeCache, FakePlan, fp8_attention, poisoned, tensors_look_as_on_a_gpu
+from test_fp8_calls import CASES, E4M3, E5M2, SCALES, lens, qkv, same, within
 
 from cudnn_sdpa import (
     ArgumentError,
@@ -23,34 +24,17 @@ pytestmark = pytest.mark.usefixtures("reference_alone")  # no GPU has kernels fo
 FORWARD, BACKWARD = Fp8Scales(*SCALES[:6]), Fp8BackwardScales(*SCALES)
 
 
-class Plans:
-    """In place of the plan cache."""
-
-    def __init__(self):
-        self.plans = {}
-
-    def get(self, key, _):
-        return self.plans.setdefault(key, StandInPlan(key))
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """Calls a function as on a GPU; what it gives is poisoned before."""
-
-    def poisoned(shape, stride, dtype):
-        return torch.empty_strided(shape, stride, dtype=dtype).copy_(torch.full(shape, float("nan")))
-
-    for module in (launch, launch):
-        monkeypatch.setattr(module, "allocate", poisoned)
+    monkeypatch.setattr(launch, "allocate", poisoned)
     monkeypatch.setattr(launch, "live_target", lambda _: TARGET)
-    monkeypatch.setattr(launch, "plan_cache", Plans())
+    monkeypatch.setattr(launch, "plan_cache", FakeCache(fp8_attention))
     monkeypatch.setattr(launch, "calls", type(launch.calls)(None))
     monkeypatch.setattr(launch, "backward_calls", type(launch.calls)(None))
 
     def call(function, *args, **options):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-            patch.setattr(torch.Tensor, "get_device", lambda _: 0)
+        with tensors_look_as_on_a_gpu():
             return function(*args, **options)
 
     return call
@@ -260,7 +244,7 @@ def test_dispatch_modes_and_the_profiler_see_the_operator(gpu, monkeypatch):
 @pytest.fixture
 def misaligned(monkeypatch):
     """Names of operands whose addresses were no multiple of 16 when a plan was launched."""
-    found, launch = [], StandInPlan.launch
+    found, launch = [], FakePlan.launch
 
     def watched(plan, addresses):
         operands = (*plan.key.inputs, *plan.key.outputs)
@@ -270,7 +254,7 @@ def misaligned(monkeypatch):
         )
         launch(plan, addresses)
 
-    monkeypatch.setattr(StandInPlan, "launch", watched)
+    monkeypatch.setattr(FakePlan, "launch", watched)
     return found
 
 

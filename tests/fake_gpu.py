@@ -1,0 +1,299 @@
+"""A fake GPU for tests without one: plans read and write CPU memory at the addresses of their launch.
+
+`FakePlan` knows nothing but its key: it reads each operand at its address, in the layout of the key, computes in plain
+PyTorch, and writes the results. So what leads to a launch (signatures, guards, layouts, addresses, gradients) runs as
+on a GPU, and a wrong address or layout is a wrong number. `Machine` stands in for cuDNN's proposals and the GPU's clock
+where `autotune` is tested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.fp8 import reference as fp8_reference
+from cudnn_sdpa.attention.fp8.arguments import Fp8Backward, Fp8BackwardScales, Fp8Forward, Fp8Scales
+from cudnn_sdpa.engine import launch as graph_launch
+from cudnn_sdpa.fused import torch_ops as fused_ops
+from cudnn_sdpa.graph import handles
+from cudnn_sdpa.graph.definition import GraphOp, graph_op
+from cudnn_sdpa.graph.heuristics import Other
+from cudnn_sdpa.graph.key import Operand, PlanKey, Role
+from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
+from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.plans import autotune_timing, build, plan
+
+CPU = torch.device("cpu")
+TARGET = Target((("deviceVer", 900), ("multiProcessorCount", 132)), 91900, "1.32.0", "a GPU")
+
+#: Operands that kernels read element by element, at any address; so are those of one element.
+READ_BY_ELEMENT = ("seed", "offset")
+
+Operands = dict[str, Any]  # tensors at their addresses, and numbers of the host
+Compute = Callable[[PlanKey, Operands], Sequence[Tensor]]
+
+
+class FakePlan:
+    """Computes what `compute` says of `key` and its operands, at the addresses of a launch.
+
+    Attributes:
+        launched: The keys of all launches of all plans, in order.
+    """
+
+    device, last_used, held = 0, 0, True
+    launched: list[PlanKey] = []  # noqa: RUF012 - of all plans
+
+    def __init__(self, key: PlanKey, compute: Compute) -> None:
+        self.key, self.compute = key, compute
+        filled = [operand for operand in key.inputs if operand.role is Role.FILL]
+        self.constants = {x.name: torch.full(x.layout.shape, x.fill, dtype=x.layout.dtype) for x in filled}
+
+    def launch(self, addresses: Sequence[int]) -> None:
+        self.launched.append(self.key)
+        operands = (*self.key.inputs, *self.key.outputs)
+        tensors = {x.name: self._at(x, int(address)) for x, address in zip(operands, addresses, strict=True)}
+        results = self.compute(self.key, dict(tensors))
+        for operand, result in zip(self.key.outputs, results, strict=True):
+            tensors[operand.name].copy_(result.reshape(operand.layout.shape))
+
+    @staticmethod
+    def _at(operand: Operand, address: int) -> Any:
+        assert address, f"a null pointer for {operand.name}"
+        if operand.role is Role.SCALAR:
+            return ctypes.c_float.from_address(address).value
+        apart = address % ALIGNMENT
+        by_element = operand.name in READ_BY_ELEMENT or math.prod(operand.layout.shape) == 1
+        assert apart == 0 or by_element, f"{operand.name} is {apart} bytes past an aligned address"
+        return autotune_timing.tensor_at(address, operand.layout, CPU)
+
+
+class FakeCache:
+    """In place of the plan cache: a fake plan for each key."""
+
+    def __init__(self, compute: Compute) -> None:
+        self.compute, self.plans = compute, {}
+
+    def get(self, key: PlanKey, _build: Any = None) -> FakePlan:
+        return self.plans.setdefault(key, FakePlan(key, self.compute))
+
+
+def poisoned(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """New memory in place of the GPU's, full of NaN."""
+    return torch.empty_strided(shape, stride, dtype=dtype).copy_(torch.full(tuple(shape), torch.nan))
+
+
+@contextlib.contextmanager
+def tensors_look_as_on_a_gpu():
+    """CPU tensors say that they are on the first GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "cpu"))
+        patch.setattr(torch.Tensor, "get_device", lambda _: 0)
+        yield
+
+
+# What plans of dense attention compute, in float64.
+
+
+def dense_attention(key: PlanKey, x: Operands) -> Sequence[Tensor]:
+    """The forward and the backward pass of `sdpa`."""
+    assert x["scale"] > 1e-3
+    return (_dense_forward if key.name == "sdpa_forward" else _dense_backward)(key, x)
+
+
+def _dense_scores(key: PlanKey, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    assert "bias" not in x or x["k"].shape[2] > 1, "cuDNN misreads a bias of one key"
+    group = x["q"].shape[1] // x["k"].shape[1]
+    k, v = (x[name].double().repeat_interleave(group, 1) for name in ("k", "v"))
+    scores = x["q"].double() @ k.mT * x["scale"]
+    sq, skv = scores.shape[2:]
+    row, column = torch.arange(sq).view(-1, 1), torch.arange(skv)
+    nq, nk = (x.get(name, torch.tensor(n)).view(-1, 1, 1, 1) for name, n in (("seq_len_q", sq), ("seq_len_kv", skv)))
+    seen = (row < nq) & (column < nk)
+    if key.option_values["band"] is not None:
+        left, right, bottom_right = key.option_values["band"]
+        diagonal = row + (nk - nq if bottom_right else 0)
+        seen = seen & (column <= diagonal + (skv if right is None else right))
+        seen = seen & (column >= diagonal - (sq + skv if left is None else left))
+    scores = scores + x["bias"].double() if "bias" in x else scores
+    return scores.masked_fill(~seen, -torch.inf), k, v
+
+
+def _dense_forward(key: PlanKey, x: Operands) -> Sequence[Tensor]:
+    scores, _, v = _dense_scores(key, x)
+    if "sink" in x:
+        column = x["sink"].double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores, v = torch.cat([scores, column], -1), torch.nn.functional.pad(v, (0, 0, 0, 1))
+    results = {"out": scores.softmax(-1).nan_to_num(0.0) @ v, "lse": scores.logsumexp(-1, keepdim=True)}
+    return [results[operand.name] for operand in key.outputs]
+
+
+def _dense_backward(key: PlanKey, x: Operands) -> Sequence[Tensor]:
+    scores, k, v = _dense_scores(key, x)
+    grad_out = x["grad_out"].double()
+    weights = torch.exp(scores - x["lse"].double()).nan_to_num(0.0)
+    mean = (grad_out * x["out"].double()).sum(-1, keepdim=True)
+    grad_scores = weights * (grad_out @ v.mT - mean)
+    heads = x["k"].shape[1]
+    results = {
+        "grad_q": grad_scores @ k * x["scale"],
+        "grad_k": (grad_scores.mT @ x["q"].double() * x["scale"]).unflatten(1, (heads, -1)).sum(2),
+        "grad_v": (weights.mT @ grad_out).unflatten(1, (heads, -1)).sum(2),
+        "grad_bias": grad_scores,
+    }
+    return [results[operand.name] for operand in key.outputs]
+
+
+# What plans of attention in FP8 compute, by the emulation of the reference.
+
+
+def fp8_attention(key: PlanKey, x: Operands) -> Sequence[Tensor]:
+    """The forward and the backward pass of `sdpa_fp8`."""
+    left, right, bottom_right = key.option_values["band"] or (None, None, False)
+    lengths = {f"seq_lens_{name}": t.flatten() for name in ("q", "kv") if (t := x.get(f"seq_len_{name}")) is not None}
+    call = ForwardArguments(
+        *(x[name] for name in "qkv"),
+        **lengths,
+        causal_alignment="bottom_right" if bottom_right else "top_left",
+        window_left=-1 if left is None else left,
+        window_right=-1 if right is None else right,
+        scale=float(x["scale"]),
+        with_lse=True,
+    )
+    if "grad_out" in x:
+        scales = Fp8BackwardScales(*(x[name].view(1) for name in Fp8BackwardScales._fields))
+        return fp8_reference.gradients(Fp8Backward(x["grad_out"], x["out"], x["lse"].squeeze(-1), call, scales))
+    scales = Fp8Scales(*(x[name].view(1) for name in Fp8Scales._fields))
+    result = fp8_reference.attention(Fp8Forward(call, scales, x["out"].dtype))
+    return [result.out, result.amax_s, result.amax_o, result.lse][: len(key.outputs)]
+
+
+# Fused operations and users' graphs, by their references.
+
+
+def install_for_graph_functions() -> None:
+    """From now on CPU tensors are on a GPU, as far as graph functions see: for a process of its own."""
+    graph_launch.live_target = lambda _: TARGET
+    graph_launch.build_plan = lambda operation, _: operation
+    graph_launch.plan_cache = _GraphFunctions()
+    graph_launch.allocate = lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype).fill_(77)
+    torch.cuda.device = lambda _: contextlib.nullcontext()
+    torch.Tensor.is_cuda = property(lambda tensor: tensor.device.type == "cpu")
+    torch.Tensor.get_device = lambda _: 0
+    library = install_for_graph_functions.library = torch.library.Library("cudnn_sdpa", "IMPL")
+    library.impl("graph_function", fused_ops._decoded(fused_ops._on_gpu), "CPU", allow_override=True)
+
+
+class _GraphFunctions(FakeCache):
+    """Fake plans of graph functions, which compute by the function's reference."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: ())
+
+    def get(self, key: PlanKey, build: Any = None) -> FakePlan:
+        if key not in self.plans:
+            operation = build(key)
+
+            def compute(key: PlanKey, x: Operands) -> Sequence[Tensor]:
+                given = [x.get(name) for name in operation.operands]
+                with torch.no_grad():
+                    return fused_ops.as_tuple(operation.reference(*given, **key.option_values))
+
+            self.plans[key] = FakePlan(key, compute)
+        return self.plans[key]
+
+
+# `autotune`: plans of several engines, and the GPU's clock.
+
+SHAPE = (2, 3, 4)
+
+
+@graph_op
+def halve(g, x, *, deterministic=False):  # noqa: ARG001 - an option like any other
+    return g.mul(x, 0.5)
+
+
+def key(*, inputs=(), outputs=1, **options):
+    layout = TensorLayout.contiguous(SHAPE, torch.float32)
+    results = [Operand(f"out{number}", layout) for number in range(outputs)]
+    return halve.key([Operand("x", layout), *inputs], results, options, TARGET, 0)
+
+
+def operands(outputs=1):
+    return torch.randn(SHAPE), *(torch.full(SHAPE, 7.0) for _ in range(outputs))
+
+
+def launch(made, *tensors):
+    made.launch([tensor.data_ptr() for tensor in tensors])
+
+
+def halved(x, outs, _):
+    """What the plans of the tests compute; the last argument counts the launches."""
+    for out in outs:
+        out.copy_(x * 0.5)
+
+
+class Engine:
+    """A built graph whose launch is a function of the input, the outputs and the number of launches."""
+
+    def __init__(self, name, microseconds=10.0, run=halved, *, workspace=0):
+        self.engine, self.knobs, self.workspace = name, {"TILE": int(microseconds)}, workspace
+        self.microseconds, self.run, self.launches = microseconds, run, 0
+
+    def serialize(self):
+        return self.engine.encode() * 100
+
+    def launcher(self, _):
+        def launch(address, count, *_):
+            self.launches += 1
+            pointers = (ctypes.c_uint64 * count).from_address(address)
+            x, *outs = (autotune_timing.tensor_at(each, key().outputs[0].layout, None) for each in pointers)
+            self.run(x, outs, self.launches)
+
+        return launch
+
+
+class Machine:
+    """Stands in for the GPU and for cuDNN.
+
+    Attributes:
+        stream: The current stream.
+        capturing: Whether it is being captured.
+        timed: How many plans were timed, each time.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stream, self.capturing, self.timed = 0, False, []
+        self.patch = monkeypatch.setattr
+        self.slots = {0: handles.Slot.__new__(handles.Slot)}
+        self.slots[0].raw = self.slots[0].stream = self.slots[0].scratch = 0
+        self.patch(handles.Slot, "bind", lambda slot, stream: setattr(slot, "stream", stream))
+        self.patch(handles.thread, "slots", self.slots)
+        self.patch(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        self.patch(torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.capturing)
+        for module in (plan, autotune_timing):
+            self.patch(module, "current_raw_stream", lambda _: self.stream)
+        self.patch(build, "_handle_for", lambda _: "handle")
+        self.patch(plan, "allocate", lambda shape, _, dtype: torch.empty(shape, dtype=dtype))
+        self.patch(plan.backend, "GraphBuilder", lambda **_: "builder")
+        self.patch(plan.backend, "execution_error", lambda error, _: error)
+        self.patch(autotune_timing, "device_times", self.times)
+        tensor_at = autotune_timing.tensor_at
+        self.patch(autotune_timing, "tensor_at", lambda at, layout, _: tensor_at(at, layout, torch.device("cpu")))
+
+    def times(self, launches):
+        self.timed.append(len(launches))
+        return [launch.func.__self__.built.microseconds for launch in launches]
+
+    def proposes(self, first, *others):
+        """What cuDNN proposes from now on: engines, or why one cannot be built."""
+        known = [Other(("eng0", {}) if isinstance(each, str) else (each.engine, each.knobs), each) for each in others]
+        self.patch(GraphOp, "compile", lambda *_: first)
+        self.patch(build, "build_others", lambda _operation, _key, _first, most, **_: known[:most])
