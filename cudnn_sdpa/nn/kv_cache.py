@@ -250,7 +250,7 @@ class KVCache:
             if not 0 <= more <= tokens:
                 raise OptionError("seq_lens", repr(more), f"numbers from 0 to {tokens}, as there are tokens")
             if length + more > self.max_length:
-                room = f"no more than max_length ({self.max_length}) in all"
+                room = f"at most max_length ({self.max_length}) tokens in total"
                 raise OptionError("tokens", f"{more} after {length}", room)
 
     def append(self, step: KVStep, k: Tensor, v: Tensor, layer: int = 0) -> None:

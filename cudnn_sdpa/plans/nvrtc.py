@@ -52,6 +52,12 @@ class _Identity:
         return {"kernel": self.name, "source": self.digest, "sm": self.sm, **version}
 
 
+def slots(fields: type[tuple[int, ...]], *names: str, start: int = 0) -> list[int]:
+    """Indices of named fields in a kernel's argument, an array in which `fields`, a NamedTuple, begins at `start`."""
+    known: tuple[str, ...] = fields._fields  # type: ignore[attr-defined]
+    return [start + known.index(name) for name in names]
+
+
 class LoadedKernel:
     """A kernel in the memory of one GPU."""
 

@@ -1,4 +1,4 @@
-"""A call on a paged cache, and checks of what the user passed."""
+"""A call on a paged cache, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -42,9 +42,22 @@ class PagedArguments(NamedTuple):
     out: Tensor | None = None
 
     @property
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        """The tensors that are read, in the order of the operators' schemas."""
+        return self.q, self.k, self.v, self.table_k, self.table_v, self.seq_lens_kv, self.seq_lens_q, self.sinks
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All tensors: the inputs and `out`."""
+        return (*self.inputs, self.out)
+
+    @property
     def options(self) -> tuple[Any, ...]:
-        """What is no tensor."""
-        return self[8:15]
+        """The options that decide the output, in the order of the operators' schemas."""
+        return (
+            *(self.is_causal, self.causal_alignment, self.window_left, self.window_right),
+            *(self.scale, self.softcap),
+        )
 
     @property
     def is_for_cudnn(self) -> bool:
@@ -52,23 +65,16 @@ class PagedArguments(NamedTuple):
         return True
 
     @property
-    def addresses(self) -> tuple[int, int, int, int, int, int]:
-        """Of queries, keys, values, both tables and the lengths of keys."""
-        q, k, v, table_k, table_v, lengths = self[:6]
-        return (
-            *(q.data_ptr(), k.data_ptr(), v.data_ptr()),
-            *(table_k.data_ptr(), table_v.data_ptr(), lengths.data_ptr()),
-        )
-
-    @property
     def scale_value(self) -> float:
-        """The factor of the scores."""
+        """The factor applied to the scores."""
         return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
 
     def as_dense(self, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> ForwardArguments:
         """A dense call with the same options: for checks that both have, and for the reference."""
         return ForwardArguments(
-            *(q, k, v),
+            q,
+            k,
+            v,
             sinks=self.sinks,
             is_causal=self.is_causal,
             causal_alignment=self.causal_alignment,
@@ -81,12 +87,12 @@ class PagedArguments(NamedTuple):
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Tokens per page."""
         return self.k.shape[2]
 
     @property
     def max_kv_len(self) -> int:
-        """Keys of a sequence that the table has room for."""
+        """The most keys per sequence that the table has room for."""
         return self.table_k.shape[1] * self.k.shape[2]
 
 
@@ -94,7 +100,7 @@ def in_heads_order(pages: Any, page_layout: Any) -> Any:
     """A view of pages as (pages, Hkv, page size, D).
 
     Raises:
-        OptionError: The layout is none.
+        OptionError: There is no such layout.
     """
     if not isinstance(page_layout, str) or page_layout not in LAYOUTS:
         expected = " or ".join(f"{name!r}: {shape}" for name, shape in LAYOUTS.items())
@@ -103,17 +109,17 @@ def in_heads_order(pages: Any, page_layout: Any) -> Any:
     return pages.transpose(1, 2) if page_layout == NHD and is_rank_4 else pages
 
 
-#: Words of `arguments` in those of this function.
+#: Names that `arguments` uses in its messages, and what `sdpa_paged` calls the same.
 NAMES = {"k": "k_pages", "v": "v_pages", "sequence length": "page size"}
 
 
 def check(call: PagedArguments) -> None:
-    """Everything that holds on every device; looks at no address and no value, so that fake tensors pass through."""
+    """Checks what must hold on every device. Reads no address and no value, so that fake tensors pass through."""
     q, k, v = call.q, call.k, call.v
     _check_types(call)
     for name, tensor, shape in (("q", q, "(B, Hq, Sq, D)"), ("k_pages", k, LAYOUTS[HND]), ("v_pages", v, LAYOUTS[HND])):
         if tensor.dim() != 4:
-            raise ShapeError(name, shape_of(tensor), f"rank 4: {shape}, the pages in the order of page_layout")
+            raise ShapeError(name, shape_of(tensor), f"rank 4: {shape}, pages in the order of page_layout")
     for name, tensor in (("q", q), ("k_pages", k), ("v_pages", v)):
         if "float8" in str(tensor.dtype):
             hint = "Queries and pages in FP8 go through sdpa_fp8(..., page_table=...), with their scales."
@@ -159,7 +165,7 @@ def _check_types(call: PagedArguments) -> None:
 
 
 def check_table(name: str, table: Tensor, q: Tensor) -> None:
-    """Page ids of each sequence: int32, (B, max_pages), rows dense, where q is."""
+    """Checks the page ids of each sequence: int32, (B, max_pages), rows contiguous, on q's device."""
     if table.dtype != torch.int32:
         raise DtypeError(name, dtype_name(table.dtype), "int32", f"Convert with {name}.to(torch.int32).")
     if table.dim() != 2 or is_true(table.shape[0] != q.shape[0]):

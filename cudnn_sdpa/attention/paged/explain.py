@@ -1,4 +1,4 @@
-"""Descriptions of calls on a paged cache for `explain`."""
+"""What `explain` says of calls on a paged cache."""
 
 from __future__ import annotations
 
@@ -47,31 +47,43 @@ def describe_paged(
     left, right = arguments.window_bounds(window_size)
     k, v = in_heads_order(k_pages, page_layout), in_heads_order(v_pages, page_layout)
     table_v = page_table if page_table_v is None else page_table_v
-    call = PagedArguments._make(
-        (
-            *(q, k, v, page_table, table_v, seq_lens_kv, seq_lens_q, sinks),
-            *(is_causal, causal_alignment, left, right, scale, softcap, return_lse, out),
-        )
+    call = PagedArguments(
+        q=q,
+        k=k,
+        v=v,
+        table_k=page_table,
+        table_v=table_v,
+        seq_lens_kv=seq_lens_kv,
+        seq_lens_q=seq_lens_q,
+        sinks=sinks,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_left=left,
+        window_right=right,
+        scale=scale,
+        softcap=softcap,
+        with_lse=return_lse,
+        out=out,
     )
     paged_arguments.check(call)
     refused = UnsupportedError.of(refuse_gradients, call)
     if refused is not None:
         return Description(graphs.paged_decode, partial(explain.refuse, refused), explain.device_of(q))
     torch_ops.check_memory(call)
-    launched, of_scale = with_positive_scale(call)
+    launched, scale_notes = with_positive_scale(call)
     device = explain.device_of(q)
     described = describe_decode(launched, device) if is_decode(call) else describe_prefill(launched, device)
     if is_decode(call) and device is not None and UnsupportedError.of(described.key, live_target(device), device):
         described = describe_prefill(launched, device)
     return replace(
         described,
-        extra_kernels=[*of_scale, *described.extra_kernels],
+        extra_kernels=[*scale_notes, *described.extra_kernels],
         verify=lambda _: errors_paged(call),
     )
 
 
 def with_positive_scale(call: PagedArguments) -> tuple[PagedArguments, list[str]]:
-    """The call that is launched, as cuDNN computes only positive scales, and what that takes."""
+    """The call that is launched, as cuDNN takes positive scales only, and notes on what that takes."""
     if call.scale_value >= MIN_SCALE:
         return call, []
     sign = 0.0 if call.scale_value > -MIN_SCALE else -1.0
@@ -84,15 +96,15 @@ def _without_data(tensor: Tensor) -> Tensor:
 
 
 def describe_decode(call: PagedArguments, device: int | None) -> Description:
-    """The call as `paged.launch` runs it."""
+    """What `explain` says of a call that `paged.launch` runs."""
     reasons = launch.reasons_against_in_place(call)
     decode = DecodeSpec.of(call, in_place=not reasons)
     notes = []
     if reasons:
         why = "; ".join(reasons)
-        notes.append(f"page ids and lengths are kept within the cache, and queries copied, by one kernel ({why})")
+        notes.append(f"one kernel clamps page ids and lengths to the cache, and copies queries ({why})")
     if call.sinks is not None:
-        notes.append("the sinks are applied to the output and the log-sum-exp (cuDNN has none for single queries)")
+        notes.append("sinks are applied to the output and the log-sum-exp (cuDNN has none for single queries)")
     if call.out is not None:
         notes.append("the output is copied into out")
     return Description(
@@ -105,16 +117,16 @@ def describe_decode(call: PagedArguments, device: int | None) -> Description:
 
 
 def describe_prefill(call: PagedArguments, device: int | None) -> Description:
-    """The call as `paged.prefill` runs it: its first part, if it goes in several."""
+    """What `explain` says of a call that `paged.prefill` runs, or of its first part if the batch is split."""
     at_once = prefill.sequences_at_once(call)
     parts = -(-call.q.shape[0] // at_once)
-    packed, out = prefill.without_data(call)
+    packed, out = prefill.prefill_spec(call)
     _, heads, _, dim = call.k.shape
     rows = min(call.q.shape[0], at_once) * call.max_kv_len
     size = rows * heads * (dim + call.v.shape[3]) * call.k.element_size() / 2**20
     why = _why_prefill(call, call.q.shape[2])
-    notes = [f"keys and values are put in a row by one kernel, in up to {size:.0f} MiB ({why})"]
-    notes += [f"the batch goes in {parts} parts of up to {at_once} sequences"] * (parts > 1)
+    notes = [f"one kernel gathers keys and values into contiguous memory, up to {size:.0f} MiB ({why})"]
+    notes += [f"the batch is split into {parts} parts of up to {at_once} sequences"] * (parts > 1)
     notes += packed.extra_kernels(with_lse=call.with_lse)
     return Description(
         operation=graphs.sdpa_forward,
@@ -127,8 +139,8 @@ def describe_prefill(call: PagedArguments, device: int | None) -> Description:
 
 def _why_prefill(call: PagedArguments, queries: int) -> str:
     if call.softcap is not None:
-        return "there is a soft cap"
-    return f"{queries} queries of a sequence" if queries > MAX_DECODED else "the window is not one of single queries"
+        return "logit soft-capping"
+    return f"{queries} queries per sequence" if queries > MAX_DECODED else "the decode kernels lack this window"
 
 
 def _is_empty(call: PagedArguments) -> bool:
@@ -136,9 +148,9 @@ def _is_empty(call: PagedArguments) -> bool:
 
 
 def errors_paged(call: PagedArguments) -> dict[str, float]:
-    """The same for a call on a paged cache, which has no gradients."""
+    """The errors of a call against the reference, for `verify`; there are no gradients."""
     out = call.out if call.out is None else empty_like(call.out)
     result = torch_ops.forward_cuda(call._replace(out=out)) if call.q.is_cuda else torch_ops.forward_cpu(call)
-    found, lse = result if isinstance(result, tuple) else (result, None)
+    output, lse = result if isinstance(result, tuple) else (result, None)
     exact = reference.attention(exact_inputs(torch_ops.as_dense(call), ("q", "k", "v", "sinks")))
-    return compare(Results(found, lse, {}), Results(*exact, {}))
+    return compare(Results(output, lse, {}), Results(*exact, {}))

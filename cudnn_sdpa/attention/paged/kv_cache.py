@@ -1,4 +1,4 @@
-"""`PagedKVCache`: the pages of keys and values of many sequences, and which of them belong to whom."""
+"""`PagedKVCache`: pages of keys and values of many sequences, and which sequence owns which page."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.manifest import PlanManifest
 
-#: So many kinds of appended tensors are remembered.
+#: Maximum number of layouts of appended tensors whose kernels are kept.
 MAX_APPENDERS = 4096
 
 
 class PagedKVCache:
-    """Keys and values of many sequences in pages of fixed size, for one layer or many.
+    """Keys and values of many sequences in fixed-size pages, for one or more layers.
 
-    The host decides which page belongs to which sequence, and sends it to the GPU with each step, in one copy that
-    nobody waits for. Not for several threads at once.
+    The host assigns pages to sequences, and sends the page tables to the GPU with each step, in one asynchronous copy.
+    It is not thread-safe.
 
-    What a step's tokens are must be appended before their sequences are forked or part of another step; and its tables
-    and lengths are read as they are, so do not write to them. A step of a sequence that was freed, evicted or truncated
-    since is refused.
+    Append the keys and values of a step's tokens before you fork their sequences or reserve another step for them. The
+    step's tables and lengths are read without checks, so do not write to them. A step is refused if one of its
+    sequences was freed, evicted or truncated since.
 
     Args:
-        pages: How many there are.
-        page_size: Tokens of a page, a power of two.
-        heads: Heads of keys and values.
-        head_dim: Size of a head of keys.
-        layers: Layers of the model; all share the tables.
-        head_dim_v: Size of a head of values; that of keys if not given.
-        max_length: Most tokens of a sequence; as many as all pages hold if not given.
-        dtype: Of keys and values, float16 or bfloat16; on the CPU also float32 or float64.
-        device: Where the pages are; the current GPU if there is one.
+        pages: Number of pages.
+        page_size: Tokens per page, a power of two.
+        heads: Number of heads of keys and values.
+        head_dim: Head dim of keys.
+        layers: Number of layers of the model; all share the page tables.
+        head_dim_v: Head dim of values; `head_dim` if not given.
+        max_length: Maximum tokens per sequence; as many as all pages hold if not given.
+        dtype: Dtype of keys and values: float16 or bfloat16; on the CPU also float32 or float64.
+        device: Device of the pages; the current GPU if there is one.
         page_layout: "HND", pages are (pages, heads, page_size, head_dim), or "NHD", (pages, page_size, heads,
             head_dim).
 
     Raises:
-        OptionError: A size is none, or there is no such device.
-        DtypeError: Attention on pages has no such dtype.
-        DeviceError: The device is no GPU of CUDA, and not the CPU.
+        OptionError: A size is invalid, or there is no such device.
+        DtypeError: Attention on pages does not support the dtype.
+        DeviceError: The device is neither a CUDA GPU nor the CPU.
 
     Examples:
         >>> import torch, cudnn_sdpa
@@ -93,9 +93,9 @@ class PagedKVCache:
         self._pool = PagePool(pages, page_size)
         self._columns = pages if max_length is None else -(-max_length // page_size)
         self._mark = pages, self._columns, page_size
-        of_page = (heads, page_size) if page_layout == HND else (page_size, heads)
+        page_shape = (heads, page_size) if page_layout == HND else (page_size, heads)
         self._k, self._v = (
-            torch.zeros((layers, pages, *of_page, dim), dtype=dtype, device=device) for dim in (head_dim, head_dim_v)
+            torch.zeros((layers, pages, *page_shape, dim), dtype=dtype, device=device) for dim in (head_dim, head_dim_v)
         )
         self.device = self._k.device
         self._layers = list(zip(self._k.unbind(), self._v.unbind(), strict=True))
@@ -103,12 +103,12 @@ class PagedKVCache:
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Tokens per page."""
         return self._pool.page_size
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a sequence."""
+        """Maximum tokens per sequence."""
         return self._columns * self.page_size
 
     def k_pages(self, layer: int = 0) -> Tensor:
@@ -125,37 +125,37 @@ class PagedKVCache:
         return layer
 
     def add(self) -> int:
-        """A new sequence without tokens: its number."""
+        """Adds an empty sequence and returns its number."""
         return self._pool.add()
 
     def length(self, sequence: int) -> int:
-        """Tokens of a sequence."""
+        """Number of tokens of a sequence."""
         return self._pool.length(sequence)
 
     def fork(self, sequence: int) -> int:
-        """A new sequence with the same tokens. Pages are shared, and copied when one of the two writes to them."""
+        """Adds a sequence with the same tokens and returns its number. Pages are shared, and copied on write."""
         return self._pool.fork(sequence)
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forgets the last tokens of a sequence, such as those that a speculative step got wrong."""
+        """Drops the last tokens of a sequence, such as rejected ones in speculative decoding."""
         self._pool.truncate(sequence, length)
 
     def evict(self, sequence: int) -> int:
-        """Gives back the pages of a sequence, which stays as an empty one; tells how many tokens it had."""
+        """Frees the pages of a sequence, which stays as an empty one; returns how many tokens it had."""
         length = self._pool.length(sequence)
         self._pool.truncate(sequence, 0)
         return length
 
     def free(self, sequence: int) -> None:
-        """Forgets a sequence and gives back its pages."""
+        """Removes a sequence and frees its pages."""
         self._pool.free(sequence)
 
     def use(self) -> CacheUse:
-        """How full it is."""
+        """How full the cache is."""
         return self._pool.use()
 
     def new_step(self, batch: int, tokens: int = 1) -> PagedStep:
-        """Memory for steps of up to so many sequences with up to so many new tokens each; see `reserve`."""
+        """A step with room for `batch` sequences and `tokens` new tokens each, to pass to `reserve`."""
         kv_cache_checks.check_count("batch", batch)
         kv_cache_checks.check_count("tokens", tokens)
         return PagedStep.new(self, self._mark, batch, tokens, self.device)
@@ -163,21 +163,20 @@ class PagedKVCache:
     def reserve(
         self, sequences: Sequence[int], tokens: int | Sequence[int] = 1, *, into: PagedStep | None = None
     ) -> PagedStep:
-        """Makes room for new tokens at the end of sequences, and says where they go.
+        """Reserves slots for new tokens at the end of sequences.
 
         Args:
-            sequences: Which take part, each once.
-            tokens: How many new tokens each gets, one number for all or one for each.
-            into: The step to write into, with room for at least as many; rows beyond are empty sequences. A new one if
-                not given.
+            sequences: Numbers of the sequences, without duplicates.
+            tokens: Number of new tokens, one for all sequences or one for each.
+            into: The step to write into, with enough room; its other rows become empty sequences. A new one if not
+                given.
 
         Returns:
-            The step: the given one, or a new one.
+            The step: `into`, or a new one.
 
         Raises:
-            OutOfPagesError: There are too few pages left. Nothing has changed.
-            OptionError: A number is wrong, a sequence is not there or there twice, or would be longer than
-                `max_length`.
+            OutOfPagesError: There are too few free pages. Nothing has changed.
+            OptionError: A number is invalid, a sequence is missing or duplicate, or would be longer than `max_length`.
         """
         numbers, added = kv_cache_checks.checked_growth(sequences, tokens, self._pool.length, self.max_length)
         step = self.new_step(len(numbers), max(added, default=0)) if into is None else self._own(into, "into")
@@ -185,17 +184,18 @@ class PagedKVCache:
             got = f"room for {step.batch} sequences and {step.tokens} tokens"
             raise OptionError("into", got, f"room for {len(numbers)} sequences and {max(added)} tokens")
         if step.numbers.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ExecutionError("reserve belongs outside a CUDA graph: it decides on the host, for this step alone")
+            raise ExecutionError("reserve cannot be captured in a CUDA graph: the host assigns the pages of each step")
         before = self._pool.state_of(numbers)
         try:
             copies = self._pool.grow(numbers, added)
             if copies:
                 paging.copy_pages((self._k, self._v), copies)
-            of = [(self._pool.pages_of(number), self._pool.length(number)) for number in numbers]
+            rows = [(self._pool.pages_of(number), self._pool.length(number)) for number in numbers]
             step.sequences = None
-            step.fill([(*known, more) for known, more in zip(of, added, strict=True)])
+            step.fill([(*row, more) for row, more in zip(rows, added, strict=True)])
             generations = [(number, self._pool.generation(number)) for number in numbers]
-            step.begin([known for known, more in zip(generations, added, strict=True) if more], self._pool.cuts)
+            grown = [generation for generation, more in zip(generations, added, strict=True) if more]
+            step.begin(grown, self._pool.cuts)
         except BaseException:
             self._pool.restore(before)
             raise
@@ -207,7 +207,7 @@ class PagedKVCache:
         return step
 
     def _current(self, step: Any) -> None:
-        """Refuses a step whose pages may belong to others by now."""
+        """Refuses a step whose pages may belong to other sequences by now."""
         self._own(step)
         if step.cuts != self._pool.cuts and not is_compiling():
             step.check_current(self._pool)
@@ -216,14 +216,14 @@ class PagedKVCache:
         """Writes the keys and values of a step's new tokens into their pages.
 
         Args:
-            step: What `reserve` gave.
-            k: Keys (B, Hkv, tokens, D), in the dtype of the cache; those of absent tokens are not looked at.
+            step: What `reserve` returned.
+            k: Keys (B, Hkv, tokens, D), in the dtype of the cache; those of absent tokens are not read.
             v: Values (B, Hkv, tokens, Dv).
-            layer: Of which layer they are.
+            layer: The layer.
 
         Raises:
-            ArgumentError: They do not fit, or the step is one of sequences that were freed, evicted or truncated since.
-            UnsupportedError: They require a gradient.
+            ArgumentError: They do not fit, or a sequence of the step was freed, evicted or truncated since.
+            UnsupportedError: They require grad.
         """
         self._current(step)
         if all(isinstance(x, Tensor) and x.is_cuda and not x.is_nested for x in (k, v)):
@@ -231,14 +231,20 @@ class PagedKVCache:
             if (k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
                 kv_cache_checks.refuse_gradient("a PagedKVCache")
             appender = self._appenders.get(name) if type(layer) is int else None
-            of_k, of_v = k.data_ptr(), v.data_ptr()
-            is_here = of_k and of_v and not (of_k | of_v) & MISALIGNED and k.device == v.device == self.device
-            if appender is None or not is_here:
+            k_address, v_address = k.data_ptr(), v.data_ptr()
+            is_aligned = k_address and v_address and not (k_address | v_address) & MISALIGNED
+            if appender is None or not (is_aligned and k.device == v.device == self.device):
                 if len(self._appenders) >= MAX_APPENDERS:
                     self._appenders.clear()
                 pages = self._check_new(step, k, v, layer)
                 appender = self._appenders[name] = paging.AppendKernel((k, v), pages, step.page_table)
-            appender(of_k, of_v, step.page_table, step.seq_lens_kv, step.seq_lens_q)
+            appender(
+                k_address,
+                v_address,
+                table=step.page_table,
+                lengths_kv=step.seq_lens_kv,
+                lengths_q=step.seq_lens_q,
+            )
         else:
             pages = self._check_new(step, k, v, layer)
             if needs_gradient(k, v):
@@ -264,54 +270,64 @@ class PagedKVCache:
     def attend(self, step: PagedStep, q: Tensor, layer: int = 0, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of a step's new tokens on all tokens of their sequences: `sdpa_paged` on this cache.
 
-        In a CUDA graph of single tokens, rows without a new token get numbers that mean nothing; elsewhere zeros.
+        Rows without a new token are zeros, but undefined in a CUDA graph of single tokens.
 
         Args:
-            step: What `reserve` gave; its keys and values have been appended.
+            step: What `reserve` returned; its keys and values have been appended.
             q: Queries (B, Hq, tokens, D).
-            layer: On which layer's keys and values.
-            options: Those of `sdpa_paged`: window, scale, softcap, sinks, return_lse, out, and the causal mask's.
+            layer: The layer.
+            options: Those of `sdpa_paged`: is_causal, causal_alignment, window_size, scale, softcap, sinks, return_lse
+                and out.
 
         Returns:
             What `sdpa_paged` returns.
 
         Raises:
-            CudnnSdpaError: As by `sdpa_paged`; or the step has no keys of this layer, or is stale as for `append`.
+            CudnnSdpaError: As by `sdpa_paged`; or the step has no keys of this layer, or is stale (see `append`).
         """
         self._current(step)
-        pages = self.k_pages(layer), self.v_pages(layer)
+        k_pages, v_pages = self.k_pages(layer), self.v_pages(layer)
         if layer not in step.written and not is_compiling():
             step.check_written(layer)
         if options and not options.keys() <= kv_cache_checks.OPTIONS:
             kv_cache_checks.refuse_options(options)
         # A step of several tokens in a graph may have absent ones in a later replay.
         present = step.seq_lens_q if step.tokens > 1 or step.has_absent else None
-        tables = step.page_table, step.seq_lens_kv
-        result: Result = sdpa_paged(q, *pages, *tables, seq_lens_q=present, page_layout=self.page_layout, **options)
+        result: Result = sdpa_paged(
+            q,
+            k_pages,
+            v_pages,
+            page_table=step.page_table,
+            seq_lens_kv=step.seq_lens_kv,
+            seq_lens_q=present,
+            page_layout=self.page_layout,
+            **options,
+        )
         return result
 
     def plans(self, q: Tensor, batches: Iterable[int], tokens: Iterable[int] = (1,), **options: Any) -> PlanManifest:
-        """The plans of all steps of so many sequences with so many new tokens each, to have them ready.
+        """The plans of all steps with these batch sizes and numbers of new tokens, to warm up.
 
         Args:
-            q: Queries of a step (B, Hq, tokens, D) as the model makes them; of two tokens or more if heads lie apart.
-            batches: How many sequences: all numbers that may come, such as `range(1, 65)`. Most share a plan.
-            tokens: How many new tokens a sequence has at most: all numbers that may come.
-            options: Those of `attend`, but for `out`.
+            q: Queries of a step (B, Hq, tokens, D) as the model makes them; with two tokens or more if they are
+                head-major.
+            batches: All batch sizes that may occur, such as `range(1, 65)`. Most share a plan.
+            tokens: All maximum numbers of new tokens per sequence that may occur.
+            options: Those of `attend`, except `out`.
 
         Returns:
-            What `warmup` takes.
+            A manifest, which `warmup` takes.
 
         Raises:
-            ArgumentError: An argument is wrong, or the cache is on no GPU.
+            ArgumentError: An argument is wrong, or the cache is not on a GPU.
             UnsupportedError: cuDNN has no plan for one of them.
         """
         if self.device.type != "cuda":
-            raise DeviceError("device", str(self.device), "an NVIDIA GPU: calls elsewhere have no plans")
+            raise DeviceError("device", str(self.device), "a CUDA device: calls on other devices have no plans")
         return plans_of_steps(self, q, batches, tokens, options, live_target(self._k.get_device()))
 
     def _check_new(self, step: PagedStep, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Checks new keys and values; gives the pages that they go to."""
+        """Checks new keys and values; returns the pages to write to."""
         try:
             arguments.check_types(arguments.ForwardArguments(k, k, v))
         except ArgumentError as error:

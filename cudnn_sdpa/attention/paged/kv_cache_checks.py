@@ -1,4 +1,4 @@
-"""Checks of what is passed to a `PagedKVCache`."""
+"""Checks of the arguments of `PagedKVCache`."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError,
 
 
 def check_count(name: str, count: Any, least: int = 0) -> None:
-    """An argument that counts something."""
+    """Checks a count: an int of at least `least`."""
     if not isinstance(count, int) or isinstance(count, bool) or count < least:
         raise OptionError(name, repr(count), f"an int of at least {least}")
 
 
-#: What `PagedKVCache.attend` takes of the options of `sdpa_paged`.
+#: The options of `sdpa_paged` that `PagedKVCache.attend` takes.
 OPTIONS = frozenset({"is_causal", "causal_alignment", "window_size", "scale", "softcap", "sinks", "return_lse", "out"})
 
 
 def refuse_options(options: dict[str, Any]) -> NoReturn:
-    """Raises the error of an option that `attend` does not have."""
+    """Raises the error of an option that `attend` does not take."""
     name = min(options.keys() - OPTIONS)
     raise OptionError(name, "an argument", f"one of {', '.join(sorted(OPTIONS))}")
 
 
 def check_sizes(sizes: dict[str, Any], max_length: Any) -> None:
-    """The sizes of a `PagedKVCache`.
+    """Checks the sizes of a `PagedKVCache`.
 
     Raises:
-        OptionError: One is none.
+        OptionError: One is invalid.
     """
     for name, size in {**sizes, **({} if max_length is None else {"max_length": max_length})}.items():
         check_count(name, size, least=1)
@@ -46,81 +46,81 @@ def check_sizes(sizes: dict[str, Any], max_length: Any) -> None:
 
 
 def checked_device(device: Any) -> torch.device:
-    """Where a cache is to be: the device that is meant, the current GPU or the CPU if none is given.
+    """The device of a cache; by default the current GPU, or the CPU without one.
 
     Raises:
-        OptionError: It is no device.
-        DeviceError: Attention runs on no such device, or it is not there.
+        OptionError: It is not a device.
+        DeviceError: Attention does not run on it, or it does not exist.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     expected = "a CUDA device such as 'cuda' or 'cuda:0', or 'cpu' for the reference"
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
         raise OptionError("device", repr(device), expected) from None
-    if found.type not in ("cuda", "cpu", "meta"):
-        raise DeviceError("device", str(found), expected)
-    if found.type == "cuda" and not (found.index or 0) < torch.cuda.device_count():
-        raise DeviceError("device", str(found), f"one of the {torch.cuda.device_count()} GPUs that are here, or 'cpu'")
-    return found
+    if parsed.type not in ("cuda", "cpu", "meta"):
+        raise DeviceError("device", str(parsed), expected)
+    if parsed.type == "cuda" and not (parsed.index or 0) < torch.cuda.device_count():
+        raise DeviceError("device", str(parsed), f"one of the {torch.cuda.device_count()} visible GPUs, or 'cpu'")
+    return parsed
 
 
-def check_dtype(dtype: Any, device: torch.device, hint_of_fp8: str) -> None:
-    """The dtype of a cache: one that attention takes where the cache is.
+def check_dtype(dtype: Any, device: torch.device, fp8_hint: str) -> None:
+    """Checks that attention supports the dtype of a cache on its device.
 
     Raises:
-        OptionError: It is no dtype.
-        DtypeError: It is another one.
+        OptionError: It is not a dtype.
+        DtypeError: It is not supported.
     """
     if not isinstance(dtype, torch.dtype):
         raise OptionError("dtype", repr(dtype), "a torch.dtype")
     allowed = CPU_DTYPES if device.type != "cuda" else CUDA_DTYPES
     if dtype not in allowed:
         expected = " or ".join(map(dtype_name, allowed)) + f" on {device.type}"
-        raise DtypeError("dtype", dtype_name(dtype), expected, hint_of_fp8 if "float8" in str(dtype) else "")
+        raise DtypeError("dtype", dtype_name(dtype), expected, fp8_hint if "float8" in str(dtype) else "")
 
 
 def refuse_gradient(what: str) -> NoReturn:
     """Raises the error of keys or values that require grad."""
-    reasons = ["keys or values require grad, and a cache keeps numbers without their history"]
+    reasons = ["keys or values require grad, and a cache stores values without their autograd history"]
     raise UnsupportedError(f"{what} with a gradient", reasons, "calling it under torch.no_grad()")
 
 
 def checked_growth(
     sequences: Any, tokens: Any, length: Callable[[int], int], max_length: int
 ) -> tuple[list[int], list[int]]:
-    """The arguments of `PagedKVCache.reserve` as lists.
+    """The sequences and token counts of `PagedKVCache.reserve`, as lists.
 
     Args:
-        sequences: Which take part.
-        tokens: How many new tokens each gets.
-        length: Gives the tokens of a sequence.
-        max_length: Most tokens of a sequence.
+        sequences: Numbers of the sequences.
+        tokens: Number of new tokens, for all or for each.
+        length: Returns the length of a sequence.
+        max_length: Maximum tokens per sequence.
 
     Raises:
-        OptionError: One is wrong.
+        OptionError: One is invalid.
     """
     try:
         numbers = list(sequences)
     except TypeError:
-        raise OptionError("sequences", repr(sequences), "numbers that add or fork gave") from None
+        raise OptionError("sequences", repr(sequences), "sequence numbers from add or fork") from None
     if isinstance(tokens, Iterable) and not isinstance(tokens, (str, Tensor)):
         added = [as_int(more) for more in tokens]
     else:
         added = [as_int(tokens)] * len(numbers)
     if len(added) != len(numbers):
-        raise OptionError("tokens", f"{len(added)} numbers", f"{len(numbers)}, one for each sequence")
+        raise OptionError("tokens", f"{len(added)} counts", f"{len(numbers)}, one for each sequence")
     for more in added:
         check_count("tokens", more)
     for number, more in zip(numbers, added, strict=True):
         if length(number) + more > max_length:
-            raise OptionError("tokens", repr(more), f"no more than max_length ({max_length}) in all")
+            raise OptionError("tokens", repr(more), f"at most max_length ({max_length}) tokens in total")
     return numbers, added
 
 
 def check_rows(name: str, rows: Tensor, to: Tensor, step: PagedStep) -> None:
-    """New keys or values fit a step and the pages that they go to, and can be read."""
+    """Checks that new keys or values fit a step and its pages, and that kernels can read them."""
     expected = (step.batch, to.shape[1], step.tokens, to.shape[3])
     if tuple(rows.shape) != expected:
         raise ShapeError(name, shape_of(rows), f"shape {expected}: (B, Hkv, tokens, head dim)")

@@ -1,4 +1,4 @@
-"""What the kernels for paged caches are told: where everything lies, as the fields of their one argument."""
+"""The CUDA kernels for paged caches: their arguments and launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.decode_plans import right_bound
-from cudnn_sdpa.plans.nvrtc import Kernel
+from cudnn_sdpa.plans.nvrtc import Kernel, slots
 from cudnn_sdpa.plans.plan import allocate, current_raw_stream
 
 _SOURCE = Path(__file__).with_name("paging.cu")
@@ -22,79 +22,211 @@ append_kernel = Kernel(_SOURCE, "append_tokens")
 
 _THREADS = 256
 _WORD = 16  #: bytes that the kernels copy at a time
-_TOKENS = 16  #: that a block of `gather_pages` copies at a time
+_TOKENS = 16  #: tokens that a block of `gather_pages` copies at a time
+_PER_CALL = 0  #: an address that is filled in at each launch
+
+
+class DecodeFields(NamedTuple):
+    """The struct `Decode` of `paging.cu`."""
+
+    lengths_kv: int
+    lengths_q: int
+    batch: int
+    queries: int
+    made: int
+    max_kv_len: int
+    page_size: int
+    pages: int
+    right: int
+    bottom_right: int
+    keys: int
+    table_k: int
+    table_v: int
+    row_k: int
+    row_v: int
+    to_k: int
+    to_v: int
+    width: int
+    q: int
+    q_batch: int
+    q_row: int
+    q_head: int
+    heads: int
+    words: int
+    to_q: int
+
+
+class PagesFields(NamedTuple):
+    """The struct `Pages` of `paging.cu`."""
+
+    base: int
+    page: int
+    token: int
+    head: int
+    words: int
+    table: int
+    row: int
+    to: int
+
+
+class GatherFields(NamedTuple):
+    """The struct `Gather` of `paging.cu`, up to its two `Pages`: of keys, then of values."""
+
+    lengths_kv: int
+    lengths_q: int
+    batch: int
+    queries: int
+    max_kv_len: int
+    page_bits: int
+    pages: int
+    heads: int
+    ends_q: int
+    ends_kv: int
+
+
+class MoveFields(NamedTuple):
+    """The struct `Move` of `paging.cu`; `from` is `source` here, as it is a keyword."""
+
+    source: int
+    batch: int
+    row: int
+    head: int
+    words: int
+    to: int
+    page: int
+    slot: int
+    to_head: int
+
+
+class AppendFields(NamedTuple):
+    """The struct `Append` of `paging.cu`, up to its two `Move`s: of keys, then of values."""
+
+    lengths_kv: int
+    lengths_q: int
+    table: int
+    row: int
+    columns: int
+    batch: int
+    tokens: int
+    page_size: int
+    pages: int
+    heads: int
+
+
+_DECODE_LENGTHS_KV, _DECODE_LENGTHS_Q, _DECODE_KEYS = slots(DecodeFields, "lengths_kv", "lengths_q", "keys")
+_DECODE_TABLE_K, _DECODE_TABLE_V, _DECODE_Q = slots(DecodeFields, "table_k", "table_v", "q")
+_DECODE_TO_K, _DECODE_TO_V, _DECODE_TO_Q = slots(DecodeFields, "to_k", "to_v", "to_q")
+_GATHER_LENGTHS_KV, _GATHER_LENGTHS_Q = slots(GatherFields, "lengths_kv", "lengths_q")
+_GATHER_ENDS_Q, _GATHER_ENDS_KV = slots(GatherFields, "ends_q", "ends_kv")
+_GATHER_K = len(GatherFields._fields)
+_GATHER_V = _GATHER_K + len(PagesFields._fields)
+_K_BASE, _K_TABLE, _K_TO = slots(PagesFields, "base", "table", "to", start=_GATHER_K)
+_V_BASE, _V_TABLE, _V_TO = slots(PagesFields, "base", "table", "to", start=_GATHER_V)
+_APPEND_LENGTHS_KV, _APPEND_LENGTHS_Q, _APPEND_TABLE = slots(AppendFields, "lengths_kv", "lengths_q", "table")
+_APPEND_K = len(AppendFields._fields)
+_APPEND_V = _APPEND_K + len(MoveFields._fields)
 
 
 class PageTableKernel:
-    """Makes what a plan for decode steps reads, for calls that look alike: lengths and page ids kept within the cache.
+    """Copies queries, lengths and page ids for a decode plan, the latter two clamped to the cache; for similar calls.
 
     Attributes:
-        places: Where in the memory of a preparation queries, lengths and both tables are, in bytes.
+        seq_lens_kv_offset: Where the lengths begin in the memory of a launch, in bytes; queries begin at 0.
+        table_k_offset: Where the table of keys begins.
+        table_v_offset: Where the table of values begins.
     """
 
-    __slots__ = ("_blocks", "_device", "_fields", "_kernel", "_size", "places")
+    __slots__ = (
+        "_blocks",
+        "_device",
+        "_fields",
+        "_kernel",
+        "_size",
+        "seq_lens_kv_offset",
+        "table_k_offset",
+        "table_v_offset",
+    )
 
     def __init__(self, call: PagedArguments, rows: int, width: int) -> None:
         q = call.q
         batch, heads, queries, dim = q.shape
         size = q.element_size()
         self._device = q.get_device()
-        table = 4 * rows * width
-        keys = rows * heads * dim * size
-        first = keys + 4 * rows
-        self.places = 0, keys, first, first if call.table_k is call.table_v else first + table
-        self._size = (self.places[3] + table,)
+        table_bytes = 4 * rows * width
+        self.seq_lens_kv_offset = rows * heads * dim * size
+        self.table_k_offset = self.seq_lens_kv_offset + 4 * rows
+        self.table_v_offset = self.table_k_offset + (0 if call.table_k is call.table_v else table_bytes)
+        self._size = (self.table_v_offset + table_bytes,)
         self._blocks = min(rows, 1024)
         self._kernel = decode_kernel.on(self._device)
-        fields = (
-            *(0, 0, batch, queries, rows, call.max_kv_len, call.page_size, call.k.shape[0]),
-            *(right_bound(call), call.causal_alignment == BOTTOM_RIGHT, 0),
-            *(0, 0, call.table_k.stride(0), call.table_v.stride(0), 0, 0, width),
-            *(0, q.stride(0) * size, q.stride(2) * size, q.stride(1) * size, heads, dim * size // _WORD, 0),
+        fields = DecodeFields(
+            lengths_kv=_PER_CALL,
+            lengths_q=_PER_CALL,
+            batch=batch,
+            queries=queries,
+            made=rows,
+            max_kv_len=call.max_kv_len,
+            page_size=call.page_size,
+            pages=call.k.shape[0],
+            right=right_bound(call),
+            bottom_right=call.causal_alignment == BOTTOM_RIGHT,
+            keys=_PER_CALL,
+            table_k=_PER_CALL,
+            table_v=_PER_CALL,
+            row_k=call.table_k.stride(0),
+            row_v=call.table_v.stride(0),
+            to_k=_PER_CALL,
+            to_v=_PER_CALL,
+            width=width,
+            q=_PER_CALL,
+            q_batch=q.stride(0) * size,
+            q_row=q.stride(2) * size,
+            q_head=q.stride(1) * size,
+            heads=heads,
+            words=dim * size // _WORD,
+            to_q=_PER_CALL,
         )
         self._fields = array("q", fields)
 
-    def __call__(self, q: int, tables: tuple[int, int], lengths_kv: int, lengths_q: int) -> Tensor:
-        """The memory of a preparation, on the current device and stream.
+    def __call__(self, *, q: int, table_k: int, table_v: int, seq_lens_kv: int, seq_lens_q: int) -> Tensor:
+        """Launches the kernel on the current device and stream; returns the memory that it fills.
 
-        Args:
-            q: Address of the queries.
-            tables: Of the tables.
-            lengths_kv: Of the lengths.
-            lengths_q: Of the numbers of queries, 0 if all are there.
+        Arguments are addresses; that of `seq_lens_q` is 0 if all queries are present.
         """
         memory: Tensor = allocate(self._size, (1,), torch.uint8)
         start = memory.data_ptr()
-        fields = self._fields[:]  # of this call alone: calls are made by many threads at once
-        fields[0], fields[1], fields[11], fields[12], fields[18] = lengths_kv, lengths_q, *tables, q
-        fields[24], fields[10], fields[15], fields[16] = (start + place for place in self.places)
+        fields = self._fields[:]  # a copy, as many threads may make such calls at once
+        fields[_DECODE_LENGTHS_KV], fields[_DECODE_LENGTHS_Q] = seq_lens_kv, seq_lens_q
+        fields[_DECODE_TABLE_K], fields[_DECODE_TABLE_V], fields[_DECODE_Q] = table_k, table_v, q
+        fields[_DECODE_TO_Q], fields[_DECODE_KEYS] = start, start + self.seq_lens_kv_offset
+        fields[_DECODE_TO_K], fields[_DECODE_TO_V] = start + self.table_k_offset, start + self.table_v_offset
         self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
         return memory
 
 
 class Gathered(NamedTuple):
-    """Pages put in a row.
+    """Keys and values gathered from their pages into packed sequences.
 
     Attributes:
-        k: Keys (tokens, Hkv, D), of which those of all sequences come first.
+        k: Keys (tokens, Hkv, D), those of all sequences first.
         v: Values (tokens, Hkv, Dv).
-        ends_q: Where the sequences of queries end, (sequences + 1,) int32.
-        ends_kv: The same of keys.
+        cu_seqlens_q: Offsets of the sequences of queries, (sequences + 1,) int32.
+        cu_seqlens_kv: Offsets of the sequences of keys.
     """
 
     k: Tensor
     v: Tensor
-    ends_q: Tensor
-    ends_kv: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
 
 
 class GatherKernel:
-    """Puts the keys and values of calls that look alike in a row, as packed sequences.
+    """Gathers keys and values from their pages into packed sequences, for similar calls.
 
     With `seq_lens_q`, the absent queries of each sequence become a sequence without keys, whose output is zeros.
     """
 
-    __slots__ = ("_blocks", "_device", "_ends", "_fields", "_kernel", "_rows")
+    __slots__ = ("_blocks", "_cu_seqlens", "_device", "_fields", "_kernel", "_rows")
 
     def __init__(self, call: PagedArguments) -> None:
         batch, _, queries, _ = call.q.shape
@@ -102,78 +234,121 @@ class GatherKernel:
         self._device = call.q.get_device()
         self._kernel = gather_kernel.on(self._device)
         heads, tokens = call.k.shape[1], batch * max_kv_len
-        self._ends = ((batch if call.seq_lens_q is None else 2 * batch) + 1,)
+        self._cu_seqlens = ((batch if call.seq_lens_q is None else 2 * batch) + 1,)
         self._rows = []
-        fields = [0, 0, batch, queries, max_kv_len, call.page_size.bit_length() - 1, call.k.shape[0], heads, 0, 0]
+        fields: list[int] = []
+        fields += GatherFields(
+            lengths_kv=_PER_CALL,
+            lengths_q=_PER_CALL,
+            batch=batch,
+            queries=queries,
+            max_kv_len=max_kv_len,
+            page_bits=call.page_size.bit_length() - 1,
+            pages=call.k.shape[0],
+            heads=heads,
+            ends_q=_PER_CALL,
+            ends_kv=_PER_CALL,
+        )
         for pages, table in ((call.k, call.table_k), (call.v, call.table_v)):
             dim, size = pages.shape[3], pages.element_size()
             self._rows.append(((tokens, heads, dim), (heads * dim, dim, 1), pages.dtype))
-            steps = [pages.stride(number) * size for number in (0, 2, 1)]
-            fields += [0, *steps, dim * size // _WORD, 0, table.stride(0), 0]
+            fields += PagesFields(
+                base=_PER_CALL,
+                page=pages.stride(0) * size,
+                token=pages.stride(2) * size,
+                head=pages.stride(1) * size,
+                words=dim * size // _WORD,
+                table=_PER_CALL,
+                row=table.stride(0),
+                to=_PER_CALL,
+            )
         self._fields = array("q", fields)
         processors = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._blocks = 2 * batch * max(1, min(-(-max_kv_len // _TOKENS), 8 * processors // batch))
 
     def __call__(self, call: PagedArguments) -> Gathered:
-        """Launches it, on the current stream of the call's GPU, which must be the current device."""
-        ends_q, ends_kv = allocate(self._ends, (1,), torch.int32), allocate(self._ends, (1,), torch.int32)
+        """Launches the kernel on the current stream of the call's GPU, which must be the current device."""
+        cu_seqlens_q = allocate(self._cu_seqlens, (1,), torch.int32)
+        cu_seqlens_kv = allocate(self._cu_seqlens, (1,), torch.int32)
         k, v = allocate(*self._rows[0]), allocate(*self._rows[1])
         fields = self._fields[:]
-        fields[0], fields[8], fields[9] = call.seq_lens_kv.data_ptr(), ends_q.data_ptr(), ends_kv.data_ptr()
-        fields[1] = 0 if call.seq_lens_q is None else call.seq_lens_q.data_ptr()
-        fields[10], fields[15], fields[17] = call.k.data_ptr(), call.table_k.data_ptr(), k.data_ptr()
-        fields[18], fields[23], fields[25] = call.v.data_ptr(), call.table_v.data_ptr(), v.data_ptr()
+        fields[_GATHER_LENGTHS_KV] = call.seq_lens_kv.data_ptr()
+        fields[_GATHER_LENGTHS_Q] = 0 if call.seq_lens_q is None else call.seq_lens_q.data_ptr()
+        fields[_GATHER_ENDS_Q], fields[_GATHER_ENDS_KV] = cu_seqlens_q.data_ptr(), cu_seqlens_kv.data_ptr()
+        fields[_K_BASE], fields[_K_TABLE], fields[_K_TO] = call.k.data_ptr(), call.table_k.data_ptr(), k.data_ptr()
+        fields[_V_BASE], fields[_V_TABLE], fields[_V_TO] = call.v.data_ptr(), call.table_v.data_ptr(), v.data_ptr()
         self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
-        return Gathered(k, v, ends_q, ends_kv)
+        return Gathered(k, v, cu_seqlens_q, cu_seqlens_kv)
 
 
 class AppendKernel:
-    """Writes new keys and values into their pages, for calls that look alike.
+    """Writes new keys and values into their pages, for similar calls.
 
     Args:
         new: Keys and values (B, Hkv, tokens, D).
-        pages: Where they go, (pages, Hkv, page size, D).
-        table: A table of pages, (B, columns) int32.
+        pages: The pages to write to, (pages, Hkv, page size, D).
+        table: A page table, (B, columns) int32.
     """
 
-    __slots__ = ("_blocks", "_device", "_elsewhere", "_fields", "_kernel")
+    __slots__ = ("_blocks", "_device", "_fields", "_has_several_gpus", "_kernel")
 
     def __init__(self, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], table: Tensor) -> None:
         batch, heads, tokens, _ = new[0].shape
         self._device = new[0].get_device()
-        self._elsewhere = torch.cuda.device_count() > 1
+        self._has_several_gpus = torch.cuda.device_count() > 1
         self._kernel = append_kernel.on(self._device)
         self._blocks = max(1, min(batch * tokens, 4096))
-        fields = [0, 0, 0, table.stride(0), table.shape[1], batch, tokens, pages[0].shape[2], pages[0].shape[0], heads]
+        fields: list[int] = []
+        fields += AppendFields(
+            lengths_kv=_PER_CALL,
+            lengths_q=_PER_CALL,
+            table=_PER_CALL,
+            row=table.stride(0),
+            columns=table.shape[1],
+            batch=batch,
+            tokens=tokens,
+            page_size=pages[0].shape[2],
+            pages=pages[0].shape[0],
+            heads=heads,
+        )
         for rows, to in zip(new, pages, strict=True):
             size = rows.element_size()
-            fields += [0, *(rows.stride(number) * size for number in (0, 2, 1)), rows.shape[3] * size // _WORD]
-            fields += [to.data_ptr(), *(to.stride(number) * size for number in (0, 2, 1))]
+            fields += MoveFields(
+                source=_PER_CALL,
+                batch=rows.stride(0) * size,
+                row=rows.stride(2) * size,
+                head=rows.stride(1) * size,
+                words=rows.shape[3] * size // _WORD,
+                to=to.data_ptr(),
+                page=to.stride(0) * size,
+                slot=to.stride(2) * size,
+                to_head=to.stride(1) * size,
+            )
         self._fields = array("q", fields)
 
     def __call__(self, k: int, v: int, table: Tensor, lengths_kv: Tensor, lengths_q: Tensor) -> None:
-        """Launches it, on the current stream.
+        """Launches the kernel on the current stream.
 
         Args:
             k: Address of the keys.
             v: Address of the values.
             table: The pages of each sequence.
-            lengths_kv: Of each sequence with the new tokens, (B,) int32.
-            lengths_q: How many tokens are new, (B,) int32.
+            lengths_kv: The length of each sequence, new tokens included, (B,) int32.
+            lengths_q: The number of new tokens of each sequence, (B,) int32.
         """
-        if self._elsewhere and torch.cuda.current_device() != self._device:
+        if self._has_several_gpus and torch.cuda.current_device() != self._device:
             with torch.cuda.device(self._device):
                 return self(k, v, table, lengths_kv, lengths_q)
         fields = self._fields[:]
-        fields[0], fields[1], fields[2] = lengths_kv.data_ptr(), lengths_q.data_ptr(), table.data_ptr()
-        fields[10], fields[19] = k, v
+        fields[_APPEND_LENGTHS_KV], fields[_APPEND_LENGTHS_Q] = lengths_kv.data_ptr(), lengths_q.data_ptr()
+        fields[_APPEND_TABLE], fields[_APPEND_K], fields[_APPEND_V] = table.data_ptr(), k, v
         self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
         return None
 
 
 def copy_pages(layers: tuple[Tensor, Tensor], copies: list[tuple[int, int]]) -> None:
-    """Copies pages (from, to) of keys and values (layers, pages, …), in all layers, on any device."""
-    with torch.inference_mode():  # whatever mode the cache was made in
+    """Copies pages (from, to) of keys and values (layers, pages, …) in all layers, on any device."""
+    with torch.inference_mode():  # independent of the mode that the cache was created in
         numbers = torch.tensor(copies).t()
         if layers[0].is_cuda:
             numbers = numbers.pin_memory().to(layers[0].device, non_blocking=True)

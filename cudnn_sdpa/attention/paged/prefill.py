@@ -1,7 +1,7 @@
-"""Calls on a paged cache with many queries, or with what the kernels for decode steps lack.
+"""Calls on a paged cache with many queries, or with options that the decode kernels lack.
 
-Keys and values are put in a row, by one kernel, and the call becomes one over packed sequences. cuDNN's own kernel for
-many queries on pages takes about as long, and lets NaN of slots that no sequence owns into the results.
+One kernel gathers keys and values into packed sequences, on which the call runs. cuDNN's own kernel for many queries on
+pages takes about as long, and lets NaN from unused slots into the results.
 """
 
 from __future__ import annotations
@@ -21,44 +21,46 @@ from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
 from cudnn_sdpa.plans.plan import current_device
 
-#: What keys and values in a row may take of the GPU's memory; a batch that would take more goes in parts.
+#: Maximum GPU memory for gathered keys and values; a batch that needs more is split.
 MAX_GATHERED_BYTES = 1 << 30
 
-#: Queries of all sequences that a plan for many of them is made for, at least.
+#: Minimum number of queries, over all sequences, that a plan is built for.
 MIN_ROWS = 128
 
 
 class PrefillCall:
-    """A call bound to its plan, of as many sequences as are put in a row at a time.
+    """A call bound to its plan, on as many sequences as are gathered at a time.
 
     Attributes:
         plan: The plan.
         last: What a `CallTable` resets.
     """
 
-    __slots__ = ("_elsewhere", "_gather", "_is_as_wanted", "_varlen", "last", "plan")
+    __slots__ = ("_gather", "_has_several_gpus", "_is_as_requested", "_varlen", "last", "plan")
 
     def __init__(self, call: PagedArguments) -> None:
-        self._elsewhere = torch.cuda.device_count() > 1
-        self._is_as_wanted = call.out is None and paged_launch.is_in_order(call)
+        self._has_several_gpus = torch.cuda.device_count() > 1
+        self._is_as_requested = call.out is None and paged_launch.has_memory_order_of_q(call)
         self._gather = paging.GatherKernel(call)
-        of_rows = as_packed(call, self._gather(call))
-        self._varlen = varlen_launch.prepare_forward(of_rows, packed(of_rows, call.q.shape[0]))
+        varlen_call = as_packed(call, self._gather(call))
+        self._varlen = varlen_launch.prepare_forward(varlen_call, packed(varlen_call, call.q.shape[0]))
         self.plan = self._varlen.plan
         self.last: Any = None
 
     def __call__(self, call: PagedArguments) -> Result:
         """The results of a call whose arguments are checked."""
-        if self._elsewhere and current_device() != self.plan.device:
+        if self._has_several_gpus and current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
                 return self(call)
         batch, heads, queries, _ = call.q.shape
-        found = varlen_launch.forward(self._varlen, as_packed(call, self._gather(call)))
-        of_rows, of_lse = found if isinstance(found, tuple) else (found, None)
-        out = of_rows.view(batch, queries, heads, -1).transpose(1, 2)
-        if not self._is_as_wanted:
-            out = paged_launch.in_place_of(call, out)
-        return out if of_lse is None else (out, of_lse.view(batch, queries, heads).transpose(1, 2).contiguous())
+        result = varlen_launch.forward(self._varlen, as_packed(call, self._gather(call)))
+        packed_out, packed_lse = result if isinstance(result, tuple) else (result, None)
+        out = packed_out.view(batch, queries, heads, -1).transpose(1, 2)
+        if not self._is_as_requested:
+            out = paged_launch.as_requested(call, out)
+        if packed_lse is None:
+            return out
+        return out, packed_lse.view(batch, queries, heads).transpose(1, 2).contiguous()
 
 
 def run_prefill(call: PagedArguments) -> Result:
@@ -66,7 +68,7 @@ def run_prefill(call: PagedArguments) -> Result:
     at_once = sequences_at_once(call)
     if call.q.shape[0] > at_once:
         return _in_parts(call, at_once)
-    name = paged_launch.signature_of_prefill(call)
+    name = paged_launch.prefill_signature(call)
     prepared = paged_launch.calls.get(name)
     if prepared is None:
         with torch.cuda.device(call.q.device):
@@ -77,7 +79,7 @@ def run_prefill(call: PagedArguments) -> Result:
 
 
 def sequences_at_once(call: PagedArguments) -> int:
-    """Of how many sequences keys and values are put in a row at a time."""
+    """How many sequences' keys and values are gathered at a time."""
     heads, dims = call.k.shape[1], call.k.shape[3] + call.v.shape[3]
     return max(1, MAX_GATHERED_BYTES // max(1, call.max_kv_len * heads * dims * call.k.element_size()))
 
@@ -91,14 +93,14 @@ def _in_parts(call: PagedArguments, at_once: int) -> Result:
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device) if call.with_lse else None
     for first in range(0, call.q.shape[0], at_once):
         part = slice(first, first + at_once)
-        found = run_prefill(_of_batch(call, part))
-        out[part], of_lse = found if isinstance(found, tuple) else (found, None)
-        if lse is not None and of_lse is not None:
-            lse[part] = of_lse
+        result = run_prefill(_batch_entries(call, part))
+        out[part], part_lse = result if isinstance(result, tuple) else (result, None)
+        if lse is not None and part_lse is not None:
+            lse[part] = part_lse
     return out if lse is None else (out, lse)
 
 
-def _of_batch(call: PagedArguments, part: slice) -> PagedArguments:
+def _batch_entries(call: PagedArguments, part: slice) -> PagedArguments:
     shared = call.table_v is call.table_k
     table = call.table_k[part]
     return call._replace(
@@ -112,40 +114,53 @@ def _of_batch(call: PagedArguments, part: slice) -> PagedArguments:
 
 
 def as_packed(call: PagedArguments, gathered: paging.Gathered) -> VarlenArguments:
-    """The same call over packed sequences. Queries are copied unless tokens follow each other."""
+    """The same call on packed sequences. Queries are copied unless they are token-major."""
     batch, heads, queries, dim = call.q.shape
     rows: Tensor = call.q.transpose(1, 2).reshape(batch * queries, heads, dim)
-    if heads > 1 and rows.stride(1) > rows.stride(0):  # of one sequence: every number of queries would have a plan
+    if heads > 1 and rows.stride(1) > rows.stride(0):  # a head-major sequence would need a plan per number of queries
         rows = rows.contiguous()
     return VarlenArguments(
-        *(rows, gathered.k, gathered.v, call.sinks, gathered.ends_q, gathered.ends_kv, None),
-        *(queries, call.max_kv_len, call.is_causal, call.causal_alignment, call.window_left, call.window_right),
-        *(call.scale, 0.0, call.softcap),
+        q=rows,
+        k=gathered.k,
+        v=gathered.v,
+        sinks=call.sinks,
+        cu_seqlens_q=gathered.cu_seqlens_q,
+        cu_seqlens_kv=gathered.cu_seqlens_kv,
+        rng=None,
+        max_seqlen_q=queries,
+        max_seqlen_kv=call.max_kv_len,
+        is_causal=call.is_causal,
+        causal_alignment=call.causal_alignment,
+        window_left=call.window_left,
+        window_right=call.window_right,
+        scale=call.scale,
+        dropout_p=0.0,
+        softcap=call.softcap,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         with_lse=call.with_lse,
     )
 
 
-def without_data(call: PagedArguments) -> tuple[VarlenSpec, TensorLayout]:
-    """The plan of a call, of its first part if it goes in several, and the layout of its output; reads no memory."""
+def prefill_spec(call: PagedArguments) -> tuple[VarlenSpec, TensorLayout]:
+    """The spec and output layout of a call, or of its first part if the batch is split; reads no memory."""
     call = call._replace(q=call.q[: sequences_at_once(call)])
     batch = call.q.shape[0]
     k, v = (
         torch.empty(batch * call.max_kv_len, pages.shape[1], pages.shape[3], dtype=pages.dtype, device="meta")
         for pages in (call.k, call.v)
     )
-    ends = torch.empty(batch * (1 if call.seq_lens_q is None else 2) + 1, dtype=torch.int32, device="meta")
+    cu_seqlens = torch.empty(batch * (1 if call.seq_lens_q is None else 2) + 1, dtype=torch.int32, device="meta")
     q = torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta")
-    of_rows = as_packed(call._replace(q=q), paging.Gathered(k, v, ends, ends))
-    return packed(of_rows, batch), varlen_launch.output_layout(of_rows)
+    varlen_call = as_packed(call._replace(q=q), paging.Gathered(k, v, cu_seqlens, cu_seqlens))
+    return packed(varlen_call, batch), varlen_launch.output_layout(varlen_call)
 
 
-def packed(of_rows: VarlenArguments, batch: int) -> VarlenSpec:
-    """Describes it, with rows rounded up so that few plans serve many: as many as `plans_of_steps` tells apart."""
-    rows, max_kv_len = of_rows.q.shape[0], of_rows.max_seqlen_kv
-    return varlen_launch.packed(of_rows, (rows_made(rows), sequence_bucket(batch) * max_kv_len))
+def packed(call: VarlenArguments, batch: int) -> VarlenSpec:
+    """The spec of a call, its sizes rounded up so that few plans serve many calls; `plans_of_steps` knows the sizes."""
+    rows, max_kv_len = call.q.shape[0], call.max_seqlen_kv
+    return varlen_launch.packed(call, (row_bucket(rows), sequence_bucket(batch) * max_kv_len))
 
 
-def rows_made(rows: int) -> int:
-    """For how many queries a plan for so many is made."""
+def row_bucket(rows: int) -> int:
+    """The number of queries that the plan for so many is built for."""
     return max(MIN_ROWS, 1 << (rows - 1).bit_length())

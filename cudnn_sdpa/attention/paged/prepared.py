@@ -1,4 +1,4 @@
-"""`prepare_paged`: decode steps that are repeated on the same memory."""
+"""`prepare_paged`: decode steps that are repeated on the same tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from cudnn_sdpa.plans.plan import current_raw_stream
 
 
 class PreparedPaged:
-    """A decode step whose memory is fixed: calling it launches the plan and nothing else.
+    """A decode step on fixed memory: a call launches the plan and nothing else.
 
-    What is at the same addresses by then is read: new queries, lengths and tables are written into the tensors that it
-    was prepared with. Its kernel stays the one of when it was prepared, whatever `torch.use_deterministic_algorithms`
-    says by then. Made by `prepare_paged`.
+    Each call reads the tensors that it was prepared with: write new queries, lengths and tables into them. The kernel
+    is chosen once; later changes of `torch.use_deterministic_algorithms` have no effect. Made by `prepare_paged`.
 
     Attributes:
         out: The output (B, Hq, 1, Dv), overwritten by each call.
@@ -28,23 +27,31 @@ class PreparedPaged:
     """
 
     def __init__(self, call: PagedArguments, prepared: PagedCall) -> None:
-        self._kept = call, prepared  # and with them the memory
+        self._kept = call, prepared  # keeps the tensors alive
         with torch.cuda.device(prepared.plan.device):
             outputs = prepared.outputs()
         self.out = outputs[0]
         self.lse = outputs[1] if len(outputs) > 1 else None
-        self._operands = prepared.operands(*call.addresses, outputs)
+        self._operands = prepared.operands(
+            q=call.q.data_ptr(),
+            k=call.k.data_ptr(),
+            v=call.v.data_ptr(),
+            table_k=call.table_k.data_ptr(),
+            table_v=call.table_v.data_ptr(),
+            seq_lens_kv=call.seq_lens_kv.data_ptr(),
+            outputs=outputs,
+        )
         self._plan = prepared.plan
         self._stream = current_raw_stream(self._plan.device)
         self._workspace = torch.empty(self._plan.workspace, dtype=torch.uint8, device=call.q.device)
 
     def __call__(self) -> Tensor:
-        """Launches it on the current stream, with the tensors' GPU as the current device; gives the output."""
+        """Launches the step on the current stream and returns the output; the tensors' GPU must be current."""
         if self._workspace.numel() != self._plan.workspace:  # `autotune` has chosen another plan
             self._workspace = self._workspace.new_empty(self._plan.workspace)
         if current_raw_stream(self._plan.device) != self._stream:
             for tensor in (self._workspace, self.out, self.lse):
-                if tensor is not None:  # their memory must not go to others before this launch is done
+                if tensor is not None:  # the allocator must not reuse their memory before this launch is done
                     tensor.record_stream(torch.cuda.current_stream())
         self._plan.launch_kept(self._operands, self._workspace.data_ptr())
         return self.out
@@ -61,10 +68,10 @@ def prepare_paged(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> PreparedPaged:
-    """Prepares a decode step that is repeated on the same memory: its calls cost what the launch costs.
+    """Prepares a decode step that is repeated on the same tensors: a call costs no more than its launch.
 
-    Single queries, as many as one plan takes (a power of two, or one and a half times one), on the tables and lengths
-    of a `PagedKVCache`. Everything else goes through `sdpa_paged`.
+    It takes single queries, with a batch size of 2^n or 3·2^n, on the tables and lengths of a `PagedKVCache`. For
+    everything else use `sdpa_paged`.
 
     Args:
         q: Queries (B, Hq, 1, D).
@@ -73,18 +80,18 @@ def prepare_paged(
         page_table: Of a `PagedKVCache`.
         seq_lens_kv: Of a `PagedKVCache`.
         page_layout: "HND" or "NHD".
-        scale: Factor of the scores; None is 1/sqrt(D).
-        return_lse: Whether the log-sum-exp is wanted.
+        scale: Factor applied to the scores; None is 1/sqrt(D).
+        return_lse: Whether to compute the log-sum-exp.
 
     Returns:
-        What launches the step.
+        The prepared step.
 
     Raises:
         ArgumentError: An argument is wrong.
-        UnsupportedError: It is no step that one launch serves, with every reason.
+        UnsupportedError: The step takes more than one launch, with every reason.
 
     Examples:
-        See the guide "Serving"; it takes a GPU.
+        See the guide "Serving"; a GPU is required.
     """
     k, v = in_heads_order(k_pages, page_layout), in_heads_order(v_pages, page_layout)
     call = PagedArguments(q, k, v, page_table, page_table, seq_lens_kv, scale=scale, with_lse=return_lse)

@@ -1,4 +1,4 @@
-"""`PagedStep`: what the GPU reads of one step on a paged cache."""
+"""`PagedStep`: page tables, lengths and positions of one step on a paged cache."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from cudnn_sdpa.errors import OptionError
 
 @dataclass(eq=False)
 class PagedStep:
-    """What attention needs to know of one step: which sequences take part, and where their tokens are.
+    """The metadata of one step: its sequences, and where their tokens are stored.
 
-    Tensors keep their addresses when the step is made anew with `into`, so that a CUDA graph may read them.
+    `reserve(..., into=step)` keeps the addresses of the tensors, so that a CUDA graph can read them.
 
     Attributes:
-        page_table: Pages of each sequence, (B, max_pages) int32.
-        seq_lens_kv: Tokens of each sequence, the new ones included, (B,) int32.
-        seq_lens_q: How many tokens are new, (B,) int32.
-        positions: Of the new tokens in their sequences, (B, tokens) int64; of absent ones 0.
-        numbers: The memory that all of these lie in.
-        cache: Of which cache it is, a weak reference.
-        has_absent: Whether a sequence that takes part has fewer new tokens than others.
-        sequences: Which sequences have new tokens in it, each with its generation then; None if it could not be filled.
-        cuts: How often generations had changed when they were last compared.
+        page_table: Page ids of each sequence, (B, max_pages) int32.
+        seq_lens_kv: Length of each sequence, new tokens included, (B,) int32.
+        seq_lens_q: Number of new tokens, (B,) int32.
+        positions: Positions of the new tokens in their sequences, (B, tokens) int64; 0 for absent ones.
+        numbers: The buffer that all of these are views of.
+        cache: A weak reference to the cache.
+        has_absent: Whether a sequence has fewer new tokens than the step has room for.
+        sequences: The sequences with new tokens, each with its generation; None if `reserve` was interrupted.
+        cuts: The pool's `cuts` when generations were last compared.
         written: The layers whose keys have been appended.
     """
 
@@ -47,26 +47,26 @@ class PagedStep:
 
     @property
     def batch(self) -> int:
-        """How many sequences it has room for."""
+        """Maximum number of sequences."""
         return self.page_table.shape[0]
 
     @property
     def tokens(self) -> int:
-        """How many new tokens of a sequence it has room for."""
+        """Maximum number of new tokens per sequence."""
         return self.positions.shape[1]
 
     @classmethod
     def new(cls, cache: object, mark: tuple[int, int, int], batch: int, tokens: int, device: torch.device) -> PagedStep:
         """A step of empty sequences.
 
-        In memory it is the positions, in 64 bits, then the lengths and the tables, in 32.
+        Its buffer holds the positions as int64, then the lengths and the page table as int32.
 
         Args:
-            cache: The cache that vouches for what is in it.
-            mark: Its pages, pages of a sequence at most, and tokens of a page.
-            batch: Sequences that it has room for.
-            tokens: New tokens of a sequence that it has room for.
-            device: Where it is.
+            cache: The cache.
+            mark: The cache's pages, its maximum pages per sequence, and its page size.
+            batch: Maximum number of sequences.
+            tokens: Maximum number of new tokens per sequence.
+            device: Device of the tensors.
         """
         columns = mark[1]
         size = batch * tokens + -(-batch * (columns + 2) // 2)
@@ -81,10 +81,10 @@ class PagedStep:
         return cls(table, lengths_kv, lengths_q, positions, numbers, weakref.ref(cache))
 
     def fill(self, rows: list[tuple[list[int], int, int]]) -> None:
-        """Fills it, with one copy that nobody waits for; rows that are not given become empty sequences.
+        """Fills the tensors with one asynchronous copy; the remaining rows become empty sequences.
 
         Args:
-            rows: Of each sequence its pages, its length with the new tokens, and how many are new.
+            rows: For each sequence its pages, its length with the new tokens, and the number of new tokens.
         """
         batch, tokens = self.batch, self.tokens
         numbers = bytearray(8 * self.numbers.numel())
@@ -98,28 +98,28 @@ class PagedStep:
         self.has_absent = any(more < tokens for _, _, more in rows)
         if not numbers:
             return
-        with torch.inference_mode():  # whatever mode it was made in
+        with torch.inference_mode():  # independent of the mode that the step was created in
             host = torch.frombuffer(numbers, dtype=torch.int64)
             self.numbers.copy_(host.pin_memory() if self.numbers.is_cuda else host, non_blocking=True)
 
     def begin(self, sequences: list[tuple[int, int | None]], cuts: int) -> None:
-        """Has it be a step of these sequences with their generations, as of so many cuts, to which nothing is written.
+        """Assigns sequences with their generations, as of the pool's `cuts`, and clears `written`.
 
-        On a GPU, what was appended to it once counts for ever: a CUDA graph may do so again.
+        On a GPU `written` stays: a replayed CUDA graph may append again.
         """
         if not self.numbers.is_cuda:
             self.written.clear()
         self.sequences, self.cuts = sequences, cuts
 
     def check_current(self, pool: PagePool) -> None:
-        """Compares the generations of its sequences, and remembers that they are as they were.
+        """Checks that the generations of its sequences are unchanged.
 
         Raises:
-            OptionError: Pages of it may belong to others by now: a sequence was freed or has forgotten tokens since.
+            OptionError: The step is stale: a sequence was freed, or has lost tokens or pages since.
         """
         cuts, hint = pool.cuts, "Call reserve again."
         if self.sequences is None:
-            raise OptionError("step", "a step whose reserve was broken off", "one that reserve gave", hint)
+            raise OptionError("step", "a step whose reserve was interrupted", "one that reserve returned", hint)
         for number, generation in self.sequences:
             now = pool.generation(number)
             if now != generation:
@@ -129,18 +129,18 @@ class PagedStep:
         self.cuts = cuts
 
     def check_written(self, layer: int) -> None:
-        """Whether there is something new in a layer that attention could see.
+        """Checks that a layer's new keys have been appended.
 
         Raises:
-            OptionError: The keys of new tokens have not been appended.
+            OptionError: They have not.
         """
         if self.sequences:
             hint = "Or write the pages yourself, and call sdpa_paged with the step's page_table and seq_lens_kv."
             got = f"a step without keys and values of layer {layer}"
-            raise OptionError("step", got, "a step that they were appended to: append(step, k, v, layer)", hint)
+            raise OptionError("step", got, "a step after append(step, k, v, layer)", hint)
 
     def write(self, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor]) -> None:
-        """Writes new keys and values (B, Hkv, tokens, D) into their pages (P, Hkv, page size, D), in plain PyTorch."""
+        """Writes new keys and values (B, Hkv, tokens, D) to their pages (P, Hkv, page size, D), in plain PyTorch."""
         with torch.inference_mode():
             batch, tokens = torch.nonzero(torch.arange(self.tokens) < self.seq_lens_q.unsqueeze(1), as_tuple=True)
             positions = self.positions[batch, tokens]

@@ -1,9 +1,9 @@
-"""Which plans the steps of a server need, so that they are ready before its first request."""
+"""The plans that a server's steps need, to warm up before its first request."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.paged.arguments import PagedArguments, in_heads_order
 from cudnn_sdpa.attention.paged.decode_plans import is_decode
 from cudnn_sdpa.attention.paged.explain import describe_decode, describe_prefill
 from cudnn_sdpa.attention.paged.kv_cache_checks import check_count
-from cudnn_sdpa.attention.paged.prefill import rows_made, sequences_at_once
+from cudnn_sdpa.attention.paged.prefill import row_bucket, sequences_at_once
 from cudnn_sdpa.attention.paged.sdpa_paged import refuse_gradients
 from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.attention.paged.torch_ops import check_memory
@@ -26,12 +26,12 @@ from cudnn_sdpa.plans.manifest import PlanManifest
 
 _META = torch.device("meta")
 
-#: What `sdpa_paged` calls by other names than `PagedArguments`.
+#: Options whose names differ between `sdpa_paged` and `PagedArguments`.
 _NAMES = {"return_lse": "with_lse"}
 
 
 class Cache(Protocol):
-    """What is asked of a `PagedKVCache`."""
+    """The part of `PagedKVCache` that is used here."""
 
     page_layout: str
     _mark: tuple[int, int, int]
@@ -46,12 +46,12 @@ class Cache(Protocol):
 def plans_of_steps(
     cache: Cache, q: Any, batches: Any, tokens: Any, options: dict[str, Any], target: Target
 ) -> PlanManifest:
-    """See `PagedKVCache.plans`; for any GPU."""
+    """`PagedKVCache.plans` for any target."""
     if not isinstance(q, Tensor) or q.dim() != 4 or 0 in q.shape:
         got = f"shape {tuple(q.shape)}" if isinstance(q, Tensor) else type(q).__name__
-        raise ShapeError("q", got, "queries of a step, (B, Hq, tokens, D), none of them 0")
+        raise ShapeError("q", got, "queries of a step, (B, Hq, tokens, D), no size 0")
     counts = _counts("batches", batches), _counts("tokens", tokens)
-    given = _options(options)
+    call_options = _options(options)
     pages = [
         in_heads_order(torch.empty_like(x, device=_META), cache.page_layout) for x in (cache.k_pages(), cache.v_pages())
     ]
@@ -59,35 +59,58 @@ def plans_of_steps(
     for batch in counts[0]:
         for count in counts[1]:
             step = None
-            for some in _forms(batch, count):
-                if some not in keys:
+            for form in _forms(batch, count):
+                if form not in keys:
                     step = step or PagedStep.new(cache, cache._mark, batch, count, _META)
-                    keys[some] = list(_keys(_call(step, q, pages, given, present=some[0]), target))
-    return PlanManifest.of([key for found in keys.values() for key in found])
+                    keys[form] = list(_keys(_call(step, q, pages, call_options, present=form.present), target))
+    return PlanManifest.of([key for step_keys in keys.values() for key in step_keys])
 
 
-def _forms(batch: int, tokens: int) -> Iterator[tuple[Any, ...]]:
-    """What decides the plans of a step of so many sequences and tokens: whether some may be absent, and numbers.
+class _Form(NamedTuple):
+    """What decides the plans of a step: steps of equal form share their plans, as most do.
 
-    Steps that are equal in these have equal plans, and most are. Absent tokens are nothing special where there are
-    several: `PagedKVCache.attend` says which are there anyway.
+    Attributes:
+        present: Whether the step has `seq_lens_q`, as some tokens may be absent.
+        in_place_batch: The batch size, if cuDNN reads the step's tables directly.
+        sequences: The bucket of the number of sequences.
+        decoded: The bucket of the number of queries, for decode plans.
+        rows: The bucket of the number of queries, for prefill plans.
+        token_bits: The bucket of the number of new tokens.
     """
+
+    present: bool
+    in_place_batch: int | None
+    sequences: int
+    decoded: int
+    rows: int
+    token_bits: int
+
+
+def _forms(batch: int, tokens: int) -> Iterator[_Form]:
     rows = batch * tokens
+    # With several tokens `PagedKVCache.attend` always passes seq_lens_q.
     for present in (True, False) if tokens == 1 else (True,):
-        in_place = batch if not present else None
-        yield (
-            present,
-            in_place,
-            sequence_bucket(batch),
-            sequence_bucket(rows),
-            rows_made(rows),
-            (tokens - 1).bit_length(),
+        yield _Form(
+            present=present,
+            in_place_batch=batch if not present else None,
+            sequences=sequence_bucket(batch),
+            decoded=sequence_bucket(rows),
+            rows=row_bucket(rows),
+            token_bits=(tokens - 1).bit_length(),
         )
 
 
 def _call(step: PagedStep, q: Tensor, pages: list[Tensor], options: dict[str, Any], *, present: bool) -> PagedArguments:
-    of_step = queries_like(q, step.batch, step.tokens), pages[0], pages[1], step.page_table, step.page_table
-    call = PagedArguments(*of_step, step.seq_lens_kv, step.seq_lens_q if present else None, **options)
+    call = PagedArguments(
+        q=queries_like(q, step.batch, step.tokens),
+        k=pages[0],
+        v=pages[1],
+        table_k=step.page_table,
+        table_v=step.page_table,
+        seq_lens_kv=step.seq_lens_kv,
+        seq_lens_q=step.seq_lens_q if present else None,
+        **options,
+    )
     paged_arguments.check(call)
     refuse_gradients(call)
     check_memory(call)
@@ -95,7 +118,7 @@ def _call(step: PagedStep, q: Tensor, pages: list[Tensor], options: dict[str, An
 
 
 def _keys(call: PagedArguments, target: Target) -> Iterator[PlanKey]:
-    """The plans of a call: of one step, or of the parts that a large batch goes in."""
+    """The plans of a call, or of the parts that a large batch is split into."""
     if is_decode(call):
         key = describe_decode(call, None).key
         if UnsupportedError.of(key, target, None) is None:
@@ -108,11 +131,11 @@ def _keys(call: PagedArguments, target: Target) -> Iterator[PlanKey]:
 
 
 def _options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of `attend` as those of `PagedArguments`, without data."""
+    """The options of `attend` as fields of `PagedArguments`, without data."""
     left, right = arguments.window_bounds(options.get("window_size"))
     known = {"is_causal", "causal_alignment", "window_size", "scale", "softcap", "sinks", "return_lse"}
     for name in options.keys() - known:
-        raise OptionError(name, "an argument", f"one of {', '.join(sorted(known))}", "It has no part in a plan.")
+        raise OptionError(name, "an argument", f"one of {', '.join(sorted(known))}", "It does not affect a plan.")
     others = {name: value for name, value in options.items() if name != "window_size"}
     data = {name: torch.empty_like(x, device=_META) if isinstance(x, Tensor) else x for name, x in others.items()}
     return {"window_left": left, "window_right": right} | {_NAMES.get(name, name): x for name, x in data.items()}
@@ -121,22 +144,22 @@ def _options(options: dict[str, Any]) -> dict[str, Any]:
 def _counts(name: str, counts: Any) -> list[int]:
     if isinstance(counts, (str, Tensor)) or not isinstance(counts, Iterable):
         raise OptionError(name, repr(counts), "several ints, such as [1, 2, 4] or range(1, 65)")
-    found = list(counts)
-    for count in found:
+    checked = list(counts)
+    for count in checked:
         check_count(name, count, least=1)
-    return found
+    return checked
 
 
 def queries_like(q: Tensor, batch: int, tokens: int) -> Tensor:
-    """Queries of another step, without data, that lie in memory as these do.
+    """Queries of another step, without data, with a memory layout like that of `q`.
 
-    The tokens of sequences follow each other, as models make them, perhaps with other tensors between them; unless `q`
-    has several tokens and those of each head follow each other.
+    They are token-major as models make them, perhaps with gaps (a slice of a QKV projection), unless `q` has several
+    tokens and is head-major.
     """
-    _, heads, given, dim = q.shape
+    _, heads, tokens_of_q, dim = q.shape
     shape = (batch, heads, tokens, dim)
-    if given > 1 and heads > 1 and q.stride(1) > q.stride(2):
+    if tokens_of_q > 1 and heads > 1 and q.stride(1) > q.stride(2):
         return torch.empty(shape, dtype=q.dtype, device=_META)
-    token = q.stride(2) if given > 1 else max(q.stride(0), heads * dim)
+    token = q.stride(2) if tokens_of_q > 1 else max(q.stride(0), heads * dim)
     stride = (tokens * token, q.stride(1) if heads > 1 else dim, token, 1)
     return torch.empty_strided(shape, stride, dtype=q.dtype, device=_META)

@@ -15,15 +15,14 @@ from cudnn_sdpa.attention.memory import new_output
 from cudnn_sdpa.attention.paged import arguments, launch
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.decode_plans import DecodeSpec, is_decode
-from cudnn_sdpa.attention.paged.prefill import run_prefill
-from cudnn_sdpa.attention.paged.prefill import without_data as gathered_without_data
+from cudnn_sdpa.attention.paged.prefill import prefill_spec, run_prefill
 from cudnn_sdpa.engine.fast_path import describe
 from cudnn_sdpa.engine.torch_ops import define
 from cudnn_sdpa.errors import ArgumentError, LayoutError, UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.target import Target
 
-#: Kinds of decode steps that cuDNN has no kernel for on this GPU; they run as longer calls do.
+#: Kinds of decode steps that cuDNN has no kernel for on this GPU; they run as prefill does.
 _declined: set[Hashable] = set()
 MAX_DECLINED = 1000
 
@@ -36,14 +35,14 @@ def forward_cuda(call: PagedArguments) -> Result:
     if value_checks.enabled:
         _check_values(call)
     if 0 in call.q.shape or call.table_k.shape[1] == 0:
-        return _nothing(call)
+        return _empty_result(call)
     if call.scale is not None and call.scale < MIN_SCALE:
         sign = 0.0 if call.scale > -MIN_SCALE else -1.0
         out = new_output(call.q, call.v) if call.out is None else call.out  # in the memory order of q
         return forward_cuda(call._replace(q=call.q * sign, scale=max(-call.scale, MIN_SCALE), out=out))
     if is_decode(call):
-        exactly = torch.are_deterministic_algorithms_enabled()
-        kind = (exactly, describe(call.q), describe(call.k), describe(call.v), *call.options)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        kind = (deterministic, describe(call.q), describe(call.k), describe(call.v), *call.options, call.with_lse)
         if kind not in _declined:
             try:
                 return launch.run_decode(call)
@@ -55,7 +54,7 @@ def forward_cuda(call: PagedArguments) -> Result:
 
 
 def check_memory(call: PagedArguments) -> None:
-    """Strides and addresses that cuDNN's kernels can read."""
+    """Checks that cuDNN's kernels can read the strides and addresses."""
     try:
         memory.check_strides(call.q, call.k, call.v)
         memory.check_memory(call.q, call.k, call.v, call.out)
@@ -63,8 +62,8 @@ def check_memory(call: PagedArguments) -> None:
         raise error.renamed(arguments.NAMES) from None
 
 
-def _nothing(call: PagedArguments) -> Result:
-    """No query, or no room for keys: zeros, and a log-sum-exp of nothing but the sinks."""
+def _empty_result(call: PagedArguments) -> Result:
+    """The results without queries, or without room for keys: zeros, and the log-sum-exp of the sinks alone."""
     out = (new_output(call.q, call.v) if call.out is None else call.out).zero_()
     if not call.with_lse:
         return out
@@ -80,26 +79,26 @@ def _check_values(call: PagedArguments) -> None:
 
 
 def forward_cpu(call: PagedArguments) -> Result:
-    """A forward pass by the reference."""
+    """A forward pass by the reference implementation."""
     arguments.check(call)
     memory.check_memory(call.q, call.k, call.v, call.out)
     _check_values(call)
     check_paged(call)
     if 0 in call.q.shape or call.table_k.shape[1] == 0:
-        return _nothing(call)
+        return _empty_result(call)
     result, lse = reference.attention(as_dense(call))
     out = (new_output(call.q, call.v) if call.out is None else call.out).copy_(result)
     return (out, lse.float()) if call.with_lse else out
 
 
 def as_dense(call: PagedArguments) -> ForwardArguments:
-    """The same call on keys and values put in a row; what no sequence owns is zeros. Any device."""
+    """The same call on contiguous keys and values, zeros in unused slots; on any device."""
     lengths = call.seq_lens_kv.clamp(0, call.max_kv_len)
     is_owned = torch.arange(call.max_kv_len, device=lengths.device) < lengths.unsqueeze(1)
     rows: list[Tensor] = []
     for pages, table in ((call.k, call.table_k), (call.v, call.table_v)):
-        found = pages[table.clamp(0, pages.shape[0] - 1).long()].transpose(1, 2).flatten(2, 3)
-        rows.append(torch.where(is_owned[:, None, :, None], found, found.new_zeros(())))
+        gathered = pages[table.clamp(0, pages.shape[0] - 1).long()].transpose(1, 2).flatten(2, 3)
+        rows.append(torch.where(is_owned[:, None, :, None], gathered, gathered.new_zeros(())))
     present = None if call.seq_lens_q is None else call.seq_lens_q.clamp(0, call.q.shape[2])
     return call.as_dense(call.q, *rows, seq_lens_q=present, seq_lens_kv=lengths, with_lse=call.with_lse)
 
@@ -117,18 +116,22 @@ _INPUTS = (
 )
 
 
+#: mypy takes a splat to fill every field.
+_PagedArguments: Any = PagedArguments
+
+
 def _plain(run: Any) -> Any:
-    return lambda *inputs: run(PagedArguments._make((*inputs, False, None)))
+    return lambda *inputs: run(_PagedArguments(*inputs, with_lse=False))
 
 
 def _with_lse(run: Any) -> Any:
-    return lambda *inputs: run(PagedArguments._make((*inputs, True, None)))
+    return lambda *inputs: run(_PagedArguments(*inputs, with_lse=True))
 
 
 def _into_out(run: Any) -> Any:
-    def implementation(*inputs: Any) -> Tensor:
-        call = PagedArguments._make((*inputs[:-1], True, inputs[-1]))
-        lse: Tensor = run(call)[1]
+    def implementation(*inputs_and_out: Any) -> Tensor:
+        *inputs, out = inputs_and_out
+        lse: Tensor = run(_PagedArguments(*inputs, with_lse=True, out=out))[1]
         return lse
 
     return implementation
@@ -143,7 +146,7 @@ for _name, _inputs, _returns, _adapt in (
 
 
 def check_paged(call: PagedArguments) -> None:
-    """The same of `sdpa_paged`."""
+    """Checks that the CPU target's GPU would run a call of `sdpa_paged`."""
     check_call(call, _strides_of_paged, _plan_of_paged)
 
 
@@ -164,5 +167,5 @@ def _plan_of_paged(call: PagedArguments, target: Target) -> None:
         decode = DecodeSpec.of(call, in_place=False)
         if UnsupportedError.of(decode.key, target, None) is None:
             return
-    packed, out = gathered_without_data(call)
+    packed, out = prefill_spec(call)
     known_issues.check(packed.forward_key(out, call.with_lse, target, None))

@@ -212,8 +212,8 @@ def test_a_decode_step_again(monkeypatch, which):
     served.decode = SimpleNamespace(deterministic=False)
     seen = []
 
-    def run_plain(_, *addresses):
-        seen.append(addresses)
+    def run_plain(_, **addresses):
+        seen.append(tuple(addresses.values()))
         return [torch.zeros(2, 4, 1, 16)]
 
     monkeypatch.setattr(PagedCall, "run_plain", run_plain)
@@ -241,7 +241,7 @@ def test_an_append_again(monkeypatch, which):
         def __init__(self, *_):
             pass
 
-        def __call__(self, k, v, *_):
+        def __call__(self, k, v, **_):
             seen.append((k, v))
 
     monkeypatch.setattr("cudnn_sdpa.attention.paged.paging.AppendKernel", Appender)

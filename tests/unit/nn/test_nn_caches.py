@@ -157,7 +157,7 @@ def test_a_full_cache_says_so():
     module = make()
     cache = static(module, max_length=8)
     module(torch.randn(2, 6, 64), step=cache.reserve(6))
-    with pytest.raises(OptionError, match=r"tokens: got 3 after 6; expected no more than max_length \(8\) in all"):
+    with pytest.raises(OptionError, match=r"tokens: got 3 after 6; expected at most max_length \(8\) tokens in total"):
         cache.reserve(3)
     assert cache.lengths.tolist() == [6, 6], "something was taken"
     with pytest.raises(OptionError, match="seq_lens: got list"):

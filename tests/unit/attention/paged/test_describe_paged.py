@@ -118,8 +118,10 @@ def test_what_runs_beside_the_plan():
     assert "5 sequences are served by a plan for 6" in notes(*arguments(batch=5, owned=True))
     assert "each sequence must have one query" in notes(*arguments(queries=4, owned=True))
     assert "sinks are applied" in notes(*arguments(), sinks=meta(8, dtype=torch.float32))
-    assert "put in a row by one kernel, in up to 0 MiB (40 queries" in notes(*arguments(queries=40, columns=1))
-    assert "(there is a soft cap)" in notes(*arguments(), softcap=3.0)
+    assert "one kernel gathers keys and values into contiguous memory, up to 0 MiB (40 queries" in notes(
+        *arguments(queries=40, columns=1)
+    )
+    assert "(logit soft-capping)" in notes(*arguments(), softcap=3.0)
     assert "q is multiplied by -1 into a copy" in notes(*arguments(), scale=-1.0)
 
 

@@ -123,13 +123,13 @@ def test_sequences_that_are_not_there():
     one = pool.add()
     pool.free(one)
     for number in (one, 7, None, []):
-        with pytest.raises(OptionError, match="a number that add or fork gave"):
+        with pytest.raises(OptionError, match="a sequence number from add or fork"):
             pool.length(number)
     with pytest.raises(OptionError, match="each sequence once"):
         pool.grow([one, one], [1, 1])
     two = pool.add()
     assert two != one
-    with pytest.raises(OptionError, match="how many tokens are new"):
+    with pytest.raises(OptionError, match="the number of new tokens"):
         pool.grow([two], [-1])
 
 

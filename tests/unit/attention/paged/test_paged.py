@@ -576,7 +576,7 @@ def test_a_reserve_that_was_broken_off_leaves_no_step_to_use(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         cache.reserve([one], 2, into=step)
     assert (cache.length(one), cache.use().used) == (4, 1)
-    with pytest.raises(OptionError, match="a step whose reserve was broken off"):
+    with pytest.raises(OptionError, match="a step whose reserve was interrupted"):
         cache.attend(step, torch.randn(2, HEADS, 4, DIM, dtype=torch.float64))
 
 
