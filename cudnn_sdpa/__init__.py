@@ -1,4 +1,4 @@
-"""cuDNN's attention, and fused operations around it, as plain PyTorch functions, with every plan cached.
+"""cuDNN attention and the fused operations around it as plain PyTorch functions; every plan is cached.
 
 Importing this package starts no CUDA and loads no cuDNN; the first call on a GPU does.
 """
@@ -6,7 +6,7 @@ Importing this package starts no CUDA and loads no cuDNN; the first call on a GP
 from cudnn_sdpa import _start
 from cudnn_sdpa._version import __version__
 
-if _start.is_command_line():  # which imports what a command needs, and prints its help without PyTorch
+if _start.is_command_line():  # the command line prints its help without PyTorch and imports what a command needs
     _start.import_when_asked(__name__)
 else:
     import cudnn_sdpa._pytorch  # noqa: F401 - first, since nothing works without it

@@ -1,4 +1,4 @@
-"""Imported before all else: where PyTorch cannot be imported, says so with the cure."""
+"""Imports PyTorch before anything else; if that fails, the error names the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How this process was started; imports nothing that takes time."""
+"""Detects how this process was started; imports nothing slow."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ SCRIPT = "cudnn-sdpa"
 
 
 class _Asked:
-    """Whether somebody in the command line's process wants the package as a library."""
+    """Set once code in the command line's process uses the package as a library."""
 
     so_far = False
 
 
 def import_when_asked(package: str) -> None:
-    """Has a package import its public names when the first of them is wanted.
+    """Makes a package import its public names when one of them is first accessed.
 
-    A site's `sitecustomize` or a plug-in that PyTorch loads may want them in the command line's process too.
+    `sitecustomize` or a PyTorch plug-in may use them in the command line's process too.
     """
     module: Any = sys.modules[package]
 

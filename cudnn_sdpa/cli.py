@@ -34,7 +34,7 @@ _ARGUMENTS = {
 
 
 class _Commands(TyperGroup):
-    """Commands whose errors are a line, and no traceback."""
+    """Prints errors as one line, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         with _errors_as_lines():
@@ -52,7 +52,7 @@ def _errors_as_lines() -> Iterator[None]:
         _fail(str(error), PROBLEM)
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), PROBLEM)
-    except ImportError as error:  # of PyTorch above all, which says what to do
+    except ImportError as error:  # mostly PyTorch's, whose message says what to do
         _fail(" ".join(str(error).split()), PROBLEM)
 
 
@@ -70,7 +70,7 @@ def main(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and nothing else.")] = False,
 ) -> None:
-    """cuDNN's attention as plain PyTorch functions."""
+    """cuDNN attention as plain PyTorch functions."""
     if version:
         typer.echo(__version__)
         raise typer.Exit
@@ -86,16 +86,16 @@ def version_command() -> None:
 @app.command()
 def support(
     sm: Annotated[
-        int | None, typer.Option(help="Compute capability, 90 for 9.0; this GPU's if not given, or 90 without one.")
+        int | None, typer.Option(help="Compute capability, 90 for 9.0. Default: this GPU's, or 90 without a GPU.")
     ] = None,
-    cudnn: Annotated[str | None, typer.Option(help="Version, such as 9.19.0; the installed one if not given.")] = None,
+    cudnn: Annotated[str | None, typer.Option(help="Version, such as 9.19.0. Default: the installed one.")] = None,
     target: Annotated[
         str | None,
         typer.Option(help="Have the installed cuDNN plan it all for this GPU: a name, or what `device --json` wrote."),
     ] = None,
     output: Output = None,
 ) -> None:
-    """Show what cuDNN's attention supports on a kind of GPU: by rules, or with a target by cuDNN itself."""
+    """Show what cuDNN attention supports on a GPU architecture, from rules or, with --target, from cuDNN itself."""
     import cudnn_sdpa._pytorch  # noqa: F401
 
     _show_support({"sm": sm, "cudnn": cudnn, "target": target}, output)
@@ -137,11 +137,11 @@ def explain(
         str | None,
         typer.Option(help="The GPU: a name, or what `device --json` wrote; else CUDNN_SDPA_TARGET or h200."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of all tensors that do not say theirs.")] = "bfloat16",
-    training: Annotated[bool, typer.Option("--training", help="Also what the gradient runs.")] = False,
-    details: Annotated[bool, typer.Option("--details", help="With the plans' keys in full.")] = False,
+    dtype: Annotated[str, typer.Option(help="Dtype of tensors given without one.")] = "bfloat16",
+    training: Annotated[bool, typer.Option("--training", help="Also show what the backward pass runs.")] = False,
+    details: Annotated[bool, typer.Option("--details", help="Show the plans' full keys.")] = False,
 ) -> None:
-    """Say what a call would run on a GPU that need not be here, or every reason why it cannot; then end with 1."""
+    """Show what a call would run, without having the GPU; if unsupported, list every reason and exit with 1."""
     import cudnn_sdpa._pytorch  # noqa: F401
     from cudnn_sdpa import cli_arguments
     from cudnn_sdpa.engine import explain
@@ -154,15 +154,13 @@ def explain(
         raise typer.Exit(PROBLEM)
 
 
-Workers = Annotated[int | None, typer.Option(min=1, help="Helper processes; one for each core if not given.")]
-Manifest = Annotated[Path, typer.Argument(help="What `record_plans` saved.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Helper processes. Default: one per core.")]
+Manifest = Annotated[Path, typer.Argument(help="A manifest saved by `record_plans`.")]
 
 
 @app.command()
 def device(
-    json: Annotated[
-        bool, typer.Option("--json", help="Everything, in the form that `compile --target` reads.")
-    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print all properties as JSON, for `compile --target`.")] = False,
 ) -> None:
     """Describe this machine's GPU."""
     require_gpu("device")
@@ -175,11 +173,9 @@ def device(
 
 @app.command()
 def doctor(
-    json: Annotated[
-        bool, typer.Option("--json", help="Print everything that was found as JSON, and nothing else.")
-    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON only.")] = False,
 ) -> None:
-    """Say what is wrong with this installation, and the cure; end with 1 if something is."""
+    """Check this installation and print a fix for each problem; exit with 1 if there is one."""
     import cudnn_sdpa._pytorch  # noqa: F401
     from cudnn_sdpa.doctor.checks import examine, is_well
     from cudnn_sdpa.doctor.probe import gather
@@ -194,14 +190,14 @@ def doctor(
 
 @app.command()
 def warmup(manifest: Manifest, workers: Workers = None) -> None:
-    """Load or build the plans of a manifest on this machine's GPU, and keep them in the plan store."""
+    """Load or build the plans of a manifest on this machine's GPU and save them in the plan store."""
     require_gpu("warmup")
     from cudnn_sdpa.offline.warmup import warmup as run
     from cudnn_sdpa.plans.default_store import active, use_plan_store
 
     plans = _plans_of(manifest)
     if active() is None:
-        use_plan_store()  # plans that go with this process would be of no use
+        use_plan_store()  # without a store the plans would be lost when this process exits
     _report(lambda: run(plans, progress=True, workers=workers))
 
 
@@ -214,7 +210,7 @@ def compile_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for `use_plan_store`.")],
     workers: Workers = None,
 ) -> None:
-    """Compile the plans of a manifest for a GPU that need not be here."""
+    """Compile the plans of a manifest for a GPU, without having it."""
     import cudnn_sdpa._pytorch  # noqa: F401
     from cudnn_sdpa.offline.warmup import compile_plans
 
@@ -226,26 +222,26 @@ plans_app = typer.Typer(invoke_without_command=True)
 app.add_typer(plans_app, name="plans")
 Folder = Annotated[
     Path | None,
-    typer.Option(help="The plan store; that of CUDNN_SDPA_PLAN_DIR, or in the user's cache folder, if not given."),
+    typer.Option(help="The plan store. Default: CUDNN_SDPA_PLAN_DIR, or the user's cache folder."),
 ]
 
 
 @plans_app.callback()
 def plans(ctx: typer.Context) -> None:
-    """Look at the plans that are kept on disk, or remove them."""
+    """Inspect or remove the plans on disk."""
     show_help(ctx)
 
 
 @plans_app.command("size")
 def plans_size(folder: Folder = None) -> None:
-    """Say where plans are kept, how many there are, and how large they are."""
+    """Show where plans are stored, how many there are, and their size."""
     found = _store(folder).info()
     typer.echo(f"{found.plans} plans, {found.bytes / 2**20:.1f} of {found.capacity / 2**20:.0f} MiB, in {found.folder}")
 
 
 @plans_app.command("clear")
 def plans_clear(folder: Folder = None) -> None:
-    """Remove all plans that are kept; later processes build them again."""
+    """Remove all stored plans; later processes build them again."""
     store = _store(folder)
     before = store.info().plans
     store.clear()
@@ -259,28 +255,32 @@ def _store(folder: Path | None) -> Any:
     if folder is None:
         store = active()
         if store is None:
-            _fail("no plans are kept: CUDNN_SDPA_PLAN_DIR or the user's cache folder forbids it; see doctor", PROBLEM)
+            _fail(
+                "plans are not stored: CUDNN_SDPA_PLAN_DIR or the user's cache folder prevents it; see doctor", PROBLEM
+            )
         return store
     if not folder.is_dir():
-        raise ArgumentError("path", repr(str(folder)), "a folder of plans that is there")
+        raise ArgumentError("path", repr(str(folder)), "an existing folder of plans")
     return open_store(folder, "path")
 
 
 def _plans_of(path: Path) -> Any:
-    """The manifest, which has plans in it."""
+    """The manifest at `path`; an empty one is an error."""
     from cudnn_sdpa.plans.manifest import PlanManifest
 
     manifest = PlanManifest.load(path)
     if not len(manifest):
         hint = 'Calls on the GPU are recorded, or with record_plans(target="h200") calls on the CPU.'
-        raise ArgumentError("manifest", f"{str(path)!r}, without a plan", "at least one plan", hint)
+        raise ArgumentError("manifest", f"{str(path)!r}, a manifest without plans", "at least one plan", hint)
     return manifest
 
 
 def _report(run: Callable[[], Any]) -> None:
-    """Says what `run` has made ready, and ends with 1 if a plan is missing."""
+    """Prints the report of `run`, and exits with 1 if a plan failed."""
     report = run()
-    typer.echo(f"{report.built} built, {report.loaded} loaded, {report.held} there already, in {report.seconds:.1f} s")
+    typer.echo(
+        f"{report.built} built, {report.loaded} loaded, {report.held} already in memory, in {report.seconds:.1f} s"
+    )
     for key, reason in report.failed.items():
         typer.echo(f"failed: {key}\n  {reason}", err=True)
     if report.failed:

@@ -1,4 +1,4 @@
-"""Arguments of the library's functions as words of the command line: `q=2,8,1024,64 is_causal=true`."""
+"""Parses the arguments of the library's functions from the command line: `q=2,8,1024,64 is_causal=true`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-import cudnn_sdpa.engine.explain  # noqa: F401 - it knows all functions that can be explained
+import cudnn_sdpa.engine.explain  # noqa: F401 - registers the functions that can be explained
 from cudnn_sdpa.engine import explain
 from cudnn_sdpa.errors import OptionError
 
@@ -20,7 +20,7 @@ def function_of(name: str) -> Callable[..., Any]:
     """The function of the library with this name.
 
     Raises:
-        OptionError: There is none that can be explained.
+        OptionError: No function of this name can be explained.
     """
     found = next((function for function in explain.functions() if function.__name__ == name), None)
     if found is None:
@@ -31,16 +31,16 @@ def function_of(name: str) -> Callable[..., Any]:
 def arguments_of(
     function: Callable[..., Any], words: Sequence[str], dtype: str, *, requires_grad: bool
 ) -> dict[str, Any]:
-    """What the words say: tensors without values for shapes, and Python's literals for all else.
+    """Parses words: shapes become tensors without values, everything else Python literals.
 
     Args:
-        function: The function that is asked about.
+        function: The function to call.
         words: Each `name=value`; the shape of a tensor may end with its dtype, `cu_seqlens_q=17:int32`.
-        dtype: Of tensors that do not say theirs.
+        dtype: Dtype of tensors given without one.
         requires_grad: Whether floating-point tensors require grad.
 
     Raises:
-        OptionError: A word cannot be understood, or the function has no such argument, or lacks one.
+        OptionError: A word cannot be parsed, the function has no such argument, or one is missing.
     """
     parameters = inspect.signature(function).parameters
     found: dict[str, Any] = {}
@@ -54,7 +54,7 @@ def arguments_of(
         found[name] = _tensor(name, text, dtype, requires_grad) if is_tensor else _value(text)
     missing = [name for name, each in parameters.items() if each.default is each.empty and name not in found]
     if missing:
-        raise OptionError("ARGUMENT", f"no {missing[0]}", f"{missing[0]}=VALUE, without which there is no call")
+        raise OptionError("ARGUMENT", f"no {missing[0]}", f"{missing[0]}=VALUE, a required argument")
     return found
 
 
@@ -67,9 +67,9 @@ def _tensor(name: str, text: str, dtype: str, requires_grad: bool) -> torch.Tens
     if not isinstance(shape, tuple) or not all(type(size) is int and 0 <= size < 2**40 for size in shape):
         raise OptionError(name, repr(text), "a shape such as 2,8,1024,64, or 17:int32 with a dtype")
     try:
-        tensor = torch.empty(shape, dtype=kind)  # of whose memory nothing is touched
+        tensor = torch.empty(shape, dtype=kind)  # its memory is never touched
     except RuntimeError:
-        raise OptionError(name, repr(text), "a tensor that could lie in memory") from None
+        raise OptionError(name, repr(text), "a tensor that fits in memory") from None
     return tensor.requires_grad_(requires_grad and tensor.is_floating_point())
 
 

@@ -7,13 +7,13 @@ CudnnSdpaError
 │   ├── DtypeError (TypeError)
 │   ├── DeviceError
 │   ├── LayoutError                     strides, alignment, aliasing
-│   └── OptionError (TypeError)         a value that is no tensor
-├── UnsupportedError (NotImplementedError)   right arguments, but cuDNN or this GPU has no kernel
+│   └── OptionError (TypeError)         an argument that is not a tensor
+├── UnsupportedError (NotImplementedError)   valid arguments, but no kernel on this GPU
 ├── PlanBuildError (RuntimeError)       a plan is missing where none may be built
 ├── ExecutionError (RuntimeError)       cuDNN refused to launch a plan
 ├── OutOfPagesError (RuntimeError)      a paged cache has too few pages left; nothing was taken
 ├── LibraryError (ImportError)          cuDNN or its frontend is missing, too old, or mixed up
-└── OfflineError (RuntimeError)         planning for a GPU that is not here could not start
+└── OfflineError (RuntimeError)         planning without the GPU could not start
 ```
 """
 
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def _in_words_of(names: Mapping[str, str], *texts: object) -> list[str]:
-    """Texts with other names for the arguments of a function."""
+    """Texts with a function's arguments renamed."""
     word = re.compile(r"\b(?:" + "|".join(map(re.escape, names)) + r")\b")
     return [word.sub(lambda found: names[found[0]], str(text)) for text in texts]
 
@@ -63,7 +63,7 @@ class ArgumentError(CudnnSdpaError, ValueError):
         self.got = got
         self.expected = expected
         self.hint = hint
-        # Not by super().__init__, which torch.compile does not trace, nor as a sum, where sizes are symbols to it: it
+        # torch.compile does not trace super().__init__, and with symbolic sizes it cannot trace a sum of strings: it
         # would raise an error of its own instead.
         rest = f" {hint}" if hint else ""
         self.args = (f"{argument}: got {got}; expected {expected}.{rest}",)
@@ -72,7 +72,7 @@ class ArgumentError(CudnnSdpaError, ValueError):
         return type(self), (self.argument, self.got, self.expected, self.hint)
 
     def renamed(self, names: Mapping[str, str]) -> ArgumentError:
-        """The same error in the words of a function that has other names for its arguments."""
+        """The same error for a function that names its arguments differently."""
         return type(self)(*_in_words_of(names, self.argument, self.got, self.expected, self.hint))
 
 
@@ -100,7 +100,7 @@ class UnsupportedError(CudnnSdpaError, NotImplementedError):
     """The arguments make sense, but there is no kernel for them here.
 
     Attributes:
-        reasons: Every reason that is known, in the order in which it was found.
+        reasons: Every known reason, in the order found.
         suggestion: The nearest thing that works, or an empty string.
     """
 
@@ -115,7 +115,7 @@ class UnsupportedError(CudnnSdpaError, NotImplementedError):
 
     @classmethod
     def of(cls, check: Callable[..., object], *args: object, **kwargs: object) -> UnsupportedError | None:
-        """What `check` raises with these arguments, or None."""
+        """The error that `check` raises with these arguments, or None."""
         try:
             check(*args, **kwargs)
         except UnsupportedError as error:
@@ -128,7 +128,7 @@ class UnsupportedError(CudnnSdpaError, NotImplementedError):
         return type(self)(other.what, [*self.reasons, *other.reasons], "; ".join(suggestions))
 
     def renamed(self, names: Mapping[str, str]) -> UnsupportedError:
-        """The same error in the words of a function that has other names for its arguments."""
+        """The same error for a function that names its arguments differently."""
         what, suggestion, *reasons = _in_words_of(names, self.what, self.suggestion, *self.reasons)
         return type(self)(what, reasons, suggestion)
 
@@ -137,7 +137,7 @@ class UnsupportedError(CudnnSdpaError, NotImplementedError):
 
 
 class PlanBuildError(CudnnSdpaError, RuntimeError):
-    """A plan would have to be built where that is forbidden or impossible.
+    """A plan is missing and may not or cannot be built now.
 
     Attributes:
         key: The `PlanKey` that has no plan.
@@ -157,11 +157,11 @@ class ExecutionError(CudnnSdpaError, RuntimeError):
 
 
 class OutOfPagesError(CudnnSdpaError, RuntimeError):
-    """A `PagedKVCache` has too few pages left. Nothing was taken, and nothing is lost.
+    """A `PagedKVCache` has too few free pages. The cache is unchanged.
 
     Attributes:
-        needed: Pages that would have been taken.
-        free: Pages that there are.
+        needed: Pages that the call needs.
+        free: Pages that are free.
     """
 
     def __init__(self, needed: int, free: int) -> None:
@@ -180,4 +180,4 @@ class LibraryError(CudnnSdpaError, ImportError):
 
 
 class OfflineError(CudnnSdpaError, RuntimeError):
-    """Planning for a GPU that is not in this machine could not start or broke off."""
+    """Planning for a GPU that is not in this machine could not start, or was aborted."""

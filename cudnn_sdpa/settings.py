@@ -1,4 +1,4 @@
-"""Settings of the process that a `with` statement may end, in whatever order threads enter and leave them."""
+"""Process-wide settings with context managers that threads may enter and leave in any order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Override(Generic[T]):
-    """A value that a setting was given: it stays, or ends with a `with` statement."""
+    """A value of a setting: permanent, or for the duration of a `with` statement."""
 
     def __init__(self, overrides: Overrides[T], value: T) -> None:
         self._overrides = overrides
@@ -27,7 +27,7 @@ class Override(Generic[T]):
 
 
 class _Entry(Generic[T]):
-    """A value, whether a `with` statement has it, and what could still be entered."""
+    """A value, whether a `with` statement holds it, and its override while that can still be entered."""
 
     def __init__(self, value: T, use: weakref.ref[Any]) -> None:
         self.value = value
@@ -40,11 +40,11 @@ class _Entry(Generic[T]):
 
 
 class Overrides(Generic[T]):
-    """The values that one setting was given, of which the latest that has not ended is in force.
+    """The values given to one setting; the latest that has not ended is in force.
 
     Args:
-        get: Gives what is in force.
-        put: Sets it.
+        get: Returns the value in force.
+        put: Sets the value in force.
     """
 
     def __init__(self, get: Callable[[], T], put: Callable[[T], None]) -> None:
@@ -57,13 +57,13 @@ class Overrides(Generic[T]):
         with self._lock:
             if not self._entries:
                 self._base = self._get()
-            elif self._entries[-1].stays:  # it is never taken back: what follows takes its place
+            elif self._entries[-1].stays:  # permanent: the next value replaces it
                 self._entries.pop()
             self._entries.append(entry)
             self._put(entry.value)
 
     def _remove(self, entry: _Entry[T]) -> None:
-        """Takes a value back, and with it what was set to stay while it was in force."""
+        """Removes a value, and permanent ones that were set while it was in force."""
         with self._lock:
             if entry not in self._entries:
                 return
@@ -74,13 +74,13 @@ class Overrides(Generic[T]):
             self._put(self._entries[-1].value if self._entries else self._base)
 
 
-# Locks that a forked child does not inherit as taken: the thread that would give them back is not in it.
+# A forked child would inherit a lock as taken, without the thread that releases it.
 
 
 LockT = TypeVar("LockT")
 
 
 def renewed_in_children(lock: LockT) -> LockT:
-    """A lock of `threading` that lives as long as the process, free in every forked child."""
+    """A `threading` lock that lives as long as the process and is free in every forked child."""
     os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
     return lock

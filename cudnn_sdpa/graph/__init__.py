@@ -1,1 +1,1 @@
-"""A cuDNN graph and its identity: knows no plan and no operation."""
+"""cuDNN graphs and their keys; independent of plans and operations."""

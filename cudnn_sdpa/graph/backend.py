@@ -22,7 +22,7 @@ from cudnn_sdpa.errors import ExecutionError, LibraryError, UnsupportedError
 from cudnn_sdpa.graph.determinism import is_repeatable
 from cudnn_sdpa.graph.diagnostics import Place, reason_of, recording
 
-#: Oldest versions that the library is tested with.
+#: Oldest tested versions.
 MIN_FRONTEND = (1, 28)
 MIN_CUDNN = 91000
 
@@ -37,7 +37,7 @@ _INSTALL = "install it with: pip install 'cudnn-sdpa[cu13]' (PyTorch for CUDA 13
 
 @functools.cache
 def cudnn() -> ModuleType:
-    """The `cudnn` module, checked for version and for a libcudnn behind it.
+    """The `cudnn` module, after checking its version and that libcudnn loads.
 
     Raises:
         LibraryError: The frontend or libcudnn is missing or too old; the message says what is there.
@@ -58,12 +58,12 @@ def cudnn() -> ModuleType:
     except Exception as error:
         raise LibraryError(f"libcudnn.so.9 cannot be loaded ({error}); {_INSTALL}") from error
     if version < MIN_CUDNN:
-        where = loaded_libraries().get("libcudnn", "an unknown place")
+        where = loaded_libraries().get("libcudnn", "an unknown location")
         raise LibraryError(
             f"cuDNN {version_string(version)} at {where} is too old: {version_string(MIN_CUDNN)} or newer is needed. "
             "A folder on LD_LIBRARY_PATH comes before the pip package; " + _INSTALL
         )
-    # The frontend warns through this logger when a graph is declined; our errors carry the same text.
+    # The frontend logs a warning here when it declines a graph; our errors carry the same text.
     logging.getLogger("cudnn").addHandler(logging.NullHandler())
     return module
 
@@ -98,7 +98,7 @@ def loaded_libraries() -> dict[str, str]:
 
 
 def device_properties(device: int) -> dict[str, Any]:
-    """cuDNN's description of a GPU of this process, as a dictionary in the format of its JSON files."""
+    """cuDNN's device properties of a GPU of this process, in the format of its JSON files."""
     serialized = cudnn().create_device_properties(device).serialize()
     return dict(json.loads(bytes(serialized) if isinstance(serialized, list) else serialized))
 
@@ -114,7 +114,7 @@ def raw_handle(handle: Any) -> int:
 
 
 def set_stream(handle: Any, stream: int) -> None:
-    """Have work launched through `handle` go to the CUDA stream `stream`."""
+    """Binds `handle` to the CUDA stream `stream`."""
     cudnn().set_stream(handle, stream)
 
 
@@ -123,8 +123,8 @@ class GraphBuilder:
 
     Attributes:
         types: The `cudnn` module, for its enumerations (`g.types.diagonal_alignment.TOP_LEFT`).
-        places: Where operations were added.
-        where: What another builder for the same GPU takes.
+        places: Source locations of the operations.
+        where: Arguments for another builder for the same GPU.
     """
 
     def __init__(self, *, handle: Any = None, properties: dict[str, Any] | None = None) -> None:
@@ -147,11 +147,11 @@ class GraphBuilder:
         return recording(name, getattr(self._graph, name), self.places)
 
     def only_repeatable(self, *, single_query: bool) -> None:
-        """Has the forward kernels passed over that may give other bits in another run."""
+        """Skips forward kernels that may differ in the last bit from run to run."""
         self._may_take = functools.partial(is_repeatable, single_query=single_query)
 
     def only_deterministic(self) -> None:
-        """Has plans passed over that cuDNN notes to be nondeterministic."""
+        """Skips plans that cuDNN marks as nondeterministic."""
         self._deterministic = True
 
     def declare(
@@ -159,8 +159,8 @@ class GraphBuilder:
     ) -> Any:
         """Adds an operand.
 
-        `host_scalar` makes it a pass-by-value number that lives in host memory; `ragged` is the operand that says where
-        each batch entry begins.
+        `host_scalar` makes it a pass-by-value scalar in host memory; `ragged` is the operand with the offset of each
+        batch entry.
         """
         return self._graph.tensor(
             name=name,
@@ -173,27 +173,27 @@ class GraphBuilder:
         )
 
     def declare_output(self, symbol: Any, uid: int, shape: Any, stride: Any, dtype: str, *, ragged: Any = None) -> None:
-        """Makes the result `symbol` an output that lies in memory as said."""
+        """Makes the result `symbol` an output with this layout."""
         symbol.set_output(True).set_dim(list(shape)).set_stride(list(stride))
         symbol.set_data_type(getattr(self.types.data_type, dtype)).set_uid(uid)
         if ragged is not None:
             symbol.set_ragged_offset(ragged)
 
     def build(self, what: str) -> BuiltGraph:
-        """Plans and compiles the graph with the best of cuDNN's own engines that takes it.
+        """Plans and compiles the graph with the best of cuDNN's own engines that supports it.
 
-        The frontend also ranks Python engines of its own in the same list; those are passed over.
+        The frontend also ranks its own Python engines in the same list; those are skipped.
 
         Raises:
-            UnsupportedError: No engine takes the graph; `what` names it in the message.
+            UnsupportedError: No engine supports the graph; `what` names it in the message.
         """
-        # Reasons are kept as texts: an exception would keep the graph beyond the interpreter's end.
+        # Reasons are kept as text: an exception would keep the graph alive past interpreter shutdown.
         graph, failures = self._graph, list[str]()
         try:
             graph.validate()
             graph.build_operation_graph()
             self._propose()
-            if self._deterministic:  # shows when a plan is built: cuDNN's frontend names no notes
+            if self._deterministic:  # takes effect at build: the frontend exposes no notes
                 graph.deselect_numeric_notes([self.types.numerical_note.NONDETERMINISTIC])
         except Exception as error:  # noqa: BLE001 - whatever the frontend raises, it is the reason
             raise _unsupported(what, [reason_of(error)]) from None
@@ -206,7 +206,7 @@ class GraphBuilder:
             except Exception as error:  # noqa: BLE001 - whatever an engine raises, the next may do
                 failures.append(reason_of(error))
         if self._passed_over:
-            failures.append("its other kernels may give other bits in another run, and deterministic ones are wanted")
+            failures.append("its other kernels may differ from run to run, and deterministic ones were requested")
         raise _unsupported(what, failures)
 
     @property
@@ -215,12 +215,12 @@ class GraphBuilder:
         return any(place.operation.startswith("sdpa") for place in self.places)
 
     def _propose(self) -> None:
-        """Lists what a plan is built from: cuDNN's guesses and, but for attention, what it has in reserve."""
+        """Lists the configurations to build: cuDNN's heuristics and, except for attention, its fallback list."""
         modes = self.types.heur_mode
         self._graph.create_execution_plans([modes.A] if self.has_attention else [modes.A, modes.FALLBACK])
 
     def _takes(self, index: int) -> bool:
-        """Selects an entry of the list; whether it is one to build."""
+        """Selects an entry of the list; returns whether it may be built."""
         self._graph.select_plan(index)
         if self._graph.selected_engine is not None:
             return False
@@ -251,20 +251,20 @@ class BuiltGraph:
         return bytes(self.graph.serialize())
 
     def launcher(self, uids: list[int]) -> Launch:
-        """The quickest callable that this frontend offers for launching the plan.
+        """The fastest callable of this frontend that launches the plan.
 
         Args:
-            uids: Of every operand, in the order of the pointers that the caller will pass; must be ascending.
+            uids: UIDs of all operands, in the order of the caller's pointers; must be ascending.
         """
         raw = _raw_launcher(self.graph, uids)
         return raw if raw is not None else _public_launcher(self.graph, uids)
 
 
 def load_graph(handle: Any, data: bytes, engine: str, knobs: dict[str, int]) -> BuiltGraph:
-    """A graph with the plan that `BuiltGraph.serialize` gave: nothing is planned or compiled.
+    """A graph with a plan serialized by `BuiltGraph.serialize`; nothing is planned or compiled.
 
     Raises:
-        Exception: Whatever cuDNN says of bytes that are no plan for this GPU and version.
+        Exception: cuDNN rejects the bytes, which are not a plan for this GPU and version.
     """
     graph = cudnn().pygraph(handle=handle)
     try:
@@ -275,7 +275,7 @@ def load_graph(handle: Any, data: bytes, engine: str, knobs: dict[str, int]) -> 
 
 
 def _raw_launcher(graph: Any, uids: list[int]) -> Launch | None:
-    """The frontend's private launch by an array of raw pointers, where it exists: 6 µs less than `execute`."""
+    """The frontend's private launch with an array of raw pointers, if it has one: 6 µs faster than `execute`."""
     lowered = getattr(graph, "_lowered_graph", None)
     needed = ("_execute_with_raw_ptrs", "_prepare_variant_pack_template", "_get_variant_pack_uids_sorted")
     if lowered is None or not all(hasattr(lowered, name) for name in needed):
@@ -288,7 +288,7 @@ def _raw_launcher(graph: Any, uids: list[int]) -> Launch | None:
 
 
 def _public_launcher(graph: Any, uids: list[int]) -> Launch:
-    """The same through the frontend's public `execute`, which takes addresses by UID."""
+    """The same with the frontend's public `execute`, which takes addresses by UID."""
     handle_type = cudnn().Handle
 
     def launch(array: int, count: int, workspace: int, handle: int, index: int) -> None:
@@ -300,7 +300,7 @@ def _public_launcher(graph: Any, uids: list[int]) -> Launch:
 
 
 def execution_error(error: Exception, what: str) -> ExecutionError:
-    """`error`, raised by a launch, in this library's words."""
+    """The `ExecutionError` for an error raised by a launch."""
     return ExecutionError(f"cuDNN {version_string(cudnn_version())} could not launch {what}: {error}")
 
 

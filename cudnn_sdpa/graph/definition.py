@@ -1,4 +1,4 @@
-"""A Python function of symbolic tensors and static options becomes a graph definition with a digest of its source."""
+"""Graph definitions: Python functions of symbolic tensors and static options, with a digest of their source."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES
 from cudnn_sdpa.graph.shape_inference import InferringBuilder
 from cudnn_sdpa.graph.target import Target
 
-#: Modules that hold nothing that changes; another's attributes would be in no key.
+#: Modules whose attributes do not change; other modules' attributes would be in no key.
 _MODULES = {*sys.stdlib_module_names, "torch", "numpy"}
 _CONSTANTS = (bool, int, float, str, bytes, type(None))
 
@@ -38,8 +38,8 @@ class GraphOp:
 
     The builder is called as ``builder(g, **inputs, **options)``, where `g` is cuDNN's graph, `inputs` are symbolic
     tensors and `options` plain values, all of them out of a `PlanKey`. It returns the graph's outputs, one symbol or
-    a tuple. It must not depend on anything else: closures and globals may hold constants, modules and functions of
-    which the same is true, and are part of the identity; a builder with others is refused.
+    a tuple. It must not depend on anything else. Closures and globals may hold constants, modules and functions for
+    which the same holds; these are part of the identity, and a builder with any others is rejected.
     """
 
     def __init__(self, builder: Callable[..., Any]) -> None:
@@ -48,7 +48,7 @@ class GraphOp:
             raise OptionError("the graph builder", type(builder).__name__, expected)
         self.__doc__ = builder.__doc__
         self._builder = builder
-        #: Whether operands are read with channels last where sizes of 1 leave that open.
+        #: Whether operands are read as channels-last where sizes of 1 make the order ambiguous.
         self.channels_last = False
         self.name = f"{builder.__module__}:{builder.__qualname__}"
         for _ in _identity(builder, seen=set(), complete=False):  # refuse now what can be refused now
@@ -56,7 +56,7 @@ class GraphOp:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Changes when the builder, what it uses, or the package's version changes."""
+        """A digest that changes with the builder, what it uses, and the package's version."""
         return _digest(self._builder)
 
     def key(
@@ -76,13 +76,13 @@ class GraphOp:
     def compile(self, key: PlanKey, g: GraphBuilder) -> BuiltGraph:
         """Builds the graph of `key` in `g`, then plans and compiles it.
 
-        The operands' UIDs are 1, 2, … in the order inputs, outputs, which is the order of a launch's pointers. An
-        input that is named as the offsets of another comes before it and is not given to the builder.
+        The operands' UIDs are 1, 2, … for the inputs, then the outputs, in the order of a launch's pointers. An
+        input with the offsets of another comes before it and is not passed to the builder.
 
         Raises:
-            UnsupportedError: cuDNN takes no such graph, or is known to compute it wrongly.
-            ShapeError: A user's outputs have other shapes than the graph gives them.
-            OptionError: What the builder uses has changed since its first key was made.
+            UnsupportedError: cuDNN does not support the graph, or is known to compute it wrongly.
+            ShapeError: A user's declared output shapes differ from those that the graph infers.
+            OptionError: Something that the builder uses has changed since its first key was made.
         """
         if _digest(self._builder) != self.digest:
             got, expected = "other constants or functions that it uses", "the same as for its first plan"
@@ -105,11 +105,11 @@ class GraphOp:
             places = locations_in_words(g.places, self._builder.__code__.co_filename)
             if not places or is_ours:
                 raise
-            reasons = [*error.reasons, f"the graph's operations: {places}"]  # cuDNN does not say which of them it was
+            reasons = [*error.reasons, f"the graph's operations: {places}"]  # cuDNN does not say which one
             raise UnsupportedError(error.what, reasons, error.suggestion) from None
 
     def _build(self, key: PlanKey, g: GraphBuilder) -> tuple[dict[str, Any], tuple[Any, ...]]:
-        """Runs the builder in `g`; the symbols of the operands by name, and those of the results."""
+        """Runs the builder in `g`; returns the symbols of the operands by name, and those of the results."""
         symbols: dict[str, Any] = {}
         for uid, operand in enumerate(key.inputs, start=1):
             layout = operand.layout
@@ -128,17 +128,17 @@ class GraphOp:
             results = self._builder(g, **arguments, **key.option_values)
         except RuntimeError as error:  # what cuDNN's own builder methods raise
             raise UnsupportedError(key.name, [f"{error}{_place_of(error, self._builder)}"]) from None
-        except (AttributeError, TypeError) as error:  # a method that there is not, or arguments that it does not take
+        except (AttributeError, TypeError) as error:  # an unknown method, or wrong arguments
             got = f"{error}{_place_of(error, self._builder)}"
             expected = "calls that the graph and its operations take"
             raise OptionError(f"the graph builder of {key.name}", got, expected) from error
         return symbols, self._checked(results, key, list(symbols.values()))
 
     def _checked(self, results: Any, key: PlanKey, operands: list[Any]) -> tuple[Any, ...]:
-        """The builder's results, if they are what the key says.
+        """The builder's results, checked against the key.
 
         Raises:
-            OptionError: They are not.
+            OptionError: They do not match.
         """
         found = tuple(results) if isinstance(results, (tuple, list)) else (results,)
         code = self._builder.__code__
@@ -156,35 +156,35 @@ class GraphOp:
 
 
 def _place_of(error: Exception, builder: types.FunctionType) -> str:
-    """Where in the builder, or in what it calls in its file, an error was raised."""
+    """The line of the builder's file that raised an error."""
     places = traceback.extract_tb(error.__traceback__)
     inside = [place for place in places if place.filename == builder.__code__.co_filename]
     return f" ({inside[-1].filename}, line {inside[-1].lineno}: {inside[-1].line})" if inside else ""
 
 
 def graph_op(builder: Callable[..., Any]) -> GraphOp:
-    """Makes an operation out of the builder of its graph; see `GraphOp`."""
+    """Makes an operation from a graph builder; see `GraphOp`."""
     return GraphOp(builder)
 
 
 def find_operation(name: str, *, only_imported: bool = False) -> GraphOp:
     """The operation with the import path `name`, "package.module:name".
 
-    With `only_imported`, a module of another package must have been imported already: names out of files run no code.
+    With `only_imported`, modules of other packages must be imported already, so that names from files run no code.
     """
     module, _, attribute = name.partition(":")
     if only_imported and module.partition(".")[0] != __name__.partition(".")[0] and module not in sys.modules:
         raise ImportError(f"the module {module} has not been imported")
     operation = getattr(importlib.import_module(module), attribute)
     if not isinstance(operation, GraphOp):
-        raise OptionError(name, f"{type(operation).__name__}, which is no graph_op", "a graph_op")
+        raise OptionError(name, f"{type(operation).__name__}, not a graph_op", "a graph_op")
     return operation
 
 
 def function_digest(*functions: Any) -> str:
-    """Changes when one of these functions, or anything that it uses, or the package's version changes.
+    """A digest that changes with these functions, everything they use, and the package's version.
 
-    Where that cannot be told, because a function uses objects from outside, it is new in every process.
+    If a function uses objects from outside, changes cannot be detected, so the digest is new in every process.
     """
     digest = hashlib.sha256(__version__.encode())
     for function in functions:
@@ -194,7 +194,7 @@ def function_digest(*functions: Any) -> str:
             found = function is None or getattr(torch.nn.functional, name, getattr(torch, name, None)) is function
             digest.update((f"{name}" if found else uuid.uuid4().hex).encode())
         elif function.__module__.partition(".")[0] == __name__.partition(".")[0]:
-            digest.update(_source(function.__code__).encode())  # the rest goes with the package's version
+            digest.update(_source(function.__code__).encode())  # the package's version covers the rest
         else:
             try:
                 for part in _identity(function, seen=set(), complete=True):
@@ -216,7 +216,7 @@ def _identity(function: types.FunctionType, seen: set[Any], *, complete: bool) -
 
     Raises:
         OptionError: It uses something from outside that is no part of a key; with `complete`, also if it uses a name
-            that is not defined yet.
+            that is not yet defined.
     """
     if function in seen:
         return
@@ -264,15 +264,15 @@ def _identity_of_value(
 
 @functools.cache
 def _source(code: types.CodeType) -> str:
-    """The source as it was when the file was first read, much quicker than by `inspect.getsource`."""
-    linecache.checkcache(code.co_filename)  # it may have been edited and loaded anew; asked when a function is made
+    """The source when the file was first read; much faster than `inspect.getsource`."""
+    linecache.checkcache(code.co_filename)  # the file may have been edited and reloaded
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 : _last_line(code)]
     # "<string>" is the name of many sources, and Python 3.13 has lines for it.
     return _code_text(code) if code.co_filename.startswith("<") else "".join(lines) or _code_text(code)
 
 
 def _code_text(code: types.CodeType) -> str:
-    """What code does, as text, without a file to read it in: that of prompts and of `exec`."""
+    """A text that identifies code without a source file, such as that of prompts and `exec`."""
     constants = [_code_text(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
     return repr((code.co_code, constants, code.co_names, getattr(code, "co_exceptiontable", b"")))
 
@@ -284,13 +284,13 @@ def _last_line(code: types.CodeType) -> int:
 
 @functools.cache
 def _loaded_globals(code: types.CodeType) -> frozenset[str]:
-    """The names that code looks up outside; it takes some milliseconds, and code does not change."""
+    """The global names that code looks up; cached, since this takes milliseconds and code does not change."""
     for instruction in dis.get_instructions(code):
         if instruction.opname == "IMPORT_NAME" and str(instruction.argval).partition(".")[0] not in _MODULES:
             raise OptionError(
                 f"the graph builder {code.co_name}",
                 f"a builder that imports {instruction.argval!r}",
-                "imports of Python, torch and numpy alone: what it finds elsewhere would be in no key",
+                "imports of Python, torch and numpy only: anything else would be in no key",
                 "Pass the value as an option instead.",
             )
     names = {

@@ -1,4 +1,4 @@
-"""What cuDNN says of graphs that it declines, the lines of the builder, and texts out of files: fit for messages."""
+"""Error texts: why cuDNN declines a graph, the builder's source locations, and safe excerpts of files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 _log = logging.getLogger("cudnn_sdpa")
 
-#: What the frontend says of a plan whose numerical notes are not wanted, and what that means here.
+#: The frontend's message for a plan with deselected numerical notes, and what it means here.
 _DESELECTED = "Deselecting execution plan"
-_NONDETERMINISTIC = "cuDNN notes that it may give other bits in another run, and deterministic kernels are wanted"
+_NONDETERMINISTIC = "cuDNN marks it as nondeterministic, and deterministic kernels were requested"
 
-#: How the frontend begins what cuDNN says of each configuration of an engine, if none takes the graph: the reason, and
-#: then by which of its functions it was passed on. A convolution has hundreds of lines.
+#: The frontend's prefix of cuDNN's reason for each engine configuration, if none supports the graph. The functions that
+#: passed the reason on follow it. A convolution has hundreds of such lines.
 _CONFIGURATION = '{"engineId"'
 _SAID = re.compile(r"(\w*); Reason: (.*)")
 _PLAIN = "CUDNN_STATUS_NOT_SUPPORTED"
@@ -23,7 +23,7 @@ _PASSED_ON = re.compile(r"[\w>.:-]+\([^()]*\)|status|.*CUDNN_STATUS.*")
 
 
 def reason_of(error: Exception) -> str:
-    """cuDNN's own reason, without the list of the frontend's Python engines, which are never asked."""
+    """cuDNN's own reason, without the list of the frontend's Python engines, which are never used."""
     text = str(error)
     match = re.search(r"the backend declined: (.*?)(?:; python engines|\)?$)", text, re.DOTALL)
     found = (match[1] if match else text).strip()
@@ -33,7 +33,7 @@ def reason_of(error: Exception) -> str:
 
 
 def in_words(reason: str) -> str:
-    """A reason that somebody may want to read."""
+    """A reason, shortened for people."""
     rest = "\n".join(line for line in reason.splitlines() if _DESELECTED not in line)
     if _CONFIGURATION in rest:
         rest = _of_configurations(rest.split(_CONFIGURATION)[1:])
@@ -41,17 +41,17 @@ def in_words(reason: str) -> str:
 
 
 def _of_configurations(texts: list[str]) -> str:
-    """How many configurations were declined, and the reasons without how they were passed on."""
+    """The number of declined configurations and their reasons, without the functions that passed them on."""
     told: dict[str, None] = {}
     for text in texts:
         causes = [(status, said) for status, said in _SAID.findall(text) if not _PASSED_ON.fullmatch(said)]
         told |= dict.fromkeys(said if status == _PLAIN else f"{status}, {said}" for status, said in causes[:1])
-    many = f"{len(texts)} configurations of its engines, none of which takes"
-    one = "one configuration of an engine, which does not take"
+    many = f"{len(texts)} engine configurations, none of which supports"
+    one = "one engine configuration, which does not support"
     return f"cuDNN proposes {many if len(texts) > 1 else one} this graph" + (f": {'; '.join(told)}" if told else "")
 
 
-# Which lines of a builder's file have added which operations to a graph: cuDNN names neither in its reasons.
+# Source locations of a graph's operations: cuDNN's reasons name neither.
 
 
 class Place(NamedTuple):
@@ -63,7 +63,7 @@ class Place(NamedTuple):
 
 
 def recording(name: str, method: Any, places: list[Place]) -> Any:
-    """A graph's method that notes where it was called; what is no method is as it is."""
+    """A graph's method, wrapped to record its source location; other attributes unchanged."""
     if not callable(method):
         return method
 
@@ -76,23 +76,23 @@ def recording(name: str, method: Any, places: list[Place]) -> Any:
 
 
 def locations_in_words(places: Sequence[Place], file: str) -> str:
-    """The operations that code of this file has added, with its lines."""
+    """The operations that code in this file added, with their lines."""
     return ", ".join(f"{place.operation} ({file}, line {place.line})" for place in places if place.file == file)
 
 
-# What comes out of files, made fit for messages.
+# Text from files, made safe for messages.
 
 
-#: Longer texts are cut in messages: a file of megabytes is no message.
+#: Messages shorten longer texts, which may be a file of megabytes.
 LONGEST = 300
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
-    """A text that may be a whole file's, with its middle left out if it is long."""
+    """A text without its middle if it is long."""
     half = longest // 2
     return text if len(text) <= longest else f"{text[:half]} ... {text[-half:]}"
 
 
 def printable(text: str) -> str:
-    """A text without line breaks and terminal escapes, each as Python writes it in a string."""
+    """A text with line breaks and terminal escapes written as in a Python string."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)

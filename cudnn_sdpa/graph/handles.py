@@ -1,8 +1,7 @@
-"""One cuDNN handle per thread and device, bound to the stream that the thread is on.
+"""One cuDNN handle per thread and device, bound to the thread's current stream.
 
-A handle is made on first use, under the device's guard. When its thread ends it goes to a pool and serves the next
-thread; it is never destroyed, because `cudnnDestroy` synchronizes and would break a CUDA-graph capture that happens to
-be running in another thread.
+A handle is created on first use, under the device's guard. When its thread ends, it returns to a pool for the next
+thread. It is never destroyed: `cudnnDestroy` synchronizes and would break a CUDA-graph capture in another thread.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ import torch
 from cudnn_sdpa.errors import ExecutionError
 from cudnn_sdpa.graph import backend
 
-#: Workspaces of up to this many bytes are not allocated for each launch on the default stream. Most forward plans want
-#: 256 bytes; those of single queries up to a half of this.
+#: Launches on the default stream allocate no workspace of up to this many bytes. Most forward plans need 256 bytes;
+#: those of single queries up to half of this.
 SCRATCH_BYTES = 1 << 20
 
 
 class Slot:
     """A handle, the stream that it was last bound to, and a small workspace for the default stream.
 
-    A slot belongs to one thread, which launches in order, and the default stream runs in order, so that no two
-    launches use the workspace at once. No CUDA graph is captured on the default stream, and no memory pool of a
-    graph is in force there: on other streams every workspace is allocated for its launch.
+    A slot belongs to one thread, which launches in order, and the default stream runs in order, so no two launches use
+    the workspace at once. The default stream is never captured and uses no graph's memory pool; on other streams every
+    launch allocates its workspace.
 
     Attributes:
         raw: The `cudnnHandle_t`.
-        stream: The stream that it is bound to.
+        stream: The stream it is bound to.
         scratch: Address of the workspace.
     """
 
@@ -44,16 +43,16 @@ class Slot:
         self._workspace: torch.Tensor | None = None
 
     def bind(self, stream: int) -> None:
-        """Has the handle launch on `stream`, the current stream of the current device."""
+        """Binds the handle to `stream`, the current stream of the current device."""
         if stream == 0 and self._workspace is None:
             self._workspace = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device="cuda")
             self.scratch = self._workspace.data_ptr()
         backend.set_stream(self.handle, stream)
-        self.stream = stream  # last: whatever fails above is tried again by the next launch
+        self.stream = stream  # last, so that the next launch retries what fails above
 
 
-# Slots of threads that have ended, by device, and all slots ever made. Only single, atomic list operations touch
-# these: a lock could be held by the very thread whose garbage collection runs `_ThreadSlots.__del__`.
+# Slots of finished threads by device, and all slots ever made. Only single atomic list operations touch them: the
+# thread whose garbage collection runs `_ThreadSlots.__del__` could itself hold a lock.
 _free: dict[int, deque[Slot]] = {}
 _created: list[int] = []
 
@@ -102,5 +101,5 @@ def build_handle(device: int) -> Any:
 
 
 def created_handles() -> int:
-    """How many handles this process has made: at most its largest number of threads at once, for each device."""
+    """Number of handles made in this process: per device, at most its peak number of threads."""
     return len(_created)

@@ -1,4 +1,4 @@
-"""What cuDNN's heuristics propose for a graph: the first engine alone, or plans of all."""
+"""Queries cuDNN's heuristics for a graph: the first engine, or a plan of each candidate."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from cudnn_sdpa.graph.key import PlanKey
 
 
 class Other(NamedTuple):
-    """A configuration beside the first choice: its compiled graph, or the reason why it cannot be built."""
+    """A candidate other than the first choice: its compiled graph, or why it cannot be built."""
 
     configuration: Configuration
     built: BuiltGraph | str
 
 
 class HeuristicsBuilder(GraphBuilder):
-    """Asks which engine cuDNN proposes and compiles nothing, unless it must be deterministic: 2 ms in place of 500."""
+    """Gets the proposed engine without compiling, unless it must be deterministic: 2 ms instead of 500."""
 
     def _finish(self, index: int) -> BuiltGraph:
         if self._deterministic:
@@ -27,17 +27,17 @@ class HeuristicsBuilder(GraphBuilder):
 
 
 class ModeABuilder(HeuristicsBuilder):
-    """The same, without the engines that cuDNN has in reserve, which can be many times slower."""
+    """The same without cuDNN's fallback engines, which can be many times slower."""
 
     def _propose(self) -> None:
         self._graph.create_execution_plans([self.types.heur_mode.A])
 
 
 class ProposalsBuilder(GraphBuilder):
-    """Compiles nothing, and learns what cuDNN proposes.
+    """Lists cuDNN's proposals without compiling.
 
     Attributes:
-        proposals: Engines with their settings, best first; known when the graph is built.
+        proposals: Engines with their settings, best first; set when the graph is built.
     """
 
     proposals: tuple[Configuration, ...] = ()
@@ -50,9 +50,9 @@ class ProposalsBuilder(GraphBuilder):
 
 
 class ConfigurationBuilder(GraphBuilder):
-    """Builds the plan of one proposal and of no other.
+    """Builds the plan of one proposal only.
 
-    A graph of its own for each: what is serialized is then that plan, and its kernels can be let go with it.
+    Each proposal gets its own graph, so that serialization yields that plan and its kernels can be freed with it.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class ConfigurationBuilder(GraphBuilder):
 
 
 def build_others(operation: GraphOp, key: PlanKey, first: Configuration, most: int, **where: Any) -> list[Other]:
-    """What cuDNN proposes behind `first`, in its order: compiled, or with the reason why cuDNN does not compile it.
+    """cuDNN's proposals after `first`, in order: compiled, or with the reason why compilation fails.
 
     Args:
         operation: The operation.
         key: The key of its plan.
-        first: The proposal that is built already. What cuDNN ranks before it could not be built.
+        first: The proposal that is already built. Proposals ranked before it could not be built.
         most: How many to build.
-        **where: The handle or the properties that a `GraphBuilder` takes.
+        **where: The handle or the properties for `GraphBuilder`.
     """
     asked = ProposalsBuilder(**where)
     operation.compile(key, asked)

@@ -1,7 +1,7 @@
-"""What a plan is a function of.
+"""Plan keys: everything that a plan is a function of.
 
-A `PlanKey` holds everything that the builder of a graph may look at, and nothing else. Data (pointers, sequence
-lengths, scales) is in no key.
+A `PlanKey` holds everything that a graph's builder may read, and nothing else. Data (pointers, sequence lengths,
+scales) is in no key.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ class Role(str, Enum):
     """Where an operand's values come from."""
 
     TENSOR = "tensor"  #: the caller's memory on the GPU
-    SCALAR = "scalar"  #: one number in host memory, read at each launch
-    FILL = "fill"  #: a constant tensor that belongs to the plan
+    SCALAR = "scalar"  #: one value in host memory, read at each launch
+    FILL = "fill"  #: a constant tensor owned by the plan
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One input or output of an operation: its name for the builder, its layout, and where it comes from.
+    """One input or output of an operation: its name for the builder, its layout, and its source.
 
     Attributes:
         name: The builder's parameter; for an output, a name of its own.
-        layout: How it lies in memory.
+        layout: Its layout in memory.
         role: Where its values come from.
         fill: The value of a constant.
-        ragged: Name of the input that says where in memory each batch entry of this one begins; empty if its stride
-            does.
+        ragged: Name of the input with the offset of each batch entry; empty if the batch stride gives it.
     """
 
     name: str
@@ -61,15 +60,15 @@ class PlanKey:
 
     Attributes:
         operation: Import path of the operation, "package.module:name".
-        digest: Of its builder's source and of the package's version.
-        inputs: In the order of the builder's parameters; those not given are left out.
-        outputs: In the order of the builder's results.
+        digest: Digest of its builder's source and the package's version.
+        inputs: Inputs in the order of the builder's parameters, without those not given.
+        outputs: Outputs in the order of the builder's results.
         options: Static options as (name, type, value): 1, 1.0 and True are three different options,
-            and so are 0.0 and -0.0.
+            as are 0.0 and -0.0.
         target: The GPU and the libraries.
-        device: Index of the GPU in this process; None for a plan that is only compiled.
-        deterministic: Whether engines that cuDNN calls nondeterministic are passed over. Attention, which knows more of
-            its kernels than cuDNN says, has an option of this name instead.
+        device: Index of the GPU in this process; None for a plan compiled for later.
+        deterministic: Whether engines that cuDNN marks as nondeterministic are skipped. Attention, which knows more
+            about its kernels than cuDNN reports, has an option of this name instead.
     """
 
     operation: str
@@ -109,18 +108,18 @@ class PlanKey:
 
     @property
     def knows_clusters(self) -> bool:
-        """Whether a plan made on a GPU is for no other one.
+        """Whether a plan made on one GPU cannot be loaded on another.
 
-        Which multiprocessors can work together as a cluster differs from chip to chip of one kind, and cuDNN writes it
-        into plans of convolutions: one made for other clusters leaves some of its results unwritten (seen on 9.19 with
-        an H200). Attention's kernels on Hopper use no clusters; those on Blackwell have not been looked at. What is
-        planned without a GPU has none.
+        The multiprocessors that can form a cluster differ between chips of one model, and cuDNN writes them into plans
+        of convolutions: a plan for other clusters leaves some of its results unwritten (seen on 9.19 with an H200).
+        Attention kernels on Hopper use no clusters; those on Blackwell have not been examined. Plans made without a GPU
+        use none.
         """
         is_attention = self.operation.startswith("cudnn_sdpa.attention.")
         return self.device is not None and self.target.sm >= FIRST_CLUSTERS and not is_attention
 
     def identity(self) -> dict[str, Any]:
-        """All that decides the plan, JSON-ready: what equal plans of all processes have in common."""
+        """Everything that determines the plan, JSON-ready: the same in all processes."""
         target, device = self.target, self.device
         return {
             **({"gpu": serial_of(device)} if device is not None and self.knows_clusters else {}),
@@ -129,11 +128,11 @@ class PlanKey:
             "target": {"properties": [list(pair) for pair in target.properties]},
             "cudnn": target.cudnn,
             "frontend": target.frontend,
-            "engines": "cudnn",  # the frontend's own engines in Python are never asked
+            "engines": "cudnn",  # the frontend's own Python engines are never used
         }
 
     def of_siblings(self) -> PlanKey:
-        """The key of a plan that was made without this GPU."""
+        """The key of the same plan made without this GPU."""
         return replace(self, device=None)
 
     @classmethod
@@ -166,7 +165,7 @@ def _type_name(value: Any) -> str:
     if isinstance(value, tuple):
         return f"tuple[{', '.join(map(_type_name, value))}]"
     is_negative_zero = isinstance(value, float) and not value and math.copysign(1.0, value) < 0
-    return type(value).__name__ + ", negative" * is_negative_zero  # it equals 0.0, and may give another plan
+    return type(value).__name__ + ", negative" * is_negative_zero  # -0.0 equals 0.0, but may need another plan
 
 
 def _hashable(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""What particular versions of cuDNN get wrong, as data: consulted before every build, shown by `explain`.
+"""Known bugs of cuDNN versions, as data: consulted before every build and shown by `explain`.
 
-Each row says which plans a fault concerns and whether a plan is made so that the fault cannot show. A plan that it
-concerns and that does not avoid it is refused: a wrong number is worse than none.
+Each row says which plans a bug affects and whether a plan works around it. An affected plan without a workaround is
+refused: an error is better than a wrong result.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ NEVER_FIXED = 10**9
 
 @dataclass(frozen=True, slots=True)
 class KnownIssue:
-    """A fault of cuDNN.
+    """A bug of cuDNN.
 
     Attributes:
         fault: What goes wrong.
         source: Where it was reported, or on which version and GPU this library's tests met it.
-        treatment: How it is avoided, or that the plan is refused.
-        concerns: Whether a plan on a version with the fault could show it.
-        avoids: Whether the plan is made so that it does not.
-        first: First version with the fault, as a number.
+        treatment: The workaround, or that the plan is refused.
+        concerns: Whether a plan on a version with the bug is affected.
+        avoids: Whether the plan works around it.
+        first: First version with the bug, as a number.
         fixed: First version without it.
-        in_capture: Whether it shows only where the plan is launched into a CUDA graph, which is then refused.
+        in_capture: Whether only launches into a CUDA graph are affected; these are refused.
     """
 
     fault: str
@@ -45,11 +45,11 @@ class KnownIssue:
         return f"{self.fault} ({self.source}); {self.treatment}"
 
 
-# Faults of cuDNN in graphs around attention, and in those of users; see `known_issues`.
+# Bugs in graphs other than attention, and in users' graphs.
 
 
 def _stretched(key: PlanKey) -> bool:
-    """Whether an operand of three dimensions is repeated along two of them, in a batch of several."""
+    """Whether a 3-D operand is broadcast along two dimensions, in a batch of several."""
     shapes = [op.layout.shape for op in key.inputs if op.role is Role.TENSOR and len(op.layout.shape) == 3]
     whole = [max(sizes) for sizes in zip(*shapes, strict=True)]
     is_batch = bool(whole) and whole[0] > 1 and max(whole[1:]) > 1
@@ -57,7 +57,7 @@ def _stretched(key: PlanKey) -> bool:
 
 
 def _users(key: PlanKey) -> list[TensorLayout]:
-    """The tensors of a user's graph; of the library's own graphs none, which pass only what is read right."""
+    """The tensors of a user's graph; none of the library's own graphs, whose layouts are all read correctly."""
     if key.operation.startswith("cudnn_sdpa."):
         return []
     return [op.layout for op in key.inputs if op.role is Role.TENSOR]
@@ -70,7 +70,7 @@ def _is_flat(key: PlanKey) -> bool:
 
 
 def _is_broadcast_with_gaps(key: PlanKey) -> bool:
-    """Whether a tensor that is broadcast is not dense; of three dimensions, not row-major."""
+    """Whether a broadcast tensor is not dense or, with three dimensions, not row-major."""
     layouts = _users(key)
     rank = max((len(x.shape) for x in layouts), default=0)
     layouts = [x for x in layouts if len(x.shape) == rank]
@@ -84,7 +84,7 @@ def _is_broadcast(x: TensorLayout, whole: list[int]) -> bool:
 
 
 def _is_read_whole(x: TensorLayout) -> bool:
-    """Whether cuDNN reads a broadcast tensor right: one element, or a dense tensor."""
+    """Whether cuDNN reads a broadcast tensor correctly: one element, or a dense tensor."""
     steps = [(step, n) for n, step in zip(x.shape, x.stride, strict=True) if n > 1]
     in_order = steps[::-1] if len(x.shape) == 3 else sorted(steps)
     span = 1
@@ -96,40 +96,40 @@ def _is_read_whole(x: TensorLayout) -> bool:
 
 
 def _reach_of_layout(key: PlanKey) -> int:
-    """How far the last element of an operand or a result is from the first, at most."""
+    """The largest offset, in elements, in any operand or result."""
     layouts = [operand.layout for operand in (*key.inputs, *key.outputs)]
     return max(sum((n - 1) * step for n, step in zip(x.shape, x.stride, strict=True)) for x in layouts)
 
 
 FUSED_ISSUES = (
     KnownIssue(
-        "an operand of three dimensions that has but one is misread in a batch of several: wrong numbers",
+        "a 3-D operand that varies along one dimension only is misread in a batch of several: wrong results",
         "seen on 9.19 with an H200",
         "refused: view the batch as rows, (1, batch · rows, n), or repeat the operand along one more dimension",
         _stretched,
     ),
     KnownIssue(
-        "a graph of tensors of one or two dimensions computes something else",
+        "a graph of 1-D or 2-D tensors computes wrong results",
         "seen on 9.19 with an H200",
-        "refused: view them as tensors of three dimensions, (1, rows, n)",
+        "refused: view them as 3-D tensors, (1, rows, n)",
         _is_flat,
     ),
     KnownIssue(
-        "an operand that is broadcast is misread unless it is dense, and of three dimensions row-major",
+        "a broadcast operand is misread unless it is dense and, with three dimensions, row-major",
         "seen on 9.19 with an H200",
-        "refused: pass it with sizes of 1 in place of strides of 0, and contiguous",
+        "refused: pass it contiguous, with sizes of 1 instead of strides of 0",
         _is_broadcast_with_gaps,
     ),
     KnownIssue(
-        "places beyond 2^31 elements are not known to be reached",
+        "offsets beyond 2^31 elements are not known to work",
         "attention's gradients miss them on 9.19 with an H200",
-        "refused: cut the tensors into parts",
+        "refused: split the tensors",
         lambda key: _reach_of_layout(key) >= 2**31,
     ),
 )
 
 
-#: The operations that `ISSUES` are about.
+#: The operations that `ISSUES` covers.
 ATTENTION = ("cudnn_sdpa.attention.dense.graphs:", "cudnn_sdpa.attention.fp8.graphs:")
 
 
@@ -180,13 +180,13 @@ def _one_row_of_bias(key: PlanKey) -> bool:
 
 
 def _causal_alone(key: PlanKey) -> bool:
-    """Whether nothing hides keys but a causal mask, be it aligned at the first key or the last."""
+    """Whether the only mask is causal, aligned top-left or bottom-right."""
     sides = ("bias", "seq_len_kv", "highest")
     return key.option_values.get("band") in ((None, 0, False), (None, 0, True)) and not any(_has(key, x) for x in sides)
 
 
 def _dense_rows(key: PlanKey, name: str) -> bool:
-    """Whether the rows of a packed tensor lie without gaps, heads together or each head for itself."""
+    """Whether the rows of a packed tensor have no gaps, token-major or head-major."""
     operand = _find(key, name)
     if operand is None:
         return True
@@ -196,14 +196,14 @@ def _dense_rows(key: PlanKey, name: str) -> bool:
 
 
 def _reach(key: PlanKey) -> int:
-    """How far the last element of queries, keys, values or outputs is from the first, at most."""
+    """The largest offset, in elements, in queries, keys, values or outputs."""
     names = ("q", "k", "v", "out", "grad_out")
     layouts = [operand.layout for operand in key.inputs if operand.name in names]
     return max(sum((n - 1) * step for n, step in zip(x.shape, x.stride, strict=True)) for x in layouts)
 
 
 def _token_major(key: PlanKey) -> bool:
-    """Whether a token's heads lie together in all gradients."""
+    """Whether all gradients are token-major."""
     return all(
         operand.layout.stride[1] <= operand.layout.stride[2] for operand in key.outputs if operand.name != "grad_q"
     )
@@ -211,15 +211,15 @@ def _token_major(key: PlanKey) -> bool:
 
 ISSUES = (
     KnownIssue(
-        "a very negative log-sum-exp gives NaN gradients where queries or keys fill their last tile of 128 partly",
+        "a very negative log-sum-exp gives NaN gradients if queries or keys do not fill their last tile of 128",
         "pytorch#196678, cudnn-frontend#1072; seen on 9.19 with an H200, not on 9.28",
-        "full lengths are given, so that the rest of the tile is masked",
+        "full sequence lengths are passed, which masks the rest of the tile",
         _partial_tiles,
         lambda key: _has(key, "seq_len_q") or _has(key, "softcap"),
         fixed=92800,
     ),
     KnownIssue(
-        "decoding on Blackwell corrupts results silently",
+        "decode on Blackwell silently corrupts results",
         "pytorch#193893",
         "refused",
         lambda key: _forward(key) and _single_query(key) and key.target.sm // 10 == 10,
@@ -227,9 +227,9 @@ ISSUES = (
         fixed=92600,
     ),
     KnownIssue(
-        "the packed log-sum-exp of a decoding step is written for the first head of a group only",
+        "the packed log-sum-exp of a decode step is written for the first head of each group only",
         "cudnn-frontend#1083",
-        "packed plans are made for longer sequences",
+        "packed plans are built for longer sequences",
         lambda key: _forward(key) and _packed(key) and _has(key, "lse") and _grouped(key),
         lambda key: not _single_query(key),
         first=92600,
@@ -245,37 +245,37 @@ ISSUES = (
     KnownIssue(
         "a head-major packed log-sum-exp gives gradients that are all zero",
         "cudnn-frontend#462",
-        "it lies token-major",
+        "it is stored token-major",
         lambda key: _backward(key) and _packed(key),
         lambda key: (operand := _find(key, "lse")) is not None and operand.layout.stride[1] == 1,
         first=92200,
         fixed=92700,
     ),
     KnownIssue(
-        "a sequence without keys gets NaN or whatever lay in memory",
+        "a sequence without keys gets NaN or uninitialized memory",
         "cudnn-frontend#943; seen on 9.19 with an H200",
-        "it is given as one without queries, or the result is filled with zeros beforehand",
+        "it is passed as one without queries, or the result is zero-filled beforehand",
         lambda key: (
             (operand := _find(key, "seq_len_kv")) is not None and operand.role is Role.TENSOR and not _is_fp8(key)
         ),
         lambda _: True,
     ),
     KnownIssue(
-        "the gradient of the last queries in FP8 is wrong where their number is no multiple of 16",
+        "the FP8 gradient of the last queries is wrong if Sq is not a multiple of 16",
         "seen on 9.19 with an H200",
-        "queries are copied into a longer tensor",
+        "queries are copied into a padded tensor",
         lambda key: _backward(key) and _is_fp8(key) and key.target.sm // 10 == 9,
         lambda key: _shape(key, "q")[2] % 16 == 0,
     ),
     KnownIssue(
-        "the forward pass in FP8 computes queries past their sequence's length, and its largest values have them in",
+        "FP8 forward also computes padding queries, and its amax outputs include them",
         "seen on 9.19 with an H200",
-        "their rows are filled with zeros, and amax_o is taken from the output; amax_s may be too large, at most 1",
+        "their rows are zero-filled and amax_o is taken from the output; amax_s may be too large, at most 1",
         lambda key: _forward(key) and _is_fp8(key) and _has(key, "seq_len_q") and key.target.sm // 10 == 9,
         lambda _: True,
     ),
     KnownIssue(
-        "replaying a CUDA graph accesses memory illegally with more than 1024 keys and a mask other than plain causal",
+        "CUDA graph replay makes an illegal memory access with over 1024 keys and a mask other than plain causal",
         "TransformerEngine#2344",
         "a launch into a CUDA graph is refused",
         lambda key: (_shape(key, "k")[2] > 1024 or _has(key, "table_k")) and not _causal_alone(key),
@@ -284,15 +284,15 @@ ISSUES = (
         in_capture=True,
     ),
     KnownIssue(
-        "the forward pass in FP8 is wrong with head dims over 192 on data-center Blackwell",
+        "FP8 forward is wrong with head dims over 192 on data-center Blackwell",
         "cudnn-frontend#981",
         "refused",
         lambda key: _forward(key) and _is_fp8(key) and _shape(key, "q")[3] > 192 and key.target.sm // 10 == 10,
     ),
     KnownIssue(
-        "sequence lengths given as tensors of one dimension are misread",
+        "sequence lengths passed as 1-D tensors are misread",
         "flashinfer#3784, with nvidia-cudnn-frontend 1.25 and 1.26",
-        "they are given as (B, 1, 1, 1)",
+        "they are passed as (B, 1, 1, 1)",
         lambda key: _has(key, "seq_len_kv"),
         lambda key: len(_shape(key, "seq_len_q")) == len(_shape(key, "seq_len_kv")) == 4,
     ),
@@ -304,59 +304,59 @@ ISSUES = (
         lambda key: all("int64" in str(op.layout.dtype) for op in key.inputs if op.name.startswith("offsets_")),
     ),
     KnownIssue(
-        "gradients of grouped heads are summed wrongly in packed tensors whose heads do not lie together",
+        "GQA gradients are summed wrongly in packed tensors that are not token-major",
         "seen on 9.19 with an H200",
         "gradients of keys and values are written token-major, and copied if their tensors are not",
         lambda key: _backward(key) and _packed(key) and _grouped(key),
         _token_major,
     ),
     KnownIssue(
-        "gradients of packed queries that lie among other tensors cannot be launched",
+        "gradients of packed queries that are strided views cannot be launched",
         "seen on 9.19 with an H200",
         "such queries are copied",
         lambda key: _backward(key) and _packed(key),
         lambda key: _dense_rows(key, "q"),
     ),
     KnownIssue(
-        "gradients reach for wrong places beyond 2^31 elements",
+        "gradients use wrong addresses beyond 2^31 elements",
         "seen on 9.19 with an H200",
-        "large calls are cut along batch entries and heads",
+        "large calls are split along batch and heads",
         lambda key: _backward(key) and not _packed(key) and _reach(key) >= 2**31,
     ),
     KnownIssue(
-        "backward engines misread an attn_mask that has one row for all queries",
+        "backward engines misread an attn_mask with one row for all queries",
         "seen on 9.19 with an H200",
-        "the row is given as many rows in one place",
+        "the row is passed expanded, with a stride of 0",
         lambda key: _backward(key) and _has(key, "bias"),
         lambda key: not _one_row_of_bias(key),
     ),
     KnownIssue(
-        "an attn_mask over a single key is misread, or read at misaligned addresses",
+        "an attn_mask over a single key is misread or read at misaligned addresses",
         "seen on 9.19 with an H200",
         "such calls are computed in plain PyTorch",
         lambda key: _has(key, "bias") and _shape(key, "k")[2] == 1,
     ),
     KnownIssue(
-        "dropout with a single query reads memory that is not its own",
+        "dropout with a single query reads out of bounds",
         "seen on 9.19 with an H200",
         "refused",
         lambda key: _forward(key) and _single_query(key) and bool(key.option_values.get("dropout_p")),
     ),
     KnownIssue(
-        "the gradient of the values under a soft cap is zero unless a mask compares rows with columns",
+        "with softcap, the gradient of V is zero unless a mask compares rows with columns",
         "seen on 9.19 with an H200",
-        "such a mask that hides nothing is drawn",
+        "a mask of this kind that masks nothing is added",
         lambda key: _backward(key) and _has(key, "softcap"),
         lambda _: True,
     ),
     KnownIssue(
-        "the gradient of attn_mask under a soft cap is wrong",
+        "with softcap, the gradient of attn_mask is wrong",
         "seen on 9.19 with an H200",
         "refused",
         lambda key: _backward(key) and _has(key, "softcap") and key.option_values["bias_gradient"] is not None,
     ),
     KnownIssue(
-        "bounds of a single query's keys under a soft cap are misread",
+        "with softcap, the key bounds of a single query are misread",
         "seen on 9.19 with an H200",
         "refused",
         lambda key: _has(key, "softcap", "highest") and _single_query(key),
@@ -365,17 +365,17 @@ ISSUES = (
 
 
 def concerning(key: PlanKey) -> list[KnownIssue]:
-    """The faults of this version that a plan could show."""
+    """The bugs of this version that affect a plan."""
     version = key.target.cudnn
     rows = ISSUES if key.operation.startswith(ATTENTION) else FUSED_ISSUES
     return [issue for issue in rows if issue.first <= version < issue.fixed and issue.concerns(key)]
 
 
 def check(key: PlanKey) -> None:
-    """Refuses to build a plan that would compute wrongly.
+    """Refuses to build a plan that would give wrong results.
 
     Raises:
-        UnsupportedError: With every fault that it does not avoid.
+        UnsupportedError: Lists every bug that the plan does not avoid.
     """
     reasons = [str(issue) for issue in concerning(key) if not (issue.in_capture or issue.avoids(key))]
     if reasons:

@@ -1,4 +1,4 @@
-"""How tensors lie in memory: the part of a plan's key that comes from operands."""
+"""Memory layouts of tensors: the part of a plan's key that comes from its operands."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def contiguous_stride(shape: Sequence[Any]) -> tuple[Any, ...]:
 def canonical_stride(shape: Sequence[Any], stride: Sequence[Any], *, channels_last: bool = False) -> tuple[Any, ...]:
     """`stride` with every size-1 dimension's entry replaced by what a dense tensor of the same memory order has there.
 
-    cuDNN reads the memory order (NCHW, NHWC) out of all strides, also out of those that reach nothing: a filter
-    (8, 8, 3, 1) with strides (24, 1, 8, 1) instead of (24, 1, 8, 8) is another filter to its kernels. Where all larger
-    dimensions are in order, sizes of 1 are in order too; where they lie as with channels last, sizes of 1 do, too.
+    cuDNN infers the memory order (NCHW, NHWC) from all strides, even those that address nothing: it treats a filter
+    (8, 8, 3, 1) with strides (24, 1, 8, 1) differently from one with (24, 1, 8, 8). If all larger dimensions are in
+    row-major order, so are those of size 1; if they are channels-last, so are those of size 1.
 
     Args:
         shape: Sizes.
         stride: Strides, in elements.
-        channels_last: Which of both it is where sizes of 1 leave that open.
+        channels_last: Which of the two it is if sizes of 1 make that ambiguous.
     """
     holds, is_larger = questions(shape, stride)
     single = [holds(size == 1) for size in shape]
@@ -106,7 +106,7 @@ def canonical_stride(shape: Sequence[Any], stride: Sequence[Any], *, channels_la
 
 
 def has_channels_last(shape: Sequence[Any], stride: Sequence[Any]) -> bool:
-    """Whether channels, the second of four or more dimensions, are innermost in memory, and no other order fits."""
+    """Whether channels, the second of four or more dimensions, are unambiguously innermost in memory."""
     holds, is_larger = questions(shape, stride)
     in_order, last = range(len(shape)), channels_last_order(len(shape))
     return (
@@ -117,29 +117,29 @@ def has_channels_last(shape: Sequence[Any], stride: Sequence[Any]) -> bool:
 
 
 def layouts_of(tensors: Sequence[torch.Tensor], *, channels_last: bool = False) -> list[TensorLayout]:
-    """The layouts of one graph's operands. Where sizes of 1 leave their order open, it is that of the others.
+    """The layouts of one graph's operands. Where sizes of 1 make an order ambiguous, it follows the others.
 
     Args:
         tensors: The operands.
-        channels_last: Which order it is where that is open for all of them.
+        channels_last: The order if it is ambiguous for all of them.
     """
     last = channels_last or any(has_channels_last(x.shape, x.stride()) for x in tensors)
     return [TensorLayout.of(x, channels_last=last) for x in tensors]
 
 
-#: Rank of the smallest tensors that have a memory order with channels last.
+#: Smallest rank with a channels-last memory order.
 _IMAGE = 4
 
 
 def channels_last_order(rank: int) -> tuple[int, ...]:
-    """The dimensions from the outermost to the innermost, where channels are innermost."""
+    """The dimensions from outermost to innermost, with channels innermost."""
     return (0, *range(2, rank), 1)
 
 
 def _memory_order(
     shape: Sequence[Any], stride: Sequence[Any], channels_last: bool, holds: Question, is_larger: Question
 ) -> Sequence[int]:
-    """The dimensions from the outermost to the innermost, where those of size 1 have their places too."""
+    """The dimensions from outermost to innermost, including those of size 1."""
     rank = len(shape)
     orders = [tuple(range(rank))]
     if rank >= _IMAGE:
@@ -147,7 +147,7 @@ def _memory_order(
     for order in orders:
         if _follows(order, shape, stride, holds, is_larger):
             return order
-    first = rank  # of the sizes of 1 at the end, which have nothing behind them that they could lie around
+    first = rank  # start of the trailing sizes of 1, which enclose nothing
     while first > 0 and holds(shape[first - 1] == 1):
         first -= 1
     return (*range(first, rank), *range(first))
@@ -156,32 +156,32 @@ def _memory_order(
 def _follows(
     order: Sequence[int], shape: Sequence[Any], stride: Sequence[Any], holds: Question, is_larger: Question
 ) -> bool:
-    """Whether the dimensions that reach memory lie in this order."""
+    """Whether the dimensions larger than 1 are in this order."""
     real = [stride[i] for i in order if not holds(shape[i] == 1) and not holds(stride[i] == 0)]
     return not any(is_larger(real[i], real[i - 1]) for i in range(1, len(real)))
 
 
 def is_expanded(shape: Sequence[Any], stride: Sequence[Any]) -> bool:
-    """Whether a stride of 0 puts elements in one place."""
+    """Whether a stride of 0 makes elements share an address."""
     return any(is_true(step == 0) and is_true(size > 1) for size, step in zip(shape, stride, strict=True))
 
 
 def dense_stride_like(shape: Sequence[Any], model: Sequence[Any], model_stride: Sequence[Any]) -> tuple[Any, ...]:
-    """Strides of a dense tensor of `shape` whose dimensions lie in memory in the order of the model's.
+    """Strides of a dense tensor of `shape` with the model's memory order.
 
-    The last dimension is innermost. A model that overlaps itself (a stride of 0) has no order to follow; the
-    result is then row-major, as `torch.empty_like` does it. Works on symbolic sizes too.
+    The last dimension is innermost. A model that overlaps itself (a stride of 0) has no order to follow, so the result
+    is row-major, as with `torch.empty_like`. Works on symbolic sizes too.
 
     Args:
-        shape: Sizes of the new tensor; all but the last are the model's.
-        model: Sizes of the tensor whose order is followed, of the same rank.
-        model_stride: Its strides.
+        shape: Sizes of the new tensor; all but the last match the model's.
+        model: Sizes of the tensor whose order to follow, of the same rank.
+        model_stride: The model's strides.
     """
     holds, is_larger = questions(shape, model, model_stride)
     real = [i for i in range(len(shape) - 1) if not holds(model[i] == 1)]
     if any(holds(model_stride[i] == 0) for i in real):
         return contiguous_stride(shape)
-    order: list[int] = []  # insertion sort, largest stride first: symbolic strides need only be compared
+    order: list[int] = []  # insertion sort, largest stride first: it only compares, which symbolic strides can
     for i in real:
         position = len(order)
         while position > 0 and is_larger(model_stride[i], model_stride[order[position - 1]]):
@@ -197,6 +197,6 @@ def dense_stride_like(shape: Sequence[Any], model: Sequence[Any], model_stride: 
 
 
 def dense_like(layout: TensorLayout) -> TensorLayout:
-    """A dense tensor of the same shape, its dimensions in memory in the same order."""
+    """The layout of a dense tensor of the same shape and memory order."""
     stride = dense_stride_like(layout.shape, layout.shape, layout.stride)
     return replace(layout, stride=stride)

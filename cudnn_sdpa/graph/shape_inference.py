@@ -1,7 +1,7 @@
-"""Which shapes the results of a graph have by themselves: what a user says of them may contradict it.
+"""Infers the shapes of a graph's results, to check those that a user declares.
 
-cuDNN refuses most of what cannot be. Pointwise operations take any shape of their result, though, and read and write
-beyond the ends of tensors where it is larger than their operands.
+cuDNN rejects most impossible shapes. Pointwise operations accept any result shape, though, and read and write out of
+bounds if it is larger than their operands.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from cudnn_sdpa.graph.backend import GraphBuilder
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES
 
-#: Whose result may have one of several shapes, so that it has to be said. cuDNN checks that it is one of them.
+#: Operations whose result may have one of several shapes, so that it must be declared; cuDNN checks that one.
 _SAID = ("conv_dgrad", "conv_wgrad", "reduction", "reshape", "resample")
 
 
 class InferringBuilder(GraphBuilder):
-    """Plans nothing; knows of each symbol which operation made it."""
+    """Plans nothing; records which operation made each symbol."""
 
     def __init__(self, **where: Any) -> None:
         self._made_by: dict[int, str] = {}
@@ -39,10 +39,10 @@ class InferringBuilder(GraphBuilder):
         return call
 
     def check(self, key: PlanKey, results: Sequence[Any]) -> None:
-        """Compares the outputs of `key` with what the graph gives; where that cannot be told, with nothing.
+        """Compares the outputs of `key` with the inferred shapes, where these can be inferred.
 
         Raises:
-            ShapeError: They contradict each other.
+            ShapeError: They differ.
         """
         for uid, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True), start=1 + len(key.inputs)):
             layout = operand.layout
@@ -53,11 +53,11 @@ class InferringBuilder(GraphBuilder):
                 symbol.set_output(True).set_uid(uid).set_data_type(getattr(self.types.data_type, dtype))
         try:
             self._graph.validate()
-        except Exception:  # noqa: BLE001 - it will say so again when the graph is built
+        except Exception:  # noqa: BLE001 - building the graph raises it again
             return
         for number, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True)):
             inferred, said = tuple(symbol.get_dim()), operand.layout.shape
             if inferred and inferred != said:
                 expected = f"shape {inferred}, which its graph gives"
-                hint = "reference= or outputs= says which shapes results have."
+                hint = "reference= or outputs= declares the shapes of results."
                 raise ShapeError(f"result {number} of {key.name}", f"shape {said}", expected, hint)

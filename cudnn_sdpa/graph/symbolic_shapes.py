@@ -1,8 +1,8 @@
-"""Questions about sizes that may be symbols, as torch.compile and torch.export have them.
+"""Comparisons of sizes that may be symbolic, as in torch.compile and torch.export.
 
-A symbol may stand for a number that is known to nobody before the program runs ("unbacked": how many elements of a
-tensor are not zero). Whoever asks about such a one in an `if` ends the compilation. The functions here give the answer
-for the usual case instead; operators ask again when they run.
+A symbol may be unbacked: known only when the program runs, such as the number of nonzero elements of a tensor. An `if`
+on an unbacked symbol aborts compilation. The functions here assume the usual case instead; operators check again when
+they run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 
 def is_true(condition: Any) -> bool:
-    """Whether a comparison holds; False if only data can tell."""
-    if is_compiling() or isinstance(condition, torch.SymBool):  # torch.compile shows symbols as what they stand for
+    """Whether a comparison holds; False if it depends on data."""
+    if is_compiling() or isinstance(condition, torch.SymBool):  # torch.compile shows symbols as plain types
         from torch.fx.experimental.symbolic_shapes import guard_or_false
 
         return bool(guard_or_false(condition))
@@ -24,12 +24,12 @@ def is_true(condition: Any) -> bool:
 
 
 def is_empty(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no elements; False if only data can tell."""
+    """Whether a tensor has no elements; False if that depends on data."""
     return any(is_true(size == 0) for size in tensor.shape)
 
 
 def is_known(condition: Any) -> bool:
-    """Whether a comparison holds whatever symbols stand for; a compiler keeps no note that it was asked."""
+    """Whether a comparison holds for all values of its symbols; adds no guard in compiled code."""
     if is_compiling() or isinstance(condition, torch.SymBool):
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -38,7 +38,7 @@ def is_known(condition: Any) -> bool:
 
 
 def is_larger(a: Any, b: Any) -> bool:
-    """Whether one stride is larger than another; if only data can tell, whether it is a multiple."""
+    """Whether one stride is larger than another; if that depends on data, whether it is a multiple."""
     condition = a > b
     if not isinstance(condition, torch.SymBool):
         return bool(condition)
@@ -53,7 +53,7 @@ Question = Callable[..., bool]
 
 
 def questions(*sizes: Sequence[Any]) -> tuple[Question, Question]:
-    """`is_true` and `is_larger` for these sizes; where all are numbers, what is quicker, as compiled code needs it."""
+    """`is_true` and `is_larger` for these sizes, or faster equivalents if all sizes are plain integers."""
     if not is_compiling() and type(sum(map(sum, sizes))) is int:
         return bool, operator.gt
     return is_true, is_larger

@@ -1,4 +1,4 @@
-"""The GPU that a plan is for: one that is here, or one described by a device-properties file."""
+"""The GPU that a plan is for: one in this machine, or one described by a device-properties file."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph import backend
 from cudnn_sdpa.graph.diagnostics import printable, shortened
 
-#: The properties that decide what cuDNN plans and compiles. Not among them: the PCI id, the clocks, the driver and
-#: the name, so that sibling GPUs share plans.
+#: The properties that determine what cuDNN plans and compiles. PCI id, clocks, driver and name are left out, so that
+#: GPUs of one model share plans.
 PLANNING_PROPERTIES = (
     "deviceVer",
     "multiProcessorCount",
@@ -36,28 +36,28 @@ PLANNING_PROPERTIES = (
     "l2CacheSize",
 )
 
-#: How `bundled_targets` says where a GPU's properties come from.
+#: Sources of GPU properties, as `bundled_targets` reports them.
 MEASURED = "measured"
 SPECIFIED = "from public specifications"
 
-#: In properties beside cuDNN's own keys, which cuDNN passes over: where they come from, if not from such a GPU.
+#: An extra key in properties, which cuDNN ignores: their source, if they were not read from such a GPU.
 SOURCE = "source"
 
 _FOLDER = Path(__file__).parent.parent / "offline" / "devices"
-#: What cuDNN said of a GPU: name, and the first cuDNN version that reads that file's keys.
+#: Device properties that cuDNN reported on GPUs: file name, and the first cuDNN version that reads its keys.
 _MEASURED = {"h200": ((92700, "h200-cudnn-9.28.json"), (0, "h200-cudnn-9.19.json"))}
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a plan's key says of the GPU and of the libraries that plan for it.
+    """The GPU and the library versions in a plan's key.
 
     Attributes:
         properties: The planning properties, as sorted (name, value) pairs.
         cudnn: cuDNN's version, as `cudnnGetVersion` gives it (9.19.0 is 91900).
         frontend: Version of nvidia-cudnn-frontend.
-        name: Marketing name of the GPU; for people, no part of equality.
-        source: Where the properties come from, if they are not what cuDNN said of such a GPU; no part of equality.
+        name: Marketing name of the GPU, for people; not compared.
+        source: Where the properties come from, if cuDNN did not report them on such a GPU; not compared.
     """
 
     properties: tuple[tuple[str, Any], ...]
@@ -93,7 +93,7 @@ class Target:
 
     def __str__(self) -> str:
         count = dict(self.properties)["multiProcessorCount"]
-        if not count:  # a kind of GPU and none in particular
+        if not count:  # a GPU architecture rather than a specific GPU
             return self.name
         source = f"; {self.source}" if self.source else ""
         return f"{self.name} (SM {self.sm}, {count} multiprocessors{source})"
@@ -105,7 +105,7 @@ def _frozen(value: Any) -> Any:
 
 @functools.cache
 def live_properties(device: int) -> dict[str, Any]:
-    """cuDNN's own description of the GPU with index `device` in this process."""
+    """cuDNN's device properties of the GPU with index `device` in this process."""
     return backend.device_properties(device)
 
 
@@ -117,7 +117,7 @@ def live_target(device: int) -> Target:
 
 @functools.cache
 def serial_of(device: int) -> str:
-    """What tells the GPU with index `device` in this process from its siblings; empty where there is none."""
+    """A serial that identifies the GPU with index `device` in this process; empty without one."""
     try:
         return str(torch.cuda.get_device_properties(device).uuid)
     except (AssertionError, RuntimeError):
@@ -128,7 +128,7 @@ def bundled_targets() -> dict[str, str]:
     """Names of the GPUs that `load_properties` knows, each with where its properties come from.
 
     Returns:
-        For each name, `"measured"` (cuDNN's own description on such a GPU) or `"from public specifications"`.
+        For each name, `"measured"` (reported by cuDNN on such a GPU) or `"from public specifications"`.
     """
     specified = dict.fromkeys(_specifications()["gpus"], SPECIFIED)
     return dict(sorted({**dict.fromkeys(_MEASURED, MEASURED), **specified}.items()))
@@ -138,7 +138,7 @@ def bundled_targets() -> dict[str, str]:
 def bundled_capabilities() -> dict[str, int]:
     """Names of the GPUs that `load_properties` knows, each with its compute capability as one number.
 
-    Unlike `load_properties` it loads no cuDNN.
+    Unlike `load_properties`, this does not load cuDNN.
     """
     found = {name: _read(_FOLDER / files[-1][1])["deviceVer"] // 10 for name, files in _MEASURED.items()}
     for name, gpu in _specifications()["gpus"].items():
@@ -149,16 +149,16 @@ def bundled_capabilities() -> dict[str, int]:
 
 @functools.cache
 def load_properties(name_or_path: str, argument: str = "target") -> dict[str, Any]:
-    """Properties of a GPU, in the form that the installed cuDNN reads.
+    """Properties of a GPU, in the format of the installed cuDNN.
 
-    Those that are made from public specifications say so under the key `"source"`.
+    Properties from public specifications have the key `"source"`.
 
     Args:
         name_or_path: A name of `bundled_targets`, such as `"h200"`, or the path of a JSON file.
-        argument: What the caller calls it, for the error.
+        argument: The caller's name for it, for the error.
 
     Raises:
-        OptionError: It is neither, or the file describes no GPU.
+        OptionError: It is neither, or the file does not describe a GPU.
     """
     try:
         if name_or_path in _MEASURED:
@@ -188,7 +188,7 @@ def _measured(name: str) -> dict[str, Any]:
 
 
 def _specified(name: str) -> dict[str, Any]:
-    """The H200's properties, in which what the specifications say is put in place of its own."""
+    """The H200's properties, overridden by the specifications."""
     gpu = _specifications()["gpus"][name]
     capability = _specifications()["compute_capabilities"][gpu["compute_capability"]]
     known = {**capability, **gpu["properties"]}

@@ -1,6 +1,5 @@
-"""Planning with real cuDNN for a GPU that is not in this machine.
+"""Planning with the real cuDNN for a GPU that is not in this machine.
 
-cuDNN plans and compiles for any GPU that a device-properties file describes. All of it happens in a helper process:
-a crash of the planner is an answer and no dead process, and where there is no NVIDIA driver, the stand-in for it is
-loaded there and nowhere else.
+cuDNN plans and compiles for any GPU that a device-properties file describes. This runs in a helper process, so a crash
+of the planner does not kill the caller's process, and the stand-in for a missing NVIDIA driver is loaded only there.
 """

@@ -1,4 +1,4 @@
-"""Plans built beside the running program, by helper processes that use no GPU."""
+"""Background plan builds in helper processes that use no GPU."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from cudnn_sdpa.plans.file_format import StoredPlan
 
 _log = logging.getLogger("cudnn_sdpa")
 
-#: A helper that has had nothing to do for so long ends; it takes some 500 MB of the machine's memory.
+#: Seconds after which an idle helper ends; it takes about 500 MB of host memory.
 IDLE_SECONDS = 60.0
 
-#: Most plans that wait for being built. Who asks for one more may ask again later.
+#: Maximum number of pending requests; callers may retry later.
 MAX_WAITING = 256
 
-#: Of so many plans that were built the bytes are kept for who asked for them; of older ones in the plan store alone.
+#: Number of built plans kept in memory for their requesters; older ones are only in the plan store.
 MAX_BUILT = 64
 
-#: Helpers leave the processor to everybody else.
+#: Helpers run at the lowest CPU priority.
 NICENESS = 10
 
 
 class Request:
-    """A plan that was asked for.
+    """A request for a plan.
 
     Attributes:
-        key: Of the plan.
-        properties: Of the GPU that it is for.
-        then: What is done with the plan, in the background too; None to keep it here.
-        is_done: Whether all that is done, or has failed.
-        stored: The plan, if it is kept; None until it is done, if it has failed, and when many have been built since.
+        key: The plan's key.
+        properties: Properties of its GPU.
+        then: Background callback with the plan; None to keep the plan here.
+        is_done: Whether the build and the callback have finished or failed.
+        stored: The plan, if kept; None until it is done, if it failed, or if many have been built since.
     """
 
     __slots__ = ("is_done", "key", "properties", "stored", "then")
@@ -56,14 +56,14 @@ class Request:
 
 
 class BackgroundPlanner:
-    """Builds plans in the background. Nothing here waits, but for `wait` and `close`."""
+    """Builds plans in the background. Only `wait` and `close` block."""
 
     def __init__(self, workers: int = 1) -> None:
         self.workers = workers
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        """A forked child has none of its parent's threads, and must not speak to its helpers."""
+        """Resets a forked child, which lacks its parent's threads and must not use its helpers."""
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._asked: dict[PlanKey, Request] = {}
@@ -76,10 +76,10 @@ class BackgroundPlanner:
     def request(
         self, key: PlanKey, properties: dict[str, Any], then: Callable[[StoredPlan], None] | None = None
     ) -> Request | None:
-        """Has a plan built, and `then` called with it. Asking again while it is built gives the same request.
+        """Requests a plan, and a call of `then` with it. Repeating a pending request returns the same one.
 
         Returns:
-            The request; None if it is not taken now: too many are waiting, or there can be no helper.
+            The request; None if it is rejected: too many are pending, or no helper can start.
         """
         with self._lock:
             asked = self._asked.get(key)
@@ -95,21 +95,21 @@ class BackgroundPlanner:
         thread = threading.Thread(target=self._work, name="cudnn_sdpa plans", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # there are too many, or the interpreter is about to end
+        except RuntimeError as error:  # too many threads, or the interpreter is shutting down
             self._warn(f"no plans are built in the background: {error}")
             return bool(self._threads)
         self._threads.append(thread)
         return True
 
     def wait(self, timeout: float) -> bool:
-        """Waits until everything that was asked for is built. For tests and benchmarks."""
+        """Waits until all requests are done. For tests and benchmarks."""
         end = time.monotonic() + timeout
         while self._asked and time.monotonic() < end:
             time.sleep(0.01)
         return not self._asked
 
     def close(self) -> None:
-        """Ends the helpers; what is being built is given up."""
+        """Ends the helpers and abandons running builds."""
         with self._lock:
             self._closed = True
             threads, self._threads = self._threads, []
@@ -134,7 +134,7 @@ class BackgroundPlanner:
                         request.stored = stored
                     else:
                         request.then(stored)
-                except Exception as error:  # noqa: BLE001 - whatever it is, the next plan may be built
+                except Exception as error:  # noqa: BLE001 - after any error, the next plan may still succeed
                     self._warn(f"a plan was not built in the background: {type(error).__name__}: {error}")
                 self._finish(request)
         finally:
@@ -144,12 +144,12 @@ class BackgroundPlanner:
                 self._threads = [thread for thread in self._threads if thread is not threading.current_thread()]
 
     def _next(self) -> Request | None:
-        """The next request; None when there has been none for long, or no more are taken."""
+        """The next request; None after a long idle time, or when closed."""
         try:
             return self._queue.get(timeout=IDLE_SECONDS)
         except queue.Empty:
             pass
-        with self._lock:  # so that no request is made between the last look and the thread's end
+        with self._lock:  # so that no request arrives between the last check and the thread's end
             if not self._queue.empty():
                 return self._queue.get()
             self._threads = [thread for thread in self._threads if thread is not threading.current_thread()]
@@ -181,7 +181,7 @@ class BackgroundPlanner:
                 self._built.popleft().stored = None
 
     def _warn(self, what: str) -> None:
-        """Says it, once: what fails now may fail for every shape of a server."""
+        """Logs it once: the same failure may recur for every shape of a server."""
         if not self._closed:
             _log.log(logging.DEBUG if what in self._said else logging.WARNING, "%s", what)
             self._said.add(what)

@@ -1,4 +1,4 @@
-"""The environment of a helper process: the machine's own driver, or a stand-in where there is none."""
+"""The environment of a helper process: the machine's own driver, or a stand-in without one."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from cudnn_sdpa.plans import private_folders
 _SOURCE = Path(__file__).with_name("stand_in_driver.c")
 _MARKER = "cudnn_sdpa_stand_in_driver"
 
-#: What a compilation's own folder is called, and how old one is whose compilation was killed.
+#: Prefix of temporary compilation folders, and the age at which one is left over from a killed process.
 _SCRATCH = "tmp"
 _ABANDONED_SECONDS = 600.0
 
 
 def has_real_driver() -> bool:
-    """Whether this process can load NVIDIA's own libcuda.so.1."""
+    """Whether this process can load NVIDIA's libcuda.so.1."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -34,13 +34,13 @@ def has_real_driver() -> bool:
 
 
 def helper_environment() -> dict[str, str]:
-    """Environment variables with which a helper process can plan.
+    """Environment variables that a helper process needs for planning.
 
-    With a real driver that driver is used and all GPUs are hidden, so that the helper takes no GPU memory. Without
-    one, the stand-in driver is first on the library path.
+    With a real driver, all GPUs are hidden so that the helper takes no GPU memory. Without one, the stand-in driver is
+    first on the library path.
 
     Raises:
-        OfflineError: There is no driver, and no C compiler to make the stand-in.
+        OfflineError: There is no driver, and no C compiler for the stand-in.
     """
     if has_real_driver():
         return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -49,13 +49,13 @@ def helper_environment() -> dict[str, str]:
 
 
 def stand_in_folder() -> Path:
-    """The folder of the compiled stand-in driver; it is compiled on first use, into the user's cache folder.
+    """The folder of the stand-in driver, compiled on first use into the user's cache folder.
 
     Raises:
         OfflineError: There is a real driver, there is no C compiler, or the folder is open to others.
     """
     if has_real_driver():
-        raise OfflineError("this machine has an NVIDIA driver: the stand-in driver is not for use beside it")
+        raise OfflineError("this machine has an NVIDIA driver: the stand-in driver must not be used with it")
     source = _SOURCE.read_text()
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     try:
@@ -69,7 +69,7 @@ def stand_in_folder() -> Path:
         _check_private(folder / "libcuda.so.1")
     except private_folders.UnsafeFolderError as error:
         raise OfflineError(
-            f"there is no safe folder to keep the stand-in driver in ({error}). Remove what others may have put there; "
+            f"there is no safe folder for the stand-in driver ({error}). Remove files that others may have put there; "
             "or the environment variable XDG_CACHE_HOME can name another cache folder"
         ) from error
     except (OSError, subprocess.SubprocessError) as error:
@@ -81,7 +81,7 @@ def stand_in_folder() -> Path:
 
 
 def compiler() -> str | None:
-    """The system's C compiler: what the environment variable CC names, or cc, gcc or clang."""
+    """The system's C compiler: $CC, or cc, gcc or clang."""
     candidates = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
     return next((found for name in candidates if name and (found := shutil.which(name))), None)
 
@@ -101,16 +101,16 @@ def _compile(source: str, folder: Path) -> None:
         result = subprocess.run(command, cwd=made, capture_output=True, text=True, check=False, timeout=120)
         if result.returncode != 0:
             raise OfflineError(f"{found} could not compile the stand-in driver: {result.stderr.strip()[-500:]}")
-        (made / "libcuda.so.1").chmod(0o700)  # whatever the umask is
+        (made / "libcuda.so.1").chmod(0o700)  # regardless of the umask
         try:
-            made.rename(folder)  # whole or not at all; another process may have been first
+            made.rename(folder)  # atomic; another process may have been first
         except OSError:
             if not (folder / "libcuda.so.1").exists():
                 raise
 
 
 def _sweep(parent: Path) -> None:
-    """Removes what killed compilations have left."""
+    """Removes folders left by killed compilations."""
     for scratch in parent.glob(f"{_SCRATCH}*"):
         with contextlib.suppress(OSError):
             if abs(time.time() - scratch.stat().st_mtime) > _ABANDONED_SECONDS:
@@ -118,7 +118,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _check_private(path: Path) -> None:
-    """What is loaded into a process must not have been put there by somebody else."""
+    """Checks that no other user can have written the library, which a process will load."""
     status = path.lstat()
     if not (stat.S_ISREG(status.st_mode) and private_folders.is_private(status)):
         raise OfflineError(f"{path} is a link, belongs to another user or is writable by others; remove {path.parent}")

@@ -1,7 +1,7 @@
-"""Python processes of our own: how they are started, what they may import, and when there must be none.
+"""Starting helper Python processes: their command, search path, and when none may start.
 
-The folder that the user happens to be in is on the search path of `python -c` and `python -m`, and before the standard
-library. So every process is started from here, as code whose first line sets the search path to this process's.
+`python -c` and `python -m` put the current folder on the search path, before the standard library. So every process is
+started from here, with code whose first line sets the search path to this process's.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from cudnn_sdpa.errors import OfflineError
 
 _PACKAGE = Path(__file__).parent.parent
 
-#: Set in the environment of a helper process, which must start no other one.
+#: Set in the environment of a helper process, which must not start another one.
 IN_HELPER = "CUDNN_SDPA_IN_HELPER"
 
 
 def command(program: str, *arguments: str) -> list[str]:
-    """The command that runs Python code with this process's search path, but for the folder that the user is in.
+    """The command that runs Python code with this process's search path, without the current folder.
 
     Args:
-        program: The code; not a line of it is run before the search path is set.
-        *arguments: What it finds in `sys.argv`.
+        program: The code; it runs after the search path is set.
+        *arguments: Its `sys.argv`.
     """
     path = [str(Path(entry).resolve()) for entry in sys.path if entry] + [str(_PACKAGE.parent)]
     return [sys.executable, "-c", f"import sys\nsys.path[:] = {path!r}\n{program}", *arguments]
 
 
 def module_command(name: str, arguments: Sequence[str] = ()) -> list[str]:
-    """The command that runs a module as `python -m` does, but for the folder that the user is in."""
+    """The command that runs a module as `python -m` does, without the current folder."""
     return command(f"import runpy\nrunpy.run_module({name!r}, run_name='__main__', alter_sys=True)", *arguments)
 
 
@@ -41,11 +41,11 @@ def why_no_python() -> str:
     frozen = getattr(sys, "frozen", False) or "__compiled__" in globals()  # PyInstaller and others; Nuitka
     if frozen or hasattr(sys.modules.get("__main__"), "__compiled__"):
         return (
-            "this program is frozen, and would start itself again in place of Python; compile its plans with "
+            "this program is frozen and would start itself instead of Python; compile its plans with "
             "`cudnn-sdpa compile` under Python, and name their folder with use_plan_store"
         )
     if not sys.executable:
-        return "sys.executable names no Python interpreter, as in a program that embeds Python; set it to one"
+        return "sys.executable is not a Python interpreter, as in a program that embeds Python; set it to one"
     return ""
 
 
@@ -60,7 +60,7 @@ def why_no_helper() -> str:
 
 
 def check() -> None:
-    """Makes sure that a helper process can be started.
+    """Checks that a helper process can be started.
 
     Raises:
         OfflineError: It cannot; the message says why.
@@ -76,5 +76,5 @@ def exit_in_words(code: int) -> str:
         return f"ended with exit code {code}"
     try:
         return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:  # of the real-time signals the first and the last alone have names
+    except ValueError:  # only the first and last real-time signals have names
         return f"was killed by signal {-code}"

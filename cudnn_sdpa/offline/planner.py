@@ -1,4 +1,4 @@
-"""Asks a helper process for plans. One helper serves this process; it starts with the first question."""
+"""Requests plans from a helper process. One helper serves this process; it starts with the first request."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from cudnn_sdpa.offline import driver, interpreter
 
 _log = logging.getLogger("cudnn_sdpa")
 
-#: Environment variable with the seconds after which a helper that has not answered is given up.
+#: Environment variable with the timeout of a helper's answer, in seconds.
 TIMEOUT_VARIABLE = "CUDNN_SDPA_HELPER_TIMEOUT"
 
-#: A plan takes 0.3 to 1 s; the first one also the start of Python and PyTorch.
+#: Default timeout. A plan takes 0.3 to 1 s, the first one also the start of Python and PyTorch.
 TIMEOUT_SECONDS = 300.0
 
-#: Of what a helper says before its first answer, no more than this is read through in search of it.
+#: Maximum number of bytes of other output to skip before a helper's answer.
 _MAX_NOISE = 64 << 20
 
 
 @dataclass(frozen=True)
 class OfflinePlan:
-    """A plan that was compiled without its GPU.
+    """A plan compiled without its GPU.
 
     Attributes:
         engine: cuDNN's engine.
         knobs: The engine's settings.
-        workspace: Bytes that a launch needs beside its operands.
-        build_seconds: Time that planning and compiling took.
+        workspace: Bytes that a launch needs in addition to its operands.
+        build_seconds: Time for planning and compiling.
         data: The plan in cuDNN's serialized form.
-        libraries: Which file each NVIDIA library of the helper was loaded from.
-        note: Why the GPU itself would make a much faster one; empty if it would not.
+        libraries: The file that each NVIDIA library of the helper was loaded from.
+        note: Why a plan built on the GPU would be much faster; empty if it would not.
     """
 
     engine: str
@@ -55,18 +55,18 @@ class OfflinePlan:
     note: str = ""
 
 
-#: What the helper runs.
+#: The helper's program.
 _PROGRAM = """
 import os, signal
 os.nice({niceness})
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the program, which ends this process if it ends
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the parent, whose end also ends this process
 from cudnn_sdpa.offline.worker import main
 main()
 """
 
 
 def timeout_seconds() -> float:
-    """How long a helper may take for an answer: 300 s, or what the environment says."""
+    """The timeout of a helper's answer: from the environment, or 300 s."""
     text = os.environ.get(TIMEOUT_VARIABLE, "")
     if text:
         try:
@@ -79,19 +79,19 @@ def timeout_seconds() -> float:
 
 
 class Helper:
-    """A helper process and the conversation with it."""
+    """A helper process and its request pipe."""
 
     def __init__(self, niceness: int = 0) -> None:
-        """It starts with the first request.
+        """Starts no process before the first request.
 
         Args:
-            niceness: By how much it stands back for other processes.
+            niceness: Its niceness (CPU priority).
         """
         self._niceness = niceness
         self.forget()
 
     def forget(self) -> None:
-        """Starts afresh, as a forked child must: the parent's helper is the parent's."""
+        """Drops the helper without ending it, in a forked child: it belongs to the parent."""
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._lock = threading.Lock()
@@ -102,17 +102,17 @@ class Helper:
         """Sends one request and waits for its answer.
 
         Args:
-            request: What `cudnn_sdpa.offline.worker` answers.
-            timeout: Seconds; None is 300, or what the environment variable `CUDNN_SDPA_HELPER_TIMEOUT` says.
+            request: A request for `cudnn_sdpa.offline.worker`.
+            timeout: Seconds; None is `CUDNN_SDPA_HELPER_TIMEOUT`, or 300.
 
         Raises:
-            OfflineError: The helper cannot be started, crashed, or did not answer in time. The next request gets a
+            OfflineError: The helper cannot be started, crashed, or did not answer in time. The next request starts a
                 new one.
         """
         with self._lock:
             try:
                 return self._ask(request, timeout_seconds() if timeout is None else timeout)
-            except BaseException:  # also an interrupt: a late answer must not meet the next question
+            except BaseException:  # also an interrupt: the next request must not read a late answer
                 self.close()
                 raise
 
@@ -129,7 +129,7 @@ class Helper:
         if answer is None:
             raise self._failed(interpreter.exit_in_words(process.wait()))
         if answer.pop("number") != self._asked:
-            raise self._failed("answered another question")
+            raise self._failed("answered a different request")
         return answer
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class Helper:
             self._errors = None
 
     def kill(self) -> None:
-        """Ends the helper for good, while another thread waits for its answer or starts it, which gets an error."""
+        """Ends the helper for good; a thread that waits for its answer or starts it gets an error."""
         self._ended.set()
         process = self._process
         if process is not None:
@@ -169,18 +169,18 @@ class Helper:
                     bufsize=0,
                     env=environment,
                 )
-            except OSError as error:  # no such interpreter, too many open files or processes, no memory
+            except OSError as error:  # missing interpreter, too many open files or processes, no memory
                 raise OfflineError(f"the helper process that plans with cuDNN cannot be started: {error}") from error
-            if self._ended.is_set():  # meanwhile
+            if self._ended.is_set():  # in the meantime
                 self._process.kill()
         return self._process
 
     @staticmethod
     def _read_answer(process: subprocess.Popen[bytes], timeout: float) -> dict[str, Any] | None:
-        """The next answer; None if the helper ends. What a site prints when Python starts is passed over.
+        """The next answer; None if the helper ends. Skips output of site hooks at Python's start.
 
         Raises:
-            TimeoutError: There is none in time.
+            TimeoutError: No answer arrives in time.
         """
         assert process.stdout is not None
         end, said, searched = time.monotonic() + timeout, bytearray(), 0
@@ -199,7 +199,7 @@ class Helper:
                         return answer
                     del said[: newline + 1]
                     searched += newline + 1
-        raise TimeoutError("it says something else all the time")
+        raise TimeoutError("it keeps printing other output")
 
     def _failed(self, what: str) -> OfflineError:
         said = ""
@@ -218,10 +218,10 @@ def _answer_in(line: bytes) -> dict[str, Any] | None:
 
 
 def _file_of_last_words() -> IO[bytes] | None:
-    """Where the helper's errors go: they are part of ours if it fails. None, the program's own, if there is no room."""
+    """A file for the helper's stderr, quoted if it fails; None, this process's stderr, if it cannot be created."""
     try:
         return tempfile.TemporaryFile()
-    except OSError:  # a container with nothing to write to
+    except OSError:  # a container without writable storage
         return os.fdopen(os.memfd_create("cudnn_sdpa helper"), "w+b") if hasattr(os, "memfd_create") else None
 
 
@@ -236,10 +236,10 @@ def plan_offline(key: PlanKey, properties: dict[str, Any], helper: Helper = _hel
     Args:
         key: The key; its target was made from `properties`.
         properties: In the form of cuDNN's device-properties JSON.
-        helper: The process to ask, if not the one that serves this process.
+        helper: The helper; default: the one that serves this process.
 
     Raises:
-        UnsupportedError: cuDNN has no plan, with its reasons.
+        UnsupportedError: cuDNN has no plan; lists its reasons.
         OfflineError: There was no answer: no C compiler, no cuDNN, or a crash.
     """
     answer = _answer(helper, key, properties)
@@ -248,11 +248,11 @@ def plan_offline(key: PlanKey, properties: dict[str, Any], helper: Helper = _hel
 
 
 def plan_to_keep(key: PlanKey, properties: dict[str, Any], helper: Helper) -> OfflinePlan:
-    """The same, if the GPU shall load this plan instead of building one.
+    """The same for a plan that the GPU will load instead of building one.
 
     Raises:
-        UnsupportedError: cuDNN has no plan, with its reasons.
-        OfflineError: There was no answer, or it is a plan that is much slower than one built on the GPU.
+        UnsupportedError: cuDNN has no plan; lists its reasons.
+        OfflineError: There was no answer, or the plan is much slower than one built on the GPU.
     """
     made = plan_offline(key, properties, helper)
     if made.note:
@@ -262,7 +262,7 @@ def plan_to_keep(key: PlanKey, properties: dict[str, Any], helper: Helper) -> Of
 
 
 def engine_offline(key: PlanKey, properties: dict[str, Any]) -> str:
-    """The engine that cuDNN's heuristics propose for `key`, without compiling it; the same errors as `plan_offline`."""
+    """The engine that cuDNN's heuristics propose for `key`, not compiled; raises as `plan_offline` does."""
     engine: str = _answer(_helper, key, properties, heuristics=True)["engine"]
     return engine
 

@@ -1,4 +1,4 @@
-"""Many plans at once, by several helper processes."""
+"""Parallel planning in several helper processes."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from cudnn_sdpa.offline.planner import Helper, OfflinePlan, plan_to_keep
 
 Made = TypeVar("Made")
 
-#: A request whose answer says that a helper has started.
+#: A request whose answer shows that a helper has started.
 READY = {"ready": True}
 
-#: Most helper processes that are started without being asked for more: each takes some 500 MB.
+#: Maximum default number of helper processes: each takes about 500 MB.
 MAX_WORKERS = 8
 
 
 def default_workers(plans: int) -> int:
-    """How many helper processes to start for so many plans."""
+    """Default number of helper processes for this many plans."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MAX_WORKERS, cores, plans))
 
 
 def check_workers(workers: int | None, fewest: int) -> None:
-    """Makes sure that a number of helper processes is one.
+    """Checks a number of helper processes.
 
     Raises:
-        OptionError: It is none.
+        OptionError: It is invalid.
     """
     if workers is not None and (type(workers) is not int or workers < fewest):
-        raise OptionError("workers", repr(workers), f"an integer of at least {fewest}, or None for one for each core")
+        raise OptionError("workers", repr(workers), f"an integer of at least {fewest}, or None for one per core")
 
 
 def plan_all(
@@ -47,20 +47,20 @@ def plan_all(
     workers: int | None = None,
     here: Callable[[PlanKey], Made] | None = None,
 ) -> Iterator[tuple[PlanKey, OfflinePlan | Made | CudnnSdpaError]]:
-    """Plans and compiles keys for the GPU that `properties` describes, and gives them as they are ready.
+    """Plans and compiles keys for the GPU that `properties` describes, and yields them as they are ready.
 
-    A plan that fails comes with its error, and stops no other one.
+    A failed plan is yielded with its error; the others continue.
 
     Args:
         keys: The keys; their target was made from `properties`.
         properties: In the form of cuDNN's device-properties JSON.
-        workers: Helper processes; None is one for each core, and at most eight. 0 leaves all to `here`.
-        here: Plans a key in this process. It is asked for one after the other from the front while helpers, which need
-            some seconds to start, take keys from the back.
+        workers: Number of helper processes; None is one per core, at most eight. 0 leaves all to `here`.
+        here: Plans a key in this process. It takes keys from the front, while helpers, which need seconds to start,
+            take them from the back.
 
     Raises:
-        OptionError: `workers` is no such number; without `here` there must be one.
-        OfflineError: There can be no helper process, and no `here`.
+        OptionError: `workers` is invalid; without `here` it must be at least 1.
+        OfflineError: No helper process can start, and there is no `here`.
     """
     check_workers(workers, 1 if here is None else 0)
     return _plan_all(keys, properties, workers, here) if keys else iter(())
@@ -106,18 +106,18 @@ def _work(
     properties: dict[str, Any],
     starts_first: bool,
 ) -> None:
-    """Has a helper plan keys until there are none; with `starts_first` it takes the first when it has started."""
+    """Plans keys with a helper until none are left; with `starts_first` it takes the first key once it has started."""
     if starts_first:
         try:
             helper.ask(READY)
-        except OfflineError:  # all will be planned by others
+        except OfflineError:  # others will plan all keys
             return
     while waiting:
-        with contextlib.suppress(IndexError):  # another has taken the last one
+        with contextlib.suppress(IndexError):  # another has taken the last key
             key = waiting.pop()
             try:
                 made.put((key, plan_to_keep(key, properties, helper)))
-            except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
+            except BaseException as error:  # noqa: BLE001 - the waiting thread gets it
                 made.put((key, error))
 
 
@@ -126,7 +126,7 @@ def _next(
     made: queue.SimpleQueue[tuple[PlanKey, Any]],
     here: Callable[[PlanKey], Made] | None,
 ) -> tuple[PlanKey, Any]:
-    """A plan that a helper has made, or one made here if none has."""
+    """A helper's finished plan or, if there is none, one made here."""
     with contextlib.suppress(queue.Empty):
         return made.get_nowait()
     if here is not None:
@@ -134,7 +134,7 @@ def _next(
             key = waiting.popleft()
             try:
                 return key, here(key)
-            except Exception as error:  # noqa: BLE001 - such as a manifest's options that its operation does not know
+            except Exception as error:  # noqa: BLE001 - such as a manifest's options that its operation does not have
                 return key, error
     return made.get()
 

@@ -1,4 +1,4 @@
-"""Plans made ready before they are needed: `warmup` on a GPU, `compile_plans` for a GPU that is elsewhere."""
+"""Builds plans before they are needed: `warmup` on a GPU, `compile_plans` for a GPU elsewhere."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _log = logging.getLogger("cudnn_sdpa")
 
 @dataclass
 class WarmupReport:
-    """What `warmup` or `compile_plans` has done.
+    """The result of `warmup` or `compile_plans`.
 
     Attributes:
-        held: Plans that were there already.
-        loaded: Plans that came out of the plan store.
-        built: Plans that were built.
-        failed: Plans that could not be, in words, with the reason; for `compile_plans` also those that are left to be
-            built on the GPU, where they are much faster.
-        seconds: How long it took.
+        held: Plans that were already in memory.
+        loaded: Plans loaded from the plan store.
+        built: Plans built.
+        failed: Plans that could not be built, as text, with the reason; for `compile_plans` also those left to be built
+            on the GPU, where they are much faster.
+        seconds: Time taken.
     """
 
     held: int = 0
@@ -55,24 +55,23 @@ def warmup(
     progress: bool = False,
     workers: int | None = None,
 ) -> WarmupReport:
-    """Makes the plans of a manifest ready for this process, so that no call waits for one.
+    """Loads or builds the plans of a manifest in this process, so that no call waits for one.
 
-    What is in the plan store is loaded; the rest is built, by this process and by helper processes, and kept in the
-    store if there is one. The helpers use no memory of the GPU; they need some seconds to start. From Hopper on plans
-    of norms, gates, convolutions and graphs of one's own are built by this process alone, because cuDNN knows faster
-    kernels for these where it sees the GPU.
+    Stored plans are loaded; this process and helper processes build the rest and save them in the store if there is
+    one. Helpers use no GPU memory, and need seconds to start. From Hopper on, only this process builds plans of norms,
+    gated activations, convolutions and custom graphs, because cuDNN has faster kernels for them when it sees the GPU.
 
     Args:
         manifest: A manifest, or the path of one.
         device: Index of the GPU; None is the current one.
         progress: Whether to show a progress bar on the terminal.
-        workers: Helper processes; None is one for each core, and at most eight; 0 leaves all plans to this process.
+        workers: Number of helper processes; None is one per core, at most eight; 0 builds all plans in this process.
 
     Returns:
-        What was done. A plan that cannot be made is in it with the reason, and stops no other one.
+        A report. A plan that cannot be built is listed with the reason; the others continue.
 
     Raises:
-        OptionError: The manifest cannot be read, or names an operation that is not there; `workers` is no such number.
+        OptionError: The manifest cannot be read or names a missing operation, or `workers` is invalid.
         DeviceError: There is no GPU.
 
     Examples:
@@ -80,7 +79,7 @@ def warmup(
         >>> report = cudnn_sdpa.warmup("plans.json")  # doctest: +SKIP
     """
     if not torch.cuda.is_available():
-        raise DeviceError("device", "no NVIDIA GPU that PyTorch can see", "a GPU; compile plans without one instead")
+        raise DeviceError("device", "no NVIDIA GPU visible to PyTorch", "a GPU; compile plans without one instead")
     check_workers(workers, 0)
     start, report = time.perf_counter(), WarmupReport()
     device = torch.cuda.current_device() if device is None else device
@@ -95,7 +94,7 @@ def warmup(
         else:
             missing.append(key)
     store = active()
-    own = [key for key in missing if key.knows_clusters]  # of which helpers, who see no GPU, would make slower plans
+    own = [key for key in missing if key.knows_clusters]  # helpers, which see no GPU, would make slower plans
     shared = [key for key in missing if not key.knows_clusters]
     properties = live_properties(device)
     results = chain(plan_all(shared, properties, workers, _build), plan_all(own, properties, 0, _build))
@@ -103,7 +102,7 @@ def warmup(
         if isinstance(made, CudnnSdpaError):
             report.failed[str(key)] = str(made)
             continue
-        if isinstance(made, Plan):  # which is in the store already
+        if isinstance(made, Plan):  # already in the store
             plan_cache.put(made)
             report.built += 1
             continue
@@ -131,25 +130,24 @@ def compile_plans(
     progress: bool = False,
     workers: int | None = None,
 ) -> WarmupReport:
-    """Compiles the plans of a manifest for a GPU that need not be here, into a folder for `use_plan_store`.
+    """Compiles the plans of a manifest for a GPU, without having it, into a folder for `use_plan_store`.
 
-    The plans serve machines with that GPU, and with the versions of this package, of cuDNN and of its frontend that are
-    installed here.
+    The plans serve machines with that GPU and the versions of this package, cuDNN and its frontend installed here.
 
     Args:
         manifest: A manifest, or the path of one.
         target: The GPU: a name such as "h200", or the path of a file that `python -m cudnn_sdpa device --json` wrote.
-        folder: Where the plans go; it is made if it is not there.
+        folder: Output folder, created if missing.
         progress: Whether to show a progress bar on the terminal.
-        workers: Helper processes; None is one for each core, and at most eight.
+        workers: Number of helper processes; None is one per core, at most eight.
 
     Returns:
-        What was done.
+        A report.
 
     Raises:
-        OptionError: The manifest or the target cannot be read, or the manifest names an operation that is not there;
-            the folder cannot be used or is open to others; `workers` is no positive integer.
-        OfflineError: No helper process can be started here, for example out of a frozen program.
+        OptionError: The manifest or the target cannot be read, the manifest names a missing operation, the folder
+            cannot be used or is open to others, or `workers` is not a positive integer.
+        OfflineError: No helper process can be started here, for example in a frozen program.
     """
     start, report = time.perf_counter(), WarmupReport()
     properties = load_properties(target)
@@ -174,7 +172,7 @@ def compile_plans(
 def _manifest(manifest: PlanManifest | str | Path) -> PlanManifest:
     found = manifest if isinstance(manifest, PlanManifest) else PlanManifest.load(manifest)
     if not len(found):
-        _log.warning("the manifest names no plan, so that none is made ready")
+        _log.warning("the manifest has no plans; nothing to do")
     return found
 
 

@@ -1,6 +1,6 @@
-"""The helper process: reads requests for plans as JSON lines and answers in JSON lines.
+"""The helper process: reads plan requests as JSON lines and answers with JSON lines.
 
-Run by `cudnn_sdpa.offline.planner` with the environment of `cudnn_sdpa.offline.driver`; not meant to be run by hand.
+Started by `cudnn_sdpa.offline.planner` in the environment of `cudnn_sdpa.offline.driver`, not by hand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cudnn_sdpa.graph.heuristics import HeuristicsBuilder, ModeABuilder
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 
-#: What cuDNN says of kernels whose clusters it cannot place.
+#: cuDNN's message for kernels whose clusters it cannot place.
 _ASKS_FOR_CLUSTERS = "target_sm_count"
 
 _OF_CLUSTERS = (
@@ -33,7 +33,7 @@ _OF_CLUSTERS = (
 
 
 def preload() -> None:
-    """Loads NVRTC and cuBLASLt from the pip packages, where cuDNN would not find them by itself."""
+    """Loads NVRTC and cuBLASLt from the pip packages, where cuDNN does not look for them."""
     spec = importlib.util.find_spec("nvidia")
     for root in spec.submodule_search_locations or [] if spec else []:
         for pattern in ("*/lib/libnvrtc-builtins.so*", "*/lib/libnvrtc.so*", "*/lib/libcublasLt.so*"):
@@ -42,7 +42,7 @@ def preload() -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Plans and compiles what `request` describes; with `heuristics`, only asks which engine cuDNN proposes."""
+    """Plans and compiles a request; with `heuristics`, only gets the engine that cuDNN proposes."""
     if "ready" in request:
         return {}
     target = Target.from_properties(request["properties"])
@@ -71,11 +71,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lacks_clusters(operation: GraphOp, key: PlanKey, properties: dict[str, Any]) -> bool:
-    """Whether all that cuDNN guesses for a graph wants to know which multiprocessors of the GPU can work together.
+    """Whether all heuristics' proposals for a graph need the GPU's cluster placement.
 
-    What it has in reserve was 20 to 30 times slower for convolutions on an H200. What cuDNN says of its guesses differs
-    from version to version, and does not matter for convolutions without an activation or with ReLU, and for gradients:
-    on the GPU these have always been taken.
+    Fallback engines were 20 to 30 times slower for convolutions on an H200. cuDNN's messages about its proposals differ
+    between versions. They do not matter for convolutions without an activation or with ReLU, nor for gradients: on the
+    GPU these proposals were always chosen.
     """
     if not replace(key, device=0).knows_clusters:
         return False
@@ -92,14 +92,14 @@ def _lacks_clusters(operation: GraphOp, key: PlanKey, properties: dict[str, Any]
 def main() -> None:
     """Serves requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print where they like; the answers' channel is ours alone
-    answers.write("\n")  # ends what a site may have printed when Python started
+    os.dup2(2, 1)  # keeps libraries' prints out of the answers
+    answers.write("\n")  # ends output of site hooks at Python's start
     preload()
     for line in sys.stdin:
         request = json.loads(line)
         try:
             result = answer(request)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+        except Exception as error:  # noqa: BLE001 - any error is an answer
             result = {"error": f"{type(error).__name__}: {error}", "reasons": None}
         answers.write(json.dumps({**result, "number": request["number"]}) + "\n")
         answers.flush()

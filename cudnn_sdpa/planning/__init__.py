@@ -1,1 +1,1 @@
-"""Which plans calls would need, without making them: `record_plans` and `support`."""
+"""Determines which plans calls need, without running them: `record_plans` and `support`."""

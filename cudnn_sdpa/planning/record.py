@@ -1,4 +1,4 @@
-"""`record_plans`: notes the plans that calls use, or that they would use on a GPU which is not here."""
+"""`record_plans`: records the plans that calls use, or would use on another GPU."""
 
 from __future__ import annotations
 
@@ -46,23 +46,22 @@ Keys = Iterator[PlanKey]
 
 
 def record_plans(target: str | None = None) -> AbstractContextManager[PlanManifest]:
-    """Notes the plans that are used while it is in force, by all threads.
+    """Records the plans used while active, in all threads.
 
-    With a target no GPU is needed: of calls on CPU tensors, and on tensors without memory (`device="meta"`), it notes
-    the plans that they would use on that GPU, each call that of its own shape. That is for calls of this thread, and
-    for gradients computed in it. `compile_plans` then compiles them.
+    With a target no GPU is needed: for calls on CPU or meta tensors (`device="meta"`), it records the exact-shape plans
+    that they would use on that GPU. This covers calls and gradients of this thread. `compile_plans` then compiles them.
 
     Args:
-        target: A GPU that need not be here: a name such as "h200", or the path of a file that
-            `python -m cudnn_sdpa device --json` wrote. None notes what the GPU in this machine uses.
+        target: A GPU, which need not be present: a name such as "h200", or the path of a file written by
+            `python -m cudnn_sdpa device --json`. None records what this machine's GPU uses.
 
     Returns:
-        A context manager whose value is a `PlanManifest`, filled when it is left. Replays of CUDA graphs are no uses;
-        their capture is.
+        A context manager whose value is a `PlanManifest`, filled on exit. CUDA-graph captures count as uses, replays do
+        not.
 
     Raises:
-        OptionError: The target is not known, or cannot be read.
-        UnsupportedError: Out of a call that has no plan on the target, such as one in float64.
+        OptionError: The target is unknown or cannot be read.
+        UnsupportedError: Raised by a call that has no plan on the target, such as one in float64.
 
     Examples:
         >>> import torch, cudnn_sdpa
@@ -107,7 +106,7 @@ def _fill(manifest: PlanManifest, keys: list[PlanKey]) -> None:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the library's operators as they are called, and notes the plans that they would use."""
+    """Intercepts the library's operators and records the plans that they would use."""
 
     def __init__(self, target: Target) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -125,13 +124,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _noting(self, keys_of: Callable[..., Keys]) -> Callable[..., Any]:
         def note(*call: Any) -> tuple[None, None]:
             self.keys += keys_of(self.target, *call)
-            return None, None  # the results, which nobody wants
+            return None, None  # the results, which are unused
 
         return note
 
 
 def _is_elsewhere(arguments: Any) -> bool:
-    """Whether a call is not on a GPU, nor merely traced."""
+    """Whether a call is neither on a GPU nor being traced."""
     tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
     return all(x.device.type in ("cpu", "meta") and not isinstance(x, FakeTensor) for x in tensors)
 
@@ -188,7 +187,7 @@ def _of_paged(target: Target, call: PagedArguments) -> Keys:
 
 
 def _into_out(of_call: Callable[[Target, Any], Keys]) -> Callable[..., Keys]:
-    """Both plans, with the log-sum-exp and without: the operator always gives it, and does not say if it is wanted."""
+    """Both plans, with LSE and without: the operator always returns it and cannot tell whether it is used."""
 
     def keys(target: Target, call: Any) -> Keys:
         for with_lse in (False, True):
@@ -218,9 +217,9 @@ def _of_graph(target: Target, function: Any, given: Any, static: dict[str, Any])
     yield function.describe(*given, **static).key(target, None)
 
 
-#: The operators of others, and those of this library that run no plan.
+#: Operators that run no plan.
 _WITHOUT_PLANS = ("", "dropout_seed")
-#: Of each other one: what makes a call of its arguments, and what gives the keys of the call.
+#: For every other operator: the function that makes a call from its arguments, and the one that gives the call's keys.
 _KEYS: dict[str, tuple[Callable[[Any], Callable[..., Any]], Callable[..., Keys]]] = {
     "sdpa_forward": (dense_torch_ops._to_result, _of_dense),
     "sdpa_forward_lse": (dense_torch_ops._to_result_and_lse, _of_dense),

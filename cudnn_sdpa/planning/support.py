@@ -1,6 +1,6 @@
-"""`support`: whether a call has kernels on a GPU that need not be here, and every reason if it has none.
+"""`support`: whether a call has kernels on a GPU, which need not be present, and every reason if not.
 
-It asks what `explain` asks, with operands that have no memory: checks, keys and rules are those of the call itself.
+It uses the machinery of `explain` with meta tensors: checks, keys and rules are those of the call itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
-from cudnn_sdpa.engine import explain  # noqa: F401 - it knows all functions that can be explained
+from cudnn_sdpa.engine import explain  # noqa: F401 - registers the functions that can be explained
 from cudnn_sdpa.engine.explain import Description, describer_of
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph import backend, known_issues
@@ -29,7 +29,7 @@ from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.offline.planner import plan_offline
 
-#: The functions of each operation: that of the gradients last, if it is one of its own.
+#: The functions of each operation; a separate backward function comes last.
 OPERATIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "sdpa": (sdpa,),
     "sdpa_varlen": (sdpa_varlen,),
@@ -37,23 +37,23 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], ...]] = {
 }
 DIRECTIONS = (FORWARD, BACKWARD)
 
-#: The compute capabilities that there are, as numbers.
+#: Known compute capabilities, as numbers.
 CAPABILITIES = (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
 
-#: Batch and heads decide nothing, unless a tensor of so many elements does not fit into one plan. The gradients of such
-#: calls are computed in parts, of which the smallest decides.
+#: Batch and heads do not matter, unless a tensor has too many elements for one plan. Gradients of such calls are
+#: computed in parts, and the smallest part decides.
 BATCH, HEADS = 2, 8
 MAX_ELEMENTS = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Support:
-    """What `support` answers; true if there is a kernel.
+    """The answer of `support`; true if there is a kernel.
 
     Attributes:
-        question: What was asked, in words.
+        question: The configuration asked about, as text.
         supported: Whether there is a kernel.
-        reasons: Every reason that is known why there is none.
+        reasons: Every known reason why there is none.
         suggestion: The nearest thing that works, or an empty string.
         engine: cuDNN's engine, if cuDNN was asked.
     """
@@ -88,36 +88,36 @@ def support(
     target: str | None = None,
     **options: Any,
 ) -> Support:
-    """Says whether a call has kernels on a GPU that need not be here, and every known reason if it has none.
+    """Answers whether a call has kernels on a GPU, which need not be present, with every known reason if not.
 
-    It is what `explain` says of such a call, with the head dims and lengths in place of tensors. Without `target` it
-    answers from rules that are held against cuDNN itself for SM 80, 89, 90, 100 and 120, and nothing is planned. With
-    it, the installed cuDNN plans the call, which takes a second.
+    It answers as `explain` would for such a call, given head dims and lengths instead of tensors. Without `target` it
+    uses rules that are tested against cuDNN for SM 80, 89, 90, 100 and 120, and plans nothing. With a target, the
+    installed cuDNN plans the call, which takes a second.
 
     Args:
         operation: "sdpa", "sdpa_varlen" or "sdpa_fp8".
         head_dim: Head dim of queries and keys.
         head_dim_v: Head dim of values; `head_dim` if not given.
-        sq: Queries, of the longest sequence if they are packed.
-        skv: Keys, likewise; `sq` if not given.
-        dtype: Of queries, keys and values; bfloat16 if not given, or float8_e4m3fn for "sdpa_fp8".
+        sq: Number of queries; of the longest sequence if packed.
+        skv: Number of keys, likewise; `sq` if not given.
+        dtype: Dtype of queries, keys and values; bfloat16 if not given, or float8_e4m3fn for "sdpa_fp8".
         direction: "forward", or "backward" for training, which needs the forward pass too.
-        sm: Compute capability as one number, 90 for 9.0; that of the current GPU if not given, or 90 without one.
-        cudnn: Version such as "9.19.0", or 91900; the version that is installed if not given.
-        target: In place of both, a GPU that cuDNN plans for: a name such as "h200", or the path of a file that
-            `python -m cudnn_sdpa device --json` wrote.
-        **options: As when calling, such as `is_causal=True`, `window_size=(256, 0)` or `dropout_p=0.1`. For
-            `attn_mask`, `sinks`, `seq_lens_q` and `seq_lens_kv`, which are tensors, True says that there is one, and
-            for `attn_mask` "grad" that its gradient is wanted too.
+        sm: Compute capability as one number, 90 for 9.0; if not given, the current GPU's, or 90 without a GPU.
+        cudnn: Version such as "9.19.0", or 91900; the installed version if not given.
+        target: Instead of both, a GPU that cuDNN plans for: a name such as "h200", or the path of a file written by
+            `python -m cudnn_sdpa device --json`.
+        **options: Options of the call, such as `is_causal=True`, `window_size=(256, 0)` or `dropout_p=0.1`. For the
+            tensors `attn_mask`, `sinks`, `seq_lens_q` and `seq_lens_kv`, True means that one is passed, and "grad" for
+            `attn_mask` that it requires grad.
 
     Returns:
         A `Support`, which is true or false; `print` shows the reasons.
 
     Raises:
-        OptionError: An argument has no meaning, such as an operation that is not there.
+        OptionError: An argument is invalid, such as an unknown operation.
         ArgumentError: The call itself would raise it.
-        LibraryError: The installed cuDNN is asked about and cannot be loaded.
-        OfflineError: There is a target, and no helper process can plan here, for example without a C compiler.
+        LibraryError: The installed cuDNN is needed and cannot be loaded.
+        OfflineError: With a target, no helper process can plan here, for example without a C compiler.
 
     Examples:
         >>> import cudnn_sdpa
@@ -155,7 +155,7 @@ def support(
     refusals = [] if gpu.cudnn >= backend.MIN_CUDNN else [_too_old(gpu)]
     try:
         found += descriptions(operation, direction, dtype, **sizes, options=options)
-    except (ShapeError, DtypeError) as error:  # of a size or dtype that was asked about
+    except (ShapeError, DtypeError) as error:  # about a size or dtype in the question
         reason = f"{error.argument}: got {error.got}; expected {error.expected}"
         refusals.append(UnsupportedError(operation, [reason], error.hint))
     needed = [each for each in found if not each.is_empty]
@@ -174,7 +174,7 @@ def support(
 
 
 def parameters(operation: str) -> set[str]:
-    """Names of the options that the functions of an operation take."""
+    """Names of the options of an operation's functions."""
     taken = [each for function in OPERATIONS[operation] for each in inspect.signature(function).parameters.values()]
     return {each.name for each in taken if each.kind is each.KEYWORD_ONLY}
 
@@ -190,7 +190,7 @@ def descriptions(
     skv: int,
     options: Mapping[str, Any],
 ) -> list[Description]:
-    """What a call of operands without memory would run, the gradients last if they are asked for."""
+    """What a call of meta tensors would run; the backward pass last, if requested."""
     trains = direction == BACKWARD and dtype.is_floating_point and dtype not in FP8_DTYPES
     is_small = BATCH * HEADS * max(sq, skv) * max(head_dim, head_dim_v) <= MAX_ELEMENTS
     batch, heads = (BATCH, HEADS) if is_small else (1, 1)
@@ -238,7 +238,7 @@ def descriptions(
 
 
 def _key(description: Description, gpu: Target) -> PlanKey:
-    key = description.key(gpu, None)  # raises what a rule says
+    key = description.key(gpu, None)  # raises if a rule rejects it
     known_issues.check(key)
     return key
 
@@ -250,7 +250,7 @@ def _too_old(target: Target) -> UnsupportedError:
 
 
 def target_of(sm: int | None, cudnn: int | str | None) -> Target:
-    """A target with this compute capability and version; what is not given is that of this machine, or of an H200."""
+    """A target with this compute capability and version; defaults are this machine's, or an H200's."""
     if sm is None:
         major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
         sm = 10 * major + minor
@@ -272,7 +272,7 @@ def version_number(version: int | str) -> int:
     return 10000 * major + 100 * minor + patch
 
 
-#: The options that a matrix has a row for. Where nothing else is said, head dims are 128.
+#: The options with a row in the matrix. Head dims are 128 unless given.
 ROWS: dict[str, dict[str, Any]] = {
     "no option": {},
     "causal": {"is_causal": True, "causal_alignment": TOP_LEFT},
@@ -280,7 +280,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "window_size": {"window_size": (256, 0), "causal_alignment": BOTTOM_RIGHT},
     "true lengths": {"seq_lens_q": True, "seq_lens_kv": True},
     "attn_mask": {"attn_mask": True},
-    "attn_mask, bottom-right causal, true lengths": {
+    "attn_mask, bottom-right causal, actual sequence lengths": {
         "attn_mask": True,
         "is_causal": True,
         "causal_alignment": BOTTOM_RIGHT,
@@ -292,7 +292,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "ALiBi, causal": {"alibi": True, "is_causal": True},
     "sinks": {"sinks": True},
     "soft cap": {"softcap": 20.0},
-    "soft cap, causal": {"softcap": 20.0, "is_causal": True, "causal_alignment": TOP_LEFT},
+    "softcap, causal": {"softcap": 20.0, "is_causal": True, "causal_alignment": TOP_LEFT},
     "dropout": {"dropout_p": 0.1},
     "deterministic": {"deterministic": True},
     "deterministic, dropout": {"deterministic": True, "dropout_p": 0.1},
@@ -307,7 +307,7 @@ ROWS: dict[str, dict[str, Any]] = {
 SIZES = {"head_dim": 128, "sq": 512, "skv": 1024}
 
 
-#: In a word, whether there are kernels for the forward pass, and for training.
+#: Words for which of forward and training have kernels.
 WORDS = {
     (): "–",
     (True, True): "yes",
@@ -322,9 +322,9 @@ class Cell:
     """A cell of a matrix.
 
     Attributes:
-        option: The option, in words.
+        option: The option, as text.
         operation: "sdpa", "sdpa_varlen" or "sdpa_fp8".
-        answers: Those for the forward pass and for training; none for an option that the operation does not have.
+        answers: Answers for the forward pass and for training; empty if the operation does not have the option.
     """
 
     option: str
@@ -338,7 +338,7 @@ class Cell:
 
     @property
     def engines(self) -> list[str]:
-        """cuDNN's engines for the forward pass and the gradients, empty where there is none or cuDNN was not asked."""
+        """cuDNN's engines for forward and backward; empty if there is none or cuDNN was not queried."""
         return [answer.engine for answer in self.answers]
 
     @property
@@ -347,14 +347,14 @@ class Cell:
         return list(dict.fromkeys(reason for answer in self.answers for reason in answer.reasons))
 
     def to_dict(self) -> dict[str, Any]:
-        """What was answered as plain values, ready for JSON."""
+        """The answers as plain values, JSON-ready."""
         found: dict[str, Any] = {"operation": self.operation, "option": self.option, "supported": self.supported}
         found |= {"reasons": self.reasons, "suggestion": self.answers[-1].suggestion or self.answers[0].suggestion}
         return found | ({"engines": dict(zip(DIRECTIONS, self.engines, strict=True))} if any(self.engines) else {})
 
 
 def cell(operation: str, option: str, **target: Any) -> Cell:
-    """What is supported with an option; `target` is as for `support`."""
+    """Support of one option; `target` as for `support`."""
     options = {**SIZES, **ROWS[option]}
     if not {*SIZES, "head_dim_v", *parameters(operation)}.issuperset(options):
         return Cell(option, operation, ())
@@ -363,14 +363,14 @@ def cell(operation: str, option: str, **target: Any) -> Cell:
 
 
 def cells(**target: Any) -> Iterator[Cell]:
-    """All cells of the matrix for one kind of GPU, a row after the other; `target` is as for `support`."""
+    """All cells of the matrix for one GPU architecture, row by row; `target` as for `support`."""
     for option in ROWS:
         for operation in OPERATIONS:
             yield cell(operation, option, **target)
 
 
 def table(found: list[Cell]) -> list[dict[str, str]]:
-    """The rows of a matrix: an option, and for each operation the word, or the engines if cuDNN was asked."""
+    """The rows of a matrix: an option and, per operation, the word, or the engines if cuDNN was queried."""
     rows: dict[str, dict[str, str]] = {}
     for each in found:
         word = ", ".join(engine or "none" for engine in each.engines) if any(each.engines) else each.supported
@@ -379,7 +379,7 @@ def table(found: list[Cell]) -> list[dict[str, str]]:
 
 
 def environment(sm: int | None = None, cudnn: int | str | None = None, target: str | None = None) -> dict[str, str]:
-    """What a matrix holds for: the GPU and the versions."""
+    """The GPU and versions that a matrix is for."""
     gpu = target_of(sm, cudnn) if target is None else Target.from_properties(load_properties(target))
     of = {"gpu": f"SM {gpu.sm}" if target is None else str(gpu), "cudnn_sdpa": __version__}
     of |= {"cudnn": backend.version_string(gpu.cudnn)}
@@ -387,6 +387,6 @@ def environment(sm: int | None = None, cudnn: int | str | None = None, target: s
 
 
 def to_json(of: dict[str, str], found: list[Cell]) -> str:
-    """A matrix and what it holds for as JSON, a line for each cell."""
+    """A matrix with its GPU and versions as JSON, one line per cell."""
     lines = ",\n".join(json.dumps(each.to_dict(), ensure_ascii=False) for each in found if each.answers)
     return f'{{"environment": {json.dumps(of)},\n"calls": [\n{lines}\n]}}\n'

@@ -1,4 +1,4 @@
-"""`autotune`: whether the candidates for new plans are measured, and the report of it."""
+"""`autotune`: enables timing of plan candidates, and reports the results."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class AutotuneCandidate:
     Attributes:
         engine: cuDNN's engine.
         knobs: The engine's settings.
-        microseconds: Median time of a launch; None if it was not timed.
-        reason: Why it dropped out; empty if it did not.
+        microseconds: Median device time of a launch; None if it was not timed.
+        reason: Why it was discarded; empty if it was not.
     """
 
     engine: str
@@ -37,13 +37,13 @@ class AutotuneCandidate:
 
 @dataclass(frozen=True)
 class AutotuneEntry:
-    """What came out for one plan.
+    """The result for one plan.
 
     Attributes:
-        key: The plan's key, in words.
-        candidates: What cuDNN's heuristics propose, in their order.
-        winner: The index of the plan that is used from now on.
-        reason: Why no plans were compared, so that the first one stays; empty if they were.
+        key: The plan's key, as text.
+        candidates: The proposals of cuDNN's heuristics, in order.
+        winner: Index of the candidate that is used from now on.
+        reason: Why candidates were not compared, so that the first one stays; empty if they were.
     """
 
     key: str
@@ -53,7 +53,7 @@ class AutotuneEntry:
 
     @property
     def gain(self) -> float:
-        """How many times as long the first plan takes as the winner; 1 if it is the winner."""
+        """Speedup of the winner over the first candidate; 1 if the first one won."""
         first, best = self.candidates[0].microseconds, self.candidates[self.winner].microseconds
         return first / best if first and best else 1.0
 
@@ -70,10 +70,10 @@ class AutotuneEntry:
 
 @dataclass
 class AutotuneReport:
-    """What `autotune` has found; `print` it, or read the entries.
+    """The results of `autotune`; `print` it, or read the entries.
 
     Attributes:
-        entries: One for each plan, in the order in which they were settled.
+        entries: One per plan, in the order in which they were tuned.
     """
 
     entries: list[AutotuneEntry] = field(default_factory=list)
@@ -91,13 +91,13 @@ class AutotuneReport:
 
 @dataclass(frozen=True, eq=False)
 class _Use:
-    """A use of `autotune`; its arguments and its report."""
+    """One active `autotune` context: its arguments and its report."""
 
     candidates: int
     report: AutotuneReport = field(default_factory=AutotuneReport)
 
 
-#: The uses of `autotune` that are in force, the latest last; threads may leave theirs in any order.
+#: Active `autotune` contexts, the latest last; threads may leave theirs in any order.
 _in_force: list[_Use] = []
 
 
@@ -107,45 +107,46 @@ def is_in_force() -> bool:
 
 
 def most_candidates() -> int:
-    """How many plans of a key are built, at most."""
+    """Maximum number of candidates built per key."""
     return next((use.candidates for use in reversed(_in_force)), 1)
 
 
 def note(key: PlanKey, candidates: Sequence[AutotuneCandidate], winner: int = 0, reason: str = "") -> None:
-    """Adds an entry to the reports of all uses that are in force; its arguments are an `AutotuneEntry`'s."""
+    """Adds an `AutotuneEntry` to the reports of all active contexts."""
     entry = AutotuneEntry(str(key), tuple(candidates), winner, reason)
     for use in tuple(_in_force):
         use.report.entries.append(entry)
 
 
 def autotune(*, candidates: int = DEFAULT_CANDIDATES) -> AbstractContextManager[AutotuneReport]:
-    """While it is in force, in the whole process, new plans are chosen by their time and not by cuDNN's guess.
+    """While active, process-wide, new plans are chosen by measured time instead of cuDNN's heuristics.
 
-    For a plan that is missing, all that cuDNN's heuristics propose is built, up to `candidates`. The first launch runs
-    them on its own operands: whose results differ from those of cuDNN's first choice by more than rounding, or with
-    `deterministic` from its own of another run, drops out. The others are timed. The fastest one replaces cuDNN's first
-    choice, in the plan cache and in the plan store, if it takes at least 2 % less time. The launch leaves its results.
+    For a missing plan, up to `candidates` proposals of cuDNN's heuristics are built. The first launch runs them on its
+    operands. Candidates whose results differ from those of cuDNN's first choice by more than rounding error are
+    discarded, with `deterministic` also those that differ between two runs. The others are timed. The fastest one
+    replaces cuDNN's first choice in the plan cache and the plan store if it is at least 2 % faster; the launch returns
+    its results.
 
-    That launch waits for the GPU, takes some tens of milliseconds and a few times the memory of its results. Later
-    ones, and all after the `with` statement, are launches like any other.
+    That launch waits for the GPU, takes tens of milliseconds and several times the memory of its results. Later
+    launches, and those after the `with` statement, are ordinary ones.
 
-    Plans that were there before, in the plan cache, stay as they are: call `plan_cache.clear()` first. A plan in the
-    plan store is taken only if it was tuned when it was kept; later processes load the winner with `autotune` or
-    without. Nothing is tuned by `warmup`, which launches nothing, nor what other processes build.
+    Plans already in the plan cache are not tuned: call `plan_cache.clear()` first. A plan in the plan store is loaded
+    only if it was saved tuned; later processes load the winner with or without `autotune`. `warmup` launches nothing,
+    so it tunes nothing, and neither do other processes' builds.
 
-    Left as they are, with a reason in the report: packed sequences, and plans with lengths or other integers of the
-    caller, on which depends what is computed, so that one launch shows neither who is right in others nor who is fast;
-    plans whose first results are all zeros, which tell nothing. A launch into a CUDA graph tunes nothing and takes the
-    first choice; the first launch outside tunes, unless `deterministic` forbids that results change.
+    Not tuned, with a reason in the report: plans for packed sequences, and plans with sequence lengths or other integer
+    operands, because one launch does not show which candidate is correct or fast for other values; and plans whose
+    first results are all zeros. A launch into a CUDA graph uses the first choice without tuning; the first launch
+    outside tunes, unless `deterministic` forbids that results change.
 
     Args:
-        candidates: Most plans that are built for a key, cuDNN's first choice among them.
+        candidates: Maximum number of plans built per key, including cuDNN's first choice.
 
     Returns:
-        A context manager whose value is an `AutotuneReport`, to which entries are added as plans are settled.
+        A context manager whose value is an `AutotuneReport`, to which entries are added as plans are tuned.
 
     Raises:
-        OptionError: `candidates` is no integer of at least 2.
+        OptionError: `candidates` is not an integer of at least 2.
 
     Examples:
         >>> import cudnn_sdpa
@@ -178,12 +179,12 @@ def not_tunable(key: PlanKey) -> str:
 
 
 def must_not_change(key: PlanKey) -> bool:
-    """Whether every launch of the plan must give the same bits."""
+    """Whether every launch of the plan must be bitwise identical."""
     return key.deterministic or key.option_values.get("deterministic") is True
 
 
 def _decides(operand: Operand) -> bool:
-    """Whether an operand holds lengths, page numbers or the like; a single int64 is a generator's seed or offset."""
+    """Whether an operand holds lengths, page ids or the like; a single int64 is a generator's seed or offset."""
     layout = operand.layout
     if operand.role is not Role.TENSOR:
         return False

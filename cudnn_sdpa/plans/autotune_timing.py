@@ -1,4 +1,4 @@
-"""How `autotune` finds the fastest plan of a key: candidates are compared and timed on the operands of one launch."""
+"""Compares and times the candidates of `autotune` on the operands of one launch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cudnn_sdpa.settings import renewed_in_children
 
 Launch = Callable[[], None]
 
-#: By how much two right results of a dtype may differ, ‖a − b‖ / ‖b‖. Both are rounded, and so is what is between.
+#: Tolerance ‖a − b‖ / ‖b‖ of two correct results by dtype: both are rounded, as are intermediate results.
 TOLERANCE = {
     torch.float64: 1e-10,
     torch.float32: 1e-3,
@@ -34,18 +34,18 @@ TOLERANCE = {
     torch.float8_e5m2: 1.6e-1,
 }
 
-#: One row may differ by so many times the tolerance. A result of thousands of rows may lack one and still be close.
+#: A single row may differ by this many tolerances. Among thousands of rows, one wrong row hardly changes the norm.
 OF_A_ROW = 5
 
-#: What is faster by less is noise, which shall not decide what runs.
+#: Smaller gains are noise, which must not decide what runs.
 MARGIN = 0.02
 
 WARM_LAUNCHES = 2
 
 ROUNDS = 11
 
-#: For so many cycles the GPU is kept waiting in each round, so that the host has enqueued the round before it starts;
-#: otherwise short kernels would be timed together with the host's work between them.
+#: Cycles that the GPU waits in each round, so that the host has enqueued the round before it starts; otherwise timings
+#: of short kernels would include CPU overhead.
 HEAD_START = 1_000_000
 
 _PIECE = 1 << 22
@@ -53,29 +53,29 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class UndecidedError(Exception):
-    """This launch cannot tell right plans from wrong ones; the message says why."""
+    """This launch cannot tell correct plans from wrong ones; the message says why."""
 
 
 class Measurement(NamedTuple):
-    """Of a candidate: the time of a launch, or the reason why it dropped out."""
+    """Of a candidate: the time of a launch, or why it was discarded."""
 
     microseconds: float | None
     reason: str = ""
 
 
-#: Candidates that are timed at the same time disturb each other.
+#: Candidates timed concurrently would disturb each other.
 _measuring = renewed_in_children(threading.RLock())
 
 
 class UntunedPlan(Plan):
     """cuDNN's first choice for a key, until its first launch under `autotune` has found the fastest candidate.
 
-    Plans do not change: the fastest takes this one's place in the plan cache, and a call that is bound to this one goes
-    on with it, and has the fastest launched.
+    Plans are immutable: the fastest replaces this one in the plan cache, and a call bound to this one keeps it, which
+    then launches the fastest.
 
     Attributes:
-        fastest: The plan that is launched; None before it is found.
-        on_found: What is called with this plan and the fastest; set by the cache.
+        fastest: The plan to launch; None until it is found.
+        on_found: Callback with this plan and the fastest; set by the cache.
     """
 
     __slots__ = ("_first", "_others", "fastest", "on_found")
@@ -88,7 +88,7 @@ class UntunedPlan(Plan):
         self.on_found: Callable[[UntunedPlan, Plan], None] | None = None
 
     def launch(self, pointers: Sequence[int]) -> None:
-        """As a plain plan's. The first one under `autotune` waits for the GPU, and leaves the fastest one's results."""
+        """As `Plan.launch`. The first one under `autotune` waits for the GPU and returns the fastest plan's results."""
         if self.fastest is None:
             with _measuring:
                 if self.fastest is None:
@@ -96,7 +96,7 @@ class UntunedPlan(Plan):
         (self.fastest or self._first).launch(pointers)
 
     def launch_kept(self, operands: array[int], workspace: int) -> None:
-        """As `launch`: the fastest may want another workspace."""
+        """As `launch`: the fastest may need a different workspace."""
         del workspace
         self.launch(operands)
 
@@ -106,7 +106,7 @@ class UntunedPlan(Plan):
         if capturing and not autotune.must_not_change(self.key):
             return  # the first launch outside the capture decides
         self._first.build_seconds = self.build_seconds
-        with relaxed_capture():  # plans are let go here, too
+        with relaxed_capture():  # plans are also freed here
             fastest = self._first
             if capturing:
                 why = "it was first launched into a CUDA graph, and must not change"
@@ -124,7 +124,7 @@ class UntunedPlan(Plan):
         try:
             outputs = output_tensors(self.key, pointers, torch.device("cuda", self.device))
             measurements = compare(launches, outputs, repeatable=autotune.must_not_change(self.key))
-        except Exception as error:  # noqa: BLE001 - nobody's launch fails because plans cannot be compared
+        except Exception as error:  # noqa: BLE001 - a launch must not fail because plans cannot be compared
             autotune.note(self.key, self._candidates(), reason=str(error) or type(error).__name__)
             return self._first
         number = fastest(measurements)
@@ -143,10 +143,10 @@ class UntunedPlan(Plan):
 
 
 def output_tensors(key: PlanKey, pointers: Sequence[int], device: torch.device) -> list[Tensor]:
-    """The outputs of a launch as tensors, which own nothing.
+    """The outputs of a launch as tensors that do not own their memory.
 
     Raises:
-        UndecidedError: An output lies where an input does, so that a second launch would read what the first wrote.
+        UndecidedError: An output overlaps an input, so that a second launch would read what the first wrote.
     """
     places = dict(zip((*key.inputs, *key.outputs), pointers, strict=True))
     inputs = [operand for operand in key.inputs if operand.role is Role.TENSOR]
@@ -164,16 +164,15 @@ def tensor_at(address: int, layout: TensorLayout, device: torch.device) -> Tenso
 
 
 def compare(launches: Sequence[Launch | str], outputs: list[Tensor], *, repeatable: bool) -> list[Measurement]:
-    """Runs candidates, and times those that are right.
+    """Runs candidates, and times those whose results are correct.
 
     Args:
-        launches: Of cuDNN's first choice, which is taken to be right, and of the others; in place of one that cannot be
-            built, the reason.
-        outputs: What each of them writes; what was in them is in them afterwards.
-        repeatable: Whether one drops out that does not give the same bits twice.
+        launches: Of cuDNN's first choice, taken as correct, and of the others; a string is why one cannot be built.
+        outputs: The tensors that each of them writes; their contents are restored afterwards.
+        repeatable: Whether to discard candidates that are not bitwise repeatable.
 
     Raises:
-        UndecidedError: The first one's results hold nothing to compare with.
+        UndecidedError: The first one's results are not usable for comparison.
     """
     before = [_copy(output) for output in outputs]
     try:
@@ -181,7 +180,7 @@ def compare(launches: Sequence[Launch | str], outputs: list[Tensor], *, repeatab
         assert not isinstance(first, str)
         expected = _run(first, outputs)
         if not all(map(_tells, expected)):
-            raise UndecidedError("the results of its first launch hold nothing but zeros, or no numbers")
+            raise UndecidedError("the results of its first launch are all zeros, or not finite")
         right, reasons = [first], [""]
         for other in others:
             reasons.append(other if isinstance(other, str) else _fault(other, outputs, expected, repeatable))
@@ -202,7 +201,7 @@ def fastest(measurements: Sequence[Measurement]) -> int:
 
 
 def device_times(launches: Sequence[Launch]) -> list[float]:
-    """Microseconds of device time of each: the median of several rounds, in which they alternate. Waits for the GPU."""
+    """Median device time of each, in microseconds, over several interleaved rounds. Waits for the GPU."""
     for launch in launches:
         for _ in range(WARM_LAUNCHES):
             launch()
@@ -216,20 +215,20 @@ def device_times(launches: Sequence[Launch]) -> list[float]:
             launches[index]()
             end.record()
             spans[index].append((start, end))
-        order.append(order.pop(0))  # nobody always runs after the same other
+        order.append(order.pop(0))  # rotate, so that none always runs after the same other
     torch.cuda.current_stream().synchronize()
     return [statistics.median(start.elapsed_time(end) * 1e3 for start, end in pairs) for pairs in spans]
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """By how much two results differ, in parts of their dtype's tolerance; infinite or NaN if one lacks numbers.
+    """The error of a result in units of its dtype's tolerance; infinite or NaN if one has nonfinite elements.
 
-    It is the norm of the difference over that of what is expected, or `OF_A_ROW` times less the same of the worst row,
-    to whose norm a typical one's is added: a row that is nearly zero need not be right in all its digits.
+    It is the relative error in the norm or, if larger, that of the worst row divided by `OF_A_ROW`. The row's norm has
+    a typical row's added, so that a row of nearly zeros need not match in all digits.
 
     Args:
-        found: A result, one row for each index of all dimensions but the last.
-        expected: The result of a plan that is right, likewise.
+        found: A result, as rows of its last dimension.
+        expected: The result of a correct plan, likewise.
     """
     if found.dtype not in TOLERANCE:
         return 0.0 if torch.equal(found, expected) else float("inf")
@@ -245,23 +244,23 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def _fault(launch: Launch, outputs: list[Tensor], expected: list[Tensor], repeatable: bool) -> str:
-    """What is wrong with a plan; empty if nothing is."""
+    """Why a plan is discarded; empty if it is correct."""
     try:
         found = _run(launch, outputs)
         differences = [difference(a, b) for a, b in zip(found, expected, strict=True)]
         if repeatable and not all(map(_same_bits, found, _run(launch, outputs))):
-            return "two runs of it do not give the same bits"
-    except Exception as error:  # noqa: BLE001 - whatever it is, the plan is not used
+            return "two runs of it differ"
+    except Exception as error:  # noqa: BLE001 - after any error the plan is not used
         return f"it cannot be launched: {error}"
     if not all(map(math.isfinite, differences)):
-        return "it has numbers where the first choice has none, or the other way round"
+        return "its nonfinite elements differ from the first choice's"
     if max(differences) > 1:
-        return f"its results differ from the first choice's by {max(differences):.3g} times what rounding may do"
+        return f"its results differ from the first choice's by {max(differences):.3g} times the rounding tolerance"
     return ""
 
 
 def _run(launch: Launch, outputs: list[Tensor]) -> list[Tensor]:
-    """The results of a launch. What it does not write is NaN."""
+    """The results of a launch; elements that it does not write are NaN."""
     for output in outputs:
         _bits(output).fill_(-1)  # all bits set: NaN in every floating-point format
     launch()
@@ -269,20 +268,20 @@ def _run(launch: Launch, outputs: list[Tensor]) -> list[Tensor]:
 
 
 def _copy(output: Tensor) -> Tensor:
-    """A copy with one row for each index of all dimensions but the last."""
+    """A copy as rows of its last dimension."""
     copy = output.clone(memory_format=torch.contiguous_format)
     return copy.view(-1, output.shape[-1]) if output.dim() else copy.view(1, 1)
 
 
 def _tells(result: Tensor) -> bool:
-    """Whether a wrong result would show in comparison with this one."""
+    """Whether comparing with this result can reveal a wrong one."""
     if result.dtype not in TOLERANCE:
         return True
     return any(bool((piece.isfinite() & (piece != 0)).any()) for piece in _pieces(result))
 
 
 def _pieces(result: Tensor) -> Iterator[Tensor]:
-    """The rows in float64, not all at once."""
+    """The rows in float64, in chunks."""
     rows = max(1, _PIECE // result.shape[1])
     return (piece.double() for piece in result.split(rows))  # type: ignore[no-untyped-call]
 
@@ -296,13 +295,13 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(layout: TensorLayout) -> int:
-    """Bytes from the first element to the end of the last."""
+    """Bytes from the first element to the end of the last one."""
     last = sum((size - 1) * stride for size, stride in zip(layout.shape, layout.stride, strict=True))
     return (last + 1) * layout.dtype.itemsize
 
 
 def _share_memory(a: tuple[Operand, int], b: tuple[Operand, int]) -> bool:
-    """Whether the address ranges of two operands touch."""
+    """Whether the address ranges of two operands overlap."""
     return a[1] < b[1] + _extent(b[0].layout) and b[1] < a[1] + _extent(a[0].layout)
 
 

@@ -1,4 +1,4 @@
-"""How plans come about: compiled on this machine's GPU, or loaded out of the plan store."""
+"""Builds plans on this machine's GPU, or loads them from the plan store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cudnn_sdpa.plans.plan import Plan, stored_form
 
 
 def load_plan(key: PlanKey) -> Plan | None:
-    """The plan of `key` out of the plan store, if it has one for this GPU; under `autotune` only a tuned one.
+    """The plan of `key` from the plan store, if it has one for this GPU; under `autotune` only a tuned one.
 
     Raises:
         ExecutionError: The GPU has failed, or has no memory left.
@@ -38,13 +38,13 @@ def load_plan(key: PlanKey) -> Plan | None:
             try:
                 return plan_of(key, stored)
             except BadPlanFileError as error:
-                # Not removed: what cuDNN says does not always tell a bad file from a GPU or a process in trouble, and
-                # others share it. If a plan can be built, it takes the file's place.
+                # Not removed: cuDNN's error does not always distinguish a bad file from a failing GPU or process, and
+                # other processes share it. If a plan can be built, it replaces the file.
                 plans.refuse(kept, stored, str(error))
     return None
 
 
-#: What cuDNN, CUDA and PyTorch say when not the plan is at fault, but the GPU or its memory.
+#: Messages of cuDNN, CUDA and PyTorch for failures of the GPU or its memory rather than of the plan.
 _OF_THE_GPU = re.compile(
     r"out.of.memory|OutOfMemory|ALLOC|CUDA error|CUDA_DRIVER|cudaError\w+|illegal memory|launch failure|"
     r"CUDA_ERROR_(?!INVALID_IMAGE|NO_BINARY_FOR_GPU|INVALID_PTX|UNSUPPORTED_PTX_VERSION|INVALID_SOURCE)",
@@ -52,12 +52,12 @@ _OF_THE_GPU = re.compile(
 
 
 def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
-    """The plan of `key` out of its stored form.
+    """The plan of `key` from its stored form.
 
     Raises:
-        BadPlanFileError: cuDNN does not take it here.
+        BadPlanFileError: cuDNN rejects it here.
         ExecutionError: The GPU has failed, or has no memory left; the plan is not at fault.
-        MemoryError: The same of the host's memory. So is PyTorch's `OutOfMemoryError` raised as it is.
+        MemoryError: Host memory is exhausted. PyTorch's `OutOfMemoryError` also propagates.
         PlanBuildError: A CUDA graph is being captured on this stream.
     """
     assert key.device is not None
@@ -67,30 +67,30 @@ def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
         try:
             built = backend.load_graph(handle, stored.data, stored.engine, stored.knobs)
             if built.workspace != stored.workspace:
-                raise ValueError(f"it wants {built.workspace} bytes of workspace, not {stored.workspace}")
+                raise ValueError(f"it needs {built.workspace} bytes of workspace, not {stored.workspace}")
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             if isinstance(error, RuntimeError) and _OF_THE_GPU.search(str(error)):
                 raise ExecutionError(f"the stored plan of {key.name} could not be loaded: {error}") from error
-            raise BadPlanFileError(f"cuDNN does not take it ({shortened(str(error))})") from error
+            raise BadPlanFileError(f"cuDNN rejects it ({shortened(str(error))})") from error
         plan = Plan(key, built, constants_of(key))
     plan.build_seconds, plan.loaded, plan.tuned = time.perf_counter() - start, True, stored.tuned
     return plan
 
 
 def build_plan(operation: GraphOp, key: PlanKey) -> Plan:
-    """Plans and compiles `key` on the GPU that it names, and keeps the plan in the plan store, if there is one.
+    """Plans and compiles `key` on its GPU, and saves the plan in the plan store, if there is one.
 
     Raises:
-        UnsupportedError: cuDNN has no engine for it.
+        UnsupportedError: No cuDNN engine supports it.
         PlanBuildError: A CUDA graph is being captured on this stream.
     """
     plans = default_store.active()
     if plans is None:
         return _compile(operation, key)
     with plans.building(key):
-        plan = load_plan(key)  # another process may have built it meanwhile
+        plan = load_plan(key)  # another process may have built it in the meantime
         if plan is None:
             plan = _compile(operation, key)
             plans.save(key, stored_form(plan))
@@ -110,7 +110,7 @@ def _compile(operation: GraphOp, key: PlanKey) -> Plan:
 
 
 def _with_candidates(plan: Plan, operation: GraphOp, handle: Any) -> Plan:
-    """cuDNN's first choice, with what else it proposes, for the first launch to find the fastest."""
+    """cuDNN's first choice with its other proposals; the first launch finds the fastest."""
     first = AutotuneCandidate(plan.engine, plan.knobs)
     if reason := autotune.not_tunable(plan.key):
         autotune.note(plan.key, [first], reason=reason)
@@ -121,17 +121,17 @@ def _with_candidates(plan: Plan, operation: GraphOp, handle: Any) -> Plan:
         return UntunedPlan(plan, others)
     plan.tuned = True
     failed = [AutotuneCandidate(*other.configuration, reason=str(other.built)) for other in others]
-    autotune.note(plan.key, [first, *failed], reason="there is nothing else that can be built")
+    autotune.note(plan.key, [first, *failed], reason="no other candidate can be built")
     return plan
 
 
 def _handle_for(key: PlanKey) -> Any:
-    """The handle to build or load a plan with, on the current device."""
+    """The handle for building or loading a plan on the current device."""
     assert key.device is not None
     if torch.cuda.is_current_stream_capturing():
         why = (
             "A plan cannot be built while a CUDA graph is being captured; make this call once before the capture, or "
-            "note what a run uses with record_plans() and make it ready with warmup() on this thread."
+            "record a run's plans with record_plans() and build them with warmup() on this thread."
         )
         raise PlanBuildError(key, why)
     return handles.build_handle(key.device)

@@ -1,4 +1,4 @@
-"""All plans of this process: bounded, least recently used out first, one build per key."""
+"""The process-wide plan cache: bounded, LRU, one build per key."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class PlanCacheInfo:
 
     Attributes:
         plans: Plans held now.
-        capacity: Most plans that are held.
+        capacity: Maximum number of plans held.
         builds: Plans built.
         loads: Plans loaded from the plan store.
-        hits: Uses of a plan that was there already; a warm call is one.
-        evictions: Plans let go to stay within the capacity.
+        hits: Uses of a plan already held; a warm call is one.
+        evictions: Plans evicted to stay within the capacity.
         failures: Builds that raised.
-        captured: Plans kept alive, whether held or not, because a CUDA graph holds a launch of them.
+        captured: Plans kept alive, held or not, because a CUDA graph contains a launch of them.
         build_seconds: Time spent building.
     """
 
@@ -55,33 +55,31 @@ class PlanCacheInfo:
 
 
 def capacity_from_environment() -> int:
-    """What `CUDNN_SDPA_CACHE_SIZE` says, if it is a capacity, or 512."""
+    """`CUDNN_SDPA_CACHE_SIZE` if it is a valid capacity, otherwise 512."""
     text = os.environ.get("CUDNN_SDPA_CACHE_SIZE", "")
     if not text:
         return DEFAULT_SIZE
     if not (text.isdecimal() and text.isascii() and len(text) < 19 and int(text) > 0):
-        _log.warning(
-            "CUDNN_SDPA_CACHE_SIZE: got %r; expected an integer of at least 1; %d plans are held", text, DEFAULT_SIZE
-        )
+        _log.warning("CUDNN_SDPA_CACHE_SIZE: got %r; expected an integer of at least 1; using %d", text, DEFAULT_SIZE)
         return DEFAULT_SIZE
     return int(text)
 
 
-#: What a launch may still take when the interpreter ends; a few microseconds are usual.
+#: Seconds to let running launches finish when the interpreter exits; microseconds usually suffice.
 _END_SECONDS = 0.05
 
-#: Draws the number of a use, kept in `Plan.last_used`. Drawing is atomic, orders the plans by use, and counts.
+#: Next use number, kept in `Plan.last_used`: atomic, it orders plans by use and counts uses.
 next_use = itertools.count().__next__
 
 
 class Table(Protocol):
-    """What refers to plans of the cache, and forgets those that leave it."""
+    """A holder of references to cached plans that drops evicted ones."""
 
     def _drop(self, plan: Plan | None) -> None: ...
 
 
 class PlanCache:
-    """The plans of this process.
+    """The plan cache of this process.
 
     Reached as `cudnn_sdpa.plan_cache`. Its capacity is 512 plans, or what the environment variable
     `CUDNN_SDPA_CACHE_SIZE` said when the package was imported.
@@ -103,7 +101,7 @@ class PlanCache:
         self._reset_counters()
 
     def _start_afresh(self) -> None:
-        """A forked child has none of the threads that may hold the lock or build a plan."""
+        """Resets locks and builds in a forked child, which lacks the threads that hold them."""
         self._lock = threading.RLock()
         self._building: dict[PlanKey, threading.Event] = {}
 
@@ -113,11 +111,11 @@ class PlanCache:
         self._build_seconds = 0.0
 
     def peek(self, key: PlanKey) -> Plan | None:
-        """The plan of `key` if it is held; does not count as a use."""
+        """The plan of `key` if it is held; not counted as a use."""
         return self._plans.get(key)
 
     def find(self, key: PlanKey) -> Plan | None:
-        """The plan of `key` if it is held, or can be loaded now; nothing is built."""
+        """The plan of `key` if it is held or stored; nothing is built."""
         plan = self._plans.get(key)
         if plan is None:
             self._leave_if_ending()
@@ -132,13 +130,13 @@ class PlanCache:
         return self._forbidden > 0
 
     def get(self, key: PlanKey, build: Callable[[PlanKey], Plan], *, to_use: bool = True) -> Plan:
-        """The plan of `key`. If it is not there, one thread loads it or calls `build`, and the others wait for it.
+        """The plan of `key`. If it is missing, one thread loads it or calls `build`, and other threads wait.
 
-        Who then uses the plan sets its `last_used` to `next_use()`. The use for which it was built is no hit; say
-        `to_use=False` if there will be none.
+        The caller that uses the plan sets its `last_used` to `next_use()`. The use for which it was built is no hit;
+        pass `to_use=False` if there will be none.
 
         Raises:
-            PlanBuildError: It is not there, and `no_plan_builds` is in force.
+            PlanBuildError: It is missing, and `no_plan_builds` is in force.
         """
         while True:
             with self._lock:
@@ -162,20 +160,20 @@ class PlanCache:
                 self._building.pop(key).set()
 
     def end(self) -> None:
-        """Lets all plans go, and has other threads that go on launching end at their next call.
+        """Drops all plans; other threads that still launch end at their next call.
 
-        Where the interpreter ends while such a thread is within cuDNN, C++ ends the process with an abort.
+        If the interpreter exits while such a thread is inside cuDNN, C++ aborts the process.
         """
         self._is_ending = True
         used = bool(self._plans)
         self.clear()
         if used and threading.active_count() > 1:
-            time.sleep(_END_SECONDS)  # for launches that are on their way
+            time.sleep(_END_SECONDS)  # for running launches
 
     def _leave_if_ending(self) -> None:
-        """Ends this thread, as the interpreter's end is about to, but where it harms nobody."""
+        """Ends this thread at a safe point, before interpreter shutdown does."""
         if self._is_ending and threading.current_thread() is not threading.main_thread():
-            raise SystemExit("the interpreter is ending, and no plan can be launched any more")
+            raise SystemExit("the interpreter is shutting down, and plans can no longer be launched")
 
     def _build(self, key: PlanKey, build: Callable[[PlanKey], Plan]) -> Plan:
         try:
@@ -188,19 +186,19 @@ class PlanCache:
     def _check_allowed(self, key: PlanKey) -> None:
         if self._forbidden:
             why = (
-                "A plan is missing, and no_plan_builds() is in force. Make this call once before, or note what a run "
-                "uses with record_plans() and make it ready with warmup()."
+                "A plan is missing, and no_plan_builds() is in force. Make this call once before, or record a run's "
+                "plans with record_plans() and build them with warmup()."
             )
             raise PlanBuildError(key, why)
 
     def put(self, plan: Plan) -> None:
-        """Holds a plan that was made elsewhere, if there is none of its key yet."""
+        """Adds a plan that was made elsewhere, unless its key has one."""
         with self._lock:
             if plan.key not in self._plans:
                 self._insert(plan, to_use=False)
 
     def _insert(self, plan: Plan, to_use: bool) -> Plan:
-        """Holds a plan; gives the one that is held, which may be another's that was quicker."""
+        """Adds a plan; returns the one held, which another thread may have added first."""
         with self._lock:
             self._builds += not plan.loaded
             self._loads += plan.loaded
@@ -218,7 +216,7 @@ class PlanCache:
             return plan
 
     def _replace(self, plan: Plan, fastest: Plan) -> None:
-        """Holds the fastest plan of a key in the place of its first one; calls that are bound to that one bind anew."""
+        """Replaces the first plan of a key by the fastest; calls bound to the first one rebind."""
         with self._lock:
             if self._plans.get(plan.key) is plan:
                 fastest.last_used, fastest.place, fastest.held = plan.last_used, plan.place, True
@@ -258,10 +256,10 @@ class PlanCache:
             )
 
     def clear(self) -> None:
-        """Lets all plans go and sets the counters to zero.
+        """Drops all plans and resets the counters.
 
-        A plan that a CUDA graph holds a launch of stays alive, so that the graph can be replayed; the cache only
-        forgets it.
+        A plan launched in a CUDA graph stays alive so that the graph can be replayed; the cache only drops its
+        reference.
         """
         with self._lock:
             for plan in self._plans.values():
@@ -273,13 +271,13 @@ class PlanCache:
             self._reset_counters()
 
     def resize(self, capacity: int) -> None:
-        """Sets the most plans that are held, letting the least recently used ones go if there are more.
+        """Sets the maximum number of plans, evicting the least recently used beyond it.
 
         Args:
             capacity: At least 1.
 
         Raises:
-            OptionError: `capacity` is no positive integer.
+            OptionError: `capacity` is not a positive integer.
         """
         if type(capacity) is not int or capacity < 1:
             raise OptionError("capacity", repr(capacity), "an integer of at least 1")
@@ -289,7 +287,7 @@ class PlanCache:
 
     @contextmanager
     def watch_uses(self) -> Iterator[list[PlanKey]]:
-        """While it is in force, notes the plans that are used; the list is complete when it is left."""
+        """Records the plans used while active; the list is complete on exit."""
         watcher: tuple[int, list[PlanKey]] = (next_use(), [])
         with self._lock:
             self._uses_not_counted += 1
@@ -308,7 +306,7 @@ class PlanCache:
                 keys.append(plan.key)
 
     def plans(self) -> list[Plan]:
-        """The plans held now, the least recently used first."""
+        """The plans held now, least recently used first."""
         with self._lock:
             return sorted(self._plans.values(), key=lambda plan: plan.last_used)
 
@@ -319,19 +317,19 @@ os.register_at_fork(after_in_child=plan_cache._start_afresh)
 
 @atexit.register
 def _release() -> None:
-    """Frees the plans while cuDNN can still do it; what is left to the interpreter's end is reported as leaked."""
+    """Frees the plans while cuDNN still can; those left at interpreter shutdown would be reported as leaks."""
     plan_cache.end()
     captured_plans.clear()
 
 
 @contextmanager
 def no_plan_builds() -> Iterator[None]:
-    """While it is in force, in the whole process, a call that has no plan raises instead of building one.
+    """While active, process-wide, a call without a plan raises instead of building one.
 
-    For servers, after warm-up: a shape that was forgotten shows itself at once and not as a stall.
+    For servers, after warm-up: a forgotten shape raises at once instead of stalling.
 
     Raises:
-        PlanBuildError: Out of the call that would have built a plan; it names the plan's key.
+        PlanBuildError: Raised by the call that would build a plan; it names the plan's key.
 
     Examples:
         >>> import cudnn_sdpa

@@ -1,4 +1,4 @@
-"""Which plan store this process uses: `use_plan_store`'s, what the environment says, or the user's cache folder."""
+"""The plan store of this process: from `use_plan_store`, the environment, or the user's cache folder."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ OFF = "off"
 
 
 class PlanStoreUse(Override[tuple[PlanStore | None, bool]]):
-    """What `use_plan_store` returns: leave it alone, or use it in a `with` statement to go back to what was before.
+    """The result of `use_plan_store`: ignore it, or use it in a `with` statement to restore the previous store.
 
     Attributes:
-        store: The store in use; None if plans are not kept.
+        store: The store in use; None if plans are not stored.
     """
 
     def __init__(self, store: PlanStore | None) -> None:
@@ -36,7 +36,7 @@ class PlanStoreUse(Override[tuple[PlanStore | None, bool]]):
 
 
 class _Setting:
-    """The store of this process; not known, and no folder made for it, until a plan is first looked for."""
+    """The store of this process; resolved, and its folder made, at the first lookup of a plan."""
 
     store: PlanStore | None = None
     known = False
@@ -64,10 +64,10 @@ def active() -> PlanStore | None:
 
 
 def folder_of_environment() -> Path | None:
-    """The folder that a process uses which chooses none, there or not; None if the environment switches plans off.
+    """The default folder, existing or not; None if the environment switches storing off.
 
     Raises:
-        UnsafeFolderError: The environment names none, and the user has no place for one.
+        UnsafeFolderError: The environment names none, and the user has no cache folder.
     """
     folder = os.environ.get(VARIABLE, "")
     if is_off(folder):
@@ -84,7 +84,7 @@ def _from_environment() -> PlanStore | None:
     except UnsafeFolderError as error:
         if folder:
             _log.warning("plans are not kept, in spite of %s: %s", VARIABLE, error)
-        else:  # nobody asked for it, but who would have one is told what keeps it from being used
+        else:  # not requested, so only information
             level = logging.WARNING if isinstance(error, OpenFolderError) else logging.INFO
             text = "plans are not kept for later processes: %s; %s can name another folder"
             _log.log(level, text, error, VARIABLE)
@@ -97,28 +97,28 @@ def _default_folder() -> Path:
 
 
 def use_plan_store(path: str | os.PathLike[str] | None = None, *, capacity: int = DEFAULT_BYTES) -> PlanStoreUse:
-    """Chooses the folder of compiled plans, from which this process and later ones load them instead of building.
+    """Sets the folder of compiled plans, from which this process and later ones load plans instead of building them.
 
-    A plan that is loaded takes some milliseconds, one that is built 30 to 700. What is loaded is checked against its
-    digest and against the whole key, of which the GPU's properties and the versions of cuDNN, its frontend and this
-    package are part; what does not fit is ignored, removed and built again, with a warning of the logger "cudnn_sdpa".
-    Plans are code for the GPU: the folder must belong to the user or to root, and nobody else may write to it.
+    Loading a plan takes some milliseconds, building one 30 to 700. A loaded plan is checked against its digest and the
+    whole key, which includes the GPU's properties and the versions of cuDNN, its frontend and this package. A mismatch
+    is removed and built again, with a warning of the logger "cudnn_sdpa". Plans are code for the GPU: the folder must
+    belong to the user or to root, and nobody else may write to it.
 
-    The setting holds for the whole process, until the end of the `with` statement if it is used in one. Without a
-    call, the environment variable `CUDNN_SDPA_PLAN_DIR` names the folder; "off", in any case, is none. Unset, it is
-    "plans" in the user's cache folder, usually `~/.cache/cudnn_sdpa/plans`, made when the first plan is looked for.
-    Where that cannot be used, plans are not kept, which is logged as information; as a warning for a folder that the
-    variable names, or that is open to others.
+    The setting is process-wide, and ends with the `with` statement if it is used in one. Without a call, the
+    environment variable `CUDNN_SDPA_PLAN_DIR` names the folder; "off", in upper or lower case, disables storing. If it
+    is unset, the folder is "plans" in the user's cache folder, usually `~/.cache/cudnn_sdpa/plans`, created at the
+    first lookup. If that is unusable, plans are not stored; this is logged at level info, or as a warning for a folder
+    that the variable names or that is open to others.
 
     Args:
-        path: The folder, which is made if it is not there. None is the one in the user's cache folder; "off" is none.
-        capacity: Most bytes that are kept (a plan takes 60 to 300 KB); the least recently used plans go first.
+        path: The folder, created if missing. None is the one in the user's cache folder; "off" disables storing.
+        capacity: Maximum number of bytes (a plan takes 60 to 300 KB); the least recently used plans are removed first.
 
     Returns:
         A context manager whose value is the store, for its `info()` and `clear()`.
 
     Raises:
-        OptionError: The folder cannot be used or is open to others, or the capacity is no positive integer.
+        OptionError: The folder cannot be used or is open to others, or the capacity is not a positive integer.
 
     Examples:
         >>> import tempfile, cudnn_sdpa
@@ -135,15 +135,15 @@ def use_plan_store(path: str | os.PathLike[str] | None = None, *, capacity: int 
 
 
 def is_off(path: str | os.PathLike[str]) -> bool:
-    """Whether no folder is meant: "off", in capitals or not."""
+    """Whether the value is "off", in upper or lower case."""
     return isinstance(path, str) and path.strip().lower() == OFF
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
-    """The folder as it is meant now, wherever the program goes later.
+    """The folder as an absolute path, independent of later changes of the working directory.
 
     Raises:
-        UnsafeFolderError: It names the home of somebody who is not there.
+        UnsafeFolderError: It names the home of an unknown user.
     """
     try:
         return Path(path).expanduser().absolute()

@@ -1,7 +1,7 @@
-"""Small device tensors that outlive a call (constants, tables), out of nobody's private pool, and made beside captures.
+"""Small device tensors that outlive a call (constants, tables), allocated outside graphs' private memory pools.
 
-What a call allocates while CUDA graphs are recorded or warmed up comes out of a private pool, which expects to get all
-of it back. So this memory is taken by a thread of its own, on a stream of its own, some hundred pieces at once.
+Allocations during CUDA-graph capture or warm-up come from a private pool, which expects all of them back. So a separate
+thread allocates this memory on its own stream, in chunks for some hundred tensors.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def _exchange() -> Any:
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """While it is in force, this thread may load kernels and allocate memory although another thread captures.
+    """While active, this thread may load kernels and allocate memory although another thread captures.
 
-    A capture in PyTorch's default mode forbids such calls to all threads of the process: they fail, and so does the
-    capture.
+    A capture in PyTorch's default mode forbids such calls in all threads of the process: they fail, and the capture
+    fails too.
     """
     exchange = _exchange()
     if exchange is None:
@@ -51,14 +51,14 @@ def relaxed_capture() -> Iterator[None]:
         exchange(ctypes.byref(mode))
 
 
-#: Bytes that are taken at once.
+#: Bytes of a chunk.
 CHUNK = 512 * 1024
 
 _ALIGNMENT = 256
 
 
 class _Arena:
-    """Memory of one device. It is not used again piece by piece; a chunk goes when all its pieces have gone."""
+    """Memory of one device. Allocations are not reused; a chunk is freed when all its allocations are."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -75,7 +75,7 @@ class _Arena:
         return piece
 
     def _fetch(self, size: int) -> Tensor:
-        """New memory, by a thread that no private pool concerns."""
+        """Allocates in a thread without a private pool."""
         found: list[Tensor | BaseException] = []
 
         def work() -> None:
@@ -84,7 +84,7 @@ class _Arena:
                     self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
                     with torch.cuda.stream(self._stream):
                         found.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-            except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that waits
+            except BaseException as error:  # noqa: BLE001 - the waiting thread raises it again
                 found.append(error)
 
         thread = threading.Thread(target=work)
@@ -103,42 +103,42 @@ _lock = threading.Lock()
 def take_memory(device: int, size: int) -> Tensor:
     """Bytes on a device, (size rounded up,) uint8, aligned to 256 bytes.
 
-    Who reads or writes them on a stream says so with `record_stream`: they were taken on another one.
+    They were allocated on another stream, so users call `record_stream`.
     """
     with _lock:
         return _arenas.setdefault(device, _Arena(device)).take(size)
 
 
-# Small tensors that launches on any stream read, made once.
+# Small tensors that launches on any stream read, created once.
 
 
-#: Tables that a CUDA graph reads. Nobody can say when it is replayed for the last time.
+#: Tables that a CUDA graph reads, kept since it may be replayed at any time.
 captured_tables: list[DeviceTables] = []
 
 _TABLE_ALIGNMENT = 16
 
 
 class DeviceTables:
-    """Tensors that kernels on the current stream have made, and that launches on others read too.
+    """Tensors written by kernels on one stream and read by launches on others.
 
-    Another stream waits for the kernels that made them; and memory that it has read is not given away, after the tables
-    are gone, before it is done with it.
+    Another stream waits for the kernels that write them, and their memory is not reused before that stream has
+    finished reading.
 
     Attributes:
-        addresses: Of the tensors, by name.
-        size: Bytes that they take.
+        addresses: Addresses of the tensors, by name.
+        size: Their size in bytes.
     """
 
     __slots__ = ("_captured", "_made", "_memory", "_streams", "addresses", "size")
 
     def __init__(self, tensors: Mapping[str, Tensor], device: int, stream: int, *, captured: bool = False) -> None:
-        """Copies tensors right after they were made on `stream`, the current one.
+        """Copies tensors that were just written on `stream`, the current one.
 
         Args:
             tensors: The tensors by name.
             device: The current device.
             stream: The current stream.
-            captured: Whether it is being captured: then they are part of the CUDA graph, and of no use outside.
+            captured: Whether it is being captured: then they belong to the CUDA graph and are unusable outside.
         """
         self._captured = captured
         self._streams = {stream}
@@ -164,7 +164,7 @@ class DeviceTables:
             self._made.record()
 
     def prepare(self, stream: int) -> None:
-        """Makes sure that a launch on `stream`, the current one, may read them now."""
+        """Makes them safe to read for launches on `stream`, the current one."""
         if stream and not self._captured and torch._C._cuda_isCurrentStreamCapturing():
             with relaxed_capture():
                 self._made.synchronize()
@@ -181,7 +181,7 @@ class DeviceTables:
         self._streams.add(stream)
 
 
-# Device tensors of the operands whose values a plan's key fixes.
+# Device tensors for operands whose values the plan's key fixes.
 
 
 _constants: dict[tuple[int, TensorLayout, int], torch.Tensor] = {}
@@ -195,15 +195,15 @@ def constants_of(key: PlanKey) -> dict[str, torch.Tensor]:
 
 
 def _constant(device: int, layout: TensorLayout, value: int) -> torch.Tensor:
-    """A filled tensor that lives as long as the process: when a plan goes, launches of it may still be waiting.
+    """A filled tensor that lives as long as the process: launches of an evicted plan may still be pending.
 
-    There is one for each batch size and value, of half a kilobyte on the GPU.
+    There is one per batch size and value, of 512 bytes on the GPU.
     """
-    with _lock:  # two threads must not make two, of which one would go with its plan
+    with _lock:  # otherwise two threads could make two, and one would be freed with its plan
         tensor = _constants.get((device, layout, value))
         if tensor is None:
             size = math.prod(layout.shape) * layout.dtype.itemsize
             tensor = take_memory(device, size)[:size].view(layout.dtype).view(layout.shape).fill_(value)
-            torch.cuda.current_stream(device).synchronize()  # launches may come on other streams
+            torch.cuda.current_stream(device).synchronize()  # launches may follow on other streams
             _constants[device, layout, value] = tensor
     return tensor

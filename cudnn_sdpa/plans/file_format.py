@@ -1,7 +1,7 @@
-"""The format of a stored plan: a line that names the format, a line of JSON that describes the plan, and its bytes.
+"""The file format of a stored plan: a line with the format, a line of JSON with its description, and its bytes.
 
-Nothing in it is unpickled or evaluated. The description holds the whole key, so that a file is never taken for another
-plan's, and the digest of the bytes, so that a damaged file is seen before cuDNN reads it.
+Nothing is unpickled or evaluated. The description holds the whole key, so that plans are never confused, and the digest
+of the bytes, so that a damaged file is detected before cuDNN reads it.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from typing import Any
 
 from cudnn_sdpa.plans.private_folders import is_private
 
-#: Changes whenever files of an older version of this library could be misread; part of every file's name.
+#: Format version, part of every file name; changes whenever files of older versions could be misread.
 FORMAT = 1
 _MAGIC = f"cudnn_sdpa plan, format {FORMAT}\n".encode()
 
-#: More than any plan takes (they are 60 to 300 KB): what is larger is not read.
+#: Larger files are not read; plans take 60 to 300 KB.
 LARGEST = 64 << 20
 
 
 class BadPlanFileError(Exception):
-    """A file that is no plan, or not the one that is wanted; the message says why."""
+    """A file that is not a valid plan, or not the expected one; the message says why."""
 
 
 @dataclass(frozen=True)
 class StoredPlan:
-    """A compiled plan and what is known of it.
+    """A compiled plan and its description.
 
     Attributes:
-        identity: What it is the plan of, as `PlanKey.identity` gives it.
+        identity: The identity of its key; see `PlanKey.identity`.
         engine: cuDNN's engine.
         knobs: The engine's settings.
-        workspace: Bytes that a launch needs beside its operands.
+        workspace: Bytes that a launch needs in addition to its operands.
         build_seconds: Time that planning and compiling took.
         data: The plan in cuDNN's own format.
-        tuned: Whether it was chosen by its time, under `autotune`; files of older versions do not say.
+        tuned: Whether `autotune` chose it by measured time; missing in files of older versions.
     """
 
     identity: dict[str, Any]
@@ -65,24 +65,24 @@ class StoredPlan:
 
     @classmethod
     def decode(cls, contents: bytes) -> StoredPlan:
-        """The plan in the contents of a file.
+        """The plan in a file's contents.
 
         Raises:
-            BadPlanFileError: They are something else, or damaged.
+            BadPlanFileError: They are not a plan, or damaged.
         """
         if not contents.startswith(_MAGIC):
-            raise BadPlanFileError("it is no plan in this version's format")
+            raise BadPlanFileError("it is not a plan in this version's format")
         digest, _, rest = contents[len(_MAGIC) :].partition(b"\n")
         line, _, data = rest.partition(b"\n")
         if digest != _digest(line, data).encode():
-            raise BadPlanFileError("its contents do not match their digest")
+            raise BadPlanFileError("its contents do not match its digest")
         description = json.loads(line)
         kinds = {"key": (dict,), "engine": (str,), "knobs": (dict,), "workspace": (int,), "build_seconds": (int, float)}
         wrong = [name for name, kind in kinds.items() if type(description[name]) not in kind]
         if not wrong and any(type(value) is not int for value in description["knobs"].values()):
             wrong.append("knobs")
         if wrong or description["workspace"] < 0:
-            raise BadPlanFileError(f"its description is no plan's: {', '.join(wrong) or 'workspace'}")
+            raise BadPlanFileError(f"its description is not a plan's: {', '.join(wrong) or 'workspace'}")
         return cls(
             identity=description["key"],
             engine=description["engine"],
@@ -95,7 +95,7 @@ class StoredPlan:
 
 
 def canonical(description: Any) -> bytes:
-    """JSON in the one form that digests are made of."""
+    """Canonical JSON, for digests."""
     return json.dumps(description, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -109,10 +109,10 @@ def _digest(line: bytes, data: bytes) -> str:
 
 
 def read(name: str, folder: int) -> bytes | None:
-    """The contents of a file in a folder that is open; None if it is not there.
+    """The contents of a file in an open folder; None if it is missing.
 
     Raises:
-        BadPlanFileError: Somebody else could have written it, or it is no regular file, or far too large.
+        BadPlanFileError: Another user could have written it, it is not a regular file, or it is far too large.
         OSError: It cannot be read.
     """
     try:
@@ -122,7 +122,7 @@ def read(name: str, folder: int) -> bytes | None:
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise BadPlanFileError("it is no regular file")
+            raise BadPlanFileError("it is not a regular file")
         if not is_private(status):
             raise BadPlanFileError("it belongs to another user, or others may write to it")
         if status.st_size > LARGEST:

@@ -1,4 +1,4 @@
-"""Lists of plans as files: which a program used, for other machines and later runs to have ready."""
+"""Plan manifests: the plans that a program used, to be built for other machines and later runs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from cudnn_sdpa.graph.diagnostics import shortened
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 
-#: Changes when files of an older version could be misread.
+#: Format version; changes when files of older versions could be misread.
 VERSION = 1
 _SCHEMA = Path(__file__).with_name("manifest.schema.json")
 
 
 @dataclass
 class PlanManifest:
-    """Plans without their GPU: what `record_plans` found, what `warmup` and `compile` make ready.
+    """Plan keys without a GPU: written by `record_plans`, read by `warmup` and `compile_plans`.
 
     Attributes:
         plans: A description of each plan: its operation, operands and options, as `PlanKey.to_json` gives them.
-        recorded_on: The GPU and the versions it was recorded with; for people.
+        recorded_on: The GPU and versions it was recorded with, for people.
     """
 
     plans: list[dict[str, Any]] = field(default_factory=list)
@@ -34,7 +34,7 @@ class PlanManifest:
 
     @classmethod
     def of(cls, keys: list[PlanKey]) -> PlanManifest:
-        """The manifest of some plans, each once, in an order that does not depend on when they were used."""
+        """The manifest of some plans, deduplicated, in an order independent of their use."""
         described = {json.dumps(_without_digest(key), sort_keys=True) for key in keys}
         return cls([json.loads(text) for text in sorted(described)], _recorded_on(keys))
 
@@ -64,11 +64,11 @@ class PlanManifest:
         return cls(data["plans"], data["recorded_on"])
 
     def keys(self, target: Target, device: int | None) -> list[PlanKey]:
-        """The keys of the plans on a GPU, each once, with this installation's versions of their operations.
+        """The keys of the plans on a GPU, deduplicated, with this installation's versions of their operations.
 
         Raises:
-            OptionError: An operation is not there. Modules of one's own are imported before; only those of this package
-                are imported by this function.
+            OptionError: An operation is missing. Import the modules of custom operations first; this function imports
+                only this package's.
         """
         return list(dict.fromkeys(replace(_key_of(plan, target), device=device) for plan in self.plans))
 
@@ -78,7 +78,7 @@ class PlanManifest:
 
 def _without_digest(key: PlanKey) -> dict[str, Any]:
     described = key.to_json()
-    del described["digest"]  # it is that of the builder in the process that reads the manifest
+    del described["digest"]  # the digest is computed from the builder in this process
     return described
 
 
@@ -101,7 +101,7 @@ def _key_of(plan: dict[str, Any], target: Target) -> PlanKey:
 
 
 def _check_numbers(plan: dict[str, Any]) -> None:
-    """JSON's schemas take 8.0 for an integer; a key does not."""
+    """Checks that numbers are integers: JSON schemas accept 8.0, keys do not."""
     for operand in (*plan["inputs"], *plan["outputs"]):
         layout = operand["layout"]
         for number in (*layout["shape"], *layout["stride"], operand["fill"]):

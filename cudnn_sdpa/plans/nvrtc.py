@@ -1,6 +1,7 @@
-"""Kernels of our own, for what cuDNN has no operation for: CUDA source, compiled by NVRTC for the GPU that is there.
+"""The library's own CUDA kernels, for operations that cuDNN lacks, compiled with NVRTC for the current GPU.
 
-NVRTC is there wherever cuDNN is, as cuDNN compiles its own kernels with it. What it makes is kept in the plan store.
+NVRTC is present wherever cuDNN is, since cuDNN compiles its own kernels with it. Compiled kernels are kept in the plan
+store.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from cudnn_sdpa.plans import default_store
 from cudnn_sdpa.plans.device_memory import relaxed_capture
 from cudnn_sdpa.plans.file_format import StoredPlan
 
-#: CUDA_ERROR_INVALID_CONTEXT: no call of CUDA's runtime has been made on this thread yet.
+#: CUDA_ERROR_INVALID_CONTEXT: this thread has not called the CUDA runtime yet.
 _NO_CONTEXT = 201
 
-#: What CUDA says of bytes that are no kernel for this GPU: INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX,
+#: CUDA's errors for bytes that are not a kernel for this GPU: INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX,
 #: UNSUPPORTED_PTX_VERSION, INVALID_SOURCE, SHARED_OBJECT_SYMBOL_NOT_FOUND, NOT_FOUND.
 _REFUSED = frozenset({200, 209, 218, 222, 300, 302, 500})
 
 
 class _NotAKernelError(ExecutionError):
-    """Bytes that are no kernel for this GPU."""
+    """The bytes are not a kernel for this GPU."""
 
 
 @dataclass(frozen=True)
 class _Identity:
-    """What a compiled kernel depends on, in the form in which the plan store knows plans."""
+    """The identity of a compiled kernel in the plan store."""
 
     name: str
     digest: str
@@ -59,7 +60,7 @@ def slots(fields: type[tuple[int, ...]], *names: str, start: int = 0) -> list[in
 
 
 class LoadedKernel:
-    """A kernel in the memory of one GPU."""
+    """A kernel loaded on one GPU."""
 
     __slots__ = ("_device", "_function", "_launch", "name")
 
@@ -73,13 +74,13 @@ class LoadedKernel:
         """Launches it on `stream` of its device, which must be the current device.
 
         Args:
-            blocks: Blocks of the grid.
-            threads: Threads of a block.
-            fields: The fields of the kernel's only argument, a structure of numbers of 64 bits.
+            blocks: Blocks in the grid.
+            threads: Threads per block.
+            fields: Fields of the kernel's only argument, a structure of 64-bit values.
             stream: The raw stream.
 
         Raises:
-            ExecutionError: CUDA refuses.
+            ExecutionError: CUDA could not launch it.
         """
         where = array("Q", (fields.buffer_info()[0],))
         address = where.buffer_info()[0]
@@ -92,7 +93,7 @@ class LoadedKernel:
 
 
 class Kernel:
-    """CUDA source with one kernel in it, which takes one structure of numbers of 64 bits.
+    """CUDA source of one kernel whose argument is a structure of 64-bit values.
 
     Args:
         path: The file.
@@ -106,7 +107,7 @@ class Kernel:
         self._lock = threading.Lock()
 
     def on(self, device: int) -> LoadedKernel:
-        """The kernel on a GPU; the first time it is compiled, or taken out of the plan store, and loaded.
+        """The kernel on a GPU; the first call compiles it, or reads it from the plan store, and loads it.
 
         Raises:
             LibraryError: NVRTC is missing or cannot compile it.
@@ -129,7 +130,7 @@ class Kernel:
         if plans is not None and stored is not None:
             try:
                 return self._in_memory(stored.data, device)
-            except _NotAKernelError as error:  # any other failure is the GPU's, and the file as good as it was
+            except _NotAKernelError as error:  # any other failure is the GPU's, not the file's
                 plans.reject(key, str(error))
         start = time.perf_counter()
         cubin = self.compile(key.sm)
@@ -197,7 +198,7 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 def _places_of_nvrtc() -> Iterator[str]:
-    """Where it may be: the one that this process has, the one that the system finds, those of pip's packages."""
+    """Candidate paths: the one loaded in this process, the system's, and those of pip packages."""
     loaded = backend.loaded_libraries().get("libnvrtc")
     if loaded is not None:
         yield loaded

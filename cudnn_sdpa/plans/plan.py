@@ -1,4 +1,4 @@
-"""A compiled plan: building it on this machine's GPU, and launching it."""
+"""A compiled plan and its launch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 def _find_allocator() -> Any:
     """`allocate(shape, stride, dtype)` on the current CUDA device.
 
-    What torch.compile's code calls, 0.5 µs less than `torch.empty_strided`, where this PyTorch has it.
+    The allocator of torch.compile's code, if this PyTorch has it: 0.5 µs faster than `torch.empty_strided`.
     """
     guards = getattr(torch._C, "_dynamo", None)
     private = getattr(getattr(guards, "guards", None), "_empty_strided_cuda", None)
@@ -35,8 +35,8 @@ def _find_allocator() -> Any:
 
 allocate = _find_allocator()
 
-#: Plans with a launch in a CUDA graph. Nobody can say when a graph is replayed for the last time, so they live as long
-#: as the process, whatever the cache does.
+#: Plans with a launch in a CUDA graph. A graph may be replayed at any time, so they live as long as the process, even
+#: after eviction.
 captured_plans: list[Plan] = []
 
 
@@ -44,18 +44,18 @@ class Plan:
     """A compiled plan. It owns its kernels and constants, but no workspace and no handle.
 
     Attributes:
-        key: What it is the plan of.
+        key: Its key.
         engine: Name of cuDNN's engine.
         knobs: The engine's settings.
-        workspace: Bytes that a launch allocates beside its outputs.
-        build_seconds: How long it took to plan and compile, or to load it.
-        loaded: Whether it came out of the plan store.
-        last_used: Number of the look-up that found it last; set by the cache.
-        place: The number that the cache gave it before its first use.
+        workspace: Bytes that a launch allocates in addition to its outputs.
+        build_seconds: Time for planning and compiling, or for loading.
+        loaded: Whether it came from the plan store.
+        last_used: Number of its last use; set by the cache.
+        place: Its use number when the cache added it, before its first use.
         held: Whether it is in the plan cache; set by the cache.
-        captured: Whether a CUDA graph holds a launch of it; see `captured_plans`.
-        tuned: Whether it was chosen by its time; see `autotune`.
-        constants: Device tensors of the operands whose values the key fixes, by name.
+        captured: Whether a CUDA graph contains a launch of it; see `captured_plans`.
+        tuned: Whether it was chosen by measured time; see `autotune`.
+        constants: Device tensors for operands whose values the key fixes, by name.
     """
 
     __slots__ = (
@@ -79,7 +79,7 @@ class Plan:
 
     def __init__(self, key: PlanKey, built: backend.BuiltGraph, constants: dict[str, torch.Tensor]) -> None:
         if key.device is None:
-            raise ValueError("a plan that is launched needs a device")
+            raise ValueError("launching a plan needs a device")
         self.key = key
         self.built = built
         self.engine = built.engine
@@ -100,7 +100,7 @@ class Plan:
         """Launches the plan on the current stream of its device, which must be the current device.
 
         Args:
-            pointers: Of all inputs, then all outputs, in the key's order. Nothing is checked here.
+            pointers: Addresses of all inputs, then all outputs, in the key's order; unchecked.
         """
         device = self.device
         stream = current_raw_stream(device)
@@ -117,7 +117,7 @@ class Plan:
             scratch = workspace.data_ptr()
         else:
             scratch = 0
-        # Of this call alone: plans are launched by many threads at once.
+        # Local to this call: many threads launch a plan at once.
         operands = pointers if type(pointers) is array else array("Q", pointers)
         try:
             self._launch(operands.buffer_info()[0], self._count, scratch, slot.raw, -1)
@@ -125,11 +125,11 @@ class Plan:
             raise backend.execution_error(error, str(self.key)) from error
 
     def launch_kept(self, operands: array[int], workspace: int) -> None:
-        """The same with memory that the caller keeps: saves 1.5 µs.
+        """The same with memory that the caller keeps, which saves 1.5 µs.
 
         Args:
             operands: The pointers.
-            workspace: Address of at least `workspace` bytes, which no launch on another stream uses meanwhile.
+            workspace: Address of at least `workspace` bytes that no launch on another stream uses concurrently.
         """
         stream = current_raw_stream(self.device)
         slot = handles.thread.slots[self.device]
@@ -152,7 +152,7 @@ class Plan:
 
 
 def stored_form(plan: Plan) -> StoredPlan:
-    """What the plan store keeps of a plan that was built."""
+    """The stored form of a built plan."""
     data = plan.built.serialize()
     known = (plan.key.identity(), plan.engine, plan.knobs, plan.workspace, plan.build_seconds, data)
     return StoredPlan(*known, tuned=plan.tuned)

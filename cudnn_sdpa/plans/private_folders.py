@@ -1,6 +1,6 @@
-"""Folders in which nobody else can have put anything, as OpenSSH asks of those with keys (its `StrictModes`).
+"""Private folders: only their owner and root can write to them, as OpenSSH's `StrictModes` requires for keys.
 
-It is not enough that a folder is its owner's: who may write to a folder above it can put another one in its place.
+Owning a folder is not enough: anyone who can write to a parent folder can replace it.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from pathlib import Path
 
 import platformdirs
 
-#: As many links as Linux follows.
+#: Maximum number of symbolic links to follow, as on Linux.
 _MAX_LINKS = 40
 
-#: Environment variable with folders that are not looked at on the way, with colons between them: the user trusts
-#: whoever may write to them, as on a volume that is mounted for one program alone.
+#: Environment variable with colon-separated folders that are not checked: the user trusts everyone who can write to
+#: them, as on a volume mounted for one program only.
 TRUSTED_VARIABLE = "CUDNN_SDPA_TRUSTED_FOLDERS"
 
 _OR_TRUST = f"or trust all who may write to it, with the environment variable {TRUSTED_VARIABLE}="
 
 
 class UnsafeFolderError(Exception):
-    """A folder that somebody else may write to, or that cannot be used; the message says why."""
+    """A folder that others can write to, or that cannot be used; the message says why."""
 
 
 class OpenFolderError(UnsafeFolderError):
-    """A folder that could be used, if nobody else could put something in its place or into it."""
+    """A usable folder that others could write to or replace."""
 
 
 def is_private(status: os.stat_result) -> bool:
-    """Whether nobody but this user and the system's administrator can have written something."""
+    """Whether only this user and root can have written it."""
     return status.st_uid in (os.getuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def open_private(folder: Path, *, make: bool = True) -> int:
-    """Opens a folder that only this user and the administrator can change or replace.
+    """Opens a folder that only this user and root can change or replace.
 
     Args:
         folder: An absolute path.
-        make: Whether it is made if it is not there, and what is missing above it, all with mode 0700.
+        make: Whether to create it, with missing parents, all with mode 0700.
 
     Returns:
-        A descriptor, by which files in it are reached whatever becomes of its path.
+        A descriptor, which reaches its files even if its path changes.
 
     Raises:
-        UnsafeFolderError: It is open to others, is no folder, or cannot be used.
+        UnsafeFolderError: It is open to others, is not a folder, or cannot be used.
     """
     try:
         real = _walk(folder, make)
@@ -69,18 +69,18 @@ def open_private(folder: Path, *, make: bool = True) -> int:
 
 
 def check_above(folder: Path) -> None:
-    """Makes sure that nobody else can put another folder in the place of one that need not be there yet.
+    """Checks that nobody else can replace a folder, which need not exist yet.
 
     Raises:
-        UnsafeFolderError: Somebody can.
-        OSError: It cannot be looked at.
+        UnsafeFolderError: Others can replace it.
+        OSError: It cannot be inspected.
     """
     with contextlib.suppress(FileNotFoundError):
         _walk(folder, make=False)
 
 
 def _walk(folder: Path, make: bool) -> str:
-    """The path without links, every folder above it looked at on the way, as the system follows it."""
+    """The path with links resolved, checking every folder on the way as the system follows it."""
     current, links, rest = "/", 0, list(folder.parts[1:])
     _check(current, os.lstat(current))
     while rest:
@@ -100,7 +100,7 @@ def _walk(folder: Path, make: bool) -> str:
             current = "/" if target.is_absolute() else current
             rest = [*(part for part in target.parts if part != "/"), *rest]
         elif not stat.S_ISDIR(status.st_mode):
-            raise UnsafeFolderError(f"{path} cannot be used: it is no folder")
+            raise UnsafeFolderError(f"{path} cannot be used: it is not a folder")
         else:
             if rest:
                 _check(path, status)
@@ -114,15 +114,15 @@ def _status(path: str, make: bool) -> os.stat_result:
     except FileNotFoundError:
         if not make:
             raise
-    with contextlib.suppress(FileExistsError):  # another process was quicker
+    with contextlib.suppress(FileExistsError):  # another process was faster
         os.mkdir(path, 0o700)  # noqa: PTH102
     return os.lstat(path)
 
 
 def _check(path: str, status: os.stat_result) -> None:
-    """Makes sure that nobody else can replace what is in a folder and belongs to this user.
+    """Checks that nobody else can replace this user's entries in a folder.
 
-    In a folder like /tmp everybody may write and nobody may replace what is another's; what is in it is looked at next.
+    In a sticky folder like /tmp, everyone may write but not replace others' entries; the entry is checked next.
     """
     if path in os.environ.get(TRUSTED_VARIABLE, "").split(os.pathsep):
         return
@@ -143,17 +143,16 @@ def _check(path: str, status: os.stat_result) -> None:
 
 
 def _is_trustworthy(owner: int) -> bool:
-    """Whether the owner of a folder above is this user or the administrator.
+    """Whether a parent folder belongs to this user or root.
 
-    Where a container knows this user alone (Apptainer, bubblewrap, `unshare`), the administrator's files belong to
-    nobody there.
+    In a user namespace of this user only (Apptainer, bubblewrap, `unshare`), root's files have the overflow uid.
     """
     return owner in (os.getuid(), 0) or owner == _outsiders()
 
 
 @functools.cache
 def _outsiders() -> int | None:
-    """The user that all users outside of this namespace are shown as; None where that may be somebody inside."""
+    """The overflow uid, shown for all users outside this namespace; None if it may be a user inside."""
     try:
         owner = int(Path("/proc/sys/fs/overflowuid").read_text())
         ranges = [list(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -163,7 +162,7 @@ def _outsiders() -> int | None:
 
 
 def _is_users_own_group(group: int) -> bool:
-    """Whether a group is the one that some systems make for each user, with nobody else in it."""
+    """Whether a group is the user's private group, without other members."""
     import grp
     import pwd
 
@@ -175,18 +174,18 @@ def _is_users_own_group(group: int) -> bool:
 
 
 def in_users_cache(name: str) -> Path:
-    """A folder of this package's in the user's cache folder, there or not.
+    """This package's folder in the user's cache folder, existing or not.
 
     Raises:
-        UnsafeFolderError: The user has no cache folder, and no home to make it in.
+        UnsafeFolderError: The user has no cache folder and no home.
     """
     try:
         cache = Path(platformdirs.user_cache_dir("cudnn_sdpa"))
-    except RuntimeError:  # so does a new platformdirs say that no home is known; an old one leaves the "~" in the path
+    except RuntimeError:  # new platformdirs raise this without a home; old ones leave the "~" in the path
         cache = Path("~")
     if not cache.is_absolute():
-        raise UnsafeFolderError("the user has no cache folder, for lack of a home or an absolute XDG_CACHE_HOME")
-    with contextlib.suppress(RuntimeError):  # no home is known: the environment has named another cache folder
+        raise UnsafeFolderError("the user has no cache folder: there is no home and no absolute XDG_CACHE_HOME")
+    with contextlib.suppress(RuntimeError):  # without a home, the environment names another cache folder
         home = Path.home()
         if cache.is_relative_to(home) and not os.access(home, os.F_OK):
             raise UnsafeFolderError(f"there is no home folder {home}")

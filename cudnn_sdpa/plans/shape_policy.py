@@ -1,4 +1,4 @@
-"""The shape policy: which plan serves a call whose shape has none yet."""
+"""The shape policy: which plan serves a call whose shape has no plan yet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _lock = renewed_in_children(threading.Lock())
 
 
 class ShapePolicyUse(Override[str]):
-    """What `shape_policy` returns: leave it alone, or use it in a `with` statement to go back to what was before.
+    """The result of `shape_policy`: ignore it, or use it in a `with` statement to restore the previous policy.
 
     Attributes:
         policy: The policy in force.
@@ -61,23 +61,24 @@ def _from_environment() -> str:
 
 
 def shape_policy(policy: str) -> ShapePolicyUse:
-    """Sets what serves a call of `sdpa` whose shape has no plan yet.
+    """Sets which plan serves a call of `sdpa` whose shape has no plan yet.
 
-    - "exact": a plan is built for it, which takes 30 to 700 ms. Every call runs the best plan for its shape.
-    - "bucketed": the plan of its bucket serves it. The batch is seen as sequences end to end, whose lengths are data;
-      lengths up to 1,024, 8,192 and 65,536 share a plan each, and so do numbers of sequences that are rounded up to
-      the same power of two, or one and a half times one. A new shape costs 0.2 ms; each call takes up to 1.9
-      times as long as with a plan of its own, single queries on long caches up to 13 times.
-    - "tiered": the first three shapes of a bucket get plans of their own. Further ones are served at once by the
-      bucket's plan. One that comes back is built by a helper process meanwhile, which uses no GPU, and its own plan
-      takes over when it is ready. With `deterministic=True`, and while `torch.use_deterministic_algorithms` or
-      `autotune` is in force, new shapes get plans of their own at once.
+    - "exact": the call builds a plan for its shape, which takes 30 to 700 ms. Every call runs the best plan for its
+      shape.
+    - "bucketed": the plan of its bucket serves it. The batch is treated as packed sequences whose lengths are data.
+      Lengths up to 1,024, 8,192 and 65,536 share a plan each; so do batch sizes that round up to the same power of
+      two, or 1.5 times one. A new shape costs 0.2 ms; each call takes up to 1.9 times as long as with an exact-shape
+      plan, single queries on long caches up to 13 times.
+    - "tiered": the first three shapes of a bucket get exact-shape plans. The bucket's plan serves further ones at
+      once. If such a shape recurs, a helper process, which uses no GPU, builds its exact-shape plan in the background;
+      that plan takes over when it is ready. With `deterministic=True`, and while
+      `torch.use_deterministic_algorithms` or `autotune` is in force, new shapes get exact-shape plans at once.
 
-    Buckets serve calls for inference without `return_lse`, lengths, masks of the caller, dropout, soft caps, sinks and
-    linear biases; all others are exact under each policy. The results of two plans differ by rounding.
+    Buckets serve inference calls without `return_lse`, sequence lengths, `attn_mask`, dropout, `softcap`, sinks and
+    ALiBi; all others are exact under every policy. The results of two plans differ by rounding.
 
-    The setting holds for the whole process, until the end of the `with` statement if it is used in one. Without a call
-    the environment variable `CUDNN_SDPA_SHAPE_POLICY` names the policy.
+    The setting is process-wide, and ends with the `with` statement if it is used in one. Without a call, the
+    environment variable `CUDNN_SDPA_SHAPE_POLICY` names the policy.
 
     Args:
         policy: "exact", "bucketed" or "tiered".
@@ -86,7 +87,7 @@ def shape_policy(policy: str) -> ShapePolicyUse:
         A context manager whose value is the policy.
 
     Raises:
-        OptionError: There is no such policy.
+        OptionError: The policy does not exist.
 
     Examples:
         >>> import cudnn_sdpa
@@ -100,7 +101,7 @@ def shape_policy(policy: str) -> ShapePolicyUse:
 
 
 def on_change(listener: Callable[[], None]) -> Callable[[], None]:
-    """Has `listener` called after every change of the policy."""
+    """Calls `listener` after every change of the policy."""
     _listeners.append(listener)
     return listener
 

@@ -1,8 +1,8 @@
-"""Plans on disk: what one process has built, the next one loads.
+"""The plan store: plans on disk, built by one process and loaded by later ones.
 
-A plan is code for the GPU, so a folder that others may write to is refused, and so are single files. A file is written
-under another name and renamed, which leaves it whole or absent whatever happens meanwhile. Whatever is wrong with the
-store, plans are built as if there were none.
+A plan is code for the GPU, so folders and files that others may write to are refused. A file is written under a
+temporary name and renamed, so it is always complete or absent. If the store fails, plans are built as if there were
+none.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _log = logging.getLogger("cudnn_sdpa")
 
 DEFAULT_BYTES = 1 << 30
 
-#: How often room is made on a full disk for one plan.
+#: Maximum number of attempts to free space on a full disk for one plan.
 _MAX_TRIES = 8
 
-#: The part of its capacity that a full store keeps, so that not every further save has to remove something.
+#: The fraction of its capacity that a full store keeps, so that not every later save has to evict.
 _LEFT = 0.9
 
-#: How long to wait for a process that is building the same plan. It takes a second; one that is stopped holds its lock.
+#: Seconds to wait for a process that builds the same plan. A build takes one; a stopped process keeps its lock.
 _LOCK_SECONDS = 60.0
 
 _stores: weakref.WeakSet[PlanStore] = weakref.WeakSet()
@@ -44,10 +44,10 @@ class PlanStoreInfo:
     """Counters of a plan store.
 
     Attributes:
-        folder: Where it is.
+        folder: Its path.
         plans: Files in it now.
-        bytes: Their size.
-        capacity: Most bytes that are kept.
+        bytes: Their total size.
+        capacity: Maximum number of bytes.
         loads: Plans that this process has loaded from it.
         saves: Plans that this process has saved to it.
         rejected: Files that this process found damaged, foreign or unsafe, and removed where it could.
@@ -68,32 +68,31 @@ class Identified(Protocol):
     """The key of a plan, or of anything else that is compiled for a GPU."""
 
     def identity(self) -> dict[str, Any]:
-        """All that it depends on, as values of JSON."""
+        """Everything that it depends on, JSON-ready."""
         ...
 
 
 class PlanStore:
     """A folder of compiled plans, shared by any number of processes.
 
-    Least recently used files go first when it grows over its capacity; a load counts as a use.
+    Beyond its capacity, the least recently used files are removed first; a load counts as a use.
     """
 
     def __init__(self, folder: Path, capacity: int = DEFAULT_BYTES, *, complaints: int = logging.WARNING) -> None:
-        """Opens or makes a folder.
+        """Opens or creates a folder.
 
         Args:
-            folder: Where it is.
-            capacity: Most bytes that are kept.
-            complaints: Logging level of what keeps plans from being kept or read. Files that are unsafe or damaged are
-                always a warning.
+            folder: Its path.
+            capacity: Maximum number of bytes.
+            complaints: Logging level of failures to save or read plans. Unsafe or damaged files are always a warning.
 
         Raises:
-            UnsafeFolderError: It cannot be made, is no folder, or is open to others.
+            UnsafeFolderError: It cannot be created, is not a folder, or is open to others.
         """
         self.folder = folder.absolute()
         self.capacity = capacity
         self._complaints = complaints
-        self._size: int | None = None  # not known before the first save
+        self._size: int | None = None  # unknown before the first save
         self._counters = dict.fromkeys(("loads", "saves", "rejected", "evictions"), 0)
         self._said: set[str] = set()
         self._refused: dict[str, bytes] = {}
@@ -103,12 +102,12 @@ class PlanStore:
             pass
 
     def _start_afresh(self) -> None:
-        """A forked child has none of the threads that may hold the lock."""
+        """Resets the lock in a forked child, which lacks the thread that may hold it."""
         self._mutex, self._room = threading.Lock(), threading.Lock()
 
     @contextlib.contextmanager
     def _opened(self, *, make: bool = False) -> Iterator[int]:
-        """The folder, as it is now: it may have been removed, or opened to others, since it was used last.
+        """Opens the folder, which may have been removed, or opened to others, since its last use.
 
         Raises:
             UnsafeFolderError: It cannot be used.
@@ -120,13 +119,13 @@ class PlanStore:
             os.close(descriptor)
 
     def path(self, key: Identified) -> Path:
-        """Where the plan of `key` is, or would be."""
+        """The path of the plan of `key`, existing or not."""
         return self.folder / file_format.name_of(key.identity())
 
     def load(self, key: Identified, *, only_tuned: bool = False) -> StoredPlan | None:
-        """The stored plan of `key`; None if there is none, or none that can be trusted.
+        """The stored plan of `key`; None if there is none that can be trusted.
 
-        With `only_tuned`, a plan that was not chosen by its time is left where it is.
+        With `only_tuned`, an untuned plan is skipped and stays.
         """
         name = self.path(key).name
         try:
@@ -136,23 +135,23 @@ class PlanStore:
                     return None
                 plan = _decode(contents)
                 if file_format.canonical(plan.identity) != file_format.canonical(key.identity()):
-                    raise BadPlanFileError("it is another plan's")
+                    raise BadPlanFileError("it belongs to another plan")
                 if (only_tuned and not plan.tuned) or self._refused.get(name) == _digest(plan):
                     return None
                 with contextlib.suppress(OSError):
-                    store_files.date(name, folder)  # a use, for the order in which files go
+                    store_files.date(name, folder)  # marks the use, for eviction order
         except BadPlanFileError as error:
             self.reject(key, str(error))
             return None
         except (OSError, UnsafeFolderError) as error:
-            if not isinstance(error.__cause__, FileNotFoundError):  # it was removed: the next save makes it again
+            if not isinstance(error.__cause__, FileNotFoundError):  # the next save recreates a removed folder
                 self._warn("read", f"stored plans cannot be read ({error})")
             return None
         self._count("loads")
         return plan
 
     def save(self, key: Identified, plan: StoredPlan) -> None:
-        """Keeps a plan. What cannot be written is not kept, and said once."""
+        """Saves a plan; a failure is logged once."""
         name = self.path(key).name
         try:
             contents = plan.encode()
@@ -162,18 +161,18 @@ class PlanStore:
             self._count("saves")
             self._refused.pop(name, None)
         except (OSError, UnsafeFolderError) as error:
-            self._warn("write", f"plans cannot be kept in {self.folder} ({error})")
+            self._warn("write", f"plans cannot be saved in {self.folder} ({error})")
 
     def reject(self, key: Identified, why: str) -> None:
-        """Removes the file of `key`, which is damaged or foreign."""
+        """Removes the file of `key`, which is damaged or not its plan."""
         self._note_rejection(key, why)
         with contextlib.suppress(OSError, UnsafeFolderError), self._opened() as folder:
             os.unlink(self.path(key).name, dir_fd=folder)
 
     def refuse(self, key: Identified, plan: StoredPlan, why: str) -> None:
-        """Passes over the stored plan of `key` in this process; the file stays until a plan is saved in its place.
+        """Ignores the stored plan of `key` in this process; the file stays until a new plan replaces it.
 
-        For what is whole and was not taken: if the fault is the GPU's, or its memory's, others can still use it.
+        For an intact plan that cuDNN rejected: if the cause is the GPU or its memory, other processes can still use it.
         """
         self._refused[self.path(key).name] = _digest(plan)
         self._note_rejection(key, why)
@@ -184,22 +183,22 @@ class PlanStore:
 
     @contextlib.contextmanager
     def building(self, key: Identified, *, in_background: bool = False) -> Iterator[None]:
-        """While a process is in it, others that want to build the same plan wait, and can load it afterwards.
+        """While a process is in it, others that would build the same plan wait, then load it.
 
         Args:
-            key: Of the plan.
-            in_background: Whether nobody waits for it. Those who do build it themselves meanwhile: a helper that has
-                to start first, and stands back for everybody else, takes many times as long.
+            key: The plan's key.
+            in_background: Whether no call waits for it. Calls that need it then build it themselves: a helper must
+                first start, runs at low priority, and takes many times as long.
         """
         with contextlib.ExitStack() as stack:
             try:
-                if os.access(self.folder, os.W_OK | os.X_OK):  # else nothing will be kept that others could wait for
+                if os.access(self.folder, os.W_OK | os.X_OK):  # otherwise nothing will be saved for others to wait for
                     folder = stack.enter_context(self._opened())
                     locks = store_files.folder_of_locks(folder)
                     stack.callback(os.close, locks)
                     name = self.path(key).stem + ".background" * in_background + ".lock"
                     if not stack.enter_context(store_files.held(locks, name, _LOCK_SECONDS)):
-                        self._warn("lock", f"plans in {self.folder} are built without a lock (it is held for long)")
+                        self._warn("lock", f"plans in {self.folder} are built without a lock (it is held for too long)")
             except (OSError, UnsafeFolderError) as error:
                 self._warn("lock", f"plans in {self.folder} are built without a lock ({error})")
             yield
@@ -220,17 +219,17 @@ class PlanStore:
                         os.unlink(file.name, dir_fd=folder)
 
     def _write_or_make_room(self, folder: int, name: str, contents: bytes) -> None:
-        """Writes a file; on a disk that is full, others are removed for it."""
+        """Writes a file; on a full disk, others are evicted for it."""
         tries, gone = 1, 1
         while not store_files.is_written(folder, name, contents, or_raise=tries == _MAX_TRIES or not gone):
             gone = self._remove(folder, len(contents), name)
             tries += 1
 
     def _make_room(self, folder: int, added: int, name: str) -> None:
-        """Keeps the folder within its capacity when a file of so many bytes and this name comes.
+        """Keeps the folder within its capacity when a file of this size and name is added.
 
-        To look at thousands of files takes longer than to build a plan. So that is done in the first save of a process,
-        and afterwards only when there may be too many: all processes add what they save to one number.
+        Scanning thousands of files takes longer than building a plan. So only a process's first save does it, and later
+        ones when the capacity may be exceeded: all processes add what they save to one shared total.
         """
         with self._room, store_files.size_of(folder) as size:
             known = size.read() if self._size is not None else None
@@ -242,7 +241,7 @@ class PlanStore:
             size.write(self._size)
 
     def _shrink(self, folder: int, added: int, name: str) -> int:
-        """Removes what has not been used for longest if a file that comes needs it; the bytes that are left."""
+        """Evicts the least recently used files if a new one needs their space; returns the bytes left."""
         store_files.sweep(folder)
         left = sum(file.size for file in store_files.listed(folder) if file.name != name)
         if left + added > self.capacity:
@@ -250,7 +249,7 @@ class PlanStore:
         return max(0, left)
 
     def _remove(self, folder: int, wanted: int, name: str) -> int:
-        """Removes so many bytes, the least recently used files first; not the file of this name. Those that went."""
+        """Removes this many bytes, least recently used files first, except `name`; returns the bytes removed."""
         gone = store_files.remove_oldest(folder, wanted, name)
         for _ in gone:
             self._count("evictions")

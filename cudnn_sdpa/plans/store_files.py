@@ -1,4 +1,4 @@
-"""The files of a plan store and the locks on them: written whole, counted, removed; freed when a process ends."""
+"""Files of a plan store and their locks: atomic writes, size accounting, eviction."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO
 
-#: Between two looks at a lock that another process holds; the first come sooner.
+#: Maximum seconds between polls of a lock that another process holds.
 _PAUSE_SECONDS = 0.03
 
 
 @contextlib.contextmanager
 def held(folder: int, name: str, seconds: float) -> Iterator[bool]:
-    """Holds the lock of a name in an open folder; the value is False if others hold it for longer than `seconds`.
+    """Holds the lock of a name in an open folder; the value is False if others hold it longer than `seconds`.
 
     Raises:
-        OSError: There are no locks here.
+        OSError: The file system has no locks.
     """
     end = time.monotonic() + seconds
     file = _open(folder, name)
     try:
         taken = _take(file, end)
-        while taken and not _is_in_place(file, folder, name):  # who held it has removed it
+        while taken and not _is_in_place(file, folder, name):  # its last holder has removed it
             file.close()
             file = _open(folder, name)
             taken = _take(file, end)
@@ -43,32 +43,32 @@ def held(folder: int, name: str, seconds: float) -> Iterator[bool]:
 
 
 def make_lock_file(folder: int, prefix: str) -> tuple[str, IO[bytes]]:
-    """A new file, open for writing, with its name in an open folder. Its lock is held until it is closed.
+    """A new file, open for writing, with its name in an open folder; locked until it is closed.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: It cannot be created.
     """
     while True:
         name = prefix + secrets.token_hex(8)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         file = os.fdopen(os.open(name, flags, 0o600, dir_fd=folder), "wb")
-        with contextlib.suppress(OSError):  # a disk without locks
+        with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(file.fileno()).st_nlink:  # else another process saw it without its lock, and has removed it
+        if os.fstat(file.fileno()).st_nlink:  # otherwise another process saw it unlocked and has removed it
             return name, file
         file.close()
 
 
 def remove_if_free(folder: int, name: str, *, if_not_known: bool = False) -> None:
-    """Removes a file that nobody holds the lock of.
+    """Removes a file that is not locked.
 
     Args:
         folder: Its folder.
         name: Its name.
-        if_not_known: Whether to remove it where there are no locks.
+        if_not_known: Whether to remove it on a file system without locks.
     """
     with contextlib.suppress(OSError):
-        # For writing too: on NFS, whole-file locks are those of `fcntl`, which a reader does not get.
+        # Opened for writing: NFS implements whole-file locks with `fcntl`, which needs write access.
         descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
         with os.fdopen(descriptor, "rb") as file:
             try:
@@ -84,16 +84,16 @@ def remove_if_free(folder: int, name: str, *, if_not_known: bool = False) -> Non
 
 
 def lock(file: IO[bytes], seconds: float) -> bool:
-    """Takes the lock of an open file; whether it was free in time.
+    """Locks an open file; returns whether the lock was free in time.
 
     Raises:
-        OSError: There are no locks here.
+        OSError: The file system has no locks.
     """
     return _take(file, time.monotonic() + seconds)
 
 
 def free(file: IO[bytes]) -> None:
-    """Frees the lock of an open file, also for a forked child that has the file too."""
+    """Unlocks an open file, also one that a forked child shares."""
     with contextlib.suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_UN)
 
@@ -132,23 +132,23 @@ def _is_in_place(file: IO[bytes], folder: int, name: str) -> bool:
 _LOCKS = "locks"
 _TEMPORARY = ".writing-"
 
-#: In the folder of locks: the bytes that the store has, which all processes count together.
+#: File in the folder of locks: the store's size in bytes, updated by all processes.
 _SIZE = "size"
 _DIGITS = 20
 
-#: A writer that has not renamed its file by then has been killed, where a disk has no locks that would show it.
+#: Age at which a temporary file belongs to a killed writer, on a file system without locks that would show it.
 _ABANDONED_SECONDS = 3600.0
 
-#: What is dated later than that was dated by another clock.
+#: Tolerance for timestamps in the future; later ones come from a wrong clock.
 _CLOCK_SECONDS = 1.0
 
-#: How long to wait for a process that is making room.
+#: Seconds to wait for a process that is evicting files.
 _SIZE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class File:
-    """A plan, or what a writer has of one."""
+    """A plan file, complete or being written."""
 
     name: str
     size: int
@@ -156,18 +156,18 @@ class File:
 
     @property
     def is_plan(self) -> bool:
-        """Whether it is whole."""
+        """Whether it is complete."""
         return self.name.endswith(".plan")
 
 
 class Size:
-    """The bytes that a store has, as all processes count them, in a file that may be missing."""
+    """The store's size, shared by all processes in a file that may be missing."""
 
     def __init__(self, file: IO[bytes] | None) -> None:
         self._file = file
 
     def read(self) -> int | None:
-        """The number; None if it is not known."""
+        """The size; None if it is unknown."""
         text = b""
         if self._file is not None:
             with contextlib.suppress(OSError):
@@ -175,7 +175,7 @@ class Size:
         return int(text) if len(text) == _DIGITS and text.isdigit() else None
 
     def write(self, size: int) -> None:
-        """Sets the number; one write, of which no part is ever there alone."""
+        """Sets the size in one write, which is never partial."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.pwrite(self._file.fileno(), b"%0*d" % (_DIGITS, size), 0)
@@ -183,7 +183,7 @@ class Size:
 
 @contextlib.contextmanager
 def size_of(folder: int) -> Iterator[Size]:
-    """The bytes that a store has; no other process looks meanwhile."""
+    """The store's size, locked for other processes."""
     with contextlib.ExitStack() as stack:
         file = None
         with contextlib.suppress(OSError):
@@ -191,14 +191,14 @@ def size_of(folder: int) -> Iterator[Size]:
             stack.callback(os.close, locks)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
             found = stack.enter_context(os.fdopen(os.open(_SIZE, flags, 0o600, dir_fd=locks), "rb+", buffering=0))
-            if lock(found, _SIZE_SECONDS):  # else a stopped process has it
+            if lock(found, _SIZE_SECONDS):  # otherwise a stopped process holds it
                 stack.callback(free, found)
                 file = found
         yield Size(file)
 
 
 def listed(folder: int) -> list[File]:
-    """All plans, and what is being written."""
+    """All plan files, including those being written."""
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -210,7 +210,7 @@ def listed(folder: int) -> list[File]:
 
 
 def is_written(folder: int, name: str, contents: bytes, *, or_raise: bool) -> bool:
-    """Writes a file; whether the disk had room for it."""
+    """Writes a file; returns whether the disk had room."""
     try:
         _write(folder, name, contents)
     except OSError as error:
@@ -221,9 +221,9 @@ def is_written(folder: int, name: str, contents: bytes, *, or_raise: bool) -> bo
 
 
 def _write(folder: int, name: str, contents: bytes) -> None:
-    """Writes a file, whole or not at all. Who may read the folder may read it.
+    """Writes a file atomically, readable by everyone who may read the folder.
 
-    A lock tells others that the writer lives: without one, what it has written is a killed writer's.
+    A lock shows that the writer is alive; an unlocked temporary file belongs to a killed writer.
     """
     mode = 0o600 | os.fstat(folder).st_mode & 0o044
     temporary, file = make_lock_file(folder, _TEMPORARY)
@@ -243,20 +243,20 @@ def _write(folder: int, name: str, contents: bytes) -> None:
 
 
 def date(name: str, folder: int) -> None:
-    """Marks a file as used now, by the clock that it will be compared with; the system's own is some ms behind."""
+    """Sets a file's time to now by the clock it is compared with; the file system's own is some ms behind."""
     now = time.time_ns()
     os.utime(name, ns=(now, now), dir_fd=folder)
 
 
 def folder_of_locks(folder: int) -> int:
-    """The folder of locks; it is closed by who asks."""
+    """Opens the folder of locks; the caller closes it."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(_LOCKS, 0o700, dir_fd=folder)
     return os.open(_LOCKS, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
 
 
 def sweep(folder: int) -> None:
-    """Removes what killed processes have left."""
+    """Removes files left by killed processes."""
     long_ago = time.time() - _ABANDONED_SECONDS
     for file in listed(folder):
         if not file.is_plan:
@@ -273,16 +273,16 @@ def sweep(folder: int) -> None:
 
 
 def remove_oldest(folder: int, wanted: int, name: str) -> list[int]:
-    """Removes so many bytes, the least recently used plans first, and not the file of this name.
+    """Removes this many bytes, least recently used plans first, except the file of this name.
 
     Returns:
-        The sizes of what has gone.
+        Sizes of the removed files.
     """
     sweep(folder)
     now, gone = time.time(), list[int]()
     files = [file for file in listed(folder) if file.is_plan and file.name != name]
     for file in files:
-        if file.used > now + _CLOCK_SECONDS:  # by a clock that was wrong: it would stay for ever
+        if file.used > now + _CLOCK_SECONDS:  # from a wrong clock: it would never be evicted
             with contextlib.suppress(OSError):
                 date(file.name, folder)
     for file in sorted(files, key=lambda file: (min(file.used, now), file.used)):

@@ -361,7 +361,7 @@ def test_plans_that_are_kept_are_counted_and_removed(tmp_path, monkeypatch):
     for command in ("size", "clear"):
         result = invoke("plans", command)
         assert (result.exit_code, result.stdout) == (1, "")
-        assert result.stderr.startswith("no plans are kept")
+        assert result.stderr.startswith("plans are not stored")
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def test_values(choice, name):
         if name == "lengths":
             assert entry.reason
         else:
-            assert entry.reason in ("", "there is nothing else that can be built")
+            assert entry.reason in ("", "no other candidate can be built")
         assert choice == "last" or entry.winner == 0 or entry.gain > 1
     assert "compared" in str(report)
     assert dense_calls.check(c) == []

@@ -47,7 +47,7 @@ OPTIONS = {
     "bias counted from the top left": ({"attn_mask": BIAS, "is_causal": True, **BOTTOM}, (None, SKV - SQ, False)),
     "linear biases": ({"is_causal": True, "alibi": True}, (None, 0, False)),
     "soft cap": ({"softcap": 20.0}, None),
-    "soft cap, causal": ({"softcap": 20.0, "is_causal": True}, (None, 0, False)),
+    "softcap, causal": ({"softcap": 20.0, "is_causal": True}, (None, 0, False)),
     "soft cap, window": ({"softcap": 20.0, "window_size": (40, 3)}, (40, 3, False)),
     "soft cap with lengths": ({"softcap": 20.0, "seq_lens_q": int32(), "seq_lens_kv": int32()}, None),
     "sinks": ({"sinks": SINKS, "is_causal": True, "window_size": (40, 0)}, (40, 0, False)),

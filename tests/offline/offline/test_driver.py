@@ -94,7 +94,7 @@ def test_without_a_home_the_error_says_what_can_name_a_folder(monkeypatch):
         raise RuntimeError("no home directory is known")
 
     monkeypatch.setattr(private_folders.platformdirs, "user_cache_dir", unknown)
-    with pytest.raises(OfflineError, match=r"for lack of a home .* XDG_CACHE_HOME can name another"):
+    with pytest.raises(OfflineError, match=r"there is no home .* XDG_CACHE_HOME can name another"):
         driver.stand_in_folder()
 
 
@@ -157,5 +157,5 @@ assert environment["CUDA_VISIBLE_DEVICES"] == ""
 assert environment["LD_LIBRARY_PATH"] == os.environ["LD_LIBRARY_PATH"]
 """
     output = run_python(code, LD_LIBRARY_PATH=str(folder), XDG_CACHE_HOME=str(cache)).stdout
-    assert "this machine has an NVIDIA driver: the stand-in driver is not for use beside it" in output
+    assert "this machine has an NVIDIA driver: the stand-in driver must not be used with it" in output
     assert not list(cache.rglob("libcuda*"))

@@ -176,7 +176,7 @@ def test_an_operation_is_found_by_its_name():
     assert sdpa_forward.name == "cudnn_sdpa.attention.dense.graphs:sdpa_forward"
     assert find_operation(sdpa_forward.name) is sdpa_forward
     assert "sdpa_forward" in repr(sdpa_forward)
-    with pytest.raises(TypeError, match="no graph_op"):
+    with pytest.raises(TypeError, match="not a graph_op"):
         find_operation("cudnn_sdpa.attention.dense.graphs:masks")
 
 

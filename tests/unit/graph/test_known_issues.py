@@ -180,7 +180,7 @@ def test_lengths_of_one_dimension_are_refused():
         else operand
         for operand in key.inputs
     )
-    with pytest.raises(UnsupportedError, match="one dimension"):
+    with pytest.raises(UnsupportedError, match="1-D tensors"):
         known_issues.check(dataclasses.replace(key, inputs=flat))
 
 

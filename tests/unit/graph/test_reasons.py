@@ -18,7 +18,7 @@ Warning: CUDNN_STATUS_NOT_SUPPORTED; Reason: status
 Warning: CUDNN_STATUS_NOT_SUPPORTED; Reason: ptr->isSupported()
 Warning: CUDNN_STATUS_NOT_SUPPORTED; Reason: engine.finalize()
 """
-NONE_OF_3 = "cuDNN proposes 3 configurations of its engines, none of which takes this graph"
+NONE_OF_3 = "cuDNN proposes 3 engine configurations, none of which supports this graph"
 
 
 def dump(*reasons):
@@ -41,7 +41,7 @@ def test_a_status_that_tells_more_is_kept():
 
 def test_one_configuration_is_one():
     assert in_words(dump("k % 8")) == (
-        "cuDNN proposes one configuration of an engine, which does not take this graph: k % 8"
+        "cuDNN proposes one engine configuration, which does not support this graph: k % 8"
     )
 
 
@@ -56,10 +56,10 @@ def test_a_short_reason_stays_as_it_is(text):
 
 def test_plans_that_were_passed_over_are_named_once():
     found = in_words("first\nDeselecting execution plan 1\nDeselecting execution plan 2")
-    assert found.startswith("first\ncuDNN notes that it may give other bits")
+    assert found.startswith("first\ncuDNN marks it as nondeterministic")
     assert found.count("\n") == 1
     alone = in_words("Deselecting execution plan 1")
-    assert alone.startswith("cuDNN notes that it may give other bits")
+    assert alone.startswith("cuDNN marks it as nondeterministic")
     both = in_words(dump("k % 8") + "Deselecting execution plan 3")
     assert both == in_words(dump("k % 8")) + "\n" + alone
 

@@ -159,4 +159,4 @@ def test_compiling_nothing_says_so(caplog, tmp_path):
     with caplog.at_level(logging.WARNING, "cudnn_sdpa"):
         report = cudnn_sdpa.compile_plans(PlanManifest(), "h200", tmp_path / "plans")
     assert (report.built, report.failed) == (0, {})
-    assert [record.message for record in caplog.records] == ["the manifest names no plan, so that none is made ready"]
+    assert [record.message for record in caplog.records] == ["the manifest has no plans; nothing to do"]

@@ -46,9 +46,7 @@ def test_no_plan_builds_names_the_key_and_does_not_build(global_cache):
             global_cache.get(key(3), refuse)
     assert caught.value.key == key(3)
     assert str(key(3)) in str(caught.value)
-    suggestion = (
-        "Make this call once before, or note what a run uses with record_plans() and make it ready with warmup()."
-    )
+    suggestion = "Make this call once before, or record a run's plans with record_plans() and build them with warmup()."
     assert str(caught.value).startswith(f"A plan is missing, and no_plan_builds() is in force. {suggestion}\n")
     assert global_cache.get(key(3), build).key == key(3)
     assert global_cache.info().failures == 0

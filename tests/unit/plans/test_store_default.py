@@ -188,7 +188,9 @@ def test_a_home_that_cannot_be_written_to(run_python, home, made):
     result = run_python(AS_A_STRANGER, str(ROOT), **NOTHING_SET, HOME=str(home))
     assert result.stdout == f"{plans if made else None}\n"
     (line,) = result.stderr.splitlines()
-    assert line.startswith("INFO plans cannot be kept in " if made else "INFO plans are not kept for later processes: ")
+    assert line.startswith(
+        "INFO plans cannot be saved in " if made else "INFO plans are not kept for later processes: "
+    )
     assert [path for path in home.rglob("*") if not path.is_dir()] == []
 
 
@@ -286,7 +288,7 @@ def test_complaints_of_a_store_that_nobody_chose_are_information(tmp_path, caplo
                 store.save(key(), plan(key()))
             (record,) = caplog.records
             assert record.levelname == level
-            assert "cannot be kept" in record.message
+            assert "cannot be saved" in record.message
             caplog.clear()
 
 
