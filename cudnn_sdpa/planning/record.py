@@ -205,7 +205,7 @@ def _of_fp8(target: Target, of: Fp8Forward) -> Keys:
 def _of_fp8_gradient(target: Target, of: Fp8Backward) -> Keys:
     backward = Fp8BackwardPass.of(readable_fp8(of))
     if not backward.problem.is_empty:
-        yield backward.piece(target).key(target, None)
+        yield backward.part(target).key(target, None)
 
 
 def _of_graph(target: Target, function: Any, given: Any, static: dict[str, Any]) -> Keys:

@@ -311,7 +311,9 @@ def check_forward_on_pages(of: Fp8Forward) -> None:
     if k.shape[2] < 1 or k.shape[2] & (k.shape[2] - 1):
         raise ShapeError("k", f"pages of {k.shape[2]} tokens", "a power of two, such as 16 or 64")
     if call.seq_lens_kv is None:
-        raise OptionError("seq_lens_kv", "None", "the true numbers of keys, which a page table does not tell")
+        raise OptionError(
+            "seq_lens_kv", "None", "the actual sequence lengths of the keys, which a page table does not give"
+        )
     for name, table in zip(("page_table", "page_table_v"), of.tables, strict=True):
         check_table(name, table, q)
     if of.tables[0].shape != of.tables[1].shape:

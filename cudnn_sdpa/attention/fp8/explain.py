@@ -1,4 +1,4 @@
-"""Descriptions of calls of `sdpa_fp8`, its backward pass and `fp8_attention` for `explain`."""
+"""What `explain` says of `sdpa_fp8`, its backward pass and `fp8_attention`."""
 
 from __future__ import annotations
 
@@ -51,8 +51,20 @@ def describe_sdpa_fp8(
 ) -> Description:
     """What `sdpa_fp8` with these arguments runs on a GPU; tensors may also be on the CPU."""
     of = sdpa_fp8_module.forward_of(
-        *(q, k, v, scales, is_causal, causal_alignment, window_size, scale, seq_lens_q, seq_lens_kv),
-        *(page_table, page_table_v, out_dtype, return_lse),
+        q=q,
+        k=k,
+        v=v,
+        scales=scales,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_size=window_size,
+        scale=scale,
+        seq_lens_q=seq_lens_q,
+        seq_lens_kv=seq_lens_kv,
+        page_table=page_table,
+        page_table_v=page_table_v,
+        out_dtype=out_dtype,
+        return_lse=return_lse,
     )
     memory.check_strides(q, k, v)
     memory.check_addresses(q=q, k=k, v=v)
@@ -86,22 +98,20 @@ def describe_sdpa_fp8_backward(
 ) -> Description:
     """The same of `sdpa_fp8_backward`."""
     of = sdpa_fp8_module.backward_of(
-        *(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            scales,
-            is_causal,
-            causal_alignment,
-            window_size,
-            scale,
-            seq_lens_q,
-            seq_lens_kv,
-        ),
-        deterministic,
+        grad_out=grad_out,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        scales=scales,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_size=window_size,
+        scale=scale,
+        seq_lens_q=seq_lens_q,
+        seq_lens_kv=seq_lens_kv,
+        deterministic=deterministic,
     )
     memory.check_strides(q, k, v)
     memory.check_strides_of("out", out)
@@ -116,16 +126,16 @@ def describe_sdpa_fp8_backward(
     notes = [] if is_empty else backward.extra_kernels()
 
     def key(target: Target, device: int | None) -> PlanKey:
-        return backward.piece(target).key(target, device)
+        return backward.part(target).key(target, device)
 
     return Description(operation, key, device_of(q), is_empty=is_empty, extra_kernels=notes)
 
 
-# Descriptions of calls of `fp8_attention` for `explain`: the plans behind them, and what runs around those.
+# `fp8_attention`: its plans, and the kernels around them.
 
 
 ONE = torch.empty(1, device="meta")
-TABLE = "a table of scales and largest values is filled with zeros"
+TABLE = "a table of scales and amax values is zeroed"
 
 
 @describes(fp8_attention.fp8_attention)
@@ -147,7 +157,16 @@ def describe_fp8_attention(
     fp8_arguments.check_types(q=q, k=k, v=v, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
     left, right = arguments.window_bounds(window_size)
     given = ForwardArguments(
-        *(q, k, v, None, None, seq_lens_q, seq_lens_kv, None), *(is_causal, causal_alignment, left, right, scale)
+        q=q,
+        k=k,
+        v=v,
+        seq_lens_q=seq_lens_q,
+        seq_lens_kv=seq_lens_kv,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_left=left,
+        window_right=right,
+        scale=scale,
     )
     call = as_cast(given)
     refused = UnsupportedError.of(fp8_attention.check, call)
@@ -182,7 +201,7 @@ def _describe_backward(
     scaling: Fp8Scaling | None,
     dtype: torch.dtype,
 ) -> Description:
-    """The backward pass for a gradient that lies in memory as the output does."""
+    """The backward pass for a gradient with the output's memory layout."""
     out = _dense((*of.q.shape[:3], of.v.shape[3]), of.q, DTYPE)
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
     of = of._replace(deterministic=is_deterministic(None))
@@ -191,7 +210,7 @@ def _describe_backward(
     is_empty = backward.problem.is_empty
 
     def key(target: Target, device: int | None) -> PlanKey:
-        return backward.piece(target).key(target, device)
+        return backward.part(target).key(target, device)
 
     around = [*_notes_backward(scaling, dtype), *notes_on_casts(given, call, back=True)]
     return Description(
@@ -205,7 +224,9 @@ def _describe_backward(
 
 def _in_fp8(call: ForwardArguments, *, with_lse: bool) -> ForwardArguments:
     """The call of `sdpa_fp8`: quantized tensors are dense, in the memory order of what they come from."""
-    tensors: dict[str, Any] = {name: _dense(x.shape, x, DTYPE) for name, x in zip("qkv", call[:3], strict=True)}
+    tensors: dict[str, Any] = {
+        name: _dense(x.shape, x, DTYPE) for name, x in zip("qkv", (call.q, call.k, call.v), strict=True)
+    }
     for name in ("seq_lens_q", "seq_lens_kv"):
         if (lengths := getattr(call, name)) is not None:
             tensors[name] = torch.empty_like(lengths, device="meta")
@@ -220,18 +241,18 @@ def _dense(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
 def _notes(call: ForwardArguments, scaling: Fp8Scaling | None, *, trains: bool) -> list[str]:
     """What runs around the plan of the forward pass."""
     if scaling is not None and scaling.would_update():
-        of_ranks = "" if scaling.process_group is None else ", those of all ranks after one reduction"
-        updates = [f"one kernel ends the step before: largest values become scales{of_ranks}"]
+        reduced = "" if scaling.process_group is None else ", reduced over all ranks,"
+        updates = [f"one kernel ends the previous step: amax values{reduced} become scales"]
     else:
         updates = []
     half = str(call.q.dtype).removeprefix("torch.")
     if scaling is not None and scaling.knows_forward and scaling.inputs == "delayed":
-        quantizes = "one kernel quantizes q, k and v, by the history, and finds their largest values"
+        quantizes = "one kernel quantizes q, k and v with scales from the history, and computes their amax"
     else:
-        quantizes = "one kernel finds the largest values of q, k and v, and another quantizes by them"
-    back = f"one kernel makes {half} of the output"
+        quantizes = "one kernel computes the amax of q, k and v, and another quantizes with scales from it"
+    back = f"one kernel converts the output to {half}"
     if not trains:
-        back += ", but on data-center Blackwell cuDNN writes it at once"
+        back += ", except on data-center Blackwell, where cuDNN writes it directly"
     return [*updates, TABLE, quantizes, back]
 
 
@@ -239,9 +260,9 @@ def _notes_backward(scaling: Fp8Scaling | None, dtype: torch.dtype) -> list[str]
     """The same of the backward pass."""
     knows = scaling is not None and scaling.knows_backward
     if knows and scaling is not None and scaling.inputs == "delayed":
-        quantizes = "one kernel quantizes the output's gradient, by the history, and finds its largest value"
+        quantizes = "one kernel quantizes the output's gradient with a scale from the history, and computes its amax"
     else:
-        quantizes = "one kernel finds the largest value of the output's gradient, and another quantizes by it"
+        quantizes = "one kernel computes the amax of the output's gradient, and another quantizes with a scale from it"
     times = "two" if dtype == torch.float8_e5m2 else "three"
-    first = [f"the plan runs {times} times, since only that shows how large its results are"]
-    return [TABLE, quantizes, *([] if knows else first), "one kernel makes 16-bit numbers of the gradients"]
+    first = [f"the plan runs {times} times, to find the amax of its results"]
+    return [TABLE, quantizes, *([] if knows else first), "one kernel converts the gradients to 16 bits"]

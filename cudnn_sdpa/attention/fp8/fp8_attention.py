@@ -66,12 +66,12 @@ class Call(NamedTuple):
 
     @property
     def limits(self) -> tuple[float, float]:
-        """What the largest values shall become, forward and backward."""
+        """The values that amax is scaled to, forward and backward."""
         return limits_of(self.grad_dtype, 0 if self.scaling is None else self.scaling.margin)
 
 
 class Forward(NamedTuple):
-    """What a forward pass leaves: the output, and what the backward pass needs."""
+    """The output of a forward pass, and what its backward pass needs."""
 
     out: Tensor
     q: Tensor
@@ -96,7 +96,7 @@ def forward(
     wanted = Wanted((0, 1, 2), DTYPE, limit, scaling is not None and scaling.inputs == "current")
     q8, k8, v8 = quantize((q, k, v), wanted, table, given, record)
     scales = forward_scales(table)
-    if half_output:  # no scale but that what is not finite shows
+    if half_output:  # a scale of 1, or NaN if an input is not finite
         scales = scales._replace(scale_o=1 + defect_of(table))
     out_dtype = q.dtype if half_output else DTYPE
     found = sdpa_fp8(q8, k8, v8, scales, **call.options, out_dtype=out_dtype, return_lse=with_lse)
@@ -115,11 +115,12 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Runs the forward pass and keeps its FP8 tensors."""
         with without_autocast(q):
-            found = forward(q, k, v, call, with_lse=True)
+            result = forward(q, k, v, call, with_lse=True)
         lengths = call.options["seq_lens_q"], call.options["seq_lens_kv"]
-        ctx.save_for_backward(*found[1:], *lengths)
+        saved = (result.q, result.k, result.v, result.out_fp8, result.lse, result.table)
+        ctx.save_for_backward(*saved, *lengths)
         ctx.call, ctx.dtype = call, q.dtype
-        return found.out
+        return result.out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -128,15 +129,15 @@ class Attention(torch.autograd.Function):
         if torch.is_grad_enabled():  # the FP8 tensors that are kept do not lead back to q, k and v
             refuse_second_gradient("fp8_attention")
         *saved, _, _ = ctx.saved_tensors
-        wanted = [place for place in range(3) if ctx.needs_input_grad[place]]
+        wanted = [index for index in range(3) if ctx.needs_input_grad[index]]
         with without_autocast(grad_out):
-            found = backward(grad_out.to(ctx.dtype), Forward(grad_out, *saved), ctx.call, wanted)
-        gradients = dict(zip(wanted, found, strict=True))
+            results = backward(grad_out.to(ctx.dtype), Forward(grad_out, *saved), ctx.call, wanted)
+        gradients = dict(zip(wanted, results, strict=True))
         return (*map(gradients.get, range(3)), None)
 
 
 def backward(grad_out: Tensor, of: Forward, call: Call, wanted: list[int]) -> list[Tensor]:
-    """The wanted ones of the gradients by q, k and v."""
+    """The gradients of q, k and v whose indices are in `wanted`."""
     scaling, (_, limit) = call.scaling, call.limits
     record = None if scaling is None else scaling.recorder(backward=True)
     given = None if scaling is None else scaling.scales(backward=True, is_cuda=grad_out.is_cuda)
@@ -153,8 +154,9 @@ def backward(grad_out: Tensor, of: Forward, call: Call, wanted: list[int]) -> li
         set_scales(table, DP, scale_for(limit, _bounds(of, table, call, found)))
     found = _gradients(gradient, of, table, call)
     amaxes = {DP: found.amax_dp, DQ: found.amax_dq, DK: found.amax_dk, DV: found.amax_dv}
-    rows = [(DQ, DK, DV)[place] for place in wanted]
-    return dequantize([found[place] for place in wanted], rows, grad_out.dtype, table, amaxes, record)
+    rows = [(DQ, DK, DV)[index] for index in wanted]
+    gradients = (found.dq, found.dk, found.dv)
+    return dequantize([gradients[index] for index in wanted], rows, grad_out.dtype, table, amaxes, record)
 
 
 def _gradients(gradient: Tensor, of: Forward, table: Tensor, call: Call) -> Fp8Gradients:
@@ -165,10 +167,10 @@ def _gradients(gradient: Tensor, of: Forward, table: Tensor, call: Call) -> Fp8G
 
 
 def _bounds(of: Forward, table: Tensor, call: Call, found: Fp8Gradients | None) -> Tensor:
-    """The largest values of dp, dq, dk and dv: those that a first pass found; before it, no more than a bound of dp.
+    """The amax of dp, dq, dk and dv from a first pass; before it, an upper bound for dp, and 1 for the others.
 
     The gradient of a score is P (x - mean x) · scale, where |x|, a product of a row of dO and one of V, is at most
-    Dv · max |dO| · max |V|, and P (1 - P) is at most 1/4. What becomes of dq, dk and dv does not matter yet.
+    Dv · max |dO| · max |V|, and P (1 - P) is at most 1/4. The values of dq, dk and dv do not matter yet.
     """
     if found is not None:
         return torch.cat([found.amax_dp, found.amax_dq, found.amax_dk, found.amax_dv])
@@ -200,34 +202,34 @@ def fp8_attention(
     seq_lens_kv: Tensor | None = None,
     grad_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Attention computed in FP8, of tensors in bfloat16 or float16. Differentiable.
+    """Attention in FP8 on tensors in bfloat16 or float16. Differentiable.
 
-    Queries, keys and values are quantized to E4M3, each with one scale; the output is converted back. The gradient of
-    the output is quantized to `grad_dtype`, and the gradients are converted back. Autograd keeps the FP8 tensors, half
-    of what attention in bfloat16 keeps. Nothing waits for the GPU, and all of it may be captured in a CUDA graph.
+    Queries, keys and values are quantized to E4M3 with one scale per tensor; the output is converted back. The gradient
+    of the output is quantized to `grad_dtype`, and the gradients are converted back. Autograd saves the FP8 tensors,
+    half of what attention in bfloat16 saves. Nothing synchronizes with the GPU, and a CUDA graph can capture all of it.
 
-    Without `scaling`, scales come from the tensors of the call ("current scaling"), which are read twice; a backward
-    pass runs two or three times, since its results cannot be known beforehand. That is for inference and for trying it;
-    to train, give each layer an `Fp8Scaling`, or use `Fp8Attention`.
+    Without `scaling`, scales come from the tensors of the call ("current scaling"), which are read twice; the backward
+    plan runs two or three times, to find the amax of its results. Use this for inference and experiments; to train,
+    give each layer an `Fp8Scaling`, or use `Fp8Attention`.
 
-    The output is FP8 inside, also where the GPU could give bfloat16, because gradients need it so; on data-center
-    Blackwell a call without gradients has cuDNN write `q.dtype` at once. What is not finite in an input makes the whole
-    output NaN, and no scale learns from it. Rows past `seq_lens_*` count for the scales: keep them small.
+    cuDNN writes the output in FP8, as gradients need it so, even where the GPU could write bfloat16; on data-center
+    Blackwell, cuDNN writes `q.dtype` directly if no gradients are needed. A non-finite value in an input makes the
+    whole output NaN and updates no scale. Rows past `seq_lens_*` count towards the scales: keep them small.
 
-    On the CPU an emulation runs. torch.compile calls it between two graphs (a graph break).
+    On the CPU an emulation runs. torch.compile breaks the graph at this call.
 
     Args:
         q: Queries (B, Hq, Sq, D), bfloat16 or float16; D is a multiple of 16. Under `torch.autocast` tensors are cast
             as for PyTorch's own attention.
         k: Keys (B, Hkv, Skv, D); Hq is a multiple of Hkv.
         v: Values (B, Hkv, Skv, Dv).
-        scaling: The scales of this layer and what they come from.
+        scaling: The scales of this layer and their history.
         is_causal: Hide later keys from each query.
-        causal_alignment: Where the diagonal lies: "top_left", or "bottom_right", the last query at the last key.
-        window_size: (left, right) bounds around the diagonal; -1 is no bound.
-        scale: Factor of the scores, positive; None is 1/sqrt(D).
-        seq_lens_q: The true numbers of queries, (B,) int32. Rows past them are zeros.
-        seq_lens_kv: The same of keys.
+        causal_alignment: "top_left" aligns the first query with the first key, "bottom_right" the last with the last.
+        window_size: (left, right) bounds around the diagonal; -1 is unbounded.
+        scale: Factor applied to the scores, positive; None is 1/sqrt(D).
+        seq_lens_q: Actual sequence lengths of the queries, (B,) int32. Output rows past them are zeros.
+        seq_lens_kv: Actual sequence lengths of the keys, (B,) int32.
         grad_dtype: float8_e5m2 or float8_e4m3fn; None is that of `scaling`, or float8_e5m2 without one.
 
     Returns:
@@ -235,7 +237,7 @@ def fp8_attention(
 
     Raises:
         ArgumentError: An argument is wrong; the subclass and the message say which and how.
-        UnsupportedError: cuDNN or this GPU has no kernel for it, or none for its gradients if they are wanted.
+        UnsupportedError: cuDNN or this GPU has no kernel for it, or none for its gradients if they are needed.
         PlanBuildError: A plan is missing under `no_plan_builds` or while a CUDA graph is captured.
 
     Examples:
@@ -258,23 +260,33 @@ def fp8_attention(
     if is_compiling():
         return _eager(q, k, v, scaling=scaling, grad_dtype=grad_dtype, **options)  # type: ignore[no-any-return]
     fp8_arguments.check_types(q=q, k=k, v=v, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
-    q, k, v = cast_for_autocast(ForwardArguments(q, k, v))[:3]
+    cast = cast_for_autocast(ForwardArguments(q, k, v))
+    q, k, v = cast.q, cast.k, cast.v
     left, right = arguments.window_bounds(window_size)
     of = ForwardArguments(
-        *(q, k, v, None, None, seq_lens_q, seq_lens_kv, None), *(is_causal, causal_alignment, left, right, scale)
+        q=q,
+        k=k,
+        v=v,
+        seq_lens_q=seq_lens_q,
+        seq_lens_kv=seq_lens_kv,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_left=left,
+        window_right=right,
+        scale=scale,
     )
     check(of)
     made = check_scaling(scaling, grad_dtype, q)
     return _run(of, Call(options, scaling, made, is_deterministic(None)))
 
 
-#: For torch.compile, which cannot follow kernels and histories.
+#: For torch.compile, which cannot trace our kernels and the histories.
 _eager: Any = _disable_dynamo(fp8_attention)
 
 
 def check(of: ForwardArguments) -> None:
-    """Whether tensors and options are right, on any device."""
-    q, k, v = of[:3]
+    """Checks tensors and options, on any device."""
+    q, k, v = of.q, of.k, of.v
     arguments.check_options(of)
     if of.scale is not None and not of.scale >= fp8_arguments.MIN_SCALE:
         raise OptionError("scale", repr(of.scale), "a positive number, or None for 1/sqrt(head dim)")
@@ -282,14 +294,14 @@ def check(of: ForwardArguments) -> None:
         if tensor.dim() != 4:
             raise ShapeError(name, shape_of(tensor), "rank 4: (batch, heads, sequence, head dim)")
         if tensor.dtype not in IN_DTYPES:
-            hint = "Convert it with .to(torch.bfloat16); sdpa_fp8 takes what is in FP8 already."
+            hint = "Convert it with .to(torch.bfloat16); sdpa_fp8 takes FP8 tensors."
             raise DtypeError(name, dtype_name(tensor.dtype), "bfloat16 or float16", hint)
         if tensor.dtype != q.dtype:
             raise DtypeError(name, dtype_name(tensor.dtype), f"{dtype_name(q.dtype)}, the dtype of q")
         if tensor.device != q.device:
             raise DeviceError(name, str(tensor.device), f"{q.device}, the device of q")
     arguments.check_sizes(q, k, v, fp8_arguments.HEAD_DIM_STEP)
-    # What a transform hands over has no address.
+    # Tensors inside a functorch transform have no address.
     autograd_checks.refuse_tangents({"q": q, "k": k, "v": v}, "attention in bfloat16")
     autograd_checks.refuse_transforms("fp8_attention", q, k, v, loops=False)
     memory.check_strides(q, k, v)
@@ -299,7 +311,7 @@ def check(of: ForwardArguments) -> None:
 
 
 def check_scaling(scaling: Any, grad_dtype: Any, q: Tensor) -> torch.dtype:
-    """Whether the state fits the call; the dtype of gradients."""
+    """Checks that the state fits the call; returns the dtype of gradients."""
     if scaling is not None and not isinstance(scaling, Fp8Scaling):
         raise OptionError("scaling", type(scaling).__name__, "cudnn_sdpa.Fp8Scaling or None")
     if scaling is not None and scaling.scale.device != q.device:
@@ -318,7 +330,7 @@ def check_scaling(scaling: Any, grad_dtype: Any, q: Tensor) -> torch.dtype:
 
 
 def _run(of: ForwardArguments, call: Call) -> Tensor:
-    q, k, v = of[:3]
+    q, k, v = of.q, of.k, of.v
     trains = needs_gradient(q, k, v)
     half_output = check_support(of, trains=trains, deterministic=call.deterministic)
     if trains:
@@ -328,16 +340,17 @@ def _run(of: ForwardArguments, call: Call) -> Tensor:
 
 
 def check_support(of: ForwardArguments, *, trains: bool, deterministic: bool) -> bool:
-    """Whether a call without gradients gets its output in 16 bits from cuDNN at once.
+    """Whether cuDNN writes the output in 16 bits directly.
 
     Raises:
         UnsupportedError: This GPU has no kernel for it, or for its gradients.
     """
-    q, k, v = of[:3]
+    q, k, v = of.q, of.k, of.v
     if not q.is_cuda or not q.numel() or not k.numel():
         return False
     lengths = of.seq_lens_q is not None, of.seq_lens_kv is not None
-    return _support(q.get_device(), q.shape, k.shape, v.shape, lengths, of.options, trains, deterministic)
+    options = (of.is_causal, of.causal_alignment, of.window_left, of.window_right, of.scale)
+    return _support(q.get_device(), q.shape, k.shape, v.shape, lengths, options, trains, deterministic)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -347,14 +360,29 @@ def _support(
     k: Sequence[int],
     v: Sequence[int],
     lengths: tuple[bool, bool],
-    options: tuple[Any, ...],
+    options: tuple[bool, str, int, int, float | None],
     trains: bool,
     deterministic: bool,
 ) -> bool:
     target = live_target(device)
-    tensors = [torch.empty(*shape, dtype=DTYPE, device="meta") for shape in (q, k, v)]
-    given = [torch.empty(q[0], dtype=torch.int32, device="meta") if given else None for given in lengths]
-    problem = spec_of(ForwardArguments._make((*tensors, None, None, *given, None, *options, trains, None)))
+    seq_lens_q, seq_lens_kv = (
+        torch.empty(q[0], dtype=torch.int32, device="meta") if is_given else None for is_given in lengths
+    )
+    is_causal, causal_alignment, window_left, window_right, scale = options
+    call = ForwardArguments(
+        q=torch.empty(*q, dtype=DTYPE, device="meta"),
+        k=torch.empty(*k, dtype=DTYPE, device="meta"),
+        v=torch.empty(*v, dtype=DTYPE, device="meta"),
+        seq_lens_q=seq_lens_q,
+        seq_lens_kv=seq_lens_kv,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_left=window_left,
+        window_right=window_right,
+        scale=scale,
+        with_lse=trains,
+    )
+    problem = spec_of(call)
     if not trains and has_half_output(problem, target):
         return True
     cases = [problem.case(FORWARD, target)]

@@ -38,7 +38,7 @@ def as_layout(layout: TensorLayout) -> tuple[tuple[int, ...], tuple[int, ...], t
 
 
 def no_amax(device: torch.device) -> Tensor:
-    """What a kernel raises to the largest value of each of its blocks, so that it has to start at 0."""
+    """Zeroed memory for an amax, which kernels update with atomic maxima."""
     return torch.zeros(1, dtype=torch.float32, device=device)
 
 
@@ -51,7 +51,7 @@ def nothing(of: Fp8Forward) -> Fp8Output:
 
 def no_gradients(of: Fp8Backward) -> Fp8Gradients:
     """The same of a backward pass."""
-    gradients = [new_gradient(x, of.grad_out.dtype).zero_() for x in of.call[:3]]
+    gradients = [new_gradient(x, of.grad_out.dtype).zero_() for x in (of.call.q, of.call.k, of.call.v)]
     return Fp8Gradients(*gradients, *(no_amax(of.call.q.device) for _ in range(4)))
 
 
@@ -81,19 +81,19 @@ class SplitBackward:
         last: What a `CallTable` resets.
     """
 
-    __slots__ = ("_entries", "_layouts", "_piece", "last", "plan")
+    __slots__ = ("_entries", "_layouts", "_part", "last", "plan")
 
-    def __init__(self, piece: Any, layouts: list[Any]) -> None:
-        """`piece` is the `BackwardCall` of the entries that go together; `layouts` are those of whole gradients."""
-        self._piece, self._layouts = piece, layouts
-        self._entries = piece.problem.q.shape[0]
-        self.plan = piece.plan
+    def __init__(self, part: Any, layouts: list[Any]) -> None:
+        """`part` is the `BackwardCall` of the entries of one launch; `layouts` are those of the full gradients."""
+        self._part, self._layouts = part, layouts
+        self._entries = part.problem.q.shape[0]
+        self.plan = part.plan
         self.last: Any = None
 
     def __call__(self, of: Fp8Backward) -> Fp8Gradients:
         """Allocates, launches and returns."""
         memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v, out=of.out, lse=of.lse)
-        result: Fp8Gradients = self._piece.on_device(self._run, of)
+        result: Fp8Gradients = self._part.on_device(self._run, of)
         return result
 
     def run(
@@ -111,15 +111,15 @@ class SplitBackward:
     def _run(self, of: Fp8Backward) -> Fp8Gradients:
         batch, entries = of.call.q.shape[0], self._entries
         gradients = [allocate(*layout) for layout in self._layouts]
-        largest = torch.zeros(batch // entries, 4, dtype=torch.float32, device=of.call.q.device)
+        amaxes = torch.zeros(batch // entries, 4, dtype=torch.float32, device=of.call.q.device)
         for number, first in enumerate(range(0, batch, entries)):
             some = slice(first, first + entries)
-            self._piece.write(_split(of, some), [*(x[some] for x in gradients), *_single(largest[number])])
-        return Fp8Gradients(*gradients, *_single(largest.amax(0)))
+            self._part.write(_split(of, some), [*(x[some] for x in gradients), *_single(amaxes[number])])
+        return Fp8Gradients(*gradients, *_single(amaxes.amax(0)))
 
 
-def _single(numbers: Tensor) -> list[Tensor]:
-    return [numbers[place : place + 1] for place in range(len(numbers))]
+def _single(values: Tensor) -> list[Tensor]:
+    return [values[index : index + 1] for index in range(len(values))]
 
 
 def _split(of: Fp8Backward, some: slice) -> Fp8Backward:
@@ -136,16 +136,16 @@ backward_calls: CallTable[CachedCall | None] = CallTable(None)
 
 
 class Fp8Call(BoundCall):
-    """What both passes have in common."""
+    """The common part of forward and backward calls."""
 
-    __slots__ = ("_is_hopper", "_side_addresses", "is_plain", "last")
+    __slots__ = ("_is_hopper", "_length_addresses", "is_plain", "last")
 
     def __init__(self, problem: Any, plan: Plan, scale: float) -> None:
         super().__init__(problem, plan, scale=scale)
         self._is_hopper = plan.key.target.sm // 10 == 9
-        # Between scales and outputs of a launch there is nothing but full lengths, and beside it nothing runs.
+        # A plain call takes full lengths only, and launches nothing but the plan.
         self.is_plain = not (problem.mask.masked_rows or problem.has_lengths)
-        self._side_addresses = [self._fixed[name] for name in ("seq_len_q", "seq_len_kv") if name in self._fixed]
+        self._length_addresses = [self._fixed[name] for name in ("seq_len_q", "seq_len_kv") if name in self._fixed]
         self.last = None  # what a `CallTable` resets
 
     def is_elsewhere(self) -> bool:
@@ -155,21 +155,21 @@ class Fp8Call(BoundCall):
     def launch_at(self, inputs: list[int], scales: Any, outputs: list[Tensor]) -> None:
         """Launches a plain call: addresses of inputs, scales, and outputs in the order of the key."""
         self.plan.last_used = next_use()
-        of_scales = [scale.data_ptr() for scale in scales]
-        if not all(of_scales):
+        addresses_of_scales = [scale.data_ptr() for scale in scales]
+        if not all(addresses_of_scales):
             for name, scale in scales._asdict().items():
                 memory.check_present(f"scales.{name}", scale)
-        places = [x.data_ptr() for x in outputs]
-        self.plan.launch([*inputs, self._fixed["scale"], *of_scales, *self._side_addresses, *places])
+        results = [x.data_ptr() for x in outputs]
+        self.plan.launch([*inputs, self._fixed["scale"], *addresses_of_scales, *self._length_addresses, *results])
 
-    def largest(self, device: torch.device) -> Tensor:
-        """Memory for a largest value, which Hopper's plans overwrite; others are taken to raise what is there."""
+    def new_amax(self, device: torch.device) -> Tensor:
+        """Memory for an amax. Hopper's plans overwrite it; others may take the maximum with what it holds."""
         return allocate((1,), (1,), torch.float32) if self._is_hopper else no_amax(device)
 
     def inputs(self, call: ForwardArguments, scales: Any) -> dict[str, Tensor]:
-        """Queries that see a key, keys, values, scales and lengths."""
-        blind = self.problem.mask.masked_rows
-        q = call.q[:, :, blind:] if blind else call.q
+        """The inputs by name: queries without fully masked rows, keys, values, scales and lengths."""
+        masked_rows = self.problem.mask.masked_rows
+        q = call.q[:, :, masked_rows:] if masked_rows else call.q
         return {"q": q, "k": call.k, "v": call.v, **scales._asdict(), **workarounds.lengths(call, self.problem.skv)}
 
 
@@ -202,33 +202,34 @@ class ForwardCall(Fp8Call):
         table_k: Tensor | None,
         table_v: Tensor | None,
     ) -> Fp8Output:
-        """The same with the arguments one by one; a plain call is shorter by its dictionaries."""
-        places = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
-        is_readable = all(places) and not (places[0] | places[1] | places[2]) & MISALIGNED
+        """The same with separate arguments; a plain call is launched without dictionaries."""
+        addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
+        q_address, k_address, v_address = addresses
+        is_readable = all(addresses) and not (q_address | k_address | v_address) & MISALIGNED
         if not (self.is_plain and is_readable) or self.is_elsewhere():
             call = ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
             return self(Fp8Forward(call, scales, self._out[2], arguments.tables_of(table_k, table_v)))
-        out, amax_s, amax_o = allocate(*self._out), self.largest(q.device), self.largest(q.device)
+        out, amax_s, amax_o = allocate(*self._out), self.new_amax(q.device), self.new_amax(q.device)
         lse = None if self._lse is None else allocate(*self._lse)
-        self.launch_at(places, scales, [out, amax_s, amax_o] if lse is None else [out, amax_s, amax_o, lse])
+        self.launch_at(addresses, scales, [out, amax_s, amax_o] if lse is None else [out, amax_s, amax_o, lse])
         return Fp8Output(out, amax_s, amax_o, lse)
 
     def _run(self, of: Fp8Forward) -> Fp8Output:
-        blind, device = self.problem.mask.masked_rows, of.call.q.device
+        masked_rows, device = self.problem.mask.masked_rows, of.call.q.device
         out = allocate(*self._out)
-        amax_s, amax_o = (self.largest(device) for _ in range(2))
+        amax_s, amax_o = (self.new_amax(device) for _ in range(2))
         tensors = self.inputs(of.call, of.scales) | arguments.readable_tables(of)
-        tensors |= {"out": out[:, :, blind:] if blind else out, "amax_s": amax_s, "amax_o": amax_o}
+        tensors |= {"out": out[:, :, masked_rows:] if masked_rows else out, "amax_s": amax_s, "amax_o": amax_o}
         lse = None
         if self.forward.with_lse:
             lse = out.new_empty(out.shape[:3], dtype=torch.float32)
-            tensors["lse"] = lse.new_empty((*lse.shape[:2], lse.shape[2] - blind)) if blind else lse
+            tensors["lse"] = lse.new_empty((*lse.shape[:2], lse.shape[2] - masked_rows)) if masked_rows else lse
         self.launch(tensors)
-        if blind:
-            out[:, :, :blind].zero_()
+        if masked_rows:
+            out[:, :, :masked_rows].zero_()
             if lse is not None:
-                lse[:, :, :blind] = -torch.inf
-                lse[:, :, blind:] = tensors["lse"]
+                lse[:, :, :masked_rows] = -torch.inf
+                lse[:, :, masked_rows:] = tensors["lse"]
         if self.problem.lengths_q or of.tables is not None:
             workarounds.hide_absent_rows(of.call, out, lse)
             amax_o = workarounds.amax_of(out, of.scales.scale_o, amax_o)
@@ -259,7 +260,7 @@ class BackwardCall(Fp8Call):
         return Fp8Gradients(*outputs)
 
     def _outputs(self, device: torch.device) -> list[Tensor]:
-        return [*(allocate(*layout) for layout in self._gradients), *(self.largest(device) for _ in range(4))]
+        return [*(allocate(*layout) for layout in self._gradients), *(self.new_amax(device) for _ in range(4))]
 
     def run(
         self,
@@ -270,36 +271,36 @@ class BackwardCall(Fp8Call):
     ) -> Fp8Gradients:
         """The same for `grad_out` that can be read, q, k, v, `out` and a dense `lse`."""
         grad_out, q, k, v, out, lse = tensors
-        places = [x.data_ptr() for x in (q, k, v, out, grad_out, lse)]
-        is_readable = all(places) and not any(place & MISALIGNED for place in places)
+        addresses = [x.data_ptr() for x in (q, k, v, out, grad_out, lse)]
+        is_readable = all(addresses) and not any(address & MISALIGNED for address in addresses)
         if not (self.is_plain and is_readable) or self.is_elsewhere():
             call = ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
             return self(Fp8Backward(at_even_address(grad_out), out, lse, call, scales))
         outputs = self._outputs(q.device)
-        self.launch_at(places, scales, outputs)
+        self.launch_at(addresses, scales, outputs)
         return Fp8Gradients(*outputs)
 
     def write(self, of: Fp8Backward, outputs: Sequence[Tensor]) -> None:
-        """Launches it, on the current device, with outputs that go to these tensors."""
-        problem, blind = self.problem, self.problem.mask.masked_rows
-        grad_q, grad_k, grad_v, *largest = outputs
+        """Launches the plan on the current device, into these outputs."""
+        problem, masked_rows = self.problem, self.problem.mask.masked_rows
+        grad_q, grad_k, grad_v, *amaxes = outputs
         tensors = self.inputs(of.call, of.scales)
         tensors |= {"out": of.out, "grad_out": of.grad_out, "lse": of.lse, "grad_q": grad_q}
-        if blind:
-            grad_q[:, :, :blind].zero_()
+        if masked_rows:
+            grad_q[:, :, :masked_rows].zero_()
             for name in ("out", "grad_out", "lse", "grad_q"):
-                tensors[name] = tensors[name][:, :, blind:]
-            tensors["lse"] = tensors["lse"].clone(memory_format=torch.contiguous_format)  # at an address of its own
-        of_rows = tensors["grad_q"]
+                tensors[name] = tensors[name][:, :, masked_rows:]
+            tensors["lse"] = tensors["lse"].clone(memory_format=torch.contiguous_format)  # for an aligned address
+        grad_q_rows = tensors["grad_q"]
         if self._rows != problem.rows:
             for name in ("q", "out", "grad_out", "lse"):
                 tensors[name] = workarounds.with_rows(tensors[name], self._rows)
             tensors["grad_q"] = torch.empty_like(tensors["q"], dtype=grad_q.dtype)
         tensors |= {"grad_k": grad_k, "grad_v": grad_v}
-        tensors |= zip(("amax_dq", "amax_dk", "amax_dv", "amax_dp"), largest, strict=True)
+        tensors |= zip(("amax_dq", "amax_dk", "amax_dv", "amax_dp"), amaxes, strict=True)
         self.launch(tensors)
         if self._rows != problem.rows:
-            of_rows.copy_(tensors["grad_q"][:, :, : problem.rows])
+            grad_q_rows.copy_(tensors["grad_q"][:, :, : problem.rows])
 
 
 def run_forward(of: Fp8Forward) -> Fp8Output:
@@ -309,7 +310,7 @@ def run_forward(of: Fp8Forward) -> Fp8Output:
 
 
 def prepare_forward(of: Fp8Forward) -> ForwardCall | None:
-    """Its plan, ready for the call; None where there is nothing to compute."""
+    """The bound call; None if there is nothing to compute."""
     if value_checks.enabled:
         check_values(of)
     tables = () if of.tables is None else tuple(map(describe, of.tables))
@@ -317,7 +318,7 @@ def prepare_forward(of: Fp8Forward) -> ForwardCall | None:
     prepared: ForwardCall | None = calls.get(signature)
     if prepared is None:
         arguments.check_forward_on_pages(of)
-        memory.check_strides(*of.call[:3])
+        memory.check_strides(of.call.q, of.call.k, of.call.v)
         memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v)
         forward = ForwardSpec.of(of)
         if forward.problem.is_empty:
@@ -333,38 +334,38 @@ def prepare_forward(of: Fp8Forward) -> ForwardCall | None:
 def run_backward(of: Fp8Backward) -> Fp8Gradients:
     """A backward pass on the GPU that its tensors are on."""
     if of.grad_out.dim() == of.out.dim() == 4 and of.grad_out.shape == of.out.shape:
-        of = readable(of)  # what has another shape is refused below
+        of = readable(of)  # other shapes are refused below
     prepared = prepare_backward(of)
     return no_gradients(of) if prepared is None else prepared(of)
 
 
 def prepare_backward(of: Fp8Backward) -> BackwardCall | SplitBackward | None:
-    """Its plan, ready for a call that is `readable`; None where there is nothing to compute."""
+    """The bound call for a `readable` call; None if there is nothing to compute."""
     if value_checks.enabled:
         check_lengths(of.call)
-    own = map(describe, (of.grad_out, of.out, of.lse))
-    signature = ("backward", *own, *_signature(of.call, of.scales))
+    tensors = map(describe, (of.grad_out, of.out, of.lse))
+    signature = ("backward", *tensors, *_signature(of.call, of.scales))
     prepared: BackwardCall | SplitBackward | None = backward_calls.get(signature)
     if prepared is None:
         arguments.check_backward(of)
-        memory.check_strides(*of.call[:3])
+        memory.check_strides(of.call.q, of.call.k, of.call.v)
         memory.check_strides_of("out", of.out)
         memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v, out=of.out, lse=of.lse)
         backward = BackwardSpec.of(of)
         if backward.problem.is_empty:
             return None
         device = of.call.q.get_device()
-        piece = backward.piece(target := live_target(device))
-        plan = plan_cache.get(piece.key(target, device), lambda key: build_plan(graphs.sdpa_fp8_backward, key))
-        prepared = bound = BackwardCall(piece, plan, of.call.scale_value)
-        if piece is not backward:
+        part = backward.part(target := live_target(device))
+        plan = plan_cache.get(part.key(target, device), lambda key: build_plan(graphs.sdpa_fp8_backward, key))
+        prepared = bound = BackwardCall(part, plan, of.call.scale_value)
+        if part is not backward:
             prepared = SplitBackward(bound, [as_layout(layout) for layout in backward.gradients()])
         backward_calls.add(signature, prepared)
     return prepared
 
 
 def check_values(of: Fp8Forward) -> None:
-    """The same of a forward call, and whether page ids are those of pages."""
+    """Checks lengths and page ids."""
     call = arguments.described(of)
     check_lengths(call)
     if of.tables is not None and call.seq_lens_kv is not None:
@@ -373,13 +374,13 @@ def check_values(of: Fp8Forward) -> None:
 
 
 def check_lengths(call: ForwardArguments) -> None:
-    """Whether lengths fit their tensors: on the CPU, and under `CUDNN_SDPA_DEBUG`."""
+    """Checks that lengths fit their tensors: on the CPU, and under `CUDNN_SDPA_DEBUG`."""
     value_checks.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
     value_checks.check_lengths("seq_lens_kv", call.seq_lens_kv, call.k.shape[2])
 
 
 def _signature(call: ForwardArguments, scales: Any) -> tuple[Hashable, ...]:
-    """All that decides a call, beside the dtype of its output or the tensors of its gradient."""
+    """All that decides a call, except the dtype of its output or the tensors of its gradient."""
     options = (*call.options, call.with_lse)
     tensors = (*call.tensors, *scales)
     return (*map(describe, tensors), *options, *map(type, options))

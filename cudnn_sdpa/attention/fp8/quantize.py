@@ -1,7 +1,7 @@
-"""Numbers of 16 bits to FP8 and back, and new scales of amax: kernels of our own, and the same in plain PyTorch.
+"""Quantization from 16 bits to FP8 and back, and scales from amax: CUDA kernels, and their plain PyTorch equivalents.
 
-Both give the same bits. The kernels read each tensor once; PyTorch's functions serve CPU tensors, and whoever wants to
-see operators (dispatch modes, tensor subclasses).
+Both give the same bits. The kernels read each tensor once; the PyTorch functions serve CPU tensors, and dispatch modes
+and tensor subclasses, which need operators.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cudnn_sdpa.attention.fp8.scaling_state import AMAX, DESCALE, SCALE_S, O, S,
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like
-from cudnn_sdpa.plans.nvrtc import Kernel, LoadedKernel
+from cudnn_sdpa.plans.nvrtc import Kernel, LoadedKernel, slots
 from cudnn_sdpa.plans.plan import allocate, current_raw_stream
 
 SOURCE = Path(__file__).with_name("quantize.cu")
@@ -31,24 +31,84 @@ quantize_kernel = Kernel(SOURCE, "fp8_quantize")
 dequantize_kernel = Kernel(SOURCE, "fp8_dequantize")
 
 THREADS = 256
-_UNIT = 16  #: numbers that a thread converts at a time
-_AT_ONCE = 4  #: units of a thread whose loads are under way together
-_MOST = 3  #: tensors of a launch
+_UNIT = 16  #: elements that a thread converts at a time
+_AT_ONCE = 4  #: units per thread whose loads are in flight together
+_MAX_TENSORS = 3  #: tensors of a launch
 _MAX_AMAXES = 4
-_QUANTIZE, _SOURCE_FIELDS = 10, 10
-_DEQUANTIZE, _RESULT_FIELDS = 6 + 2 * _MAX_AMAXES, 4
+_PER_CALL = 0  #: an address or a flag that is filled in at each launch
 
 Shape = tuple[int, ...]
 
 
+class QuantizeFields(NamedTuple):
+    """The struct `Quantize` of `quantize.cu`, up to its three `Source`s."""
+
+    table: int
+    given: int
+    record: int
+    tensors: int
+    is_bfloat16: int
+    is_e5m2: int
+    limit: int
+    measures: int
+    converts: int
+    by_amax: int
+
+
+class SourceFields(NamedTuple):
+    """The struct `Source` of `quantize.cu`; `from` is `source` here, as it is a keyword."""
+
+    source: int
+    to: int
+    units: int
+    of_row: int
+    middle: int
+    inner: int
+    outer_stride: int
+    middle_stride: int
+    inner_stride: int
+    row: int
+
+
+class DequantizeFields(NamedTuple):
+    """The struct `Dequantize` of `quantize.cu`, up to its four amax addresses, their four rows, and its `Result`s."""
+
+    table: int
+    record: int
+    tensors: int
+    is_bfloat16: int
+    is_e5m2: int
+    measured: int
+
+
+class ResultFields(NamedTuple):
+    """The struct `Result` of `quantize.cu`; `from` is `source` here, as it is a keyword."""
+
+    source: int
+    to: int
+    units: int
+    row: int
+
+
+_TABLE, _GIVEN, _RECORD, _MEASURES, _CONVERTS = slots(
+    QuantizeFields, "table", "given", "record", "measures", "converts"
+)
+_SOURCES = [len(QuantizeFields._fields) + index * len(SourceFields._fields) for index in range(_MAX_TENSORS)]
+_SOURCE, _TO = slots(SourceFields, "source", "to")
+_DEQUANTIZE_TABLE, _DEQUANTIZE_RECORD = slots(DequantizeFields, "table", "record")
+_AMAXES = len(DequantizeFields._fields)
+_RESULTS = [_AMAXES + 2 * _MAX_AMAXES + index * len(ResultFields._fields) for index in range(_MAX_TENSORS)]
+_RESULT_SOURCE, _RESULT_TO, _RESULT_UNITS = slots(ResultFields, "source", "to", "units")
+
+
 class Wanted(NamedTuple):
-    """What tensors are quantized to.
+    """How tensors are quantized.
 
     Attributes:
-        rows: Which of the table's rows they have.
+        rows: Their rows in the table.
         dtype: float8_e4m3fn or float8_e5m2.
-        limit: What the largest value shall become where the scale comes from it.
-        current: Whether it does, even where scales are given.
+        limit: The value that amax is scaled to, if the scale comes from amax.
+        current: Whether it comes from amax even if scales are given (current scaling).
     """
 
     rows: tuple[int, ...]
@@ -62,15 +122,15 @@ def quantize(
 ) -> list[Tensor]:
     """Quantizes up to three tensors (B, H, S, D), each into a dense one in its memory order, and fills the table.
 
-    With given scales it takes one pass over the tensors. Scales that come from the largest values take another before.
+    With given scales it takes one pass over the tensors. Scales from amax take another pass first.
 
     Args:
         tensors: float16 or bfloat16, all alike, on one device.
-        wanted: What to.
-        table: Gets the largest values, scales and descales.
-        given: The scales of all ten tensors, (10,), or None: those of these tensors come from their largest values,
-            that of the output is that of the values, and the others are 1.
-        record: (10,): raised to the largest values, if given.
+        wanted: How to quantize.
+        table: Filled with amax values, scales and descales.
+        given: The scales of all ten tensors, (10,), or None: those of these tensors come from their amax, that of the
+            output is that of v, and the others are 1.
+        record: (10,), if given: updated to the maximum of itself and amax.
     """
     by_amax = given is None or wanted.current
     if by_kernel(*tensors) and all(map(is_readable, tensors)):
@@ -100,15 +160,15 @@ def dequantize(
     amaxes: dict[int, Tensor],
     record: Tensor | None,
 ) -> list[Tensor]:
-    """Makes 16-bit numbers of up to three dense FP8 tensors; NaN if a largest value of the call is not finite.
+    """Dequantizes up to three dense FP8 tensors to 16 bits; to NaN if an amax of the call is not finite.
 
     Args:
         tensors: In FP8, all alike, on one device.
-        rows: Which of the table's rows they have.
+        rows: Their rows in the table.
         dtype: float16 or bfloat16.
-        table: Scales, and the largest values of what went in.
-        amaxes: The largest values that cuDNN gave, by row.
-        record: (10,): raised to these, if given.
+        table: The scales, and the amax of the inputs.
+        amaxes: The amax values that cuDNN wrote, by row.
+        record: (10,), if given: updated to the maximum of itself and these.
     """
     if by_kernel(*tensors):
         kernel = _dequantizer(tensors[0].get_device(), tensors[0].dtype, dtype, tuple(rows), tuple(amaxes))
@@ -122,19 +182,19 @@ def dequantize(
 
 
 def defect_of(table: Tensor) -> Tensor:
-    """0, or NaN if something that went into a call is not finite, which saturation hides; (1,)."""
+    """0, or NaN if an input of a call was not finite, which saturation hides; (1,)."""
     return (0 * table[AMAX, :, 0]).sum().view(1)
 
 
 def record_all(amaxes: dict[int, Tensor], record: Tensor | None) -> None:
-    """Raises what is recorded to largest values, by row; NaN is the largest of all."""
+    """Updates a record to the maximum of itself and amax values, by row; NaN propagates."""
     if record is not None:
         for row, amax in amaxes.items():
             torch.maximum(record[row : row + 1], amax, out=record[row : row + 1])
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether a kernel can read it where it lies: 16 bytes at a time."""
+    """Whether a kernel can read the tensor's layout, 16 bytes at a time."""
     if not tensor.numel():
         return False
     step = ALIGNMENT // tensor.element_size()
@@ -143,7 +203,7 @@ def is_readable(tensor: Tensor) -> bool:
         tensor.stride(-1) == 1
         and tensor.shape[-1] % _UNIT == 0
         and tensor.data_ptr() % ALIGNMENT == 0
-        and all(size == 1 or of % step == 0 for size, of in stride)
+        and all(size == 1 or size_stride % step == 0 for size, size_stride in stride)
     )
 
 
@@ -159,7 +219,7 @@ def _scales(wanted: Wanted, table: Tensor, given: Tensor | None, *, by_amax: boo
 
 
 def by_kernel(*tensors: Tensor) -> bool:
-    """Whether our own kernels do it: on a GPU, where nobody wants to see operators."""
+    """Whether the CUDA kernels serve these tensors: on a GPU, without dispatch modes or tensor subclasses."""
     return all(tensor.is_cuda and tensor.numel() for tensor in tensors) and is_plain_memory(*tensors)
 
 
@@ -174,7 +234,7 @@ def _blocks(device: int, units: int) -> int:
 
 
 class _Quantizer:
-    """Calls of `fp8_quantize` that look alike."""
+    """Similar calls of `fp8_quantize`."""
 
     __slots__ = ("_blocks", "_device", "_fields", "_kernel", "_made")
 
@@ -182,16 +242,29 @@ class _Quantizer:
         self._device = device
         self._kernel: LoadedKernel = quantize_kernel.on(device)
         (limit,) = struct.unpack("<i", struct.pack("<f", wanted.limit))
-        fields = [0, 0, 0, len(layouts), dtype == torch.bfloat16, wanted.dtype == torch.float8_e5m2, limit, 0, 0]
-        fields.append(wanted.current)
-        self._made = []
+        fields: list[int] = []
+        fields += QuantizeFields(
+            table=_PER_CALL,
+            given=_PER_CALL,
+            record=_PER_CALL,
+            tensors=len(layouts),
+            is_bfloat16=dtype == torch.bfloat16,
+            is_e5m2=wanted.dtype == torch.float8_e5m2,
+            limit=limit,
+            measures=_PER_CALL,
+            converts=_PER_CALL,
+            by_amax=wanted.current,
+        )
+        self._made, most_units = [], 0
         for (shape, stride), row in zip(layouts, wanted.rows, strict=True):
             made = dense_stride_like(shape, shape, stride)
             self._made.append((shape, made, wanted.dtype))
-            fields += [0, 0, *_walk(shape, stride, made), row]
-        self._blocks = _blocks(device, max(fields[_QUANTIZE + 2 :: _SOURCE_FIELDS]))
-        missing = _MOST - len(layouts)
-        self._fields = array("q", [*fields, *(0,) * (missing * _SOURCE_FIELDS)])
+            source = _walk(shape, stride, made)._replace(row=row)
+            fields += source
+            most_units = max(most_units, source.units)
+        self._blocks = _blocks(device, most_units)
+        missing = _MAX_TENSORS - len(layouts)
+        self._fields = array("q", [*fields, *(0,) * (missing * len(SourceFields._fields))])
 
     def __call__(
         self,
@@ -203,23 +276,23 @@ class _Quantizer:
         measures: bool,
         converts: bool,
     ) -> list[Tensor]:
-        """Launches it, on the current stream."""
+        """Launches the kernel on the current stream."""
         fields = self._fields[:]
         with torch.cuda.device(self._device):
             made = [allocate(*layout) for layout in self._made] if converts else []
-            fields[0], fields[7], fields[8] = table.data_ptr(), measures, converts
-            fields[1] = 0 if given is None else given.data_ptr()
-            fields[2] = 0 if record is None else record.data_ptr()
-            for place, tensor in enumerate(tensors):
-                fields[_QUANTIZE + place * _SOURCE_FIELDS] = tensor.data_ptr()
-            for place, tensor in enumerate(made):
-                fields[_QUANTIZE + place * _SOURCE_FIELDS + 1] = tensor.data_ptr()
+            fields[_TABLE], fields[_MEASURES], fields[_CONVERTS] = table.data_ptr(), measures, converts
+            fields[_GIVEN] = 0 if given is None else given.data_ptr()
+            fields[_RECORD] = 0 if record is None else record.data_ptr()
+            for start, tensor in zip(_SOURCES, tensors, strict=False):
+                fields[start + _SOURCE] = tensor.data_ptr()
+            for start, tensor in zip(_SOURCES, made, strict=False):
+                fields[start + _TO] = tensor.data_ptr()
             self._kernel.launch(self._blocks, THREADS, fields, current_raw_stream(self._device))
         return made
 
 
 class _Dequantizer:
-    """Calls of `fp8_dequantize` that look alike."""
+    """Similar calls of `fp8_dequantize`."""
 
     __slots__ = ("_device", "_dtype", "_fields", "_kernel")
 
@@ -227,47 +300,78 @@ class _Dequantizer:
         self._device, self._dtype = device, dtype
         self._kernel: LoadedKernel = dequantize_kernel.on(device)
         missing = (0,) * (_MAX_AMAXES - len(measured))
-        fields = [0, 0, len(rows), dtype == torch.bfloat16, fp8 == torch.float8_e5m2, len(measured)]
-        fields += [*(0,) * _MAX_AMAXES, *measured, *missing]
+        fields: list[int] = []
+        fields += DequantizeFields(
+            table=_PER_CALL,
+            record=_PER_CALL,
+            tensors=len(rows),
+            is_bfloat16=dtype == torch.bfloat16,
+            is_e5m2=fp8 == torch.float8_e5m2,
+            measured=len(measured),
+        )
+        fields += [*(_PER_CALL,) * _MAX_AMAXES, *measured, *missing]
         for row in rows:
-            fields += [0, 0, 0, row]
-        self._fields = array("q", [*fields, *(0,) * ((_MOST - len(rows)) * _RESULT_FIELDS)])
+            fields += ResultFields(source=_PER_CALL, to=_PER_CALL, units=_PER_CALL, row=row)
+        self._fields = array("q", [*fields, *(0,) * ((_MAX_TENSORS - len(rows)) * len(ResultFields._fields))])
 
     def __call__(
         self, tensors: Sequence[Tensor], table: Tensor, amaxes: dict[int, Tensor], record: Tensor | None
     ) -> list[Tensor]:
-        """Launches it, on the current stream."""
+        """Launches the kernel on the current stream."""
         fields, units = self._fields[:], 0
         with torch.cuda.device(self._device):
             made = [allocate(tuple(tensor.shape), tensor.stride(), self._dtype) for tensor in tensors]
-            fields[0] = table.data_ptr()
-            fields[1] = 0 if record is None else record.data_ptr()
-            for place, amax in enumerate(amaxes.values()):
-                fields[6 + place] = amax.data_ptr()
-            for place, (tensor, to) in enumerate(zip(tensors, made, strict=True)):
-                first, count = _DEQUANTIZE + place * _RESULT_FIELDS, tensor.numel() // _UNIT
-                fields[first], fields[first + 1], fields[first + 2] = tensor.data_ptr(), to.data_ptr(), count
+            fields[_DEQUANTIZE_TABLE] = table.data_ptr()
+            fields[_DEQUANTIZE_RECORD] = 0 if record is None else record.data_ptr()
+            for slot, amax in enumerate(amaxes.values(), _AMAXES):
+                fields[slot] = amax.data_ptr()
+            for start, tensor, to in zip(_RESULTS, tensors, made, strict=False):
+                count = tensor.numel() // _UNIT
+                fields[start + _RESULT_SOURCE], fields[start + _RESULT_TO] = tensor.data_ptr(), to.data_ptr()
+                fields[start + _RESULT_UNITS] = count
                 units = max(units, count)
             self._kernel.launch(_blocks(self._device, units), THREADS, fields, current_raw_stream(self._device))
         return made
 
 
-def _walk(shape: Shape, stride: Shape, made: Shape) -> list[int]:
-    """How a kernel goes through a tensor in the order of its result: units, those of a row, sizes, steps in bytes."""
-    sizes_and_steps: list[list[int]] = []
+def _walk(shape: Shape, stride: Shape, made: Shape) -> SourceFields:
+    """The fields of a tensor that a kernel traverses in the order of its result; strides are in bytes."""
+    sizes_and_strides: list[list[int]] = []
     for size, step in ((shape[dim], 2 * stride[dim]) for dim in sorted(range(3), key=made.__getitem__, reverse=True)):
         if size == 1:
             continue
-        if sizes_and_steps and sizes_and_steps[-1][1] == size * step:  # two dimensions that are one
-            sizes_and_steps[-1] = [sizes_and_steps[-1][0] * size, step]
+        if sizes_and_strides and sizes_and_strides[-1][1] == size * step:  # two dimensions that merge into one
+            sizes_and_strides[-1] = [sizes_and_strides[-1][0] * size, step]
         else:
-            sizes_and_steps.append([size, step])
-    of_row, units = shape[3] // _UNIT, shape[0] * shape[1] * shape[2] * shape[3] // _UNIT
-    if len(sizes_and_steps) == 1 and sizes_and_steps[0][1] == 2 * shape[3]:
-        return [units, units, 1, 1, 0, 0, 0]
-    sizes_and_steps = [[1, 0]] * (3 - len(sizes_and_steps)) + sizes_and_steps
-    (_, outer), (middle, between), (inner, within) = sizes_and_steps
-    return [units, of_row, middle, inner, outer, between, within]
+            sizes_and_strides.append([size, step])
+    row_units, units = shape[3] // _UNIT, shape[0] * shape[1] * shape[2] * shape[3] // _UNIT
+    if len(sizes_and_strides) == 1 and sizes_and_strides[0][1] == 2 * shape[3]:
+        return SourceFields(
+            source=_PER_CALL,
+            to=_PER_CALL,
+            units=units,
+            of_row=units,
+            middle=1,
+            inner=1,
+            outer_stride=0,
+            middle_stride=0,
+            inner_stride=0,
+            row=0,
+        )
+    sizes_and_strides = [[1, 0]] * (3 - len(sizes_and_strides)) + sizes_and_strides
+    (_, outer_stride), (middle, middle_stride), (inner, inner_stride) = sizes_and_strides
+    return SourceFields(
+        source=_PER_CALL,
+        to=_PER_CALL,
+        units=units,
+        of_row=row_units,
+        middle=middle,
+        inner=inner,
+        outer_stride=outer_stride,
+        middle_stride=middle_stride,
+        inner_stride=inner_stride,
+        row=0,
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -280,20 +384,20 @@ def _dequantizer(device: int, fp8: torch.dtype, dtype: torch.dtype, rows: Shape,
     return _Dequantizer(device, fp8, dtype, rows, measured)
 
 
-# What ends a step of `Fp8Scaling`: largest values are shared among ranks, enter the history, and become scales.
+# The end of a step of `Fp8Scaling`: amax values are reduced over ranks, enter the history, and become scales.
 
 
 update_kernel = Kernel(SOURCE, "fp8_update")
 
-#: What says "the default group" where there need not be one yet.
+#: The default group, which need not exist yet.
 WORLD = "world"
 
 
 def check_group(group: Any) -> None:
-    """Whether largest values can be shared among these ranks.
+    """Checks a process group.
 
     Raises:
-        OptionError: It is no group, or one that this rank is not in.
+        OptionError: It is not a group, or this rank is not in it.
     """
     if group is None or group == WORLD or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         return
@@ -303,10 +407,10 @@ def check_group(group: Any) -> None:
 
 
 def share(amaxes: Sequence[Tensor], group: Any) -> None:
-    """Raises largest values to those of all ranks of a group, in place; infinity where a rank's is not finite.
+    """Reduces amax values to the maximum over all ranks of a group, in place; infinity if a rank's is not finite.
 
     Args:
-        amaxes: (10,) each, on one device; on each rank as many, in the same order.
+        amaxes: (10,) each, on one device; the same number and order on each rank.
         group: A process group, or `WORLD`.
 
     Raises:
@@ -315,14 +419,14 @@ def share(amaxes: Sequence[Tensor], group: Any) -> None:
     if group == WORLD and not (dist.is_available() and dist.is_initialized()):
         hint = "Call torch.distributed.init_process_group() before the first step ends."
         raise OptionError("process_group", repr(WORLD), "a default process group, and there is none", hint)
-    largest = torch.cat(list(amaxes)).nan_to_num_(nan=math.inf, posinf=math.inf)  # what MAX makes of NaN is open
+    largest = torch.cat(list(amaxes)).nan_to_num_(nan=math.inf, posinf=math.inf)  # MAX of NaN is undefined
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=None if group == WORLD else group)
     for amax, shared in zip(amaxes, largest.view(len(amaxes), -1).unbind(), strict=True):
         amax.copy_(shared)
 
 
 def update(amax: Tensor, history: Tensor, scale: Tensor, limits: Tensor, *, most_recent: bool) -> None:
-    """`update_in_pytorch`, by a kernel of our own where one can."""
+    """`update_in_pytorch`, by our CUDA kernel where possible."""
     if by_kernel(amax):
         device = amax.get_device()
         addresses = [tensor.data_ptr() for tensor in (amax, history, scale, limits)]
@@ -334,14 +438,14 @@ def update(amax: Tensor, history: Tensor, scale: Tensor, limits: Tensor, *, most
 
 
 def update_in_pytorch(amax: Tensor, history: Tensor, scale: Tensor, limits: Tensor, *, most_recent: bool) -> None:
-    """What the kernel `fp8_update` does, in place.
+    """The equivalent of the kernel `fp8_update`, in place.
 
     Args:
-        amax: Of the step, (10,); zeros afterwards.
+        amax: The step's amax values, (10,); zeros afterwards.
         history: (10, length), the latest step first.
         scale: (10,).
-        limits: What the largest values shall become, (10,); 0 where the scale stays.
-        most_recent: Whether the latest step alone counts.
+        limits: The values that amax is scaled to, (10,); 0 if the scale is fixed.
+        most_recent: Whether only the latest step counts.
     """
     counts = amax.isfinite().all()
     moved = torch.cat([amax.unsqueeze(1), history[:, :-1]], dim=1)
@@ -352,11 +456,11 @@ def update_in_pytorch(amax: Tensor, history: Tensor, scale: Tensor, limits: Tens
 
 
 def scales_of(history: Tensor, scale: Tensor, limits: Tensor, *, most_recent: bool) -> Tensor:
-    """The scales that updates to a history have left, (10,), for a layer with these limits.
+    """The scales that follow from a history, (10,), for a layer with these limits.
 
     Args:
         history: (10, length).
-        scale: What stays where the history has nothing, (10,).
+        scale: The scales of tensors whose history is empty, (10,).
         limits: As for an update.
         most_recent: Whether the latest step counts alone: the latest one in which there was something.
     """

@@ -171,7 +171,7 @@ class Fp8Scaling(Fp8State):
         return self.amax
 
     def update(self) -> None:
-        """Ends a step: its largest values become part of the history, and scales of that.
+        """Ends a step: its amax values enter the history, from which the scales follow.
 
         With a `process_group` every rank of it must call it.
         """

@@ -43,7 +43,7 @@ def sdpa_fp8(
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
 ) -> Fp8Output:
-    """Attention of queries, keys and values in FP8, with every scale and every largest value.
+    """Attention of queries, keys and values in FP8, with all scales and amax values.
 
     With e = exp(scores − the row's maximum) and l the row's sum of e, the output is
     `fp8(e · scale_s) v · descale_s · descale_v / l`, where the scores are `q kᵀ · scale · descale_q · descale_k`, and
@@ -102,7 +102,22 @@ def sdpa_fp8(
         if known is not None:
             result: Fp8Output = known.run(q, k, v, scales, *optional)
             return result
-    of = forward_of(q, k, v, scales, *options[:4], *optional, out_dtype, return_lse)
+    of = forward_of(
+        q=q,
+        k=k,
+        v=v,
+        scales=scales,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_size=window_size,
+        scale=scale,
+        seq_lens_q=seq_lens_q,
+        seq_lens_kv=seq_lens_kv,
+        page_table=page_table,
+        page_table_v=page_table_v,
+        out_dtype=out_dtype,
+        return_lse=return_lse,
+    )
     check_untracked("sdpa_fp8", of.scales, q=q, k=k, v=v)
     if is_eager and q.is_cuda and can_bypass_dispatcher(q, k, v, *optional, *scales):
         prepared = launch.prepare_forward(of)
@@ -111,11 +126,19 @@ def sdpa_fp8(
         result = prepared(of)
         fast_path.remember(launch.calls, (q, k, v, *scales), optional, options, prepared)
         return result
-    found = torch.ops.cudnn_sdpa.sdpa_fp8_forward(
-        *(q, k, v, list(scales), *optional[:2], *torch_ops.options_of(of.call), *optional[2:]),
-        *(of.out_dtype, return_lse),
+    out, amax_s, amax_o, *lse = torch.ops.cudnn_sdpa.sdpa_fp8_forward(
+        q,
+        k,
+        v,
+        list(scales),
+        seq_lens_q,
+        seq_lens_kv,
+        *torch_ops.options_of(of.call),
+        page_table,
+        page_table_v,
+        of.out_dtype,
+        return_lse,
     )
-    out, amax_s, amax_o, *lse = found
     return Fp8Output(out, amax_s, amax_o, lse[0] if return_lse else None)
 
 
@@ -136,7 +159,7 @@ def sdpa_fp8_backward(
     seq_lens_kv: Tensor | None = None,
     deterministic: bool | None = None,
 ) -> Fp8Gradients:
-    """The gradients of `sdpa_fp8`, with every scale and every largest value.
+    """The gradients of `sdpa_fp8`, with all scales and amax values.
 
     With P = exp(scores − lse), dO the dequantized `grad_out`, and dS = P ∘ (dO vᵀ − rowsum(dO ∘ O)) · scale:
     dv is `fp8(P · scale_s)ᵀ dO`, dq is `fp8(dS · scale_dp) k` and dk is `fp8(dS · scale_dp)ᵀ q`, all descaled, and each
@@ -145,7 +168,7 @@ def sdpa_fp8_backward(
 
     Args:
         grad_out: The gradient of the output (B, Hq, Sq, Dv), float8_e4m3fn or float8_e5m2. It is copied if cuDNN
-            cannot read it where it lies.
+            cannot read its layout.
         q: Queries (B, Hq, Sq, D), as in the forward pass.
         k: Keys (B, Hkv, Skv, D).
         v: Values (B, Hkv, Skv, Dv).
@@ -192,33 +215,44 @@ def sdpa_fp8_backward(
         if known is not None:
             result: Fp8Gradients = known.run(tensors, scales, *lengths)
             return result
-    of = backward_of(*tensors, scales, *options[:4], *lengths, deterministic)
-    named = dict(zip(("grad_out", "q", "k", "v", "out", "lse"), tensors, strict=True))
+    named = {"grad_out": grad_out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    of = backward_of(
+        **named,
+        scales=scales,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_size=window_size,
+        scale=scale,
+        seq_lens_q=seq_lens_q,
+        seq_lens_kv=seq_lens_kv,
+        deterministic=deterministic,
+    )
     check_untracked("sdpa_fp8_backward", of.scales, **named)
     if is_eager and q.is_cuda and can_bypass_dispatcher(*tensors, *lengths, *scales):
         return _run_backward(of, options)
-    found = torch.ops.cudnn_sdpa.sdpa_fp8_backward(
-        *(*tensors, list(scales), *lengths, *torch_ops.options_of(of.call), of.call.deterministic)
+    gradients = torch.ops.cudnn_sdpa.sdpa_fp8_backward(
+        *tensors, list(scales), *lengths, *torch_ops.options_of(of.call), of.call.deterministic
     )
-    return Fp8Gradients(*found)
+    return Fp8Gradients(*gradients)
 
 
 def _run_backward(of: Fp8Backward, options: tuple[Any, ...]) -> Fp8Gradients:
-    """Runs a checked call, and remembers it if its tensors can be read where they lie."""
-    whole = workarounds.readable(of)
-    prepared = launch.prepare_backward(whole)
+    """Runs a checked call, and caches it if cuDNN can read its tensors without copies."""
+    readable = workarounds.readable(of)
+    prepared = launch.prepare_backward(readable)
     if prepared is None:
         return launch.no_gradients(of)
-    found = prepared(whole)
-    if whole.grad_out is of.grad_out and whole.lse is of.lse:
+    gradients = prepared(readable)
+    if readable.grad_out is of.grad_out and readable.lse is of.lse:
         call = of.call
-        required = (of.grad_out, *call[:3], of.out, of.lse, *of.scales)
+        required = (of.grad_out, call.q, call.k, call.v, of.out, of.lse, *of.scales)
         lengths = (call.seq_lens_q, call.seq_lens_kv)
         fast_path.remember(launch.backward_calls, required, lengths, options, prepared)
-    return found
+    return gradients
 
 
 def forward_of(
+    *,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -241,8 +275,16 @@ def forward_of(
         raise OptionError("return_lse", repr(return_lse), "True or False")
     left, right = arguments.window_bounds(window_size)
     call = ForwardArguments(
-        *(q, k, v, None, None, seq_lens_q, seq_lens_kv, None),
-        *(is_causal, causal_alignment, left, right, scale),
+        q=q,
+        k=k,
+        v=v,
+        seq_lens_q=seq_lens_q,
+        seq_lens_kv=seq_lens_kv,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_left=left,
+        window_right=right,
+        scale=scale,
         with_lse=return_lse,
     )
     tables = fp8_arguments.tables_of(page_table, page_table_v)
@@ -252,6 +294,7 @@ def forward_of(
 
 
 def backward_of(
+    *,
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -274,8 +317,16 @@ def backward_of(
     fp8_arguments.check_scales_type(scales, Fp8BackwardScales)
     left, right = arguments.window_bounds(window_size)
     call = ForwardArguments(
-        *(q, k, v, None, None, seq_lens_q, seq_lens_kv, None),
-        *(is_causal, causal_alignment, left, right, scale),
+        q=q,
+        k=k,
+        v=v,
+        seq_lens_q=seq_lens_q,
+        seq_lens_kv=seq_lens_kv,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_left=left,
+        window_right=right,
+        scale=scale,
         deterministic=is_deterministic(deterministic),
         with_lse=True,
     )
@@ -285,12 +336,12 @@ def backward_of(
 
 
 def check_untracked(what: str, scales: Fp8Scales | Fp8BackwardScales, **tensors: Tensor) -> None:
-    """Refuses what autograd would have to follow.
+    """Refuses inputs that autograd would have to track.
 
     Raises:
         UnsupportedError: A tensor or a scale requires grad, or has a tangent.
     """
-    of_scales = {f"scales.{name}": scale for name, scale in scales._asdict().items()}
-    fp8_arguments.check_no_gradient(what, **tensors, **of_scales)
-    autograd_checks.refuse_tangents({**tensors, **of_scales}, "attention in bfloat16")
+    named_scales = {f"scales.{name}": scale for name, scale in scales._asdict().items()}
+    fp8_arguments.check_no_gradient(what, **tensors, **named_scales)
+    autograd_checks.refuse_tangents({**tensors, **named_scales}, "attention in bfloat16")
     autograd_checks.refuse_transforms(what, *tensors.values(), *scales, loops=False)

@@ -52,7 +52,10 @@ def run_backward_cpu(of: Fp8Backward) -> Fp8Gradients:
     launch.check_lengths(of.call)
     check_fp8_backward(of)
     found, dtype = reference.gradients(of), of.grad_out.dtype
-    dq, dk, dv = (launch.new_gradient(x, dtype).copy_(y) for x, y in zip(of.call[:3], found[:3], strict=True))
+    dq, dk, dv = (
+        launch.new_gradient(x, dtype).copy_(y)
+        for x, y in zip((of.call.q, of.call.k, of.call.v), (found.dq, found.dk, found.dv), strict=True)
+    )
     return found._replace(dq=dq, dk=dk, dv=dv)
 
 
@@ -66,7 +69,7 @@ def _run_forward_fake(of: Fp8Forward) -> Fp8Output:
 
 def _run_backward_fake(of: Fp8Backward) -> Fp8Gradients:
     arguments.check_backward(of)
-    dq, dk, dv = (launch.new_gradient(x, of.grad_out.dtype) for x in of.call[:3])
+    dq, dk, dv = (launch.new_gradient(x, of.grad_out.dtype) for x in (of.call.q, of.call.k, of.call.v))
     amax_dq, amax_dk, amax_dv, amax_dp = (of.lse.new_empty(1) for _ in range(4))
     return Fp8Gradients(dq, dk, dv, amax_dq, amax_dk, amax_dv, amax_dp)
 
@@ -76,24 +79,6 @@ def options_of(call: ForwardArguments) -> tuple[Any, ...]:
     return call.is_causal, call.causal_alignment, call.window_left, call.window_right, call.scale
 
 
-def _call_of(tensors: Any, lengths: Any, options: Any, **more: Any) -> ForwardArguments:
-    is_causal, alignment, left, right, scale = options
-    q, k, v = tensors
-    return ForwardArguments(
-        q,
-        k,
-        v,
-        seq_lens_q=lengths[0],
-        seq_lens_kv=lengths[1],
-        is_causal=is_causal,
-        causal_alignment=alignment,
-        window_left=left,
-        window_right=right,
-        scale=scale,
-        **more,
-    )
-
-
 def _scales_of(kind: Any, scales: list[Tensor]) -> Any:
     if len(scales) != len(kind._fields):
         raise OptionError("scales", f"{len(scales)} tensors", f"{len(kind._fields)}, those of {kind.__name__}")
@@ -101,22 +86,79 @@ def _scales_of(kind: Any, scales: list[Tensor]) -> Any:
 
 
 def _forward(run: Callable[[Fp8Forward], Fp8Output]) -> Callable[..., list[Tensor]]:
-    def implementation(q: Tensor, k: Tensor, v: Tensor, scales: list[Tensor], *rest: Any) -> list[Tensor]:
-        *others, table_k, table_v, out_dtype, with_lse = rest
-        call = _call_of((q, k, v), others[:2], others[2:], with_lse=with_lse)
-        tables = arguments.tables_of(table_k, table_v)
-        found = run(Fp8Forward(call, _scales_of(Fp8Scales, scales), out_dtype, tables))
-        return [tensor for tensor in found if tensor is not None]
+    def implementation(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scales: list[Tensor],
+        seq_lens_q: Tensor | None,
+        seq_lens_kv: Tensor | None,
+        is_causal: bool,
+        causal_alignment: str,
+        window_left: int,
+        window_right: int,
+        scale: float | None,
+        page_table: Tensor | None,
+        page_table_v: Tensor | None,
+        out_dtype: torch.dtype,
+        with_lse: bool,
+    ) -> list[Tensor]:
+        call = ForwardArguments(
+            q=q,
+            k=k,
+            v=v,
+            seq_lens_q=seq_lens_q,
+            seq_lens_kv=seq_lens_kv,
+            is_causal=is_causal,
+            causal_alignment=causal_alignment,
+            window_left=window_left,
+            window_right=window_right,
+            scale=scale,
+            with_lse=with_lse,
+        )
+        tables = arguments.tables_of(page_table, page_table_v)
+        results = run(Fp8Forward(call, _scales_of(Fp8Scales, scales), out_dtype, tables))
+        return [tensor for tensor in results if tensor is not None]
 
     return implementation
 
 
 def _backward(run: Callable[[Fp8Backward], Fp8Gradients]) -> Callable[..., list[Tensor]]:
     def implementation(
-        grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scales: list[Tensor], *rest: Any
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scales: list[Tensor],
+        seq_lens_q: Tensor | None,
+        seq_lens_kv: Tensor | None,
+        is_causal: bool,
+        causal_alignment: str,
+        window_left: int,
+        window_right: int,
+        scale: float | None,
+        deterministic: bool,
     ) -> list[Tensor]:
-        call = _call_of((q, k, v), rest[:2], rest[2:-1], deterministic=rest[-1], with_lse=True)
-        return list(run(Fp8Backward(grad_out, out, lse, call, _scales_of(Fp8BackwardScales, scales))))
+        call = ForwardArguments(
+            q=q,
+            k=k,
+            v=v,
+            seq_lens_q=seq_lens_q,
+            seq_lens_kv=seq_lens_kv,
+            is_causal=is_causal,
+            causal_alignment=causal_alignment,
+            window_left=window_left,
+            window_right=window_right,
+            scale=scale,
+            deterministic=deterministic,
+            with_lse=True,
+        )
+        backward = Fp8Backward(
+            grad_out=grad_out, out=out, lse=lse, call=call, scales=_scales_of(Fp8BackwardScales, scales)
+        )
+        return list(run(backward))
 
     return implementation
 
@@ -145,17 +187,17 @@ define(
 
 
 def check_fp8(of: Fp8Forward) -> None:
-    """The same of `sdpa_fp8`."""
+    """Checks that the CPU target's GPU would run a call of `sdpa_fp8`."""
     check_call(of, _strides_of_fp8, _plan_of_fp8)
 
 
 def check_fp8_backward(of: Fp8Backward) -> None:
-    """The same of `sdpa_fp8_backward`."""
+    """Checks that the CPU target's GPU would run a call of `sdpa_fp8_backward`."""
     check_call(of, _strides_of_fp8_backward, _plan_of_fp8_backward)
 
 
 def _strides_of_fp8(of: Fp8Forward) -> None:
-    memory.check_strides(*of.call[:3])
+    memory.check_strides(of.call.q, of.call.k, of.call.v)
     check_offsets(q=of.call.q, k=of.call.k, v=of.call.v)
 
 
@@ -166,7 +208,7 @@ def _plan_of_fp8(of: Fp8Forward, target: Target) -> None:
 
 
 def _strides_of_fp8_backward(of: Fp8Backward) -> None:
-    memory.check_strides(*of.call[:3])
+    memory.check_strides(of.call.q, of.call.k, of.call.v)
     memory.check_strides_of("out", of.out)
     check_offsets(q=of.call.q, k=of.call.k, v=of.call.v, out=of.out, lse=of.lse)
 
@@ -174,7 +216,7 @@ def _strides_of_fp8_backward(of: Fp8Backward) -> None:
 def _plan_of_fp8_backward(of: Fp8Backward, target: Target) -> None:
     backward = plans.BackwardSpec.of(workarounds.readable(of))
     if not backward.problem.is_empty:
-        known_issues.check(backward.piece(target).key(target, None))
+        known_issues.check(backward.part(target).key(target, None))
 
 
 @register_flop_formula(torch.ops.cudnn_sdpa.sdpa_fp8_forward, get_raw=True)
@@ -183,5 +225,5 @@ def _count_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
 
 
 @register_flop_formula(torch.ops.cudnn_sdpa.sdpa_fp8_backward, get_raw=True)
-def _count_backward(*inputs: Any, **_: Any) -> int:
-    return flops_of_backward(*dense_sizes(*inputs[1:4]))
+def _count_backward(_grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return flops_of_backward(*dense_sizes(q, k, v))

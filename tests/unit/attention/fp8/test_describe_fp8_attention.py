@@ -82,7 +82,7 @@ def test_where_cudnn_writes_16_bits_the_plan_does(dtype):
     with torch.no_grad():
         inference = describe(*qkv(dtype=dtype))
     assert (dtype_of_output(inference, B200), dtype_of_output(inference, H200)) == (dtype, E4M3)
-    assert any("on data-center Blackwell cuDNN writes it at once" in note for note in inference.extra_kernels)
+    assert any("on data-center Blackwell, where cuDNN writes it directly" in note for note in inference.extra_kernels)
     training = describe(*qkv(dtype=dtype))
     assert dtype_of_output(training, B200) == E4M3
     assert not any("Blackwell" in note for note in training.extra_kernels)
@@ -96,28 +96,28 @@ def notes(scaling=None, **options):
 def test_what_runs_around_the_plans_follows_the_state():
     scaling = Fp8Scaling(calibration=1)
     forward, backward = notes(scaling)
-    assert "finds the largest values of q, k and v, and another quantizes" in forward
+    assert "computes the amax of q, k and v, and another quantizes" in forward
     assert "runs two times" in backward
-    assert "ends the step" not in forward
+    assert "ends the previous step" not in forward
     train(lambda *x: fp8_attention(*x, scaling=scaling), tensors=qkv())
-    assert "one kernel ends the step before" in notes(scaling)[0]
+    assert "one kernel ends the previous step" in notes(scaling)[0]
     assert "reduction" not in notes(scaling)[0]
     scaling.update()
     forward, backward = notes(scaling)
-    assert "one kernel quantizes q, k and v, by the history" in forward
-    assert "one kernel quantizes the output's gradient, by the history" in backward
+    assert "one kernel quantizes q, k and v with scales from the history" in forward
+    assert "one kernel quantizes the output's gradient with a scale from the history" in backward
     assert "times" not in backward
-    assert "ends the step" not in forward
+    assert "ends the previous step" not in forward
     scaling.inputs = "current"
     forward, backward = notes(scaling)
     assert "another quantizes" in forward
     assert "another quantizes" in backward
     assert "times" not in backward
     assert "runs three times" in notes(grad_dtype=E4M3)[1]
-    assert "largest values are filled" in notes()[0], "what sdpa_fp8 runs is there too"
+    assert "amax outputs are zeroed" in notes()[0], "what sdpa_fp8 runs is there too"
     shared = Fp8Scaling(process_group="world")
     train(lambda *x: fp8_attention(*x, scaling=shared), tensors=qkv())
-    assert "of all ranks after one reduction" in notes(shared)[0]
+    assert "reduced over all ranks" in notes(shared)[0]
 
 
 def test_explaining_changes_no_state():

@@ -116,7 +116,7 @@ def test_batch_entries_may_go_into_several_launches(case, entries, monkeypatch):
     expected = sdpa_fp8_backward(grad_out, q, k, v, forward.out, forward.lse, scales, **options)
     of = Fp8Backward(grad_out, forward.out, forward.lse, ForwardArguments(q, k, v, **split(options)), scales)
     whole = BackwardSpec.of(of)
-    piece = whole.piece(TARGET)
+    piece = whole.part(TARGET)
     assert piece.problem.q.shape[0] == entries
     assert any("launches" in note for note in whole.extra_kernels())
     bound = launch.BackwardCall(piece, FakePlan(piece.key(TARGET, None), fp8_attention), of.call.scale_value)
@@ -135,9 +135,7 @@ def test_short_or_full_or_few_entries_go_into_one_launch():
         q = torch.empty(batch, length, heads, 128, dtype=E4M3, device="meta").transpose(1, 2)
         lse = torch.empty(batch, heads, length, device="meta")
         call = ForwardArguments(q, q, q, **options)
-        return (
-            BackwardSpec.of(Fp8Backward(q, q, lse, call, Fp8BackwardScales(*SCALES))).piece(target).problem.q.shape[0]
-        )
+        return BackwardSpec.of(Fp8Backward(q, q, lse, call, Fp8BackwardScales(*SCALES))).part(target).problem.q.shape[0]
 
     causal = {"is_causal": True}
     assert [pieces(*sizes, **causal) for sizes in ((4, 32, 4096), (8, 32, 1024), (6, 16, 2048), (4, 8, 4096))] == [
@@ -217,7 +215,7 @@ def test_it_is_explained(monkeypatch):
     description = describe_sdpa_fp8(q, k, v, Fp8Scales(*SCALES[:6]), seq_lens_kv=lens(3, 4), return_lse=True)
     assert description.key(TARGET, None).name == "sdpa_fp8_forward"
     assert description.device is None
-    assert "largest values" in description.extra_kernels[0]
+    assert "amax outputs" in description.extra_kernels[0]
     result = explain(sdpa_fp8, q, k, v, Fp8Scales(*SCALES[:6]))
     assert result.call == "sdpa_fp8"
 

@@ -47,7 +47,7 @@ def checked(monkeypatch):
     for name in ("forward_of", "backward_of"):
         whole = getattr(sdpa_fp8_module, name)
         monkeypatch.setattr(
-            sdpa_fp8_module, name, lambda *args, whole=whole, name=name: seen.append(name) or whole(*args)
+            sdpa_fp8_module, name, lambda whole=whole, name=name, **kwargs: seen.append(name) or whole(**kwargs)
         )
     return seen
 
