@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m cudnn_sdpa bench …`. Numbers that are published come from here."""
+"""Benchmarks: `python -m cudnn_sdpa bench …`; the source of all published figures."""

@@ -192,7 +192,12 @@ def _varlen_rows(function: Callable[..., Any], lengths: list[int], repeats: int)
 
 
 def _varlen_row(lengths: list[int], which: str, ours: float, frontend: float) -> dict[str, Any]:
-    flops = sum(Shape(1, HEADS_Q, HEADS_KV, n, DIM, True).flops(backward=which == "backward") for n in lengths)
+    flops = sum(
+        Shape(batch=1, heads_q=HEADS_Q, heads_kv=HEADS_KV, length=n, dim=DIM, causal=True).flops(
+            backward=which == "backward"
+        )
+        for n in lengths
+    )
     return {
         "sequences": f"{len(lengths)} of {min(lengths)} to {max(lengths)} tokens",
         "pass": which,

@@ -47,12 +47,12 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case(32, 256, 56, 256, 3, padding=1),
-    Case(32, 64, 112, 256, 1),
-    Case(8, 512, 64, 512, 3, padding=1),
-    Case(32, 128, 56, 256, 3, 2, 1),
-    Case(4, 320, 96, 320, 3, padding=1),
-    Case(64, 3, 224, 1024, 14, 14),
+    Case(batch=32, channels=256, size=56, filters=256, extent=3, padding=1),
+    Case(batch=32, channels=64, size=112, filters=256, extent=1),
+    Case(batch=8, channels=512, size=64, filters=512, extent=3, padding=1),
+    Case(batch=32, channels=128, size=56, filters=256, extent=3, stride=2, padding=1),
+    Case(batch=4, channels=320, size=96, filters=320, extent=3, padding=1),
+    Case(batch=64, channels=3, size=224, filters=1024, extent=14, stride=14),
 )
 
 

@@ -22,11 +22,11 @@ from cudnn_sdpa.bench.tools.timing import Call, device_times, host_times
 from cudnn_sdpa.nn.fp8 import Fp8Attention
 
 SHAPES = (
-    Shape(4, 32, 8, 4096, 128, True),
-    Shape(2, 32, 8, 8192, 128, False),
-    Shape(1, 32, 8, 16384, 128, True),
+    Shape(batch=4, heads_q=32, heads_kv=8, length=4096, dim=128, causal=True),
+    Shape(batch=2, heads_q=32, heads_kv=8, length=8192, dim=128, causal=False),
+    Shape(batch=1, heads_q=32, heads_kv=8, length=16384, dim=128, causal=True),
 )
-SMALL = Shape(1, 8, 8, 128, 128, False)
+SMALL = Shape(batch=1, heads_q=8, heads_kv=8, length=128, dim=128, causal=False)
 REPEATS = 40
 
 FP8, HALF, FLASH = "sdpa_fp8", "sdpa, bfloat16", "pytorch flash, bfloat16"

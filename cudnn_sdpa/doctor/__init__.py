@@ -1,1 +1,1 @@
-"""What is wrong with an installation, and its cure: `python -m cudnn_sdpa doctor`."""
+"""Finds problems of an installation, with fixes: `python -m cudnn_sdpa doctor`."""

@@ -1,4 +1,4 @@
-"""What the doctor knows of a machine. Its checks are functions of this and of nothing else."""
+"""The facts about a machine that the doctor's checks use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the facts out. What may break, the driver, PyTorch's CUDA and cuDNN, is asked in a process of its own.
+"""Collects the facts. The driver, PyTorch's CUDA and cuDNN, which may crash, are probed in a separate process.
 
 That process prints a line of JSON after each part. A broken library may end it: the lines before that are still read.
 """

@@ -1,4 +1,4 @@
-"""What was found, as text and as JSON."""
+"""The doctor's report, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def as_text(facts: Facts, findings: list[Finding]) -> str:
     for finding in findings:
         lines += ["", f"{finding.level.value}: {finding.title}", f"  {finding.found}", f"  cure: {finding.cure}"]
     errors = sum(finding.level is Level.ERROR for finding in findings)
-    last = "Nothing is wrong." if errors == 0 else f"{errors} thing{'s are' if errors > 1 else ' is'} wrong."
+    last = "No problems found." if errors == 0 else f"{errors} problem{'s' * (errors > 1)} found."
     return "\n".join([*lines, "", last])
 
 

@@ -1,4 +1,4 @@
-"""What autocast casts, and whether gradients must be bit-exact: settings of PyTorch that a call follows."""
+"""PyTorch settings that a call follows: autocast and deterministic algorithms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cudnn_sdpa.errors import OptionError
 
 
 def cast_tensor(tensor: Any, q: Tensor) -> Any:
-    """A tensor as autocast, if it is on for the device of `q`, casts it for a lower-precision operation."""
+    """A tensor cast as autocast, if enabled for the device of `q`, casts inputs of lower-precision operations."""
     kind = q.device.type
     if tensor is None or kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
         return tensor
@@ -20,7 +20,7 @@ def cast_tensor(tensor: Any, q: Tensor) -> Any:
 
 
 def is_deterministic(deterministic: Any) -> bool:
-    """Whether gradients must be bit-exact: as said, or as PyTorch is set."""
+    """Whether gradients must be bitwise deterministic: the given value, or PyTorch's setting."""
     if deterministic is None:
         return torch.are_deterministic_algorithms_enabled()
     if not isinstance(deterministic, bool):

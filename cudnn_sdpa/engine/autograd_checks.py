@@ -1,4 +1,4 @@
-"""What autograd would have to follow, and cannot (tangents, transforms, second gradients): refused, never dropped."""
+"""Rejects differentiation that is not supported (tangents, transforms, double backward) instead of dropping it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
 
 def refuse_second_gradient(what: str) -> NoReturn:
-    """Refuses the gradient of a gradient.
+    """Rejects double backward.
 
     Raises:
         UnsupportedError: Always.
@@ -28,7 +28,7 @@ def refuse_second_gradient(what: str) -> NoReturn:
 
 
 def no_second_gradient(what: str) -> Callable[..., Any]:
-    """What a graph function that computes gradients of `what` has as its `backward`."""
+    """The `backward` of a graph function that computes gradients of `what`: rejects double backward."""
 
     def backward(grads: Any, operands: Any, results: Any, **options: Any) -> NoReturn:
         del grads, operands, results, options
@@ -40,38 +40,38 @@ def no_second_gradient(what: str) -> Callable[..., Any]:
 try:
     from torch._C._functorch import TransformType
     from torch._C._functorch import get_interpreter_stack as _interpreters
-except ImportError:  # pragma: no cover - a PyTorch that has moved them says something of its own
+except ImportError:  # pragma: no cover - a PyTorch that has moved them raises its own error
     _interpreters = None  # type: ignore[assignment]
 
 
 def check(what: str, out: Tensor | None, **inputs: Tensor | None) -> None:
-    """Refuses results that would silently be cut off from their inputs.
+    """Rejects calls whose results would be silently detached from their inputs.
 
     Raises:
-        UnsupportedError: A tensor has a tangent of forward-mode differentiation, a transform of functorch wants a
-            gradient, or what is written into `out` would need one.
+        UnsupportedError: A tensor has a forward-mode tangent, a functorch transform needs a gradient, or `out` would
+            need one.
     """
     _check_no_tangent(**inputs, out=out)
     refuse_transforms(what, *inputs.values(), out, loops=True)
     if out is not None and needs_gradient(*inputs.values(), out):
         raise UnsupportedError(
             "out with a gradient",
-            ["an input requires grad, and autograd does not follow what is written into a given tensor"],
+            ["an input requires grad, and autograd does not track writes into a given tensor"],
             "calling it under torch.no_grad(), or without out",
         )
 
 
 CallT = TypeVar("CallT", bound=Any)  #: the arguments of a call, a named tuple
 
-#: What `torch.nn.functional.scaled_dot_product_attention` is, unless somebody has put another function in its place.
+#: PyTorch's own `torch.nn.functional.scaled_dot_product_attention`, to detect a replacement.
 PYTORCHS = torch._C._nn.scaled_dot_product_attention
 
 
 def refuse_context_parallel(what: str) -> None:
-    """Refuses a call within PyTorch's context parallelism, which gives each process a part of the sequences.
+    """Rejects a call within PyTorch's context parallelism, which shards sequences over processes.
 
     It replaces `torch.nn.functional.scaled_dot_product_attention` by a function that exchanges keys and values between
-    the processes. Any other attention would see the keys of its own process alone.
+    the processes. Any other attention would see only the keys of its own process.
 
     Raises:
         UnsupportedError: `context_parallel` is in force.
@@ -86,9 +86,9 @@ def refuse_context_parallel(what: str) -> None:
 
 
 def resolved(call: CallT) -> CallT:
-    """A call, dense or packed, without negative bits: what is saved for its gradients is read where it lies.
+    """A dense or packed call without negative bits, so that tensors saved for backward can be read directly.
 
-    What PyTorch gives such a bit, the imaginary part of a conjugate for instance, has the other sign in memory.
+    A tensor with that bit, such as the imaginary part of a conjugate, has the opposite sign in memory.
     """
     inputs = [(name, getattr(call, name, None)) for name in ("q", "k", "v", "attn_mask", "sinks")]
     negative = {name: x.resolve_neg() for name, x in inputs if x is not None and x.is_neg()}
@@ -97,7 +97,7 @@ def resolved(call: CallT) -> CallT:
 
 
 def refuse_inference_tensors(call: Any) -> None:
-    """Says which tensor of a call autograd could not keep for the gradients; looked for once it has failed to.
+    """Names the tensor that autograd could not save for backward, once that has failed.
 
     Raises:
         LayoutError: One was made under `torch.inference_mode`.
@@ -109,7 +109,7 @@ def refuse_inference_tensors(call: Any) -> None:
             raise LayoutError(
                 name,
                 "a tensor made under torch.inference_mode",
-                "one that autograd can keep for the gradients",
+                "one that autograd can save for backward",
                 f"Use {name}.clone() outside of inference mode, or call under torch.no_grad().",
             ) from None
 
@@ -119,7 +119,7 @@ def _check_no_tangent(**tensors: Tensor | None) -> None:
 
 
 def refuse_tangents(tensors: Mapping[str, Any], alternative: str = "PyTorch's own functions") -> None:
-    """Refuses tensors with tangents of forward-mode differentiation; what is no tensor is passed over.
+    """Rejects tensors with forward-mode tangents; ignores other objects.
 
     Raises:
         UnsupportedError: One has a tangent.
@@ -130,7 +130,7 @@ def refuse_tangents(tensors: Mapping[str, Any], alternative: str = "PyTorch's ow
         if isinstance(tensor, Tensor) and _has_tangent(tensor):
             raise UnsupportedError(
                 "forward-mode differentiation",
-                [f"{name} has a tangent, and cuDNN has no kernel that follows it"],
+                [f"{name} has a tangent, and cuDNN has no forward-mode kernel"],
                 f"differentiation in reverse mode, or {alternative}",
             )
 
@@ -140,7 +140,7 @@ def _has_tangent(tensor: Tensor) -> bool:
 
 
 def refuse_transforms(what: str, *tensors: Any, loops: bool) -> None:
-    """Refuses functorch's transforms that the operators have no rule for.
+    """Rejects functorch transforms that the operators do not support.
 
     Args:
         what: The function, for the message.

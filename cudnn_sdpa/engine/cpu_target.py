@@ -1,4 +1,4 @@
-"""Which GPU calls on CPU tensors are checked for: what it refuses raises on the CPU too."""
+"""The GPU that calls on CPU tensors are checked against: what it rejects raises on the CPU too."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from cudnn_sdpa.settings import renewed_in_children
 #: Environment variable that names the GPU.
 VARIABLE = "CUDNN_SDPA_CPU_CHECKS"
 DEFAULT = "h200"
-#: What the variable may be for no checks, beside nothing.
+#: Values of the variable that disable the checks, in addition to an empty one.
 OFF = ("none", "off")
 
-#: The cuDNN that is assumed where none is installed: the one whose results on GPUs are documented.
+#: The cuDNN version assumed if none is installed: the one with documented GPU results.
 ASSUMED_CUDNN = 91900
 
 _lock = renewed_in_children(threading.Lock())
 
 
 class CpuChecksUse:
-    """What `cpu_checks` returns: leave it alone, or use it in a `with` statement to go back to what was before.
+    """The result of `cpu_checks`: ignore it, or use it in a `with` statement to restore the previous setting.
 
     Attributes:
-        target: The name of the GPU that CPU tensors are checked for; None for no checks.
+        target: The name of the GPU that CPU tensors are checked against; None for no checks.
     """
 
     def __init__(self, target: str | None, before: str | None) -> None:
@@ -42,34 +42,34 @@ class CpuChecksUse:
 
 
 class _Setting:
-    """The GPU of this process; an empty name is one that the environment has not been asked for."""
+    """The GPU of this process; an empty name means that the environment has not been read yet."""
 
     name: str | None = ""
 
 
 def cpu_checks(target: str | None) -> CpuChecksUse:
-    """Sets for which GPU calls of attention on CPU tensors are checked.
+    """Sets the GPU that attention calls on CPU tensors are checked against.
 
-    The CPU runs a reference in plain PyTorch, which could take more than any kernel. So that what works on the CPU
-    works on a GPU, layouts and options that cuDNN refuses on the named GPU raise on the CPU too, with the same errors,
-    by the rules that `support` answers from. The cuDNN is the one that is installed as a wheel, or 9.19 without one.
-    float32 and float64, which only the reference takes, are checked as if they were bfloat16: strides are counted in
-    elements. Wrong values, such as lengths beyond a tensor, raise on the CPU whatever is set here.
+    The CPU reference in plain PyTorch accepts more than any kernel. So that code that works on the CPU also works on a
+    GPU, layouts and options that cuDNN rejects on the named GPU raise the same errors on the CPU, by the rules of
+    `support`. The cuDNN version is that of the installed wheel, or 9.19. float32 and float64, which only the reference
+    accepts, are checked as bfloat16. Wrong values, such as lengths beyond a tensor, always raise on the CPU.
 
-    Rules are lifted while `fallback("torch")` is in force. Norms, gates and convolutions have no such rules: what
-    cuDNN lacks for them is known when a plan is built.
+    The rules do not apply while `fallback("torch")` is in force. Norms, gated activations and convolutions have no such
+    rules: missing kernels show when a plan is built.
 
-    The setting holds for the whole process, until the end of the `with` statement if it is used in one. Without a call
-    the environment variable `CUDNN_SDPA_CPU_CHECKS` names the GPU; "none", "off" or an empty value is None.
+    The setting is process-wide, and ends with the `with` statement if it is used in one. Without a call, the
+    environment variable `CUDNN_SDPA_CPU_CHECKS` names the GPU; "none", "off" or an empty value is None.
 
     Args:
-        target: The name of a GPU, such as "h200", "a100" or "b200", or None to have the reference take all it can.
+        target: The name of a GPU, such as "h200", "a100" or "b200", or None to accept everything that the reference
+            can compute.
 
     Returns:
         A context manager whose value is the name.
 
     Raises:
-        OptionError: No such GPU is known.
+        OptionError: The GPU is unknown.
 
     Examples:
         >>> import torch, cudnn_sdpa
@@ -95,7 +95,7 @@ def active_name() -> str | None:
 
 
 def active() -> Target | None:
-    """The GPU that CPU tensors are checked for, with the cuDNN of this environment; None for no checks."""
+    """The target that CPU tensors are checked against, with this environment's cuDNN; None for no checks."""
     name = active_name()
     return None if name is None else _target(name)
 
@@ -128,7 +128,7 @@ def installed_cudnn() -> int:
 
 
 def note() -> str:
-    """What an error says that is raised for the sake of a GPU, on a machine that need not have one."""
+    """The note on errors that a GPU's rules raise on the CPU."""
     name = active_name()
     return "" if name is None else f"(CPU tensors are checked for {name}; {VARIABLE}=none lifts this)"
 

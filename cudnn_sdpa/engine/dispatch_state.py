@@ -1,7 +1,7 @@
-"""Whether a call may go straight to cuDNN, past PyTorch's dispatcher.
+"""Whether a call may bypass PyTorch's dispatcher.
 
-The dispatcher costs about 2 µs. It is needed when something between the caller and the kernel wants to see the
-operator: autograd, a tensor subclass, a dispatch mode, a functorch transform, a TorchScript trace, the profiler.
+The dispatcher costs about 2 µs. It is needed if something must intercept the operator: autograd, a tensor subclass, a
+dispatch mode, a functorch transform, a TorchScript trace, or the profiler.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ except ImportError:  # pragma: no cover - a PyTorch that has moved them
     def _profiler_enabled() -> bool:
         return True
 
-    def is_legacy_batchedtensor(tensor: Tensor) -> bool:  # noqa: ARG001, D103
+    def is_legacy_batchedtensor(tensor: Tensor) -> bool:  # noqa: ARG001
         return False
 
 
@@ -44,19 +44,19 @@ is_batch = is_legacy_batchedtensor  #: what `is_grads_batched` makes of gradient
 
 
 def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether nobody but the kernel has an interest in a call with these tensors."""
+    """Whether nothing needs to intercept a call with these tensors."""
     return not (
         (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
     ) and can_bypass_dispatcher(q, k, v)
 
 
 def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
-    """Whether nobody but the kernel and autograd has an interest in a call with these tensors."""
+    """Whether nothing but autograd needs to intercept a call with these tensors."""
     return is_plain_memory(*tensors) and forward_ad._current_level < 0 and not is_profiling() and not is_autocasting()
 
 
 def is_lazy(tensor: Tensor) -> bool:
-    """Whether a tensor's memory, if it has any, does not hold its numbers: their sign is to be turned, or all are zero.
+    """Whether a tensor's memory does not hold its elements: they are lazily negated, or zeros without memory.
 
     `torch._neg_view`, gradients through `torch.imag` and `torch.conj`, and PyTorch's zeros without memory are like
     this; PyTorch's dispatcher makes plain tensors of them.
@@ -65,14 +65,14 @@ def is_lazy(tensor: Tensor) -> bool:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """A tensor whose memory holds its numbers; dense zeros where it had none, for which PyTorch repeats one number."""
+    """A tensor whose memory holds its elements; dense zeros if it had no memory."""
     if tensor._is_zerotensor() and not tensor.requires_grad:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor.resolve_neg()
 
 
 def is_plain_memory(*tensors: Tensor | None) -> bool:
-    """Whether tensors are nothing but memory, and nobody watches what is done with them operator by operator."""
+    """Whether tensors are plain memory, and nothing intercepts operators on them."""
     for tensor in tensors:  # saves 0.6 µs over `all` and `is_lazy`, whose calls take as long as what they do
         if tensor is not None and (type(tensor) not in _BARE or tensor.is_neg() or tensor._is_zerotensor()):
             return False
@@ -80,9 +80,9 @@ def is_plain_memory(*tensors: Tensor | None) -> bool:
 
 
 def needs_operator(gradient: Tensor) -> bool:
-    """Whether somebody but autograd's engine has an interest in a backward pass that was given this gradient.
+    """Whether something other than autograd's engine must intercept a backward pass with this gradient.
 
-    Someone may differentiate it again, batch it, trace or compile it; or the dispatcher has to make it readable.
+    It may be differentiated again, batched, traced or compiled, or the dispatcher must materialize it.
     """
     return (
         torch.is_grad_enabled()
@@ -101,7 +101,7 @@ _BARE = (Tensor, torch.nn.Parameter)
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether autograd will want the gradient by one of these tensors."""
+    """Whether autograd needs the gradient of one of these tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:  # saves 0.4 µs over `any`
             if tensor is not None and tensor.requires_grad:
@@ -110,7 +110,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def tensor_guard(*tensors: Tensor) -> Guard:
-    """A function that tells whether tensors are like these, and whether PyTorch is in the same state as now.
+    """A function that checks whether tensors match these and PyTorch's state is the same as now.
 
     It is what torch.compile asks before each call of compiled code. One C call (0.4 µs) compares the Python types,
     shapes, strides, dtypes, devices and `requires_grad`, and the dispatch keys with those of the thread's state, in

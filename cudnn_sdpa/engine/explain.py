@@ -1,4 +1,4 @@
-"""`explain`: what a call runs, and why it cannot; and how it learns that of a function without running it."""
+"""`explain`: what a call would run, or why it cannot, without running it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Description:
         operation: The operation.
         key: Gives the key of its plan for a target and a device; raises UnsupportedError if there can be none.
         device: Index of the GPU that the tensors are on; None for tensors elsewhere.
-        is_empty: Whether there is nothing to compute, and so no plan.
-        extra_kernels: What runs on the GPU beside the plan, in words.
+        is_empty: Whether there is nothing to compute, hence no plan.
+        extra_kernels: Kernels that run in addition to the plan, as text.
         backward: The same of its gradient, if an input requires grad.
-        bucket: Gives the key of its bucket's plan, None if it fits none; see `shape_policy`.
-        verify: Runs the call and the reference, and gives the relative error of each result; of the gradients too, if
-            that is asked for.
+        bucket: Returns the key of its bucket's plan, None if it fits none; see `shape_policy`.
+        verify: Runs the call and the reference, and returns the relative error of each result, and of the gradients if
+            requested.
     """
 
     operation: GraphOp
@@ -51,7 +51,7 @@ class Description:
 
 _describers: dict[Callable[..., Any], Callable[..., Description]] = {}
 
-#: Where the functions of each kind are described; imported when the first of them is asked for.
+#: Modules that describe the functions of each kind; imported on first use.
 _DESCRIBING_MODULES = (
     "cudnn_sdpa.attention.dense.explain",
     "cudnn_sdpa.attention.varlen.explain",
@@ -83,7 +83,7 @@ def describes(function: Callable[..., Any]) -> Callable[[Callable[..., Descripti
 def describer_of(function: Callable[..., Any]) -> Callable[..., Description] | None:
     """What describes calls of `function`, if anything does."""
     _import_describers()
-    own: Callable[..., Description] | None = getattr(function, "describe", None)  # graph functions know it themselves
+    own: Callable[..., Description] | None = getattr(function, "describe", None)  # graph functions describe themselves
     return _describers.get(function, own)
 
 
@@ -101,31 +101,31 @@ def described_functions() -> list[str]:
 
 @dataclass
 class Explanation:
-    """What `explain` found; `print` it or its `details`, or read the fields.
+    """The answer of `explain`; `print` it or its `details`, or read the fields.
 
     Attributes:
-        call: Name of the function that was asked about.
+        call: Name of the function.
         target: The GPU that the answer is for.
         offline: Whether that GPU is not in this machine, so that a helper process planned for it.
         supported: Whether there is a plan, or nothing to compute.
         reasons: Every known reason why there is no plan.
         suggestion: The nearest thing that works.
-        key: The plan's key, in words.
+        key: The plan's key, as text.
         engine: cuDNN's engine.
         knobs: The engine's settings.
-        workspace: Bytes that a launch allocates beside its outputs.
-        build_seconds: Time that planning and compiling took, or loading.
-        loaded: Whether the plan came out of the plan store.
+        workspace: Bytes that a launch allocates in addition to its outputs.
+        build_seconds: Time for planning and compiling, or for loading.
+        loaded: Whether the plan came from the plan store.
         cached: Whether the plan was in the cache before.
-        bucket: Unless the shape policy is "exact", the key of the plan that serves the call while it has none of its
-            own, if it fits a bucket.
-        extra_kernels: What runs on the GPU beside the plan.
-        known_issues: Faults of this cuDNN that the plan is made to avoid.
-        on_gpu: What is better on the GPU itself than this plan, which was made without it; mostly nothing.
+        bucket: Unless the shape policy is "exact", the key of the bucket's plan that serves the call until it has an
+            exact-shape plan.
+        extra_kernels: Kernels that run in addition to the plan.
+        known_issues: Bugs of this cuDNN that the plan works around.
+        on_gpu: Why a plan built on the GPU would be better than this one, which was made without it; usually empty.
         backward: The same of the gradient, if an input requires grad; its versions and libraries are left empty.
         errors: With `verify`, the relative error of each result against the reference in float64.
-        versions: Of this package and what it stands on.
-        libraries: Which file each NVIDIA library was loaded from, in the process that planned.
+        versions: Versions of this package and its dependencies.
+        libraries: The file that each NVIDIA library was loaded from, in the process that planned.
     """
 
     call: str
@@ -151,16 +151,16 @@ class Explanation:
     libraries: dict[str, str] = field(default_factory=dict)
 
     def decline(self, error: UnsupportedError) -> None:
-        """Takes over why there is no plan."""
+        """Records why there is no plan."""
         self.supported, self.reasons, self.suggestion = False, error.reasons, error.suggestion
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values, ready for JSON."""
+        """The fields as plain values, JSON-ready."""
         return asdict(self)
 
     @property
     def details(self) -> str:
-        """All that printing shows, and the keys in full, which take hundreds of characters each."""
+        """Everything that printing shows, plus the full keys, which take hundreds of characters each."""
         return self._report(with_keys=True)
 
     def __str__(self) -> str:
@@ -198,29 +198,29 @@ class Explanation:
 
 
 def explain(function: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: Any) -> Explanation:
-    """Says what a call runs: its plan's key, engine and workspace, or every reason why there is no plan.
+    """Shows what a call would run: its plan's key, engine and workspace, or every reason why there is no plan.
 
     If an input requires grad, the same of its gradient.
 
-    With CUDA tensors the plan comes out of the cache, or is built and put there. With CPU tensors the answer is for
-    a GPU that need not be here, planned by real cuDNN in a helper process: an H200, or what the environment variable
-    `CUDNN_SDPA_TARGET` says, which may be the path of a cuDNN device-properties JSON file.
+    With CUDA tensors the plan comes from the cache, or is built and cached. With CPU tensors the answer is for a GPU
+    that need not be present, planned by the real cuDNN in a helper process: an H200, or the GPU in the environment
+    variable `CUDNN_SDPA_TARGET`, which may be the path of a cuDNN device-properties JSON file.
 
     Args:
         function: A function of this library, such as `sdpa`.
-        *args: What it would be called with.
+        *args: Its arguments.
         verify: Also run it, forward and for inputs that require grad backward if that is supported, and compare with
             the reference in float64, whose memory grows with Sq × Skv.
-        **kwargs: The same.
+        **kwargs: Its keyword arguments.
 
     Returns:
         An `Explanation`; `print` shows it, and its `details` with the keys in full.
 
     Raises:
-        OptionError: `function` is none that can be explained, or there is dropout to `verify`.
+        OptionError: `function` cannot be explained, or `verify` is used with dropout.
         ArgumentError: The call's arguments are wrong, as when calling it.
-        TypeError: So are their names or number.
-        PlanBuildError: With CUDA tensors, the plan is not there and `no_plan_builds` is in force.
+        TypeError: Their names or number are wrong.
+        PlanBuildError: With CUDA tensors, the plan is missing and `no_plan_builds` is in force.
         OfflineError: No helper process can plan here, for example without a C compiler.
 
     Examples:
@@ -240,7 +240,7 @@ def explained(
     verify: bool = False,
     target: str | None = None,
 ) -> Explanation:
-    """The same; of tensors elsewhere for `target`, if one is given."""
+    """The same, with a `target` for tensors that are not on a GPU."""
     describer = describer_of(function)
     if describer is None:
         name = getattr(function, "__name__", repr(function))
@@ -299,7 +299,7 @@ def _explain_offline(name: str, description: Description, properties: dict[str, 
 
 
 def _key(result: Explanation, description: Description, target: Target, device: int | None) -> PlanKey:
-    """The key, which the explanation takes over, with the faults that concern it."""
+    """The key, recorded in the explanation with the bugs that affect it."""
     key = description.key(target, device)
     result.key = str(key)
     result.known_issues = [str(issue) for issue in known_issues.concerning(key)]

@@ -1,4 +1,4 @@
-"""`fallback`: what cuDNN declines runs on plain PyTorch, if the caller asks for it."""
+"""`fallback`: runs calls that cuDNN declines on plain PyTorch, if the caller asks for it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _log = logging.getLogger("cudnn_sdpa")
 _chosen: ContextVar[str | None] = ContextVar("fallback", default=None)
 _said: set[Hashable] = set()
 
-#: How many kinds of calls are remembered as logged; more are hardly ever there.
+#: Maximum number of kinds of calls remembered as logged.
 MAX_SAID = 1000
 
 T = TypeVar("T")
 
 
 def fallback(to: str | None) -> AbstractContextManager[None]:
-    """While it is in force, in this thread, what cuDNN declines runs on PyTorch instead of raising.
+    """While active, in this thread, calls that cuDNN declines run on PyTorch instead of raising.
 
     With "torch", a call that would raise `UnsupportedError`, or is refused only because cuDNN's attention takes float16
     and bfloat16 with head dims that are multiples of 8, runs on `torch.nn.functional.scaled_dot_product_attention` if
     that has all its options and is as deterministic as asked, otherwise on this library's reference in plain PyTorch,
-    whose memory grows with Sq × Skv. Gradients do as their forward pass was told. It is logged once for each kind of
-    call, whatever its sizes, as a warning of the logger "cudnn_sdpa". None switches an outer fallback off.
+    whose memory grows with Sq × Skv. Gradients follow the setting of their forward pass. It is logged once per kind of
+    call, regardless of sizes, as a warning of the logger "cudnn_sdpa". None disables an outer fallback.
 
-    On CPU tensors it lifts what `cpu_checks` refuses for want of a kernel.
+    On CPU tensors it lifts the restrictions of `cpu_checks`.
 
-    These raise as ever: wrong arguments, strides and addresses that cuDNN cannot read, differentiation that nobody
-    follows (forward-mode, through `out` or the log-sum-exp, a second time), and whatever is declined in compiled code
+    These still raise: wrong arguments, strides and addresses that cuDNN cannot read, unsupported differentiation
+    (forward-mode, through `out` or the log-sum-exp, double backward), and calls declined in compiled code
     (`torch.compile`).
 
     Args:
@@ -66,21 +66,21 @@ def _with_fallback(to: str | None) -> Iterator[None]:
 
 
 def is_in_force() -> bool:
-    """Whether what cuDNN declines runs on PyTorch, in this thread. A compiler cannot follow a context variable."""
+    """Whether a fallback is in force in this thread; compilers cannot trace a context variable."""
     return not is_compiling() and _chosen.get() is not None
 
 
 def or_else(
     run: Callable[[], T], instead: Callable[[], T], kind: Callable[[], Hashable], wanted: bool | None = None
 ) -> T:
-    """`run()`, and if cuDNN declines it while a fallback is in force, `instead()`.
+    """`run()` or, if cuDNN declines it while a fallback is in force, `instead()`.
 
     Args:
         run: The call.
         instead: The same in plain PyTorch.
-        kind: Gives what is logged once for each reason.
-        wanted: Whether a fallback is in force, if not that of this thread counts: backward passes have threads of
-            their own, and do as their forward pass was told.
+        kind: Returns what is logged once for each reason.
+        wanted: Whether a fallback is in force, overriding this thread's: backward passes run in autograd's threads and
+            follow their forward pass.
     """
     if not (is_in_force() if wanted is None else wanted):
         return run()
@@ -101,7 +101,7 @@ def _say(kind: Hashable, why: str) -> None:
 
 
 def check_or_decline(what: str, check: Callable[[], None], without: Callable[[], None]) -> None:
-    """`check()`, and if a fallback is in force, what is wrong for cuDNN alone becomes what it declines.
+    """`check()`; if a fallback is in force, errors due to cuDNN's limits become UnsupportedError.
 
     Args:
         what: Names the function.

@@ -1,4 +1,4 @@
-"""The first level of look-up: raw signatures of calls lead to plans with all that a call needs."""
+"""First-level lookup: raw call signatures map to bound plans."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from cudnn_sdpa.plans.plan import Plan
 
 
 class PreparedCall(Protocol):
-    """What a `CallTable` holds: a plan with all that a raw signature decides."""
+    """An entry of a `CallTable`: a plan bound to everything that a raw signature determines."""
 
     last: Any
 
     @property
-    def plan(self) -> Plan: ...  # noqa: D102
+    def plan(self) -> Plan: ...
 
 
 LastT = TypeVar("LastT")
@@ -25,9 +25,9 @@ KindT = TypeVar("KindT")
 
 
 class CallTable(Generic[LastT]):
-    """The first level of look-up: a raw signature, as cheap to make as possible, leads to a prepared call.
+    """First-level lookup from a raw signature, as cheap as possible, to a prepared call.
 
-    Every plan in it is in the plan cache; when the cache lets a plan go, its entries go too.
+    Every plan in it is in the plan cache; evicting a plan removes its entries.
 
     Attributes:
         get: `get(signature)` gives the prepared call, or None.
@@ -44,7 +44,7 @@ class CallTable(Generic[LastT]):
         plan_cache._tables.add(self)
 
     def add(self, signature: Hashable, call: PreparedCall) -> None:
-        """Remembers `call`, unless its plan has left the cache in the meantime."""
+        """Adds `call`, unless its plan has been evicted in the meantime."""
         with plan_cache._lock:
             if not call.plan.held:
                 return
@@ -61,20 +61,20 @@ class CallTable(Generic[LastT]):
             return [call for call in self._calls.values() if isinstance(call, kind)]
 
     def forget(self, concerns: Callable[[Any], bool]) -> None:
-        """Forgets the calls of which `concerns` says so."""
+        """Removes the calls for which `concerns` is true."""
         with plan_cache._lock:
             for signature in [s for s, call in self._calls.items() if concerns(call)]:
                 self._forget(signature)
             self.last = self._nothing
 
     def remember_last(self, last: LastT, plan: Plan) -> None:
-        """Sets `last`, which is about a call of `plan`, unless the plan has left the cache in the meantime."""
+        """Sets `last`, which refers to `plan`, unless that has been evicted in the meantime."""
         self.last = last
-        if not plan.held:  # asked afterwards: what leaves from now on resets `last` itself
+        if not plan.held:  # checked afterwards: later evictions reset `last` themselves
             self.last = self._nothing
 
     def _drop(self, plan: Plan | None) -> None:
-        """Forgets the calls of `plan`, or all."""
+        """Removes the calls of `plan`, or all calls."""
         for signature in [s for s, call in self._calls.items() if plan is None or call.plan is plan]:
             self._forget(signature)
         self.last = self._nothing
@@ -87,5 +87,5 @@ class CallTable(Generic[LastT]):
 
 
 def describe(tensor: Tensor | None) -> Hashable:
-    """What of a tensor decides a call."""
+    """The part of a tensor that determines a call."""
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)

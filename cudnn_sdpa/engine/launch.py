@@ -25,24 +25,24 @@ _MISALIGNED = ALIGNMENT - 1
 #: Shape, stride and dtype of a new tensor.
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
-#: Prepared calls, by all that decides one.
+#: Bound calls, by everything that determines one.
 calls: CallTable[Any] = CallTable(None)
 
 
 def describe(operand: Any) -> Hashable:
-    """What of an operand decides a call: of a number, that there is one."""
+    """The part of an operand that determines a call; for a number, only its presence."""
     if isinstance(operand, Tensor):
         return operand.shape, operand.stride(), operand.dtype, operand.device
     return operand is None
 
 
 def type_of(option: Any) -> Any:
-    """The type of an option: 1, 1.0 and True are three different ones, and so are both zeros; in tuples too."""
+    """The type of an option: 1, 1.0 and True differ, and so do 0.0 and -0.0; in tuples too."""
     kind = type(option)
     if kind is tuple:
         return tuple([type_of(item) for item in option])
     if not option and isinstance(option, float):  # also one of numpy's
-        return kind, str(option)  # which tells -0.0 from 0.0
+        return kind, str(option)  # distinguishes -0.0 from 0.0
     return kind
 
 
@@ -57,7 +57,7 @@ def key_of(
     *,
     deterministic: bool,
 ) -> PlanKey:
-    """The key of the plan for operands and outputs that lie in memory as these do."""
+    """The key of the plan for operands and outputs with these layouts."""
     rank = max(x.dim() for x in given if isinstance(x, Tensor))
     number = TensorLayout.contiguous((1,) * rank, torch.float32)
     tensors = [x for x in (*given, *outputs) if isinstance(x, Tensor)]
@@ -72,10 +72,10 @@ def key_of(
 
 
 def check_one_device(names: Sequence[str], given: Sequence[Any]) -> None:
-    """All tensors of a call are on one device: an address on another one would end the CUDA context.
+    """Checks that all tensors are on one device: an address on another would corrupt the CUDA context.
 
     Raises:
-        DeviceError: They are not.
+        DeviceError: They are on different devices.
     """
     tensors = [(name, x) for name, x in zip(names, given, strict=False) if isinstance(x, Tensor)]
     first, x = tensors[0]
@@ -85,7 +85,7 @@ def check_one_device(names: Sequence[str], given: Sequence[Any]) -> None:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """A gradient that autograd hands over, as kernels can read it: copied if it is expanded or not aligned."""
+    """A gradient from autograd in a form that kernels can read: copied if it is expanded or misaligned."""
     return tensor.clone() if tensor.data_ptr() & _MISALIGNED or 0 in tensor.stride() else tensor
 
 
@@ -94,8 +94,8 @@ class GraphCall:
 
     Attributes:
         plan: The plan.
-        gradient: What the operands of its gradients look like, and their call, where somebody has prepared it.
-        last: What a `CallTable` resets.
+        gradient: The operands' signature and the bound call of its backward pass, if prepared.
+        last: Reset by `CallTable`.
     """
 
     __slots__ = (
@@ -129,22 +129,22 @@ class GraphCall:
         self._is_short = self._tensors == [0, 1] and len(layouts) == 1
         self._template = array("Q", bytes(8 * (len(present) + len(outputs))))
         self._known = tuple([float(x) for x in present if not isinstance(x, Tensor)])
-        self._held = array("f", self._known)  # numbers are mostly the same in each call, and stay where they are
+        self._held = array("f", self._known)  # scalars rarely change between calls, so their memory is kept
         self._point_to(self._held, self._template)
 
     def shaped(self, *layouts: Layout) -> GraphCall:
-        """The same call whose results are seen in other shapes."""
+        """The same call with results viewed in other shapes."""
         result = copy.copy(self)
         result._results = [(place, layout) for (place, _), layout in zip(self._results, layouts, strict=True)]
         return result
 
     def __call__(self, tensors: Sequence[Tensor], numbers: tuple[float, ...] = ()) -> list[Tensor]:
-        """The results, in new memory."""
+        """Launches the plan and returns new result tensors."""
         if self._elsewhere and current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
                 return self(tensors, numbers)
-        operands, bits, held = self._template[:], 0, None  # of this call alone: many threads make calls at once
-        for place, tensor in zip(self._tensors, tensors):  # noqa: B905 - as many as there were in the call like it
+        operands, bits, held = self._template[:], 0, None  # local to this call: many threads call at once
+        for place, tensor in zip(self._tensors, tensors):  # noqa: B905 - the signature fixes their number
             operands[place] = address = tensor.data_ptr()
             bits |= address or _MISALIGNED
         if bits & _MISALIGNED:
@@ -161,19 +161,19 @@ class GraphCall:
             outputs.append(out)
         self.plan.last_used = next_use()
         self.plan.launch(operands)
-        del held  # until now: cuDNN reads numbers when it launches
+        del held  # kept alive until here: cuDNN reads scalars at launch
         return outputs
 
     def of_two(self, x: Tensor, y: Tensor, numbers: tuple[float, ...] = ()) -> Tensor:
-        """The first result of a call with two tensors. Without loops over operands and results: saves 0.5 µs."""
+        """The first result of a call with two tensors, without loops over operands and results: saves 0.5 µs."""
         plan = self.plan
         elsewhere = self._elsewhere and current_device() != plan.device
         if elsewhere or not self._is_short or (numbers is not self._known and numbers != self._known):
             return self((x, y), numbers)[0]
         operands = self._template[:]
-        operands[0] = grad_x = x.data_ptr()
-        operands[1] = of_y = y.data_ptr()
-        if (grad_x | of_y) & _MISALIGNED or not (grad_x and of_y):
+        operands[0] = address_x = x.data_ptr()
+        operands[1] = address_y = y.data_ptr()
+        if (address_x | address_y) & _MISALIGNED or not (address_x and address_y):
             self._refuse((x, y))
         place, layout = self._results[0]
         out: Tensor = allocate(*layout)
@@ -183,7 +183,7 @@ class GraphCall:
         return out
 
     def write(self, tensors: Sequence[Tensor], numbers: tuple[float, ...], addresses: Sequence[int]) -> None:
-        """The same, on the current device, with results that go to these addresses."""
+        """The same on the current device, writing the results to these addresses."""
         operands, held = self._template[:], array("f", numbers)
         for place, tensor in zip(self._tensors, tensors, strict=True):
             operands[place] = tensor.data_ptr()
@@ -205,8 +205,8 @@ class GraphCall:
         for place, tensor in zip(self._tensors, tensors, strict=True):
             name, past = self._names[place], tensor.data_ptr() % ALIGNMENT
             if not tensor.data_ptr():
-                hint = "Its storage was freed or resized to nothing, as sharded training does with weights not in use."
-                raise LayoutError(name, "a tensor without memory (address 0)", "memory that holds its numbers", hint)
+                hint = "Its storage was freed or resized to zero, as sharded training does with unused weights."
+                raise LayoutError(name, "a tensor without memory (address 0)", "memory that holds its elements", hint)
             if past:
                 got = f"memory at {past} bytes past a multiple of {ALIGNMENT}"
                 raise LayoutError(name, got, f"a multiple of {ALIGNMENT} bytes", f"Use {name}.clone().")

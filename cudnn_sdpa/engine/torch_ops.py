@@ -1,4 +1,4 @@
-"""The library's torch operators: how one is registered, and the one that draws dropout's random numbers."""
+"""Registration of torch operators, and the operator that draws dropout's seed and offset."""
 
 from __future__ import annotations
 

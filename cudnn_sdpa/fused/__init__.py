@@ -1,1 +1,1 @@
-"""Fused operations: norms, gates, convolutions and `graph_op` for graphs of one's own."""
+"""Fused operations: norms, gated activations, convolutions, and `graph_op` for custom graphs."""

@@ -1,4 +1,4 @@
-"""Gated activations in one kernel each way: `silu_mul`, and what else cuDNN fuses like it."""
+"""Gated activations, one kernel per direction: `silu_mul`, `gelu_mul` and `relu_squared`."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
     Args:
         gate: (..., n), float16, bfloat16 or float32, on the CPU float64 too. Its last dimension is dense; both halves
-            of one projection, `x.chunk(2, dim=-1)`, are read where they lie.
-        up: Of the same shape and dtype. If it is not given, `gate` is both, (..., 2n), the gate first: its gradient is
-            written in one piece then, where autograd would put two halves together.
+            of one projection, `x.chunk(2, dim=-1)`, are read in place.
+        up: Of the same shape and dtype. If it is not given, `gate` holds both, (..., 2n), the gate first: its gradient
+            is then written as one tensor, where autograd would concatenate two halves.
 
     Returns:
         A dense tensor (..., n) of the same dtype.
 
     Raises:
-        ArgumentError: They do not fit, or lie so that they would have to be copied.
+        ArgumentError: They do not match, or have a layout that would need a copy.
 
     Examples:
         >>> import torch, cudnn_sdpa
@@ -155,7 +155,7 @@ _OF_GRADIENTS = ("grad", "gate", "up")
 
 
 class _SiluMul(torch.autograd.Function):
-    """`silu_mul` where autograd follows, in eager mode."""
+    """`silu_mul` under autograd, in eager mode."""
 
     @staticmethod
     def forward(ctx: Any, call: GraphCall, *tensors: Tensor) -> Tensor:
@@ -179,9 +179,9 @@ class _SiluMul(torch.autograd.Function):
 
 
 def _gradients(call: GraphCall, grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
-    """The gradients by gate and up, dense; their call stays with the forward call: saves a look-up.
+    """The gradients of gate and up, dense; the forward call keeps their call, which saves a lookup.
 
-    Hooks may have brought tensors back that lie otherwise, so that is compared.
+    Saved-tensor hooks may have returned other layouts, so these are compared.
     """
     tensors = (grad, gate, up)
     looks = [is_deterministic(), *map(describe, tensors)]
@@ -194,7 +194,7 @@ def _gradients(call: GraphCall, grad: Tensor, gate: Tensor, up: Tensor) -> list[
 
 
 def _of_both(call: GraphCall, grad: Tensor, both: Tensor) -> list[Tensor]:
-    """The gradient by a tensor that holds gate and up, each half written to its place."""
+    """The gradient of a tensor that holds gate and up, each half written in place."""
     both = both if both.is_contiguous() else both.contiguous()
     given = (grad, *both.chunk(2, dim=-1))
     looks = [is_deterministic(), *map(describe, given)]
@@ -239,7 +239,7 @@ def no_gradient(name: str) -> UnsupportedError:
 
 
 def _run(kind: _Kind, operands: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """A call that has to be checked; the next one like it goes straight to its plan.
+    """An unchecked call; later calls like it take the fast path.
 
     Args:
         kind: Which function.

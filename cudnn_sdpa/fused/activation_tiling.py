@@ -1,8 +1,8 @@
-"""How tensors of an activation are shown to cuDNN: as rows, and those in the form it is quickest in, without a copy.
+"""The views in which activations pass tensors to cuDNN: rows, in the fastest form, without a copy.
 
 cuDNN's kernels work on tiles of a matrix, and its heuristics choose the tile by the number of rows. Where all is dense
 any matrix will do; of halves of a projection's rows, each row is a matrix. Which one is quickest was measured on an
-H200 (cuDNN 9.19), in bfloat16, for 0.9 to 134 million numbers, forward and backward.
+H200 (cuDNN 9.19), in bfloat16, for 0.9 to 134 million elements, forward and backward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tensors that fused operations take, on a GPU and in their references."""
+"""Argument checks of fused operations, for kernels and references."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def check_strided(name: str, tensor: Any) -> None:
     if tensor.layout is not torch.strided:
         raise LayoutError(name, f"the layout {tensor.layout}", "a strided tensor", f"Use {name}.to_dense().")
     if not is_compiling() and _lacks_memory(tensor):
-        hint = "Its storage was freed or resized, as sharded training does with weights not in use."
-        raise LayoutError(name, "a tensor without memory", "memory that holds its numbers", hint)
+        hint = "Its storage was freed or resized, as sharded training does with unused weights."
+        raise LayoutError(name, "a tensor without memory", "memory that holds its elements", hint)
 
 
 def _lacks_memory(tensor: Tensor) -> bool:
@@ -93,7 +93,7 @@ def check_kept(**tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.is_inference():
             hint = f"Use {name}.clone() outside of torch.inference_mode, or torch.no_grad()."
-            raise LayoutError(name, "a tensor made in inference mode", "one that autograd can keep", hint)
+            raise LayoutError(name, "a tensor made in inference mode", "one that autograd can save", hint)
 
 
 def shown(value: Any) -> str:

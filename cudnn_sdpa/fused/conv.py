@@ -34,7 +34,7 @@ MOST = 2**31 - 1
 
 
 def check(rank: int, x: Any, weight: Any, bias: Any, groups: Any) -> None:
-    """Checks of all but steps, zeros and distances."""
+    """Checks of everything except stride, padding and dilation."""
     check_dtype("x", x)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if name == "bias" and tensor is None:
@@ -60,18 +60,18 @@ def check(rank: int, x: Any, weight: Any, bias: Any, groups: Any) -> None:
 
 
 def check_extent(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> None:
-    """The filter is not larger than x with its zeros."""
+    """Checks that the filter is not larger than the padded x."""
     del stride
     for length, size, zeros, step in zip(x.shape[2:], weight.shape[2:], padding, dilation, strict=True):
         if is_true(length + 2 * zeros > MOST):
-            raise OptionError("padding", str(zeros), f"no more than {MOST} numbers with the zeros on both sides")
+            raise OptionError("padding", str(zeros), f"no more than {MOST} elements including padding")
         if is_true(length + 2 * zeros < (size - 1) * step + 1):
-            got = f"{length} with {zeros} zeros on both sides"
+            got = f"{length} with {zeros} padding on both sides"
             raise LayoutError("x", got, f"at least {(size - 1) * step + 1}, the extent of the filter", "Pad x.")
 
 
 def sizes_of(rank: int, stride: Any, padding: Any, dilation: Any) -> dict[str, Sizes]:
-    """Steps, zeros and distances, one for each dimension."""
+    """Stride, padding and dilation, one value per dimension."""
     return {
         "stride": _sizes("stride", stride, rank, least=1),
         "padding": _sizes("padding", padding, rank, least=0),
@@ -116,21 +116,21 @@ def conv2d(
 ) -> Tensor:
     """activation(x * weight + bias), a convolution with its bias and its activation in one kernel. Differentiable.
 
-    cuDNN reads and writes channels last. A tensor that lies otherwise is copied first, in each call, which takes as
-    long as reading and writing it once: keep both in `torch.channels_last`, a module by
+    cuDNN reads and writes channels-last tensors. Others are copied first in every call, which takes as long as reading
+    and writing them once: keep both in `torch.channels_last`, a module with
     `module.to(memory_format=torch.channels_last)`.
 
-    Where the filter's steps are its size, as in the patch embedding of a vision transformer, it is a matrix product of
-    patches: they are put in rows by one copy, and PyTorch multiplies.
+    If the stride equals the filter size, as in the patch embedding of a vision transformer, the convolution is a matrix
+    product: one copy gathers the patches, and PyTorch multiplies.
 
     Args:
         x: (N, C, H, W), float16, bfloat16 or float32, which cuDNN multiplies in TF32, as PyTorch does by default; where
             `torch.backends.cudnn.allow_tf32` forbids that, it raises. On the CPU float64, too.
         weight: (K, C / groups, R, S), of x's dtype.
         bias: (K,), of x's dtype.
-        stride: Steps, one for both dimensions or one for each.
-        padding: Zeros around x.
-        dilation: Distances within the filter.
+        stride: Stride, one for both dimensions or one for each.
+        padding: Zero padding around x.
+        dilation: Spacing of the filter's elements.
         groups: Groups of channels.
         activation: None, "relu", "silu" or "gelu" (by the error function). A kernel of its own with a gradient; where
             every channel is a group or there is but one filter, too, unless it is ReLU behind a bias.
@@ -148,7 +148,17 @@ def conv2d(
         >>> cudnn_sdpa.conv2d(x, weight, padding=1, activation="silu").shape
         torch.Size([2, 4, 16, 16])
     """
-    return _convolve(2, x, weight, bias, stride, padding, dilation, groups, activation)
+    return _convolve(
+        rank=2,
+        x=x,
+        weight=weight,
+        bias=bias,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        activation=activation,
+    )
 
 
 def conv1d(
@@ -167,9 +177,9 @@ def conv1d(
         x: (N, C, L). Without a copy if its channels lie together, as in `y.transpose(1, 2)` of y (N, L, C).
         weight: (K, C / groups, R).
         bias: (K,).
-        stride: Steps.
-        padding: Zeros around x.
-        dilation: Distances within the filter.
+        stride: Stride.
+        padding: Zero padding around x.
+        dilation: Spacing of the filter's elements.
         groups: Groups of channels.
         activation: As for `conv2d`.
 
@@ -185,7 +195,17 @@ def conv1d(
         >>> cudnn_sdpa.conv1d(torch.randn(2, 8, 30), torch.randn(4, 8, 3), padding=1).shape
         torch.Size([2, 4, 30])
     """
-    return _convolve(1, x, weight, bias, stride, padding, dilation, groups, activation)
+    return _convolve(
+        rank=1,
+        x=x,
+        weight=weight,
+        bias=bias,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        activation=activation,
+    )
 
 
 def conv3d(
@@ -204,9 +224,9 @@ def conv3d(
         x: (N, C, D, H, W).
         weight: (K, C / groups, Q, R, S).
         bias: (K,).
-        stride: Steps, one for all dimensions or one for each.
-        padding: Zeros around x.
-        dilation: Distances within the filter.
+        stride: Stride, one for all dimensions or one for each.
+        padding: Zero padding around x.
+        dilation: Spacing of the filter's elements.
         groups: Groups of channels.
         activation: As for `conv2d`.
 
@@ -222,7 +242,17 @@ def conv3d(
         >>> cudnn_sdpa.conv3d(torch.randn(1, 8, 4, 6, 6), torch.randn(4, 8, 3, 3, 3)).shape
         torch.Size([1, 4, 2, 4, 4])
     """
-    return _convolve(3, x, weight, bias, stride, padding, dilation, groups, activation)
+    return _convolve(
+        rank=3,
+        x=x,
+        weight=weight,
+        bias=bias,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        activation=activation,
+    )
 
 
 def _convolve(
@@ -251,11 +281,18 @@ def _convolve(
         call = _calls.find(given, options, trains=trains)
         if call is not None and _may_be_tf32(x):
             return _straight(call, given, options)
-    return _checked(rank, given, (stride, padding, dilation), groups, activation, options)
+    return _checked(
+        rank=rank,
+        given=given,
+        of_user=(stride, padding, dilation),
+        groups=groups,
+        activation=activation,
+        options=options,
+    )
 
 
 def _checked(rank: int, given: Any, of_user: tuple[Any, ...], groups: Any, activation: Any, options: Any) -> Tensor:
-    """A call that has to be checked; with `options`, one like it will be known by these."""
+    """An unchecked call; with `options`, later calls like it take the fast path."""
     x, weight, *rest = _cast_for_autocast(*given)
     bias = rest[0] if rest else None
     check(rank, x, weight, bias, groups)
@@ -306,7 +343,7 @@ def _straight(call: GraphCall, given: Sequence[Tensor], options: tuple[Any, ...]
 
 
 class _Convolution(torch.autograd.Function):
-    """A convolution where autograd follows, in eager mode: keeps nothing but what the wanted gradients need."""
+    """A convolution under autograd, in eager mode: saves only what the requested gradients need."""
 
     @staticmethod
     def forward(ctx: Any, call: GraphCall, rank: int, sizes: tuple[Any, ...], *tensors: Tensor) -> Tensor:
@@ -361,7 +398,7 @@ def is_apart(given: Sequence[Tensor], groups: int, activation: str | None) -> bo
 
 
 def cuts_patches(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> bool:
-    """Whether every number of x is in one patch."""
+    """Whether every element of x is in exactly one patch."""
     size = tuple(weight.shape[2:])
     if stride != size or size == (1, 1) or any(padding) or dilation != (1, 1):
         return False  # before lengths are looked at: torch.compile makes another graph for what was asked of them
@@ -369,7 +406,7 @@ def cuts_patches(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, di
 
 
 def _of_patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A convolution whose steps are the size of its filter: a product of patches and filters."""
+    """A convolution whose stride equals its filter size: a matrix product of patches and filters."""
     batch, channels, height, width = x.shape
     filters, _, r, s = weight.shape
     rows, columns = height // r, width // s

@@ -31,7 +31,7 @@ def channels_last(x: Tensor) -> Tensor:
 def as_2d(
     rank: int, x: Tensor, weight: Tensor, sizes: dict[str, Sizes]
 ) -> tuple[tuple[Tensor, Tensor], dict[str, Sizes]]:
-    """What cuDNN reads: in one dimension, pictures of one line."""
+    """The rank that cuDNN reads: 1-D convolutions as images of one row."""
     return (as_one_2d(rank, x), as_one_2d(rank, weight)), geometry_2d(rank, sizes)
 
 
@@ -41,7 +41,7 @@ def as_one_2d(rank: int, tensor: Tensor) -> Tensor:
 
 
 def geometry_2d(rank: int, sizes: dict[str, Sizes]) -> dict[str, Sizes]:
-    """Steps, zeros and distances as cuDNN reads them."""
+    """Stride, padding and dilation as cuDNN reads them."""
     if rank > 1:
         return sizes
     return {name: (0 if name == "padding" else 1, *pair) for name, pair in sizes.items()}

@@ -1,4 +1,4 @@
-"""What calls of norms, gates and convolutions would run, for `explain`."""
+"""What calls of norms, activations and convolutions would run, for `explain`."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _convolution(
     sizes = conv.sizes_of(rank, *of_user)
     conv.check_extent(x, weight, **sizes)
     if rank == 2 and groups == 1 and conv.cuts_patches(x, weight, **sizes):
-        reasons = ["the filter's steps are its size: patches are put in rows, and PyTorch multiplies them"]
+        reasons = ["the stride equals the filter size: the patches are gathered, and PyTorch multiplies them"]
         raise UnsupportedError("a cuDNN plan for this conv2d", reasons, "calling it")
     trains = needs_gradient(x, weight, bias)
     present = (x, weight) if bias is None else (x, weight, bias)
@@ -152,10 +152,10 @@ def _convolution(
     if not trains:
         return _completed(found, x, notes)
     grad = convolution.outputs((*operands, column), {**sizes, "activation": None})[0]
-    of_bias = ["the gradient by the bias"] * (bias is not None and bias.requires_grad)
+    of_bias = ["the gradient of the bias"] * (bias is not None and bias.requires_grad)
     if x.requires_grad:
         gradient = conv_dgrad.describe(grad, operands[1], shape=tuple(operands[0].shape), **sizes)
-        more = ["the gradient by the weight, a plan of its own"] * weight.requires_grad + of_bias
+        more = ["the gradient of the weight, a separate plan"] * weight.requires_grad + of_bias
     elif weight.requires_grad:
         gradient = conv_wgrad.describe(grad, operands[0], shape=tuple(operands[1].shape), **sizes)
         more = of_bias

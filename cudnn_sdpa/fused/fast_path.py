@@ -1,4 +1,4 @@
-"""The short way from the arguments of a function to its plan: past its checks, its operator and the dispatcher."""
+"""The fast path from a function's arguments to its plan, which skips checks, operator and dispatcher."""
 
 from __future__ import annotations
 

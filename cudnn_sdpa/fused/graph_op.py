@@ -1,4 +1,4 @@
-"""`graph_op`: fused cuDNN operations of one's own, called like any function of tensors."""
+"""`graph_op`: custom fused cuDNN operations, called like any function of tensors."""
 
 from __future__ import annotations
 

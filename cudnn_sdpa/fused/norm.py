@@ -1,4 +1,4 @@
-"""`rms_norm` and `layer_norm`: normalization of rows, in one kernel each way."""
+"""`rms_norm` and `layer_norm`: normalization of rows, one kernel per direction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cudnn_sdpa.fused.norm_graphs import (
 from cudnn_sdpa.graph.layouts import ALIGNMENT, contiguous_stride
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_empty
 
-#: The largest number that float32 holds, which is what cuDNN is given.
+#: The largest float32 value: eps is passed to cuDNN as float32.
 MOST = torch.finfo(torch.float32).max
 
 
@@ -137,7 +137,7 @@ def rms_norm(
         weight: (n,), in x's dtype or float32; ones if not given.
         eps: Added to the mean of the squares; data, not part of the plan.
         residual: Of x's shape and dtype: added to x before, in the same kernel. For this cuDNN wants rows of a multiple
-            of 64 numbers, 32 in float32, and a weight in x's dtype; for `activation` the same.
+            of 64 elements, 32 in float32, and a weight in x's dtype; for `activation` the same.
         activation: "silu": applied to the result in the same kernel; with a gradient, in a kernel of its own.
         zero_centered: Whether the weight is stored less 1, as Gemma does; 1 is added to it in the same kernel.
 
@@ -179,7 +179,7 @@ def rms_norm(
         call = _rms_norm_calls.find(tensors, (trains, zero_centered, *has, activation), trains=trains)
         if call is not None:
             return _served(call, tensors, _numbers(eps, weight, centered=zero_centered), has, trains=trains)  # type: ignore[no-any-return]
-    return _rms_norm(x, weight, eps, residual, activation, zero_centered)  # type: ignore[no-any-return]
+    return _rms_norm(x=x, weight=weight, eps=eps, residual=residual, activation=activation, centered=zero_centered)  # type: ignore[no-any-return]
 
 
 def _numbers(eps: float, weight: Tensor | None, *, centered: bool) -> tuple[float, ...]:
@@ -266,7 +266,7 @@ def _rms_norm(
     except UnsupportedError as error:
         if residual is None and activation is None:
             raise
-        suggestion = "rows of a multiple of 64 numbers and a weight in x's dtype, or the sum and SiLU by PyTorch"
+        suggestion = "rows of a multiple of 64 elements and a weight in x's dtype, or the sum and SiLU in PyTorch"
         raise UnsupportedError("rms_norm with a residual or an activation", error.reasons, suggestion) from None
 
 

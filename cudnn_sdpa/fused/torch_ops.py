@@ -192,7 +192,7 @@ def _on_gpu(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Outp
 
 def _on_cpu(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Outputs:
     if function.reference is None:
-        reasons = ["its operands are not on an NVIDIA GPU, and it has no reference= in plain PyTorch"]
+        reasons = ["its operands are not on an NVIDIA GPU, and it has no reference="]
         raise UnsupportedError(function.__name__, reasons, "tensors on a GPU")
     found = as_tuple(function.reference(*given, **static))
     like = function.outputs(given, static)

@@ -70,8 +70,16 @@ class GraphOp:
         deterministic: bool = False,
     ) -> PlanKey:
         """The key of the plan for these operands and options."""
-        given = (tuple(inputs), tuple(outputs), PlanKey.typed(options))
-        return PlanKey(self.name, self.digest, *given, target, device, deterministic)
+        return PlanKey(
+            operation=self.name,
+            digest=self.digest,
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            options=PlanKey.typed(options),
+            target=target,
+            device=device,
+            deterministic=deterministic,
+        )
 
     def compile(self, key: PlanKey, g: GraphBuilder) -> BuiltGraph:
         """Builds the graph of `key` in `g`, then plans and compiles it.

@@ -184,7 +184,7 @@ def _operand_to_json(operand: Operand) -> dict[str, Any]:
 
 def _operand_from_json(data: dict[str, Any]) -> Operand:
     layout = TensorLayout.from_json(data["layout"])
-    return Operand(data["name"], layout, Role(data["role"]), data["fill"], data["ragged"])
+    return Operand(name=data["name"], layout=layout, role=Role(data["role"]), fill=data["fill"], ragged=data["ragged"])
 
 
 HOST_SCALAR = TensorLayout.contiguous((1, 1, 1, 1), torch.float32)

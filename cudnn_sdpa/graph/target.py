@@ -89,7 +89,13 @@ class Target:
         chosen = sorted((name, _frozen(properties[name])) for name in PLANNING_PROPERTIES if name in properties)
         name = printable(shortened(str(properties.get("deviceName", "unnamed GPU"))))
         source = printable(shortened(str(properties.get(SOURCE, ""))))
-        return cls(tuple(chosen), backend.cudnn_version(), backend.frontend_version(), name, source)
+        return cls(
+            properties=tuple(chosen),
+            cudnn=backend.cudnn_version(),
+            frontend=backend.frontend_version(),
+            name=name,
+            source=source,
+        )
 
     def __str__(self) -> str:
         count = dict(self.properties)["multiProcessorCount"]

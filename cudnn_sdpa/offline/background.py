@@ -167,7 +167,14 @@ class BackgroundPlanner:
                     return found
             made = plan_offline(request.key, request.properties, helper)
             identity = request.key.identity()
-            stored = StoredPlan(identity, made.engine, made.knobs, made.workspace, made.build_seconds, made.data)
+            stored = StoredPlan(
+                identity=identity,
+                engine=made.engine,
+                knobs=made.knobs,
+                workspace=made.workspace,
+                build_seconds=made.build_seconds,
+                data=made.data,
+            )
             if store is not None:
                 store.save(request.key, stored)
             return stored

@@ -177,7 +177,14 @@ def _manifest(manifest: PlanManifest | str | Path) -> PlanManifest:
 
 
 def _stored(key: PlanKey, made: OfflinePlan) -> StoredPlan:
-    return StoredPlan(key.identity(), made.engine, made.knobs, made.workspace, made.build_seconds, made.data)
+    return StoredPlan(
+        identity=key.identity(),
+        engine=made.engine,
+        knobs=made.knobs,
+        workspace=made.workspace,
+        build_seconds=made.build_seconds,
+        data=made.data,
+    )
 
 
 def _shown(results: Iterable[Any], count: int, progress: bool) -> Iterable[Any]:

@@ -170,7 +170,13 @@ def support(
             refusals.append(error)
     reasons = dict.fromkeys(reason for refused in refusals for reason in refused.reasons)
     suggestions = dict.fromkeys(part for refused in refusals for part in refused.suggestion.split("; ") if part)
-    return Support(asked.replace("torch.", ""), not refusals, list(reasons), "; ".join(suggestions), engine)
+    return Support(
+        question=asked.replace("torch.", ""),
+        supported=not refusals,
+        reasons=list(reasons),
+        suggestion="; ".join(suggestions),
+        engine=engine,
+    )
 
 
 def parameters(operation: str) -> set[str]:

@@ -135,7 +135,17 @@ class Kernel:
         start = time.perf_counter()
         cubin = self.compile(key.sm)
         if plans is not None:
-            plans.save(key, StoredPlan(key.identity(), "nvrtc", {}, 0, time.perf_counter() - start, cubin))
+            plans.save(
+                key,
+                StoredPlan(
+                    identity=key.identity(),
+                    engine="nvrtc",
+                    knobs={},
+                    workspace=0,
+                    build_seconds=time.perf_counter() - start,
+                    data=cubin,
+                ),
+            )
         return self._in_memory(cubin, device)
 
     def _in_memory(self, cubin: bytes, device: int) -> LoadedKernel:

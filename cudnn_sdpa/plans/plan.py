@@ -153,6 +153,12 @@ class Plan:
 
 def stored_form(plan: Plan) -> StoredPlan:
     """The stored form of a built plan."""
-    data = plan.built.serialize()
-    known = (plan.key.identity(), plan.engine, plan.knobs, plan.workspace, plan.build_seconds, data)
-    return StoredPlan(*known, tuned=plan.tuned)
+    return StoredPlan(
+        identity=plan.key.identity(),
+        engine=plan.engine,
+        knobs=plan.knobs,
+        workspace=plan.workspace,
+        build_seconds=plan.build_seconds,
+        data=plan.built.serialize(),
+        tuned=plan.tuned,
+    )

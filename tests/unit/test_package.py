@@ -208,6 +208,17 @@ def test_docstrings_of_functions_name_every_parameter_and_have_an_example(functi
     assert ">>> " in doc
 
 
+@pytest.mark.parametrize("name", cudnn_sdpa.__all__)
+def test_public_names_and_their_public_methods_have_docstrings(name):
+    public = getattr(cudnn_sdpa, name)
+    if inspect.isclass(public) or inspect.isfunction(public):
+        assert (public.__doc__ or "").strip()
+    if inspect.isclass(public) and public.__module__.startswith("cudnn_sdpa"):
+        for method, value in vars(public).items():
+            if inspect.isfunction(value) and not method.startswith("_"):
+                assert inspect.getdoc(getattr(public, method)), method
+
+
 @pytest.mark.parametrize("name", ["info", "clear", "resize", "plans"])
 def test_methods_of_the_plan_cache_are_documented(name):
     assert inspect.getdoc(getattr(cudnn_sdpa.plan_cache, name))

@@ -297,7 +297,7 @@ AILMENTS = [
 
 def test_a_well_machine_has_no_findings():
     assert examine(WELL) == []
-    assert "Nothing is wrong." in as_text(WELL, [])
+    assert "No problems found." in as_text(WELL, [])
 
 
 @pytest.mark.parametrize(("level", "facts", "check", "found", "cure"), AILMENTS)
@@ -314,7 +314,7 @@ def test_an_ailment_is_found_and_has_a_cure(level, facts, check, found, cure):
     text = as_text(facts, findings)
     for part in (finding.level.value, finding.title, finding.found, finding.cure):
         assert part in text
-    assert ("Nothing is wrong." in text) == (level is not Level.ERROR)
+    assert ("No problems found." in text) == (level is not Level.ERROR)
 
 
 def test_every_check_has_an_ailment():

@@ -291,7 +291,7 @@ WRONG = {
         (X[..., :2], W),
         {},
         LayoutError,
-        "x: got 2 with 0 zeros on both sides; expected at least 3",
+        "x: got 2 with 0 padding on both sides; expected at least 3",
     ),
     "too small for it": ((X, W), {"dilation": 5, "padding": 0}, LayoutError, "x: got 9 .* expected at least 11"),
     "groups of 0": ((X, W), {"groups": 0}, OptionError, "groups: got 0; expected an int of at least 1"),
