@@ -1,1 +1,1 @@
-"""Attention: what its kinds share."""
+"""Attention: arguments, masks and the reference, shared by dense, varlen, paged and FP8."""

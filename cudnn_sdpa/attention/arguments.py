@@ -1,10 +1,10 @@
-"""Checks of what the user passed: each message names the argument, what it got and what was expected."""
+"""The arguments of a dense call, and checks of them: messages name the argument, what it got and what was expected."""
 
 from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -22,17 +22,17 @@ from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as messages call it."""
+    """A dtype as it appears in messages."""
     return str(dtype).removeprefix("torch.")
 
 
 def shape_of(tensor: Tensor) -> str:
-    """A tensor's shape as messages show it."""
+    """A tensor's shape as it appears in messages."""
     return f"shape {tuple(tensor.shape)}"
 
 
 def check_is_dense(name: str, tensor: Tensor) -> None:
-    """A tensor with memory of its own whose strides can be asked for: not nested, not sparse, not freed."""
+    """Refuses tensors without strided memory: nested, sparse or freed ones."""
     if tensor.is_nested:
         raise LayoutError(name, "a nested tensor", "a dense tensor")
     if tensor.layout != torch.strided:
@@ -41,8 +41,8 @@ def check_is_dense(name: str, tensor: Tensor) -> None:
         check_present(name, tensor)
 
 
-def check_lengths(name: str, lengths: Tensor | None, q: Tensor, of: str = "q") -> None:
-    """A tensor of sequence lengths: one int32 for each batch entry, dense, where q is; `of` is what that is called."""
+def check_lengths(name: str, lengths: Tensor | None, q: Tensor, q_name: str = "q") -> None:
+    """Sequence lengths: dense, one int32 per batch entry, on the device of `q`, which the caller calls `q_name`."""
     if lengths is None:
         return
     if not isinstance(lengths, Tensor):
@@ -51,15 +51,15 @@ def check_lengths(name: str, lengths: Tensor | None, q: Tensor, of: str = "q") -
     if lengths.dtype != torch.int32:
         raise DtypeError(name, dtype_name(lengths.dtype), "int32", f"Convert with {name}.to(torch.int32).")
     if lengths.dim() != 1 or is_true(lengths.shape[0] != q.shape[0]):
-        raise ShapeError(name, shape_of(lengths), f"shape ({q.shape[0]},): one length for each batch entry")
+        raise ShapeError(name, shape_of(lengths), f"shape ({q.shape[0]},): one length per batch entry")
     if lengths.device != q.device:
-        raise DeviceError(name, str(lengths.device), f"{q.device}, the device of {of}")
+        raise DeviceError(name, str(lengths.device), f"{q.device}, the device of {q_name}")
     if is_true(lengths.shape[0] > 1) and lengths.stride(0) != 1:
         raise LayoutError(name, f"stride {lengths.stride(0)}", "a dense tensor", f"Use {name}.contiguous().")
 
 
 def check_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> None:
-    """`attn_mask`: boolean or added to the scores, broadcastable to (B, Hq, Sq, Skv)."""
+    """`attn_mask`: boolean or float (additive), broadcastable to (B, Hq, Sq, Skv)."""
     if mask is None:
         return
     full = (*q.shape[:3], k.shape[2])
@@ -69,18 +69,18 @@ def check_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> None:
     if mask.device != q.device:
         raise DeviceError("attn_mask", str(mask.device), f"{q.device}, the device of q")
     sizes = zip(reversed(mask.shape), reversed(full), strict=False)
-    if mask.dim() > 4 or any(is_true(size != of_full) and not is_true(size == 1) for size, of_full in sizes):
+    if mask.dim() > 4 or any(is_true(size != wanted) and not is_true(size == 1) for size, wanted in sizes):
         raise ShapeError("attn_mask", shape_of(mask), f"a shape that broadcasts to (B, Hq, Sq, Skv) = {full}")
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    """Attention sinks: one float32 score for each query head."""
+    """Attention sinks: one float32 score per query head."""
     if sinks is None:
         return
     if sinks.dtype != torch.float32:
         raise DtypeError("sinks", dtype_name(sinks.dtype), "float32", "Convert with sinks.float().")
     if sinks.dim() != 1 or sinks.shape[0] != q.shape[1]:
-        raise ShapeError("sinks", shape_of(sinks), f"shape ({q.shape[1]},): one score for each head of q")
+        raise ShapeError("sinks", shape_of(sinks), f"shape ({q.shape[1]},): one score per head of q")
     if sinks.device != q.device:
         raise DeviceError("sinks", str(sinks.device), f"{q.device}, the device of q")
     if sinks.shape[0] > 1 and sinks.stride(0) != 1:
@@ -88,7 +88,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
 
 
 def check_rng(rng: Tensor | None, dropout_p: float, q: Tensor) -> None:
-    """The state that dropout starts from: seed and offset, drawn by the public functions."""
+    """Seed and offset of dropout, drawn by the public functions."""
     if rng is None:
         if dropout_p > 0:
             raise OptionError("rng", "None", "seed and offset as a tensor of two int64, for dropout")
@@ -102,7 +102,7 @@ def check_rng(rng: Tensor | None, dropout_p: float, q: Tensor) -> None:
 
 
 def as_sinks(sinks: Any) -> Any:
-    """Sinks in float32, as the kernels read them; what is no tensor in half precision as it is."""
+    """Sinks in float32, which the kernels read; anything but a half-precision tensor is returned unchanged."""
     half = isinstance(sinks, Tensor) and sinks.dtype in (torch.float16, torch.bfloat16)
     return sinks.float() if half else sinks
 
@@ -134,21 +134,50 @@ class ForwardArguments(NamedTuple):
     with_lse: bool = False
     out: Tensor | None = None
 
+    # The groups of fields below are slices: built from names, they would cost a warm call 0.1 µs each.
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values."""
+        return self[:3]
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """q, k, v, attn_mask and sinks: the inputs that can have a gradient."""
+        return self[:5]
+
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The inputs whose layouts decide a plan."""
+        """The inputs from q to seq_lens_kv, whose layouts decide a plan."""
         return self[:7]
 
     @property
+    def saved_tensors(self) -> tuple[Tensor | None, ...]:
+        """The inputs from q to rng, which the backward pass needs."""
+        return self[:8]
+
+    @property
     def options(self) -> tuple[Any, ...]:
-        """What is no tensor and decides the result."""
+        """The options from is_causal to deterministic: what is not a tensor and decides the result."""
         return self[8:17]
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it has none of the options that training and special models use.
+    def operator_inputs(self) -> tuple[Any, ...]:
+        """The inputs from q to deterministic, which every operator takes first, in the order of its schema."""
+        return self[:17]
 
-        By identity, since -1.0 and 0 are equal to -1 and False, but wrong; another -1 merely goes a longer way.
+    @classmethod
+    def of_operator(
+        cls, inputs: Iterable[Any], *, with_lse: bool = False, out: Tensor | None = None
+    ) -> ForwardArguments:
+        """The call with these `operator_inputs`."""
+        return cls._make((*inputs, with_lse, out))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the call has no mask, sinks, dropout, window, soft-capping or ALiBi.
+
+        Compared by identity: -1.0 and 0 equal -1 and False but are invalid; another int object -1 is only slower.
         """
         return (
             self.attn_mask is None
@@ -169,12 +198,12 @@ class ForwardArguments(NamedTuple):
 
     @property
     def is_for_cudnn(self) -> bool:
-        """Whether cuDNN's limits of dtypes and head dims hold; on the CPU too, whose calls should run on a GPU."""
+        """Whether cuDNN's limits of dtypes and head dims apply; they also do on the CPU unless lifted."""
         return True
 
 
 class ReferenceArguments(ForwardArguments):
-    """A call that plain PyTorch runs, on any device, without cuDNN's limits of dtypes and head dims."""
+    """A call that the PyTorch reference runs, on any device, without cuDNN's limits of dtypes and head dims."""
 
     __slots__ = ()
 
@@ -185,12 +214,12 @@ class ReferenceArguments(ForwardArguments):
 
 
 def has_limits(call: Any) -> bool:
-    """Whether cuDNN's limits hold for a call: on the CPU for the sake of the GPU that it is checked for."""
+    """Whether cuDNN's limits apply to a call: on the CPU they are those of the GPU named by `cpu_checks`."""
     return call.is_for_cudnn and (call.q.device.type != "cpu" or cpu_target.active_name() is not None)
 
 
 def check(call: ForwardArguments) -> None:
-    """Everything that holds on every device; looks at no address and no value, so that fake tensors pass through."""
+    """Checks that apply on every device. They read no address and no value, so fake tensors pass."""
     check_options(call)
     check_qkv(call.q, call.k, call.v, for_cudnn=has_limits(call))
     check_lengths("seq_lens_q", call.seq_lens_q, call.q)
@@ -203,7 +232,7 @@ def check(call: ForwardArguments) -> None:
 
 
 def check_types(call: ForwardArguments) -> None:
-    """What the dispatcher and the operators' schemas would refuse too, but without naming the argument."""
+    """Types that the operators' schemas would refuse as well, but without naming the argument."""
     for name in ("q", "k", "v", "attn_mask", "sinks", "seq_lens_q", "seq_lens_kv", "out"):
         tensor, optional = getattr(call, name), name not in ("q", "k", "v")
         if tensor is None and optional:
@@ -212,12 +241,12 @@ def check_types(call: ForwardArguments) -> None:
             raise OptionError(name, type(tensor).__name__, "a torch.Tensor" + (" or None" if optional else ""))
         _check_device_type(name, tensor)
         if tensor.is_nested:
-            raise LayoutError(name, "a nested tensor", "a dense tensor", "Pad it, and give its lengths.")
+            raise LayoutError(name, "a nested tensor", "a dense tensor", "Pad it and pass the sequence lengths.")
         if tensor.layout != torch.strided:
             raise LayoutError(name, str(tensor.layout), "a dense tensor", f"Use {name}.to_dense().")
         if tensor.is_quantized:
             raise DtypeError(
-                name, dtype_name(tensor.dtype), "numbers that are not quantized", f"Use {name}.dequantize()."
+                name, dtype_name(tensor.dtype), "a dtype that is not quantized", f"Use {name}.dequantize()."
             )
         if not is_compiling() and is_plain_memory():
             memory.check_present(name, tensor)
@@ -231,7 +260,7 @@ def _check_device_type(name: str, tensor: Tensor) -> None:
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, for_cudnn: bool = True) -> None:
-    """Ranks, sizes, dtypes and devices of query, key and value, within cuDNN's limits or without them."""
+    """Ranks, sizes, dtypes and devices of query, key and value, with or without cuDNN's limits."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             hint = "Add the missing batch or head dimension with unsqueeze(0)." if tensor.dim() == 3 else ""
@@ -259,7 +288,7 @@ def _check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor, allowed: tuple[to
 
 
 def check_sizes(q: Tensor, k: Tensor, v: Tensor, step: int) -> None:
-    """Sizes of query, key and value that go together, and head dims that are multiples of `step`."""
+    """Sizes of query, key and value that fit together, and head dims that are multiples of `step`."""
     batch, heads_q, _, head_dim = q.shape
     _, heads_kv, skv, _ = k.shape
     for name, tensor in (("k", k), ("v", v)):
@@ -289,20 +318,20 @@ def check_sizes(q: Tensor, k: Tensor, v: Tensor, step: int) -> None:
 
 
 def check_options(call: ForwardArguments) -> None:
-    """The arguments that are no tensors."""
+    """The options, which are not tensors."""
     if not isinstance(call.is_causal, bool):
         raise OptionError("is_causal", repr(call.is_causal), "True or False")
     if call.causal_alignment not in ALIGNMENTS:
         raise OptionError("causal_alignment", repr(call.causal_alignment), " or ".join(map(repr, ALIGNMENTS)))
     if not isinstance(call.alibi, bool):
-        raise OptionError("alibi", repr(call.alibi), "True or False", "Give slopes of your own as attn_mask.")
+        raise OptionError("alibi", repr(call.alibi), "True or False", "Pass slopes of your own through attn_mask.")
     for bound in (call.window_left, call.window_right):
         if not is_integer(bound) or bound < UNBOUNDED:
             raise OptionError("window_size", repr((call.window_left, call.window_right)), _WINDOW)
     _check_number("scale", call.scale, "1/sqrt(head dim)", LARGEST_SCALE)
-    _check_number("softcap", call.softcap, "no cap", torch.finfo(torch.float32).max)
+    _check_number("softcap", call.softcap, "no soft-capping", torch.finfo(torch.float32).max)
     if call.softcap is not None and not call.softcap > 0:
-        raise OptionError("softcap", repr(call.softcap), "a positive number, or None for no cap")
+        raise OptionError("softcap", repr(call.softcap), "a positive number, or None for no soft-capping")
     if isinstance(call.dropout_p, bool) or not isinstance(call.dropout_p, (int, float)):
         raise OptionError("dropout_p", type(call.dropout_p).__name__, "a number from 0 up to, not including, 1")
     if not 0 <= call.dropout_p < 1:
@@ -313,7 +342,7 @@ _WINDOW = "None or two integers (left, right): keys before and after the diagona
 
 
 def window_bounds(window_size: Any) -> tuple[int, int]:
-    """The two bounds of the argument `window_size`, as integers that the operators take."""
+    """The two bounds of `window_size`, as integers that the operators take."""
     if window_size is None:
         return UNBOUNDED, UNBOUNDED
     try:
@@ -331,12 +360,12 @@ LARGEST = 2**31 - 1
 
 
 def is_integer(number: Any) -> bool:
-    """Whether the operators take something as an integer; in compiled code it may be a symbol."""
+    """Whether the operators accept a value as an integer; in compiled code it may be a symbol."""
     return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
 
 
 def as_int(number: Any) -> Any:
-    """A length or bound as an int that the operators take: numpy's too, and not endlessly large; others as they are."""
+    """A length or bound as an int of at most `LARGEST`, also from numpy; other types are returned unchanged."""
     if type(number) is int:  # nearly always
         return min(number, LARGEST)
     if isinstance(number, (bool, torch.SymInt, Tensor)):
@@ -347,7 +376,7 @@ def as_int(number: Any) -> Any:
 
 
 def _index_of(number: Any) -> Any:
-    if "bool" in type(number).__name__:  # numpy's is no bool of Python, and has an index
+    if "bool" in type(number).__name__:  # numpy's is not a Python bool and has an index
         return number
     try:
         return min(operator.index(number), LARGEST)
@@ -356,18 +385,18 @@ def _index_of(number: Any) -> Any:
 
 
 def as_float(number: Any) -> Any:
-    """A number of any kind, such as 1 or numpy's, as the float that the operators make of it; others as they are."""
+    """A real number, such as 1 or numpy's, as a float; other types are returned unchanged."""
     if number is None or type(number) in (float, bool):
         return number
     if not isinstance(number, (int, float)) and (is_compiling() or not isinstance(number, Real)):
         return number
     try:
         return float(number)
-    except OverflowError:  # the checks will say so
+    except OverflowError:  # the checks report it
         return number
 
 
-#: Scores beyond some millions leave float32 no digits for what softmax makes of them; normal ones are below that here.
+#: Scores above a few million leave float32 no digits for the softmax; with this bound, usual scores stay below.
 LARGEST_SCALE = 65536.0
 
 
@@ -376,15 +405,15 @@ def _check_number(name: str, value: Any, without: str, largest: float) -> None:
         return
     expected = f"a float, or None for {without}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        on_gpu = f"A {name} on the GPU would have to be read back; use {name}.item()."
-        raise OptionError(name, type(value).__name__, expected, on_gpu if isinstance(value, Tensor) else "")
+        hint = f"A tensor would need a device-to-host copy; use {name}.item()." if isinstance(value, Tensor) else ""
+        raise OptionError(name, type(value).__name__, expected, hint)
     if not abs(value) <= largest:
         bound = f" of at most {largest:g} in size" if largest < torch.finfo(torch.float32).max else ""
         raise OptionError(name, reprlib.repr(value), f"a finite float32 number{bound}, or None for {without}")
 
 
 def check_out(out: Tensor, q: Tensor, v: Tensor, *, for_cudnn: bool) -> None:
-    """An output that the caller allocated, for dense or packed queries: shape, dtype, device and strides."""
+    """An output allocated by the caller, for dense or packed queries: shape, dtype, device and strides."""
     shape = (*q.shape[:-1], v.shape[-1])
     if out.shape != shape:
         raise ShapeError("out", shape_of(out), f"shape {shape}")
@@ -397,7 +426,7 @@ def check_out(out: Tensor, q: Tensor, v: Tensor, *, for_cudnn: bool) -> None:
 
 
 def kind_of(call: Any) -> Hashable:
-    """The options of a call, dense or packed, without its sizes and numbers."""
+    """The options of a call, dense or packed, without its sizes and values."""
     values = [getattr(call, name, None) for name in _OPTION_NAMES]
     is_banded = (call.window_left, call.window_right) != (UNBOUNDED, UNBOUNDED)
     return (type(call).__name__, call.q.dtype, is_banded, *(isinstance(x, Tensor) or bool(x) for x in values))
@@ -409,9 +438,9 @@ _OPTION_NAMES = (
 )
 
 
-#: Smallest scale that is handed to cuDNN; every float16 or bfloat16 score is 0 in all digits below it. Its kernels hide
-#: keys by a score of -inf before they scale, so that with a scale of 0 or less a hidden key becomes NaN or +inf (seen
-#: on cuDNN 9.19: wrong numbers).
+#: Smallest scale passed to cuDNN; with a smaller one every float16 or bfloat16 score rounds to 0. cuDNN's kernels mask
+#: keys with a score of -inf before they scale, so a scale of 0 or less turns a masked key into NaN or +inf (seen on
+#: cuDNN 9.19: wrong results).
 MIN_SCALE = 1e-30
 
 
@@ -419,6 +448,6 @@ Result = Tensor | tuple[Tensor, Tensor]
 
 
 def cast_for_autocast(call: ForwardArguments) -> ForwardArguments:
-    """The call with its floating-point tensors cast as autocast does it for PyTorch's own attention."""
-    q, k, v, mask = (cast_tensor(tensor, call.q) for tensor in call[:4])
+    """The call with its floating-point tensors cast as autocast casts them for PyTorch's own attention."""
+    q, k, v, mask = (cast_tensor(tensor, call.q) for tensor in (call.q, call.k, call.v, call.attn_mask))
     return call._replace(q=q, k=k, v=v, attn_mask=mask)

@@ -1,4 +1,4 @@
-"""`attn_mask` as the bias that cuDNN adds to the scores: how it lies in memory, conversion, and its gradient."""
+"""`attn_mask` as the bias that cuDNN adds to the scores: its layout, its conversion and its gradient."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 
 
 def bias_view(mask: Tensor, masked_rows: int = 0) -> Tensor:
-    """The rows of `mask` that a plan gets, of rank 4, in which what is only repeated has size 1; without a copy."""
+    """The rows of `mask` that the plan reads: a view of rank 4 whose expanded dimensions have size 1."""
     mask = mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask
-    for dim, (size, step) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
-        if step == 0 and size > 1:
+    for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
+        if stride == 0 and size > 1:
             mask = mask.narrow(dim, 0, 1)
     return mask[:, :, masked_rows:] if masked_rows and mask.shape[2] != 1 else mask
 
 
 def bias_layout(mask: Tensor, q: Tensor, skv: int, masked_rows: int = 0) -> TensorLayout:
-    """How the bias that `bias_of` makes of the same arguments lies in memory."""
+    """The layout of the bias that `bias_of` returns for the same arguments."""
     view = bias_view(mask, masked_rows)
     if reads_directly(view, skv):
         return TensorLayout.of(view)
@@ -32,7 +32,7 @@ def bias_layout(mask: Tensor, q: Tensor, skv: int, masked_rows: int = 0) -> Tens
 
 
 def reads_directly(view: Tensor, skv: int) -> bool:
-    """Whether cuDNN can read a mask of rank 4 where it lies, if its address is aligned."""
+    """Whether cuDNN can read a mask of rank 4 without a copy, if its address is aligned."""
     shape, stride = view.shape, view.stride()
     if view.dtype == torch.bool or shape[3] != skv or (stride[3] != 1 and skv > 1):
         return False
@@ -43,8 +43,7 @@ def reads_directly(view: Tensor, skv: int) -> bool:
 def bias_of(mask: Tensor, q: Tensor, skv: int, masked_rows: int = 0) -> Tensor:
     """The bias that cuDNN adds to the scores: `mask` itself, or a converted copy, at an aligned address.
 
-    Rows that see no key are left out before anything is converted: what is cut off a finished bias lies where cuDNN
-    may not be able to read it.
+    Fully masked rows are dropped before the conversion: a slice of the converted bias might not be aligned.
     """
     view = bias_view(mask, masked_rows)
     if reads_directly(view, skv):
@@ -57,7 +56,7 @@ def bias_of(mask: Tensor, q: Tensor, skv: int, masked_rows: int = 0) -> Tensor:
 
 
 def repeated_row(layout: TensorLayout, rows: int) -> TensorLayout:
-    """The layout of a bias with one row for all queries, as one with `rows` rows in the same place."""
+    """The layout of a bias with one row for all queries, expanded to `rows` rows."""
     batch, heads, sq, skv = layout.shape
     if sq != 1 or rows == 1:
         return layout
@@ -66,35 +65,35 @@ def repeated_row(layout: TensorLayout, rows: int) -> TensorLayout:
 
 
 def mask_gradient(grad_bias: Tensor, mask: Tensor, masked_rows: int) -> Tensor:
-    """The gradient by the caller's mask: summed over what the mask was repeated along."""
+    """The gradient of the caller's mask: summed over the dimensions along which the mask was broadcast."""
     shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-    repeated = [dim for dim in range(4) if shape[dim] == 1 and grad_bias.shape[dim] != 1]
-    if repeated:
-        grad_bias = grad_bias.sum(repeated, keepdim=True, dtype=torch.float32)
+    broadcast = [dim for dim in range(4) if shape[dim] == 1 and grad_bias.shape[dim] != 1]
+    if broadcast:
+        grad_bias = grad_bias.sum(broadcast, keepdim=True, dtype=torch.float32)
     if masked_rows and shape[2] != 1:
         grad_bias = torch.nn.functional.pad(grad_bias, (0, 0, masked_rows, 0))
     return in_memory_order_of(mask, grad_bias.reshape(mask.shape))
 
 
 def in_memory_order_of(mask: Tensor, gradient: Tensor) -> Tensor:
-    """A gradient by `mask` in its dtype and memory order, as PyTorch's own functions and the fake ones give it."""
+    """A gradient of `mask` in its dtype and memory order, as PyTorch and the fake implementations return it."""
     if gradient.dtype == mask.dtype and gradient.stride() == mask.stride():
         return gradient
     return torch.empty_like(mask).copy_(gradient)
 
 
 def without_causal_bias(call: ForwardArguments) -> ForwardArguments:
-    """The call with a causal mask in place of PyTorch's object for one, which has no numbers in its memory.
+    """The call with `is_causal` in place of PyTorch's `CausalBias`, a tensor without values.
 
     Raises:
-        ArgumentError: It is for other lengths, or there is a causal mask or a window beside it.
+        ArgumentError: It is for other lengths, or the call also has a causal mask or a window.
     """
     mask: Any = call.attn_mask
     if type(mask).__name__ != "CausalBias" or not type(mask).__module__.startswith("torch."):
         return call
     if call.is_causal or (call.window_left, call.window_right) != (UNBOUNDED, UNBOUNDED):
-        beside = "is_causal" if call.is_causal else "window_size"
-        raise OptionError(beside, "one beside a CausalBias as attn_mask", "one of the two")
+        name = "is_causal" if call.is_causal else "window_size"
+        raise OptionError(name, "one in addition to a CausalBias as attn_mask", "one of the two")
     lengths, wanted = (mask.seq_len_q, mask.seq_len_kv), (call.q.shape[-2], call.k.shape[-2])
     if lengths != wanted:
         raise ShapeError("attn_mask", f"a CausalBias for lengths {lengths}", f"one for {wanted}, those of q and k")

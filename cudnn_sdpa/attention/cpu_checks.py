@@ -1,8 +1,8 @@
-"""What a GPU would refuse, asked of calls on CPU tensors, so that what runs on a laptop runs on the GPU.
+"""Checks of calls on CPU tensors for what a GPU would refuse, so that a call that runs on a laptop runs on the GPU.
 
-The rules are those of the GPU's own way: strides, then the key of every plan that the call would need, which is refused
-by the rules of `support` and by the faults of this cuDNN. Nothing is planned. Calls are seen without data; float32 and
-float64, which only the reference takes, are seen as bfloat16.
+The checks are those of the GPU path: strides, then the key of every plan that the call would need, which the support
+rules and the known bugs of this cuDNN may refuse. No plan is built. Calls are checked with tensors without data;
+float32 and float64, which only the reference takes, count as bfloat16.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.target import Target
 
-#: The dtypes of the reference alone, and the one that they stand for.
-_EXACT = (torch.float32, torch.float64)
-_MEANT = torch.bfloat16
+#: Dtypes that only the reference takes, and the dtype that replaces them in the checks.
+_REFERENCE_DTYPES = (torch.float32, torch.float64)
+_GPU_DTYPE = torch.bfloat16
 
-#: Calls that nothing speaks against are remembered: so many.
+#: Maximum number of accepted calls that are remembered.
 MAX_REMEMBERED = 8192
 
 _passed: set[Hashable] = set()
@@ -34,21 +34,21 @@ _passed: set[Hashable] = set()
 _Rules = Callable[[Any, Target], None]
 
 
-def check_call(of: Any, strides: Callable[[Any], None], rules: _Rules) -> None:
+def check_call(call: Any, strides: Callable[[Any], None], rules: _Rules) -> None:
     """Refuses what the GPU would refuse, once for each kind of call."""
     target = cpu_target.active()
-    tensors = [x for x in _flat(of) if isinstance(x, Tensor)]
+    tensors = [x for x in _flat(call) if isinstance(x, Tensor)]
     if target is None or not all(x.device.type == "cpu" for x in tensors) or not is_plain_memory(*tensors):
         return
     lifted = fallback.is_in_force()
-    name = (rules, target, lifted, *map(_described, _flat(of)))
+    name = (rules, target, lifted, *map(_signature, _flat(call)))
     if name in _passed:
         return
-    bare = _without_data(of, of.q if hasattr(of, "q") else of.call.q)
+    meta = _without_data(call, call.q if hasattr(call, "q") else call.call.q)
     try:
-        strides(bare)
+        strides(meta)
         if not lifted:
-            rules(bare, target)
+            rules(meta, target)
     except (ArgumentError, UnsupportedError) as error:
         raise cpu_target.for_gpu(error) from None
     if len(_passed) >= MAX_REMEMBERED:
@@ -56,43 +56,41 @@ def check_call(of: Any, strides: Callable[[Any], None], rules: _Rules) -> None:
     _passed.add(name)
 
 
-def _flat(of: Any) -> list[Any]:
-    """The arguments of a call, those of calls within it too."""
-    found: list[Any] = []
-    for part in of:
-        found += _flat(part) if isinstance(part, tuple) else [part]
-    return found
+def _flat(call: Any) -> list[Any]:
+    """The arguments of a call and of the calls nested in it."""
+    fields: list[Any] = []
+    for field in call:
+        fields += _flat(field) if isinstance(field, tuple) else [field]
+    return fields
 
 
-def _described(part: Any) -> Hashable:
-    """All of an argument that decides whether a call is refused."""
-    if not isinstance(part, Tensor):
-        return type(part), part
-    return describe(part), part.storage_offset() % ALIGNMENT, part.requires_grad
+def _signature(field: Any) -> Hashable:
+    """Everything about an argument that decides whether a call is refused."""
+    if not isinstance(field, Tensor):
+        return type(field), field
+    return describe(field), field.storage_offset() % ALIGNMENT, field.requires_grad
 
 
-def _without_data(of: Any, q: Tensor) -> Any:
-    """The call with tensors that lie in memory in the same way, have no data, and are of a dtype that GPUs take."""
-    kinds = {q.dtype: _MEANT} if q.dtype in _EXACT else {}
-    parts: list[Any] = []
-    for name, part in zip(of._fields, of, strict=True):
-        if isinstance(part, Tensor):
-            is_meant = name in ("q", "k", "v", "out", "attn_mask")
-            dtype = kinds.get(part.dtype, part.dtype) if is_meant else part.dtype
-            bare = torch.empty(0, dtype=dtype, device="meta", requires_grad=part.requires_grad)
-            parts.append(bare.as_strided(part.shape, part.stride(), part.storage_offset()))
-        elif isinstance(part, tuple):
-            parts.append(_without_data(part, q) if hasattr(part, "_fields") else part)
-        else:
-            parts.append(part)
-    return type(of)._make(parts)
+def _without_data(call: Any, q: Tensor) -> Any:
+    """The call with meta tensors of the same layouts, in dtypes that GPUs take."""
+    dtypes = {q.dtype: _GPU_DTYPE} if q.dtype in _REFERENCE_DTYPES else {}
+    changes: dict[str, Any] = {}
+    for name, field in call._asdict().items():
+        if isinstance(field, Tensor):
+            is_cast = name in ("q", "k", "v", "out", "attn_mask")
+            dtype = dtypes.get(field.dtype, field.dtype) if is_cast else field.dtype
+            meta = torch.empty(0, dtype=dtype, device="meta", requires_grad=field.requires_grad)
+            changes[name] = meta.as_strided(field.shape, field.stride(), field.storage_offset())
+        elif hasattr(field, "_fields"):
+            changes[name] = _without_data(field, q)
+    return call._replace(**changes)
 
 
 def check_offsets(**tensors: Tensor | None) -> None:
-    """Whether tensors would begin where kernels can read them: memory itself always does."""
+    """Refuses storage offsets that kernels could not read; allocations themselves are aligned."""
     for name, tensor in tensors.items():
-        if tensor is not None and (past := int(tensor.storage_offset()) * tensor.element_size() % ALIGNMENT):
-            memory.refuse_address(name, past)
+        if tensor is not None and (remainder := int(tensor.storage_offset()) * tensor.element_size() % ALIGNMENT):
+            memory.refuse_address(name, remainder)
 
 
 def check_strides_of_dense(call: ForwardArguments) -> None:

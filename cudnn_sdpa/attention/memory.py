@@ -1,4 +1,4 @@
-"""Checks of strides, addresses and overlaps: what cuDNN's kernels need of memory."""
+"""Checks of strides, alignment and overlap, and allocation of outputs and gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like
 
 
 def check_strides(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """What cuDNN's kernels need of the memory layout: a dense last dimension, and 16-byte steps between rows.
+    """Strides that cuDNN's kernels can read: a dense last dimension, and other strides that are multiples of 16 bytes.
 
     The tensors are (B, H, S, D), those of packed sequences as one sequence.
     """
@@ -21,7 +21,7 @@ def check_strides(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_strides_of(name: str, tensor: Tensor) -> None:
-    """The same of one tensor; of another rank it is refused by the checks of shapes."""
+    """The same for one tensor; shape checks refuse ranks other than 4."""
     if tensor.dim() != 4:
         return
     if tensor.stride(-1) != 1:
@@ -43,7 +43,7 @@ def check_strides_of(name: str, tensor: Tensor) -> None:
 
 
 def check_addresses(hint: str = "", **tensors: Any) -> None:
-    """Whether tensors have memory, on CUDA at aligned addresses; what is no plain tensor of numbers there passes."""
+    """Refuses tensors without memory, and misaligned addresses on CUDA; tensor subclasses pass."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             continue
@@ -58,40 +58,40 @@ def check_addresses(hint: str = "", **tensors: Any) -> None:
 
 
 def check_present(name: str, tensor: Tensor) -> None:
-    """Whether a plain tensor has memory for its elements."""
+    """Refuses a plain tensor without memory for its elements."""
     has_own = tensor.is_cuda or tensor.is_cpu
     if has_own and type(tensor).__torch_dispatch__ is _PLAIN and tensor.data_ptr() == 0 and tensor.numel() != 0:
         raise LayoutError(
             name,
             "a tensor without memory",
-            "one whose storage is there",
-            "Its storage was freed (resize_(0), as sharding does to weights), or it stands for zeros.",
+            "one with allocated storage",
+            "Its storage was freed (resize_(0), as sharding frees weights), or it is a ZeroTensor.",
         )
 
 
 def check_lengths_present(lengths_q: Tensor | None, lengths_kv: Tensor | None) -> None:
-    """The same of lengths on a GPU, in a warm call: PyTorch's own kernels would read from nowhere."""
+    """The same for lengths on a GPU, in a warm call: PyTorch's own kernels would read a null pointer."""
     if lengths_q is not None and lengths_q.data_ptr() == 0:
         check_present("seq_lens_q", lengths_q)
     if lengths_kv is not None and lengths_kv.data_ptr() == 0:
         check_present("seq_lens_kv", lengths_kv)
 
 
-_PLAIN = Tensor.__torch_dispatch__  #: of classes that are nothing but memory
+_PLAIN = Tensor.__torch_dispatch__  #: of classes whose instances are plain memory
 
 
-def refuse_address(name: str, past: int, hint: str = "") -> NoReturn:
-    """Raises the error of a tensor that begins so many bytes past an aligned address."""
+def refuse_address(name: str, remainder: int, hint: str = "") -> NoReturn:
+    """Raises the error for a tensor whose address is `remainder` bytes past an aligned one."""
     raise LayoutError(
         name,
-        f"an address {past} bytes past a multiple of {ALIGNMENT}",
+        f"an address {remainder} bytes past a multiple of {ALIGNMENT}",
         f"storage aligned to {ALIGNMENT} bytes",
         hint or f"Use {name}.clone().",
     )
 
 
 def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tensor | None = None) -> None:
-    """Addresses: the one thing that a warm call checks, since they are in no key."""
+    """Addresses and overlap: the only checks of a warm call, because no key contains addresses."""
     check_addresses(q=q, k=k, v=v)
     if mask is not None and (not mask.is_cuda or mask.data_ptr() == 0):
         check_present("attn_mask", mask)
@@ -102,11 +102,11 @@ def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tens
     for name, tensor in (("q", q), ("k", k), ("v", v), ("attn_mask", mask)):
         if tensor is not None and _share_memory(out, tensor):
             hint = "Allocate it with torch.empty_like(q)."
-            raise LayoutError("out", f"memory that {name} lies in too", "memory of its own", hint)
+            raise LayoutError("out", f"memory that overlaps {name}", "a separate buffer", hint)
 
 
 def aligned(name: str, tensor: Tensor) -> Tensor:
-    """The tensor row-major and at an aligned address, copied if it is not: a part of one may lie anywhere.
+    """The tensor, contiguous and at an aligned address; copied if it is not, as a slice may not be.
 
     Raises:
         LayoutError: It has no memory.
@@ -122,7 +122,7 @@ def aligned(name: str, tensor: Tensor) -> Tensor:
 
 
 def check_strides_of_out(out: Tensor, *, for_cudnn: bool) -> None:
-    """`out` must be writable: dense head vectors, 16-byte steps for cuDNN's kernels, no two elements in one place."""
+    """`out` must be writable: dense head vectors, strides that cuDNN's kernels take, no two elements at one address."""
     step = ALIGNMENT // out.element_size() if for_cudnn else 1
     if out.stride(-1) != 1:
         raise LayoutError("out", f"stride {out.stride(-1)} in the last dimension", "1")
@@ -133,12 +133,12 @@ def check_strides_of_out(out: Tensor, *, for_cudnn: bool) -> None:
         if stride % step != 0:
             raise LayoutError("out", f"a stride of {stride}", f"multiples of {step} elements ({ALIGNMENT} bytes)")
         if stride < span:
-            raise LayoutError("out", f"strides {out.stride()} that overlap", "one place in memory for each element")
+            raise LayoutError("out", f"strides {out.stride()} that overlap", "a separate address for each element")
         span = stride * (size - 1) + span
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether the address ranges of two tensors touch. Interleaved but disjoint views count as sharing."""
+    """Whether the address ranges of two tensors overlap. Interleaved but disjoint views count as sharing."""
     if a.numel() == 0 or b.numel() == 0:
         return False
     first_a, first_b = a.data_ptr(), b.data_ptr()
@@ -151,13 +151,13 @@ def _extent(tensor: Tensor) -> int:
 
 
 def new_output(q: Tensor, v: Tensor) -> Tensor:
-    """An output for `q` and `v`: dense, its dimensions in memory in the order of `q`."""
+    """A new output for `q` and `v`: dense, in the memory order of `q`."""
     shape = (*q.shape[:3], v.shape[3])
     return torch.empty_strided(shape, dense_stride_like(shape, q.shape, q.stride()), dtype=q.dtype, device=q.device)
 
 
 def like_in_memory(tensor: Tensor) -> Tensor:
-    """A dense tensor for the gradient of `tensor`, its dimensions in memory in the same order."""
+    """A new dense tensor for the gradient of `tensor`, in its memory order."""
     if tensor.dim() < 3 or tensor.stride(-1) == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     stride = dense_stride_like(tensor.shape, tensor.shape, tensor.stride())

@@ -1,4 +1,4 @@
-"""The same mathematics in plain PyTorch: what CPU tensors run, and what tests compare with.
+"""The PyTorch reference of attention: runs calls on CPU tensors, and tests compare with it.
 
 Memory grows with Sq × Skv. Half precision is computed in float32, float64 in float64.
 """
@@ -16,11 +16,11 @@ from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 
 
 class Scores(NamedTuple):
-    """What the softmax sees, and what its gradient needs.
+    """The masked scores, and what their gradient needs.
 
     Attributes:
         masked: The scores (B, Hq, Sq, Skv); −inf where a query does not see a key.
-        slope: The derivative of the soft cap there, or None without one.
+        slope: The derivative of logit soft-capping at each score, None without it.
     """
 
     masked: Tensor
@@ -28,9 +28,9 @@ class Scores(NamedTuple):
 
 
 def attention(call: ForwardArguments) -> tuple[Tensor, Tensor]:
-    """The output (B, Hq, Sq, Dv) and the log-sum-exp (B, Hq, Sq), both in the precision of the computation.
+    """The output (B, Hq, Sq, Dv) and the LSE (B, Hq, Sq), both in the precision of the computation.
 
-    A query that sees nothing gets zeros and minus infinity, or the sink alone.
+    A fully masked row gets zeros and an LSE of minus infinity, or of its sink.
     """
     with without_autocast(call.q):
         softmax = Softmax.of(scores(call).masked, call.sinks)
@@ -43,10 +43,10 @@ def attention(call: ForwardArguments) -> tuple[Tensor, Tensor]:
 def gradients(
     grad_out: Tensor, out: Tensor, call: ForwardArguments, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients by q, k, v, attn_mask and sinks, in the precision of the computation.
+    """The gradients of q, k, v, attn_mask and sinks, in the precision of the computation.
 
-    The formulas are those of FlashAttention-2 (Dao, 2023), section 2.3.2. The gradient by the mask has the shape of the
-    scores. With `lse`, the keys may be a part of those that the softmax was taken over: it is the log-sum-exp of all.
+    The formulas are those of FlashAttention-2 (Dao, 2023), section 2.3.2. The gradient of the mask has the shape of the
+    scores. `lse` may be the LSE over more keys than those of the call, as in split-KV attention.
     """
     exact = precision(call)
     with without_autocast(call.q):
@@ -62,9 +62,9 @@ def gradients(
         grad_masked = weights * (product(grad_out, v.transpose(-1, -2)) * share - mean.unsqueeze(-1))
         grad_scores = (grad_masked if slope is None else grad_masked * slope) * call.scale_value
         grad_sinks = None
-        if softmax.of_sink is not None:
-            of_sink = softmax.of_sink if share_of_all is None else softmax.of_sink * share_of_all
-            grad_sinks = -(of_sink * mean).sum((0, 2))
+        if softmax.sink_weight is not None:
+            sink_weight = softmax.sink_weight if share_of_all is None else softmax.sink_weight * share_of_all
+            grad_sinks = -(sink_weight * mean).sum((0, 2))
         grad_q = product(grad_scores, k)
         grad_k = product(grad_scores.transpose(-1, -2), q)
         grad_mask = None if call.attn_mask is None else grad_masked
@@ -72,19 +72,19 @@ def gradients(
 
 
 class Softmax(NamedTuple):
-    """The softmax of scores, of which a sink may take a part.
+    """The softmax of scores and, optionally, a sink.
 
-    Computed from the distance to the largest score of each row. exp(score − log-sum-exp) is the same only as long as
-    the logarithm of the sum is not lost beside the scores, as in rows that a mask of −10⁹ hides as a whole.
+    Computed from the difference to the largest score of each row. exp(score − LSE) would lose the logarithm of the sum
+    to rounding where scores are huge, as in rows that a mask of −10⁹ covers entirely.
 
     Attributes:
-        weights: Those of the keys, 0 in rows that see nothing.
-        of_sink: That of the sink in each row, None without sinks.
-        lse: The log-sum-exp of the scores and the sink.
+        weights: The weights of the keys, 0 in fully masked rows.
+        sink_weight: The weight of the sink in each row, None without sinks.
+        lse: The LSE of the scores and the sink.
     """
 
     weights: Tensor
-    of_sink: Tensor | None
+    sink_weight: Tensor | None
     lse: Tensor
 
     @classmethod
@@ -98,17 +98,17 @@ class Softmax(NamedTuple):
         base = finite(highest)
         weights = torch.exp(masked - base)
         total = weights.sum(-1, keepdim=True)
-        of_sink = None if sinks is None else torch.exp(sinks - base)
-        total = total if of_sink is None else total + of_sink
-        lse = base + torch.log(total)  # −inf in rows that see nothing
+        sink_weight = None if sinks is None else torch.exp(sinks - base)
+        total = total if sink_weight is None else total + sink_weight
+        lse = base + torch.log(total)  # −inf in fully masked rows
         total = torch.where(total == 0, 1.0, total)
-        of_sink = None if of_sink is None else (of_sink / total).squeeze(-1)
-        return cls(weights / total, of_sink, lse.squeeze(-1))
+        sink_weight = None if sink_weight is None else (sink_weight / total).squeeze(-1)
+        return cls(weights / total, sink_weight, lse.squeeze(-1))
 
     def share(self, lse: Tensor) -> Tensor:
-        """What part these scores and the sink are of all that have the log-sum-exp `lse`, a number of float32.
+        """The share of these scores and the sink in a softmax whose LSE is `lse`, in float32.
 
-        Exactly 1 where they are all, as far as float32 can tell.
+        Exactly 1 where the two LSEs are equal within the rounding of float32.
         """
         lse = lse.to(self.lse.dtype)
         rounding = 8 * torch.finfo(torch.float32).eps * self.lse.abs().clamp_min(1)
@@ -117,8 +117,8 @@ class Softmax(NamedTuple):
 
 
 def without_autocast(q: Tensor) -> torch.autocast:
-    """A context in which autocast leaves what is computed beside `q` alone."""
-    return torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False)  # "meta" has none to switch off
+    """A context that disables autocast on the device of `q`."""
+    return torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False)  # there is no autocast for "meta"
 
 
 def precision(call: ForwardArguments) -> torch.dtype:
@@ -127,7 +127,7 @@ def precision(call: ForwardArguments) -> torch.dtype:
 
 
 def scores(call: ForwardArguments) -> Scores:
-    """The scores as the softmax sees them: scaled, capped, biased and masked, in this order."""
+    """The scores after scale, soft-capping, bias and mask, in this order."""
     exact = precision(call)
     result = product(call.q.to(exact), repeated(call.k, call.q, exact).transpose(-1, -2)) * call.scale_value
     slope = None
@@ -147,7 +147,7 @@ def scores(call: ForwardArguments) -> Scores:
 
 
 def visible(call: ForwardArguments) -> Tensor:
-    """Which key each query sees by lengths, causal mask and window: booleans of shape (B or 1, 1, Sq, Skv)."""
+    """The keys that each query sees by lengths, causal mask and window: bool (B or 1, 1, Sq, Skv)."""
     sq, skv = call.q.shape[2], call.k.shape[2]
     row, column, diagonal = _positions(call)
     lengths_q, lengths_kv = _length(call.seq_lens_q, sq), _length(call.seq_lens_kv, skv)
@@ -162,7 +162,7 @@ def visible(call: ForwardArguments) -> Tensor:
 
 
 def _positions(call: ForwardArguments) -> tuple[Tensor, Tensor, Tensor | int]:
-    """Rows, columns, and the column of the first row's diagonal."""
+    """Row indices, column indices, and the column of the diagonal in the first row."""
     sq, skv, device = call.q.shape[2], call.k.shape[2], call.q.device
     row = torch.arange(sq, device=device).view(1, 1, sq, 1)
     column = torch.arange(skv, device=device).view(1, 1, 1, skv)
@@ -176,7 +176,7 @@ def _length(lengths: Tensor | None, size: int) -> Tensor | int:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """The matrix product; one of vectors without a library for matrices, which may round or be refused on a GPU."""
+    """The matrix product; products of vectors avoid GEMM libraries, which may round or refuse them on a GPU."""
     if a.shape[-1] == 1:
         return a * b
     if b.shape[-1] == 1:
@@ -187,24 +187,24 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def finite(lse: Tensor) -> Tensor:
-    """The log-sum-exp, and 0 for −inf in rows that see nothing: any finite number makes their weights exp(−inf) = 0."""
+    """The LSE with 0 in place of −inf in fully masked rows: any finite value makes their weights exp(−inf) = 0."""
     return torch.where(torch.isneginf(lse), 0.0, lse)
 
 
 def kept(call: ForwardArguments, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """What dropout multiplies the weights by: 0, or 1/(1-p). Its own random numbers, not cuDNN's.
+    """The factors that dropout multiplies the weights by, 0 or 1/(1-p). The random numbers differ from cuDNN's.
 
-    They are a function of seed, offset and position, computed where these are: nothing is read back from a GPU.
+    They are a function of seed, offset and position, computed on the device of the seed without a host copy.
     """
     assert call.rng is not None
     seed, offset = call.rng.unbind()
     positions = torch.arange(math.prod(shape), device=call.rng.device).view(shape)
-    numbers = _mixed(_mixed(seed ^ _mixed(offset)) + positions * -7046029254386353131)
-    return ((numbers & (2**53 - 1)) >= math.ceil(call.dropout_p * 2**53)).to(dtype) / (1 - call.dropout_p)
+    random = _mixed(_mixed(seed ^ _mixed(offset)) + positions * -7046029254386353131)
+    return ((random & (2**53 - 1)) >= math.ceil(call.dropout_p * 2**53)).to(dtype) / (1 - call.dropout_p)
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """int64 numbers whose bits all depend on all bits of `x`: SplitMix64 (Steele et al., 2014)."""
+    """A hash of int64 values in which each bit depends on all bits of `x`: SplitMix64 (Steele et al., 2014)."""
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * factor
     return x ^ ((x >> 31) & (2**33 - 1))
@@ -213,7 +213,7 @@ def _mixed(x: Tensor) -> Tensor:
 def alibi_slopes(heads: int, device: torch.device | str) -> Tensor:
     """The slopes of "Train Short, Test Long" (Press et al., 2022), section 3, as its reference code gives them.
 
-    For a number of heads that is no power of two, every other slope of the next power fills up.
+    If the number of heads is not a power of two, every other slope of the next power of two is appended.
     """
     power = 2 ** math.floor(math.log2(heads))
     head = torch.arange(heads, dtype=torch.float64, device=device)
@@ -221,11 +221,11 @@ def alibi_slopes(heads: int, device: torch.device | str) -> Tensor:
 
 
 def repeated(tensor: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values with one head for each head of `q`."""
+    """Keys or values repeated to the heads of `q`."""
     return tensor.to(dtype).repeat_interleave(q.shape[1] // tensor.shape[1], dim=1)
 
 
 def summed(gradient: Tensor, like: Tensor) -> Tensor:
-    """The gradient by what `repeated` repeated."""
+    """The gradient of keys or values: summed over the heads that `repeated` made."""
     batch, heads = like.shape[:2]
     return gradient.view(batch, heads, gradient.shape[1] // heads, *gradient.shape[2:]).sum(2)

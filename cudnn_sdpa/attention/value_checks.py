@@ -1,7 +1,7 @@
 """Checks of values: lengths, offsets and page ids.
 
-On the CPU reading them is free, so it is always done. On a GPU it waits for the GPU: it is done if `CUDNN_SDPA_DEBUG`
-is 1, and skipped while a CUDA graph is captured.
+On the CPU reading values is free, so they are always checked. On a GPU reading them synchronizes: they are checked if
+`CUDNN_SDPA_DEBUG` is 1, except while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ enabled = os.environ.get("CUDNN_SDPA_DEBUG", "") not in ("", "0")
 
 
 def check_lengths(name: str, lengths: Tensor | None, size: int) -> None:
-    """True lengths lie between 0 and the length of the tensor.
+    """Actual sequence lengths must be between 0 and the length of the tensor.
 
     Raises:
-        ShapeError: One does not.
+        ShapeError: One is not.
     """
     if lengths is None or not _is_read(lengths):
         return
-    wrong = [(number, length) for number, length in enumerate(lengths.tolist()) if not 0 <= length <= size]
+    wrong = [(entry, length) for entry, length in enumerate(lengths.tolist()) if not 0 <= length <= size]
     if wrong:
-        number, length = wrong[0]
-        raise ShapeError(name, f"{length} for batch entry {number}", f"lengths from 0 to {size}")
+        entry, length = wrong[0]
+        raise ShapeError(name, f"{length} for batch entry {entry}", f"lengths from 0 to {size}")
 
 
-def check_offsets(name: str, offsets: Tensor, tokens: int, longest: int) -> None:
-    """Offsets of packed sequences begin with 0, do not fall, end within the tokens, and keep to the maximum.
+def check_offsets(name: str, offsets: Tensor, tokens: int, max_seqlen: int) -> None:
+    """Offsets of packed sequences must start at 0, not decrease, end within the tokens, and respect `max_seqlen`.
 
     Raises:
         ShapeError: They do not.
@@ -42,33 +42,33 @@ def check_offsets(name: str, offsets: Tensor, tokens: int, longest: int) -> None
     if not _is_read(offsets):
         return
     values = offsets.tolist()
-    steps = [after - before for before, after in itertools.pairwise(values)]
-    fall = next((number for number, step in enumerate(steps) if step < 0), None)
-    if fall is not None:
-        raise ShapeError(name, f"offsets that fall, from {values[fall]} to {values[fall + 1]}", "offsets that never do")
+    lengths = [end - begin for begin, end in itertools.pairwise(values)]
+    first = next((entry for entry, length in enumerate(lengths) if length < 0), None)
+    if first is not None:
+        got = f"offsets that decrease, from {values[first]} to {values[first + 1]}"
+        raise ShapeError(name, got, "offsets that never decrease")
     if values[0] != 0 or values[-1] > tokens:
         expected = f"from 0 to no more than {tokens}, the number of tokens"
         raise ShapeError(name, f"offsets from {values[0]} to {values[-1]}", expected)
-    if steps and max(steps) > longest:
-        raise ShapeError(name.replace("cu_seqlens", "max_seqlen"), f"{longest}", f"at least {max(steps)}")
+    if lengths and max(lengths) > max_seqlen:
+        raise ShapeError(name.replace("cu_seqlens", "max_seqlen"), f"{max_seqlen}", f"at least {max(lengths)}")
 
 
 def check_pages(name: str, table: Tensor, lengths: Tensor, page_size: int, pages: int) -> None:
-    """The pages that a sequence uses are pages of the cache.
+    """The page ids that a sequence uses must be pages of the cache.
 
     Raises:
         ShapeError: One is not.
     """
     if not _is_read(table, lengths):
         return
-    for number, (row, length) in enumerate(zip(table.tolist(), lengths.tolist(), strict=True)):
+    for entry, (row, length) in enumerate(zip(table.tolist(), lengths.tolist(), strict=True)):
         wrong = [page for page in row[: -(-length // page_size)] if not 0 <= page < pages]
         if wrong:
-            raise ShapeError(name, f"page {wrong[0]} for batch entry {number}", f"pages from 0 to {pages - 1}")
+            raise ShapeError(name, f"page {wrong[0]} for batch entry {entry}", f"pages from 0 to {pages - 1}")
 
 
 def _is_read(*tensors: Tensor) -> bool:
-    """Whether values are to be looked at, and can be: not those of batches and other tensors without memory."""
     if not is_plain_memory(*tensors):
         return False
     if all(tensor.device.type == "cpu" for tensor in tensors):

@@ -15,12 +15,12 @@ PACKED = ("q", "k", "v", "sinks")
 
 
 class Results(NamedTuple):
-    """What a call gives.
+    """The results of a call.
 
     Attributes:
         out: The output.
-        lse: The log-sum-exp, if the call has one.
-        gradients: Those that were asked for, by the name of the input.
+        lse: The LSE, if the call returns it.
+        gradients: The gradients of the inputs that require grad, by name.
     """
 
     out: Tensor
@@ -28,18 +28,18 @@ class Results(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def run_anew(
+def run_detached(
     call: Any, names: tuple[str, ...], run: Callable[..., Any], *, differentiate: bool
 ) -> tuple[Results, Tensor]:
-    """Runs a call, and differentiates it for a random gradient of its output, which comes along.
+    """Runs a call and differentiates it; returns the results and the random gradient of the output.
 
-    Inputs are seen anew, so that the caller's autograd takes no notice, and the output is a new one.
+    Inputs are detached, so the caller's autograd graph is not involved, and the output is a new one.
     """
     if call.dropout_p:
         hint = "Verify the same call without dropout."
         raise OptionError("dropout_p", repr(call.dropout_p), "0, to compare with the reference", hint)
-    given: dict[str, Tensor] = {name: x for name in names if (x := getattr(call, name)) is not None}
-    inputs = {name: x.detach().requires_grad_(differentiate and x.requires_grad) for name, x in given.items()}
+    originals: dict[str, Tensor] = {name: x for name in names if (x := getattr(call, name)) is not None}
+    inputs = {name: x.detach().requires_grad_(differentiate and x.requires_grad) for name, x in originals.items()}
     out = call.out if call.out is None else empty_like(call.out)
     result = run(call._replace(**inputs, out=out), call.deterministic)
     out, lse = result if call.with_lse else (result, None)
@@ -49,25 +49,25 @@ def run_anew(
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape, strides and dtype, its values undefined."""
+    """An uninitialized tensor of the same shape, strides and dtype."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def exact_inputs(call: Any, names: tuple[str, ...]) -> Any:
-    """The call on numbers of float64."""
+    """The call with its inputs in float64."""
     tensors = {name: x for name in names if (x := getattr(call, name)) is not None and x.dtype != torch.bool}
     return call._replace(**{name: x.detach().double() for name, x in tensors.items()})
 
 
-def compare(found: Results, exact: Results) -> dict[str, float]:
+def compare(actual: Results, exact: Results) -> dict[str, float]:
     """The relative error of each result."""
-    pairs = {"out": (found.out, exact.out)} | ({} if found.lse is None else {"lse": (found.lse, exact.lse)})
-    pairs |= {f"grad {name}": (gradient, exact.gradients[name]) for name, gradient in found.gradients.items()}
+    pairs = {"out": (actual.out, exact.out)} | ({} if actual.lse is None else {"lse": (actual.lse, exact.lse)})
+    pairs |= {f"grad {name}": (gradient, exact.gradients[name]) for name, gradient in actual.gradients.items()}
     return {name: _error(*pair) for name, pair in pairs.items()}
 
 
 def _error(actual: Tensor, exact: Any) -> float:
-    """Relative error in the Frobenius norm, where the exact result is finite."""
+    """Relative error in the Frobenius norm over the finite elements."""
     finite = torch.isfinite(exact)
     if not torch.equal(torch.isfinite(actual), finite):
         return float("inf")

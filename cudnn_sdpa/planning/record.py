@@ -152,7 +152,7 @@ def _of_dense_gradient(target: Target, of: BackwardArguments) -> Keys:
         return
     of = of._replace(grad_out=readable(of.grad_out, of.out))
     is_cut = large_backward.is_too_large(*of.call[:3], of.out, of.grad_out)
-    for part in dense_explain.pieces_of(of) if is_cut else [of]:
+    for part in dense_explain.backward_parts(of) if is_cut else [of]:
         launched, _ = dense_explain.backward_with_positive_scale(part.call)
         layouts = TensorLayout.of(part.out), TensorLayout.of(part.grad_out)
         needs = of.needs.attn_mask, of.needs.sinks

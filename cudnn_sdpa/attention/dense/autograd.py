@@ -1,7 +1,7 @@
-"""Gradients of dense attention: one rule, for eager mode and for PyTorch's operators.
+"""Gradients of dense attention, for eager mode and for PyTorch's operators.
 
-In eager mode `Attention` is called straight, which saves the dispatcher's share of two calls; everything that wants to
-see operators (torch.compile, dispatch modes, functorch) gets `cudnn_sdpa::sdpa_forward_lse` and its registered rule.
+Eager mode calls `Attention` directly, which saves two passes through the dispatcher; torch.compile, dispatch modes and
+functorch get `cudnn_sdpa::sdpa_forward_lse` and its registered gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from cudnn_sdpa.engine.dispatch_state import is_batch, needs_operator
 from cudnn_sdpa.engine.torch_ops import library
 from cudnn_sdpa.errors import UnsupportedError
 
-_DIFFERENTIABLE = 5  #: q, k, v, attn_mask and sinks come first
+_DIFFERENTIABLE = 5  #: q, k, v, attn_mask and sinks are the first inputs
+_OPERATOR_INPUTS = len(ForwardArguments._fields) - 2  #: all but with_lse and out
 
 
 class Attention(torch.autograd.Function):
@@ -27,10 +28,9 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Result:
-        """Runs the forward pass and saves what the backward pass needs.
+        """Runs the forward pass and saves tensors for the backward pass.
 
-        `inputs` are q, k, v, attn_mask and sinks, for autograd to see, the call that they belong to, and what is
-        prepared for it if it is known.
+        `inputs` are q, k, v, attn_mask and sinks, which autograd tracks, their call, and its cached call or None.
         """
         *_, call, prepared = inputs
         out, lse = (prepared or torch_ops.forward_runner(call.q))(call)
@@ -39,12 +39,12 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """The gradients by the tensors, None for the rest."""
+        """The gradients of the tensors, None for the other inputs."""
         return (*_gradients(ctx, *gradients), None, None)
 
 
 class ReferenceAttention(torch.autograd.Function):
-    """The same in plain PyTorch on any device, for what cuDNN declines."""
+    """The same by the PyTorch reference on any device, for calls that cuDNN declines."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Result:
@@ -55,22 +55,22 @@ class ReferenceAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """The gradients by the tensors, None for the call."""
+        """The gradients of the tensors, None for the call."""
         return (*_gradients(ctx, *gradients, by_reference=True), None)
 
 
 def refuse_gradient_of_lse(grad_lse: Tensor | None) -> None:
-    """A log-sum-exp can be returned, but no loss may depend on it."""
+    """The LSE can be returned, but a loss cannot depend on it."""
     if grad_lse is not None:
         raise UnsupportedError(
-            "a gradient of the log-sum-exp",
+            "a gradient of the LSE (log-sum-exp)",
             ["cuDNN's backward pass takes the gradient of the output alone"],
             "lse.detach() in the loss",
         )
 
 
 def refuse_batch(grad_out: Tensor | None) -> None:
-    """`is_grads_batched` gives a batch of gradients at once, in tensors that have no memory of their own."""
+    """Refuses the batched gradients of `is_grads_batched`, which are tensors without memory."""
     if grad_out is not None and is_batch(grad_out):
         raise UnsupportedError(
             "a batch of gradients (is_grads_batched, or jacobian with vectorize)",
@@ -80,7 +80,7 @@ def refuse_batch(grad_out: Tensor | None) -> None:
 
 
 def _save(ctx: Any, call: ForwardArguments, out: Tensor, lse: Tensor) -> None:
-    ctx.save_for_backward(*call[:8], out, lse)
+    ctx.save_for_backward(*call.saved_tensors, out, lse)
     ctx.options = call.options
     ctx.may_fall_back = fallback.is_in_force()
     ctx.set_materialize_grads(False)
@@ -95,33 +95,35 @@ def _gradients(
     if grad_out is None or not any(needs):
         return (None,) * _DIFFERENTIABLE
     *tensors, out, lse = ctx.saved_tensors
-    call = ForwardArguments._make((*tensors, *ctx.options, True, None))
-    of = BackwardArguments(grad_out, out, lse, call, call.deterministic, needs)
+    call = ForwardArguments.of_operator((*tensors, *ctx.options), with_lse=True)
+    args = BackwardArguments(
+        grad_out=grad_out, out=out, lse=lse, call=call, deterministic=call.deterministic, needs=needs
+    )
     if by_reference:
-        return _in_place(torch_ops.run_backward_cpu(of), needs)
+        return _spread(torch_ops.run_backward_cpu(args), needs)
     if needs_operator(grad_out):
-        return gradients_by_operator(of)
-    return _in_place(run_backward(of, ctx.may_fall_back), needs)
+        return gradients_by_operator(args)
+    return _spread(run_backward(args, ctx.may_fall_back), needs)
 
 
-def run_backward(of: BackwardArguments, may_fall_back: bool) -> list[Tensor]:
-    """The wanted gradients; by the reference if cuDNN declines them and a fallback was in force in the forward pass."""
-    run = torch_ops.backward_runner(of.out)
+def run_backward(args: BackwardArguments, may_fall_back: bool) -> list[Tensor]:
+    """The needed gradients; by the reference if cuDNN declines and a fallback was active in the forward pass."""
+    run = torch_ops.backward_runner(args.out)
     return fallback.or_else(
-        lambda: run(of), lambda: torch_ops.run_backward_cpu(of), lambda: kind_of(of.call), may_fall_back
+        lambda: run(args), lambda: torch_ops.run_backward_cpu(args), lambda: kind_of(args.call), may_fall_back
     )
 
 
-def gradients_by_operator(of: BackwardArguments) -> tuple[Tensor | None, ...]:
-    """The gradients by PyTorch's operator, for when somebody may want to differentiate them again."""
-    found = torch.ops.cudnn_sdpa.sdpa_backward(of.grad_out, of.out, of.lse, *of.call[:17], list(of.needs))
-    return _in_place(found, of.needs)
+def gradients_by_operator(args: BackwardArguments) -> tuple[Tensor | None, ...]:
+    """The gradients by PyTorch's operator, for dispatch modes and double backward."""
+    inputs = (*args.call.operator_inputs, list(args.needs))
+    return _spread(torch.ops.cudnn_sdpa.sdpa_backward(args.grad_out, args.out, args.lse, *inputs), args.needs)
 
 
-def _in_place(found: list[Tensor], needs: Needs) -> tuple[Tensor | None, ...]:
-    """The wanted gradients, each in its own place."""
-    result = iter(found)
-    return tuple(next(result) if need else None for need in needs)
+def _spread(gradients: list[Tensor], needs: Needs) -> tuple[Tensor | None, ...]:
+    """One entry per differentiable input: its gradient, None if it is not needed."""
+    remaining = iter(gradients)
+    return tuple(next(remaining) if need else None for need in needs)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -129,14 +131,14 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 
 def _gradients_of_operator(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    return (*_gradients(ctx, grad_out, grad_lse), *(None,) * (17 - _DIFFERENTIABLE))
+    return (*_gradients(ctx, grad_out, grad_lse), *(None,) * (_OPERATOR_INPUTS - _DIFFERENTIABLE))
 
 
 def no_log_sum_exp(*_: Any) -> None:
-    """Refuses the gradient of an operator that keeps nothing for it."""
+    """Refuses the gradient of an operator that saves nothing for it."""
     raise UnsupportedError(
-        "a gradient of an operator that does not keep the log-sum-exp",
-        ["it is what the backward pass starts from; under torch.vmap no gradient can be had"],
+        "a gradient of an operator that does not return the LSE (log-sum-exp)",
+        ["the backward pass needs the LSE; there is no gradient under torch.vmap"],
         "cudnn_sdpa.sdpa or sdpa_varlen, or the operator with _lse in its name",
     )
 

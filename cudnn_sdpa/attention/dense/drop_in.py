@@ -27,18 +27,18 @@ def scaled_dot_product_attention(
     """`torch.nn.functional.scaled_dot_product_attention`, computed by cuDNN: same signature, same meaning.
 
     Args:
-        query: (…, Hq, L, E), of rank 2 or more; what stands before the heads is batch. Head dims are multiples of 8.
-        key: (…, H, S, E), of the query's rank. Batch and heads may be 1 where another's are not.
+        query: (…, Hq, L, E), of rank 2 or more; dimensions before the heads are batch. Head dims are multiples of 8.
+        key: (…, H, S, E), of the query's rank. Batch and heads broadcast.
         value: (…, H, S, Ev).
-        attn_mask: Broadcastable to (…, Hq, L, S): booleans, True for keys that are seen, or numbers that are added to
-            the scores; or a `CausalBias` of `torch.nn.attention.bias`. Not with `is_causal`.
-        dropout_p: Share of the weights that is dropped.
-        is_causal: Hide later keys, with the diagonal at the top left.
-        scale: Factor of the scores; None is 1/sqrt(E).
+        attn_mask: Broadcastable to (…, Hq, L, S): boolean, True for keys that take part, or float (additive), or a
+            `CausalBias` of `torch.nn.attention.bias`. Not with `is_causal`.
+        dropout_p: Dropout probability.
+        is_causal: Mask later keys, with the diagonal at the top left.
+        scale: Softmax scale; None is 1/sqrt(E).
         enable_gqa: Allow Hq to be a multiple of H, which may differ between key and value.
 
     Returns:
-        (…, Hq, L, Ev), its dimensions in memory in the query's order.
+        (…, Hq, L, Ev), in the query's memory order.
 
     Raises:
         ArgumentError: An argument is wrong.
@@ -68,21 +68,21 @@ def scaled_dot_product_attention(
 
 
 def _is_plain_call(query: Any, key: Any, value: Any, enable_gqa: Any) -> bool:
-    """Whether a call needs nothing broadcast or reshaped, so that it can be passed on as it is: saves 8 µs."""
+    """Whether a call needs no broadcast or reshape and can be passed to `sdpa` unchanged: saves 8 µs."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return False
     if forward_ad._current_level >= 0:
         return False
     try:
-        of_query, of_key, of_value = query.shape, key.shape, value.shape
+        shape_q, shape_k, shape_v = query.shape, key.shape, value.shape
     except RuntimeError:  # nested tensors have none
         return False
     return (
-        len(of_query) == len(of_key) == len(of_value) == 4
+        len(shape_q) == len(shape_k) == len(shape_v) == 4
         and type(enable_gqa) is bool
-        and of_query[0] == of_key[0] == of_value[0]
-        and of_key[1] == of_value[1]
-        and (enable_gqa is True or of_query[1] == of_key[1])
+        and shape_q[0] == shape_k[0] == shape_v[0]
+        and shape_k[1] == shape_v[1]
+        and (enable_gqa is True or shape_q[1] == shape_k[1])
     )
 
 
@@ -95,43 +95,45 @@ def drop_in_arguments(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """The tensors and options of the `sdpa` call that a `scaled_dot_product_attention` call comes down to."""
+    """The tensors and options of the equivalent `sdpa` call."""
     named = {"query": query, "key": key, "value": value}
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise OptionError(name, type(tensor).__name__, "a torch.Tensor")
         if tensor.is_nested:
-            raise LayoutError(name, "a nested tensor", "a dense tensor", "Pad it, and give its lengths.")
+            raise LayoutError(
+                name, "a nested tensor", "a dense tensor", "Pad it and pass the sequence lengths to cudnn_sdpa.sdpa."
+            )
         if tensor.layout != torch.strided:
             raise LayoutError(name, str(tensor.layout), "a dense tensor", f"Use {name}.to_dense().")
         if tensor.dim() < 2 or tensor.dim() != query.dim():
             got = shape_of(tensor)
-            got += "" if name == "query" else f" beside query's {tuple(query.shape)}"
+            got += "" if name == "query" else f" and query {tuple(query.shape)}"
             raise ShapeError(name, got, "rank 2 or more, the same for query, key and value")
     if not isinstance(enable_gqa, bool):
         raise OptionError("enable_gqa", repr(enable_gqa), "True or False")
     batch = _batch_of(query, key, value)
     heads = {name: tensor.shape[-3] if tensor.dim() > 2 else 1 for name, tensor in named.items()}
-    max_q_len, max_kv_len = heads["query"], max(heads["key"], heads["value"])
+    heads_q, heads_kv = heads["query"], max(heads["key"], heads["value"])
     if not enable_gqa:
-        max_q_len = max_kv_len = max(max_q_len, max_kv_len)
-    elif min(heads.values()) > 0 and max_q_len % heads["key"] == max_q_len % heads["value"] == 0:
-        # Each is repeated for the heads of the query, as in PyTorch, but no further than both need.
-        max_kv_len = max_kv_len if max_kv_len % min(heads["key"], heads["value"]) == 0 else max_q_len
-    for name, most in (("query", max_q_len), ("key", max_kv_len), ("value", max_kv_len)):
-        if heads[name] not in (1, most) and not (enable_gqa and name != "query" and most % max(1, heads[name]) == 0):
+        heads_q = heads_kv = max(heads_q, heads_kv)
+    elif min(heads.values()) > 0 and heads_q % heads["key"] == heads_q % heads["value"] == 0:
+        # PyTorch repeats key and value to the heads of the query; here only to the heads that both need.
+        heads_kv = heads_kv if heads_kv % min(heads["key"], heads["value"]) == 0 else heads_q
+    for name, count in (("query", heads_q), ("key", heads_kv), ("value", heads_kv)):
+        if heads[name] not in (1, count) and not (enable_gqa and name != "query" and count % max(1, heads[name]) == 0):
             hint = "" if enable_gqa else "Or pass enable_gqa=True."
-            raise ShapeError(name, f"{heads[name]} heads", f"1 or {most}, as another of the three has", hint)
+            raise ShapeError(name, f"{heads[name]} heads", f"1 or {count}, as another of the three has", hint)
     if enable_gqa and 1 < heads["key"] != heads["value"] > 1:
-        key, value = (_with_heads(x, heads[name], max_kv_len) for x, name in ((key, "key"), (value, "value")))
-    q = _to_four(query, batch, max_q_len)
-    k, v = _to_four(key, batch, max_kv_len), _to_four(value, batch, max_kv_len)
-    full = (*batch, max_q_len, query.shape[-2], key.shape[-2])
+        key, value = (_with_heads(x, heads[name], heads_kv) for x, name in ((key, "key"), (value, "value")))
+    q = _to_four(query, batch, heads_q)
+    k, v = _to_four(key, batch, heads_kv), _to_four(value, batch, heads_kv)
+    full = (*batch, heads_q, query.shape[-2], key.shape[-2])
     return q, k, v, {"is_causal": is_causal, "scale": scale, "attn_mask": _mask(attn_mask, is_causal, full)}
 
 
 def _mask(attn_mask: Any, is_causal: Any, full: tuple[int, ...]) -> Tensor | None:
-    """The mask with one batch dimension; several may need a copy. `full` is the shape of the scores."""
+    """The mask with one batch dimension; flattening several may copy. `full` is the shape of the scores."""
     if attn_mask is None:
         return None
     if not isinstance(attn_mask, Tensor):
@@ -140,7 +142,7 @@ def _mask(attn_mask: Any, is_causal: Any, full: tuple[int, ...]) -> Tensor | Non
         raise OptionError("is_causal", _kind(is_causal), "True or False")
     if is_causal:
         raise OptionError(
-            "is_causal", "True beside attn_mask", "one of the two", "Draw the causal mask into attn_mask."
+            "is_causal", "True in addition to attn_mask", "one of the two", "Add the causal mask to attn_mask."
         )
     if (
         type(attn_mask).__name__ == "CausalBias"
@@ -151,13 +153,13 @@ def _mask(attn_mask: Any, is_causal: Any, full: tuple[int, ...]) -> Tensor | Non
     ):
         return attn_mask  # `sdpa` checks it
     sizes = zip(reversed(attn_mask.shape), reversed(full), strict=False)
-    if attn_mask.dim() > len(full) or any(size not in (1, of_full) for size, of_full in sizes):
+    if attn_mask.dim() > len(full) or any(size not in (1, wanted) for size, wanted in sizes):
         raise ShapeError("attn_mask", shape_of(attn_mask), f"a shape that broadcasts to (…, Hq, L, S) = {full}")
     return attn_mask.expand(*full[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
 
 
 def _batch_of(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
-    """What stands before the heads, broadcast."""
+    """The broadcast batch dimensions, which precede the heads."""
     try:
         shapes = [tensor.shape[:-3] for tensor in (query, key, value)]
         return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
@@ -166,9 +168,9 @@ def _batch_of(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
         raise ShapeError("key", f"shapes {got}", f"batches like query's, shape {tuple(query.shape)}") from None
 
 
-def _with_heads(tensor: Tensor, heads: int, most: int) -> Tensor:
-    """Keys or values with as many heads as both have together, each one repeated."""
-    return tensor if heads == most else tensor.repeat_interleave(most // heads, -3)
+def _with_heads(tensor: Tensor, heads: int, count: int) -> Tensor:
+    """Keys or values with each of their heads repeated to `count` heads."""
+    return tensor if heads == count else tensor.repeat_interleave(count // heads, -3)
 
 
 def _kind(value: Any) -> str:
@@ -176,7 +178,7 @@ def _kind(value: Any) -> str:
 
 
 def _to_four(tensor: Tensor, batch: torch.Size, heads: int) -> Tensor:
-    """A tensor of rank 4, repeated along batch and heads without a copy; only several batch dimensions may need one."""
+    """A tensor of rank 4, expanded along batch and heads; flattening several batch dimensions may copy."""
     while tensor.dim() < 4:
         tensor = tensor.unsqueeze(0)
     if tensor.dim() == 4 and tensor.shape[1] == heads and tensor.shape[:1] == batch:

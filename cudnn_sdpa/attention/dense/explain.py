@@ -1,6 +1,6 @@
-"""Descriptions of attention calls for `explain`.
+"""What `explain` shows of dense attention calls.
 
-Nothing is computed for one: checked calls are described with tensors that have no memory, on their real way.
+Nothing is computed: checked calls take their real path with meta tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpe
 from cudnn_sdpa.attention.dense.sdpa import run, sdpa
 from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.attention.memory import like_in_memory, new_output
-from cudnn_sdpa.attention.verify import DENSE, Results, compare, exact_inputs, run_anew
+from cudnn_sdpa.attention.verify import DENSE, Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
@@ -35,7 +35,7 @@ from cudnn_sdpa.graph.target import Target
 #: The arguments of one call of any kind of attention: a NamedTuple with `q`.
 Call = TypeVar("Call", bound=NamedTuple)
 
-#: What autocast may cast.
+#: Inputs that autocast casts.
 TO_CAST = ("q", "k", "v", "attn_mask")
 
 
@@ -60,17 +60,31 @@ def describe_sdpa(
     deterministic: bool | None = None,
     out: Tensor | None = None,
 ) -> Description:
-    """What `sdpa` with these arguments runs on a GPU; tensors may also be on the CPU."""
+    """What `sdpa` runs on a GPU with these arguments; tensors may also be on the CPU."""
     left, right = arguments.window_bounds(window_size)
-    given = ForwardArguments(
-        *(q, k, v, attn_mask, sinks, seq_lens_q, seq_lens_kv, None),
-        *(is_causal, causal_alignment, left, right, scale, dropout_p, softcap, alibi),
-        *(False, return_lse, out),
+    original = ForwardArguments(
+        q=q,
+        k=k,
+        v=v,
+        attn_mask=attn_mask,
+        sinks=as_sinks(sinks),
+        seq_lens_q=seq_lens_q,
+        seq_lens_kv=seq_lens_kv,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_left=left,
+        window_right=right,
+        scale=scale,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        alibi=alibi,
+        with_lse=return_lse,
+        out=out,
     )
-    given = without_causal_bias(given._replace(sinks=as_sinks(sinks)))
-    arguments.check_types(given)
-    given = given._replace(deterministic=is_deterministic(deterministic))
-    call = as_cast(given)
+    original = without_causal_bias(original)
+    arguments.check_types(original)
+    original = original._replace(deterministic=is_deterministic(deterministic))
+    call = as_cast(original)
     arguments.check_options(call)
     rng = torch.empty(2, dtype=torch.int64, device=q.device) if dropout_p else None
     arguments.check(call._replace(rng=rng))
@@ -79,21 +93,21 @@ def describe_sdpa(
     refused = UnsupportedError.of(autograd_checks.check, "sdpa", out, q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
     if refused is not None:
         return Description(graphs.sdpa_forward, partial(refuse, refused), device_of(q))
-    trains = needs_gradient(*given.tensors)
-    given = given._replace(with_lse=return_lse or trains)
-    call = without_data(call._replace(rng=rng, with_lse=given.with_lse))
-    launched, of_scale = with_positive_scale(call)
+    trains = needs_gradient(*original.tensors)
+    original = original._replace(with_lse=return_lse or trains)
+    call = without_data(call._replace(rng=rng, with_lse=original.with_lse))
+    launched, scale_notes = with_positive_scale(call)
     forward = ForwardSpec.of(launched)
-    notes = [*notes_on_casts(given, call), *of_scale, *forward.extra_kernels()]
+    notes = [*notes_on_casts(original, call), *scale_notes, *forward.extra_kernels()]
     return Description(
         operation=graphs.sdpa_forward,
         key=forward.key,
         device=device_of(q),
         is_empty=forward.is_empty or forward.problem.has_no_plan,
         extra_kernels=[] if forward.is_empty else notes,
-        backward=_describe_backward(given, call, forward) if trains else None,
+        backward=_describe_backward(original, call, forward) if trains else None,
         bucket=partial(_key_of_bucket, forward),
-        verify=lambda differentiate: errors_of(given, differentiate=differentiate),
+        verify=lambda differentiate: errors_of(original, differentiate=differentiate),
     )
 
 
@@ -103,7 +117,7 @@ def _key_of_bucket(forward: ForwardSpec, target: Target, device: int | None) -> 
 
 
 def with_positive_scale(call: ForwardArguments) -> tuple[ForwardArguments, list[str]]:
-    """The forward call that is launched, as cuDNN computes no negative scale, and what that takes."""
+    """The call that is launched, with a positive scale as cuDNN needs it, and notes on the extra kernels."""
     if call.scale_value >= MIN_SCALE:
         return call, []
     out = new_output(call.q, call.v) if call.out is None else call.out
@@ -112,26 +126,33 @@ def with_positive_scale(call: ForwardArguments) -> tuple[ForwardArguments, list[
     return call._replace(q=call.q.neg(), out=out), ["q is negated into a copy, for the negative scale"]
 
 
-def _describe_backward(given: ForwardArguments, call: ForwardArguments, forward: ForwardSpec) -> Description:
-    """The backward pass for a gradient that lies in memory as the output does."""
-    device, needs = device_of(given.q), Needs(*(x is not None and x.requires_grad for x in given[:5]))
+def _describe_backward(original: ForwardArguments, call: ForwardArguments, forward: ForwardSpec) -> Description:
+    """The backward pass for a gradient with the layout of the output."""
+    device = device_of(original.q)
+    needs = Needs(*(x is not None and x.requires_grad for x in original.differentiable))
     out = torch.empty_strided(forward.out.shape, forward.out.stride, dtype=forward.out.dtype, device="meta")
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
-    of = BackwardArguments(out, out, lse, call, call.deterministic, needs)
+    args = BackwardArguments(grad_out=out, out=out, lse=lse, call=call, deterministic=call.deterministic, needs=needs)
     without_plan = forward.is_empty or forward.problem.is_single or forward.problem.has_no_plan
-    is_cut = not without_plan and large_backward.is_too_large(*call[:3], out)
+    is_split = not without_plan and large_backward.is_too_large(*call.qkv, out)
     try:
-        parts = pieces_of(of) if is_cut else [of]
+        parts = backward_parts(args) if is_split else [args]
     except UnsupportedError as error:
         return Description(graphs.sdpa_backward, partial(refuse, error), device)
-    launched, of_scale = backward_with_positive_scale(parts[0].call)
+    launched, scale_notes = backward_with_positive_scale(parts[0].call)
     if needs.attn_mask and torch_ops.loses_mask_gradient(parts[0].call):
         launched = launched._replace(q=like_in_memory(launched.q))
-        of_scale = [*of_scale, "q is multiplied by the small scale in a copy, and so is its gradient"]
-    layouts = TensorLayout.of(parts[0].out), TensorLayout.of(parts[0].grad_out)
-    backward = BackwardSpec(DenseSpec.of(launched), *layouts, call.deterministic, needs.attn_mask, needs.sinks)
-    notes = [note_on_pieces(len(parts))] if is_cut else []
-    notes += [*of_scale, *backward.extra_kernels(), *notes_on_casts(given, call, back=True)]
+        scale_notes = [*scale_notes, "q is multiplied by the small scale in a copy, and so is its gradient"]
+    backward = BackwardSpec(
+        problem=DenseSpec.of(launched),
+        out=TensorLayout.of(parts[0].out),
+        grad_out=TensorLayout.of(parts[0].grad_out),
+        deterministic=call.deterministic,
+        bias_gradient=needs.attn_mask,
+        sink_gradient=needs.sinks,
+    )
+    notes = [note_on_parts(len(parts))] if is_split else []
+    notes += [*scale_notes, *backward.extra_kernels(), *notes_on_casts(original, call, back=True)]
     return Description(
         operation=graphs.sdpa_backward,
         key=backward.key,
@@ -141,25 +162,25 @@ def _describe_backward(given: ForwardArguments, call: ForwardArguments, forward:
     )
 
 
-def pieces_of(of: BackwardArguments) -> list[BackwardArguments]:
-    """The calls that compute, one after the other, the gradients of one that is too large for one plan.
+def backward_parts(args: BackwardArguments) -> list[BackwardArguments]:
+    """The parts of a backward call that is too large for one plan.
 
     Raises:
-        UnsupportedError: It cannot be cut.
+        UnsupportedError: It cannot be split.
     """
-    large_backward.check(of.call, mask_gradient=of.needs.attn_mask)
-    found: list[BackwardArguments] = []
+    large_backward.check(args.call, mask_gradient=args.needs.attn_mask)
+    parts: list[BackwardArguments] = []
 
     def run(part: BackwardArguments) -> list[Tensor]:
-        found.append(part)
-        return [torch.empty_like(x) for x in (*part.call[:3], part.call.sinks) if x is not None]
+        parts.append(part)
+        return [torch.empty_like(x) for x in (*part.call.qkv, part.call.sinks) if x is not None]
 
-    large_backward.gradients(of, run)
-    return found
+    large_backward.gradients(args, run)
+    return parts
 
 
 def backward_with_positive_scale(call: ForwardArguments) -> tuple[ForwardArguments, list[str]]:
-    """The call whose gradients are computed, likewise."""
+    """The same for the backward pass."""
     if call.scale_value >= MIN_SCALE:
         return call, []
     if call.scale_value > -MIN_SCALE:
@@ -194,7 +215,7 @@ def device_of(q: Tensor) -> int | None:
 
 
 def without_data(call: Call) -> Call:
-    """The call with tensors that lie in memory in the same way, and have none."""
+    """The call with meta tensors of the same layouts."""
     tensors: dict[str, Any] = {name: _like(x, "meta") for name, x in call._asdict().items() if isinstance(x, Tensor)}
     return call._replace(**tensors)
 
@@ -226,38 +247,38 @@ def notes_on_casts(original: Call, cast: Call, *, back: bool = False) -> list[st
     return [f"{name} is cast to {dtype}, under autocast" for name, _ in changed]
 
 
-def note_on_pieces(number: int) -> str:
-    """What a gradient takes that is too large for one plan."""
-    how = f"piece by piece, {number} in all" if number > 1 else "in one piece"
+def note_on_parts(number: int) -> str:
+    """The note on a gradient that is too large for one plan."""
+    how = f"in {number} parts" if number > 1 else "in one part"
     return (
-        f"the gradient is computed {how}, as tensors reach too far in memory: this is the plan of the first; "
-        "what still lies too far apart is copied, and the results are copied into place"
+        f"the gradient is computed {how}, as tensors span too much memory: this is the plan of the first; "
+        "tensors that still span too much are copied, and the results are copied into the gradients"
     )
 
 
 def refuse(error: UnsupportedError, *_: object) -> NoReturn:
-    """Raises what is known to speak against a plan, when its key is asked for."""
+    """Raises a known refusal in place of making a key."""
     raise error
 
 
 def errors_of(call: ForwardArguments, *, differentiate: bool) -> dict[str, float]:
-    """Relative errors of a dense call's output, of its log-sum-exp if it has one, and of its gradients.
+    """Relative errors of a dense call's output, of its LSE if returned, and of its gradients.
 
     Args:
-        call: The call as it was given.
-        differentiate: Whether it is differentiated by the inputs that require grad.
+        call: The call as the caller made it.
+        differentiate: Whether to differentiate it with respect to the inputs that require grad.
 
     Raises:
-        OptionError: There is dropout, for which the reference has other random numbers.
+        OptionError: The call has dropout, for which the reference draws other random numbers.
     """
-    found, grad_out = run_anew(call, DENSE, run, differentiate=differentiate)
+    actual, grad_out = run_detached(call, DENSE, run, differentiate=differentiate)
     exact_call = exact_inputs(cast_for_autocast(call), DENSE)
     out, lse = reference.attention(exact_call)
-    if not found.gradients:
-        return compare(found, Results(out, lse, {}))
+    if not actual.gradients:
+        return compare(actual, Results(out, lse, {}))
     gradients = dict(zip(DENSE, reference.gradients(grad_out.double(), out, exact_call), strict=True))
-    mask, by_mask = call.attn_mask, gradients["attn_mask"]
-    if mask is not None and by_mask is not None:
+    mask, grad_mask = call.attn_mask, gradients["attn_mask"]
+    if mask is not None and grad_mask is not None:
         shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-        gradients["attn_mask"] = by_mask.sum_to_size(shape).reshape(mask.shape)
-    return compare(found, Results(out, lse, {name: x for name, x in gradients.items() if x is not None}))
+        gradients["attn_mask"] = grad_mask.sum_to_size(shape).reshape(mask.shape)
+    return compare(actual, Results(out, lse, {name: x for name, x in gradients.items() if x is not None}))

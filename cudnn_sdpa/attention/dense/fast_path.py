@@ -1,7 +1,7 @@
-"""Calls that may go straight to their plans, past the checks and PyTorch's dispatcher.
+"""The fast path of dense calls: a cached call is launched without checks and PyTorch's dispatcher.
 
-Two ways lead there. The last plain call served is recognized by a guard, one C call of 0.4 µs; the layers of one model
-mostly look alike. Any other is found by its signature.
+A guard, one C call of 0.4 µs, recognizes a call like the last plain one, as the layers of a model make them. Others are
+looked up by signature.
 """
 
 from __future__ import annotations
@@ -32,17 +32,24 @@ from cudnn_sdpa.engine.dispatch_state import (
     tensor_guard,
 )
 
-_ALL = Needs(True, True, True, False, False)
+_QKV = Needs(q=True, k=True, v=True, attn_mask=False, sinks=False)
+
+
+class PlainOptions(NamedTuple):
+    """The options of a plain call; the others have their defaults."""
+
+    is_causal: bool
+    causal_alignment: str
+    scale: float | None
 
 
 class CachedTraining(NamedTuple):
-    """The backward call that a plain call had last, and how to see whether it may have it again.
+    """The last backward call of a plain call, and the guard that recognizes another like it.
 
     Attributes:
-        is_like_last: Whether q, k, v, the output, the log-sum-exp and the gradient are like those of then. Hooks of
-            autograd may give what was saved back in another layout.
-        deterministic: Whether it was to be bit-exact.
-        call: Refers to the backward call, and does not keep it: its plan goes when the cache lets it go.
+        is_like_last: Guard for q, k, v, the output, the LSE and the gradient. Saved-tensor hooks may change layouts.
+        deterministic: Whether it had to be bit-exact.
+        call: Weak reference to the backward call, so that its plan is freed when the cache evicts it.
     """
 
     is_like_last: Guard
@@ -51,22 +58,22 @@ class CachedTraining(NamedTuple):
 
 
 class Gradients:
-    """The backward passes of one plain call. Autograd's graph holds it, and with it no plan: see `Again`.
+    """The backward passes of one plain call. Autograd's graph holds it; it holds no plan: see `CachedTraining`.
 
     Attributes:
-        options: What is no tensor, as `ForwardArguments.options` gives it, but for determinism.
+        options: The options of the call without `deterministic`.
     """
 
-    __slots__ = ("_again", "_may_be_deterministic", "options")
+    __slots__ = ("_cached", "_may_be_deterministic", "options")
 
-    def __init__(self, options: tuple[Any, ...]) -> None:
+    def __init__(self, options: PlainOptions) -> None:
         self.options = options
-        self._again: CachedTraining | None = None
+        self._cached: CachedTraining | None = None
         self._may_be_deterministic = False
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, deterministic: bool) -> ForwardArguments:
-        """The call in full."""
-        return ForwardArguments._make((q, k, v, *(None,) * 5, *self.options, deterministic, True, None))
+        """The call with all arguments."""
+        return ForwardArguments(q, k, v, **self.options._asdict(), deterministic=deterministic, with_lse=True)
 
     def is_deterministic(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether gradients must be bit-exact now.
@@ -83,22 +90,25 @@ class Gradients:
     def compute(
         self, grad_out: Tensor, saved: tuple[Tensor, ...], deterministic: bool, may_fall_back: bool
     ) -> Sequence[Tensor]:
-        """The gradients by q, k and v."""
+        """The gradients of q, k and v."""
         q, k, v, out, lse = saved
         address = grad_out.data_ptr()
         if address & MISALIGNED or not address or grad_out.stride() != out.stride():
             grad_out = launch_backward.readable(grad_out, out)
-        again = self._again
-        if again is not None and again.deterministic is deterministic and again.is_like_last(*saved, grad_out):
-            prepared = again.call()
+        cached = self._cached
+        if cached is not None and cached.deterministic is deterministic and cached.is_like_last(*saved, grad_out):
+            prepared = cached.call()
             if prepared is not None:
                 return prepared.run_plain(q, k, v, out, grad_out, lse)
-        arguments = BackwardArguments(grad_out, out, lse, self.call(q, k, v, deterministic), deterministic, _ALL)
-        result = autograd.run_backward(arguments, may_fall_back)
-        prepared = launch_backward.find(arguments)
-        distinct = len({id(tensor) for tensor in (*saved, grad_out)}) == 6  # no guard takes one tensor twice
+        call = self.call(q, k, v, deterministic)
+        args = BackwardArguments(
+            grad_out=grad_out, out=out, lse=lse, call=call, deterministic=deterministic, needs=_QKV
+        )
+        result = autograd.run_backward(args, may_fall_back)
+        prepared = launch_backward.find(args)
+        distinct = len({id(tensor) for tensor in (*saved, grad_out)}) == 6  # a guard takes no tensor twice
         if prepared is not None and lse.is_contiguous() and distinct:
-            self._again = CachedTraining(tensor_guard(*saved, grad_out), deterministic, weakref.ref(prepared))
+            self._cached = CachedTraining(tensor_guard(*saved, grad_out), deterministic, weakref.ref(prepared))
         return result
 
 
@@ -108,18 +118,18 @@ class TrainingCall:
     Attributes:
         forward: The forward call, with the log-sum-exp.
         gradients: Its backward passes.
-        last: By what the look-up recognizes this call when it comes again.
+        last: The `CachedCall` that recognizes this call.
     """
 
     __slots__ = ("forward", "gradients", "last")
 
-    def __init__(self, forward: ForwardCall, options: tuple[Any, ...]) -> None:
+    def __init__(self, forward: ForwardCall, options: PlainOptions) -> None:
         self.forward = forward
         self.gradients = Gradients(options)
-        self.last: Any = None
+        self.last: CachedCall | None = None
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-        """The output, which autograd can differentiate."""
+        """The output, differentiable by autograd."""
         try:
             out: Tensor = AttentionFunction.apply(q, k, v, self)  # type: ignore[no-untyped-call]
         except RuntimeError:
@@ -133,7 +143,7 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, prepared: TrainingCall) -> Tensor:
-        """Runs the forward pass and saves what the backward pass needs."""
+        """Runs the forward pass and saves tensors for the backward pass."""
         gradients = prepared.gradients
         deterministic = gradients.is_deterministic(q, k, v)
         out, lse = prepared.forward.run_plain(q, k, v)
@@ -143,34 +153,38 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:
-        """The gradients by q, k and v."""
+        """The gradients of q, k and v."""
         if needs_operator(grad_out):
-            return _watched(ctx, grad_out)
+            return _by_operator(ctx, grad_out)
         grad_q, grad_k, grad_v = ctx.gradients.compute(
             grad_out, ctx.saved_tensors, ctx.deterministic, ctx.may_fall_back
         )
         return grad_q, grad_k, grad_v, None
 
 
-def _watched(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients when somebody else has an interest in them."""
+def _by_operator(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients by PyTorch's operator, for dispatch modes and double backward."""
     autograd.refuse_batch(grad_out)
     q, k, v, out, lse = ctx.saved_tensors
-    needs = Needs._make((*ctx.needs_input_grad[:3], False, False))
+    needs_q, needs_k, needs_v, _ = ctx.needs_input_grad
+    needs = Needs(q=needs_q, k=needs_k, v=needs_v, attn_mask=False, sinks=False)
     call = ctx.gradients.call(q, k, v, ctx.deterministic)
-    found = autograd.gradients_by_operator(BackwardArguments(grad_out, out, lse, call, ctx.deterministic, needs))
-    return (*found[:3], None)
+    args = BackwardArguments(
+        grad_out=grad_out, out=out, lse=lse, call=call, deterministic=ctx.deterministic, needs=needs
+    )
+    grad_q, grad_k, grad_v, *_ = autograd.gradients_by_operator(args)
+    return grad_q, grad_k, grad_v, None
 
 
-def prepare(forward: ForwardCall, options: tuple[Any, ...]) -> TrainingCall | None:
-    """What serves plain calls that autograd follows, if `forward` is one launch and its backward pass another."""
+def prepare(forward: ForwardCall, is_causal: bool, causal_alignment: str, scale: float | None) -> TrainingCall | None:
+    """The training call of `forward` if both passes are a single launch each, otherwise None."""
     problem = forward.problem
     if problem.mask.masked_rows or problem.has_lengths or problem.needs_lengths or problem.is_single:
         return None
     if forward.training is None:
         if large_backward.is_too_large(problem.q, problem.k, problem.v, forward.forward.out):
             return None
-        forward.training = TrainingCall(forward, options)
+        forward.training = TrainingCall(forward, PlainOptions(is_causal, causal_alignment, scale))
     prepared: TrainingCall = forward.training
     return prepared
 
@@ -185,27 +199,28 @@ def find(
     scale: float | None,
     return_lse: bool,
 ) -> Run | None:
-    """What runs a call with these plain arguments, without `seq_lens_q` and `out`, if it may skip the dispatcher."""
+    """The function that runs a plain call (no `seq_lens_q`, no `out`), if it is cached and may skip the dispatcher."""
     if value_checks.enabled:
         return None
     try:
         may_differ = launch.may_differ(q)
         if may_differ and is_deterministic():
-            return None  # `find_any` knows the plans that give the same bits in every run
+            return None  # `find_any` knows the deterministic plans
         trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         with_lse = return_lse or trains
         call: ForwardCall | None = launch.calls.get(
             launch.plain_signature(q, k, v, None, seq_lens_kv, is_causal, causal_alignment, scale, with_lse, None)
         )
-    except (AttributeError, IndexError, TypeError, RuntimeError):  # not tensors, nested: the checks will say so
+    except (AttributeError, IndexError, TypeError, RuntimeError):  # not tensors, nested: the checks report it
         return None
     if call is None or (trains and (return_lse or seq_lens_kv is not None)):
         return None
-    holder: Any = call
+    holder: ForwardCall | TrainingCall = call
     if trains:
-        holder = prepare(call, (is_causal, causal_alignment, -1, -1, scale, 0.0, None, False))
-        if holder is None:
+        training = prepare(call, is_causal, causal_alignment, scale)
+        if training is None:
             return None
+        holder = training
     run: Run = holder.run
     tensors = (q, k, v) if seq_lens_kv is None else (q, k, v, seq_lens_kv)
     known: CachedCall | None = holder.last
@@ -214,17 +229,24 @@ def find(
             return None
         if not _can_be_guarded(tensors, trains=trains):
             return run
-        of_call = (is_causal, causal_alignment, scale, return_lse, seq_lens_kv is not None)
         guard = tensor_guard(*tensors)
-        holder.last = known = CachedCall(run, _unless_deterministic(guard) if may_differ else guard, *of_call)
+        holder.last = known = CachedCall(
+            run=run,
+            check=_unless_deterministic(guard) if may_differ else guard,
+            is_causal=is_causal,
+            alignment=causal_alignment,
+            scale=scale,
+            with_lse=return_lse,
+            has_lengths=seq_lens_kv is not None,
+        )
     launch.calls.remember_last(known, call.plan)
     if not call.plan.held:
-        call.last = None  # it refers back to the call, and an evicted plan must not wait for the garbage collector
+        call.last = None  # it refers back to the call: an evicted plan must be freed before the next garbage collection
     return run
 
 
 def find_any(call: ForwardArguments, deterministic: bool | None) -> Callable[[ForwardArguments], Result] | None:
-    """What runs a call with any arguments, if it is known and may skip the checks and the dispatcher."""
+    """The function that runs a call, if it is cached and may skip the checks and the dispatcher."""
     tensors = (*call.tensors, call.out)
     if (
         value_checks.enabled
@@ -237,25 +259,25 @@ def find_any(call: ForwardArguments, deterministic: bool | None) -> Callable[[Fo
     if (trains and call.out is not None) or not (deterministic is None or type(deterministic) is bool):
         return None
     wanted = call if call.with_lse or not trains else call._replace(with_lse=True)
-    exactly = is_deterministic() if deterministic is None else deterministic
+    exact = is_deterministic() if deterministic is None else deterministic
     try:
-        signature = launch.signature(wanted._replace(deterministic=True) if exactly else wanted)
+        signature = launch.signature(wanted._replace(deterministic=True) if exact else wanted)
         prepared: ForwardCall | None = launch.calls.get(signature)
     except (AttributeError, IndexError, TypeError, RuntimeError):
         return None
     if prepared is None or not trains:
         return None if deterministic and prepared is not None and prepared.may_be_replaced else prepared
-    by_mask = call.attn_mask is not None and call.attn_mask.requires_grad
-    if (signature, by_mask, exactly) not in launch.differentiable:
+    mask_gradient = call.attn_mask is not None and call.attn_mask.requires_grad
+    if (signature, mask_gradient, exact) not in launch.differentiable:
         return None
-    return functools.partial(_train, prepared, exactly)
+    return functools.partial(_train, prepared, exact)
 
 
 def _train(prepared: ForwardCall, deterministic: bool, call: ForwardArguments) -> Result:
-    """A call that autograd follows and whose two passes are prepared."""
-    of_both = call._replace(deterministic=deterministic, with_lse=True)
+    """Runs a differentiable call whose two passes are cached."""
+    both_passes = call._replace(deterministic=deterministic, with_lse=True)
     try:
-        out, lse = autograd.Attention.apply(*call[:5], of_both, prepared)  # type: ignore[no-untyped-call]
+        out, lse = autograd.Attention.apply(*call.differentiable, both_passes, prepared)  # type: ignore[no-untyped-call]
     except RuntimeError:
         autograd_checks.refuse_inference_tensors(call)
         raise
@@ -263,15 +285,15 @@ def _train(prepared: ForwardCall, deterministic: bool, call: ForwardArguments) -
 
 
 def _unless_deterministic(guard: Guard) -> Guard:
-    """A guard for calls that the switch for determinism leads to another plan."""
+    """A guard for calls that get another plan under `torch.use_deterministic_algorithms`."""
     return lambda *tensors: guard(*tensors) and not is_deterministic()
 
 
 def _can_be_guarded(tensors: tuple[Tensor, ...], *, trains: bool) -> bool:
-    """Whether a guard may stand for these tensors.
+    """Whether a guard can recognize these tensors.
 
-    No guard takes one tensor twice, as with k is v. None sees whether gradients are enabled: what trains does no harm
-    without them, but what does not train must not stand for calls that do.
+    A guard takes no tensor twice (k is v), and does not see grad mode: a training call may serve calls without
+    gradients, but not the reverse.
     """
     return len(set(map(id, tensors))) == len(tensors) and (
         trains or not any(tensor.requires_grad for tensor in tensors)

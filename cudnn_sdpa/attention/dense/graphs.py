@@ -1,15 +1,15 @@
-"""Builders of cuDNN's attention graphs: functions of symbolic tensors and static options, and of nothing else.
+"""Builders of cuDNN's attention graphs: functions of symbolic tensors and static options alone.
 
 The operations are described in NVIDIA's documentation of the cuDNN frontend, "Attention". Options of both builders:
 
 - `band`: None, or (left, right, bottom_right): a query sees the keys from `left` before to `right` after the diagonal,
-  None being no bound; the diagonal ends at the last query and key if `bottom_right`.
-- `alibi`: cuDNN's own linear biases.
-- `dropout_p`: the share that is dropped; the seed and the offset of the generator are operands.
-- `deterministic`: whether every run must give the same bits; said of forward passes only where it makes a difference.
-- `totals`: None, or for packed tensors the most rows of queries and of keys in all sequences together.
+  None being unbounded; the diagonal ends at the last query and key if `bottom_right`.
+- `alibi`: cuDNN's own ALiBi.
+- `dropout_p`: dropout probability; seed and offset of the generator are operands.
+- `deterministic`: whether every run must give the same bits; passed to forward passes only where it makes a difference.
+- `totals`: None, or for packed tensors the maximum number of rows of queries and of keys in all sequences together.
 
-A soft cap is drawn by a `score_mod`, which excludes cuDNN's own masks; what hides keys is drawn there too.
+Logit soft-capping is a `score_mod`, which excludes cuDNN's own masks, so the `score_mod` also masks keys.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def sdpa_forward(
     with_lse: bool,
     deterministic: bool = False,
 ) -> Any:
-    """O = softmax(cap(scale · Q Kᵀ) + bias) V, and on request the log-sum-exp of what the softmax sees."""
+    """O = softmax(cap(scale · Q Kᵀ) + bias) V, and on request the LSE of the scores that the softmax sees."""
     options: dict[str, Any] = {"bias": bias, "sink_token": sink}
     if deterministic:
         g.only_repeatable(single_query=q.get_dim()[2] == 1)
@@ -89,9 +89,9 @@ def sdpa_backward(
     deterministic: bool,
     bias_gradient: tuple[int, ...] | None,
 ) -> Any:
-    """The gradients of `sdpa_forward` by q, k and v, and by the bias if its gradient's shape is given.
+    """The gradients of q, k and v, and of the bias if the shape of its gradient is passed.
 
-    The sinks have a part in it only through the log-sum-exp.
+    The sinks enter only through the LSE.
     """
     options: dict[str, Any] = {"bias": bias, "use_deterministic_algorithm": deterministic}
     if softcap is not None:
@@ -128,14 +128,14 @@ def paged_decode(
     with_lse: bool,
     deterministic: bool = False,
 ) -> Any:
-    """The forward pass of single queries whose keys and values lie in pages of a cache, in the order of the tables.
+    """The forward pass of single queries on a paged KV cache.
 
     The page of key j of sequence b is `table_k[b, j // page_size]`. A query sees the last `left` + 1 keys, or all.
     """
     options = masks(g, None if left is None else (left, None, True), False, seq_len_q, seq_len_kv)
     if deterministic:
         g.only_repeatable(single_query=True)
-    longest = table_k.get_dim()[2] * k.get_dim()[2]
+    max_seq_len_kv = table_k.get_dim()[2] * k.get_dim()[2]
     o, lse = g.sdpa(
         name="paged_decode",
         q=q,
@@ -145,28 +145,28 @@ def paged_decode(
         generate_stats=with_lse,
         paged_attention_k_table=table_k,
         paged_attention_v_table=table_v,
-        paged_attention_max_seq_len_kv=longest,
+        paged_attention_max_seq_len_kv=max_seq_len_kv,
         **options,
     )
     return (o, lse) if with_lse else o
 
 
 def side_output(g: Any, name: str, shape: tuple[int, ...]) -> Any:
-    """A tensor that cuDNN takes as an argument and writes."""
+    """An output that cuDNN takes as an argument."""
     return g.tensor(name=name, dim=list(shape), stride=[1] * len(shape), data_type=g.types.data_type.FLOAT)
 
 
 def masks(
     g: Any, band: tuple[int | None, int | None, bool] | None, alibi: bool, seq_len_q: Any, seq_len_kv: Any
 ) -> dict[str, Any]:
-    """The masks that cuDNN draws itself, as its options."""
+    """The options of the masks that cuDNN applies itself."""
     options: dict[str, Any] = {"use_alibi_mask": alibi}
     if band is not None:
         left, right, bottom_right = band
         alignment = g.types.diagonal_alignment
         options["diagonal_alignment"] = alignment.BOTTOM_RIGHT if bottom_right else alignment.TOP_LEFT
         options["diagonal_band_right_bound"] = right
-        if left is not None:  # cuDNN hides the keys from this distance on
+        if left is not None:  # cuDNN masks keys from this distance on
             options["diagonal_band_left_bound"] = left + 1
     if seq_len_q is not None:
         options.update(use_padding_mask=True, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv)
@@ -183,23 +183,23 @@ def soft_cap(
     *,
     backward: bool,
 ) -> tuple[Modifier, Modifier]:
-    """cap · tanh(score / cap) and its derivative, with everything that hides keys drawn into the score.
+    """cap · tanh(score / cap) and its derivative; the score is masked as well.
 
-    The derivative needs no mask: hidden scores have no weight, and so no gradient.
+    The derivative needs no mask: masked scores have no weight, and so no gradient.
 
     Args:
         g: The graph.
         cap: The cap.
-        keys: How many there are.
-        band: What hides keys if no true lengths are given.
-        lowest: The first key that each query sees, (B, 1, Sq, 1), if true lengths are given.
+        keys: Number of keys.
+        band: The band, used if no actual sequence lengths are passed.
+        lowest: The first key that each query sees, (B, 1, Sq, 1), if actual sequence lengths are passed.
         highest: The last one, likewise.
-        backward: Whether it is drawn for the backward pass, whose engines need more masks than the mathematics.
+        backward: Whether this is the backward pass, whose engines need more masks than the mathematics.
     """
     inner: list[Any] = []
     left, right, _ = band or (None, None, False)
     if highest is not None:
-        left = right = None  # they are in `lowest` and `highest`
+        left = right = None  # `lowest` and `highest` contain them
     if backward and right is None:
         # Without a mask that compares rows with columns, cuDNN 9.19 gives zeros for the gradient of the values.
         right = keys
@@ -212,12 +212,12 @@ def soft_cap(
             last = row if right == 0 else shifted(g, graph, row, right)
             score = keep(g, graph, score, graph.cmp_ge, last, column)
         if left is not None:
-            # Always shifted, be it by 0: cuDNN 9.19 takes a bare column >= row for a causal mask.
+            # Always shifted, even by 0: cuDNN 9.19 takes a plain column >= row for a causal mask.
             score = keep(g, graph, score, graph.cmp_ge, shifted(g, graph, column, left), row)
         if highest is not None:
             score = keep(g, graph, score, graph.cmp_le, column, highest)
             score = keep(g, graph, score, graph.cmp_ge, column, lowest)
-        elif backward:  # keys that only fill up the last tile must not be seen: see `known_issues`
+        elif backward:  # masks the padding of the last tile: see `known_issues`
             score = keep(g, graph, score, graph.cmp_le, column, number(g, keys - 1))
         return score
 
@@ -235,10 +235,10 @@ def index(g: Any, graph: Any, score: Any, axis: int) -> Any:
     return result
 
 
-def shifted(g: Any, graph: Any, position: Any, by: int) -> Any:
-    """A position, moved."""
+def shifted(g: Any, graph: Any, position: Any, shift: int) -> Any:
+    """A position plus a constant."""
     int32 = g.types.data_type.INT32
-    result = graph.add(position, number(g, by), compute_data_type=int32)
+    result = graph.add(position, number(g, shift), compute_data_type=int32)
     result.set_data_type(int32)
     return result
 

@@ -22,34 +22,39 @@ from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.cache import next_use
 from cudnn_sdpa.plans.plan import Plan, allocate, current_device
 
-SMALLEST = torch.finfo(torch.float32).min  #: in place of a log-sum-exp of -inf, which taken from itself is NaN
+# Positions of operands in a plain call's pointers. The output is the last one, or the one before the LSE.
+Q, K, V = 0, 1, 2
+OUT, LSE = 4, 5  #: of a plan with an LSE and without lengths; the scale is at 3
+SEQ_LEN_KV = 5  #: of a plan with lengths
+
+SMALLEST = torch.finfo(torch.float32).min  #: replaces an LSE of -inf, because -inf - (-inf) is NaN
 
 
 def _check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tensor | None = None) -> None:
-    """Checks the addresses, and tells autograd that `out` is about to be written."""
+    """Checks addresses and bumps the autograd version of `out`, which the call writes."""
     memory.check_memory(q, k, v, out, mask)
     if out is not None and not out.is_inference():
         torch.autograd.graph.increment_version(out)
 
 
 class BoundCall:
-    """A plan with what a call of it needs beside tensors: host numbers, constants, the order of the pointers."""
+    """A plan with the host scalars, constants and pointer order that a launch needs in addition to tensors."""
 
-    __slots__ = ("_elsewhere", "_fixed", "_names", "_numbers", "_template", "plan", "problem")
+    __slots__ = ("_elsewhere", "_fixed", "_names", "_scalars", "_template", "plan", "problem")
 
-    def __init__(self, problem: DenseSpec, plan: Plan, **numbers: float | None) -> None:
+    def __init__(self, problem: DenseSpec, plan: Plan, **scalars: float | None) -> None:
         self.problem = problem
         self.plan = plan
         self._elsewhere = torch.cuda.device_count() > 1  # whether another GPU can be the current one
-        self._numbers = {name: array("f", [value]) for name, value in numbers.items() if value is not None}
-        self._fixed = {name: numbers.buffer_info()[0] for name, numbers in self._numbers.items()}
+        self._scalars = {name: array("f", [value]) for name, value in scalars.items() if value is not None}
+        self._fixed = {name: scalar.buffer_info()[0] for name, scalar in self._scalars.items()}
         self._fixed |= {name: tensor.data_ptr() for name, tensor in plan.constants.items()}
         self._names = [operand.name for operand in (*plan.key.inputs, *plan.key.outputs)]
-        # A copy with some places filled in, one statement each, takes 0.2 µs less than an array made of pointers.
+        # A copy with some pointers filled in, one statement each, takes 0.2 µs less than a new array.
         self._template = array("Q", [self._fixed.get(name, 0) for name in self._names])
 
     def launch(self, tensors: dict[str, Tensor], addresses: dict[str, int] | None = None) -> None:
-        """Launches the plan on these operands; constants and host numbers are known.
+        """Launches the plan on these operands; constants and host scalars are added.
 
         Raises:
             LayoutError: One has no memory.
@@ -72,7 +77,7 @@ class BoundCall:
         return run(*operands)
 
     def side_tensors(self, call: ForwardArguments) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """The operands of both passes beside queries, keys, values and lengths: tensors, and mere addresses."""
+        """The optional operands of both passes: tensors (bias, sinks), and addresses (seed, offset)."""
         tensors, addresses = {}, {}
         if call.attn_mask is not None:
             problem = self.problem
@@ -90,10 +95,10 @@ class BoundCall:
 
 
 class ForwardCall(BoundCall):
-    """A forward call bound to its plan. Calling it checks only what no signature holds: addresses.
+    """A forward call bound to its plan. Calling it checks only addresses, which no signature contains.
 
     Attributes:
-        may_be_replaced: Whether another plan may take over between two calls, so that their results differ by rounding.
+        may_be_replaced: Whether another plan may replace this one between two calls, so that results differ by rounding.
     """
 
     may_be_replaced = False
@@ -111,23 +116,23 @@ class ForwardCall(BoundCall):
         lengths = problem.has_lengths or problem.needs_lengths
         self._one_launch = forward.with_lse and problem.has_no_sides and not (problem.mask.masked_rows or lengths)
         self._last: Any = None
-        self.training: Any = None  # what `training` keeps for plain calls that autograd follows
+        self.training: Any = None  # the `fast_path.TrainingCall` of this call
 
     @property
     def last(self) -> Any:
-        """By what the look-up recognizes this call when it comes again."""
+        """The `CachedCall` that recognizes this call."""
         return self._last
 
     @last.setter
     def last(self, value: Any) -> None:
         self._last = value
-        if value is None and self.training is not None:  # what refers back to this call must not keep its plan
+        if value is None and self.training is not None:  # it refers back to this call and would keep its plan alive
             self.training.last = None
             self.training = None
 
     def __call__(self, call: ForwardArguments) -> Result:
         """Allocates, launches and returns."""
-        q, k, v, mask = call[:4]
+        q, k, v, mask = call.q, call.k, call.v, call.attn_mask
         first, second, third = q.data_ptr(), k.data_ptr(), v.data_ptr()
         has_memory = first and second and third and (mask is None or mask.data_ptr())
         if not has_memory or (first | second | third) & MISALIGNED or call.out is not None:
@@ -138,13 +143,13 @@ class ForwardCall(BoundCall):
         return self._run(call)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, lengths_kv: Tensor | None, out: Tensor | None) -> Result:
-        """The same for a plain call without `seq_lens_q`, with the arguments one by one."""
+        """The same for a plain call without `seq_lens_q`, with separate arguments."""
         if self._one_launch and out is None:
             return self.run_plain(q, k, v)
         return self(ForwardArguments(q, k, v, seq_lens_kv=lengths_kv, out=out))
 
     def run_plain(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of a plain call without lengths and blind rows; saves 4 µs of dictionaries."""
+        """Output and LSE of a plain call without lengths and fully masked rows; saves 4 µs of dictionaries."""
         first, second, third = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (first | second | third) & MISALIGNED or not (first and second and third):
             _check_memory(q, k, v, None)
@@ -153,26 +158,26 @@ class ForwardCall(BoundCall):
                 return self.run_plain(q, k, v)
         out, lse = allocate(*self._out), allocate(*self._lse)
         operands, plan = self._template[:], self.plan
-        operands[0] = first
-        operands[1] = second
-        operands[2] = third
-        operands[4] = out.data_ptr()
-        operands[5] = lse.data_ptr()
+        operands[Q] = first
+        operands[K] = second
+        operands[V] = third
+        operands[OUT] = out.data_ptr()
+        operands[LSE] = lse.data_ptr()
         plan.last_used = next_use()
         plan.launch(operands)
         return out, lse
 
     def _run(self, call: ForwardArguments) -> Result:
-        blind = self.problem.mask.masked_rows
+        masked_rows = self.problem.mask.masked_rows
         q, out = call.q, allocate(*self._out) if call.out is None else call.out
         lse = allocate(*self._lse) if self._has_lse else None
         visible_out, visible_lse = out, lse
-        if blind:
-            out[:, :, :blind].zero_()
-            q, visible_out = q[:, :, blind:], out[:, :, blind:]
+        if masked_rows:
+            out[:, :, :masked_rows].zero_()
+            q, visible_out = q[:, :, masked_rows:], out[:, :, masked_rows:]
             if lse is not None:
-                lse[:, :, :blind].fill_(-torch.inf)
-                visible_lse = lse.new_empty(lse[:, :, blind:].shape)
+                lse[:, :, :masked_rows].fill_(-torch.inf)
+                visible_lse = lse.new_empty(lse[:, :, masked_rows:].shape)
         tensors, addresses = self.side_tensors(call)
         tensors |= {"q": q, "k": call.k, "v": call.v, "out": visible_out}
         if visible_lse is not None:
@@ -183,12 +188,12 @@ class ForwardCall(BoundCall):
         if call.sinks is not None and lse is not None and visible_lse is not None:
             if self._sinks_outside:
                 apply_sinks(visible_out, visible_lse, call.sinks)
-            elif self.problem.can_have_masked_rows:  # queries without keys see the sink alone
+            elif self.problem.can_have_masked_rows:  # fully masked rows see only the sink
                 torch.maximum(visible_lse, call.sinks.view(1, -1, 1), out=visible_lse)
-            if blind:
-                lse[:, :, :blind] = call.sinks.view(1, -1, 1)
-        if blind and lse is not None and visible_lse is not None:
-            lse[:, :, blind:] = visible_lse
+            if masked_rows:
+                lse[:, :, :masked_rows] = call.sinks.view(1, -1, 1)
+        if masked_rows and lse is not None and visible_lse is not None:
+            lse[:, :, masked_rows:] = visible_lse
         return (out, lse) if self.forward.with_lse and lse is not None else out
 
     def _lengths(self, lengths_q: Tensor | None, lengths_kv: Tensor | None) -> dict[str, Tensor]:
@@ -198,9 +203,9 @@ class ForwardCall(BoundCall):
 
 
 class PlainCall(ForwardCall):
-    """The shortest way, for calls with one launch and nothing else: no log-sum-exp, no lengths but a decode step's.
+    """A call of a single launch: no LSE, and no lengths except those of a decode step.
 
-    It does what `ForwardCall` does without its dictionaries, views and device guard: 4 µs less.
+    It does what `ForwardCall` does without dictionaries, views and a device guard: 4 µs less.
     """
 
     __slots__ = ("_skv",)
@@ -214,7 +219,7 @@ class PlainCall(ForwardCall):
         return self.run(call.q, call.k, call.v, call.seq_lens_kv, call.out)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, lengths_kv: Tensor | None, out: Tensor | None) -> Result:
-        """The same with the arguments one by one."""
+        """The same with separate arguments."""
         plan = self.plan
         first, second, third = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if out is not None or (first | second | third) & MISALIGNED or not (first and second and third):
@@ -225,25 +230,25 @@ class PlainCall(ForwardCall):
         if out is None:
             out = allocate(*self._out)
         operands = self._template[:]
-        operands[0] = first
-        operands[1] = second
-        operands[2] = third
+        operands[Q] = first
+        operands[K] = second
+        operands[V] = third
         operands[-1] = out.data_ptr()
         if lengths_kv is not None:
             if lengths_kv.data_ptr() == 0:
                 memory.check_lengths_present(None, lengths_kv)
-            within = lengths_kv.clamp_max(self._skv)  # cuDNN's decode engines would read on
-            operands[5] = within.data_ptr()
+            clamped = lengths_kv.clamp_max(self._skv)  # cuDNN's decode engines would read out of bounds
+            operands[SEQ_LEN_KV] = clamped.data_ptr()
         plan.last_used = next_use()
         plan.launch(operands)
         return out
 
 
 def lengths(problem: DenseSpec, lengths_q: Tensor | None, lengths_kv: Tensor | None) -> dict[str, Tensor]:
-    """The two lengths that cuDNN reads, corrected where its engines would leave rows wrong.
+    """The lengths that cuDNN reads, corrected for sequences without keys.
 
-    Seen on cuDNN 9.19: nothing is written for a sequence without keys. So such a sequence becomes one without queries,
-    whose rows cuDNN fills with zeros and -inf.
+    cuDNN 9.19 writes nothing for such a sequence. It is passed as one without queries, whose rows cuDNN fills with
+    zeros and -inf.
     """
     sq, skv = problem.sq, problem.skv
     memory.check_lengths_present(lengths_q, lengths_kv)
@@ -259,41 +264,41 @@ def lengths(problem: DenseSpec, lengths_q: Tensor | None, lengths_kv: Tensor | N
 
 
 def row_limits(problem: DenseSpec, lengths_q: Tensor | None, lengths_kv: Tensor | None) -> dict[str, Tensor]:
-    """The first and the last key that each query sees: what a soft cap's graph reads in place of lengths."""
-    given = lengths_kv if lengths_q is None else lengths_q
-    if given is None:
+    """The first and the last key that each query sees, which a graph with soft-capping reads instead of lengths."""
+    lengths = lengths_kv if lengths_q is None else lengths_q
+    if lengths is None:
         return {}
-    device, sq, skv = given.device, problem.sq, problem.skv
-    of_q = sq if lengths_q is None else lengths_q.clamp(0, sq).view(-1, 1)
-    of_kv = skv if lengths_kv is None else lengths_kv.clamp(0, skv).view(-1, 1)
+    device, sq, skv = lengths.device, problem.sq, problem.skv
+    limit_q = sq if lengths_q is None else lengths_q.clamp(0, sq).view(-1, 1)
+    limit_kv = skv if lengths_kv is None else lengths_kv.clamp(0, skv).view(-1, 1)
     left, right, bottom_right = problem.mask.band or (None, None, False)
-    rows = torch.arange(sq, dtype=torch.int32, device=device).expand(given.shape[0], sq)
-    diagonal = rows + (of_kv - of_q) if bottom_right else rows
+    rows = torch.arange(sq, dtype=torch.int32, device=device).expand(lengths.shape[0], sq)
+    diagonal = rows + (limit_kv - limit_q) if bottom_right else rows
     last = rows.new_full(rows.shape, skv) if right is None else diagonal + right
-    # No tensor is made of a number here: that would be a copy from the host, and wait for the GPU.
-    last = torch.minimum(last, of_kv - 1) if isinstance(of_kv, Tensor) else last.clamp_max(of_kv - 1)
+    # No tensor is made from a Python scalar here: that would be a host-to-device copy and synchronize.
+    last = torch.minimum(last, limit_kv - 1) if isinstance(limit_kv, Tensor) else last.clamp_max(limit_kv - 1)
     first = torch.zeros_like(rows) if left is None else (diagonal - left).clamp_min(0)
-    return {"lowest": first.contiguous(), "highest": last.masked_fill(rows >= of_q, -1)}
+    return {"lowest": first.contiguous(), "highest": last.masked_fill(rows >= limit_q, -1)}
 
 
 def decode_lengths(problem: DenseSpec, lengths_q: Tensor | None, lengths_kv: Tensor | None) -> dict[str, Tensor]:
-    """The same for a single query: cuDNN's decode engines ignore the queries' lengths, so an absent one sees no key."""
+    """The same for a single query. cuDNN's decode engines ignore seq_lens_q, so without a query there are no keys."""
     memory.check_lengths_present(lengths_q, lengths_kv)
-    within = None if lengths_kv is None else lengths_kv.clamp(0, problem.skv)
+    clamped = None if lengths_kv is None else lengths_kv.clamp(0, problem.skv)
     if lengths_q is not None:
-        within = lengths_q.clamp(0, 1) * (problem.skv if within is None else within)
-    return {} if within is None else {"seq_len_kv": within}
+        clamped = lengths_q.clamp(0, 1) * (problem.skv if clamped is None else clamped)
+    return {} if clamped is None else {"seq_len_kv": clamped}
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Adds the sinks, in place, to an output and a log-sum-exp that were computed without them."""
+    """Adds the sinks, in place, to an output and an LSE that were computed without them."""
     total = torch.logaddexp(lse, sinks.view(1, -1, 1))
-    out.mul_(torch.exp(lse - total.clamp_min(SMALLEST)).unsqueeze(-1))  # 0 where there are neither keys nor a sink
+    out.mul_(torch.exp(lse - total.clamp_min(SMALLEST)).unsqueeze(-1))  # 0 where there is neither a key nor a sink
     lse.copy_(total)
 
 
 def bind(forward: ForwardSpec, plan: Plan, scale: float, softcap: float | None = None) -> ForwardCall:
-    """The call of `plan` with these numbers."""
+    """The call bound to `plan` with this scale and soft-capping."""
     problem = forward.problem
     one_launch = not (forward.plan_has_lse or problem.mask.masked_rows or problem.lengths_q or problem.needs_lengths)
     if one_launch and problem.has_no_sides and (forward.is_decode or not problem.lengths_kv):
@@ -301,14 +306,14 @@ def bind(forward: ForwardSpec, plan: Plan, scale: float, softcap: float | None =
     return ForwardCall(forward, plan, scale, softcap)
 
 
-# The prepared calls of this process by raw signature: the first level of look-up, before any check and any key.
+# The cached calls of this process by raw signature: the first level of look-up, before any check and any key.
 
 
 Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, None], Result]
 
 
 class CachedCall:
-    """The plain call that was served last, in plain eager mode without `seq_lens_q`, `out` and the rarer options."""
+    """A plain eager call and the guard that recognizes another like it: no `seq_lens_q`, no `out`, no rarer options."""
 
     __slots__ = ("alignment", "check", "has_lengths", "is_causal", "run", "scale", "scale_type", "with_lse")
 
@@ -336,25 +341,38 @@ def _matches_nothing(*_: Any) -> bool:
     return False
 
 
-#: By signature of the forward pass with a log-sum-exp, whether there is a gradient by the mask, and determinism: calls
-#: whose backward pass is known to have nothing that speaks against it.
+#: Calls whose backward pass is known to be supported: signature of the forward pass with an LSE, whether the mask needs
+#: a gradient, and determinism.
 differentiable: set[tuple[Hashable, bool, bool]] = set()
 
-#: Prepared calls by raw signature, and the last one served.
-calls: CallTable[CachedCall] = CallTable(CachedCall(None, _matches_nothing, None, "", None, False, False))
+_NO_CALL = CachedCall(
+    run=None, check=_matches_nothing, is_causal=None, alignment="", scale=None, with_lse=False, has_lengths=False
+)
+
+#: Cached calls by raw signature, and the last plain one.
+calls: CallTable[CachedCall] = CallTable(_NO_CALL)
 
 
 def signature(call: ForwardArguments) -> Hashable:
-    """All that decides a call, as a flat tuple."""
+    """Everything that decides the plan of a call, as a flat tuple."""
     if call.deterministic and may_differ(call.q):
         return "must repeat", signature(call._replace(deterministic=False))
     if call.is_plain:
         return plain_signature(
-            *call[:3], call.seq_lens_q, call.seq_lens_kv, *call[8:10], call.scale, call.with_lse, call.out
+            call.q,
+            call.k,
+            call.v,
+            call.seq_lens_q,
+            call.seq_lens_kv,
+            call.is_causal,
+            call.causal_alignment,
+            call.scale,
+            call.with_lse,
+            call.out,
         )
-    options = call.options[:-1]  # all but `deterministic`
+    options = call.options[:-1]  # all but `deterministic`: a slice saves 0.2 µs
     types = tuple(map(type, (*options, call.with_lse)))  # 1, 1.0 and True are equal, but not all are accepted
-    layouts = [  # `describe` without its calls, 0.5 µs
+    layouts = [  # `describe` inlined, saves 0.5 µs
         None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         for tensor in (*call.tensors, call.rng, call.out)
     ]
@@ -362,7 +380,7 @@ def signature(call: ForwardArguments) -> Hashable:
 
 
 def may_differ(q: Tensor) -> bool:
-    """Whether determinism concerns the forward pass: whether there are kernels that give other bits in another run."""
+    """Whether cuDNN has nondeterministic kernels for the forward pass of these queries."""
     sm = live_target(q.get_device()).sm if q.is_cuda else 0
     return not has_only_repeatable(sm, q.shape[2])
 

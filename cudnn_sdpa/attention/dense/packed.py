@@ -1,9 +1,8 @@
 """Packed sequences: bounds rounded up so that few plans serve many calls, and the keys of the plans.
 
-A plan for packed tensors holds three bounds: how many sequences there are, how long they are and how many rows they
-have together. None of them decides a result, so each is rounded up to one of few values; sequences that are not there
-have no rows. Measured on an H200: a bound on the length that is far too large costs nothing, one empty sequence costs
-some 0.1 µs.
+A plan for packed tensors has three bounds: the number of sequences, their length and the total number of rows. None
+of them affects results, so each is rounded up to one of a few values; the extra sequences are empty. Measured on an
+H200: a length bound that is far too large costs nothing, an empty sequence costs about 0.1 µs.
 """
 
 from __future__ import annotations
@@ -25,50 +24,50 @@ from cudnn_sdpa.graph.target import Target
 
 
 def sequence_bucket(sequences: int) -> int:
-    """How many sequences a plan is made for: powers of two, and one and a half times them."""
+    """Number of sequences of a plan: powers of two, and 1.5 times them."""
     power = 1 << max(0, sequences - 1).bit_length()
     return power * 3 // 4 if power >= 4 and sequences <= power * 3 // 4 else power
 
 
 def row_bucket(rows: int) -> int:
-    """How many rows of all sequences together: four steps for each doubling, of 128 rows at least.
+    """Total number of rows of a plan: four values per doubling, at least 128 rows apart.
 
-    Workspace grows with it, so that at most a fifth of it is unused.
+    The workspace grows with it; at most a fifth is unused.
     """
     step = max(128, (1 << max(0, rows - 1).bit_length()) // 8)
     return -(-max(1, rows) // step) * step
 
 
-def length_bucket(longest: int, rows: int, *, tight: bool) -> int:
-    """How long a sequence may be: powers of eight from 1024, and no more than all rows.
+def length_bucket(max_seqlen: int, rows: int, *, tight: bool) -> int:
+    """Maximum sequence length of a plan: 1024 times powers of eight, at most the total number of rows.
 
     Args:
-        longest: The longest sequence of the call.
-        rows: Rows of all sequences together.
-        tight: Whether memory grows with this bound, so that powers of two from 128 are worth more plans.
+        max_seqlen: The longest sequence of the call.
+        rows: Total number of rows.
+        tight: Use 128 times powers of two, because memory grows with this bound.
     """
     bound, factor = (128, 2) if tight else (1024, 8)
-    while bound < longest:
+    while bound < max_seqlen:
         bound *= factor
     return min(bound, row_bucket(rows))
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenSpec:
-    """A packed call without its data.
+    """The layouts and options of a packed call, without data.
 
     Attributes:
         q: Queries (Tq, Hq, D).
         k: Keys (Tkv, Hkv, D).
         v: Values (Tkv, Hkv, Dv).
-        sequences: Sequences that the plan is made for.
-        max_seqlen_q: Longest sequence of queries that it is made for.
-        max_seqlen_kv: The same of keys.
+        sequences: Number of sequences of the plan.
+        max_seqlen_q: Maximum number of queries of a sequence of the plan.
+        max_seqlen_kv: The same for keys.
         mask: The normalized band.
         shared_cu_seqlens: Whether queries and keys are known to have the same lengths.
         sinks: Whether there are attention sinks.
-        dropout_p: The share that is dropped.
-        softcap: Whether there is a soft cap; its value is data.
+        dropout_p: Dropout probability.
+        softcap: Whether there is logit soft-capping; its value is data.
         deterministic: Whether results must be bit-exact.
     """
 
@@ -87,21 +86,21 @@ class VarlenSpec:
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Rows of queries and of keys that the plan is made for."""
+        """Total number of rows of queries and of keys of the plan."""
         return row_bucket(self.q.shape[0]), row_bucket(self.k.shape[0])
 
     def case(self, operation: str, target: Target, **more: Any) -> Configuration:
-        """The case to look up in the rules of support."""
+        """The configuration that the support rules check."""
         return Configuration(
-            operation,
-            self.q.dtype,
-            self.q.shape[2],
-            self.v.shape[2],
-            self.max_seqlen_q,
-            self.max_seqlen_kv,
-            target.sm,
-            target.cudnn,
-            str(target),
+            operation=operation,
+            dtype=self.q.dtype,
+            head_dim=self.q.shape[2],
+            head_dim_v=self.v.shape[2],
+            sq=self.max_seqlen_q,
+            skv=self.max_seqlen_kv,
+            sm=target.sm,
+            cudnn=target.cudnn,
+            gpu=str(target),
             packed=True,
             band=self.mask.band,
             lengths=True,
@@ -115,13 +114,13 @@ class VarlenSpec:
         """The key of the forward plan.
 
         Raises:
-            UnsupportedError: It is known to have none.
+            UnsupportedError: The call is known to be unsupported.
         """
         refused = refusal(self.case(FORWARD, target), "sdpa_varlen")
         if refused is not None:
             raise refused
         offsets = [self._offsets(name) for name in ("q", "k", "v", "out", *(("lse",) if with_lse else ()))]
-        inputs = [*offsets, *self._qkv(), *self._sides(sinks=self.sinks)]
+        inputs = [*offsets, *self._qkv(), *self._other_inputs(sinks=self.sinks)]
         outputs = [self._rows("out", out, self.max_seqlen_q)]
         if with_lse:
             outputs.append(self._lse())
@@ -136,24 +135,24 @@ class VarlenSpec:
         """The key of the backward plan.
 
         Raises:
-            UnsupportedError: It is known to have none.
+            UnsupportedError: The call is known to be unsupported.
         """
         refused = self.refusal(target, deterministic=deterministic)
         if refused is not None:
             raise refused
         gradients = [
-            self._rows(name, layout, longest)
-            for name, layout, longest in zip(
+            self._rows(name, layout, max_seqlen)
+            for name, layout, max_seqlen in zip(
                 ("grad_q", "grad_k", "grad_v"),
                 self.gradients(),
                 (self.max_seqlen_q, self.max_seqlen_kv, self.max_seqlen_kv),
                 strict=True,
             )
         ]
-        of_out = [self._rows("out", out, self.max_seqlen_q), self._rows("grad_out", grad_out, self.max_seqlen_q)]
-        operands = [*self._qkv(), *of_out, self._lse()]
+        outputs = [self._rows("out", out, self.max_seqlen_q), self._rows("grad_out", grad_out, self.max_seqlen_q)]
+        operands = [*self._qkv(), *outputs, self._lse()]
         offsets = [self._offsets(operand.name) for operand in (*operands, *gradients)]
-        inputs = [*offsets, *operands, *self._sides(sinks=False)]
+        inputs = [*offsets, *operands, *self._other_inputs(sinks=False)]
         options = {
             **self._options(),
             "deterministic": deterministic,
@@ -162,13 +161,13 @@ class VarlenSpec:
         return graphs.sdpa_backward.key(inputs, gradients, options, target, device)
 
     def refusal(self, target: Target, *, deterministic: bool) -> UnsupportedError | None:
-        """Everything that is known to speak against a backward plan."""
+        """The error with every reason known against a backward plan, None if there is none."""
         return refusal(self.case(BACKWARD, target, deterministic=deterministic), "the gradient of sdpa_varlen")
 
     def gradients(self) -> tuple[TensorLayout, TensorLayout, TensorLayout]:
-        """The gradients by q, k and v as cuDNN writes them: in the memory order of their tensors where it can.
+        """The gradients of q, k and v as cuDNN writes them: in the memory order of their tensors where it can.
 
-        It sums the gradients of grouped heads rightly only where a token's heads lie together.
+        It sums the gradients of grouped heads correctly only where the heads of a token are contiguous.
         """
         grad_q, grad_k, grad_v = (dense_like(tensor) for tensor in (self.q, self.k, self.v))
         if self.q.shape[1] != self.k.shape[1]:
@@ -177,21 +176,21 @@ class VarlenSpec:
         return grad_q, grad_k, grad_v
 
     def extra_kernels(self, *, with_lse: bool) -> list[str]:
-        """What a forward call runs beside its plan, for `explain`."""
-        of_lse = " and of the log-sum-exp become minus infinity" if with_lse else ""
-        notes = [*self._notes_on_sides(f"rows of the output that see no key become zeros{of_lse}")]
+        """The extra kernels of a forward call, for `explain`."""
+        lse_note = " and of the log-sum-exp become minus infinity" if with_lse else ""
+        notes = [*self._notes_on_rows(f"rows of the output that see no key become zeros{lse_note}")]
         if with_lse and self.sinks:
             notes.append("the log-sum-exp is raised to the sinks where it is lower, for queries that see no key")
         return notes
 
     def backward_kernels(self, *, sink_gradient: bool) -> list[str]:
-        """What a backward call runs beside its plan, for `explain`."""
+        """The extra kernels of a backward call, for `explain`."""
         notes = [GRAD_OUT_COPY]
         if self.q != dense_like(self.q):
-            notes.append("q is copied (cuDNN cannot launch gradients of queries that lie among other tensors)")
-        notes += self._notes_on_sides("rows of the gradients without queries or keys become zeros")
+            notes.append("q is copied (cuDNN cannot launch gradients of queries that are a slice of a larger tensor)")
+        notes += self._notes_on_rows("rows of the gradients without queries or keys become zeros")
         if self.softcap:
-            notes.append("the log-sum-exp of queries that see nothing is replaced, so that no NaN comes of it")
+            notes.append("the log-sum-exp of fully masked rows is replaced to avoid NaN")
         wanted = (("q", self.q), ("k", self.k), ("v", self.v))
         notes += [
             f"the gradient of {name} is copied into the memory order of {name} (cuDNN sums groups only token-major)"
@@ -202,11 +201,11 @@ class VarlenSpec:
             notes.append("the gradient of the sinks is computed from the output and its gradient")
         return notes
 
-    def _notes_on_sides(self, of_rows: str) -> list[str]:
-        what = "where each sequence begins in memory, and its length, are computed from the offsets"
-        notes = [f"{what}; {of_rows}, as cuDNN does not write them (one kernel)"]
+    def _notes_on_rows(self, unwritten: str) -> list[str]:
+        packing = "the start and the length of each sequence are computed from the offsets"
+        notes = [f"{packing}; {unwritten}, as cuDNN does not write them (one kernel)"]
         if self.softcap:
-            notes.append("the first and the last key that each query sees are computed from them, for the soft cap")
+            notes.append("the first and the last key that each query sees are computed from them, for soft-capping")
         return notes
 
     def _options(self) -> dict[str, Any]:
@@ -223,11 +222,11 @@ class VarlenSpec:
         layout = TensorLayout.contiguous((self.sequences + 1, 1, 1, 1), torch.int64)
         return Operand(f"offsets_{name}", layout)
 
-    def _rows(self, name: str, packed: TensorLayout, longest: int) -> Operand:
-        """A packed tensor as cuDNN sees it: a batch of sequences of the greatest length."""
+    def _rows(self, name: str, packed: TensorLayout, max_seqlen: int) -> Operand:
+        """A packed tensor as cuDNN sees it: a batch of sequences of the maximum length."""
         _, heads, dim = packed.shape
         row, head, _ = packed.stride
-        layout = TensorLayout((self.sequences, heads, longest, dim), (longest * row, head, row, 1), packed.dtype)
+        layout = TensorLayout((self.sequences, heads, max_seqlen, dim), (max_seqlen * row, head, row, 1), packed.dtype)
         return Operand(name, layout, ragged=f"offsets_{name}")
 
     def _lse(self) -> Operand:
@@ -236,7 +235,7 @@ class VarlenSpec:
         stride = (self.max_seqlen_q * heads, 1, heads, 1)
         return Operand("lse", TensorLayout(shape, stride, torch.float32), ragged="offsets_lse")
 
-    def _sides(self, *, sinks: bool) -> list[Operand]:
+    def _other_inputs(self, *, sinks: bool) -> list[Operand]:
         lengths = TensorLayout.contiguous((self.sequences, 1, 1, 1), torch.int32)
         result = [Operand("scale", HOST_SCALAR, Role.SCALAR)]
         if sinks:

@@ -1,6 +1,6 @@
-"""A dense call without its data, forward and backward: its layouts and options, and the keys of its plans.
+"""Specs of dense calls, forward and backward: layouts and options without data, and the keys of their plans.
 
-A `Problem` is what forward and backward have in common; `Forward` and `Backward` in `dense.plans` make keys of it.
+`DenseSpec` is shared by both passes; `ForwardSpec` and `BackwardSpec` make the keys.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from cudnn_sdpa.graph.target import Target
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """What all tensors of a call look like, and which options are set.
+    """The layouts and options that both passes of a call share.
 
     Attributes:
         q: Queries.
         k: Keys.
         v: Values.
-        mask: The normalized band, and how many queries it leaves without keys.
-        lengths_q: Whether the true numbers of queries are given.
-        lengths_kv: Whether the true numbers of keys are given.
-        bias: `attn_mask` as cuDNN reads it, without the rows of queries that see no key. None without one.
+        mask: The normalized band, and the number of fully masked rows.
+        lengths_q: Whether actual sequence lengths of the queries are passed.
+        lengths_kv: Whether actual sequence lengths of the keys are passed.
+        bias: `attn_mask` as cuDNN reads it, without fully masked rows. None without one.
         sinks: Whether there are attention sinks.
-        dropout_p: The share that is dropped.
-        softcap: Whether there is a soft cap; its value is data.
-        alibi: Whether there are linear biases.
+        dropout_p: Dropout probability.
+        softcap: Whether there is logit soft-capping; its value is data.
+        alibi: Whether there are ALiBi biases.
     """
 
     q: TensorLayout
@@ -54,7 +54,7 @@ class DenseSpec:
 
     @classmethod
     def of(cls, call: ForwardArguments) -> DenseSpec:
-        """Describes a call."""
+        """The spec of a call."""
         q, k, v = call.q, call.k, call.v
         lengths_q, lengths_kv = call.seq_lens_q is not None, call.seq_lens_kv is not None
         mask = normalize_mask(
@@ -67,33 +67,34 @@ class DenseSpec:
             top_left_only=call.attn_mask is not None or call.dropout_p > 0 or call.alibi or call.softcap is not None,
             keep_causal=call.alibi,
         )
+        bias = None if call.attn_mask is None else bias_layout(call.attn_mask, q, k.shape[2], mask.masked_rows)
         return cls(
-            TensorLayout.of(q),
-            TensorLayout.of(k),
-            TensorLayout.of(v),
-            mask,
-            lengths_q,
-            lengths_kv,
-            None if call.attn_mask is None else bias_layout(call.attn_mask, q, k.shape[2], mask.masked_rows),
-            call.sinks is not None,
-            float(call.dropout_p),
-            call.softcap is not None,
-            call.alibi,
+            q=TensorLayout.of(q),
+            k=TensorLayout.of(k),
+            v=TensorLayout.of(v),
+            mask=mask,
+            lengths_q=lengths_q,
+            lengths_kv=lengths_kv,
+            bias=bias,
+            sinks=call.sinks is not None,
+            dropout_p=float(call.dropout_p),
+            softcap=call.softcap is not None,
+            alibi=call.alibi,
         )
 
     @property
     def sq(self) -> int:
-        """Queries."""
+        """Number of queries."""
         return self.q.shape[2]
 
     @property
     def rows(self) -> int:
-        """Queries that are left to the plan."""
+        """Number of queries that the plan computes."""
         return self.sq - self.mask.masked_rows
 
     @property
     def skv(self) -> int:
-        """Keys."""
+        """Number of keys."""
         return self.k.shape[2]
 
     @property
@@ -103,45 +104,45 @@ class DenseSpec:
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one query and one key: gradients have no kernel for that, and are left to plain PyTorch."""
+        """Whether there is one query and one key: cuDNN has no backward kernel for it, so the reference runs."""
         return self.rows == 1 and self.skv == 1
 
     @property
     def has_no_plan(self) -> bool:
-        """Whether both passes are left to plain PyTorch: a mask over one key.
+        """Whether the reference runs both passes: a mask over one key.
 
-        cuDNN 9.19 misreads a bias of one key, whose rows are one element apart: see `known_issues`.
+        cuDNN 9.19 misreads a bias of one key, whose row stride is 1: see `known_issues`.
         """
         return self.skv == 1 and self.bias is not None and not self.is_empty
 
     @property
     def has_lengths(self) -> bool:
-        """Whether any true lengths are given."""
+        """Whether any actual sequence lengths are passed."""
         return self.lengths_q or self.lengths_kv
 
     @property
     def has_no_sides(self) -> bool:
-        """Whether the graph has no operands beside queries, keys, values, scale and lengths."""
+        """Whether the graph has no inputs other than queries, keys, values, scale and lengths."""
         return self.bias is None and not (self.sinks or self.dropout_p or self.softcap)
 
     @property
     def needs_lengths(self) -> bool:
-        """Whether cuDNN takes the mask only with lengths, be they full: a left bound with more queries than keys."""
+        """Whether cuDNN needs lengths, even full ones, for the mask: a left bound with more queries than keys."""
         left_bound = self.mask.band is not None and self.mask.band[0] is not None
         return left_bound and not self.softcap and self.rows > self.skv
 
     def case(self, operation: str, target: Target, **more: Any) -> Configuration:
-        """The case to look up in the rules of support."""
+        """The configuration that the support rules check."""
         return Configuration(
-            operation,
-            self.q.dtype,
-            self.q.shape[3],
-            self.v.shape[3],
-            self.rows,
-            self.skv,
-            target.sm,
-            target.cudnn,
-            str(target),
+            operation=operation,
+            dtype=self.q.dtype,
+            head_dim=self.q.shape[3],
+            head_dim_v=self.v.shape[3],
+            sq=self.rows,
+            skv=self.skv,
+            sm=target.sm,
+            cudnn=target.cudnn,
+            gpu=str(target),
             band=self.mask.band,
             lengths=self.has_lengths,
             bias=self.bias is not None,
@@ -154,24 +155,23 @@ class DenseSpec:
 
     @property
     def can_have_masked_rows(self) -> bool:
-        """Whether a query of the plan may see no key at all."""
+        """Whether rows of the plan may be fully masked."""
         left_bound = self.mask.band is not None and self.mask.band[0] is not None
         return self.has_lengths or self.bias is not None or self.mask.masked_rows > 0 or left_bound
 
-    def operands(self, *, decode: bool, sinks: bool, full_lengths: bool, whole_bias: bool = False) -> list[Operand]:
-        """What both passes read beside queries, keys and values.
+    def operands(self, *, decode: bool, sinks: bool, full_lengths: bool, expand_bias: bool = False) -> list[Operand]:
+        """The inputs of both passes other than queries, keys and values.
 
         Args:
             decode: The plan is for a decode engine.
-            sinks: The graph has the sinks in it.
-            full_lengths: Lengths are given to cuDNN in any case.
-            whole_bias: The bias has a row for each query, be it always the same one: cuDNN 9.19's backward engines
-                read a single row wrongly.
+            sinks: The graph applies the sinks.
+            full_lengths: Lengths are always passed to cuDNN.
+            expand_bias: Expand a bias of one row to all queries: cuDNN 9.19's backward engines misread a single row.
         """
         batch, heads = self.q.shape[:2]
         result = [Operand("scale", HOST_SCALAR, Role.SCALAR)]
         if self.bias is not None:
-            result.append(Operand("bias", repeated_row(self.bias, self.rows) if whole_bias else self.bias))
+            result.append(Operand("bias", repeated_row(self.bias, self.rows) if expand_bias else self.bias))
         if sinks:
             result.append(Operand("sink", TensorLayout.contiguous((1, heads, 1, 1), torch.float32)))
         if self.softcap and self.has_lengths:
@@ -182,9 +182,8 @@ class DenseSpec:
             # A decode engine ignores the queries' lengths; a plan for more queries gets corrected ones.
             q_is_data = self.has_lengths and not decode
             kv_is_data = self.lengths_kv or (self.has_lengths and decode)
-            full_q = self.rows
             result += [
-                Operand("seq_len_q", layout) if q_is_data else Operand("seq_len_q", layout, Role.FILL, full_q),
+                Operand("seq_len_q", layout) if q_is_data else Operand("seq_len_q", layout, Role.FILL, self.rows),
                 Operand("seq_len_kv", layout) if kv_is_data else Operand("seq_len_kv", layout, Role.FILL, self.skv),
             ]
         if self.dropout_p:
@@ -198,15 +197,13 @@ class DenseSpec:
         return {"band": self.mask.band, "alibi": self.alibi, "dropout_p": self.dropout_p, "totals": None}
 
     def visible(self, layout: TensorLayout) -> TensorLayout:
-        """The layout of the rows, of queries or of what goes with them, that see a key."""
+        """A layout with one row per query, without the fully masked rows."""
         return cut_rows(layout, self.mask.masked_rows)
 
     def extra_kernels(self) -> list[str]:
-        """What both passes run beside the plan, for `explain`."""
-        notes = []
-        if self.mask.masked_rows:
-            notes.append(f"the first {self.mask.masked_rows} queries see no key: their output is filled with zeros")
-        return notes
+        """The extra kernels of both passes, for `explain`."""
+        rows = self.mask.masked_rows
+        return [f"the first {rows} queries see no key: their output is filled with zeros"] if rows else []
 
 
 def cut_rows(layout: TensorLayout, rows: int) -> TensorLayout:
@@ -216,23 +213,20 @@ def cut_rows(layout: TensorLayout, rows: int) -> TensorLayout:
     return TensorLayout(shape, canonical_stride(shape, layout.stride), layout.dtype)
 
 
-# The two passes of an attention call without their data, and the keys of their plans.
-
-
-#: On cuDNN before 9.28, queries and keys that fill up the last tile of this size are not hidden from a backward pass
-#: without lengths, and a very negative log-sum-exp makes their weights infinite (seen on 9.19, not on 9.28).
+#: Before cuDNN 9.28, a backward pass without lengths does not mask the padding of the last tile of this size, and a
+#: very negative LSE makes its weights infinite (seen on 9.19, not on 9.28).
 FIRST_RIGHT_LAST_TILE = 92800
 LAST_TILE = 128
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardSpec:
-    """A forward call without its data.
+    """The spec of a forward call.
 
     Attributes:
-        problem: What it has in common with its backward pass.
+        problem: The part that the backward pass shares.
         out: The output.
-        with_lse: Whether the caller wants the log-sum-exp.
+        with_lse: Whether the caller needs the LSE.
         deterministic: Whether the result must be bit-exact.
     """
 
@@ -243,7 +237,7 @@ class ForwardSpec:
 
     @classmethod
     def of(cls, call: ForwardArguments) -> ForwardSpec:
-        """Describes a call. The output, where it is not given, lies in memory in the order of `q`."""
+        """The spec of a call. Without `out`, the output has the memory order of `q`."""
         q = call.q
         shape = (*q.shape[:3], call.v.shape[3])
         stride = dense_stride_like(shape, q.shape, q.stride())
@@ -257,24 +251,24 @@ class ForwardSpec:
 
     @property
     def is_decode(self) -> bool:
-        """One query for each sequence: cuDNN's decode engines take it."""
+        """Whether there is one query per sequence, so that cuDNN's decode engines run it."""
         return self.problem.rows == 1
 
     @property
     def sinks_outside(self) -> bool:
-        """Whether the sinks are applied after the plan, from the log-sum-exp: cuDNN has none for a single query."""
+        """Whether the sinks are applied after the plan, from the LSE: cuDNN has no sinks for a single query."""
         return self.problem.sinks and self.is_decode
 
     @property
     def plan_has_lse(self) -> bool:
-        """Whether the plan writes the log-sum-exp."""
+        """Whether the plan writes the LSE."""
         return self.with_lse or self.sinks_outside
 
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan.
 
         Raises:
-            UnsupportedError: It is known to have none.
+            UnsupportedError: The call is known to be unsupported.
         """
         problem = self.problem
         refused = refusal(problem.case(FORWARD, target), "sdpa")
@@ -300,13 +294,13 @@ class ForwardSpec:
         return graphs.sdpa_forward.key(inputs, outputs, options, target, device)
 
     def extra_kernels(self) -> list[str]:
-        """What a call runs beside its plan, for `explain`."""
+        """The extra kernels of a call, for `explain`."""
         problem, notes = self.problem, self.problem.extra_kernels()
         if problem.has_no_plan:
             return [MASK_OF_ONE_KEY]
         if problem.mask.masked_rows and self.plan_has_lse:
             notes.append("the log-sum-exp of the other queries is copied into place")
-        notes += _notes_on_sides(problem, is_decode=self.is_decode)
+        notes += _notes_on_operands(problem, is_decode=self.is_decode)
         if self.sinks_outside:
             notes.append("the sinks are applied to the output from the log-sum-exp (cuDNN has none for a single query)")
         elif problem.sinks and self.plan_has_lse and problem.can_have_masked_rows:
@@ -316,15 +310,15 @@ class ForwardSpec:
 
 @dataclass(frozen=True, slots=True)
 class BackwardSpec:
-    """A backward call without its data.
+    """The spec of a backward call.
 
     Attributes:
-        problem: What it has in common with its forward pass.
+        problem: The part that the forward pass shares.
         out: The output of the forward pass.
         grad_out: Its gradient, as cuDNN reads it.
         deterministic: Whether the result must be bit-exact.
-        bias_gradient: Whether the gradient by `attn_mask` is wanted.
-        sink_gradient: Whether the gradient by the sinks is wanted, which is computed beside the plan.
+        bias_gradient: Whether the gradient of `attn_mask` is needed.
+        sink_gradient: Whether the gradient of the sinks is needed, which extra kernels compute.
     """
 
     problem: DenseSpec
@@ -335,15 +329,15 @@ class BackwardSpec:
     sink_gradient: bool
 
     def refusal(self, target: Target) -> UnsupportedError | None:
-        """Everything that is known to speak against a plan."""
-        case = self.problem.case(BACKWARD, target, bias_gradient=self.bias_gradient, deterministic=self.deterministic)
-        return refusal(case, "the gradient of sdpa")
+        """The error with every reason known against a plan, None if there is none."""
+        options = {"bias_gradient": self.bias_gradient, "deterministic": self.deterministic}
+        return refusal(self.problem.case(BACKWARD, target, **options), "the gradient of sdpa")
 
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan.
 
         Raises:
-            UnsupportedError: It is known to have none.
+            UnsupportedError: The call is known to be unsupported.
         """
         problem, refused = self.problem, self.refusal(target)
         if refused is not None:
@@ -361,7 +355,7 @@ class BackwardSpec:
                 decode=False,
                 sinks=False,
                 full_lengths=problem.needs_lengths or self._pads(target),
-                whole_bias=True,
+                expand_bias=True,
             ),
         ]
         options = {
@@ -372,7 +366,7 @@ class BackwardSpec:
         return graphs.sdpa_backward.key(inputs, self.outputs(), options, target, device)
 
     def _pads(self, target: Target) -> bool:
-        """Whether full lengths are given so that what fills up the last tiles is hidden: see `known_issues`."""
+        """Whether full lengths are passed to mask the padding of the last tiles: see `known_issues`."""
         problem = self.problem
         partial = problem.rows % LAST_TILE != 0 or problem.skv % LAST_TILE != 0
         return partial and target.cudnn < FIRST_RIGHT_LAST_TILE and not problem.softcap
@@ -390,7 +384,7 @@ class BackwardSpec:
         return result
 
     def extra_kernels(self) -> list[str]:
-        """What a call runs beside its plan, for `explain`."""
+        """The extra kernels of a call, for `explain`."""
         problem, notes = self.problem, [GRAD_OUT_COPY]
         if problem.has_no_plan:
             return [*notes, MASK_OF_ONE_KEY]
@@ -399,35 +393,35 @@ class BackwardSpec:
         if problem.mask.masked_rows:
             notes.append(f"the gradient of the first {problem.mask.masked_rows} queries is filled with zeros")
             notes.append("the log-sum-exp of the other queries is copied")
-        notes += _notes_on_sides(problem, is_decode=False)
+        notes += _notes_on_operands(problem, is_decode=False)
         if problem.bias is not None or problem.softcap:
-            notes.append("the log-sum-exp of queries that see nothing is replaced, so that no NaN comes of it")
+            notes.append("the log-sum-exp of fully masked rows is replaced to avoid NaN")
         if self.bias_gradient:
-            notes.append("the gradient of attn_mask is summed over what attn_mask is repeated along")
+            notes.append("the gradient of attn_mask is summed over its broadcast dimensions")
         if self.sink_gradient:
             notes.append("the gradient of the sinks is computed from the output and its gradient")
         return notes
 
     @property
     def grad_bias(self) -> TensorLayout:
-        """The gradient by the mask before it is summed over what the mask was repeated along."""
+        """The gradient of the mask before it is summed over the broadcast dimensions."""
         batch, heads, _, _ = self.problem.q.shape
         return TensorLayout.contiguous((batch, heads, self.problem.rows, self.problem.skv), self.problem.q.dtype)
 
 
-#: What every backward pass may have to do; only the caller's gradient decides.
-GRAD_OUT_COPY = "grad_out is copied, if cuDNN cannot read it where it lies (that of a sum, which is expanded, never)"
+#: Of every backward pass; depends on the caller's gradient.
+GRAD_OUT_COPY = "grad_out is copied if cuDNN cannot read its layout (an expanded one, as of a sum, is always copied)"
 
 MASK_OF_ONE_KEY = "attn_mask over a single key: all is computed in plain PyTorch, as cuDNN misreads such a mask"
 
 
-def _notes_on_sides(problem: DenseSpec, *, is_decode: bool) -> list[str]:
-    """What is made for a plan of the lengths and of `attn_mask`."""
+def _notes_on_operands(problem: DenseSpec, *, is_decode: bool) -> list[str]:
+    """How lengths and `attn_mask` become operands of a plan."""
     notes = []
     if problem.softcap and problem.has_lengths:
-        notes.append("the first and the last key that each query sees are computed from the lengths, for the soft cap")
+        notes.append("the first and the last key that each query sees are computed from the lengths, for soft-capping")
     elif problem.has_lengths:
-        notes.append("lengths are kept within the tensors")
+        notes.append("lengths are clamped to the tensors")
         if problem.lengths_kv and not is_decode:
             notes.append(
                 "lengths are corrected on the GPU where a sequence has no keys (cuDNN leaves its rows unwritten)"
@@ -435,5 +429,5 @@ def _notes_on_sides(problem: DenseSpec, *, is_decode: bool) -> list[str]:
         if problem.lengths_q and is_decode:
             notes.append("lengths are combined (cuDNN's decode engines ignore those of the queries)")
     if problem.bias is not None:
-        notes.append("attn_mask is converted to a bias, if cuDNN cannot read it where it lies (booleans never)")
+        notes.append("attn_mask is converted to a bias if cuDNN cannot read its layout (a boolean mask always is)")
     return notes

@@ -33,26 +33,25 @@ from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
 
 def run_on_pytorch(call: ForwardArguments) -> Result:
-    """Runs a checked call on PyTorch's own attention if that has its options, otherwise on the reference."""
+    """Runs a checked call on PyTorch's own attention if it has the options, otherwise on the reference."""
     if call.out is not None:
         memory.check_memory(call.q, call.k, call.v, call.out, call.attn_mask)
-    if _is_pytorchs(call):
+    if _pytorch_supports(call):
         out = _scaled_dot_product_attention(call)
         return out if call.out is None else call.out.copy_(out)
-    inputs = (*call[:5], ReferenceArguments._make(call)._replace(out=None, with_lse=True))
-    out, lse = autograd.ReferenceAttention.apply(*inputs)  # type: ignore[no-untyped-call]
+    on_reference = ReferenceArguments(*call)._replace(out=None, with_lse=True)
+    out, lse = autograd.ReferenceAttention.apply(*call.differentiable, on_reference)  # type: ignore[no-untyped-call]
     out = out if call.out is None else call.out.copy_(out)
     return (out, lse) if call.with_lse else out
 
 
-def _is_pytorchs(call: ForwardArguments) -> bool:
-    """Whether PyTorch's own attention has all options of a call."""
+def _pytorch_supports(call: ForwardArguments) -> bool:
     others = (call.sinks, call.seq_lens_q, call.seq_lens_kv, call.softcap)
     bounded = (call.window_left, call.window_right) != (UNBOUNDED, UNBOUNDED) or call.alibi
     causal = call.is_causal and (call.attn_mask is not None or call.causal_alignment != TOP_LEFT)
-    # Its gradients are deterministic if PyTorch as a whole is set so, which a single call cannot do.
+    # Only PyTorch's global setting makes its gradients deterministic.
     deterministic = call.deterministic and needs_gradient(*call.tensors)
-    # One of its kernels on the GPU takes no mask of float32 beside half precision.
+    # One of its GPU kernels takes no float32 mask with half-precision inputs.
     mixed = call.attn_mask is not None and call.attn_mask.dtype not in (torch.bool, call.q.dtype)
     return others == (None,) * 4 and not (bounded or causal or call.with_lse or deterministic or mixed)
 
@@ -69,7 +68,7 @@ def _scaled_dot_product_attention(call: ForwardArguments) -> torch.Tensor:
     return out if out.stride() == ordered.stride() else ordered.copy_(out)
 
 
-#: Recognized by identity, which is quicker than a comparison; another 0.0 takes a longer way to the same result.
+#: Compared by identity, which is faster than by value; another 0.0 takes a slower path to the same result.
 NO_DROPOUT = 0.0
 
 
@@ -164,52 +163,51 @@ def sdpa(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention, softmax(scale · q kᵀ + mask) v.
 
-    The first call with given shapes, strides, dtype and options builds a cuDNN plan; every later one is a look-up
-    and a launch. Nothing is read back from the GPU. CPU tensors run a plain PyTorch reference of the same
-    mathematics, also in float32 and float64; what a GPU would refuse raises there too (`cpu_checks`). Differentiable
-    by q, k, v, a float attn_mask and sinks.
+    The first call with given shapes, strides, dtype and options builds a cuDNN plan; later calls look it up and
+    launch it. Nothing synchronizes with the GPU. CPU tensors run a PyTorch reference, also in float32 and float64;
+    calls that a GPU would refuse raise there too (`cpu_checks`). Differentiable with respect to q, k, v, a float
+    attn_mask and sinks.
 
     Grouped-query attention needs no flag: Hq may be any multiple of Hkv, and query head h uses key head
     h · Hkv // Hq. Under `torch.autocast`, float tensors are cast as for PyTorch's own attention.
 
     Args:
-        q: Queries (B, Hq, Sq, D), float16 or bfloat16. D is a multiple of 8. Any strides with a dense last
-            dimension and steps of 16 bytes: BHSD, BSHD through `transpose(1, 2)`, slices of a packed QKV.
+        q: Queries (B, Hq, Sq, D), float16 or bfloat16. D is a multiple of 8. The last dimension is dense, other
+            strides are multiples of 16 bytes: BHSD, BSHD through `transpose(1, 2)`, slices of a packed QKV.
         k: Keys (B, Hkv, Skv, D).
         v: Values (B, Hkv, Skv, Dv).
-        is_causal: Hide later keys from each query.
-        causal_alignment: Where the diagonal lies, for the causal mask and for windows. "top_left": query i stands at
-            key i. "bottom_right": the last query stands at the last key, by each sequence's true lengths, as decoding
-            with a cache needs it.
-        window_size: (left, right): a query sees the keys from `left` before to `right` after the diagonal, as
-            FlashAttention counts them; -1 is no bound. A causal mask makes right 0.
-        scale: Factor of the scores, at most 65,536 in size; None is 1/sqrt(D). Data, not part of the plan. One of 0 or
-            less costs a copy of q.
-        attn_mask: Broadcastable to (B, Hq, Sq, Skv). Booleans, True for keys that are seen (costs a conversion to a
-            bias on the GPU), or numbers of q's dtype or float32 that are added to the scores after scale and soft cap.
-            On a GPU, numbers below -2e38, as finfo.min of bfloat16 and float32, hide a key as minus infinity does. A
-            `CausalBias` of `torch.nn.attention.bias` is taken for the causal mask that it stands for.
-        dropout_p: Share of the weights that is dropped, with random numbers from PyTorch's generator of the device.
-        softcap: Limit c of the scores: c · tanh(score / c), as in Gemma 2. Data, not part of the plan.
+        is_causal: Mask later keys for each query.
+        causal_alignment: Alignment of the diagonal, for the causal mask and for windows. "top_left": query i is aligned
+            with key i. "bottom_right": the last query is aligned with the last key, by each sequence's actual lengths,
+            as for decoding with a cache.
+        window_size: (left, right): a query sees the keys from `left` before to `right` after the diagonal, as in
+            FlashAttention; -1 is unbounded. A causal mask makes right 0.
+        scale: Softmax scale, of magnitude at most 65,536; None is 1/sqrt(D). Data, not part of the plan. A scale of 0
+            or less costs a copy of q.
+        attn_mask: Broadcastable to (B, Hq, Sq, Skv). Boolean, True for keys that take part (converted to a bias on the
+            GPU), or float (additive), in q's dtype or float32, added to the scores after scale and soft-capping. On a
+            GPU, values below -2e38, such as finfo.min of bfloat16 and float32, mask a key as minus infinity does. A
+            `CausalBias` of `torch.nn.attention.bias` is treated as the causal mask that it represents.
+        dropout_p: Dropout probability, with random numbers from PyTorch's generator of the device.
+        softcap: Logit soft-capping, c · tanh(score / c), as in Gemma 2. Data, not part of the plan.
         alibi: Add the linear biases of ALiBi, with the paper's slopes; needs a causal mask aligned top-left.
-        sinks: One score for each query head, (Hq,), that takes part in the softmax and has no value. float32; half
-            precision is converted, and its gradient back.
-        seq_lens_q: True number of queries of each sequence, (B,) int32. Output rows past it are zeros.
-        seq_lens_kv: True number of keys of each sequence, (B,) int32, from 0 to Skv. Data on the GPU: changing it
-            neither builds nor waits. A length over Skv counts as Skv there, and is refused on the CPU, and where the
-            environment variable `CUDNN_SDPA_DEBUG` is 1, which reads it. Keys past the length are not seen, but k and v
-            must hold finite numbers there, because their rows are multiplied by 0: make a cache with `torch.zeros`.
-        return_lse: Also return the log-sum-exp of the scores. It is not differentiable: a gradient into it raises.
-        deterministic: Whether results are bit-exact from run to run: gradients by a kernel for that, which costs
-            workspace (`explain` shows it), the output by a plan of its own (see `shape_policy`), that of a single query
-            by a kernel that adds in a fixed order: the usual ones may differ in the last bit. None follows
-            `torch.use_deterministic_algorithms`.
+        sinks: Attention sinks (Hq,): one score per query head that takes part in the softmax and has no value. float32;
+            half precision is converted, and its gradient back.
+        seq_lens_q: Actual sequence lengths of the queries, (B,) int32. Output rows past them are zeros.
+        seq_lens_kv: Actual sequence lengths of the keys, (B,) int32, from 0 to Skv. Data on the GPU: other values need
+            no other plan and no synchronization. A length over Skv counts as Skv there; it is refused on the CPU, and
+            if the environment variable `CUDNN_SDPA_DEBUG` is 1, which reads it. Keys past the length are masked, but k
+            and v must be finite there, because their rows are multiplied by 0: allocate a cache with `torch.zeros`.
+        return_lse: Also return the LSE (log-sum-exp) of the scores. Not differentiable: a gradient into it raises.
+        deterministic: Whether results are bit-exact from run to run. Gradients then use a deterministic kernel, which
+            costs workspace (`explain` shows it); the output uses an exact-shape plan (see `shape_policy`), for a single
+            query with a kernel that adds in a fixed order. None follows `torch.use_deterministic_algorithms`.
         out: Where to write the result: (B, Hq, Sq, Dv), not overlapping an input. For inference.
 
     Returns:
-        The output (B, Hq, Sq, Dv) in q's dtype, dense, its dimensions in memory in q's order. With `return_lse` also
-        the natural logarithm of the sum of the exponentials of the scores as the softmax sees them, (B, Hq, Sq)
-        float32. A query that sees no key gets zeros and minus infinity, or its sink.
+        The output (B, Hq, Sq, Dv) in q's dtype, dense, in q's memory order. With `return_lse` also the LSE of the
+        scores as the softmax sees them, natural logarithm, (B, Hq, Sq) float32. A fully masked row gets zeros and an
+        LSE of minus infinity, or of its sink.
 
     Raises:
         ArgumentError: An argument is wrong; the subclass and the message say which and how.
@@ -227,29 +225,29 @@ def sdpa(
         torch.Size([2, 8, 16, 64])
 
     The formula is that of "Attention Is All You Need" (Vaswani et al., 2017), section 3.2.1; windows are those of
-    Longformer (Beltagy et al., 2020), sinks those of gpt-oss, soft caps those of Gemma 2, linear biases those of "Train
+    Longformer (Beltagy et al., 2020), sinks those of gpt-oss, logit soft-capping that of Gemma 2, ALiBi that of "Train
     Short, Test Long" (Press et al., 2022).
     """
     if functional.scaled_dot_product_attention is not PYTORCHS:
         autograd_checks.refuse_context_parallel("sdpa")
     if not is_compiling() and (
-        # Is it a plain call, of which `Last` knows all options? Chains of identities take a tenth of a microsecond.
+        # A plain call, all of whose options `CachedCall` holds? Chained identity tests take 0.1 µs.
         window_size is attn_mask is softcap is sinks is None  # type: ignore[comparison-overlap]
         and seq_lens_q is deterministic is out is None  # type: ignore[comparison-overlap]
         and dropout_p is NO_DROPOUT
         and alibi is False
     ):
-        # The call before this one again? Saves the signature and its look-up, 1.5 µs. Whoever adds a condition here
-        # adds it to `shortcuts.find` too.
+        # The same as the call before? Saves the signature and its look-up, 1.5 µs. A condition added here must be added
+        # to `fast_path.find`, too.
         last = launch.calls.last
         try:
-            again = (
+            is_like_last = (
                 last.is_causal is is_causal
                 and last.alignment == causal_alignment
                 and (last.scale is scale or (last.scale_type is type(scale) and last.scale == scale))
                 and last.with_lse is return_lse
                 and last.has_lengths is (seq_lens_kv is not None)
-                and not (q.is_nested or k.is_nested or v.is_nested)  # a guard would end the process
+                and not (q.is_nested or k.is_nested or v.is_nested)  # a guard would abort the process
                 and (
                     last.check(q, k, v)
                     if seq_lens_kv is None
@@ -258,29 +256,45 @@ def sdpa(
                 and not is_profiling()
                 and forward_ad._current_level < 0
             )
-        except AttributeError:  # not tensors: the checks will say so
-            again = False
-        if again:
+        except AttributeError:  # not tensors: the checks report it
+            is_like_last = False
+        if is_like_last:
             result: Result = last.run(q, k, v, seq_lens_kv, None)
             return result
         if type(return_lse) is bool:
-            found = fast_path.find(q, k, v, seq_lens_kv, is_causal, causal_alignment, as_float(scale), return_lse)
-            if found is not None:
-                return found(q, k, v, seq_lens_kv, None)
+            cached = fast_path.find(q, k, v, seq_lens_kv, is_causal, causal_alignment, as_float(scale), return_lse)
+            if cached is not None:
+                return cached(q, k, v, seq_lens_kv, None)
     left, right = (UNBOUNDED, UNBOUNDED) if window_size is None else arguments.window_bounds(window_size)
     scale = None if scale is None else as_float(scale)
     dropout_p = dropout_p if type(dropout_p) is float else as_float(dropout_p)
     softcap = None if softcap is None else as_float(softcap)
-    call = ForwardArguments(
-        *(q, k, v, attn_mask, sinks, seq_lens_q, seq_lens_kv, None),
-        *(is_causal, causal_alignment, left, right, scale, dropout_p, softcap, alibi),
-        *(False, return_lse, out),
+    call = ForwardArguments(  # by position, in the order of the fields: keywords would cost 0.7 µs
+        q,
+        k,
+        v,
+        attn_mask,
+        sinks,
+        seq_lens_q,
+        seq_lens_kv,
+        None,  # rng
+        is_causal,
+        causal_alignment,
+        left,
+        right,
+        scale,
+        dropout_p,
+        softcap,
+        alibi,
+        False,  # deterministic: `run` decides
+        return_lse,
+        out,
     )
     return run(call, deterministic)
 
 
 def run(call: ForwardArguments, deterministic: bool | None) -> Result:
-    """Runs a call whose arguments have not been checked yet, by the shortest way that is right for it."""
+    """Runs a call whose arguments are not checked yet, on the fast path if it qualifies."""
     if call.sinks is not None and getattr(call.sinks, "dtype", None) is not torch.float32:
         call = call._replace(sinks=as_sinks(call.sinks))
     if call.attn_mask is not None and type(call.attn_mask) is not Tensor:
@@ -291,7 +305,7 @@ def run(call: ForwardArguments, deterministic: bool | None) -> Result:
             return prepared(call)
     arguments.check_types(call)
     call = cast_for_autocast(call)._replace(deterministic=is_deterministic(deterministic))
-    if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
+    if not is_compiling():  # a compiled graph checks them while tracing, and again when it runs
         call = autograd_checks.resolved(call)
         arguments.check_options(call)
     autograd_checks.check("sdpa", call.out, q=call.q, k=call.k, v=call.v, attn_mask=call.attn_mask, sinks=call.sinks)
@@ -303,8 +317,8 @@ def run(call: ForwardArguments, deterministic: bool | None) -> Result:
 def _run(call: ForwardArguments) -> Result:
     """Runs a call through autograd or PyTorch's dispatcher."""
     if is_in_force():
-        beyond = ReferenceArguments._make(call)
-        check_or_decline("sdpa", lambda: arguments.check(call), lambda: arguments.check(beyond))
+        on_reference = ReferenceArguments(*call)
+        check_or_decline("sdpa", lambda: arguments.check(call), lambda: arguments.check(on_reference))
     if needs_gradient(*call.tensors, call.out):
         if is_compiling():
             return _differentiable(call)
@@ -313,7 +327,7 @@ def _run(call: ForwardArguments) -> Result:
         except RuntimeError:
             autograd_checks.refuse_inference_tensors(call)
             raise
-    operator, inputs = torch.ops.cudnn_sdpa, call[:17]
+    operator, inputs = torch.ops.cudnn_sdpa, call.operator_inputs
     if call.out is None:
         forward = operator.sdpa_forward_lse if call.with_lse else operator.sdpa_forward
         result: Result = forward(*inputs)
@@ -328,8 +342,9 @@ def _differentiable(call: ForwardArguments) -> Result:
     if not is_compiling():
         torch_ops.check_gradient(call)
     if is_compiling() or not can_bypass_dispatcher(*call.tensors):
-        out, lse = torch.ops.cudnn_sdpa.sdpa_forward_lse(*call[:17])
-        lse = lse.detach() if is_compiling() else lse  # a compiled graph asks for the gradient of all that it returns
+        out, lse = torch.ops.cudnn_sdpa.sdpa_forward_lse(*call.operator_inputs)
+        lse = lse.detach() if is_compiling() else lse  # a compiled graph differentiates all that it returns
     else:
-        out, lse = autograd.Attention.apply(*call[:5], call._replace(with_lse=True), None)  # type: ignore[no-untyped-call]
+        with_lse = call._replace(with_lse=True)
+        out, lse = autograd.Attention.apply(*call.differentiable, with_lse, None)  # type: ignore[no-untyped-call]
     return (out, lse) if call.with_lse else out

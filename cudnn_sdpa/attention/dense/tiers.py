@@ -27,40 +27,40 @@ from cudnn_sdpa.plans.plan import Plan
 
 _log = logging.getLogger("cudnn_sdpa")
 
-#: Calls within so many seconds are one use: the layers of a model, or the steps of a benchmark's loop.
-SECONDS_OF_A_USE = 0.25
+#: Calls within this many seconds count as one use, such as those of a model's layers or of a benchmark's loop.
+SECONDS_PER_USE = 0.25
 
-#: A shape gets a plan of its own when it is used for the third time. A prompt that never comes back is not worth one.
+#: Number of uses after which a shape gets an exact-shape plan; a prompt length that does not recur is not worth one.
 USES_BEFORE_EXACT_SHAPE_PLAN = 3
 
-#: A cache that grows passes through the same lengths in every generation: single queries have to come back more often.
-USES_OF_A_SINGLE_QUERY = 10
+#: The same for single queries, whose key lengths recur in every generation as a cache grows.
+USES_BEFORE_DECODE_PLAN = 10
 
-#: After a failure, so many times as many uses are waited for.
-PATIENCE = 8
+#: Factor on the number of uses after a failed build.
+RETRY_FACTOR = 8
 
-#: Of so many shapes the uses are counted.
+#: Maximum number of shapes tracked.
 MAX_SHAPES = 4096
 
 
 class ShapeUsage:
-    """The uses of one shape, by whatever calls, and what has come of them."""
+    """The uses of one shape by any call, and the build of its exact-shape plan."""
 
     __slots__ = ("_counted", "_key", "_request", "_uses", "_wanted")
 
     def __init__(self, key: PlanKey) -> None:
         self._key = key
         self._uses = 0
-        self._counted = -SECONDS_OF_A_USE
+        self._counted = -SECONDS_PER_USE
         queries = next(operand.layout.shape[2] for operand in key.inputs if operand.name == "q")
-        self._wanted = USES_OF_A_SINGLE_QUERY if queries == 1 else USES_BEFORE_EXACT_SHAPE_PLAN
+        self._wanted = USES_BEFORE_DECODE_PLAN if queries == 1 else USES_BEFORE_EXACT_SHAPE_PLAN
         self._request: Request | None = None
 
     def use(self) -> Plan | None:
-        """Counts a use; the shape's own plan, once that is there and may take over."""
+        """Counts a use. Returns the exact-shape plan once it is available and may replace the bucket's."""
         request = self._request
         now = time.monotonic()
-        is_new = now - self._counted >= SECONDS_OF_A_USE
+        is_new = now - self._counted >= SECONDS_PER_USE
         if not is_new and (request is None or not request.is_done):
             return None
         if torch.cuda.is_current_stream_capturing() or torch.are_deterministic_algorithms_enabled():
@@ -68,9 +68,9 @@ class ShapeUsage:
         if is_new:
             self._counted = now
             self._uses += 1
-            held = plan_cache.peek(self._key)  # by `warmup`, `explain`, or another call of the same shape
-            if held is not None:
-                return held
+            cached = plan_cache.peek(self._key)  # by `warmup`, `explain`, or another call of the same shape
+            if cached is not None:
+                return cached
         if request is not None:
             return self._take() if request.is_done else None
         if self._uses >= self._wanted and not plan_cache.builds_are_forbidden:
@@ -79,9 +79,9 @@ class ShapeUsage:
         return None
 
     def _hold(self, stored: StoredPlan) -> None:
-        """Loads a plan, in the background: CUDA loads no kernel before the GPU has done all that is queued."""
+        """Loads a plan in the background, because CUDA loads a kernel only after all queued work is done."""
         try:
-            with relaxed_capture():  # holding one plan more may let another one go
+            with relaxed_capture():  # caching this plan may evict another
                 plan_cache.put(plan_of(self._key, stored))
         except BadPlanFileError as error:
             _log.warning("a plan that was built in the background cannot be used: %s: %s", self._key, error)
@@ -92,30 +92,30 @@ class ShapeUsage:
     def _take(self) -> Plan | None:
         self._request = None
         plan = plan_cache.peek(self._key)
-        if plan is None:  # it may have been a fault of the moment
-            self._uses, self._wanted = 0, self._wanted * PATIENCE
+        if plan is None:  # the failure may have been transient
+            self._uses, self._wanted = 0, self._wanted * RETRY_FACTOR
         return plan
 
 
 class RecurringShapes:
-    """Those of all shapes, by key. They outlive the calls, which are forgotten with their tables or the policy."""
+    """The usage of all shapes by key. It outlives cached calls, which are dropped with their tables or the policy."""
 
     def __init__(self) -> None:
         self._by_key: dict[PlanKey, ShapeUsage] = {}
         self._lock = threading.Lock()
 
     def of(self, key: PlanKey) -> ShapeUsage:
-        """That of a shape."""
+        """The usage of a shape."""
         with self._lock:
-            found = self._by_key.get(key)
-            if found is None:
+            usage = self._by_key.get(key)
+            if usage is None:
                 while len(self._by_key) >= MAX_SHAPES:
                     del self._by_key[next(iter(self._by_key))]
-                found = self._by_key[key] = ShapeUsage(key)
-            return found
+                usage = self._by_key[key] = ShapeUsage(key)
+            return usage
 
     def clear(self) -> None:
-        """Begins to count again."""
+        """Resets all counts."""
         with self._lock:
             self._by_key.clear()
 
@@ -123,40 +123,40 @@ class RecurringShapes:
 recurring_shapes = RecurringShapes()
 
 
-#: Under "tiered", so many shapes of a bucket get plans of their own before the bucket's plan is built. A bucket's plan
-#: takes as long as the first of its kind, some 10 times as long as another one.
+#: Under "tiered", the number of shapes of a bucket that get exact-shape plans before the bucket's plan is built, which
+#: takes about 10 times as long as another plan of a known kind.
 SHAPES_BEFORE_BUCKET = 3
 
-#: What the tables of all calls that buckets serve may take of the GPU's memory.
+#: Maximum GPU memory for the tables of all bucket calls.
 MAX_TABLE_BYTES = 64 << 20
 
-#: Of so many buckets is remembered what has been seen of them.
+#: Maximum number of buckets tracked.
 MAX_BUCKETS = 1024
 
 
 def prepare(forward: ForwardSpec, call: ForwardArguments, signature: Hashable) -> ForwardCall:
-    """The prepared call for a new signature, remembered.
+    """Prepares the call for a new signature and caches it.
 
     Raises:
         UnsupportedError: cuDNN has no plan for it.
-        PlanBuildError: It is missing and may not be built now.
+        PlanBuildError: The plan is missing and may not be built now.
     """
     device = call.q.get_device()
-    key = forward.key(live_target(device), device)  # under every policy, what has no plan of its own is refused
+    key = forward.key(live_target(device), device)  # refused under every policy if there is no exact-shape plan
     with torch.cuda.device(device):
         policy = shape_policy.active()
-        of_bucket = None if _wants_exact_shape_plan(policy, call) else _of_bucket(forward, key, call, signature)
-        if of_bucket is None:
+        bucket_call = None if _wants_exact_shape_plan(policy, call) else _bucket_call(forward, key, call, signature)
+        if bucket_call is None:
             plan = plan_cache.get(key, lambda key: build_plan(graphs.sdpa_forward, key))
             prepared = bind(forward, plan, call.scale_value, call.softcap)
             launch.calls.add(signature, prepared)
             return prepared
-        if not of_bucket.is_of_graph:  # otherwise its tables are of no use outside
-            _make_room(of_bucket.table_bytes)
-            launch.calls.add(signature, of_bucket)
-            if shape_policy.active() != policy:  # it has been changed meanwhile, and calls of buckets were forgotten
+        if not bucket_call.is_captured:  # otherwise its tables are valid only in the graph
+            _make_room(bucket_call.table_bytes)
+            launch.calls.add(signature, bucket_call)
+            if shape_policy.active() != policy:  # it changed meanwhile, which dropped all bucket calls
                 forget_buckets()
-        return of_bucket
+        return bucket_call
 
 
 def _wants_exact_shape_plan(policy: str, call: ForwardArguments) -> bool:
@@ -164,41 +164,41 @@ def _wants_exact_shape_plan(policy: str, call: ForwardArguments) -> bool:
     return policy == shape_policy.EXACT or deterministic or autotune.is_in_force()
 
 
-def _of_bucket(forward: ForwardSpec, key: PlanKey, call: ForwardArguments, signature: Hashable) -> BucketCall | None:
-    """The call of its bucket's plan, if that is to serve it. What is held comes before what has to be loaded."""
+def _bucket_call(forward: ForwardSpec, key: PlanKey, call: ForwardArguments, signature: Hashable) -> BucketCall | None:
+    """The call bound to its bucket's plan, if that should serve it. Cached plans take precedence over stored ones."""
     bucket = Bucket.of(forward)
-    of_bucket = None if bucket is None else bucket.key(key.target, key.device)
-    if bucket is None or of_bucket is None or plan_cache.peek(key) is not None:
+    bucket_key = None if bucket is None else bucket.key(key.target, key.device)
+    if bucket is None or bucket_key is None or plan_cache.peek(key) is not None:
         return None
     tiered = shape_policy.active() == shape_policy.TIERED
-    plan = plan_cache.peek(of_bucket)
+    plan = plan_cache.peek(bucket_key)
     if plan is None and plan_cache.find(key) is not None:
         return None
-    plan = plan or plan_cache.find(of_bucket)
-    if plan is None and (not tiered or _varies(of_bucket, key)):
-        plan = _build(of_bucket)
+    plan = plan or plan_cache.find(bucket_key)
+    if plan is None and (not tiered or _varies(bucket_key, key)):
+        plan = _build(bucket_key)
     if plan is None:
         return None
     scale = call.scale_value
     return BucketCall(bucket, plan, scale, ExactShapePlan(forward, key, scale, signature) if tiered else None)
 
 
-def _build(of_bucket: PlanKey) -> Plan | None:
-    """A bucket's plan; None if cuDNN has none."""
-    if of_bucket in _seen.without_plan:
+def _build(bucket_key: PlanKey) -> Plan | None:
+    """Builds a bucket's plan; None if cuDNN has none."""
+    if bucket_key in _seen.without_plan:
         return None
     try:
-        return plan_cache.get(of_bucket, lambda key: build_plan(graphs.sdpa_forward, key))
+        return plan_cache.get(bucket_key, lambda key: build_plan(graphs.sdpa_forward, key))
     except UnsupportedError:
-        _seen.without_plan.add(of_bucket)
+        _seen.without_plan.add(bucket_key)
         return None
 
 
 class _Seen:
-    """What has been seen of buckets whose plan is not there; forgotten when the plan cache is cleared.
+    """Shapes of buckets whose plan is missing; reset when the plan cache is cleared.
 
     Attributes:
-        shapes: By the bucket's key, keys of the shapes.
+        shapes: Keys of the shapes, by the bucket's key.
         without_plan: Buckets for which cuDNN has no plan.
     """
 
@@ -216,12 +216,12 @@ class _Seen:
 _seen = _Seen()
 
 
-def _varies(of_bucket: PlanKey, key: PlanKey) -> bool:
-    """Whether so many shapes of the bucket have been seen that it is worth its plan."""
+def _varies(bucket_key: PlanKey, key: PlanKey) -> bool:
+    """Whether enough shapes of the bucket were seen for its plan to be worth building."""
     if len(_seen.shapes) >= MAX_BUCKETS:
         _seen.shapes.clear()
         _seen.without_plan.clear()
-    keys = _seen.shapes.setdefault(of_bucket, set())
+    keys = _seen.shapes.setdefault(bucket_key, set())
     if len(keys) < SHAPES_BEFORE_BUCKET:
         keys.add(key)
         return False
@@ -229,33 +229,33 @@ def _varies(of_bucket: PlanKey, key: PlanKey) -> bool:
 
 
 def _make_room(size: int) -> None:
-    """Keeps the memory of all tables bounded: with the last one too many, all go."""
+    """Bounds the memory of all tables: drops all bucket calls when the next one would exceed it."""
     if sum(call.table_bytes for call in launch.calls.each(BucketCall)) + size > MAX_TABLE_BYTES:
         forget_buckets()
 
 
 @shape_policy.on_change
 def forget_buckets() -> None:
-    """Has all calls that buckets serve prepared anew, under whatever policy there is then."""
+    """Drops all bucket calls; their next use prepares them again, under the policy of that time."""
     launch.calls.forget(lambda call: isinstance(call, BucketCall))
 
 
 class ExactShapePlan:
-    """Leads from the plan of a bucket to the plan of a shape's own."""
+    """Replaces the plan of a bucket by the exact-shape plan."""
 
-    __slots__ = ("_comeback", "_forward", "_scale", "_signature")
+    __slots__ = ("_forward", "_scale", "_signature", "_usage")
 
     def __init__(self, forward: ForwardSpec, key: PlanKey, scale: float, signature: Hashable) -> None:
-        self._comeback: ShapeUsage = recurring_shapes.of(key)
+        self._usage: ShapeUsage = recurring_shapes.of(key)
         self._forward = forward
         self._scale = scale
         self._signature = signature
 
     def find(self) -> ForwardCall | None:
-        """The call of the shape's own plan, once that is there and may take over. Counts the use."""
-        plan = self._comeback.use()
+        """Counts a use. Returns the call bound to the exact-shape plan once it may replace the bucket's."""
+        plan = self._usage.use()
         if plan is None:
             return None
-        own = bind(self._forward, plan, self._scale)
-        launch.calls.add(self._signature, own)
-        return own
+        exact = bind(self._forward, plan, self._scale)
+        launch.calls.add(self._signature, exact)
+        return exact

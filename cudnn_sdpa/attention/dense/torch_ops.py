@@ -1,9 +1,8 @@
 """The torch operators of dense attention: CUDA (cuDNN), CPU (reference), fake and autograd implementations.
 
-- ``cudnn_sdpa::sdpa_forward`` gives the output, ``sdpa_forward_lse`` also the log-sum-exp; only the latter can be
-  differentiated.
+- ``cudnn_sdpa::sdpa_forward`` returns the output, ``sdpa_forward_lse`` also the LSE; only the latter is differentiable.
 - ``sdpa_forward_out`` and ``sdpa_forward_lse_out`` write the output into a given tensor.
-- ``sdpa_backward`` gives those gradients that are wanted, in the order q, k, v, attn_mask, sinks.
+- ``sdpa_backward`` returns the needed gradients in the order q, k, v, attn_mask, sinks.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from cudnn_sdpa.engine.torch_ops import define
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.target import Target, live_target
 
-#: Smallest scale with which cuDNN computes the gradient of attn_mask in float16. Its kernels round that gradient while
-#: it is multiplied by the scale, and divide it by the scale afterwards (seen on 9.19: 10 % off at 1e-6, 0 at 1e-8).
+#: Smallest scale with which cuDNN computes the gradient of attn_mask right in float16. Its kernels round that gradient
+#: multiplied by the scale and divide afterwards (seen on 9.19: 10 % off at 1e-6, 0 at 1e-8).
 MIN_SCALE_OF_MASK_GRADIENT = 2**-6
 
 _Implementation = Callable[[ForwardArguments], Result]
@@ -60,7 +59,7 @@ def _check_for_cuda(call: ForwardArguments) -> None:
 
 
 def _with_positive_scale(call: ForwardArguments) -> ForwardArguments:
-    """The same call with a scale that cuDNN computes right: the sign moves into a negated copy of q."""
+    """The same call with a positive scale, which cuDNN computes right: the sign moves into a negated copy of q."""
     _check_for_cuda(call)
     out = new_output(call.q, call.v) if call.out is None else call.out  # in the memory order of q, not of its copy
     if call.scale_value > -MIN_SCALE:
@@ -69,7 +68,7 @@ def _with_positive_scale(call: ForwardArguments) -> ForwardArguments:
 
 
 def _fill_empty(call: ForwardArguments) -> Result:
-    """No query or no key: zeros, and a log-sum-exp of nothing but the sinks."""
+    """No query or no key: an output of zeros, and an LSE of the sinks alone."""
     out = (new_output(call.q, call.v) if call.out is None else call.out).zero_()
     if not call.with_lse:
         return out
@@ -85,7 +84,7 @@ def _check_values(call: ForwardArguments) -> None:
 
 
 def run_cpu(call: ForwardArguments) -> Result:
-    """A forward pass by the reference; on a GPU for what cuDNN misreads."""
+    """A forward pass by the reference; on a GPU for a mask over one key, which cuDNN misreads."""
     arguments.check(call)
     _check_values(call)
     check_dense(call)
@@ -101,35 +100,37 @@ def _run_fake(call: ForwardArguments) -> Result:
     return (out, call.q.new_empty(call.q.shape[:3], dtype=torch.float32)) if call.with_lse else out
 
 
-def run_backward_cuda(of: BackwardArguments) -> list[Tensor]:
+def run_backward_cuda(args: BackwardArguments) -> list[Tensor]:
     """A backward pass on the GPU."""
-    of = of._replace(grad_out=launch_backward.readable(of.grad_out, of.out), lse=memory.aligned("lse", of.lse))
-    prepared = launch_backward.find(of)
+    args = args._replace(
+        grad_out=launch_backward.readable(args.grad_out, args.out), lse=memory.aligned("lse", args.lse)
+    )
+    prepared = launch_backward.find(args)
     if prepared is not None:
-        return prepared(of)
-    call = of.call
+        return prepared(args)
+    call = args.call
     problem = DenseSpec.of(call)
     if problem.is_empty:
-        return _wanted(of, [tensor.zero_() for tensor in _new_gradients(call)])
+        return _select_needed(args, [tensor.zero_() for tensor in _new_gradients(call)])
     if problem.is_single or problem.has_no_plan:
-        return run_backward_cpu(of)
-    if large_backward.is_too_large(*call[:3], of.out, of.grad_out):
-        large_backward.check(call, mask_gradient=of.needs.attn_mask)
-        return large_backward.gradients(of, run_backward_cuda)
+        return run_backward_cpu(args)
+    if large_backward.is_too_large(*call.qkv, args.out, args.grad_out):
+        large_backward.check(call, mask_gradient=args.needs.attn_mask)
+        return large_backward.gradients(args, run_backward_cuda)
     if call.scale is not None and call.scale < MIN_SCALE:
-        return _negative_scale_backward(of)
-    if of.needs.attn_mask and loses_mask_gradient(call):
-        return _scaled_queries_backward(of)
-    return launch_backward.prepare(of)(of)
+        return _negative_scale_backward(args)
+    if args.needs.attn_mask and loses_mask_gradient(call):
+        return _scaled_queries_backward(args)
+    return launch_backward.prepare(args)(args)
 
 
 def loses_mask_gradient(call: ForwardArguments) -> bool:
-    """Whether cuDNN would round the gradient of attn_mask away, so that the scale must move into a copy of q."""
+    """Whether cuDNN would round the gradient of attn_mask to zero, so that the scale must move into a copy of q."""
     return call.q.dtype == torch.float16 and MIN_SCALE <= abs(call.scale_value) < MIN_SCALE_OF_MASK_GRADIENT
 
 
 def check_gradient(call: ForwardArguments) -> None:
-    """Refuses a call whose backward pass is known to have no kernel: now, and not when the loss is differentiated.
+    """Refuses a call whose backward pass is known to be unsupported, already in the forward pass.
 
     Raises:
         UnsupportedError: With every reason.
@@ -138,8 +139,8 @@ def check_gradient(call: ForwardArguments) -> None:
         arguments.check(call)
         check_dense_gradient(call)
         return
-    of_mask = call.attn_mask is not None and call.attn_mask.requires_grad
-    name = (launch.signature(call._replace(with_lse=True)), of_mask, call.deterministic)
+    mask_gradient = call.attn_mask is not None and call.attn_mask.requires_grad
+    name = (launch.signature(call._replace(with_lse=True)), mask_gradient, call.deterministic)
     if name in launch.differentiable:
         return
     _check_for_cuda(call)
@@ -154,65 +155,63 @@ MAX_REMEMBERED = 8192
 
 
 def forward_runner(q: Tensor) -> _Implementation:
-    """What computes a forward pass where `q` is; where there is no memory, it only says what the result looks like."""
+    """The forward implementation for the device of `q`."""
     return run_cuda if q.is_cuda else _run_fake if q.is_meta else run_cpu
 
 
 def backward_runner(q: Tensor) -> Callable[[BackwardArguments], list[Tensor]]:
-    """The same of a backward pass."""
+    """The backward implementation for the device of `q`."""
     return run_backward_cuda if q.is_cuda else _run_backward_fake if q.is_meta else run_backward_cpu
 
 
-def _negative_scale_backward(of: BackwardArguments) -> list[Tensor]:
-    call = of.call
+def _negative_scale_backward(args: BackwardArguments) -> list[Tensor]:
+    call = args.call
     if call.scale_value > -MIN_SCALE:  # scores that are all 0 do not depend on q and k
-        zeros = like_in_memory(call.q).zero_()  # with a tiny scale, cuDNN loses the gradient of attn_mask
-        result = run_backward_cuda(of._replace(call=call._replace(q=zeros, scale=1.0)))
-        for gradient in result[: of.needs.q + of.needs.k]:
+        zeros = like_in_memory(call.q).zero_()  # with a tiny scale, cuDNN rounds the gradient of attn_mask to zero
+        result = run_backward_cuda(args._replace(call=call._replace(q=zeros, scale=1.0)))
+        for gradient in result[: args.needs.q + args.needs.k]:  # those of q and k come first
             gradient.zero_()
         return result
     negated = like_in_memory(call.q).copy_(call.q).neg_()
-    result = run_backward_cuda(of._replace(call=call._replace(q=negated, scale=-call.scale_value)))
-    if of.needs.q:
+    result = run_backward_cuda(args._replace(call=call._replace(q=negated, scale=-call.scale_value)))
+    if args.needs.q:
         result[0].neg_()
     return result
 
 
-def _scaled_queries_backward(of: BackwardArguments) -> list[Tensor]:
-    scale = of.call.scale_value
-    scaled = like_in_memory(of.call.q).copy_(of.call.q).mul_(scale)
-    result = run_backward_cuda(of._replace(call=of.call._replace(q=scaled, scale=1.0)))
-    if of.needs.q:
+def _scaled_queries_backward(args: BackwardArguments) -> list[Tensor]:
+    scale = args.call.scale_value
+    scaled = like_in_memory(args.call.q).copy_(args.call.q).mul_(scale)
+    result = run_backward_cuda(args._replace(call=args.call._replace(q=scaled, scale=1.0)))
+    if args.needs.q:
         result[0].mul_(scale)
     return result
 
 
-def run_backward_cpu(of: BackwardArguments) -> list[Tensor]:
-    """A backward pass by the reference; on a GPU for what is too small for cuDNN."""
-    call = of.call
-    exact = reference.gradients(of.grad_out, of.out, call, of.lse)
+def run_backward_cpu(args: BackwardArguments) -> list[Tensor]:
+    """A backward pass by the reference; on a GPU for one query on one key, which cuDNN does not support."""
+    call = args.call
+    exact = reference.gradients(args.grad_out, args.out, call, args.lse)
     results = []
     for new, gradient in zip(_new_gradients(call), (g for g in exact if g is not None), strict=True):
         shape = (1,) * (gradient.dim() - new.dim()) + tuple(new.shape)  # only a mask's gradient is larger
         results.append(new.copy_(gradient.sum_to_size(shape).reshape(new.shape)))
-    return _wanted(of, results)
+    return _select_needed(args, results)
 
 
-def _run_backward_fake(of: BackwardArguments) -> list[Tensor]:
-    return _wanted(of, _new_gradients(of.call))
+def _run_backward_fake(args: BackwardArguments) -> list[Tensor]:
+    return _select_needed(args, _new_gradients(args.call))
 
 
 def _new_gradients(call: ForwardArguments) -> list[Tensor]:
-    """Memory for the gradients by all tensors that can have one, each in the memory order of its tensor."""
-    sides = [torch.empty_like(tensor) for tensor in (call.attn_mask, call.sinks) if tensor is not None]
-    return [*map(like_in_memory, call[:3]), *sides]
+    """Uninitialized gradients of all differentiable inputs, each in the memory order of its input."""
+    optional = [torch.empty_like(tensor) for tensor in (call.attn_mask, call.sinks) if tensor is not None]
+    return [*map(like_in_memory, call.qkv), *optional]
 
 
-def _wanted(of: BackwardArguments, gradients: list[Tensor]) -> list[Tensor]:
-    needs = iter(gradients)
-    call = of.call
-    present = (call.q, call.k, call.v, call.attn_mask, call.sinks)
-    pairs = [(need, next(needs)) for need, tensor in zip(of.needs, present, strict=True) if tensor is not None]
+def _select_needed(args: BackwardArguments, gradients: list[Tensor]) -> list[Tensor]:
+    remaining, inputs = iter(gradients), args.call.differentiable
+    pairs = [(need, next(remaining)) for need, tensor in zip(args.needs, inputs, strict=True) if tensor is not None]
     return [gradient for need, gradient in pairs if need]
 
 
@@ -230,33 +229,40 @@ def _register(name: str, inputs: str, returns: str, adapt: Callable[[_Implementa
     define(name, inputs, returns, adapt(run_cuda), adapt(run_cpu), adapt(_run_fake))
 
 
-def _pack(inputs: tuple[Any, ...], *, with_lse: bool, out: Tensor | None = None) -> ForwardArguments:
-    return ForwardArguments._make((*inputs, with_lse, out))
-
-
 def _to_result(run: _Implementation) -> Callable[..., Any]:
-    return lambda *inputs: run(_pack(inputs, with_lse=False))
+    return lambda *inputs: run(ForwardArguments.of_operator(inputs))
 
 
 def _to_result_and_lse(run: _Implementation) -> Callable[..., Any]:
-    return lambda *inputs: run(_pack(inputs, with_lse=True))
+    return lambda *inputs: run(ForwardArguments.of_operator(inputs, with_lse=True))
 
 
 def _to_nothing(run: _Implementation) -> Callable[..., Any]:
     def implementation(*inputs: Any) -> None:
-        run(_pack(inputs[:-1], with_lse=False, out=inputs[-1]))
+        *call, out = inputs
+        run(ForwardArguments.of_operator(call, out=out))
 
     return implementation
 
 
 def _to_lse(run: _Implementation) -> Callable[..., Any]:
-    return lambda *inputs: run(_pack(inputs[:-1], with_lse=True, out=inputs[-1]))[1]
+    def implementation(*inputs: Any) -> Tensor:
+        *call, out = inputs
+        _, lse = run(ForwardArguments.of_operator(call, with_lse=True, out=out))
+        return lse
+
+    return implementation
 
 
 def _to_gradients(run: Callable[[BackwardArguments], list[Tensor]]) -> Callable[..., Any]:
     def implementation(grad_out: Tensor, out: Tensor, lse: Tensor, *inputs: Any) -> list[Tensor]:
-        call = _pack(inputs[:-1], with_lse=True)
-        return run(BackwardArguments(grad_out, out, lse, call, call.deterministic, Needs(*inputs[-1])))
+        *call_inputs, needs = inputs
+        call = ForwardArguments.of_operator(call_inputs, with_lse=True)
+        return run(
+            BackwardArguments(
+                grad_out=grad_out, out=out, lse=lse, call=call, deterministic=call.deterministic, needs=Needs(*needs)
+            )
+        )
 
     return implementation
 
@@ -276,16 +282,16 @@ define(
 )
 
 
-# How many floating-point operations a call is: what `torch.utils.flop_counter.FlopCounterMode` adds up.
+# Floating-point operations of a call, for `torch.utils.flop_counter.FlopCounterMode`.
 
 
 def flops_of_forward(scores: int, head_dim: int, head_dim_v: int) -> int:
-    """Of the scores, and of the weights times the values."""
+    """FLOPs of the scores, and of the weights times the values."""
     return 2 * scores * (head_dim + head_dim_v)
 
 
 def flops_of_backward(scores: int, head_dim: int, head_dim_v: int) -> int:
-    """Of the scores again, and of the gradients by the weights, v, q and k."""
+    """FLOPs of the recomputed scores, and of the gradients of the weights, v, q and k."""
     return 2 * scores * (3 * head_dim + 2 * head_dim_v)
 
 
@@ -310,22 +316,23 @@ def _count_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
 
 @register_flop_formula(torch.ops.cudnn_sdpa.sdpa_backward, get_raw=True)
 def _count_backward(*inputs: Any, **_: Any) -> int:
-    return flops_of_backward(*dense_sizes(*inputs[3:6]))
+    _grad_out, _out, _lse, q, k, v, *_others = inputs
+    return flops_of_backward(*dense_sizes(q, k, v))
 
 
 def check_dense(call: ForwardArguments) -> None:
     """Refuses a call of `sdpa` that the GPU would refuse.
 
     Raises:
-        LayoutError: Strides or an offset that cuDNN cannot read.
-        UnsupportedError: There is no kernel for it.
+        LayoutError: cuDNN cannot read the strides or the storage offset.
+        UnsupportedError: cuDNN has no kernel for it.
     """
     if call.is_for_cudnn:
         check_call(call, check_strides_of_dense, _plan_of_dense)
 
 
 def check_dense_gradient(call: ForwardArguments) -> None:
-    """The same of the gradients of a call of `sdpa`."""
+    """The same for the gradients of `sdpa`."""
     if call.is_for_cudnn:
         check_call(call, check_strides_of_dense, _gradient_of_dense)
 

@@ -1,7 +1,8 @@
-"""A call over packed sequences, and checks of what the user passed."""
+"""The arguments of a call over packed sequences, and checks of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -37,26 +38,66 @@ class VarlenArguments(NamedTuple):
     with_lse: bool = False
     out: Tensor | None = None
 
+    # The groups of fields below are slices: built from names, they would cost a warm call 0.1 µs each.
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values."""
+        return self[:3]
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """q, k, v and sinks: the inputs that can have a gradient."""
+        return self[:4]
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The inputs from q to cu_seqlens_kv."""
+        return self[:6]
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor | None, ...]:
+        """The inputs from q to rng, which the backward pass needs."""
+        return self[:7]
+
     @property
     def options(self) -> tuple[Any, ...]:
-        """What is no tensor."""
+        """The options from max_seqlen_q to deterministic: what is not a tensor and decides the result."""
         return self[7:18]
 
     @property
+    def operator_inputs(self) -> tuple[Any, ...]:
+        """The inputs from q to deterministic, which every operator takes first, in the order of its schema."""
+        return self[:18]
+
+    @classmethod
+    def of_operator(
+        cls, inputs: Iterable[Any], *, with_lse: bool = False, out: Tensor | None = None
+    ) -> VarlenArguments:
+        """The call with these `operator_inputs`."""
+        return cls._make((*inputs, with_lse, out))
+
+    @property
     def scale_value(self) -> float:
-        """The factor of the scores."""
+        """The softmax scale."""
         return self.q.shape[2] ** -0.5 if self.scale is None else float(self.scale)
 
     def as_dense(self) -> ForwardArguments:
-        """A dense call of one sequence with the same options: for checks that both have, and for the reference."""
-        q, k, v, out = (x if x is None else x.transpose(0, 1).unsqueeze(0) for x in (*self[:3], self.out))
-        assert q is not None
-        assert k is not None
-        assert v is not None
+        """A dense call of one sequence with the same options, for shared checks and the reference."""
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in self.qkv)
+        out = None if self.out is None else self.out.transpose(0, 1).unsqueeze(0)
         kind = ForwardArguments if self.is_for_cudnn else ReferenceArguments
         return kind(
-            *(q, k, v, None, self.sinks, None, None, self.rng),
-            *(self.is_causal, self.causal_alignment, self.window_left, self.window_right, self.scale),
+            q=q,
+            k=k,
+            v=v,
+            sinks=self.sinks,
+            rng=self.rng,
+            is_causal=self.is_causal,
+            causal_alignment=self.causal_alignment,
+            window_left=self.window_left,
+            window_right=self.window_right,
+            scale=self.scale,
             dropout_p=self.dropout_p,
             softcap=self.softcap,
             deterministic=self.deterministic,
@@ -66,12 +107,12 @@ class VarlenArguments(NamedTuple):
 
     @property
     def is_for_cudnn(self) -> bool:
-        """Whether cuDNN's limits of dtypes and head dims hold, as for `ForwardArguments`."""
+        """Whether cuDNN's limits of dtypes and head dims apply, as for `ForwardArguments`."""
         return True
 
 
 class ReferenceVarlenArguments(VarlenArguments):
-    """A call that plain PyTorch runs, on any device, without cuDNN's limits of dtypes and head dims."""
+    """A call that the PyTorch reference runs, on any device, without cuDNN's limits of dtypes and head dims."""
 
     __slots__ = ()
 
@@ -82,9 +123,11 @@ class ReferenceVarlenArguments(VarlenArguments):
 
 
 def check_options(call: VarlenArguments) -> None:
-    """The arguments that are no tensors."""
-    numbers = ForwardArguments(
-        *(call.q, call.k, call.v),
+    """The options, which are not tensors."""
+    dense = ForwardArguments(
+        q=call.q,
+        k=call.k,
+        v=call.v,
         is_causal=call.is_causal,
         causal_alignment=call.causal_alignment,
         window_left=call.window_left,
@@ -93,11 +136,11 @@ def check_options(call: VarlenArguments) -> None:
         dropout_p=call.dropout_p,
         softcap=call.softcap,
     )
-    arguments.check_options(numbers)
+    arguments.check_options(dense)
 
 
 def check(call: VarlenArguments) -> None:
-    """Everything that holds on every device; looks at no address and no value, so that fake tensors pass through."""
+    """Checks that apply on every device. They read no address and no value, so fake tensors pass."""
     for name in ("q", "k", "v", "out"):
         tensor = getattr(call, name)
         if tensor is not None and tensor.dim() != 3:
@@ -111,24 +154,26 @@ def check(call: VarlenArguments) -> None:
         arguments.check_out(call.out, call.q, call.v, for_cudnn=arguments.has_limits(call))
     for name in ("q", "kv"):
         check_cumulative(f"cu_seqlens_{name}", getattr(call, f"cu_seqlens_{name}"), call.q)
-        longest = getattr(call, f"max_seqlen_{name}")
-        if not arguments.is_integer(longest) or longest < 0:
-            hint = "A tensor would have to be read back." if isinstance(longest, Tensor) else ""
-            raise OptionError(f"max_seqlen_{name}", repr(longest), "the length of the longest sequence, an int", hint)
+        max_seqlen = getattr(call, f"max_seqlen_{name}")
+        if not arguments.is_integer(max_seqlen) or max_seqlen < 0:
+            hint = "A tensor would need a device-to-host copy." if isinstance(max_seqlen, Tensor) else ""
+            raise OptionError(
+                f"max_seqlen_{name}", repr(max_seqlen), "the length of the longest sequence, an int", hint
+            )
     if call.cu_seqlens_q.shape != call.cu_seqlens_kv.shape:
         expected = f"{tuple(call.cu_seqlens_q.shape)}, the shape of cu_seqlens_q"
         raise ShapeError("cu_seqlens_kv", shape_of(call.cu_seqlens_kv), expected)
 
 
 def check_cumulative(name: str, offsets: Any, q: Tensor) -> None:
-    """Where sequences begin and end: int32, (B + 1,), dense, where q is."""
+    """Cumulative sequence lengths: int32, (B + 1,), dense, on the device of q."""
     if not isinstance(offsets, Tensor):
         raise OptionError(name, type(offsets).__name__, "a torch.Tensor of B + 1 int32")
     check_is_dense(name, offsets)
     if offsets.dtype != torch.int32:
         raise DtypeError(name, dtype_name(offsets.dtype), "int32", f"Convert with {name}.to(torch.int32).")
     if offsets.dim() != 1 or offsets.shape[0] < 1:
-        expected = "shape (B + 1,): 0, then where each of the B sequences ends"
+        expected = "shape (B + 1,): 0, then the end of each of the B sequences"
         raise ShapeError(name, shape_of(offsets), expected)
     if offsets.device != q.device:
         raise DeviceError(name, str(offsets.device), f"{q.device}, the device of q")

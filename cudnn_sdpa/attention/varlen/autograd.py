@@ -16,26 +16,29 @@ from cudnn_sdpa.engine import fallback
 from cudnn_sdpa.engine.dispatch_state import needs_operator
 from cudnn_sdpa.engine.torch_ops import library
 
+_DIFFERENTIABLE = 4  #: q, k, v and sinks are the first inputs
+_OPERATOR_INPUTS = len(VarlenArguments._fields) - 2  #: all but with_lse and out
+
 
 class VarlenAttention(torch.autograd.Function):
     """`sdpa_varlen` for inputs that require grad, in eager mode."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Result:
-        """Runs the forward pass; `inputs` are q, k, v and sinks, for autograd to see, and their call."""
+        """Runs the forward pass; `inputs` are q, k, v and sinks, which autograd tracks, and their call."""
         call: VarlenArguments = inputs[-1]
         out, lse = varlen_torch_ops.forward_runner(call.q)(call)
         save(ctx, call, out, lse)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *of_results: Tensor | None) -> Any:
-        """The gradients by the tensors, None for the call."""
-        return (*gradients(ctx, *of_results), None)
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> Any:
+        """The gradients of the tensors, None for the call."""
+        return (*gradients(ctx, *grad_outputs), None)
 
 
 class ReferenceVarlen(torch.autograd.Function):
-    """The same in plain PyTorch on any device, for what cuDNN declines."""
+    """The same by the PyTorch reference on any device, for calls that cuDNN declines."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Result:
@@ -45,14 +48,14 @@ class ReferenceVarlen(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *of_results: Tensor | None) -> Any:
-        """The gradients by the tensors, None for the call."""
-        return (*gradients(ctx, *of_results, by_reference=True), None)
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> Any:
+        """The gradients of the tensors, None for the call."""
+        return (*gradients(ctx, *grad_outputs, by_reference=True), None)
 
 
 def save(ctx: Any, call: VarlenArguments, out: Tensor, lse: Tensor) -> None:
-    """Keeps what the backward pass needs."""
-    ctx.save_for_backward(*call[:7], out, lse)
+    """Saves tensors and options for the backward pass."""
+    ctx.save_for_backward(*call.saved_tensors, out, lse)
     ctx.options = call.options
     ctx.may_fall_back = fallback.is_in_force()
     ctx.set_materialize_grads(False)
@@ -61,28 +64,30 @@ def save(ctx: Any, call: VarlenArguments, out: Tensor, lse: Tensor) -> None:
 def gradients(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *, by_reference: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """The gradients by q, k, v and sinks that are needed, of what `save` has kept."""
+    """The needed gradients of q, k, v and sinks, from what `save` saved."""
     autograd.refuse_gradient_of_lse(grad_lse)
     autograd.refuse_batch(grad_out)
-    needs = ctx.needs_input_grad[:4]
+    needs = ctx.needs_input_grad[:_DIFFERENTIABLE]
+    needs_sinks = needs[-1]
     if grad_out is None or not any(needs):
-        return (None,) * 4
+        return (None,) * _DIFFERENTIABLE
     *tensors, out, lse = ctx.saved_tensors
-    call = VarlenArguments._make((*tensors, *ctx.options, True, None))
-    of = VarlenBackwardArguments(grad_out, out, lse, call, needs[3])
+    call = VarlenArguments.of_operator((*tensors, *ctx.options), with_lse=True)
+    args = VarlenBackwardArguments(grad_out=grad_out, out=out, lse=lse, call=call, sink_gradient=needs_sinks)
     if by_reference:
-        found = varlen_torch_ops.backward_cpu(of)
+        results = varlen_torch_ops.backward_cpu(args)
     elif needs_operator(grad_out):
-        found = torch.ops.cudnn_sdpa.varlen_backward(grad_out, out, lse, *call[:18], needs[3])
+        results = torch.ops.cudnn_sdpa.varlen_backward(grad_out, out, lse, *call.operator_inputs, needs_sinks)
     else:
         run = varlen_torch_ops.backward_runner(out)
-        found = fallback.or_else(
-            lambda: run(of),
-            lambda: varlen_torch_ops.backward_cpu(of),
+        results = fallback.or_else(
+            lambda: run(args),
+            lambda: varlen_torch_ops.backward_cpu(args),
             lambda: kind_of(call),
             ctx.may_fall_back,
         )
-    return tuple(gradient if need else None for need, gradient in zip(needs, [*found, None][:4], strict=True))
+    gradients = results if needs_sinks else (*results, None)
+    return tuple(gradient if need else None for need, gradient in zip(needs, gradients, strict=True))
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -90,7 +95,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 
 def _gradients_of_operator(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    return (*gradients(ctx, grad_out, grad_lse), *(None,) * 14)
+    return (*gradients(ctx, grad_out, grad_lse), *(None,) * (_OPERATOR_INPUTS - _DIFFERENTIABLE))
 
 
 _register = torch.library.register_autograd

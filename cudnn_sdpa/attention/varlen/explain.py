@@ -1,4 +1,4 @@
-"""Descriptions of calls over packed sequences for `explain`."""
+"""What `explain` shows of calls over packed sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cudnn_sdpa.attention.varlen import sdpa_varlen as sdpa_varlen_module
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.sdpa_varlen import run as run_varlen
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
-from cudnn_sdpa.attention.verify import PACKED, Results, compare, exact_inputs, run_anew
+from cudnn_sdpa.attention.verify import PACKED, Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
@@ -48,42 +48,58 @@ def describe_varlen(
     deterministic: bool | None = None,
     out: Tensor | None = None,
 ) -> Description:
-    """What `sdpa_varlen` with these arguments runs on a GPU."""
+    """What `sdpa_varlen` runs on a GPU with these arguments."""
     left, right = arguments.window_bounds(window_size)
     max_seqlen_q, max_seqlen_kv = arguments.as_int(max_seqlen_q), arguments.as_int(max_seqlen_kv)
-    given = VarlenArguments(
-        *(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, None, max_seqlen_q, max_seqlen_kv),
-        *(is_causal, causal_alignment, left, right, scale, dropout_p, softcap),
-        *(cu_seqlens_q is cu_seqlens_kv, False, return_lse, out),
+    original = VarlenArguments(
+        q=q,
+        k=k,
+        v=v,
+        sinks=sinks,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        rng=None,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_kv=max_seqlen_kv,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_left=left,
+        window_right=right,
+        scale=scale,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        shared_cu_seqlens=cu_seqlens_q is cu_seqlens_kv,
+        with_lse=return_lse,
+        out=out,
     )
     arguments.check_types(ForwardArguments(q, k, v, sinks=sinks, out=out, with_lse=return_lse))
-    given = given._replace(deterministic=is_deterministic(deterministic))
-    call = explain.as_cast(given)
+    original = original._replace(deterministic=is_deterministic(deterministic))
+    call = explain.as_cast(original)
     sdpa_varlen_module.check(call)
     refused = UnsupportedError.of(autograd_checks.check, "sdpa_varlen", out, q=q, k=k, v=v, sinks=sinks)
     if refused is not None:
         return Description(graphs.sdpa_forward, partial(explain.refuse, refused), explain.device_of(q))
     trains = needs_gradient(q, k, v, sinks)
-    given = given._replace(with_lse=return_lse or trains)
-    launched, of_scale = with_positive_scale(call)
-    memory.check_strides(*launched.as_dense()[:3])
+    original = original._replace(with_lse=return_lse or trains)
+    launched, scale_notes = with_positive_scale(call)
+    memory.check_strides(*launched.as_dense().qkv)
     memory.check_memory(launched.q, launched.k, launched.v, out)
     packed, layout = launch.packed(launched), launch.output_layout(call)
     is_empty = 0 in q.shape or 0 in k.shape
-    notes = [*explain.notes_on_casts(given, call), *of_scale, *packed.extra_kernels(with_lse=given.with_lse)]
+    notes = [*explain.notes_on_casts(original, call), *scale_notes, *packed.extra_kernels(with_lse=original.with_lse)]
     return Description(
         operation=graphs.sdpa_forward,
-        key=partial(packed.forward_key, layout, given.with_lse),
+        key=partial(packed.forward_key, layout, original.with_lse),
         device=explain.device_of(q),
         is_empty=is_empty,
         extra_kernels=[] if is_empty else notes,
-        backward=_describe_backward(given, explain.without_data(call), layout) if trains else None,
-        verify=lambda differentiate: errors_varlen(given, differentiate=differentiate),
+        backward=_describe_backward(original, explain.without_data(call), layout) if trains else None,
+        verify=lambda differentiate: errors_varlen(original, differentiate=differentiate),
     )
 
 
 def with_positive_scale(call: VarlenArguments) -> tuple[VarlenArguments, list[str]]:
-    """The call that is launched, as cuDNN computes only positive scales, and what that takes."""
+    """The call that is launched, with a positive scale as cuDNN needs it, and notes on the extra kernels."""
     if call.scale_value >= MIN_SCALE:
         return call, []
     sign = 0.0 if call.scale_value > -MIN_SCALE else -1.0
@@ -91,58 +107,58 @@ def with_positive_scale(call: VarlenArguments) -> tuple[VarlenArguments, list[st
     return call._replace(q=q), [f"q is multiplied by {sign:.0f} into a copy, as the scale is not positive"]
 
 
-def _describe_backward(given: VarlenArguments, call: VarlenArguments, out: TensorLayout) -> Description:
-    """The backward pass for a gradient that lies in memory as the output does."""
-    device, is_empty = explain.device_of(given.q), 0 in call.q.shape or 0 in call.k.shape
-    is_cut = not is_empty and large_backward.is_too_large(*call[:3], out)
+def _describe_backward(original: VarlenArguments, call: VarlenArguments, out: TensorLayout) -> Description:
+    """The backward pass for a gradient with the layout of the output."""
+    device, is_empty = explain.device_of(original.q), 0 in call.q.shape or 0 in call.k.shape
+    is_split = not is_empty and large_backward.is_too_large(*call.qkv, out)
     try:
-        part, of_part, number = _first_piece(call) if is_cut else (call, out, 1)
+        part, part_out, number = _first_part(call) if is_split else (call, out, 1)
     except UnsupportedError as error:
         return Description(graphs.sdpa_backward, partial(explain.refuse, error), device)
-    launched, of_scale = with_positive_scale(part)
+    launched, scale_notes = with_positive_scale(part)
     packed = launch.packed(launched)
     as_launched = replace(packed, q=dense_like(packed.q))
     notes = [
-        *([explain.note_on_pieces(number)] if is_cut else []),
-        *(f"{note}, and so are the gradients of q and k" for note in of_scale),
-        *packed.backward_kernels(sink_gradient=given.sinks is not None and given.sinks.requires_grad),
-        *explain.notes_on_casts(given, call, back=True),
+        *([explain.note_on_parts(number)] if is_split else []),
+        *(f"{note}, and so are the gradients of q and k" for note in scale_notes),
+        *packed.backward_kernels(sink_gradient=original.sinks is not None and original.sinks.requires_grad),
+        *explain.notes_on_casts(original, call, back=True),
     ]
     return Description(
         operation=graphs.sdpa_backward,
-        key=partial(as_launched.backward_key, of_part, of_part, call.deterministic),
+        key=partial(as_launched.backward_key, part_out, part_out, call.deterministic),
         device=device,
         is_empty=is_empty,
         extra_kernels=[] if is_empty else notes,
     )
 
 
-def _first_piece(call: VarlenArguments) -> tuple[VarlenArguments, TensorLayout, int]:
-    """The first of the calls that compute the gradients of a large one, its output, and how many they are.
+def _first_part(call: VarlenArguments) -> tuple[VarlenArguments, TensorLayout, int]:
+    """The first part of a backward call that is too large for one plan, its output, and the number of parts.
 
     Raises:
-        UnsupportedError: It cannot be cut.
+        UnsupportedError: It cannot be split.
     """
     dense = call.as_dense()
     large_backward.check(dense, mask_gradient=False)
-    first, *others = large_backward.split(*dense[:3])
+    first, *others = large_backward.split(*dense.qkv)
     q = call.q[:, first.heads].contiguous()
     k, v = (large_backward.compact(x[:, first.heads_kv]) for x in (call.k, call.v))
-    of_part = TensorLayout.contiguous((*q.shape[:2], v.shape[2]), q.dtype)
-    return call._replace(q=q, k=k, v=v), of_part, 1 + len(others)
+    part_out = TensorLayout.contiguous((*q.shape[:2], v.shape[2]), q.dtype)
+    return call._replace(q=q, k=k, v=v), part_out, 1 + len(others)
 
 
 def errors_varlen(call: VarlenArguments, *, differentiate: bool) -> dict[str, float]:
-    """The same for a call over packed sequences.
+    """Relative errors of a call over packed sequences, as `dense.explain.errors_of`.
 
     Raises:
-        OptionError: There is dropout, for which the reference has other random numbers.
+        OptionError: The call has dropout, for which the reference draws other random numbers.
     """
-    found, grad_out = run_anew(call, PACKED, run_varlen, differentiate=differentiate)
+    actual, grad_out = run_detached(call, PACKED, run_varlen, differentiate=differentiate)
     cast = cast_for_autocast(ForwardArguments(call.q, call.k, call.v))
     exact_call = exact_inputs(call._replace(q=cast.q, k=cast.k, v=cast.v), PACKED)
-    exact = _exact_varlen(exact_call, grad_out.double() if found.gradients else None)
-    return compare(*(_of_sequences(results, call) for results in (found, exact)))
+    exact = _exact_varlen(exact_call, grad_out.double() if actual.gradients else None)
+    return compare(*(_of_sequences(results, call) for results in (actual, exact)))
 
 
 def _exact_varlen(call: VarlenArguments, grad_out: Tensor | None) -> Results:
@@ -151,23 +167,23 @@ def _exact_varlen(call: VarlenArguments, grad_out: Tensor | None) -> Results:
     lse = out.new_full(out.shape[:2], -torch.inf)
     gradients = {name: torch.zeros_like(x) for name in PACKED if (x := getattr(call, name)) is not None}
     ends = zip(pairwise(call.cu_seqlens_q.tolist()), pairwise(call.cu_seqlens_kv.tolist()), strict=True)
-    for rows, columns in ((slice(*of_q), slice(*of_kv)) for of_q, of_kv in ends):
+    for rows, columns in ((slice(*ends_q), slice(*ends_kv)) for ends_q, ends_kv in ends):
         one = call._replace(q=call.q[rows], k=call.k[columns], v=call.v[columns], out=None).as_dense()
-        of_one, lse_of_one = reference.attention(one)
-        out[rows], lse[rows] = of_one[0].transpose(0, 1), lse_of_one[0].transpose(0, 1)
+        out_one, lse_one = reference.attention(one)
+        out[rows], lse[rows] = out_one[0].transpose(0, 1), lse_one[0].transpose(0, 1)
         if grad_out is None:
             continue
-        *by_qkv, _, by_sinks = reference.gradients(grad_out[rows].transpose(0, 1).unsqueeze(0), of_one, one)
-        for name, where, found in zip("qkv", (rows, columns, columns), by_qkv, strict=True):
-            gradients[name][where] = found[0].transpose(0, 1)
-        if by_sinks is not None:
-            gradients["sinks"] += by_sinks
+        *grad_qkv, _, grad_sinks = reference.gradients(grad_out[rows].transpose(0, 1).unsqueeze(0), out_one, one)
+        for name, span, gradient in zip("qkv", (rows, columns, columns), grad_qkv, strict=True):
+            gradients[name][span] = gradient[0].transpose(0, 1)
+        if grad_sinks is not None:
+            gradients["sinks"] += grad_sinks
     return Results(out, lse, gradients)
 
 
 def _of_sequences(results: Results, call: VarlenArguments) -> Results:
-    """The results without the rows past the last sequence, which belong to nobody."""
-    of_q, of_kv = (slice(0, max(0, int(ends[-1]))) for ends in (call.cu_seqlens_q, call.cu_seqlens_kv))
-    rows = {"q": of_q, "k": of_kv, "v": of_kv}
+    """The results without the rows past the last sequence."""
+    rows_q, rows_kv = (slice(0, max(0, int(ends[-1]))) for ends in (call.cu_seqlens_q, call.cu_seqlens_kv))
+    rows = {"q": rows_q, "k": rows_kv, "v": rows_kv}
     gradients = {name: x[rows[name]] if name in rows else x for name, x in results.gradients.items()}
-    return Results(results.out[of_q], None if results.lse is None else results.lse[of_q], gradients)
+    return Results(results.out[rows_q], None if results.lse is None else results.lse[rows_q], gradients)

@@ -257,64 +257,66 @@ def forward(prepared: VarlenCall, call: VarlenArguments) -> Result:
     return out, lse
 
 
-def run_backward(of: VarlenBackwardArguments) -> list[Tensor]:
+def run_backward(args: VarlenBackwardArguments) -> list[Tensor]:
     """The gradients by q, k and v, and if wanted by the sinks."""
-    of = readable_arguments(of)
-    memory.check_memory(of.call.q, of.call.k, of.call.v, of.out)  # what a hook kept for autograd may lie anywhere
-    return backward(prepare_backward(of), of)
+    args = readable_arguments(args)
+    memory.check_memory(
+        args.call.q, args.call.k, args.call.v, args.out
+    )  # what a hook kept for autograd may lie anywhere
+    return backward(prepare_backward(args), args)
 
 
-def readable_arguments(of: VarlenBackwardArguments) -> VarlenBackwardArguments:
+def readable_arguments(args: VarlenBackwardArguments) -> VarlenBackwardArguments:
     """The call with what cuDNN cannot read copied."""
-    grad_out, call = readable(of.grad_out.unsqueeze(0), of.out.unsqueeze(0)).squeeze(0), of.call
+    grad_out, call = readable(args.grad_out.unsqueeze(0), args.out.unsqueeze(0)).squeeze(0), args.call
     if TensorLayout.of(call.q) != (dense := dense_like(TensorLayout.of(call.q))):
         # cuDNN 9.19 cannot launch gradients of packed queries that lie among other tensors.
         q = torch.empty_strided(dense.shape, dense.stride, dtype=dense.dtype, device=call.q.device)
         call = call._replace(q=q.copy_(call.q))
-    return of._replace(grad_out=grad_out, lse=memory.aligned("lse", of.lse), call=call)
+    return args._replace(grad_out=grad_out, lse=memory.aligned("lse", args.lse), call=call)
 
 
-def is_readable(of: VarlenBackwardArguments) -> bool:
+def is_readable(args: VarlenBackwardArguments) -> bool:
     """Whether cuDNN can read all of a backward call where it lies."""
-    layout = TensorLayout.of(of.call.q)
-    return layout == dense_like(layout) and backward_calls.is_readable(of.grad_out.unsqueeze(0))
+    layout = TensorLayout.of(args.call.q)
+    return layout == dense_like(layout) and backward_calls.is_readable(args.grad_out.unsqueeze(0))
 
 
-def find_backward(of: VarlenBackwardArguments) -> VarlenCall | None:
+def find_backward(args: VarlenBackwardArguments) -> VarlenCall | None:
     """The prepared backward call of what cuDNN can read, if there has been one like it."""
-    return calls.get(_name_of_backward(of))
+    return calls.get(_name_of_backward(args))
 
 
-def _name_of_backward(of: VarlenBackwardArguments) -> Hashable:
-    return "backward", _signature(of.call), of.grad_out.stride(), of.out.stride()
+def _name_of_backward(args: VarlenBackwardArguments) -> Hashable:
+    return "backward", _signature(args.call), args.grad_out.stride(), args.out.stride()
 
 
-def prepare_backward(of: VarlenBackwardArguments) -> VarlenCall:
+def prepare_backward(args: VarlenBackwardArguments) -> VarlenCall:
     """The same, prepared now if there has been none."""
-    call = of.call
-    prepared = find_backward(of)
+    call = args.call
+    prepared = find_backward(args)
     if prepared is None:
         problem = packed(call)
-        layouts = (TensorLayout.of(of.out), TensorLayout.of(of.grad_out))
+        layouts = (TensorLayout.of(args.out), TensorLayout.of(args.grad_out))
         device = call.q.get_device()
         key = problem.backward_key(*layouts, call.deterministic, live_target(device), device)
         prepared = _bind(problem, key, call, graphs.sdpa_backward, ("q", "k", "v", "out", "grad_out", "lse"))
-        calls.add(_name_of_backward(of), prepared)
+        calls.add(_name_of_backward(args), prepared)
     return prepared
 
 
-def backward(prepared: VarlenCall, of: VarlenBackwardArguments) -> list[Tensor]:
+def backward(prepared: VarlenCall, args: VarlenBackwardArguments) -> list[Tensor]:
     """The gradients of a prepared call."""
-    call, lse = of.call, of.lse
+    call, lse = args.call, args.lse
     gradients = prepared.outputs()
     if prepared.packed.softcap:  # a row that sees nothing: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN
-        lse = of.lse.masked_fill(of.lse == -torch.inf, torch.inf)
-    prepared.launch(call, (call.q, call.k, call.v, of.out, of.grad_out, lse), gradients)
+        lse = args.lse.masked_fill(args.lse == -torch.inf, torch.inf)
+    prepared.launch(call, (call.q, call.k, call.v, args.out, args.grad_out, lse), gradients)
     for number, (shape, stride, dtype) in prepared.moved.items():
         moved = torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device)
         gradients[number] = moved.copy_(gradients[number])
-    if of.sink_gradient and call.sinks is not None:
-        grad_out, out, of_rows = (x.transpose(0, 1).unsqueeze(0) for x in (of.grad_out, of.out, of.lse))
+    if args.sink_gradient and call.sinks is not None:
+        grad_out, out, of_rows = (x.transpose(0, 1).unsqueeze(0) for x in (args.grad_out, args.out, args.lse))
         gradients.append(sink_gradient(grad_out, out, of_rows, call.sinks))
     return gradients
 

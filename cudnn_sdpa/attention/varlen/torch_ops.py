@@ -49,23 +49,23 @@ def _empty(call: VarlenArguments) -> Result:
     return out, lse if call.sinks is None else torch.maximum(lse, call.sinks)
 
 
-def backward_cuda(of: VarlenBackwardArguments) -> list[Tensor]:
+def backward_cuda(args: VarlenBackwardArguments) -> list[Tensor]:
     """A backward pass on the GPU."""
-    call = of.call
+    call = args.call
     if 0 in call.q.shape or 0 in call.k.shape:
         return [
             like_in_memory(x).zero_()
-            for x in (*call[:3], *((call.sinks,) if of.sink_gradient else ()))
+            for x in (*call[:3], *((call.sinks,) if args.sink_gradient else ()))
             if x is not None
         ]
-    if large_backward.is_too_large(*call[:3], of.out, of.grad_out):
-        return _in_pieces(of)
+    if large_backward.is_too_large(*call[:3], args.out, args.grad_out):
+        return _in_pieces(args)
     if call.scale is not None and call.scale < MIN_SCALE:
         sign = 0.0 if call.scale > -MIN_SCALE else -1.0
         positive = call._replace(q=call.q * sign, scale=max(-call.scale, MIN_SCALE))
-        grad_q, grad_k, *others = launch.run_backward(of._replace(call=positive))
+        grad_q, grad_k, *others = launch.run_backward(args._replace(call=positive))
         return [grad_q * sign, grad_k * abs(sign), *others]
-    return launch.run_backward(of)
+    return launch.run_backward(args)
 
 
 def check_gradient(call: VarlenArguments) -> None:
@@ -82,21 +82,21 @@ def check_gradient(call: VarlenArguments) -> None:
     launch.check_gradient(call)
 
 
-def _in_pieces(of: VarlenBackwardArguments) -> list[Tensor]:
+def _in_pieces(args: VarlenBackwardArguments) -> list[Tensor]:
     """The gradients of a call that is too large for one plan: some heads at a time."""
-    call, dense = of.call, of.call.as_dense()
+    call, dense = args.call, args.call.as_dense()
     large_backward.check(dense, mask_gradient=False)
 
     def run(piece: large_backward.Part) -> list[Tensor]:
-        rows = {"q": call.q, "grad_out": of.grad_out, "out": of.out, "lse": of.lse}
+        rows = {"q": call.q, "grad_out": args.grad_out, "out": args.out, "lse": args.lse}
         q, grad_out, out, lse = (memory.aligned(name, x[:, piece.heads]) for name, x in rows.items())
         k, v = (large_backward.compact(x[:, piece.heads_kv]) for x in (call.k, call.v))
         sinks = None if call.sinks is None else call.sinks[piece.heads]
         part = call._replace(q=q, k=k, v=v, sinks=sinks)
-        found = backward_cuda(of._replace(grad_out=grad_out, out=out, lse=lse, call=part))
+        found = backward_cuda(args._replace(grad_out=grad_out, out=out, lse=lse, call=part))
         return [*(x.transpose(0, 1).unsqueeze(0) for x in found[:3]), *found[3:]]
 
-    found = large_backward.merge(dense[:3], run, sinks=of.sink_gradient)
+    found = large_backward.merge(dense[:3], run, sinks=args.sink_gradient)
     return [*(x[0].transpose(0, 1) for x in found[:3]), *found[3:]]
 
 
@@ -141,18 +141,18 @@ def forward_cpu(call: VarlenArguments) -> Result:
     return (out, lse) if call.with_lse else out
 
 
-def backward_cpu(of: VarlenBackwardArguments) -> list[Tensor]:
+def backward_cpu(args: VarlenBackwardArguments) -> list[Tensor]:
     """A backward pass by the reference, one sequence after the other."""
-    call = of.call
+    call = args.call
     gradients = [like_in_memory(tensor).zero_() for tensor in call[:3]]
     grad_sinks = torch.zeros(call.q.shape[1], dtype=torch.float64, device=call.q.device)
     for number, (rows, columns) in enumerate(_sequences(call)):
-        grad_out, out, lse = (x[rows].transpose(0, 1).unsqueeze(0) for x in (of.grad_out, of.out, of.lse))
+        grad_out, out, lse = (x[rows].transpose(0, 1).unsqueeze(0) for x in (args.grad_out, args.out, args.lse))
         *found, _, by_sinks = reference.gradients(grad_out, out, _one(call, rows, columns, number), lse)
         for whole, part, where in zip(gradients, found, (rows, columns, columns), strict=True):
             whole[where] = part[0].transpose(0, 1).to(whole.dtype)
         grad_sinks += 0 if by_sinks is None else by_sinks
-    return [*gradients, *([grad_sinks.float()] if of.sink_gradient else [])]
+    return [*gradients, *([grad_sinks.float()] if args.sink_gradient else [])]
 
 
 def _forward_fake(call: VarlenArguments) -> Result:
@@ -161,9 +161,9 @@ def _forward_fake(call: VarlenArguments) -> Result:
     return (out, call.q.new_empty(call.q.shape[:2], dtype=torch.float32)) if call.with_lse else out
 
 
-def _backward_fake(of: VarlenBackwardArguments) -> list[Tensor]:
-    sinks = of.call.sinks if of.sink_gradient else None
-    return [like_in_memory(x) for x in (*of.call[:3], sinks) if x is not None]
+def _backward_fake(args: VarlenBackwardArguments) -> list[Tensor]:
+    sinks = args.call.sinks if args.sink_gradient else None
+    return [like_in_memory(x) for x in (*args.call[:3], sinks) if x is not None]
 
 
 _INPUTS = (

@@ -145,7 +145,7 @@ def test_empty():
     assert lse.isneginf().all()
     assert cudnn_sdpa.sdpa(full[:, :, :0], full, full).shape == (2, 4, 0, 64)
     assert cudnn_sdpa.sdpa(full[:0], full[:0], full[:0]).shape == (0, 4, 10, 64)
-    with pytest.raises(cudnn_sdpa.LayoutError, match="memory that q lies in"):
+    with pytest.raises(cudnn_sdpa.LayoutError, match="memory that overlaps q"):
         cudnn_sdpa.sdpa(full, full[:, :, :0], full[:, :, :0], out=full)
     target = torch.full_like(full, torch.nan)
     cudnn_sdpa.sdpa(full, full[:, :, :0], full[:, :, :0], out=target)

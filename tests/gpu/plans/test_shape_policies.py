@@ -47,7 +47,7 @@ def bucketed():
 def tiered(monkeypatch):
     """Buckets from the first shape on, every call a use, and no work left for the next test."""
     monkeypatch.setattr(tiers, "SHAPES_BEFORE_BUCKET", 0)
-    monkeypatch.setattr(tiers, "SECONDS_OF_A_USE", 0.0)
+    monkeypatch.setattr(tiers, "SECONDS_PER_USE", 0.0)
     tiers.recurring_shapes.clear()
     with shape_policy("tiered"):
         yield
@@ -314,7 +314,7 @@ def test_a_shape_that_comes_back_gets_a_plan_of_its_own(tiered):  # noqa: ARG001
 
 
 def test_layers_that_follow_each_other_are_one_use(tiered, monkeypatch):  # noqa: ARG001
-    monkeypatch.setattr(tiers, "SECONDS_OF_A_USE", 60.0)
+    monkeypatch.setattr(tiers, "SECONDS_PER_USE", 60.0)
     tensors = inputs(300)
     for _ in range(32):
         sdpa(*tensors)

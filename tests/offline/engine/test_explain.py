@@ -303,7 +303,7 @@ def test_gradients_of_a_large_call_are_planned_for_a_piece(function):
     assert result.supported, result.reasons
     assert result.backward.supported, result.backward.reasons
     assert result.backward.engine.startswith("eng")
-    assert "computed piece by piece" in result.backward.extra_kernels[0]
+    assert "computed in " in result.backward.extra_kernels[0]
 
 
 def test_autocast_is_explained_as_what_it_makes_of_the_call():

@@ -145,10 +145,10 @@ WRONG_OUT = {
     "device": (Z(OUT, device="meta"), DeviceError, "meta", "cpu, the device of q"),
     "last dimension": (Z(2, 4, 24, 8).transpose(2, 3), LayoutError, "stride 8 in the last dimension", "1"),
     "stride": (Z(2, 4, 8, 26)[..., :24], LayoutError, "stride of 26", "multiples of 4 elements"),
-    "expanded batch": (Z(1, 4, 8, 24).expand(OUT), LayoutError, "overlap", "one place in memory"),
-    "expanded rows": (Z(2, 4, 1, 24).expand(OUT), LayoutError, "overlap", "one place in memory"),
-    "overlapping rows": (Z(4096).as_strided(OUT, (1024, 256, 16, 1)), LayoutError, "overlap", "one place in memory"),
-    "overlapping heads": (Z(4096).as_strided(OUT, (1024, 184, 24, 1)), LayoutError, "overlap", "one place in memory"),
+    "expanded batch": (Z(1, 4, 8, 24).expand(OUT), LayoutError, "overlap", "a separate address"),
+    "expanded rows": (Z(2, 4, 1, 24).expand(OUT), LayoutError, "overlap", "a separate address"),
+    "overlapping rows": (Z(4096).as_strided(OUT, (1024, 256, 16, 1)), LayoutError, "overlap", "a separate address"),
+    "overlapping heads": (Z(4096).as_strided(OUT, (1024, 184, 24, 1)), LayoutError, "overlap", "a separate address"),
 }
 
 
@@ -172,7 +172,7 @@ def test_an_output_in_the_memory_of_an_input_is_refused(name, shift):
     before = storage.clone()
     with pytest.raises(LayoutError) as caught:
         sdpa(**call, out=out)
-    assert_names(caught.value, "out", f"memory that {name} lies in", "memory of its own")
+    assert_names(caught.value, "out", f"memory that overlaps {name}", "a separate buffer")
     assert torch.equal(storage, before)
 
 

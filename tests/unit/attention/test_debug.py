@@ -38,8 +38,8 @@ def test_lengths_outside_of_the_tensor_raise(name, wrong):
     [
         ((1, 4, 8), "offsets from 1 to 8; expected from 0 to no more than 10"),
         ((0, 4, 8, 11), "offsets from 0 to 11; expected from 0 to no more than 10"),
-        ((0, 4, 3, 7), "offsets that fall, from 4 to 3"),
-        ((0, 4, -5, -3), "offsets that fall, from 4 to -5"),
+        ((0, 4, 3, 7), "offsets that decrease, from 4 to 3"),
+        ((0, 4, -5, -3), "offsets that decrease, from 4 to -5"),
         ((-2, 2, 4), "offsets from -2 to 4"),
         ((0, 4, 10), r"max_seqlen_q: got 4; expected at least 6"),
     ],

@@ -50,7 +50,7 @@ WRONG = {
     "mask is a list": ({"attn_mask": [[True]]}, OptionError, "attn_mask", "list", "a torch.Tensor or None"),
     "mask is a word": ({"attn_mask": "causal"}, OptionError, "attn_mask", "str", "a torch.Tensor or None"),
     "sparse mask": ({"attn_mask": R(8, 12).to_sparse()}, LayoutError, "attn_mask", "sparse", "a dense tensor"),
-    "too many sinks": ({"sinks": R(8)}, ShapeError, "sinks", "(8,)", "shape (4,): one score for each head of q"),
+    "too many sinks": ({"sinks": R(8)}, ShapeError, "sinks", "(8,)", "shape (4,): one score per head of q"),
     "sinks of the keys' heads": ({"sinks": R(2)}, ShapeError, "sinks", "(2,)", "shape (4,)"),
     "sinks of rank 2": ({"sinks": R(1, 4)}, ShapeError, "sinks", "(1, 4)", "shape (4,)"),
     "one sink": ({"sinks": torch.tensor(0.5)}, ShapeError, "sinks", "()", "shape (4,)"),
@@ -71,14 +71,14 @@ WRONG = {
     "dropout is None": ({"dropout_p": None}, OptionError, "dropout_p", "NoneType", SHARE),
     "dropout is text": ({"dropout_p": "0.1"}, OptionError, "dropout_p", "str", SHARE),
     "dropout is a tensor": ({"dropout_p": torch.tensor(0.1)}, OptionError, "dropout_p", "Tensor", SHARE),
-    "softcap 0": ({"softcap": 0.0}, OptionError, "softcap", "0.0", "a positive number, or None for no cap"),
+    "softcap 0": ({"softcap": 0.0}, OptionError, "softcap", "0.0", "a positive number, or None for no soft-capping"),
     "softcap integer 0": ({"softcap": 0}, OptionError, "softcap", "0", "a positive number"),
     "softcap negative": ({"softcap": -30.0}, OptionError, "softcap", "-30.0", "a positive number"),
     "softcap NaN": ({"softcap": math.nan}, OptionError, "softcap", "nan", "a finite float32 number"),
     "softcap inf": ({"softcap": math.inf}, OptionError, "softcap", "inf", "a finite float32 number"),
-    "softcap is a bool": ({"softcap": True}, OptionError, "softcap", "bool", "a float, or None for no cap"),
-    "softcap is False": ({"softcap": False}, OptionError, "softcap", "bool", "a float, or None for no cap"),
-    "softcap is text": ({"softcap": "30"}, OptionError, "softcap", "str", "a float, or None for no cap"),
+    "softcap is a bool": ({"softcap": True}, OptionError, "softcap", "bool", "a float, or None for no soft-capping"),
+    "softcap is False": ({"softcap": False}, OptionError, "softcap", "bool", "a float, or None for no soft-capping"),
+    "softcap is text": ({"softcap": "30"}, OptionError, "softcap", "str", "a float, or None for no soft-capping"),
     "softcap is a tensor": ({"softcap": torch.tensor(3.0)}, OptionError, "softcap", "Tensor", "a float"),
     "one bound": ({"window_size": (3,)}, OptionError, "window_size", "(3,)", WINDOW),
     "three bounds": ({"window_size": (3, 2, 1)}, OptionError, "window_size", "(3, 2, 1)", WINDOW),
@@ -212,5 +212,5 @@ def test_the_drop_in_names_its_own_arguments():
         scaled_dot_product_attention(q, k, k, dropout_p=1.0)
     with pytest.raises(OptionError, match="attn_mask: got list"):
         scaled_dot_product_attention(q, k, k, attn_mask=[True])
-    with pytest.raises(OptionError, match="is_causal: got True beside attn_mask"):
+    with pytest.raises(OptionError, match="is_causal: got True in addition to attn_mask"):
         scaled_dot_product_attention(q, k, k, attn_mask=R(8, 12), is_causal=True)

@@ -192,7 +192,7 @@ def test_gradients_of_packed_calls_are_known_again_only_by_what_has_memory(numbe
     tensors = [*call[:3], out, lse, grad_out]
     gradients = fast_path.Gradients()
     prepared = object.__new__(varlen_launch.VarlenCall)
-    gradients._again = fast_path.CachedTraining(tensor_guard(*tensors), call.deterministic, lambda: prepared)
+    gradients._cached = fast_path.CachedTraining(tensor_guard(*tensors), call.deterministic, lambda: prepared)
 
     def find(q, k, v, out, lse, grad_out):
         return gradients.find(VarlenBackwardArguments(grad_out, out, lse, call._replace(q=q, k=k, v=v), False))

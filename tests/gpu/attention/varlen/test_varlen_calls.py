@@ -55,7 +55,7 @@ def test_out(return_lse, order):
     assert_right([out], reference)
     if return_lse:
         assert dense_calls.difference(result[1], reference[1]) < 1e-5
-    with pytest.raises(cudnn_sdpa.LayoutError, match="memory that q lies in"):
+    with pytest.raises(cudnn_sdpa.LayoutError, match="memory that overlaps q"):
         sdpa_varlen(q, k, v, ends, ends, 100, 100, out=q)
     with pytest.raises(UnsupportedError, match="out with a gradient"):
         sdpa_varlen(q.requires_grad_(), k, v, ends, ends, 100, 100, out=out)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.buckets import LONGEST, MAX_SEQUENCES, Bucket
+from cudnn_sdpa.attention.dense.buckets import MAX_LENGTH, MAX_SEQUENCES, Bucket
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.graph.target import Target, load_properties
 
@@ -107,7 +107,7 @@ UNFIT = {
     "soft cap": {"softcap": 5.0},
     "linear biases": {"alibi": True},
     "dropout": {"dropout_p": 0.1},
-    "too long": {"rows": (LONGEST + 1, 100)},
+    "too long": {"rows": (MAX_LENGTH + 1, 100)},
     "too many sequences": {"layout": "bhsd", "batch": MAX_SEQUENCES // 4 + 1},
     "queries that see nothing": {"rows": (100, 60), "is_causal": True, "causal_alignment": "bottom_right"},
     "a window, and queries that may see nothing": {"rows": (100, 60), "window_left": 20},
@@ -135,9 +135,9 @@ def places(tables, bucket, name, x):
     found = torch.empty(batch, heads_q, rows, dtype=torch.int64)
     for b in range(batch):
         for h in range(heads_q):
-            number = b * heads_q + h if bucket.heads_apart else b
+            number = b * heads_q + h if bucket.split_heads else b
             assert lengths[number] == rows
-            of_head = 0 if bucket.heads_apart else h // (heads_q // heads) * operand.stride[1]
+            of_head = 0 if bucket.split_heads else h // (heads_q // heads) * operand.stride[1]
             found[b, h] = begins[number] + of_head + torch.arange(rows) * operand.stride[0]
     return found
 
@@ -156,7 +156,7 @@ def test_the_tables_lead_to_the_tensors(layouts, out, batch, heads, rows):
     assert bucket is not None
     tables = bucket.tables("cpu")
     sequences = bucket.packed.sequences
-    real = batch * heads[0] if bucket.heads_apart else batch
+    real = batch * heads[0] if bucket.split_heads else batch
     assert sequences >= real
     for lengths in (tables["seq_len_q"], tables["seq_len_kv"]):
         assert lengths.dtype == torch.int32

@@ -256,8 +256,8 @@ def test_a_packed_backward_pass_lists_what_runs_beside_it(tensors, options, part
         ("negative scale", "forward", "q is negated"),
         ("negative scale", "backward", "its gradient negated"),
         ("scale of 0", "backward", "filled with zeros"),
-        ("large", "backward", "piece by piece, 2 in all"),
-        ("far apart", "backward", "in one piece"),
+        ("large", "backward", "in 2 parts"),
+        ("far apart", "backward", "in one part"),
     ],
 )
 def test_a_dense_pass_lists_what_runs_beside_it(name, passes, part):

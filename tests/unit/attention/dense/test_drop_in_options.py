@@ -128,7 +128,7 @@ def test_gradients_in_other_dtypes(dtype):
 
 def test_a_causal_mask_beside_a_mask_is_refused_as_in_pytorch():
     tensors, mask = qkv(), torch.randn(7, 9)
-    with pytest.raises(TypeError, match="is_causal: got True beside attn_mask"):
+    with pytest.raises(TypeError, match="is_causal: got True in addition to attn_mask"):
         scaled_dot_product_attention(*tensors, attn_mask=mask, is_causal=True)
     with pytest.raises(RuntimeError, match="is_causal"):
         F.scaled_dot_product_attention(*tensors, attn_mask=mask, is_causal=True)

@@ -224,5 +224,5 @@ def test_a_forward_mode_gradient_is_refused():
 def test_the_operator_itself_cuts_nothing_off_from_autograd_silently():
     q, k, v = qkv()
     q.requires_grad_()
-    with pytest.raises(UnsupportedError, match="does not keep the log-sum-exp"):
+    with pytest.raises(UnsupportedError, match="does not return the LSE"):
         ops.sdpa_forward(*operands(q, k, v)).sum().backward()

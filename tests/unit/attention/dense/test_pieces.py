@@ -67,7 +67,7 @@ def test_pieces_put_together_are_the_whole(monkeypatch, shape, layout, most):
         is_causal=True,
     )
     whole, sizes = dense_torch_ops.run_backward_cpu(of), []
-    monkeypatch.setattr(large_backward, "FARTHEST", most)
+    monkeypatch.setattr(large_backward, "MAX_OFFSET", most)
     found = large_backward.gradients(of, run_and_record(sizes))
     assert max(sizes) <= most
     assert len(sizes) > 1 or max(x.numel() for x in (*of.call[:3], of.out)) <= most
@@ -80,7 +80,7 @@ def test_pieces_put_together_are_the_whole(monkeypatch, shape, layout, most):
 def test_only_what_is_wanted_comes_back(monkeypatch):
     of = backward_of(SHAPES[0])._replace(needs=Needs(False, True, False, False, False))
     whole = dense_torch_ops.run_backward_cpu(of)
-    monkeypatch.setattr(large_backward, "FARTHEST", 700)
+    monkeypatch.setattr(large_backward, "MAX_OFFSET", 700)
     (found,) = large_backward.gradients(of, dense_torch_ops.run_backward_cpu)
     torch.testing.assert_close(found, whole[0])
 
@@ -93,7 +93,7 @@ def test_packed_pieces_put_together_are_the_whole(monkeypatch):
     out, lse = varlen_torch_ops.forward_cpu(call)
     of = VarlenBackwardArguments(grad_out, out, lse, call, True)
     whole = varlen_torch_ops.backward_cpu(of)
-    monkeypatch.setattr(large_backward, "FARTHEST", 300)
+    monkeypatch.setattr(large_backward, "MAX_OFFSET", 300)
     sizes = []
 
     def run(part):
@@ -109,7 +109,7 @@ def test_packed_pieces_put_together_are_the_whole(monkeypatch):
         assert TensorLayout.of(a).stride == TensorLayout.of(b).stride
 
 
-LIMIT = large_backward.FARTHEST
+LIMIT = large_backward.MAX_OFFSET
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ class FakeCall:
 class FakeBucketCall(FakeCall):
     """One of a bucket's plan."""
 
-    is_of_graph = False
+    is_captured = False
     table_bytes = 100
 
     def __init__(self, bucket, plan, scale, successor):
@@ -205,7 +205,7 @@ def test_another_policy_forgets_calls_of_buckets_alone():
 
 
 def test_what_is_made_in_a_graph_is_not_remembered(monkeypatch):
-    monkeypatch.setattr(FakeBucketCall, "is_of_graph", True)
+    monkeypatch.setattr(FakeBucketCall, "is_captured", True)
     with shape_policy("bucketed"), pytest.raises(AssertionError):
         serve(100)  # it looks for it
     assert len(launch.calls) == 0
@@ -257,7 +257,7 @@ def test_the_third_use_asks_for_a_plan(call, clock, background):
     for count in (0, 0, 1, 1, 1):
         assert use(call, clock) == [None]
         assert len(background.requests) == count
-    assert background.requests[0].key == call.successor._comeback._key
+    assert background.requests[0].key == call.successor._usage._key
 
 
 def test_layers_that_follow_each_other_are_one_use(call, clock, background):
@@ -331,7 +331,7 @@ def test_the_own_plan_takes_over_at_the_next_call(call, clock, background):
 
 
 def test_a_plan_that_is_there_for_another_reason_takes_over(call, clock, background):
-    plan_cache.put(FakePlan(call.successor._comeback._key, loaded=True))
+    plan_cache.put(FakePlan(call.successor._usage._key, loaded=True))
     with no_plan_builds():
         (own,) = use(call, clock)
     assert own.plan.held

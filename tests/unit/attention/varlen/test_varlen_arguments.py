@@ -40,7 +40,7 @@ WRONG = {
         LayoutError,
         "out",
         "strides (24, 0, 1) that overlap",
-        "one place in memory",
+        "a separate address",
     ),
     "out in steps": ({"out": Z(10, 4, 26)[..., :24]}, LayoutError, "out", "a stride of 26", "multiples of 4 elements"),
     "out not dense": (
