@@ -98,7 +98,7 @@ class ForwardCall(BoundCall):
     """A forward call bound to its plan. Calling it checks only addresses, which no signature contains.
 
     Attributes:
-        may_be_replaced: Whether another plan may replace this one between two calls, so that results differ by rounding.
+        may_be_replaced: Whether another plan may replace this one between two calls, so results may differ in rounding.
     """
 
     may_be_replaced = False

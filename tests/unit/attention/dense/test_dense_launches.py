@@ -147,7 +147,7 @@ def test_gradients_without_memory_of_their_own_on_the_short_way(monkeypatch, kin
     call = ForwardArguments(q, k, v, with_lse=True)
     forward = ForwardSpec.of(call)
     known = launch.bind(forward, FakePlan(forward.key(TARGET, 0), dense_attention), call.scale_value)
-    prepared = fast_path.TrainingCall(known, call.options[:-1])
+    prepared = fast_path.TrainingCall(known, fast_path.PlainOptions(call.is_causal, call.causal_alignment, call.scale))
     for _ in range(times):
         grad_out = torch.randn(2, 4, 9, 8, dtype=torch.float16)
         if kind == "zeros":
