@@ -224,13 +224,13 @@ def test_a_packed_forward_pass_lists_what_runs_beside_it():
 @pytest.mark.parametrize(
     ("tensors", "options", "part"),
     [
-        (packed_qkv, {}, "grad_out is copied, if"),
+        (packed_qkv, {}, "grad_out is copied if"),
         (packed_qkv, {}, "q is copied"),
         (separate, {}, "rows of the gradients without queries or keys become zeros"),
         (head_major, {}, "the gradient of k is copied"),
         (head_major, {}, "the gradient of v is copied"),
         (separate, {"sinks": T(8, dtype=torch.float32, grad=True)}, "gradient of the sinks"),
-        (separate, {"softcap": 3.0}, "log-sum-exp of queries that see nothing is replaced"),
+        (separate, {"softcap": 3.0}, "log-sum-exp of fully masked rows is replaced"),
         (separate, {"softcap": 3.0}, "the first and the last key"),
         (separate, {"scale": -1.0}, "multiplied by -1 into a copy, as the scale is not positive, and so are the grad"),
     ],
@@ -248,7 +248,7 @@ def test_a_packed_backward_pass_lists_what_runs_beside_it(tensors, options, part
     [
         ("blind rows", "forward", "the log-sum-exp of the other queries is copied into place"),
         ("blind rows", "backward", "the log-sum-exp of the other queries is copied"),
-        ("plain", "backward", "grad_out is copied, if"),
+        ("plain", "backward", "grad_out is copied if"),
         ("boolean mask", "backward", "attn_mask is converted"),
         ("lengths", "backward", "lengths are corrected"),
         ("soft cap, lengths", "forward", "the last key that each query sees"),
@@ -290,14 +290,14 @@ def test_nothing_runs_beside_nothing():
 def test_a_large_call_that_cannot_be_cut_has_no_gradient(options):
     described = describe(sdpa, *large(), **options)
     key(described)
-    with pytest.raises(UnsupportedError, match="misplaces"):
+    with pytest.raises(UnsupportedError, match="wrong addresses"):
         key(described.backward)
 
 
 def test_a_large_packed_call_that_cannot_be_cut_has_no_gradient():
     described = described_varlen(separate(2**22, (32, 8)), dropout_p=0.1)
     key(described)
-    with pytest.raises(UnsupportedError, match="misplaces"):
+    with pytest.raises(UnsupportedError, match="wrong addresses"):
         key(described.backward)
 
 
