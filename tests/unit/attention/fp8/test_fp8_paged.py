@@ -78,7 +78,7 @@ def test_a_key_on_hopper():
     assert layouts["k"].shape == (PAGES, 2, PAGE, 128)
     assert layouts["table_k"].shape == layouts["table_v"].shape == (2, 1, WIDTH, 1)
     assert layouts["seq_len_kv"].shape == layouts["seq_len_q"].shape == (2, 1, 1, 1)
-    assert any("page tables" in note for note in description.extra_kernels)
+    assert any("page ids" in note for note in description.extra_kernels)
 
 
 def test_hopper_has_no_single_query_and_no_bottom_right():
