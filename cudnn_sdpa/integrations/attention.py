@@ -26,7 +26,7 @@ REFUSED = {
 #: The other way to say which tokens belong together, where offsets do not serve.
 _BY_POSITIONS = "position_ids that begin anew, and use_cache=False"
 
-#: Keys of a growing cache are filled up to a multiple of this where a plan of their own would be built for each length.
+#: Keys of a growing cache are padded to a multiple of this, to avoid an exact-shape plan for each length.
 ROUNDED_TO = 256
 
 
@@ -48,8 +48,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention for a layer of transformers: query (B, Hq, Sq, D), key and value (B, Hkv, Skv, D) -> (B, Sq, Hq, Dv).
 
-    A mask is None, for a causal mask aligned top-left if the layer is causal and nothing otherwise, or what `masks`
-    makes, or a tensor of booleans or numbers. `s_aux` are sinks. Where no mask says which tokens belong together,
+    A mask is None, for a causal mask aligned top-left if the layer is causal and no mask otherwise, or what `masks`
+    makes, or a boolean or float (additive) tensor. `s_aux` are sinks. Where no mask says which tokens belong together,
     `position_ids` that begin anew do; `inspect_positions` allows a look at them, which waits for the GPU.
 
     Raises:
@@ -77,7 +77,7 @@ def attention(
     if attention_mask is None:
         lengths = None
         if query.shape[2] == 1 and not (dropout or softcap) and _grows(module, is_causal, key):
-            key, value, lengths = _filled_up(key, value)
+            key, value, lengths = _padded_with_lengths(key, value)
         out = sdpa(query, key, value, is_causal=causal, seq_lens_kv=lengths, **options)
     elif attention_mask.dtype == mask_encoding.DTYPE:
         found = mask_encoding.structure(attention_mask, query)
@@ -86,7 +86,7 @@ def attention(
         out = _banded(query, key, value, attention_mask, found, options)
     else:
         if query.shape[2] == 1 and _grows(module, is_causal, key) and not attention_mask.requires_grad:
-            key, value, attention_mask = _filled_up_beside(attention_mask, key, value)
+            key, value, attention_mask = _padded_with_mask(attention_mask, key, value)
         if not attention_mask.is_floating_point() and attention_mask.dtype != torch.bool:
             hint = "Use attention_mask.bool() if its ones are keys that are seen."
             raise DtypeError("attention_mask", str(attention_mask.dtype), "booleans or a bias in floating point", hint)
@@ -164,16 +164,24 @@ def _by_offsets(call: _Call, others: dict[str, Any], options: dict[str, Any]) ->
         "cu_seq_lens_q without cu_seq_lens_k, max_length_q and max_length_k": not is_whole,
     }
     _refuse_packed(reasons, _BY_POSITIONS)
-    q, k, v = (x.transpose(1, 2)[0] for x in call[:3])
-    offsets = [others[name].int() for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
-    longest = [int(others[name]) for name in ("max_length_q", "max_length_k")]
-    out: Tensor = sdpa_varlen(q, k, v, *offsets, *longest, is_causal=call.is_causal, **options)
+    q, k, v = (x.transpose(1, 2)[0] for x in (call.query, call.key, call.value))
+    out: Tensor = sdpa_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q=others["cu_seq_lens_q"].int(),
+        cu_seqlens_kv=others["cu_seq_lens_k"].int(),
+        max_seqlen_q=int(others["max_length_q"]),
+        max_seqlen_kv=int(others["max_length_k"]),
+        is_causal=call.is_causal,
+        **options,
+    )
     return out.unsqueeze(0)
 
 
 def _by_positions(call: _Call, apart: Documents, options: dict[str, Any]) -> Tensor:
     """Attention of each document to itself."""
-    query, key, value, mask, *_ = call
+    query, key, value, mask = call.query, call.key, call.value, call.mask
     batch, heads, length, _ = query.shape
     band = None if mask is None else cast(mask_encoding.Band, mask_encoding.structure(mask, query))
     is_empty = mask is None and call.is_causal and length < key.shape[2]  # a cache, and nothing sees what lies behind
@@ -222,8 +230,8 @@ def _grows(module: torch.nn.Module, is_causal: bool | None, key: Tensor) -> bool
     return key.shape[2] % ROUNDED_TO != 0 and not key.requires_grad and _is_causal(module, is_causal)
 
 
-def _filled_up(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values filled up with zeros, and how many there are, (B,).
+def _padded_with_lengths(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values padded with zeros, and their actual sequence lengths, (B,).
 
     A cache that grows has a new length in each step. It is copied in each step as it is, to append to it.
     """
@@ -233,8 +241,8 @@ def _filled_up(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return pad(key, rest), pad(value, rest), lengths
 
 
-def _filled_up_beside(mask: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same under a mask, which hides what is filled up."""
+def _padded_with_mask(mask: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and a mask, padded; the mask hides the padding."""
     keys = key.shape[2]
     if mask.shape[-1] != keys:
         return key, value, mask

@@ -13,7 +13,7 @@ from cudnn_sdpa.graph.symbolic_shapes import is_known
 from cudnn_sdpa.integrations import mask_encoding
 from cudnn_sdpa.integrations.mask_encoding import UNBOUNDED
 
-#: Models that join masks to one, and so need each drawn.
+#: Models that merge masks into one, and so need each as a tensor.
 JOINING = frozenset({"t5gemma2_decoder"})
 
 
@@ -63,8 +63,20 @@ def mask_function(draw: Callable[..., Tensor], causal: Any, *, inspect_padding: 
         **_: Any,
     ) -> Tensor | None:
         request = Request(
-            *(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size),
-            *(allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap, device, dtype, config),
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=allow_is_causal_skip,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+            use_vmap=use_vmap,
+            device=device,
+            dtype=dtype,
+            config=config,
         )
         is_causal = _is_causal(request, causal)
         if inspect_padding and _hides_nothing(request, is_causal):

@@ -12,7 +12,7 @@ from cudnn_sdpa.integrations.masks import mask_function
 
 __all__ = ["NAME", "register"]
 
-#: What to give as `attn_implementation`.
+#: The value of `attn_implementation`.
 NAME = "cudnn_sdpa"
 
 #: What transformers' mask functions have to be given for this module's to say the same.
@@ -24,8 +24,9 @@ def register(*, inspect_padding: bool = True) -> None:
     """Makes `attn_implementation="cudnn_sdpa"` known to Hugging Face's transformers.
 
     It serves models whose layers call transformers' attention interface: decoders, encoders, both together, and vision
-    models; with grouped-query heads, sliding windows, sinks, soft caps, position biases, and both kinds of cache.
-    Masks are not drawn where a structure says the same: causal, a window, the true lengths of a static cache, padding.
+    models; with grouped-query heads, sliding windows, sinks, logit soft-capping, position biases, and both kinds of
+    cache. No mask tensor is made where a structure says the same: causal, a window, the actual sequence lengths of a
+    static cache, padding.
     A padding mask is looked at, once for each forward pass, as transformers' own "sdpa" does. So are the `position_ids`
     of more than one query without such a mask: where they begin anew, they tell packed documents apart, which do not
     see each other. Nothing else is read back from the GPU, and within `torch.compile` and captures not that: there the

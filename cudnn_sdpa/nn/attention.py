@@ -1,4 +1,4 @@
-"""`Attention`: projections around attention, with everything that it can do in their middle."""
+"""`Attention`: multi-head attention with its projections, and all options of `sdpa`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Attention(nn.Module):
     """Multi-head attention with its projections, on `sdpa`: of a sequence on itself, or on another one.
 
     Self-attention has one projection `qkv_proj`, whose rows are those of all query heads, key heads, and value heads:
-    one matrix product, out of which attention reads queries, keys and values where they lie. Cross-attention
+    one matrix product, from which attention reads queries, keys and values without copies. Cross-attention
     (`context_dim`) has `q_proj` and `kv_proj`. `out_proj` follows. `load_state_dict` also takes separate weights
     `q_proj`, `k_proj`, `v_proj` and `o_proj`, as Hugging Face's models have them, and the names of
     `torch.nn.MultiheadAttention`.
@@ -42,8 +42,8 @@ class Attention(nn.Module):
         qkv_bias: Whether those of queries, keys and values have; `bias` if not given.
         is_causal: Hide later tokens from each token.
         window_size: (left, right): a token sees those from `left` before to `right` after itself; -1 is no bound.
-        scale: Factor of the scores; None is 1/sqrt(head_dim).
-        softcap: Scores become softcap · tanh(score / softcap).
+        scale: Factor applied to the scores; None is 1/sqrt(head_dim).
+        softcap: Logit soft-capping: scores become softcap · tanh(score / softcap).
         sinks: Whether each query head has a learned score that takes part in the softmax and has no value. It is
             computed with in float32.
         rope: Turns queries and keys by their positions. Layers may share one.
@@ -65,10 +65,10 @@ class Attention(nn.Module):
 
         The weights of PyTorch's module:
 
-        >>> twin = torch.nn.MultiheadAttention(64, 4, batch_first=True)
-        >>> attention = cudnn_sdpa.nn.Attention.from_torch(twin)
+        >>> reference = torch.nn.MultiheadAttention(64, 4, batch_first=True)
+        >>> attention = cudnn_sdpa.nn.Attention.from_torch(reference)
         >>> x = torch.randn(2, 10, 64)
-        >>> torch.allclose(attention(x), twin(x, x, x)[0], atol=1e-5)
+        >>> torch.allclose(attention(x), reference(x, x, x)[0], atol=1e-5)
         True
 
         Cross-attention:
@@ -126,8 +126,8 @@ class Attention(nn.Module):
             self.q_proj = nn.Linear(embed_dim, rows, qkv_bias, device, dtype)
             self.kv_proj = nn.Linear(context_dim, 2 * rows_kv, qkv_bias, device, dtype)
         self.out_proj = nn.Linear(rows, embed_dim, bias, device, dtype)
-        of_sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if sinks else None
-        self.register_parameter("sinks", of_sinks)
+        sinks_parameter = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if sinks else None
+        self.register_parameter("sinks", sinks_parameter)
         self.rope = rope
         self.reset_parameters()
 
@@ -151,7 +151,7 @@ class Attention(nn.Module):
         Args:
             module: Its inputs are (batch, sequence, features).
             cross: Whether it is called with keys and values of another sequence.
-            options: is_causal, window, scale, softcap, rope: what PyTorch's module does not know.
+            options: is_causal, window_size, scale, softcap, rope, which PyTorch's module does not have.
 
         Raises:
             OptionError: It is something else.
@@ -160,16 +160,16 @@ class Attention(nn.Module):
         check_type("module", module, nn.MultiheadAttention)
         check_flags(cross=cross)
         for name in options.keys() - {"is_causal", "window_size", "scale", "softcap", "rope"}:
-            expected = "is_causal, window, scale, softcap or rope: the module says the rest"
+            expected = "is_causal, window_size, scale, softcap or rope: the module has the others"
             raise OptionError("options", name, expected)
         attention_checks.check_convertible(module, cross)
         weight, bias = module.out_proj.weight, module.in_proj_bias is not None
         made = {"bias": bias, "dropout": module.dropout, "device": weight.device, "dtype": weight.dtype}
         context_dim = module.kdim if cross else None
         new = cls(module.embed_dim, module.num_heads, context_dim=context_dim, **made, **options)
-        whole: Tensor | None = module.in_proj_weight
+        in_proj_weight: Tensor | None = module.in_proj_weight
         separate = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
-        weights = separate if whole is None else whole.chunk(3)
+        weights = separate if in_proj_weight is None else in_proj_weight.chunk(3)
         biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
         parts = {new.q_proj: slice(1), new.kv_proj: slice(1, 3)} if cross else {new.qkv_proj: slice(3)}
         for linear, part in parts.items():
@@ -196,10 +196,10 @@ class Attention(nn.Module):
         Args:
             x: (B, S, embed_dim). With a step, the new tokens.
             context: For cross-attention, the other sequence (B, Skv, context_dim), or what `project_context` gave.
-            attn_mask: Broadcastable to (B, Hq, S, Skv): booleans, True for what is seen, or numbers to be added. With a
+            attn_mask: Broadcastable to (B, Hq, S, Skv): boolean, True to attend, or float (additive). With a
                 `KVCache` Skv is its `max_length`.
-            seq_lens: True lengths of x, (B,) int32; tokens past them are not seen.
-            context_lens: True lengths of the context, (B,) int32.
+            seq_lens: Actual sequence lengths of x, (B,) int32; tokens past them are masked.
+            context_lens: Actual sequence lengths of the context, (B,) int32.
             position_ids: Positions of the tokens for `rope`, (S,) or (B, S); those of the step, or 0 to S - 1, if not
                 given.
             rotations: What `rope(position_ids)` gave, so that layers share it; taken instead of `position_ids`.

@@ -1,4 +1,4 @@
-"""`VisionEncoder` and `PatchEmbed`: the encoder of vision transformers, and pictures as sequences of tokens."""
+"""`VisionEncoder` and `PatchEmbed`: the encoder of vision transformers, and images as sequences of tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from cudnn_sdpa.nn.transformer import TransformerLayer
 
 
 class PatchEmbed(nn.Module):
-    """Cuts pictures into patches and projects each to a token, by `conv2d`.
+    """Splits images into patches and projects each to a token, by `conv2d`.
 
-    Weight and bias are those of a `torch.nn.Conv2d` whose steps are as large as its filter.
+    Weight and bias are those of a `torch.nn.Conv2d` whose stride equals its kernel size.
 
     Args:
         patch_size: Height and width of a patch, one number for both or one for each.
         embed_dim: Features of a token.
-        in_channels: Channels of a picture.
+        in_channels: Channels of an image.
         bias: Whether there is a bias.
         device: Of the parameters.
         dtype: Of the parameters.
@@ -35,11 +35,11 @@ class PatchEmbed(nn.Module):
 
     Examples:
         >>> import torch, cudnn_sdpa
-        >>> twin = torch.nn.Conv2d(3, 64, kernel_size=16, stride=16)
-        >>> embed = cudnn_sdpa.nn.PatchEmbed.from_torch(twin)
+        >>> reference = torch.nn.Conv2d(3, 64, kernel_size=16, stride=16)
+        >>> embed = cudnn_sdpa.nn.PatchEmbed.from_torch(reference)
         >>> images = torch.randn(2, 3, 32, 48)
         >>> tokens = embed(images)
-        >>> tokens.shape, torch.allclose(tokens, twin(images).flatten(2).transpose(1, 2), atol=1e-5)
+        >>> tokens.shape, torch.allclose(tokens, reference(images).flatten(2).transpose(1, 2), atol=1e-5)
         (torch.Size([2, 6, 64]), True)
 
     From "An Image is Worth 16x16 Words" (Dosovitskiy et al., 2020).
@@ -64,8 +64,8 @@ class PatchEmbed(nn.Module):
         self.embed_dim, self.in_channels = embed_dim, in_channels
         shape = (embed_dim, in_channels, *self.patch_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        of_bias = nn.Parameter(torch.empty(embed_dim, device=device, dtype=dtype)) if bias else None
-        self.register_parameter("bias", of_bias)
+        bias_parameter = nn.Parameter(torch.empty(embed_dim, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", bias_parameter)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -100,7 +100,7 @@ class PatchEmbed(nn.Module):
         return new.train(module.training)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Tokens of pictures.
+        """Tokens of images.
 
         Args:
             images: (B, in_channels, H, W), in whole patches.
@@ -141,13 +141,13 @@ class VisionEncoder(nn.Module):
     """Patches, a learned embedding of their positions, layers, and a norm: a vision transformer without a head.
 
     Args:
-        image_size: Height and width of a picture, one number for both or one for each.
-        patch_size: Height and width of a patch, of which pictures have a whole number.
+        image_size: Height and width of an image, one number for both or one for each.
+        patch_size: Height and width of a patch, which divide those of the image.
         embed_dim: Features of a token.
         num_layers: Layers.
         num_heads: Heads of each.
         ffn_dim: Features in the middle of their feed-forward parts; four times `embed_dim` if not given.
-        in_channels: Channels of a picture.
+        in_channels: Channels of an image.
         class_token: Whether a learned token comes before those of the patches.
         norm: "layer_norm" or "rms_norm", of the layers and at the end.
         norm_eps: Of the norms.
@@ -205,8 +205,8 @@ class VisionEncoder(nn.Module):
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.patch_embed = PatchEmbed((height, width), embed_dim, in_channels, bias=bias, **made)
         tokens = self.image_size[0] // height * (self.image_size[1] // width) + class_token
-        of_class = nn.Parameter(torch.empty(1, 1, embed_dim, **made)) if class_token else None
-        self.register_parameter("class_token", of_class)
+        class_parameter = nn.Parameter(torch.empty(1, 1, embed_dim, **made)) if class_token else None
+        self.register_parameter("class_token", class_parameter)
         self.position_embedding = nn.Parameter(torch.empty(1, tokens, embed_dim, **made))
         self.dropout = dropout
         options = made | {"norm": norm, "norm_eps": norm_eps, "activation": activation, "bias": bias}
@@ -215,8 +215,8 @@ class VisionEncoder(nn.Module):
             TransformerLayer(embed_dim, num_heads, ffn_dim, dropout=dropout, **options, **attention)
             for _ in range(num_layers)
         )
-        of_norm: dict[str, Any] = {"bias": bias} if norm == "layer_norm" else {}
-        self.norm = NORMS[norm](embed_dim, norm_eps, **of_norm, **made)
+        norm_options: dict[str, Any] = {"bias": bias} if norm == "layer_norm" else {}
+        self.norm = NORMS[norm](embed_dim, norm_eps, **norm_options, **made)
         self._reset_tokens()
 
     def reset_parameters(self) -> None:
@@ -247,7 +247,7 @@ class VisionEncoder(nn.Module):
             patch_embed: The projection of patches.
             position_embedding: (tokens, features), or with a 1 before; the class token's first if there is one.
             encoder: The layers, and the norm at the end if there is one.
-            image_size: Height and width of a picture.
+            image_size: Height and width of an image.
             class_token: (features,), or with ones before.
 
         Raises:
@@ -293,7 +293,7 @@ class VisionEncoder(nn.Module):
         return new.train(encoder.training)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Tokens of pictures.
+        """Tokens of images.
 
         Args:
             images: (B, in_channels, H, W), of `image_size`.

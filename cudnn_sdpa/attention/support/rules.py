@@ -28,14 +28,14 @@ class Configuration:
         sm: Compute capability as one number, 90 for 9.0.
         cudnn: Version as a number, 91900 for 9.19.0.
         gpu: The GPU's name, for messages.
-        packed: Whether sequences lie end to end.
+        packed: Whether sequences are packed.
         band: The normalized mask.
-        lengths: Whether true lengths are given.
-        bias: Whether there is a mask that is added.
-        bias_gradient: Whether its gradient is wanted.
+        lengths: Whether actual sequence lengths are given.
+        bias: Whether there is a float (additive) mask.
+        bias_gradient: Whether its gradient is needed.
         sinks: Whether there are attention sinks.
         dropout: Whether there is dropout.
-        softcap: Whether there is a soft cap.
+        softcap: Whether there is logit soft-capping.
         alibi: Whether there are linear biases.
         deterministic: Whether the gradients must be bit-exact.
         half_output: Whether what is computed from FP8 is to be float16 or bfloat16.
@@ -329,7 +329,7 @@ RULES = (
 
 
 def refusal(case: Configuration, what: str, rules: Sequence[Rule] = RULES) -> UnsupportedError | None:
-    """Everything that is known to speak against a case, as one error; None if nothing does."""
+    """One error with the reasons of all rules that reject a configuration; None if none does."""
     broken = [rule for rule in rules if rule.applies(case)]
     if not broken:
         return None
@@ -341,5 +341,5 @@ def refusal(case: Configuration, what: str, rules: Sequence[Rule] = RULES) -> Un
         "backward_head_dim": case.backward_head_dim,
         "version": f"{case.cudnn // 10000}.{case.cudnn // 100 % 100}.{case.cudnn % 100}",
     }
-    ways_out = dict.fromkeys(rule.suggestion.format(**facts) for rule in broken)
-    return UnsupportedError(what, [rule.reason.format(**facts) for rule in broken], "; ".join(ways_out))
+    suggestions = dict.fromkeys(rule.suggestion.format(**facts) for rule in broken)
+    return UnsupportedError(what, [rule.reason.format(**facts) for rule in broken], "; ".join(suggestions))
