@@ -276,8 +276,9 @@ def find_any(call: ForwardArguments, deterministic: bool | None) -> Callable[[Fo
 def _train(prepared: ForwardCall, deterministic: bool, call: ForwardArguments) -> Result:
     """Runs a differentiable call whose two passes are cached."""
     both_passes = call._replace(deterministic=deterministic, with_lse=True)
+    inputs = (call.q, call.k, call.v, call.attn_mask, call.sinks)
     try:
-        out, lse = autograd.Attention.apply(*call.differentiable, both_passes, prepared)  # type: ignore[no-untyped-call]
+        out, lse = autograd.Attention.apply(*inputs, both_passes, prepared)  # type: ignore[no-untyped-call]
     except RuntimeError:
         autograd_checks.refuse_inference_tensors(call)
         raise

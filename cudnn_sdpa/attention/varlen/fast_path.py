@@ -63,11 +63,24 @@ def find(call: VarlenArguments, deterministic: bool | None) -> Run | None:
         return None
     if deterministic is None:
         deterministic = is_deterministic()
-    options = (*call.options[:-1], deterministic, call.with_lse)  # with names 0.3 µs more
+    options = (
+        call.max_seqlen_q,
+        call.max_seqlen_kv,
+        call.is_causal,
+        call.causal_alignment,
+        call.window_left,
+        call.window_right,
+        call.scale,
+        call.dropout_p,
+        call.softcap,
+        call.shared_cu_seqlens,
+        deterministic,
+        call.with_lse,
+    )
     types = tuple(map(type, options))
     sinks = call.sinks
     try:
-        trains = needs_gradient(*call.differentiable)
+        trains = needs_gradient(call.q, call.k, call.v, call.sinks)
         last: CachedCall | None = launch.calls.last
         if (
             last is not None
@@ -89,7 +102,7 @@ def find(call: VarlenArguments, deterministic: bool | None) -> Run | None:
 
 def _tensors(call: VarlenArguments) -> list[Tensor]:
     ends = (call.cu_seqlens_q,) if call.shared_cu_seqlens else (call.cu_seqlens_q, call.cu_seqlens_kv)
-    return [x for x in (*call.differentiable, *ends) if x is not None]
+    return [x for x in (call.q, call.k, call.v, call.sinks, *ends) if x is not None]
 
 
 def _find_by_signature(
@@ -135,9 +148,9 @@ def _train(prepared: VarlenCall, deterministic: bool, call: VarlenArguments) -> 
     both_passes = call._replace(deterministic=deterministic, with_lse=True)
     try:
         if call.with_lse:
-            result: Result = autograd.VarlenAttention.apply(*call.differentiable, both_passes)  # type: ignore[no-untyped-call]
+            result: Result = autograd.VarlenAttention.apply(call.q, call.k, call.v, call.sinks, both_passes)  # type: ignore[no-untyped-call]
             return result
-        out: Tensor = VarlenFunction.apply(*call.differentiable, both_passes, prepared)  # type: ignore[no-untyped-call]
+        out: Tensor = VarlenFunction.apply(call.q, call.k, call.v, call.sinks, both_passes, prepared)  # type: ignore[no-untyped-call]
     except RuntimeError:
         autograd_checks.refuse_inference_tensors(call)
         raise
