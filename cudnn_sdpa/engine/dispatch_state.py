@@ -43,13 +43,6 @@ is_autocasting = getattr(torch._C, "_is_any_autocast_enabled", None) or (
 is_batch = is_legacy_batchedtensor  #: what `is_grads_batched` makes of gradients; its Python type is Tensor
 
 
-def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether nothing needs to intercept a call with these tensors."""
-    return not (
-        (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
-    ) and can_bypass_dispatcher(q, k, v)
-
-
 def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
     """Whether nothing but autograd needs to intercept a call with these tensors."""
     return is_plain_memory(*tensors) and forward_ad._current_level < 0 and not is_profiling() and not is_autocasting()

@@ -348,8 +348,8 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: GraphCall, rank: int, sizes: tuple[Any, ...], *tensors: Tensor) -> Tensor:
         x, weight = tensors[:2]
-        grad_x, grad_weight = ctx.needs_input_grad[3:5]
-        ctx.save_for_backward(x if grad_weight else None, weight if grad_x else None)
+        needs_grad_x, needs_grad_weight = ctx.needs_input_grad[3:5]
+        ctx.save_for_backward(x if needs_grad_weight else None, weight if needs_grad_x else None)
         ctx.rest = rank, sizes, x.shape, weight.shape
         return call(tensors)[0]
 

@@ -54,15 +54,15 @@ def _rms_norm(
     if 0 in x.shape:
         return _nothing(rms_norm_rows, x, trains)
     shift = 1.0 if zero_centered and weight is not None else None
-    rows, grad_weight, of_residual = (_meta(part) for part in norm.rows_of(x, weight, residual))
+    rows, weight_row, residual_rows = (_meta(part) for part in norm.rows_of(x, weight, residual))
     fused = None if trains else activation
     static: dict[str, Any] = {"with_scale": trains, "activation": fused}
-    found = rms_norm_rows.describe(rows, grad_weight, of_residual, float(eps), shift, **static)
+    found = rms_norm_rows.describe(rows, weight_row, residual_rows, float(eps), shift, **static)
     notes = _copies(x=x, residual=residual) + [f"{activation} of the result"] * (trains and activation is not None)
     if not trains:
         return _completed(found, x, notes)
     scale = torch.empty(rows.shape[0], 1, 1, 1, dtype=torch.float32, device="meta")
-    gradients = rms_norm_gradients.describe(rows, rows, grad_weight, scale, shift)
+    gradients = rms_norm_gradients.describe(rows, rows, weight_row, scale, shift)
     return _completed(found, x, notes, gradients)
 
 
@@ -75,12 +75,12 @@ def _layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = N
     notes = _copies(x=x) + [f"{name} is made" for name, part in (("weight", weight), ("bias", bias)) if part is None]
     like = next((part for part in (weight, bias) if part is not None), x)
     given = [part if part is not None else like.new_empty(x.shape[-1]) for part in (weight, bias)]
-    rows, grad_weight, of_bias = (_meta(part) for part in norm.rows_of(x, *given))
-    found = layer_norm_rows.describe(rows, grad_weight, of_bias, float(eps), with_statistics=trains)
+    rows, weight_row, bias_row = (_meta(part) for part in norm.rows_of(x, *given))
+    found = layer_norm_rows.describe(rows, weight_row, bias_row, float(eps), with_statistics=trains)
     if not trains:
         return _completed(found, x, notes)
     statistics = (torch.empty(rows.shape[0], 1, 1, 1, dtype=torch.float32, device="meta") for _ in range(2))
-    return _completed(found, x, notes, layer_norm_gradients.describe(rows, rows, grad_weight, *statistics))
+    return _completed(found, x, notes, layer_norm_gradients.describe(rows, rows, weight_row, *statistics))
 
 
 @describes(gates.silu_mul)

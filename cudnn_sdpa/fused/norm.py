@@ -350,8 +350,8 @@ class _LayerNorm(torch.autograd.Function):
         grad = torch.zeros_like(x) if grad is None else grad
 
         def given() -> tuple[Any, ...]:
-            rows, grad_weight, of_grad = rows_of(x, weight, grad)
-            return of_grad, rows, grad_weight, *statistics
+            rows, weight_row, grad_rows = rows_of(x, weight, grad)
+            return grad_rows, rows, weight_row, *statistics
 
         found = _gradients(ctx.call, layer_norm_gradients, (grad, x, weight, *statistics), (), given)
         return None, None, *of_wanted(found, ctx.needs_input_grad[2:])

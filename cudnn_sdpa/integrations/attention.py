@@ -109,9 +109,9 @@ def _banded(
     if is_lone or (options["dropout_p"] and not is_square):
         return cast(Tensor, sdpa(query, key, value, attn_mask=mask_encoding.drawn(mask, query, keys), **options))
     is_full = left == mask_encoding.UNBOUNDED or (queries == 1 and keys <= left + 1)
-    can_bypass_dispatcher = is_full and queries == 1 and right == 0  # a single query on the last key sees all of them
+    needs_no_mask = is_full and queries == 1 and right == 0  # a single query on the last key sees all of them
     options = {**options, "seq_lens_kv": lengths, "window_size": None if is_full else (left, right)}
-    if not can_bypass_dispatcher:
+    if not needs_no_mask:
         options |= {"is_causal": right == 0, "causal_alignment": TOP_LEFT if is_square else BOTTOM_RIGHT}
     return cast(Tensor, sdpa(query, key, value, **options))
 

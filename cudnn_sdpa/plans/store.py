@@ -221,7 +221,7 @@ class PlanStore:
     def _write_or_make_room(self, folder: int, name: str, contents: bytes) -> None:
         """Writes a file; on a full disk, others are evicted for it."""
         tries, gone = 1, 1
-        while not store_files.is_written(folder, name, contents, or_raise=tries == _MAX_TRIES or not gone):
+        while not store_files.try_write(folder, name, contents, or_raise=tries == _MAX_TRIES or not gone):
             gone = self._remove(folder, len(contents), name)
             tries += 1
 

@@ -209,7 +209,7 @@ def listed(folder: int) -> list[File]:
     return found
 
 
-def is_written(folder: int, name: str, contents: bytes, *, or_raise: bool) -> bool:
+def try_write(folder: int, name: str, contents: bytes, *, or_raise: bool) -> bool:
     """Writes a file; returns whether the disk had room."""
     try:
         _write(folder, name, contents)

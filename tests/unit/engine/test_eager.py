@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cudnn_sdpa.engine.dispatch_state import is_plain, is_profiling, tensor_guard
+from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, is_profiling, needs_gradient, tensor_guard
 
 
 class Watching(TorchDispatchMode):
@@ -30,6 +30,10 @@ def replaced(position, change):
     result = tensors()
     result[position] = change(result[position])
     return result
+
+
+def is_plain(*tensors):
+    return can_bypass_dispatcher(*tensors) and not needs_gradient(*tensors)
 
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
