@@ -1,8 +1,9 @@
 """Packed sequences: bounds rounded up so that few plans serve many calls, and the keys of the plans.
 
 A plan for packed tensors has three bounds: the number of sequences, their length and the total number of rows. None
-of them affects results, so each is rounded up to one of a few values; the extra sequences are empty. It is in `dense` because its buckets use packed plans too. Measured on an
-H200: a length bound that is far too large costs nothing, an empty sequence costs about 0.1 µs.
+of them affects results, so each is rounded up to one of a few values; the extra sequences are empty. Measured on an
+H200: a length bound that is far too large costs nothing, an empty sequence costs about 0.1 µs. The module is in `dense`
+because the buckets of dense calls are packed plans, too.
 """
 
 from __future__ import annotations
