@@ -284,7 +284,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True, "causal_alignment": TOP_LEFT},
     "causal, bottom-right": {"is_causal": True, "causal_alignment": BOTTOM_RIGHT},
     "window_size": {"window_size": (256, 0), "causal_alignment": BOTTOM_RIGHT},
-    "true lengths": {"seq_lens_q": True, "seq_lens_kv": True},
+    "actual sequence lengths": {"seq_lens_q": True, "seq_lens_kv": True},
     "attn_mask": {"attn_mask": True},
     "attn_mask, bottom-right causal, actual sequence lengths": {
         "attn_mask": True,
@@ -297,7 +297,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "attn_mask that requires grad, dropout": {"attn_mask": "grad", "dropout_p": 0.1},
     "ALiBi, causal": {"alibi": True, "is_causal": True},
     "sinks": {"sinks": True},
-    "soft cap": {"softcap": 20.0},
+    "softcap": {"softcap": 20.0},
     "softcap, causal": {"softcap": 20.0, "is_causal": True, "causal_alignment": TOP_LEFT},
     "dropout": {"dropout_p": 0.1},
     "deterministic": {"deterministic": True},

@@ -214,7 +214,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     ids=["many open files", "too many open files", "nothing to write to", "another program"],
 )
 def test_what_a_process_is_short_of(run_python, what, expected):
-    result = run_python(SHORT_OF.format(what=what))
+    result = run_python(SHORT_OF.format(what=what), fresh=True)
     assert result.stdout.startswith(expected), result.stdout + result.stderr
 
 
