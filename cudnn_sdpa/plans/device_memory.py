@@ -97,7 +97,7 @@ class _Arena:
 
 
 _arenas: dict[int, _Arena] = {}
-_lock = threading.Lock()
+_arenas_lock = threading.Lock()
 
 
 def take_memory(device: int, size: int) -> Tensor:
@@ -105,7 +105,7 @@ def take_memory(device: int, size: int) -> Tensor:
 
     They were allocated on another stream, so users call `record_stream`.
     """
-    with _lock:
+    with _arenas_lock:
         return _arenas.setdefault(device, _Arena(device)).take(size)
 
 
@@ -185,6 +185,7 @@ class DeviceTables:
 
 
 _constants: dict[tuple[int, TensorLayout, int], torch.Tensor] = {}
+_constants_lock = threading.Lock()  # held while memory is taken, so it is not the arenas' lock
 
 
 def constants_of(key: PlanKey) -> dict[str, torch.Tensor]:
@@ -199,7 +200,7 @@ def _constant(device: int, layout: TensorLayout, value: int) -> torch.Tensor:
 
     There is one per batch size and value, of 512 bytes on the GPU.
     """
-    with _lock:  # otherwise two threads could make two, and one would be freed with its plan
+    with _constants_lock:  # otherwise two threads could make two, and one would be freed with its plan
         tensor = _constants.get((device, layout, value))
         if tensor is None:
             size = math.prod(layout.shape) * layout.dtype.itemsize

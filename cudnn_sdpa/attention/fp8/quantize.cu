@@ -20,7 +20,7 @@ typedef unsigned int word;
 #define S 3
 #define O 4
 
-#define SCALE_S 256.0f            /* of the probabilities, as in fp8_scaling.py */
+#define SCALE_S 256.0f            /* of the probabilities, as in scaling_state.py */
 #define TINY 7.70371977754894341e-34f /* 2^-110: no scale and no descale is infinite or subnormal */
 
 #define FINITE 0x7f7fffffu        /* bits of the largest finite number: those of what is not finite are larger */

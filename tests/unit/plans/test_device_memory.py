@@ -1,0 +1,59 @@
+"""Small device tensors that outlive a call, with this machine's memory in place of the GPU's."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.plans import device_memory
+
+LAYOUT = TensorLayout.contiguous((2, 3, 1), torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def memory_of_this_machine(monkeypatch):
+    monkeypatch.setattr(device_memory, "_arenas", {})
+    monkeypatch.setattr(device_memory, "_constants", {})
+    monkeypatch.setattr(device_memory._Arena, "_fetch", lambda _, size: torch.full((size,), 77, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=lambda: None))
+
+
+def in_threads(work, count):
+    """What `count` threads get from `work`, none of which may take longer than ten seconds."""
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(work()), daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads), "a thread waits for a lock that nobody gives back"
+    assert len(results) == count
+    return results
+
+
+def test_threads_share_one_constant_of_the_right_values():
+    first, *others = in_threads(lambda: device_memory._constant(0, LAYOUT, 7), 4)
+    assert all(other is first for other in others)
+    assert first.shape == (2, 3, 1)
+    assert first.dtype == torch.int32
+    assert first.unique().tolist() == [7]
+
+
+def test_constants_of_other_values_devices_and_layouts_have_memory_of_their_own():
+    kinds = [(0, LAYOUT, 7), (0, LAYOUT, 9), (1, LAYOUT, 7), (0, TensorLayout.contiguous((2, 3, 1), torch.int64), 7)]
+    tensors = [device_memory._constant(*kind) for kind in kinds]
+    assert [tensor.unique().tolist() for tensor in tensors] == [[7], [9], [7], [7]]
+    assert len({tensor.data_ptr() for tensor in tensors}) == len(kinds)
+
+
+def test_memory_is_aligned_and_shared_by_none():
+    one, other = (device_memory.take_memory(0, size) for size in (300, 5))
+    assert (one.numel(), other.numel()) == (512, 256)
+    one.fill_(1)
+    other.fill_(2)
+    assert one.unique().tolist() == [1]
+    assert other.unique().tolist() == [2]
