@@ -635,7 +635,7 @@ def test_what_a_gpu_lacks_is_said_before_anything_runs(capability, dim, trains, 
     """And where cuDNN itself gives 16 bits, it does unless gradients are wanted."""
     monkeypatch.setattr(attention_module, "live_target", lambda _: target(capability))
     shapes = (2, 4, 64, dim), (2, 2, 96, dim), (2, 2, 96, dim)
-    options = (True, "top_left", -1, -1, None, 0.0, None, False, False)
+    options = (True, "top_left", -1, -1, None)
 
     def ask():
         return attention_module._support.__wrapped__(0, *shapes, (False, True), options, trains, False)
