@@ -1,5 +1,4 @@
-"""Writes the table of known issues in docs/troubleshooting.md, out of known_issues.py and
-fused_issues.py in cudnn_sdpa/runtime.
+"""Writes the table of known issues in docs/troubleshooting.md, from cudnn_sdpa/graph/known_issues.py.
 
     python scripts/known_issues.py            # write it
     python scripts/known_issues.py --check    # exit with 1 if the page is out of date
@@ -51,13 +50,13 @@ def table() -> str:
     lines = ["| what goes wrong in cuDNN | avoided on | known from | how |", "|---|---|---|---|"]
     lines += [
         "| " + " | ".join((issue.fault, versions(issue), source(issue), issue.treatment)).replace("\n", " ") + " |"
-        for issue in (*known_issues.ISSUES, *known_issues.FUSED_ISSUES)
+        for issue in (*known_issues.ATTENTION_ISSUES, *known_issues.FUSED_ISSUES)
     ]
     return "\n".join(lines)
 
 
 def render(text: str) -> str:
-    """`text` with the table made anew."""
+    """`text` with the table written again."""
     return MARKS.sub(lambda found: f"{found[1]}{table()}\n{found[2]}", text)
 
 

@@ -102,7 +102,7 @@ class Attended:
         sink: The share of the sink, or None.
         share: What dropout multiplies weights by.
         seen: What each query sees.
-        slope: The derivative of the soft cap.
+        slope: The derivative of the softcap.
     """
 
     out: Tensor

@@ -247,7 +247,7 @@ def chunks() -> list[dict[str, Any]]:
                 "dense µs": times["dense"],
                 "sdpa_paged / dense": times["paged"] / times["dense"],
                 "dense with seq_lens_kv µs": times["lengths"],
-                "pages in a row µs": times["gather"],
+                "gather µs": times["gather"],
                 "that at a copy's bandwidth µs": moved * times["copy"] / (2 * COPIED),
                 "packed attention µs": times["packed"],
                 "cuDNN's kernel on pages µs": times["by hand"],

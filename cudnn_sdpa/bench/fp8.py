@@ -1,4 +1,4 @@
-"""`bench fp8`: attention in FP8 beside the same in bfloat16, with every scale ready, and the easy layer.
+"""`bench fp8`: attention in FP8 beside the same in bfloat16, with every scale ready, and the high-level layer.
 
 All times are taken on the GPU, the candidates of a row interleaved: the chip's clock moves with its load.
 """
@@ -38,7 +38,7 @@ TOLERANCE = {E4M3: 0.08, E5M2: 0.15}
 
 
 class Problem:
-    """One attention in bfloat16 and in FP8, quantized with the scales that its largest values ask for.
+    """One attention in bfloat16 and in FP8, quantized with the scales that its amax asks for.
 
     Attributes:
         half: Queries, keys and values in bfloat16, which require grad.

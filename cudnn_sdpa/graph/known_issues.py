@@ -129,7 +129,7 @@ FUSED_ISSUES = (
 )
 
 
-#: The operations that `ISSUES` covers.
+#: The operations that `ATTENTION_ISSUES` covers.
 ATTENTION = ("cudnn_sdpa.attention.dense.graphs:", "cudnn_sdpa.attention.fp8.graphs:")
 
 
@@ -209,7 +209,7 @@ def _token_major(key: PlanKey) -> bool:
     )
 
 
-ISSUES = (
+ATTENTION_ISSUES = (
     KnownIssue(
         fault="a very negative log-sum-exp gives NaN gradients if queries or keys do not fill their last tile of 128",
         source="pytorch#196678, cudnn-frontend#1072; seen on 9.19 with an H200, not on 9.28",
@@ -367,7 +367,7 @@ ISSUES = (
 def concerning(key: PlanKey) -> list[KnownIssue]:
     """The bugs of this version that affect a plan."""
     version = key.target.cudnn
-    rows = ISSUES if key.operation.startswith(ATTENTION) else FUSED_ISSUES
+    rows = ATTENTION_ISSUES if key.operation.startswith(ATTENTION) else FUSED_ISSUES
     return [issue for issue in rows if issue.first <= version < issue.fixed and issue.concerns(key)]
 
 

@@ -104,7 +104,7 @@ def _banded(
     queries, keys = query.shape[2], key.shape[2]
     left, right, lengths = found
     is_square = lengths is None and queries == keys
-    # cuDNN has no kernel for a single query with a soft cap and lengths, nor for dropout with a band that ends last.
+    # cuDNN has no kernel for a single query with softcap and lengths, nor for dropout with a band that ends last.
     is_lone = options["softcap"] is not None and lengths is not None and queries == 1
     if is_lone or (options["dropout_p"] and not is_square):
         return cast(Tensor, sdpa(query, key, value, attn_mask=mask_encoding.drawn(mask, query, keys), **options))

@@ -1,4 +1,4 @@
-"""What hides keys, said in a tensor that models hand on like a mask: bounds of a band, true lengths, packed tokens.
+"""Mask encoding: band bounds, sequence lengths or packed documents in a tensor that models hand on like a mask.
 
 Models of transformers pass whatever a mask function returns to every layer's attention, and accept as ready what is a
 tensor of four dimensions. So a structure travels as one, with a dtype that no mask has and sizes that are no mask's: a

@@ -55,7 +55,7 @@ class Fp8Attention(nn.Module):
         if scaling is not None and not isinstance(scaling, Fp8Scaling):
             raise OptionError("scaling", type(scaling).__name__, "cudnn_sdpa.Fp8Scaling or None")
         if scaling is not None and _owner_of(scaling) is not None:
-            expected = "one of this layer's own, as the largest values of two layers would be taken for one's"
+            expected = "one of this layer's own: the amax values of two layers would be mixed"
             hint = "Make another Fp8Scaling with the same options, or copy this one with copy.deepcopy."
             raise OptionError("scaling", "that of another Fp8Attention", expected, hint)
         self.is_causal, self.causal_alignment, self.window_size, self.scale = (
@@ -81,7 +81,7 @@ class Fp8Attention(nn.Module):
             q: Queries, bfloat16 or float16.
             k: Keys.
             v: Values.
-            seq_lens_q: The true numbers of queries, (B,) int32. Rows past them are zeros.
+            seq_lens_q: The actual numbers of queries, (B,) int32. Rows past them are zeros.
             seq_lens_kv: The same of keys.
 
         Returns:

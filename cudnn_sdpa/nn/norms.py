@@ -200,6 +200,6 @@ NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms_norm": RMSNorm, "layer_norm"
 
 
 def norm_from_torch(name: str, module: Any) -> RMSNorm | LayerNorm:
-    """The twin of one of PyTorch's norms."""
+    """The counterpart of one of PyTorch's norms."""
     check_type(name, module, nn.LayerNorm, nn.RMSNorm)
     return RMSNorm.from_torch(module) if type(module) is nn.RMSNorm else LayerNorm.from_torch(module)

@@ -168,7 +168,7 @@ def test_every_public_name_is_in_the_reference():
         ("tokens", packed.row_bucket),
         ("longest length", lambda longest: packed.length_bucket(longest, 10**6, tight=False)),
         (
-            "longest length, with a soft cap or deterministic",
+            "longest length, with softcap or deterministic",
             lambda longest: packed.length_bucket(longest, 10**6, tight=True),
         ),
     ],

@@ -61,6 +61,11 @@ def test_the_table_of_known_issues_is_that_of_the_library():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def test_the_page_on_design_has_a_line_for_each_file_of_the_package():
+    result = run("scripts/package_tree.py", "--check")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_the_benchmark_says_that_it_needs_a_gpu():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

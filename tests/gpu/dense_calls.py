@@ -203,13 +203,13 @@ def compare(dtype: torch.dtype, actual: Results, reference: Results, rounding: d
     wrong = []
     blind = lse_ref.isneginf()
     if not (lse[blind] == -math.inf).all():
-        wrong.append(f"lse of blind rows {lse[blind][:4].tolist()}")
+        wrong.append(f"lse of fully masked rows {lse[blind][:4].tolist()}")
     if not difference(lse[~blind], lse_ref[~blind]) < 1e-4:
         wrong.append(f"lse {difference(lse[~blind], lse_ref[~blind]):.2e}")
     if not difference(out, out_ref) < FORWARD[dtype]:
         wrong.append(f"out {difference(out, out_ref):.2e}")
     if not (out[out_ref.abs().sum(-1) == 0] == 0).all():
-        wrong.append("out of blind rows")
+        wrong.append("out of fully masked rows")
     for name, gradient in gradients.items():
         off = difference(gradient, gradients_ref[name], rounding[name])
         if not off < BACKWARD[dtype] or gradient.shape != gradients_ref[name].shape:

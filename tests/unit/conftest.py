@@ -77,7 +77,7 @@ def assert_rounded() -> Callable[[Tensor, Tensor], None]:
 def checked_for_a_cudnn_that_has_sinks() -> Iterator[None]:
     """Where an older cuDNN is installed, as for `make test-min`, CPU tensors are checked for the one of the benchmarks.
 
-    What is older refuses sinks, and gradients under a soft cap, which the reference has with every version.
+    What is older refuses sinks, and gradients with softcap, which the reference has with every version.
     """
     version = max(cpu_target.installed_cudnn(), cpu_target.ASSUMED_CUDNN)
     with pytest.MonkeyPatch.context() as patch:

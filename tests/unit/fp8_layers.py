@@ -1,4 +1,4 @@
-"""What the tests of the easy layer in FP8 share: a step of it, and its results against float64."""
+"""What the tests of the high-level layer in FP8 share: a step of it, and its results against float64."""
 
 from __future__ import annotations
 

@@ -273,19 +273,6 @@ def test_there_are_no_import_cycles():
     assert set(TopologicalSorter(graph).static_order()) >= set(MODULES)
 
 
-def test_the_page_on_design_has_a_line_for_each_file(repository):
-    tree = (repository / "docs" / "design.md").read_text().split("<!-- tree -->")[1].split("<!-- end of tree -->")[0]
-    found, folders = set(), []
-    for indent, name in re.findall(r"^( *)([\w/]+(?:\.py)?)(?:  .*\S)?$", tree, re.MULTILINE):
-        folders = folders[: len(indent) // 2]
-        found.add("/".join([*folders, name.rstrip("/")]))
-        folders += [name.rstrip("/")] if name.endswith("/") else []
-    files = {path.relative_to(PACKAGE.parent).as_posix() for path in SOURCES.values()}
-    assert {name for name in found if name.endswith(".py")} == {
-        name for name in files if not name.endswith("/__init__.py") or name.count("/") == 1
-    }
-
-
 @pytest.mark.parametrize("name", SOURCES)
 def test_modules_say_what_they_are_for(name):
     source = SOURCES[name].read_text()

@@ -335,7 +335,7 @@ def described(of: Fp8Forward) -> ForwardArguments:
 
 
 def gathered(of: Fp8Forward) -> Fp8Forward:
-    """The same call on keys and values put in a row; any device. What no sequence owns is zeros."""
+    """The same call on contiguous keys and values; any device. What no sequence owns is zeros."""
     if of.tables is None:
         return of
     lengths = of.call.seq_lens_kv

@@ -4,7 +4,7 @@ The operations are described in NVIDIA's documentation of the cuDNN frontend, "A
 compute, step by step, stands in the frontend's headers `node/scaled_dot_product_flash_attention.h` and
 `node/sdpa_fp8_bwd.h`; `fp8.reference` follows them. `band` is that of `graphs`.
 
-Every scale is a tensor of one float32 on the GPU, so that it is data. Of the largest values, which are always results,
+Every scale is a tensor of one float32 on the GPU, so that it is data. Of the amax values, which are always results,
 a frontend that is asked for none of them would leave the graph without them.
 """
 

@@ -74,7 +74,7 @@ __device__ float scale_for(float limit, word amax) {
   return amax == 0 || amax > FINITE ? 1.0f : limit / fmaxf(as_float(amax), TINY);
 }
 
-/* The largest value of all threads of a block, in its first one. */
+/* The amax of all threads of a block, in its first one. */
 __device__ word largest_of_block(word mine) {
   __shared__ word of_warp[8];
   mine = __reduce_max_sync(0xffffffffu, mine);
@@ -100,12 +100,12 @@ struct Source {
 struct Quantize {
   word* table;
   const float* given; /* scales of all tensors, or null: they come from what the table says is the largest */
-  word* record;       /* (10,): raised to the largest values; or null */
+  word* record;       /* (10,): raised to the amax values; or null */
   number tensors;
   number is_bfloat16;
   number is_e5m2;
   number limit;       /* bits of the largest number that a value may become */
-  number measures;    /* whether the largest values are looked for */
+  number measures;    /* whether the amax values are looked for */
   number converts;
   number by_amax;     /* whether these tensors' scales come from the table, also if others are given */
   Source of[3];
@@ -201,7 +201,7 @@ struct Dequantize {
   number tensors;
   number is_bfloat16;
   number is_e5m2;
-  number measured;     /* how many largest values cuDNN gave */
+  number measured;     /* how many amax values cuDNN gave */
   const float* amax[4];
   number row[4];       /* of the table */
   Result of[3];
@@ -254,12 +254,12 @@ extern "C" __global__ void fp8_dequantize(const Dequantize a) {
   }
 }
 
-/* The largest values of a step become part of the history, and the scales follow. */
+/* The amax values of a step become part of the history, and the scales follow. */
 struct Update {
   word* amax;          /* (10,) of the step, filled with zeros for the next one */
   word* history;       /* (10, length), the latest step first */
   float* scale;        /* (10,) */
-  const float* limits; /* (10,): what the largest value shall become; 0: the scale stays */
+  const float* limits; /* (10,): what the amax shall become; 0: the scale stays */
   number length;
   number most_recent;  /* whether the latest step alone counts */
 };

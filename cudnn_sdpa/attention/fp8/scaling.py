@@ -1,7 +1,7 @@
-"""`Fp8Scaling`: the scales of attention in FP8, and the largest values that they come from.
+"""`Fp8Scaling`: the scales of attention in FP8, and the amax values that they come from.
 
 Delayed scaling as in NVIDIA's Transformer Engine (its documentation, "Using FP8 with Transformer Engine"): a tensor is
-quantized with a scale from the largest values of steps before, so that it is read once.
+quantized with a scale from the amax values of steps before, so that it is read once.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MAX_MARGIN = 6
 
 
 def limits_of(grad_dtype: torch.dtype, margin: int = 0) -> tuple[float, float]:
-    """What the largest values shall become: of tensors of the forward pass, and of gradients."""
+    """What the amax values shall become: of tensors of the forward pass, and of gradients."""
     return torch.finfo(DTYPE).max / 2**margin, torch.finfo(grad_dtype).max / 2**margin
 
 
 class Fp8Scaling(Fp8State):
-    """The scales of one attention layer in FP8, with the histories of largest values that they come from.
+    """The scales of one attention layer in FP8, with the amax histories that they come from.
 
     It is what `Fp8Attention` keeps, and what `fp8_attention` may be given. Each layer needs one of its own.
 
-    A *step* is what lies between two updates. In training mode the largest values of a step are recorded, over as many
+    A *step* is what lies between two updates. In training mode the amax values of a step are recorded, over as many
     calls as it has; a call that is repeated, as checkpointing does, changes nothing. An update moves them into the
     history and derives the scales of the next step. All of it happens on the GPU: the host never reads a scale.
 
@@ -44,7 +44,7 @@ class Fp8Scaling(Fp8State):
     - Without it, a step ends where you call `update()`, once for each step of the optimizer: for instance by
       `optimizer.register_step_post_hook(lambda *_: Fp8Scaling.update_all(model))`.
 
-    If one of a step's largest values is infinite or NaN, its update changes no scale and no history.
+    If one amax of a step is infinite or NaN, its update changes no scale and no history.
 
     The first steps, `calibration` of them, *calibrate*: scales come from the tensors at hand, and a backward pass,
     whose results cannot be known beforehand, runs more than once. So it does not matter if some of them taught nothing,
@@ -58,15 +58,15 @@ class Fp8Scaling(Fp8State):
 
     Args:
         inputs: How q, k, v and the output's gradient get their scales: "delayed", from the history, or "current", from
-            their own largest values, which takes another pass over them. What attention computes (the output and the
+            their own amax values, which takes another pass over them. What attention computes (the output and the
             gradients) always has delayed ones.
         history: How many steps the history has.
-        margin: The largest value becomes 2^-margin of what the format holds: room for values that grow, 0 to 6.
+        margin: The amax becomes 2^-margin of what the format holds: room for values that grow, 0 to 6.
         algorithm: Which steps count: "max", all of the history, or "most_recent", the latest one.
         grad_dtype: float8_e5m2, or float8_e4m3fn, which has twice the precision and a smaller range.
         auto_update: Whether updates happen by themselves.
         calibration: How many steps scale by the tensors at hand before the history is relied on, 1 or more.
-        process_group: The ranks that shall have the same scales: each update takes the largest values of all of them,
+        process_group: The ranks that shall have the same scales: each update takes the amax values of all of them,
             so that they must update equally often, and drop a step together. A `torch.distributed.ProcessGroup`; or
             "world", the default group, looked up at each update; or None, each rank for itself.
         device: Where the state is; it moves with `to`.
@@ -88,7 +88,7 @@ class Fp8Scaling(Fp8State):
         >>> q = k = v = torch.full((1, 2, 32, 16), 7.0, dtype=torch.bfloat16)
         >>> out = fp8_attention(q, k, v, scaling=scaling)
         >>> scaling.update()
-        >>> scaling.scale[:3] * 7  # the largest value becomes the largest of E4M3
+        >>> scaling.scale[:3] * 7  # the amax becomes the largest of E4M3
         tensor([448., 448., 448.])
     """
 
@@ -164,7 +164,7 @@ class Fp8Scaling(Fp8State):
         return self.scale if by_history else None
 
     def recorder(self, *, backward: bool) -> Tensor | None:
-        """Where a pass records its largest values; None if it does not."""
+        """Where a pass records its amax values; None if it does not."""
         if not self.training:
             return None
         self._steps.recorded[backward] = True

@@ -23,12 +23,12 @@ SLOT = 4  #: floats that a number has to itself
 #: whose inverse is exact, and not 448: a kernel whose maximum of a row lags behind sees exponentials a little over 1.
 SCALE_S = 256.0
 
-#: The least that a largest value counts for, so that no scale and no descale is infinite or subnormal.
+#: The least that an amax counts for, so that no scale and no descale is infinite or subnormal.
 TINY = 2.0**-110
 
 
 def new_table(device: torch.device) -> Tensor:
-    """A table, (3, 10, 4) float32, of which the first of every four floats counts; largest values of 0."""
+    """A table, (3, 10, 4) float32, of which the first of every four floats counts; amax values of 0."""
     return torch.zeros(3, len(NAMES), SLOT, dtype=torch.float32, device=device)
 
 
@@ -62,7 +62,7 @@ def backward_scales(forward: Tensor, backward: Tensor) -> Fp8BackwardScales:
 
 
 def scale_for(limit: float | Tensor, amax: Tensor) -> Tensor:
-    """The scale that takes a largest value to a limit; 1 where there is nothing to go by: 0, infinity or NaN."""
+    """The scale that takes an amax to a limit; 1 where there is nothing to go by: 0, infinity or NaN."""
     known = amax.isfinite() & (amax > 0)
     if not isinstance(limit, Tensor):  # a number by a tensor is a product with 1 / tensor, rounded twice
         limit = torch.full_like(amax, limit)
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
 
 
 class Fp8State(nn.Module):
-    """Scales of ten tensors, the largest values that they come from, and what these shall become.
+    """Scales of ten tensors, the amax values that they come from, and what these shall become.
 
     All in float32, whatever a model is converted to, and never inference tensors, since each step writes them.
 
@@ -89,7 +89,7 @@ class Fp8State(nn.Module):
         scale: The scale of each tensor, (10,).
         amax: The largest absolute values of a step, (10,).
         amax_history: Those of the steps before, (10, history), the latest first.
-        limits: What the largest values shall become, (10,); 0 where the scale stays. It is not saved.
+        limits: What the amax values shall become, (10,); 0 where the scale stays. It is not saved.
     """
 
     scale: Tensor
@@ -166,11 +166,11 @@ class Fp8State(nn.Module):
         """What follows from a history that was loaded."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
         with torch.inference_mode(mode=False):
-            twin.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return twin
+            clone.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return clone
 
 
 # What the host counts of a layer's steps, so that it need not read what the GPU knows of them.
@@ -179,7 +179,7 @@ class Fp8State(nn.Module):
 class Steps:
     """Which passes a step has had, and whether scales come from the tensors at hand or from a history.
 
-    The first steps of a pass *calibrate*: one of them alone may have taught nothing, as its largest values may have
+    The first steps of a pass *calibrate*: one of them alone may have taught nothing, as its amax values may have
     been zeros, or not finite. That is on the GPU; the host goes by their number.
 
     Attributes:

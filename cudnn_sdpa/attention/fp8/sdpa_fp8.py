@@ -47,7 +47,7 @@ def sdpa_fp8(
 
     With e = exp(scores − the row's maximum) and l the row's sum of e, the output is
     `fp8(e · scale_s) v · descale_s · descale_v / l`, where the scores are `q kᵀ · scale · descale_q · descale_k`, and
-    `out` is that times `scale_o`, rounded. What FP8 does not hold becomes its largest number. Scales and largest values
+    `out` is that times `scale_o`, rounded. What FP8 does not hold becomes its largest number. Scales and amax values
     stay on the GPU: nothing waits for them. On the CPU an emulation runs, which rounds where cuDNN rounds. The formulas
     are those of the graph that the cuDNN frontend draws; see "Attention" in its documentation.
 
@@ -61,7 +61,7 @@ def sdpa_fp8(
         causal_alignment: Where the diagonal lies: "top_left", or "bottom_right", the last query at the last key.
         window_size: (left, right) bounds around the diagonal; -1 is no bound.
         scale: Factor of the scores, positive; None is 1/sqrt(D).
-        seq_lens_q: The true numbers of queries, (B,) int32. Rows past them are zeros.
+        seq_lens_q: The actual numbers of queries, (B,) int32. Rows past them are zeros.
         seq_lens_kv: The same of keys.
         page_table: Pages of each sequence, (B, max_pages) int32, with `seq_lens_kv`; k and v are pages
             (pages, Hkv, page size, D) then, or views, and key j is in slot `j % page_size` of page `j // page_size`.

@@ -57,7 +57,7 @@ def amax_of(out: Tensor, scale_o: Tensor, of_kernel: Tensor) -> Tensor:
     Args:
         out: The output.
         scale_o: Its scale.
-        of_kernel: The largest value with all queries in it, which stands where the output holds no larger number.
+        of_kernel: The amax with all queries in it, which stands where the output holds no larger number.
     """
     if out.dtype in FP8_DTYPES:
         # Without their signs the bits of FP8 numbers are in the order of the numbers, NaN the highest.

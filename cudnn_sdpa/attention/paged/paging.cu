@@ -1,4 +1,4 @@
-/* Attention over pages: what cuDNN reads beside the pages, kept within the table and the cache, and pages put in a row.
+/* Attention over pages: what cuDNN reads beside the pages, kept within the table and the cache, and gathered pages.
  *
  * Blocks of 256 threads. All fields have 64 bits, so that a call is an array of numbers on the host.
  */
@@ -83,7 +83,7 @@ struct Pages {
   uint4* to;             /* (tokens, heads, words): the sequences end to end */
 };
 
-/* Pages put in a row, as packed sequences. */
+/* Gathers pages into packed sequences. */
 struct Gather {
   const int* lengths_kv; /* (batch,) */
   const int* lengths_q;  /* (batch,) or null */

@@ -120,7 +120,7 @@ class Rule:
     """Something that cuDNN lacks.
 
     Attributes:
-        applies: Whether it speaks against a case.
+        applies: Whether it rejects a configuration.
         reason: Why, filled in with the case's attributes.
         suggestion: What works instead, likewise.
         wrong: Whether cuDNN has a plan nevertheless, which is wrong or was never seen to be right.
@@ -204,13 +204,13 @@ RULES = (
     ),
     Rule(
         lambda case: case.backward and case.softcap and case.is_ampere_kind,
-        "on SM {sm} there are no gradients under a soft cap",
+        "on SM {sm} there are no gradients with softcap",
         "softcap=None, or no gradients",
     ),
     Rule(
         lambda case: case.bottom_right and not case.softcap and (case.bias or case.dropout or case.alibi),
         "a bottom-right mask with a right bound excludes attn_mask, dropout and alibi, unless it can be counted from "
-        "the top left, which true lengths and a window narrower than Skv - Sq do not allow",
+        "the top left, which actual sequence lengths and a window narrower than Skv - Sq do not allow",
         "the band drawn into attn_mask, without is_causal and window",
     ),
     Rule(
@@ -226,7 +226,7 @@ RULES = (
     ),
     Rule(
         lambda case: case.alibi and case.softcap,
-        "a soft cap excludes cuDNN's linear biases",
+        "softcap excludes cuDNN's linear biases",
         "the biases given as attn_mask",
         wrong=True,
     ),
@@ -243,12 +243,12 @@ RULES = (
     ),
     Rule(  # seen on 9.10.2, not on 9.19
         lambda case: case.backward and case.softcap and case.skv % 128 != 0 and case.cudnn < 91100,
-        "gradients under a soft cap need a multiple of 128 keys with cuDNN {version}",
+        "gradients with softcap need a multiple of 128 keys with cuDNN {version}",
         "a newer cuDNN, or keys padded to a multiple of 128 and hidden with attn_mask",
     ),
     Rule(
         lambda case: case.softcap and case.lengths and case.sq == 1 and not case.packed,
-        "with a soft cap and true lengths, cuDNN computes a single query wrongly",
+        "with softcap and actual sequence lengths, cuDNN computes a single query wrongly",
         "an attn_mask (B, 1, 1, Skv) that hides the keys past each length",
         wrong=True,
     ),
@@ -260,7 +260,7 @@ RULES = (
     ),
     Rule(
         lambda case: case.softcap and case.bias_gradient,
-        "with a soft cap, cuDNN gives wrong gradients of attn_mask",
+        "with softcap, cuDNN gives wrong gradients of attn_mask",
         "an attn_mask that requires no grad",
         wrong=True,
     ),
@@ -317,7 +317,7 @@ RULES = (
             and case.is_data_center_blackwell
             and case.cudnn < 92800
         ),
-        "on SM {sm} deterministic gradients under a soft cap with true lengths need cuDNN 9.28, and this is {version}",
+        "on SM {sm} deterministic gradients with softcap and lengths need cuDNN 9.28, and this is {version}",
         "deterministic=False",
     ),
     Rule(

@@ -84,7 +84,7 @@ RULES = (
     Rule(
         lambda case: case.is_hopper and case.bottom_right,
         "on SM {sm} there is no FP8 kernel for a bottom-right mask with a right bound, unless it can be counted from "
-        "the top left, which true lengths and a window narrower than Skv - Sq do not allow",
+        "the top left, which actual sequence lengths and a window narrower than Skv - Sq do not allow",
         "calls without seq_lens_q and seq_lens_kv, or causal_alignment='top_left'",
     ),
     Rule(

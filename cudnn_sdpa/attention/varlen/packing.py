@@ -115,7 +115,7 @@ def _rows(output: Operand) -> tuple[int, ...]:
 
 
 def row_limits(packed: VarlenSpec, lengths: Tensor) -> dict[str, Tensor]:
-    """The first and the last key that each query sees: what a soft cap's graph reads in place of lengths."""
+    """The first and the last key that each query sees: what the graph of softcap reads in place of lengths."""
     of_q, of_kv = lengths.unsqueeze(2)
     rows = torch.arange(packed.max_seqlen_q, dtype=torch.int32, device=of_q.device).expand(packed.sequences, -1)
     left, right, bottom_right = packed.mask.band or (None, None, False)

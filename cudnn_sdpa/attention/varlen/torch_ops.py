@@ -268,7 +268,7 @@ def _count_backward(*inputs: Any, **_: Any) -> int:
 def _packed_sizes(
     q: Tensor, v: Tensor, offsets: tuple[Tensor, Tensor], longest: tuple[int, int]
 ) -> tuple[int, int, int]:
-    """The same for packed sequences, by their true lengths where these can be read, which waits for the GPU."""
+    """The same for packed sequences, by their lengths where these can be read, which waits for the GPU."""
     rows, columns = map(_sequence_lengths, offsets, longest)
     scores = sum(a * b for a, b in zip(rows, columns, strict=True))
     return q.shape[1] * scores, q.shape[2], v.shape[2]

@@ -21,7 +21,7 @@ def leaves(sq=200, skv=130):
 OPTIONS = {
     "plain": {},
     "causal": {"is_causal": True},
-    "window and soft cap": {"window_size": (60, 20), "softcap": 8.0},
+    "window and softcap": {"window_size": (60, 20), "softcap": 8.0},
     "sinks and mask": {"sinks": True, "attn_mask": True},
     "lengths": {"lengths": True},
 }

@@ -18,7 +18,7 @@ LENGTHS = [1, 2, 33, 127, 128, 129, 192, 256, 300]
 @pytest.mark.parametrize("skv", LENGTHS)
 @pytest.mark.parametrize("sq", LENGTHS)
 def test_a_very_negative_log_sum_exp(sq, skv):
-    """On cuDNN 9.19 such gradients are NaN where the last tile is partly filled, unless true lengths are given."""
+    """On cuDNN 9.19 such gradients are NaN where the last tile is partly filled, unless lengths are given."""
     for shift in (-100.0, -800.0):
         for dim in (64, 128):
             c = dense_calls.plain(sq=sq, skv=skv, dims=(dim, dim), scale=dim**-0.5, is_causal=False, shift=shift)

@@ -36,10 +36,10 @@ def assert_verified(result, names):
 DENSE = {
     "plain": {},
     "causal": {"is_causal": True, "return_lse": True},
-    "blind rows": {"is_causal": True, "causal_alignment": "bottom_right"},
+    "fully masked rows": {"is_causal": True, "causal_alignment": "bottom_right"},
     "window, lengths": {"window_size": (64, 8), "seq_lens": True},
     "mask, sinks": {"attn_mask": (8, 200, 333), "sinks": True},
-    "soft cap": {"softcap": 5.0, "is_causal": True},
+    "softcap": {"softcap": 5.0, "is_causal": True},
     "negative scale": {"scale": -0.1, "is_causal": True},
     "deterministic": {"deterministic": True},
 }
@@ -48,7 +48,7 @@ DENSE = {
 @pytest.mark.parametrize("name", DENSE)
 def test_a_dense_call_is_verified_with_its_gradients_on_the_plans_that_it_has(name):
     options = dict(DENSE[name])
-    q, k, v = bshd(*((333, 200) if name == "blind rows" else (200, 333)))
+    q, k, v = bshd(*((333, 200) if name == "fully masked rows" else (200, 333)))
     names = ["out", "lse", "grad q", "grad k", "grad v"]
     if "attn_mask" in options:
         options["attn_mask"] = random(*options["attn_mask"])
@@ -86,7 +86,7 @@ VARLEN = {
     "self": {"is_causal": True},
     "cross": {"is_causal": True, "return_lse": True},
     "sinks": {"sinks": True, "is_causal": True},
-    "soft cap": {"softcap": 5.0},
+    "softcap": {"softcap": 5.0},
     "negative scale": {"scale": -0.1},
     "deterministic": {"deterministic": True},
 }

@@ -23,7 +23,7 @@ DECLINED = {
         "mask_shape": (1, 4, 40, 50),
         "mask_grad": True,
     },
-    "a soft cap and the gradient of a mask": {
+    "softcap and the gradient of a mask": {
         "softcap": 5.0,
         "mask": "float",
         "mask_shape": (40, 50),

@@ -37,7 +37,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("sq", [1, 64, 120], ids=["decode", "prefill", "blind rows"])
+@pytest.mark.parametrize("sq", [1, 64, 120], ids=["decode", "prefill", "fully masked rows"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_nothing_synchronizes(name, sq):
     q, k, v = problem(sq)

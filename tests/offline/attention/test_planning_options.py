@@ -46,10 +46,10 @@ OPTIONS = {
     "bias, causal": ({"attn_mask": BIAS, "is_causal": True}, (None, 0, False)),
     "bias counted from the top left": ({"attn_mask": BIAS, "is_causal": True, **BOTTOM}, (None, SKV - SQ, False)),
     "linear biases": ({"is_causal": True, "alibi": True}, (None, 0, False)),
-    "soft cap": ({"softcap": 20.0}, None),
+    "softcap": ({"softcap": 20.0}, None),
     "softcap, causal": ({"softcap": 20.0, "is_causal": True}, (None, 0, False)),
-    "soft cap, window": ({"softcap": 20.0, "window_size": (40, 3)}, (40, 3, False)),
-    "soft cap with lengths": ({"softcap": 20.0, "seq_lens_q": int32(), "seq_lens_kv": int32()}, None),
+    "softcap, window": ({"softcap": 20.0, "window_size": (40, 3)}, (40, 3, False)),
+    "softcap with lengths": ({"softcap": 20.0, "seq_lens_q": int32(), "seq_lens_kv": int32()}, None),
     "sinks": ({"sinks": SINKS, "is_causal": True, "window_size": (40, 0)}, (40, 0, False)),
     "lengths": ({"seq_lens_q": int32(), "seq_lens_kv": int32(), "is_causal": True, **BOTTOM}, (None, 0, True)),
     "lengths with bias": ({"seq_lens_kv": int32(), "attn_mask": BIAS}, None),
@@ -182,7 +182,7 @@ REFUSED = {
     ),
     "linear biases without a causal mask": ({"alibi": True}, "causal mask aligned top-left"),
     "linear biases, bottom right": ({"alibi": True, "is_causal": True, **BOTTOM}, "causal mask aligned top-left"),
-    "linear biases with a soft cap": ({"alibi": True, "is_causal": True, "softcap": 20.0}, "soft cap excludes"),
+    "linear biases with softcap": ({"alibi": True, "is_causal": True, "softcap": 20.0}, "softcap excludes"),
 }
 
 

@@ -186,7 +186,7 @@ def test_all_reasons_are_listed_together_with_what_works():
     q, k, v = qkv(torch.float32, dims=(1032, 64))
     result = explain(sdpa, q, k, v, softcap=20.0, alibi=True)
     assert not result.supported
-    for part in ("not float32", "head dim 1032", "soft cap excludes"):
+    for part in ("not float32", "head dim 1032", "softcap excludes"):
         assert sum(part in reason for reason in result.reasons) == 1, part
     for part in ("torch.bfloat16", "head dims of up to 1024", "biases given as attn_mask"):
         assert part in result.suggestion

@@ -37,7 +37,7 @@ FUNCTIONS = {
     "dense": sdpa,
     "causal": lambda q, k, v: sdpa(q, k, v, is_causal=True, causal_alignment="bottom_right"),
     "window_size": lambda q, k, v: sdpa(q, k, v, window_size=(3, 1), scale=0.4),
-    "soft cap": lambda q, k, v: sdpa(q * 2, k, v, softcap=1.5),
+    "softcap": lambda q, k, v: sdpa(q * 2, k, v, softcap=1.5),
     "linear biases": lambda q, k, v: sdpa(q, k, v, is_causal=True, alibi=True),
     "lengths": lambda q, k, v: sdpa(q, k, v, seq_lens_kv=LENS),
     "with lse": lambda q, k, v: sdpa(q, k, v, return_lse=True)[0] * 2,
@@ -143,7 +143,7 @@ OPTIONS = {
     "row mask": {"attn_mask": torch.randn(1, 9)},
     "sinks": {"sinks": torch.randn(4)},
     "lengths": {"seq_lens_q": torch.tensor([0, 5], dtype=torch.int32), "seq_lens_kv": LENS},
-    "soft cap": {"softcap": 1.5, "deterministic": True},
+    "softcap": {"softcap": 1.5, "deterministic": True},
     "linear biases": {"alibi": True, "is_causal": True},
     "dropout": {"dropout_p": 0.4, "rng": torch.tensor([3, 5])},
     "everything": {

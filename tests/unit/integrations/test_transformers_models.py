@@ -27,7 +27,7 @@ def assert_near(ours, theirs, where=...):
 
 
 def both(make, **kw):
-    """The same model on this library, and on transformers' eager attention, which knows soft caps and sinks."""
+    """The same model on this library, and on transformers' eager attention, which knows softcaps and sinks."""
     return tiny(make, "cudnn_sdpa", **kw), tiny(make, "eager", **kw)
 
 

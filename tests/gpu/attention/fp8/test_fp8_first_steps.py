@@ -1,4 +1,4 @@
-"""The first steps of the easy layer in FP8: CUDA graphs, gradients that overflow, and scales that two GPUs share."""
+"""The first steps of `Fp8Attention`: CUDA graphs, gradients that overflow, and scales that two GPUs share."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ BOUND = {E4M3: 0.06, E5M2: 0.11}
 
 
 def check(of: Problem, grad_dtype: torch.dtype = E5M2, **options: object) -> None:
-    """Gradients and their largest values against float64, with an error no larger than the emulation's."""
+    """Gradients and their amax values against float64, with an error no larger than the emulation's."""
     found, grad_out, made, scales = backward(of, grad_dtype, **options)
     wanted = fp8_values.true_gradients(of, grad_out, scales, **options)
     emulated = fp8_values.emulated_gradients(of, grad_out, made.out, made.lse, scales, **options)
@@ -158,7 +158,7 @@ def test_gradients_that_lie_anywhere():
 
 
 def test_very_negative_log_sum_exps():
-    """On cuDNN 9.19 gradients in bfloat16 are NaN then, unless true lengths are given."""
+    """On cuDNN 9.19 gradients in bfloat16 are NaN then, unless actual sequence lengths are given."""
     of = problem(sizes=(192, 200), heads=(2, 2))
     direction = torch.randn(2, 2, 1, 128, device=of.q.device).sign() * 60
     of.q.copy_(direction.to(E4M3))

@@ -1,4 +1,4 @@
-"""The easy layer of attention in FP8: its kernels bit by bit, values, CUDA graphs, and no waiting."""
+"""The high-level layer of attention in FP8: its kernels bit by bit, values, CUDA graphs, and no waiting."""
 
 from __future__ import annotations
 

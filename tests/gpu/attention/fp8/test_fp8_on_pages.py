@@ -1,4 +1,4 @@
-"""FP8 on pages of a cache: the same numbers as on keys and values in a row."""
+"""FP8 on pages of a cache: the same numbers as on contiguous keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention in FP8 on the GPU: values, largest values, masks, layouts, and what every scale does."""
+"""Attention in FP8 on the GPU: values, amax values, masks, layouts, and what every scale does."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def options_of(mask: str) -> dict[str, object]:
 
 
 def check(of: Problem, out_dtype: torch.dtype | None = None, **options: object) -> None:
-    """Output, log-sum-exp and largest values against float64, with an error no larger than the emulation's."""
+    """Output, log-sum-exp and amax values against float64, with an error no larger than the emulation's."""
     given = {**options, **({"out_dtype": out_dtype} if out_dtype else {})}
     found, plain = forward(of, return_lse=True, **given), forward(of, **given)
     exact_out, exact_lse, weights = fp8_values.exact(*fp8_values.true_values(of), **options)

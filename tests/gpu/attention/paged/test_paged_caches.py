@@ -151,7 +151,7 @@ OPTIONS = {
     "window, top left": {"window_size": (3, 1), "is_causal": False, "causal_alignment": "top_left"},
     "scale": {"scale": 0.3},
     "negative scale": {"scale": -0.2},
-    "soft cap": {"softcap": 4.0},
+    "softcap": {"softcap": 4.0},
     "sinks": {"sinks": True},
     "sinks and window": {"sinks": True, "window_size": (40, 0)},
 }

@@ -98,7 +98,7 @@ CASES = {
     "top-left": {"is_causal": True, "causal_alignment": "top_left"},
     "window_size": {"window_size": (20, 5)},
     "sinks": {"sinks": True},
-    "soft cap": {"softcap": 6.0},
+    "softcap": {"softcap": 6.0},
     "deterministic": {"is_causal": True, "deterministic": True},
     "dropout": {"dropout_p": 0.2},
     "negative scale": {"scale": -0.1},

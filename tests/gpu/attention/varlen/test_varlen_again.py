@@ -87,8 +87,8 @@ CALLS = {
     "window_size": {"window_size": (20, 0)},
     "scale": {"scale": 0.3},
     "another scale": {"scale": 0.6},
-    "soft cap": {"softcap": 3.0},
-    "another soft cap": {"softcap": 9.0},
+    "softcap": {"softcap": 3.0},
+    "another softcap": {"softcap": 9.0},
     "deterministic": {"deterministic": True, "is_causal": True},
 }
 

@@ -104,7 +104,7 @@ UNFIT = {
     "lengths": {"seq_lens_kv": torch.empty(2, dtype=torch.int32, device="meta")},
     "mask": {"attn_mask": torch.empty(1, 1, 100, 100, dtype=torch.bfloat16, device="meta")},
     "sinks": {"sinks": torch.empty(4, device="meta")},
-    "soft cap": {"softcap": 5.0},
+    "softcap": {"softcap": 5.0},
     "linear biases": {"alibi": True},
     "dropout": {"dropout_p": 0.1},
     "too long": {"rows": (MAX_LENGTH + 1, 100)},

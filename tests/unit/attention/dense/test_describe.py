@@ -97,14 +97,14 @@ DENSE = {
     "sliced q": (lambda: [T(2, 9, 99, 64)[:, 1:, 3:].requires_grad_(), *qkv()[1:]], {}),
     "expanded": (lambda: [T(1, 1, 96, 64, grad=True).expand(2, 8, -1, -1), *qkv()[1:]], {"scale": -1.0}),
     "expanded batch": (lambda: [T(1, 96, 8, 64).transpose(1, 2).expand(2, -1, -1, -1), *qkv()[1:]], {"scale": -1.0}),
-    "blind rows": (lambda: qkv(sq=160, skv=96), {"is_causal": True, "causal_alignment": "bottom_right"}),
+    "fully masked rows": (lambda: qkv(sq=160, skv=96), {"is_causal": True, "causal_alignment": "bottom_right"}),
     "negative scale": (bshd, {"scale": -0.5}),
     "scale of 0": (bshd, {"scale": 0.0}),
     "mask": (qkv, {"attn_mask": T(96, 160, grad=True)}),
     "boolean mask": (qkv, {"attn_mask": T(2, 1, 1, 160, dtype=torch.bool)}),
     "sinks": (qkv, {"sinks": T(8, dtype=torch.float32, grad=True)}),
     "one query, sinks": (lambda: qkv(sq=1), {"sinks": T(8, dtype=torch.float32, grad=True)}),
-    "soft cap, lengths": (qkv, {"softcap": 20.0, "seq_lens_kv": lengths(), "window_size": (7, 3)}),
+    "softcap, lengths": (qkv, {"softcap": 20.0, "seq_lens_kv": lengths(), "window_size": (7, 3)}),
     "lengths": (qkv, {"seq_lens_q": lengths(), "seq_lens_kv": lengths(), "is_causal": True}),
     "dropout": (qkv, {"dropout_p": 0.1}),
     "deterministic": (qkv, {"deterministic": True}),
@@ -138,7 +138,7 @@ def test_both_keys_are_those_of_the_call(key_of, name):
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize("name", ["plain", "blind rows", "one query, sinks", "negative scale"])
+@pytest.mark.parametrize("name", ["plain", "fully masked rows", "one query, sinks", "negative scale"])
 def test_the_key_without_gradients_is_that_of_the_call(key_of, name, return_lse):
     tensors, options = [x.detach() for x in DENSE[name][0]()], dict(DENSE[name][1])
     options |= {n: x.detach() for n, x in options.items() if isinstance(x, torch.Tensor)}
@@ -167,7 +167,7 @@ PACKED = {
     "head-major": (head_major, {}),
     "negative scale": (packed_qkv, {"scale": -0.5}),
     "scale of 0": (separate, {"scale": 0.0}),
-    "soft cap": (packed_qkv, {"softcap": 20.0, "sinks": T(4, dtype=torch.float32, grad=True)}),
+    "softcap": (packed_qkv, {"softcap": 20.0, "sinks": T(4, dtype=torch.float32, grad=True)}),
     "dropout": (separate, {"dropout_p": 0.1}),
     "deterministic": (packed_qkv, {"deterministic": True}),
     "large": (lambda: separate(2**22, (32, 8)), {"is_causal": True}),
@@ -246,13 +246,13 @@ def test_a_packed_backward_pass_lists_what_runs_beside_it(tensors, options, part
 @pytest.mark.parametrize(
     ("name", "passes", "part"),
     [
-        ("blind rows", "forward", "the log-sum-exp of the other queries is copied into place"),
-        ("blind rows", "backward", "the log-sum-exp of the other queries is copied"),
+        ("fully masked rows", "forward", "the log-sum-exp of the other queries is copied into place"),
+        ("fully masked rows", "backward", "the log-sum-exp of the other queries is copied"),
         ("plain", "backward", "grad_out is copied if"),
         ("boolean mask", "backward", "attn_mask is converted"),
         ("lengths", "backward", "lengths are corrected"),
-        ("soft cap, lengths", "forward", "the last key that each query sees"),
-        ("soft cap, lengths", "backward", "the last key that each query sees"),
+        ("softcap, lengths", "forward", "the last key that each query sees"),
+        ("softcap, lengths", "backward", "the last key that each query sees"),
         ("negative scale", "forward", "q is negated"),
         ("negative scale", "backward", "its gradient negated"),
         ("scale of 0", "backward", "filled with zeros"),

@@ -50,7 +50,7 @@ CASES = {
     "float mask": ((), {"attn_mask": torch.randn(2, 1, 7, 9)}),
     "bool mask": ((), {"attn_mask": torch.randn(4, 1, 9) > -1}),
     "window_size": ((), {"window_size": (3, 1), "causal_alignment": "bottom_right"}),
-    "soft cap and sinks": (("bshd",), {"softcap": 1.5, "sinks": torch.randn(4)}),
+    "softcap and sinks": (("bshd",), {"softcap": 1.5, "sinks": torch.randn(4)}),
     "linear biases": ((), {"is_causal": True, "alibi": True}),
 }
 

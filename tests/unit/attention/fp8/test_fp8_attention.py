@@ -1,4 +1,4 @@
-"""The easy layer of attention in FP8, on the CPU: values and gradients against float64, and what scales learn."""
+"""The high-level layer of attention in FP8, on the CPU: values and gradients against float64, and what scales learn."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ CALLS = {
     "one prompt that is cut, and a negative scale": ({"batch": 1, "queries": 128}, {"scale": -0.5}),
     "a cache's own tables, negative scale": ({"owned": True}, {"scale": -0.5}),
     "many queries of some": ({"queries": 40}, {"seq_lens_q": meta(4, dtype=torch.int32)}),
-    "soft cap": ({}, {"softcap": 3.0}),
+    "softcap": ({}, {"softcap": 3.0}),
     "negative scale": ({}, {"scale": -1.0}),
 }
 

@@ -31,7 +31,7 @@ HEADS, HEADS_KV, DIM = 8, 2, 32
 
 
 def pages_of(lengths, page_size=16, layout="HND", dtype=torch.float64, extra=3):
-    """Pages in random order whose unowned slots are NaN, their table, and keys and values in a row."""
+    """Pages in random order whose unowned slots are NaN, their table, and contiguous keys and values."""
     counts = [-(-length // page_size) for length in lengths]
     total, columns = sum(counts) + extra, max([*counts, 1]) + 2
     order = torch.randperm(total)[: sum(counts)].split(counts)
