@@ -29,7 +29,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import torch
-from mathematics import (
+from float64_reference import (
     ACTIVATIONS,
     MARGIN,
     Precision,

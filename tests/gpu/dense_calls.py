@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from mathematics import DIFFERENTIABLE, attention
-from support import make, poison
+from attention_checks import make, poison
+from float64_reference import DIFFERENTIABLE, attention
 from torch import Tensor
 
 import cudnn_sdpa

@@ -7,7 +7,7 @@ from typing import Any
 
 import dense_calls
 import torch
-from support import poison
+from attention_checks import poison
 from torch import Tensor
 
 import cudnn_sdpa

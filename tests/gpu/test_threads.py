@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from support import TOLERANCE, error, exact, make
+from attention_checks import TOLERANCE, error, exact, make
 
 import cudnn_sdpa
 from cudnn_sdpa import plan_cache

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from cudnn_sdpa import UnsupportedError, nn
-from tests.unit.small_model import gradients, model_and_twin
+from tests.unit.small_model import gradients, model_and_reference
 
 PROCESSES = 2
 
@@ -31,7 +31,7 @@ def train(rank: int, backend: str, port: int) -> None:
     dtype, width = (torch.bfloat16, 256) if on_gpu else (torch.float32, 32)
     for name in ("ddp", "fsdp2", *(["fsdp2, compiled"] if on_gpu else [])):
         torch.manual_seed(7)
-        ours, theirs = model_and_twin(device, dtype, width)
+        ours, theirs = model_and_reference(device, dtype, width)
         x = torch.randn(2 * PROCESSES, 16, width, device=device, dtype=dtype)
         _, *expected = gradients(theirs, x)
         wrapped = wrap(name, ours, on_gpu=on_gpu)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from mathematics import gradients
+from float64_reference import gradients
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 #: Bounds of relative errors in the Frobenius norm that docs/fp8.md states, for normally distributed numbers.

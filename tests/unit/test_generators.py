@@ -8,7 +8,7 @@ from __future__ import annotations
 import generators
 import pytest
 import torch
-from mathematics import Precision, attention, attention_bounds, seen_keys, sees
+from float64_reference import Precision, attention, attention_bounds, seen_keys, sees
 
 #: Calls of each operation, in CI and for longer.
 COUNTS = {"sdpa": 40, "conv2d": 14, "sdpa_fp8": 14, "sdpa_varlen": 14}

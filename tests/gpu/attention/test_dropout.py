@@ -5,7 +5,7 @@ from __future__ import annotations
 import dense_calls
 import pytest
 import torch
-from support import make
+from attention_checks import make
 
 import cudnn_sdpa
 

@@ -8,7 +8,7 @@ import dense_calls
 import packed_calls
 import pytest
 import torch
-from support import make
+from attention_checks import make
 
 import cudnn_sdpa
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support import TOLERANCE, error, exact, make
+from attention_checks import TOLERANCE, error, exact, make
 
 import cudnn_sdpa
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import check, exact, make
+from attention_checks import check, exact, make
 
 import cudnn_sdpa
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from support import LAYOUTS, check, exact, make
+from attention_checks import LAYOUTS, check, exact, make
 
 import cudnn_sdpa
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import TOLERANCE, error, exact, make
+from attention_checks import TOLERANCE, error, exact, make
 
 import cudnn_sdpa
 from cudnn_sdpa import plan_cache

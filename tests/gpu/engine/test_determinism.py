@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support import TOLERANCE, make, poison
+from attention_checks import TOLERANCE, make, poison
 
 import cudnn_sdpa
 from cudnn_sdpa import plan_cache, sdpa_paged

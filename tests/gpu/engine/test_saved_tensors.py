@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from support import TOLERANCE, error, exact, make
+from attention_checks import TOLERANCE, error, exact, make
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import cudnn_sdpa

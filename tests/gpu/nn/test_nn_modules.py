@@ -296,16 +296,16 @@ def test_a_compiled_step_serves_all_positions(mode):
 
 
 def test_weights_of_pytorchs_layer():
-    twin = torch.nn.TransformerEncoderLayer(256, 4, 512, 0.0, "gelu", batch_first=True, norm_first=True, **BF16)
-    for parameter in twin.parameters():
+    theirs = torch.nn.TransformerEncoderLayer(256, 4, 512, 0.0, "gelu", batch_first=True, norm_first=True, **BF16)
+    for parameter in theirs.parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, mean=0.5)
-    module = TransformerLayer.from_torch(twin)
+    module = TransformerLayer.from_torch(theirs)
     assert next(module.parameters()).device.type == DEVICE
     x = numbers(2, 100, 256)
-    expected = copy.deepcopy(twin).double()(x.double())
+    expected = copy.deepcopy(theirs).double()(x.double())
     assert difference(module(x), expected) < TOLERANCE
-    assert difference(twin(x), expected) < TOLERANCE
+    assert difference(theirs(x), expected) < TOLERANCE
 
 
 def shorten(cache, tokens):

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from support import check, exact, make
+from attention_checks import check, exact, make
 
 import cudnn_sdpa
 from cudnn_sdpa import plan_cache

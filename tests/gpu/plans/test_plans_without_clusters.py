@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from support import poison
+from attention_checks import poison
 
 from cudnn_sdpa import (
     compile_plans,

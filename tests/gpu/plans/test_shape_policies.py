@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import LAYOUTS, TOLERANCE, error, exact, make, poison
+from attention_checks import LAYOUTS, TOLERANCE, error, exact, make, poison
 
 import cudnn_sdpa
 from cudnn_sdpa import no_plan_builds, plan_cache, sdpa, shape_policy

@@ -12,7 +12,7 @@ from pathlib import Path
 import dense_calls
 import pytest
 import torch
-from support import TOLERANCE, error, exact, make
+from attention_checks import TOLERANCE, error, exact, make
 
 import cudnn_sdpa
 from cudnn_sdpa import no_plan_builds, plan_cache, record_plans, use_plan_store, warmup

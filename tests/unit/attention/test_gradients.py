@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from checks import assert_right
+from gradient_checks import assert_right
 
 LENGTHS = [(7, 7), (5, 11), (11, 5), (1, 9), (9, 1), (1, 1)]
 BOTTOM = {"causal_alignment": "bottom_right"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mathematics import gradients
+from float64_reference import gradients
 
 from cudnn_sdpa import sdpa
 from cudnn_sdpa.attention.bias import mask_gradient

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from mathematics import sees
+from float64_reference import sees
 
 from cudnn_sdpa.attention.mask import ALIGNMENTS, Mask, normalize_mask
 

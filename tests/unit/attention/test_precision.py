@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mathematics import attend, gradients
+from float64_reference import attend, gradients
 
 import cudnn_sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments

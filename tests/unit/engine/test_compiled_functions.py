@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cudnn_sdpa import conv2d, graph_op, sdpa, sdpa_varlen, silu_mul
-from tests.unit.compiled_functions import TWINS, compilations, trained
+from tests.unit.pytorch_equivalents import EQUIVALENTS, compilations, trained
 
 
 @pytest.fixture(autouse=True)
@@ -23,37 +23,37 @@ def compiled(function, **options):
 def modes():
     return [
         pytest.param(name, trains, id=f"{name}, {'trained' if trains else 'inference'}")
-        for name, twins in TWINS.items()
-        for trains in ((False, True) if twins.trains else (False,))
+        for name, pair in EQUIVALENTS.items()
+        for trains in ((False, True) if pair.trains else (False,))
     ]
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "trains"), modes())
 def test_growing_sizes_compile_as_often_as_pytorchs_twin(name, trains):
-    twins = TWINS[name]
-    functions = [compiled(twins.ours), compiled(twins.theirs)]
+    pair = EQUIVALENTS[name]
+    functions = [compiled(pair.ours), compiled(pair.theirs)]
     for step in range(4):
-        inputs = twins.inputs(step, torch.randn)
+        inputs = pair.inputs(step, torch.randn)
         for function in functions:
             if trains:
-                expected = trained(twins.theirs, inputs)
+                expected = trained(pair.theirs, inputs)
                 torch.testing.assert_close(trained(function, inputs), expected, rtol=1e-4, atol=1e-4)
             else:
-                torch.testing.assert_close(function(*inputs), twins.theirs(*inputs), rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(function(*inputs), pair.theirs(*inputs), rtol=1e-4, atol=1e-5)
     ours, theirs = map(compilations, functions)
     assert ours <= theirs
     assert ours == 2  # as is, then for any size
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", EQUIVALENTS)
 def test_sizes_that_are_marked_compile_once(name):
-    twins = TWINS[name]
-    function = compiled(twins.ours)
+    pair = EQUIVALENTS[name]
+    function = compiled(pair.ours)
     for step in range(1, 4):
-        inputs = twins.inputs(step, torch.randn)
-        others = twins.inputs(step + 1, torch.randn)
+        inputs = pair.inputs(step, torch.randn)
+        others = pair.inputs(step + 1, torch.randn)
         for tensor, other in zip(inputs, others, strict=True):
             if isinstance(tensor, torch.Tensor):
                 for dim in range(tensor.dim()):
@@ -62,7 +62,7 @@ def test_sizes_that_are_marked_compile_once(name):
         longest = name == "sdpa_varlen"
         if longest:  # a number in the call becomes a symbol once it has changed
             inputs = (*inputs[:-1], 40)
-        torch.testing.assert_close(function(*inputs), twins.ours(*inputs), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(function(*inputs), pair.ours(*inputs), rtol=1e-4, atol=1e-5)
     assert compilations(function) == 1
 
 
@@ -83,17 +83,17 @@ def sizes_of_data():
 @pytest.mark.sample(3)
 @pytest.mark.usefixtures("sizes_of_data")
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", EQUIVALENTS)
 def test_a_batch_whose_size_only_data_tell(name, transposed):
-    twins = TWINS[name]
+    pair = EQUIVALENTS[name]
     if name == "sdpa_paged":
-        inputs = twins.inputs(3, torch.randn)  # a batch of 5
+        inputs = pair.inputs(3, torch.randn)  # a batch of 5
     elif name == "sdpa_varlen":
         inputs = (*(torch.randn(5, 4, 64) for _ in range(3)), torch.tensor([0, 1, 2], dtype=torch.int32), 2)
     else:
         inputs = tuple(
             torch.randn(5, *x.shape[1:]) if i == 0 or name in {"sdpa", "drop-in", "silu_mul"} else x
-            for i, x in enumerate(twins.inputs(0, torch.randn))
+            for i, x in enumerate(pair.inputs(0, torch.randn))
         )
     if transposed:
         inputs = tuple(
@@ -102,7 +102,7 @@ def test_a_batch_whose_size_only_data_tell(name, transposed):
         )
 
     def on_some(kept, *given):
-        return twins.ours(
+        return pair.ours(
             *(rows_that_are(x, kept) if isinstance(x, torch.Tensor) and x.shape[0] == 5 else x for x in given)
         )
 
@@ -186,13 +186,13 @@ def test_training_on_a_batch_whose_size_only_data_tell():
 
 
 def test_marked_as_unbacked():
-    function = compiled(TWINS["sdpa"].ours)
+    function = compiled(EQUIVALENTS["sdpa"].ours)
     for batch in (3, 4, 1):
         inputs = [torch.randn(batch, 4, 7, 16) for _ in range(3)]
         for x in inputs:
             torch._dynamo.decorators.mark_unbacked(x, 0)
             # All three have one batch: without saying so, the operator checks it when it runs.
-        torch.testing.assert_close(function(*inputs), TWINS["sdpa"].ours(*inputs))
+        torch.testing.assert_close(function(*inputs), EQUIVALENTS["sdpa"].ours(*inputs))
     assert compilations(function) == 1
 
 

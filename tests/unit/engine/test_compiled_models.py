@@ -30,8 +30,8 @@ from cudnn_sdpa import (
     silu_mul,
 )
 from cudnn_sdpa.offline.driver import compiler
-from tests.unit.compiled_functions import TWINS, compilations
-from tests.unit.small_model import gradients, model_and_twin
+from tests.unit.pytorch_equivalents import EQUIVALENTS, compilations
+from tests.unit.small_model import gradients, model_and_reference
 
 quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -49,13 +49,13 @@ def x_of(batch=2, length=9):
 
 @quiet
 def test_a_model_has_no_graph_break():
-    found = torch._dynamo.explain(model_and_twin()[0])(x_of())
+    found = torch._dynamo.explain(model_and_reference()[0])(x_of())
     assert (found.graph_count, found.graph_break_count) == (1, 0)
 
 
 @pytest.mark.slow
 def test_a_model_compiles_as_often_as_its_twin():
-    models = model_and_twin()
+    models = model_and_reference()
     calls = (lambda x: models[0](x) * 1.0, lambda x: models[1](x) * 1.0)  # two codes, so that each has its own count
     functions = [torch.compile(call, fullgraph=True, backend="aot_eager") for call in calls]
     for length in (9, 12, 17):
@@ -72,7 +72,7 @@ def gradients_of(function, model, x):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("inside", [False, True])
 def test_autocast_around_and_inside_a_compiled_model(inside):
-    ours, theirs = model_and_twin()
+    ours, theirs = model_and_reference()
     x = x_of()
 
     def call(model):
@@ -90,7 +90,7 @@ def test_autocast_around_and_inside_a_compiled_model(inside):
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_gradients_are_the_same(reentrant, compiles):
-    ours, theirs = model_and_twin()
+    ours, theirs = model_and_reference()
     x = x_of()
 
     def call(x):
@@ -115,7 +115,7 @@ class Counting(TorchDispatchMode):
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_selective_checkpointing_may_keep_attention(saves):
-    ours, theirs = model_and_twin()
+    ours, theirs = model_and_reference()
     x = x_of()
 
     def policy(_, operator, *__, **___):
@@ -133,7 +133,7 @@ def test_selective_checkpointing_may_keep_attention(saves):
 
 
 def test_threads_of_one_model_do_not_meet():
-    ours, theirs = model_and_twin()
+    ours, theirs = model_and_reference()
     inputs = [x_of(length=5 + i) for i in range(6)]
     found = [None] * len(inputs)
 
@@ -150,13 +150,13 @@ def test_threads_of_one_model_do_not_meet():
         torch.testing.assert_close(result, gradients(theirs, x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", EQUIVALENTS)
 def test_fake_tensors_look_like_real_results(name):
-    twins = TWINS[name]
-    real = twins.inputs(1, torch.randn)
+    pair = EQUIVALENTS[name]
+    real = pair.inputs(1, torch.randn)
     with FakeTensorMode() as mode:
-        fake = twins.ours(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in real))
-    expected = twins.ours(*real)
+        fake = pair.ours(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in real))
+    expected = pair.ours(*real)
     assert (fake.shape, fake.stride(), fake.dtype) == (expected.shape, expected.stride(), expected.dtype)
 
 
@@ -164,7 +164,7 @@ def test_fake_tensors_look_like_real_results(name):
 @quiet
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_model_is_exported_for_any_size(strict, tmp_path):
-    ours, theirs = (model.eval().requires_grad_(False) for model in model_and_twin())
+    ours, theirs = (model.eval().requires_grad_(False) for model in model_and_reference())
     shapes = {"x": {0: Dim("batch", min=2), 1: Dim("length", min=2)}}
     program = export(ours, (x_of(),), dynamic_shapes=shapes, strict=strict)
     names = [str(node.target) for node in program.graph.nodes if "cudnn_sdpa" in str(node.target)]
@@ -181,7 +181,7 @@ def test_a_model_is_exported_for_any_size(strict, tmp_path):
 def test_a_model_is_compiled_ahead_of_time(tmp_path):
     if compiler() is None:
         pytest.skip("Inductor needs a C++ compiler")
-    ours, theirs = (model.eval().requires_grad_(False) for model in model_and_twin())
+    ours, theirs = (model.eval().requires_grad_(False) for model in model_and_reference())
     shapes = {"x": {0: Dim("batch", min=2), 1: Dim("length", min=2)}}
     program = export(ours, (x_of(),), dynamic_shapes=shapes)
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))

@@ -156,9 +156,9 @@ def test_dropout_drops_in_training_and_not_otherwise():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_pytorchs_attention_becomes_ours(bias, dtype):
-    twin = mha(bias=bias, dropout=0.25, dtype=dtype)
-    twin.in_proj_weight.requires_grad_(False)
-    module = Attention.from_torch(twin.eval())
+    theirs = mha(bias=bias, dropout=0.25, dtype=dtype)
+    theirs.in_proj_weight.requires_grad_(False)
+    module = Attention.from_torch(theirs.eval())
     assert module.dropout == 0.25
     assert not module.training
     assert not module.qkv_proj.weight.requires_grad
@@ -166,20 +166,20 @@ def test_pytorchs_attention_becomes_ours(bias, dtype):
     x = torch.randn(2, 9, 32, dtype=dtype)
     padding = torch.arange(9) >= torch.tensor([[9], [5]])
     hidden = torch.triu(torch.ones(9, 9, dtype=torch.bool), 1)
-    expected, _ = twin(x, x, x, key_padding_mask=padding, attn_mask=hidden)
+    expected, _ = theirs(x, x, x, key_padding_mask=padding, attn_mask=hidden)
     found = module(x, attn_mask=~padding[:, None, None] & ~hidden)  # True is the opposite here
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     with torch.no_grad():
-        twin.out_proj.weight.zero_()
+        theirs.out_proj.weight.zero_()
     assert module.out_proj.weight.abs().sum() > 0, "the weights are not its own"
 
 
 @pytest.mark.parametrize("dims", [{}, {"kdim": 24, "vdim": 24}])
 def test_pytorchs_cross_attention_becomes_ours(dims):
-    twin = mha(**dims)
-    module = Attention.from_torch(twin, cross=True)
+    theirs = mha(**dims)
+    module = Attention.from_torch(theirs, cross=True)
     x, context = torch.randn(2, 9, 32), torch.randn(2, 5, dims.get("kdim", 32))
-    torch.testing.assert_close(module(x, context), twin(x, context, context)[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(module(x, context), theirs(x, context, context)[0], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -238,20 +238,20 @@ def test_separate_weights_are_loaded():
 
 
 def test_names_of_pytorchs_attention_are_loaded():
-    twin = mha()
+    theirs = mha()
     module = Attention(32, 4, bias=True)
-    module.load_state_dict(twin.state_dict())
+    module.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 9, 32)
-    torch.testing.assert_close(module(x), twin(x, x, x)[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(module(x), theirs(x, x, x)[0], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dims", [{}, {"kdim": 24, "vdim": 24}])
 def test_names_of_pytorchs_cross_attention_are_loaded(dims):
-    twin = mha(**dims)
+    theirs = mha(**dims)
     module = Attention(32, 4, bias=True, context_dim=dims.get("kdim", 32))
-    module.load_state_dict(twin.state_dict())
+    module.load_state_dict(theirs.state_dict())
     x, context = torch.randn(2, 9, 32), torch.randn(2, 7, module.context_dim)
-    torch.testing.assert_close(module(x, context), twin(x, context, context)[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(module(x, context), theirs(x, context, context)[0], atol=1e-5, rtol=1e-4)
 
 
 def test_keys_and_values_of_two_sequences_are_not_loaded():

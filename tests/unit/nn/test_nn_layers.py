@@ -30,8 +30,8 @@ def with_random_parameters(module):
     return module
 
 
-def assert_twins(module, twin, *tensors):
-    torch.testing.assert_close(module(*tensors), twin(*tensors), atol=1e-5, rtol=1e-4)
+def assert_equal_results(module, theirs, *tensors):
+    torch.testing.assert_close(module(*tensors), theirs(*tensors), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"eps": 0.3}, {"zero_centered": True}, {"elementwise_affine": False}], ids=str)
@@ -51,14 +51,14 @@ def test_layer_norm(options):
 @pytest.mark.parametrize("affine", [True, False])
 def test_pytorchs_norms_become_ours(eps, affine):
     x = 1e-3 * torch.randn(2, 7, 48)  # so small that eps counts
-    twin = with_random_parameters(nn.RMSNorm(48, eps, affine))
-    assert_twins(RMSNorm.from_torch(twin), twin, x)
+    theirs = with_random_parameters(nn.RMSNorm(48, eps, affine))
+    assert_equal_results(RMSNorm.from_torch(theirs), theirs, x)
     for bias in (True, False):
         other = with_random_parameters(nn.LayerNorm(48, eps or 1e-5, affine, bias))
-        assert_twins(LayerNorm.from_torch(other), other, x)
+        assert_equal_results(LayerNorm.from_torch(other), other, x)
         loaded = LayerNorm(48, eps or 1e-5, affine, bias)
         loaded.load_state_dict(other.state_dict())
-        assert_twins(loaded, other, x)
+        assert_equal_results(loaded, other, x)
 
 
 def test_norms_over_several_dimensions_are_not_converted():
@@ -91,11 +91,11 @@ def test_dropout_between_drops_in_training_only():
 def test_patches(bias, size):
     module = randomize(PatchEmbed(size, 24, bias=bias))
     assert_right(module, torch.randn(2, 3, 16, 24), tolerance=TOLERANCE)
-    twin = with_random_parameters(nn.Conv2d(3, 24, size, size, bias=bias))
+    theirs = with_random_parameters(nn.Conv2d(3, 24, size, size, bias=bias))
     images = torch.randn(2, 3, 16, 24)
-    expected = twin(images).flatten(2).transpose(1, 2)
-    torch.testing.assert_close(PatchEmbed.from_torch(twin)(images), expected, atol=1e-5, rtol=1e-4)
-    module.load_state_dict(twin.state_dict())
+    expected = theirs(images).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(PatchEmbed.from_torch(theirs)(images), expected, atol=1e-5, rtol=1e-4)
+    module.load_state_dict(theirs.state_dict())
     torch.testing.assert_close(module(images), expected, atol=1e-5, rtol=1e-4)
 
 
@@ -136,35 +136,35 @@ ACTIVATIONS = ["relu", "gelu", nn.GELU("tanh"), nn.functional.silu, torch.relu, 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=["relu", "gelu", "GELU tanh", "F.silu", "torch.relu", "ReLU"])
 @pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"bias": False, "layer_norm_eps": 0.01}], ids=str)
 def test_pytorchs_layer_becomes_ours(activation, options):
-    twin = nn.TransformerEncoderLayer(32, 4, 56, 0.25, activation, batch_first=True, **options)
-    with_random_parameters(twin).eval()
-    module = TransformerLayer.from_torch(twin)
+    theirs = nn.TransformerEncoderLayer(32, 4, 56, 0.25, activation, batch_first=True, **options)
+    with_random_parameters(theirs).eval()
+    module = TransformerLayer.from_torch(theirs)
     assert not module.training
     assert module.dropout == module.mlp.dropout == module.self_attn.dropout == 0.25
     x = torch.randn(2, 7, 32)
-    assert_twins(module, twin, x)
+    assert_equal_results(module, theirs, x)
     loaded = TransformerLayer(
         32,
         4,
         56,
         norm="layer_norm",
         activation=module.mlp.activation,
-        norm_first=twin.norm_first,
+        norm_first=theirs.norm_first,
         bias=options.get("bias", True),
         norm_eps=options.get("layer_norm_eps"),
     )
-    loaded.load_state_dict(twin.state_dict())
-    assert_twins(loaded, twin, x)
-    causal = TransformerLayer.from_torch(twin, is_causal=True)
+    loaded.load_state_dict(theirs.state_dict())
+    assert_equal_results(loaded, theirs, x)
+    causal = TransformerLayer.from_torch(theirs, is_causal=True)
     hidden = nn.Transformer.generate_square_subsequent_mask(7)
-    torch.testing.assert_close(causal(x), twin(x, hidden, is_causal=True), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(causal(x), theirs(x, hidden, is_causal=True), atol=1e-5, rtol=1e-4)
 
 
 def test_layers_that_cannot_be_converted_say_why():
-    twin = nn.TransformerEncoderLayer(32, 4, 56, activation=torch.tanh, batch_first=True)
-    twin.dropout2.p = 0.5
+    theirs = nn.TransformerEncoderLayer(32, 4, 56, activation=torch.tanh, batch_first=True)
+    theirs.dropout2.p = 0.5
     with pytest.raises(UnsupportedError) as error:
-        TransformerLayer.from_torch(twin)
+        TransformerLayer.from_torch(theirs)
     assert len(error.value.reasons) == 2
     with pytest.raises(UnsupportedError, match="batch_first = True"):
         TransformerLayer.from_torch(nn.TransformerEncoderLayer(32, 4, 56))
@@ -187,16 +187,16 @@ def test_layers_of_hugging_face_are_loaded(bias):
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
         attention_bias=bias, mlp_bias=bias, attn_implementation="eager", rms_norm_eps=1e-5,
     )  # fmt: skip
-    twin = with_random_parameters(llama.LlamaDecoderLayer(config, 0)).eval()
+    theirs = with_random_parameters(llama.LlamaDecoderLayer(config, 0)).eval()
     rope = RotaryEmbedding(16, base=llama.LlamaRotaryEmbedding(config).inv_freq[1].item() ** -8)
     options = {"num_kv_heads": 2, "is_causal": True, "norm_eps": 1e-5, "rope": rope, "bias": bias}
     module = TransformerLayer(64, 4, 96, **options)
-    module.load_state_dict(twin.state_dict())
+    module.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 9, 64)
     positions = torch.arange(9)[None]
     embeddings = llama.LlamaRotaryEmbedding(config)(x, positions)
     hidden = torch.full((9, 9), -torch.inf).triu(1)[None, None]
-    expected = twin(x, attention_mask=hidden, position_ids=positions, position_embeddings=embeddings)
+    expected = theirs(x, attention_mask=hidden, position_ids=positions, position_embeddings=embeddings)
     expected = expected[0] if isinstance(expected, tuple) else expected
     torch.testing.assert_close(module(x), expected, atol=3e-5, rtol=1e-3)
 
@@ -259,10 +259,10 @@ def test_wrong_options_are_named(make, name):
 def test_an_rms_norm_is_its_twin_with_the_twins_state(dtype):
     x = 1e-4 * torch.randn(4, 64, dtype=dtype)  # so small that eps counts
     for options in ({}, {"eps": None}, {"eps": 1e-5}):
-        twin, ours = (kind(64, **options, dtype=dtype) for kind in (nn.RMSNorm, RMSNorm))
-        ours.load_state_dict(randomize(twin).state_dict())
-        torch.testing.assert_close(ours(x), twin(x))
-        torch.testing.assert_close(RMSNorm.from_torch(twin)(x), twin(x))
+        theirs, ours = (kind(64, **options, dtype=dtype) for kind in (nn.RMSNorm, RMSNorm))
+        ours.load_state_dict(randomize(theirs).state_dict())
+        torch.testing.assert_close(ours(x), theirs(x))
+        torch.testing.assert_close(RMSNorm.from_torch(theirs)(x), theirs(x))
 
 
 def test_a_layers_norms_have_the_eps_that_is_documented():

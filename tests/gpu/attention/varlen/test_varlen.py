@@ -8,7 +8,7 @@ import dense_calls
 import packed_calls
 import pytest
 import torch
-from support import poison
+from attention_checks import poison
 
 import cudnn_sdpa
 from cudnn_sdpa import plan_cache, sdpa_varlen

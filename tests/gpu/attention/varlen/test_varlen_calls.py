@@ -5,7 +5,7 @@ from __future__ import annotations
 import dense_calls
 import pytest
 import torch
-from support import poison
+from attention_checks import poison
 from test_varlen import DIM, HEADS, assert_right, expected, offsets, tensors
 
 import cudnn_sdpa

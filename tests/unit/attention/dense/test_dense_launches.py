@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 from fake_gpu import TARGET, FakeCache, FakePlan, dense_attention, poisoned
-from mathematics import gradients
+from float64_reference import gradients
 
 import cudnn_sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments

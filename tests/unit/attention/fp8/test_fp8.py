@@ -6,7 +6,7 @@ import doctest
 
 import pytest
 import torch
-from mathematics import attend, seen_keys
+from float64_reference import attend, seen_keys
 from torch._subclasses import FakeTensorMode
 
 from cudnn_sdpa import (

@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch
+from float64_reference import attend as attend_exactly
+from float64_reference import gradients
 from fp8_layers import E4M3, E5M2, OUTPUT, assert_near, error, lens, qkv, train
-from mathematics import attend as attend_exactly
-from mathematics import gradients
 from torch.utils.checkpoint import checkpoint
 
 from cudnn_sdpa import (
@@ -426,13 +426,13 @@ def test_a_layer_can_forget_what_it_has_seen():
 def test_layers_are_copied_with_their_state_and_say_what_they_are():
     attend = Fp8Attention(window_size=(3, 0), scaling=Fp8Scaling(history=5, grad_dtype=E4M3))
     train(attend)
-    twin = copy.deepcopy(attend)
+    copied = copy.deepcopy(attend)
     train(attend)
     assert (attend.scaling.amax_history != 0).any()
-    assert (twin.scaling.amax_history == 0).all()
-    assert "window_size=(3, 0)" in repr(twin)
-    assert "history=5" in repr(twin)
-    assert "grad_dtype=torch.float8_e4m3fn" in repr(twin)
+    assert (copied.scaling.amax_history == 0).all()
+    assert "window_size=(3, 0)" in repr(copied)
+    assert "history=5" in repr(copied)
+    assert "grad_dtype=torch.float8_e4m3fn" in repr(copied)
 
 
 # Around it

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_gpu import TARGET, FakeCache, fp8_attention
 from test_fp8 import E4M3, E5M2, fp8_of, lens, scales_of
-from test_fp8_shortcuts import gpu  # noqa: F401 - a fixture
+from test_fp8_fast_path import gpu  # noqa: F401 - a fixture
 
 from cudnn_sdpa import DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError, explain, sdpa_fp8
 from cudnn_sdpa.attention.fp8 import launch

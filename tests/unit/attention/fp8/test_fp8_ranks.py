@@ -97,9 +97,9 @@ def test_copies_have_the_group_and_files_have_none(group):
     attend = layer(group)
     train(attend)
     assert set(attend.state_dict()) == {"scaling.scale", "scaling.amax", "scaling.amax_history"}
-    twin = copy.deepcopy(torch.nn.Sequential(attend))
-    assert twin[0].scaling.process_group is group
-    twin[0].scaling.update()
+    copied = copy.deepcopy(torch.nn.Sequential(attend))
+    assert copied[0].scaling.process_group is group
+    copied[0].scaling.update()
     with pytest.raises(OptionError, match=r"process_group: got a ProcessGroup.*world.*state_dict"):
         pickle.dumps(attend)
     whole = pickle.loads(pickle.dumps(layer("world")))

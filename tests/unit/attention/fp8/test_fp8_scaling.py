@@ -8,8 +8,8 @@ import io
 
 import pytest
 import torch
+from float64_reference import gradients
 from fp8_layers import E4M3, E5M2, GRADIENT, OUTPUT, assert_near, error, qkv, train
-from mathematics import gradients
 from torch.utils.checkpoint import checkpoint
 
 from cudnn_sdpa import Fp8Attention, Fp8Scaling, OptionError, fp8_attention
@@ -316,12 +316,12 @@ def test_two_layers_may_not_have_the_same_scales():
 def test_copies_of_layers_own_their_scales():
     model = torch.nn.Sequential(layer(calibration=2, history=3))
     train(model[0])
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    for other in (twin, loaded):
+    for other in (copied, loaded):
         assert other[0].scaling is not model[0].scaling
         assert other[0].scaling.calibration == 2
         assert torch.equal(other[0].scaling.amax, model[0].scaling.amax)

@@ -1,0 +1,639 @@
+"""`sdpa_paged`: values on pages in random order, wrong numbers that touch nothing, plans of a server, CUDA graphs."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import dense_calls
+import pytest
+import torch
+from attention_checks import assert_same
+
+import cudnn_sdpa
+from cudnn_sdpa import PagedKVCache, PlanBuildError, no_plan_builds, plan_cache, prepare_paged, sdpa_paged
+from cudnn_sdpa.attention.paged import launch
+from cudnn_sdpa.attention.paged.launch import MARK
+from cudnn_sdpa.bench import decode
+from cudnn_sdpa.graph.layouts import canonical_stride
+
+BF16 = torch.bfloat16
+HEADS = (8, 2)
+
+
+class Cache:
+    """Pages in random order; NaN in every slot that no sequence owns, and in every page."""
+
+    def __init__(self, lengths, page_size=64, heads=2, dims=(128, 128), layout="HND", dtype=BF16, slack=3, owned=False):
+        counts = [-(-length // page_size) for length in lengths]
+        total = sum(counts) + 5
+        self.page_size, self.layout = page_size, layout
+        order = torch.randperm(total, device="cuda")[: sum(counts)].split(counts)
+        self.table = torch.randint(0, total, (len(lengths), max([*counts, 1]) + slack), device="cuda").int()
+        self.lengths = torch.tensor(lengths, device="cuda").int()
+        self.rows = []
+        self.pages = []
+        for dim in dims:
+            rows = [torch.randn(length, heads, dim, device="cuda", dtype=dtype) for length in lengths]
+            shape = (total, heads, page_size, dim) if layout == "HND" else (total, page_size, heads, dim)
+            pages = torch.full(shape, math.nan, device="cuda", dtype=dtype)
+            by_token = pages.transpose(1, 2) if layout == "HND" else pages
+            for b, (mine, row) in enumerate(zip(order, rows, strict=True)):
+                self.table[b, : len(mine)] = mine
+                position = torch.arange(len(row), device="cuda")
+                by_token[mine[position // page_size], position % page_size] = row
+            self.rows.append(rows)
+            self.pages.append(pages)
+        if owned:  # as if a PagedKVCache had made them
+            for tensor in (self.table, self.lengths):
+                setattr(tensor, MARK, (total, self.table.shape[1], page_size))
+
+    def __call__(self, q, **options):
+        return sdpa_paged(q, *self.pages, self.table, self.lengths, page_layout=self.layout, **options)
+
+
+def expected(cache, q, b, queries=None, **options):
+    """Output (Hq, queries, Dv) and log-sum-exp of one sequence in float64."""
+    queries = q.shape[2] if queries is None else queries
+    k, v = (
+        rows[b].double().transpose(0, 1).repeat_interleave(q.shape[1] // rows[b].shape[1], 0) for rows in cache.rows
+    )
+    keys = k.shape[1]
+    scores = q[b, :, :queries].double() @ k.mT * options.get("scale", q.shape[3] ** -0.5)
+    if options.get("softcap"):
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    shift = keys - queries if options.get("causal_alignment", "bottom_right") == "bottom_right" else 0
+    row, column = torch.arange(queries, device="cuda").view(-1, 1) + shift, torch.arange(keys, device="cuda")
+    left, right = options.get("window_size") or (-1, -1)
+    right = 0 if options.get("is_causal", True) else right
+    hidden = torch.zeros(queries, keys, dtype=torch.bool, device="cuda")
+    hidden |= (column > row + right) if right >= 0 else False
+    hidden |= (column < row - left) if left >= 0 else False
+    scores = scores.masked_fill(hidden, -math.inf)
+    if options.get("sinks") is not None:
+        scores = torch.cat([scores, options["sinks"].double().view(-1, 1, 1).expand(-1, queries, 1)], 2)
+        v = torch.cat([v, v.new_zeros(v.shape[0], 1, v.shape[2])], 1)
+    lse = scores.logsumexp(-1)
+    return scores.softmax(-1).nan_to_num(0.0) @ v, lse
+
+
+def assert_right(cache, q, present=None, **options):
+    """Twice: the first call of its kind, and with other queries one that is recognized."""
+    assert_close(cache, q, present, **options)
+    assert_close(cache, torch.empty_like(q).copy_(q.flip(0)), present, **options)
+
+
+def assert_close(cache, q, present, **options):
+    out, of_lse = cache(q, return_lse=True, **options, **({} if present is None else {"seq_lens_q": present}))
+    assert out.shape == (*q.shape[:3], cache.rows[1][0].shape[2])
+    for b in range(q.shape[0]):
+        queries = q.shape[2] if present is None else int(present[b])
+        found = out[b, :, :queries].double()
+        wanted, wanted_lse = expected(cache, q, b, queries, **options)
+        assert found.isfinite().all()
+        if wanted.norm() == 0:
+            assert (found == 0).all()
+        else:
+            assert dense_calls.difference(found, wanted) < dense_calls.FORWARD[q.dtype], b
+        assert (out[b, :, queries:] == 0).all()
+        torch.testing.assert_close(of_lse[b, :, :queries].double(), wanted_lse, atol=2e-3, rtol=2e-3)
+
+
+def queries_for(cache, queries=1, heads=8, dtype=BF16):
+    return torch.randn(len(cache.rows[0]), heads, queries, cache.rows[0][0].shape[2], device="cuda", dtype=dtype)
+
+
+BORDERS = [1, 63, 64, 65, 128, 130, 1000]
+
+
+@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("queries", [1, 2, 5, 8, 9, 70])
+def test_values_at_the_borders_of_pages(page_size, layout, queries, owned):
+    cache = Cache([*BORDERS, page_size - 1, page_size], page_size, layout=layout, owned=owned)
+    assert_right(cache, queries_for(cache, queries))
+
+
+@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("batch", [1, 2, 4, 5, 6, 16, 33])
+def test_every_size_of_batch(batch, owned):
+    cache = Cache([17 * b + 1 for b in range(batch)], owned=owned)
+    assert_right(cache, queries_for(cache))
+
+
+@pytest.mark.parametrize(
+    ("heads", "dims"),
+    [
+        ((8, 8), (64, 64)),
+        ((12, 1), (128, 128)),
+        ((14, 2), (72, 72)),
+        ((8, 2), (256, 256)),
+        ((8, 2), (192, 128)),
+        ((5, 1), (8, 8)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("queries", [1, 3, 20])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_heads_and_head_dims(heads, dims, queries, dtype):
+    cache = Cache([70, 5, 300], heads=heads[1], dims=dims, dtype=dtype)
+    assert_right(cache, queries_for(cache, queries, heads[0], dtype))
+
+
+OPTIONS = {
+    "full": {"is_causal": False},
+    "top left": {"causal_alignment": "top_left"},
+    "window_size": {"window_size": (40, 0)},
+    "window of one": {"window_size": (0, 0)},
+    "window to both sides": {"window_size": (40, 2), "is_causal": False},
+    "window to the right": {"window_size": (-1, 1), "is_causal": False},
+    "window, top left": {"window_size": (3, 1), "is_causal": False, "causal_alignment": "top_left"},
+    "scale": {"scale": 0.3},
+    "negative scale": {"scale": -0.2},
+    "softcap": {"softcap": 4.0},
+    "sinks": {"sinks": True},
+    "sinks and window": {"sinks": True, "window_size": (40, 0)},
+}
+
+
+@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("queries", [1, 4, 40])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name, queries, owned):
+    options = dict(OPTIONS[name])
+    if options.get("sinks"):
+        options["sinks"] = torch.randn(8, device="cuda") * 2 + 0.5
+    cache = Cache([70, 41, 300, 64], owned=owned)
+    assert_right(cache, queries_for(cache, queries), **options)
+
+
+@pytest.mark.parametrize("queries", [1, 6, 30])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_sequences_without_keys_and_absent_queries(queries, sinks):
+    cache = Cache([0, 70, 0, 33, 100])
+    options = {"sinks": torch.randn(8, device="cuda")} if sinks else {}
+    assert_right(cache, queries_for(cache, queries), **options)
+    present = torch.tensor([queries, 0, 0, 1, queries], device="cuda").int()
+    assert_right(cache, queries_for(cache, queries), present, **options)
+
+
+@pytest.mark.parametrize("queries", [1, 5, 30])
+def test_queries_in_any_memory_order_and_out(queries):
+    cache = Cache([70, 41, 300, 64])
+    packed = torch.randn(4, queries, 3, 8, 128, device="cuda", dtype=BF16)
+    for q in (
+        packed[:, :, 1].transpose(1, 2),
+        packed.permute(2, 0, 3, 1, 4)[1].contiguous(),
+        packed[:, :, 0].transpose(1, 2)[:, :],
+    ):
+        assert_right(cache, q)
+        wanted = cache(q)
+        in_order = torch.empty_like(q).stride()
+        assert canonical_stride(wanted.shape, wanted.stride()) == canonical_stride(q.shape, in_order)
+        out = torch.full((4, queries, 8, 128), math.nan, device="cuda", dtype=BF16).transpose(1, 2)
+        assert cache(q, out=out) is out
+        assert_same(out, wanted)
+
+
+def test_keys_and_values_in_one_tensor_and_tables_apart():
+    cache = Cache([70, 41, 300])
+    both = torch.stack(cache.pages, 1)  # (pages, 2, heads, page size, dim)
+    order = torch.randperm(both.shape[0], device="cuda")
+    q = queries_for(cache)
+    wanted = cache(q)
+    k, v = both.unbind(1)
+    assert_same(sdpa_paged(q, k, v, cache.table, cache.lengths), wanted)
+    table_v = torch.argsort(order)[cache.table.long()].int()
+    for queries in (1, 20):
+        q = queries_for(cache, queries)
+        found = sdpa_paged(q, k, v[order], cache.table, cache.lengths, page_table_v=table_v)
+        assert_same(found, cache(q))
+
+
+@pytest.mark.parametrize("queries", [1, 4, 20])
+@pytest.mark.parametrize("wrong", [10**8, -5, 2**31 - 1, -(2**31)])
+def test_numbers_that_make_no_sense_touch_nothing_outside(wrong, queries):
+    cache = Cache([70, 41, 300])
+    q, good = queries_for(cache, queries), cache.table.clone()
+    cache.table.fill_(wrong)
+    cache(q)
+    cache.table.copy_(good)
+    cache.lengths.fill_(wrong)
+    out = cache(q)
+    cache(q, seq_lens_q=cache.lengths)
+    torch.cuda.synchronize()
+    if wrong < 0:
+        assert (out == 0).all()
+
+
+def test_a_server_builds_a_dozen_plans():
+    first, all_of_them = (row["plans built"] for row in decode.mixed(10_000))
+    assert all_of_them <= 45
+    assert all_of_them - first <= 12
+
+
+def attend(cache, step, q):
+    return cache.attend(step, q)
+
+
+def filled(sequences, length, **sizes):
+    """A cache with some sequences of random tokens, and what they hold."""
+    cache = PagedKVCache(**{"pages": 200, "page_size": 16, "heads": 2, "head_dim": 64, "max_length": 512, **sizes})
+    numbers = [cache.add() for _ in range(sequences)]
+    step = cache.reserve(numbers, length)
+    cache.append(step, *(torch.randn(sequences, 2, length, 64, device="cuda", dtype=BF16) for _ in range(2)))
+    return cache, numbers
+
+
+def assert_decoded(cache, numbers, q, out):
+    for row, number in enumerate(numbers):
+        k, v = (x.double().repeat_interleave(4, 0) for x in cache.read(number))
+        weights = (q[row].double() @ k.mT * 0.125).softmax(-1)
+        assert dense_calls.difference(out[row].double(), weights @ v) < dense_calls.FORWARD[BF16]
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_a_cache_is_read_in_place(layout):
+    cache, numbers = filled(4, 37, page_layout=layout)
+    for _ in range(40):  # over the border of pages
+        step = cache.reserve(numbers)
+        cache.append(step, *(torch.randn(4, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)))
+        q = torch.randn(4, 8, 1, 64, device="cuda", dtype=BF16)
+        out = sdpa_paged(q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv, page_layout=layout)
+        assert_decoded(cache, numbers, q, out)
+    assert launch.calls.last.own.prepared.in_place
+
+
+def test_appending_absent_tokens_writes_nothing():
+    cache, numbers = filled(3, 20)
+    before = [cache.read(number) for number in numbers]
+    step = cache.reserve(numbers, [0, 3, 1])
+    new = [torch.randn(3, 5, 2, 64, device="cuda", dtype=BF16).transpose(1, 2)[:, :, :3] for _ in range(2)]
+    cache.append(step, *new)
+    for row, (number, more) in enumerate(zip(numbers, (0, 3, 1), strict=True)):
+        for found, old, added in zip(cache.read(number), before[row], new, strict=True):
+            assert torch.equal(found, torch.cat([old, added[row, :, :more]], 1))
+    rest = set(range(200)) - {page for number in numbers for page in cache._pool.pages_of(number)}
+    assert (cache.k_pages()[sorted(rest)] == 0).all()
+
+
+def test_stale_steps_and_gradients_are_refused_on_warm_calls():
+    cache, (one, two) = filled(2, 20)
+    new = [torch.randn(2, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)]
+    q = torch.randn(2, 8, 1, 64, device="cuda", dtype=BF16)
+    for _ in range(3):
+        step = cache.reserve([one, two])
+        with pytest.raises(cudnn_sdpa.OptionError, match="without keys and values of layer 0"):
+            cache.attend(step, q)
+        cache.append(step, *new)
+        cache.attend(step, q)
+    with pytest.raises(cudnn_sdpa.UnsupportedError, match="require grad"):
+        cache.append(step, new[0].requires_grad_(), new[1])
+    new[0].requires_grad_(False)
+    cache.free(one)
+    other = cache.add()
+    cache.reserve([other], 20)
+    before = cache.read(other)
+    for call in (lambda: cache.append(step, *new), lambda: cache.attend(step, q)):
+        with pytest.raises(cudnn_sdpa.OptionError, match=f"a step of sequence {one}, which has been freed"):
+            call()
+    assert all(map(torch.equal, cache.read(other), before))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step = cache.reserve([two, other])
+            cache.append(step, *new)
+            cache.truncate(two, 5)
+            with pytest.raises(cudnn_sdpa.OptionError, match="truncated"):
+                cache.append(step, *new)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_fork_on_the_gpu():
+    cache, (one,) = filled(1, 20)
+    two = cache.fork(one)
+    prefix = cache.read(one)
+    step = cache.reserve([one, two], [1, 2])
+    new = [torch.randn(2, 2, 2, 64, device="cuda", dtype=BF16) for _ in range(2)]
+    cache.append(step, *new)
+    for row, number in enumerate((one, two)):
+        for found, old, added in zip(cache.read(number), prefix, new, strict=True):
+            assert torch.equal(found, torch.cat([old, added[row, :, : row + 1]], 1))
+
+
+def test_nothing_synchronizes():
+    cache, numbers = filled(4, 37)
+    foreign = Cache([70, 41, 300, 64])
+    new = [torch.randn(4, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)]
+    q = torch.randn(4, 8, 1, 64, device="cuda", dtype=BF16)
+    many = [queries_for(foreign, queries) for queries in (1, 4, 30)]
+
+    def steps():
+        step = cache.reserve(numbers)
+        cache.append(step, *new)
+        two = cache.fork(numbers[0])
+        cache.reserve([two])
+        cache.free(two)
+        return [attend(cache, step, q), *(foreign(some) for some in many)]
+
+    steps()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # what waits raises
+    try:
+        results = steps()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [cache.length(number) for number in numbers] == [39] * 4
+    assert all(result.isfinite().all() for result in results)
+
+
+def test_a_captured_step_serves_what_comes_later():
+    cache, numbers = filled(3, 37)
+    q = torch.randn(4, 8, 1, 64, device="cuda", dtype=BF16)
+    new = [torch.randn(4, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)]
+    step = cache.new_step(4)
+    cache.reserve(numbers, into=step)
+    cache.append(step, *new)
+    attend(cache, step, q)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), no_plan_builds():
+        cache.append(step, *new)
+        out = attend(cache, step, q)
+    more = cache.add()
+    for _ in range(20):
+        numbers = [*numbers[:2], more]
+        cache.reserve(numbers, into=step)
+        for x in (q, *new):
+            x.normal_()
+        out.fill_(math.nan)
+        graph.replay()
+        assert_decoded(cache, numbers, q, out)
+        assert (out[3] == 0).all()
+
+
+def test_two_captures_on_two_streams_share_a_cache():
+    cache, numbers = filled(4, 37)
+    halves = [numbers[:2], numbers[2:]]
+    parts = []
+    for half in halves:
+        q = torch.randn(2, 8, 1, 64, device="cuda", dtype=BF16)
+        new = [torch.randn(2, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)]
+        step = cache.reserve(half)
+        cache.append(step, *new)
+        attend(cache, step, q)
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            cache.append(step, *new)
+            out = attend(cache, step, q)
+        parts.append((half, q, new, step, stream, graph, out))
+    for _ in range(10):
+        for half, q, new, step, *_ in parts:
+            cache.reserve(half, into=step)
+            for x in (q, *new):
+                x.normal_()
+        torch.cuda.synchronize()
+        for *_, stream, graph, _ in parts:
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for half, q, _, _, _, _, out in parts:
+            assert_decoded(cache, half, q, out)
+
+
+@pytest.mark.parametrize("queries", [4, 100])
+def test_captured_prefill_of_any_tables(queries):
+    """Pages move, tables with them, and sequences become shorter."""
+    cache = Cache([170, 141, 300])
+    q = queries_for(cache, queries)
+    cache(q)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cache(q)
+    for lengths in ([170, 130, 300], [150, 101, 129]):
+        order = torch.randperm(len(cache.pages[0]), device="cuda")
+        for pages in cache.pages:
+            pages.copy_(pages[order].clone())
+        cache.table.copy_(torch.argsort(order)[cache.table.long()])
+        cache.lengths.copy_(torch.tensor(lengths))
+        cache.rows = [[row[:length] for row, length in zip(rows, lengths, strict=True)] for rows in cache.rows]
+        q.normal_()
+        out.fill_(math.nan)
+        graph.replay()
+        for b in range(3):
+            assert dense_calls.difference(out[b].double(), expected(cache, q, b)[0]) < dense_calls.FORWARD[BF16]
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_a_plan_that_is_missing_in_a_capture_says_what_to_do():
+    cache = Cache([70, 41])
+    q = queries_for(cache)
+    torch.empty(1 << 20, device="cuda")
+    plan_cache.clear()
+    with pytest.raises(PlanBuildError, match="warmup"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        cache(q)
+    assert_right(cache, q)
+
+
+def test_a_prepared_step_reads_what_is_there():
+    cache, numbers = filled(4, 37)
+    step, q = cache.new_step(4), torch.randn(4, 8, 1, 64, device="cuda", dtype=BF16)
+    cache.reserve(numbers, into=step)
+    prepared = prepare_paged(q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv, return_lse=True)
+    for _ in range(20):
+        cache.reserve(numbers, into=step)
+        cache.append(step, *(torch.randn(4, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)))
+        q.normal_()
+        prepared.out.fill_(math.nan)
+        assert_decoded(cache, numbers, q, prepared())
+        assert prepared.lse.isfinite().all()
+
+
+def test_a_prepared_step_on_another_stream_and_in_a_graph():
+    cache, numbers = filled(4, 37)
+    step, q = cache.new_step(4), torch.randn(4, 8, 1, 64, device="cuda", dtype=BF16)
+    cache.reserve(numbers, into=step)
+    cache.append(step, *(torch.randn(4, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)))
+    prepared = prepare_paged(q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        prepared.out.fill_(math.nan)
+        assert_decoded(cache, numbers, q, prepared())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        prepared()
+    for _ in range(3):
+        q.normal_()
+        prepared.out.fill_(math.nan)
+        graph.replay()
+        assert_decoded(cache, numbers, q, prepared.out)
+
+
+def test_a_prepared_step_is_tuned_like_any_other():
+    """The winner may want another workspace."""
+    cache = PagedKVCache(pages=600, page_size=64, heads=2, head_dim=64, max_length=32768)
+    sequence = cache.add()
+    step = cache.reserve([sequence], 30000)
+    cache.k_pages().normal_(), cache.v_pages().normal_()
+    q = torch.randn(1, 8, 1, 64, device="cuda", dtype=BF16)
+    with cudnn_sdpa.autotune() as report:
+        prepared = prepare_paged(q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
+        for _ in range(2):
+            prepared.out.fill_(math.nan)
+            assert_decoded(cache, [sequence], q, prepared())
+    assert len(report.entries) == 1
+    assert_decoded(cache, [sequence], q, prepared())
+
+
+def test_tables_that_were_one_and_are_two():
+    cache = Cache([70, 41, 300], heads=8, dims=(64, 64))
+    q = torch.randn(3, 8, 1, 64, device="cuda", dtype=BF16)
+    shared = cache(q)
+    order = torch.randperm(len(cache.pages[1]), device="cuda")
+    moved = cache.pages[1][order].contiguous()
+    table_v = torch.argsort(order)[cache.table.long()].int()
+    for _ in range(2):
+        found = sdpa_paged(q, cache.pages[0], moved, cache.table, cache.lengths, page_table_v=table_v)
+        assert_same(found, shared)
+        assert_same(cache(q), shared)
+
+
+@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("queries", [1, 4, 40])
+def test_tables_among_other_numbers(queries, owned):
+    """Rows of any distance, as in a table that has room for more; what lies between them is no page."""
+    cache = Cache([70, 41, 300, 64])
+    wide = torch.full((4, cache.table.shape[1] + 9), 10**8, device="cuda", dtype=torch.int32)
+    wide[:, 3:-6] = cache.table
+    cache.table = wide[:, 3:-6]
+    if owned:
+        for tensor in (cache.table, cache.lengths):
+            setattr(tensor, MARK, (len(cache.pages[0]), cache.table.shape[1], cache.page_size))
+    assert_right(cache, queries_for(cache, queries))
+    assert cache.table.stride(0) > cache.table.shape[1]
+
+
+def test_autocast():
+    cache = Cache([70, 41, 300])
+    for queries in (1, 30):
+        q = queries_for(cache, queries)
+        wanted = cache(q)
+        with torch.autocast("cuda", dtype=BF16):
+            for _ in range(2):
+                assert_same(cache(q.float()), wanted)
+        with pytest.raises(cudnn_sdpa.DtypeError, match="float32"):
+            cache(q.float())
+
+
+def test_queries_of_one_token_in_another_memory_order():
+    cache = Cache([70, 41, 300])
+    q = torch.randn(8, 3, 1, 128, device="cuda", dtype=BF16).transpose(0, 1)
+    for _ in range(3):
+        out = cache(q)
+        assert out.stride()[:2] == q.stride()[:2]
+        assert_same(out, cache(q.contiguous()))
+
+
+def test_steps_of_other_caches_are_not_trusted():
+    large, small = filled(2, 30, pages=100)[0], filled(1, 30, pages=10)[0]
+    sequences = [large.add() for _ in range(2)]
+    step = large.reserve(sequences, 100)
+    q = torch.randn(2, 8, 1, 64, device="cuda", dtype=BF16)
+    sdpa_paged(q, small.k_pages(), small.v_pages(), step.page_table, step.seq_lens_kv)  # ids are kept within
+    torch.cuda.synchronize()
+    with pytest.raises(cudnn_sdpa.UnsupportedError, match="not those of a PagedKVCache"):
+        prepare_paged(q, small.k_pages(), small.v_pages(), step.page_table, step.seq_lens_kv)
+
+
+def test_a_scale_that_is_not_positive_is_not_prepared():
+    cache, numbers = filled(4, 37)
+    step = cache.reserve(numbers)
+    q = torch.randn(4, 8, 1, 64, device="cuda", dtype=BF16)
+    given = (q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
+    with pytest.raises(cudnn_sdpa.UnsupportedError, match="only positive"):
+        prepare_paged(*given, scale=-0.2)
+    wanted = sdpa_paged(-q, *given[1:], scale=0.2)
+    for _ in range(2):
+        assert_same(sdpa_paged(*given, scale=-0.2), wanted)
+
+
+def test_recognized_steps_are_not_confused():
+    cache, numbers = filled(4, 37)
+    step = cache.reserve(numbers)
+    cache.append(step, *(torch.randn(4, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)))
+    q = torch.randn(4, 8, 1, 64, device="cuda", dtype=BF16)
+    pages = cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv
+    calls = [
+        {},
+        {"scale": 0.4},
+        {"return_lse": True},
+        {"window_size": (5, 0)},
+        {"is_causal": False},
+        {"sinks": torch.ones(8, device="cuda")},
+    ]
+    first = [sdpa_paged(q, *pages, **options) for options in calls]
+    for _ in range(3):
+        for options, wanted in zip(calls, first, strict=True):
+            for _ in range(2):
+                found = sdpa_paged(q, *pages, **options)
+                for x, y in zip(*((r if isinstance(r, tuple) else (r,)) for r in (found, wanted)), strict=True):
+                    assert_same(x, y)
+    shifted = torch.empty(q.numel() + 1, device="cuda", dtype=BF16)[1:].view(q.shape)
+    with pytest.raises(cudnn_sdpa.LayoutError):
+        sdpa_paged(shifted, *pages)
+    with pytest.raises(cudnn_sdpa.UnsupportedError):
+        sdpa_paged(q.clone().requires_grad_(), *pages)
+    with pytest.raises(cudnn_sdpa.ArgumentError):
+        sdpa_paged(q, *pages, is_causal=1)
+
+
+def test_many_threads():
+    cache = Cache([70, 41, 300, 64])
+    many = [queries_for(cache, queries) for queries in (1, 3, 20)]
+    wanted = [cache(q) for q in many]
+    failures = []
+
+    def work():
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+                for _ in range(100):
+                    for q, right in zip(many, wanted, strict=True):
+                        assert_same(cache(q), right)
+        except Exception as failure:  # noqa: BLE001 - looked at below
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_torch_compile():
+    cache = Cache([70, 41, 300, 64])
+    compiled = torch.compile(lambda q: cache(q) * 2, fullgraph=True)
+    for queries in (1, 20):
+        q = queries_for(cache, queries)
+        assert dense_calls.difference(compiled(q).double(), 2 * cache(q).double()) < 1e-2
+
+
+def test_plans_are_recorded_and_warmed_up():
+    cache, numbers = filled(4, 37)
+    step = cache.reserve(numbers)
+    cache.append(step, *(torch.randn(4, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)))
+    many = [torch.randn(4, 8, queries, 64, device="cuda", dtype=BF16) for queries in (1, 3, 20)]
+    plan_cache.clear()
+    with cudnn_sdpa.record_plans() as manifest:
+        for q in many:
+            attend(cache, step, q)
+    assert len(manifest) == 3
+    plan_cache.clear()
+    cudnn_sdpa.warmup(manifest)
+    with no_plan_builds():
+        for q in many:
+            attend(cache, step, q)

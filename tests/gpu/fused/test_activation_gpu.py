@@ -1,0 +1,192 @@
+"""`silu_mul`, `gelu_mul` and `relu_squared` on the GPU: values and gradients against float64, in every form."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cudnn_sdpa import LayoutError, UnsupportedError, gelu_mul, no_plan_builds, plan_cache, relu_squared, silu_mul
+from cudnn_sdpa.fused import activation
+
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+SHAPES = [(64,), (7, 4096), (3, 5, 96), (2, 8192), (1, 16), (5, 1000), (33, 14336), (70_000, 128)]
+#: Where forms change, see `fused.activation_tiling`.
+MANY = [(8191, 8192), (8192, 8192), (8192, 5632), (24576, 2048), (32768, 1024), (20480, 2560), (1024, 18432)]
+
+
+def difference(found, wanted):
+    found, wanted = found.detach(), wanted.detach()
+    assert found.isfinite().all()
+    return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(shape, dtype) for shape in SHAPES for dtype in TOLERANCE] + [(shape, torch.bfloat16) for shape in MANY],
+    ids=str,
+)
+def test_silu_mul_in_every_form(shape, dtype):
+    size = shape[-1]
+    for _ in range(2):
+        both = torch.randn(*shape[:-1], 2 * size, device="cuda", dtype=dtype).requires_grad_()
+        exact = both.detach().double().requires_grad_()
+        gate, up = exact.chunk(2, -1)
+        wanted = F.silu(gate) * up
+        grad = torch.randn(shape, device="cuda", dtype=dtype)
+        (of_both,) = torch.autograd.grad(wanted, exact, grad.double())
+        for form in (
+            lambda x: (x,),
+            lambda x: x.chunk(2, -1),
+            lambda x: [half.contiguous() for half in x.chunk(2, -1)],
+        ):
+            with torch.no_grad():
+                assert difference(silu_mul(*form(both)), wanted) < TOLERANCE[dtype]
+            out = silu_mul(*form(both))
+            assert out.shape == shape
+            assert out.is_contiguous()
+            (found,) = torch.autograd.grad(out, both, grad)
+            assert difference(found, of_both) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("size", [96, 1024, 33])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_one_row_for_all(size, dtype):
+    for place in range(2):
+        for _ in range(2):
+            row = torch.randn(1, size, device="cuda", dtype=dtype).requires_grad_()
+            other = torch.randn(300, size, device="cuda", dtype=dtype).requires_grad_()
+            pair, exact = [row.expand(300, size), other], [x.detach().double().requires_grad_() for x in (row, other)]
+            expanded = [exact[0].expand(300, size), exact[1]]
+            if place:
+                pair, expanded = pair[::-1], expanded[::-1]
+            out, wanted = silu_mul(*pair), F.silu(expanded[0]) * expanded[1]
+            assert difference(out, wanted) < TOLERANCE[dtype]
+            grad = torch.randn_like(other)
+            found, right = (
+                torch.autograd.grad(y, x, g) for y, x, g in ((out, (row, other), grad), (wanted, exact, grad.double()))
+            )
+            for one, another in zip(found, right, strict=True):
+                assert difference(one, another) < 4 * TOLERANCE[dtype]
+            with torch.no_grad():
+                squared = F.relu(exact[0]).square().expand(300, size)
+                assert difference(relu_squared(row.expand(300, size)), squared) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_others_for_inference(dtype):
+    gate, up = torch.randn(2, 9, 640, device="cuda", dtype=dtype)
+    for _ in range(2):
+        assert difference(gelu_mul(gate, up), F.gelu(gate.double()) * up.double()) < TOLERANCE[dtype]
+        assert difference(relu_squared(gate), F.relu(gate.double()).square()) < TOLERANCE[dtype]
+    with pytest.raises(UnsupportedError, match="gradient"):
+        gelu_mul(gate.requires_grad_(), up)
+
+
+def test_one_tensor_twice_and_extreme_numbers():
+    x = torch.tensor([[-300.0, -50.0, -1.0, 0.0, 1.0, 50.0, 300.0, 5.0]], device="cuda", dtype=torch.float16)
+    for _ in range(3):
+        found = silu_mul(x, x)
+        torch.testing.assert_close(found, (F.silu(x.double()) * x.double()).half(), rtol=2e-3, atol=1e-4)
+
+
+def test_known_calls_are_not_confused():
+    for shape in ((4, 256), (4, 512), (4, 256), (2, 512)):
+        gate, up = torch.randn(2, *shape, device="cuda", dtype=torch.bfloat16)
+        wide = torch.cat([gate, up], -1)
+        for _ in range(2):
+            wanted = F.silu(gate.double()) * up.double()
+            assert difference(silu_mul(gate, up), wanted) < 8e-3
+            assert difference(silu_mul(*wide.chunk(2, -1)), wanted) < 8e-3
+            assert difference(silu_mul(wide), wanted) < 8e-3
+    assert activation._SILU.calls._calls.last is not None
+
+
+def test_in_a_cuda_graph():
+    both = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16)
+    silu_mul(both)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), no_plan_builds():
+        out = silu_mul(both)
+    both.normal_()
+    out.fill_(math.nan)
+    graph.replay()
+    gate, up = both.double().chunk(2, -1)
+    assert difference(out, F.silu(gate) * up) < 8e-3
+
+
+def test_torch_compile_with_gradients():
+    both = torch.randn(6, 512, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+    def step(both):
+        return silu_mul(both * 1.5).float().square().mean()
+
+    (found,) = torch.autograd.grad(torch.compile(step, fullgraph=True)(both), both)
+    (wanted,) = torch.autograd.grad(step(both), both)
+    assert difference(found, wanted.double()) < 2e-2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_code_has_the_quick_form(dynamic):
+    step = torch.compile(lambda x: silu_mul(*x.chunk(2, -1)), fullgraph=True, dynamic=dynamic)
+    for rows in (8192, 4096):
+        x = torch.randn(rows, 2 * 5632, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        exact = x.detach().double().requires_grad_()
+        gate, up = exact.chunk(2, -1)
+        out, wanted = step(x), F.silu(gate) * up
+        assert difference(out, wanted) < 8e-3
+        grad = torch.randn_like(out)
+        (found,), (right,) = (
+            torch.autograd.grad(y, of, g) for y, of, g in ((out, x, grad), (wanted, exact, grad.double()))
+        )
+        assert difference(found, right) < 2e-2
+        assert {(rows, 44, 128), (rows, 32, 176)} == {
+            plan.key.inputs[-1].layout.shape
+            for plan in plan_cache.plans()
+            if plan.key.inputs[-1].layout.shape[0] == rows
+        }
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_one_gradient_alone(place, dtype):
+    for make in (lambda: torch.randn(9, 640, device="cuda", dtype=dtype), lambda: halved(9, 640, dtype)):
+        for _ in range(3):
+            given = [make().requires_grad_(number == place) for number in range(2)]
+            exact = [x.detach().double().requires_grad_() for x in given]
+            grad = torch.randn(9, 640, device="cuda", dtype=dtype)
+            (found,) = torch.autograd.grad(silu_mul(*given), given[place], grad)
+            (wanted,) = torch.autograd.grad(F.silu(exact[0]) * exact[1], exact[place], grad.double())
+            assert difference(found, wanted) < 2 * TOLERANCE[dtype]
+
+
+def halved(rows, size, dtype):
+    return torch.randn(rows, 2 * size, device="cuda", dtype=dtype)[:, size:]
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8], ids=lambda past: f"{past} past")
+@pytest.mark.parametrize("size", [99, 100, 128, 1001, 1024, 1536])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_rows_at_distances_that_are_no_multiple_of_16_bytes(width, size, dtype):
+    """cuDNN's kernels are compiled for these distances, and read less at once; a wrong one would fault here."""
+    for make in (lambda: torch.randn(33, size + width, device="cuda", dtype=dtype)[:, :size],) * 2:
+        gate, up = make().requires_grad_(), make().requires_grad_()
+        exact = [x.detach().double().requires_grad_() for x in (gate, up)]
+        wanted = F.silu(exact[0]) * exact[1]
+        assert difference(silu_mul(gate, up), wanted) < TOLERANCE[dtype]
+        grad = torch.randn(33, size, device="cuda", dtype=dtype)
+        found = torch.autograd.grad(silu_mul(gate, up), (gate, up), grad)
+        for one, other in zip(found, torch.autograd.grad(wanted, exact, grad.double()), strict=True):
+            assert difference(one, other) < 2 * TOLERANCE[dtype]
+        with torch.no_grad():
+            assert difference(gelu_mul(gate, up), F.gelu(exact[0]) * exact[1]) < TOLERANCE[dtype]
+            assert difference(relu_squared(gate), F.relu(exact[0]).square()) < TOLERANCE[dtype]
+
+
+def test_slices_that_begin_elsewhere_are_refused():
+    x = torch.randn(4, 257, device="cuda", dtype=torch.bfloat16)[:, 1:]
+    for _ in range(2):
+        with pytest.raises(LayoutError, match="gate: got memory at 2 bytes past a multiple of 16"):
+            silu_mul(x, x)

@@ -1,0 +1,289 @@
+"""`rms_norm` and `layer_norm` on the GPU: values and gradients against float64, and the short way to their plans."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_checks import poison
+
+from cudnn_sdpa import (
+    DtypeError,
+    LayoutError,
+    UnsupportedError,
+    layer_norm,
+    no_plan_builds,
+    plan_cache,
+    rms_norm,
+    silu_mul,
+)
+from cudnn_sdpa.fused import norm
+
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+SHAPES = [
+    (64,),
+    (7, 4096),
+    (3, 5, 48),
+    (64, 16, 128),
+    (33, 5120),
+    (4, 8192),
+    (2, 1000),
+    (2, 3, 1, 16384),
+    (100_000, 64),
+]
+
+
+def difference(found, wanted):
+    found, wanted = found.detach(), wanted.detach()
+    assert found.isfinite().all()
+    return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+
+
+def leaf(*shape, dtype, of=None):
+    x = torch.randn(*shape, device="cuda", dtype=torch.float32) if of is None else of
+    return x.to(dtype).requires_grad_()
+
+
+def assert_like_float64(function, reference, tensors, dtype):
+    """The output without and with gradients, twice each, on fresh numbers, and gradients by all tensors."""
+    for _ in range(2):
+        for tensor in tensors:
+            tensor.data.normal_()
+            tensor.data.add_(0.5)
+        exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+        wanted = reference(*exact)
+        with torch.no_grad():
+            assert difference(function(*tensors), wanted) < TOLERANCE[dtype]
+        out = function(*tensors)
+        assert out.shape == tensors[0].shape
+        assert out.dtype == dtype
+        assert difference(out, wanted) < TOLERANCE[dtype]
+        grad = torch.randn_like(out)
+        found = torch.autograd.grad(out, tensors, grad)
+        for tensor, one, other in zip(tensors, found, torch.autograd.grad(wanted, exact, grad.double()), strict=True):
+            assert one.dtype == tensor.dtype
+            assert one.shape == tensor.shape
+            assert difference(one, other) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("grad_weight", ["same", "float32", "none", "zero-centered"])
+def test_rms_norm(shape, dtype, grad_weight):
+    size = shape[-1]
+    x = leaf(*shape, dtype=dtype)
+    centered = grad_weight == "zero-centered"
+
+    def function(x, weight=None):
+        return rms_norm(x, weight, 1e-3, zero_centered=centered)
+
+    def reference(x, weight=None):
+        return F.rms_norm(x, (size,), None if weight is None else weight + centered, 1e-3)
+
+    weights = [] if grad_weight == "none" else [leaf(size, dtype=torch.float32 if grad_weight == "float32" else dtype)]
+    assert_like_float64(function, reference, [x, *weights], dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_layer_norm(shape, dtype):
+    size = shape[-1]
+    tensors = [leaf(*shape, dtype=dtype), leaf(size, dtype=dtype), leaf(size, dtype=dtype)]
+    assert_like_float64(
+        lambda x, weight, bias: layer_norm(x, weight, bias, 1e-3),
+        lambda x, weight, bias: F.layer_norm(x, (size,), weight, bias, 1e-3),
+        tensors,
+        dtype,
+    )
+
+
+def test_rows_that_do_not_lie_together():
+    base = torch.randn(6, 9, 256, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(128, device="cuda", dtype=torch.bfloat16)
+    for x in (base[..., :128], base[..., 64:192], base[:, ::2, 128:], base.transpose(0, 1)[..., 128:]):
+        for _ in range(2):
+            assert difference(rms_norm(x, weight), F.rms_norm(x.double(), (128,), weight.double(), 1e-6)) < 8e-3
+    x = base[..., :128].detach().requires_grad_()
+    (found,) = torch.autograd.grad(rms_norm(x, weight).square().sum(), x)
+    (wanted,) = torch.autograd.grad(F.rms_norm(x.double(), (128,), weight.double(), 1e-6).square().sum(), x)
+    assert difference(found, wanted.double()) < 2e-2
+
+
+def test_eps_is_data_and_layouts_are_not_confused():
+    x = torch.randn(5, 512, device="cuda", dtype=torch.bfloat16) * 1e-3
+    weight = torch.randn(512, device="cuda", dtype=torch.bfloat16)
+    rms_norm(x, weight, 1e-6)
+    with no_plan_builds():
+        for eps in (1e-6, 1e-2, 0.5, 0.0, 1):
+            assert difference(rms_norm(x, weight, eps), F.rms_norm(x.double(), (512,), weight.double(), eps)) < 8e-3
+    for rows in (5, 3, 5, 7, 3):
+        x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
+        for centered in (False, True, False):
+            for grad in (False, True):
+                with torch.set_grad_enabled(grad):
+                    found = rms_norm(x, weight.clone().requires_grad_(), zero_centered=centered)
+                    assert found.requires_grad is grad
+                    wanted = F.rms_norm(x.double(), (512,), weight.double() + centered, 1e-6)
+                    assert difference(found.detach(), wanted) < 8e-3
+
+
+def test_a_known_call_skips_the_dispatcher_and_a_watched_one_does_not():
+    x, weight = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 256), (256,)))
+    rms_norm(x, weight)
+    rms_norm(x, weight)
+    assert norm._rms_norm_calls._calls.last is not None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        rms_norm(x, weight)
+    assert any("graph_function" in event.key for event in profile.key_averages())
+    plan_cache.clear()
+    assert norm._rms_norm_calls._calls.last is None
+    assert difference(rms_norm(x, weight), F.rms_norm(x.double(), (256,), weight.double(), 1e-6)) < 8e-3
+
+
+FUSED = {
+    "residual": ({"residual": True}, None),
+    "SiLU": ({}, "silu"),
+    "residual and SiLU": ({"residual": True}, "silu"),
+    "residual, zero-centered": ({"residual": True, "zero_centered": True}, None),
+}
+
+
+@pytest.mark.parametrize("shape", [(4, 256), (3, 7, 64), (1, 4096), (4096, 4096), (130, 5120), (33, 32768)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FUSED)
+def test_what_is_fused_with_a_norm(name, dtype, shape):
+    options, activation = FUSED[name]
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+    for _ in range(2):
+        x, residual = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(2))
+        weight = torch.randn(shape[-1], device="cuda", dtype=dtype)
+        given = {**options, "activation": activation} | ({"residual": residual} if "residual" in options else {})
+        poison(shape, shape, dtype=dtype)
+        found = rms_norm(x, weight, 1e-3, **given)
+        total = x.double() + residual.double() * ("residual" in options)
+        wanted = F.rms_norm(total, shape[-1:], weight.double() + ("zero_centered" in options), 1e-3)
+        out, *sums = found if "residual" in options else (found,)
+        assert difference(out, F.silu(wanted) if activation else wanted) < tolerance
+        assert len(sums) == ("residual" in options)
+        assert all(difference(each, total) < tolerance for each in sums)
+        assert [(each.shape, each.dtype) for each in (out, *sums)] == [(x.shape, dtype)] * (1 + len(sums))
+
+
+@pytest.mark.parametrize("uses_sum", [False, True])
+def test_the_gradients_of_a_norm_behind_a_sum(uses_sum):
+    leaves = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((70, 2048), (70, 2048), (2048,))]
+    exact = [leaf.double().requires_grad_() for leaf in leaves]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    out, total = rms_norm(leaves[0], leaves[2], 1e-3, residual=leaves[1])
+    wanted_total = exact[0] + exact[1]
+    wanted = F.rms_norm(wanted_total, (2048,), exact[2], 1e-3)
+    grads = torch.randn_like(out), torch.randn_like(total)
+    count = 1 + uses_sum
+    found = torch.autograd.grad((out, total)[:count], leaves, grads[:count])
+    expected = torch.autograd.grad((wanted, wanted_total)[:count], exact, [grad.double() for grad in grads[:count]])
+    for one, other in zip(found, expected, strict=True):
+        assert difference(one, other) < 1e-2
+
+
+def test_what_there_is_no_kernel_for_says_so():
+    x, weight = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((64, 1000), (1000,)))
+    for _ in range(2):
+        for given in ({"residual": x}, {"activation": "silu"}):
+            with pytest.raises(UnsupportedError, match="rms_norm with a residual or an activation is not supported"):
+                rms_norm(x, weight, **given)
+    assert difference(rms_norm(x, weight), F.rms_norm(x.double(), (1000,), weight.double(), 1e-6)) < 1e-2
+
+
+def test_memory_that_is_not_aligned_is_refused():
+    base = torch.randn(1 + 4 * 256, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(256, device="cuda", dtype=torch.bfloat16)
+    for _ in range(2):
+        with pytest.raises(LayoutError, match="multiple of 16"):
+            rms_norm(base[1:].view(4, 256), weight)
+
+
+def test_float64_is_refused_on_a_gpu():
+    x, weight = (torch.randn(shape, device="cuda", dtype=torch.float64) for shape in ((4, 256), (256,)))
+    with pytest.raises(DtypeError, match=r"x: got torch\.float64"):
+        rms_norm(x, weight)
+    with pytest.raises(DtypeError, match=r"gate: got torch\.float64"):
+        silu_mul(x, x)
+
+
+def test_in_a_cuda_graph_and_on_another_stream():
+    x, weight = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((64, 1024), (1024,)))
+    rms_norm(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), no_plan_builds():
+        out = rms_norm(rms_norm(x, weight), weight)
+    x.normal_()
+    out.fill_(math.nan)
+    graph.replay()
+    wanted = F.rms_norm(F.rms_norm(x.double(), (1024,), weight.double(), 1e-6), (1024,), weight.double(), 1e-6)
+    assert difference(out, wanted) < 1e-2
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = rms_norm(x, weight)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert difference(found, F.rms_norm(x.double(), (1024,), weight.double(), 1e-6)) < 8e-3
+
+
+def test_torch_compile_with_gradients():
+    x, weight = leaf(8, 512, dtype=torch.bfloat16), leaf(512, dtype=torch.bfloat16)
+
+    def step(x, weight):
+        return rms_norm(x * 2, weight, zero_centered=True).float().square().mean()
+
+    found = torch.autograd.grad(torch.compile(step, fullgraph=True)(x, weight), (x, weight))
+    for one, other in zip(found, torch.autograd.grad(step(x, weight), (x, weight)), strict=True):
+        assert difference(one, other.double()) < 2e-2
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_gradient_alone(place):
+    tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((33, 640), (640,), (640,))]
+    for function, reference, count in (
+        (rms_norm, lambda x, w: F.rms_norm(x, (640,), w, 1e-6), 2),
+        (layer_norm, lambda x, w, b: F.layer_norm(x, (640,), w, b), 3),
+    ):
+        if place >= count:
+            continue
+        for _ in range(3):
+            given = [x.detach().requires_grad_(number == place) for number, x in enumerate(tensors[:count])]
+            exact = [x.detach().double().requires_grad_() for x in given]
+            grad = torch.randn(33, 640, device="cuda", dtype=torch.bfloat16)
+            found = torch.autograd.grad(function(*given), given[place], grad)[0]
+            wanted = torch.autograd.grad(reference(*exact), exact[place], grad.double())[0]
+            assert difference(found, wanted) < 1.6e-2
+
+
+@pytest.mark.parametrize("size", [1, 7, 99, 100, 1001, 4097])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_rows_whose_size_is_no_multiple_of_16_bytes(size, dtype):
+    """Dense ones, and slices of wider ones, which are copied wherever they begin."""
+    for make in (
+        lambda: torch.randn(33, size, device="cuda", dtype=dtype) + 0.5,
+        lambda: torch.randn(33, size + 3, device="cuda", dtype=dtype)[:, 3:] + 0.5,
+        lambda: (torch.randn(33, size + 3, device="cuda", dtype=dtype) + 0.5)[:, 3:],
+    ):
+        tensors = [make(), torch.randn(size, device="cuda", dtype=dtype), torch.randn(size, device="cuda", dtype=dtype)]
+        tensors = [x.requires_grad_() for x in tensors]
+        exact = [x.detach().double().requires_grad_() for x in tensors]
+        grad = torch.randn(33, size, device="cuda", dtype=dtype)
+        for function, reference, count in (
+            (lambda x, w: rms_norm(x, w, 1e-3), lambda x, w: F.rms_norm(x, (size,), w, 1e-3), 2),
+            (lambda x, w, b: layer_norm(x, w, b, 1e-1), lambda x, w, b: F.layer_norm(x, (size,), w, b, 1e-1), 3),
+        ):
+            wanted = reference(*exact[:count])
+            right = torch.autograd.grad(wanted, exact[:count], grad.double())
+            for _ in range(2):
+                out = function(*tensors[:count])
+                assert difference(out, wanted) < TOLERANCE[dtype]
+                found = torch.autograd.grad(out, tensors[:count], grad)
+                scale = float(grad.double().norm())
+                for one, other in zip(found, right, strict=True):
+                    error = float((one.double() - other).norm())
+                    assert error < 4 * TOLERANCE[dtype] * max(float(other.norm()), 1e-2 * scale)

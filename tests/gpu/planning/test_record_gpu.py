@@ -1,0 +1,32 @@
+"""What `record_plans` notes on the CPU for this GPU is what the same calls use on it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import cudnn_sdpa
+from cudnn_sdpa.graph.target import live_properties
+from tests.unit.opcheck_calls import CALLS, Inputs
+
+
+class HalfInputs(Inputs):
+    def __init__(self, device):
+        super().__init__(device)
+        self.dtype = torch.bfloat16
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_plans_are_those_of_the_gpu(name, tmp_path):
+    path = tmp_path / "device.json"
+    path.write_text(json.dumps(live_properties(0)))
+    with cudnn_sdpa.shape_policy("exact"), cudnn_sdpa.record_plans() as used:
+        CALLS[name](HalfInputs("cuda"))
+    with cudnn_sdpa.record_plans(target=str(path)) as recorded:
+        CALLS[name](HalfInputs("cpu"))
+    assert used.plans
+    assert [plan for plan in used.plans if plan not in recorded.plans] == []
+    without_lse = name in ("varlen, into a tensor", "paged, into a tensor")  # of which both plans are noted
+    assert len(recorded) == len(used) + without_lse

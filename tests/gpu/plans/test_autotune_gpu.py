@@ -1,0 +1,385 @@
+"""`autotune` on the GPU: right numbers from whichever plan wins, at the first launch and at all later ones."""
+
+from __future__ import annotations
+
+import threading
+
+import dense_calls
+import pytest
+import torch
+from attention_checks import TOLERANCE, error, exact, make
+
+import cudnn_sdpa
+from cudnn_sdpa import autotune, no_plan_builds, plan_cache, use_plan_store
+from cudnn_sdpa.plans import autotune as autotune_module
+from cudnn_sdpa.plans import autotune_timing
+from cudnn_sdpa.plans.autotune_timing import UntunedPlan
+from cudnn_sdpa.plans.plan import Plan
+
+CASES = {
+    "plain": {"is_causal": False},
+    "causal": {},
+    "fully masked rows": {"causal_alignment": "bottom_right", "sq": 120},
+    "window_size": {"is_causal": False, "window_size": (30, 5)},
+    "mask": {"is_causal": False, "mask": "float", "mask_shape": (2, 4, 64, 96), "mask_grad": True},
+    "sinks": {"sinks": True},
+    "lengths": {"lengths": "q kv"},
+    "softcap": {"softcap": 5.0},
+    "linear biases": {"alibi": True},
+    "dropout": {"dropout_p": 0.2},
+    "deterministic": {"deterministic": True},
+    "single query": {"sq": 1, "is_causal": False},
+    "odd lengths": {"sq": 77, "skv": 131},
+    "head dim 128": {"sq": 512, "skv": 512, "dims": (128, 128)},
+    "wide heads": {"dims": (192, 128)},
+}
+
+
+def last_one(measurements):
+    """In place of `trials.fastest`: of the plans that are right, the one that cuDNN ranks last."""
+    return max(number for number, measurement in enumerate(measurements) if not measurement.reason)
+
+
+@pytest.fixture(params=["fastest", "last"])
+def choice(request, monkeypatch):
+    """The fastest plan wins, or one that is hardly ever cuDNN's first choice."""
+    if request.param == "last":
+        monkeypatch.setattr(autotune_timing, "fastest", last_one)
+    return request.param
+
+
+@pytest.fixture
+def take_last(monkeypatch):
+    monkeypatch.setattr(autotune_timing, "fastest", last_one)
+
+
+@pytest.fixture
+def store(tmp_path):
+    with use_plan_store(tmp_path / "plans") as store:
+        yield store
+
+
+def inputs(sq=128):
+    return [make("bshd", 2, heads, sq, 64, torch.bfloat16) for heads in (4, 2, 2)]
+
+
+def assert_right(q, k, v, out=None):
+    out = cudnn_sdpa.sdpa(q, k, v) if out is None else out
+    assert error(out, exact(q, k, v)[0]) < TOLERANCE[torch.bfloat16]
+
+
+def configurations():
+    return {plan.key: (plan.engine, plan.knobs, plan.workspace) for plan in plan_cache.plans()}
+
+
+def assert_settled():
+    """All plans are plain ones, and tuned if that is possible."""
+    for plan in plan_cache.plans():
+        assert type(plan) is Plan
+        assert plan.tuned == (autotune_module.not_tunable(plan.key) == ""), str(plan.key)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values(choice, name):
+    c = dense_calls.plain(**({"sq": 64} | CASES[name]))
+    with autotune() as report:
+        assert dense_calls.check(c) == [], str(report)  # what the first launches have left
+        assert len(report.entries) == plan_cache.info().builds
+        assert_settled()
+        assert dense_calls.check(c) == []
+    assert len(report.entries) == plan_cache.info().builds
+    for entry in report.entries:
+        if name == "lengths":
+            assert entry.reason
+        else:
+            assert entry.reason in ("", "no other candidate can be built")
+        assert choice == "last" or entry.winner == 0 or entry.gain > 1
+    assert "compared" in str(report)
+    assert dense_calls.check(c) == []
+
+
+@pytest.mark.usefixtures("take_last")
+def test_another_plan_than_the_first_choice_can_win():
+    """Otherwise the other tests would show nothing."""
+    leaves = [x.requires_grad_() for x in inputs(512)]
+    with autotune() as report:
+        torch.autograd.grad(cudnn_sdpa.sdpa(*leaves, is_causal=True).sum(), leaves)
+    assert [entry.winner > 0 for entry in report.entries] == [True, True], str(report)
+    for entry in report.entries:
+        winner = entry.candidates[entry.winner]
+        assert (winner.engine, winner.knobs) != (entry.candidates[0].engine, entry.candidates[0].knobs)
+        assert all(each.microseconds > 0 for each in entry.candidates if not each.reason)
+    assert sorted((e, sorted(k.items())) for e, k, _ in configurations().values()) == sorted(
+        (entry.candidates[entry.winner].engine, sorted(entry.candidates[entry.winner].knobs.items()))
+        for entry in report.entries
+    )
+
+
+def test_no_more_plans_are_built_than_asked_for():
+    with autotune(candidates=2) as report:
+        assert_right(*inputs())
+    assert [len(entry.candidates) for entry in report.entries] == [2]
+
+
+FUSED = {
+    "silu_mul": lambda x: cudnn_sdpa.silu_mul(x, x.flip(0)),
+    "rms_norm": lambda x: cudnn_sdpa.rms_norm(x, x[0]),
+    "conv2d": lambda x: cudnn_sdpa.conv2d(x.view(4, 8, 8, 1024).permute(0, 3, 1, 2), FILTERS.to(x), activation="silu"),
+}
+
+FILTERS = (torch.randn(64, 3, 3, 1024).permute(0, 3, 1, 2) * 0.01).bfloat16()
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_norms_gates_and_convolutions_are_right_and_are_loaded_from_the_store(choice, store, name):
+    def assert_close():
+        x = torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16)
+        expected = FUSED[name](x.cpu().float())
+        assert error(FUSED[name](x), expected.cuda().double()) < TOLERANCE[torch.bfloat16]
+
+    with autotune(candidates=24) as report:
+        assert_close()
+        assert_settled()
+    (entry,) = report.entries
+    assert len(entry.candidates) > 1, str(report)
+    assert choice == "fastest" or entry.winner > 0 or all(each.reason for each in entry.candidates[1:])
+    won = configurations()
+    plan_cache.clear()
+    with no_plan_builds():
+        assert_close()
+    assert configurations() == won
+    assert store.info().rejected == 0
+
+
+@pytest.mark.usefixtures("choice")
+def test_the_winner_is_loaded_from_the_store(store):
+    c = dense_calls.plain(sq=64)
+    with autotune():
+        assert dense_calls.check(c) == []
+    won = configurations()
+    assert store.info().plans == len(won) == 2
+    plan_cache.clear()
+    with autotune() as report, no_plan_builds():
+        assert dense_calls.check(c) == []
+        assert configurations() == won
+        assert_settled()
+    assert report.entries == []
+    plan_cache.clear()
+    with no_plan_builds():
+        assert dense_calls.check(c) == []
+    assert configurations() == won
+    assert (plan_cache.info().builds, plan_cache.info().loads) == (0, 2)
+    assert store.info().rejected == 0
+
+
+def test_a_stored_plan_that_was_not_tuned_is_built_again(store):
+    q, k, v = inputs()
+    assert_right(q, k, v)
+    plan_cache.clear()
+    with autotune() as report:
+        assert_right(q, k, v)
+    assert (plan_cache.info().builds, plan_cache.info().loads, len(report.entries)) == (1, 0, 1)
+    plan_cache.clear()
+    with autotune():
+        assert_right(q, k, v)
+    assert (plan_cache.info().builds, plan_cache.info().loads) == (0, 1)
+    assert store.info().plans == 1
+
+
+def test_a_plan_that_is_held_stays():
+    q, k, v = inputs()
+    assert_right(q, k, v)
+    with autotune() as report:
+        assert_right(q, k, v)
+    assert report.entries == []
+    assert [plan.tuned for plan in plan_cache.plans()] == [False]
+
+
+@pytest.mark.usefixtures("choice")
+def test_gradients_under_determinism_are_the_same_bits_from_the_first_launch_on():
+    leaves = [make("bshd", 2, heads, 1100, 64, torch.bfloat16).requires_grad_() for heads in (8, 2, 2)]
+    grad_out = torch.randn_like(leaves[0])
+
+    def step():
+        out = cudnn_sdpa.sdpa(*leaves, is_causal=True, deterministic=True)
+        return [x.clone() for x in (out, *torch.autograd.grad(out, leaves, grad_out))]
+
+    with autotune():
+        first = step()
+        assert_settled()
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, step(), strict=True))
+
+
+@pytest.mark.usefixtures("choice")
+def test_the_winner_is_captured():
+    q, k, v = inputs()
+    with autotune():
+        assert_right(q, k, v)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = cudnn_sdpa.sdpa(q, k, v)
+    for _ in range(3):
+        for tensor in (q, k, v):
+            tensor.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_right(q, k, v, out)
+
+
+@pytest.mark.usefixtures("take_last")
+def test_a_call_that_is_bound_to_the_first_choice_goes_on_right():
+    """Here by a gradient whose forward pass ran before the plan of the backward pass was replaced."""
+    leaves = [x.requires_grad_() for x in inputs(512)]
+    with autotune():
+        outs = [cudnn_sdpa.sdpa(*leaves, is_causal=True) for _ in range(3)]
+        grad_out = torch.randn_like(outs[0])
+        found = [torch.autograd.grad(out, leaves, grad_out) for out in outs]
+        assert_settled()
+    found += [torch.autograd.grad(cudnn_sdpa.sdpa(*leaves, is_causal=True), leaves, grad_out)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    scores = wide[0] @ wide[1].repeat_interleave(2, 1).mT / 8
+    hidden = torch.ones(512, 512, dtype=torch.bool, device="cuda").triu(1)
+    out = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ wide[2].repeat_interleave(2, 1)
+    expected = torch.autograd.grad(out, wide, grad_out.double())
+    for gradients in found:
+        assert all(error(a, b) < dense_calls.BACKWARD[torch.bfloat16] for a, b in zip(gradients, expected, strict=True))
+
+
+@pytest.mark.usefixtures("take_last")
+def test_a_first_launch_into_a_cuda_graph():
+    q, k, v = inputs()
+    with autotune() as report:
+        cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, k, v)  # builds, and launches nothing
+        (plan,) = plan_cache.plans()
+        first = (plan.engine, plan.knobs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = cudnn_sdpa.sdpa(q, k, v)
+        assert plan_cache.plans() == [plan]
+        assert (type(plan), plan.fastest, report.entries) == (UntunedPlan, None, [])
+        assert_right(q, k, v)
+        (found,) = plan_cache.plans()
+        assert (type(found), found.tuned) == (Plan, True)
+        assert (found.engine, found.knobs) != first
+    del plan, found
+    plan_cache.clear()
+    for _ in range(3):  # the graph still launches the plan that it was captured with
+        for tensor in (q, k, v):
+            tensor.normal_()
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_right(q, k, v, out)
+
+
+@pytest.mark.usefixtures("choice")
+def test_two_threads_launch_the_same_new_plan():
+    problems = [inputs() for _ in range(2)]
+    expected = [exact(*problem)[0] for problem in problems]
+    torch.cuda.synchronize()
+    gate, errors = threading.Barrier(2), [1.0, 1.0]
+
+    def work(index):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            gate.wait()
+            outs = [cudnn_sdpa.sdpa(*problems[index]) for _ in range(50)]
+            torch.cuda.current_stream().synchronize()
+            errors[index] = max(error(out, expected[index]) for out in outs)
+
+    with autotune() as report:
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert max(errors) < TOLERANCE[torch.bfloat16]
+    assert plan_cache.info().builds == len(report.entries) == 1
+    assert_settled()
+
+
+def test_tuning_in_one_thread_does_not_harm_a_capture_in_another():
+    q, k, v = inputs()
+    assert_right(q, k, v)
+    ready, capturing, done, failures = threading.Event(), threading.Event(), threading.Event(), []
+
+    def other():
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                mine = inputs(192)
+                room = [torch.empty_like(mine[0]) for _ in range(4)]  # PyTorch's allocator may not ask for more
+                del room
+                ready.set()
+                capturing.wait()
+                cudnn_sdpa.sdpa(*mine)
+        except Exception as failure:  # noqa: BLE001
+            failures.append(failure)
+        ready.set()
+        done.set()
+
+    with autotune() as report:
+        thread = threading.Thread(target=other)
+        thread.start()
+        ready.wait()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="global"):
+            out = cudnn_sdpa.sdpa(q, k, v)
+            capturing.set()
+            done.wait()
+        thread.join()
+    assert not failures, failures
+    assert [entry.reason for entry in report.entries] == [""]
+    out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_right(q, k, v, out)
+
+
+def test_only_the_first_launch_waits():
+    q, k, v = inputs()
+    with autotune():
+        assert_right(q, k, v)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out = cudnn_sdpa.sdpa(q, k, v)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert_right(q, k, v, out)
+
+
+def test_where_waiting_is_an_error_nothing_is_tuned():
+    q, k, v = inputs()
+    with autotune() as report:
+        cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, k, v)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out = cudnn_sdpa.sdpa(q, k, v)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert_right(q, k, v, out)
+    assert "synchroniz" in report.entries[0].reason
+    assert [plan.tuned for plan in plan_cache.plans()] == [False]
+
+
+def test_packed_sequences_are_left_as_they_are():
+    ends = torch.tensor([0, 40, 40, 128], dtype=torch.int32, device="cuda")
+    q, k, v = (torch.randn(128, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    with autotune() as report:
+        out = cudnn_sdpa.sdpa_varlen(q, k, v, ends, ends, 88, 88)
+    for start, end in ((0, 40), (40, 128)):
+        part = [x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+        assert_right(*part, out[start:end].transpose(0, 1).unsqueeze(0))
+    assert ["packed" in entry.reason for entry in report.entries] == [True]
+    assert [(type(plan), plan.tuned) for plan in plan_cache.plans()] == [(Plan, False)]
+
+
+def test_an_output_among_other_memory_is_all_that_is_written():
+    q, k, v = inputs()
+    memory = torch.full((2, 128, 6, 64), 7.0, dtype=torch.bfloat16, device="cuda")
+    out = memory[:, :, 1:5].transpose(1, 2)
+    with autotune() as report:
+        cudnn_sdpa.sdpa(q, k, v, out=out)
+    assert report.entries[0].reason == ""
+    assert_right(q, k, v, out)
+    assert (memory[:, :, 0] == 7).all()
+    assert (memory[:, :, 5] == 7).all()

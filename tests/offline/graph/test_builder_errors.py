@@ -1,0 +1,29 @@
+"""What a user is told of an error in a graph's builder: where it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from failing_graphs import mismatches, misses, mistakes
+
+from cudnn_sdpa import CudnnSdpaError, explain
+
+pytestmark = pytest.mark.usefixtures("can_plan")
+
+
+@pytest.mark.parametrize(("function", "line"), [(misses, 14), (mistakes, 20)], ids=["method", "argument"])
+def test_an_error_in_a_builder_names_its_line(function, line):
+    with pytest.raises((CudnnSdpaError, TypeError), match=rf"failing_graphs\.py, line {line}"):
+        explain(function, torch.empty(1, 4, 64, device="meta", dtype=torch.bfloat16))
+
+
+def test_what_cudnn_declines_names_the_lines_of_its_operations():
+    x, weight = (
+        torch.empty(shape, device="meta", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+        for shape in ((1, 16, 4, 4), (8, 24, 1, 1))
+    )
+    explanation = explain(mismatches, x, weight)
+    assert not explanation.supported
+    text = str(explanation)
+    assert "failing_graphs.py, line 26" in text
+    assert "failing_graphs.py, line 27" in text

@@ -1,0 +1,287 @@
+"""The short way past checks and the dispatcher: which calls find it, and which must not; no GPU is needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from custom_graphs import halves, scaled
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cudnn_sdpa import layer_norm, rms_norm, silu_mul
+from cudnn_sdpa.fused.fast_path import FastPath, _signature
+from cudnn_sdpa.fused.graph_op import _name_of
+
+OPTIONS = (True, None, 1.0)
+
+
+def tensors(*, requires_grad=False):
+    return [torch.randn(4, 8, requires_grad=requires_grad), torch.randn(8, requires_grad=requires_grad)]
+
+
+def known(*calls):
+    """The short way with calls that a GPU would have put there, by their tensors and options."""
+    shortcuts, call = FastPath(), stand_in()
+    for operands, options in calls:
+        shortcuts._calls.add(_signature(operands, options, deterministic=False), call)
+    return shortcuts, call
+
+
+def stand_in(*, deterministic=False):
+    return SimpleNamespace(plan=SimpleNamespace(held=True, key=SimpleNamespace(deterministic=deterministic)), last=None)
+
+
+@pytest.fixture(params=[False, True], ids=["", "served last"])
+def shortcuts(request):
+    """With one call, `OPTIONS` with tensors like `tensors()`, which may have been the last one."""
+    result, call = known((tensors(), OPTIONS))
+    if request.param:
+        assert result.find(tensors(), OPTIONS) is call
+        assert result._calls.last is not None
+    return result
+
+
+def test_a_call_like_one_before_is_found():
+    shortcuts, call = known((tensors(), OPTIONS))
+    for _ in range(3):
+        assert shortcuts.find(tensors(), OPTIONS) is call
+    of_parameters = [torch.nn.Parameter(x, requires_grad=False) for x in tensors()]
+    assert shortcuts.find(of_parameters, OPTIONS) is call
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, w: [x[:3], w],
+        lambda x, w: [x.t().contiguous().t(), w],
+        lambda x, w: [x.half(), w],
+        lambda x, w: [x, w.half()],
+        lambda x, w: [x.to("meta"), w.to("meta")],
+        lambda x, w: [x],  # noqa: ARG005
+        lambda x, w: [x, w, w],
+        lambda x, w: [w, x],
+        lambda x, w: [],  # noqa: ARG005
+    ],
+    ids=["shape", "strides", "dtype", "other dtype", "device", "fewer", "more", "order", "none"],
+)
+def test_other_tensors_are_other_calls(shortcuts, change):
+    assert shortcuts.find(change(*tensors()), OPTIONS) is None
+    assert shortcuts.find(tensors(), OPTIONS) is not None
+
+
+@pytest.mark.parametrize("options", [(True, None, 2.0), (False, None, 1.0), (True, None), "other", None])
+def test_other_options_are_other_calls(shortcuts, options):
+    assert shortcuts.find(tensors(), options) is None
+
+
+@pytest.mark.parametrize("wrong", [None, 1.0, "x", [1.0]])
+def test_what_is_no_tensor_finds_nothing(shortcuts, wrong):
+    assert shortcuts.find([wrong, tensors()[1]], OPTIONS) is None
+    assert shortcuts.find([tensors()[0], wrong], OPTIONS) is None
+    assert shortcuts.find(tensors(), [wrong]) is None  # nor what has no hash
+
+
+def test_a_call_that_trains_is_another_one(shortcuts):
+    assert shortcuts.find(tensors(requires_grad=True), OPTIONS) is None
+    with torch.no_grad():
+        assert shortcuts.find(tensors(requires_grad=True), OPTIONS) is not None
+
+
+def test_a_change_of_the_grad_mode_is_seen():
+    training, idle = (OPTIONS, True), (OPTIONS, False)
+    shortcuts, call = known((tensors(), training), (tensors(), idle))
+    leaves = tensors(requires_grad=True)
+    for _ in range(3):
+        assert shortcuts.find(leaves, training, trains=True) is call
+        with torch.no_grad():
+            assert shortcuts.find(leaves, idle) is call
+            assert shortcuts.find(leaves, training, trains=True) is None
+        assert shortcuts.find(leaves, idle) is None
+        with torch.inference_mode():
+            assert shortcuts.find(leaves, training, trains=True) is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_the_call_served_last_is_found_again_by_its_two_tensors():
+    shortcuts, call = known((tensors(), OPTIONS))
+    assert shortcuts.again(*tensors(), OPTIONS) is None  # nothing has been served
+    assert shortcuts.find(tensors(), OPTIONS) is call
+    for _ in range(2):
+        assert shortcuts.again(*tensors(), OPTIONS) is call
+    x, weight = tensors()
+    assert shortcuts.again(x, weight, (True, None, 2.0)) is None
+    for other in ((x[:3], weight), (x, weight.half()), (x, None), (None, weight), (x, 3.0), (x, x)):
+        assert shortcuts.again(*other, OPTIONS) is None
+    assert shortcuts.again(*tensors(requires_grad=True), OPTIONS) is None
+    with torch.no_grad():
+        assert shortcuts.again(*tensors(), OPTIONS) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert shortcuts.again(*tensors(), OPTIONS) is None
+    with torch.profiler.profile():
+        assert shortcuts.again(*tensors(), OPTIONS) is None
+    with forward_ad.dual_level():
+        assert shortcuts.again(*tensors(), OPTIONS) is None
+    nested = torch.nested.nested_tensor([torch.randn(8), torch.randn(8)])
+    assert shortcuts.again(nested, weight, OPTIONS) is None
+    assert shortcuts.again(*tensors(), OPTIONS) is call
+
+
+def test_determinism_is_another_call(shortcuts, deterministic_algorithms):
+    exactly = stand_in(deterministic=True)
+    for known in (None, exactly):
+        for _ in range(2):
+            with deterministic_algorithms():
+                assert shortcuts.find(tensors(), OPTIONS) is known
+            assert shortcuts.find(tensors(), OPTIONS) not in (None, exactly)
+        shortcuts._calls.add(_signature(tensors(), OPTIONS, deterministic=True), exactly)
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def profiled():
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+
+def forward_mode():
+    return forward_ad.dual_level()
+
+
+def autocast():
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("watcher", [Watching, profiled, forward_mode, autocast], ids=lambda watcher: watcher.__name__)
+def test_what_is_watched_finds_nothing(shortcuts, watcher):
+    given = tensors()
+    with watcher():
+        for _ in range(2):
+            assert shortcuts.find(given, OPTIONS) is None
+    assert shortcuts.find(given, OPTIONS) is not None
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: x.as_subclass(Subclass), torch._neg_view], ids=["subclass", "negated when read"]
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_tensors_that_are_not_plain_find_nothing(shortcuts, make, place):
+    given = tensors()
+    given[place] = make(given[place])
+    assert shortcuts.find(given, OPTIONS) is None
+    assert shortcuts.find(tensors(), OPTIONS) is not None
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_find_nothing(shortcuts, layout):
+    nested = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=layout)
+    assert shortcuts.find([nested, tensors()[1]], OPTIONS) is None
+    assert shortcuts.find([tensors()[0], nested], OPTIONS) is None
+
+
+def test_sparse_tensors_find_nothing(shortcuts):
+    x, weight = tensors()
+    assert shortcuts.find([x.to_sparse(), weight], OPTIONS) is None
+
+
+def test_functorch_finds_nothing(shortcuts):
+    found, weight = [], tensors()[1]
+
+    def look(x):
+        found.append(shortcuts.find([x, weight], OPTIONS))
+        found.append(shortcuts.find(tensors(), OPTIONS))
+        return x.sum()
+
+    x = torch.randn(3, 4, 8)
+    torch.func.vmap(look, randomness="different")(x)
+    torch.func.grad(look)(x[0])
+    assert found == [None] * 4
+
+
+def test_one_tensor_twice_is_found_and_not_remembered():
+    x = torch.randn(4, 8)
+    shortcuts, call = known(([x, x], OPTIONS))
+    for _ in range(3):
+        assert shortcuts.find([x, x], OPTIONS) is call
+        assert shortcuts._calls.last is None
+    other = torch.randn(4, 8)
+    for _ in range(2):
+        assert shortcuts.find([x, other], OPTIONS) is call
+        assert shortcuts.find([x, x], OPTIONS) is call
+
+
+def test_a_call_whose_plan_has_gone_is_not_remembered():
+    shortcuts, call = known((tensors(), OPTIONS))
+    call.plan.held = False
+    shortcuts.find(tensors(), OPTIONS)
+    assert shortcuts._calls.last is None
+    shortcuts._calls._drop(call.plan)
+    assert shortcuts.find(tensors(), OPTIONS) is None
+
+
+def test_calls_are_told_apart():
+    wide = [torch.randn(4, 16), torch.randn(16)]
+    shortcuts, call = known((tensors(), OPTIONS))
+    other = stand_in()
+    shortcuts._calls.add(_signature(wide, OPTIONS, deterministic=False), other)
+    for _ in range(3):
+        assert shortcuts.find(tensors(), OPTIONS) is call
+        assert shortcuts.find(wide, OPTIONS) is other
+
+
+def test_tensors_of_the_cpu_and_subclasses_are_not_added():
+    shortcuts, call = FastPath(), stand_in()
+    shortcuts.add(tensors(), OPTIONS, call)
+    shortcuts.add([x.as_subclass(Subclass) for x in tensors()], OPTIONS, call)
+    assert len(shortcuts._calls) == 0
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"power": 1}, {"power": True}),
+        ({"power": 1}, {"power": 1.0}),
+        ({"power": 0}, {"power": False}),
+        ({"power": 1}, {"name": "1"}),
+        ({"power": (1, 2)}, {"power": (1, 3)}),
+        ({"power": (1, 2)}, {"power": (True, 2)}),
+        ({"power": (1, 2)}, {"power": (1.0, 2)}),
+        ({"power": ((1,), 2)}, {"power": ((True,), 2)}),
+    ],
+    ids=str,
+)
+def test_options_with_equal_values_and_other_types_are_other_calls(one, other):
+    x, bias = torch.ones(2, 8), torch.ones(1, 8)
+    names = [_name_of((x, bias, 1.0), options) for options in (one, other)]
+    shortcuts, _ = known(([x, bias], names[0]))
+    for _ in range(2):
+        assert shortcuts.find([x, bias], names[0]) is not None
+        assert shortcuts.find([x, bias], names[1]) is None
+
+
+def test_operands_at_other_places_are_other_calls():
+    x, y = torch.ones(2, 8), torch.ones(2, 8)
+    names = {_name_of(operands, {}) for operands in ((x, y, 1.0), (x, None, 1.0), (x, 1.0, y), (x, y), (x, y, 1), (y,))}
+    assert len(names) == 6
+    assert _name_of((x, y, 1.0), {}) == _name_of((y, x, 2.0), {})
+    assert _name_of((x, y, True), {}) != _name_of((x, y, 1), {})
+
+
+def test_tensors_of_the_cpu_leave_nothing_behind():
+    x, weight = torch.randn(4, 8), torch.randn(8)
+    for _ in range(2):
+        scaled(x, weight, 0.5)
+        halves(x)
+        rms_norm(x, weight)
+        layer_norm(x, weight, weight)
+        silu_mul(x)
+    assert len(scaled._shortcuts._calls) == len(halves._shortcuts._calls) == 0
+    assert scaled._shortcuts._calls.last is None

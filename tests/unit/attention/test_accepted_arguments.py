@@ -1,0 +1,133 @@
+"""What is taken for what it is: PyTorch's causal masks, numbers of other kinds, sinks in half precision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from float64_reference import attend, gradients
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+from cudnn_sdpa import LayoutError, OptionError, ShapeError, scaled_dot_product_attention, sdpa, sdpa_varlen
+from cudnn_sdpa.engine.explain import describer_of
+from cudnn_sdpa.graph.target import Target, load_properties
+
+ENDS = torch.tensor([0, 4, 9], dtype=torch.int32)
+
+
+def qkv(heads=(4, 4, 4), sq=5, skv=9):
+    lengths = (sq, skv, skv)
+    return [torch.randn(2, h, n, 8) for h, n in zip(heads, lengths, strict=True)]
+
+
+@pytest.mark.parametrize(("make", "alignment"), [(causal_upper_left, "top_left"), (causal_lower_right, "bottom_right")])
+def test_pytorchs_objects_for_causal_masks(make, alignment):
+    q, k, v = qkv()
+    bias, wanted = make(5, 9), attend(q, k, v, is_causal=True, causal_alignment=alignment)[0]
+    for out in (scaled_dot_product_attention(q, k, v, bias), sdpa(q, k, v, attn_mask=bias)):
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, bias).double(), wanted, rtol=1e-5, atol=1e-5
+    )
+    q.requires_grad_()
+    grad_out = torch.randn(2, 4, 5, 8)
+    exact = gradients({"q": q.detach(), "k": k, "v": v}, grad_out, is_causal=True, causal_alignment=alignment)[2]["q"]
+    (found,) = torch.autograd.grad(sdpa(q, k, v, attn_mask=bias), q, grad_out)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
+    with pytest.raises(OptionError, match="CausalBias"):
+        sdpa(q, k, v, attn_mask=bias, is_causal=True)
+    with pytest.raises(OptionError, match="window_size"):
+        sdpa(q, k, v, attn_mask=bias, window_size=(2, 0))
+    with pytest.raises(ShapeError, match="lengths"):
+        sdpa(q, k, v, attn_mask=make(9, 9))
+    with pytest.raises(OptionError, match="is_causal"):
+        scaled_dot_product_attention(q, k, v, bias, is_causal=True)
+
+
+@pytest.mark.parametrize("heads", [(12, 4, 6), (12, 6, 2), (12, 12, 3), (6, 1, 3), (6, 2, 1)])
+def test_keys_and_values_with_different_numbers_of_heads(heads):
+    q, k, v = qkv(heads)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, enable_gqa=True), wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ShapeError, match="heads"):
+        scaled_dot_product_attention(*qkv((12, 5, 4)), enable_gqa=True)
+    if heads[1:] != (1, 3):
+        with pytest.raises(ShapeError, match="heads"):
+            sdpa(q, k, v)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int64, int])
+def test_numbers_of_other_kinds(kind):
+    q, k, v = qkv()
+    for options in ({"scale": 2}, {"softcap": 3}, {"dropout_p": 0}):
+        given = {name: kind(value) for name, value in options.items()}
+        assert torch.equal(sdpa(q, k, v, **given), sdpa(q, k, v, **{n: float(x) for n, x in options.items()}))
+        rows = torch.randn(9, 2, 8)
+        packed = [sdpa_varlen(rows, rows, rows, ENDS, ENDS, 5, 5, **x) for x in (given, options)]
+        assert torch.equal(*packed)
+    with pytest.raises(OptionError, match="scale"):
+        sdpa(q, k, v, scale=np.bool_(True))
+
+
+@pytest.mark.parametrize("scale", [2**63, 1e30, -65537.0, 10**400, float("nan"), float("-inf"), np.float32("inf")])
+def test_a_scale_beyond_all_use_is_refused(scale):
+    q, k, v = qkv()
+    rows = torch.randn(9, 2, 8)
+    with pytest.raises(OptionError, match="a finite float32 number of at most 65536 in size"):
+        sdpa(q, k, v, scale=scale)
+    with pytest.raises(OptionError, match="scale"):
+        sdpa_varlen(rows, rows, rows, ENDS, ENDS, 5, 5, scale=scale)
+    assert sdpa(q, k, v, scale=65536).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sinks_in_half_precision(dtype):
+    q, k, v = qkv()
+    sinks = torch.randn(4).to(dtype).requires_grad_()
+    grad_out = torch.randn(2, 4, 5, 8)
+    out = sdpa(q, k, v, sinks=sinks)
+    (found,) = torch.autograd.grad(out, sinks, grad_out)
+    wanted, _, exact = gradients({"q": q, "k": k, "v": v, "sinks": sinks.detach()}, grad_out)
+    torch.testing.assert_close(out.detach().double(), wanted, rtol=1e-4, atol=1e-4)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), exact["sinks"], rtol=1e-2, atol=1e-2)
+    rows = torch.randn(9, 4, 8)
+    packed = [sdpa_varlen(rows, rows, rows, ENDS, ENDS, 5, 5, sinks=x) for x in (sinks, sinks.float())]
+    assert torch.equal(*packed)
+    compiled = torch.compile(lambda sinks: sdpa(q, k, v, sinks=sinks), backend="eager", fullgraph=True)(sinks)
+    assert torch.equal(compiled, out)
+
+
+def test_a_tensor_in_place_of_a_flag_is_named():
+    q, k, v = qkv()
+    for flag in (torch.tensor(True), torch.ones(2)):
+        with pytest.raises(OptionError, match="is_causal"):
+            scaled_dot_product_attention(q, k, v, torch.ones(5, 9, dtype=torch.bool), is_causal=flag)
+
+
+def test_tensors_of_inference_mode_are_named_where_autograd_would_keep_them():
+    with torch.inference_mode():
+        kept = torch.randn(2, 4, 9, 8)
+        rows = torch.randn(9, 4, 8)
+    q = torch.randn(2, 4, 5, 8, requires_grad=True)
+    with pytest.raises(LayoutError, match="k: got a tensor made under"):
+        sdpa(q, kept, kept)
+    with pytest.raises(LayoutError, match="key: got a tensor made under"):
+        scaled_dot_product_attention(q, kept, kept)
+    with pytest.raises(LayoutError, match="k: got a tensor made under"):
+        sdpa_varlen(torch.randn(9, 4, 8, requires_grad=True), rows, rows, ENDS, ENDS, 5, 5)
+    with torch.no_grad():
+        assert sdpa(q, kept, kept).isfinite().all()
+    with torch.inference_mode():
+        assert sdpa(q, kept, kept).isfinite().all()
+
+
+def test_explain_takes_what_calls_take():
+    q, k, v = (torch.empty(2, 4, n, 64, dtype=torch.bfloat16, device="meta") for n in (5, 9, 9))
+    sinks = torch.empty(4, dtype=torch.bfloat16, device="meta")
+    target = replace(Target.from_properties(load_properties("h200")), cudnn=91900)
+    described = describer_of(sdpa)(q, k, v, attn_mask=causal_lower_right(5, 9), sinks=sinks)
+    written = describer_of(sdpa)(q, k, v, is_causal=True, causal_alignment="bottom_right", sinks=sinks.float())
+    assert described.key(target, None) == written.key(target, None)

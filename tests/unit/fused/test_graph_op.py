@@ -1,0 +1,236 @@
+"""`graph_op` as a function: arguments, the reference, gradients, torch.compile; no GPU is needed."""
+
+from __future__ import annotations
+
+import custom_graphs
+import pytest
+import torch
+from custom_graphs import halves, leaky, nowhere, scaled
+from torch.library import opcheck
+
+from cudnn_sdpa import DeviceError, DtypeError, OptionError, UnsupportedError
+from cudnn_sdpa.engine.explain import describer_of
+from cudnn_sdpa.fused.graph_op import GraphFunction, graph_op
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.key import Role
+from cudnn_sdpa.planning.support import target_of
+from cudnn_sdpa.plans import autotune
+
+H200 = target_of(90, "9.19.0")
+
+
+def x_and_bias(dtype=torch.float32, **more):
+    return torch.randn(2, 3, 8, dtype=dtype, **more), torch.randn(1, 1, 8, dtype=dtype, **more)
+
+
+def test_the_reference_computes_without_a_gpu():
+    x, bias = x_and_bias()
+    torch.testing.assert_close(scaled(x, bias, 0.5, power=2), x**2 * 0.5 + bias)
+    torch.testing.assert_close(scaled(x, scale=3, bias=bias), x * 3 + bias)
+    torch.testing.assert_close(scaled(x, None, 2.0), x * 2)
+    one, two = halves(x)
+    assert (one.dtype, two.dtype) == (torch.float32, torch.float16)
+
+
+def test_results_lie_as_the_reference_gives_them():
+    x = x_and_bias()[0].transpose(1, 2)
+    assert halves(x)[0].stride() == x.stride()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "match"),
+    [
+        ((), {}, OptionError, "x: got no tensor"),
+        ((1.0,), {}, OptionError, "x: got no tensor"),
+        ((None, torch.ones(3)), {}, OptionError, "x: got None"),
+        ((torch.ones(3), torch.ones(3, device="meta")), {}, DeviceError, "bias: got meta"),
+        ((torch.ones(3, dtype=torch.complex64),), {}, DtypeError, "x: got torch.complex64"),
+        ((torch.ones(3), None, True), {}, OptionError, "scale: got bool"),
+        ((torch.ones(3), None, "2"), {}, OptionError, "scale: got str"),
+        ((torch.ones(3), None, 1.0), {"power": torch.ones(1)}, OptionError, "power: got Tensor"),
+        ((torch.ones(3), None, 1.0), {"power": [2]}, OptionError, "power: got list"),
+        (
+            (torch.ones(3), None, 1.0, 4),
+            {},
+            OptionError,
+            "operands of scaled: got 4 of them; expected no more than x, bias, scale",
+        ),
+        ((torch.ones(3),), {"x": torch.ones(3)}, OptionError, "x: got a second value"),
+        ((torch.ones(3),), {"other": 3}, OptionError, r"other: got .* does not have; expected scaled\(x, bias"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, options, error, match):
+    with pytest.raises(error, match=match):
+        scaled(*arguments, **options)
+
+
+def test_what_has_no_reference_runs_on_a_gpu_alone():
+    with pytest.raises(UnsupportedError, match=r"no reference=(?s:.*)a GPU"):
+        nowhere(torch.ones(3))
+    assert nowhere(torch.ones(3, 2, device="meta")).shape == (3, 2)
+
+
+def test_gradients_are_those_of_backward():
+    x, bias = (y.requires_grad_() for y in x_and_bias(torch.float64))
+    for options in ({}, {"power": 3}):
+        got = torch.autograd.grad(scaled(x.float(), bias.float(), 0.7, **options).square().sum(), (x, bias))
+        power = options.get("power", 1)
+        expected = torch.autograd.grad((x**power * 0.7 + bias).square().sum(), (x, bias))
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    with pytest.raises(UnsupportedError, match="no backward="):
+        halves(x.float())
+    with torch.no_grad():
+        halves(x.float())
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("options", [{}, {"power": 2}, {"power": 3, "name": 'é "x"'}], ids=str)
+def test_it_compiles_with_its_gradient(options):
+    x, bias = x_and_bias()
+
+    def step(x, bias):
+        return scaled(x * 2, bias, 0.7, **options).relu()
+
+    for compiled in (torch.compile(step, fullgraph=True), torch.compile(step, fullgraph=True, dynamic=True)):
+        results = []
+        for run in (step, compiled):
+            leaves = [y.clone().requires_grad_() for y in (x, bias)]
+            out = run(*leaves)
+            results.append([out, *torch.autograd.grad(out.sum(), leaves)])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # opcheck itself
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_operator_is_a_good_one(bias):
+    x, b = (y.requires_grad_() for y in x_and_bias())
+    tensors = [x, b] if bias else [x]
+    arguments = (scaled.token, "ttn" if bias else "t-n", tensors, [0.5], None, '2,"plain",')
+    opcheck(torch.ops.cudnn_sdpa.graph_function.default, arguments)
+
+
+def test_a_float_among_the_options_may_vary_in_a_compiled_function():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, slope: leaky(x, slope=slope) * 2, fullgraph=True, backend="aot_eager")
+    for slope in (0.1, 0.2, 0.3, -0.0, 1e-30):
+        x = torch.randn(3, 8, requires_grad=True)
+        grad = torch.randn(3, 8)
+        torch.testing.assert_close(compiled(x, slope), torch.nn.functional.leaky_relu(x, slope) * 2)
+        found, wanted = (
+            torch.autograd.grad(f(x), x, grad)[0]
+            for f in (lambda x: compiled(x, slope), lambda x: torch.nn.functional.leaky_relu(x, slope) * 2)  # noqa: B023
+        )
+        torch.testing.assert_close(found, wanted)
+
+
+def test_the_key_has_shapes_and_options_and_no_numbers():
+    x, bias = x_and_bias(torch.bfloat16, device="meta")
+    keys = [
+        describer_of(scaled)(x, bias, scale, power=power).key(H200, None)
+        for scale, power in ((0.5, 1), (0.7, 1), (0.5, 2))
+    ]
+    assert keys[0] == keys[1] != keys[2]
+    assert [operand.name for operand in keys[0].inputs] == ["x", "bias", "scale"]
+    assert keys[0].inputs[2].role is Role.SCALAR
+    assert keys[0].option_values == {"power": 1, "name": "plain"}
+    alone = describer_of(scaled)(x, None, 0.5).key(H200, None)
+    assert [operand.name for operand in alone.inputs] == ["x", "scale"]
+    two = describer_of(halves)(x).key(H200, None)
+    assert [str(operand.layout.dtype) for operand in two.outputs] == ["torch.bfloat16", "torch.float16"]
+
+
+def test_the_key_says_whether_it_must_be_deterministic(deterministic_algorithms):
+    x, _ = x_and_bias(device="meta")
+    with deterministic_algorithms():
+        exactly = describer_of(scaled)(x, None, 0.5)
+    keys = [described.key(H200, None) for described in (exactly, describer_of(scaled)(x, None, 0.5))]
+    assert [key.deterministic for key in keys] == [True, False]
+    assert [autotune.must_not_change(key) for key in keys] == [True, False]
+    assert keys[0].option_values == keys[1].option_values
+
+
+def test_functions_of_one_name_are_told_apart():
+    def times(factor):
+        def double(g, x):
+            return g.mul(a=x, b=x) if factor > 1 else x
+
+        return graph_op(reference=lambda x: x * factor)(double)
+
+    two, three = times(2), times(3)
+    assert two.name == three.name
+    x = torch.ones(2, 3)
+    torch.testing.assert_close(two(x), x * 2)
+    torch.testing.assert_close(three(x), x * 3)
+
+
+def test_a_graph_that_was_compiled_with_another_source_is_refused():
+    with pytest.raises(OptionError, match=r"custom_graphs:scaled@00000000: got another .* Compile again"):
+        torch.ops.cudnn_sdpa.graph_function(
+            f"{scaled.name}@00000000", "t-n", [torch.ones(2, 3)], [1.0], None, '1,"plain",'
+        )
+
+
+def test_what_cudnn_would_misread_is_refused():
+    for shape, bias, is_refused in (
+        ((2, 24, 64), (1, 1, 64), True),
+        ((2, 24, 64), (2, 1, 1), True),
+        ((2, 24, 64), (1, 24, 64), False),
+        ((2, 24, 64), (1, 1, 1), False),
+        ((1, 48, 64), (1, 1, 64), False),
+        ((4, 1, 1), (4, 1, 1), False),
+        ((2, 24, 1), (1, 24, 1), True),
+    ):
+        x, b = (torch.randn(size, dtype=torch.bfloat16, device="meta") for size in (shape, bias))
+        key = describer_of(scaled)(x, b, 0.5).key(H200, None)
+        assert bool(known_issues.concerning(key)) is is_refused
+        error = UnsupportedError.of(known_issues.check, key)
+        assert (error is not None and "misread" in str(error)) is is_refused
+
+
+@pytest.mark.parametrize(
+    ("x", "shape", "stride", "is_refused"),
+    [  # all of it seen on an H200 with cuDNN 9.19, by tests/gpu/graph/test_broadcast_operands.py
+        ((2, 48, 64), (2, 1, 64), (64, 64, 1), False),
+        ((2, 48, 64), (2, 1, 64), (256, 128, 1), True),
+        ((2, 48, 64), (2, 48, 1), (48, 1, 1), False),
+        ((2, 48, 64), (2, 48, 1), (98, 2, 1), True),
+        ((2, 48, 64), (2, 48, 1), (384, 8, 1), True),
+        ((3, 16, 64), (3, 16, 1), (1, 3, 1), True),  # dense, but not row-major
+        ((2, 48, 64), (2, 48, 64), (0, 0, 1), True),
+        ((2, 48, 64), (2, 48, 64), (48, 1, 0), True),
+        ((2, 48, 64), (2, 48, 64), (6272, 128, 1), False),  # gaps alone do no harm
+        ((2, 48, 64), (1, 1, 1), (4, 2, 1), False),
+        ((2, 16, 6, 8), (1, 16, 1, 1), (16, 1, 16, 16), False),
+        ((2, 16, 6, 8), (2, 1, 6, 8), (48, 1, 8, 1), False),
+        ((2, 16, 6, 8), (2, 1, 6, 8), (126, 1, 18, 2), True),
+        ((2, 16, 6, 8), (2, 1, 6, 8), (0, 1, 8, 1), True),
+        ((2, 16, 3, 4, 8), (2, 1, 3, 4, 8), (1632, 1, 544, 136, 17), True),
+        ((48, 64), (48, 64), (64, 1), True),  # two dimensions
+        ((48, 64), (1, 64), (64, 1), True),
+    ],
+)
+def test_broadcast_operands_that_cudnn_would_misread_are_refused(x, shape, stride, is_refused):
+    given = torch.empty(x, dtype=torch.float16, device="meta")
+    bias = torch.empty_strided(shape, stride, dtype=torch.float16, device="meta")
+    key = describer_of(scaled)(given, bias, 0.5).key(H200, None)
+    error = UnsupportedError.of(known_issues.check, key)
+    assert (error is not None) is is_refused
+    assert error is None or "seen on 9.19 with an H200" in str(error)
+
+
+def test_decorators_that_make_no_sense():
+    def build(g, x):
+        return g.relu(input=x)
+
+    with pytest.raises(TypeError, match="reference="):
+        graph_op(build)
+
+    def of_any(g, *x):
+        return g.relu(input=x[0])
+
+    with pytest.raises(TypeError, match="no \\* parameters"):
+        graph_op(reference=torch.relu)(of_any)
+    assert isinstance(custom_graphs.scaled, GraphFunction)
+    assert custom_graphs.scaled.__doc__ == "x to a power, times a number, plus a bias."

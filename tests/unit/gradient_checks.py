@@ -1,0 +1,60 @@
+"""What tests of gradients share: a call with its gradients, and its comparison with float64 mathematics."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from float64_reference import DIFFERENTIABLE, gradients
+from torch import Tensor
+
+from cudnn_sdpa import sdpa
+
+#: Relative to each element, and to the largest. The log-sum-exp is kept in float32, which bounds what gradients in
+#: float64 can be.
+TOLERANCES = {torch.float64: (1e-5, 1e-6), torch.float32: (2e-4, 1e-5)}
+
+
+def with_gradients(
+    tensors: dict[str, Tensor], grad_out: Tensor, **options: Any
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Output, log-sum-exp and gradients of `sdpa` by all floating-point inputs."""
+    leaves = {name: x.detach() for name, x in tensors.items()}
+    wanted = [name for name in DIFFERENTIABLE if name in leaves and leaves[name].is_floating_point()]
+    for name in wanted:
+        leaves[name].requires_grad_()
+    out, lse = sdpa(**leaves, **options, return_lse=True)
+    found = torch.autograd.grad(out, [leaves[name] for name in wanted], grad_out)
+    return out.detach(), lse, dict(zip(wanted, found, strict=True))
+
+
+def dropped_pattern(tensors: dict[str, Tensor], seed: int, **options: Any) -> Tensor:
+    """Which weights dropout keeps after this seed: those that arrive at a value which no other key has."""
+    q, k = tensors["q"], tensors["k"]
+    skv = k.shape[2]
+    unit = torch.zeros(*k.shape[:3], max(8, -(-skv // 8) * 8), dtype=q.dtype)
+    unit[..., range(skv), range(skv)] = 1
+    torch.manual_seed(seed)
+    return sdpa(q * 0, k, unit, dropout_p=options["dropout_p"])[..., :skv] > 0
+
+
+def assert_right(tensors: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
+    """Compares output, log-sum-exp and all gradients of a call, for a random gradient of the output; returns them."""
+    q, v = tensors["q"], tensors["v"]
+    grad_out = torch.randn(*q.shape[:3], v.shape[3], dtype=torch.float64).to(q.dtype)
+    kept = dropped_pattern(tensors, 1234, **options) if options.get("dropout_p") else None
+    torch.manual_seed(1234)
+    out, lse, found = with_gradients(tensors, grad_out, **options)
+    out_expected, lse_expected, expected = gradients(tensors, grad_out, kept=kept, **options)
+    rtol, atol = TOLERANCES[q.dtype]
+    torch.testing.assert_close(out.double(), out_expected, rtol=rtol, atol=atol)
+    torch.testing.assert_close(lse.double(), lse_expected, rtol=1e-5, atol=1e-5)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert gradient.shape == tensors[name].shape
+        assert gradient.dtype == tensors[name].dtype
+        close = {"rtol": rtol, "atol": atol * (1 + float(expected[name].abs().amax() if gradient.numel() else 0))}
+        message = partial("{}: {}".format, name)
+        torch.testing.assert_close(gradient.double(), expected[name], **close, msg=message)
+    return {"out": out, "lse": lse, **found}

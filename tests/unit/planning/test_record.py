@@ -1,0 +1,162 @@
+"""`record_plans` for a GPU that is not here: the plans of a manifest are those that calls would use there."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import cudnn_sdpa
+from cudnn_sdpa.engine.explain import describer_of
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.graph.target import Target, load_properties
+from cudnn_sdpa.planning import record
+from cudnn_sdpa.plans.manifest import PlanManifest
+from tests.unit import opcheck_calls
+from tests.unit.opcheck_calls import CALLS, Inputs, registered
+
+
+class HalfInputs(Inputs):
+    """Inputs on the CPU, or without memory, of a dtype that cuDNN takes."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        self.dtype = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def h200():
+    return Target.from_properties(load_properties("h200"))
+
+
+def described(monkeypatch, target, call):
+    """The plans that `explain` would name for the public functions that `call` calls."""
+    keys = []
+
+    def noting(function):
+        def run(*args, **kwargs):
+            description = describer_of(function)(*args, **kwargs)
+            parts = [description] if description.backward is None else [description, description.backward]
+            keys.extend(part.key(target, None) for part in parts)
+            return function(*args, **kwargs)
+
+        return run
+
+    for name, function in vars(opcheck_calls).copy().items():
+        if name in cudnn_sdpa.__all__ and describer_of(function) is not None:
+            monkeypatch.setattr(opcheck_calls, name, noting(function))
+    call(HalfInputs())
+    return PlanManifest.of(keys).plans
+
+
+#: `explain` names the gradient by x, and says that there is another one; and what writes into a tensor is an operator
+#: that does not know whether the log-sum-exp is wanted, so that both plans are noted.
+MORE = ("conv2d, trained", "varlen, into a tensor", "paged, into a tensor")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_plans_are_those_that_explain_names(name, monkeypatch, h200):
+    if "sinks" in name and h200.cudnn < 91300:
+        pytest.skip("cuDNN has no sinks before 9.13")
+    with cudnn_sdpa.record_plans(target="h200") as manifest:
+        CALLS[name](HalfInputs())
+    expected = described(monkeypatch, h200, CALLS[name])
+    assert expected
+    missing = [plan for plan in expected if plan not in manifest.plans]
+    assert not missing
+    assert len(manifest) == len(expected) + (name in MORE)
+    assert manifest.recorded_on["gpu"] == "NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    "name", ["sdpa, with options", "sdpa, trained", "varlen", "paged", "rms_norm, trained", "conv2d"]
+)
+def test_tensors_without_memory_will_do(name):
+    manifests = []
+    for device in ("cpu", "meta"):
+        with cudnn_sdpa.record_plans(target="h200") as manifest:
+            CALLS[name](HalfInputs(device))
+        manifests.append(manifest.plans)
+    assert manifests[0] == manifests[1] != []
+
+
+def test_every_operator_can_be_recorded():
+    assert set(record._KEYS) | {*record._WITHOUT_PLANS} == registered() | {"", "dropout_seed"}
+
+
+def test_dropout_is_recorded():
+    with cudnn_sdpa.record_plans(target="h200") as manifest:
+        cudnn_sdpa.sdpa(*HalfInputs().qkv(grad=True), dropout_p=0.5).sum().backward()
+    assert [plan["options"]["dropout_p"] for plan in manifest.plans] == [0.5, 0.5]
+
+
+def test_results_and_gradients_are_those_of_calls_that_nobody_records():
+    q, k, v = (torch.randn(1, 2, 8, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    expected = cudnn_sdpa.sdpa(q, k, v, is_causal=True)
+    grads = torch.autograd.grad(expected.sum(), (q, k, v))
+    with cudnn_sdpa.record_plans(target="b200") as manifest:
+        out = cudnn_sdpa.sdpa(q, k, v, is_causal=True)
+        found = torch.autograd.grad(out.sum(), (q, k, v))  # a gradient without memory of its own
+    assert torch.equal(out, expected)
+    assert all(torch.equal(*pair) for pair in zip(found, grads, strict=True))
+    assert [plan["operation"].partition(":")[2] for plan in manifest.plans] == ["sdpa_backward", "sdpa_forward"]
+    assert "B200" in manifest.recorded_on["gpu"]
+
+
+def test_each_plan_is_noted_once_and_only_while_it_is_in_force():
+    q = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16)
+    with cudnn_sdpa.record_plans(target="h200") as manifest:
+        for scale in (None, 0.5, 0.25):
+            cudnn_sdpa.sdpa(q, q, q, scale=scale)
+    cudnn_sdpa.sdpa(q, q, q, is_causal=True)
+    assert len(manifest) == 1
+
+
+def test_empty_calls_have_no_plan():
+    q = torch.randn(1, 2, 0, 16, dtype=torch.bfloat16)
+    offsets = torch.zeros(2, dtype=torch.int32)
+    with cudnn_sdpa.record_plans(target="h200") as manifest:
+        cudnn_sdpa.sdpa(q, q, q)
+        cudnn_sdpa.sdpa_varlen(
+            q[0].mT[..., :0, :].reshape(0, 2, 16), *[q.new_empty(0, 2, 16)] * 2, offsets, offsets, 1, 1
+        )
+        cudnn_sdpa.rms_norm(q)
+    assert len(manifest) == 0
+
+
+def test_modules_are_recorded_with_what_they_call():
+    layer = cudnn_sdpa.nn.TransformerLayer(64, 4, 128, dtype=torch.bfloat16)
+    with cudnn_sdpa.record_plans(target="h200") as manifest:
+        layer(torch.randn(2, 16, 64, dtype=torch.bfloat16)).sum().backward()
+    operations = {plan["operation"].partition(":")[2] for plan in manifest.plans}
+    assert {"sdpa_forward", "sdpa_backward"} < operations
+    assert any("norm" in operation for operation in operations)
+
+
+def test_a_call_that_has_no_plan_there_raises():
+    q = torch.randn(1, 2, 8, 16)
+    with cudnn_sdpa.record_plans(target="h200"), pytest.raises(UnsupportedError, match="float32"):
+        cudnn_sdpa.sdpa(q, q, q)
+    with cudnn_sdpa.record_plans(target="h200"), pytest.raises(UnsupportedError, match="float64"):
+        cudnn_sdpa.rms_norm(q.double())
+    with cudnn_sdpa.fallback("torch"), cudnn_sdpa.record_plans(target="h200") as manifest:
+        cudnn_sdpa.sdpa(q, q, q)
+    assert len(manifest) == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_recording_of_nothing_says_so(caplog):
+    q = torch.randn(1, 2, 8, 16)
+    with caplog.at_level(logging.WARNING, "cudnn_sdpa"), cudnn_sdpa.record_plans() as manifest:
+        cudnn_sdpa.sdpa(q, q, q)
+    assert len(manifest) == 0
+    (record,) = caplog.records
+    assert 'record_plans(target="h200")' in record.message
+
+
+def test_compiling_nothing_says_so(caplog, tmp_path):
+    with caplog.at_level(logging.WARNING, "cudnn_sdpa"):
+        report = cudnn_sdpa.compile_plans(PlanManifest(), "h200", tmp_path / "plans")
+    assert (report.built, report.failed) == (0, {})
+    assert [record.message for record in caplog.records] == ["the manifest has no plans; nothing to do"]
