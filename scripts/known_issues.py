@@ -49,7 +49,7 @@ def table() -> str:
     """The issues as Markdown."""
     lines = ["| what goes wrong in cuDNN | avoided on | known from | how |", "|---|---|---|---|"]
     lines += [
-        "| " + " | ".join((issue.fault, versions(issue), source(issue), issue.treatment)).replace("\n", " ") + " |"
+        "| " + " | ".join((issue.bug, versions(issue), source(issue), issue.treatment)).replace("\n", " ") + " |"
         for issue in (*known_issues.ATTENTION_ISSUES, *known_issues.FUSED_ISSUES)
     ]
     return "\n".join(lines)

@@ -12,19 +12,30 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from cudnn_sdpa.errors import ExecutionError, LibraryError, UnsupportedError
 from cudnn_sdpa.graph.determinism import is_repeatable
-from cudnn_sdpa.graph.diagnostics import Place, reason_of, recording
+from cudnn_sdpa.graph.diagnostics import SourceLocation, reason_of, recording
 
 #: Oldest tested versions.
 MIN_FRONTEND = (1, 28)
 MIN_CUDNN = 91000
+
+# The frontend has no type information.
+
+#: A symbolic tensor of a graph.
+Symbol: TypeAlias = Any
+
+#: The frontend's `Handle`, which owns a `cudnnHandle_t`.
+Handle: TypeAlias = Any
+
+#: A GPU in the format of cuDNN's device-properties JSON.
+DeviceProperties: TypeAlias = dict[str, Any]
 
 #: An engine and its settings.
 Configuration = tuple[str, dict[str, int]]
@@ -46,11 +57,11 @@ def cudnn() -> ModuleType:
         module: ModuleType = importlib.import_module("cudnn")
     except Exception as error:
         raise LibraryError(f"nvidia-cudnn-frontend cannot be imported ({error}); {_INSTALL}") from error
-    found = tuple(int(part) for part in re.findall(r"\d+", module.__version__)[:2])
-    if found < MIN_FRONTEND:
-        wanted = ".".join(map(str, MIN_FRONTEND))
+    installed = tuple(int(part) for part in re.findall(r"\d+", module.__version__)[:2])
+    if installed < MIN_FRONTEND:
+        oldest = ".".join(map(str, MIN_FRONTEND))
         raise LibraryError(
-            f"nvidia-cudnn-frontend {module.__version__} at {module.__file__} is too old: {wanted} or newer is needed; "
+            f"nvidia-cudnn-frontend {module.__version__} at {module.__file__} is too old: {oldest} or newer is needed; "
             "pip install --upgrade nvidia-cudnn-frontend"
         )
     try:
@@ -87,33 +98,33 @@ def loaded_libraries() -> dict[str, str]:
     """Which file each NVIDIA library of this process was loaded from: {"libcudnn": "/…/libcudnn.so.9", …}."""
     if not sys.platform.startswith("linux"):
         return {}
-    wanted = re.compile(r"/(libcudnn|libcudnn_graph|libcuda|libnvrtc|libcublasLt|libcudart)\.so[.\d]*$")
-    found: dict[str, str] = {}
+    pattern = re.compile(r"/(libcudnn|libcudnn_graph|libcuda|libnvrtc|libcublasLt|libcudart)\.so[.\d]*$")
+    libraries: dict[str, str] = {}
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line[line.find("/") :] if "/" in line else ""
-        match = wanted.search(path)
+        match = pattern.search(path)
         if match:
-            found.setdefault(match[1], path)
-    return dict(sorted(found.items()))
+            libraries.setdefault(match[1], path)
+    return dict(sorted(libraries.items()))
 
 
-def device_properties(device: int) -> dict[str, Any]:
+def device_properties(device: int) -> DeviceProperties:
     """cuDNN's device properties of a GPU of this process, in the format of its JSON files."""
     serialized = cudnn().create_device_properties(device).serialize()
     return dict(json.loads(bytes(serialized) if isinstance(serialized, list) else serialized))
 
 
-def create_handle() -> Any:
+def create_handle() -> Handle:
     """A new handle, bound to the current CUDA device."""
     return cudnn().create_handle()
 
 
-def raw_handle(handle: Any) -> int:
+def raw_handle(handle: Handle) -> int:
     """The `cudnnHandle_t` in `handle` as a number."""
     return int(handle.backend_handle)
 
 
-def set_stream(handle: Any, stream: int) -> None:
+def set_stream(handle: Handle, stream: int) -> None:
     """Binds `handle` to the CUDA stream `stream`."""
     cudnn().set_stream(handle, stream)
 
@@ -123,40 +134,48 @@ class GraphBuilder:
 
     Attributes:
         types: The `cudnn` module, for its enumerations (`g.types.diagonal_alignment.TOP_LEFT`).
-        places: Source locations of the operations.
-        where: Arguments for another builder for the same GPU.
+        locations: Source locations of the operations.
+        device_options: Arguments for another builder for the same GPU.
     """
 
-    def __init__(self, *, handle: Any = None, properties: dict[str, Any] | None = None) -> None:
+    def __init__(self, *, handle: Handle | None = None, properties: DeviceProperties | None = None) -> None:
         self.types = cudnn()
-        self.where = {"handle": handle, "properties": properties}
-        where: dict[str, Any] = {"handle": handle}
+        self.device_options = {"handle": handle, "properties": properties}
+        options: dict[str, Any] = {"handle": handle}
         if properties is not None:
-            where = {
+            options = {
                 "device_property": self.types.create_device_properties(json.dumps(properties)),
                 "sm_version": properties["deviceVer"] // 10,
                 "sm_count": properties["multiProcessorCount"],
             }
         float32 = self.types.data_type.FLOAT
-        self._graph = self.types.pygraph(intermediate_data_type=float32, compute_data_type=float32, **where)
-        self._may_take: Callable[[str, dict[str, int]], bool] = lambda *_: True
-        self._passed_over = self._deterministic = False
-        self.places: list[Place] = []
+        self._graph = self.types.pygraph(intermediate_data_type=float32, compute_data_type=float32, **options)
+        self._is_allowed: Callable[[str, dict[str, int]], bool] = lambda *_: True
+        self._skipped_any = self._deterministic = False
+        self.locations: list[SourceLocation] = []
 
     def __getattr__(self, name: str) -> Any:
-        return recording(name, getattr(self._graph, name), self.places)
+        return recording(name, getattr(self._graph, name), self.locations)
 
     def only_repeatable(self, *, single_query: bool) -> None:
         """Skips forward kernels that may differ in the last bit from run to run."""
-        self._may_take = functools.partial(is_repeatable, single_query=single_query)
+        self._is_allowed = functools.partial(is_repeatable, single_query=single_query)
 
     def only_deterministic(self) -> None:
         """Skips plans that cuDNN marks as nondeterministic."""
         self._deterministic = True
 
     def declare(
-        self, name: str, uid: int, shape: Any, stride: Any, dtype: str, *, host_scalar: bool = False, ragged: Any = None
-    ) -> Any:
+        self,
+        name: str,
+        *,
+        uid: int,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        dtype: str,
+        host_scalar: bool = False,
+        ragged: Symbol | None = None,
+    ) -> Symbol:
         """Adds an operand.
 
         `host_scalar` makes it a pass-by-value scalar in host memory; `ragged` is the operand with the offset of each
@@ -172,20 +191,32 @@ class GraphBuilder:
             ragged_offset=ragged,
         )
 
-    def declare_output(self, symbol: Any, uid: int, shape: Any, stride: Any, dtype: str, *, ragged: Any = None) -> None:
+    def declare_output(
+        self,
+        symbol: Symbol,
+        *,
+        uid: int,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        dtype: str,
+        ragged: Symbol | None = None,
+    ) -> None:
         """Makes the result `symbol` an output with this layout."""
         symbol.set_output(True).set_dim(list(shape)).set_stride(list(stride))
         symbol.set_data_type(getattr(self.types.data_type, dtype)).set_uid(uid)
         if ragged is not None:
             symbol.set_ragged_offset(ragged)
 
-    def build(self, what: str) -> BuiltGraph:
+    def build(self, name: str) -> BuiltGraph:
         """Plans and compiles the graph with the best of cuDNN's own engines that supports it.
 
         The frontend also ranks its own Python engines in the same list; those are skipped.
 
+        Args:
+            name: The graph's name in errors.
+
         Raises:
-            UnsupportedError: No engine supports the graph; `what` names it in the message.
+            UnsupportedError: No engine supports the graph.
         """
         # Reasons are kept as text: an exception would keep the graph alive past interpreter shutdown.
         graph, failures = self._graph, list[str]()
@@ -196,37 +227,37 @@ class GraphBuilder:
             if self._deterministic:  # takes effect at build: the frontend exposes no notes
                 graph.deselect_numeric_notes([self.types.numerical_note.NONDETERMINISTIC])
         except Exception as error:  # noqa: BLE001 - whatever the frontend raises, it is the reason
-            raise _unsupported(what, [reason_of(error)]) from None
+            raise _unsupported(name, [reason_of(error)]) from None
         for index in range(graph.get_execution_plan_count()):
-            if not self._takes(index):
+            if not self._select(index):
                 continue
             try:
                 graph.check_support()
                 return self._finish(index)
-            except Exception as error:  # noqa: BLE001 - whatever an engine raises, the next may do
+            except Exception as error:  # noqa: BLE001 - whatever one engine raises, another may work
                 failures.append(reason_of(error))
-        if self._passed_over:
+        if self._skipped_any:
             failures.append("its other kernels may differ from run to run, and deterministic ones were requested")
-        raise _unsupported(what, failures)
+        raise _unsupported(name, failures)
 
     @property
     def has_attention(self) -> bool:
         """Whether attention is among the operations."""
-        return any(place.operation.startswith("sdpa") for place in self.places)
+        return any(location.operation.startswith("sdpa") for location in self.locations)
 
     def _propose(self) -> None:
         """Lists the configurations to build: cuDNN's heuristics and, except for attention, its fallback list."""
         modes = self.types.heur_mode
         self._graph.create_execution_plans([modes.A] if self.has_attention else [modes.A, modes.FALLBACK])
 
-    def _takes(self, index: int) -> bool:
+    def _select(self, index: int) -> bool:
         """Selects an entry of the list; returns whether it may be built."""
         self._graph.select_plan(index)
-        if self._graph.selected_engine is not None:
+        if self._graph.selected_engine is not None:  # one of the frontend's Python engines
             return False
-        may_take = self._may_take(*self._configuration(index))
-        self._passed_over |= not may_take
-        return may_take
+        is_allowed = self._is_allowed(*self._configuration(index))
+        self._skipped_any |= not is_allowed
+        return is_allowed
 
     def _configuration(self, index: int) -> Configuration:
         engine, knobs = self._graph.get_engine_and_knobs_at_index(index)
@@ -234,12 +265,13 @@ class GraphBuilder:
 
     def _finish(self, index: int) -> BuiltGraph:
         self._graph.build_plans()
-        return BuiltGraph(self._graph, *self._configuration(index), int(self._graph.get_workspace_size()))
+        engine, knobs = self._configuration(index)
+        return BuiltGraph(self._graph, engine, knobs, int(self._graph.get_workspace_size()))
 
 
 @dataclass
 class BuiltGraph:
-    """A graph with a compiled plan."""
+    """A graph with a compiled plan; `workspace` is the number of bytes that each launch needs."""
 
     graph: Any
     engine: str
@@ -260,7 +292,7 @@ class BuiltGraph:
         return raw if raw is not None else _public_launcher(self.graph, uids)
 
 
-def load_graph(handle: Any, data: bytes, engine: str, knobs: dict[str, int]) -> BuiltGraph:
+def load_graph(handle: Handle, data: bytes, engine: str, knobs: dict[str, int]) -> BuiltGraph:
     """A graph with a plan serialized by `BuiltGraph.serialize`; nothing is planned or compiled.
 
     Raises:
@@ -269,7 +301,7 @@ def load_graph(handle: Any, data: bytes, engine: str, knobs: dict[str, int]) -> 
     graph = cudnn().pygraph(handle=handle)
     try:
         graph.deserialize(data)
-    except TypeError:  # frontends before 1.29 take the bytes as a list of numbers
+    except TypeError:  # frontends before 1.29 take a list of integers
         graph.deserialize(list(data))
     return BuiltGraph(graph, engine, knobs, int(graph.get_workspace_size()))
 
@@ -277,8 +309,8 @@ def load_graph(handle: Any, data: bytes, engine: str, knobs: dict[str, int]) -> 
 def _raw_launcher(graph: Any, uids: list[int]) -> Launch | None:
     """The frontend's private launch with an array of raw pointers, if it has one: 6 µs faster than `execute`."""
     lowered = getattr(graph, "_lowered_graph", None)
-    needed = ("_execute_with_raw_ptrs", "_prepare_variant_pack_template", "_get_variant_pack_uids_sorted")
-    if lowered is None or not all(hasattr(lowered, name) for name in needed):
+    required = ("_execute_with_raw_ptrs", "_prepare_variant_pack_template", "_get_variant_pack_uids_sorted")
+    if lowered is None or not all(hasattr(lowered, name) for name in required):
         return None
     lowered._prepare_variant_pack_template()
     if list(lowered._get_variant_pack_uids_sorted()) != uids:
@@ -288,7 +320,7 @@ def _raw_launcher(graph: Any, uids: list[int]) -> Launch | None:
 
 
 def _public_launcher(graph: Any, uids: list[int]) -> Launch:
-    """The same with the frontend's public `execute`, which takes addresses by UID."""
+    """A launch with the frontend's public `execute`, which takes addresses by UID."""
     handle_type = cudnn().Handle
 
     def launch(array: int, count: int, workspace: int, handle: int, index: int) -> None:
@@ -299,11 +331,11 @@ def _public_launcher(graph: Any, uids: list[int]) -> Launch:
     return launch
 
 
-def execution_error(error: Exception, what: str) -> ExecutionError:
-    """The `ExecutionError` for an error raised by a launch."""
-    return ExecutionError(f"cuDNN {version_string(cudnn_version())} could not launch {what}: {error}")
+def execution_error(error: Exception, plan: str) -> ExecutionError:
+    """The `ExecutionError` for an error raised by a launch of `plan`."""
+    return ExecutionError(f"cuDNN {version_string(cudnn_version())} could not launch {plan}: {error}")
 
 
-def _unsupported(what: str, reasons: list[str]) -> UnsupportedError:
+def _unsupported(name: str, reasons: list[str]) -> UnsupportedError:
     reasons = list(dict.fromkeys(reasons)) or ["cuDNN's heuristics proposed no engine"]
-    return UnsupportedError(f"{what} with cuDNN {version_string(cudnn_version())}", reasons)
+    return UnsupportedError(f"{name} with cuDNN {version_string(cudnn_version())}", reasons)

@@ -13,7 +13,7 @@ import sys
 import traceback
 import types
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ import torch
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.graph import known_issues
-from cudnn_sdpa.graph.backend import BuiltGraph, GraphBuilder
-from cudnn_sdpa.graph.diagnostics import locations_in_words
+from cudnn_sdpa.graph.backend import BuiltGraph, GraphBuilder, Symbol
+from cudnn_sdpa.graph.diagnostics import locations_in_file
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES
 from cudnn_sdpa.graph.shape_inference import InferringBuilder
@@ -63,7 +63,7 @@ class GraphOp:
         self,
         inputs: Sequence[Operand],
         outputs: Sequence[Operand],
-        options: dict[str, Any],
+        options: Mapping[str, object],
         target: Target,
         device: int | None,
         *,
@@ -98,35 +98,41 @@ class GraphOp:
         known_issues.check(key)
         is_ours = key.operation.startswith("cudnn_sdpa.")
         if not is_ours:
-            inferring = InferringBuilder(**g.where)
+            inferring = InferringBuilder(**g.device_options)
             inferring.check(key, self._build(key, inferring)[1])
         if key.deterministic:
             g.only_deterministic()
         symbols, results = self._build(key, g)
         for uid, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True), start=1 + len(key.inputs)):
             layout = operand.layout
-            ragged = symbols[operand.ragged] if operand.ragged else None
-            g.declare_output(symbol, uid, layout.shape, layout.stride, CUDNN_DTYPE_NAMES[layout.dtype], ragged=ragged)
+            g.declare_output(
+                symbol,
+                uid=uid,
+                shape=layout.shape,
+                stride=layout.stride,
+                dtype=CUDNN_DTYPE_NAMES[layout.dtype],
+                ragged=symbols[operand.ragged] if operand.ragged else None,
+            )
         try:
             return g.build(key.name)
         except UnsupportedError as error:
-            places = locations_in_words(g.places, self._builder.__code__.co_filename)
-            if not places or is_ours:
+            locations = locations_in_file(g.locations, self._builder.__code__.co_filename)
+            if not locations or is_ours:
                 raise
-            reasons = [*error.reasons, f"the graph's operations: {places}"]  # cuDNN does not say which one
+            reasons = [*error.reasons, f"the graph's operations: {locations}"]  # cuDNN does not say which one
             raise UnsupportedError(error.what, reasons, error.suggestion) from None
 
-    def _build(self, key: PlanKey, g: GraphBuilder) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    def _build(self, key: PlanKey, g: GraphBuilder) -> tuple[dict[str, Symbol], tuple[Symbol, ...]]:
         """Runs the builder in `g`; returns the symbols of the operands by name, and those of the results."""
-        symbols: dict[str, Any] = {}
+        symbols: dict[str, Symbol] = {}
         for uid, operand in enumerate(key.inputs, start=1):
             layout = operand.layout
             symbols[operand.name] = g.declare(
                 operand.name,
-                uid,
-                layout.shape,
-                layout.stride,
-                CUDNN_DTYPE_NAMES[layout.dtype],
+                uid=uid,
+                shape=layout.shape,
+                stride=layout.stride,
+                dtype=CUDNN_DTYPE_NAMES[layout.dtype],
                 host_scalar=operand.role is Role.SCALAR,
                 ragged=symbols[operand.ragged] if operand.ragged else None,
             )
@@ -135,38 +141,40 @@ class GraphOp:
             arguments = {name: symbol for name, symbol in symbols.items() if name not in offsets}
             results = self._builder(g, **arguments, **key.option_values)
         except RuntimeError as error:  # what cuDNN's own builder methods raise
-            raise UnsupportedError(key.name, [f"{error}{_place_of(error, self._builder)}"]) from None
+            raise UnsupportedError(key.name, [f"{error}{_location_of(error, self._builder)}"]) from None
         except (AttributeError, TypeError) as error:  # an unknown method, or wrong arguments
-            got = f"{error}{_place_of(error, self._builder)}"
-            expected = "calls that the graph and its operations take"
+            got = f"{error}{_location_of(error, self._builder)}"
+            expected = "calls that the graph and its operations accept"
             raise OptionError(f"the graph builder of {key.name}", got, expected) from error
         return symbols, self._checked(results, key, list(symbols.values()))
 
-    def _checked(self, results: Any, key: PlanKey, operands: list[Any]) -> tuple[Any, ...]:
+    def _checked(
+        self, results: Symbol | Sequence[Symbol], key: PlanKey, operands: Sequence[Symbol]
+    ) -> tuple[Symbol, ...]:
         """The builder's results, checked against the key.
 
         Raises:
             OptionError: They do not match.
         """
-        found = tuple(results) if isinstance(results, (tuple, list)) else (results,)
+        symbols = tuple(results) if isinstance(results, (tuple, list)) else (results,)
         code = self._builder.__code__
-        where = f"the graph builder of {key.name} ({code.co_filename}, line {code.co_firstlineno})"
-        count = sum(symbol is not None for symbol in found)
-        if count != len(found) or count != len(key.outputs):
-            raise OptionError(where, f"{count} results", f"{len(key.outputs)}, as the reference gives")
-        if len({id(symbol) for symbol in (*operands, *found)}) != len(operands) + len(found):
+        builder = f"the graph builder of {key.name} ({code.co_filename}, line {code.co_firstlineno})"
+        count = sum(symbol is not None for symbol in symbols)
+        if count != len(symbols) or count != len(key.outputs):
+            raise OptionError(builder, f"{count} results", f"{len(key.outputs)}, as the reference gives")
+        if len({id(symbol) for symbol in (*operands, *symbols)}) != len(operands) + len(symbols):
             got = "an operand as a result, or one symbol twice"
-            raise OptionError(where, got, "results of operations, each once")
-        return found
+            raise OptionError(builder, got, "results of operations, each once")
+        return symbols
 
     def __repr__(self) -> str:
         return f"<graph_op {self.name}>"
 
 
-def _place_of(error: Exception, builder: types.FunctionType) -> str:
+def _location_of(error: Exception, builder: types.FunctionType) -> str:
     """The line of the builder's file that raised an error."""
-    places = traceback.extract_tb(error.__traceback__)
-    inside = [place for place in places if place.filename == builder.__code__.co_filename]
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if frame.filename == builder.__code__.co_filename]
     return f" ({inside[-1].filename}, line {inside[-1].lineno}: {inside[-1].line})" if inside else ""
 
 
@@ -189,7 +197,7 @@ def find_operation(name: str, *, only_imported: bool = False) -> GraphOp:
     return operation
 
 
-def function_digest(*functions: Any) -> str:
+def function_digest(*functions: object) -> str:
     """A digest that changes with these functions, everything they use, and the package's version.
 
     If a function uses objects from outside, changes cannot be detected, so the digest is new in every process.
@@ -199,8 +207,8 @@ def function_digest(*functions: Any) -> str:
         digest.update(b"\0")
         if not isinstance(function, types.FunctionType):
             name = getattr(function, "__name__", "")
-            found = function is None or getattr(torch.nn.functional, name, getattr(torch, name, None)) is function
-            digest.update((f"{name}" if found else uuid.uuid4().hex).encode())
+            is_of_torch = function is None or getattr(torch.nn.functional, name, getattr(torch, name, None)) is function
+            digest.update((f"{name}" if is_of_torch else uuid.uuid4().hex).encode())
         elif function.__module__.partition(".")[0] == __name__.partition(".")[0]:
             digest.update(_source(function.__code__).encode())  # the package's version covers the rest
         else:
@@ -219,7 +227,7 @@ def _digest(builder: types.FunctionType) -> str:
     return digest.hexdigest()[:16]
 
 
-def _identity(function: types.FunctionType, seen: set[Any], *, complete: bool) -> Iterator[str]:
+def _identity(function: types.FunctionType, seen: set[types.FunctionType], *, complete: bool) -> Iterator[str]:
     """Text that changes whenever `function` may compute something else.
 
     Raises:
@@ -249,7 +257,7 @@ def _identity(function: types.FunctionType, seen: set[Any], *, complete: bool) -
 
 
 def _identity_of_value(
-    function: types.FunctionType, name: str, value: Any, seen: set[Any], *, complete: bool
+    function: types.FunctionType, name: str, value: object, seen: set[types.FunctionType], *, complete: bool
 ) -> Iterator[str]:
     if isinstance(value, GraphOp) and hasattr(value, "token"):
         yield value.token
@@ -280,7 +288,7 @@ def _source(code: types.CodeType) -> str:
 
 
 def _code_text(code: types.CodeType) -> str:
-    """A text that identifies code without a source file, such as that of prompts and `exec`."""
+    """A text that identifies code without a source file, such as that of an interactive prompt or `exec`."""
     constants = [_code_text(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
     return repr((code.co_code, constants, code.co_names, getattr(code, "co_exceptiontable", b"")))
 

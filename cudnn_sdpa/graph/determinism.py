@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: Engine ids of single-query kernels, for versions without the STREAM_K knob, which tells whether the keys are split.
+#: The KERNEL_CFG of single-query kernels, for versions without the STREAM_K knob, which shows whether keys are split.
 _SINGLE_QUERIES = 35
 
 #: Engines of data-center Blackwell.
@@ -12,9 +12,9 @@ _BLACKWELL = ("eng3", "eng10")
 def has_only_repeatable(sm: int, queries: int) -> bool:
     """Whether all forward kernels for this many queries are deterministic, so that determinism costs nothing.
 
-    Single-query kernels split the keys of a query among warps and blocks, whose sums are added in any order: on 9.19
-    with an H200, 40 runs of 32 queries on 4,096 keys gave two results that differ in the last bit of one element. For
-    more queries only data-center Blackwell has kernels that split the keys.
+    Single-query kernels split the keys of a query among warps and blocks, and add the partial sums in any order: on
+    9.19 with an H200, 40 runs of 32 queries on 4,096 keys gave two results that differ in the last bit of one element.
+    For more queries only data-center Blackwell has kernels that split the keys.
     """
     return queries != 1 and sm // 10 != 10
 

@@ -14,47 +14,47 @@ _log = logging.getLogger("cudnn_sdpa")
 _DESELECTED = "Deselecting execution plan"
 _NONDETERMINISTIC = "cuDNN marks it as nondeterministic, and deterministic kernels were requested"
 
-#: The frontend's prefix of cuDNN's reason for each engine configuration, if none supports the graph. The functions that
-#: passed the reason on follow it. A convolution has hundreds of such lines.
+#: The frontend's prefix of cuDNN's reasons for each engine configuration, if none supports the graph: the cause, then
+#: the call stack that returned it. A convolution has hundreds of such lines.
 _CONFIGURATION = '{"engineId"'
-_SAID = re.compile(r"(\w*); Reason: (.*)")
-_PLAIN = "CUDNN_STATUS_NOT_SUPPORTED"
-_PASSED_ON = re.compile(r"[\w>.:-]+\([^()]*\)|status|.*CUDNN_STATUS.*")
+_REASON = re.compile(r"(\w*); Reason: (.*)")
+_NOT_SUPPORTED = "CUDNN_STATUS_NOT_SUPPORTED"
+_STACK_FRAME = re.compile(r"[\w>.:-]+\([^()]*\)|status|.*CUDNN_STATUS.*")
 
 
 def reason_of(error: Exception) -> str:
     """cuDNN's own reason, without the list of the frontend's Python engines, which are never used."""
     text = str(error)
     match = re.search(r"the backend declined: (.*?)(?:; python engines|\)?$)", text, re.DOTALL)
-    found = (match[1] if match else text).strip()
-    if _CONFIGURATION in found:
-        _log.debug("cuDNN declined a graph: %s", found)
-    return in_words(found) or type(error).__name__
+    reason = (match[1] if match else text).strip()
+    if _CONFIGURATION in reason:
+        _log.debug("cuDNN declined a graph: %s", reason)
+    return summarized(reason) or type(error).__name__
 
 
-def in_words(reason: str) -> str:
-    """A reason, shortened for people."""
+def summarized(reason: str) -> str:
+    """cuDNN's reason in one line for all engine configurations, and one for all deselected plans."""
     rest = "\n".join(line for line in reason.splitlines() if _DESELECTED not in line)
     if _CONFIGURATION in rest:
-        rest = _of_configurations(rest.split(_CONFIGURATION)[1:])
+        rest = _summary_of_configurations(rest.split(_CONFIGURATION)[1:])
     return "\n".join([rest] * bool(rest) + [_NONDETERMINISTIC] * (_DESELECTED in reason))
 
 
-def _of_configurations(texts: list[str]) -> str:
-    """The number of declined configurations and their reasons, without the functions that passed them on."""
-    told: dict[str, None] = {}
+def _summary_of_configurations(texts: list[str]) -> str:
+    """The number of declined configurations and their distinct causes, without call stacks."""
+    causes: dict[str, None] = {}
     for text in texts:
-        causes = [(status, said) for status, said in _SAID.findall(text) if not _PASSED_ON.fullmatch(said)]
-        told |= dict.fromkeys(said if status == _PLAIN else f"{status}, {said}" for status, said in causes[:1])
+        reasons = [(status, why) for status, why in _REASON.findall(text) if not _STACK_FRAME.fullmatch(why)]
+        causes |= dict.fromkeys(why if status == _NOT_SUPPORTED else f"{status}, {why}" for status, why in reasons[:1])
     many = f"{len(texts)} engine configurations, none of which supports"
     one = "one engine configuration, which does not support"
-    return f"cuDNN proposes {many if len(texts) > 1 else one} this graph" + (f": {'; '.join(told)}" if told else "")
+    return f"cuDNN proposes {many if len(texts) > 1 else one} this graph" + (f": {'; '.join(causes)}" if causes else "")
 
 
 # Source locations of a graph's operations: cuDNN's reasons name neither.
 
 
-class Place(NamedTuple):
+class SourceLocation(NamedTuple):
     """A call of one of a graph's methods."""
 
     operation: str
@@ -62,37 +62,37 @@ class Place(NamedTuple):
     line: int
 
 
-def recording(name: str, method: Any, places: list[Place]) -> Any:
+def recording(name: str, method: Any, locations: list[SourceLocation]) -> Any:
     """A graph's method, wrapped to record its source location; other attributes unchanged."""
     if not callable(method):
         return method
 
     def call(*operands: Any, **options: Any) -> Any:
         caller = sys._getframe(1)
-        places.append(Place(name, caller.f_code.co_filename, caller.f_lineno))
+        locations.append(SourceLocation(name, caller.f_code.co_filename, caller.f_lineno))
         return method(*operands, **options)
 
     return call
 
 
-def locations_in_words(places: Sequence[Place], file: str) -> str:
+def locations_in_file(locations: Sequence[SourceLocation], file: str) -> str:
     """The operations that code in this file added, with their lines."""
-    return ", ".join(f"{place.operation} ({file}, line {place.line})" for place in places if place.file == file)
+    return ", ".join(f"{each.operation} ({file}, line {each.line})" for each in locations if each.file == file)
 
 
 # Text from files, made safe for messages.
 
 
 #: Messages shorten longer texts, which may be a file of megabytes.
-LONGEST = 300
+MAX_LENGTH = 300
 
 
-def shortened(text: str, longest: int = LONGEST) -> str:
+def shortened(text: str, max_length: int = MAX_LENGTH) -> str:
     """A text without its middle if it is long."""
-    half = longest // 2
-    return text if len(text) <= longest else f"{text[:half]} ... {text[-half:]}"
+    half = max_length // 2
+    return text if len(text) <= max_length else f"{text[:half]} ... {text[-half:]}"
 
 
 def printable(text: str) -> str:
     """A text with line breaks and terminal escapes written as in a Python string."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -8,34 +8,34 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Any
 
 import torch
 
 from cudnn_sdpa.errors import ExecutionError
 from cudnn_sdpa.graph import backend
+from cudnn_sdpa.graph.backend import Handle
 
-#: Launches on the default stream allocate no workspace of up to this many bytes. Most forward plans need 256 bytes;
-#: those of single queries up to half of this.
+#: Size of a slot's scratch memory: launches on the default stream that need no more allocate no workspace. Most forward
+#: plans need 256 bytes; those of single queries up to half of this.
 SCRATCH_BYTES = 1 << 20
 
 
 class Slot:
-    """A handle, the stream that it was last bound to, and a small workspace for the default stream.
+    """A handle, the stream that it was last bound to, and scratch memory for the default stream.
 
     A slot belongs to one thread, which launches in order, and the default stream runs in order, so no two launches use
-    the workspace at once. The default stream is never captured and uses no graph's memory pool; on other streams every
-    launch allocates its workspace.
+    the scratch memory at once. The default stream is never captured and uses no graph's memory pool; on other streams
+    every launch allocates its workspace.
 
     Attributes:
         raw: The `cudnnHandle_t`.
         stream: The stream it is bound to.
-        scratch: Address of the workspace.
+        scratch: Address of the scratch memory.
     """
 
     __slots__ = ("_workspace", "handle", "raw", "scratch", "stream")
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Handle) -> None:
         self.handle = handle
         self.raw = backend.raw_handle(handle)
         self.stream = -1
@@ -95,7 +95,7 @@ def _create(device: int) -> Slot:
 thread = _Local()
 
 
-def build_handle(device: int) -> Any:
+def build_handle(device: int) -> Handle:
     """The calling thread's handle object for `device`, for building plans."""
     return thread.slots[device].handle
 

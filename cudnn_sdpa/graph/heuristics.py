@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.graph.backend import BuiltGraph, Configuration, GraphBuilder
+from cudnn_sdpa.graph.backend import BuiltGraph, Configuration, DeviceProperties, GraphBuilder, Handle
 from cudnn_sdpa.graph.definition import GraphOp
 from cudnn_sdpa.graph.key import PlanKey
 
@@ -18,7 +18,7 @@ class Other(NamedTuple):
 
 
 class HeuristicsBuilder(GraphBuilder):
-    """Gets the proposed engine without compiling, unless it must be deterministic: 2 ms instead of 500."""
+    """Returns the proposed engine without compiling it, unless it must be deterministic: 2 ms instead of 500."""
 
     def _finish(self, index: int) -> BuiltGraph:
         if self._deterministic:
@@ -27,7 +27,7 @@ class HeuristicsBuilder(GraphBuilder):
 
 
 class ModeABuilder(HeuristicsBuilder):
-    """The same without cuDNN's fallback engines, which can be many times slower."""
+    """A `HeuristicsBuilder` without cuDNN's fallback engines, which can be many times slower."""
 
     def _propose(self) -> None:
         self._graph.create_execution_plans([self.types.heur_mode.A])
@@ -44,8 +44,8 @@ class ProposalsBuilder(GraphBuilder):
 
     def _finish(self, index: int) -> BuiltGraph:
         rest = range(index, self._graph.get_execution_plan_count())
-        found = [self._configuration(each) for each in rest if self._takes(each)]
-        self.proposals = tuple(each for number, each in enumerate(found) if each not in found[:number])
+        listed = [self._configuration(each) for each in rest if self._select(each)]
+        self.proposals = tuple(each for number, each in enumerate(listed) if each not in listed[:number])
         return BuiltGraph(graph=self._graph, engine=self.proposals[0][0], knobs={}, workspace=0)
 
 
@@ -56,30 +56,38 @@ class ConfigurationBuilder(GraphBuilder):
     """
 
     def __init__(
-        self, configuration: Configuration, *, handle: Any = None, properties: dict[str, Any] | None = None
+        self,
+        configuration: Configuration,
+        *,
+        handle: Handle | None = None,
+        properties: DeviceProperties | None = None,
     ) -> None:
         super().__init__(handle=handle, properties=properties)
-        self._wanted = configuration
+        self._only = configuration
 
-    def _takes(self, index: int) -> bool:
-        return super()._takes(index) and self._configuration(index) == self._wanted
+    def _select(self, index: int) -> bool:
+        return super()._select(index) and self._configuration(index) == self._only
 
 
-def build_others(operation: GraphOp, key: PlanKey, first: Configuration, most: int, **where: Any) -> list[Other]:
+def build_others(
+    operation: GraphOp, key: PlanKey, first: Configuration, max_count: int, **device_options: Any
+) -> list[Other]:
     """cuDNN's proposals after `first`, in order: compiled, or with the reason why compilation fails.
 
     Args:
         operation: The operation.
         key: The key of its plan.
         first: The proposal that is already built. Proposals ranked before it could not be built.
-        most: How many to build.
-        **where: The handle or the properties for `GraphBuilder`.
+        max_count: How many to build at most.
+        **device_options: The handle or the properties for `GraphBuilder`.
     """
-    asked = ProposalsBuilder(**where)
-    operation.compile(key, asked)
-    proposals = list(asked.proposals)
+    builder = ProposalsBuilder(**device_options)
+    operation.compile(key, builder)
+    proposals = list(builder.proposals)
     others = proposals[proposals.index(first) + 1 :] if first in proposals else proposals
-    return [Other(each, _build(operation, key, ConfigurationBuilder(each, **where))) for each in others[:most]]
+    return [
+        Other(each, _build(operation, key, ConfigurationBuilder(each, **device_options))) for each in others[:max_count]
+    ]
 
 
 def _build(operation: GraphOp, key: PlanKey, builder: GraphBuilder) -> BuiltGraph | str:

@@ -7,6 +7,7 @@ scales) is in no key.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -17,7 +18,7 @@ from cudnn_sdpa.graph.backend import version_string
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target, serial_of
 
-#: The first GPUs with clusters of thread blocks, Hopper.
+#: Compute capability of Hopper, the first GPUs with clusters of thread blocks.
 FIRST_CLUSTERS = 90
 
 
@@ -54,6 +55,10 @@ class Operand:
         return text + (f" at {self.ragged}" if self.ragged else "")
 
 
+#: A static option: its name, its type's name, its value.
+TypedOption = tuple[str, str, object]
+
+
 @dataclass(frozen=True, slots=True)
 class PlanKey:
     """The identity of one execution plan.
@@ -61,7 +66,7 @@ class PlanKey:
     Attributes:
         operation: Import path of the operation, "package.module:name".
         digest: Digest of its builder's source and the package's version.
-        inputs: Inputs in the order of the builder's parameters, without those not given.
+        inputs: Inputs in the order of the builder's parameters, without those that are None.
         outputs: Outputs in the order of the builder's results.
         options: Static options as (name, type, value): 1, 1.0 and True are three different options,
             as are 0.0 and -0.0.
@@ -75,13 +80,13 @@ class PlanKey:
     digest: str
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
-    options: tuple[tuple[str, str, Any], ...]
+    options: tuple[TypedOption, ...]
     target: Target
     device: int | None
     deterministic: bool = False
 
     @staticmethod
-    def typed(options: dict[str, Any]) -> tuple[tuple[str, str, Any], ...]:
+    def typed(options: Mapping[str, object]) -> tuple[TypedOption, ...]:
         """Options in the form that a key holds."""
         return tuple((name, _type_name(value), value) for name, value in sorted(options.items()))
 
@@ -95,7 +100,7 @@ class PlanKey:
         """The operation's short name."""
         return self.operation.rpartition(":")[2]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """A JSON-ready description of everything but the target, read back by `from_json`."""
         return {
             "operation": self.operation,
@@ -107,22 +112,22 @@ class PlanKey:
         }
 
     @property
-    def knows_clusters(self) -> bool:
+    def is_gpu_specific(self) -> bool:
         """Whether a plan made on one GPU cannot be loaded on another.
 
-        The multiprocessors that can form a cluster differ between chips of one model, and cuDNN writes them into plans
-        of convolutions: a plan for other clusters leaves some of its results unwritten (seen on 9.19 with an H200).
+        Which multiprocessors can form a cluster differs between chips of one model, and cuDNN stores that in plans of
+        convolutions: a plan for other clusters leaves some of its results unwritten (seen on 9.19 with an H200).
         Attention kernels on Hopper use no clusters; those on Blackwell have not been examined. Plans made without a GPU
         use none.
         """
         is_attention = self.operation.startswith("cudnn_sdpa.attention.")
         return self.device is not None and self.target.sm >= FIRST_CLUSTERS and not is_attention
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Everything that determines the plan, JSON-ready: the same in all processes."""
         target, device = self.target, self.device
         return {
-            **({"gpu": serial_of(device)} if device is not None and self.knows_clusters else {}),
+            **({"gpu": serial_of(device)} if device is not None and self.is_gpu_specific else {}),
             **self.to_json(),
             "options": [[name, kind, value] for name, kind, value in self.options],
             "target": {"properties": [list(pair) for pair in target.properties]},
@@ -131,13 +136,13 @@ class PlanKey:
             "engines": "cudnn",  # the frontend's own Python engines are never used
         }
 
-    def of_siblings(self) -> PlanKey:
+    def without_device(self) -> PlanKey:
         """The key of the same plan made without this GPU."""
         return replace(self, device=None)
 
     @classmethod
     def from_json(cls, data: dict[str, Any], target: Target) -> PlanKey:
-        """The key that `to_json` described, for `target`."""
+        """The inverse of `to_json`, for `target`."""
         return cls(
             operation=data["operation"],
             digest=data["digest"],
@@ -153,26 +158,26 @@ class PlanKey:
         operands = ", ".join(map(str, self.inputs))
         results = ", ".join(map(str, self.outputs))
         options = ", ".join(f"{name}={value!r}" for name, _, value in self.options)
-        where = f"cuda:{self.device}" if self.device is not None else "no device here"
-        where += ", deterministic" * self.deterministic
+        device = f"cuda:{self.device}" if self.device is not None else "no device here"
+        device += ", deterministic" * self.deterministic
         return (
             f"{self.name}({operands}; {options}) -> ({results}) "
-            f"on {self.target} with cuDNN {version_string(self.target.cudnn)}, {where}"
+            f"on {self.target} with cuDNN {version_string(self.target.cudnn)}, {device}"
         )
 
 
-def _type_name(value: Any) -> str:
+def _type_name(value: object) -> str:
     if isinstance(value, tuple):
         return f"tuple[{', '.join(map(_type_name, value))}]"
     is_negative_zero = isinstance(value, float) and not value and math.copysign(1.0, value) < 0
     return type(value).__name__ + ", negative" * is_negative_zero  # -0.0 equals 0.0, but may need another plan
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: object) -> object:
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
-def _operand_to_json(operand: Operand) -> dict[str, Any]:
+def _operand_to_json(operand: Operand) -> dict[str, object]:
     return {
         "name": operand.name,
         "layout": operand.layout.to_json(),
@@ -188,6 +193,4 @@ def _operand_from_json(data: dict[str, Any]) -> Operand:
 
 
 HOST_SCALAR = TensorLayout.contiguous((1, 1, 1, 1), torch.float32)
-
-
 ONE_INT64 = TensorLayout.contiguous((1, 1, 1, 1), torch.int64)

@@ -2,11 +2,23 @@
 
 Each row says which plans a bug affects and whether a plan works around it. An affected plan without a workaround is
 refused: an error is better than a wrong result.
+
+Record a newly found bug here if the key shows which plans it affects. Every plan passes this check, also those of
+manifests, of offline planning and of users' graphs. The code of a workaround stays with the graph or the launch that it
+changes; the row's `avoids` detects it in the key. Three kinds of bugs are kept elsewhere:
+
+- `attention/support` has rules for calls that are refused, with `wrong=True` if cuDNN has a plan for them. A rule needs
+  no key, so `support` and CPU tensors get the same answer, and it suggests what works instead. A bug that a key from a
+  manifest can still reach has a row here, too, such as dropout with a single query.
+- `determinism.py` lists kernels whose results differ from run to run. They are not wrong, and which kernel a plan gets
+  is known only while it is built.
+- A bug that only values trigger, such as a scale close to 0, shows in no key. The code of the launch avoids it, and a
+  comment there names the bug.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cudnn_sdpa.errors import UnsupportedError
@@ -22,7 +34,7 @@ class KnownIssue:
     """A bug of cuDNN.
 
     Attributes:
-        fault: What goes wrong.
+        bug: What goes wrong.
         source: Where it was reported, or on which version and GPU this library's tests met it.
         treatment: The workaround, or that the plan is refused.
         concerns: Whether a plan on a version with the bug is affected.
@@ -32,7 +44,7 @@ class KnownIssue:
         in_capture: Whether only launches into a CUDA graph are affected; these are refused.
     """
 
-    fault: str
+    bug: str
     source: str
     treatment: str
     concerns: Callable[[PlanKey], bool]
@@ -42,89 +54,89 @@ class KnownIssue:
     in_capture: bool = False
 
     def __str__(self) -> str:
-        return f"{self.fault} ({self.source}); {self.treatment}"
+        return f"{self.bug} ({self.source}); {self.treatment}"
 
 
 # Bugs in graphs other than attention, and in users' graphs.
 
 
-def _stretched(key: PlanKey) -> bool:
+def _varies_along_one_dim(key: PlanKey) -> bool:
     """Whether a 3-D operand is broadcast along two dimensions, in a batch of several."""
     shapes = [op.layout.shape for op in key.inputs if op.role is Role.TENSOR and len(op.layout.shape) == 3]
-    whole = [max(sizes) for sizes in zip(*shapes, strict=True)]
-    is_batch = bool(whole) and whole[0] > 1 and max(whole[1:]) > 1
+    full = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    is_batch = bool(full) and full[0] > 1 and max(full[1:]) > 1
     return is_batch and any(sum(size > 1 for size in shape) == 1 for shape in shapes)
 
 
-def _users(key: PlanKey) -> list[TensorLayout]:
-    """The tensors of a user's graph; none of the library's own graphs, whose layouts are all read correctly."""
+def _layouts_of_user(key: PlanKey) -> list[TensorLayout]:
+    """The tensors of a user's graph; none for the library's own graphs, whose layouts are all read correctly."""
     if key.operation.startswith("cudnn_sdpa."):
         return []
     return [op.layout for op in key.inputs if op.role is Role.TENSOR]
 
 
-def _is_flat(key: PlanKey) -> bool:
+def _is_below_3d(key: PlanKey) -> bool:
     """Whether all tensors of a user's graph have fewer than three dimensions."""
-    layouts = _users(key)
+    layouts = _layouts_of_user(key)
     return bool(layouts) and max(len(x.shape) for x in layouts) < 3
 
 
 def _is_broadcast_with_gaps(key: PlanKey) -> bool:
     """Whether a broadcast tensor is not dense or, with three dimensions, not row-major."""
-    layouts = _users(key)
+    layouts = _layouts_of_user(key)
     rank = max((len(x.shape) for x in layouts), default=0)
     layouts = [x for x in layouts if len(x.shape) == rank]
-    whole = [max(sizes) for sizes in zip(*(x.shape for x in layouts), strict=True)]
-    return any(_is_broadcast(x, whole) and not _is_read_whole(x) for x in layouts)
+    full = [max(sizes) for sizes in zip(*(x.shape for x in layouts), strict=True)]
+    return any(_is_broadcast(x, full) and not _is_read_correctly(x) for x in layouts)
 
 
-def _is_broadcast(x: TensorLayout, whole: list[int]) -> bool:
-    expanded = any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride, strict=True))
-    return expanded or any(n == 1 < size for n, size in zip(x.shape, whole, strict=True))
+def _is_broadcast(x: TensorLayout, full: list[int]) -> bool:
+    expanded = any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride, strict=True))
+    return expanded or any(n == 1 < size for n, size in zip(x.shape, full, strict=True))
 
 
-def _is_read_whole(x: TensorLayout) -> bool:
+def _is_read_correctly(x: TensorLayout) -> bool:
     """Whether cuDNN reads a broadcast tensor correctly: one element, or a dense tensor."""
-    steps = [(step, n) for n, step in zip(x.shape, x.stride, strict=True) if n > 1]
-    in_order = steps[::-1] if len(x.shape) == 3 else sorted(steps)
+    dims = [(stride, n) for n, stride in zip(x.shape, x.stride, strict=True) if n > 1]
+    in_order = dims[::-1] if len(x.shape) == 3 else sorted(dims)
     span = 1
-    for step, n in in_order:
-        if step != span:
+    for stride, n in in_order:
+        if stride != span:
             return False
         span *= n
     return True
 
 
-def _reach_of_layout(key: PlanKey) -> int:
-    """The largest offset, in elements, in any operand or result."""
-    layouts = [operand.layout for operand in (*key.inputs, *key.outputs)]
-    return max(sum((n - 1) * step for n, step in zip(x.shape, x.stride, strict=True)) for x in layouts)
+def _max_offset(layouts: Iterable[TensorLayout]) -> int:
+    """The largest offset, in elements."""
+    return max(sum((n - 1) * stride for n, stride in zip(x.shape, x.stride, strict=True)) for x in layouts)
 
 
 FUSED_ISSUES = (
     KnownIssue(
-        "a 3-D operand that varies along one dimension only is misread in a batch of several: wrong results",
-        "seen on 9.19 with an H200",
-        "refused: view the batch as rows, (1, batch · rows, n), or repeat the operand along one more dimension",
-        _stretched,
+        bug="a 3-D operand that varies along one dimension only is misread in a batch of several: wrong results",
+        source="seen on 9.19 with an H200",
+        treatment="refused: view the batch as rows, (1, batch · rows, n), or repeat the operand along one more "
+        "dimension",
+        concerns=_varies_along_one_dim,
     ),
     KnownIssue(
-        "a graph of 1-D or 2-D tensors computes wrong results",
-        "seen on 9.19 with an H200",
-        "refused: view them as 3-D tensors, (1, rows, n)",
-        _is_flat,
+        bug="a graph of 1-D or 2-D tensors computes wrong results",
+        source="seen on 9.19 with an H200",
+        treatment="refused: view them as 3-D tensors, (1, rows, n)",
+        concerns=_is_below_3d,
     ),
     KnownIssue(
-        "a broadcast operand is misread unless it is dense and, with three dimensions, row-major",
-        "seen on 9.19 with an H200",
-        "refused: pass it contiguous, with sizes of 1 instead of strides of 0",
-        _is_broadcast_with_gaps,
+        bug="a broadcast operand is misread unless it is dense and, with three dimensions, row-major",
+        source="seen on 9.19 with an H200",
+        treatment="refused: pass it contiguous, with sizes of 1 instead of strides of 0",
+        concerns=_is_broadcast_with_gaps,
     ),
     KnownIssue(
-        "offsets beyond 2^31 elements are not known to work",
-        "attention's gradients miss them on 9.19 with an H200",
-        "refused: split the tensors",
-        lambda key: _reach_of_layout(key) >= 2**31,
+        bug="offsets beyond 2^31 elements are not known to work",
+        source="attention's gradients miss them on 9.19 with an H200",
+        treatment="refused: split the tensors",
+        concerns=lambda key: _max_offset(operand.layout for operand in (*key.inputs, *key.outputs)) >= 2**31,
     ),
 )
 
@@ -146,19 +158,19 @@ def _shape(key: PlanKey, name: str) -> tuple[int, ...]:
     return () if operand is None else operand.layout.shape
 
 
-def _forward(key: PlanKey) -> bool:
+def _is_forward(key: PlanKey) -> bool:
     return key.name in ("sdpa_forward", "paged_decode", "sdpa_fp8_forward")
 
 
-def _backward(key: PlanKey) -> bool:
+def _is_backward(key: PlanKey) -> bool:
     return key.name in ("sdpa_backward", "sdpa_fp8_backward")
 
 
-def _packed(key: PlanKey) -> bool:
+def _is_packed(key: PlanKey) -> bool:
     return any(operand.ragged for operand in key.inputs)
 
 
-def _grouped(key: PlanKey) -> bool:
+def _has_grouped_heads(key: PlanKey) -> bool:
     return _shape(key, "q")[1] != _shape(key, "k")[1]
 
 
@@ -167,43 +179,42 @@ def _is_fp8(key: PlanKey) -> bool:
     return operand is not None and "float8" in str(operand.layout.dtype)
 
 
-def _single_query(key: PlanKey) -> bool:
+def _has_single_query(key: PlanKey) -> bool:
     return _shape(key, "q")[2] == 1
 
 
-def _partial_tiles(key: PlanKey) -> bool:
-    return _backward(key) and (_shape(key, "q")[2] % 128 != 0 or _shape(key, "k")[2] % 128 != 0)
+def _has_partial_tiles(key: PlanKey) -> bool:
+    return _is_backward(key) and (_shape(key, "q")[2] % 128 != 0 or _shape(key, "k")[2] % 128 != 0)
 
 
-def _one_row_of_bias(key: PlanKey) -> bool:
-    return _has(key, "bias") and _shape(key, "bias")[2] == 1 and not _single_query(key)
+def _has_one_row_of_bias(key: PlanKey) -> bool:
+    return _has(key, "bias") and _shape(key, "bias")[2] == 1 and not _has_single_query(key)
 
 
-def _causal_alone(key: PlanKey) -> bool:
+def _has_only_causal_mask(key: PlanKey) -> bool:
     """Whether the only mask is causal, aligned top-left or bottom-right."""
-    sides = ("bias", "seq_len_kv", "highest")
-    return key.option_values.get("band") in ((None, 0, False), (None, 0, True)) and not any(_has(key, x) for x in sides)
+    masks = ("bias", "seq_len_kv", "highest")
+    return key.option_values.get("band") in ((None, 0, False), (None, 0, True)) and not any(_has(key, x) for x in masks)
 
 
-def _dense_rows(key: PlanKey, name: str) -> bool:
+def _has_dense_rows(key: PlanKey, name: str) -> bool:
     """Whether the rows of a packed tensor have no gaps, token-major or head-major."""
     operand = _find(key, name)
     if operand is None:
         return True
     _, heads, _, dim = operand.layout.shape
-    _, head, row, _ = operand.layout.stride
-    return row == heads * dim or row == dim or (heads == 1 and head == dim)
+    _, head_stride, row_stride, _ = operand.layout.stride
+    return row_stride == heads * dim or row_stride == dim or (heads == 1 and head_stride == dim)
 
 
-def _reach(key: PlanKey) -> int:
+def _max_offset_of_tensors(key: PlanKey) -> int:
     """The largest offset, in elements, in queries, keys, values or outputs."""
     names = ("q", "k", "v", "out", "grad_out")
-    layouts = [operand.layout for operand in key.inputs if operand.name in names]
-    return max(sum((n - 1) * step for n, step in zip(x.shape, x.stride, strict=True)) for x in layouts)
+    return _max_offset(operand.layout for operand in key.inputs if operand.name in names)
 
 
-def _token_major(key: PlanKey) -> bool:
-    """Whether all gradients are token-major."""
+def _has_token_major_gradients(key: PlanKey) -> bool:
+    """Whether the gradients of keys and values are token-major."""
     return all(
         operand.layout.stride[1] <= operand.layout.stride[2] for operand in key.outputs if operand.name != "grad_q"
     )
@@ -211,48 +222,48 @@ def _token_major(key: PlanKey) -> bool:
 
 ATTENTION_ISSUES = (
     KnownIssue(
-        fault="a very negative log-sum-exp gives NaN gradients if queries or keys do not fill their last tile of 128",
+        bug="a very negative log-sum-exp gives NaN gradients if queries or keys do not fill their last tile of 128",
         source="pytorch#196678, cudnn-frontend#1072; seen on 9.19 with an H200, not on 9.28",
         treatment="full sequence lengths are passed, which masks the rest of the tile",
-        concerns=_partial_tiles,
+        concerns=_has_partial_tiles,
         avoids=lambda key: _has(key, "seq_len_q") or _has(key, "softcap"),
         fixed=92800,
     ),
     KnownIssue(
-        "decode on Blackwell silently corrupts results",
-        "pytorch#193893",
-        "refused",
-        lambda key: _forward(key) and _single_query(key) and key.target.sm // 10 == 10,
+        bug="decode on Blackwell silently corrupts results",
+        source="pytorch#193893",
+        treatment="refused",
+        concerns=lambda key: _is_forward(key) and _has_single_query(key) and key.target.sm // 10 == 10,
         first=91900,
         fixed=92600,
     ),
     KnownIssue(
-        fault="the packed log-sum-exp of a decode step is written for the first head of each group only",
+        bug="the packed log-sum-exp of a decode step is written for the first head of each group only",
         source="cudnn-frontend#1083",
         treatment="packed plans are built for longer sequences",
-        concerns=lambda key: _forward(key) and _packed(key) and _has(key, "lse") and _grouped(key),
-        avoids=lambda key: not _single_query(key),
+        concerns=lambda key: _is_forward(key) and _is_packed(key) and _has(key, "lse") and _has_grouped_heads(key),
+        avoids=lambda key: not _has_single_query(key),
         first=92600,
         fixed=92800,
     ),
     KnownIssue(
-        "planning gradients for one batch, head and query crashes",
-        "cudnn-frontend#1071, seen with 9.28 too",
-        "refused",
-        lambda key: _backward(key) and _shape(key, "q")[:3] == (1, 1, 1),
+        bug="planning gradients for one batch, head and query crashes",
+        source="cudnn-frontend#1071, seen with 9.28 too",
+        treatment="refused",
+        concerns=lambda key: _is_backward(key) and _shape(key, "q")[:3] == (1, 1, 1),
         first=92600,
     ),
     KnownIssue(
-        fault="a head-major packed log-sum-exp gives gradients that are all zero",
+        bug="a head-major packed log-sum-exp gives gradients that are all zero",
         source="cudnn-frontend#462",
         treatment="it is stored token-major",
-        concerns=lambda key: _backward(key) and _packed(key),
+        concerns=lambda key: _is_backward(key) and _is_packed(key),
         avoids=lambda key: (operand := _find(key, "lse")) is not None and operand.layout.stride[1] == 1,
         first=92200,
         fixed=92700,
     ),
     KnownIssue(
-        fault="a sequence without keys gets NaN or uninitialized memory",
+        bug="a sequence without keys gets NaN or uninitialized memory",
         source="cudnn-frontend#943; seen on 9.19 with an H200",
         treatment="it is passed as one without queries, or the result is zero-filled beforehand",
         concerns=lambda key: (
@@ -261,105 +272,109 @@ ATTENTION_ISSUES = (
         avoids=lambda _: True,
     ),
     KnownIssue(
-        fault="the FP8 gradient of the last queries is wrong if Sq is not a multiple of 16",
+        bug="the FP8 gradient of the last queries is wrong if Sq is not a multiple of 16",
         source="seen on 9.19 with an H200",
         treatment="queries are copied into a padded tensor",
-        concerns=lambda key: _backward(key) and _is_fp8(key) and key.target.sm // 10 == 9,
+        concerns=lambda key: _is_backward(key) and _is_fp8(key) and key.target.sm // 10 == 9,
         avoids=lambda key: _shape(key, "q")[2] % 16 == 0,
     ),
     KnownIssue(
-        fault="FP8 forward also computes padding queries, and its amax outputs include them",
+        bug="FP8 forward also computes padding queries, and its amax outputs include them",
         source="seen on 9.19 with an H200",
         treatment="their rows are zero-filled and amax_o is taken from the output; amax_s may be too large, at most 1",
-        concerns=lambda key: _forward(key) and _is_fp8(key) and _has(key, "seq_len_q") and key.target.sm // 10 == 9,
+        concerns=lambda key: _is_forward(key) and _is_fp8(key) and _has(key, "seq_len_q") and key.target.sm // 10 == 9,
         avoids=lambda _: True,
     ),
     KnownIssue(
-        "CUDA graph replay makes an illegal memory access with over 1024 keys and a mask other than plain causal",
-        "TransformerEngine#2344",
-        "a launch into a CUDA graph is refused",
-        lambda key: (_shape(key, "k")[2] > 1024 or _has(key, "table_k")) and not _causal_alone(key),
+        bug="CUDA graph replay makes an illegal memory access with over 1024 keys and a mask other than plain causal",
+        source="TransformerEngine#2344",
+        treatment="a launch into a CUDA graph is refused",
+        concerns=lambda key: (_shape(key, "k")[2] > 1024 or _has(key, "table_k")) and not _has_only_causal_mask(key),
         first=91300,
         fixed=91500,
         in_capture=True,
     ),
     KnownIssue(
-        "FP8 forward is wrong with head dims over 192 on data-center Blackwell",
-        "cudnn-frontend#981",
-        "refused",
-        lambda key: _forward(key) and _is_fp8(key) and _shape(key, "q")[3] > 192 and key.target.sm // 10 == 10,
+        bug="FP8 forward is wrong with head dims over 192 on data-center Blackwell",
+        source="cudnn-frontend#981",
+        treatment="refused",
+        concerns=lambda key: (
+            _is_forward(key) and _is_fp8(key) and _shape(key, "q")[3] > 192 and key.target.sm // 10 == 10
+        ),
     ),
     KnownIssue(
-        fault="sequence lengths passed as 1-D tensors are misread",
+        bug="sequence lengths passed as 1-D tensors are misread",
         source="flashinfer#3784, with nvidia-cudnn-frontend 1.25 and 1.26",
         treatment="they are passed as (B, 1, 1, 1)",
         concerns=lambda key: _has(key, "seq_len_kv"),
         avoids=lambda key: len(_shape(key, "seq_len_q")) == len(_shape(key, "seq_len_kv")) == 4,
     ),
     KnownIssue(
-        fault="offsets of packed tensors overflow 32 bits",
+        bug="offsets of packed tensors overflow 32 bits",
         source="cudnn-frontend#517",
         treatment="they are computed in 64 bits",
-        concerns=_packed,
+        concerns=_is_packed,
         avoids=lambda key: all("int64" in str(op.layout.dtype) for op in key.inputs if op.name.startswith("offsets_")),
     ),
     KnownIssue(
-        fault="GQA gradients are summed wrongly in packed tensors that are not token-major",
+        bug="GQA gradients are summed wrongly in packed tensors that are not token-major",
         source="seen on 9.19 with an H200",
         treatment="gradients of keys and values are written token-major, and copied if their tensors are not",
-        concerns=lambda key: _backward(key) and _packed(key) and _grouped(key),
-        avoids=_token_major,
+        concerns=lambda key: _is_backward(key) and _is_packed(key) and _has_grouped_heads(key),
+        avoids=_has_token_major_gradients,
     ),
     KnownIssue(
-        fault="gradients of packed queries that are strided views cannot be launched",
+        bug="gradients of packed queries that are strided views cannot be launched",
         source="seen on 9.19 with an H200",
         treatment="such queries are copied",
-        concerns=lambda key: _backward(key) and _packed(key),
-        avoids=lambda key: _dense_rows(key, "q"),
+        concerns=lambda key: _is_backward(key) and _is_packed(key),
+        avoids=lambda key: _has_dense_rows(key, "q"),
     ),
     KnownIssue(
-        "gradients use wrong addresses beyond 2^31 elements",
-        "seen on 9.19 with an H200",
-        "large calls are split along batch and heads",
-        lambda key: _backward(key) and not _packed(key) and _reach(key) >= 2**31,
+        bug="gradients use wrong addresses beyond 2^31 elements",
+        source="seen on 9.19 with an H200",
+        treatment="large calls are split along batch and heads",
+        concerns=lambda key: _is_backward(key) and not _is_packed(key) and _max_offset_of_tensors(key) >= 2**31,
     ),
     KnownIssue(
-        fault="backward engines misread an attn_mask with one row for all queries",
+        bug="backward engines misread an attn_mask with one row for all queries",
         source="seen on 9.19 with an H200",
         treatment="the row is passed expanded, with a stride of 0",
-        concerns=lambda key: _backward(key) and _has(key, "bias"),
-        avoids=lambda key: not _one_row_of_bias(key),
+        concerns=lambda key: _is_backward(key) and _has(key, "bias"),
+        avoids=lambda key: not _has_one_row_of_bias(key),
     ),
     KnownIssue(
-        "an attn_mask over a single key is misread or read at misaligned addresses",
-        "seen on 9.19 with an H200",
-        "such calls are computed in plain PyTorch",
-        lambda key: _has(key, "bias") and _shape(key, "k")[2] == 1,
+        bug="an attn_mask over a single key is misread or read at misaligned addresses",
+        source="seen on 9.19 with an H200",
+        treatment="such calls are computed in plain PyTorch",
+        concerns=lambda key: _has(key, "bias") and _shape(key, "k")[2] == 1,
     ),
     KnownIssue(
-        "dropout with a single query reads out of bounds",
-        "seen on 9.19 with an H200",
-        "refused",
-        lambda key: _forward(key) and _single_query(key) and bool(key.option_values.get("dropout_p")),
+        bug="dropout with a single query reads out of bounds",
+        source="seen on 9.19 with an H200",
+        treatment="refused",
+        concerns=lambda key: _is_forward(key) and _has_single_query(key) and bool(key.option_values.get("dropout_p")),
     ),
     KnownIssue(
-        fault="with softcap, the gradient of V is zero unless a mask compares rows with columns",
+        bug="with softcap, the gradient of V is zero unless a mask compares rows with columns",
         source="seen on 9.19 with an H200",
         treatment="a mask of this kind that masks nothing is added",
-        concerns=lambda key: _backward(key) and _has(key, "softcap"),
+        concerns=lambda key: _is_backward(key) and _has(key, "softcap"),
         avoids=lambda _: True,
     ),
     KnownIssue(
-        "with softcap, the gradient of attn_mask is wrong",
-        "seen on 9.19 with an H200",
-        "refused",
-        lambda key: _backward(key) and _has(key, "softcap") and key.option_values["bias_gradient"] is not None,
+        bug="with softcap, the gradient of attn_mask is wrong",
+        source="seen on 9.19 with an H200",
+        treatment="refused",
+        concerns=lambda key: (
+            _is_backward(key) and _has(key, "softcap") and key.option_values["bias_gradient"] is not None
+        ),
     ),
     KnownIssue(
-        "with softcap, the key bounds of a single query are misread",
-        "seen on 9.19 with an H200",
-        "refused",
-        lambda key: _has(key, "softcap", "highest") and _single_query(key),
+        bug="with softcap, the key bounds of a single query are misread",
+        source="seen on 9.19 with an H200",
+        treatment="refused",
+        concerns=lambda key: _has(key, "softcap", "highest") and _has_single_query(key),
     ),
 )
 

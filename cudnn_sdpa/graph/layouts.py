@@ -1,4 +1,7 @@
-"""Memory layouts of tensors: the part of a plan's key that comes from its operands."""
+"""Memory layouts of tensors: the part of a plan's key that comes from its operands.
+
+The functions on strides work on symbolic sizes too, which torch.compile and PyTorch's annotations call `int`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cudnn_sdpa.graph.symbolic_shapes import Question, is_true, questions
+from cudnn_sdpa.graph.symbolic_shapes import Comparisons, comparisons, is_true
 
 #: Names under which cuDNN knows the dtypes (members of ``cudnn.data_type``).
 CUDNN_DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -54,7 +57,7 @@ class TensorLayout:
         """The layout of a new row-major tensor."""
         return cls(tuple(shape), contiguous_stride(shape), dtype)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """A JSON-ready description, read back by `from_json`."""
         return {"shape": list(self.shape), "stride": list(self.stride), "dtype": str(self.dtype).removeprefix("torch.")}
 
@@ -68,17 +71,17 @@ class TensorLayout:
         return f"{dtype}[{'×'.join(map(str, self.shape))}; strides {','.join(map(str, self.stride))}]"
 
 
-def contiguous_stride(shape: Sequence[Any]) -> tuple[Any, ...]:
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides; a dimension of size 0 counts as 1, as in PyTorch."""
-    stride: list[Any] = []
-    step: Any = 1
+    stride: list[int] = []
+    span = 1
     for size in reversed(shape):
-        stride.append(step)
-        step = step * (size if size != 0 else 1)
+        stride.append(span)
+        span = span * (size if size != 0 else 1)
     return tuple(reversed(stride))
 
 
-def canonical_stride(shape: Sequence[Any], stride: Sequence[Any], *, channels_last: bool = False) -> tuple[Any, ...]:
+def canonical_stride(shape: Sequence[int], stride: Sequence[int], *, channels_last: bool = False) -> tuple[int, ...]:
     """`stride` with every size-1 dimension's entry replaced by what a dense tensor of the same memory order has there.
 
     cuDNN infers the memory order (NCHW, NHWC) from all strides, even those that address nothing: it treats a filter
@@ -90,29 +93,28 @@ def canonical_stride(shape: Sequence[Any], stride: Sequence[Any], *, channels_la
         stride: Strides, in elements.
         channels_last: Which of the two it is if sizes of 1 make that ambiguous.
     """
-    holds, is_larger = questions(shape, stride)
-    single = [holds(size == 1) for size in shape]
+    compare = comparisons(shape, stride)
+    single = [compare.is_true(size == 1) for size in shape]
     if not any(single):
         return tuple(stride)
-    order = _memory_order(shape, stride, channels_last, holds, is_larger)
+    order = _memory_order(shape, stride, compare, channels_last=channels_last)
     result = list(stride)
-    span: Any = 1
+    span = 1
     for i in reversed(order):
         if single[i]:
             result[i] = span
-        elif holds(shape[i] * result[i] > span):
+        elif compare.is_true(shape[i] * result[i] > span):
             span = shape[i] * result[i]
     return tuple(result)
 
 
-def has_channels_last(shape: Sequence[Any], stride: Sequence[Any]) -> bool:
+def has_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether channels, the second of four or more dimensions, are unambiguously innermost in memory."""
-    holds, is_larger = questions(shape, stride)
-    in_order, last = range(len(shape)), channels_last_order(len(shape))
+    compare = comparisons(shape, stride)
     return (
         len(shape) >= _IMAGE
-        and not _follows(in_order, shape, stride, holds, is_larger)
-        and _follows(last, shape, stride, holds, is_larger)
+        and not _follows(range(len(shape)), shape, stride, compare)
+        and _follows(channels_last_order(len(shape)), shape, stride, compare)
     )
 
 
@@ -137,7 +139,7 @@ def channels_last_order(rank: int) -> tuple[int, ...]:
 
 
 def _memory_order(
-    shape: Sequence[Any], stride: Sequence[Any], channels_last: bool, holds: Question, is_larger: Question
+    shape: Sequence[int], stride: Sequence[int], compare: Comparisons, *, channels_last: bool
 ) -> Sequence[int]:
     """The dimensions from outermost to innermost, including those of size 1."""
     rank = len(shape)
@@ -145,54 +147,53 @@ def _memory_order(
     if rank >= _IMAGE:
         orders.insert(0 if channels_last else 1, channels_last_order(rank))
     for order in orders:
-        if _follows(order, shape, stride, holds, is_larger):
+        if _follows(order, shape, stride, compare):
             return order
     first = rank  # start of the trailing sizes of 1, which enclose nothing
-    while first > 0 and holds(shape[first - 1] == 1):
+    while first > 0 and compare.is_true(shape[first - 1] == 1):
         first -= 1
     return (*range(first, rank), *range(first))
 
 
-def _follows(
-    order: Sequence[int], shape: Sequence[Any], stride: Sequence[Any], holds: Question, is_larger: Question
-) -> bool:
+def _follows(order: Sequence[int], shape: Sequence[int], stride: Sequence[int], compare: Comparisons) -> bool:
     """Whether the dimensions larger than 1 are in this order."""
-    real = [stride[i] for i in order if not holds(shape[i] == 1) and not holds(stride[i] == 0)]
-    return not any(is_larger(real[i], real[i - 1]) for i in range(1, len(real)))
+    is_true, is_larger = compare
+    strides = [stride[i] for i in order if not is_true(shape[i] == 1) and not is_true(stride[i] == 0)]
+    return not any(is_larger(strides[i], strides[i - 1]) for i in range(1, len(strides)))
 
 
-def is_expanded(shape: Sequence[Any], stride: Sequence[Any]) -> bool:
+def is_expanded(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether a stride of 0 makes elements share an address."""
     return any(is_true(step == 0) and is_true(size > 1) for size, step in zip(shape, stride, strict=True))
 
 
-def dense_stride_like(shape: Sequence[Any], model: Sequence[Any], model_stride: Sequence[Any]) -> tuple[Any, ...]:
+def dense_stride_like(shape: Sequence[int], model: Sequence[int], model_stride: Sequence[int]) -> tuple[int, ...]:
     """Strides of a dense tensor of `shape` with the model's memory order.
 
     The last dimension is innermost. A model that overlaps itself (a stride of 0) has no order to follow, so the result
-    is row-major, as with `torch.empty_like`. Works on symbolic sizes too.
+    is row-major, as with `torch.empty_like`.
 
     Args:
         shape: Sizes of the new tensor; all but the last match the model's.
         model: Sizes of the tensor whose order to follow, of the same rank.
         model_stride: The model's strides.
     """
-    holds, is_larger = questions(shape, model, model_stride)
-    real = [i for i in range(len(shape) - 1) if not holds(model[i] == 1)]
-    if any(holds(model_stride[i] == 0) for i in real):
+    is_true, is_larger = comparisons(shape, model, model_stride)
+    larger_than_1 = [i for i in range(len(shape) - 1) if not is_true(model[i] == 1)]
+    if any(is_true(model_stride[i] == 0) for i in larger_than_1):
         return contiguous_stride(shape)
-    order: list[int] = []  # insertion sort, largest stride first: it only compares, which symbolic strides can
-    for i in real:
+    order: list[int] = []  # insertion sort, largest stride first: symbolic strides support only comparisons
+    for i in larger_than_1:
         position = len(order)
         while position > 0 and is_larger(model_stride[i], model_stride[order[position - 1]]):
             position -= 1
         order.insert(position, i)
     order.append(len(shape) - 1)
-    stride: list[Any] = [1] * len(shape)
-    step: Any = 1
+    stride = [1] * len(shape)
+    span = 1
     for i in reversed(order):
-        stride[i] = step
-        step = step * (1 if holds(shape[i] == 0) else shape[i])
+        stride[i] = span
+        span = span * (1 if is_true(shape[i] == 0) else shape[i])
     return canonical_stride(shape, stride)
 
 

@@ -10,20 +10,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from cudnn_sdpa.errors import ShapeError
-from cudnn_sdpa.graph.backend import GraphBuilder
+from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES
 
 #: Operations whose result may have one of several shapes, so that it must be declared; cuDNN checks that one.
-_SAID = ("conv_dgrad", "conv_wgrad", "reduction", "reshape", "resample")
+_DECLARED = ("conv_dgrad", "conv_wgrad", "reduction", "reshape", "resample")
 
 
 class InferringBuilder(GraphBuilder):
     """Plans nothing; records which operation made each symbol."""
 
-    def __init__(self, **where: Any) -> None:
+    def __init__(self, **device_options: Any) -> None:
         self._made_by: dict[int, str] = {}
-        super().__init__(**where)
+        super().__init__(**device_options)
 
     def __getattr__(self, name: str) -> Any:
         method = super().__getattr__(name)
@@ -38,7 +38,7 @@ class InferringBuilder(GraphBuilder):
 
         return call
 
-    def check(self, key: PlanKey, results: Sequence[Any]) -> None:
+    def check(self, key: PlanKey, results: Sequence[Symbol]) -> None:
         """Compares the outputs of `key` with the inferred shapes, where these can be inferred.
 
         Raises:
@@ -47,8 +47,8 @@ class InferringBuilder(GraphBuilder):
         for uid, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True), start=1 + len(key.inputs)):
             layout = operand.layout
             dtype = CUDNN_DTYPE_NAMES[layout.dtype]
-            if self._made_by.get(id(symbol), "").startswith(_SAID):
-                self.declare_output(symbol, uid, layout.shape, layout.stride, dtype)
+            if self._made_by.get(id(symbol), "").startswith(_DECLARED):
+                self.declare_output(symbol, uid=uid, shape=layout.shape, stride=layout.stride, dtype=dtype)
             else:
                 symbol.set_output(True).set_uid(uid).set_data_type(getattr(self.types.data_type, dtype))
         try:
@@ -56,8 +56,8 @@ class InferringBuilder(GraphBuilder):
         except Exception:  # noqa: BLE001 - building the graph raises it again
             return
         for number, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True)):
-            inferred, said = tuple(symbol.get_dim()), operand.layout.shape
-            if inferred and inferred != said:
+            inferred, declared = tuple(symbol.get_dim()), operand.layout.shape
+            if inferred and inferred != declared:
                 expected = f"shape {inferred}, which its graph gives"
                 hint = "reference= or outputs= declares the shapes of results."
-                raise ShapeError(f"result {number} of {key.name}", f"shape {said}", expected, hint)
+                raise ShapeError(f"result {number} of {key.name}", f"shape {declared}", expected, hint)

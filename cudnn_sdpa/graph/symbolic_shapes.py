@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple, cast
 
 import torch
 
 
-def is_true(condition: Any) -> bool:
+def is_true(condition: bool | torch.SymBool) -> bool:
     """Whether a comparison holds; False if it depends on data."""
     if is_compiling() or isinstance(condition, torch.SymBool):  # torch.compile shows symbols as plain types
         from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -28,7 +28,7 @@ def is_empty(tensor: torch.Tensor) -> bool:
     return any(is_true(size == 0) for size in tensor.shape)
 
 
-def is_known(condition: Any) -> bool:
+def is_known(condition: bool | torch.SymBool) -> bool:
     """Whether a comparison holds for all values of its symbols; adds no guard in compiled code."""
     if is_compiling() or isinstance(condition, torch.SymBool):
         from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -37,9 +37,9 @@ def is_known(condition: Any) -> bool:
     return bool(condition)
 
 
-def is_larger(a: Any, b: Any) -> bool:
+def is_larger(a: int, b: int) -> bool:
     """Whether one stride is larger than another; if that depends on data, whether it is a multiple."""
-    condition = a > b
+    condition = cast("bool | torch.SymBool", a > b)
     if not isinstance(condition, torch.SymBool):
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true, statically_known_true
@@ -49,14 +49,18 @@ def is_larger(a: Any, b: Any) -> bool:
     return bool(guard_or_true(condition)) and bool(statically_known_true(a % b == 0))
 
 
-Question = Callable[..., bool]
+class Comparisons(NamedTuple):
+    """`is_true` and `is_larger`, or faster equivalents for plain integers."""
+
+    is_true: Callable[[bool], bool]
+    is_larger: Callable[[int, int], bool]
 
 
-def questions(*sizes: Sequence[Any]) -> tuple[Question, Question]:
-    """`is_true` and `is_larger` for these sizes, or faster equivalents if all sizes are plain integers."""
+def comparisons(*sizes: Sequence[int]) -> Comparisons:
+    """The comparisons for these sizes."""
     if not is_compiling() and type(sum(map(sum, sizes))) is int:
-        return bool, operator.gt
-    return is_true, is_larger
+        return Comparisons(bool, operator.gt)
+    return Comparisons(is_true, is_larger)
 
 
 is_compiling = torch.compiler.is_dynamo_compiling

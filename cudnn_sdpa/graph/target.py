@@ -13,6 +13,7 @@ import torch
 
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph import backend
+from cudnn_sdpa.graph.backend import DeviceProperties
 from cudnn_sdpa.graph.diagnostics import printable, shortened
 
 #: The properties that determine what cuDNN plans and compiles. PCI id, clocks, driver and name are left out, so that
@@ -60,7 +61,7 @@ class Target:
         source: Where the properties come from, if cuDNN did not report them on such a GPU; not compared.
     """
 
-    properties: tuple[tuple[str, Any], ...]
+    properties: tuple[tuple[str, Any], ...]  # values of cuDNN's JSON
     cudnn: int
     frontend: str
     name: str = ""
@@ -75,7 +76,7 @@ class Target:
         return hash(self._identity)
 
     @property
-    def _identity(self) -> tuple[Any, ...]:
+    def _identity(self) -> tuple[object, ...]:
         return self.properties, self.cudnn, self.frontend
 
     @property
@@ -105,12 +106,12 @@ class Target:
         return f"{self.name} (SM {self.sm}, {count} multiprocessors{source})"
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
 @functools.cache
-def live_properties(device: int) -> dict[str, Any]:
+def live_properties(device: int) -> DeviceProperties:
     """cuDNN's device properties of the GPU with index `device` in this process."""
     return backend.device_properties(device)
 
@@ -146,15 +147,15 @@ def bundled_capabilities() -> dict[str, int]:
 
     Unlike `load_properties`, this does not load cuDNN.
     """
-    found = {name: _read(_FOLDER / files[-1][1])["deviceVer"] // 10 for name, files in _MEASURED.items()}
+    capabilities = {name: _read(_FOLDER / files[-1][1])["deviceVer"] // 10 for name, files in _MEASURED.items()}
     for name, gpu in _specifications()["gpus"].items():
         major, minor = gpu["compute_capability"].split(".")
-        found.setdefault(name, 10 * int(major) + int(minor))
-    return dict(sorted(found.items()))
+        capabilities.setdefault(name, 10 * int(major) + int(minor))
+    return dict(sorted(capabilities.items()))
 
 
 @functools.cache
-def load_properties(name_or_path: str, argument: str = "target") -> dict[str, Any]:
+def load_properties(name_or_path: str, argument: str = "target") -> DeviceProperties:
     """Properties of a GPU, in the format of the installed cuDNN.
 
     Properties from public specifications have the key `"source"`.
@@ -188,12 +189,12 @@ def _specifications() -> dict[str, Any]:
     return specifications
 
 
-def _measured(name: str) -> dict[str, Any]:
+def _measured(name: str) -> DeviceProperties:
     version = backend.cudnn_version()
     return _read(_FOLDER / next(file for first, file in _MEASURED[name] if version >= first))
 
 
-def _specified(name: str) -> dict[str, Any]:
+def _specified(name: str) -> DeviceProperties:
     """The H200's properties, overridden by the specifications."""
     gpu = _specifications()["gpus"][name]
     capability = _specifications()["compute_capabilities"][gpu["compute_capability"]]
@@ -202,8 +203,8 @@ def _specified(name: str) -> dict[str, Any]:
     return {**properties, SOURCE: f"{SPECIFIED}, not measured"}
 
 
-def _read(path: Path) -> dict[str, Any]:
-    properties: dict[str, Any] = json.loads(path.read_text())
+def _read(path: Path) -> DeviceProperties:
+    properties: DeviceProperties = json.loads(path.read_text())
     for name in ("deviceVer", "multiProcessorCount"):
         if not isinstance(properties, dict) or type(properties.get(name)) is not int:
             raise ValueError(f"no number {name!r} in it")

@@ -94,8 +94,8 @@ def warmup(
         else:
             missing.append(key)
     store = active()
-    own = [key for key in missing if key.knows_clusters]  # helpers, which see no GPU, would make slower plans
-    shared = [key for key in missing if not key.knows_clusters]
+    own = [key for key in missing if key.is_gpu_specific]  # helpers, which see no GPU, would make slower plans
+    shared = [key for key in missing if not key.is_gpu_specific]
     properties = live_properties(device)
     results = chain(plan_all(shared, properties, workers, _build), plan_all(own, properties, 0, _build))
     for key, made in _shown(results, len(missing), progress):

@@ -77,7 +77,7 @@ def _lacks_clusters(operation: GraphOp, key: PlanKey, properties: dict[str, Any]
     between versions. They do not matter for convolutions without an activation or with ReLU, nor for gradients: on the
     GPU these proposals were always chosen.
     """
-    if not replace(key, device=0).knows_clusters:
+    if not replace(key, device=0).is_gpu_specific:
         return False
     try:
         operation.compile(key, ModeABuilder(properties=properties))

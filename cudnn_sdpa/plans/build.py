@@ -32,7 +32,7 @@ def load_plan(key: PlanKey) -> Plan | None:
     only_tuned = autotune.is_in_force() and not autotune.not_tunable(key)
     if plans is None:
         return None
-    for kept in (key, key.of_siblings()) if key.knows_clusters else (key,):
+    for kept in (key, key.without_device()) if key.is_gpu_specific else (key,):
         stored = plans.load(kept, only_tuned=only_tuned)
         if stored is not None:
             try:

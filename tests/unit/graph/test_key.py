@@ -280,11 +280,11 @@ def test_plans_that_may_know_clusters_are_of_one_gpu(monkeypatch):
     attention = dataclasses.replace(KEY, operation="cudnn_sdpa.attention.dense.graphs:sdpa_forward")
     older = dataclasses.replace(KEY, target=dataclasses.replace(TARGET, properties=(("deviceVer", 800),)))
     assert KEY.identity()["gpu"] == "GPU 1"
-    assert KEY.identity() != dataclasses.replace(KEY, device=2).identity() != KEY.of_siblings().identity()
-    for shared in (attention, older, KEY.of_siblings()):
-        assert not shared.knows_clusters
+    assert KEY.identity() != dataclasses.replace(KEY, device=2).identity() != KEY.without_device().identity()
+    for shared in (attention, older, KEY.without_device()):
+        assert not shared.is_gpu_specific
         assert "gpu" not in shared.identity()
-        assert shared.identity() == shared.of_siblings().identity()
+        assert shared.identity() == shared.without_device().identity()
 
 
 @pytest.mark.parametrize("of", [float, np.float64, lambda value: (1, float(value))])

@@ -49,7 +49,7 @@ def without(key, *names):
 
 
 def faults(key):
-    return [issue.fault for issue in known_issues.concerning(key)]
+    return [issue.bug for issue in known_issues.concerning(key)]
 
 
 def test_partial_tiles_are_masked_in_the_backward_pass_of_the_versions_that_need_it():
@@ -129,11 +129,11 @@ def test_users_own_operations_are_none_of_their_business():
     assert known_issues.concerning(key) == []
 
 
-@pytest.mark.parametrize("issue", known_issues.ATTENTION_ISSUES, ids=lambda issue: issue.fault[:40])
+@pytest.mark.parametrize("issue", known_issues.ATTENTION_ISSUES, ids=lambda issue: issue.bug[:40])
 def test_every_row_says_what_where_and_how(issue):
     assert issue.first < issue.fixed
     text = str(issue)
-    assert issue.fault in text
+    assert issue.bug in text
     assert issue.treatment in text
     assert "#" in issue.source or "seen on" in issue.source
 

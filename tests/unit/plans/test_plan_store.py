@@ -557,7 +557,7 @@ def test_a_plan_of_this_gpu_goes_before_one_of_no_gpu(store, monkeypatch):
     monkeypatch.setattr(default_store, "active", lambda: store)
     monkeypatch.setattr(build, "plan_of", lambda _, stored: stored)
     mine = dataclasses.replace(key(), operation="somebody.module:convolve")
-    siblings, other = mine.of_siblings(), dataclasses.replace(mine, device=1)
+    siblings, other = mine.without_device(), dataclasses.replace(mine, device=1)
     store.save(other, plan(other, seed=1))
     assert build.load_plan(mine) is None
     store.save(siblings, plan(siblings, seed=2))
