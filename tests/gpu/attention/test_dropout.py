@@ -1,4 +1,4 @@
-"""Dropout: its random numbers come from PyTorch's generator, and both passes drop the same weights."""
+"""Dropout: its seed comes from PyTorch's generator, and both passes use the same mask."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_seed_reproduces_both_passes(name, dropout_p):
     def run(seed):
         torch.manual_seed(seed)
         out = cudnn_sdpa.sdpa(*inputs, dropout_p=dropout_p, deterministic=True, **named)
-        torch.randn(5, device="cuda")  # what is drawn between the passes is of no account
+        torch.randn(5, device="cuda")  # random numbers drawn between the passes have no effect
         return [out.detach(), *torch.autograd.grad(out, inputs, grad_out)]
 
     first, second, third = run(5), run(6), run(5)
@@ -58,7 +58,7 @@ def test_the_seed_reproduces_both_passes(name, dropout_p):
 
 
 def weights_after_dropout(dropout_p, function=cudnn_sdpa.sdpa, heads=(4, 4), **named):
-    """The weights themselves: a value for each key that no other key has. Scores are all 0, the diagonal is at 0."""
+    """The weights after dropout: all scores are 0, and the values are the unit vectors."""
     q, k = (torch.zeros(2, n, 256, 64, dtype=torch.float16, device="cuda") for n in heads)
     unit = torch.eye(256, dtype=torch.float16, device="cuda").expand(2, heads[1], 256, 256)
     return function(q, k, unit, dropout_p=dropout_p, **named)
@@ -66,7 +66,7 @@ def weights_after_dropout(dropout_p, function=cudnn_sdpa.sdpa, heads=(4, 4), **n
 
 @pytest.mark.parametrize("dropout_p", [*P, 0.9])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1)], ids=["", "grouped"])
-def test_the_right_share_is_dropped(heads, dropout_p):
+def test_dropout_rate(heads, dropout_p):
     weights = weights_after_dropout(dropout_p, heads=heads)
     dropped = (weights == 0).double()
     kept = weights[weights != 0].double()
@@ -100,13 +100,13 @@ def test_the_right_share_is_dropped(heads, dropout_p):
     ],
     ids=str,
 )
-def test_both_passes_drop_the_same_weights(changes, dropout_p):
+def test_both_passes_use_the_same_dropout_mask(changes, dropout_p):
     assert dense_calls.check(dense_calls.plain(**changes, dropout_p=dropout_p)) == []
 
 
 @pytest.mark.parametrize("dropout_p", P)
-def test_packed_sequences_drop_the_same_weights_in_both_passes(dropout_p):
-    """The mask is read off unit values; with it, output and gradients are compared with float64."""
+def test_both_passes_of_packed_sequences_use_the_same_dropout_mask(dropout_p):
+    """The mask is read from unit values; with it, output and gradients are compared with float64."""
     lengths = [100, 1, 0, 128, 27]
     ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     total, heads = sum(lengths), 2
@@ -139,8 +139,8 @@ def test_packed_sequences_drop_the_same_weights_in_both_passes(dropout_p):
         assert dense_calls.difference(gradient, right) < dense_calls.BACKWARD[torch.bfloat16]
 
 
-def test_replays_of_a_cuda_graph_drop_other_weights():
-    """Values are the unit vectors, so that the output is the weights: they show what both passes dropped."""
+def test_cuda_graph_replays_draw_new_dropout_masks():
+    """Values are the unit vectors, so the output is the weights, which show the mask of both passes."""
     q, k = (torch.randn(2, 2, 64, 64, device="cuda", dtype=torch.float16) for _ in range(2))
     unit = torch.eye(64, device="cuda", dtype=torch.float16).repeat(2, 2, 1, 1)
     inputs = [x.requires_grad_() for x in (q, k, unit)]
@@ -186,7 +186,7 @@ def test_replays_of_a_cuda_graph_drop_other_weights():
 
 @pytest.mark.parametrize("nothing", [0.0, 0])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_dropping_nothing_is_no_dropout(name, nothing):
+def test_zero_dropout_matches_no_dropout(name, nothing):
     inputs, named = leaves(), options(name)
     grad_out = torch.randn_like(inputs[0])
     state = torch.cuda.get_rng_state()
@@ -200,7 +200,7 @@ def test_dropping_nothing_is_no_dropout(name, nothing):
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
-def test_the_log_sum_exp_does_not_depend_on_dropout():
+def test_the_lse_does_not_depend_on_dropout():
     inputs = leaves()
     with_dropout = cudnn_sdpa.sdpa(*inputs, dropout_p=0.5, return_lse=True)[1]
     torch.testing.assert_close(with_dropout, cudnn_sdpa.sdpa(*inputs, return_lse=True)[1], rtol=1e-5, atol=1e-5)

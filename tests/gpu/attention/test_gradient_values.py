@@ -1,4 +1,4 @@
-"""Gradients against float64 where they are delicate: tiny weights, rows that see nothing, every head dim."""
+"""Gradients against float64 in delicate cases: tiny weights, fully masked rows, every head dim."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTHS = [1, 2, 33, 127, 128, 129, 192, 256, 300]
 
 @pytest.mark.parametrize("skv", LENGTHS)
 @pytest.mark.parametrize("sq", LENGTHS)
-def test_a_very_negative_log_sum_exp(sq, skv):
+def test_a_very_negative_lse(sq, skv):
     """On cuDNN 9.19 such gradients are NaN where the last tile is partly filled, unless lengths are given."""
     for shift in (-100.0, -800.0):
         for dim in (64, 128):
@@ -46,7 +46,7 @@ def test_a_very_negative_log_sum_exp(sq, skv):
     ],
     ids=str,
 )
-def test_a_very_negative_log_sum_exp_with_options(options, dtype):
+def test_a_very_negative_lse_with_options(options, dtype):
     for sq, skv in ((192, 200), (200, 192), (130, 130)):
         sizes = {"mask_shape": (2, 4, sq, skv)} if "mask" in options else {}
         for shift in (-100.0, -800.0):
@@ -54,7 +54,7 @@ def test_a_very_negative_log_sum_exp_with_options(options, dtype):
             assert dense_calls.check(c) == []
 
 
-def test_a_very_negative_log_sum_exp_in_packed_sequences():
+def test_a_very_negative_lse_in_packed_sequences():
     for length in (1, 33, 127, 129, 192, 300):
         for shift in (-100.0, -800.0):
             c = packed_calls.plain(lengths_q=(length, 5, 128), lengths_kv=(length, 200, 3), shift=shift)
@@ -62,7 +62,7 @@ def test_a_very_negative_log_sum_exp_in_packed_sequences():
 
 
 def masked(kind, sinks, dtype):
-    """Inputs with a mask (B, Hq, Sq, Skv) that leaves nothing to some rows, to a head and to a whole batch entry."""
+    """Inputs with a mask (B, Hq, Sq, Skv) that fully masks some rows, a head and a whole batch entry."""
     c = dense_calls.plain(
         batch=3,
         dtype=dtype,
@@ -87,7 +87,7 @@ def masked(kind, sinks, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("kind", ["bool", "float", "float without its gradient"])
-def test_rows_that_see_nothing(kind, sinks, dtype):
+def test_fully_masked_rows(kind, sinks, dtype):
     c, t, blind = masked(kind, sinks, dtype)
     assert blind.any()
     assert not blind.all()
@@ -116,7 +116,7 @@ def test_rows_that_see_nothing(kind, sinks, dtype):
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("sq", [1, 40])
-def test_a_mask_that_hides_everything(sq, kind, sinks):
+def test_a_mask_that_masks_everything(sq, kind, sinks):
     q, k, v = (make("bshd", 2, 4, n, 64, torch.bfloat16).requires_grad_() for n in (sq, 50, 50))
     mask = torch.zeros(1, 1, 1, 50, dtype=torch.bool, device="cuda")
     if kind == "float":
@@ -143,7 +143,7 @@ def test_head_dims(dim, dim_v):
 
 @pytest.mark.parametrize("dims", [(264, 264), (512, 512), (64, 512)], ids=str)
 def test_head_dims_without_gradients_are_refused_at_once(dims):
-    """Not when the loss is differentiated; the forward pass has kernels for them."""
+    """Before the loss is differentiated, although the forward pass has kernels for them."""
     t = dense_calls.tensors(dense_calls.plain(dims=dims))
     leaves = [t[name].requires_grad_() for name in "qkv"]
     for _ in range(3):

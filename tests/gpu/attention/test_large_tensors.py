@@ -14,12 +14,12 @@ import cudnn_sdpa
 
 DTYPE = torch.bfloat16
 MANY = 2**31
-ROWS = 1024  #: that are computed, and compared, at a time
+ROWS = 1024  #: rows that are computed and compared at a time
 
 
 @pytest.fixture(autouse=True)
 def room():
-    """Gives memory back, which other workers may need, and skips where there is too little of it."""
+    """Frees memory, which other workers may need, and skips where there is too little."""
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     if free < 75e9:
@@ -51,7 +51,7 @@ def exact_head(q, k, v, grad_out, scale, is_causal):
 
 
 def assert_near_everywhere(actual, expected, tolerance):
-    """Compares some rows at a time, so that the small numbers at the far end count as much as the large ones."""
+    """Compares some rows at a time, so that small values at the far end count as much as large ones."""
     for number, (a, b) in enumerate(zip(actual.split(ROWS), expected.split(ROWS), strict=True)):
         error = float((a.detach().double() - b).norm() / b.norm())
         assert error < tolerance, f"relative error {error:.2e} from row {number * ROWS} on"
@@ -94,8 +94,8 @@ def test_packed_sequences_of_131072_and_less():
 
 
 @pytest.mark.parametrize("step", ["q", "k"])
-def test_every_step_of_a_plain_call(step):
-    """Queries alone, or keys alone, are far apart in memory; the second step takes the short way if there is one."""
+def test_a_plain_call_cold_and_warm(step):
+    """Either queries or keys are far apart in memory; the second step takes the fast path if there is one."""
     far = (
         torch.zeros(2, 2**31 + 2**12, device="cuda", dtype=DTYPE)
         .view(2, 2, -1)[:, :, : 64 * 256]
@@ -117,7 +117,7 @@ def test_every_step_of_a_plain_call(step):
 
 SHAPES = {
     "one head of keys for all": ("bshd", 1, (1024, 1), 17_000),
-    # More batch entries than 32 bits can address; queries far apart, heads close together; one key head for many.
+    # Batch offsets beyond 32 bits; queries far apart with adjacent heads; one key head for many query heads.
     "many batch entries": ("bhsd", 130, (32, 32), 4100),
     "one long sequence": ("bshd", 1, (128, 128), 132_000),
     "grouped heads": ("bshd", 9, (128, 8), 15_000),
@@ -126,7 +126,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_more_elements_than_32_bits_can_count(name):
-    """The last head of the last batch entry lies beyond them, in every tensor or in those of the queries."""
+    """The last head of the last batch entry is beyond 32 bits in every tensor, or in those of the queries."""
     layout, batch, heads, length = SHAPES[name]
     dim = 128
 
@@ -155,7 +155,7 @@ def test_more_elements_than_32_bits_can_count(name):
 
 
 def test_values_of_more_elements_than_queries():
-    """Output, its gradient and the values lie beyond 32 bits; queries and keys do not."""
+    """Output, its gradient and the values reach beyond 32 bits; queries and keys do not."""
     batch, heads, length = 66, 32, 8200
     q, k = (randn(batch, heads, length, 64) for _ in range(2))
     v, grad_out = (randn(batch, heads, length, 128) for _ in range(2))

@@ -1,6 +1,6 @@
-"""`attn_mask` over few keys and in every form that broadcasts, beside all that leaves rows out: against float64.
+"""`attn_mask` over few keys, in every broadcast form, with every option that skips rows: against float64.
 
-Masks over one key and masks of which rows are cut off ended in misaligned addresses and wrong numbers on cuDNN 9.19.
+On cuDNN 9.19, masks over one key and masks with skipped rows caused misaligned addresses and wrong values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MASKS = [torch.bool, torch.float32, None]  #: None is the dtype of q
 
 
 def somewhere(tensor, rng):
-    """A copy in other memory: at an aligned address or not, rows padded or not, heads last or not."""
+    """A copy in other memory: at any address, with or without padded rows, with heads last or not."""
     shape, kind = tensor.shape, rng.randrange(4)
     if kind == 0:
         return tensor.clone()
@@ -88,7 +88,7 @@ def random_call(rng, batch, heads, heads_kv, sq, skv, dims):
 
 @pytest.mark.parametrize("skv", SKV)
 @pytest.mark.parametrize("sq", SQ)
-def test_masks_of_every_form(sq, skv):
+def test_masks_of_every_broadcast_form(sq, skv):
     for number, (dims, causal) in enumerate(
         itertools.product(itertools.product((True, False), repeat=4), (None, "top_left", "bottom_right"))
     ):
@@ -131,7 +131,7 @@ def test_masks_of_every_form(sq, skv):
             assert gradient.dtype == tensors[name].dtype
 
 
-def test_a_mask_over_one_key_neither_waits_nor_copies():
+def test_a_mask_over_one_key_neither_synchronizes_nor_copies():
     """Also with dropout and linear biases, also captured in a CUDA graph."""
     q = torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     k, v = (torch.randn(2, 2, 1, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -161,7 +161,7 @@ def test_a_mask_over_one_key_neither_waits_nor_copies():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale", [0.0, 1e-20, 1e-8, 1e-6, 1e-4, 1e-2, -1e-6, -0.1])
 def test_the_gradient_of_a_mask_at_any_scale(scale, dtype):
-    """With a scale of 1e-30, which stood for 0, cuDNN 9.19 gave zeros."""
+    """With a scale of 1e-30, which stands for 0, cuDNN 9.19 returned zeros."""
     torch.manual_seed(3)
     q, k, v = (torch.randn(2, 2, n, 64, device="cuda", dtype=dtype) for n in (40, 72, 72))
     mask = torch.randn(2, 1, 40, 72, device="cuda", dtype=dtype, requires_grad=True)

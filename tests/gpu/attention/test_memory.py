@@ -1,4 +1,4 @@
-"""Side operands at odd addresses, and lengths and offsets that reach beyond their tensors."""
+"""Side operands at misaligned addresses, and lengths and offsets beyond their tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attention_checks import TOLERANCE, error, exact, make
 
 import cudnn_sdpa
 
-HUGE = 1e4  #: what lies beside a tensor, and would be seen in any result that it reached
+HUGE = 1e4  #: fills the memory around a tensor, and is visible in any result that it reaches
 
 
 def odd(tensor):
@@ -61,7 +61,7 @@ def test_masks_at_odd_addresses(dtype, skv):
 
 
 @pytest.mark.parametrize("sq", [1, 64])
-def test_lengths_beyond_the_keys_are_the_keys(sq):
+def test_lengths_beyond_the_keys_are_clamped(sq):
     q = make("bhsd", 2, 4, sq, 64, torch.bfloat16)
     (k, _), (v, _) = (among(make("bhsd", 2, 2, 96, 64, torch.bfloat16)) for _ in range(2))
     beyond = torch.tensor([130, 5000], dtype=torch.int32, device="cuda")
@@ -72,7 +72,7 @@ def test_lengths_beyond_the_keys_are_the_keys(sq):
 
 
 @pytest.mark.parametrize("sq", [1, 64])
-def test_negative_lengths_are_no_keys(sq):
+def test_negative_lengths_mean_no_keys(sq):
     q = make("bhsd", 2, 4, sq, 64, torch.bfloat16)
     k, v = (make("bhsd", 2, 2, 96, 64, torch.bfloat16) for _ in range(2))
     out = cudnn_sdpa.sdpa(q, k, v, seq_lens_kv=torch.tensor([-3, 96], dtype=torch.int32, device="cuda"))

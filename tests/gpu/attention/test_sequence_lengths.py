@@ -67,8 +67,8 @@ def test_lengths_are_data():
             steps += 1
 
 
-def test_lengths_beyond_the_tensor_are_its_length():
-    """Past the end of k and v lies memory of somebody else; it is neither read nor written."""
+def test_lengths_beyond_the_tensor_are_clamped():
+    """Memory past the end of k and v is neither read nor written."""
     big_q = make("bhsd", 2, 4, 80, 64, torch.bfloat16)
     big_k, big_v = (make("bhsd", 2, 4, 200, 64, torch.bfloat16) for _ in range(2))
     q, k, v = big_q[:, :, :50], big_k[:, :, :100], big_v[:, :, :100]
@@ -92,7 +92,7 @@ def test_lengths_beyond_the_tensor_are_its_length():
 
 
 def test_lengths_at_any_address():
-    """A slice of a larger tensor of lengths is aligned to 4 bytes only."""
+    """A slice of a larger tensor of lengths is only aligned to 4 bytes."""
     q = make("bhsd", 3, 4, 40, 64, torch.bfloat16)
     k, v = (make("bhsd", 3, 4, 70, 64, torch.bfloat16) for _ in range(2))
     many = lengths(9, 33, 70, 12, 55)
@@ -102,8 +102,8 @@ def test_lengths_at_any_address():
 
 
 @pytest.mark.parametrize("rubbish", [3e38, -1e30, 12345.0])
-def test_numbers_past_the_length_do_not_leak(rubbish):
-    """Whatever finite number a cache holds past a sequence's end, it has no part in the result."""
+def test_values_past_the_length_do_not_leak(rubbish):
+    """Finite values past a sequence's end in a cache do not affect the result."""
     k, v = (make("bhsd", 2, 2, 200, 64, torch.bfloat16) for _ in range(2))
     ends = lengths(77, 130)
     for b, end in enumerate(ends.tolist()):

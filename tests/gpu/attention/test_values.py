@@ -86,7 +86,7 @@ def test_expanded_queries_get_a_dense_output(dims):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_output_lies_in_memory_as_the_query(layout):
+def test_output_has_the_memory_order_of_q(layout):
     q = make(layout, 2, 4, 33, 64, torch.bfloat16)
     k, v = (make("bhsd", 2, 4, 20, 64, torch.bfloat16) for _ in range(2))
     v = v[..., :32]
@@ -97,7 +97,7 @@ def test_output_lies_in_memory_as_the_query(layout):
 
 @pytest.mark.parametrize("scale", [1.0, -0.3, 0.0, 3, 1e-4])
 def test_scales(scale):
-    """The scale is data: it must reach the kernel, whatever it is, and builds nothing."""
+    """The scale is data: every value reaches the kernel, and none builds a plan."""
     q, k, v = (make("bshd", 2, 4, 60, 64, torch.bfloat16) for _ in range(3))
     cudnn_sdpa.sdpa(q, k, v)
     cudnn_sdpa.sdpa(q, k, v, return_lse=True)

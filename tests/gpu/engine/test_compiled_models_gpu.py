@@ -41,7 +41,7 @@ def exact(inputs):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_operators_pass_pytorchs_checks(name):
+def test_operators_pass_opcheck(name):
     calls = recorded(CALLS[name], "cuda")
     assert {operator._schema.name.partition("::")[2] for operator, _ in calls} <= registered()
     for operator, arguments in calls:
@@ -167,7 +167,7 @@ def test_models_applied_in_parallel_by_threads():
             assert error(out, theirs.to(BF16)(x).double()) < 2e-2
 
 
-def test_vmap_gives_what_a_loop_gives():
+def test_vmap_matches_a_loop():
     q, k, v = (new(3, 2, heads, 24, 64) for heads in (4, 2, 2))
     out = torch.vmap(lambda *t: sdpa(*t, is_causal=True))(q, k, v)
     expected = torch.stack([sdpa(*each, is_causal=True) for each in zip(q, k, v, strict=True)])

@@ -313,7 +313,7 @@ def test_a_shape_that_comes_back_gets_a_plan_of_its_own(tiered):  # noqa: ARG001
     assert error(from_bucket, expected.double()) < TOLERANCE[BF16]
 
 
-def test_layers_that_follow_each_other_are_one_use(tiered, monkeypatch):  # noqa: ARG001
+def test_consecutive_layers_count_as_one_use(tiered, monkeypatch):  # noqa: ARG001
     monkeypatch.setattr(tiers, "SECONDS_PER_USE", 60.0)
     tensors = inputs(300)
     for _ in range(32):

@@ -1,4 +1,4 @@
-"""The plans of buckets: real cuDNN has one wherever it has one for the shape."""
+"""Bucket plans: cuDNN has one wherever it has one for the exact shape."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_there_is_an_engine(can_plan, gpu, name, layout):  # noqa: ARG001
     assert engine_offline(key, properties).startswith("eng")
 
 
-def test_the_plan_needs_no_memory_that_grows_with_the_bucket(h200):
+def test_the_workspace_does_not_grow_with_the_bucket(h200):
     target = Target.from_properties(h200)
     for rows in ((100, 100), (60000, 60000)):
         plan = plan_offline(bucket("bshd", rows=rows, is_causal=True).key(target, None), h200)

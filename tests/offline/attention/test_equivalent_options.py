@@ -1,4 +1,4 @@
-"""Options that mean the same share a plan, and the plan is that of the simplest way to say it."""
+"""Equivalent options share a plan, that of their simplest form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cudnn_sdpa.offline.planner import plan_offline
 CAUSAL = (None, 0, False)
 LAST = (None, 0, True)
 
-# Queries, keys, one way to say it, the simple way, and the band that the first way says word by word.
+# Queries, keys, one form of the options, the simplest form, and the band that the first form spells out.
 MEANINGS = {
     "a window as wide as the sequence": (256, 256, {"window_size": (255, 255)}, {}, (255, 255, False)),
     "a window wider than the sequence": (200, 256, {"window_size": (5000, 5000)}, {}, (5000, 5000, False)),
@@ -72,7 +72,7 @@ def bounds(options):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MEANINGS)
-def test_equal_meanings_have_one_plan_and_its_engine(h200, name):
+def test_equivalent_options_share_a_plan_and_its_engine(h200, name):
     sq, skv, one, simple, word_by_word = MEANINGS[name]
     target = Target.from_properties(h200)
     assert keys(sq, skv, one, target) == keys(sq, skv, simple, target)

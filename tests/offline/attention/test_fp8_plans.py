@@ -1,4 +1,4 @@
-"""Attention in FP8: which calls cuDNN has an engine for on H200, B200 and RTX 5090, and why it has none for others."""
+"""FP8 attention: which calls have a cuDNN engine on H200, B200 and RTX 5090, and why others have none."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_a_single_query_on_pages_needs_data_center_blackwell():
 
 @pytest.mark.parametrize("gpu", ["a100", "l40s"])
 @pytest.mark.parametrize("describe", [describe_forward, describe_backward])
-def test_there_is_none_before_hopper(gpu, describe):
+def test_fp8_needs_hopper(gpu, describe):
     assert_as_said(gpu, describe, {}, "cuDNN's attention in FP8 needs 9.0")
 
 
@@ -255,7 +255,7 @@ def test_the_key_holds_layouts_and_options_and_no_scale():
     assert same == key
 
 
-def test_what_runs_beside_the_plan_is_said():
+def test_explain_lists_extra_kernels():
     notes = describe_backward(lengths="kv", **BOTTOM, sizes=(512, 256)).extra_kernels
     assert any("amax outputs" in note for note in notes)
     assert any("clamped to" in note for note in notes)

@@ -1,4 +1,4 @@
-"""cuDNN takes the graphs of `sdpa` for an H200: every option, and a sample of shapes."""
+"""cuDNN accepts the graphs of `sdpa` for an H200: every option, and a sample of shapes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_expanded_keys(plan, shapes):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("heads", [(8, 4), (8, 1), (32, 8), (7, 7), (6, 2), (1, 1), (71, 1)])
-def test_groups_of_heads(plan, shapes, heads):
+def test_grouped_heads(plan, shapes, heads):
     _, made = plan(*shapes(heads=heads), **MASKS["top_left"], return_lse=heads[0] % 2 == 0)
     assert_usable(made)
 
@@ -132,7 +132,7 @@ def test_one_query_aligned_bottom_right_is_the_decode_plan_without_a_mask(plan, 
     assert prefill.engine != made.engine
 
 
-def test_meanings_that_are_equal_share_a_key(plan, shapes):
+def test_equivalent_options_share_a_key(plan, shapes):
     square = shapes(lengths=(96, 96))
     assert plan(*square, **MASKS["top_left"])[0] == plan(*square, **MASKS["bottom_right"])[0]
     assert plan(*square, scale=0.25)[0] == plan(*square)[0]
@@ -157,7 +157,7 @@ def test_plans_of_different_keys_are_different(plan, shapes):
 
 
 def without_graph_id(data):
-    """A serialized plan without the number that counts the graphs of its process."""
+    """A serialized plan without the id that counts the graphs of its process."""
     return re.sub(rb"i\x03gid([iU].|I..|l....)", b"", data, count=1, flags=re.DOTALL)
 
 
@@ -168,7 +168,7 @@ def test_the_same_key_gives_the_same_plan_again(plan, shapes):
     assert (one.engine, one.knobs, one.workspace) == (other.engine, other.knobs, other.workspace)
 
 
-def test_what_cudnn_declines_is_refused_with_its_reasons(shapes, h200):
+def test_cudnns_reasons_are_in_the_error(shapes, h200):
     properties = {**h200, "maxSharedMemoryPerBlockOptin": 0}
     key = describe_sdpa(*shapes()).key(Target.from_properties(properties), None)
     with pytest.raises(UnsupportedError) as caught:
@@ -177,7 +177,7 @@ def test_what_cudnn_declines_is_refused_with_its_reasons(shapes, h200):
     assert not any("python engines" in text for text in caught.value.reasons)
 
 
-def test_the_refusal_of_an_old_gpu_says_what_is_there_and_what_to_do(shapes, h200):
+def test_the_error_for_an_old_gpu_names_the_gpu_and_a_remedy(shapes, h200):
     target = Target.from_properties({**h200, "deviceVer": 750, "deviceName": "Tesla T4"})
     with pytest.raises(UnsupportedError, match=r"Tesla T4 .* has compute capability 7\.5.* needs 8\.0") as caught:
         describe_sdpa(*shapes()).key(target, None)
@@ -196,4 +196,4 @@ def test_bottom_right_with_lengths_and_more_queries_than_keys(plan, shapes):
     key, made = plan(*shapes(lengths=(128, 100)), **MASKS["bottom_right"], seq_lens_kv=lengths())
     assert_usable(made)
     assert key.option_values["band"] == (None, 0, True)
-    assert key.inputs[0].layout.shape[2] == 128  # which queries see nothing, only the lengths say
+    assert key.inputs[0].layout.shape[2] == 128  # which rows are fully masked depends on the lengths

@@ -1,4 +1,4 @@
-"""cuDNN takes the graphs of every option of `sdpa` for an H200, forward and backward."""
+"""cuDNN accepts the graphs of every option of `sdpa` for an H200, forward and backward."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_deterministic_gradients_and_head_dims(plan_backward, shapes, determinis
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("more", [{}, {"is_causal": True, **BOTTOM}, {"seq_lens_kv": int32()}], ids=str)
-def test_a_sink_of_a_single_query_is_applied_to_what_the_plan_gives(plan, shapes, more):
+def test_a_sink_of_a_single_query_is_applied_to_the_plans_result(plan, shapes, more):
     tensors = shapes(lengths=(1, 2048), dims=(128, 128))
     key, made = plan(*tensors, sinks=SINKS, **more)
     assert_usable(made)
@@ -162,13 +162,13 @@ def test_windows_over_more_queries_than_keys(plan, plan_backward, shapes, alignm
     assert_usable(made)
     blind = max(0, 300 - 192 - window_size[1]) if alignment == "bottom_right" and window_size[1] >= 0 else 0
     assert key.inputs[0].layout.shape[2] == 300 - blind
-    if 300 - blind > 192:  # cuDNN takes a left bound there only with lengths, which are constants then
+    if 300 - blind > 192:  # cuDNN accepts a left bound there only with lengths, which are then constants
         filled = {operand.name: operand.fill for operand in key.inputs if operand.role is Role.FILL}
         assert filled == {"seq_len_q": 300 - blind, "seq_len_kv": 192}
     assert_usable(plan_backward(*tensors, **options)[1])
 
 
-def test_partial_tiles_are_hidden_from_backward_passes_of_older_cudnn(plan_backward, shapes):
+def test_partial_tiles_are_masked_in_backward_passes_of_older_cudnn(plan_backward, shapes):
     key, made = plan_backward(*shapes(lengths=(100, 77)))
     assert_usable(made)
     hidden = {operand.name: operand.fill for operand in key.inputs if operand.role is Role.FILL}
@@ -187,7 +187,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_known_to_have_no_plan_is_refused_before_cudnn_is_asked(plan, plan_backward, shapes, case):
+def test_known_unsupported_calls_are_refused_without_planning(plan, plan_backward, shapes, case):
     options, reason = REFUSED[case]
     for make in (plan, plan_backward):
         with pytest.raises(UnsupportedError, match=reason) as caught:

@@ -23,7 +23,7 @@ def qkv(heads=(4, 4, 4), sq=5, skv=9):
 
 
 @pytest.mark.parametrize(("make", "alignment"), [(causal_upper_left, "top_left"), (causal_lower_right, "bottom_right")])
-def test_pytorchs_objects_for_causal_masks(make, alignment):
+def test_pytorchs_causal_bias_objects(make, alignment):
     q, k, v = qkv()
     bias, wanted = make(5, 9), attend(q, k, v, is_causal=True, causal_alignment=alignment)[0]
     for out in (scaled_dot_product_attention(q, k, v, bias), sdpa(q, k, v, attn_mask=bias)):
@@ -47,7 +47,7 @@ def test_pytorchs_objects_for_causal_masks(make, alignment):
 
 
 @pytest.mark.parametrize("heads", [(12, 4, 6), (12, 6, 2), (12, 12, 3), (6, 1, 3), (6, 2, 1)])
-def test_keys_and_values_with_different_numbers_of_heads(heads):
+def test_keys_and_values_with_different_head_counts(heads):
     q, k, v = qkv(heads)
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     torch.testing.assert_close(scaled_dot_product_attention(q, k, v, enable_gqa=True), wanted, rtol=1e-4, atol=1e-5)
@@ -59,7 +59,7 @@ def test_keys_and_values_with_different_numbers_of_heads(heads):
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int64, int])
-def test_numbers_of_other_kinds(kind):
+def test_numpy_scalars_and_integers_are_accepted(kind):
     q, k, v = qkv()
     for options in ({"scale": 2}, {"softcap": 3}, {"dropout_p": 0}):
         given = {name: kind(value) for name, value in options.items()}
@@ -72,7 +72,7 @@ def test_numbers_of_other_kinds(kind):
 
 
 @pytest.mark.parametrize("scale", [2**63, 1e30, -65537.0, 10**400, float("nan"), float("-inf"), np.float32("inf")])
-def test_a_scale_beyond_all_use_is_refused(scale):
+def test_an_out_of_range_scale_is_refused(scale):
     q, k, v = qkv()
     rows = torch.randn(9, 2, 8)
     with pytest.raises(OptionError, match="a finite float32 number of at most 65536 in size"):
@@ -100,7 +100,7 @@ def test_sinks_in_half_precision(dtype):
     assert torch.equal(compiled, out)
 
 
-def test_a_tensor_in_place_of_a_flag_is_named():
+def test_a_tensor_as_a_flag_is_named():
     q, k, v = qkv()
     for flag in (torch.tensor(True), torch.ones(2)):
         with pytest.raises(OptionError, match="is_causal"):
@@ -124,7 +124,7 @@ def test_tensors_of_inference_mode_are_named_where_autograd_would_keep_them():
         assert sdpa(q, kept, kept).isfinite().all()
 
 
-def test_explain_takes_what_calls_take():
+def test_explain_accepts_the_same_arguments():
     q, k, v = (torch.empty(2, 4, n, 64, dtype=torch.bfloat16, device="meta") for n in (5, 9, 9))
     sinks = torch.empty(4, dtype=torch.bfloat16, device="meta")
     target = replace(Target.from_properties(load_properties("h200")), cudnn=91900)

@@ -128,7 +128,7 @@ for name in ("seq_lens_q", "seq_lens_kv"):
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments_raise_an_error_that_says_which_and_how(case):
+def test_wrong_arguments_are_named_with_what_was_expected(case):
     changes, error, argument, got, expected = WRONG[case]
     with pytest.raises(ArgumentError) as caught:
         sdpa(**arguments(**changes))
@@ -184,7 +184,7 @@ def test_an_output_may_follow_an_input_in_the_same_storage():
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_an_output_that_autograd_would_have_to_follow_is_refused(name):
+def test_out_is_refused_where_gradients_are_needed(name):
     call, out = arguments(), torch.full(OUT, torch.nan)
     call[name].requires_grad_()
     with pytest.raises(UnsupportedError, match="out with a gradient") as caught:
@@ -197,7 +197,7 @@ def test_an_output_that_autograd_would_have_to_follow_is_refused(name):
 
 
 @pytest.mark.parametrize("scale", [0.5, 2, -0.25, 0, 0.0, 1e-30])
-def test_finite_numbers_are_good_scales(scale):
+def test_finite_scales_are_accepted(scale):
     assert sdpa(**arguments(scale=scale)).isfinite().all()
 
 
@@ -238,7 +238,7 @@ def test_an_output_that_requires_grad_is_refused():
         sdpa(**arguments(), out=torch.empty(OUT, requires_grad=True))
 
 
-def test_what_is_checked_on_a_gpu_only_is_checked_for_any_tensors_by_its_function():
+def test_gpu_only_checks_of_memory():
     from cudnn_sdpa.attention import memory as checks
 
     q, k, v = (torch.randn(2, 4, 8, 16, dtype=torch.float16) for _ in range(3))

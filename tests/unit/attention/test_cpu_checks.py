@@ -29,7 +29,7 @@ def offsets(*ends):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_strides_that_no_kernel_reads(dtype):
+def test_unsupported_strides_are_refused(dtype):
     q, k, v = qkv(dtype=dtype)
     spread = torch.randn(2, 2, 8, 20).to(dtype)
     for wrong, message in (
@@ -92,7 +92,7 @@ def test_the_cpu_refuses_what_support_refuses(target, backward):
     assert refusals > 5
 
 
-def test_every_rule_is_asked(monkeypatch):
+def test_every_support_rule_is_checked(monkeypatch):
     """A new rule holds on the CPU at once: the rules are the GPU's own."""
     rule = rules.Rule(lambda case: case.head_dim == 24, "24 is out of fashion", "another number")
     monkeypatch.setattr(rules, "RULES", (rule,))
@@ -140,7 +140,7 @@ def fp8(dims=(32, 32), sq=8):
     return cudnn_sdpa.sdpa_fp8(q, k, v, Fp8Scales(one, one, one, one, one, one))
 
 
-def test_fp8_has_rules_of_its_own():
+def test_fp8_rules():
     assert fp8().out.dtype == torch.float8_e4m3fn
     with pytest.raises(UnsupportedError, match=f"sdpa_fp8 {NOTE}(?s:.*)no FP8 kernel for a single query"):
         fp8(sq=1)
@@ -159,7 +159,7 @@ def test_head_dims_of_any_size_without_checks():
     torch.testing.assert_close(sdpa(q, k, v), expected)
 
 
-def test_what_was_checked_is_checked_anew_for_another_gpu_and_other_options():
+def test_checks_are_cached_per_gpu_and_options():
     x = torch.randn(1, 2, 8, 256, requires_grad=True)
     assert sdpa(x, x, x).shape == x.shape
     with cpu_checks("a100"), pytest.raises(UnsupportedError, match="head dims 256"):
@@ -195,7 +195,7 @@ def unset(monkeypatch):
 @pytest.mark.parametrize(
     ("value", "expected"), [(None, "h200"), ("", None), ("none", None), ("OFF", None), ("A100", "a100")]
 )
-def test_the_environment_names_the_gpu(value, expected, monkeypatch):
+def test_the_environment_variable_names_the_gpu(value, expected, monkeypatch):
     if value is not None:
         monkeypatch.setenv("CUDNN_SDPA_CPU_CHECKS", value)
     assert cpu_target.active_name() == expected
@@ -218,7 +218,7 @@ def test_compiled_calls_are_checked_when_they_run():
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_other_views_of_tensors_are_left_alone():
+def test_vmap_and_fake_tensors_are_not_checked():
     """Under vmap and on fake tensors nothing is read and nothing refused that only memory tells."""
     q, k, v = qkv()
     lengths = torch.tensor([[3, 8], [8, 1]], dtype=torch.int32)

@@ -46,7 +46,7 @@ def shapes(*tensors):
 @pytest.mark.parametrize("case", SHAPES)
 @pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"is_causal": True}, {"softcap": 5.0}], ids=str)
 @pytest.mark.parametrize("with_out", [False, True])
-def test_a_forward_pass_counts_as_pytorchs(case, options, with_out):
+def test_forward_flops_match_pytorch(case, options, with_out):
     q, k, v = qkv(case)
     out = torch.empty(*q.shape[:3], v.shape[3]) if with_out else None
     assert counted(sdpa, q, k, v, **options, out=out) == sdpa_flop_count(*shapes(q, k, v))
@@ -55,7 +55,7 @@ def test_a_forward_pass_counts_as_pytorchs(case, options, with_out):
 
 
 @pytest.mark.parametrize("case", SHAPES)
-def test_both_passes_count_as_pytorchs(case):
+def test_training_flops_match_pytorch(case):
     q, k, v = qkv(case, requires_grad=True)
     forward = sdpa_flop_count(*shapes(q, k, v))
     out_shape = (*q.shape[:3], v.shape[3])
@@ -66,7 +66,7 @@ def test_both_passes_count_as_pytorchs(case):
         assert backward == 2.5 * forward
 
 
-def test_the_backward_operator_is_counted():
+def test_the_backward_operator_has_flops():
     q, k, v = qkv("grouped")
     options = (None, None, None, None, None, False, "top_left", -1, -1, None, 0.0, None, False, False)
     out, lse = torch.ops.cudnn_sdpa.sdpa_forward_lse(q, k, v, *options)
@@ -77,7 +77,7 @@ def test_the_backward_operator_is_counted():
 
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("with_out", [False, True])
-def test_packed_sequences_count_by_their_lengths(return_lse, with_out):
+def test_packed_flops_follow_the_lengths(return_lse, with_out):
     q, k, v = torch.randn(10, 4, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 24)
     ends, ends_kv = (torch.tensor(x, dtype=torch.int32) for x in ((0, 3, 3, 10), (0, 5, 8, 12)))
     pairs = ((3, 5), (0, 3), (7, 4))
@@ -86,7 +86,7 @@ def test_packed_sequences_count_by_their_lengths(return_lse, with_out):
     assert counted(sdpa_varlen, q, k, v, ends, ends_kv, 7, 5, return_lse=return_lse, out=out) == expected
 
 
-def test_both_passes_of_packed_sequences_count_by_their_lengths():
+def test_packed_training_flops_follow_the_lengths():
     q, k, v = (torch.randn(10, 2, 16, requires_grad=True) for _ in range(3))
     ends = torch.tensor([0, 3, 10], dtype=torch.int32)
     forward = sum(sdpa_flop_count(*[(1, 2, n, 16)] * 3) for n in (3, 7))
@@ -99,7 +99,7 @@ def test_both_passes_of_packed_sequences_count_by_their_lengths():
     assert found == 2.5 * forward
 
 
-def test_lengths_that_cannot_be_read_count_as_the_longest():
+def test_unreadable_lengths_count_as_max_seqlen():
     with FakeTensorMode():
         q, ends = torch.empty(10, 2, 16), torch.empty(4, dtype=torch.int32)
         assert counted(sdpa_varlen, q, q, q, ends, ends, 7, 5) == 3 * sdpa_flop_count(
@@ -110,7 +110,7 @@ def test_lengths_that_cannot_be_read_count_as_the_longest():
 
 
 @pytest.mark.usefixtures("reference_alone")
-def test_fp8_counts_as_other_dtypes():
+def test_fp8_flops_match_other_dtypes():
     q, k, v = (torch.randn(2, heads, 48, 32).to(torch.float8_e4m3fn) for heads in (4, 2, 2))
     two = torch.tensor([2.0])
     made = sdpa_fp8(q, k, v, Fp8Scales(*[two] * 6), return_lse=True)

@@ -67,7 +67,7 @@ def plain(x):
 @pytest.mark.filterwarnings("ignore")  # of prototypes: nested, sparse, quantized tensors
 @pytest.mark.parametrize("make", [forward, backward])
 @pytest.mark.parametrize("trains", [False, True])
-def test_every_error_is_the_librarys_and_every_number_right(make, trains):
+def test_wrong_calls_raise_library_errors_or_give_right_values(make, trains):
     wrong = []
     for seed in range(CALLS):
         rng = random.Random(seed)

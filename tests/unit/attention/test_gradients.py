@@ -73,7 +73,7 @@ def test_an_expanded_mask_gets_a_gradient_for_each_of_its_elements():
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_rows_that_a_mask_hides_everything_from(kind, sinks):
+def test_rows_fully_masked_by_attn_mask(kind, sinks):
     mask = torch.ones(7, 11, dtype=torch.bool)
     mask[2] = mask[6] = False
     if kind == "float":
@@ -122,7 +122,7 @@ def test_rows_without_keys_give_zeros_and_no_nan(blinding, sinks):
 
 @pytest.mark.parametrize("given", ["q", "kv", "both"])
 @pytest.mark.parametrize("mask", [{}, {"is_causal": True, **BOTTOM}, {"window_size": (2, 1), **BOTTOM}], ids=str)
-def test_true_lengths(given, mask):
+def test_sequence_lengths(given, mask):
     lengths = {}
     if given != "kv":
         lengths["seq_lens_q"] = int32(7, 0, 1, 4)
@@ -141,7 +141,7 @@ def test_true_lengths(given, mask):
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 7, 8, 12])
 @pytest.mark.parametrize("lengths", [(7, 7), (5, 11), (11, 5)])
-def test_linear_biases(heads, lengths):
+def test_alibi(heads, lengths):
     tensors = inputs(heads=(heads, 1), lengths=lengths)
     found = assert_right(tensors, is_causal=True, alibi=True)
     if lengths[0] == lengths[1]:
@@ -151,7 +151,7 @@ def test_linear_biases(heads, lengths):
 @pytest.mark.usefixtures("reference_alone")
 @pytest.mark.parametrize("softcap", [0.5, 2.0, 30.0])
 @pytest.mark.parametrize("mask", [{}, {"is_causal": True}, {"window_size": (2, 0), **BOTTOM}], ids=str)
-def test_soft_caps(softcap, mask):
+def test_softcap(softcap, mask):
     assert_right(inputs(), softcap=softcap, scale=1.5, **mask)
     assert_right({**inputs(), "attn_mask": torch.randn(7, 11, dtype=torch.float64)}, softcap=softcap, **mask)
 
@@ -173,7 +173,7 @@ def test_dropout(dropout_p, mask):
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (6, 6), (6, 3), (6, 2), (8, 1), (7, 7)])
-def test_groups_of_heads(heads):
+def test_grouped_heads(heads):
     assert_right(inputs(heads=heads), is_causal=True)
 
 
@@ -184,7 +184,7 @@ def test_scales(scale):
 
 
 @pytest.mark.usefixtures("reference_alone")
-def test_everything_at_once():
+def test_all_options_together():
     tensors = {
         **inputs(batch=3, lengths=(9, 13)),
         "attn_mask": torch.randn(3, 1, 9, 13, dtype=torch.float64).masked_fill(
@@ -199,7 +199,7 @@ def test_everything_at_once():
 
 @pytest.mark.parametrize(("sq", "skv"), [(0, 5), (5, 0), (0, 0)])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_nothing_to_attend_to_gives_zeros(sq, skv, sinks):
+def test_no_keys_give_zeros(sq, skv, sinks):
     tensors = {**inputs(lengths=(sq, skv)), **({"sinks": torch.randn(4)} if sinks else {})}
     found = assert_right(tensors, is_causal=True)
     for name in tensors:

@@ -30,7 +30,7 @@ def inputs():
 
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_it_lies_as_the_mask_does(kind, dtype):
+def test_mask_gradients_have_the_strides_of_the_mask(kind, dtype):
     mask = MASKS[kind]().to(dtype).requires_grad_()
     q, k, v = (x.to(dtype) for x in inputs())
     out = sdpa(q, k, v, attn_mask=mask)
@@ -43,7 +43,7 @@ def test_it_lies_as_the_mask_does(kind, dtype):
 
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("masked_rows", [0, 2])
-def test_what_a_plan_writes_is_brought_into_that_order(kind, masked_rows):
+def test_the_plans_result_is_copied_into_that_order(kind, masked_rows):
     mask = MASKS[kind]()
     written = torch.randn(B, H, SQ - masked_rows, SKV)
     found = mask_gradient(written, mask, masked_rows)

@@ -49,13 +49,13 @@ def drawn(mask: Mask, sq, skv, nq=None, nk=None):
 
 @pytest.mark.parametrize("top_left_only", [False, True])
 @pytest.mark.parametrize("keep_causal", [False, True])
-def test_the_meaning_stays(top_left_only, keep_causal):
+def test_normalization_keeps_the_mask(top_left_only, keep_causal):
     for (sq, skv), call in itertools.product(SIZES, CALLS):
         mask = normalize_mask(*call, sq, skv, top_left_only=top_left_only, keep_causal=keep_causal)
         assert drawn(mask, sq, skv) == rows(*call, sq, skv), (call, sq, skv, mask)
 
 
-def test_the_meaning_stays_for_any_lengths():
+def test_normalization_keeps_the_mask_for_any_lengths():
     sizes = list(itertools.product(range(1, 5), repeat=2))
     for (sq, skv), call in itertools.product(sizes, CALLS):
         mask = normalize_mask(*call, sq, skv, has_lengths=True)
@@ -64,7 +64,7 @@ def test_the_meaning_stays_for_any_lengths():
         assert mask.masked_rows == 0  # lengths decide which rows see nothing
 
 
-def test_rows_that_are_left_out_are_all_that_the_right_bound_hides_and_none_else():
+def test_masked_rows_are_exactly_those_hidden_by_the_right_bound():
     for (sq, skv), call in itertools.product(SIZES, CALLS):
         mask = normalize_mask(*call, sq, skv)
         seen = [any(row) for row in rows(*call, sq, skv)]
@@ -95,13 +95,13 @@ def test_a_normalized_mask_stays_as_it_is(top_left_only):
         assert again == Mask(mask.band, 0), (call, sq, skv, mask)
 
 
-def test_whatever_hides_nothing_is_no_mask():
+def test_masks_that_hide_nothing_become_none():
     for (sq, skv), call in itertools.product(SIZES, CALLS):
         if all(map(all, rows(*call, sq, skv))):
             assert normalize_mask(*call, sq, skv) == Mask(), (call, sq, skv)
 
 
-def test_bounds_that_hide_something_are_needed():
+def test_bounds_that_hide_keys_are_kept():
     for (sq, skv), call in itertools.product(SIZES, CALLS):
         mask = normalize_mask(*call, sq, skv)
         left, right, bottom_right = mask.band or (None, None, False)
@@ -112,7 +112,7 @@ def test_bounds_that_hide_something_are_needed():
 
 
 @pytest.mark.parametrize("top_left_only", [False, True])
-def test_the_same_bounds_in_other_words_are_the_same_mask(top_left_only):
+def test_equivalent_bounds_normalize_to_the_same_mask(top_left_only):
     for sq, skv in SIZES:
 
         def mask(is_causal, alignment, window_size, size=(sq, skv)):

@@ -103,7 +103,7 @@ WRONG = {
 
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["", "with gradient"])
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_options_raise_an_error_that_says_which_and_how(case, requires_grad):
+def test_wrong_options_are_named_with_what_was_expected(case, requires_grad):
     changes, error, argument, got, expected = WRONG[case]
     call = {**{name: x.detach().requires_grad_(requires_grad) for name, x in QKV.items()}, **changes}
     with pytest.raises(ArgumentError) as caught:
@@ -129,7 +129,7 @@ def test_wrong_options_raise_an_error_that_says_which_and_how(case, requires_gra
         ("sparse mask", "attn_mask.to_dense()"),
     ],
 )
-def test_an_error_says_what_to_do(case, hint):
+def test_errors_suggest_a_remedy(case, hint):
     with pytest.raises(ArgumentError) as caught:
         sdpa(**{**QKV, **WRONG[case][0]})
     assert hint in caught.value.hint
@@ -151,7 +151,7 @@ def test_an_error_says_what_to_do(case, hint):
     ],
     ids="+".join,
 )
-def test_options_at_the_limits_of_what_is_right(right):
+def test_options_at_their_limits(right):
     result = sdpa(**{**QKV, **right})
     assert result.shape == (2, 4, 8, 24)
     assert result.isfinite().all()
@@ -159,7 +159,7 @@ def test_options_at_the_limits_of_what_is_right(right):
 
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
 @pytest.mark.parametrize("bound", [2**31, 2**63 - 1, 2**63, 2**70])
-def test_a_bound_beyond_all_lengths_is_none(bound, alignment):
+def test_a_bound_beyond_all_lengths_is_unbounded(bound, alignment):
     wide, none = (
         sdpa(**QKV, window_size=window_size, causal_alignment=alignment) for window_size in ((bound, bound), (-1, -1))
     )
@@ -171,13 +171,13 @@ def test_a_bound_beyond_all_lengths_is_none(bound, alignment):
 
 
 @pytest.mark.parametrize("bound", [np.float32(1), np.bool_(True), torch.tensor(1), 1j, "1", -(2**70)], ids=repr)
-def test_a_bound_that_is_no_integer_is_refused(bound):
+def test_a_non_integer_bound_is_refused(bound):
     for window_size in ((bound, 0), (0, bound)):
         with pytest.raises(OptionError, match="window_size: got"):
             sdpa(**QKV, window_size=window_size)
 
 
-def test_a_mask_may_have_float32_beside_halves():
+def test_a_float32_mask_with_half_precision_inputs():
     q, k, v = (x.half() for x in QKV.values())
     mask = R(8, 12)
     torch.testing.assert_close(

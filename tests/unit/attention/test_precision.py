@@ -42,7 +42,7 @@ def assert_right(tensors, **options):
 
 @pytest.mark.parametrize("low", [-1e4, -1e9, LOWEST / 2, LOWEST])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_rows_that_a_large_finite_mask_hides_as_a_whole(low, sinks):
+def test_rows_masked_by_a_large_finite_value(low, sinks):
     """float32 scores of -1e9 are all alike, so the row's weights are equal, be they hidden."""
     mask = torch.zeros(5, 7)
     mask[1] = mask[4] = low
@@ -88,7 +88,7 @@ def parts_of(tensors, sizes, run):
 
 @pytest.mark.parametrize("shift", [0.0, 30.0, -3000.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_of_a_part_of_the_keys(shift, dtype):
+def test_gradients_of_a_chunk_of_the_keys(shift, dtype):
     """As ring attention needs them: weights by the log-sum-exp of all keys, which is given."""
     tensors = {name: x.to(dtype) for name, x in large_scores(heads=4).items()}
     grad_out = torch.randn(2, 4, 5, 16, dtype=dtype)
@@ -106,7 +106,7 @@ def test_gradients_of_a_part_of_the_keys(shift, dtype):
             assert relative(found, exact[name]) < 1e-5 * (1 + abs(shift)), (sizes, name)
 
 
-def test_the_same_by_the_operators():
+def test_gradients_of_a_chunk_by_the_operators():
     """Of packed sequences too, and of one query on one key, which a GPU leaves to this code as well."""
     q, go = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8)
     k, v = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8)
@@ -132,7 +132,7 @@ def test_the_same_by_the_operators():
             assert relative(found, exact[name]) < 1e-5, (run, name)
 
 
-def test_the_log_sum_exp_of_parts_is_that_of_the_whole():
+def test_lse_of_chunks_merges_to_the_whole():
     tensors = large_scores(skv=9)
     whole, lse = attend(**tensors)
     parts = [

@@ -44,9 +44,7 @@ def check(expected_attention, assert_rounded, q, k, v, **options):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", CAUSAL)
 @pytest.mark.parametrize("lengths", [(13, 13), (5, 19), (19, 5), (1, 11), (11, 1)])
-def test_values_and_log_sum_exp_match_rows_computed_one_by_one(
-    expected_attention, assert_rounded, dtype, mask, lengths
-):
+def test_values_and_lse_match_a_row_by_row_implementation(expected_attention, assert_rounded, dtype, mask, lengths):
     q, k, v = random_qkv(lengths=lengths, dtype=dtype)
     check(expected_attention, assert_rounded, q, k, v, **mask)
 
@@ -91,7 +89,7 @@ def test_sequence_lengths(expected_attention, assert_rounded, mask, given, lengt
     check(expected_attention, assert_rounded, q, k, v, **options)
 
 
-def test_rows_past_the_length_are_zeros_and_minus_infinity():
+def test_rows_past_the_length_have_zeros_and_lse_minus_infinity():
     q, k, v = random_qkv(batch=2, lengths=(8, 8))
     lengths = torch.tensor([3, 0], dtype=torch.int32)
     out, lse = sdpa(q, k, v, seq_lens_q=lengths, return_lse=True)
@@ -112,7 +110,7 @@ def test_keys_past_the_length_have_no_influence_even_if_they_are_nan():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bottom_right_queries_before_the_first_key_see_nothing(dtype):
+def test_bottom_right_queries_before_the_first_key_are_fully_masked(dtype):
     q, k, v = random_qkv(lengths=(11, 4), dtype=dtype)
     out, lse = sdpa(q, k, v, is_causal=True, causal_alignment="bottom_right", return_lse=True)
     assert torch.equal(out[:, :, :7], torch.zeros_like(out[:, :, :7]))
@@ -151,7 +149,7 @@ def test_bottom_right_matches_pytorch_with_that_mask(sq, skv):
 
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("shape", [(0, 4, 8, 16), (2, 4, 0, 16), (0, 4, 0, 16)])
-def test_nothing_to_ask_gives_an_empty_result(shape, return_lse):
+def test_no_queries_give_an_empty_result(shape, return_lse):
     q = torch.randn(shape)
     k = torch.randn(shape[0], 2, 9, 16)
     v = torch.randn(shape[0], 2, 9, 24)
@@ -166,14 +164,14 @@ def test_nothing_to_ask_gives_an_empty_result(shape, return_lse):
 
 @pytest.mark.parametrize("mask", CAUSAL)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_keys_give_zeros_and_minus_infinity(mask, dtype):
+def test_no_keys_give_zeros_and_lse_minus_infinity(mask, dtype):
     q, k, v = random_qkv(lengths=(5, 0), dims=(16, 24), dtype=dtype)
     out, lse = sdpa(q, k, v, return_lse=True, **mask)
     assert torch.equal(out, torch.zeros(2, 4, 5, 24, dtype=dtype))
     assert torch.equal(lse, torch.full((2, 4, 5), -torch.inf))
 
 
-def test_a_sink_of_minus_infinity_is_no_sink_also_in_rows_that_see_nothing():
+def test_a_sink_of_minus_infinity_has_no_effect():
     q, k, v = (x.requires_grad_() for x in random_qkv(dtype=torch.float64))
     sinks = torch.full((4,), -torch.inf, requires_grad=True)
     mask = torch.rand(13, 17) < 0.5
@@ -204,7 +202,7 @@ def test_the_default_device_does_not_matter():
         torch.testing.assert_close(found, expected)
 
 
-def test_inputs_are_left_as_they_were():
+def test_inputs_are_not_modified():
     q, k, v = random_qkv()
     lengths = torch.tensor([7, 11], dtype=torch.int32)
     before = [tensor.clone() for tensor in (q, k, v, lengths)]

@@ -74,7 +74,7 @@ def test_values_do_not_depend_on_strides(expected_attention, assert_rounded, lay
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("dim_v", [DIM, 24])
-def test_output_lies_in_memory_in_the_order_of_q(order, dim_v):
+def test_output_has_the_memory_order_of_q(order, dim_v):
     sizes = (BATCH, HEADS, LENGTH)
     q = torch.randn(*(sizes[i] for i in order), DIM)
     q = q.permute(*(order.index(i) for i in range(3)), 3)
@@ -124,7 +124,7 @@ def test_out_may_have_strides_of_its_own_and_its_gaps_stay_untouched():
     assert storage[..., DIM:].isnan().all()
 
 
-def test_out_gets_zeros_where_nothing_is_seen():
+def test_out_gets_zeros_in_fully_masked_rows():
     q, k, v = bhsd()
     out = torch.full_like(q, torch.nan)
     sdpa(q, k[:, :, :4], v[:, :, :4], is_causal=True, causal_alignment="bottom_right", out=out)

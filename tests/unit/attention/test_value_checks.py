@@ -45,12 +45,12 @@ def test_lengths_outside_of_the_tensor_raise(name, wrong):
     ],
     ids=["start", "end", "order", "negative", "negative start", "longest"],
 )
-def test_offsets_that_cannot_be_raise(offsets, message):
+def test_invalid_offsets_raise(offsets, message):
     with pytest.raises(cudnn_sdpa.ShapeError, match=message):
         packed(int32(*offsets))
 
 
-def test_both_offsets_are_looked_at():
+def test_both_offsets_are_checked():
     right = int32(0, 4, 8, 10)
     assert packed(right).shape == (10, 2, 8)
     with pytest.raises(cudnn_sdpa.ShapeError, match="cu_seqlens_kv"):
@@ -73,7 +73,7 @@ def test_page_ids_outside_of_the_cache_raise():
     assert paged([[0, 1], [2, -(2**31)]], (16, 8)).isfinite().all(), "what no sequence uses is not looked at"
 
 
-def test_on_a_gpu_nothing_is_read_unless_asked_for():
+def test_gpu_values_are_read_only_on_request():
     """A tensor that cannot be read stands for one on a GPU: looking at it would raise something else."""
     assert not value_checks.enabled
     value_checks.check_lengths("seq_lens_kv", torch.empty(2, dtype=torch.int32, device="meta"), 5)
@@ -81,14 +81,14 @@ def test_on_a_gpu_nothing_is_read_unless_asked_for():
     value_checks.check_pages("page_table", *torch.empty(2, 2, dtype=torch.int32, device="meta").split(1), 8, 4)
 
 
-def test_tensors_without_values_pass():
+def test_meta_tensors_are_not_checked():
     with torch._subclasses.FakeTensorMode():
         assert dense(seq_lens_kv=int32(3, 6)).shape == (2, 2, 5, 8)
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("value", "expected"), [("1", "True"), ("0", "False"), ("", "False")])
-def test_the_environment_switches_it_on(value, expected, monkeypatch):
+def test_the_environment_variable_switches_it_on(value, expected, monkeypatch):
     monkeypatch.setenv("CUDNN_SDPA_DEBUG", value)
     program = "from cudnn_sdpa.attention import value_checks; print(value_checks.enabled)"
     done = forked_python.run(["-c", program], check=True)

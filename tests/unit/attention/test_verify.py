@@ -102,7 +102,7 @@ def test_a_wrong_result_has_a_large_error(monkeypatch, call, result, fault):
     assert all(errors[name] < 1e-5 for name in others), errors
 
 
-def test_rows_of_another_sequence_are_seen(monkeypatch):
+def test_errors_across_sequences_are_detected(monkeypatch):
     right = torch_ops._sequences
     monkeypatch.setattr(torch_ops, "_sequences", lambda call: right(call)[1:])
     errors = packed().verify(True)
@@ -124,7 +124,7 @@ def test_rows_past_the_last_sequence_are_not_compared(monkeypatch):
 
 @pytest.mark.parametrize("call", RESULTS)
 @pytest.mark.parametrize(("grad", "return_lse"), [(False, False), (False, True), (True, False), (True, True)])
-def test_the_call_that_is_explained_is_run(monkeypatch, call, grad, return_lse):
+def test_verify_runs_the_explained_call(monkeypatch, call, grad, return_lse):
     seen = []
     for module, name in ((dense_explain, "run"), (varlen_explain, "run_varlen")):
         run = getattr(module, name)
@@ -138,7 +138,7 @@ def test_the_call_that_is_explained_is_run(monkeypatch, call, grad, return_lse):
 
 
 @pytest.mark.parametrize("call", RESULTS)
-def test_gradients_that_nobody_asks_for_are_left_out(call):
+def test_unneeded_gradients_are_not_verified(call):
     assert list(call().verify(False)) == ["out", "lse"]
 
 
@@ -156,7 +156,7 @@ def test_dropout_cannot_be_compared(call):
         call(dropout_p=0.25).verify(True)
 
 
-def test_what_is_given_stays_as_it_is():
+def test_verify_does_not_modify_its_inputs():
     q, out = torch.randn(1, 2, 8, 16), torch.full((1, 8, 2, 16), 7.0).transpose(1, 2)
     errors = describer_of(sdpa)(q, q, q, out=out).verify(False)
     assert errors["out"] < 1e-5
@@ -167,7 +167,7 @@ def test_what_is_given_stays_as_it_is():
 
 
 @pytest.mark.parametrize("call", RESULTS)
-def test_under_autocast_rounding_of_the_inputs_is_no_error_of_the_call(call):
+def test_autocast_rounding_of_inputs_is_not_an_error(call):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         errors = call().verify(True)
     assert list(errors) == RESULTS[call]

@@ -191,7 +191,7 @@ def test_the_backward_operator_passes_pytorchs_checks(case, needs):
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_fake_gradients_look_like_real_ones(case):
+def test_fake_gradients_match_real_metadata(case):
     call = operands(*inputs(transposed=True), **OPTIONS[case])
     out, lse = ops.sdpa_forward_lse(*call)
     given = (torch.randn_like(out), out, lse, *call)

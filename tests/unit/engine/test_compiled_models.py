@@ -151,7 +151,7 @@ def test_threads_of_one_model_do_not_meet():
 
 
 @pytest.mark.parametrize("name", EQUIVALENTS)
-def test_fake_tensors_look_like_real_results(name):
+def test_fake_tensors_match_real_metadata(name):
     pair = EQUIVALENTS[name]
     real = pair.inputs(1, torch.randn)
     with FakeTensorMode() as mode:
@@ -216,7 +216,7 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", LOOPS)
-def test_vmap_of_attention_gives_what_a_loop_gives(name):
+def test_vmap_of_attention_matches_a_loop(name):
     function, shape = LOOPS[name]
     x = torch.randn(shape)
     torch.testing.assert_close(torch.vmap(function)(x), torch.stack([function(each) for each in x]))

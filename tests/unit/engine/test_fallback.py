@@ -140,7 +140,7 @@ def test_gradients_that_must_be_deterministic_come_from_the_reference(ways):
 @pytest.mark.usefixtures("declined")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [4, 2])
-def test_the_output_lies_in_memory_in_the_order_of_q(dtype, heads):
+def test_output_has_the_memory_order_of_q(dtype, heads):
     q = torch.randn(2, 8, 4, 16).to(dtype).transpose(1, 2)
     k = torch.randn(2, heads, 12, 16).to(dtype)
     orders = (q, q.contiguous(), q.transpose(0, 1).contiguous().transpose(0, 1))

@@ -11,7 +11,7 @@ from tests.unit.opcheck_calls import CALLS, recorded, registered
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # opcheck itself
-def test_operators_pass_pytorchs_checks(name):
+def test_operators_pass_opcheck(name):
     calls = recorded(CALLS[name], "cpu")
     assert calls
     for operator, arguments in calls:

@@ -1,4 +1,4 @@
-"""Backward passes compute what is wanted and nothing else, called straight, by the operator, and compiled."""
+"""Backward passes compute the needed gradients only: called directly, by the operator, and compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What autograd sees of `sdpa` on a GPU: which gradients are made, how they lie in memory, and what is refused."""
+"""Autograd of `sdpa` on a GPU: which gradients are computed, their memory order, and what is refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def qkv(layout="bshd", dtype=torch.bfloat16):
 
 
 def dense_in_order_of(tensor):
-    """The strides of a dense tensor whose dimensions but the last, the innermost, lie in the order of this one."""
+    """Strides of a dense tensor in this one's memory order, with the last dimension innermost."""
     order = [*sorted(range(tensor.dim() - 1), key=lambda dim: (-tensor.stride(dim), dim)), tensor.dim() - 1]
     strides, step = [0] * tensor.dim(), 1
     for dim in reversed(order):
@@ -48,11 +48,11 @@ def assert_close(actual, expected, tolerance=1e-2):
         assert dense_calls.difference(a, b.detach().double()) < tolerance
 
 
-@pytest.mark.parametrize("short_way", [True, False])
+@pytest.mark.parametrize("fast_path", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_lie_in_memory_as_their_inputs_do(layout, short_way):
+def test_gradients_have_the_memory_order_of_their_inputs(layout, fast_path):
     leaves = qkv(layout)
-    options = {} if short_way else {"softcap": 20.0}
+    options = {} if fast_path else {"softcap": 20.0}
     for _ in range(3):
         out = sdpa(*leaves, **options)
         gradients = torch.autograd.grad(out, leaves, torch.randn_like(out))
@@ -66,7 +66,7 @@ def test_gradients_lie_in_memory_as_their_inputs_do(layout, short_way):
 @pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("names", ["k", "v", "kv", "q", "qkv"])
 def test_expanded_inputs(names, dims):
-    """Gradients of what is expanded are dense; where it was expanded, autograd sums them."""
+    """Gradients of expanded inputs are dense; autograd sums them over the expanded dimensions."""
     t = dense_calls.tensors(dense_calls.plain(layouts=("bhsd",) * 3))
     bases = {name: t[name].narrow(dims[0], 0, 1) for name in names}
     for name in names:
@@ -109,7 +109,7 @@ COPIED = {
 
 @pytest.mark.parametrize("order", ["bhsd", "bshd", "sbhd"])
 @pytest.mark.parametrize("name", [*READABLE, *COPIED])
-def test_a_gradient_of_the_output_is_copied_only_where_it_must_be(name, order):
+def test_grad_out_is_copied_only_if_necessary(name, order):
     c = dense_calls.plain(layouts=(order, "bhsd", "bshd"))
     t = dense_calls.tensors(c)
     t["grad_out"] = (READABLE | COPIED)[name](t["grad_out"])
@@ -124,8 +124,8 @@ def test_a_gradient_of_the_output_is_copied_only_where_it_must_be(name, order):
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 20.0}], ids=["short way", "long way"])
-def test_the_loss_is_a_sum(options):
-    """The commonest gradient of all, one number expanded, on the shortest way and on the other."""
+def test_expanded_grad_out_of_a_sum(options):
+    """The most common grad_out, one value expanded, on the fast path and on the general one."""
     leaves = qkv()
     ones = torch.autograd.grad(sdpa(*leaves, **options), leaves, torch.ones_like(leaves[0]))
     for _ in range(2):
@@ -133,7 +133,7 @@ def test_the_loss_is_a_sum(options):
 
 
 @pytest.mark.parametrize("wanted", [*((name,) for name in NAMES), ("q", "v"), ("k", "sinks"), NAMES], ids="+".join)
-def test_only_wanted_gradients_are_made(wanted):
+def test_only_needed_gradients_are_computed(wanted):
     tensors = inputs()
     everything = {name: x.clone().requires_grad_() for name, x in tensors.items()}
     sdpa(**everything).square().sum().backward()
@@ -156,7 +156,7 @@ def test_only_wanted_gradients_are_made(wanted):
 
 
 @pytest.mark.parametrize("function", [sdpa, cudnn_sdpa.scaled_dot_product_attention])
-def test_a_second_gradient_is_refused(function):
+def test_double_backward_is_refused(function):
     heads = {"enable_gqa": True} if function is not sdpa else {}
     q, k, v = qkv()
     for _ in range(3):
@@ -166,7 +166,7 @@ def test_a_second_gradient_is_refused(function):
         assert "scaled_dot_product_attention" in caught.value.suggestion
 
 
-def test_a_gradient_into_the_log_sum_exp_is_refused():
+def test_a_gradient_into_the_lse_is_refused():
     q, k, v = qkv()
     for _ in range(3):
         out, lse = sdpa(q, k, v, return_lse=True)
@@ -202,7 +202,7 @@ def test_checkpointing_changes_nothing(options, use_reentrant):
 
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": True}], ids=str)
-def test_autocast_gives_what_pytorchs_own_attention_gives(options, to):
+def test_autocast_matches_pytorch(options, to):
     tensors = [torch.randn(2, 4, n, 64, device="cuda") for n in (64, 96, 96)]
     mask = [torch.randn(64, 96, device="cuda")] if "attn_mask" in options else []
     results = []

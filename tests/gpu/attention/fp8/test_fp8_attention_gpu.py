@@ -1,4 +1,4 @@
-"""The high-level layer of attention in FP8: its kernels bit by bit, values, CUDA graphs, and no waiting."""
+"""`Fp8Attention` on a GPU: its kernels bit by bit, values, CUDA graphs, and no synchronization."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.fp8.quantize import Wanted, dequantize, quantize, upda
 from cudnn_sdpa.attention.fp8.scaling_state import DO, O, S, new_table, set_scales
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-#: What docs/fp8.md states for normally distributed numbers; gradients by their dtype.
+#: The error bounds of docs/fp8.md for normally distributed values; gradients by their dtype.
 OUTPUT, GRADIENT = 0.08, {E5M2: 0.22, E4M3: 0.15}
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(CAPABILITY < (9, 0), reason="attention in FP8 ne
 
 
 def by_both(monkeypatch, run):
-    """Results of our own kernels, and of PyTorch's functions."""
+    """Results of this library's kernels, and of PyTorch's functions."""
     found = run()
     with monkeypatch.context() as patched:
         patched.setattr(fp8_quantize, "by_kernel", lambda *_: False)
@@ -31,7 +31,7 @@ def by_both(monkeypatch, run):
 
 
 def assert_same_bits(found, expected):
-    """The same numbers; NaN is NaN."""
+    """The same values; NaN equals NaN."""
     for a, b in zip(found, expected, strict=True):
         assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
         a, b = a.float(), b.float()  # noqa: PLW2901
@@ -53,7 +53,7 @@ def specials(x, kind):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_kernels_give_the_bits_that_pytorch_gives(layout, dtype, fp8, monkeypatch):
+def test_kernels_match_pytorch_bit_for_bit(layout, dtype, fp8, monkeypatch):
     for kind, by_amax, with_given in itertools.product(
         (None, "nan", "inf", "-inf", "tiny", "zeros", "huge"), (False, True), (False, True)
     ):
@@ -76,7 +76,7 @@ def test_kernels_give_the_bits_that_pytorch_gives(layout, dtype, fp8, monkeypatc
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("scale", [1.0, 3.7e-3, 511.3])
-def test_every_number_of_16_bits_and_of_8_is_converted_alike(dtype, fp8, scale, monkeypatch):
+def test_every_16_bit_and_8_bit_value_is_converted_like_pytorch(dtype, fp8, scale, monkeypatch):
     every = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(dtype).view(1, 1, 2048, 32)
     bytes_ = torch.arange(256, device="cuda").to(torch.uint8).view(fp8).view(1, 1, 8, 32)
 
@@ -98,7 +98,7 @@ def test_large_tensors_are_converted_to_the_end(monkeypatch):
 
 @pytest.mark.parametrize("length", [1, 2, 16, 31, 32, 33, 100])
 @pytest.mark.parametrize("most_recent", [False, True])
-def test_updates_give_the_bits_that_pytorch_gives(length, most_recent):
+def test_updates_match_pytorch_bit_for_bit(length, most_recent):
     limits = torch.tensor([448.0, 448, 448, 0, 448, *[57344.0] * 5], device="cuda")
     states = [[torch.zeros(10, length, device="cuda"), torch.ones(10, device="cuda")] for _ in range(2)]
     for step in range(2 * length + 6):
@@ -161,7 +161,7 @@ def test_values_and_gradients(case, grad_dtype, layout):
     assert scaling.knows_backward
 
 
-def test_it_is_the_emulation_up_to_the_order_of_sums():
+def test_kernels_match_the_emulation_up_to_summation_order():
     on_gpu, on_cpu = (Fp8Attention(is_causal=True, scaling=Fp8Scaling(calibration=1)) for _ in range(2))
     on_gpu.cuda()
     for _ in range(3):
@@ -191,7 +191,7 @@ def test_inference(dtype):
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_not_finite_shows_and_teaches_nothing(value):
+def test_non_finite_values_propagate_and_do_not_update_scales(value):
     attend = Fp8Attention(scaling=Fp8Scaling(auto_update=False, calibration=1)).cuda()
     for _ in range(2):
         attend(*problem()).square().mean().backward()
@@ -212,7 +212,7 @@ def step(attend, tensors, grad_out):
     return out, *torch.autograd.grad(out, tensors, grad_out)
 
 
-def test_nothing_waits_for_the_gpu():
+def test_nothing_synchronizes():
     attend, plain, fresh_layer = (
         Fp8Attention(is_causal=True, scaling=Fp8Scaling(calibration=steps)).cuda() for steps in (1, 1, 4)
     )
@@ -236,7 +236,7 @@ def test_nothing_waits_for_the_gpu():
     assert error(fresh[0].detach(), found[0].detach().double()) < OUTPUT
 
 
-def test_a_training_step_in_a_cuda_graph_learns_as_an_eager_one():
+def test_a_captured_training_step_updates_scales_like_an_eager_one():
     eager, captured = (
         Fp8Attention(is_causal=True, scaling=Fp8Scaling(history=3, calibration=2)).cuda() for _ in range(2)
     )
@@ -271,7 +271,7 @@ def test_a_training_step_in_a_cuda_graph_learns_as_an_eager_one():
     assert (captured.scaling.amax_history > 0).all()
 
 
-def test_checkpointing_changes_no_history():
+def test_checkpointing_does_not_change_the_amax_history():
     plain, again = (Fp8Attention(scaling=Fp8Scaling(calibration=1)).cuda() for _ in range(2))
     for _ in range(3):
         tensors = problem()
@@ -284,7 +284,7 @@ def test_checkpointing_changes_no_history():
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
-def test_under_the_profiler_and_autocast_our_kernels_run_too():
+def test_our_kernels_run_under_the_profiler_and_autocast():
     tensors = [x.detach().float() for x in problem()]
     fp8_attention(*(x.bfloat16() for x in tensors))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -1,4 +1,4 @@
-"""The first steps of `Fp8Attention`: CUDA graphs, gradients that overflow, and scales that two GPUs share."""
+"""Calibration of `Fp8Attention`: CUDA graphs, gradients that overflow, and scales shared by two GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cudnn_sdpa.attention.fp8 import fp8_attention as fp8_attention_module
 from cudnn_sdpa.attention.fp8.scaling_state import DO
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-#: What docs/fp8.md states for normally distributed numbers; gradients by their dtype.
+#: The error bounds of docs/fp8.md for normally distributed values; gradients by their dtype.
 OUTPUT, GRADIENT = 0.08, {E5M2: 0.22, E4M3: 0.15}
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
@@ -57,7 +57,7 @@ def launches(monkeypatch):
 
 @pytest.mark.parametrize("grad_dtype", [E5M2, E4M3], ids=["e5m2", "e4m3"])
 @pytest.mark.parametrize("bad", [0.0, torch.inf])
-def test_first_gradients_may_be_zeros_or_not_finite(bad, grad_dtype, launches):
+def test_first_gradients_may_be_zero_or_non_finite(bad, grad_dtype, launches):
     attend = layer(grad_dtype=grad_dtype)
     for _ in range(3):
         tensors = problem()
@@ -71,8 +71,8 @@ def test_first_gradients_may_be_zeros_or_not_finite(bad, grad_dtype, launches):
         assert len(launches) == (1 if at else 2 if grad_dtype == E5M2 else 3)
 
 
-def test_a_capture_after_two_steps_holds_one_backward_pass_and_learns_as_eager_steps(launches):
-    """The captured layer has calibrated for two steps of its four, the eager one is through with its two."""
+def test_a_capture_after_two_steps_has_one_backward_pass_and_updates_scales_like_eager_steps(launches):
+    """The captured layer calibrated for two of its four steps, the eager one for both of its two."""
     captured, eager = layer(history=3), layer(history=3, calibration=2)
     static = problem()
     static_grad = torch.randn_like(static[0])
@@ -113,7 +113,7 @@ def test_a_capture_after_two_steps_holds_one_backward_pass_and_learns_as_eager_s
 
 
 @pytest.mark.parametrize("auto_update", [True, False])
-def test_a_grad_scaler_in_float16_may_overflow_in_the_first_steps(auto_update):
+def test_a_float16_grad_scaler_may_overflow_during_calibration(auto_update):
     attend = layer(auto_update=auto_update)
     weights, largest = torch.nn.Parameter(torch.ones(3, 128, device="cuda")), torch.finfo(torch.float16).max
     optimizer = torch.optim.SGD([weights], lr=1e-3 / largest)
@@ -147,7 +147,7 @@ def test_a_grad_scaler_in_float16_may_overflow_in_the_first_steps(auto_update):
     assert attend.scaling.knows_backward
 
 
-def test_a_loaded_history_gives_the_scales_of_the_layer():
+def test_a_loaded_history_gives_the_scales():
     first = layer(calibration=1)
     for _ in range(2):
         tensors = problem()
@@ -180,7 +180,7 @@ def test_a_layer_made_in_inference_mode_can_be_trained():
 
 
 def train_on(rank, store, folder):
-    """A few steps of a rank, whose values are twice as large as the other's in every second step."""
+    """A few steps of a rank. In every second step its values are twice as large as the other rank's."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
     with contextlib.ExitStack() as stack:
@@ -221,7 +221,7 @@ def test_two_gpus_have_the_same_scales(tmp_path):
         assert torch.equal(state["scale"], other_state["scale"])
 
 
-def test_without_scaling_every_call_is_like_the_first(launches):
+def test_calls_without_scaling_calibrate_each_time(launches):
     tensors = problem()
     grad_out = torch.randn_like(tensors[0])
     found = step(lambda *x: fp8_attention(*x, is_causal=True), tensors, grad_out)

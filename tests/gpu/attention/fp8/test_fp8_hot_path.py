@@ -1,4 +1,4 @@
-"""FP8 calls again and again: no synchronization, CUDA graphs, threads, and bad input that reaches no kernel."""
+"""Warm FP8 calls: no synchronization, CUDA graphs, threads, and bad input that reaches no kernel."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_device_memory_does_not_grow():
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == (allocated, reserved)
 
 
-def test_compiled_code_gives_the_same():
+def test_compiled_code_matches_eager():
     of = problem()
     base = sdpa_fp8(*of, is_causal=True, return_lse=True)
     compiled = torch.compile(lambda q, k, v, scales: sdpa_fp8(q, k, v, scales, is_causal=True, return_lse=True))
@@ -181,7 +181,7 @@ def test_compiled_code_gives_the_same():
         assert all(torch.equal(a.float(), b.float()) for a, b in zip(compiled(*of), base, strict=True))
 
 
-def test_other_ways_to_the_same_call():
+def test_equivalent_calls_give_the_same_result():
     of = problem()
     base = sdpa_fp8(*of)
     operator = torch.ops.cudnn_sdpa.sdpa_fp8_forward

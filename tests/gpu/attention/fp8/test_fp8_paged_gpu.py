@@ -1,4 +1,4 @@
-"""FP8 on pages of a cache: the same numbers as on contiguous keys and values."""
+"""FP8 attention on pages: the same values as on contiguous keys and values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = {
 
 
 def paged(page_size, *, order="HND", sq=70, keys=300, dim=128, dtype=E4M3, two_tables=True):
-    """A problem on pages, its tables, lengths of which one is 0, and the same without pages."""
+    """A problem on pages, its tables, lengths of which one is 0, and the same problem without pages."""
     width = -(-keys // page_size)
     pages = 2 * width + 5
     of = fp8_values.problem(batch=pages, sizes=(sq, page_size), dims=(dim, dim), dtype=dtype)
@@ -39,7 +39,7 @@ def paged(page_size, *, order="HND", sq=70, keys=300, dim=128, dtype=E4M3, two_t
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize(("page_size", "order"), [(16, "NHD"), (64, "HND"), (128, "NHD"), (1, "HND")])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_pages_are_the_keys_in_a_row(name, page_size, order, dtype):
+def test_pages_match_contiguous_keys(name, page_size, order, dtype):
     of, tables, plain = paged(page_size, order=order, dtype=dtype)
     options = dict(OPTIONS[name])
     if "seq_lens_q" in options:
@@ -48,14 +48,14 @@ def test_pages_are_the_keys_in_a_row(name, page_size, order, dtype):
         options["seq_lens_kv"] = lens(*ends)
         rows = of.q.shape[:3].numel()
         fp8_values.poison(rows * 128, 4 * rows, 4)
-        for table in tables:  # what lies past a sequence's last page is no page
+        for table in tables:  # ids past a sequence's last page are invalid
             for entry, end in enumerate(ends):
                 table[entry, -(-end // page_size) :] = -1
         found = sdpa_fp8(*of, page_table=tables[0], page_table_v=tables[1], **options)
         return_lse = options.pop("return_lse", False)
         emulated = fp8_values.emulated(plain, **options)
         assert error(found.out, emulated.out) < (0.06 if dtype == E4M3 else 0.12)
-        assert (found.out.float()[emulated.lse.isneginf()] == 0).all()  # queries that are not there, or see no key
+        assert (found.out.float()[emulated.lse.isneginf()] == 0).all()  # padding queries, and queries without keys
         if return_lse:
             blind = emulated.lse.isneginf()
             assert found.lse[blind].isneginf().all()

@@ -63,7 +63,7 @@ def check(of: Problem, out_dtype: torch.dtype | None = None, **options: object) 
     assert (found.lse[blind] == -math.inf).all()
     torch.testing.assert_close(found.lse[~blind].double(), exact_lse[~blind], rtol=1e-3, atol=3e-3)
     for result in (found, plain):
-        if "seq_lens_q" in options:  # Hopper's kernels see queries that are not there
+        if "seq_lens_q" in options:  # Hopper's kernels also process padding queries
             assert 0.995 * weights.amax() <= result.amax_s.double() <= 1.001
         else:
             torch.testing.assert_close(result.amax_s.double(), weights.amax().view(1), rtol=5e-3, atol=0)
@@ -142,13 +142,13 @@ def test_head_dims(dims):
 
 @pytest.mark.parametrize("dims", [(128, 144), (64, 256)], ids=str)
 def test_values_too_wide_for_their_keys_are_refused(dims):
-    """cuDNN has a plan, which accesses memory that is not its own."""
+    """cuDNN has a plan, but it accesses memory outside of its operands."""
     with pytest.raises(UnsupportedError, match="head dim"):
         sdpa_fp8(*problem(dims=dims))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 0.7, 3])
-def test_factors_of_the_scores_are_data(scale):
+def test_scale_is_data(scale):
     of = problem()
     sdpa_fp8(*of)
     sdpa_fp8(*of, return_lse=True)
@@ -156,8 +156,8 @@ def test_factors_of_the_scores_are_data(scale):
         check(of, scale=scale)
 
 
-def test_scales_are_data_and_each_of_them_counts():
-    """Descales that are not one over their scales show a kernel that leaves out a pair of them."""
+def test_scales_are_data_and_each_matters():
+    """Descales that are not reciprocals of scales reveal a kernel that skips a pair of them."""
     of = problem()
     base = forward(of, return_lse=True)
     forward(of)
@@ -180,7 +180,7 @@ def test_many_random_scales():
 
 
 @DTYPES
-def test_what_is_too_large_becomes_the_largest_number(dtype):
+def test_overflow_saturates(dtype):
     of = problem(dtype=dtype, scale_o=1e15)
     found = forward(of).out.float()
     largest = torch.finfo(dtype).max
@@ -189,7 +189,7 @@ def test_what_is_too_large_becomes_the_largest_number(dtype):
 
 
 @DTYPES
-def test_exponentials_that_are_too_large_are_cut(dtype):
+def test_too_large_exponentials_saturate(dtype):
     of = problem(dtype=dtype)
     far = 50 * torch.finfo(dtype).max
     cut = of._replace(scales=of.scales._replace(scale_s=number(far), descale_s=number(1 / far)))
@@ -199,7 +199,7 @@ def test_exponentials_that_are_too_large_are_cut(dtype):
     assert float(found.amax_o / emulated.amax_o) == pytest.approx(1, rel=0.5)
 
 
-def test_tiny_scales_lose_everything_but_the_largest_values():
+def test_tiny_scales_underflow_everything_but_the_amax():
     of = problem()
     base = forward(of)
     lost = forward(of._replace(scales=of.scales._replace(scale_o=number(1e-20))))
@@ -210,7 +210,7 @@ def test_tiny_scales_lose_everything_but_the_largest_values():
     assert float(rounded_away.amax_o) == 0
 
 
-def test_largest_values_forget_the_call_before():
+def test_amax_is_of_this_call_alone():
     of = problem()
     large = of._replace(scales=of.scales._replace(descale_v=of.scales.descale_v * 1000))
     small = forward(of)
@@ -241,7 +241,7 @@ def test_empty():
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_nan_reaches_what_it_touches_and_nothing_else(name):
+def test_nan_propagates_only_to_dependent_results(name):
     of = problem()
     getattr(of, name).view(torch.uint8)[0, 0, 5, 7] = 0x7F
     found, emulated = forward(of, return_lse=True), fp8_values.emulated(of)

@@ -1,4 +1,4 @@
-"""`sdpa_paged`: values on pages in random order, wrong numbers that touch nothing, plans of a server, CUDA graphs."""
+"""`sdpa_paged`: values on pages in random order, invalid ids and lengths, plans of a serving loop, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADS = (8, 2)
 
 
 class Cache:
-    """Pages in random order; NaN in every slot that no sequence owns, and in every page."""
+    """Pages in random order, with NaN in every unused page and slot."""
 
     def __init__(self, lengths, page_size=64, heads=2, dims=(128, 128), layout="HND", dtype=BF16, slack=3, owned=False):
         counts = [-(-length // page_size) for length in lengths]
@@ -78,7 +78,7 @@ def expected(cache, q, b, queries=None, **options):
 
 
 def assert_right(cache, q, present=None, **options):
-    """Twice: the first call of its kind, and with other queries one that is recognized."""
+    """Checks two calls: the first of its kind, and a cached one with other queries."""
     assert_close(cache, q, present, **options)
     assert_close(cache, torch.empty_like(q).copy_(q.flip(0)), present, **options)
 
@@ -196,7 +196,7 @@ def test_queries_in_any_memory_order_and_out(queries):
         assert_same(out, wanted)
 
 
-def test_keys_and_values_in_one_tensor_and_tables_apart():
+def test_interleaved_pages_and_separate_tables():
     cache = Cache([70, 41, 300])
     both = torch.stack(cache.pages, 1)  # (pages, 2, heads, page size, dim)
     order = torch.randperm(both.shape[0], device="cuda")
@@ -213,7 +213,7 @@ def test_keys_and_values_in_one_tensor_and_tables_apart():
 
 @pytest.mark.parametrize("queries", [1, 4, 20])
 @pytest.mark.parametrize("wrong", [10**8, -5, 2**31 - 1, -(2**31)])
-def test_numbers_that_make_no_sense_touch_nothing_outside(wrong, queries):
+def test_invalid_page_ids_and_lengths_write_nothing_outside(wrong, queries):
     cache = Cache([70, 41, 300])
     q, good = queries_for(cache, queries), cache.table.clone()
     cache.table.fill_(wrong)
@@ -227,7 +227,7 @@ def test_numbers_that_make_no_sense_touch_nothing_outside(wrong, queries):
         assert (out == 0).all()
 
 
-def test_a_server_builds_a_dozen_plans():
+def test_a_serving_loop_builds_a_dozen_plans():
     first, all_of_them = (row["plans built"] for row in decode.mixed(10_000))
     assert all_of_them <= 45
     assert all_of_them - first <= 12
@@ -238,7 +238,7 @@ def attend(cache, step, q):
 
 
 def filled(sequences, length, **sizes):
-    """A cache with some sequences of random tokens, and what they hold."""
+    """A cache with some sequences of random tokens, and these tokens."""
     cache = PagedKVCache(**{"pages": 200, "page_size": 16, "heads": 2, "head_dim": 64, "max_length": 512, **sizes})
     numbers = [cache.add() for _ in range(sequences)]
     step = cache.reserve(numbers, length)
@@ -340,7 +340,7 @@ def test_nothing_synchronizes():
 
     steps()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")  # what waits raises
+    torch.cuda.set_sync_debug_mode("error")  # synchronizing raises
     try:
         results = steps()
     finally:
@@ -349,7 +349,7 @@ def test_nothing_synchronizes():
     assert all(result.isfinite().all() for result in results)
 
 
-def test_a_captured_step_serves_what_comes_later():
+def test_a_captured_step_replays_for_later_steps():
     cache, numbers = filled(3, 37)
     q = torch.randn(4, 8, 1, 64, device="cuda", dtype=BF16)
     new = [torch.randn(4, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)]
@@ -437,7 +437,7 @@ def test_a_plan_that_is_missing_in_a_capture_says_what_to_do():
     assert_right(cache, q)
 
 
-def test_a_prepared_step_reads_what_is_there():
+def test_a_prepared_step_reads_current_data():
     cache, numbers = filled(4, 37)
     step, q = cache.new_step(4), torch.randn(4, 8, 1, 64, device="cuda", dtype=BF16)
     cache.reserve(numbers, into=step)
@@ -488,7 +488,7 @@ def test_a_prepared_step_is_tuned_like_any_other():
     assert_decoded(cache, [sequence], q, prepared())
 
 
-def test_tables_that_were_one_and_are_two():
+def test_a_shared_table_that_becomes_two():
     cache = Cache([70, 41, 300], heads=8, dims=(64, 64))
     q = torch.randn(3, 8, 1, 64, device="cuda", dtype=BF16)
     shared = cache(q)
@@ -503,8 +503,8 @@ def test_tables_that_were_one_and_are_two():
 
 @pytest.mark.parametrize("owned", [False, True])
 @pytest.mark.parametrize("queries", [1, 4, 40])
-def test_tables_among_other_numbers(queries, owned):
-    """Rows of any distance, as in a table that has room for more; what lies between them is no page."""
+def test_tables_with_row_strides(queries, owned):
+    """Rows at any stride, as in a table with spare columns; the values between them are invalid ids."""
     cache = Cache([70, 41, 300, 64])
     wide = torch.full((4, cache.table.shape[1] + 9), 10**8, device="cuda", dtype=torch.int32)
     wide[:, 3:-6] = cache.table
@@ -537,12 +537,12 @@ def test_queries_of_one_token_in_another_memory_order():
         assert_same(out, cache(q.contiguous()))
 
 
-def test_steps_of_other_caches_are_not_trusted():
+def test_steps_of_other_caches_are_checked():
     large, small = filled(2, 30, pages=100)[0], filled(1, 30, pages=10)[0]
     sequences = [large.add() for _ in range(2)]
     step = large.reserve(sequences, 100)
     q = torch.randn(2, 8, 1, 64, device="cuda", dtype=BF16)
-    sdpa_paged(q, small.k_pages(), small.v_pages(), step.page_table, step.seq_lens_kv)  # ids are kept within
+    sdpa_paged(q, small.k_pages(), small.v_pages(), step.page_table, step.seq_lens_kv)  # ids are clamped
     torch.cuda.synchronize()
     with pytest.raises(cudnn_sdpa.UnsupportedError, match="not those of a PagedKVCache"):
         prepare_paged(q, small.k_pages(), small.v_pages(), step.page_table, step.seq_lens_kv)
@@ -560,7 +560,7 @@ def test_a_scale_that_is_not_positive_is_not_prepared():
         assert_same(sdpa_paged(*given, scale=-0.2), wanted)
 
 
-def test_recognized_steps_are_not_confused():
+def test_cached_steps_are_not_mixed_up():
     cache, numbers = filled(4, 37)
     step = cache.reserve(numbers)
     cache.append(step, *(torch.randn(4, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)))

@@ -1,4 +1,4 @@
-"""`PagedKVCache.plans` and `warmup`: no step of the kinds that were named builds a plan."""
+"""`PagedKVCache.plans` and `warmup`: no step of the named kinds builds a plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADS = (8, 2)
 
 
 def queries(batch, tokens, order):
-    """As a projection gives them: alone, beside keys and values, or head by head."""
+    """Queries as a projection returns them: alone, next to keys and values, or head by head."""
     if order == "heads apart":
         return torch.randn(batch, HEADS[0], tokens, 64, device="cuda", dtype=BF16)
     more = 2 * HEADS[1] if order == "of one projection" else 0
@@ -26,8 +26,8 @@ def queries(batch, tokens, order):
 
 @pytest.mark.parametrize("order", ["alone", "of one projection", "heads apart"])
 @pytest.mark.parametrize("options", [{}, {"return_lse": True, "window_size": (20, 0)}, {"softcap": 20.0}], ids="+".join)
-def test_steps_of_these_kinds_find_their_plans(order, options):
-    """Any number of sequences and tokens up to some, and some of which tokens are absent."""
+def test_steps_find_their_warmed_plans(order, options):
+    """Any number of sequences and tokens up to the limits, also with absent tokens."""
     cache = PagedKVCache(pages=400, page_size=16, heads=HEADS[1], head_dim=64, max_length=512)
     manifest = cache.plans(queries(2, 5, order), range(1, 14), range(1, 80), **options)
     report = cudnn_sdpa.warmup(manifest, workers=2)
@@ -59,7 +59,7 @@ def reference(cache, step, q, options):
     return sdpa_paged(q.cpu().float(), *pages, *numbers, seq_lens_q=step.seq_lens_q.cpu(), **options)
 
 
-def test_a_graph_that_lacks_a_plan_says_what_makes_it_ready():
+def test_a_capture_without_a_plan_suggests_warmup():
     cache = PagedKVCache(pages=40, page_size=16, heads=HEADS[1], head_dim=64, max_length=128)
     step, q = cache.reserve([cache.add()], 3), queries(1, 3, "alone")
     cache.append(step, *torch.randn(2, 1, HEADS[1], 3, 64, device="cuda", dtype=BF16))

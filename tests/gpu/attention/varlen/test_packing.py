@@ -1,4 +1,4 @@
-"""What one kernel computes of packed offsets, against a plain count on the host."""
+"""The kernel that processes packed offsets, against plain Python."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lengths_of(begins):
 
 
 def expected(ends, ends_kv, rows, sequences):
-    """Begins and lengths of queries and keys, and which rows of each the plan does not write."""
+    """Starts and lengths of queries and keys, and the rows of each that the plan does not write."""
     within = [[min(max(end, 0), rows) for end in x] for x in (ends, ends_kv)]
     begins_of = [x + [x[-1]] * (sequences + 1 - len(x)) for x in within]
     result = []
@@ -47,7 +47,7 @@ def expected(ends, ends_kv, rows, sequences):
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("name", OFFSETS)
-def test_begins_lengths_and_rows_that_nobody_writes(name, backward, monkeypatch):
+def test_starts_lengths_and_unwritten_rows(name, backward, monkeypatch):
     packers = []
     original = PackingKernel.__init__
 
@@ -104,7 +104,7 @@ def test_a_thread_without_a_cuda_context_may_be_first():
 
 
 def test_the_kernel_is_kept_in_the_plan_store(tmp_path, monkeypatch):
-    """A second process finds it there; a file that is damaged is replaced."""
+    """A second process loads it; a damaged file is replaced."""
     source = packing.kernel
     compiled = []
     original = type(source).compile

@@ -1,4 +1,4 @@
-"""`sdpa_varlen`: values, the number of plans of a training run, no waiting, no copies, CUDA graphs, torch.compile."""
+"""`sdpa_varlen`: values, plans of a training run, no synchronization, no copies, CUDA graphs, torch.compile."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_right(results, reference, dtype=torch.bfloat16):
 
 
 def packings(count, budget=32_768):
-    """Batches of a training run: documents of random length, taken until the next one does not fit."""
+    """Batches of a training run: documents of random length, added until the next one does not fit."""
     r, taken = random.Random(20261121), []
     while count:
         length = min(max(1, int(r.lognormvariate(6.0, 1.0))), 8192)
@@ -78,7 +78,7 @@ def test_the_packings_of_a_training_run_share_a_handful_of_plans():
     assert plan_cache.info().builds <= 20
 
 
-def test_the_number_of_tokens_and_sequences_builds_nothing_within_its_bucket():
+def test_token_and_sequence_counts_of_one_bucket_share_a_plan():
     first = [60, 0, 100, 40, 50]
     ends = offsets(*first)
     sdpa_varlen(*tensors(250), ends, ends, 100, 100)
@@ -129,7 +129,7 @@ def test_nothing_synchronizes(name, shared_cu_seqlens):
     torch.cuda.set_sync_debug_mode("error")
     try:
         with cudnn_sdpa.no_plan_builds():
-            gradients, of_sum = step()  # raises where something waits
+            gradients, of_sum = step()  # synchronizing raises
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(x.isfinite().all() for x in (*gradients, *of_sum))
@@ -137,8 +137,8 @@ def test_nothing_synchronizes(name, shared_cu_seqlens):
 
 @pytest.mark.parametrize("shared_cu_seqlens", [False, True])
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"window_size": (30, 0)}, {"softcap": 6.0}], ids=str)
-def test_a_captured_step_serves_other_packings(options, shared_cu_seqlens):
-    """Where sequences begin is data: the graph is replayed with others of the same number of tokens."""
+def test_a_captured_step_replays_for_other_packings(options, shared_cu_seqlens):
+    """Offsets are data: the graph is replayed with other offsets and the same number of tokens."""
     q, k, v = (x.requires_grad_() for x in tensors(200))
     ends = offsets(50, 50, 50, 50)
     ends_kv = ends if shared_cu_seqlens else ends.clone()
@@ -172,7 +172,7 @@ def test_a_captured_step_serves_other_packings(options, shared_cu_seqlens):
 
 
 def views(kind, tokens=300):
-    """Tensors of one storage that are read where they lie."""
+    """Tensors of one storage that are read in place."""
     if kind == "kv":
         k, v = torch.randn(tokens, 2, HEADS[1], DIM, device="cuda", dtype=torch.bfloat16).unbind(1)
         return tensors(tokens)[0], k, v
@@ -261,8 +261,8 @@ def test_rows_past_the_last_sequence_train_as_zeros(options, shared_cu_seqlens):
 @pytest.mark.parametrize(
     "numbers", [(0, 90, 40, 200), (0, -5, 300, 200), (0, 2**31 - 1, 2**31 - 1, 200), (200, 0, 0, 0)]
 )
-def test_offsets_that_make_no_sense_touch_nothing_outside(numbers):
-    """Wrong numbers give wrong results, and neither an error of the GPU nor a write outside."""
+def test_invalid_offsets_write_nothing_outside(numbers):
+    """Wrong offsets give wrong results, and neither a GPU error nor a write outside."""
     around = torch.full((3, 600, 4, DIM), 7.0, device="cuda", dtype=torch.bfloat16)
     q, k, v = (x.requires_grad_() for x in tensors(200))
     ends = torch.tensor(numbers, device="cuda", dtype=torch.int32)
@@ -277,7 +277,7 @@ def test_offsets_that_make_no_sense_touch_nothing_outside(numbers):
 
 
 def test_the_two_alignments():
-    """One where lengths are the same; elsewhere the last query stands at the last key, or the first at the first."""
+    """Equal for equal lengths; otherwise the last query is aligned with the last key, or the first with the first."""
     q, k, v = tensors(90, 130)
     ends, ends_kv = offsets(40, 50), offsets(100, 30)
     results = {}

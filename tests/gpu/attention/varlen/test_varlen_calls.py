@@ -1,4 +1,4 @@
-"""How `sdpa_varlen` is called: results into given memory, the log-sum-exp, autograd, autocast and torch.compile."""
+"""`sdpa_varlen` with `out=`, LSE, autograd, autocast and torch.compile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTHS = [60, 0, 100, 40]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("trains", [False, True])
-def test_the_log_sum_exp(trains, dtype):
+def test_lse(trains, dtype):
     q, k, v = (x.requires_grad_(trains) for x in tensors(200, 130, dtype))
     lengths_kv = [30, 50, 0, 50]
     poison((200, HEADS[0]), dtype=torch.float32)
@@ -72,7 +72,7 @@ def test_writing_into_out_is_seen_by_autograd():
             loss.backward()
 
 
-def test_a_second_gradient_is_refused():
+def test_double_backward_is_refused():
     leaves = [x.requires_grad_() for x in tensors(200)]
     ends = offsets(*LENGTHS)
     out = sdpa_varlen(*leaves, ends, ends, 100, 100)
@@ -82,7 +82,7 @@ def test_a_second_gradient_is_refused():
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "s", "qs", "qkvs"])
-def test_only_wanted_gradients_arrive(wanted):
+def test_only_needed_gradients_are_returned(wanted):
     ends, grad_out = offsets(*LENGTHS), torch.randn(200, HEADS[0], DIM, device="cuda", dtype=torch.bfloat16)
     values = dict(zip("qkvs", [*tensors(200), torch.randn(HEADS[0], device="cuda")], strict=True))
     results = []
@@ -107,7 +107,7 @@ def test_only_wanted_gradients_arrive(wanted):
     ],
     ids=["one number", "columns", "heads first", "every other", "odd address"],
 )
-def test_a_gradient_of_the_output_may_lie_anyhow(arrange):
+def test_grad_out_may_have_any_layout(arrange):
     leaves, ends = [x.requires_grad_() for x in tensors(200)], offsets(*LENGTHS)
     grad_out = arrange(torch.randn(200, HEADS[0], DIM, device="cuda", dtype=torch.bfloat16))
     out = sdpa_varlen(*leaves, ends, ends, 100, 100, scale=0.2)

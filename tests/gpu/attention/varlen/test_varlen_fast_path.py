@@ -1,4 +1,4 @@
-"""Calls over packed sequences that are recognized: they compute what they did at first, and nothing is confused."""
+"""The fast path of packed sequences: cached calls compute what the first call did, and none are mixed up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def leaves():
 
 @pytest.fixture
 def general(monkeypatch):
-    """How often the general way is taken, forward and backward."""
+    """Counts calls outside the fast path, forward and backward."""
     taken = {"forward": 0, "backward": 0}
 
     def counted(name, function):
@@ -49,7 +49,7 @@ def differentiate(inputs, ends, ends_kv=None, **options):
 
 @pytest.mark.parametrize("shared_cu_seqlens", [False, True])
 @pytest.mark.parametrize("options", [{}, {"window_size": (30, 0)}, {"softcap": 6.0}, {"return_lse": True}], ids=str)
-def test_a_step_that_comes_again_is_right(general, options, shared_cu_seqlens):
+def test_repeated_training_steps_are_right(general, options, shared_cu_seqlens):
     for number in range(4):
         inputs, where = leaves(), ends()
         out, gradients, grad_out = differentiate(
@@ -64,7 +64,7 @@ def test_a_step_that_comes_again_is_right(general, options, shared_cu_seqlens):
         assert general == first
 
 
-def test_inference_that_comes_again_is_right(general):
+def test_repeated_inference_is_right(general):
     for _ in range(4):
         q, k, v = tensors(TOKENS)
         where = ends()
@@ -73,7 +73,7 @@ def test_inference_that_comes_again_is_right(general):
     assert general["forward"] == 1
 
 
-def test_other_offsets_of_the_same_shape_are_read_anew():
+def test_offsets_are_read_in_each_call():
     q, k, v = tensors(TOKENS)
     for lengths in (LENGTHS, (10, 200, 120), (330, 0, 0)):
         where = offsets(*lengths)
@@ -93,7 +93,7 @@ CALLS = {
 }
 
 
-def test_calls_in_any_order_are_not_confused():
+def test_interleaved_calls_are_not_mixed_up():
     inputs, where = leaves(), ends()
     grad_out = torch.randn_like(inputs[0])
 
@@ -109,7 +109,7 @@ def test_calls_in_any_order_are_not_confused():
     assert sum(torch.equal(outs[0], other) for other in outs) == 2  # itself and the deterministic one
 
 
-def test_whether_a_gradient_is_wanted_is_seen():
+def test_requires_grad_is_checked_in_each_call():
     inputs, where = leaves(), ends()
     call = lambda: sdpa_varlen(*inputs, where, where, LONGEST, LONGEST)  # noqa: E731
     for _ in range(3):
@@ -129,7 +129,7 @@ def test_whether_a_gradient_is_wanted_is_seen():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_wrong_arguments_are_refused_after_right_ones():
+def test_wrong_arguments_are_refused_when_warm():
     q, k, v = tensors(TOKENS)
     where = ends()
     for _ in range(2):
@@ -164,7 +164,7 @@ def test_wrong_arguments_are_refused_after_right_ones():
         sdpa_varlen(**{**usual, "q": shifted})
 
 
-def test_the_plan_of_a_recognized_call_can_be_evicted():
+def test_the_plan_of_a_cached_call_can_be_evicted():
     inputs, where = leaves(), ends()
     for _ in range(3):
         expected_out, *_ = differentiate(inputs, where)
@@ -174,7 +174,7 @@ def test_the_plan_of_a_recognized_call_can_be_evicted():
         assert torch.equal(found, expected_out)
 
 
-def test_gradients_that_lie_otherwise_are_right_after_those_that_do_not():
+def test_grad_out_of_another_layout_is_right_when_warm():
     inputs, where = leaves(), ends()
     call = lambda: sdpa_varlen(*inputs, where, where, LONGEST, LONGEST, is_causal=True)  # noqa: E731
     dense = torch.randn_like(inputs[0])
@@ -186,7 +186,7 @@ def test_gradients_that_lie_otherwise_are_right_after_those_that_do_not():
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")
-def test_someone_who_watches_sees_the_operator():
+def test_dispatch_modes_see_the_operator():
     inputs, where = leaves(), ends()
     for _ in range(2):
         differentiate(inputs, where)
@@ -199,8 +199,8 @@ def test_someone_who_watches_sees_the_operator():
         torch.autograd.grad(first.float().sum(), inputs)
 
 
-def test_the_general_way_is_the_same():
-    """What the short ways compute is what the operators do."""
+def test_the_fast_path_matches_the_operators():
+    """The fast path computes what the operators compute."""
     inputs, where = leaves(), ends()
     sinks = torch.randn(4, device="cuda", requires_grad=True)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What autograd sees of `sdpa`: which gradients are made, how they lie in memory, and what is refused."""
+"""Autograd of `sdpa`: which gradients are computed, their memory order, and what is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def inputs(dtype=torch.float32):
 
 
 def dense_in_order_of(tensor):
-    """The strides of a dense tensor whose dimensions but the last, the innermost, lie in the order of this one."""
+    """Strides of a dense tensor in this one's memory order, with the last dimension innermost."""
     order = [*sorted(range(tensor.dim() - 1), key=lambda dim: (-tensor.stride(dim), dim)), tensor.dim() - 1]
     strides, step = [0] * tensor.dim(), 1
     for dim in reversed(order):
@@ -37,7 +37,7 @@ def dense_in_order_of(tensor):
 @pytest.mark.parametrize(
     "wanted", [*((name,) for name in ARGUMENTS), ("q", "v"), ("k", "sinks"), ARGUMENTS], ids="+".join
 )
-def test_only_wanted_gradients_are_made(wanted, monkeypatch):
+def test_only_needed_gradients_are_computed(wanted, monkeypatch):
     made = []
     run = torch_ops.run_backward_cpu
     monkeypatch.setattr(torch_ops, "run_backward_cpu", lambda of: made.append((of.needs, run(of))) or made[-1][1])
@@ -84,7 +84,7 @@ MEMORY = {
 @pytest.mark.usefixtures("reference_alone")
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("by_operator", [False, True])
-def test_gradients_lie_in_memory_as_their_inputs_do(memory, by_operator):
+def test_gradients_have_the_memory_order_of_their_inputs(memory, by_operator):
     tensors = inputs(torch.float64)
     given = {name: MEMORY[memory](tensors[name]).detach().requires_grad_() for name in "qkv"}
     values = {
@@ -102,7 +102,7 @@ def test_gradients_lie_in_memory_as_their_inputs_do(memory, by_operator):
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
-def test_what_is_expanded_outside_gets_the_sum(name):
+def test_inputs_expanded_by_the_caller_get_summed_gradients(name):
     tensors = inputs(torch.float64)
     single = tensors[name][:1].clone().requires_grad_()
     tensors[name] = single.expand(2, -1, -1, -1)
@@ -124,7 +124,7 @@ def test_what_is_expanded_outside_gets_the_sum(name):
     ],
     ids=["stride 0", "rows", "columns", "transposed", "bshd", "every other"],
 )
-def test_a_gradient_of_the_output_may_lie_anyhow(arrange):
+def test_grad_out_may_have_any_layout(arrange):
     tensors = {name: x.requires_grad_() for name, x in inputs(torch.float64).items()}
     grad_out = arrange(torch.randn(2, 4, 6, 8, dtype=torch.float64))
     leaves = list(tensors.values())
@@ -135,7 +135,7 @@ def test_a_gradient_of_the_output_may_lie_anyhow(arrange):
 
 
 @pytest.mark.parametrize("function", [sdpa, scaled_dot_product_attention])
-def test_a_second_gradient_is_refused(function):
+def test_double_backward_is_refused(function):
     q, k, v = (torch.randn(2, 4, 6, 16, requires_grad=True) for _ in range(3))
     (first,) = torch.autograd.grad(function(q, k, v).square().sum(), [q], create_graph=True)
     with pytest.raises(UnsupportedError, match="double backward") as caught:
@@ -143,7 +143,7 @@ def test_a_second_gradient_is_refused(function):
     assert "scaled_dot_product_attention" in caught.value.suggestion
 
 
-def test_a_gradient_into_the_log_sum_exp_is_refused():
+def test_a_gradient_into_the_lse_is_refused():
     q, k, v = (torch.randn(2, 4, 6, 16, requires_grad=True) for _ in range(3))
     out, lse = sdpa(q, k, v, return_lse=True)
     with pytest.raises(UnsupportedError, match="log-sum-exp") as caught:
@@ -167,7 +167,7 @@ def test_without_gradients_nothing_is_recorded(mode):
     assert torch.equal(lse, expected_lse)
 
 
-def test_inputs_that_change_between_the_passes_are_noticed():
+def test_inputs_modified_between_the_passes_raise():
     q, k, v = (torch.randn(2, 4, 6, 16, requires_grad=True) for _ in range(3))
     out = sdpa(q, k, v)
     with torch.no_grad():
@@ -176,7 +176,7 @@ def test_inputs_that_change_between_the_passes_are_noticed():
         out.sum().backward()
 
 
-def test_a_graph_serves_twice_if_it_is_kept():
+def test_retained_graphs_can_be_differentiated_twice():
     tensors = {name: x.requires_grad_() for name, x in inputs().items()}
     out = sdpa(**tensors)
     leaves = list(tensors.values())
@@ -210,7 +210,7 @@ def through(out, leaves):
 
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.85])
-def test_dropout_drops_its_share_and_follows_the_seed(dropout_p):
+def test_dropout_rate_and_seed(dropout_p):
     q, k = torch.randn(4, 8, 40, 16), torch.randn(4, 8, 40, 16)
     unit = torch.eye(40).expand(4, 8, 40, 40)
     torch.manual_seed(5)
@@ -227,7 +227,7 @@ def test_dropout_drops_its_share_and_follows_the_seed(dropout_p):
     torch.testing.assert_close(weights[dropped == 0], without[dropped == 0] / (1 - dropout_p))
 
 
-def test_dropout_of_nothing_draws_no_number():
+def test_zero_dropout_draws_no_random_numbers():
     q, k, v = torch.randn(3, 2, 4, 6, 16)
     torch.manual_seed(3)
     expected = torch.get_rng_state()
@@ -237,7 +237,7 @@ def test_dropout_of_nothing_draws_no_number():
     assert not torch.equal(torch.get_rng_state(), expected)
 
 
-def test_the_log_sum_exp_does_not_depend_on_dropout():
+def test_the_lse_does_not_depend_on_dropout():
     q, k, v = torch.randn(3, 2, 4, 6, 16)
     assert torch.equal(sdpa(q, k, v, dropout_p=0.5, return_lse=True)[1], sdpa(q, k, v, return_lse=True)[1])
 
@@ -255,7 +255,7 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(attend, [tensors[name] for name in names], eps=1e-5, atol=1e-4, rtol=1e-4)
 
 
-def test_a_plain_call_that_needs_no_gradient_computes_none(monkeypatch):
+def test_a_plain_call_without_needed_gradients_computes_none(monkeypatch):
     monkeypatch.setattr(reference, "gradients", None)
     with torch.no_grad():
         out = sdpa(*(torch.randn(2, 4, 6, 16, requires_grad=True) for _ in range(3)))
@@ -275,7 +275,7 @@ def test_a_batch_of_gradients_is_refused(packed):
         torch.autograd.grad(out, (q, k, v), torch.randn(3, *out.shape), is_grads_batched=True)
 
 
-def test_tensors_without_memory_have_gradients_without_memory():
+def test_meta_tensors_have_meta_gradients():
     q, k, v = (torch.empty(2, 4, 6, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     out = sdpa(q, k, v, is_causal=True)
     assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape] * 3
@@ -285,7 +285,7 @@ def test_tensors_without_memory_have_gradients_without_memory():
     assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape] * 3
 
 
-def test_a_fallback_of_the_forward_pass_holds_for_the_backward_pass(monkeypatch):
+def test_the_fallback_of_the_forward_pass_holds_for_the_backward_pass(monkeypatch):
     def declined(_):
         raise UnsupportedError("the gradient", ["of a test"])
 

@@ -1,4 +1,4 @@
-"""Buckets of dense calls: which calls share one, and where their sequences lie."""
+"""Buckets of dense calls: which calls share one, and the tables of their sequences."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_lengths_of_a_range_share_a_plan(target):
     assert len({key(target, rows=(n, n)) for n in range(2, 8193, 13)}) == 2
 
 
-def test_numbers_of_sequences_are_rounded_up(target):
+def test_sequence_counts_are_rounded_up(target):
     assert len({key(target, batch=n) for n in range(1, 65)}) <= 12
     assert key(target, batch=5) == key(target, batch=6)
     assert key(target, batch=6) != key(target, batch=7)
 
 
-def test_where_heads_lie_apart_batch_and_heads_are_one_number(target):
+def test_batch_and_heads_are_merged_where_heads_are_outermost(target):
     assert key(target, "bhsd", batch=2, heads=(8, 8), out=None) == key(target, "bhsd", batch=4, heads=(4, 1), out=None)
     assert key(target, "bhsd", rows=(100, 100), out=None) == key(target, "bhsd", rows=(900, 300), out=None)
 
@@ -94,7 +94,7 @@ def test_single_queries_with_a_window_share_a_plan(target):
     assert key(target, rows=(1, 300), **window_size) == key(target, rows=(1, 900), **window_size)
 
 
-def test_a_square_has_one_alignment(target):
+def test_both_alignments_share_a_plan_if_lengths_are_equal(target):
     assert key(target, is_causal=True) == key(target, is_causal=True, causal_alignment="bottom_right")
 
 
@@ -116,7 +116,7 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_what_needs_a_plan_of_its_own(name):
+def test_calls_that_need_an_exact_shape_plan(name):
     options = dict(UNFIT[name])
     if name == "rows in one place":
         q = make("bshd", 2, 4, 100, 64)
@@ -127,7 +127,7 @@ def test_what_needs_a_plan_of_its_own(name):
 
 
 def places(tables, bucket, name, x):
-    """For each head of each batch entry: where its rows are, as the plan with these tables finds them."""
+    """For each head of each batch entry: the offsets of its rows, as the plan reads them from these tables."""
     batch, heads, rows, _ = x.shape
     operand = {"q": bucket.packed.q, "k": bucket.packed.k, "v": bucket.packed.v, "out": bucket.out}[name]
     begins, lengths = tables[f"offsets_{name}"], tables["seq_len_q" if name in ("q", "out") else "seq_len_kv"]
@@ -150,7 +150,7 @@ def places(tables, bucket, name, x):
     heads=st.sampled_from([(1, 1), (4, 4), (6, 2), (4, 1)]),
     rows=st.tuples(st.integers(1, 9), st.integers(1, 9)),
 )
-def test_the_tables_lead_to_the_tensors(layouts, out, batch, heads, rows):
+def test_the_tables_point_into_the_tensors(layouts, out, batch, heads, rows):
     call = forward(layouts, batch, heads, rows, 16, out, "cpu")
     bucket = Bucket.of(call)
     assert bucket is not None

@@ -1,4 +1,4 @@
-"""The raw signature of a call: whatever decides the call is in it."""
+"""The signature of a call: everything that the plan depends on is in it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RNG = torch.tensor([3, 5])
 
 
 def other_tensors(tensor):
-    """One for each property of a tensor that decides a call."""
+    """One variant for each tensor property that the plan depends on."""
     return [
         torch.cat([tensor, tensor], dim=0),
         tensor.transpose(0, -1).contiguous().transpose(0, -1),
@@ -79,8 +79,8 @@ def test_all_changes_lead_to_different_signatures():
     assert len(set(signatures)) == len(CHANGES) + 1
 
 
-def test_every_argument_is_changed_by_some_case_above():
-    """All but `deterministic`, which concerns the forward pass of single queries alone: see below."""
+def test_every_argument_is_covered():
+    """All but `deterministic`, which only concerns the forward pass of single queries: see below."""
     assert {name for change in CHANGES for name in change} == set(ForwardArguments._fields) - {"deterministic"}
 
 
@@ -94,7 +94,7 @@ def test_other_data_of_the_same_kind_has_the_same_signature():
     assert hash(signature(**copies, **other)) == hash(signature(**data))
 
 
-def test_a_plain_call_has_the_signature_of_the_short_way():
+def test_a_plain_call_has_the_signature_of_the_fast_path():
     q, k, v = BASE.values()
     call = ForwardArguments(q, k, v, None, None, LENGTHS, LENGTHS, is_causal=True, scale=0.3, with_lse=True, out=OUT)
     assert call.is_plain
@@ -123,7 +123,7 @@ def test_a_call_with_any_of_the_rarer_options_is_not_plain(change):
     [{"q": None}, {"k": [1.5]}, {"seq_lens_kv": [3, 5]}, {"causal_alignment": []}, {"scale": {}}],
     ids="+".join,
 )
-def test_what_has_no_signature_finds_no_call(change):
+def test_calls_without_a_signature_are_not_cached(change):
     assert find(**{**BASE, **change}) is None
 
 
@@ -135,11 +135,11 @@ def test_what_has_no_signature_finds_no_call(change):
     ],
     ids="+".join,
 )
-def test_neither_does_a_call_with_the_rarer_options(change):
+def test_calls_with_rarer_options_are_not_cached_by_invalid_values(change):
     assert fast_path.find_any(ForwardArguments(**{**BASE, **change}), None) is None
 
 
-def test_tensors_of_the_cpu_find_no_call_however_often_they_come():
+def test_cpu_tensors_are_never_cached():
     assert [find(**BASE) for _ in range(3)] == [None] * 3
     assert [fast_path.find_any(ForwardArguments(**BASE, attn_mask=MASK), None) for _ in range(3)] == [None] * 3
 
@@ -159,7 +159,7 @@ def test_tensors_of_the_cpu_find_no_call_however_often_they_come():
     ],
     ids=" ".join,
 )
-def test_values_of_a_wrong_type_do_not_pass_for_right_ones(right, wrong):
+def test_options_of_a_wrong_type_are_another_call(right, wrong):
     assert signature(**wrong) != signature(**right)
 
 
@@ -167,7 +167,7 @@ SINGLE = {**BASE, "q": torch.randn(2, 4, 1, 16)}
 
 
 @pytest.mark.parametrize("more", [{}, {"window_left": 3}, {"sinks": SINKS}], ids="+".join)
-def test_determinism_is_another_call_for_single_queries_alone(more):
+def test_determinism_changes_the_signature_of_single_queries_only(more):
     assert signature(deterministic=True, **more) == signature(**more)
     one = [signature(**{**SINGLE, **more, "deterministic": deterministic}) for deterministic in (False, True)]
     assert one[0] != one[1]
@@ -176,7 +176,7 @@ def test_determinism_is_another_call_for_single_queries_alone(more):
 @pytest.mark.parametrize(
     ("sm", "queries", "concerned"), [(90, 1, True), (90, 8, False), (80, 8, False), (100, 8, True)]
 )
-def test_determinism_is_in_the_key_where_it_makes_a_difference(sm, queries, concerned):
+def test_determinism_is_in_the_key_of_single_queries(sm, queries, concerned):
     q, k, v = (torch.empty(2, 4, n, 64, dtype=torch.bfloat16, device="meta") for n in (queries, 100, 100))
     for deterministic in (False, True):
         forward = ForwardSpec.of(ForwardArguments(q, k, v, deterministic=deterministic))
@@ -186,7 +186,7 @@ def test_determinism_is_in_the_key_where_it_makes_a_difference(sm, queries, conc
 
 @pytest.fixture
 def prepared(monkeypatch):
-    """Makes the plain calls of `BASE` and `SINGLE` known ones, which a GPU would have prepared."""
+    """Adds the plain calls of `BASE` and `SINGLE` to the cache, as calls on a GPU would."""
     plan = SimpleNamespace(held=True)
     call = lambda *_: "prepared"  # noqa: E731 - it needs attributes
     call.run, call.last, call.plan, call.training = call, None, plan, None
@@ -198,7 +198,7 @@ def prepared(monkeypatch):
 
 
 @pytest.mark.usefixtures("prepared")
-def test_a_known_call_is_recognized():
+def test_a_cached_call_is_found():
     assert sdpa(**BASE) == "prepared"
     assert sdpa(**BASE, window_size=(-1, -1), alibi=False, dropout_p=0.0, return_lse=False) == "prepared"
     assert sdpa(**BASE, return_lse=True) == "prepared"
@@ -216,7 +216,7 @@ def deterministic_algorithms():
 @pytest.mark.parametrize(
     "options", [{}, {"window_size": (-1, -1), "dropout_p": 0.0, "seq_lens_q": None}, {"scale": None}]
 )
-def test_a_known_single_query_is_not_recognized_where_it_must_repeat(deterministic_algorithms, options):
+def test_a_cached_single_query_is_not_found_under_determinism(deterministic_algorithms, options):
     for _ in range(2):
         assert sdpa(**SINGLE, **options) == "prepared"
         deterministic_algorithms(True)
@@ -238,7 +238,7 @@ def test_a_known_single_query_is_not_recognized_where_it_must_repeat(determinist
     ],
     ids=repr,
 )
-def test_a_known_call_does_not_make_wrong_options_right(wrong, requires_grad):
+def test_a_cached_call_does_not_hide_wrong_options(wrong, requires_grad):
     call = {name: x.detach().requires_grad_(requires_grad) for name, x in BASE.items()}
     with pytest.raises(OptionError, match=next(iter(wrong))):
         sdpa(**call, **wrong)

@@ -1,6 +1,6 @@
-"""What the launches of dense calls are given: aligned addresses, the layouts of their keys, and so the right numbers.
+"""Launches of dense calls get aligned addresses and the layouts of their keys, and so compute the right values.
 
-Fake plans read and write CPU memory at the addresses of a launch, by nothing but their keys, in float64.
+Fake plans read and write CPU memory at the addresses of a launch, with nothing but their keys, in float64.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def plans(monkeypatch):
 
 
 def somewhere(tensor, rng):
-    """A copy in other memory: at an aligned address or not, rows padded or not, heads last or not."""
+    """A copy in other memory: at any address, with or without padded rows, with heads last or not."""
     shape, kind = tensor.shape, rng.randrange(4)
     if kind == 0:
         return tensor.clone()
@@ -64,7 +64,7 @@ def assert_right(tensors, rng, dtype, **options):
     torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-4, atol=1e-4)
     assert len(found) == len(by_tensor)
     for (name, exact), gradient in zip(by_tensor.items(), found, strict=True):
-        norm = exact.norm().clamp_min(0.1 * grad_out.double().norm())  # one key's weight has no gradient but rounding
+        norm = exact.norm().clamp_min(0.1 * grad_out.double().norm())  # zero but for rounding, if there is one key
         assert (gradient.double() - exact).norm() / norm < 3e-2, name
         if name == "attn_mask":
             assert gradient.stride() == torch.empty_like(mask).stride()
@@ -73,8 +73,8 @@ def assert_right(tensors, rng, dtype, **options):
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("skv", SKV)
 @pytest.mark.parametrize("sq", SQ)
-def test_every_operand_lies_where_and_as_the_plan_reads_it(sq, skv):
-    """Masks repeated along any dimensions, in any memory, beside all that hides keys."""
+def test_every_operand_has_the_address_and_layout_that_the_plan_reads(sq, skv):
+    """Masks broadcast along any dimensions, in any memory, with every option that hides keys."""
     rng = random.Random(sq * 100 + skv)
     torch.manual_seed(sq * 100 + skv)
     batch, heads, heads_kv, dtype = 2, 4, 2, torch.float16
@@ -100,8 +100,8 @@ def test_every_operand_lies_where_and_as_the_plan_reads_it(sq, skv):
             assert_right(tensors, rng, dtype, **options)
 
 
-def test_the_rows_that_are_left_out_leave_the_log_sum_exp_aligned():
-    """One sequence with one head: a part of its log-sum-exp is contiguous as it is, wherever it begins."""
+def test_the_lse_of_the_remaining_rows_is_aligned():
+    """With one sequence and one head, any slice of the LSE is contiguous, also a misaligned one."""
     rng = random.Random(1)
     for sq, skv in ((5, 2), (9, 8), (64, 7), (130, 129)):
         tensors = {
@@ -111,12 +111,12 @@ def test_the_rows_that_are_left_out_leave_the_log_sum_exp_aligned():
 
 
 def negated(x):
-    """The same numbers, the other sign in memory."""
+    """The same values as a view with the negative bit."""
     return torch._neg_view(-x)
 
 
 def launched(monkeypatch):
-    """From now on public calls launch."""
+    """Public calls launch fake plans from here on."""
     monkeypatch.setattr(torch_ops, "forward_runner", lambda _: torch_ops.run_cuda)
     monkeypatch.setattr(torch_ops, "backward_runner", lambda _: torch_ops.run_backward_cuda)
 
@@ -140,8 +140,8 @@ def test_negative_bits_reach_no_plan(monkeypatch, which):
 
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("kind", ["negative", "zeros", "plain"])
-def test_gradients_without_memory_of_their_own_on_the_short_way(monkeypatch, kind, times):
-    """Remembered or not: what a plan was launched with before is not what it reads."""
+def test_expanded_and_negated_gradients_on_the_fast_path(monkeypatch, kind, times):
+    """Cached or not: a launch does not read the operands of an earlier one."""
     launched(monkeypatch)
     q, k, v = (torch.randn(2, 4, 9, 8, dtype=torch.float16).requires_grad_() for _ in range(3))
     call = ForwardArguments(q, k, v, with_lse=True)
@@ -160,7 +160,7 @@ def test_gradients_without_memory_of_their_own_on_the_short_way(monkeypatch, kin
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "attn_mask"])
-def test_what_was_freed_is_refused(which):
+def test_freed_operands_are_refused(which):
     tensors = {name: torch.randn(2, 2, 9, 16) for name in "qkv"} | {"attn_mask": torch.randn(9, 9)}
     tensors[which].untyped_storage().resize_(0)
     for run in (torch_ops.run_cuda, torch_ops.run_cpu):
@@ -171,8 +171,8 @@ def test_what_was_freed_is_refused(which):
 @pytest.mark.parametrize("which", ["sinks", "seq_lens_q", "seq_lens_kv"])
 @pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize("with_lse", [False, True])
-def test_so_is_what_goes_with_the_operands(which, rows, with_lse):
-    """Of a single query too, whose sinks and lengths are PyTorch's own kernels' to read."""
+def test_freed_side_operands_are_refused(which, rows, with_lse):
+    """Also of a single query, whose sinks and lengths PyTorch's kernels read."""
     tensors = {"q": torch.randn(2, 2, rows, 16).half()} | {name: torch.randn(2, 2, 9, 16).half() for name in "kv"}
     tensors |= {"sinks": torch.randn(2)} if which == "sinks" else {which: torch.tensor([1, 1], dtype=torch.int32)}
     torch_ops.run_cuda(ForwardArguments(**tensors, with_lse=with_lse))
@@ -181,7 +181,7 @@ def test_so_is_what_goes_with_the_operands(which, rows, with_lse):
         torch_ops.run_cuda(ForwardArguments(**tensors, with_lse=with_lse))
 
 
-def test_it_is_refused_on_the_short_way_too():
+def test_freed_operands_are_refused_on_the_fast_path():
     q, k, v = (torch.randn(2, 4, 9, 8, dtype=torch.float16) for _ in range(3))
     for with_lse in (False, True):
         call = ForwardArguments(q, k, v, with_lse=with_lse)
@@ -197,7 +197,7 @@ def test_it_is_refused_on_the_short_way_too():
 
 @pytest.mark.parametrize("scale", [0.0, -1e-40, 1e-38, -0.5])
 def test_the_gradient_of_a_mask_at_any_scale(scale):
-    """cuDNN loses it at a tiny scale, which is therefore never launched."""
+    """cuDNN loses it at a tiny scale, so tiny scales are never launched."""
     tensors = {"q": torch.randn(2, 4, 7, 8), "k": torch.randn(2, 2, 9, 8), "v": torch.randn(2, 2, 9, 16)}
     tensors = {name: x.half() for name, x in (tensors | {"attn_mask": torch.randn(2, 1, 7, 9)}).items()}
     assert_right(tensors, random.Random(1), torch.float16, scale=scale)

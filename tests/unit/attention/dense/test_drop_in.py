@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` in PyTorch's place."""
+"""`scaled_dot_product_attention` as a drop-in replacement of PyTorch's."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_tensors_that_require_grad_are_fine_where_no_gradient_is_recorded(mode):
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 @pytest.mark.parametrize("wrong", [None, 1.5, [[0.0]]])
-def test_what_is_no_tensor_is_named(name, wrong):
+def test_a_non_tensor_is_named(name, wrong):
     tensors = {key: torch.randn(2, 4, 8, 16) for key in ("query", "key", "value")}
     with pytest.raises(OptionError) as caught:
         scaled_dot_product_attention(**{**tensors, name: wrong})
@@ -162,7 +162,7 @@ def test_batches_that_do_not_fit_are_named():
 
 @pytest.mark.parametrize("shape", [(), (2,), (2, 4), (4, 8, 16)], ids=str)
 @pytest.mark.parametrize("names", [("key",), ("value",), ("key", "value")], ids="+".join)
-def test_keys_and_values_of_a_lower_rank_are_named_beside_a_query_of_rank_4(names, shape):
+def test_lower_rank_keys_and_values_are_named_with_a_query_of_rank_4(names, shape):
     tensors = {name: torch.randn(2, 4, 8, 16) for name in ("query", "key", "value")}
     with pytest.raises(ShapeError, match="rank 2 or more, the same for query, key and value") as caught:
         scaled_dot_product_attention(**tensors | {name: torch.randn(shape) for name in names})

@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` beside PyTorch's own: masks, gradients and dropout."""
+"""`scaled_dot_product_attention` against PyTorch's: masks, gradients and dropout."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ MASKS = [
 @pytest.mark.parametrize("kind", ["bool", "float", "-inf"])
 def test_masks_of_every_shape(shape, kind):
     hidden = torch.rand(shape) < 0.3
-    hidden[..., :1] = False  # PyTorch's rows without keys are a matter of their own
+    hidden[..., :1] = False  # PyTorch treats fully masked rows differently
     mask = {"bool": ~hidden, "float": torch.randn(shape), "-inf": torch.randn(shape).masked_fill(hidden, -math.inf)}
     assert_same(qkv(), mask[kind])
 
@@ -80,7 +80,7 @@ def test_masks_with_fewer_dimensions_than_pytorch_takes_are_broadcast(shape):
 @pytest.mark.parametrize("rank", BATCHES)
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("full", [False, True])
-def test_masks_beside_every_rank(rank, kind, full):
+def test_masks_with_every_rank(rank, kind, full):
     batch = BATCHES[rank]
     shape = (*(batch if full else ()), 7, 9)
     mask = torch.randn(shape) if kind == "float" else torch.rand(shape) < 0.8
@@ -94,7 +94,7 @@ def test_masks_broadcast_along_several_batch_dimensions(shape):
     assert_same(qkv((3, 2, 4)), torch.randn(shape))
 
 
-def test_a_row_that_sees_nothing_is_zeros_as_in_pytorch():
+def test_fully_masked_rows_are_zeros_as_in_pytorch():
     mask = torch.rand(7, 9) < 0.8
     mask[:, 0], mask[3] = True, False
     query, key, value = qkv()
@@ -113,7 +113,7 @@ def test_gradients_of_grouped_queries(heads, masked):
 @pytest.mark.parametrize(
     ("q", "kv"), [((3, 4), (1, 4)), ((3, 4), (3, 1)), ((1, 4), (3, 4)), ((2, 1, 4), (1, 3, 4))], ids=str
 )
-def test_gradients_of_what_is_broadcast(q, kv):
+def test_gradients_of_broadcast_inputs(q, kv):
     assert_same(qkv(q, kv))
 
 
@@ -126,7 +126,7 @@ def test_gradients_in_other_dtypes(dtype):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-def test_a_causal_mask_beside_a_mask_is_refused_as_in_pytorch():
+def test_is_causal_with_a_mask_is_refused_as_in_pytorch():
     tensors, mask = qkv(), torch.randn(7, 9)
     with pytest.raises(TypeError, match="is_causal: got True in addition to attn_mask"):
         scaled_dot_product_attention(*tensors, attn_mask=mask, is_causal=True)
@@ -134,7 +134,7 @@ def test_a_causal_mask_beside_a_mask_is_refused_as_in_pytorch():
         F.scaled_dot_product_attention(*tensors, attn_mask=mask, is_causal=True)
 
 
-def test_no_dropout_is_pytorchs_and_some_keeps_the_mean():
+def test_dropout_matches_pytorch_in_mean_and_if_zero():
     tensors = qkv(sq=9)
     assert_same(tensors, dropout_p=0.0)
     torch.manual_seed(11)
@@ -158,7 +158,7 @@ def test_dropout_has_gradients_and_follows_the_seed():
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_only_the_gradient_that_is_wanted_is_given(which):
+def test_only_needed_gradients_are_returned(which):
     tensors = qkv((4,))
     tensors[which].requires_grad_()
     scaled_dot_product_attention(*tensors, is_causal=True).sum().backward()
@@ -166,7 +166,7 @@ def test_only_the_gradient_that_is_wanted_is_given(which):
         assert (x.grad is not None) == (i == which)
 
 
-def test_a_second_gradient_says_what_works_instead():
+def test_double_backward_suggests_an_alternative():
     query, key, value = (x.requires_grad_() for x in qkv())
     (first,) = torch.autograd.grad(scaled_dot_product_attention(query, key, value).sum(), [query], create_graph=True)
     with pytest.raises(UnsupportedError, match=r"SDPBackend\.MATH"):

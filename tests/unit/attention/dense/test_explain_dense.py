@@ -1,4 +1,4 @@
-"""What `explain` says of a call is what the call does: keys are compared with those that the GPU's code asks for."""
+"""`explain` reports what the call does: its keys are compared with those that the GPU code requests."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ NO_GPU = torch.empty(0, device="meta").get_device()
 
 
 class Asked(Exception):  # noqa: N818 - no error, but what is looked for
-    """The key that a call asks the plan cache for."""
+    """The key that a call requests from the plan cache."""
 
 
 @pytest.fixture
 def key_of(monkeypatch):
-    """Runs the GPU's code on tensors without memory until it asks for a plan, and gives the key that it asks for."""
+    """Runs the GPU code on meta tensors until it requests a plan, and returns the requested key."""
 
     def ask(_self, key, *_args, **_options):
         raise Asked(key)
 
     monkeypatch.setattr(PlanCache, "get", ask)
-    monkeypatch.setattr(memory, "_share_memory", lambda *_: False)  # what has no memory has address 0
+    monkeypatch.setattr(memory, "_share_memory", lambda *_: False)  # meta tensors have address 0
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
     for module in (dense_torch_ops, tiers, launch_backward, launch):
         monkeypatch.setattr(module, "live_target", lambda _device: H200)
@@ -83,7 +83,7 @@ def bshd(sq=96, skv=160):
 
 
 def large(batch=64, heads=(32, 8), dim=192):
-    """Over 2³¹ elements, which all lie in one place."""
+    """More than 2³¹ elements, expanded from one."""
     return [T(batch, h, 8192, dim, stride=(0, 0, 0, 1), grad=True) for h in (heads[0], heads[1], heads[1])]
 
 
@@ -122,7 +122,7 @@ def dense_call(q, k, v, **options):
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_both_keys_are_those_of_the_call(key_of, name):
+def test_both_explained_keys_are_those_of_the_call(key_of, name):
     tensors, options = DENSE[name][0](), DENSE[name][1]
     call = dense_call(*tensors, **options)
     described = describe(sdpa, *tensors, **options)
@@ -139,7 +139,7 @@ def test_both_keys_are_those_of_the_call(key_of, name):
 
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("name", ["plain", "fully masked rows", "one query, sinks", "negative scale"])
-def test_the_key_without_gradients_is_that_of_the_call(key_of, name, return_lse):
+def test_the_explained_key_without_gradients_is_that_of_the_call(key_of, name, return_lse):
     tensors, options = [x.detach() for x in DENSE[name][0]()], dict(DENSE[name][1])
     options |= {n: x.detach() for n, x in options.items() if isinstance(x, torch.Tensor)}
     described = describe(sdpa, *tensors, **options, return_lse=return_lse)
@@ -177,7 +177,7 @@ PACKED = {
 
 @pytest.mark.parametrize("shared_cu_seqlens", [False, True])
 @pytest.mark.parametrize("name", PACKED)
-def test_both_keys_are_those_of_the_packed_call(key_of, name, shared_cu_seqlens):
+def test_both_explained_keys_are_those_of_the_packed_call(key_of, name, shared_cu_seqlens):
     tensors, options = PACKED[name][0](), PACKED[name][1]
     offsets = T(4, dtype=torch.int32)
     ends = (offsets, offsets if shared_cu_seqlens else T(4, dtype=torch.int32), 128, 100)
@@ -205,7 +205,7 @@ def described_varlen(tensors, shared_cu_seqlens=False, **options):
     )
 
 
-def test_a_packed_forward_pass_lists_what_runs_beside_it():
+def test_extra_kernels_of_a_packed_forward_pass():
     sinks = T(4, dtype=torch.float32)
     for shared_cu_seqlens in (False, True):
         plain = notes(described_varlen([x.detach() for x in packed_qkv()], shared_cu_seqlens=shared_cu_seqlens))
@@ -235,7 +235,7 @@ def test_a_packed_forward_pass_lists_what_runs_beside_it():
         (separate, {"scale": -1.0}, "multiplied by -1 into a copy, as the scale is not positive, and so are the grad"),
     ],
 )
-def test_a_packed_backward_pass_lists_what_runs_beside_it(tensors, options, part):
+def test_extra_kernels_of_a_packed_backward_pass(tensors, options, part):
     plain = separate() if (tensors, options) != (separate, {}) else packed_qkv()
     assert part in notes(described_varlen(tensors(), **options).backward)
     if part.startswith(("grad_out", "rows of the gradients")):
@@ -260,7 +260,7 @@ def test_a_packed_backward_pass_lists_what_runs_beside_it(tensors, options, part
         ("far apart", "backward", "in one part"),
     ],
 )
-def test_a_dense_pass_lists_what_runs_beside_it(name, passes, part):
+def test_extra_kernels_of_a_dense_pass(name, passes, part):
     def found(which):
         described = describe(sdpa, *DENSE[which][0](), **DENSE[which][1])
         return notes(described if passes == "forward" else described.backward)
@@ -270,14 +270,14 @@ def test_a_dense_pass_lists_what_runs_beside_it(name, passes, part):
         assert part not in found("sinks")
 
 
-def test_the_sinks_raise_the_log_sum_exp_where_a_query_can_be_blind():
+def test_the_lse_of_fully_masked_rows_gets_the_sink():
     options = {"sinks": T(8, dtype=torch.float32)}
     assert "raised to the sinks" in notes(describe(sdpa, *qkv(), **options, seq_lens_kv=lengths()))
     assert "raised to the sinks" not in notes(describe(sdpa, *qkv(), **options))
     assert "raised" not in notes(describe(sdpa, *qkv(grad=False), **options, seq_lens_kv=lengths()))
 
 
-def test_nothing_runs_beside_nothing():
+def test_empty_calls_have_no_extra_kernels():
     described = describe(sdpa, *qkv(skv=0), seq_lens_kv=lengths())
     assert described.is_empty
     assert described.backward.is_empty
@@ -287,21 +287,21 @@ def test_nothing_runs_beside_nothing():
 
 
 @pytest.mark.parametrize("options", [{"dropout_p": 0.1}, {"attn_mask": T(8192, grad=True)}], ids=str)
-def test_a_large_call_that_cannot_be_cut_has_no_gradient(options):
+def test_a_large_call_that_cannot_be_split_has_no_gradient(options):
     described = describe(sdpa, *large(), **options)
     key(described)
     with pytest.raises(UnsupportedError, match="wrong addresses"):
         key(described.backward)
 
 
-def test_a_large_packed_call_that_cannot_be_cut_has_no_gradient():
+def test_a_large_packed_call_that_cannot_be_split_has_no_gradient():
     described = described_varlen(separate(2**22, (32, 8)), dropout_p=0.1)
     key(described)
     with pytest.raises(UnsupportedError, match="wrong addresses"):
         key(described.backward)
 
 
-def test_an_output_and_a_gradient_exclude_each_other_as_in_the_call():
+def test_out_and_gradients_exclude_each_other_as_in_the_call():
     q = torch.randn(1, 2, 8, 16, requires_grad=True)
     out, offsets = torch.empty(1, 2, 8, 16), torch.tensor([0, 8], dtype=torch.int32)
     rows, rows_out = q.detach()[0].transpose(0, 1).contiguous().requires_grad_(), torch.empty(8, 2, 16)
@@ -318,7 +318,7 @@ def test_an_output_and_a_gradient_exclude_each_other_as_in_the_call():
 
 @pytest.mark.parametrize("function", [sdpa, sdpa_varlen])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_the_call_with_cast_tensors_is_described(function, dtype):
+def test_autocast_is_explained_as_the_call_with_cast_tensors(function, dtype):
     numbers = torch.tensor([0, 5, 12], dtype=torch.int32)
     ends = (numbers, numbers, 7, 7)
     shapes, args = (((2, 4, 12, 16),) * 3, ()) if function is sdpa else (((12, 4, 16),) * 3, ends)
@@ -361,8 +361,8 @@ BAD = [
 
 
 @pytest.mark.parametrize(("function", "args", "kwargs"), BAD)
-def test_wrong_arguments_are_refused_in_the_words_of_the_call(function, args, kwargs):
-    with pytest.raises(Exception) as of_call:  # noqa: PT011 - whatever it is
+def test_wrong_arguments_raise_the_error_of_the_call(function, args, kwargs):
+    with pytest.raises(Exception) as of_call:  # noqa: PT011 - any error
         function(*args, **kwargs)
     with pytest.raises(type(of_call.value)) as of_description:
         describe(function, *args, **kwargs)
@@ -378,7 +378,7 @@ def test_memory_is_checked_as_in_the_call():
 
 
 @pytest.mark.parametrize("function", [sdpa, sdpa_varlen, scaled_dot_product_attention])
-def test_descriptions_take_what_the_functions_take(function):
+def test_explain_takes_the_parameters_of_the_functions(function):
     def parameters(of):
         return [(p.name, p.kind, p.default) for p in inspect.signature(of).parameters.values()]
 
@@ -388,8 +388,8 @@ def test_descriptions_take_what_the_functions_take(function):
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 16), (2, 0, 16), (1, 0, 4)], ids=str)
 @pytest.mark.parametrize("name", ["silu_mul", "silu_mul of both", "gelu_mul", "relu_squared", "rms_norm", "layer_norm"])
-def test_of_no_numbers_a_fused_call_and_its_explanation_say_the_same(name, shape, requires_grad):
-    """However they lie in memory: there is nothing to read."""
+def test_explain_agrees_with_empty_fused_calls(name, shape, requires_grad):
+    """For any strides: there is nothing to read."""
     function = getattr(cudnn_sdpa, name.removesuffix(" of both"))
     strides = random.Random(f"{name}{shape}")
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""Large calls cut into pieces: the gradients of the pieces, put together, are those of the whole."""
+"""Large calls are split: the merged gradients of the parts are those of the whole call."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run_and_record(sizes):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("most", [700, 350])
-def test_pieces_put_together_are_the_whole(monkeypatch, shape, layout, most):
+def test_merged_parts_match_the_whole(monkeypatch, shape, layout, most):
     batch, heads = shape[:2]
     of = backward_of(
         shape,
@@ -77,7 +77,7 @@ def test_pieces_put_together_are_the_whole(monkeypatch, shape, layout, most):
         assert a.dtype == tensor.dtype
 
 
-def test_only_what_is_wanted_comes_back(monkeypatch):
+def test_only_needed_gradients_are_returned(monkeypatch):
     of = backward_of(SHAPES[0])._replace(needs=Needs(False, True, False, False, False))
     whole = dense_torch_ops.run_backward_cpu(of)
     monkeypatch.setattr(large_backward, "MAX_OFFSET", 700)
@@ -85,7 +85,7 @@ def test_only_what_is_wanted_comes_back(monkeypatch):
     torch.testing.assert_close(found, whole[0])
 
 
-def test_packed_pieces_put_together_are_the_whole(monkeypatch):
+def test_merged_packed_parts_match_the_whole(monkeypatch):
     ends = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
     q, grad_out = (torch.randn(12, 6, 8, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(12, 1, 8, dtype=torch.float64) for _ in range(2))
@@ -123,7 +123,7 @@ LIMIT = large_backward.MAX_OFFSET
     ],
     ids=str,
 )
-def test_every_piece_fits_and_every_head_is_in_one(shape):
+def test_every_part_fits_and_every_head_is_in_one_part(shape):
     batch, heads, heads_kv, sq, skv, dim, dim_v = shape
     q = torch.empty(batch, heads, sq, dim, device="meta")
     k, v = (torch.empty(batch, heads_kv, skv, d, device="meta") for d in (dim, dim_v))
@@ -144,7 +144,7 @@ def test_every_piece_fits_and_every_head_is_in_one(shape):
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_what_is_too_large_is_seen_in_every_tensor_and_in_gaps(name):
+def test_large_strides_are_detected_in_every_tensor(name):
     small = torch.empty(2, 2, 8, 8, device="meta")
     tensors = {"q": small, "k": small, "v": small}
     assert not large_backward.is_too_large(*tensors.values())
@@ -157,7 +157,7 @@ def test_what_is_too_large_is_seen_in_every_tensor_and_in_gaps(name):
 @pytest.mark.parametrize(
     ("options", "mask_gradient"), [({"dropout_p": 0.1}, False), ({"alibi": True, "is_causal": True}, False), ({}, True)]
 )
-def test_what_cannot_be_cut_is_refused(options, mask_gradient):
+def test_calls_that_cannot_be_split_are_refused(options, mask_gradient):
     q = torch.empty(1, 2, 8, 8, device="meta")
     with pytest.raises(UnsupportedError, match="large call"):
         large_backward.check(ForwardArguments(q, q, q, **options), mask_gradient=mask_gradient)

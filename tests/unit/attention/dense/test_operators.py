@@ -1,4 +1,4 @@
-"""The torch operators: their registration, fake implementations, and what PyTorch's transforms make of them."""
+"""The torch operators: registration, fake implementations, tracing and function transforms."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lens(*values):
 
 
 def operands(q, k, v, *, window_size=(-1, -1), **options):
-    """What the operators take, in their order."""
+    """Arguments of the operators, in order."""
     call = ForwardArguments(q, k, v, window_left=window_size[0], window_right=window_size[1], **options)
     return tuple(call[:17])
 
@@ -58,7 +58,7 @@ CASES = {
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["sdpa_forward", "sdpa_forward_lse", "sdpa_forward_out", "sdpa_forward_lse_out"])
-def test_operators_pass_pytorchs_own_checks(name, case):
+def test_operators_pass_opcheck(name, case):
     layout, options = CASES[case]
     inputs = operands(*qkv(*layout), **options)
     if name.endswith("out"):
@@ -69,7 +69,7 @@ def test_operators_pass_pytorchs_own_checks(name, case):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("with_lse", [False, True])
-def test_fake_results_look_like_real_ones(case, with_lse):
+def test_fake_results_match_real_metadata(case, with_lse):
     layout, options = CASES[case]
     inputs = qkv(*layout)
 
@@ -116,7 +116,7 @@ def test_wrong_fake_tensors_raise_the_same_errors():
             sdpa(q.float(), k.float(), k.float())
 
 
-def test_a_trace_holds_the_operators():
+def test_traces_contain_the_operators():
     q, k, v = qkv()
     out = torch.empty(2, 4, 7, 24)
 
@@ -131,7 +131,7 @@ def test_a_trace_holds_the_operators():
     )
 
 
-def test_a_traced_function_computes_with_what_it_is_given():
+def test_a_traced_function_uses_its_arguments():
     q, k, v = qkv()
     traced = make_fx(lambda *t: sdpa(*t, is_causal=True, scale=0.4))(q, k, v)
     again = [torch.randn_like(tensor) for tensor in (q, k, v)]
@@ -139,7 +139,7 @@ def test_a_traced_function_computes_with_what_it_is_given():
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
-def test_torchscript_traces_hold_the_operator_and_no_constants():
+def test_torchscript_traces_contain_the_operator_and_no_constants():
     q, k, v = qkv()
     traced = torch.jit.trace(lambda q, k, v: sdpa(q, k, v, is_causal=True), (q, k, v))
     assert "cudnn_sdpa::sdpa_forward" in str(traced.graph)
@@ -147,7 +147,7 @@ def test_torchscript_traces_hold_the_operator_and_no_constants():
     torch.testing.assert_close(traced(*again), sdpa(*again, is_causal=True))
 
 
-def test_out_operators_say_what_they_write():
+def test_out_operators_declare_their_mutations():
     q, k, v = qkv()
     out = torch.full((2, 4, 7, 24), torch.nan)
     version = out._version
@@ -161,7 +161,7 @@ def test_out_operators_say_what_they_write():
 
 
 class Wrapped(torch.Tensor):
-    """A tensor around a tensor, as quantized and distributed ones are."""
+    """A wrapper subclass, like quantized and distributed tensors."""
 
     seen: ClassVar[list[str]] = []
 
@@ -178,7 +178,7 @@ class Wrapped(torch.Tensor):
         return function(*[arg.inner if isinstance(arg, Wrapped) else arg for arg in args], **(kwargs or {}))
 
 
-def test_subclasses_of_tensors_see_the_operator():
+def test_tensor_subclasses_see_the_operator():
     q, k, v = qkv()
     Wrapped.seen.clear()
     assert torch.equal(sdpa(q, Wrapped(k), v), sdpa(q, k, v))
@@ -198,7 +198,7 @@ def test_dispatch_modes_see_the_operator():
     assert "cudnn_sdpa.sdpa_forward_lse.default" in seen
 
 
-def test_vmap_gives_what_a_loop_gives():
+def test_vmap_matches_a_loop():
     q, k, v = (torch.randn(3, 2, heads, 7, 16) for heads in (4, 2, 2))
     expected = torch.stack([sdpa(*each, is_causal=True) for each in zip(q, k, v, strict=True)])
     with warnings.catch_warnings():
@@ -209,19 +209,19 @@ def test_vmap_gives_what_a_loop_gives():
     torch.testing.assert_close(shared[2], sdpa(q[2], k[1], k[1]))
 
 
-def test_a_functional_gradient_is_refused():
+def test_functional_gradients_are_refused():
     q, k, v = qkv()
     with pytest.raises(UnsupportedError, match=r"sdpa under torch\.func\.grad"):
         torch.func.grad(lambda q: sdpa(q, k, v).sum())(q)
 
 
-def test_a_forward_mode_gradient_is_refused():
+def test_forward_mode_is_refused():
     q, k, v = qkv()
     with pytest.raises(UnsupportedError):
         torch.func.jvp(lambda q: sdpa(q, k, v), (q,), (torch.randn_like(q),))
 
 
-def test_the_operator_itself_cuts_nothing_off_from_autograd_silently():
+def test_operators_called_directly_do_not_drop_gradients_silently():
     q, k, v = qkv()
     q.requires_grad_()
     with pytest.raises(UnsupportedError, match="does not return the LSE"):

@@ -1,4 +1,4 @@
-"""Which plan serves a new shape, and who takes over: the decisions, with plans that are not real."""
+"""Which plan serves a new shape, and which one takes over: the decisions, with fake plans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TARGET = replace(Target.from_properties(load_properties("h200")), cudnn=91900)
 
 
 class FakePlan:
-    """A plan that says of which key it is."""
+    """A plan that knows its key."""
 
     def __init__(self, key, loaded=False):
         self.key, self.loaded, self.held = key, loaded, False
@@ -35,7 +35,7 @@ class FakeCall:
 
 
 class FakeBucketCall(FakeCall):
-    """One of a bucket's plan."""
+    """A prepared call of a bucket plan."""
 
     is_captured = False
     table_bytes = 100
@@ -46,7 +46,7 @@ class FakeBucketCall(FakeCall):
 
 
 class FakeBackground:
-    """Takes requests; the test says when they are done."""
+    """Accepts requests; the test decides when they are done."""
 
     def __init__(self):
         self.requests = []
@@ -83,7 +83,7 @@ def background(monkeypatch):
 
 
 def serve(rows, **options):
-    """What serves a causal prefill of this length: the prepared call."""
+    """The prepared call that serves a causal prefill of this length."""
     q, k = (torch.empty(1, rows, heads, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2) for heads in (4, 2))
     call = ForwardArguments(q, k, k, is_causal=True, **options)
     signature = ("test", rows, *options)
@@ -93,12 +93,12 @@ def serve(rows, **options):
 
 
 def kinds(rows):
-    return ["bucket" if isinstance(serve(n), FakeBucketCall) else "own" for n in rows]
+    return ["bucket" if isinstance(serve(n), FakeBucketCall) else "exact" for n in rows]
 
 
 def test_exact_gives_every_shape_its_own_plan():
     with shape_policy("exact"):
-        assert kinds(range(100, 110)) == ["own"] * 10
+        assert kinds(range(100, 110)) == ["exact"] * 10
     assert plan_cache.info().builds == 10
 
 
@@ -109,26 +109,26 @@ def test_bucketed_builds_one_plan():
     assert plan_cache.info().builds == 1
 
 
-def test_tiered_begins_with_plans_of_their_own():
+def test_tiered_begins_with_exact_shape_plans():
     with shape_policy("tiered"):
-        assert kinds([100, 110, 120, 130, 140, 100]) == ["own", "own", "own", "bucket", "bucket", "own"]
+        assert kinds([100, 110, 120, 130, 140, 100]) == ["exact", "exact", "exact", "bucket", "bucket", "exact"]
     assert plan_cache.info().builds == 4
 
 
-def test_shapes_of_another_bucket_are_counted_for_themselves():
+def test_shapes_are_counted_per_bucket():
     with shape_policy("tiered"):
-        assert kinds([100, 110, 120, 2000, 2100, 2200, 130, 2300]) == ["own"] * 6 + ["bucket"] * 2
+        assert kinds([100, 110, 120, 2000, 2100, 2200, 130, 2300]) == ["exact"] * 6 + ["bucket"] * 2
 
 
-def test_a_shape_that_lost_its_plan_does_not_count_again():
+def test_a_shape_whose_plan_was_evicted_is_counted_once():
     with shape_policy("tiered"):
         for _ in range(5):
-            assert kinds([100, 110]) == ["own", "own"]
+            assert kinds([100, 110]) == ["exact", "exact"]
             plan_cache.resize(1)
             plan_cache.resize(512)
 
 
-def test_a_buckets_plan_that_is_there_serves_the_first_shape():
+def test_a_cached_bucket_plan_serves_the_first_shape():
     with shape_policy("bucketed"):
         serve(100)
     with shape_policy("tiered"):
@@ -145,23 +145,23 @@ def test_plans_are_loaded_before_any_is_built(monkeypatch):
     stored = {bucket, own}
     monkeypatch.setattr(cache, "load_plan", lambda key: FakePlan(key, loaded=True) if key in stored else None)
     with shape_policy("tiered"):
-        assert kinds([200, 300]) == ["own", "bucket"]
+        assert kinds([200, 300]) == ["exact", "bucket"]
     assert (plan_cache.info().loads, plan_cache.info().builds) == (2, 0)
 
 
-def test_while_plans_are_tuned_every_shape_has_its_own():
+def test_autotune_gives_every_shape_its_own_plan():
     with shape_policy("bucketed"), autotune():
-        assert kinds([100, 200]) == ["own"] * 2
+        assert kinds([100, 200]) == ["exact"] * 2
 
 
-def test_what_fits_no_bucket_is_exact():
+def test_shapes_outside_all_buckets_are_exact():
     with shape_policy("bucketed"):
         for rows in (100, 200):
             assert type(serve(rows, with_lse=True)) is FakeCall
     assert plan_cache.info().builds == 2
 
 
-def test_a_bucket_without_a_plan_is_asked_for_once(monkeypatch):
+def test_an_unsupported_bucket_plan_is_requested_once(monkeypatch):
     asked = []
 
     def build(_, key):
@@ -172,11 +172,11 @@ def test_a_bucket_without_a_plan_is_asked_for_once(monkeypatch):
 
     monkeypatch.setattr(tiers, "build_plan", build)
     with shape_policy("bucketed"):
-        assert kinds([100, 200, 300]) == ["own"] * 3
+        assert kinds([100, 200, 300]) == ["exact"] * 3
     assert len(asked) == 1
 
 
-def test_what_has_no_plan_of_its_own_is_refused_under_every_policy(monkeypatch):
+def test_unsupported_shapes_are_refused_under_every_policy(monkeypatch):
     def refuse(*_):
         raise UnsupportedError("sdpa", ["not here"])
 
@@ -191,12 +191,12 @@ def test_under_determinism_plans_are_exact():
     try:
         for policy in ("bucketed", "tiered"):
             with shape_policy(policy):
-                assert kinds([100, 200]) == ["own", "own"]
+                assert kinds([100, 200]) == ["exact", "exact"]
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def test_another_policy_forgets_calls_of_buckets_alone():
+def test_a_policy_change_drops_bucket_calls_only():
     with shape_policy("tiered"):
         kinds([100, 110, 120, 130])
         assert len(launch.calls) == 4
@@ -204,14 +204,14 @@ def test_another_policy_forgets_calls_of_buckets_alone():
         assert len(launch.calls) == 3
 
 
-def test_what_is_made_in_a_graph_is_not_remembered(monkeypatch):
+def test_calls_made_in_a_capture_are_not_cached(monkeypatch):
     monkeypatch.setattr(FakeBucketCall, "is_captured", True)
     with shape_policy("bucketed"), pytest.raises(AssertionError):
-        serve(100)  # it looks for it
+        serve(100)  # it is not in the table
     assert len(launch.calls) == 0
 
 
-def test_tables_take_no_more_than_their_share(monkeypatch):
+def test_the_memory_of_tables_is_limited(monkeypatch):
     monkeypatch.setattr(tiers, "MAX_TABLE_BYTES", 300)
     with shape_policy("bucketed"):
         for rows, held in ((100, 1), (110, 2), (120, 3), (130, 1), (140, 2)):
@@ -220,7 +220,7 @@ def test_tables_take_no_more_than_their_share(monkeypatch):
 
 
 class Clock:
-    """Stands for the time."""
+    """A fake clock."""
 
     now = 100.0
 
@@ -245,7 +245,7 @@ def call(clock):  # noqa: ARG001
 
 
 def use(call, clock, times=1, seconds=1.0):
-    """What each use finds, the clock running on before it."""
+    """What each use finds; the clock advances before each."""
     found = []
     for _ in range(times):
         clock.now += seconds
@@ -253,24 +253,24 @@ def use(call, clock, times=1, seconds=1.0):
     return found
 
 
-def test_the_third_use_asks_for_a_plan(call, clock, background):
+def test_the_third_use_requests_a_plan(call, clock, background):
     for count in (0, 0, 1, 1, 1):
         assert use(call, clock) == [None]
         assert len(background.requests) == count
     assert background.requests[0].key == call.successor._usage._key
 
 
-def test_layers_that_follow_each_other_are_one_use(call, clock, background):
+def test_consecutive_layers_count_as_one_use(call, clock, background):
     use(call, clock, 60, seconds=1e-3)
     assert background.requests == []
 
 
-def test_a_shape_that_is_used_all_the_time_comes_back(call, clock, background):
+def test_a_shape_in_constant_use_counts_as_recurring(call, clock, background):
     use(call, clock, 1000, seconds=1e-3)
     assert len(background.requests) == 1
 
 
-def test_a_single_query_has_to_come_back_more_often(clock, background):
+def test_a_single_query_needs_more_uses(clock, background):
     def decode(rows):
         q, k = (torch.empty(1, n, 4, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2) for n in (1, rows))
         call = ForwardArguments(q, k, k)
@@ -286,7 +286,7 @@ def test_a_single_query_has_to_come_back_more_often(clock, background):
         assert len(background.requests) == 1
 
 
-def test_calls_of_one_shape_count_together_and_over_a_change_of_the_policy(call, clock, background):
+def test_calls_of_one_shape_count_together_and_across_policy_changes(call, clock, background):
     use(call, clock)
     with shape_policy("exact"):
         pass
@@ -296,7 +296,7 @@ def test_calls_of_one_shape_count_together_and_over_a_change_of_the_policy(call,
     assert len(background.requests) == 1
 
 
-def test_no_plan_builds_holds_for_the_background(call, clock, background):
+def test_no_plan_builds_forbids_background_builds(call, clock, background):
     with no_plan_builds():
         use(call, clock, 5)
     assert background.requests == []
@@ -304,7 +304,7 @@ def test_no_plan_builds_holds_for_the_background(call, clock, background):
     assert len(background.requests) == 1
 
 
-def test_what_is_not_taken_is_asked_for_later(call, clock, background, monkeypatch):
+def test_a_request_that_is_not_accepted_is_repeated_later(call, clock, background, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(background, "request", lambda *_: None)
         use(call, clock, 5)
@@ -320,17 +320,17 @@ def done(call, clock, background, stored="a stored plan"):
     request.is_done = True
 
 
-def test_the_own_plan_takes_over_at_the_next_call(call, clock, background):
+def test_the_exact_shape_plan_takes_over_at_the_next_call(call, clock, background):
     done(call, clock, background)
     (own,) = use(call, clock, seconds=0.0)
     assert own.plan.key == background.requests[0].key
     assert own.plan.held
     assert launch.calls.get(("test", 200)) is own
-    assert use(call, clock) != [None]  # a thread that still has the old call gets the plan too
+    assert use(call, clock) != [None]  # a thread that still holds the old call gets the plan too
     assert plan_cache.info().loads == 1
 
 
-def test_a_plan_that_is_there_for_another_reason_takes_over(call, clock, background):
+def test_a_plan_built_elsewhere_takes_over(call, clock, background):
     plan_cache.put(FakePlan(call.successor._usage._key, loaded=True))
     with no_plan_builds():
         (own,) = use(call, clock)
@@ -338,7 +338,7 @@ def test_a_plan_that_is_there_for_another_reason_takes_over(call, clock, backgro
     assert background.requests == []
 
 
-def test_nobody_takes_over_in_a_capture_or_under_determinism(call, clock, background, monkeypatch):
+def test_plans_do_not_change_in_a_capture_or_under_determinism(call, clock, background, monkeypatch):
     done(call, clock, background)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -353,7 +353,7 @@ def test_nobody_takes_over_in_a_capture_or_under_determinism(call, clock, backgr
 
 
 @pytest.mark.parametrize("fault", ["not built", "not loaded"])
-def test_a_plan_that_does_not_come_is_tried_again_much_later(call, clock, background, monkeypatch, caplog, fault):
+def test_a_failed_request_is_repeated_much_later(call, clock, background, monkeypatch, caplog, fault):
     def refuse(*_):
         raise BadPlanFileError("cuDNN does not take it")
 
@@ -367,7 +367,7 @@ def test_a_plan_that_does_not_come_is_tried_again_much_later(call, clock, backgr
     assert len(background.requests) == 2
 
 
-def test_the_uses_of_so_many_shapes_are_counted(monkeypatch):
+def test_the_number_of_tracked_shapes_is_limited(monkeypatch):
     monkeypatch.setattr(tiers, "MAX_SHAPES", 3)
     with shape_policy("bucketed"):
         serve(100)
@@ -376,13 +376,13 @@ def test_the_uses_of_so_many_shapes_are_counted(monkeypatch):
     assert len(tiers.recurring_shapes._by_key) == 3
 
 
-def test_a_call_that_must_not_change_has_its_own_plan():
+def test_deterministic_calls_have_exact_shape_plans():
     with shape_policy("tiered"):
         kinds([100, 110, 120, 130])
         assert type(serve(140, deterministic=True)) is FakeCall
 
 
-def test_a_policy_that_changes_meanwhile_leaves_no_call_of_a_bucket(monkeypatch):
+def test_a_policy_change_during_a_call_leaves_no_bucket_call(monkeypatch):
     real = FakeBucketCall.__init__
 
     def change(self, *arguments):

@@ -59,7 +59,7 @@ CASES = {
 @pytest.mark.usefixtures("reference_alone")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("lengths", [(40, 56), (64, 32)], ids=str)
-def test_plans_are_those_that_the_call_asks_for(name, lengths, asked):
+def test_explained_plans_are_those_of_the_call(name, lengths, asked):
     tensors = qkv(lengths=lengths)
     description = describe(*tensors, **CASES[name])
     out = fp8_attention(*tensors, **CASES[name])
@@ -78,7 +78,7 @@ def dtype_of_output(description, target):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_where_cudnn_writes_16_bits_the_plan_does(dtype):
+def test_the_plan_writes_16_bits_where_cudnn_can(dtype):
     with torch.no_grad():
         inference = describe(*qkv(dtype=dtype))
     assert (dtype_of_output(inference, B200), dtype_of_output(inference, H200)) == (dtype, E4M3)
@@ -93,7 +93,7 @@ def notes(scaling=None, **options):
     return " | ".join(description.extra_kernels), " | ".join(description.backward.extra_kernels)
 
 
-def test_what_runs_around_the_plans_follows_the_state():
+def test_extra_kernels_follow_the_scaling_state():
     scaling = Fp8Scaling(calibration=1)
     forward, backward = notes(scaling)
     assert "computes the amax of q, k and v, and another quantizes" in forward
@@ -129,7 +129,7 @@ def test_explaining_changes_no_state():
     assert scaling.would_update()
 
 
-def test_casts_are_told():
+def test_autocast_casts_are_listed():
     tensors = [x.detach().float().requires_grad_() for x in qkv()]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         description = describe(*tensors)
@@ -139,7 +139,7 @@ def test_casts_are_told():
         describe(*tensors)
 
 
-def test_nothing_to_compute_and_what_has_no_plan(monkeypatch):
+def test_empty_calls_and_calls_without_a_plan(monkeypatch):
     assert describe(*qkv(lengths=(40, 0))).is_empty
     monkeypatch.setenv("CUDNN_SDPA_TARGET", "h200")
     small = [x.detach()[..., :64].clone().requires_grad_() for x in qkv()]

@@ -115,7 +115,7 @@ CASES = {
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_the_output_is_that_of_float64_up_to_the_format(dtype, options):
+def test_output_matches_float64_up_to_fp8_rounding(dtype, options):
     q, k, v = qkv(dtype=dtype)
     scales = scales_of(dtype)
     result = sdpa_fp8(q, k, v, scales, **options, return_lse=True)
@@ -133,7 +133,7 @@ def test_the_output_is_that_of_float64_up_to_the_format(dtype, options):
 
 
 @pytest.mark.parametrize("out_dtype", [E4M3, E5M2, torch.bfloat16, torch.float16], ids=str)
-def test_the_output_is_the_exact_one_times_its_scale_rounded_once(out_dtype):
+def test_output_is_scaled_and_rounded_once(out_dtype):
     q, k, v = qkv()
     scales = scales_of()
     of = sdpa_fp8_module.Fp8Forward(ForwardArguments(q, k, v, is_causal=True), scales, out_dtype)
@@ -144,7 +144,7 @@ def test_the_output_is_the_exact_one_times_its_scale_rounded_once(out_dtype):
     assert (error <= (ROUNDING[out_dtype] + 2**-10) * fine.abs() + 2e-2).all()
 
 
-def test_descales_that_are_not_one_over_their_scales_count():
+def test_descales_need_not_be_reciprocals_of_scales():
     """A kernel that leaves out a pair of scales gives the same result as long as they are reciprocal."""
     q, k, v = qkv()
     plain = sdpa_fp8(q, k, v, scales_of(), out_dtype=torch.float16).out.double()
@@ -155,7 +155,7 @@ def test_descales_that_are_not_one_over_their_scales_count():
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_what_is_too_large_becomes_the_largest_number(dtype):
+def test_overflow_saturates(dtype):
     q, k, v = qkv(dtype=dtype)
     result = sdpa_fp8(q, k, v, scales_of(dtype, scale_o=number(1e15)))
     largest = torch.finfo(dtype).max
@@ -164,7 +164,7 @@ def test_what_is_too_large_becomes_the_largest_number(dtype):
     assert result.amax_o < 10  # which is before the scale
 
 
-def test_exponentials_that_are_too_large_for_the_format_are_cut():
+def test_too_large_exponentials_saturate():
     q, k, v = qkv()
     plain = sdpa_fp8(q, k, v, scales_of(), out_dtype=torch.float16).out.float()
     scale = scales_of().scale_s * 1e6
@@ -172,7 +172,7 @@ def test_exponentials_that_are_too_large_for_the_format_are_cut():
     assert cut.abs().amax() < plain.abs().amax() * 1e-3
 
 
-def test_tiny_scales_lose_everything_but_the_amaxes():
+def test_tiny_scales_underflow_everything_but_the_amax():
     q, k, v = qkv()
     result = sdpa_fp8(q, k, v, scales_of(scale_o=number(1e-20)))
     plain = sdpa_fp8(q, k, v, scales_of())
@@ -185,7 +185,7 @@ def test_tiny_scales_lose_everything_but_the_amaxes():
     assert lost.amax_s == plain.amax_s
 
 
-def test_queries_without_keys_get_zeros_and_minus_infinity():
+def test_queries_without_keys_have_zeros_and_lse_minus_infinity():
     q, k, v = qkv()
     result = sdpa_fp8(q, k, v, scales_of(), seq_lens_q=lens(3, 40), seq_lens_kv=lens(9, 0), return_lse=True)
     for rows, lse in ((result.out[0, :, 3:], result.lse[0, :, 3:]), (result.out[1], result.lse[1])):
@@ -195,7 +195,7 @@ def test_queries_without_keys_get_zeros_and_minus_infinity():
 
 
 @pytest.mark.parametrize(("lengths", "missing"), [((5, 0), "keys"), ((0, 5), "queries")])
-def test_nothing_to_attend_to(lengths, missing):
+def test_empty_inputs(lengths, missing):
     q, k, v = qkv(lengths=lengths)
     result = sdpa_fp8(q, k, v, scales_of(), return_lse=True)
     assert result.out.shape == (2, 4, lengths[0], 48), missing
@@ -205,7 +205,7 @@ def test_nothing_to_attend_to(lengths, missing):
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_the_output_lies_in_memory_as_the_queries_do(layout):
+def test_output_has_the_memory_order_of_q(layout):
     q, k, v = qkv(layout=layout)
     out = sdpa_fp8(q, k, v, scales_of()).out
     order = sorted(range(4), key=q.stride().__getitem__)
@@ -231,7 +231,7 @@ def true_gradients(q, k, v, scales, grad_out, **options):
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("grad_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_gradients_are_those_of_float64_up_to_the_format(grad_dtype, options):
+def test_gradients_match_float64_up_to_fp8_rounding(grad_dtype, options):
     q, k, v = qkv(lengths=(40, 56))
     found, grad_out, _ = backward(q, k, v, scales_of(), grad_dtype=grad_dtype, **options)
     expected = true_gradients(q, k, v, scales_of(), grad_out, **options)
@@ -246,7 +246,7 @@ def test_gradients_are_those_of_float64_up_to_the_format(grad_dtype, options):
         torch.testing.assert_close(amax, exact.abs().amax().view(1), rtol=2 * ROUNDING[grad_dtype], atol=1e-3)
 
 
-def test_amax_dp_is_the_largest_gradient_of_the_scores_with_their_factor():
+def test_amax_dp_is_the_amax_of_the_scaled_score_gradients():
     q, k, v = qkv()
     scale = 0.31
     found, grad_out, forward = backward(q, k, v, scales_of(), is_causal=True, scale=scale)
@@ -258,7 +258,7 @@ def test_amax_dp_is_the_largest_gradient_of_the_scores_with_their_factor():
     torch.testing.assert_close(found.amax_dp.double(), of_scores.abs().amax().view(1), rtol=1e-4, atol=1e-6)
 
 
-def test_each_scale_of_the_backward_pass_counts():
+def test_each_scale_of_the_backward_pass_matters():
     q, k, v = qkv()
     forward = sdpa_fp8(q, k, v, scales_of(), return_lse=True)
     grad_out = fp8_of(2, 4, 40, 48, dtype=E5M2, scale=19.0)
@@ -295,7 +295,7 @@ def test_float64_and_float32_agree():
     assert double.lse.dtype == torch.float64
 
 
-def test_masks_are_those_of_the_other_mathematics():
+def test_masks_match_the_float64_reference():
     for options in CASES.values():
         q, k, _ = qkv()
         call = ForwardArguments(q, k, k, **without_window(options))
@@ -420,7 +420,7 @@ def test_a_wrong_argument_of_the_backward_pass_is_named(changes, kind, argument)
     assert caught.value.argument == argument
 
 
-def test_what_requires_grad_is_refused():
+def test_tensors_that_require_grad_are_refused():
     q, k, v = qkv()
     with pytest.raises(UnsupportedError, match=r"scales\.scale_o requires grad.*\n.*sdpa_fp8_backward"):
         sdpa_fp8(q, k, v, scales_of(scale_o=number(2.0).requires_grad_()))
@@ -443,7 +443,7 @@ def operands(pass_, case):
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_operators_pass_pytorchs_own_checks(pass_, case):
+def test_operators_pass_opcheck(pass_, case):
     operator = getattr(ops, f"sdpa_fp8_{pass_}").default
     given = operands(pass_, case)
     before = [x.clone() for x in (*given[:3], *(y for z in given if isinstance(z, list) for y in z))]
@@ -455,7 +455,7 @@ def test_operators_pass_pytorchs_own_checks(pass_, case):
     assert len({x.untyped_storage().data_ptr() for x in (*results, *after)}) == len(results) + len(after)
 
 
-def test_fake_results_look_like_real_ones():
+def test_fake_results_match_real_metadata():
     q, k, v = qkv(layout="bshd")
     real = sdpa_fp8(q, k, v, scales_of(), return_lse=True, out_dtype=E5M2)
     with FakeTensorMode() as mode:

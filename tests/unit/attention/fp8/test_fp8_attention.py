@@ -64,7 +64,7 @@ CASES = {
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("grad_dtype", [E5M2, E4M3], ids=["e5m2", "e4m3"])
-def test_values_and_gradients_are_those_of_float64_up_to_the_format(options, grad_dtype):
+def test_values_and_gradients_match_float64_up_to_fp8_rounding(options, grad_dtype):
     def current(q, k, v):
         return fp8_attention(q, k, v, grad_dtype=grad_dtype, **options)
 
@@ -83,7 +83,7 @@ def test_results_have_the_dtype_and_the_memory_order_of_the_inputs(dtype):
         assert (gradient.dtype, gradient.shape, gradient.stride()) == (dtype, tensor.shape, tensor.stride())
 
 
-def test_autograd_keeps_half_of_what_bfloat16_keeps():
+def test_autograd_saves_half_the_bytes_of_bfloat16():
     kept = []
     q, k, v = qkv()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
@@ -93,7 +93,7 @@ def test_autograd_keeps_half_of_what_bfloat16_keeps():
     assert {x.element_size() for x in large} == {1}
 
 
-def test_without_gradients_nothing_else_comes_out():
+def test_results_do_not_depend_on_grad_mode():
     q, k, v = qkv()
     with torch.no_grad():
         assert torch.equal(fp8_attention(q, k, v), fp8_attention(q, k, v))
@@ -101,7 +101,7 @@ def test_without_gradients_nothing_else_comes_out():
     assert torch.equal(fp8_attention(q.detach(), k.detach(), v.detach()), fp8_attention(q, k, v).detach())
 
 
-def test_only_the_wanted_gradients_are_made(monkeypatch):
+def test_only_needed_gradients_are_computed(monkeypatch):
     made = []
     original = fp8_quantize._dense_like
     monkeypatch.setattr(fp8_quantize, "_dense_like", lambda x, dtype: made.append(dtype) or original(x, dtype))
@@ -117,7 +117,7 @@ def test_only_the_wanted_gradients_are_made(monkeypatch):
 # What is learned
 
 
-def test_scales_take_the_largest_value_of_the_history_to_the_largest_number():
+def test_scales_map_the_history_amax_to_the_format_maximum():
     scaling, seen = Fp8Scaling(history=2, auto_update=False), []
     for growth in (1.0, 4.0, 2.0, 0.5, 0.25):
         q, k, v = (x.detach() * growth for x in qkv())
@@ -133,7 +133,7 @@ def test_scales_take_the_largest_value_of_the_history_to_the_largest_number():
     assert (scaling.scale[BACKWARD] == 1).all()
 
 
-def test_the_most_recent_step_may_count_alone_and_a_margin_leaves_room():
+def test_most_recent_algorithm_and_margin():
     scaling = Fp8Scaling(algorithm="most_recent", margin=2, history=3, auto_update=False)
     for growth in (4.0, 0.5):
         q, k, v = (x.detach() * growth for x in qkv())
@@ -144,7 +144,7 @@ def test_the_most_recent_step_may_count_alone_and_a_margin_leaves_room():
     torch.testing.assert_close(scaling.scale[Q], 112 / q.abs().amax().float())
 
 
-def test_the_largest_values_of_what_is_computed_are_true():
+def test_amax_of_results_is_right():
     scaling = Fp8Scaling(auto_update=False)
     _, _, (q, k, v), grad_out = train(lambda *x: fp8_attention(*x, scaling=scaling))
     exact, _, of = gradients({"q": q, "k": k, "v": v}, grad_out)
@@ -156,7 +156,7 @@ def test_the_largest_values_of_what_is_computed_are_true():
     assert scaling.amax[NAMES.index("dp")] > 0
 
 
-def test_a_delayed_scale_is_that_of_the_step_before():
+def test_delayed_scaling_uses_the_previous_step():
     """Values that have grown are cut, once."""
     attend = Fp8Attention(scaling=Fp8Scaling(calibration=1))
     train(attend)
@@ -170,7 +170,7 @@ def test_a_delayed_scale_is_that_of_the_step_before():
     assert error(found, exact.double()) < OUTPUT
 
 
-def test_current_scales_of_inputs_follow_at_once():
+def test_current_scaling_follows_the_inputs_at_once():
     attend = Fp8Attention(scaling=Fp8Scaling(inputs="current", margin=1, calibration=1))
     assert_near(train(attend))
     for growth in (1.9, 0.7, 1.5):  # less than what the margin leaves the output and the gradients
@@ -180,7 +180,7 @@ def test_current_scales_of_inputs_follow_at_once():
         assert torch.equal(attend.scaling.amax[V], tensors[2].abs().amax().float())
 
 
-def test_without_a_history_gradients_of_any_size_come_through():
+def test_gradients_of_any_magnitude_without_a_history():
     for grad_scale in (1e-12, 1.0, 1e6):
         for grad_dtype in (E5M2, E4M3):
             found = train(lambda *x, dtype=grad_dtype: fp8_attention(*x, grad_dtype=dtype), grad_scale=grad_scale)
@@ -189,7 +189,7 @@ def test_without_a_history_gradients_of_any_size_come_through():
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("name", ["q", "k", "v", "grad_out"])
-def test_what_is_not_finite_shows_and_teaches_nothing(name, value):
+def test_non_finite_values_propagate_and_do_not_update_scales(name, value):
     attend = Fp8Attention(scaling=Fp8Scaling(history=3, auto_update=False, calibration=1))
     for _ in range(2):
         train(attend)
@@ -213,7 +213,7 @@ def test_what_is_not_finite_shows_and_teaches_nothing(name, value):
     assert_near(train(attend))
 
 
-def test_zeros_have_a_scale_too():
+def test_zeros_have_a_scale():
     attend = Fp8Attention(scaling=Fp8Scaling(calibration=2))
     for _ in range(4):
         zeros = [torch.zeros_like(x).requires_grad_() for x in qkv()]
@@ -224,7 +224,7 @@ def test_zeros_have_a_scale_too():
 
 
 @pytest.mark.parametrize("size", [1e-38, 3e38])
-def test_scales_of_extreme_numbers_are_finite_and_their_inverses_too(size):
+def test_scales_of_extreme_values_and_their_inverses_are_finite(size):
     scaling = Fp8Scaling(auto_update=False, margin=6)
     scaling.amax.fill_(size)
     scaling.update()
@@ -237,7 +237,7 @@ def test_scales_of_extreme_numbers_are_finite_and_their_inverses_too(size):
 # Steps
 
 
-def test_an_update_comes_by_itself_before_the_first_call_after_a_backward_pass():
+def test_auto_update_precedes_the_first_call_after_a_backward_pass():
     attend = Fp8Attention()
     history = attend.scaling.amax_history
     for step in range(3):
@@ -247,7 +247,7 @@ def test_an_update_comes_by_itself_before_the_first_call_after_a_backward_pass()
         (first.sum() + second.sum()).backward()
 
 
-def test_micro_batches_are_one_step_without_automatic_updates():
+def test_micro_batches_are_one_step_without_auto_update():
     attend = Fp8Attention(scaling=Fp8Scaling(auto_update=False))
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), attend)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -265,7 +265,7 @@ def test_micro_batches_are_one_step_without_automatic_updates():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_changes_no_history_and_no_gradient(use_reentrant):
+def test_checkpointing_changes_neither_history_nor_gradients(use_reentrant):
     plain, again = (Fp8Attention(scaling=Fp8Scaling(calibration=2)) for _ in range(2))
     for step in range(4):
         torch.manual_seed(step)
@@ -281,7 +281,7 @@ def test_checkpointing_changes_no_history_and_no_gradient(use_reentrant):
             assert torch.equal(again.state_dict()[name], tensor), name
 
 
-def test_a_call_that_is_checkpointed_twice_in_a_step_keeps_its_scales():
+def test_a_call_checkpointed_twice_in_a_step_keeps_its_scales():
     """The backward pass of the second call ends no step for the first one, which is repeated after it."""
     attend = Fp8Attention(scaling=Fp8Scaling(calibration=1))
     train(attend)
@@ -294,7 +294,7 @@ def test_a_call_that_is_checkpointed_twice_in_a_step_keeps_its_scales():
     assert int((attend.scaling.amax_history[Q] > 0).sum()) == 1
 
 
-def test_the_backward_pass_has_the_scales_of_its_own_forward_pass():
+def test_the_backward_pass_uses_the_scales_of_its_forward_pass():
     attend = Fp8Attention(scaling=Fp8Scaling(auto_update=False, history=1, calibration=1))
     train(attend)
     attend.scaling.update()
@@ -333,7 +333,7 @@ def test_a_layer_that_was_never_trained_needs_no_scales():
 # State
 
 
-def test_state_goes_through_a_state_dict():
+def test_state_dict_round_trip():
     first = Fp8Attention(scaling=Fp8Scaling(calibration=2))
     for _ in range(3):
         train(first)
@@ -378,7 +378,7 @@ def test_converting_a_model_leaves_scales_in_float32(convert):
 
 @pytest.mark.parametrize("name", ["scale", "amax", "amax_history", "limits"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_state_in_other_numbers_is_refused(name, dtype):
+def test_state_of_another_dtype_is_refused(name, dtype):
     scaling = Fp8Scaling()
     scaling._buffers[name] = scaling._buffers[name].to(dtype)
     for call in (lambda: fp8_attention(*qkv(), scaling=scaling), scaling.update):
@@ -386,7 +386,7 @@ def test_state_in_other_numbers_is_refused(name, dtype):
             call()
 
 
-def test_what_is_assigned_in_other_numbers_becomes_float32():
+def test_assigned_state_of_another_dtype_becomes_float32():
     trained, other = Fp8Scaling(history=4), Fp8Scaling(history=4)
     fp8_attention(*qkv(), scaling=trained)
     trained.update()
@@ -395,7 +395,7 @@ def test_what_is_assigned_in_other_numbers_becomes_float32():
     torch.testing.assert_close(other.scale, trained.scale, rtol=0.01, atol=0)
 
 
-def test_layers_may_begin_on_the_meta_device():
+def test_layers_may_be_created_on_the_meta_device():
     trained = Fp8Scaling(history=4)
     fp8_attention(*qkv(), scaling=trained)
     trained.update()
@@ -411,7 +411,7 @@ def test_layers_may_begin_on_the_meta_device():
     assert all(torch.equal(x, Fp8Scaling(history=4).get_buffer(name)) for name, x in fresh.named_buffers())
 
 
-def test_a_layer_can_forget_what_it_has_seen():
+def test_reset_clears_the_history():
     scaling = Fp8Scaling(history=4, calibration=1)
     fp8_attention(*qkv(), scaling=scaling)
     scaling.update()
@@ -423,7 +423,7 @@ def test_a_layer_can_forget_what_it_has_seen():
     assert not scaling.knows_forward
 
 
-def test_layers_are_copied_with_their_state_and_say_what_they_are():
+def test_copies_have_the_state_and_repr_has_the_options():
     attend = Fp8Attention(window_size=(3, 0), scaling=Fp8Scaling(history=5, grad_dtype=E4M3))
     train(attend)
     copied = copy.deepcopy(attend)
@@ -452,7 +452,7 @@ def test_autocast_casts():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # PyTorch's own, which it hides otherwise
-def test_compiled_code_calls_it_between_two_graphs():
+def test_compiled_code_breaks_the_graph_around_it():
     attend = Fp8Attention()
 
     def layer(q, k, v):
@@ -470,7 +470,7 @@ def test_compiled_code_calls_it_between_two_graphs():
 
 
 @pytest.mark.parametrize("gradient", ["expanded", "every second", "float32"])
-def test_any_gradient_is_taken(gradient):
+def test_grad_out_of_any_layout_and_dtype(gradient):
     q, k, v = qkv()
     out = fp8_attention(q, k, v)
     if gradient == "expanded":
@@ -484,7 +484,7 @@ def test_any_gradient_is_taken(gradient):
 
 
 @pytest.mark.parametrize("lengths", [(5, 0), (0, 5)])
-def test_nothing_to_attend_to(lengths):
+def test_empty_inputs(lengths):
     out, grads, tensors, _ = train(Fp8Attention(), tensors=qkv(lengths=lengths))
     assert (out == 0).all()
     assert all((gradient == 0).all() for gradient in grads)
@@ -506,7 +506,7 @@ def test_gradients_of_gradients_and_batches_of_them_are_refused():
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("by_amax", [False, True])
-def test_a_table_says_how_tensors_were_quantized(dtype, by_amax):
+def test_the_scale_table_records_how_tensors_were_quantized(dtype, by_amax):
     x, y = torch.randn(2, 3, 8, 16).half() * 5, torch.randn(2, 8, 3, 16).half().transpose(1, 2)
     given = None if by_amax else torch.rand(10) + 20
     table, record = new_table(x.device), torch.zeros(10)
@@ -528,7 +528,7 @@ def test_a_table_says_how_tensors_were_quantized(dtype, by_amax):
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_what_the_format_does_not_hold_is_cut(dtype):
+def test_overflow_saturates(dtype):
     x = (
         torch.tensor([1e-30, 3.0, -3.0, 1e4, -1e4, torch.inf, -torch.inf, torch.nan])
         .bfloat16()
@@ -578,7 +578,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments_are_named_and_leave_no_trace(case):
+def test_wrong_arguments_are_named_and_change_no_state(case):
     changes, kind, name, got, expected = WRONG[case]
     scaling = Fp8Scaling()
     with pytest.raises(kind) as raised:
@@ -606,7 +606,7 @@ def test_wrong_options_of_scales_are_named(name, value):
         Fp8Attention(scaling=value)
 
 
-def test_rows_of_which_a_tensor_is_made_are_read_where_they_lie():
+def test_strided_rows_are_readable_without_a_copy():
     readable = torch.empty(2, 3, 8, 64, dtype=torch.bfloat16)
     assert fp8_quantize.is_readable(readable[:, ::2, 1:, :32])
     assert fp8_quantize.is_readable(readable[:1, :1].expand(4, 3, 8, 64))
@@ -631,7 +631,7 @@ def target(capability):
         *((120, 64, True, "no gradients in FP8"), (89, 128, False, "needs 9.0")),
     ],
 )
-def test_what_a_gpu_lacks_is_said_before_anything_runs(capability, dim, trains, expected, monkeypatch):
+def test_unsupported_gpus_raise_before_anything_runs(capability, dim, trains, expected, monkeypatch):
     """And where cuDNN itself gives 16 bits, it does unless gradients are wanted."""
     monkeypatch.setattr(attention_module, "live_target", lambda _: target(capability))
     shapes = (2, 4, 64, dim), (2, 2, 96, dim), (2, 2, 96, dim)
@@ -648,7 +648,7 @@ def test_what_a_gpu_lacks_is_said_before_anything_runs(capability, dim, trains, 
         assert expected in " ".join(raised.value.reasons)
 
 
-def test_an_output_that_is_made_in_16_bits_is_learned_from_as_well():
+def test_a_16_bit_output_updates_the_amax_too():
     q, k, v = qkv(requires_grad=False)
     results = []
     for half_output in (False, True):
@@ -665,7 +665,7 @@ def test_an_output_that_is_made_in_16_bits_is_learned_from_as_well():
     assert fp8_attention_module.forward(q, k, v, call, half_output=True).out.isnan().all()
 
 
-def test_the_kernels_know_the_tables():
+def test_kernel_constants_match_the_scale_table():
     source = fp8_quantize.SOURCE.read_text()
     numbers = {"TENSORS": len(NAMES), "SLOT": SLOT, "Q": Q, "V": V, "S": S, "O": O, "SCALE_S": f"{SCALE_S}f"}
     for name, value in numbers.items():

@@ -68,7 +68,7 @@ def same(a, b):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("out_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_a_forward_call_gives_its_plan_the_right_addresses(case, return_lse, out_dtype):
+def test_forward_launches_get_the_right_addresses(case, return_lse, out_dtype):
     lengths, options = CASES[case]
     q, k, v = qkv(lengths)
     scales = Fp8Scales(*SCALES[:6])
@@ -85,7 +85,7 @@ def test_a_forward_call_gives_its_plan_the_right_addresses(case, return_lse, out
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("grad_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_a_backward_call_gives_its_plan_the_right_addresses(case, grad_dtype):
+def test_backward_launches_get_the_right_addresses(case, grad_dtype):
     lengths, options = CASES[case]
     q, k, v = qkv(lengths)
     options = within(options, lengths)
@@ -103,7 +103,7 @@ def test_a_backward_call_gives_its_plan_the_right_addresses(case, grad_dtype):
 
 @pytest.mark.parametrize("entries", [1, 2])
 @pytest.mark.parametrize("case", ["causal", "bottom-right", "lengths of keys, causal", "queries that see no key"])
-def test_batch_entries_may_go_into_several_launches(case, entries, monkeypatch):
+def test_batch_entries_may_be_split_into_several_launches(case, entries, monkeypatch):
     monkeypatch.setattr(plans, "_LONG", 16)
     monkeypatch.setattr(plans, "_ENOUGH_TILES", 4 * entries)
     lengths, options = {**CASES, "lengths of keys, causal": ((40, 56), {"seq_lens_kv": lens(9, 17, 56, 0)})}[case]
@@ -130,7 +130,7 @@ def heads_last(x):
     return x.transpose(1, 2).contiguous()
 
 
-def test_short_or_full_or_few_entries_go_into_one_launch():
+def test_when_batch_entries_are_split_into_launches():
     def pieces(batch, heads, length, target=TARGET, **options):
         q = torch.empty(batch, length, heads, 128, dtype=E4M3, device="meta").transpose(1, 2)
         lse = torch.empty(batch, heads, length, device="meta")
@@ -150,7 +150,7 @@ def test_short_or_full_or_few_entries_go_into_one_launch():
     assert pieces(4, 32, 4096, blackwell, **causal) == 4
 
 
-def test_a_gradient_that_cannot_be_read_is_copied():
+def test_an_unreadable_grad_out_is_copied():
     q, k, v = qkv()
     call, scales = ForwardArguments(q, k, v), Fp8BackwardScales(*SCALES)
     wide = torch.randn(2, 4, 40, 256).to(E5M2)
@@ -162,7 +162,7 @@ def test_a_gradient_that_cannot_be_read_is_copied():
     assert workarounds.readable(dense).grad_out is dense.grad_out
 
 
-def test_no_queries_and_no_keys_need_no_plan():
+def test_empty_calls_need_no_plan():
     for lengths in ((0, 5), (5, 0)):
         q, k, v = qkv(lengths)
         of = Fp8Forward(ForwardArguments(q, k, v, with_lse=True), Fp8Scales(*SCALES[:6]), E5M2)
@@ -175,7 +175,7 @@ def test_no_queries_and_no_keys_need_no_plan():
 @pytest.mark.parametrize("lengths", [(5, 9), (9, 5), (7, 7), (1, 8)])
 @pytest.mark.parametrize("window_size", [(-1, -1), (2, -1), (7, 1), (0, 3), (-1, 2)])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_mask_that_is_counted_from_the_top_left_is_the_same(lengths, window_size, is_causal):
+def test_bottom_right_masks_become_equivalent_top_left_masks(lengths, window_size, is_causal):
     q, k, v = qkv(lengths)
     options = {"is_causal": is_causal, "causal_alignment": "bottom_right"}
     call = ForwardArguments(q, k, v, **options, window_left=window_size[0], window_right=window_size[1])
@@ -193,7 +193,7 @@ def test_a_mask_that_is_counted_from_the_top_left_is_the_same(lengths, window_si
     assert mask.masked_rows == normalize_mask(*options.values(), window_size, *lengths).masked_rows
 
 
-def test_two_ways_of_saying_the_same_share_a_plan():
+def test_equivalent_options_share_a_plan():
     q, k, v = qkv((40, 40))
     keys = {
         ForwardSpec.of(Fp8Forward(ForwardArguments(q, k, v, scale=scale, **options), Fp8Scales(*SCALES[:6]), E4M3)).key(
@@ -209,7 +209,7 @@ def test_two_ways_of_saying_the_same_share_a_plan():
     assert len(keys) == 1
 
 
-def test_it_is_explained(monkeypatch):
+def test_explain(monkeypatch):
     monkeypatch.delenv("CUDNN_SDPA_TARGET", raising=False)
     q, k, v = qkv()
     description = describe_sdpa_fp8(q, k, v, Fp8Scales(*SCALES[:6]), seq_lens_kv=lens(3, 4), return_lse=True)
@@ -220,7 +220,7 @@ def test_it_is_explained(monkeypatch):
     assert result.call == "sdpa_fp8"
 
 
-def test_rows_at_steps_that_cudnn_cannot_read_are_refused_by_name():
+def test_unreadable_row_strides_are_refused_by_name():
     q, k, v = qkv()
     flat = torch.randn(2 * 2 * 56 * 136).to(E4M3)
     odd = flat.as_strided(k.shape, (2 * 56 * 136, 56 * 136, 136, 1))
@@ -228,7 +228,7 @@ def test_rows_at_steps_that_cudnn_cannot_read_are_refused_by_name():
         sdpa_fp8(q, odd, v, Fp8Scales(*SCALES[:6]))
 
 
-def test_compiled_code_gives_the_same():
+def test_compiled_code_matches_eager():
     q, k, v = qkv()
     scales = Fp8Scales(*SCALES[:6])
 

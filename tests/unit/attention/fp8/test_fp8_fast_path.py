@@ -87,7 +87,7 @@ def test_gradients_are_checked_once(gpu, checked, case):
     assert checked == []
 
 
-def test_one_scale_for_all_and_calls_in_turn(gpu, checked):
+def test_one_scale_tensor_for_all_and_interleaved_calls(gpu, checked):
     """No guard stands for a tensor that is given twice, and two shapes in turn are found by their signatures."""
     one = torch.tensor([1.5])
     problems = [(*qkv(lengths), Fp8Scales(*[one] * 6)) for lengths in ((40, 56), (32, 48))]
@@ -99,7 +99,7 @@ def test_one_scale_for_all_and_calls_in_turn(gpu, checked):
     assert checked == []
 
 
-def test_each_option_has_calls_of_its_own(gpu):
+def test_each_option_is_another_cached_call(gpu):
     q, k, v = qkv((40, 56))
     cases = [
         {},
@@ -157,7 +157,7 @@ def test_bad_input_is_refused_warm_and_cold(gpu, name):
 
 
 @pytest.mark.parametrize("options", [{}, {"seq_lens_kv": lens(17, 40)}], ids=["plain", "lengths"])
-def test_what_was_freed_is_refused_warm_too(gpu, options):
+def test_freed_tensors_are_refused_warm(gpu, options):
     """A launch with address 0 ends the CUDA context."""
     q, k, v = qkv((40, 56))
     made = sdpa_fp8(q, k, v, FORWARD, **options, return_lse=True)
@@ -175,7 +175,7 @@ def test_what_was_freed_is_refused_warm_too(gpu, options):
                 gpu(function, *given[: len(tensors)], type(scales)(*given[len(tensors) :]), **options)
 
 
-def test_what_requires_grad_is_refused_warm_too(gpu):
+def test_tensors_that_require_grad_are_refused_warm(gpu):
     q, k, v = qkv((40, 56))
     scales = Fp8Scales(*(x.clone() for x in FORWARD))
     for _ in range(3):
@@ -191,7 +191,7 @@ def test_what_requires_grad_is_refused_warm_too(gpu):
         gpu(sdpa_fp8, q, k, v, scales)
 
 
-def test_gradients_that_cannot_be_read_are_copied_each_time(gpu):
+def test_an_unreadable_grad_out_is_copied_in_each_call(gpu):
     q, k, v = qkv((40, 56))
     made = sdpa_fp8(q, k, v, FORWARD, return_lse=True)
     wide = torch.randn(2, 4, 40, 256).to(E5M2)
@@ -204,7 +204,7 @@ def test_gradients_that_cannot_be_read_are_copied_each_time(gpu):
         assert equal(gpu(sdpa_fp8_backward, *given), sdpa_fp8_backward(*given))
 
 
-def test_determinism_of_gradients_is_part_of_a_call(gpu):
+def test_determinism_is_part_of_a_cached_call(gpu):
     q, k, v = qkv((48, 56))
     made = sdpa_fp8(q, k, v, FORWARD, return_lse=True)
     given = (torch.randn(q.shape).to(E5M2), q, k, v, made.out, made.lse, BACKWARD)
@@ -266,7 +266,7 @@ def moved(x):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_gradient_at_an_odd_address_is_copied_in_warm_calls_too(gpu, misaligned, is_causal, monkeypatch):
+def test_a_misaligned_grad_out_is_copied_warm(gpu, misaligned, is_causal, monkeypatch):
     monkeypatch.setattr(plans, "_LONG", 16)  # causal ones go one batch entry at a time
     monkeypatch.setattr(plans, "_ENOUGH_TILES", 1)
     q, k, v = qkv((48, 48))
@@ -280,7 +280,7 @@ def test_a_gradient_at_an_odd_address_is_copied_in_warm_calls_too(gpu, misaligne
     assert misaligned == []
 
 
-def test_the_log_sum_exp_of_rows_that_see_a_key_begins_at_a_place_of_its_own(gpu, misaligned):
+def test_the_lse_without_fully_masked_rows_is_aligned(gpu, misaligned):
     q, k = torch.randn(1, 1, 49, 128).to(E4M3), torch.randn(1, 1, 48, 128).to(E4M3)
     mask = {"is_causal": True, "causal_alignment": "bottom_right"}
     made = sdpa_fp8(q, k, k.clone(), FORWARD, **mask, return_lse=True)
@@ -305,7 +305,7 @@ def freed(x):
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_what_was_freed_reaches_no_warm_launch(gpu, place):
+def test_freed_tensors_reach_no_warm_launch(gpu, place):
     for times in range(3):
         tensors = list(qkv())
         if times:
@@ -316,7 +316,7 @@ def test_what_was_freed_reaches_no_warm_launch(gpu, place):
 
 
 @pytest.mark.parametrize("place", range(6))
-def test_no_scale_that_was_freed_does(gpu, place):
+def test_freed_scales_reach_no_warm_launch(gpu, place):
     for times in range(3):
         tensors = list(qkv())
         if times:
@@ -327,7 +327,7 @@ def test_no_scale_that_was_freed_does(gpu, place):
 
 
 @pytest.mark.parametrize("place", range(6))
-def test_nor_one_of_the_backward_pass(gpu, place):
+def test_freed_backward_scales_reach_no_warm_launch(gpu, place):
     q, k, v = qkv()
     names = ("grad_out", "q", "k", "v", "out", "lse")
     for times in range(3):

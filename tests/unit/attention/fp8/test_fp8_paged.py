@@ -49,7 +49,7 @@ OPTIONS = {
 @pytest.mark.usefixtures("reference_alone")
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_pages_are_the_keys_in_a_row(name, layout):
+def test_pages_match_contiguous_keys(name, layout):
     q, k, v, ids, ids_v, lengths = problem(layout=layout)
     options = OPTIONS[name]
     for other in (None, ids_v):
@@ -60,7 +60,7 @@ def test_pages_are_the_keys_in_a_row(name, layout):
         assert same(found, sdpa_fp8(q, *rows, scales_of(), seq_lens_kv=lengths, return_lse=True, **options))
 
 
-def test_what_no_sequence_owns_is_not_read():
+def test_unused_pages_are_not_read():
     q, k, v, ids, _, lengths = problem()
     expected = sdpa_fp8(q, k, v, scales_of(), seq_lens_kv=lengths, page_table=ids)
     owned = {int(i) for row, n in zip(ids, lengths.tolist(), strict=True) for i in row[: -(-n // PAGE)]}
@@ -70,7 +70,7 @@ def test_what_no_sequence_owns_is_not_read():
     assert same(sdpa_fp8(q, k, v, scales_of(), seq_lens_kv=lengths, page_table=ids), expected)
 
 
-def test_a_key_on_hopper():
+def test_plan_key_on_hopper():
     q, k, v, ids, ids_v, lengths = problem(dims=(128, 128))
     description = describe_sdpa_fp8(q, k, v, scales_of(), seq_lens_kv=lengths, page_table=ids, page_table_v=ids_v)
     key = description.key(TARGET, None)
@@ -91,7 +91,7 @@ def test_hopper_has_no_single_query_and_no_bottom_right():
             describe_sdpa_fp8(of_q, k, v, scales_of(), seq_lens_kv=lengths, page_table=ids, **options).key(TARGET, None)
 
 
-def test_a_plan_gets_the_right_addresses(gpu, monkeypatch):  # noqa: F811
+def test_launches_get_the_right_addresses(gpu, monkeypatch):  # noqa: F811
     q, k, v, ids, ids_v, lengths = problem(dims=(128, 128))
     expected = sdpa_fp8(q, k, v, scales_of(), seq_lens_kv=lengths, page_table=ids, page_table_v=ids_v, return_lse=True)
 
@@ -139,7 +139,7 @@ def test_a_wrong_argument_is_named(changes, kind, argument):
     assert caught.value.argument == argument
 
 
-def test_it_is_explained():
+def test_explain():
     q, k, v, ids, _, lengths = problem(dims=(128, 128))
     text = str(explain(sdpa_fp8, q[:, :, :1], k, v, scales_of(), seq_lens_kv=lengths, page_table=ids))
     assert "single query" in text

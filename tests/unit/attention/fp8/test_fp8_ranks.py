@@ -56,7 +56,7 @@ def work(rank, store, folder, auto_update, bad):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("auto_update", "bad"), [(False, torch.nan), (True, torch.inf)])
-def test_ranks_have_the_same_scales_and_drop_a_step_together(auto_update, bad, tmp_path):
+def test_ranks_share_scales_and_skip_a_step_together(auto_update, bad, tmp_path):
     torch.multiprocessing.spawn(work, (tmp_path / "store", tmp_path, auto_update, bad), nprocs=RANKS)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
     history = torch.zeros(2, 2 * DO, STEPS)
@@ -93,7 +93,7 @@ def test_a_group_of_one_rank_changes_nothing(group):
         assert all(torch.equal(attend.state_dict()[name], x) for name, x in plain.state_dict().items())
 
 
-def test_copies_have_the_group_and_files_have_none(group):
+def test_copies_keep_the_process_group_and_files_do_not(group):
     attend = layer(group)
     train(attend)
     assert set(attend.state_dict()) == {"scaling.scale", "scaling.amax", "scaling.amax_history"}
@@ -109,7 +109,7 @@ def test_copies_have_the_group_and_files_have_none(group):
     assert (whole.scaling.amax_history[:, 0] > 0).all()
 
 
-def test_without_a_default_group_an_update_says_so():
+def test_an_update_without_a_default_group_raises():
     attend = layer("world")
     train(attend)
     before = attend.scaling.amax.clone()

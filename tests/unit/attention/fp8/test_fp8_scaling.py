@@ -41,7 +41,7 @@ def launches(monkeypatch):
 
 @pytest.mark.parametrize("calibration", [1, 2, 4])
 @pytest.mark.parametrize("grad_dtype", [E5M2, E4M3], ids=["e5m2", "e4m3"])
-def test_the_first_steps_go_by_the_tensors_at_hand(calibration, grad_dtype, launches):
+def test_calibration_steps_use_current_scaling(calibration, grad_dtype, launches):
     attend = layer(calibration=calibration, grad_dtype=grad_dtype)
     for step in range(calibration + 2):
         launches.clear()
@@ -56,7 +56,7 @@ def test_the_first_steps_go_by_the_tensors_at_hand(calibration, grad_dtype, laun
             assert_near(found, grad_dtype)
 
 
-def test_values_may_grow_and_shrink_as_they_like_in_the_first_steps():
+def test_calibration_steps_follow_any_change_of_magnitude():
     attend = layer(calibration=3)
     for growth in (1.0, 300.0, 1e-3):
         tensors = [(x.detach() * growth).requires_grad_() for x in qkv()]
@@ -64,7 +64,7 @@ def test_values_may_grow_and_shrink_as_they_like_in_the_first_steps():
         assert_near(train(attend, tensors=(q.requires_grad_(), k, v), grad_scale=growth))
 
 
-def test_forward_and_backward_passes_are_counted_apart():
+def test_forward_and_backward_passes_calibrate_separately():
     attend = layer(calibration=2, auto_update=False)
     for _ in range(2):
         with torch.no_grad():
@@ -87,7 +87,7 @@ def test_micro_batches_of_a_step_calibrate_together():
     assert attend.scaling.knows_backward
 
 
-def test_evaluation_goes_by_the_tensors_at_hand_until_the_history_is_relied_on():
+def test_evaluation_uses_current_scaling_until_calibration_ends():
     """A history of steps that were dropped would be none."""
     attend = layer(calibration=2)
     for step in range(3):
@@ -103,7 +103,7 @@ def test_evaluation_goes_by_the_tensors_at_hand_until_the_history_is_relied_on()
 
 @pytest.mark.parametrize("bad", ["zeros", "inf", "nan"])
 @pytest.mark.parametrize("grad_dtype", [E5M2, E4M3], ids=["e5m2", "e4m3"])
-def test_first_gradients_may_be_zeros_or_not_finite(bad, grad_dtype):
+def test_first_gradients_may_be_zero_or_non_finite(bad, grad_dtype):
     attend = layer(calibration=4, grad_dtype=grad_dtype)
     for _ in range(3):
         tensors = qkv()
@@ -116,7 +116,7 @@ def test_first_gradients_may_be_zeros_or_not_finite(bad, grad_dtype):
     assert attend.scaling.knows_backward
 
 
-def test_a_projection_of_zeros_lets_no_gradient_vanish():
+def test_gradients_survive_a_zero_initialized_projection():
     """The first gradient of attention is zero then, and the next ones are tiny."""
     attend = Fp8Attention()
     projection = torch.nn.Linear(32, 32, bias=False)
@@ -138,7 +138,7 @@ def test_a_projection_of_zeros_lets_no_gradient_vanish():
 
 
 @pytest.mark.parametrize("auto_update", [True, False])
-def test_a_grad_scaler_may_overflow_in_the_first_steps(auto_update):
+def test_a_grad_scaler_may_overflow_during_calibration(auto_update):
     """Dropped steps teach nothing; gradients of those that follow are right at once."""
     attend = layer(auto_update=auto_update)
     weights, largest = torch.nn.Parameter(torch.ones(3, 32)), torch.finfo(torch.float16).max
@@ -175,7 +175,7 @@ def test_a_grad_scaler_may_overflow_in_the_first_steps(auto_update):
 # Repeated calls
 
 
-def test_a_call_that_is_repeated_after_an_update_does_as_it_did():
+def test_a_checkpointed_call_recomputes_with_its_own_scales():
     """The update between the call and its backward pass ends calibration, but not for that call."""
     attend = layer(calibration=1, auto_update=False)
     q, k, v = qkv()
@@ -190,7 +190,7 @@ def test_a_call_that_is_repeated_after_an_update_does_as_it_did():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_is_through_with_calibrating_when_the_layer_is(use_reentrant, launches):
+def test_checkpointing_does_not_change_when_calibration_ends(use_reentrant, launches):
     plain, again = (layer(calibration=2) for _ in range(2))
     for step in range(4):
         counts = []
@@ -205,7 +205,7 @@ def test_checkpointing_is_through_with_calibrating_when_the_layer_is(use_reentra
         assert all(torch.equal(again.state_dict()[name], x) for name, x in plain.state_dict().items())
 
 
-def test_a_capture_takes_the_history_as_soon_as_there_may_be_one(monkeypatch):
+def test_captures_use_the_history_as_soon_as_it_exists(monkeypatch):
     capturing = [False]
     monkeypatch.setattr(scaling_state.torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     steps = scaling_state.Steps(4)
@@ -236,7 +236,7 @@ def test_a_capture_takes_the_history_as_soon_as_there_may_be_one(monkeypatch):
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize(("margin", "grad_dtype"), [(0, E5M2), (0, E4M3), (3, E5M2), (2, E4M3)], ids=str)
-def test_a_history_gives_the_scales_of_the_layer_that_loads_it(algorithm, margin, grad_dtype):
+def test_a_loaded_history_gives_scales_for_the_loading_layers_options(algorithm, margin, grad_dtype):
     trained = layer(calibration=1, history=5)
     for size in (1.0, 9.0, 0.5):
         train(trained, grad_scale=size)
@@ -257,7 +257,7 @@ def test_a_history_gives_the_scales_of_the_layer_that_loads_it(algorithm, margin
 
 
 @pytest.mark.parametrize("most_recent", [False, True])
-def test_scales_from_a_history_are_the_bits_that_updates_left(most_recent):
+def test_scales_from_a_history_match_updates_bit_for_bit(most_recent):
     limits = torch.tensor([448.0, 448, 448, 0, 448, *[57344.0] * 5])
     history, scale = torch.zeros(10, 6), torch.full((10,), 3.25)
     for step in range(15):
@@ -270,7 +270,7 @@ def test_scales_from_a_history_are_the_bits_that_updates_left(most_recent):
         assert torch.equal(found[limits > 0], scale[limits > 0]), step
 
 
-def test_what_a_history_lacks_is_kept_and_what_was_assigned_is_not_written():
+def test_loading_keeps_scales_without_history_and_does_not_write_to_assigned_state():
     trained = Fp8Scaling(history=4)
     fp8_attention(*qkv(), scaling=trained)
     trained.update()
@@ -287,7 +287,7 @@ def test_what_a_history_lacks_is_kept_and_what_was_assigned_is_not_written():
         assert all(torch.equal(state[name], x) for name, x in given.items())
 
 
-def test_a_state_whose_gradients_were_zeros_goes_on_calibrating_them():
+def test_a_state_with_zero_gradients_continues_calibration():
     first = layer(calibration=1)
     out = first(*(tensors := qkv()))
     torch.autograd.grad(out, tensors, torch.zeros_like(out))
@@ -302,7 +302,7 @@ def test_a_state_whose_gradients_were_zeros_goes_on_calibrating_them():
 # Whose they are
 
 
-def test_two_layers_may_not_have_the_same_scales():
+def test_two_layers_cannot_share_a_scaling():
     scaling = Fp8Scaling()
     attend = Fp8Attention(scaling=scaling)
     with pytest.raises(OptionError, match="scaling: got that of another Fp8Attention"):
@@ -313,7 +313,7 @@ def test_two_layers_may_not_have_the_same_scales():
     assert Fp8Attention(scaling=scaling).scaling is scaling, "the other one is gone"
 
 
-def test_copies_of_layers_own_their_scales():
+def test_copies_of_layers_have_their_own_scaling():
     model = torch.nn.Sequential(layer(calibration=2, history=3))
     train(model[0])
     copied = copy.deepcopy(model)

@@ -26,12 +26,12 @@ H200 = target_of(90, "9.19.0")
 
 
 class Asked(Exception):  # noqa: N818 - no error, but what is looked for
-    """The key that a call asks the plan cache for."""
+    """The key that a call requests from the plan cache."""
 
 
 @pytest.fixture
 def key_of(monkeypatch):
-    """Runs the GPU's code on tensors without memory until it asks for a plan, and gives the key that it asks for."""
+    """Runs the GPU code on meta tensors until it requests a plan, and returns the requested key."""
 
     def ask(_self, key, *_args, **_options):
         raise Asked(key)
@@ -44,7 +44,7 @@ def key_of(monkeypatch):
     monkeypatch.setattr(PlanCache, "get", ask)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
     monkeypatch.setattr(paging, "GatherKernel", lambda _call: gather)
-    monkeypatch.setattr(memory, "_share_memory", lambda *_: False)  # what has no memory has address 0
+    monkeypatch.setattr(memory, "_share_memory", lambda *_: False)  # meta tensors have address 0
     for module in (paged_launch, varlen_launch):
         monkeypatch.setattr(module, "live_target", lambda _device: H200)
 
@@ -101,7 +101,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_key_is_that_of_the_call(key_of, name):
+def test_the_explained_key_is_that_of_the_call(key_of, name):
     sizes, options = CALLS[name]
     given = arguments(**sizes)
     described = describer_of(sdpa_paged)(*given, **options)
@@ -112,7 +112,7 @@ def notes(*given, **options):
     return "\n".join(describer_of(sdpa_paged)(*given, **options).extra_kernels)
 
 
-def test_what_runs_beside_the_plan():
+def test_extra_kernels():
     assert notes(*arguments(owned=True)) == ""
     assert "not those of a PagedKVCache" in notes(*arguments())
     assert "5 sequences are served by a plan for 6" in notes(*arguments(batch=5, owned=True))
@@ -154,7 +154,7 @@ def test_a_call_is_verified():
     assert max(errors.values()) < 1e-2
 
 
-def test_the_description_takes_what_the_function_takes():
+def test_explain_takes_the_parameters_of_the_function():
     def parameters(of):
         return [(p.name, p.kind, p.default) for p in inspect.signature(of).parameters.values()]
 

@@ -76,7 +76,7 @@ def test_a_fork_shares_pages_until_one_of_the_two_writes():
     check(pool)
 
 
-def test_of_two_that_share_a_page_and_both_write_one_keeps_it():
+def test_of_two_sequences_that_share_a_page_and_both_write_one_keeps_it():
     pool = PagePool(8, 16)
     one = pool.add()
     pool.grow([one], [20])
@@ -96,7 +96,7 @@ def test_a_full_last_page_is_not_copied():
     check(pool)
 
 
-def test_truncate_gives_back_what_nobody_needs():
+def test_truncate_frees_unused_pages():
     pool = PagePool(8, 16)
     one = pool.add()
     pool.grow([one], [50])
@@ -110,7 +110,7 @@ def test_truncate_gives_back_what_nobody_needs():
 
 
 @pytest.mark.parametrize("length", [-1, 51, 1.0, True, None])
-def test_lengths_that_make_no_sense(length):
+def test_invalid_lengths(length):
     pool = PagePool(8, 16)
     one = pool.add()
     pool.grow([one], [50])
@@ -118,7 +118,7 @@ def test_lengths_that_make_no_sense(length):
         pool.truncate(one, length)
 
 
-def test_sequences_that_are_not_there():
+def test_unknown_sequences():
     pool = PagePool(8, 16)
     one = pool.add()
     pool.free(one)
@@ -134,7 +134,7 @@ def test_sequences_that_are_not_there():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_is_done_in_any_order(seed):
+def test_random_operations_keep_the_invariants(seed):
     r = random.Random(seed)
     pool, alive = PagePool(r.randint(4, 40), r.choice([1, 4, 16])), []
     for _ in range(300):
@@ -175,7 +175,7 @@ def test_forks_of_several_pages_need_no_more_than_they_take():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_what_grew_can_be_restored(seed):
+def test_growth_can_be_undone(seed):
     r = random.Random(seed)
     pool = PagePool(60, 4)
     alive = [pool.add() for _ in range(4)]
@@ -252,7 +252,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_no_interruption_anywhere_loses_a_page_or_gives_it_to_two(change):
+def test_interruptions_neither_lose_nor_duplicate_pages(change):
     """An exception before every single opcode of every change."""
     for place in itertools.count():
         pool = shared_pool()

@@ -51,7 +51,7 @@ def pages_of(lengths, page_size=16, layout="HND", dtype=torch.float64, extra=3):
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("queries", [1, 3, 20])
-def test_it_is_dense_attention_of_the_pages_in_a_row(layout, page_size, queries):
+def test_matches_dense_attention_of_contiguous_keys(layout, page_size, queries):
     lengths = [37, 20, 64, 65, 130]
     k_pages, v_pages, table, lens, k, v = pages_of(lengths, page_size, layout)
     q = torch.randn(len(lengths), HEADS, queries, DIM, dtype=torch.float64)
@@ -78,7 +78,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("queries", [1, 5])
-def test_options_mean_the_same(options, queries):
+def test_options_match_dense_attention(options, queries):
     lengths = [37, 20, 65]
     k_pages, v_pages, table, lens, k, v = pages_of(lengths)
     q = torch.randn(len(lengths), HEADS, queries, DIM, dtype=torch.float64)
@@ -103,7 +103,7 @@ def test_sequences_without_keys_and_absent_queries_are_zeros():
     del k, v
 
 
-def test_values_may_have_a_table_of_their_own():
+def test_values_may_have_a_separate_table():
     k_pages, v_pages, table, lens, k, v = pages_of([37, 20])
     order = torch.randperm(v_pages.shape[0])
     table_v = torch.argsort(order)[table.long()].int()
@@ -161,7 +161,7 @@ def test_wrong_arguments(name):
         sdpa_paged(**{**given, **change(given)})
 
 
-def test_what_cudnn_declines_runs_on_the_reference_where_that_is_asked_for(monkeypatch, caplog):
+def test_fallback_runs_on_the_reference(monkeypatch, caplog):
     given = arguments()
     expected = sdpa_paged(**given, return_lse=True)
 
@@ -189,7 +189,7 @@ def test_gradients_are_refused():
         assert sdpa_paged(**given).isfinite().all()
 
 
-def test_page_ids_and_lengths_are_checked_where_it_is_asked_for(monkeypatch):
+def test_page_ids_and_lengths_are_checked_on_request(monkeypatch):
     monkeypatch.setattr(value_checks, "enabled", True)
     given = arguments()
     sdpa_paged(**given)
@@ -202,7 +202,7 @@ def test_page_ids_and_lengths_are_checked_where_it_is_asked_for(monkeypatch):
         sdpa_paged(**given)
 
 
-def test_numbers_outside_are_kept_within(monkeypatch):
+def test_out_of_range_values_are_clamped(monkeypatch):
     for check in ("check_lengths", "check_pages"):  # as on a GPU, where nobody reads them
         monkeypatch.setattr(value_checks, check, lambda *_: None)
     given = arguments()
@@ -280,7 +280,7 @@ def test_attention_on_a_cache_prefill_in_chunks_and_decode():
         torch.testing.assert_close(out, sdpa(q, k, v, is_causal=True)[:, :, first:last])
 
 
-def test_a_fork_keeps_its_prefix_when_the_other_goes_on():
+def test_a_fork_keeps_its_prefix_when_the_other_grows():
     cache = new_cache()
     one = cache.add()
     k = torch.randn(1, HEADS_KV, 6, DIM, dtype=torch.float64)
@@ -300,7 +300,7 @@ def test_a_fork_keeps_its_prefix_when_the_other_goes_on():
     assert cache.use().shared == 1
 
 
-def test_a_step_is_made_anew_in_its_place():
+def test_reserve_into_reuses_a_step():
     cache = new_cache()
     one, two = cache.add(), cache.add()
     cache.reserve([one, two], 3)
@@ -333,12 +333,12 @@ def test_out_of_pages_and_evict():
     "wrong",
     [{"pages": 0}, {"page_size": 12}, {"page_layout": "X"}, {"heads": 1.0}, {"max_length": -1}, {"layers": True}],
 )
-def test_caches_that_cannot_be(wrong):
+def test_invalid_cache_sizes(wrong):
     with pytest.raises(OptionError, match=next(iter(wrong))):
         new_cache(**wrong)
 
 
-def test_what_does_not_fit_is_not_appended():
+def test_tokens_that_do_not_fit_are_not_appended():
     cache = new_cache(max_length=9)
     assert cache.max_length == 12
     one = cache.add()
@@ -371,7 +371,7 @@ def test_a_step_belongs_to_its_cache():
     assert (cache.length(one), cache.use().used) == (0, 0)
 
 
-def test_what_fails_on_the_way_is_undone(monkeypatch):
+def test_a_failed_reserve_is_undone(monkeypatch):
     cache = new_cache()
     one = cache.add()
     step = cache.reserve([one], 6)
@@ -409,7 +409,7 @@ BAD_RESERVES = [
 
 
 @pytest.mark.parametrize("wrong", BAD_RESERVES, ids=str)
-def test_reserves_that_make_no_sense(wrong):
+def test_invalid_reserves(wrong):
     cache = new_cache()
     assert cache.add() == 0
     with pytest.raises(OptionError):
@@ -418,13 +418,13 @@ def test_reserves_that_make_no_sense(wrong):
 
 
 @pytest.mark.parametrize(("name", "value"), [("batch", -1), ("tokens", 2.5), ("batch", "a"), ("tokens", True)])
-def test_steps_that_cannot_be(name, value):
+def test_invalid_steps(name, value):
     with pytest.raises(OptionError, match=name):
         new_cache().new_step(**{"batch": 1, "tokens": 1, name: value})
 
 
 @pytest.mark.parametrize("layer", [-1, 2, 1.0, None, True])
-def test_layers_that_are_not_there(layer):
+def test_unknown_layers(layer):
     cache = new_cache()
     step = cache.reserve([cache.add()])
     k = torch.zeros(1, HEADS_KV, 1, DIM, dtype=torch.float64)
@@ -438,7 +438,7 @@ def test_layers_that_are_not_there(layer):
             call(layer)
 
 
-def test_modes_of_autograd_do_no_harm():
+def test_works_in_every_grad_mode():
     with torch.inference_mode():
         cache = new_cache()
         one = cache.add()
@@ -453,14 +453,14 @@ def test_modes_of_autograd_do_no_harm():
 
 
 @pytest.mark.parametrize("page_layout", [["HND"], None, 3])
-def test_layouts_that_are_none(page_layout):
+def test_invalid_layouts(page_layout):
     with pytest.raises(OptionError, match="page_layout"):
         sdpa_paged(**arguments(), page_layout=page_layout)
     with pytest.raises(OptionError, match="page_layout"):
         new_cache(page_layout=page_layout)
 
 
-def test_an_out_that_overlaps_itself_is_refused():
+def test_a_self_overlapping_out_is_refused():
     given = arguments()
     out = torch.empty(1, HEADS, 1, DIM).expand(2, -1, -1, -1)
     with pytest.raises(ArgumentError, match="out: got"):
@@ -468,13 +468,13 @@ def test_an_out_that_overlaps_itself_is_refused():
 
 
 @pytest.mark.parametrize("wrong", [{"head_dim": 20}, {"head_dim_v": 0}, {"max_length": 0}, {"dtype": "bfloat16"}])
-def test_sizes_that_attention_does_not_take(wrong):
+def test_unsupported_sizes(wrong):
     with pytest.raises(OptionError, match=next(iter(wrong))):
         new_cache(**wrong)
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
-def test_a_cache_attends_to_what_belongs_to_a_step(layout):
+def test_attend_uses_the_tokens_of_the_step(layout):
     cache = new_cache(page_layout=layout)
     one, two = cache.add(), cache.add()
     k, v = torch.randn(2, 2, HEADS_KV, 9, DIM, dtype=torch.float64)
@@ -515,7 +515,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_step_is_stale_when_its_sequence_has_lost_tokens(cut):
+def test_a_step_is_stale_after_truncation(cut):
     cache = new_cache()
     one, two = cache.add(), cache.add()
     step = cache.reserve([one, two], 6)
@@ -564,7 +564,7 @@ def test_a_step_before_a_page_was_copied_may_not_write_to_the_old_one():
     assert torch.equal(cache.read(two)[0], before[0])
 
 
-def test_a_reserve_that_was_broken_off_leaves_no_step_to_use(monkeypatch):
+def test_an_interrupted_reserve_leaves_no_usable_step(monkeypatch):
     cache = new_cache()
     one, step = cache.add(), cache.new_step(2, 4)
     cache.append(cache.reserve([one], 4, into=step), *new_tokens(2, 4))
@@ -580,7 +580,7 @@ def test_a_reserve_that_was_broken_off_leaves_no_step_to_use(monkeypatch):
         cache.attend(step, torch.randn(2, HEADS, 4, DIM, dtype=torch.float64))
 
 
-def test_attention_wants_keys_first():
+def test_attend_before_append_is_refused():
     cache = new_cache()
     one, q = cache.add(), torch.randn(1, HEADS, 1, DIM, dtype=torch.float64)
     step = cache.reserve([one])
@@ -617,7 +617,7 @@ def test_gradients_and_unknown_options_are_refused():
 
 
 @pytest.mark.parametrize("kind", ["pages", "static"])
-def test_caches_that_cannot_be_are_not_made(kind):
+def test_invalid_cache_options_are_refused(kind):
     def make(**changes):
         if kind == "pages":
             return new_cache(**changes)
@@ -638,7 +638,7 @@ def test_caches_that_cannot_be_are_not_made(kind):
         make(device="cuda:99")
 
 
-def test_pages_in_fp8_go_through_the_function_for_them():
+def test_fp8_pages_name_sdpa_fp8():
     given = arguments(torch.bfloat16)
     for name in ("q", "k_pages", "v_pages"):
         with pytest.raises(DtypeError, match=rf"{name}: got float8_e4m3fn; .* sdpa_fp8\(..., page_table=...\)"):

@@ -39,7 +39,7 @@ SINKS = torch.randn(8)
 @pytest.mark.parametrize(
     "options", [{}, {"return_lse": True}, {"softcap": 20.0}, {"sinks": SINKS, "window_size": (9, 0)}], ids="+".join
 )
-def test_they_are_those_of_the_calls(cache, batch, tokens, options):
+def test_plans_are_those_of_the_calls(cache, batch, tokens, options):
     step = cache.new_step(batch, tokens)
     of_step = queries(batch, tokens), cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv
     forms = (None, step.seq_lens_q) if tokens == 1 else (step.seq_lens_q,)  # some tokens may be absent
@@ -49,7 +49,7 @@ def test_they_are_those_of_the_calls(cache, batch, tokens, options):
 
 
 @pytest.mark.parametrize("softcap", [None, 20.0])
-def test_every_step_up_to_some_size_is_among_them(cache, softcap):
+def test_plans_cover_every_step_up_to_the_limits(cache, softcap):
     most = 9, 200
     options = {} if softcap is None else {"softcap": softcap}
     found = plans_of_steps(cache, queries(), range(1, most[0] + 1), range(1, most[1] + 1), options, TARGET)
@@ -65,19 +65,19 @@ def test_every_step_up_to_some_size_is_among_them(cache, softcap):
         assert json.dumps(PlanManifest.of([key]).plans[0], sort_keys=True) in known, (batch, tokens)
 
 
-def test_a_batch_that_goes_in_parts_has_the_plans_of_its_parts(cache, monkeypatch):
+def test_a_split_batch_has_the_plans_of_its_parts(cache, monkeypatch):
     monkeypatch.setattr(prefill, "MAX_GATHERED_BYTES", 2 * 256 * 2 * 128 * 2)  # of two sequences
     found = plans_of_steps(cache, queries(), [5], [50], {}, TARGET)
     assert sorted(plan["inputs"][0]["layout"]["shape"][0] for plan in found.plans) == [3, 5]  # of 1 and 2, twice
 
 
-def test_where_decoding_is_known_to_be_wrong_the_other_way_is_named(cache):
+def test_known_wrong_decode_kernels_are_replaced(cache):
     blackwell = Target((("deviceVer", 1000), ("multiProcessorCount", 148)), 91900, "1.32.0", "a GPU")
     assert set(names(plans_of_steps(cache, queries(), [1, 4], [1], {}, blackwell))) == {"sdpa_forward"}
 
 
 @pytest.mark.parametrize("order", ["tokens first", "heads first"])
-def test_a_server_needs_a_few_dozen_plans(order):
+def test_a_serving_loop_needs_a_few_dozen_plans(order):
     """Steps whose batch, lengths and chunks change all the time, on tables of anybody."""
     draw = random.Random(5)
     pages, table = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in PAGES_AND_TABLE)
@@ -98,7 +98,7 @@ PAGES_AND_TABLE = (((2048, 2, 16, 64), BF16), ((64, 128), torch.int32))
 
 @pytest.mark.parametrize("given", [(1, 1), (3, 1), (1, 4), (3, 4)])
 @pytest.mark.parametrize("beside", [0, 4])
-def test_queries_of_another_step_lie_like_these(given, beside):
+def test_queries_of_other_steps_keep_the_layout(given, beside):
     def as_made(batch, tokens):
         every_head = torch.randn(batch, tokens, 8 + beside, 64, dtype=torch.bfloat16)
         return every_head[:, :, :8].transpose(1, 2)
@@ -110,7 +110,7 @@ def test_queries_of_another_step_lie_like_these(given, beside):
             assert size == 1 or found == expected
 
 
-def test_heads_that_lie_apart_stay_apart():
+def test_separate_heads_stay_separate():
     like = queries_like(torch.randn(1, 8, 3, 64), 2, 5)
     assert like.stride() == torch.empty(2, 8, 5, 64).stride()
 
@@ -130,7 +130,7 @@ def test_heads_that_lie_apart_stay_apart():
         ({"q": queries().float()}, (UnsupportedError, TypeError, ValueError), "dtype|float32"),
     ],
 )
-def test_what_makes_no_sense_is_said(cache, wrong, error, match):
+def test_invalid_arguments_are_named(cache, wrong, error, match):
     arguments = {"q": queries(), "batches": [1], "tokens": [1], "options": {}, **wrong}
     with pytest.raises(error, match=match):
         plans_of_steps(cache, *arguments.values(), TARGET)

@@ -70,7 +70,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments_raise_an_error_that_says_which_and_how(case):
+def test_wrong_arguments_are_named_with_what_was_expected(case):
     changes, error, argument, got, expected = WRONG[case]
     with pytest.raises(ArgumentError) as caught:
         sdpa_varlen(**RIGHT | changes)
@@ -83,18 +83,18 @@ def test_wrong_arguments_raise_an_error_that_says_which_and_how(case):
 
 
 @pytest.mark.parametrize("longest", [np.int64(7), np.int32(9), np.uint8(7), 2**31, 2**63, 2**70], ids=repr)
-def test_any_integer_is_a_longest_length(longest):
+def test_any_integer_type_is_a_max_seqlen(longest):
     expected = sdpa_varlen(**RIGHT)
     assert torch.equal(sdpa_varlen(**RIGHT | {"max_seqlen_q": longest, "max_seqlen_kv": longest}), expected)
 
 
 @pytest.mark.parametrize(("bound", "same"), [(np.int64(2), 2), (2**70, -1), (2**63 - 1, -1)], ids=repr)
-def test_any_integer_is_a_bound(bound, same):
+def test_any_integer_type_is_a_bound(bound, same):
     expected = sdpa_varlen(**RIGHT, window_size=(same, same))
     assert torch.equal(sdpa_varlen(**RIGHT, window_size=(bound, bound)), expected)
 
 
-def test_strides_are_those_of_tokens_and_heads():
+def test_stride_checks_name_tokens_and_heads():
     """What only a GPU asks for, checked for a packed call as the operator does it."""
     q, k, v = (R(10, 2, 16).half() for _ in range(3))
     uneven = Z(10, 2 * 18, dtype=torch.float16).view(10, 2, 18)[..., :16]

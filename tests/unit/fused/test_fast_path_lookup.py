@@ -1,4 +1,4 @@
-"""The short way past checks and the dispatcher: which calls find it, and which must not; no GPU is needed."""
+"""The fast path of graph functions: which calls find a cached call, and which must not; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def tensors(*, requires_grad=False):
 
 
 def known(*calls):
-    """The short way with calls that a GPU would have put there, by their tensors and options."""
-    shortcuts, call = FastPath(), stand_in()
+    """A fast path with cached calls of these tensors and options, as calls on a GPU would add them."""
+    fast_path, call = FastPath(), stand_in()
     for operands, options in calls:
-        shortcuts._calls.add(_signature(operands, options, deterministic=False), call)
-    return shortcuts, call
+        fast_path._calls.add(_signature(operands, options, deterministic=False), call)
+    return fast_path, call
 
 
 def stand_in(*, deterministic=False):
@@ -34,8 +34,8 @@ def stand_in(*, deterministic=False):
 
 
 @pytest.fixture(params=[False, True], ids=["", "served last"])
-def shortcuts(request):
-    """With one call, `OPTIONS` with tensors like `tensors()`, which may have been the last one."""
+def fast_path(request):
+    """With one cached call, of `tensors()` and `OPTIONS`, which may be the last one."""
     result, call = known((tensors(), OPTIONS))
     if request.param:
         assert result.find(tensors(), OPTIONS) is call
@@ -43,12 +43,12 @@ def shortcuts(request):
     return result
 
 
-def test_a_call_like_one_before_is_found():
-    shortcuts, call = known((tensors(), OPTIONS))
+def test_a_repeated_call_is_found():
+    fast_path, call = known((tensors(), OPTIONS))
     for _ in range(3):
-        assert shortcuts.find(tensors(), OPTIONS) is call
+        assert fast_path.find(tensors(), OPTIONS) is call
     of_parameters = [torch.nn.Parameter(x, requires_grad=False) for x in tensors()]
-    assert shortcuts.find(of_parameters, OPTIONS) is call
+    assert fast_path.find(of_parameters, OPTIONS) is call
 
 
 @pytest.mark.parametrize(
@@ -66,76 +66,76 @@ def test_a_call_like_one_before_is_found():
     ],
     ids=["shape", "strides", "dtype", "other dtype", "device", "fewer", "more", "order", "none"],
 )
-def test_other_tensors_are_other_calls(shortcuts, change):
-    assert shortcuts.find(change(*tensors()), OPTIONS) is None
-    assert shortcuts.find(tensors(), OPTIONS) is not None
+def test_other_tensors_are_other_calls(fast_path, change):
+    assert fast_path.find(change(*tensors()), OPTIONS) is None
+    assert fast_path.find(tensors(), OPTIONS) is not None
 
 
 @pytest.mark.parametrize("options", [(True, None, 2.0), (False, None, 1.0), (True, None), "other", None])
-def test_other_options_are_other_calls(shortcuts, options):
-    assert shortcuts.find(tensors(), options) is None
+def test_other_options_are_other_calls(fast_path, options):
+    assert fast_path.find(tensors(), options) is None
 
 
 @pytest.mark.parametrize("wrong", [None, 1.0, "x", [1.0]])
-def test_what_is_no_tensor_finds_nothing(shortcuts, wrong):
-    assert shortcuts.find([wrong, tensors()[1]], OPTIONS) is None
-    assert shortcuts.find([tensors()[0], wrong], OPTIONS) is None
-    assert shortcuts.find(tensors(), [wrong]) is None  # nor what has no hash
+def test_non_tensors_are_not_found(fast_path, wrong):
+    assert fast_path.find([wrong, tensors()[1]], OPTIONS) is None
+    assert fast_path.find([tensors()[0], wrong], OPTIONS) is None
+    assert fast_path.find(tensors(), [wrong]) is None  # nor unhashable options
 
 
-def test_a_call_that_trains_is_another_one(shortcuts):
-    assert shortcuts.find(tensors(requires_grad=True), OPTIONS) is None
+def test_a_training_call_is_another_call(fast_path):
+    assert fast_path.find(tensors(requires_grad=True), OPTIONS) is None
     with torch.no_grad():
-        assert shortcuts.find(tensors(requires_grad=True), OPTIONS) is not None
+        assert fast_path.find(tensors(requires_grad=True), OPTIONS) is not None
 
 
 def test_a_change_of_the_grad_mode_is_seen():
     training, idle = (OPTIONS, True), (OPTIONS, False)
-    shortcuts, call = known((tensors(), training), (tensors(), idle))
+    fast_path, call = known((tensors(), training), (tensors(), idle))
     leaves = tensors(requires_grad=True)
     for _ in range(3):
-        assert shortcuts.find(leaves, training, trains=True) is call
+        assert fast_path.find(leaves, training, trains=True) is call
         with torch.no_grad():
-            assert shortcuts.find(leaves, idle) is call
-            assert shortcuts.find(leaves, training, trains=True) is None
-        assert shortcuts.find(leaves, idle) is None
+            assert fast_path.find(leaves, idle) is call
+            assert fast_path.find(leaves, training, trains=True) is None
+        assert fast_path.find(leaves, idle) is None
         with torch.inference_mode():
-            assert shortcuts.find(leaves, training, trains=True) is None
+            assert fast_path.find(leaves, training, trains=True) is None
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_the_call_served_last_is_found_again_by_its_two_tensors():
-    shortcuts, call = known((tensors(), OPTIONS))
-    assert shortcuts.again(*tensors(), OPTIONS) is None  # nothing has been served
-    assert shortcuts.find(tensors(), OPTIONS) is call
+def test_the_last_call_is_found_by_two_tensors():
+    fast_path, call = known((tensors(), OPTIONS))
+    assert fast_path.again(*tensors(), OPTIONS) is None  # no last call yet
+    assert fast_path.find(tensors(), OPTIONS) is call
     for _ in range(2):
-        assert shortcuts.again(*tensors(), OPTIONS) is call
+        assert fast_path.again(*tensors(), OPTIONS) is call
     x, weight = tensors()
-    assert shortcuts.again(x, weight, (True, None, 2.0)) is None
+    assert fast_path.again(x, weight, (True, None, 2.0)) is None
     for other in ((x[:3], weight), (x, weight.half()), (x, None), (None, weight), (x, 3.0), (x, x)):
-        assert shortcuts.again(*other, OPTIONS) is None
-    assert shortcuts.again(*tensors(requires_grad=True), OPTIONS) is None
+        assert fast_path.again(*other, OPTIONS) is None
+    assert fast_path.again(*tensors(requires_grad=True), OPTIONS) is None
     with torch.no_grad():
-        assert shortcuts.again(*tensors(), OPTIONS) is None
+        assert fast_path.again(*tensors(), OPTIONS) is None
     with torch.autocast("cpu", torch.bfloat16):
-        assert shortcuts.again(*tensors(), OPTIONS) is None
+        assert fast_path.again(*tensors(), OPTIONS) is None
     with torch.profiler.profile():
-        assert shortcuts.again(*tensors(), OPTIONS) is None
+        assert fast_path.again(*tensors(), OPTIONS) is None
     with forward_ad.dual_level():
-        assert shortcuts.again(*tensors(), OPTIONS) is None
+        assert fast_path.again(*tensors(), OPTIONS) is None
     nested = torch.nested.nested_tensor([torch.randn(8), torch.randn(8)])
-    assert shortcuts.again(nested, weight, OPTIONS) is None
-    assert shortcuts.again(*tensors(), OPTIONS) is call
+    assert fast_path.again(nested, weight, OPTIONS) is None
+    assert fast_path.again(*tensors(), OPTIONS) is call
 
 
-def test_determinism_is_another_call(shortcuts, deterministic_algorithms):
+def test_determinism_is_another_call(fast_path, deterministic_algorithms):
     exactly = stand_in(deterministic=True)
     for known in (None, exactly):
         for _ in range(2):
             with deterministic_algorithms():
-                assert shortcuts.find(tensors(), OPTIONS) is known
-            assert shortcuts.find(tensors(), OPTIONS) not in (None, exactly)
-        shortcuts._calls.add(_signature(tensors(), OPTIONS, deterministic=True), exactly)
+                assert fast_path.find(tensors(), OPTIONS) is known
+            assert fast_path.find(tensors(), OPTIONS) not in (None, exactly)
+        fast_path._calls.add(_signature(tensors(), OPTIONS, deterministic=True), exactly)
 
 
 class Watching(TorchDispatchMode):
@@ -160,44 +160,44 @@ def autocast():
 
 
 @pytest.mark.parametrize("watcher", [Watching, profiled, forward_mode, autocast], ids=lambda watcher: watcher.__name__)
-def test_what_is_watched_finds_nothing(shortcuts, watcher):
+def test_observed_calls_are_not_found(fast_path, watcher):
     given = tensors()
     with watcher():
         for _ in range(2):
-            assert shortcuts.find(given, OPTIONS) is None
-    assert shortcuts.find(given, OPTIONS) is not None
+            assert fast_path.find(given, OPTIONS) is None
+    assert fast_path.find(given, OPTIONS) is not None
 
 
 @pytest.mark.parametrize(
     "make", [lambda x: x.as_subclass(Subclass), torch._neg_view], ids=["subclass", "negated when read"]
 )
 @pytest.mark.parametrize("place", [0, 1])
-def test_tensors_that_are_not_plain_find_nothing(shortcuts, make, place):
+def test_tensors_that_are_not_plain_memory_are_not_found(fast_path, make, place):
     given = tensors()
     given[place] = make(given[place])
-    assert shortcuts.find(given, OPTIONS) is None
-    assert shortcuts.find(tensors(), OPTIONS) is not None
+    assert fast_path.find(given, OPTIONS) is None
+    assert fast_path.find(tensors(), OPTIONS) is not None
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_find_nothing(shortcuts, layout):
+def test_nested_tensors_are_not_found(fast_path, layout):
     nested = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=layout)
-    assert shortcuts.find([nested, tensors()[1]], OPTIONS) is None
-    assert shortcuts.find([tensors()[0], nested], OPTIONS) is None
+    assert fast_path.find([nested, tensors()[1]], OPTIONS) is None
+    assert fast_path.find([tensors()[0], nested], OPTIONS) is None
 
 
-def test_sparse_tensors_find_nothing(shortcuts):
+def test_sparse_tensors_are_not_found(fast_path):
     x, weight = tensors()
-    assert shortcuts.find([x.to_sparse(), weight], OPTIONS) is None
+    assert fast_path.find([x.to_sparse(), weight], OPTIONS) is None
 
 
-def test_functorch_finds_nothing(shortcuts):
+def test_calls_under_functorch_are_not_found(fast_path):
     found, weight = [], tensors()[1]
 
     def look(x):
-        found.append(shortcuts.find([x, weight], OPTIONS))
-        found.append(shortcuts.find(tensors(), OPTIONS))
+        found.append(fast_path.find([x, weight], OPTIONS))
+        found.append(fast_path.find(tensors(), OPTIONS))
         return x.sum()
 
     x = torch.randn(3, 4, 8)
@@ -206,42 +206,42 @@ def test_functorch_finds_nothing(shortcuts):
     assert found == [None] * 4
 
 
-def test_one_tensor_twice_is_found_and_not_remembered():
+def test_one_tensor_as_two_operands_is_found_but_is_not_the_last_call():
     x = torch.randn(4, 8)
-    shortcuts, call = known(([x, x], OPTIONS))
+    fast_path, call = known(([x, x], OPTIONS))
     for _ in range(3):
-        assert shortcuts.find([x, x], OPTIONS) is call
-        assert shortcuts._calls.last is None
+        assert fast_path.find([x, x], OPTIONS) is call
+        assert fast_path._calls.last is None
     other = torch.randn(4, 8)
     for _ in range(2):
-        assert shortcuts.find([x, other], OPTIONS) is call
-        assert shortcuts.find([x, x], OPTIONS) is call
+        assert fast_path.find([x, other], OPTIONS) is call
+        assert fast_path.find([x, x], OPTIONS) is call
 
 
-def test_a_call_whose_plan_has_gone_is_not_remembered():
-    shortcuts, call = known((tensors(), OPTIONS))
+def test_a_call_of_an_evicted_plan_is_not_the_last_call():
+    fast_path, call = known((tensors(), OPTIONS))
     call.plan.held = False
-    shortcuts.find(tensors(), OPTIONS)
-    assert shortcuts._calls.last is None
-    shortcuts._calls._drop(call.plan)
-    assert shortcuts.find(tensors(), OPTIONS) is None
+    fast_path.find(tensors(), OPTIONS)
+    assert fast_path._calls.last is None
+    fast_path._calls._drop(call.plan)
+    assert fast_path.find(tensors(), OPTIONS) is None
 
 
-def test_calls_are_told_apart():
+def test_different_calls_are_distinguished():
     wide = [torch.randn(4, 16), torch.randn(16)]
-    shortcuts, call = known((tensors(), OPTIONS))
+    fast_path, call = known((tensors(), OPTIONS))
     other = stand_in()
-    shortcuts._calls.add(_signature(wide, OPTIONS, deterministic=False), other)
+    fast_path._calls.add(_signature(wide, OPTIONS, deterministic=False), other)
     for _ in range(3):
-        assert shortcuts.find(tensors(), OPTIONS) is call
-        assert shortcuts.find(wide, OPTIONS) is other
+        assert fast_path.find(tensors(), OPTIONS) is call
+        assert fast_path.find(wide, OPTIONS) is other
 
 
-def test_tensors_of_the_cpu_and_subclasses_are_not_added():
-    shortcuts, call = FastPath(), stand_in()
-    shortcuts.add(tensors(), OPTIONS, call)
-    shortcuts.add([x.as_subclass(Subclass) for x in tensors()], OPTIONS, call)
-    assert len(shortcuts._calls) == 0
+def test_cpu_tensors_and_subclasses_are_not_added():
+    fast_path, call = FastPath(), stand_in()
+    fast_path.add(tensors(), OPTIONS, call)
+    fast_path.add([x.as_subclass(Subclass) for x in tensors()], OPTIONS, call)
+    assert len(fast_path._calls) == 0
 
 
 @pytest.mark.parametrize(
@@ -261,13 +261,13 @@ def test_tensors_of_the_cpu_and_subclasses_are_not_added():
 def test_options_with_equal_values_and_other_types_are_other_calls(one, other):
     x, bias = torch.ones(2, 8), torch.ones(1, 8)
     names = [_name_of((x, bias, 1.0), options) for options in (one, other)]
-    shortcuts, _ = known(([x, bias], names[0]))
+    fast_path, _ = known(([x, bias], names[0]))
     for _ in range(2):
-        assert shortcuts.find([x, bias], names[0]) is not None
-        assert shortcuts.find([x, bias], names[1]) is None
+        assert fast_path.find([x, bias], names[0]) is not None
+        assert fast_path.find([x, bias], names[1]) is None
 
 
-def test_operands_at_other_places_are_other_calls():
+def test_operands_in_other_positions_are_other_calls():
     x, y = torch.ones(2, 8), torch.ones(2, 8)
     names = {_name_of(operands, {}) for operands in ((x, y, 1.0), (x, None, 1.0), (x, 1.0, y), (x, y), (x, y, 1), (y,))}
     assert len(names) == 6
@@ -275,7 +275,7 @@ def test_operands_at_other_places_are_other_calls():
     assert _name_of((x, y, True), {}) != _name_of((x, y, 1), {})
 
 
-def test_tensors_of_the_cpu_leave_nothing_behind():
+def test_cpu_tensors_add_no_entries():
     x, weight = torch.randn(4, 8), torch.randn(8)
     for _ in range(2):
         scaled(x, weight, 0.5)
