@@ -61,10 +61,10 @@ class AutotuneEntry:
         lines = [self.key]
         for index, candidate in enumerate(self.candidates):
             sign = ">" if index == self.winner else " "
-            took = "" if candidate.microseconds is None else f"{candidate.microseconds:.1f} µs"
+            time = "" if candidate.microseconds is None else f"{candidate.microseconds:.1f} µs"
             notes = ["cuDNN's first choice"] * (index == 0) + [f"gain {self.gain:.2f}"] * (index == self.winner > 0)
-            notes += [f"dropped out: {candidate.reason}"] * bool(candidate.reason)
-            lines.append(f"  {sign} {took:>10}  {candidate}" + (f"  ({'; '.join(notes)})" if notes else ""))
+            notes += [f"discarded: {candidate.reason}"] * bool(candidate.reason)
+            lines.append(f"  {sign} {time:>10}  {candidate}" + (f"  ({'; '.join(notes)})" if notes else ""))
         return "\n".join(lines + [f"    not compared: {self.reason}"] * bool(self.reason))
 
 
@@ -102,11 +102,10 @@ _in_force: list[_Use] = []
 
 
 def is_in_force() -> bool:
-    """Whether `autotune` is in force."""
     return bool(_in_force)
 
 
-def most_candidates() -> int:
+def max_candidates() -> int:
     """Maximum number of candidates built per key."""
     return next((use.candidates for use in reversed(_in_force)), 1)
 
@@ -151,7 +150,7 @@ def autotune(*, candidates: int = DEFAULT_CANDIDATES) -> AbstractContextManager[
     Examples:
         >>> import cudnn_sdpa
         >>> with cudnn_sdpa.autotune() as report:
-        ...     pass  # run the model on each kind of input that it will meet
+        ...     pass  # run the model on each kind of input that it will see
         >>> print(report)
         0 plans compared, of which 0 gained; 0 not compared
     """
@@ -173,9 +172,9 @@ def not_tunable(key: PlanKey) -> str:
     """Why the plan of `key` is not tuned; empty if it is."""
     packed = [operand.name for operand in (*key.inputs, *key.outputs) if operand.ragged]
     if packed:
-        return f"it is for packed sequences: how large {', '.join(packed)} are is data"
-    decisive = [operand.name for operand in key.inputs if _decides(operand)]
-    return f"what is computed depends on {', '.join(decisive)}, and differs from launch to launch" if decisive else ""
+        return f"it is for packed sequences: the sizes of {', '.join(packed)} are data"
+    decisive = [operand.name for operand in key.inputs if _is_decisive(operand)]
+    return f"its work depends on the values of {', '.join(decisive)}, which change between launches" if decisive else ""
 
 
 def must_not_change(key: PlanKey) -> bool:
@@ -183,7 +182,7 @@ def must_not_change(key: PlanKey) -> bool:
     return key.deterministic or key.option_values.get("deterministic") is True
 
 
-def _decides(operand: Operand) -> bool:
+def _is_decisive(operand: Operand) -> bool:
     """Whether an operand holds lengths, page ids or the like; a single int64 is a generator's seed or offset."""
     layout = operand.layout
     if operand.role is not Role.TENSOR:

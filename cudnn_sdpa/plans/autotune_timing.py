@@ -35,7 +35,7 @@ TOLERANCE = {
 }
 
 #: A single row may differ by this many tolerances. Among thousands of rows, one wrong row hardly changes the norm.
-OF_A_ROW = 5
+ROW_FACTOR = 5
 
 #: Smaller gains are noise, which must not decide what runs.
 MARGIN = 0.02
@@ -48,16 +48,16 @@ ROUNDS = 11
 #: of short kernels would include CPU overhead.
 HEAD_START = 1_000_000
 
-_PIECE = 1 << 22
+_CHUNK_ELEMENTS = 1 << 22
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class UndecidedError(Exception):
-    """This launch cannot tell correct plans from wrong ones; the message says why."""
+    """This launch does not show which plans are correct; the message says why."""
 
 
 class Measurement(NamedTuple):
-    """Of a candidate: the time of a launch, or why it was discarded."""
+    """A candidate's time per launch, or why it was discarded."""
 
     microseconds: float | None
     reason: str = ""
@@ -68,31 +68,31 @@ _measuring = renewed_in_children(threading.RLock())
 
 
 class UntunedPlan(Plan):
-    """cuDNN's first choice for a key, until its first launch under `autotune` has found the fastest candidate.
+    """cuDNN's first choice for a key, until its first launch under `autotune` has selected the fastest candidate.
 
-    Plans are immutable: the fastest replaces this one in the plan cache, and a call bound to this one keeps it, which
-    then launches the fastest.
+    Plans are immutable: the fastest replaces this one in the plan cache. A call bound to this one keeps it, and it then
+    launches the fastest.
 
     Attributes:
-        fastest: The plan to launch; None until it is found.
-        on_found: Callback with this plan and the fastest; set by the cache.
+        fastest: The plan to launch; None until it is known.
+        on_tuned: Callback with this plan and the fastest; set by the cache.
     """
 
-    __slots__ = ("_first", "_others", "fastest", "on_found")
+    __slots__ = ("_first", "_others", "fastest", "on_tuned")
 
     def __init__(self, first: Plan, others: list[Other]) -> None:
         for name in Plan.__slots__:
             setattr(self, name, getattr(first, name))
         self._first, self._others = first, others
         self.fastest: Plan | None = None
-        self.on_found: Callable[[UntunedPlan, Plan], None] | None = None
+        self.on_tuned: Callable[[UntunedPlan, Plan], None] | None = None
 
     def launch(self, pointers: Sequence[int]) -> None:
         """As `Plan.launch`. The first one under `autotune` waits for the GPU and returns the fastest plan's results."""
         if self.fastest is None:
             with _measuring:
                 if self.fastest is None:
-                    self._find(pointers)
+                    self._select_fastest(pointers)
         (self.fastest or self._first).launch(pointers)
 
     def launch_kept(self, operands: array[int], workspace: int) -> None:
@@ -100,7 +100,7 @@ class UntunedPlan(Plan):
         del workspace
         self.launch(operands)
 
-    def _find(self, pointers: Sequence[int]) -> None:
+    def _select_fastest(self, pointers: Sequence[int]) -> None:
         stream = current_raw_stream(self.device)
         capturing = stream and torch._C._cuda_isCurrentStreamCapturing()
         if capturing and not autotune.must_not_change(self.key):
@@ -113,8 +113,8 @@ class UntunedPlan(Plan):
                 autotune.note(self.key, self._candidates(), reason=why)
             elif autotune.is_in_force():
                 fastest = self._measured(pointers)
-            if self.on_found is not None:
-                self.on_found(self, fastest)
+            if self.on_tuned is not None:
+                self.on_tuned(self, fastest)
             self.fastest, self._others = fastest, []
 
     def _measured(self, pointers: Sequence[int]) -> Plan:
@@ -127,19 +127,22 @@ class UntunedPlan(Plan):
         except Exception as error:  # noqa: BLE001 - a launch must not fail because plans cannot be compared
             autotune.note(self.key, self._candidates(), reason=str(error) or type(error).__name__)
             return self._first
-        number = fastest(measurements)
-        autotune.note(self.key, self._candidates(measurements), number)
-        found = plans[number]
-        assert isinstance(found, Plan)
-        found.build_seconds, found.tuned = self.build_seconds, True
+        winner = fastest(measurements)
+        autotune.note(self.key, self._candidates(measurements), winner)
+        plan = plans[winner]
+        assert isinstance(plan, Plan)
+        plan.build_seconds, plan.tuned = self.build_seconds, True
         if (plan_store := default_store.active()) is not None:
-            plan_store.save(self.key, stored_form(found))
-        return found
+            plan_store.save(self.key, stored_form(plan))
+        return plan
 
     def _candidates(self, measurements: Sequence[Measurement] = ()) -> list[AutotuneCandidate]:
         configurations = [(self.engine, self.knobs), *(other.configuration for other in self._others)]
-        found = measurements or [Measurement(None)] * len(configurations)
-        return [AutotuneCandidate(*each, *one) for each, one in zip(configurations, found, strict=True)]
+        measurements = measurements or [Measurement(None)] * len(configurations)
+        return [
+            AutotuneCandidate(engine, knobs, measurement.microseconds, measurement.reason)
+            for (engine, knobs), measurement in zip(configurations, measurements, strict=True)
+        ]
 
 
 def output_tensors(key: PlanKey, pointers: Sequence[int], device: torch.device) -> list[Tensor]:
@@ -148,17 +151,17 @@ def output_tensors(key: PlanKey, pointers: Sequence[int], device: torch.device) 
     Raises:
         UndecidedError: An output overlaps an input, so that a second launch would read what the first wrote.
     """
-    places = dict(zip((*key.inputs, *key.outputs), pointers, strict=True))
+    addresses = dict(zip((*key.inputs, *key.outputs), pointers, strict=True))
     inputs = [operand for operand in key.inputs if operand.role is Role.TENSOR]
     for output in key.outputs:
         for other in inputs:
-            if _share_memory((output, places[output]), (other, places[other])):
-                raise UndecidedError(f"{output.name} lies in the same memory as {other.name}")
-    return [tensor_at(places[output], output.layout, device) for output in key.outputs]
+            if _overlap((output, addresses[output]), (other, addresses[other])):
+                raise UndecidedError(f"{output.name} overlaps {other.name}")
+    return [tensor_at(addresses[output], output.layout, device) for output in key.outputs]
 
 
 def tensor_at(address: int, layout: TensorLayout, device: torch.device) -> Tensor:
-    """The memory at an address as a tensor, which does not own it."""
+    """The memory at an address as a tensor that does not own it."""
     storage = torch._C._construct_storage_from_data_pointer(address, device, _extent(layout))
     return torch.empty(0, dtype=layout.dtype, device=device).set_(storage, 0, layout.shape, layout.stride)
 
@@ -167,7 +170,7 @@ def compare(launches: Sequence[Launch | str], outputs: list[Tensor], *, repeatab
     """Runs candidates, and times those whose results are correct.
 
     Args:
-        launches: Of cuDNN's first choice, taken as correct, and of the others; a string is why one cannot be built.
+        launches: First that of cuDNN's first choice, taken as correct. A string is why a candidate cannot be built.
         outputs: The tensors that each of them writes; their contents are restored afterwards.
         repeatable: Whether to discard candidates that are not bitwise repeatable.
 
@@ -179,14 +182,17 @@ def compare(launches: Sequence[Launch | str], outputs: list[Tensor], *, repeatab
         first, *others = launches
         assert not isinstance(first, str)
         expected = _run(first, outputs)
-        if not all(map(_tells, expected)):
+        if not all(map(_is_informative, expected)):
             raise UndecidedError("the results of its first launch are all zeros, or not finite")
-        right, reasons = [first], [""]
+        correct, reasons = [first], [""]
         for other in others:
-            reasons.append(other if isinstance(other, str) else _fault(other, outputs, expected, repeatable))
-            if not isinstance(other, str) and not reasons[-1]:
-                right.append(other)
-        times = iter(device_times(right) if len(right) > 1 else [None])
+            if isinstance(other, str):
+                reasons.append(other)
+                continue
+            reasons.append(_reason_to_discard(other, outputs, expected, repeatable=repeatable))
+            if not reasons[-1]:
+                correct.append(other)
+        times = iter(device_times(correct) if len(correct) > 1 else [None])
         return [Measurement(None, reason) if reason else Measurement(next(times)) for reason in reasons]
     finally:
         for output, old in zip(outputs, before, strict=True):
@@ -220,35 +226,35 @@ def device_times(launches: Sequence[Launch]) -> list[float]:
     return [statistics.median(start.elapsed_time(end) * 1e3 for start, end in pairs) for pairs in spans]
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
+def difference(result: Tensor, expected: Tensor) -> float:
     """The error of a result in units of its dtype's tolerance; infinite or NaN if one has nonfinite elements.
 
-    It is the relative error in the norm or, if larger, that of the worst row divided by `OF_A_ROW`. The row's norm has
-    a typical row's added, so that a row of nearly zeros need not match in all digits.
+    It is the relative error in the norm or, if larger, that of the worst row divided by `ROW_FACTOR`. The row's norm
+    has a typical row's added, so that a row of nearly zeros need not match in all digits.
 
     Args:
-        found: A result, as rows of its last dimension.
+        result: A result, as rows of its last dimension.
         expected: The result of a correct plan, likewise.
     """
-    if found.dtype not in TOLERANCE:
-        return 0.0 if torch.equal(found, expected) else float("inf")
+    if result.dtype not in TOLERANCE:
+        return 0.0 if torch.equal(result, expected) else float("inf")
     errors, norms = [], []
-    for a, b in zip(_pieces(found), _pieces(expected), strict=True):
+    for a, b in zip(_chunks(result), _chunks(expected), strict=True):
         same = (a == b) | (a.isnan() & b.isnan())
         errors.append(torch.where(same, 0.0, a - b).norm(dim=1))
         norms.append(torch.where(b.isfinite(), b, 0.0).norm(dim=1))
     error, norm = torch.cat(errors), torch.cat(norms)
     typical = norm.square().mean().sqrt()
     worst = (error / (norm + typical)).max()
-    return float(torch.maximum(error.norm() / norm.norm(), worst / OF_A_ROW)) / TOLERANCE[found.dtype]
+    return float(torch.maximum(error.norm() / norm.norm(), worst / ROW_FACTOR)) / TOLERANCE[result.dtype]
 
 
-def _fault(launch: Launch, outputs: list[Tensor], expected: list[Tensor], repeatable: bool) -> str:
+def _reason_to_discard(launch: Launch, outputs: list[Tensor], expected: list[Tensor], *, repeatable: bool) -> str:
     """Why a plan is discarded; empty if it is correct."""
     try:
-        found = _run(launch, outputs)
-        differences = [difference(a, b) for a, b in zip(found, expected, strict=True)]
-        if repeatable and not all(map(_same_bits, found, _run(launch, outputs))):
+        results = _run(launch, outputs)
+        differences = [difference(a, b) for a, b in zip(results, expected, strict=True)]
+        if repeatable and not all(map(_same_bits, results, _run(launch, outputs))):
             return "two runs of it differ"
     except Exception as error:  # noqa: BLE001 - after any error the plan is not used
         return f"it cannot be launched: {error}"
@@ -273,17 +279,17 @@ def _copy(output: Tensor) -> Tensor:
     return copy.view(-1, output.shape[-1]) if output.dim() else copy.view(1, 1)
 
 
-def _tells(result: Tensor) -> bool:
+def _is_informative(result: Tensor) -> bool:
     """Whether comparing with this result can reveal a wrong one."""
     if result.dtype not in TOLERANCE:
         return True
-    return any(bool((piece.isfinite() & (piece != 0)).any()) for piece in _pieces(result))
+    return any(bool((chunk.isfinite() & (chunk != 0)).any()) for chunk in _chunks(result))
 
 
-def _pieces(result: Tensor) -> Iterator[Tensor]:
-    """The rows in float64, in chunks."""
-    rows = max(1, _PIECE // result.shape[1])
-    return (piece.double() for piece in result.split(rows))  # type: ignore[no-untyped-call]
+def _chunks(result: Tensor) -> Iterator[Tensor]:
+    """The rows in float64."""
+    rows = max(1, _CHUNK_ELEMENTS // result.shape[1])
+    return (chunk.double() for chunk in result.split(rows))  # type: ignore[no-untyped-call]
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -300,9 +306,10 @@ def _extent(layout: TensorLayout) -> int:
     return (last + 1) * layout.dtype.itemsize
 
 
-def _share_memory(a: tuple[Operand, int], b: tuple[Operand, int]) -> bool:
-    """Whether the address ranges of two operands overlap."""
-    return a[1] < b[1] + _extent(b[0].layout) and b[1] < a[1] + _extent(a[0].layout)
+def _overlap(a: tuple[Operand, int], b: tuple[Operand, int]) -> bool:
+    """Whether the memory of two operands, each with its address, overlaps."""
+    (operand_a, address_a), (operand_b, address_b) = a, b
+    return address_a < address_b + _extent(operand_b.layout) and address_b < address_a + _extent(operand_a.layout)
 
 
 def _event() -> torch.cuda.Event:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any
 
 import torch
 
 from cudnn_sdpa.errors import ExecutionError, PlanBuildError
 from cudnn_sdpa.graph import backend, handles
+from cudnn_sdpa.graph.backend import Handle
 from cudnn_sdpa.graph.definition import GraphOp
 from cudnn_sdpa.graph.diagnostics import shortened
 from cudnn_sdpa.graph.heuristics import build_others
@@ -28,24 +28,24 @@ def load_plan(key: PlanKey) -> Plan | None:
     Raises:
         ExecutionError: The GPU has failed, or has no memory left.
     """
-    plans = default_store.active()
+    store = default_store.active()
     only_tuned = autotune.is_in_force() and not autotune.not_tunable(key)
-    if plans is None:
+    if store is None:
         return None
-    for kept in (key, key.without_device()) if key.is_gpu_specific else (key,):
-        stored = plans.load(kept, only_tuned=only_tuned)
+    for stored_key in (key, key.without_device()) if key.is_gpu_specific else (key,):
+        stored = store.load(stored_key, only_tuned=only_tuned)
         if stored is not None:
             try:
                 return plan_of(key, stored)
             except BadPlanFileError as error:
                 # Not removed: cuDNN's error does not always distinguish a bad file from a failing GPU or process, and
                 # other processes share it. If a plan can be built, it replaces the file.
-                plans.refuse(kept, stored, str(error))
+                store.refuse(stored_key, stored, str(error))
     return None
 
 
 #: Messages of cuDNN, CUDA and PyTorch for failures of the GPU or its memory rather than of the plan.
-_OF_THE_GPU = re.compile(
+_GPU_FAILURE = re.compile(
     r"out.of.memory|OutOfMemory|ALLOC|CUDA error|CUDA_DRIVER|cudaError\w+|illegal memory|launch failure|"
     r"CUDA_ERROR_(?!INVALID_IMAGE|NO_BINARY_FOR_GPU|INVALID_PTX|UNSUPPORTED_PTX_VERSION|INVALID_SOURCE)",
 )
@@ -71,7 +71,7 @@ def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if isinstance(error, RuntimeError) and _OF_THE_GPU.search(str(error)):
+            if isinstance(error, RuntimeError) and _GPU_FAILURE.search(str(error)):
                 raise ExecutionError(f"the stored plan of {key.name} could not be loaded: {error}") from error
             raise BadPlanFileError(f"cuDNN rejects it ({shortened(str(error))})") from error
         plan = Plan(key, built, constants_of(key))
@@ -86,14 +86,14 @@ def build_plan(operation: GraphOp, key: PlanKey) -> Plan:
         UnsupportedError: No cuDNN engine supports it.
         PlanBuildError: A CUDA graph is being captured on this stream.
     """
-    plans = default_store.active()
-    if plans is None:
+    store = default_store.active()
+    if store is None:
         return _compile(operation, key)
-    with plans.building(key):
+    with store.building(key):
         plan = load_plan(key)  # another process may have built it in the meantime
         if plan is None:
             plan = _compile(operation, key)
-            plans.save(key, stored_form(plan))
+            store.save(key, stored_form(plan))
         return plan
 
 
@@ -109,14 +109,14 @@ def _compile(operation: GraphOp, key: PlanKey) -> Plan:
     return plan
 
 
-def _with_candidates(plan: Plan, operation: GraphOp, handle: Any) -> Plan:
-    """cuDNN's first choice with its other proposals; the first launch finds the fastest."""
+def _with_candidates(plan: Plan, operation: GraphOp, handle: Handle) -> Plan:
+    """cuDNN's first choice with its other proposals; the first launch selects the fastest."""
     first = AutotuneCandidate(plan.engine, plan.knobs)
     if reason := autotune.not_tunable(plan.key):
         autotune.note(plan.key, [first], reason=reason)
         return plan
-    most = autotune.most_candidates() - 1
-    others = build_others(operation, plan.key, (plan.engine, plan.knobs), most, handle=handle)
+    max_count = autotune.max_candidates() - 1
+    others = build_others(operation, plan.key, (plan.engine, plan.knobs), max_count, handle=handle)
     if any(not isinstance(other.built, str) for other in others):
         return UntunedPlan(plan, others)
     plan.tuned = True
@@ -125,7 +125,7 @@ def _with_candidates(plan: Plan, operation: GraphOp, handle: Any) -> Plan:
     return plan
 
 
-def _handle_for(key: PlanKey) -> Any:
+def _handle_for(key: PlanKey) -> Handle:
     """The handle for building or loading a plan on the current device."""
     assert key.device is not None
     if torch.cuda.is_current_stream_capturing():

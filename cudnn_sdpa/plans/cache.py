@@ -207,11 +207,11 @@ class PlanCache:
             held = self._plans.get(plan.key)
             if held is not None:
                 return held
-            plan.last_used = plan.place = max((other.last_used for other in self._plans.values()), default=0)
+            plan.last_used = plan.added_at = max((other.last_used for other in self._plans.values()), default=0)
             self._plans[plan.key] = plan
             plan.held = True
             if isinstance(plan, UntunedPlan):
-                plan.on_found = self._replace
+                plan.on_tuned = self._replace
             self._shrink(keep=plan)
             return plan
 
@@ -219,7 +219,7 @@ class PlanCache:
         """Replaces the first plan of a key by the fastest; calls bound to the first one rebind."""
         with self._lock:
             if self._plans.get(plan.key) is plan:
-                fastest.last_used, fastest.place, fastest.held = plan.last_used, plan.place, True
+                fastest.last_used, fastest.added_at, fastest.held = plan.last_used, plan.added_at, True
                 self._plans[plan.key] = fastest
                 plan.held = False
                 for table in self._tables:
@@ -302,7 +302,7 @@ class PlanCache:
 
     def _note_use(self, plan: Plan) -> None:
         for since, keys in self._watchers:
-            if plan.last_used > since and plan.last_used != plan.place and plan.key not in keys:
+            if plan.last_used > since and plan.last_used != plan.added_at and plan.key not in keys:
                 keys.append(plan.key)
 
     def plans(self) -> list[Plan]:

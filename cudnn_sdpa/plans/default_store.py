@@ -39,7 +39,7 @@ class _Setting:
     """The store of this process; resolved, and its folder made, at the first lookup of a plan."""
 
     store: PlanStore | None = None
-    known = False
+    is_resolved = False
 
 
 _setting_lock = renewed_in_children(threading.Lock())
@@ -47,19 +47,19 @@ _setting_lock = renewed_in_children(threading.Lock())
 
 def _put(setting: tuple[PlanStore | None, bool]) -> None:
     with _setting_lock:
-        _Setting.store, _Setting.known = setting
+        _Setting.store, _Setting.is_resolved = setting
 
 
-_overrides = Overrides(lambda: (_Setting.store, _Setting.known), _put)
+_overrides = Overrides(lambda: (_Setting.store, _Setting.is_resolved), _put)
 
 
 def active() -> PlanStore | None:
     """The plan store in use."""
-    if not _Setting.known:
+    if not _Setting.is_resolved:
         with _setting_lock:
-            if not _Setting.known:
+            if not _Setting.is_resolved:
                 _Setting.store = _from_environment()
-                _Setting.known = True
+                _Setting.is_resolved = True
     return _Setting.store
 
 
@@ -80,13 +80,13 @@ def _from_environment() -> PlanStore | None:
     if is_off(folder):
         return None
     try:
-        return PlanStore(_absolute(folder)) if folder else PlanStore(_default_folder(), complaints=logging.INFO)
+        return PlanStore(_absolute(folder)) if folder else PlanStore(_default_folder(), log_level=logging.INFO)
     except UnsafeFolderError as error:
         if folder:
-            _log.warning("plans are not kept, in spite of %s: %s", VARIABLE, error)
+            _log.warning("plans are not stored despite %s: %s", VARIABLE, error)
         else:  # not requested, so only information
             level = logging.WARNING if isinstance(error, OpenFolderError) else logging.INFO
-            text = "plans are not kept for later processes: %s; %s can name another folder"
+            text = "plans are not stored for later processes: %s; %s can name another folder"
             _log.log(level, text, error, VARIABLE)
         return None
 
@@ -102,7 +102,7 @@ def use_plan_store(path: str | os.PathLike[str] | None = None, *, capacity: int 
     Loading a plan takes some milliseconds, building one 30 to 700. A loaded plan is checked against its digest and the
     whole key, which includes the GPU's properties and the versions of cuDNN, its frontend and this package. A mismatch
     is removed and built again, with a warning of the logger "cudnn_sdpa". Plans are code for the GPU: the folder must
-    belong to the user or to root, and nobody else may write to it.
+    belong to the user or to root, and no other user may write to it.
 
     The setting is process-wide, and ends with the `with` statement if it is used in one. Without a call, the
     environment variable `CUDNN_SDPA_PLAN_DIR` names the folder; "off", in upper or lower case, disables storing. If it

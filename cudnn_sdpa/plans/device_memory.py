@@ -10,7 +10,7 @@ import ctypes
 import functools
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,8 +24,8 @@ _RELAXED = 2  #: CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 @functools.cache
-def _exchange() -> Any:
-    """The driver's `cuThreadExchangeStreamCaptureMode`; None without a driver."""
+def _exchange_capture_mode() -> Callable[[Any], int] | None:
+    """The driver's `cuThreadExchangeStreamCaptureMode`, which takes a pointer; None without a driver."""
     try:
         return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):
@@ -39,7 +39,7 @@ def relaxed_capture() -> Iterator[None]:
     A capture in PyTorch's default mode forbids such calls in all threads of the process: they fail, and the capture
     fails too.
     """
-    exchange = _exchange()
+    exchange = _exchange_capture_mode()
     if exchange is None:
         yield
         return
@@ -70,27 +70,27 @@ class _Arena:
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
         if self._chunk is None or self._used + size > self._chunk.numel():
             self._chunk, self._used = self._fetch(max(size, CHUNK)), 0
-        piece = self._chunk[self._used : self._used + size]
+        memory = self._chunk[self._used : self._used + size]
         self._used += size
-        return piece
+        return memory
 
     def _fetch(self, size: int) -> Tensor:
         """Allocates in a thread without a private pool."""
-        found: list[Tensor | BaseException] = []
+        results: list[Tensor | BaseException] = []
 
         def work() -> None:
             try:
                 with torch.cuda.device(self._device), relaxed_capture():
                     self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
                     with torch.cuda.stream(self._stream):
-                        found.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+                        results.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
             except BaseException as error:  # noqa: BLE001 - the waiting thread raises it again
-                found.append(error)
+                results.append(error)
 
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-        (result,) = found
+        (result,) = results
         if isinstance(result, BaseException):
             raise result
         return result
@@ -103,7 +103,7 @@ _arenas_lock = threading.Lock()
 def take_memory(device: int, size: int) -> Tensor:
     """Bytes on a device, (size rounded up,) uint8, aligned to 256 bytes.
 
-    They were allocated on another stream, so users call `record_stream`.
+    They were allocated on another stream, so the caller calls `record_stream`.
     """
     with _arenas_lock:
         return _arenas.setdefault(device, _Arena(device)).take(size)
@@ -129,7 +129,7 @@ class DeviceTables:
         size: Their size in bytes.
     """
 
-    __slots__ = ("_captured", "_made", "_memory", "_streams", "addresses", "size")
+    __slots__ = ("_captured", "_memory", "_streams", "_written", "addresses", "size")
 
     def __init__(self, tensors: Mapping[str, Tensor], device: int, stream: int, *, captured: bool = False) -> None:
         """Copies tensors that were just written on `stream`, the current one.
@@ -138,45 +138,44 @@ class DeviceTables:
             tensors: The tensors by name.
             device: The current device.
             stream: The current stream.
-            captured: Whether it is being captured: then they belong to the CUDA graph and are unusable outside.
+            captured: Whether it is being captured: then the copies belong to the CUDA graph and are unusable outside.
         """
         self._captured = captured
         self._streams = {stream}
         distinct = {id(tensor): tensor for tensor in tensors.values()}
         sizes = {
-            name: -(-x.numel() * x.element_size() // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT
-            for name, x in distinct.items()
+            key: -(-x.numel() * x.element_size() // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT for key, x in distinct.items()
         }
         self.size = sum(sizes.values())
         self._memory = (
             torch.empty(self.size, dtype=torch.uint8, device="cuda") if captured else take_memory(device, self.size)
         )
-        begins, begin = {}, 0
-        for name, x in distinct.items():
-            begins[name] = begin
-            self._memory[begin : begin + x.numel() * x.element_size()].view(x.dtype).copy_(x.flatten())
-            begin += sizes[name]
+        offsets, offset = {}, 0
+        for key, x in distinct.items():
+            offsets[key] = offset
+            self._memory[offset : offset + x.numel() * x.element_size()].view(x.dtype).copy_(x.flatten())
+            offset += sizes[key]
         first = self._memory.data_ptr()
-        self.addresses = {name: first + begins[id(tensor)] for name, tensor in tensors.items()}
-        self._made: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.addresses = {name: first + offsets[id(tensor)] for name, tensor in tensors.items()}
+        self._written: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         if not captured:
             self._memory.record_stream(torch.cuda.current_stream())
-            self._made.record()
+            self._written.record()
 
     def prepare(self, stream: int) -> None:
         """Makes them safe to read for launches on `stream`, the current one."""
         if stream and not self._captured and torch._C._cuda_isCurrentStreamCapturing():
             with relaxed_capture():
-                self._made.synchronize()
+                self._written.synchronize()
             captured_tables.append(self)
             self._captured = True
         if stream not in self._streams:
-            self._meet(stream)
+            self._add_stream(stream)
 
-    def _meet(self, stream: int) -> None:
+    def _add_stream(self, stream: int) -> None:
         current = torch.cuda.current_stream()
         if not torch.cuda.is_current_stream_capturing():
-            self._made.wait(current)
+            self._written.wait(current)
         self._memory.record_stream(current)
         self._streams.add(stream)
 
@@ -184,21 +183,21 @@ class DeviceTables:
 # Device tensors for operands whose values the plan's key fixes.
 
 
-_constants: dict[tuple[int, TensorLayout, int], torch.Tensor] = {}
-_constants_lock = threading.Lock()  # held while memory is taken, so it is not the arenas' lock
+_constants: dict[tuple[int, TensorLayout, int], Tensor] = {}
+_constants_lock = threading.Lock()  # not the arenas' lock, which `take_memory` acquires while this one is held
 
 
-def constants_of(key: PlanKey) -> dict[str, torch.Tensor]:
+def constants_of(key: PlanKey) -> dict[str, Tensor]:
     """The constants of a plan by name, on its GPU, which must be the current one."""
     assert key.device is not None
     fills = [operand for operand in key.inputs if operand.role is Role.FILL]
     return {operand.name: _constant(key.device, operand.layout, operand.fill) for operand in fills}
 
 
-def _constant(device: int, layout: TensorLayout, value: int) -> torch.Tensor:
+def _constant(device: int, layout: TensorLayout, value: int) -> Tensor:
     """A filled tensor that lives as long as the process: launches of an evicted plan may still be pending.
 
-    There is one per batch size and value, of 512 bytes on the GPU.
+    There is one per layout and value, mostly of 512 bytes on the GPU.
     """
     with _constants_lock:  # otherwise two threads could make two, and one would be freed with its plan
         tensor = _constants.get((device, layout, value))

@@ -11,7 +11,6 @@ import json
 import os
 import stat
 from dataclasses import dataclass
-from typing import Any
 
 from cudnn_sdpa.plans.private_folders import is_private
 
@@ -20,7 +19,7 @@ FORMAT = 1
 _MAGIC = f"cudnn_sdpa plan, format {FORMAT}\n".encode()
 
 #: Larger files are not read; plans take 60 to 300 KB.
-LARGEST = 64 << 20
+MAX_BYTES = 64 << 20
 
 
 class BadPlanFileError(Exception):
@@ -35,13 +34,13 @@ class StoredPlan:
         identity: The identity of its key; see `PlanKey.identity`.
         engine: cuDNN's engine.
         knobs: The engine's settings.
-        workspace: Bytes that a launch needs in addition to its operands.
+        workspace: Size in bytes of the workspace that each launch needs.
         build_seconds: Time that planning and compiling took.
         data: The plan in cuDNN's own format.
         tuned: Whether `autotune` chose it by measured time; missing in files of older versions.
     """
 
-    identity: dict[str, Any]
+    identity: dict[str, object]
     engine: str
     knobs: dict[str, int]
     workspace: int
@@ -77,8 +76,8 @@ class StoredPlan:
         if digest != _digest(line, data).encode():
             raise BadPlanFileError("its contents do not match its digest")
         description = json.loads(line)
-        kinds = {"key": (dict,), "engine": (str,), "knobs": (dict,), "workspace": (int,), "build_seconds": (int, float)}
-        wrong = [name for name, kind in kinds.items() if type(description[name]) not in kind]
+        types = {"key": (dict,), "engine": (str,), "knobs": (dict,), "workspace": (int,), "build_seconds": (int, float)}
+        wrong = [name for name, allowed in types.items() if type(description[name]) not in allowed]
         if not wrong and any(type(value) is not int for value in description["knobs"].values()):
             wrong.append("knobs")
         if wrong or description["workspace"] < 0:
@@ -94,12 +93,12 @@ class StoredPlan:
         )
 
 
-def canonical(description: Any) -> bytes:
+def canonical(description: object) -> bytes:
     """Canonical JSON, for digests."""
     return json.dumps(description, sort_keys=True, separators=(",", ":")).encode()
 
 
-def name_of(identity: dict[str, Any]) -> str:
+def name_of(identity: dict[str, object]) -> str:
     """The name of the file of the plan with this identity."""
     return hashlib.sha256(canonical({"format": FORMAT, "key": identity})).hexdigest() + ".plan"
 
@@ -125,6 +124,6 @@ def read(name: str, folder: int) -> bytes | None:
             raise BadPlanFileError("it is not a regular file")
         if not is_private(status):
             raise BadPlanFileError("it belongs to another user, or others may write to it")
-        if status.st_size > LARGEST:
-            raise BadPlanFileError(f"it has {status.st_size} bytes")
-        return file.read(LARGEST)
+        if status.st_size > MAX_BYTES:
+            raise BadPlanFileError(f"it has {status.st_size} bytes, more than any plan")
+        return file.read(MAX_BYTES)

@@ -35,8 +35,8 @@ class PlanManifest:
     @classmethod
     def of(cls, keys: list[PlanKey]) -> PlanManifest:
         """The manifest of some plans, deduplicated, in an order independent of their use."""
-        described = {json.dumps(_without_digest(key), sort_keys=True) for key in keys}
-        return cls([json.loads(text) for text in sorted(described)], _recorded_on(keys))
+        descriptions = {json.dumps(_without_digest(key), sort_keys=True) for key in keys}
+        return cls([json.loads(text) for text in sorted(descriptions)], _recorded_on(keys))
 
     def save(self, path: str | Path) -> None:
         """Writes the manifest as JSON."""
@@ -76,10 +76,10 @@ class PlanManifest:
         return len(self.plans)
 
 
-def _without_digest(key: PlanKey) -> dict[str, Any]:
-    described = key.to_json()
-    del described["digest"]  # the digest is computed from the builder in this process
-    return described
+def _without_digest(key: PlanKey) -> dict[str, object]:
+    description = key.to_json()
+    del description["digest"]  # `keys` computes it from the builder in its process
+    return description
 
 
 def _recorded_on(keys: list[PlanKey]) -> dict[str, str]:

@@ -16,7 +16,6 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,7 +31,7 @@ _NO_CONTEXT = 201
 
 #: CUDA's errors for bytes that are not a kernel for this GPU: INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX,
 #: UNSUPPORTED_PTX_VERSION, INVALID_SOURCE, SHARED_OBJECT_SYMBOL_NOT_FOUND, NOT_FOUND.
-_REFUSED = frozenset({200, 209, 218, 222, 300, 302, 500})
+_NOT_A_KERNEL = frozenset({200, 209, 218, 222, 300, 302, 500})
 
 
 class _NotAKernelError(ExecutionError):
@@ -47,7 +46,7 @@ class _Identity:
     digest: str
     sm: int
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """See `PlanKey.identity`."""
         version = {"package": __version__, "cuda": torch.version.cuda}
         return {"kernel": self.name, "source": self.digest, "sm": self.sm, **version}
@@ -55,8 +54,8 @@ class _Identity:
 
 def slots(fields: type[tuple[int, ...]], *names: str, start: int = 0) -> list[int]:
     """Indices of named fields in a kernel's argument, an array in which `fields`, a NamedTuple, begins at `start`."""
-    known: tuple[str, ...] = fields._fields  # type: ignore[attr-defined]
-    return [start + known.index(name) for name in names]
+    all_names: tuple[str, ...] = fields._fields  # type: ignore[attr-defined]
+    return [start + all_names.index(name) for name in names]
 
 
 class LoadedKernel:
@@ -70,7 +69,7 @@ class LoadedKernel:
         self._device = device
         self._launch = _driver().cuLaunchKernel
 
-    def launch(self, blocks: int, threads: int, fields: array[Any], stream: int) -> None:
+    def launch(self, blocks: int, threads: int, fields: array[int], stream: int) -> None:
         """Launches it on `stream` of its device, which must be the current device.
 
         Args:
@@ -82,12 +81,14 @@ class LoadedKernel:
         Raises:
             ExecutionError: CUDA could not launch it.
         """
-        where = array("Q", (fields.buffer_info()[0],))
-        address = where.buffer_info()[0]
-        status = self._launch(self._function, blocks, 1, 1, threads, 1, 1, 0, stream, address, None)
+        parameters = array("Q", (fields.buffer_info()[0],))
+        # The order of `cuLaunchKernel`, since ctypes knows no names: function, grid, block, dynamic shared memory,
+        # stream, parameters, extra.
+        call = (self._function, blocks, 1, 1, threads, 1, 1, 0, stream, parameters.buffer_info()[0], None)
+        status = self._launch(*call)
         if status == _NO_CONTEXT:
             _make_context_current(self._device)
-            status = self._launch(self._function, blocks, 1, 1, threads, 1, 1, 0, stream, address, None)
+            status = self._launch(*call)
         if status:
             raise ExecutionError(f"CUDA could not launch {self.name}: {_error_name(status)}")
 
@@ -113,29 +114,29 @@ class Kernel:
             LibraryError: NVRTC is missing or cannot compile it.
             ExecutionError: CUDA cannot load it.
         """
-        found = self._loaded.get(device)
-        if found is None:
+        kernel = self._loaded.get(device)
+        if kernel is None:
             with self._lock, torch.cuda.device(device), relaxed_capture():
-                found = self._loaded.get(device)
-                if found is None:
+                kernel = self._loaded.get(device)
+                if kernel is None:
                     _make_context_current(device)
-                    found = self._loaded[device] = self._load(device)
-        return found
+                    kernel = self._loaded[device] = self._load(device)
+        return kernel
 
     def _load(self, device: int) -> LoadedKernel:
         major, minor = torch.cuda.get_device_capability(device)
         key = _Identity(self.name, hashlib.sha256(self.path.read_bytes()).hexdigest(), 10 * major + minor)
-        plans = default_store.active()
-        stored = None if plans is None else plans.load(key)
-        if plans is not None and stored is not None:
+        store = default_store.active()
+        stored = None if store is None else store.load(key)
+        if store is not None and stored is not None:
             try:
                 return self._in_memory(stored.data, device)
             except _NotAKernelError as error:  # any other failure is the GPU's, not the file's
-                plans.reject(key, str(error))
+                store.reject(key, str(error))
         start = time.perf_counter()
         cubin = self.compile(key.sm)
-        if plans is not None:
-            plans.save(
+        if store is not None:
+            store.save(
                 key,
                 StoredPlan(
                     identity=key.identity(),
@@ -152,7 +153,7 @@ class Kernel:
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         status = _driver().cuModuleLoadData(ctypes.byref(module), cubin)
         status = status or _driver().cuModuleGetFunction(ctypes.byref(function), module, self.name.encode())
-        if status in _REFUSED:
+        if status in _NOT_A_KERNEL:
             raise _NotAKernelError(f"CUDA could not load {self.name}: {_error_name(status)}")
         _check(status, self.name)
         assert function.value is not None
@@ -194,7 +195,7 @@ def _log_of(program: ctypes.c_void_p) -> str:
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
-    for name in _places_of_nvrtc():
+    for name in _nvrtc_candidates():
         try:
             library = ctypes.CDLL(name)
         except OSError:
@@ -202,13 +203,13 @@ def _nvrtc() -> ctypes.CDLL:
         library.nvrtcGetErrorString.restype = ctypes.c_char_p
         return library
     raise LibraryError(
-        "libnvrtc cannot be found; PyTorch's CUDA wheels bring it: pip install nvidia-cuda-nvrtc (CUDA 13) or "
+        "libnvrtc cannot be found; PyTorch's CUDA wheels include it: pip install nvidia-cuda-nvrtc (CUDA 13) or "
         "nvidia-cuda-nvrtc-cu12 (CUDA 12)"
     )
 
 
-def _places_of_nvrtc() -> Iterator[str]:
-    """Candidate paths: the one loaded in this process, the system's, and those of pip packages."""
+def _nvrtc_candidates() -> Iterator[str]:
+    """The library loaded in this process, the system's, and those of pip packages."""
     loaded = backend.loaded_libraries().get("libnvrtc")
     if loaded is not None:
         yield loaded

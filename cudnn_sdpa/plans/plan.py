@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from cudnn_sdpa.errors import ExecutionError
 from cudnn_sdpa.graph import backend, handles, known_issues
@@ -20,14 +21,14 @@ current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
 
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
+#: Allocates an uninitialized tensor on the current CUDA device: (shape, stride, dtype).
+Allocator: TypeAlias = Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]
 
-def _find_allocator() -> Any:
-    """`allocate(shape, stride, dtype)` on the current CUDA device.
 
-    The allocator of torch.compile's code, if this PyTorch has it: 0.5 µs faster than `torch.empty_strided`.
-    """
+def _find_allocator() -> Allocator:
+    """The allocator of torch.compile's code, if this PyTorch has it: 0.5 µs faster than `torch.empty_strided`."""
     guards = getattr(torch._C, "_dynamo", None)
-    private = getattr(getattr(guards, "guards", None), "_empty_strided_cuda", None)
+    private: Allocator | None = getattr(getattr(guards, "guards", None), "_empty_strided_cuda", None)
     if private is not None:
         return private
     return lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
@@ -41,17 +42,21 @@ captured_plans: list[Plan] = []
 
 
 class Plan:
-    """A compiled plan. It owns its kernels and constants, but no workspace and no handle.
+    """A compiled plan. It owns its kernels and constants, but no handle and no workspace.
+
+    Each launch uses the calling thread's handle. Its workspace comes from PyTorch's allocator and goes back at once,
+    for later work on the same stream; on the default stream, a small one is the thread's scratch memory. So any number
+    of threads and streams can launch one plan at once.
 
     Attributes:
         key: Its key.
         engine: Name of cuDNN's engine.
         knobs: The engine's settings.
-        workspace: Bytes that a launch allocates in addition to its outputs.
+        workspace: Size in bytes of the workspace that each launch needs.
         build_seconds: Time for planning and compiling, or for loading.
         loaded: Whether it came from the plan store.
         last_used: Number of its last use; set by the cache.
-        place: Its use number when the cache added it, before its first use.
+        added_at: Use number when the cache added it, before its first use.
         held: Whether it is in the plan cache; set by the cache.
         captured: Whether a CUDA graph contains a launch of it; see `captured_plans`.
         tuned: Whether it was chosen by measured time; see `autotune`.
@@ -61,6 +66,7 @@ class Plan:
     __slots__ = (
         "_count",
         "_launch",
+        "added_at",
         "build_seconds",
         "built",
         "captured",
@@ -72,12 +78,11 @@ class Plan:
         "knobs",
         "last_used",
         "loaded",
-        "place",
         "tuned",
         "workspace",
     )
 
-    def __init__(self, key: PlanKey, built: backend.BuiltGraph, constants: dict[str, torch.Tensor]) -> None:
+    def __init__(self, key: PlanKey, built: backend.BuiltGraph, constants: dict[str, Tensor]) -> None:
         if key.device is None:
             raise ValueError("launching a plan needs a device")
         self.key = key
@@ -89,7 +94,7 @@ class Plan:
         self.device = key.device
         self.build_seconds = 0.0
         self.loaded = False
-        self.last_used = self.place = 0
+        self.last_used = self.added_at = 0
         self.captured = False
         self.held = False
         self.tuned = False
@@ -111,25 +116,26 @@ class Plan:
             self._keep_for_graphs()
         size = self.workspace
         if stream == 0 and size <= SCRATCH_BYTES:
-            scratch = slot.scratch  # saves an allocation, 0.9 µs
+            workspace = slot.scratch  # saves an allocation, 0.9 µs
         elif size:
-            workspace = allocate((size,), (1,), torch.uint8)
-            scratch = workspace.data_ptr()
+            allocated = allocate((size,), (1,), torch.uint8)
+            workspace = allocated.data_ptr()
         else:
-            scratch = 0
+            workspace = 0
         # Local to this call: many threads launch a plan at once.
         operands = pointers if type(pointers) is array else array("Q", pointers)
-        try:
-            self._launch(operands.buffer_info()[0], self._count, scratch, slot.raw, -1)
+        try:  # positional, as the frontend's compiled function wants them: see `backend.Launch`
+            self._launch(operands.buffer_info()[0], self._count, workspace, slot.raw, -1)
         except RuntimeError as error:
             raise backend.execution_error(error, str(self.key)) from error
 
     def launch_kept(self, operands: array[int], workspace: int) -> None:
-        """The same with memory that the caller keeps, which saves 1.5 µs.
+        """As `launch`, with a pointer array and a workspace that the caller keeps, which saves 1.5 µs.
 
         Args:
             operands: The pointers.
-            workspace: Address of at least `workspace` bytes that no launch on another stream uses concurrently.
+            workspace: Address of memory of at least `self.workspace` bytes that no launch on another stream uses
+                concurrently.
         """
         stream = current_raw_stream(self.device)
         slot = handles.thread.slots[self.device]
@@ -144,9 +150,9 @@ class Plan:
 
     def _keep_for_graphs(self) -> None:
         if not self.captured:
-            fault = known_issues.not_in_capture(self.key)
-            if fault:
-                raise ExecutionError(f"{self.key.name} cannot be captured in a CUDA graph: {fault}")
+            bugs = known_issues.not_in_capture(self.key)
+            if bugs:
+                raise ExecutionError(f"{self.key.name} cannot be captured in a CUDA graph: {bugs}")
             self.captured = True
             captured_plans.append(self)
 

@@ -16,11 +16,11 @@ import platformdirs
 #: Maximum number of symbolic links to follow, as on Linux.
 _MAX_LINKS = 40
 
-#: Environment variable with colon-separated folders that are not checked: the user trusts everyone who can write to
-#: them, as on a volume mounted for one program only.
+#: Environment variable with colon-separated folders that are not checked: the user trusts everyone with write access,
+#: as on a volume mounted for one program only.
 TRUSTED_VARIABLE = "CUDNN_SDPA_TRUSTED_FOLDERS"
 
-_OR_TRUST = f"or trust all who may write to it, with the environment variable {TRUSTED_VARIABLE}="
+_OR_TRUST = f"or trust all users with write access, with the environment variable {TRUSTED_VARIABLE}="
 
 
 class UnsafeFolderError(Exception):
@@ -60,8 +60,8 @@ def open_private(folder: Path, *, make: bool = True) -> int:
     os.close(descriptor)
     if status.st_uid not in (os.getuid(), 0):
         raise OpenFolderError(
-            f"{folder} belongs to another user (uid {status.st_uid}), who could put code in it; name a folder that is "
-            "not there yet, which is made for this user"
+            f"{folder} belongs to another user (uid {status.st_uid}), who could put code in it; name a folder that "
+            "does not exist yet: it is created for this user"
         )
     raise OpenFolderError(
         f"{folder} is writable by others, who could put code in it; make it private with: chmod go-w {folder}"
@@ -69,7 +69,7 @@ def open_private(folder: Path, *, make: bool = True) -> int:
 
 
 def check_above(folder: Path) -> None:
-    """Checks that nobody else can replace a folder, which need not exist yet.
+    """Checks that no other user can replace a folder, which need not exist yet.
 
     Raises:
         UnsafeFolderError: Others can replace it.
@@ -80,7 +80,7 @@ def check_above(folder: Path) -> None:
 
 
 def _walk(folder: Path, make: bool) -> str:
-    """The path with links resolved, checking every folder on the way as the system follows it."""
+    """The path with links resolved; checks every folder along it."""
     current, links, rest = "/", 0, list(folder.parts[1:])
     _check(current, os.lstat(current))
     while rest:
@@ -93,9 +93,9 @@ def _walk(folder: Path, make: bool) -> str:
         if stat.S_ISLNK(status.st_mode):
             links += 1
             if links > _MAX_LINKS:
-                raise UnsafeFolderError(f"{folder} leads through too many links")
+                raise UnsafeFolderError(f"{folder} has too many symbolic links in its path")
             if not _is_trustworthy(status.st_uid):
-                raise OpenFolderError(f"{path} is a link that belongs to another user; name the folder it leads to")
+                raise OpenFolderError(f"{path} is a symbolic link that belongs to another user; name its target")
             target = Path(os.readlink(path))  # noqa: PTH115
             current = "/" if target.is_absolute() else current
             rest = [*(part for part in target.parts if part != "/"), *rest]
@@ -120,16 +120,16 @@ def _status(path: str, make: bool) -> os.stat_result:
 
 
 def _check(path: str, status: os.stat_result) -> None:
-    """Checks that nobody else can replace this user's entries in a folder.
+    """Checks that no other user can replace this user's entries in a folder.
 
-    In a sticky folder like /tmp, everyone may write but not replace others' entries; the entry is checked next.
+    In a sticky folder like /tmp, every user may add entries but replace only their own; the entry is checked next.
     """
     if path in os.environ.get(TRUSTED_VARIABLE, "").split(os.pathsep):
         return
     if not _is_trustworthy(status.st_uid):
         raise OpenFolderError(
-            f"{path} belongs to another user (uid {status.st_uid}), who could put another folder in the place of what "
-            f"is in it; name a folder outside, {_OR_TRUST}{path}"
+            f"{path} belongs to another user (uid {status.st_uid}), who could replace the folders in it; name a folder "
+            f"elsewhere, {_OR_TRUST}{path}"
         )
     open_to = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not open_to or status.st_mode & stat.S_ISVTX:
@@ -137,8 +137,8 @@ def _check(path: str, status: os.stat_result) -> None:
     if open_to == stat.S_IWGRP and _is_users_own_group(status.st_gid):
         return
     raise OpenFolderError(
-        f"{path} is writable by others, who could put another folder in the place of what is in it; make it private "
-        f"with: chmod go-w {path}; or have only owners replace what is in it, with: chmod +t {path}; {_OR_TRUST}{path}"
+        f"{path} is writable by others, who could replace the folders in it; make it private with: chmod go-w {path}; "
+        f"or let only owners replace entries, with: chmod +t {path}; {_OR_TRUST}{path}"
     )
 
 
@@ -147,12 +147,12 @@ def _is_trustworthy(owner: int) -> bool:
 
     In a user namespace of this user only (Apptainer, bubblewrap, `unshare`), root's files have the overflow uid.
     """
-    return owner in (os.getuid(), 0) or owner == _outsiders()
+    return owner in (os.getuid(), 0) or owner == _overflow_uid()
 
 
 @functools.cache
-def _outsiders() -> int | None:
-    """The overflow uid, shown for all users outside this namespace; None if it may be a user inside."""
+def _overflow_uid() -> int | None:
+    """The uid shown for all users outside this namespace; None if it may be a user inside."""
     try:
         owner = int(Path("/proc/sys/fs/overflowuid").read_text())
         ranges = [list(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -167,10 +167,10 @@ def _is_users_own_group(group: int) -> bool:
     import pwd
 
     try:
-        user, found = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
+        user, entry = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    return user.pw_gid == group and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
+    return user.pw_gid == group and entry.gr_name == user.pw_name and set(entry.gr_mem) <= {user.pw_name}
 
 
 def in_users_cache(name: str) -> Path:

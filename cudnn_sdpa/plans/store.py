@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from cudnn_sdpa.graph.diagnostics import shortened
 from cudnn_sdpa.plans import file_format, private_folders, store_files
@@ -31,7 +31,7 @@ DEFAULT_BYTES = 1 << 30
 _MAX_TRIES = 8
 
 #: The fraction of its capacity that a full store keeps, so that not every later save has to evict.
-_LEFT = 0.9
+_KEPT_FRACTION = 0.9
 
 #: Seconds to wait for a process that builds the same plan. A build takes one; a stopped process keeps its lock.
 _LOCK_SECONDS = 60.0
@@ -67,7 +67,7 @@ class PlanStoreInfo:
 class Identified(Protocol):
     """The key of a plan, or of anything else that is compiled for a GPU."""
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Everything that it depends on, JSON-ready."""
         ...
 
@@ -78,23 +78,23 @@ class PlanStore:
     Beyond its capacity, the least recently used files are removed first; a load counts as a use.
     """
 
-    def __init__(self, folder: Path, capacity: int = DEFAULT_BYTES, *, complaints: int = logging.WARNING) -> None:
+    def __init__(self, folder: Path, capacity: int = DEFAULT_BYTES, *, log_level: int = logging.WARNING) -> None:
         """Opens or creates a folder.
 
         Args:
             folder: Its path.
             capacity: Maximum number of bytes.
-            complaints: Logging level of failures to save or read plans. Unsafe or damaged files are always a warning.
+            log_level: Level of failures to save or read plans. Unsafe or damaged files are always a warning.
 
         Raises:
             UnsafeFolderError: It cannot be created, is not a folder, or is open to others.
         """
         self.folder = folder.absolute()
         self.capacity = capacity
-        self._complaints = complaints
+        self._log_level = log_level
         self._size: int | None = None  # unknown before the first save
         self._counters = dict.fromkeys(("loads", "saves", "rejected", "evictions"), 0)
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._refused: dict[str, bytes] = {}
         self._start_afresh()
         _stores.add(self)
@@ -107,7 +107,7 @@ class PlanStore:
 
     @contextlib.contextmanager
     def _opened(self, *, make: bool = False) -> Iterator[int]:
-        """Opens the folder, which may have been removed, or opened to others, since its last use.
+        """Opens the folder, which may have been removed, or made writable by others, since its last use.
 
         Raises:
             UnsafeFolderError: It cannot be used.
@@ -139,7 +139,7 @@ class PlanStore:
                 if (only_tuned and not plan.tuned) or self._refused.get(name) == _digest(plan):
                     return None
                 with contextlib.suppress(OSError):
-                    store_files.date(name, folder)  # marks the use, for eviction order
+                    store_files.touch(name, folder)  # marks the use, for eviction order
         except BadPlanFileError as error:
             self.reject(key, str(error))
             return None
@@ -164,7 +164,7 @@ class PlanStore:
             self._warn("write", f"plans cannot be saved in {self.folder} ({error})")
 
     def reject(self, key: Identified, why: str) -> None:
-        """Removes the file of `key`, which is damaged or not its plan."""
+        """Removes the file of `key`, which is damaged or holds another plan."""
         self._note_rejection(key, why)
         with contextlib.suppress(OSError, UnsafeFolderError), self._opened() as folder:
             os.unlink(self.path(key).name, dir_fd=folder)
@@ -172,7 +172,7 @@ class PlanStore:
     def refuse(self, key: Identified, plan: StoredPlan, why: str) -> None:
         """Ignores the stored plan of `key` in this process; the file stays until a new plan replaces it.
 
-        For an intact plan that cuDNN rejected: if the cause is the GPU or its memory, other processes can still use it.
+        For an intact plan that cuDNN rejects: if the cause is the GPU or its memory, other processes can still use it.
         """
         self._refused[self.path(key).name] = _digest(plan)
         self._note_rejection(key, why)
@@ -183,21 +183,21 @@ class PlanStore:
 
     @contextlib.contextmanager
     def building(self, key: Identified, *, in_background: bool = False) -> Iterator[None]:
-        """While a process is in it, others that would build the same plan wait, then load it.
+        """While a process is in this context, others that would build the same plan wait, then load it.
 
         Args:
             key: The plan's key.
-            in_background: Whether no call waits for it. Calls that need it then build it themselves: a helper must
-                first start, runs at low priority, and takes many times as long.
+            in_background: Whether a helper builds it. Calls that need the plan do not wait for that, but build it
+                themselves: a helper must first start, runs at low priority, and takes many times as long.
         """
         with contextlib.ExitStack() as stack:
             try:
-                if os.access(self.folder, os.W_OK | os.X_OK):  # otherwise nothing will be saved for others to wait for
+                if os.access(self.folder, os.W_OK | os.X_OK):  # otherwise there will be no file for others to load
                     folder = stack.enter_context(self._opened())
                     locks = store_files.folder_of_locks(folder)
                     stack.callback(os.close, locks)
                     name = self.path(key).stem + ".background" * in_background + ".lock"
-                    if not stack.enter_context(store_files.held(locks, name, _LOCK_SECONDS)):
+                    if not stack.enter_context(store_files.locked(locks, name, _LOCK_SECONDS)):
                         self._warn("lock", f"plans in {self.folder} are built without a lock (it is held for too long)")
             except (OSError, UnsafeFolderError) as error:
                 self._warn("lock", f"plans in {self.folder} are built without a lock ({error})")
@@ -208,7 +208,9 @@ class PlanStore:
         sizes: list[int] = []
         with contextlib.suppress(OSError, UnsafeFolderError), self._opened() as folder:
             sizes = [file.size for file in store_files.listed(folder) if file.is_plan]
-        return PlanStoreInfo(self.folder, len(sizes), sum(sizes), self.capacity, **self._counters)
+        return PlanStoreInfo(
+            folder=self.folder, plans=len(sizes), bytes=sum(sizes), capacity=self.capacity, **self._counters
+        )
 
     def clear(self) -> None:
         """Removes all plans."""
@@ -220,51 +222,52 @@ class PlanStore:
 
     def _write_or_make_room(self, folder: int, name: str, contents: bytes) -> None:
         """Writes a file; on a full disk, others are evicted for it."""
-        tries, gone = 1, 1
-        while not store_files.try_write(folder, name, contents, or_raise=tries == _MAX_TRIES or not gone):
-            gone = self._remove(folder, len(contents), name)
+        tries, removed = 1, 1
+        while not store_files.try_write(folder, name, contents, or_raise=tries == _MAX_TRIES or not removed):
+            removed = self._remove(folder, len(contents), name)
             tries += 1
 
     def _make_room(self, folder: int, added: int, name: str) -> None:
         """Keeps the folder within its capacity when a file of this size and name is added.
 
         Scanning thousands of files takes longer than building a plan. So only a process's first save does it, and later
-        ones when the capacity may be exceeded: all processes add what they save to one shared total.
+        ones when the capacity may be exceeded: all processes add the sizes of their files to one shared total.
         """
-        with self._room, store_files.size_of(folder) as size:
-            known = size.read() if self._size is not None else None
-            if known is None:
-                known = self._size
-            if known is None or known + added > self.capacity:
-                known = self._shrink(folder, added, name)
-            self._size = known + added
-            size.write(self._size)
+        with self._room, store_files.shared_size(folder) as shared:
+            size = shared.read() if self._size is not None else None
+            if size is None:
+                size = self._size
+            if size is None or size + added > self.capacity:
+                size = self._shrink(folder, added, name)
+            self._size = size + added
+            shared.write(self._size)
 
     def _shrink(self, folder: int, added: int, name: str) -> int:
         """Evicts the least recently used files if a new one needs their space; returns the bytes left."""
         store_files.sweep(folder)
         left = sum(file.size for file in store_files.listed(folder) if file.name != name)
         if left + added > self.capacity:
-            left -= self._remove(folder, left + added - int(_LEFT * self.capacity), name)
+            left -= self._remove(folder, left + added - int(_KEPT_FRACTION * self.capacity), name)
         return max(0, left)
 
-    def _remove(self, folder: int, wanted: int, name: str) -> int:
-        """Removes this many bytes, least recently used files first, except `name`; returns the bytes removed."""
-        gone = store_files.remove_oldest(folder, wanted, name)
-        for _ in gone:
+    def _remove(self, folder: int, min_bytes: int, name: str) -> int:
+        """Removes least recently used files of at least this size, except `name`; returns the bytes removed."""
+        sizes = store_files.remove_oldest(folder, min_bytes, name)
+        for _ in sizes:
             self._count("evictions")
-        return sum(gone)
+        return sum(sizes)
 
-    def _count(self, what: str) -> None:
+    def _count(self, counter: str) -> None:
         with self._mutex:
-            self._counters[what] += 1
+            self._counters[counter] += 1
 
     def _warn(self, kind: str, message: str) -> None:
+        """Logs one message of each kind."""
         with self._mutex:
-            if kind in self._said:
+            if kind in self._warned:
                 return
-            self._said.add(kind)
-        _log.log(self._complaints, "%s", message)
+            self._warned.add(kind)
+        _log.log(self._log_level, "%s", message)
 
     def __repr__(self) -> str:
         return f"PlanStore({str(self.folder)!r})"

@@ -17,27 +17,27 @@ _PAUSE_SECONDS = 0.03
 
 
 @contextlib.contextmanager
-def held(folder: int, name: str, seconds: float) -> Iterator[bool]:
+def locked(folder: int, name: str, seconds: float) -> Iterator[bool]:
     """Holds the lock of a name in an open folder; the value is False if others hold it longer than `seconds`.
 
     Raises:
         OSError: The file system has no locks.
     """
-    end = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     file = _open(folder, name)
     try:
-        taken = _take(file, end)
-        while taken and not _is_in_place(file, folder, name):  # its last holder has removed it
+        is_ours = _lock_until(deadline, file)
+        while is_ours and not _is_in_place(file, folder, name):  # its last holder has removed it
             file.close()
             file = _open(folder, name)
-            taken = _take(file, end)
+            is_ours = _lock_until(deadline, file)
         try:
-            yield taken
+            yield is_ours
         finally:
-            if taken:
+            if is_ours:
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=folder)
-                free(file)
+                unlock(file)
     finally:
         file.close()
 
@@ -80,7 +80,7 @@ def remove_if_free(folder: int, name: str, *, if_not_known: bool = False) -> Non
                     return
             if _is_in_place(file, folder, name):
                 os.unlink(name, dir_fd=folder)
-            free(file)
+            unlock(file)
 
 
 def lock(file: IO[bytes], seconds: float) -> bool:
@@ -89,10 +89,10 @@ def lock(file: IO[bytes], seconds: float) -> bool:
     Raises:
         OSError: The file system has no locks.
     """
-    return _take(file, time.monotonic() + seconds)
+    return _lock_until(time.monotonic() + seconds, file)
 
 
-def free(file: IO[bytes]) -> None:
+def unlock(file: IO[bytes]) -> None:
     """Unlocks an open file, also one that a forked child shares."""
     with contextlib.suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_UN)
@@ -103,17 +103,17 @@ def _open(folder: int, name: str) -> IO[bytes]:
     return os.fdopen(os.open(name, flags, 0o600, dir_fd=folder), "rb+", buffering=0)
 
 
-def _take(file: IO[bytes], end: float) -> bool:
+def _lock_until(deadline: float, file: IO[bytes]) -> bool:
     pause = 0.001
-    while not _is_taken(file):
-        if time.monotonic() >= end:
+    while not _try_lock(file):
+        if time.monotonic() >= deadline:
             return False
         time.sleep(pause)
         pause = min(2 * pause, _PAUSE_SECONDS)
     return True
 
 
-def _is_taken(file: IO[bytes]) -> bool:
+def _try_lock(file: IO[bytes]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -123,10 +123,10 @@ def _is_taken(file: IO[bytes]) -> bool:
 
 def _is_in_place(file: IO[bytes], folder: int, name: str) -> bool:
     try:
-        there = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        named = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
         return False
-    return os.path.samestat(there, os.fstat(file.fileno()))
+    return os.path.samestat(named, os.fstat(file.fileno()))
 
 
 _LOCKS = "locks"
@@ -160,7 +160,7 @@ class File:
         return self.name.endswith(".plan")
 
 
-class Size:
+class SharedSize:
     """The store's size, shared by all processes in a file that may be missing."""
 
     def __init__(self, file: IO[bytes] | None) -> None:
@@ -182,7 +182,7 @@ class Size:
 
 
 @contextlib.contextmanager
-def size_of(folder: int) -> Iterator[Size]:
+def shared_size(folder: int) -> Iterator[SharedSize]:
     """The store's size, locked for other processes."""
     with contextlib.ExitStack() as stack:
         file = None
@@ -190,23 +190,23 @@ def size_of(folder: int) -> Iterator[Size]:
             locks = folder_of_locks(folder)
             stack.callback(os.close, locks)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-            found = stack.enter_context(os.fdopen(os.open(_SIZE, flags, 0o600, dir_fd=locks), "rb+", buffering=0))
-            if lock(found, _SIZE_SECONDS):  # otherwise a stopped process holds it
-                stack.callback(free, found)
-                file = found
-        yield Size(file)
+            opened = stack.enter_context(os.fdopen(os.open(_SIZE, flags, 0o600, dir_fd=locks), "rb+", buffering=0))
+            if lock(opened, _SIZE_SECONDS):  # otherwise a stopped process holds it
+                stack.callback(unlock, opened)
+                file = opened
+        yield SharedSize(file)
 
 
 def listed(folder: int) -> list[File]:
     """All plan files, including those being written."""
-    found = []
+    files = []
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith(".plan") or entry.name.startswith(_TEMPORARY):
                 with contextlib.suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
-                    found.append(File(entry.name, status.st_size, status.st_mtime))
-    return found
+                    files.append(File(entry.name, status.st_size, status.st_mtime))
+    return files
 
 
 def try_write(folder: int, name: str, contents: bytes, *, or_raise: bool) -> bool:
@@ -221,7 +221,7 @@ def try_write(folder: int, name: str, contents: bytes, *, or_raise: bool) -> boo
 
 
 def _write(folder: int, name: str, contents: bytes) -> None:
-    """Writes a file atomically, readable by everyone who may read the folder.
+    """Writes a file atomically, with the folder's read permissions.
 
     A lock shows that the writer is alive; an unlocked temporary file belongs to a killed writer.
     """
@@ -235,15 +235,15 @@ def _write(folder: int, name: str, contents: bytes) -> None:
             os.fsync(file.fileno())
             os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             with contextlib.suppress(OSError):
-                date(name, folder)
+                touch(name, folder)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary, dir_fd=folder)
         raise
 
 
-def date(name: str, folder: int) -> None:
-    """Sets a file's time to now by the clock it is compared with; the file system's own is some ms behind."""
+def touch(name: str, folder: int) -> None:
+    """Sets a file's time by the clock that it is compared with; the file system's own is some ms behind."""
     now = time.time_ns()
     os.utime(name, ns=(now, now), dir_fd=folder)
 
@@ -272,23 +272,23 @@ def sweep(folder: int) -> None:
             os.close(locks)
 
 
-def remove_oldest(folder: int, wanted: int, name: str) -> list[int]:
-    """Removes this many bytes, least recently used plans first, except the file of this name.
+def remove_oldest(folder: int, min_bytes: int, name: str) -> list[int]:
+    """Removes least recently used plans of at least this size, except the file of this name.
 
     Returns:
         Sizes of the removed files.
     """
     sweep(folder)
-    now, gone = time.time(), list[int]()
+    now, sizes = time.time(), list[int]()
     files = [file for file in listed(folder) if file.is_plan and file.name != name]
     for file in files:
         if file.used > now + _CLOCK_SECONDS:  # from a wrong clock: it would never be evicted
             with contextlib.suppress(OSError):
-                date(file.name, folder)
+                touch(file.name, folder)
     for file in sorted(files, key=lambda file: (min(file.used, now), file.used)):
-        if sum(gone) >= wanted:
+        if sum(sizes) >= min_bytes:
             break
         with contextlib.suppress(OSError):
             os.unlink(file.name, dir_fd=folder)
-            gone.append(file.size)
-    return gone
+            sizes.append(file.size)
+    return sizes

@@ -95,7 +95,7 @@ def test_a_folder_in_the_environment_that_cannot_be_is_a_warning(run_python):
     code = "from cudnn_sdpa.plans import default_store; print(default_store.active(), default_store.active())"
     result = run_python(code, CUDNN_SDPA_PLAN_DIR="~nobody_of_this_name/plans")
     assert result.stdout == "None None\n"
-    assert result.stderr.count("plans are not kept, in spite of CUDNN_SDPA_PLAN_DIR") == 1
+    assert result.stderr.count("plans are not stored despite CUDNN_SDPA_PLAN_DIR") == 1
 
 
 @pytest.mark.parametrize("off", ["off", "OFF", "Off"])

@@ -49,7 +49,7 @@ def test_what_cannot_be_compiled_says_why(tmp_path):
 
 
 def test_without_nvrtc_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(nvrtc_module, "_places_of_nvrtc", lambda: iter(["libnothing.so.99"]))
+    monkeypatch.setattr(nvrtc_module, "_nvrtc_candidates", lambda: iter(["libnothing.so.99"]))
     nvrtc_module._nvrtc.cache_clear()
     with pytest.raises(LibraryError, match="pip install nvidia-cuda-nvrtc"):
         packing.kernel.compile(90)

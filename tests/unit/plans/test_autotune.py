@@ -32,11 +32,11 @@ def machine(monkeypatch):
 def test_it_is_in_force_until_it_is_left_and_nests():
     assert not autotune_module.is_in_force()
     with autotune() as outer:
-        assert autotune_module.most_candidates() == autotune_module.DEFAULT_CANDIDATES
+        assert autotune_module.max_candidates() == autotune_module.DEFAULT_CANDIDATES
         with autotune(candidates=3) as inner:
-            assert autotune_module.most_candidates() == 3
+            assert autotune_module.max_candidates() == 3
             autotune_module.note(key(), [AutotuneCandidate("eng1", {})])
-        assert autotune_module.most_candidates() == autotune_module.DEFAULT_CANDIDATES
+        assert autotune_module.max_candidates() == autotune_module.DEFAULT_CANDIDATES
         autotune_module.note(key(), [AutotuneCandidate("eng2", {})])
     assert not autotune_module.is_in_force()
     autotune_module.note(key(), [AutotuneCandidate("eng3", {})])
@@ -49,7 +49,7 @@ def test_it_may_be_left_in_another_order_and_by_an_exception():
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert autotune_module.most_candidates() == 3
+    assert autotune_module.max_candidates() == 3
     second.__exit__(None, None, None)
     assert not autotune_module.is_in_force()
     with pytest.raises(KeyError), autotune():
@@ -89,7 +89,7 @@ def test_the_report_is_a_table():
         "attend(q) -> (out)",
         "       52.3 µs  eng9 TILE_N=2 TILE_M=3  (cuDNN's first choice)",
         "  >    41.2 µs  eng8 TILE_N=1  (gain 1.27)",
-        "                eng7  (dropped out: it cannot be launched: no)",
+        "                eng7  (discarded: it cannot be launched: no)",
         "attend(k) -> (out)",
         "  >             eng9  (cuDNN's first choice)",
         "    not compared: it is for packed sequences",
@@ -116,14 +116,14 @@ def test_constant_lengths_are_no_data():
     integers = TensorLayout.contiguous((2, 1, 1, 1), torch.int32)
     filled, given = Operand("lengths", integers, Role.FILL, 64), Operand("lengths", integers)
     assert autotune_module.not_tunable(key(inputs=[filled])) == ""
-    assert autotune_module.not_tunable(key(inputs=[given])).startswith("what is computed depends on lengths")
+    assert autotune_module.not_tunable(key(inputs=[given])).startswith("its work depends on the values of lengths")
 
 
 def test_packed_tensors_are_not_tuned():
     offsets = Operand("offsets", TensorLayout.contiguous((3, 1, 1, 1), torch.int64))
     packed = dataclasses.replace(key().outputs[0], ragged="offsets")
     of = dataclasses.replace(key(inputs=[offsets]), outputs=(packed,))
-    assert autotune_module.not_tunable(of) == "it is for packed sequences: how large out0 are is data"
+    assert autotune_module.not_tunable(of) == "it is for packed sequences: the sizes of out0 are data"
 
 
 def test_what_is_not_tunable_is_an_ordinary_plan(machine):
@@ -294,7 +294,7 @@ def test_results_in_the_place_of_an_input_leave_the_plan_untuned(machine):
         expected = x * 0.5
         launch(made, x, x)
     assert (made.fastest.engine, made.fastest.tuned) == ("eng1", False)
-    assert report.entries[0].reason == "out0 lies in the same memory as x"
+    assert report.entries[0].reason == "out0 overlaps x"
     assert torch.equal(x, expected)
 
 

@@ -61,7 +61,7 @@ def test_integers_must_be_equal():
 def test_results_are_compared_in_pieces(monkeypatch):
     a, b = rows(1000, 8), rows(1000, 8)
     whole = autotune_timing.difference(a, b)
-    monkeypatch.setattr(autotune_timing, "_PIECE", 64)
+    monkeypatch.setattr(autotune_timing, "_CHUNK_ELEMENTS", 64)
     assert autotune_timing.difference(a, b) == pytest.approx(whole)
 
 

@@ -127,7 +127,7 @@ def test_the_fastest_takes_the_first_one_s_place_in_the_cache(machine, cache):
     found = cache.peek(key())
     assert found is made.fastest
     assert (type(found), found.engine, found.held, made.held) == (Plan, "eng2", True, False)
-    assert (found.last_used, found.place) == (made.last_used, made.place)
+    assert (found.last_used, found.added_at) == (made.last_used, made.added_at)
     assert table.get("signature") is bound.last is None  # so that the next call is bound to the fastest
     info = cache.info()
     assert (info.plans, info.builds, info.loads, info.evictions) == (1, 1, 0, 0)

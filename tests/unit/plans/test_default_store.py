@@ -41,7 +41,7 @@ def untouched(monkeypatch, home, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(default_store._Setting, "known", False)
+    monkeypatch.setattr(default_store._Setting, "is_resolved", False)
     monkeypatch.setattr(default_store._Setting, "store", None)
     return home
 
@@ -60,7 +60,7 @@ def ask(untouched, monkeypatch, caplog):  # noqa: ARG001 - this process is as `u
                 assert default_store.active() is default_store.active()
             assert time.perf_counter() - start < 1
         store = default_store.active()
-        default_store._Setting.known = False
+        default_store._Setting.is_resolved = False
         return (store and store.folder), [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
 
     return run
@@ -102,7 +102,7 @@ def test_off_keeps_nothing(ask, home):
 
 def assert_said_once(logged, what, level="INFO"):
     (line,) = logged
-    assert line.startswith(f"{level} plans are not kept for later processes: ")
+    assert line.startswith(f"{level} plans are not stored for later processes: ")
     assert what in line
     assert line.endswith("; CUDNN_SDPA_PLAN_DIR can name another folder")
 
@@ -150,7 +150,7 @@ def test_a_folder_that_the_user_named_is_a_warning(ask, home, tmp_path):
     (tmp_path / "file").touch()
     folder, (line,) = ask(CUDNN_SDPA_PLAN_DIR=str(tmp_path / "file"))
     assert folder is None
-    assert line.startswith("WARNING plans are not kept, in spite of CUDNN_SDPA_PLAN_DIR: ")
+    assert line.startswith("WARNING plans are not stored despite CUDNN_SDPA_PLAN_DIR: ")
     assert list(home.iterdir()) == []
 
 
@@ -189,7 +189,7 @@ def test_a_home_that_cannot_be_written_to(run_python, home, made):
     assert result.stdout == f"{plans if made else None}\n"
     (line,) = result.stderr.splitlines()
     assert line.startswith(
-        "INFO plans cannot be saved in " if made else "INFO plans are not kept for later processes: "
+        "INFO plans cannot be saved in " if made else "INFO plans are not stored for later processes: "
     )
     assert [path for path in home.rglob("*") if not path.is_dir()] == []
 
@@ -280,7 +280,7 @@ def test_benchmarks_keep_no_plans(untouched, monkeypatch):
 
 def test_complaints_of_a_store_that_nobody_chose_are_information(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "cudnn_sdpa"):
-        for name, level, options in (("chosen", "WARNING", {}), ("default", "INFO", {"complaints": logging.INFO})):
+        for name, level, options in (("chosen", "WARNING", {}), ("default", "INFO", {"log_level": logging.INFO})):
             store = PlanStore(tmp_path / name, **options)
             (tmp_path / name).rmdir()
             (tmp_path / name).touch()

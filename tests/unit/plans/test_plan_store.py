@@ -527,7 +527,7 @@ def test_the_environment_names_the_folder(tmp_path, run_python):
     (tmp_path / "open").chmod(0o777)
     result = run_python(code, CUDNN_SDPA_PLAN_DIR=str(tmp_path / "open"))
     assert result.stdout.strip() == "None"
-    assert "plans are not kept" in result.stderr
+    assert "plans are not stored" in result.stderr
 
 
 def test_a_folder_stays_where_it_was_meant(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ class FakePlan:
 
     def __init__(self, key, loaded=False):
         self.key, self.loaded, self.held = key, loaded, False
-        self.build_seconds, self.last_used, self.place = 0.0, 0, 0
+        self.build_seconds, self.last_used, self.added_at = 0.0, 0, 0
 
 
 class FakeCall:
