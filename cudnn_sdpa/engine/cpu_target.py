@@ -97,7 +97,7 @@ def active_name() -> str | None:
 def active() -> Target | None:
     """The target that CPU tensors are checked against, with this environment's cuDNN; None for no checks."""
     name = active_name()
-    return None if name is None else _target(name)
+    return None if name is None else target_of(name)
 
 
 def _checked(argument: str, name: object) -> str | None:
@@ -110,7 +110,8 @@ def _checked(argument: str, name: object) -> str | None:
 
 
 @functools.cache
-def _target(name: str) -> Target:
+def target_of(name: str) -> Target:
+    """The target that stands for a GPU, with this environment's cuDNN."""
     properties = (("deviceVer", 10 * bundled_capabilities()[name]), ("multiProcessorCount", 0))
     return Target(properties, installed_cudnn(), "", f"{name} (checked on the CPU)")
 

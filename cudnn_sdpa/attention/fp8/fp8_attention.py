@@ -39,11 +39,11 @@ from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
 from cudnn_sdpa.attention.reference import without_autocast
 from cudnn_sdpa.attention.support import rules_fp8
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal
-from cudnn_sdpa.engine import autograd_checks
+from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.autograd_checks import refuse_second_gradient
-from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError
+from cudnn_sdpa.engine.dispatch_state import is_plain_memory, needs_gradient
+from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.layouts import dense_stride_like
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
@@ -300,11 +300,13 @@ def check(of: ForwardArguments) -> None:
             raise DtypeError(name, dtype_name(tensor.dtype), f"{dtype_name(q.dtype)}, the dtype of q")
         if tensor.device != q.device:
             raise DeviceError(name, str(tensor.device), f"{q.device}, the device of q")
-    arguments.check_sizes(q, k, v, fp8_arguments.HEAD_DIM_STEP)
+    has_limits = arguments.has_limits(of)
+    arguments.check_sizes(q, k, v, fp8_arguments.HEAD_DIM_STEP if has_limits else 1)
     # Tensors inside a functorch transform have no address.
     autograd_checks.refuse_tangents({"q": q, "k": k, "v": v}, "attention in bfloat16")
     autograd_checks.refuse_transforms("fp8_attention", q, k, v, loops=False)
-    memory.check_strides(q, k, v)
+    if has_limits:
+        memory.check_strides(q, k, v)
     memory.check_addresses(q=q, k=k, v=v)
     check_lengths("seq_lens_q", of.seq_lens_q, q)
     check_lengths("seq_lens_kv", of.seq_lens_kv, q)
@@ -343,19 +345,29 @@ def check_support(of: ForwardArguments, *, trains: bool, deterministic: bool) ->
     """Whether cuDNN writes the output in 16 bits directly.
 
     Raises:
-        UnsupportedError: This GPU has no kernel for it, or for its gradients.
+        UnsupportedError: This GPU, or the one that CPU tensors are checked against, has no kernel for it, or for its
+            gradients.
     """
     q, k, v = of.q, of.k, of.v
-    if not q.is_cuda or not q.numel() or not k.numel():
+    if not q.numel() or not k.numel():
         return False
     lengths = of.seq_lens_q is not None, of.seq_lens_kv is not None
     options = (of.is_causal, of.causal_alignment, of.window_left, of.window_right, of.scale)
-    return _support(q.get_device(), q.shape, k.shape, v.shape, lengths, options, trains, deterministic)
+    sizes = (q.shape, k.shape, v.shape, lengths, options, trains, deterministic)
+    if q.is_cuda:
+        return _support(q.get_device(), *sizes)
+    name = cpu_target.active_name()
+    if name is None or q.device.type != "cpu" or fallback.is_in_force() or not is_plain_memory(q, k, v):
+        return False
+    try:
+        return _support(name, *sizes)
+    except UnsupportedError as error:
+        raise cpu_target.for_gpu(error) from None
 
 
 @functools.lru_cache(maxsize=1024)
 def _support(
-    device: int,
+    device: int | str,
     q: Sequence[int],
     k: Sequence[int],
     v: Sequence[int],
@@ -364,7 +376,7 @@ def _support(
     trains: bool,
     deterministic: bool,
 ) -> bool:
-    target = live_target(device)
+    target = live_target(device) if isinstance(device, int) else cpu_target.target_of(device)
     seq_lens_q, seq_lens_kv = (
         torch.empty(q[0], dtype=torch.int32, device="meta") if is_given else None for is_given in lengths
     )

@@ -152,6 +152,38 @@ def test_fp8_rules():
         assert fp8(dims=(24, 24), sq=1).out.shape == (2, 4, 1, 24)
 
 
+def half(*lengths, dims=(128, 128)):
+    return [x.requires_grad_() for x in qkv(*lengths, dims=dims, dtype=torch.bfloat16)]
+
+
+def test_fp8_attention_is_checked_as_it_is_on_a_gpu():
+    """Before the forward pass, also for what its gradients need."""
+    assert cudnn_sdpa.fp8_attention(*half()).requires_grad
+    with pytest.raises(UnsupportedError, match=f"fp8_attention {NOTE}(?s:.*)head dim 128 alone, not for 32"):
+        cudnn_sdpa.fp8_attention(*half(dims=(32, 32)))
+    with torch.no_grad():
+        assert cudnn_sdpa.fp8_attention(*half(dims=(32, 32))).isfinite().all()
+    with pytest.raises(UnsupportedError, match=f"fp8_attention {NOTE}(?s:.*)no FP8 kernel for a single query"):
+        cudnn_sdpa.fp8_attention(*half(1, 8))
+    with cpu_checks("a100"), pytest.raises(UnsupportedError, match=r"fp8_attention (?s:.*)needs 9\.0"):
+        cudnn_sdpa.fp8_attention(*half())
+
+
+@pytest.mark.parametrize("dims", [(32, 32), (24, 8), (5, 3)])
+def test_fp8_attention_without_checks_takes_what_its_emulation_can_compute(dims):
+    q, k, v = half(1, 8, dims=dims)
+    strided = k.detach().mT.contiguous().mT.requires_grad_()
+    with pytest.raises((ShapeError, LayoutError)):
+        cudnn_sdpa.fp8_attention(q, strided, v)
+    with cpu_checks(None):
+        out = cudnn_sdpa.fp8_attention(q, strided, v)
+        found = torch.autograd.grad(out.float().square().sum(), (q, strided, v))
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    expected = torch.autograd.grad(exact.float().square().sum(), (q, k, v))
+    for a, b in ((out, exact), *zip(found, expected, strict=True)):
+        assert (a - b).norm() < 0.25 * b.norm()
+
+
 @pytest.mark.usefixtures("reference_alone")
 def test_head_dims_of_any_size_without_checks():
     q, k, v = qkv(dims=(5, 3))
