@@ -100,7 +100,7 @@ def examine(timeout: float) -> tuple[dict[str, Any], str]:
     parts = parts_of(output)
     if code == 0 and "trial" in parts:
         return parts, ""
-    how = f"did not end within {timeout:g} s" if code is None else interpreter.exit_in_words(code)
+    how = f"did not end within {timeout:g} s" if code is None else interpreter.describe_exit(code)
     last = said.decode(errors="replace").strip()[-600:]
     return parts, how + (f"; it said: {last}" if last else "")
 

@@ -11,8 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
+from cudnn_sdpa.graph.backend import DeviceProperties
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.planner import Helper, plan_offline
@@ -40,14 +40,14 @@ class Request:
     Attributes:
         key: The plan's key.
         properties: Properties of its GPU.
-        then: Background callback with the plan; None to keep the plan here.
+        then: Callback with the plan, called in the background; None to keep the plan here.
         is_done: Whether the build and the callback have finished or failed.
         stored: The plan, if kept; None until it is done, if it failed, or if many have been built since.
     """
 
     __slots__ = ("is_done", "key", "properties", "stored", "then")
 
-    def __init__(self, key: PlanKey, properties: dict[str, Any], then: Callable[[StoredPlan], None] | None) -> None:
+    def __init__(self, key: PlanKey, properties: DeviceProperties, then: Callable[[StoredPlan], None] | None) -> None:
         self.key = key
         self.properties = properties
         self.then = then
@@ -66,15 +66,15 @@ class BackgroundPlanner:
         """Resets a forked child, which lacks its parent's threads and must not use its helpers."""
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self._asked: dict[PlanKey, Request] = {}
+        self._pending: dict[PlanKey, Request] = {}
         self._built: deque[Request] = deque()
         self._helpers: list[Helper] = []
         self._threads: list[threading.Thread] = []
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._closed = bool(interpreter.why_no_helper())
 
     def request(
-        self, key: PlanKey, properties: dict[str, Any], then: Callable[[StoredPlan], None] | None = None
+        self, key: PlanKey, properties: DeviceProperties, then: Callable[[StoredPlan], None] | None = None
     ) -> Request | None:
         """Requests a plan, and a call of `then` with it. Repeating a pending request returns the same one.
 
@@ -82,14 +82,14 @@ class BackgroundPlanner:
             The request; None if it is rejected: too many are pending, or no helper can start.
         """
         with self._lock:
-            asked = self._asked.get(key)
-            if asked is not None or self._closed or len(self._asked) >= MAX_WAITING:
-                return asked
-            if len(self._threads) < min(self.workers, len(self._asked) + 1) and not self._start_thread():
+            request = self._pending.get(key)
+            if request is not None or self._closed or len(self._pending) >= MAX_WAITING:
+                return request
+            if len(self._threads) < min(self.workers, len(self._pending) + 1) and not self._start_thread():
                 return None
-            asked = self._asked[key] = Request(key, properties, then)
-            self._queue.put(asked)
-            return asked
+            request = self._pending[key] = Request(key, properties, then)
+            self._queue.put(request)
+            return request
 
     def _start_thread(self) -> bool:
         thread = threading.Thread(target=self._work, name="cudnn_sdpa plans", daemon=True)
@@ -104,9 +104,9 @@ class BackgroundPlanner:
     def wait(self, timeout: float) -> bool:
         """Waits until all requests are done. For tests and benchmarks."""
         end = time.monotonic() + timeout
-        while self._asked and time.monotonic() < end:
+        while self._pending and time.monotonic() < end:
             time.sleep(0.01)
-        return not self._asked
+        return not self._pending
 
     def close(self) -> None:
         """Ends the helpers and abandons running builds."""
@@ -162,19 +162,10 @@ class BackgroundPlanner:
         with contextlib.ExitStack() as stack:
             if store is not None:
                 stack.enter_context(store.building(request.key, in_background=True))
-                found = store.load(request.key)  # another process may have built it
-                if found is not None:
-                    return found
-            made = plan_offline(request.key, request.properties, helper)
-            identity = request.key.identity()
-            stored = StoredPlan(
-                identity=identity,
-                engine=made.engine,
-                knobs=made.knobs,
-                workspace=made.workspace,
-                build_seconds=made.build_seconds,
-                data=made.data,
-            )
+                stored = store.load(request.key)  # another process may have built it
+                if stored is not None:
+                    return stored
+            stored = plan_offline(request.key, request.properties, helper).stored_form(request.key)
             if store is not None:
                 store.save(request.key, stored)
             return stored
@@ -182,16 +173,16 @@ class BackgroundPlanner:
     def _finish(self, request: Request) -> None:
         request.is_done = True
         with self._lock:
-            self._asked.pop(request.key, None)
+            self._pending.pop(request.key, None)
             self._built.append(request)
             if len(self._built) > MAX_BUILT:
                 self._built.popleft().stored = None
 
-    def _warn(self, what: str) -> None:
-        """Logs it once: the same failure may recur for every shape of a server."""
+    def _warn(self, message: str) -> None:
+        """Logs a warning once: the same failure may recur for every shape of a server."""
         if not self._closed:
-            _log.log(logging.DEBUG if what in self._said else logging.WARNING, "%s", what)
-            self._said.add(what)
+            _log.log(logging.DEBUG if message in self._warned else logging.WARNING, "%s", message)
+            self._warned.add(message)
 
 
 background = BackgroundPlanner()

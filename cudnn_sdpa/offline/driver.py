@@ -83,12 +83,12 @@ def stand_in_folder() -> Path:
 def compiler() -> str | None:
     """The system's C compiler: $CC, or cc, gcc or clang."""
     candidates = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
-    return next((found for name in candidates if name and (found := shutil.which(name))), None)
+    return next((path for name in candidates if name and (path := shutil.which(name))), None)
 
 
 def _compile(source: str, folder: Path) -> None:
-    found = compiler()
-    if found is None:
+    path = compiler()
+    if path is None:
         raise OfflineError(
             "planning for a GPU on a machine without an NVIDIA driver needs a C compiler, and none of $CC, cc, gcc and "
             "clang is on the PATH; install one (on Debian: apt-get install gcc libc6-dev)"
@@ -97,10 +97,10 @@ def _compile(source: str, folder: Path) -> None:
         made = Path(scratch) / "made"
         made.mkdir(mode=0o700)
         (made / "driver.c").write_text(source)
-        command = [found, "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", "libcuda.so.1", "driver.c"]
+        command = [path, "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", "libcuda.so.1", "driver.c"]
         result = subprocess.run(command, cwd=made, capture_output=True, text=True, check=False, timeout=120)
         if result.returncode != 0:
-            raise OfflineError(f"{found} could not compile the stand-in driver: {result.stderr.strip()[-500:]}")
+            raise OfflineError(f"{path} could not compile the stand-in driver: {result.stderr.strip()[-500:]}")
         (made / "libcuda.so.1").chmod(0o700)  # regardless of the umask
         try:
             made.rename(folder)  # atomic; another process may have been first
@@ -118,7 +118,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _check_private(path: Path) -> None:
-    """Checks that no other user can have written the library, which a process will load."""
+    """Checks that no other user can have written the library."""
     status = path.lstat()
     if not (stat.S_ISREG(status.st_mode) and private_folders.is_private(status)):
         raise OfflineError(f"{path} is a link, belongs to another user or is writable by others; remove {path.parent}")

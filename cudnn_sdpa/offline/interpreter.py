@@ -70,8 +70,8 @@ def check() -> None:
         raise OfflineError(f"no helper process that plans with cuDNN can be started: {reason}")
 
 
-def exit_in_words(code: int) -> str:
-    """How a process ended, by its exit status as `subprocess` gives it."""
+def describe_exit(code: int) -> str:
+    """How a process ended, from its return code of `subprocess`."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:

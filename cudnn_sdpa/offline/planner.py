@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from cudnn_sdpa.errors import OfflineError, UnsupportedError
+from cudnn_sdpa.graph.backend import DeviceProperties
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.offline import driver, interpreter
+from cudnn_sdpa.plans.file_format import StoredPlan
 
 _log = logging.getLogger("cudnn_sdpa")
 
@@ -39,7 +41,7 @@ class OfflinePlan:
     Attributes:
         engine: cuDNN's engine.
         knobs: The engine's settings.
-        workspace: Bytes that a launch needs in addition to its operands.
+        workspace: Size in bytes of the workspace that each launch needs.
         build_seconds: Time for planning and compiling.
         data: The plan in cuDNN's serialized form.
         libraries: The file that each NVIDIA library of the helper was loaded from.
@@ -54,12 +56,23 @@ class OfflinePlan:
     libraries: dict[str, str]
     note: str = ""
 
+    def stored_form(self, key: PlanKey) -> StoredPlan:
+        """The stored form; `key` is the plan's key."""
+        return StoredPlan(
+            identity=key.identity(),
+            engine=self.engine,
+            knobs=self.knobs,
+            workspace=self.workspace,
+            build_seconds=self.build_seconds,
+            data=self.data,
+        )
+
 
 #: The helper's program.
 _PROGRAM = """
 import os, signal
 os.nice({niceness})
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the parent, whose end also ends this process
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the parent; when it ends, so does this process
 from cudnn_sdpa.offline.worker import main
 main()
 """
@@ -74,7 +87,8 @@ def timeout_seconds() -> float:
                 return seconds
         except ValueError:
             pass
-        _log.warning("%s: got %r; expected a positive number of seconds; it is %g", TIMEOUT_VARIABLE, text, 300.0)
+        message = "%s: got %r; expected a positive number of seconds; using %g"
+        _log.warning(message, TIMEOUT_VARIABLE, text, TIMEOUT_SECONDS)
     return TIMEOUT_SECONDS
 
 
@@ -95,8 +109,8 @@ class Helper:
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._asked = 0
+        self._killed = threading.Event()
+        self._requests = 0
 
     def ask(self, request: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
         """Sends one request and waits for its answer.
@@ -119,16 +133,16 @@ class Helper:
     def _ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
         process = self._start()
         assert process.stdin is not None
-        self._asked += 1
+        self._requests += 1
         try:
-            process.stdin.write(json.dumps({**request, "number": self._asked}).encode() + b"\n")
+            process.stdin.write(json.dumps({**request, "number": self._requests}).encode() + b"\n")
             process.stdin.flush()
             answer = self._read_answer(process, timeout)
         except (OSError, TimeoutError) as error:
             raise self._failed(f"does not answer ({error})") from error
         if answer is None:
-            raise self._failed(interpreter.exit_in_words(process.wait()))
-        if answer.pop("number") != self._asked:
+            raise self._failed(interpreter.describe_exit(process.wait()))
+        if answer.pop("number") != self._requests:
             raise self._failed("answered a different request")
         return answer
 
@@ -147,7 +161,7 @@ class Helper:
 
     def kill(self) -> None:
         """Ends the helper for good; a thread that waits for its answer or starts it gets an error."""
-        self._ended.set()
+        self._killed.set()
         process = self._process
         if process is not None:
             process.kill()
@@ -155,12 +169,12 @@ class Helper:
     def _start(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self.close()
-            if self._ended.is_set():
+            if self._killed.is_set():
                 raise OfflineError("the helper process that plans with cuDNN has been ended")
             interpreter.check()
             try:
                 environment = {**driver.helper_environment(), interpreter.IN_HELPER: "1"}
-                self._errors = _file_of_last_words()
+                self._errors = _stderr_file()
                 self._process = subprocess.Popen(
                     interpreter.command(_PROGRAM.format(niceness=self._niceness)),
                     stdin=subprocess.PIPE,
@@ -171,7 +185,7 @@ class Helper:
                 )
             except OSError as error:  # missing interpreter, too many open files or processes, no memory
                 raise OfflineError(f"the helper process that plans with cuDNN cannot be started: {error}") from error
-            if self._ended.is_set():  # in the meantime
+            if self._killed.is_set():  # in the meantime
                 self._process.kill()
         return self._process
 
@@ -183,7 +197,7 @@ class Helper:
             TimeoutError: No answer arrives in time.
         """
         assert process.stdout is not None
-        end, said, searched = time.monotonic() + timeout, bytearray(), 0
+        end, output, searched = time.monotonic() + timeout, bytearray(), 0
         with selectors.PollSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             while searched < _MAX_NOISE:
@@ -192,24 +206,25 @@ class Helper:
                 part = os.read(process.stdout.fileno(), 1 << 20)
                 if not part:
                     return None
-                said += part
-                while (newline := said.find(b"\n")) >= 0:
-                    answer = _answer_in(bytes(said[:newline]))
+                output += part
+                while (newline := output.find(b"\n")) >= 0:
+                    answer = _parse_answer(bytes(output[:newline]))
                     if answer is not None:
                         return answer
-                    del said[: newline + 1]
+                    del output[: newline + 1]
                     searched += newline + 1
         raise TimeoutError("it keeps printing other output")
 
-    def _failed(self, what: str) -> OfflineError:
-        said = ""
+    def _failed(self, how: str) -> OfflineError:
+        output = ""
         if self._errors is not None:
             self._errors.seek(0)
-            said = self._errors.read().decode(errors="replace").strip()[-600:]
-        return OfflineError(f"the helper process that plans with cuDNN {what}" + (f"; it said: {said}" if said else ""))
+            output = self._errors.read().decode(errors="replace").strip()[-600:]
+        message = f"the helper process that plans with cuDNN {how}"
+        return OfflineError(f"{message}; it printed: {output}" if output else message)
 
 
-def _answer_in(line: bytes) -> dict[str, Any] | None:
+def _parse_answer(line: bytes) -> dict[str, Any] | None:
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError):
@@ -217,7 +232,7 @@ def _answer_in(line: bytes) -> dict[str, Any] | None:
     return answer if isinstance(answer, dict) and "number" in answer else None
 
 
-def _file_of_last_words() -> IO[bytes] | None:
+def _stderr_file() -> IO[bytes] | None:
     """A file for the helper's stderr, quoted if it fails; None, this process's stderr, if it cannot be created."""
     try:
         return tempfile.TemporaryFile()
@@ -230,7 +245,7 @@ atexit.register(_helper.close)
 os.register_at_fork(after_in_child=_helper.forget)
 
 
-def plan_offline(key: PlanKey, properties: dict[str, Any], helper: Helper = _helper) -> OfflinePlan:
+def plan_offline(key: PlanKey, properties: DeviceProperties, helper: Helper = _helper) -> OfflinePlan:
     """Plans and compiles `key` for the GPU that `properties` describes, in a helper process.
 
     Args:
@@ -247,28 +262,27 @@ def plan_offline(key: PlanKey, properties: dict[str, Any], helper: Helper = _hel
     return OfflinePlan(data=data, **answer)
 
 
-def plan_to_keep(key: PlanKey, properties: dict[str, Any], helper: Helper) -> OfflinePlan:
-    """The same for a plan that the GPU will load instead of building one.
+def plan_to_keep(key: PlanKey, properties: DeviceProperties, helper: Helper) -> OfflinePlan:
+    """As `plan_offline`, for a plan that the GPU will load instead of building one.
 
     Raises:
         UnsupportedError: cuDNN has no plan; lists its reasons.
         OfflineError: There was no answer, or the plan is much slower than one built on the GPU.
     """
-    made = plan_offline(key, properties, helper)
-    if made.note:
-        what = f"{key.name} is left to be built on the GPU, by the first call or by warmup"
-        raise OfflineError(f"{what}: {made.note}")
-    return made
+    plan = plan_offline(key, properties, helper)
+    if plan.note:
+        raise OfflineError(f"{key.name} must be built on the GPU, by the first call or by warmup: {plan.note}")
+    return plan
 
 
-def engine_offline(key: PlanKey, properties: dict[str, Any]) -> str:
+def engine_offline(key: PlanKey, properties: DeviceProperties) -> str:
     """The engine that cuDNN's heuristics propose for `key`, not compiled; raises as `plan_offline` does."""
     engine: str = _answer(_helper, key, properties, heuristics=True)["engine"]
     return engine
 
 
-def _answer(helper: Helper, key: PlanKey, properties: dict[str, Any], **more: Any) -> dict[str, Any]:
-    answer = helper.ask({"key": key.to_json(), "properties": properties, **more})
+def _answer(helper: Helper, key: PlanKey, properties: DeviceProperties, *, heuristics: bool = False) -> dict[str, Any]:
+    answer = helper.ask({"key": key.to_json(), "properties": properties, "heuristics": heuristics})
     if "error" in answer:
         if answer["reasons"] is None:
             raise OfflineError(answer["error"])

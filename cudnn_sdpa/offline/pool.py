@@ -8,15 +8,20 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeAlias, TypeVar
 
 from cudnn_sdpa.errors import CudnnSdpaError, OfflineError, OptionError, PlanBuildError
+from cudnn_sdpa.graph.backend import DeviceProperties
 from cudnn_sdpa.graph.diagnostics import shortened
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.planner import Helper, OfflinePlan, plan_to_keep
 
+#: A plan as this process makes it, for instance one that is loaded on its GPU.
 Made = TypeVar("Made")
+
+#: What became of a key: a helper's plan, this process's, or an error.
+Outcome: TypeAlias = OfflinePlan | Made | BaseException
 
 #: A request whose answer shows that a helper has started.
 READY = {"ready": True}
@@ -31,19 +36,19 @@ def default_workers(plans: int) -> int:
     return max(1, min(MAX_WORKERS, cores, plans))
 
 
-def check_workers(workers: int | None, fewest: int) -> None:
+def check_workers(workers: int | None, min_workers: int) -> None:
     """Checks a number of helper processes.
 
     Raises:
         OptionError: It is invalid.
     """
-    if workers is not None and (type(workers) is not int or workers < fewest):
-        raise OptionError("workers", repr(workers), f"an integer of at least {fewest}, or None for one per core")
+    if workers is not None and (type(workers) is not int or workers < min_workers):
+        raise OptionError("workers", repr(workers), f"an integer of at least {min_workers}, or None for one per core")
 
 
 def plan_all(
     keys: Sequence[PlanKey],
-    properties: dict[str, Any],
+    properties: DeviceProperties,
     workers: int | None = None,
     here: Callable[[PlanKey], Made] | None = None,
 ) -> Iterator[tuple[PlanKey, OfflinePlan | Made | CudnnSdpaError]]:
@@ -54,9 +59,9 @@ def plan_all(
     Args:
         keys: The keys; their target was made from `properties`.
         properties: In the form of cuDNN's device-properties JSON.
-        workers: Number of helper processes; None is one per core, at most eight. 0 leaves all to `here`.
-        here: Plans a key in this process. It takes keys from the front, while helpers, which need seconds to start,
-            take them from the back.
+        workers: Number of helper processes; None is one per core, at most eight. With 0, `here` plans all keys.
+        here: Plans a key in this process. It works from the front of `keys`; helpers, which need seconds to start, work
+            from the back.
 
     Raises:
         OptionError: `workers` is invalid; without `here` it must be at least 1.
@@ -68,7 +73,7 @@ def plan_all(
 
 def _plan_all(
     keys: Sequence[PlanKey],
-    properties: dict[str, Any],
+    properties: DeviceProperties,
     workers: int | None,
     here: Callable[[PlanKey], Made] | None,
 ) -> Iterator[tuple[PlanKey, OfflinePlan | Made | CudnnSdpaError]]:
@@ -76,21 +81,21 @@ def _plan_all(
         interpreter.check()
     elif interpreter.why_no_helper():
         workers = 0
-    waiting, made = deque(keys), queue.SimpleQueue[tuple[PlanKey, OfflinePlan | Made | BaseException]]()
+    pending, done = deque(keys), queue.SimpleQueue[tuple[PlanKey, Outcome[Made]]]()
 
     helpers = [Helper() for _ in range(default_workers(len(keys)) if workers is None else workers)]
-    of_all = (waiting, made, properties, here is not None)
-    threads = [threading.Thread(target=_work, args=(helper, *of_all), daemon=True) for helper in helpers]
+    shared = {"pending": pending, "done": done, "properties": properties, "start_first": here is not None}
+    threads = [threading.Thread(target=_work, args=(helper,), kwargs=shared, daemon=True) for helper in helpers]
     try:
         for thread in threads:
             thread.start()
         for _ in keys:
-            key, result = _next(waiting, made, here)
+            key, result = _next(pending, done, here)
             if isinstance(result, BaseException) and not isinstance(result, Exception):
                 raise result
-            yield key, _typed(key, result) if isinstance(result, Exception) else result
+            yield key, _as_our_error(key, result) if isinstance(result, Exception) else result
     finally:
-        waiting.clear()
+        pending.clear()
         for helper in helpers:
             helper.kill()
         for thread in threads:
@@ -101,47 +106,48 @@ def _plan_all(
 
 def _work(
     helper: Helper,
-    waiting: deque[PlanKey],
-    made: queue.SimpleQueue[tuple[PlanKey, Any]],
-    properties: dict[str, Any],
-    starts_first: bool,
+    *,
+    pending: deque[PlanKey],
+    done: queue.SimpleQueue[tuple[PlanKey, Outcome[Made]]],
+    properties: DeviceProperties,
+    start_first: bool,
 ) -> None:
-    """Plans keys with a helper until none are left; with `starts_first` it takes the first key once it has started."""
-    if starts_first:
+    """Plans keys with a helper until none is left; with `start_first`, only after the helper has started."""
+    if start_first:
         try:
             helper.ask(READY)
-        except OfflineError:  # others will plan all keys
+        except OfflineError:  # this process plans all keys
             return
-    while waiting:
-        with contextlib.suppress(IndexError):  # another has taken the last key
-            key = waiting.pop()
+    while pending:
+        with contextlib.suppress(IndexError):  # another thread has taken the last key
+            key = pending.pop()
             try:
-                made.put((key, plan_to_keep(key, properties, helper)))
+                done.put((key, plan_to_keep(key, properties, helper)))
             except BaseException as error:  # noqa: BLE001 - the waiting thread gets it
-                made.put((key, error))
+                done.put((key, error))
 
 
 def _next(
-    waiting: deque[PlanKey],
-    made: queue.SimpleQueue[tuple[PlanKey, Any]],
+    pending: deque[PlanKey],
+    done: queue.SimpleQueue[tuple[PlanKey, Outcome[Made]]],
     here: Callable[[PlanKey], Made] | None,
-) -> tuple[PlanKey, Any]:
+) -> tuple[PlanKey, Outcome[Made]]:
     """A helper's finished plan or, if there is none, one made here."""
     with contextlib.suppress(queue.Empty):
-        return made.get_nowait()
+        return done.get_nowait()
     if here is not None:
         with contextlib.suppress(IndexError):
-            key = waiting.popleft()
+            key = pending.popleft()
             try:
                 return key, here(key)
             except Exception as error:  # noqa: BLE001 - such as a manifest's options that its operation does not have
                 return key, error
-    return made.get()
+    return done.get()
 
 
-def _typed(key: PlanKey, error: Exception) -> CudnnSdpaError:
+def _as_our_error(key: PlanKey, error: Exception) -> CudnnSdpaError:
     if isinstance(error, CudnnSdpaError):
         return error
-    found = PlanBuildError(key, f"It could not be built ({type(error).__name__}: {shortened(str(error))}).")
-    found.__cause__ = error
-    return found
+    ours = PlanBuildError(key, f"It could not be built ({type(error).__name__}: {shortened(str(error))}).")
+    ours.__cause__ = error
+    return ours

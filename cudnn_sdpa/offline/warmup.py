@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -16,16 +16,17 @@ from cudnn_sdpa.errors import CudnnSdpaError, DeviceError
 from cudnn_sdpa.graph.definition import find_operation
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target, live_properties, live_target, load_properties
-from cudnn_sdpa.offline.planner import OfflinePlan
 from cudnn_sdpa.offline.pool import check_workers, plan_all
 from cudnn_sdpa.plans.build import build_plan, load_plan, plan_of
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.default_store import active, open_store
-from cudnn_sdpa.plans.file_format import BadPlanFileError, StoredPlan
+from cudnn_sdpa.plans.file_format import BadPlanFileError
 from cudnn_sdpa.plans.manifest import PlanManifest
 from cudnn_sdpa.plans.plan import Plan
 
 _log = logging.getLogger("cudnn_sdpa")
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -36,8 +37,8 @@ class WarmupReport:
         held: Plans that were already in memory.
         loaded: Plans loaded from the plan store.
         built: Plans built.
-        failed: Plans that could not be built, as text, with the reason; for `compile_plans` also those left to be built
-            on the GPU, where they are much faster.
+        failed: Plans that could not be built, as text, with the reason; for `compile_plans` also those that must be
+            built on the GPU, because cuDNN makes them much faster there.
         seconds: Time taken.
     """
 
@@ -98,16 +99,17 @@ def warmup(
     shared = [key for key in missing if not key.is_gpu_specific]
     properties = live_properties(device)
     results = chain(plan_all(shared, properties, workers, _build), plan_all(own, properties, 0, _build))
-    for key, made in _shown(results, len(missing), progress):
-        if isinstance(made, CudnnSdpaError):
-            report.failed[str(key)] = str(made)
+    for key, plan_or_error in _shown(results, len(missing), progress):
+        if isinstance(plan_or_error, CudnnSdpaError):
+            report.failed[str(key)] = str(plan_or_error)
             continue
-        if isinstance(made, Plan):  # already in the store
-            plan_cache.put(made)
+        if isinstance(plan_or_error, Plan):  # already in the store
+            plan_cache.put(plan_or_error)
             report.built += 1
             continue
+        stored = plan_or_error.stored_form(key)
         try:
-            plan_cache.put(plan_of(key, stored := _stored(key, made)))
+            plan_cache.put(plan_of(key, stored))
         except BadPlanFileError as error:
             report.failed[str(key)] = f"a helper process built it, but on this GPU {error}"
             continue
@@ -159,35 +161,24 @@ def compile_plans(
             report.held += 1
         else:
             missing.append(key)
-    for key, made in _shown(plan_all(missing, properties, workers), len(missing), progress):
-        if isinstance(made, CudnnSdpaError):
-            report.failed[str(key)] = str(made)
+    for key, plan_or_error in _shown(plan_all(missing, properties, workers), len(missing), progress):
+        if isinstance(plan_or_error, CudnnSdpaError):
+            report.failed[str(key)] = str(plan_or_error)
             continue
-        store.save(key, _stored(key, made))
+        store.save(key, plan_or_error.stored_form(key))
         report.built += 1
     report.seconds = time.perf_counter() - start
     return report
 
 
 def _manifest(manifest: PlanManifest | str | Path) -> PlanManifest:
-    found = manifest if isinstance(manifest, PlanManifest) else PlanManifest.load(manifest)
-    if not len(found):
+    loaded = manifest if isinstance(manifest, PlanManifest) else PlanManifest.load(manifest)
+    if not len(loaded):
         _log.warning("the manifest has no plans; nothing to do")
-    return found
+    return loaded
 
 
-def _stored(key: PlanKey, made: OfflinePlan) -> StoredPlan:
-    return StoredPlan(
-        identity=key.identity(),
-        engine=made.engine,
-        knobs=made.knobs,
-        workspace=made.workspace,
-        build_seconds=made.build_seconds,
-        data=made.data,
-    )
-
-
-def _shown(results: Iterable[Any], count: int, progress: bool) -> Iterable[Any]:
+def _shown(results: Iterable[T], count: int, progress: bool) -> Iterable[T]:
     if not progress:
         return results
     from rich.progress import track

@@ -18,17 +18,18 @@ from typing import Any
 
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import backend
+from cudnn_sdpa.graph.backend import DeviceProperties
 from cudnn_sdpa.graph.definition import GraphOp, find_operation
 from cudnn_sdpa.graph.heuristics import HeuristicsBuilder, ModeABuilder
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 
 #: cuDNN's message for kernels whose clusters it cannot place.
-_ASKS_FOR_CLUSTERS = "target_sm_count"
+_NEEDS_CLUSTERS = "target_sm_count"
 
-_OF_CLUSTERS = (
-    "on the GPU itself cuDNN has much faster kernels for it, which work in clusters of thread blocks; how many of "
-    "these run at once is not known without the GPU"
+_CLUSTER_NOTE = (
+    "on the GPU cuDNN has much faster kernels for it that use clusters of thread blocks, and how many of these run at "
+    "once is unknown without the GPU"
 )
 
 
@@ -42,7 +43,7 @@ def preload() -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Plans and compiles a request; with `heuristics`, only gets the engine that cuDNN proposes."""
+    """Plans and compiles a request; with `heuristics`, the answer has only the engine that cuDNN proposes."""
     if "ready" in request:
         return {}
     target = Target.from_properties(request["properties"])
@@ -65,13 +66,13 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "workspace": built.workspace,
         "build_seconds": time.perf_counter() - start,
         "libraries": backend.loaded_libraries(),
-        "note": _OF_CLUSTERS if _lacks_clusters(operation, key, request["properties"]) else "",
+        "note": _CLUSTER_NOTE if _lacks_clusters(operation, key, request["properties"]) else "",
         "plan": base64.b64encode(built.serialize()).decode(),
     }
 
 
-def _lacks_clusters(operation: GraphOp, key: PlanKey, properties: dict[str, Any]) -> bool:
-    """Whether all heuristics' proposals for a graph need the GPU's cluster placement.
+def _lacks_clusters(operation: GraphOp, key: PlanKey, properties: DeviceProperties) -> bool:
+    """Whether all proposals of the heuristics for a graph need the GPU's cluster placement.
 
     Fallback engines were 20 to 30 times slower for convolutions on an H200. cuDNN's messages about its proposals differ
     between versions. They do not matter for convolutions without an activation or with ReLU, nor for gradients: on the
@@ -85,7 +86,7 @@ def _lacks_clusters(operation: GraphOp, key: PlanKey, properties: dict[str, Any]
         is_plain = key.operation.startswith("cudnn_sdpa.fused.conv_graphs:") and (
             key.option_values.get("activation") in (None, "relu")
         )
-        return is_plain or any(_ASKS_FOR_CLUSTERS in reason for reason in error.reasons)
+        return is_plain or any(_NEEDS_CLUSTERS in reason for reason in error.reasons)
     return False
 
 

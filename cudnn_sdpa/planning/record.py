@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from cudnn_sdpa.attention.varlen import torch_ops as varlen_torch_ops
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops as fused_torch_ops
+from cudnn_sdpa.fused.graph_op import GraphFunction
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target, load_properties
@@ -43,6 +44,7 @@ from cudnn_sdpa.plans.manifest import PlanManifest
 _log = logging.getLogger("cudnn_sdpa")
 
 Keys = Iterator[PlanKey]
+LseCall = TypeVar("LseCall", VarlenArguments, PagedArguments)
 
 
 def record_plans(target: str | None = None) -> AbstractContextManager[PlanManifest]:
@@ -73,27 +75,27 @@ def record_plans(target: str | None = None) -> AbstractContextManager[PlanManife
         2
     """
     if target is None:
-        return _used()
+        return _record_used()
     if not isinstance(target, str):
         raise OptionError("target", repr(target), "the name of a GPU or the path of a file, or None for this GPU")
-    return _needed(Target.from_properties(load_properties(target)))
+    return _record_for(Target.from_properties(load_properties(target)))
 
 
 @contextmanager
-def _used() -> Iterator[PlanManifest]:
+def _record_used() -> Iterator[PlanManifest]:
     manifest = PlanManifest()
     with plan_cache.watch_uses() as used:
         yield manifest
     _fill(manifest, used)
     if not used and not torch.cuda.is_available():
         _log.warning(
-            "record_plans has noted no plan: there is no GPU here, and calls on the CPU use none; "
-            'record_plans(target="h200") notes what they would use on one'
+            "record_plans has recorded no plan: there is no GPU here, and calls on the CPU use none; "
+            'record_plans(target="h200") records the plans that they would use on one'
         )
 
 
 @contextmanager
-def _needed(target: Target) -> Iterator[PlanManifest]:
+def _record_for(target: Target) -> Iterator[PlanManifest]:
     manifest, recorder = PlanManifest(), _Recorder(target)
     with plan_cache.watch_uses() as used, recorder:
         yield manifest
@@ -101,8 +103,8 @@ def _needed(target: Target) -> Iterator[PlanManifest]:
 
 
 def _fill(manifest: PlanManifest, keys: list[PlanKey]) -> None:
-    found = PlanManifest.of(keys)
-    manifest.plans, manifest.recorded_on = found.plans, found.recorded_on
+    recorded = PlanManifest.of(keys)
+    manifest.plans, manifest.recorded_on = recorded.plans, recorded.recorded_on
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -115,21 +117,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function._schema.name.partition("::")[2] if function.namespace == "cudnn_sdpa" else ""
-        if name not in _WITHOUT_PLANS and _is_elsewhere(args):
+        if name not in _WITHOUT_PLANS and _is_without_gpu(args):
             adapt, keys_of = _KEYS[name]
             with torch.no_grad():
-                adapt(self._noting(keys_of))(*tree_map_only(Tensor, _without_memory, args))
+                adapt(self._recording(keys_of))(*tree_map_only(Tensor, _without_memory, args))
         return function(*args, **(kwargs or {}))
 
-    def _noting(self, keys_of: Callable[..., Keys]) -> Callable[..., Any]:
-        def note(*call: Any) -> tuple[None, None]:
+    def _recording(self, keys_of: Callable[..., Keys]) -> Callable[..., tuple[None, None]]:
+        def record(*call: Any) -> tuple[None, None]:
             self.keys += keys_of(self.target, *call)
-            return None, None  # the results, which are unused
+            return None, None  # in place of the results, which are unused
 
-        return note
+        return record
 
 
-def _is_elsewhere(arguments: Any) -> bool:
+def _is_without_gpu(arguments: object) -> bool:
     """Whether a call is neither on a GPU nor being traced."""
     tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
     return all(x.device.type in ("cpu", "meta") and not isinstance(x, FakeTensor) for x in tensors)
@@ -139,101 +141,112 @@ def _without_memory(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _of_dense(target: Target, call: ForwardArguments) -> Keys:
+def _dense_keys(target: Target, call: ForwardArguments) -> Keys:
     launched, _ = dense_explain.with_positive_scale(call)
     forward = ForwardSpec.of(launched)
     if not forward.is_empty:
         yield forward.key(target, None)
 
 
-def _of_dense_gradient(target: Target, of: BackwardArguments) -> Keys:
-    problem = DenseSpec.of(of.call)
+def _dense_backward_keys(target: Target, backward: BackwardArguments) -> Keys:
+    problem = DenseSpec.of(backward.call)
     if problem.is_empty or problem.is_single:
         return
-    of = of._replace(grad_out=readable(of.grad_out, of.out))
-    is_cut = large_backward.is_too_large(*of.call[:3], of.out, of.grad_out)
-    for part in dense_explain.backward_parts(of) if is_cut else [of]:
+    backward = backward._replace(grad_out=readable(backward.grad_out, backward.out))
+    is_split = large_backward.is_too_large(*backward.call.qkv, backward.out, backward.grad_out)
+    for part in dense_explain.backward_parts(backward) if is_split else [backward]:
         launched, _ = dense_explain.backward_with_positive_scale(part.call)
-        layouts = TensorLayout.of(part.out), TensorLayout.of(part.grad_out)
-        needs = of.needs.attn_mask, of.needs.sinks
-        yield BackwardSpec(DenseSpec.of(launched), *layouts, of.deterministic, *needs).key(target, None)
+        spec = BackwardSpec(
+            problem=DenseSpec.of(launched),
+            out=TensorLayout.of(part.out),
+            grad_out=TensorLayout.of(part.grad_out),
+            deterministic=backward.deterministic,
+            bias_gradient=backward.needs.attn_mask,
+            sink_gradient=backward.needs.sinks,
+        )
+        yield spec.key(target, None)
 
 
-def _of_varlen(target: Target, call: VarlenArguments) -> Keys:
+def _varlen_keys(target: Target, call: VarlenArguments) -> Keys:
     if 0 not in call.q.shape and 0 not in call.k.shape:
         launched, _ = varlen_explain.with_positive_scale(call)
         layout = launch.output_layout(call)
         yield launch.packed(launched).forward_key(layout, call.with_lse, target, None)
 
 
-def _of_varlen_gradient(target: Target, of: launch.VarlenBackwardArguments) -> Keys:
-    if 0 in of.call.q.shape or 0 in of.call.k.shape:
+def _varlen_backward_keys(target: Target, backward: launch.VarlenBackwardArguments) -> Keys:
+    if 0 in backward.call.q.shape or 0 in backward.call.k.shape:
         return
-    launched, _ = varlen_explain.with_positive_scale(of.call)
-    of = launch.readable_arguments(of._replace(call=launched))
-    layouts = TensorLayout.of(of.out), TensorLayout.of(of.grad_out)
-    yield launch.packed(of.call).backward_key(*layouts, of.call.deterministic, target, None)
+    launched, _ = varlen_explain.with_positive_scale(backward.call)
+    backward = launch.readable_arguments(backward._replace(call=launched))
+    yield launch.packed(backward.call).backward_key(
+        out=TensorLayout.of(backward.out),
+        grad_out=TensorLayout.of(backward.grad_out),
+        deterministic=backward.call.deterministic,
+        target=target,
+        device=None,
+    )
 
 
-def _of_paged(target: Target, call: PagedArguments) -> Keys:
+def _paged_keys(target: Target, call: PagedArguments) -> Keys:
     launched, _ = paged_explain.with_positive_scale(call)
-    described = paged_explain.describe_prefill(launched, None)
-    if described.is_empty:
+    description = paged_explain.describe_prefill(launched, None)
+    if description.is_empty:
         return
     if is_decode(call):
         decode = paged_explain.describe_decode(launched, None)
-        described = described if UnsupportedError.of(decode.key, target, None) else decode
-    yield described.key(target, None)
+        description = description if UnsupportedError.of(decode.key, target, None) else decode
+    yield description.key(target, None)
 
 
-def _into_out(of_call: Callable[[Target, Any], Keys]) -> Callable[..., Keys]:
-    """Both plans, with LSE and without: the operator always returns it and cannot tell whether it is used."""
+def _with_and_without_lse(keys_of: Callable[[Target, LseCall], Keys]) -> Callable[[Target, LseCall], Keys]:
+    """Both plans: the operator always returns an LSE, and the arguments do not show whether it is used."""
 
-    def keys(target: Target, call: Any) -> Keys:
+    def keys(target: Target, call: LseCall) -> Keys:
         for with_lse in (False, True):
-            yield from of_call(target, call._replace(with_lse=with_lse))
+            yield from keys_of(target, call._replace(with_lse=with_lse))
 
     return keys
 
 
-def _of_fp8(target: Target, of: Fp8Forward) -> Keys:
-    forward = Fp8ForwardPass.of(of)
+def _fp8_keys(target: Target, call: Fp8Forward) -> Keys:
+    forward = Fp8ForwardPass.of(call)
     if not forward.problem.is_empty:
         yield forward.key(target, None)
 
 
-def _of_fp8_gradient(target: Target, of: Fp8Backward) -> Keys:
-    backward = Fp8BackwardPass.of(readable_fp8(of))
+def _fp8_backward_keys(target: Target, call: Fp8Backward) -> Keys:
+    backward = Fp8BackwardPass.of(readable_fp8(call))
     if not backward.problem.is_empty:
         yield backward.part(target).key(target, None)
 
 
-def _of_graph(target: Target, function: Any, given: Any, static: dict[str, Any]) -> Keys:
-    tensors = [x for x in given if isinstance(x, Tensor)]
+def _graph_keys(target: Target, function: GraphFunction, values: Sequence[object], static: dict[str, Any]) -> Keys:
+    tensors = [x for x in values if isinstance(x, Tensor)]
     if any(x.numel() == 0 for x in tensors):
         return
     if any(x.dtype is torch.float64 for x in tensors):
         raise UnsupportedError(function.__name__, ["cuDNN takes no float64"], "tensors converted to torch.bfloat16")
-    yield function.describe(*given, **static).key(target, None)
+    yield function.describe(*values, **static).key(target, None)
 
 
 #: Operators that run no plan.
 _WITHOUT_PLANS = ("", "dropout_seed")
 #: For every other operator: the function that makes a call from its arguments, and the one that gives the call's keys.
 _KEYS: dict[str, tuple[Callable[[Any], Callable[..., Any]], Callable[..., Keys]]] = {
-    "sdpa_forward": (dense_torch_ops._to_result, _of_dense),
-    "sdpa_forward_lse": (dense_torch_ops._to_result_and_lse, _of_dense),
-    "sdpa_forward_out": (dense_torch_ops._to_nothing, _of_dense),
-    "sdpa_forward_lse_out": (dense_torch_ops._to_lse, _of_dense),
-    "sdpa_backward": (dense_torch_ops._to_gradients, _of_dense_gradient),
-    "varlen_forward": (varlen_torch_ops._plain, _of_varlen),
-    "varlen_forward_lse": (varlen_torch_ops._with_lse, _of_varlen),
-    "varlen_forward_out": (varlen_torch_ops._into_out, _into_out(_of_varlen)),
-    "varlen_backward": (varlen_torch_ops._backward, _of_varlen_gradient),
-    "paged_forward": (paged_torch_ops._plain, _of_paged),
-    "paged_forward_lse": (paged_torch_ops._with_lse, _of_paged),
-    "paged_forward_out": (paged_torch_ops._into_out, _into_out(_of_paged)),
-    "sdpa_fp8_forward": (fp8_torch_ops._forward, _of_fp8),
-    "sdpa_fp8_backward": (fp8_torch_ops._backward, _of_fp8_gradient),
-    "graph_function": (fused_torch_ops._decoded, _of_graph),
+    "sdpa_forward": (dense_torch_ops._to_result, _dense_keys),
+    "sdpa_forward_lse": (dense_torch_ops._to_result_and_lse, _dense_keys),
+    "sdpa_forward_out": (dense_torch_ops._to_nothing, _dense_keys),
+    "sdpa_forward_lse_out": (dense_torch_ops._to_lse, _dense_keys),
+    "sdpa_backward": (dense_torch_ops._to_gradients, _dense_backward_keys),
+    "varlen_forward": (varlen_torch_ops._plain, _varlen_keys),
+    "varlen_forward_lse": (varlen_torch_ops._with_lse, _varlen_keys),
+    "varlen_forward_out": (varlen_torch_ops._into_out, _with_and_without_lse(_varlen_keys)),
+    "varlen_backward": (varlen_torch_ops._backward, _varlen_backward_keys),
+    "paged_forward": (paged_torch_ops._plain, _paged_keys),
+    "paged_forward_lse": (paged_torch_ops._with_lse, _paged_keys),
+    "paged_forward_out": (paged_torch_ops._into_out, _with_and_without_lse(_paged_keys)),
+    "sdpa_fp8_forward": (fp8_torch_ops._forward, _fp8_keys),
+    "sdpa_fp8_backward": (fp8_torch_ops._backward, _fp8_backward_keys),
+    "graph_function": (fused_torch_ops._decoded, _graph_keys),
 }

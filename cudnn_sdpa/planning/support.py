@@ -40,8 +40,8 @@ DIRECTIONS = (FORWARD, BACKWARD)
 #: Known compute capabilities, as numbers.
 CAPABILITIES = (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
 
-#: Batch and heads do not matter, unless a tensor has too many elements for one plan. Gradients of such calls are
-#: computed in parts, and the smallest part decides.
+#: Sizes of the meta tensors. They do not matter, unless a tensor has too many elements for one plan: the gradients of
+#: such a call are computed in parts, so that support for the smallest part decides.
 BATCH, HEADS = 2, 8
 MAX_ELEMENTS = 2**31 - 1
 
@@ -51,11 +51,11 @@ class Support:
     """The answer of `support`; true if there is a kernel.
 
     Attributes:
-        question: The configuration asked about, as text.
+        question: The configuration, as text.
         supported: Whether there is a kernel.
         reasons: Every known reason why there is none.
-        suggestion: The nearest thing that works, or an empty string.
-        engine: cuDNN's engine, if cuDNN was asked.
+        suggestion: The nearest configuration that works, or an empty string.
+        engine: cuDNN's engine, if cuDNN was queried.
     """
 
     question: str
@@ -142,28 +142,28 @@ def support(
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise OptionError(name, repr(size), "a positive integer")
     if target is not None and (sm, cudnn) != (None, None):
-        name, given = ("sm", sm) if sm is not None else ("cudnn", cudnn)
-        raise OptionError(name, f"{given} beside target", "one of the two")
+        name, value = ("sm", sm) if sm is not None else ("cudnn", cudnn)
+        raise OptionError(name, f"{value} in addition to target", "one of the two")
     properties = None if target is None else load_properties(target)
     gpu = target_of(sm, cudnn) if properties is None else Target.from_properties(properties)
-    used = [name if isinstance(x, Tensor) or x is True else f"{name}={x}" for name, x in options.items()]
-    what = operation if direction == FORWARD else f"gradients of {operation}"
-    what += f": {dtype}, " + "head dims {head_dim} and {head_dim_v}, Sq={sq}, Skv={skv}".format(**sizes)
-    where = f"SM {gpu.sm}" if properties is None else str(gpu)
-    asked = f"{', '.join([what, *used])}; {where}, cuDNN {backend.version_string(gpu.cudnn)}"
-    found: list[Description] = []
+    texts = [name if isinstance(x, Tensor) or x is True else f"{name}={x}" for name, x in options.items()]
+    call = operation if direction == FORWARD else f"gradients of {operation}"
+    call += f": {dtype}, " + "head dims {head_dim} and {head_dim_v}, Sq={sq}, Skv={skv}".format(**sizes)
+    gpu_text = f"SM {gpu.sm}" if properties is None else str(gpu)
+    question = f"{', '.join([call, *texts])}; {gpu_text}, cuDNN {backend.version_string(gpu.cudnn)}"
+    computations: list[Description] = []
     refusals = [] if gpu.cudnn >= backend.MIN_CUDNN else [_too_old(gpu)]
     try:
-        found += descriptions(operation, direction, dtype, **sizes, options=options)
+        computations += descriptions(operation, direction, dtype, **sizes, options=options)
     except (ShapeError, DtypeError) as error:  # about a size or dtype in the question
         reason = f"{error.argument}: got {error.got}; expected {error.expected}"
         refusals.append(UnsupportedError(operation, [reason], error.hint))
-    needed = [each for each in found if not each.is_empty]
-    refusals += [refused for each in needed if (refused := UnsupportedError.of(_key, each, gpu)) is not None]
+    computations = [each for each in computations if not each.is_empty]
+    refusals += [refused for each in computations if (refused := UnsupportedError.of(_key, each, gpu)) is not None]
     engine = ""
     if properties is not None and not refusals:
         try:
-            for each in needed:
+            for each in computations:
                 engine = plan_offline(_key(each, gpu), properties).engine
         except UnsupportedError as error:
             engine = ""
@@ -171,7 +171,7 @@ def support(
     reasons = dict.fromkeys(reason for refused in refusals for reason in refused.reasons)
     suggestions = dict.fromkeys(part for refused in refusals for part in refused.suggestion.split("; ") if part)
     return Support(
-        question=asked.replace("torch.", ""),
+        question=question.replace("torch.", ""),
         supported=not refusals,
         reasons=list(reasons),
         suggestion="; ".join(suggestions),
@@ -181,8 +181,8 @@ def support(
 
 def parameters(operation: str) -> set[str]:
     """Names of the options of an operation's functions."""
-    taken = [each for function in OPERATIONS[operation] for each in inspect.signature(function).parameters.values()]
-    return {each.name for each in taken if each.kind is each.KEYWORD_ONLY}
+    signatures = [inspect.signature(function) for function in OPERATIONS[operation]]
+    return {each.name for one in signatures for each in one.parameters.values() if each.kind is each.KEYWORD_ONLY}
 
 
 def descriptions(
@@ -196,7 +196,7 @@ def descriptions(
     skv: int,
     options: Mapping[str, Any],
 ) -> list[Description]:
-    """What a call of meta tensors would run; the backward pass last, if requested."""
+    """What a call with meta tensors would run; the backward pass last, if requested."""
     trains = direction == BACKWARD and dtype.is_floating_point and dtype not in FP8_DTYPES
     is_small = BATCH * HEADS * max(sq, skv) * max(head_dim, head_dim_v) <= MAX_ELEMENTS
     batch, heads = (BATCH, HEADS) if is_small else (1, 1)
@@ -208,39 +208,40 @@ def descriptions(
         shape = (batch * tokens, heads, dim) if operation == "sdpa_varlen" else (batch, heads, tokens, dim)
         return tensor(*shape, requires_grad=trains)
 
-    stand_ins = {
+    tensors = {
         "attn_mask": tensor(batch, heads, sq, skv, requires_grad=trains and options.get("attn_mask") == "grad"),
         "sinks": tensor(heads, dtype=torch.float32, requires_grad=trains),
         "seq_lens_q": tensor(batch, dtype=torch.int32),
         "seq_lens_kv": tensor(batch, dtype=torch.int32),
     }
-    given = {"return_lse": direction == BACKWARD, **options}
+    values = {"return_lse": direction == BACKWARD, **options}
     for name, value in options.items():
         if name not in parameters(operation):
             raise OptionError(name, repr(value), f"an option of {operation}, which has none of this name")
-        if name in stand_ins and value is not None and not isinstance(value, Tensor):
-            words = (True, False, "grad") if name == "attn_mask" else (True, False)
-            if not isinstance(value, (bool, str)) or value not in words:
-                raise OptionError(name, repr(value), " or ".join(map(repr, words)))
-            given[name] = stand_ins[name] if value else None
-    q, k, v = rows(sq, head_dim), rows(skv, head_dim), rows(skv, head_dim_v)
-    calls: list[tuple[Any, ...]] = [(sdpa, q, k, v)]
+        if name in tensors and value is not None and not isinstance(value, Tensor):
+            allowed = (True, False, "grad") if name == "attn_mask" else (True, False)
+            if not isinstance(value, (bool, str)) or value not in allowed:
+                raise OptionError(name, repr(value), " or ".join(map(repr, allowed)))
+            values[name] = tensors[name] if value else None
+    qkv = {"q": rows(sq, head_dim), "k": rows(skv, head_dim), "v": rows(skv, head_dim_v)}
+    calls: list[tuple[Callable[..., Any], dict[str, Any]]] = [(sdpa, qkv)]
     if operation == "sdpa_varlen":
-        offsets = [tensor(batch + 1, dtype=torch.int32) for _ in range(2)]
-        calls = [(sdpa_varlen, q, k, v, *offsets, sq, skv)]
+        offsets = {name: tensor(batch + 1, dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_kv")}
+        calls = [(sdpa_varlen, {**qkv, **offsets, "max_seqlen_q": sq, "max_seqlen_kv": skv})]
     elif operation == "sdpa_fp8":
         one, out = tensor(1, dtype=torch.float32), rows(sq, head_dim_v)
         lse = tensor(batch, heads, sq, dtype=torch.float32)
-        calls = [(sdpa_fp8, q, k, v, Fp8Scales(*[one] * 6))]
+        calls = [(sdpa_fp8, {**qkv, "scales": Fp8Scales(*[one] * len(Fp8Scales._fields))})]
         if direction == BACKWARD:
-            calls.append((sdpa_fp8_backward, out, q, k, v, out, lse, Fp8BackwardScales(*[one] * 12)))
-    found: list[Description] = []
-    for function, *operands in calls:
-        describe, known = describer_of(function), inspect.signature(function).parameters
+            scales = Fp8BackwardScales(*[one] * len(Fp8BackwardScales._fields))
+            calls.append((sdpa_fp8_backward, {**qkv, "grad_out": out, "out": out, "lse": lse, "scales": scales}))
+    result: list[Description] = []
+    for function, operands in calls:
+        describe, accepted = describer_of(function), inspect.signature(function).parameters
         assert describe is not None
-        description = describe(*operands, **{name: value for name, value in given.items() if name in known})
-        found += [description] if description.backward is None else [description, description.backward]
-    return found
+        description = describe(**operands, **{name: value for name, value in values.items() if name in accepted})
+        result += [description] if description.backward is None else [description, description.backward]
+    return result
 
 
 def _key(description: Description, gpu: Target) -> PlanKey:
@@ -250,8 +251,8 @@ def _key(description: Description, gpu: Target) -> PlanKey:
 
 
 def _too_old(target: Target) -> UnsupportedError:
-    found, oldest = map(backend.version_string, (target.cudnn, backend.MIN_CUDNN))
-    reason = f"cuDNN {found} is older than {oldest}, the oldest that this library loads"
+    version, oldest = map(backend.version_string, (target.cudnn, backend.MIN_CUDNN))
+    reason = f"cuDNN {version} is older than {oldest}, the oldest that this library loads"
     return UnsupportedError("attention", [reason], "cuDNN 9.10.2 or newer")
 
 
@@ -264,7 +265,8 @@ def target_of(sm: int | None, cudnn: int | str | None) -> Target:
         known = ", ".join(map(str, CAPABILITIES))
         raise OptionError("sm", repr(sm), f"a compute capability as one number, 90 for 9.0: one of {known}")
     version = backend.cudnn_version() if cudnn is None else version_number(cudnn)
-    return Target((("deviceVer", 10 * sm), ("multiProcessorCount", 0)), version, "", f"a GPU of SM {sm}")
+    properties = (("deviceVer", 10 * sm), ("multiProcessorCount", 0))
+    return Target(properties=properties, cudnn=version, frontend="", name=f"a GPU of SM {sm}")
 
 
 def version_number(version: int | str) -> int:
@@ -274,11 +276,11 @@ def version_number(version: int | str) -> int:
     parts = version.split(".") if isinstance(version, str) else []
     if not 2 <= len(parts) <= 4 or not all(part.isdecimal() for part in parts):
         raise OptionError("cudnn", repr(version), 'a version such as "9.19.0" or 91900')
-    major, minor, patch = (int(part) for part in [*parts, "0"][:3])
+    major, minor, patch, *_ = (int(part) for part in [*parts, "0"])
     return 10000 * major + 100 * minor + patch
 
 
-#: The options with a row in the matrix. Head dims are 128 unless given.
+#: The options with a row in the matrix. Head dims are 128 unless the row says otherwise.
 ROWS: dict[str, dict[str, Any]] = {
     "no option": {},
     "causal": {"is_causal": True, "causal_alignment": TOP_LEFT},
@@ -352,11 +354,16 @@ class Cell:
         """Why no more is supported."""
         return list(dict.fromkeys(reason for answer in self.answers for reason in answer.reasons))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The answers as plain values, JSON-ready."""
-        found: dict[str, Any] = {"operation": self.operation, "option": self.option, "supported": self.supported}
-        found |= {"reasons": self.reasons, "suggestion": self.answers[-1].suggestion or self.answers[0].suggestion}
-        return found | ({"engines": dict(zip(DIRECTIONS, self.engines, strict=True))} if any(self.engines) else {})
+        return {
+            "operation": self.operation,
+            "option": self.option,
+            "supported": self.supported,
+            "reasons": self.reasons,
+            "suggestion": self.answers[-1].suggestion or self.answers[0].suggestion,
+            **({"engines": dict(zip(DIRECTIONS, self.engines, strict=True))} if any(self.engines) else {}),
+        }
 
 
 def cell(operation: str, option: str, **target: Any) -> Cell:
@@ -375,10 +382,10 @@ def cells(**target: Any) -> Iterator[Cell]:
             yield cell(operation, option, **target)
 
 
-def table(found: list[Cell]) -> list[dict[str, str]]:
+def table(matrix: list[Cell]) -> list[dict[str, str]]:
     """The rows of a matrix: an option and, per operation, the word, or the engines if cuDNN was queried."""
     rows: dict[str, dict[str, str]] = {}
-    for each in found:
+    for each in matrix:
         word = ", ".join(engine or "none" for engine in each.engines) if any(each.engines) else each.supported
         rows.setdefault(each.option, {"with": each.option})[each.operation] = word
     return list(rows.values())
@@ -387,12 +394,13 @@ def table(found: list[Cell]) -> list[dict[str, str]]:
 def environment(sm: int | None = None, cudnn: int | str | None = None, target: str | None = None) -> dict[str, str]:
     """The GPU and versions that a matrix is for."""
     gpu = target_of(sm, cudnn) if target is None else Target.from_properties(load_properties(target))
-    of = {"gpu": f"SM {gpu.sm}" if target is None else str(gpu), "cudnn_sdpa": __version__}
-    of |= {"cudnn": backend.version_string(gpu.cudnn)}
-    return of if target is None else of | {"nvidia-cudnn-frontend": gpu.frontend}
+    versions = {"cudnn_sdpa": __version__, "cudnn": backend.version_string(gpu.cudnn)}
+    if target is None:
+        return {"gpu": f"SM {gpu.sm}", **versions}
+    return {"gpu": str(gpu), **versions, "nvidia-cudnn-frontend": gpu.frontend}
 
 
-def to_json(of: dict[str, str], found: list[Cell]) -> str:
+def to_json(environment: dict[str, str], matrix: list[Cell]) -> str:
     """A matrix with its GPU and versions as JSON, one line per cell."""
-    lines = ",\n".join(json.dumps(each.to_dict(), ensure_ascii=False) for each in found if each.answers)
-    return f'{{"environment": {json.dumps(of)},\n"calls": [\n{lines}\n]}}\n'
+    lines = ",\n".join(json.dumps(each.to_dict(), ensure_ascii=False) for each in matrix if each.answers)
+    return f'{{"environment": {json.dumps(environment)},\n"calls": [\n{lines}\n]}}\n'

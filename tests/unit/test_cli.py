@@ -293,7 +293,7 @@ def test_names_in_errors_are_the_command_lines(places):
     assert 'record_plans(target="h200")' in empty.stderr
     assert not (places / "new").exists()
     unused = invoke("support", "--target", "h200", "--sm", "75")
-    assert unused.stderr.startswith("--sm: got 75 beside target; expected one of the two.")
+    assert unused.stderr.startswith("--sm: got 75 in addition to target; expected one of the two.")
 
 
 def test_support_writes_its_table(tmp_path):

@@ -253,10 +253,10 @@ except cudnn_sdpa.OfflineError as error:
 
 
 def test_how_a_process_ended_is_said_for_every_status():
-    assert interpreter.exit_in_words(3) == "ended with exit code 3"
-    assert interpreter.exit_in_words(-9) == "was killed by SIGKILL"
+    assert interpreter.describe_exit(3) == "ended with exit code 3"
+    assert interpreter.describe_exit(-9) == "was killed by SIGKILL"
     for number in range(1, 65):
-        assert interpreter.exit_in_words(-number).startswith("was killed by ")
+        assert interpreter.describe_exit(-number).startswith("was killed by ")
 
 
 @pytest.mark.parametrize("workers", [0, -1, 1.5, True, "2"])

@@ -142,7 +142,7 @@ def test_what_only_the_gpu_has_fast_kernels_for_is_left_to_it(h200, tmp_path):
     found = explain(convolution, calls[1][1][0].bfloat16(), one_filter, **{**geometry, "activation": "silu"})
     assert (found.supported, found.on_gpu) == (True, "")
     assert "clusters of thread blocks" in reason
-    assert "convolution is left to be built on the GPU, by the first call or by warmup: " in reason
+    assert "convolution must be built on the GPU, by the first call or by warmup: " in reason
     assert compile_plans(manifest, "a100", tmp_path / "plans", workers=1).failed == {}
 
 

@@ -245,9 +245,9 @@ def test_what_is_no_option_is_refused_by_name(name, value):
 
 
 def test_a_gpu_is_named_in_one_way():
-    with pytest.raises(OptionError, match="sm: got 90 beside target; expected one of the two"):
+    with pytest.raises(OptionError, match="sm: got 90 in addition to target; expected one of the two"):
         support(head_dim=64, target="h200", sm=90)
-    with pytest.raises(OptionError, match=r"cudnn: got 9\.19 beside target; expected one of the two"):
+    with pytest.raises(OptionError, match=r"cudnn: got 9\.19 in addition to target; expected one of the two"):
         support(head_dim=64, target="h200", cudnn="9.19")
 
 
