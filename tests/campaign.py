@@ -1,4 +1,4 @@
-"""Many random calls at once, in processes: a call that hangs or kills its process is reported, and the rest goes on."""
+"""Runs many random calls in processes. A call that hangs or kills its process is reported, and the others continue."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import torch
 import cudnn_sdpa
 from cudnn_sdpa.graph import backend
 
-#: An error of CUDA stays: whatever runs in the process afterwards fails, too.
+#: CUDA errors are sticky: everything that runs in the process afterwards fails, too.
 STICKY = ("CUDA error", "AcceleratorError", "CUDNN_STATUS_EXECUTION_FAILED", "CUBLAS_STATUS", "misaligned address")
 
 
 def work(connection: Connection, device: str) -> None:
-    """A process that runs what it is told, one call after the other, until it is told nothing."""
+    """A worker process: runs the calls it receives, one after the other, until it receives None."""
     torch.set_num_threads(1)
     cudnn_sdpa.use_plan_store("off")
     connection.send("ready")
@@ -38,7 +38,7 @@ def work(connection: Connection, device: str) -> None:
 
 
 class Worker:
-    """A process and what it is at."""
+    """A process and its current call."""
 
     def __init__(self, device: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -51,14 +51,14 @@ class Worker:
         self.since = time.monotonic()
 
     def end(self) -> None:
-        """Stops it, whatever it does."""
+        """Stops it, even if it is busy."""
         self.process.kill()
         self.process.join(10)
         self.connection.close()
 
 
 class Report:
-    """What became of all calls."""
+    """Outcomes of all calls."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -82,11 +82,11 @@ class Report:
         self.slowest = sorted([*self.slowest, (round(seconds, 2), line)], reverse=True)[:8]
 
     def total(self, kind: str) -> int:
-        """Calls of a kind of outcome."""
+        """Number of calls with this kind of outcome."""
         return sum(counts[kind] for counts in self.counts.values())
 
     def as_dict(self, seconds: float) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """The report, for JSON."""
         versions = {
             "cudnn_sdpa": cudnn_sdpa.__version__,
             "torch": str(torch.__version__),
@@ -112,7 +112,7 @@ class Report:
 
 
 def in_processes(tasks: list[tuple[str, int]], report: Report, given: Any) -> None:
-    """Spreads calls over processes, until all are run or time is up."""
+    """Distributes calls over processes, until all have run or time is up."""
     started, todo = time.monotonic(), list(reversed(tasks))
     workers = [Worker(given.device) for _ in range(given.workers)]
     try:
@@ -128,7 +128,7 @@ def in_processes(tasks: list[tuple[str, int]], report: Report, given: Any) -> No
 
 
 def _serve(worker: Worker, todo: list[tuple[str, int]], report: Report, given: Any) -> bool:
-    """Takes what a worker has found and gives it more to do; False if it is dead."""
+    """Takes a worker's result and sends it the next call; False if it is dead."""
     now = time.monotonic()
     try:
         if worker.connection.poll():
@@ -166,7 +166,7 @@ def _is_over(started: float, seconds: float) -> bool:
 
 
 def main(names: list[str], given: Any) -> int:
-    """Runs so many calls, spread evenly over operations, and reports."""
+    """Runs `count` calls, spread evenly over operations, and reports."""
     started = time.monotonic()
     each = -(-given.count // len(names))
     tasks = [(name, given.seed + i) for i in range(each) for name in names][: given.count]

@@ -1,4 +1,4 @@
-"""What all tests share: reproducible random data, and Python in a process of its own."""
+"""Fixtures of all tests: reproducible random data, and Python in a separate process."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure() -> None:
-    os.environ["CUDNN_SDPA_PLAN_DIR"] = "off"  # no plans of the user's; a test that wants a store makes its own
-    os.environ.pop("CUDNN_SDPA_CPU_CHECKS", None)  # as users have it who set nothing
+    os.environ["CUDNN_SDPA_PLAN_DIR"] = "off"  # not the user's plans; a test that needs a store creates its own
+    os.environ.pop("CUDNN_SDPA_CPU_CHECKS", None)  # the default
     if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; one thread each is the fastest
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for processes that tests start, and for notebooks
@@ -74,7 +74,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> None:
-    """Every test draws its own numbers, and the same ones in every run."""
+    """Every test draws its own random values, the same in every run."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
@@ -85,7 +85,7 @@ def repository() -> Path:
 
 @pytest.fixture
 def deterministic_algorithms() -> Callable[[], AbstractContextManager[None]]:
-    """Has PyTorch's switch on while a with statement runs."""
+    """Enables PyTorch's deterministic algorithms within a `with` statement."""
 
     @contextmanager
     def on() -> Iterator[None]:
@@ -100,7 +100,7 @@ def deterministic_algorithms() -> Callable[[], AbstractContextManager[None]]:
 
 @pytest.fixture
 def run_python(tmp_path: Path) -> RunPython:
-    """Runs code in a process of its own; variables set to None are taken out of its environment.
+    """Runs code in a separate process; variables set to None are removed from its environment.
 
     With `fresh=True` the interpreter is a new one, otherwise it has PyTorch already (see `forked_python`).
     """

@@ -34,10 +34,10 @@ from cudnn_sdpa.plans import autotune_timing, build, plan
 CPU = torch.device("cpu")
 TARGET = Target((("deviceVer", 900), ("multiProcessorCount", 132)), 91900, "1.32.0", "a GPU")
 
-#: Operands that kernels read element by element, at any address; so are those of one element.
+#: Operands that kernels read element by element, at any address; so are one-element operands.
 READ_BY_ELEMENT = ("seed", "offset")
 
-Operands = dict[str, Any]  # tensors at their addresses, and numbers of the host
+Operands = dict[str, Any]  # tensors at their addresses, and host scalars
 Compute = Callable[[PlanKey, Operands], Sequence[Tensor]]
 
 
@@ -76,7 +76,7 @@ class FakePlan:
 
 
 class FakeCache:
-    """In place of the plan cache: a fake plan for each key."""
+    """Replaces the plan cache: one fake plan for each key."""
 
     def __init__(self, compute: Compute) -> None:
         self.compute, self.plans = compute, {}
@@ -86,20 +86,20 @@ class FakeCache:
 
 
 def poisoned(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """New memory in place of the GPU's, full of NaN."""
+    """New memory in place of GPU memory, full of NaN."""
     return torch.empty_strided(shape, stride, dtype=dtype).copy_(torch.full(tuple(shape), torch.nan))
 
 
 @contextlib.contextmanager
 def tensors_look_as_on_a_gpu():
-    """CPU tensors say that they are on the first GPU."""
+    """CPU tensors report that they are on the first GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "cpu"))
         patch.setattr(torch.Tensor, "get_device", lambda _: 0)
         yield
 
 
-# What plans of dense attention compute, in float64.
+# Dense attention, in float64.
 
 
 def dense_attention(key: PlanKey, x: Operands) -> Sequence[Tensor]:
@@ -151,7 +151,7 @@ def _dense_backward(key: PlanKey, x: Operands) -> Sequence[Tensor]:
     return [results[operand.name] for operand in key.outputs]
 
 
-# What plans of attention in FP8 compute, by the emulation of the reference.
+# FP8 attention, by the emulation of the reference.
 
 
 def fp8_attention(key: PlanKey, x: Operands) -> Sequence[Tensor]:
@@ -175,11 +175,11 @@ def fp8_attention(key: PlanKey, x: Operands) -> Sequence[Tensor]:
     return [result.out, result.amax_s, result.amax_o, result.lse][: len(key.outputs)]
 
 
-# Fused operations and users' graphs, by their references.
+# Fused operations and custom graphs, by their references.
 
 
 def install_for_graph_functions() -> None:
-    """From now on CPU tensors are on a GPU, as far as graph functions see: for a process of its own."""
+    """Makes graph functions treat CPU tensors as GPU tensors from here on. For use in a separate process."""
     graph_launch.live_target = lambda _: TARGET
     graph_launch.build_plan = lambda operation, _: operation
     graph_launch.plan_cache = _GraphFunctions()
@@ -192,7 +192,7 @@ def install_for_graph_functions() -> None:
 
 
 class _GraphFunctions(FakeCache):
-    """Fake plans of graph functions, which compute by the function's reference."""
+    """Fake plans of graph functions, which compute the function's reference."""
 
     def __init__(self) -> None:
         super().__init__(lambda *_: ())
@@ -235,7 +235,7 @@ def launch(made, *tensors):
 
 
 def halved(x, outs, _):
-    """What the plans of the tests compute; the last argument counts the launches."""
+    """The function of the tests' plans; the last argument counts the launches."""
     for out in outs:
         out.copy_(x * 0.5)
 
@@ -261,7 +261,7 @@ class Engine:
 
 
 class Machine:
-    """Stands in for the GPU and for cuDNN.
+    """Replaces the GPU and cuDNN.
 
     Attributes:
         stream: The current stream.
@@ -293,7 +293,7 @@ class Machine:
         return [launch.func.__self__.built.microseconds for launch in launches]
 
     def proposes(self, first, *others):
-        """What cuDNN proposes from now on: engines, or why one cannot be built."""
+        """Sets cuDNN's proposals: engines, or the reasons why they cannot be built."""
         known = [Other(("eng0", {}) if isinstance(each, str) else (each.engine, each.knobs), each) for each in others]
         self.patch(GraphOp, "compile", lambda *_: first)
         self.patch(build, "build_others", lambda _operation, _key, _first, most, **_: known[:most])

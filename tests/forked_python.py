@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-#: The beginnings of variables that PyTorch, the loader or the interpreter read when they start.
+#: Prefixes of variables that PyTorch, the loader or the interpreter read when they start.
 READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "TORCH", "CUDA")
 
 _servers: dict[int, subprocess.Popen[str]] = {}
@@ -35,7 +35,7 @@ def run(
     timeout: float = 200,
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs Python with `arguments` and gives its status and what it printed."""
+    """Runs Python with `arguments` and returns its status and output."""
     variables = dict(os.environ if env is None else env)
     command = [sys.executable, *arguments]
     if not hasattr(os, "fork") or _read_at_start(variables) != _read_at_start(os.environ):
@@ -70,7 +70,7 @@ def _read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _server() -> subprocess.Popen[str]:
-    """This process's server, which it starts on first use."""
+    """This process's server, started on first use."""
     server = _servers.get(os.getpid())
     if server is None or server.poll() is not None:
         server = subprocess.Popen(
@@ -90,7 +90,7 @@ def _end(server: subprocess.Popen[str]) -> None:
 
 
 def _serve() -> dict[str, Any] | None:
-    """Forks a child for each request. Returns the request in the child, and None in the server at the end."""
+    """Forks a child for each request. Returns the request in the child, and None in the server when it ends."""
     for line in sys.stdin:
         request = json.loads(line)
         child = os.fork()
@@ -120,7 +120,7 @@ def _status_of(child: int, timeout: float) -> int | None:
 
 
 def _become(request: dict[str, Any]) -> list[str]:
-    """Gives this process the environment, folder, files and search path that a new interpreter would have."""
+    """Sets the environment, folder, files and search path that a new interpreter would have."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for number, (name, flags) in enumerate(
         [("/dev/null", os.O_RDONLY), ("out", os.O_WRONLY | os.O_CREAT), ("err", os.O_WRONLY | os.O_CREAT)]
@@ -165,10 +165,10 @@ if __name__ == "__main__":
     import torch
 
     if torch.get_num_threads() > 1:
-        torch.set_num_threads(1)  # threads do not outlive a fork
+        torch.set_num_threads(1)  # threads do not survive a fork
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch._dynamo
-    gc.freeze()  # a collection in a child would copy the pages that it shares
+    gc.freeze()  # a garbage collection in a child would copy shared pages
     if (asked := _serve()) is not None:
         _execute(_become(asked))

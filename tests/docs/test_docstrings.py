@@ -1,4 +1,4 @@
-"""Every example in docstrings and pages runs, or at least compiles where it needs a GPU or another program."""
+"""Every example in docstrings and pages runs, or compiles if it needs a GPU or another program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODULES = ["cudnn_sdpa"] + [
     if not name.endswith("__main__") and ".bench" not in name and name != "cudnn_sdpa.cli"
 ]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-#: Pages whose blocks are one script, each going on where the one before ended.
+#: Pages whose blocks are one script: each continues the one before.
 SCRIPTS = {
     *("plans.md", "quickstart.md", "serving.md", "shapes.md", "training.md", "troubleshooting.md"),
     *("varlen.md", "fp8.md", "inference.md", "layouts.md", "masks.md", "modules.md", "transformers.md", "compile.md"),
@@ -49,7 +49,7 @@ PUBLIC = [
 
 
 @pytest.mark.parametrize("test", EXAMPLES, ids=lambda test: test.name)
-def test_examples_in_docstrings_give_what_they_show(test):
+def test_docstring_examples_print_what_they_show(test):
     if torch.cuda.is_available() and "explain" in test.name:
         pytest.skip("shows what it answers on a machine without a GPU")
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -60,14 +60,14 @@ def test_examples_in_docstrings_give_what_they_show(test):
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_public_functions_have_an_example_that_was_run(name):
+def test_public_functions_have_a_tested_example(name):
     module = inspect.getmodule(getattr(cudnn_sdpa, name)).__name__
     assert f"{module}.{name}" in {test.name for test in EXAMPLES}
 
 
 @pytest.fixture(autouse=True)
 def no_store_stays():
-    """A page may choose a plan store; it is its own."""
+    """A page may choose a plan store; it gets a separate one."""
     with cudnn_sdpa.use_plan_store("off"):
         yield
 
@@ -79,7 +79,7 @@ def blocks(page: Path) -> list[str]:
 
 
 def drawings(page: Path) -> list[str]:
-    """The masks that a page draws, which its code prints."""
+    """The masks shown on a page, which its code prints."""
     return [
         text for text in re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL) if "■" in text
     ]
@@ -91,7 +91,7 @@ def needs_a_gpu(code: str) -> bool:
 
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
-def test_blocks_of_pages_run(page, capsys):
+def test_code_blocks_of_pages_run(page, capsys):
     namespace: dict[str, object] = {"__name__": "page"}
     torch.manual_seed(20)
     run = 0
@@ -101,7 +101,7 @@ def test_blocks_of_pages_run(page, capsys):
             continue
         if page.name not in SCRIPTS:
             namespace = {"__name__": "page"}
-        exec(compiled, namespace)  # noqa: S102 - the documentation's own code
+        exec(compiled, namespace)  # noqa: S102 - code of the documentation
         run += 1
     assert run > 0
     output = capsys.readouterr().out
@@ -111,11 +111,11 @@ def test_blocks_of_pages_run(page, capsys):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if len(blocks(page)) > 1], ids=lambda page: page.name)
-def test_a_page_says_whether_its_blocks_are_one_script(page):
+def test_pages_state_whether_their_blocks_are_one_script(page):
     assert bool(re.search(r"[Bb]locks\b[^.]*\bone\s+script", page.read_text())) is (page.name in SCRIPTS)
 
 
-def test_pages_have_blocks():
+def test_pages_have_code_blocks():
     assert len(blocks(ROOT / "README.md")) >= 1
     assert len(blocks(ROOT / "docs" / "quickstart.md")) >= 7
     assert len(blocks(ROOT / "docs" / "masks.md")) >= 8
@@ -123,13 +123,13 @@ def test_pages_have_blocks():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_pages_link_to_files_that_are_there(page):
+def test_links_to_files_are_valid(page):
     for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text()):
         assert (page.parent / target).exists(), target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_pages_name_only_what_the_package_has(page):
+def test_pages_name_only_existing_objects(page):
     text = page.read_text()
     for name in re.findall(r"\bcudnn_sdpa\.([A-Za-z_]\w*)\b(?!/)", text):
         assert hasattr(cudnn_sdpa, name) or importlib.util.find_spec(f"cudnn_sdpa.{name}"), name
@@ -138,12 +138,12 @@ def test_pages_name_only_what_the_package_has(page):
 
 
 def public_names() -> set[str]:
-    """All that a user may import: of the package, of its errors, and of its modules of layers."""
+    """Everything public: the package, its errors, and its `nn` modules."""
     names = set(cudnn_sdpa.__all__) | set(importlib.import_module("cudnn_sdpa.errors").__all__)
     return (names | set(importlib.import_module("cudnn_sdpa.nn").__all__)) - {"__version__"}
 
 
-def test_everything_on_the_page_of_the_api_is_imported_from_where_it_says():
+def test_objects_on_the_api_page_can_be_imported_as_stated():
     text = (ROOT / "docs" / "api.md").read_text()
     assert "Everything here is imported from `cudnn_sdpa`, modules from `cudnn_sdpa.nn`, and `register` from" in text
     paths = re.findall(r"^::: (\S+)", text, re.MULTILINE)
@@ -173,7 +173,7 @@ def test_every_public_name_is_in_the_reference():
         ),
     ],
 )
-def test_packed_calls_are_rounded_as_the_page_says(row, rounded):
+def test_rounding_of_packed_calls_is_as_documented(row, rounded):
     cells = re.search(rf"^\| {row} \|.*\| (.*) \|$", (ROOT / "docs" / "varlen.md").read_text(), re.MULTILINE)[1]
     runs = [[int(value) for value in run.split(",") if value.strip()] for run in cells.replace(" ", "").split("…")]
     for run in filter(None, runs):
@@ -181,7 +181,7 @@ def test_packed_calls_are_rounded_as_the_page_says(row, rounded):
         assert [value for value in every if value >= run[0]] == run
 
 
-def test_the_error_that_the_readme_shows_is_the_one_that_is_raised():
+def test_the_error_in_the_readme_is_the_one_raised():
     q = torch.empty(2, 8, 128, 64, dtype=torch.bfloat16)
     report = cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, q, q, is_causal=True, alibi=True, softcap=50.0)
     text = "".join(f"  - {reason}\n" for reason in report.reasons) + f"What works: {report.suggestion}\n"

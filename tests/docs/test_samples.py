@@ -1,4 +1,4 @@
-"""The samples run as their readers run them, and the published numbers are those of the benchmark's files."""
+"""The samples run as users run them, and published numbers match the benchmark files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return forked_python.run([*command], cwd=ROOT, timeout=240)
 
 
-def test_the_quickstart_runs_and_shows_what_it_did():
+def test_the_quickstart_runs_and_shows_its_results():
     result = run("samples/quickstart.py")
     assert result.returncode == 0, result.stderr
     assert "every result agrees with PyTorch" in result.stdout
@@ -30,12 +30,12 @@ def test_the_quickstart_runs_and_shows_what_it_did():
 
 
 @pytest.mark.slow
-def test_the_errors_of_fp8_are_those_of_the_emulation():
+def test_fp8_errors_are_those_of_the_emulation():
     result = run("scripts/fp8_errors.py", "--check")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_server_generates_what_dense_attention_would():
+def test_the_serving_sample_matches_dense_attention():
     result = run("samples/serve.py")
     assert result.returncode == 0, result.stderr + result.stdout
     assert "every token agrees" in result.stdout
@@ -46,22 +46,22 @@ def test_the_server_generates_what_dense_attention_would():
         assert "100.00%" in result.stdout
 
 
-def test_tables_of_numbers_are_those_of_the_benchmarks_files():
+def test_tables_match_the_benchmark_files():
     result = run("scripts/bench_tables.py", "--check")
     assert result.returncode == 0, result.stdout
 
 
-def test_the_charts_show_the_benchmarks_numbers():
+def test_charts_match_the_benchmark_files():
     result = run("scripts/charts.py", "--check")
     assert result.returncode == 0, result.stdout
 
 
-def test_the_table_of_known_issues_is_that_of_the_library():
+def test_the_table_of_known_issues_is_up_to_date():
     result = run("scripts/known_issues.py", "--check")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_page_on_design_has_a_line_for_each_file_of_the_package():
+def test_the_design_page_lists_every_module():
     result = run("scripts/package_tree.py", "--check")
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -80,6 +80,6 @@ def test_the_command_line_prints_the_version():
     assert run("-m", "cudnn_sdpa", "version").stdout.strip() == cudnn_sdpa.__version__
 
 
-def test_the_tables_of_engines_are_those_of_their_files():
+def test_engine_tables_match_their_files():
     result = run("scripts/engine_tables.py", "--check")
     assert result.returncode == 0, result.stdout

@@ -1,4 +1,4 @@
-"""The built site: links lead somewhere, and a browser shows every page, on a phone too, and finds names.
+"""The built site: links are valid, and a browser renders every page, also at phone width, and finds names.
 
 The browser is Debian's chromium with chromium-driver, or whatever is on the PATH under these names. Where it is missing
 these tests are skipped, unless CUDNN_SDPA_NEEDS_BROWSER is set, as in continuous integration.
@@ -27,7 +27,7 @@ PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the site: the one that `make docs` has left if it is up to date, otherwise a new one."""
+    """The folder of the site: the one built by `make docs` if it is up to date, otherwise a new one."""
     sources = [ROOT / "mkdocs.yml", ROOT / "CHANGELOG.md"]
     for folder, pattern in (
         ("docs", "**/*"),
@@ -48,7 +48,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Links(HTMLParser):
-    """What a page links to and loads, and the places in it."""
+    """A page's links, the files that it loads, and its anchors."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Links(HTMLParser):
         self.targets += [value for name in ("href", "src") if (value := values.get(name))]
 
 
-def test_every_link_leads_somewhere(site):
+def test_every_link_is_valid(site):
     pages = {page: Links(page) for page in site.rglob("*.html") if page.name != "404.html"}
     assert len(pages) > 30
     broken = []
@@ -82,7 +82,7 @@ def test_every_link_leads_somewhere(site):
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Serves files, and says nothing."""
+    """Serves files without logging."""
 
     def log_message(self, *_: object) -> None:
         pass
@@ -121,19 +121,19 @@ def browser(tmp_path_factory: pytest.TempPathFactory):
 
 
 def requests(browser) -> list[str]:
-    """What was asked for since the last look."""
+    """Requests since the last call."""
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     return [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
 
 
 def pages_of(site: Path) -> list[str]:
-    """The addresses of all pages, relative to the site's."""
+    """The paths of all pages, relative to the site."""
     pages = [page.relative_to(site) for page in site.rglob("index.html")]
     return sorted("" if str(page.parent) == "." else f"{page.parent.as_posix()}/" for page in pages)
 
 
 @pytest.mark.slow
-def test_every_page_is_shown_on_a_phone(site, address, browser):
+def test_every_page_renders_on_a_phone(site, address, browser):
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
     complaints = []
     for page in pages_of(site):

@@ -1,4 +1,4 @@
-"""The notebooks are stored as `make notebooks` leaves them, open in Colab, and check what they show.
+"""The notebooks are stored as `make notebooks` leaves them, open in Colab, and check their results.
 
 They are executed by nbmake: `make test` runs `pytest --nbmake samples` beside the other tests.
 """
@@ -23,13 +23,13 @@ def cells(path: Path, kind: str) -> list[str]:
     return ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == kind]
 
 
-def test_they_are_stored_as_the_script_leaves_them():
+def test_notebooks_are_stored_as_the_script_leaves_them():
     command = [sys.executable, "scripts/notebooks.py", "--check"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
 
-def test_pictures_of_older_measurements_are_found(monkeypatch):
+def test_plots_of_older_measurements_are_detected(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts")
     script = importlib.import_module("notebooks")
     drawing = next(path for path in NOTEBOOKS if "host-h200.json" in path.read_text())
@@ -40,7 +40,7 @@ def test_pictures_of_older_measurements_are_found(monkeypatch):
     assert script.complaints(notebook) == ["shows other measurements than those in docs/benchmarks: execute it again"]
 
 
-def test_they_are_numbered_and_are_pages_of_the_site():
+def test_notebooks_are_numbered_pages_of_the_site():
     assert [int(path.name[:2]) for path in NOTEBOOKS] == list(range(len(NOTEBOOKS)))
     assert len(NOTEBOOKS) >= 10
     configuration, overview = (ROOT / "mkdocs.yml").read_text(), (ROOT / "docs" / "samples.md").read_text()
@@ -50,7 +50,7 @@ def test_they_are_numbered_and_are_pages_of_the_site():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_plain_python_that_checks_what_it_computes(path):
+def test_notebooks_are_plain_python_and_check_their_results(path):
     trees = [ast.parse(code) for code in cells(path, "code")]
     assert sum(isinstance(node, ast.Assert) for tree in trees for node in ast.walk(tree)) >= 1
     assert not any(re.search(r"^\s*[%!]", code, re.MULTILINE) for code in cells(path, "code"))
@@ -78,6 +78,6 @@ def test_the_first_cell_installs_what_the_others_import(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_links_of_a_notebook_lead_to_files(path):
+def test_links_in_notebooks_are_valid(path):
     for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", "\n".join(cells(path, "markdown"))):
         assert (path.parent / target).exists(), target

@@ -1,4 +1,4 @@
-"""A model compiled by AOTInductor, loaded and compared, in a process of its own, as PyTorch's loader may crash.
+"""Compiles a model with AOTInductor, loads and compares it, in a separate process because PyTorch's loader may crash.
 
 python aot_inductor.py FOLDER relu|ours
 """

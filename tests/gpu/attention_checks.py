@@ -1,4 +1,4 @@
-"""What the tests on the GPU share: fresh tensors, poisoned memory, and float64 mathematics."""
+"""Shared by the GPU tests: fresh tensors, poisoned memory, and attention in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 import cudnn_sdpa
 
-#: Relative error ‖x − ref‖ / ‖ref‖ that half precision may have.
+#: Largest relative error ‖x − ref‖ / ‖ref‖ of half precision.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 
 LAYOUTS = {
@@ -28,7 +28,7 @@ def make(layout: str, b: int, h: int, s: int, d: int, dtype: torch.dtype, device
 
 
 def poison(*shapes: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Fills the blocks that the allocator will hand out next for these shapes with NaN."""
+    """Fills the allocator's next blocks of these shapes with NaN."""
     torch.cuda.synchronize()
     tensors = [torch.full(shape, math.nan, dtype=dtype, device="cuda") for shape in shapes for _ in range(3)]
     torch.cuda.synchronize()
@@ -65,12 +65,12 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 
 def assert_same(found: Tensor, wanted: Tensor) -> None:
-    """The same but for the last bit: cuDNN's kernels for single queries add in any order."""
+    """Equal up to the last bit: cuDNN's kernels for single queries sum in any order."""
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=1e-5)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    """Runs `sdpa` into poisoned memory, with the log-sum-exp and without, and compares both with float64."""
+    """Runs `sdpa` into poisoned memory, with and without LSE, and compares with float64."""
     shape = (*q.shape[:3], v.shape[3])
     expected, expected_lse = exact(q, k, v, **options)
     poison(shape, q.shape[:3], dtype=torch.float32)

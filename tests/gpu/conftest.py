@@ -16,7 +16,7 @@ from cudnn_sdpa.graph import backend
 
 HERE = Path(__file__).parent
 
-#: What PyTorch warns of in these tests, and is no fault of theirs.
+#: PyTorch's own warnings in these tests.
 WARNINGS = (
     "Attempting to run cuBLAS",  # of its own autograd threads, when their first work is a matrix product
     "Synchronization debug mode",
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_cache():
-    """Each test starts without plans, with a seed of its own, one plan for each shape, and leaves no settings behind.
+    """Each test starts without plans, with its own seed and one plan for each shape, and restores all settings.
 
     What other shape policies do is tested for itself; the environment variable CUDNN_SDPA_SHAPE_POLICY runs the values
     of all tests under another one.
@@ -62,7 +62,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(ids: list[str]) -> None:
-    """The same of pytest-xdist's workers, all of which collect the same."""
+    """The same for pytest-xdist's workers, which all collect the same tests."""
     _not_run.update(ids)
 
 
@@ -94,6 +94,6 @@ def pytest_sessionfinish() -> None:
         },
         "counts": dict(_outcomes),
         "skips": dict(_skips),
-        "not run": sorted(_not_run),  # none, unless the run was cut short
+        "not run": sorted(_not_run),  # empty unless the run was interrupted
     }
     Path(path).write_text(json.dumps(report, indent=2) + "\n")

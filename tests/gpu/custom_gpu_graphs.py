@@ -1,4 +1,4 @@
-"""Operations for tests of `graph_op`, as a user writes them."""
+"""Custom graphs for tests of `graph_op` on a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_backward(grads, operands, outputs):  # noqa: ARG001
 
 @graph_op(reference=add_reference, backward=add_backward)
 def add_rows(g, x, bias=None, scale=None):
-    """x times a number, plus a bias."""
+    """x times a scalar, plus a bias."""
     y = g.mul(a=x, b=scale)
     return y if bias is None else g.add(a=y, b=bias)
 

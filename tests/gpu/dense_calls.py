@@ -1,6 +1,6 @@
-"""Calls of `sdpa` that tests name, forward and backward, against the float64 mathematics of `mathematics`.
+"""Explicit configurations of `sdpa`, forward and backward, against `float64_reference`.
 
-Random ones are drawn by `generators`.
+`generators` has random ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BACKWARD = {torch.bfloat16: 1.6e-2, torch.float16: 3e-3}
 
 @dataclass(frozen=True)
 class Config:
-    """One call. What is not said is off."""
+    """One call. Options default to off."""
 
     number: int
     dtype: torch.dtype
@@ -66,7 +66,7 @@ def tensors(c: Config) -> dict[str, Tensor | None]:
     if c.mask == "bool":
         mask = torch.rand(c.mask_shape, **cuda) < 0.7
         if len(c.mask_shape) > 1 and c.mask_shape[-2] == c.sq:
-            mask[..., torch.randint(c.sq, (1,)).item(), :] = False  # a row that sees nothing
+            mask[..., torch.randint(c.sq, (1,)).item(), :] = False  # a fully masked row
         result["attn_mask"] = mask
     elif c.mask:
         mask = torch.randn(c.mask_shape, **cuda, dtype=torch.float32 if c.mask == "float32" else c.dtype)
@@ -75,7 +75,7 @@ def tensors(c: Config) -> dict[str, Tensor | None]:
             if len(c.mask_shape) > 1 and c.mask_shape[-2] == c.sq:
                 mask[..., torch.randint(c.sq, (1,)).item(), :] = -math.inf
         result["attn_mask"] = mask
-    if c.shift:  # all scores far below zero, and with them the log-sum-exp
+    if c.shift:  # all scores, and so the LSE, are far below zero
         size = math.sqrt(c.shift / -abs(c.scale))
         result["q"][..., 0], result["k"][..., 0] = size, -math.copysign(size, c.scale)
     for name, size in (("q", c.sq), ("kv", c.skv)):
@@ -113,7 +113,7 @@ def expected(
 def magnitudes(
     c: Config, x: dict[str, Tensor], weights: Tensor, out: Tensor, grad: Tensor, keep: Tensor | None
 ) -> dict[str, Tensor]:
-    """What the gradients would be if no two terms of their sums cancelled: the size of rounding errors."""
+    """The gradients if no terms of their sums cancelled: the scale of rounding errors."""
     group = c.heads[0] // c.heads[1]
     share = 1.0 if keep is None else keep / (1 - c.dropout_p)
     k, v = (x[n].repeat_interleave(group, 1) for n in ("k", "v"))
@@ -133,13 +133,13 @@ def magnitudes(
 
 
 def options(c: Config) -> dict:
-    """The options of the call that are no tensors."""
+    """The options of the call that are not tensors."""
     names = ["scale", "is_causal", "causal_alignment", "window_size", "softcap", "alibi", "dropout_p", "deterministic"]
     return {name: getattr(c, name) for name in names}
 
 
 def dropped(c: Config, t: dict[str, Tensor | None]) -> Tensor:
-    """Which weights cuDNN keeps: what arrives at a value that no other key has."""
+    """Which weights cuDNN keeps, read from values that are unique to each key."""
     state = torch.cuda.get_rng_state()
     size = -(-c.skv // 8) * 8
     parts = []
@@ -149,7 +149,7 @@ def dropped(c: Config, t: dict[str, Tensor | None]) -> Tensor:
             unit[:, :, column, column - first] = 1
         torch.cuda.set_rng_state(state)
         same = {"is_causal": c.is_causal, "causal_alignment": c.causal_alignment, "window_size": c.window_size}
-        same = {} if c.lengths else same  # only without lengths are queries left out of the plan
+        same = {} if c.lengths else same  # queries are left out of the plan only without lengths
         out = cudnn_sdpa.sdpa(t["q"] * 0, t["k"], unit, dropout_p=c.dropout_p, **same)
         parts.append(out > 0)
     torch.cuda.set_rng_state(state)
@@ -157,20 +157,20 @@ def dropped(c: Config, t: dict[str, Tensor | None]) -> Tensor:
 
 
 def difference(actual: Tensor, reference: Tensor, rounding: Tensor | float = 0.0) -> float:
-    """Relative error in the Frobenius norm, beyond an error of rounding; NaN where one is."""
+    """Relative error in the Frobenius norm, beyond rounding; NaN if there is one."""
     smallest = torch.finfo(actual.dtype).smallest_normal * math.sqrt(max(1, reference.numel()))
     off = (actual.detach().double() - reference).norm() - rounding - smallest
     return float(off.clamp_min(0) / (reference.norm() + rounding).clamp_min(1e-12))
 
 
 def plain(**changes: Any) -> Config:
-    """A causal call with grouped heads and nothing special, but for these changes."""
+    """A causal call with grouped heads and these changes."""
     usual = Config(0, torch.bfloat16, 2, (4, 2), 64, 96, (64, 64), ("bshd",) * 3, "dense", 0.2, is_causal=True)
     return replace(usual, **changes)
 
 
 def check(c: Config, t: dict[str, Tensor | None] | None = None) -> list[str]:
-    """What is wrong with a configuration, on its own inputs or others; raises UnsupportedError if it is declined."""
+    """Errors of a configuration, on its own inputs or others; raises UnsupportedError if it is unsupported."""
     t = tensors(c) if t is None else t
     inputs = ["q", "k", "v", "attn_mask", "sinks"]
     wanted = [*c.needs, *(["attn_mask"] if c.mask_grad else []), *(["sinks"] if c.sinks and c.needs else [])]
@@ -198,7 +198,7 @@ Results = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 def compare(dtype: torch.dtype, actual: Results, reference: Results, rounding: dict[str, Tensor]) -> list[str]:
-    """What is wrong with an output, a log-sum-exp and gradients."""
+    """Errors of an output, an LSE and gradients."""
     (out, lse, gradients), (out_ref, lse_ref, gradients_ref) = actual, reference
     wrong = []
     blind = lse_ref.isneginf()

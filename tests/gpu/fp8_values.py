@@ -1,4 +1,4 @@
-"""What the tests of FP8 share: tensors and scales drawn fresh, poisoned memory, float64, the emulation's own error."""
+"""Shared by the FP8 tests: fresh tensors and scales, poisoned memory, float64, and the emulation's error."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
 DEVICE = "cuda"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
-#: Relative error in the Frobenius norm of a tensor rounded once: numbers spread evenly over an octave.
+#: Relative error in the Frobenius norm of a tensor rounded once, for values spread evenly over an octave.
 ROUNDING = {E4M3: 0.0265, E5M2: 0.053, torch.bfloat16: 1.7e-3, torch.float16: 2.1e-4}
 
-#: Shape and strides in memory; every step is a multiple of 16 elements.
+#: Memory orders; every stride is a multiple of 16 elements.
 LAYOUTS = {
     "bhsd": lambda b, h, s, d: torch.empty(b, h, s, d, dtype=torch.uint8),
     "bshd": lambda b, h, s, d: torch.empty(b, s, h, d, dtype=torch.uint8).transpose(1, 2),
@@ -52,7 +52,7 @@ def number(value: float) -> Tensor:
 
 
 def drawn(low: float, high: float) -> float:
-    """A number that is no power of two, so that a scale in the wrong place moves roundings."""
+    """A value that is no power of two, so that a misplaced scale changes the rounding."""
     return low * (high / low) ** float(torch.rand(())) * 1.0009765625
 
 
@@ -67,7 +67,7 @@ def empty(layout: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def fp8_of(shape: tuple[int, ...], scale: float, *, dtype: torch.dtype = E4M3, layout: str = "bshd") -> Tensor:
-    """Normal random numbers, quantized with a scale."""
+    """Normal random values, quantized with a scale."""
     x = torch.randn(shape, device=DEVICE) * scale
     limit = torch.finfo(dtype).max
     return empty(layout, shape, dtype).copy_(x.clamp(-limit, limit).to(dtype))
@@ -117,7 +117,7 @@ def backward_scales(of: Problem, *, descale_do: float, **changes: float) -> Fp8B
 
 
 def poison(*sizes: int) -> None:
-    """Fills the blocks that the allocator hands out next for these numbers of bytes with NaN of any floating dtype."""
+    """Fills the allocator's next blocks of these sizes with bytes that are NaN in every floating dtype."""
     if DEVICE == "cpu":
         return
     torch.cuda.synchronize()
@@ -154,7 +154,7 @@ def seen(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
 
 
 def true_values(of: Problem) -> list[Tensor]:
-    """What q, k and v stand for, in float64."""
+    """The dequantized q, k and v, in float64."""
     descales = of.scales[:3]
     return [x.double() * descale.double() for x, descale in zip(of[:3], descales, strict=True)]
 
@@ -178,14 +178,14 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def arguments(of: Problem, options: dict[str, Any]) -> ForwardArguments:
-    """The call as the emulation takes it."""
+    """The arguments for the emulation."""
     options = dict(options)
     left, right = options.pop("window_size", None) or (-1, -1)
     return ForwardArguments(*of[:3], window_left=left, window_right=right, with_lse=True, **options)
 
 
 def emulated(of: Problem, out_dtype: torch.dtype | None = None, **options: Any) -> Fp8Output:
-    """What the format alone makes of it."""
+    """The emulated result."""
     call = Fp8Forward(arguments(of, options), of.scales, out_dtype or of.q.dtype)
     return reference.attention(call, exact=torch.float64)
 
@@ -193,7 +193,7 @@ def emulated(of: Problem, out_dtype: torch.dtype | None = None, **options: Any) 
 def emulated_gradients(
     of: Problem, grad_out: Tensor, out: Tensor, lse: Tensor, scales: Fp8BackwardScales, **options: Any
 ) -> Fp8Gradients:
-    """The same of gradients."""
+    """The emulated gradients."""
     call = Fp8Backward(grad_out, out, lse, arguments(of, options), scales)
     return reference.gradients(call, exact=torch.float64)
 
@@ -201,7 +201,7 @@ def emulated_gradients(
 def backward(
     of: Problem, grad_dtype: torch.dtype = E5M2, *, changes: dict[str, float] | None = None, **options: Any
 ) -> tuple[Fp8Gradients, Tensor, Fp8Output, Fp8BackwardScales]:
-    """`sdpa_fp8_backward` into poisoned memory: its results, and what they were made from."""
+    """`sdpa_fp8_backward` into poisoned memory: its results and its inputs."""
     made = forward(of, return_lse=True, **options)
     of_grad = drawn(10, 30) if grad_dtype == E4M3 else drawn(300, 900)
     grad_out = fp8_of((*of.q.shape[:3], of.v.shape[3]), of_grad, dtype=grad_dtype)

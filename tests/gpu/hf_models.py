@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, one of each kind of attention."""
+"""Tiny transformers models with random weights, one for each kind of attention."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ DECODERS = {
 
 
 def tiny(make: Any, implementation: str, **kw: Any) -> Any:
-    """A model with the weights that its maker always gets, in eval mode, on an attention implementation."""
+    """A model with fixed weights, in eval mode, with an attention implementation."""
     torch.manual_seed(5)
     model = make(attn_implementation=implementation, **kw)
     generator = torch.Generator().manual_seed(7)
@@ -153,7 +153,7 @@ def inputs_of(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32
     if name in ("vit", "siglip"):
         return {"pixel_values": pixels}
     if name == "clip":
-        ids.clamp_(max=94)[:, 6] = 95  # the token that is pooled is none of the hidden ones
+        ids.clamp_(max=94)[:, 6] = 95  # the pooled token is not masked
         return {**text, "pixel_values": pixels}
     if name == "whisper":
         return {"input_features": torch.randn(4, 8, 40, device=device, dtype=dtype), "decoder_input_ids": steps}

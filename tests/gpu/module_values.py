@@ -1,6 +1,6 @@
-"""What the modules of `cudnn_sdpa.nn` compute, written again in plain PyTorch and float64, with their parameters.
+"""The modules of `cudnn_sdpa.nn`, implemented independently in plain PyTorch and float64, with their parameters.
 
-It shares no formula with the library. Gradients come from autograd.
+Shares no formula with the library. Gradients come from autograd.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def norm(module: Any, params: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def rotate(rope: Any, heads: Tensor, positions: Tensor) -> Tensor:
-    """Complex numbers, turned."""
+    """Rotates pairs as complex numbers."""
     half = rope.rotary_dim // 2
     powers = torch.arange(half, dtype=torch.float64, device=heads.device) / half
     speeds = rope.base**-powers
@@ -59,7 +59,7 @@ def rotate(rope: Any, heads: Tensor, positions: Tensor) -> Tensor:
 
 
 def seen(module: Any, sq: int, skv: int, lens_q: list[int], lens_kv: list[int], device: Any) -> Tensor:
-    """Booleans (B, 1, Sq, Skv): the last of a sequence's queries stands at its last key."""
+    """Booleans (B, 1, Sq, Skv): the last query of a sequence is aligned with its last key."""
     rows, columns = torch.arange(sq, device=device)[:, None], torch.arange(skv, device=device)[None]
     found = []
     for nq, nk in zip(lens_q, lens_kv, strict=True):
@@ -114,7 +114,7 @@ def attention(
     if sinks is None:
         last = torch.where(visible.any(-1, keepdim=True), last, 0.0)
     weights = torch.cat([scores.masked_fill(~visible, -math.inf), last], dim=-1).softmax(-1)[..., :-1]
-    if seq_lens is not None:  # rows past the length are zeros, also beside a sink
+    if seq_lens is not None:  # rows past the length are zeros, also with a sink
         weights = weights * (torch.arange(length, device=x.device) < seq_lens[:, None])[:, None, :, None]
     return linear(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2), params, "out_proj")
 
@@ -188,7 +188,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def randomize(module: nn.Module) -> nn.Module:
-    """Parameters that no bias, sink or norm starts with."""
+    """Randomizes all parameters, so that no bias, sink or norm has its initial value."""
     with torch.no_grad():
         for name, x in module.named_parameters():
             if x.dim() == 1:

@@ -1,4 +1,4 @@
-"""Calls of `sdpa_varlen` that tests name, forward and backward, against float64 mathematics one sequence at a time."""
+"""Explicit configurations of `sdpa_varlen`, forward and backward, against float64, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import cudnn_sdpa
 
 @dataclass(frozen=True)
 class Config:
-    """One call. What is not said is off."""
+    """One call. Options default to off."""
 
     number: int
     dtype: torch.dtype
@@ -96,14 +96,14 @@ def expected(c: Config, t: dict[str, Tensor | None]) -> tuple[Tensor, Tensor, di
 
 
 def plain(**changes: Any) -> Config:
-    """A causal call with grouped heads, empty sequences among others and nothing special, but for these changes."""
+    """A causal call with grouped heads, some empty sequences, and these changes."""
     lengths = ((70, 0, 5, 33), (90, 8, 0, 33))
     usual = Config(0, torch.bfloat16, *lengths, (4, 2), (64, 64), 0.2, False, "dense", is_causal=True)
     return replace(usual, **changes)
 
 
 def check(c: Config) -> list[str]:
-    """What is wrong with a configuration; raises UnsupportedError if it is declined."""
+    """Errors of a configuration; raises UnsupportedError if it is unsupported."""
     t = tensors(c)
     wanted = [*c.needs, *(["sinks"] if c.sinks and c.needs else [])]
     for name in wanted:

@@ -1,4 +1,4 @@
-"""Threads that go on launching while the interpreter ends, and children of a process that has launched."""
+"""Threads that keep launching while the interpreter exits, and forked children of a process that has launched."""
 
 from __future__ import annotations
 

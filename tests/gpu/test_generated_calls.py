@@ -1,6 +1,6 @@
-"""Random right calls of every operation on a GPU, against mathematics in float64: the same ones in every run.
+"""Random valid calls of every operation on a GPU, against float64: the same calls in every run.
 
-A failure prints the command that repeats it alone. More: `python tests/generators.py all --count 5000 --device cuda`.
+A failure prints the command that repeats it. More: `python tests/generators.py all --count 5000 --device cuda`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cudnn_sdpa.graph.target import live_target
 
 SIZE = 15
 
-#: How many calls of each operation, and how many of `SIZE` are to run at least.
+#: Number of calls of each operation, and how many of `SIZE` must run at least.
 COUNTS = {
     "sdpa": (300, 8),
     "sdpa_varlen": (90, 10),
@@ -46,18 +46,18 @@ CHUNKS = [(name, first) for name, (count, _) in COUNTS.items() for first in rang
 
 
 def broken(reason: str) -> list[rules.Rule]:
-    """The rules of this library that give a reason."""
+    """The library's rules that give this reason."""
     patterns = {rule: ".*".join(map(re.escape, re.split(r"\{\w+\}", rule.reason))) for rule in rules.RULES}
     return [rule for rule, pattern in patterns.items() if re.fullmatch(pattern, reason)]
 
 
-def test_every_operation_is_here():
+def test_every_operation_is_covered():
     assert COUNTS.keys() == generators.OPERATIONS.keys()
 
 
 @pytest.mark.parametrize(("name", "first"), CHUNKS)
 def test_calls_are_right_or_declined(name, first):
-    """Declines have reasons; those of dense and packed attention are rules of this library, nearly all of them."""
+    """Refusals have reasons; nearly all of those of dense and packed attention are rules of this library."""
     faults, unexplained, by_cudnn, ran = [], [], [], 0
     for seed in range(first, first + SIZE):
         outcome = generators.attempt(name, seed, "cuda")
@@ -79,7 +79,7 @@ def test_calls_are_right_or_declined(name, first):
 
 
 def ruled_out(case: generators.Case) -> UnsupportedError | None:
-    """What the rules say about a call of `sdpa`, without running it."""
+    """The error that the rules give for a call of `sdpa`, without running it."""
     options, tensors = case.options, {name: spec.make("meta") for name, spec in case.tensors.items()}
     side = {n: torch.empty(len(x), dtype=torch.int32, device="meta") for n, x in case.facts.items() if "len" in n}
     left, right = options["window_size"] or (-1, -1)
@@ -102,8 +102,8 @@ def ruled_out(case: generators.Case) -> UnsupportedError | None:
     return refused
 
 
-def test_nearly_all_that_cudnn_has_plans_for_is_run(monkeypatch):
-    """A rule that no plan contradicts costs nothing; one against a wrong plan counts as a plan that is not run."""
+def test_nearly_every_call_with_a_plan_runs(monkeypatch):
+    """A rule refuses no call that has a right plan. A rule against wrong plans counts as a call that does not run."""
     ran, has_wrong_plan, has_plan, seeds = 0, [], [], range(COUNTS["sdpa"][0])
     for seed in seeds:
         case = generators.draw("sdpa", seed, "cuda")
@@ -125,5 +125,5 @@ def test_nearly_all_that_cudnn_has_plans_for_is_run(monkeypatch):
     assert ran >= 0.7 * len(seeds)
 
 
-def test_fp8_is_drawn():
+def test_fp8_calls_are_generated():
     assert {generators.draw("sdpa_fp8", seed, "cuda").dtype for seed in range(20)} <= set(FP8)

@@ -1,4 +1,4 @@
-"""The notebooks of samples/ at their real sizes: each as one script, so that neither Jupyter nor a kernel is needed."""
+"""The notebooks of samples/ at their real sizes: each as one script, without Jupyter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SAMPLES = Path(__file__).parent.parent.parent / "samples"
-#: The GPU that they choose themselves must have been used.
+#: Checks that the notebook used the GPU.
 ENDING = """
 import torch
 assert torch.cuda.max_memory_allocated() > 0, "nothing ran on the GPU"
@@ -25,7 +25,7 @@ def script(path: Path) -> str:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", sorted(SAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_a_notebook_agrees_with_pytorch(path, tmp_path):
+def test_a_notebook_matches_pytorch(path, tmp_path):
     pytest.importorskip("matplotlib")
     if "transformers" in path.read_text():
         pytest.importorskip("transformers")

@@ -41,7 +41,7 @@ def problem(device="cuda", sq=64):
 
 @pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode with lengths"])
 def test_one_plan_many_threads_and_streams(decode):
-    """Each thread has its own stream and its own data, and its scale too: nothing may leak between launches."""
+    """Each thread has its own stream, data and scale: nothing may leak between launches."""
     problems, options = [], []
     for i in range(THREADS):
         problems.append(problem(sq=1 if decode else 64))
@@ -64,7 +64,7 @@ def test_one_plan_many_threads_and_streams(decode):
     assert max(worst) < TOLERANCE[torch.bfloat16]
 
 
-def test_threads_that_want_the_same_new_plan_build_it_once():
+def test_threads_that_need_the_same_new_plan_build_it_once():
     data = problem()
     torch.cuda.synchronize()
     expected = exact(*data)[0]
@@ -102,7 +102,7 @@ def test_threads_with_different_shapes_while_plans_are_evicted():
     assert max(worst) < TOLERANCE[torch.bfloat16]
 
 
-def test_handles_of_ended_threads_serve_the_next():
+def test_handles_of_ended_threads_are_reused():
     data = problem()
     cudnn_sdpa.sdpa(*data)
 
@@ -117,7 +117,7 @@ def test_handles_of_ended_threads_serve_the_next():
 
 
 def test_the_current_stream_is_used():
-    """Work on a side stream is ordered with the side stream's own work, not with the default stream's."""
+    """Work on a side stream is ordered with that stream, not with the default stream."""
     q, k, v = problem()
     expected = exact(q, k, v)[0]
     cudnn_sdpa.sdpa(q, k, v)

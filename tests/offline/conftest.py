@@ -1,4 +1,4 @@
-"""Real cuDNN, planning for a GPU that need not be here."""
+"""Fixtures for planning with real cuDNN, without a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def can_plan() -> None:
-    """Skips, and says why, where nothing can be planned offline."""
+    """Skips, with the reason, where offline planning is impossible."""
     try:
         backend.cudnn()
     except LibraryError as error:
@@ -36,7 +36,7 @@ def can_plan() -> None:
 
 
 @pytest.fixture(scope="session")
-def h200(can_plan: None) -> dict[str, Any]:  # noqa: ARG001 - pytest does not let fixtures say it otherwise
+def h200(can_plan: None) -> dict[str, Any]:  # noqa: ARG001 - pytest fixtures have no other way
     return load_properties("h200")
 
 
@@ -57,7 +57,7 @@ def plan(h200: dict[str, Any]) -> Plan:
 
 @pytest.fixture(scope="session")
 def shapes() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Queries, keys and values without memory: only their layout is needed."""
+    """Queries, keys and values as meta tensors: only their layout is needed."""
 
     def make(
         batch: int = 2,

@@ -1,4 +1,4 @@
-"""Random right calls of every operation: real cuDNN has plans for them on an H200, or there are reasons why not."""
+"""Random valid calls of every operation: cuDNN has plans for them on an H200, or there are reasons why not."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from cudnn_sdpa.offline.planner import engine_offline, plan_offline
 
 pytestmark = pytest.mark.usefixtures("can_plan")
 
-#: Those that `explain` does not know.
+#: Operations that `explain` does not support.
 UNEXPLAINED = {"PagedKVCache", "graph_op"}
 NAMES = [name for name in generators.OPERATIONS if name not in UNEXPLAINED]
 
 
 def descriptions(name: str, seed: int) -> Iterator[tuple[Description, str]]:
-    """Of a call's plans, forward and backward."""
+    """Descriptions of a call's plans, forward and backward."""
     case = generators.draw(name, seed, "cuda")
     explained = generators.OPERATIONS[name].explained(case)
-    if explained is None or case.refusable or case.mode == "autocast":  # its tensors are not of the dtype that runs
+    if explained is None or case.refusable or case.mode == "autocast":  # its tensors do not have the dtype that runs
         return
     if name in ("silu_mul", "gelu_mul", "relu_squared") and any(0 in spec.shape for spec in case.tensors.values()):
-        return  # needs no plan, however it lies
+        return  # needs no plan for any layout
     function, args, kwargs = explained
     describer = describer_of(function)
     assert describer is not None
@@ -41,7 +41,7 @@ def descriptions(name: str, seed: int) -> Iterator[tuple[Description, str]]:
 
 
 def check(name: str, seeds: range, properties: dict[str, Any], ask: Any) -> Counter[str]:
-    """Asks cuDNN for the plans of calls; counts what it has and what was declined."""
+    """Requests the plans of calls from cuDNN; counts supported and declined ones."""
     target, counts = Target.from_properties(properties), Counter()
     for seed in seeds:
         line = f"python tests/generators.py {name} {seed} --device cuda"
@@ -50,7 +50,7 @@ def check(name: str, seeds: range, properties: dict[str, Any], ask: Any) -> Coun
                 if not description.is_empty:
                     key = description.key(target, None)
                     check_key(name, key, line)
-                    known_issues.check(key)  # as before a plan is built: some end the process
+                    known_issues.check(key)  # as before a build: some graphs crash the process
                     ask(key, properties)
                     counts[f"planned {way}"] += 1
         except UnsupportedError as error:
@@ -64,7 +64,7 @@ def check(name: str, seeds: range, properties: dict[str, Any], ask: Any) -> Coun
 
 
 def check_key(name: str, key: PlanKey, line: str) -> None:
-    """Convolutions say that channels lie innermost by all strides, also by those of dimensions of size 1."""
+    """Convolutions are channels last in all strides, also in those of dimensions of size 1."""
     for operand in (*key.inputs, *key.outputs):
         if name.startswith("conv") and operand.name != "bias":
             order, span, expected = [0, *range(2, len(operand.layout.shape)), 1], 1, {}
@@ -95,5 +95,5 @@ def test_some_calls_have_plans_that_compile(name, h200):
     assert counts["planned forward"] >= (2 if "fp8" in name else 4), counts
 
 
-def test_what_is_not_explained_is_known():
+def test_operations_without_explain_are_listed():
     assert set(generators.OPERATIONS) - set(NAMES) == UNEXPLAINED

@@ -1,4 +1,4 @@
-"""Attention written a second time, one row after the other, for tests to compare with."""
+"""Fixtures of the unit tests, among them an independent row-by-row implementation of attention."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def assert_rounded() -> Callable[[Tensor, Tensor], None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def checked_for_a_cudnn_that_has_sinks() -> Iterator[None]:
-    """Where an older cuDNN is installed, as for `make test-min`, CPU tensors are checked for the one of the benchmarks.
+    """With an older cuDNN installed, as for `make test-min`, CPU tensors are checked for the version of the benchmarks.
 
-    What is older refuses sinks, and gradients with softcap, which the reference has with every version.
+    Older versions refuse sinks, and gradients with softcap, which the reference supports for every version.
     """
     version = max(cpu_target.installed_cudnn(), cpu_target.ASSUMED_CUDNN)
     with pytest.MonkeyPatch.context() as patch:
@@ -87,7 +87,7 @@ def checked_for_a_cudnn_that_has_sinks() -> Iterator[None]:
 
 @pytest.fixture
 def reference_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """CPU tensors are checked for no GPU, here and in processes that the test starts.
+    """Disables the GPU checks of CPU tensors, here and in processes that the test starts.
 
     For tests of the reference's mathematics where no GPU, or not the default one, has a kernel.
     """
@@ -106,7 +106,7 @@ def cases_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def times_by_place() -> Callable[..., dict[str, float]]:
-    """In place of a clock: each call runs once and takes as many microseconds as candidates came before it."""
+    """A fake clock: each call runs once; the n-th candidate takes n microseconds."""
 
     def times(calls: Mapping[str, Callable[[], object]], **_: object) -> dict[str, float]:
         for call in calls.values():
@@ -118,6 +118,6 @@ def times_by_place() -> Callable[..., dict[str, float]]:
 
 @pytest.fixture
 def peers_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's backends on the CPU, where there are none of its fast ones."""
+    """PyTorch's backends on the CPU, which has none of the fast ones."""
     backends = dict.fromkeys(peers.PYTORCH_BACKENDS, torch.nn.attention.SDPBackend.MATH)
     monkeypatch.setattr(peers, "PYTORCH_BACKENDS", backends)

@@ -1,4 +1,4 @@
-"""Graph functions with gradients of their own: in PyTorch, and by another graph function."""
+"""Graph functions with custom gradients: in PyTorch, and by another graph function."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def scaled_gate(g, x, y):
 
 @graph_op(reference=lambda grad, x: 2 * grad * x)
 def of_squares(g, grad, x):
-    """The gradient of `squares`, which has none."""
+    """The gradient of `squares`; it has no gradient itself."""
     y = g.mul(a=grad, b=x)
     return g.add(a=y, b=y)
 

@@ -1,4 +1,4 @@
-"""Operations for tests of `graph_op`: what users write."""
+"""Custom graphs for tests of `graph_op`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def nowhere(g, x):
 
 @graph_op(reference=F.relu)
 def wrong(g, x):
-    """Its builder asks for what cuDNN has not."""
+    """Its builder calls an unknown cuDNN operation."""
     return g.conv_fprop(image=x, weight=x, padding=[1], stride=[1], dilation=[1])
 
 

@@ -51,12 +51,12 @@ def train(rank: int, backend: str, port: int) -> None:
 
 
 def divide(device: str, dtype: torch.dtype, width: int) -> None:
-    """Modules among processes by rows of their projections: each says what it says in one process, or raises."""
+    """Tensor parallelism by rows of the projections: each module matches a single process, or raises."""
     mesh = dist.device_mesh.init_device_mesh(torch.device(device).type, (PROCESSES,))
     made = {"device": device, "dtype": dtype}
     x = torch.randn(2, 16, width, **made)
     by_rows, by_columns = ColwiseParallel(), RowwiseParallel()
-    of_all = RowwiseParallel(input_layouts=Replicate())  # all outputs in each process: what is packed stays whole
+    of_all = RowwiseParallel(input_layouts=Replicate())  # all outputs in each process: packed projections stay whole
     heads = {"num_heads": 4, "context_dim": width, **made}
     cases = [
         ("gate_up_proj", nn.SwiGLU(width, 2 * width, **made), {"gate_up_proj": by_rows, "down_proj": by_columns}),
@@ -98,5 +98,5 @@ def wrap(name: str, model: torch.nn.Module, *, on_gpu: bool) -> torch.nn.Module:
 
 
 if __name__ == "__main__":
-    how = "spawn" if sys.argv[1] == "nccl" else "fork"  # a fork saves the imports, where there is no CUDA
+    how = "spawn" if sys.argv[1] == "nccl" else "fork"  # without CUDA, a fork saves the imports
     mp.start_processes(train, args=(sys.argv[1], int(sys.argv[2])), nprocs=PROCESSES, start_method=how)

@@ -1,4 +1,4 @@
-"""Calls whose gradients are differentiated again, and what must come of it: the right number, or an error."""
+"""Calls with double backward: the gradients of gradients are right, or raise."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def of_halves(both):
     return F.silu(gate) * up
 
 
-#: Name: our function, the same of PyTorch, leaves; a function whose second gradient is there is among `SUPPORTED`.
+#: Name: our function, PyTorch's equivalent, leaves; functions with a double backward are in `SUPPORTED`.
 CALLS = {
     "rms_norm": (rms_norm, rms, lambda: leaves((4, 128), 128)),
     "rms_norm without weight": (rms_norm, lambda x: F.rms_norm(x, (128,), None, 1e-6), lambda: leaves((4, 128))),
@@ -82,7 +82,7 @@ SUPPORTED = ("conv1d", "conv2d", "conv2d that lies otherwise", "conv3d", "graph_
 
 
 def check(name, *, times=1):
-    """The gradient of a gradient is right, or refused, in the first call and in those that are like it."""
+    """Checks that double backward is right, or raises, in the first call and in cached ones."""
     ours, of_torch, make = CALLS[name]
     for _ in range(times):
         given = make()
@@ -112,13 +112,13 @@ def with_error(call):
     try:
         call()
     except UnsupportedError as error:
-        assert "gradient" in str(error)  # noqa: PT017 - this runs without pytest, too
+        assert "gradient" in str(error)  # noqa: PT017 - also runs without pytest
     else:
         raise AssertionError("a gradient of a gradient was dropped in silence")
 
 
 def check_fp8():
-    """Attention in FP8 refuses to be differentiated in a way that could be differentiated again."""
+    """FP8 attention refuses `create_graph=True`."""
     q, k, v = (torch.randn(1, 2, 32, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     out = fp8_attention(q, k, v)
     with_error(lambda: torch.autograd.grad(out.sum(), q, create_graph=True))

@@ -1,4 +1,4 @@
-"""What the short way to plans has to keep apart; run with a scenario's name, in a process of its own."""
+"""Scenarios for the fast path of graph functions; run with a scenario's name, in a separate process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def double(g, x):
     return g.add(a=x, b=x)
 
 
-def numbers_by_name():
+def scalars_by_keyword():
     x = torch.ones(1, 2, 8)
     for _ in range(3):
         for given, named in (((2.0, 3.0), {}), ((2.0,), {"b": 3.0}), ((), {"a": 2.0, "b": 3.0}), ((2, 3), {})):
@@ -96,7 +96,7 @@ def functions_of_one_builder():
         assert full(x).dtype is torch.float32
 
 
-def functions_that_nobody_keeps():
+def garbage_collected_functions():
     def make(factor):
         def backward(grads, given, results):  # noqa: ARG001
             return (grads[0] * factor,)
@@ -142,7 +142,7 @@ def misaligned_gradients():
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def changes_in_place():
+def in_place_changes():
     x, kernel = torch.randn(1, 4, 8, 8).to(memory_format=torch.channels_last), torch.randn(4, 4, 3, 3)
     kernel = kernel.to(memory_format=torch.channels_last).requires_grad_()
     for _ in range(2):
@@ -152,7 +152,7 @@ def changes_in_place():
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def forward_differentiation():
+def forward_mode():
     x, weight = TENSOR.clone(), torch.rand(128)
     for function in (lambda x: rms_norm(x, weight), silu_mul, lambda x: affine(x.view(1, 4, 128), 2.0, 1.0)):
         for _ in range(2):
@@ -211,10 +211,10 @@ def determinism():
             torch.use_deterministic_algorithms(backward)
             out.sum().backward()
             assert {key.deterministic for key in launched} <= {backward}, launched
-    assert launched  # the last one's gradient is cuDNN's
+    assert launched  # the last step's gradient runs on cuDNN
 
 
-def wanted_gradients():
+def needed_gradients():
     picture, kernel = (channels_last(torch.randn(shape)) for shape in ((2, 4, 8, 8), (6, 4, 3, 3)))
     bias, other = torch.randn(6), torch.randn(4, 128)
     cases = [
@@ -235,7 +235,7 @@ def wanted_gradients():
             FakePlan.launched.clear()
             (found,) = torch.autograd.grad(out, given[place], grad)
             assert [key.name for key in FakePlan.launched] == names, FakePlan.launched
-            with torch.autograd.profiler.profile():  # which the short way leaves to the dispatcher
+            with torch.autograd.profiler.profile():  # under the profiler the fast path is off
                 (again,) = torch.autograd.grad(function(*given), given[place], grad)
             torch.testing.assert_close(found, again)
 
@@ -246,7 +246,7 @@ def gradients_of_gradients():
 
 
 def calls_with_gradients():
-    """Functions of leaves, whose gradients may be given in any form."""
+    """Functions and their leaves, for grad_outs of any form."""
     weight, other, bias = torch.rand(128), torch.rand(4, 128), torch.rand(128)
     kernel, picture = (channels_last(torch.randn(shape)) for shape in ((4, 4, 3, 3), (2, 4, 8, 8)))
     return {
@@ -259,8 +259,8 @@ def calls_with_gradients():
     }
 
 
-def gradients_without_numbers_in_memory():
-    """Those whose sign is to be turned, and zeros without memory."""
+def negated_and_zero_tensor_gradients():
+    """Views with the negative bit, and zero tensors without memory."""
     for name, (function, leaf) in calls_with_gradients().items():
         for _ in range(3):
             x = leaf.clone(memory_format=torch.preserve_format).requires_grad_()
@@ -279,8 +279,8 @@ def gradients_without_numbers_in_memory():
             torch.testing.assert_close(found, torch.autograd.grad(-function(x).sum(), x)[0], msg=name)
 
 
-def tensors_without_numbers_in_memory():
-    """The same of operands."""
+def negated_and_zero_tensor_operands():
+    """The same for operands."""
     for name, (function, leaf) in calls_with_gradients().items():
         wanted = function(-leaf)
         for _ in range(2):
@@ -290,7 +290,7 @@ def tensors_without_numbers_in_memory():
 
 
 def wrong_calls(spoil):
-    """Calls with one operand spoiled, by what they are; `plus` is a user's."""
+    """Calls with one mutated operand, by name; `plus` is a custom graph."""
     rows, weight, both = torch.randn(4, 128), torch.rand(128), torch.randn(4, 128)
     picture, kernel, bias = (torch.randn(shape) for shape in ((2, 8, 8, 8), (8, 8, 3, 3), (8,)))
     picture, kernel = channels_last(picture), channels_last(kernel)
@@ -313,7 +313,7 @@ def wrong_calls(spoil):
 
 
 def tensors_on_other_devices():
-    """Refused in the first call, in those behind right ones, and with a gradient: an address would be the host's."""
+    """Refused cold, warm, and with gradients: otherwise a launch would get a host address."""
     for trains in (False, True):
         for name, function, right, wrong in wrong_calls(lambda x: x.to("meta")):
             if trains and function is gelu_mul:
@@ -331,8 +331,8 @@ def tensors_on_other_devices():
                 function(*right)
 
 
-def tensors_that_are_elsewhere_in_a_backward_pass():
-    """Hooks may bring back what was kept on another device."""
+def saved_tensors_on_other_devices():
+    """Hooks may return saved tensors on another device."""
     weight = torch.rand(128)
     away = saved_tensors_hooks(lambda x: x, lambda x: x.to("meta") if x.shape == TENSOR.shape else x)
     for function in (lambda x: rms_norm(x, weight), lambda x: layer_norm(x, weight, weight), silu_mul):
@@ -351,7 +351,7 @@ def tensors_that_are_elsewhere_in_a_backward_pass():
 
 
 def freed_memory():
-    """What FSDP does to weights that are not in use: an address of 0."""
+    """Freed storage, as FSDP leaves unused weights: address 0."""
 
     def freed(x):
         x = x.clone(memory_format=torch.preserve_format)
@@ -406,7 +406,7 @@ def convolutions():
         assert conv._calls._calls.last is not None
 
 
-def saved_for_convolutions():
+def saved_tensors_of_convolutions():
     x, weight = channels_last(torch.randn(2, 6, 9, 8)), channels_last(torch.randn(4, 6, 3, 3))
     for wanted, kept in (((1, 0), [weight.shape]), ((0, 1), [x.shape]), ((1, 1), [x.shape, weight.shape])):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What the tests of the high-level layer in FP8 share: a step of it, and its results against float64."""
+"""Shared by the tests of `Fp8Attention`: one training step, and its results against float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from float64_reference import gradients
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 #: Bounds of relative errors in the Frobenius norm that docs/fp8.md states, for normally distributed numbers.
 OUTPUT, GRADIENT = 0.08, {E5M2: 0.22, E4M3: 0.15}
-#: Factors that no two inputs share, so that no scale is another's.
+#: Different factors of the inputs, so that no two scales are equal.
 SIZES = {"q": 1.7, "k": 0.6, "v": 23.0}
 
 
@@ -29,7 +29,7 @@ def error(found, exact):
 
 
 def train(attend, *, tensors=None, grad_scale=1e-4, **options):
-    """One forward and backward pass; output, gradients, and what they are of."""
+    """One forward and backward pass: output, gradients, and their inputs."""
     q, k, v = qkv() if tensors is None else tensors
     out = attend(q, k, v, **options)
     grad_out = torch.randn(out.shape).to(out.dtype) * grad_scale

@@ -1,4 +1,4 @@
-"""What tests of gradients share: a call with its gradients, and its comparison with float64 mathematics."""
+"""Shared by the gradient tests: runs a call with its gradients, and compares with float64."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from cudnn_sdpa import sdpa
 
-#: Relative to each element, and to the largest. The log-sum-exp is kept in float32, which bounds what gradients in
-#: float64 can be.
+#: Relative to each element, and to the largest. The LSE is kept in float32, which limits the precision of float64
+#: gradients.
 TOLERANCES = {torch.float64: (1e-5, 1e-6), torch.float32: (2e-4, 1e-5)}
 
 
 def with_gradients(
     tensors: dict[str, Tensor], grad_out: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Output, log-sum-exp and gradients of `sdpa` by all floating-point inputs."""
+    """Output, LSE and gradients of `sdpa` for all floating-point inputs."""
     leaves = {name: x.detach() for name, x in tensors.items()}
     wanted = [name for name in DIFFERENTIABLE if name in leaves and leaves[name].is_floating_point()]
     for name in wanted:
@@ -30,7 +30,7 @@ def with_gradients(
 
 
 def dropped_pattern(tensors: dict[str, Tensor], seed: int, **options: Any) -> Tensor:
-    """Which weights dropout keeps after this seed: those that arrive at a value which no other key has."""
+    """Which weights dropout keeps after this seed, read from values that are unique to each key."""
     q, k = tensors["q"], tensors["k"]
     skv = k.shape[2]
     unit = torch.zeros(*k.shape[:3], max(8, -(-skv // 8) * 8), dtype=q.dtype)
@@ -40,7 +40,7 @@ def dropped_pattern(tensors: dict[str, Tensor], seed: int, **options: Any) -> Te
 
 
 def assert_right(tensors: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
-    """Compares output, log-sum-exp and all gradients of a call, for a random gradient of the output; returns them."""
+    """Compares output, LSE and all gradients of a call, for a random grad_out; returns them."""
     q, v = tensors["q"], tensors["v"]
     grad_out = torch.randn(*q.shape[:3], v.shape[3], dtype=torch.float64).to(q.dtype)
     kept = dropped_pattern(tensors, 1234, **options) if options.get("dropout_p") else None

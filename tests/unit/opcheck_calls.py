@@ -1,6 +1,6 @@
 """Calls of public functions that together reach every operator of the library, in inference and in training.
 
-`recorded` runs one and gives the operators that it called with what they were given, for PyTorch's own checks of them.
+`recorded` runs one and returns the operators that it called with their arguments, for PyTorch's opcheck.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Call = Callable[["Inputs"], Any]
 
 
 def registered() -> set[str]:
-    """Names of all operators of the library but one, whose place one of PyTorch's takes before it is dispatched."""
+    """Names of all operators of the library but one, which is decomposed into one of PyTorch's before dispatch."""
     schemas = torch._C._jit_get_all_schemas()
     names = {schema.name.partition("::")[2] for schema in schemas if schema.name.startswith("cudnn_sdpa::")}
     return names - {"dropout_seed"}
 
 
 class Inputs:
-    """Random tensors on a device, in the dtype that calls there have."""
+    """Random tensors on a device, in a dtype that is supported there."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -99,7 +99,7 @@ def _fp8_gradients(new: Inputs) -> None:
     sdpa_fp8_backward(grad, q, k, v, forward.out, forward.lse, scales, is_causal=True)
 
 
-#: Attention, by what is called.
+#: Calls of attention, by description.
 ATTENTION: dict[str, Call] = {
     "sdpa": lambda new: sdpa(*new.qkv(), is_causal=True),
     "sdpa, with options": lambda new: sdpa(
@@ -127,7 +127,7 @@ FP8: dict[str, Call] = {
     "fp8": lambda new: sdpa_fp8(*new.fp8(), new.scales(Fp8Scales), is_causal=True),
     "fp8, gradients": _fp8_gradients,
 }
-#: Functions that are graph functions, all of one operator.
+#: Graph functions, which share one operator.
 FUSED: dict[str, Call] = {
     "rms_norm": lambda new: rms_norm(new(6, 64), new(64)),
     "rms_norm, trained": lambda new: _backward(rms_norm(new(6, 64, grad=True), new(64, grad=True))),
@@ -150,7 +150,7 @@ CALLS: dict[str, Call] = {**ATTENTION, **FP8, **FUSED}
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes the library's operators with copies of what they are given."""
+    """Records the library's operators with copies of their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    in_backward = torch._C._current_graph_task_id() != -1  # what it is given has no gradient of its own
+    in_backward = torch._C._current_graph_task_id() != -1  # the arguments do not require grad
     copied = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return copied.copy_(tensor.detach()).requires_grad_(tensor.requires_grad and not in_backward)
 
@@ -178,15 +178,15 @@ def recorded(call: Call, device: str) -> list[tuple[Any, tuple[Any, ...]]]:
 
 
 def check(operator: Any, arguments: tuple[Any, ...]) -> None:
-    """PyTorch's own checks of an operator: schema, autograd, fake tensors, and tracing with symbolic shapes."""
+    """Runs opcheck: schema, autograd, fake tensors, and tracing with symbolic shapes."""
     checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
     is_fp8 = any(x.dtype == E4M3 for x in tensors)
     if is_fp8:
-        checks.remove("test_schema")  # it compares by an addition that PyTorch lacks for FP8
+        checks.remove("test_schema")  # it needs an addition that PyTorch lacks for FP8
     if operator._schema.name.endswith("forward_lse") and any(x.requires_grad for x in tensors):
-        checks.remove("test_aot_dispatch_dynamic")  # it asks for the gradient of the log-sum-exp: there is none
-    # Sums are in another order in every run; FP8 PyTorch compares bit by bit or not at all.
+        checks.remove("test_aot_dispatch_dynamic")  # it requests the gradient of the LSE, which does not exist
+    # Sums have a different order in every run; FP8 can only be compared exactly.
     tolerances = {"rtol": 2e-2, "atol": 2e-2} if tensors[0].is_cuda and not is_fp8 else {}
     results = torch.library.opcheck(operator, arguments, test_utils=tuple(checks), **tolerances)
     assert set(results.values()) == {"SUCCESS"}

@@ -105,15 +105,15 @@ EQUIVALENTS = {
 
 
 def compilations(function: Any) -> int:
-    """How many versions of a compiled function there are."""
+    """Number of compiled versions of a function."""
     return len(_debug_get_cache_entry_list(function._torchdynamo_orig_callable.__code__))
 
 
 def trained(function: Any, inputs: tuple[Any, ...]) -> list[Tensor]:
-    """A result and its gradients by all tensors of numbers."""
+    """The result and its gradients for all floating-point tensors."""
     leaves = [x.detach().requires_grad_() if _is_real(x) else x for x in inputs]
     out = function(*leaves)
-    # A weighted sum, and no mean: a gradient of one number for all would hide what is transposed.
+    # A weighted sum: with the uniform grad_out of a mean, transposed gradients would go unnoticed.
     weights = torch.linspace(0.5, 1.5, out.numel(), device=out.device, dtype=out.dtype).view(out.shape)
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), [x for x in leaves if _is_real(x)])]
 

@@ -44,7 +44,7 @@ def model_and_reference(
 
 
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """By the input and every weight."""
+    """Gradients for the input and every weight."""
     x = x.detach().requires_grad_()
     out = model(x)
     return list(torch.autograd.grad(out.float().square().mean(), [x, *model.parameters()]))

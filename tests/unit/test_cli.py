@@ -1,4 +1,4 @@
-"""The command line: help without PyTorch, errors that are a line, and what commands print and write."""
+"""The command line: help without PyTorch, one-line errors, and the output of commands."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def leaves(command, path=()):
-    """Every command, as the arguments that name it."""
+    """The arguments of every command."""
     yield list(path)
     for name, inner in getattr(command, "commands", {}).items():
         yield from leaves(inner, (*path, name))
@@ -37,7 +37,7 @@ COMMANDS = list(leaves(typer.main.get_command(app)))
 BENCHMARKS = [command[1] for command in COMMANDS if command[:1] == ["bench"] and len(command) == 2]
 
 
-def test_all_commands_are_known():
+def test_all_commands_are_listed():
     assert [" ".join(command) for command in COMMANDS if len(command) < 2] == [
         *("", "version", "support", "explain", "device", "doctor", "warmup", "compile", "bench", "plans")
     ]
@@ -104,8 +104,8 @@ def test_the_module_answers_without_pytorch(without_torch, arguments, printed):
     assert result.stderr == ""
 
 
-def test_what_else_runs_in_the_process_of_a_command_finds_the_whole_package(tmp_path):
-    """Such as a site's `sitecustomize`, which is run before a command is known, and plug-ins of PyTorch's."""
+def test_other_code_in_a_commands_process_gets_the_whole_package(tmp_path):
+    """For example `sitecustomize`, which runs before the command is known, and PyTorch plug-ins."""
     (tmp_path / "sitecustomize.py").write_text(
         "import cudnn_sdpa, sys\n"
         "assert 'torch' not in sys.modules and not hasattr(cudnn_sdpa, 'nonsense')\n"
@@ -119,7 +119,7 @@ def test_what_else_runs_in_the_process_of_a_command_finds_the_whole_package(tmp_
 
 
 @pytest.mark.parametrize("arguments", [["doctor"], ["support", "--sm", "90"], ["device"], ["bench", "all"]])
-def test_a_command_that_needs_pytorch_says_in_a_line_that_it_cannot_be_imported(tmp_path, arguments):
+def test_a_command_that_needs_pytorch_reports_a_failed_import_in_one_line(tmp_path, arguments):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('out of luck.')")
     result = run("-m", "cudnn_sdpa", *arguments, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"})
@@ -139,7 +139,7 @@ def test_a_command_that_needs_pytorch_says_in_a_line_that_it_cannot_be_imported(
         "import sys; sys.argv = ['-m', 'other']; import cudnn_sdpa; cudnn_sdpa.sdpa",
     ],
 )
-def test_programs_that_import_the_package_get_all_of_it(run_python, code):
+def test_programs_that_import_the_package_get_the_whole_package(run_python, code):
     result = run_python(code + "; import torch; torch.ops.cudnn_sdpa.sdpa_forward")
     assert result.returncode == 0
 
@@ -153,13 +153,13 @@ def invoke(*arguments):
 
 @pytest.fixture
 def places(tmp_path):
-    """Files and folders by name, most of which are wrong for something."""
+    """Named files and folders, most of which are invalid for some argument."""
     PlanManifest().save(tmp_path / "empty.json")
     (tmp_path / "text").write_text("neither JSON nor a folder")
     (tmp_path / "list.json").write_text("[1, 2]")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
     (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)  # somebody else may have put files there
+    (tmp_path / "open").chmod(0o777)  # other users may have written files there
     q = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16)
     key = describe_sdpa(q, q, q).key(Target.from_properties(load_properties("h200")), None)
     PlanManifest.of([key]).save(tmp_path / "plans.json")
@@ -236,7 +236,7 @@ USAGE = [
 
 @pytest.mark.sample(40)
 @pytest.mark.parametrize("line", USAGE)
-def test_wrong_arguments_of_every_command_end_with_2_and_a_message(places, line, monkeypatch):
+def test_wrong_arguments_of_every_command_exit_with_2_and_a_message(places, line, monkeypatch):
     planned = []
     monkeypatch.setattr("cudnn_sdpa.planning.support.plan_offline", lambda *_: planned.append(1))
     monkeypatch.setattr("cudnn_sdpa.offline.warmup.plan_all", lambda *_: planned.append(1))
@@ -245,13 +245,13 @@ def test_wrong_arguments_of_every_command_end_with_2_and_a_message(places, line,
     assert result.exit_code == 2
     assert result.stderr.strip()
     assert not planned
-    if "Usage: " not in result.stderr:  # which are the parser's
+    if "Usage: " not in result.stderr:  # they come from the parser
         assert len(result.stderr.splitlines()) == 1
         assert ": got " in result.stderr or "needs an NVIDIA GPU" in result.stderr
         assert "Errno" not in result.stderr
 
 
-def test_every_command_is_given_something_wrong():
+def test_every_command_has_a_wrong_argument_case():
     assert {line.split()[0] for line in USAGE} >= {command[0] for command in COMMANDS if command} - {"version"}
 
 
@@ -276,7 +276,7 @@ def test_errors_of_the_library_end_a_command_without_a_traceback(monkeypatch, er
     assert (result.exit_code, result.stdout, result.stderr) == (status, "", said + "\n")
 
 
-def test_a_fault_of_the_program_is_not_hidden(monkeypatch):
+def test_internal_errors_are_not_hidden(monkeypatch):
     def fail(*_, **__):
         raise ZeroDivisionError
 
@@ -284,7 +284,7 @@ def test_a_fault_of_the_program_is_not_hidden(monkeypatch):
     assert isinstance(CliRunner().invoke(app, ["support"]).exception, ZeroDivisionError)
 
 
-def test_names_in_errors_are_the_command_lines(places):
+def test_errors_use_the_names_of_the_command_line(places):
     target = invoke("compile", places / "plans.json", "--target", "h9000", "-o", places / "new")
     assert target.stderr.startswith("--target: got 'h9000' (No such file or directory); expected 'a100', ")
     manifest = invoke("compile", places / "nothing", "--target", "h200", "-o", places / "new")
@@ -310,7 +310,7 @@ def test_support_writes_its_table(tmp_path):
     assert ("sdpa_varlen", "attn_mask") not in calls
 
 
-def test_support_says_which_gpu_it_assumes(monkeypatch):
+def test_support_names_the_assumed_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "There is no GPU here that PyTorch can see: this is for SM 90" in invoke("support").output
     assert "There is no GPU here" not in invoke("support", "--sm", "90").output
@@ -324,7 +324,7 @@ def test_support_gives_every_reason_below_its_table():
     assert len(reasons) == len(set(reasons)) > 5
 
 
-def test_bench_all_runs_every_benchmark_and_goes_on_after_one_that_fails(monkeypatch, tmp_path):
+def test_bench_all_continues_after_a_failed_benchmark(monkeypatch, tmp_path):
     ran = []
 
     def run_command(*arguments):
@@ -344,7 +344,7 @@ def test_bench_all_runs_every_benchmark_and_goes_on_after_one_that_fails(monkeyp
     assert ran == [("bench", name) for name in names]
 
 
-def test_plans_that_are_kept_are_counted_and_removed(tmp_path, monkeypatch):
+def test_stored_plans_are_counted_and_removed(tmp_path, monkeypatch):
     folder = tmp_path / "plans"
     store = PlanStore(folder)
     q = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16)
@@ -366,7 +366,7 @@ def test_plans_that_are_kept_are_counted_and_removed(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_benchmark_in_a_process_of_its_own_ends_as_here():
+def test_a_benchmark_in_a_separate_process_has_the_same_exit_status():
     from cudnn_sdpa.bench.tools.processes import run_command
 
     assert run_command("--version") == 0

@@ -1,4 +1,4 @@
-"""The exception tree: what each error also is, and that errors survive a process boundary."""
+"""The exception tree: the built-in base of each error, and that errors survive pickling."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUILT_IN = {
 
 
 @pytest.mark.parametrize("error", BUILT_IN, ids=lambda error: error.__name__)
-def test_each_error_is_also_the_built_in_one_that_fits(error):
+def test_each_error_derives_from_a_built_in_one(error):
     assert all(issubclass(error, base) for base in (errors.CudnnSdpaError, *BUILT_IN[error]))
 
 
@@ -71,7 +71,7 @@ def test_errors_can_be_pickled_and_copied(error, passed_on):
     assert vars(again) == vars(error)
 
 
-def test_an_argument_error_reads_well_with_and_without_a_hint():
+def test_str_of_an_argument_error_with_and_without_a_hint():
     assert str(errors.ShapeError("k", "3 heads", "2")) == "k: got 3 heads; expected 2."
     assert str(errors.ShapeError("k", "3 heads", "2", "Repeat it.")) == "k: got 3 heads; expected 2. Repeat it."
 
@@ -81,7 +81,7 @@ def test_errors_have_their_message_as_their_only_argument():
         assert error.args == (str(error),)
 
 
-def test_errors_can_be_said_in_the_words_of_another_function():
+def test_errors_can_be_renamed_for_another_function():
     names = {"q": "query", "k": "key", "head dim": "width"}
     error = errors.ShapeError("k", "head dim 3", "2, as q has", "Use k.to(q.dtype); quick.").renamed(names)
     assert type(error) is errors.ShapeError
@@ -91,7 +91,7 @@ def test_errors_can_be_said_in_the_words_of_another_function():
     assert errors.UnsupportedError("sdpa", ["no kernel"]).renamed(names).suggestion == ""
 
 
-def test_an_unsupported_error_lists_every_reason_and_what_works():
+def test_an_unsupported_error_lists_every_reason_and_a_suggestion():
     text = str(errors.UnsupportedError("sdpa", ["reason one", "reason two"], "another way"))
     assert text.splitlines() == [
         "sdpa is not supported here:",

@@ -1,4 +1,4 @@
-"""Forks and the interpreter's end, whatever other threads do at that moment."""
+"""Forks and interpreter exit, whatever other threads do at that moment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-#: Another thread holds every lock of the process that a child could ask for; the child then ends as programs do.
+#: Another thread holds every lock that a child could need; the child then exits as programs do.
 FORK = """
 import os, sys, threading, warnings
 sys.path.insert(0, sys.argv[1])
@@ -63,12 +63,12 @@ print(os.waitstatus_to_exitcode(status) if done else None)
 """
 
 
-def test_a_forked_child_ends_whoever_held_a_lock(run_python, tmp_path):
+def test_a_forked_child_exits_whoever_held_a_lock(run_python, tmp_path):
     assert run_python(FORK, str(ROOT), str(tmp_path / "plans")).stdout == "7\n"
 
 
 def locks_of_modules():
-    """Every lock that a module of the package makes while it is imported, with its file."""
+    """Every lock that a module of the package creates on import, with its file."""
     found = []
     for path in sorted((ROOT / "cudnn_sdpa").rglob("*.py")):
         if path.parent.name == "bench":
@@ -83,7 +83,7 @@ def locks_of_modules():
     return found
 
 
-#: Of GPUs' memory, which a child of a process with CUDA cannot use.
+#: Locks of GPU memory, which a child of a process with CUDA cannot use.
 OF_CUDA = {"cudnn_sdpa/plans/device_memory.py"}
 
 
@@ -94,7 +94,7 @@ def test_every_lock_of_a_module_is_renewed_in_children():
         assert path in OF_CUDA or text.startswith("renewed_in_children("), f"{path}: {text}"
 
 
-#: A thread that goes on calling while the interpreter ends; `launch` stands for a call's way into C++.
+#: A thread that keeps calling while the interpreter exits; `launch` stands for a call into C++.
 GOES_ON = """
 import atexit, sys, threading, time
 sys.path.insert(0, sys.argv[1])
@@ -126,14 +126,14 @@ time.sleep(0.3)
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["plain", "careless"])
-def test_a_thread_that_goes_on_launching_is_ended_before_the_interpreter(run_python, how):
+def test_launching_threads_end_before_the_interpreter(run_python, how):
     code = "import atexit\natexit.register(lambda: report())\n" + GOES_ON
     result = run_python(code, str(ROOT), how)
     assert result.stdout == "1 True 0\n"
     assert result.stderr == ""
 
 
-def test_the_main_thread_may_launch_until_the_very_end(run_python):
+def test_the_main_thread_may_launch_until_the_end(run_python):
     code = """
 import atexit, sys
 def last():

@@ -1,6 +1,6 @@
-"""Random right calls of every operation on CPU tensors, against mathematics in float64: the same ones in every run.
+"""Random valid calls of every operation on CPU tensors, against float64: the same calls in every run.
 
-A failure prints the command that repeats it alone.
+A failure prints the command that repeats it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import pytest
 import torch
 from float64_reference import Precision, attention, attention_bounds, seen_keys, sees
 
-#: Calls of each operation, in CI and for longer.
+#: Number of calls of each operation, in CI and in longer runs.
 COUNTS = {"sdpa": 40, "conv2d": 14, "sdpa_fp8": 14, "sdpa_varlen": 14}
 USUAL = 12
 
 
 def faults(name: str, seeds: range) -> list[str]:
-    """What is wrong with calls, each with the command that repeats it."""
+    """Errors of calls, each with the command that repeats it."""
     found = []
     for seed in seeds:
         outcome = generators.attempt(name, seed)
@@ -48,7 +48,7 @@ def test_a_call_is_a_function_of_its_seed(name):
     assert len({str(generators.draw(name, seed)) for seed in range(12)}) > 8
 
 
-def test_what_is_drawn_has_every_corner():
+def test_generated_calls_cover_every_corner_case():
     cases = [generators.draw("sdpa", seed, "cuda") for seed in range(800)]
     masks = [case.tensors["attn_mask"] for case in cases if "attn_mask" in case.tensors]
     assert {len(mask.shape) for mask in masks} == {0, 1, 2, 3, 4}
@@ -70,8 +70,8 @@ def test_what_is_drawn_has_every_corner():
     assert {(1, 3), (3, 1), (1, 1), (5, 1)} <= set(kernels)
 
 
-def test_bounds_find_what_is_a_little_wrong():
-    """A factor of 1.05 on the weights of one row is outside of what roundings of bfloat16 explain."""
+def test_bounds_detect_small_errors():
+    """A factor of 1.05 on the weights of one row exceeds the bound of bfloat16 rounding."""
     q, k, v = (torch.randn(1, 2, 9, 16, dtype=torch.float64) for _ in range(3))
     made = attention(q, k, v)
     bound = attention_bounds(made, q, k, v, torch.randn_like(v), Precision.of(torch.bfloat16))["out"]
@@ -85,7 +85,7 @@ def test_bounds_find_what_is_a_little_wrong():
 
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
 @pytest.mark.parametrize("window_size", [None, (0, -1), (2, 1), (-1, 0)])
-def test_what_queries_see_all_at_once_is_what_they_see_one_by_one(alignment, window_size):
+def test_vectorized_visibility_matches_single_positions(alignment, window_size):
     for is_causal in (False, True):
         options = {"is_causal": is_causal, "causal_alignment": alignment, "window_size": window_size}
         options |= {"seq_lens_q": torch.tensor([3, 5, 0]), "seq_lens_kv": torch.tensor([7, 2, 4])}

@@ -1,4 +1,4 @@
-"""Settings that a `with` statement ends: whatever order they are left in, nothing stays that nobody wants."""
+"""Settings with a `with` statement: exited in any order, they restore what was before."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POLICIES = ("exact", "bucketed", "tiered")
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_overlapping_policies_leave_what_was_before(order):
+def test_overlapping_policies_restore_the_previous_one(order):
     before = shape_policy_module.active()
     uses = [shape_policy(policy) for policy in POLICIES]
     for use, policy in zip(uses, POLICIES, strict=True):
@@ -30,7 +30,7 @@ def test_overlapping_policies_leave_what_was_before(order):
     assert shape_policy_module.active() == before
 
 
-def test_overlapping_stores_leave_what_was_before(tmp_path):
+def test_overlapping_stores_restore_the_previous_one(tmp_path):
     before = default_store.active()
     first, second = use_plan_store(tmp_path / "first"), use_plan_store(tmp_path / "second")
     with first:
@@ -40,8 +40,8 @@ def test_overlapping_stores_leave_what_was_before(tmp_path):
     assert default_store.active() is before
 
 
-def test_policies_in_any_order_are_those_of_a_model():
-    """Entered and left by chance, and set for good outside of all statements."""
+def test_random_policy_changes_match_a_model():
+    """Entered and exited at random, and set permanently outside of all statements."""
     r, open_uses = random.Random(5), []
     before = shape_policy_module.active()
     for _ in range(2000):
@@ -58,7 +58,7 @@ def test_policies_in_any_order_are_those_of_a_model():
     assert shape_policy_module._overrides._entries == []
 
 
-def test_a_policy_that_stays_ends_with_the_statement_around_it():
+def test_a_policy_set_inside_a_context_ends_with_it():
     before = shape_policy_module.active()
     with shape_policy("exact"):
         for policy in POLICIES * 100:
@@ -68,8 +68,8 @@ def test_a_policy_that_stays_ends_with_the_statement_around_it():
     assert shape_policy_module.active() == before
 
 
-def test_a_fallback_may_be_left_in_another_context():
-    """As a dependency with `yield` is in FastAPI."""
+def test_a_fallback_may_be_exited_in_another_context():
+    """As with a FastAPI dependency that yields."""
 
     def dependency():
         with fallback("torch"):
@@ -82,7 +82,7 @@ def test_a_fallback_may_be_left_in_another_context():
 
 
 @pytest.mark.parametrize("path", ["", "~nobody_of_this_name/plans"])
-def test_a_path_that_names_no_folder_is_an_option_error(path, tmp_path, monkeypatch):
+def test_an_invalid_path_is_an_option_error(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OptionError, match=r"^path: got"):
         use_plan_store(path)
@@ -91,7 +91,7 @@ def test_a_path_that_names_no_folder_is_an_option_error(path, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_in_the_environment_that_cannot_be_is_a_warning(run_python):
+def test_an_invalid_folder_in_the_environment_warns(run_python):
     code = "from cudnn_sdpa.plans import default_store; print(default_store.active(), default_store.active())"
     result = run_python(code, CUDNN_SDPA_PLAN_DIR="~nobody_of_this_name/plans")
     assert result.stdout == "None None\n"

@@ -1,4 +1,4 @@
-"""The package as a whole: what importing it does, what is public, and who imports whom."""
+"""The package as a whole: effects of importing it, its public names, and the imports between modules."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SOURCES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 @cache
 def imported_modules(name: str) -> set[str]:
-    """Full names of everything that a module imports, also within functions."""
+    """Full names of all imports of a module, also within functions."""
     found = set()
     for node in ast.walk(ast.parse(SOURCES[name].read_text())):
         if isinstance(node, ast.Import):
@@ -224,7 +224,7 @@ def test_methods_of_the_plan_cache_are_documented(name):
     assert inspect.getdoc(getattr(cudnn_sdpa.plan_cache, name))
 
 
-def test_the_version_is_one():
+def test_all_versions_agree():
     assert re.fullmatch(r"\d+\.\d+\.\d+([.-]?(a|b|rc|dev)\d*)?", cudnn_sdpa.__version__)
 
 
@@ -232,7 +232,7 @@ def test_the_package_says_that_it_is_typed():
     assert (PACKAGE / "py.typed").is_file()
 
 
-def test_every_error_derives_from_the_one_base():
+def test_every_error_derives_from_the_base_class():
     for name in errors.__all__:
         assert issubclass(getattr(cudnn_sdpa, name), cudnn_sdpa.CudnnSdpaError)
         assert inspect.getdoc(getattr(cudnn_sdpa, name))
@@ -254,7 +254,7 @@ def test_no_fused_operation_imports_attention(name):
     assert not [other for other in own_imports(name) if other.startswith("cudnn_sdpa.attention")]
 
 
-def test_no_room_is_crowded():
+def test_no_folder_has_too_many_modules():
     rooms = Counter(path.parent for path in SOURCES.values() if path.name != "__init__.py")
     assert {room.name: count for room, count in rooms.items() if count > 14} == {}
 
@@ -274,11 +274,11 @@ def test_there_are_no_import_cycles():
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_modules_say_what_they_are_for(name):
+def test_modules_have_docstrings(name):
     source = SOURCES[name].read_text()
     assert ast.get_docstring(ast.parse(source)) or not source.strip()
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if re.search(r"\.attention\.\w+\.graphs$", name)])
-def test_builders_see_no_tensors(name):
+def test_builders_take_no_tensors(name):
     assert "torch" not in {module.split(".")[0] for module in imported_modules(name)}

@@ -1,4 +1,4 @@
-"""Wrong arguments of what a `with` statement uses raise when it is called, and not when it is entered."""
+"""Wrong arguments of context managers raise when they are called, not when they are entered."""
 
 from __future__ import annotations
 

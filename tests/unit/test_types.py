@@ -1,4 +1,4 @@
-"""What a type checker says of calls: this file is run, and `mypy --strict` checks it as a user's."""
+"""Types of calls: this file is run, and `mypy --strict` checks it like a user's code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Both = tuple[Tensor, Tensor]
 
 
 @pytest.mark.parametrize("flag", [False, True])
-def test_whether_the_log_sum_exp_is_returned_may_be_a_variable(flag: bool) -> None:
+def test_return_lse_may_be_a_variable(flag: bool) -> None:
     q = torch.randn(1, 2, 8, 16)
     assert_type(cudnn_sdpa.sdpa(q, q, q), Tensor)
     assert_type(cudnn_sdpa.sdpa(q, q, q, return_lse=False), Tensor)
@@ -41,7 +41,7 @@ def test_whether_the_log_sum_exp_is_returned_may_be_a_variable(flag: bool) -> No
 
 
 @pytest.mark.parametrize("flag", [False, True])
-def test_steps_of_a_cache_give_tensors(flag: bool) -> None:
+def test_cache_steps_return_tensors(flag: bool) -> None:
     cache = cudnn_sdpa.PagedKVCache(pages=4, page_size=16, heads=2, head_dim=16, dtype=torch.float32, device="cpu")
     q = torch.randn(1, 2, 1, 16)
     step = cache.reserve([cache.add()], 1)
@@ -55,7 +55,7 @@ def test_steps_of_a_cache_give_tensors(flag: bool) -> None:
 
 
 @pytest.mark.parametrize("flag", [False, True])
-def test_a_norm_gives_the_sum_with_a_residual_alone(flag: bool) -> None:
+def test_a_norm_returns_the_sum_only_with_a_residual(flag: bool) -> None:
     x = torch.randn(2, 64)
     residual = x if flag else None
     assert_type(cudnn_sdpa.rms_norm(x), Tensor)
@@ -83,7 +83,7 @@ def test_results_have_public_types(tmp_path: Path) -> None:
         assert_type(report, cudnn_sdpa.AutotuneReport)
 
 
-def explained_and_warmed(q: Tensor) -> None:  # which needs a compiler and a GPU
+def explained_and_warmed(q: Tensor) -> None:  # needs a compiler and a GPU
     assert_type(cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, q, q), cudnn_sdpa.Explanation)
     assert_type(cudnn_sdpa.warmup("plans.json"), cudnn_sdpa.WarmupReport)
     assert_type(cudnn_sdpa.compile_plans("plans.json", "h200", "plans"), cudnn_sdpa.WarmupReport)

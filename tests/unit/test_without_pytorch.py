@@ -1,4 +1,4 @@
-"""Where PyTorch cannot be imported, the package says so with the cure, and so does its command line."""
+"""If PyTorch cannot be imported, the package and its command line say so, with a remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("command", [["-c", "import cudnn_sdpa.plans.cache"], ["-m", "cudnn_sdpa", "doctor"]])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_broken_pytorch_is_named_with_the_cure(tmp_path, fault, command):
+def test_a_broken_pytorch_is_named_with_a_remedy(tmp_path, fault, command):
     code, cure = FAULTS[fault]
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(code)

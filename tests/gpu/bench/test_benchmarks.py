@@ -1,4 +1,4 @@
-"""The benchmarks run, at a few small shapes and with hardly a repeat: what they reach into is where they expect it."""
+"""The benchmarks run on a few small shapes with few repeats: the internals that they use exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cudnn_sdpa.cli import app
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Two calls for each number, and small shapes."""
+    """Two calls per measurement, and small shapes."""
     for module in (host, training, decode, fp8, fused):
         monkeypatch.setattr(module, "host_times", lambda calls, **_: timing.host_times(calls, per_round=2, rounds=1))
     for module in (host, decode, decode, fused, convolutions, proposals):
@@ -50,7 +50,7 @@ def assert_measured(tmp_path, command, part, *options):
         assert all(map(math.isfinite, numbers))
 
 
-@pytest.mark.parametrize("part", [part for part in HostPart if part is not HostPart.MEMORY])  # that builds 1,000 plans
+@pytest.mark.parametrize("part", [part for part in HostPart if part is not HostPart.MEMORY])  # it builds 1,000 plans
 def test_host(tmp_path, part):
     assert_measured(tmp_path, "host", part)
 

@@ -1,4 +1,4 @@
-"""The doctor on a machine with a GPU: it is well, and says what hides the GPU."""
+"""The doctor on a machine with a GPU: it finds no problems, and names the variable that hides the GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def doctor(**environment: str) -> tuple[int, dict]:
     return result.returncode, json.loads(result.stdout)
 
 
-def test_this_machine_is_well():
+def test_this_machine_has_no_problems():
     code, found = doctor()
     assert (code, found["ok"]) == (0, True), found["findings"]
     facts = found["facts"]

@@ -1,4 +1,4 @@
-"""What PyTorch puts around models, on a GPU: checks of operators, Inductor, CUDA graphs, export, checkpoints, DDP."""
+"""PyTorch's compilers and wrappers on a GPU: opcheck, Inductor, CUDA graphs, export, checkpointing, DDP."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_operators_pass_opcheck(name):
         opcheck_calls.check(operator, arguments)
 
 
-def test_no_operator_is_without_a_case():
+def test_every_operator_has_a_case():
     reached = {operator._schema.name for call in CALLS.values() for operator, _ in recorded(call, "cuda")}
     assert {name.partition("::")[2] for name in reached} == registered()
 
@@ -70,11 +70,11 @@ def test_growing_sizes_with_inductor(name, trains):
             results, expected = [function(*inputs)], [pair.theirs(*exact(inputs))]
         for found, wanted in zip(results, expected, strict=True):
             assert error(found, wanted) < 2e-2
-    assert compilations(function) == 2  # as is, then for any size
+    assert compilations(function) == 2  # static, then dynamic
 
 
 @pytest.mark.parametrize("name", ["sdpa", "rms_norm", "silu_mul", "conv2d"])
-def test_a_batch_whose_size_only_data_tell(name):
+def test_a_data_dependent_batch_size(name):
     pair = EQUIVALENTS[name]
     inputs = pair.inputs(3, new)  # a batch of 5, or of 6
 
@@ -99,11 +99,11 @@ def close(found, wanted, bound=3e-2):
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_model_is_trained_compiled(mode):
+def test_a_compiled_model_trains(mode):
     ours, theirs = model_and_reference("cuda", BF16, 256)
     exactly = theirs.double()
     compiled = torch.compile(ours, fullgraph=True, mode=mode)
-    gradients(ours, new(2, 64, 256))  # CUDA graphs hold plans that are there
+    gradients(ours, new(2, 64, 256))  # CUDA graphs need existing plans
     for _ in range(5):
         x = new(2, 64, 256)
         y = x.clone().requires_grad_()
@@ -113,7 +113,7 @@ def test_a_model_is_trained_compiled(mode):
         assert close(found, gradients(exactly, x.double()))
 
 
-def test_a_model_infers_in_cuda_graphs():
+def test_inference_in_cuda_graphs():
     ours, theirs = model_and_reference("cuda", BF16, 256)
     compiled = torch.compile(ours, fullgraph=True, mode="reduce-overhead")
     exactly = theirs.double()
@@ -132,7 +132,7 @@ def ahead_of_time(which, folder):
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=280, check=False)
 
 
-def test_a_model_is_compiled_ahead_of_time(tmp_path):
+def test_ahead_of_time_compilation(tmp_path):
     with ThreadPoolExecutor() as pool:
         ours, relu = pool.map(lambda which: ahead_of_time(which, tmp_path), ("ours", "relu"))
     if ours.returncode < 0 and relu.returncode < 0:
@@ -150,7 +150,7 @@ def test_autocast_in_a_compiled_model():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_gradients_are_the_same(reentrant):
+def test_checkpointing_gives_the_same_gradients(reentrant):
     ours, theirs = model_and_reference("cuda", BF16, 256)
     y = new(2, 64, 256).requires_grad_()
     checkpoint(ours, y, use_reentrant=reentrant).float().square().mean().backward()
@@ -158,7 +158,7 @@ def test_checkpointed_gradients_are_the_same(reentrant):
     assert close(found, gradients(theirs.double(), y.detach().double()))
 
 
-def test_models_applied_in_parallel_by_threads():
+def test_parallel_apply():
     pairs = [model_and_reference("cuda", BF16, 256) for _ in range(4)]
     inputs = [new(2, 16 + 8 * i, 256) for i in range(4)]
     for _ in range(3):
@@ -174,14 +174,14 @@ def test_vmap_matches_a_loop():
     assert error(out, expected.double()) < 5e-3
 
 
-def test_wrapped_for_training_on_two_gpus():
+def test_distributed_training_on_two_gpus():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script = Path(opcheck_calls.__file__).with_name("distributed_training.py")
-    # Multicast over NVLink asks for a service that not every machine runs.
+    # Multicast over NVLink needs a service that not every machine runs.
     variables = {**os.environ, "PYTHONWARNINGS": "ignore", "NCCL_NVLS_ENABLE": "0"}
     result = subprocess.run(
         [sys.executable, str(script), "nccl", str(port)],

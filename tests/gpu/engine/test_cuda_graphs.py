@@ -53,7 +53,7 @@ def test_replay_with_changing_lengths(sq):
         assert not out.isnan().any()
 
 
-def test_a_missing_plan_raises_and_harms_nothing():
+def test_a_missing_plan_raises_without_side_effects():
     q, k, v = problem()
     cudnn_sdpa.sdpa(q, k, v)
     graph = torch.cuda.CUDAGraph()
@@ -77,7 +77,7 @@ def test_captured_plans_outlive_the_cache():
     assert plan_cache.info().captured == before + 1
     plan_cache.clear()
     plan_cache.resize(1)
-    for length in range(2, 6):  # other plans come and go, and their memory with them
+    for length in range(2, 6):  # other plans, and their memory, are created and freed
         cudnn_sdpa.sdpa(q[:, :, :length], k, v)
     junk = [torch.full((4096,), -1, dtype=torch.int32, device="cuda") for _ in range(64)]
     graph.replay()

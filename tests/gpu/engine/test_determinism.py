@@ -1,4 +1,4 @@
-"""Results and gradients that are bit-exact from run to run, where they are asked for."""
+"""Bit-exact results and gradients from run to run, where requested."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cudnn_sdpa.attention.paged.launch import MARK
 from cudnn_sdpa.graph.determinism import is_repeatable
 
 RUNS = 20
-BATCH, LENGTH, DIM = 2, 1100, 64  # many tiles of keys add to one tile of queries' gradients
+BATCH, LENGTH, DIM = 2, 1100, 64  # many tiles of keys are summed into one tile of query gradients
 
 CASES = {
     "grouped heads": ((8, 2), {}),
@@ -35,7 +35,7 @@ def inputs(heads, dtype=torch.bfloat16):
 
 
 def once(function, leaves, grad_out, **options):
-    """Output and gradients of one run, into memory that held something else before."""
+    """Output and gradients of one run, written into memory with other contents."""
     for x in leaves:
         poison(tuple(x.shape), dtype=x.dtype)
     torch.manual_seed(3)
@@ -92,7 +92,7 @@ KEYS = 4096
 
 
 def of_single_queries(where):
-    """A function that attends with 32 queries of one token, each on thousands of keys, and a float64 result of one."""
+    """A call with 32 single queries on thousands of keys each, and the float64 result of one of them."""
     q, k, v = (torch.randn(32, heads, n, 128, device="cuda", dtype=torch.bfloat16) for heads, n in SINGLE)
     lengths = torch.randint(KEYS // 2, KEYS, (32,), device="cuda", dtype=torch.int32)
     sinks = torch.randn(32, device="cuda")
@@ -121,9 +121,9 @@ SINGLE = ((32, 1), (8, KEYS), (8, KEYS))
 
 @pytest.mark.parametrize("where", ["dense", "lengths", "sinks", "paged, in place", "paged, copied"])
 def test_single_queries(where, deterministic_algorithms):
-    """cuDNN's kernels for them add in any order; where that must not be, others serve."""
+    """cuDNN's kernels for them sum in any order; deterministic calls use others."""
     attend, number, expected = of_single_queries(where)
-    attend(), attend()  # as they come
+    attend(), attend()  # nondeterministic
     deterministic_algorithms(True)
     first = attend()
     assert_right(first[number], expected)
@@ -135,7 +135,7 @@ def test_single_queries(where, deterministic_algorithms):
     builds = plan_cache.info().builds
     used = exact.last_used
     assert_right(attend()[number], expected)
-    assert (plan_cache.info().builds, exact.last_used) == (builds, used)  # the plan of before
+    assert (plan_cache.info().builds, exact.last_used) == (builds, used)  # the earlier plan
     if "paged" not in where:
         for _ in range(RUNS):
             assert torch.equal(attend(deterministic=True), first)
@@ -151,13 +151,13 @@ def backward_plans():
 
 
 def assert_chosen(*, deterministic):
-    """All backward plans there are were built with or without determinism, and there is one."""
+    """There is one backward plan, built with or without determinism."""
     assert {plan.key.option_values["deterministic"] for plan in backward_plans()} == {deterministic}
 
 
 @pytest.fixture
 def deterministic_algorithms():
-    """Sets PyTorch's switch, and sets it back."""
+    """Sets and restores PyTorch's setting."""
     before, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -170,7 +170,7 @@ OPTIONS = {"plain": {}, "window_size": {"window_size": (50, 3)}, "scale": {"scal
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, "varlen"])
-def test_none_follows_pytorchs_switch(name, deterministic_algorithms):
+def test_deterministic_none_follows_pytorchs_setting(name, deterministic_algorithms):
     leaves = inputs((4, 2))
 
     def attend(deterministic):
@@ -188,18 +188,18 @@ def test_none_follows_pytorchs_switch(name, deterministic_algorithms):
         (False, None, False),
     ):
         plan_cache.clear()
-        for _ in range(3):  # cold, found by its signature, and recognized
+        for _ in range(3):  # cold, found by its signature, and as the last call
             deterministic_algorithms(switch)
             out = attend(said)
-            deterministic_algorithms(not switch)  # what counts is the switch in the forward pass
+            deterministic_algorithms(not switch)  # the setting of the forward pass decides
             torch.autograd.grad(out, leaves, torch.ones_like(out))
             deterministic_algorithms(switch)
             torch.autograd.grad(attend(said), leaves, torch.ones_like(out))
             assert_chosen(deterministic=expected)
 
 
-def test_the_switch_is_seen_by_warm_calls(deterministic_algorithms):
-    """Both plans are there, and each call takes its own."""
+def test_warm_calls_follow_pytorchs_setting(deterministic_algorithms):
+    """Both plans are cached, and each call uses the right one."""
     leaves = inputs((4, 2))
     used = []
     for switch in (False, False, False, True, True, True, False, True):

@@ -1,4 +1,4 @@
-"""`explain` on a GPU: it builds the plans that the call uses, no others, and verifies what they compute."""
+"""`explain` on a GPU: it builds exactly the plans that the call uses, and verifies their results."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 from cudnn_sdpa import explain, plan_cache, sdpa, sdpa_varlen
 
-#: Of out, log-sum-exp and gradients in bfloat16.
-ROUNDING = {"out": 8e-3, "lse": 1e-4, "grad sinks": 5e-2}  # of the sinks' gradient, much cancels out
+#: Errors of out, LSE and gradients in bfloat16.
+ROUNDING = {"out": 8e-3, "lse": 1e-4, "grad sinks": 5e-2}  # most of the sinks' gradient cancels
 OF_GRADIENT = 2e-2
 
 
@@ -46,7 +46,7 @@ DENSE = {
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_a_dense_call_is_verified_with_its_gradients_on_the_plans_that_it_has(name):
+def test_verify_a_dense_call_with_gradients_on_its_own_plans(name):
     options = dict(DENSE[name])
     q, k, v = bshd(*((333, 200) if name == "fully masked rows" else (200, 333)))
     names = ["out", "lse", "grad q", "grad k", "grad v"]
@@ -61,7 +61,7 @@ def test_a_dense_call_is_verified_with_its_gradients_on_the_plans_that_it_has(na
     result = explain(sdpa, q, k, v, **options, verify=True)
     assert_verified(result, names)
     assert result.backward.supported, result.backward.reasons
-    assert plan_cache.info().builds == 2  # what runs is what is explained
+    assert plan_cache.info().builds == 2  # the explained plans run
     again = explain(sdpa, q, k, v, **options)
     assert again.cached
     assert again.backward.cached
@@ -74,7 +74,7 @@ def test_a_dense_call_is_verified_with_its_gradients_on_the_plans_that_it_has(na
 
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("sq", [1, 200])
-def test_a_dense_call_without_gradients_is_verified_on_its_plan(sq, return_lse):
+def test_verify_a_dense_call_without_gradients(sq, return_lse):
     q, k, v = bshd(sq, grad=False)
     result = explain(sdpa, q, k, v, return_lse=return_lse, verify=True)
     assert_verified(result, ["out", "lse"] if return_lse else ["out"])
@@ -94,7 +94,7 @@ VARLEN = {
 
 @pytest.mark.parametrize("name", VARLEN)
 @pytest.mark.parametrize("among_others", [False, True])
-def test_a_packed_call_is_verified_with_its_gradients_on_the_plans_that_it_has(name, among_others):
+def test_verify_a_packed_call_with_gradients_on_its_own_plans(name, among_others):
     options, lengths = dict(VARLEN[name]), (100, 0, 256, 44)
     whole = random(400, 3, 4, 64)
     q, k, v = whole.unbind(1) if among_others else [x.detach().contiguous().requires_grad_() for x in whole.unbind(1)]
@@ -108,7 +108,7 @@ def test_a_packed_call_is_verified_with_its_gradients_on_the_plans_that_it_has(n
     assert_verified(result, names)
     assert result.backward.supported, result.backward.reasons
     assert any(note.startswith("q is copied") for note in result.backward.extra_kernels) == (
-        among_others and name != "negative scale"  # which copies it anyway
+        among_others and name != "negative scale"  # it is copied anyway
     )
     assert plan_cache.info().builds == 2
     result = sdpa_varlen(q, k, v, ends, ends_kv, 256, 277, **options)
@@ -117,7 +117,7 @@ def test_a_packed_call_is_verified_with_its_gradients_on_the_plans_that_it_has(n
     assert plan_cache.info().builds == 2
 
 
-def test_autocast_is_explained_and_verified_as_what_it_makes_of_the_call():
+def test_explain_and_verify_a_call_under_autocast():
     q, k, v = (random(2, 4, 128, 64, dtype=torch.float32) for _ in range(3))
     ends = offsets(100, 156)
     packed = [x.detach().transpose(1, 2).reshape(256, 4, 64).requires_grad_() for x in (q, k, v)]
@@ -130,7 +130,7 @@ def test_autocast_is_explained_and_verified_as_what_it_makes_of_the_call():
             assert plan_cache.info().builds == before + 2
 
 
-def test_without_a_kernel_for_gradients_the_forward_pass_alone_is_verified():
+def test_verify_the_forward_pass_alone_without_a_backward_kernel():
     q, k, v = bshd()
     mask = random(200, 333)
     result = explain(sdpa, q, k, v, softcap=5.0, attn_mask=mask, verify=True)

@@ -1,4 +1,4 @@
-"""`fallback("torch")`: what cuDNN declines runs on PyTorch, if asked for and not otherwise."""
+"""`fallback("torch")`: unsupported calls run on PyTorch, only if requested."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import cudnn_sdpa
 from cudnn_sdpa.engine import fallback as module
 
-#: What cuDNN declines: changes to a plain configuration.
+#: Unsupported configurations: changes to a plain one.
 DECLINED = {
     "head dims of 264 with gradients": {"dims": (264, 264)},
     "linear biases without a causal mask": {"alibi": True, "is_causal": False},
@@ -42,7 +42,7 @@ def config(name):
 
 
 @pytest.mark.parametrize("name", DECLINED)
-def test_what_is_declined_is_right_on_pytorch(name, caplog):
+def test_unsupported_calls_are_right_on_pytorch(name, caplog):
     c = config(name)
     with pytest.raises(cudnn_sdpa.UnsupportedError):
         dense_calls.check(c)
@@ -55,14 +55,14 @@ def test_what_is_declined_is_right_on_pytorch(name, caplog):
         dense_calls.check(c)
 
 
-def test_what_cudnn_takes_stays_with_it(caplog):
+def test_supported_calls_stay_on_cudnn(caplog):
     with cudnn_sdpa.fallback("torch"), caplog.at_level(logging.WARNING, "cudnn_sdpa"):
         assert dense_calls.check(dense_calls.plain(number=3)) == []
     assert not caplog.records
     assert cudnn_sdpa.plan_cache.info().builds == 2
 
 
-def test_none_switches_an_outer_fallback_off():
+def test_none_disables_an_outer_fallback():
     with (
         cudnn_sdpa.fallback("torch"),
         cudnn_sdpa.fallback(None),
@@ -93,7 +93,7 @@ def test_packed_sequences_and_out_fall_back_too():
     [{}, {"is_causal": True}, {"softcap": 5.0}, {"deterministic": True}, {"mask": "bool"}, {"mask": "float"}],
     ids=lambda options: "+".join(options) or "plain",
 )
-def test_dtypes_and_head_dims_that_cudnn_does_not_take_run_with_their_gradients(dtype, dims, options):
+def test_unsupported_dtypes_and_head_dims_run_with_gradients(dtype, dims, options):
     shapes = ((4, 40, dims[0]), (2, 50, dims[0]), (2, 50, dims[1]))
     tensors = [torch.randn(2, *shape).to(dtype).double() for shape in shapes]
     grad_out = torch.randn(2, 4, 40, dims[1]).to(dtype).double()
@@ -101,7 +101,7 @@ def test_dtypes_and_head_dims_that_cudnn_does_not_take_run_with_their_gradients(
     kind = options.pop("mask", None)
     if kind is not None:
         mask = torch.rand(40, 50) < 0.7
-        mask[3] = False  # a row that sees nothing
+        mask[3] = False  # a fully masked row
         number = torch.randn(40, 50).to(dtype).double().masked_fill(~mask, -torch.inf)
         options["attn_mask"] = mask if kind == "bool" else number
     results = []
@@ -121,7 +121,7 @@ def test_dtypes_and_head_dims_that_cudnn_does_not_take_run_with_their_gradients(
         torch.testing.assert_close(found.cpu().double(), exact, rtol=tolerance, atol=tolerance)
 
 
-def test_packed_sequences_of_float32_run_with_their_gradients():
+def test_packed_float32_sequences_run_with_gradients():
     tensors = [torch.randn(60, 4, 20) for _ in range(3)]
     results = []
     for device in ("cpu", "cuda"):

@@ -77,7 +77,7 @@ def options_of(name):
 
 
 @pytest.mark.parametrize(("name", "trains"), [(name, trains) for name in CALLS for trains in (False, True)])
-def test_an_operand_without_memory_is_refused_cold_and_warm(name, trains):
+def test_a_freed_operand_is_refused_cold_and_warm(name, trains):
     if trains and ("paged" in name or "fp8" in name):
         pytest.skip("for inference")
     function, options = getattr(cudnn_sdpa, name.replace(",", "").split()[0]), options_of(name)
@@ -93,7 +93,7 @@ def test_an_operand_without_memory_is_refused_cold_and_warm(name, trains):
 
 
 @pytest.mark.parametrize("which", ["k", "v"])
-def test_an_append_is_too(which):
+def test_append_refuses_freed_operands(which):
     cache = PagedKVCache(pages=8, page_size=16, heads=2, head_dim=64, dtype=torch.bfloat16, device="cuda")
     step = cache.reserve([cache.add()], 3)
     right = {"k": rows(1, 2, 3, 64), "v": rows(1, 2, 3, 64)}
@@ -104,7 +104,7 @@ def test_an_append_is_too(which):
         torch.cuda.synchronize()
 
 
-def test_sinks_of_packed_sequences_may_lie_anywhere():
+def test_sinks_of_packed_sequences_may_be_misaligned():
     tensors, options = CALLS["sdpa_varlen, sinks"](), options_of("sdpa_varlen")
     whole = torch.randn(8, device="cuda")
     for first in range(5):

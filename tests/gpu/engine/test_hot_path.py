@@ -1,4 +1,4 @@
-"""The warm path: no synchronization, no copy to the host, no growth; PyTorch sees it where it wants to."""
+"""The warm path: no synchronization, no device-to-host copy, no memory growth; dispatch modes see the operator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cudnn_sdpa.attention.dense import fast_path, launch
 
 
 def warm(*tensors, **options):
-    """Three calls: the first builds, the second finds the plan, and from the third on the last call is recognized."""
+    """Three calls: the first builds the plan, the second finds it, and the third is served as the last call."""
     for _ in range(3):
         result = cudnn_sdpa.sdpa(*tensors, **options)
     if options.get("seq_lens_q") is None:
@@ -59,7 +59,7 @@ def test_nothing_synchronizes(name, sq):
     torch.testing.assert_close(through_dispatcher, first, atol=0, rtol=0)
 
 
-def test_both_shortcuts_lead_to_the_same_prepared_call():
+def test_both_fast_paths_find_the_same_prepared_call():
     q, k, v = problem()
     assert fast_path.find(q, k, v, None, True, "top_left", 0.3, False) is None
     cudnn_sdpa.sdpa(q, k, v, is_causal=True, scale=0.3)
@@ -78,7 +78,7 @@ def test_device_memory_does_not_grow():
     torch.cuda.synchronize()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     grown = []
-    for _ in range(4):  # other processes may take memory meanwhile; a leak would grow in each round
+    for _ in range(4):  # other processes may allocate meanwhile; a leak grows in every round
         free = torch.cuda.mem_get_info()[0]
         for _ in range(5_000):
             cudnn_sdpa.sdpa(q, k, v)
@@ -101,7 +101,7 @@ def test_values_in_every_grad_mode():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_refused_also_when_warm():
+def test_nested_tensors_are_refused_when_warm():
     q, k, v = problem()
     nested = torch.nested.nested_tensor([q[0], q[1]])
     for function in (cudnn_sdpa.sdpa, cudnn_sdpa.scaled_dot_product_attention):
@@ -118,7 +118,7 @@ def test_a_scale_of_any_number_type_is_served_warm():
         assert error(warm(q, k, v, scale=scale), expected) < TOLERANCE[torch.bfloat16]
 
 
-def test_writing_into_out_is_seen_by_autograd():
+def test_autograd_tracks_writes_into_out():
     q, k, v = problem()
     out = torch.zeros_like(q)
     weight = torch.ones_like(q, requires_grad=True)
@@ -137,7 +137,7 @@ def test_writing_into_out_is_seen_by_autograd():
         assert error(buffer, exact(q, k, v)[0]) < TOLERANCE[torch.bfloat16]
 
 
-def test_two_shapes_in_turn_and_one_tensor_as_key_and_value():
+def test_alternating_shapes_and_one_tensor_as_key_and_value():
     q, k, v = problem()
     expected = {tuple(x.shape): exact(x, k, v)[0] for x in (q, q[:, :, :1])}
     shared = exact(q, k, k)[0]
@@ -147,7 +147,7 @@ def test_two_shapes_in_turn_and_one_tensor_as_key_and_value():
         assert error(cudnn_sdpa.sdpa(q, k, k), shared) < TOLERANCE[torch.bfloat16]
 
 
-def test_forward_mode_differentiation_is_refused_also_when_warm():
+def test_forward_mode_is_refused_when_warm():
     q, k, v = problem()
     warm(q, k, v)
     with torch.autograd.forward_ad.dual_level():

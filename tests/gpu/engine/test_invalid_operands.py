@@ -1,4 +1,4 @@
-"""Operands that no launch may get: on another device, without memory, or with memory that is not their numbers."""
+"""Operands that must not be launched: on another device, freed, negated views, or zero tensors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def freed(x):
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("trains", [False, True])
-def test_an_operand_that_is_elsewhere_is_refused_cold_and_warm(name, trains):
+def test_an_operand_on_another_device_is_refused_cold_and_warm(name, trains):
     function, make = CALLS[name]
     if trains and name == "gelu_mul":
         pytest.skip("for inference")
@@ -59,7 +59,7 @@ def test_an_operand_that_is_elsewhere_is_refused_cold_and_warm(name, trains):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_operand_without_memory_is_refused_cold_and_warm(name):
+def test_a_freed_operand_is_refused_cold_and_warm(name):
     function, make = CALLS[name]
     right = make()
     for place in range(len(right)):
@@ -71,7 +71,7 @@ def test_an_operand_without_memory_is_refused_cold_and_warm(name):
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_gradients_that_are_turned_or_zeros_without_memory(name):
+def test_negated_and_zero_tensor_gradients(name):
     function, make = CALLS[name]
     for _ in range(3):
         leaves = [x.detach().requires_grad_() for x in make()]
@@ -88,7 +88,7 @@ def test_gradients_that_are_turned_or_zeros_without_memory(name):
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_operands_that_are_turned_or_zeros_without_memory(name):
+def test_negated_and_zero_tensor_operands(name):
     function, make = CALLS[name]
     given = make()
     for _ in range(2):
@@ -99,7 +99,7 @@ def test_operands_that_are_turned_or_zeros_without_memory(name):
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_gradients_of_gradients_are_right_or_refused(name):
+def test_double_backward_is_right_or_refused(name):
     function, make = CALLS[name]
     for _ in range(3):
         leaves = [x.detach().requires_grad_() for x in make()]
@@ -116,7 +116,7 @@ def test_gradients_of_gradients_are_right_or_refused(name):
             torch.autograd.grad(total, leaves)
 
 
-def test_second_gradients_of_a_convolution_are_the_mathematics():
+def test_double_backward_of_a_convolution_matches_float64():
     function, make = CALLS["conv2d"]
     leaves = [x.detach().requires_grad_() for x in make()]
     exact = [x.detach().double().requires_grad_() for x in leaves]

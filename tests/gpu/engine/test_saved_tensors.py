@@ -1,4 +1,4 @@
-"""What autograd keeps between the passes may come back elsewhere, or laid out otherwise: hooks move and pack it."""
+"""Saved-tensor hooks may move saved tensors to other addresses, or return them in another layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pinned():
 
 
 def shifted():
-    """Gives back tensors at addresses that are no multiple of 16 bytes."""
+    """Returns tensors at addresses that are no multiple of 16 bytes."""
 
     def unpack(tensor):
         place = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:].view(tensor.shape)
@@ -49,7 +49,7 @@ def assert_right(leaves, grad_out, out, found):
 )
 @pytest.mark.parametrize("layout", ["bshd", "packed", "padded"])
 @pytest.mark.parametrize("hooked_first", [True, False])
-def test_offloaded_tensors_come_back_in_another_layout(layout, hooked_first, options):
+def test_offloaded_tensors_return_in_another_layout(layout, hooked_first, options):
     for step in range(6):
         q, k, v = (make(layout, 2, 4, 128, 64, torch.bfloat16) for _ in range(3))
         if (step % 2 == 0) == hooked_first:
@@ -59,7 +59,7 @@ def test_offloaded_tensors_come_back_in_another_layout(layout, hooked_first, opt
             assert_step(q, k, v, **options)
 
 
-def test_packed_sequences_that_were_offloaded():
+def test_offloaded_packed_sequences():
     ends = torch.tensor([0, 40, 128], dtype=torch.int32, device="cuda")
     for step in range(4):
         qkv = torch.randn(128, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
@@ -74,7 +74,7 @@ def test_packed_sequences_that_were_offloaded():
 
 
 @pytest.mark.parametrize("warm", [0, 3])
-def test_tensors_at_odd_addresses_are_refused(warm):
+def test_misaligned_saved_tensors_are_refused(warm):
     q, k, v = (make("bhsd", 1, 2, 128, 64, torch.bfloat16) for _ in range(3))
     for _ in range(warm):
         assert_step(q, k, v)
@@ -83,8 +83,8 @@ def test_tensors_at_odd_addresses_are_refused(warm):
 
 
 @pytest.mark.parametrize("warm", [0, 3])
-def test_a_batch_of_gradients_is_refused(warm):
-    """`is_grads_batched` hands over tensors that have no memory of their own."""
+def test_batched_gradients_are_refused(warm):
+    """`is_grads_batched` passes tensors without storage."""
     q, k, v = (make("bshd", 1, 2, 64, 64, torch.bfloat16).requires_grad_() for _ in range(3))
     for _ in range(warm):
         assert_step(q, k, v)
@@ -93,7 +93,7 @@ def test_a_batch_of_gradients_is_refused(warm):
         torch.autograd.grad(cudnn_sdpa.sdpa(q, k, v), (q, k, v), grads, is_grads_batched=True)
 
 
-def test_determinism_that_is_switched_on_later():
+def test_determinism_enabled_between_the_passes():
     q, k, v = (make("bshd", 1, 2, 256, 64, torch.bfloat16) for _ in range(3))
     for _ in range(3):
         assert_step(q, k, v)

@@ -1,4 +1,4 @@
-"""The warm path of training: gradients whichever call came before, no waiting, whole steps in a CUDA graph."""
+"""The warm path of training: gradients after any other call, no synchronization, whole steps in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def problem(sq=64):
 
 
 def warm(*tensors):
-    """The first call builds, the second finds the plan, and from the third on the last call is recognized."""
+    """Three calls: the first builds the plan, the second finds it, and the third is served as the last call."""
     for _ in range(3):
         result = cudnn_sdpa.sdpa(*tensors)
     return result
@@ -34,7 +34,7 @@ def assert_gradients(q, k, v, leaves, grad_out):
         assert error(a.detach(), b.detach()) < 2 * TOLERANCE[torch.bfloat16]
 
 
-def test_a_call_made_without_gradients_does_not_open_the_way_for_one_with_gradients():
+def test_a_cached_inference_call_does_not_serve_training():
     q, k, v = problem()
     q.requires_grad_()
     grad_out = torch.randn_like(q)
@@ -46,8 +46,8 @@ def test_a_call_made_without_gradients_does_not_open_the_way_for_one_with_gradie
 
 @pytest.mark.parametrize("names", ["q", "k", "v", "qkv"])
 @pytest.mark.parametrize("first", ["without", "with"])
-def test_calls_with_and_without_gradients_in_turn(first, names):
-    """The same tensors, or others of the same layout; whichever kind was served warm before."""
+def test_interleaved_calls_with_and_without_gradients(first, names):
+    """With the same tensors or others of the same layout, after warm calls of either kind."""
     free = dict(zip("qkv", problem(), strict=True))
     trained = {name: x.clone().requires_grad_(name in names) for name, x in free.items()}
     leaves, grad_out = [trained[name] for name in names], torch.randn_like(free["q"])
@@ -67,7 +67,7 @@ def test_calls_with_and_without_gradients_in_turn(first, names):
                 assert error(out, expected) < TOLERANCE[torch.bfloat16]
 
 
-def test_requires_grad_set_later_is_seen_also_when_warm():
+def test_requires_grad_set_later_is_respected_when_warm():
     q, k, v = problem()
     grad_out = torch.randn_like(q)
     warm(q, k, v)
@@ -107,7 +107,7 @@ CASES = {
 
 
 class Step:
-    """A forward and a backward pass over tensors that stay where they are."""
+    """A forward and a backward pass over fixed tensors."""
 
     def __init__(self, c):
         self.c = c
@@ -125,7 +125,7 @@ class Step:
         return out.detach(), lse, dict(zip(self.wanted, gradients, strict=True))
 
     def wrong(self, results):
-        """What is wrong with results, if the tensors have not changed since."""
+        """Errors of the results, for unchanged tensors."""
         plain = {name: None if x is None else x.detach() for name, x in self.t.items()}
         *reference, sizes = dense_calls.expected(self.c, plain, None)
         rounding = {name: torch.finfo(self.c.dtype).eps / 4 * size.norm() for name, size in sizes.items()}
@@ -153,7 +153,7 @@ def test_nothing_synchronizes(name, return_lse):
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "dropout"])
-def test_a_captured_step_is_right_for_other_data(name):
+def test_a_captured_step_replays_for_other_data(name):
     """Forward and backward in one CUDA graph, replayed after everything but the layouts has changed."""
     c = dense_calls.plain(**CASES[name])
     step = Step(c)

@@ -1,4 +1,4 @@
-"""`silu_mul`, `gelu_mul` and `relu_squared` on the GPU: values and gradients against float64, in every form."""
+"""`silu_mul`, `gelu_mul` and `relu_squared` on the GPU: values and gradients against float64, in every layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cudnn_sdpa.fused import activation
 
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 SHAPES = [(64,), (7, 4096), (3, 5, 96), (2, 8192), (1, 16), (5, 1000), (33, 14336), (70_000, 128)]
-#: Where forms change, see `fused.activation_tiling`.
+#: Sizes around which `fused.activation_tiling` changes the shape that cuDNN sees.
 MANY = [(8191, 8192), (8192, 8192), (8192, 5632), (24576, 2048), (32768, 1024), (20480, 2560), (1024, 18432)]
 
 
@@ -28,7 +28,7 @@ def difference(found, wanted):
     [(shape, dtype) for shape in SHAPES for dtype in TOLERANCE] + [(shape, torch.bfloat16) for shape in MANY],
     ids=str,
 )
-def test_silu_mul_in_every_form(shape, dtype):
+def test_silu_mul_in_every_layout(shape, dtype):
     size = shape[-1]
     for _ in range(2):
         both = torch.randn(*shape[:-1], 2 * size, device="cuda", dtype=dtype).requires_grad_()
@@ -53,7 +53,7 @@ def test_silu_mul_in_every_form(shape, dtype):
 
 @pytest.mark.parametrize("size", [96, 1024, 33])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_one_row_for_all(size, dtype):
+def test_a_broadcast_row(size, dtype):
     for place in range(2):
         for _ in range(2):
             row = torch.randn(1, size, device="cuda", dtype=dtype).requires_grad_()
@@ -76,7 +76,7 @@ def test_one_row_for_all(size, dtype):
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_others_for_inference(dtype):
+def test_inference_only_functions(dtype):
     gate, up = torch.randn(2, 9, 640, device="cuda", dtype=dtype)
     for _ in range(2):
         assert difference(gelu_mul(gate, up), F.gelu(gate.double()) * up.double()) < TOLERANCE[dtype]
@@ -85,14 +85,14 @@ def test_others_for_inference(dtype):
         gelu_mul(gate.requires_grad_(), up)
 
 
-def test_one_tensor_twice_and_extreme_numbers():
+def test_one_tensor_as_both_operands_and_extreme_values():
     x = torch.tensor([[-300.0, -50.0, -1.0, 0.0, 1.0, 50.0, 300.0, 5.0]], device="cuda", dtype=torch.float16)
     for _ in range(3):
         found = silu_mul(x, x)
         torch.testing.assert_close(found, (F.silu(x.double()) * x.double()).half(), rtol=2e-3, atol=1e-4)
 
 
-def test_known_calls_are_not_confused():
+def test_cached_calls_are_not_mixed_up():
     for shape in ((4, 256), (4, 512), (4, 256), (2, 512)):
         gate, up = torch.randn(2, *shape, device="cuda", dtype=torch.bfloat16)
         wide = torch.cat([gate, up], -1)
@@ -129,7 +129,7 @@ def test_torch_compile_with_gradients():
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_code_has_the_quick_form(dynamic):
+def test_compiled_code_uses_the_fast_layout(dynamic):
     step = torch.compile(lambda x: silu_mul(*x.chunk(2, -1)), fullgraph=True, dynamic=dynamic)
     for rows in (8192, 4096):
         x = torch.randn(rows, 2 * 5632, device="cuda", dtype=torch.bfloat16).requires_grad_()
@@ -151,7 +151,7 @@ def test_compiled_code_has_the_quick_form(dynamic):
 
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_one_gradient_alone(place, dtype):
+def test_a_single_gradient(place, dtype):
     for make in (lambda: torch.randn(9, 640, device="cuda", dtype=dtype), lambda: halved(9, 640, dtype)):
         for _ in range(3):
             given = [make().requires_grad_(number == place) for number in range(2)]
@@ -169,8 +169,8 @@ def halved(rows, size, dtype):
 @pytest.mark.parametrize("width", [1, 2, 4, 8], ids=lambda past: f"{past} past")
 @pytest.mark.parametrize("size", [99, 100, 128, 1001, 1024, 1536])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_rows_at_distances_that_are_no_multiple_of_16_bytes(width, size, dtype):
-    """cuDNN's kernels are compiled for these distances, and read less at once; a wrong one would fault here."""
+def test_row_strides_that_are_no_multiple_of_16_bytes(width, size, dtype):
+    """cuDNN compiles kernels for these strides with narrower loads; a wrong kernel would fault here."""
     for make in (lambda: torch.randn(33, size + width, device="cuda", dtype=dtype)[:, :size],) * 2:
         gate, up = make().requires_grad_(), make().requires_grad_()
         exact = [x.detach().double().requires_grad_() for x in (gate, up)]
@@ -185,7 +185,7 @@ def test_rows_at_distances_that_are_no_multiple_of_16_bytes(width, size, dtype):
             assert difference(relu_squared(gate), F.relu(exact[0]).square()) < TOLERANCE[dtype]
 
 
-def test_slices_that_begin_elsewhere_are_refused():
+def test_misaligned_slices_are_refused():
     x = torch.randn(4, 257, device="cuda", dtype=torch.bfloat16)[:, 1:]
     for _ in range(2):
         with pytest.raises(LayoutError, match="gate: got memory at 2 bytes past a multiple of 16"):

@@ -1,4 +1,4 @@
-"""Convolutions on the GPU: values and gradients against float64, layouts, and graphs that users write."""
+"""Convolutions on the GPU: values and gradients against float64, layouts, and custom graphs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_conv2d(name, dtype, last):
         grad = torch.randn_like(out)
         found = torch.autograd.grad(out, (x, weight, bias), grad)
         for one, other in zip(found, torch.autograd.grad(wanted, exact, grad.double()), strict=True):
-            # Where a number is nearly 0, rounding decides whether ReLU lets its gradient through.
+            # For values near 0, rounding decides whether ReLU passes the gradient.
             assert difference(one, other) < (4e-2 if act == "relu" else 2 * TOLERANCE[dtype])
     with torch.no_grad():
         for act, function in ACTIVATIONS.items():
@@ -68,7 +68,7 @@ def test_conv2d(name, dtype, last):
                 assert difference(out, function(F.conv2d(*exact[:2], **sizes))) < TOLERANCE[dtype]
 
 
-#: Filters and images with sizes of 1: cuDNN reads the memory order out of their strides, too.
+#: Filters and images with sizes of 1: cuDNN also infers the memory order from these dimensions' strides.
 ONES = {
     "3x1, steps": ((3, 8, 7, 12), (8, 8, 3, 1), {"stride": (1, 2)}),
     "2x1": ((3, 16, 9, 12), (8, 16, 2, 1), {"dilation": 2}),
@@ -116,7 +116,7 @@ def test_sizes_of_1(name, dtype, is_last):
             assert difference(one, other) < 2 * TOLERANCE[dtype]
 
 
-def test_sizes_of_1_in_a_graph_of_ones_own():
+def test_sizes_of_1_in_a_custom_graph():
     weight = channels_last(16, 32, 3, 1) * 0.1
     weight = weight.contiguous(memory_format=torch.channels_last)
     bias = torch.randn(1, 16, 1, 1, device="cuda", dtype=torch.bfloat16)
@@ -156,7 +156,7 @@ def channels_last(*shape):
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
 
 
-def test_a_graph_of_ones_own():
+def test_a_custom_graph():
     x, weight, bias = channels_last(2, 32, 16, 16), channels_last(64, 32, 3, 3) * 0.06, channels_last(1, 64, 1, 1)
     weight = weight.contiguous(memory_format=torch.channels_last)
     for _ in range(3):
@@ -174,7 +174,7 @@ def test_a_graph_of_ones_own():
     assert difference(out, F.silu(F.conv2d(x.double(), weight.double(), bias.flatten().double(), padding=1))) < 1e-2
 
 
-def test_numbers_are_data_and_operands_are_optional():
+def test_scalars_are_data_and_operands_are_optional():
     x, bias = (torch.randn(shape, device="cuda") for shape in ((1, 48, 64), (1, 1, 64)))
     add_rows(x, bias, 2.0)
     add_rows(x, None, 2.0)
@@ -192,7 +192,7 @@ def test_numbers_are_data_and_operands_are_optional():
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
 
 
-def test_an_operand_that_cudnn_would_misread_is_refused():
+def test_operands_that_cudnn_misreads_are_refused():
     x = torch.randn(2, 24, 64, device="cuda")
     for shape in ((1, 1, 64), (1, 24, 1), (2, 1, 1)):
         with pytest.raises(UnsupportedError, match="misread"):
@@ -215,7 +215,7 @@ def test_float32_is_refused_where_tf32_is_forbidden():
 
 
 @pytest.mark.parametrize("act", list(ACTIVATIONS))
-def test_every_channel_a_group(act):
+def test_depthwise_convolution(act):
     x, weight, bias = (
         channels_last(2, 64, 16, 16),
         channels_last(64, 1, 3, 3),
@@ -227,7 +227,7 @@ def test_every_channel_a_group(act):
         assert difference(conv2d(x, weight, bias, padding=1, groups=64, activation=act), wanted) < 1e-2
 
 
-def test_public_functions_are_explained():
+def test_explain_public_functions():
     x, weight = torch.randn(64, 1024, device="cuda").bfloat16().requires_grad_(), torch.ones(1024, device="cuda")
     explanation = explain(cudnn_sdpa.rms_norm, x, weight)
     assert explanation.supported
@@ -252,7 +252,7 @@ def test_several_results_of_several_dtypes():
     torch.testing.assert_close(compiled(x), x.float().square() + 1)
 
 
-def test_autotune_serves_graphs_of_ones_own():
+def test_autotune_of_custom_graphs():
     x, weight, bias = channels_last(8, 64, 32, 32), channels_last(64, 64, 3, 3), channels_last(1, 64, 1, 1)
     plan_cache.clear()
     with autotune() as report:
@@ -262,7 +262,7 @@ def test_autotune_serves_graphs_of_ones_own():
     assert out.isfinite().all()
 
 
-def test_warmup_makes_them_ready():
+def test_warmup():
     x = torch.randn(2, 20, 128, device="cuda", dtype=torch.bfloat16)
     with cudnn_sdpa.record_plans() as manifest:
         wanted = cudnn_sdpa.silu_mul(x)
@@ -276,7 +276,7 @@ def test_warmup_makes_them_ready():
 
 
 @pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1)], ids=str)
-def test_gradients_by_some_of_them(wanted):
+def test_partial_gradients(wanted):
     for _ in range(3):
         given = [channels_last(2, 32, 16, 16), channels_last(64, 32, 3, 3).mul_(0.06), channels_last(1, 64, 1, 1)]
         given[2] = given[2].flatten()
@@ -291,7 +291,7 @@ def test_gradients_by_some_of_them(wanted):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("channels", [3, 64])
-def test_gradients_have_the_same_bits_under_determinism(deterministic_algorithms, dtype, channels):
+def test_deterministic_gradients_are_bit_exact(deterministic_algorithms, dtype, channels):
     x, weight = (
         torch.randn(shape, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
         for shape in ((16, channels, 64, 64), (32, channels, 3, 3))
@@ -309,7 +309,7 @@ def test_gradients_have_the_same_bits_under_determinism(deterministic_algorithms
     assert sorted(key.deterministic for key in keys) == [False, False, True, True]
 
 
-def test_training_and_one_dimension_take_the_short_way():
+def test_training_and_conv1d_take_the_fast_path():
     lines = torch.randn(2, 50, 32, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     filters = (torch.randn(64, 3, 32, device="cuda") * 0.1).bfloat16().transpose(1, 2)
     image, weight = channels_last(2, 32, 16, 16), channels_last(64, 32, 3, 3).mul_(0.06)
@@ -337,7 +337,7 @@ def test_training_and_one_dimension_take_the_short_way():
             function(*given, padding=1, activation="silu").sum().backward()
 
 
-def test_a_frozen_weight_keeps_no_image():
+def test_a_frozen_weight_saves_no_input():
     x, weight = channels_last(64, 64, 64, 64).requires_grad_(), channels_last(64, 64, 3, 3).mul_(0.04)
     seen = []
     for _ in range(2):

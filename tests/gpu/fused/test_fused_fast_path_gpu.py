@@ -1,4 +1,4 @@
-"""Graph functions called again and again: what the short way to their plans must not mix up."""
+"""The fast path of graph functions on a GPU: cached calls are not mixed up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def difference(found, wanted):
     return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
 
 
-def test_numbers_and_tensors_by_name():
+def test_scalars_and_tensors_by_keyword():
     x, bias = torch.randn(1, 48, 64, device="cuda"), torch.randn(1, 1, 64, device="cuda")
     for _ in range(3):
         for given, named in (
@@ -36,7 +36,7 @@ def test_numbers_and_tensors_by_name():
 
 
 @pytest.mark.parametrize("form", ["halves", "both"])
-def test_gradients_of_gates_whose_tensors_have_been_elsewhere(form):
+def test_gate_gradients_of_offloaded_tensors(form):
     x = torch.randn(64, 512, device="cuda", dtype=BF16)
 
     def gradient(hooks):
@@ -58,7 +58,7 @@ def test_gradients_of_gates_whose_tensors_have_been_elsewhere(form):
             assert difference(gradient(hooks), wanted) < 2e-2
 
 
-def test_gradients_of_norms_whose_tensors_have_been_elsewhere():
+def test_norm_gradients_of_offloaded_tensors():
     for function, reference in (
         (rms_norm, lambda x, w: F.rms_norm(x, (256,), w, 1e-6)),
         (lambda x, w: layer_norm(x, w, w), lambda x, w: F.layer_norm(x, (256,), w, w)),
@@ -74,7 +74,7 @@ def test_gradients_of_norms_whose_tensors_have_been_elsewhere():
                 assert difference(one, other) < 2e-2
 
 
-def test_checkpoints_and_plans_that_have_gone():
+def test_checkpoints_and_evicted_plans():
     weight = torch.rand(256, device="cuda", dtype=BF16)
     kernel = (torch.randn(16, 16, 3, 3, device="cuda") * 0.1).bfloat16()
     steps = {
@@ -95,7 +95,7 @@ def test_checkpoints_and_plans_that_have_gone():
             assert difference(found, wanted) < 2e-2
 
 
-def test_gradients_that_are_not_aligned():
+def test_misaligned_gradients():
     weight = torch.rand(101, device="cuda", dtype=BF16)
     parts = [torch.randn(rows, 101, device="cuda", dtype=BF16).requires_grad_() for rows in (1, 3)]
     exact = [part.detach().double().requires_grad_() for part in parts]
@@ -108,7 +108,7 @@ def test_gradients_that_are_not_aligned():
             assert difference(one, other) < 2e-2
 
 
-def test_results_may_be_changed_in_place():
+def test_results_may_be_modified_in_place():
     x = torch.randn(2, 16, 8, 8, device="cuda", dtype=BF16).to(memory_format=torch.channels_last)
     kernel = (torch.randn(16, 16, 3, 3, device="cuda") * 0.1).bfloat16().to(memory_format=torch.channels_last)
     kernel.requires_grad_()
@@ -118,7 +118,7 @@ def test_results_may_be_changed_in_place():
         assert difference(found, torch.autograd.grad(wanted, kernel)[0]) < 4e-2
 
 
-def test_tangents_are_refused():
+def test_forward_mode_is_refused():
     x, weight = torch.randn(8, 64, device="cuda"), torch.rand(64, device="cuda")
     for function in (lambda x: rms_norm(x, weight), silu_mul, lambda x: add_rows(x.view(1, 8, 64), None, 2.0)):
         for _ in range(2):
@@ -127,7 +127,7 @@ def test_tangents_are_refused():
                 torch.func.jvp(function, (x,), (torch.ones_like(x),))
 
 
-def test_biases_that_do_not_lie_together_and_empty_batches():
+def test_strided_biases_and_empty_batches():
     x = torch.randn(2, 16, 8, 8, device="cuda", dtype=BF16).to(memory_format=torch.channels_last)
     kernel = (torch.randn(16, 16, 3, 3, device="cuda") * 0.1).bfloat16().to(memory_format=torch.channels_last)
     wide = torch.randn(32, device="cuda", dtype=BF16)
@@ -150,13 +150,13 @@ def test_autocast_casts_convolutions_as_pytorch_does():
 
 @graph_op(outputs=lambda x, *, rows: x.new_empty(1, rows, x.shape[2]))
 def of_rows(g, x, *, rows):
-    """max(x, 0), of which somebody says how many rows it has."""
+    """max(x, 0), whose number of rows the caller declares."""
     del rows
     return g.relu(input=x)
 
 
 @pytest.mark.parametrize("rows", [1, 24, 96])
-def test_results_that_the_graph_does_not_give_are_refused(rows):
+def test_wrong_result_declarations_are_refused(rows):
     x = torch.randn(1, 48, 64, device="cuda")
     for _ in range(2):
         with pytest.raises(ShapeError, match=rf"result 0 of of_rows: got shape \(1, {rows}, 64\); expected .*48, 64"):

@@ -1,4 +1,4 @@
-"""`rms_norm` and `layer_norm` on the GPU: values and gradients against float64, and the short way to their plans."""
+"""`rms_norm` and `layer_norm` on the GPU: values and gradients against float64, and the fast path."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def leaf(*shape, dtype, of=None):
 
 
 def assert_like_float64(function, reference, tensors, dtype):
-    """The output without and with gradients, twice each, on fresh numbers, and gradients by all tensors."""
+    """Compares the output without and with gradients, twice each on fresh values, and all gradients."""
     for _ in range(2):
         for tensor in tensors:
             tensor.data.normal_()
@@ -99,7 +99,7 @@ def test_layer_norm(shape, dtype):
     )
 
 
-def test_rows_that_do_not_lie_together():
+def test_strided_rows():
     base = torch.randn(6, 9, 256, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(128, device="cuda", dtype=torch.bfloat16)
     for x in (base[..., :128], base[..., 64:192], base[:, ::2, 128:], base.transpose(0, 1)[..., 128:]):
@@ -111,7 +111,7 @@ def test_rows_that_do_not_lie_together():
     assert difference(found, wanted.double()) < 2e-2
 
 
-def test_eps_is_data_and_layouts_are_not_confused():
+def test_eps_is_data_and_layouts_are_not_mixed_up():
     x = torch.randn(5, 512, device="cuda", dtype=torch.bfloat16) * 1e-3
     weight = torch.randn(512, device="cuda", dtype=torch.bfloat16)
     rms_norm(x, weight, 1e-6)
@@ -129,7 +129,7 @@ def test_eps_is_data_and_layouts_are_not_confused():
                     assert difference(found.detach(), wanted) < 8e-3
 
 
-def test_a_known_call_skips_the_dispatcher_and_a_watched_one_does_not():
+def test_a_cached_call_bypasses_the_dispatcher_and_an_observed_one_does_not():
     x, weight = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 256), (256,)))
     rms_norm(x, weight)
     rms_norm(x, weight)
@@ -153,7 +153,7 @@ FUSED = {
 @pytest.mark.parametrize("shape", [(4, 256), (3, 7, 64), (1, 4096), (4096, 4096), (130, 5120), (33, 32768)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", FUSED)
-def test_what_is_fused_with_a_norm(name, dtype, shape):
+def test_fused_activations_and_residuals(name, dtype, shape):
     options, activation = FUSED[name]
     tolerance = 1e-5 if dtype is torch.float32 else 1e-2
     for _ in range(2):
@@ -172,7 +172,7 @@ def test_what_is_fused_with_a_norm(name, dtype, shape):
 
 
 @pytest.mark.parametrize("uses_sum", [False, True])
-def test_the_gradients_of_a_norm_behind_a_sum(uses_sum):
+def test_gradients_of_a_norm_after_a_sum(uses_sum):
     leaves = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((70, 2048), (70, 2048), (2048,))]
     exact = [leaf.double().requires_grad_() for leaf in leaves]
     leaves = [leaf.requires_grad_() for leaf in leaves]
@@ -187,7 +187,7 @@ def test_the_gradients_of_a_norm_behind_a_sum(uses_sum):
         assert difference(one, other) < 1e-2
 
 
-def test_what_there_is_no_kernel_for_says_so():
+def test_unsupported_norms_are_named():
     x, weight = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((64, 1000), (1000,)))
     for _ in range(2):
         for given in ({"residual": x}, {"activation": "silu"}):
@@ -196,7 +196,7 @@ def test_what_there_is_no_kernel_for_says_so():
     assert difference(rms_norm(x, weight), F.rms_norm(x.double(), (1000,), weight.double(), 1e-6)) < 1e-2
 
 
-def test_memory_that_is_not_aligned_is_refused():
+def test_misaligned_tensors_are_refused():
     base = torch.randn(1 + 4 * 256, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(256, device="cuda", dtype=torch.bfloat16)
     for _ in range(2):
@@ -243,7 +243,7 @@ def test_torch_compile_with_gradients():
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_one_gradient_alone(place):
+def test_a_single_gradient(place):
     tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((33, 640), (640,), (640,))]
     for function, reference, count in (
         (rms_norm, lambda x, w: F.rms_norm(x, (640,), w, 1e-6), 2),
@@ -262,8 +262,8 @@ def test_one_gradient_alone(place):
 
 @pytest.mark.parametrize("size", [1, 7, 99, 100, 1001, 4097])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_rows_whose_size_is_no_multiple_of_16_bytes(size, dtype):
-    """Dense ones, and slices of wider ones, which are copied wherever they begin."""
+def test_rows_of_sizes_that_are_no_multiple_of_16_bytes(size, dtype):
+    """Dense rows, and slices of wider ones, which are copied at any offset."""
     for make in (
         lambda: torch.randn(33, size, device="cuda", dtype=dtype) + 0.5,
         lambda: torch.randn(33, size + 3, device="cuda", dtype=dtype)[:, 3:] + 0.5,

@@ -1,6 +1,6 @@
-"""x times a number, plus a broadcast operand: all ranks and patterns of sizes of 1, dense, with gaps, expanded.
+"""x times a scalar, plus a broadcast operand: all ranks and patterns of sizes of 1, dense, with gaps, expanded.
 
-cuDNN misreads some of these in silence (see `known_issues`); each must come out right, or be refused.
+cuDNN silently misreads some of these (see `known_issues`); each must be right or refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHAPES = {
 
 
 def lying(sizes, order, dtype, more):
-    """A tensor cut out of one that has `more(n)` places along each dimension of size n, which lie in this order."""
+    """A slice of a tensor in this memory order that has `more(n)` elements along each dimension of size n."""
     sizes_in_memory = [sizes[dim] for dim in order]
     whole = torch.randn([more(place, n) for place, n in enumerate(sizes_in_memory)], device="cuda").to(dtype)
     for place, n in enumerate(sizes_in_memory):
@@ -42,7 +42,7 @@ def lying(sizes, order, dtype, more):
 
 
 def operands(sizes, order, dtype):
-    """Operands for all patterns and ways to lie, with names."""
+    """Operands of all patterns and layouts, with names."""
     last = len(sizes) - 1
     ways = {
         "dense": lambda place, n: n,  # noqa: ARG005
@@ -67,7 +67,7 @@ def operands(sizes, order, dtype):
 
 
 def outcome(x, bias):
-    """How a call fared: "right", why it is refused, or what is wrong."""
+    """Outcome of a call: "right", why it is refused, or what is wrong."""
     try:
         found = scaled(x, bias, 1.37)
     except UnsupportedError as error:
@@ -84,7 +84,7 @@ def outcome(x, bias):
     ("has_gaps", "dtype"), [(False, torch.float16), (True, torch.float32)], ids=["x is dense", "x has gaps"]
 )
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_way_to_broadcast_is_right_or_refused(name, has_gaps, dtype):
+def test_every_broadcast_is_right_or_refused(name, has_gaps, dtype):
     sizes, order = SHAPES[name]
     last = len(sizes) - 1
     outcomes = {}

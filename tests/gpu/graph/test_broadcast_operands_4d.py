@@ -1,7 +1,7 @@
-"""Pointwise graphs of four dimensions with operands that are repeated along some of them: which are computed wrongly.
+"""Pointwise graphs of four dimensions with broadcast operands: which are computed wrongly.
 
-In three dimensions cuDNN misreads operands of one dimension in a batch of several, and such graphs are refused. This
-looks at all such patterns of four dimensions, in both orders in memory.
+In three dimensions cuDNN misreads some broadcast operands in a batch, and such graphs are refused. This tests all such
+patterns of four dimensions, in both memory orders.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PATTERNS = [pattern for pattern in itertools.product([False, True], repeat=4) if
 
 
 def like_whole(a, b):
-    """Laid out as the operand that is whole; if none is, as the first."""
+    """Laid out as the operand that is not broadcast; if both are, as the first."""
     shape = torch.broadcast_shapes(a.shape, b.shape)
     model = next((x for x in (a, b) if x.shape == shape), a)
     is_last = model.is_contiguous(memory_format=LAST) and not model.is_contiguous()
@@ -48,7 +48,7 @@ def shaped(pattern, dtype, form):
 
 
 def outcome(operation, a, b):
-    """How a call fared: "right", why it is refused, or what is wrong."""
+    """Outcome of a call: "right", why it is refused, or what is wrong."""
     function, reference = OPERATIONS[operation]
     try:
         found = function(a, b)
@@ -72,7 +72,7 @@ def assert_nothing_wrong(outcomes):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", [torch.contiguous_format, LAST], ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_one_operand_is_repeated(operation, dtype, form):
+def test_one_broadcast_operand(operation, dtype, form):
     whole = shaped((True,) * 4, dtype, form)
     outcomes = {}
     for pattern in PATTERNS:
@@ -80,12 +80,12 @@ def test_one_operand_is_repeated(operation, dtype, form):
         for order, pair in (("second", (whole, other)), ("first", (other, whole))):
             outcomes[f"{tuple(other.shape)} as the {order}"] = outcome(operation, *pair)
     assert_nothing_wrong(outcomes)
-    assert form is not LAST or "right" in outcomes.values()  # of contiguous ones an H200 has none
+    assert form is not LAST or "right" in outcomes.values()  # an H200 has no engine for contiguous ones
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", [torch.contiguous_format, LAST], ids=str)
-def test_both_operands_are_repeated(dtype, form):
+def test_two_broadcast_operands(dtype, form):
     outcomes = {}
     for pattern in PATTERNS[1:]:
         rest = tuple(not is_whole for is_whole in pattern)

@@ -1,4 +1,4 @@
-"""Engines that cuDNN has in reserve, for what its guesses do not take: right wherever they take anything."""
+"""Engines of cuDNN's fallback heuristics: right wherever they accept a graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 2e-3}
 
 @pytest.fixture
 def reserve(monkeypatch, tmp_path):
-    """Nothing but the reserve, and what it makes goes nowhere else."""
+    """Uses fallback engines only, and a separate plan store."""
 
     def propose(builder):
         builder._graph.create_execution_plans([builder.types.heur_mode.FALLBACK])
@@ -115,15 +115,15 @@ def test_norms_and_gates(shape, dtype):
 
 @graph_op(reference=lambda x, weight: F.conv2d(x, weight).exp().contiguous(memory_format=torch.channels_last))
 def exp_of_convolution(g, x, weight):
-    """A graph of somebody's own; with a single filter its result is laid out like rows."""
+    """A custom graph; with a single filter its result is laid out like rows."""
     y = g.conv_fprop(image=x, weight=weight, padding=[0, 0], stride=[1, 1], dilation=[1, 1])
     return g.exp(input=y)
 
 
 @pytest.mark.parametrize("filters", [1, 2, 16, 64])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_graphs_of_ones_own(filters, dtype, tmp_path):
-    """With cuDNN's guesses, and where these take nothing, with the reserve."""
+def test_custom_graphs(filters, dtype, tmp_path):
+    """With cuDNN's first heuristics, and with fallback engines where those find none."""
     x = channels_last(make(2, 32, 15, 17, dtype=dtype))
     weight = channels_last((make(filters, 32, 1, 1, dtype=torch.float32) * 0.1).to(dtype))
     wanted = F.conv2d(x.double(), weight.double()).exp()

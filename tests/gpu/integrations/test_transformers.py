@@ -1,4 +1,4 @@
-"""Models of transformers on the GPU: as near to float32 as eager attention, without a wait, compiled and captured."""
+"""Transformers models on the GPU: as close to float32 as eager attention, no synchronization, compiled and captured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.integrations.transformers import register
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
-#: What "eager" is compared by too: a few times its error, or of the largest logit where it is lucky.
+#: Tolerance: a few times the error of "eager", or a fraction of the largest logit where that error is tiny.
 FACTOR, ROUNDING = 2.0, 1e-2
 
 
@@ -37,7 +37,7 @@ def three(make):
 
 
 def assert_as_near(ours, theirs, exact, where=...):
-    """In the norm, no further from float32 than eager attention in bfloat16, up to a factor."""
+    """In the norm, as close to float32 as eager attention in bfloat16, up to a factor."""
     ours, theirs, exact = (x.detach().float()[where] for x in (ours, theirs, exact))
     assert torch.isfinite(ours).all()
     error, other = ((x - exact).norm() / exact.norm() for x in (ours, theirs))
@@ -74,7 +74,7 @@ def test_steps_on_every_cache(name):
 @pytest.mark.parametrize("inspect_padding", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 @torch.no_grad()
-def test_generated_tokens_have_the_logits_of_one_pass(name, inspect_padding, cache):
+def test_generated_tokens_match_a_single_pass(name, inspect_padding, cache):
     register(inspect_padding=inspect_padding)
     ours, theirs, exact = three(DECODERS[name])
     ids, mask = fresh(9), torch.ones(4, 9, dtype=torch.long, device=DEVICE)
@@ -113,7 +113,7 @@ def test_encoders(name):
 
 @pytest.mark.parametrize("name", PAIRS)
 @torch.no_grad()
-def test_encoders_with_decoders(name):
+def test_encoder_decoder_models(name):
     models, inputs = three(PAIRS[name]), inputs_of(name, DEVICE, DTYPE)
     single = {key: x.float() if x.is_floating_point() else x for key, x in inputs.items()}
     assert_as_near(*(model(**given).logits for model, given in zip(models, (inputs, inputs, single), strict=True)))
@@ -134,7 +134,7 @@ def test_training(name):
 
 
 def waits_in(run):
-    """Files in which an operation waits for the GPU while `run` runs."""
+    """Files with an operation that synchronizes while `run` runs."""
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -146,7 +146,7 @@ def waits_in(run):
     return {one.filename for one in found if "called a synchronizing" in str(one.message)}
 
 
-def test_a_wait_would_be_noticed():
+def test_synchronization_would_be_detected():
     number = torch.ones(1, device=DEVICE)
     assert waits_in(number.item)
 
@@ -155,7 +155,7 @@ def test_a_wait_would_be_noticed():
 @pytest.mark.parametrize("with_mask", [False, True])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
 @torch.no_grad()
-def test_steps_do_not_wait_for_the_gpu(name, with_mask, cache):
+def test_steps_do_not_synchronize(name, with_mask, cache):
     model = tiny(DECODERS[name], "cudnn_sdpa").to(DEVICE, DTYPE)
     ids, mask, positions = fresh(26), padded(26, DEVICE), torch.arange(26, device=DEVICE)[None]
     past = (
@@ -167,18 +167,18 @@ def test_steps_do_not_wait_for_the_gpu(name, with_mask, cache):
         model(ids[:, start:end], past_key_values=past, position_ids=positions[:, start:end], **seen)
 
     run(0, 20)
-    run(20, 21)  # builds plans, or asks for them
+    run(20, 21)  # builds or requests plans
     run(21, 22)
     waits = waits_in(lambda: [run(at, at + 1) for at in range(22, 26)])
     here = {file for file in waits if "cudnn_sdpa" in file or "masking_utils" in file}
     assert not here
-    if name == "llama":  # the others' layers and caches make numbers on the host
+    if name == "llama":  # transformers' layers and caches create host values
         assert not waits
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 @torch.no_grad()
-def test_prompts_do_not_wait_for_the_gpu(name):
+def test_prompts_do_not_synchronize(name):
     model = tiny(DECODERS[name], "cudnn_sdpa").to(DEVICE, DTYPE)
     ids, mask, positions = fresh(20), padded(20, DEVICE), torch.arange(20, device=DEVICE)[None]
 
@@ -204,7 +204,7 @@ def test_compiled_steps_on_a_static_cache_are_cuda_graphs(name):
 
 
 @torch.no_grad()
-def test_generate_compiles_the_steps():
+def test_generate_compiles_the_decode_steps():
     ours, theirs, exact = three(DECODERS["llama"])
     ids = fresh(9)
     torch._dynamo.reset()
@@ -245,7 +245,7 @@ def test_a_growing_cache_needs_one_plan_for_256_steps(with_padding):
 
 
 @torch.no_grad()
-def test_float32_is_declined_unless_pytorch_may_do_it():
+def test_float32_needs_the_fallback():
     ours, theirs = (tiny(DECODERS["llama"], name).to(DEVICE) for name in ("cudnn_sdpa", "eager"))
     ids = fresh(12)
     with pytest.raises((UnsupportedError, cudnn_sdpa.DtypeError), match="float32"):

@@ -1,4 +1,4 @@
-"""Modules on the GPU: values and gradients against float64, caches, CUDA graphs, compilation, autocast, no waiting."""
+"""Modules on the GPU: values and gradients against float64, caches, CUDA graphs, compile, autocast, synchronization."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cudnn_sdpa.nn import (
 )
 
 DEVICE = "cuda"
-#: bfloat16 has 8 bits, and what comes out of a layer has been rounded a dozen times.
+#: bfloat16 has 8 bits, and the output of a layer has been rounded a dozen times.
 TOLERANCE = 2e-2
 BF16 = {"device": DEVICE, "dtype": torch.bfloat16}
 
@@ -38,7 +38,7 @@ def make_attention(**options):
 
 
 def make_layers(number, **options):
-    """Layers of LLaMA that share a rotary embedding."""
+    """LLaMA layers that share a rotary embedding."""
     shared = rope()
     options = {"num_kv_heads": 2, "head_dim": 64, "is_causal": True, "rope": shared, **BF16, **options}
     return torch.nn.ModuleList(randomize(TransformerLayer(256, 4, 512, **options)) for _ in range(number)), shared
@@ -148,7 +148,7 @@ def test_a_vision_encoder_in_float32_runs_under_autocast():
     ids=lambda options: "+".join(options) or "plain",
 )
 @pytest.mark.parametrize("kind", ["static", "paged"])
-def test_steps_give_what_the_whole_sequences_give(options, kind):
+def test_steps_match_the_whole_sequences(options, kind):
     layers, shared = make_layers(2, **options)
     layers.eval()
     x = numbers(3, 100, 256)
@@ -214,7 +214,7 @@ def test_one_cuda_graph_decodes_all_positions():
         found.append(out.clone())
     assert cache.lengths.tolist() == [80, 80]
     assert difference(torch.cat(found, dim=1), exact_stack(layers, x[:, :80])) < TOLERANCE
-    for _ in range(2):  # one token too many: not a number, and nothing else is harmed
+    for _ in range(2):  # one token too many gives NaN there, and affects nothing else
         graph.replay()
         assert out.isnan().all()
     cache.reset()
@@ -224,7 +224,7 @@ def test_one_cuda_graph_decodes_all_positions():
 
 
 @torch.no_grad()
-def test_a_warm_step_waits_for_nothing():
+def test_a_warm_step_does_not_synchronize():
     layers, _ = make_layers(2)
     layers.eval()
     cache = KVCache(batch=2, heads=2, head_dim=64, max_length=80, layers=2)
@@ -276,7 +276,7 @@ def test_compiled_layers_with_gradients():
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_compiled_step_serves_all_positions(mode):
+def test_one_compiled_step_serves_all_positions(mode):
     torch._dynamo.reset()
     layers, _ = make_layers(2)
     layers.eval()
@@ -295,7 +295,7 @@ def test_a_compiled_step_serves_all_positions(mode):
     torch._dynamo.reset()
 
 
-def test_weights_of_pytorchs_layer():
+def test_conversion_of_pytorchs_layer():
     theirs = torch.nn.TransformerEncoderLayer(256, 4, 512, 0.0, "gelu", batch_first=True, norm_first=True, **BF16)
     for parameter in theirs.parameters():
         if parameter.dim() == 1:
@@ -323,8 +323,8 @@ FORGET = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("forget", FORGET)
-def test_an_overflow_does_not_outlive_its_tokens(forget):
-    """NaN and infinity in keys and values that a static cache has forgotten reach no result; nothing waits for it."""
+def test_an_overflow_ends_with_its_tokens(forget):
+    """NaN and infinity in truncated keys and values of a static cache reach no result, without synchronization."""
     cache = KVCache(batch=2, heads=2, head_dim=64, max_length=300, dtype=torch.bfloat16, device=DEVICE)
     for number in (float("nan"), float("inf")):
         for tokens in (1, 20):
@@ -348,8 +348,8 @@ def test_an_overflow_does_not_outlive_its_tokens(forget):
 
 @torch.no_grad()
 @pytest.mark.parametrize("forget", ["reset", "truncate", "-="])
-def test_an_overflow_between_replays_does_not_outlive_its_tokens(forget):
-    """Nothing in a captured step clears; what makes lengths smaller between two replays does."""
+def test_an_overflow_between_replays_ends_with_its_tokens(forget):
+    """A captured step clears nothing; shortening lengths between two replays does."""
     cache = KVCache(batch=2, heads=2, head_dim=64, max_length=300, dtype=torch.bfloat16, device=DEVICE)
     q, k, v = torch.randn(3, 2, 2, 1, 64, dtype=torch.bfloat16, device=DEVICE)
 
@@ -383,7 +383,7 @@ def test_an_overflow_between_replays_does_not_outlive_its_tokens(forget):
 
 
 @torch.no_grad()
-def test_lengths_written_in_place_before_a_capture_do_not_clear_in_each_replay():
+def test_in_place_lengths_before_a_capture_do_not_clear_in_each_replay():
     cache = KVCache(batch=2, heads=2, head_dim=64, max_length=300, dtype=torch.bfloat16, device=DEVICE)
     q, k, v = torch.randn(3, 2, 2, 1, 64, dtype=torch.bfloat16, device=DEVICE)
 
@@ -400,5 +400,5 @@ def test_lengths_written_in_place_before_a_capture_do_not_clear_in_each_replay()
     cache.v()[:, :, 200:] = 7
     graph.replay()
     assert (cache.v()[:, :, 200:] == 7).all()
-    decode()  # outside of the graph what was written in place is noticed
+    decode()  # outside of the graph in-place writes are noticed
     assert not cache.v()[:, :, 200:].any()

@@ -1,4 +1,4 @@
-"""What `record_plans` notes on the CPU for this GPU is what the same calls use on it."""
+"""`record_plans` on the CPU, for this GPU, records the plans that the same calls use on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HalfInputs(Inputs):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_plans_are_those_of_the_gpu(name, tmp_path):
+def test_recorded_plans_are_those_of_the_gpu(name, tmp_path):
     path = tmp_path / "device.json"
     path.write_text(json.dumps(live_properties(0)))
     with cudnn_sdpa.shape_policy("exact"), cudnn_sdpa.record_plans() as used:
@@ -28,5 +28,5 @@ def test_the_plans_are_those_of_the_gpu(name, tmp_path):
         CALLS[name](HalfInputs("cpu"))
     assert used.plans
     assert [plan for plan in used.plans if plan not in recorded.plans] == []
-    without_lse = name in ("varlen, into a tensor", "paged, into a tensor")  # of which both plans are noted
+    without_lse = name in ("varlen, into a tensor", "paged, into a tensor")  # both plans are recorded
     assert len(recorded) == len(used) + without_lse

@@ -1,4 +1,4 @@
-"""`autotune` on the GPU: right numbers from whichever plan wins, at the first launch and at all later ones."""
+"""`autotune` on the GPU: right results from any winner, at the first launch and all later ones."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ CASES = {
 
 
 def last_one(measurements):
-    """In place of `trials.fastest`: of the plans that are right, the one that cuDNN ranks last."""
+    """Replaces the choice of the fastest plan: takes the right plan that cuDNN ranks last."""
     return max(number for number, measurement in enumerate(measurements) if not measurement.reason)
 
 
 @pytest.fixture(params=["fastest", "last"])
 def choice(request, monkeypatch):
-    """The fastest plan wins, or one that is hardly ever cuDNN's first choice."""
+    """Either the fastest plan wins, or one that is rarely cuDNN's first choice."""
     if request.param == "last":
         monkeypatch.setattr(autotune_timing, "fastest", last_one)
     return request.param
@@ -73,7 +73,7 @@ def configurations():
 
 
 def assert_settled():
-    """All plans are plain ones, and tuned if that is possible."""
+    """All plans are plain, and tuned if possible."""
     for plan in plan_cache.plans():
         assert type(plan) is Plan
         assert plan.tuned == (autotune_module.not_tunable(plan.key) == ""), str(plan.key)
@@ -83,7 +83,7 @@ def assert_settled():
 def test_values(choice, name):
     c = dense_calls.plain(**({"sq": 64} | CASES[name]))
     with autotune() as report:
-        assert dense_calls.check(c) == [], str(report)  # what the first launches have left
+        assert dense_calls.check(c) == [], str(report)  # leftovers of the first launches
         assert len(report.entries) == plan_cache.info().builds
         assert_settled()
         assert dense_calls.check(c) == []
@@ -100,7 +100,7 @@ def test_values(choice, name):
 
 @pytest.mark.usefixtures("take_last")
 def test_another_plan_than_the_first_choice_can_win():
-    """Otherwise the other tests would show nothing."""
+    """Without this the other tests would prove nothing."""
     leaves = [x.requires_grad_() for x in inputs(512)]
     with autotune() as report:
         torch.autograd.grad(cudnn_sdpa.sdpa(*leaves, is_causal=True).sum(), leaves)
@@ -115,7 +115,7 @@ def test_another_plan_than_the_first_choice_can_win():
     )
 
 
-def test_no_more_plans_are_built_than_asked_for():
+def test_no_more_plans_are_built_than_requested():
     with autotune(candidates=2) as report:
         assert_right(*inputs())
     assert [len(entry.candidates) for entry in report.entries] == [2]
@@ -186,7 +186,7 @@ def test_a_stored_plan_that_was_not_tuned_is_built_again(store):
     assert store.info().plans == 1
 
 
-def test_a_plan_that_is_held_stays():
+def test_a_cached_plan_is_not_retuned():
     q, k, v = inputs()
     assert_right(q, k, v)
     with autotune() as report:
@@ -196,7 +196,7 @@ def test_a_plan_that_is_held_stays():
 
 
 @pytest.mark.usefixtures("choice")
-def test_gradients_under_determinism_are_the_same_bits_from_the_first_launch_on():
+def test_deterministic_gradients_are_bit_exact_from_the_first_launch():
     leaves = [make("bshd", 2, heads, 1100, 64, torch.bfloat16).requires_grad_() for heads in (8, 2, 2)]
     grad_out = torch.randn_like(leaves[0])
 
@@ -228,8 +228,8 @@ def test_the_winner_is_captured():
 
 
 @pytest.mark.usefixtures("take_last")
-def test_a_call_that_is_bound_to_the_first_choice_goes_on_right():
-    """Here by a gradient whose forward pass ran before the plan of the backward pass was replaced."""
+def test_a_call_bound_to_the_first_choice_stays_right():
+    """A gradient whose forward pass ran before the backward plan was replaced."""
     leaves = [x.requires_grad_() for x in inputs(512)]
     with autotune():
         outs = [cudnn_sdpa.sdpa(*leaves, is_causal=True) for _ in range(3)]
@@ -250,7 +250,7 @@ def test_a_call_that_is_bound_to_the_first_choice_goes_on_right():
 def test_a_first_launch_into_a_cuda_graph():
     q, k, v = inputs()
     with autotune() as report:
-        cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, k, v)  # builds, and launches nothing
+        cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, k, v)  # builds without launching
         (plan,) = plan_cache.plans()
         first = (plan.engine, plan.knobs)
         graph = torch.cuda.CUDAGraph()
@@ -307,7 +307,7 @@ def test_tuning_in_one_thread_does_not_harm_a_capture_in_another():
         try:
             with torch.cuda.stream(torch.cuda.Stream()):
                 mine = inputs(192)
-                room = [torch.empty_like(mine[0]) for _ in range(4)]  # PyTorch's allocator may not ask for more
+                room = [torch.empty_like(mine[0]) for _ in range(4)]  # PyTorch's allocator must not request more
                 del room
                 ready.set()
                 capturing.wait()
@@ -335,7 +335,7 @@ def test_tuning_in_one_thread_does_not_harm_a_capture_in_another():
     assert_right(q, k, v, out)
 
 
-def test_only_the_first_launch_waits():
+def test_only_the_first_launch_synchronizes():
     q, k, v = inputs()
     with autotune():
         assert_right(q, k, v)
@@ -347,7 +347,7 @@ def test_only_the_first_launch_waits():
     assert_right(q, k, v, out)
 
 
-def test_where_waiting_is_an_error_nothing_is_tuned():
+def test_nothing_is_tuned_where_synchronizing_is_an_error():
     q, k, v = inputs()
     with autotune() as report:
         cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, k, v)
@@ -361,7 +361,7 @@ def test_where_waiting_is_an_error_nothing_is_tuned():
     assert [plan.tuned for plan in plan_cache.plans()] == [False]
 
 
-def test_packed_sequences_are_left_as_they_are():
+def test_packed_sequences_are_not_tuned():
     ends = torch.tensor([0, 40, 40, 128], dtype=torch.int32, device="cuda")
     q, k, v = (torch.randn(128, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     with autotune() as report:
@@ -373,7 +373,7 @@ def test_packed_sequences_are_left_as_they_are():
     assert [(type(plan), plan.tuned) for plan in plan_cache.plans()] == [(Plan, False)]
 
 
-def test_an_output_among_other_memory_is_all_that_is_written():
+def test_tuning_writes_only_the_output():
     q, k, v = inputs()
     memory = torch.full((2, 128, 6, 64), 7.0, dtype=torch.bfloat16, device="cuda")
     out = memory[:, :, 1:5].transpose(1, 2)

@@ -46,7 +46,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_then_b_then_a(name):
-    """Neither of two calls that differ in one thing may get the other's plan, in any order."""
+    """Two calls that differ in one thing never get each other's plan, in any order."""
     shape, options = VARIANTS[name]
     for order in ("aba", "bab"):
         plan_cache.clear()
@@ -91,7 +91,7 @@ def test_bounded_and_evicted_plans_are_freed_and_rebuilt():
     for _ in range(4):
         cudnn_sdpa.sdpa(q[:, :, :5], k, v)
     gc.collect()
-    gc.disable()  # a plan must go by itself
+    gc.disable()  # a plan must be freed by itself
     victim = weakref.ref(plan_cache.plans()[0].built)
     for length in range(6, 12):
         check(q[:, :, :length], k, v)
@@ -105,8 +105,8 @@ def test_bounded_and_evicted_plans_are_freed_and_rebuilt():
     check(q[:, :, :5], k, v)
 
 
-def test_plans_may_go_while_their_launches_wait():
-    """Neither the constants nor the kernels of an evicted plan may go before its launches have run."""
+def test_plans_may_be_evicted_while_their_launches_are_queued():
+    """The constants and kernels of an evicted plan must live until its launches have run."""
     q, k, v = tensors()
     ends = torch.tensor([48, 17], dtype=torch.int32, device="cuda")
     expected = exact(q, k, v, seq_lens_q=ends)[0]
@@ -126,12 +126,12 @@ def test_plans_may_go_while_their_launches_wait():
         torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
 
 
-def test_least_recently_used_goes_first():
+def test_the_least_recently_used_plan_is_evicted_first():
     plan_cache.resize(2)
     q, k, v = tensors()
     cudnn_sdpa.sdpa(q[:, :, :5], k, v)
     cudnn_sdpa.sdpa(q[:, :, :6], k, v)
-    cudnn_sdpa.sdpa(q[:, :, :5], k, v)  # a warm call counts as a use
+    cudnn_sdpa.sdpa(q[:, :, :5], k, v)  # warm calls count as uses
     cudnn_sdpa.sdpa(q[:, :, :7], k, v)
     with cudnn_sdpa.no_plan_builds():
         cudnn_sdpa.sdpa(q[:, :, :5], k, v)
@@ -139,8 +139,8 @@ def test_least_recently_used_goes_first():
             cudnn_sdpa.sdpa(q[:, :, :6], k, v)
 
 
-def test_the_frontends_public_execute_gives_the_same(monkeypatch):
-    """Where the private launch is missing, the public one takes its place, with every kind of operand."""
+def test_the_frontends_public_execute_gives_the_same_results(monkeypatch):
+    """Without the private launch, the public one is used, with every kind of operand."""
     monkeypatch.setattr(backend, "_raw_launcher", lambda *_: None)
     q, k, v = tensors()
     check(q, k, v, is_causal=True, scale=0.31)
@@ -150,7 +150,7 @@ def test_the_frontends_public_execute_gives_the_same(monkeypatch):
 
 
 def test_only_cudnn_engines_are_chosen():
-    """The frontend ranks Python engines of its own in the same list, on this GPU for a head dim of 512."""
+    """The frontend ranks its own Python engines in the same list, on this GPU for a head dim of 512."""
     check(*tensors(dim=512, dim_v=512), scale=0.05)
     check(*tensors(dim=256, dim_v=256))
     check(*tensors())
@@ -215,7 +215,7 @@ def test_explain():
     assert declined.reasons
 
 
-def test_decode_takes_the_decode_engine():
+def test_decode_uses_the_decode_engine():
     q, k, v = tensors(sq=1)
     plain = cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, k, v)
     causal = cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, k, v, is_causal=True, causal_alignment="bottom_right")
@@ -223,7 +223,7 @@ def test_decode_takes_the_decode_engine():
     assert causal.engine == plain.engine
 
 
-def test_values_after_everything_was_cleared():
+def test_values_after_clearing_the_cache():
     q, k, v = tensors()
     out = cudnn_sdpa.sdpa(q, k, v)
     plan_cache.clear()

@@ -1,4 +1,4 @@
-"""Convolutions and norms compiled where cuDNN sees no GPU, nor its clusters: right, or left to the GPU."""
+"""Convolutions and norms planned without a GPU, so without clusters: right, or left to the GPU."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_values(name, tmp_path):
     assert explain(function, *here, **options).supported
     if report.failed:
         assert (function, report.built) == (conv2d, 0)
-        assert options["activation"] in (None, "relu")  # all others have kernels without clusters
+        assert options["activation"] in (None, "relu")  # the others have kernels without clusters
         assert "clusters" in next(iter(report.failed.values()))
         return
     with use_plan_store(tmp_path / "plans"), no_plan_builds():

@@ -1,4 +1,4 @@
-"""Shape policies on the GPU: the numbers of bucket's plans, who takes over from them and when, graphs and streams."""
+"""Shape policies on the GPU: results of bucket plans, when exact-shape plans take over, CUDA graphs and streams."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bucketed():
 
 @pytest.fixture
 def tiered(monkeypatch):
-    """Buckets from the first shape on, every call a use, and no work left for the next test."""
+    """Uses buckets from the first shape on, counts every call as a use, and leaves no background work."""
     monkeypatch.setattr(tiers, "SHAPES_BEFORE_BUCKET", 0)
     monkeypatch.setattr(tiers, "SECONDS_PER_USE", 0.0)
     tiers.recurring_shapes.clear()
@@ -87,7 +87,7 @@ def test_random_calls_are_right(bucketed, numbers):  # noqa: ARG001
         except AssertionError as wrong:
             raise AssertionError(f"random_call({number})") from wrong
         served += len(served_by_buckets()) > before
-    assert served >= 10  # the others are single queries with a mask, or had a bucket's call already
+    assert served >= 10  # the others are single queries with a mask, or had a bucket call already
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -116,13 +116,13 @@ def test_a_range_of_lengths_builds_one_plan_and_then_none(bucketed, layout):  # 
     assert plan_cache.info().builds == 1
 
 
-def test_numbers_of_sequences_share_a_plan(bucketed):  # noqa: ARG001
+def test_sequence_counts_share_a_plan(bucketed):  # noqa: ARG001
     for batch in (5, 6):
         assert_right(*inputs(100, batch=batch))
     assert plan_cache.info().builds == 1
 
 
-def test_out_and_what_lies_around_it(bucketed):  # noqa: ARG001
+def test_out_is_written_and_its_surroundings_are_not(bucketed):  # noqa: ARG001
     q, k, v = inputs(77)
     around = torch.full((3, 77 + 60, 8, 64), 7.0, device="cuda", dtype=BF16)
     out = around[1:2, 30:107].transpose(1, 2)
@@ -133,7 +133,7 @@ def test_out_and_what_lies_around_it(bucketed):  # noqa: ARG001
     assert (around == 7.0).all()
 
 
-def test_what_lies_behind_keys_and_values_is_not_seen(bucketed):  # noqa: ARG001
+def test_memory_after_keys_and_values_is_not_read(bucketed):  # noqa: ARG001
     for layout in ("bshd", "bhsd"):
         cut = [x[:, :, :77] for x in inputs(300, layout)]
         for x in cut:
@@ -159,7 +159,7 @@ def test_nothing_waits(bucketed):  # noqa: ARG001
         assert error(out, exact(*x)[0]) < TOLERANCE[BF16]
 
 
-def test_a_call_that_must_not_change_gets_its_own_plan(tiered):  # noqa: ARG001
+def test_deterministic_calls_get_exact_shape_plans(tiered):  # noqa: ARG001
     tensors = inputs(200)
     sdpa(*tensors)
     assert len(served_by_buckets()) == 1
@@ -186,7 +186,7 @@ def test_windows_on_rectangles(bucketed, layout, rows, window_size, alignment): 
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_heads_that_share_one_place(bucketed, layout):  # noqa: ARG001
+def test_heads_with_stride_0(bucketed, layout):  # noqa: ARG001
     q, k, v = inputs(200, layout, batch=2, heads=(8, 1))
     k, v = (x.expand(-1, 8, -1, -1) for x in (k, v))
     assert_right(q, k, v, is_causal=True)
@@ -201,7 +201,7 @@ def test_other_dims_of_values(bucketed):  # noqa: ARG001
     assert len(served_by_buckets()) == 2
 
 
-def test_sequences_that_begin_far_away(bucketed):  # noqa: ARG001
+def test_large_sequence_offsets(bucketed):  # noqa: ARG001
     """Offsets beyond 2^31 elements."""
     whole = torch.randn(3, 1 << 20, 8, 128, device="cuda", dtype=BF16)
     q, k, v = (whole[:, at : at + 70].transpose(1, 2) for at in (5, 1 << 19, (1 << 20) - 70))
@@ -214,7 +214,7 @@ def test_sequences_that_begin_far_away(bucketed):  # noqa: ARG001
 
 @pytest.mark.filterwarnings("ignore")
 def test_cuda_graphs_of_torch_compile(bucketed):  # noqa: ARG001
-    """Their private pool takes back what a call leaves: tables must not lie there."""
+    """Their private pool reuses the memory of a call, so tables must not be allocated there."""
     torch.compiler.reset()
     sdpa(*inputs(300))
 
@@ -241,7 +241,7 @@ def test_another_stream_waits_for_the_tables(bucketed):  # noqa: ARG001
     busy, other = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(busy):
-        torch.cuda._sleep(200_000_000)  # the tables are made after this
+        torch.cuda._sleep(200_000_000)  # the tables are written after this
         sdpa(*tensors)
     with torch.cuda.stream(other):
         found = sdpa(*tensors)
@@ -259,7 +259,7 @@ def test_tables_live_until_other_streams_have_read_them(bucketed):  # noqa: ARG0
         torch.cuda._sleep(200_000_000)
         found = sdpa(*tensors)
     plan_cache.clear()
-    with torch.cuda.stream(device_memory._arenas[0]._stream):  # what is allocated now would lie where the tables were
+    with torch.cuda.stream(device_memory._arenas[0]._stream):  # new allocations would reuse the memory of the tables
         device_memory._arenas[0]._chunk = None
         fill = [torch.full((1 << 16,), 1 << 40, device="cuda") for _ in range(50)]
     torch.cuda.synchronize()
@@ -276,7 +276,7 @@ def test_the_memory_of_tables_is_bounded(bucketed, monkeypatch):  # noqa: ARG001
     assert_right(*inputs(100, "bhsd", batch=4))
 
 
-def test_the_first_shapes_get_plans_of_their_own_and_further_ones_their_buckets():
+def test_first_shapes_get_exact_shape_plans_and_later_ones_bucket_plans():
     with shape_policy("tiered"):
         for number, rows in enumerate((100, 110, 120), start=1):
             assert_right(*inputs(rows))
@@ -288,11 +288,11 @@ def test_the_first_shapes_get_plans_of_their_own_and_further_ones_their_buckets(
             assert_right(*inputs(rows))
         assert plan_cache.info().builds == 4
         assert len(served_by_buckets()) == 3
-        assert_right(*inputs(100))  # still its own
+        assert_right(*inputs(100))  # still the exact-shape plan
         assert len(served_by_buckets()) == 3
 
 
-def test_a_shape_that_comes_back_gets_a_plan_of_its_own(tiered):  # noqa: ARG001
+def test_a_recurring_shape_gets_an_exact_shape_plan(tiered):  # noqa: ARG001
     one, two = inputs(200), inputs(210)
     with shape_policy("exact"):
         expected = sdpa(*one, is_causal=True)
@@ -300,7 +300,7 @@ def test_a_shape_that_comes_back_gets_a_plan_of_its_own(tiered):  # noqa: ARG001
     for _ in range(2):
         assert_right(*one, is_causal=True)
         assert_right(*two, is_causal=True)
-    assert background.wait(0.0)  # nothing was asked for yet
+    assert background.wait(0.0)  # nothing was requested yet
     from_bucket = sdpa(*one, is_causal=True)
     assert background.wait(120)
     assert len(served_by_buckets()) == 2
@@ -328,7 +328,7 @@ def use_often(*calls):
             sdpa(*tensors)
 
 
-def test_nothing_changes_while_results_must_be_deterministic(tiered):  # noqa: ARG001
+def test_plans_do_not_change_under_determinism(tiered):  # noqa: ARG001
     tensors = inputs(200)
     use_often(tensors, inputs(210))
     torch.use_deterministic_algorithms(True)
@@ -340,14 +340,14 @@ def test_nothing_changes_while_results_must_be_deterministic(tiered):  # noqa: A
         assert len(served_by_buckets()) == 2
         builds = plan_cache.info().builds
         sdpa(*inputs(220))
-        assert plan_cache.info().builds == builds + 1  # a plan of its own, at once
+        assert plan_cache.info().builds == builds + 1  # an exact-shape plan, at once
     finally:
         torch.use_deterministic_algorithms(False)
     sdpa(*tensors)
     assert len(served_by_buckets()) == 1
 
 
-def test_no_plan_builds_asks_for_none_in_the_background(tiered):  # noqa: ARG001
+def test_no_plan_builds_requests_no_background_builds(tiered):  # noqa: ARG001
     sdpa(*inputs(300))
     with no_plan_builds():
         use_often(inputs(200), inputs(210))
@@ -374,7 +374,7 @@ def captured(run):
     return graph, out
 
 
-def test_a_shape_that_is_new_in_a_capture(bucketed):  # noqa: ARG001
+def test_a_new_shape_in_a_capture(bucketed):  # noqa: ARG001
     sdpa(*inputs(300))
     tensors = inputs(150)
     with no_plan_builds():
@@ -390,12 +390,12 @@ def test_a_shape_that_is_new_in_a_capture(bucketed):  # noqa: ARG001
     assert error(out, exact(*tensors)[0]) < TOLERANCE[BF16]
 
 
-def test_a_capture_of_a_buckets_plan_outlives_it(tiered):  # noqa: ARG001
+def test_a_capture_outlives_its_bucket_plan(tiered):  # noqa: ARG001
     tensors = inputs(150)
     use_often(tensors, inputs(160))
     assert background.wait(120)
     graph, out = captured(lambda: sdpa(*tensors))
-    assert len(served_by_buckets()) == 2  # nobody takes over within a capture
+    assert len(served_by_buckets()) == 2  # no plan takes over within a capture
     sdpa(*tensors)
     assert len(served_by_buckets()) == 1
     plan_cache.clear()
@@ -410,14 +410,14 @@ def test_a_capture_of_a_buckets_plan_outlives_it(tiered):  # noqa: ARG001
     assert error(out, exact(*tensors)[0]) < TOLERANCE[BF16]
 
 
-def test_taking_over_while_another_thread_captures(tiered):  # noqa: ARG001
+def test_an_exact_shape_plan_takes_over_while_another_thread_captures(tiered):  # noqa: ARG001
     side = torch.cuda.Stream()
-    with torch.cuda.stream(side):  # which has memory to give away then: PyTorch cannot get more during a capture
+    with torch.cuda.stream(side):  # reserves memory: PyTorch cannot allocate more during a capture
         tensors = inputs(150)
         for _ in range(tiers.USES_BEFORE_EXACT_SHAPE_PLAN - 1):
             sdpa(*tensors)
     torch.cuda.synchronize()
-    assert background.wait(0.0)  # nothing was asked for yet
+    assert background.wait(0.0)  # nothing was requested yet
     static = torch.randn(64, device="cuda")
     capturing, go_on, failures = threading.Event(), threading.Event(), []
     graphs = []
@@ -438,7 +438,7 @@ def test_taking_over_while_another_thread_captures(tiered):  # noqa: ARG001
     thread.start()
     assert capturing.wait(60)
     with torch.cuda.stream(side):
-        sdpa(*tensors)  # asks for it
+        sdpa(*tensors)  # requests it
         assert background.wait(120)
         assert plan_cache.info().loads == 1
         out = sdpa(*tensors)
@@ -483,7 +483,7 @@ def test_a_change_of_the_policy_changes_the_next_call():
             sdpa(*tensors)
             assert plan_cache.info().builds == 2
         sdpa(*tensors)
-        assert served_by_buckets() == []  # its own plan is there: no reason to leave it
+        assert served_by_buckets() == []  # the exact-shape plan exists and stays in use
 
 
 def test_buckets_are_recorded_and_warmed(bucketed, tmp_path):  # noqa: ARG001
@@ -498,7 +498,7 @@ def test_buckets_are_recorded_and_warmed(bucketed, tmp_path):  # noqa: ARG001
         assert_right(*inputs(400))
 
 
-def test_calls_that_need_plans_of_their_own_are_exact(bucketed):  # noqa: ARG001
+def test_calls_outside_buckets_are_exact(bucketed):  # noqa: ARG001
     q, k, v = inputs(100)
     lengths = torch.tensor([70], dtype=torch.int32, device="cuda")
     out = sdpa(q, k, v, return_lse=True)[0]

@@ -1,4 +1,4 @@
-"""Plans out of the plan store on the GPU: the numbers of built ones, with nothing built."""
+"""Stored plans on the GPU: the results of built plans, with nothing built."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_loaded_plans_compute_what_built_ones_do(store, name):
+def test_loaded_plans_match_built_ones(store, name):
     c = dense_calls.plain(**({"sq": 64} | CASES[name]))
     assert dense_calls.check(c) == []
     built = plan_cache.info()
@@ -65,7 +65,7 @@ def test_loaded_plans_compute_what_built_ones_do(store, name):
     assert store.info().rejected == 0
 
 
-def test_packed_sequences_out_of_the_store(store):
+def test_packed_sequences_with_stored_plans(store):
     ends = torch.tensor([0, 40, 40, 128], dtype=torch.int32, device="cuda")
     leaves = [torch.randn(128, 4, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
     grad_out = torch.randn(128, 4, 64, device="cuda", dtype=torch.bfloat16)
@@ -82,7 +82,7 @@ def test_packed_sequences_out_of_the_store(store):
     assert store.info().loads == 2
 
 
-def test_a_plan_that_cudnn_does_not_take_is_built_and_replaced(store, caplog):
+def test_a_plan_that_cudnn_rejects_is_rebuilt_and_replaced(store, caplog):
     q, k, v = inputs()
     assert_right(q, k, v)
     (plan,) = plan_cache.plans()
@@ -134,7 +134,7 @@ def test_loads_and_builds_in_one_thread_do_not_harm_a_capture_in_another():
         try:
             with torch.cuda.stream(torch.cuda.Stream()):
                 prepared = [inputs(sq) for sq in range(1, 11)]
-                for tensors in prepared:  # room for results: PyTorch's allocator may not ask for more in a capture
+                for tensors in prepared:  # room for results: PyTorch's allocator must not request more in a capture
                     [torch.empty_like(x) for x in tensors for _ in range(4)]
                 ready.set()
                 capturing.wait()
@@ -162,7 +162,7 @@ def test_loads_and_builds_in_one_thread_do_not_harm_a_capture_in_another():
 
 
 def test_a_manifest_is_warmed_up_by_helpers(tmp_path):
-    """Without a store: helper processes that see no GPU build, and this process runs their plans."""
+    """Without a store: helper processes that see no GPU build plans, and this process runs them."""
     leaves = [x.requires_grad_() for x in inputs(96)]
     with record_plans() as manifest:
         torch.autograd.grad(cudnn_sdpa.sdpa(*leaves, is_causal=True).sum(), leaves)
@@ -195,7 +195,7 @@ def test_a_manifest_is_warmed_up_from_the_store():
         assert_right(*inputs(70))
 
 
-def test_the_device_file_says_what_the_gpu_is():
+def test_the_device_file_describes_the_gpu():
     from cudnn_sdpa.graph.target import Target, live_target
 
     command = [sys.executable, "-m", "cudnn_sdpa", "device", "--json"]
@@ -205,7 +205,7 @@ def test_the_device_file_says_what_the_gpu_is():
 
 @pytest.mark.skipif("CUDNN_SDPA_COMPILED_PLANS" not in os.environ, reason="no plans compiled elsewhere were given")
 def test_plans_compiled_on_a_machine_without_a_gpu():
-    """The folder holds a manifest.json, and the plans that the `compile` command made of it."""
+    """The folder holds a manifest.json and the plans that the `compile` command built from it."""
     folder = Path(os.environ["CUDNN_SDPA_COMPILED_PLANS"])
     with use_plan_store(folder) as store, no_plan_builds():
         report = warmup(folder / "manifest.json")
@@ -224,8 +224,8 @@ def test_plans_compiled_on_a_machine_without_a_gpu():
         assert plan_cache.info().builds == 0
 
 
-def test_a_plan_that_cannot_be_loaded_for_lack_of_memory_stays(run_python, tmp_path):
-    """One process with a full GPU takes nothing from the others; when there is memory again, it loads the plan."""
+def test_an_out_of_memory_error_keeps_the_stored_plan(run_python, tmp_path):
+    """A process with a full GPU does not remove plans of others; with free memory it loads the plan."""
     code = """
 import sys, torch, cudnn_sdpa
 from cudnn_sdpa import plan_cache

@@ -1,4 +1,4 @@
-"""`explain` on CPU tensors: real plans for a GPU that is not here."""
+"""`explain` on CPU tensors: real plans for a GPU that is not in the machine."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_supported_call():
         assert Path(result.libraries[name]).exists(), name
 
 
-def test_it_prints_well():
+def test_printing():
     result = explain(sdpa, *qkv())
     lines = str(result).splitlines()
     assert lines[0] == "sdpa for NVIDIA H200 (SM 90, 132 multiprocessors), planned without the GPU"
@@ -94,7 +94,7 @@ def test_it_prints_well():
     assert max(map(len, lines[:-8])) < 200
 
 
-def test_it_names_the_plan_that_serves_meanwhile():
+def test_the_plan_that_serves_meanwhile_is_named():
     q, k, v = qkv()
     lengths = torch.tensor([5, 5], dtype=torch.int32)
     with cudnn_sdpa.shape_policy("tiered"):
@@ -114,14 +114,14 @@ def test_it_names_the_plan_that_serves_meanwhile():
         assert explain(sdpa, q, k, v, is_causal=True).bucket == ""
 
 
-def test_it_can_be_written_to_json():
+def test_json():
     result = explain(sdpa, *qkv())
     again = json.loads(json.dumps(result.to_dict()))
     assert again == result.to_dict()
     assert set(again) == set(vars(result))
 
 
-def test_nothing_is_computed_cached_or_changed():
+def test_explain_has_no_side_effects():
     tensors = qkv()
     copies = [tensor.clone() for tensor in tensors]
     before = plan_cache.info()
@@ -131,7 +131,7 @@ def test_nothing_is_computed_cached_or_changed():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_dtype_that_cudnn_has_no_kernel_for(dtype):
+def test_an_unsupported_dtype(dtype):
     result = explain(sdpa, *qkv(dtype))
     assert not result.supported
     assert result.engine == ""
@@ -142,7 +142,7 @@ def test_a_dtype_that_cudnn_has_no_kernel_for(dtype):
     assert result.reasons[0] in text
 
 
-def test_what_is_suggested_for_a_bottom_right_mask_beside_a_bias_works():
+def test_the_suggestion_for_a_bottom_right_mask_with_a_bias_works():
     q, k, v = qkv(sq=80, skv=48)
     lengths, bias = torch.tensor([48, 31], dtype=torch.int32), torch.randn(80, 48)
     options = {"is_causal": True, "causal_alignment": "bottom_right", "seq_lens_kv": lengths}
@@ -154,12 +154,12 @@ def test_what_is_suggested_for_a_bottom_right_mask_beside_a_bias_works():
     diagonal = torch.arange(80).view(1, 1, 80, 1) + lengths.view(2, 1, 1, 1) - 80
     drawn = bias.masked_fill(torch.arange(48) > diagonal, -torch.inf)
     assert explain(sdpa, q, k, v, seq_lens_kv=lengths, attn_mask=drawn).supported
-    with cudnn_sdpa.cpu_checks(None):  # what was asked for, by the reference
+    with cudnn_sdpa.cpu_checks(None):  # the original call, by the reference
         wanted = sdpa(q, k, v, **options, attn_mask=bias)
     torch.testing.assert_close(sdpa(q, k, v, seq_lens_kv=lengths, attn_mask=drawn), wanted)
 
 
-def test_bottom_right_without_lengths_leaves_out_the_rows_that_see_nothing():
+def test_bottom_right_without_lengths_skips_fully_masked_rows():
     result = explain(sdpa, *qkv(sq=80, skv=48), is_causal=True, causal_alignment="bottom_right", return_lse=True)
     assert result.supported
     assert "q: bfloat16[2×8×48×64;" in result.key
@@ -175,14 +175,14 @@ def test_an_empty_call_needs_no_plan(sizes):
     assert "nothing to compute" in str(result)
 
 
-def test_the_drop_in_is_explained_as_the_call_that_it_comes_down_to():
+def test_the_drop_in_is_explained_as_sdpa():
     q, k, v = qkv()
     result = explain(scaled_dot_product_attention, q, k, v, None, 0.0, True, enable_gqa=True)
     assert result.call == "scaled_dot_product_attention"
     assert result.key == explain(sdpa, q, k, v, is_causal=True).key
 
 
-def test_all_reasons_are_listed_together_with_what_works():
+def test_all_reasons_are_listed_with_a_suggestion():
     q, k, v = qkv(torch.float32, dims=(1032, 64))
     result = explain(sdpa, q, k, v, softcap=20.0, alibi=True)
     assert not result.supported
@@ -196,7 +196,7 @@ def test_all_reasons_are_listed_together_with_what_works():
     assert any("not float32" in reason for reason in dropped.reasons)
 
 
-def test_wrong_arguments_raise_as_in_the_call_itself():
+def test_wrong_arguments_raise_as_in_the_call():
     q, k, v = qkv()
     with pytest.raises(ShapeError, match="v: got sequence length 5; expected 96"):
         explain(sdpa, q, k, v[:, :, :5])
@@ -211,7 +211,7 @@ def test_wrong_arguments_raise_as_in_the_call_itself():
 
 
 @pytest.mark.parametrize("function", [torch.nn.functional.scaled_dot_product_attention, print, len, "sdpa", None])
-def test_foreign_functions_are_refused(function):
+def test_other_functions_are_refused(function):
     with pytest.raises(OptionError, match=r"expected one of .*scaled_dot_product_attention, sdpa"):
         explain(function, *qkv())
 
@@ -253,13 +253,13 @@ def test_an_unknown_gpu_is_named(monkeypatch):
         pytest.param([], {"deviceVer": "ninety"}, id="no version"),
     ],
 )
-def test_a_file_that_cudnn_cannot_read_is_an_error_of_this_library(other_gpu, remove, changes):
+def test_a_device_file_that_cudnn_cannot_read_raises_a_library_error(other_gpu, remove, changes):
     other_gpu(remove, **changes)
     with pytest.raises(CudnnSdpaError):
         explain(sdpa, *qkv())
 
 
-def test_neither_a_driver_nor_a_stand_in_is_loaded_into_the_users_process():
+def test_no_driver_or_stand_in_is_loaded_into_the_users_process():
     assert explain(sdpa, *qkv()).supported
     maps = Path("/proc/self/maps").read_text()
     assert "stand-in-driver" not in maps
@@ -268,7 +268,7 @@ def test_neither_a_driver_nor_a_stand_in_is_loaded_into_the_users_process():
     assert not torch.cuda.is_initialized()
 
 
-def test_a_call_that_trains_is_planned_with_its_log_sum_exp():
+def test_a_training_call_is_planned_with_its_lse():
     tensors = [x.requires_grad_() for x in qkv()]
     assert "with_lse=True" in explain(sdpa, *tensors).key
     with torch.no_grad():
@@ -282,7 +282,7 @@ def packed():
     return torch.randn(256, 3, 8, 64).bfloat16().requires_grad_(), (ends, ends, 156, 156)
 
 
-def test_gradients_of_packed_queries_among_other_tensors_are_planned_for_their_copy():
+def test_gradients_of_strided_packed_queries_are_planned_for_their_copy():
     whole, ends = packed()
     result = explain(sdpa_varlen, *whole.unbind(1), *ends, is_causal=True)
     assert result.backward.supported, result.backward.reasons
@@ -292,7 +292,7 @@ def test_gradients_of_packed_queries_among_other_tensors_are_planned_for_their_c
 
 
 @pytest.mark.parametrize("function", [sdpa, sdpa_varlen])
-def test_gradients_of_a_large_call_are_planned_for_a_piece(function):
+def test_gradients_of_a_large_call_are_planned_for_a_part(function):
     if function is sdpa:
         shapes, ends = [(4, heads, 2**18, 64) for heads in (64, 8, 8)], ()
     else:
@@ -306,7 +306,7 @@ def test_gradients_of_a_large_call_are_planned_for_a_piece(function):
     assert "computed in " in result.backward.extra_kernels[0]
 
 
-def test_autocast_is_explained_as_what_it_makes_of_the_call():
+def test_autocast_is_explained_as_the_cast_call():
     tensors = [x.requires_grad_() for x in qkv(torch.float32)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         result = explain(sdpa, *tensors)
@@ -316,7 +316,7 @@ def test_autocast_is_explained_as_what_it_makes_of_the_call():
     assert "q is cast to bfloat16, under autocast" in str(result)
 
 
-def test_an_output_beside_a_gradient_is_declined():
+def test_out_with_gradients_is_declined():
     q = torch.randn(1, 2, 16, 16).bfloat16().requires_grad_()
     result = explain(sdpa, q, q, q, out=torch.empty_like(q), verify=True)
     assert not result.supported
@@ -325,7 +325,7 @@ def test_an_output_beside_a_gradient_is_declined():
     assert result.errors == {}
 
 
-def test_it_verifies_the_call():
+def test_verify():
     whole, ends = packed()
     tensors = [x.requires_grad_() for x in qkv()]
     for result in (explain(sdpa, *tensors, verify=True), explain(sdpa_varlen, *whole.unbind(1), *ends, verify=True)):
@@ -335,7 +335,7 @@ def test_it_verifies_the_call():
     assert list(explain(sdpa, *(x.detach() for x in tensors), verify=True).errors) == ["out"]
 
 
-def test_it_verifies_the_forward_pass_alone_if_there_is_no_kernel_for_gradients():
+def test_verify_without_a_backward_kernel():
     q, k, v = (x.requires_grad_() for x in qkv())
     mask = torch.zeros(64, 96, dtype=torch.bfloat16, requires_grad=True)
     result = explain(sdpa, q, k, v, softcap=20.0, attn_mask=mask, verify=True)
@@ -346,7 +346,7 @@ def test_it_verifies_the_forward_pass_alone_if_there_is_no_kernel_for_gradients(
 
 
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["", "with gradient"])
-def test_float64_is_for_the_cpu(requires_grad):
+def test_float64_is_cpu_only(requires_grad):
     x = torch.randn(2, 8, 6, 6, dtype=torch.float64, requires_grad=requires_grad)
     weight = torch.randn(8, 8, 3, 3, dtype=torch.float64)
     calls = [(cudnn_sdpa.rms_norm, (x,)), (cudnn_sdpa.silu_mul, (x, x)), (cudnn_sdpa.conv2d, (x, weight))]
@@ -375,7 +375,7 @@ def test_float64_is_for_the_cpu(requires_grad):
         (8, 1, "silu", False, False),
     ],
 )
-def test_an_activation_that_no_convolution_fuses_is_a_kernel_more(filters, groups, activation, with_bias, is_apart):
+def test_an_unfused_activation_is_an_extra_kernel(filters, groups, activation, with_bias, is_apart):
     x, weight = torch.randn(2, 8, 12, 12).bfloat16(), torch.randn(filters, 8 // groups, 3, 3).bfloat16()
     x = channels_last(x)
     bias = torch.randn(filters).bfloat16() if with_bias else None
@@ -385,7 +385,7 @@ def test_an_activation_that_no_convolution_fuses_is_a_kernel_more(filters, group
     assert f"activation={None if is_apart else activation!r}" in found.key
 
 
-def test_what_no_configuration_of_cudnn_takes_is_said_in_one_line():
+def test_a_rejection_by_every_configuration_takes_one_line():
     x, weight = (channels_last(torch.randn(*shape, dtype=torch.float64)) for shape in ((1, 8, 8, 8), (8, 8, 3, 3)))
     options = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)}
     found = explain(convolution, x, weight, **options, activation=None)
@@ -394,15 +394,15 @@ def test_what_no_configuration_of_cudnn_takes_is_said_in_one_line():
     assert_in_one_line(explain(conv_dgrad, grad, weight, **grad_x, **options))
 
 
-def test_what_cudnn_says_of_a_norm_is_told_in_words_too():
-    """cuDNN has a kernel for this norm, but not with a sum before it."""
+def test_cudnns_reason_for_a_norm_is_explained():
+    """cuDNN has a kernel for this norm, but not with a preceding sum."""
     x, weight = torch.randn(64, 1000).bfloat16(), torch.randn(1000).bfloat16()
     assert explain(cudnn_sdpa.rms_norm, x, weight).supported
     assert_in_one_line(explain(cudnn_sdpa.rms_norm, x, weight, residual=x))
 
 
 def assert_in_one_line(found):
-    """The number of configurations, and of what cuDNN says more than the names of its functions."""
+    """The line has the number of configurations, and those of cuDNN's reasons that say more than function names."""
     reason = found.reasons[0]
     assert re.match(r"cuDNN proposes (\d+ engine conf|one engine conf).* this graph: \S", reason), reason
     assert "\n" not in reason
@@ -410,7 +410,7 @@ def assert_in_one_line(found):
     assert len(reason) < 400
 
 
-def test_another_default_dtype_is_nothing_to_gradients():
+def test_the_default_dtype_does_not_affect_gradients():
     x, weight = torch.randn(64, 1024).bfloat16().requires_grad_(), torch.randn(1024).bfloat16()
     torch.set_default_dtype(torch.float64)
     try:
@@ -421,7 +421,7 @@ def test_another_default_dtype_is_nothing_to_gradients():
         torch.set_default_dtype(torch.float32)
 
 
-def test_the_command_says_the_same(monkeypatch):
+def test_the_command_prints_the_same(monkeypatch):
     words = ["q=1,8,128,64", "k=1,2,128,64", "v=1,2,128,64", "is_causal=true", "window_size=(32,0)", "scale=0.5"]
     result = CliRunner().invoke(app, ["explain", "sdpa", *words, "--target", "b200", "--training", "--details"])
     assert result.exit_code == 0, result.output
@@ -436,7 +436,7 @@ def test_the_command_says_the_same(monkeypatch):
     assert "NVIDIA B200" in lines[0]
 
 
-def test_the_command_ends_with_1_where_there_is_no_plan():
+def test_the_command_exits_with_1_without_a_plan():
     for command, reason in (
         (["sdpa", *(f"{name}=1,8,128,64:float32" for name in "qkv")], "not float32"),
         (["sdpa", *(f"{name}=1,8,128,512" for name in "qkv"), "--training"], "head dims 512 and 512"),

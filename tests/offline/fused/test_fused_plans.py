@@ -1,4 +1,4 @@
-"""cuDNN takes the graphs of norms, activations and convolutions on A100, H200, B200 and RTX 5090."""
+"""cuDNN accepts the graphs of norms, activations and convolutions on A100, H200, B200 and RTX 5090."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def key_and_properties(gpu, call):
 
 CASES = {**NORMS, **GATES, **CONVOLUTIONS}
 
-#: Of these, which are much like others, it is enough that cuDNN proposes an engine: to compile them takes long.
+#: Similar to others, and slow to compile: for these it is enough that cuDNN proposes an engine.
 PROPOSED = [
     *("rms_norm, float16", "rms_norm of 100", "silu_mul, float32", "gelu_mul of halves", "relu_squared of a half"),
     *("conv2d, no bias, relu", "conv2d, no bias, silu", "conv2d, bias, relu", "conv2d, bias, None"),
@@ -198,8 +198,8 @@ def test_it_has_a_plan(gpu, name, monkeypatch):
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", FUSED)
-def test_what_is_fused_with_a_norm_has_a_plan(gpu, name):
-    """Not among those that cuDNN guesses first, from Hopper on."""
+def test_norms_with_fused_operations_have_a_plan(gpu, name):
+    """From Hopper on, not among cuDNN's first proposals."""
     made = plan_offline(*key_and_properties(gpu, FUSED[name]))
     assert made.engine.startswith("eng")
     assert len(made.data) > 1000
@@ -207,7 +207,7 @@ def test_what_is_fused_with_a_norm_has_a_plan(gpu, name):
 
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", NOT_FUSED)
-def test_what_is_not_fused_with_a_norm_is_refused_with_reasons(gpu, name, monkeypatch):
+def test_unsupported_fusions_are_refused_with_reasons(gpu, name, monkeypatch):
     with pytest.raises(UnsupportedError, match="rms_norm_rows is not supported here") as caught:
         engine_offline(*key_and_properties(gpu, NOT_FUSED[name]))
     assert caught.value.reasons

@@ -1,4 +1,4 @@
-"""What a user is told of an error in a graph's builder: where it is."""
+"""Errors in a graph's builder name their source lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_an_error_in_a_builder_names_its_line(function, line):
         explain(function, torch.empty(1, 4, 64, device="meta", dtype=torch.bfloat16))
 
 
-def test_what_cudnn_declines_names_the_lines_of_its_operations():
+def test_rejected_graphs_name_the_lines_of_their_operations():
     x, weight = (
         torch.empty(shape, device="meta", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
         for shape in ((1, 16, 4, 4), (8, 24, 1, 1))

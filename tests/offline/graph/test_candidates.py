@@ -1,4 +1,4 @@
-"""All that cuDNN proposes for a graph, not the first alone: each compiles, is kept and loaded as itself."""
+"""All candidates that cuDNN proposes for a graph: each compiles, is stored, and is loaded as itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cudnn_sdpa.offline import driver
 
 pytestmark = pytest.mark.usefixtures("can_plan")
 
-#: Runs in a process of its own, where cuDNN plans for a GPU that is not there.
+#: Runs in a separate process, where cuDNN plans for a GPU that is not in the machine.
 SCRIPT = """
 import json, re, sys, torch
 from cudnn_sdpa.fused.activation_graphs import silu_mul_rows
@@ -87,7 +87,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_every_plan_is_kept_and_loaded_as_itself(run_python, name):
+def test_every_candidate_is_stored_and_loaded_as_itself(run_python, name):
     environment = {name: driver.helper_environment().get(name) for name in ("LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")}
     result = run_python(SCRIPT, json.dumps(CASES[name]), **environment)
     for plans in json.loads(result.stdout.splitlines()[-1]):

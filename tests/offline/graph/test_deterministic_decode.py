@@ -1,4 +1,4 @@
-"""Single queries under determinism get kernels that add in the same order in every run, on every GPU."""
+"""Under determinism, single queries get kernels that sum in the same order in every run, on every GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def single(dim, length=4096):
 
 @pytest.fixture
 def deterministic_algorithms():
-    """PyTorch's switch, on."""
+    """Enables PyTorch's deterministic algorithms."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield
@@ -52,7 +52,7 @@ def test_dense(gpu, name):
     exactly = plan_offline(describe_sdpa(q, kv, kv, **options, deterministic=True).key(target, None), properties)
     assert is_repeatable(exactly.engine, exactly.knobs, single_query=True)
     usual = plan_offline(describe_sdpa(q, kv, kv, **options).key(target, None), properties)
-    assert not is_repeatable(usual.engine, usual.knobs, single_query=True)  # otherwise all this would be in vain
+    assert not is_repeatable(usual.engine, usual.knobs, single_query=True)  # otherwise the test proves nothing
 
 
 @pytest.mark.parametrize("gpu", ["a100", "h200"])
@@ -73,7 +73,7 @@ PAGED = (((500, 8, 64, 128), torch.bfloat16), ((4, 64), torch.int32))
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize(("queries", "keys"), [(128, 8192), (300, 4096), (4096, 4096)])
 def test_several_queries(gpu, queries, keys):
-    """On Blackwell there are kernels that cut the keys of these, too."""
+    """On Blackwell, kernels may split the keys of these, too."""
     properties = load_properties(gpu)
     target = Target.from_properties(properties)
     q, kv = (

@@ -1,4 +1,4 @@
-"""Under determinism graphs get engines that cuDNN does not call nondeterministic, or none."""
+"""Under determinism, graphs get engines that cuDNN does not mark as nondeterministic, or none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cudnn_sdpa.offline import driver
 
 pytestmark = pytest.mark.usefixtures("can_plan")
 
-#: Runs in a process of its own, where cuDNN plans for a GPU that is not there.
+#: Runs in a separate process, where cuDNN plans for a GPU that is not in the machine.
 SCRIPT = """
 import json, sys, torch
 from dataclasses import replace
@@ -77,7 +77,7 @@ def ask(run_python):
 @pytest.mark.parametrize("which", ["grad_x", "grad_weight"])
 def test_gradients_of_convolutions(ask, gpu, which):
     found = json.loads(ask(SCRIPT, gpu, which))
-    assert found["noted"]  # otherwise all this would be in vain
+    assert found["noted"]  # otherwise the test proves nothing
     assert found["one"] not in found["noted"]
     assert found["guessed"] == found["one"][0]
     assert found["others"]

@@ -1,4 +1,4 @@
-"""Results that a user describes otherwise than the graph gives them are refused when the plan is built."""
+"""Result shapes declared by a user that differ from the graph's are refused when the plan is built."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def two(g, a, *, shapes):
     return y, g.mul(a=y, b=y)
 """
 
-#: The graph, the shapes of its operands, and those of results that it gives, then some that it does not.
+#: The graph, the shapes of its operands, correct result shapes, then wrong ones.
 CASES = {
     "pointwise": ("relu", [(2, 8, 64)], [(2, 8, 64)], [(2, 8, 32), (2, 64, 8), (4, 8, 64), (2, 8, 128), (2, 1, 64)]),
     "broadcast": ("chain", [(1, 8, 64), (1, 1, 64)], [(1, 8, 64)], [(1, 1, 64), (2, 8, 64), (1, 8, 1)]),
@@ -96,7 +96,7 @@ def answers(run_python, tmp_path):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
-def test_what_the_graph_gives_is_taken_and_nothing_else(answers, name):
+def test_only_the_graphs_own_result_shapes_are_accepted(answers, name):
     graph, shapes, right, wrong = CASES[name]
     found = answers(graph, shapes, [*right, *wrong])
     assert len(found) == len(right) + len(wrong)

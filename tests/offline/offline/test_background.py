@@ -1,4 +1,4 @@
-"""Plans built beside the running program."""
+"""Plans built in the background."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def key(properties, rows=128, dtype=torch.bfloat16):
     return ForwardSpec.of(ForwardArguments(q, q, q, is_causal=True)).key(Target.from_properties(properties), None)
 
 
-def test_a_plan_is_what_a_helper_that_is_asked_directly_makes(planner, properties):
+def test_background_plans_match_those_of_a_direct_helper(planner, properties):
     request = planner.request(key(properties), properties)
     assert not request.is_done
     assert planner.wait(120)
@@ -50,7 +50,7 @@ def test_a_plan_is_what_a_helper_that_is_asked_directly_makes(planner, propertie
 
 
 @pytest.mark.slow
-def test_what_is_to_be_done_with_a_plan_is_done_in_the_background(planner, properties, caplog):
+def test_the_callback_runs_in_the_background(planner, properties, caplog):
     given = []
     request = planner.request(
         key(properties), properties, lambda stored: given.append((stored, threading.current_thread()))
@@ -70,11 +70,11 @@ def test_what_is_to_be_done_with_a_plan_is_done_in_the_background(planner, prope
     assert "a plan was not built in the background: KeyError: 'no room'" in caplog.text
 
 
-def test_asking_twice_builds_once(planner, properties):
+def test_duplicate_requests_build_once(planner, properties):
     first = planner.request(key(properties), properties)
     assert planner.request(key(properties), properties) is first
     assert planner.wait(120)
-    assert planner.request(key(properties), properties) is not first  # that one is done, and was handed out
+    assert planner.request(key(properties), properties) is not first  # that one is done and was returned
 
 
 def test_plans_are_kept_in_the_store(planner, properties, tmp_path):
@@ -84,7 +84,7 @@ def test_plans_are_kept_in_the_store(planner, properties, tmp_path):
         assert store.load(key(properties)).data == request.stored.data
 
 
-def test_what_cannot_be_built_is_done_too_and_stops_nothing(planner, properties, monkeypatch, caplog):
+def test_failed_builds_finish_and_stop_nothing(planner, properties, monkeypatch, caplog):
     real = background.plan_offline
 
     def fail_once(of, *_):
@@ -104,7 +104,7 @@ def test_what_cannot_be_built_is_done_too_and_stops_nothing(planner, properties,
 
 
 @pytest.mark.slow
-def test_whatever_goes_wrong_is_said_once_and_stops_nothing(planner, properties, monkeypatch, caplog):
+def test_errors_are_logged_once_and_stop_nothing(planner, properties, monkeypatch, caplog):
     def fail(*_):
         raise KeyError("engine")
 
@@ -143,7 +143,7 @@ def test_without_an_interpreter_there_is_no_helper(properties, monkeypatch, name
 
 
 @pytest.mark.slow
-def test_what_another_process_has_stored_is_not_built(planner, properties, tmp_path, monkeypatch):
+def test_plans_stored_by_another_process_are_not_built(planner, properties, tmp_path, monkeypatch):
     with cudnn_sdpa.use_plan_store(tmp_path / "plans"):
         first = planner.request(key(properties), properties)
         assert planner.wait(120)
@@ -154,7 +154,7 @@ def test_what_another_process_has_stored_is_not_built(planner, properties, tmp_p
 
 
 @pytest.mark.slow
-def test_the_bytes_of_many_plans_are_not_kept(planner, properties, monkeypatch):
+def test_plan_bytes_are_not_retained(planner, properties, monkeypatch):
     monkeypatch.setattr(background, "MAX_BUILT", 2)
     requests = [planner.request(key(properties, rows), properties) for rows in (64, 128, 192)]
     assert planner.wait(120)
@@ -173,7 +173,7 @@ def test_an_interrupt_does_not_end_the_helper(planner, properties):
     assert planner._helpers[0]._process is process
 
 
-def test_a_helper_that_is_killed_costs_one_plan(planner, properties, caplog):
+def test_a_killed_helper_loses_one_plan(planner, properties, caplog):
     first = planner.request(key(properties), properties)
     while not (planner._helpers and planner._helpers[0]._process):
         time.sleep(0.01)
@@ -187,7 +187,7 @@ def test_a_helper_that_is_killed_costs_one_plan(planner, properties, caplog):
 
 
 @pytest.mark.slow
-def test_an_idle_helper_ends_and_comes_back(planner, properties, monkeypatch):
+def test_an_idle_helper_exits_and_restarts(planner, properties, monkeypatch):
     monkeypatch.setattr(background, "IDLE_SECONDS", 0.1)
     planner.request(key(properties), properties)
     (thread,) = planner._threads
@@ -213,7 +213,7 @@ def test_there_are_no_more_helpers_than_workers(properties):
 
 
 @pytest.mark.slow
-def test_far_too_many_requests_are_passed_over(planner, properties, monkeypatch):
+def test_excess_requests_are_dropped(planner, properties, monkeypatch):
     monkeypatch.setattr(background, "MAX_WAITING", 1)
     assert planner.request(key(properties), properties) is not None
     assert planner.request(key(properties, 256), properties) is None
@@ -221,7 +221,7 @@ def test_far_too_many_requests_are_passed_over(planner, properties, monkeypatch)
     assert planner.request(key(properties, 256), properties) is not None
 
 
-def test_closing_gives_up_what_is_being_built_and_says_nothing(planner, properties, caplog):
+def test_closing_abandons_builds_silently(planner, properties, caplog):
     request = planner.request(key(properties), properties)
     while not (planner._helpers and planner._helpers[0]._process):
         time.sleep(0.01)
@@ -246,7 +246,7 @@ def test_closing_before_the_helper_has_started(properties):
     assert planner._helpers == []
 
 
-def test_a_program_ends_while_a_plan_is_built(run_python, can_plan):  # noqa: ARG001
+def test_a_program_exits_while_a_plan_is_built(run_python, can_plan):  # noqa: ARG001
     result = run_python(
         """
 import time, torch
@@ -271,7 +271,7 @@ print(background._helpers[0]._process.pid)
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_has_a_helper_of_its_own(properties):
+def test_a_forked_child_starts_its_own_helper(properties):
     planner = background.background
     planner.request(key(properties), properties)
     assert planner.wait(120)

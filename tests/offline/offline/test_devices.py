@@ -32,7 +32,7 @@ def key_of(direction, target, head_dim=128):
 
 
 @pytest.fixture(scope="module")
-def made(can_plan):  # noqa: ARG001 - skips before anything is planned
+def made(can_plan):  # noqa: ARG001 - skips first
     """Plans by GPU and direction, each made once."""
     plans = {}
 
@@ -50,12 +50,12 @@ def made(can_plan):  # noqa: ARG001 - skips before anything is planned
 
 
 def kernels(plan):
-    """The machine code in a plan. The rest of it differs from one time to the next: it has addresses in it."""
+    """The machine code in a plan. The rest contains addresses and differs between builds."""
     return tuple(base64.b64decode(text) for text in re.findall(rb'"cubin":"([^"]+)"', plan.data))
 
 
 def compute_capability(kernel):
-    """What the flags of the ELF header say; where, depends on the version of CUDA's format."""
+    """The compute capability in the flags of the ELF header; their position depends on the format's version."""
     assert kernel.startswith(b"\x7fELF")
     flags, version = kernel[48:52], kernel[8]
     return flags[1] if version >= 8 else flags[0]
@@ -79,12 +79,14 @@ def test_a_plain_call_compiles_for_the_gpu(made, name, direction):
 def test_gpus_of_different_compute_capability_get_different_kernels(made, direction):
     capabilities = {name: load_properties(name)["deviceVer"] for name in NAMES}
     code = {name: kernels(made(name, direction)) for name in NAMES}
-    for one, other in itertools.combinations(NAMES, 2):  # a plain call is the same for any number of multiprocessors
+    for one, other in itertools.combinations(
+        NAMES, 2
+    ):  # the plan of a plain call does not depend on the number of multiprocessors
         assert (code[one] == code[other]) == (capabilities[one] == capabilities[other]), (one, other)
 
 
 @pytest.mark.parametrize(("name", "other"), [("l40s", "rtx4090"), ("h100", "h200")])
-def test_siblings_have_keys_of_their_own(name, other):
+def test_sibling_gpus_have_different_keys(name, other):
     keys = [key_of("forward", Target.from_properties(load_properties(gpu))) for gpu in (name, other)]
     assert keys[0] != keys[1]
 
@@ -96,7 +98,7 @@ def test_gradients_at_head_dim_256_are_declined(name, monkeypatch):
     with pytest.raises(UnsupportedError, match=f"head dims 256 and 256 on SM {target.sm}"):
         key_of("backward", target, head_dim=256)
     monkeypatch.setattr(plans, "refusal", lambda *_: None)
-    with pytest.raises(UnsupportedError) as caught:  # and cuDNN itself says so
+    with pytest.raises(UnsupportedError) as caught:  # and cuDNN agrees
         engine_offline(key_of("backward", target, head_dim=256), properties)
     assert caught.value.reasons
 

@@ -1,4 +1,4 @@
-"""The stand-in driver: made once, in a folder of the user's own, and never beside a real driver."""
+"""The stand-in driver: compiled once, in a private folder, and never used with a real driver."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = "from cudnn_sdpa.offline import driver; print(driver.stand_in_folder())
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """A cache folder that is new, on a machine with a C compiler and without a driver."""
+    """A new cache folder, on a machine with a C compiler and without a driver."""
     if driver.has_real_driver():
         pytest.skip("this machine has a real driver, so no stand-in is made")
     if driver.compiler() is None:
@@ -29,7 +29,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_it_is_compiled_into_the_users_cache_for_the_user_alone(cache):
+def test_it_is_compiled_into_the_users_cache_with_private_permissions(cache):
     folder = driver.stand_in_folder()
     assert folder.is_relative_to(cache / "cudnn_sdpa")
     library = folder / "libcuda.so.1"
@@ -45,7 +45,7 @@ def test_it_is_compiled_into_the_users_cache_for_the_user_alone(cache):
 def test_the_second_time_nothing_is_compiled(monkeypatch):
     folder = driver.stand_in_folder()
     before = (folder / "libcuda.so.1").stat()
-    monkeypatch.setenv("PATH", "")  # no compiler any more
+    monkeypatch.setenv("PATH", "")  # without a compiler
     monkeypatch.delenv("CC", raising=False)
     assert driver.stand_in_folder() == folder
     after = (folder / "libcuda.so.1").stat()
@@ -69,8 +69,8 @@ def test_several_processes_may_make_it_at_the_same_time(cache, repository):
     assert len(list(parent.iterdir())) == 1
 
 
-def test_it_is_made_for_the_user_alone_whatever_the_umask_is(cache):
-    before = os.umask(0o002)  # the usual one where each user has a group of their own
+def test_it_is_private_under_any_umask(cache):
+    before = os.umask(0o002)  # the usual one where each user has a private group
     try:
         folder = driver.stand_in_folder()
     finally:
@@ -80,7 +80,7 @@ def test_it_is_made_for_the_user_alone_whatever_the_umask_is(cache):
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
 @pytest.mark.parametrize("name", [".", "libcuda.so.1"])
-def test_what_others_can_write_is_not_loaded(cache, mode, name):
+def test_files_writable_by_others_are_not_loaded(cache, mode, name):
     folder = driver.stand_in_folder()
     (folder / name).chmod(mode)
     with pytest.raises(OfflineError, match=r"writable by others.* [rR]emove ") as caught:
@@ -89,7 +89,7 @@ def test_what_others_can_write_is_not_loaded(cache, mode, name):
 
 
 @pytest.mark.usefixtures("cache")
-def test_without_a_home_the_error_says_what_can_name_a_folder(monkeypatch):
+def test_without_a_home_the_error_names_the_folder_settings(monkeypatch):
     def unknown(*_):
         raise RuntimeError("no home directory is known")
 
@@ -98,7 +98,7 @@ def test_without_a_home_the_error_says_what_can_name_a_folder(monkeypatch):
         driver.stand_in_folder()
 
 
-def test_without_a_compiler_the_error_says_what_to_install(cache, monkeypatch):
+def test_without_a_compiler_the_error_names_the_package(cache, monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     assert driver.compiler() is None
@@ -119,7 +119,7 @@ def test_a_compiler_that_fails_is_named(tmp_path, monkeypatch):
     with pytest.raises(OfflineError, match="broken-cc could not compile the stand-in driver: no space left on device"):
         driver.stand_in_folder()
     monkeypatch.delenv("CC")
-    assert driver.stand_in_folder().exists()  # the failure has left nothing in the way
+    assert driver.stand_in_folder().exists()  # the failure left nothing behind
 
 
 @pytest.mark.usefixtures("cache")
@@ -131,13 +131,13 @@ def test_the_helper_finds_the_stand_in_first(monkeypatch):
 
 
 @pytest.mark.usefixtures("cache")
-def test_the_stand_in_is_told_from_a_real_driver(run_python):
+def test_the_stand_in_is_distinguished_from_a_real_driver(run_python):
     folder = driver.stand_in_folder()
     code = "from cudnn_sdpa.offline import driver; print(driver.has_real_driver())"
     assert run_python(code, LD_LIBRARY_PATH=str(folder)).stdout.strip() == "False"
 
 
-def test_beside_a_real_driver_there_is_no_stand_in(cache, tmp_path, run_python):
+def test_no_stand_in_with_a_real_driver(cache, tmp_path, run_python):
     folder = tmp_path / "nvidia"
     folder.mkdir()
     (folder / "driver.c").write_text("int cuInit(unsigned flags) { return 0; }\n")

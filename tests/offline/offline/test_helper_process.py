@@ -1,4 +1,4 @@
-"""The helper process: whatever happens to it is an answer, and the next question works."""
+"""The helper process: every failure becomes an error, and the next request works."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("can_plan")
 
 
 @pytest.fixture(scope="module")
-def helper(can_plan):  # noqa: ARG001 - skips before the helper starts
+def helper(can_plan):  # noqa: ARG001 - skips first
     helper = Helper()
     yield helper
     helper.close()
@@ -48,7 +48,7 @@ def wait_until_gone(pid: int) -> bool:
     return False
 
 
-def test_one_process_answers_many_questions(helper, request_for_a_plan):
+def test_one_process_answers_many_requests(helper, request_for_a_plan):
     first = helper.ask(request_for_a_plan)
     pid = helper._process.pid
     second = helper.ask(request_for_a_plan)
@@ -69,7 +69,7 @@ def test_a_crash_is_an_answer_that_names_the_signal(helper, request_for_a_plan, 
         except OfflineError as error:
             caught.append(error)
 
-    os.kill(pid, signal.SIGSTOP)  # so that it dies with the question unanswered
+    os.kill(pid, signal.SIGSTOP)  # so that it dies before it answers
     thread = threading.Thread(target=ask)
     thread.start()
     time.sleep(0.2)
@@ -83,7 +83,7 @@ def test_a_crash_is_an_answer_that_names_the_signal(helper, request_for_a_plan, 
     assert helper._process.pid != pid
 
 
-def test_a_death_between_two_questions_is_not_even_noticed(helper, request_for_a_plan):
+def test_a_death_between_two_requests_goes_unnoticed(helper, request_for_a_plan):
     helper.ask(request_for_a_plan)
     pid = helper._process.pid
     os.kill(pid, signal.SIGKILL)
@@ -92,7 +92,7 @@ def test_a_death_between_two_questions_is_not_even_noticed(helper, request_for_a
     assert helper._process.pid != pid
 
 
-def test_no_answer_in_time_is_an_error_and_the_late_answer_is_not_taken_for_another(helper, request_for_a_plan):
+def test_a_timeout_raises_and_its_late_answer_is_dropped(helper, request_for_a_plan):
     helper.ask(request_for_a_plan)
     pid = helper._process.pid
     with pytest.raises(OfflineError, match="does not answer"):
@@ -104,7 +104,7 @@ def test_no_answer_in_time_is_an_error_and_the_late_answer_is_not_taken_for_anot
 
 
 def answer_or_crash(helper, request_):
-    """What went wrong, as the helper said it, or as it was found in the helper's last words."""
+    """The error, from the helper's answer or from its last output."""
     try:
         answer = helper.ask(request_)
     except OfflineError as error:
@@ -117,18 +117,18 @@ def answer_or_crash(helper, request_):
     [{}, {"deviceVer": 900}, {"deviceVer": [9]}, {"deviceVer": 900, "multiProcessorCount": 132}],
     ids=["nothing", "a version alone", "a list as version", "two keys"],
 )
-def test_garbage_for_a_gpu_is_an_error_and_the_next_question_works(helper, request_for_a_plan, properties):
+def test_invalid_gpu_data_raises_and_the_next_request_works(helper, request_for_a_plan, properties):
     assert "Error" in answer_or_crash(helper, {**request_for_a_plan, "properties": properties})
     assert helper.ask(request_for_a_plan)["engine"]
 
 
 @pytest.mark.parametrize("request_", [{}, {"key": 3}, {"key": {}, "properties": {}}], ids=str)
-def test_a_request_that_is_none_is_an_error_and_the_next_question_works(helper, request_for_a_plan, request_):
+def test_an_invalid_request_raises_and_the_next_request_works(helper, request_for_a_plan, request_):
     assert "Error" in answer_or_crash(helper, request_)
     assert helper.ask(request_for_a_plan)["engine"]
 
 
-def test_many_threads_may_ask(helper, request_for_a_plan):
+def test_many_threads_may_send_requests(helper, request_for_a_plan):
     answers = []
     threads = [threading.Thread(target=lambda: answers.append(helper.ask(request_for_a_plan))) for _ in range(4)]
     for thread in threads:
@@ -139,21 +139,21 @@ def test_many_threads_may_ask(helper, request_for_a_plan):
     assert len({(answer["engine"], len(answer["plan"])) for answer in answers}) == 1
 
 
-def test_an_operation_that_is_not_the_same_there_is_refused(shapes, h200):
+def test_an_operation_that_differs_in_the_helper_is_refused(shapes, h200):
     key = describe_sdpa(*shapes()).key(Target.from_properties(h200), None)
     with pytest.raises(OfflineError, match="source has changed"):
         plan_offline(dataclasses.replace(key, digest="0" * 16), h200)
 
 
 @pytest.mark.parametrize("operation", ["cudnn_sdpa.attention.dense.graphs:missing", "no_such_module:attend"])
-def test_an_operation_that_is_not_there_is_refused(shapes, h200, operation):
+def test_an_unknown_operation_is_refused(shapes, h200, operation):
     key = describe_sdpa(*shapes()).key(Target.from_properties(h200), None)
     with pytest.raises(OfflineError, match=r"missing|no_such_module"):
         plan_offline(dataclasses.replace(key, operation=operation), h200)
     assert plan_offline(key, h200).engine
 
 
-def test_close_ends_it_and_may_be_called_twice(request_for_a_plan):
+def test_close_may_be_called_twice(request_for_a_plan):
     helper = Helper()
     helper.close()
     helper.ask(request_for_a_plan)
@@ -164,7 +164,7 @@ def test_close_ends_it_and_may_be_called_twice(request_for_a_plan):
 
 
 @pytest.mark.slow
-def test_it_ends_with_its_user_however_that_one_ends(run_python, request_for_a_plan):
+def test_it_exits_with_its_parent_however_that_exits(run_python, request_for_a_plan):
     code = """
 import json, os, signal, sys
 from cudnn_sdpa.offline.planner import Helper
@@ -179,7 +179,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_a_forked_child_gets_a_helper_of_its_own(run_python, request_for_a_plan):
+def test_a_forked_child_starts_its_own_helper(run_python, request_for_a_plan):
     code = """
 import json, os, sys
 from cudnn_sdpa.offline.planner import _helper as helper

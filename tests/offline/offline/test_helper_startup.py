@@ -1,4 +1,4 @@
-"""How helper processes start: with the code of Python and the program alone, and whatever the process is short of."""
+"""How helper processes start: with Python's and the program's code only, and with exhausted resources."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ READY = {"ready": True}
 
 
 def run_program(folder: Path, code: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program as a file, so that its search path has its own folder and not the current one."""
+    """Runs a program as a file, so that `sys.path` has its folder and not the current one."""
     folder.mkdir(exist_ok=True)
     (folder / "program.py").write_text(code)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -34,7 +34,7 @@ def run_program(folder: Path, code: str, cwd: Path, **environment: str) -> subpr
 
 @pytest.fixture
 def planted(tmp_path):
-    """A folder with a module in place of every one of Python's, each of which says that it was run."""
+    """A folder with a fake of every standard module, each of which reports that it was run."""
     folder = tmp_path / "planted"
     folder.mkdir()
     for name in sorted({*sys.stdlib_module_names, "cudnn_sdpa", "torch", "numpy", "cudnn"} - {"sys"}):
@@ -72,7 +72,7 @@ for name, start in started.items():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("can_plan")
-def test_no_process_runs_code_out_of_the_current_folder(planted, tmp_path):
+def test_no_process_runs_code_from_the_current_folder(planted, tmp_path):
     folder = tmp_path / "program"
     folder.mkdir()
     (folder / "says.py").write_text("import json, sys\nprint(json.dumps({'arguments': sys.argv[1:]}))\n")
@@ -119,7 +119,7 @@ def test_a_module_that_plans_while_it_is_imported_starts_no_helpers_within_helpe
     result = run_program(folder, "import ops", tmp_path)
     assert result.returncode != 0
     assert "OfflineError" in result.stderr
-    assert count.read_text().count("imported ") == 2  # by the program and its helper
+    assert count.read_text().count("imported ") == 2  # of the program and its helper
     assert "__name__ == '__main__'" in count.read_text()
 
 
@@ -129,7 +129,7 @@ def keys(shapes, h200):
 
 
 def starts(monkeypatch):
-    """Whatever is started from now on, and an error in place of it."""
+    """Records process starts from here on, and raises instead."""
     started = []
 
     def start(*command, **_):
@@ -141,7 +141,7 @@ def starts(monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["PyInstaller", "Nuitka", "Nuitka's main", "no executable", "none", "in a helper"])
-def test_where_there_is_no_interpreter_nothing_is_started(monkeypatch, how, keys, h200, tmp_path):
+def test_without_an_interpreter_nothing_is_started(monkeypatch, how, keys, h200, tmp_path):
     started = starts(monkeypatch)
     if how == "PyInstaller":
         monkeypatch.setattr(sys, "frozen", True, raising=False)
@@ -163,7 +163,7 @@ def test_where_there_is_no_interpreter_nothing_is_started(monkeypatch, how, keys
     assert started == []
 
 
-def test_an_interpreter_that_is_not_there_is_an_offline_error(monkeypatch):
+def test_a_missing_interpreter_is_an_offline_error(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(OfflineError, match=r"cannot be started: .*No such file"):
         Helper().ask(READY)
@@ -213,7 +213,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     ],
     ids=["many open files", "too many open files", "nothing to write to", "another program"],
 )
-def test_what_a_process_is_short_of(run_python, what, expected):
+def test_exhausted_resources(run_python, what, expected):
     result = run_python(SHORT_OF.format(what=what), fresh=True)
     assert result.stdout.startswith(expected), result.stdout + result.stderr
 
@@ -224,7 +224,7 @@ def test_what_a_process_is_short_of(run_python, what, expected):
     "noise",
     ["print('hello')", "print('no newline', end='', flush=True)", "print(5); print('{}'); print('[1]'); print('null')"],
 )
-def test_what_a_site_prints_is_passed_over(tmp_path, noise):
+def test_output_of_sitecustomize_is_ignored(tmp_path, noise):
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(f"import sys\n{noise}\nsys.stdout.flush()\n")
@@ -235,7 +235,7 @@ def test_what_a_site_prints_is_passed_over(tmp_path, noise):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("can_plan")
-def test_a_helper_that_is_killed_by_a_real_time_signal(run_python):
+def test_a_helper_killed_by_a_real_time_signal(run_python):
     code = """
 import os, threading, time, cudnn_sdpa
 from cudnn_sdpa.offline.planner import Helper
@@ -252,7 +252,7 @@ except cudnn_sdpa.OfflineError as error:
     assert "was killed by signal 40" in run_python(code).stdout
 
 
-def test_how_a_process_ended_is_said_for_every_status():
+def test_every_exit_status_has_a_description():
     assert interpreter.describe_exit(3) == "ended with exit code 3"
     assert interpreter.describe_exit(-9) == "was killed by SIGKILL"
     for number in range(1, 65):
@@ -260,7 +260,7 @@ def test_how_a_process_ended_is_said_for_every_status():
 
 
 @pytest.mark.parametrize("workers", [0, -1, 1.5, True, "2"])
-def test_a_number_of_workers_that_is_none_is_refused_at_once(keys, h200, tmp_path, workers):
+def test_an_invalid_number_of_workers_is_refused_at_once(keys, h200, tmp_path, workers):
     with pytest.raises(OptionError, match="workers: got"):
         cudnn_sdpa.compile_plans(PlanManifest.of(keys), "h200", tmp_path / "plans", workers=workers)
     with pytest.raises(OptionError, match="workers: got"):
@@ -270,7 +270,7 @@ def test_a_number_of_workers_that_is_none_is_refused_at_once(keys, h200, tmp_pat
             plan_all(keys, h200, workers, lambda key: key)
 
 
-def test_a_plan_that_fails_here_stops_no_other_one(keys, h200):
+def test_a_failed_plan_stops_no_other(keys, h200):
     def build(key):
         if key == keys[0]:
             raise TypeError("multiply() missing 1 required argument: 'with_scale'")
@@ -298,14 +298,14 @@ def test_a_folder_that_is_open_to_others_is_an_option_error(keys, tmp_path):
 @pytest.mark.parametrize(
     ("text", "seconds"), [("", 300.0), ("2.5", 2.5), ("0", 300.0), ("soon", 300.0), ("inf", 300.0)]
 )
-def test_the_environment_says_how_long_a_helper_may_take(monkeypatch, caplog, text, seconds):
+def test_the_environment_variable_sets_the_timeout(monkeypatch, caplog, text, seconds):
     monkeypatch.setenv("CUDNN_SDPA_HELPER_TIMEOUT", text)
     assert planner.timeout_seconds() == seconds
     assert bool(caplog.text) == (text not in {"", "2.5"})
 
 
 @pytest.mark.usefixtures("can_plan")
-def test_a_helper_that_hangs_is_given_up_in_that_time(monkeypatch):
+def test_a_hanging_helper_times_out(monkeypatch):
     monkeypatch.setenv("CUDNN_SDPA_HELPER_TIMEOUT", "0.01")
     helper = Helper()
     with pytest.raises(OfflineError, match=r"0\.01 s have passed"):

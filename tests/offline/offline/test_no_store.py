@@ -1,4 +1,4 @@
-"""Planning for a GPU that is not here keeps nothing in the user's own plan store."""
+"""Planning for a GPU that is not in the machine stores nothing in the user's plan store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ pytestmark = pytest.mark.usefixtures("can_plan")
 
 
 @pytest.mark.slow
-def test_planning_offline_makes_no_store(run_python, tmp_path):
+def test_planning_offline_creates_no_store(run_python, tmp_path):
     code = """
 import sys, torch, cudnn_sdpa
 q = torch.empty(1, 8, 128, 64, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Manifests, and plans compiled from them for a GPU that is not here."""
+"""Manifests, and plans compiled from them for a GPU that is not in the machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def manifest(h200):
     return PlanManifest.of(keys(h200))
 
 
-def test_a_manifest_is_read_as_it_was_written(manifest, h200, tmp_path):
+def test_manifest_round_trip(manifest, h200, tmp_path):
     manifest.save(tmp_path / "plans.json")
     again = PlanManifest.load(tmp_path / "plans.json")
     assert again == manifest
@@ -45,7 +45,7 @@ def test_a_manifest_is_read_as_it_was_written(manifest, h200, tmp_path):
     assert again.recorded_on["gpu"] == "NVIDIA H200"
 
 
-def test_the_order_of_use_does_not_show(h200):
+def test_the_order_of_use_does_not_matter(h200):
     one, two = keys(h200)
     assert PlanManifest.of([one, two, one]) == PlanManifest.of([two, one])
 
@@ -71,12 +71,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_follow_the_schema_is_refused(manifest, tmp_path, name):
+def test_manifests_that_violate_the_schema_are_refused(manifest, tmp_path, name):
     with pytest.raises(OptionError, match=r"plans.json': \$"):
         PlanManifest.load(change(manifest, tmp_path, WRONG[name]))
 
 
-def test_what_is_no_json_is_refused(tmp_path):
+def test_invalid_json_is_refused(tmp_path):
     (tmp_path / "plans.json").write_text("{")
     for path in (tmp_path / "plans.json", tmp_path / "none.json", tmp_path):
         with pytest.raises(OptionError, match="manifest"):
@@ -86,7 +86,7 @@ def test_what_is_no_json_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "operation", ["os:system", "antigravity:fly", "cudnn_sdpa.attention.dense.graphs:masks", "no.such:x"]
 )
-def test_a_manifest_imports_and_runs_nothing_of_others(manifest, h200, operation):
+def test_a_manifest_imports_and_runs_no_foreign_code(manifest, h200, operation):
     other = copy.deepcopy(manifest)
     other.plans[0]["operation"] = operation
     with pytest.raises(OptionError, match="operation"):
@@ -108,7 +108,7 @@ def test_plans_are_compiled_once_and_found_by_their_keys(manifest, h200, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_plan_that_cannot_be_made_stops_no_other(h200, tmp_path):
+def test_an_unsupported_plan_stops_no_other(h200, tmp_path):
     manifest = PlanManifest.of([*keys(h200), *keys(h200, dim=256)])
     report = compile_plans(manifest, "a100", tmp_path / "plans", workers=2)
     assert report.built == 3
@@ -119,8 +119,8 @@ def test_a_plan_that_cannot_be_made_stops_no_other(h200, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_only_the_gpu_has_fast_kernels_for_is_left_to_it(h200, tmp_path):
-    """Kernels that work in clusters; `explain`, which keeps nothing, says that there are others."""
+def test_plans_that_need_the_gpu_are_left_to_it(h200, tmp_path):
+    """Kernels with clusters need the GPU; `explain`, which stores nothing, reports the others."""
     calls = [
         (convolution, (channels_last(torch.empty(*x)), channels_last(torch.empty(*weight))))
         for x, weight in (((8, 512, 64, 64), (512, 512, 3, 3)), ((2, 64, 32, 32), (64, 64, 3, 3)))
@@ -138,7 +138,7 @@ def test_what_only_the_gpu_has_fast_kernels_for_is_left_to_it(h200, tmp_path):
     ((failed, reason),) = report.failed.items()
     assert (report.built, failed) == (1, str(keys[0]))
     assert notes == [True, False]
-    one_filter = channels_last(torch.empty(1, 64, 3, 3)).bfloat16()  # which no guess takes on any GPU
+    one_filter = channels_last(torch.empty(1, 64, 3, 3)).bfloat16()  # which no heuristic accepts on any GPU
     found = explain(convolution, calls[1][1][0].bfloat16(), one_filter, **{**geometry, "activation": "silu"})
     assert (found.supported, found.on_gpu) == (True, "")
     assert "clusters of thread blocks" in reason
@@ -161,7 +161,7 @@ def test_the_command_compiles(manifest, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_nothing_is_warmed_up(manifest, tmp_path):
+def test_without_a_gpu_warmup_raises(manifest, tmp_path):
     manifest.save(tmp_path / "plans.json")
     with pytest.raises(cudnn_sdpa.DeviceError, match="no NVIDIA GPU"):
         cudnn_sdpa.warmup(manifest)
@@ -176,8 +176,8 @@ def test_a_recording_without_a_call_is_empty():
 
 
 @pytest.mark.slow
-def test_what_is_planned_here_is_planned_by_nobody_else(h200):
-    """Keys come back once each, from here while helpers start, and from helpers while this process is busy."""
+def test_plans_built_here_are_not_built_by_helpers(h200):
+    """Each key is built once: here while helpers start, and by helpers while this process is busy."""
     many = [*keys(h200), *keys(h200, dim=128), *keys(h200, dim=32), *keys(h200, dim=96)]
     planned = []
 
@@ -185,7 +185,7 @@ def test_what_is_planned_here_is_planned_by_nobody_else(h200):
         planned.append(key)
         if len(planned) == 2:
             raise UnsupportedError("this one", ["for the test"])
-        time.sleep(20 if len(planned) == 3 else 0)  # until a helper has started, and has taken all that is left
+        time.sleep(20 if len(planned) == 3 else 0)  # until a helper has started and taken the rest
         return "here"
 
     found = dict(plan_all(many, h200, 1, here))
@@ -198,8 +198,8 @@ def test_what_is_planned_here_is_planned_by_nobody_else(h200):
     assert all(made.engine.startswith("eng") for made in by_helper)
 
 
-def test_with_no_workers_all_is_planned_here(h200, monkeypatch):
-    monkeypatch.setattr(pool, "Helper", None)  # none is made
+def test_with_zero_workers_everything_is_planned_here(h200, monkeypatch):
+    monkeypatch.setattr(pool, "Helper", None)  # no helper is created
     refused = UnsupportedError("this one", ["for the test"])
 
     def here(key):
@@ -211,13 +211,13 @@ def test_with_no_workers_all_is_planned_here(h200, monkeypatch):
     assert list(plan_all([forward, backward], h200, 0, here)) == [(forward, "sdpa_forward"), (backward, refused)]
 
 
-def test_nobody_waits_for_helpers_that_are_not_needed(h200, monkeypatch):
-    monkeypatch.setattr(pool, "plan_to_keep", None)  # a helper has not even started when all is done
+def test_unneeded_helpers_are_not_awaited(h200, monkeypatch):
+    monkeypatch.setattr(pool, "plan_to_keep", None)  # everything is done before a helper has started
     found = list(plan_all(keys(h200), h200, 2, lambda key: key.name))
     assert [made for _, made in found] == ["sdpa_forward", "sdpa_backward"]
 
 
-def test_without_helpers_all_is_planned_here(h200, monkeypatch):
+def test_without_helpers_everything_is_planned_here(h200, monkeypatch):
     monkeypatch.setattr(driver, "helper_environment", no_helper)
     many = [*keys(h200), *keys(h200, dim=128)]
     found = dict(plan_all(many, h200, 2, lambda key: key.name))

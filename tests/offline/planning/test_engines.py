@@ -1,4 +1,4 @@
-"""`support` with a target: cuDNN's own answers, and the published files of them."""
+"""`support` with a target: cuDNN's own answers, and their published files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("can_plan")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("option", ROWS)
 @pytest.mark.parametrize("target", ["h200", "b200"])
-def test_the_published_engines_are_those_that_cudnn_takes(target, option):
+def test_the_published_engines_are_those_of_cudnn(target, option):
     published = json.loads((PUBLISHED / f"{target}.json").read_text())
     if published["environment"] | {"cudnn_sdpa": ""} != environment(target=target) | {"cudnn_sdpa": ""}:
         pytest.skip("published with other versions")
@@ -31,7 +31,7 @@ def test_the_published_engines_are_those_that_cudnn_takes(target, option):
         assert cell(call["operation"], option, target=target).to_dict() == call
 
 
-def test_an_answer_for_a_target_is_that_of_explain():
+def test_support_for_a_target_agrees_with_explain():
     q = torch.empty(2, 8, 1024, 64, dtype=torch.bfloat16)
     told = explain(sdpa, q, q, q, is_causal=True)
     asked = support(head_dim=64, target="h200", is_causal=True)

@@ -1,4 +1,4 @@
-"""The rules of support, held against what cuDNN plans for GPUs of five kinds."""
+"""The support rules, compared with cuDNN's planner for five kinds of GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.offline.planner import engine_offline, plan_offline
 from cudnn_sdpa.planning.support import descriptions
 
-#: By SM, what cuDNN is told of a GPU of that kind where it differs from an H200.
+#: By SM, the GPU properties given to cuDNN that differ from an H200's.
 GPUS = {
     80: {"multiProcessorCount": 108, "maxSharedMemoryPerBlockOptin": 166912},
     89: {"multiProcessorCount": 142, "maxSharedMemoryPerBlockOptin": 101376, "maxThreadsPerSM": 1536},
@@ -43,7 +43,7 @@ def gpu(h200, request) -> dict[str, Any]:
 
 
 def sample(draw: random.Random) -> Description | None:
-    """A computation in which each option is used now and then; None for one that needs no plan."""
+    """A random configuration that uses each option sometimes; None for one that needs no plan."""
 
     def chance(share: float) -> bool:
         return draw.random() < share
@@ -76,7 +76,7 @@ def last_of(
     dims: tuple[int, int],
     options: dict[str, Any],
 ) -> Description | None:
-    """What is asked about: the gradients, if there are some."""
+    """The spec to plan: that of the gradients, if there are any."""
     (head_dim, head_dim_v), (sq, skv) = dims, draw.choice(SIZES[:3] if draw.random() < 0.5 else SIZES)
     sizes = {"head_dim": head_dim, "head_dim_v": head_dim_v, "sq": sq, "skv": skv}
     found = descriptions(operation, direction, dtype, **sizes, options=options)[-1]
@@ -99,7 +99,7 @@ FP8_OUTPUTS = [None, torch.float8_e5m2, torch.bfloat16, torch.float16]
 
 
 def sample_fp8(draw: random.Random) -> Description | None:
-    """The same for FP8."""
+    """Like `sample`, for FP8."""
     is_backward = draw.random() < 0.5
     options: dict[str, Any] = {"is_causal": draw.random() < 0.5}
     options |= {"causal_alignment": draw.choice(["top_left", "bottom_right"])}
@@ -112,7 +112,7 @@ def sample_fp8(draw: random.Random) -> Description | None:
 
 
 def key_and_rules(plan: Description, target: Target) -> tuple[PlanKey, Configuration, list[Rule]]:
-    """The key, whatever the rules say, and what they say."""
+    """The key, built despite the rules, and the rules' reasons."""
     asked: list[tuple[Configuration, list[Rule]]] = []
 
     def note(case: Configuration, _what: str, rules: Sequence[Rule] = RULES) -> None:
@@ -126,7 +126,7 @@ def key_and_rules(plan: Description, target: Target) -> tuple[PlanKey, Configura
 
 
 def disagreement(plan: Description, properties: dict[str, Any]) -> str:
-    """How the rules and cuDNN disagree; empty if they agree, or if a plan would be wrong and is not asked for."""
+    """How the rules and cuDNN disagree; empty if they agree, or if a plan would be wrong and is not requested."""
     key, case, broken = key_and_rules(plan, Target.from_properties(properties))
     if any(rule.wrong for rule in broken) or UnsupportedError.of(known_issues.check, key) is not None:
         return ""
@@ -142,7 +142,7 @@ def disagreement(plan: Description, properties: dict[str, Any]) -> str:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("sampled", [sample, sample_fp8], ids=["half", "fp8"])
 @pytest.mark.parametrize("gpu", GPUS, indirect=True, ids="SM {}".format)
-def test_rules_say_what_the_heuristics_say(gpu, sampled):
+def test_rules_agree_with_the_heuristics(gpu, sampled):
     draw = random.Random(20 + gpu["deviceVer"])
     plans = [plan for _ in range(GRID) if (plan := sampled(draw)) is not None]
     assert len(plans) > 0.9 * GRID
@@ -152,7 +152,7 @@ def test_rules_say_what_the_heuristics_say(gpu, sampled):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("gpu", GPUS, indirect=True, ids="SM {}".format)
-def test_what_no_rule_speaks_against_compiles(gpu):
+def test_calls_that_no_rule_rejects_compile(gpu):
     draw = random.Random(3 + gpu["deviceVer"])
     target, compiled = Target.from_properties(gpu), 0
     while compiled < FULL:

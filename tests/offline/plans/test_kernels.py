@@ -1,4 +1,4 @@
-"""Our own kernels, compiled by the real NVRTC for GPUs that are not here."""
+"""This library's kernels, compiled by the real NVRTC for GPUs that are not in the machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def nvrtc():
 
 
 KERNELS = [packing.kernel, paging.decode_kernel, paging.gather_kernel, paging.append_kernel]
-#: Those that need instructions of compute capability 8.9.
+#: Kernels that need instructions of compute capability 8.9.
 FP8_KERNELS = [quantize.quantize_kernel, quantize.dequantize_kernel, quantize.update_kernel]
 
 
@@ -35,11 +35,11 @@ def test_every_kernel_compiles_for_every_gpu(kernel, sm):
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("sm", [89, 90, 100, 120])
 @pytest.mark.parametrize("kernel", FP8_KERNELS, ids=lambda kernel: kernel.name)
-def test_every_kernel_for_fp8_compiles_for_every_gpu_that_has_it(kernel, sm):
+def test_every_fp8_kernel_compiles_for_every_fp8_gpu(kernel, sm):
     assert kernel.compile(sm)[:4] == b"\x7fELF"
 
 
-def test_what_cannot_be_compiled_says_why(tmp_path):
+def test_compile_errors_are_explained(tmp_path):
     path = tmp_path / "wrong.cu"
     path.write_text('extern "C" __global__ void wrong() { missing(); }')
     with pytest.raises(LibraryError, match=r"wrong\.cu for SM90: NVRTC_ERROR_COMPILATION(?s:.*)missing"):
@@ -48,7 +48,7 @@ def test_what_cannot_be_compiled_says_why(tmp_path):
         packing.kernel.compile(10)
 
 
-def test_without_nvrtc_the_error_says_what_to_install(monkeypatch):
+def test_without_nvrtc_the_error_names_the_package(monkeypatch):
     monkeypatch.setattr(nvrtc_module, "_nvrtc_candidates", lambda: iter(["libnothing.so.99"]))
     nvrtc_module._nvrtc.cache_clear()
     with pytest.raises(LibraryError, match="pip install nvidia-cuda-nvrtc"):

@@ -1,4 +1,4 @@
-"""What is taken for what it is: PyTorch's causal masks, numbers of other kinds, sinks in half precision."""
+"""Accepted arguments: PyTorch's causal bias objects, NumPy scalars, sinks in half precision."""
 
 from __future__ import annotations
 

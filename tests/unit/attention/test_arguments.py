@@ -25,7 +25,7 @@ BATCH, HEADS, HEADS_KV, SQ, SKV, DIM, DIM_V = 2, 4, 2, 8, 12, 16, 24
 
 
 def arguments(**changes):
-    """A right call, with changes."""
+    """A valid call, with changes."""
     call = {
         "q": torch.randn(BATCH, HEADS, SQ, DIM),
         "k": torch.randn(BATCH, HEADS_KV, SKV, DIM),
@@ -51,7 +51,7 @@ def assert_names(error, argument, got, expected):
 
 R, Z = torch.randn, torch.empty
 WRONG = {
-    # name: (changes, error, argument at fault, part of what it got, part of what was expected)
+    # name: (changes, error, wrong argument, part of what it got, part of what was expected)
     "q of rank 3": ({"q": R(4, 8, 16)}, ShapeError, "q", "(4, 8, 16)", "rank 4"),
     "q of rank 5": ({"q": R(1, 2, 4, 8, 16)}, ShapeError, "q", "(1, 2, 4, 8, 16)", "rank 4"),
     "k of rank 3": ({"k": R(2, 12, 16)}, ShapeError, "k", "(2, 12, 16)", "rank 4"),
@@ -254,7 +254,7 @@ def test_gpu_only_checks_of_memory():
             checks.check_strides(*call)
         assert_names(caught.value, name, "stride 18 from token to token", "a multiple of 8 elements (16 bytes)")
     single = torch.empty(64, dtype=torch.float16).as_strided((1, 1, 1, 16), (3, 5, 7, 1))
-    checks.check_strides(single, single, single)  # strides that reach no memory do not matter
+    checks.check_strides(single, single, single)  # strides of size-1 dimensions do not matter
 
 
 def test_float32_and_integers_are_refused_for_tensors_of_a_gpu():

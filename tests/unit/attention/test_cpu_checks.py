@@ -1,4 +1,4 @@
-"""What a GPU refuses raises on the CPU too, by the same rules, for a named GPU or for none."""
+"""CPU tensors are refused by the same rules as GPU tensors, for a named GPU or for none."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ OPTIONS = {
 @pytest.mark.parametrize("target", ["a100", "h200", "b200"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_the_cpu_refuses_what_support_refuses(target, backward):
-    """Every pair of options, one query and many, several head dims: the answers are those of `support`."""
+    """Every pair of options, one query and many, several head dims: agrees with `support`."""
     refusals = 0
     sm = cpu_target.bundled_capabilities()[target]
     dims_of = [(16, 16), (192, 128), (256, 256)] if backward else [(16, 16)]
@@ -93,7 +93,7 @@ def test_the_cpu_refuses_what_support_refuses(target, backward):
 
 
 def test_every_support_rule_is_checked(monkeypatch):
-    """A new rule holds on the CPU at once: the rules are the GPU's own."""
+    """New rules apply on the CPU automatically: they are the GPU's rules."""
     rule = rules.Rule(lambda case: case.head_dim == 24, "24 is out of fashion", "another number")
     monkeypatch.setattr(rules, "RULES", (rule,))
     monkeypatch.setattr(rules.refusal, "__defaults__", ((rule,),))
@@ -219,7 +219,7 @@ def test_the_setting():
 
 @pytest.fixture
 def unset(monkeypatch):
-    """As in a process in which nobody has asked for the setting yet."""
+    """As in a process that has not read the setting yet."""
     monkeypatch.setattr(cpu_target._Setting, "name", "")
 
 
@@ -251,7 +251,7 @@ def test_compiled_calls_are_checked_when_they_run():
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_vmap_and_fake_tensors_are_not_checked():
-    """Under vmap and on fake tensors nothing is read and nothing refused that only memory tells."""
+    """Under vmap and on fake tensors no values are read, and nothing is refused for its memory."""
     q, k, v = qkv()
     lengths = torch.tensor([[3, 8], [8, 1]], dtype=torch.int32)
     found = torch.vmap(lambda n: sdpa(q, k, v, seq_lens_kv=n))(lengths)

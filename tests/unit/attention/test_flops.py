@@ -1,4 +1,4 @@
-"""Operations that `FlopCounterMode` counts, beside those of PyTorch's own attention."""
+"""FLOPs counted by `FlopCounterMode`, against PyTorch's attention."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def counted(function, *args, **options):
 
 
 def shapes(*tensors):
-    """With as many heads of keys as of queries: the formulas of older PyTorch want them, newer ones do not look."""
+    """With equal head counts: the formulas of older PyTorch need them, newer ones ignore them."""
     heads = tensors[0].shape[1]
     return [(tensor.shape[0], heads, *tensor.shape[2:]) for tensor in tensors]
 

@@ -1,4 +1,4 @@
-"""Random wrong calls of the attention functions: an error of the library, or what float64 says; nothing else."""
+"""Fuzzing of the attention functions: a wrong call raises a library error or matches float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CALLS = 400
 
 
 class Own(torch.Tensor):
-    """A tensor of somebody else's class, which is nothing but memory."""
+    """A foreign tensor subclass with ordinary memory."""
 
 
 def nested(x):
@@ -32,7 +32,7 @@ def freed(x):
     return x
 
 
-#: What is done to a tensor. Nothing here is what a function asks for, but some have the same numbers.
+#: Mutations of a tensor. None is a valid argument as such, but some have the same values.
 SPOILERS = {
     "none": lambda _: None,
     "a number": lambda _: 3,
@@ -152,7 +152,7 @@ def packed(rng):
 
 
 def exact(function, tensors, options):
-    """The output in float64, of what is an ordinary call in the end."""
+    """The float64 output of a call whose tensors have ordinary values."""
     numbers = {n: x.detach().resolve_neg().as_subclass(torch.Tensor) for n, x in tensors.items() if x is not None}
     options = {
         name: x for name, x in options.items() if name in ("is_causal", "softcap", "window_size", "scale", "alibi")
@@ -181,14 +181,14 @@ def spoiled(rng, make):
             try:
                 tensors[name] = SPOILERS[kind](tensors[name])
             except (AttributeError, RuntimeError, TypeError, NotImplementedError, IndexError, ValueError):
-                continue  # there is no such thing of this tensor
+                continue  # the mutation is impossible for this tensor
         else:
             name = rng.choice(names)
             options[name] = rng.choice(OPTIONS[name])
     return function, tensors, options
 
 
-@pytest.mark.filterwarnings("ignore")  # of prototypes: nested, sparse, quantized tensors
+@pytest.mark.filterwarnings("ignore")  # warnings of prototype features: nested, sparse, quantized tensors
 @pytest.mark.parametrize("make", [dense, drop_in, packed])
 @pytest.mark.parametrize("trains", [False, True])
 def test_wrong_calls_raise_library_errors_or_give_right_values(make, trains):

@@ -1,4 +1,4 @@
-"""Random wrong calls of the FP8 functions: an error of the library, or what the same numbers give; nothing else."""
+"""Fuzzing of the FP8 functions: a wrong call raises a library error or matches the same values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def backward(rng):
 
 
 def spoiled(rng, make):
-    """A call, up to two things of which are wrong, and the names of its tensors."""
+    """A call with up to two wrong arguments, and the names of its tensors."""
     function, tensors, options, names = make(rng)
     for _ in range(rng.choice([1, 1, 2])):
         if rng.random() < 0.7:
@@ -47,7 +47,7 @@ def spoiled(rng, make):
             try:
                 tensors[name] = SPOILERS[kind](tensors[name])
             except (AttributeError, RuntimeError, TypeError, NotImplementedError, IndexError, ValueError):
-                continue  # there is no such thing of this tensor
+                continue  # the mutation is impossible for this tensor
         else:
             name = rng.choice(names)
             options[name] = rng.choice(OWN.get(name) or OPTIONS[name])
@@ -64,7 +64,7 @@ def plain(x):
     return None if x is None else x.detach().resolve_conj().resolve_neg().as_subclass(torch.Tensor).clone()
 
 
-@pytest.mark.filterwarnings("ignore")  # of prototypes: nested, sparse, quantized tensors
+@pytest.mark.filterwarnings("ignore")  # warnings of prototype features: nested, sparse, quantized tensors
 @pytest.mark.parametrize("make", [forward, backward])
 @pytest.mark.parametrize("trains", [False, True])
 def test_wrong_calls_raise_library_errors_or_give_right_values(make, trains):

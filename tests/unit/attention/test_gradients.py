@@ -1,4 +1,4 @@
-"""Gradients of `sdpa` on CPU tensors against autograd through float64 mathematics written a second time."""
+"""Gradients of `sdpa` on CPU tensors against autograd through an independent float64 implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient of `attn_mask` lies in memory as `attn_mask` does: by launches, by the reference, eager and compiled."""
+"""The gradient of `attn_mask` has the strides of `attn_mask`: in launches, in the reference, eager and compiled."""
 
 from __future__ import annotations
 

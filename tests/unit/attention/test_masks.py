@@ -1,4 +1,4 @@
-"""`normalize_mask` against masks written out: the same meaning, and one form for each meaning."""
+"""`normalize_mask` against materialized masks: it keeps the mask, and equal masks get one form."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ CALLS = [
 
 
 def rows(is_causal, alignment, window_size, sq, skv, nq=None, nk=None):
-    """Which keys each query sees, as text: what is asked for."""
+    """The requested mask, as text."""
     options = {"is_causal": is_causal, "causal_alignment": alignment, "window_size": window_size}
     nq, nk = sq if nq is None else nq, skv if nk is None else nk
     return [[sees(i, j, nq, nk, options) for j in range(skv)] for i in range(sq)]
 
 
 def drawn(mask: Mask, sq, skv, nq=None, nk=None):
-    """Which keys each query sees: what a normalized mask says."""
+    """The normalized mask, as text."""
     rest = sq - mask.masked_rows
     nq, nk = rest if nq is None else nq, skv if nk is None else nk
     left, right, bottom_right = mask.band or (None, None, False)
@@ -61,7 +61,7 @@ def test_normalization_keeps_the_mask_for_any_lengths():
         mask = normalize_mask(*call, sq, skv, has_lengths=True)
         for nq, nk in itertools.product(range(sq + 1), range(skv + 1)):
             assert drawn(mask, sq, skv, nq, nk) == rows(*call, sq, skv, nq, nk), (call, sq, skv, nq, nk, mask)
-        assert mask.masked_rows == 0  # lengths decide which rows see nothing
+        assert mask.masked_rows == 0  # the lengths decide which rows are fully masked
 
 
 def test_masked_rows_are_exactly_those_hidden_by_the_right_bound():
@@ -70,7 +70,7 @@ def test_masked_rows_are_exactly_those_hidden_by_the_right_bound():
         seen = [any(row) for row in rows(*call, sq, skv)]
         assert not any(seen[: mask.masked_rows])
         right = 0 if call[0] else call[2][1]
-        if right >= 0 and mask.masked_rows < sq:  # the next row has its right end within the keys
+        if right >= 0 and mask.masked_rows < sq:  # the next row's right end is within the keys
             shift = skv - sq if call[1] == "bottom_right" else 0
             assert mask.masked_rows + shift + right >= 0
 
@@ -83,7 +83,7 @@ def test_a_normalized_mask_stays_as_it_is(top_left_only):
             continue
         left, right, bottom_right = mask.band or (None, None, False)
         if (left or 0) < 0 or (right or 0) < 0:
-            continue  # no window says that
+            continue  # no window expresses this
         again = normalize_mask(
             False,
             "bottom_right" if bottom_right else "top_left",

@@ -1,4 +1,4 @@
-"""Wrong masks, sinks, windows, dropout and other options: typed errors that say which argument, what and how."""
+"""Wrong masks, sinks, windows, dropout and other options: typed errors that name the argument and what is expected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WINDOW = "two integers (left, right)"
 SHARE = "a number from 0 up to, not including, 1"
 
 WRONG = {
-    # name: (changes, error, argument at fault, part of what it got, part of what was expected)
+    # name: (changes, error, wrong argument, part of what it got, part of what was expected)
     "mask of other queries": ({"attn_mask": R(9, 12)}, ShapeError, "attn_mask", "(9, 12)", FULL),
     "mask of other keys": ({"attn_mask": R(8, 11)}, ShapeError, "attn_mask", "(8, 11)", FULL),
     "mask of other heads": ({"attn_mask": R(2, 1, 1)}, ShapeError, "attn_mask", "(2, 1, 1)", FULL),

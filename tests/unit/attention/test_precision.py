@@ -1,4 +1,4 @@
-"""The reference at scores that leave float32 no room for a logarithm, and for a part of the keys."""
+"""The reference for scores too large for a float32 logarithm, and for chunks of the keys."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def assert_right(tensors, **options):
     wanted, _, exact = gradients(tensors, grad_out, **options)
     assert relative(out.detach(), wanted) < 1e-4
     found = torch.autograd.grad(out, [leaves[name] for name in exact], grad_out)
-    size = grad_out.double().norm() * tensors["q"].abs().max().clamp_min(1)  # what is left of 0 is rounding of this
+    size = grad_out.double().norm() * tensors["q"].abs().max().clamp_min(1)  # zero up to rounding errors of this size
     for name, gradient in zip(exact, found, strict=True):
         assert (gradient.double() - exact[name]).norm() < 1e-4 * exact[name].norm() + 1e-5 * size, name
 
@@ -43,23 +43,23 @@ def assert_right(tensors, **options):
 @pytest.mark.parametrize("low", [-1e4, -1e9, LOWEST / 2, LOWEST])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_rows_masked_by_a_large_finite_value(low, sinks):
-    """float32 scores of -1e9 are all alike, so the row's weights are equal, be they hidden."""
+    """float32 scores near -1e9 are all equal, so the weights of a masked row are equal."""
     mask = torch.zeros(5, 7)
     mask[1] = mask[4] = low
     mask[2, 3:] = low
     tensors = large_scores(attn_mask=mask)
-    tensors["q"][:, :, [1, 4]] = 0  # the same scores in float64, which could tell q·k apart beside -1e9
+    tensors["q"][:, :, [1, 4]] = 0  # the same rounded scores: float64 would keep q·k next to -1e9
     if sinks:
         tensors["sinks"] = torch.full((2,), low)
     if low == LOWEST:
-        tensors["q"] = tensors["q"].abs() * 0.1  # nothing below the lowest number
+        tensors["q"] = tensors["q"].abs() * 0.1  # nothing below the lowest finite value
         tensors["k"] = tensors["k"].abs() * 0.1
     assert_right(tensors)
 
 
 @pytest.mark.parametrize("largest", [100.0, 46341.0, 4e7])
 def test_large_scores(largest):
-    """Numbers of few digits, so that the scores are exact in float32 and the softmax alone may be wrong."""
+    """Values of few digits, so that scores are exact in float32 and only the softmax may be wrong."""
     tensors = large_scores()
     for name in "qk":
         tensors[name] = tensors[name].mul(8).round().div(8)
@@ -80,7 +80,7 @@ def test_a_row_of_one_score_repeated():
 
 
 def parts_of(tensors, sizes, run):
-    """`run` for each part of the keys, its results by q added, those by k and v put together."""
+    """Runs each chunk of the keys, sums the results for q, and concatenates those for k and v."""
     results = [run(k, v) for k, v in zip(tensors["k"].split(sizes, 2), tensors["v"].split(sizes, 2), strict=True)]
     by_q, by_k, by_v = zip(*results, strict=True)
     return sum(by_q), torch.cat(by_k, 2), torch.cat(by_v, 2)
@@ -89,7 +89,7 @@ def parts_of(tensors, sizes, run):
 @pytest.mark.parametrize("shift", [0.0, 30.0, -3000.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_of_a_chunk_of_the_keys(shift, dtype):
-    """As ring attention needs them: weights by the log-sum-exp of all keys, which is given."""
+    """As in ring attention: weights from the LSE of all keys, which is given."""
     tensors = {name: x.to(dtype) for name, x in large_scores(heads=4).items()}
     grad_out = torch.randn(2, 4, 5, 16, dtype=dtype)
     bias = torch.full((1, 1, 1, 1), shift, dtype=dtype)
@@ -107,7 +107,7 @@ def test_gradients_of_a_chunk_of_the_keys(shift, dtype):
 
 
 def test_gradients_of_a_chunk_by_the_operators():
-    """Of packed sequences too, and of one query on one key, which a GPU leaves to this code as well."""
+    """Also of packed sequences, and of one query on one key, which the reference computes on a GPU, too."""
     q, go = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8)
     k, v = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8)
     out, lse = cudnn_sdpa.sdpa(q, k, v, return_lse=True)

@@ -1,4 +1,4 @@
-"""`sdpa` on CPU tensors against attention written row by row, and against PyTorch."""
+"""`sdpa` on CPU tensors against a row-by-row implementation, and against PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strides: inputs as they come, outputs in the memory order of q, and `out=`."""
+"""Strides: inputs of any strides, outputs in the memory order of q, and `out=`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of lengths and offsets, which read values and are off unless asked for."""
+"""Checks of the values of lengths, offsets and page ids, which are off by default on a GPU."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_page_ids_outside_of_the_cache_raise():
 
 
 def test_gpu_values_are_read_only_on_request():
-    """A tensor that cannot be read stands for one on a GPU: looking at it would raise something else."""
+    """A tensor that cannot be read replaces one on a GPU: reading it would raise another error."""
     assert not value_checks.enabled
     value_checks.check_lengths("seq_lens_kv", torch.empty(2, dtype=torch.int32, device="meta"), 5)
     value_checks.check_offsets("cu_seqlens_q", torch.empty(3, dtype=torch.int32, device="meta"), 5, 5)

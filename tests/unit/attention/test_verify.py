@@ -1,4 +1,4 @@
-"""`explain(…, verify=True)` sees wrong results, and runs the call that it explains; here on the CPU's reference."""
+"""`explain(…, verify=True)` detects wrong results, and runs the explained call; here with the CPU reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cudnn_sdpa.attention.varlen import explain as varlen_explain
 from cudnn_sdpa.attention.varlen import torch_ops
 from cudnn_sdpa.engine.explain import describer_of
 
-FAULT = 0.01  #: an error that nobody would take for rounding
+FAULT = 0.01  #: an error far above rounding
 LENGTHS_Q, LENGTHS_KV = (5, 0, 7, 3), (4, 2, 9, 0)
 
 
@@ -56,7 +56,7 @@ def test_right_results_have_small_errors(call, dtype, rounding):
     assert errors["out"] > 0
 
 
-#: By result, where `reference` gives it.
+#: Position of each result in the return value of `reference`.
 PLACES = {
     "out": ("attention", 0),
     "lse": ("attention", 1),
@@ -87,7 +87,7 @@ def test_a_wrong_result_has_a_large_error(monkeypatch, call, result, fault):
     right = getattr(reference, function)
 
     def wrong(*arguments):
-        """Spoils what the call computes, and not what it is compared with, which is in float64."""
+        """Corrupts the result of the call, but not the float64 result it is compared with."""
         found = list(right(*arguments))
         call = next(x for x in arguments if isinstance(x, ForwardArguments))
         if call.q.dtype != torch.float64:
@@ -97,7 +97,7 @@ def test_a_wrong_result_has_a_large_error(monkeypatch, call, result, fault):
     monkeypatch.setattr(reference, function, wrong)
     errors = call().verify(True)
     assert errors[result] > FAULT
-    of_forward = result in ("out", "lse")  # which the gradients take for right
+    of_forward = result in ("out", "lse")  # the gradients use it
     others = [name for name in errors if name != result and not (of_forward and name.startswith("grad"))]
     assert all(errors[name] < 1e-5 for name in others), errors
 

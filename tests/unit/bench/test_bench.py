@@ -1,4 +1,4 @@
-"""The benchmarks, as far as they need no GPU: their logic on CPU tensors, with the clock replaced."""
+"""The benchmarks without a GPU: their logic on CPU tensors, with a fake clock."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def same_columns(rows):
     return all(list(row) == list(rows[0]) for row in rows)
 
 
-def test_flops_are_those_of_the_matrix_products():
+def test_flops_count_the_matrix_products():
     shape = Shape(2, 8, 2, 10, 4, False)
-    products = 2 * 8 * 10 * 10 * 4  # multiplications of one product
+    products = 2 * 8 * 10 * 10 * 4  # multiplications of one matrix product
     assert shape.flops() == 2 * 2 * products
     assert shape.flops(backward=True) == 5 * 2 * products
     assert shape._replace(causal=True).flops() == shape.flops() / 2
 
 
-def test_random_lengths_fill_a_packing_and_stay_the_same():
+def test_random_lengths_fill_a_packing_and_are_reproducible():
     lengths = cases.random_lengths(1000, 64)
     assert sum(lengths) == 1000
     assert all(4 <= length <= 64 for length in lengths[:-1])
@@ -52,14 +52,14 @@ def test_random_lengths_fill_a_packing_and_stay_the_same():
 
 
 @pytest.mark.parametrize("error", [0.03, float("nan")])
-def test_results_that_differ_stop_the_benchmark(error):
+def test_different_results_stop_the_benchmark(error):
     expected = torch.ones(8)
     cases.check_agreement(["out"], [expected * 1.01], [expected], "theirs")
     with pytest.raises(RuntimeError, match="grad_q differs from theirs"):
         cases.check_agreement(["out", "grad_q"], [expected, expected * (1 + error)], [expected] * 2, "theirs")
 
 
-def test_kernels_give_a_row_for_each_shape_and_pass(on_cpu):  # noqa: ARG001
+def test_one_row_for_each_shape_and_pass(on_cpu):  # noqa: ARG001
     rows = attention.kernels(SMALL)
     assert [row["pass"] for row in rows] == ["forward", "backward"] * 2
     assert same_columns(rows)
@@ -83,7 +83,7 @@ def test_a_backend_without_grouped_queries_gets_repeated_heads(on_cpu, monkeypat
     assert rows[2]["K/V heads repeated for"] == rows[3]["K/V heads repeated for"] == "pytorch cudnn, pytorch flash"
 
 
-def test_a_backend_that_has_no_kernel_leaves_a_gap(on_cpu, monkeypatch):  # noqa: ARG001
+def test_a_backend_without_a_kernel_leaves_an_empty_cell(on_cpu, monkeypatch):  # noqa: ARG001
     whole = peers.candidate
     monkeypatch.setattr(
         peers, "candidate", lambda name, *qkv, **given: None if "cudnn" in name else whole(name, *qkv, **given)
@@ -103,7 +103,7 @@ def test_wrong_gradients_stop_the_benchmark(on_cpu, monkeypatch):  # noqa: ARG00
         attention.kernels(SMALL)
 
 
-def test_every_option_gets_a_row_and_an_unsupported_one_the_reason(on_cpu, monkeypatch):  # noqa: ARG001
+def test_one_row_for_each_option_with_the_reason_if_unsupported(on_cpu, monkeypatch):  # noqa: ARG001
     right = attention.sdpa
 
     def without_softcap_gradient(q, k, v, **given):
@@ -124,7 +124,7 @@ def test_every_option_gets_a_row_and_an_unsupported_one_the_reason(on_cpu, monke
 
 
 class PackedForward:
-    """The frontend's part, by PyTorch, one sequence after the other."""
+    """Replaces the frontend: PyTorch, one sequence after the other."""
 
     def __init__(self, q, k, v, cu_seqlens, max_seqlen, *, with_lse):
         assert int(cu_seqlens.diff().max()) == max_seqlen
@@ -163,13 +163,13 @@ def test_packed_sequences(on_cpu, monkeypatch):  # noqa: ARG001
         attention.varlen(SMALL)
 
 
-def test_packed_sequences_are_left_out_where_they_are_missing(monkeypatch, capsys):
+def test_packed_sequences_are_omitted_where_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "cudnn_sdpa.attention.varlen.sdpa_varlen", None)
     assert attention.varlen(SMALL) == []
     assert "no sdpa_varlen" in capsys.readouterr().out
 
 
-def test_memory_is_that_of_the_step_alone(on_cpu, monkeypatch):  # noqa: ARG001
+def test_memory_counts_the_step_only(on_cpu, monkeypatch):  # noqa: ARG001
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100)
@@ -183,7 +183,7 @@ def test_memory_is_that_of_the_step_alone(on_cpu, monkeypatch):  # noqa: ARG001
 
 def test_a_training_step_and_its_parts(on_cpu, monkeypatch):  # noqa: ARG001
     monkeypatch.setattr(training.torch_ops, "run_backward_cuda", training.torch_ops.run_backward_cpu)
-    monkeypatch.setattr(training, "_launches", lambda *_: (lambda: None, lambda: None))  # there are no plans here
+    monkeypatch.setattr(training, "_launches", lambda *_: (lambda: None, lambda: None))  # no plans on a CPU
     rows = training.training()
     assert same_columns(rows)
     assert [row["forward and backward"] for row in rows][:5] == [
@@ -196,7 +196,7 @@ def test_a_training_step_and_its_parts(on_cpu, monkeypatch):  # noqa: ARG001
     assert len(rows) == 10
 
 
-def test_the_floor_allocates_what_attention_returns():
+def test_the_floor_allocates_the_results_of_attention():
     q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
     out = training.Empty.apply(q, k, v)
     assert out.shape == q.shape
@@ -204,8 +204,8 @@ def test_the_floor_allocates_what_attention_returns():
     assert all(x.grad.shape == x.shape for x in (q, k, v))
 
 
-def test_a_hand_written_graph_numbers_its_operands_in_the_order_of_their_pointers(monkeypatch):
-    """What can be said of the frontend's graphs without a GPU; planning them is left to real cuDNN."""
+def test_hand_written_graphs_number_operands_in_pointer_order(monkeypatch):
+    """Checks the frontend graphs without a GPU; offline tests plan them with real cuDNN."""
     symbols = []
 
     class Symbol:

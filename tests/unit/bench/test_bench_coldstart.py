@@ -1,4 +1,4 @@
-"""`bench coldstart` as far as it needs no GPU: what a process measures, and what is made of many."""
+"""`bench coldstart` without a GPU: the measurements of one process, and the report of many."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from cudnn_sdpa.plans.cache import next_use
 from cudnn_sdpa.plans.manifest import PlanManifest
 from tests.unit.plans.test_plan_store import key
 
-# What the processes of a benchmark answer.
+# Answers of the benchmark's processes.
 
 
 class Processes:
-    """Stands for the processes: notes how each was started, and takes as many milliseconds as there were before it."""
+    """Fake processes: records how each was started; the n-th takes n milliseconds."""
 
     def __init__(self, **changes):
         self.started: list[tuple[str, str]] = []
@@ -68,9 +68,9 @@ def test_calls_are_measured_without_a_store_with_an_empty_and_with_a_warm_one(an
     started = answering()
     rows = coldstart.calls(3)
     names = [name for name, _ in started.started]
-    assert names == ["sdpa", *["sdpa", "sdpa", "sdpa", "pytorch"] * 3]  # the first one is not counted
+    assert names == ["sdpa", *["sdpa", "sdpa", "sdpa", "pytorch"] * 3]  # the first is a warm-up
     folders = [store for name, store in started.started if store != "off"]
-    assert [folders[0::2], len(set(folders))] == [folders[1::2], 3]  # each pair shares one, which is new
+    assert [folders[0::2], len(set(folders))] == [folders[1::2], 3]  # each pair shares a new one
     assert started.files == [[], ["a.plan"]] * 3
     assert not any(Path(folder).exists() for folder in folders)
     assert [row["call"] for row in rows] == [
@@ -78,7 +78,7 @@ def test_calls_are_measured_without_a_store_with_an_empty_and_with_a_warm_one(an
         for name in ("sdpa, no store", "sdpa, empty store", "sdpa, warm store", "pytorch cudnn")
         for call in ("first call", "another shape")
     ]
-    # "no store" was started as the second, sixth and tenth process of all
+    # "no store" was the second, sixth and tenth process
     assert rows[0] == {
         "call": "sdpa, no store: first call",
         "returns, ms": 6.0,
@@ -93,21 +93,21 @@ def test_calls_are_measured_without_a_store_with_an_empty_and_with_a_warm_one(an
 
 
 @pytest.mark.parametrize(("builds", "loads"), [(0, 0), (1, 1), (0, 1)])
-def test_a_call_that_did_not_get_its_plan_from_there_is_no_number(answering, builds, loads):
+def test_a_call_with_a_plan_from_elsewhere_is_not_reported(answering, builds, loads):
     call = {"returned_ms": 1.0, "done_ms": 1.0, "builds": builds, "loads": loads}
     answering(sdpa={"calls": [{**call, "builds": 1, "loads": 0}, call]})
     with pytest.raises(RuntimeError, match=rf"no store, another shape: {builds} plans were built and {loads} loaded"):
         coldstart.calls(1)
 
 
-def test_a_warm_store_from_which_nothing_was_loaded_is_no_number(answering):
+def test_an_unused_warm_store_is_not_reported(answering):
     built = {"returned_ms": 1.0, "done_ms": 1.0, "builds": 1, "loads": 0}
     answering(sdpa={"calls": [built, built]})
     with pytest.raises(RuntimeError, match="warm store, first call: 1 plans were built and 0 loaded"):
         coldstart.calls(1)
 
 
-def test_warm_up_loads_what_one_process_has_stored(answering):
+def test_warmup_loads_the_plans_that_another_process_stored(answering):
     started = answering()
     (row,) = coldstart.warmup(4)
     assert row.pop("a plan, ms") == pytest.approx(1.75)
@@ -118,14 +118,14 @@ def test_warm_up_loads_what_one_process_has_stored(answering):
     assert not Path(store).exists()
 
 
-def test_a_warm_up_that_builds_is_no_number(answering):
+def test_a_warmup_that_builds_is_not_reported(answering):
     answering(warmup={"seconds": 1.0, "loaded": 199, "built": 1, "held": 0})
     with pytest.raises(RuntimeError, match=r"of 200 stored plans not all were loaded: .*'built': 1"):
         coldstart.warmup(2)
 
 
 @pytest.mark.slow
-def test_imports_are_timed_in_processes_of_their_own():
+def test_imports_are_timed_in_separate_processes():
     rows = coldstart.imports(1)
     assert [row["import"] for row in rows] == ["torch", "cudnn_sdpa, after torch"]
     for row in rows:
@@ -144,12 +144,12 @@ print(json.dumps([os.environ["CUDNN_SDPA_PLAN_DIR"], os.environ["PYTHONPATH"], s
     store, search, path = processes.run_code(code, "it", store=str(tmp_path))
     assert (store, search) == (str(tmp_path), "/elsewhere")
     assert str(Path(processes.__file__).parents[3]) in path
-    assert not {"", str(tmp_path)} & set(path)  # the current folder is none to import from
+    assert not {"", str(tmp_path)} & set(path)  # nothing is imported from the current folder
     assert os.environ["CUDNN_SDPA_PLAN_DIR"] == "off"
 
 
 @pytest.mark.slow
-def test_what_a_failed_process_said_is_shown():
+def test_errors_of_failed_processes_are_shown():
     failing = "import sys; print('out of luck', file=sys.stderr); sys.exit(3)"
     with pytest.raises(RuntimeError, match=r"importing ended with exit code 3 and said:\nout of luck"):
         processes.run_code(failing, "importing", store="off")
@@ -159,7 +159,7 @@ def test_what_a_failed_process_said_is_shown():
         coldstart._first_call("nothing", store="off")
 
 
-# What one process measures.
+# Measurements of one process.
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_a_process_times_both_calls_and_counts_their_plans(monkeypatch):
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("error", [0.03, float("nan")])
-def test_wrong_numbers_have_no_speed(monkeypatch, error):
+def test_wrong_results_are_not_timed(monkeypatch, error):
     right = first_call.sdpa
     monkeypatch.setattr(first_call, "sdpa", lambda *qkv, **options: right(*qkv, **options) * (1 + error))
     with pytest.raises(RuntimeError, match="out differs from PyTorch's"):
@@ -204,13 +204,13 @@ def test_wrong_numbers_have_no_speed(monkeypatch, error):
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_pytorchs_calls_are_on_its_cudnn_backend_alone(monkeypatch):
+def test_pytorchs_calls_use_its_cudnn_backend_only(monkeypatch):
     made, backends = [], []
     attend = first_call.peers.pytorch
 
     def on_the_cpu(q, k, v, *, is_causal):
         backends.append([torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()])
-        with first_call.sdpa_kernel(first_call.SDPBackend.MATH):  # the CPU has no other
+        with first_call.sdpa_kernel(first_call.SDPBackend.MATH):  # the CPU's only backend
             out = attend(q, k, v, is_causal=is_causal)()
         return lambda: out
 
@@ -224,7 +224,7 @@ def test_pytorchs_calls_are_on_its_cudnn_backend_alone(monkeypatch):
 
 
 def use_a_plan(number):
-    """What a call on a GPU does to the plan cache."""
+    """The effect of a GPU call on the plan cache."""
     made = SimpleNamespace(loaded=False, key=key(number), build_seconds=0.0, last_used=0, captured=False)
     plan = plan_cache.get(key(number), lambda _: made)
     plan.last_used = next_use()
@@ -238,7 +238,7 @@ def empty_cache():
 
 
 @pytest.mark.usefixtures("on_cpu", "empty_cache")
-def test_a_plan_of_each_length_is_recorded(monkeypatch, tmp_path):
+def test_one_plan_per_length_is_recorded(monkeypatch, tmp_path):
     path = str(tmp_path / "plans.json")
     monkeypatch.setattr(first_call, "sdpa", lambda q, k, v: use_a_plan(q.shape[2]))  # noqa: ARG005
     assert first_call.record(path) == {"plans": 3}
@@ -248,7 +248,7 @@ def test_a_plan_of_each_length_is_recorded(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("on_cpu", "empty_cache")
-def test_lengths_that_share_plans_are_no_manifest_of_many(tmp_path):
+def test_lengths_that_share_plans_are_rejected(tmp_path):
     with pytest.raises(RuntimeError, match="0 plans were recorded in calls of 3 lengths"):
         first_call.record(str(tmp_path / "plans.json"))
     assert not (tmp_path / "plans.json").exists()
@@ -279,7 +279,7 @@ def test_a_process_warms_up_and_then_calls(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_process_without_a_gpu_fails_with_pytorchs_words():
+def test_a_process_without_a_gpu_fails_with_pytorchs_error():
     result = forked_python.run(["-m", "cudnn_sdpa.bench.programs.first_call", "sdpa"], cwd=Path(__file__).parents[3])
     assert result.returncode == 1
     assert result.stdout == ""

@@ -1,4 +1,4 @@
-"""`bench decode` on the CPU, small: what is measured is what is said, and is compared before it is timed."""
+"""`bench decode` on the CPU, small: rows measure what they state, and results are compared before timing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def on_cpu(monkeypatch, times_by_place, cases_on_cpu, peers_on_cpu):  # noqa: AR
     monkeypatch.setattr(decode, "DRAFTS", ((2, 3, 40),))
 
 
-def test_bytes_are_those_of_keys_and_values(on_cpu):  # noqa: ARG001
+def test_bytes_count_keys_and_values(on_cpu):  # noqa: ARG001
     first, second = decode.bandwidth()
     assert first["B, tokens, page size"] == "2, 40, 16"
     read = 2 * 40 * 8 * 128 * 2 * 4  # sequences, tokens, heads, head dim, keys and values, bytes
@@ -26,12 +26,12 @@ def test_bytes_are_those_of_keys_and_values(on_cpu):  # noqa: ARG001
     assert list(first) == list(second)
 
 
-def test_a_draft_is_compared_with_a_step_of_one(on_cpu):  # noqa: ARG001
+def test_drafts_are_compared_with_single_token_steps(on_cpu):  # noqa: ARG001
     (row,) = decode.drafts()
     assert (row["B, new tokens, all tokens"], row["ratio"]) == ("2, 3, 40", 0.5)
 
 
-def test_pages_lie_in_random_order_and_the_row_is_the_cache(on_cpu):  # noqa: ARG001
+def test_pages_are_in_random_order_and_match_the_contiguous_cache(on_cpu):  # noqa: ARG001
     cache, step = decode.filled(3, 70, 16, 2)
     assert step.seq_lens_kv.tolist() == [70] * 3
     assert step.seq_lens_q.tolist() == [2] * 3
@@ -47,4 +47,4 @@ def test_pages_lie_in_random_order_and_the_row_is_the_cache(on_cpu):  # noqa: AR
 def test_mixed_steps_are_calls_that_work(on_cpu):  # noqa: ARG001
     rows = decode.mixed(20)
     assert [row["steps"] for row in rows] == [2, 20]
-    assert [row["plans built"] for row in rows] == [0, 0]  # there are none on the CPU
+    assert [row["plans built"] for row in rows] == [0, 0]  # the CPU has none

@@ -1,4 +1,4 @@
-"""`bench fp8` on CPU tensors, with the clock replaced."""
+"""`bench fp8` on CPU tensors, with a fake clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cudnn_sdpa.bench import fp8
 from cudnn_sdpa.bench.tools import peers
 from cudnn_sdpa.bench.tools.cases import Shape
 
-pytestmark = pytest.mark.usefixtures("reference_alone")  # small heads, whose gradients in FP8 Hopper lacks
+pytestmark = pytest.mark.usefixtures("reference_alone")  # small heads, which have no FP8 gradients on Hopper
 
 SHAPES = (Shape(1, 4, 2, 64, 32, True), Shape(2, 2, 2, 48, 16, False))
 
@@ -21,7 +21,7 @@ def on_cpu(monkeypatch, times_by_place, cases_on_cpu, peers_on_cpu):  # noqa: AR
 
 
 @pytest.mark.parametrize(("measure", "share"), [(fp8.forward, 1.0), (fp8.training, 3.5)])
-def test_a_row_for_each_shape(measure, share):
+def test_one_row_for_each_shape(measure, share):
     rows = measure()
     assert [row["B, Hq, Hkv, S, D"] for row in rows] == [shape.label for shape in SHAPES]
     for row, shape in zip(rows, SHAPES, strict=True):
@@ -31,7 +31,7 @@ def test_a_row_for_each_shape(measure, share):
         assert row["sdpa_fp8 TFLOP/s"] == pytest.approx(share * shape.flops() / 1e6)
 
 
-def test_a_missing_peer_leaves_a_gap(monkeypatch):
+def test_a_missing_peer_leaves_an_empty_cell(monkeypatch):
     monkeypatch.setattr(peers, "candidate", lambda *_, **__: None)
     assert [row["flash / FP8"] for row in fp8.forward()] == ["–", "–"]
 
@@ -43,6 +43,6 @@ def test_wrong_results_are_not_timed(monkeypatch):
         fp8.forward()
 
 
-def test_host_times_are_those_of_each_call():
+def test_cpu_overhead_is_measured_per_call():
     rows = fp8.host()
     assert [row["× bfloat16"] for row in rows] == [1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""`bench llama` on the CPU, small: all candidates are one model, and are compared before they are timed."""
+"""`bench llama` on the CPU, small: all candidates share one model, and are compared before timing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_prompts_are_counted_in_tokens(on_cpu):  # noqa: ARG001
     }
 
 
-def test_steps_are_those_of_three_caches(on_cpu):  # noqa: ARG001
+def test_decode_steps_on_three_caches(on_cpu):  # noqa: ARG001
     rows = llama.decode()
     caches = ["growing", "static", "static, compiled"]
     assert [row["B, tokens, cache"] for row in rows] == [f"3, 7, {cache}" for cache in caches]

@@ -1,4 +1,4 @@
-"""`bench shapes` as far as it needs no GPU: what a process measures, and what is made of many."""
+"""`bench shapes` without a GPU: the measurements of one process, and the report of many."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cudnn_sdpa.plans import shape_policy as setting
 
 
 class Answers:
-    """Stands for the processes: takes as many seconds as there were before it."""
+    """Fake processes: the n-th takes n seconds."""
 
     def __init__(self, **takeover):
         self.started = []
@@ -44,7 +44,7 @@ def answers(monkeypatch):
     return stand_in
 
 
-def test_every_policy_has_processes_of_its_own_in_turn(answers):
+def test_every_policy_has_its_own_processes(answers):
     rows = shapes.passes(3)
     assert answers.started == [("pass", name) for name in ("exact", "bucketed", "tiered", "pytorch")] * 3
     assert [row["policy"] for row in rows] == ["exact", "bucketed", "tiered", "PyTorch's cuDNN backend"]
@@ -60,7 +60,7 @@ def test_every_policy_has_processes_of_its_own_in_turn(answers):
     assert rows[3]["first 200: builds"] == "–"
 
 
-def test_every_process_of_a_takeover_is_a_row(answers):
+def test_every_takeover_process_has_a_row(answers):
     rows = shapes.takeover(2)
     assert answers.started == [("takeover",)] * 2
     assert [row["in, s"] for row in rows] == [1.0, 2.0]
@@ -117,7 +117,7 @@ def test_a_process_makes_two_passes_of_different_lengths(monkeypatch, policy):
     found = many_lengths.passes(policy)
     assert set(found) == {"cold", "other lengths"}
     assert len(set(lengths[:16])) == 16
-    assert lengths[16:] == [*lengths[:5], *lengths[8:13]]  # to see whether they are right
+    assert lengths[16:] == [*lengths[:5], *lengths[8:13]]  # to check the results
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -127,7 +127,7 @@ def test_the_peer_makes_the_same_passes(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_wrong_numbers_have_no_speed(monkeypatch):
+def test_wrong_results_are_not_timed(monkeypatch):
     right = many_lengths.sdpa
     monkeypatch.setattr(many_lengths, "sdpa", lambda *qkv, **options: right(*qkv, **options) * 1.03)
     with pytest.raises(RuntimeError, match="out differs from PyTorch's at length"):
@@ -135,7 +135,7 @@ def test_wrong_numbers_have_no_speed(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_plans_that_do_not_come_are_no_number(monkeypatch):
+def test_missing_plans_are_not_reported(monkeypatch):
     clock = iter(range(0, 100_000, 100))
     monkeypatch.setattr(many_lengths, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     with pytest.raises(RuntimeError, match="0 of 3 plans took over within"):
@@ -143,7 +143,7 @@ def test_plans_that_do_not_come_are_no_number(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_steady_calls_are_timed_under_both_policies_in_turn(monkeypatch):
+def test_steady_calls_are_timed_under_alternating_policies(monkeypatch):
     policies = []
 
     def one_pass(_attend, _inputs, of):

@@ -1,4 +1,4 @@
-"""The benchmarks' command line, and the tables that the pages get from what it writes."""
+"""The benchmarks' command line, and the tables made from its output."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_tables_are_rendered_from_the_file_that_is_there(tables, tmp_path, monke
     assert tables.render(measured) == measured
 
 
-def test_few_rows_of_many_keys_are_turned(tables):
+def test_wide_tables_are_transposed(tables):
     keys = {f"µs of {number}": float(number) for number in range(report.MAX_COLUMNS)}
     wide = [{"case": name, **keys} for name in ("a", "b")]
     lines = tables.table(wide, ENVIRONMENT).splitlines()
@@ -112,7 +112,7 @@ def test_few_rows_of_many_keys_are_turned(tables):
         assert report.upright(rows) is rows
 
 
-def test_the_pages_name_parts_that_there_are(tables):
+def test_the_pages_name_existing_parts(tables):
     enums = {
         "host": HostPart,
         "attention": AttentionPart,

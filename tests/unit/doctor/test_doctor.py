@@ -1,4 +1,4 @@
-"""The doctor: every ailment from facts, and whole examinations of this machine, well and broken on purpose."""
+"""The doctor: every problem from given facts, and whole checks of this machine, healthy and deliberately broken."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from cudnn_sdpa.doctor.report import as_json, as_text
 SITE = "/env/site-packages/nvidia/cudnn/lib"
 H200 = Gpu("NVIDIA H200", (9, 0))
 
-#: A machine with an H200 on which all is well.
+#: A healthy machine with an H200.
 WELL = Facts(
     platform="linux",
     python="3.12.3",
@@ -66,7 +66,7 @@ def cudnn_says(message: str) -> Facts:
     return replace(WELL, cudnn=CudnnFacts(error=message), trial=TrialFacts("GPU", error=message))
 
 
-#: What is wrong, on which machine, and one part each of what is found and of the cure.
+#: The problem, the machine, and one part each of the finding and of the remedy.
 ERRORS = {
     "windows": (replace(WELL, platform="win32"), "platform", "win32", "Linux"),
     "old torch": (
@@ -295,13 +295,13 @@ AILMENTS = [
 ]
 
 
-def test_a_well_machine_has_no_findings():
+def test_a_healthy_machine_has_no_findings():
     assert examine(WELL) == []
     assert "No problems found." in as_text(WELL, [])
 
 
 @pytest.mark.parametrize(("level", "facts", "check", "found", "cure"), AILMENTS)
-def test_an_ailment_is_found_and_has_a_cure(level, facts, check, found, cure):
+def test_every_problem_is_found_with_a_remedy(level, facts, check, found, cure):
     findings = [finding for finding in examine(facts) if finding.level is level or finding.level is not Level.NOTE]
     assert [finding.check for finding in findings] == [check], "one ailment, one finding"
     (finding,) = findings
@@ -317,7 +317,7 @@ def test_an_ailment_is_found_and_has_a_cure(level, facts, check, found, cure):
     assert ("No problems found." in text) == (level is not Level.ERROR)
 
 
-def test_every_check_has_an_ailment():
+def test_every_check_is_covered():
     checks = {check.__name__ for check in CHECKS}
     assert {ailment[1] for ailments in LEVELS.values() for ailment in ailments.values()} == checks
 
@@ -366,12 +366,12 @@ def test_json_is_json_whatever_was_computed():
         ("something new", "what else"),
     ],
 )
-def test_messages_of_libraries_have_cures(message, cure):
+def test_library_errors_have_remedies(message, cure):
     assert cure in cure_of(message, "what else")
 
 
 @pytest.mark.parametrize("pattern", CURES)
-def test_a_page_names_every_message_with_a_cure(pattern):
+def test_troubleshooting_lists_every_message_with_a_remedy(pattern):
     page = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text()
     section = page.partition("\n## By message\n")[2].partition("\n## ")[0]
     cells = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| ")]
@@ -392,8 +392,8 @@ needs_cudnn = pytest.mark.skipif(importlib.util.find_spec("cudnn") is None, reas
 
 
 @needs_cudnn
-def test_this_machine_also_where_a_site_prints(tmp_path):
-    """The command, run as a user runs it, with a store of its own."""
+def test_this_machine_with_a_printing_sitecustomize(tmp_path):
+    """The command, run as by a user, with a separate store."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys; print('hello\\n5\\n{}', file=sys.__stdout__ if sys.argv[0] == '-c' else sys.stderr)\n"
     )
@@ -424,7 +424,7 @@ def test_this_machine_also_where_a_site_prints(tmp_path):
 @needs_cudnn
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch itself would load it")
-def test_a_libcudnn_that_crashes_does_not_take_the_doctor_with_it(tmp_path, monkeypatch):
+def test_a_crashing_libcudnn_does_not_crash_the_doctor(tmp_path, monkeypatch):
     source = "#include <stdlib.h>\n__attribute__((constructor)) static void end(void) { abort(); }\n"
     (tmp_path / "fake.c").write_text(source)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", "libcudnn.so.9", "fake.c"], cwd=tmp_path, check=True)
@@ -441,7 +441,7 @@ def test_a_libcudnn_that_crashes_does_not_take_the_doctor_with_it(tmp_path, monk
     ("program", "how"),
     [("import time; time.sleep(60)", "did not end within 1 s"), ("import os; os.abort()", "was killed by SIGABRT")],
 )
-def test_an_examination_that_hangs_or_crashes_at_once_is_broken_off(monkeypatch, program, how):
+def test_a_hanging_or_crashing_check_is_aborted(monkeypatch, program, how):
     monkeypatch.setattr(probe, "_PROGRAM", program)
     facts = probe.gather(timeout=1.0)
     assert facts.torch is None
@@ -449,7 +449,7 @@ def test_an_examination_that_hangs_or_crashes_at_once_is_broken_off(monkeypatch,
     assert [finding.check for finding in examine(facts) if finding.level is Level.ERROR] == ["broken_off"]
 
 
-def test_libraries_of_the_environment_are_found_before_others(monkeypatch, tmp_path):
+def test_libraries_of_the_environment_are_found_first(monkeypatch, tmp_path):
     (tmp_path / "libcudnn.so.9").touch()
     monkeypatch.setenv("LD_LIBRARY_PATH", f":{tmp_path}:/nowhere")
     first, *others = probe.libraries()
@@ -458,7 +458,7 @@ def test_libraries_of_the_environment_are_found_before_others(monkeypatch, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["off", "file", "open to others", "good"])
-def test_the_plan_store_is_looked_at_and_not_made(monkeypatch, tmp_path, kind):
+def test_the_plan_store_is_checked_and_not_created(monkeypatch, tmp_path, kind):
     folder = tmp_path / "plans"
     monkeypatch.setenv("CUDNN_SDPA_PLAN_DIR", "off" if kind == "off" else str(folder / "more"))
     if kind == "file":
@@ -476,7 +476,7 @@ def test_the_plan_store_is_looked_at_and_not_made(monkeypatch, tmp_path, kind):
 
 @contextmanager
 def another_user():
-    """Who owns nothing; root may become root again."""
+    """A user who owns nothing; root is restored afterwards."""
     groups = os.getgroups()
     os.setgroups([])
     os.setresuid(54321, 54321, 0)
@@ -488,8 +488,8 @@ def another_user():
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="root can become a user who may not write")
-def test_a_store_that_is_only_read_is_a_note(monkeypatch):
-    """As in an image: plans of root's that a program's user may read."""
+def test_a_read_only_store_is_a_note(monkeypatch):
+    """As in a container image: root's plans that the program's user may read."""
     with TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         plans = Path(name) / "plans"
@@ -515,12 +515,12 @@ def test_a_store_below_a_folder_that_is_open_to_others_is_an_error(monkeypatch, 
     assert not (tmp_path / "open" / "plans").exists()
 
 
-def test_a_line_that_was_broken_off_is_passed_over():
+def test_an_incomplete_line_is_ignored():
     found = probe.parts_of(b'{"torch": {"version": "2.9"}}\n{"cudnn": {"frontend": "1.3')
     assert found == {"torch": {"version": "2.9"}}
 
 
-def test_libraries_behind_links_are_known_by_their_files(tmp_path, monkeypatch):
+def test_symlinked_libraries_are_identified_by_their_targets(tmp_path, monkeypatch):
     folder, link = tmp_path / "cuda-13.0", tmp_path / "cuda"
     folder.mkdir()
     (folder / "libcudnn.so.9").touch()
@@ -530,8 +530,8 @@ def test_libraries_behind_links_are_known_by_their_files(tmp_path, monkeypatch):
     assert found == FoundLibrary(f"{link}/libcudnn.so.9", "LD_LIBRARY_PATH", str(folder.resolve() / "libcudnn.so.9"))
 
 
-def test_a_folder_that_cannot_be_looked_at_is_said_and_ends_nothing(tmp_path, monkeypatch):
-    hidden = tmp_path / ("x" * 300)  # as little to be asked for as a folder of another user, for every user
+def test_an_unreadable_folder_is_reported_and_stops_nothing(tmp_path, monkeypatch):
+    hidden = tmp_path / ("x" * 300)  # unreadable like another user's folder, for every user
     monkeypatch.setenv("CUDNN_SDPA_PLAN_DIR", str(hidden / "plans"))
     monkeypatch.setenv("LD_LIBRARY_PATH", str(hidden))
     probe.libraries()

@@ -1,4 +1,4 @@
-"""`torch.autocast`: the dtypes of PyTorch's own attention."""
+"""`torch.autocast`: the dtypes of PyTorch's attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def qkv(dtype=torch.float32):
 
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_results_have_the_dtype_that_pytorchs_have(to, dtype):
+def test_results_have_pytorchs_dtypes(to, dtype):
     tensors = qkv(dtype)
     with torch.autocast("cpu", dtype=to):
         expected = F.scaled_dot_product_attention(*tensors, is_causal=True)
@@ -26,7 +26,7 @@ def test_results_have_the_dtype_that_pytorchs_have(to, dtype):
     assert torch.equal(out, same)
 
 
-def test_mixed_dtypes_come_together_as_in_pytorch():
+def test_mixed_dtypes_are_cast_as_in_pytorch():
     q, k, v = qkv()
     mask = torch.randn(7, 7)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -39,7 +39,7 @@ def test_mixed_dtypes_come_together_as_in_pytorch():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_mask_of_another_dtype_comes_to_that_of_autocast_even_if_nothing_else_must(dtype):
+def test_a_mask_of_another_dtype_is_cast_even_if_nothing_else_is(dtype):
     q, k, v = qkv(torch.bfloat16)
     mask = torch.randn(7, 7).to(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -63,14 +63,14 @@ def test_gradients_have_the_dtypes_of_the_inputs():
         torch.testing.assert_close(leaf.grad, right.grad, rtol=5e-2, atol=5e-2)
 
 
-def test_autocast_of_another_device_changes_nothing():
+def test_autocast_of_another_device_has_no_effect():
     q, k, v = qkv()
     with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
         assert sdpa(q, k, v).dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sinks_and_lengths_stay_as_they_are(dtype):
+def test_sinks_and_lengths_are_not_cast(dtype):
     q, k, v = qkv()
     options = {"sinks": torch.randn(4), "seq_lens_kv": torch.tensor([3, 7], dtype=torch.int32)}
     with torch.autocast("cpu", dtype=dtype):

@@ -32,7 +32,7 @@ def compiled(function, *, dynamic=None):
 
 
 def compilations(function):
-    """How many versions of a compiled function there are: one, and one for each recompilation."""
+    """Number of compiled versions of a function: one, and one for each recompilation."""
     return len(_debug_get_cache_entry_list(function._torchdynamo_orig_callable.__code__))
 
 
@@ -78,12 +78,12 @@ def test_strides_stay_symbolic(transposed):
     assert compilations(function) == 1
 
 
-def test_changing_shapes_become_dynamic_by_themselves():
+def test_changing_shapes_become_dynamic_automatically():
     function = compiled(FUNCTIONS["causal"])
     for sq in (7, 11, 13, 19, 31):
         inputs = qkv(sq=sq, skv=sq)
         torch.testing.assert_close(function(*inputs), FUNCTIONS["causal"](*inputs))
-    assert compilations(function) == 2  # as is, then for any length
+    assert compilations(function) == 2  # static, then dynamic
 
 
 def test_a_growing_cache_of_keys_compiles_twice():
@@ -103,7 +103,7 @@ def test_lengths_are_data():
     assert compilations(function) == 1
 
 
-def test_a_changing_scale_compiles_no_more_often_than_pytorchs_own():
+def test_a_changing_scale_compiles_no_more_often_than_pytorch():
     function = compiled(lambda q, k, v, scale: sdpa(q, k, v, scale=scale))
     pytorch = compiled(
         lambda q, k, v, scale: functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
@@ -147,7 +147,7 @@ def test_out_may_be_a_slice_of_a_graph_input():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_inductor_compiles_it(dynamic):
+def test_inductor(dynamic):
     from cudnn_sdpa.offline.driver import compiler
 
     if compiler() is None:
@@ -158,7 +158,7 @@ def test_inductor_compiles_it(dynamic):
         torch.testing.assert_close(function(*inputs), FUNCTIONS["in a module"](*inputs))
 
 
-def test_wrong_arguments_are_still_named():
+def test_wrong_arguments_are_named_in_compiled_code():
     function = compiled(FUNCTIONS["dense"])
     q, k, v = qkv()
     with pytest.raises(Exception, match=r"v: got sequence length 5; expected 9"):
@@ -166,11 +166,9 @@ def test_wrong_arguments_are_still_named():
 
 
 @pytest.mark.parametrize("window_size", [3, (1,), "ab", (1.0, 0)], ids=repr)
-def test_a_wrong_window_is_still_named(window_size):
+def test_a_wrong_window_is_named_in_compiled_code(window_size):
     function = compiled(lambda q, k, v: sdpa(q, k, v, window_size=window_size))
-    says_which = torch.__version__ >= torch.torch_version.TorchVersion(
-        "2.11"
-    )  # older ones: that there was an exception
+    says_which = torch.__version__ >= torch.torch_version.TorchVersion("2.11")  # older: "an exception"
     with pytest.raises(Exception, match=r"OptionError\(['\"]window" if says_which else "exception|unpack"):
         function(*qkv())
 
@@ -180,10 +178,10 @@ def test_a_window_that_changes_compiles_twice():
     for left in (1, 2, 3, 5, 8):
         inputs = qkv()
         torch.testing.assert_close(function(*inputs, left), sdpa(*inputs, window_size=(left, 0)))
-    assert compilations(function) == 2  # as is, then for any bound
+    assert compilations(function) == 2  # static, then dynamic
 
 
-def test_wrong_offsets_of_packed_sequences_are_still_named():
+def test_wrong_packed_offsets_are_named_in_compiled_code():
     function = compiled(lambda q, offsets, longest: sdpa_varlen(q, q, q, offsets, offsets, longest, longest))
     q, offsets = torch.randn(10, 4, 16), torch.tensor([0, 3, 10])
     with pytest.raises(Exception, match="cu_seqlens_q: got int64; expected int32"):

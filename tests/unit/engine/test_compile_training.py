@@ -1,4 +1,4 @@
-"""`torch.compile` of calls that are differentiated, and PyTorch's checks of the operators' gradients."""
+"""`torch.compile` of training calls, and opcheck of the operators' gradients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FUNCTIONS = {
 
 
 def trained(function, tensors):
-    """The result of a function and its gradients by all tensors."""
+    """The result of a function and its gradients for all tensors."""
     leaves = [x.detach().requires_grad_() for x in tensors]
     out = function(*leaves)
     return (out.detach(), *torch.autograd.grad(out.square().sum(), leaves))
@@ -68,7 +68,7 @@ def test_both_passes_compile_to_one_graph(name, transposed):
         assert_same(function, FUNCTIONS[name], inputs(transposed=transposed))
 
 
-def test_a_fallback_around_a_compiled_call_changes_nothing():
+def test_a_fallback_around_a_compiled_call_has_no_effect():
     function = torch.compile(FUNCTIONS["causal"], fullgraph=True, backend="aot_eager")
     with fallback("torch"):
         assert_same(function, FUNCTIONS["causal"], inputs())
@@ -90,7 +90,7 @@ def test_masks_and_sinks_are_differentiated_in_a_compiled_graph():
     assert_same(function, attend, [*inputs(), mask(), torch.randn(4)])
 
 
-def test_dropout_in_a_compiled_graph_uses_the_same_numbers_in_both_passes():
+def test_dropout_in_a_compiled_graph_uses_one_mask_in_both_passes():
     unit = torch.eye(16).expand(2, 2, 16, 16)
 
     def attend(q, k):
@@ -122,8 +122,8 @@ def test_inductor_compiles_both_passes():
     assert_same(torch.compile(attend, fullgraph=True), attend, [*inputs(transposed=True), torch.randn(4)])
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # where the refusal has broken the graph
-def test_an_output_that_cannot_be_differentiated_is_refused_in_a_compiled_graph_too():
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # the error breaks the graph
+def test_out_with_gradients_is_refused_in_a_compiled_graph():
     def attend(q, k, v, out):
         return sdpa(q, k, v, out=out)
 
@@ -172,9 +172,9 @@ def differentiable(call):
 
 @pytest.mark.parametrize("case", OPTIONS)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_the_forward_operator_passes_pytorchs_checks_of_gradients(case, transposed):
+def test_the_forward_operator_passes_opcheck_with_gradients(case, transposed):
     call = differentiable(operands(*inputs(transposed=transposed), **OPTIONS[case]))
-    # The check of dynamic shapes also asks for the gradient of the log-sum-exp, which there is none of.
+    # The check of dynamic shapes also requests the gradient of the LSE, which does not exist.
     results = torch.library.opcheck(ops.sdpa_forward_lse.default, call, test_utils=CHECKS[:3])
     assert set(results.values()) == {"SUCCESS"}
 
@@ -182,7 +182,7 @@ def test_the_forward_operator_passes_pytorchs_checks_of_gradients(case, transpos
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("case", OPTIONS)
 @pytest.mark.parametrize("needs", [(True,) * 5, (True, False, False, False, True), (False, True, True, True, False)])
-def test_the_backward_operator_passes_pytorchs_checks(case, needs):
+def test_the_backward_operator_passes_opcheck(case, needs):
     call = operands(*inputs(), **OPTIONS[case])
     out, lse = ops.sdpa_forward_lse(*call)
     given = (torch.randn_like(out), out, lse, *call, list(needs))
@@ -208,7 +208,7 @@ def describe(tensor):
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def test_the_backward_operator_gives_no_gradients_of_its_own():
+def test_the_backward_operator_is_not_differentiable():
     call = operands(*inputs())
     out, lse = ops.sdpa_forward_lse(*call)
     grad_out = torch.randn_like(out).requires_grad_()

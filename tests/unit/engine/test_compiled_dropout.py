@@ -1,4 +1,4 @@
-"""Dropout in compiled code: both passes must have the same random numbers, however little the compiler keeps."""
+"""Dropout in compiled code: both passes use the same mask, however little the compiler saves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def layers(attend):
 
 
 def assert_gradients_are_of_the_same_numbers(run, budget):
-    """Compares them with differences of two runs of the same compiled code after the same seed."""
+    """Compares them with finite differences of the same compiled code after the same seed."""
     leaves = [torch.randn(B, S, H * D, dtype=torch.float64, requires_grad=True)]
     leaves += [torch.randn(H * D, H * D, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     directions, grad_out = [torch.randn_like(x) for x in leaves], torch.randn(B, S, H * D, dtype=torch.float64)
@@ -60,24 +60,24 @@ def assert_gradients_are_of_the_same_numbers(run, budget):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("attend", [dense, packed])
 @pytest.mark.parametrize("budget", [0.99, 0.7, 0.5, 0.2])
-def test_the_partitioner_keeps_what_was_drawn(attend, budget):
+def test_the_partitioner_saves_the_seed(attend, budget):
     run = torch.compile(layers(attend), backend="aot_eager_decomp_partition", fullgraph=True)
     assert_gradients_are_of_the_same_numbers(run, budget)
 
 
 @pytest.mark.parametrize("attend", [dense, packed])
-def test_inductor_keeps_it_too(attend):
+def test_inductor_saves_the_seed(attend):
     assert_gradients_are_of_the_same_numbers(torch.compile(layers(attend), fullgraph=True), 0.4)
 
 
-def test_checkpointed_code_has_the_same_numbers_again():
+def test_checkpointed_code_recomputes_with_the_same_mask():
     def run(x, *weights):
         return torch.utils.checkpoint.checkpoint(layers(dense), x, *weights, use_reentrant=False)
 
     assert_gradients_are_of_the_same_numbers(torch.compile(run, backend="aot_eager_decomp_partition"), 1.0)
 
 
-def test_a_budget_of_nothing_is_refused():
+def test_a_memory_budget_of_zero_is_refused():
     x, weight = torch.randn(B, S, H * D, requires_grad=True), torch.randn(H * D, H * D)
     run = torch.compile(layers(dense), backend="aot_eager_decomp_partition", fullgraph=True)
     with config.patch(activation_memory_budget=0), pytest.raises(Exception, match="memory budget of 0") as caught:
@@ -85,7 +85,7 @@ def test_a_budget_of_nothing_is_refused():
     assert isinstance(caught.value, UnsupportedError) or "UnsupportedError" in repr(caught.value.__cause__)
 
 
-def test_the_seed_of_the_generator_is_acted_on():
+def test_the_generators_seed_is_respected():
     run = torch.compile(dense, backend="aot_eager", fullgraph=True)
     x = torch.randn(B, S, H * D)
     outs = []
@@ -95,4 +95,4 @@ def test_the_seed_of_the_generator_is_acted_on():
     assert torch.equal(outs[0], outs[1])
     assert not torch.equal(outs[0], outs[2])
     torch.manual_seed(1)
-    assert torch.equal(dense(x), outs[0])  # what eager mode draws
+    assert torch.equal(dense(x), outs[0])  # the seed of eager mode

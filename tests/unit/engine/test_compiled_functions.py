@@ -1,4 +1,4 @@
-"""`torch.compile` of every function: one graph, compiled as seldom as PyTorch's own, for sizes that only data tell."""
+"""`torch.compile` of every function: one graph, no more recompilations than PyTorch, also for data-dependent sizes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def modes():
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "trains"), modes())
-def test_growing_sizes_compile_as_often_as_pytorchs_twin(name, trains):
+def test_growing_sizes_compile_as_often_as_pytorch(name, trains):
     pair = EQUIVALENTS[name]
     functions = [compiled(pair.ours), compiled(pair.theirs)]
     for step in range(4):
@@ -43,12 +43,12 @@ def test_growing_sizes_compile_as_often_as_pytorchs_twin(name, trains):
                 torch.testing.assert_close(function(*inputs), pair.theirs(*inputs), rtol=1e-4, atol=1e-5)
     ours, theirs = map(compilations, functions)
     assert ours <= theirs
-    assert ours == 2  # as is, then for any size
+    assert ours == 2  # static, then dynamic
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", EQUIVALENTS)
-def test_sizes_that_are_marked_compile_once(name):
+def test_sizes_marked_as_dynamic_compile_once(name):
     pair = EQUIVALENTS[name]
     function = compiled(pair.ours)
     for step in range(1, 4):
@@ -60,14 +60,14 @@ def test_sizes_that_are_marked_compile_once(name):
                     if tensor.shape[dim] != other.shape[dim]:
                         torch._dynamo.mark_dynamic(tensor, dim)
         longest = name == "sdpa_varlen"
-        if longest:  # a number in the call becomes a symbol once it has changed
+        if longest:  # an integer argument becomes symbolic once it has changed
             inputs = (*inputs[:-1], 40)
         torch.testing.assert_close(function(*inputs), pair.ours(*inputs), rtol=1e-4, atol=1e-5)
     assert compilations(function) == 1
 
 
 def rows_that_are(x, kept, dim=0):
-    """As many rows as there are, which no compiler knows."""
+    """The number of rows, which the compiler does not know."""
     return x.index_select(dim, kept.nonzero().squeeze(1))
 
 
@@ -84,7 +84,7 @@ def sizes_of_data():
 @pytest.mark.usefixtures("sizes_of_data")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", EQUIVALENTS)
-def test_a_batch_whose_size_only_data_tell(name, transposed):
+def test_a_data_dependent_batch_size(name, transposed):
     pair = EQUIVALENTS[name]
     if name == "sdpa_paged":
         inputs = pair.inputs(3, torch.randn)  # a batch of 5
@@ -115,7 +115,7 @@ def test_a_batch_whose_size_only_data_tell(name, transposed):
 
 
 @pytest.mark.usefixtures("sizes_of_data")
-def test_a_length_whose_size_only_data_tell_with_everything():
+def test_a_data_dependent_length_with_all_options():
     def attend(kept, x, sinks):
         y = rows_that_are(x, kept, dim=2)
         places = torch.arange(y.shape[2], dtype=y.dtype)
@@ -132,12 +132,12 @@ def test_a_length_whose_size_only_data_tell_with_everything():
 
 
 @pytest.mark.usefixtures("sizes_of_data")
-def test_halves_whose_size_only_data_tell():
+def test_data_dependent_gate_sizes():
     def gate(kept, x):
         return silu_mul(*rows_that_are(x, kept).chunk(2, dim=2))
 
     function = compiled(gate)
-    for size in (64, 96, 128):  # which are cut into pieces, into rows, and not at all
+    for size in (64, 96, 128):  # split into chunks, into rows, and not at all
         x = torch.randn(5, 3, 2 * size)
         for kept in KEPT:
             torch.testing.assert_close(function(kept, x), gate(kept, x))
@@ -145,7 +145,7 @@ def test_halves_whose_size_only_data_tell():
 
 @pytest.mark.usefixtures("sizes_of_data")
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_patches_of_pictures_whose_number_only_data_tell(layout):
+def test_a_data_dependent_number_of_patches(layout):
     weight, bias = torch.randn(6, 3, 4, 4), torch.randn(6)
 
     def embed(kept, x):
@@ -159,7 +159,7 @@ def test_patches_of_pictures_whose_number_only_data_tell(layout):
 
 
 @pytest.mark.usefixtures("sizes_of_data")
-def test_a_longest_sequence_that_only_data_tell():
+def test_a_data_dependent_max_seqlen():
     def attend(lengths, x):
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
         longest = lengths.max().item()
@@ -174,7 +174,7 @@ def test_a_longest_sequence_that_only_data_tell():
 
 
 @pytest.mark.usefixtures("sizes_of_data")
-def test_training_on_a_batch_whose_size_only_data_tell():
+def test_training_with_a_data_dependent_batch_size():
     def attend(kept, x):
         y = rows_that_are(x, kept)
         return sdpa(y * 1.5, y, y, is_causal=True).sum(0)
@@ -185,18 +185,18 @@ def test_training_on_a_batch_whose_size_only_data_tell():
         torch.testing.assert_close(found, trained(lambda y, kept=kept: attend(kept, y), (x,)))
 
 
-def test_marked_as_unbacked():
+def test_sizes_marked_as_unbacked():
     function = compiled(EQUIVALENTS["sdpa"].ours)
     for batch in (3, 4, 1):
         inputs = [torch.randn(batch, 4, 7, 16) for _ in range(3)]
         for x in inputs:
             torch._dynamo.decorators.mark_unbacked(x, 0)
-            # All three have one batch: without saying so, the operator checks it when it runs.
+            # All three share one batch: without this hint, the operator checks it at run time.
         torch.testing.assert_close(function(*inputs), EQUIVALENTS["sdpa"].ours(*inputs))
     assert compilations(function) == 1
 
 
-def test_an_option_of_ones_own_function_may_be_a_size():
+def test_an_option_of_a_custom_graph_may_be_a_size():
     @graph_op(
         outputs=lambda x, *, sizes: torch.empty(x.shape[0], sum(sizes)),
         reference=lambda x, *, sizes: x[:, :1].expand(-1, sum(sizes)) * 2,

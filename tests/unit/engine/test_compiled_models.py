@@ -1,4 +1,4 @@
-"""Models with the library's functions in them, under all that PyTorch puts around models."""
+"""Models with the library's functions under PyTorch's compilers, transforms and wrappers."""
 
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ def test_a_model_has_no_graph_break():
 
 
 @pytest.mark.slow
-def test_a_model_compiles_as_often_as_its_twin():
+def test_a_model_compiles_as_often_as_with_pytorch():
     models = model_and_reference()
-    calls = (lambda x: models[0](x) * 1.0, lambda x: models[1](x) * 1.0)  # two codes, so that each has its own count
+    # Two code objects, so that each has its own count.
+    calls = (lambda x: models[0](x) * 1.0, lambda x: models[1](x) * 1.0)
     functions = [torch.compile(call, fullgraph=True, backend="aot_eager") for call in calls]
     for length in (9, 12, 17):
         x = x_of(length=length)
@@ -89,7 +90,7 @@ def test_autocast_around_and_inside_a_compiled_model(inside):
 @quiet
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_gradients_are_the_same(reentrant, compiles):
+def test_checkpointing_gives_the_same_gradients(reentrant, compiles):
     ours, theirs = model_and_reference()
     x = x_of()
 
@@ -132,7 +133,7 @@ def test_selective_checkpointing_may_keep_attention(saves):
     torch.testing.assert_close(list(found), gradients(theirs, x), rtol=1e-4, atol=1e-5)
 
 
-def test_threads_of_one_model_do_not_meet():
+def test_threads_may_share_a_compiled_model():
     ours, theirs = model_and_reference()
     inputs = [x_of(length=5 + i) for i in range(6)]
     found = [None] * len(inputs)
@@ -178,7 +179,7 @@ def test_a_model_is_exported_for_any_size(strict, tmp_path):
 
 @pytest.mark.slow
 @quiet
-def test_a_model_is_compiled_ahead_of_time(tmp_path):
+def test_ahead_of_time_compilation(tmp_path):
     if compiler() is None:
         pytest.skip("Inductor needs a C++ compiler")
     ours, theirs = (model.eval().requires_grad_(False) for model in model_and_reference())
@@ -241,7 +242,7 @@ def test_functional_gradients_are_refused_by_name(name, transform):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["sdpa", "sdpa_varlen", "sdpa_paged", *REFUSED])
-def test_compiled_functions_refuse_tangents_rather_than_lose_them(name):
+def test_compiled_functions_refuse_forward_mode(name):
     function, shape = {**LOOPS, **REFUSED}[name]
     x, tangent = torch.randn(shape[1:]), torch.randn(shape[1:])
     compiled = torch.compile(lambda x: torch.func.jvp(function, (x,), (tangent,)), backend="aot_eager")
@@ -249,13 +250,13 @@ def test_compiled_functions_refuse_tangents_rather_than_lose_them(name):
         compiled(x)
 
 
-def test_what_a_functional_gradient_does_not_differentiate_is_let_through():
+def test_functional_gradients_allow_undifferentiated_calls():
     q = torch.randn(2, 4, 8, 16)
     found = torch.func.grad(lambda scale: (sdpa(q, q, q) * scale).sum())(torch.tensor(2.0))
     torch.testing.assert_close(found, sdpa(q, q, q).sum())
 
 
-def test_wrapped_for_data_parallel_training_on_two_processes():
+def test_data_parallel_training_on_two_processes():
     if not torch.distributed.is_available():
         pytest.skip("this PyTorch has no torch.distributed")
     with socket.socket() as free:

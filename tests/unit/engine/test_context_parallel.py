@@ -1,4 +1,4 @@
-"""Within PyTorch's context parallelism, which patches PyTorch's own attention alone, ours refuses."""
+"""Under PyTorch's context parallelism, which patches only PyTorch's attention, calls are refused."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ print("right")
 """
 
 
-def test_calls_are_refused_there_and_nowhere_else(run_python, tmp_path):
-    """Cold and warm, compiled and in modules; afterwards all is as before."""
+def test_calls_are_refused_under_context_parallelism_only(run_python, tmp_path):
+    """Cold and warm, compiled and in modules; afterwards calls work again."""
     done = run_python(CODE, str(tmp_path / "rendezvous"))
     assert done.stdout.strip().endswith("right"), done.stderr
 
 
-def test_another_function_in_its_place_is_none_of_our_business(monkeypatch):
-    """Such as the drop-in itself."""
+def test_other_replacements_of_pytorchs_attention_are_ignored(monkeypatch):
+    """For example the drop-in."""
     functional = torch.nn.functional
     q = torch.randn(1, 2, 16, 8)
     wanted = functional.scaled_dot_product_attention(q, q, q)

@@ -1,4 +1,4 @@
-"""When a call may go past PyTorch's dispatcher: only when nobody else has an interest in it."""
+"""When a call may bypass PyTorch's dispatcher: only if nothing observes or transforms it."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def is_plain(*tensors):
 
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
-def test_plain_tensors_are_plain(mode):
+def test_plain_tensors_bypass_the_dispatcher(mode):
     with mode():
         assert is_plain(*tensors())
         assert is_plain(*tensors()[:2], torch.randn(2, 4, 7, 16).transpose(1, 2))
 
 
 @pytest.mark.parametrize("position", range(3))
-def test_gradients_are_an_interest_unless_they_are_off(position):
+def test_gradients_need_the_dispatcher_unless_disabled(position):
     inputs = replaced(position, lambda tensor: tensor.requires_grad_())
     assert not is_plain(*inputs)
     with torch.no_grad():
@@ -55,11 +55,11 @@ def test_gradients_are_an_interest_unless_they_are_off(position):
 @pytest.mark.parametrize(
     "change", [lambda t: t.as_subclass(Subclass), torch.nn.Parameter], ids=["subclass", "parameter"]
 )
-def test_subclasses_are_an_interest(position, change):
+def test_subclasses_need_the_dispatcher(position, change):
     assert not is_plain(*replaced(position, change))
 
 
-def test_dispatch_modes_are_an_interest():
+def test_dispatch_modes_need_the_dispatcher():
     with Watching():
         assert not is_plain(*tensors())
     with FakeTensorMode():
@@ -67,7 +67,7 @@ def test_dispatch_modes_are_an_interest():
     assert is_plain(*tensors())
 
 
-def test_functional_transforms_are_an_interest():
+def test_functional_transforms_need_the_dispatcher():
     others, seen = tensors()[:2], []
 
     def function(q):
@@ -82,14 +82,14 @@ def test_functional_transforms_are_an_interest():
     assert is_plain(*tensors())
 
 
-def test_dual_tensors_are_an_interest():
+def test_dual_tensors_need_the_dispatcher():
     q, k, v = tensors()
     with forward_ad.dual_level():
         assert not is_plain(forward_ad.make_dual(q, torch.randn_like(q)), k, v)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
-def test_traces_are_an_interest():
+def test_traces_need_the_dispatcher():
     seen = []
 
     def function(q):
@@ -101,7 +101,7 @@ def test_traces_are_an_interest():
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")
-def test_the_profiler_is_an_interest():
+def test_the_profiler_needs_the_dispatcher():
     assert not is_profiling()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert is_profiling()
@@ -110,9 +110,9 @@ def test_the_profiler_is_an_interest():
 
 
 class TestGuard:
-    """A guard lets calls through that are like the one it was made for, in the state in which it was made."""
+    """A guard passes calls that are like the one it was made for, in the same state of PyTorch."""
 
-    def test_tensors_that_look_alike_pass(self):
+    def test_tensors_of_the_same_layout_pass(self):
         guard = tensor_guard(*tensors())
         assert all(guard(*tensors()) for _ in range(3))
 
@@ -132,17 +132,17 @@ class TestGuard:
         }.items(),
         ids=lambda change: change[0],
     )
-    def test_any_other_tensor_does_not(self, position, change):
+    def test_other_tensors_do_not_pass(self, position, change):
         guard = tensor_guard(*tensors())
         assert not guard(*replaced(position, change[1]))
         assert guard(*tensors())
 
     @pytest.mark.parametrize("wrong", [None, 3.5, [1.5]])
-    def test_what_is_no_tensor_does_not(self, wrong):
+    def test_non_tensors_do_not_pass(self, wrong):
         guard = tensor_guard(*tensors())
         assert not guard(*replaced(1, lambda _: wrong))
 
-    def test_another_state_of_pytorch_does_not(self):
+    def test_another_state_of_pytorch_does_not_pass(self):
         guard = tensor_guard(*tensors())
         same, seen = tensors(), []
         with Watching():

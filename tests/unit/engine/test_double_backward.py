@@ -10,16 +10,16 @@ from cudnn_sdpa import UnsupportedError, rms_norm
 
 
 @pytest.mark.parametrize("name", double_backward.CALLS)
-def test_gradients_of_gradients_are_right_or_refused(name):
+def test_double_backward_is_right_or_refused(name):
     double_backward.check(name, times=2)
 
 
-def test_gradients_of_fp8_attention_are_not_differentiated_again():
+def test_fp8_attention_has_no_double_backward():
     double_backward.check_fp8()
 
 
-def test_a_gradient_that_depends_on_the_upstream_gradient_alone_is_refused_too():
-    """The trick of forward-mode derivatives by two in reverse."""
+def test_gradients_that_depend_on_grad_out_alone_are_refused():
+    """The double-backward trick for forward-mode derivatives."""
     x, weight = torch.randn(4, 16), torch.randn(16, requires_grad=True)
     upstream = torch.randn(4, 16, requires_grad=True)
     (found,) = torch.autograd.grad(rms_norm(x, weight), weight, upstream, create_graph=True)
@@ -28,7 +28,7 @@ def test_a_gradient_that_depends_on_the_upstream_gradient_alone_is_refused_too()
 
 
 def graph_of_gradient(function, given):
-    """Whether the gradient of a compiled function has a graph; it is one that raises then."""
+    """Whether the gradient of a compiled function has a graph, which then raises."""
     torch._dynamo.reset()
     out = torch.compile(function, backend="aot_eager", fullgraph=True)(*given)
     (found, *_) = torch.autograd.grad(out, given, torch.randn_like(out), create_graph=True)
@@ -40,15 +40,15 @@ def graph_of_gradient(function, given):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "silu_mul", "silu_mul of both", "conv2d"])
-def test_compiled_functions_refuse_gradients_of_gradients_as_those_of_pytorch_do(name):
-    """PyTorch itself before pytorch#181606 drops the graph of a gradient by what a function has not kept as it came."""
+def test_compiled_functions_refuse_double_backward_like_pytorch(name):
+    """Before pytorch#181606, PyTorch drops the graph of a gradient for inputs that were not saved unchanged."""
     function, _, make = double_backward.CALLS[name]
     by_pytorch = graph_of_gradient(lambda x: x.exp().sin(), double_backward.leaves((4, 128)))
     assert graph_of_gradient(function, make()) >= by_pytorch
 
 
-def test_what_is_not_differentiated_again_may_keep_its_graph():
-    """A penalty on the gradient of something else, with `create_graph=True` for all."""
+def test_create_graph_is_allowed_for_undifferentiated_gradients():
+    """A penalty on another gradient, with `create_graph=True` for all."""
     x = torch.randn(4, 16, requires_grad=True)
     y = torch.randn(4, requires_grad=True)
     grad_x, of_y = torch.autograd.grad(rms_norm(x).sum() + y.pow(3).sum(), (x, y), create_graph=True)

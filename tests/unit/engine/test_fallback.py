@@ -1,4 +1,4 @@
-"""`fallback("torch")` without a GPU: what it runs, what it refuses, and what it says."""
+"""`fallback("torch")` without a GPU: what it runs, refuses and logs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def declined(monkeypatch):
 
 @pytest.fixture
 def ways(monkeypatch):
-    """Which of the two ways calls take: PyTorch's own attention, or the reference."""
+    """Records where calls run: on PyTorch's attention, or on the reference."""
     taken = []
     pytorch, reference = F.scaled_dot_product_attention, dense_autograd.torch_ops.run_cpu
 
@@ -97,7 +97,7 @@ def name_of(options):
 @pytest.mark.parametrize(
     ("way", "options"), [(way, x) for way, xs in (("pytorch", PYTORCHS), ("reference", REFERENCES)) for x in xs]
 )
-def test_what_is_declined_is_right_on_pytorch(way, options, ways, request):
+def test_unsupported_calls_are_right_on_pytorch(way, options, ways, request):
     call = qkv() | options
     expected = sdpa(**call | {"out": None})
     ways.clear()
@@ -113,9 +113,9 @@ def test_what_is_declined_is_right_on_pytorch(way, options, ways, request):
 
 
 @pytest.mark.usefixtures("declined")
-def test_a_mask_of_float32_beside_halves_keeps_its_digits(ways):
+def test_a_float32_mask_with_half_precision_inputs_keeps_its_precision(ways):
     call = qkv(dtype=torch.bfloat16)
-    mask = torch.linspace(100, 101, 12)  # bfloat16 has steps of a half there
+    mask = torch.linspace(100, 101, 12)  # bfloat16 has a spacing of 0.5 there
     with fallback("torch"):
         out = sdpa(**call, attn_mask=mask)
     assert ways == ["reference"]
@@ -125,7 +125,7 @@ def test_a_mask_of_float32_beside_halves_keeps_its_digits(ways):
 
 
 @pytest.mark.usefixtures("declined")
-def test_gradients_that_must_be_deterministic_come_from_the_reference(ways):
+def test_deterministic_gradients_come_from_the_reference(ways):
     call = {name: x.requires_grad_() for name, x in qkv().items()}
     with fallback("torch"):
         sdpa(**call, deterministic=True).sum().backward()
@@ -153,7 +153,7 @@ LIMITED = [(20, 20), (16, 30), (7, 3), (1, 16)]
 
 @pytest.mark.parametrize("dims", LIMITED, ids=str)
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"softcap": 5.0}, {"window_size": (3, 1)}], ids=name_of)
-def test_head_dims_that_cudnn_does_not_take_run_with_their_gradients(dims, options):
+def test_unsupported_head_dims_run_with_gradients(dims, options):
     call = qkv(*dims, dtype=torch.float64) | options
     with pytest.raises(ShapeError, match="multiple of 8"):
         sdpa(**call)
@@ -162,7 +162,7 @@ def test_head_dims_that_cudnn_does_not_take_run_with_their_gradients(dims, optio
         assert sdpa(**call).shape == (2, 4, 8, dims[1])
 
 
-def test_without_a_log_sum_exp_they_run_on_pytorchs_own(ways):
+def test_without_an_lse_they_run_on_pytorchs_attention(ways):
     call = {name: x.requires_grad_() for name, x in qkv(20, 28).items()}
     expected = F.scaled_dot_product_attention(
         **dict(zip(("query", "key", "value"), call.values(), strict=True)), enable_gqa=True
@@ -181,8 +181,8 @@ def test_without_a_log_sum_exp_they_run_on_pytorchs_own(ways):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["pytorch", "reference"])
-def test_dtypes_that_cudnn_does_not_take_run_on_its_devices(dtype, options):
-    """Tensors without memory stand for those of a GPU."""
+def test_unsupported_dtypes_run_on_cuda_devices(dtype, options):
+    """Fake tensors replace those of a GPU."""
     call = {name: x.to("meta", dtype) for name, x in qkv().items()}
     with pytest.raises(DtypeError, match="float16 or bfloat16 on meta"):
         sdpa(**call, **options)
@@ -190,7 +190,7 @@ def test_dtypes_that_cudnn_does_not_take_run_on_its_devices(dtype, options):
         assert sdpa(**call, **options).shape == (2, 4, 8, 24)
 
 
-def test_packed_sequences_have_the_same_limits():
+def test_the_fallback_of_packed_sequences_has_the_same_limits():
     q, k, v = (torch.randn(10, 2, dim, requires_grad=True) for dim in (20, 20, 30))
     with pytest.raises(ShapeError, match="multiple of 8"):
         sdpa_varlen(q, k, v, OFFSETS, OFFSETS, 7, 7)
@@ -223,7 +223,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_still_raises(case, caplog):
+def test_wrong_arguments_still_raise(case, caplog):
     changes, error, message = WRONG[case]
     with fallback("torch"), caplog.at_level(logging.WARNING, "cudnn_sdpa"), pytest.raises(error, match=message):
         sdpa(**qkv(20, 20) | changes)
@@ -231,7 +231,7 @@ def test_what_is_wrong_still_raises(case, caplog):
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["pytorch", "reference"])
-def test_an_output_need_not_have_the_strides_that_cudnn_writes(options):
+def test_out_may_have_strides_that_cudnn_cannot_write(options):
     call = qkv(20, 21) | options
     out = torch.full((2, 4, 8, 23), torch.nan)
     with fallback("torch"):
@@ -242,7 +242,7 @@ def test_an_output_need_not_have_the_strides_that_cudnn_writes(options):
 
 
 @pytest.mark.parametrize("dim", [16, 20])
-def test_an_output_in_the_memory_of_an_input_still_raises(dim):
+def test_out_in_the_memory_of_an_input_still_raises(dim):
     call = qkv(dim, dim)
     with fallback("torch"), pytest.raises(LayoutError, match="out: got memory that overlaps q"):
         sdpa(**call, out=call["q"])
@@ -250,7 +250,7 @@ def test_an_output_in_the_memory_of_an_input_still_raises(dim):
 
 @pytest.mark.usefixtures("declined")
 @pytest.mark.parametrize("to", ["torch", None])
-def test_what_autograd_cannot_follow_is_refused_with_and_without(to):
+def test_out_with_gradients_and_forward_mode_are_refused_with_and_without_fallback(to):
     call = {name: x.requires_grad_() for name, x in qkv().items()}
     q, k, v = (x.detach()[0].transpose(0, 1) for x in call.values())
     out = torch.full((2, 4, 8, 24), torch.nan)
@@ -275,7 +275,7 @@ def warnings_of(caplog, run):
 
 
 @pytest.mark.usefixtures("declined")
-def test_one_kind_of_call_is_logged_once_whatever_its_sizes(caplog):
+def test_calls_of_one_kind_are_logged_once_for_all_sizes(caplog):
     def run():
         for length in range(1, 20):
             x = torch.randn(length % 3 + 1, 2, length, 16)
@@ -286,7 +286,7 @@ def test_one_kind_of_call_is_logged_once_whatever_its_sizes(caplog):
 
 
 @pytest.mark.usefixtures("declined")
-def test_packed_calls_are_logged_once_whatever_their_sizes(caplog):
+def test_packed_calls_are_logged_once_for_all_sizes(caplog):
     def run():
         for length in range(7, 20):
             x = torch.randn(10, 2, 16)
@@ -296,7 +296,7 @@ def test_packed_calls_are_logged_once_whatever_their_sizes(caplog):
 
 
 @pytest.mark.usefixtures("declined")
-def test_other_options_are_another_kind(caplog):
+def test_other_options_are_logged_again(caplog):
     x = torch.randn(2, 2, 7, 16)
     kinds = [
         *({}, {"is_causal": True}, {"window_size": (3, 3)}, {"softcap": 3.0}, {"dropout_p": 0.1}, {"return_lse": True}),
@@ -312,20 +312,20 @@ def test_other_options_are_another_kind(caplog):
     assert warnings_of(caplog, run) == []
 
 
-def test_limits_are_logged_with_what_they_are(caplog):
+def test_limits_are_logged_with_their_values(caplog):
     call = qkv(20, 20)
     (message,) = warnings_of(caplog, lambda: sdpa(**call))
     assert "q: got head dim 20; expected a positive multiple of 8" in message
 
 
-def test_what_was_logged_is_bounded(monkeypatch, caplog):
+def test_the_memory_of_logged_calls_is_bounded(monkeypatch, caplog):
     monkeypatch.setattr(module, "MAX_SAID", 3)
     for dim in range(17, 24):
         assert len(warnings_of(caplog, lambda dim=dim: sdpa(**qkv(dim, 16)))) == 1
         assert len(module._said) <= 3
 
 
-def test_the_reference_of_packed_sequences_is_the_one_of_its_own(monkeypatch, request):
+def test_packed_sequences_have_their_own_reference(monkeypatch, request):
     request.getfixturevalue("declined")
     seen = []
     apply = varlen_autograd.ReferenceVarlen.apply

@@ -48,7 +48,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_gradients_are_those_of_finite_differences(name):
+def test_gradients_match_finite_differences(name):
     call, make = CALLS[name]
     torch.manual_seed(0)
     leaves = make()
@@ -67,7 +67,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_modules_in_float64_are_what_they_are_in_float32_with_less_rounding(name):
+def test_modules_in_float64_match_float32_up_to_rounding(name):
     make, shape = MODULES[name]
     torch.manual_seed(0)
     module, x = make().eval(), torch.randn(shape)
@@ -78,8 +78,8 @@ def test_modules_in_float64_are_what_they_are_in_float32_with_less_rounding(name
     assert 1e-12 < error < 1e-5
 
 
-def test_a_gpu_takes_no_float64():
-    """cuDNN has no kernels for it; where the tensor is decides."""
+def test_float64_is_refused_on_gpus():
+    """cuDNN has no float64 kernels; the tensor's device decides."""
     with FakeTensorMode():
         x, elsewhere = (torch.empty(2, 8, dtype=torch.float64, device=device) for device in ("cpu", "cuda"))
     assert cudnn_sdpa.rms_norm(x).dtype is torch.float64
@@ -92,7 +92,7 @@ def test_other_dtypes_are_refused():
         cudnn_sdpa.silu_mul(torch.ones(2, 8, dtype=torch.int64), torch.ones(2, 8, dtype=torch.int64))
 
 
-def test_a_weight_in_float32_counts_from_one_in_float64():
+def test_a_zero_centered_float32_weight_with_a_float64_input():
     x, weight = torch.randn(6, 32, dtype=torch.float64), torch.randn(32).mul_(1e-3)
     right = torch.nn.functional.rms_norm(x, (32,), weight.double() + 1, 1e-6)
     torch.testing.assert_close(

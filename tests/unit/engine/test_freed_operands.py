@@ -1,6 +1,6 @@
-"""Warm calls of attention with an operand whose storage was freed: refused, before a launch gets a null pointer.
+"""Warm attention calls with a freed operand: refused before a launch gets a null pointer.
 
-The plans are stand-ins that look at the addresses they are given.
+The plans are fakes that check the addresses of their launches.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def pages():
     return {"page_table": torch.arange(8, dtype=torch.int32).view(2, 4), "seq_lens_kv": ends(9, 33)}
 
 
-#: Calls of every public function of attention, with all tensors that it takes.
+#: Calls of every public attention function, with all its tensors.
 CALLS = {
     "sdpa": lambda: {
         "q": rows(2, 4, 9, 16),
@@ -101,8 +101,8 @@ OPTIONS = {"sdpa_varlen": {"max_seqlen_q": 5, "max_seqlen_kv": 5}}
 
 @pytest.mark.usefixtures("reference_alone")
 @pytest.mark.parametrize(("name", "which"), [(name, which) for name, make in CALLS.items() for which in make()])
-def test_every_function_refuses_what_was_freed_and_names_it(name, which):
-    """On the CPU, where the process would end."""
+def test_every_function_refuses_freed_tensors_by_name(name, which):
+    """On the CPU, where the process would crash."""
     torch.manual_seed(1)
     function, tensors = getattr(cudnn_sdpa, name.split()[0]), CALLS[name]()
     options = OPTIONS.get(name, {})
@@ -115,7 +115,7 @@ def test_every_function_refuses_what_was_freed_and_names_it(name, which):
 
 
 class Launched:
-    """A plan that notes the addresses of its launches."""
+    """A plan that records the addresses of its launches."""
 
     device, last_used = 0, 0
 
@@ -131,7 +131,7 @@ class Launched:
 
 @pytest.mark.parametrize("which", ["q", "sink", "seq_len_kv"])
 def test_a_launch_has_no_null_pointer(which):
-    """Whatever an operand is called: all launches of dense calls and of calls in FP8 that are not plain go this way."""
+    """For any operand name: all launches of dense calls, and of FP8 calls that are not plain, use this code."""
     tensors = {"q": torch.randn(2, 8), "sink": torch.randn(8), "seq_len_kv": torch.ones(2, dtype=torch.int32)}
     plan = Launched(*tensors)
     call = dense_launch.BoundCall(None, plan)
@@ -173,7 +173,7 @@ def test_sinks_of_packed_calls_lie_at_aligned_addresses(seed):
 
 
 @pytest.mark.parametrize("which", ["sinks", "cu_seqlens_q", "cu_seqlens_kv"])
-def test_packed_calls_refuse_what_was_freed(which):
+def test_packed_calls_refuse_freed_tensors(which):
     names = ("q", "k", "v", "sink", "out")
     plan = Launched(*names)
     right = packed(sinks=torch.randn(2))
@@ -186,7 +186,7 @@ def test_packed_calls_refuse_what_was_freed(which):
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_gradients_of_packed_calls_are_known_again_only_by_what_has_memory(number):
+def test_the_packed_backward_fast_path_refuses_freed_tensors(number):
     call = packed()
     out, grad_out, lse = torch.randn(5, 2, 16), torch.randn(5, 2, 16), torch.randn(5, 2)
     tensors = [*call[:3], out, lse, grad_out]
@@ -203,7 +203,7 @@ def test_gradients_of_packed_calls_are_known_again_only_by_what_has_memory(numbe
 
 
 @pytest.mark.parametrize("which", ["q", "k_pages", "v_pages", "page_table", "seq_lens_kv"])
-def test_a_decode_step_again(monkeypatch, which):
+def test_a_cached_decode_step_refuses_freed_tensors(monkeypatch, which):
     given = {"q": torch.randn(2, 4, 1, 16), "k_pages": torch.randn(8, 2, 16, 16), "v_pages": torch.randn(8, 2, 16, 16)}
     given |= {"page_table": torch.arange(8, dtype=torch.int32).view(2, 4)}
     given |= {"seq_lens_kv": torch.tensor([9, 33], dtype=torch.int32)}
@@ -231,7 +231,7 @@ def test_a_decode_step_again(monkeypatch, which):
 
 
 @pytest.mark.parametrize("which", ["k", "v"])
-def test_an_append_again(monkeypatch, which):
+def test_a_cached_append_refuses_freed_tensors(monkeypatch, which):
     cache = PagedKVCache(pages=4, page_size=16, heads=2, head_dim=16, dtype=torch.bfloat16, device="cpu")
     step = cache.reserve([cache.add()], 3)
     rows = {name: torch.randn(1, 2, 3, 16, dtype=torch.bfloat16) for name in "kv"}

@@ -1,4 +1,4 @@
-"""Every operator that the library registers passes PyTorch's own checks, as public functions call it."""
+"""Every registered operator passes PyTorch's opcheck, called as public functions call it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def test_operators_pass_opcheck(name):
     assert all(found.startswith("cudnn_sdpa::") for found in names)
 
 
-def test_no_operator_is_without_a_case():
+def test_every_operator_has_a_case():
     reached = {operator._schema.name for call in CALLS.values() for operator, _ in recorded(call, "cpu")}
     assert {name.partition("::")[2] for name in reached} == registered()

@@ -1,4 +1,4 @@
-"""Norms and gates of tensors whose size only data can tell, in one compiled graph."""
+"""Norms and gated activations of data-dependent sizes, in one compiled graph."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _fresh_compiler():
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_rows_that_data_choose(name):
+def test_a_data_dependent_number_of_rows(name):
     function = FUNCTIONS[name]
     compiled = torch.compile(lambda x, chosen: function(x[chosen]), fullgraph=True, backend="aot_eager")
     for count in (3, 1, 5):

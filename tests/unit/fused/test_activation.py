@@ -59,7 +59,7 @@ def two(make):
     return lambda dtype: (make(dtype), make(dtype))
 
 
-#: Tensors that do not lie dense, and are read where they lie.
+#: Strided tensors that are read in place.
 STRIDED = {
     "halves of one row": halves(1, 26),
     "halves": halves(2, 5, 32),
@@ -124,7 +124,7 @@ def test_values_of_tensors_that_are_not_dense(name, layout, dtype, assert_rounde
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(2,), (26,), (1, 64), (5, 34), (3, 512), (2, 3, 4, 256)], ids=str)
-def test_one_tensor_is_both(shape, dtype, assert_rounded):
+def test_gate_and_up_in_one_tensor(shape, dtype, assert_rounded):
     both = values(*shape, dtype=dtype)
     out = silu_mul(both)
     assert (out.shape, out.is_contiguous()) == ((*shape[:-1], shape[-1] // 2), True)
@@ -132,7 +132,7 @@ def test_one_tensor_is_both(shape, dtype, assert_rounded):
     assert_rounded(out, silu_in_float64(both))
 
 
-def test_one_tensor_that_is_not_dense(assert_rounded):
+def test_gate_and_up_in_one_strided_tensor(assert_rounded):
     both = values(4, 80)[1:, 8:40]
     assert_rounded(silu_mul(both), silu_in_float64(both))
 
@@ -165,7 +165,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_gradients_flow_into_what_is_viewed(view):
+def test_gradients_reach_the_base_of_a_view(view):
     def call(function):
         return lambda gate, up: function(VIEWS[view](gate), VIEWS[view](up))
 
@@ -175,23 +175,23 @@ def test_gradients_flow_into_what_is_viewed(view):
     assert_gradients(one(silu_mul), one(silu_in_float64), leaves[:1])
 
 
-def test_gradients_by_one_of_them_and_of_the_same_tensor_twice():
+def test_single_gradients_and_one_tensor_as_both_operands():
     gate, up = values(3, 16), values(3, 16)
     assert_gradients(lambda x: silu_mul(x, up), lambda x: silu_in_float64(x, up), leaves_of([gate]))
     assert_gradients(lambda x: silu_mul(gate, x), lambda x: silu_in_float64(gate, x), leaves_of([up]))
     assert_gradients(lambda x: silu_mul(x, x), lambda x: silu_in_float64(x, x), leaves_of([gate]))
 
 
-def test_a_gradient_that_is_not_dense():
+def test_a_strided_grad_out():
     leaves = leaves_of([values(6, 8), values(6, 8)])
     turned = lambda f: lambda *tensors: f(*tensors).t()  # noqa: E731
     assert_gradients(turned(silu_mul), turned(silu_in_float64), leaves)
-    spread = lambda f: lambda *tensors: f(*tensors).sum()  # noqa: E731 - one number for all
+    spread = lambda f: lambda *tensors: f(*tensors).sum()  # noqa: E731 - one expanded value
     assert_gradients(spread(silu_mul), spread(silu_in_float64), leaves)
 
 
 @pytest.mark.parametrize("name", ["gelu_mul", "relu_squared"])
-def test_what_is_for_inference_refuses_gradients(name):
+def test_inference_only_functions_refuse_gradients(name):
     function, expected = ALL[name]
     for place in range(2 if name == "gelu_mul" else 1):
         tensors = case(name, 3, 16)
@@ -221,7 +221,7 @@ def test_empty_tensors(name, shape):
     assert (out.shape, out.is_contiguous()) == (shape, True)
 
 
-def test_an_empty_tensor_that_is_both():
+def test_gate_and_up_in_one_empty_tensor():
     assert silu_mul(values(0, 16)).shape == (0, 8)
     assert silu_mul(values(3, 0)).shape == (3, 0)
 
@@ -282,14 +282,14 @@ def test_wrong_arguments_are_refused(name, function):
 
 
 @pytest.mark.parametrize("name", [name for name in WRONG if name != "whole numbers"])
-def test_they_are_with_a_gradient_too(name):
+def test_wrong_arguments_are_refused_with_gradients(name):
     tensors, error, match = WRONG[name]
     with pytest.raises(error, match=match):
         silu_mul(*(x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in tensors))
 
 
 @pytest.mark.parametrize("name", WRONG_BOTH)
-def test_a_wrong_tensor_that_is_both_is_refused(name):
+def test_a_wrong_joint_tensor_is_refused(name):
     both, error, match = WRONG_BOTH[name]
     with pytest.raises(error, match=match):
         silu_mul(both)
@@ -312,7 +312,7 @@ INFERENCE = {"gelu_mul": lambda gate, up: gelu_mul(gate * 2, up), "relu_squared"
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", COMPILED)
-def test_silu_mul_compiles_with_its_gradient(name):
+def test_silu_mul_compiles_with_gradients(name):
     compiled = torch.compile(COMPILED[name], fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (4, 6):
         tensors, results = [values(rows, 3, 32), values(rows, 3, 32)], []
@@ -326,7 +326,7 @@ def test_silu_mul_compiles_with_its_gradient(name):
 
 
 @pytest.mark.parametrize("name", INFERENCE)
-def test_what_is_for_inference_compiles(name):
+def test_inference_only_functions_compile(name):
     compiled = torch.compile(INFERENCE[name], fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (4, 6):
         tensors = case(name, rows, 3, 32)

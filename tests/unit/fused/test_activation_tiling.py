@@ -1,4 +1,4 @@
-"""How activations show their tensors to cuDNN: which form, the same numbers, and nothing that compiles twice."""
+"""The shapes in which activations pass tensors to cuDNN: which shape, equal results, and no recompilation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cudnn_sdpa.fused.torch_ops import as_tuple
 
 NAMES = ("gate", "up")
 
-#: Shape, and the form of dense tensors of it in a forward pass and in a backward pass.
+#: Shape, and the cuDNN shape of its dense tensors in a forward pass and in a backward pass.
 DENSE = {
     (4096, 14336): ((57344, 32, 32), (57344, 32, 32)),
     (2048, 4864): ((1, 77824, 128), (9728, 32, 32)),
@@ -31,7 +31,7 @@ DENSE = {
     (): ((1, 1, 1), (1, 1, 1)),
 }
 
-#: The same for halves of rows of twice the length.
+#: The same for chunks of rows of twice the length.
 HALVES = {
     (4096, 14336): ((4096, 112, 128), (4096, 32, 448)),
     (16384, 8192): ((16384, 128, 64), (16384, 128, 64)),
@@ -60,7 +60,7 @@ def formed(pair, *, gradients=False, names=NAMES):
 
 
 @pytest.mark.parametrize("shape", DENSE, ids=str)
-def test_the_form_of_dense_tensors(shape):
+def test_the_cudnn_shape_of_dense_tensors(shape):
     pair = [on_meta(*shape), on_meta(*shape)]
     for gradients, form in enumerate(DENSE[shape]):
         rows = formed(pair, gradients=bool(gradients))
@@ -69,7 +69,7 @@ def test_the_form_of_dense_tensors(shape):
 
 
 @pytest.mark.parametrize("shape", HALVES, ids=str)
-def test_the_form_of_halves(shape):
+def test_the_cudnn_shape_of_chunks(shape):
     rows, size = shape
     pair = on_meta(rows, 2 * size).chunk(2, dim=-1)
     for gradients, form in enumerate(HALVES[shape]):
@@ -80,7 +80,7 @@ def test_the_form_of_halves(shape):
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_one_row_for_all_is_a_matrix_for_each(gradients):
+def test_a_broadcast_row_has_a_batched_shape(gradients):
     row, dense = on_meta(1, 1024).expand(512, 1024), on_meta(512, 1024)
     for pair in ([row, dense], [dense, row], [row, row]):
         assert [tuple(x.shape) for x in formed(pair, gradients=gradients)] == [(512, 1, 1024)] * 2
@@ -89,7 +89,7 @@ def test_one_row_for_all_is_a_matrix_for_each(gradients):
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("many", [0, 1 << 40])
 @pytest.mark.parametrize("shape", [(2, 1024), (3, 64), (4, 1536), (2, 4096), (5, 33), (2, 3, 2048)], ids=str)
-def test_a_form_is_a_view_of_the_same_numbers_in_order(shape, many, gradients, monkeypatch):
+def test_the_cudnn_shape_is_a_view_in_the_same_order(shape, many, gradients, monkeypatch):
     monkeypatch.setattr(activation_tiling, "_MANY", many)
     both = torch.arange(2.0 * torch.Size(shape).numel()).view(*shape[:-1], 2 * shape[-1])
     for pair in (both.chunk(2, dim=-1), [half.clone() for half in both.chunk(2, dim=-1)]):
@@ -102,8 +102,8 @@ def test_a_form_is_a_view_of_the_same_numbers_in_order(shape, many, gradients, m
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("many", [0, 1 << 40])
 @pytest.mark.parametrize("shape", [(2, 1024), (3, 1536), (2, 4096), (3, 64), (5, 33)], ids=str)
-def test_results_in_a_form_are_those_of_rows(shape, many, dense, monkeypatch):
-    """What is computed in one form lies in memory as what is expected in the other."""
+def test_results_do_not_depend_on_the_cudnn_shape(shape, many, dense, monkeypatch):
+    """Results computed in one shape have the memory layout of the other."""
     monkeypatch.setattr(activation_tiling, "_MANY", many)
     gate, up = (half.clone() if dense else half for half in torch.randn(shape[0], 2 * shape[1]).chunk(2, dim=-1))
     rows = as_rows([torch.randn(shape), gate, up], ("grad", *NAMES))
@@ -123,7 +123,7 @@ def test_results_in_a_form_are_those_of_rows(shape, many, dense, monkeypatch):
         assert [each.layout.shape for each in key.inputs] == [tuple(x.shape) for x in function.seen(given)]
 
 
-def test_what_would_have_to_be_copied_is_refused():
+def test_layouts_that_need_a_copy_are_refused():
     with pytest.raises(LayoutError, match="up: got strides"):
         as_rows([torch.randn(4, 6), torch.randn(6, 4).t()], NAMES)
     with pytest.raises(LayoutError, match="gate: got shape"):
@@ -142,7 +142,7 @@ STRIDES = [(a, b, c) for a in (0, 1, 3, 24, 72) for b in (0, 1, 3, 8, 12, 24) fo
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 6), (1, 3, 4, 6), (2, 1, 4, 6), (2, 3, 1, 6), (3, 1, 1, 1), (2, 2, 2, 1)])
-def test_what_pytorch_can_view_as_rows_is_read_where_it_lies_and_nothing_else(shape):
+def test_exactly_viewable_rows_are_read_in_place(shape):
     seen = set()
     for steps in STRIDES:
         x = torch.randn(400).as_strided(shape, (*steps, 1))
@@ -165,11 +165,11 @@ def test_what_pytorch_can_view_as_rows_is_read_where_it_lies_and_nothing_else(sh
         (silu_mul, 2, (4, 50), (100, 2), True),
     ],
 )
-def test_what_is_refused_is_refused_by_compiled_functions_too(function, count, shape, stride, dynamic):
+def test_compiled_functions_refuse_the_same_layouts(function, count, shape, stride, dynamic):
     given = [torch.randn(9000).as_strided(shape, stride) for _ in range(count)]
     with pytest.raises(LayoutError) as refused:
         function(*given)
-    # Dynamo quotes the error's arguments, or what it says, or in PyTorch 2.9 its name alone.
+    # Dynamo quotes the error's arguments, its message, or in PyTorch 2.9 only its name.
     quoted = rf"""LayoutError\((\(\)|['"]{refused.value.argument}\W)"""
     with pytest.raises(torch._dynamo.exc.Unsupported, match=quoted):
         compiled(function, dynamic=dynamic)(*given)
@@ -204,21 +204,21 @@ def times_compiled(form, shapes, dims):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [1024, 1536, 96])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_compiler_that_does_not_know_how_many_rows_there_are_compiles_once(form, size):
+def test_an_unknown_number_of_rows_compiles_once(form, size):
     shapes = [(rows, 2 * size) for rows in (3, 20, 7, 64, 1000)]
     assert times_compiled(FORMS[form], shapes, [0]) == 1
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("form", FORMS)
-def test_nor_does_it_ask_whether_there_are_too_many(form):
+def test_an_unknown_number_of_rows_adds_no_guard_on_the_maximum(form):
     assert times_compiled(FORMS[form], [(1000, 128), (70000, 128), (30, 128)], [0]) == 1
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dims", [[1], [0, 1]], ids=str)
-def test_a_compiler_that_does_not_know_how_long_rows_are_asks_no_more_than_that(form, dims):
+def test_an_unknown_row_length_compiles_once(form, dims):
     shapes = [(6, 2 * size) for size in (96, 128, 1024, 1536, 2048, 4096, 33, 5632)]
     assert times_compiled(FORMS[form], shapes, dims) == 1
 
@@ -227,7 +227,7 @@ def test_a_compiler_that_does_not_know_how_long_rows_are_asks_no_more_than_that(
 @pytest.mark.parametrize("size", [96, 128, 1024, 4096])
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_exported_takes_any_number_of_rows(form, strict, size):
+def test_exported_gates_accept_any_number_of_rows(form, strict, size):
     class Gate(torch.nn.Module):
         def forward(self, x):
             return silu_mul(*FORMS[form](x))

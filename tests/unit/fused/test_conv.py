@@ -16,7 +16,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 SIZES = {1: (21,), 2: (9, 12), 3: (5, 6, 7)}
 FILTERS = {1: (4,), 2: (3, 2), 3: (2, 3, 1)}
 
-#: Of one tuple, the first `rank` count.
+#: The first `rank` elements of a tuple are used.
 GEOMETRY = [
     {},
     {"stride": 2},
@@ -107,8 +107,8 @@ def test_many_groups(rank, groups, assert_rounded):
 @pytest.mark.parametrize(("rank", "compiled"), [*((rank, False) for rank in OURS), (2, True)], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("groups", "filters"), [(6, 6), (6, 12), (1, 1)], ids=str)
-def test_an_activation_that_is_not_fused(rank, activation, compiled, groups, filters, assert_rounded):
-    """A filter for each channel, or one for all; also where autocast makes a copy, and without a picture."""
+def test_an_unfused_activation(rank, activation, compiled, groups, filters, assert_rounded):
+    """One filter per channel, or one for all; also with a copy by autocast, and with an empty batch."""
     x, weight, bias = operands(rank, groups, filters=filters)
     if compiled:
         torch._dynamo.reset()
@@ -124,7 +124,7 @@ def test_an_activation_that_is_not_fused(rank, activation, compiled, groups, fil
         assert run(x[:0], weight, of_filters, **options).shape == (0, *out.shape[1:])
 
 
-def test_one_filter_of_one_number(assert_rounded):
+def test_a_one_element_filter(assert_rounded):
     x, weight = torch.randn(2, 6, 5, 7), torch.randn(4, 6, 1, 1)
     assert_rounded(conv2d(x, weight), in_float64(x, weight))
     assert_rounded(conv2d(x, weight, stride=2), in_float64(x, weight, stride=2))
@@ -132,14 +132,14 @@ def test_one_filter_of_one_number(assert_rounded):
     assert_rounded(conv2d(one, one), one * one)
 
 
-def test_integers_and_lists_say_the_same():
+def test_integers_and_lists_are_equivalent():
     x, weight, bias = operands(2)
     expected = conv2d(x, weight, bias, 2, 1, 1)
     assert torch.equal(conv2d(x, weight, bias, stride=(2, 2), padding=[1, 1], dilation=torch.Size([1, 1])), expected)
 
 
 def innermost(x):
-    """The same numbers, channels innermost in memory."""
+    """The same values, channels last in memory."""
     return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
@@ -161,7 +161,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("rank", OURS)
 @pytest.mark.parametrize("grad_x", LAYOUTS)
 @pytest.mark.parametrize("grad_weight", ["dense", "innermost", "sliced"])
-def test_x_and_weight_may_lie_in_any_way(rank, grad_x, grad_weight, assert_rounded):
+def test_x_and_weight_may_have_any_layout(rank, grad_x, grad_weight, assert_rounded):
     x, weight, bias = operands(rank)
     x, weight = LAYOUTS[grad_x](x), LAYOUTS[grad_weight](weight)
     before = x.clone(), weight.clone()
@@ -185,20 +185,20 @@ def test_gradients(rank, options, activation):
 
 @pytest.mark.parametrize("rank", OURS)
 @pytest.mark.parametrize("layout", ["innermost", "turned"])
-def test_gradients_where_x_and_weight_are_not_dense(rank, layout):
+def test_gradients_of_strided_x_and_weight(rank, layout):
     x, weight, bias = operands(rank)
     ours, right = (lambda *t, f=f: f(*t, stride=2, padding=1) for f in (OURS[rank], in_float64))
     assert_gradients(ours, right, (LAYOUTS[layout](x), LAYOUTS[layout](weight), bias))
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2], ids=["x", "weight", "bias"])
-def test_gradients_by_one_of_them_alone(wanted):
+def test_single_gradients(wanted):
     tensors = operands(2)
     at = lambda f: lambda one: f(*tensors[:wanted], one, *tensors[wanted + 1 :], padding=1, activation="silu")  # noqa: E731
     assert_gradients(at(conv2d), at(in_float64), tensors[wanted : wanted + 1])
 
 
-def test_a_gradient_of_one_number_for_all():
+def test_an_expanded_grad_out():
     x, weight, bias = operands(2)
     ours, right = (lambda *t, f=f: f(*t).sum() for f in (conv2d, in_float64))
     assert_gradients(ours, right, (x, weight, bias))
@@ -250,7 +250,7 @@ def test_patches_in_every_dtype(dtype, assert_rounded):
 
 
 @pytest.mark.parametrize("options", [{"padding": 1}, {"dilation": 2}, {"groups": 3}, {"stride": (4, 2)}, {}], ids=str)
-def test_what_is_almost_patches(options, assert_rounded):
+def test_convolutions_that_are_almost_patches(options, assert_rounded):
     x, weight = torch.randn(2, 3, 10, 11), torch.randn(6, 3 // options.get("groups", 1), 4, 4)
     options = {"stride": 4, **options}
     assert_rounded(conv2d(x, weight, **options), in_float64(x, weight, **options))
@@ -342,7 +342,7 @@ COMPILED = {
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", COMPILED)
-def test_it_compiles_with_its_gradient(name):
+def test_compiles_with_gradients(name):
     compiled = torch.compile(COMPILED[name], fullgraph=True, backend="aot_eager")
     tensors, results = (torch.randn(X.shape), torch.randn(W.shape), torch.randn(B.shape)), []
     for function in (COMPILED[name], compiled):
@@ -376,7 +376,7 @@ for seed in range(40):
 """
 
 
-def test_gradients_of_tiny_odd_shapes_are_right_and_write_nowhere_else():
-    """In a process of their own: oneDNN wrote beyond its memory in such ones, which ends a process later."""
+def test_gradients_of_tiny_odd_shapes_are_right_and_write_nothing_outside():
+    """In a separate process: for such shapes oneDNN wrote out of bounds, which crashes a process later."""
     result = forked_python.run(["-c", ODD])
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""What cuDNN is told of the operands of convolutions: channels innermost, whatever sizes are 1 and however they lie."""
+"""Convolution operands are channels last for cuDNN, for any sizes of 1 and any input layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OF_RANK = {1: conv1d, 2: conv2d, 3: conv3d}
 
 
 def channels_last_stride(shape):
-    """As PyTorch gives them to cuDNN for tensors with channels innermost."""
+    """Strides as PyTorch passes them to cuDNN for channels-last tensors."""
     stride, step = [0] * len(shape), 1
     for dim in (1, *range(len(shape) - 1, 1, -1), 0):
         stride[dim] = step
@@ -25,7 +25,7 @@ def channels_last_stride(shape):
 
 @st.composite
 def right_calls(draw):
-    """Tensors and options of a convolution in which any size may be 1, in either memory order."""
+    """Tensors and options of a valid convolution in which any size may be 1, in either memory order."""
     rank = draw(st.integers(1, 3))
     groups, channels, filters = (draw(st.sampled_from((1, 1, 2, 8))) for _ in range(3))
     sizes = [draw(st.sampled_from((1, 1, 2, 3))) for _ in range(rank)]
@@ -52,12 +52,12 @@ def _tensor(draw, *shape):
 
 @settings(max_examples=400, deadline=None, derandomize=True, database=None)
 @given(call=right_calls(), wanted=st.sampled_from(((), (0,), (1,), (0, 1))))
-def test_all_operands_have_their_channels_innermost(call, wanted):
+def test_all_operands_are_channels_last(call, wanted):
     rank, tensors, options = call
     given_tensors = [None if x is None else x.requires_grad_(place in wanted) for place, x in enumerate(tensors)]
     try:
         described = describer_of(OF_RANK[rank])(*given_tensors, **options)
-    except UnsupportedError:  # patches, which PyTorch multiplies
+    except UnsupportedError:  # patches, which are a matrix product in PyTorch
         return
     for one in (described, *[described.backward] * bool(wanted)):
         key = one.key(H200, None)
@@ -65,8 +65,8 @@ def test_all_operands_have_their_channels_innermost(call, wanted):
             assert operand.layout.stride == channels_last_stride(operand.layout.shape), (str(key), operand.name)
 
 
-def test_the_filter_that_was_another_one():
-    """(8, 8, 3, 1) with strides (24, 1, 8, 1): cuDNN computed noise with it."""
+def test_a_misread_filter():
+    """(8, 8, 3, 1) with strides (24, 1, 8, 1): cuDNN returned garbage for it."""
     x, weight = torch.empty(3, 8, 7, 12, device="meta"), torch.empty(8, 8, 3, 1, device="meta")
     key = describer_of(conv2d)(x, weight, stride=(1, 2)).key(H200, None)
     assert [operand.layout.stride for operand in key.inputs] == [(672, 1, 96, 8), (24, 1, 8, 8)]

@@ -1,4 +1,4 @@
-"""Graph functions on a stand-in of a GPU, each scenario in a process of its own: what must not be mixed up."""
+"""The fast path of graph functions on a fake GPU, each scenario in a separate process."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 
 HERE = Path(__file__).parent.parent
 SCENARIOS = (
-    *("numbers_by_name", "gradients_under_hooks", "functions_of_one_builder", "functions_that_nobody_keeps"),
-    *("checkpoints", "misaligned_gradients", "changes_in_place", "forward_differentiation", "sizes_in_lists"),
-    *("empty_tensors", "determinism", "wanted_gradients", "convolutions", "saved_for_convolutions"),
-    *("gradients_of_gradients", "gradients_without_numbers_in_memory", "tensors_without_numbers_in_memory"),
-    *("tensors_on_other_devices", "tensors_that_are_elsewhere_in_a_backward_pass", "freed_memory"),
+    *("scalars_by_keyword", "gradients_under_hooks", "functions_of_one_builder", "garbage_collected_functions"),
+    *("checkpoints", "misaligned_gradients", "in_place_changes", "forward_mode", "sizes_in_lists"),
+    *("empty_tensors", "determinism", "needed_gradients", "convolutions", "saved_tensors_of_convolutions"),
+    *("gradients_of_gradients", "negated_and_zero_tensor_gradients", "negated_and_zero_tensor_operands"),
+    *("tensors_on_other_devices", "saved_tensors_on_other_devices", "freed_memory"),
 )
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_the_short_way(scenario):
+def test_fast_path(scenario):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [HERE, HERE.parent, HERE.parents[1]]))}
     result = forked_python.run([str(HERE / "fast_path_scenarios.py"), scenario], env=environment, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]

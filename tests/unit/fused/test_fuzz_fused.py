@@ -1,4 +1,4 @@
-"""Random wrong calls of norms, gates, convolutions and users' graphs: an error of this library, or the right number."""
+"""Fuzzing of norms, gated activations, convolutions and custom graphs: a library error, or the right values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ROWS, OF_ROWS = torch.randn(3, 8), torch.randn(8)
 IMAGE, FILTERS = torch.randn(2, 4, 5, 6), torch.randn(6, 4, 3, 2)
 SIZES = {"stride": 1, "padding": 1, "dilation": 1, "groups": 1}
 
-#: Name: ours, the mathematics, right arguments.
+#: Name: our function, a PyTorch implementation, valid arguments.
 CALLS = {
     "rms_norm": (cudnn_sdpa.rms_norm, rms, {"x": ROWS, "weight": OF_ROWS, "eps": 1e-6, "zero_centered": True}),
     "rms_norm with a residual": (
@@ -97,7 +97,7 @@ def freed(x):
 def without_warnings(make):
     def quietly(x):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of prototypes
+            warnings.simplefilter("ignore")  # prototype features warn
             return make(x)
 
     return quietly
@@ -139,7 +139,7 @@ OF_OPTIONS = [
 
 
 def spoiled(r, given):
-    """Right arguments with one or two of them spoiled, and what they are."""
+    """Valid arguments with one or two mutations, and their names."""
     given, names = dict(given), []
     for name in r.sample(list(given), min(len(given), r.choice((1, 1, 2)))):
         if isinstance(given[name], torch.Tensor) and r.random() < 0.85:
@@ -176,7 +176,7 @@ def test_wrong_calls_are_refused_or_right(name, trains):
             continue
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             if traceback.extract_tb(error.__traceback__)[-1].name == scaled.reference.__name__:
-                outcomes["refused"] += 1  # by what a user wrote
+                outcomes["refused"] += 1  # from the user's code
                 continue
             raise AssertionError(f"{name} with {what} ended in {type(error).__name__}: {error}") from error
         outcomes["right"] += 1
@@ -186,12 +186,12 @@ def test_wrong_calls_are_refused_or_right(name, trains):
         pairs = zip(*((found, wanted) if isinstance(found, tuple) else ((found,), (wanted,))), strict=True)
         for one, other in pairs:
             tolerance = 2e-2 if one.dtype in (torch.float16, torch.bfloat16) else 1e-4
-            if name == "layer_norm" and "x: expanded" in what:  # rows of one number: 1/sqrt(eps) times the rounding
+            if name == "layer_norm" and "x: expanded" in what:  # rows of one element: 1/sqrt(eps) times the rounding
                 tolerance = max(tolerance, 2e-3)
             assert one.shape == other.shape, what
-            if not one.is_floating_point() or one.itemsize == 1:  # users' graphs take these, and round
+            if not one.is_floating_point() or one.itemsize == 1:  # custom graphs accept these, and round
                 continue
-            if other.numel() and other.abs().amax() > torch.finfo(one.dtype).max:  # a large number overflows
+            if other.numel() and other.abs().amax() > torch.finfo(one.dtype).max:  # a large value overflows
                 continue
             torch.testing.assert_close(
                 one.double(), other, rtol=tolerance, atol=tolerance, equal_nan=True, msg=str(what)

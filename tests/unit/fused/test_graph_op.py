@@ -32,7 +32,7 @@ def test_the_reference_computes_without_a_gpu():
     assert (one.dtype, two.dtype) == (torch.float32, torch.float16)
 
 
-def test_results_lie_as_the_reference_gives_them():
+def test_results_have_the_strides_of_the_reference():
     x = x_and_bias()[0].transpose(1, 2)
     assert halves(x)[0].stride() == x.stride()
 
@@ -64,7 +64,7 @@ def test_wrong_arguments_are_refused(arguments, options, error, match):
         scaled(*arguments, **options)
 
 
-def test_what_has_no_reference_runs_on_a_gpu_alone():
+def test_functions_without_a_reference_need_a_gpu():
     with pytest.raises(UnsupportedError, match=r"no reference=(?s:.*)a GPU"):
         nowhere(torch.ones(3))
     assert nowhere(torch.ones(3, 2, device="meta")).shape == (3, 2)
@@ -86,7 +86,7 @@ def test_gradients_are_those_of_backward():
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"power": 2}, {"power": 3, "name": 'é "x"'}], ids=str)
-def test_it_compiles_with_its_gradient(options):
+def test_compiles_with_gradients(options):
     x, bias = x_and_bias()
 
     def step(x, bias):
@@ -104,7 +104,7 @@ def test_it_compiles_with_its_gradient(options):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # opcheck itself
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_operator_is_a_good_one(bias):
+def test_opcheck(bias):
     x, b = (y.requires_grad_() for y in x_and_bias())
     tensors = [x, b] if bias else [x]
     arguments = (scaled.token, "ttn" if bias else "t-n", tensors, [0.5], None, '2,"plain",')
@@ -125,7 +125,7 @@ def test_a_float_among_the_options_may_vary_in_a_compiled_function():
         torch.testing.assert_close(found, wanted)
 
 
-def test_the_key_has_shapes_and_options_and_no_numbers():
+def test_the_key_has_shapes_and_options_and_no_data():
     x, bias = x_and_bias(torch.bfloat16, device="meta")
     keys = [
         describer_of(scaled)(x, bias, scale, power=power).key(H200, None)
@@ -141,7 +141,7 @@ def test_the_key_has_shapes_and_options_and_no_numbers():
     assert [str(operand.layout.dtype) for operand in two.outputs] == ["torch.bfloat16", "torch.float16"]
 
 
-def test_the_key_says_whether_it_must_be_deterministic(deterministic_algorithms):
+def test_determinism_is_in_the_key(deterministic_algorithms):
     x, _ = x_and_bias(device="meta")
     with deterministic_algorithms():
         exactly = describer_of(scaled)(x, None, 0.5)
@@ -151,7 +151,7 @@ def test_the_key_says_whether_it_must_be_deterministic(deterministic_algorithms)
     assert keys[0].option_values == keys[1].option_values
 
 
-def test_functions_of_one_name_are_told_apart():
+def test_functions_of_one_name_are_distinguished():
     def times(factor):
         def double(g, x):
             return g.mul(a=x, b=x) if factor > 1 else x
@@ -172,7 +172,7 @@ def test_a_graph_that_was_compiled_with_another_source_is_refused():
         )
 
 
-def test_what_cudnn_would_misread_is_refused():
+def test_operands_that_cudnn_misreads_are_refused():
     for shape, bias, is_refused in (
         ((2, 24, 64), (1, 1, 64), True),
         ((2, 24, 64), (2, 1, 1), True),
@@ -200,7 +200,7 @@ def test_what_cudnn_would_misread_is_refused():
         ((3, 16, 64), (3, 16, 1), (1, 3, 1), True),  # dense, but not row-major
         ((2, 48, 64), (2, 48, 64), (0, 0, 1), True),
         ((2, 48, 64), (2, 48, 64), (48, 1, 0), True),
-        ((2, 48, 64), (2, 48, 64), (6272, 128, 1), False),  # gaps alone do no harm
+        ((2, 48, 64), (2, 48, 64), (6272, 128, 1), False),  # gaps alone are harmless
         ((2, 48, 64), (1, 1, 1), (4, 2, 1), False),
         ((2, 16, 6, 8), (1, 16, 1, 1), (16, 1, 16, 16), False),
         ((2, 16, 6, 8), (2, 1, 6, 8), (48, 1, 8, 1), False),
@@ -211,7 +211,7 @@ def test_what_cudnn_would_misread_is_refused():
         ((48, 64), (1, 64), (64, 1), True),
     ],
 )
-def test_broadcast_operands_that_cudnn_would_misread_are_refused(x, shape, stride, is_refused):
+def test_broadcast_operands_that_cudnn_misreads_are_refused(x, shape, stride, is_refused):
     given = torch.empty(x, dtype=torch.float16, device="meta")
     bias = torch.empty_strided(shape, stride, dtype=torch.float16, device="meta")
     key = describer_of(scaled)(given, bias, 0.5).key(H200, None)
@@ -220,7 +220,7 @@ def test_broadcast_operands_that_cudnn_would_misread_are_refused(x, shape, strid
     assert error is None or "seen on 9.19 with an H200" in str(error)
 
 
-def test_decorators_that_make_no_sense():
+def test_wrong_decorators():
     def build(g, x):
         return g.relu(input=x)
 

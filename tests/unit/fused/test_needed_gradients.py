@@ -47,7 +47,7 @@ def fresh_compiler():
 @pytest.mark.parametrize("compiles", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
-def test_a_backward_that_asks_is_told(compiles, wanted, with_bias):
+def test_needs_are_passed_to_the_backward_function(compiles, wanted, with_bias):
     tensors = [torch.randn(2, 3, 8).requires_grad_(bool(wants)) for wants in wanted]
     tensors[2] = tensors[2] if with_bias else None
     leaves = [x for x in tensors if x is not None and x.requires_grad]
@@ -75,7 +75,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_only_what_is_wanted_is_there(name):
+def test_only_needed_gradients_are_computed(name):
     function, operands, options = FUNCTIONS[name]
     results = torch_ops.as_tuple(function.reference(*operands, **options))
     grads = [torch.randn_like(result) for result in results]
@@ -93,7 +93,7 @@ def test_only_what_is_wanted_is_there(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("place", [0, 1])
-def test_one_gradient_of_a_gate_is_the_mathematics(dtype, place, assert_rounded):
+def test_one_gradient_of_a_gate_matches_float64(dtype, place, assert_rounded):
     given = [torch.randn(3, 40).to(dtype).requires_grad_(number == place) for number in range(2)]
     exact = [x.detach().double().requires_grad_() for x in given]
     upstream = torch.randn(3, 40).to(dtype)

@@ -11,7 +11,7 @@ from cudnn_sdpa import DeviceError, DtypeError, OptionError, ShapeError, layer_n
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 SHAPES = [(8,), (13,), (1, 64), (5, 1), (5, 33), (2, 3, 16), (3, 1, 7), (2, 3, 4, 24), (1, 1, 1, 5)]
 
-#: The relative and the absolute error of gradients, which are sums of rounded numbers.
+#: The relative and the absolute error of gradients, which are sums of rounded values.
 CLOSE = {torch.float32: (2e-4, 2e-5), torch.bfloat16: (2e-2, 2e-2), torch.float16: (3e-3, 3e-3)}
 
 
@@ -37,7 +37,7 @@ def layer_in_float64(x, weight=None, bias=None, eps=1e-5):
 
 
 def values(*shape, dtype=torch.float32):
-    """Numbers whose mean is not 0."""
+    """Values whose mean is not 0."""
     return (torch.randn(*shape) * 1.5 + 0.4).to(dtype)
 
 
@@ -69,14 +69,14 @@ def every(results):
 
 
 def assert_gradients(call, expected, leaves, used=None):
-    """Gradients of some results by all leaves, for random gradients of these, are those of float64 mathematics."""
+    """Compares the gradients of some results for all leaves, with random grad_outs, with float64."""
     doubles = [x.detach().double().requires_grad_() for x in leaves]
     results, in_float64 = every(call(*leaves)), every(expected(*doubles))
     used = range(len(results)) if used is None else used
     upstream = [torch.randn(results[i].shape).to(results[i].dtype) for i in used]
     found = torch.autograd.grad([results[i] for i in used], leaves, upstream)
     right = torch.autograd.grad([in_float64[i] for i in used], doubles, [x.double() for x in upstream])
-    rtol, atol = max(CLOSE[x.dtype] for x in leaves)  # what is kept for the gradients is in the least of the dtypes
+    rtol, atol = max(CLOSE[x.dtype] for x in leaves)  # saved tensors have the smallest of the dtypes
     for leaf, one, other in zip(leaves, found, right, strict=True):
         assert (one.shape, one.dtype) == (leaf.shape, leaf.dtype)
         torch.testing.assert_close(one.double(), other, rtol=rtol, atol=atol * (1 + float(other.abs().amax())))
@@ -88,7 +88,7 @@ def leaf(*shape, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rms_norm_is_the_mathematics(shape, dtype, assert_rounded):
+def test_rms_norm_matches_float64(shape, dtype, assert_rounded):
     x, weight = values(*shape, dtype=dtype), values(shape[-1], dtype=dtype)
     for given in (None, weight, weight.float()):
         out = rms_norm(x, given)
@@ -98,7 +98,7 @@ def test_rms_norm_is_the_mathematics(shape, dtype, assert_rounded):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_layer_norm_is_the_mathematics(shape, dtype, assert_rounded):
+def test_layer_norm_matches_float64(shape, dtype, assert_rounded):
     x, weight, bias = values(*shape, dtype=dtype), values(shape[-1], dtype=dtype), values(shape[-1], dtype=dtype)
     both = [(None, None), (weight, None), (None, bias), (weight, bias), (weight.float(), bias.float())]
     for given in [*both, (weight.float(), None), (None, bias.float())]:
@@ -109,18 +109,18 @@ def test_layer_norm_is_the_mathematics(shape, dtype, assert_rounded):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("make", STRIDED, ids=lambda make: make.__name__)
-def test_x_may_lie_in_any_way(make, dtype, assert_rounded):
+def test_x_may_have_any_layout(make, dtype, assert_rounded):
     x = make(dtype)
     before, weight = x.clone(), values(x.shape[-1], dtype=dtype)
     for out in (rms_norm(x, weight), layer_norm(x, weight, weight)):
         assert out.is_contiguous()
     assert_rounded(rms_norm(x, weight), rms_in_float64(x, weight))
-    if make is not of_one_number:  # whose deviation is what rounding leaves
+    if make is not of_one_number:  # their deviation is rounding error
         assert_rounded(layer_norm(x, weight, weight), layer_in_float64(x, weight, weight))
     assert torch.equal(x, before)
 
 
-def test_the_weight_may_lie_in_any_way(assert_rounded):
+def test_the_weight_may_have_any_layout(assert_rounded):
     x, apart = values(3, 16), values(32)[::2]
     assert_rounded(rms_norm(x, apart), rms_in_float64(x, apart))
     assert_rounded(layer_norm(x, apart, apart.flip(0)), layer_in_float64(x, apart, apart.flip(0)))
@@ -129,7 +129,7 @@ def test_the_weight_may_lie_in_any_way(assert_rounded):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_weight_that_is_stored_less_1(dtype, assert_rounded):
+def test_a_zero_centered_weight(dtype, assert_rounded):
     x, weight = values(5, 24, dtype=dtype), values(24, dtype=dtype)
     for given in (weight, weight.float()):
         assert_rounded(rms_norm(x, given, zero_centered=True), rms_in_float64(x, given, zero_centered=True))
@@ -153,7 +153,7 @@ def test_rows_of_zeros_stay_zeros():
         assert grad_x.isfinite().all()
 
 
-def test_large_numbers_do_not_overflow_on_their_way():
+def test_large_values_do_not_overflow():
     x = torch.full((2, 16), 6e4, dtype=torch.float16)
     torch.testing.assert_close(rms_norm(x), torch.ones_like(x))
     assert (layer_norm(x) == 0).all()
@@ -172,7 +172,7 @@ def test_residual(make, dtype, assert_rounded):
         assert (result.shape, result.dtype, result.is_contiguous()) == (x.shape, dtype, True)
 
 
-def test_residual_without_a_weight_of_x_itself_and_beside_it(assert_rounded):
+def test_residual_without_a_weight_and_of_x_itself(assert_rounded):
     x, dense = swapped(torch.float32), values(3, 4, 16)
     for one, other in ((x, x), (x, dense), (dense, x)):
         for result, expected in zip(rms_norm(one, residual=other), rms_in_float64(one, residual=other), strict=True):
@@ -213,7 +213,7 @@ FUNCTIONS = {"ours": rms_norm, "right": rms_in_float64}
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_gradients_through_one_result_or_both(used, activation):
     x, weight, residual = leaf(5, 24), leaf(24), leaf(5, 24)
-    leaves = [x, weight, residual] if 0 in used else [x, residual]  # the sum has nothing of the weight
+    leaves = [x, weight, residual] if 0 in used else [x, residual]  # the sum does not depend on the weight
     call, right = (
         lambda x, *rest, f=f: f(x, rest[0] if len(rest) > 1 else None, residual=rest[-1], activation=activation)
         for f in (rms_norm, rms_in_float64)
@@ -237,7 +237,7 @@ def test_a_residual_that_is_x_itself_gets_both_gradients():
 
 
 @pytest.mark.parametrize("which", [(True, False), (False, True)], ids=["x", "weight"])
-def test_gradients_by_one_of_them_alone(which):
+def test_single_gradients(which):
     x, weight = values(5, 24), values(24)
     wanted = x if which[0] else weight
     wanted.requires_grad_()
@@ -270,7 +270,7 @@ def test_gradients_in_half_precision(dtype, grad_weight):
 
 
 @pytest.mark.parametrize("make", [transposed, swapped])
-def test_gradients_where_x_is_no_dense_leaf(make):
+def test_gradients_of_a_strided_x(make):
     given = make(torch.float32)
     x = torch.empty_strided(given.shape, given.stride()).copy_(given).requires_grad_()
     assert not x.is_contiguous()
@@ -278,13 +278,13 @@ def test_gradients_where_x_is_no_dense_leaf(make):
     assert_gradients(layer_norm, layer_in_float64, [x, leaf(x.shape[-1]), leaf(x.shape[-1])])
 
 
-def test_gradients_flow_into_what_x_is_a_view_of():
+def test_gradients_reach_the_base_of_x():
     call = lambda whole, w: rms_norm(whole[:, 8:24].expand(3, 5, 16).transpose(0, 1), w)  # noqa: E731
     right = lambda whole, w: rms_in_float64(whole[:, 8:24].expand(3, 5, 16).transpose(0, 1), w)  # noqa: E731
     assert_gradients(call, right, [leaf(5, 40), leaf(16)])
 
 
-def test_a_gradient_that_is_not_dense():
+def test_a_strided_grad_out():
     x, weight = leaf(6, 8), leaf(8)
     for norm, right in ((rms_norm, rms_in_float64), (layer_norm, layer_in_float64)):
         upstream = torch.randn(8, 6).t()
@@ -395,7 +395,7 @@ def with_grad(arguments, requires_grad):
     return first.detach().requires_grad_(), *arguments[1:]
 
 
-def test_options_have_names():
+def test_options_are_keyword_only():
     with pytest.raises(TypeError, match="positional"):
         rms_norm(X, W, 1e-6, X)
     with pytest.raises(TypeError, match="unexpected keyword"):
@@ -419,14 +419,14 @@ COMPILED = {
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", COMPILED)
-def test_it_compiles_with_its_gradient(name):
+def test_compiles_with_gradients(name):
     compiled = torch.compile(COMPILED[name], fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (4, 6):
         assert_same(compiled, COMPILED[name], (values(rows, 3, 24), values(24), values(rows, 3, 24)))
 
 
 @pytest.mark.parametrize("name", ["residual and activation", "layer_norm"])
-def test_it_compiles_for_one_shape_and_without_gradients(name):
+def test_compiles_for_static_shapes_and_without_gradients(name):
     compiled = torch.compile(COMPILED[name], fullgraph=True, backend="aot_eager", dynamic=False)
     tensors = values(4, 3, 24), values(24), values(4, 3, 24)
     assert_same(compiled, COMPILED[name], tensors)

@@ -1,4 +1,4 @@
-"""A missing, broken or too old cuDNN: the error says what is there and what to do."""
+"""A missing, broken or too old cuDNN: the error names the versions found and the remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from cudnn_sdpa import LibraryError
 from cudnn_sdpa.graph import backend
 
-#: Runs code where there is no frontend.
+#: Runs code without the frontend.
 BLOCK = """
 import sys
 class Block:
@@ -22,7 +22,7 @@ sys.meta_path.insert(0, Block())
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """Loads cuDNN anew, with a `cudnn` package of this source in the place of the real one."""
+    """Reloads cuDNN, with a `cudnn` package of this source instead of the real one."""
 
     def load(source: str):
         folder = tmp_path / "cudnn"
@@ -102,7 +102,7 @@ def test_a_frontend_that_breaks_while_it_is_imported(load, error):
     assert error.split("'")[1] in str(caught.value)
 
 
-def test_the_versions_that_are_here_are_read(run_python):
+def test_installed_versions_are_read(run_python):
     pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed", exc_type=ImportError)
     code = (
         "from cudnn_sdpa.graph import backend as b; "
@@ -114,7 +114,7 @@ def test_the_versions_that_are_here_are_read(run_python):
     assert "/libcudnn.so.9" in libraries
 
 
-def test_version_numbers_read_well():
+def test_formatting_of_version_numbers():
     assert [backend.version_string(number) for number in (91900, 91002, 92801, 100203)] == [
         "9.19.0",
         "9.10.2",

@@ -1,4 +1,4 @@
-"""`graph_op`: an operation's identity follows everything that its builder may compute with."""
+"""The identity of an operation: it changes with everything that its builder depends on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RELU = "def build(g, x):\n    return g.relu(x)\n"
 
 @pytest.fixture
 def build(tmp_path):
-    """The function `build` of a module with this source."""
+    """Returns the function `build` of a module with this source."""
 
     def load(source: str):
         path = tmp_path / f"module_{next(_numbers)}.py"
@@ -99,14 +99,14 @@ def test_what_a_closure_holds_changes_the_digest(one, other):
     assert digests[0] == digests[2] != digests[1]
 
 
-def test_names_that_are_not_used_do_not_matter(digest):
+def test_unused_names_do_not_matter(digest):
     assert digest("N = 2\n" + RELU) == digest("N = [3]\n" + RELU)
 
 
 def test_a_builder_without_a_source_file_has_a_digest_of_its_code():
     def typed(source):
         namespace = {}
-        exec(source, namespace)  # noqa: S102 - as a prompt does
+        exec(source, namespace)  # noqa: S102 - as in the interactive prompt
         return graph_op(namespace["build"]).digest
 
     assert typed(RELU) == typed(RELU)
@@ -116,7 +116,7 @@ def test_a_builder_without_a_source_file_has_a_digest_of_its_code():
     assert typed(inner) != typed(inner.replace("relu", "tanh"))
 
 
-def test_code_given_to_python_is_not_the_source_of_what_it_executes(run_python):
+def test_code_passed_with_c_is_not_the_source_of_what_it_executes(run_python):
     code = f"""
 from cudnn_sdpa.graph.definition import graph_op
 digests = set()
@@ -162,12 +162,12 @@ def test_a_global_of_any_other_kind_is_refused(build, value, use):
         graph_op(build(f"N = {value}\ndef build(g):\n    {use}\n"))
 
 
-def test_what_a_helper_must_not_use_is_refused_too(build):
+def test_helper_functions_have_the_same_restrictions(build):
     with pytest.raises(TypeError, match="helper: got a builder that uses 'N', a list"):
         graph_op(build("N = [2]\ndef helper(): return N\ndef build(g): return helper()\n"))
 
 
-def test_functions_that_call_each_other_end(digest):
+def test_mutually_recursive_functions_terminate(digest):
     source = "def even(n): return n == 0 or odd(n - 1)\ndef odd(n): return n != 0 and even(n - 1)\n"
     assert len(digest(source + "def build(g): return even(g)\n")) == 16
 
@@ -180,7 +180,7 @@ def test_an_operation_is_found_by_its_name():
         find_operation("cudnn_sdpa.attention.dense.graphs:masks")
 
 
-def test_the_docstring_of_the_builder_is_the_operations():
+def test_the_operation_has_the_builders_docstring():
     assert "softmax" in sdpa_forward.__doc__
 
 
@@ -199,12 +199,12 @@ def test_a_decorator_around_the_builder_is_part_of_its_identity(digest):
     assert digest(WRAPPED.format(body="inner(g, x)")) != digest(WRAPPED.format(body="g.neg(inner(g, x))"))
 
 
-def test_two_lambdas_of_one_line_are_two_operations(build):
+def test_two_lambdas_on_one_line_are_two_operations(build):
     one, other = build("build = (lambda g, x: g.relu(x)), (lambda g, x: g.tanh(x))\n")
     assert graph_op(one).digest != graph_op(other).digest
 
 
-def test_a_helper_that_is_defined_further_down_is_part_of_the_identity(build):
+def test_a_helper_function_defined_later_is_part_of_the_identity(build):
     source = "from cudnn_sdpa.graph.definition import graph_op\n@graph_op\ndef build(g): return helper()\n"
     one, other = (build(f"{source}def helper(): return {number}\n").digest for number in (2, 3))
     assert one != other

@@ -1,4 +1,4 @@
-"""What cuDNN says of graphs that it declines, shortened to what tells something."""
+"""cuDNN's messages about rejected graphs, shortened to their informative parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from cudnn_sdpa.graph.diagnostics import reason_of, summarized
 
-#: In the form of cuDNN 9.28 and frontend 1.32.
+#: In the format of cuDNN 9.28 and frontend 1.32.
 CONFIGURATION = """{{"engineId":{0},"smVersion":900,"knobChoices":{{"TILE_SIZE":4}},"targetSMcount":132}}
 Warning: CUDNN_STATUS_NOT_SUPPORTED; Reason: {1}
 Warning: CUDNN_STATUS_NOT_SUPPORTED; Reason: (CUDNN_STATUS_NOT_INITIALIZED == status) || ((status) / 1000 * 1000)
@@ -32,7 +32,7 @@ def test_hundreds_of_lines_become_one():
     assert found == f"{NONE_OF_3}: config == INVALID; {matched}"
 
 
-def test_a_status_that_tells_more_is_kept():
+def test_an_informative_status_is_kept():
     text = dump("smem > usable").replace(
         "SUPPORTED; Reason: smem", "SUPPORTED_SHARED_MEMORY_INSUFFICIENT; Reason: smem"
     )
@@ -40,13 +40,13 @@ def test_a_status_that_tells_more_is_kept():
     assert found.endswith(" this graph: CUDNN_STATUS_NOT_SUPPORTED_SHARED_MEMORY_INSUFFICIENT, smem > usable")
 
 
-def test_one_configuration_is_one():
+def test_one_configuration_is_singular():
     assert summarized(dump("k % 8")) == (
         "cuDNN proposes one engine configuration, which does not support this graph: k % 8"
     )
 
 
-def test_of_nothing_but_names_of_its_functions_the_number_remains():
+def test_reasons_that_only_name_functions_become_a_count():
     assert summarized(dump(*["ptr->isSupported()"] * 3)) == NONE_OF_3
 
 
@@ -55,7 +55,7 @@ def test_a_short_reason_stays_as_it_is(text):
     assert summarized(text) == text.removesuffix("\n")
 
 
-def test_plans_that_were_passed_over_are_named_once():
+def test_skipped_plans_are_named_once():
     found = summarized("first\nDeselecting execution plan 1\nDeselecting execution plan 2")
     assert found.startswith("first\ncuDNN marks it as nondeterministic")
     assert found.count("\n") == 1

@@ -1,4 +1,4 @@
-"""`PlanKey`: everything in it tells plans apart, and nothing else does."""
+"""`PlanKey`: every field distinguishes plans, and nothing else does."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def same() -> PlanKey:
     return pickle.loads(pickle.dumps(KEY))
 
 
-def test_equal_keys_find_each_other():
+def test_equal_keys_have_equal_hashes():
     assert same() is not KEY
     assert same() == KEY
     assert hash(same()) == hash(KEY)
@@ -90,11 +90,11 @@ def test_a_change_of_anything_makes_another_key(change):
     assert changed not in {KEY: "plan"}
 
 
-def test_every_field_is_changed_by_some_case_above():
+def test_every_field_is_covered():
     assert {name for change in CHANGES for name in change} == {field.name for field in dataclasses.fields(PlanKey)}
 
 
-def test_all_cases_above_are_different_from_each_other():
+def test_all_changed_keys_differ():
     keys = {dataclasses.replace(KEY, **change) for change in CHANGES} | {KEY}
     assert len(keys) == len(CHANGES) + 1
 
@@ -116,7 +116,7 @@ def test_one_as_integer_float_and_bool_are_three_options_inside_a_tuple_too():
     assert len(set(keys)) == 3
 
 
-def test_both_zeros_are_two_options_in_memory_and_on_disk():
+def test_positive_and_negative_zero_are_different_options():
     values = (0.0, -0.0, (0.0,), (-0.0,), 0)
     keys = [dataclasses.replace(KEY, options=PlanKey.typed({"n": value}), device=None) for value in values]
     assert len(set(keys)) == len(values)
@@ -126,7 +126,7 @@ def test_both_zeros_are_two_options_in_memory_and_on_disk():
         assert PlanKey.from_json(json.loads(json.dumps(key.to_json())), TARGET) == key
 
 
-def test_the_order_in_which_options_are_given_makes_no_difference():
+def test_the_order_of_options_does_not_matter():
     assert PlanKey.typed({"a": 2, "b": 3}) == PlanKey.typed({"b": 3, "a": 2})
 
 
@@ -139,11 +139,11 @@ def test_a_key_can_be_written_to_json_and_read_back(options):
     assert again.option_values == options
 
 
-def test_determinism_is_written_where_it_is_wanted_and_else_nowhere():
+def test_determinism_is_written_only_where_set():
     exactly = dataclasses.replace(KEY, deterministic=True, device=None)
     assert PlanKey.from_json(json.loads(json.dumps(exactly.to_json())), TARGET) == exactly
     assert exactly.identity() != KEY.identity()
-    assert "deterministic" not in KEY.identity()  # plans that were kept before there was this field are still found
+    assert "deterministic" not in KEY.identity()  # plans stored before this field existed are still found
     assert "deterministic" in str(exactly)
     assert "deterministic" not in str(KEY)
 
@@ -156,14 +156,14 @@ def test_json_holds_no_device_and_no_target():
     )
 
 
-def test_the_name_of_a_gpu_is_for_people_and_no_part_of_the_key():
+def test_the_gpu_name_is_not_part_of_the_key():
     sibling = dataclasses.replace(TARGET, name="NVIDIA H100")
     assert sibling == TARGET
     assert dataclasses.replace(KEY, target=sibling) == KEY
     assert TARGET != "NVIDIA H200"
 
 
-def test_a_key_reads_well():
+def test_str_of_a_key():
     text = str(KEY)
     assert text.startswith("attend(q: float16[2×4×16×64; strides 4096,1024,64,1]")
     for part in ("scale: host scalar", "= 7", "causal='top_left'", "window_size=(3, 5)", "with_lse=True", "-> (out: "):
@@ -185,7 +185,7 @@ def backward_key(q, k, v, *, deterministic=False, bias_gradient=False, sink_grad
     return BackwardSpec(DenseSpec.of(call), out, out, *wanted).key(TARGET, 0)
 
 
-def test_views_that_differ_only_in_strides_that_reach_nothing_share_a_plan():
+def test_views_that_differ_only_in_unused_strides_share_a_plan():
     q = torch.randn(1, 4, 16, 64, dtype=torch.float16)
     cut = torch.randn(3, 4, 16, 64, dtype=torch.float16)[::2][:1]
     odd = q.as_strided(q.shape, (7, *q.stride()[1:]))
@@ -205,7 +205,7 @@ def test_data_is_in_no_key():
         assert key(q, k, v, softcap=20.0) == key(q, k, v, softcap=31.5)
 
 
-def test_meanings_that_are_equal_share_a_key_and_others_do_not():
+def test_equivalent_options_share_a_key_and_others_do_not():
     q, k, v = torch.randn(3, 2, 4, 16, 64, dtype=torch.float16)
     one, wide = q[:, :, :1], torch.randn(2, 4, 20, 64, dtype=torch.float16)
     bottom = {"is_causal": True, "causal_alignment": "bottom_right"}
@@ -239,12 +239,12 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("make", [forward_key, backward_key])
-def test_every_option_that_decides_a_graph_makes_another_key(make):
+def test_every_graph_option_makes_another_key(make):
     q, k, v = torch.randn(3, 2, 4, 16, 64, dtype=torch.float16)
     assert len({make(q, k, v, **options) for options in OPTIONS}) == len(OPTIONS)
 
 
-def test_sinks_are_part_of_the_forward_graph_alone():
+def test_sinks_are_part_of_the_forward_graph_only():
     q, k, v = torch.randn(3, 2, 4, 16, 64, dtype=torch.float16)
     sinks = torch.randn(4)
     assert forward_key(q, k, v, sinks=sinks) != forward_key(q, k, v)
@@ -252,7 +252,7 @@ def test_sinks_are_part_of_the_forward_graph_alone():
     assert backward_key(q, k, v, sinks=sinks, sink_gradient=True) == backward_key(q, k, v)
 
 
-def test_what_is_wanted_of_a_backward_pass_is_part_of_its_key():
+def test_needed_gradients_are_part_of_a_backward_key():
     q, k, v = torch.randn(3, 2, 4, 16, 64, dtype=torch.float16)
     mask = torch.randn(16, 16)
     keys = [
@@ -275,7 +275,7 @@ def test_windows_that_hide_nothing_make_no_other_key():
         )
 
 
-def test_plans_that_may_know_clusters_are_of_one_gpu(monkeypatch):
+def test_plans_with_cluster_kernels_belong_to_one_gpu(monkeypatch):
     monkeypatch.setattr(key_module, "serial_of", lambda device: f"GPU {device}")
     attention = dataclasses.replace(KEY, operation="cudnn_sdpa.attention.dense.graphs:sdpa_forward")
     older = dataclasses.replace(KEY, target=dataclasses.replace(TARGET, properties=(("deviceVer", 800),)))
@@ -288,7 +288,7 @@ def test_plans_that_may_know_clusters_are_of_one_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("of", [float, np.float64, lambda value: (1, float(value))])
-def test_both_zeros_are_two_options_of_a_call_that_is_served_again(of):
+def test_positive_and_negative_zero_are_different_cached_calls(of):
     assert of(0.0) == of(-0.0)
     assert launch.type_of(of(0.0)) != launch.type_of(of(-0.0))
     assert launch.type_of(of(0.0)) == launch.type_of(of(0.0))

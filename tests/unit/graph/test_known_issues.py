@@ -1,4 +1,4 @@
-"""Faults of cuDNN: which plans they concern, which avoid them, and that no other is built."""
+"""Known bugs of cuDNN: which plans they affect, which avoid them, and that affected plans are refused."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_decoding_on_blackwell_is_refused_on_the_versions_that_corrupt_it(cudnn,
     return None
 
 
-def test_a_crash_of_the_planner_is_kept_away_from():
+def test_a_planner_crash_is_avoided():
     one = call(1, 128, batch=1, heads=(1, 1))
     with pytest.raises(UnsupportedError, match="crashes"):
         known_issues.check(backward(one, cudnn=92600))
@@ -85,7 +85,7 @@ def test_a_crash_of_the_planner_is_kept_away_from():
     known_issues.check(backward(one, cudnn=92500))
 
 
-def test_a_mask_with_one_row_is_given_as_many():
+def test_a_one_row_mask_is_expanded():
     mask = torch.empty(1, 2, 1, 120, dtype=torch.bfloat16, device="meta")
     key = backward(call(attn_mask=mask, heads=(2, 2)))
     (bias,) = [operand for operand in key.inputs if operand.name == "bias"]
@@ -105,7 +105,7 @@ def test_no_plan_has_a_mask_over_one_key(shape):
         known_issues.check(forward(call(attn_mask=mask, heads=(2, 2), skv=1)))
 
 
-def test_packed_plans_avoid_what_concerns_them():
+def test_packed_plans_avoid_known_bugs():
     of = varlen()
     problem, layout = packed(of), output_layout(of)
     for key in (
@@ -116,7 +116,7 @@ def test_packed_plans_avoid_what_concerns_them():
         known_issues.check(key)
 
 
-def test_what_is_wrong_only_in_a_cuda_graph_is_refused_only_there():
+def test_bugs_of_cuda_graphs_are_refused_in_captures_only():
     key = forward(call(2048, 2048, window_left=100, window_right=0), cudnn=91400)
     assert "TransformerEngine#2344" in known_issues.not_in_capture(key)
     known_issues.check(key)
@@ -124,13 +124,13 @@ def test_what_is_wrong_only_in_a_cuda_graph_is_refused_only_there():
     assert known_issues.not_in_capture(forward(call(2048, 2048, window_left=100, window_right=0))) == ""
 
 
-def test_users_own_operations_are_none_of_their_business():
+def test_custom_graphs_are_not_affected():
     key = dataclasses.replace(forward(call()), operation="somebody.else:sdpa_forward")
     assert known_issues.concerning(key) == []
 
 
 @pytest.mark.parametrize("issue", known_issues.ATTENTION_ISSUES, ids=lambda issue: issue.bug[:40])
-def test_every_row_says_what_where_and_how(issue):
+def test_every_known_issue_is_complete(issue):
     assert issue.first < issue.fixed
     text = str(issue)
     assert issue.bug in text
@@ -151,14 +151,14 @@ def test_every_row_says_what_where_and_how(issue):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )
-def test_only_causal_masks_alone_are_captured_where_replays_were_broken(options, safe):
+def test_captures_with_broken_replays_are_refused_except_causal_masks(options, safe):
     key = forward(call(2000, 2048, **options), cudnn=91400)
     assert (known_issues.not_in_capture(key) == "") is safe
     assert known_issues.not_in_capture(forward(call(2000, 2048, **options), cudnn=91500)) == ""
     assert known_issues.not_in_capture(forward(call(1000, 1024), cudnn=91400)) == ""
 
 
-def test_large_plans_are_refused_by_the_reach_of_any_tensor():
+def test_large_plans_are_refused_by_the_extent_of_any_tensor():
     key = backward(call(100, 120))
     known_issues.check(key)
     for name in ("q", "k", "v", "out", "grad_out"):
@@ -171,7 +171,7 @@ def test_large_plans_are_refused_by_the_reach_of_any_tensor():
             known_issues.check(dataclasses.replace(key, inputs=tuple(inputs)))
 
 
-def test_lengths_of_one_dimension_are_refused():
+def test_one_dimensional_lengths_are_refused():
     key = forward(call(seq_lens_kv=torch.empty(2, dtype=torch.int32, device="meta")))
     known_issues.check(key)
     flat = tuple(

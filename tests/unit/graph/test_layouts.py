@@ -23,7 +23,7 @@ SHAPES = [(2, 3, 5, 8), (1, 3, 5, 8), (2, 1, 5, 8), (2, 3, 1, 8), (1, 1, 1, 8), 
 
 
 def occupied(shape, stride):
-    """Offsets of all elements."""
+    """The offsets of all elements."""
     return [
         sum(i * s for i, s in zip(index, stride, strict=True))
         for index in itertools.product(*(range(size) for size in shape))
@@ -55,7 +55,7 @@ def test_strides_of_dimensions_of_size_one_make_no_difference(dim, odd_stride):
     assert hash(TensorLayout.of(odd)) == hash(TensorLayout.of(dense))
 
 
-def test_one_head_of_many_has_the_layout_of_a_tensor_with_one_head_up_to_its_batch_stride():
+def test_a_slice_of_one_head_differs_only_in_its_batch_stride():
     packed = torch.empty(2, 5, 3, 8).transpose(1, 2)
     layout = TensorLayout.of(packed[:, 1:2])
     assert layout.shape == (2, 1, 5, 8)
@@ -83,7 +83,7 @@ def test_a_layout_can_be_written_to_json_and_read_back(dtype):
     assert again.dtype is dtype
 
 
-def test_a_layout_reads_well():
+def test_str_of_a_layout():
     text = str(TensorLayout((2, 3, 5, 8), (120, 8, 24, 1), torch.bfloat16))
     assert text == "bfloat16[2×3×5×8; strides 120,8,24,1]"
 
@@ -174,7 +174,7 @@ def test_canonical_strides_reach_the_same_memory_and_are_unique(model, odd):
 
 
 def channels_last_stride(shape):
-    """What PyTorch gives cuDNN for a tensor with its channels innermost, written as it is done there."""
+    """Strides that PyTorch passes to cuDNN for a channels-last tensor, computed as in PyTorch."""
     stride, step = [0] * len(shape), 1
     for dim in (1, *range(len(shape) - 1, 1, -1), 0):
         stride[dim] = step
@@ -191,8 +191,8 @@ IMAGES = [shape for rank in (4, 5) for shape in itertools.product((1, 2, 3), rep
 
 
 @pytest.mark.parametrize("rank", [4, 5])
-def test_every_size_of_1_has_its_place_in_order_or_with_channels_last(rank):
-    """All that lies densely, whatever its sizes of 1 say: cuDNN sees NCHW or NHWC, never something in between."""
+def test_sizes_of_1_get_contiguous_or_channels_last_strides(rank):
+    """For all dense tensors, with any strides of size-1 dimensions: cuDNN sees NCHW or NHWC, nothing in between."""
     for shape in (shape for shape in IMAGES if len(shape) == rank):
         for dense in (contiguous_stride(shape), channels_last_stride(shape)):
             for odd in (0, 1, 7, 10**6):
@@ -211,7 +211,7 @@ def test_every_size_of_1_has_its_place_in_order_or_with_channels_last(rank):
     orders=st.lists(st.booleans(), min_size=4, max_size=4),
     channels_last=st.booleans(),
 )
-def test_the_operands_of_one_graph_have_one_order_where_that_is_open(shapes, orders, channels_last):
+def test_ambiguous_operands_of_one_graph_share_a_memory_order(shapes, orders, channels_last):
     tensors = []
     for shape, is_last in zip(shapes, orders, strict=False):
         stride = channels_last_stride(shape) if is_last else contiguous_stride(shape)
@@ -241,7 +241,7 @@ def dense_tensors(draw):
 
 @settings(max_examples=500, deadline=None, derandomize=True, database=None)
 @given(tensor=dense_tensors(), channels_last=st.booleans())
-def test_what_is_dense_stays_dense_in_its_order(tensor, channels_last):
+def test_dense_tensors_keep_their_memory_order(tensor, channels_last):
     shape, stride = tensor
     canonical = canonical_stride(shape, stride, channels_last=channels_last)
     assert occupied(shape, canonical) == occupied(shape, stride)

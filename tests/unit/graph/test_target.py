@@ -1,4 +1,4 @@
-"""`Target`: the properties of a GPU that decide a plan, and where they come from."""
+"""`Target`: the GPU properties that a plan depends on, and their sources."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GPUS = {
     "rtx4090": ("NVIDIA GeForce RTX 4090", 89, 128, 99, 1536, 72),
     "rtx5090": ("NVIDIA GeForce RTX 5090", 120, 170, 99, 1536, 96),
 }
-#: Versions of cuDNN that read different keys, and how many there are.
+#: Versions of cuDNN that read different properties, and their number.
 FORMATS = {91002: 23, 91900: 23, 92700: 26, 92800: 26}
 
 
@@ -37,7 +37,7 @@ def test_the_files_of_the_package_describe_an_h200(path):
     assert len(target.properties) >= len(PLANNING_PROPERTIES) - 1
 
 
-def test_the_file_of_a_name_fits_the_version_of_cudnn():
+def test_the_device_file_matches_the_cudnn_version():
     assert load_properties("h200") in [json.loads(path.read_text()) for path in FILES]
 
 
@@ -50,7 +50,7 @@ def test_each_planning_property_makes_another_target(name):
     assert Target.from_properties(changed) != Target.from_properties(properties)
 
 
-def test_what_siblings_differ_in_makes_no_other_target():
+def test_sibling_gpus_share_a_target():
     properties = load_properties("h200")
     sibling = {**properties, "deviceName": "NVIDIA H200 NVL", "pciBusId": 77, "clockRate": 12345}
     assert Target.from_properties(sibling) == Target.from_properties(properties)
@@ -67,7 +67,7 @@ def test_what_siblings_differ_in_makes_no_other_target():
         ("{}", "deviceVer"),
     ],
 )
-def test_a_file_that_describes_no_gpu_is_named(tmp_path, content, why):
+def test_an_invalid_device_file_is_named(tmp_path, content, why):
     path = tmp_path / "gpu.json"
     if content is not None:
         path.write_text(content)
@@ -77,7 +77,7 @@ def test_a_file_that_describes_no_gpu_is_named(tmp_path, content, why):
     assert "'h200'" in str(caught.value)
 
 
-def test_bytes_that_are_no_text_are_named(tmp_path):
+def test_a_binary_device_file_is_named(tmp_path):
     path = tmp_path / "gpu.json"
     path.write_bytes(b"\xff\xfe\x00{")
     with pytest.raises(OptionError, match=r"gpu\.json"):
@@ -85,7 +85,7 @@ def test_bytes_that_are_no_text_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["h999", "H200", "specifications"])
-def test_an_unknown_name_is_named_with_those_that_there_are(name):
+def test_an_unknown_name_lists_the_known_ones(name):
     names = ", ".join(map(repr, bundled_targets()))
     with pytest.raises(OptionError) as caught:
         load_properties(name)
@@ -93,14 +93,14 @@ def test_an_unknown_name_is_named_with_those_that_there_are(name):
     assert f"{names}, or the path of a cuDNN device-properties JSON file" in str(caught.value)
 
 
-def test_the_names_say_which_gpus_were_measured():
+def test_names_show_which_gpus_were_measured():
     assert bundled_targets() == {**dict.fromkeys(sorted(GPUS), "from public specifications"), "h200": "measured"}
     assert list(bundled_targets()) == sorted(bundled_targets())
 
 
 @pytest.fixture(params=FORMATS)
 def properties_for(request, monkeypatch):
-    """What `load_properties` says with each of these versions of cuDNN."""
+    """Results of `load_properties` with each of these versions of cuDNN."""
     monkeypatch.setattr(backend, "cudnn_version", lambda: request.param)
     return load_properties.__wrapped__
 
@@ -133,7 +133,7 @@ def test_specifications_are_those_of_the_gpu(properties_for, name):
     assert properties["l2CacheSize"] == cache * 2**20
 
 
-def test_no_two_gpus_are_one_target():
+def test_all_gpus_are_different_targets():
     assert len({Target.from_properties(load_properties(name)) for name in bundled_targets()}) == len(bundled_targets())
 
 
@@ -154,13 +154,13 @@ def test_every_source_is_used():
     assert [name for name in SPECIFICATIONS["sources"] if name not in used] == []
 
 
-def test_where_properties_come_from_makes_no_other_target():
+def test_the_source_of_properties_is_not_part_of_the_target():
     properties = {name: value for name, value in load_properties("a100").items() if name != "source"}
     assert Target.from_properties(properties) == Target.from_properties(load_properties("a100"))
     assert str(Target.from_properties(properties)) == "NVIDIA A100-SXM4-80GB (SM 80, 108 multiprocessors)"
 
 
-def test_a_file_may_be_marked_too(tmp_path):
+def test_a_device_file_may_be_marked(tmp_path):
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps({**load_properties("h200"), "source": "a guess"}))
     assert str(Target.from_properties(load_properties(str(path)))).endswith("132 multiprocessors; a guess)")

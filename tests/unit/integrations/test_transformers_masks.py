@@ -1,4 +1,4 @@
-"""The mask function for transformers hides what transformers' own does, and asks the GPU nothing."""
+"""The mask function for transformers: the same masks as transformers' own, without synchronization."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ IMAGES = theirs.or_masks(theirs.sliding_window_causal_mask_function(5), GROUPS)
 PATTERNS = {"causal": {}, "window_size": WINDOW, "chunks": CHUNKS, "encoder": ENCODER, "both ways": BOTH_WAYS}
 NO_SKIP = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
-#: Queries, keys, offset of the queries, offset of the keys.
+#: Numbers of queries and keys, offset of the queries, offset of the keys.
 PLACES = {
     "prompt": (9, 9, 0, 0),
     "short prompt": (4, 4, 0, 0),
@@ -63,7 +63,7 @@ def ours(place, pattern, *, inspect_padding=False, **more):
 
 
 def as_booleans(mask, place, pattern):
-    """What the attention function makes of a mask, as booleans (3, 1, Sq, Skv)."""
+    """The mask as the attention function applies it, as booleans (3, 1, Sq, Skv)."""
     queries, keys = place[:2]
     if mask is None:
         everything = torch.ones(3, 1, queries, keys, dtype=torch.bool)
@@ -79,7 +79,7 @@ def as_booleans(mask, place, pattern):
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("kind", PATTERNS)
 @pytest.mark.parametrize("skip", [True, False], ids=["", "no skip"])
-def test_the_same_keys_are_hidden(kind, where, skip):
+def test_masks_match_transformers(kind, where, skip):
     place, pattern = PLACES[where], {**PATTERNS[kind], **({} if skip else NO_SKIP)}
     mask = ours(place, pattern)
     expected = ask(theirs.sdpa_mask, place, {**pattern, **NO_SKIP})
@@ -90,7 +90,7 @@ def test_the_same_keys_are_hidden(kind, where, skip):
 @pytest.mark.parametrize("kind", PATTERNS)
 @pytest.mark.parametrize("width", ["keys", "queries"])
 @pytest.mark.parametrize("inspect_padding", [False, True])
-def test_the_same_keys_are_hidden_beside_padding(kind, where, width, inspect_padding):
+def test_masks_with_padding_match_transformers(kind, where, width, inspect_padding):
     place, pattern = PLACES[where], PATTERNS[kind]
     queries, keys, q_offset, kv_offset = place
     length = kv_offset + keys if width == "keys" else int(q_offset) + queries
@@ -98,7 +98,7 @@ def test_the_same_keys_are_hidden_beside_padding(kind, where, width, inspect_pad
     mask = ours(place, pattern, attention_mask=seen, inspect_padding=inspect_padding)
     expected = ask(theirs.sdpa_mask, place, {**pattern, **NO_SKIP}, attention_mask=seen)
     found = as_booleans(mask, place, pattern)
-    if mask is not None and mask.dtype == mask_encoding.DTYPE:  # packed: hidden queries see something else
+    if mask is not None and mask.dtype == mask_encoding.DTYPE:  # packed: padding queries see other keys
         rows = seen[:, None, :queries, None]
         found, expected = found & rows, expected & rows
     assert torch.equal(found, expected)
@@ -106,7 +106,7 @@ def test_the_same_keys_are_hidden_beside_padding(kind, where, width, inspect_pad
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("kind", PATTERNS)
-def test_a_padding_mask_of_ones_is_left_out_where_it_may_be_looked_at(kind, where):
+def test_a_padding_mask_of_ones_is_skipped_where_it_may_be_read(kind, where):
     place, pattern = PLACES[where], PATTERNS[kind]
     seen = torch.ones(3, place[3] + place[1], dtype=torch.bool)
     looked = ours(place, pattern, attention_mask=seen, inspect_padding=True)
@@ -138,21 +138,21 @@ STRUCTURES = [
     *(("window_size", "prompt"), ("window_size", "window's cache"), ("window_size", "step on a static cache")),
     *(("window_size", "step on a static window's cache"), ("both ways", "prompt")),
 ]
-#: Without leave to skip a mask only single queries have a structure.
+#: If the mask must not be skipped, only single queries have a structure.
 WITHOUT_LEAVE = [(kind, where) for kind, where in STRUCTURES if PLACES[where][0] == 1 and kind != "both ways"]
 
 
 @pytest.mark.parametrize(
     ("kind", "where", "leave"), [(*each, True) for each in STRUCTURES] + [(*each, False) for each in WITHOUT_LEAVE]
 )
-def test_a_structure_stands_for_a_mask_without_drawing_it(kind, where, leave):
+def test_a_structure_replaces_a_materialized_mask(kind, where, leave):
     mask = ours(PLACES[where], {**PATTERNS[kind], **({} if leave else {"allow_is_causal_skip": False})})
     assert mask.dtype == mask_encoding.DTYPE
     assert mask.untyped_storage().nbytes() <= 3 * 4
 
 
 @pytest.mark.parametrize("kind", ["causal", "window_size"])
-def test_a_padded_prompt_is_packed_unless_a_window_counts_what_is_hidden(kind):
+def test_a_padded_prompt_is_packed_unless_a_window_counts_padding(kind):
     seen = torch.rand(3, 9) < 0.7
     mask = ours(PLACES["prompt"], PATTERNS[kind], attention_mask=seen)
     assert mask.dtype == (mask_encoding.DTYPE if kind == "causal" else torch.float32)
@@ -178,14 +178,14 @@ def test_a_padded_prompt_is_packed_unless_a_window_counts_what_is_hidden(kind):
     ids=["images", "packed", "both ways"],
 )
 @pytest.mark.parametrize("where", PLACES)
-def test_any_other_pattern_is_drawn(pattern, where):
+def test_other_patterns_are_materialized(pattern, where):
     mask = ours(PLACES[where], pattern)
     assert mask.dtype == torch.float32
     assert torch.equal(as_booleans(mask, PLACES[where], {}), ask(theirs.sdpa_mask, PLACES[where], pattern))
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_a_padding_mask_of_ones_hides_what_lies_past_it(where):
+def test_a_padding_mask_of_ones_masks_the_keys_past_it(where):
     queries, keys, q_offset, kv_offset = place = PLACES[where]
     pattern = {
         "mask_function": theirs.or_masks(theirs.causal_mask_function, theirs.bidirectional_mask_function),
@@ -198,7 +198,7 @@ def test_a_padding_mask_of_ones_hides_what_lies_past_it(where):
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("kind", PATTERNS)
-def test_masks_that_a_model_joins_have_all_their_keys(kind, where):
+def test_masks_that_a_model_concatenates_have_all_keys(kind, where):
     place, pattern = PLACES[where], {**PATTERNS[kind], **NO_SKIP}
     mask = ours(place, pattern, config=SimpleNamespace(**vars(CONFIG), model_type="t5gemma2_decoder"))
     assert mask.dtype == torch.float32
@@ -230,7 +230,7 @@ def test_a_model_that_computes_with_a_structure_fails(where):
             sdpa(q, k, k, attn_mask=change())
 
 
-#: What transformers, or a model, may do to a mask on its way to a layer without computing with it.
+#: What transformers, or a model, may do to a mask without computing with it.
 COPIES = {
     "contiguous": torch.Tensor.contiguous,
     "cloned": torch.Tensor.clone,
@@ -243,7 +243,7 @@ COPIES = {
 @pytest.mark.parametrize("batch", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["lengths", "lengths and a window", "a window", "packed"])
 @pytest.mark.parametrize("copy", COPIES)
-def test_a_structure_outlives_copies(copy, kind, batch):
+def test_a_structure_survives_copies(copy, kind, batch):
     queries, keys = (6, 6) if kind == "packed" else (3, 9)
     q = torch.randn(batch, 4, queries, 8)
     k, v = torch.randn(2, batch, 2, keys, 8)

@@ -1,4 +1,4 @@
-"""Models of transformers on this library's attention say what they say on transformers' own, on the CPU."""
+"""Transformers models on this library's attention match transformers' eager attention, on the CPU."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def assert_near(ours, theirs, where=...):
 
 
 def both(make, **kw):
-    """The same model on this library, and on transformers' eager attention, which knows softcaps and sinks."""
+    """The same model on this library, and on transformers' eager attention, which supports softcaps and sinks."""
     return tiny(make, "cudnn_sdpa", **kw), tiny(make, "eager", **kw)
 
 
 @pytest.mark.parametrize("name", DECODERS)
 @torch.no_grad()
-def test_a_decoders_logits_padded_and_step_by_step(name):
+def test_a_decoders_logits_with_padding_and_step_by_step(name):
     ours, theirs = both(DECODERS[name])
     ids = torch.randint(3, 96, (4, 14))
     mask = padded(14)
@@ -107,7 +107,7 @@ def test_an_encoder_and_a_decoder(name):
 @pytest.mark.parametrize("cache", ["none", "dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
 @torch.no_grad()
-def test_packed_sequences_by_their_positions(name, cache):
+def test_packed_sequences_by_position_ids(name, cache):
     ours, theirs = both(DECODERS[name])
     ids = torch.randint(3, 96, (1, 16))
     positions = torch.cat([torch.arange(7), torch.arange(9)])[None]
@@ -119,7 +119,7 @@ def test_packed_sequences_by_their_positions(name, cache):
     }[cache]
     given = {"position_ids": positions, "use_cache": past is not None, "past_key_values": past}
     assert_near(ours(ids, **given).logits, expected)
-    if past is None:  # transformers itself looks, and draws a mask
+    if past is None:  # transformers reads the positions and materializes a mask
         return
     with pytest.raises(UnsupportedError, match=r"position_ids that begin anew, (with keys from before|on a static)"):
         ours(ids, **given)
@@ -133,7 +133,7 @@ def test_training_has_the_same_loss_and_gradients(name):
     makers = {**DECODERS, **PAIRS}
     ours, theirs = (model.train() for model in both(makers[name], **({"dropout_rate": 0.0} if name == "t5" else {})))
     ids, mask = torch.randint(3, 96, (4, 14)), padded(14)
-    after_hidden = torch.cat([mask[:, :1], mask[:, :-1]], dim=1) == 0  # padding predicts nothing that means something
+    after_hidden = torch.cat([mask[:, :1], mask[:, :-1]], dim=1) == 0  # predictions of padding are meaningless
     labels = ids.masked_fill((mask == 0) | after_hidden, -100)
     losses = [model(input_ids=ids, attention_mask=mask, labels=labels).loss for model in (ours, theirs)]
     assert_near(*losses)
@@ -147,7 +147,7 @@ def test_training_has_the_same_loss_and_gradients(name):
             torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-3, atol=1e-4 * scale + 1e-8, msg=place)
 
 
-def test_dropout_drops_in_training_alone():
+def test_dropout_is_applied_in_training_only():
     model = tiny(DECODERS["llama"], "cudnn_sdpa", attention_dropout=0.5)
     ids = torch.randint(3, 96, (2, 10))
     assert torch.equal(model(ids).logits, model(ids).logits)
@@ -182,7 +182,7 @@ def test_compiled_prompts_of_many_lengths_share_a_graph():
 
 
 @torch.no_grad()
-def test_packed_sequences_by_the_arguments_of_flash_attention():
+def test_packed_sequences_by_flash_attention_arguments():
     ours = tiny(DECODERS["llama"], "cudnn_sdpa")
     ids = torch.randint(3, 96, (1, 16))
     offsets = torch.tensor([0, 7, 16], dtype=torch.int32)
@@ -192,7 +192,8 @@ def test_packed_sequences_by_the_arguments_of_flash_attention():
     for cached in (False, True):
         found = ours(ids, position_ids=positions, use_cache=cached, **given).logits
         assert_near(found, expected)
-    assert_near(ours(ids, use_cache=False, **given).logits, expected)  # positions that go on turn all by as much
+    # An offset of all positions rotates all tokens equally.
+    assert_near(ours(ids, use_cache=False, **given).logits, expected)
     with pytest.raises(UnsupportedError, match="a batch of more than one"):
         ours(ids.expand(2, -1), use_cache=False, **given)
     with pytest.raises(UnsupportedError, match="without cu_seq_lens_k"):

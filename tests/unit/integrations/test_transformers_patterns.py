@@ -1,4 +1,4 @@
-"""Models of transformers whose masks are more than a triangle: chunks, prefixes, pictures, masks that a model joins."""
+"""Transformers models whose masks are not just causal: chunks, prefixes, images, masks concatenated by the model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def assert_generates_the_same(make, inputs, **options):
 
 
 def with_pictures(tokens):
-    """Two prompts with a picture each, the second one padded on the left."""
+    """Two prompts with an image each, the second one padded on the left."""
     ids = torch.randint(3, 80, (2, 3 + tokens + 6))
     ids[:, 3 : 3 + tokens] = _IMAGE
     mask = torch.ones_like(ids)
@@ -97,7 +97,7 @@ def test_chunks():
 
 @pytest.mark.parametrize("padding", ["none", "ones", "some"])
 @torch.no_grad()
-def test_a_decoder_that_looks_both_ways(padding):
+def test_a_bidirectional_decoder(padding):
     ids = torch.randint(3, 96, (4, 14))
     mask = {"none": None, "ones": torch.ones(4, 14, dtype=torch.long), "some": padded(14)}[padding]
     found, expected = (
@@ -109,7 +109,7 @@ def test_a_decoder_that_looks_both_ways(padding):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize(("make", "tokens"), [(gemma3, 4), (paligemma, 16)], ids=["gemma3", "paligemma"])
 @torch.no_grad()
-def test_pictures_are_seen_both_ways(make, tokens, cache):
+def test_bidirectional_image_tokens(make, tokens, cache):
     assert_generates_the_same(make, with_pictures(tokens), cache_implementation=cache)
 
 
@@ -126,7 +126,7 @@ def test_text_and_vision_may_have_different_implementations():
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @torch.no_grad()
-def test_a_model_that_joins_masks(cache):
+def test_a_model_that_concatenates_masks(cache):
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[0, :3] = 0
     inputs = {"input_ids": torch.randint(3, 96, (2, 9)), "attention_mask": mask}
@@ -135,7 +135,7 @@ def test_a_model_that_joins_masks(cache):
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @torch.no_grad()
-def test_masks_that_are_given_whole(kind):
+def test_custom_4d_masks(kind):
     ids, seen = torch.randint(3, 96, (2, 10)), torch.rand(2, 1, 10, 10).lt(0.6).tril() | torch.eye(10).bool()
     lowest = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
     ours, theirs = (tiny(llama4, name) for name in ("cudnn_sdpa", "eager"))

@@ -1,4 +1,4 @@
-"""`register`: what it needs, what it changes, and what it refuses."""
+"""`register`: its requirements, its effects, and what it refuses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def registered():
     register()
 
 
-def test_importing_it_imports_no_transformers(run_python):
+def test_importing_does_not_import_transformers(run_python):
     run_python("""
 import sys
 import cudnn_sdpa.integrations.transformers
@@ -33,7 +33,7 @@ assert "transformers" not in sys.modules
 """)
 
 
-def test_without_transformers_it_says_so(run_python):
+def test_a_missing_transformers_is_named(run_python):
     run_python("""
 import sys
 sys.modules["transformers"] = None
@@ -62,7 +62,7 @@ def test_an_older_transformers_is_refused(monkeypatch):
         register()
 
 
-def test_registering_twice_changes_nothing():
+def test_registering_twice_has_no_effect():
     method = PreTrainedModel.get_correct_attn_implementation
     register()
     assert PreTrainedModel.get_correct_attn_implementation is method
@@ -75,7 +75,7 @@ def test_settings_are_checked():
         register(inspect_padding=1)
 
 
-def test_models_with_sinks_are_let_in_here_but_not_on_pytorchs_attention():
+def test_models_with_sinks_are_accepted_unlike_on_pytorchs_attention():
     model = tiny(DECODERS["gpt_oss"], "eager")
     model.set_attn_implementation(NAME)
     assert model.config._attn_implementation == NAME
@@ -92,7 +92,7 @@ def layer(is_causal=True):
 
 
 @pytest.mark.parametrize("argument", attention.REFUSED)
-def test_what_would_be_ignored_is_refused(argument):
+def test_unsupported_options_are_refused(argument):
     q = torch.randn(1, 2, 4, 8)
     for nothing in (None, False):
         assert attention.attention(layer(), q, q, q, None, **{argument: nothing})[0].shape == (1, 4, 2, 8)
@@ -103,7 +103,7 @@ def test_what_would_be_ignored_is_refused(argument):
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("said", [None, True, False])
 @pytest.mark.parametrize("of_layer", [True, False])
-def test_without_a_mask_the_layer_says_whether_it_is_causal(of_layer, said, queries):
+def test_without_a_mask_the_layers_is_causal_is_used(of_layer, said, queries):
     q, k, v = torch.randn(2, 4, queries, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 16)
     out, weights = attention.attention(layer(of_layer), q, k, v, None, scaling=0.3, is_causal=said)
     causal = queries > 1 and (of_layer if said is None else said)
@@ -113,7 +113,7 @@ def test_without_a_mask_the_layer_says_whether_it_is_causal(of_layer, said, quer
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", "bfloat16"])
-def test_masks_of_ones_own_are_taken_as_they_are(kind):
+def test_custom_masks_are_used_unchanged(kind):
     q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8)
     seen = torch.rand(2, 1, 3, 5) < 0.6
     mask = seen if kind == "bool" else torch.where(seen, 0.25, -torch.inf).to(getattr(torch, kind))
@@ -122,7 +122,7 @@ def test_masks_of_ones_own_are_taken_as_they_are(kind):
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", "none"])
-def test_a_step_on_a_growing_cache_is_filled_up_so_that_its_plan_serves_the_next_one(kind, monkeypatch):
+def test_a_step_on_a_growing_cache_is_padded_to_reuse_its_plan(kind, monkeypatch):
     seen_by_sdpa = []
 
     def watched(query, key, value, **options):
@@ -143,7 +143,7 @@ def test_a_step_on_a_growing_cache_is_filled_up_so_that_its_plan_serves_the_next
 
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
-def test_masks_of_integers_are_refused(queries, dtype):
+def test_integer_masks_are_refused(queries, dtype):
     q, k = torch.randn(2, 4, queries, 8), torch.randn(2, 2, 5, 8)
     with pytest.raises(DtypeError, match=r"attention_mask: got .*attention_mask\.bool\(\)"):
         attention.attention(layer(), q, k, k, torch.ones(2, 1, queries, 5, dtype=dtype))
@@ -165,7 +165,7 @@ def test_a_step_is_exported_for_all_lengths(strict):
         torch.testing.assert_close(program(q, k), sdpa(q, k, k).transpose(1, 2))
 
 
-def test_a_query_on_other_tokens_or_with_a_gradient_is_not_filled_up(monkeypatch):
+def test_cross_attention_and_training_queries_are_not_padded(monkeypatch):
     lengths = []
 
     def watched(query, key, value, **options):
@@ -181,7 +181,7 @@ def test_a_query_on_other_tokens_or_with_a_gradient_is_not_filled_up(monkeypatch
 
 
 def apart(q, k, v, starts, *, causal=True, window_size=None):
-    """Attention in float64 among the tokens of each document; starts (B, S) says where they begin."""
+    """Attention in float64 within each document; starts (B, S) marks their first tokens."""
     length, groups = q.shape[2], q.shape[1] // k.shape[1]
     document = starts.cumsum(dim=1)
     distance = torch.arange(length)[:, None] - torch.arange(length)
@@ -196,28 +196,28 @@ def apart(q, k, v, starts, *, causal=True, window_size=None):
 
 
 def positions_of(starts):
-    """Where each token lies in its document."""
+    """The position of each token in its document."""
     at = torch.arange(starts.shape[1]).expand(starts.shape)
     return at - at.masked_fill(~starts, 0).cummax(dim=1).values
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("kind", ["causal", "both ways", "window_size", "empty cache"])
-def test_positions_that_begin_anew_keep_documents_apart(kind, batch):
+def test_restarting_positions_separate_documents(kind, batch):
     length = 23
     starts = torch.rand(batch, length) < 0.25
     starts[:, 0] = starts[0, 9] = True
     q = torch.randn(batch, 4, length, 8)
     k, v = torch.randn(2, batch, 2, length + 5 * (kind == "empty cache"), 8)
     mask = mask_encoding.band(3, 0, "cpu") if kind == "window_size" else None
-    positions = positions_of(starts) + torch.randint(0, 4, (1,))  # documents may begin at any number
+    positions = positions_of(starts) + torch.randint(0, 4, (1,))  # documents may start at any position
     causal = kind != "both ways"
     found = attention.attention(layer(causal), q, k, v, mask, scaling=0.3, position_ids=positions)[0]
     expected = apart(q, k, v, starts, causal=causal, window_size=3 if kind == "window_size" else None)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_positions_are_looked_at_once_for_all_layers_and_again_when_they_change(monkeypatch):
+def test_positions_are_read_once_for_all_layers_until_they_change(monkeypatch):
     looks = []
     monkeypatch.setattr(documents, "_look", lambda positions, look=documents._look: looks.append(0) or look(positions))
     q, positions = torch.randn(1, 2, 8, 8), torch.arange(8)[None]
@@ -234,18 +234,18 @@ def test_positions_are_looked_at_once_for_all_layers_and_again_when_they_change(
     for _ in range(3):
         torch.testing.assert_close(attend(), halves, rtol=1e-4, atol=1e-5)
     assert len(looks) == 2
-    with torch.inference_mode():  # such tensors do not count their changes
+    with torch.inference_mode():  # such tensors have no version counter
         positions = torch.arange(8)[None]
         torch.testing.assert_close(attend(), whole, rtol=1e-4, atol=1e-5)
         positions.remainder_(4)
         torch.testing.assert_close(attend(), halves, rtol=1e-4, atol=1e-5)
     looks.clear()
     attention.attention(layer(), q[:, :, :1], q, q, None, position_ids=torch.zeros(1, 1, dtype=torch.long))
-    assert not looks  # a step of one token is in one document
+    assert not looks  # a single token is in one document
 
 
 @pytest.mark.parametrize("how", ["not allowed", "compiled"])
-def test_documents_that_may_not_be_looked_at_are_an_error(how):
+def test_unreadable_positions_raise(how):
     q, positions = torch.randn(1, 2, 8, 8), torch.arange(8)[None]
 
     def attend(positions):
@@ -257,11 +257,11 @@ def test_documents_that_may_not_be_looked_at_are_an_error(how):
     torch.testing.assert_close(function(positions).double(), whole, rtol=1e-4, atol=1e-5)
     with pytest.raises(RuntimeError, match=r"position_ids begin anew.*use_cache=False"):
         function(positions % 4)
-    assert len(documents._STOP) < 256  # more is cut off on a GPU
+    assert len(documents._STOP) < 256  # a GPU truncates the message
 
 
 @pytest.mark.parametrize("what", ["keys from before", "a static cache", "a position bias"])
-def test_documents_beside_what_belongs_to_none_are_refused(what):
+def test_documents_mixed_with_padding_are_refused(what):
     q, k, positions = torch.randn(1, 2, 8, 8), torch.randn(1, 2, 12, 8), torch.arange(8)[None] % 4
     mask = (
         mask_encoding.band(-1, 0, "cpu", torch.full((1,), 8, dtype=torch.int32)) if what == "a static cache" else None
@@ -275,7 +275,7 @@ def test_documents_beside_what_belongs_to_none_are_refused(what):
         attention.attention(layer(), q, q, q, None, position_bias=torch.randn(1, 2, 8, 8), cu_seq_lens_q=positions[0])
 
 
-def test_positions_that_tell_no_documents_apart_are_passed_over():
+def test_positions_of_a_single_document_are_ignored():
     q = torch.randn(2, 2, 6, 8)
     expected = sdpa(q, q, q, is_causal=True).transpose(1, 2)
     rising, sections = torch.tensor([[5, 6, 7, 9, 12, 13]]), torch.zeros(3, 2, 6, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""`nn.Attention` and `nn.RotaryEmbedding`: values and gradients, weights of other modules, and what is refused."""
+"""`nn.Attention` and `nn.RotaryEmbedding`: values, gradients, conversions, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOLERANCE = 2e-5
 
 
 def mha(**options):
-    """PyTorch's attention, with biases that are not zeros."""
+    """PyTorch's attention, with nonzero biases."""
     module = nn.MultiheadAttention(**{"embed_dim": 32, "num_heads": 4, "batch_first": True, **options})
     for name, x in module.named_parameters():
         if "bias" in name:
@@ -67,7 +67,7 @@ def test_masks():
         assert_right(module, x, tolerance=TOLERANCE, attn_mask=mask)
 
 
-def test_positions_are_those_that_are_given():
+def test_explicit_positions():
     rope = RotaryEmbedding(8)
     module = randomize(Attention(32, 4, rope=rope, is_causal=True))
     x = torch.randn(2, 9, 32)
@@ -76,7 +76,7 @@ def test_positions_are_those_that_are_given():
         shared = rope(positions)
         assert torch.equal(module(x, rotations=shared), module(x, position_ids=positions))
     assert torch.equal(module(x), module(x, position_ids=torch.arange(9)))
-    # What counts is how far tokens are from each other.
+    # Only the distance between tokens matters.
     moved = module(x, position_ids=torch.arange(9) + 100)
     torch.testing.assert_close(module(x), moved, atol=1e-4, rtol=1e-4)
 
@@ -92,7 +92,7 @@ def test_rotations(options, dtype):
     assert difference(found, rotate(rope, heads.double(), positions)) < tolerance
 
 
-def test_rotations_are_those_of_hugging_face():
+def test_rotations_match_hugging_face():
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     config = pytest.importorskip("transformers").LlamaConfig(
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, rope_theta=5e5
@@ -111,7 +111,7 @@ def test_rotations_are_those_of_hugging_face():
         torch.testing.assert_close(turned.transpose(1, 2), right, atol=1e-6, rtol=1e-5)
 
 
-def test_the_factor_of_yarn_is_one_of_the_scores():
+def test_the_yarn_factor_scales_the_scores():
     hf = pytest.importorskip("transformers")
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
@@ -127,7 +127,7 @@ def test_the_factor_of_yarn_is_one_of_the_scores():
     torch.testing.assert_close(module(x), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_frequencies_stay_what_they_are():
+def test_frequencies_are_not_converted():
     rope = RotaryEmbedding(32, base=1e6)
     before = rope.frequencies.clone()
     holder = nn.ModuleList([rope]).to(torch.bfloat16)
@@ -137,11 +137,11 @@ def test_frequencies_stay_what_they_are():
     with torch.device("meta"):
         on_meta = RotaryEmbedding(32, base=1e6)
     assert on_meta.frequencies.is_meta
-    assert torch.equal(on_meta(torch.arange(5))[0], rope(torch.arange(5))[0])  # nobody filled it
+    assert torch.equal(on_meta(torch.arange(5))[0], rope(torch.arange(5))[0])  # uninitialized
     assert torch.equal(on_meta.to_empty(device="cpu").frequencies, before)
 
 
-def test_dropout_drops_in_training_and_not_otherwise():
+def test_dropout_is_applied_in_training_only():
     module = Attention(32, 4, dropout=0.5)
     x = torch.randn(2, 9, 32)
     assert not torch.equal(module(x), module(x))
@@ -155,7 +155,7 @@ def test_dropout_drops_in_training_and_not_otherwise():
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_pytorchs_attention_becomes_ours(bias, dtype):
+def test_conversion_of_pytorchs_attention(bias, dtype):
     theirs = mha(bias=bias, dropout=0.25, dtype=dtype)
     theirs.in_proj_weight.requires_grad_(False)
     module = Attention.from_torch(theirs.eval())
@@ -167,7 +167,7 @@ def test_pytorchs_attention_becomes_ours(bias, dtype):
     padding = torch.arange(9) >= torch.tensor([[9], [5]])
     hidden = torch.triu(torch.ones(9, 9, dtype=torch.bool), 1)
     expected, _ = theirs(x, x, x, key_padding_mask=padding, attn_mask=hidden)
-    found = module(x, attn_mask=~padding[:, None, None] & ~hidden)  # True is the opposite here
+    found = module(x, attn_mask=~padding[:, None, None] & ~hidden)  # True means masked here
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     with torch.no_grad():
         theirs.out_proj.weight.zero_()
@@ -175,7 +175,7 @@ def test_pytorchs_attention_becomes_ours(bias, dtype):
 
 
 @pytest.mark.parametrize("dims", [{}, {"kdim": 24, "vdim": 24}])
-def test_pytorchs_cross_attention_becomes_ours(dims):
+def test_conversion_of_pytorchs_cross_attention(dims):
     theirs = mha(**dims)
     module = Attention.from_torch(theirs, cross=True)
     x, context = torch.randn(2, 9, 32), torch.randn(2, 5, dims.get("kdim", 32))
@@ -191,7 +191,7 @@ def test_pytorchs_cross_attention_becomes_ours(dims):
         ({"kdim": 24, "vdim": 24}, False, ["cross=True"]),
     ],
 )
-def test_what_cannot_be_converted_says_why(options, cross, reasons):
+def test_unconvertible_modules_say_why(options, cross, reasons):
     with pytest.raises(UnsupportedError) as error:
         Attention.from_torch(mha(**options), cross=cross)
     assert len(error.value.reasons) == len(reasons)
@@ -237,7 +237,7 @@ def test_separate_weights_are_loaded():
     assert torch.equal(holder["attention"].qkv_proj.weight, module.qkv_proj.weight)
 
 
-def test_names_of_pytorchs_attention_are_loaded():
+def test_state_dicts_of_pytorchs_attention_are_loaded():
     theirs = mha()
     module = Attention(32, 4, bias=True)
     module.load_state_dict(theirs.state_dict())
@@ -246,7 +246,7 @@ def test_names_of_pytorchs_attention_are_loaded():
 
 
 @pytest.mark.parametrize("dims", [{}, {"kdim": 24, "vdim": 24}])
-def test_names_of_pytorchs_cross_attention_are_loaded(dims):
+def test_state_dicts_of_pytorchs_cross_attention_are_loaded(dims):
     theirs = mha(**dims)
     module = Attention(32, 4, bias=True, context_dim=dims.get("kdim", 32))
     module.load_state_dict(theirs.state_dict())
@@ -254,7 +254,7 @@ def test_names_of_pytorchs_cross_attention_are_loaded(dims):
     torch.testing.assert_close(module(x, context), theirs(x, context, context)[0], atol=1e-5, rtol=1e-4)
 
 
-def test_keys_and_values_of_two_sequences_are_not_loaded():
+def test_cross_attention_with_separate_value_inputs_is_not_loaded():
     module = Attention(32, 4, bias=True, context_dim=24)
     message = r"parts of kv_proj: got k_proj\.weight 32 × 24, v_proj\.weight 32 × 16; expected as many columns in all"
     with pytest.raises(RuntimeError, match=message):

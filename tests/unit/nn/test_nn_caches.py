@@ -1,4 +1,4 @@
-"""Modules on caches: decoding gives what the whole sequence gives, and what cannot be is refused."""
+"""Modules with KV caches: decoding matches the whole sequence, and invalid steps are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def assert_close(found, expected):
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
 @pytest.mark.parametrize("chunks", [(5, 1, 1, 1, 3, 1), (1,) * 12, (12,), (2, 10)], ids=str)
 @pytest.mark.parametrize("kind", ["static", "paged"])
-def test_steps_give_what_the_whole_sequence_gives(options, chunks, kind):
+def test_steps_match_the_whole_sequence(options, chunks, kind):
     module, x = make(**options), torch.randn(2, 12, 64)
     if kind == "static":
         cache = static(module)
@@ -125,7 +125,7 @@ def test_masks_on_a_static_cache():
 
 
 @torch.no_grad()
-def test_tokens_are_forgotten():
+def test_reset_and_shorter_lengths():
     module, x = make(rope=RotaryEmbedding(16)), torch.randn(2, 9, 64)
     cache = static(module)
     module(torch.randn(2, 6, 64), step=cache.reserve(6))
@@ -170,7 +170,7 @@ def test_a_full_cache_says_so():
 
 
 @torch.no_grad()
-def test_where_nobody_looks_a_full_cache_answers_with_nan(monkeypatch):
+def test_a_full_cache_gives_nan_where_lengths_are_not_checked(monkeypatch):
     module, x = make(num_kv_heads=2), torch.randn(2, 9, 64)
     cache = static(module, max_length=8)
     module(x[:, :5], step=cache.reserve(5, torch.tensor([5, 3], dtype=torch.int32)))
@@ -184,7 +184,7 @@ def test_where_nobody_looks_a_full_cache_answers_with_nan(monkeypatch):
 
 
 @torch.no_grad()
-def test_what_outgrew_a_cache_leaves_nothing_in_it(monkeypatch):
+def test_an_overflowing_step_leaves_no_nan_after_reset(monkeypatch):
     layers = [make(), make()]
     cache = static(layers[0], max_length=8, layers=2)
 
@@ -202,7 +202,7 @@ def test_what_outgrew_a_cache_leaves_nothing_in_it(monkeypatch):
     assert_close(run(x, cache.reserve(5)), layers[1](layers[0](x)).double())
 
 
-def test_sinks_learn_on_keys_that_are_frozen():
+def test_sinks_get_gradients_with_frozen_keys():
     module, x = make(sinks=True), torch.randn(2, 9, 64)
     module.qkv_proj.requires_grad_(False)
     step = static(module).reserve(9)
@@ -211,7 +211,7 @@ def test_sinks_learn_on_keys_that_are_frozen():
     assert_close(found, expected.double())
 
 
-def test_a_step_that_cannot_be_is_refused():
+def test_invalid_steps_are_refused():
     module, x = make(), torch.randn(2, 3, 64)
     cache = static(module)
     with torch.no_grad():
@@ -252,7 +252,7 @@ def test_wrong_sizes_are_named(options, name):
     assert error.value.argument == name
 
 
-def test_a_cache_made_in_one_mode_serves_in_another():
+def test_a_cache_works_across_grad_modes():
     module, x = make(), torch.randn(2, 4, 64)
     with torch.inference_mode():
         cache = static(module)
@@ -265,7 +265,7 @@ def test_a_cache_made_in_one_mode_serves_in_another():
 @pytest.mark.sample(1)
 @torch.no_grad()
 @pytest.mark.parametrize("chunks", [(1,) * 12, (3, 5, 4)], ids=["tokens", "chunks"])
-def test_a_compiled_step_serves_all_positions(chunks):
+def test_one_compiled_step_serves_all_positions(chunks):
     torch._dynamo.reset()
     rope = RotaryEmbedding(16)
     layers = nn.ModuleList(
@@ -291,7 +291,7 @@ def test_a_compiled_step_serves_all_positions(chunks):
 
 @torch.no_grad()
 @pytest.mark.parametrize("layers_before", [0, 1])
-def test_what_a_failed_call_has_reserved_is_taken_back(layers_before):
+def test_a_failed_call_releases_its_reservation(layers_before):
     stack = [make(rope=RotaryEmbedding(16)) for _ in range(2)]
     cache, x = static(stack[0], layers=2), torch.randn(2, 6, 64)
 
@@ -324,7 +324,7 @@ def test_what_a_failed_call_has_reserved_is_taken_back(layers_before):
 
 
 @torch.no_grad()
-def test_two_layers_do_not_write_to_one():
+def test_two_layers_cannot_write_to_the_same_cache_layer():
     stack = [make() for _ in range(2)]
     cache, x = static(stack[0], layers=2), torch.randn(2, 3, 64)
     step = cache.reserve(3)
@@ -335,7 +335,7 @@ def test_two_layers_do_not_write_to_one():
 
 
 @torch.no_grad()
-def test_steps_reserved_outside_are_used_in_compiled_functions():
+def test_compiled_functions_use_steps_reserved_outside():
     torch._dynamo.reset()
     module, x = make(), torch.randn(2, 6, 64)
     cache = static(module)
@@ -366,8 +366,8 @@ def shorten(cache, tokens):
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("which", ["k", "v"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_what_is_forgotten_reaches_no_result(forget, number, which, mode):
-    """An overflow in some step is over when its tokens are: 0 times what is left of it would be NaN."""
+def test_truncated_tokens_reach_no_result(forget, number, which, mode):
+    """An overflow ends with its tokens: 0 times a leftover inf or NaN would be NaN."""
     with mode():
         check_forgotten(forget, number, which)
 
@@ -393,8 +393,8 @@ def check_forgotten(forget, number, which):
 
 
 @torch.no_grad()
-def test_only_lengths_that_somebody_wrote_cost_a_clearing():
-    """A step writes its own rows alone; the whole cache is written when the lengths were changed from outside."""
+def test_the_cache_is_cleared_only_after_external_length_changes():
+    """A step writes only its own rows; the whole cache is written after external changes of the lengths."""
     cache = KVCache(batch=2, heads=2, head_dim=16, max_length=24, dtype=torch.float32, device="cpu")
     k = torch.randn(2, 2, 1, 16)
     cache.v()[:, :, 10:] = 7
@@ -434,7 +434,7 @@ def test_lengths_made_smaller_before_compiled_steps():
         cache.reset()
 
 
-def test_truncate_keeps_what_is_said():
+def test_truncate_keeps_the_given_lengths():
     cache = KVCache(batch=3, heads=2, head_dim=16, max_length=8, dtype=torch.float32, device="cpu")
     k = torch.randn(3, 2, 6, 16)
     cache.append(cache.reserve(6), k, k)

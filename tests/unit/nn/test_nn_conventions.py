@@ -1,4 +1,4 @@
-"""What PyTorch's users expect of every module: state, copies, devices, dtypes, compilation, autocast."""
+"""PyTorch's conventions for modules: state, copies, devices, dtypes, compilation, autocast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cudnn_sdpa import nn
 
 ROPE = {"head_dim": 8, "base": 100.0}
 
-#: How each module is made, and the shape of what it is called with.
+#: A constructor for each module, and the shapes of its inputs.
 MODULES = {
     "Attention": (
         lambda **kw: nn.Attention(
@@ -62,7 +62,7 @@ def test_exactly_these_classes_are_public_and_documented():
             assert ">>> " in inspect.getdoc(getattr(nn, name)), name
 
 
-def test_state_comes_back(case):
+def test_state_dict_round_trip(case):
     make, tensors = case
     module, other = randomize(make()), make()
     assert not torch.equal(module(*tensors), other(*tensors))
@@ -87,7 +87,7 @@ def test_copies_and_pickles_compute_the_same_and_share_nothing(case):
         assert torch.equal(module(*tensors), expected)
 
 
-def test_device_and_dtype_are_those_that_are_asked_for(case):
+def test_device_and_dtype_arguments(case):
     make, tensors = case
     module = make(device="meta", dtype=torch.bfloat16)
     assert all(x.is_meta and x.dtype == torch.bfloat16 for x in module.parameters())
@@ -98,7 +98,7 @@ def test_device_and_dtype_are_those_that_are_asked_for(case):
     assert difference(found, exact) < 2e-2
 
 
-def test_what_is_made_on_meta_is_filled_later(case):
+def test_modules_made_on_meta_are_initialized_later(case):
     make, tensors = case
     with torch.device("meta"):
         module = make()
@@ -116,7 +116,7 @@ def test_what_is_made_on_meta_is_filled_later(case):
     assert torch.equal(assigned(*tensors), found)
 
 
-def test_new_weights_are_drawn_like_those_of_a_new_module(case):
+def test_reset_parameters_initializes_like_a_new_module(case):
     make, _ = case
     torch.manual_seed(4)
     module = make()
@@ -130,7 +130,7 @@ def test_new_weights_are_drawn_like_those_of_a_new_module(case):
         assert (x.std() == 0) == (old.std() == 0), name
 
 
-def test_a_conversion_of_the_whole_module_keeps_what_must_stay(case):
+def test_dtype_conversion_keeps_float32_buffers(case):
     make, tensors = case
     module = randomize(make())
     lower = copy.deepcopy(module).to(torch.bfloat16)
@@ -177,14 +177,14 @@ def test_compiles_to_one_graph_with_gradients(case, dynamic):
             torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-3)
 
 
-def test_wrong_calls_are_named_under_compilation_too():
+def test_wrong_calls_are_named_in_compiled_code():
     torch._dynamo.reset()
     compiled = torch.compile(nn.Attention(32, 4), backend="eager")
     with pytest.raises(Exception, match="x: got shape"):
         compiled(torch.randn(2, 9, 31))
 
 
-def test_positions_that_grow_compile_once():
+def test_growing_positions_compile_once():
     torch._dynamo.reset()
     module = randomize(nn.Attention(32, 4, rope=nn.RotaryEmbedding(8), is_causal=True))
     frames = []
@@ -213,7 +213,7 @@ def test_checkpointing_gives_the_same_gradients_with_dropout():
         assert torch.equal(one, other)
 
 
-def test_they_say_what_they_are():
+def test_repr():
     text = repr(nn.TransformerLayer(32, 4, 48, num_kv_heads=2, window_size=(3, 0), rope=nn.RotaryEmbedding(8)))
     for part in ("num_kv_heads=2", "window_size=(3, 0)", "base=10000.0", "eps=1e-06", "norm_first=True"):
         assert part in text

@@ -1,4 +1,4 @@
-"""Modules under PyTorch's wrappers for many processes, here in one."""
+"""Modules under PyTorch's distributed wrappers, in one process."""
 
 from __future__ import annotations
 

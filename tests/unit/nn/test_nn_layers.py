@@ -1,4 +1,4 @@
-"""Norms, feed-forward parts, patches, layers and the vision encoder: values, gradients, weights of other modules."""
+"""Norms, feed-forward modules, patches, layers and the vision encoder: values, gradients, conversions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLERANCE = 2e-5
 
 
 def with_random_parameters(module):
-    """A module of PyTorch's whose biases and norms are not what they start as."""
+    """A PyTorch module whose biases and norms do not have their initial values."""
     for x in module.parameters():
         nn.init.normal_(x, mean=0.2 if x.dim() == 1 else 0.0, std=0.2)
     return module
@@ -49,7 +49,7 @@ def test_layer_norm(options):
 
 @pytest.mark.parametrize("eps", [None, 1e-3])
 @pytest.mark.parametrize("affine", [True, False])
-def test_pytorchs_norms_become_ours(eps, affine):
+def test_conversion_of_pytorchs_norms(eps, affine):
     x = 1e-3 * torch.randn(2, 7, 48)  # so small that eps counts
     theirs = with_random_parameters(nn.RMSNorm(48, eps, affine))
     assert_equal_results(RMSNorm.from_torch(theirs), theirs, x)
@@ -79,7 +79,7 @@ def test_feed_forward_parts(bias):
         assert_right(randomize(FeedForward(32, 56, activation=activation, bias=bias)), x, tolerance=TOLERANCE)
 
 
-def test_dropout_between_drops_in_training_only():
+def test_inner_dropout_is_applied_in_training_only():
     module, x = FeedForward(32, 56, dropout=0.5), torch.randn(2, 7, 32)
     assert not torch.equal(module(x), module(x))
     module.eval()
@@ -99,7 +99,7 @@ def test_patches(bias, size):
     torch.testing.assert_close(module(images), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_convolutions_that_are_no_patches_say_why():
+def test_unconvertible_convolutions_say_why():
     with pytest.raises(UnsupportedError) as error:
         PatchEmbed.from_torch(nn.Conv2d(4, 8, 4, 2, padding=1, dilation=2, groups=2))
     assert len(error.value.reasons) == 4
@@ -135,7 +135,7 @@ ACTIVATIONS = ["relu", "gelu", nn.GELU("tanh"), nn.functional.silu, torch.relu, 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=["relu", "gelu", "GELU tanh", "F.silu", "torch.relu", "ReLU"])
 @pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"bias": False, "layer_norm_eps": 0.01}], ids=str)
-def test_pytorchs_layer_becomes_ours(activation, options):
+def test_conversion_of_pytorchs_layer(activation, options):
     theirs = nn.TransformerEncoderLayer(32, 4, 56, 0.25, activation, batch_first=True, **options)
     with_random_parameters(theirs).eval()
     module = TransformerLayer.from_torch(theirs)
@@ -160,7 +160,7 @@ def test_pytorchs_layer_becomes_ours(activation, options):
     torch.testing.assert_close(causal(x), theirs(x, hidden, is_causal=True), atol=1e-5, rtol=1e-4)
 
 
-def test_layers_that_cannot_be_converted_say_why():
+def test_unconvertible_layers_say_why():
     theirs = nn.TransformerEncoderLayer(32, 4, 56, activation=torch.tanh, batch_first=True)
     theirs.dropout2.p = 0.5
     with pytest.raises(UnsupportedError) as error:
@@ -214,7 +214,7 @@ def test_vision_encoder(options):
 
 @pytest.mark.parametrize("final", [None, nn.LayerNorm(32), nn.RMSNorm(32)], ids=["none", "layer_norm", "rms_norm"])
 @pytest.mark.parametrize("with_class", [True, False])
-def test_pytorchs_modules_become_a_vision_encoder(final, with_class):
+def test_conversion_of_pytorchs_vision_modules(final, with_class):
     layer = nn.TransformerEncoderLayer(32, 4, 56, activation="gelu", batch_first=True, norm_first=True)
     encoder = with_random_parameters(nn.TransformerEncoder(layer, 2, final, enable_nested_tensor=False)).eval()
     embed = with_random_parameters(nn.Conv2d(3, 32, 8, 8))
@@ -256,7 +256,7 @@ def test_wrong_options_are_named(make, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_an_rms_norm_is_its_twin_with_the_twins_state(dtype):
+def test_rms_norm_matches_pytorch_with_its_state(dtype):
     x = 1e-4 * torch.randn(4, 64, dtype=dtype)  # so small that eps counts
     for options in ({}, {"eps": None}, {"eps": 1e-5}):
         theirs, ours = (kind(64, **options, dtype=dtype) for kind in (nn.RMSNorm, RMSNorm))
@@ -265,7 +265,7 @@ def test_an_rms_norm_is_its_twin_with_the_twins_state(dtype):
         torch.testing.assert_close(RMSNorm.from_torch(theirs)(x), theirs(x))
 
 
-def test_a_layers_norms_have_the_eps_that_is_documented():
+def test_default_eps_is_the_documented_one():
     for norm, eps in (("rms_norm", 1e-6), ("layer_norm", 1e-5)):
         assert TransformerLayer(64, 4, 96, norm=norm).norm1.eps == eps
         assert TransformerLayer(64, 4, 96, norm=norm, norm_eps=1e-3).norm2.eps == 1e-3
@@ -279,12 +279,12 @@ def test_a_module_with_hooks_is_not_converted(kind):
         Attention.from_torch(module)
 
 
-def test_what_pytorchs_attention_says_itself_is_no_option_of_its_conversion():
+def test_conversion_refuses_options_that_the_module_defines():
     with pytest.raises(OptionError, match="options: got bias; expected is_causal"):
         Attention.from_torch(nn.MultiheadAttention(64, 4, batch_first=True), bias=False)
 
 
-def test_rotations_are_a_pair_that_fits():
+def test_rotations_must_be_a_matching_pair():
     rope, heads = RotaryEmbedding(16), torch.randn(2, 5, 4, 16)
     cos, sin = rope(torch.arange(5))
     with pytest.raises(ShapeError, match=r"rotations: got sines of shape \(1, 8\)"):
@@ -294,7 +294,7 @@ def test_rotations_are_a_pair_that_fits():
             rope.rotate(heads, wrong)
 
 
-def test_frequencies_come_back_once_after_weights_were_assigned(monkeypatch):
+def test_frequencies_are_recomputed_once_after_assigning_weights(monkeypatch):
     source = randomize(TransformerLayer(64, 4, 96, is_causal=True, rope=RotaryEmbedding(16)))
     with torch.device("meta"):
         layer = TransformerLayer(64, 4, 96, is_causal=True, rope=RotaryEmbedding(16))

@@ -1,4 +1,4 @@
-"""`record_plans` for a GPU that is not here: the plans of a manifest are those that calls would use there."""
+"""`record_plans` for a GPU that is not in the machine: it records the plans that calls would use there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.opcheck_calls import CALLS, Inputs, registered
 
 
 class HalfInputs(Inputs):
-    """Inputs on the CPU, or without memory, of a dtype that cuDNN takes."""
+    """Inputs on the CPU or meta device, in a dtype that cuDNN supports."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
@@ -31,7 +31,7 @@ def h200():
 
 
 def described(monkeypatch, target, call):
-    """The plans that `explain` would name for the public functions that `call` calls."""
+    """The plans that `explain` names for the public functions that `call` uses."""
     keys = []
 
     def noting(function):
@@ -50,13 +50,13 @@ def described(monkeypatch, target, call):
     return PlanManifest.of(keys).plans
 
 
-#: `explain` names the gradient by x, and says that there is another one; and what writes into a tensor is an operator
-#: that does not know whether the log-sum-exp is wanted, so that both plans are noted.
+#: `explain` names the plan of grad_x and mentions the other one; and operators that write into `out` do not know
+#: whether the LSE is needed, so both plans are recorded.
 MORE = ("conv2d, trained", "varlen, into a tensor", "paged, into a tensor")
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_plans_are_those_that_explain_names(name, monkeypatch, h200):
+def test_recorded_plans_are_those_that_explain_names(name, monkeypatch, h200):
     if "sinks" in name and h200.cudnn < 91300:
         pytest.skip("cuDNN has no sinks before 9.13")
     with cudnn_sdpa.record_plans(target="h200") as manifest:
@@ -72,7 +72,7 @@ def test_the_plans_are_those_that_explain_names(name, monkeypatch, h200):
 @pytest.mark.parametrize(
     "name", ["sdpa, with options", "sdpa, trained", "varlen", "paged", "rms_norm, trained", "conv2d"]
 )
-def test_tensors_without_memory_will_do(name):
+def test_meta_tensors_can_be_recorded(name):
     manifests = []
     for device in ("cpu", "meta"):
         with cudnn_sdpa.record_plans(target="h200") as manifest:
@@ -91,20 +91,20 @@ def test_dropout_is_recorded():
     assert [plan["options"]["dropout_p"] for plan in manifest.plans] == [0.5, 0.5]
 
 
-def test_results_and_gradients_are_those_of_calls_that_nobody_records():
+def test_recording_does_not_change_results_and_gradients():
     q, k, v = (torch.randn(1, 2, 8, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     expected = cudnn_sdpa.sdpa(q, k, v, is_causal=True)
     grads = torch.autograd.grad(expected.sum(), (q, k, v))
     with cudnn_sdpa.record_plans(target="b200") as manifest:
         out = cudnn_sdpa.sdpa(q, k, v, is_causal=True)
-        found = torch.autograd.grad(out.sum(), (q, k, v))  # a gradient without memory of its own
+        found = torch.autograd.grad(out.sum(), (q, k, v))  # an expanded gradient
     assert torch.equal(out, expected)
     assert all(torch.equal(*pair) for pair in zip(found, grads, strict=True))
     assert [plan["operation"].partition(":")[2] for plan in manifest.plans] == ["sdpa_backward", "sdpa_forward"]
     assert "B200" in manifest.recorded_on["gpu"]
 
 
-def test_each_plan_is_noted_once_and_only_while_it_is_in_force():
+def test_each_plan_is_recorded_once_and_only_within_the_context():
     q = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16)
     with cudnn_sdpa.record_plans(target="h200") as manifest:
         for scale in (None, 0.5, 0.25):
@@ -113,7 +113,7 @@ def test_each_plan_is_noted_once_and_only_while_it_is_in_force():
     assert len(manifest) == 1
 
 
-def test_empty_calls_have_no_plan():
+def test_empty_calls_record_no_plan():
     q = torch.randn(1, 2, 0, 16, dtype=torch.bfloat16)
     offsets = torch.zeros(2, dtype=torch.int32)
     with cudnn_sdpa.record_plans(target="h200") as manifest:
@@ -125,7 +125,7 @@ def test_empty_calls_have_no_plan():
     assert len(manifest) == 0
 
 
-def test_modules_are_recorded_with_what_they_call():
+def test_modules_can_be_recorded():
     layer = cudnn_sdpa.nn.TransformerLayer(64, 4, 128, dtype=torch.bfloat16)
     with cudnn_sdpa.record_plans(target="h200") as manifest:
         layer(torch.randn(2, 16, 64, dtype=torch.bfloat16)).sum().backward()
@@ -134,7 +134,7 @@ def test_modules_are_recorded_with_what_they_call():
     assert any("norm" in operation for operation in operations)
 
 
-def test_a_call_that_has_no_plan_there_raises():
+def test_a_call_without_a_plan_raises():
     q = torch.randn(1, 2, 8, 16)
     with cudnn_sdpa.record_plans(target="h200"), pytest.raises(UnsupportedError, match="float32"):
         cudnn_sdpa.sdpa(q, q, q)
@@ -146,7 +146,7 @@ def test_a_call_that_has_no_plan_there_raises():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_recording_of_nothing_says_so(caplog):
+def test_an_empty_recording_warns(caplog):
     q = torch.randn(1, 2, 8, 16)
     with caplog.at_level(logging.WARNING, "cudnn_sdpa"), cudnn_sdpa.record_plans() as manifest:
         cudnn_sdpa.sdpa(q, q, q)
@@ -155,7 +155,7 @@ def test_a_recording_of_nothing_says_so(caplog):
     assert 'record_plans(target="h200")' in record.message
 
 
-def test_compiling_nothing_says_so(caplog, tmp_path):
+def test_compiling_an_empty_manifest_warns(caplog, tmp_path):
     with caplog.at_level(logging.WARNING, "cudnn_sdpa"):
         report = cudnn_sdpa.compile_plans(PlanManifest(), "h200", tmp_path / "plans")
     assert (report.built, report.failed) == (0, {})

@@ -1,4 +1,4 @@
-"""`support`: the rules of support as a function, a table and a page."""
+"""`support`: the support rules as a function, a table and a page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LATE, TOP_LEFT, BOTTOM_RIGHT = (-64, None, False), (None, 0, False), (None, 0, T
 PLAIN = Configuration("forward", torch.bfloat16, 128, 128, 256, 384, 90, 92800)
 GRADIENT = replace(PLAIN, operation=BACKWARD)
 B200 = replace(GRADIENT, sm=100)
-#: A case for each rule, and what its way out changes.
+#: A configuration for each rule, and the changes of its suggestion.
 REACHED = [
     (replace(PLAIN, sm=75), {"sm": 80}),
     (replace(PLAIN, dtype=torch.float32), {"dtype": torch.bfloat16}),
@@ -56,7 +56,7 @@ REACHED = [
 
 
 @pytest.mark.parametrize(("case", "suggestion"), REACHED)
-def test_a_case_is_refused_and_its_way_out_is_not(case, suggestion):
+def test_a_configuration_is_refused_and_its_suggestion_is_not(case, suggestion):
     error = refusal(case, "sdpa")
     assert error is not None
     assert error.reasons
@@ -65,12 +65,12 @@ def test_a_case_is_refused_and_its_way_out_is_not(case, suggestion):
     assert refusal(replace(case, **suggestion), "sdpa") is None
 
 
-def test_every_rule_is_reached():
+def test_every_rule_is_covered():
     unreached = [rule.reason for rule in RULES if not any(rule.applies(case) for case, _ in REACHED)]
     assert not unreached
 
 
-def test_a_supported_call_is_true_and_says_so():
+def test_a_supported_call():
     answer = support(head_dim=128, is_causal=True, direction="backward", **H200)
     assert answer
     assert answer.supported
@@ -108,7 +108,7 @@ def test_reasons_name_what_is_wrong(options, word):
     assert any(word in reason for reason in answer.reasons), answer.reasons
 
 
-def test_gradients_need_the_forward_pass_too():
+def test_gradients_also_need_the_forward_pass():
     forward = support(head_dim=64, dtype=torch.float64, **H200)
     backward = support(head_dim=64, dtype=torch.float64, direction="backward", **H200)
     assert forward.reasons == backward.reasons
@@ -121,7 +121,7 @@ def test_one_query_on_one_key_has_gradients_without_a_plan():
 @pytest.mark.parametrize("cudnn", ["8.9.0", "9.5.0", "9.9.99"])
 @pytest.mark.parametrize("operation", ["sdpa", "sdpa_varlen"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_cudnn_that_the_library_refuses_to_load_supports_nothing(cudnn, operation, direction):
+def test_a_refused_cudnn_version_supports_nothing(cudnn, operation, direction):
     answer = support(operation, head_dim=64, direction=direction, sm=90, cudnn=cudnn)
     assert not answer
     assert f"cuDNN {cudnn} is older than {version_string(MIN_CUDNN)}" in answer.reasons[0]
@@ -129,7 +129,7 @@ def test_a_cudnn_that_the_library_refuses_to_load_supports_nothing(cudnn, operat
     assert support(operation, head_dim=64, direction=direction, sm=90, cudnn=newer)
 
 
-def test_an_old_cudnn_is_one_reason_beside_others():
+def test_an_old_cudnn_is_one_of_several_reasons():
     answer = support(head_dim=64, dtype=torch.float32, sm=90, cudnn="9.5.0")
     assert len(answer.reasons) == 2
     assert set(table(list(cells(sm=90, cudnn="9.5.0")))[0].values()) == {"no option", "no"}
@@ -140,14 +140,14 @@ def test_an_old_cudnn_is_one_reason_beside_others():
     "options", [{}, {"dropout_p": 0.1}, {"sinks": True}, {"head_dim": 64, "head_dim_v": 128}], ids=str
 )
 @pytest.mark.parametrize("sizes", [{"sq": 2**21}, {"sq": 2**20, "skv": 2**23}, {"sq": 1, "skv": 2**22}], ids=str)
-def test_sizes_that_take_several_plans_are_no_reason_against_gradients(operation, options, sizes):
+def test_sizes_that_need_several_plans_have_gradients(operation, options, sizes):
     if sizes["sq"] == 1 and "dropout_p" in options:
         sizes = {**sizes, "sq": 2}
     assert support(operation, direction="backward", sm=90, cudnn="9.19", **{"head_dim": 128, **options, **sizes})
 
 
 @pytest.mark.parametrize("operation", ["sdpa", "sdpa_varlen"])
-def test_a_head_that_is_too_large_for_one_plan_is_a_reason(operation):
+def test_a_head_too_large_for_one_plan_is_a_reason(operation):
     options = {"head_dim": 128, "sq": 2**25, "sm": 90, "cudnn": "9.19"}
     assert support(operation, **options)
     answer = support(operation, direction="backward", **options)
@@ -162,12 +162,12 @@ def test_packed_sequences_have_gradients_on_some_gpus():
 
 
 @pytest.mark.parametrize("name", ["attn_mask", "alibi", "seq_lens_kv", "out_dtype", "causal", "q", "max_seqlen_q"])
-def test_what_the_call_does_not_take_is_no_option(name):
+def test_unknown_options_are_refused(name):
     with pytest.raises(OptionError, match=f"{name}: .*sdpa_varlen, which has none of this name"):
         support("sdpa_varlen", head_dim=64, **{name: True}, **H200)
 
 
-def test_operands_may_be_given_without_memory():
+def test_operands_may_be_meta_tensors():
     mask = torch.empty(512, 1024, dtype=torch.bfloat16, device="meta", requires_grad=True)
     asked = {"head_dim": 64, "direction": "backward", "sq": 512, "skv": 1024, "softcap": 20.0, **H200}
     given, named = support(attn_mask=mask, **asked), support(attn_mask="grad", **asked)
@@ -182,8 +182,8 @@ def test_operands_may_be_given_without_memory():
     "options", [{}, {"is_causal": True, "window_size": (64, 0)}, {"sq": 1}, {"head_dim": 256}], ids=str
 )
 @pytest.mark.parametrize("sm", [80, 90, 100])
-def test_it_says_what_a_call_of_such_tensors_says(operation, options, sm):
-    """Held against calls on CPU tensors, which are checked for a named GPU with the same rules."""
+def test_support_agrees_with_calls(operation, options, sm):
+    """Compared with calls on CPU tensors, which are checked for a named GPU by the same rules."""
     options = {"head_dim": 64, "sq": 16, **options}
     head_dim, sq = options.pop("head_dim"), options.pop("sq")
     answer = support(operation, head_dim=head_dim, sq=sq, skv=16, sm=sm, cudnn=installed_cudnn(), **options)
@@ -236,22 +236,22 @@ def test_it_says_what_a_call_of_such_tensors_says(operation, options, sm):
         ("target", "h9000"),
     ],
 )
-def test_what_is_no_option_is_refused_by_name(name, value):
-    """What the call itself takes is refused in the call's own words."""
+def test_invalid_options_are_refused_by_name(name, value):
+    """Arguments of the call itself get the error of the call."""
     chosen = {} if name == "target" else H200
     with pytest.raises(OptionError) as caught:
         support(**{"head_dim": 64, **chosen, name: value})
     assert caught.value.argument == name
 
 
-def test_a_gpu_is_named_in_one_way():
+def test_a_gpu_is_named_once():
     with pytest.raises(OptionError, match="sm: got 90 in addition to target; expected one of the two"):
         support(head_dim=64, target="h200", sm=90)
     with pytest.raises(OptionError, match=r"cudnn: got 9\.19 in addition to target; expected one of the two"):
         support(head_dim=64, target="h200", cudnn="9.19")
 
 
-def test_versions_are_numbers_or_texts():
+def test_versions_are_integers_or_strings():
     assert version_number("9.19") == version_number("9.19.0") == version_number("9.19.0.56") == version_number(91900)
 
 
@@ -278,20 +278,20 @@ def test_the_command_prints_a_table():
     assert "forward only" in result.output
 
 
-def test_the_command_refuses_what_is_no_compute_capability():
+def test_the_command_refuses_an_invalid_compute_capability():
     result = CliRunner().invoke(app, ["support", "--sm", "9000"])
     assert result.exit_code == 2
     assert result.stdout == ""
     assert "--sm: got 9000; expected a compute capability as one number, 90 for 9.0: one of 70, " in result.stderr
 
 
-def test_the_command_refuses_what_is_no_version():
+def test_the_command_refuses_an_invalid_version():
     result = CliRunner().invoke(app, ["support", "--sm", "100", "--cudnn", "new"])
     assert result.exit_code == 2
     assert "--cudnn: got 'new'" in result.output
 
 
-def test_the_page_shows_what_the_rules_say(repository, monkeypatch):
+def test_the_page_matches_the_rules(repository, monkeypatch):
     monkeypatch.syspath_prepend(repository / "scripts")
     spec = importlib.util.spec_from_file_location("support_tables", repository / "scripts" / "support_tables.py")
     script = importlib.util.module_from_spec(spec)

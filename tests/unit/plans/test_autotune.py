@@ -1,4 +1,4 @@
-"""`autotune` without a GPU: the setting, the report, and what the first launch of a plan does."""
+"""`autotune` without a GPU: the setting, the report, and the first launch of a plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def machine(monkeypatch):
 # The setting and the report.
 
 
-def test_it_is_in_force_until_it_is_left_and_nests():
+def test_autotune_ends_with_the_context_and_nests():
     assert not autotune_module.is_in_force()
     with autotune() as outer:
         assert autotune_module.max_candidates() == autotune_module.DEFAULT_CANDIDATES
@@ -44,7 +44,7 @@ def test_it_is_in_force_until_it_is_left_and_nests():
     assert [entry.candidates[0].engine for entry in inner.entries] == ["eng1"]
 
 
-def test_it_may_be_left_in_another_order_and_by_an_exception():
+def test_autotune_may_be_exited_in_any_order_and_by_an_exception():
     first, second = autotune(candidates=2), autotune(candidates=3)
     first.__enter__()
     second.__enter__()
@@ -57,7 +57,7 @@ def test_it_may_be_left_in_another_order_and_by_an_exception():
     assert not autotune_module.is_in_force()
 
 
-def test_it_is_in_force_in_all_threads():
+def test_autotune_holds_in_all_threads():
     seen = []
     with autotune():
         thread = threading.Thread(target=lambda: seen.append(autotune_module.is_in_force()))
@@ -99,7 +99,7 @@ def test_the_report_is_a_table():
 # Which plans are tuned.
 
 
-def test_what_lengths_decide_is_not_tuned():
+def test_plans_whose_speed_depends_on_lengths_are_not_tuned():
     q = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="meta")
     lengths = torch.empty(1, dtype=torch.int32, device="meta")
     rng = torch.empty(2, dtype=torch.int64, device="meta")
@@ -112,7 +112,7 @@ def test_what_lengths_decide_is_not_tuned():
     assert "seq_len_kv" in autotune_module.not_tunable(forward(seq_lens_kv=lengths))
 
 
-def test_constant_lengths_are_no_data():
+def test_constant_lengths_are_not_data():
     integers = TensorLayout.contiguous((2, 1, 1, 1), torch.int32)
     filled, given = Operand("lengths", integers, Role.FILL, 64), Operand("lengths", integers)
     assert autotune_module.not_tunable(key(inputs=[filled])) == ""
@@ -126,7 +126,7 @@ def test_packed_tensors_are_not_tuned():
     assert autotune_module.not_tunable(of) == "it is for packed sequences: the sizes of out0 are data"
 
 
-def test_what_is_not_tunable_is_an_ordinary_plan(machine):
+def test_untunable_operations_get_ordinary_plans(machine):
     machine.proposes(Engine("eng1"), Engine("eng2"))
     lengths = Operand("lengths", TensorLayout.contiguous((2,), torch.int32))
     with autotune() as report:
@@ -142,7 +142,7 @@ def test_without_autotune_nothing_else_is_built(machine):
 
 
 @pytest.mark.parametrize("others", [(), ("no shared memory",)])
-def test_one_proposal_is_taken_without_a_trial(machine, others):
+def test_a_single_proposal_is_not_measured(machine, others):
     machine.proposes(Engine("eng1"), *others)
     with autotune() as report:
         made = build_plan(halve, key())
@@ -151,11 +151,11 @@ def test_one_proposal_is_taken_without_a_trial(machine, others):
     assert [each.reason for each in report.entries[0].candidates] == ["", *others]
 
 
-# What the first launch does.
+# The first launch.
 
 
 def tuned(of=None, x=None):
-    """The plan that a first launch finds, what the report says of it, and whether the launch left the right results."""
+    """The plan after a first launch, its entry in the report, and whether the results of the launch are right."""
     of = key() if of is None else of
     with autotune() as report:
         made = build_plan(halve, of)
@@ -198,7 +198,7 @@ def test_the_first_choice_stays_if_it_is_the_fastest(machine):
     assert (type(made), made.engine, made.tuned, entry.winner, right) == (Plan, "eng1", True, 0, True)
 
 
-def test_no_more_are_built_than_asked_for(machine):
+def test_no_more_candidates_are_built_than_requested(machine):
     machine.proposes(*(Engine(f"eng{n}", 10) for n in range(6)))
     with autotune(candidates=3) as report:
         launch(build_plan(halve, key()), *operands())
@@ -238,7 +238,7 @@ def cannot_be_launched(*_):
         (cannot_be_launched, "refused"),
     ],
 )
-def test_who_is_wrong_drops_out(machine, run, why):
+def test_wrong_candidates_are_dropped(machine, run, why):
     machine.proposes(Engine("eng1", 30), Engine("eng2", 1, run), Engine("eng3", 20))
     made, entry, right = tuned(key(outputs=2))
     assert (made.engine, entry.winner, right) == ("eng3", 2, True)
@@ -247,7 +247,7 @@ def test_who_is_wrong_drops_out(machine, run, why):
     assert machine.timed == [2]
 
 
-def test_who_cannot_be_built_is_in_the_report(machine):
+def test_failed_builds_are_in_the_report(machine):
     machine.proposes(Engine("eng1", 30), "no shared memory", Engine("eng2", 1, cannot_be_launched))
     made, entry, right = tuned()
     assert (type(made), made.engine, made.tuned, right) == (Plan, "eng1", True, True)
@@ -255,7 +255,7 @@ def test_who_cannot_be_built_is_in_the_report(machine):
     assert machine.timed == []
 
 
-def test_under_determinism_the_same_bits_must_come_twice(machine):
+def test_determinism_requires_repeatable_candidates(machine):
     def flickers(x, outs, launches):
         outs[0].copy_(x * 0.5 * (1 + 1e-6 * launches))
 
@@ -266,8 +266,8 @@ def test_under_determinism_the_same_bits_must_come_twice(machine):
     assert "runs of it differ" in entry.candidates[1].reason
 
 
-def test_what_the_first_choice_does_not_write_stays_as_it_was(machine):
-    """Callers fill such places beforehand, so a plan that writes them is not the same."""
+def test_memory_that_the_first_choice_does_not_write_is_restored(machine):
+    """Callers may fill this memory beforehand, so a plan that writes it is different."""
     machine.proposes(Engine("eng1", 30, writes_only_a_part), Engine("eng2", 1))
     with autotune():
         made = build_plan(halve, key())
@@ -279,14 +279,14 @@ def test_what_the_first_choice_does_not_write_stays_as_it_was(machine):
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
-def test_results_that_tell_nothing_leave_the_plan_untuned(machine, value):
+def test_uninformative_results_leave_the_plan_untuned(machine, value):
     machine.proposes(Engine("eng1", 30), Engine("eng2", 1))
     made, entry, right = tuned(x=torch.full_like(operands()[0], value))
     assert (type(made), made.engine, made.tuned, right) == (Plan, "eng1", False, True)
     assert "all zeros" in entry.reason
 
 
-def test_results_in_the_place_of_an_input_leave_the_plan_untuned(machine):
+def test_in_place_results_leave_the_plan_untuned(machine):
     machine.proposes(Engine("eng1", 30), Engine("eng2", 1))
     with autotune() as report:
         made = build_plan(halve, key())
@@ -298,7 +298,7 @@ def test_results_in_the_place_of_an_input_leave_the_plan_untuned(machine):
     assert torch.equal(x, expected)
 
 
-def test_a_first_choice_that_cannot_be_launched_says_so_itself(machine):
+def test_a_first_choice_that_fails_to_launch_raises_its_own_error(machine):
     machine.proposes(Engine("eng1", 30, cannot_be_launched), Engine("eng2", 1))
     with autotune() as report:
         made = build_plan(halve, key())
@@ -308,7 +308,7 @@ def test_a_first_choice_that_cannot_be_launched_says_so_itself(machine):
     assert report.entries[0].reason == "refused"
 
 
-def test_after_it_is_left_nothing_is_tuned(machine):
+def test_nothing_is_tuned_after_the_context(machine):
     machine.proposes(Engine("eng1", 30), other := Engine("eng2", 1))
     with autotune() as report:
         made = build_plan(halve, key())

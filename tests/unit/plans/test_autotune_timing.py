@@ -1,4 +1,4 @@
-"""Which plans are right, and which of them is the fastest: the comparisons behind `autotune`."""
+"""The measurements of `autotune`: which plans are right, and which right plan is the fastest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def rows(*shape, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", autotune_timing.TOLERANCE, ids=str)
-def test_rounding_is_no_difference_and_errors_are(dtype):
+def test_rounding_is_tolerated_and_errors_are_not(dtype):
     exact = torch.randn(500, 64, dtype=torch.float64)
     noise = torch.randn_like(exact) * torch.finfo(dtype).eps * exact.abs() / 4
     a, b = exact.to(dtype), (exact + noise).to(dtype)
@@ -26,7 +26,7 @@ def test_rounding_is_no_difference_and_errors_are(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("wrong", [0.0, "neighbour"])
-def test_one_wrong_row_of_many_is_seen(dtype, wrong):
+def test_one_wrong_row_of_many_is_detected(dtype, wrong):
     expected = rows(20_000, 64, dtype=dtype)
     found = expected.clone()
     found[777] = wrong if wrong == 0.0 else expected[778]
@@ -34,7 +34,7 @@ def test_one_wrong_row_of_many_is_seen(dtype, wrong):
     assert autotune_timing.difference(found, expected) > 1
 
 
-def test_rows_of_very_different_sizes_are_compared_by_their_own():
+def test_rows_are_compared_relative_to_their_own_magnitude():
     sizes = torch.logspace(-6, 3, 2000).unsqueeze(1)
     exact = torch.randn(2000, 64) * sizes
     expected = exact.to(torch.bfloat16)
@@ -43,7 +43,7 @@ def test_rows_of_very_different_sizes_are_compared_by_their_own():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_numbers_must_be_where_the_others_are(value):
+def test_non_finite_values_must_match(value):
     whole, broken = rows(64, 8), rows(64, 8)
     broken.copy_(whole)
     broken[5, 3] = value
@@ -58,7 +58,7 @@ def test_integers_must_be_equal():
     assert autotune_timing.difference(a + 1, a) == float("inf")
 
 
-def test_results_are_compared_in_pieces(monkeypatch):
+def test_results_are_compared_in_chunks(monkeypatch):
     a, b = rows(1000, 8), rows(1000, 8)
     whole = autotune_timing.difference(a, b)
     monkeypatch.setattr(autotune_timing, "_CHUNK_ELEMENTS", 64)
@@ -75,7 +75,7 @@ def test_only_a_clear_advantage_wins():
     assert fastest(None) == fastest(None, None) == 0
 
 
-def test_memory_is_seen_as_its_layout_says():
+def test_memory_is_viewed_in_its_layout():
     memory = torch.arange(24.0)
     layout = TensorLayout((2, 3), (12, 2), torch.float32)
     seen = autotune_timing.tensor_at(memory.data_ptr() + 4, layout, torch.device("cpu"))
@@ -85,8 +85,8 @@ def test_memory_is_seen_as_its_layout_says():
 
 
 @pytest.mark.parametrize("dtype", autotune_timing.TOLERANCE, ids=str)
-def test_results_in_any_layout_are_poisoned_compared_and_put_back(dtype, monkeypatch):
-    """The elements between those of the output are somebody else's."""
+def test_results_of_any_layout_are_poisoned_compared_and_restored(dtype, monkeypatch):
+    """The elements between those of the output do not belong to it."""
     memory = torch.ones(4, 6, 8).to(dtype)
     output = memory.transpose(0, 1)[::2, :, :4]
     values = torch.randn(output.shape).to(dtype)
@@ -103,7 +103,7 @@ def test_results_in_any_layout_are_poisoned_compared_and_put_back(dtype, monkeyp
     assert (memory.double() == 1).all()
 
 
-def test_what_was_there_is_put_back_whatever_happens(monkeypatch):
+def test_outputs_are_restored_after_errors(monkeypatch):
     output = torch.ones(2, 3)
 
     def write():

@@ -1,4 +1,4 @@
-"""Plans that `autotune` chose, or is about to: in CUDA graphs, in threads, and in the plan store."""
+"""Tuned plans in CUDA graphs, in threads, and in the plan store."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def machine(monkeypatch):
 
 @pytest.fixture
 def captured():
-    """The plans that are captured from now on, which are then forgotten."""
+    """Records the plans captured from here on, and forgets them afterwards."""
     before = list(captured_plans)
     captured_plans.clear()
     yield captured_plans
     captured_plans[:] = before
 
 
-def test_a_launch_into_a_cuda_graph_tunes_nothing_and_the_next_one_does(machine, captured):
+def test_a_captured_launch_is_not_tuned_and_the_next_one_is(machine, captured):
     engines = Engine("eng1", 30), Engine("eng2", 1)
     machine.proposes(*engines)
     with autotune():
@@ -55,7 +55,7 @@ def test_a_launch_into_a_cuda_graph_tunes_nothing_and_the_next_one_does(machine,
     assert torch.equal(out, x * 0.5)
 
 
-def test_under_determinism_a_captured_plan_stays(machine, captured):
+def test_a_captured_plan_is_kept_under_determinism(machine, captured):
     machine.proposes(Engine("eng1", 30), other := Engine("eng2", 1))
     with autotune() as report:
         made = build_plan(halve, key(deterministic=True))
@@ -69,7 +69,7 @@ def test_under_determinism_a_captured_plan_stays(machine, captured):
     assert "CUDA graph" in report.entries[0].reason
 
 
-def test_a_capture_after_tuning_is_of_the_winner(machine, captured):
+def test_a_capture_after_tuning_uses_the_winner(machine, captured):
     machine.proposes(Engine("eng1", 30), winner := Engine("eng2", 1))
     with autotune():
         made = build_plan(halve, key())
@@ -79,7 +79,7 @@ def test_a_capture_after_tuning_is_of_the_winner(machine, captured):
     assert [each.built for each in captured] == [winner]
 
 
-def test_threads_that_launch_at_once_tune_once(machine):
+def test_concurrent_launches_tune_once(machine):
     machine.proposes(Engine("eng1", 30), Engine("eng2", 10))
     barrier, right = threading.Barrier(8), [False] * 8
     with autotune() as report:
@@ -104,7 +104,7 @@ def test_threads_that_launch_at_once_tune_once(machine):
 
 @pytest.fixture
 def cache():
-    """The cache of the process, empty before and afterwards."""
+    """The process's cache, empty before and afterwards."""
     plan_cache.clear()
     yield plan_cache
     plan_cache.clear()
@@ -114,7 +114,7 @@ def get(of):
     return plan_cache.get(of, lambda wanted: build_plan(halve, wanted))
 
 
-def test_the_fastest_takes_the_first_one_s_place_in_the_cache(machine, cache):
+def test_the_fastest_plan_replaces_the_first_in_the_cache(machine, cache):
     machine.proposes(first := Engine("eng1", 30), Engine("eng2", 10, workspace=64))
     table = CallTable("nothing")
     with autotune():
@@ -128,11 +128,11 @@ def test_the_fastest_takes_the_first_one_s_place_in_the_cache(machine, cache):
     assert found is made.fastest
     assert (type(found), found.engine, found.held, made.held) == (Plan, "eng2", True, False)
     assert (found.last_used, found.added_at) == (made.last_used, made.added_at)
-    assert table.get("signature") is bound.last is None  # so that the next call is bound to the fastest
+    assert table.get("signature") is bound.last is None  # the next call is bound to the fastest plan
     info = cache.info()
     assert (info.plans, info.builds, info.loads, info.evictions) == (1, 1, 0, 0)
     launches = first.launches
-    for each in (made, found):  # who is bound to the first one goes on with it
+    for each in (made, found):  # calls bound to the first plan keep it
         x, out = operands()
         launch(each, x, out)
         assert torch.equal(out, x * 0.5)
@@ -142,7 +142,7 @@ def test_the_fastest_takes_the_first_one_s_place_in_the_cache(machine, cache):
     assert first.launches == launches
 
 
-def test_a_plan_that_has_left_the_cache_is_not_brought_back(machine, cache):
+def test_an_evicted_plan_is_not_reinserted(machine, cache):
     machine.proposes(Engine("eng1", 30), Engine("eng2", 10))
     with autotune() as report:
         made = get(key())
@@ -154,7 +154,7 @@ def test_a_plan_that_has_left_the_cache_is_not_brought_back(machine, cache):
     assert (cache.info().plans, made.fastest.held) == (0, False)
 
 
-def test_uses_of_a_plan_that_was_replaced_are_recorded(machine, cache):
+def test_uses_of_a_replaced_plan_are_recorded(machine, cache):
     machine.proposes(Engine("eng1", 30), Engine("eng2", 10))
     with autotune(), cache.watch_uses() as used:
         made = get(key())
@@ -163,7 +163,7 @@ def test_uses_of_a_plan_that_was_replaced_are_recorded(machine, cache):
     assert used == [key()]
 
 
-def test_threads_that_look_a_new_plan_up_find_it_once(machine, cache):
+def test_concurrent_lookups_build_once(machine, cache):
     machine.proposes(Engine("eng1", 30), Engine("eng2", 10))
     barrier, right = threading.Barrier(8), [0] * 8
     with autotune() as report:
@@ -197,7 +197,7 @@ def stored(of, **changes):
 
 
 @pytest.mark.parametrize("tuned", [False, True])
-def test_files_say_whether_a_plan_was_tuned(store, tuned):
+def test_files_record_whether_a_plan_was_tuned(store, tuned):
     store.save(key(), stored(key(), tuned=tuned))
     assert store.load(key()) == stored(key(), tuned=tuned)
     assert store.load(key()).tuned is tuned
@@ -206,7 +206,7 @@ def test_files_say_whether_a_plan_was_tuned(store, tuned):
     assert store.info().loads == loads + tuned
 
 
-def test_older_files_are_plans_that_were_not_tuned(store):
+def test_older_files_count_as_untuned(store):
     magic, _, line, data = stored(key()).encode().split(b"\n", 3)
     older = line.replace(b',"tuned":false', b"")
     assert older != line
@@ -217,7 +217,7 @@ def test_older_files_are_plans_that_were_not_tuned(store):
     assert (store.info().plans, store.info().rejected) == (1, 0)
 
 
-def test_untuned_plans_are_left_in_the_store_under_autotune(store, monkeypatch):
+def test_untuned_stored_plans_are_not_loaded_under_autotune(store, monkeypatch):
     monkeypatch.setattr(build, "plan_of", lambda _, stored: stored)
     store.save(key(), stored(key()))
     assert load_plan(key()) is not None
@@ -229,7 +229,7 @@ def test_untuned_plans_are_left_in_the_store_under_autotune(store, monkeypatch):
     assert load_plan(key()).tuned
 
 
-def test_what_cannot_be_tuned_is_loaded_under_autotune(store, monkeypatch):
+def test_untunable_stored_plans_are_loaded_under_autotune(store, monkeypatch):
     monkeypatch.setattr(build, "plan_of", lambda _, stored: stored)
     of = key(inputs=[Operand("lengths", TensorLayout.contiguous((2,), torch.int32))])
     store.save(of, stored(of))
@@ -237,7 +237,7 @@ def test_what_cannot_be_tuned_is_loaded_under_autotune(store, monkeypatch):
         assert load_plan(of) is not None
 
 
-def test_the_winner_is_kept(store, machine, caplog):
+def test_the_winner_is_stored(store, machine, caplog):
     machine.proposes(Engine("eng1", 30), Engine("eng2", 10, workspace=64))
     with caplog.at_level(logging.WARNING), autotune():
         made = build_plan(halve, key())
@@ -250,7 +250,7 @@ def test_the_winner_is_kept(store, machine, caplog):
     assert not caplog.records
 
 
-def test_a_plan_that_was_not_compared_is_kept_as_untuned(store, machine):
+def test_a_plan_that_was_not_compared_is_stored_as_untuned(store, machine):
     machine.proposes(Engine("eng1", 30), Engine("eng2", 10))
     with autotune():
         made = build_plan(halve, key())
@@ -268,7 +268,7 @@ def test_a_loaded_plan_knows_whether_it_was_tuned(machine, monkeypatch, tuned):
     assert (type(loaded), loaded.loaded, loaded.tuned) == (Plan, True, tuned)
 
 
-def test_proposals_before_the_one_that_was_built_are_not_tried_again(monkeypatch):
+def test_earlier_failed_proposals_are_not_tried_again(monkeypatch):
     known = tuple((f"eng{n}", {}) for n in range(4))
     built = []
 

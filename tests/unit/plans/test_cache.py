@@ -1,4 +1,4 @@
-"""`PlanCache`: bounded, least recently used out first, one build per key, honest counters."""
+"""`PlanCache`: bounded, LRU eviction, one build per key, correct counters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEY = PlanKey("package.module:attend", "digest", (), (), (), TARGET, 0)
 
 @dataclass(eq=False)
 class StandIn:
-    """What the cache looks at in a plan."""
+    """The attributes of a plan that the cache uses."""
 
     key: PlanKey
     build_seconds: float = 0.25
@@ -32,7 +32,7 @@ class StandIn:
     plan: StandIn = field(init=False)
 
     def __post_init__(self):
-        self.plan = self  # as the prepared call of itself, too
+        self.plan = self  # also as its own prepared call
 
 
 def key(number: int) -> PlanKey:
@@ -40,7 +40,7 @@ def key(number: int) -> PlanKey:
 
 
 def use(cache: PlanCache, number: int, build=StandIn) -> StandIn:
-    """What a call does: looks its plan up, and launches it."""
+    """A call: looks its plan up and launches it."""
     plan = cache.get(key(number), build)
     plan.last_used = next_use()
     return plan
@@ -56,7 +56,7 @@ def refuse(key):
 
 @pytest.fixture
 def global_cache():
-    """The cache of the process, empty, and put back to normal afterwards."""
+    """The process's cache, empty, and restored afterwards."""
     plan_cache.clear()
     yield plan_cache
     plan_cache.clear()
@@ -72,7 +72,7 @@ def test_a_plan_is_built_once_and_found_afterwards():
     assert cache.peek(key(4)) is None
 
 
-def test_counters_count():
+def test_counters():
     cache = PlanCache(2)
     assert cache.info().hits == cache.info().builds == 0
     for number in (2, 3, 2, 4, 2, 3):
@@ -85,7 +85,7 @@ def test_counters_count():
     assert cache.info() == info
 
 
-def test_the_least_recently_used_plan_goes_first():
+def test_the_least_recently_used_plan_is_evicted_first():
     cache = PlanCache(3)
     for number in (2, 3, 4):
         use(cache, number)
@@ -131,7 +131,7 @@ def test_resize_takes_positive_integers_only(capacity):
     assert cache.info().capacity == 4
 
 
-def test_a_plan_that_was_built_but_never_used_is_as_recent_as_the_newest():
+def test_a_plan_that_was_built_but_never_used_counts_as_recent():
     cache = PlanCache(2)
     use(cache, 2)
     use(cache, 3)
@@ -142,14 +142,14 @@ def test_a_plan_that_was_built_but_never_used_is_as_recent_as_the_newest():
     assert len(held(cache)) == 2
 
 
-def test_the_use_of_a_plan_that_was_built_without_one_is_a_hit():
+def test_the_first_use_of_a_prebuilt_plan_is_a_hit():
     cache = PlanCache(2)
     cache.get(key(2), StandIn, to_use=False)
     use(cache, 2, refuse)
     assert (cache.info().builds, cache.info().hits) == (1, 1)
 
 
-def test_clear_lets_all_go_and_starts_counting_again():
+def test_clear_drops_all_plans_and_resets_counters():
     cache = PlanCache(4)
     for number in (2, 3, 2):
         use(cache, number)
@@ -169,7 +169,7 @@ def in_threads(count, work):
         barrier.wait()
         try:
             results[index] = work(index)
-        except Exception as error:  # noqa: BLE001 - handed to the test
+        except Exception as error:  # noqa: BLE001 - returned to the test
             results[index] = error
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
@@ -200,14 +200,14 @@ def test_different_keys_are_built_at_the_same_time():
     cache, together = PlanCache(8), threading.Barrier(4)
 
     def build(key):
-        together.wait(20)  # breaks unless all four are being built
+        together.wait(20)  # raises unless all four are being built at once
         return StandIn(key)
 
     results = in_threads(4, lambda index: cache.get(key(index), build))
     assert [plan.key for plan in results] == [key(index) for index in range(4)]
 
 
-def test_a_failure_goes_to_the_thread_that_built_and_another_one_tries():
+def test_a_failure_raises_in_the_building_thread_and_another_retries():
     cache, attempts = PlanCache(4), []
     lock = threading.Lock()
 
@@ -237,7 +237,7 @@ def test_after_a_failure_the_same_thread_may_try_again():
     assert cache.info().failures == 3
 
 
-def test_many_threads_over_more_keys_than_fit_get_the_plans_that_they_asked_for():
+def test_many_threads_over_more_keys_than_fit_get_their_own_plans():
     cache = PlanCache(5)
 
     def work(index):
@@ -254,7 +254,7 @@ def test_many_threads_over_more_keys_than_fit_get_the_plans_that_they_asked_for(
     assert info.builds + info.hits == 8 * 300
 
 
-def test_calls_of_a_plan_go_with_it(global_cache):
+def test_calls_of_a_plan_are_evicted_with_it(global_cache):
     table = CallTable("nothing")
     global_cache.resize(2)
     for number in (2, 3):
@@ -271,7 +271,7 @@ def test_calls_of_a_plan_go_with_it(global_cache):
     assert len(table) == 0
 
 
-def test_the_last_call_is_forgotten_when_a_plan_goes(global_cache):
+def test_the_last_call_is_dropped_when_its_plan_is_evicted(global_cache):
     table = CallTable("nothing")
     assert table.last == "nothing"
     plan = use(global_cache, 2)
@@ -284,18 +284,18 @@ def test_the_last_call_is_forgotten_when_a_plan_goes(global_cache):
     assert table.last == "nothing"
 
 
-def test_a_call_whose_plan_has_left_the_cache_is_not_remembered(global_cache):
+def test_a_call_of_an_evicted_plan_is_not_cached(global_cache):
     table = CallTable("nothing")
     plan = global_cache.get(key(2), StandIn)
     global_cache.clear()
     table.add("signature", plan)
     assert len(table) == 0
     global_cache.get(key(2), StandIn)
-    table.add("signature", plan)  # of the same key, but not the plan that is held
+    table.add("signature", plan)  # of the same key, but not the cached plan
     assert table.get("signature") is None
 
 
-def test_the_number_of_calls_is_bounded_too(global_cache):
+def test_the_number_of_calls_is_bounded(global_cache):
     table = CallTable("nothing", limit=10)
     plan = global_cache.get(key(2), StandIn)
     for number in range(50):
@@ -305,14 +305,14 @@ def test_the_number_of_calls_is_bounded_too(global_cache):
     assert table.get(3) is None
 
 
-def test_what_is_used_is_noted():
-    """Also if it goes meanwhile; not what was used before."""
+def test_used_plans_are_recorded():
+    """Also if it is evicted meanwhile; earlier uses are not recorded."""
     cache = PlanCache(8)
     first, second, third = (use(cache, number) for number in (1, 2, 3))
     with cache.watch_uses() as used:
         second.last_used = next_use()
         use(cache, 4)
-        cache.get(key(5), StandIn)  # built, and not used
+        cache.get(key(5), StandIn)  # built but not used
         with cache.watch_uses() as inner:
             third.last_used = next_use()
         cache.clear()
@@ -321,7 +321,7 @@ def test_what_is_used_is_noted():
     assert first.key not in used
 
 
-def test_a_plan_made_elsewhere_is_held_once():
+def test_a_plan_made_elsewhere_is_added_once():
     cache = PlanCache(8)
     plan = StandIn(key(1))
     cache.put(plan)
@@ -331,8 +331,8 @@ def test_a_plan_made_elsewhere_is_held_once():
 
 
 @pytest.mark.parametrize("by_another", [False, True], ids=["built", "fails"])
-def test_a_plan_that_comes_while_another_is_built_is_the_only_one(global_cache, by_another):
-    """Nobody is served by a plan that the cache does not hold, counts and lets go."""
+def test_a_plan_added_during_a_build_is_the_one_returned(global_cache, by_another):
+    """No caller gets a plan that the cache does not hold."""
     table, quicker = CallTable("nothing"), StandIn(key(1))
 
     def build(of):
@@ -354,7 +354,7 @@ def test_a_plan_that_comes_while_another_is_built_is_the_only_one(global_cache, 
     assert table.get("signature") is None
 
 
-def test_any_mixture_of_threads_leaves_one_plan_of_each_key(global_cache):
+def test_concurrent_operations_leave_one_plan_per_key(global_cache):
     global_cache.resize(6)
     tables = [CallTable("nothing") for _ in range(8)]
 

@@ -1,4 +1,4 @@
-"""Settings of the plan cache: `no_plan_builds`, and the capacity out of the environment."""
+"""Settings of the plan cache: `no_plan_builds`, and the capacity from the environment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def key(number: int) -> PlanKey:
 
 
 def build(key: PlanKey) -> SimpleNamespace:
-    """What the cache looks at in a plan."""
+    """The attributes of a plan that the cache uses."""
     return SimpleNamespace(loaded=False, key=key, build_seconds=0.25, last_used=0, captured=False)
 
 
@@ -32,7 +32,7 @@ def refuse(key: PlanKey) -> None:
 
 @pytest.fixture
 def global_cache():
-    """The cache of the process, empty."""
+    """The process's cache, empty."""
     plan_cache.clear()
     yield plan_cache
     plan_cache.clear()
@@ -76,7 +76,7 @@ def test_the_environment_sets_the_capacity(monkeypatch, text, capacity):
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "many", "2.5", "٣", "9" * 5000])
-def test_a_capacity_in_the_environment_that_is_none_is_named(monkeypatch, caplog, text):
+def test_an_invalid_capacity_in_the_environment_is_named(monkeypatch, caplog, text):
     monkeypatch.setenv("CUDNN_SDPA_CACHE_SIZE", text)
     assert capacity_from_environment() == DEFAULT_SIZE
     (record,) = caplog.records

@@ -1,4 +1,4 @@
-"""Manifests, device files and stored plans with anything in them are read, or an error of this library says why."""
+"""Manifests, device files and stored plans with any contents are read, or raise a library error that says why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cudnn_sdpa.plans.manifest import PlanManifest
 from cudnn_sdpa.plans.store import PlanStore
 from tests.unit.plans.test_plan_store import key, plan
 
-#: Each is a mutation of text, of a value, or of both; failures name their seed.
+#: Seeds of mutations of text, of a value, or of both; failures name their seed.
 MUTATIONS = 300
 
 VALUES = (
@@ -37,7 +37,7 @@ def deep(depth: int) -> list:
 
 
 def places(value, path=()):
-    """The way to every value in nested lists and dictionaries."""
+    """The paths of all values in nested lists and dictionaries."""
     yield path
     if isinstance(value, (dict, list)):
         for name in value if isinstance(value, dict) else range(len(value)):
@@ -45,7 +45,7 @@ def places(value, path=()):
 
 
 def mutated(value, r: random.Random):
-    """A value with one thing in it replaced, removed, doubled or renamed."""
+    """A value with one element replaced, removed, duplicated or renamed."""
     value = copy.deepcopy(value)
     path = r.choice([path for path in places(value) if path])
     parent = value
@@ -64,7 +64,7 @@ def mutated(value, r: random.Random):
 
 
 def damaged(text: bytes, r: random.Random) -> bytes:
-    """Text with some of it flipped, cut out or doubled."""
+    """Text with parts of it flipped, removed or duplicated."""
     begin = r.randrange(len(text))
     end = min(len(text), begin + r.choice([1, 1, 2, 30]))
     kind = r.choice(["flip", "cut", "double", "end"])
@@ -78,7 +78,7 @@ def damaged(text: bytes, r: random.Random) -> bytes:
 
 
 def versions(value, r: random.Random) -> bytes:
-    """The bytes of a file that is wrong somehow, or still right."""
+    """The bytes of a file that is damaged somehow, or still valid."""
     for _ in range(r.choice([1, 1, 2, 3])):
         value = mutated(value, r)
     text = json.dumps(value).encode()
@@ -128,7 +128,7 @@ def test_a_damaged_device_file_is_read_or_refused(tmp_path):
     good = json.loads((Path(target.__file__).parents[1] / "offline/devices/h200-cudnn-9.28.json").read_text())
     read = refused = 0
     for seed in range(MUTATIONS):
-        path = tmp_path / f"{seed}.json"  # what was read of a path is remembered
+        path = tmp_path / f"{seed}.json"  # the contents of a path are cached
         path.write_bytes(versions(good, random.Random(seed)))
         try:
             properties = load_properties(str(path))
@@ -151,8 +151,8 @@ def signed(line: bytes, data: bytes) -> bytes:
     return file_format._MAGIC + file_format._digest(line, data).encode() + b"\n" + line + b"\n" + data
 
 
-def test_a_damaged_plan_is_none_or_the_one_that_was_saved(tmp_path, caplog):
-    """Also with a digest that fits, which damage does not have."""
+def test_a_damaged_plan_is_rejected_or_intact(tmp_path, caplog):
+    """Also with a matching digest, which real damage does not have."""
     store, of = PlanStore(tmp_path / "plans"), key()
     whole = plan(of).encode()
     line = whole.split(b"\n")[2]
@@ -180,7 +180,7 @@ def test_a_damaged_plan_is_none_or_the_one_that_was_saved(tmp_path, caplog):
 
 @pytest.fixture
 def usual_recursion():
-    """Python's own limit; compilers that other tests run raise it, and then more depth can be read."""
+    """Python's default limit; compilers in other tests raise it, and then deeper files can be read."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(1000)
     yield
@@ -189,7 +189,7 @@ def usual_recursion():
 
 @pytest.mark.usefixtures("usual_recursion")
 @pytest.mark.parametrize("depth", [300, 3000, 100_000])
-def test_deep_files_are_errors(manifest, a_target, tmp_path, depth):
+def test_deeply_nested_files_are_errors(manifest, a_target, tmp_path, depth):
     nested = "[" * depth + "]" * depth
     path = tmp_path / "deep.json"
     manifest["plans"][0]["options"]["deep"] = "HERE"
@@ -205,7 +205,7 @@ def test_deep_files_are_errors(manifest, a_target, tmp_path, depth):
     assert store.load(key()) is None
 
 
-def test_a_message_is_no_file(manifest, tmp_path):
+def test_an_error_message_is_not_a_file(manifest, tmp_path):
     path = tmp_path / "large.json"
     manifest["plans"][0]["inputs"][0]["layout"]["dtype"] = "x" * 1_000_000
     path.write_text(json.dumps(manifest))
@@ -220,7 +220,7 @@ def test_a_message_is_no_file(manifest, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["\x1b[31mred", "two\nlines", "bell\a", "\u202eright to left", "q\n"])
-def test_what_a_terminal_would_obey_is_in_no_name(manifest, tmp_path, text):
+def test_names_contain_no_terminal_control_characters(manifest, tmp_path, text):
     path = tmp_path / "names.json"
     for change in (
         lambda plan: plan["inputs"][0].update(name=text),
@@ -238,7 +238,7 @@ def test_what_a_terminal_would_obey_is_in_no_name(manifest, tmp_path, text):
     assert_fit_for_a_terminal(str(Target.from_properties(load_properties(str(path)))))
 
 
-def test_a_plan_that_is_listed_often_is_one(a_target):
+def test_duplicate_plans_in_a_manifest_are_merged(a_target):
     manifest = PlanManifest.of([key()])
     manifest.plans *= 300
     assert len(manifest.keys(a_target, 0)) == 1

@@ -1,4 +1,4 @@
-"""Plans are kept in the user's cache folder unless somebody says otherwise; what goes wrong with it harms nothing."""
+"""Plans are stored in the user's cache folder by default; problems with the folder never stop a call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.plans.test_plan_store import key, plan
 
 ROOT = Path(__file__).parents[3]
 
-#: Variables of a user who has set nothing; the tests add a home.
+#: Variables of a user without settings; the tests add a home.
 NOTHING_SET = {"CUDNN_SDPA_PLAN_DIR": None, "XDG_CACHE_HOME": None}
 
 
@@ -36,7 +36,7 @@ def home(tmp_path):
 
 @pytest.fixture
 def untouched(monkeypatch, home, tmp_path):
-    """This process as if nobody had set or looked for a store yet; the value is the home."""
+    """This process without any store set or looked for; the value is the home."""
     for name in NOTHING_SET:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(home))
@@ -47,8 +47,8 @@ def untouched(monkeypatch, home, tmp_path):
 
 
 @pytest.fixture
-def ask(untouched, monkeypatch, caplog):  # noqa: ARG001 - this process is as `untouched` leaves it
-    """Asks for a plan twice, as calls on a GPU do: gives the store's folder, if any, and what was logged."""
+def ask(untouched, monkeypatch, caplog):  # noqa: ARG001 - needs the effect of `untouched`
+    """Requests a plan twice, as calls on a GPU do. Returns the store's folder, if any, and the log."""
 
     def run(**environment):
         for name, value in environment.items():
@@ -67,8 +67,8 @@ def ask(untouched, monkeypatch, caplog):  # noqa: ARG001 - this process is as `u
 
 
 @pytest.mark.parametrize("variable", [None, ""])
-def test_plans_are_kept_in_the_users_cache(run_python, home, variable):
-    """In a process of its own, where the variable is not set at all."""
+def test_plans_are_stored_in_the_users_cache(run_python, home, variable):
+    """In a separate process, without the variable."""
     code = """
 import logging, sys
 sys.path.insert(0, sys.argv[1])
@@ -88,14 +88,14 @@ print(active().folder)
     assert PlanStore(folder).load(key()) == plan(key())
 
 
-def test_another_cache_folder_of_the_user_is_taken(ask, home, tmp_path):
+def test_xdg_cache_home_is_respected(ask, home, tmp_path):
     elsewhere = tmp_path / "not" / "there" / "yet"
     assert ask(XDG_CACHE_HOME=str(elsewhere)) == (elsewhere / "cudnn_sdpa" / "plans", [])
     assert ask(HOME="/nonexistent") == (elsewhere / "cudnn_sdpa" / "plans", [])
     assert list(home.iterdir()) == []
 
 
-def test_off_keeps_nothing(ask, home):
+def test_off_stores_nothing(ask, home):
     assert ask(CUDNN_SDPA_PLAN_DIR="off") == (None, [])
     assert list(home.iterdir()) == []
 
@@ -107,36 +107,36 @@ def assert_said_once(logged, what, level="INFO"):
     assert line.endswith("; CUDNN_SDPA_PLAN_DIR can name another folder")
 
 
-def test_a_default_folder_that_others_could_replace_is_a_warning_with_the_cure(ask, home):
+def test_an_unsafe_default_folder_warns_with_the_remedy(ask, home):
     home.chmod(0o757)
     assert_said_once(ask()[1], f"chmod go-w {home}", "WARNING")
 
 
 @pytest.mark.parametrize("missing", ["/nonexistent", "/nonexistent/home/user/"])
-def test_a_home_that_is_not_there_is_not_made(ask, missing):
+def test_a_missing_home_is_not_created(ask, missing):
     folder, logged = ask(HOME=missing)
     assert folder is None
     assert_said_once(logged, "there is no home folder /nonexistent")
     assert not Path("/nonexistent").exists()
 
 
-def test_a_relative_cache_folder_is_not_made_wherever_the_program_is(ask, home, tmp_path):
+def test_a_relative_cache_folder_is_not_created(ask, home, tmp_path):
     folder, logged = ask(XDG_CACHE_HOME="cache")
     if folder is None:
         assert_said_once(logged, "the user has no cache folder")
-    else:  # a platformdirs that passes over it, as the specification says
+    else:  # a platformdirs that ignores it, as the specification says
         assert folder.is_relative_to(home)
     assert list(tmp_path.iterdir()) == [home]
 
 
-def test_a_cache_folder_that_is_a_file_is_not_used(ask, home):
+def test_a_file_as_cache_folder_is_not_used(ask, home):
     (home / ".cache").touch()
     folder, logged = ask()
     assert folder is None
     assert_said_once(logged, "cannot be used")
 
 
-def test_a_folder_that_is_open_to_others_is_not_used(ask, home):
+def test_a_folder_open_to_others_is_not_used(ask, home):
     plans = home / ".cache" / "cudnn_sdpa" / "plans"
     plans.mkdir(parents=True)
     plans.chmod(0o777)
@@ -146,7 +146,7 @@ def test_a_folder_that_is_open_to_others_is_not_used(ask, home):
     assert list(plans.iterdir()) == []
 
 
-def test_a_folder_that_the_user_named_is_a_warning(ask, home, tmp_path):
+def test_an_unusable_configured_folder_warns(ask, home, tmp_path):
     (tmp_path / "file").touch()
     folder, (line,) = ask(CUDNN_SDPA_PLAN_DIR=str(tmp_path / "file"))
     assert folder is None
@@ -154,7 +154,7 @@ def test_a_folder_that_the_user_named_is_a_warning(ask, home, tmp_path):
     assert list(home.iterdir()) == []
 
 
-#: Becomes a user who owns nothing and is in no database, once what it needs is imported.
+#: After its imports, becomes a user who owns nothing and is not in the user database.
 AS_A_STRANGER = """
 import logging, os, pwd, sys, time
 sys.path.insert(0, sys.argv[1])
@@ -178,8 +178,8 @@ NEEDS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="root can become a user
 
 @NEEDS_ROOT
 @pytest.mark.parametrize("made", [False, True], ids=["new", "there already"])
-def test_a_home_that_cannot_be_written_to(run_python, home, made):
-    """Without a folder there is no store; one of root's is read, and that is said once."""
+def test_a_read_only_home(run_python, home, made):
+    """Without a folder there is no store; root's folder is read, which is logged once."""
     plans = home / ".cache" / "cudnn_sdpa" / "plans"
     if made:
         plans.mkdir(parents=True)
@@ -196,7 +196,7 @@ def test_a_home_that_cannot_be_written_to(run_python, home, made):
 
 @NEEDS_ROOT
 def test_a_user_without_a_home_gets_no_folder_named_tilde(run_python, tmp_path):
-    """Where neither the environment nor the user database knows a home, paths keep their "~"."""
+    """If neither the environment nor the user database knows a home, paths keep their "~"."""
     tmp_path.chmod(0o777)
     result = run_python(AS_A_STRANGER, str(ROOT), **NOTHING_SET, HOME=None)
     assert result.stdout == "None\n"
@@ -204,7 +204,7 @@ def test_a_user_without_a_home_gets_no_folder_named_tilde(run_python, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_made_on_the_disk_without_a_plan(run_python, home, tmp_path):
+def test_nothing_is_written_without_a_plan(run_python, home, tmp_path):
     code = """
 import pathlib, sys, torch, cudnn_sdpa
 leaves = [torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3)]
@@ -222,14 +222,14 @@ cudnn_sdpa.plan_cache.clear()
 
 
 @pytest.mark.parametrize("command", [["version"], ["--help"], ["support", "--sm", "90", "--cudnn", "9.19"]])
-def test_commands_that_build_no_plan_make_no_folder(untouched, command):
+def test_commands_that_build_no_plan_create_no_folder(untouched, command):
     result = CliRunner().invoke(cli.app, command)
     assert result.exit_code == 0, result.output
     assert result.output
     assert list(untouched.iterdir()) == []
 
 
-def test_a_choice_neither_asks_for_the_default_nor_forgets_it(untouched, tmp_path):
+def test_an_explicit_store_does_not_touch_the_default(untouched, tmp_path):
     with cudnn_sdpa.use_plan_store(tmp_path / "chosen") as store:
         assert default_store.active() is store
         with cudnn_sdpa.use_plan_store("off"):
@@ -243,7 +243,7 @@ def test_a_choice_neither_asks_for_the_default_nor_forgets_it(untouched, tmp_pat
     assert default_store.active() is default
 
 
-def test_a_folder_that_is_asked_for_by_none_must_be_there_too(untouched, monkeypatch):
+def test_use_plan_store_without_a_path_needs_a_usable_default(untouched, monkeypatch):
     with cudnn_sdpa.use_plan_store() as store:
         assert store.folder == untouched / ".cache" / "cudnn_sdpa" / "plans"
     monkeypatch.setenv("HOME", "/nonexistent")
@@ -251,8 +251,8 @@ def test_a_folder_that_is_asked_for_by_none_must_be_there_too(untouched, monkeyp
         cudnn_sdpa.use_plan_store()
 
 
-def test_the_warmup_command_says_that_its_plans_could_not_be_kept(untouched, monkeypatch):
-    """Plans that end with the command are of no use, so it does not make them."""
+def test_the_warmup_command_reports_that_its_plans_cannot_be_stored(untouched, monkeypatch):
+    """Plans that end with the command are useless, so it does not build them."""
     warming = importlib.import_module("cudnn_sdpa.offline.warmup")
     monkeypatch.setattr(cli, "require_gpu", lambda *_: None)
     monkeypatch.setattr(warming, "warmup", lambda *_, **__: pytest.fail("plans were made"))
@@ -264,7 +264,7 @@ def test_the_warmup_command_says_that_its_plans_could_not_be_kept(untouched, mon
     assert list(untouched.iterdir()) == []
 
 
-def test_benchmarks_keep_no_plans(untouched, monkeypatch):
+def test_benchmarks_store_no_plans(untouched, monkeypatch):
     stores = []
 
     def kernels(_):
@@ -278,7 +278,7 @@ def test_benchmarks_keep_no_plans(untouched, monkeypatch):
     assert list(untouched.iterdir()) == []
 
 
-def test_complaints_of_a_store_that_nobody_chose_are_information(tmp_path, caplog):
+def test_problems_of_the_default_store_are_logged_as_info(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "cudnn_sdpa"):
         for name, level, options in (("chosen", "WARNING", {}), ("default", "INFO", {"log_level": logging.INFO})):
             store = PlanStore(tmp_path / name, **options)
@@ -292,6 +292,6 @@ def test_complaints_of_a_store_that_nobody_chose_are_information(tmp_path, caplo
             caplog.clear()
 
 
-def test_the_test_suite_itself_keeps_no_plans():
+def test_the_test_suite_stores_no_plans():
     assert os.environ["CUDNN_SDPA_PLAN_DIR"] == "off"
     assert default_store.active() is None

@@ -1,4 +1,4 @@
-"""Small device tensors that outlive a call, with this machine's memory in place of the GPU's."""
+"""Small device tensors that outlive a call, with host memory in place of GPU memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def memory_of_this_machine(monkeypatch):
 
 
 def in_threads(work, count):
-    """What `count` threads get from `work`, none of which may take longer than ten seconds."""
+    """Results of `work` in `count` threads, each within ten seconds."""
     results = []
     threads = [threading.Thread(target=lambda: results.append(work()), daemon=True) for _ in range(count)]
     for thread in threads:
@@ -43,14 +43,14 @@ def test_threads_share_one_constant_of_the_right_values():
     assert first.unique().tolist() == [7]
 
 
-def test_constants_of_other_values_devices_and_layouts_have_memory_of_their_own():
+def test_constants_of_other_values_devices_and_layouts_have_separate_memory():
     kinds = [(0, LAYOUT, 7), (0, LAYOUT, 9), (1, LAYOUT, 7), (0, TensorLayout.contiguous((2, 3, 1), torch.int64), 7)]
     tensors = [device_memory._constant(*kind) for kind in kinds]
     assert [tensor.unique().tolist() for tensor in tensors] == [[7], [9], [7], [7]]
     assert len({tensor.data_ptr() for tensor in tensors}) == len(kinds)
 
 
-def test_memory_is_aligned_and_shared_by_none():
+def test_memory_is_aligned_and_not_shared():
     one, other = (device_memory.take_memory(0, size) for size in (300, 5))
     assert (one.numel(), other.numel()) == (512, 256)
     one.fill_(1)

@@ -1,4 +1,4 @@
-"""A stored plan that cannot be loaded: others keep it unless it is the plan that is at fault."""
+"""A stored plan that cannot be loaded: it is kept for others unless the plan itself is invalid."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cudnn_sdpa.plans.file_format import StoredPlan
 from cudnn_sdpa.plans.nvrtc import Kernel
 from tests.unit.plans.test_plan_store import key, plan
 
-#: What says nothing of a plan: the GPU, its memory or the process is in trouble.
+#: Errors that do not concern the plan: of the GPU, its memory or the process.
 IN_TROUBLE = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB"),
     MemoryError(),
@@ -29,7 +29,7 @@ IN_TROUBLE = [
     RuntimeError("CUDA_ERROR_ECC_UNCORRECTABLE"),
 ]
 
-#: What is said of a plan, or might be.
+#: Errors that concern the plan, or might.
 REFUSED = [
     ValueError("it wants 5 bytes"),
     KeyError("size"),
@@ -44,7 +44,7 @@ REFUSED = [
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    """A store with a good plan, and a GPU that is none."""
+    """A store with a valid plan, and a fake GPU."""
     monkeypatch.setattr(build, "_handle_for", lambda _: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     with cudnn_sdpa.use_plan_store(tmp_path / "plans") as store:
@@ -60,7 +60,7 @@ def fail_with(monkeypatch, error):
 
 
 @pytest.mark.parametrize("trouble", IN_TROUBLE, ids=str)
-def test_trouble_of_the_gpu_leaves_the_plan_to_others_and_is_raised(store, monkeypatch, caplog, trouble):
+def test_gpu_errors_raise_and_keep_the_stored_plan(store, monkeypatch, caplog, trouble):
     fail_with(monkeypatch, trouble)
     expected = ExecutionError if type(trouble) is RuntimeError else type(trouble)
     for _ in range(2):
@@ -72,25 +72,26 @@ def test_trouble_of_the_gpu_leaves_the_plan_to_others_and_is_raised(store, monke
 
 
 @pytest.mark.parametrize("refusal", REFUSED, ids=str)
-def test_what_cudnn_refuses_is_built_again_once_and_replaced_when_it_is(store, monkeypatch, caplog, refusal):
+def test_a_plan_rejected_by_cudnn_is_rebuilt_once_and_replaced(store, monkeypatch, caplog, refusal):
     fail_with(monkeypatch, refusal)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert build.load_plan(key()) is None
     assert caplog.text.count("it will be built again") == 1
-    assert (store.info().plans, store.info().rejected) == (1, 1)  # a plan that cannot be built would be lost to all
+    # If the rebuild failed, the plan would be lost for all.
+    assert (store.info().plans, store.info().rejected) == (1, 1)
     store.save(key(), plan(key(), seed=1))
     assert store.load(key()) == plan(key(), seed=1)
 
 
-def test_an_error_of_this_library_is_no_different(store, monkeypatch):
+def test_library_errors_are_handled_the_same(store, monkeypatch):
     fail_with(monkeypatch, OutOfPagesError(1, 0))
     assert build.load_plan(key()) is None
     assert store.info().plans == 1
 
 
 class Driver:
-    """CUDA's driver, in which loading a module gives a status."""
+    """A fake CUDA driver whose module loading returns a status."""
 
     def __init__(self, *statuses):
         self.statuses = list(statuses)
@@ -109,7 +110,7 @@ class Driver:
 
 
 @pytest.mark.parametrize(("status", "refused"), [(200, True), (209, True), (2, False), (700, False), (214, False)])
-def test_a_kernel_is_removed_only_if_its_code_is_at_fault(tmp_path, monkeypatch, status, refused):
+def test_a_stored_kernel_is_removed_only_if_its_code_is_invalid(tmp_path, monkeypatch, status, refused):
     source = tmp_path / "kernel.cu"
     source.write_text("nothing")
     driver = Driver(status, 0)
@@ -133,6 +134,6 @@ def test_a_kernel_is_removed_only_if_its_code_is_at_fault(tmp_path, monkeypatch,
 
 
 def kernel_identity(kernel):
-    """What the store knows the kernel by."""
+    """The kernel's identity in the store."""
     digest = nvrtc.hashlib.sha256(kernel.path.read_bytes()).hexdigest()
     return nvrtc._Identity(kernel.name, digest, 90).identity

@@ -1,4 +1,4 @@
-"""The plan store on a real disk: what is kept comes back whole or not at all, whatever happens to the files."""
+"""The plan store on a real disk: plans are loaded intact or not at all, whatever happens to the files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def store(tmp_path):
     return PlanStore(tmp_path / "plans")
 
 
-def test_what_is_saved_is_loaded(store):
+def test_saved_plans_are_loaded(store):
     for sq in (64, 65):
         store.save(key(sq), plan(key(sq), seed=sq))
     for sq in (64, 65):
@@ -69,7 +69,7 @@ def with_option(name, value):
     return dataclasses.replace(of, options=options)
 
 
-def test_every_part_of_a_key_has_a_file_of_its_own(store):
+def test_every_change_of_a_key_has_its_own_file(store):
     keys = [
         key(),
         key(sq=65),
@@ -82,13 +82,13 @@ def test_every_part_of_a_key_has_a_file_of_its_own(store):
         *(with_option("dropout_p", value) for value in (1, 1.0, True)),
     ]
     assert len({store.path(of) for of in keys}) == len(keys)
-    assert store.path(dataclasses.replace(key(), device=3)) == store.path(key())  # any GPU of the kind
+    assert store.path(dataclasses.replace(key(), device=3)) == store.path(key())  # any GPU of this model
     named = dataclasses.replace(key(), target=dataclasses.replace(key().target, name="a sibling"))
     assert store.path(named) == store.path(key())
 
 
 @pytest.mark.parametrize("kind", ["flipped", "truncated", "extended", "emptied", "zeroed"])
-def test_a_damaged_file_is_removed_and_never_a_plan(store, kind, caplog):
+def test_a_damaged_file_is_removed_and_never_loaded(store, kind, caplog):
     of = key()
     store.save(of, plan(of, size=300))
     path = store.path(of)
@@ -110,7 +110,7 @@ def test_a_damaged_file_is_removed_and_never_a_plan(store, kind, caplog):
     assert store.load(of) == plan(of, size=300)
 
 
-def test_a_file_of_another_plan_is_not_taken_for_this_one(store, caplog):
+def test_a_file_of_another_plan_is_not_loaded(store, caplog):
     store.save(key(65), plan(key(65)))
     store.path(key(65)).rename(store.path(key()))
     assert store.load(key()) is None
@@ -119,8 +119,8 @@ def test_a_file_of_another_plan_is_not_taken_for_this_one(store, caplog):
 
 
 @pytest.mark.parametrize("contents", [b"[]", b'{"key": 1}', b"\xff\xfe", b'"text"', b"{", b"null"])
-def test_a_description_of_another_shape_is_not_a_plan(store, contents):
-    """Signed with its digest, so that it gets past that."""
+def test_a_file_for_another_shape_is_not_loaded(store, contents):
+    """With a valid digest, so that it passes that check."""
     from cudnn_sdpa.plans import file_format
 
     line = file_format._MAGIC + file_format._digest(contents, b"data").encode() + b"\n" + contents + b"\ndata"
@@ -129,7 +129,7 @@ def test_a_description_of_another_shape_is_not_a_plan(store, contents):
     assert store.info().rejected == 1
 
 
-def test_what_others_may_write_to_is_refused(tmp_path, store):
+def test_folders_writable_by_others_are_refused(tmp_path, store):
     for mode in (0o777, 0o770, 0o720):
         folder = tmp_path / f"open {mode:o}"
         folder.mkdir()
@@ -147,7 +147,7 @@ def test_what_others_may_write_to_is_refused(tmp_path, store):
     assert not store.path(key()).exists()
 
 
-def test_links_and_pipes_are_not_followed(store, tmp_path):
+def test_symlinks_and_pipes_are_not_followed(store, tmp_path):
     store.save(key(), plan(key()))
     elsewhere = tmp_path / "elsewhere"
     store.path(key()).rename(elsewhere)
@@ -159,7 +159,7 @@ def test_links_and_pipes_are_not_followed(store, tmp_path):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="root can become a user who owns nothing")
-def test_a_folder_of_root_that_cannot_be_written_to_is_read(store, run_python):
+def test_a_read_only_folder_of_root_is_read(store, run_python):
     store.save(key(), plan(key()))
     for path in (store.folder, *store.folder.glob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
@@ -184,7 +184,7 @@ print("read")
     assert "cannot be saved" in result.stderr
 
 
-def test_a_full_disk_keeps_nothing_and_says_so_once(store, run_python):
+def test_a_full_disk_saves_nothing_and_warns_once(store, run_python):
     script = """
 import pathlib, resource, signal, sys
 sys.path.insert(0, sys.argv[2])
@@ -203,7 +203,7 @@ print(sorted(path.name for path in store.folder.iterdir()))
     assert result.stderr.count("cannot be saved") == 1
 
 
-def test_the_least_recently_used_go_first(tmp_path):
+def test_the_least_recently_used_files_are_removed_first(tmp_path):
     size = len(plan(key()).encode())
     store = PlanStore(tmp_path / "plans", capacity=4 * size + size // 2)
     for number, sq in enumerate(range(64, 68)):
@@ -218,7 +218,7 @@ def test_the_least_recently_used_go_first(tmp_path):
     assert [path.name for path in store.folder.glob("*.plan")] == [store.path(key(80)).name]
 
 
-def test_what_killed_writers_leave_is_swept_at_once_and_what_others_write_is_not(store):
+def test_leftovers_of_killed_writers_are_removed_and_files_in_progress_are_not(store):
     (store.folder / ".writing-abc").write_bytes(b"half")
     with store._opened() as folder:
         name, file = store_files.make_lock_file(folder, ".writing-")
@@ -229,8 +229,8 @@ def test_what_killed_writers_leave_is_swept_at_once_and_what_others_write_is_not
     assert list(store.folder.glob(".writing-*")) == []
 
 
-def test_left_files_are_swept_where_locks_want_a_writer(store, monkeypatch):
-    """On NFS, Linux takes a lock of a whole file as `lockf` does: from a file that is open for writing."""
+def test_leftovers_are_removed_where_locks_need_write_access(store, monkeypatch):
+    """On NFS, Linux implements whole-file locks like `lockf`, which needs a file open for writing."""
     monkeypatch.setattr(fcntl, "flock", fcntl.lockf)
     folder = os.open(store.folder, os.O_RDONLY)
     left = [store.folder / ".writing-0123", store.folder / "locks" / "0123.lock"]
@@ -242,7 +242,7 @@ def test_left_files_are_swept_where_locks_want_a_writer(store, monkeypatch):
     assert [path.exists() for path in left] == [False, False]
 
 
-def test_what_is_being_written_counts_to_the_capacity(tmp_path):
+def test_files_in_progress_count_towards_the_capacity(tmp_path):
     size = len(plan(key(100)).encode())
     store = PlanStore(tmp_path / "plans", capacity=4 * size)
     for sq in range(100, 103):
@@ -257,8 +257,8 @@ def test_what_is_being_written_counts_to_the_capacity(tmp_path):
 
 
 @pytest.mark.parametrize("ahead", [-1e6, 1e6, 1e9], ids=["past", "future", "far future"])
-def test_what_is_saved_is_there_whatever_the_clock_of_others_says(tmp_path, ahead):
-    """Files dated by a clock that was wrong: what is saved afterwards stays, and goes when it is the oldest."""
+def test_wrong_clocks_of_other_writers_do_not_evict_new_files(tmp_path, ahead):
+    """Files dated by a wrong clock: files saved afterwards stay until they are the oldest."""
     size = len(plan(key(100)).encode())
     store = PlanStore(tmp_path / "plans", capacity=7 * size // 2)
     for sq in range(100, 103):
@@ -272,7 +272,7 @@ def test_what_is_saved_is_there_whatever_the_clock_of_others_says(tmp_path, ahea
     assert not any(store.path(key(sq)).exists() for sq in range(100, 103))
 
 
-def test_a_folder_that_was_removed_is_made_again(store, caplog):
+def test_a_removed_folder_is_recreated(store, caplog):
     store.save(key(), plan(key()))
     shutil.rmtree(store.folder)
     assert store.load(key()) is None
@@ -293,8 +293,8 @@ def test_files_are_as_readable_as_their_folder(store):
     assert store.path(key()).stat().st_mode & 0o777 == 0o644
 
 
-def test_a_plan_that_is_refused_stays_until_a_better_one_comes(store):
-    """Others may be able to use it; this process does not try it again."""
+def test_a_rejected_plan_stays_until_it_is_replaced(store):
+    """Other processes may be able to use it; this one does not try it again."""
     store.save(key(), plan(key()))
     store.refuse(key(), plan(key()), "no good here")
     assert store.load(key()) is None
@@ -308,7 +308,7 @@ def test_a_plan_that_is_refused_stays_until_a_better_one_comes(store):
 
 
 def bytes_in(folder):
-    """What a folder takes on the disk, but for its locks."""
+    """Disk usage of a folder, without its locks."""
     found = 0
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -329,7 +329,7 @@ for sq in range(64, 94):
 
 
 @pytest.mark.slow
-def test_several_processes_keep_one_capacity(tmp_path):
+def test_several_processes_share_one_capacity(tmp_path):
     folder, most = tmp_path / "plans", 0
     processes = [start(FILLER, str(folder), str(ROOT), str(90000 + number)) for number in range(4)]
     while any(process.poll() is None for process in processes):
@@ -338,13 +338,13 @@ def test_several_processes_keep_one_capacity(tmp_path):
     for process in processes:
         process.stdout.close()
     assert [process.returncode for process in processes] == [0] * 4
-    assert 700_000 < most <= 1_400_000  # four files may be replaced by four others at a time
+    assert 700_000 < most <= 1_400_000  # up to four files may be replaced at a time
     assert bytes_in(folder) <= 1_000_000
     assert PlanStore(folder).info().plans >= 7
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="a small disk needs root")
-def test_a_full_disk_makes_room(tmp_path):
+def test_a_full_disk_evicts_old_files(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir(mode=0o700)
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k,mode=700", "tmpfs", disk], check=False)
@@ -363,7 +363,7 @@ def test_a_full_disk_makes_room(tmp_path):
 
 
 def test_two_plans_are_built_at_the_same_time(store):
-    """Whatever their names begin with: a lock is one plan's."""
+    """For any prefix of their names: each plan has its own lock."""
     alike = {}
     for sq in range(64, 500):
         if (other := alike.setdefault(store.path(key(sq)).name[:2], sq)) != sq:
@@ -375,7 +375,7 @@ def test_two_plans_are_built_at_the_same_time(store):
     assert list((store.folder / "locks").glob("*.lock")) == []
 
 
-def test_nobody_waits_for_what_is_built_in_the_background(store):
+def test_background_builds_block_nobody(store):
     with store.building(key(), in_background=True):
         before = time.monotonic()
         with store.building(key()):
@@ -402,8 +402,8 @@ def test_a_lock_is_held_by_one_thread_at_a_time(store):
     assert list((store.folder / "locks").glob("*.lock")) == []
 
 
-def test_files_are_looked_at_once_and_then_only_when_there_may_be_too_many(tmp_path, monkeypatch):
-    """With thousands of them that takes longer than to build a plan."""
+def test_the_folder_is_scanned_once_and_then_only_near_capacity(tmp_path, monkeypatch):
+    """With thousands of files, a scan takes longer than building a plan."""
     size = len(plan(key(100)).encode())
     store, looks = PlanStore(tmp_path / "plans", capacity=20 * size), []
     shrink = PlanStore._shrink
@@ -412,7 +412,7 @@ def test_files_are_looked_at_once_and_then_only_when_there_may_be_too_many(tmp_p
         store.save(key(sq), plan(key(sq)))
         os.utime(store.path(key(sq)), (sq, sq))
     assert len(looks) == 1
-    for sq in range(120, 126):  # the first of them removes the two or three oldest, for some to come
+    for sq in range(120, 126):  # the first one removes the two or three oldest, to leave room
         store.save(key(sq), plan(key(sq)))
         os.utime(store.path(key(sq)), (sq, sq))
         assert sum(path.stat().st_size for path in store.folder.glob("*.plan")) <= store.capacity
@@ -422,7 +422,7 @@ def test_files_are_looked_at_once_and_then_only_when_there_may_be_too_many(tmp_p
     assert store.info().evictions == left[0] - 100
 
 
-def test_what_other_processes_save_shows_when_a_store_is_looked_at(tmp_path):
+def test_info_includes_files_of_other_processes(tmp_path):
     size = len(plan(key()).encode())
     mine, theirs = (PlanStore(tmp_path / "plans", capacity=10 * size) for _ in range(2))
     for sq in range(100, 106):
@@ -460,7 +460,7 @@ def start(code, *arguments):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("moment", range(6))
 def test_killed_while_writing(store, moment):
-    """Whatever moment the writer is killed at, every file is whole, and no lock stays."""
+    """Whenever the writer is killed, every file is intact, and no lock remains."""
     process = start(WRITER, str(store.folder), str(ROOT))
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.005 + 0.013 * moment)
@@ -505,7 +505,7 @@ def test_eight_processes_build_every_plan_once(store):
     assert store.info().plans == 12
 
 
-def test_the_setting_holds_until_it_is_left(tmp_path):
+def test_the_setting_ends_with_the_context(tmp_path):
     before = default_store.active()
     with cudnn_sdpa.use_plan_store(tmp_path / "a") as outer:
         assert default_store.active() is outer
@@ -519,7 +519,7 @@ def test_the_setting_holds_until_it_is_left(tmp_path):
             cudnn_sdpa.use_plan_store(tmp_path / "a", capacity=capacity)
 
 
-def test_the_environment_names_the_folder(tmp_path, run_python):
+def test_the_environment_variable_names_the_folder(tmp_path, run_python):
     code = "from cudnn_sdpa.plans import default_store; print(default_store.active())"
     for value, expected in ((str(tmp_path / "p"), f"PlanStore('{tmp_path / 'p'}')"), ("off", "None")):
         assert run_python(code, CUDNN_SDPA_PLAN_DIR=value).stdout.strip() == expected
@@ -530,7 +530,7 @@ def test_the_environment_names_the_folder(tmp_path, run_python):
     assert "plans are not stored" in result.stderr
 
 
-def test_a_folder_stays_where_it_was_meant(tmp_path, monkeypatch):
+def test_a_relative_folder_does_not_follow_chdir(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with cudnn_sdpa.use_plan_store("plans") as store:
         monkeypatch.chdir("/")
@@ -539,20 +539,20 @@ def test_a_folder_stays_where_it_was_meant(tmp_path, monkeypatch):
         assert store.folder == tmp_path / "plans"
 
 
-def test_without_a_path_it_is_in_the_users_cache(tmp_path, monkeypatch):
+def test_the_default_path_is_in_the_users_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with cudnn_sdpa.use_plan_store() as store:
         assert store.folder == tmp_path / "cudnn_sdpa" / "plans"
         assert store.folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_file_that_cannot_be_opened_is_no_plan(store, caplog):
+def test_an_unreadable_file_is_not_a_plan(store, caplog):
     store.path(key()).mkdir()
     with caplog.at_level(logging.WARNING):
         assert store.load(key()) is None
 
 
-def test_a_plan_of_this_gpu_goes_before_one_of_no_gpu(store, monkeypatch):
+def test_a_plan_of_this_gpu_is_preferred_to_one_of_any_gpu(store, monkeypatch):
     monkeypatch.setattr(key_module, "serial_of", lambda device: f"GPU {device}")
     monkeypatch.setattr(default_store, "active", lambda: store)
     monkeypatch.setattr(build, "plan_of", lambda _, stored: stored)

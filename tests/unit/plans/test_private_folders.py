@@ -1,4 +1,4 @@
-"""Folders of plans and of the stand-in driver: nobody else can have put what is read, nor where it is read from."""
+"""Folders of plans and of the stand-in driver: no other user can have written their files or their parent folders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STRANGER = 54321
 
 
 def try_to_open(folder: Path) -> str:
-    """Why a folder is not used; empty if it is."""
+    """The reason why a folder is not used; empty if it is used."""
     try:
         os.close(open_private(folder))
     except UnsafeFolderError as error:
@@ -40,7 +40,7 @@ def base(tmp_path):
     return folder
 
 
-def test_folders_that_are_missing_are_made_for_the_user_alone_whatever_the_umask_is(base):
+def test_missing_folders_are_created_private_under_any_umask(base):
     for umask in (0o000, 0o002, 0o022, 0o077):
         before = os.umask(umask)
         try:
@@ -53,7 +53,7 @@ def test_folders_that_are_missing_are_made_for_the_user_alone_whatever_the_umask
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o757, 0o772])
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_a_folder_above_that_others_may_write_to_is_refused(base, level, mode, monkeypatch):
+def test_a_parent_folder_writable_by_others_is_refused(base, level, mode, monkeypatch):
     monkeypatch.setattr(private_folders, "_is_users_own_group", lambda _: False)
     parent = (base, *base.parents)[level]
     parent.chmod(mode)
@@ -61,25 +61,25 @@ def test_a_folder_above_that_others_may_write_to_is_refused(base, level, mode, m
         assert f"{parent} is writable by others" in try_to_open(folder)
         with pytest.raises(OptionError, match=f"chmod go-w {parent}"):
             use_plan_store(folder)
-    assert list(base.iterdir()) == []  # nothing was made
+    assert list(base.iterdir()) == []  # nothing was created
     parent.chmod(0o755)
     assert try_to_open(base / "plans") == ""
 
 
-def test_a_sticky_folder_like_tmp_is_no_danger(base):
+def test_a_sticky_folder_like_tmp_is_accepted(base):
     base.chmod(0o1777)
     assert try_to_open(base / "plans") == ""
 
 
 def cures_in(message: str) -> dict[str, str]:
-    """The ways out that a refusal names, and what each is to be tried with."""
+    """The remedies that an error names, and how to try each."""
     found = re.findall(r"(chmod go-w|chmod \+t|CUDNN_SDPA_TRUSTED_FOLDERS)[ =]([^ ;]+)", message)
     return {way: path.rstrip(".") for way, path in found}
 
 
 @pytest.mark.parametrize("way", ["chmod go-w", "chmod +t", "CUDNN_SDPA_TRUSTED_FOLDERS"])
-def test_each_cure_that_a_refusal_names_is_one(base, way, monkeypatch, caplog):
-    """As on a volume of Kubernetes, whose root is writable by all: the folder of plans in it is private."""
+def test_each_suggested_remedy_works(base, way, monkeypatch, caplog):
+    """As on a Kubernetes volume, whose root is writable by all: the plan folder in it is private."""
     monkeypatch.setattr(private_folders, "_is_users_own_group", lambda _: False)
     base.chmod(0o777)
     monkeypatch.setenv("CUDNN_SDPA_PLAN_DIR", str(base / "plans"))
@@ -99,7 +99,7 @@ def test_each_cure_that_a_refusal_names_is_one(base, way, monkeypatch, caplog):
     assert (base / "plans").stat().st_mode & 0o777 == 0o700
 
 
-def test_folders_that_are_trusted_are_trusted_alone(base, monkeypatch):
+def test_only_trusted_folders_are_trusted(base, monkeypatch):
     monkeypatch.setattr(private_folders, "_is_users_own_group", lambda _: False)
     monkeypatch.setenv("CUDNN_SDPA_TRUSTED_FOLDERS", str(base))
     for other in (base.parent, base / "below", base / "below" / "plans"):
@@ -111,8 +111,8 @@ def test_folders_that_are_trusted_are_trusted_alone(base, monkeypatch):
 
 
 @NEEDS_ROOT
-def test_a_trusted_mount_may_belong_to_another_user_and_plans_in_it_may_not(base, monkeypatch):
-    """A container that runs as root, with a folder of the machine's user in it."""
+def test_a_trusted_mount_may_have_another_owner_but_its_plans_may_not(base, monkeypatch):
+    """A container that runs as root and mounts a folder of the host's user."""
     os.chown(base, STRANGER, STRANGER)
     assert f"CUDNN_SDPA_TRUSTED_FOLDERS={base}" in try_to_open(base / "plans")
     monkeypatch.setenv("CUDNN_SDPA_TRUSTED_FOLDERS", str(base))
@@ -122,8 +122,8 @@ def test_a_trusted_mount_may_belong_to_another_user_and_plans_in_it_may_not(base
 
 
 @NEEDS_ROOT
-def test_in_a_container_that_knows_this_user_alone_the_systems_folders_are_trusted(tmp_path):
-    """Apptainer, bubblewrap: what is root's outside is shown as nobody's inside, and so is `/`."""
+def test_system_folders_are_trusted_in_single_user_containers(tmp_path):
+    """Apptainer, bubblewrap: files of root outside, and `/`, belong to nobody inside."""
     alone = ["unshare", "--user", "--map-user=1000"]
     try:
         subprocess.run([*alone, "true"], check=True, timeout=60, capture_output=True)
@@ -158,7 +158,7 @@ except OpenFolderError as error:
     assert f"{of_system}" in try_to_open(of_system / user / "plans") or f"{tmp_path}" in try_to_open(of_system / user)
 
 
-def test_the_group_of_the_user_alone_may_write_above_and_no_other(base, monkeypatch):
+def test_only_the_users_private_group_may_write_to_parent_folders(base, monkeypatch):
     base.chmod(0o775)
     asked = []
     monkeypatch.setattr(private_folders, "_is_users_own_group", lambda group: asked.append(group) or True)
@@ -170,7 +170,7 @@ def test_the_group_of_the_user_alone_may_write_above_and_no_other(base, monkeypa
 
 @NEEDS_ROOT
 @pytest.mark.parametrize("what", ["folder above", "folder in a sticky one", "link in a sticky one", "folder"])
-def test_what_belongs_to_somebody_else_is_refused(base, tmp_path, what):
+def test_folders_of_other_users_are_refused(base, tmp_path, what):
     mine = tmp_path / "downloads"
     mine.mkdir(mode=0o700)
     if "sticky" in what:
@@ -186,8 +186,8 @@ def test_what_belongs_to_somebody_else_is_refused(base, tmp_path, what):
     assert "belongs to another user" in try_to_open(folder)
 
 
-def test_links_of_the_user_lead_where_everything_is_looked_at_too(base, tmp_path, monkeypatch):
-    """Caches on another disk are common; what a link leads to must be as safe as its own place."""
+def test_targets_of_the_users_symlinks_are_checked_too(base, tmp_path, monkeypatch):
+    """Caches on another disk are common; the target of a symlink must be as safe as the symlink."""
     monkeypatch.setattr(private_folders, "_is_users_own_group", lambda _: False)
     disk = tmp_path / "disk" / "user"
     disk.mkdir(parents=True)
@@ -204,8 +204,8 @@ def test_links_of_the_user_lead_where_everything_is_looked_at_too(base, tmp_path
     assert "too many symbolic links" in try_to_open(base / "ring")
 
 
-def test_a_folder_that_is_replaced_after_it_was_opened_is_looked_at_again(base, tmp_path):
-    """Such as by a link to a folder of the user's that holds somebody else's file."""
+def test_a_folder_replaced_after_opening_is_checked_again(base, tmp_path):
+    """For example by a symlink to a folder of the user with another user's file in it."""
     store = PlanStore(base / "plans")
     store.save(key(), plan(key()))
     forged = PlanStore(tmp_path / "forged")
@@ -222,7 +222,7 @@ def test_a_folder_that_is_replaced_after_it_was_opened_is_looked_at_again(base, 
     assert store.load(key()) == plan(key())
 
 
-def test_what_is_not_there_yet_can_be_looked_at_without_making_it(base):
+def test_missing_folders_can_be_checked_without_creating_them(base):
     check_above(base / "a" / "b")
     base.chmod(0o777)
     with pytest.raises(UnsafeFolderError):
@@ -240,7 +240,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def test_the_stand_in_driver_has_the_same_demands(cache, tmp_path, monkeypatch):
+def test_the_stand_in_drivers_folder_has_the_same_checks(cache, tmp_path, monkeypatch):
     monkeypatch.setattr(private_folders, "_is_users_own_group", lambda _: False)
     folder = driver.stand_in_folder()
     for open_to_others in (cache, cache / "cudnn_sdpa", folder.parent, folder):
@@ -256,7 +256,7 @@ def test_the_stand_in_driver_has_the_same_demands(cache, tmp_path, monkeypatch):
         driver.stand_in_folder()
 
 
-def test_what_killed_compilations_left_is_removed(cache):
+def test_leftovers_of_killed_compilations_are_removed(cache):
     folder = driver.stand_in_folder()
     old, new = folder.parent / "tmpabcd", folder.parent / "tmpefgh"
     for each in (old, new):
@@ -267,7 +267,7 @@ def test_what_killed_compilations_left_is_removed(cache):
     assert folder.is_relative_to(cache)
 
 
-def test_the_stand_in_driver_makes_no_home(tmp_path, monkeypatch):
+def test_the_stand_in_driver_creates_no_home(tmp_path, monkeypatch):
     if driver.has_real_driver():
         pytest.skip("this machine has a real driver, so no stand-in is made")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

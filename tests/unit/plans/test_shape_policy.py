@@ -20,27 +20,27 @@ def test_the_default():
     assert shape_policy_module.active() == shape_policy_module.DEFAULT
 
 
-def test_the_environment_names_the_policy(monkeypatch):
+def test_the_environment_variable_names_the_policy(monkeypatch):
     monkeypatch.setenv(shape_policy_module.VARIABLE, "bucketed")
     assert shape_policy_module.active() == "bucketed"
     shape_policy("exact")
     assert shape_policy_module.active() == "exact"
 
 
-def test_a_wrong_name_in_the_environment_is_said(monkeypatch):
+def test_a_wrong_name_in_the_environment_is_named(monkeypatch):
     monkeypatch.setenv(shape_policy_module.VARIABLE, "bucket")
     with pytest.raises(OptionError, match="CUDNN_SDPA_SHAPE_POLICY: got 'bucket'; expected one of exact, bucketed"):
         shape_policy_module.active()
 
 
 @pytest.mark.parametrize("name", ["Exact", "", None, 1])
-def test_a_wrong_name_is_refused_and_changes_nothing(name):
+def test_a_wrong_name_is_refused_without_side_effects(name):
     with pytest.raises(OptionError, match=r"policy: got .*; expected one of 'exact', 'bucketed', 'tiered'"):
         shape_policy(name)
     assert shape_policy_module.active() == shape_policy_module.DEFAULT
 
 
-def test_statements_nest():
+def test_contexts_nest():
     with shape_policy("exact") as outer:
         with shape_policy("bucketed") as inner:
             assert (outer, inner, shape_policy_module.active()) == ("exact", "bucketed", "bucketed")
@@ -48,13 +48,13 @@ def test_statements_nest():
     assert shape_policy_module.active() == shape_policy_module.DEFAULT
 
 
-def test_an_exception_ends_it():
+def test_an_exception_ends_the_context():
     with pytest.raises(KeyError), shape_policy("exact"):
         raise KeyError
     assert shape_policy_module.active() == shape_policy_module.DEFAULT
 
 
-def test_listeners_hear_of_changes_alone():
+def test_listeners_are_notified_of_changes_only():
     heard = []
     shape_policy_module.on_change(lambda: heard.append(shape_policy_module.active()))
     with shape_policy(shape_policy_module.DEFAULT):

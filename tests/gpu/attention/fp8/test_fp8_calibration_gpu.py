@@ -118,7 +118,7 @@ def test_a_float16_grad_scaler_may_overflow_during_calibration(auto_update):
     weights, largest = torch.nn.Parameter(torch.ones(3, 128, device="cuda")), torch.finfo(torch.float16).max
     optimizer = torch.optim.SGD([weights], lr=1e-3 / largest)
     scaler = torch.amp.GradScaler("cuda")
-    size = largest / scaler.get_scale() / 2  # of the gradients, so that only scaled ones overflow
+    size = largest / scaler.get_scale() / 2  # so that only scaled gradients overflow
     dropped = right = 0
     for _ in range(18):
         before = {name: x.clone() for name, x in attend.scaling.named_buffers() if name != "amax"}

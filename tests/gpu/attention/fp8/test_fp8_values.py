@@ -185,7 +185,7 @@ def test_overflow_saturates(dtype):
     found = forward(of).out.float()
     largest = torch.finfo(dtype).max
     assert set(found.abs().unique().tolist()) <= {0.0, largest}
-    assert float(forward(of).amax_o) < 10  # which is before the scale
+    assert float(forward(of).amax_o) < 10  # the amax is taken before the scale
 
 
 @DTYPES

@@ -61,7 +61,7 @@ def test_out(return_lse, order):
         sdpa_varlen(q.requires_grad_(), k, v, ends, ends, 100, 100, out=out)
 
 
-def test_writing_into_out_is_seen_by_autograd():
+def test_autograd_tracks_writes_into_out():
     q, k, v = tensors(200)
     ends, out = offsets(*LENGTHS), torch.zeros_like(q)
     weight = torch.ones_like(q, requires_grad=True)

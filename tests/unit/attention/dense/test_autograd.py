@@ -263,7 +263,7 @@ def test_a_plain_call_without_needed_gradients_computes_none(monkeypatch):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_batch_of_gradients_is_refused(packed):
+def test_batched_gradients_are_refused(packed):
     q, k, v = (torch.randn(2, 4, 6, 16, requires_grad=True) for _ in range(3))
     if packed:
         ends = torch.tensor([0, 2, 6], dtype=torch.int32)

@@ -206,7 +206,7 @@ def test_a_cached_call_is_found():
 
 @pytest.fixture
 def deterministic_algorithms():
-    """Sets PyTorch's switch, and sets it back."""
+    """Sets and restores PyTorch's setting."""
     before = torch.are_deterministic_algorithms_enabled()
     yield torch.use_deterministic_algorithms
     torch.use_deterministic_algorithms(before)

@@ -1,4 +1,4 @@
-"""What `explain` says of a call of `fp8_attention` is what the call does."""
+"""`explain` of `fp8_attention` reports what the call does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ H200, B200 = target_of(90, "9.19.0"), target_of(100, "9.19.0")
 
 
 def qkv(*, lengths=(40, 56), requires_grad=True, dtype=torch.bfloat16):
-    """Of head dim 128, each in a memory order of its own, the keys among unused rows."""
+    """Tensors of head dim 128, each in a different memory order, with the keys among unused rows."""
     q = torch.randn(2, lengths[0], 4, 128).to(dtype).transpose(1, 2)
     k = torch.randn(2, 2, lengths[1] + 3, 144).to(dtype)[:, :, 3:, :128]
     v = torch.randn(lengths[1], 2, 2, 128).to(dtype).permute(1, 2, 0, 3)
@@ -29,7 +29,7 @@ def describe(*args, **options):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The keys of the plans that calls would have on an H200, forward and backward."""
+    """The plan keys that calls would request on an H200, forward and backward."""
     keys = {"forward": [], "backward": []}
 
     def listen(name, describer, found):

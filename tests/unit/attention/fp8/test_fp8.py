@@ -1,4 +1,4 @@
-"""Attention in FP8 on the CPU: the emulation against mathematics in float64, and every check of arguments."""
+"""FP8 attention on the CPU: the emulation against float64, and every check of arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("reference_alone")  # no GPU has kernels fo
 ops = torch.ops.cudnn_sdpa
 AOT = "test_aot_dispatch_dynamic"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-#: Half a unit in the last place, relative to the number.
+#: Half a unit in the last place, relative to the value.
 ROUNDING = {E4M3: 2**-4, E5M2: 2**-3, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -43,7 +43,7 @@ def lens(*values):
 
 
 def fp8_of(*shape, dtype=E4M3, scale=37.0, layout="bhsd"):
-    """Random numbers in FP8, made with a scale."""
+    """Random values in FP8, quantized with a scale."""
     batch, heads, length, dim = shape
     x = torch.randn(batch, length, heads, dim).transpose(1, 2) if layout == "bshd" else torch.randn(shape)
     return reference.quantized(x, number(scale), dtype)
@@ -122,9 +122,9 @@ def test_output_matches_float64_up_to_fp8_rounding(dtype, options):
     exact_q, exact_k, exact_v = true_values(q, k, v, scales)
     expected, lse = attend(exact_q, exact_k, exact_v, **options)
     weights = true_weights(exact_q, exact_k, **options)
-    spread = weights @ exact_v.abs().repeat_interleave(2, dim=1)  # how far rounding of each weight can reach
+    spread = weights @ exact_v.abs().repeat_interleave(2, dim=1)  # reach of each weight's rounding
     error = (result.out.double() / scales.scale_o.double() - expected).abs()
-    underflow = 1e-3  # what is rounded to zero or to a subnormal number
+    underflow = 1e-3  # values rounded to zero or to subnormals
     assert (error <= ROUNDING[dtype] * (spread + expected.abs()) * 1.01 + underflow).all()
     torch.testing.assert_close(result.lse.double(), lse, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(result.amax_s.double(), weights.amax().view(1), rtol=1e-5, atol=0)
@@ -145,7 +145,7 @@ def test_output_is_scaled_and_rounded_once(out_dtype):
 
 
 def test_descales_need_not_be_reciprocals_of_scales():
-    """A kernel that leaves out a pair of scales gives the same result as long as they are reciprocal."""
+    """A kernel that skips a pair of scales gives the same result if they are reciprocal."""
     q, k, v = qkv()
     plain = sdpa_fp8(q, k, v, scales_of(), out_dtype=torch.float16).out.double()
     twice = sdpa_fp8(q, k, v, scales_of(descale_s=scales_of().descale_s * 2), out_dtype=torch.float16).out.double()
@@ -161,7 +161,7 @@ def test_overflow_saturates(dtype):
     largest = torch.finfo(dtype).max
     assert result.out.float().isfinite().all()
     assert set(result.out.float().abs().unique().tolist()) <= {0.0, largest}
-    assert result.amax_o < 10  # which is before the scale
+    assert result.amax_o < 10  # the amax is taken before the scale
 
 
 def test_too_large_exponentials_saturate():
@@ -216,7 +216,7 @@ def test_output_has_the_memory_order_of_q(layout):
 
 
 def backward(q, k, v, scales, *, grad_dtype=E5M2, back=None, **options):
-    """The gradients, and the gradient of the output that they are of."""
+    """The gradients, and their grad_out."""
     forward = sdpa_fp8(q, k, v, scales, **options, return_lse=True)
     grad_out = fp8_of(*q.shape[:3], v.shape[3], dtype=grad_dtype, scale=19.0)
     back = backward_scales(q.dtype) if back is None else back
@@ -447,7 +447,7 @@ def test_operators_pass_opcheck(pass_, case):
     operator = getattr(ops, f"sdpa_fp8_{pass_}").default
     given = operands(pass_, case)
     before = [x.clone() for x in (*given[:3], *(y for z in given if isinstance(z, list) for y in z))]
-    # "test_schema" compares by an addition that PyTorch lacks for FP8; what it asks is asked below.
+    # "test_schema" needs an addition that PyTorch lacks for FP8; the same properties are checked below.
     torch.library.opcheck(operator, given, test_utils=("test_autograd_registration", "test_faketensor", AOT))
     after = (*given[:3], *(y for z in given if isinstance(z, list) for y in z))
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(before, after, strict=True))
@@ -474,6 +474,6 @@ def test_the_operators_refuse_too_few_scales():
         )
 
 
-def test_examples_in_docstrings_give_what_they_show():
+def test_docstring_examples_print_what_they_show():
     torch.manual_seed(0)
     assert doctest.testmod(sdpa_fp8_module, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0

@@ -1,4 +1,4 @@
-"""The high-level layer of attention in FP8, on the CPU: values and gradients against float64, and what scales learn."""
+"""`fp8_attention` and `Fp8Attention` on the CPU: values and gradients against float64, and updates of scales."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_only_needed_gradients_are_computed(monkeypatch):
     assert k.grad is not None
 
 
-# What is learned
+# Updates of scales
 
 
 def test_scales_map_the_history_amax_to_the_format_maximum():
@@ -141,7 +141,7 @@ def test_most_recent_algorithm_and_margin():
         fp8_attention(q, k, v, scaling=scaling)
         scaling.update()
         torch.testing.assert_close(scaling.scale[Q], 112 / q.abs().amax().float())
-    scaling.update()  # a step in which nothing came leaves the scales
+    scaling.update()  # a step without calls keeps the scales
     torch.testing.assert_close(scaling.scale[Q], 112 / q.abs().amax().float())
 
 
@@ -158,14 +158,14 @@ def test_amax_of_results_is_right():
 
 
 def test_delayed_scaling_uses_the_previous_step():
-    """Values that have grown are cut, once."""
+    """Values that have grown saturate, once."""
     attend = Fp8Attention(scaling=Fp8Scaling(calibration=1))
     train(attend)
     tensors = [x.detach() * 10 for x in qkv()]
     cut = attend(*tensors)
     exact = fp8_attention(*tensors)
     assert cut.abs().amax() < 0.5 * exact.abs().amax()
-    for _ in range(2):  # first the inputs, whose true size shows in the output a step later
+    for _ in range(2):  # the inputs first; the output follows a step later
         attend.scaling.update()
         found = attend(*tensors)
     assert error(found, exact.double()) < OUTPUT
@@ -174,7 +174,7 @@ def test_delayed_scaling_uses_the_previous_step():
 def test_current_scaling_follows_the_inputs_at_once():
     attend = Fp8Attention(scaling=Fp8Scaling(inputs="current", margin=1, calibration=1))
     assert_near(train(attend))
-    for growth in (1.9, 0.7, 1.5):  # less than what the margin leaves the output and the gradients
+    for growth in (1.9, 0.7, 1.5):  # within the margin of the output and the gradients
         q, k, v = qkv()
         tensors = q, k, (v.detach() * growth).requires_grad_()
         assert_near(train(attend, tensors=tensors, grad_scale=1e-4 / growth))
@@ -283,7 +283,7 @@ def test_checkpointing_changes_neither_history_nor_gradients(use_reentrant):
 
 
 def test_a_call_checkpointed_twice_in_a_step_keeps_its_scales():
-    """The backward pass of the second call ends no step for the first one, which is repeated after it."""
+    """The backward pass of the second call ends no step for the first one, which is recomputed after it."""
     attend = Fp8Attention(scaling=Fp8Scaling(calibration=1))
     train(attend)
     q, k, v = qkv()
@@ -306,7 +306,7 @@ def test_the_backward_pass_uses_the_scales_of_its_forward_pass():
         attend(*(x * 100 for x in (q, k, v)))
     wanted = torch.autograd.grad(out, (q, k, v), grad_out, retain_graph=True)
     recorded = attend.scaling.amax.clone()
-    attend.scaling.scale[FORWARD] /= 100  # what an update would do
+    attend.scaling.scale[FORWARD] /= 100  # as an update would
     found = torch.autograd.grad(out, (q, k, v), grad_out)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert torch.equal(attend.scaling.amax, recorded), "a second backward pass of the same call is nothing new"
@@ -436,7 +436,7 @@ def test_copies_have_the_state_and_repr_has_the_options():
     assert "grad_dtype=torch.float8_e4m3fn" in repr(copied)
 
 
-# Around it
+# Autocast, compile and autograd
 
 
 def test_autocast_casts():
@@ -494,7 +494,7 @@ def test_empty_inputs(lengths):
 
 def test_gradients_of_gradients_and_batches_of_them_are_refused():
     q, k, v = qkv()
-    for of in (torch.sum, lambda out: out.square().sum()):  # of the first, the upstream gradient leads nowhere
+    for of in (torch.sum, lambda out: out.square().sum()):  # the first one's grad_out has no graph
         with pytest.raises(UnsupportedError, match="double backward"):
             torch.autograd.grad(of(fp8_attention(q, k, v)), q, create_graph=True)
     out = fp8_attention(q, k, v)
@@ -618,7 +618,7 @@ def test_strided_rows_are_readable_without_a_copy():
     assert not fp8_quantize.is_readable(readable[:0])
 
 
-# What a GPU would do
+# Behaviour on a GPU
 
 
 def target(capability):
@@ -634,7 +634,7 @@ def target(capability):
     ],
 )
 def test_unsupported_gpus_raise_before_anything_runs(capability, dim, trains, expected, monkeypatch):
-    """And where cuDNN itself gives 16 bits, it does unless gradients are wanted."""
+    """Also tests that cuDNN writes 16 bits where it can, unless gradients are needed."""
     monkeypatch.setattr(attention_module, "live_target", lambda _: target(capability))
     shapes = (2, 4, 64, dim), (2, 2, 96, dim), (2, 2, 96, dim)
     options = (True, "top_left", -1, -1, None)

@@ -1,4 +1,4 @@
-"""FP8 calls on their way to a GPU, without one: a fake plan reads and writes the addresses of its launch."""
+"""Launches of FP8 calls without a GPU: a fake plan reads and writes the addresses of its launch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def split(options):
 
 
 def within(options, lengths):
-    """The options with lengths as the GPU takes them; the CPU refuses what lies outside."""
+    """The options with lengths clamped as on a GPU; the CPU refuses out-of-range lengths."""
     sizes = {"seq_lens_q": lengths[0], "seq_lens_kv": lengths[1]}
     return {name: x.clamp(0, sizes[name]) if name in sizes else x for name, x in options.items()}
 
@@ -76,7 +76,7 @@ def test_forward_launches_get_the_right_addresses(case, return_lse, out_dtype):
     of = Fp8Forward(ForwardArguments(q, k, v, **split(options), with_lse=return_lse), scales, out_dtype)
     forward = ForwardSpec.of(of)
     found = launch.ForwardCall(forward, FakePlan(forward.key(TARGET, None), fp8_attention), of.call.scale_value)(of)
-    if "seq_lens_q" in options:  # taken from the rounded output then
+    if "seq_lens_q" in options:  # computed from the rounded output
         torch.testing.assert_close(found.amax_o, expected.amax_o, rtol=2**-3, atol=0)
         found = found._replace(amax_o=expected.amax_o)
     assert all(map(same, found, expected))

@@ -1,4 +1,4 @@
-"""FP8 calls that come again, on a stand-in of a GPU: they skip the checks, and nothing slips through."""
+"""The fast path of FP8 calls, on a fake GPU: cached calls skip the checks, and no wrong call passes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORWARD, BACKWARD = Fp8Scales(*SCALES[:6]), Fp8BackwardScales(*SCALES)
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Calls a function as on a GPU; what it gives is poisoned before."""
+    """Calls a function as on a GPU; its results are poisoned first."""
     monkeypatch.setattr(launch, "allocate", poisoned)
     monkeypatch.setattr(launch, "live_target", lambda _: TARGET)
     monkeypatch.setattr(launch, "plan_cache", FakeCache(fp8_attention))
@@ -42,7 +42,7 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def checked(monkeypatch):
-    """The calls that went through the checks."""
+    """The calls that were checked."""
     seen = []
     for name in ("forward_of", "backward_of"):
         whole = getattr(sdpa_fp8_module, name)
@@ -66,7 +66,7 @@ def test_a_call_is_checked_once(gpu, checked, case, return_lse):
         expected = sdpa_fp8(q, k, v, scales, **within(options, lengths), return_lse=return_lse)
         checked.clear()
         found = gpu(sdpa_fp8, q, k, v, scales, **options, return_lse=return_lse)
-        if "seq_lens_q" in options:  # taken from the output
+        if "seq_lens_q" in options:  # computed from the output
             torch.testing.assert_close(found.amax_o, expected.amax_o, rtol=2**-3, atol=0)
             found = found._replace(amax_o=expected.amax_o)
         assert equal(found, expected)
@@ -88,7 +88,7 @@ def test_gradients_are_checked_once(gpu, checked, case):
 
 
 def test_one_scale_tensor_for_all_and_interleaved_calls(gpu, checked):
-    """No guard stands for a tensor that is given twice, and two shapes in turn are found by their signatures."""
+    """One tensor passed twice has no guard; alternating shapes are found by their signatures."""
     one = torch.tensor([1.5])
     problems = [(*qkv(lengths), Fp8Scales(*[one] * 6)) for lengths in ((40, 56), (32, 48))]
     for _ in range(3):
@@ -248,7 +248,7 @@ def misaligned(monkeypatch):
 
     def watched(plan, addresses):
         operands = (*plan.key.inputs, *plan.key.outputs)
-        large = [op.layout.shape[2] > 1 for op in operands]  # cuDNN reads single numbers anywhere
+        large = [op.layout.shape[2] > 1 for op in operands]  # cuDNN reads one-element tensors at any address
         found.extend(
             op.name for op, at, is_large in zip(operands, addresses, large, strict=True) if is_large and at % 16
         )
@@ -259,7 +259,7 @@ def misaligned(monkeypatch):
 
 
 def moved(x):
-    """The same numbers, one byte past a multiple of 16."""
+    """The same values, one byte past a multiple of 16."""
     memory = torch.empty(x.numel() + 32, dtype=torch.uint8)
     start = -memory.data_ptr() % 16 + 1
     return memory[start : start + x.numel()].view(x.dtype).view(x.shape).copy_(x)
@@ -267,7 +267,7 @@ def moved(x):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_misaligned_grad_out_is_copied_warm(gpu, misaligned, is_causal, monkeypatch):
-    monkeypatch.setattr(plans, "_LONG", 16)  # causal ones go one batch entry at a time
+    monkeypatch.setattr(plans, "_LONG", 16)  # causal calls are split into batch entries
     monkeypatch.setattr(plans, "_ENOUGH_TILES", 1)
     q, k, v = qkv((48, 48))
     made = sdpa_fp8(q, k, v, FORWARD, is_causal=is_causal, return_lse=True)

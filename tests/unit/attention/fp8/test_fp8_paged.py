@@ -1,4 +1,4 @@
-"""Attention in FP8 on keys and values in pages."""
+"""FP8 attention on paged keys and values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE, WIDTH, PAGES = 8, 5, 13
 
 
 def problem(*, layout="HND", dtype=E4M3, dims=(32, 48)):
-    """Queries, pages of keys and of values, tables with ids that are none past the lengths, and lengths."""
+    """Queries, pages of keys and values, tables with invalid ids past the lengths, and lengths."""
     q = fp8_of(2, 4, 20, dims[0], dtype=dtype)
     k, v = (fp8_of(PAGES, 2, PAGE, dim, dtype=dtype, layout="bshd" if layout == "NHD" else "bhsd") for dim in dims)
     ids = torch.randperm(PAGES)[: 2 * WIDTH].view(2, WIDTH).int()
@@ -66,7 +66,7 @@ def test_unused_pages_are_not_read():
     owned = {int(i) for row, n in zip(ids, lengths.tolist(), strict=True) for i in row[: -(-n // PAGE)]}
     for page in set(range(PAGES)) - owned:
         v.view(torch.uint8)[page] = 0x7F
-    v.view(torch.uint8)[ids[0, 4], :, 1:] = 0x7F  # the 34th key of the first sequence and those after it
+    v.view(torch.uint8)[ids[0, 4], :, 1:] = 0x7F  # from the 34th key of the first sequence on
     assert same(sdpa_fp8(q, k, v, scales_of(), seq_lens_kv=lengths, page_table=ids), expected)
 
 

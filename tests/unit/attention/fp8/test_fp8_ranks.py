@@ -1,4 +1,4 @@
-"""Scales in FP8 that ranks share: two processes on the CPU, joined by gloo."""
+"""FP8 scales shared by ranks: two processes on the CPU, connected by gloo."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cudnn_sdpa import Fp8Attention, Fp8Scaling, OptionError
 from cudnn_sdpa.attention.fp8.scaling_state import DO
 
 RANKS, STEPS = 2, 4
-BAD = 2  #: the step in which one rank has a value that is not finite
+BAD = 2  #: the step in which one rank has a non-finite value
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="needs PyTorch with gloo"),
@@ -27,7 +27,7 @@ def layer(group, **options):
 
 
 def work(rank, store, folder, auto_update, bad):
-    """What a rank does: a few steps of three layers, of which the last one shares nothing."""
+    """The work of a rank: a few steps of three layers, the last of which shares nothing."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     torch.manual_seed(rank)
     torch.set_num_threads(1)
@@ -35,7 +35,7 @@ def work(rank, store, folder, auto_update, bad):
     model = torch.nn.ModuleList(layer(group, auto_update=auto_update) for group in groups)
     found = []
     for step in range(STEPS):
-        # tensors of different sizes on the ranks, the larger ones now here, now there
+        # tensors of different magnitudes on the ranks, which take turns with the larger ones
         q, k, v = qkv()
         tensors = q, k, (v.detach() * (1.7 if step % RANKS == rank else 1.0)).requires_grad_()
         if step == BAD and rank == 1:
@@ -71,7 +71,7 @@ def test_ranks_share_scales_and_skip_a_step_together(auto_update, bad, tmp_path)
                     history[shared] = torch.cat([largest.unsqueeze(1), history[shared, :, :-1]], dim=1)
                 assert torch.equal(states[shared]["amax_history"], history[shared])
         assert not torch.equal(amaxes, other_amaxes)
-        if step:  # automatic updates come a call later
+        if step:  # automatic updates happen at the next call
             assert not torch.equal(states[2]["scale"], other_states[2]["scale"]), "each for itself"
     assert (ranks[0][-1][1][0]["amax_history"] > 0).any(0).sum() == STEPS - 1 - auto_update
 

@@ -1,4 +1,4 @@
-"""The first steps of scales in FP8, what is loaded into them, and whose they are; on the CPU."""
+"""Calibration, loading and ownership of FP8 scales, on the CPU."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def layer(**options):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """How many backward passes cuDNN would run."""
+    """Number of backward passes that cuDNN would run."""
     made = []
     original = fp8_attention_module._gradients
     monkeypatch.setattr(fp8_attention_module, "_gradients", lambda *x: made.append(1) or original(*x))
     return made
 
 
-# The first steps
+# Calibration
 
 
 @pytest.mark.parametrize("calibration", [1, 2, 4])
@@ -88,7 +88,7 @@ def test_micro_batches_of_a_step_calibrate_together():
 
 
 def test_evaluation_uses_current_scaling_until_calibration_ends():
-    """A history of steps that were dropped would be none."""
+    """A history of skipped steps would be empty."""
     attend = layer(calibration=2)
     for step in range(3):
         train(attend)
@@ -111,13 +111,13 @@ def test_first_gradients_may_be_zero_or_non_finite(bad, grad_dtype):
         grad_out = torch.zeros_like(out) if bad == "zeros" else torch.full_like(out, float(bad))
         for gradient in torch.autograd.grad(out, tensors, grad_out):
             assert (gradient == 0).all() if bad == "zeros" else gradient.isnan().all()
-    for _ in range(4):  # one more that calibrates, then by its history
+    for _ in range(4):  # one more calibration step, then the history is used
         assert_near(train(attend, grad_scale=1e-8), grad_dtype)
     assert attend.scaling.knows_backward
 
 
 def test_gradients_survive_a_zero_initialized_projection():
-    """The first gradient of attention is zero then, and the next ones are tiny."""
+    """The first gradient of attention is then zero, and the next ones are tiny."""
     attend = Fp8Attention()
     projection = torch.nn.Linear(32, 32, bias=False)
     torch.nn.init.zeros_(projection.weight)
@@ -139,12 +139,12 @@ def test_gradients_survive_a_zero_initialized_projection():
 
 @pytest.mark.parametrize("auto_update", [True, False])
 def test_a_grad_scaler_may_overflow_during_calibration(auto_update):
-    """Dropped steps teach nothing; gradients of those that follow are right at once."""
+    """Skipped steps do not update scales; gradients of the following steps are right at once."""
     attend = layer(auto_update=auto_update)
     weights, largest = torch.nn.Parameter(torch.ones(3, 32)), torch.finfo(torch.float16).max
     optimizer = torch.optim.SGD([weights], lr=1e-3 / largest)
     scaler = torch.amp.GradScaler("cpu")
-    size = largest / scaler.get_scale()  # of the gradients, so that only scaled ones overflow
+    size = largest / scaler.get_scale()  # so that only scaled gradients overflow
     dropped = right = 0
     for _ in range(12):
         before = {name: x.clone() for name, x in attend.scaling.named_buffers() if name != "amax"}
@@ -176,12 +176,12 @@ def test_a_grad_scaler_may_overflow_during_calibration(auto_update):
 
 
 def test_a_checkpointed_call_recomputes_with_its_own_scales():
-    """The update between the call and its backward pass ends calibration, but not for that call."""
+    """An update between a call and its backward pass ends calibration, but not for that call."""
     attend = layer(calibration=1, auto_update=False)
     q, k, v = qkv()
     out = checkpoint(attend, q, k, v, use_reentrant=False)
     attend.scaling.update()
-    attend.scaling.scale[FORWARD] *= 1000  # useless ones
+    attend.scaling.scale[FORWARD] *= 1000  # useless scales
     grad_out = torch.randn_like(out) * 1e-3
     found = torch.autograd.grad(out, (q, k, v), grad_out)
     assert_near((out, found, (q, k, v), grad_out))
@@ -299,7 +299,7 @@ def test_a_state_with_zero_gradients_continues_calibration():
     assert_near(train(second, grad_scale=1e-9))
 
 
-# Whose they are
+# Ownership
 
 
 def test_two_layers_cannot_share_a_scaling():

@@ -1,4 +1,4 @@
-"""What `explain` says of a call on a paged cache is what the call does."""
+"""`explain` of a call on pages reports what the call does."""
 
 from __future__ import annotations
 

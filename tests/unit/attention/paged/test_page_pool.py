@@ -1,4 +1,4 @@
-"""Which page belongs to which sequence."""
+"""`PagePool`: which page belongs to which sequence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cudnn_sdpa.attention.paged.page_pool import PagePool
 
 
 def owners(pool):
-    """Each page with the sequences that have it."""
+    """The sequences that own each page."""
     found = {}
     for number, sequence in pool._sequences.items():
         for page in sequence.pages:
@@ -23,7 +23,7 @@ def owners(pool):
 
 
 def check(pool):
-    """What always holds: a page is free or belongs to those who are counted, and everyone has room for its tokens."""
+    """A page is free or belongs to its counted owners, and every sequence has room for its tokens."""
     found = owners(pool)
     assert [len(found.get(page, [])) for page in range(len(pool._owners))] == pool._owners
     assert sorted([*found, *pool._free]) == list(range(len(pool._owners)))
@@ -192,11 +192,11 @@ def test_growth_can_be_undone(seed):
 
 
 class _Broken(BaseException):
-    """What a signal handler raises, such as KeyboardInterrupt."""
+    """An exception from a signal handler, such as KeyboardInterrupt."""
 
 
 def interrupted_at(place, run, whole):
-    """Runs a function, with an exception before the given opcode of the pool's own code; whether it came so far.
+    """Runs a function with an exception before the given opcode of the pool's code. Returns whether it got that far.
 
     `whole` does the same with another pool, and is run to its end before.
     """
@@ -229,7 +229,7 @@ def interrupted_at(place, run, whole):
 
 
 def shared_pool():
-    """Sequences 0 to 3: of several pages, a fork with a page of both, an empty one, and one that was split."""
+    """Sequences 0 to 3: one of several pages, a fork that shares a page, an empty one, one whose page was copied."""
     pool = PagePool(24, 4)
     for _ in range(3):
         pool.add()

@@ -1,4 +1,4 @@
-"""`sdpa_paged` and `PagedKVCache` on the CPU: against dense attention of the same keys."""
+"""`sdpa_paged` and `PagedKVCache` on the CPU, against dense attention of the same keys."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_page_ids_and_lengths_are_checked_on_request(monkeypatch):
 
 
 def test_out_of_range_values_are_clamped(monkeypatch):
-    for check in ("check_lengths", "check_pages"):  # as on a GPU, where nobody reads them
+    for check in ("check_lengths", "check_pages"):  # as on a GPU, where they are not read
         monkeypatch.setattr(value_checks, check, lambda *_: None)
     given = arguments()
     given["page_table"].fill_(10**6)
@@ -557,7 +557,7 @@ def test_a_step_before_a_page_was_copied_may_not_write_to_the_old_one():
     step = cache.reserve([one], 6)
     cache.append(step, *new_tokens(1, 6))
     two = cache.fork(one)
-    cache.append(cache.reserve([one]), *new_tokens())  # a page of its own now
+    cache.append(cache.reserve([one]), *new_tokens())  # the page was copied
     before = cache.read(two)
     with pytest.raises(OptionError, match=f"a step of sequence {one}, which has been .*given a page of its own"):
         cache.append(step, *new_tokens(1, 6))

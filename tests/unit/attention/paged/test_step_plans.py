@@ -1,4 +1,4 @@
-"""`PagedKVCache.plans`: the plans of the steps that are named, and of no others."""
+"""`PagedKVCache.plans`: exactly the plans of the named steps."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_known_wrong_decode_kernels_are_replaced(cache):
 
 @pytest.mark.parametrize("order", ["tokens first", "heads first"])
 def test_a_serving_loop_needs_a_few_dozen_plans(order):
-    """Steps whose batch, lengths and chunks change all the time, on tables of anybody."""
+    """Steps whose batch, lengths and chunks change all the time, on any tables."""
     draw = random.Random(5)
     pages, table = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in PAGES_AND_TABLE)
     keys = set()

@@ -1,4 +1,4 @@
-"""Wrong arguments of `sdpa_varlen`: typed errors that speak of tensors of rank 3 and of tokens."""
+"""Wrong arguments of `sdpa_varlen`: typed errors in terms of rank-3 tensors and tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RIGHT = {
 LONGEST = "the length of the longest sequence"
 
 WRONG = {
-    # name: (changes, error, argument at fault, what it got, part of what was expected)
+    # name: (changes, error, wrong argument, what it got, part of what was expected)
     "q of rank 4": ({"q": R(1, 10, 4, 16)}, ShapeError, "q", "shape (1, 10, 4, 16)", "rank 3: (tokens, heads"),
     "out of rank 4": ({"out": Z(1, 10, 4, 24)}, ShapeError, "out", "shape (1, 10, 4, 24)", "rank 3"),
     "no heads": ({"q": R(10, 0, 16)}, ShapeError, "q", "0 heads", "at least one head"),
@@ -95,7 +95,7 @@ def test_any_integer_type_is_a_bound(bound, same):
 
 
 def test_stride_checks_name_tokens_and_heads():
-    """What only a GPU asks for, checked for a packed call as the operator does it."""
+    """GPU-only requirements, checked for a packed call as in the operator."""
     q, k, v = (R(10, 2, 16).half() for _ in range(3))
     uneven = Z(10, 2 * 18, dtype=torch.float16).view(10, 2, 18)[..., :16]
     by_token = Z(10, 2 * 16 + 4, dtype=torch.float16)[:, :32].view(10, 2, 16)
