@@ -85,7 +85,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         assert error(result, expected) < TOLERANCE[q.dtype]
         assert (result[expected == 0] == 0).all(), "rows that see nothing must be zeros"
     assert lse.dtype == torch.float32
-    blind = expected_lse.isneginf()
-    assert (lse[blind] == -math.inf).all()
-    assert error(lse[~blind], expected_lse[~blind]) < 1e-5
+    masked_rows = expected_lse.isneginf()
+    assert (lse[masked_rows] == -math.inf).all()
+    assert error(lse[~masked_rows], expected_lse[~masked_rows]) < 1e-5
     return plain

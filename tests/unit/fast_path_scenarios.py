@@ -116,13 +116,13 @@ def garbage_collected_functions():
 
 def checkpoints():
     x, weight, kernel = TENSOR.clone().requires_grad_(), torch.rand(128), torch.randn(4, 4, 3, 3)
-    picture = torch.randn(1, 4, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
+    image = torch.randn(1, 4, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
     steps = {
         "norm": (lambda x: rms_norm(x, weight), x),
         "layer": (lambda x: layer_norm(x, weight, weight), x),
         "gate": (silu_mul, x),
         "own": (lambda x: affine(x.view(1, 4, 128), 2.0, 1.0), x),
-        "conv": (lambda x: conv2d(x, kernel, padding=[1, 1]), picture),
+        "conv": (lambda x: conv2d(x, kernel, padding=[1, 1]), image),
     }
     for _ in range(2):
         for step, leaf in steps.values():
@@ -182,15 +182,15 @@ def sizes_in_lists():
 def empty_tensors():
     leaf = torch.ones(1, 0, 8, requires_grad=True)
     assert affine(leaf, 2.0, 1.0).shape == (1, 0, 8)
-    picture, kernel = torch.randn(0, 4, 8, 8, requires_grad=True), torch.randn(6, 4, 3, 3, requires_grad=True)
-    out = conv2d(picture, kernel, padding=1, activation="silu")
+    image, kernel = torch.randn(0, 4, 8, 8, requires_grad=True), torch.randn(6, 4, 3, 3, requires_grad=True)
+    out = conv2d(image, kernel, padding=1, activation="silu")
     assert out.shape == (0, 6, 8, 8)
     assert torch.autograd.grad(out.sum(), kernel)[0].abs().sum() == 0
 
 
 def determinism():
     x, weight = TENSOR.clone().requires_grad_(), torch.rand(128)
-    picture, kernel = (channels_last(torch.randn(shape)) for shape in ((1, 4, 8, 8), (4, 4, 3, 3)))
+    image, kernel = (channels_last(torch.randn(shape)) for shape in ((1, 4, 8, 8), (4, 4, 3, 3)))
     kernel.requires_grad_()
     steps = [
         lambda: rms_norm(x, weight),
@@ -198,7 +198,7 @@ def determinism():
         lambda: silu_mul(x),
         lambda: silu_mul(x, x),
         lambda: affine(x.view(1, 4, 128), 2.0, 1.0),
-        lambda: conv2d(picture, kernel, padding=1),
+        lambda: conv2d(image, kernel, padding=1),
     ]
     launched = FakePlan.launched
     for step in steps:
@@ -215,12 +215,12 @@ def determinism():
 
 
 def needed_gradients():
-    picture, kernel = (channels_last(torch.randn(shape)) for shape in ((2, 4, 8, 8), (6, 4, 3, 3)))
+    image, kernel = (channels_last(torch.randn(shape)) for shape in ((2, 4, 8, 8), (6, 4, 3, 3)))
     bias, other = torch.randn(6), torch.randn(4, 128)
     cases = [
-        (lambda x, w, b: conv2d(x, w, b, padding=1), (picture, kernel, bias), ["conv_dgrad"], 0),
-        (lambda x, w, b: conv2d(x, w, b, padding=1), (picture, kernel, bias), ["conv_wgrad"], 1),
-        (lambda x, w, b: conv2d(x, w, b, padding=1), (picture, kernel, bias), [], 2),
+        (lambda x, w, b: conv2d(x, w, b, padding=1), (image, kernel, bias), ["conv_dgrad"], 0),
+        (lambda x, w, b: conv2d(x, w, b, padding=1), (image, kernel, bias), ["conv_wgrad"], 1),
+        (lambda x, w, b: conv2d(x, w, b, padding=1), (image, kernel, bias), [], 2),
         (silu_mul, (TENSOR, other), ["silu_mul_grad_gate"], 0),
         (silu_mul, (TENSOR, other), ["silu_mul_grad_up"], 1),
         (silu_mul, (TENSOR[:, :64], other[:, 64:]), ["silu_mul_grad_gate"], 0),
@@ -248,13 +248,13 @@ def gradients_of_gradients():
 def calls_with_gradients():
     """Functions and their leaves, for grad_outs of any form."""
     weight, other, bias = torch.rand(128), torch.rand(4, 128), torch.rand(128)
-    kernel, picture = (channels_last(torch.randn(shape)) for shape in ((4, 4, 3, 3), (2, 4, 8, 8)))
+    kernel, image = (channels_last(torch.randn(shape)) for shape in ((4, 4, 3, 3), (2, 4, 8, 8)))
     return {
         "rms_norm": (lambda x: rms_norm(x, weight), TENSOR),
         "layer_norm": (lambda x: layer_norm(x, weight, bias), TENSOR),
         "silu_mul": (lambda x: silu_mul(x, other), TENSOR),
         "silu_mul of both": (silu_mul, TENSOR),
-        "conv2d": (lambda x: conv2d(x, kernel, padding=1), picture),
+        "conv2d": (lambda x: conv2d(x, kernel, padding=1), image),
         "affine": (lambda x: affine(x, 2.0, 3.0), TENSOR[None]),
     }
 
@@ -292,8 +292,8 @@ def negated_and_zero_tensor_operands():
 def wrong_calls(spoil):
     """Calls with one mutated operand, by name; `plus` is a custom graph."""
     rows, weight, both = torch.randn(4, 128), torch.rand(128), torch.randn(4, 128)
-    picture, kernel, bias = (torch.randn(shape) for shape in ((2, 8, 8, 8), (8, 8, 3, 3), (8,)))
-    picture, kernel = channels_last(picture), channels_last(kernel)
+    image, kernel, bias = (torch.randn(shape) for shape in ((2, 8, 8, 8), (8, 8, 3, 3), (8,)))
+    image, kernel = channels_last(image), channels_last(kernel)
     calls = {
         "rms_norm": (rms_norm, (rows, weight)),
         "rms_norm, zero-centered": (lambda *x: rms_norm(*x, zero_centered=True), (rows, weight)),
@@ -302,7 +302,7 @@ def wrong_calls(spoil):
         "silu_mul": (silu_mul, (rows, both)),
         "gelu_mul": (gelu_mul, (rows, both)),
         "conv1d": (conv1d, (torch.randn(2, 12, 8).transpose(1, 2), torch.randn(8, 3, 8).transpose(1, 2), bias)),
-        "conv2d": (conv2d, (picture, kernel, bias)),
+        "conv2d": (conv2d, (image, kernel, bias)),
         "conv3d": (conv3d, tuple(channels_last(torch.randn(s)) for s in ((2, 4, 5, 5, 5), (4, 4, 3, 3, 3)))),
         "graph_op": (plus, (rows[None], both[None])),
     }

@@ -1,4 +1,4 @@
-"""Functions of the library beside PyTorch's pair of them, with inputs of growing sizes, for tests of torch.compile."""
+"""Functions of the library and their PyTorch equivalents, with inputs of growing sizes, for tests of torch.compile."""
 
 from __future__ import annotations
 

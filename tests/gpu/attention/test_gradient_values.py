@@ -88,9 +88,9 @@ def masked(kind, sinks, dtype):
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("kind", ["bool", "float", "float without its gradient"])
 def test_fully_masked_rows(kind, sinks, dtype):
-    c, t, blind = masked(kind, sinks, dtype)
-    assert blind.any()
-    assert not blind.all()
+    c, t, masked_rows = masked(kind, sinks, dtype)
+    assert masked_rows.any()
+    assert not masked_rows.all()
     assert dense_calls.check(c, t) == []
     wanted = ["q", "k", "v", *(["attn_mask"] if c.mask_grad else []), *(["sinks"] if sinks else [])]
     leaves = {name: t[name].detach().requires_grad_() for name in wanted}
@@ -98,13 +98,15 @@ def test_fully_masked_rows(kind, sinks, dtype):
     out, lse = cudnn_sdpa.sdpa(**named, scale=c.scale, return_lse=True)
     found = dict(zip(wanted, torch.autograd.grad(out, list(leaves.values()), t["grad_out"]), strict=True))
     assert all(gradient.isfinite().all() for gradient in found.values())
-    assert (out[blind] == 0).all()
+    assert (out[masked_rows] == 0).all()
     alone = (
-        t["sinks"].detach().view(1, -1, 1).expand_as(lse)[blind] if sinks else torch.full_like(lse[blind], -math.inf)
+        t["sinks"].detach().view(1, -1, 1).expand_as(lse)[masked_rows]
+        if sinks
+        else torch.full_like(lse[masked_rows], -math.inf)
     )
-    torch.testing.assert_close(lse[blind], alone, rtol=1e-6, atol=1e-6)
-    assert (found["q"][blind] == 0).all()
-    assert found["q"][~blind].any()
+    torch.testing.assert_close(lse[masked_rows], alone, rtol=1e-6, atol=1e-6)
+    assert (found["q"][masked_rows] == 0).all()
+    assert found["q"][~masked_rows].any()
     for name in "kv":
         assert (found[name][2] == 0).all()
         assert found[name][0].any()

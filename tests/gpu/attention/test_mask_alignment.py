@@ -50,12 +50,12 @@ def gradients(tensors, grad_out, *, is_causal, causal_alignment):
     else:
         scores = scores + mask
     scores = scores.masked_fill(~seen, -torch.inf)
-    blind = torch.where(seen.any(-1, keepdim=True), -torch.inf, 0.0).double().expand(batch, heads, sq, 1)
-    column = blind if sinks is None else sinks.view(1, -1, 1, 1).expand(batch, heads, sq, 1)
+    without_keys = torch.where(seen.any(-1, keepdim=True), -torch.inf, 0.0).double().expand(batch, heads, sq, 1)
+    column = without_keys if sinks is None else sinks.view(1, -1, 1, 1).expand(batch, heads, sq, 1)
     everything = torch.cat([scores, column], -1)
     out, lse = everything.softmax(-1)[..., :-1] @ v, everything.logsumexp(-1).detach()
     if sinks is None:
-        lse = torch.where(blind.squeeze(-1) == 0, -torch.inf, lse)
+        lse = torch.where(without_keys.squeeze(-1) == 0, -torch.inf, lse)
     leaves = {n: t for n, t in x.items() if t.requires_grad}
     found = torch.autograd.grad(out, list(leaves.values()), grad_out.double(), allow_unused=True)
     zeros = (torch.zeros_like(t) if g is None else g for t, g in zip(leaves.values(), found, strict=True))

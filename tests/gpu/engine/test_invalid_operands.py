@@ -13,7 +13,7 @@ def rows(*shape):
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def pictures(*shape):
+def images(*shape):
     return rows(*shape).contiguous(memory_format=torch.channels_last)
 
 
@@ -29,7 +29,7 @@ CALLS = {
     "gelu_mul": (gelu_mul, lambda: [rows(4, 128), rows(4, 128)]),
     "conv2d": (
         lambda x, w, b: conv2d(x, w, b, padding=1),
-        lambda: [pictures(2, 8, 9, 7), pictures(16, 8, 3, 1) * 0.2, rows(16)],
+        lambda: [images(2, 8, 9, 7), images(16, 8, 3, 1) * 0.2, rows(16)],
     ),
     "graph_op": (lambda x, b: add_rows(x, b, 2.0), lambda: [rows(1, 48, 64), rows(1, 1, 64)]),
 }

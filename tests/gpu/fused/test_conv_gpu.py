@@ -237,9 +237,9 @@ def test_explain_public_functions():
     both = x.detach()
     cudnn_sdpa.silu_mul(both)
     assert explain(cudnn_sdpa.silu_mul, both).cached
-    picture, filters = channels_last(2, 32, 16, 16), channels_last(64, 32, 3, 3)
-    conv2d(picture, filters, activation="relu")
-    assert explain(conv2d, picture, filters, activation="relu").cached
+    image, filters = channels_last(2, 32, 16, 16), channels_last(64, 32, 3, 3)
+    conv2d(image, filters, activation="relu")
+    assert explain(conv2d, image, filters, activation="relu").cached
 
 
 def test_several_results_of_several_dtypes():

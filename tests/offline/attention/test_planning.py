@@ -106,9 +106,9 @@ def test_head_dims_that_differ(plan, shapes, dims):
 def test_odd_lengths(plan, shapes, sizes, mask):
     key, made = plan(*shapes(lengths=sizes, dims=(128, 128)), **MASKS[mask], return_lse=True)
     assert_usable(made)
-    blind = max(0, sizes[0] - sizes[1]) if mask == "bottom_right" else 0
-    assert key.inputs[0].layout.shape[2] == sizes[0] - blind
-    assert key.outputs[1].layout.shape == (2, 8, sizes[0] - blind, 1)
+    masked_rows = max(0, sizes[0] - sizes[1]) if mask == "bottom_right" else 0
+    assert key.inputs[0].layout.shape[2] == sizes[0] - masked_rows
+    assert key.outputs[1].layout.shape == (2, 8, sizes[0] - masked_rows, 1)
 
 
 @pytest.mark.sample(6)

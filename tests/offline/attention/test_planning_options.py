@@ -160,11 +160,11 @@ def test_windows_over_more_queries_than_keys(plan, plan_backward, shapes, alignm
     tensors, options = shapes(lengths=(300, 192)), {"window_size": window_size, "causal_alignment": alignment}
     key, made = plan(*tensors, **options)
     assert_usable(made)
-    blind = max(0, 300 - 192 - window_size[1]) if alignment == "bottom_right" and window_size[1] >= 0 else 0
-    assert key.inputs[0].layout.shape[2] == 300 - blind
-    if 300 - blind > 192:  # cuDNN accepts a left bound there only with lengths, which are then constants
+    masked_rows = max(0, 300 - 192 - window_size[1]) if alignment == "bottom_right" and window_size[1] >= 0 else 0
+    assert key.inputs[0].layout.shape[2] == 300 - masked_rows
+    if 300 - masked_rows > 192:  # cuDNN accepts a left bound there only with lengths, which are then constants
         filled = {operand.name: operand.fill for operand in key.inputs if operand.role is Role.FILL}
-        assert filled == {"seq_len_q": 300 - blind, "seq_len_kv": 192}
+        assert filled == {"seq_len_q": 300 - masked_rows, "seq_len_kv": 192}
     assert_usable(plan_backward(*tensors, **options)[1])
 
 

@@ -37,7 +37,7 @@ def bare(*shape, dtype=HALF):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def pictures(*shape, dtype=HALF):
+def images(*shape, dtype=HALF):
     return channels_last(bare(*shape, dtype=dtype))
 
 
@@ -83,12 +83,12 @@ ONE_FOR_ALL = tuple(as_rows((bare(1, 200).expand(512, 200), bare(512, 200)), ("g
 
 GATES = {
     "silu_mul": (silu_mul_rows, (DENSE, DENSE), {}),
-    "silu_mul of halves in pieces": (silu_mul_rows, (PIECES, PIECES), {}),
+    "silu_mul of halves, split": (silu_mul_rows, (PIECES, PIECES), {}),
     "silu_mul of halves": (silu_mul_rows, (HALVES, HALVES), {}),
     "silu_mul, float32": (silu_mul_rows, (DENSE.float(), DENSE.float()), {}),
     "silu_mul in squares": (silu_mul_rows, (SQUARES, SQUARES), {}),
     "gradients of silu_mul in squares": (silu_mul_gradients, (SQUARES, SQUARES, SQUARES), {"dense": True}),
-    "gradients in 32 pieces": (silu_mul_gradients, (FOR_THEM, THIRTY_TWO, THIRTY_TWO), {"dense": False}),
+    "gradients in 32 parts": (silu_mul_gradients, (FOR_THEM, THIRTY_TWO, THIRTY_TWO), {"dense": False}),
     "silu_mul of one row for all": (silu_mul_rows, ONE_FOR_ALL, {}),
     "gradients of one row for all": (silu_mul_gradients, (ONE_FOR_ALL[1], *ONE_FOR_ALL), {"dense": True}),
     "relu_squared of one row for all": (relu_squared_rows, ONE_FOR_ALL[:1], {}),
@@ -103,9 +103,9 @@ GATES = {
     "relu_squared of a half": (relu_squared_rows, (PIECES,), {}),
 }
 
-IMAGE, LOSS = pictures(4, 64, 32, 32), pictures(4, 128, 32, 32)
-FILTERS, BIAS = pictures(128, 64, 3, 3), bare(1, 128, 1, 1)
-VOLUME, CUBES, OF_CUBES = pictures(2, 32, 8, 16, 16), pictures(64, 32, 3, 3, 3), pictures(2, 64, 8, 16, 16)
+IMAGE, LOSS = images(4, 64, 32, 32), images(4, 128, 32, 32)
+FILTERS, BIAS = images(128, 64, 3, 3), bare(1, 128, 1, 1)
+VOLUME, CUBES, OF_CUBES = images(2, 32, 8, 16, 16), images(64, 32, 3, 3, 3), images(2, 64, 8, 16, 16)
 
 CONVOLUTIONS = {
     **{
@@ -119,11 +119,11 @@ CONVOLUTIONS = {
     },
     "conv2d, stride": (convolution, (IMAGE, FILTERS, BIAS), {**geometry(2, stride=2), "activation": "silu"}),
     "conv2d, dilation": (convolution, (IMAGE, FILTERS), {**geometry(2, dilation=2), "activation": None}),
-    "conv2d, groups": (convolution, (IMAGE, pictures(128, 8, 3, 3)), {**geometry(2), "activation": None}),
+    "conv2d, groups": (convolution, (IMAGE, images(128, 8, 3, 3)), {**geometry(2), "activation": None}),
     "conv2d, float32": (convolution, (IMAGE.float(), FILTERS.float()), {**geometry(2), "activation": None}),
     "conv1d": (
         convolution,
-        (pictures(2, 64, 1, 256), pictures(128, 64, 1, 3), BIAS),
+        (images(2, 64, 1, 256), images(128, 64, 1, 3), BIAS),
         {"stride": (1, 1), "padding": (0, 1), "dilation": (1, 1), "activation": "silu"},
     ),
     "conv3d": (convolution, (VOLUME, CUBES), {**geometry(3), "activation": None}),
@@ -246,7 +246,7 @@ ONES = {
 @pytest.mark.parametrize("in_order", [False, True])
 def test_convolutions_with_sizes_of_1_have_engines(name, in_order):
     grad_x, grad_weight = ONES[name]
-    make = bare if in_order else pictures
+    make = bare if in_order else images
     x, weight = (channels_last(make(*shape)) for shape in (grad_x, grad_weight))
     where = geometry(len(grad_x) - 2, padding=0)
     (y,) = convolution.outputs((x, weight, None), {**where, "activation": None})

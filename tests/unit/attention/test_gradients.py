@@ -109,14 +109,14 @@ def test_rows_without_keys_give_zeros_and_no_nan(blinding, sinks):
         {**tensors, **{n: x for n, x in blinding.items() if torch.is_tensor(x)}},
         **{name: x for name, x in blinding.items() if not torch.is_tensor(x)},
     )
-    blind = (found["out"] == 0).all(-1)
-    assert blind.any()
-    assert (found["q"][blind] == 0).all()
+    masked_rows = (found["out"] == 0).all(-1)
+    assert masked_rows.any()
+    assert (found["q"][masked_rows] == 0).all()
     if sinks:
-        alone = tensors["sinks"].view(1, 4, 1).expand_as(found["lse"])[blind]
-        torch.testing.assert_close(found["lse"][blind], alone)
+        alone = tensors["sinks"].view(1, 4, 1).expand_as(found["lse"])[masked_rows]
+        torch.testing.assert_close(found["lse"][masked_rows], alone)
     else:
-        assert found["lse"][blind].isneginf().all()
+        assert found["lse"][masked_rows].isneginf().all()
     assert not any(x.isnan().any() for x in found.values())
 
 

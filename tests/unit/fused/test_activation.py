@@ -63,7 +63,7 @@ def two(make):
 STRIDED = {
     "halves of one row": halves(1, 26),
     "halves": halves(2, 5, 32),
-    "halves in pieces": halves(3, 4, 512),
+    "halves, split": halves(3, 4, 512),
     "halves of four dimensions": halves(2, 3, 4, 64),
     "quarters": lambda dtype: values(6, 64, dtype=dtype).chunk(4, dim=-1)[1:3],
     "sliced": two(lambda dtype: values(4, 40, dtype=dtype)[1:, 8:24]),

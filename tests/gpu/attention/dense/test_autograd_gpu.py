@@ -123,7 +123,7 @@ def test_grad_out_is_copied_only_if_necessary(name, order):
     assert dense_calls.check(c, t) == []
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 20.0}], ids=["short way", "long way"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 20.0}], ids=["fast path", "general path"])
 def test_expanded_grad_out_of_a_sum(options):
     """The most common grad_out, one value expanded, on the fast path and on the general one."""
     leaves = qkv()
@@ -234,7 +234,7 @@ def test_without_gradients_nothing_is_recorded(mode, long_way):
         assert torch.equal(lse, expected_lse)
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 20.0}], ids=["short way", "long way"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 20.0}], ids=["fast path", "general path"])
 def test_gradients_accumulate(options):
     leaves = qkv()
     grad_out = torch.randn_like(leaves[0])

@@ -131,23 +131,29 @@ def heads_last(x):
 
 
 def test_when_batch_entries_are_split_into_launches():
-    def pieces(batch, heads, length, target=TARGET, **options):
+    def entries_per_launch(batch, heads, length, target=TARGET, **options):
         q = torch.empty(batch, length, heads, 128, dtype=E4M3, device="meta").transpose(1, 2)
         lse = torch.empty(batch, heads, length, device="meta")
         call = ForwardArguments(q, q, q, **options)
         return BackwardSpec.of(Fp8Backward(q, q, lse, call, Fp8BackwardScales(*SCALES))).part(target).problem.q.shape[0]
 
     causal = {"is_causal": True}
-    assert [pieces(*sizes, **causal) for sizes in ((4, 32, 4096), (8, 32, 1024), (6, 16, 2048), (4, 8, 4096))] == [
+    assert [
+        entries_per_launch(*sizes, **causal) for sizes in ((4, 32, 4096), (8, 32, 1024), (6, 16, 2048), (4, 8, 4096))
+    ] == [
         1,
         2,
         2,
         2,
     ]
-    assert [pieces(*sizes, **causal) for sizes in ((64, 32, 512), (1, 32, 4096), (5, 8, 2048))] == [64, 1, 5]
-    assert pieces(4, 32, 4096) == 4
+    assert [entries_per_launch(*sizes, **causal) for sizes in ((64, 32, 512), (1, 32, 4096), (5, 8, 2048))] == [
+        64,
+        1,
+        5,
+    ]
+    assert entries_per_launch(4, 32, 4096) == 4
     blackwell = dataclasses.replace(TARGET, properties=(("deviceVer", 1000), ("multiProcessorCount", 148)))
-    assert pieces(4, 32, 4096, blackwell, **causal) == 4
+    assert entries_per_launch(4, 32, 4096, blackwell, **causal) == 4
 
 
 def test_an_unreadable_grad_out_is_copied():
