@@ -70,9 +70,10 @@ def scaled(x):
 
 def one_row_lost(x):
     """Zeroes the quarter with the largest value: a row of tiny values would not be noticed."""
-    x, quarter = x.clone(), x.numel() // 4
-    begin = min(int(x.abs().argmax()), x.numel() - quarter)
-    x.view(-1)[begin : begin + quarter] = 0
+    x = x.clone()
+    if quarter := x.numel() // 4:
+        begin = min(int(x.abs().argmax()), x.numel() - quarter)
+        x.view(-1)[begin : begin + quarter] = 0
     return x
 
 
