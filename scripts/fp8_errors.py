@@ -55,12 +55,12 @@ CASES: list[tuple[str, int, Change]] = [
     ("normal", 128, plain),
     ("normal", 512, plain),
     ("normal", 2048, plain),
-    ("sharp: Q is 4 times as large, and so are the scores", 128, sharp),
+    ("sharp: Q and the scores are 4 times as large", 128, sharp),
     ("sharp", 512, sharp),
     ("sharp", 2048, sharp),
     ("one of 1,000 values of Q and K is 20 times as large", 512, outliers),
-    ("one channel of K lies around 30", 512, channel),
-    ("V lies around 4", 512, mean),
+    ("one channel of K has mean 30", 512, channel),
+    ("V has mean 4", 512, mean),
 ]
 
 
@@ -106,7 +106,7 @@ def rows() -> Iterator[tuple[str, int, list[float]]]:
 def table() -> str:
     """The errors as Markdown, in percent."""
     lines = [
-        "| numbers | keys | bfloat16 | FP8: of the inputs | FP8: output | gradients, E4M3 | gradients, E5M2 |",
+        "| values | keys | bfloat16 | FP8: of the inputs | FP8: output | gradients, E4M3 | gradients, E5M2 |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for name, length, errors in rows():
