@@ -9,7 +9,7 @@ import threading
 
 from cudnn_sdpa.errors import ArgumentError, OptionError, UnsupportedError
 from cudnn_sdpa.graph.target import Target, bundled_capabilities
-from cudnn_sdpa.settings import renewed_in_children
+from cudnn_sdpa.settings import Override, Overrides, renewed_in_children
 
 #: Environment variable that names the GPU.
 VARIABLE = "CUDNN_SDPA_CPU_CHECKS"
@@ -23,22 +23,20 @@ ASSUMED_CUDNN = 91900
 _lock = renewed_in_children(threading.Lock())
 
 
-class CpuChecksUse:
+class CpuChecksUse(Override["str | None"]):
     """The result of `cpu_checks`: ignore it, or use it in a `with` statement to restore the previous setting.
 
     Attributes:
         target: The name of the GPU that CPU tensors are checked against; None for no checks.
     """
 
-    def __init__(self, target: str | None, before: str | None) -> None:
+    def __init__(self, target: str | None) -> None:
         self.target = target
-        self._before = before
+        super().__init__(_overrides, target)
 
     def __enter__(self) -> str | None:
+        self._enter()
         return self.target
-
-    def __exit__(self, *_: object) -> None:
-        _Setting.name = self._before
 
 
 class _Setting:
@@ -78,11 +76,7 @@ def cpu_checks(target: str | None) -> CpuChecksUse:
         ...     cudnn_sdpa.sdpa(q, k, v).shape
         torch.Size([1, 2, 8, 12])
     """
-    name = _checked("target", target)
-    before = active_name()
-    with _lock:
-        _Setting.name = name
-    return CpuChecksUse(name, before)
+    return CpuChecksUse(_checked("target", target))
 
 
 def active_name() -> str | None:
@@ -92,6 +86,14 @@ def active_name() -> str | None:
             if _Setting.name == "":
                 _Setting.name = _checked(VARIABLE, os.environ.get(VARIABLE, DEFAULT) or None)
     return _Setting.name
+
+
+def _set(name: str | None) -> None:
+    with _lock:
+        _Setting.name = name
+
+
+_overrides = Overrides(active_name, _set)
 
 
 def active() -> Target | None:

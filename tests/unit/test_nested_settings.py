@@ -2,60 +2,90 @@
 
 from __future__ import annotations
 
+import ast
 import contextvars
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 
 import cudnn_sdpa
-from cudnn_sdpa import OptionError, fallback, shape_policy, use_plan_store
+from cudnn_sdpa import OptionError, cpu_checks, fallback, shape_policy, use_plan_store
+from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.plans import default_store
 from cudnn_sdpa.plans import shape_policy as shape_policy_module
+from cudnn_sdpa.plans.store import PlanStore
 
 POLICIES = ("exact", "bucketed", "tiered")
 
+#: Every setting of the process that a `with` statement ends: what sets it, the values to set, and what is in force.
+SETTINGS = {
+    "shape_policy": (shape_policy, POLICIES, shape_policy_module.active),
+    "use_plan_store": (use_plan_store, ("first", "second", "third"), default_store.active),
+    "cpu_checks": (cpu_checks, ("a100", None, "b200"), cpu_target.active_name),
+}
+
+
+@pytest.fixture(params=SETTINGS)
+def setting(request, tmp_path, monkeypatch):
+    """What sets a setting, the values, and what is in force then."""
+    monkeypatch.chdir(tmp_path)
+    set_to, values, active = SETTINGS[request.param]
+
+    def in_force():
+        found = active()
+        return found.folder.name if isinstance(found, PlanStore) else found
+
+    before = in_force()
+    yield set_to, values, in_force
+    assert in_force() == before
+
+
+def test_every_setting_is_tested():
+    """Left out: a count (`no_plan_builds`), lists (`autotune`, `record_plans`), a context variable (`fallback`)."""
+    found = set()
+    for path in Path(cudnn_sdpa.__file__).parent.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            methods = {each.name for each in getattr(node, "body", ()) if isinstance(each, ast.FunctionDef)}
+            if isinstance(node, ast.ClassDef) and methods & {"__enter__", "__exit__"}:
+                found.add(node.name)
+    assert found == {"Override", "ShapePolicyUse", "PlanStoreUse", "CpuChecksUse"}, "not in SETTINGS"
+
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_overlapping_policies_restore_the_previous_one(order):
-    before = shape_policy_module.active()
-    uses = [shape_policy(policy) for policy in POLICIES]
-    for use, policy in zip(uses, POLICIES, strict=True):
-        assert use.__enter__() == policy
+def test_overlapping_settings_restore_the_previous_one(setting, order):
+    set_to, values, in_force = setting
+    before = in_force()
+    uses = [set_to(value) for value in values]
+    for use in uses:
+        use.__enter__()
     left = list(range(3))
     for number in order:
-        assert shape_policy_module.active() == POLICIES[left[-1]]
+        assert in_force() == values[left[-1]]
         uses[number].__exit__(None, None, None)
         left.remove(number)
-    assert shape_policy_module.active() == before
+    assert in_force() == before
 
 
-def test_overlapping_stores_restore_the_previous_one(tmp_path):
-    before = default_store.active()
-    first, second = use_plan_store(tmp_path / "first"), use_plan_store(tmp_path / "second")
-    with first:
-        second.__enter__()
-    assert default_store.active() is second.store
-    second.__exit__(None, None, None)
-    assert default_store.active() is before
-
-
-def test_random_policy_changes_match_a_model():
+def test_random_changes_match_a_model(setting):
     """Entered and exited at random, and set permanently outside of all statements."""
+    set_to, values, in_force = setting
     r, open_uses = random.Random(5), []
-    before = shape_policy_module.active()
-    for _ in range(2000):
+    before = in_force()
+    for _ in range(1000):
         if open_uses and r.random() < 0.5:
             open_uses.pop(r.randrange(len(open_uses)))[0].__exit__(None, None, None)
         else:
-            use = shape_policy(policy := r.choice(POLICIES))
+            use = set_to(value := r.choice(values))
             use.__enter__()
-            open_uses.append((use, policy))
-        assert shape_policy_module.active() == (open_uses[-1][1] if open_uses else before)
+            open_uses.append((use, value))
+        assert in_force() == (open_uses[-1][1] if open_uses else before)
     for use, _ in open_uses:
         use.__exit__(None, None, None)
-    assert shape_policy_module.active() == before
-    assert shape_policy_module._overrides._entries == []
+        overrides = use._overrides
+    assert in_force() == before
+    assert overrides._entries == []
 
 
 def test_a_policy_set_inside_a_context_ends_with_it():
