@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, memory
 from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, check_lengths, dtype_name, shape_of
@@ -257,6 +258,8 @@ def fp8_attention(
         "seq_lens_q": seq_lens_q,
         "seq_lens_kv": seq_lens_kv,
     }
+    if functional.scaled_dot_product_attention is not autograd_checks.PYTORCHS:
+        autograd_checks.refuse_context_parallel("fp8_attention")
     if is_compiling():
         return _eager(q, k, v, scaling=scaling, grad_dtype=grad_dtype, **options)  # type: ignore[no-any-return]
     fp8_arguments.check_types(q=q, k=k, v=v, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments
@@ -94,6 +95,8 @@ def sdpa_fp8(
         >>> bool(error < 0.05)
         True
     """
+    if functional.scaled_dot_product_attention is not autograd_checks.PYTORCHS:
+        autograd_checks.refuse_context_parallel("sdpa_fp8")
     optional = (seq_lens_q, seq_lens_kv, page_table, page_table_v)
     options = (is_causal, causal_alignment, window_size, scale, out_dtype, return_lse)
     is_eager = not is_compiling()

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, memory, value_checks
 from cudnn_sdpa.attention.arguments import Result, kind_of
@@ -211,6 +212,8 @@ def sdpa_paged(
     Paged KV caches come from vLLM ("Efficient Memory Management for Large Language Model Serving with PagedAttention",
     Kwon et al., 2023).
     """
+    if functional.scaled_dot_product_attention is not autograd_checks.PYTORCHS:
+        autograd_checks.refuse_context_parallel("sdpa_paged")
     if not is_compiling() and (
         page_table_v is seq_lens_q is window_size is softcap is sinks is out is None  # type: ignore[comparison-overlap]
     ):

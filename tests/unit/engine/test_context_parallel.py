@@ -19,6 +19,12 @@ q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
 rows = torch.randn(16, 2, 8)
 ends = torch.tensor([0, 16], dtype=torch.int32)
 layer = c.nn.Attention(16, 2)
+half = torch.randn(1, 2, 16, 16).bfloat16()
+fp8, one = half.to(torch.float8_e4m3fn), torch.ones(1)
+pages, table, lengths = torch.randn(2, 2, 16, 8), torch.tensor([[1]]).int(), torch.tensor([16]).int()
+cache = c.PagedKVCache(pages=1, page_size=16, heads=2, head_dim=8, dtype=torch.float32, device="cpu")
+step = cache.reserve([cache.add()], 16)
+cache.append(step, k, v)
 compiled = torch.compile(lambda q, k, v: c.sdpa(q, k, v, is_causal=True), backend="eager", fullgraph=True)
 calls = {
     "sdpa": lambda: c.sdpa(q, k, v, is_causal=True),
@@ -27,6 +33,11 @@ calls = {
     "packed": lambda: c.sdpa_varlen(rows, rows, rows, ends, ends, 16, 16),
     "module": lambda: layer(torch.ones(1, 16, 16)),
     "compiled": lambda: compiled(q, k, v),
+    "fp8": lambda: c.sdpa_fp8(fp8, fp8, fp8, c.Fp8Scales(*[one] * 6)).out.float(),
+    "fp8, differentiable": lambda: c.fp8_attention(half, half, half),
+    "fp8 module": lambda: c.Fp8Attention()(half, half, half),
+    "paged": lambda: c.sdpa_paged(q, pages, pages, table, lengths),
+    "cache": lambda: cache.attend(step, q),
 }
 before = {name: call() for name, call in calls.items()}
 with context_parallel(mesh, buffers=[torch.ones(2, 16)], buffer_seq_dims=[1]):
