@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,24 @@ import torch
 from float64_reference import attend, gradients
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
-from cudnn_sdpa import LayoutError, OptionError, ShapeError, scaled_dot_product_attention, sdpa, sdpa_varlen
+import cudnn_sdpa
+from cudnn_sdpa import (
+    Fp8BackwardScales,
+    Fp8Scales,
+    LayoutError,
+    OptionError,
+    PagedKVCache,
+    ShapeError,
+    fp8_attention,
+    nn,
+    prepare_paged,
+    scaled_dot_product_attention,
+    sdpa,
+    sdpa_fp8,
+    sdpa_fp8_backward,
+    sdpa_paged,
+    sdpa_varlen,
+)
 from cudnn_sdpa.engine.explain import describer_of
 from cudnn_sdpa.graph.target import Target, load_properties
 
@@ -71,14 +89,52 @@ def test_numpy_scalars_and_integers_are_accepted(kind):
         sdpa(q, k, v, scale=np.bool_(True))
 
 
+def calls_with_a_scale():
+    """Every public function that scales scores, as a function of the scale."""
+    q, k, v = qkv()
+    rows, single = torch.randn(9, 2, 8), torch.randn(2, 4, 1, 8)
+    pages, table = torch.randn(4, 4, 16, 8), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    paged = single, pages, pages, table, torch.tensor([20, 9], dtype=torch.int32)
+    half = torch.randn(2, 4, 5, 16, dtype=torch.bfloat16)
+    fp8, lse, one = half.to(torch.float8_e4m3fn), torch.zeros(2, 4, 5), torch.ones(1)
+    cache = PagedKVCache(pages=2, page_size=16, heads=4, head_dim=8, dtype=torch.float32, device="cpu")
+    step = cache.reserve([cache.add(), cache.add()])
+    cache.append(step, single, single)
+    fp8_scales, backward_scales = Fp8Scales(*[one] * 6), Fp8BackwardScales(*[one] * 12)
+    return {
+        "sdpa": lambda scale: sdpa(q, k, v, scale=scale),
+        "sdpa with a mask": lambda scale: sdpa(q, k, v, scale=scale, attn_mask=torch.ones(5, 9, dtype=torch.bool)),
+        "scaled_dot_product_attention": lambda scale: scaled_dot_product_attention(q, k, v, scale=scale),
+        "sdpa_varlen": lambda scale: sdpa_varlen(rows, rows, rows, ENDS, ENDS, 5, 5, scale=scale),
+        "sdpa_paged": lambda scale: sdpa_paged(*paged, scale=scale),
+        "prepare_paged": lambda scale: prepare_paged(*paged, scale=scale),
+        "PagedKVCache.attend": lambda scale: cache.attend(step, single, scale=scale),
+        "sdpa_fp8": lambda scale: sdpa_fp8(fp8, fp8, fp8, fp8_scales, scale=scale),
+        "sdpa_fp8_backward": lambda scale: sdpa_fp8_backward(
+            fp8, fp8, fp8, fp8, fp8, lse, backward_scales, scale=scale
+        ),
+        "fp8_attention": lambda scale: fp8_attention(half, half, half, scale=scale),
+        "nn.Attention": lambda scale: nn.Attention(16, 2, scale=scale)(half.float().flatten(0, 1)),
+        "nn.Fp8Attention": lambda scale: nn.Fp8Attention(scale=scale)(half, half, half),
+    }
+
+
+def test_every_function_with_a_scale_is_tested():
+    tested = {name.split()[0].rpartition(".")[0] or name.split()[0] for name in calls_with_a_scale()}
+    for name in cudnn_sdpa.__all__:
+        function = getattr(cudnn_sdpa, name)
+        if inspect.isfunction(function) and "scale" in inspect.signature(function).parameters:
+            assert name in tested
+
+
 @pytest.mark.parametrize("scale", [2**63, 1e30, -65537.0, 10**400, float("nan"), float("-inf"), np.float32("inf")])
 def test_an_out_of_range_scale_is_refused(scale):
+    for name, call in calls_with_a_scale().items():
+        with pytest.raises(
+            OptionError, match=r"^scale: got .*; expected a (finite float32 number|positive number|float)"
+        ):
+            pytest.fail(f"{name} took it: {call(scale)}")
     q, k, v = qkv()
-    rows = torch.randn(9, 2, 8)
-    with pytest.raises(OptionError, match="a finite float32 number of at most 65536 in size"):
-        sdpa(q, k, v, scale=scale)
-    with pytest.raises(OptionError, match="scale"):
-        sdpa_varlen(rows, rows, rows, ENDS, ENDS, 5, 5, scale=scale)
     assert sdpa(q, k, v, scale=65536).isfinite().all()
 
 

@@ -57,6 +57,20 @@ def test_rows_masked_by_a_large_finite_value(low, sinks):
     assert_right(tensors)
 
 
+@pytest.mark.parametrize("sink", [-1e4, -100.0, 100.0, 1e4, 3e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sinks_far_above_and_far_below_the_scores(sink, dtype):
+    """exp(sink − largest score) overflows; of a row without keys the sink is the only score."""
+    tensors = large_scores(sinks=torch.tensor([sink, 0.5]))
+    tensors = {name: x if name == "sinks" else x.to(dtype) for name, x in tensors.items()}
+    for options in ({}, {"is_causal": True}, {"is_causal": True, "window_size": (0, 0)}):
+        assert_right(tensors, **options)
+    call = {**tensors, "seq_lens_kv": torch.tensor([7, 0], dtype=torch.int32)}
+    out, lse = cudnn_sdpa.sdpa(**call, return_lse=True)
+    assert out.isfinite().all()
+    assert (lse[1] == tensors["sinks"].to(lse.dtype).view(2, 1)).all()
+
+
 @pytest.mark.parametrize("largest", [100.0, 46341.0, 4e7])
 def test_large_scores(largest):
     """Values of few digits, so that scores are exact in float32 and only the softmax may be wrong."""
