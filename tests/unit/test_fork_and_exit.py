@@ -83,6 +83,82 @@ def locks_of_modules():
     return found
 
 
+#: Every lock in any object of the package is held by another thread when the process forks; the child asks for each.
+ALL_LOCKS = """
+import gc, importlib, os, pkgutil, sys, threading, warnings
+sys.path.insert(0, sys.argv[1])
+warnings.simplefilter("ignore")
+import cudnn_sdpa
+from cudnn_sdpa import graph_op, nn
+from cudnn_sdpa.plans.store import PlanStore
+
+for module in pkgutil.walk_packages(cudnn_sdpa.__path__, "cudnn_sdpa."):
+    if ".bench" not in module.name and not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+store = PlanStore(__import__("pathlib").Path(sys.argv[2]))
+cache = cudnn_sdpa.PagedKVCache(pages=2, page_size=16, heads=1, head_dim=8, device="cpu")
+layer = cudnn_sdpa.Fp8Attention()
+kinds = type(threading.Lock()), type(threading.RLock())
+
+def owned(owner, values):
+    return [(f"{owner}.{name}", value) for name, value in list(values.items()) if isinstance(value, kinds)]
+
+def locks():
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name.startswith("cudnn_sdpa"):
+            found += owned(name, vars(module))
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if str(getattr(kind, "__module__", "")).startswith("cudnn_sdpa"):
+            slots = {name: getattr(thing, name, None) for of in kind.__mro__ for name in getattr(of, "__slots__", ())}
+            found += owned(f"{kind.__module__}.{kind.__name__}", slots | getattr(thing, "__dict__", {}))
+    return found
+
+def hold():
+    for _, lock in locks():
+        lock.acquire()
+    held.set()
+    threading.Event().wait()
+
+held = threading.Event()
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    free, taken = [], []
+    for name, lock in locks():
+        (free if lock.acquire(blocking=False) else taken).append(name)
+    print("free", *free)
+    print("taken", *taken, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+os._exit(0)
+"""
+
+#: Locks of what only a process with CUDA uses, and its children cannot.
+TAKEN_IN_CHILDREN = {
+    "cudnn_sdpa.plans.device_memory._arenas_lock",
+    "cudnn_sdpa.plans.device_memory._constants_lock",
+    "cudnn_sdpa.plans.nvrtc.Kernel._lock",
+    "cudnn_sdpa.attention.dense.tiers.RecurringShapes._lock",
+}
+
+
+def test_a_forked_child_finds_every_lock_free(run_python, tmp_path):
+    lines = run_python(ALL_LOCKS, str(ROOT), str(tmp_path / "plans")).stdout.splitlines()
+    free, taken = (set(line.split()[1:]) for line in lines)
+    assert taken <= TAKEN_IN_CHILDREN
+    assert {
+        "cudnn_sdpa.engine.cpu_target._lock",
+        "cudnn_sdpa.offline.background.BackgroundPlanner._lock",
+        "cudnn_sdpa.offline.planner.Helper._lock",
+        "cudnn_sdpa.plans.cache.PlanCache._lock",
+        "cudnn_sdpa.plans.store.PlanStore._room",
+        "cudnn_sdpa.settings.Overrides._lock",
+    } <= free
+
+
 #: Locks of GPU memory, which a child of a process with CUDA cannot use.
 OF_CUDA = {"cudnn_sdpa/plans/device_memory.py"}
 
@@ -131,6 +207,33 @@ def test_launching_threads_end_before_the_interpreter(run_python, how):
     result = run_python(code, str(ROOT), how)
     assert result.stdout == "1 True 0\n"
     assert result.stderr == ""
+
+
+#: A launch that has begun when the interpreter ends, and lasts for a while.
+LASTS = """
+import atexit, sys, threading, time
+atexit.register(lambda: print(ended, flush=True))  # after the cache's own
+sys.path.insert(0, sys.argv[1])
+from cudnn_sdpa.plans import cache
+from tests.unit.plans.test_cache import use
+cache._END_SECONDS = 1.0
+ended, begun, ending = [], threading.Event(), threading.Event()
+atexit.register(ending.set)  # before it
+
+def launch():
+    use(cache.plan_cache, 1)
+    begun.set()
+    ending.wait()
+    time.sleep(0.1)
+    ended.append("launched")
+
+threading.Thread(target=launch, daemon=True).start()
+begun.wait()
+"""
+
+
+def test_the_interpreter_waits_for_a_launch_that_has_begun(run_python):
+    assert run_python(LASTS, str(ROOT)).stdout == "['launched']\n"
 
 
 def test_the_main_thread_may_launch_until_the_end(run_python):
