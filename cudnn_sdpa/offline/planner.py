@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import base64
+import contextlib
 import json
 import logging
 import math
@@ -135,8 +136,9 @@ class Helper:
         assert process.stdin is not None
         self._requests += 1
         try:
-            process.stdin.write(json.dumps({**request, "number": self._requests}).encode() + b"\n")
-            process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has ended, which reading will show
+                process.stdin.write(json.dumps({**request, "number": self._requests}).encode() + b"\n")
+                process.stdin.flush()
             answer = self._read_answer(process, timeout)
         except (OSError, TimeoutError) as error:
             raise self._failed(f"does not answer ({error})") from error

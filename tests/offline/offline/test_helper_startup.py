@@ -87,6 +87,18 @@ def test_no_process_runs_code_from_the_current_folder(planted, tmp_path):
     assert "code [1]" in result.stdout
 
 
+def test_the_current_folder_on_the_search_path_is_not_handed_on(planted, tmp_path, monkeypatch):
+    """An empty entry stands for it, in an interactive session and after `python -c`."""
+    monkeypatch.setattr(sys, "path", ["", *sys.path, ""])
+    for command in (
+        interpreter.command("import json, signal, sys\nprint('runs')"),
+        interpreter.module_command("cudnn_sdpa._version"),
+    ):
+        result = subprocess.run(command, cwd=planted, capture_output=True, text=True, timeout=100, check=False)
+        assert result.returncode == 0, result.stderr
+    assert not (tmp_path / "owned").exists(), (tmp_path / "owned").read_text()
+
+
 def test_every_python_process_is_started_in_one_place():
     for path in (ROOT / "cudnn_sdpa").rglob("*.py"):
         uses = "sys.executable" in path.read_text()
@@ -116,7 +128,7 @@ def test_a_module_that_plans_while_it_is_imported_starts_no_helpers_within_helpe
     count, folder = tmp_path / "count", tmp_path / "program"
     folder.mkdir()
     (folder / "ops.py").write_text(OPERATION.format(count=str(count)))
-    result = run_program(folder, "import ops", tmp_path)
+    result = run_program(folder, "import ops", tmp_path, CUDNN_SDPA_HELPER_TIMEOUT="60")
     assert result.returncode != 0
     assert "OfflineError" in result.stderr
     assert count.read_text().count("imported ") == 2  # of the program and its helper
@@ -231,6 +243,21 @@ def test_output_of_sitecustomize_is_ignored(tmp_path, noise):
     path = os.pathsep.join(filter(None, [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     result = run_program(tmp_path / "program", SHORT_OF.format(what=""), tmp_path, PYTHONPATH=path)
     assert "answer {}" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.usefixtures("can_plan")
+def test_a_helper_that_has_ended_before_it_is_asked(monkeypatch):
+    start = Helper._start
+
+    def ended(helper):
+        process = start(helper)
+        process.wait()
+        return process
+
+    monkeypatch.setattr(Helper, "_start", ended)
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    with pytest.raises(OfflineError, match="ended with exit code 0"):
+        Helper().ask(READY)
 
 
 @pytest.mark.slow
