@@ -89,11 +89,14 @@ def test_no_process_runs_code_from_the_current_folder(planted, tmp_path):
 
 def test_the_current_folder_on_the_search_path_is_not_handed_on(planted, tmp_path, monkeypatch):
     """An empty entry stands for it, in an interactive session and after `python -c`."""
-    monkeypatch.setattr(sys, "path", ["", *sys.path, ""])
-    for command in (
-        interpreter.command("import json, signal, sys\nprint('runs')"),
-        interpreter.module_command("cudnn_sdpa._version"),
-    ):
+    with monkeypatch.context() as patch:  # which must end before anything is imported here
+        patch.chdir(planted)
+        patch.setattr(sys, "path", ["", *sys.path])
+        commands = [
+            interpreter.command("import json, signal, sys\nprint('runs')"),
+            interpreter.module_command("cudnn_sdpa._version"),
+        ]
+    for command in commands:
         result = subprocess.run(command, cwd=planted, capture_output=True, text=True, timeout=100, check=False)
         assert result.returncode == 0, result.stderr
     assert not (tmp_path / "owned").exists(), (tmp_path / "owned").read_text()
