@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import forked_python
 import pytest
 import torch
@@ -71,6 +73,87 @@ def test_page_ids_outside_of_the_cache_raise():
     with pytest.raises(cudnn_sdpa.ShapeError, match="seq_lens_kv: got 17"):
         paged([[0, 1], [2, 3]], (17, 9))
     assert paged([[0, 1], [2, -(2**31)]], (16, 8)).isfinite().all(), "what no sequence uses is not looked at"
+
+
+def calls_with_values():
+    """Calls of every function with lengths, offsets or page ids, and valid values of these."""
+    q, rows, pages = torch.randn(2, 4, 5, 16), torch.randn(9, 4, 16), torch.randn(4, 4, 16, 16)
+    fp8, fp8_pages, half = q.to(torch.float8_e4m3fn), pages.to(torch.float8_e4m3fn), q.bfloat16()
+    lse, one, mask = torch.zeros(2, 4, 5), torch.ones(1), torch.zeros(5, 5)
+    scales, backward_scales = cudnn_sdpa.Fp8Scales(*[one] * 6), cudnn_sdpa.Fp8BackwardScales(*[one] * 12)
+    lengths = {"seq_lens_q": int32(5, 0), "seq_lens_kv": int32(0, 5)}
+    offsets = {"cu_seqlens_q": int32(0, 4, 9), "cu_seqlens_kv": int32(0, 5, 9)}
+    table = torch.arange(4, dtype=torch.int32).view(2, 2)
+    paged = {"page_table": table, "page_table_v": table.clone(), "seq_lens_kv": int32(32, 17)}
+    leaf, row_leaf, half_leaf = (x.clone().requires_grad_() for x in (q, rows, half))
+    module = cudnn_sdpa.nn.Attention(16, 2)
+    return {
+        "sdpa": (lambda **more: cudnn_sdpa.sdpa(q, q, q, **more), lengths),
+        "sdpa, with a mask": (lambda **more: cudnn_sdpa.sdpa(q, q, q, attn_mask=mask, **more), lengths),
+        "sdpa, differentiable": (lambda **more: cudnn_sdpa.sdpa(leaf, q, q, **more), lengths),
+        "sdpa_varlen": (lambda **more: cudnn_sdpa.sdpa_varlen(rows, rows, rows, **more), offsets),
+        "sdpa_varlen, differentiable": (lambda **more: cudnn_sdpa.sdpa_varlen(row_leaf, rows, rows, **more), offsets),
+        "sdpa_paged": (
+            lambda **more: cudnn_sdpa.sdpa_paged(q, pages, pages, **more),
+            {**paged, "seq_lens_q": int32(5, 1)},
+        ),
+        "sdpa_fp8": (lambda **more: cudnn_sdpa.sdpa_fp8(fp8, fp8, fp8, scales, **more), lengths),
+        "sdpa_fp8, on pages": (lambda **more: cudnn_sdpa.sdpa_fp8(fp8, fp8_pages, fp8_pages, scales, **more), paged),
+        "sdpa_fp8_backward": (
+            lambda **more: cudnn_sdpa.sdpa_fp8_backward(fp8, fp8, fp8, fp8, fp8, lse, backward_scales, **more),
+            lengths,
+        ),
+        "fp8_attention": (lambda **more: cudnn_sdpa.fp8_attention(half, half, half, **more), lengths),
+        "fp8_attention, differentiable": (
+            lambda **more: cudnn_sdpa.fp8_attention(half_leaf, half, half, **more),
+            lengths,
+        ),
+        "Fp8Attention": (lambda **more: cudnn_sdpa.Fp8Attention()(half, half, half, **more), lengths),
+        "nn.Attention": (
+            lambda seq_lens_q: module(torch.ones(2, 5, 16), seq_lens=seq_lens_q),
+            {"seq_lens_q": int32(5, 0)},
+        ),
+    }
+
+
+LONGEST = {"max_seqlen_q": 5, "max_seqlen_kv": 5}
+
+
+def spoiled_values(name, right):
+    """Invalid values by what is wrong with them."""
+    yield "negative", torch.where(torch.arange(right.numel()).view(right.shape) == right.numel() - 1, -1, right).int()
+    if name.startswith("cu_"):
+        yield "falling", right.flip(0)
+        yield "starting late", right.clamp_min(1)
+        yield "ending late", right + (right == 9).int()
+    else:
+        yield "too large", torch.where(right == right.max(), 100, right).int()
+
+
+@pytest.mark.usefixtures("reference_alone")  # the FP8 functions have kernels for other head dims
+@pytest.mark.parametrize("name", calls_with_values())
+def test_every_function_checks_every_value_on_the_cpu(name):
+    call, values = calls_with_values()[name]
+    options = LONGEST if "varlen" in name else {}
+    call(**values, **options)
+    for argument, right in values.items():
+        named = rf"^({argument}|{argument.replace('cu_seqlens', 'max_seqlen')}): got"
+        for what, wrong in spoiled_values(argument, right):
+            with pytest.raises(cudnn_sdpa.ShapeError, match=named):
+                pytest.fail(f"{argument}, {what}, was taken: {call(**{**values, argument: wrong}, **options)}")
+    if options:
+        for longest in LONGEST:
+            with pytest.raises(cudnn_sdpa.ShapeError, match=f"^{longest}: got 0"):
+                call(**values, **{**options, longest: 0})
+
+
+def test_every_function_with_values_is_tested():
+    tested = {name.split(",")[0] for name in calls_with_values()}
+    for name in cudnn_sdpa.__all__:
+        function = getattr(cudnn_sdpa, name)
+        takes = inspect.signature(function).parameters if inspect.isfunction(function) else {}
+        if "seq_lens_kv" in takes or "cu_seqlens_kv" in takes:
+            assert name in tested or name in ("prepare_paged", "support")
 
 
 def test_gpu_values_are_read_only_on_request():
