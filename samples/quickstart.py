@@ -1,4 +1,4 @@
-"""LLaMA-like attention from start to end: a prefill, then 64 decode steps over a preallocated cache.
+"""LLaMA-like attention, end to end: a prefill, then 64 decode steps over a preallocated cache.
 
     python samples/quickstart.py
 
@@ -31,7 +31,7 @@ console = Console()
 
 @dataclass
 class Phase:
-    """What one kind of call took, and how far it was from float32."""
+    """Time of one kind of call, and its error against float32."""
 
     name: str
     milliseconds: list[float] = field(default_factory=list)
@@ -50,12 +50,12 @@ class Phase:
         self.milliseconds.append((time.perf_counter() - start) * 1e3)
         after = plan_cache.info()
         self.builds += after.builds - before.builds
-        self.loads += after.loads - before.loads  # what an earlier run has built
+        self.loads += after.loads - before.loads  # built by an earlier run
         self.hits += after.hits - before.hits
         return out
 
     def compare(self, out: Tensor, expected: Tensor) -> None:
-        """Fails if they differ by more than bfloat16 explains; keeps the largest relative error."""
+        """Fails if they differ by more than bfloat16 rounding; keeps the largest relative error."""
         torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
         self.error = max(self.error, float((out.float() - expected).norm() / expected.norm()))
 
@@ -79,7 +79,7 @@ def synchronize() -> None:
 
 
 def random(length: int, heads: int) -> Tensor:
-    """As a projection leaves it: (batch, sequence, heads, head dim) in memory, seen as (B, H, S, D)."""
+    """As a projection returns it: (batch, sequence, heads, head dim) in memory, viewed as (B, H, S, D)."""
     tensor = torch.randn(BATCH, length, heads, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
     return tensor.transpose(1, 2)
 
@@ -92,7 +92,7 @@ def main() -> None:
     )
     console.print(f"B={BATCH}, Hq={HEADS_Q}, Hkv={HEADS_KV}, S={PROMPT}, D={HEAD_DIM}, bfloat16")
 
-    # A cache for the prompt and all that will be generated. Its shape never changes, so neither does the plan.
+    # A cache for the prompt and all generated tokens. Its shape never changes, so one plan is enough.
     room = (BATCH, PROMPT + STEPS, HEADS_KV, HEAD_DIM)
     k_cache, v_cache = (torch.zeros(room, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
     lengths = torch.full((BATCH,), PROMPT, dtype=torch.int32, device=DEVICE)
@@ -110,7 +110,7 @@ def main() -> None:
         end = PROMPT + step
         q = random(1, HEADS_Q)
         k_cache[:, :, end : end + 1], v_cache[:, :, end : end + 1] = random(1, HEADS_KV), random(1, HEADS_KV)
-        lengths += 1  # on the GPU; how long the sequences are is data
+        lengths += 1  # on the GPU; sequence lengths are data
         out = decode.run(q, k_cache, v_cache, seq_lens_kv=lengths)
         seen_k, seen_v = k_cache[:, :, : end + 1], v_cache[:, :, : end + 1]
         expected = scaled_dot_product_attention(q.float(), seen_k.float(), seen_v.float(), enable_gqa=True)
@@ -135,7 +135,7 @@ def show(*phases: Phase) -> None:
 
 
 def show_plans(k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> None:
-    """What cuDNN would run on an H200, planned and compiled here by cuDNN itself."""
+    """What cuDNN would run on an H200, planned here by cuDNN itself."""
     console.print("\nThere is no NVIDIA GPU here, so the CPU reference ran. On an H200, cuDNN would run:")
     try:
         with console.status("planning for an H200"):

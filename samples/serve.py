@@ -2,10 +2,10 @@
 
     python samples/serve.py
 
-Requests arrive over time. Prompts are prefilled in chunks, all requests that are past that decode together, one token
-each in every iteration, and a request that is done gives back its pages. When pages run out, the youngest request loses
-its own and waits to be prefilled again, with what it has generated so far. At the end every generated token is checked
-against the same weights with PyTorch's own attention on the whole sequence at once.
+Requests arrive over time. Prompts are prefilled in chunks, and all prefilled requests decode together, one token
+each per iteration. A finished request frees its pages. When pages run out, the youngest request is preempted: it frees
+its pages and waits to be prefilled again, with its generated tokens. At the end every generated token is checked
+against the same weights with PyTorch's attention on the whole sequence at once.
 
 On an NVIDIA GPU it runs on cuDNN, in bfloat16. Without one it runs the CPU reference in float32, at a smaller size.
 It runs eagerly; docs/serving.md shows how to put decode steps into CUDA graphs.
@@ -56,7 +56,7 @@ console = Console()
 
 
 def paged_attention(cache: PagedKVCache, step: PagedStep, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of a step's new tokens on all that the cache has of their sequences."""
+    """Attention of a step's new tokens on the cached tokens of their sequences."""
     cache.append(step, k, v, layer)
     return cache.attend(step, q, layer)
 
@@ -66,14 +66,14 @@ def dense_attention(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """RoPE: turns pairs (B, S, H, D/2) of x by angles (B, S, D/2)."""
+    """RoPE: rotates pairs (B, S, H, D/2) of x by angles (B, S, D/2)."""
     cos, sin = angles.cos().unsqueeze(2), angles.sin().unsqueeze(2)
     one, other = x.float().chunk(2, dim=-1)
     return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1).to(x.dtype)
 
 
 class Block(nn.Module):
-    """Grouped-query attention and SwiGLU, each behind a norm and with a residual connection."""
+    """Grouped-query attention and SwiGLU, each after a norm and with a residual connection."""
 
     def __init__(self, layer: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The model. What attention looks at comes with each call, so that the check has the same weights."""
+    """The model. The attention function is an argument of each call, so the check uses the same weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Llama(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
-                # Attention with small scores is a mean of all values, and the check would hardly see a wrong key.
+                # With small scores attention is a mean of all values, and the check would hardly notice a wrong key.
                 gain = 1.5 if "qkv" in name else 1.0
                 nn.init.normal_(weight, std=gain * weight.shape[1] ** -0.5)
 
@@ -134,7 +134,7 @@ class Request:
 
 
 def make_requests() -> list[Request]:
-    """In the order in which they arrive."""
+    """In order of arrival."""
     draw = random.Random(SEED)
     requests, arrival = [], 0.0
     for _ in range(REQUESTS):
@@ -145,7 +145,7 @@ def make_requests() -> list[Request]:
 
 
 class Server:
-    """Decides in each iteration who runs. Those who wait are always younger than those who run."""
+    """Selects the requests of each iteration. Waiting requests are always younger than running ones."""
 
     def __init__(self, model: Llama, requests: list[Request]) -> None:
         self.model = model
@@ -154,10 +154,10 @@ class Server:
         self.coming, self.waiting = deque(requests), deque[Request]()
         self.running: list[Request] = []  # the oldest first
         self.iterations = self.finished = self.generated = self.preemptions = self.most_pages = 0
-        self.builds = 0  # of plans, before the first request
+        self.builds = 0  # plans built before the first request
 
     def iterate(self) -> None:
-        """Admits whom there is room for, decodes a token of each request that is prefilled, and prefills a chunk."""
+        """Admits requests if there is room, decodes a token of each prefilled request, and prefills a chunk."""
         while self.coming and self.coming[0].arrival <= self.iterations:
             self.coming[0].sequence = self.cache.add()
             self.waiting.append(self.coming.popleft())
@@ -168,18 +168,18 @@ class Server:
         self.iterations += 1
 
     def missing(self, request: Request) -> int:
-        """Tokens that the cache does not have yet; the next token needs them all."""
+        """Tokens that are not in the cache yet; the next token needs them all."""
         return len(request.tokens) - self.cache.length(request.sequence)
 
     def has_room_for(self, request: Request) -> bool:
-        """Whether there are pages for what is known of it, beside those that others will be prefilled into."""
+        """Whether there are pages for its known tokens, besides those reserved for other prefills."""
         promised = sum(
             pages_for(len(other.tokens)) - pages_for(self.cache.length(other.sequence)) for other in self.running
         )
         return promised + pages_for(len(request.tokens)) <= self.cache.use().free
 
     def next_chunk(self) -> dict[Request, int]:
-        """How many tokens to prefill of whom, the oldest first."""
+        """The requests to prefill, oldest first, and their numbers of tokens."""
         counts: dict[Request, int] = {}
         for request in self.running:
             count = min(self.missing(request), CHUNK - sum(counts.values()))
@@ -188,7 +188,7 @@ class Server:
         return counts
 
     def advance(self, counts: dict[Request, int]) -> None:
-        """Runs the model on so many further tokens of each request. Who misses no more gets a new token."""
+        """Runs the model on the given numbers of tokens. A request without missing tokens gets a new one."""
         step = self.reserve(counts)
         if not counts:
             return
@@ -204,7 +204,7 @@ class Server:
                 self.add_token(request, token)
 
     def reserve(self, counts: dict[Request, int]) -> PagedStep:
-        """Pages for the step; whoever has to be preempted for them is taken out of it."""
+        """Reserves the pages of the step; preempted requests are removed from it."""
         try:
             step = self.cache.reserve([request.sequence for request in counts], list(counts.values()))
         except OutOfPagesError:
@@ -214,7 +214,7 @@ class Server:
         return step
 
     def preempt(self) -> Request:
-        """Has the youngest request wait again, without pages. What it has generated stays."""
+        """Makes the youngest request wait again, without pages. It keeps its generated tokens."""
         youngest = self.running.pop()
         self.cache.evict(youngest.sequence)
         self.waiting.appendleft(youngest)
@@ -235,8 +235,8 @@ def pages_for(tokens: int) -> int:
 
 
 def warm_up(cache: PagedKVCache) -> None:
-    """Has the plans of the steps that are likely ready before the first request; any other is built when it comes."""
-    q = torch.empty(1, 2, HEADS_Q, HEAD_DIM, dtype=DTYPE, device=DEVICE).transpose(1, 2)  # as `Block` makes it
+    """Prepares the plans of likely steps before the first request; others are built at first use."""
+    q = torch.empty(1, 2, HEADS_Q, HEAD_DIM, dtype=DTYPE, device=DEVICE).transpose(1, 2)  # as in `Block`
     decode, prefill = cache.plans(q, range(1, MAX_RUNNING + 1)), cache.plans(q, range(1, 9), range(2, CHUNK + 1))
     for manifest in (decode, prefill):
         report = cudnn_sdpa.warmup(manifest, progress=True)
@@ -244,7 +244,7 @@ def warm_up(cache: PagedKVCache) -> None:
 
 
 def serve(server: Server) -> float:
-    """Runs until every request is finished; how many seconds that took."""
+    """Runs until every request is finished. Returns the time in seconds."""
     now = TextColumn(f"pages {{task.fields[pages]:>3}} of {PAGES}, {{task.fields[rate]:5.0f}} tokens/s")
     start, server.builds = time.perf_counter(), plan_cache.info().builds
     with Progress("requests", BarColumn(), MofNCompleteColumn(), now, console=console, transient=True) as progress:
@@ -257,10 +257,10 @@ def serve(server: Server) -> float:
 
 
 def shortfalls(model: Llama, request: Request) -> Tensor:
-    """How far each generated token's logit is below the largest, by dense attention on the whole sequence at once."""
+    """How far each generated token's logit is below the maximum, with dense attention on the whole sequence."""
     tokens = torch.tensor([request.tokens], device=DEVICE)
     hidden = model(tokens, torch.arange(tokens.shape[1], device=DEVICE).unsqueeze(0), dense_attention)
-    logits = model.logits(hidden[0, request.prompt - 1 : -1])  # each place predicts the next
+    logits = model.logits(hidden[0, request.prompt - 1 : -1])  # each position predicts the next
     return logits.amax(-1) - logits.gather(1, tokens[0, request.prompt :].unsqueeze(1)).squeeze(1)
 
 
@@ -278,12 +278,12 @@ def show(server: Server, seconds: float) -> None:
 
 @torch.inference_mode()
 def main() -> int:
-    """Serves all requests, prints what it took, and checks every token."""
+    """Serves all requests, prints statistics, and checks every token."""
     where = f"{torch.cuda.get_device_name()}, bfloat16" if ON_GPU else "the CPU, float32"
     console.print(f"cudnn_sdpa {cudnn_sdpa.__version__} on {where}: {LAYERS} layers, width {WIDTH}, ", end="")
     console.print(f"{HEADS_Q} query and {HEADS_KV} key heads, {PAGES} pages of {PAGE_SIZE} tokens")
     if not ON_GPU:
-        torch.set_num_threads(1)  # so small a model that threads would wait for each other
+        torch.set_num_threads(1)  # with a model this small, threads would only wait for each other
     torch.manual_seed(SEED)
     with torch.device(DEVICE):
         model = Llama().to(DTYPE)
