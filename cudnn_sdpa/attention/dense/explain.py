@@ -98,14 +98,14 @@ def describe_sdpa(
     call = without_data(call._replace(rng=rng, with_lse=original.with_lse))
     launched, scale_notes = with_positive_scale(call)
     forward = ForwardSpec.of(launched)
-    notes = [*notes_on_casts(original, call), *scale_notes, *forward.extra_kernels()]
+    notes = [*notes_on_casts(original, call), *notes_on_sinks(sinks), *scale_notes, *forward.extra_kernels()]
     return Description(
         operation=graphs.sdpa_forward,
         key=forward.key,
         device=device_of(q),
         is_empty=forward.is_empty or forward.problem.has_no_plan,
         extra_kernels=[] if forward.is_empty else notes,
-        backward=_describe_backward(original, call, forward) if trains else None,
+        backward=with_sinks(sinks, _describe_backward(original, call, forward)) if trains else None,
         bucket=partial(_key_of_bucket, forward),
         verify=lambda differentiate: errors_of(original, differentiate=differentiate),
     )
@@ -245,6 +245,18 @@ def notes_on_casts(original: Call, cast: Call, *, back: bool = False) -> list[st
         return [f"the gradient of {name} is cast back, under autocast" for name, x in changed if x.requires_grad]
     dtype = str(cast_tensors["q"].dtype).removeprefix("torch.")
     return [f"{name} is cast to {dtype}, under autocast" for name, _ in changed]
+
+
+def notes_on_sinks(sinks: Tensor | None) -> list[str]:
+    """The conversion of sinks in half precision, which kernels read in float32."""
+    return ["sinks are converted to float32"] if sinks is not None and sinks.dtype != torch.float32 else []
+
+
+def with_sinks(sinks: Tensor | None, backward: Description) -> Description:
+    """The backward pass with the conversion of their gradient."""
+    if sinks is not None and sinks.requires_grad and notes_on_sinks(sinks):
+        backward.extra_kernels.append("the gradient of sinks is converted back")
+    return backward
 
 
 def note_on_parts(number: int) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments, memory, reference
-from cudnn_sdpa.attention.arguments import MIN_SCALE, ForwardArguments, cast_for_autocast
+from cudnn_sdpa.attention.arguments import MIN_SCALE, ForwardArguments, as_sinks, cast_for_autocast
 from cudnn_sdpa.attention.dense import explain, graphs, large_backward
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.varlen import launch
@@ -55,7 +55,7 @@ def describe_varlen(
         q=q,
         k=k,
         v=v,
-        sinks=sinks,
+        sinks=as_sinks(sinks),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_kv=cu_seqlens_kv,
         rng=None,
@@ -86,14 +86,16 @@ def describe_varlen(
     memory.check_memory(launched.q, launched.k, launched.v, out)
     packed, layout = launch.packed(launched), launch.output_layout(call)
     is_empty = 0 in q.shape or 0 in k.shape
-    notes = [*explain.notes_on_casts(original, call), *scale_notes, *packed.extra_kernels(with_lse=original.with_lse)]
+    notes = [*explain.notes_on_casts(original, call), *explain.notes_on_sinks(sinks), *scale_notes]
+    notes += packed.extra_kernels(with_lse=original.with_lse)
+    backward = _describe_backward(original, explain.without_data(call), layout) if trains else None
     return Description(
         operation=graphs.sdpa_forward,
         key=partial(packed.forward_key, layout, original.with_lse),
         device=explain.device_of(q),
         is_empty=is_empty,
         extra_kernels=[] if is_empty else notes,
-        backward=_describe_backward(original, explain.without_data(call), layout) if trains else None,
+        backward=None if backward is None else explain.with_sinks(sinks, backward),
         verify=lambda differentiate: errors_varlen(original, differentiate=differentiate),
     )
 

@@ -336,6 +336,19 @@ def test_autocast_is_explained_as_the_call_with_cast_tensors(function, dtype):
         key(describe(function, *tensors, *args))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("function", [sdpa, sdpa_varlen])
+def test_sinks_in_half_precision_are_explained_as_what_they_are_converted_to(function, dtype):
+    ends = (T(4, dtype=torch.int32), T(4, dtype=torch.int32), 128, 100)
+    args = qkv() if function is sdpa else (*separate(), *ends)
+    described = describe(function, *args, sinks=T(8, dtype=dtype, grad=True))
+    expected = describe(function, *args, sinks=T(8, dtype=torch.float32, grad=True))
+    assert (key(described), key(described.backward)) == (key(expected), key(expected.backward))
+    assert set(described.extra_kernels) - set(expected.extra_kernels) == {"sinks are converted to float32"}
+    more = set(described.backward.extra_kernels) - set(expected.backward.extra_kernels)
+    assert more == {"the gradient of sinks is converted back"}
+
+
 def test_a_mask_is_cast_too():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         described = describe(sdpa, *(torch.randn(2, 4, 12, 16) for _ in range(3)), attn_mask=torch.zeros(12, 12))
