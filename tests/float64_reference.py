@@ -200,7 +200,9 @@ def attention_bounds(
     if options.get("alibi"):
         scores = scores + max(q.shape[2], k.shape[2])
     off = (8 * precision.inner * scores).masked_fill(~made.seen, 0.0)
-    if options.get("softcap") is not None:
+    of_slope: Tensor | float = 0.0
+    if options.get("softcap") is not None:  # 1 - tanh² keeps the absolute error of tanh, and has that of the scores
+        of_slope = 4 * precision.inner + 2 * made.slope * off / options["softcap"]
         off = off + 2 * precision.unit * made.slope * min(options["softcap"], 1.0)
     row = (weights * off).sum(-1, keepdim=True)
     of_weights = weights * (precision.unit + torch.expm1((off + row).clamp_max(80.0)))
@@ -217,7 +219,8 @@ def attention_bounds(
         of_mean = (grad.abs() * out).sum(-1, keepdim=True)
         of_scores = (of_weights + weights * (3 * precision.unit + kept_lse)) * size + weights * of_mean
         of_scores = of_scores + (precision.tiny * (1 + size)).masked_fill(~made.seen, 0.0)
-        inner = of_scores * (made.slope if isinstance(made.slope, float) else made.slope + 2 * precision.unit) * scale
+        inner = of_scores * (made.slope if isinstance(made.slope, float) else made.slope + 2 * precision.unit)
+        inner = (inner + weights * size * of_slope) * scale
         inner = inner + precision.tiny * made.seen  # rounded again with the scale
         per_head = {"k": inner.mT @ q, "v": ((of_weights + weights * kept_lse) * made.share).mT @ grad.abs()}
         bounds |= {n: b.unflatten(1, (k.shape[1], group)).sum(2) + precision.tiny for n, b in per_head.items()}
@@ -245,7 +248,12 @@ def relu(x: Tensor) -> Tensor:
     return torch.where(x > 0, x, 0.0)
 
 
-ACTIVATIONS = {None: lambda x: x, "relu": relu, "silu": silu, "gelu": gelu}
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Its approximation."""
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+ACTIVATIONS = {None: lambda x: x, "relu": relu, "silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh}
 
 
 @torch.no_grad()
@@ -366,3 +374,132 @@ def norm_bounds(
         bounds["weight"] = grad_weight.sum(rows) + precision.tiny
         bounds["bias"] = ((2 * precision.unit + added) * grad).sum(rows) + precision.tiny
     return bounds
+
+
+# Modules: by their parameters, under the names that these have in `state_dict`.
+
+Parameters = dict[str, Tensor]
+
+
+def parameters_of(p: Parameters, name: str) -> Parameters:
+    """The parameters of a part."""
+    return {key.removeprefix(f"{name}."): x for key, x in p.items() if key.startswith(f"{name}.")}
+
+
+def linear(x: Tensor, p: Parameters) -> Tensor:
+    """The rows of x times a matrix."""
+    y = torch.einsum("...i,oi->...o", x, p["weight"])
+    return y + p["bias"] if "bias" in p else y
+
+
+def rotated(
+    x: Tensor,
+    positions: Tensor,
+    *,
+    base: float = 10000.0,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    frequencies: list[float] | None = None,
+) -> Tensor:
+    """Heads (B, S, H, D), of which pairs of features are complex numbers that positions (B or 1, S) turn."""
+    n = x.shape[-1] if rotary_dim is None else rotary_dim
+    given = [base ** (-2 * i / n) for i in range(n // 2)] if frequencies is None else frequencies
+    angles = positions.double()[..., None, None] * torch.tensor(given, dtype=torch.float64, device=x.device)
+    pairs = x[..., :n].unflatten(-1, (n // 2, 2) if interleaved else (2, n // 2))
+    pairs = pairs if interleaved else pairs.transpose(-1, -2)
+    turned = torch.view_as_real(
+        torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)
+    )
+    turned = (turned if interleaved else turned.transpose(-1, -2)).flatten(-2)
+    return torch.cat([turned, x[..., n:]], -1)
+
+
+def multi_head_attention(
+    x: Tensor,
+    p: Parameters,
+    heads: tuple[int, int],
+    *,
+    context: Tensor | None = None,
+    rope: dict[str, Any] | None = None,
+    positions: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """`nn.Attention` of tokens with so many heads of queries and of keys; options are those of `attention`."""
+    if context is None:
+        rows = linear(x, parameters_of(p, "qkv_proj"))
+        dim = rows.shape[-1] // (heads[0] + 2 * heads[1])
+    else:
+        kv = linear(context, parameters_of(p, "kv_proj"))
+        dim, rows = kv.shape[-1] // (2 * heads[1]), linear(x, parameters_of(p, "q_proj"))
+    q = rows[..., : heads[0] * dim]
+    k, v = (rows[..., heads[0] * dim :] if context is None else kv).chunk(2, -1)
+    q, k, v = (y.unflatten(-1, (-1, dim)) for y in (q, k, v))
+    if rope is not None:
+        q, k = (rotated(y, positions, **rope) for y in (q, k))
+    given = {"sinks": p["sinks"]} if "sinks" in p else {}
+    out = attention(*(y.transpose(1, 2) for y in (q, k, v)), **given, **options).out
+    return linear(out.transpose(1, 2).flatten(2), parameters_of(p, "out_proj"))
+
+
+def feed_forward(x: Tensor, p: Parameters, activation: str, share: Tensor | float = 1.0) -> Tensor:
+    """`nn.SwiGLU`, or `nn.FeedForward` whose features in the middle dropout multiplies by a share."""
+    if activation == "swiglu":
+        gate, up = linear(x, parameters_of(p, "gate_up_proj")).chunk(2, -1)
+        return linear(silu(gate) * up, parameters_of(p, "down_proj"))
+    return linear(ACTIVATIONS[activation](linear(x, parameters_of(p, "linear1"))) * share, parameters_of(p, "linear2"))
+
+
+def norm_of(x: Tensor, p: Parameters, name: str, eps: float) -> Tensor:
+    """A norm of either kind."""
+    if name == "rms_norm":
+        return rms_norm(x, p.get("weight"), eps)[0]
+    return layer_norm(x, p.get("weight"), p.get("bias"), eps)
+
+
+def transformer_layer(
+    x: Tensor,
+    p: Parameters,
+    heads: tuple[int, int],
+    *,
+    norm: str,
+    norm_eps: float,
+    norm_first: bool,
+    activation: str,
+    shares: tuple[Tensor | float, ...] = (1.0, 1.0, 1.0),
+    **attention_options: Any,
+) -> Tensor:
+    """`nn.TransformerLayer`; dropout multiplies by shares: what attention adds, the middle, and the rest."""
+
+    def attend(x: Tensor) -> Tensor:
+        return multi_head_attention(x, parameters_of(p, "self_attn"), heads, **attention_options) * shares[0]
+
+    def mlp(x: Tensor) -> Tensor:
+        return feed_forward(x, parameters_of(p, "mlp"), activation, shares[1]) * shares[2]
+
+    first, second = (lambda x, at=at: norm_of(x, parameters_of(p, at), norm, norm_eps) for at in ("norm1", "norm2"))
+    if norm_first:
+        x = x + attend(first(x))
+        return x + mlp(second(x))
+    x = first(x + attend(x))
+    return second(x + mlp(x))
+
+
+def patches(images: Tensor, p: Parameters, size: tuple[int, int]) -> Tensor:
+    """`nn.PatchEmbed`: a matrix product of patches that are cut out."""
+    batch, channels, height, width = images.shape
+    cut = images.reshape(batch, channels, height // size[0], size[0], width // size[1], size[1])
+    rows = cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+    return linear(rows, {**p, "weight": p["weight"].flatten(1)})
+
+
+def vision_encoder(
+    images: Tensor, p: Parameters, size: tuple[int, int], layers: int, heads: tuple[int, int], **options: Any
+) -> Tensor:
+    """`nn.VisionEncoder`; options are those of `transformer_layer`."""
+    x = patches(images, parameters_of(p, "patch_embed"), size)
+    if "class_token" in p:
+        x = torch.cat([p["class_token"].expand(x.shape[0], -1, -1), x], 1)
+    x = x + p["position_embedding"]
+    for number in range(layers):
+        x = transformer_layer(x, parameters_of(p, f"layers.{number}"), heads, norm_first=True, **options)
+    return norm_of(x, parameters_of(p, "norm"), options["norm"], options["norm_eps"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import random
@@ -37,9 +38,16 @@ from float64_reference import (
     attention,
     attention_bounds,
     convolution,
+    feed_forward,
     layer_norm,
+    multi_head_attention,
     norm_bounds,
+    parameters_of,
+    patches,
     rms_norm,
+    rotated,
+    transformer_layer,
+    vision_encoder,
 )
 from random_tensors import GRADIENTS, Spec, aligned, dense, drawn, gradient_like, is_dense, is_in_order_of, negated
 from torch import Tensor
@@ -73,6 +81,7 @@ class Case:
         mode: "eager", "aot_eager", "inductor", "autocast" or "checkpoint".
         third: How it is run for the third time.
         policy: The shape policy.
+        settings: What else is in force: "cpu_checks", "fallback" or "deterministic", PyTorch's switch.
         refusable: Why an `ArgumentError` would be right, too.
     """
 
@@ -88,6 +97,7 @@ class Case:
     mode: str = "eager"
     third: str = "no_grad"
     policy: str = "exact"
+    settings: dict[str, Any] = field(default_factory=dict)
     refusable: str = ""
 
     def line(self, device: str = "cpu") -> str:
@@ -98,6 +108,7 @@ class Case:
     def __str__(self) -> str:
         said = {**self.options, **self.facts, "wanted": ", ".join(self.wanted) or "nothing", "grad": self.grad}
         said |= {"mode": self.mode, "third": self.third, "varied": self.varied, "policy": self.policy}
+        said |= self.settings
         rows = [f"  {name}: {spec}" for name, spec in self.tensors.items()]
         return "\n".join([*rows, "  " + " ".join(f"{name}={value!r}" for name, value in said.items() if value != {})])
 
@@ -131,6 +142,8 @@ class Operation:
     has_graph_break = False
     aligns = False
     modes = True
+    #: Tensors that autocast casts.
+    casts: tuple[str, ...] = ()
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         """The call of a seed, without its mode."""
@@ -204,6 +217,23 @@ def half(r: random.Random, device: str) -> torch.dtype:
     return dtype if device != "cpu" or wide is None else wide
 
 
+def later(name: str, seed: int) -> random.Random:
+    """Numbers for what was thought of last: those before stay as they were, and so do most calls."""
+    return random.Random(zlib.crc32(f"later {name} {seed}".encode()))
+
+
+#: Head dims that the reference takes and no kernel has.
+ODD = ((1, 1), (3, 5), (7, 7), (12, 4), (20, 33))
+
+
+def is_unlimited(r: random.Random, device: str, share: float = 0.1) -> bool:
+    """Whether a call on the CPU need not be one that a GPU would take."""
+    return device == "cpu" and r.random() < share
+
+
+UNCHECKED = {"cpu_checks": None}
+
+
 def scale_of(r: random.Random, dim: int) -> float | None:
     """The factor of the scores."""
     usual = number(r, 0.5, 2.0) * dim**-0.5
@@ -220,9 +250,9 @@ def lengths_of(r: random.Random, batch: int, longest: int) -> list[int]:
     return [r.choice([0, longest, r.randint(0, longest), r.randint(0, longest)]) for _ in range(batch)]
 
 
-def sequence(values: list[int], device: str) -> Tensor:
-    """Lengths or offsets as a tensor."""
-    return torch.tensor(values, dtype=torch.int32, device=device)
+def sequence(values: list[int], device: str, lead: int = 0) -> Tensor:
+    """Lengths or offsets as a tensor, behind others in memory."""
+    return torch.tensor([7] * lead + values, dtype=torch.int32, device=device)[lead:]
 
 
 def mask_of(r: random.Random, full: tuple[int, ...], dtype: torch.dtype, *, other: bool = True) -> Spec:
@@ -267,6 +297,30 @@ def head_dims(r: random.Random, device: str) -> tuple[int, int]:
     return r.choice([(64, 64)] * 4 + [(128, 128)] * 2 + [(8, 8), (odd, odd), (192, 128), (64, 32), (48, 80)])
 
 
+def more_of_attention(r: random.Random, case: Case) -> Case:
+    """Ends of options that all attention has."""
+    options, tensors, wanted = dict(case.options), dict(case.tensors), case.wanted
+    if "deterministic" in options and options["deterministic"] is None and r.random() < 0.3:
+        options["deterministic"] = False
+    if "sinks" in tensors and r.random() < 0.3 and "page" not in case.facts:  # with pages it is float32
+        tensors["sinks"] = replace(tensors["sinks"], dtype=r.choice([BF16, F16]))
+    if r.random() < 0.04:
+        options["scale"] = r.choice([1, 2, -1, 65536.0, -65536])
+        wanted = wanted if abs(options["scale"]) < 9 else ()  # beyond, float32 holds no log-sum-exp for gradients
+    if options.get("softcap") and r.random() < 0.1:
+        options["softcap"] = r.choice([1, 1e-3, 3e38])
+    return replace(case, options=options, tensors=tensors, wanted=wanted)
+
+
+def causal_bias(which: str, sq: int, skv: int) -> Any:
+    """PyTorch's causal mask without values."""
+    from torch.nn.attention import bias
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # rows that see nothing, which are zeros here
+        return {"top_left": bias.causal_upper_left, "bottom_right": bias.causal_lower_right}[which](sq, skv)
+
+
 def keys_for(r: random.Random, device: str, sq: int) -> int:
     """How many keys there are for so many queries."""
     return r.choice([sq, sq, sq, 1, 1, 3, 5, 8, 17, 40, *([64, 77, 130] if device != "cpu" else [])])
@@ -286,13 +340,26 @@ class Attention(Operation):
 
     def into(self, tensors: Tensors, facts: dict[str, Any]) -> Tensors:
         """Memory for the result, where it is given; outside of gradients."""
-        if not facts.get("into") or torch.is_grad_enabled():
+        where = facts.get("into")
+        if not where or torch.is_grad_enabled():
             return {}
         q, v = tensors["q"], tensors["v"]
+        if isinstance(where, Spec):
+            like = where.make("meta")
+            count = like.untyped_storage().nbytes() // like.element_size()
+            memory = torch.full((count,), math.nan, dtype=q.dtype, device=q.device)
+            facts["given"] = memory, memory.as_strided(like.shape, like.stride(), like.storage_offset())
+            return {"out": facts["given"][1]}
         shape = *q.shape[:-1], v.shape[-1]
         order = [*sorted(range(q.dim() - 1), key=lambda d: -q.stride(d)), q.dim() - 1]
         out = torch.full([shape[d] for d in order], math.nan, dtype=q.dtype, device=q.device)
         return {"out": out.permute([order.index(d) for d in range(q.dim())])}
+
+    def anywhere(self, r: random.Random, case: Case) -> Spec:
+        """Memory for the result that has an order of its own, and others' numbers around it."""
+        q, v = case.tensors["q"], case.tensors["v"]
+        unit = 1 if "cpu_checks" in case.settings else 8
+        return drawn(r, (*q.shape[:-1], v.shape[-1]), q.dtype, unit=unit, last_dense=True, expands=0.0)
 
     def known_options(self, case: Case, options: dict[str, Any], leaves: Tensors) -> dict[str, Any]:
         """The options and side tensors as the mathematics takes them."""
@@ -314,7 +381,16 @@ class Attention(Operation):
         return attention_bounds(known["made"], *(leaves[name] for name in "qkv"), grads.get("out"), precision, **more)
 
     def check_places(self, case, tensors, found, gradients):
-        q = tensors["q"]
+        q, given = tensors["q"], case.facts.pop("given", None)
+        if given is not None:
+            memory, out = given
+            if found["out"] is not out:
+                yield "the result is not the tensor that was given for it"
+            around = memory.clone()
+            around.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(math.nan)
+            if not bool(around.isnan().all()):
+                yield "memory around out was written to"
+            return
         if found["out"].numel() and not is_dense(found["out"]):
             yield f"out has strides {found['out'].stride()}, which are not dense"
         if found["out"].numel() and not is_in_order_of(found["out"], q):
@@ -328,19 +404,22 @@ class Attention(Operation):
 class Sdpa(Attention):
     name = "sdpa"
     takes_out = True
+    casts = ("q", "k", "v")
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
-        dtype = half(r, device)
+        dtype, more = half(r, device), later(self.name, seed)
+        unlimited = is_unlimited(more, device)
         batch, kv = r.choice([1, 1, 2, 3, 5]), r.choice([1, 1, 2, 3])
         heads, sq = kv * r.choice([1, 1, 2, 3, 5]), size(r, device)
         skv = keys_for(r, device, sq)
         if r.random() < 0.03:
             batch, sq, skv = r.choice([(0, sq, skv), (batch, 0, skv), (batch, sq, 0)])
-        dims, full = head_dims(r, device), (batch, heads, sq, skv)
+        dims, full = more.choice(ODD) if unlimited else head_dims(r, device), (batch, heads, sq, skv)
+        unit = 1 if unlimited else 8
         tensors = {
-            "q": memory_of(r, (batch, heads, sq, dims[0]), dtype),
-            "k": memory_of(r, (batch, kv, skv, dims[0]), dtype),
-            "v": memory_of(r, (batch, kv, skv, dims[1]), dtype),
+            "q": memory_of(r, (batch, heads, sq, dims[0]), dtype, unit),
+            "k": memory_of(r, (batch, kv, skv, dims[0]), dtype, unit),
+            "v": memory_of(r, (batch, kv, skv, dims[1]), dtype, unit),
         }
         options: dict[str, Any] = {"scale": scale_of(r, dims[0]), "window_size": window_of(r)}
         options["is_causal"] = r.random() < 0.4
@@ -364,55 +443,91 @@ class Sdpa(Attention):
         names = [name for name, spec in tensors.items() if spec.dtype.is_floating_point]
         case = Case(self.name, seed, dtype, tensors, options, facts=facts, wanted=chosen(r, names))
         if r.random() < 0.02:
-            case = replace(case, options=options | {"scale": 2.0**63}, refusable="a scale beyond all use")
-        return case
+            return replace(case, options=options | {"scale": 2.0**63}, refusable="a scale beyond all use")
+        case = replace(case, settings=UNCHECKED if unlimited else {})
+        return self.more(more, more_of_attention(more, case))
+
+    def more(self, r: random.Random, case: Case) -> Case:
+        """Ends of options."""
+        options, tensors, facts = dict(case.options), dict(case.tensors), dict(case.facts)
+        if "dropout_p" in options and r.random() < 0.2:
+            options["dropout_p"] = r.choice([0.0, 0, 0.999])
+        if options.get("alibi") and r.random() < 0.3:
+            options["window_size"] = r.choice([(5, -1), (0, 0), (3, 10**6)])
+        plain = "attn_mask" not in tensors and not options["is_causal"] and options["window_size"] is None
+        if plain and not options.get("alibi") and r.random() < 0.15:
+            facts["bias"] = r.choice(["top_left", "bottom_right"])
+        if r.random() < 0.1:
+            facts["lead"] = 1
+        return replace(case, options=options, facts=facts)
 
     def call(self, tensors: Tensors, options: dict[str, Any], facts: dict[str, Any]) -> Tensors:
-        found = cudnn_sdpa.sdpa(**tensors, **options, **self.into(tensors, facts))
+        given = {**tensors, **options, **self.into(tensors, facts)}
+        if "bias" in facts:
+            given["attn_mask"] = causal_bias(facts["bias"], tensors["q"].shape[2], tensors["k"].shape[2])
+        found = cudnn_sdpa.sdpa(**given)
         return dict(zip(("out", "lse"), found, strict=True)) if options["return_lse"] else {"out": found}
+
+    def known_options(self, case: Case, options: dict[str, Any], leaves: Tensors) -> dict[str, Any]:
+        return super().known_options(case, options, leaves) | self.of_bias(case)
+
+    def of_bias(self, case: Case) -> dict[str, Any]:
+        """What PyTorch's causal mask says."""
+        bias = case.facts.get("bias")
+        return {} if bias is None else {"is_causal": True, "causal_alignment": bias}
 
     def before(self, case: Case, tensors: Tensors, options: dict[str, Any]) -> dict[str, Any]:
         if not options.get("dropout_p"):
             return {}
-        with torch.no_grad():
-            return {"kept": kept(tensors, options)}
+        q, k, on_gpu = tensors["q"].detach() * 0, tensors["k"].detach(), tensors["q"].is_cuda
+        same = {name: options[name] for name in ("is_causal", "causal_alignment", "window_size")}
+        same = {} if "seq_lens_q" in tensors or "seq_lens_kv" in tensors or not on_gpu else same
+
+        def attend(unit: Tensor) -> Tensor:
+            return cudnn_sdpa.sdpa(q, k, unit, dropout_p=options["dropout_p"], **same)
+
+        return {"kept": kept(tensors["v"], torch.arange(k.shape[2], device=k.device), attend)}
 
     def explained(self, case):
         tensors = {name: spec.make("meta") for name, spec in case.tensors.items()}
         side = {n: torch.empty(len(x), dtype=torch.int32, device="meta") for n, x in case.facts.items() if "len" in n}
         for name in case.wanted:
             tensors[name] = tensors[name].detach().requires_grad_()
-        return cudnn_sdpa.sdpa, (), {**tensors, **side, **case.options}
+        return cudnn_sdpa.sdpa, (), {**tensors, **side, **case.options, **self.of_bias(case)}
 
 
-def kept(tensors: Tensors, options: dict[str, Any]) -> Tensor:
-    """Which weights dropout keeps: those that arrive at a value that no other key has."""
-    q, k = tensors["q"], tensors["k"]
-    skv, parts = k.shape[2], []
-    on_gpu = q.is_cuda
-    state = torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state()
-    same = {name: options[name] for name in ("is_causal", "causal_alignment", "window_size")}
-    same = {} if "seq_lens_q" in tensors or "seq_lens_kv" in tensors or not on_gpu else same
-    for first in range(0, max(skv, 1), 128):
-        unit = torch.zeros(*k.shape[:3], 128, dtype=q.dtype, device=q.device)
-        for column in range(first, min(first + 128, skv)):
-            unit[:, :, column, column - first] = 1
-        (torch.cuda.set_rng_state if on_gpu else torch.set_rng_state)(state)
-        parts.append(cudnn_sdpa.sdpa(q.detach() * 0, k.detach(), unit, dropout_p=options["dropout_p"], **same) > 0)
-    (torch.cuda.set_rng_state if on_gpu else torch.set_rng_state)(state)
-    return torch.cat(parts, -1)[..., :skv]
+@torch.no_grad()
+def kept(v: Tensor, places: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    """Which weights dropout keeps: those that arrive at a value that no other key of the sequence has.
+
+    Args:
+        v: The values, of which only the shape matters.
+        places: Which key of its sequence each is.
+        attend: Runs the call with scores of 0 on other values.
+    """
+    state = torch.cuda.get_rng_state() if v.is_cuda else torch.get_rng_state()
+    parts, count = [], int(places.max()) + 1 if places.numel() else 0
+    for first in range(0, max(count, 1), 128):
+        (torch.cuda.set_rng_state if v.is_cuda else torch.set_rng_state)(state)
+        unit = places.unsqueeze(-1) == torch.arange(first, first + 128, device=v.device)
+        parts.append(attend(unit.to(v.dtype).expand(*v.shape[:-1], 128).contiguous()) > 0)
+    (torch.cuda.set_rng_state if v.is_cuda else torch.set_rng_state)(state)
+    return torch.cat(parts, -1)[..., :count]
 
 
 @operation
 class DropIn(Attention):
     name = "scaled_dot_product_attention"
     data = ("scale",)
+    casts = ("q", "k", "v")
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         dtype, rank = half(r, device), r.choice([4, 4, 4, 3, 3, 2, 5])
+        more = later(self.name, seed)
+        unlimited = is_unlimited(more, device)
         kv, sq = r.choice([1, 2, 3]), size(r, device)
         heads = kv * r.choice([1, 1, 2, 3])
-        skv, dims = keys_for(r, device, sq), head_dims(r, device)
+        skv, dims = keys_for(r, device, sq), more.choice(ODD) if unlimited else head_dims(r, device)
         before = tuple(r.choice([1, 2, 3]) for _ in range(rank - 3))
         gqa = heads != kv or r.random() < 0.2
 
@@ -423,34 +538,47 @@ class DropIn(Attention):
             return (*front, length, dim)
 
         shapes = shape(heads, sq, dims[0]), shape(kv, skv, dims[0]), shape(kv, skv, dims[1])
-        tensors = {name: memory_of(r, x, dtype) for name, x in zip("qkv", shapes, strict=True)}
+        if gqa and rank > 2 and more.random() < 0.3:  # heads of the keys and of the values that differ
+            of_k, of_v = more.choice([(2, 3), (3, 2), (2, 6), (6, 3), (2, 1)])
+            shapes = tuple((*x[:-3], n, *x[-2:]) for x, n in zip(shapes, (6, of_k, of_v), strict=True))
+        tensors = {name: memory_of(r, x, dtype, 1 if unlimited else 8) for name, x in zip("qkv", shapes, strict=True)}
         batch = torch.broadcast_shapes(*(x[:-3] for x in shapes))
         counts = [x[-3] if rank > 2 else 1 for x in shapes]
         most = counts[0] if gqa else max(counts)
-        if most % max(counts[1:]):
+        if any(most % n for n in counts[1:]):
             gqa, most = False, max(counts)
             if any(n not in (1, most) for n in counts):
                 return self.draw(random.Random(r.random()), seed, device)
-        facts: dict[str, Any] = {"batch": batch, "heads": (most, max(counts[1:]) if gqa else most)}
+        has_one = gqa and min(counts[1:]) in (1, max(counts[1:]))
+        facts: dict[str, Any] = {"batch": batch, "heads": (most, max(counts[1:]) if has_one else most)}
         options: dict[str, Any] = {"scale": scale_of(r, dims[0]), "enable_gqa": gqa, "is_causal": r.random() < 0.3}
         refusable = ""
         if not options["is_causal"] and r.random() < 0.5:
             full = (*batch, most, sq, skv) if rank > 2 else (sq, skv)
             tensors["attn_mask"] = mask_of(r, full[-4:], dtype, other=False)
         elif not options["is_causal"] and rank == 4 and r.random() < 0.12:
-            facts["bias"], refusable = r.choice(["upper_left", "lower_right"]), "a mask that is no plain tensor"
+            facts["bias"], refusable = r.choice(["top_left", "bottom_right"]), "a mask that is no plain tensor"
         names = [name for name, spec in tensors.items() if spec.dtype.is_floating_point]
-        return Case(self.name, seed, dtype, tensors, options, {}, facts, chosen(r, names), refusable=refusable)
+        if more.random() < 0.08:
+            options["dropout_p"] = more.choice([0.1, 0.5, 0.9, 0.0])
+        case = Case(self.name, seed, dtype, tensors, options, {}, facts, chosen(r, names), refusable=refusable)
+        return more_of_attention(more, replace(case, settings=UNCHECKED if unlimited else {}))
+
+    def before(self, case: Case, tensors: Tensors, options: dict[str, Any]) -> dict[str, Any]:
+        if not options.get("dropout_p"):
+            return {}
+        q, k, v = (tensors[name].detach() for name in "qkv")
+        same = {"enable_gqa": options["enable_gqa"], "is_causal": options["is_causal"] and q.is_cuda}
+
+        def attend(unit: Tensor) -> Tensor:
+            return cudnn_sdpa.scaled_dot_product_attention(q * 0, k, unit, dropout_p=options["dropout_p"], **same)
+
+        return {"kept": kept(v, torch.arange(k.shape[-2], device=k.device), attend)}
 
     def call(self, tensors: Tensors, options: dict[str, Any], facts: dict[str, Any]) -> Tensors:
         mask = tensors.get("attn_mask")
         if "bias" in facts:
-            from torch.nn.attention import bias
-
-            make = {"upper_left": bias.causal_upper_left, "lower_right": bias.causal_lower_right}[facts["bias"]]
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # rows that see nothing, which are zeros here
-                mask = make(tensors["q"].shape[-2], tensors["k"].shape[-2])
+            mask = causal_bias(facts["bias"], tensors["q"].shape[-2], tensors["k"].shape[-2])
         return {
             "out": cudnn_sdpa.scaled_dot_product_attention(*(tensors[name] for name in "qkv"), mask, **options),
         }
@@ -461,6 +589,7 @@ class DropIn(Attention):
         for name, count in zip("qkv", (heads[0], heads[1], heads[1]), strict=True):
             x = leaves[name]
             x = x if x.dim() > 2 else x.unsqueeze(0)
+            x = x if x.shape[-3] in (1, count) else x.repeat_interleave(count // x.shape[-3], -3)
             made[name] = x.expand(*batch, count, *x.shape[-2:]).reshape(-1, count, *x.shape[-2:])
         if "attn_mask" in leaves:
             mask = leaves["attn_mask"]
@@ -471,9 +600,11 @@ class DropIn(Attention):
 
     def exact(self, case, options, leaves, known):
         given = {"scale": options["scale"], "is_causal": options["is_causal"] or "bias" in case.facts}
-        given["causal_alignment"] = "bottom_right" if case.facts.get("bias") == "lower_right" else "top_left"
+        given |= {"causal_alignment": case.facts.get("bias", "top_left"), "dropout_p": options.get("dropout_p", 0.0)}
         known["given"], known["four"] = given, self._of_four(case, leaves)
-        made = attention(**known["four"], rounds_scores=rounds_scores(case), **given)
+        keeps = known.get("kept")
+        keeps = None if keeps is None else keeps.reshape(-1, case.facts["heads"][0], *keeps.shape[-2:])
+        made = attention(**known["four"], kept=keeps, rounds_scores=rounds_scores(case), **given)
         known["made"] = made
         batch, x = case.facts["batch"], made.out
         return {"out": x.view(*batch, *x.shape[1:]) if leaves["q"].dim() > 2 else x[0, 0]}
@@ -491,6 +622,8 @@ class DropIn(Attention):
             of = of.view(whole) if math.prod(whole) == of.numel() else of
             while of.dim() > like.dim():
                 of = of.sum(0)
+            if name in ("k", "v") and like.dim() > 2 and like.shape[-3] not in (1, of.shape[-3]):
+                of = of.unflatten(-3, (like.shape[-3], -1)).sum(-3)
             bounds[name] = of.sum_to_size(like.shape)
         return bounds
 
@@ -516,22 +649,25 @@ class DropIn(Attention):
 class Varlen(Attention):
     name = "sdpa_varlen"
     takes_out = True
+    casts = ("q", "k", "v")
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
-        dtype = half(r, device)
+        dtype, more = half(r, device), later(self.name, seed)
+        unlimited = is_unlimited(more, device)
         count = r.choice([1, 1, 2, 3, 5, 9])
         large = [[0, 40, 64, 100], [1, 128, 200], [0, 0, 77]] if device != "cpu" else [[0, 4, 12], [1, 20], [0, 0, 33]]
         sizes = r.choice([[0, 1, 2, 5, 17], [1], [0, 1], *large])
         of_q, of_kv = ([r.choice(sizes) for _ in range(count)] for _ in "qk")
         same = r.random() < 0.5
         of_kv = of_q if same else of_kv
-        kv, dims = r.choice([1, 1, 2, 3]), head_dims(r, device)
+        kv, dims = r.choice([1, 1, 2, 3]), more.choice(ODD) if unlimited else head_dims(r, device)
         heads, extra = kv * r.choice([1, 2, 3, 5]), r.choice([0, 0, 0, 0, 3])
         rows, columns = sum(of_q) + extra, sum(of_kv) + (extra if same else 0)
+        unit = 1 if unlimited else 8
         tensors = {
-            "q": memory_of(r, (rows, heads, dims[0]), dtype),
-            "k": memory_of(r, (columns, kv, dims[0]), dtype),
-            "v": memory_of(r, (columns, kv, dims[1]), dtype),
+            "q": memory_of(r, (rows, heads, dims[0]), dtype, unit),
+            "k": memory_of(r, (columns, kv, dims[0]), dtype, unit),
+            "v": memory_of(r, (columns, kv, dims[1]), dtype, unit),
         }
         if r.random() < 0.25:
             tensors["sinks"] = dense((heads,), F32, scale=2.0, shift=r.choice([0.5, -60.0, 9.0]))
@@ -540,7 +676,27 @@ class Varlen(Attention):
         options |= {"softcap": r.choice([1.7, 30.3]) if r.random() < 0.12 else None, "return_lse": r.random() < 0.6}
         options["deterministic"] = r.choice([None, None, None, True])
         facts = {"of_q": of_q, "of_kv": of_kv, "same": same, "longest": r.choice([0, 0, 1, 13])}
-        return Case(self.name, seed, dtype, tensors, options, facts=facts, wanted=chosen(r, list(tensors)))
+        if more.random() < 0.12:
+            options["dropout_p"] = more.choice([0.1, 0.5, 0.9, 0.999, 0.0, 0])
+        if more.random() < 0.1:
+            facts["lead"] = 1
+        case = Case(self.name, seed, dtype, tensors, options, facts=facts, wanted=chosen(r, list(tensors)))
+        return more_of_attention(more, replace(case, settings=UNCHECKED if unlimited else {}))
+
+    def before(self, case: Case, tensors: Tensors, options: dict[str, Any]) -> dict[str, Any]:
+        if not options.get("dropout_p"):
+            return {}
+        q, k, v = (tensors[name].detach() for name in "qkv")
+        names = ("is_causal", "causal_alignment", "window_size")
+        same = {name: options[name] for name in names} if q.is_cuda else {}
+        places = [j for n in case.facts["of_kv"] for j in range(n)]
+        places += [0] * (v.shape[0] - len(places))
+
+        def attend(unit: Tensor) -> Tensor:
+            at = case.facts["offsets"]
+            return cudnn_sdpa.sdpa_varlen(q * 0, k, unit, *at, dropout_p=options["dropout_p"], **same)
+
+        return {"kept": kept(v, torch.tensor(places, dtype=torch.int64, device=v.device).unsqueeze(-1), attend)}
 
     def _offsets(self, facts: dict[str, Any], device: Any) -> tuple[Any, ...]:
         offsets = []
@@ -548,7 +704,7 @@ class Varlen(Attention):
             made = [0]
             for n in lengths:
                 made.append(made[-1] + n)
-            offsets.append(sequence(made, device))
+            offsets.append(sequence(made, device, facts.get("lead", 0)))
         if facts["same"]:
             offsets[1] = offsets[0]
         longest = (max(1, max(facts[name]) + facts["longest"]) for name in ("of_q", "of_kv"))
@@ -573,7 +729,10 @@ class Varlen(Attention):
         outs, lses, known["parts"] = [], [], []
         for rows, columns in self._parts(case):
             part = [x[at].transpose(0, 1).unsqueeze(0) for x, at in ((q, rows), (k, columns), (v, columns))]
-            made = attention(*part, rounds_scores=rounds_scores(case), **given)
+            keeps = None
+            if "kept" in known:
+                keeps = known["kept"][rows, :, : columns.stop - columns.start].transpose(0, 1).unsqueeze(0)
+            made = attention(*part, kept=keeps, rounds_scores=rounds_scores(case), **given)
             known["parts"].append((part, made))
             outs.append(made.out[0].transpose(0, 1))
             lses.append(made.lse[0].transpose(0, 1))
@@ -607,24 +766,58 @@ class Varlen(Attention):
         return cudnn_sdpa.sdpa_varlen, (tensors["q"], tensors["k"], tensors["v"], *at), {**more, **case.options}
 
 
+def page_tables(facts: dict[str, Any], count: int) -> list[list[list[int]]]:
+    """Tables of keys and of values, row by row, for so many pages in any order."""
+    numbers, tables = random.Random(torch.randint(2**31, ()).item()), []
+    for _ in range(2):
+        pages = numbers.sample(range(count), count)
+        rows = [[pages.pop() for _ in range(facts["columns"])] for _ in facts["kv"]]
+        if facts.get("shared"):  # sequences that begin with the same pages
+            rows = [[*rows[0][: facts["columns"] // 2 + 1], *row[facts["columns"] // 2 + 1 :]] for row in rows]
+        for row, length in zip(rows, facts["kv"], strict=True):
+            used = -(-length // facts["page"])
+            if facts["wild"]:  # what lies past the last page is not looked at
+                row[used:] = [numbers.choice([-7, 10**6]) for _ in row[used:]]
+        tables.append(rows)
+    return tables if facts["of_v"] else [tables[0]] * 2
+
+
+def table_of(rows: list[list[int]], facts: dict[str, Any], device: Any) -> Tensor:
+    """A page table, or one within a wider one."""
+    table = torch.tensor(rows, dtype=torch.int32, device=device)
+    return torch.nn.functional.pad(table, (1, 2), value=10**6)[:, 1:-2] if facts.get("wide") else table
+
+
+def gathered(pages: Tensor, table: list[list[int]], facts: dict[str, Any]) -> Tensor:
+    """Keys or values of sequences one after the other, out of pages (pages, heads, page size, dim)."""
+    whole = pages.new_zeros(len(table), pages.shape[1], facts["columns"] * facts["page"], pages.shape[3])
+    for b, (row, length) in enumerate(zip(table, facts["kv"], strict=True)):
+        for j in range(length):
+            whole[b, :, j] = pages[row[j // facts["page"]], :, j % facts["page"]]
+    return whole
+
+
 @operation
 class Paged(Attention):
     name = "sdpa_paged"
     takes_out = True
+    casts = ("q",)
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
-        dtype = half(r, device)
+        dtype, more = half(r, device), later(self.name, seed)
+        unlimited = is_unlimited(more, device)
         batch, kv, dims = r.choice([1, 2, 3, 7]), r.choice([1, 1, 2, 3]), head_dims(r, device)
+        dims = more.choice(ODD) if unlimited else dims
         heads, sq = kv * r.choice([1, 2, 5]), r.choice([1, 1, 1, 2, 5, 8, 9, 20])
         page, columns = r.choice([1, 2, 8, 16, 64]), r.choice([1, 1, 2, 5])
         pages = columns * batch + r.choice([0, 1, 4])
-        nhd = r.random() < 0.5
+        nhd, unit = r.random() < 0.5, 1 if unlimited else 8
 
         def of(dim: int) -> Spec:
             shape = (pages, page, kv, dim) if nhd else (pages, kv, page, dim)
-            return drawn(r, shape, dtype, unit=8, expands=0.0)
+            return drawn(r, shape, dtype, unit=unit, expands=0.0)
 
-        tensors = {"q": memory_of(r, (batch, heads, sq, dims[0]), dtype), "k": of(dims[0]), "v": of(dims[1])}
+        tensors = {"q": memory_of(r, (batch, heads, sq, dims[0]), dtype, unit), "k": of(dims[0]), "v": of(dims[1])}
         if r.random() < 0.25:
             tensors["sinks"] = dense((heads,), F32, scale=2.0, shift=r.choice([0.5, -60.0]))
         options: dict[str, Any] = {"scale": scale_of(r, dims[0]), "window_size": window_of(r)}
@@ -634,26 +827,20 @@ class Paged(Attention):
         facts: dict[str, Any] = {"kv": lengths_of(r, batch, columns * page), "page": page, "columns": columns}
         facts["q"] = [r.randint(0, sq) for _ in range(batch)] if r.random() < 0.3 else None
         facts["of_v"], facts["wild"] = r.random() < 0.2, r.random() < 0.5
-        return Case(self.name, seed, dtype, tensors, options, facts=facts)
+        facts |= {"shared": more.random() < 0.2, "wide": more.random() < 0.15, "lead": more.choice([0, 0, 0, 0, 1])}
+        if more.random() < 0.1:
+            facts["q"] = more.choice([[0] * batch, [sq] * batch])
+        case = Case(self.name, seed, dtype, tensors, options, facts=facts)
+        return more_of_attention(more, replace(case, settings=UNCHECKED if unlimited else {}))
 
     def before(self, case, tensors, options):
         facts, device = case.facts, tensors["q"].device
-        numbers = random.Random(torch.randint(2**31, ()).item())
-        tables = []
-        for _ in range(2):
-            pages = numbers.sample(range(case.tensors["k"].shape[0]), case.tensors["k"].shape[0])
-            rows = [[pages.pop() for _ in range(facts["columns"])] for _ in facts["kv"]]
-            for row, length in zip(rows, facts["kv"], strict=True):
-                used = -(-length // facts["page"])
-                if facts["wild"]:  # what lies past the last page is not looked at
-                    row[used:] = [numbers.choice([-7, 10**6]) for _ in row[used:]]
-            tables.append(rows)
-        tables = tables if facts["of_v"] else [tables[0]] * 2
-        side = {"table_k": tables[0], "table_v": tables[1]}
-        case.facts["made"] = {name: sequence(x, device) for name, x in (*side.items(), ("kv", facts["kv"]))}
-        if facts["q"] is not None:
-            case.facts["made"]["q"] = sequence(facts["q"], device)
-        return side
+        tables = page_tables(facts, case.tensors["k"].shape[0])
+        facts["made"] = {"table_k": table_of(tables[0], facts, device), "table_v": table_of(tables[1], facts, device)}
+        for name in ("kv", "q"):
+            if facts[name] is not None:
+                facts["made"][name] = sequence(facts[name], device, facts["lead"])
+        return {"tables": tables}
 
     def call(self, tensors, options, facts):
         made, more = facts["made"], {}
@@ -669,15 +856,10 @@ class Paged(Attention):
         return dict(zip(("out", "lse"), found, strict=True)) if options["return_lse"] else {"out": found}
 
     def _dense(self, case: Case, leaves: Tensors, known: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-        page, longest = case.facts["page"], case.facts["columns"] * case.facts["page"]
         made = {"q": leaves["q"]}
-        for name, tables in (("k", known["table_k"]), ("v", known["table_v"])):
+        for name, table in zip("kv", known["tables"], strict=True):
             pages = leaves[name].transpose(1, 2) if options["page_layout"] == "NHD" else leaves[name]
-            whole = pages.new_zeros(len(tables), pages.shape[1], longest, pages.shape[3])
-            for b, (row, length) in enumerate(zip(tables, case.facts["kv"], strict=True)):
-                for j in range(length):
-                    whole[b, :, j] = pages[row[j // page], :, j % page]
-            made[name] = whole
+            made[name] = gathered(pages, table, case.facts)
         given = {n: options[n] for n in ("scale", "window_size", "is_causal", "causal_alignment", "softcap")}
         given |= {"seq_lens_kv": case.facts["kv"]} | (
             {} if case.facts["q"] is None else {"seq_lens_q": case.facts["q"]}
@@ -710,6 +892,20 @@ class Paged(Attention):
 # FP8
 
 
+#: Those of FP8 that the emulation takes and no kernel has.
+ODD_FP8 = ((16, 16), (32, 48), (8, 8), (5, 7))
+
+
+def fp8_dims(r: random.Random, device: str) -> tuple[tuple[int, int], int, dict[str, Any]] | None:
+    """Head dims, their unit, and settings, of a call on the CPU; a GPU takes few of those that are small."""
+    if device != "cpu":
+        return None
+    if r.random() < 0.7:
+        dims = r.choice(ODD_FP8)
+        return dims, 16 if dims in ODD_FP8[:2] else 1, UNCHECKED
+    return r.choice([(128, 128), (128, 128), (64, 64), (128, 64), (16, 16)]), 16, {}
+
+
 def fp8_options(r: random.Random, dim: int) -> dict[str, Any]:
     """Options of attention in FP8."""
     options: dict[str, Any] = {"scale": r.choice([None, number(r, 0.5, 2.0) * dim**-0.5]), "window_size": window_of(r)}
@@ -723,25 +919,43 @@ class Fp8(Attention):
 
     def drawn(self, r: random.Random, seed: int, device: str) -> Case:
         """Tensors in FP8, of numbers whose scales are none of 1."""
-        dtype = r.choice([E4M3, E4M3, E5M2])
+        dtype, more = r.choice([E4M3, E4M3, E5M2]), later(self.name, seed)
         batch, kv, sq = r.choice([1, 2, 3]), r.choice([1, 2]), size(r, device)
         heads, skv = kv * r.choice([1, 2, 3]), keys_for(r, device, sq)
         large = [(64, 64), *[(128, 128)] * 6, (128, 64), (192, 128)] if device != "cpu" else []
-        dims = r.choice([(16, 16), (32, 48), *large])
+        dims, unit, settings = r.choice([(16, 16), (32, 48), *large]), 16, {}
+        dims, unit, settings = fp8_dims(more, device) or (dims, unit, settings)
         scales = {"q": number(r, 15, 40), "k": number(r, 45, 80), "v": number(r, 6, 14)}
         shapes = {"q": (heads, sq, dims[0]), "k": (kv, skv, dims[0]), "v": (kv, skv, dims[1])}
         tensors = {
-            name: drawn(r, (batch, *shapes[name]), dtype, unit=16, expands=0.05, scale=scales[name]) for name in "qkv"
+            name: drawn(r, (batch, *shapes[name]), dtype, unit=unit, expands=0.05, scale=scales[name]) for name in "qkv"
         }
         facts: dict[str, Any] = {"scales": scales}
         for name, longest in (("seq_lens_q", sq), ("seq_lens_kv", skv)):
             if r.random() < 0.15:
                 facts[name] = lengths_of(r, batch, longest)
-        return Case(self.name, seed, dtype, tensors, fp8_options(r, dims[0]), facts=facts)
+        options = fp8_options(r, dims[0])
+        if more.random() < 0.05:
+            options["scale"] = more.choice([1, 2])
+        return Case(self.name, seed, dtype, tensors, options, facts=facts, settings=settings)
 
     def true(self, case: Case, leaves: Tensors) -> Tensors:
         """What the tensors stand for."""
-        return {name: leaves[name] / case.facts["scales"][name] for name in "qkv"}
+        facts = case.facts
+        made = {name: leaves[name] / facts["scales"][name] for name in "qkv"}
+        if "page" in facts:
+            made |= {n: gathered(made[n], table, facts) for n, table in zip("kv", facts["tables"], strict=True)}
+        return made
+
+    def side(self, case: Case, device: Any) -> Tensors:
+        """Lengths and page tables."""
+        facts, names = case.facts, ("seq_lens_q", "seq_lens_kv")
+        made = {n: sequence(facts[n], device) for n in names if n in facts}
+        if "page" in facts:
+            facts["tables"] = page_tables(facts, case.tensors["k"].shape[0])
+            made["page_table"] = table_of(facts["tables"][0], facts, device)
+            made |= {"page_table_v": table_of(facts["tables"][1], facts, device)} if facts["of_v"] else {}
+        return made
 
     def forward_scales(self, case: Case, device: Any) -> Fp8Scales:
         """The scales of a forward pass."""
@@ -755,9 +969,28 @@ class Fp8Forward(Fp8):
     name = "sdpa_fp8"
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
-        case = self.drawn(r, seed, device)
+        case, more = self.drawn(r, seed, device), later(f"pages of {self.name}", seed)
         out_dtype = r.choice([None] * 9 + [BF16, F16, E5M2])
-        return replace(case, options=case.options | {"out_dtype": out_dtype, "return_lse": r.random() < 0.7})
+        if out_dtype == E5M2 and more.random() < 0.5:
+            out_dtype = E4M3
+        case = replace(case, options=case.options | {"out_dtype": out_dtype, "return_lse": r.random() < 0.7})
+        return self.on_pages(more, case) if more.random() < 0.2 else case
+
+    def on_pages(self, r: random.Random, case: Case) -> Case:
+        """The call with keys and values in pages."""
+        batch, kv, skv, _ = case.tensors["k"].shape
+        page, tensors = r.choice([1, 2, 8, 16, 64]), dict(case.tensors)
+        columns = -(-skv // page) + r.choice([0, 0, 1])
+        pages = batch * columns + r.choice([0, 1, 4])
+        for name in "kv":
+            spec, unit = tensors[name], 1 if "cpu_checks" in case.settings else 16
+            shape = (pages, kv, page, spec.shape[3])
+            tensors[name] = drawn(r, shape, spec.dtype, unit=unit, expands=0.0, scale=spec.values.scale)
+        lengths = lengths_of(r, batch, columns * page)
+        facts = case.facts | {"page": page, "columns": columns, "kv": lengths, "seq_lens_kv": lengths}
+        for name, share in (("of_v", 0.4), ("wild", 0.5), ("shared", 0.2), ("wide", 0.15)):
+            facts[name] = r.random() < share
+        return replace(case, tensors=tensors, facts=facts)
 
     def call(self, tensors, options, facts):
         found = cudnn_sdpa.sdpa_fp8(*(tensors[n] for n in "qkv"), facts["made"], **facts["side"], **options)
@@ -766,8 +999,7 @@ class Fp8Forward(Fp8):
 
     def before(self, case, tensors, options):
         case.facts["made"] = self.forward_scales(case, tensors["q"].device)
-        names = ("seq_lens_q", "seq_lens_kv")
-        case.facts["side"] = {n: sequence(case.facts[n], tensors["q"].device) for n in names if n in case.facts}
+        case.facts["side"] = self.side(case, tensors["q"].device)
         return {}
 
     def exact(self, case, options, leaves, known):
@@ -800,6 +1032,10 @@ class Fp8Forward(Fp8):
         tensors = [case.tensors[name].make("meta") for name in "qkv"]
         side = {n: torch.empty(len(x), dtype=torch.int32, device="meta") for n, x in case.facts.items() if "len" in n}
         scales = Fp8Scales(*(torch.empty(1, device="meta") for _ in Fp8Scales._fields))
+        if "page" in case.facts:
+            size = len(case.facts["kv"]), case.facts["columns"]
+            names = ("page_table", "page_table_v") if case.facts["of_v"] else ("page_table",)
+            side |= {name: torch.empty(size, dtype=torch.int32, device="meta") for name in names}
         return cudnn_sdpa.sdpa_fp8, (*tensors, scales), {**case.options, **side}
 
 
@@ -815,6 +1051,8 @@ class Fp8Backward(Fp8):
         grad = drawn(r, (*q.shape[:3], v.shape[3]), facts["grad_dtype"], unit=16, expands=0.1, scale=scale)
         facts["scales"] = facts["scales"] | {"grad_out": scale}
         options = case.options | {"deterministic": r.choice([None, None, True])}
+        if options["deterministic"] is None and later(f"more of {self.name}", seed).random() < 0.3:
+            options["deterministic"] = False
         return replace(case, tensors={**case.tensors, "grad_out": grad}, facts=facts, options=options)
 
     def _exact_gradients(self, case: Case, options: dict[str, Any], leaves: Tensors) -> tuple[Any, Tensors, Any]:
@@ -827,8 +1065,8 @@ class Fp8Backward(Fp8):
         return made, {**dict(zip("qkv", found, strict=True)), "grad": grad}, (true, given)
 
     def before(self, case, tensors, options):
-        device, names = tensors["q"].device, ("seq_lens_q", "seq_lens_kv")
-        case.facts["side"] = {n: sequence(case.facts[n], device) for n in names if n in case.facts}
+        device = tensors["q"].device
+        case.facts["side"] = self.side(case, device)
         made, grads, (true, _) = self._exact_gradients(case, options, {n: x.double() for n, x in tensors.items()})
         group = made.out.shape[1] // true["v"].shape[1]
         of_scores = grads["grad"].abs() @ true["v"].abs().repeat_interleave(group, 1).mT
@@ -852,12 +1090,20 @@ class Fp8Backward(Fp8):
         made = cudnn_sdpa.sdpa_fp8(q, k, v, forward, return_lse=True, **common)
         more = {"deterministic": options["deterministic"]}
         found = cudnn_sdpa.sdpa_fp8_backward(tensors["grad_out"], q, k, v, made.out, made.lse, scales, **common, **more)
-        return {"q": found.dq, "k": found.dk, "v": found.dv}
+        amaxes = {"amax_dq": found.amax_dq, "amax_dk": found.amax_dk, "amax_dv": found.amax_dv}
+        return {"q": found.dq, "k": found.dk, "v": found.dv, **amaxes, "amax_dp": found.amax_dp}
 
     def exact(self, case, options, leaves, known):
         made, grads, (true, given) = self._exact_gradients(case, options, leaves)
         known["made"], known["true"], known["given"], known["grad"] = made, true, given, grads["grad"]
-        return {name: grads[name] * out for name, out in zip("qkv", case.facts["outs"], strict=True)}
+        exact = {name: grads[name] * out for name, out in zip("qkv", case.facts["outs"], strict=True)}
+        exact |= {f"amax_d{name}": grads[name].abs().amax().view(1) for name in "qkv"}
+        scale = true["q"].shape[3] ** -0.5 if options["scale"] is None else options["scale"]
+        values = true["v"].repeat_interleave(made.out.shape[1] // true["v"].shape[1], 1)
+        mean = (grads["grad"] * made.out).sum(-1, keepdim=True)
+        of_scores = made.weights * (grads["grad"] @ values.mT - mean) * scale
+        known["scale"] = scale
+        return {n: x.detach() for n, x in exact.items()} | {"amax_dp": of_scores.detach().abs().amax().view(1)}
 
     def bounds(self, case, options, leaves, grads, known, precision):
         unit = max(HALF_A_ULP[case.dtype], HALF_A_ULP[case.facts["grad_dtype"]])
@@ -866,7 +1112,11 @@ class Fp8Backward(Fp8):
         made = replace(known["made"], out=known["made"].out.detach(), weights=known["made"].weights.detach())
         found = attention_bounds(made, **true, grad_out=known["grad"], precision=coarse, **known["given"])
         outs = zip("qkv", case.facts["outs"], strict=True)
-        return {name: (found[name] + 2e-3) * out for name, out in outs}
+        bounds = {name: (found[name] + 2e-3) * out for name, out in outs}
+        bounds |= {f"amax_d{name}": (found[name] + 2e-3).amax().view(1) for name in "qkv"}
+        mean = (known["grad"] * made.out).abs().sum(-1, keepdim=True)  # of an output that was rounded
+        of_scores = made.weights * (HALF_A_ULP[case.dtype] * mean + 2e-3) * known["scale"]
+        return bounds | {"amax_dp": of_scores.amax().view(1) + 2e-3}
 
     def check_places(self, case, tensors, found, gradients):
         for name in "qkv":
@@ -887,33 +1137,59 @@ class Fp8Attention(Attention):
     name = "fp8_attention"
     data = ()
     has_graph_break = True
+    casts = ("q", "k", "v")
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         dtype, kv, batch = r.choice([BF16, F16]), r.choice([1, 2]), r.choice([1, 2])
         heads, sq = kv * r.choice([1, 2]), size(r, device, large=0.05)
         skv = keys_for(r, device, sq)
         large = [(64, 64), *[(128, 128)] * 6] if device != "cpu" else []
-        dims = r.choice([(16, 16), (32, 48), *large])
+        more, dims = later(self.name, seed), r.choice([(16, 16), (32, 48), *large])
+        dims, unit, settings = fp8_dims(more, device) or (dims, 16, {})
         shapes = {"q": (heads, sq, dims[0]), "k": (kv, skv, dims[0]), "v": (kv, skv, dims[1])}
         scales = {"q": 1.7, "k": 0.6, "v": 23.0}
-        tensors = {n: drawn(r, (batch, *shapes[n]), dtype, unit=16, expands=0.05, scale=scales[n]) for n in "qkv"}
+        tensors = {n: drawn(r, (batch, *shapes[n]), dtype, unit=unit, expands=0.05, scale=scales[n]) for n in "qkv"}
         facts = {"scaling": r.random() < 0.4}
         options = fp8_options(r, dims[0]) | {"grad_dtype": r.choice([None, E4M3, E5M2])}
-        return Case(self.name, seed, dtype, tensors, options, facts=facts, wanted=chosen(r, list(tensors)))
+        for name, longest in (("seq_lens_q", sq), ("seq_lens_kv", skv)):
+            if more.random() < 0.15:
+                facts[name] = lengths_of(more, batch, longest)
+        case = Case(self.name, seed, dtype, tensors, options, facts=facts, wanted=chosen(r, list(tensors)))
+        return replace(case, settings=settings, facts=facts | self.of_scaling(more, case))
+
+    def of_scaling(self, r: random.Random, case: Case) -> dict[str, Any]:
+        """How scales are kept from call to call; that they fit asks for many numbers, and a margin for new ones."""
+        if r.random() < 0.5:
+            return {"with": {}}
+        given = {"inputs": r.choice(["delayed", "current"]), "algorithm": r.choice(["max", "most_recent"])}
+        given |= {"history": r.choice([1, 2, 16]), "margin": r.choice([0, 1, 6])}
+        given |= {"calibration": r.choice([1, 2]), "auto_update": r.random() < 0.6}
+        many = (
+            all(math.prod(spec.shape) > 300 for spec in case.tensors.values()) and case.options["window_size"] is None
+        )
+        lasts = many and not case.options["is_causal"] and not any("lens" in name for name in case.facts)
+        return {"with": given | ({"margin": 3} if lasts else {}), "lasts": lasts, "trains": r.random() < 0.8}
 
     def before(self, case, tensors, options):
-        case.facts["made"] = None
-        if case.facts["scaling"]:
-            case.facts["made"] = cudnn_sdpa.Fp8Scaling(
-                grad_dtype=options["grad_dtype"] or E5M2, device=tensors["q"].device
-            )
+        facts, device = case.facts, tensors["q"].device
+        facts["side"] = {n: sequence(facts[n], device) for n in ("seq_lens_q", "seq_lens_kv") if n in facts}
+        scaling = facts.get("made")
+        if not facts["scaling"]:
+            facts["made"] = None
+        elif scaling is None or not facts.get("lasts"):
+            given = {"grad_dtype": options["grad_dtype"] or E5M2, "device": device, **facts["with"]}
+            facts["made"] = cudnn_sdpa.Fp8Scaling(**given).train(facts.get("trains", True))
+        elif not scaling.auto_update:
+            scaling.update()
         return {}
 
     def call(self, tensors, options, facts):
-        return {"out": cudnn_sdpa.fp8_attention(*(tensors[n] for n in "qkv"), scaling=facts["made"], **options)}
+        given = {**options, **facts["side"]}
+        return {"out": cudnn_sdpa.fp8_attention(*(tensors[n] for n in "qkv"), scaling=facts["made"], **given)}
 
     def exact(self, case, options, leaves, known):
         known["options"] = {n: options[n] for n in ("scale", "window_size", "is_causal", "causal_alignment")}
+        known["options"] |= case.facts["side"]
         made = known["made"] = attention(*(leaves[n] for n in "qkv"), **known["options"])
         return {"out": made.out}
 
@@ -927,7 +1203,32 @@ class Fp8Attention(Attention):
         tensors = {name: spec.make("meta") for name, spec in case.tensors.items()}
         for name in case.wanted:
             tensors[name] = tensors[name].detach().requires_grad_()
-        return cudnn_sdpa.fp8_attention, tuple(tensors[n] for n in "qkv"), case.options
+        side = {n: torch.empty(len(x), dtype=torch.int32, device="meta") for n, x in case.facts.items() if "lens" in n}
+        return cudnn_sdpa.fp8_attention, tuple(tensors[n] for n in "qkv"), {**case.options, **side}
+
+
+@operation
+class Fp8Module(Fp8Attention):
+    name = "nn.Fp8Attention"
+
+    def draw(self, r: random.Random, seed: int, device: str) -> Case:
+        case = super().draw(r, seed, device)
+        return replace(case, facts=case.facts | {"scaling": True})
+
+    def before(self, case, tensors, options):
+        super().before(case, tensors, options)
+        facts = case.facts
+        made = {n: options[n] for n in ("scale", "window_size", "is_causal", "causal_alignment")}
+        scaling = facts["made"] if facts["with"] or options["grad_dtype"] else None
+        if facts.get("module") is None or not facts.get("lasts"):
+            facts["module"] = cudnn_sdpa.Fp8Attention(scaling=scaling, **made)
+        return {}
+
+    def call(self, tensors, options, facts):
+        return {"out": facts["module"](*(tensors[n] for n in "qkv"), **facts["side"])}
+
+    def explained(self, case):
+        return None
 
 
 # Norms and gates
@@ -945,6 +1246,12 @@ def rows_of(r: random.Random, device: str) -> tuple[int, ...]:
     shape = tuple(r.choice([1, 1, 2, 3, 5, 7]) for _ in range(r.choice([0, 1, 1, 2, 2, 3, 4])))
     shape = (*shape, n)
     return (0, *shape[1:]) if r.random() < 0.03 and len(shape) > 1 else shape
+
+
+def end_of_eps(r: random.Random, x: Spec) -> dict[str, Any]:
+    """An eps that is no float, or 0 where rows are no constants."""
+    how, is_constant = r.random(), len(x.shape) - 1 in x.layout.expanded
+    return {"eps": 1} if how < 0.05 else {"eps": 0.0} if how < 0.1 and x.shape[-1] > 7 and not is_constant else {}
 
 
 @operation
@@ -968,6 +1275,7 @@ class RmsNorm(Operation):
             options["activation"] = "silu"
         if "weight" in tensors and r.random() < 0.2:
             options["zero_centered"] = True
+        options |= end_of_eps(later(self.name, seed), tensors["x"])
         return Case(self.name, seed, dtype, tensors, options, {"eps": 0.011}, {}, chosen(r, list(tensors)))
 
     def call(self, tensors, options, facts):
@@ -1023,7 +1331,7 @@ class LayerNorm(Operation):
             tensors["weight"] = drawn(r, shape[-1:], of, expands=0.1, shift=0.7)
         if r.random() < 0.6:
             tensors["bias"] = drawn(r, shape[-1:], of, expands=0.1, scale=2.0)
-        options = {"eps": r.choice([1e-5, 1e-5, 1e-6, 0.3, 100.0])}
+        options = {"eps": r.choice([1e-5, 1e-5, 1e-6, 0.3, 100.0])} | end_of_eps(later(self.name, seed), tensors["x"])
         return Case(self.name, seed, dtype, tensors, options, {"eps": 0.011}, {}, chosen(r, list(tensors)))
 
     def call(self, tensors, options, facts):
@@ -1141,6 +1449,7 @@ class Conv(Operation):
 
     rank = 2
     aligns = True
+    casts = ("x", "weight", "bias")
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         dtype, rank = fused_dtype(r, device), self.rank
@@ -1260,6 +1569,27 @@ def clipped(g: Any, x: Any, *, slope: float = 0.1) -> Any:
     return g.relu(input=x, negative_slope=slope)
 
 
+def pair_reference(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    wide = (x.float(), y.float()) if x.dtype != F64 else (x, y)
+    return (wide[0] * wide[1]).to(x.dtype).contiguous(), (wide[0] - wide[1]).to(x.dtype).contiguous()
+
+
+def pair_outputs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+def pair_backward(grads: Any, operands: Any, results: Any, *, needs: Any) -> Any:
+    assert not results, "they are not kept"
+    x, y = operands
+    return grads[0] * y + grads[1] if needs[0] else None, grads[0] * x - grads[1] if needs[1] else None
+
+
+@cudnn_sdpa.graph_op(reference=pair_reference, outputs=pair_outputs, backward=pair_backward, keeps_results=False)
+def pair(g: Any, x: Any, y: Any) -> Any:
+    """Product and difference."""
+    return g.mul(a=x, b=y), g.sub(a=x, b=y)
+
+
 @operation
 class UserGraph(Operation):
     aligns = True
@@ -1273,6 +1603,9 @@ class UserGraph(Operation):
         if facts["graph"] == "clipped":
             slopes = {"slope": round(r.uniform(0.05, 0.4), 3)}, {"slope": round(r.uniform(0.5, 0.9), 3)}
             return Case(self.name, seed, dtype, tensors, slopes[0], slopes[1], facts)
+        if later(self.name, seed).random() < 0.3:
+            tensors["y"] = drawn(r, shape, dtype, last_dense=True, expands=0.0)
+            return Case(self.name, seed, dtype, tensors, {}, {}, {"graph": "pair"}, chosen(r, list(tensors)))
         options = {"scale": number(r, 0.3, 3.0)}
         if r.random() < 0.6:
             tensors["bias"] = drawn(
@@ -1287,15 +1620,31 @@ class UserGraph(Operation):
     def call(self, tensors, options, facts):
         if facts["graph"] == "clipped":
             return {"out": clipped(tensors["x"], **options)}
+        if facts["graph"] == "pair":
+            return dict(zip(("out", "difference"), pair(tensors["x"], tensors["y"]), strict=True))
         return {"out": scaled(tensors["x"], tensors.get("bias"), **options)}
 
     def exact(self, case, options, leaves, known):
         if case.facts["graph"] == "clipped":
             return {"out": torch.where(leaves["x"] > 0, leaves["x"], leaves["x"] * options["slope"])}
+        if case.facts["graph"] == "pair":
+            return {"out": leaves["x"] * leaves["y"], "difference": leaves["x"] - leaves["y"]}
         y = leaves["x"] * options["scale"]
         return {"out": y + leaves["bias"] if "bias" in leaves else y}
 
+    def bounds_of_pair(self, leaves: Tensors, grads: Tensors, precision: Precision) -> Tensors:
+        """How far product, difference and gradients may be off."""
+        x, y = leaves["x"].abs(), leaves["y"].abs()
+        bounds = {"out": precision.unit * x * y + precision.tiny, "difference": precision.unit * (x + y)}
+        if grads:
+            product, difference = (grads[name].double().abs() for name in ("out", "difference"))
+            for name, by in (("x", y), ("y", x)):
+                bounds[name] = 3 * precision.unit * (product * by + difference) + precision.tiny
+        return bounds
+
     def bounds(self, case, options, leaves, grads, known, precision):
+        if case.facts["graph"] == "pair":
+            return self.bounds_of_pair(leaves, grads, precision)
         x = leaves["x"].abs() * max(1.0, options.get("scale", 1.0))
         bounds = {"out": 3 * precision.unit * (x + (leaves["bias"].abs() if "bias" in leaves else 0.0)) + 1e-6}
         if grads:
@@ -1328,21 +1677,20 @@ class CacheSession:
     """A paged cache beside a dictionary of what must be in it."""
 
     def __init__(self, r: random.Random, seed: int, device: str) -> None:
-        self.r, self.device = r, device
+        self.r, self.more, self.device = r, later("PagedKVCache", seed), device
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype, self.kv = half(r, device), r.choice([1, 2])
         self.dims = r.choice([(64, 64), (8, 16), (128, 128)])
         self.heads = self.kv * r.choice([1, 3])
+        given = {"pages": r.choice([12, 40]), "page_size": r.choice([1, 2, 16])}
+        given |= {"page_layout": r.choice(["HND", "NHD"]), "layers": r.choice([1, 2])}
+        if self.dims[0] != self.dims[1] or self.more.random() < 0.5:
+            given["head_dim_v"] = self.dims[1]
+        if self.more.random() < 0.3:
+            given["max_length"] = self.more.choice([1, 4, 9, 10**3])
+        self.layers, self.layout = given["layers"], given["page_layout"]
         self.cache = cudnn_sdpa.PagedKVCache(
-            pages=r.choice([12, 40]),
-            page_size=r.choice([1, 2, 16]),
-            heads=self.kv,
-            head_dim=self.dims[0],
-            head_dim_v=self.dims[1],
-            dtype=self.dtype,
-            device=device,
-            page_layout=r.choice(["HND", "NHD"]),
-            layers=r.choice([1, 2]),
+            heads=self.kv, head_dim=self.dims[0], dtype=self.dtype, device=device, **given
         )
         self.model: dict[int, tuple[Tensor, Tensor]] = {}
         self.steps: list[tuple[Any, list[int]]] = []
@@ -1354,10 +1702,16 @@ class CacheSession:
         return torch.randn(shape, generator=self.generator, dtype=F64).to(self.dtype).to(self.device)
 
     def check(self, when: str) -> None:
-        """Compares what can be read with what was written."""
-        for one, written in self.model.items():
-            if not all(map(torch.equal, self.cache.read(one), written)):
-                self.problems.append(f"{when} sequence {one} has other tokens than were written")
+        """Compares what can be read with what was written; each layer has its number times what the first has."""
+        for (one, written), layer in itertools.product(self.model.items(), range(self.layers)):
+            if not all(map(torch.equal, self.cache.read(one, layer), (x * (layer + 1) for x in written))):
+                self.problems.append(f"{when} sequence {one} has other tokens in layer {layer} than were written")
+        lengths = [written[0].shape[1] for written in self.model.values()]
+        if [self.cache.length(one) for one in self.model] != lengths:
+            self.problems.append(f"{when} sequences are not of the lengths {lengths}")
+        use = self.cache.use()
+        if (use.sequences, use.tokens) != (len(lengths), sum(lengths)) or use.free + use.used != use.pages:
+            self.problems.append(f"{when} {use} is said of {len(lengths)} sequences")
 
     def act(self, action: str) -> None:
         """Does one thing to both."""
@@ -1396,30 +1750,101 @@ class CacheSession:
         longest = max(model[one][0].shape[1] + count for one, count in zip(numbers, counts, strict=True))
         if not max(counts) or longest > self.cache.max_length:
             return
+        same = len(set(counts)) == 1 and self.more.random() < 0.5
         try:
-            step = self.cache.reserve(numbers, counts)
+            step = self.cache.reserve(numbers, counts[0] if same else counts, **self.room(len(counts), max(counts)))
         except cudnn_sdpa.OutOfPagesError:
             return
-        k, v = (self.random(len(numbers), self.kv, step.tokens, dim) for dim in self.dims)
-        self.cache.append(step, k, v)
+        k, v = (self.random(step.batch, self.kv, step.tokens, dim) for dim in self.dims)
+        for layer in range(self.layers):
+            self.cache.append(step, k * (layer + 1), v * (layer + 1), layer)
         for row, (one, count) in enumerate(zip(numbers, counts, strict=True)):
             old = model[one]
             model[one] = torch.cat([old[0], k[row, :, :count]], 1), torch.cat([old[1], v[row, :, :count]], 1)
+        self.steps = [old for old in self.steps if old[0] is not step]
         self.steps.append((step, [one for one, count in zip(numbers, counts, strict=True) if count]))
-        q = self.random(len(numbers), self.heads, step.tokens, self.dims[0])
+        self.attend(step, numbers, counts)
+
+    def room(self, batch: int, tokens: int) -> dict[str, Any]:
+        """A step to write into, if one is given: one that was used before, where it has enough room."""
+        how = self.more.random()
+        if how < 0.7:
+            return {}
+        used = [step for step, _ in self.steps if step.batch >= batch and step.tokens >= tokens]
+        if used and how < 0.85:
+            return {"into": used[-1]}
+        return {"into": self.cache.new_step(batch + self.more.choice([0, 1]), tokens + self.more.choice([0, 0, 2]))}
+
+    def options(self) -> dict[str, Any]:
+        """Those of attention, mostly none."""
+        r, options = self.more, {}
+        if r.random() < 0.5:
+            return options
+        options["scale"], options["window_size"] = scale_of(r, self.dims[0]), window_of(r)
+        options["is_causal"], options["causal_alignment"] = r.random() < 0.7, r.choice(["bottom_right", "top_left"])
+        options["softcap"] = r.choice([None, None, 1.7])
+        if r.random() < 0.3:
+            options["sinks"] = torch.randn(self.heads, generator=self.generator).to(self.device)
+        return options
+
+    def attend(self, step: Any, numbers: list[int], counts: list[int]) -> None:
+        """Compares attention of a step's tokens with mathematics."""
+        q, options = self.random(step.batch, self.heads, step.tokens, self.dims[0]), self.options()
+        layer, with_lse, more = self.more.randrange(self.layers), self.more.random() < 0.3, {}
+        if self.more.random() < 0.2:
+            more["out"] = torch.full((*q.shape[:3], self.dims[1]), math.nan, dtype=q.dtype, device=q.device)
         try:
-            out = self.cache.attend(step, q)
+            found = self.cache.attend(step, q, layer, return_lse=with_lse, **more, **options)
         except UnsupportedError as error:
             self.reasons.extend(error.reasons)
             return
+        out, lse = found if with_lse else (found, None)
+        if "out" in more and out is not more["out"]:
+            self.problems.append("attend: the result is not the tensor that was given for it")
+        self.compare("attend", (q, out, lse), numbers, counts, (layer, options))
+        if max(counts) == step.tokens == 1 and self.more.random() < 0.5:
+            self.prepare(step, q, numbers, counts, layer)
+
+    def prepare(self, step: Any, q: Tensor, numbers: list[int], counts: list[int], layer: int) -> None:
+        """The same of a call that is prepared, which only GPUs have, and their plans."""
+        pages = self.cache.k_pages(layer), self.cache.v_pages(layer)
+        options: dict[str, Any] = {"scale": self.more.choice([None, 0.37])}
+        with_lse, given = self.more.random() < 0.5, {"page_layout": self.layout, **options}
+        try:
+            prepared = cudnn_sdpa.prepare_paged(
+                *(q, *pages, step.page_table, step.seq_lens_kv), return_lse=with_lse, **given
+            )
+        except UnsupportedError as error:
+            self.reasons.extend(error.reasons)
+        else:
+            self.compare("prepared", (q, prepared(), prepared.lse), numbers, counts, (layer, options))
+        try:
+            self.cache.plans(q, range(1, 3), **self.more.choice([{}, {"tokens": (1, 2)}]), **options)
+        except (UnsupportedError, cudnn_sdpa.DeviceError) as error:
+            if isinstance(error, cudnn_sdpa.DeviceError) and self.device != "cpu":
+                self.problems.append(f"plans: {error}")
+
+    def compare(
+        self,
+        name: str,
+        found: tuple[Tensor, Tensor, Tensor | None],
+        numbers: list[int],
+        counts: list[int],
+        of: tuple[int, dict[str, Any]],
+    ) -> None:
+        """What is wrong with the results for queries."""
+        (q, out, lse), (layer, options) = found, of
+        given = {"is_causal": True, "causal_alignment": "bottom_right", **options}
         for row, (one, count) in enumerate(zip(numbers, counts, strict=True)):
-            given = {"is_causal": True, "causal_alignment": "bottom_right"}
-            part = q[row : row + 1, :, :count], *(x.unsqueeze(0) for x in model[one])
+            part = q[row : row + 1, :, :count], *((layer + 1) * x.unsqueeze(0) for x in self.model[one])
             made = attention(*part, **given)
-            bound = attention_bounds(made, *part, None, Precision.of(q.dtype), **given)["out"]
-            self.problems += compared("attend", out[row : row + 1, :, :count], made.out, bound)
-            if out[row, :, count:].abs().sum() != 0:
-                self.problems.append("attend: the rows of absent tokens are no zeros")
+            bounds = attention_bounds(made, *part, None, Precision.of(q.dtype), **given)
+            self.problems += compared(name, out[row : row + 1, :, :count], made.out, bounds["out"])
+            if lse is not None:
+                self.problems += compared("lse", lse[row : row + 1, :, :count], made.lse, bounds["lse"])
+        present = [*counts, *[0] * (q.shape[0] - len(counts))]
+        if any(bool(out[row, :, count:].abs().sum() != 0) for row, count in enumerate(present)):
+            self.problems.append(f"{name}: the rows of absent tokens are no zeros")
 
     def stale(self) -> None:
         """A step that writes to freed sequences must not write into others that have their pages now."""
@@ -1435,6 +1860,639 @@ class CacheSession:
                         f"a step of sequences {numbers} was taken when only {list(self.model)} were left"
                     )
                 return
+
+
+@operation
+class StaticCache(Operation):
+    name = "nn.KVCache"
+
+    def session(self, r: random.Random, seed: int, device: str) -> Outcome:
+        session = StaticSession(r, seed, device)
+        with torch.no_grad():
+            for _ in range(10):
+                session.act(r.choice(["step", "step", "step", "truncate", "cancel", "reset", "shorten", "read"]))
+                if session.problems:
+                    break
+            else:
+                session.check("at the end")
+        return Outcome("wrong" if session.problems else "right", session.problems, session.reasons)
+
+
+class StaticSession:
+    """A static cache beside lists of what must be in it."""
+
+    def __init__(self, r: random.Random, seed: int, device: str) -> None:
+        self.r, self.device = r, device
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype, self.kv, self.dim = half(r, device), r.choice([1, 2]), r.choice([8, 16, 64])
+        self.heads, self.batch, self.layers = self.kv * r.choice([1, 3]), r.choice([1, 2, 3]), r.choice([1, 1, 2])
+        sizes: dict[str, Any] = {"batch": self.batch, "heads": self.kv, "head_dim": self.dim}
+        sizes |= {"layers": 2} if self.layers == 2 else {}
+        self.most = r.choice([1, 5, 20, 40])
+        self.cache = cudnn_sdpa.nn.KVCache(**sizes, max_length=self.most, dtype=self.dtype, device=device)
+        self.lengths = [0] * self.batch
+        self.k, self.v = (torch.zeros(self.batch, self.kv, self.most, self.dim, dtype=F64) for _ in "kv")
+        self.problems: list[str] = []
+        self.reasons: list[str] = []
+
+    def random(self, *shape: int) -> Tensor:
+        """Fresh numbers."""
+        return torch.randn(shape, generator=self.generator, dtype=F64).to(self.dtype).to(self.device)
+
+    def check(self, when: str) -> None:
+        """Compares what can be read with what was written; what is behind a length does not matter."""
+        if self.cache.lengths.tolist() != self.lengths:
+            self.problems.append(f"{when} lengths are {self.cache.lengths.tolist()}, not {self.lengths}")
+        for layer in range(self.layers):
+            for name, found, written in (("k", self.cache.k(layer), self.k), ("v", self.cache.v(layer), self.v)):
+                for b, n in enumerate(self.lengths):
+                    if not torch.equal(found[b, :, :n].double().cpu(), written[b, :, :n] * (layer + 1)):
+                        self.problems.append(f"{when} sequence {b} has other {name} in layer {layer} than were written")
+
+    def act(self, action: str) -> None:
+        """Does one thing to both."""
+        r = self.r
+        if action == "step":
+            self.step()
+        elif action == "read":
+            self.check("read later,")
+        elif action == "reset":
+            self.cache.reset()
+            self.lengths = [0] * self.batch
+        elif action == "cancel":
+            if max(self.lengths) < self.most:
+                self.cache.cancel(self.cache.reserve(1))
+        elif action == "truncate":
+            keep = [r.randint(0, self.most) for _ in self.lengths]
+            self.cache.truncate(sequence(keep, self.device))
+            self.lengths = [min(pair) for pair in zip(keep, self.lengths, strict=True)]
+        else:
+            self.lengths = [r.randint(0, n) for n in self.lengths]
+            self.cache.lengths.copy_(sequence(self.lengths, self.device))
+
+    def step(self) -> None:
+        """Appends tokens to all sequences, and attends."""
+        r, room = self.r, self.most - max(self.lengths)
+        tokens = min(room, r.choice([1, 1, 1, 2, 5, 9]))
+        if not tokens:
+            return
+        counts, given = [tokens] * self.batch, {}
+        if r.random() < 0.3:
+            counts = [r.randint(0, tokens) for _ in counts]
+            given = {"seq_lens": sequence(counts, self.device)}
+        step = self.cache.reserve(tokens, **given) if tokens > 1 or given or r.random() < 0.5 else self.cache.reserve()
+        k, v = (self.random(self.batch, self.kv, tokens, self.dim) for _ in "kv")
+        for layer in range(self.layers):
+            self.cache.append(step, k * (layer + 1), v * (layer + 1), layer)
+        for b, (n, more) in enumerate(zip(self.lengths, counts, strict=True)):
+            for written, new in ((self.k, k), (self.v, v)):
+                written[b, :, n : n + more] = new[b, :, :more].double().cpu()
+        self.lengths = [n + more for n, more in zip(self.lengths, counts, strict=True)]
+        self.attend(step, counts)
+
+    def options(self, tokens: int) -> dict[str, Any]:
+        """Those of attention, mostly none."""
+        r, options = self.r, {}
+        if r.random() < 0.5:
+            return options
+        options["scale"], options["window_size"] = scale_of(r, self.dim), window_of(r)
+        if r.random() < 0.3:
+            options["softcap"] = 1.7
+        if r.random() < 0.3:
+            options["sinks"] = torch.randn(self.heads, generator=self.generator).to(self.device)
+        if r.random() < 0.3:
+            spec = mask_of(r, (self.batch, self.heads, tokens, self.most), self.dtype)
+            options["attn_mask"] = spec.make(self.device, self.generator)
+            options["is_causal"] = r.random() < 0.3
+        return options
+
+    def attend(self, step: Any, counts: list[int]) -> None:
+        """Compares attention of a step's tokens with mathematics."""
+        q, options = self.random(self.batch, self.heads, step.tokens, self.dim), self.options(step.tokens)
+        layer = self.r.randrange(self.layers)
+        try:
+            out = self.cache.attend(step, q, layer, **options)
+        except UnsupportedError as error:
+            self.reasons.extend(error.reasons)
+            return
+        given = {"is_causal": True, "causal_alignment": "bottom_right", "seq_lens_kv": self.lengths, **options}
+        given |= {"seq_lens_q": counts}
+        tensors = q.double(), *(x.to(self.device) * (layer + 1) for x in (self.k, self.v))
+        made = attention(*tensors, rounds_scores=self.dtype != F64, **given)
+        bounds = attention_bounds(made, *tensors, None, Precision.of(self.dtype), **given)
+        self.problems += compared("attend", out, made.out, bounds["out"])
+
+
+# Modules
+
+
+class Called(torch.nn.Module):
+    """A module that is called in a way of its own."""
+
+    def __init__(self, inner: torch.nn.Module, how: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.inner, self.how = inner, how
+
+    def forward(self, tensors: Tensors, facts: dict[str, Any]) -> Tensor:
+        """Calls it."""
+        return self.how(self.inner, tensors, facts)
+
+
+class Module(Operation):
+    """A module: its functions have bounds of their own, so a few roundings of the largest number may be lost here."""
+
+    aligns = True
+    #: How many.
+    roundings = 16
+
+    def make(self, options: dict[str, Any], **more: Any) -> torch.nn.Module:
+        """The module."""
+        given = dict(options)
+        if given.get("rope") is not None:
+            given["rope"] = cudnn_sdpa.nn.RotaryEmbedding(**given["rope"], device=more["device"])
+        return getattr(cudnn_sdpa.nn, self.name.removeprefix("nn."))(**given, **more)
+
+    def with_parameters(self, case: Case, dtype: torch.dtype | None = None) -> Case:
+        """The call with tensors for all parameters, some of which gradients are wanted by."""
+        tensors, r = dict(case.tensors), random.Random(case.seed)
+        module = self.make(case.options, device="meta", dtype=dtype or case.dtype)
+        for name, x in module.named_parameters():
+            many = math.prod(x.shape[1:]) if x.dim() > 1 else 4
+            is_norm = x.dim() == 1 and name.endswith("weight")
+            tensors[f"inner.{name}"] = dense(x.shape, x.dtype, scale=1.2 * many**-0.5, shift=0.7 if is_norm else 0.0)
+        names = [name for name, spec in tensors.items() if spec.dtype.is_floating_point]
+        return replace(case, tensors=tensors, wanted=() if "split" in case.facts else chosen(r, names))
+
+    def before(self, case: Case, tensors: Tensors, options: dict[str, Any]) -> dict[str, Any]:
+        facts, x = case.facts, tensors["x"]
+        if "module" not in facts:
+            parameters = [spec.dtype for name, spec in case.tensors.items() if name.startswith("inner.")]
+            dtype = parameters[0] if parameters else case.dtype
+            module = self.make(options, device=x.device, dtype=dtype).train(facts.get("training", False))
+            facts["module"] = Called(module, self.how)
+        facts["made"] = {n: sequence(facts[n], x.device) for n in ("seq_lens", "context_lens") if n in facts}
+        if facts.get("positions") is not None:
+            facts["made"]["position_ids"] = torch.tensor(facts["positions"], dtype=facts["ints"], device=x.device)
+        return {}
+
+    def how(self, module: torch.nn.Module, tensors: Tensors, facts: dict[str, Any]) -> Tensor:
+        """How it is called."""
+        return module(tensors["x"])
+
+    def call(self, tensors, options, facts):
+        parameters = {name: x for name, x in tensors.items() if name.startswith("inner.")}
+        return {"out": torch.func.functional_call(facts["module"], parameters, (tensors, facts))}
+
+    def compute(self, case: Case, options: dict[str, Any], leaves: Tensors, known: dict[str, Any]) -> Tensor:
+        """The result in float64."""
+        raise NotImplementedError
+
+    def exact(self, case, options, leaves, known):
+        return {"out": self.compute(case, options, leaves, known)}
+
+    def bounds(self, case, options, leaves, grads, known, precision):
+        inputs = {n: x.requires_grad_() if x.is_floating_point() else x for n, x in leaves.items()}
+        with torch.enable_grad():
+            out = self.compute(case, options, inputs, known)
+        off = self.roundings * precision.unit + 2e-5  # positions and sinks are computed with in float32
+        bounds = {"out": off * out.detach().abs().amax() if out.numel() else out.detach()}
+        if grads and out.requires_grad:
+            names = [n for n, x in inputs.items() if x.requires_grad]
+            given = [inputs[n] for n in names]
+            found = torch.autograd.grad(out, given, grads["out"].double(), allow_unused=True)
+            most = {
+                n: 0.0 if x is None or not x.numel() else float(x.abs().amax())
+                for n, x in zip(names, found, strict=True)
+            }
+            bounds |= {n: torch.tensor(off * (m + 0.2 * max(most.values())), dtype=F64) for n, m in most.items()}
+        return {n: x.to(out.device) for n, x in bounds.items()}
+
+
+def tokens_of(r: random.Random, device: str, features: int, dtype: torch.dtype) -> Spec:
+    """Tokens (batch, sequence, features)."""
+    return drawn(r, (r.choice([1, 1, 2, 3]), size(r, device, large=0.05), features), dtype, expands=0.05, fixed=(2,))
+
+
+def rope_of(r: random.Random, head_dim: int) -> dict[str, Any]:
+    """How positions turn heads."""
+    rope: dict[str, Any] = {"head_dim": head_dim}
+    if r.random() < 0.4:
+        rope["rotary_dim"] = 2 * r.choice([1, max(1, head_dim // 4), max(1, head_dim // 2 - 1)])
+    if r.random() < 0.3:
+        rope["base"] = r.choice([500, 17.0])
+    elif r.random() < 0.3:
+        rope["frequencies"] = [round(r.uniform(0.01, 2.0), 3) for _ in range(rope.get("rotary_dim", head_dim) // 2)]
+    return rope | ({"interleaved": True} if r.random() < 0.4 else {})
+
+
+def positions_of(r: random.Random, batch: int, count: int) -> dict[str, Any]:
+    """Positions of tokens, if they are given."""
+    how = r.random()
+    if how < 0.4:
+        return {"positions": None}
+    rows = [[r.randint(0, 60) for _ in range(count)] for _ in range(r.choice([1, batch]))]
+    facts = {"positions": rows[0] if how < 0.7 else rows, "ints": r.choice([torch.int64, torch.int32])}
+    return facts | {"rotations": r.random() < 0.3}
+
+
+@operation
+class RotaryModule(Module):
+    name = "nn.RotaryEmbedding"
+
+    def make(self, options, **more):
+        return cudnn_sdpa.nn.RotaryEmbedding(**options, device=more["device"])
+
+    def draw(self, r: random.Random, seed: int, device: str) -> Case:
+        dtype, dim = fused_dtype(r, device), r.choice([2, 8, 16, 64])
+        options = rope_of(r, dim) if dim > 2 else {"head_dim": dim}
+        x = drawn(r, (r.choice([1, 2, 3]), size(r, device), r.choice([1, 2, 5]), dim), dtype, expands=0.05)
+        facts = {}
+        while facts.get("positions") is None:
+            facts = positions_of(r, x.shape[0], x.shape[1])
+        return self.with_parameters(Case(self.name, seed, dtype, {"x": x}, options, facts=facts))
+
+    def how(self, module, tensors, facts):
+        return module.rotate(tensors["x"], module(facts["made"]["position_ids"]))
+
+    def compute(self, case, options, leaves, known):
+        given = {n: x for n, x in options.items() if n != "head_dim"}
+        return rotated(leaves["x"], torch.tensor(case.facts["positions"], device=leaves["x"].device), **given)
+
+
+@operation
+class RmsNormModule(Module):
+    name = "nn.RMSNorm"
+
+    def draw(self, r: random.Random, seed: int, device: str) -> Case:
+        dtype, shape = fused_dtype(r, device), rows_of(r, device)
+        options: dict[str, Any] = {"normalized_shape": r.choice([shape[-1], (shape[-1],), [shape[-1]]])}
+        if r.random() < 0.6:
+            options["eps"] = r.choice([1e-5, 0.3, 1])
+        if r.random() < 0.25:
+            options["elementwise_affine"] = False
+        options |= self.more(r)
+        tensors = {"x": drawn(r, shape, dtype, scale=1.3)}
+        return self.with_parameters(Case(self.name, seed, dtype, tensors, options), r.choice([dtype, F32]))
+
+    def more(self, r: random.Random) -> dict[str, Any]:
+        """Options that the other norm does not have."""
+        return {"zero_centered": True} if r.random() < 0.3 else {}
+
+    def eps(self, case: Case, options: dict[str, Any]) -> float:
+        """As it is added."""
+        return options.get("eps", torch.finfo(F64 if case.dtype == F64 else F32).eps)
+
+    def compute(self, case, options, leaves, known):
+        centered = {"zero_centered": options.get("zero_centered", False)}
+        return rms_norm(leaves["x"], leaves.get("inner.weight"), self.eps(case, options), **centered)[0]
+
+    def bounds(self, case, options, leaves, grads, known, precision):
+        weight, centered = leaves.get("inner.weight"), self.name == "nn.LayerNorm"
+        weight = weight + 1 if options.get("zero_centered") and weight is not None else weight
+        given = leaves["x"], weight, leaves.get("inner.bias"), self.eps(case, options), grads.get("out"), precision
+        found = norm_bounds(*given, centered=centered)
+        return found | {f"inner.{name}": found[name] for name in ("weight", "bias") if name in found}
+
+
+@operation
+class LayerNormModule(RmsNormModule):
+    name = "nn.LayerNorm"
+
+    def more(self, r: random.Random) -> dict[str, Any]:
+        return {"bias": False} if r.random() < 0.3 else {}
+
+    def compute(self, case, options, leaves, known):
+        weights = leaves.get("inner.weight"), leaves.get("inner.bias")
+        return layer_norm(leaves["x"], *weights, self.eps(case, options))
+
+    def eps(self, case, options):
+        return options.get("eps", 1e-5)
+
+
+@operation
+class PatchModule(Module):
+    name = "nn.PatchEmbed"
+
+    def draw(self, r: random.Random, seed: int, device: str) -> Case:
+        dtype, size = fused_dtype(r, device), (r.choice([1, 2, 4, 7]), r.choice([1, 2, 4]))
+        channels, features = r.choice([1, 3, 8]), r.choice([1, 8, 24])
+        options: dict[str, Any] = {"patch_size": r.choice([size, size[:1] * 2, size[0]]), "embed_dim": features}
+        size = size[:1] * 2 if options["patch_size"] != size else size
+        if channels != 3 or r.random() < 0.3:
+            options["in_channels"] = channels
+        if r.random() < 0.4:
+            options["bias"] = False
+        counts = r.choice([1, 1, 2, 3]), r.choice([1, 2, 3])
+        shape = r.choice([1, 2, 3]), channels, counts[0] * size[0], counts[1] * size[1]
+        tensors = {"x": drawn(r, shape, dtype, scale=1.3)}
+        return self.with_parameters(Case(self.name, seed, dtype, tensors, options, facts={"size": size}))
+
+    def compute(self, case, options, leaves, known):
+        return patches(leaves["x"], parameters_of(leaves, "inner"), case.facts["size"])
+
+
+def dropped(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: Any) -> Tensor:
+    """What PyTorch's dropout multiplies by next; it draws."""
+    return (torch.nn.functional.dropout(torch.ones(shape, dtype=dtype, device=device), p) > 0).double() / (1 - p)
+
+
+@contextlib.contextmanager
+def undrawn(device: torch.device) -> Iterator[None]:
+    """Leaves PyTorch's generator as it was."""
+    with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+        yield
+
+
+@operation
+class SwiGluModule(Module):
+    name = "nn.SwiGLU"
+
+    def draw(self, r: random.Random, seed: int, device: str) -> Case:
+        dtype, unit = fused_dtype(r, device), 8 if device != "cpu" else 1
+        options: dict[str, Any] = {"embed_dim": r.choice([1, 5, 8, 24]), "hidden_dim": unit * r.choice([1, 3, 16])}
+        if r.random() < 0.5:
+            options["bias"] = True
+        tensors = {"x": tokens_of(r, device, options["embed_dim"], dtype)}
+        return self.with_parameters(Case(self.name, seed, dtype, tensors, options))
+
+    def compute(self, case, options, leaves, known):
+        return feed_forward(leaves["x"], parameters_of(leaves, "inner"), "swiglu")
+
+
+def activation_of(r: random.Random, dtype: torch.dtype) -> str:
+    """One without a gate; that of ReLU jumps where roundings are large."""
+    return r.choice(["gelu", "gelu_tanh", "silu", *(["relu"] if dtype in (F32, F64) else [])])
+
+
+@operation
+class FeedForwardModule(Module):
+    name = "nn.FeedForward"
+
+    def draw(self, r: random.Random, seed: int, device: str) -> Case:
+        dtype = fused_dtype(r, device)
+        options: dict[str, Any] = {"embed_dim": r.choice([1, 5, 8, 24]), "hidden_dim": r.choice([1, 3, 16, 40])}
+        if r.random() < 0.7:
+            options["activation"] = activation_of(r, dtype)
+        if r.random() < 0.4:
+            options["bias"] = False
+        if r.random() < 0.5:
+            options["dropout"] = r.choice([0.1, 0.6])
+        tensors, facts = {"x": tokens_of(r, device, options["embed_dim"], dtype)}, {}
+        facts["training"] = device == "cpu" and r.random() < 0.6
+        return self.with_parameters(Case(self.name, seed, dtype, tensors, options, facts=facts))
+
+    def before(self, case, tensors, options):
+        super().before(case, tensors, options)
+        x, p = tensors["x"], options.get("dropout", 0.0)
+        if not (p and case.facts["training"]):
+            return {}
+        with undrawn(x.device):
+            return {"share": dropped((*x.shape[:2], options["hidden_dim"]), p, x.dtype, x.device)}
+
+    def compute(self, case, options, leaves, known):
+        share, activation = known.get("share", 1.0), options.get("activation", "gelu")
+        return feed_forward(leaves["x"], parameters_of(leaves, "inner"), activation, share)
+
+
+@operation
+class AttentionModule(Module):
+    name = "nn.Attention"
+    casts = ("x", "context")
+
+    def sizes(self, r: random.Random, *, unlimited: bool) -> tuple[tuple[int, int], int, dict[str, Any]]:
+        """Heads of queries and of keys, features, and how that is said."""
+        kv, dim = r.choice([1, 1, 2, 3]), r.choice([2, 5, 12] if unlimited else [8, 8, 16, 24, 64])
+        heads = kv * r.choice([1, 2, 3])
+        features = r.choice([heads * dim] * 3 + [8, 40, 17])
+        options: dict[str, Any] = {"num_heads": heads}
+        options |= {"num_kv_heads": kv} if kv != heads or r.random() < 0.3 else {}
+        options |= {"head_dim": dim} if features != heads * dim or r.random() < 0.3 else {}
+        options |= {"qkv_bias": r.choice([True, False])} if r.random() < 0.4 else {}
+        options |= {"scale": r.choice([0.3, -0.2, 0.125, 1])} if r.random() < 0.4 else {}
+        options |= {"softcap": r.choice([1.7, 30.3])} if r.random() < 0.15 else {}
+        options |= {"sinks": True} if r.random() < 0.3 else {}
+        return (heads, kv), features, {**options, "dim": dim}
+
+    def self_attention(self, r: random.Random, dim: int) -> dict[str, Any]:
+        """Options of attention of a sequence on itself."""
+        options: dict[str, Any] = {"is_causal": True} if r.random() < 0.6 else {}
+        if r.random() < 0.4:
+            options["window_size"] = window_of(r)
+        if r.random() < 0.4 and dim % 2 == 0:
+            options["rope"] = rope_of(r, dim)
+        return options
+
+    def arguments(self, r: random.Random, case: Case, skv: int, heads: int) -> Case:
+        """The call with what a call takes beside its tokens."""
+        tensors, facts, (batch, sq, _) = dict(case.tensors), dict(case.facts), case.tensors["x"].shape
+        options, single = case.options, "context" not in tensors
+        if single and options.get("is_causal") and not case.facts["training"] and r.random() < 0.4:
+            parts, left = [], sq
+            while left:
+                parts.append(r.randint(1, left))
+                left -= parts[-1]
+            facts |= {"split": parts, "paged": r.random() < 0.5 and facts["dim"] % 8 == 0, "layer": r.choice([0, 1])}
+            return replace(case, facts=facts | {"positions": None})
+        if r.random() < 0.4:
+            tensors["attn_mask"] = mask_of(r, (batch, heads, sq, skv), case.dtype)
+        facts |= {"seq_lens": lengths_of(r, batch, sq)} if r.random() < 0.3 else {}
+        facts |= {"context_lens": lengths_of(r, batch, skv)} if not single and r.random() < 0.4 else {}
+        facts |= positions_of(r, batch, sq) if options.get("rope") else {}
+        return replace(case, tensors=tensors, facts=facts)
+
+    def draw(self, r: random.Random, seed: int, device: str) -> Case:
+        dtype, unlimited = half(r, device), is_unlimited(r, device)
+        heads, features, options = self.sizes(r, unlimited=unlimited)
+        facts: dict[str, Any] = {"heads": heads, "dim": options.pop("dim"), "training": r.random() < 0.4}
+        options = {"embed_dim": features, **options, "bias": r.random() < 0.5}
+        tensors = {"x": tokens_of(r, device, features, dtype)}
+        batch, skv, _ = tensors["x"].shape
+        if r.random() < 0.25:
+            options["context_dim"], skv = r.choice([features, 5, 24]), keys_for(r, device, skv)
+            tensors["context"] = drawn(r, (batch, skv, options["context_dim"]), dtype, expands=0.05)
+            facts["projected"] = r.random() < 0.4
+        else:
+            options |= self.self_attention(r, facts["dim"])
+        if r.random() < 0.3:
+            options["dropout"] = r.choice([0.1, 0.6])
+        case = Case(self.name, seed, dtype, tensors, options, facts=facts, settings=UNCHECKED if unlimited else {})
+        return self.with_parameters(self.arguments(r, case, skv, heads[0]))
+
+    def before(self, case, tensors, options):
+        super().before(case, tensors, options)
+        return {"kept": self.kept(case, tensors, options)} if self.drops(case, options) else {}
+
+    def drops(self, case: Case, options: dict[str, Any]) -> bool:
+        """Whether there is dropout."""
+        return bool(options.get("dropout") and case.facts["training"])
+
+    def kept(self, case: Case, tensors: Tensors, options: dict[str, Any]) -> Tensor:
+        """Which weights of attention dropout keeps."""
+        x, facts = tensors["x"], case.facts
+        (heads, kv), dim, skv = facts["heads"], facts["dim"], tensors.get("context", x).shape[1]
+        q, k = x.new_zeros(x.shape[0], heads, x.shape[1], dim), x.new_zeros(x.shape[0], kv, skv, dim)
+        same = {n: options[n] for n in ("is_causal", "window_size") if n in options and x.is_cuda}
+        same = {} if "seq_lens" in facts or "context_lens" in facts else same
+
+        def attend(unit: Tensor) -> Tensor:
+            return cudnn_sdpa.sdpa(q, k, unit, dropout_p=options["dropout"], **same)
+
+        return kept(k, torch.arange(skv, device=x.device), attend)
+
+    def how(self, module, tensors, facts):
+        given, context = dict(facts["made"]), tensors.get("context")
+        if "split" in facts:
+            return self.in_steps(module, tensors["x"], facts)
+        if "attn_mask" in tensors:
+            given["attn_mask"] = tensors["attn_mask"]
+        if facts.get("rotations"):
+            given["rotations"] = self.attention_of(module).rope(given["position_ids"])
+        if context is None:
+            return module(tensors["x"], **given)
+        return module(tensors["x"], module.project_context(context) if facts["projected"] else context, **given)
+
+    def attention_of(self, module: Any) -> Any:
+        """The part that attends."""
+        return module
+
+    def in_steps(self, module: Any, x: Tensor, facts: dict[str, Any]) -> Tensor:
+        """The results for tokens that come one part after the other, of which a cache keeps keys and values."""
+        sizes = {
+            "heads": facts["heads"][1],
+            "head_dim": facts["dim"],
+            "layers": 2,
+            "dtype": x.dtype,
+            "device": x.device,
+        }
+        parts = []
+        if facts["paged"]:
+            pages = x.shape[0] * (-(-x.shape[1] // 4))
+            paged = cudnn_sdpa.PagedKVCache(pages=pages, page_size=4, **sizes)
+            sequences = [paged.add() for _ in range(x.shape[0])]
+        else:
+            cache = cudnn_sdpa.nn.KVCache(batch=x.shape[0], max_length=x.shape[1] + 1, **sizes)
+        for tokens in x.split(facts["split"], 1):
+            count = tokens.shape[1]
+            step = paged.reserve(sequences, count) if facts["paged"] else cache.reserve(count)
+            parts.append(module(tokens, step=step, layer=facts["layer"]))
+        return torch.cat(parts, 1)
+
+    def given(self, case: Case, options: dict[str, Any], leaves: Tensors, known: dict[str, Any]) -> dict[str, Any]:
+        """What attention is computed with."""
+        names = ("is_causal", "window_size", "scale", "softcap")
+        given, facts = {n: options[n] for n in names if n in options}, case.facts
+        given["rounds_scores"] = rounds_scores(case)
+        x, rope = leaves["x"], options.get("rope")
+        lengths = {"seq_lens_q": facts.get("seq_lens")}
+        lengths["seq_lens_kv"] = facts.get("context_lens") if "context" in leaves else facts.get("seq_lens")
+        given |= {n: lens for n, lens in lengths.items() if lens is not None}
+        given |= {"attn_mask": leaves["attn_mask"]} if "attn_mask" in leaves else {}
+        if rope is not None:
+            given["rope"] = {n: value for n, value in rope.items() if n != "head_dim"}
+            positions = list(range(x.shape[1])) if facts["positions"] is None else facts["positions"]
+            given["positions"] = torch.tensor(positions, device=x.device)
+        if "kept" in known:
+            given |= {"kept": known["kept"], "dropout_p": options["dropout"]}
+        return given
+
+    def compute(self, case, options, leaves, known):
+        given = self.given(case, options, leaves, known)
+        heads, p = case.facts["heads"], parameters_of(leaves, "inner")
+        return multi_head_attention(leaves["x"], p, heads, context=leaves.get("context"), **given)
+
+
+@operation
+class LayerModule(AttentionModule):
+    name = "nn.TransformerLayer"
+    roundings = 48
+    casts = ()
+
+    def draw(self, r: random.Random, seed: int, device: str) -> Case:
+        dtype, unlimited = half(r, device), is_unlimited(r, device)
+        heads, features, options = self.sizes(r, unlimited=unlimited)
+        facts: dict[str, Any] = {"heads": heads, "dim": options.pop("dim")}
+        facts["training"] = device == "cpu" and r.random() < 0.4
+        options = {"embed_dim": features, **options, "ffn_dim": r.choice([8, 24, 40])}
+        options |= self.self_attention(r, facts["dim"]) | self.parts(r, dtype)
+        if r.random() < 0.3:
+            options["norm_first"] = False
+        tensors = {"x": tokens_of(r, device, features, dtype)}
+        case = Case(self.name, seed, dtype, tensors, options, facts=facts, settings=UNCHECKED if unlimited else {})
+        return self.with_parameters(self.arguments(r, case, tensors["x"].shape[1], heads[0]))
+
+    def parts(self, r: random.Random, dtype: torch.dtype) -> dict[str, Any]:
+        """Options of what is not attention."""
+        options: dict[str, Any] = {}
+        if r.random() < 0.5:
+            options["norm"] = r.choice(["rms_norm", "layer_norm"])
+        if r.random() < 0.5:
+            options["activation"] = r.choice(["swiglu", activation_of(r, dtype)])
+        if r.random() < 0.4:
+            options["norm_eps"] = r.choice([1e-4, 0.3])
+        if r.random() < 0.4:
+            options["bias"] = r.choice([True, False])
+        return options | ({"dropout": r.choice([0.1, 0.6])} if r.random() < 0.3 else {})
+
+    def before(self, case, tensors, options):
+        known = super().before(case, tensors, options)
+        if not self.drops(case, options):
+            return known
+        x, p = tensors["x"], options["dropout"]
+        with undrawn(x.device):
+            torch.randint(2**62, (2,), device=x.device)  # as attention does
+            shares = [dropped(tuple(x.shape), p, x.dtype, x.device), 1.0]
+            if options.get("activation", "swiglu") != "swiglu":
+                shares[1] = dropped((*x.shape[:2], options["ffn_dim"]), p, x.dtype, x.device)
+            return {**known, "shares": (*shares, dropped(tuple(x.shape), p, x.dtype, x.device))}
+
+    def attention_of(self, module):
+        return module.self_attn
+
+    def compute(self, case, options, leaves, known):
+        norm = options.get("norm", "rms_norm")
+        given = self.given(case, options, leaves, known) | {"norm": norm}
+        given["norm_eps"] = options.get("norm_eps", 1e-6 if norm == "rms_norm" else 1e-5)
+        given |= {n: options.get(n, usual) for n, usual in (("norm_first", True), ("activation", "swiglu"))}
+        given |= {"shares": known["shares"]} if "shares" in known else {}
+        return transformer_layer(leaves["x"], parameters_of(leaves, "inner"), case.facts["heads"], **given)
+
+
+@operation
+class VisionModule(LayerModule):
+    name = "nn.VisionEncoder"
+    roundings = 96
+
+    def draw(self, r: random.Random, seed: int, device: str) -> Case:
+        dtype, unlimited = half(r, device), is_unlimited(r, device)
+        heads, _, options = self.sizes(r, unlimited=unlimited)
+        dim, patch = options.pop("dim"), (r.choice([1, 2, 4]), r.choice([1, 2, 4]))
+        options.pop("head_dim", None)
+        image = patch[0] * r.choice([1, 2, 3]), patch[1] * r.choice([1, 2, 3])
+        options = {"image_size": image, "patch_size": patch, "embed_dim": heads[0] * dim, **options}
+        if r.random() < 0.3:
+            options |= {"image_size": 4, "patch_size": r.choice([1, 2, 4])}
+            image, patch = (4, 4), (options["patch_size"],) * 2
+        options |= {"num_layers": r.choice([1, 2]), **self.parts(r, dtype)}
+        for name, values, share in (
+            ("ffn_dim", [8, 40], 0.5),
+            ("in_channels", [1, 8], 0.5),
+            ("class_token", [False], 0.3),
+        ):
+            options |= {name: r.choice(values)} if r.random() < share else {}
+        facts = {"heads": heads, "dim": dim, "training": False, "patch": patch}
+        tensors = {"x": drawn(r, (r.choice([1, 2]), options.get("in_channels", 3), *image), dtype, scale=1.3)}
+        case = Case(self.name, seed, dtype, tensors, options, facts=facts, settings=UNCHECKED if unlimited else {})
+        return self.with_parameters(case)
+
+    def how(self, module, tensors, facts):
+        return module(tensors["x"])
+
+    def compute(self, case, options, leaves, known):
+        given = self.given(case, options, leaves, known)
+        usual = {"norm": "layer_norm", "norm_eps": 1e-6, "activation": "gelu"}
+        given |= {name: options.get(name, value) for name, value in usual.items()}
+        sizes = case.facts["patch"], options["num_layers"], case.facts["heads"]
+        return vision_encoder(leaves["x"], parameters_of(leaves, "inner"), *sizes, **given)
 
 
 # How a call is run, and compared
@@ -1471,24 +2529,67 @@ def draw(name: str, seed: int, device: str = "cpu") -> Case:
     mode = r.choice(["eager"] * 30 + ["checkpoint", "autocast"])
     if seed % 25 == 13:
         mode = "inductor" if seed % 500 == 263 else "aot_eager"
-    if not op.modes or case.options.get("dropout_p") or "bias" in case.facts:
+    more = later(f"mode of {name}", seed)
+    if not op.modes or {"bias", "split"} & case.facts.keys():
         mode = "eager"
-    if mode == "autocast" and not (isinstance(op, (Sdpa, Varlen)) and case.dtype in (BF16, F16)):
+    drops = case.options.get("dropout_p") or (case.options.get("dropout") and case.facts["training"])
+    if drops and (
+        mode in ("inductor", "autocast") or device == "cuda" or (isinstance(op, Module) and mode == "aot_eager")
+    ):
+        mode = "eager"  # compilers draw other numbers than those that the mask is read off with
+    if mode == "autocast" and not (op.casts and case.dtype in (BF16, F16)):
         mode = "eager"
     if mode == "autocast":
-        given = {n: replace(s, dtype=F32) if n in "qkv" and r.random() < 0.7 else s for n, s in case.tensors.items()}
+        given = {n: replace(s, dtype=F32) if n in op.casts and r.random() < 0.7 else s for n, s in case.tensors.items()}
         case = replace(case, tensors=given)
     if mode == "checkpoint" and not case.wanted:
         mode = "eager"
     if device == "cuda" and op.aligns:
         case = with_alignment(r, case)
-    if getattr(op, "takes_out", False) and mode == "eager" and seed % 2:
-        case = replace(case, facts=case.facts | {"into": True})
+    if isinstance(op, Attention) and op.takes_out and mode in ("eager", "aot_eager", "inductor") and seed % 2:
+        elsewhere = mode == "eager" and more.random() < 0.4
+        case = replace(case, facts=case.facts | {"into": op.anywhere(more, case) if elsewhere else True})
     third = r.choice(THIRD)
-    varied = case.varied or {n: case.options[n] * 1.37 for n in op.data if case.options.get(n)}
+    varied = case.varied or {n: case.options[n] * 1.37 for n in op.data if 0 < abs(case.options.get(n) or 0) < 47e3}
     policy = r.choice(["exact"] * 9 + ["bucketed"])
     grad = r.choice(GRADIENTS)
-    return replace(case, mode=mode, third=third, varied=varied, policy=policy, grad=grad)
+    policy = "tiered" if policy == "exact" and more.random() < 0.1 else policy
+    settings = case.settings or settings_of(more, case, device)
+    return replace(case, mode=mode, third=third, varied=varied, policy=policy, grad=grad, settings=settings)
+
+
+def settings_of(r: random.Random, case: Case, device: str) -> dict[str, Any]:
+    """What is in force beside the shape policy, mostly nothing."""
+    how = r.random()
+    if how < 0.1 and device == "cpu":
+        return {"cpu_checks": r.choice([None, None, "a100", "b200", "none"])}
+    if (
+        0.1 <= how < 0.14 and not {"dropout_p", "dropout"} & case.options.keys()
+    ):  # PyTorch's own dropout draws other numbers
+        return {"fallback": "torch"}
+    is_attention = isinstance(OPERATIONS[case.operation], Attention)
+    return {"deterministic": True} if how > 0.96 and (is_attention or device == "cpu") else {}
+
+
+@contextlib.contextmanager
+def in_force(settings: dict[str, Any]) -> Iterator[None]:
+    """Settings, while a call runs three times."""
+    with contextlib.ExitStack() as stack:
+        if "cpu_checks" in settings:
+            stack.enter_context(cudnn_sdpa.cpu_checks(settings["cpu_checks"]))
+        if "fallback" in settings:
+            stack.enter_context(cudnn_sdpa.fallback(settings["fallback"]))
+        yield
+
+
+@contextlib.contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """PyTorch's switch, while a call runs; float64 on GPUs would be refused."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def with_alignment(r: random.Random, case: Case) -> Case:
@@ -1534,9 +2635,8 @@ class Run:
             tensor = spec.make(self.device, self.generator).detach()
             made[name] = tensor.requires_grad_() if name in wanted else tensor
         if isinstance(self.op, Sdpa):
-            made |= {
-                name: sequence(x, self.device) for name, x in self.case.facts.items() if name.startswith("seq_lens")
-            }
+            facts, lead = self.case.facts, self.case.facts.get("lead", 0)
+            made |= {n: sequence(x, self.device, lead) for n, x in facts.items() if n.startswith("seq_lens")}
         if isinstance(self.op, Varlen):
             self.case.facts["offsets"] = self.op._offsets(self.case.facts, self.device)
         return made
@@ -1573,7 +2673,8 @@ class Run:
         if self.device == "cuda":
             shapes = [(tuple(x.shape), x.dtype) for x in tensors.values()] * 2
             poison(*shapes, *((tuple(x.shape[:-1]), F32) for x in tensors.values() if x.dim() > 1))
-        with MODES.get(step, contextlib.nullcontext)():
+        switch = deterministic_algorithms if "deterministic" in case.settings else contextlib.nullcontext
+        with MODES.get(step, contextlib.nullcontext)(), switch():
             found = self.function(tensors, options)
         leaves = self.leaves(tensors, wanted)
         with torch.enable_grad():
@@ -1590,7 +2691,7 @@ class Run:
         double = {name: x.detach() if x.is_floating_point() else x for name, x in leaves.items()}
         precision = Precision.of(
             case.dtype if case.dtype not in HALF_A_ULP else F32,
-            tf32=self.device == "cuda" and isinstance(self.op, Conv),
+            tf32=self.device == "cuda" and isinstance(self.op, (Conv, PatchModule)),
         )
         with torch.no_grad():
             bounds = self.op.bounds(case, options, double, grads, known, precision)
@@ -1629,7 +2730,7 @@ class Run:
         for name, tensor in tensors.items():
             made[name] = tensor.detach()
             if tensor.is_floating_point() or tensor.dtype in HALF_A_ULP:
-                if self.case.mode == "autocast" and name in ("q", "k", "v", "attn_mask"):
+                if self.case.mode == "autocast" and name in (*self.op.casts, "attn_mask"):
                     made[name] = made[name].to(self.case.dtype)
                 made[name] = made[name].double().clone().requires_grad_(name in wanted)
         return made
@@ -1702,10 +2803,14 @@ class Run:
         if drops and all(x is None for x in found):
             return []
         exact_of = torch.autograd.grad(exact_sum, inputs, allow_unused=True, retain_graph=True)
+        pairs = {
+            name: tuple(torch.zeros_like(leaves[name]) if x is None else x.double() for x in pair)
+            for name, *pair in zip(wanted, found, exact_of, strict=True)
+        }
         problems = []
-        for name, *pair in zip(wanted, found, exact_of, strict=True):
-            a, b = (torch.zeros_like(leaves[name]) if x is None else x.double() for x in pair)
-            if not float((a - b).norm()) <= 0.1 * float(b.norm()) + 1e-3:
+        lost = 4 * Precision.of(self.case.dtype).unit * sum(float(b.norm()) for _, b in pairs.values())
+        for name, (a, b) in pairs.items():
+            if not float((a - b).norm()) <= 0.1 * float(b.norm()) + 1e-3 + lost:  # sums may cancel
                 problems.append(f"the second gradient by {name} is off by {float((a - b).norm() / b.norm()):.1e}")
         return problems
 
@@ -1738,7 +2843,7 @@ OF_PYTORCH = ("does not currently support double backward", "donated buffer")
 def run(case: Case, device: str = "cpu") -> Outcome:
     """Runs a call, three times, and says what became of it."""
     runs = Run(case, device)
-    with cudnn_sdpa.shape_policy(case.policy):
+    with cudnn_sdpa.shape_policy(case.policy), in_force(case.settings):
         wanted, outcome = case.wanted, Outcome("right")
         try:
             problems = runs.once("first", wanted)
@@ -1746,7 +2851,8 @@ def run(case: Case, device: str = "cpu") -> Outcome:
             outcome = Outcome("declined", [], list(error.reasons), error.what)
             if not wanted:
                 return outcome
-            wanted, runs = (), Run(replace(case, wanted=(), mode="eager"), device)
+            mode = "autocast" if case.mode == "autocast" else "eager"
+            wanted, runs = (), Run(replace(case, wanted=(), mode=mode), device)
             try:
                 problems = runs.once("without gradients", ())
             except UnsupportedError:

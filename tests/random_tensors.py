@@ -243,7 +243,12 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def is_in_order_of(tensor: Tensor, like: Tensor) -> bool:
-    """Whether a tensor's dimensions lie in memory in the order of another's; one with strides of 0 has none."""
+    """Whether a tensor's dimensions lie in memory in the order of another's; one with strides of 0 has none.
+
+    Where the last one of the other is not dense, only those before it count: a result has dense rows in any case.
+    """
+    if like.dim() and like.shape[-1] > 1 and like.stride(-1) != 1:
+        tensor, like = tensor.select(-1, 0), like.select(-1, 0)
     if any(n > 1 and not stride for n, stride in zip(like.shape, like.stride(), strict=True)):
         return True
     dims = [d for d in range(like.dim()) if tensor.shape[d] > 1 and like.shape[d] > 1 and like.stride(d) > 0]

@@ -5,13 +5,31 @@ A failure prints the command that repeats it.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
 import generators
 import pytest
 import torch
 from float64_reference import Precision, attention, attention_bounds, seen_keys, sees
 
+import cudnn_sdpa
+from cudnn_sdpa import GraphFunction
+from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
+from cudnn_sdpa.attention.fp8 import scaling
+from cudnn_sdpa.attention.mask import ALIGNMENTS
+from cudnn_sdpa.attention.paged import arguments as paged_arguments
+from cudnn_sdpa.attention.paged import kv_cache_checks
+from cudnn_sdpa.fused import conv_graphs, norm_graphs
+from cudnn_sdpa.nn import feed_forward, norms
+from cudnn_sdpa.plans.shape_policy import POLICIES
+
 #: Number of calls of each operation, in CI and in longer runs.
-COUNTS = {"sdpa": 40, "conv2d": 14, "sdpa_fp8": 14, "sdpa_varlen": 14}
+COUNTS = {"sdpa": 40, "conv2d": 14, "sdpa_fp8": 14, "sdpa_varlen": 14, "nn.VisionEncoder": 3, "nn.TransformerLayer": 6}
 USUAL = 12
 
 
@@ -92,3 +110,183 @@ def test_vectorized_visibility_matches_single_positions(alignment, window_size):
         found = seen_keys(3, 5, 7, options)
         for b, (nq, nk) in enumerate(((3, 7), (5, 2), (0, 4))):
             assert found[b, 0].tolist() == [[sees(i, j, nq, nk, options) for j in range(7)] for i in range(5)]
+
+
+# What is drawn, of what there is to draw
+
+#: Public names that compute nothing from tensors that a caller has.
+NO_OPERATIONS = {
+    *("AutotuneCandidate", "AutotuneEntry", "AutotuneReport", "CacheUse", "Explanation", "LibraryError", "PagedStep"),
+    *("Fp8BackwardScales", "Fp8Gradients", "Fp8Output", "Fp8Scales", "GraphFunction", "PlanCache", "PlanCacheInfo"),
+    *("PlanManifest", "PlanStore", "PlanStoreInfo", "PreparedPaged", "Support", "WarmupReport", "__version__"),
+    *("autotune", "compile_plans", "explain", "no_plan_builds", "plan_cache", "record_plans", "support"),
+    *("use_plan_store", "warmup", "nn.KVStep"),
+}
+#: Those that are in force while calls run.
+SETTINGS = {"cpu_checks", "fallback", "shape_policy"}
+#: Methods that are no calls.
+NO_CALLS = {"reset_parameters", "from_torch", "extra_repr", "update_all", "begin", "would_update", "scales", "recorder"}
+#: Where a class or a function is drawn that has no operation of its own.
+ELSEWHERE = {"fp8_attention": ["Fp8Scaling"], "PagedKVCache": ["prepare_paged"]}
+#: What is not drawn, and where it is tested.
+TESTED_ELSEWHERE = {"Fp8Scaling.process_group": "tests/unit/attention/fp8/test_fp8_ranks.py"}
+#: What is never left out.
+ALWAYS_GIVEN = {"device", "dtype"}
+OF_LAYERS = {"num_kv_heads", "head_dim", "qkv_bias", "is_causal", "window_size", "scale", "softcap", "sinks", "rope"}
+#: Names behind ``**``.
+OPEN = {
+    "PagedKVCache.attend": kv_cache_checks.OPTIONS,
+    "nn.KVCache.attend": {"window_size", "scale", "softcap", "sinks", "attn_mask", "is_causal"},
+    "nn.TransformerLayer": OF_LAYERS,
+    "nn.VisionEncoder": OF_LAYERS - {"head_dim", "is_causal", "window_size", "rope"},
+    "nn.TransformerLayer.forward": {"attn_mask", "seq_lens", "position_ids", "rotations", "step", "layer"},
+    "PagedKVCache.plans": {"scale"},
+}
+FEED_FORWARD = set(feed_forward.ACTIVATIONS)
+#: All values of options that have but a few, by their own name or with that of the function.
+CHOICES: dict[str, set[Any]] = {
+    "causal_alignment": set(ALIGNMENTS),
+    "page_layout": set(paged_arguments.LAYOUTS),
+    "activation": set(conv_graphs.ACTIVATIONS),
+    "rms_norm.activation": set(norm_graphs.ACTIVATIONS),
+    "nn.FeedForward.activation": FEED_FORWARD,
+    "nn.TransformerLayer.activation": FEED_FORWARD | {"swiglu"},
+    "nn.VisionEncoder.activation": FEED_FORWARD | {"swiglu"},
+    "norm": set(norms.NORMS),
+    "inputs": set(scaling.INPUTS),
+    "algorithm": set(scaling.ALGORITHMS),
+    "out_dtype": {None, *fp8_arguments.OUT_DTYPES},
+    "fp8_attention.grad_dtype": {None, *fp8_arguments.FP8_DTYPES},
+    "Fp8Scaling.grad_dtype": set(fp8_arguments.FP8_DTYPES),
+}
+PLAIN = (type(None), bool, int, float, str, tuple, torch.dtype)
+
+
+class Reached(Exception):  # noqa: N818 - it is no error
+    """The call that was to be seen."""
+
+
+class Recorder:
+    """Which values the parameters of public functions get; what has been seen need not run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.patch = monkeypatch
+        self.values: dict[str, set[str]] = defaultdict(set)
+        self.signatures: dict[str, inspect.Signature] = {}
+
+    def watch(self, owner: Any, attribute: str, name: str, *, ends: bool = False) -> None:
+        """Sees calls of `owner.attribute`, which are called `name` here."""
+        function = inspect.getattr_static(owner, attribute)
+        signature = self.signatures[name] = inspect.signature(function)
+
+        @functools.wraps(function)
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            for parameter, value in bound.arguments.items():
+                if signature.parameters[parameter].kind is inspect.Parameter.VAR_KEYWORD:
+                    self.values[name] |= set(value)
+                else:
+                    self.values[f"{name}.{parameter}"].add(repr(value) if isinstance(value, PLAIN) else "an object")
+            if ends:
+                raise Reached
+            return function(*args, **kwargs)
+
+        self.patch.setattr(owner, attribute, seen)
+
+    def missing(self) -> Iterator[str]:
+        """What has not been seen of the functions that are watched."""
+        for name, signature in self.signatures.items():
+            for parameter in signature.parameters.values():
+                at = f"{name}.{parameter.name}"
+                if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                    yield from (f"{name}(**{option})" for option in OPEN[name] - self.values[name])
+                elif parameter.name not in ALWAYS_GIVEN | {"self"} and at not in TESTED_ELSEWHERE:
+                    yield from (f"{at}: {value}" for value in self.unseen(at, parameter))
+
+    def unseen(self, at: str, parameter: inspect.Parameter) -> set[str]:
+        """What of a parameter has not been seen: a switch is both on and off, all else is given and left out."""
+        seen, annotation = self.values[at], str(parameter.annotation)
+        if parameter.default is parameter.empty:
+            return set() if seen else {"any value"}
+        wanted = {repr(parameter.default)} | {repr(value) for value in CHOICES.get(at, CHOICES.get(parameter.name, ()))}
+        wanted |= {"True", "False"} if "bool" in annotation else set()
+        others = set() if seen - {repr(parameter.default)} else {f"anything but {parameter.default!r}"}
+        return wanted - seen | others
+
+
+def public(name: str) -> Any:
+    """What has a public name."""
+    return getattr(cudnn_sdpa.nn if name.startswith("nn.") else cudnn_sdpa, name.removeprefix("nn."))
+
+
+def watched(name: str, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Watches all that an operation draws."""
+    recorder = Recorder(monkeypatch)
+    for each in [name, *ELSEWHERE.get(name, [])]:
+        found = public(each)
+        if not isinstance(found, type):
+            recorder.watch(cudnn_sdpa, each, each, ends=each == name)
+            continue
+        recorder.watch(found, "__init__", each)
+        methods = [n for n, x in vars(found).items() if inspect.isfunction(x) and not n.startswith("_")]
+        for method in set(methods) - NO_CALLS:
+            ends = method == "forward" and name != "nn.RotaryEmbedding"
+            recorder.watch(found, method, f"{each}.{method}", ends=ends)
+    return recorder
+
+
+def drawn(name: str, seed: int) -> None:
+    """Draws a call, and runs it as far as needed."""
+    op = generators.OPERATIONS[name]
+    if is_session(name):
+        generators.attempt(name, seed)
+        return
+    case = generators.draw(name, seed)
+    tensors = generators.Run(case, "cpu").tensors(())
+    with torch.set_grad_enabled(seed % 4 < 2), generators.in_force(case.settings):
+        op.before(case, tensors, case.options)
+        with contextlib.suppress(Reached, cudnn_sdpa.UnsupportedError):
+            op.call(tensors, case.options, case.facts)
+
+
+def is_session(name: str) -> bool:
+    return generators.OPERATIONS[name].session.__func__ is not generators.Operation.session
+
+
+@pytest.mark.parametrize("name", [name for name in generators.OPERATIONS if name != "graph_op"])
+def test_every_option_is_drawn(name, monkeypatch):
+    monkeypatch.setattr(generators, "kept", lambda *_: None)
+    recorder = watched(name, monkeypatch)
+    for seed in range(1000):
+        drawn(name, seed)
+        if not (missing := sorted(recorder.missing())):
+            break
+    assert not missing
+
+
+def test_every_option_of_user_graphs_is_drawn():
+    graphs = [x for x in vars(generators).values() if isinstance(x, GraphFunction)]
+    assert set(inspect.signature(GraphFunction).parameters) == {
+        *("builder", "reference", "outputs", "backward", "keeps_results")
+    }
+    assert {graph.keeps_results for graph in graphs} == {True, False}
+    assert {graph.backward is None for graph in graphs} == {True, False}
+    assert {graph._outputs is graph.reference for graph in graphs} == {True, False}
+    assert {generators.draw("graph_op", seed).facts["graph"] for seed in range(60)} == {x.__name__ for x in graphs}
+
+
+def test_every_public_function_is_drawn():
+    names = {*cudnn_sdpa.__all__, *(f"nn.{name}" for name in cudnn_sdpa.nn.__all__)}
+    names -= {n for n in names if isinstance(public(n), type) and issubclass(public(n), Exception)}
+    names -= {n for n in names if f"nn.{n}" in names}  # modules that both have
+    elsewhere = {name for found in ELSEWHERE.values() for name in found}
+    assert names - NO_OPERATIONS - SETTINGS - elsewhere == set(generators.OPERATIONS)
+
+
+def test_every_setting_is_drawn():
+    cases = [generators.draw(name, seed) for name in ("sdpa", "rms_norm") for seed in range(400)]
+    assert {case.policy for case in cases} == set(POLICIES)
+    assert {case.settings.get("fallback") for case in cases} == {None, "torch"}
+    assert {case.settings.get("cpu_checks", "h200") for case in cases} >= {None, "h200", "a100", "b200"}
+    assert any(case.settings.get("deterministic") for case in cases)
