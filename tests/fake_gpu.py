@@ -188,7 +188,7 @@ def install_for_graph_functions() -> None:
     torch.Tensor.is_cuda = property(lambda tensor: tensor.device.type == "cpu")
     torch.Tensor.get_device = lambda _: 0
     library = install_for_graph_functions.library = torch.library.Library("cudnn_sdpa", "IMPL")
-    library.impl("graph_function", fused_ops._decoded(fused_ops._on_gpu), "CPU", allow_override=True)
+    library.impl("graph_function", fused_ops._decoded(fused_ops._run_cuda), "CPU", allow_override=True)
 
 
 class _GraphFunctions(FakeCache):

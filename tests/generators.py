@@ -1354,7 +1354,7 @@ class LayerNorm(Operation):
 
 
 def has_rows(spec: Spec) -> bool:
-    """Whether a tensor is a view of rows at one distance from each other."""
+    """Whether a tensor is a view of rows at one stride from each other."""
     try:
         spec.make("meta").view(-1, spec.shape[-1])
     except RuntimeError:

@@ -16,6 +16,7 @@ from cudnn_sdpa.bench.decode import COPIED, large_copy
 from cudnn_sdpa.bench.tools import cases, tuned
 from cudnn_sdpa.bench.tools.timing import Call, device_times, host_times
 from cudnn_sdpa.engine.dispatch_state import tensor_guard
+from cudnn_sdpa.engine.launch import GraphCall
 from cudnn_sdpa.fused import activation, norm
 from cudnn_sdpa.fused.activation import silu_mul
 from cudnn_sdpa.fused.norm import rms_norm
@@ -229,7 +230,7 @@ def _host(ours: Function, theirs: Function, inputs: tuple[Tensor, ...]) -> list[
     in_one = compiled(theirs)
     out = ours(*inputs)
     ours(*inputs)
-    call = _served(ours)
+    call = _last_call(ours)
     launch = _launch(call, inputs, out)
     guard, layout = tensor_guard(*inputs), (tuple(out.shape), out.stride(), out.dtype)
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
@@ -249,9 +250,11 @@ def _host(ours: Function, theirs: Function, inputs: tuple[Tensor, ...]) -> list[
     return [{"call": name, "µs": time, "× pytorch": time / times["pytorch"]} for name, time in times.items()]
 
 
-def _served(ours: Function) -> Any:
-    """What runs the call of a function that was served last."""
-    return (norm._rms_norm_calls if ours is rms_norm else activation._SILU.calls)._calls.last.call
+def _last_call(ours: Function) -> GraphCall:
+    """The bound call of a function's last call."""
+    last = (norm._rms_norm_calls if ours is rms_norm else activation._SILU.calls)._calls.last
+    assert last is not None
+    return last.call
 
 
 def _launch(call: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Call:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from cudnn_sdpa.fused.activation_graphs import (
     silu_mul_rows,
 )
 from cudnn_sdpa.fused.activation_tiling import as_rows
-from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_kept
+from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable
 from cudnn_sdpa.fused.fast_path import FastPath
 from cudnn_sdpa.fused.graph_op import GraphFunction
 from cudnn_sdpa.graph.layouts import ALIGNMENT, contiguous_stride
@@ -30,15 +30,15 @@ from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_empty
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _Activation:
     """One of the functions here.
 
     Attributes:
         name: Its name.
         operands: Names of its arguments.
-        rows: Its graph.
-        plain: The same in PyTorch, for empty tensors.
-        calls: Calls that are known.
+        rows: Its graph function.
+        plain: The function in PyTorch, for empty tensors.
+        calls: Its bound calls.
     """
 
     name: str
@@ -48,25 +48,25 @@ class _Kind:
     calls: FastPath = field(default_factory=FastPath)
 
 
-_SILU = _Kind("silu_mul", ("gate", "up"), silu_mul_rows, lambda gate, up: F.silu(gate) * up)
-_GELU = _Kind("gelu_mul", ("gate", "up"), gelu_mul_rows, lambda gate, up: F.gelu(gate) * up)
-_RELU = _Kind("relu_squared", ("x",), relu_squared_rows, lambda x: F.relu(x).square())
+_SILU = _Activation("silu_mul", ("gate", "up"), silu_mul_rows, lambda gate, up: F.silu(gate) * up)
+_GELU = _Activation("gelu_mul", ("gate", "up"), gelu_mul_rows, lambda gate, up: F.gelu(gate) * up)
+_RELU = _Activation("relu_squared", ("x",), relu_squared_rows, lambda x: F.relu(x).square())
 
 
 def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """SiLU(gate) · up, the gate of SwiGLU, in one kernel; so are both gradients.
+    """SiLU(gate) · up, the gated activation of SwiGLU, in one kernel; both gradients take one kernel, too.
 
     Args:
-        gate: (..., n), float16, bfloat16 or float32, on the CPU float64 too. Its last dimension is dense; both halves
+        gate: (..., n), float16, bfloat16 or float32, on the CPU also float64. The last dimension is dense; the halves
             of one projection, `x.chunk(2, dim=-1)`, are read in place.
-        up: Of the same shape and dtype. If it is not given, `gate` holds both, (..., 2n), the gate first: its gradient
-            is then written as one tensor, where autograd would concatenate two halves.
+        up: Of the same shape and dtype. If it is None, `gate` holds both, (..., 2n), gate first; then one tensor gets
+            the gradient, and autograd concatenates no halves.
 
     Returns:
-        A dense tensor (..., n) of the same dtype.
+        A contiguous tensor (..., n) of the same dtype.
 
     Raises:
-        ArgumentError: They do not match, or have a layout that would need a copy.
+        ArgumentError: The tensors do not match, or have a layout that would need a copy.
 
     Examples:
         >>> import torch, cudnn_sdpa
@@ -78,14 +78,14 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
     SwiGLU is from "GLU Variants Improve Transformer" (Shazeer, 2020).
     """
     if up is not None and not is_compiling():
-        call = _SILU.calls.again(gate, up, options=False)
+        call = _SILU.calls.find_last(gate, up, options=False)
         if call is not None:
             return call.of_two(gate, up)
     tensors = (gate,) if up is None else (gate, up)
-    if not is_compiling():  # a call like one before? Saves checks and views, 4 µs
+    if not is_compiling():  # a repeated call? Saves checks and views, 4 µs
         try:
             trains = torch.is_grad_enabled() and (gate.requires_grad or (up is not None and up.requires_grad))
-        except AttributeError:  # no tensors: the checks will say so
+        except AttributeError:  # not tensors: the checks raise
             trains = False
         call = _SILU.calls.find(tensors, trains, trains=trains)
         if call is not None:
@@ -95,24 +95,24 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
                 first, second = (gate, up) if up is not None else gate.chunk(2, dim=-1)
                 return call.of_two(first, second)
             except RuntimeError:
-                check_dtype("gate", gate)  # without memory it has no halves
+                check_dtype("gate", gate)  # names the cause: a tensor without memory has no halves
                 raise
     return _run(_SILU, halves_of(gate) if up is None else (gate, up), tensors)
 
 
 def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """GELU(gate) · up, the gate of GeGLU, in one kernel, by the error function. For inference.
+    """GELU(gate) · up, the gated activation of GeGLU, in one kernel; exact GELU, with erf. For inference.
 
     Args:
-        gate: As `silu_mul` takes it.
+        gate: As for `silu_mul`.
         up: Of the same shape and dtype.
 
     Returns:
-        A dense tensor of the same shape and dtype.
+        A contiguous tensor of the same shape and dtype.
 
     Raises:
-        ArgumentError: They do not fit.
-        UnsupportedError: One of them requires a gradient.
+        ArgumentError: An argument is wrong.
+        UnsupportedError: An argument requires a gradient.
 
     Examples:
         >>> import torch, cudnn_sdpa
@@ -129,14 +129,14 @@ def relu_squared(x: Tensor) -> Tensor:
     """max(x, 0)², the activation of Primer, in one kernel. For inference.
 
     Args:
-        x: (..., n), float16, bfloat16 or float32, on the CPU float64 too; its last dimension dense.
+        x: (..., n), float16, bfloat16 or float32, on the CPU also float64; the last dimension is dense.
 
     Returns:
-        A dense tensor of the same shape and dtype.
+        A contiguous tensor of the same shape and dtype.
 
     Raises:
-        ArgumentError: It does not fit.
-        UnsupportedError: It requires a gradient.
+        ArgumentError: An argument is wrong.
+        UnsupportedError: x requires a gradient.
 
     Examples:
         >>> import torch, cudnn_sdpa
@@ -151,7 +151,8 @@ def relu_squared(x: Tensor) -> Tensor:
     return _run(_RELU, (x,), (x,))
 
 
-_OF_GRADIENTS = ("grad", "gate", "up")
+#: The operands of `silu_mul_gradients`.
+_GRADIENT_OPERANDS = ("grad", "gate", "up")
 
 
 class _SiluMul(torch.autograd.Function):
@@ -165,102 +166,114 @@ class _SiluMul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
-        watched = needs_operator(grad)
-        if not watched and (not grad.is_contiguous() or grad.data_ptr() % ALIGNMENT):
+        tensors = ctx.saved_tensors
+        _, *needs = ctx.needs_input_grad  # call, then the tensors
+        goes_through_dispatcher = needs_operator(grad)
+        if not goes_through_dispatcher and (not grad.is_contiguous() or grad.data_ptr() % ALIGNMENT):
             grad = grad.clone(memory_format=torch.contiguous_format)
-        if watched or not all(needs):
+        if goes_through_dispatcher or not all(needs):
             pair = tensors if len(tensors) > 1 else tensors[0].chunk(2, dim=-1)
-            rows = as_rows([grad.contiguous(), *pair], _OF_GRADIENTS)
-            found = gradients_of(rows, needs if len(tensors) > 1 else (True, True))
-            seen = [None if part is None else part.view(grad.shape) for part in found]
-            return None, *(seen if len(tensors) > 1 else (torch.cat(seen, -1),))  # type: ignore[arg-type]
-        return None, *(_gradients(ctx.call, grad, *tensors) if len(tensors) > 1 else _of_both(ctx.call, grad, *tensors))
+            rows = as_rows([grad.contiguous(), *pair], _GRADIENT_OPERANDS)
+            gradients = gradients_of(rows, tuple(needs) if len(tensors) > 1 else (True, True))
+            viewed = [None if part is None else part.view(grad.shape) for part in gradients]
+            return None, *(viewed if len(tensors) > 1 else (torch.cat(viewed, -1),))  # type: ignore[arg-type]
+        if len(tensors) > 1:
+            return None, *_gradients(ctx.call, grad, *tensors)
+        return None, _gradient_of_both(ctx.call, grad, *tensors)
 
 
 def _gradients(call: GraphCall, grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
-    """The gradients of gate and up, dense; the forward call keeps their call, which saves a lookup.
+    """The gradients of gate and up, contiguous."""
+    tensors = (grad, gate, up)
+
+    def bind() -> GraphCall:
+        layout = tuple(grad.shape), contiguous_stride(tuple(grad.shape)), grad.dtype
+        rows = as_rows(tensors, _GRADIENT_OPERANDS)
+        return torch_ops.prepared(silu_mul_gradients, rows, {"dense": True}).shaped(layout, layout)
+
+    return _gradient_call(call, tensors, bind)(tensors)
+
+
+def _gradient_of_both(call: GraphCall, grad: Tensor, both: Tensor) -> Tensor:
+    """The gradient of a tensor that holds gate and up, each half written in place."""
+    both = both if both.is_contiguous() else both.contiguous()
+    tensors = (grad, *both.chunk(2, dim=-1))
+
+    def bind() -> GraphCall:
+        return torch_ops.prepared(silu_mul_gradients, as_rows(tensors, _GRADIENT_OPERANDS), {"dense": False})
+
+    gradient_call = _gradient_call(call, tensors, bind)
+    gradient = torch.empty_like(both)
+    first = gradient.data_ptr()
+    with torch.cuda.device(both.device):
+        gradient_call.write(tensors, (), (first, first + grad.shape[-1] * grad.element_size()))
+    return gradient
+
+
+def _gradient_call(call: GraphCall, tensors: Sequence[Tensor], bind: Callable[[], GraphCall]) -> GraphCall:
+    """The bound call of the gradients. The forward call keeps it, which saves a lookup.
 
     Saved-tensor hooks may have returned other layouts, so these are compared.
     """
-    tensors = (grad, gate, up)
-    looks = [is_deterministic(), *map(describe, tensors)]
-    known = call.gradient
-    if known is None or known[0] != looks or not known[1].plan.held:
-        layout = tuple(grad.shape), contiguous_stride(tuple(grad.shape)), grad.dtype
-        of_rows = torch_ops.prepared(silu_mul_gradients, as_rows(tensors, _OF_GRADIENTS), {"dense": True})
-        call.gradient = known = looks, of_rows.shaped(layout, layout)
-    return known[1](tensors)
-
-
-def _of_both(call: GraphCall, grad: Tensor, both: Tensor) -> list[Tensor]:
-    """The gradient of a tensor that holds gate and up, each half written in place."""
-    both = both if both.is_contiguous() else both.contiguous()
-    given = (grad, *both.chunk(2, dim=-1))
-    looks = [is_deterministic(), *map(describe, given)]
-    known = call.gradient
-    if known is None or known[0] != looks or not known[1].plan.held:
-        rows = as_rows(given, _OF_GRADIENTS)
-        call.gradient = known = looks, torch_ops.prepared(silu_mul_gradients, rows, {"dense": False})
-    found = torch.empty_like(both)
-    first = found.data_ptr()
-    with torch.cuda.device(both.device):
-        known[1].write(given, (), (first, first + grad.shape[-1] * grad.element_size()))
-    return [found]
+    signature: Hashable = (is_deterministic(), *map(describe, tensors))
+    cached = call.gradient
+    if cached is None or cached[0] != signature or not cached[1].plan.held:
+        call.gradient = cached = signature, bind()
+    return cached[1]
 
 
 def halves_of(both: Tensor) -> tuple[Tensor, Tensor]:
-    """Gate and up of a tensor that is both."""
+    """Gate and up of a tensor that holds both."""
     check_dtype("gate", both)
     if both.dim() == 0 or both.shape[-1] % 2:
-        expected = "an even last dimension, gate and up, where up is not given"
+        expected = "an even last dimension, gate and up, if up is None"
         raise ShapeError("gate", f"shape {tuple(both.shape)}", expected)
     gate, up = both.chunk(2, dim=-1)
     return gate, up
 
 
 def check(tensors: Sequence[Any], names: Sequence[str]) -> None:
-    """Tensors of one shape and dtype."""
+    """Checks that the arguments are tensors of one shape and dtype."""
     first = tensors[0]
     check_dtype(names[0], first)
     for name, other in zip(names[1:], tensors[1:], strict=True):
-        check_beside(name, other, names[0], first)
+        check_same_device(name, other, names[0], first)
         if other.dtype != first.dtype:
             raise DtypeError(name, str(other.dtype), f"{first.dtype}, the dtype of {names[0]}")
         if other.shape != first.shape:
             raise ShapeError(name, f"shape {tuple(other.shape)}", f"shape {tuple(first.shape)}, as {names[0]} has")
-    check_kept(**dict(zip(names, tensors, strict=True)))
+    check_savable(**dict(zip(names, tensors, strict=True)))
 
 
 def no_gradient(name: str) -> UnsupportedError:
-    """Why a function has no gradient."""
+    """The error of a function for inference that is called with a gradient."""
     reasons = ["an argument requires grad, and there is no backward pass for it"]
     return UnsupportedError(f"the gradient of {name}", reasons, "torch.no_grad(), silu_mul, or PyTorch's own functions")
 
 
-def _run(kind: _Kind, operands: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+def _run(activation: _Activation, operands: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
     """An unchecked call; later calls like it take the fast path.
 
     Args:
-        kind: Which function.
-        operands: What its graph reads.
-        tensors: The same as the caller gave them.
+        activation: The function.
+        operands: The operands of its graph.
+        tensors: The caller's tensors: one if it holds gate and up.
     """
-    check(operands, kind.operands)
+    check(operands, activation.operands)
     trains = needs_gradient(*tensors)
-    if trains and kind.rows.backward is None:
-        raise no_gradient(kind.name)
+    if trains and activation.rows.backward is None:
+        raise no_gradient(activation.name)
     shape = operands[0].shape
     if is_empty(operands[0]):
-        return kind.plain(*operands)
-    rows = as_rows(operands, kind.operands)
+        return activation.plain(*operands)
+    rows = as_rows(operands, activation.operands)
     if is_compiling() or not rows[0].is_cuda or not can_bypass_dispatcher(*tensors):
-        out: Tensor = kind.rows(*rows)
+        out: Tensor = activation.rows(*rows)
         return out.view(shape)
     layout = (tuple(shape), contiguous_stride(tuple(shape)), rows[0].dtype)
     with torch.no_grad():
-        call = torch_ops.prepared(kind.rows, rows, {}).shaped(layout)
-    kind.calls.add(tensors, trains, call)
+        call = torch_ops.prepared(activation.rows, rows, {}).shaped(layout)
+    activation.calls.add(tensors, trains, call)
     if trains:
         return _SiluMul.apply(call, *tensors)  # type: ignore[no-any-return,no-untyped-call]
     return call(operands)[0]

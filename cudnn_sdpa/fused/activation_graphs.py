@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from cudnn_sdpa.engine.autograd_checks import no_second_gradient
 from cudnn_sdpa.fused.activation_tiling import backward_form, forward_form
 from cudnn_sdpa.fused.checks import widened
 from cudnn_sdpa.fused.graph_op import graph_op
+from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 
 _no_second_gradient = no_second_gradient("silu_mul")
 
@@ -22,23 +22,25 @@ def _silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _silu_mul_gradients_reference(grad: Tensor, gate: Tensor, up: Tensor, *, dense: bool) -> tuple[Tensor, Tensor]:
-    x, one, dy = widened(gate), widened(up), widened(grad)
-    share = torch.sigmoid(x)
-    grad_gate, grad_up = dy * one * share * (1 + x * (1 - share)), dy * x * share
+    x, factor, dy = widened(gate), widened(up), widened(grad)
+    sigmoid = torch.sigmoid(x)
+    grad_gate, grad_up = dy * factor * sigmoid * (1 + x * (1 - sigmoid)), dy * x * sigmoid
     if dense:
         return grad_gate.to(gate.dtype).contiguous(), grad_up.to(up.dtype).contiguous()
     return _like(grad_gate, gate), _like(grad_up, up)
 
 
 def _like(result: Tensor, model: Tensor) -> Tensor:
-    """A result in a tensor's dtype that lies as it does, gaps between its rows included."""
+    """A result with the dtype and strides of `model`, including gaps between rows."""
     out = torch.empty_strided(model.shape, model.stride(), dtype=model.dtype, device=model.device)
     return out.copy_(result)
 
 
 @graph_op(reference=_silu_mul_gradients_reference, backward=_no_second_gradient, keeps_results=False)
-def silu_mul_gradients(g: Any, grad: Any, gate: Any, up: Any, *, dense: bool) -> Any:
-    """The gradients of `silu_mul` by gate and up, which are dense or lie as these do."""
+def silu_mul_gradients(
+    g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol, *, dense: bool
+) -> tuple[Symbol, Symbol]:
+    """The gradients of `silu_mul` by gate and up, contiguous or with their strides."""
     del dense  # the key has it
     grad_up = g.mul(a=g.swish(input=gate), b=grad)
     grad_gate = g.swish_backward(loss=g.mul(a=grad, b=up), input=gate)
@@ -50,34 +52,41 @@ def _grad_gate_reference(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 
 @graph_op(reference=_grad_gate_reference, backward=_no_second_gradient, keeps_results=False)
-def silu_mul_grad_gate(g: Any, grad: Any, gate: Any, up: Any) -> Any:
-    """The gradient of `silu_mul` by gate alone, dense."""
+def silu_mul_grad_gate(g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol) -> Symbol:
+    """The gradient of `silu_mul` by gate only, contiguous."""
     return g.swish_backward(loss=g.mul(a=grad, b=up), input=gate)
 
 
 @graph_op(
     reference=lambda grad, gate: _silu_mul_reference(gate, grad), backward=_no_second_gradient, keeps_results=False
 )
-def silu_mul_grad_up(g: Any, grad: Any, gate: Any) -> Any:
-    """The gradient of `silu_mul` by up alone, dense."""
+def silu_mul_grad_up(g: GraphBuilder, grad: Symbol, gate: Symbol) -> Symbol:
+    """The gradient of `silu_mul` by up only, contiguous."""
     return g.mul(a=g.swish(input=gate), b=grad)
 
 
 def gradients_of(rows: Sequence[Tensor], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """The gradients of `silu_mul` that are wanted, dense, in one kernel, from those of its result, gate and up."""
-    if all(needs):
-        both: tuple[Tensor, ...] = silu_mul_gradients(*rows, dense=True)
+    """The gradients of `silu_mul` that are needed, contiguous, in one kernel, from grad, gate and up."""
+    grad, gate, up = rows
+    needs_grad_gate, needs_grad_up = needs
+    if needs_grad_gate and needs_grad_up:
+        both: tuple[Tensor, ...] = silu_mul_gradients(grad, gate, up, dense=True)
         return both
-    return silu_mul_grad_gate(*rows) if needs[0] else None, silu_mul_grad_up(*rows[:2]) if needs[1] else None
+    return (
+        silu_mul_grad_gate(grad, gate, up) if needs_grad_gate else None,
+        silu_mul_grad_up(grad, gate) if needs_grad_up else None,
+    )
 
 
-def _silu_mul_backward(grads: Any, operands: Any, outputs: Any, *, needs: tuple[bool, ...]) -> Any:
+def _silu_mul_backward(
+    grads: Sequence[Tensor], operands: Sequence[Tensor], outputs: Sequence[Tensor], *, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
     del outputs
     return gradients_of((grads[0].contiguous(), *operands), needs)
 
 
 @graph_op(reference=_silu_mul_reference, backward=_silu_mul_backward)
-def silu_mul_rows(g: Any, gate: Any, up: Any) -> Any:
+def silu_mul_rows(g: GraphBuilder, gate: Symbol, up: Symbol) -> Symbol:
     """SiLU(gate) · up."""
     return g.mul(a=g.swish(input=gate), b=up)
 
@@ -87,8 +96,8 @@ def _gelu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @graph_op(reference=_gelu_mul_reference)
-def gelu_mul_rows(g: Any, gate: Any, up: Any) -> Any:
-    """GELU(gate) · up, by the error function."""
+def gelu_mul_rows(g: GraphBuilder, gate: Symbol, up: Symbol) -> Symbol:
+    """GELU(gate) · up, with erf."""
     return g.mul(a=g.gelu(input=gate), b=up)
 
 
@@ -97,7 +106,7 @@ def _relu_squared_reference(x: Tensor) -> Tensor:
 
 
 @graph_op(reference=_relu_squared_reference)
-def relu_squared_rows(g: Any, x: Any) -> Any:
+def relu_squared_rows(g: GraphBuilder, x: Symbol) -> Symbol:
     """max(x, 0)²."""
     y = g.relu(input=x)
     return g.mul(a=y, b=y)

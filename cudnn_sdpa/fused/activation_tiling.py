@@ -1,7 +1,7 @@
 """The views in which activations pass tensors to cuDNN: rows, in the fastest form, without a copy.
 
-cuDNN's kernels work on tiles of a matrix, and its heuristics choose the tile by the number of rows. Where all is dense
-any matrix will do; of halves of a projection's rows, each row is a matrix. Which one is quickest was measured on an
+cuDNN's kernels work on tiles of a matrix, and its heuristics choose the tile by the number of rows. A contiguous tensor
+can be viewed as any matrix; in the halves of a projection, each row is a matrix. The fastest form was measured on an
 H200 (cuDNN 9.19), in bfloat16, for 0.9 to 134 million elements, forward and backward.
 """
 
@@ -15,23 +15,23 @@ from torch import Tensor
 from cudnn_sdpa.errors import LayoutError
 from cudnn_sdpa.graph.symbolic_shapes import is_true
 
-#: More matrices would not fit into a grid's third dimension.
+#: Maximum size of a grid's third dimension.
 _MAX_MATRICES = 65535
 
-#: From so many numbers on squares are quicker forward than rows of 128; in bfloat16 a tensor has 24 MB then.
-_MANY = 12_000_000
+#: Number of elements from which squares are faster than rows of 128 in the forward pass: 24 MB in bfloat16.
+_LARGE = 12_000_000
 
-#: Dense data is quickest in squares of 32, where there are not too many of them.
+#: Contiguous data is fastest as squares of this size, unless there are more than `_MAX_MATRICES`.
 _SQUARE = 32
 
-#: The next best.
+#: Row length that is second fastest.
 _ROW = 64
 
-#: Quicker where there is little.
+#: Row length that is faster for less than `_LARGE` elements.
 _LONGER_ROW = 128
 
-#: Lengths of the pieces that a row is cut into; the first that leaves the pieces of a row a good number.
-_PIECES = (64, 128, 256)
+#: Lengths into which a row may be split, in the order of preference.
+_SPLIT_LENGTHS = (64, 128, 256)
 
 
 def as_rows(tensors: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
@@ -44,59 +44,59 @@ def as_rows(tensors: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
     Raises:
         LayoutError: One of them would have to be copied.
     """
-    return [_of_two(name, x).unsqueeze(0) for name, x in zip(names, tensors, strict=True)]
+    return [_rows(name, x).unsqueeze(0) for name, x in zip(names, tensors, strict=True)]
 
 
 def forward_form(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The form of what `as_rows` gives in which a forward pass is quickest."""
+    """The views of rows from `as_rows` in which a forward pass is fastest."""
     return _in_form(rows, gradients=False)
 
 
 def backward_form(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The same of a backward pass."""
+    """The views of rows from `as_rows` in which a backward pass is fastest."""
     return _in_form(rows, gradients=True)
 
 
 def _in_form(rows: tuple[Tensor, ...], *, gradients: bool) -> tuple[Tensor, ...]:
-    count, size = rows[0].shape[1:]
+    _, count, size = rows[0].shape
     if all(x.is_contiguous() for x in rows):
-        shape = _of_dense(count * size, size, gradients)
+        shape = _contiguous_form(count * size, size, gradients=gradients)
         return tuple(x.view(shape) for x in rows)
     matrices = [x[0] for x in rows]
     if count > _MAX_MATRICES:
         return rows
     if any(x.stride(0) == 0 for x in matrices):
-        return tuple(x.unsqueeze(1) for x in matrices)  # one row for all: cuDNN takes that of matrices, not within one
-    length = _piece(count, size, gradients)
+        return tuple(x.unsqueeze(1) for x in matrices)  # cuDNN broadcasts a row across matrices, not within one
+    length = _split_length(count, size, gradients=gradients)
     return rows if length is None else tuple(x.view(count, -1, length) for x in matrices)
 
 
-def _of_dense(count: int, size: int, gradients: bool) -> tuple[int, int, int]:
-    """The form of so many numbers in rows of a size, all dense."""
+def _contiguous_form(count: int, size: int, *, gradients: bool) -> tuple[int, int, int]:
+    """The form of `count` elements in contiguous rows of `size`."""
     squares = count % _SQUARE**2 == 0 and count // _SQUARE**2 <= _MAX_MATRICES
-    if squares and (gradients or count >= _MANY):
+    if squares and (gradients or count >= _LARGE):
         return -1, _SQUARE, _SQUARE
-    if not gradients and count < _MANY and count % _LONGER_ROW == 0:
+    if not gradients and count < _LARGE and count % _LONGER_ROW == 0:
         return 1, -1, _LONGER_ROW
     return 1, -1, _ROW if count % _ROW == 0 else size
 
 
-def _piece(count: int, size: int, gradients: bool) -> int | None:
-    """Into pieces of which length to cut so many rows of a size that do not lie behind each other; None: not at all."""
+def _split_length(count: int, size: int, *, gradients: bool) -> int | None:
+    """The length into which to split `count` rows of `size` with gaps between them; None is not to split them."""
     if gradients and size >= 32 * 32 and size % (32 * 16) == 0 and size % 4096:
-        return size // 32  # whole sectors of memory; rows of a multiple of 4096 are quicker in pieces of 64
-    if count * size < _MANY:
+        return size // 32  # whole sectors of memory; rows of a multiple of 4096 are faster split into 64
+    if count * size < _LARGE:
         return None
     if size == _SQUARE**2:
         return _SQUARE
-    for length in _PIECES:  # that fill a kernel's tiles of 64, 128 or 256 rows
-        pieces = size // length
-        if size % length == 0 and (pieces % 64 == 0 or 32 < pieces <= length):
+    for length in _SPLIT_LENGTHS:  # that fill a kernel's tiles of 64, 128 or 256 rows
+        parts = size // length
+        if size % length == 0 and (parts % 64 == 0 or 32 < parts <= length):
             return length
     return None
 
 
-def _of_two(name: str, x: Tensor) -> Tensor:
+def _rows(name: str, x: Tensor) -> Tensor:
     """A tensor (..., n) as rows (rows, n), without a copy."""
     if x.dim() == 0:
         return x.view(1, 1)
@@ -104,11 +104,12 @@ def _of_two(name: str, x: Tensor) -> Tensor:
         raise LayoutError(name, f"strides {x.stride()}", "a dense last dimension", f"Use {name}.contiguous().")
     if not _has_rows(x):
         got = f"shape {tuple(x.shape)}, strides {x.stride()}"
-        raise LayoutError(name, got, "rows at one distance from each other", f"Use {name}.contiguous().")
+        raise LayoutError(name, got, "rows at one stride from each other", f"Use {name}.contiguous().")
     return x.view(-1, x.shape[-1])
 
 
 def _has_rows(x: Tensor) -> bool:
-    """Whether rows lie at one distance from each other, as `view` asks; it is not tried, which ends a compilation."""
-    outer = [(size, step) for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if not is_true(size == 1)]
-    return not any(is_true(step != size * inner) for (_, step), (size, inner) in itertools.pairwise(outer))
+    """Whether all rows are at one stride from each other, so that `view` works; trying it would abort a compilation."""
+    dims = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    outer = [(size, stride) for size, stride in dims if not is_true(size == 1)]
+    return not any(is_true(stride != size * inner) for (_, stride), (size, inner) in itertools.pairwise(outer))

@@ -11,35 +11,35 @@ from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
-_OF_CUDNN = (torch.float16, torch.bfloat16, torch.float32)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 EXPECTED = "float16, bfloat16 or float32"
 
-#: How many parts of a value, bits of a number, and letters a message shows.
-_MANY, _BITS, _LONGEST = 8, 64, 60
+#: Maximum number of items of a value, bits of an integer, and characters that a message shows.
+_MAX_ITEMS, _MAX_BITS, _MAX_CHARACTERS = 8, 64, 60
 
 
 def check_dtype(name: str, tensor: Any) -> None:
-    """Something is a plain tensor of such a dtype; on the CPU it may be float64, too, for checks of gradients.
+    """Checks that an argument is a strided tensor of a supported dtype; float64 is allowed on the CPU, for gradcheck.
 
     Raises:
-        OptionError: It is no tensor.
-        LayoutError: It is nested or sparse.
+        OptionError: It is not a tensor.
+        LayoutError: It is nested or sparse, or its memory was freed.
         DtypeError: It has another dtype.
     """
     check_strided(name, tensor)
     if tensor.dtype is torch.float64 and not tensor.is_cuda:
         return
-    if tensor.dtype not in _OF_CUDNN:
-        hint = "It runs in float64 on the CPU alone." if tensor.dtype is torch.float64 else ""
+    if tensor.dtype not in _DTYPES:
+        hint = "float64 runs on the CPU only." if tensor.dtype is torch.float64 else ""
         raise DtypeError(name, str(tensor.dtype), EXPECTED, hint)
 
 
-def check_strided(name: str, tensor: Any) -> None:
-    """Something is a tensor whose numbers lie at strides.
+def check_strided(name: str, tensor: object) -> None:
+    """Checks that an argument is a strided tensor with memory.
 
     Raises:
-        OptionError: It is no tensor.
+        OptionError: It is not a tensor.
         LayoutError: It is nested or sparse, or its memory was freed.
     """
     if not isinstance(tensor, Tensor):
@@ -55,26 +55,26 @@ def check_strided(name: str, tensor: Any) -> None:
 
 
 def _lacks_memory(tensor: Tensor) -> bool:
-    """Whether a tensor reaches beyond its storage."""
+    """Whether a tensor extends past the end of its storage."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta or tensor._is_zerotensor():
         return False
     try:
         size = tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):  # a wrapper of a transform has none of its own
+    except (NotImplementedError, RuntimeError):  # a wrapper of a transform has no storage of its own
         return False
     if tensor.numel() == 0:
         return False
-    last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return size < (tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
-def check_beside(name: str, tensor: Any, first: str, x: Tensor) -> None:
-    """What belongs to `x`, the argument with the name `first`, is a plain tensor on its device.
+def check_same_device(name: str, tensor: Any, first: str, x: Tensor) -> None:
+    """Checks that an argument is a strided tensor on the device of `x`, the argument with the name `first`.
 
     Raises:
-        OptionError: It is no tensor.
-        LayoutError: It is nested or sparse.
-        DeviceError: It is elsewhere.
+        OptionError: It is not a tensor.
+        LayoutError: It is nested or sparse, or its memory was freed.
+        DeviceError: It is on another device.
     """
     check_strided(name, tensor)
     if tensor.device != x.device:
@@ -82,8 +82,8 @@ def check_beside(name: str, tensor: Any, first: str, x: Tensor) -> None:
         raise DeviceError(name, str(tensor.device), f"{x.device}, the device of {first}", hint)
 
 
-def check_kept(**tensors: Tensor | None) -> None:
-    """Autograd can keep these tensors, if it will want a gradient by one of them.
+def check_savable(**tensors: Tensor | None) -> None:
+    """Checks that autograd can save these tensors, if one of them requires a gradient.
 
     Raises:
         LayoutError: One of them was made in inference mode.
@@ -96,17 +96,17 @@ def check_kept(**tensors: Tensor | None) -> None:
             raise LayoutError(name, "a tensor made in inference mode", "one that autograd can save", hint)
 
 
-def shown(value: Any) -> str:
-    """A value in a message: of what is long, or has contents of its own, the type."""
+def shown(value: object) -> str:
+    """A value in a message, shortened; for objects other than plain values, the type."""
     if isinstance(value, (tuple, list)):
-        text = ", ".join(map(shown, value[:_MANY])) + (", ..." if len(value) > _MANY else "")
+        text = ", ".join(map(shown, value[:_MAX_ITEMS])) + (", ..." if len(value) > _MAX_ITEMS else "")
         return f"[{text}]" if isinstance(value, list) else f"({text})"
-    if isinstance(value, int) and value.bit_length() > _BITS:  # Python refuses to write very long ones
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:  # Python raises for very long ones
         return f"an int of {value.bit_length()} bits"
     is_plain = value is None or isinstance(value, (bool, int, float, str))
-    return repr(value)[:_LONGEST] if is_plain else type(value).__name__
+    return repr(value)[:_MAX_CHARACTERS] if is_plain else type(value).__name__
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """The numbers that a reference computes with: float64 as it is, everything else in float32."""
+    """The dtype in which a reference computes: float64 for float64, otherwise float32."""
     return tensor if tensor.dtype is torch.float64 else tensor.float()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, needs_gradie
 from cudnn_sdpa.engine.launch import GraphCall, readable
 from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops
-from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_kept, shown
+from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable, shown
 from cudnn_sdpa.fused.conv_graphs import (
     ACTIVATIONS,
     Sizes,
@@ -29,17 +29,17 @@ from cudnn_sdpa.fused.conv_graphs import (
 from cudnn_sdpa.fused.fast_path import FastPath
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
-#: Sizes are 32-bit numbers in cuDNN and in PyTorch.
-MOST = 2**31 - 1
+#: Sizes are 32-bit integers in cuDNN and in PyTorch.
+MAX_SIZE = 2**31 - 1
 
 
-def check(rank: int, x: Any, weight: Any, bias: Any, groups: Any) -> None:
-    """Checks of everything except stride, padding and dilation."""
+def check(rank: int, *, x: Any, weight: Any, bias: Any, groups: Any) -> None:
+    """Checks everything except stride, padding and dilation."""
     check_dtype("x", x)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if name == "bias" and tensor is None:
             continue
-        check_beside(name, tensor, "x", x)
+        check_same_device(name, tensor, "x", x)
         if tensor.dtype != x.dtype:
             raise DtypeError(name, str(tensor.dtype), f"{x.dtype}, the dtype of x")
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
@@ -48,58 +48,61 @@ def check(rank: int, x: Any, weight: Any, bias: Any, groups: Any) -> None:
         raise ShapeError("x", f"shape {tuple(x.shape)}", f"{rank + 2} dimensions: batch, channels, then {rank} more")
     if weight.dim() != rank + 2 or x.shape[1] != weight.shape[1] * groups or weight.shape[0] % groups:
         got = f"shape {tuple(weight.shape)} with {shown(groups)} groups"
-        expected = f"(filters, channels / groups, then {rank} sizes) for x of shape {tuple(x.shape)}"
+        expected = f"(filters, channels / groups, then {rank} filter sizes) for x of shape {tuple(x.shape)}"
         raise ShapeError("weight", got, expected)
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ShapeError("bias", f"shape {tuple(bias.shape)}", f"shape ({weight.shape[0]},)")
     for name, tensor, shape in (("x", x, x.shape[1:]), ("weight", weight, weight.shape)):
         if 0 in shape:
             raise ShapeError(name, f"shape {tuple(tensor.shape)}", "sizes of at least 1")
-    check_kept(x=x, weight=weight, bias=bias)
+    check_savable(x=x, weight=weight, bias=bias)
     autograd_checks.refuse_transforms(f"conv{rank}d", x, weight, bias, loops=False)
 
 
 def check_extent(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> None:
     """Checks that the filter is not larger than the padded x."""
     del stride
-    for length, size, zeros, step in zip(x.shape[2:], weight.shape[2:], padding, dilation, strict=True):
-        if is_true(length + 2 * zeros > MOST):
-            raise OptionError("padding", str(zeros), f"no more than {MOST} elements including padding")
-        if is_true(length + 2 * zeros < (size - 1) * step + 1):
+    for length, size, zeros, spacing in zip(x.shape[2:], weight.shape[2:], padding, dilation, strict=True):
+        if is_true(length + 2 * zeros > MAX_SIZE):
+            raise OptionError("padding", str(zeros), f"no more than {MAX_SIZE} elements including padding")
+        extent = (size - 1) * spacing + 1
+        if is_true(length + 2 * zeros < extent):
             got = f"{length} with {zeros} padding on both sides"
-            raise LayoutError("x", got, f"at least {(size - 1) * step + 1}, the extent of the filter", "Pad x.")
+            raise LayoutError("x", got, f"at least {extent}, the extent of the filter", "Pad x.")
 
 
-def sizes_of(rank: int, stride: Any, padding: Any, dilation: Any) -> dict[str, Sizes]:
+def sizes_of(rank: int, *, stride: object, padding: object, dilation: object) -> dict[str, Sizes]:
     """Stride, padding and dilation, one value per dimension."""
     return {
-        "stride": _sizes("stride", stride, rank, least=1),
-        "padding": _sizes("padding", padding, rank, least=0),
-        "dilation": _sizes("dilation", dilation, rank, least=1),
+        "stride": _sizes("stride", stride, rank, minimum=1),
+        "padding": _sizes("padding", padding, rank, minimum=0),
+        "dilation": _sizes("dilation", dilation, rank, minimum=1),
     }
 
 
-def _sizes(name: str, value: Any, rank: int, least: int) -> Sizes:
+def _sizes(name: str, value: object, rank: int, *, minimum: int) -> Sizes:
     if isinstance(value, int) and not isinstance(value, bool):
         value = (value,) * rank
     sizes = tuple(value) if isinstance(value, (tuple, list)) else ()
     if len(sizes) != rank or any(
-        isinstance(x, bool) or not isinstance(x, int) or not least <= x <= MOST for x in sizes
+        isinstance(x, bool) or not isinstance(x, int) or not minimum <= x <= MAX_SIZE for x in sizes
     ):
-        raise OptionError(name, shown(value), f"an int of at least {least}, or {rank} of them, up to {MOST}")
+        raise OptionError(name, shown(value), f"an int of at least {minimum}, or {rank} of them, up to {MAX_SIZE}")
     return sizes
 
 
-def check_activation(activation: Any) -> None:
-    """One that cuDNN fuses."""
+def check_activation(activation: object) -> None:
     if not isinstance(activation, (str, type(None))) or activation not in ACTIVATIONS:
         raise OptionError("activation", shown(activation), " or ".join(map(repr, ACTIVATIONS)))
 
 
-_SIZES = (int, tuple)
+_SIZE_TYPES = (int, tuple)
 
 #: Channels in 16 bytes of bfloat16.
-_CHANNELS_OF_A_GROUP = 8
+_CHANNELS_PER_LOAD = 8
+
+#: trains, rank, stride, padding, dilation, groups, activation: a plain tuple, 0.5 µs faster to make than a named one.
+_Options: TypeAlias = tuple[bool, int, Any, Any, Any, int, str | None]
 
 _calls = FastPath()
 
@@ -114,32 +117,32 @@ def conv2d(
     groups: int = 1,
     activation: str | None = None,
 ) -> Tensor:
-    """activation(x * weight + bias), a convolution with its bias and its activation in one kernel. Differentiable.
+    """activation(x * weight + bias), a convolution with bias and activation in one kernel. Differentiable.
 
-    cuDNN reads and writes channels-last tensors. Others are copied first in every call, which takes as long as reading
-    and writing them once: keep both in `torch.channels_last`, a module with
+    cuDNN reads and writes channels-last tensors. Others are copied in every call, which takes as long as reading and
+    writing them once: keep x and weight in `torch.channels_last`, a module with
     `module.to(memory_format=torch.channels_last)`.
 
     If the stride equals the filter size, as in the patch embedding of a vision transformer, the convolution is a matrix
-    product: one copy gathers the patches, and PyTorch multiplies.
+    product: one copy gathers the patches, and PyTorch multiplies them.
 
     Args:
-        x: (N, C, H, W), float16, bfloat16 or float32, which cuDNN multiplies in TF32, as PyTorch does by default; where
-            `torch.backends.cudnn.allow_tf32` forbids that, it raises. On the CPU float64, too.
+        x: (N, C, H, W), float16, bfloat16 or float32. cuDNN multiplies float32 in TF32, as PyTorch does by default; if
+            `torch.backends.cudnn.allow_tf32` is False, float32 raises. On the CPU also float64.
         weight: (K, C / groups, R, S), of x's dtype.
         bias: (K,), of x's dtype.
         stride: Stride, one for both dimensions or one for each.
         padding: Zero padding around x.
         dilation: Spacing of the filter's elements.
         groups: Groups of channels.
-        activation: None, "relu", "silu" or "gelu" (by the error function). A kernel of its own with a gradient; where
-            every channel is a group or there is but one filter, too, unless it is ReLU behind a bias.
+        activation: None, "relu", "silu" or "gelu" (with erf). With a gradient it is a separate kernel; also if every
+            channel is a group or there is only one filter, except ReLU after a bias.
 
     Returns:
         (N, K, P, Q), channels last.
 
     Raises:
-        ArgumentError: They do not fit.
+        ArgumentError: An argument is wrong.
         UnsupportedError: cuDNN has no kernel for it on this GPU.
 
     Examples:
@@ -171,10 +174,10 @@ def conv1d(
     groups: int = 1,
     activation: str | None = None,
 ) -> Tensor:
-    """The same in one dimension.
+    """`conv2d` in one dimension.
 
     Args:
-        x: (N, C, L). Without a copy if its channels lie together, as in `y.transpose(1, 2)` of y (N, L, C).
+        x: (N, C, L). It is not copied if channels are innermost, as in `y.transpose(1, 2)` of y (N, L, C).
         weight: (K, C / groups, R).
         bias: (K,).
         stride: Stride.
@@ -187,7 +190,7 @@ def conv1d(
         (N, K, P), channels innermost in memory.
 
     Raises:
-        ArgumentError: They do not fit.
+        ArgumentError: An argument is wrong.
         UnsupportedError: cuDNN has no kernel for it on this GPU.
 
     Examples:
@@ -218,7 +221,7 @@ def conv3d(
     groups: int = 1,
     activation: str | None = None,
 ) -> Tensor:
-    """The same in three dimensions.
+    """`conv2d` in three dimensions.
 
     Args:
         x: (N, C, D, H, W).
@@ -234,7 +237,7 @@ def conv3d(
         (N, K, O, P, Q), channels innermost in memory.
 
     Raises:
-        ArgumentError: They do not fit.
+        ArgumentError: An argument is wrong.
         UnsupportedError: cuDNN has no kernel for it on this GPU.
 
     Examples:
@@ -256,6 +259,7 @@ def conv3d(
 
 
 def _convolve(
+    *,
     rank: int,
     x: Tensor,
     weight: Tensor,
@@ -266,64 +270,77 @@ def _convolve(
     groups: int,
     activation: str | None,
 ) -> Tensor:
-    given = (x, weight) if bias is None else (x, weight, bias)
+    tensors = (x, weight) if bias is None else (x, weight, bias)
     stride, padding, dilation = (
         tuple(size) if isinstance(size, list) else size for size in (stride, padding, dilation)
     )
-    exact = type(stride) in _SIZES and type(padding) in _SIZES and type(dilation) in _SIZES and type(groups) is int
-    options: Any = None
-    if exact and not is_compiling():  # a call like one before? Saves checks and views, 30 µs
+    is_hashable = (
+        type(stride) in _SIZE_TYPES
+        and type(padding) in _SIZE_TYPES
+        and type(dilation) in _SIZE_TYPES
+        and type(groups) is int
+    )
+    options: _Options | None = None
+    if is_hashable and not is_compiling():  # a repeated call? Saves checks and views, 30 µs
         try:
-            trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-        except AttributeError:  # no tensors: the checks will say so
+            trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        except AttributeError:  # not tensors: the checks raise
             trains = False
         options = (trains, rank, stride, padding, dilation, groups, activation)
-        call = _calls.find(given, options, trains=trains)
+        call = _calls.find(tensors, options, trains=trains)
         if call is not None and _may_be_tf32(x):
-            return _straight(call, given, options)
+            return _run(call, tensors, options)
     return _checked(
+        tensors,
         rank=rank,
-        given=given,
-        of_user=(stride, padding, dilation),
+        geometry={"stride": stride, "padding": padding, "dilation": dilation},
         groups=groups,
         activation=activation,
         options=options,
     )
 
 
-def _checked(rank: int, given: Any, of_user: tuple[Any, ...], groups: Any, activation: Any, options: Any) -> Tensor:
+def _checked(
+    tensors: Sequence[Tensor],
+    *,
+    rank: int,
+    geometry: dict[str, Any],
+    groups: int,
+    activation: str | None,
+    options: _Options | None,
+) -> Tensor:
     """An unchecked call; with `options`, later calls like it take the fast path."""
-    x, weight, *rest = _cast_for_autocast(*given)
+    x, weight, *rest = _cast_for_autocast(*tensors)
     bias = rest[0] if rest else None
-    check(rank, x, weight, bias, groups)
+    check(rank, x=x, weight=weight, bias=bias, groups=groups)
     if x.is_cuda and not _may_be_tf32(x):
         reasons = ["cuDNN multiplies float32 in TF32 here, and torch.backends.cudnn.allow_tf32 is False"]
         raise UnsupportedError("a convolution of float32", reasons, "bfloat16 or float16, or PyTorch's own functions")
     check_activation(activation)
-    sizes = sizes_of(rank, *of_user)
+    sizes = sizes_of(rank, **geometry)
     check_extent(x, weight, **sizes)
-    if not torch.compiler.is_compiling() and x.shape[0] == 0:  # nothing but what autograd wants to see
-        of_torch = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
-        return ACTIVATIONS[activation](of_torch(x, weight, bias, **sizes, groups=groups))
-    if rank == 2 and groups == 1 and cuts_patches(x, weight, **sizes):
-        return ACTIVATIONS[activation](_of_patches(x, weight, bias))
+    if not torch.compiler.is_compiling() and x.shape[0] == 0:  # only autograd has something to do
+        torch_conv = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
+        return ACTIVATIONS[activation](torch_conv(x, weight, bias, **sizes, groups=groups))
+    if rank == 2 and groups == 1 and is_patch_embedding(x, weight, **sizes):
+        return ACTIVATIONS[activation](_patch_embedding(x, weight, bias))
     (x, weight), sizes = as_2d(rank, x, weight, sizes)
     column = None if bias is None else bias.contiguous().view(1, -1, *(1,) * (x.dim() - 2))
     operands = channels_last(x), channels_last(weight), column
-    apart = needs_gradient(*given) or is_apart(given, groups, activation)
-    static = {**sizes, "activation": None if apart else activation}
+    is_separate = needs_gradient(*tensors) or has_separate_activation(tensors, groups, activation)
+    static = {**sizes, "activation": None if is_separate else activation}
     in_place = operands[0] is x and operands[1] is weight and (bias is None or bias.is_contiguous())
-    if options is not None and x.is_cuda and in_place and can_bypass_dispatcher(*given):
-        call = _call_of(rank, operands, static)
-        _calls.add(given, options, call)
-        return _straight(call, given, options)
+    if options is not None and x.is_cuda and in_place and can_bypass_dispatcher(*tensors):
+        call = _bind(rank, operands, static)
+        _calls.add(tensors, options, call)
+        return _run(call, tensors, options)
     y: Tensor = convolution(*operands, **static)
     y = y.squeeze(2) if rank == 1 else y
-    return ACTIVATIONS[activation](y) if apart else y
+    return ACTIVATIONS[activation](y) if is_separate else y
 
 
-def _call_of(rank: int, operands: Sequence[Tensor | None], static: dict[str, Any]) -> GraphCall:
-    """What runs it, on tensors of the rank that the user gave them."""
+def _bind(rank: int, operands: Sequence[Tensor | None], static: dict[str, Any]) -> GraphCall:
+    """The bound call, for tensors of the user's rank."""
     call = torch_ops.prepared(convolution, operands, static)
     if rank > 1:
         return call
@@ -332,48 +349,53 @@ def _call_of(rank: int, operands: Sequence[Tensor | None], static: dict[str, Any
     return call.shaped((tuple(line.shape), line.stride(), line.dtype))
 
 
-def _straight(call: GraphCall, given: Sequence[Tensor], options: tuple[Any, ...]) -> Tensor:
-    """A call whose arguments are checked and lie as cuDNN reads them."""
-    trains, rank, *sizes, groups, activation = options
+def _run(call: GraphCall, tensors: Sequence[Tensor], options: _Options) -> Tensor:
+    """A call whose arguments are checked and have the layouts that cuDNN reads."""
+    trains, rank, stride, padding, dilation, groups, activation = options
     if trains:
-        y: Tensor = _Convolution.apply(call, rank, tuple(sizes), *given)  # type: ignore[no-untyped-call]
+        geometry = {"stride": stride, "padding": padding, "dilation": dilation}
+        y: Tensor = _Convolution.apply(call, rank, geometry, *tensors)  # type: ignore[no-untyped-call]
     else:
-        y = call.of_two(given[0], given[1]) if len(given) == 2 else call(given)[0]
-    return ACTIVATIONS[activation](y) if trains or is_apart(given, groups, activation) else y
+        x, weight, *biases = tensors
+        y = call(tensors)[0] if biases else call.of_two(x, weight)
+    return ACTIVATIONS[activation](y) if trains or has_separate_activation(tensors, groups, activation) else y
 
 
 class _Convolution(torch.autograd.Function):
-    """A convolution under autograd, in eager mode: saves only what the requested gradients need."""
+    """A convolution under autograd, in eager mode: saves only what the needed gradients read."""
 
     @staticmethod
-    def forward(ctx: Any, call: GraphCall, rank: int, sizes: tuple[Any, ...], *tensors: Tensor) -> Tensor:
-        x, weight = tensors[:2]
-        needs_grad_x, needs_grad_weight = ctx.needs_input_grad[3:5]
+    def forward(ctx: Any, call: GraphCall, rank: int, geometry: dict[str, Any], *tensors: Tensor) -> Tensor:
+        x, weight, *_ = tensors
+        _, _, _, needs_grad_x, needs_grad_weight, *_ = ctx.needs_input_grad  # call, rank, geometry, then the tensors
         ctx.save_for_backward(x if needs_grad_weight else None, weight if needs_grad_x else None)
-        ctx.rest = rank, sizes, x.shape, weight.shape
+        ctx.rank, ctx.geometry, ctx.shapes = rank, geometry, (x.shape, weight.shape)
         return call(tensors)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        rank, of_user, *shapes = ctx.rest
+        rank, shapes = ctx.rank, ctx.shapes
         x, weight = (None if part is None else as_one_2d(rank, part) for part in ctx.saved_tensors)
-        sizes = geometry_2d(rank, sizes_of(rank, *of_user))
+        sizes = geometry_2d(rank, sizes_of(rank, **ctx.geometry))
         shapes = [(*shape[:2], 1, *shape[2:]) if rank == 1 else tuple(shape) for shape in shapes]
-        needs = ctx.needs_input_grad[3:]
-        watched = needs_operator(grad)
+        _, _, _, needs_grad_x, needs_grad_weight, *needs_grad_bias = ctx.needs_input_grad
+        needs = (needs_grad_x, needs_grad_weight, any(needs_grad_bias))
+        goes_through_dispatcher = needs_operator(grad)
         grad = channels_last(as_one_2d(rank, grad))
-        grad = grad if watched else readable(grad)
-        found = gradients_of(grad, x, weight, shapes=shapes, needs=(*needs, False)[:3], **sizes)
-        grad_x, grad_weight = (part.squeeze(2) if part is not None and rank == 1 else part for part in found[:2])
-        of_bias = None if found[2] is None else found[2].flatten()
-        return None, None, None, *(grad_x, grad_weight, of_bias)[: len(needs)]
+        grad = grad if goes_through_dispatcher else readable(grad)
+        grad_x, grad_weight, grad_bias = gradients_of(grad, x, weight, shapes=shapes, needs=needs, **sizes)
+        if rank == 1:
+            grad_x, grad_weight = (None if part is None else part.squeeze(2) for part in (grad_x, grad_weight))
+        grad_biases = [None if grad_bias is None else grad_bias.flatten() for _ in needs_grad_bias]
+        return None, None, None, grad_x, grad_weight, *grad_biases
 
 
-def _cast_for_autocast(*given: Any) -> tuple[Any, ...]:
+def _cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
     """Tensors as autocast, if it is on, casts them for PyTorch's convolutions."""
-    if not isinstance(given[0], Tensor):  # the checks will say so
-        return given
-    return tuple([cast_tensor(part, given[0]) if isinstance(part, Tensor) else part for part in given])
+    first = tensors[0]
+    if not isinstance(first, Tensor):  # the checks raise
+        return tensors
+    return tuple([cast_tensor(x, first) if isinstance(x, Tensor) else x for x in tensors])
 
 
 def _may_be_tf32(x: Tensor) -> bool:
@@ -381,41 +403,44 @@ def _may_be_tf32(x: Tensor) -> bool:
         return True
     try:
         return bool(torch.backends.cudnn.allow_tf32)
-    except RuntimeError:  # PyTorch's newer setting is in use, and the older one may not be read any more
+    except RuntimeError:  # PyTorch's newer setting is in use, and the older one may no longer be read
         return str(torch.backends.cudnn.conv.fp32_precision) != "ieee"  # type: ignore[attr-defined]
 
 
-def is_apart(given: Sequence[Tensor], groups: int, activation: str | None) -> bool:
-    """Whether cuDNN may lack a kernel that fuses the activation: found by planning for five generations of GPUs.
+def has_separate_activation(tensors: Sequence[Tensor], groups: int, activation: str | None) -> bool:
+    """Whether cuDNN may lack a kernel that fuses the activation, according to plans for five generations of GPUs.
 
-    cuDNN 9.19 has none on an H200 for groups of channels that do not fill one load of memory.
+    cuDNN 9.19 has none on an H200 for groups of channels that do not fill one 16-byte load.
     """
-    if activation is None or (activation == "relu" and len(given) > 2):
+    if activation is None:
         return False
-    if given[1].shape[0] == 1 or 1 < groups == given[0].shape[1]:
+    x, weight, *biases = tensors
+    if activation == "relu" and biases:
+        return False
+    if weight.shape[0] == 1 or 1 < groups == x.shape[1]:
         return True
-    return groups > 1 and given[1].shape[1] % _CHANNELS_OF_A_GROUP != 0
+    return groups > 1 and weight.shape[1] % _CHANNELS_PER_LOAD != 0
 
 
-def cuts_patches(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> bool:
+def is_patch_embedding(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> bool:
     """Whether every element of x is in exactly one patch."""
     size = tuple(weight.shape[2:])
     if stride != size or size == (1, 1) or any(padding) or dilation != (1, 1):
-        return False  # before lengths are looked at: torch.compile makes another graph for what was asked of them
-    return all(length % step == 0 for length, step in zip(x.shape[2:], size, strict=True))
+        return False  # before the lengths of x are compared, which would make torch.compile guard on them
+    return all(length % patch == 0 for length, patch in zip(x.shape[2:], size, strict=True))
 
 
-def _of_patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A convolution whose stride equals its filter size: a matrix product of patches and filters."""
+def _patch_embedding(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A convolution whose stride equals its filter size, as a matrix product of patches and filters."""
     batch, channels, height, width = x.shape
     filters, _, r, s = weight.shape
     rows, columns = height // r, width // s
-    cut = x.view(batch, channels, rows, r, columns, s) if x.is_contiguous() else None
-    if cut is not None:  # channel after channel, as the weight lies
-        patches = cut.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows, columns, channels * r * s)
-        flat = weight.reshape(filters, -1)
+    if x.is_contiguous():  # patches in the weight's order: channels outermost
+        split = x.view(batch, channels, rows, r, columns, s)
+        patches = split.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows, columns, channels * r * s)
+        matrix = weight.reshape(filters, -1)
     else:
-        by_line = channels_last(x).permute(0, 2, 3, 1).reshape(batch, rows, r, columns, s * channels)
-        patches = by_line.transpose(2, 3).reshape(batch, rows, columns, channels * r * s)
-        flat = weight.permute(0, 2, 3, 1).reshape(filters, -1)
-    return F.linear(patches, flat, bias).permute(0, 3, 1, 2)
+        split = channels_last(x).permute(0, 2, 3, 1).reshape(batch, rows, r, columns, s * channels)
+        patches = split.transpose(2, 3).reshape(batch, rows, columns, channels * r * s)
+        matrix = weight.permute(0, 2, 3, 1).reshape(filters, -1)
+    return F.linear(patches, matrix, bias).permute(0, 3, 1, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from cudnn_sdpa.fused.conv_graphs import (
 )
 from cudnn_sdpa.fused.graph_op import GraphFunction
 from cudnn_sdpa.fused.norm_graphs import layer_norm_gradients, layer_norm_rows, rms_norm_gradients, rms_norm_rows
+from cudnn_sdpa.fused.torch_ops import Value
 from cudnn_sdpa.graph.key import PlanKey
 
 
@@ -52,18 +53,24 @@ def _rms_norm(
     norm.check_choices(activation, zero_centered)
     trains = needs_gradient(x, weight, residual)
     if 0 in x.shape:
-        return _nothing(rms_norm_rows, x, trains)
+        return _empty(rms_norm_rows, x, trains)
     shift = 1.0 if zero_centered and weight is not None else None
     rows, weight_row, residual_rows = (_meta(part) for part in norm.rows_of(x, weight, residual))
-    fused = None if trains else activation
-    static: dict[str, Any] = {"with_scale": trains, "activation": fused}
-    found = rms_norm_rows.describe(rows, weight_row, residual_rows, float(eps), shift, **static)
+    forward = rms_norm_rows.describe(
+        x=rows,
+        weight=weight_row,
+        residual=residual_rows,
+        eps=float(eps),
+        shift=shift,
+        with_scale=trains,
+        activation=None if trains else activation,
+    )
     notes = _copies(x=x, residual=residual) + [f"{activation} of the result"] * (trains and activation is not None)
     if not trains:
-        return _completed(found, x, notes)
+        return _completed(forward, x, notes)
     scale = torch.empty(rows.shape[0], 1, 1, 1, dtype=torch.float32, device="meta")
-    gradients = rms_norm_gradients.describe(rows, rows, weight_row, scale, shift)
-    return _completed(found, x, notes, gradients)
+    gradients = rms_norm_gradients.describe(grad=rows, x=rows, weight=weight_row, scale=scale, shift=shift)
+    return _completed(forward, x, notes, gradients)
 
 
 @describes(norm.layer_norm)
@@ -71,16 +78,18 @@ def _layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = N
     norm.check(x, {"weight": weight, "bias": bias}, eps)
     trains = needs_gradient(x, weight, bias)
     if 0 in x.shape:
-        return _nothing(layer_norm_rows, x, trains)
-    notes = _copies(x=x) + [f"{name} is made" for name, part in (("weight", weight), ("bias", bias)) if part is None]
+        return _empty(layer_norm_rows, x, trains)
+    created = [name for name, part in (("weight", weight), ("bias", bias)) if part is None]
+    notes = _copies(x=x) + [f"{name} is created" for name in created]
     like = next((part for part in (weight, bias) if part is not None), x)
-    given = [part if part is not None else like.new_empty(x.shape[-1]) for part in (weight, bias)]
-    rows, weight_row, bias_row = (_meta(part) for part in norm.rows_of(x, *given))
-    found = layer_norm_rows.describe(rows, weight_row, bias_row, float(eps), with_statistics=trains)
+    vectors = [part if part is not None else like.new_empty(x.shape[-1]) for part in (weight, bias)]
+    rows, weight_row, bias_row = (_meta(part) for part in norm.rows_of(x, *vectors))
+    forward = layer_norm_rows.describe(rows, weight_row, bias_row, float(eps), with_statistics=trains)
     if not trains:
-        return _completed(found, x, notes)
-    statistics = (torch.empty(rows.shape[0], 1, 1, 1, dtype=torch.float32, device="meta") for _ in range(2))
-    return _completed(found, x, notes, layer_norm_gradients.describe(rows, rows, weight_row, *statistics))
+        return _completed(forward, x, notes)
+    mean, scale = (torch.empty(rows.shape[0], 1, 1, 1, dtype=torch.float32, device="meta") for _ in range(2))
+    gradients = layer_norm_gradients.describe(grad=rows, x=rows, weight=weight_row, mean=mean, scale=scale)
+    return _completed(forward, x, notes, gradients)
 
 
 @describes(gates.silu_mul)
@@ -88,16 +97,19 @@ def _silu_mul(gate: Tensor, up: Tensor | None = None) -> Description:
     tensors = gates.halves_of(gate) if up is None else (gate, up)
     gates.check(tensors, ("gate", "up"))
     if 0 in tensors[0].shape:
-        return _nothing(silu_mul_rows, gate, needs_gradient(gate, up))
-    found = silu_mul_rows.describe(*map(_meta, as_rows(tensors, ("gate", "up"))))
+        return _empty(silu_mul_rows, gate, needs_gradient(gate, up))
+    forward = silu_mul_rows.describe(*map(_meta, as_rows(tensors, ("gate", "up"))))
     if not needs_gradient(gate, up):
-        return _completed(found, gate, [])
+        return _completed(forward, gate, [])
     grad = torch.empty(tensors[0].shape, dtype=gate.dtype, device=gate.device)
-    rows = [*map(_meta, as_rows((grad, *tensors), ("grad", "gate", "up")))]
+    grad_row, gate_row, up_row = map(_meta, as_rows((grad, *tensors), ("grad", "gate", "up")))
     if up is None or (gate.requires_grad and up.requires_grad):
-        return _completed(found, gate, [], silu_mul_gradients.describe(*rows, dense=up is not None))
-    of_one = silu_mul_grad_gate.describe(*rows) if gate.requires_grad else silu_mul_grad_up.describe(*rows[:2])
-    return _completed(found, gate, [], of_one)
+        gradients = silu_mul_gradients.describe(grad_row, gate_row, up_row, dense=up is not None)
+    elif gate.requires_grad:
+        gradients = silu_mul_grad_gate.describe(grad_row, gate_row, up_row)
+    else:
+        gradients = silu_mul_grad_up.describe(grad_row, gate_row)
+    return _completed(forward, gate, [], gradients)
 
 
 @describes(gates.gelu_mul)
@@ -115,56 +127,55 @@ def _relu_squared(x: Tensor) -> Description:
 def _without_gradient(name: str, graph: GraphFunction, **tensors: Tensor) -> Description:
     first = next(iter(tensors.values()))
     if needs_gradient(*tensors.values()):
-        return replace(
-            _nothing(graph, first, trains=False), key=partial(_refuse, gates.no_gradient(name)), is_empty=False
-        )
+        refused = partial(_refuse, gates.no_gradient(name))
+        return replace(_empty(graph, first, trains=False), key=refused, is_empty=False)
     if 0 in first.shape:
-        return _nothing(graph, first, trains=False)
+        return _empty(graph, first, trains=False)
     return _completed(graph.describe(*map(_meta, as_rows(list(tensors.values()), list(tensors)))), first, [])
 
 
 def _convolution(
     rank: int,
+    *,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    of_user: tuple[Any, Any, Any],
+    geometry: dict[str, Any],
     groups: int,
     activation: str | None,
 ) -> Description:
-    conv.check(rank, x, weight, bias, groups)
+    conv.check(rank, x=x, weight=weight, bias=bias, groups=groups)
     conv.check_activation(activation)
-    sizes = conv.sizes_of(rank, *of_user)
+    sizes = conv.sizes_of(rank, **geometry)
     conv.check_extent(x, weight, **sizes)
-    if rank == 2 and groups == 1 and conv.cuts_patches(x, weight, **sizes):
+    if rank == 2 and groups == 1 and conv.is_patch_embedding(x, weight, **sizes):
         reasons = ["the stride equals the filter size: the patches are gathered, and PyTorch multiplies them"]
         raise UnsupportedError("a cuDNN plan for this conv2d", reasons, "calling it")
     trains = needs_gradient(x, weight, bias)
-    present = (x, weight) if bias is None else (x, weight, bias)
-    apart = trains or conv.is_apart(present, groups, activation)
-    given, sizes = as_2d(rank, x, weight, sizes)
-    operands = [_meta(channels_last(part)) for part in given]
-    column = None if bias is None else _meta(bias.contiguous().view(1, -1, *(1,) * (operands[0].dim() - 2)))
-    found = convolution.describe(*operands, column, **sizes, activation=None if apart else activation)
-    copied = [name for name, part in zip(("x", "weight"), given, strict=True) if channels_last(part) is not part]
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    is_separate = trains or conv.has_separate_activation(tensors, groups, activation)
+    views, sizes = as_2d(rank, x, weight, sizes)
+    image, filters = (_meta(channels_last(part)) for part in views)
+    column = None if bias is None else _meta(bias.contiguous().view(1, -1, *(1,) * (image.dim() - 2)))
+    forward = convolution.describe(image, filters, column, **sizes, activation=None if is_separate else activation)
+    copied = [name for name, part in zip(("x", "weight"), views, strict=True) if channels_last(part) is not part]
     notes = [f"{name} is copied to channels last" for name in copied]
-    notes += [f"{activation} of the result"] * (apart and activation is not None)
+    notes += [f"{activation} of the result"] * (is_separate and activation is not None)
     if not trains:
-        return _completed(found, x, notes)
-    grad = convolution.outputs((*operands, column), {**sizes, "activation": None})[0]
-    of_bias = ["the gradient of the bias"] * (bias is not None and bias.requires_grad)
+        return _completed(forward, x, notes)
+    grad = convolution.outputs((image, filters, column), {**sizes, "activation": None})[0]
+    extra_kernels = ["the gradient of the bias"] * (bias is not None and bias.requires_grad)
     if x.requires_grad:
-        gradient = conv_dgrad.describe(grad, operands[1], shape=tuple(operands[0].shape), **sizes)
-        more = ["the gradient of the weight, a separate plan"] * weight.requires_grad + of_bias
+        gradient = conv_dgrad.describe(grad, filters, shape=tuple(image.shape), **sizes)
+        extra_kernels = ["the gradient of the weight, a separate plan"] * weight.requires_grad + extra_kernels
     elif weight.requires_grad:
-        gradient = conv_wgrad.describe(grad, operands[0], shape=tuple(operands[1].shape), **sizes)
-        more = of_bias
-    else:  # that is a sum of PyTorch's
-        return _completed(found, x, notes)
-    return _completed(found, x, notes, replace(gradient, extra_kernels=more))
+        gradient = conv_wgrad.describe(grad, image, shape=tuple(filters.shape), **sizes)
+    else:  # only the bias's gradient is needed, a sum in PyTorch
+        return _completed(forward, x, notes)
+    return _completed(forward, x, notes, replace(gradient, extra_kernels=extra_kernels))
 
 
-def _of_rank(rank: int) -> Callable[..., Description]:
+def _convolution_of_rank(rank: int) -> Callable[..., Description]:
     def describe(
         x: Tensor,
         weight: Tensor,
@@ -175,20 +186,36 @@ def _of_rank(rank: int) -> Callable[..., Description]:
         groups: int = 1,
         activation: str | None = None,
     ) -> Description:
-        return _convolution(rank, x, weight, bias, (stride, padding, dilation), groups, activation)
+        return _convolution(
+            rank,
+            x=x,
+            weight=weight,
+            bias=bias,
+            geometry={"stride": stride, "padding": padding, "dilation": dilation},
+            groups=groups,
+            activation=activation,
+        )
 
     return describe
 
 
 for _rank, _function in enumerate((conv.conv1d, conv.conv2d, conv.conv3d), start=1):
-    describes(_function)(_of_rank(_rank))
+    describes(_function)(_convolution_of_rank(_rank))
 
 
-def _meta(part: Any) -> Any:
-    """A tensor without its memory."""
-    if not isinstance(part, Tensor):
-        return part
-    return torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device="meta")
+@overload
+def _meta(value: Tensor) -> Tensor: ...
+
+
+@overload
+def _meta(value: Value) -> Value: ...
+
+
+def _meta(value: Value) -> Value:
+    """A tensor as a meta tensor; other values unchanged."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _copies(**tensors: Tensor | None) -> list[str]:
@@ -197,27 +224,28 @@ def _copies(**tensors: Tensor | None) -> list[str]:
     ]
 
 
-def _nothing(graph: GraphFunction, x: Tensor, trains: bool) -> Description:
-    """A call of no numbers, which may lie in memory as they like."""
-    found = Description(graph, _no_key, x.get_device() if x.is_cuda else None, is_empty=True)
-    return replace(found, backward=found) if trains else found
+def _empty(graph: GraphFunction, x: Tensor, trains: bool) -> Description:
+    """A call without elements, of any layout."""
+    description = Description(graph, _no_key, x.get_device() if x.is_cuda else None, is_empty=True)
+    return replace(description, backward=description) if trains else description
 
 
-def _completed(found: Description, x: Tensor, notes: list[str], backward: Description | None = None) -> Description:
-    """A graph function's description with what the public function adds."""
+def _completed(forward: Description, x: Tensor, notes: list[str], backward: Description | None = None) -> Description:
+    """A graph function's description, completed for the public function."""
     device = x.get_device() if x.is_cuda else None
-    gradients = None if backward is None else replace(backward, device=device)
+    backward = None if backward is None else replace(backward, device=device)
     if x.dtype is torch.float64:
-        found, gradients = replace(found, key=_no_key), None if gradients is None else replace(gradients, key=_no_key)
-    return replace(found, device=device, is_empty=0 in x.shape, extra_kernels=notes, backward=gradients)
+        forward = replace(forward, key=_no_key)
+        backward = None if backward is None else replace(backward, key=_no_key)
+    return replace(forward, device=device, is_empty=0 in x.shape, extra_kernels=notes, backward=backward)
 
 
 def _refuse(error: UnsupportedError, *_: object) -> NoReturn:
     raise error
 
 
-def _no_key(*_: Any) -> PlanKey:
-    """Stands in for the key of a call in float64, which runs on the CPU alone: cuDNN need not be asked.
+def _no_key(*_: object) -> PlanKey:
+    """The key function of a call in float64, which runs on the CPU only.
 
     Raises:
         UnsupportedError: Always.

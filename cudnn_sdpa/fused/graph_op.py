@@ -16,14 +16,17 @@ from cudnn_sdpa.engine.explain import Description
 from cudnn_sdpa.engine.launch import GraphCall, key_of, readable, type_of
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops
-from cudnn_sdpa.fused.checks import check_kept, check_strided, shown
+from cudnn_sdpa.fused.checks import check_savable, check_strided, shown
 from cudnn_sdpa.fused.fast_path import FastPath
-from cudnn_sdpa.fused.torch_ops import Outputs, as_tuple
+from cudnn_sdpa.fused.torch_ops import Options, Outputs, Value, as_tuple
 from cudnn_sdpa.graph.definition import GraphOp, function_digest
+from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES, is_expanded
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.target import Target
 
-_LARGEST = 2**127
+#: Larger integers overflow float32.
+_MAX_NUMBER = 2**127
 _NUMBERS = (float, int)
 
 
@@ -33,13 +36,13 @@ class GraphFunction(GraphOp):
     Attributes:
         operands: Names of the builder's tensors and numbers, in its order.
         options: The static options with their defaults; `inspect.Parameter.empty` where there is none.
-        reference: The same in plain PyTorch, if there is one.
-        backward: What gives its gradients, if it has any.
-        keeps_results: Whether that gets the results; otherwise they are not kept for it.
-        backward_asks: Whether that wants to know which are wanted.
+        reference: The equivalent function in plain PyTorch, if there is one.
+        backward: Returns the gradients, if the function is differentiable.
+        keeps_results: Whether `backward` gets the results; otherwise they are not saved.
+        takes_needs: Whether `backward` has the parameter `needs`.
         token: The name by which the torch operator finds it.
-        form: How cuDNN is shown the operands where that is quicker, if it is: the same memory in another shape, and so
-            are the results. It is asked when a plan is needed, with sizes that are known, which a compiler's are not.
+        form: Views the operands, and thereby the results, in a shape for which cuDNN has a faster kernel; None if there
+            is none. It is called when a plan is needed, with plain sizes; sizes in a compiler may be symbolic.
     """
 
     def __init__(
@@ -53,13 +56,13 @@ class GraphFunction(GraphOp):
     ) -> None:
         super().__init__(builder)
         if reference is None and outputs is None:
-            expected = "reference=, the same in plain PyTorch, or outputs=, which gives empty tensors like its results"
+            expected = "reference=, the function in plain PyTorch, or outputs=, which returns empty results"
             raise OptionError(f"graph_op {builder.__name__}", "neither reference= nor outputs=", expected)
         self.__name__ = builder.__name__
         self.reference, self._outputs, self.backward = reference, outputs or reference, backward
         self.keeps_results = keeps_results
         self.form: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
-        self.backward_asks = backward is not None and "needs" in inspect.signature(backward).parameters
+        self.takes_needs = backward is not None and "needs" in inspect.signature(backward).parameters
         parameters = list(inspect.signature(builder).parameters.values())[1:]
         self.operands = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
         self.options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -69,67 +72,68 @@ class GraphFunction(GraphOp):
                 raise OptionError(f"{p.name} of {builder.__name__}", got, "an operand without a default but None", hint)
         self._optional = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is None}
         if len(self.operands) + len(self.options) != len(parameters):
-            got = "a parameter with * or one that has no name"
-            raise OptionError(f"the graph builder {builder.__name__}", got, "no * parameters, and none without a name")
+            got = "a * parameter or a positional-only one"
+            raise OptionError(f"the graph builder {builder.__name__}", got, "no * parameters, and names for all others")
         self.token = torch_ops.register(self, function_digest(builder, backward, reference, outputs))
-        self._shortcuts = FastPath()
+        self._fast_path = FastPath()
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
-        """The results on these operands: tensors, or None for optional ones, or numbers.
+        """The results for these operands: tensors, numbers, or None for optional ones.
 
         Raises:
             ArgumentError: An argument is wrong.
-            UnsupportedError: cuDNN has no plan for it, or there is no reference for tensors elsewhere.
+            UnsupportedError: cuDNN has no plan for it, or tensors are not on a GPU and there is no reference.
         """
         if is_compiling():
-            given, static = self._bind(operands, options)
-            self._check_gradient(given)
-            found: Sequence[Tensor] = torch_ops.run(self, given, static)
+            values, static = self._bind(operands, options)
+            self._check_gradient(values)
+            results: Sequence[Tensor] = torch_ops.run(self, values, static)
         else:
-            found = self._again(operands, options) or self._run(operands, options)
-        return found[0] if len(found) == 1 else tuple(found)
+            results = self._run_cached(operands, options) or self._run_checked(operands, options)
+        return results[0] if len(results) == 1 else tuple(results)
 
-    def _again(self, operands: Sequence[Any], options: dict[str, Any]) -> Sequence[Tensor] | None:
-        """The results of a call like one before: saves checks, keys and the dispatcher, 70 µs."""
+    def _run_cached(self, operands: Sequence[Any], options: Options) -> Sequence[Tensor] | None:
+        """The results of a repeated call: saves checks, keys and the dispatcher, 70 µs."""
         if options and not options.keys() <= self.options.keys():
-            return None  # an operand was given by name
+            return None  # an operand is passed by name
         tensors = [x for x in operands if isinstance(x, Tensor)]
         try:
             numbers = tuple([float(x) for x in operands if type(x) in _NUMBERS])
-        except OverflowError:  # the checks will say so
+        except OverflowError:  # the checks raise
             return None
         trains = needs_gradient(*tensors)
-        call = self._shortcuts.find(tensors, (trains, *_name_of(operands, options)), trains=trains)
+        call = self._fast_path.find(tensors, (trains, *_option_signature(operands, options)), trains=trains)
         if call is None:
             return None
         if not trains:
             return call(tensors, numbers)
-        given = (*operands, *(None,) * (len(self.operands) - len(operands)))  # checked when the call was learned
-        return _as_results(_Followed.apply(self, call, {**self.options, **options}, *given))  # type: ignore[no-untyped-call]
+        values = (*operands, *(None,) * (len(self.operands) - len(operands)))  # checked when the call was added
+        results: Sequence[Tensor] = _Differentiable.apply(self, call, {**self.options, **options}, *values)  # type: ignore[no-untyped-call]
+        return as_tuple(results)
 
-    def _run(self, operands: Sequence[Any], options: dict[str, Any]) -> Sequence[Tensor]:
-        """The results of a call that has to be checked; another one like it will be known."""
-        given, static = self._bind(operands, options)
-        self._check_gradient(given)
-        given = tuple(plain(x) if isinstance(x, Tensor) and is_lazy(x) else x for x in given)
-        found = torch_ops.run(self, given, static)
+    def _run_checked(self, operands: Sequence[Any], options: Options) -> Sequence[Tensor]:
+        """The results of an unchecked call; later calls like it take the fast path."""
+        values, static = self._bind(operands, options)
+        self._check_gradient(values)
+        values = tuple(plain(x) if isinstance(x, Tensor) and is_lazy(x) else x for x in values)
+        results = torch_ops.run(self, values, static)
         tensors = [x for x in operands if isinstance(x, Tensor)]
         in_order = options.keys() <= self.options.keys() and bool(tensors) and tensors[0].is_cuda
         if in_order and all(x is None or isinstance(x, Tensor) or type(x) in _NUMBERS for x in operands):
             if 0 in (x.numel() for x in tensors) or not can_bypass_dispatcher(*tensors):
-                return found
+                return results
             trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-            name = (trains, *_name_of(operands, options))
-            self._shortcuts.add(tensors, name, torch_ops.prepared(self, given, static))
-        return found
+            signature = (trains, *_option_signature(operands, options))
+            self._fast_path.add(tensors, signature, torch_ops.prepared(self, values, static))
+        return results
 
-    def _check_gradient(self, given: Sequence[Any]) -> None:
-        wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given)
-        if wanted and self.backward is None:
+    def _check_gradient(self, values: Sequence[Value]) -> None:
+        trains = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
+        if trains and self.backward is None:
             reasons = ["an operand requires grad, and the operation has no backward="]
             raise UnsupportedError(f"the gradient of {self.__name__}", reasons, "torch.no_grad()")
 
-    def _bind(self, operands: Sequence[Any], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _bind(self, operands: Sequence[Any], options: Options) -> tuple[tuple[Value, ...], Options]:
         """Operands in the builder's order, and all options."""
         if len(operands) > len(self.operands):
             got = f"{len(operands)} of them"
@@ -142,23 +146,23 @@ class GraphFunction(GraphOp):
             elif name in self.operands and name not in by_name:
                 by_name[name] = value
             else:
-                got = "a second value" if name in self.operands else "an argument that it does not have"
+                got = "a second value" if name in self.operands else "an argument that does not exist"
                 raise OptionError(name, got, f"{self.__name__}({', '.join((*self.operands, *self.options))})")
         for name, value in static.items():
             if value is inspect.Parameter.empty:
                 raise OptionError(name, "nothing", f"a value: {self.__name__} has no default for this option")
             torch_ops.check_option(name, value)
-        given = tuple(by_name.get(name) for name in self.operands)
-        self._check(given)
-        autograd_checks.refuse_tangents(dict(zip(self.operands, given, strict=True)))
-        autograd_checks.refuse_transforms(self.__name__, *given, loops=False)
-        return given, static
+        values = tuple(by_name.get(name) for name in self.operands)
+        self._check(values)
+        autograd_checks.refuse_tangents(dict(zip(self.operands, values, strict=True)))
+        autograd_checks.refuse_transforms(self.__name__, *values, loops=False)
+        return values, static
 
-    def _check(self, given: tuple[Any, ...]) -> None:
-        tensors = [x for x in given if isinstance(x, Tensor)]
+    def _check(self, values: tuple[Any, ...]) -> None:
+        tensors = [x for x in values if isinstance(x, Tensor)]
         if not tensors:
             raise OptionError(self.operands[0], "no tensor at all", "a tensor among the operands")
-        for name, value in zip(self.operands, given, strict=True):
+        for name, value in zip(self.operands, values, strict=True):
             if value is None and name not in self._optional:
                 raise OptionError(name, "None", "a tensor or a number")
             if isinstance(value, Tensor):
@@ -166,72 +170,88 @@ class GraphFunction(GraphOp):
                 if value.device != tensors[0].device:
                     raise DeviceError(name, str(value.device), f"{tensors[0].device}, the device of the first tensor")
                 if value.dtype not in CUDNN_DTYPE_NAMES:
-                    raise DtypeError(name, str(value.dtype), "a dtype that cuDNN has")
+                    raise DtypeError(name, str(value.dtype), "a dtype that cuDNN supports")
             elif value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
                 raise OptionError(name, type(value).__name__, "a tensor or a number")
-            elif isinstance(value, int) and abs(value) > _LARGEST:
-                raise OptionError(name, shown(value), "a number that float32 holds")
-        check_kept(**{name: x for name, x in zip(self.operands, given, strict=True) if isinstance(x, Tensor)})
+            elif isinstance(value, int) and abs(value) > _MAX_NUMBER:
+                raise OptionError(name, shown(value), "a number that float32 can represent")
+        check_savable(**{name: x for name, x in zip(self.operands, values, strict=True) if isinstance(x, Tensor)})
 
     def describe(self, *operands: Any, **options: Any) -> Description:
         """What a call with these arguments runs on a GPU."""
         bound, static = self._bind(operands, options)
-        given = self.seen(bound)
-        tensor = next(x for x in given if isinstance(x, Tensor))
-        outputs, exactly = self.outputs(given, static), is_deterministic()
-        key = partial(key_of, self, self.operands, given, outputs, static, deterministic=exactly)
+        values = self.in_form(bound)
+        tensor = next(x for x in values if isinstance(x, Tensor))
+        outputs, deterministic = self.outputs(values, static), is_deterministic()
+
+        def key(target: Target, device: int | None) -> PlanKey:
+            return key_of(
+                self,
+                self.operands,
+                values,
+                outputs,
+                options=static,
+                target=target,
+                device=device,
+                deterministic=deterministic,
+            )
+
         return Description(operation=self, key=key, device=tensor.get_device() if tensor.is_cuda else None)
 
-    def seen(self, given: Sequence[Any]) -> tuple[Any, ...]:
-        """The operands as cuDNN sees them."""
-        return tuple(given) if self.form is None else self.form(tuple(given))
+    def in_form(self, values: Sequence[Value]) -> tuple[Value, ...]:
+        """The operands in the shape for which cuDNN has a faster kernel."""
+        return tuple(values) if self.form is None else self.form(tuple(values))
 
-    def outputs(self, given: Sequence[Any], static: dict[str, Any]) -> Outputs:
-        """Tensors without data, like the results."""
+    def outputs(self, values: Sequence[Value], static: Options) -> Outputs:
+        """Meta tensors like the results."""
         assert self._outputs is not None
-        bare = [_without_memory(x) if isinstance(x, Tensor) else x for x in given]
+        meta = [_without_memory(x) if isinstance(x, Tensor) else x for x in values]
         with torch.no_grad():
-            found = as_tuple(self._outputs(*bare, **static))
-        for number, result in enumerate(found):
+            results = as_tuple(self._outputs(*meta, **static))
+        for number, result in enumerate(results):
             if is_expanded(result.shape, result.stride()):
                 got = f"result {number} with strides {result.stride()}"
-                raise LayoutError("outputs", got, "no two elements in one place", "Use .contiguous().")
-        return found
+                raise LayoutError("outputs", got, "an address of its own for every element", "Use .contiguous().")
+        return results
 
 
-class _Followed(torch.autograd.Function):
-    """A call that autograd follows, in eager mode: saves the dispatcher's two passes."""
+class _Differentiable(torch.autograd.Function):
+    """A call that autograd records, in eager mode: saves the dispatcher's two passes."""
 
     @staticmethod
-    def forward(ctx: Any, function: GraphFunction, call: GraphCall, static: dict[str, Any], *given: Any) -> Outputs:
-        tensors = [x for x in given if isinstance(x, Tensor)]
-        results = tuple(call(tensors, tuple([x for x in given if isinstance(x, (int, float))])))
+    def forward(ctx: Any, function: GraphFunction, call: GraphCall, static: Options, *values: Value) -> Outputs:
+        tensors = [x for x in values if isinstance(x, Tensor)]
+        results = tuple(call(tensors, tuple([x for x in values if isinstance(x, (int, float))])))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *(results if function.keeps_results else ()))
+        ctx.function, ctx.static = function, static
         ctx.like = [(x.shape, x.dtype, x.device) for x in results]
-        ctx.count, ctx.rest = len(tensors), (function, static, [None if isinstance(x, Tensor) else (x,) for x in given])
+        ctx.count, ctx.values = len(tensors), [_SAVED if isinstance(x, Tensor) else x for x in values]
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        function, static, rest = ctx.rest
-        saved = ctx.saved_tensors  # once: hooks may bring them back from elsewhere
+        saved = ctx.saved_tensors  # once: hooks may load them
         tensors = iter(saved[: ctx.count])
-        given = tuple(next(tensors) if x is None else x[0] for x in rest)
-        whole = [
+        values = tuple(next(tensors) if x is _SAVED else x for x in ctx.values)
+        all_grads = [
             torch.zeros(shape, dtype=dtype, device=device) if grad is None else readable(grad)
             for grad, (shape, dtype, device) in zip(grads, ctx.like, strict=True)
         ]
-        found = torch_ops.gradients(function, whole, given, saved[ctx.count :], static, ctx.needs_input_grad[3:])
-        return None, None, None, *(None if x else gradient for x, gradient in zip(rest, found, strict=True))
+        _, _, _, *needs = ctx.needs_input_grad  # function, call, options, then the operands
+        grad_inputs = torch_ops.gradients(
+            ctx.function, all_grads, values, results=saved[ctx.count :], static=ctx.static, needs=tuple(needs)
+        )
+        of_values = (grad if x is _SAVED else None for x, grad in zip(ctx.values, grad_inputs, strict=True))
+        return None, None, None, *of_values
 
 
-def _as_results(found: Any) -> Sequence[Tensor]:
-    return found if isinstance(found, tuple) else (found,)
+#: Stands for a tensor that autograd saves.
+_SAVED = object()
 
 
-def _name_of(operands: Sequence[Any], options: dict[str, Any]) -> Any:
-    """All that decides a call beside its tensors and the values of its numbers."""
+def _option_signature(operands: Sequence[Any], options: Options) -> tuple[Any, ...]:
+    """Everything that determines a call except its tensors and the values of its numbers."""
     return (*map(type, operands), *options.items(), *map(type_of, options.values()))
 
 
@@ -262,38 +282,37 @@ def graph_op(
     backward: Callable[..., Any] | None = None,
     keeps_results: bool = True,
 ) -> GraphFunction | Callable[[Callable[..., Any]], GraphFunction]:
-    """Makes a function of tensors out of a function that builds a cuDNN graph.
+    """Makes a function of tensors from a function that builds a cuDNN graph.
 
     The builder is called as `builder(g, *operands, **options)`. `g` is cuDNN's graph with every operation as a method,
     and `g.types` its enumerations; operands are symbolic tensors; options, the builder's keyword-only parameters, are
-    plain values. It returns one symbol or a tuple of them, the results. It is run once for each combination of
-    layouts, dtypes and options; the plan is cached, stored, tuned, warmed up and explained like any other.
+    plain values. It returns one symbol or a tuple of them, the results. It runs once for each combination of layouts,
+    dtypes and options; the plan is cached, stored, tuned, warmed up and explained like any other.
 
-    What is made is called with tensors in the builder's order. A parameter whose default is None may be left out, and
-    the builder gets None. Where a number is given in place of a tensor, it is data: one float32 that cuDNN reads at
-    each launch, and no part of the plan. It works in eager mode, in CUDA graphs, and under `torch.compile` as one
-    operator.
+    Call the function with tensors in the builder's order. A parameter whose default is None may be left out; the
+    builder then gets None. A number in place of a tensor is data: one float32 that cuDNN reads at each launch, and no
+    part of the plan. The function works in eager mode, in CUDA graphs, and under `torch.compile` as one operator.
 
-    The builder must depend on nothing but its arguments, so that a plan can be kept: constants, other functions, and
-    modules of Python, torch and numpy may be used, anything else is refused. Define it at a module's top level, where
-    helper processes can import it.
+    The builder must depend on nothing but its arguments, so that a plan can be cached: it may use constants, other
+    functions, and modules of Python, torch and numpy; anything else is refused. Define it at a module's top level, so
+    that helper processes can import it.
 
     Args:
-        builder: The builder, where the decorator is used without arguments.
-        reference: The same function in plain PyTorch. It serves tensors that are not on a GPU; and unless `outputs`
-            is given its results on tensors without data say which shapes, strides and dtypes the results have.
-        outputs: Gives empty tensors like the results, for the same arguments.
-        backward: `backward(grads, operands, results, **options)` gives one gradient for each operand, None where there
-            is none. It may call other graph functions. With a keyword-only parameter `needs` it is told which operands
-            require one. Without it, operands must not require grad.
-        keeps_results: Whether `backward` gets the results. Without them less memory is kept, and they may be changed in
-            place; `results` is empty then.
+        builder: The builder, if the decorator is used without arguments.
+        reference: The same function in plain PyTorch. It serves tensors that are not on a GPU. Unless `outputs` is
+            given, it is also run on meta tensors to get the shapes, strides and dtypes of the results.
+        outputs: Returns empty tensors like the results, for the same arguments.
+        backward: `backward(grads, operands, results, **options)` returns one gradient for each operand, None where
+            there is none. It may call other graph functions. A keyword-only parameter `needs` gets which operands
+            require a gradient. Without `backward`, operands must not require grad.
+        keeps_results: Whether `backward` gets the results. Otherwise `results` is empty, less memory is saved, and the
+            results may be modified in place.
 
     Returns:
         The function; or a decorator that makes it.
 
     Raises:
-        OptionError: The builder is no plain function, depends on something from outside, or neither `reference` nor
+        OptionError: The builder is not a plain function, depends on something from outside, or neither `reference` nor
             `outputs` is given.
 
     Examples:
@@ -306,9 +325,7 @@ def graph_op(
         >>> scale_bias_relu(torch.ones(1, 2, 8), torch.zeros(1, 1, 8), 3.0).sum()
         tensor(48.)
 
-    cuDNN's documentation of its graph operations says what it fuses.
+    cuDNN's documentation of its graph operations lists what it can fuse.
     """
-    more: dict[str, Any] = {"reference": reference, "outputs": outputs, "backward": backward}
-    if builder is None:
-        return lambda builder: GraphFunction(builder, **more, keeps_results=keeps_results)
-    return GraphFunction(builder, **more, keeps_results=keeps_results)
+    make = partial(GraphFunction, reference=reference, outputs=outputs, backward=backward, keeps_results=keeps_results)
+    return make if builder is None else make(builder)

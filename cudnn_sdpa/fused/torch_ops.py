@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,25 +17,52 @@ from cudnn_sdpa.engine.launch import GraphCall, calls, describe, readable, type_
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.graph.definition import find_operation
 
-Outputs = tuple[Tensor, ...]
-Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+#: An operand of a graph function: a tensor, a number that cuDNN reads at launch, or None for an optional one.
+Value: TypeAlias = Tensor | float | None
+
+#: The static options of a call, by name.
+Options: TypeAlias = dict[str, Any]
+
+Outputs: TypeAlias = tuple[Tensor, ...]
+
+
+class Function(Protocol):
+    """The part of `GraphFunction`, whose module imports this one, that the operator uses."""
+
+    __name__: str
+    name: str
+    token: str
+    operands: tuple[str, ...]
+    options: Options
+    keeps_results: bool
+    reference: Callable[..., Any] | None
+    backward: Callable[..., Any] | None
+    takes_needs: bool
+    form: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None
+
+    @property
+    def digest(self) -> str: ...
+
+    def in_form(self, values: Sequence[Value]) -> tuple[Value, ...]: ...
+
+    def outputs(self, values: Sequence[Value], static: Options) -> Outputs: ...
 
 
 _INFINITY = float("inf")
 
-#: What an option may be; a `SymInt` is an integer to whoever traces a gradient for any size.
+#: Types of options; a `SymInt` is an integer where a gradient is traced for any size.
 _PLAIN = (bool, int, float, str, torch.SymInt)
 
-#: All graph functions of this process by the name that the operator knows them by, for as long as it lives: a gradient
-#: may be asked for when nobody else refers to its function any more, and no other may come by its name.
-_functions: dict[str, Any] = {}
+#: All graph functions of this process by their tokens. They are never removed: a gradient may be computed after all
+#: other references to its function are gone, and no other function may get its token.
+_functions: dict[str, Function] = {}
 
 
-def register(function: Any, digest: str) -> str:
-    """The name by which the operator will find a graph function: import path, digest, and a number if that is taken.
+def register(function: Function, digest: str) -> str:
+    """Registers a graph function; returns its token: import path, digest, and a number if that is taken.
 
-    The digest is of all that a compiled graph has taken over: PyTorch keeps compiled graphs on disk, and must not find
-    one that was made with another gradient.
+    The digest covers everything that a compiled graph depends on: PyTorch stores compiled graphs on disk, and must not
+    load one that was made with another gradient.
     """
     name, number = f"{function.name}@{digest}", 1
     token = name
@@ -46,11 +73,11 @@ def register(function: Any, digest: str) -> str:
     return token
 
 
-def find(token: str) -> Any:
-    """The graph function with this name, its module imported if need be.
+def find(token: str) -> Function:
+    """The graph function with this token; its module is imported if necessary.
 
     Raises:
-        OptionError: It has changed since the name was given.
+        OptionError: It has changed since the token was made.
     """
     function = _functions.get(token)
     if function is None:
@@ -65,20 +92,21 @@ def find(token: str) -> Any:
     return function
 
 
-def run(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Sequence[Tensor]:
+def run(function: Function, values: Sequence[Value], static: Options) -> Sequence[Tensor]:
     """The results of a graph function, through PyTorch's dispatcher."""
-    kinds = "".join("t" if isinstance(x, Tensor) else "-" if x is None else "n" for x in given)
-    tensors = [x for x in given if isinstance(x, Tensor)]
-    numbers = [float(x) for x, kind in zip(given, kinds, strict=True) if kind == "n"]
-    symbols: list[Any] = []
+    kinds = "".join("t" if isinstance(x, Tensor) else "-" if x is None else "n" for x in values)
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    numbers = [float(x) for x in values if x is not None and not isinstance(x, Tensor)]
+    symbols: list[torch.SymInt] = []
     options = _encoded(static.values(), symbols, numbers)
-    of_torch = torch.ops.cudnn_sdpa.graph_function
-    found: Sequence[Tensor] = of_torch(function.token, kinds, tensors, numbers, symbols or None, options)
-    return found
+    torch_op = torch.ops.cudnn_sdpa.graph_function
+    # In the order of the schema: torch.compile traces this call.
+    results: Sequence[Tensor] = torch_op(function.token, kinds, tensors, numbers, symbols or None, options)
+    return results
 
 
-def prepared(function: Any, given: Sequence[Any], static: dict[str, Any]) -> GraphCall:
-    """The call bound to its plan, built now if there is none.
+def prepared(function: Function, values: Sequence[Value], static: Options) -> GraphCall:
+    """The call bound to its plan, which is built if it is missing.
 
     Raises:
         UnsupportedError: cuDNN has no plan for it.
@@ -86,45 +114,59 @@ def prepared(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Gra
     """
     options = (*static.items(), *map(type_of, static.values()))
     deterministic = is_deterministic()
-    signature = (function.token, function.digest, deterministic, *map(describe, given), *options)
-    found: GraphCall | None = calls.get(signature)
-    if found is None:
-        with torch.cuda.device(next(x.device for x in given if isinstance(x, Tensor))):
-            seen = function.seen(given)
-            found = GraphCall(function, seen, function.outputs(seen, static), static, deterministic=deterministic)
+    signature = (function.token, function.digest, deterministic, *map(describe, values), *options)
+    call: GraphCall | None = calls.get(signature)
+    if call is None:
+        with torch.cuda.device(next(x.device for x in values if isinstance(x, Tensor))):
+            formed = function.in_form(values)
+            call = GraphCall(function, formed, function.outputs(formed, static), static, deterministic=deterministic)
             if function.form is not None:
-                results = function.outputs(given, static)
-                found = found.shaped(*((tuple(x.shape), x.stride(), x.dtype) for x in results))
-        calls.add(signature, found)
-    return found
+                results = function.outputs(values, static)
+                call = call.shaped(*((tuple(x.shape), x.stride(), x.dtype) for x in results))
+        calls.add(signature, call)
+    return call
 
 
 def as_tuple(results: Any) -> Outputs:
-    """What a function returned, one tensor or several."""
+    """A function's results, one tensor or several, as a tuple."""
     return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
 
 def gradients(
-    function: Any,
-    grads: Sequence[Any],
-    given: Sequence[Any],
-    results: Any,
-    static: dict[str, Any],
+    function: Function,
+    grads: Sequence[Tensor | None],
+    values: Sequence[Value],
+    *,
+    results: Sequence[Tensor],
+    static: Options,
     needs: tuple[bool, ...] | None = None,
-) -> Any:
-    """What the backward of a function gives, one for each operand; `needs` says which are wanted, all if not given."""
+) -> tuple[Tensor | None, ...]:
+    """The gradients that a function's backward returns, one for each operand.
+
+    Args:
+        function: The function.
+        grads: Gradients of its results.
+        values: Its operands.
+        results: Its results; empty if it does not keep them.
+        static: Its options.
+        needs: Which operands require a gradient; None is all.
+
+    Raises:
+        UnsupportedError: The function has no backward.
+        OptionError: Its backward returns another number of gradients.
+    """
     if function.backward is None:
         raise UnsupportedError(f"the gradient of {function.__name__}", ["the operation has no backward="])
-    wanted = {"needs": needs or (True,) * len(given)} if function.backward_asks else {}
-    found = as_tuple(function.backward(tuple(grads), tuple(given), results, **wanted, **static))
-    if len(found) != len(given):
-        expected = f"{len(given)}, one for each operand, None where there is none"
-        raise OptionError("backward", f"{len(found)} gradients", expected)
-    return found
+    needed = {"needs": needs or (True,) * len(values)} if function.takes_needs else {}
+    grad_inputs = as_tuple(function.backward(tuple(grads), tuple(values), results, **needed, **static))
+    if len(grad_inputs) != len(values):
+        expected = f"{len(values)}, one for each operand, None where there is none"
+        raise OptionError("backward", f"{len(grad_inputs)} gradients", expected)
+    return grad_inputs
 
 
-def check_option(name: str, value: Any) -> None:
-    """A plain value, such as `_encoded` can write.
+def check_option(name: str, value: object) -> None:
+    """Checks that an option is a plain value, which `_encoded` supports.
 
     Raises:
         OptionError: It is not.
@@ -138,11 +180,11 @@ def check_option(name: str, value: Any) -> None:
         raise OptionError(name, str(value), "a finite number")
 
 
-def _encoded(values: Iterable[Any], symbols: list[Any], numbers: list[float]) -> str:
-    """Values of options as the text in which the operator takes them; sizes that are symbols, and floats, go beside it.
+def _encoded(values: Iterable[object], symbols: list[torch.SymInt], numbers: list[float]) -> str:
+    """Options as text for the operator; symbolic sizes and floats are appended to the lists and referred to by index.
 
-    Written so that torch.compile can follow it; to it whole numbers may be symbols until `index` asks for their value,
-    and floats that vary from call to call stay symbols.
+    torch.compile traces this: integers may be symbolic until `index` gets their value, and floats that vary between
+    calls stay symbolic.
     """
     text = ""
     for value in values:
@@ -155,99 +197,107 @@ def _encoded(values: Iterable[Any], symbols: list[Any], numbers: list[float]) ->
             text += f"f{len(numbers)},"
             numbers.append(float(value))
         else:
-            known = operator.index(value) if isinstance(value, int) and not isinstance(value, bool) else value
-            text += (repr(known) if isinstance(known, str) else str(known)) + ","
+            plain = operator.index(value) if isinstance(value, int) and not isinstance(value, bool) else value
+            text += (repr(plain) if isinstance(plain, str) else str(plain)) + ","
     return text
 
 
-def _decoded_options(text: str, symbols: Sequence[Any], numbers: Sequence[float]) -> tuple[Any, ...]:
-    values: tuple[Any, ...] = ast.literal_eval(_Filled(symbols, numbers).of(text))
+def _decoded_options(text: str, symbols: Sequence[int], numbers: Sequence[float]) -> tuple[Any, ...]:
+    values: tuple[Any, ...] = ast.literal_eval(_Substitution(symbols, numbers).apply(text))
     return values
 
 
-class _Filled(ast.NodeTransformer):
-    """Puts sizes and floats in the places that `_encoded` has left for them."""
+class _Substitution(ast.NodeTransformer):
+    """Replaces the references that `_encoded` writes by their sizes and floats."""
 
-    def __init__(self, symbols: Sequence[Any], numbers: Sequence[float]) -> None:
-        self._beside = {"_": symbols, "f": numbers}
+    def __init__(self, symbols: Sequence[int], numbers: Sequence[float]) -> None:
+        self._lists: Mapping[str, Sequence[float]] = {"_": symbols, "f": numbers}
 
-    def of(self, text: str) -> ast.expr:
+    def apply(self, text: str) -> ast.expr:
         """The text as an expression of constants."""
         expression: ast.expr = self.visit(ast.parse(f"({text})", mode="eval").body)
         return expression
 
     def visit_Name(self, node: ast.Name) -> ast.Constant:
-        return ast.Constant(self._beside[node.id[0]][int(node.id[1:])])
+        return ast.Constant(self._lists[node.id[0]][int(node.id[1:])])
 
 
-def _on_gpu(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Outputs:
-    tensors, numbers = [x for x in given if isinstance(x, Tensor)], [x for x in given if isinstance(x, (int, float))]
-    if any(x.numel() == 0 for x in tensors) and function.reference is not None:  # cuDNN has no empty tensors
-        return _on_cpu(function, given, static)
-    if function.operands[0] == "grad":  # what autograd hands over may lie anywhere, in a compiled function too
-        tensors[0] = readable(tensors[0])
-        given = (tensors[0], *given[1:])
-    return tuple(prepared(function, given, static)(tensors, tuple(numbers)))
+def _run_cuda(function: Function, values: Sequence[Value], static: Options) -> Outputs:
+    if any(isinstance(x, Tensor) and x.numel() == 0 for x in values) and function.reference is not None:
+        return _run_cpu(function, values, static)  # cuDNN has no empty tensors
+    if function.operands[0] == "grad":  # a gradient from autograd may be misaligned, in a compiled function too
+        grad, *rest = values
+        assert isinstance(grad, Tensor)
+        values = (readable(grad), *rest)
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    numbers = tuple([x for x in values if isinstance(x, (int, float))])
+    return tuple(prepared(function, values, static)(tensors, numbers))
 
 
-def _on_cpu(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Outputs:
+def _run_cpu(function: Function, values: Sequence[Value], static: Options) -> Outputs:
     if function.reference is None:
         reasons = ["its operands are not on an NVIDIA GPU, and it has no reference="]
         raise UnsupportedError(function.__name__, reasons, "tensors on a GPU")
-    found = as_tuple(function.reference(*given, **static))
-    like = function.outputs(given, static)
+    results = as_tuple(function.reference(*values, **static))
+    like = function.outputs(values, static)
     return tuple(
         torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=y.device).copy_(y)
-        for x, y in zip(like, found, strict=True)
+        for x, y in zip(like, results, strict=True)
     )
 
 
-def _call(
-    name: str,
+def _decode(
+    token: str,
     kinds: str,
     tensors: Sequence[Tensor],
     numbers: Sequence[float],
-    symbols: Sequence[Any] | None,
+    symbols: Sequence[int] | None,
     options: str,
-) -> Call:
-    """What the operator was given, as the function, its operands and its options."""
-    function = find(name)
-    values = {"t": iter(tensors), "n": iter(numbers)}
-    given = tuple(None if kind == "-" else next(values[kind]) for kind in kinds)
-    return function, given, dict(zip(function.options, _decoded_options(options, symbols or (), numbers), strict=True))
+) -> tuple[Function, tuple[Value, ...], Options]:
+    """The function, its operands and its options, from the operator's arguments."""
+    function = find(token)
+    iterators: dict[str, Any] = {"t": iter(tensors), "n": iter(numbers)}
+    values = tuple(None if kind == "-" else next(iterators[kind]) for kind in kinds)
+    static = zip(function.options, _decoded_options(options, symbols or (), numbers), strict=True)
+    return function, values, dict(static)
 
 
 def _decoded(implementation: Callable[..., Outputs]) -> Callable[..., list[Tensor]]:
-    return lambda *arguments: list(implementation(*_call(*arguments)))
+    return lambda *arguments: list(implementation(*_decode(*arguments)))
 
 
-def _without_data(function: Any, given: Sequence[Any], static: dict[str, Any]) -> Outputs:
-    where = next(x.device for x in given if isinstance(x, Tensor))
+def _fake(function: Function, values: Sequence[Value], static: Options) -> Outputs:
+    device = next(x.device for x in values if isinstance(x, Tensor))
     return tuple(
-        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=where) for x in function.outputs(given, static)
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in function.outputs(values, static)
     )
 
 
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    name, kinds, tensors, numbers, symbols, options = inputs
-    kept = output if find(name).keeps_results else ()
-    ctx.save_for_backward(*tensors, *kept)
-    ctx.rest, ctx.count = (name, kinds, numbers, symbols, options), len(tensors)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    token, kinds, tensors, numbers, symbols, options = inputs
+    saved_results = output if find(token).keeps_results else ()
+    ctx.save_for_backward(*tensors, *saved_results)
+    ctx.count = len(tensors)
+    ctx.rest = {"token": token, "kinds": kinds, "numbers": numbers, "symbols": symbols, "options": options}
 
 
-def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
-    name, kinds, numbers, symbols, options = ctx.rest
-    saved = ctx.saved_tensors  # once: hooks may bring them back from elsewhere, and checkpoints count
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    kinds, numbers = ctx.rest["kinds"], ctx.rest["numbers"]
+    saved = ctx.saved_tensors  # once: hooks may load them, and checkpointing counts
     tensors, results = saved[: ctx.count], saved[ctx.count :]
-    function, given, static = _call(name, kinds, tensors, numbers, symbols, options)
-    found = gradients(function, grads, given, results, static, _needs(ctx.needs_input_grad[2], kinds))
-    of_tensors = [gradient for gradient, kind in zip(found, kinds, strict=True) if kind == "t"]
-    return None, None, of_tensors, None if numbers else [], None, None  # an empty list counts as one of tensors
+    function, values, static = _decode(tensors=tensors, **ctx.rest)
+    _, _, tensors_need, *_ = ctx.needs_input_grad  # in the order of the schema: name, kinds, tensors, ...
+    needs = _needs(tensors_need, kinds)
+    grad_inputs = gradients(function, grads, values, results=results, static=static, needs=needs)
+    of_tensors = [gradient for gradient, kind in zip(grad_inputs, kinds, strict=True) if kind == "t"]
+    # One for each argument of the operator: token, kinds, tensors, numbers, symbols, options. PyTorch takes an empty
+    # list of numbers for a list of tensors.
+    return None, None, of_tensors, None if numbers else [], None, None
 
 
-def _needs(of_tensors: Any, kinds: str) -> tuple[bool, ...]:
-    """Which operands require a gradient, of all, where this is known of the tensors among them."""
-    needed = iter(of_tensors)
+def _needs(tensors_need: Iterable[bool], kinds: str) -> tuple[bool, ...]:
+    """Which operands require a gradient; numbers never do."""
+    needed = iter(tensors_need)
     return tuple(kind == "t" and bool(next(needed)) for kind in kinds)
 
 
@@ -257,7 +307,7 @@ _library.define(
     " -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_library.impl("graph_function", _decoded(_on_gpu), "CUDA")
-_library.impl("graph_function", _decoded(_on_cpu), "CPU")
-torch.library.register_fake("cudnn_sdpa::graph_function", _decoded(_without_data), lib=_library)
-torch.library.register_autograd("cudnn_sdpa::graph_function", _backward, setup_context=_keep, lib=_library)
+_library.impl("graph_function", _decoded(_run_cuda), "CUDA")
+_library.impl("graph_function", _decoded(_run_cpu), "CPU")
+torch.library.register_fake("cudnn_sdpa::graph_function", _decoded(_fake), lib=_library)
+torch.library.register_autograd("cudnn_sdpa::graph_function", _backward, setup_context=_setup_context, lib=_library)

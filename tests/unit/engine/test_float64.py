@@ -83,7 +83,7 @@ def test_float64_is_refused_on_gpus():
     with FakeTensorMode():
         x, elsewhere = (torch.empty(2, 8, dtype=torch.float64, device=device) for device in ("cpu", "cuda"))
     assert cudnn_sdpa.rms_norm(x).dtype is torch.float64
-    with pytest.raises(DtypeError, match=r"x: got torch\.float64(.*)on the CPU alone"):
+    with pytest.raises(DtypeError, match=r"x: got torch\.float64(.*)on the CPU only"):
         cudnn_sdpa.rms_norm(elsewhere)
 
 

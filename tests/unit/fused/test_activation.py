@@ -249,12 +249,12 @@ WRONG = {
     "rows at two distances": (
         (torch.ones(4, 6, 8)[:, :3], torch.ones(4, 3, 8)),
         LayoutError,
-        r"gate: got shape \(4, 3, 8\), strides \(48, 8, 1\); expected rows at one distance.*Use gate.contiguous",
+        r"gate: got shape \(4, 3, 8\), strides \(48, 8, 1\); expected rows at one stride.*Use gate.contiguous",
     ),
     "up's rows at two distances": (
         (torch.ones(4, 3, 8), torch.ones(3, 4, 8).transpose(0, 1)),
         LayoutError,
-        "up: got shape .*rows at one distance",
+        "up: got shape .*rows at one stride",
     ),
 }
 WRONG_BOTH = {
@@ -263,13 +263,13 @@ WRONG_BOTH = {
     "odd": (torch.ones(3, 7), ShapeError, r"gate: got shape \(3, 7\); expected an even last dimension"),
     "dtype": (X.cfloat(), DtypeError, "gate: got torch.complex64"),
     "not dense": (torch.ones(8, 3).t(), LayoutError, r"gate: got strides \(1, 3\)"),
-    "rows at two distances": (torch.ones(4, 6, 8)[:, :3], LayoutError, "gate: got .*rows at one distance"),
+    "rows at two distances": (torch.ones(4, 6, 8)[:, :3], LayoutError, "gate: got .*rows at one stride"),
 }
 WRONG_SQUARED = {
     "no tensor": (None, OptionError, "x: got NoneType; expected a torch.Tensor"),
     "dtype": (X.cfloat(), DtypeError, "x: got torch.complex64"),
     "not dense": (X.t(), LayoutError, r"x: got strides \(1, 8\).*Use x.contiguous"),
-    "rows at two distances": (torch.ones(4, 6, 8)[:, :3], LayoutError, "x: got .*rows at one distance.*Use x.contig"),
+    "rows at two distances": (torch.ones(4, 6, 8)[:, :3], LayoutError, "x: got .*rows at one stride.*Use x.contig"),
 }
 
 

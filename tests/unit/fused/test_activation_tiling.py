@@ -90,7 +90,7 @@ def test_a_broadcast_row_has_a_batched_shape(gradients):
 @pytest.mark.parametrize("many", [0, 1 << 40])
 @pytest.mark.parametrize("shape", [(2, 1024), (3, 64), (4, 1536), (2, 4096), (5, 33), (2, 3, 2048)], ids=str)
 def test_the_cudnn_shape_is_a_view_in_the_same_order(shape, many, gradients, monkeypatch):
-    monkeypatch.setattr(activation_tiling, "_MANY", many)
+    monkeypatch.setattr(activation_tiling, "_LARGE", many)
     both = torch.arange(2.0 * torch.Size(shape).numel()).view(*shape[:-1], 2 * shape[-1])
     for pair in (both.chunk(2, dim=-1), [half.clone() for half in both.chunk(2, dim=-1)]):
         for x, rows in zip(pair, formed(pair, gradients=gradients), strict=True):
@@ -104,7 +104,7 @@ def test_the_cudnn_shape_is_a_view_in_the_same_order(shape, many, gradients, mon
 @pytest.mark.parametrize("shape", [(2, 1024), (3, 1536), (2, 4096), (3, 64), (5, 33)], ids=str)
 def test_results_do_not_depend_on_the_cudnn_shape(shape, many, dense, monkeypatch):
     """Results computed in one shape have the memory layout of the other."""
-    monkeypatch.setattr(activation_tiling, "_MANY", many)
+    monkeypatch.setattr(activation_tiling, "_LARGE", many)
     gate, up = (half.clone() if dense else half for half in torch.randn(shape[0], 2 * shape[1]).chunk(2, dim=-1))
     rows = as_rows([torch.randn(shape), gate, up], ("grad", *NAMES))
     for function, given, options in (
@@ -116,11 +116,11 @@ def test_results_do_not_depend_on_the_cudnn_shape(shape, many, dense, monkeypatc
         (graphs.silu_mul_grad_gate, rows, {}),
         (graphs.silu_mul_grad_up, rows[:2], {}),
     ):
-        results = [as_tuple(function.reference(*each, **options)) for each in (given, function.seen(given))]
+        results = [as_tuple(function.reference(*each, **options)) for each in (given, function.in_form(given))]
         for plain, other in zip(*results, strict=True):
             torch.testing.assert_close(other.as_strided(plain.shape, plain.stride()), plain)
         key = function.describe(*given, **options).key(TARGET, 0)
-        assert [each.layout.shape for each in key.inputs] == [tuple(x.shape) for x in function.seen(given)]
+        assert [each.layout.shape for each in key.inputs] == [tuple(x.shape) for x in function.in_form(given)]
 
 
 def test_layouts_that_need_a_copy_are_refused():
@@ -152,7 +152,7 @@ def test_exactly_viewable_rows_are_read_in_place(shape):
             assert rows.data_ptr() == x.data_ptr()
             assert torch.equal(rows[0], x.reshape(-1, shape[-1]))
         else:
-            with pytest.raises(LayoutError, match="rows at one distance"):
+            with pytest.raises(LayoutError, match="rows at one stride"):
                 as_rows([x], ["x"])
     assert seen == ({True} if sum(size > 1 for size in shape) == 1 else {False, True})
 

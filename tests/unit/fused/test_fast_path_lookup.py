@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cudnn_sdpa import layer_norm, rms_norm, silu_mul
 from cudnn_sdpa.fused.fast_path import FastPath, _signature
-from cudnn_sdpa.fused.graph_op import _name_of
+from cudnn_sdpa.fused.graph_op import _option_signature
 
 OPTIONS = (True, None, 1.0)
 
@@ -106,26 +106,26 @@ def test_a_change_of_the_grad_mode_is_seen():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_the_last_call_is_found_by_two_tensors():
     fast_path, call = known((tensors(), OPTIONS))
-    assert fast_path.again(*tensors(), OPTIONS) is None  # no last call yet
+    assert fast_path.find_last(*tensors(), OPTIONS) is None  # no last call yet
     assert fast_path.find(tensors(), OPTIONS) is call
     for _ in range(2):
-        assert fast_path.again(*tensors(), OPTIONS) is call
+        assert fast_path.find_last(*tensors(), OPTIONS) is call
     x, weight = tensors()
-    assert fast_path.again(x, weight, (True, None, 2.0)) is None
+    assert fast_path.find_last(x, weight, (True, None, 2.0)) is None
     for other in ((x[:3], weight), (x, weight.half()), (x, None), (None, weight), (x, 3.0), (x, x)):
-        assert fast_path.again(*other, OPTIONS) is None
-    assert fast_path.again(*tensors(requires_grad=True), OPTIONS) is None
+        assert fast_path.find_last(*other, OPTIONS) is None
+    assert fast_path.find_last(*tensors(requires_grad=True), OPTIONS) is None
     with torch.no_grad():
-        assert fast_path.again(*tensors(), OPTIONS) is None
+        assert fast_path.find_last(*tensors(), OPTIONS) is None
     with torch.autocast("cpu", torch.bfloat16):
-        assert fast_path.again(*tensors(), OPTIONS) is None
+        assert fast_path.find_last(*tensors(), OPTIONS) is None
     with torch.profiler.profile():
-        assert fast_path.again(*tensors(), OPTIONS) is None
+        assert fast_path.find_last(*tensors(), OPTIONS) is None
     with forward_ad.dual_level():
-        assert fast_path.again(*tensors(), OPTIONS) is None
+        assert fast_path.find_last(*tensors(), OPTIONS) is None
     nested = torch.nested.nested_tensor([torch.randn(8), torch.randn(8)])
-    assert fast_path.again(nested, weight, OPTIONS) is None
-    assert fast_path.again(*tensors(), OPTIONS) is call
+    assert fast_path.find_last(nested, weight, OPTIONS) is None
+    assert fast_path.find_last(*tensors(), OPTIONS) is call
 
 
 def test_determinism_is_another_call(fast_path, deterministic_algorithms):
@@ -260,7 +260,7 @@ def test_cpu_tensors_and_subclasses_are_not_added():
 )
 def test_options_with_equal_values_and_other_types_are_other_calls(one, other):
     x, bias = torch.ones(2, 8), torch.ones(1, 8)
-    names = [_name_of((x, bias, 1.0), options) for options in (one, other)]
+    names = [_option_signature((x, bias, 1.0), options) for options in (one, other)]
     fast_path, _ = known(([x, bias], names[0]))
     for _ in range(2):
         assert fast_path.find([x, bias], names[0]) is not None
@@ -269,10 +269,11 @@ def test_options_with_equal_values_and_other_types_are_other_calls(one, other):
 
 def test_operands_in_other_positions_are_other_calls():
     x, y = torch.ones(2, 8), torch.ones(2, 8)
-    names = {_name_of(operands, {}) for operands in ((x, y, 1.0), (x, None, 1.0), (x, 1.0, y), (x, y), (x, y, 1), (y,))}
+    calls = [(x, y, 1.0), (x, None, 1.0), (x, 1.0, y), (x, y), (x, y, 1), (y,)]
+    names = {_option_signature(operands, {}) for operands in calls}
     assert len(names) == 6
-    assert _name_of((x, y, 1.0), {}) == _name_of((y, x, 2.0), {})
-    assert _name_of((x, y, True), {}) != _name_of((x, y, 1), {})
+    assert _option_signature((x, y, 1.0), {}) == _option_signature((y, x, 2.0), {})
+    assert _option_signature((x, y, True), {}) != _option_signature((x, y, 1), {})
 
 
 def test_cpu_tensors_add_no_entries():
@@ -283,5 +284,5 @@ def test_cpu_tensors_add_no_entries():
         rms_norm(x, weight)
         layer_norm(x, weight, weight)
         silu_mul(x)
-    assert len(scaled._shortcuts._calls) == len(halves._shortcuts._calls) == 0
-    assert scaled._shortcuts._calls.last is None
+    assert len(scaled._fast_path._calls) == len(halves._fast_path._calls) == 0
+    assert scaled._fast_path._calls.last is None

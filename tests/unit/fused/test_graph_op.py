@@ -56,7 +56,7 @@ def test_results_have_the_strides_of_the_reference():
             "operands of scaled: got 4 of them; expected no more than x, bias, scale",
         ),
         ((torch.ones(3),), {"x": torch.ones(3)}, OptionError, "x: got a second value"),
-        ((torch.ones(3),), {"other": 3}, OptionError, r"other: got .* does not have; expected scaled\(x, bias"),
+        ((torch.ones(3),), {"other": 3}, OptionError, r"other: got .* does not exist; expected scaled\(x, bias"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, options, error, match):

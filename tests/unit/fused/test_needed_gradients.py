@@ -81,9 +81,10 @@ def test_only_needed_gradients_are_computed(name):
     grads = [torch.randn_like(result) for result in results]
     count = sum(isinstance(x, torch.Tensor) for x in operands)
     rest = (None,) * (len(operands) - count)
-    whole = torch_ops.gradients(function, grads, operands, results, options)
+    whole = torch_ops.gradients(function, grads, operands, results=results, static=options)
     for needs in itertools.product([True, False], repeat=count):
-        found = torch_ops.gradients(function, grads, operands, results, options, (*needs, *(False for _ in rest)))
+        of_all = (*needs, *(False for _ in rest))
+        found = torch_ops.gradients(function, grads, operands, results=results, static=options, needs=of_all)
         assert found[count:] == rest
         for one, other, is_needed in zip(found, whole, needs, strict=False):
             assert (one is not None) is is_needed
