@@ -171,8 +171,8 @@ if __name__ == "__main__":
         import torch._dynamo
     gc.freeze()  # a garbage collection in a child would copy shared pages
     if any(metaclass.__module__ == "nanobind" for metaclass in type.__subclasses__(type)):
-        # nanobind (in Triton 3.9) reports as leaked what is alive after the interpreter's last garbage collection. That passes
-        # over frozen objects. To collect them takes 0.8 s in a child, so it is done only where it is needed.
+        # At exit nanobind (in Triton 3.9) reports as leaked what the last garbage collection leaves alive. Frozen
+        # objects are left. Collecting them takes 0.8 s in a child, so it is done only where it is needed.
         atexit.register(gc.unfreeze)
     if (asked := _serve()) is not None:
         _execute(_become(asked))
