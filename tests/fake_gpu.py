@@ -1,17 +1,26 @@
-"""A fake GPU for tests without one: plans read and write CPU memory at the addresses of their launch.
+"""A fake GPU for tests without one: plans and kernels read and write CPU memory at the addresses of their launch.
 
-`FakePlan` knows nothing but its key: it reads each operand at its address, in the layout of the key, computes in plain
-PyTorch, and writes the results. So what leads to a launch (signatures, guards, layouts, addresses, gradients) runs as
-on a GPU, and a wrong address or layout is a wrong number. `Machine` stands in for cuDNN's proposals and the GPU's clock
-where `autotune` is tested.
+`gpu_on_the_cpu` has public calls run as on a GPU, with the real plan cache. `FakePlan` knows nothing but its key: it
+reads each operand at its address, in the layout of the key, computes in plain PyTorch, and writes the results. So what
+leads to a launch (signatures, guards, layouts, addresses, gradients) runs as on a GPU, and a wrong address or layout is
+a wrong number. The library's own CUDA kernels are compiled as C++ and run by one thread. `Machine` stands in for
+cuDNN's proposals and the GPU's clock where `autotune` is tested.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+import tempfile
+import warnings
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,20 +31,23 @@ from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.fp8 import reference as fp8_reference
 from cudnn_sdpa.attention.fp8.arguments import Fp8Backward, Fp8BackwardScales, Fp8Forward, Fp8Scales
 from cudnn_sdpa.engine import launch as graph_launch
+from cudnn_sdpa.engine import torch_ops as engine_ops
 from cudnn_sdpa.fused import torch_ops as fused_ops
 from cudnn_sdpa.graph import handles
+from cudnn_sdpa.graph import target as gpu_target
 from cudnn_sdpa.graph.definition import GraphOp, graph_op
 from cudnn_sdpa.graph.heuristics import Other
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.plans import autotune_timing, build, plan
+from cudnn_sdpa.plans import autotune_timing, build, nvrtc, plan
+from cudnn_sdpa.plans.cache import plan_cache
 
 CPU = torch.device("cpu")
 TARGET = Target((("deviceVer", 900), ("multiProcessorCount", 132)), 91900, "1.32.0", "a GPU")
 
-#: Operands that kernels read element by element, at any address; so are one-element operands.
-READ_BY_ELEMENT = ("seed", "offset")
+#: Operands that kernels read element by element, at any address; so are those of one element.
+READ_BY_ELEMENT = ("seed", "offset", "seq_len_q", "seq_len_kv")
 
 Operands = dict[str, Any]  # tensors at their addresses, and host scalars
 Compute = Callable[[PlanKey, Operands], Sequence[Tensor]]
@@ -48,7 +60,8 @@ class FakePlan:
         launched: The keys of all launches of all plans, in order.
     """
 
-    device, last_used, held = 0, 0, True
+    device, last_used, place, held, loaded, captured, tuned = 0, 0, 0, True, False, False, False
+    engine, knobs, workspace, build_seconds = "fake", {}, 0, 0.0
     launched: list[PlanKey] = []  # noqa: RUF012 - of all plans
 
     def __init__(self, key: PlanKey, compute: Compute) -> None:
@@ -60,9 +73,30 @@ class FakePlan:
         self.launched.append(self.key)
         operands = (*self.key.inputs, *self.key.outputs)
         tensors = {x.name: self._at(x, int(address)) for x, address in zip(operands, addresses, strict=True)}
-        results = self.compute(self.key, dict(tensors))
-        for operand, result in zip(self.key.outputs, results, strict=True):
-            tensors[operand.name].copy_(result.reshape(operand.layout.shape))
+        for one in self._sequences(tensors) if any(x.ragged for x in operands) else [tensors]:
+            results = self.compute(self.key, dict(one))
+            for operand, result in zip(self.key.outputs, results, strict=True):
+                one[operand.name].copy_(result.reshape(one[operand.name].shape))
+
+    def _sequences(self, whole: Operands) -> Iterator[Operands]:
+        """Each packed sequence as a batch of one; as cuDNN's kernels, none without queries or without keys."""
+        operands = {x.name: x for x in (*self.key.inputs, *self.key.outputs)}
+        lengths = zip(whole["seq_len_q"].flatten().tolist(), whole["seq_len_kv"].flatten().tolist(), strict=True)
+        for number, (nq, nk) in enumerate(lengths):
+            if not (nq and nk):
+                continue
+            one = {}
+            for name, x in whole.items():
+                if operands[name].ragged:
+                    batch, heads, _, dim = x.stride()
+                    rows = nk if name.removeprefix("grad_") in ("k", "v") else nq
+                    begin = int(whole[operands[name].ragged][number])
+                    one[name] = torch.as_strided(x, (1, x.shape[1], rows, x.shape[3]), (batch, heads, _, dim), begin)
+                elif name in ("lowest", "highest"):
+                    one[name] = x[number : number + 1, :, :nq]
+                elif not name.startswith(("offsets_", "seq_len_")):
+                    one[name] = x
+            yield one
 
     @staticmethod
     def _at(operand: Operand, address: int) -> Any:
@@ -70,7 +104,11 @@ class FakePlan:
         if operand.role is Role.SCALAR:
             return ctypes.c_float.from_address(address).value
         apart = address % ALIGNMENT
-        by_element = operand.name in READ_BY_ELEMENT or math.prod(operand.layout.shape) == 1
+        by_element = (
+            operand.name.startswith("offsets_")
+            or operand.name in READ_BY_ELEMENT
+            or math.prod(operand.layout.shape) == 1
+        )
         assert apart == 0 or by_element, f"{operand.name} is {apart} bytes past an aligned address"
         return autotune_timing.tensor_at(address, operand.layout, CPU)
 
@@ -86,8 +124,9 @@ class FakeCache:
 
 
 def poisoned(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """New memory in place of GPU memory, full of NaN."""
-    return torch.empty_strided(shape, stride, dtype=dtype).copy_(torch.full(tuple(shape), torch.nan))
+    """New memory in place of the GPU's, full of NaN or of a large number."""
+    fill = torch.nan if dtype.is_floating_point else 0x5A
+    return torch.empty_strided(shape, stride, dtype=dtype).copy_(torch.full(tuple(shape), fill, dtype=dtype))
 
 
 @contextlib.contextmanager
@@ -99,7 +138,88 @@ def tensors_look_as_on_a_gpu():
         yield
 
 
-# Dense attention, in float64.
+# The library's own kernels, compiled as C++.
+
+#: What a kernel needs of CUDA where one thread runs it.
+CUDA_FOR_ONE_THREAD = """
+#define __device__ static
+#define __global__
+struct Place { unsigned x, y, z; };
+static const Place blockIdx = {0, 0, 0}, threadIdx = {0, 0, 0}, blockDim = {1, 1, 1}, gridDim = {1, 1, 1};
+struct uint4 { unsigned x, y, z, w; };
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static int __syncthreads_or(int any) { return any; }
+"""
+
+
+@functools.cache
+def _compiled(source: Path) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        header, library = Path(folder, "cuda.h"), Path(folder, "kernel.so")
+        header.write_text(CUDA_FOR_ONE_THREAD)
+        options = ["-x", "c++", "-O1", "-shared", "-fPIC", "-include", str(header)]
+        subprocess.run(["g++", *options, str(source), "-o", str(library)], check=True)
+        return ctypes.CDLL(str(library))
+
+
+class CpuKernel:
+    """One of the library's kernels, run by a thread of the CPU."""
+
+    def __init__(self, kernel: nvrtc.Kernel) -> None:
+        self.name, self._run = kernel.name, getattr(_compiled(kernel.path), kernel.name)
+
+    def launch(self, blocks: int, threads: int, fields: array[Any], _: int) -> None:
+        assert blocks > 0
+        assert threads > 0
+
+        class Fields(ctypes.Structure):
+            _fields_ = (("words", ctypes.c_uint64 * len(fields)),)
+
+        self._run(Fields.from_buffer_copy(fields.tobytes()))
+
+
+# Public calls as on a GPU.
+
+
+def _everywhere(patch: pytest.MonkeyPatch, original: object, replacement: object) -> None:
+    """Puts an object in place of another under whatever name a module of the package has it."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("cudnn_sdpa"):
+            for attribute, value in list(vars(module).items()):
+                if value is original:
+                    patch.setattr(module, attribute, replacement)
+
+
+@contextlib.contextmanager
+def gpu_on_the_cpu(compute: Compute) -> Iterator[None]:
+    """CPU tensors are on the first GPU, whose plans compute in plain PyTorch; the plan cache is empty at first.
+
+    PyTorch's dispatcher brings calls on CPU tensors to what is registered for CUDA.
+    """
+    cached: dict[nvrtc.Kernel, CpuKernel] = {}
+    operators = torch.library.Library("cudnn_sdpa", "IMPL")
+    with pytest.MonkeyPatch.context() as patch, tensors_look_as_on_a_gpu():
+        _everywhere(patch, gpu_target.live_target, lambda _: TARGET)
+        _everywhere(patch, build.build_plan, lambda _operation, key: FakePlan(key, compute))
+        _everywhere(patch, plan.allocate, poisoned)
+        _everywhere(patch, plan.current_raw_stream, lambda _: 0)
+        patch.setattr(nvrtc.Kernel, "on", lambda kernel, _: cached.setdefault(kernel, CpuKernel(kernel)))
+        patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that kernels are put in place of others, as is wanted
+            for name, cuda in engine_ops.implementations.items():
+                operators.impl(name, cuda, "CPU", allow_override=True)
+        plan_cache.clear()
+        try:
+            yield
+        finally:
+            plan_cache.clear()
+            operators._destroy()
+
+
+# What plans of dense attention compute, in float64.
 
 
 def dense_attention(key: PlanKey, x: Operands) -> Sequence[Tensor]:
@@ -113,11 +233,15 @@ def _dense_scores(key: PlanKey, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     group = x["q"].shape[1] // x["k"].shape[1]
     k, v = (x[name].double().repeat_interleave(group, 1) for name in ("k", "v"))
     scores = x["q"].double() @ k.mT * x["scale"]
+    if "softcap" in x:
+        scores = x["softcap"] * torch.tanh(scores / x["softcap"])
     sq, skv = scores.shape[2:]
     row, column = torch.arange(sq).view(-1, 1), torch.arange(skv)
     nq, nk = (x.get(name, torch.tensor(n)).view(-1, 1, 1, 1) for name, n in (("seq_len_q", sq), ("seq_len_kv", skv)))
     seen = (row < nq) & (column < nk)
-    if key.option_values["band"] is not None:
+    if "lowest" in x:
+        seen = seen & (column >= x["lowest"]) & (column <= x["highest"])
+    elif key.option_values["band"] is not None:
         left, right, bottom_right = key.option_values["band"]
         diagonal = row + (nk - nq if bottom_right else 0)
         seen = seen & (column <= diagonal + (skv if right is None else right))
@@ -141,6 +265,8 @@ def _dense_backward(key: PlanKey, x: Operands) -> Sequence[Tensor]:
     weights = torch.exp(scores - x["lse"].double()).nan_to_num(0.0)
     mean = (grad_out * x["out"].double()).sum(-1, keepdim=True)
     grad_scores = weights * (grad_out @ v.mT - mean)
+    if "softcap" in x:
+        grad_scores = grad_scores * (1 - (scores / x["softcap"]).masked_fill(weights == 0, 0.0).square())
     heads = x["k"].shape[1]
     results = {
         "grad_q": grad_scores @ k * x["scale"],

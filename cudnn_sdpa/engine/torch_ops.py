@@ -16,9 +16,14 @@ from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 library: Any = torch.library.Library("cudnn_sdpa", "DEF")  # type: ignore[no-untyped-call]
 
 
+#: The implementation for CUDA of every operator, by name.
+implementations: dict[str, Any] = {}
+
+
 def define(name: str, inputs: str, returns: str, cuda: Any, cpu: Any, fake: Any) -> None:
     """Registers the operator ``cudnn_sdpa::name`` with its three implementations."""
     library.define(f"{name}({inputs}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+    implementations[name] = cuda
     library.impl(name, cuda, "CUDA")
     library.impl(name, cpu, "CPU")
     torch.library.register_fake(f"cudnn_sdpa::{name}", fake, lib=library)

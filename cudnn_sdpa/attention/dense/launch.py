@@ -13,9 +13,9 @@ from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import ForwardArguments, Result
 from cudnn_sdpa.attention.bias import bias_of
 from cudnn_sdpa.attention.dense.plans import DenseSpec, ForwardSpec
-from cudnn_sdpa.attention.memory import MISALIGNED
 from cudnn_sdpa.engine.dispatch_state import Guard
 from cudnn_sdpa.engine.fast_path import CallTable, describe
+from cudnn_sdpa.engine.memory import MISALIGNED, check_present
 from cudnn_sdpa.graph.determinism import has_only_repeatable
 from cudnn_sdpa.graph.layouts import contiguous_stride
 from cudnn_sdpa.graph.target import live_target
@@ -65,7 +65,7 @@ class BoundCall:
         operands = [known[name] for name in self._names]
         if not all(operands):
             for name, tensor in tensors.items():
-                memory.check_present(name, tensor)
+                check_present(name, tensor)
         self.plan.last_used = next_use()
         self.plan.launch(operands)
 
@@ -80,6 +80,8 @@ class BoundCall:
         """The optional operands of both passes: tensors (bias, sinks), and addresses (seed, offset)."""
         tensors, addresses = {}, {}
         if call.attn_mask is not None:
+            if call.attn_mask.data_ptr() == 0:  # freed since the forward pass: its conversion would read it
+                check_present("attn_mask", call.attn_mask)
             problem = self.problem
             tensors["bias"] = bias_of(call.attn_mask, call.q, problem.skv, problem.mask.masked_rows)
         if call.sinks is not None:

@@ -1,0 +1,37 @@
+"""The contract suite runs on the fake GPU: every call plans, launches and differentiates as on a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fake_gpu import gpu_on_the_cpu
+
+import cudnn_sdpa
+from contract.operations import OPERATIONS, Example
+
+#: How many operations `make test` runs each hazard with.
+OF_EACH_HAZARD = 3
+
+
+@pytest.fixture(params=OPERATIONS)
+def example(request: pytest.FixtureRequest) -> Iterator[Example]:
+    """A call of each operation, with an empty plan cache."""
+    found: Example = OPERATIONS[request.param]
+    with gpu_on_the_cpu(found.compute), cudnn_sdpa.cpu_checks(None):
+        yield found
+
+
+@pytest.fixture(params=["cold", "warm"])
+def call(request: pytest.FixtureRequest, example: Example) -> Example:
+    """The same, as the first call of a process or after equal ones, with gradients and without."""
+    if request.param == "warm":
+        example.warm_up()
+    return example
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make test` runs a few operations of each hazard, `make test-all` the others."""
+    for item in items:
+        if "contract" in item.path.parts:
+            item.add_marker(pytest.mark.sample(OF_EACH_HAZARD))

@@ -1,0 +1,201 @@
+"""One example of each operation: its tensors, its options, and what it computes in float64.
+
+A new operation, or a new option that changes how a call is made, gets an example here; every hazard of the contract is
+then tested with it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fake_gpu import Compute, dense_attention
+from float64_reference import attend
+from torch import Tensor
+
+import cudnn_sdpa
+from cudnn_sdpa.plans.cache import plan_cache
+
+HALF = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call of one operation.
+
+    Attributes:
+        function: The public function.
+        make: Draws its tensors, by argument.
+        exact: The result in float64 for tensors in float64, differentiable.
+        compute: What its plans compute.
+        differentiable: The arguments that have gradients.
+        options: The other arguments.
+        forwards: How many plans a forward call launches.
+        deterministic_differs: Whether deterministic calls have plans of their own.
+    """
+
+    function: Callable[..., Any]
+    make: Callable[[], dict[str, Tensor]]
+    exact: Callable[..., Tensor]
+    compute: Compute = dense_attention
+    differentiable: tuple[str, ...] = ("q", "k", "v")
+    options: dict[str, Any] = field(default_factory=dict)
+    deterministic_differs: bool = True
+
+    def tensors(self, *, grad: bool = False) -> dict[str, Tensor]:
+        """New tensors; leaves that require grad where they can."""
+        made = self.make()
+        return {name: x.requires_grad_() if grad and name in self.differentiable else x for name, x in made.items()}
+
+    def __call__(self, tensors: dict[str, Tensor], **others: Any) -> Any:
+        """The call."""
+        return self.function(**tensors, **{**self.options, **others})
+
+    def gradients(self, tensors: dict[str, Tensor], grad_out: Tensor | None = None, **others: Any) -> dict[str, Tensor]:
+        """The gradients of the leaves that require grad, by name."""
+        out = self(tensors, **others)
+        wanted = {name: x for name, x in tensors.items() if x.requires_grad}
+        grad_out = torch.ones_like(out) if grad_out is None else grad_out
+        return dict(zip(wanted, torch.autograd.grad(out, list(wanted.values()), grad_out), strict=True))
+
+    def warm_up(self) -> None:
+        """Makes calls until the next one is known, with gradients and without."""
+        for _ in range(3):
+            self.gradients(self.tensors(grad=True))
+            self(self.tensors())
+
+    def assert_out(self, found: Tensor, tensors: dict[str, Tensor]) -> None:
+        """Asserts that a result is right."""
+        with torch.no_grad():
+            wanted = self.exact(**_in_float64(tensors), **self.options)
+        torch.testing.assert_close(found.detach().double(), wanted, rtol=2e-2, atol=2e-2)
+
+    def assert_gradients(
+        self, found: dict[str, Tensor], tensors: dict[str, Tensor], grad_out: Tensor | None = None
+    ) -> None:
+        """Asserts that gradients are right, and lie in memory as their tensors do."""
+        leaves = _in_float64(tensors)
+        wanted = [leaves[name].requires_grad_() for name in found]
+        with torch.enable_grad():
+            out = self.exact(**leaves, **self.options)
+        exact = torch.autograd.grad(out, wanted, torch.ones_like(out) if grad_out is None else grad_out.double())
+        for (name, gradient), of_exact in zip(found.items(), exact, strict=True):
+            off = (gradient.double() - of_exact).norm() / of_exact.norm().clamp_min(1e-3)
+            assert off < 3e-2, f"the gradient of {name} is {off:.2%} off"
+            assert gradient.dtype == tensors[name].dtype
+
+    def plans(self) -> int:
+        """How many plans have been built."""
+        return plan_cache.info().builds
+
+
+def _in_float64(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.detach().double() if x.is_floating_point() else x for name, x in copy.copy(tensors).items()}
+
+
+# Examples.
+
+
+def heads(*shape: int) -> Tensor:
+    """Random numbers in memory (B, S, H, D), seen as (B, H, S, D)."""
+    batch, number, tokens, dim = shape
+    return torch.randn(batch, tokens, number, dim).to(HALF).transpose(1, 2)
+
+
+def dense() -> dict[str, Tensor]:
+    """Grouped heads, and values of another size."""
+    return {"q": heads(2, 4, 9, 16), "k": heads(2, 2, 13, 16), "v": heads(2, 2, 13, 24)}
+
+
+def with_sinks() -> dict[str, Tensor]:
+    return {**dense(), "sinks": torch.randn(4)}
+
+
+def with_mask() -> dict[str, Tensor]:
+    return {**dense(), "attn_mask": torch.randn(2, 1, 9, 13).to(HALF)}
+
+
+def with_lengths() -> dict[str, Tensor]:
+    return {**dense(), "seq_lens_kv": torch.tensor([13, 5], dtype=torch.int32)}
+
+
+def exact_dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return attend(q, k, v, **options)[0]
+
+
+def packed() -> dict[str, Tensor]:
+    """Five sequences; the second has no query, the fourth no key, and behind the last one are rows of none."""
+    return {
+        "q": torch.randn(23, 4, 16).to(HALF),
+        "k": torch.randn(31, 2, 16).to(HALF),
+        "v": torch.randn(31, 2, 24).to(HALF),
+        "cu_seqlens_q": torch.tensor([0, 7, 7, 11, 14, 21], dtype=torch.int32),
+        "cu_seqlens_kv": torch.tensor([0, 9, 12, 20, 20, 29], dtype=torch.int32),
+    }
+
+
+def packed_with_sinks() -> dict[str, Tensor]:
+    return {**packed(), "sinks": torch.randn(4)}
+
+
+def self_attention() -> dict[str, Tensor]:
+    """The same offsets for queries and keys: one tensor."""
+    rows = {name: torch.randn(17, 4, 16).to(HALF) for name in "qkv"}
+    offsets = torch.tensor([0, 5, 5, 17], dtype=torch.int32)
+    return {**rows, "cu_seqlens_q": offsets, "cu_seqlens_kv": offsets}
+
+
+def exact_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    **options: Any,
+) -> Tensor:
+    del max_seqlen_q, max_seqlen_kv
+    options.setdefault("causal_alignment", "bottom_right")
+    ends_q, ends_kv = cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()
+    parts = []
+    for a, b, c, d in zip(ends_q, ends_q[1:], ends_kv, ends_kv[1:], strict=False):
+        one = (x.transpose(0, 1).unsqueeze(0) for x in (q[a:b], k[c:d], v[c:d]))
+        parts.append(attend(*one, **options)[0][0].transpose(0, 1))
+    rest = q.new_zeros(q.shape[0] - ends_q[-1], q.shape[1], v.shape[2])
+    return torch.cat([*parts, rest])
+
+
+LONGEST = {"max_seqlen_q": 7, "max_seqlen_kv": 9}
+LONGEST_OF_BOTH = {"max_seqlen_q": 12, "max_seqlen_kv": 12}
+SINKS = ("q", "k", "v", "sinks")
+sdpa, sdpa_varlen = cudnn_sdpa.sdpa, cudnn_sdpa.sdpa_varlen
+
+OPERATIONS: dict[str, Example] = {
+    "sdpa": Example(sdpa, dense, exact_dense),
+    "sdpa, causal, scale": Example(sdpa, dense, exact_dense, options={"is_causal": True, "scale": 0.3}),
+    "sdpa, window": Example(
+        sdpa, dense, exact_dense, options={"window_size": (5, 1), "causal_alignment": "bottom_right"}
+    ),
+    "sdpa, sinks": Example(sdpa, with_sinks, exact_dense, differentiable=SINKS),
+    "sdpa, mask": Example(sdpa, with_mask, exact_dense, differentiable=("q", "k", "v", "attn_mask")),
+    "sdpa, lengths": Example(sdpa, with_lengths, exact_dense),
+    "sdpa, softcap": Example(sdpa, dense, exact_dense, options={"softcap": 2.0}),
+    "sdpa_varlen": Example(sdpa_varlen, packed, exact_packed, options=LONGEST),
+    "sdpa_varlen, self-attention": Example(
+        sdpa_varlen, self_attention, exact_packed, options={**LONGEST_OF_BOTH, "is_causal": True, "scale": -0.4}
+    ),
+    "sdpa_varlen, sinks, window": Example(
+        sdpa_varlen,
+        packed_with_sinks,
+        exact_packed,
+        differentiable=SINKS,
+        options={**LONGEST, "window_size": (4, 2)},
+    ),
+    "sdpa_varlen, softcap": Example(
+        sdpa_varlen, packed, exact_packed, options={**LONGEST, "softcap": 2.0, "is_causal": True}
+    ),
+}

@@ -1,0 +1,430 @@
+"""What may stand between a call and its plan: in each of these situations a call is right, or says that it is not."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import gc
+
+import pytest
+import torch
+from fake_gpu import FakePlan
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from cudnn_sdpa import ArgumentError, LayoutError, UnsupportedError, plan_cache
+
+# Grad mode.
+
+
+def test_grad_mode_is_seen(call):
+    tensors = call.tensors(grad=True)
+    for _ in range(3):
+        assert call(tensors).requires_grad
+        with torch.no_grad():
+            assert not call(tensors).requires_grad
+        with torch.inference_mode():
+            assert not call(tensors).requires_grad
+        assert not call(call.tensors()).requires_grad
+
+
+def test_a_leaf_may_change_its_mind(call):
+    tensors = call.tensors(grad=True)
+    assert call(tensors).requires_grad
+    for name in call.differentiable:
+        tensors[name].requires_grad_(False)
+    assert not call(tensors).requires_grad
+    tensors["k"].requires_grad_()
+    call.assert_gradients(call.gradients(tensors), tensors)
+
+
+def test_tensors_of_inference_mode_are_named(call):
+    with torch.inference_mode():
+        tensors = call.make()
+    call.assert_out(call(tensors), tensors)
+    tensors["q"] = tensors["q"].clone().requires_grad_()
+    with pytest.raises(LayoutError, match=r"torch\.inference_mode"):
+        call(tensors)
+
+
+def test_a_result_cannot_be_written_where_a_gradient_is_wanted(call):
+    out = torch.empty_like(call(call.tensors()))
+    with pytest.raises(UnsupportedError, match="out with a gradient"):
+        call(call.tensors(grad=True), out=out)
+
+
+# Gradients.
+
+
+def test_gradients_that_lie_otherwise(call):
+    tensors = call.tensors(grad=True)
+    dense = torch.randn_like(call(tensors))
+    apart = torch.randn(*dense.shape[:-1], dense.shape[-1] + 8).to(dense.dtype)[..., 8:]
+    shifted = torch.randn(dense.numel() + 1).to(dense.dtype)[1:].view(dense.shape)
+    turned = torch.randn(dense.transpose(0, 1).shape).to(dense.dtype).transpose(0, 1)
+    negated = torch._neg_view(torch.randn(dense.shape).to(dense.dtype))
+    same = torch.ones((), dtype=dense.dtype).expand(dense.shape)
+    for grad_out in (dense, apart, dense, shifted, turned, negated, same, dense):
+        call.assert_gradients(call.gradients(tensors, grad_out), tensors, grad_out)
+
+
+def test_gradients_that_are_zeros_without_memory(call):
+    tensors = call.tensors(grad=True)
+    zeros = torch._efficientzerotensor(call(tensors).shape, dtype=tensors["q"].dtype)
+    for gradient in call.gradients(tensors, zeros).values():
+        assert not gradient.any()
+
+
+def test_second_gradients_are_refused(call):
+    tensors = call.tensors(grad=True)
+    (gradient,) = torch.autograd.grad(call(tensors).float().square().sum(), tensors["q"], create_graph=True)
+    with pytest.raises(UnsupportedError, match="double backward"):
+        torch.autograd.grad(gradient.sum(), tensors["q"])
+
+
+def test_batches_of_gradients_are_refused(call):
+    tensors = call.tensors(grad=True)
+    out = call(tensors)
+    with pytest.raises(UnsupportedError, match="batch of gradients"):
+        torch.autograd.grad(out, tensors["q"], torch.randn(2, *out.shape).to(out.dtype), is_grads_batched=True)
+
+
+def test_a_gradient_into_the_log_sum_exp_is_refused(call):
+    tensors = call.tensors(grad=True)
+    _, lse = call(tensors, return_lse=True)
+    with pytest.raises(UnsupportedError, match="LSE"):
+        lse.sum().backward()
+
+
+@contextlib.contextmanager
+def right_or_refused(message):
+    """What runs here ends well, or in the error about memory that this is a part of."""
+    try:
+        yield
+    except LayoutError as error:
+        if message not in str(error):
+            raise
+
+
+def moved(x, by):
+    """A dense copy that begins `by` elements into other memory."""
+    return torch.empty(x.numel() + by, dtype=x.dtype)[by:].view(x.shape).copy_(x)
+
+
+def test_hooks_may_keep_tensors_elsewhere(call):
+    tensors = call.tensors(grad=True)
+    for pack in (torch.clone, lambda x: moved(x, 64), lambda x: x.contiguous()):
+        for hooks in (saved_tensors_hooks(pack, lambda x: x), contextlib.nullcontext()):
+            with hooks:
+                found = call.gradients(tensors)
+            call.assert_gradients(found, tensors)
+
+
+def test_hooks_that_keep_tensors_where_kernels_cannot_read_them(call):
+    tensors = call.tensors(grad=True)
+    shift = saved_tensors_hooks(lambda x: moved(x, 1) if x.is_floating_point() else x, lambda x: x)
+    with shift, right_or_refused("bytes past a multiple of 16"):
+        call.assert_gradients(call.gradients(tensors), tensors)
+
+
+def test_checkpoints(call):
+    for _ in range(2):
+        tensors = call.tensors(grad=True)
+        out = checkpoint(lambda tensors=tensors: call(tensors), use_reentrant=False)
+        wanted = {name: x for name, x in tensors.items() if x.requires_grad}
+        found = torch.autograd.grad(out.sum(), list(wanted.values()))
+        call.assert_gradients(dict(zip(wanted, found, strict=True)), tensors)
+
+
+def test_a_graph_may_be_kept_and_gone_through_again(call):
+    tensors = call.tensors(grad=True)
+    out, leaf = call(tensors), tensors["v"]
+    first, second = (torch.autograd.grad(out.sum(), leaf, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_an_input_written_after_the_call_is_noticed(call):
+    tensors = call.tensors(grad=True)
+    out = call(tensors)
+    with torch.no_grad():
+        tensors["v"].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+# Who intercepts operators.
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def _own(names):
+    return [name for name in names if name.startswith("cudnn_sdpa")]
+
+
+def test_dispatch_modes_see_the_operators(call):
+    tensors = call.tensors(grad=True)
+    with _Seen() as seen:
+        with torch.no_grad():
+            call(tensors)
+        forward = len(_own(seen.names))
+        found = call.gradients(tensors)
+    assert forward == 1
+    assert len(_own(seen.names)) == 3
+    call.assert_gradients(found, tensors)
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+def test_the_profiler_sees_the_operator(call):
+    tensors = call.tensors()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call.assert_out(call(tensors), tensors)
+    assert any(event.key.startswith("cudnn_sdpa::") for event in profile.key_averages())
+
+
+class _Subclass(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class _Wrapper(torch.Tensor):
+    """Holds a tensor, and notes the operators that it is given to."""
+
+    seen = []  # noqa: RUF012
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        cls.seen.append(str(function))
+        return function(
+            *tree_map_only(cls, lambda x: x.inner, args), **tree_map_only(cls, lambda x: x.inner, kwargs or {})
+        )
+
+
+def test_subclasses_are_tensors(call):
+    tensors = call.tensors()
+    given = {**tensors, "q": tensors["q"].as_subclass(_Subclass)}
+    call.assert_out(call(given).as_subclass(torch.Tensor), tensors)
+
+
+def test_subclasses_that_hold_their_memory_elsewhere_see_the_operator(call):
+    tensors = call.tensors()
+    _Wrapper.seen.clear()
+    call.assert_out(call({**tensors, "q": _Wrapper(tensors["q"])}), tensors)
+    assert len(_own(_Wrapper.seen)) == 1
+
+
+def test_tangents_are_refused(call):
+    tensors = call.tensors()
+    with forward_ad.dual_level():
+        call.assert_out(call(tensors), tensors)
+        dual = forward_ad.make_dual(tensors["q"], torch.ones_like(tensors["q"]))
+        with pytest.raises(UnsupportedError, match="forward-mode"):
+            call({**tensors, "q": dual})
+
+
+def test_functorchs_gradients_are_refused(call):
+    tensors = call.tensors()
+    with pytest.raises(UnsupportedError, match=r"torch\.func\.grad"):
+        torch.func.grad(lambda q: call({**tensors, "q": q}).float().sum())(tensors["q"])
+
+
+def test_vmap_loops_over_the_operator(call):
+    tensors = call.tensors()
+    batch = torch.stack([tensors["q"], tensors["q"] * 2])
+    found = torch.vmap(lambda q: call({**tensors, "q": q}))(batch)
+    for one, q in zip(found, batch, strict=True):
+        call.assert_out(one, {**tensors, "q": q})
+
+
+# PyTorch's settings.
+
+
+def test_autocast_casts(call):
+    single = {name: x.float() if x.is_floating_point() else x for name, x in call.tensors().items()}
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = call(single)
+        assert out.dtype == torch.bfloat16
+        call.assert_out(out, single)
+    assert call(call.tensors()).dtype == torch.bfloat16
+
+
+def test_deterministic_algorithms_are_heeded(call, deterministic_algorithms):
+    tensors = call.tensors(grad=True)
+    call.gradients(tensors)
+    for _ in range(2):
+        with deterministic_algorithms():
+            found = call.gradients(tensors)
+        assert FakePlan.launched[-1].option_values["deterministic"] is True
+        call.assert_gradients(found, tensors)
+        call.gradients(tensors)
+        assert FakePlan.launched[-1].option_values["deterministic"] is False
+    found = call.gradients(tensors, deterministic=True)
+    assert FakePlan.launched[-1].option_values["deterministic"] is True
+
+
+# Tensors.
+
+
+def test_negative_bits_are_heeded(call):
+    for name in call.differentiable:
+        tensors = call.tensors()
+        given = {**tensors, name: torch._neg_view(-tensors[name])}
+        assert given[name].is_neg()
+        call.assert_out(call(given), tensors)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_addresses_that_cannot_be_read_are_named(call, which):
+    tensors = call.tensors()
+    x = tensors[which]
+    whole = torch.empty(x.numel() + 1, dtype=x.dtype)
+    shifted = whole[1:].as_strided(x.shape, x.stride(), 1).copy_(x)
+    with right_or_refused(f"{which}: got an address 2 bytes past"):  # right where it is copied anyway
+        call.assert_out(call({**tensors, which: shifted}), tensors)
+    call.assert_out(call(tensors), tensors)
+
+
+def test_freed_storage_is_named(call):
+    tensors = call.tensors()
+    for name in tensors:
+        freed = tensors[name].clone()
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(LayoutError, match=f"^{name}: got a tensor without memory"):
+            call({**tensors, name: freed})
+
+
+def test_storage_freed_between_the_passes_is_named(call):
+    for name in call.differentiable:
+        tensors = call.tensors(grad=True)
+        out = call(tensors)
+        tensors[name].untyped_storage().resize_(0)
+        wanted = [x for x in tensors.values() if x.requires_grad]
+        with pytest.raises(LayoutError, match="without memory"):
+            torch.autograd.grad(out, wanted, torch.ones_like(out))
+
+
+def test_small_tensors_may_lie_at_any_address(call):
+    tensors = call.tensors()
+    for name, x in tensors.items():
+        if x.dim() == 1:
+            call.assert_out(call({**tensors, name: moved(x, 1)}), tensors)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support is in beta")
+def test_other_kinds_of_tensors_are_refused(call):
+    tensors = call.tensors()
+    x = tensors["q"]
+    nested = torch.nested.nested_tensor(list(x.float().unbind(0)))
+    for wrong in (nested, x.float().reshape(-1, x.shape[-1]).to_sparse_csr(), x.to_sparse(), x.tolist(), None):
+        with pytest.raises((ArgumentError, TypeError)):
+            call({**tensors, "q": wrong})
+    call.assert_out(call(tensors), tensors)
+
+
+def test_one_tensor_may_be_several_operands(call):
+    tensors = call.tensors()
+    tensors["v"] = tensors["k"]
+    for _ in range(3):
+        call.assert_out(call(tensors), tensors)
+    leaf = tensors["k"].detach().clone().requires_grad_()
+    given = {**tensors, "k": leaf, "v": leaf}
+    for _ in range(3):
+        (found,) = torch.autograd.grad(call(given).sum(), leaf)
+        apart = {**given, "k": leaf.detach().requires_grad_(), "v": leaf.detach().clone().requires_grad_()}
+        of_k, of_v = torch.autograd.grad(call(apart).sum(), (apart["k"], apart["v"]))
+        torch.testing.assert_close(found, of_k + of_v, rtol=2e-2, atol=2e-2)
+
+
+def test_other_shapes_layouts_and_dtypes_are_not_confused(call):
+    for change in (
+        lambda x: x,
+        lambda x: x.half() if x.dtype == torch.bfloat16 else x,
+        lambda x: x.contiguous(),
+        lambda x: x[..., :16],
+        lambda x: x,
+    ):
+        tensors = {name: change(x) for name, x in call.tensors().items()}
+        call.assert_out(call(tensors), tensors)
+
+
+# Options.
+
+
+def test_options_of_another_type_are_refused_after_right_ones(call):
+    tensors = call.tensors()
+    call(tensors)
+    for wrong in ({"is_causal": 1}, {"return_lse": 0}, {"deterministic": 1}, {"scale": "0.1"}, {"softcap": "2"}):
+        with pytest.raises(ArgumentError, match=next(iter(wrong))):
+            call(tensors, **wrong)
+
+
+# Plans.
+
+
+def test_a_plan_may_be_evicted_between_the_passes(call):
+    tensors = call.tensors(grad=True)
+    out = call(tensors)
+    plan_cache.clear()
+    wanted = {name: x for name, x in tensors.items() if x.requires_grad}
+    found = torch.autograd.grad(out, list(wanted.values()), torch.ones_like(out))
+    call.assert_gradients(dict(zip(wanted, found, strict=True)), tensors)
+
+
+def test_evicted_plans_are_freed_at_once(example):
+    import weakref
+
+    class Witness:
+        pass
+
+    example.warm_up()
+    witnesses = []
+    for plan in plan_cache.plans():
+        plan.witness = Witness()
+        witnesses.append(weakref.ref(plan.witness))
+    del plan
+    gc.collect()
+    gc.disable()
+    try:
+        plan_cache.clear()
+        assert not any(witness() for witness in witnesses)
+    finally:
+        gc.enable()
+
+
+def test_threads_call_at_once(call):
+    call.warm_up()
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(5):
+            tensors = call.tensors(grad=True)
+            for name in call.differentiable:
+                with torch.no_grad():
+                    tensors[name].copy_(torch.randn(tensors[name].shape, generator=generator))
+            call.assert_out(call(tensors), tensors)
+            call.assert_gradients(call.gradients(tensors), tensors)
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))

@@ -1,0 +1,82 @@
+"""Values and gradients of every operation against float64, however often it is called."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from fake_gpu import FakePlan
+
+import cudnn_sdpa
+
+
+def test_values_and_gradients(call):
+    for _ in range(3):
+        tensors = call.tensors(grad=True)
+        out = call(tensors)
+        call.assert_out(out, tensors)
+        grad_out = torch.randn_like(out)
+        call.assert_gradients(call.gradients(tensors, grad_out), tensors, grad_out)
+        with torch.no_grad():
+            call.assert_out(call(tensors), tensors)
+
+
+def test_every_subset_of_gradients(call):
+    for number in range(1, len(call.differentiable) + 1):
+        for wanted in itertools.combinations(call.differentiable, number):
+            tensors = call.tensors()
+            for name in wanted:
+                tensors[name].requires_grad_()
+            found = call.gradients(tensors)
+            assert set(found) == set(wanted)
+            call.assert_gradients(found, tensors)
+
+
+def test_equal_calls_build_nothing_more(example):
+    example.warm_up()
+    before, launched = example.plans(), len(FakePlan.launched)
+    with cudnn_sdpa.no_plan_builds():
+        example(example.tensors())
+        once = len(FakePlan.launched) - launched
+        example.gradients(example.tensors(grad=True))
+    assert example.plans() == before
+    assert once == 1
+
+
+def test_nothing_is_built_where_that_is_forbidden(example):
+    with cudnn_sdpa.no_plan_builds(), pytest.raises(cudnn_sdpa.PlanBuildError, match="no_plan_builds"):
+        example(example.tensors())
+    tensors = example.tensors()
+    example.assert_out(example(tensors), tensors)
+
+
+def test_gradients_lie_in_memory_as_their_tensors(call):
+    tensors = call.tensors(grad=True)
+    for name, gradient in call.gradients(tensors).items():
+        assert gradient.stride() == torch.empty_like(tensors[name]).stride(), name
+
+
+def test_the_result_is_of_the_same_dtype_and_device(call):
+    tensors = call.tensors()
+    out = call(tensors)
+    assert out.dtype == tensors["q"].dtype
+    assert out.device == tensors["q"].device
+
+
+def test_the_log_sum_exp_comes_with_the_same_output(call):
+    tensors = call.tensors(grad=True)
+    out, lse = call(tensors, return_lse=True)
+    call.assert_out(out, tensors)
+    assert lse.dtype == torch.float32
+    found = torch.autograd.grad(out.sum(), tensors["q"])[0]
+    call.assert_gradients({"q": found}, tensors)
+
+
+def test_out_is_written(call):
+    tensors = call.tensors()
+    out = torch.full_like(call(tensors), torch.nan)
+    version = out._version
+    assert call(tensors, out=out) is out
+    assert out._version > version
+    call.assert_out(out, tensors)
