@@ -13,10 +13,10 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.mask import ALIGNMENTS, TOP_LEFT, UNBOUNDED
-from cudnn_sdpa.attention.memory import check_present
 from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
+from cudnn_sdpa.engine.memory import check_present
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
@@ -249,7 +249,7 @@ def check_types(call: ForwardArguments) -> None:
                 name, dtype_name(tensor.dtype), "a dtype that is not quantized", f"Use {name}.dequantize()."
             )
         if not is_compiling() and is_plain_memory():
-            memory.check_present(name, tensor)
+            check_present(name, tensor)
     if not isinstance(call.with_lse, bool):
         raise OptionError("return_lse", repr(call.with_lse), "True or False")
 

@@ -18,6 +18,7 @@ from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.engine import cpu_target, fallback
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.engine.fast_path import describe
+from cudnn_sdpa.engine.memory import refuse_address
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.target import Target
@@ -90,7 +91,7 @@ def check_offsets(**tensors: Tensor | None) -> None:
     """Refuses storage offsets that kernels could not read; allocations themselves are aligned."""
     for name, tensor in tensors.items():
         if tensor is not None and (remainder := int(tensor.storage_offset()) * tensor.element_size() % ALIGNMENT):
-            memory.refuse_address(name, remainder)
+            refuse_address(name, remainder)
 
 
 def check_strides_of_dense(call: ForwardArguments) -> None:

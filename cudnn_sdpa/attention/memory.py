@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.engine.memory import check_present, refuse_address
 from cudnn_sdpa.errors import LayoutError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like
 
@@ -57,37 +58,12 @@ def check_addresses(hint: str = "", **tensors: Any) -> None:
             check_present(name, tensor)
 
 
-def check_present(name: str, tensor: Tensor) -> None:
-    """Refuses a plain tensor without memory for its elements."""
-    has_own = tensor.is_cuda or tensor.is_cpu
-    if has_own and type(tensor).__torch_dispatch__ is _PLAIN and tensor.data_ptr() == 0 and tensor.numel() != 0:
-        raise LayoutError(
-            name,
-            "a tensor without memory",
-            "one with allocated storage",
-            "Its storage was freed (resize_(0), as sharding frees weights), or it is a ZeroTensor.",
-        )
-
-
 def check_lengths_present(lengths_q: Tensor | None, lengths_kv: Tensor | None) -> None:
     """The same for lengths on a GPU, in a warm call: PyTorch's own kernels would read a null pointer."""
     if lengths_q is not None and lengths_q.data_ptr() == 0:
         check_present("seq_lens_q", lengths_q)
     if lengths_kv is not None and lengths_kv.data_ptr() == 0:
         check_present("seq_lens_kv", lengths_kv)
-
-
-_PLAIN = Tensor.__torch_dispatch__  #: of classes whose instances are plain memory
-
-
-def refuse_address(name: str, remainder: int, hint: str = "") -> NoReturn:
-    """Raises the error for a tensor whose address is `remainder` bytes past an aligned one."""
-    raise LayoutError(
-        name,
-        f"an address {remainder} bytes past a multiple of {ALIGNMENT}",
-        f"storage aligned to {ALIGNMENT} bytes",
-        hint or f"Use {name}.clone().",
-    )
 
 
 def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tensor | None = None) -> None:
@@ -154,14 +130,3 @@ def new_output(q: Tensor, v: Tensor) -> Tensor:
     """A new output for `q` and `v`: dense, in the memory order of `q`."""
     shape = (*q.shape[:3], v.shape[3])
     return torch.empty_strided(shape, dense_stride_like(shape, q.shape, q.stride()), dtype=q.dtype, device=q.device)
-
-
-def like_in_memory(tensor: Tensor) -> Tensor:
-    """A new dense tensor for the gradient of `tensor`, in its memory order."""
-    if tensor.dim() < 3 or tensor.stride(-1) == 0:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    stride = dense_stride_like(tensor.shape, tensor.shape, tensor.stride())
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-
-
-MISALIGNED = ALIGNMENT - 1

@@ -17,7 +17,7 @@ from cudnn_sdpa.attention.paged.kv_cache import PagedKVCache
 from cudnn_sdpa.attention.paged.prepared import PreparedPaged, prepare_paged
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.paged.step import PagedStep
-from cudnn_sdpa.attention.varlen import launch
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.bench.tools import cases, hand_graphs, peers
 from cudnn_sdpa.bench.tools.timing import Call, device_times, host_times
 from cudnn_sdpa.engine.dispatch_state import tensor_guard
@@ -280,7 +280,7 @@ def _calls(cache: PagedKVCache, step: PagedStep, q: Tensor, k: Tensor, v: Tensor
     paged = PagedArguments(q, *pages, *(step.page_table,) * 2, step.seq_lens_kv)
     gather = paging.GatherKernel(paged)
     of_rows = prefill.as_packed(paged, gather(paged))
-    return {**calls, "gather": lambda: gather(paged), "packed": lambda: launch.run_forward(of_rows)}
+    return {**calls, "gather": lambda: gather(paged), "packed": lambda: VARLEN.on_gpu(of_rows)}
 
 
 def _dense_call(q: Tensor, k: Tensor, v: Tensor, seq_lens_kv: Tensor | None = None) -> Callable[[], Tensor]:

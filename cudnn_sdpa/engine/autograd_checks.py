@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.dispatch_state import is_batch, needs_gradient
 from cudnn_sdpa.errors import LayoutError, UnsupportedError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
@@ -166,3 +166,41 @@ def refuse_transforms(what: str, *tensors: Any, loops: bool) -> None:
             ["it has no rule for a batch of calls"],
             "the batch as a dimension of its tensors, or a loop",
         )
+
+
+def refuse_gradient_of_lse(grad_lse: Tensor | None) -> None:
+    """The LSE can be returned, but a loss cannot depend on it."""
+    if grad_lse is not None:
+        raise UnsupportedError(
+            "a gradient of the LSE (log-sum-exp)",
+            ["cuDNN's backward pass takes the gradient of the output alone"],
+            "lse.detach() in the loss",
+        )
+
+
+def refuse_batch(grad_out: Tensor | None) -> None:
+    """Refuses the batched gradients of `is_grads_batched`, which are tensors without memory."""
+    if grad_out is not None and is_batch(grad_out):
+        raise UnsupportedError(
+            "a batch of gradients (is_grads_batched, or jacobian with vectorize)",
+            ["cuDNN's backward pass takes one gradient of the output"],
+            "one call of torch.autograd.grad for each of them",
+        )
+
+
+def no_log_sum_exp(*_: Any) -> None:
+    """Refuses the gradient of an operator that saves nothing for it."""
+    raise UnsupportedError(
+        "a gradient of an operator that does not return the LSE (log-sum-exp)",
+        ["the backward pass needs the LSE; there is no gradient under torch.vmap"],
+        "cudnn_sdpa.sdpa or sdpa_varlen, or the operator with _lse in its name",
+    )
+
+
+def no_gradient_of_gradient(*_: Any) -> None:
+    """Refuses the gradient of a gradient."""
+    raise UnsupportedError(
+        "a gradient of attention's gradient (double backward)",
+        ["cuDNN has no kernel for it"],
+        "torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH",
+    )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine.fast_path import CallTable
+from cudnn_sdpa.engine.memory import MISALIGNED, check_address
 from cudnn_sdpa.errors import DeviceError, LayoutError
 from cudnn_sdpa.graph.definition import GraphOp
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
@@ -18,9 +19,7 @@ from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, layouts_of
 from cudnn_sdpa.graph.target import Target, live_target
 from cudnn_sdpa.plans.build import build_plan
 from cudnn_sdpa.plans.cache import next_use, plan_cache
-from cudnn_sdpa.plans.plan import allocate, current_device
-
-_MISALIGNED = ALIGNMENT - 1
+from cudnn_sdpa.plans.plan import Plan, allocate, current_device
 
 #: Shape, stride and dtype of a new tensor.
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -86,7 +85,76 @@ def check_one_device(names: Sequence[str], given: Sequence[Any]) -> None:
 
 def readable(tensor: Tensor) -> Tensor:
     """A gradient from autograd in a form that kernels can read: copied if it is expanded or misaligned."""
-    return tensor.clone() if tensor.data_ptr() & _MISALIGNED or 0 in tensor.stride() else tensor
+    return tensor.clone() if tensor.data_ptr() & MISALIGNED or 0 in tensor.stride() else tensor
+
+
+class BoundPlan:
+    """A plan with all that its launch needs besides tensors: host numbers, constants, and where each pointer goes.
+
+    Attributes:
+        plan: The plan.
+    """
+
+    __slots__ = ("_before", "_elsewhere", "_inputs", "_names", "_numbers", "_outputs", "_template", "plan")
+
+    def __init__(
+        self,
+        plan: Plan,
+        inputs: Sequence[str],
+        results: Sequence[Layout],
+        numbers: Mapping[str, float | None],
+        before: Callable[[Any, array[int], list[Tensor]], object] | None = None,
+    ) -> None:
+        """Binds it.
+
+        Args:
+            plan: The plan.
+            inputs: Names of the operands that a launch gets as tensors, in its order.
+            results: Shape, stride and dtype of the plan's outputs, as the caller sees them.
+            numbers: The host scalars, by operand; None for those that the plan lacks.
+            before: Fills in the pointers that are computed for each call, given the call, all pointers by place, and
+                the outputs; returns what must live until the launch.
+        """
+        names = [operand.name for operand in (*plan.key.inputs, *plan.key.outputs)]
+        self.plan = plan
+        self._before = before
+        self._elsewhere = torch.cuda.device_count() > 1  # whether another GPU can be the current one
+        self._names = list(inputs)
+        self._inputs = [names.index(name) for name in inputs]
+        self._outputs = [(names.index(x.name), layout) for x, layout in zip(plan.key.outputs, results, strict=True)]
+        self._numbers = {name: array("f", [value]) for name, value in numbers.items() if value is not None}
+        fixed = {name: number.buffer_info()[0] for name, number in self._numbers.items()}
+        fixed |= {name: constant.data_ptr() for name, constant in plan.constants.items()}
+        self._template = array("Q", [fixed.get(name, 0) for name in names])
+
+    def __call__(self, call: Any, tensors: Sequence[Tensor], out: Tensor | None = None) -> list[Tensor]:
+        """Launches the plan and returns its outputs; the first is `out` if that is given, the others are new.
+
+        Raises:
+            LayoutError: A tensor has no memory, or kernels cannot read its address.
+        """
+        plan = self.plan
+        if self._elsewhere and current_device() != plan.device:
+            with torch.cuda.device(plan.device):
+                return self(call, tensors, out)
+        pointers, bits = self._template[:], 0  # of this call alone: many threads call at once
+        for place, tensor in zip(self._inputs, tensors):  # noqa: B905 - their number is fixed
+            pointers[place] = address = tensor.data_ptr()
+            bits |= address or MISALIGNED
+        if bits & MISALIGNED:
+            for name, tensor in zip(self._names, tensors, strict=True):
+                check_address(name, tensor)
+        outputs = []
+        for place, layout in self._outputs:
+            output = allocate(*layout) if out is None else out
+            out = None
+            pointers[place] = output.data_ptr()
+            outputs.append(output)
+        kept = None if self._before is None else self._before(call, pointers, outputs)
+        plan.last_used = next_use()
+        plan.launch(pointers)
+        del kept  # until now: its memory must not go to the plan's workspace
+        return outputs
 
 
 class GraphCall:
@@ -146,8 +214,8 @@ class GraphCall:
         operands, bits, held = self._template[:], 0, None  # local to this call: many threads call at once
         for place, tensor in zip(self._tensors, tensors):  # noqa: B905 - the signature fixes their number
             operands[place] = address = tensor.data_ptr()
-            bits |= address or _MISALIGNED
-        if bits & _MISALIGNED:
+            bits |= address or MISALIGNED
+        if bits & MISALIGNED:
             self._refuse(tensors)
         if numbers != self._known:
             if len(numbers) != len(self._known):
@@ -173,7 +241,7 @@ class GraphCall:
         operands = self._template[:]
         operands[0] = address_x = x.data_ptr()
         operands[1] = address_y = y.data_ptr()
-        if (address_x | address_y) & _MISALIGNED or not (address_x and address_y):
+        if (address_x | address_y) & MISALIGNED or not (address_x and address_y):
             self._refuse((x, y))
         place, layout = self._results[0]
         out: Tensor = allocate(*layout)
@@ -187,7 +255,7 @@ class GraphCall:
         operands, held = self._template[:], array("f", numbers)
         for place, tensor in zip(self._tensors, tensors, strict=True):
             operands[place] = tensor.data_ptr()
-            if operands[place] & _MISALIGNED or not operands[place]:
+            if operands[place] & MISALIGNED or not operands[place]:
                 self._refuse(tensors)
         self._point_to(held, operands)
         for (place, _), address in zip(self._results, addresses, strict=True):

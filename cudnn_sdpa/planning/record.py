@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +28,7 @@ from cudnn_sdpa.attention.paged import explain as paged_explain
 from cudnn_sdpa.attention.paged import torch_ops as paged_torch_ops
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.decode_plans import is_decode
-from cudnn_sdpa.attention.varlen import explain as varlen_explain
-from cudnn_sdpa.attention.varlen import launch
-from cudnn_sdpa.attention.varlen import torch_ops as varlen_torch_ops
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.engine.operation import OPERATIONS, GradientCall, Operation
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops as fused_torch_ops
 from cudnn_sdpa.fused.graph_op import GraphFunction
@@ -44,7 +41,8 @@ from cudnn_sdpa.plans.manifest import PlanManifest
 _log = logging.getLogger("cudnn_sdpa")
 
 Keys = Iterator[PlanKey]
-LseCall = TypeVar("LseCall", VarlenArguments, PagedArguments)
+#: What makes a call from an operator's arguments and passes it on, and what gives the keys of the call.
+KeysOfOperator = tuple[Callable[[Any], Callable[..., Any]], Callable[..., Keys]]
 
 
 def record_plans(target: str | None = None) -> AbstractContextManager[PlanManifest]:
@@ -167,27 +165,6 @@ def _dense_backward_keys(target: Target, backward: BackwardArguments) -> Keys:
         yield spec.key(target, None)
 
 
-def _varlen_keys(target: Target, call: VarlenArguments) -> Keys:
-    if 0 not in call.q.shape and 0 not in call.k.shape:
-        launched, _ = varlen_explain.with_positive_scale(call)
-        layout = launch.output_layout(call)
-        yield launch.packed(launched).forward_key(layout, call.with_lse, target, None)
-
-
-def _varlen_backward_keys(target: Target, backward: launch.VarlenBackwardArguments) -> Keys:
-    if 0 in backward.call.q.shape or 0 in backward.call.k.shape:
-        return
-    launched, _ = varlen_explain.with_positive_scale(backward.call)
-    backward = launch.readable_arguments(backward._replace(call=launched))
-    yield launch.packed(backward.call).backward_key(
-        out=TensorLayout.of(backward.out),
-        grad_out=TensorLayout.of(backward.grad_out),
-        deterministic=backward.call.deterministic,
-        target=target,
-        device=None,
-    )
-
-
 def _paged_keys(target: Target, call: PagedArguments) -> Keys:
     launched, _ = paged_explain.with_positive_scale(call)
     description = paged_explain.describe_prefill(launched, None)
@@ -199,10 +176,10 @@ def _paged_keys(target: Target, call: PagedArguments) -> Keys:
     yield description.key(target, None)
 
 
-def _with_and_without_lse(keys_of: Callable[[Target, LseCall], Keys]) -> Callable[[Target, LseCall], Keys]:
+def _with_and_without_lse(keys_of: Callable[[Target, Any], Keys]) -> Callable[[Target, Any], Keys]:
     """Both plans: the operator always returns an LSE, and the arguments do not show whether it is used."""
 
-    def keys(target: Target, call: LseCall) -> Keys:
+    def keys(target: Target, call: Any) -> Keys:
         for with_lse in (False, True):
             yield from keys_of(target, call._replace(with_lse=with_lse))
 
@@ -233,16 +210,12 @@ def _graph_keys(target: Target, function: GraphFunction, values: Sequence[object
 #: Operators that run no plan.
 _WITHOUT_PLANS = ("", "dropout_seed")
 #: For every other operator: the function that makes a call from its arguments, and the one that gives the call's keys.
-_KEYS: dict[str, tuple[Callable[[Any], Callable[..., Any]], Callable[..., Keys]]] = {
+_KEYS: dict[str, KeysOfOperator] = {
     "sdpa_forward": (dense_torch_ops._to_result, _dense_keys),
     "sdpa_forward_lse": (dense_torch_ops._to_result_and_lse, _dense_keys),
     "sdpa_forward_out": (dense_torch_ops._to_nothing, _dense_keys),
     "sdpa_forward_lse_out": (dense_torch_ops._to_lse, _dense_keys),
     "sdpa_backward": (dense_torch_ops._to_gradients, _dense_backward_keys),
-    "varlen_forward": (varlen_torch_ops._plain, _varlen_keys),
-    "varlen_forward_lse": (varlen_torch_ops._with_lse, _varlen_keys),
-    "varlen_forward_out": (varlen_torch_ops._into_out, _with_and_without_lse(_varlen_keys)),
-    "varlen_backward": (varlen_torch_ops._backward, _varlen_backward_keys),
     "paged_forward": (paged_torch_ops._plain, _paged_keys),
     "paged_forward_lse": (paged_torch_ops._with_lse, _paged_keys),
     "paged_forward_out": (paged_torch_ops._into_out, _with_and_without_lse(_paged_keys)),
@@ -250,3 +223,28 @@ _KEYS: dict[str, tuple[Callable[[Any], Callable[..., Any]], Callable[..., Keys]]
     "sdpa_fp8_backward": (fp8_torch_ops._backward, _fp8_backward_keys),
     "graph_function": (fused_torch_ops._decoded, _graph_keys),
 }
+
+
+def _keys_of_operation(operation: Operation[Any]) -> dict[str, KeysOfOperator]:
+    """The entries of `_KEYS` for the operators of an operation."""
+
+    def forward_keys(target: Target, call: Any) -> Keys:
+        return operation.keys(call, target, None)
+
+    def gradient_keys(target: Target, backward: GradientCall) -> Keys:
+        return operation.gradient_keys(operation.readable(backward), target, None)
+
+    def adapt(suffix: str) -> Callable[[Any], Callable[..., Any]]:
+        return lambda run: operation.forward_implementations(run)[suffix]
+
+    name = operation.name
+    return {
+        f"{name}_forward": (adapt("forward"), forward_keys),
+        f"{name}_forward_lse": (adapt("forward_lse"), forward_keys),
+        f"{name}_forward_out": (adapt("forward_out"), _with_and_without_lse(forward_keys)),
+        f"{name}_backward": (operation.backward_implementation, gradient_keys),
+    }
+
+
+for _operation in OPERATIONS.values():
+    _KEYS |= _keys_of_operation(_operation)

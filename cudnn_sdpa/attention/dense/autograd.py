@@ -15,9 +15,14 @@ from cudnn_sdpa.attention.arguments import ForwardArguments, Result, kind_of
 from cudnn_sdpa.attention.dense import torch_ops
 from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
 from cudnn_sdpa.engine import fallback
-from cudnn_sdpa.engine.dispatch_state import is_batch, needs_operator
+from cudnn_sdpa.engine.autograd_checks import (
+    no_gradient_of_gradient,
+    no_log_sum_exp,
+    refuse_batch,
+    refuse_gradient_of_lse,
+)
+from cudnn_sdpa.engine.dispatch_state import needs_operator
 from cudnn_sdpa.engine.torch_ops import library
-from cudnn_sdpa.errors import UnsupportedError
 
 _DIFFERENTIABLE = 5  #: q, k, v, attn_mask and sinks are the first inputs
 _OPERATOR_INPUTS = len(ForwardArguments._fields) - 2  #: all but with_lse and out
@@ -57,26 +62,6 @@ class ReferenceAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """The gradients of the tensors, None for the call."""
         return (*_gradients(ctx, *gradients, by_reference=True), None)
-
-
-def refuse_gradient_of_lse(grad_lse: Tensor | None) -> None:
-    """The LSE can be returned, but a loss cannot depend on it."""
-    if grad_lse is not None:
-        raise UnsupportedError(
-            "a gradient of the LSE (log-sum-exp)",
-            ["cuDNN's backward pass takes the gradient of the output alone"],
-            "lse.detach() in the loss",
-        )
-
-
-def refuse_batch(grad_out: Tensor | None) -> None:
-    """Refuses the batched gradients of `is_grads_batched`, which are tensors without memory."""
-    if grad_out is not None and is_batch(grad_out):
-        raise UnsupportedError(
-            "a batch of gradients (is_grads_batched, or jacobian with vectorize)",
-            ["cuDNN's backward pass takes one gradient of the output"],
-            "one call of torch.autograd.grad for each of them",
-        )
 
 
 def _save(ctx: Any, call: ForwardArguments, out: Tensor, lse: Tensor) -> None:
@@ -134,26 +119,8 @@ def _gradients_of_operator(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor |
     return (*_gradients(ctx, grad_out, grad_lse), *(None,) * (_OPERATOR_INPUTS - _DIFFERENTIABLE))
 
 
-def no_log_sum_exp(*_: Any) -> None:
-    """Refuses the gradient of an operator that saves nothing for it."""
-    raise UnsupportedError(
-        "a gradient of an operator that does not return the LSE (log-sum-exp)",
-        ["the backward pass needs the LSE; there is no gradient under torch.vmap"],
-        "cudnn_sdpa.sdpa or sdpa_varlen, or the operator with _lse in its name",
-    )
-
-
-def no_second_gradient(*_: Any) -> None:
-    """Refuses the gradient of a gradient."""
-    raise UnsupportedError(
-        "a gradient of attention's gradient (double backward)",
-        ["cuDNN has no kernel for it"],
-        "torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH",
-    )
-
-
 torch.library.register_autograd(
     "cudnn_sdpa::sdpa_forward_lse", _gradients_of_operator, setup_context=_save_inputs, lib=library
 )
 torch.library.register_autograd("cudnn_sdpa::sdpa_forward", no_log_sum_exp, lib=library)
-torch.library.register_autograd("cudnn_sdpa::sdpa_backward", no_second_gradient, lib=library)
+torch.library.register_autograd("cudnn_sdpa::sdpa_backward", no_gradient_of_gradient, lib=library)

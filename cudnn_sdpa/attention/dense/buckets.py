@@ -20,7 +20,7 @@ from cudnn_sdpa.attention.dense.launch import ForwardCall, _check_memory
 from cudnn_sdpa.attention.dense.packed import VarlenSpec, length_bucket, sequence_bucket
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.attention.mask import Mask
-from cudnn_sdpa.attention.memory import MISALIGNED
+from cudnn_sdpa.engine.memory import MISALIGNED
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout

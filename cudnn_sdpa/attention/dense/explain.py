@@ -21,12 +21,13 @@ from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.dense.sdpa import run, sdpa
 from cudnn_sdpa.attention.mask import TOP_LEFT
-from cudnn_sdpa.attention.memory import like_in_memory, new_output
+from cudnn_sdpa.attention.memory import new_output
 from cudnn_sdpa.attention.verify import DENSE, Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.explain import Description, describes
+from cudnn_sdpa.engine.memory import like_in_memory
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout

@@ -20,7 +20,6 @@ from cudnn_sdpa.attention.arguments import ForwardArguments, Result
 from cudnn_sdpa.attention.dense import autograd, large_backward, launch, launch_backward, torch_ops
 from cudnn_sdpa.attention.dense.launch import CachedCall, ForwardCall, Run
 from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, BackwardCall, Needs
-from cudnn_sdpa.attention.memory import MISALIGNED
 from cudnn_sdpa.engine import autograd_checks, fallback
 from cudnn_sdpa.engine.dispatch_state import (
     Guard,
@@ -31,6 +30,7 @@ from cudnn_sdpa.engine.dispatch_state import (
     needs_operator,
     tensor_guard,
 )
+from cudnn_sdpa.engine.memory import MISALIGNED
 
 _QKV = Needs(q=True, k=True, v=True, attn_mask=False, sinks=False)
 
@@ -164,7 +164,7 @@ class AttentionFunction(torch.autograd.Function):
 
 def _by_operator(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients by PyTorch's operator, for dispatch modes and double backward."""
-    autograd.refuse_batch(grad_out)
+    autograd_checks.refuse_batch(grad_out)
     q, k, v, out, lse = ctx.saved_tensors
     needs_q, needs_k, needs_v, _ = ctx.needs_input_grad
     needs = Needs(q=needs_q, k=needs_k, v=needs_v, attn_mask=False, sinks=False)

@@ -15,8 +15,8 @@ from cudnn_sdpa.attention.bias import mask_gradient
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense.launch import SMALLEST, BoundCall, lengths
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec
-from cudnn_sdpa.attention.memory import MISALIGNED
 from cudnn_sdpa.engine.fast_path import CallTable, describe
+from cudnn_sdpa.engine.memory import MISALIGNED
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.build import build_plan

@@ -21,7 +21,8 @@ from cudnn_sdpa.attention.dense import large_backward, launch, launch_backward, 
 from cudnn_sdpa.attention.dense.launch import ForwardCall
 from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
 from cudnn_sdpa.attention.dense.plans import DenseSpec, ForwardSpec
-from cudnn_sdpa.attention.memory import like_in_memory, new_output
+from cudnn_sdpa.attention.memory import new_output
+from cudnn_sdpa.engine.memory import like_in_memory
 from cudnn_sdpa.engine.torch_ops import define
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.target import Target, live_target

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, memory
+from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments, check_is_dense, check_lengths, dtype_name, shape_of
 from cudnn_sdpa.attention.paged.arguments import check_table
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.memory import check_present
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
@@ -359,7 +360,7 @@ def readable_tables(of: Fp8Forward) -> dict[str, Tensor]:
         return {}
     for name, table in zip(("page_table", "page_table_v"), of.tables, strict=True):
         if table.data_ptr() == 0:
-            memory.check_present(name, table)
+            check_present(name, table)
     last = of.call.k.shape[0] - 1
     first = of.tables[0].clamp(0, last).contiguous()
     second = first if of.tables[1] is of.tables[0] else of.tables[1].clamp(0, last).contiguous()

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, memory
 from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, check_lengths, dtype_name, shape_of
-from cudnn_sdpa.attention.dense.autograd import refuse_batch
 from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
 from cudnn_sdpa.attention.fp8.arguments import Fp8Gradients
@@ -42,7 +41,7 @@ from cudnn_sdpa.attention.support import rules_fp8
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback
 from cudnn_sdpa.engine.autocast import is_deterministic
-from cudnn_sdpa.engine.autograd_checks import refuse_second_gradient
+from cudnn_sdpa.engine.autograd_checks import refuse_batch, refuse_second_gradient
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory, needs_gradient
 from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.layouts import dense_stride_like

@@ -23,8 +23,8 @@ from cudnn_sdpa.attention.fp8.arguments import (
 from cudnn_sdpa.attention.fp8.fast_path import CachedCall
 from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.fp8.workarounds import at_even_address, readable
-from cudnn_sdpa.attention.memory import MISALIGNED
 from cudnn_sdpa.engine.fast_path import CallTable, describe
+from cudnn_sdpa.engine.memory import MISALIGNED, check_present
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.build import build_plan
@@ -158,7 +158,7 @@ class Fp8Call(BoundCall):
         addresses_of_scales = [scale.data_ptr() for scale in scales]
         if not all(addresses_of_scales):
             for name, scale in scales._asdict().items():
-                memory.check_present(f"scales.{name}", scale)
+                check_present(f"scales.{name}", scale)
         results = [x.data_ptr() for x in outputs]
         self.plan.launch([*inputs, self._fixed["scale"], *addresses_of_scales, *self._length_addresses, *results])
 

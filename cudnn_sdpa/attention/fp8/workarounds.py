@@ -18,7 +18,7 @@ from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.launch_backward import is_readable
 from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES, Fp8Backward
-from cudnn_sdpa.attention.memory import MISALIGNED
+from cudnn_sdpa.engine.memory import MISALIGNED, check_present
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
 
 #: The rows that the backward kernels write at a time.
@@ -101,7 +101,7 @@ def at_even_address(x: Tensor) -> Tensor:
     """The tensor, or a copy with the same strides at an address that cuDNN can read: plans know strides alone."""
     address = x.data_ptr()
     if address == 0:
-        memory.check_present("grad_out", x)
+        check_present("grad_out", x)
     if not address & MISALIGNED:
         return x
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import Result
-from cudnn_sdpa.attention.memory import MISALIGNED
 from cudnn_sdpa.attention.paged import kv_cache_checks, paging
 from cudnn_sdpa.attention.paged.arguments import HND, LAYOUTS, in_heads_order
 from cudnn_sdpa.attention.paged.page_pool import CacheUse, PagePool
@@ -18,6 +17,7 @@ from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.attention.paged.step_plans import plans_of_steps
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.memory import MISALIGNED
 from cudnn_sdpa.errors import ArgumentError, DeviceError, ExecutionError, OptionError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import live_target

@@ -6,6 +6,7 @@ pages takes about as long, and lets NaN from unused slots into the results.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from cudnn_sdpa.attention.paged import launch as paged_launch
 from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
+from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
-from cudnn_sdpa.plans.plan import current_device
+from cudnn_sdpa.plans.plan import Plan, current_device
 
 #: Maximum GPU memory for gathered keys and values; a batch that needs more is split.
 MAX_GATHERED_BYTES = 1 << 30
@@ -36,15 +38,18 @@ class PrefillCall:
         last: What a `CallTable` resets.
     """
 
-    __slots__ = ("_gather", "_has_several_gpus", "_is_as_requested", "_varlen", "last", "plan")
+    __slots__ = ("_gather", "_has_several_gpus", "_is_as_requested", "_run_varlen", "last", "plan")
 
     def __init__(self, call: PagedArguments) -> None:
         self._has_several_gpus = torch.cuda.device_count() > 1
         self._is_as_requested = call.out is None and paged_launch.has_memory_order_of_q(call)
         self._gather = paging.GatherKernel(call)
         varlen_call = as_packed(call, self._gather(call))
-        self._varlen = varlen_launch.prepare_forward(varlen_call, packed(varlen_call, call.q.shape[0]))
-        self.plan = self._varlen.plan
+        prepared = varlen_launch.prepare(varlen_call, packed(varlen_call, call.q.shape[0]))
+        if prepared.plan is None:
+            raise ValueError("an empty call has no plan")
+        self._run_varlen: Callable[[VarlenArguments], Result] = prepared.run
+        self.plan: Plan = prepared.plan
         self.last: Any = None
 
     def __call__(self, call: PagedArguments) -> Result:
@@ -53,7 +58,7 @@ class PrefillCall:
             with torch.cuda.device(self.plan.device):
                 return self(call)
         batch, heads, queries, _ = call.q.shape
-        result = varlen_launch.forward(self._varlen, as_packed(call, self._gather(call)))
+        result = self._run_varlen(as_packed(call, self._gather(call)))
         packed_out, packed_lse = result if isinstance(result, tuple) else (result, None)
         out = packed_out.view(batch, queries, heads, -1).transpose(1, 2)
         if not self._is_as_requested:
@@ -152,13 +157,13 @@ def prefill_spec(call: PagedArguments) -> tuple[VarlenSpec, TensorLayout]:
     cu_seqlens = torch.empty(batch * (1 if call.seq_lens_q is None else 2) + 1, dtype=torch.int32, device="meta")
     q = torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta")
     varlen_call = as_packed(call._replace(q=q), paging.Gathered(k, v, cu_seqlens, cu_seqlens))
-    return packed(varlen_call, batch), varlen_launch.output_layout(varlen_call)
+    return packed(varlen_call, batch), varlen_plans.output_layout(varlen_call)
 
 
 def packed(call: VarlenArguments, batch: int) -> VarlenSpec:
     """The spec of a call, its sizes rounded up so that few plans serve many calls; `plans_of_steps` knows the sizes."""
     rows, max_kv_len = call.q.shape[0], call.max_seqlen_kv
-    return varlen_launch.packed(call, (row_bucket(rows), sequence_bucket(batch) * max_kv_len))
+    return varlen_plans.spec_of(call, (row_bucket(rows), sequence_bucket(batch) * max_kv_len))
 
 
 def row_bucket(rows: int) -> int:

@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, memory, value_checks
 from cudnn_sdpa.attention.arguments import Result, kind_of
-from cudnn_sdpa.attention.memory import MISALIGNED
 from cudnn_sdpa.attention.paged import arguments as paged_arguments
 from cudnn_sdpa.attention.paged import launch, torch_ops
 from cudnn_sdpa.attention.paged.arguments import HND, PagedArguments, in_heads_order
@@ -28,6 +27,7 @@ from cudnn_sdpa.engine.dispatch_state import (
     tensor_guard,
 )
 from cudnn_sdpa.engine.fallback import or_else
+from cudnn_sdpa.engine.memory import MISALIGNED
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +14,19 @@ from cudnn_sdpa.errors import ArgumentError, DeviceError, DtypeError, LayoutErro
 
 
 class VarlenArguments(NamedTuple):
-    """A forward call over packed sequences, in the order in which operators take its arguments."""
+    """A forward call over packed sequences, in the order in which operators take its arguments.
+
+    Attributes:
+        cu_seqlens_kv: None if the offsets of queries are those of keys, too: the same tensor was given twice.
+        rng: Seed and offset of dropout.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     sinks: Tensor | None
     cu_seqlens_q: Tensor
-    cu_seqlens_kv: Tensor
+    cu_seqlens_kv: Tensor | None
     rng: Tensor | None
     max_seqlen_q: int
     max_seqlen_kv: int
@@ -33,49 +37,24 @@ class VarlenArguments(NamedTuple):
     scale: float | None = None
     dropout_p: float = 0.0
     softcap: float | None = None
-    shared_cu_seqlens: bool = False
     deterministic: bool = False
     with_lse: bool = False
     out: Tensor | None = None
 
-    # The groups of fields below are slices: built from names, they would cost a warm call 0.1 µs each.
-
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values."""
-        return self[:3]
+        return self.q, self.k, self.v
 
     @property
-    def differentiable(self) -> tuple[Tensor | None, ...]:
-        """q, k, v and sinks: the inputs that can have a gradient."""
-        return self[:4]
+    def offsets(self) -> tuple[Tensor, Tensor]:
+        """The offsets of queries and of keys."""
+        return self.cu_seqlens_q, self.cu_seqlens_q if self.cu_seqlens_kv is None else self.cu_seqlens_kv
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The inputs from q to cu_seqlens_kv."""
-        return self[:6]
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor | None, ...]:
-        """The inputs from q to rng, which the backward pass needs."""
-        return self[:7]
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        """The options from max_seqlen_q to deterministic: what is not a tensor and decides the result."""
-        return self[7:18]
-
-    @property
-    def operator_inputs(self) -> tuple[Any, ...]:
-        """The inputs from q to deterministic, which every operator takes first, in the order of its schema."""
-        return self[:18]
-
-    @classmethod
-    def of_operator(
-        cls, inputs: Iterable[Any], *, with_lse: bool = False, out: Tensor | None = None
-    ) -> VarlenArguments:
-        """The call with these `operator_inputs`."""
-        return cls._make((*inputs, with_lse, out))
+    def is_empty(self) -> bool:
+        """Whether there is no query or no key."""
+        return 0 in self.q.shape or 0 in self.k.shape
 
     @property
     def scale_value(self) -> float:
@@ -122,6 +101,15 @@ class ReferenceVarlenArguments(VarlenArguments):
         return False
 
 
+def offsets_of_keys(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> Tensor | None:
+    """`cu_seqlens_kv` as a call holds it: None if it is the tensor of the queries."""
+    if cu_seqlens_kv is cu_seqlens_q:
+        return None
+    if cu_seqlens_kv is None:
+        raise OptionError("cu_seqlens_kv", "NoneType", "a torch.Tensor of B + 1 int32")
+    return cu_seqlens_kv
+
+
 def check_options(call: VarlenArguments) -> None:
     """The options, which are not tensors."""
     dense = ForwardArguments(
@@ -152,17 +140,17 @@ def check(call: VarlenArguments) -> None:
         raise error.renamed({"sequence length": "number of tokens"}) from None
     if call.out is not None:
         arguments.check_out(call.out, call.q, call.v, for_cudnn=arguments.has_limits(call))
-    for name in ("q", "kv"):
-        check_cumulative(f"cu_seqlens_{name}", getattr(call, f"cu_seqlens_{name}"), call.q)
+    for name, offsets in zip(("q", "kv"), call.offsets, strict=True):
+        check_cumulative(f"cu_seqlens_{name}", offsets, call.q)
         max_seqlen = getattr(call, f"max_seqlen_{name}")
         if not arguments.is_integer(max_seqlen) or max_seqlen < 0:
             hint = "A tensor would need a device-to-host copy." if isinstance(max_seqlen, Tensor) else ""
             raise OptionError(
                 f"max_seqlen_{name}", repr(max_seqlen), "the length of the longest sequence, an int", hint
             )
-    if call.cu_seqlens_q.shape != call.cu_seqlens_kv.shape:
-        expected = f"{tuple(call.cu_seqlens_q.shape)}, the shape of cu_seqlens_q"
-        raise ShapeError("cu_seqlens_kv", shape_of(call.cu_seqlens_kv), expected)
+    offsets_q, offsets_kv = call.offsets
+    if offsets_q.shape != offsets_kv.shape:
+        raise ShapeError("cu_seqlens_kv", shape_of(offsets_kv), f"{tuple(offsets_q.shape)}, the shape of cu_seqlens_q")
 
 
 def check_cumulative(name: str, offsets: Any, q: Tensor) -> None:

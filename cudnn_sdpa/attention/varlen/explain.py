@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments, memory, reference
-from cudnn_sdpa.attention.arguments import MIN_SCALE, ForwardArguments, as_sinks, cast_for_autocast
+from cudnn_sdpa.attention.arguments import ForwardArguments, Result, as_sinks, cast_for_autocast
 from cudnn_sdpa.attention.dense import explain, graphs, large_backward
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
-from cudnn_sdpa.attention.varlen import launch
-from cudnn_sdpa.attention.varlen import sdpa_varlen as sdpa_varlen_module
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.attention.varlen.sdpa_varlen import run as run_varlen
-from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
+from cudnn_sdpa.attention.varlen import plans
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, offsets_of_keys
+from cudnn_sdpa.attention.varlen.reference import sequences
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, sdpa_varlen
 from cudnn_sdpa.attention.verify import PACKED, Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import is_deterministic
@@ -57,8 +55,8 @@ def describe_varlen(
         v=v,
         sinks=as_sinks(sinks),
         cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        rng=None,
+        cu_seqlens_kv=offsets_of_keys(cu_seqlens_q, cu_seqlens_kv),
+        rng=torch.empty(2, dtype=torch.int64, device="meta") if dropout_p else None,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_kv=max_seqlen_kv,
         is_causal=is_causal,
@@ -68,14 +66,14 @@ def describe_varlen(
         scale=scale,
         dropout_p=dropout_p,
         softcap=softcap,
-        shared_cu_seqlens=cu_seqlens_q is cu_seqlens_kv,
         with_lse=return_lse,
         out=out,
     )
     arguments.check_types(ForwardArguments(q, k, v, sinks=sinks, out=out, with_lse=return_lse))
     original = original._replace(deterministic=is_deterministic(deterministic))
     call = explain.as_cast(original)
-    sdpa_varlen_module.check(call)
+    VARLEN.check_options(call)
+    VARLEN.check(call._replace(rng=None, dropout_p=0.0))
     refused = UnsupportedError.of(autograd_checks.check, "sdpa_varlen", out, q=q, k=k, v=v, sinks=sinks)
     if refused is not None:
         return Description(graphs.sdpa_forward, partial(explain.refuse, refused), explain.device_of(q))
@@ -84,7 +82,7 @@ def describe_varlen(
     launched, scale_notes = with_positive_scale(call)
     memory.check_strides(*launched.as_dense().qkv)
     memory.check_memory(launched.q, launched.k, launched.v, out)
-    packed, layout = launch.packed(launched), launch.output_layout(call)
+    packed, layout = plans.spec_of(launched), plans.output_layout(call)
     is_empty = 0 in q.shape or 0 in k.shape
     notes = [*explain.notes_on_casts(original, call), *explain.notes_on_sinks(sinks), *scale_notes]
     notes += packed.extra_kernels(with_lse=original.with_lse)
@@ -102,11 +100,9 @@ def describe_varlen(
 
 def with_positive_scale(call: VarlenArguments) -> tuple[VarlenArguments, list[str]]:
     """The call that is launched, with a positive scale as cuDNN needs it, and notes on the extra kernels."""
-    if call.scale_value >= MIN_SCALE:
-        return call, []
-    sign = 0.0 if call.scale_value > -MIN_SCALE else -1.0
-    q = explain.without_data(call).q * sign
-    return call._replace(q=q), [f"q is multiplied by {sign:.0f} into a copy, as the scale is not positive"]
+    sign = plans.sign_of_scale(call)
+    notes = [] if sign is None else [f"q is multiplied by {sign:.0f} into a copy, as the scale is not positive"]
+    return plans.with_positive_scale(call), notes
 
 
 def _describe_backward(original: VarlenArguments, call: VarlenArguments, out: TensorLayout) -> Description:
@@ -118,7 +114,7 @@ def _describe_backward(original: VarlenArguments, call: VarlenArguments, out: Te
     except UnsupportedError as error:
         return Description(graphs.sdpa_backward, partial(explain.refuse, error), device)
     launched, scale_notes = with_positive_scale(part)
-    packed = launch.packed(launched)
+    packed = plans.spec_of(launched)
     as_launched = replace(packed, q=dense_like(packed.q))
     notes = [
         *([explain.note_on_parts(number)] if is_split else []),
@@ -163,14 +159,17 @@ def errors_varlen(call: VarlenArguments, *, differentiate: bool) -> dict[str, fl
     return compare(*(_of_sequences(results, call) for results in (actual, exact)))
 
 
+def run_varlen(call: VarlenArguments, deterministic: bool | None) -> Result:
+    """Runs a call whose arguments are not checked yet."""
+    return VARLEN(call._replace(deterministic=is_deterministic(deterministic)))
+
+
 def _exact_varlen(call: VarlenArguments, grad_out: Tensor | None) -> Results:
     """The results in float64, sequence by sequence: each is a dense call."""
     out = call.q.new_zeros(*call.q.shape[:2], call.v.shape[2])
     lse = out.new_full(out.shape[:2], -torch.inf)
     gradients = {name: torch.zeros_like(x) for name in PACKED if (x := getattr(call, name)) is not None}
-    ends = zip(pairwise(call.cu_seqlens_q.tolist()), pairwise(call.cu_seqlens_kv.tolist()), strict=True)
-    for rows, columns in ((slice(*ends_q), slice(*ends_kv)) for ends_q, ends_kv in ends):
-        one = call._replace(q=call.q[rows], k=call.k[columns], v=call.v[columns], out=None).as_dense()
+    for rows, columns, one in sequences(call):
         out_one, lse_one = reference.attention(one)
         out[rows], lse[rows] = out_one[0].transpose(0, 1), lse_one[0].transpose(0, 1)
         if grad_out is None:
@@ -185,7 +184,7 @@ def _exact_varlen(call: VarlenArguments, grad_out: Tensor | None) -> Results:
 
 def _of_sequences(results: Results, call: VarlenArguments) -> Results:
     """The results without the rows past the last sequence."""
-    rows_q, rows_kv = (slice(0, max(0, int(ends[-1]))) for ends in (call.cu_seqlens_q, call.cu_seqlens_kv))
+    rows_q, rows_kv = (slice(0, max(0, int(ends[-1]))) for ends in call.offsets)
     rows = {"q": rows_q, "k": rows_kv, "v": rows_kv}
     gradients = {name: x[rows[name]] if name in rows else x for name, x in results.gradients.items()}
     return Results(results.out[rows_q], None if results.lse is None else results.lse[rows_q], gradients)

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, memory
-from cudnn_sdpa.attention.arguments import ForwardArguments, Result, as_float, as_int, as_sinks, kind_of
+from cudnn_sdpa.attention import arguments, memory, value_checks
+from cudnn_sdpa.attention.arguments import ForwardArguments, as_float, as_int, as_sinks, kind_of
+from cudnn_sdpa.attention.cpu_checks import check_call, check_strides_of_dense
+from cudnn_sdpa.attention.dense import large_backward
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
-from cudnn_sdpa.attention.varlen import autograd, fast_path, torch_ops
+from cudnn_sdpa.attention.varlen import launch, plans, reference
 from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments
 from cudnn_sdpa.engine import autograd_checks
-from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
-from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, needs_gradient
-from cudnn_sdpa.engine.fallback import check_or_decline, or_else
-from cudnn_sdpa.engine.torch_ops import new_seed
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.engine.operation import Operation
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.target import Target, live_target
 
 
 @overload
@@ -162,88 +162,105 @@ def sdpa_varlen(
     if functional.scaled_dot_product_attention is not autograd_checks.PYTORCHS:
         autograd_checks.refuse_context_parallel("sdpa_varlen")
     left, right = arguments.window_bounds(window_size)
-    scale = None if scale is None else as_float(scale)
-    dropout_p = dropout_p if type(dropout_p) is float else as_float(dropout_p)
-    softcap = None if softcap is None else as_float(softcap)
-    call = VarlenArguments(
-        *(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, None, as_int(max_seqlen_q), as_int(max_seqlen_kv)),
-        *(is_causal, causal_alignment, left, right, scale, dropout_p, softcap),
-        *(cu_seqlens_q is cu_seqlens_kv, False, return_lse, out),
+    return VARLEN(
+        VarlenArguments(
+            q=q,
+            k=k,
+            v=v,
+            sinks=as_sinks(sinks),
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=varlen_arguments.offsets_of_keys(cu_seqlens_q, cu_seqlens_kv),
+            rng=None,
+            max_seqlen_q=as_int(max_seqlen_q),
+            max_seqlen_kv=as_int(max_seqlen_kv),
+            is_causal=is_causal,
+            causal_alignment=causal_alignment,
+            window_left=left,
+            window_right=right,
+            scale=None if scale is None else as_float(scale),
+            dropout_p=as_float(dropout_p),
+            softcap=None if softcap is None else as_float(softcap),
+            deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+            with_lse=return_lse,
+            out=out,
+        )
     )
-    return run(call, deterministic)
 
 
-def run(call: VarlenArguments, deterministic: bool | None) -> Result:
-    """Runs a call whose arguments have not been checked yet, by the shortest way that is right for it."""
-    if call.sinks is not None and (sinks := as_sinks(call.sinks)) is not call.sinks:
-        call = call._replace(sinks=sinks)
-    if not is_compiling():
-        known = fast_path.find(call, deterministic)
-        if known is not None:
-            return known(call)
-    given = ForwardArguments(call.q, call.k, call.v, sinks=call.sinks, out=call.out, with_lse=call.with_lse)
-    arguments.check_types(given)
-    q = call.q
-    call = call._replace(q=cast_tensor(q, q), k=cast_tensor(call.k, q), v=cast_tensor(call.v, q))
-    call = call._replace(deterministic=is_deterministic(deterministic))
-    if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
-        call = autograd_checks.resolved(call)
-        varlen_arguments.check_options(call)
-    autograd_checks.check("sdpa_varlen", call.out, q=call.q, k=call.k, v=call.v, sinks=call.sinks)
-    if call.dropout_p:
-        call = call._replace(rng=new_seed(q))
-    return or_else(lambda: _run(call), lambda: _run_on_pytorch(call), lambda: kind_of(call))
+def _is_cacheable(call: VarlenArguments) -> bool:
+    is_plain = call.out is None and type(call.dropout_p) is float and call.dropout_p == 0.0
+    return is_plain and not value_checks.enabled
 
 
-def check(call: VarlenArguments) -> None:
-    """All checks of tensors and options that need no look at addresses and values."""
-    varlen_arguments.check_options(call)
-    varlen_arguments.check(call._replace(dropout_p=0.0))
+def _check_types(call: VarlenArguments) -> None:
+    arguments.check_types(
+        ForwardArguments(call.q, call.k, call.v, sinks=call.sinks, out=call.out, with_lse=call.with_lse)
+    )
 
 
-def _run(call: VarlenArguments) -> Result:
-    """Runs a call through autograd or PyTorch's dispatcher."""
-    if not is_compiling():
-        beyond = ReferenceVarlenArguments._make(call)
-        check_or_decline("sdpa_varlen", lambda: check(call), lambda: check(beyond))
-    tensors = (*call[:6], call.out)
-    if needs_gradient(*tensors):
-        if is_compiling():
-            return _differentiable(call)
-        try:
-            return _differentiable(call)
-        except RuntimeError:
-            autograd_checks.refuse_inference_tensors(call)
-            raise
-    if not is_compiling() and call.q.is_cuda and can_bypass_dispatcher(*tensors):
-        return torch_ops.forward_cuda(call)
-    operator, inputs = torch.ops.cudnn_sdpa, call[:18]
-    if call.out is not None:
-        lse = operator.varlen_forward_out(*inputs, call.out)
-        return (call.out, lse) if call.with_lse else call.out
-    if call.with_lse:
-        result: Result = operator.varlen_forward_lse(*inputs)
-        return result
-    out: Tensor = operator.varlen_forward(*inputs)
-    return out
+def _check_values(call: VarlenArguments) -> None:
+    longest = call.max_seqlen_q, call.max_seqlen_kv
+    rows = zip(("cu_seqlens_q", "cu_seqlens_kv"), call.offsets, (call.q, call.k), longest, strict=True)
+    for name, offsets, tensor, max_seqlen in rows:
+        value_checks.check_offsets(name, offsets, tensor.shape[0], max_seqlen)
 
 
-def _run_on_pytorch(call: VarlenArguments) -> Result:
-    """Runs a checked call on the reference."""
-    if call.out is not None:
-        memory.check_memory(call.q, call.k, call.v, call.out)
-    inputs = (*call[:4], ReferenceVarlenArguments._make(call)._replace(out=None, with_lse=True))
-    out, lse = autograd.ReferenceVarlen.apply(*inputs)  # type: ignore[no-untyped-call]
-    out = out if call.out is None else call.out.copy_(out)
-    return (out, lse) if call.with_lse else out
+def _check_strides(call: VarlenArguments) -> None:
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in call.qkv)
+    memory.check_strides(q, k, v)
 
 
-def _differentiable(call: VarlenArguments) -> Result:
-    if not is_compiling():
-        torch_ops.check_gradient(call)
-    if is_compiling() or not can_bypass_dispatcher(*call[:6]):
-        out, lse = torch.ops.cudnn_sdpa.varlen_forward_lse(*call[:18])
-        lse = lse.detach() if is_compiling() else lse
+def _check_strides_for_gpu(call: VarlenArguments) -> None:
+    check_strides_of_dense(call.as_dense())
+
+
+def _check_keys(call: VarlenArguments, target: Target) -> None:
+    for key in plans.keys(call, target, None):
+        known_issues.check(key)
+
+
+def _check_gradient_keys(call: VarlenArguments, target: Target) -> None:
+    if call.is_empty:
+        return
+    if large_backward.is_too_large(*call.qkv):
+        large_backward.check(call.as_dense(), mask_gradient=False)
+    layout = plans.output_layout(call)
+    spec = plans.spec_of(plans.dense_queries(call))  # others are copied
+    known_issues.check(spec.backward_key(layout, layout, call.deterministic, target, None))
+
+
+def _check_gradient(call: VarlenArguments) -> None:
+    if call.q.is_cuda:
+        plans.check_gradient(call, live_target(call.q.get_device()))
     else:
-        out, lse = autograd.VarlenAttention.apply(*call[:4], call._replace(with_lse=True))  # type: ignore[no-untyped-call]
-    return (out, lse) if call.with_lse else out
+        check_call(call, _check_strides_for_gpu, _check_gradient_keys)
+
+
+VARLEN = Operation(
+    name="varlen",
+    function="sdpa_varlen",
+    call=VarlenArguments,
+    reference_call=ReferenceVarlenArguments,
+    differentiable=("q", "k", "v", "sinks"),
+    autocast=("q", "k", "v"),
+    is_cacheable=_is_cacheable,
+    kind=kind_of,
+    check_types=_check_types,
+    check_options=varlen_arguments.check_options,
+    check=varlen_arguments.check,
+    check_values=_check_values,
+    check_strides=_check_strides,
+    check_memory=lambda call: memory.check_memory(call.q, call.k, call.v, call.out),
+    checks_values=lambda: value_checks.enabled,
+    check_for_gpu=lambda call: check_call(call, _check_strides_for_gpu, _check_keys),
+    check_gradient=_check_gradient,
+    results=plans.results,
+    reference=reference.attention,
+    reference_gradients=reference.gradients,
+    prepare=launch.prepare,
+    readable=launch.readable,
+    prepare_gradients=launch.prepare_gradients,
+    keys=plans.keys,
+    gradient_keys=plans.gradient_keys,
+    flops=reference.flops,
+)

@@ -8,7 +8,7 @@ import torch
 from cudnn_sdpa.attention.dense.explain import describe_sdpa
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.decode_plans import DecodeSpec
-from cudnn_sdpa.attention.varlen import launch
+from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.graph.determinism import is_repeatable
 from cudnn_sdpa.graph.target import Target, load_properties
@@ -82,7 +82,7 @@ def test_several_queries(gpu, queries, keys):
     lengths = torch.empty(2, dtype=torch.int32, device="meta")
     of_rows = VarlenArguments(q[0].transpose(0, 1), *(kv[0].transpose(0, 1),) * 2, None, lengths, lengths, None, 64, 64)
     of_rows = of_rows._replace(max_seqlen_q=queries, max_seqlen_kv=keys, deterministic=True)
-    packed = launch.packed(of_rows).forward_key(launch.output_layout(of_rows), False, target, None)
+    packed = plans.forward_key(of_rows, target, None)
     for key in (describe_sdpa(q, kv, kv, deterministic=True).key(target, None), packed):
         made = plan_offline(key, properties)
         assert is_repeatable(made.engine, made.knobs, single_query=False)

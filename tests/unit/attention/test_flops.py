@@ -92,10 +92,10 @@ def test_packed_training_flops_follow_the_lengths():
     forward = sum(sdpa_flop_count(*[(1, 2, n, 16)] * 3) for n in (3, 7))
     found = counted(lambda: sdpa_varlen(q, k, v, ends, ends, 7, 7).sum().backward())
     assert found == 3.5 * forward
-    options = (None, ends, ends, None, 7, 7, False, "top_left", -1, -1, None, 0.0, None, True, False)
+    options = (None, ends, None, None, 7, 7, False, "top_left", -1, -1, None, 0.0, None, False)
     out, lse = torch.ops.cudnn_sdpa.varlen_forward_lse(q, k, v, *options)
     with torch.no_grad():
-        found = counted(torch.ops.cudnn_sdpa.varlen_backward, out, out, lse, q, k, v, *options, False)
+        found = counted(torch.ops.cudnn_sdpa.varlen_backward, out, out, lse, q, k, v, *options, [True] * 3 + [False])
     assert found == 2.5 * forward
 
 

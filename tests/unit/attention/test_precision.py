@@ -138,7 +138,7 @@ def test_gradients_of_a_chunk_by_the_operators():
         ends = torch.tensor([0, 1], dtype=torch.int32)
         operator = torch.ops.cudnn_sdpa.varlen_backward
         rows[2] = rows[2].squeeze(-1)
-        found = operator(*rows, None, ends, ends, None, 1, 1, *options, False, False, False)
+        found = operator(*rows, None, ends, None, None, 1, 1, *options, False, [True, True, True, False])
         return [x.transpose(0, 1).unsqueeze(0) for x in found]
 
     for run in (dense, packed):

@@ -22,9 +22,8 @@ from cudnn_sdpa import (
 )
 from cudnn_sdpa.attention.dense import autograd as dense_autograd
 from cudnn_sdpa.attention.dense import sdpa as dense_sdpa
-from cudnn_sdpa.attention.varlen import autograd as varlen_autograd
-from cudnn_sdpa.attention.varlen import sdpa_varlen as sdpa_varlen_module
 from cudnn_sdpa.engine import fallback as module
+from cudnn_sdpa.engine import operation
 
 OFFSETS = torch.tensor([0, 3, 10], dtype=torch.int32)
 LENGTHS = torch.tensor([3, 5], dtype=torch.int32)
@@ -39,11 +38,11 @@ def nothing_said():
 def declined(monkeypatch):
     """cuDNN declines everything."""
 
-    def decline(_):
+    def decline(*_):
         raise UnsupportedError("sdpa", ["no kernel"])
 
     monkeypatch.setattr(dense_sdpa, "_run", decline)
-    monkeypatch.setattr(sdpa_varlen_module, "_run", decline)
+    monkeypatch.setattr(operation.Operation, "_run", decline)
 
 
 @pytest.fixture
@@ -328,8 +327,8 @@ def test_the_memory_of_logged_calls_is_bounded(monkeypatch, caplog):
 def test_packed_sequences_have_their_own_reference(monkeypatch, request):
     request.getfixturevalue("declined")
     seen = []
-    apply = varlen_autograd.ReferenceVarlen.apply
-    monkeypatch.setattr(varlen_autograd.ReferenceVarlen, "apply", lambda *args: seen.append(args) or apply(*args))
+    apply = operation._ByReference.apply
+    monkeypatch.setattr(operation._ByReference, "apply", lambda *args: seen.append(args) or apply(*args))
     q = torch.randn(10, 2, 16)
     with fallback("torch"):
         sdpa_varlen(q, q, q, OFFSETS, OFFSETS, 7, 7)

@@ -5,7 +5,6 @@ The plans are fakes that check the addresses of their launches.
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -17,12 +16,7 @@ from cudnn_sdpa.attention.dense import launch as dense_launch
 from cudnn_sdpa.attention.paged import launch as paged_launch
 from cudnn_sdpa.attention.paged import sdpa_paged as sdpa_paged_module
 from cudnn_sdpa.attention.paged.launch import PagedCall
-from cudnn_sdpa.attention.varlen import fast_path
-from cudnn_sdpa.attention.varlen import launch as varlen_launch
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.attention.varlen.launch import VarlenBackwardArguments
 from cudnn_sdpa.engine.dispatch_state import tensor_guard
-from cudnn_sdpa.graph.layouts import ALIGNMENT
 
 
 def freed(x):
@@ -139,67 +133,6 @@ def test_a_launch_has_no_null_pointer(which):
     assert plan.addresses == [[x.data_ptr() for x in tensors.values()]]
     with pytest.raises(LayoutError, match=f"{which}: got a tensor without memory"):
         call.launch({**tensors, which: freed(tensors[which])})
-
-
-def packed(**others):
-    ends = torch.tensor([0, 3, 5], dtype=torch.int32)
-    rows = {name: torch.randn(5, 2, 16) for name in "qkv"}
-    given = {**rows, "sinks": None, "cu_seqlens_q": ends, "cu_seqlens_kv": ends.clone(), "rng": None}
-    given |= {"max_seqlen_q": 3, "max_seqlen_kv": 3} | others
-    return VarlenArguments(**given)
-
-
-def bound(plan, *names):
-    """A call over packed sequences bound to a plan of these operands."""
-    call = object.__new__(varlen_launch.VarlenCall)
-    call.plan, call.packed = plan, SimpleNamespace(softcap=False)
-    call._elsewhere, call._template, call._of_packing = False, [1] * len(names), []
-    call._of_tensors, call._of_outputs = [names.index(name) for name in "qkv"], [names.index("out")]
-    call._pack = lambda *_: torch.zeros(1)
-    return call
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_sinks_of_packed_calls_lie_at_aligned_addresses(seed):
-    rng = random.Random(seed)
-    sinks = torch.randn(8)[rng.randrange(6) :][:2]
-    names = ("q", "k", "v", "sink", "out")
-    plan = Launched(*names)
-    seen = []
-    plan.launch = lambda places: seen.append(places[3] % ALIGNMENT)
-    call, out = packed(sinks=sinks), torch.empty(5, 2, 16)
-    bound(plan, *names).launch(call, call[:3], [out])
-    assert seen == [0]
-
-
-@pytest.mark.parametrize("which", ["sinks", "cu_seqlens_q", "cu_seqlens_kv"])
-def test_packed_calls_refuse_freed_tensors(which):
-    names = ("q", "k", "v", "sink", "out")
-    plan = Launched(*names)
-    right = packed(sinks=torch.randn(2))
-    out = torch.empty(5, 2, 16)
-    bound(plan, *names).launch(right, right[:3], [out])
-    wrong = right._replace(**{which: freed(getattr(right, which))})
-    with pytest.raises(LayoutError, match=f"{which}: got a tensor without memory"):
-        bound(plan, *names).launch(wrong, wrong[:3], [out])
-    assert len(plan.addresses) == 1
-
-
-@pytest.mark.parametrize("number", range(6))
-def test_the_packed_backward_fast_path_refuses_freed_tensors(number):
-    call = packed()
-    out, grad_out, lse = torch.randn(5, 2, 16), torch.randn(5, 2, 16), torch.randn(5, 2)
-    tensors = [*call[:3], out, lse, grad_out]
-    gradients = fast_path.Gradients()
-    prepared = object.__new__(varlen_launch.VarlenCall)
-    gradients._cached = fast_path.CachedTraining(tensor_guard(*tensors), call.deterministic, lambda: prepared)
-
-    def find(q, k, v, out, lse, grad_out):
-        return gradients.find(VarlenBackwardArguments(grad_out, out, lse, call._replace(q=q, k=k, v=v), False))
-
-    assert find(*tensors) is prepared
-    tensors[number] = freed(tensors[number])
-    assert find(*tensors) is None
 
 
 @pytest.mark.parametrize("which", ["q", "k_pages", "v_pages", "page_table", "seq_lens_kv"])

@@ -128,6 +128,16 @@ def test_the_last_call_is_found_by_two_tensors():
     assert fast_path.find_last(*tensors(), OPTIONS) is call
 
 
+def test_determinism_is_another_call(fast_path, deterministic_algorithms):
+    exactly = stand_in(deterministic=True)
+    for known in (None, exactly):
+        for _ in range(2):
+            with deterministic_algorithms():
+                assert fast_path.find(tensors(), OPTIONS) is known
+            assert fast_path.find(tensors(), OPTIONS) not in (None, exactly)
+        fast_path._calls.add(_signature(tensors(), OPTIONS, deterministic=True), exactly)
+
+
 class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
@@ -206,6 +216,25 @@ def test_one_tensor_as_two_operands_is_found_but_is_not_the_last_call():
     for _ in range(2):
         assert fast_path.find([x, other], OPTIONS) is call
         assert fast_path.find([x, x], OPTIONS) is call
+
+
+def test_a_call_of_an_evicted_plan_is_not_the_last_call():
+    fast_path, call = known((tensors(), OPTIONS))
+    call.plan.held = False
+    fast_path.find(tensors(), OPTIONS)
+    assert fast_path._calls.last is None
+    fast_path._calls._drop(call.plan)
+    assert fast_path.find(tensors(), OPTIONS) is None
+
+
+def test_different_calls_are_distinguished():
+    wide = [torch.randn(4, 16), torch.randn(16)]
+    fast_path, call = known((tensors(), OPTIONS))
+    other = stand_in()
+    fast_path._calls.add(_signature(wide, OPTIONS, deterministic=False), other)
+    for _ in range(3):
+        assert fast_path.find(tensors(), OPTIONS) is call
+        assert fast_path.find(wide, OPTIONS) is other
 
 
 def test_cpu_tensors_and_subclasses_are_not_added():

@@ -11,7 +11,7 @@ from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.attention.varlen.launch import output_layout, packed
+from cudnn_sdpa.attention.varlen.plans import output_layout, spec_of
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target
@@ -41,7 +41,7 @@ def varlen(*, grouped=True):
     q = torch.empty(50, 4, 64, dtype=torch.bfloat16, device="meta")
     kv = q[:, : 2 if grouped else 4]
     ends = torch.empty(4, dtype=torch.int32, device="meta")
-    return VarlenArguments(q, kv, kv, None, ends, ends, None, 30, 30, shared_cu_seqlens=True)
+    return VarlenArguments(q, kv, kv, None, ends, None, None, 30, 30)
 
 
 def without(key, *names):
@@ -107,7 +107,7 @@ def test_no_plan_has_a_mask_over_one_key(shape):
 
 def test_packed_plans_avoid_known_bugs():
     of = varlen()
-    problem, layout = packed(of), output_layout(of)
+    problem, layout = spec_of(of), output_layout(of)
     for key in (
         problem.forward_key(layout, True, target(), None),
         problem.backward_key(layout, layout, False, target(), None),

@@ -8,7 +8,8 @@ import torch
 from test_varlen import assert_right, expected, offsets, tensors
 
 from cudnn_sdpa import ArgumentError, LayoutError, plan_cache, sdpa_varlen
-from cudnn_sdpa.attention.varlen import launch, torch_ops
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
+from cudnn_sdpa.engine.operation import Operation
 
 LENGTHS = (100, 77, 153)
 LONGEST, TOKENS = max(LENGTHS), sum(LENGTHS)
@@ -34,8 +35,8 @@ def general(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(torch_ops, "forward_cuda", counted("forward", torch_ops.forward_cuda))
-    monkeypatch.setattr(torch_ops, "backward_cuda", counted("backward", torch_ops.backward_cuda))
+    monkeypatch.setattr(Operation, "on_gpu", counted("forward", Operation.on_gpu))
+    monkeypatch.setattr(VARLEN, "readable", counted("backward", VARLEN.readable))
     plan_cache.clear()
     return taken
 
@@ -169,7 +170,7 @@ def test_the_plan_of_a_cached_call_can_be_evicted():
     for _ in range(3):
         expected_out, *_ = differentiate(inputs, where)
         plan_cache.clear()
-        assert launch.calls.last is None
+        assert VARLEN.table.last is None
         found, *_ = differentiate(inputs, where)
         assert torch.equal(found, expected_out)
 
@@ -207,8 +208,8 @@ def test_the_fast_path_matches_the_operators():
         out = sdpa_varlen(*inputs, where, where, LONGEST, LONGEST, is_causal=True, sinks=sinks, deterministic=True)
         grad_out = torch.ones_like(out)
         short = torch.autograd.grad(out, [*inputs, sinks], grad_out)
-        options = (LONGEST, LONGEST, True, "bottom_right", -1, -1, None, 0.0, None, True, True)
-        operator = torch.ops.cudnn_sdpa.varlen_forward_lse(*inputs, sinks, where, where, None, *options)[0]
+        options = (LONGEST, LONGEST, True, "bottom_right", -1, -1, None, 0.0, None, True)
+        operator = torch.ops.cudnn_sdpa.varlen_forward_lse(*inputs, sinks, where, None, None, *options)[0]
         assert torch.equal(out, operator)
         for one, other in zip(short, torch.autograd.grad(operator, [*inputs, sinks], grad_out), strict=True):
             assert torch.equal(one, other)

@@ -19,10 +19,11 @@ from cudnn_sdpa.attention.dense import torch_ops as dense_torch_ops
 from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
 from cudnn_sdpa.attention.memory import new_output
 from cudnn_sdpa.attention.varlen import launch
-from cudnn_sdpa.attention.varlen import torch_ops as varlen_torch_ops
+from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.attention.varlen.launch import VarlenBackwardArguments
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.engine.explain import describer_of
+from cudnn_sdpa.engine.operation import GradientCall
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.planning.support import target_of
 from cudnn_sdpa.plans.cache import PlanCache
@@ -184,13 +185,14 @@ def test_both_explained_keys_are_those_of_the_packed_call(key_of, name, shared_c
     described = describe(sdpa_varlen, *tensors, *ends, **options)
     rng = T(2, dtype=torch.int64) if "dropout_p" in options else None
     call = VarlenArguments(
-        *tensors, options.get("sinks"), *ends[:2], rng, *ends[2:], shared_cu_seqlens=shared_cu_seqlens
+        *tensors, options.get("sinks"), offsets, None if shared_cu_seqlens else ends[1], rng, *ends[2:]
     )
     call = call._replace(**options, with_lse=True)
-    assert key(described) == key_of(varlen_torch_ops.forward_cuda, call)
-    out, lse = launch.new_output(call), T(*call.q.shape[:2], dtype=torch.float32)
-    of = VarlenBackwardArguments(out, out, lse, call, call.sinks is not None)
-    assert key(described.backward) == key_of(varlen_torch_ops.backward_cuda, of)
+    assert key(described) == key_of(VARLEN.on_gpu, call)
+    (shape, stride, _), _ = varlen_plans.results(call)
+    out, lse = T(*shape, stride=stride), T(*call.q.shape[:2], dtype=torch.float32)
+    backward = GradientCall(out, out, lse, call, (True, True, True, call.sinks is not None))
+    assert key(described.backward) == key_of(VARLEN._gradients_on_gpu, backward)
     known_issues.check(key(described.backward))
 
 

@@ -10,9 +10,10 @@ from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense import large_backward
 from cudnn_sdpa.attention.dense import torch_ops as dense_torch_ops
 from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
-from cudnn_sdpa.attention.varlen import torch_ops as varlen_torch_ops
+from cudnn_sdpa.attention.varlen import launch as varlen_launch
+from cudnn_sdpa.attention.varlen import reference as varlen_reference
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.attention.varlen.launch import VarlenBackwardArguments
+from cudnn_sdpa.engine.operation import GradientCall
 from cudnn_sdpa.graph.layouts import TensorLayout
 
 # B, Hq, Hkv, Sq, Skv, D, Dv
@@ -85,23 +86,23 @@ def test_only_needed_gradients_are_returned(monkeypatch):
     torch.testing.assert_close(found, whole[0])
 
 
-def test_merged_packed_parts_match_the_whole(monkeypatch):
+def test_merged_parts_of_packed_calls_equal_the_whole(monkeypatch):
     ends = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
     q, grad_out = (torch.randn(12, 6, 8, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(12, 1, 8, dtype=torch.float64) for _ in range(2))
-    call = VarlenArguments(q, k, v, torch.randn(6), ends, ends, None, 7, 7, is_causal=True, scale=-0.2, with_lse=True)
-    out, lse = varlen_torch_ops.forward_cpu(call)
-    of = VarlenBackwardArguments(grad_out, out, lse, call, True)
-    whole = varlen_torch_ops.backward_cpu(of)
+    call = VarlenArguments(q, k, v, torch.randn(6), ends, None, None, 7, 7, is_causal=True, scale=-0.2, with_lse=True)
+    out, lse = varlen_reference.attention(call)
+    backward = GradientCall(grad_out, out, lse, call, (True, True, True, True))
+    whole = varlen_reference.gradients(backward)
     monkeypatch.setattr(large_backward, "MAX_OFFSET", 300)
     sizes = []
 
     def run(part):
         sizes.append(part.call.q.numel())
-        return varlen_torch_ops.backward_cpu(part)
+        return varlen_reference.gradients(part)
 
-    monkeypatch.setattr(varlen_torch_ops, "backward_cuda", run)
-    found = varlen_torch_ops._in_pieces(of)
+    monkeypatch.setattr(varlen_launch, "gradients", run)
+    found = varlen_launch.prepare_gradients(backward).run(backward)
     assert len(sizes) == 2
     assert max(sizes) <= 300
     for a, b in zip(found, whole, strict=True):

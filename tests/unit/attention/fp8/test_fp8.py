@@ -243,7 +243,7 @@ def test_gradients_match_float64_up_to_fp8_rounding(grad_dtype, options):
         error = (gradient.double() / scale - exact).norm() / exact.norm()
         assert error < 2.5 * ROUNDING[grad_dtype], name
         amax = getattr(found, f"amax_d{name}").double()
-        torch.testing.assert_close(amax, exact.abs().amax().view(1), rtol=2 * ROUNDING[grad_dtype], atol=1e-3)
+        torch.testing.assert_close(amax, exact.abs().amax().view(1), rtol=2.5 * ROUNDING[grad_dtype], atol=1e-3)
 
 
 def test_amax_dp_is_the_amax_of_the_scaled_score_gradients():

@@ -1,0 +1,72 @@
+"""Attention over packed sequences in plain PyTorch, one sequence after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import reference
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.dense.torch_ops import flops_of_backward, flops_of_forward
+from cudnn_sdpa.attention.varlen import plans
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.engine.memory import like_in_memory
+from cudnn_sdpa.engine.operation import GradientCall
+
+
+def sequences(call: VarlenArguments) -> Iterator[tuple[slice, slice, ForwardArguments]]:
+    """The rows of queries and of keys of each sequence, and the dense call that it is."""
+    ends_q, ends_kv = (pairwise(offsets.tolist()) for offsets in call.offsets)
+    for number, (of_q, of_kv) in enumerate(zip(ends_q, ends_kv, strict=False)):
+        rows, columns = slice(*of_q), slice(*of_kv)
+        one = call._replace(q=call.q[rows], k=call.k[columns], v=call.v[columns], out=None).as_dense()
+        yield rows, columns, one._replace(rng=None if call.rng is None else call.rng + number)
+
+
+def attention(call: VarlenArguments) -> tuple[Tensor, Tensor]:
+    """The output and the LSE."""
+    (shape, stride, dtype), (rows_lse, _, _) = plans.results(call._replace(out=None))
+    out = torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device).zero_()
+    lse = torch.full(rows_lse, -torch.inf, dtype=torch.float32, device=call.q.device)
+    if call.sinks is not None:
+        lse = torch.maximum(lse, call.sinks)
+    for rows, _, one in sequences(call):
+        out_one, lse_one = reference.attention(one)
+        out[rows] = out_one[0].transpose(0, 1).to(out.dtype)
+        lse[rows] = lse_one[0].transpose(0, 1).float()
+    return out, lse
+
+
+def gradients(of: GradientCall) -> list[Tensor]:
+    """The needed gradients of q, k, v and the sinks."""
+    call: VarlenArguments = of.call
+    found = [like_in_memory(tensor).zero_() for tensor in call.qkv]
+    grad_sinks = torch.zeros(call.q.shape[1], dtype=torch.float64, device=call.q.device)
+    for rows, columns, one in sequences(call):
+        grad_out, out, lse = (x[rows].transpose(0, 1).unsqueeze(0) for x in (of.grad_out, of.out, of.lse))
+        *parts, _, sinks_one = reference.gradients(grad_out, out, one, lse)
+        for whole, part, where in zip(found, parts, (rows, columns, columns), strict=True):
+            whole[where] = part[0].transpose(0, 1).to(whole.dtype)
+        grad_sinks += 0 if sinks_one is None else sinks_one
+    return [x for x, need in zip((*found, grad_sinks.float()), of.needs, strict=True) if need]
+
+
+def flops(call: VarlenArguments) -> tuple[int, int]:
+    """Floating-point operations of both passes, by lengths where these can be read, which waits for the GPU."""
+    rows, columns = map(_lengths, call.offsets, (call.max_seqlen_q, call.max_seqlen_kv))
+    scores = call.q.shape[1] * sum(a * b for a, b in zip(rows, columns, strict=True))
+    dims = call.q.shape[2], call.v.shape[2]
+    return flops_of_forward(scores, *dims), flops_of_backward(scores, *dims)
+
+
+def _lengths(offsets: Tensor, max_seqlen: int) -> list[int]:
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if offsets.is_meta or isinstance(offsets, (FakeTensor, FunctionalTensor)):
+        return [max_seqlen] * (offsets.shape[0] - 1)
+    lengths: list[int] = offsets.diff().tolist()
+    return lengths

@@ -1,0 +1,56 @@
+"""Checks of addresses, which no key contains, and new tensors for gradients."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.errors import LayoutError
+from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like
+
+#: Bits that no aligned address has.
+MISALIGNED = ALIGNMENT - 1
+
+
+def check_address(name: str, tensor: Tensor) -> None:
+    """Refuses a tensor without memory, or at an address that kernels cannot read."""
+    address = tensor.data_ptr()
+    if address == 0:
+        check_present(name, tensor)
+    elif address % ALIGNMENT != 0:
+        refuse_address(name, address % ALIGNMENT)
+
+
+def check_present(name: str, tensor: Tensor) -> None:
+    """Refuses a plain tensor without memory for its elements."""
+    has_own = tensor.is_cuda or tensor.is_cpu
+    if has_own and type(tensor).__torch_dispatch__ is _PLAIN and tensor.data_ptr() == 0 and tensor.numel() != 0:
+        raise LayoutError(
+            name,
+            "a tensor without memory",
+            "one with allocated storage",
+            "Its storage was freed (resize_(0), as sharding frees weights), or it is a ZeroTensor.",
+        )
+
+
+_PLAIN = Tensor.__torch_dispatch__  #: of classes whose instances are plain memory
+
+
+def refuse_address(name: str, remainder: int, hint: str = "") -> NoReturn:
+    """Raises the error for a tensor whose address is `remainder` bytes past an aligned one."""
+    raise LayoutError(
+        name,
+        f"an address {remainder} bytes past a multiple of {ALIGNMENT}",
+        f"storage aligned to {ALIGNMENT} bytes",
+        hint or f"Use {name}.clone().",
+    )
+
+
+def like_in_memory(tensor: Tensor) -> Tensor:
+    """A new dense tensor for the gradient of `tensor`, in its memory order."""
+    if tensor.dim() < 3 or tensor.stride(-1) == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    stride = dense_stride_like(tensor.shape, tensor.shape, tensor.stride())
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)

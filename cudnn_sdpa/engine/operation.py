@@ -1,0 +1,624 @@
+"""An operation, described once: what is done with a call of it follows from the description.
+
+A call is a NamedTuple: the tensors first, then the options, and last what is wanted of it (`with_lse`, `out`). From the
+description of an operation follow PyTorch's operators with their schemas, the autograd rule, the fast path, the checks
+and their order, the fallback, and the operator's part in `explain`, `record_plans` and `torch.compile`.
+
+The order of things, for all operations:
+
+1. A call like the last one, or one whose signature is known, is launched at once, if nothing must intercept it.
+2. Otherwise types are checked, autocast casts, negative bits are resolved, options and differentiation are checked, and
+   random numbers are drawn.
+3. Tensors are checked. If a gradient may be asked for, what is known against it raises now.
+4. The call runs through autograd, through PyTorch's dispatcher if something intercepts operators, or at once: on the
+   GPU its plan is found by its signature, or prepared; on the CPU the reference runs; elsewhere there are only layouts.
+"""
+
+from __future__ import annotations
+
+import functools
+import typing
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+from cudnn_sdpa.engine import autograd_checks, fallback
+from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
+from cudnn_sdpa.engine.dispatch_state import (
+    Guard,
+    can_bypass_dispatcher,
+    is_profiling,
+    needs_gradient,
+    needs_operator,
+    tensor_guard,
+)
+from cudnn_sdpa.engine.fast_path import CallTable, describe
+from cudnn_sdpa.engine.launch import Layout
+from cudnn_sdpa.engine.memory import MISALIGNED, like_in_memory
+from cudnn_sdpa.engine.torch_ops import define, library, new_seed
+from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.plans.plan import Plan
+
+CallT = TypeVar("CallT", bound=Any)  #: the NamedTuple of an operation's calls
+Result = Tensor | tuple[Tensor, Tensor]  #: the output, and the LSE if it is wanted
+
+#: The last fields of every call: what is wanted of it. They are no arguments of operators.
+WANTED = ("with_lse", "out")
+
+#: Maximum number of kinds of calls remembered as differentiable.
+MAX_REMEMBERED = 8192
+
+_SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "SymInt",
+    bool: "bool",
+    str: "str",
+    float: "float",
+    float | None: "float?",
+}
+
+
+class GradientCall(NamedTuple):
+    """A backward call.
+
+    Attributes:
+        grad_out: The gradient of the output.
+        out: The output.
+        lse: The LSE.
+        call: The forward call, with the tensors as they were saved.
+        needs: Which of the operation's differentiable inputs need a gradient.
+    """
+
+    grad_out: Tensor
+    out: Tensor
+    lse: Tensor
+    call: Any
+    needs: tuple[bool, ...]
+
+
+class Prepared(NamedTuple):
+    """A call bound to its plan.
+
+    Attributes:
+        run: Runs a call with the same signature: gives its result, or for a backward call the needed gradients.
+        plan: The plan; None if none is needed, as for empty tensors.
+    """
+
+    run: Callable[[Any], Any]
+    plan: Plan | None
+
+
+class _Entry:
+    """A prepared call in a `CallTable`.
+
+    Attributes:
+        run: See `Prepared`.
+        plan: Its plan.
+        gradient: What recognizes the last backward call of this call, see `_CachedGradient`.
+        last: Reset by the table; see `CallTable`.
+    """
+
+    __slots__ = ("__weakref__", "gradient", "last", "plan", "run")
+
+    def __init__(self, run: Callable[[Any], Any], plan: Plan) -> None:
+        self.run = run
+        self.plan = plan
+        self.gradient: _CachedGradient | None = None
+        self.last: None = None
+
+
+class _CachedCall(NamedTuple):
+    """The last call, and what recognizes another like it.
+
+    Attributes:
+        options: Its options.
+        types: The types of all its fields: they say which tensors are given, and distinguish 1, 1.0 and True.
+        trains: Whether it is differentiated.
+        is_like: Guard for its tensors.
+        run: Runs such a call.
+    """
+
+    options: tuple[Any, ...]
+    types: tuple[type, ...]
+    trains: bool
+    is_like: Guard
+    run: Callable[[Any], Result]
+
+
+class _CachedGradient(NamedTuple):
+    """The last backward call of a call, and what recognizes another like it.
+
+    Attributes:
+        is_like: Guard for its tensors: hooks on saved tensors may change layouts.
+        needs: Which gradients were needed.
+        entry: The prepared call; a weak reference, as autograd's graph must keep no plan.
+    """
+
+    is_like: Guard
+    needs: tuple[bool, ...]
+    entry: weakref.ref[_Entry]
+
+
+@dataclass(eq=False)
+class Operation(Generic[CallT]):
+    """One operation, described once.
+
+    Attributes:
+        name: Its operators are `cudnn_sdpa::NAME_forward`, `NAME_forward_lse`, `NAME_forward_out`, `NAME_backward`.
+        function: Name of the public function, for messages.
+        call: The NamedTuple of a call.
+        reference_call: The same for calls that only the reference runs, without cuDNN's limits.
+        differentiable: The inputs that can have gradients; they are the first fields.
+        autocast: The inputs that autocast casts.
+        is_cacheable: Whether calls like this one may be recognized: no random numbers, no checks of values, no `out`.
+        kind: What the fallback logs once for each reason.
+        check_types: Checks what the operators' schemas would refuse as well, but without naming the argument.
+        check_options: Checks of options.
+        check: Checks of tensors and options that read no address and no value, so fake tensors pass.
+        check_values: Checks of values, such as lengths.
+        check_strides: Checks that kernels can read the strides.
+        check_memory: Checks of addresses.
+        checks_values: Whether values are checked on the GPU, too, which waits for it.
+        check_for_gpu: Refuses a call on the CPU that a GPU would refuse.
+        check_gradient: Refuses a call whose gradients are known to be unsupported.
+        results: Layouts of the output and the LSE.
+        is_empty: Whether there is nothing to compute, hence no plan.
+        reference: Both results in plain PyTorch.
+        reference_gradients: The needed gradients in plain PyTorch.
+        prepare: Binds a forward call to its plan.
+        readable: A backward call as kernels can read it: copies what they cannot.
+        prepare_gradients: Binds a backward call that kernels can read to its plan.
+        keys: The keys of the plans of a forward call, on a target.
+        gradient_keys: The same of a backward call.
+        flops: Floating-point operations of a forward call, and of its backward call.
+    """
+
+    name: str
+    function: str
+    call: type[CallT]
+    reference_call: type[CallT]
+    differentiable: tuple[str, ...]
+    autocast: tuple[str, ...]
+    is_cacheable: Callable[[CallT], bool]
+    kind: Callable[[CallT], Hashable]
+    check_types: Callable[[CallT], None]
+    check_options: Callable[[CallT], None]
+    check: Callable[[CallT], None]
+    check_values: Callable[[CallT], None]
+    check_strides: Callable[[CallT], None]
+    check_memory: Callable[[CallT], None]
+    checks_values: Callable[[], bool]
+    check_for_gpu: Callable[[CallT], None]
+    check_gradient: Callable[[CallT], None]
+    results: Callable[[CallT], tuple[Layout, Layout]]
+    reference: Callable[[CallT], tuple[Tensor, Tensor]]
+    reference_gradients: Callable[[GradientCall], list[Tensor]]
+    prepare: Callable[[CallT], Prepared]
+    readable: Callable[[GradientCall], GradientCall]
+    prepare_gradients: Callable[[GradientCall], Prepared]
+    keys: Callable[[CallT, Target, int | None], Iterator[Any]]
+    gradient_keys: Callable[[GradientCall, Target, int | None], Iterator[Any]]
+    flops: Callable[[CallT], tuple[int, int]]
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(self.call)
+        self.fields: tuple[str, ...] = self.call._fields
+        self._types = {name: _SCHEMA_TYPES[hints[name]] for name in self.fields if name not in WANTED}
+        self._tensors = sum(kind.startswith("Tensor") for kind in self._types.values())
+        self._inputs = len(self._types)
+        self._gradients = len(self.differentiable)
+        if self.fields[: self._gradients] != self.differentiable or self.fields[self._inputs :] != WANTED:
+            raise ValueError(f"{self.name}: fields in another order than {(*self.differentiable, '…', *WANTED)}")
+        if any(kind.startswith("Tensor") for kind in list(self._types.values())[self._tensors :]):
+            raise ValueError(f"{self.name}: a tensor behind an option")
+        self.table: CallTable[_CachedCall | None] = CallTable(None)
+        self._known_to_be_differentiable: set[Hashable] = set()
+        self._register_operators()
+        self._register_autograd()
+        OPERATIONS[self.name] = self
+
+    # The way of a call.
+
+    def __call__(self, call: CallT) -> Result:
+        """Runs a call whose arguments have not been checked yet."""
+        if not is_compiling():
+            run = self._find(call)
+            if run is not None:
+                return run(call)
+        self.check_types(call)
+        call = self.cast(call)
+        if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
+            call = autograd_checks.resolved(call)
+            self.check_options(call)
+        differentiable = dict(zip(self.differentiable, call[: self._gradients], strict=True))
+        autograd_checks.check(self.function, call.out, **differentiable)
+        if "rng" in self._types and call.dropout_p:
+            call = call._replace(rng=new_seed(call[0]))
+        return fallback.or_else(lambda: self._run(call), lambda: self._run_on_pytorch(call), lambda: self.kind(call))
+
+    def cast(self, call: CallT) -> CallT:
+        """The call as autocast casts it, with the setting of deterministic algorithms that it follows."""
+        tensors = {name: cast_tensor(getattr(call, name), call[0]) for name in self.autocast}
+        found: CallT = call._replace(**tensors, deterministic=is_deterministic(call.deterministic))
+        return found
+
+    def _run(self, call: CallT) -> Result:
+        """Runs a call through autograd, through PyTorch's dispatcher, or at once."""
+        if is_compiling():
+            return self._traced(call)
+        fallback.check_or_decline(
+            self.function, lambda: self.check(call), lambda: self.check(self.reference_call._make(call))
+        )
+        tensors = (*call[: self._tensors], call.out)
+        bypasses = can_bypass_dispatcher(*tensors)
+        if needs_gradient(*tensors):
+            self._check_gradient(call)
+            return self._differentiate(call, None, by_operator=not bypasses)
+        if bypasses:
+            return self.runner(call)(call)
+        return self._by_operator(call, with_lse=call.with_lse)
+
+    def _traced(self, call: CallT) -> Result:
+        """The call in compiled code, which differentiates all that a graph returns."""
+        trains = needs_gradient(*call[: self._tensors], call.out)
+        result = self._by_operator(call, with_lse=call.with_lse or trains)
+        if not (trains and isinstance(result, tuple)):
+            return result
+        return (result[0], result[1].detach()) if call.with_lse else result[0]
+
+    def _by_operator(self, call: CallT, *, with_lse: bool) -> Result:
+        """The call through PyTorch's dispatcher."""
+        inputs = call[: self._inputs]
+        if call.out is not None:
+            lse = self.operator("forward_out")(*inputs, call.out)
+            return (call.out, lse) if call.with_lse else call.out
+        if not with_lse:
+            result: Result = self.operator("forward")(*inputs)
+            return result
+        out, lse = self.operator("forward_lse")(*inputs)
+        return (out, lse) if call.with_lse or is_compiling() else out
+
+    def runner(self, call: CallT) -> Callable[[CallT], Result]:
+        """What runs a checked forward call where its tensors are."""
+        return self.on_gpu if call[0].is_cuda else self._layouts_alone if call[0].is_meta else self._on_cpu
+
+    def on_gpu(self, call: CallT) -> Result:
+        """A checked forward call on the GPU: its plan is found or prepared, and launched."""
+        if self.checks_values():
+            self.check_values(call)
+        self.check_strides(call)
+        self.check_memory(call)
+        if call.out is not None and not call.out.is_inference():
+            torch.autograd.graph.increment_version(call.out)
+        result: Result = self._entry(self.signature(call), call, self.prepare).run(call)
+        return result
+
+    def _on_cpu(self, call: CallT) -> Result:
+        """A checked forward call by the reference, if a GPU would run it."""
+        self.check_values(call)
+        if call.is_for_cudnn:
+            self.check_for_gpu(call)
+        self.check_memory(call)
+        out, lse = self.reference(call)
+        out = out if call.out is None else call.out.copy_(out)
+        return (out, lse) if call.with_lse else out
+
+    def _layouts_alone(self, call: CallT) -> Result:
+        """What the results of a call look like, without memory."""
+        self.check(call)
+        out, lse = (_new(call[0], layout) for layout in self.results(call))
+        out = out if call.out is None else call.out
+        return (out, lse) if call.with_lse else out
+
+    def _run_on_pytorch(self, call: CallT) -> Result:
+        """A checked call by the reference, on any device: what the fallback runs."""
+        call = self.reference_call._make(call)
+        if call.out is not None:
+            self.check_memory(call)
+        inputs = call[: self._gradients]
+        out, lse = _ByReference.apply(self, call._replace(out=None, with_lse=True), *inputs)  # type: ignore[no-untyped-call]
+        out = out if call.out is None else call.out.copy_(out)
+        return (out, lse) if call.with_lse else out
+
+    # The fast path.
+
+    def _find(self, call: CallT) -> Callable[[CallT], Result] | None:
+        """What runs a call at once, if calls like it are known and nothing must intercept it."""
+        try:
+            if not self.is_cacheable(call):
+                return None
+            options, types = call[self._tensors :], tuple(map(type, call))
+            trains = needs_gradient(*call[: self._gradients])
+            last = self.table.last
+            if last is not None and last.types == types and last.options == options and last.trains is trains:
+                tensors = [x for x in call[: self._tensors] if x is not None]
+                for tensor in tensors:
+                    if tensor.is_nested:  # a guard would end the process
+                        return None
+                if last.is_like(*tensors) and not is_profiling() and forward_ad._current_level < 0:
+                    return last.run
+            return self._find_by_signature(call, options, types, trains=trains)
+        except (AttributeError, TypeError, RuntimeError):  # not tensors, not hashable: the checks say so
+            return None
+
+    def _find_by_signature(
+        self, call: CallT, options: tuple[Any, ...], types: tuple[type, ...], *, trains: bool
+    ) -> Callable[[CallT], Result] | None:
+        tensors = [x for x in call[: self._tensors] if x is not None]
+        if type(call.with_lse) is not bool or not can_bypass_dispatcher(*tensors):
+            return None
+        name = self.signature(call._replace(with_lse=True) if trains else call)
+        entry: _Entry | None = self.table.get(name)
+        if entry is None or (trains and name not in self._known_to_be_differentiable):
+            return None
+        run = functools.partial(self._differentiate, entry=entry) if trains else entry.run
+        requires_grad = any(tensor.requires_grad for tensor in tensors)
+        if len(set(map(id, tensors))) == len(tensors) and requires_grad is trains:
+            # A guard takes no tensor twice, and does not see grad mode.
+            last = _CachedCall(options=options, types=types, trains=trains, is_like=tensor_guard(*tensors), run=run)
+            self.table.remember_last(last, entry.plan)
+        return run
+
+    def signature(self, call: CallT) -> Hashable:
+        """Everything that decides a call's plan and how it is bound."""
+        tensors = map(describe, call[: self._tensors])
+        return (*tensors, *call[self._tensors : -1], *map(type, call[self._tensors : -1]), describe(call.out))
+
+    def _entry(self, name: Hashable, call: Any, prepare: Callable[[Any], Prepared]) -> _Entry | Prepared:
+        """The prepared call of this signature, prepared now if there is none."""
+        entry: _Entry | None = self.table.get(name)
+        if entry is not None:
+            return entry
+        prepared = prepare(call)
+        if prepared.plan is None:
+            return prepared
+        entry = _Entry(prepared.run, prepared.plan)
+        self.table.add(name, entry)
+        return entry
+
+    # Gradients.
+
+    def _check_gradient(self, call: CallT) -> None:
+        """Refuses a call whose gradients are known to be unsupported: now, and not when the loss is differentiated."""
+        if not call[0].is_cuda:
+            if call.is_for_cudnn:
+                self.check_gradient(call)
+            return
+        name = self.signature(call._replace(with_lse=True))
+        if name in self._known_to_be_differentiable:
+            return
+        self.check_gradient(call)
+        if len(self._known_to_be_differentiable) >= MAX_REMEMBERED:
+            self._known_to_be_differentiable.clear()
+        self._known_to_be_differentiable.add(name)
+
+    def _differentiate(self, call: CallT, entry: _Entry | None, *, by_operator: bool = False) -> Result:
+        """The results of a call, differentiable by autograd."""
+        try:
+            if by_operator:
+                return self._by_operator(call, with_lse=True)
+            both = call._replace(with_lse=True)
+            out, lse = _Differentiable.apply(self, both, entry, *call[: self._gradients])  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            autograd_checks.refuse_inference_tensors(call)
+            raise
+        return (out, lse) if call.with_lse else out
+
+    def save(self, ctx: Any, call: CallT, out: Tensor, lse: Tensor) -> None:
+        """Saves what the backward pass needs."""
+        ctx.save_for_backward(*call[: self._tensors], out, lse)
+        ctx.options = call[self._tensors : self._inputs]
+        ctx.may_fall_back = fallback.is_in_force()
+        ctx.set_materialize_grads(False)
+
+    def gradients(
+        self,
+        ctx: Any,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+        needs: tuple[bool, ...],
+        entry: _Entry | None = None,
+        *,
+        by_reference: bool = False,
+    ) -> list[Tensor | None]:
+        """The gradient of each differentiable input, None where none is needed, from what `save` saved."""
+        autograd_checks.refuse_gradient_of_lse(grad_lse)
+        autograd_checks.refuse_batch(grad_out)
+        if grad_out is None or not any(needs):
+            return [None] * len(needs)
+        *tensors, out, lse = ctx.saved_tensors  # once: checkpoints let nothing be read twice
+        call = self.call._make((*tensors, *ctx.options, True, None))
+        of = GradientCall(grad_out, out, lse, call, needs)
+        if by_reference:
+            found = self.reference_gradients(of)
+        elif needs_operator(grad_out):
+            inputs = call[: self._inputs]
+            found = self.operator("backward")(grad_out, out, lse, *inputs, list(needs))
+        elif not out.is_cuda:
+            found = (self._gradients_alone if out.is_meta else self.reference_gradients)(of)
+        else:
+            found = fallback.or_else(
+                lambda: self._gradients_on_gpu(of, entry),
+                lambda: self.reference_gradients(of),
+                lambda: self.kind(call),
+                ctx.may_fall_back,
+            )
+        remaining = iter(found)
+        return [next(remaining) if need else None for need in needs]
+
+    def _gradients_on_gpu(self, of: GradientCall, forward: _Entry | None = None) -> list[Tensor]:
+        """The needed gradients of a backward call on the GPU."""
+        if forward is not None and (entry := self._find_gradient(of, forward)) is not None:
+            cached: list[Tensor] = entry.run(of)
+            return cached
+        readable = self.readable(of)
+        prepared = self._entry(self._signature_of_gradient(readable), readable, self.prepare_gradients)
+        if forward is not None and readable is of and isinstance(prepared, _Entry):
+            tensors = self._tensors_of_gradient(of)
+            if len(set(map(id, tensors))) == len(tensors):  # a guard takes no tensor twice
+                forward.gradient = _CachedGradient(tensor_guard(*tensors), of.needs, weakref.ref(prepared))
+        gradients: list[Tensor] = prepared.run(readable)
+        return gradients
+
+    def _find_gradient(self, of: GradientCall, forward: _Entry) -> _Entry | None:
+        """The backward call before this one, if it was like this one and memory is aligned, which no guard sees."""
+        known, tensors = forward.gradient, self._tensors_of_gradient(of)
+        if known is None or known.needs != of.needs or not known.is_like(*tensors):
+            return None
+        bits = 0
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                bits |= tensor.data_ptr() or MISALIGNED  # a tensor without memory counts as misaligned
+        return None if bits & MISALIGNED else known.entry()
+
+    def _tensors_of_gradient(self, of: GradientCall) -> list[Tensor]:
+        return [*[x for x in of.call[: self._tensors] if x is not None], of.out, of.lse, of.grad_out]
+
+    def _signature_of_gradient(self, of: GradientCall) -> Hashable:
+        return ("backward", *map(describe, (of.grad_out, of.out, of.lse)), of.needs, self.signature(of.call))
+
+    def _gradients_alone(self, of: GradientCall) -> list[Tensor]:
+        """What the needed gradients look like, without memory."""
+        tensors = zip(of.call[: self._gradients], of.needs, strict=True)
+        return [like_in_memory(x) for x, need in tensors if need and x is not None]
+
+    # PyTorch's operators.
+
+    def operator(self, suffix: str) -> Any:
+        """One of the operators: "forward", "forward_lse", "forward_out" or "backward"."""
+        return getattr(torch.ops.cudnn_sdpa, f"{self.name}_{suffix}")
+
+    def call_of(self, inputs: Sequence[Any], *, with_lse: bool = False, out: Tensor | None = None) -> CallT:
+        """The call with an operator's inputs."""
+        found: CallT = self.call._make((*inputs, with_lse, out))
+        return found
+
+    def forward_implementations(self, run: Callable[[CallT], Any]) -> dict[str, Callable[..., Any]]:
+        """The forward operators as `run` implements them, by suffix."""
+
+        def plain(*inputs: Any) -> Any:
+            return run(self.call_of(inputs))
+
+        def with_lse(*inputs: Any) -> Any:
+            return run(self.call_of(inputs, with_lse=True))
+
+        def into_out(*inputs: Any) -> Any:
+            *others, out = inputs
+            return run(self.call_of(others, with_lse=True, out=out))[1]
+
+        return {"forward": plain, "forward_lse": with_lse, "forward_out": into_out}
+
+    def backward_implementation(self, run: Callable[[GradientCall], Any]) -> Callable[..., Any]:
+        """The backward operator as `run` implements it."""
+
+        def implementation(grad_out: Tensor, out: Tensor, lse: Tensor, *inputs: Any) -> Any:
+            *others, needs = inputs
+            call = self.call_of(others, with_lse=True)
+            return run(GradientCall(grad_out, out, lse, call, tuple(needs)))
+
+        return implementation
+
+    def _register_operators(self) -> None:
+        inputs = ", ".join(f"{kind} {name}" for name, kind in self._types.items())
+        schemas = {
+            "forward": (inputs, "Tensor"),
+            "forward_lse": (inputs, "(Tensor, Tensor)"),
+            "forward_out": (f"{inputs}, Tensor(a!) out", "Tensor"),
+        }
+        runs = self._operator_on_gpu, self._operator_on_cpu, self._layouts_alone
+        cuda, cpu, fake = map(self.forward_implementations, runs)
+        for suffix, (arguments, returns) in schemas.items():
+            name = f"{self.name}_{suffix}"
+            define(name, arguments, returns, cuda[suffix], cpu[suffix], fake[suffix])
+            register_flop_formula(self.operator(suffix), get_raw=True)(self._count_forward)
+        runs_backward = self._gradients_on_gpu, self.reference_gradients, self._gradients_alone
+        arguments = f"Tensor grad_out, Tensor out, Tensor lse, {inputs}, bool[] needs"
+        define(f"{self.name}_backward", arguments, "Tensor[]", *map(self.backward_implementation, runs_backward))
+        register_flop_formula(self.operator("backward"), get_raw=True)(self._count_backward)
+
+    def _operator_on_gpu(self, call: CallT) -> Result:
+        """A forward call from PyTorch's dispatcher, which nothing may have checked."""
+        if self.table.get(self.signature(call)) is None:
+            self.check(call)
+        return self.on_gpu(call)
+
+    def _operator_on_cpu(self, call: CallT) -> Result:
+        self.check(call)
+        return self._on_cpu(call)
+
+    def _count_forward(self, *inputs: Any, **_: Any) -> int:
+        return self.flops(self.call_of(inputs[: self._inputs]))[0]
+
+    def _count_backward(self, *inputs: Any, **_: Any) -> int:
+        return self.flops(self.call_of(inputs[3 : 3 + self._inputs]))[1]
+
+    def _register_autograd(self) -> None:
+        def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+            self.save(ctx, self.call_of(inputs, with_lse=True), *output)
+
+        def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+            needs = tuple(ctx.needs_input_grad[: self._gradients])
+            others = (None,) * (self._inputs - self._gradients)
+            return (*self.gradients(ctx, grad_out, grad_lse, needs), *others)
+
+        register = torch.library.register_autograd
+        name = f"cudnn_sdpa::{self.name}"
+        register(f"{name}_forward_lse", backward, setup_context=save_inputs, lib=library)
+        register(f"{name}_forward", autograd_checks.no_log_sum_exp, lib=library)
+        register(f"{name}_backward", autograd_checks.no_gradient_of_gradient, lib=library)
+
+
+#: All operations, by name.
+OPERATIONS: dict[str, Operation[Any]] = {}
+
+
+class _Differentiable(torch.autograd.Function):
+    """A call that autograd follows, in eager mode."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: Operation[Any], call: Any, entry: _Entry | None, *_: Any) -> Any:
+        """Runs the forward pass; the other inputs are those that autograd tracks."""
+        run = operation.runner(call) if entry is None else entry.run
+        out, lse = run(call)
+        operation.save(ctx, call, out, lse)
+        ctx.operation, ctx.entry = operation, entry
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+        """The gradients of the tensors, None for the other inputs."""
+        _, _, _, *needs = ctx.needs_input_grad
+        found = ctx.operation.gradients(ctx, grad_out, grad_lse, tuple(needs), ctx.entry)
+        return None, None, None, *found
+
+
+class _ByReference(torch.autograd.Function):
+    """The same by the reference in plain PyTorch, on any device, for calls that cuDNN declines."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: Operation[Any], call: Any, *_: Any) -> Any:
+        """Runs the reference."""
+        out, lse = operation._on_cpu(call)
+        operation.save(ctx, call, out, lse)
+        ctx.operation = operation
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+        """The gradients of the tensors, None for the other inputs."""
+        _, _, *needs = ctx.needs_input_grad
+        found = ctx.operation.gradients(ctx, grad_out, grad_lse, tuple(needs), by_reference=True)
+        return None, None, *found
+
+
+def _new(like: Tensor, layout: Layout) -> Tensor:
+    shape, stride, dtype = layout
+    return torch.empty_strided(shape, stride, dtype=dtype, device=like.device)
