@@ -1,7 +1,7 @@
-"""Modules: functions of this library with their arguments, and what they keep between calls.
+"""Modules: functions of this library with their arguments, parameters and caches.
 
-They are what models in the manner of LLaMA and of vision transformers are made of. Parameters are plain ones, and plans
-are in no module. `from_torch` takes the weights of PyTorch's module.
+They are the building blocks of LLaMA-like models and vision transformers. Parameters are ordinary ones, and no module
+holds plans. `from_torch` copies the weights of PyTorch's module.
 """
 
 from cudnn_sdpa.nn.attention import Attention

@@ -1,8 +1,6 @@
-"""Checks of what modules are made with and called with."""
+"""Checks of the modules' options and arguments."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import Tensor
 
@@ -11,21 +9,20 @@ from cudnn_sdpa.attention.paged.kv_cache_checks import check_count
 from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
 
 
-def check_counts(**counts: Any) -> None:
-    """Arguments that count something and are not zero."""
+def check_counts(**counts: object) -> None:
+    """Checks that arguments are integers of at least 1."""
     for name, count in counts.items():
         check_count(name, count, least=1)
 
 
-def check_flags(**flags: Any) -> None:
-    """Arguments that are True or False."""
+def check_flags(**flags: object) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise OptionError(name, repr(flag), "True or False")
 
 
-def check_number(name: str, number: Any, *, below: float | None = None) -> None:
-    """A number from 0, or up to one that it is not itself."""
+def check_number(name: str, number: object, *, below: float | None = None) -> None:
+    """Checks that an argument is a number of at least 0, and less than `below`."""
     expected = "a number of at least 0" if below is None else f"a number from 0 up to, not including, {below:g}"
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise OptionError(name, type(number).__name__, expected)
@@ -33,14 +30,13 @@ def check_number(name: str, number: Any, *, below: float | None = None) -> None:
         raise OptionError(name, repr(number), expected)
 
 
-def check_choice(name: str, choice: Any, choices: tuple[str, ...]) -> None:
-    """One of a few words."""
+def check_choice(name: str, choice: object, choices: tuple[str, ...]) -> None:
     if not isinstance(choice, str) or choice not in choices:
         raise OptionError(name, repr(choice), " or ".join(map(repr, choices)))
 
 
-def check_tokens(name: str, x: Any, features: int) -> None:
-    """Sequences of tokens: (B, S, features)."""
+def check_tokens(name: str, x: object, features: int) -> None:
+    """Checks that an argument is a tensor (B, S, features)."""
     if not isinstance(x, Tensor):
         raise OptionError(name, type(x).__name__, "a torch.Tensor")
     if x.dim() != 3 or x.shape[2] != features:
@@ -48,20 +44,20 @@ def check_tokens(name: str, x: Any, features: int) -> None:
         raise ShapeError(name, shape_of(x), f"(batch, sequence, {features})", hint)
 
 
-def whole(name: str, projected: Any, features: int) -> Any:
-    """What a projection gave, if it has all the features that the module cuts up by their places.
+def unsharded(name: str, projected: Tensor, features: int) -> Tensor:
+    """The result of a projection, checked to have all its features.
 
-    Tensor parallelism leaves each process some rows of a projection. Of one that holds several parts these are the
-    first part in one process and the second in another, and of queries alone not those that belong to the keys at hand:
-    what is made of them is something else.
+    Tensor parallelism leaves each process some rows of a projection. If the projection holds several parts (queries,
+    keys, values), these rows belong to one part in one process and to another part in another. If it holds queries
+    only, they need not belong to the process's keys. The module would split them at the wrong positions.
 
     Raises:
-        UnsupportedError: It has others.
+        UnsupportedError: Features are missing.
     """
     if projected.shape[-1] != features:
         reason = (
-            f"{name} gave {projected.shape[-1]} of its {features} features; a share of its rows, which ColwiseParallel "
-            f"leaves to each process, is no share of each part of them"
+            f"{name} returned {projected.shape[-1]} of its {features} features: ColwiseParallel leaves each process "
+            "some of its rows, but not the same share of each of its parts"
         )
         suggestion = (
             "fully_shard (FSDP2), or separate torch.nn.Linear projections, each with ColwiseParallel, around "

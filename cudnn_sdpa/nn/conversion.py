@@ -1,8 +1,7 @@
-"""Weights of other modules: what may be converted, and under which names it comes."""
+"""Conversion of other modules' weights: checks, copies, and names in state dicts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,89 +9,89 @@ from torch import Tensor, nn
 
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 
-#: PyTorch's attention has an output projection of a class of its own, which computes the same.
+#: `torch.nn.Linear`, and the class of PyTorch's output projection, which computes the same.
 LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
 def check_type(name: str, module: Any, *kinds: type) -> None:
-    """Something is exactly of one of some classes: one derived from them may compute something else.
+    """Checks that a module's class is one of these: a subclass may compute something else.
 
     Raises:
-        OptionError: It is not.
+        OptionError: It is another class.
         UnsupportedError: Hooks would be lost.
     """
     if type(module) not in kinds:
         expected = " or ".join(f"torch.nn.{kind.__name__}" for kind in kinds if hasattr(nn, kind.__name__))
-        hint = "A class derived from it may compute something else." if isinstance(module, kinds) else ""
+        hint = "A subclass may compute something else." if isinstance(module, kinds) else ""
         raise OptionError(name, f"{type(module).__module__}.{type(module).__qualname__}", expected, hint)
     hooked = any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
-    refuse("this conversion", {"a hook is registered on it or on a part of it, and would be lost": hooked})
+    refuse("this conversion", {"a hook is registered on it or on a submodule, and would be lost": hooked})
 
 
 def refuse(what: str, reasons: dict[str, bool], suggestion: str = "") -> None:
-    """Raises with all reasons that hold, if any does.
+    """Raises an error with all reasons whose value is true, if there are any.
 
     Raises:
-        UnsupportedError: One holds.
+        UnsupportedError: A value is true.
     """
-    found = [reason for reason, holds in reasons.items() if holds]
-    if found:
-        raise UnsupportedError(what, found, suggestion)
+    true_reasons = [reason for reason, is_true in reasons.items() if is_true]
+    if true_reasons:
+        raise UnsupportedError(what, true_reasons, suggestion)
 
 
 def copy_parameter(target: Tensor | None, *sources: Tensor | None) -> None:
-    """Copies parameters, one below the other, into one; or none into none.
+    """Copies parameters, concatenated along the first dimension, into one; without a target there must be no source.
 
     Raises:
-        UnsupportedError: They do not fit.
+        UnsupportedError: Shapes differ, or some are None and others not.
     """
-    given = [source for source in sources if source is not None]
-    uneven = (target is None) == bool(given)
+    present = [source for source in sources if source is not None]
+    uneven = (target is None) == bool(present)
     refuse("this conversion", {"some of its projections have biases and others have none": uneven})
     if target is None:
         return
-    shape = (sum(len(source) for source in given), *given[0].shape[1:])
+    shape = (sum(len(source) for source in present), *present[0].shape[1:])
     reason = f"weights have shape {tuple(shape)}, and {tuple(target.shape)} is expected"
     refuse("this conversion", {reason: shape != tuple(target.shape)})
     with torch.no_grad():
-        target.copy_(torch.cat(given))
-    target.requires_grad_(all(source.requires_grad for source in given))
+        target.copy_(torch.cat(present))
+    target.requires_grad_(all(source.requires_grad for source in present))
 
 
 def copy_linear(target: nn.Linear, source: nn.Linear) -> None:
-    """Copies weight and bias."""
     copy_parameter(target.weight, source.weight)
     copy_parameter(target.bias, source.bias)
 
 
-def merge(state_dict: dict[str, Any], prefix: str, into: str, parts: dict[str, int], error_msgs: list[str]) -> None:
-    """Puts weights, and biases, that come one by one under the name of the projection that holds them all.
+def merge(state_dict: dict[str, Any], prefix: str, *, into: str, parts: dict[str, int], error_msgs: list[str]) -> None:
+    """Concatenates separate weights and biases into those of one projection.
 
     Args:
-        state_dict: Is changed. If it has the projection itself, or not all parts, it stays as it is.
-        prefix: Of the names of the module.
-        into: The projection.
-        parts: The names of its parts from the first row on, and how many rows each has.
-        error_msgs: Where `load_state_dict` collects what is wrong.
+        state_dict: Modified in place, unless it has the projection already or lacks a part.
+        prefix: Prefix of the module's names.
+        into: Name of the projection.
+        parts: Names of the parts in the order of the rows, each with its number of rows.
+        error_msgs: The errors that `load_state_dict` collects.
     """
     for kind in ("weight", "bias"):
-        whole = f"{prefix}{into}.{kind}"
+        merged = f"{prefix}{into}.{kind}"
         names = [f"{prefix}{part}.{kind}" for part in parts]
-        if whole in state_dict or not all(name in state_dict for name in names):
+        if merged in state_dict or not all(name in state_dict for name in names):
             continue
-        found: Sequence[Tensor] = [state_dict.pop(name) for name in names]
-        for name, tensor, rows in zip(names, found, parts.values(), strict=True):
+        tensors: list[Tensor] = [state_dict.pop(name) for name in names]
+        for name, tensor, rows in zip(names, tensors, parts.values(), strict=True):
             if tensor.shape[0] != rows:
                 error_msgs.append(f"size mismatch for {name}: got {tensor.shape[0]} rows; expected {rows}.")
-        if len({tensor.shape[1:] for tensor in found}) > 1:
-            shapes = ", ".join(f"{name} {' × '.join(map(str, x.shape))}" for name, x in zip(names, found, strict=True))
+        if len({tensor.shape[1:] for tensor in tensors}) > 1:
+            pairs = zip(names, tensors, strict=True)
+            shapes = ", ".join(f"{name} {' × '.join(map(str, x.shape))}" for name, x in pairs)
             error_msgs.append(f"size mismatch for the parts of {into}: got {shapes}; expected as many columns in all.")
             continue
-        state_dict[whole] = torch.cat(list(found))
+        state_dict[merged] = torch.cat(tensors)
 
 
 def rename(state_dict: dict[str, Any], prefix: str, names: dict[str, str]) -> None:
-    """Gives tensors whose names, or beginnings of names, are those of another library the names of ours."""
+    """Renames tensors by the beginnings of their names: another library's to ours."""
     for old, new in names.items():
         for name in [name for name in state_dict if name.startswith(prefix + old)]:
             renamed = prefix + new + name.removeprefix(prefix + old)
@@ -100,18 +99,18 @@ def rename(state_dict: dict[str, Any], prefix: str, names: dict[str, str]) -> No
                 state_dict[renamed] = state_dict.pop(name)
 
 
-def split(state_dict: dict[str, Any], prefix: str, whole: str, parts: dict[str, int]) -> None:
-    """Puts the first rows of a tensor under one name, and the rest under others; what does not fit stays.
+def split(state_dict: dict[str, Any], prefix: str, merged: str, parts: dict[str, int]) -> None:
+    """Splits the rows of a tensor into several; one with another number of rows stays.
 
     Args:
-        state_dict: Is changed.
-        prefix: Of the names of the module.
-        whole: The name of the tensor.
-        parts: Their names, and how many rows each has.
+        state_dict: Modified in place.
+        prefix: Prefix of the module's names.
+        merged: Name of the tensor.
+        parts: Names of the parts in the order of the rows, each with its number of rows.
     """
-    name, renamed = prefix + whole, [prefix + part for part in parts]
+    name, part_names = prefix + merged, [prefix + part for part in parts]
     tensor = state_dict.get(name)
-    if tensor is None or any(part in state_dict for part in renamed) or len(tensor) != sum(parts.values()):
+    if tensor is None or any(part in state_dict for part in part_names) or len(tensor) != sum(parts.values()):
         return
     del state_dict[name]
-    state_dict.update(zip(renamed, torch.split(tensor, list(parts.values())), strict=True))
+    state_dict.update(zip(part_names, torch.split(tensor, list(parts.values())), strict=True))

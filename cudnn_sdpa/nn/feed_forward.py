@@ -1,4 +1,4 @@
-"""What follows attention in a layer: `SwiGLU`, with a gate, and `FeedForward`, without one."""
+"""Feed-forward networks of transformer layers: `SwiGLU`, which is gated, and `FeedForward`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cudnn_sdpa.fused.activation import silu_mul
-from cudnn_sdpa.nn.checks import check_choice, check_counts, check_flags, check_number, check_tokens, whole
+from cudnn_sdpa.nn.checks import check_choice, check_counts, check_flags, check_number, check_tokens, unsharded
 from cudnn_sdpa.nn.conversion import merge
 
-#: Activations of `FeedForward`. PyTorch's: cuDNN has them in one kernel with a convolution, not with a matrix product.
+#: Activations of `FeedForward`, PyTorch's own: cuDNN fuses them with convolutions, not with matrix products.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -24,14 +24,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class SwiGLU(nn.Module):
-    """The feed-forward part of LLaMA's layers: down(SiLU(gate(x)) · up(x)), with `silu_mul`.
+    """The feed-forward network of LLaMA's layers: down(SiLU(gate(x)) · up(x)), with `silu_mul`.
 
     Gate and up are one projection, `gate_up_proj`, the gate's rows first: one matrix product, whose halves `silu_mul`
-    reads where they lie. `load_state_dict` also takes `gate_proj` and `up_proj`, as Hugging Face's models have them.
+    reads in place. `load_state_dict` also accepts the `gate_proj` and `up_proj` of Hugging Face's models.
 
     Args:
         embed_dim: Features of a token.
-        hidden_dim: Features between.
+        hidden_dim: Hidden features.
         bias: Whether the projections have biases.
         device: Of the parameters.
         dtype: Of the parameters.
@@ -66,37 +66,40 @@ class SwiGLU(nn.Module):
         check_counts(embed_dim=embed_dim, hidden_dim=hidden_dim)
         check_flags(bias=bias)
         self.embed_dim, self.hidden_dim = embed_dim, hidden_dim
-        self.gate_up_proj = nn.Linear(embed_dim, 2 * hidden_dim, bias, device, dtype)
-        self.down_proj = nn.Linear(hidden_dim, embed_dim, bias, device, dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.gate_up_proj = nn.Linear(embed_dim, 2 * hidden_dim, bias=bias, **factory)
+        self.down_proj = nn.Linear(hidden_dim, embed_dim, bias=bias, **factory)
 
     def reset_parameters(self) -> None:
-        """Draws new weights as `torch.nn.Linear` does."""
+        """Initializes the weights as `torch.nn.Linear` does."""
         self.gate_up_proj.reset_parameters()
         self.down_proj.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of tokens (B, S, embed_dim)."""
+        """The result (B, S, embed_dim) for tokens of the same shape."""
         check_tokens("x", x, self.embed_dim)
-        down: Tensor = self.down_proj(silu_mul(whole("gate_up_proj", self.gate_up_proj(x), 2 * self.hidden_dim)))
+        gate_up = unsharded("gate_up_proj", self.gate_up_proj(x), 2 * self.hidden_dim)
+        down: Tensor = self.down_proj(silu_mul(gate_up))
         return down
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        *_, error_msgs = rest
         parts = {"gate_proj": self.hidden_dim, "up_proj": self.hidden_dim}
-        merge(state_dict, prefix, "gate_up_proj", parts, rest[-1])
+        merge(state_dict, prefix, into="gate_up_proj", parts=parts, error_msgs=error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class FeedForward(nn.Module):
-    """The feed-forward part of layers without a gate: linear2(activation(linear1(x))), as vision transformers have it.
+    """The feed-forward network of vision transformers: linear2(activation(linear1(x))).
 
-    Parameters have the names of those of `torch.nn.TransformerEncoderLayer`.
+    Parameters have the same names as in `torch.nn.TransformerEncoderLayer`.
 
     Args:
         embed_dim: Features of a token.
-        hidden_dim: Features between.
-        activation: "gelu", by the error function; "gelu_tanh", its approximation; "relu" or "silu".
+        hidden_dim: Hidden features.
+        activation: "gelu", with erf; "gelu_tanh", its approximation; "relu" or "silu".
         bias: Whether the projections have biases.
-        dropout: Share of the features between that is dropped in training.
+        dropout: Dropout probability of the hidden features in training.
         device: Of the parameters.
         dtype: Of the parameters.
 
@@ -127,16 +130,17 @@ class FeedForward(nn.Module):
         check_flags(bias=bias)
         check_number("dropout", dropout, below=1)
         self.embed_dim, self.hidden_dim, self.activation, self.dropout = embed_dim, hidden_dim, activation, dropout
-        self.linear1 = nn.Linear(embed_dim, hidden_dim, bias, device, dtype)
-        self.linear2 = nn.Linear(hidden_dim, embed_dim, bias, device, dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.linear1 = nn.Linear(embed_dim, hidden_dim, bias=bias, **factory)
+        self.linear2 = nn.Linear(hidden_dim, embed_dim, bias=bias, **factory)
 
     def reset_parameters(self) -> None:
-        """Draws new weights as `torch.nn.Linear` does."""
+        """Initializes the weights as `torch.nn.Linear` does."""
         self.linear1.reset_parameters()
         self.linear2.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of tokens (B, S, embed_dim)."""
+        """The result (B, S, embed_dim) for tokens of the same shape."""
         check_tokens("x", x, self.embed_dim)
         hidden = drop(ACTIVATIONS[self.activation](self.linear1(x)), self.dropout, self.training)
         out: Tensor = self.linear2(hidden)
@@ -148,5 +152,5 @@ class FeedForward(nn.Module):
 
 
 def drop(x: Tensor, p: float, training: bool) -> Tensor:
-    """Dropout, without a kernel where there is nothing to drop."""
+    """Dropout, without a kernel if nothing is dropped."""
     return F.dropout(x, p) if training and p else x

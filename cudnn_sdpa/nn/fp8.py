@@ -11,25 +11,25 @@ from cudnn_sdpa.attention.fp8.fp8_attention import fp8_attention
 from cudnn_sdpa.attention.fp8.scaling import Fp8Scaling
 from cudnn_sdpa.errors import OptionError
 
-#: Which layer has which scales. Copies and pickles of scales have no owner yet.
+#: The layer of each `Fp8Scaling`. Copied and unpickled ones have none at first.
 _owners: weakref.WeakKeyDictionary[Fp8Scaling, weakref.ref[Fp8Attention]] = weakref.WeakKeyDictionary()
 
 
 class Fp8Attention(nn.Module):
-    """Attention computed in FP8, of tensors in bfloat16 or float16, as a layer with its scales. Differentiable.
+    """Attention computed in FP8, on tensors in bfloat16 or float16, as a layer with its scales. Differentiable.
 
-    It is `fp8_attention` with an `Fp8Scaling` of its own: in training mode it learns the scales of its tensors from
-    step to step, by itself, and `state_dict` has them.
+    It is `fp8_attention` with its own `Fp8Scaling`: in training mode it updates the scales of its tensors at every
+    training step, and `state_dict` includes them.
 
     Args:
-        is_causal: Hide later keys from each query.
-        causal_alignment: Where the diagonal lies: "top_left", or "bottom_right", the last query at the last key.
+        is_causal: Whether later keys are masked.
+        causal_alignment: Where the diagonal is: "top_left", or "bottom_right", the last query at the last key.
         window_size: (left, right) bounds around the diagonal; -1 is no bound.
         scale: Factor of the scores, positive; None is 1/sqrt(D).
-        scaling: Scales made with other options than the default ones; not that of another layer.
+        scaling: An `Fp8Scaling` with other options than the default ones, which no other layer uses.
 
     Raises:
-        OptionError: `scaling` is something else, or belongs to another `Fp8Attention`.
+        OptionError: `scaling` is not an `Fp8Scaling`, or belongs to another `Fp8Attention`.
 
     Examples:
         >>> import torch
@@ -55,15 +55,11 @@ class Fp8Attention(nn.Module):
         if scaling is not None and not isinstance(scaling, Fp8Scaling):
             raise OptionError("scaling", type(scaling).__name__, "cudnn_sdpa.Fp8Scaling or None")
         if scaling is not None and _owner_of(scaling) is not None:
-            expected = "one of this layer's own: the amax values of two layers would be mixed"
+            expected = "one for this layer only: the amax values of two layers would be mixed"
             hint = "Make another Fp8Scaling with the same options, or copy this one with copy.deepcopy."
             raise OptionError("scaling", "that of another Fp8Attention", expected, hint)
-        self.is_causal, self.causal_alignment, self.window_size, self.scale = (
-            is_causal,
-            causal_alignment,
-            window_size,
-            scale,
-        )
+        self.is_causal, self.causal_alignment = is_causal, causal_alignment
+        self.window_size, self.scale = window_size, scale
         self.scaling = Fp8Scaling() if scaling is None else scaling
         _owners[self.scaling] = weakref.ref(self)
 
@@ -81,8 +77,8 @@ class Fp8Attention(nn.Module):
             q: Queries, bfloat16 or float16.
             k: Keys.
             v: Values.
-            seq_lens_q: The actual numbers of queries, (B,) int32. Rows past them are zeros.
-            seq_lens_kv: The same of keys.
+            seq_lens_q: Actual sequence lengths of queries, (B,) int32. Rows past them are zeros.
+            seq_lens_kv: Actual sequence lengths of keys.
 
         Returns:
             The output (B, Hq, Sq, Dv) in q's dtype and memory order.
@@ -101,7 +97,7 @@ class Fp8Attention(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The arguments that it was made with."""
+        """The arguments of the constructor."""
         return (
             f"is_causal={self.is_causal}, causal_alignment={self.causal_alignment!r}, window_size={self.window_size}, "
             f"scale={self.scale}"
@@ -109,6 +105,6 @@ class Fp8Attention(nn.Module):
 
 
 def _owner_of(scaling: Fp8Scaling) -> Fp8Attention | None:
-    """The layer that has these scales, if it is still there."""
+    """The layer that uses these scales, if it still exists."""
     owner = _owners.get(scaling)
     return None if owner is None else owner()

@@ -1,4 +1,4 @@
-"""`RMSNorm` and `LayerNorm`: the norms of this library with their weights."""
+"""`RMSNorm` and `LayerNorm`: `rms_norm` and `layer_norm` as modules with weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cudnn_sdpa.fused.norm import layer_norm, rms_norm
 from cudnn_sdpa.nn.checks import check_counts, check_flags, check_number
 from cudnn_sdpa.nn.conversion import check_type, copy_parameter, refuse
 
-#: PyTorch takes that of the dtype in which it computes, and so do these.
+#: The default eps: that of the dtype in which the norm is computed, as in PyTorch.
 _EPS, _EPS_OF_DOUBLE = (torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64))
 
 
@@ -22,22 +22,22 @@ class RMSNorm(nn.Module):
 
     Args:
         normalized_shape: Size of the last dimension.
-        eps: Added to the mean of the squares; PyTorch's default if not given, which is float32's eps, 1.19e-7, and for
-            float64 its own. Models name theirs: LLaMA's checkpoints have 1e-5 or 1e-6.
+        eps: Added to the mean of the squares; None is PyTorch's default, float32's eps of 1.19e-7, or float64's for
+            float64. A model's configuration has its value: LLaMA uses 1e-5 or 1e-6.
         elementwise_affine: Whether there is a weight.
-        zero_centered: Whether the weight is stored less 1, as Gemma does; it starts at 0 then.
+        zero_centered: Whether the weight is stored minus 1, as in Gemma; it is then initialized with 0.
         device: Of the weight.
-        dtype: Of the weight; that of the rows, or float32.
+        dtype: Of the weight: x's dtype or float32.
 
     Raises:
         OptionError: An argument is wrong.
 
     Examples:
         >>> import torch, cudnn_sdpa
-        >>> twin = torch.nn.RMSNorm(64, eps=1e-5)
-        >>> norm = cudnn_sdpa.nn.RMSNorm.from_torch(twin)
+        >>> reference = torch.nn.RMSNorm(64, eps=1e-5)
+        >>> norm = cudnn_sdpa.nn.RMSNorm.from_torch(reference)
         >>> x = torch.randn(2, 10, 64)
-        >>> torch.allclose(norm(x), twin(x), atol=1e-6)
+        >>> torch.allclose(norm(x), reference(x), atol=1e-6)
         True
     """
 
@@ -63,17 +63,17 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Makes it a norm without a weight."""
+        """Resets the weight, so that it has no effect."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
 
     @classmethod
     def from_torch(cls, module: nn.RMSNorm) -> RMSNorm:
-        """The same norm as PyTorch's, with a copy of its weight.
+        """The equivalent of PyTorch's norm, with a copy of its weight.
 
         Raises:
-            OptionError: It is something else.
-            UnsupportedError: It goes over several dimensions.
+            OptionError: `module` is not exactly a `torch.nn.RMSNorm`.
+            UnsupportedError: It normalizes several dimensions.
         """
         check_type("module", module, nn.RMSNorm)
         _refuse_several(cls.__name__, module.normalized_shape)
@@ -86,11 +86,11 @@ class RMSNorm(nn.Module):
         eps = self.eps
         if eps is None:
             eps = _EPS_OF_DOUBLE if x.dtype is torch.float64 else _EPS
-        normed: Tensor = rms_norm(x, self.weight, eps, zero_centered=self.zero_centered)
-        return normed
+        normalized: Tensor = rms_norm(x, self.weight, eps, zero_centered=self.zero_centered)
+        return normalized
 
     def extra_repr(self) -> str:
-        """The arguments that it was made with."""
+        """The arguments of the constructor."""
         text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
         return text + (", zero_centered=True" if self.zero_centered else "")
 
@@ -98,25 +98,25 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """`torch.nn.LayerNorm` over the last dimension, by `layer_norm`: (x - mean) / sqrt(variance + eps) · weight + bias.
 
-    Without a weight, or without a bias, each call makes one for cuDNN.
+    If there is no weight or no bias, each call creates one for cuDNN.
 
     Args:
         normalized_shape: Size of the last dimension.
         eps: Added to the variance.
         elementwise_affine: Whether there is a weight.
-        bias: Whether there is a bias, too.
+        bias: Whether there is also a bias.
         device: Of both.
-        dtype: Of both; that of the rows, or float32.
+        dtype: Of both: x's dtype or float32.
 
     Raises:
         OptionError: An argument is wrong.
 
     Examples:
         >>> import torch, cudnn_sdpa
-        >>> twin = torch.nn.LayerNorm(64)
-        >>> norm = cudnn_sdpa.nn.LayerNorm.from_torch(twin)
+        >>> reference = torch.nn.LayerNorm(64)
+        >>> norm = cudnn_sdpa.nn.LayerNorm.from_torch(reference)
         >>> x = torch.randn(2, 10, 64)
-        >>> torch.allclose(norm(x), twin(x), atol=1e-5)
+        >>> torch.allclose(norm(x), reference(x), atol=1e-5)
         True
     """
 
@@ -138,12 +138,12 @@ class LayerNorm(nn.Module):
         check_number("eps", eps)
         check_flags(elementwise_affine=elementwise_affine, bias=bias)
         self.eps, self.elementwise_affine = eps, elementwise_affine
-        for name, there in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
-            self.register_parameter(name, _vector(self.normalized_shape, device, dtype, there))
+        for name, exists in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
+            self.register_parameter(name, _vector(self.normalized_shape, device, dtype, exists))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Makes it a norm without a weight and a bias."""
+        """Resets weight and bias, so that they have no effect."""
         if self.weight is not None:
             nn.init.ones_(self.weight)
         if self.bias is not None:
@@ -151,11 +151,11 @@ class LayerNorm(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.LayerNorm) -> LayerNorm:
-        """The same norm as PyTorch's, with copies of its weight and bias.
+        """The equivalent of PyTorch's norm, with copies of its weight and bias.
 
         Raises:
-            OptionError: It is something else.
-            UnsupportedError: It goes over several dimensions.
+            OptionError: `module` is not exactly a `torch.nn.LayerNorm`.
+            UnsupportedError: It normalizes several dimensions.
         """
         check_type("module", module, nn.LayerNorm)
         _refuse_several(cls.__name__, module.normalized_shape)
@@ -170,12 +170,12 @@ class LayerNorm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
-        """The arguments that it was made with."""
+        """The arguments of the constructor."""
         text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
         return f"{text}, bias={self.bias is not None}"
 
 
-def _one_dimension(shape: Any) -> tuple[int, ...]:
+def _one_dimension(shape: object) -> tuple[int, ...]:
     sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
     if len(sizes) != 1:
         raise OptionError("normalized_shape", repr(shape), "the size of one dimension, the last")
@@ -183,8 +183,10 @@ def _one_dimension(shape: Any) -> tuple[int, ...]:
     return sizes
 
 
-def _vector(shape: tuple[int, ...], device: Any, dtype: torch.dtype | None, there: bool) -> nn.Parameter | None:
-    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if there else None
+def _vector(
+    shape: tuple[int, ...], device: torch.device | str | int | None, dtype: torch.dtype | None, exists: bool
+) -> nn.Parameter | None:
+    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if exists else None
 
 
 def _like(weight: Tensor | None) -> dict[str, Any]:
@@ -192,14 +194,17 @@ def _like(weight: Tensor | None) -> dict[str, Any]:
 
 
 def _refuse_several(name: str, shape: tuple[int, ...]) -> None:
-    several = {f"it goes over the last {len(shape)} dimensions, and cuDNN's norm over one": len(shape) != 1}
+    several = {f"it normalizes the last {len(shape)} dimensions, and cuDNN's norm only one": len(shape) != 1}
     refuse(f"{name}.from_torch", several, "flattening these dimensions before it")
 
 
 NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms_norm": RMSNorm, "layer_norm": LayerNorm}
 
 
-def norm_from_torch(name: str, module: Any) -> RMSNorm | LayerNorm:
-    """The counterpart of one of PyTorch's norms."""
+def norm_from_torch(name: str, module: nn.Module) -> RMSNorm | LayerNorm:
+    """The equivalent of one of PyTorch's norms."""
     check_type(name, module, nn.LayerNorm, nn.RMSNorm)
-    return RMSNorm.from_torch(module) if type(module) is nn.RMSNorm else LayerNorm.from_torch(module)
+    if isinstance(module, nn.RMSNorm):
+        return RMSNorm.from_torch(module)
+    assert isinstance(module, nn.LayerNorm)
+    return LayerNorm.from_torch(module)

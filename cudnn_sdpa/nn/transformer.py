@@ -1,4 +1,4 @@
-"""`TransformerLayer`: attention and what follows it, each behind a norm and added to what came in."""
+"""`TransformerLayer`: attention and a feed-forward network with norms and residual connections."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cudnn_sdpa.nn.conversion import LINEAR, check_type, copy_linear, refuse, re
 from cudnn_sdpa.nn.feed_forward import ACTIVATIONS, FeedForward, SwiGLU, drop
 from cudnn_sdpa.nn.norms import NORMS, LayerNorm, RMSNorm, norm_from_torch
 
-#: Names that Hugging Face's LLaMA has, and PyTorch's own layer.
-FOREIGN = {
+#: Names in Hugging Face's LLaMA and in PyTorch's layer, and ours.
+OTHER_NAMES = {
     "input_layernorm.": "norm1.",
     "post_attention_layernorm.": "norm2.",
     "linear1.": "mlp.linear1.",
@@ -27,24 +27,24 @@ FOREIGN = {
 class TransformerLayer(nn.Module):
     """x + attention(norm1(x)), then x + mlp(norm2(x)): by default with RMSNorm and SwiGLU, as in LLaMA.
 
-    Its parts are `norm1`, `self_attn`, `norm2` and `mlp`. `load_state_dict` also takes the weights of a layer of
-    Hugging Face's LLaMA, and of `torch.nn.TransformerEncoderLayer`, by their names.
+    Its submodules are `norm1`, `self_attn`, `norm2` and `mlp`. `load_state_dict` also accepts the names of a layer of
+    Hugging Face's LLaMA and of `torch.nn.TransformerEncoderLayer`.
 
     Args:
         embed_dim: Features of a token.
-        num_heads: Heads of queries.
-        ffn_dim: Features in the middle of the feed-forward part.
+        num_heads: Number of query heads.
+        ffn_dim: Hidden features of the feed-forward network.
         norm: "rms_norm" or "layer_norm".
-        activation: "swiglu", with a gate, or "gelu", "gelu_tanh", "relu", "silu", without one.
-        norm_first: Whether the norms are before the parts; if not, after the sums, as in BERT.
-        norm_eps: Of the norms; 1e-6 for "rms_norm" and 1e-5 for "layer_norm" if not given. Weights do not say it, and
-            LLaMA 2 and 3 have 1e-5 ("rms_norm_eps" in a model's configuration).
+        activation: "swiglu", which is gated, or "gelu", "gelu_tanh", "relu", "silu".
+        norm_first: Whether norms come before attention and feed-forward network; if not, after the sums, as in BERT.
+        norm_eps: Of the norms; None is 1e-6 for "rms_norm" and 1e-5 for "layer_norm". Weights do not include it: LLaMA
+            2 and 3 use 1e-5 ("rms_norm_eps" in a model's configuration).
         bias: Whether projections, and norms of "layer_norm", have biases.
-        dropout: Share that is dropped in training: of the attention's weights, of what both parts add, and of the
-            features in the middle where there is no gate. As in PyTorch's layer.
+        dropout: Dropout probability in training, as in PyTorch's layer: of the attention weights, of both residual
+            branches, and of the hidden features unless the activation is gated.
         device: Of the parameters.
         dtype: Of the parameters.
-        attention: Arguments of `Attention`: num_kv_heads, head_dim, qkv_bias, is_causal, window, scale, softcap,
+        attention: Options of `Attention`: num_kv_heads, head_dim, qkv_bias, is_causal, window_size, scale, softcap,
             sinks, rope.
 
     Raises:
@@ -59,12 +59,12 @@ class TransformerLayer(nn.Module):
         >>> layer(torch.randn(2, 10, 64)).shape
         torch.Size([2, 10, 64])
 
-        The weights of PyTorch's:
+        The weights of PyTorch's layer:
 
-        >>> twin = torch.nn.TransformerEncoderLayer(64, 4, 256, activation="gelu", batch_first=True, norm_first=True)
-        >>> layer = cudnn_sdpa.nn.TransformerLayer.from_torch(twin.eval())
+        >>> encoder = torch.nn.TransformerEncoderLayer(64, 4, 256, activation="gelu", batch_first=True, norm_first=True)
+        >>> layer = cudnn_sdpa.nn.TransformerLayer.from_torch(encoder.eval())
         >>> x = torch.randn(2, 10, 64)
-        >>> torch.allclose(layer(x), twin(x), atol=1e-5)
+        >>> torch.allclose(layer(x), encoder(x), atol=1e-5)
         True
     """
 
@@ -95,43 +95,43 @@ class TransformerLayer(nn.Module):
         check_counts(ffn_dim=ffn_dim)
         check_number("dropout", dropout, below=1)
         if attention.get("context_dim") is not None:
-            raise OptionError("context_dim", repr(attention["context_dim"]), "None: the layer's tokens see themselves")
+            raise OptionError("context_dim", repr(attention["context_dim"]), "None: the layer has self-attention only")
         self.norm_first, self.dropout = norm_first, dropout
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        of_norm: dict[str, Any] = {"bias": bias} if norm == "layer_norm" else {}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        norm_options: dict[str, Any] = {"bias": bias} if norm == "layer_norm" else {}
         default_eps = 1e-6 if norm == "rms_norm" else 1e-5
-        of_norm["eps"] = default_eps if norm_eps is None else norm_eps
-        self.norm1 = NORMS[norm](embed_dim, **of_norm, **made)
-        self.self_attn = Attention(embed_dim, num_heads, bias=bias, dropout=dropout, **made, **attention)
-        self.norm2 = NORMS[norm](embed_dim, **of_norm, **made)
+        norm_options["eps"] = default_eps if norm_eps is None else norm_eps
+        self.norm1 = NORMS[norm](embed_dim, **norm_options, **factory)
+        self.self_attn = Attention(embed_dim, num_heads, bias=bias, dropout=dropout, **factory, **attention)
+        self.norm2 = NORMS[norm](embed_dim, **norm_options, **factory)
         if activation == "swiglu":
-            self.mlp = SwiGLU(embed_dim, ffn_dim, bias=bias, **made)
+            self.mlp = SwiGLU(embed_dim, ffn_dim, bias=bias, **factory)
         else:
-            self.mlp = FeedForward(embed_dim, ffn_dim, activation=activation, bias=bias, dropout=dropout, **made)
+            self.mlp = FeedForward(embed_dim, ffn_dim, activation=activation, bias=bias, dropout=dropout, **factory)
 
     def reset_parameters(self) -> None:
-        """Draws new weights for all parts."""
-        for part in (self.norm1, self.self_attn, self.norm2, self.mlp):
-            part.reset_parameters()
+        """Initializes all parameters."""
+        for module in (self.norm1, self.self_attn, self.norm2, self.mlp):
+            module.reset_parameters()
 
     @classmethod
     def from_torch(cls, module: nn.TransformerEncoderLayer, **attention: Any) -> TransformerLayer:
-        """The same layer as PyTorch's, with copies of its weights.
+        """The equivalent of PyTorch's layer, with copies of its weights.
 
         Args:
-            module: Its inputs are (batch, sequence, features).
-            attention: is_causal, window, softcap, rope: what PyTorch's layer is not made with. PyTorch's masks mean the
-                opposite of ours.
+            module: PyTorch's layer; its inputs are (batch, sequence, features).
+            attention: is_causal, window_size, softcap, rope, which PyTorch's layer does not have. PyTorch's boolean
+                masks mean the opposite of ours.
 
         Raises:
-            OptionError: It is something else.
-            UnsupportedError: It computes what this layer does not, with every reason.
+            OptionError: `module` is not exactly a `torch.nn.TransformerEncoderLayer`.
+            UnsupportedError: It computes something that this layer does not, with every reason.
         """
         check_type("module", module, nn.TransformerEncoderLayer)
         activation = _activation_of(module)
         reasons = {
-            f"its activation is {module.activation!r}, none of {', '.join(ACTIVATIONS)}": activation is None,
-            "dropout1 and dropout2 drop different shares": module.dropout1.p != module.dropout2.p,
+            f"its activation is {module.activation!r}, not one of {', '.join(ACTIVATIONS)}": activation is None,
+            "dropout1 and dropout2 have different probabilities": module.dropout1.p != module.dropout2.p,
         }
         refuse(f"{cls.__name__}.from_torch", reasons)
         for name in ("linear1", "linear2"):
@@ -152,18 +152,18 @@ class TransformerLayer(nn.Module):
         for name in ("norm1", "norm2"):
             setattr(new, name, norm_from_torch(f"module.{name}", getattr(module, name)))
         new.self_attn = Attention.from_torch(module.self_attn, **attention)
-        assert isinstance(new.mlp, FeedForward), "as it was made"
+        assert isinstance(new.mlp, FeedForward)
         new.mlp.dropout = module.dropout.p
         copy_linear(new.mlp.linear1, module.linear1)
         copy_linear(new.mlp.linear2, module.linear2)
         return new.train(module.training)
 
     def forward(self, x: Tensor, **attention: Any) -> Tensor:
-        """The layer's result for tokens.
+        """The result for tokens.
 
         Args:
             x: (B, S, embed_dim).
-            attention: Arguments of `Attention.forward`: attn_mask, seq_lens, position_ids, rotations, step, layer.
+            attention: Options of `Attention.forward`: attn_mask, seq_lens, position_ids, rotations, step, layer.
 
         Returns:
             (B, S, embed_dim).
@@ -172,26 +172,26 @@ class TransformerLayer(nn.Module):
             x = x + self._drop(self.self_attn(self.norm1(x), **attention))
             return x + self._drop(self.mlp(self.norm2(x)))
         x = self.norm1(x + self._drop(self.self_attn(x, **attention)))
-        normed: Tensor = self.norm2(x + self._drop(self.mlp(x)))
-        return normed
+        normalized: Tensor = self.norm2(x + self._drop(self.mlp(x)))
+        return normalized
 
     def _drop(self, x: Tensor) -> Tensor:
         return drop(x, self.dropout, self.training)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        rename(state_dict, prefix, FOREIGN)
+        rename(state_dict, prefix, OTHER_NAMES)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
-        """The arguments that its parts do not show."""
+        """The arguments that its submodules do not show."""
         return f"norm_first={self.norm_first}, dropout={self.dropout}"
 
 
 def _activation_of(module: nn.TransformerEncoderLayer) -> str | None:
-    """The name of the activation of PyTorch's layer: a function or a module."""
-    found: Any = module.activation
-    if type(found) is nn.GELU:
-        return {"none": "gelu", "tanh": "gelu_tanh"}[found.approximate]
-    names: dict[Any, str] = {nn.ReLU: "relu", nn.SiLU: "silu"}
+    """The name of the activation of PyTorch's layer, which is a function or a module."""
+    activation: Any = module.activation
+    if type(activation) is nn.GELU:
+        return {"none": "gelu", "tanh": "gelu_tanh"}[activation.approximate]
+    names: dict[object, str] = {nn.ReLU: "relu", nn.SiLU: "silu"}
     names |= {functional.gelu: "gelu", functional.relu: "relu", torch.relu: "relu", functional.silu: "silu"}
-    return names.get(type(found)) or names.get(found)
+    return names.get(type(activation)) or names.get(activation)

@@ -1,4 +1,4 @@
-"""`VisionEncoder` and `PatchEmbed`: the encoder of vision transformers, and images as sequences of tokens."""
+"""`VisionEncoder` and `PatchEmbed`: the encoder of vision transformers, and its patch embedding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PatchEmbed(nn.Module):
     Args:
         patch_size: Height and width of a patch, one number for both or one for each.
         embed_dim: Features of a token.
-        in_channels: Channels of an image.
+        in_channels: Channels of the images.
         bias: Whether there is a bias.
         device: Of the parameters.
         dtype: Of the parameters.
@@ -69,22 +69,22 @@ class PatchEmbed(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws new weights as `torch.nn.Conv2d` does."""
+        """Initializes weight and bias as `torch.nn.Conv2d` does."""
         bound = (self.in_channels * self.patch_size[0] * self.patch_size[1]) ** -0.5
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
     @classmethod
     def from_torch(cls, module: nn.Conv2d) -> PatchEmbed:
-        """The same as a convolution of PyTorch's, with copies of its weight and bias.
+        """The equivalent of PyTorch's convolution, with copies of its weight and bias.
 
         Raises:
-            OptionError: It is something else.
-            UnsupportedError: It is no projection of patches, with every reason.
+            OptionError: `module` is not exactly a `torch.nn.Conv2d`.
+            UnsupportedError: It is not a patch embedding, with every reason.
         """
         check_type("module", module, nn.Conv2d)
         reasons = {
-            f"its steps, {module.stride}, are not as large as its filter, {module.kernel_size}": (
+            f"its stride {module.stride} is not its kernel size {module.kernel_size}": (
                 module.stride != module.kernel_size
             ),
             f"it has padding {module.padding!r}": module.padding not in ((0, 0), "valid"),
@@ -103,60 +103,62 @@ class PatchEmbed(nn.Module):
         """Tokens of images.
 
         Args:
-            images: (B, in_channels, H, W), in whole patches.
+            images: (B, in_channels, H, W); height and width are multiples of the patch size.
 
         Returns:
             (B, H / patch height · W / patch width, embed_dim), row by row.
 
         Raises:
-            ArgumentError: They do not fit.
+            ArgumentError: `images` has another type or shape.
         """
         if not isinstance(images, Tensor):
             raise OptionError("images", type(images).__name__, "a torch.Tensor")
         height, width = self.patch_size
         if images.dim() != 4 or images.shape[1] != self.in_channels:
             raise ShapeError("images", shape_of(images), f"(batch, {self.in_channels}, height, width)")
-        if images.shape[2] % height or images.shape[3] % width or 0 in images.shape[2:]:
-            expected = f"height and width in whole patches of {height} x {width}"
+        _, _, image_height, image_width = images.shape
+        if image_height % height or image_width % width or 0 in (image_height, image_width):
+            expected = f"multiples of the patch size, {height} x {width}"
             raise ShapeError("images", shape_of(images), expected, "Pad or crop them.")
         return conv2d(images, self.weight, self.bias, self.patch_size).flatten(2).transpose(1, 2)
 
     def extra_repr(self) -> str:
-        """The arguments that it was made with."""
+        """The arguments of the constructor."""
         size = f"patch_size={self.patch_size}, embed_dim={self.embed_dim}, in_channels={self.in_channels}"
         return size if self.bias is not None else size + ", bias=False"
 
 
 def pair(name: str, sizes: Any) -> tuple[int, int]:
-    """A height and a width, of one number for both or of two."""
+    """Height and width, from one number for both or from two."""
     both = sizes if isinstance(sizes, (tuple, list)) else (sizes, sizes)
     if len(both) != 2:
         raise OptionError(name, repr(sizes), "one number, or two: height and width")
-    check_counts(**{name: both[0]})
-    check_counts(**{name: both[1]})
-    return both[0], both[1]
+    height, width = both
+    check_counts(**{name: height})
+    check_counts(**{name: width})
+    return height, width
 
 
 class VisionEncoder(nn.Module):
-    """Patches, a learned embedding of their positions, layers, and a norm: a vision transformer without a head.
+    """A vision transformer without a head: patch embedding, learned position embedding, layers, and a norm.
 
     Args:
         image_size: Height and width of an image, one number for both or one for each.
-        patch_size: Height and width of a patch, which divide those of the image.
+        patch_size: Height and width of a patch, divisors of those of the image.
         embed_dim: Features of a token.
-        num_layers: Layers.
-        num_heads: Heads of each.
-        ffn_dim: Features in the middle of their feed-forward parts; four times `embed_dim` if not given.
-        in_channels: Channels of an image.
-        class_token: Whether a learned token comes before those of the patches.
-        norm: "layer_norm" or "rms_norm", of the layers and at the end.
+        num_layers: Number of layers.
+        num_heads: Number of heads of each layer.
+        ffn_dim: Hidden features of the feed-forward networks; None is four times `embed_dim`.
+        in_channels: Channels of the images.
+        class_token: Whether a learned token precedes those of the patches.
+        norm: "layer_norm" or "rms_norm", in the layers and at the end.
         norm_eps: Of the norms.
-        activation: That of `TransformerLayer`.
+        activation: As for `TransformerLayer`.
         bias: Whether projections and norms have biases.
-        dropout: Share that is dropped in training: after the positions were added, and in the layers.
+        dropout: Dropout probability in training, after the position embedding and in the layers.
         device: Of the parameters.
         dtype: Of the parameters.
-        attention: Arguments of each layer's `Attention`, such as num_kv_heads.
+        attention: Options of each layer's `Attention`, such as num_kv_heads.
 
     Raises:
         OptionError: An argument is wrong.
@@ -198,33 +200,33 @@ class VisionEncoder(nn.Module):
         self.image_size = pair("image_size", image_size)
         height, width = pair("patch_size", patch_size)
         if self.image_size[0] % height or self.image_size[1] % width:
-            raise OptionError("image_size", repr(image_size), f"whole patches of {height} x {width}")
+            raise OptionError("image_size", repr(image_size), f"multiples of the patch size, {height} x {width}")
         check_counts(num_layers=num_layers)
         check_flags(class_token=class_token)
         check_choice("norm", norm, tuple(NORMS))
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.patch_embed = PatchEmbed((height, width), embed_dim, in_channels, bias=bias, **made)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.patch_embed = PatchEmbed((height, width), embed_dim, in_channels, bias=bias, **factory)
         tokens = self.image_size[0] // height * (self.image_size[1] // width) + class_token
-        class_parameter = nn.Parameter(torch.empty(1, 1, embed_dim, **made)) if class_token else None
+        class_parameter = nn.Parameter(torch.empty(1, 1, embed_dim, **factory)) if class_token else None
         self.register_parameter("class_token", class_parameter)
-        self.position_embedding = nn.Parameter(torch.empty(1, tokens, embed_dim, **made))
+        self.position_embedding = nn.Parameter(torch.empty(1, tokens, embed_dim, **factory))
         self.dropout = dropout
-        options = made | {"norm": norm, "norm_eps": norm_eps, "activation": activation, "bias": bias}
+        options = factory | {"norm": norm, "norm_eps": norm_eps, "activation": activation, "bias": bias}
         ffn_dim = 4 * embed_dim if ffn_dim is None else ffn_dim
         self.layers = nn.ModuleList(
             TransformerLayer(embed_dim, num_heads, ffn_dim, dropout=dropout, **options, **attention)
             for _ in range(num_layers)
         )
         norm_options: dict[str, Any] = {"bias": bias} if norm == "layer_norm" else {}
-        self.norm = NORMS[norm](embed_dim, norm_eps, **norm_options, **made)
+        self.norm = NORMS[norm](embed_dim, norm_eps, **norm_options, **factory)
         self._reset_tokens()
 
     def reset_parameters(self) -> None:
-        """Draws new weights for all parts."""
+        """Initializes all parameters."""
         self._reset_tokens()
-        for part in (self.patch_embed, *self.layers, self.norm):
-            if not isinstance(part, nn.Identity):
-                part.reset_parameters()
+        for module in (self.patch_embed, *self.layers, self.norm):
+            if not isinstance(module, nn.Identity):
+                module.reset_parameters()
 
     def _reset_tokens(self) -> None:
         nn.init.trunc_normal_(self.position_embedding, std=0.02)
@@ -241,18 +243,18 @@ class VisionEncoder(nn.Module):
         image_size: int | tuple[int, int],
         class_token: Tensor | None = None,
     ) -> VisionEncoder:
-        """A vision transformer out of PyTorch's modules, with copies of their weights.
+        """A vision transformer from PyTorch's modules, with copies of their weights.
 
         Args:
-            patch_embed: The projection of patches.
-            position_embedding: (tokens, features), or with a 1 before; the class token's first if there is one.
+            patch_embed: The patch embedding.
+            position_embedding: (tokens, features), or with a leading 1; the class token's first if there is one.
             encoder: The layers, and the norm at the end if there is one.
             image_size: Height and width of an image.
-            class_token: (features,), or with ones before.
+            class_token: (features,), or with leading ones.
 
         Raises:
-            ArgumentError: They are something else, or do not fit.
-            UnsupportedError: They compute what this module does not, with every reason.
+            ArgumentError: A module has another class, or shapes do not match.
+            UnsupportedError: A module computes something that this one does not, with every reason.
 
         Examples:
             >>> import torch, cudnn_sdpa
@@ -302,26 +304,26 @@ class VisionEncoder(nn.Module):
             (B, tokens, embed_dim): the class token, if there is one, then the patches row by row.
 
         Raises:
-            ArgumentError: They do not fit.
+            ArgumentError: `images` has another type or shape.
         """
         if isinstance(images, Tensor) and images.dim() == 4 and tuple(images.shape[2:]) != self.image_size:
-            raise ShapeError("images", shape_of(images), f"height and width {self.image_size}, of image_size")
+            raise ShapeError("images", shape_of(images), f"height and width {self.image_size}, the image_size")
         x = self.patch_embed(images)
         if self.class_token is not None:
             x = torch.cat((self.class_token.expand(x.shape[0], -1, -1).to(x.dtype), x), dim=1)
         x = drop(x + self.position_embedding, self.dropout, self.training)
         for layer in self.layers:
             x = layer(x)
-        normed: Tensor = self.norm(x)
-        return normed
+        normalized: Tensor = self.norm(x)
+        return normalized
 
     def extra_repr(self) -> str:
-        """The arguments that its parts do not show."""
+        """The arguments that its submodules do not show."""
         return f"image_size={self.image_size}, class_token={self.class_token is not None}"
 
 
 def _without_ones(shape: torch.Size) -> list[int]:
-    """A shape without the ones that it begins with."""
+    """A shape without leading ones."""
     sizes = list(shape)
     while sizes[:1] == [1]:
         del sizes[0]

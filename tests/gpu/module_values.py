@@ -41,8 +41,8 @@ def rotate(rope: Any, heads: Tensor, positions: Tensor) -> Tensor:
     half = rope.rotary_dim // 2
     powers = torch.arange(half, dtype=torch.float64, device=heads.device) / half
     speeds = rope.base**-powers
-    if rope.given is not None:
-        speeds = torch.tensor(rope.given, dtype=torch.float64, device=heads.device)
+    if rope.explicit_frequencies is not None:
+        speeds = torch.tensor(rope.explicit_frequencies, dtype=torch.float64, device=heads.device)
     turns = torch.polar(
         torch.ones((), dtype=torch.float64, device=heads.device), positions.double()[..., None] * speeds
     )

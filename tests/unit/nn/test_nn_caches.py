@@ -227,7 +227,7 @@ def test_invalid_steps_are_refused():
             assert error.value.argument == name
         with pytest.raises(OptionError, match="earlier tokens would have to see later ones"):
             randomize(Attention(64, 4))(x, step=step)
-        with pytest.raises(OptionError, match="this cache has made"):
+        with pytest.raises(OptionError, match="of this cache"):
             static(module).attend(step, x)
         with pytest.raises(DtypeError, match="the dtype of the cache"):
             make().double()(x.double(), step=step)
@@ -310,7 +310,7 @@ def test_a_failed_call_releases_its_reservation(layers_before):
     with pytest.raises(ShapeError, match="x: got"):
         stack[layers_before](torch.randn(1, 4, 64), step=failed, layer=layers_before)
     if not layers_before:
-        with pytest.raises(OptionError, match=r"the step before are appended first(.|\n)*cache\.cancel\(step\)"):
+        with pytest.raises(OptionError, match=r"the previous step are appended first(.|\n)*cache\.cancel\(step\)"):
             cache.reserve(6)
     cache.cancel(failed)
     assert cache.lengths.tolist() == [0, 0]

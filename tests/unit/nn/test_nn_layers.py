@@ -299,8 +299,8 @@ def test_frequencies_are_recomputed_once_after_assigning_weights(monkeypatch):
     with torch.device("meta"):
         layer = TransformerLayer(64, 4, 96, is_causal=True, rope=RotaryEmbedding(16))
     layer.load_state_dict(source.state_dict(), assign=True)
-    made, real = [], RotaryEmbedding._made
-    monkeypatch.setattr(RotaryEmbedding, "_made", lambda self: made.append(self) or real(self))
+    made, real = [], RotaryEmbedding._new_frequencies
+    monkeypatch.setattr(RotaryEmbedding, "_new_frequencies", lambda self: made.append(self) or real(self))
     x = torch.randn(2, 7, 64)
     with torch.inference_mode():
         layer(x)
