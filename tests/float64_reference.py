@@ -1,10 +1,10 @@
-"""What every operation computes, in float64, written a second time, differentiable by autograd, with bounds of errors.
+"""An independent float64 implementation of every operation, differentiable by autograd, with error bounds.
 
-It shares no formula with the library: what a query sees is decided position by position, the softmax is PyTorch's own
-over the visible scores with the sink as one more column, and gradients come from autograd.
+It shares no formula with the library: visibility is decided position by position, the softmax is PyTorch's, over the
+visible scores with the sink as an additional column, and gradients come from autograd.
 
-A bound says how far an element may be off: the sum of the absolute values of what is added up to it, times what one
-rounding costs. So sums whose terms cancel may be off by more than what is left of them, and nothing else may.
+The bound of an element is the sum of the absolute values of its terms, times the error of one rounding. So the error
+may exceed the value only where terms cancel.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor
 
 DIFFERENTIABLE = ("q", "k", "v", "attn_mask", "sinks")
 
-#: Bounds count the roundings that matter; this is for those that do not, and for other orders of sums.
+#: Bounds count the dominant roundings; this factor covers the others, and other summation orders.
 MARGIN = 2.0
 
-#: A log-sum-exp beyond this is not trusted to explain an error: kernels keep it in float32.
+#: An LSE beyond this must not explain an error: kernels keep it in float32.
 LARGE_LSE = 1e4
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What roundings cost.
+    """Rounding errors.
 
     Attributes:
-        unit: Relative, of a number of the tensors' dtype.
-        tiny: Absolute, of the smallest numbers of that dtype.
-        inner: Relative, of what is computed in between.
+        unit: Relative error of a value of the tensors' dtype.
+        tiny: Absolute error of the smallest values of that dtype.
+        inner: Relative error of intermediate values.
     """
 
     unit: float
@@ -42,7 +42,7 @@ class Precision:
 
     @classmethod
     def of(cls, dtype: torch.dtype, *, tf32: bool = False) -> Precision:
-        """That of results in a dtype."""
+        """The precision of results in a dtype."""
         info = torch.finfo(dtype)
         inner = 2**-53 if dtype == torch.float64 else 2**-24
         unit = max(info.eps / 2, 2**-24) if dtype != torch.float64 else 2**-50
@@ -62,7 +62,7 @@ def sees(i: int, j: int, nq: int, nk: int, options: dict[str, Any]) -> bool:
 
 
 def lengths_of(batch: int, sq: int, skv: int, options: dict[str, Any]) -> list[tuple[int, int]]:
-    """The numbers of queries and keys of each sequence."""
+    """Numbers of queries and keys of each sequence."""
     given = [options.get(name) for name in ("seq_lens_q", "seq_lens_kv")]
     return [tuple(n if x is None else int(x[b]) for n, x in zip((sq, skv), given, strict=True)) for b in range(batch)]
 
@@ -84,7 +84,7 @@ def seen_keys(
 
 
 def slopes(heads: int) -> list[float]:
-    """Of the linear biases: a geometric series for a power of two, filled up from the series of twice as many."""
+    """ALiBi slopes: a geometric series for a power of two, extended from the series of twice as many."""
     if heads & (heads - 1) == 0:
         return [2.0 ** (-8 * (n + 1) / heads) for n in range(heads)]
     below = 1 << (heads.bit_length() - 1)
@@ -93,15 +93,15 @@ def slopes(heads: int) -> list[float]:
 
 @dataclass
 class Attended:
-    """Attention, and what it was made of.
+    """Attention and its intermediate results.
 
     Attributes:
         out: The output.
         lse: The log-sum-exp.
         weights: The softmax, before dropout.
-        sink: The share of the sink, or None.
-        share: What dropout multiplies weights by.
-        seen: What each query sees.
+        sink: The weight of the sink, or None.
+        share: The dropout factor of the weights.
+        seen: The keys that each query sees.
         slope: The derivative of the softcap.
     """
 
@@ -124,9 +124,9 @@ def attention(
         k: Keys.
         v: Values.
         kept: Which weights dropout keeps.
-        rounds_scores: Whether scores are rounded to float32 where a mask is added to them, as they are in kernels:
-            under a mask of −1e9 nothing else is left of them.
-        **options: Those of `sdpa`; what is not said is off.
+        rounds_scores: Whether scores are rounded to float32 after a mask is added, as in kernels: under a mask of
+            −1e9 nothing else is left of them.
+        **options: Options of `sdpa`; they default to off.
     """
     group = q.shape[1] // k.shape[1]
     keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
@@ -152,7 +152,7 @@ def attention(
     columns = [torch.where(seen, scores, -math.inf)]
     if options.get("sinks") is not None:
         columns.append(options["sinks"].double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1))
-    else:  # a column for the rows that see nothing, which no other row sees
+    else:  # a column for fully masked rows, which no other row sees
         columns.append(torch.where(seen.any(-1, keepdim=True), -math.inf, 0.0).double())
     everything = torch.cat(columns, dim=-1)
     softmax = torch.softmax(everything, dim=-1)
@@ -173,7 +173,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, kept: Tensor | None = None, **opt
 def gradients(
     tensors: dict[str, Tensor], grad_out: Tensor, *, kept: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Output, log-sum-exp, and the gradients by those of `tensors` that are differentiable."""
+    """Output, LSE, and the gradients for the differentiable ones of `tensors`."""
     leaves = {
         name: x.detach().double().requires_grad_() if name in DIFFERENTIABLE and x.is_floating_point() else x
         for name, x in tensors.items()
@@ -189,19 +189,19 @@ def gradients(
 def attention_bounds(
     made: Attended, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None, precision: Precision, **options: Any
 ) -> dict[str, Tensor]:
-    """How far the output, the log-sum-exp and each gradient may be off."""
+    """Error bounds of the output, the LSE and each gradient."""
     group = q.shape[1] // k.shape[1]
     q, (keys, values) = q.double().abs(), (x.double().abs().repeat_interleave(group, dim=1) for x in (k, v))
     scale = abs(q.shape[3] ** -0.5 if options.get("scale") is None else options["scale"])
     weights, mask = made.weights, options.get("attn_mask")
-    scores = torch.einsum("bhid,bhjd->bhij", q, keys) * scale + 1.0  # one for the exponential's own rounding
+    scores = torch.einsum("bhid,bhjd->bhij", q, keys) * scale + 1.0  # one for the rounding of the exponential
     if mask is not None and mask.dtype != torch.bool:
         scores = scores + mask.double().masked_fill(mask.isneginf(), 0.0).abs()
     if options.get("alibi"):
         scores = scores + max(q.shape[2], k.shape[2])
     off = (8 * precision.inner * scores).masked_fill(~made.seen, 0.0)
     of_slope: Tensor | float = 0.0
-    if options.get("softcap") is not None:  # 1 - tanh² keeps the absolute error of tanh, and has that of the scores
+    if options.get("softcap") is not None:  # 1 - tanh² has the absolute errors of tanh and of the scores
         of_slope = 4 * precision.inner + 2 * made.slope * off / options["softcap"]
         off = off + 2 * precision.unit * made.slope * min(options["softcap"], 1.0)
     row = (weights * off).sum(-1, keepdim=True)
@@ -239,7 +239,7 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """By the error function."""
+    """GELU with the error function."""
     return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
 
 
@@ -249,7 +249,7 @@ def relu(x: Tensor) -> Tensor:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """Its approximation."""
+    """GELU with the tanh approximation."""
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
@@ -258,7 +258,7 @@ ACTIVATIONS = {None: lambda x: x, "relu": relu, "silu": silu, "gelu": gelu, "gel
 
 @torch.no_grad()
 def activated_bounds(y: Tensor, off: Tensor, grad: Tensor | None, activation: str | None) -> tuple[Tensor, Tensor]:
-    """How far activation(y) is off if y is off by so much, and how far the gradient of y then is."""
+    """Error bounds of activation(y) and of the gradient of y, given that of y."""
     grad = torch.zeros_like(y) if grad is None else grad.double().abs()
     if activation is None:
         return off, torch.zeros_like(y)
@@ -269,7 +269,7 @@ def activated_bounds(y: Tensor, off: Tensor, grad: Tensor | None, activation: st
 def convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> Tensor:
-    """A convolution: a sum over the places of the filter, each of which is a product of channels."""
+    """A convolution, as a sum of channel products over the positions of the filter."""
     rank = x.dim() - 2
     stride, padding, dilation = (
         (sizes,) * rank if isinstance(sizes, int) else tuple(sizes) for sizes in (stride, padding, dilation)
@@ -330,13 +330,13 @@ def norm_bounds(
     sum_off: Tensor | None = None,
     grad_sum: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """How far the output and the gradients by x, weight and bias may be off.
+    """Error bounds of the output and of the gradients for x, weight and bias.
 
     Args:
-        x: What is normalized, with the residual.
-        weight: As it is multiplied.
-        bias: As it is added.
-        eps: As it is added.
+        x: The normalized tensor, including the residual.
+        weight: The weight, as multiplied.
+        bias: The bias.
+        eps: The eps.
         grad: The gradient of the output.
         precision: What roundings cost.
         centered: Whether it is a layer norm.
@@ -369,25 +369,25 @@ def norm_bounds(
         if grad_sum is not None:
             bounds["x"] = bounds["x"] + precision.unit * (r * size + 2 * grad_sum.double().abs())
         rows = tuple(range(x.dim() - 1))
-        added = 4 * precision.inner * math.sqrt(math.prod(x.shape[:-1]))  # what adding up so many rows costs
+        added = 4 * precision.inner * math.sqrt(math.prod(x.shape[:-1]))  # the error of summing this many rows
         grad_weight = grad * hat * (2 * precision.unit + added) + grad * of_hat + of_grad * hat
         bounds["weight"] = grad_weight.sum(rows) + precision.tiny
         bounds["bias"] = ((2 * precision.unit + added) * grad).sum(rows) + precision.tiny
     return bounds
 
 
-# Modules: by their parameters, under the names that these have in `state_dict`.
+# Modules, by the names of their parameters in `state_dict`.
 
 Parameters = dict[str, Tensor]
 
 
 def parameters_of(p: Parameters, name: str) -> Parameters:
-    """The parameters of a part."""
+    """The parameters of a submodule."""
     return {key.removeprefix(f"{name}."): x for key, x in p.items() if key.startswith(f"{name}.")}
 
 
 def linear(x: Tensor, p: Parameters) -> Tensor:
-    """The rows of x times a matrix."""
+    """x times a weight matrix."""
     y = torch.einsum("...i,oi->...o", x, p["weight"])
     return y + p["bias"] if "bias" in p else y
 
@@ -401,7 +401,7 @@ def rotated(
     interleaved: bool = False,
     frequencies: list[float] | None = None,
 ) -> Tensor:
-    """Heads (B, S, H, D), of which pairs of features are complex numbers that positions (B or 1, S) turn."""
+    """Heads (B, S, H, D), rotated by positions (B or 1, S); pairs of features are complex numbers."""
     n = x.shape[-1] if rotary_dim is None else rotary_dim
     given = [base ** (-2 * i / n) for i in range(n // 2)] if frequencies is None else frequencies
     angles = positions.double()[..., None, None] * torch.tensor(given, dtype=torch.float64, device=x.device)
@@ -424,7 +424,7 @@ def multi_head_attention(
     positions: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """`nn.Attention` of tokens with so many heads of queries and of keys; options are those of `attention`."""
+    """`nn.Attention` with the given head counts; options are those of `attention`."""
     if context is None:
         rows = linear(x, parameters_of(p, "qkv_proj"))
         dim = rows.shape[-1] // (heads[0] + 2 * heads[1])
@@ -442,7 +442,7 @@ def multi_head_attention(
 
 
 def feed_forward(x: Tensor, p: Parameters, activation: str, share: Tensor | float = 1.0) -> Tensor:
-    """`nn.SwiGLU`, or `nn.FeedForward` whose features in the middle dropout multiplies by a share."""
+    """`nn.SwiGLU`, or `nn.FeedForward` with a dropout factor for the hidden features."""
     if activation == "swiglu":
         gate, up = linear(x, parameters_of(p, "gate_up_proj")).chunk(2, -1)
         return linear(silu(gate) * up, parameters_of(p, "down_proj"))
@@ -468,7 +468,7 @@ def transformer_layer(
     shares: tuple[Tensor | float, ...] = (1.0, 1.0, 1.0),
     **attention_options: Any,
 ) -> Tensor:
-    """`nn.TransformerLayer`; dropout multiplies by shares: what attention adds, the middle, and the rest."""
+    """`nn.TransformerLayer`, with dropout factors for the attention output, the hidden features, and the MLP output."""
 
     def attend(x: Tensor) -> Tensor:
         return multi_head_attention(x, parameters_of(p, "self_attn"), heads, **attention_options) * shares[0]
@@ -485,7 +485,7 @@ def transformer_layer(
 
 
 def patches(images: Tensor, p: Parameters, size: tuple[int, int]) -> Tensor:
-    """`nn.PatchEmbed`: a matrix product of patches that are cut out."""
+    """`nn.PatchEmbed`, as a matrix product of extracted patches."""
     batch, channels, height, width = images.shape
     cut = images.reshape(batch, channels, height // size[0], size[0], width // size[1], size[1])
     rows = cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)

@@ -1,11 +1,11 @@
-"""Random right calls of every public operation, run, and held against mathematics in float64.
+"""Random valid calls of every public operation, run and compared with float64.
 
     python tests/generators.py conv2d 1234 [--device cuda]          # repeats one call: draws, runs, compares, explains
     python tests/generators.py all --count 5000 --device cuda --workers 6 --seconds 300 --json report.json
 
-A call is a function of its operation and its seed alone. It is run three times: when nothing of it is known, again on
-other numbers that lie in the same way, and once more in another mode of gradients. An outcome is "right", "declined"
-(an `UnsupportedError`, with its reasons), "wrong", or "crashed" (any other exception).
+A call depends only on its operation and its seed. It runs three times: cold, warm on other values of the same layout,
+and in another grad mode. An outcome is "right", "declined" (an `UnsupportedError`, with its reasons), "wrong", or
+"crashed" (any other exception).
 """
 
 from __future__ import annotations
@@ -60,29 +60,29 @@ BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float6
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HALF_A_ULP = {E4M3: 2**-4, E5M2: 2**-3}
 
-#: Steps that are run after the first: on other numbers, and in another mode of gradients.
+#: Steps after the first: on other values, and in another grad mode.
 THIRD = ("create_graph", "create_graph", "no_grad", "inference", "backward", "options")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call. What is not said is off.
+    """A call. Options default to off.
 
     Attributes:
-        operation: Its name.
-        seed: What it is drawn from.
-        dtype: Of the results.
-        tensors: The tensors that are passed.
-        options: What else is passed.
-        varied: Options that are others when it is run for the third time.
-        facts: What it is made from beside, such as lengths.
-        wanted: By which tensors gradients are wanted.
-        grad: What the gradient of the result is like.
+        operation: The name of the operation.
+        seed: The random seed.
+        dtype: The dtype of the results.
+        tensors: The tensor arguments.
+        options: The other arguments.
+        varied: Options that change in the third run.
+        facts: Other data of the call, such as lengths.
+        wanted: The tensors that require grad.
+        grad: The kind of grad_out.
         mode: "eager", "aot_eager", "inductor", "autocast" or "checkpoint".
-        third: How it is run for the third time.
+        third: The grad mode of the third run.
         policy: The shape policy.
-        settings: What else is in force: "cpu_checks", "fallback" or "deterministic", PyTorch's switch.
-        refusable: Why an `ArgumentError` would be right, too.
+        settings: Other settings: "cpu_checks", "fallback" or "deterministic" (PyTorch's setting).
+        refusable: Why an `ArgumentError` would also be right.
     """
 
     operation: str
@@ -115,13 +115,13 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What became of a call.
+    """The outcome of a call.
 
     Attributes:
         kind: "right", "declined", "wrong" or "crashed".
         problems: What was wrong.
-        reasons: Why it was declined, as a whole or in part.
-        by: What declined it, as the error says.
+        reasons: Why it was declined, entirely or in part.
+        by: The component that declined it, according to the error.
     """
 
     kind: str
@@ -134,10 +134,10 @@ Tensors = dict[str, Tensor]
 
 
 class Operation:
-    """A public operation: how calls of it are drawn, run, and computed again."""
+    """A public operation: how its calls are drawn, run, and computed in float64."""
 
     name = ""
-    #: Options that may be others when a call is run again: data to a plan.
+    #: Options that may change between runs, because they are data.
     data: tuple[str, ...] = ()
     has_graph_break = False
     aligns = False
@@ -150,11 +150,11 @@ class Operation:
         raise NotImplementedError
 
     def call(self, tensors: Tensors, options: dict[str, Any], facts: dict[str, Any]) -> Tensors:
-        """Runs it; the results by name."""
+        """Runs the call. Returns the results by name."""
         raise NotImplementedError
 
     def before(self, case: Case, tensors: Tensors, options: dict[str, Any]) -> dict[str, Any]:
-        """What must be known of a call before it is run."""
+        """Prepares data that must be known before the call runs."""
         return {}
 
     def exact(self, case: Case, options: dict[str, Any], leaves: Tensors, known: dict[str, Any]) -> Tensors:
@@ -170,19 +170,19 @@ class Operation:
         known: dict[str, Any],
         precision: Precision,
     ) -> Tensors:
-        """How far results and gradients may be off."""
+        """Error bounds of results and gradients."""
         raise NotImplementedError
 
     def check_places(self, case: Case, tensors: Tensors, found: Tensors, gradients: Tensors) -> Iterator[str]:
-        """What is wrong with where results lie."""
+        """Errors of the results' memory layout."""
         yield from ()
 
     def session(self, r: random.Random, seed: int, device: str) -> Outcome | None:
-        """What became of a sequence of calls, where the operation is none of a single call."""
+        """The outcome of a sequence of calls, for operations that are not a single call."""
         return None
 
     def explained(self, case: Case) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None:
-        """The call as `explain` takes it, on tensors without numbers; None if it does not explain it."""
+        """The arguments for `explain`, on meta tensors; None if it does not support the operation."""
         return None
 
 
@@ -190,7 +190,7 @@ OPERATIONS: dict[str, Operation] = {}
 
 
 def operation(kind: type[Operation]) -> type[Operation]:
-    """Adds an operation."""
+    """Registers an operation."""
     OPERATIONS[kind.name] = kind()
     return kind
 
@@ -199,7 +199,7 @@ def operation(kind: type[Operation]) -> type[Operation]:
 
 
 def size(r: random.Random, device: str, *, large: float = 0.12) -> int:
-    """A length, mostly short, and often 1. References on the CPU take long, and know nothing of tiles."""
+    """A length, mostly short, and often 1. CPU references are slow and have no tiles."""
     if r.random() < large:
         return r.choice([127, 128, 129, 192, 200, 256, 300, 513] if device != "cpu" else [33, 40, 65])
     short = [1, 1, 1, 2, 3, 5, 7, 8, 15, 16, 17]
@@ -207,7 +207,7 @@ def size(r: random.Random, device: str, *, large: float = 0.12) -> int:
 
 
 def number(r: random.Random, low: float, high: float) -> float:
-    """A number that is no power of two."""
+    """A value that is no power of two."""
     return round(low * (high / low) ** r.random(), 4) * 1.0009765625
 
 
@@ -218,16 +218,16 @@ def half(r: random.Random, device: str) -> torch.dtype:
 
 
 def later(name: str, seed: int) -> random.Random:
-    """Numbers for what was thought of last: those before stay as they were, and so do most calls."""
+    """A random generator for options added later, so that earlier draws, and most calls, stay the same."""
     return random.Random(zlib.crc32(f"later {name} {seed}".encode()))
 
 
-#: Head dims that the reference takes and no kernel has.
+#: Head dims that the reference supports and no kernel has.
 ODD = ((1, 1), (3, 5), (7, 7), (12, 4), (20, 33))
 
 
 def is_unlimited(r: random.Random, device: str, share: float = 0.1) -> bool:
-    """Whether a call on the CPU need not be one that a GPU would take."""
+    """Whether a CPU call may be one that no GPU supports."""
     return device == "cpu" and r.random() < share
 
 
@@ -235,13 +235,13 @@ UNCHECKED = {"cpu_checks": None}
 
 
 def scale_of(r: random.Random, dim: int) -> float | None:
-    """The factor of the scores."""
+    """The scale of the scores."""
     usual = number(r, 0.5, 2.0) * dim**-0.5
     return r.choice([None, None, usual, usual, usual, 4 * usual, -usual, 1e-6, 40 * usual, 0.0])
 
 
 def window_of(r: random.Random) -> tuple[int, int] | None:
-    """Bounds around the diagonal."""
+    """A window around the diagonal."""
     return None if r.random() < 0.65 else (r.choice([-1, 0, 0, 1, 5, 64, 10**6]), r.choice([-1, 0, 0, 1, 3, 70, 10**6]))
 
 
@@ -251,7 +251,7 @@ def lengths_of(r: random.Random, batch: int, longest: int) -> list[int]:
 
 
 def sequence(values: list[int], device: str, lead: int = 0) -> Tensor:
-    """Lengths or offsets as a tensor, behind others in memory."""
+    """Lengths or offsets as a slice of a larger tensor."""
     return torch.tensor([7] * lead + values, dtype=torch.int32, device=device)[lead:]
 
 
@@ -282,7 +282,7 @@ def memory_of(r: random.Random, shape: tuple[int, ...], dtype: torch.dtype, unit
 
 
 def chosen(r: random.Random, names: list[str]) -> tuple[str, ...]:
-    """Any part of them, often all, sometimes none."""
+    """A random subset, often all, sometimes none."""
     how = r.random()
     if how < 0.15:
         return ()
@@ -290,7 +290,7 @@ def chosen(r: random.Random, names: list[str]) -> tuple[str, ...]:
 
 
 def head_dims(r: random.Random, device: str) -> tuple[int, int]:
-    """Of keys and values."""
+    """Head dims of keys and values."""
     if device == "cpu":
         return r.choice([(8, 8), (8, 8), (16, 16), (64, 64), (24, 8), (8, 40)])
     odd = 8 * r.randint(1, 16)
@@ -298,7 +298,7 @@ def head_dims(r: random.Random, device: str) -> tuple[int, int]:
 
 
 def more_of_attention(r: random.Random, case: Case) -> Case:
-    """Ends of options that all attention has."""
+    """Corner cases of options that all attention functions share."""
     options, tensors, wanted = dict(case.options), dict(case.tensors), case.wanted
     if "deterministic" in options and options["deterministic"] is None and r.random() < 0.3:
         options["deterministic"] = False
@@ -306,40 +306,40 @@ def more_of_attention(r: random.Random, case: Case) -> Case:
         tensors["sinks"] = replace(tensors["sinks"], dtype=r.choice([BF16, F16]))
     if r.random() < 0.04:
         options["scale"] = r.choice([1, 2, -1, 65536.0, -65536])
-        wanted = wanted if abs(options["scale"]) < 9 else ()  # beyond, float32 holds no log-sum-exp for gradients
+        wanted = wanted if abs(options["scale"]) < 9 else ()  # beyond, a float32 LSE is too imprecise for gradients
     if options.get("softcap") and r.random() < 0.1:
         options["softcap"] = r.choice([1, 1e-3, 3e38])
     return replace(case, options=options, tensors=tensors, wanted=wanted)
 
 
 def causal_bias(which: str, sq: int, skv: int) -> Any:
-    """PyTorch's causal mask without values."""
+    """PyTorch's `CausalBias`, without values."""
     from torch.nn.attention import bias
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # rows that see nothing, which are zeros here
+        warnings.simplefilter("ignore")  # fully masked rows, which are zeros here
         return {"top_left": bias.causal_upper_left, "bottom_right": bias.causal_lower_right}[which](sq, skv)
 
 
 def keys_for(r: random.Random, device: str, sq: int) -> int:
-    """How many keys there are for so many queries."""
+    """The number of keys for a number of queries."""
     return r.choice([sq, sq, sq, 1, 1, 3, 5, 8, 17, 40, *([64, 77, 130] if device != "cpu" else [])])
 
 
 def rounds_scores(case: Case) -> bool:
-    """Whether scores are rounded to float32 where a mask is added."""
+    """Whether scores are rounded to float32 before a mask is added."""
     return case.dtype != F64
 
 
 class Attention(Operation):
-    """What operations of attention have in common."""
+    """Shared by the attention operations."""
 
     data = ("scale", "softcap")
 
     takes_out = False
 
     def into(self, tensors: Tensors, facts: dict[str, Any]) -> Tensors:
-        """Memory for the result, where it is given; outside of gradients."""
+        """The `out` tensor, if given; for calls without gradients."""
         where = facts.get("into")
         if not where or torch.is_grad_enabled():
             return {}
@@ -356,13 +356,13 @@ class Attention(Operation):
         return {"out": out.permute([order.index(d) for d in range(q.dim())])}
 
     def anywhere(self, r: random.Random, case: Case) -> Spec:
-        """Memory for the result that has an order of its own, and others' numbers around it."""
+        """An `out` tensor with its own memory order, surrounded by other values."""
         q, v = case.tensors["q"], case.tensors["v"]
         unit = 1 if "cpu_checks" in case.settings else 8
         return drawn(r, (*q.shape[:-1], v.shape[-1]), q.dtype, unit=unit, last_dense=True, expands=0.0)
 
     def known_options(self, case: Case, options: dict[str, Any], leaves: Tensors) -> dict[str, Any]:
-        """The options and side tensors as the mathematics takes them."""
+        """The options and side tensors for the float64 reference."""
         side = {name: leaves[name] for name in ("attn_mask", "sinks", "seq_lens_q", "seq_lens_kv") if name in leaves}
         return {**{n: x for n, x in options.items() if n not in ("return_lse", "deterministic")}, **side}
 
@@ -448,7 +448,7 @@ class Sdpa(Attention):
         return self.more(more, more_of_attention(more, case))
 
     def more(self, r: random.Random, case: Case) -> Case:
-        """Ends of options."""
+        """Corner cases of options."""
         options, tensors, facts = dict(case.options), dict(case.tensors), dict(case.facts)
         if "dropout_p" in options and r.random() < 0.2:
             options["dropout_p"] = r.choice([0.0, 0, 0.999])
@@ -472,7 +472,7 @@ class Sdpa(Attention):
         return super().known_options(case, options, leaves) | self.of_bias(case)
 
     def of_bias(self, case: Case) -> dict[str, Any]:
-        """What PyTorch's causal mask says."""
+        """The options equivalent to PyTorch's `CausalBias`."""
         bias = case.facts.get("bias")
         return {} if bias is None else {"is_causal": True, "causal_alignment": bias}
 
@@ -498,11 +498,11 @@ class Sdpa(Attention):
 
 @torch.no_grad()
 def kept(v: Tensor, places: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-    """Which weights dropout keeps: those that arrive at a value that no other key of the sequence has.
+    """Which weights dropout keeps, read from values that are unique to each key of a sequence.
 
     Args:
-        v: The values, of which only the shape matters.
-        places: Which key of its sequence each is.
+        v: The values; only their shape is used.
+        places: The index of each key in its sequence.
         attend: Runs the call with scores of 0 on other values.
     """
     state = torch.cuda.get_rng_state() if v.is_cuda else torch.get_rng_state()
@@ -538,7 +538,7 @@ class DropIn(Attention):
             return (*front, length, dim)
 
         shapes = shape(heads, sq, dims[0]), shape(kv, skv, dims[0]), shape(kv, skv, dims[1])
-        if gqa and rank > 2 and more.random() < 0.3:  # heads of the keys and of the values that differ
+        if gqa and rank > 2 and more.random() < 0.3:  # different head counts of keys and values
             of_k, of_v = more.choice([(2, 3), (3, 2), (2, 6), (6, 3), (2, 1)])
             shapes = tuple((*x[:-3], n, *x[-2:]) for x, n in zip(shapes, (6, of_k, of_v), strict=True))
         tensors = {name: memory_of(r, x, dtype, 1 if unlimited else 8) for name, x in zip("qkv", shapes, strict=True)}
@@ -767,16 +767,16 @@ class Varlen(Attention):
 
 
 def page_tables(facts: dict[str, Any], count: int) -> list[list[list[int]]]:
-    """Tables of keys and of values, row by row, for so many pages in any order."""
+    """Random page tables of keys and values, for a number of pages."""
     numbers, tables = random.Random(torch.randint(2**31, ()).item()), []
     for _ in range(2):
         pages = numbers.sample(range(count), count)
         rows = [[pages.pop() for _ in range(facts["columns"])] for _ in facts["kv"]]
-        if facts.get("shared"):  # sequences that begin with the same pages
+        if facts.get("shared"):  # sequences with a shared prefix
             rows = [[*rows[0][: facts["columns"] // 2 + 1], *row[facts["columns"] // 2 + 1 :]] for row in rows]
         for row, length in zip(rows, facts["kv"], strict=True):
             used = -(-length // facts["page"])
-            if facts["wild"]:  # what lies past the last page is not looked at
+            if facts["wild"]:  # ids past the last page are not read
                 row[used:] = [numbers.choice([-7, 10**6]) for _ in row[used:]]
         tables.append(rows)
     return tables if facts["of_v"] else [tables[0]] * 2
@@ -789,7 +789,7 @@ def table_of(rows: list[list[int]], facts: dict[str, Any], device: Any) -> Tenso
 
 
 def gathered(pages: Tensor, table: list[list[int]], facts: dict[str, Any]) -> Tensor:
-    """Keys or values of sequences one after the other, out of pages (pages, heads, page size, dim)."""
+    """Keys or values of all sequences, gathered from pages (pages, heads, page size, dim)."""
     whole = pages.new_zeros(len(table), pages.shape[1], facts["columns"] * facts["page"], pages.shape[3])
     for b, (row, length) in enumerate(zip(table, facts["kv"], strict=True)):
         for j in range(length):
@@ -892,12 +892,12 @@ class Paged(Attention):
 # FP8
 
 
-#: Those of FP8 that the emulation takes and no kernel has.
+#: FP8 head dims that the emulation supports and no kernel has.
 ODD_FP8 = ((16, 16), (32, 48), (8, 8), (5, 7))
 
 
 def fp8_dims(r: random.Random, device: str) -> tuple[tuple[int, int], int, dict[str, Any]] | None:
-    """Head dims, their unit, and settings, of a call on the CPU; a GPU takes few of those that are small."""
+    """Head dims, their unit, and settings of a CPU call; GPUs support few small ones."""
     if device != "cpu":
         return None
     if r.random() < 0.7:
@@ -907,18 +907,18 @@ def fp8_dims(r: random.Random, device: str) -> tuple[tuple[int, int], int, dict[
 
 
 def fp8_options(r: random.Random, dim: int) -> dict[str, Any]:
-    """Options of attention in FP8."""
+    """Options of FP8 attention."""
     options: dict[str, Any] = {"scale": r.choice([None, number(r, 0.5, 2.0) * dim**-0.5]), "window_size": window_of(r)}
     return options | {"is_causal": r.random() < 0.4, "causal_alignment": r.choice(["top_left"] * 3 + ["bottom_right"])}
 
 
 class Fp8(Attention):
-    """What both passes in FP8 have in common."""
+    """Shared by both FP8 passes."""
 
     data = ()
 
     def drawn(self, r: random.Random, seed: int, device: str) -> Case:
-        """Tensors in FP8, of numbers whose scales are none of 1."""
+        """FP8 tensors whose scales are not 1."""
         dtype, more = r.choice([E4M3, E4M3, E5M2]), later(self.name, seed)
         batch, kv, sq = r.choice([1, 2, 3]), r.choice([1, 2]), size(r, device)
         heads, skv = kv * r.choice([1, 2, 3]), keys_for(r, device, sq)
@@ -940,7 +940,7 @@ class Fp8(Attention):
         return Case(self.name, seed, dtype, tensors, options, facts=facts, settings=settings)
 
     def true(self, case: Case, leaves: Tensors) -> Tensors:
-        """What the tensors stand for."""
+        """The dequantized tensors."""
         facts = case.facts
         made = {name: leaves[name] / facts["scales"][name] for name in "qkv"}
         if "page" in facts:
@@ -1114,7 +1114,7 @@ class Fp8Backward(Fp8):
         outs = zip("qkv", case.facts["outs"], strict=True)
         bounds = {name: (found[name] + 2e-3) * out for name, out in outs}
         bounds |= {f"amax_d{name}": (found[name] + 2e-3).amax().view(1) for name in "qkv"}
-        mean = (known["grad"] * made.out).abs().sum(-1, keepdim=True)  # of an output that was rounded
+        mean = (known["grad"] * made.out).abs().sum(-1, keepdim=True)  # of a rounded output
         of_scores = made.weights * (HALF_A_ULP[case.dtype] * mean + 2e-3) * known["scale"]
         return bounds | {"amax_dp": of_scores.amax().view(1) + 2e-3}
 
@@ -1158,7 +1158,7 @@ class Fp8Attention(Attention):
         return replace(case, settings=settings, facts=facts | self.of_scaling(more, case))
 
     def of_scaling(self, r: random.Random, case: Case) -> dict[str, Any]:
-        """How scales are kept from call to call; that they fit asks for many numbers, and a margin for new ones."""
+        """The `Fp8Scaling` of a call. Its scales need enough values to fit, and a margin for new ones."""
         if r.random() < 0.5:
             return {"with": {}}
         given = {"inputs": r.choice(["delayed", "current"]), "algorithm": r.choice(["max", "most_recent"])}
@@ -1249,7 +1249,7 @@ def rows_of(r: random.Random, device: str) -> tuple[int, ...]:
 
 
 def end_of_eps(r: random.Random, x: Spec) -> dict[str, Any]:
-    """An eps that is no float, or 0 where rows are no constants."""
+    """An eps that is not a float, or 0 if no row is constant."""
     how, is_constant = r.random(), len(x.shape) - 1 in x.layout.expanded
     return {"eps": 1} if how < 0.05 else {"eps": 0.0} if how < 0.1 and x.shape[-1] > 7 and not is_constant else {}
 
@@ -1354,7 +1354,7 @@ class LayerNorm(Operation):
 
 
 def has_rows(spec: Spec) -> bool:
-    """Whether a tensor is a view of rows at one stride from each other."""
+    """Whether a tensor is a view of rows with one common stride."""
     try:
         spec.make("meta").view(-1, spec.shape[-1])
     except RuntimeError:
@@ -1363,7 +1363,7 @@ def has_rows(spec: Spec) -> bool:
 
 
 class Gate(Operation):
-    """What gates have in common: their results are products, and every rounding is relative."""
+    """Shared by the gated activations: results are products, and every rounding is relative."""
 
     activation = "silu"
     aligns = True
@@ -1378,7 +1378,7 @@ class Gate(Operation):
         tensors = {}
         for name in names:
             some = [drawn(r, shape, dtype, last_dense=True, scale=scale) for _ in range(4)]
-            tensors[name] = next(filter(has_rows, some), some[0])  # mostly one that need not be refused
+            tensors[name] = next(filter(has_rows, some), some[0])  # mostly a valid one
         wanted = chosen(r, list(tensors)) if self.name == "silu_mul" else ()
         case = Case(self.name, seed, dtype, tensors, {}, {}, facts, wanted)
         if not all(has_rows(spec) for spec in tensors.values()):
@@ -1386,7 +1386,7 @@ class Gate(Operation):
         return case
 
     def halves(self, tensors: Tensors, facts: dict[str, Any]) -> tuple[Tensor, ...]:
-        """The gate, and what it is multiplied with."""
+        """The gate and its factor."""
         return tensors["both"].chunk(2, -1) if "both" in tensors else tuple(tensors.values())
 
     def exact(self, case, options, leaves, known):
@@ -1539,7 +1539,7 @@ class Conv3d(Conv):
     name, rank = "conv3d", 3
 
 
-# Graphs of a user's own
+# Custom graphs
 
 
 def scaled_reference(x: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
@@ -1554,7 +1554,7 @@ def scaled_backward(grads: Any, operands: Any, results: Any) -> Any:  # noqa: AR
 
 @cudnn_sdpa.graph_op(reference=scaled_reference, backward=scaled_backward)
 def scaled(g: Any, x: Any, bias: Any = None, scale: Any = None) -> Any:
-    """x times a number, plus a bias."""
+    """x times a scalar, plus a bias."""
     y = g.mul(a=x, b=scale)
     return y if bias is None else g.add(a=y, b=bias)
 
@@ -1565,7 +1565,7 @@ def clipped_reference(x: Tensor, *, slope: float = 0.1) -> Tensor:
 
 @cudnn_sdpa.graph_op(reference=clipped_reference)
 def clipped(g: Any, x: Any, *, slope: float = 0.1) -> Any:
-    """The positive part, and a share of the negative one."""
+    """A leaky ReLU."""
     return g.relu(input=x, negative_slope=slope)
 
 
@@ -1633,7 +1633,7 @@ class UserGraph(Operation):
         return {"out": y + leaves["bias"] if "bias" in leaves else y}
 
     def bounds_of_pair(self, leaves: Tensors, grads: Tensors, precision: Precision) -> Tensors:
-        """How far product, difference and gradients may be off."""
+        """Error bounds of product, difference and gradients."""
         x, y = leaves["x"].abs(), leaves["y"].abs()
         bounds = {"out": precision.unit * x * y + precision.tiny, "difference": precision.unit * (x + y)}
         if grads:
@@ -1674,7 +1674,7 @@ class Cache(Operation):
 
 
 class CacheSession:
-    """A paged cache beside a dictionary of what must be in it."""
+    """A paged cache, and a dictionary with its expected contents."""
 
     def __init__(self, r: random.Random, seed: int, device: str) -> None:
         self.r, self.more, self.device = r, later("PagedKVCache", seed), device
@@ -1698,11 +1698,11 @@ class CacheSession:
         self.reasons: list[str] = []
 
     def random(self, *shape: int) -> Tensor:
-        """Fresh numbers."""
+        """Fresh random values."""
         return torch.randn(shape, generator=self.generator, dtype=F64).to(self.dtype).to(self.device)
 
     def check(self, when: str) -> None:
-        """Compares what can be read with what was written; each layer has its number times what the first has."""
+        """Compares readable with written values; layer n has n times the values of the first."""
         for (one, written), layer in itertools.product(self.model.items(), range(self.layers)):
             if not all(map(torch.equal, self.cache.read(one, layer), (x * (layer + 1) for x in written))):
                 self.problems.append(f"{when} sequence {one} has other tokens in layer {layer} than were written")
@@ -1714,7 +1714,7 @@ class CacheSession:
             self.problems.append(f"{when} {use} is said of {len(lengths)} sequences")
 
     def act(self, action: str) -> None:
-        """Does one thing to both."""
+        """Applies one random operation to both."""
         if action == "add" or not self.model:
             self.model[self.cache.add()] = (
                 self.random(self.kv, 0, self.dims[0]),
@@ -1730,7 +1730,7 @@ class CacheSession:
             self.change(action, self.r.choice(list(self.model)))
 
     def change(self, action: str, one: int) -> None:
-        """Forks, shortens or forgets a sequence."""
+        """Forks, truncates or frees a sequence."""
         k, v = self.model[one]
         if action == "fork":
             self.model[self.cache.fork(one)] = (k, v)
@@ -1766,7 +1766,7 @@ class CacheSession:
         self.attend(step, numbers, counts)
 
     def room(self, batch: int, tokens: int) -> dict[str, Any]:
-        """A step to write into, if one is given: one that was used before, where it has enough room."""
+        """The step for `into=`, if any: a used one with enough room."""
         how = self.more.random()
         if how < 0.7:
             return {}
@@ -1776,7 +1776,7 @@ class CacheSession:
         return {"into": self.cache.new_step(batch + self.more.choice([0, 1]), tokens + self.more.choice([0, 0, 2]))}
 
     def options(self) -> dict[str, Any]:
-        """Those of attention, mostly none."""
+        """Options of attention, mostly none."""
         r, options = self.more, {}
         if r.random() < 0.5:
             return options
@@ -1788,7 +1788,7 @@ class CacheSession:
         return options
 
     def attend(self, step: Any, numbers: list[int], counts: list[int]) -> None:
-        """Compares attention of a step's tokens with mathematics."""
+        """Compares attention of a step's tokens with float64."""
         q, options = self.random(step.batch, self.heads, step.tokens, self.dims[0]), self.options()
         layer, with_lse, more = self.more.randrange(self.layers), self.more.random() < 0.3, {}
         if self.more.random() < 0.2:
@@ -1806,7 +1806,7 @@ class CacheSession:
             self.prepare(step, q, numbers, counts, layer)
 
     def prepare(self, step: Any, q: Tensor, numbers: list[int], counts: list[int], layer: int) -> None:
-        """The same of a call that is prepared, which only GPUs have, and their plans."""
+        """The same for a prepared call, which only GPUs have, and its plans."""
         pages = self.cache.k_pages(layer), self.cache.v_pages(layer)
         options: dict[str, Any] = {"scale": self.more.choice([None, 0.37])}
         with_lse, given = self.more.random() < 0.5, {"page_layout": self.layout, **options}
@@ -1832,7 +1832,7 @@ class CacheSession:
         counts: list[int],
         of: tuple[int, dict[str, Any]],
     ) -> None:
-        """What is wrong with the results for queries."""
+        """Errors of the results for queries."""
         (q, out, lse), (layer, options) = found, of
         given = {"is_causal": True, "causal_alignment": "bottom_right", **options}
         for row, (one, count) in enumerate(zip(numbers, counts, strict=True)):
@@ -1847,7 +1847,7 @@ class CacheSession:
             self.problems.append(f"{name}: the rows of absent tokens are no zeros")
 
     def stale(self) -> None:
-        """A step that writes to freed sequences must not write into others that have their pages now."""
+        """A step of freed sequences must not write into sequences that now own their pages."""
         for step, numbers in self.steps:
             if not all(one in self.model for one in numbers):
                 self.steps.clear()
@@ -1879,7 +1879,7 @@ class StaticCache(Operation):
 
 
 class StaticSession:
-    """A static cache beside lists of what must be in it."""
+    """A static cache, and lists of its expected contents."""
 
     def __init__(self, r: random.Random, seed: int, device: str) -> None:
         self.r, self.device = r, device
@@ -1896,11 +1896,11 @@ class StaticSession:
         self.reasons: list[str] = []
 
     def random(self, *shape: int) -> Tensor:
-        """Fresh numbers."""
+        """Fresh random values."""
         return torch.randn(shape, generator=self.generator, dtype=F64).to(self.dtype).to(self.device)
 
     def check(self, when: str) -> None:
-        """Compares what can be read with what was written; what is behind a length does not matter."""
+        """Compares readable with written values; values past a length do not matter."""
         if self.cache.lengths.tolist() != self.lengths:
             self.problems.append(f"{when} lengths are {self.cache.lengths.tolist()}, not {self.lengths}")
         for layer in range(self.layers):
@@ -1910,7 +1910,7 @@ class StaticSession:
                         self.problems.append(f"{when} sequence {b} has other {name} in layer {layer} than were written")
 
     def act(self, action: str) -> None:
-        """Does one thing to both."""
+        """Applies one random operation to both."""
         r = self.r
         if action == "step":
             self.step()
@@ -1951,7 +1951,7 @@ class StaticSession:
         self.attend(step, counts)
 
     def options(self, tokens: int) -> dict[str, Any]:
-        """Those of attention, mostly none."""
+        """Options of attention, mostly none."""
         r, options = self.r, {}
         if r.random() < 0.5:
             return options
@@ -1967,7 +1967,7 @@ class StaticSession:
         return options
 
     def attend(self, step: Any, counts: list[int]) -> None:
-        """Compares attention of a step's tokens with mathematics."""
+        """Compares attention of a step's tokens with float64."""
         q, options = self.random(self.batch, self.heads, step.tokens, self.dim), self.options(step.tokens)
         layer = self.r.randrange(self.layers)
         try:
@@ -1987,7 +1987,7 @@ class StaticSession:
 
 
 class Called(torch.nn.Module):
-    """A module that is called in a way of its own."""
+    """A module with a custom call."""
 
     def __init__(self, inner: torch.nn.Module, how: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -1999,10 +1999,10 @@ class Called(torch.nn.Module):
 
 
 class Module(Operation):
-    """A module: its functions have bounds of their own, so a few roundings of the largest number may be lost here."""
+    """A module. Its functions have their own bounds, so a few roundings of the largest value are tolerated here."""
 
     aligns = True
-    #: How many.
+    #: Number of roundings.
     roundings = 16
 
     def make(self, options: dict[str, Any], **more: Any) -> torch.nn.Module:
@@ -2013,7 +2013,7 @@ class Module(Operation):
         return getattr(cudnn_sdpa.nn, self.name.removeprefix("nn."))(**given, **more)
 
     def with_parameters(self, case: Case, dtype: torch.dtype | None = None) -> Case:
-        """The call with tensors for all parameters, some of which gradients are wanted by."""
+        """The call with tensors for all parameters, some of which require grad."""
         tensors, r = dict(case.tensors), random.Random(case.seed)
         module = self.make(case.options, device="meta", dtype=dtype or case.dtype)
         for name, x in module.named_parameters():
@@ -2036,7 +2036,7 @@ class Module(Operation):
         return {}
 
     def how(self, module: torch.nn.Module, tensors: Tensors, facts: dict[str, Any]) -> Tensor:
-        """How it is called."""
+        """The call of the module."""
         return module(tensors["x"])
 
     def call(self, tensors, options, facts):
@@ -2054,7 +2054,7 @@ class Module(Operation):
         inputs = {n: x.requires_grad_() if x.is_floating_point() else x for n, x in leaves.items()}
         with torch.enable_grad():
             out = self.compute(case, options, inputs, known)
-        off = self.roundings * precision.unit + 2e-5  # positions and sinks are computed with in float32
+        off = self.roundings * precision.unit + 2e-5  # positions and sinks are used in float32
         bounds = {"out": off * out.detach().abs().amax() if out.numel() else out.detach()}
         if grads and out.requires_grad:
             names = [n for n, x in inputs.items() if x.requires_grad]
@@ -2074,7 +2074,7 @@ def tokens_of(r: random.Random, device: str, features: int, dtype: torch.dtype) 
 
 
 def rope_of(r: random.Random, head_dim: int) -> dict[str, Any]:
-    """How positions turn heads."""
+    """A rotary embedding, or None."""
     rope: dict[str, Any] = {"head_dim": head_dim}
     if r.random() < 0.4:
         rope["rotary_dim"] = 2 * r.choice([1, max(1, head_dim // 4), max(1, head_dim // 2 - 1)])
@@ -2086,7 +2086,7 @@ def rope_of(r: random.Random, head_dim: int) -> dict[str, Any]:
 
 
 def positions_of(r: random.Random, batch: int, count: int) -> dict[str, Any]:
-    """Positions of tokens, if they are given."""
+    """Explicit positions of tokens, if given."""
     how = r.random()
     if how < 0.4:
         return {"positions": None}
@@ -2135,11 +2135,11 @@ class RmsNormModule(Module):
         return self.with_parameters(Case(self.name, seed, dtype, tensors, options), r.choice([dtype, F32]))
 
     def more(self, r: random.Random) -> dict[str, Any]:
-        """Options that the other norm does not have."""
+        """Options that the other norm lacks."""
         return {"zero_centered": True} if r.random() < 0.3 else {}
 
     def eps(self, case: Case, options: dict[str, Any]) -> float:
-        """As it is added."""
+        """The eps that is added."""
         return options.get("eps", torch.finfo(F64 if case.dtype == F64 else F32).eps)
 
     def compute(self, case, options, leaves, known):
@@ -2192,13 +2192,13 @@ class PatchModule(Module):
 
 
 def dropped(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: Any) -> Tensor:
-    """What PyTorch's dropout multiplies by next; it draws."""
+    """The next factors of PyTorch's dropout; advances the generator."""
     return (torch.nn.functional.dropout(torch.ones(shape, dtype=dtype, device=device), p) > 0).double() / (1 - p)
 
 
 @contextlib.contextmanager
 def undrawn(device: torch.device) -> Iterator[None]:
-    """Leaves PyTorch's generator as it was."""
+    """Restores the state of PyTorch's generator."""
     with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
         yield
 
@@ -2220,7 +2220,7 @@ class SwiGluModule(Module):
 
 
 def activation_of(r: random.Random, dtype: torch.dtype) -> str:
-    """One without a gate; that of ReLU jumps where roundings are large."""
+    """An activation without a gate; the gradient of ReLU is discontinuous, which matters if roundings are large."""
     return r.choice(["gelu", "gelu_tanh", "silu", *(["relu"] if dtype in (F32, F64) else [])])
 
 
@@ -2260,7 +2260,7 @@ class AttentionModule(Module):
     casts = ("x", "context")
 
     def sizes(self, r: random.Random, *, unlimited: bool) -> tuple[tuple[int, int], int, dict[str, Any]]:
-        """Heads of queries and of keys, features, and how that is said."""
+        """Numbers of query and key heads, features, and the options for them."""
         kv, dim = r.choice([1, 1, 2, 3]), r.choice([2, 5, 12] if unlimited else [8, 8, 16, 24, 64])
         heads = kv * r.choice([1, 2, 3])
         features = r.choice([heads * dim] * 3 + [8, 40, 17])
@@ -2274,7 +2274,7 @@ class AttentionModule(Module):
         return (heads, kv), features, {**options, "dim": dim}
 
     def self_attention(self, r: random.Random, dim: int) -> dict[str, Any]:
-        """Options of attention of a sequence on itself."""
+        """Options of self-attention."""
         options: dict[str, Any] = {"is_causal": True} if r.random() < 0.6 else {}
         if r.random() < 0.4:
             options["window_size"] = window_of(r)
@@ -2283,7 +2283,7 @@ class AttentionModule(Module):
         return options
 
     def arguments(self, r: random.Random, case: Case, skv: int, heads: int) -> Case:
-        """The call with what a call takes beside its tokens."""
+        """The call with all arguments besides its tokens."""
         tensors, facts, (batch, sq, _) = dict(case.tensors), dict(case.facts), case.tensors["x"].shape
         options, single = case.options, "context" not in tensors
         if single and options.get("is_causal") and not case.facts["training"] and r.random() < 0.4:
@@ -2352,11 +2352,11 @@ class AttentionModule(Module):
         return module(tensors["x"], module.project_context(context) if facts["projected"] else context, **given)
 
     def attention_of(self, module: Any) -> Any:
-        """The part that attends."""
+        """The attention module."""
         return module
 
     def in_steps(self, module: Any, x: Tensor, facts: dict[str, Any]) -> Tensor:
-        """The results for tokens that come one part after the other, of which a cache keeps keys and values."""
+        """The results for tokens passed in several steps, with a KV cache."""
         sizes = {
             "heads": facts["heads"][1],
             "head_dim": facts["dim"],
@@ -2378,7 +2378,7 @@ class AttentionModule(Module):
         return torch.cat(parts, 1)
 
     def given(self, case: Case, options: dict[str, Any], leaves: Tensors, known: dict[str, Any]) -> dict[str, Any]:
-        """What attention is computed with."""
+        """The arguments of attention."""
         names = ("is_causal", "window_size", "scale", "softcap")
         given, facts = {n: options[n] for n in names if n in options}, case.facts
         given["rounds_scores"] = rounds_scores(case)
@@ -2421,7 +2421,7 @@ class LayerModule(AttentionModule):
         return self.with_parameters(self.arguments(r, case, tensors["x"].shape[1], heads[0]))
 
     def parts(self, r: random.Random, dtype: torch.dtype) -> dict[str, Any]:
-        """Options of what is not attention."""
+        """Options of the other parts."""
         options: dict[str, Any] = {}
         if r.random() < 0.5:
             options["norm"] = r.choice(["rms_norm", "layer_norm"])
@@ -2499,18 +2499,18 @@ class VisionModule(LayerModule):
 
 
 def compared(name: str, actual: Tensor, exact: Tensor, bound: Tensor) -> list[str]:
-    """What is wrong with a tensor."""
+    """Errors of a tensor."""
     if actual.shape != exact.shape:
         return [f"{name} has shape {tuple(actual.shape)} instead of {tuple(exact.shape)}"]
     info = torch.finfo(actual.dtype)
     rounding = info.eps if actual.dtype != F64 else 0.0
-    tiny = info.smallest_normal * (info.eps if actual.dtype == F16 else 1.0)  # GPUs flush what is smaller, but there
+    tiny = info.smallest_normal * (info.eps if actual.dtype == F16 else 1.0)  # elsewhere GPUs flush smaller values
     actual, exact, bound = (x.detach().double() for x in (actual, exact, bound.expand(exact.shape)))
     if not actual.numel():
         return []
     limit = MARGIN * bound + rounding * exact.abs() + tiny
     ok = ((actual - exact).abs() <= limit) | (actual == exact)
-    if name == "lse":  # kernels count in base 2, which has no such number
+    if name == "lse":  # kernels compute in base 2, where this value does not exist
         ok |= actual.isneginf() & (exact < torch.finfo(F32).min * math.log(2))
     if bool(ok.all()):
         return []
@@ -2536,7 +2536,7 @@ def draw(name: str, seed: int, device: str = "cpu") -> Case:
     if drops and (
         mode in ("inductor", "autocast") or device == "cuda" or (isinstance(op, Module) and mode == "aot_eager")
     ):
-        mode = "eager"  # compilers draw other numbers than those that the mask is read off with
+        mode = "eager"  # compiled code draws other random numbers than the run that reads the mask
     if mode == "autocast" and not (op.casts and case.dtype in (BF16, F16)):
         mode = "eager"
     if mode == "autocast":
@@ -2559,13 +2559,13 @@ def draw(name: str, seed: int, device: str = "cpu") -> Case:
 
 
 def settings_of(r: random.Random, case: Case, device: str) -> dict[str, Any]:
-    """What is in force beside the shape policy, mostly nothing."""
+    """Settings besides the shape policy, mostly none."""
     how = r.random()
     if how < 0.1 and device == "cpu":
         return {"cpu_checks": r.choice([None, None, "a100", "b200", "none"])}
     if (
         0.1 <= how < 0.14 and not {"dropout_p", "dropout"} & case.options.keys()
-    ):  # PyTorch's own dropout draws other numbers
+    ):  # PyTorch's dropout draws other random numbers
         return {"fallback": "torch"}
     is_attention = isinstance(OPERATIONS[case.operation], Attention)
     return {"deterministic": True} if how > 0.96 and (is_attention or device == "cpu") else {}
@@ -2573,7 +2573,7 @@ def settings_of(r: random.Random, case: Case, device: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def in_force(settings: dict[str, Any]) -> Iterator[None]:
-    """Settings, while a call runs three times."""
+    """Applies the settings while a call runs three times."""
     with contextlib.ExitStack() as stack:
         if "cpu_checks" in settings:
             stack.enter_context(cudnn_sdpa.cpu_checks(settings["cpu_checks"]))
@@ -2584,7 +2584,7 @@ def in_force(settings: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """PyTorch's switch, while a call runs; float64 on GPUs would be refused."""
+    """Sets PyTorch's setting while a call runs; float64 on GPUs would be refused."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -2593,7 +2593,7 @@ def deterministic_algorithms() -> Iterator[None]:
 
 
 def with_alignment(r: random.Random, case: Case) -> Case:
-    """The call with tensors that begin at multiples of 16 bytes, mostly; where they do not, it may be refused."""
+    """The call with mostly aligned tensors (16 bytes); with misaligned ones it may be refused."""
     tensors = dict(case.tensors)
     for name, spec in tensors.items():
         if r.random() < 0.9:
@@ -2606,7 +2606,7 @@ def with_alignment(r: random.Random, case: Case) -> Case:
 
 
 def poison(*shapes: tuple[tuple[int, ...], torch.dtype]) -> None:
-    """Fills what the allocator will hand out next with NaN."""
+    """Fills the allocator's next blocks with NaN."""
     blocks = [
         torch.full((math.prod(shape) * d.itemsize,), 0xFF, dtype=torch.uint8, device="cuda") for shape, d in shapes
     ]
@@ -2614,7 +2614,7 @@ def poison(*shapes: tuple[tuple[int, ...], torch.dtype]) -> None:
 
 
 class WrongError(Exception):
-    """Something is wrong that is no number."""
+    """An error other than a wrong value."""
 
 
 MODES: dict[str, Callable[[], Any]] = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
@@ -2629,7 +2629,7 @@ class Run:
         self.compiled: Any = None
 
     def tensors(self, wanted: tuple[str, ...]) -> Tensors:
-        """Fresh tensors, with those that gradients are wanted by as leaves."""
+        """Fresh tensors; those that require grad are leaves."""
         made = {}
         for name, spec in self.case.tensors.items():
             tensor = spec.make(self.device, self.generator).detach()
@@ -2654,7 +2654,7 @@ class Run:
             try:
                 return checkpoint(lambda t: self.op.call(t, options, facts), tensors, use_reentrant=False)
             except Exception as error:
-                # Its hooks stay in force as long as its frame lives: later gradients would compute this call again.
+                # Its hooks stay active while its frame lives: later gradients would recompute this call.
                 traceback.clear_frames(error.__traceback__)
                 raise
         if mode == "autocast":
@@ -2663,7 +2663,7 @@ class Run:
         return self.op.call(tensors, options, facts)
 
     def once(self, step: str, wanted: tuple[str, ...]) -> list[str]:
-        """What is wrong with one step; raises what the operation raises."""
+        """Errors of one run; raises what the operation raises."""
         case = self.case
         options = case.options | (case.varied if step == "options" else {})
         tensors = self.tensors(wanted)
@@ -2713,7 +2713,7 @@ class Run:
         gradients: Tensors,
         bounds: Tensors,
     ) -> list[str]:
-        """What is wrong with the values of gradients."""
+        """Errors of the gradients' values."""
         given, problems = [grads[name].double() for name in exact], []
         true = torch.autograd.grad(list(exact.values()), [leaves[n] for n in wanted], given, allow_unused=True)
         for name, found in zip(wanted, true, strict=True):
@@ -2725,7 +2725,7 @@ class Run:
         return problems
 
     def leaves(self, tensors: Tensors, wanted: tuple[str, ...]) -> Tensors:
-        """The same numbers in float64, as leaves of their own."""
+        """The same values in float64, as separate leaves."""
         made = {}
         for name, tensor in tensors.items():
             made[name] = tensor.detach()
@@ -2736,7 +2736,7 @@ class Run:
         return made
 
     def shapes(self, found: Tensors, exact: Tensors) -> Iterator[str]:
-        """What is wrong with shapes, dtypes and devices."""
+        """Errors of shapes, dtypes and devices."""
         for name, x in found.items():
             wide = name == "lse" or name.startswith("amax")
             dtype = (
@@ -2754,7 +2754,7 @@ class Run:
     def gradients(
         self, step: str, wanted: tuple[str, ...], tensors: Tensors, leaves: Tensors, results: Tensors, exact: Tensors
     ) -> tuple[Tensors, Tensors, list[str]]:
-        """The gradients, those of the results, and what is wrong with them."""
+        """The gradients, the grad_outs, and errors."""
         kind = self.case.grad
         grads = {name: gradient_like(kind, x, self.generator) for name, x in results.items()}
         if self.device == "cuda":
@@ -2778,7 +2778,7 @@ class Run:
         return {name: x.detach() for name, x in gradients.items()}, dense, problems
 
     def second(self, wanted, tensors, leaves, results, exact, grads, gradients) -> list[str]:
-        """What is wrong with gradients of gradients: they are right, or they raise."""
+        """Errors of double backward, which must be right or raise."""
         targets, given = [exact[name] for name in results], [grads[name].double() for name in results]
         inputs = [leaves[name] for name in wanted]
         true = torch.autograd.grad(targets, inputs, given, create_graph=True, allow_unused=True)
@@ -2817,10 +2817,10 @@ class Run:
 
 @functools.cache
 def pytorch_drops_graphs() -> bool:
-    """Whether gradients of this PyTorch's own compiled functions are not connected with what they were computed from.
+    """Whether this PyTorch's own compiled functions return gradients that are disconnected from their inputs.
 
-    They had no graph before pytorch#181606, and have since one that ends in an error, but not in those tensors: nothing
-    is raised where `allow_unused=True` asks for gradients by these.
+    Before pytorch#181606 they had no graph. Since then the graph raises, but does not reach these tensors, so
+    `allow_unused=True` raises nothing.
     """
     x = torch.randn(2, 3, requires_grad=True)
     torch._dynamo.reset()
@@ -2830,18 +2830,18 @@ def pytorch_drops_graphs() -> bool:
 
 
 def refused_while_compiling(case: Case, error: Exception) -> bool:
-    """Whether Dynamo says that it has met an `ArgumentError` that would be right."""
+    """Whether Dynamo reports an `ArgumentError` that is allowed."""
     kinds = "|".join(kind.__name__ for kind in ArgumentError.__subclasses__())
     is_of_dynamo = isinstance(error, torch._dynamo.exc.Unsupported)
     return is_of_dynamo and bool(case.refusable and re.search(rf"Observed exception(.|\n)*\b({kinds})\(", str(error)))
 
 
-#: What PyTorch itself says where it cannot differentiate twice.
+#: PyTorch's own error messages for missing double backward.
 OF_PYTORCH = ("does not currently support double backward", "donated buffer")
 
 
 def run(case: Case, device: str = "cpu") -> Outcome:
-    """Runs a call, three times, and says what became of it."""
+    """Runs a call three times. Returns its outcome."""
     runs = Run(case, device)
     with cudnn_sdpa.shape_policy(case.policy), in_force(case.settings):
         wanted, outcome = case.wanted, Outcome("right")
@@ -2876,14 +2876,14 @@ def run(case: Case, device: str = "cpu") -> Outcome:
 
 
 def attempt(name: str, seed: int, device: str = "cpu") -> Outcome:
-    """Draws and runs a call; an exception that is not right is an outcome."""
+    """Draws and runs a call; unexpected exceptions become outcomes."""
     try:
         op = OPERATIONS[name]
         special = op.session(random.Random(zlib.crc32(f"{name} {seed}".encode())), seed, device)
         return run(draw(name, seed, device), device) if special is None else special
     except WrongError as error:
         return Outcome("wrong", [str(error)])
-    except Exception as error:  # noqa: BLE001 - reported with what repeats it
+    except Exception as error:  # noqa: BLE001 - reported with the command that repeats it
         at = traceback.extract_tb(error.__traceback__)
         where = next((f"{Path(x.filename).name}:{x.lineno}" for x in reversed(at) if "cudnn_sdpa" in x.filename), "")
         return Outcome("crashed", [f"{type(error).__name__}: {str(error)[:600]} ({where or at[-1].name})"])
@@ -2908,7 +2908,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--timeout", type=float, default=90.0, help="of one call, in a worker")
     parser.add_argument("--json", help="where to write the report")
     given = parser.parse_args(arguments)
-    os.environ.setdefault("CUDNN_SDPA_PLAN_DIR", "off")  # so many plans are of no use to anybody else
+    os.environ.setdefault("CUDNN_SDPA_PLAN_DIR", "off")  # these plans are useless later
     if given.operation != "all" and given.count == 1:
         return one(given.operation, given.seed, given.device)
     import campaign
@@ -2918,7 +2918,7 @@ def main(arguments: list[str]) -> int:
 
 
 def one(name: str, seed: int, device: str) -> int:
-    """Repeats one call and says all about it."""
+    """Repeats one call and prints everything about it."""
     special = OPERATIONS[name].session
     print(line(name, seed, device))
     if special.__func__ is Operation.session:  # type: ignore[attr-defined]
@@ -2935,6 +2935,6 @@ def one(name: str, seed: int, device: str) -> int:
 
 
 if __name__ == "__main__":
-    import generators  # the same module for workers, whatever it was started as
+    import generators  # workers import the same module, however it was started
 
     sys.exit(generators.main(sys.argv[1:]))

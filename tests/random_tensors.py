@@ -1,6 +1,6 @@
-"""Tensors drawn at random: first what they are (shape, dtype, where they lie, what is in them), then their numbers.
+"""Random tensors: first a spec (shape, dtype, memory layout, kind of values), then values.
 
-What a tensor is comes from a `random.Random` and is the same on every device; its numbers are drawn anew at will.
+The spec comes from a `random.Random` and is the same on every device. Fresh values can be drawn any time.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a tensor lies in its storage.
+    """The memory layout of a tensor in its storage.
 
     Attributes:
         order: Dimensions from the outermost to the innermost.
         before: Elements of the storage before the tensor, in each dimension.
-        after: The same behind it.
-        step: Every how manyth element it takes, in each dimension.
+        after: Elements of the storage after it, in each dimension.
+        step: The slicing step of each dimension.
         expanded: Dimensions with stride 0.
-        lone: The stride of dimensions of size 1, which says nothing; None leaves what PyTorch makes.
-        offset: Elements of the storage before all of it.
+        lone: The (unused) stride of dimensions of size 1; None keeps PyTorch's.
+        offset: Elements of the storage before the whole tensor.
         negative: Whether it is a view with the negative bit.
     """
 
@@ -42,16 +42,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Values:
-    """What numbers there are.
+    """The kind of values.
 
     Attributes:
         kind: "normal", "bool", or "integers".
-        scale: Of normal numbers.
-        shift: Added to them.
-        hidden: This share of the numbers, or of the booleans the False ones, is `filler`.
-        filler: What hides a key.
-        row: Whether one row of the last but one dimension is `filler` as a whole.
-        limits: Of integers.
+        scale: The standard deviation of normal values.
+        shift: The mean of normal values.
+        hidden: The share of values that are `filler`, or of booleans that are False.
+        filler: The value that masks a key.
+        row: Whether one row of the second-last dimension is `filler` entirely.
+        limits: The range of integers.
     """
 
     kind: str = "normal"
@@ -65,7 +65,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor without its numbers."""
+    """A tensor without its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -81,7 +81,7 @@ class Spec:
         return f"{dtype}{list(self.shape)} strides {list(like.stride())}" + "".join(f", {x}" for x in more)
 
     def make(self, device: str, generator: torch.Generator | None = None) -> Tensor:
-        """The tensor, with fresh numbers from the generator of the CPU."""
+        """The tensor, with fresh values from the CPU generator."""
         at, rank = self.layout, len(self.shape)
         sizes = [1 if d in at.expanded else n for d, n in enumerate(self.shape)]
         spans = [at.before[d] + at.after[d] + (n - 1) * at.step[d] + 1 if n else 0 for d, n in enumerate(sizes)]
@@ -102,7 +102,7 @@ class Spec:
 
     @property
     def _filler(self) -> float:
-        """What hides a key, in memory."""
+        """The bits of `filler` in memory."""
         if self.dtype == torch.bool:
             return False
         filler = self.values.filler
@@ -150,23 +150,23 @@ def drawn(
     """A tensor anywhere in memory.
 
     Args:
-        r: Where what it is comes from.
+        r: The source of randomness.
         shape: Its shape.
         dtype: Its dtype.
         unit: Strides of dimensions of two or more, and the offset, are multiples of this; then the last dimension is
             innermost, and a multiple of it.
         last_dense: Whether the last dimension is the innermost and dense.
-        expands: How likely a dimension has stride 0, if at all.
+        expands: The probability that a dimension has stride 0.
         fixed: Dimensions that are not expanded.
-        slices: Whether it may be a part of something larger.
-        **values: Those of `Values`.
+        slices: Whether it may be a slice of a larger tensor.
+        **values: Fields of `Values`.
     """
     rank = len(shape)
     order = list(range(rank))
     last_dense = (last_dense or unit > 1) and rank > 0
     how = r.random()
     if how > 0.35:  # otherwise row-major
-        if how < 0.6 and rank > 2:  # channels last, or the heads beside the head dim
+        if how < 0.6 and rank > 2:  # channels last, or heads next to the head dim
             order = [0, *range(2, rank), 1] if not last_dense else [0, *range(2, rank - 1), 1, rank - 1]
         elif last_dense:
             order = [*r.sample(order[:-1], rank - 1), rank - 1]
@@ -197,13 +197,13 @@ def negated(spec: Spec) -> Spec:
 
 
 def aligned(spec: Spec) -> Spec:
-    """The same, beginning at a multiple of 16 bytes."""
+    """The same, aligned to 16 bytes."""
     unit = max(1, 16 // spec.dtype.itemsize)
     offset = spec.layout.offset + -spec.make("meta").storage_offset() % unit
     return replace(spec, layout=replace(spec.layout, offset=offset))
 
 
-#: Kinds of gradients of results.
+#: Kinds of grad_out.
 GRADIENTS = (
     *("dense", "dense", "dense", "permuted", "permuted", "expanded", "stride 0", "transposed", "sliced"),
     *("negative", "zero tensor"),
@@ -211,7 +211,7 @@ GRADIENTS = (
 
 
 def gradient_like(kind: str, result: Tensor, generator: torch.Generator) -> Tensor:
-    """A gradient of a result, drawn fresh."""
+    """A fresh random grad_out."""
     shape, rank = result.shape, result.dim()
     numbers = torch.randn(shape, generator=generator, dtype=torch.float64).to(result.dtype).to(result.device)
     if kind == "permuted" and rank > 2:
@@ -233,7 +233,7 @@ def gradient_like(kind: str, result: Tensor, generator: torch.Generator) -> Tens
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements lie side by side, in whatever order, each in a place of its own."""
+    """Whether a tensor is dense and non-overlapping, in any memory order."""
     span = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
         if stride != span:
@@ -243,9 +243,9 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def is_in_order_of(tensor: Tensor, like: Tensor) -> bool:
-    """Whether a tensor's dimensions lie in memory in the order of another's; one with strides of 0 has none.
+    """Whether a tensor has the memory order of another one; a tensor with strides of 0 has no order.
 
-    Where the last one of the other is not dense, only those before it count: a result has dense rows in any case.
+    If the last dimension of `like` is not dense, only the dimensions before it count: results always have dense rows.
     """
     if like.dim() and like.shape[-1] > 1 and like.stride(-1) != 1:
         tensor, like = tensor.select(-1, 0), like.select(-1, 0)

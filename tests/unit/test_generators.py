@@ -112,9 +112,9 @@ def test_vectorized_visibility_matches_single_positions(alignment, window_size):
             assert found[b, 0].tolist() == [[sees(i, j, nq, nk, options) for j in range(7)] for i in range(5)]
 
 
-# What is drawn, of what there is to draw
+# Coverage of the public options
 
-#: Public names that compute nothing from tensors that a caller has.
+#: Public names that compute nothing from a caller's tensors.
 NO_OPERATIONS = {
     *("AutotuneCandidate", "AutotuneEntry", "AutotuneReport", "CacheUse", "Explanation", "LibraryError", "PagedStep"),
     *("Fp8BackwardScales", "Fp8Gradients", "Fp8Output", "Fp8Scales", "GraphFunction", "PlanCache", "PlanCacheInfo"),
@@ -122,15 +122,15 @@ NO_OPERATIONS = {
     *("autotune", "compile_plans", "explain", "no_plan_builds", "plan_cache", "record_plans", "support"),
     *("use_plan_store", "warmup", "nn.KVStep"),
 }
-#: Those that are in force while calls run.
+#: Settings that hold while calls run.
 SETTINGS = {"cpu_checks", "fallback", "shape_policy"}
-#: Methods that are no calls.
+#: Methods that are not calls.
 NO_CALLS = {"reset_parameters", "from_torch", "extra_repr", "update_all", "begin", "would_update", "scales", "recorder"}
-#: Where a class or a function is drawn that has no operation of its own.
+#: The operations that draw classes and functions without their own operation.
 ELSEWHERE = {"fp8_attention": ["Fp8Scaling"], "PagedKVCache": ["prepare_paged"]}
-#: What is not drawn, and where it is tested.
+#: Options that are not drawn, and where they are tested.
 TESTED_ELSEWHERE = {"Fp8Scaling.process_group": "tests/unit/attention/fp8/test_fp8_ranks.py"}
-#: What is never left out.
+#: Required arguments.
 ALWAYS_GIVEN = {"device", "dtype"}
 OF_LAYERS = {"num_kv_heads", "head_dim", "qkv_bias", "is_causal", "window_size", "scale", "softcap", "sinks", "rope"}
 #: Names behind ``**``.
@@ -143,7 +143,7 @@ OPEN = {
     "PagedKVCache.plans": {"scale"},
 }
 FEED_FORWARD = set(feed_forward.ACTIVATIONS)
-#: All values of options that have but a few, by their own name or with that of the function.
+#: All values of options with only a few, by option name or with the function's name.
 CHOICES: dict[str, set[Any]] = {
     "causal_alignment": set(ALIGNMENTS),
     "page_layout": set(paged_arguments.LAYOUTS),
@@ -162,12 +162,12 @@ CHOICES: dict[str, set[Any]] = {
 PLAIN = (type(None), bool, int, float, str, tuple, torch.dtype)
 
 
-class Reached(Exception):  # noqa: N818 - it is no error
-    """The call that was to be seen."""
+class Reached(Exception):  # noqa: N818 - not an error
+    """Raised when the watched call is reached."""
 
 
 class Recorder:
-    """Which values the parameters of public functions get; what has been seen need not run."""
+    """Records the values of public functions' parameters; calls that add nothing new need not run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.patch = monkeypatch
@@ -175,7 +175,7 @@ class Recorder:
         self.signatures: dict[str, inspect.Signature] = {}
 
     def watch(self, owner: Any, attribute: str, name: str, *, ends: bool = False) -> None:
-        """Sees calls of `owner.attribute`, which are called `name` here."""
+        """Records calls of `owner.attribute` under `name`."""
         function = inspect.getattr_static(owner, attribute)
         signature = self.signatures[name] = inspect.signature(function)
 
@@ -195,7 +195,7 @@ class Recorder:
         self.patch.setattr(owner, attribute, seen)
 
     def missing(self) -> Iterator[str]:
-        """What has not been seen of the functions that are watched."""
+        """Parameters and values of the watched functions that were not drawn."""
         for name, signature in self.signatures.items():
             for parameter in signature.parameters.values():
                 at = f"{name}.{parameter.name}"
@@ -205,7 +205,7 @@ class Recorder:
                     yield from (f"{at}: {value}" for value in self.unseen(at, parameter))
 
     def unseen(self, at: str, parameter: inspect.Parameter) -> set[str]:
-        """What of a parameter has not been seen: a switch is both on and off, all else is given and left out."""
+        """Missing values of a parameter: flags must be on and off, others given and omitted."""
         seen, annotation = self.values[at], str(parameter.annotation)
         if parameter.default is parameter.empty:
             return set() if seen else {"any value"}
@@ -216,12 +216,12 @@ class Recorder:
 
 
 def public(name: str) -> Any:
-    """What has a public name."""
+    """The object with a public name."""
     return getattr(cudnn_sdpa.nn if name.startswith("nn.") else cudnn_sdpa, name.removeprefix("nn."))
 
 
 def watched(name: str, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Watches all that an operation draws."""
+    """Watches everything that an operation draws."""
     recorder = Recorder(monkeypatch)
     for each in [name, *ELSEWHERE.get(name, [])]:
         found = public(each)
@@ -279,7 +279,7 @@ def test_every_option_of_user_graphs_is_drawn():
 def test_every_public_function_is_drawn():
     names = {*cudnn_sdpa.__all__, *(f"nn.{name}" for name in cudnn_sdpa.nn.__all__)}
     names -= {n for n in names if isinstance(public(n), type) and issubclass(public(n), Exception)}
-    names -= {n for n in names if f"nn.{n}" in names}  # modules that both have
+    names -= {n for n in names if f"nn.{n}" in names}  # modules of both
     elsewhere = {name for found in ELSEWHERE.values() for name in found}
     assert names - NO_OPERATIONS - SETTINGS - elsewhere == set(generators.OPERATIONS)
 
