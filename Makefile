@@ -64,7 +64,7 @@ test-gpu: $(READY) ## The tests that need an NVIDIA GPU; PYTHON=python3 uses tha
 test-min: $(STAMP_MIN) ## Unit tests with the oldest versions supported (downloads several GB of CUDA packages)
 	@$(VENV_MIN)/bin/python --version
 	@$(VENV_MIN)/bin/python -m pip list 2>/dev/null | grep -iE '^(torch|nvidia-cudnn|typer|rich|platformdirs|numpy) ?'
-	$(VENV_MIN)/bin/python -m pytest -n 2 tests/unit $(PYTEST_ARGS)
+	$(VENV_MIN)/bin/python -m pytest -n 2 tests/unit tests/contract $(PYTEST_ARGS)
 
 $(STAMP_MIN): pyproject.toml constraints-min.txt
 	@echo "PyTorch 2.9.0 for Linux brings CUDA 12 with it: about 7 GB on disk."
@@ -76,7 +76,7 @@ $(STAMP_MIN): pyproject.toml constraints-min.txt
 test-new: $(STAMP_NEW) ## Unit tests with the newest versions supported (downloads several GB of CUDA packages)
 	@$(VENV_NEW)/bin/python --version
 	@$(VENV_NEW)/bin/python -m pip list 2>/dev/null | grep -iE '^(torch|transformers|nvidia-cudnn|typer|rich|platformdirs|filelock|numpy)[^ ]* '
-	$(VENV_NEW)/bin/python -m pytest -n 2 tests/unit $(PYTEST_ARGS)
+	$(VENV_NEW)/bin/python -m pytest -n 2 tests/unit tests/contract $(PYTEST_ARGS)
 
 $(STAMP_NEW): pyproject.toml constraints-new.txt
 	@echo "PyTorch 2.15.0 for Linux brings CUDA 13 with it: about 6 GB on disk."

@@ -13,7 +13,7 @@ import cudnn_sdpa
 from cudnn_sdpa import OptionError, UnsupportedError, support
 from cudnn_sdpa.attention.support.rules import BACKWARD, RULES, Configuration, refusal
 from cudnn_sdpa.cli import app
-from cudnn_sdpa.engine.cpu_target import installed_cudnn
+from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.graph.backend import MIN_CUDNN, version_string
 from cudnn_sdpa.planning.support import ROWS, cells, table, version_number
 
@@ -186,7 +186,7 @@ def test_support_agrees_with_calls(operation, options, sm):
     """Compared with calls on CPU tensors, which are checked for a named GPU by the same rules."""
     options = {"head_dim": 64, "sq": 16, **options}
     head_dim, sq = options.pop("head_dim"), options.pop("sq")
-    answer = support(operation, head_dim=head_dim, sq=sq, skv=16, sm=sm, cudnn=installed_cudnn(), **options)
+    answer = support(operation, head_dim=head_dim, sq=sq, skv=16, sm=sm, cudnn=cpu_target.installed_cudnn(), **options)
     q, k, v = (torch.randn(2, 8, tokens, head_dim) for tokens in (sq, 16, 16))
 
     def call():
