@@ -1,6 +1,6 @@
 """The command line: `python -m cudnn_sdpa` or `cudnn-sdpa`.
 
-PyTorch is imported by the commands that need it, and not for their help.
+Only commands that need PyTorch import it, and no command imports it for its help.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -18,9 +18,14 @@ from cudnn_sdpa.bench.cli import bench_app, require_gpu, show_help
 from cudnn_sdpa.bench.tools.output import Output
 from cudnn_sdpa.errors import ArgumentError, CudnnSdpaError
 
+if TYPE_CHECKING:
+    from cudnn_sdpa.offline.warmup import WarmupReport
+    from cudnn_sdpa.plans.manifest import PlanManifest
+    from cudnn_sdpa.plans.store import PlanStore
+
 PROBLEM, USAGE = 1, 2
 
-#: What the functions behind the commands call their arguments, and what the command line calls them.
+#: Arguments of the functions that commands call, and their names on the command line.
 _ARGUMENTS = {
     "sm": "--sm",
     "cudnn": "--cudnn",
@@ -52,7 +57,7 @@ def _errors_as_lines() -> Iterator[None]:
         _fail(str(error), PROBLEM)
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), PROBLEM)
-    except ImportError as error:  # mostly PyTorch's, whose message says what to do
+    except ImportError as error:  # mostly PyTorch's, whose message includes a cure
         _fail(" ".join(str(error).split()), PROBLEM)
 
 
@@ -91,7 +96,7 @@ def support(
     cudnn: Annotated[str | None, typer.Option(help="Version, such as 9.19.0. Default: the installed one.")] = None,
     target: Annotated[
         str | None,
-        typer.Option(help="Have the installed cuDNN plan it all for this GPU: a name, or what `device --json` wrote."),
+        typer.Option(help="Plan with the installed cuDNN for this GPU: a name, or a file of `device --json`."),
     ] = None,
     output: Output = None,
 ) -> None:
@@ -101,7 +106,7 @@ def support(
     _show_support({"sm": sm, "cudnn": cudnn, "target": target}, output)
 
 
-def _show_support(asked: dict[str, Any], output: Path | None) -> None:
+def _show_support(target: dict[str, Any], output: Path | None) -> None:
     from rich.console import Console
     from rich.progress import track
     from rich.table import Table
@@ -109,21 +114,22 @@ def _show_support(asked: dict[str, Any], output: Path | None) -> None:
 
     from cudnn_sdpa.planning import support
 
-    of = support.environment(**asked)
+    environment = support.environment(**target)
     number = len(support.ROWS) * len(support.OPERATIONS)
-    by_rules = asked["target"] is None
-    cells = list(track(support.cells(**asked), "planning", number, transient=True, disable=by_rules))
+    by_rules = target["target"] is None
+    cells = list(track(support.cells(**target), "planning", number, transient=True, disable=by_rules))
     rows = support.table(cells)
-    table = Table(*rows[0], title=f"cuDNN {of['cudnn']} on {of['gpu']}, head dims 128", title_justify="left")
+    title = f"cuDNN {environment['cudnn']} on {environment['gpu']}, head dims 128"
+    table = Table(*rows[0], title=title, title_justify="left")
     for row in rows:
         table.add_row(*row.values())
     Console().print(table)
     for reason in dict.fromkeys(reason for cell in cells for reason in cell.reasons):
         typer.echo(f"not supported: {reason}")
-    if asked["sm"] is None and by_rules and not is_available():
-        typer.echo("There is no GPU here that PyTorch can see: this is for SM 90 (Hopper); --sm names another.")
+    if target["sm"] is None and by_rules and not is_available():
+        typer.echo("PyTorch sees no GPU: this is for SM 90 (Hopper); --sm names another.")
     if output is not None:
-        output.write_text(support.to_json(of, cells))
+        output.write_text(support.to_json(environment, cells))
         typer.echo(f"written to {output}")
 
 
@@ -135,9 +141,9 @@ def explain(
     ],
     target: Annotated[
         str | None,
-        typer.Option(help="The GPU: a name, or what `device --json` wrote; else CUDNN_SDPA_TARGET or h200."),
+        typer.Option(help="The GPU: a name, or a file of `device --json`. Default: CUDNN_SDPA_TARGET, or h200."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Dtype of tensors given without one.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Dtype of tensors without one.")] = "bfloat16",
     training: Annotated[bool, typer.Option("--training", help="Also show what the backward pass runs.")] = False,
     details: Annotated[bool, typer.Option("--details", help="Show the plans' full keys.")] = False,
 ) -> None:
@@ -147,10 +153,10 @@ def explain(
     from cudnn_sdpa.engine import explain
 
     called = cli_arguments.function_of(function)
-    given = cli_arguments.arguments_of(called, arguments, dtype, requires_grad=training)
-    found = explain.explained(called, (), given, target=target)
-    typer.echo(found.details if details else str(found))
-    if not found.supported or (found.backward is not None and not found.backward.supported):
+    values = cli_arguments.arguments_of(called, arguments, dtype, requires_grad=training)
+    explanation = explain.explained(called, (), values, target=target)
+    typer.echo(explanation.details if details else str(explanation))
+    if not explanation.supported or (explanation.backward is not None and not explanation.backward.supported):
         raise typer.Exit(PROBLEM)
 
 
@@ -205,7 +211,7 @@ def warmup(manifest: Manifest, workers: Workers = None) -> None:
 def compile_command(
     manifest: Manifest,
     target: Annotated[
-        str, typer.Option(help="The GPU: a name such as h200, or the path of what `device --json` wrote.")
+        str, typer.Option(help="The GPU: a name such as h200, or the path of a file of `device --json`.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for `use_plan_store`.")],
     workers: Workers = None,
@@ -235,8 +241,8 @@ def plans(ctx: typer.Context) -> None:
 @plans_app.command("size")
 def plans_size(folder: Folder = None) -> None:
     """Show where plans are stored, how many there are, and their size."""
-    found = _store(folder).info()
-    typer.echo(f"{found.plans} plans, {found.bytes / 2**20:.1f} of {found.capacity / 2**20:.0f} MiB, in {found.folder}")
+    info = _store(folder).info()
+    typer.echo(f"{info.plans} plans, {info.bytes / 2**20:.1f} of {info.capacity / 2**20:.0f} MiB, in {info.folder}")
 
 
 @plans_app.command("clear")
@@ -248,7 +254,7 @@ def plans_clear(folder: Folder = None) -> None:
     typer.echo(f"{before - store.info().plans} of {before} plans removed from {store.folder}")
 
 
-def _store(folder: Path | None) -> Any:
+def _store(folder: Path | None) -> PlanStore:
     import cudnn_sdpa._pytorch  # noqa: F401
     from cudnn_sdpa.plans.default_store import active, open_store
 
@@ -264,18 +270,18 @@ def _store(folder: Path | None) -> Any:
     return open_store(folder, "path")
 
 
-def _plans_of(path: Path) -> Any:
+def _plans_of(path: Path) -> PlanManifest:
     """The manifest at `path`; an empty one is an error."""
     from cudnn_sdpa.plans.manifest import PlanManifest
 
     manifest = PlanManifest.load(path)
     if not len(manifest):
-        hint = 'Calls on the GPU are recorded, or with record_plans(target="h200") calls on the CPU.'
+        hint = 'Record calls on a GPU, or calls on the CPU with record_plans(target="h200").'
         raise ArgumentError("manifest", f"{str(path)!r}, a manifest without plans", "at least one plan", hint)
     return manifest
 
 
-def _report(run: Callable[[], Any]) -> None:
+def _report(run: Callable[[], WarmupReport]) -> None:
     """Prints the report of `run`, and exits with 1 if a plan failed."""
     report = run()
     typer.echo(

@@ -22,10 +22,10 @@ def function_of(name: str) -> Callable[..., Any]:
     Raises:
         OptionError: No function of this name can be explained.
     """
-    found = next((function for function in explain.functions() if function.__name__ == name), None)
-    if found is None:
+    function = next((each for each in explain.functions() if each.__name__ == name), None)
+    if function is None:
         raise OptionError("FUNCTION", repr(name), "one of " + ", ".join(explain.described_functions()))
-    return found
+    return function
 
 
 def arguments_of(
@@ -36,44 +36,45 @@ def arguments_of(
     Args:
         function: The function to call.
         words: Each `name=value`; the shape of a tensor may end with its dtype, `cu_seqlens_q=17:int32`.
-        dtype: Dtype of tensors given without one.
+        dtype: Dtype of tensors without one.
         requires_grad: Whether floating-point tensors require grad.
 
     Raises:
         OptionError: A word cannot be parsed, the function has no such argument, or one is missing.
     """
     parameters = inspect.signature(function).parameters
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for word in words:
-        name, is_there, text = word.partition("=")
-        if not is_there:
+        name, separator, text = word.partition("=")
+        if not separator:
             raise OptionError("ARGUMENT", repr(word), "NAME=VALUE, such as q=2,8,1024,64 or is_causal=true")
         if name not in parameters:
             raise OptionError("ARGUMENT", repr(word), "one of " + ", ".join(parameters))
         is_tensor = "Tensor" in str(parameters[name].annotation) and text.lower() != "none"
-        found[name] = _tensor(name, text, dtype, requires_grad) if is_tensor else _value(text)
-    missing = [name for name, each in parameters.items() if each.default is each.empty and name not in found]
+        arguments[name] = _tensor(name, text, dtype, requires_grad) if is_tensor else _value(text)
+    missing = [name for name, each in parameters.items() if each.default is each.empty and name not in arguments]
     if missing:
         raise OptionError("ARGUMENT", f"no {missing[0]}", f"{missing[0]}=VALUE, a required argument")
-    return found
+    return arguments
 
 
-def _tensor(name: str, text: str, dtype: str, requires_grad: bool) -> torch.Tensor:
-    sizes, _, own = text.partition(":")
-    kind = getattr(torch, own or dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise OptionError(name if own else "dtype", repr(own or dtype), "a dtype such as bfloat16")
+def _tensor(name: str, text: str, default_dtype: str, requires_grad: bool) -> torch.Tensor:
+    sizes, _, own_dtype = text.partition(":")
+    dtype = getattr(torch, own_dtype or default_dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        name = name if own_dtype else "dtype"
+        raise OptionError(name, repr(own_dtype or default_dtype), "a dtype such as bfloat16")
     shape = _value(f"{sizes},") if sizes.strip() else ()
     if not isinstance(shape, tuple) or not all(type(size) is int and 0 <= size < 2**40 for size in shape):
         raise OptionError(name, repr(text), "a shape such as 2,8,1024,64, or 17:int32 with a dtype")
     try:
-        tensor = torch.empty(shape, dtype=kind)  # its memory is never touched
+        tensor = torch.empty(shape, dtype=dtype)  # its memory is never touched
     except RuntimeError:
         raise OptionError(name, repr(text), "a tensor that fits in memory") from None
     return tensor.requires_grad_(requires_grad and tensor.is_floating_point())
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:

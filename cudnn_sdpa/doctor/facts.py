@@ -17,10 +17,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What PyTorch says of itself, and what it raised when it was asked."""
+    """PyTorch's versions and GPUs, and the errors that queries raised."""
 
     version: str
-    cuda: str | None = None  # that it was built for
+    cuda: str | None = None  # version that it was built for
     hip: str | None = None
     cudnn: int | None = None
     cudnn_error: str = ""
@@ -30,7 +30,7 @@ class TorchFacts:
 
 @dataclass(frozen=True)
 class CudnnFacts:
-    """What cuDNN's frontend has loaded, or why it could not."""
+    """The frontend and the cuDNN that it has loaded, or the error."""
 
     frontend: str = ""  # empty if it cannot be imported
     version: int | None = None
@@ -39,7 +39,7 @@ class CudnnFacts:
 
 @dataclass(frozen=True)
 class TrialFacts:
-    """One small call: run and compared with the reference on a GPU, planned by a helper process without one."""
+    """One small call: with a GPU, run and compared with the reference; without one, planned by a helper process."""
 
     on: str  # "GPU" or "offline"
     engine: str = ""
@@ -51,22 +51,22 @@ class TrialFacts:
 class DriverFacts:
     """NVIDIA's driver."""
 
-    loads: bool = False  # libcuda.so.1
-    cuda: int | None = None  # the newest that it serves, 12040 for 12.4
-    devices: int = 0  # for this process
-    error: int = 0  # of cuInit
-    release: str = ""  # of the kernel module
-    nodes: int = 0  # GPUs that the machine or container has, hidden or not
+    loads: bool = False  # whether libcuda.so.1 can be loaded
+    cuda: int | None = None  # newest CUDA that it supports, 12040 for 12.4
+    devices: int = 0  # visible to this process
+    error: int = 0  # result of cuInit
+    release: str = ""  # version of the kernel module
+    nodes: int = 0  # GPUs of the machine or container, visible or not
 
 
 @dataclass(frozen=True)
 class StoreFacts:
     """The plan store."""
 
-    folder: str | None  # None if it is switched off or there is no place for it
-    named: bool = False  # by the environment
+    folder: str | None  # None if it is off, or the user has no cache folder
+    named: bool = False  # whether the environment names it
     problem: str = ""  # why it cannot be used
-    note: str = ""  # if it can be read and not written to
+    note: str = ""  # why it is read-only
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class FoundLibrary:
 
     path: str
     origin: str
-    file: str = ""  # where links lead to, as lists of loaded files have it
+    file: str = ""  # its real path, as in lists of loaded files
 
 
 @dataclass(frozen=True)
 class Facts:
-    """All of it; None for what the examining process did not get to."""
+    """All facts; None for those that the probing process did not reach."""
 
     platform: str
     python: str
@@ -93,11 +93,11 @@ class Facts:
     torch: TorchFacts | None = None
     cudnn: CudnnFacts | None = None
     trial: TrialFacts | None = None
-    mapped: tuple[str, ...] = ()  # NVIDIA's libraries in that process
-    broken_off: str = ""  # how it ended, if it did not get through
+    mapped: tuple[str, ...] = ()  # NVIDIA's libraries in the probing process
+    broken_off: str = ""  # how the probing process ended, if it failed
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, ready for JSON."""
+        """The facts as plain values, JSON-ready."""
         values = asdict(self)
         if self.trial is not None and self.trial.difference is not None and not isfinite(self.trial.difference):
             values["trial"]["difference"] = str(self.trial.difference)  # JSON has no NaN

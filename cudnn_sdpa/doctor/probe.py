@@ -1,6 +1,6 @@
-"""Collects the facts. The driver, PyTorch's CUDA and cuDNN, which may crash, are probed in a separate process.
+"""Collects the facts. A separate process probes the driver, PyTorch's CUDA and cuDNN, any of which may crash.
 
-That process prints a line of JSON after each part. A broken library may end it: the lines before that are still read.
+It prints a line of JSON after each part. If a broken library ends it, the lines printed before are still used.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from cudnn_sdpa.offline.driver import compiler
 from cudnn_sdpa.plans import default_store, private_folders
 from cudnn_sdpa.plans.private_folders import UnsafeFolderError
 
-#: A first plan takes a second, PyTorch some more; on a slow network disk a minute goes by.
+#: A first plan takes a second, importing PyTorch a few, on a slow network disk a minute.
 TIMEOUT_SECONDS = 300.0
 
 _PROGRAM = "from cudnn_sdpa.doctor.probe import main; main()"
 
-#: Packages that matter beside those whose name begins with "nvidia-".
+#: Packages to list, besides those whose name begins with "nvidia-".
 _PACKAGES = ("torch", "triton", "cudnn-sdpa")
 _VARIABLES = re.compile(
     r"CUDNN_\w+|CUDA_(VISIBLE_DEVICES|HOME|PATH)|NVIDIA_VISIBLE_DEVICES|LD_(LIBRARY_PATH|PRELOAD)|XDG_CACHE_HOME|CC"
 )
-#: Where a system's own libcudnn lies.
+#: Folders of a system's own libcudnn.
 _SYSTEM = ("usr/lib/*-linux-gnu", "usr/lib64", "usr/lib", "usr/local/lib", "usr/local/cuda*/lib64", "opt/cudnn*/lib*")
 _NVIDIA = re.compile(r"/lib(cudnn|cuda|cudart|nvrtc|cublas)\w*\.so[.\d]*$")
 
@@ -56,13 +56,13 @@ def gather(timeout: float = TIMEOUT_SECONDS) -> Facts:
     """The facts of this machine and this environment.
 
     Raises:
-        OfflineError: There is no interpreter for the process in which libraries are tried.
+        OfflineError: There is no interpreter for the probing process.
     """
     if reason := interpreter.why_no_python():
-        raise OfflineError(f"the doctor examines an installation in a process of its own, but {reason}")
+        raise OfflineError(f"the doctor examines an installation in a separate process, but {reason}")
     parts, broken_off = examine(timeout)
-    found = importlib.metadata.distributions()
-    versions = {str(each.metadata["Name"] or "").lower().replace("_", "-"): each.version for each in found}
+    packages = importlib.metadata.distributions()
+    versions = {str(each.metadata["Name"] or "").lower().replace("_", "-"): each.version for each in packages}
     return Facts(
         platform=sys.platform,
         python=platform.python_version(),
@@ -85,61 +85,61 @@ def _torch_facts(gpus: list[dict[str, Any]], **part: Any) -> TorchFacts:
 
 
 def examine(timeout: float) -> tuple[dict[str, Any], str]:
-    """What the examining process said, and how it ended if not well."""
+    """The parts that the probing process printed, and how it ended if it failed."""
     try:
         result = subprocess.run(
             interpreter.command(_PROGRAM),
-            env={**os.environ, default_store.VARIABLE: default_store.OFF},  # it shall build a plan, not find one
+            env={**os.environ, default_store.VARIABLE: default_store.OFF},  # to test a build, not a load
             capture_output=True,
             timeout=timeout,
             check=False,
         )
-        output, said, code = result.stdout, result.stderr, result.returncode
+        output, errors, code = result.stdout, result.stderr, result.returncode
     except subprocess.TimeoutExpired as error:
-        output, said, code = error.stdout or b"", error.stderr or b"", None
+        output, errors, code = error.stdout or b"", error.stderr or b"", None
     parts = parts_of(output)
     if code == 0 and "trial" in parts:
         return parts, ""
     how = f"did not end within {timeout:g} s" if code is None else interpreter.describe_exit(code)
-    last = said.decode(errors="replace").strip()[-600:]
-    return parts, how + (f"; it said: {last}" if last else "")
+    last = errors.decode(errors="replace").strip()[-600:]
+    return parts, how + (f"; it printed: {last}" if last else "")
 
 
 def parts_of(output: bytes) -> dict[str, Any]:
-    """The lines that the examining process got through; what else is there, as a site prints it, is passed over."""
+    """The complete lines of the probing process; other output, for instance of site hooks, is skipped."""
     parts: dict[str, Any] = {}
     for line in output.splitlines():
-        with contextlib.suppress(ValueError):  # no JSON, or a line that was broken off
-            said = json.loads(line)
-            parts |= said if isinstance(said, dict) and set(said) <= {name for name, _ in PARTS} else {}
+        with contextlib.suppress(ValueError):  # not JSON, or an incomplete line
+            part = json.loads(line)
+            parts |= part if isinstance(part, dict) and set(part) <= {name for name, _ in PARTS} else {}
     return parts
 
 
 def libraries() -> tuple[FoundLibrary, ...]:
-    """Every libcudnn that a process could load, with the place that it was found by."""
-    found: dict[str, str] = {}
+    """Every libcudnn that a process could load, with its origin."""
+    origins: dict[str, str] = {}
     variable = "LD_LIBRARY_PATH"
-    folders_of = {Path(entry): variable for entry in os.environ.get(variable, "").split(os.pathsep) if entry}
+    folders = {Path(entry): variable for entry in os.environ.get(variable, "").split(os.pathsep) if entry}
     for name in ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             package = importlib.metadata.distribution(name)
             origin = f"{name} {package.version}"
             for file in package.files or ():
                 if file.name.startswith("libcudnn.so"):
-                    folders_of.setdefault(Path(str(package.locate_file(file))).parent, origin)
-    folders_of.setdefault(Path(sys.prefix) / "lib", "the environment")
+                    folders.setdefault(Path(str(package.locate_file(file))).parent, origin)
+    folders.setdefault(Path(sys.prefix) / "lib", "the environment")
     for pattern in _SYSTEM:
         for folder in sorted(Path("/").glob(pattern)):
-            folders_of.setdefault(folder, "the system")
-    for folder, origin in folders_of.items():
-        with contextlib.suppress(OSError):  # a folder that may not be looked into; no process could load from it
+            folders.setdefault(folder, "the system")
+    for folder, origin in folders.items():
+        with contextlib.suppress(OSError):  # an unreadable folder; no process could load from it
             for path in sorted(folder.glob("libcudnn.so*")):
-                found.setdefault(str(path), origin)
-    return tuple(FoundLibrary(path, origin, os.path.realpath(path)) for path, origin in found.items())
+                origins.setdefault(str(path), origin)
+    return tuple(FoundLibrary(path, origin, os.path.realpath(path)) for path, origin in origins.items())
 
 
 def store() -> StoreFacts:
-    """The plan store as a process would open it; nothing is made."""
+    """The plan store as a process would open it; nothing is created."""
     setting = os.environ.get(default_store.VARIABLE, "")
     named = bool(setting) and not default_store.is_off(setting)
     folder = None
@@ -147,103 +147,103 @@ def store() -> StoreFacts:
         folder = default_store.folder_of_environment()
         if folder is None:
             return StoreFacts(None)
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        if not there.is_dir():
-            return StoreFacts(str(folder), named, f"{there} is no folder")
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not existing.is_dir():
+            return StoreFacts(str(folder), named, problem=f"{existing} is not a folder")
         private_folders.check_above(folder)
-        if there == folder:
+        if existing == folder:
             os.close(private_folders.open_private(folder, make=False))
-        if os.access(there, os.W_OK | os.X_OK):
+        if os.access(existing, os.W_OK | os.X_OK):
             return StoreFacts(str(folder), named)
-        if there == folder and os.access(there, os.R_OK | os.X_OK):
+        if existing == folder and os.access(existing, os.R_OK | os.X_OK):
             plans = [path for path in folder.glob("*.plan") if os.access(path, os.R_OK)]
-            return StoreFacts(
-                str(folder), named, note=f"{folder} is not writable; {len(plans)} plans in it can be read"
-            )
-        return StoreFacts(str(folder), named, f"{there} is not writable")
+            note = f"{folder} is not writable; {len(plans)} plans in it can be read"
+            return StoreFacts(str(folder), named, note=note)
+        return StoreFacts(str(folder), named, problem=f"{existing} is not writable")
     except UnsafeFolderError as error:
-        return StoreFacts(None if folder is None else str(folder), named, str(error))
-    except OSError as error:  # such as a parent that this user may not look into
-        return StoreFacts(str(folder), named, f"{folder}: {error.strerror}")
+        return StoreFacts(None if folder is None else str(folder), named, problem=str(error))
+    except OSError as error:  # such as an unreadable parent
+        return StoreFacts(str(folder), named, problem=f"{folder}: {error.strerror}")
 
 
 def main() -> None:
-    """Prints what was found out, one part a line."""
+    """Prints the parts, one per line."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print where they like; the answers' channel is ours alone
-    answers.write("\n")  # ends what a site may have printed when Python started
+    os.dup2(2, 1)  # keeps libraries' prints out of the answers
+    answers.write("\n")  # ends output of site hooks at Python's start
     for name, part in PARTS:
         answers.write(json.dumps({name: part()}) + "\n")
         answers.flush()
 
 
-def ask_driver() -> dict[str, Any]:
+def probe_driver() -> dict[str, object]:
     """The driver's version and its GPUs. It may hang or crash."""
     module = Path("/proc/driver/nvidia/version")
     match = re.search(r"\b(\d{3,}\.[\d.]+)\b", module.read_text()) if module.exists() else None
     nodes = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
-    found: dict[str, Any] = {"release": match[1] if match else "", "nodes": len(nodes)}
+    facts: dict[str, object] = {"release": match[1] if match else "", "nodes": len(nodes)}
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return found
+        return facts
     version, devices = ctypes.c_int(), ctypes.c_int()
-    answered = library.cuDriverGetVersion(ctypes.byref(version)) == 0
-    error = int(library.cuInit(0))  # makes no context, and takes no memory of a GPU
+    has_version = library.cuDriverGetVersion(ctypes.byref(version)) == 0
+    error = int(library.cuInit(0))  # creates no context, and uses no GPU memory
     if error == 0:
         library.cuDeviceGetCount(ctypes.byref(devices))
-    return found | {
+    return facts | {
         "loads": True,
-        "cuda": version.value if answered else None,
+        "cuda": version.value if has_version else None,
         "devices": devices.value,
         "error": error,
     }
 
 
-def ask_torch() -> dict[str, Any]:
+def probe_torch() -> dict[str, object]:
     """PyTorch's versions, its cuDNN, and the GPUs that it sees."""
     cuda = torch.version.cuda
-    found: dict[str, Any] = {"version": torch.__version__, "cuda": cuda, "hip": torch.version.hip, "gpus": []}
+    gpus: list[dict[str, object]] = []
+    facts: dict[str, object] = {"version": torch.__version__, "cuda": cuda, "hip": torch.version.hip, "gpus": gpus}
     try:
-        found["cudnn"] = torch.backends.cudnn.version() if cuda else None  # type: ignore[no-untyped-call]
+        facts["cudnn"] = torch.backends.cudnn.version() if cuda else None  # type: ignore[no-untyped-call]
     except Exception as error:  # noqa: BLE001 - whatever it raises is the finding
-        found["cudnn_error"] = _in_one_line(error)
+        facts["cudnn_error"] = _in_one_line(error)
     try:
         for index in range(torch.cuda.device_count()) if cuda and torch.cuda.init() is None else ():  # type: ignore[no-untyped-call]
-            gpu = {"name": torch.cuda.get_device_name(index), "capability": torch.cuda.get_device_capability(index)}
-            found["gpus"].append(gpu)
-    except Exception as error:  # noqa: BLE001 - the same
-        found["cuda_error"] = _in_one_line(error)
-    return found
+            capability = torch.cuda.get_device_capability(index)
+            gpus.append({"name": torch.cuda.get_device_name(index), "capability": capability})
+    except Exception as error:  # noqa: BLE001 - whatever it raises is the finding
+        facts["cuda_error"] = _in_one_line(error)
+    return facts
 
 
-def ask_cudnn() -> dict[str, Any]:
-    """The frontend and the cuDNN behind it."""
-    found: dict[str, Any] = {}
+def probe_cudnn() -> dict[str, object]:
+    """The versions of the frontend and its cuDNN."""
+    facts: dict[str, object] = {}
     try:
-        found["frontend"] = backend.frontend_version()
-        found["version"] = backend.cudnn_version()
-    except Exception as error:  # noqa: BLE001 - the same
-        found["error"] = _in_one_line(error)
-    return found
+        facts["frontend"] = backend.frontend_version()
+        facts["version"] = backend.cudnn_version()
+    except Exception as error:  # noqa: BLE001 - whatever it raises is the finding
+        facts["error"] = _in_one_line(error)
+    return facts
 
 
-def make_a_call() -> dict[str, Any]:
-    """One call of `sdpa`: compared with the reference on a GPU, planned for one without."""
+def probe_call() -> dict[str, object]:
+    """One call of `sdpa`: with a GPU, compared with the reference; without one, planned."""
     from cudnn_sdpa.attention.dense.sdpa import sdpa
     from cudnn_sdpa.engine.explain import explain
 
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
-    found: dict[str, Any] = {"on": "GPU" if on_gpu else "offline"}
+    facts: dict[str, object] = {"on": "GPU" if on_gpu else "offline"}
     try:
         q, k, v = (torch.randn(1, 2, 64, 64).to("cuda" if on_gpu else "cpu", torch.float16) for _ in range(3))
         report = explain(sdpa, q, k, v, is_causal=True, verify=on_gpu)
-        found["engine"] = report.engine
-        found["difference"] = max(report.errors.values(), default=None)
-        found["error"] = "; ".join(report.reasons)
-    except Exception as error:  # noqa: BLE001 - the same
-        found["error"] = _in_one_line(error)
-    return found
+        facts["engine"] = report.engine
+        facts["difference"] = max(report.errors.values(), default=None)
+        facts["error"] = "; ".join(report.reasons)
+    except Exception as error:  # noqa: BLE001 - whatever it raises is the finding
+        facts["error"] = _in_one_line(error)
+    return facts
 
 
 def mapped() -> list[str]:
@@ -259,12 +259,12 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-#: What the examining process finds out, in this order: each may crash it.
-PARTS: tuple[tuple[str, Callable[[], Any]], ...] = (
-    ("driver", ask_driver),
-    ("torch", ask_torch),
-    ("cudnn", ask_cudnn),
+#: The parts of the probing process, in this order: each may crash it.
+PARTS: tuple[tuple[str, Callable[[], object]], ...] = (
+    ("driver", probe_driver),
+    ("torch", probe_torch),
+    ("cudnn", probe_cudnn),
     ("mapped", mapped),
-    ("trial", make_a_call),
+    ("trial", probe_call),
     ("mapped", mapped),
 )

@@ -13,13 +13,16 @@ from cudnn_sdpa.graph.backend import version_string
 
 
 def as_json(facts: Facts, findings: list[Finding]) -> str:
-    """Everything, for programs."""
-    of = {"cudnn_sdpa": __version__, "ok": is_well(findings), "findings": [asdict(each) for each in findings]}
-    return json.dumps({**of, "facts": facts.to_dict()}, indent=1)
+    report = {
+        "cudnn_sdpa": __version__,
+        "ok": is_well(findings),
+        "findings": [asdict(each) for each in findings],
+        "facts": facts.to_dict(),
+    }
+    return json.dumps(report, indent=1)
 
 
 def as_text(facts: Facts, findings: list[Finding]) -> str:
-    """Everything, for people."""
     lines = [f"{name:<14}{value}" for name, value in _summary(facts)]
     for finding in findings:
         lines += ["", f"{finding.level.value}: {finding.title}", f"  {finding.found}", f"  cure: {finding.cure}"]
@@ -32,8 +35,8 @@ def _summary(facts: Facts) -> Iterator[tuple[str, str]]:
     torch, cudnn, driver, trial = facts.torch, facts.cudnn, facts.driver, facts.trial
     yield "cudnn_sdpa", f"{__version__}, Python {facts.python}"
     if torch is not None:
-        theirs = f", cuDNN {version_string(torch.cudnn)}" if torch.cudnn else ""
-        yield "PyTorch", f"{torch.version}, CUDA {torch.cuda or 'none'}{theirs}"
+        its_cudnn = f", cuDNN {version_string(torch.cudnn)}" if torch.cudnn else ""
+        yield "PyTorch", f"{torch.version}, CUDA {torch.cuda or 'none'}{its_cudnn}"
     if cudnn is not None:
         yield "cuDNN", version_string(cudnn.version) if cudnn.version else "none"
         yield "frontend", cudnn.frontend or "none"
@@ -42,8 +45,8 @@ def _summary(facts: Facts) -> Iterator[tuple[str, str]]:
     for library in facts.libraries:
         if (library.file or library.path) not in facts.mapped:
             yield "not loaded", f"{library.path} ({library.origin})"
-    serves = f", for CUDA up to {driver.cuda // 1000}.{driver.cuda % 1000 // 10}" if driver and driver.cuda else ""
-    yield "driver", (driver.release or "of unknown release") + serves if driver and driver.loads else "none"
+    newest = f", for CUDA up to {driver.cuda // 1000}.{driver.cuda % 1000 // 10}" if driver and driver.cuda else ""
+    yield "driver", (driver.release or "of unknown release") + newest if driver and driver.loads else "none"
     for gpu in torch.gpus if torch else ():
         yield "GPU", f"{gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
     if trial is not None and not trial.error:

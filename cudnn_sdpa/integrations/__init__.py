@@ -1,1 +1,1 @@
-"""Other libraries' models on this library's attention. Each module imports its library when it is asked to."""
+"""Integrations with other libraries' models. Each imports its library on demand."""

@@ -1,15 +1,15 @@
-"""Packed documents that only `position_ids` tell apart: where positions go back, or stay, another document begins.
+"""Packed documents that only `position_ids` separate: where positions do not increase, a new document begins.
 
-DeepSpeed's sequence parallelism and collators without padding say it so, also beside a cache, where transformers' own
-masks do not look. A look waits for the GPU, so there is one for each tensor of positions, which all layers share.
-Where nothing can be looked at, the device is asked to stop: documents must not see each other in silence.
+DeepSpeed's sequence parallelism and padding-free collators use this, also with a cache, where transformers' own masks
+do not check positions. Reading positions waits for the GPU, so they are read once for all layers. Where they cannot be
+read, a device assertion checks that there is one document: otherwise documents would silently attend to each other.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,43 +17,45 @@ from torch import Tensor
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.graph.symbolic_shapes import is_true
 
-#: What says the same everywhere. Messages on a GPU have at most 255 characters.
+#: Arguments that work in all cases.
 SUGGESTION = "use_cache=False, or cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k"
-_STOP = (
-    f"cudnn_sdpa in transformers: position_ids begin anew, where none may be looked at (compiled, captured, or "
+
+#: Messages of device assertions have at most 255 characters.
+_MESSAGE = (
+    f"cudnn_sdpa in transformers: position_ids restart, where they may not be read (compiled, captured, or "
     f"inspect_padding=False). Use {SUGGESTION}."
 )
 
 
 class Documents(NamedTuple):
-    """Offsets (N + 1,) int32 of the documents of all sequences, end to end, and the length of the longest."""
+    """Offsets (N + 1,) int32 of the documents of all sequences, packed, and the length of the longest one."""
 
     offsets: Tensor
-    longest: int
+    max_length: int
 
 
-class _Look(NamedTuple):
-    """What was found in a tensor of positions, as it was then."""
+class _LastRead(NamedTuple):
+    """The result for a tensor of positions and its version."""
 
     positions: weakref.ref[Tensor]
     version: int | None
     batch: int
-    may_look: bool
-    found: Documents | None
+    may_read: bool
+    result: Documents | None
 
 
 _last = threading.local()
 
 
-def documents(positions: Any, query: Tensor, *, may_look: bool) -> Documents | None:
-    """The documents that positions (B or 1, S) tell apart among queries (B, Hq, S, D), None if they are one each.
+def documents(positions: object, query: Tensor, *, may_read: bool) -> Documents | None:
+    """The documents that positions (B or 1, S) separate among queries (B, Hq, S, D); None if there is one per sequence.
 
-    Positions of other shapes say something else, and are passed over.
+    Positions of other shapes have another meaning and are ignored.
 
     Args:
-        positions: What a model hands on as `position_ids`.
+        positions: The model's `position_ids`.
         query: Queries, more than one.
-        may_look: Whether to wait for the GPU.
+        may_read: Whether positions may be read, which waits for the GPU.
     """
     batch, length = query.shape[0], query.shape[2]
     if not isinstance(positions, Tensor) or positions.dim() not in (1, 2) or positions.is_floating_point():
@@ -62,25 +64,26 @@ def documents(positions: Any, query: Tensor, *, may_look: bool) -> Documents | N
     if not is_true(positions.shape[-1] == length) or not (is_true(rows == 1) or is_true(rows == batch)):
         return None
     if torch.compiler.is_compiling() or not is_plain_memory(positions) or _is_captured(positions):
-        _stop(positions)
+        _assert_one_document(positions)
         return None
     version = None if positions.is_inference() else positions._version
-    last: _Look | None = getattr(_last, "look", None)
-    if last is not None and version is not None and last.positions() is positions:  # no other, nor a changed one
-        asked = last.version, last.batch, last.may_look
-        if asked == (version, batch, may_look):
-            return last.found
-    found = None
-    if may_look:
-        found = _look(positions.expand(batch, length))
+    last: _LastRead | None = getattr(_last, "read", None)
+    is_same = last is not None and version is not None and last.positions() is positions
+    if last is not None and is_same and (last.version, last.batch, last.may_read) == (version, batch, may_read):
+        return last.result
+    result = None
+    if may_read:
+        result = _read(positions.expand(batch, length))
     else:
-        _stop(positions)
-    _last.look = _Look(weakref.ref(positions), version, batch, may_look, found)
-    return found
+        _assert_one_document(positions)
+    _last.read = _LastRead(
+        positions=weakref.ref(positions), version=version, batch=batch, may_read=may_read, result=result
+    )
+    return result
 
 
-def _look(positions: Tensor) -> Documents | None:
-    """What positions (B, S) say; this is where the host waits."""
+def _read(positions: Tensor) -> Documents | None:
+    """The documents in positions (B, S); waits for the GPU."""
     begins = positions.diff(dim=1) < 1
     if not bool(begins.any()):
         return None
@@ -90,9 +93,9 @@ def _look(positions: Tensor) -> Documents | None:
     return Documents(offsets, int(offsets.diff().max()))
 
 
-def _stop(positions: Tensor) -> None:
-    """Has the device stop with an error, in its own time, if a document begins among positions."""
-    torch._assert_async((positions.diff(dim=-1) > 0).all(), _STOP)
+def _assert_one_document(positions: Tensor) -> None:
+    """An asynchronous device assertion that no document begins within a sequence."""
+    torch._assert_async((positions.diff(dim=-1) > 0).all(), _MESSAGE)
 
 
 def _is_captured(tensor: Tensor) -> bool:

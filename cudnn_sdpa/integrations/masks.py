@@ -1,4 +1,4 @@
-"""The mask function of transformers: a structure where the arguments say one, else a bias; never a look at the GPU."""
+"""The mask function for Transformers: an encoded structure if the arguments describe one, otherwise a bias."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from cudnn_sdpa.graph.symbolic_shapes import is_known
 from cudnn_sdpa.integrations import mask_encoding
 from cudnn_sdpa.integrations.mask_encoding import UNBOUNDED
 
-#: Models that merge masks into one, and so need each as a tensor.
-JOINING = frozenset({"t5gemma2_decoder"})
+#: Models that concatenate masks, and so need each as a tensor.
+CONCATENATING = frozenset({"t5gemma2_decoder"})
+
+#: transformers' pattern functions, of (batch, head, query, key).
+Pattern = Callable[..., Any]
 
 
 class Request(NamedTuple):
-    """What transformers asks of a mask function, by its own names."""
+    """The arguments of a mask function, by transformers' names."""
 
     batch_size: int
     q_length: int
     kv_length: int
-    q_offset: Any = 0
+    q_offset: int | Tensor = 0
     kv_offset: int = 0
-    mask_function: Any = None
+    mask_function: Pattern | None = None
     attention_mask: Tensor | None = None
     local_size: int | None = None
     allow_is_causal_skip: bool = True
@@ -36,22 +39,24 @@ class Request(NamedTuple):
     config: Any = None
 
 
-def mask_function(draw: Callable[..., Tensor], causal: Any, *, inspect_padding: bool) -> Callable[..., Tensor | None]:
+def mask_function(
+    draw: Callable[..., Tensor], causal: Pattern, *, inspect_padding: bool
+) -> Callable[..., Tensor | None]:
     """The mask function to register.
 
     Args:
-        draw: transformers' own, which gives booleans (B, 1, Sq, Skv).
+        draw: transformers' own mask function, which returns booleans (B, 1, Sq, Skv).
         causal: transformers' function of the plain causal pattern.
-        inspect_padding: Whether to wait for the GPU to see that a padding mask hides nothing.
+        inspect_padding: Whether to wait for the GPU to detect a padding mask without padding.
     """
 
     def cudnn_sdpa_mask(
         batch_size: int,
         q_length: int,
         kv_length: int,
-        q_offset: Any = 0,
+        q_offset: int | Tensor = 0,
         kv_offset: int = 0,
-        mask_function: Any = causal,
+        mask_function: Pattern | None = causal,
         attention_mask: Tensor | None = None,
         local_size: int | None = None,
         allow_is_causal_skip: bool = True,
@@ -79,31 +84,32 @@ def mask_function(draw: Callable[..., Tensor], causal: Any, *, inspect_padding: 
             config=config,
         )
         is_causal = _is_causal(request, causal)
-        if inspect_padding and _hides_nothing(request, is_causal):
+        if inspect_padding and _has_no_padding(request, is_causal):
             request = request._replace(attention_mask=None)
         if is_causal:
-            found, mask = _causal(request)
+            is_encoded, mask = _causal(request)
         elif request.allow_is_bidirectional_skip:
-            found, mask = _bidirectional(request)
+            is_encoded, mask = _bidirectional(request)
         else:
-            found, mask = False, None
-        return mask if found else _bias(request, draw)
+            is_encoded, mask = False, None
+        return mask if is_encoded else _bias(request, draw)
 
     return cudnn_sdpa_mask
 
 
-def _is_causal(request: Request, causal: Any) -> bool:
-    """Whether the pattern is causal, perhaps with a window or chunks, and nothing else."""
+def _is_causal(request: Request, causal: Pattern) -> bool:
+    """Whether the pattern is causal, possibly with a window or chunks, and nothing else."""
     if request.allow_is_causal_skip:
         return True
-    if request.q_length != 1 or request.use_vmap or getattr(request.config, "model_type", None) in JOINING:
+    if request.q_length != 1 or request.use_vmap or getattr(request.config, "model_type", None) in CONCATENATING:
         return False
-    # Of a single query on a static cache transformers wants a mask, whatever the pattern.
-    return request.mask_function is causal or (request.local_size is not None and _has(request.mask_function, causal))
+    # transformers always requests a mask for a single query on a static cache, whatever the pattern.
+    pattern = request.mask_function
+    return pattern is causal or (request.local_size is not None and _is_local_causal(pattern, causal))
 
 
-def _has(pattern: Any, causal: Any) -> bool:
-    """Whether a pattern is one of transformers' own, a window or chunks beside the causal one."""
+def _is_local_causal(pattern: Any, causal: Pattern) -> bool:
+    """Whether a pattern is transformers' conjunction of a window or chunks with the causal pattern."""
     if torch.compiler.is_compiling() or getattr(pattern, "__qualname__", "") != "and_masks.<locals>.and_mask":
         return False
     parts = [cell.cell_contents for cell in pattern.__closure__]
@@ -111,7 +117,7 @@ def _has(pattern: Any, causal: Any) -> bool:
 
 
 def _window(request: Request) -> int | None:
-    """How many keys before its own a query sees under a causal mask, -1 for all, None if no window says it."""
+    """The left bound of a causal window, -1 for none; None if no window describes the pattern."""
     size = request.local_size
     if size is None or (request.kv_offset == 0 and request.kv_length < size):
         return UNBOUNDED
@@ -122,7 +128,7 @@ def _window(request: Request) -> int | None:
 
 
 def _causal(request: Request) -> tuple[bool, Tensor | None]:
-    """Whether a structure says it, and which; None is transformers' way to say causal, or nothing for one query."""
+    """Whether a causal pattern can be encoded, and its mask; None is plain causal, or no mask for a single query."""
     if request.attention_mask is not None:
         return _padded(request, request.attention_mask)
     left = _window(request)
@@ -130,7 +136,7 @@ def _causal(request: Request) -> tuple[bool, Tensor | None]:
         return False, None
     queries, keys, device = request.q_length, request.kv_length, request.device
     end = request.q_offset + queries - request.kv_offset
-    if isinstance(request.q_offset, Tensor):
+    if isinstance(end, Tensor):
         lengths = end.to(device=device, dtype=torch.int32).reshape(1).repeat(request.batch_size)
         return True, mask_encoding.band(left, 0, device, lengths)
     if end == keys:
@@ -144,16 +150,16 @@ def _causal(request: Request) -> tuple[bool, Tensor | None]:
     return True, mask_encoding.band(left, 0, device, lengths)
 
 
-def _padded(request: Request, seen: Tensor) -> tuple[bool, Tensor | None]:
-    """A padding mask over a prompt: its tokens are packed, unless a window counts what is hidden between them."""
+def _padded(request: Request, padding_mask: Tensor) -> tuple[bool, Tensor | None]:
+    """A padding mask over a prompt: its tokens are packed, unless a window counts the padding between them."""
     queries = request.q_length
     if isinstance(request.q_offset, Tensor) or request.q_offset != 0 or request.kv_offset != 0:
         return False, None
-    if queries == 1 or request.kv_length < queries or seen.shape[-1] < queries:
+    if queries == 1 or request.kv_length < queries or padding_mask.shape[-1] < queries:
         return False, None
     if request.local_size is not None and not is_known(queries < request.local_size):
         return False, None
-    return True, mask_encoding.packed(seen[:, :queries])
+    return True, mask_encoding.packed(padding_mask[:, :queries])
 
 
 def _bidirectional(request: Request) -> tuple[bool, Tensor | None]:
@@ -171,25 +177,28 @@ def _bidirectional(request: Request) -> tuple[bool, Tensor | None]:
 
 
 def _bias(request: Request, draw: Callable[..., Tensor]) -> Tensor:
-    """0 for keys that are seen and -inf for others: converted once here, and not in each layer."""
-    wanted = request._replace(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    seen: Tensor = draw(**wanted._asdict())
-    bias = bias_view(seen).to(request.dtype).log()
-    # A mask that may not be left out may be joined to another one.
-    return bias if request.allow_is_causal_skip or request.allow_is_bidirectional_skip else bias.expand(seen.shape)
+    """A float mask, 0 to attend and -inf otherwise: converted once here, and not in each layer."""
+    without_skips = request._replace(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    attends: Tensor = draw(**without_skips._asdict())
+    bias = bias_view(attends).to(request.dtype).log()
+    # A mask that may not be skipped may be concatenated with another one.
+    return bias if request.allow_is_causal_skip or request.allow_is_bidirectional_skip else bias.expand(attends.shape)
 
 
-def _hides_nothing(request: Request, is_causal: bool) -> bool:
-    """Whether a padding mask changes nothing; waits for the GPU, unless it is being captured or compiled.
+def _has_no_padding(request: Request, is_causal: bool) -> bool:
+    """Whether a padding mask has no effect; waits for the GPU, unless during capture or compilation.
 
-    It hides what lies past its end. A causal pattern does so past the last query; another one may not.
+    It masks keys past its end. A causal pattern also masks those past the last query; another pattern may not.
     """
-    seen = request.attention_mask
-    if seen is None or torch.compiler.is_compiling():
+    padding_mask = request.attention_mask
+    if padding_mask is None or torch.compiler.is_compiling():
         return False
-    if seen.is_cuda and torch.cuda.is_current_stream_capturing():
+    if padding_mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     if not is_causal:
-        return seen.shape[-1] >= request.kv_offset + request.kv_length and bool(seen.all())
-    is_long = request.q_offset + request.q_length <= seen.shape[-1]
-    return bool(seen.all() & is_long) if isinstance(is_long, Tensor) else is_long and bool(seen.all())
+        covers_keys = padding_mask.shape[-1] >= request.kv_offset + request.kv_length
+        return covers_keys and bool(padding_mask.all())
+    covers_queries = request.q_offset + request.q_length <= padding_mask.shape[-1]
+    if isinstance(covers_queries, Tensor):
+        return bool(padding_mask.all() & covers_queries)
+    return covers_queries and bool(padding_mask.all())

@@ -1,4 +1,4 @@
-"""`register`: models of Hugging Face's transformers on this library's attention."""
+"""`register`: makes this library's attention available to Hugging Face Transformers."""
 
 from __future__ import annotations
 
@@ -15,34 +15,33 @@ __all__ = ["NAME", "register"]
 #: The value of `attn_implementation`.
 NAME = "cudnn_sdpa"
 
-#: What transformers' mask functions have to be given for this module's to say the same.
+#: Parameters of transformers' mask functions that this library's mask function needs.
 _NEEDED = frozenset({"q_length", "q_offset", "kv_offset", "allow_is_causal_skip", "local_size", "use_vmap", "device"})
 _HINT = "Try: pip install 'transformers>=5.17'"
 
 
 def register(*, inspect_padding: bool = True) -> None:
-    """Makes `attn_implementation="cudnn_sdpa"` known to Hugging Face's transformers.
+    """Registers `attn_implementation="cudnn_sdpa"` with Hugging Face Transformers.
 
-    It serves models whose layers call transformers' attention interface: decoders, encoders, both together, and vision
-    models; with grouped-query heads, sliding windows, sinks, logit soft-capping, position biases, and both kinds of
-    cache. No mask tensor is made where a structure says the same: causal, a window, the actual sequence lengths of a
-    static cache, padding.
-    A padding mask is looked at, once for each forward pass, as transformers' own "sdpa" does. So are the `position_ids`
-    of more than one query without such a mask: where they begin anew, they tell packed documents apart, which do not
-    see each other. Nothing else is read back from the GPU, and within `torch.compile` and captures not that: there the
-    GPU stops with an error at documents that only `position_ids` tell apart.
+    It supports models whose layers call transformers' attention interface: decoders, encoders, encoder-decoders and
+    vision models; with grouped-query heads, sliding windows, sinks, logit soft-capping, position biases, and both kinds
+    of cache. Causal masks, windows, actual sequence lengths of a static cache and padding need no mask tensor.
 
-    May be called again, also with another setting, which counts for masks that are made from then on.
+    A padding mask is read once per forward pass, as by transformers' own "sdpa". So are `position_ids` of more than one
+    query without such a mask: where they restart, they separate packed documents, which do not attend to each other.
+    Nothing else is read back from the GPU. Within `torch.compile` and captures nothing is read: there a device
+    assertion fails if documents are separated by `position_ids` only.
+
+    May be called again with another setting, which applies to later masks.
 
     Args:
-        inspect_padding: Whether to look if a padding mask hides anything, which waits for the GPU, and to leave it out
-            if not: `generate` gives a mask of ones where there is no padding. Whether to look at `position_ids`, too.
-            With False steps are enqueued without a wait, a mask of ones costs what one with padding does, and packed
-            documents that only `position_ids` tell apart are an error on the GPU.
+        inspect_padding: Whether to wait for the GPU to drop padding masks without padding, which `generate` creates,
+            and to read `position_ids`. With False, steps are enqueued without waiting, a mask without padding costs as
+            much as one with padding, and documents separated by `position_ids` only are an error on the GPU.
 
     Raises:
         LibraryError: transformers is not installed, or too old.
-        OptionError: `inspect_padding` is no bool.
+        OptionError: `inspect_padding` is not a bool.
 
     Examples:
         >>> import torch
@@ -67,29 +66,29 @@ def register(*, inspect_padding: bool = True) -> None:
         raise LibraryError(f"this transformers has no attention and mask interfaces: {error}. {_HINT}") from error
     missing = _NEEDED - set(inspect.signature(inspect.unwrap(sdpa_mask)).parameters)
     if missing:
-        raise LibraryError(f"the mask functions of this transformers do not take {sorted(missing)}. {_HINT}")
+        raise LibraryError(f"the mask functions of this transformers do not accept {sorted(missing)}. {_HINT}")
     AttentionMaskInterface.register(
         NAME, mask_function(sdpa_mask, causal_mask_function, inspect_padding=inspect_padding)
     )
     AttentionInterface.register(
         NAME, attention if inspect_padding else functools.partial(attention, inspect_positions=False)
     )
-    _let_in(PreTrainedModel)
+    _allow_in_flash_models(PreTrainedModel)
 
 
-def _let_in(model: Any) -> None:
-    """Has models that allow FlashAttention, but not PyTorch's attention, allow this one.
+def _allow_in_flash_models(model: Any) -> None:
+    """Patches models that support FlashAttention, but not PyTorch's attention, to accept this one.
 
-    transformers takes every name with "sdpa" in it for PyTorch's attention, which has no sinks.
+    transformers treats every name that contains "sdpa" as PyTorch's attention, which has no sinks.
     """
-    asked = model.get_correct_attn_implementation
-    if hasattr(asked, "__wrapped__"):
+    original = model.get_correct_attn_implementation
+    if hasattr(original, "__wrapped__"):
         return
 
-    @functools.wraps(asked)
+    @functools.wraps(original)
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
         if requested_attention == NAME and self._supports_flash_attn:
             return NAME
-        return asked(self, requested_attention, *args, **kwargs)
+        return original(self, requested_attention, *args, **kwargs)
 
     model.get_correct_attn_implementation = get_correct_attn_implementation

@@ -312,7 +312,7 @@ def test_support_writes_its_table(tmp_path):
 
 def test_support_names_the_assumed_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "There is no GPU here that PyTorch can see: this is for SM 90" in invoke("support").output
+    assert "PyTorch sees no GPU: this is for SM 90" in invoke("support").output
     assert "There is no GPU here" not in invoke("support", "--sm", "90").output
 
 

@@ -112,7 +112,7 @@ ERRORS = {
     "old driver": (
         replace(WELL, driver=replace(DRIVER, cuda=12080, release="570.86"), torch=UNSEEN),
         "driver",
-        "driver 570.86 serves CUDA 12.8, PyTorch has 13.0",
+        "driver 570.86 supports CUDA 12.8, PyTorch has 13.0",
         "580 for CUDA 13",
     ),
     "gpus hidden": (
@@ -246,7 +246,7 @@ WARNINGS = {
         ),
         "cudnn",
         "/opt/cudnn/libcudnn.so.9",
-        "Take it off LD_LIBRARY_PATH",
+        "Remove it from LD_LIBRARY_PATH",
     ),
     "from LD_LIBRARY_PATH, through a link": (
         replace(
@@ -262,7 +262,7 @@ WARNINGS = {
         ),
         "cudnn",
         "/usr/local/cuda/lib64/libcudnn.so.9",
-        "Take it off LD_LIBRARY_PATH",
+        "Remove it from LD_LIBRARY_PATH",
     ),
     "no compiler, no driver": (
         replace(CPU, c_compiler=None, trial=TrialFacts("offline", error="OfflineError: … needs a C compiler")),
@@ -467,7 +467,7 @@ def test_the_plan_store_is_checked_and_not_created(monkeypatch, tmp_path, kind):
         (folder / "more").mkdir(parents=True)
         (folder / "more").chmod(0o777)
     store = probe.store()
-    problem = {"file": "is no folder", "open to others": "writable by others"}.get(kind)
+    problem = {"file": "is not a folder", "open to others": "writable by others"}.get(kind)
     assert (problem in store.problem) if problem else store.problem == ""
     assert store.folder == (None if kind == "off" else str(folder / "more"))
     assert store.named == (kind != "off")
@@ -502,9 +502,9 @@ def test_a_read_only_store_is_a_note(monkeypatch):
             with another_user():
                 found += examine(replace(WELL, store=probe.store()))
     note, error = found
-    assert (note.level, note.title) == (Level.NOTE, "Plans are read, and new ones not kept")
+    assert (note.level, note.title) == (Level.NOTE, "Plans are read, but new ones are not stored")
     assert note.found == f"{plans} is not writable; 1 plans in it can be read"
-    assert (error.level, error.title) == (Level.ERROR, "Plans cannot be kept: every process builds its own")
+    assert (error.level, error.title) == (Level.ERROR, "Plans cannot be stored: every process builds its own")
 
 
 def test_a_store_below_a_folder_that_is_open_to_others_is_an_error(monkeypatch, tmp_path):

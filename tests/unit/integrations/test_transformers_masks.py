@@ -162,7 +162,7 @@ def test_a_padded_prompt_is_packed_unless_a_window_counts_padding(kind):
         assert found.offsets.tolist() == [0, *seen.sum(1).cumsum(0).tolist()]
         expected = torch.cat([flat.nonzero()[:, 0], (~flat).nonzero()[:, 0]])
         assert torch.equal(found.order.long(), expected)
-        assert torch.equal(found.order[found.place.long()].long(), torch.arange(27))
+        assert torch.equal(found.order[found.packed_index.long()].long(), torch.arange(27))
 
 
 @pytest.mark.parametrize(

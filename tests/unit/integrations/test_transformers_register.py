@@ -219,7 +219,7 @@ def test_restarting_positions_separate_documents(kind, batch):
 
 def test_positions_are_read_once_for_all_layers_until_they_change(monkeypatch):
     looks = []
-    monkeypatch.setattr(documents, "_look", lambda positions, look=documents._look: looks.append(0) or look(positions))
+    monkeypatch.setattr(documents, "_read", lambda positions, look=documents._read: looks.append(0) or look(positions))
     q, positions = torch.randn(1, 2, 8, 8), torch.arange(8)[None]
     whole = apart(q, q, q, torch.tensor([[True] + 7 * [False]]))
     halves = apart(q, q, q, torch.tensor([2 * [True, False, False, False]]))
@@ -255,12 +255,12 @@ def test_unreadable_positions_raise(how):
     function = torch.compile(attend, fullgraph=True, backend="aot_eager") if how == "compiled" else attend
     whole = apart(q, q, q, torch.tensor([[True] + 7 * [False]]))
     torch.testing.assert_close(function(positions).double(), whole, rtol=1e-4, atol=1e-5)
-    with pytest.raises(RuntimeError, match=r"position_ids begin anew.*use_cache=False"):
+    with pytest.raises(RuntimeError, match=r"position_ids restart.*use_cache=False"):
         function(positions % 4)
-    assert len(documents._STOP) < 256  # a GPU truncates the message
+    assert len(documents._MESSAGE) < 256  # a GPU truncates the message
 
 
-@pytest.mark.parametrize("what", ["keys from before", "a static cache", "a position bias"])
+@pytest.mark.parametrize("what", ["earlier keys", "a static cache", "a position bias"])
 def test_documents_mixed_with_padding_are_refused(what):
     q, k, positions = torch.randn(1, 2, 8, 8), torch.randn(1, 2, 12, 8), torch.arange(8)[None] % 4
     mask = (
@@ -268,8 +268,8 @@ def test_documents_mixed_with_padding_are_refused(what):
     )
     bias = torch.randn(1, 2, 8, 8) if what == "a position bias" else None
     k = q if bias is not None else k
-    causal = what != "keys from before"
-    with pytest.raises(UnsupportedError, match=rf"position_ids that begin anew, (with|on) {what}"):
+    causal = what != "earlier keys"
+    with pytest.raises(UnsupportedError, match=rf"position_ids that restart, (with|on) {what}"):
         attention.attention(layer(causal), q, k, k, mask, position_bias=bias, position_ids=positions)
     with pytest.raises(UnsupportedError, match="cu_seq_lens_q with a position bias"):
         attention.attention(layer(), q, q, q, None, position_bias=torch.randn(1, 2, 8, 8), cu_seq_lens_q=positions[0])
