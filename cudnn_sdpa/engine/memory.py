@@ -50,7 +50,7 @@ def refuse_address(name: str, remainder: int, hint: str = "") -> NoReturn:
 
 def like_in_memory(tensor: Tensor) -> Tensor:
     """A new dense tensor for the gradient of `tensor`, in its memory order."""
-    if tensor.dim() < 3 or tensor.stride(-1) == 0:
+    if tensor.dim() < 3 or (tensor.stride(-1) == 0 and tensor.shape[-1] != 1):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     stride = dense_stride_like(tensor.shape, tensor.shape, tensor.stride())
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import cudnn_sdpa
 from cudnn_sdpa import sdpa
 
 BATCH, HEADS, HEADS_KV, LENGTH, DIM = 2, 4, 2, 9, 16
@@ -83,6 +84,16 @@ def test_output_has_the_memory_order_of_q(order, dim_v):
     in_memory = out.permute(*order, 3)
     assert out.shape == (*sizes, dim_v)
     assert in_memory.is_contiguous()
+
+
+@pytest.mark.parametrize("stride", [0, 1, 1000])
+def test_gradients_of_head_dim_1_have_the_memory_order_of_their_inputs(stride):
+    """The stride of a dimension of size 1 means nothing, also if it is 0."""
+    x = torch.randn(2, 5, 3, 1).transpose(1, 2).as_strided((2, 3, 5, 1), (15, 1, 3, stride)).requires_grad_()
+    with cudnn_sdpa.cpu_checks(None):
+        out = sdpa(x, x.detach(), x.detach())
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    assert gradient.stride()[:3] == out.stride()[:3] == (15, 1, 3)
 
 
 def test_output_of_packed_heads_folds_back_without_a_copy():
