@@ -1114,7 +1114,7 @@ class Fp8Backward(Fp8):
         found = attention_bounds(made, **true, grad_out=known["grad"], precision=coarse, **known["given"])
         outs = zip("qkv", case.facts["outs"], strict=True)
         bounds = {name: (found[name] + 2e-3) * out for name, out in outs}
-        for name, amax in known["amaxes"].items():  # a few roundings of those that are added up, not all in one direction
+        for name, amax in known["amaxes"].items():  # the roundings of a sum do not all have one direction
             bounds[name] = 0.1 * amax + 0.1 * found[name[-1]].amax().view(1) + 1e-3
         mean = (known["grad"] * made.out).abs().sum(-1, keepdim=True)  # of a rounded output
         of_scores = made.weights * (HALF_A_ULP[case.dtype] * mean + 2e-3) * known["scale"]
@@ -1223,7 +1223,7 @@ class Fp8Module(Fp8Attention):
         made = {n: options[n] for n in ("scale", "window_size", "is_causal", "causal_alignment")}
         scaling = facts["made"] if facts["with"] or options["grad_dtype"] else None
         if facts.get("module") is None or not facts.get("lasts"):
-            facts["module"] = cudnn_sdpa.Fp8Attention(scaling=scaling, **made)
+            facts["module"] = cudnn_sdpa.Fp8Attention(scaling=scaling, **made).to(tensors["q"].device)
         return {}
 
     def call(self, tensors, options, facts):
@@ -2053,21 +2053,32 @@ class Module(Operation):
         return {"out": self.compute(case, options, leaves, known)}
 
     def bounds(self, case, options, leaves, grads, known, precision):
-        inputs = {n: x.requires_grad_() if x.is_floating_point() else x for n, x in leaves.items()}
+        r, most = torch.Generator().manual_seed(case.seed), dict.fromkeys(("out", *leaves), 0.0)
+        for flips in (False, True, True):  # what cancels by chance does not where weights have other signs
+            inputs = dict(leaves)
+            for n, x in leaves.items():
+                if x.is_floating_point():
+                    signs = torch.randint(2, x.shape, generator=r).to(x.device) * 2 - 1
+                    inputs[n] = (x * signs if flips and n.startswith("inner.") else x.clone()).requires_grad_()
+            for n, size in self.sizes_of(case, options, inputs, grads, known).items():
+                most[n] = max(most[n], size)
+        off = self.roundings * precision.unit + 2e-5  # positions and sinks are used in float32
+        floor = 0.2 * max((size for n, size in most.items() if n != "out"), default=0.0)
+        bounds = {n: off * (size if n == "out" else size + floor) for n, size in most.items()}
+        return {n: torch.tensor(size, dtype=F64, device=leaves["x"].device) for n, size in bounds.items()}
+
+    def sizes_of(
+        self, case: Case, options: dict[str, Any], inputs: Tensors, grads: Tensors, known: dict[str, Any]
+    ) -> dict[str, float]:
+        """The largest numbers of the result and of the gradients."""
         with torch.enable_grad():
             out = self.compute(case, options, inputs, known)
-        off = self.roundings * precision.unit + 2e-5  # positions and sinks are used in float32
-        bounds = {"out": off * out.detach().abs().amax() if out.numel() else out.detach()}
+        names, found = [n for n, x in inputs.items() if x.requires_grad], ()
         if grads and out.requires_grad:
-            names = [n for n, x in inputs.items() if x.requires_grad]
             given = [inputs[n] for n in names]
             found = torch.autograd.grad(out, given, grads["out"].double(), allow_unused=True)
-            most = {
-                n: 0.0 if x is None or not x.numel() else float(x.abs().amax())
-                for n, x in zip(names, found, strict=True)
-            }
-            bounds |= {n: torch.tensor(off * (m + 0.2 * max(most.values())), dtype=F64) for n, m in most.items()}
-        return {n: x.to(out.device) for n, x in bounds.items()}
+        sizes = {"out": out, **{n: x for n, x in zip(names, found, strict=False) if x is not None}}
+        return {n: float(x.detach().abs().amax()) for n, x in sizes.items() if x.numel()}
 
 
 def tokens_of(r: random.Random, device: str, features: int, dtype: torch.dtype) -> Spec:
