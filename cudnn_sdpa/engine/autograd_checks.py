@@ -89,9 +89,19 @@ def resolved(call: CallT) -> CallT:
     """A dense or packed call without negative bits, so that tensors saved for backward can be read directly.
 
     A tensor with that bit, such as the imaginary part of a conjugate, has the opposite sign in memory.
+
+    Raises:
+        LayoutError: PyTorch cannot negate the tensor's dtype.
     """
-    inputs = [(name, getattr(call, name, None)) for name in ("q", "k", "v", "attn_mask", "sinks")]
-    negative = {name: x.resolve_neg() for name, x in inputs if x is not None and x.is_neg()}
+    negative = {}
+    for name in ("q", "k", "v", "attn_mask", "sinks"):
+        tensor = getattr(call, name, None)
+        if tensor is not None and tensor.is_neg():
+            try:
+                negative[name] = tensor.resolve_neg()
+            except NotImplementedError:  # booleans and FP8
+                hint = f"PyTorch negates no {tensor.dtype}."
+                raise LayoutError(name, "a negated view", "a tensor of its own", hint) from None
     result: CallT = call._replace(**negative) if negative else call
     return result
 

@@ -63,6 +63,7 @@ SPOILERS = {
     "freed": freed,
     "zeros without memory": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
     "negative bit": lambda x: torch._neg_view(-x),
+    "negated view": torch._neg_view,
     "conjugate": lambda x: torch.complex(x, x).conj().imag.neg(),
     "strided": lambda x: torch.stack([x, x], -1)[..., 0],
     "expanded": lambda x: x[:1].expand_as(x),
@@ -84,6 +85,9 @@ OPTIONS = {
         1 + 2j,
         [],
         1e6,
+        -0.5,
+        0.0,
+        1e-35,
     ],
     "is_causal": [1, None, "yes", torch.tensor(True), torch.ones(2), 1.0],
     "dropout_p": [1.0, -0.1, 2, True, "0", None, float("nan"), torch.tensor(0.1), 10**400],
@@ -105,6 +109,7 @@ OPTIONS = {
     "deterministic": [1, "x", torch.tensor(True)],
     "max_seqlen_q": [-1, 2.5, None, "7", torch.tensor(9), True, 2**70],
     "max_seqlen_kv": [-1, 2.5, None, "7", torch.tensor(9), True, 2**70],
+    "page_layout": [1, None, "HDN", ["HND"], torch.ones(1)],
     "enable_gqa": [1, None, "x", torch.tensor(True)],
     "out": [1, "x", torch.empty(1), torch.empty(2, 4, 9, 8).double()],
 }
@@ -151,6 +156,32 @@ def packed(rng):
     return cudnn_sdpa.sdpa_varlen, tensors, options, (*known, "deterministic", "max_seqlen_q", "max_seqlen_kv")
 
 
+def paged(rng):
+    pages = torch.randn(5, 2, 16, 8)
+    table = torch.tensor([[3, 1], [4, 0]], dtype=torch.int32)
+    tensors = {"q": torch.randn(2, 4, 3, 8), "k_pages": pages, "v_pages": torch.randn(5, 2, 16, 8), "page_table": table}
+    tensors["seq_lens_kv"] = torch.tensor([20, 7], dtype=torch.int32)
+    if rng.random() < 0.3:
+        tensors["page_table_v"] = table.flip(0)
+    if rng.random() < 0.3:
+        tensors["seq_lens_q"] = torch.tensor([1, 3], dtype=torch.int32)
+    if rng.random() < 0.3:
+        tensors["sinks"] = torch.randn(4)
+    known = ("scale", "is_causal", "softcap", "window_size", "causal_alignment", "return_lse", "out", "page_layout")
+    return cudnn_sdpa.sdpa_paged, tensors, {}, known
+
+
+def exact_paged(numbers, options):
+    """Paged attention in float64, on gathered keys and values."""
+    tables = numbers["page_table"], numbers.get("page_table_v", numbers["page_table"])
+    k, v = (
+        numbers[name][table.long()].transpose(1, 2).flatten(2, 3)
+        for name, table in zip(("k_pages", "v_pages"), tables, strict=True)
+    )
+    rest = {name: x for name, x in numbers.items() if name in ("seq_lens_q", "seq_lens_kv", "sinks")}
+    return attend(numbers["q"], k, v, causal_alignment="bottom_right", **{"is_causal": True, **options}, **rest)[0]
+
+
 def exact(function, tensors, options):
     """The float64 output of a call whose tensors have ordinary values."""
     numbers = {n: x.detach().resolve_neg().as_subclass(torch.Tensor) for n, x in tensors.items() if x is not None}
@@ -159,6 +190,8 @@ def exact(function, tensors, options):
     }
     if function is cudnn_sdpa.scaled_dot_product_attention:
         numbers = {{"query": "q", "key": "k", "value": "v"}.get(name, name): x for name, x in numbers.items()}
+    if function is cudnn_sdpa.sdpa_paged:
+        return exact_paged(numbers, options)
     if function is not cudnn_sdpa.sdpa_varlen:
         return attend(**numbers, **options)[0]
     outs = torch.zeros(*numbers["q"].shape[:2], numbers["v"].shape[2], dtype=torch.float64)
@@ -189,7 +222,7 @@ def spoiled(rng, make):
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of prototype features: nested, sparse, quantized tensors
-@pytest.mark.parametrize("make", [dense, drop_in, packed])
+@pytest.mark.parametrize("make", [dense, drop_in, packed, paged])
 @pytest.mark.parametrize("trains", [False, True])
 def test_wrong_calls_raise_library_errors_or_give_right_values(make, trains):
     wrong = []

@@ -8,13 +8,15 @@ import pytest
 import torch
 from test_fuzz_attention import OPTIONS, SPOILERS
 
-from cudnn_sdpa import CudnnSdpaError, Fp8BackwardScales, Fp8Scales, sdpa_fp8, sdpa_fp8_backward
+from cudnn_sdpa import CudnnSdpaError, Fp8BackwardScales, Fp8Scales, fp8_attention, sdpa_fp8, sdpa_fp8_backward
 
 CALLS = 300
 KNOWN = ("is_causal", "causal_alignment", "window_size", "scale")
 OWN = {
     "out_dtype": [torch.float32, torch.int8, "fp8", 1, torch.float16, torch.bfloat16],
     "scales": [None, 1.0, (), (1.0,) * 12, [torch.ones(1)] * 6, [torch.ones(1)] * 12, Fp8Scales(*[None] * 6), "scales"],
+    "grad_dtype": [torch.float32, torch.int8, "fp8", 1, torch.float8_e4m3fn],
+    "scaling": [1, "fp8", torch.ones(1), Fp8Scales(*[torch.ones(1)] * 6)],
     "seq_lens_q": [3, [9, 4], (9, 4), "x"],
 }
 
@@ -38,6 +40,12 @@ def backward(rng):
     return sdpa_fp8_backward, tensors, {}, (*KNOWN, "deterministic", "scales", "seq_lens_q")
 
 
+def differentiable(rng):
+    _, tensors, *_ = forward(rng)
+    tensors = {name: x.bfloat16() if name in "qkv" else x for name, x in tensors.items() if "scale" not in name}
+    return fp8_attention, tensors, {}, (*KNOWN, "grad_dtype", "scaling", "seq_lens_q")
+
+
 def spoiled(rng, make):
     """A call with up to two wrong arguments, and the names of its tensors."""
     function, tensors, options, names = make(rng)
@@ -55,6 +63,8 @@ def spoiled(rng, make):
 
 
 def call(function, tensors, options):
+    if function is fp8_attention:
+        return (function(**{**tensors, **options}),)
     kind = Fp8Scales if function is sdpa_fp8 else Fp8BackwardScales
     scales = kind(*(tensors[name] for name in kind._fields))
     return function(**{"scales": scales, **{n: x for n, x in tensors.items() if n not in kind._fields}, **options})
@@ -65,7 +75,7 @@ def plain(x):
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of prototype features: nested, sparse, quantized tensors
-@pytest.mark.parametrize("make", [forward, backward])
+@pytest.mark.parametrize("make", [forward, backward, differentiable])
 @pytest.mark.parametrize("trains", [False, True])
 def test_wrong_calls_raise_library_errors_or_give_right_values(make, trains):
     wrong = []
