@@ -132,7 +132,7 @@ OF_TENSORS = {
     "zeros without memory": lambda x: torch._efficientzerotensor(tuple(x.shape)),
 }
 OF_OPTIONS = [
-    *(None, True, -1, 0, 2, 3, 2**31, 2**63, 10**400, 10**5000, -(10**400), 0.5, -0.5, 0.0, 1e300, 1e39),
+    *(None, True, -1, 0, 2, 3, 2**31 - 1, 2**31, 2**63, 10**400, 10**5000, -(10**400), 0.5, -0.5, 0.0, 1e300, 1e39),
     *(float("nan"), float("inf"), "silu", "mish", "", (1,), (1, 2), (1, 1, 1, 1), [1, 1], (1.5, 1), b"1", 1j),
     *(torch.tensor(1.0), torch.ones(3), np.float32(0.5), np.int64(1), object(), torch.Size((8,)), {"a": 1}, print),
 ]
