@@ -328,6 +328,16 @@ for sq in range(64, 94):
 """
 
 
+def test_several_stores_share_one_capacity(tmp_path):
+    """Each has saved files that the others have not counted themselves, as in several processes."""
+    size = len(plan(key(100)).encode())
+    stores = [PlanStore(tmp_path / "plans", capacity=40 * size) for _ in range(8)]
+    for sq in range(100, 300):
+        stores[sq % 8].save(key(sq), plan(key(sq)))
+        assert bytes_in(tmp_path / "plans") <= 40 * size
+    assert stores[0].info().plans >= 30
+
+
 @pytest.mark.slow
 def test_several_processes_share_one_capacity(tmp_path):
     folder, most = tmp_path / "plans", 0
