@@ -22,7 +22,7 @@ from cudnn_sdpa.fused.activation_graphs import (
     silu_mul_rows,
 )
 from cudnn_sdpa.fused.activation_tiling import as_rows
-from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable
+from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable, check_strided
 from cudnn_sdpa.fused.fast_path import FastPath
 from cudnn_sdpa.fused.graph_op import GraphFunction
 from cudnn_sdpa.graph.layouts import ALIGNMENT, contiguous_stride
@@ -196,6 +196,8 @@ def _gradients(call: GraphCall, grad: Tensor, gate: Tensor, up: Tensor) -> list[
 
 def _gradient_of_both(call: GraphCall, grad: Tensor, both: Tensor) -> Tensor:
     """The gradient of a tensor that holds gate and up, each half written in place."""
+    if not both.data_ptr():
+        check_strided("gate", both)  # names it; `chunk` would raise an error of PyTorch's
     both = both if both.is_contiguous() else both.contiguous()
     tensors = (grad, *both.chunk(2, dim=-1))
 

@@ -49,6 +49,16 @@ def plus(g, x, y):
     return g.add(a=x, b=y)
 
 
+def product_backward(grads, given, results):  # noqa: ARG001
+    return product(grads[0], given[1]), product(grads[0], given[0])
+
+
+@graph_op(reference=lambda x, y: x * y, backward=product_backward)
+def product(g, x, y):
+    """x · y."""
+    return g.mul(a=x, b=y)
+
+
 def double(g, x):
     """Twice x."""
     return g.add(a=x, b=x)
@@ -369,6 +379,34 @@ def freed_memory():
                 raise AssertionError(f"{name} took a tensor without memory")
             assert not FakePlan.launched, name
             function(*right)
+
+
+def saved_tensors_without_memory():
+    """Storage freed between the forward and the backward pass; of convolutions, the other gradient may be launched."""
+    rows, other, weight = torch.randn(4, 128), torch.randn(4, 128), torch.rand(128)
+    image, kernel = channels_last(torch.randn(2, 8, 8, 8)), channels_last(torch.randn(8, 8, 3, 3))
+    cases = {
+        "rms_norm": (rms_norm, (rows, weight), (0, 1)),
+        "layer_norm": (layer_norm, (rows, weight, torch.rand(128)), (0, 1)),
+        "silu_mul": (silu_mul, (rows, other), (0, 1)),
+        "silu_mul of both": (silu_mul, (rows,), (0,)),
+        "conv2d": (conv2d, (image, kernel), (0, 1)),
+        "graph_op": (product, (rows[None], other[None]), (0, 1)),
+    }
+    for name, (function, tensors, places) in cases.items():
+        for place in [place for place in places for _ in range(3)]:
+            for is_freed in (False, True):
+                given = [x.clone(memory_format=torch.preserve_format).requires_grad_() for x in tensors]
+                out = function(*given)
+                if is_freed:
+                    given[place].untyped_storage().resize_(0)
+                try:
+                    torch.autograd.grad(out, given, torch.randn_like(out))
+                except LayoutError as error:
+                    assert is_freed, name
+                    assert "without memory" in str(error), name  # noqa: PT017 - no pytest in this process
+                else:
+                    assert not is_freed, f"the gradient of {name} took a tensor without memory"
 
 
 def convolutions():

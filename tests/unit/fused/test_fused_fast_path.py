@@ -14,7 +14,7 @@ SCENARIOS = (
     *("checkpoints", "misaligned_gradients", "in_place_changes", "forward_mode", "sizes_in_lists"),
     *("empty_tensors", "determinism", "needed_gradients", "convolutions", "saved_tensors_of_convolutions"),
     *("gradients_of_gradients", "negated_and_zero_tensor_gradients", "negated_and_zero_tensor_operands"),
-    *("tensors_on_other_devices", "saved_tensors_on_other_devices", "freed_memory"),
+    *("tensors_on_other_devices", "saved_tensors_on_other_devices", "freed_memory", "saved_tensors_without_memory"),
 )
 
 
