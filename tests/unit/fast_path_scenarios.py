@@ -394,19 +394,20 @@ def saved_tensors_without_memory():
         "graph_op": (product, (rows[None], other[None]), (0, 1)),
     }
     for name, (function, tensors, places) in cases.items():
-        for place in [place for place in places for _ in range(3)]:
+        for place in [place for place in (*places, "grad_out") for _ in range(3)]:
             for is_freed in (False, True):
                 given = [x.clone(memory_format=torch.preserve_format).requires_grad_() for x in tensors]
                 out = function(*given)
+                grad_out = torch.randn_like(out)
                 if is_freed:
-                    given[place].untyped_storage().resize_(0)
+                    (grad_out if place == "grad_out" else given[place]).untyped_storage().resize_(0)
                 try:
-                    torch.autograd.grad(out, given, torch.randn_like(out))
+                    torch.autograd.grad(out, given, grad_out)
                 except LayoutError as error:
                     assert is_freed, name
                     assert "without memory" in str(error), name  # noqa: PT017 - no pytest in this process
                 else:
-                    assert not is_freed, f"the gradient of {name} took a tensor without memory"
+                    assert not is_freed, f"the gradient of {name} took a tensor without memory: {place}"
 
 
 def convolutions():
