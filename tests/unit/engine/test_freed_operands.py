@@ -163,6 +163,28 @@ def test_a_cached_decode_step_refuses_freed_tensors(monkeypatch, which):
     assert all(seen[0])
 
 
+@pytest.mark.parametrize("which", ["q", "k", "v", "table_k", "table_v", "seq_lens_kv", "seq_lens_q", "sinks", "out"])
+def test_cached_paged_calls_need_memory(monkeypatch, which):
+    """Freed operands are left to the checks of an uncached call."""
+    prepared = object()
+    monkeypatch.setattr(paged_launch, "known", lambda _: prepared)
+    table = torch.arange(8, dtype=torch.int32).view(2, 4)
+    call = sdpa_paged_module.PagedArguments(
+        q=torch.randn(2, 4, 2, 16),
+        k=torch.randn(8, 2, 16, 16),
+        v=torch.randn(8, 2, 16, 16),
+        table_k=table,
+        table_v=table.clone(),
+        seq_lens_kv=torch.tensor([9, 33], dtype=torch.int32),
+        seq_lens_q=torch.tensor([2, 1], dtype=torch.int32),
+        sinks=torch.randn(4),
+        out=torch.empty(2, 4, 2, 16),
+    )
+    assert sdpa_paged_module._find(call) is prepared
+    is_refused = sdpa_paged_module._find(call._replace(**{which: freed(getattr(call, which))})) is None
+    assert is_refused  # by name: pytest would print the freed tensor
+
+
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_a_cached_append_refuses_freed_tensors(monkeypatch, which):
     cache = PagedKVCache(pages=4, page_size=16, heads=2, head_dim=16, dtype=torch.bfloat16, device="cpu")
