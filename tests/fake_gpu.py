@@ -191,16 +191,21 @@ def _everywhere(patch: pytest.MonkeyPatch, original: object, replacement: object
 
 
 @contextlib.contextmanager
-def gpu_on_the_cpu(compute: Compute) -> Iterator[None]:
+def gpu_on_the_cpu(compute: Compute | None = None) -> Iterator[None]:
     """CPU tensors are on the first GPU, whose plans compute in plain PyTorch; the plan cache is empty at first.
 
-    PyTorch's dispatcher brings calls on CPU tensors to what is registered for CUDA.
+    PyTorch's dispatcher brings calls on CPU tensors to what is registered for CUDA. Without `compute`, plans compute
+    the reference of their graph function.
     """
+
+    def built(operation: GraphOp, key: PlanKey) -> FakePlan:
+        return FakePlan(key, compute or of_reference(operation))
+
     cached: dict[nvrtc.Kernel, CpuKernel] = {}
     operators = torch.library.Library("cudnn_sdpa", "IMPL")
     with pytest.MonkeyPatch.context() as patch, tensors_look_as_on_a_gpu():
         _everywhere(patch, gpu_target.live_target, lambda _: TARGET)
-        _everywhere(patch, build.build_plan, lambda _operation, key: FakePlan(key, compute))
+        _everywhere(patch, build.build_plan, built)
         _everywhere(patch, plan.allocate, poisoned)
         _everywhere(patch, plan.current_raw_stream, lambda _: 0)
         patch.setattr(nvrtc.Kernel, "on", lambda kernel, _: cached.setdefault(kernel, CpuKernel(kernel)))
@@ -317,6 +322,17 @@ def install_for_graph_functions() -> None:
     library.impl("graph_function", fused_ops._decoded(fused_ops._run_cuda), "CPU", allow_override=True)
 
 
+def of_reference(operation: Any) -> Compute:
+    """What plans of a graph function compute."""
+
+    def compute(key: PlanKey, x: Operands) -> Sequence[Tensor]:
+        operands = [x.get(name) for name in operation.operands]
+        with torch.no_grad():
+            return fused_ops.as_tuple(operation.reference(*operands, **key.option_values))
+
+    return compute
+
+
 class _GraphFunctions(FakeCache):
     """Fake plans of graph functions, which compute the function's reference."""
 
@@ -326,13 +342,7 @@ class _GraphFunctions(FakeCache):
     def get(self, key: PlanKey, build: Any = None) -> FakePlan:
         if key not in self.plans:
             operation = build(key)
-
-            def compute(key: PlanKey, x: Operands) -> Sequence[Tensor]:
-                given = [x.get(name) for name in operation.operands]
-                with torch.no_grad():
-                    return fused_ops.as_tuple(operation.reference(*given, **key.option_values))
-
-            self.plans[key] = FakePlan(key, compute)
+            self.plans[key] = FakePlan(key, of_reference(operation))
         return self.plans[key]
 
 

@@ -30,8 +30,20 @@ def call(request: pytest.FixtureRequest, example: Example) -> Example:
     return example
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.fixture
+def attention(call: Example) -> Example:
+    """The same, of attention alone: for what only its arguments have."""
+    return call
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`make test` runs a few operations of each hazard, `make test-all` the others."""
+    others = []
     for item in items:
-        if "contract" in item.path.parts:
-            item.add_marker(pytest.mark.sample(OF_EACH_HAZARD))
+        if "contract" not in item.path.parts:
+            continue
+        item.add_marker(pytest.mark.sample(OF_EACH_HAZARD))
+        if "attention" in item.fixturenames and not OPERATIONS[item.callspec.params["example"]].is_attention:
+            others.append(item)
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]

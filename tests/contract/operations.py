@@ -30,20 +30,32 @@ class Example:
         function: The public function.
         make: Draws its tensors, by argument.
         exact: The result in float64 for tensors in float64, differentiable.
-        compute: What its plans compute.
+        compute: What its plans compute; None for what the reference of their graph function computes.
         differentiable: The arguments that have gradients.
         options: The other arguments.
-        forwards: How many plans a forward call launches.
-        deterministic_differs: Whether deterministic calls have plans of their own.
+        is_attention: Whether it has the arguments and results that all attention has: `return_lse`, `out`,
+            `deterministic`, and the options of the softmax.
+        has_double_backward: Whether its gradients can be differentiated.
     """
 
     function: Callable[..., Any]
     make: Callable[[], dict[str, Tensor]]
     exact: Callable[..., Tensor]
-    compute: Compute = dense_attention
+    compute: Compute | None = dense_attention
     differentiable: tuple[str, ...] = ("q", "k", "v")
     options: dict[str, Any] = field(default_factory=dict)
-    deterministic_differs: bool = True
+    is_attention: bool = True
+    has_double_backward: bool = False
+
+    @property
+    def first(self) -> str:
+        """Name of the first tensor."""
+        return self.differentiable[0]
+
+    @property
+    def last(self) -> str:
+        """Name of the last tensor with a gradient."""
+        return self.differentiable[-1]
 
     def tensors(self, *, grad: bool = False) -> dict[str, Tensor]:
         """New tensors; leaves that require grad where they can."""
@@ -169,6 +181,49 @@ def exact_packed(
     return torch.cat([*parts, rest])
 
 
+def rows(dim: int = 32) -> Tensor:
+    return torch.randn(2, 9, dim).to(HALF)
+
+
+def normalized() -> dict[str, Tensor]:
+    return {"x": rows(), "weight": torch.rand(32).to(HALF)}
+
+
+def exact_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def normalized_with_bias() -> dict[str, Tensor]:
+    return {**normalized(), "bias": torch.randn(32).to(HALF)}
+
+
+def exact_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight + bias
+
+
+def gated() -> dict[str, Tensor]:
+    return {"gate": rows(), "up": rows()}
+
+
+def exact_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return gate * torch.sigmoid(gate) * up
+
+
+def images() -> dict[str, Tensor]:
+    return {
+        "x": torch.randn(2, 8, 7, 6).to(HALF).to(memory_format=torch.channels_last),
+        "weight": torch.randn(16, 8, 3, 3).to(HALF).to(memory_format=torch.channels_last) / 8,
+        "bias": torch.randn(16).to(HALF),
+    }
+
+
+def exact_conv2d(x: Tensor, weight: Tensor, bias: Tensor, padding: int, activation: str) -> Tensor:
+    assert activation == "silu"
+    out = torch.nn.functional.conv2d(x, weight, bias, padding=padding)
+    return out * torch.sigmoid(out)
+
+
 LONGEST = {"max_seqlen_q": 7, "max_seqlen_kv": 9}
 LONGEST_OF_BOTH = {"max_seqlen_q": 12, "max_seqlen_kv": 12}
 SINKS = ("q", "k", "v", "sinks")
@@ -197,5 +252,41 @@ OPERATIONS: dict[str, Example] = {
     ),
     "sdpa_varlen, softcap": Example(
         sdpa_varlen, packed, exact_packed, options={**LONGEST, "softcap": 2.0, "is_causal": True}
+    ),
+    "rms_norm": Example(
+        cudnn_sdpa.rms_norm,
+        normalized,
+        exact_rms_norm,
+        compute=None,
+        differentiable=("x", "weight"),
+        options={"eps": 1e-3},
+        is_attention=False,
+    ),
+    "layer_norm": Example(
+        cudnn_sdpa.layer_norm,
+        normalized_with_bias,
+        exact_layer_norm,
+        compute=None,
+        differentiable=("x", "weight", "bias"),
+        options={"eps": 1e-3},
+        is_attention=False,
+    ),
+    "silu_mul": Example(
+        cudnn_sdpa.silu_mul,
+        gated,
+        exact_silu_mul,
+        compute=None,
+        differentiable=("gate", "up"),
+        is_attention=False,
+    ),
+    "conv2d": Example(
+        cudnn_sdpa.conv2d,
+        images,
+        exact_conv2d,
+        compute=None,
+        differentiable=("x", "weight", "bias"),
+        options={"padding": 1, "activation": "silu"},
+        is_attention=False,
+        has_double_backward=True,
     ),
 }

