@@ -67,7 +67,9 @@ def key_of(
         if x is not None
     ]
     results = [Operand(f"output{place}", layout) for place, layout in enumerate(layouts)]
-    return operation.key(inputs, results, options, target, device, deterministic=deterministic)
+    return operation.key(
+        inputs=inputs, outputs=results, options=options, target=target, device=device, deterministic=deterministic
+    )
 
 
 def check_one_device(names: Sequence[str], given: Sequence[Any]) -> None:

@@ -128,7 +128,7 @@ class VarlenSpec:
         options = {**self._options(), "with_lse": with_lse}
         if self.deterministic and not has_only_repeatable(target.sm, self.max_seqlen_q):
             options["deterministic"] = True
-        return graphs.sdpa_forward.key(inputs, outputs, options, target, device)
+        return graphs.sdpa_forward.key(inputs=inputs, outputs=outputs, options=options, target=target, device=device)
 
     def backward_key(
         self, out: TensorLayout, grad_out: TensorLayout, deterministic: bool, target: Target, device: int | None
@@ -159,7 +159,7 @@ class VarlenSpec:
             "deterministic": deterministic,
             "bias_gradient": None,
         }
-        return graphs.sdpa_backward.key(inputs, gradients, options, target, device)
+        return graphs.sdpa_backward.key(inputs=inputs, outputs=gradients, options=options, target=target, device=device)
 
     def refusal(self, target: Target, *, deterministic: bool) -> UnsupportedError | None:
         """The error with every reason known against a backward plan, None if there is none."""

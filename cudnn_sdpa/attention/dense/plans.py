@@ -58,11 +58,11 @@ class DenseSpec:
         q, k, v = call.q, call.k, call.v
         lengths_q, lengths_kv = call.seq_lens_q is not None, call.seq_lens_kv is not None
         mask = normalize_mask(
-            call.is_causal,
-            call.causal_alignment,
-            (call.window_left, call.window_right),
-            q.shape[2],
-            k.shape[2],
+            is_causal=call.is_causal,
+            alignment=call.causal_alignment,
+            window_size=(call.window_left, call.window_right),
+            sq=q.shape[2],
+            skv=k.shape[2],
             has_lengths=lengths_q or lengths_kv,
             top_left_only=call.attn_mask is not None or call.dropout_p > 0 or call.alibi or call.softcap is not None,
             keep_causal=call.alibi,
@@ -291,7 +291,7 @@ class ForwardSpec:
         options = {**problem.options(), "with_lse": self.plan_has_lse}
         if self.deterministic and not has_only_repeatable(target.sm, problem.rows):
             options["deterministic"] = True
-        return graphs.sdpa_forward.key(inputs, outputs, options, target, device)
+        return graphs.sdpa_forward.key(inputs=inputs, outputs=outputs, options=options, target=target, device=device)
 
     def extra_kernels(self) -> list[str]:
         """The extra kernels of a call, for `explain`."""
@@ -363,7 +363,9 @@ class BackwardSpec:
             "deterministic": self.deterministic,
             "bias_gradient": self.grad_bias.shape if self.bias_gradient else None,
         }
-        return graphs.sdpa_backward.key(inputs, self.outputs(), options, target, device)
+        return graphs.sdpa_backward.key(
+            inputs=inputs, outputs=self.outputs(), options=options, target=target, device=device
+        )
 
     def _pads(self, target: Target) -> bool:
         """Whether full lengths are passed to mask the padding of the last tiles: see `known_issues`."""

@@ -190,7 +190,9 @@ def describe_fp8_attention(
         device=device_of(q),
         is_empty=is_empty,
         extra_kernels=[] if is_empty else [*around, *forward.extra_kernels()],
-        backward=_describe_backward(given, call, of, scaling, grad_dtype) if trains else None,
+        backward=_describe_backward(given=given, call=call, of=of, scaling=scaling, dtype=grad_dtype)
+        if trains
+        else None,
     )
 
 
@@ -206,7 +208,9 @@ def _describe_backward(
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
     of = of._replace(deterministic=is_deterministic(None))
     scales = Fp8BackwardScales(*[ONE] * 12)
-    backward = BackwardSpec.of(Fp8Backward(_dense(out.shape, out, dtype), out, lse, of, scales))
+    backward = BackwardSpec.of(
+        Fp8Backward(grad_out=_dense(out.shape, out, dtype), out=out, lse=lse, call=of, scales=scales)
+    )
     is_empty = backward.problem.is_empty
 
     def key(target: Target, device: int | None) -> PlanKey:

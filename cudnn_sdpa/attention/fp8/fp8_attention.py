@@ -103,9 +103,9 @@ def forward(
     amaxes = {S: found.amax_s, O: found.amax_o}
     if half_output:
         record_all(amaxes, record)
-        return Forward(found.out, q8, k8, v8, found.out, found.lse, table)
+        return Forward(out=found.out, q=q8, k=k8, v=v8, out_fp8=found.out, lse=found.lse, table=table)
     (out,) = dequantize((found.out,), (O,), q.dtype, table, amaxes, record)
-    return Forward(out, q8, k8, v8, found.out, found.lse, table)
+    return Forward(out=out, q=q8, k=k8, v=v8, out_fp8=found.out, lse=found.lse, table=table)
 
 
 class Attention(torch.autograd.Function):

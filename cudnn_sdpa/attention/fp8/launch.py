@@ -106,7 +106,7 @@ class SplitBackward:
         """The same for `grad_out` that can be read, q, k, v, `out` and a dense `lse`."""
         grad_out, q, k, v, out, lse = tensors
         call = ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
-        return self(Fp8Backward(at_even_address(grad_out), out, lse, call, scales))
+        return self(Fp8Backward(grad_out=at_even_address(grad_out), out=out, lse=lse, call=call, scales=scales))
 
     def _run(self, of: Fp8Backward) -> Fp8Gradients:
         batch, entries = of.call.q.shape[0], self._entries
@@ -275,7 +275,7 @@ class BackwardCall(Fp8Call):
         is_readable = all(addresses) and not any(address & MISALIGNED for address in addresses)
         if not (self.is_plain and is_readable) or self.is_elsewhere():
             call = ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
-            return self(Fp8Backward(at_even_address(grad_out), out, lse, call, scales))
+            return self(Fp8Backward(grad_out=at_even_address(grad_out), out=out, lse=lse, call=call, scales=scales))
         outputs = self._outputs(q.device)
         self.launch_at(addresses, scales, outputs)
         return Fp8Gradients(*outputs)
@@ -370,7 +370,9 @@ def check_values(of: Fp8Forward) -> None:
     check_lengths(call)
     if of.tables is not None and call.seq_lens_kv is not None:
         for name, table in zip(("page_table", "page_table_v"), of.tables, strict=True):
-            value_checks.check_pages(name, table, call.seq_lens_kv, of.call.k.shape[2], of.call.k.shape[0])
+            value_checks.check_pages(
+                name=name, table=table, lengths=call.seq_lens_kv, page_size=of.call.k.shape[2], pages=of.call.k.shape[0]
+            )
 
 
 def check_lengths(call: ForwardArguments) -> None:

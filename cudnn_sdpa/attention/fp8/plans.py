@@ -102,7 +102,9 @@ class ForwardSpec:
         if self.with_lse:
             outputs.append(Operand("lse", TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)))
         options = {"band": problem.mask.band, "with_lse": self.with_lse}
-        return graphs.sdpa_fp8_forward.key(inputs, outputs, options, target, device)
+        return graphs.sdpa_fp8_forward.key(
+            inputs=inputs, outputs=outputs, options=options, target=target, device=device
+        )
 
     def extra_kernels(self) -> list[str]:
         """The kernels that a call runs in addition to its plan, for `explain`."""
@@ -162,7 +164,9 @@ class BackwardSpec:
             *(scale, *device_scalars(Fp8BackwardScales._fields), *lengths),
         ]
         options = {"band": problem.mask.band, "deterministic": self.deterministic}
-        return graphs.sdpa_fp8_backward.key(inputs, self._outputs(rows), options, target, device)
+        return graphs.sdpa_fp8_backward.key(
+            inputs=inputs, outputs=self._outputs(rows), options=options, target=target, device=device
+        )
 
     def gradients(self) -> list[TensorLayout]:
         """The gradients by q, k and v, all rows of them."""

@@ -171,7 +171,9 @@ def dequantize(
         record: (10,), if given: updated to the maximum of itself and these.
     """
     if by_kernel(*tensors):
-        kernel = _dequantizer(tensors[0].get_device(), tensors[0].dtype, dtype, tuple(rows), tuple(amaxes))
+        kernel = _dequantizer(
+            device=tensors[0].get_device(), fp8=tensors[0].dtype, dtype=dtype, rows=tuple(rows), measured=tuple(amaxes)
+        )
         return kernel(tensors, table, amaxes, record)
     record_all(amaxes, record)
     defect = sum((0 * amax for amax in amaxes.values()), defect_of(table))
@@ -381,7 +383,7 @@ def _quantizer(device: int, dtype: torch.dtype, wanted: Wanted, *layouts: tuple[
 
 @functools.lru_cache(maxsize=1024)
 def _dequantizer(device: int, fp8: torch.dtype, dtype: torch.dtype, rows: Shape, measured: Shape) -> _Dequantizer:
-    return _Dequantizer(device, fp8, dtype, rows, measured)
+    return _Dequantizer(device=device, fp8=fp8, dtype=dtype, rows=rows, measured=measured)
 
 
 # The end of a step of `Fp8Scaling`: amax values are reduced over ranks, enter the history, and become scales.

@@ -98,13 +98,13 @@ def gradients(of: Fp8Backward, *, exact: torch.dtype = torch.float32) -> Fp8Grad
         grad_k = summed(torch.matmul(rounded.transpose(-1, -2), q), call.k) * scales.descale_dp * scales.descale_q
         dtype = of.grad_out.dtype
         return Fp8Gradients(
-            quantized(grad_q, scales.scale_dq, dtype),
-            quantized(grad_k, scales.scale_dk, dtype),
-            quantized(grad_v, scales.scale_dv, dtype),
-            largest(grad_q),
-            largest(grad_k),
-            largest(grad_v),
-            largest(of_scores),
+            dq=quantized(grad_q, scales.scale_dq, dtype),
+            dk=quantized(grad_k, scales.scale_dk, dtype),
+            dv=quantized(grad_v, scales.scale_dv, dtype),
+            amax_dq=largest(grad_q),
+            amax_dk=largest(grad_k),
+            amax_dv=largest(grad_v),
+            amax_dp=largest(of_scores),
         )
 
 

@@ -333,7 +333,7 @@ def backward_of(
         deterministic=is_deterministic(deterministic),
         with_lse=True,
     )
-    of = Fp8Backward(grad_out, out, lse, call, scales)
+    of = Fp8Backward(grad_out=grad_out, out=out, lse=lse, call=call, scales=scales)
     fp8_arguments.check_backward(of)
     return of
 

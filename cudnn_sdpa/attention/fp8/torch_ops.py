@@ -71,7 +71,7 @@ def _run_backward_fake(of: Fp8Backward) -> Fp8Gradients:
     arguments.check_backward(of)
     dq, dk, dv = (launch.new_gradient(x, of.grad_out.dtype) for x in (of.call.q, of.call.k, of.call.v))
     amax_dq, amax_dk, amax_dv, amax_dp = (of.lse.new_empty(1) for _ in range(4))
-    return Fp8Gradients(dq, dk, dv, amax_dq, amax_dk, amax_dv, amax_dp)
+    return Fp8Gradients(dq=dq, dk=dk, dv=dv, amax_dq=amax_dq, amax_dk=amax_dk, amax_dv=amax_dv, amax_dp=amax_dp)
 
 
 def options_of(call: ForwardArguments) -> tuple[Any, ...]:

@@ -143,6 +143,6 @@ class DecodeSpec:
         options: dict[str, Any] = {"left": self.left, "with_lse": self.with_lse}
         if self.deterministic:
             options["deterministic"] = True
-        key = graphs.paged_decode.key(inputs, outputs, options, target, device)
+        key = graphs.paged_decode.key(inputs=inputs, outputs=outputs, options=options, target=target, device=device)
         known_issues.check(key)  # now and not at build time, so that the call can run as prefill
         return key

@@ -158,7 +158,7 @@ class PagedKVCache:
         """A step with room for `batch` sequences and `tokens` new tokens each, to pass to `reserve`."""
         kv_cache_checks.check_count("batch", batch)
         kv_cache_checks.check_count("tokens", tokens)
-        return PagedStep.new(self, self._mark, batch, tokens, self.device)
+        return PagedStep.new(cache=self, mark=self._mark, batch=batch, tokens=tokens, device=self.device)
 
     def reserve(
         self, sequences: Sequence[int], tokens: int | Sequence[int] = 1, *, into: PagedStep | None = None
@@ -324,7 +324,9 @@ class PagedKVCache:
         """
         if self.device.type != "cuda":
             raise DeviceError("device", str(self.device), "a CUDA device: calls on other devices have no plans")
-        return plans_of_steps(self, q, batches, tokens, options, live_target(self._k.get_device()))
+        return plans_of_steps(
+            cache=self, q=q, batches=batches, tokens=tokens, options=options, target=live_target(self._k.get_device())
+        )
 
     def _check_new(self, step: PagedStep, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Checks new keys and values; returns the pages to write to."""

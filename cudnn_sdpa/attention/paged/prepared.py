@@ -94,7 +94,9 @@ def prepare_paged(
         See the guide "Serving"; a GPU is required.
     """
     k, v = in_heads_order(k_pages, page_layout), in_heads_order(v_pages, page_layout)
-    call = PagedArguments(q, k, v, page_table, page_table, seq_lens_kv, scale=scale, with_lse=return_lse)
+    call = PagedArguments(
+        q=q, k=k, v=v, table_k=page_table, table_v=page_table, seq_lens_kv=seq_lens_kv, scale=scale, with_lse=return_lse
+    )
     arguments.check(call)
     refuse_gradients(call)
     reasons = launch.reasons_against_in_place(call)

@@ -61,7 +61,7 @@ def plans_of_steps(
             step = None
             for form in _forms(batch, count):
                 if form not in keys:
-                    step = step or PagedStep.new(cache, cache._mark, batch, count, _META)
+                    step = step or PagedStep.new(cache=cache, mark=cache._mark, batch=batch, tokens=count, device=_META)
                     keys[form] = list(_keys(_call(step, q, pages, call_options, present=form.present), target))
     return PlanManifest.of([key for step_keys in keys.values() for key in step_keys])
 

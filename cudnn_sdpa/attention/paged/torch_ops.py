@@ -75,7 +75,9 @@ def _check_values(call: PagedArguments) -> None:
     value_checks.check_lengths("seq_lens_kv", call.seq_lens_kv, call.max_kv_len)
     value_checks.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
     for name, table in (("page_table", call.table_k), ("page_table_v", call.table_v)):
-        value_checks.check_pages(name, table, call.seq_lens_kv, call.page_size, call.k.shape[0])
+        value_checks.check_pages(
+            name=name, table=table, lengths=call.seq_lens_kv, page_size=call.page_size, pages=call.k.shape[0]
+        )
 
 
 def forward_cpu(call: PagedArguments) -> Result:

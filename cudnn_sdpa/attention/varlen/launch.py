@@ -37,7 +37,7 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
     launched = plans.with_positive_scale(call)
     spec = plans.spec_of(launched) if spec is None else spec
     key = spec.forward_key(plans.output_layout(call), call.with_lse, live_target(device), device)
-    bound = _bind(graphs.sdpa_forward, key, launched, spec, ("q", "k", "v"))
+    bound = _bind(operation=graphs.sdpa_forward, key=key, call=launched, spec=spec, inputs=("q", "k", "v"))
 
     def run(call: VarlenArguments) -> Result:
         q = call.q if sign is None else _multiplied(call.q, sign)
@@ -94,7 +94,13 @@ def prepare_gradients(of: GradientCall) -> Prepared:
     launched = plans.with_positive_scale(call)
     spec = plans.spec_of(launched)
     key = plans.backward_key(of, live_target(device), device)
-    bound = _bind(graphs.sdpa_backward, key, launched, spec, ("q", "k", "v", "out", "grad_out", "lse"))
+    bound = _bind(
+        operation=graphs.sdpa_backward,
+        key=key,
+        call=launched,
+        spec=spec,
+        inputs=("q", "k", "v", "out", "grad_out", "lse"),
+    )
     wanted = [dense_like(layout) for layout in (spec.q, spec.k, spec.v)]
     in_order = [layout.stride == found[1] for layout, found in zip(wanted, _results(key, call), strict=True)]
 

@@ -225,7 +225,9 @@ def _check_gradient_keys(call: VarlenArguments, target: Target) -> None:
         large_backward.check(call.as_dense(), mask_gradient=False)
     layout = plans.output_layout(call)
     spec = plans.spec_of(plans.dense_queries(call))  # others are copied
-    known_issues.check(spec.backward_key(layout, layout, call.deterministic, target, None))
+    known_issues.check(
+        spec.backward_key(out=layout, grad_out=layout, deterministic=call.deterministic, target=target, device=None)
+    )
 
 
 def _check_gradient(call: VarlenArguments) -> None:
