@@ -96,22 +96,35 @@ class Prepared(NamedTuple):
     plan: Plan | None
 
 
+class _LastGradient:
+    """Holds what recognizes the last backward call; autograd's graph holds this and no plan.
+
+    Attributes:
+        cached: The last backward call.
+    """
+
+    __slots__ = ("cached",)
+
+    def __init__(self) -> None:
+        self.cached: _CachedGradient | None = None
+
+
 class _Entry:
     """A prepared call in a `CallTable`.
 
     Attributes:
         run: See `Prepared`.
         plan: Its plan.
-        gradient: What recognizes the last backward call of this call, see `_CachedGradient`.
+        last_gradient: What recognizes the last backward call of this call.
         last: Reset by the table; see `CallTable`.
     """
 
-    __slots__ = ("__weakref__", "gradient", "last", "plan", "run")
+    __slots__ = ("__weakref__", "last", "last_gradient", "plan", "run")
 
     def __init__(self, run: Callable[[Any], Any], plan: Plan) -> None:
         self.run = run
         self.plan = plan
-        self.gradient: _CachedGradient | None = None
+        self.last_gradient = _LastGradient()
         self.last: None = None
 
 
@@ -453,7 +466,7 @@ class Operation(Generic[CallT]):
         grad_out: Tensor | None,
         grad_lse: Tensor | None,
         needs: tuple[bool, ...],
-        entry: _Entry | None = None,
+        last: _LastGradient | None = None,
         *,
         by_reference: bool = False,
     ) -> list[Tensor | None]:
@@ -470,13 +483,13 @@ class Operation(Generic[CallT]):
             found = self.reference_gradients(of)
         elif needs_operator(grad_out):
             found = self.operator("backward")(grad_out, out, lse, *call[: self._inputs], list(needs))
-        elif entry is not None and (cached := self._find_gradient(of, entry)) is not None:
-            found = cached.run(of)
+        elif last is not None and (entry := self._find_gradient(of, last)) is not None:
+            found = entry.run(of)
         elif not out.is_cuda:
             found = (self._gradients_alone if out.is_meta else self.reference_gradients)(of)
         else:
             found = fallback.or_else(
-                lambda: self._gradients_on_gpu(of, entry),
+                lambda: self._gradients_on_gpu(of, last),
                 lambda: self.reference_gradients(of),
                 lambda: self.kind(call),
                 ctx.may_fall_back,
@@ -484,20 +497,20 @@ class Operation(Generic[CallT]):
         remaining = iter(found)
         return [next(remaining) if need else None for need in needs]
 
-    def _gradients_on_gpu(self, of: GradientCall, forward: _Entry | None = None) -> list[Tensor]:
-        """The needed gradients of a backward call on the GPU, whose entry `forward` remembers."""
+    def _gradients_on_gpu(self, of: GradientCall, last: _LastGradient | None = None) -> list[Tensor]:
+        """The needed gradients of a backward call on the GPU, which `last` remembers."""
         readable = self.readable(of)
         prepared = self._entry(self._signature_of_gradient(readable), readable, self.prepare_gradients)
-        if forward is not None and readable is of and isinstance(prepared, _Entry):
+        if last is not None and readable is of and isinstance(prepared, _Entry):
             tensors = self._tensors_of_gradient(of)
             if len(set(map(id, tensors))) == len(tensors):  # a guard takes no tensor twice
-                forward.gradient = _CachedGradient(tensor_guard(*tensors), of.needs, weakref.ref(prepared))
+                last.cached = _CachedGradient(tensor_guard(*tensors), of.needs, weakref.ref(prepared))
         gradients: list[Tensor] = prepared.run(readable)
         return gradients
 
-    def _find_gradient(self, of: GradientCall, forward: _Entry) -> _Entry | None:
+    def _find_gradient(self, of: GradientCall, last: _LastGradient) -> _Entry | None:
         """The backward call before this one, if it was like this one and `readable` would copy nothing."""
-        known = forward.gradient
+        known = last.cached
         if known is None or known.needs != of.needs or not known.is_like(*self._tensors_of_gradient(of)):
             return None
         # Addresses, which no guard sees: those of the other tensors were checked in the forward pass, or raise.
@@ -613,14 +626,14 @@ class _Differentiable(torch.autograd.Function):
         operation, call, entry, with_lse = tracked
         out, lse = (operation.runner(call) if entry is None else entry.run)(call)
         operation.save(ctx, call, out, lse)
-        ctx.operation, ctx.entry = operation, entry
+        ctx.operation, ctx.last_gradient = operation, None if entry is None else entry.last_gradient
         return (out, lse) if with_lse else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> Any:
         """The gradients of the tensors, None for the other input."""
         _, *needs = ctx.needs_input_grad
-        return None, *ctx.operation.gradients(ctx, grad_out, grad_lse, tuple(needs), ctx.entry)
+        return None, *ctx.operation.gradients(ctx, grad_out, grad_lse, tuple(needs), ctx.last_gradient)
 
 
 class _ByReference(torch.autograd.Function):
