@@ -1,6 +1,6 @@
-"""`bench attention`: kernels of both passes beside PyTorch's, what options cost, packed sequences, and memory.
+"""`bench attention`: kernels of both passes and PyTorch's, the cost of options, packed sequences, and memory.
 
-All times are taken on the GPU, the candidates of a row interleaved: the chip's clock moves with its load.
+All times are device times. The candidates of a row are interleaved, because the GPU's clock changes with its load.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.bench.tools import cases, hand_graphs, peers
 from cudnn_sdpa.bench.tools.cases import Shape, Sizes, check_agreement
+from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.peers import Candidate
 from cudnn_sdpa.bench.tools.timing import Call, device_times
 from cudnn_sdpa.errors import CudnnSdpaError
@@ -28,8 +29,8 @@ NOTHING = "–"
 HEADS_Q, HEADS_KV, DIM = 32, 8, 128  #: of packed sequences
 
 
-def kernels(sizes: Sizes = cases.FULL) -> list[dict[str, Any]]:
-    """Device time of `sdpa`, forward and backward, beside PyTorch's backends."""
+def kernels(sizes: Sizes = cases.FULL) -> list[Row]:
+    """Device time of `sdpa`, forward and backward, and of PyTorch's backends."""
     rows = []
     for shape in track(sizes.kernels, "kernels", transient=True):
         candidates = _candidates(shape)
@@ -46,11 +47,11 @@ def _candidates(shape: Shape) -> list[Candidate]:
     q, k, v = shape.tensors(requires_grad=True)
     ours = Candidate(OURS, lambda: sdpa(q, k, v, is_causal=shape.causal), (q, k, v))
     others = [peers.candidate(name, q, k, v, is_causal=shape.causal) for name in (CUDNN, FLASH)]
-    return [ours, *(found for found in others if found is not None)]
+    return [ours, *(other for other in others if other is not None)]
 
 
 def _backward_calls(shape: Shape, candidates: list[Candidate]) -> dict[str, Call]:
-    """The backward passes of kept graphs, after a look at whether all agree."""
+    """The backward passes of retained graphs, after a check that all agree."""
     calls: dict[str, Call] = {}
     results: dict[str, list[Tensor]] = {}
     grad_out = torch.randn_like(candidates[0].inputs[0])
@@ -67,10 +68,10 @@ def _backward_calls(shape: Shape, candidates: list[Candidate]) -> dict[str, Call
     return calls
 
 
-def _kernel_row(shape: Shape, which: str, candidates: list[Candidate], times: dict[str, float]) -> dict[str, Any]:
+def _kernel_row(shape: Shape, which: str, candidates: list[Candidate], times: dict[str, float]) -> Row:
     flops = shape.flops(backward=which == "backward")
     names = (OURS, CUDNN, FLASH)
-    row: dict[str, Any] = {"B, Hq, Hkv, S, D": shape.label, "pass": which}
+    row: Row = {"B, Hq, Hkv, S, D": shape.label, "pass": which}
     row |= {f"{name} µs": times.get(name, NOTHING) for name in names}
     row |= {f"{name} TFLOP/s": flops / times[name] / 1e6 if name in times else NOTHING for name in names}
     row[f"{OURS} / {CUDNN}"] = times[OURS] / times[CUDNN] if CUDNN in times else NOTHING
@@ -78,16 +79,16 @@ def _kernel_row(shape: Shape, which: str, candidates: list[Candidate], times: di
     return row
 
 
-def options(sizes: Sizes = cases.FULL) -> list[dict[str, Any]]:
-    """What each option adds to the plain causal call, forward and both passes."""
+def options(sizes: Sizes = cases.FULL) -> list[Row]:
+    """The cost of each option on top of the plain causal call, forward and both passes."""
     qkv = sizes.options.tensors(requires_grad=True)
     grad_out = torch.randn_like(qkv[0])
     calls: dict[str, dict[str, Call]] = {"forward": {}, "forward+backward": {}}
     refusals: dict[str, list[str]] = {}
-    chosen = _options(sizes.options)
-    for name, given in track(chosen.items(), "options", transient=True):
-        attend = partial(_attend, qkv, given)
-        inputs = [*qkv, *(x for x in given.values() if isinstance(x, Tensor) and x.requires_grad)]
+    all_options = _options(sizes.options)
+    for name, options in track(all_options.items(), "options", transient=True):
+        attend = partial(_attend, qkv, options)
+        inputs = [*qkv, *(x for x in options.values() if isinstance(x, Tensor) and x.requires_grad)]
         both = partial(_both_passes, attend, inputs, grad_out)
         for which, call in (("forward", partial(_without_graph, attend)), ("forward+backward", both)):
             refusal = _refusal(call)
@@ -95,8 +96,8 @@ def options(sizes: Sizes = cases.FULL) -> list[dict[str, Any]]:
                 calls[which][name] = call
             else:
                 refusals.setdefault(name, []).append(f"{which}: {refusal}")
-    times = {which: device_times(of, repeats=sizes.repeats) for which, of in calls.items()}
-    return [_option_row(name, times, refusals.get(name, [])) for name in chosen]
+    times = {which: device_times(by_option, repeats=sizes.repeats) for which, by_option in calls.items()}
+    return [_option_row(name, times, refusals.get(name, [])) for name in all_options]
 
 
 def _options(shape: Shape) -> dict[str, dict[str, Any]]:
@@ -116,8 +117,8 @@ def _options(shape: Shape) -> dict[str, dict[str, Any]]:
     }
 
 
-def _attend(qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any]) -> Tensor:
-    result: Any = sdpa(*qkv, is_causal=True, **given)
+def _attend(qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> Tensor:
+    result: Any = sdpa(*qkv, is_causal=True, **options)
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out
 
@@ -132,7 +133,7 @@ def _both_passes(attend: Callable[[], Tensor], inputs: Sequence[Tensor], grad_ou
 
 
 def _refusal(call: Call) -> str | None:
-    """Why a call does not work here, in one line; None if it does."""
+    """Why a call is not supported, in one line; None if it is."""
     try:
         call()
     except CudnnSdpaError as error:
@@ -141,57 +142,68 @@ def _refusal(call: Call) -> str | None:
     return None
 
 
-def _option_row(name: str, times: dict[str, dict[str, float]], refusals: list[str]) -> dict[str, Any]:
-    row: dict[str, Any] = {"option": name}
-    for which, of in times.items():
-        row[f"{which} µs"] = of.get(name, NOTHING)
-        row[f"{which} / plain"] = of[name] / of["plain"] if name in of else NOTHING
+def _option_row(name: str, times: dict[str, dict[str, float]], refusals: list[str]) -> Row:
+    row: Row = {"option": name}
+    for which, by_option in times.items():
+        row[f"{which} µs"] = by_option.get(name, NOTHING)
+        row[f"{which} / plain"] = by_option[name] / by_option["plain"] if name in by_option else NOTHING
     row["why not"] = "; ".join(refusals) or NOTHING
     return row
 
 
-def varlen(sizes: Sizes = cases.FULL) -> list[dict[str, Any]]:
-    """Device time of `sdpa_varlen` on packed sequences beside the frontend's graph with exact batch and lengths."""
+def varlen(sizes: Sizes = cases.FULL) -> list[Row]:
+    """Device time of `sdpa_varlen` on packed sequences, and of the frontend's graph with exact batch and lengths."""
     try:
         from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
     except ImportError as error:
-        print(f"varlen is left out: this version has no sdpa_varlen ({error})")
+        print(f"varlen is skipped: this version has no sdpa_varlen ({error})")
         return []
     rows = []
-    for longest in track(sizes.longest, "varlen", transient=True):
-        rows += _varlen_rows(sdpa_varlen, cases.random_lengths(sizes.tokens, longest), sizes.repeats)
+    for max_seqlen in track(sizes.max_seqlens, "varlen", transient=True):
+        rows += _varlen_rows(sdpa_varlen, cases.random_lengths(sizes.tokens, max_seqlen), sizes.repeats)
     return rows
 
 
-def _varlen_rows(function: Callable[..., Any], lengths: list[int], repeats: int) -> list[dict[str, Any]]:
-    tokens, longest = sum(lengths), max(lengths)
+def _varlen_rows(function: Callable[..., Any], lengths: list[int], repeats: int) -> list[Row]:
+    tokens, max_seqlen = sum(lengths), max(lengths)
     cu_seqlens = torch.tensor([0, *lengths], device=cases.DEVICE).cumsum(0, dtype=torch.int32)
-    qkv = tuple(cases.normal(tokens, heads, DIM).requires_grad_() for heads in (HEADS_Q, HEADS_KV, HEADS_KV))
-    plain = (qkv[0].detach(), qkv[1].detach(), qkv[2].detach())
-    grad_out = torch.randn_like(plain[0])
+    q, k, v = (cases.normal(tokens, heads, DIM).requires_grad_() for heads in (HEADS_Q, HEADS_KV, HEADS_KV))
+    detached = (q.detach(), k.detach(), v.detach())
+    grad_out = torch.randn_like(detached[0])
 
     def attend() -> Tensor:
-        out: Tensor = function(*qkv, cu_seqlens, cu_seqlens, longest, longest, is_causal=True)
+        out: Tensor = function(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_kv=max_seqlen,
+            is_causal=True,
+        )
         return out
 
-    inference = hand_graphs.PackedForward(*plain, cu_seqlens, longest, with_lse=False)
-    training = hand_graphs.PackedForward(*plain, cu_seqlens, longest, with_lse=True)
-    frontend = hand_graphs.PackedBackward(plain, training, grad_out, cu_seqlens, longest)
+    inference = hand_graphs.PackedForward(detached, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, with_lse=False)
+    training = hand_graphs.PackedForward(detached, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, with_lse=True)
+    frontend = hand_graphs.PackedBackward(
+        detached, forward=training, grad_out=grad_out, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
+    )
     for graph in (inference, training, frontend):
         graph.launch()
     out = attend()
-    backward = partial(torch.autograd.grad, out, qkv, grad_out, retain_graph=True)
-    where = f"the frontend's on {len(lengths)} sequences"
-    check_agreement(("out", "out"), (out.detach(),) * 2, (inference.out, training.out), where)
-    check_agreement(GRADIENTS, backward(), frontend.gradients, where)
+    backward = partial(torch.autograd.grad, out, (q, k, v), grad_out, retain_graph=True)
+    whose = f"the frontend's on {len(lengths)} sequences"
+    check_agreement(("out", "out"), (out.detach(),) * 2, (inference.out, training.out), whose)
+    check_agreement(GRADIENTS, backward(), frontend.gradients, whose)
     with torch.no_grad():
         times = {"forward": device_times({"ours": attend, "frontend": inference.launch}, repeats=repeats)}
     times["forward in training"] = device_times({"ours": attend, "frontend": training.launch}, repeats=repeats)
     times["backward"] = device_times({"ours": backward, "frontend": frontend.launch}, repeats=repeats)
-    return [_varlen_row(lengths, which, *of.values()) for which, of in times.items()]
+    return [_varlen_row(lengths, which, time["ours"], time["frontend"]) for which, time in times.items()]
 
 
-def _varlen_row(lengths: list[int], which: str, ours: float, frontend: float) -> dict[str, Any]:
+def _varlen_row(lengths: list[int], which: str, ours: float, frontend: float) -> Row:
     flops = sum(
         Shape(batch=1, heads_q=HEADS_Q, heads_kv=HEADS_KV, length=n, dim=DIM, causal=True).flops(
             backward=which == "backward"
@@ -208,23 +220,23 @@ def _varlen_row(lengths: list[int], which: str, ours: float, frontend: float) ->
     }
 
 
-def memory(sizes: Sizes = cases.FULL) -> list[dict[str, Any]]:
-    """Most device memory that a forward and a backward pass hold beyond their inputs."""
+def memory(sizes: Sizes = cases.FULL) -> list[Row]:
+    """Peak device memory of a forward and a backward pass beyond their inputs."""
     candidates = _candidates(sizes.training)
     q, k, v = candidates[0].inputs
     grad_out = torch.randn_like(q)
-    held = {c.name: _most_held(partial(c.step, grad_out)) for c in candidates}
+    peaks = {c.name: _peak_memory(partial(c.step, grad_out)) for c in candidates}
     result = sum(tensor.numel() * tensor.element_size() for tensor in (q, q, k, v))
-    held["output and gradients alone"] = result
+    peaks["output and gradients alone"] = result
     return [
         {"forward and backward": name, "MB": size / 1e6, "× output and gradients": size / result}
-        for name, size in held.items()
+        for name, size in peaks.items()
     ]
 
 
-def _most_held(step: Call) -> int:
-    """Bytes from PyTorch's allocator at the peak of a step, without what was held before."""
-    step()  # plans, handles, and what libraries keep
+def _peak_memory(step: Call) -> int:
+    """Bytes of PyTorch's allocator at the peak of a step, minus those before."""
+    step()  # allocates plans, handles, and memory that libraries keep
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.reset_peak_memory_stats()

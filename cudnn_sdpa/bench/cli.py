@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -21,16 +21,16 @@ from cudnn_sdpa.bench.parts import (
     ShapesPart,
     SiluPart,
 )
-from cudnn_sdpa.bench.tools.output import Output, folder
+from cudnn_sdpa.bench.tools.output import Output, Row, folder
 from cudnn_sdpa.bench.tools.processes import run_command
 
 bench_app = typer.Typer(invoke_without_command=True)
 
-Measure = Callable[[], list[dict[str, Any]]]
+Measure = Callable[[], list[Row]]
 
 
 def show_help(ctx: typer.Context) -> None:
-    """Prints the help of a group of commands, and ends, where none of them is named."""
+    """Prints the help of a group of commands and exits, unless a command is named."""
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
         raise typer.Exit
@@ -49,7 +49,7 @@ def bench_all(
         typer.Option("--output", "--json", "-o", callback=folder, help="Write NAME.json of each into this folder."),
     ] = None,
 ) -> None:
-    """Run all of them, one after the other, each in a process of its own; one that fails stops no other one."""
+    """Run all benchmarks, each in its own process; the others continue if one fails."""
     require_gpu()
     names = [command.name for command in bench_app.registered_commands if command.name not in (None, "all")]
     failed = []
@@ -68,7 +68,7 @@ def bench_host(
     part: Annotated[list[HostPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
     output: Output = None,
 ) -> None:
-    """Time one warm call on the host and the kernel on the device, and watch memory."""
+    """Time one warm call on the host and the kernel on the device, and measure memory."""
     require_gpu()
     from cudnn_sdpa.bench import host
     from cudnn_sdpa.bench.training import training
@@ -80,7 +80,7 @@ def bench_host(
         HostPart.KERNELS: ("Device time, interleaved, median", host.kernels),
         HostPart.MEMORY: ("Memory", host.memory),
     }
-    _measure("host", {chosen.value: measures[chosen] for chosen in part or list(HostPart)}, output)
+    _measure("host", {name.value: measures[name] for name in part or list(HostPart)}, output)
 
 
 @bench_app.command("attention")
@@ -89,7 +89,7 @@ def bench_attention(
         list[AttentionPart] | None, typer.Option(help="Only these parts; may be given several times.")
     ] = None,
     output: Output = None,
-    quick: Annotated[bool, typer.Option(help="Small shapes and few repeats: to see that it runs.")] = False,
+    quick: Annotated[bool, typer.Option(help="Small shapes and few repeats: to test that it runs.")] = False,
 ) -> None:
     """Time forward and backward kernels, options and packed sequences on the device, and the memory of a step."""
     require_gpu()
@@ -98,7 +98,7 @@ def bench_attention(
     from cudnn_sdpa.bench.tools.tuned import autotune_gains
 
     sizes = cases.QUICK if quick else cases.FULL
-    measures: dict[AttentionPart, tuple[str, Callable[[cases.Sizes], list[dict[str, Any]]]]] = {
+    measures: dict[AttentionPart, tuple[str, Callable[[cases.Sizes], list[Row]]]] = {
         AttentionPart.KERNELS: ("Device time, interleaved, median", attention.kernels),
         AttentionPart.OPTIONS: (f"What options cost: {sizes.options.label}", attention.options),
         AttentionPart.VARLEN: (f"{sizes.tokens} packed tokens, causal", attention.varlen),
@@ -114,7 +114,7 @@ def bench_fp8(
     part: Annotated[list[Fp8Part] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
     output: Output = None,
 ) -> None:
-    """Time attention in FP8 beside bfloat16."""
+    """Time attention in FP8 and in bfloat16."""
     require_gpu()
     from cudnn_sdpa.bench import fp8
 
@@ -122,7 +122,7 @@ def bench_fp8(
         Fp8Part.FORWARD: ("Forward pass, interleaved, median", fp8.forward),
         Fp8Part.TRAINING: ("Forward and backward pass, interleaved, median", fp8.training),
         Fp8Part.HOST: (f"Host time of one warm call: {fp8.SMALL.label}", fp8.host),
-        Fp8Part.EASY: ("Fp8Attention, with quantization and scaling", fp8.easy),
+        Fp8Part.LAYER: ("Fp8Attention, with quantization and scaling", fp8.layer),
     }
     _measure("fp8", {chosen.value: measures[chosen] for chosen in part or list(Fp8Part)}, output)
 
@@ -152,7 +152,7 @@ def bench_norm(
     part: Annotated[list[NormPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
     output: Output = None,
 ) -> None:
-    """Time rms_norm beside PyTorch, torch.compile and a copy."""
+    """Time rms_norm, PyTorch's, torch.compile's, and a copy."""
     require_gpu()
     from cudnn_sdpa.bench import fused, proposals
 
@@ -171,7 +171,7 @@ def bench_silu(
     part: Annotated[list[SiluPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
     output: Output = None,
 ) -> None:
-    """Time silu_mul beside PyTorch, torch.compile and a copy."""
+    """Time silu_mul, PyTorch's, torch.compile's, and a copy."""
     require_gpu()
     from cudnn_sdpa.bench import fused, proposals
 
@@ -189,7 +189,7 @@ def bench_conv(
     part: Annotated[list[ConvPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
     output: Output = None,
 ) -> None:
-    """Time conv2d beside PyTorch's."""
+    """Time conv2d and PyTorch's."""
     require_gpu()
     from cudnn_sdpa.bench import convolutions, proposals
 
@@ -206,7 +206,7 @@ def bench_llama(
     part: Annotated[list[LlamaPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
     output: Output = None,
 ) -> None:
-    """Time prompts and decode steps of a few Llama layers in Hugging Face's transformers."""
+    """Time prompts and decode steps of a few Llama layers in Hugging Face Transformers."""
     require_gpu()
     from cudnn_sdpa.bench import llama
 
@@ -223,11 +223,11 @@ def bench_coldstart(
     output: Output = None,
     repeats: Annotated[int, typer.Option(min=1, help="Processes for each number.")] = 7,
 ) -> None:
-    """Time the first calls of a process, without stored plans and with them, and getting ready, in fresh processes."""
+    """Time imports, warm-up, and the first calls of a process with and without stored plans, in new processes."""
     require_gpu()
     from cudnn_sdpa.bench import coldstart
 
-    measures: dict[ColdPart, tuple[str, Callable[[int], list[dict[str, Any]]]]] = {
+    measures: dict[ColdPart, tuple[str, Callable[[int], list[Row]]]] = {
         ColdPart.CALLS: (f"First calls of a process: {coldstart.LABEL}", coldstart.calls),
         ColdPart.WARMUP: ("warmup() of stored plans", coldstart.warmup),
         ColdPart.IMPORTS: ("Importing", coldstart.imports),
@@ -242,44 +242,44 @@ def bench_shapes(
     output: Output = None,
     repeats: Annotated[int, typer.Option(min=1, help="Processes for each number.")] = 3,
 ) -> None:
-    """Time calls of many lengths under each shape policy, and what plans of buckets cost."""
+    """Time calls of many lengths under each shape policy, and compare buckets' plans with exact-shape plans."""
     require_gpu()
     from cudnn_sdpa.bench import shapes
 
-    measures: dict[ShapesPart, tuple[str, Callable[[int], list[dict[str, Any]]]]] = {
+    measures: dict[ShapesPart, tuple[str, Callable[[int], list[Row]]]] = {
         ShapesPart.PASSES: (f"From cold: {shapes.LABEL}", shapes.passes),
-        ShapesPart.TAKEOVER: ("Lengths that come back, under tiered", shapes.takeover),
-        ShapesPart.BUCKETS: ("A bucket's plan beside a plan of its own", shapes.buckets),
+        ShapesPart.TAKEOVER: ("Recurring lengths, under tiered", shapes.takeover),
+        ShapesPart.BUCKETS: ("A bucket's plan and an exact-shape plan", shapes.buckets),
     }
     chosen = {name.value: measures[name] for name in part or list(ShapesPart)}
     _measure("shapes", {name: (title, partial(run, repeats)) for name, (title, run) in chosen.items()}, output)
 
 
 def require_gpu(command: str = "bench") -> None:
-    """Ends the command where there is no GPU."""
-    import cudnn_sdpa._pytorch  # noqa: F401 - it says why PyTorch cannot be imported, if so
+    """Exits if there is no GPU."""
+    import cudnn_sdpa._pytorch  # noqa: F401 - raises with a cure if PyTorch cannot be imported
 
-    if not _is_gpu_here():
+    if not _has_gpu():
         typer.echo(f"{command} needs an NVIDIA GPU that PyTorch can see (torch.cuda.is_available() is False)", err=True)
         raise typer.Exit(2)
 
 
-def _is_gpu_here() -> bool:
+def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
 
 
 def _measure(name: str, parts: dict[str, tuple[str, Measure]], output: Path | None) -> None:
-    """Measures and prints parts, and writes after each of them what there is: a later one may fail."""
+    """Measures and prints parts, and writes the results after each of them: a later one may fail."""
     from cudnn_sdpa.bench import report
     from cudnn_sdpa.plans.default_store import OFF, use_plan_store
 
-    results: dict[str, Any] = {}
-    with use_plan_store(OFF):  # plans are built as they are measured, and do not fill the user's store
+    results: dict[str, list[Row]] = {}
+    with use_plan_store(OFF):  # so that plans are built, and the user's store is not filled
         for part, (title, run) in parts.items():
             rows = run()
-            if not rows:  # the part has said why
+            if not rows:  # the part has printed why
                 continue
             results[part] = rows
             report.show(title, rows)

@@ -1,7 +1,7 @@
-"""`bench coldstart`: the first calls of a process, without stored plans and with them, and getting ready for them.
+"""`bench coldstart`: imports, warm-up, and the first calls of a process with and without stored plans.
 
-Every number is taken in processes that do nothing else, with a plan store of their own that is gone afterwards. The
-files of PyTorch and of cuDNN are in the system's cache by then.
+Every number is measured in new processes with a temporary plan store. The files of PyTorch and cuDNN are in the
+system's cache.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from rich.progress import track
 
 from cudnn_sdpa.bench.programs.first_call import LENGTHS, SHAPES
 from cudnn_sdpa.bench.tools import processes
+from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.plans.default_store import OFF
 
-#: What is called first, and then.
+#: The first two calls.
 LABEL = f"{SHAPES[0].label}, then S={SHAPES[1].length}"
 
-#: How the calls of a process are named in the table.
+#: Names of these calls in the table.
 CALLS = ("first call", "another shape")
 
 _IMPORTS = """
@@ -34,51 +35,51 @@ print(json.dumps({"torch": (between - start) * 1e3, "cudnn_sdpa": (end - between
 """
 
 
-def calls(repeats: int) -> list[dict[str, Any]]:
-    """Host time of the first two calls of a process, of two shapes, beside PyTorch's cuDNN backend."""
-    found: dict[str, list[list[dict[str, Any]]]] = {}
-    _first_call("sdpa", store=OFF)  # the first one may wait for a disk
+def calls(repeats: int) -> list[Row]:
+    """Host time of the first two calls of a process, of two shapes, and of PyTorch's cuDNN backend."""
+    processes_by_row: dict[str, list[list[dict[str, Any]]]] = {}
+    _first_call("sdpa", store=OFF)  # the first process may wait for a disk
     for _ in track(range(repeats), "first calls", transient=True):
         with tempfile.TemporaryDirectory() as folder:
-            for name, what, store, source in (
+            for name, program, store, source in (
                 ("sdpa, no store", "sdpa", OFF, "builds"),
                 ("sdpa, empty store", "sdpa", folder, "builds"),
                 ("sdpa, warm store", "sdpa", folder, "loads"),
                 ("pytorch cudnn", "pytorch", OFF, None),
             ):
-                of_process = _first_call(what, store=store)["calls"]
+                measured = _first_call(program, store=store)["calls"]
                 if source is not None:
-                    _check_plans(name, of_process, source)
-                found.setdefault(name, []).append(of_process)
-    rows = []
-    for name, of_processes in found.items():
-        for place, call in enumerate(CALLS):
-            times = [of_process[place] for of_process in of_processes]
+                    _check_plans(name, measured, source)
+                processes_by_row.setdefault(name, []).append(measured)
+    rows: list[Row] = []
+    for name, measurements in processes_by_row.items():
+        for number, call in enumerate(CALLS):
+            times = [measured[number] for measured in measurements]
             rows.append(
                 {
                     "call": f"{name}: {call}",
-                    **_middle_and_worst("returns", "ms", [time["returned_ms"] for time in times]),
-                    **_middle_and_worst("GPU done", "ms", [time["done_ms"] for time in times]),
+                    **_median_and_worst("returns", "ms", [time["returned_ms"] for time in times]),
+                    **_median_and_worst("GPU done", "ms", [time["done_ms"] for time in times]),
                     "processes": len(times),
                 }
             )
     return rows
 
 
-def _check_plans(name: str, of_process: list[dict[str, Any]], source: str) -> None:
-    """Whether each call got its plan, and from where the row says.
+def _check_plans(name: str, measured: list[dict[str, Any]], source: str) -> None:
+    """Checks that each call has built or loaded its plan, as the row says.
 
     Raises:
-        RuntimeError: It did not.
+        RuntimeError: It has not.
     """
     other = "loads" if source == "builds" else "builds"
-    for call, found in zip(CALLS, of_process, strict=True):
-        if found[source] < 1 or found[other] > 0:
-            raise RuntimeError(f"{name}, {call}: {found['builds']} plans were built and {found['loads']} loaded")
+    for call, counts in zip(CALLS, measured, strict=True):
+        if counts[source] < 1 or counts[other] > 0:
+            raise RuntimeError(f"{name}, {call}: {counts['builds']} plans were built and {counts['loads']} loaded")
 
 
-def warmup(repeats: int) -> list[dict[str, Any]]:
-    """Seconds that `warmup` takes for a manifest whose plans are all stored."""
+def warmup(repeats: int) -> list[Row]:
+    """Time of `warmup` for a manifest whose plans are all stored."""
     with tempfile.TemporaryDirectory() as folder:
         manifest, store = str(Path(folder) / "plans.json"), str(Path(folder) / "plans")
         _first_call("record", manifest, store=store)
@@ -86,26 +87,26 @@ def warmup(repeats: int) -> list[dict[str, Any]]:
         for _ in track(range(repeats), "warm-up", transient=True):
             report = _first_call("warmup", manifest, store=store)
             if report["loaded"] != len(LENGTHS):
-                raise RuntimeError(f"of {len(LENGTHS)} stored plans not all were loaded: {report}")
+                raise RuntimeError(f"not all of {len(LENGTHS)} stored plans were loaded: {report}")
             seconds.append(report["seconds"])
-    row = {"warmup() of": f"{len(LENGTHS)} stored plans", **_middle_and_worst("takes", "s", seconds)}
+    row = {"warmup() of": f"{len(LENGTHS)} stored plans", **_median_and_worst("takes", "s", seconds)}
     return [{**row, "a plan, ms": statistics.median(seconds) / len(LENGTHS) * 1e3, "processes": repeats}]
 
 
-def imports(repeats: int) -> list[dict[str, Any]]:
-    """Time of `import torch`, and after it of `import cudnn_sdpa`."""
+def imports(repeats: int) -> list[Row]:
+    """Time of `import torch`, and then of `import cudnn_sdpa`."""
     times = [
         processes.run_code(_IMPORTS, "importing", store=OFF) for _ in track(range(repeats), "imports", transient=True)
     ]
     names = {"torch": "torch", "cudnn_sdpa": "cudnn_sdpa, after torch"}
     return [
-        {"import": shown, **_middle_and_worst("takes", "ms", [time[name] for time in times]), "processes": repeats}
-        for name, shown in names.items()
+        {"import": label, **_median_and_worst("takes", "ms", [time[name] for time in times]), "processes": repeats}
+        for name, label in names.items()
     ]
 
 
-def _middle_and_worst(what: str, unit: str, values: list[float]) -> dict[str, float]:
-    return {f"{what}, {unit}": statistics.median(values), f"{what}, worst": max(values)}
+def _median_and_worst(column: str, unit: str, values: list[float]) -> dict[str, float]:
+    return {f"{column}, {unit}": statistics.median(values), f"{column}, worst": max(values)}
 
 
 def _first_call(*arguments: str, store: str) -> dict[str, Any]:

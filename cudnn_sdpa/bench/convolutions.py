@@ -1,4 +1,4 @@
-"""`bench conv`: convolutions beside PyTorch's, which call cuDNN as well, everything channels last."""
+"""`bench conv`: convolutions and PyTorch's, which also call cuDNN, all channels last."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.progress import track
 from torch import Tensor
 
 from cudnn_sdpa.bench.tools import cases, tuned
+from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import Call, device_times
 from cudnn_sdpa.fused.conv import conv2d
 from cudnn_sdpa.fused.conv_graphs import channels_last
@@ -19,7 +20,7 @@ from cudnn_sdpa.plans.cache import plan_cache
 
 
 class Case(NamedTuple):
-    """A convolution: batch, channels, picture's size, filters, filter's size, steps, padding, groups."""
+    """A convolution of square images (`size`) with square filters (`extent`)."""
 
     batch: int
     channels: int
@@ -32,11 +33,11 @@ class Case(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The column of a table."""
-        more = (f", stride {self.stride}" if self.stride > 1 else "") + (f", {self.groups} groups" * (self.groups > 1))
-        return (
-            f"{self.batch}×{self.channels}×{self.size}×{self.size}, {self.filters} of {self.extent}×{self.extent}{more}"
-        )
+        """The label of a table's row."""
+        stride = f", stride {self.stride}" if self.stride > 1 else ""
+        groups = f", {self.groups} groups" if self.groups > 1 else ""
+        image = f"{self.batch}×{self.channels}×{self.size}×{self.size}"
+        return f"{image}, {self.filters} of {self.extent}×{self.extent}{stride}{groups}"
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Random x, weight and bias, channels last."""
@@ -56,19 +57,19 @@ CASES = (
 )
 
 
-def forward() -> list[dict[str, Any]]:
-    """The convolution alone, and with bias and SiLU, as cuDNN's heuristics have it and tuned."""
+def forward() -> list[Row]:
+    """The convolution alone, and with bias and SiLU, with cuDNN's first choice and tuned."""
     return [_forward(case) for case in track(CASES, "convolutions", transient=True)]
 
 
-def backward() -> list[dict[str, Any]]:
-    """The gradients by x, weight and bias, as cuDNN's heuristics have them and tuned."""
+def backward() -> list[Row]:
+    """The gradients by x, weight and bias, with cuDNN's first choice and tuned."""
     return [_backward(case) for case in track(CASES, "convolutions", transient=True)]
 
 
 @contextmanager
-def tuning_of_torch() -> Iterator[None]:
-    """PyTorch times cuDNN's algorithms for each new shape."""
+def pytorch_benchmark() -> Iterator[None]:
+    """While active, PyTorch times cuDNN's algorithms for each new shape."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:
@@ -77,7 +78,7 @@ def tuning_of_torch() -> Iterator[None]:
         torch.backends.cudnn.benchmark = before
 
 
-def _forward(case: Case) -> dict[str, Any]:
+def _forward(case: Case) -> Row:
     x, weight, bias = case.inputs()
     sizes: dict[str, Any] = {"stride": case.stride, "padding": case.padding, "groups": case.groups}
 
@@ -94,51 +95,51 @@ def _forward(case: Case) -> dict[str, Any]:
     calls |= {"torch": lambda: F.conv2d(x, weight, **sizes)}
     calls |= {"torch fused": lambda: F.silu(F.conv2d(x, weight, bias, **sizes))}
     times = device_times(calls)
-    with tuning_of_torch():
-        of_torch = device_times({f"{name} tuned": call for name, call in calls.items() if "torch" in name})
+    with pytorch_benchmark():
+        torch_times = device_times({f"{name} tuned": call for name, call in calls.items() if "torch" in name})
         tuned.settle(calls["fused"])
         cases.check_agreement(["out"], [fused(x)], [expected], "PyTorch's")
-        again = device_times({"fused": calls["fused"], "torch fused": calls["torch fused"]})
+        tuned_times = device_times({"fused": calls["fused"], "torch fused": calls["torch fused"]})
     plan_cache.clear()
     return {
         "convolution": case.label,
         "plain µs": times["plain"],
         "pytorch µs": times["torch"],
-        "pytorch, benchmark µs": of_torch["torch tuned"],
+        "pytorch, benchmark µs": torch_times["torch tuned"],
         "with bias, SiLU µs": times["fused"],
         "pytorch's µs": times["torch fused"],
-        "pytorch's, benchmark µs": of_torch["torch fused tuned"],
-        "pytorch's / ours": of_torch["torch fused tuned"] / times["fused"],
-        "tuned µs": again["fused"],
-        "pytorch's / tuned": again["torch fused"] / again["fused"],
+        "pytorch's, benchmark µs": torch_times["torch fused tuned"],
+        "pytorch's / ours": torch_times["torch fused tuned"] / times["fused"],
+        "tuned µs": tuned_times["fused"],
+        "pytorch's / tuned": tuned_times["torch fused"] / tuned_times["fused"],
     }
 
 
-def _backward(case: Case) -> dict[str, Any]:
+def _backward(case: Case) -> Row:
     x, weight, bias = inputs = case.inputs()
     for tensor in inputs:
         tensor.requires_grad_()
     sizes: dict[str, Any] = {"stride": case.stride, "padding": case.padding, "groups": case.groups}
-    with tuning_of_torch():
+    with pytorch_benchmark():
         outs = {"ours": conv2d(x, weight, bias, **sizes), "torch": F.conv2d(x, weight, bias, **sizes)}
         grad = torch.randn_like(outs["torch"])
 
         def gradients(name: str) -> tuple[Tensor, ...]:
             return torch.autograd.grad(outs[name], inputs, grad, retain_graph=True)
 
-        names = ["of x", "of weight", "of bias"]
+        names = ["grad_x", "grad_weight", "grad_bias"]
         cases.check_agreement(names, gradients("ours"), gradients("torch"), "PyTorch's")
         calls: dict[str, Call] = {"ours": lambda: gradients("ours"), "torch": lambda: gradients("torch")}
         times = device_times(calls)
         tuned.settle(lambda: gradients("ours"))
         cases.check_agreement(names, gradients("ours"), gradients("torch"), "PyTorch's")
-        again = device_times(calls)
+        tuned_times = device_times(calls)
         plan_cache.clear()
     return {
         "convolution": case.label,
         "cudnn_sdpa µs": times["ours"],
-        "tuned µs": again["ours"],
+        "tuned µs": tuned_times["ours"],
         "pytorch, benchmark µs": times["torch"],
         "pytorch / ours": times["torch"] / times["ours"],
-        "pytorch / tuned": again["torch"] / again["ours"],
+        "pytorch / tuned": tuned_times["torch"] / tuned_times["ours"],
     }

@@ -1,4 +1,4 @@
-"""`bench decode`: attention on a paged cache, against the bandwidth of a copy, and PyTorch's. See also `decode`."""
+"""`bench decode`: decode steps, speculative steps and chunks of prompts on a paged KV cache."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.bench.tools import cases, hand_graphs, peers
+from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import Call, device_times, host_times
 from cudnn_sdpa.engine.dispatch_state import tensor_guard
 from cudnn_sdpa.graph import handles
@@ -29,8 +30,13 @@ HEADS_Q, HEADS_KV, DIM = 32, 8, 128
 
 #: B, tokens of each sequence, page size.
 STEPS = (
-    *((32, 4096, 64), (128, 4096, 64), (32, 4096, 16), (128, 4096, 16)),
-    *((8, 32768, 64), (1, 32768, 64), (1, 32768, 16)),
+    (32, 4096, 64),
+    (128, 4096, 64),
+    (32, 4096, 16),
+    (128, 4096, 16),
+    (8, 32768, 64),
+    (1, 32768, 64),
+    (1, 32768, 16),
 )
 #: B, new tokens, tokens of each sequence.
 DRAFTS = ((32, 2, 4096), (32, 4, 4096), (32, 8, 4096), (1, 4, 32768))
@@ -45,15 +51,15 @@ GUARD = "a look whether the call is like the last one"
 def filled(batch: int, length: int, page_size: int, tokens: int) -> tuple[PagedKVCache, PagedStep]:
     """A cache of random keys and values in pages in random order, and the step of its last tokens."""
     pages = batch * -(-length // page_size)
-    where = cases.normal(1)
+    like = cases.normal(1)
     cache = PagedKVCache(
         pages=pages,
         page_size=page_size,
         heads=HEADS_KV,
         head_dim=DIM,
         max_length=length,
-        dtype=where.dtype,
-        device=where.device,
+        dtype=like.dtype,
+        device=like.device,
     )
     random.Random(1).shuffle(cache._pool._free)
     for part in (cache.k_pages(), cache.v_pages()):
@@ -61,27 +67,27 @@ def filled(batch: int, length: int, page_size: int, tokens: int) -> tuple[PagedK
     sequences = [cache.add() for _ in range(batch)]
     cache.reserve(sequences, length - tokens)
     step = cache.reserve(sequences, tokens)
-    step.written.add(0)  # as above
+    step.written.add(0)  # the pages are filled above
     return cache, step
 
 
 def dense(cache: PagedKVCache, batch: int) -> tuple[Tensor, Tensor]:
-    """The same keys and values, (B, Hkv, length, D), heads together."""
+    """The keys and values as dense tensors (B, Hkv, length, D), token-major."""
     rows = [cache.read(sequence) for sequence in range(batch)]
     k, v = (torch.stack([row[which].transpose(0, 1).contiguous() for row in rows]).transpose(1, 2) for which in (0, 1))
     return k, v
 
 
 def large_copy() -> Call:
-    """A copy of so many bytes that it runs at the GPU's bandwidth."""
+    """A copy that is large enough to run at the GPU's bandwidth."""
     source = torch.empty(COPIED, dtype=torch.uint8, device=cases.DEVICE)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
-def bandwidth() -> list[dict[str, Any]]:
-    """Decode steps: bytes of keys and values that are read, beside those of a large copy in the same run."""
-    rows = []
+def bandwidth() -> list[Row]:
+    """Decode steps: bytes of keys and values per second, compared with a large copy in the same run."""
+    rows: list[Row] = []
     copy_large = large_copy()
     for batch, length, page_size in track(STEPS, "decode", transient=True):
         cache, step = filled(batch, length, page_size, 1)
@@ -112,17 +118,17 @@ def bandwidth() -> list[dict[str, Any]]:
 
 
 def paged_call(cache: PagedKVCache, step: PagedStep, q: Tensor, *, foreign: bool = False) -> Callable[[], Tensor]:
-    """`sdpa_paged` on a step of a cache, or on the same numbers as tables of somebody else's."""
-    tables = step.page_table, step.seq_lens_kv
+    """`sdpa_paged` on a step of a cache, or with `foreign` on copies of its tables, which it does not know."""
+    page_table, seq_lens_kv = step.page_table, step.seq_lens_kv
     if foreign:
-        tables = tables[0].clone(), tables[1].clone()
-    pages = cache.k_pages(), cache.v_pages()
-    return lambda: sdpa_paged(q, *pages, *tables)
+        page_table, seq_lens_kv = page_table.clone(), seq_lens_kv.clone()
+    k_pages, v_pages = cache.k_pages(), cache.v_pages()
+    return lambda: sdpa_paged(q, k_pages, v_pages, page_table=page_table, seq_lens_kv=seq_lens_kv)
 
 
-def drafts() -> list[dict[str, Any]]:
-    """Speculative steps: a few new tokens of each sequence, beside a step of one."""
-    rows = []
+def drafts() -> list[Row]:
+    """Speculative steps: a few new tokens of each sequence, compared with a step of one token."""
+    rows: list[Row] = []
     for batch, tokens, length in track(DRAFTS, "drafts", transient=True):
         cache, step = filled(batch, length, 64, tokens)
         q = cases.normal(batch, tokens, HEADS_Q, DIM).transpose(1, 2)
@@ -142,21 +148,21 @@ def drafts() -> list[dict[str, Any]]:
     return rows
 
 
-def mixed(steps: int = 10_000) -> list[dict[str, Any]]:
-    """The plans that a server builds whose batch, lengths and chunks change in every step."""
+def mixed(steps: int = 10_000) -> list[Row]:
+    """The number of plans that a server builds if batch, lengths and chunks change in every step."""
     draw = random.Random(20261121)
-    pages, most, longest = 2048, 64, 2048
+    pages, max_batch, max_length = 2048, 64, 2048
     k_pages, v_pages = (cases.normal(pages, 2, 16, 64) for _ in range(2))
-    table = torch.randint(0, pages, (most, longest // 16), device=cases.DEVICE).int()
-    rows = []
+    table = torch.randint(0, pages, (max_batch, max_length // 16), device=cases.DEVICE).int()
+    rows: list[Row] = []
     plan_cache.clear()
     before = plan_cache.info()
     for number in track(range(1, steps + 1), "mixed steps", transient=True):
         queries = draw.choice([1] * 8 + [draw.randint(2, 8), draw.randint(9, 512)])
-        batch = draw.randint(1, most if queries <= 8 else 4)
-        lengths = torch.full((batch,), draw.randint(queries, longest), device=cases.DEVICE, dtype=torch.int32)
+        batch = draw.randint(1, max_batch if queries <= 8 else 4)
+        lengths = torch.full((batch,), draw.randint(queries, max_length), device=cases.DEVICE, dtype=torch.int32)
         q = cases.normal(batch, 8, queries, 64)
-        sdpa_paged(q, k_pages, v_pages, table[:batch], lengths)
+        sdpa_paged(q, k_pages, v_pages, page_table=table[:batch], seq_lens_kv=lengths)
         if number in (steps // 10, steps):
             info = plan_cache.info()
             built, seconds = info.builds - before.builds, info.build_seconds - before.build_seconds
@@ -165,15 +171,15 @@ def mixed(steps: int = 10_000) -> list[dict[str, Any]]:
 
 
 def _launch(prepared: PreparedPaged) -> Call:
-    """The launch of a prepared step's plan and nothing else."""
+    """Only the launch of a prepared step's plan."""
     prepared()  # binds the handle to the stream
     plan, operands, workspace = prepared._plan, prepared._operands, prepared._workspace.data_ptr()
     address, count, handle = operands.buffer_info()[0], len(operands), handles.thread.slots[plan.device].raw
-    return lambda: plan._launch(address, count, workspace, handle, -1)
+    return lambda: plan._launch(address, count, workspace, handle, -1)  # in the order of `backend.Launch`
 
 
-def host() -> list[dict[str, Any]]:
-    """Host time of one warm decode step, B=1, 8 heads of 64, 128 tokens, beside its peers."""
+def host() -> list[Row]:
+    """Host time of one warm decode step, B=1, 8 heads of 64, 128 tokens, and of its peers."""
     cache = PagedKVCache(pages=64, page_size=64, heads=8, head_dim=64, device=cases.DEVICE)
     sequence = cache.add()
     cache.reserve([sequence], 128)
@@ -192,7 +198,9 @@ def host() -> list[dict[str, Any]]:
         cache.reserve([other], into=spare)
         cache.truncate(other, 128)
 
-    prepared = prepare_paged(q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
+    prepared = prepare_paged(
+        q, cache.k_pages(), cache.v_pages(), page_table=step.page_table, seq_lens_kv=step.seq_lens_kv
+    )
     ours = paged_call(cache, step, q)
     tensors = (q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
     guard, layout = tensor_guard(*tensors), (tuple(prepared.out.shape), prepared.out.stride(), prepared.out.dtype)
@@ -221,23 +229,23 @@ def host() -> list[dict[str, Any]]:
     return [{"call": name, "µs": time, "× flash": time / best["pytorch flash"]} for name, time in best.items()]
 
 
-# The part of `bench decode` about chunks of prompts: beside dense attention of the same work, and in parts.
+# Chunks of prompts, compared with dense attention of the same size, and in parts.
 
 
 #: B, new tokens, tokens of each sequence, page size.
 CHUNKS = ((1, 2048, 8192, 64), (1, 2048, 8192, 16), (4, 512, 4096, 64), (1, 4096, 4096, 64))
 
 
-def chunks() -> list[dict[str, Any]]:
-    """Chunks of a prompt beside dense attention of the same work, and the parts of their time."""
-    rows = []
+def chunks() -> list[Row]:
+    """Chunks of a prompt compared with dense attention of the same size, and the parts of their time."""
+    rows: list[Row] = []
     copy_large = large_copy()
     for batch, tokens, length, page_size in track(CHUNKS, "chunks", transient=True):
         cache, step = filled(batch, length, page_size, tokens)
         q = cases.normal(batch, tokens, HEADS_Q, DIM).transpose(1, 2)
         k, v = dense(cache, batch)
         with peers.only("pytorch flash"):
-            calls = _calls(cache, step, q, k, v)
+            calls = _calls(cache, step, q, dense_kv=(k, v))
             times = device_times({**calls, "copy": copy_large}, cold=True)
         moved = 2 * (k.numel() + v.numel()) * k.element_size()
         rows.append(
@@ -258,15 +266,18 @@ def chunks() -> list[dict[str, Any]]:
     return rows
 
 
-def _calls(cache: PagedKVCache, step: PagedStep, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
-    """What is timed, when all agree."""
+def _calls(cache: PagedKVCache, step: PagedStep, q: Tensor, dense_kv: tuple[Tensor, Tensor]) -> dict[str, Call]:
+    """The calls to time, checked to agree."""
+    k, v = dense_kv
     pages, table = (cache.k_pages(), cache.v_pages()), step.page_table.clone()
     expected = _dense_call(q, k, v)
-    of_hand = hand_graphs.PagedGraph(q, pages, table, step.seq_lens_q, step.seq_lens_kv)
+    graph = hand_graphs.PagedGraph(
+        q, pages=pages, table=table, seq_lens_q=step.seq_lens_q, seq_lens_kv=step.seq_lens_kv
+    )
 
     def by_hand() -> Tensor:
-        of_hand.launch()
-        return of_hand.out
+        graph.launch()
+        return graph.out
 
     calls: dict[str, Callable[[], Tensor]] = {
         "dense": expected,
@@ -277,10 +288,18 @@ def _calls(cache: PagedKVCache, step: PagedStep, q: Tensor, k: Tensor, v: Tensor
     }
     for name, call in calls.items():
         cases.check_agreement(["out"], [call()], [expected()], f"dense attention's, {name}")
-    paged = PagedArguments(q, *pages, *(step.page_table,) * 2, step.seq_lens_kv)
+    k_pages, v_pages = pages
+    paged = PagedArguments(
+        q=q,
+        k=k_pages,
+        v=v_pages,
+        table_k=step.page_table,
+        table_v=step.page_table,
+        seq_lens_kv=step.seq_lens_kv,
+    )
     gather = paging.GatherKernel(paged)
-    of_rows = prefill.as_packed(paged, gather(paged))
-    return {**calls, "gather": lambda: gather(paged), "packed": lambda: VARLEN.on_gpu(of_rows)}
+    packed = prefill.as_packed(paged, gather(paged))
+    return {**calls, "gather": lambda: gather(paged), "packed": lambda: VARLEN.on_gpu(packed)}
 
 
 def _dense_call(q: Tensor, k: Tensor, v: Tensor, seq_lens_kv: Tensor | None = None) -> Callable[[], Tensor]:

@@ -1,11 +1,11 @@
-"""`bench norm`, `bench silu` and `bench conv`: fused operations beside PyTorch, compiled and not, and a copy."""
+"""`bench norm` and `bench silu`: fused operations compared with PyTorch, eager and compiled, and with a copy."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cudnn_sdpa.bench.decode import COPIED, large_copy
 from cudnn_sdpa.bench.tools import cases, tuned
+from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import Call, device_times, host_times
 from cudnn_sdpa.engine.dispatch_state import tensor_guard
 from cudnn_sdpa.engine.launch import GraphCall
@@ -26,6 +27,8 @@ from cudnn_sdpa.plans import plan as plans
 from cudnn_sdpa.plans.cache import plan_cache
 
 Function = Callable[..., Tensor]
+Results: TypeAlias = Tensor | tuple[Tensor, ...]
+Result = TypeVar("Result")
 
 #: Rows and their length.
 NORMS = ((16384, 8192), (16384, 4096), (16384, 2048), (4096, 4096), (131072, 128), (64, 8192))
@@ -35,31 +38,31 @@ SMALL = (4, 1024)
 EPS = 1e-6
 
 
-def rms_norm_of_torch(x: Tensor, weight: Tensor) -> Tensor:
-    """What `rms_norm` is compared with."""
+def pytorch_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """PyTorch's `rms_norm`."""
     return F.rms_norm(x, (x.shape[-1],), weight, EPS)
 
 
-def silu_mul_of_torch(gate: Tensor, up: Tensor) -> Tensor:
-    """What `silu_mul` of two tensors is compared with."""
+def pytorch_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu_mul` of two tensors in PyTorch."""
     return F.silu(gate) * up
 
 
-def silu_mul_of_both(both: Tensor) -> Tensor:
-    """What that of the halves of one is compared with."""
-    gate, up = both.chunk(2, -1)
+def pytorch_packed_silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu_mul` of the halves of one tensor in PyTorch."""
+    gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
 
-def norm_of_sum_of_torch(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """What `rms_norm` with a residual is compared with."""
+def pytorch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`rms_norm` with a residual in PyTorch."""
     total = x + residual
-    return rms_norm_of_torch(total, weight), total
+    return pytorch_rms_norm(total, weight), total
 
 
-def norm_with_silu_of_torch(x: Tensor, weight: Tensor) -> Tensor:
-    """What `rms_norm` with an activation is compared with."""
-    return F.silu(rms_norm_of_torch(x, weight))
+def pytorch_rms_norm_silu(x: Tensor, weight: Tensor) -> Tensor:
+    """`rms_norm` with an activation in PyTorch."""
+    return F.silu(pytorch_rms_norm(x, weight))
 
 
 def norm_inputs(rows: int, size: int) -> tuple[Tensor, ...]:
@@ -72,58 +75,84 @@ def gate_inputs(rows: int, size: int) -> tuple[Tensor, ...]:
     return cases.normal(rows, size), cases.normal(rows, size)
 
 
-def norm_forward() -> list[dict[str, Any]]:
+def packed_gate_inputs(rows: int, size: int) -> tuple[Tensor, ...]:
+    """Random gate and up as the halves of one tensor."""
+    return (cases.normal(rows, 2 * size),)
+
+
+def norm_forward() -> list[Row]:
     """`rms_norm`: reads x and writes as much."""
-    return [_forward(rms_norm, rms_norm_of_torch, shape, norm_inputs(*shape), 2) for shape in _each(NORMS)]
+    return [_forward(rms_norm, pytorch_rms_norm, norm_inputs(*shape), shape=shape, moved=2) for shape in _each(NORMS)]
 
 
-def norm_fused() -> list[dict[str, Any]]:
-    """`rms_norm` of a sum, and with SiLU behind it, in one kernel; and in two, of which the other is PyTorch's."""
+def norm_fused() -> list[Row]:
+    """`rms_norm` with a residual or with SiLU in one kernel, compared with the same in two kernels."""
     rows = []
     for shape in _each(NORMS):
         x, weight = norm_inputs(*shape)
-        of_sum, alone = (x, cases.normal(*shape), weight), (x, weight)
-        rows.append(_fused("a sum", _norm_of_sum, norm_of_sum_of_torch, _sum_and_norm, shape, of_sum))
-        rows.append(_fused("SiLU", _norm_with_silu, norm_with_silu_of_torch, _norm_and_silu, shape, alone))
+        rows += [
+            _fused(
+                "a sum",
+                (x, cases.normal(*shape), weight),
+                fused=_add_rms_norm,
+                separate=_add_then_rms_norm,
+                theirs=pytorch_add_rms_norm,
+            ),
+            _fused(
+                "SiLU",
+                (x, weight),
+                fused=_rms_norm_silu,
+                separate=_rms_norm_then_silu,
+                theirs=pytorch_rms_norm_silu,
+            ),
+        ]
     return rows
 
 
-def _norm_of_sum(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return rms_norm(x, weight, EPS, residual=residual)
 
 
-def _sum_and_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+def _add_then_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     total = x + residual
     return rms_norm(total, weight, EPS), total
 
 
-def _norm_with_silu(x: Tensor, weight: Tensor) -> Any:
+def _rms_norm_silu(x: Tensor, weight: Tensor) -> Tensor:
     return rms_norm(x, weight, EPS, activation="silu")
 
 
-def _norm_and_silu(x: Tensor, weight: Tensor) -> Any:
+def _rms_norm_then_silu(x: Tensor, weight: Tensor) -> Tensor:
     return F.silu(rms_norm(x, weight, EPS))
 
 
 def _fused(
-    name: str, ours: Any, theirs: Any, in_two: Any, shape: tuple[int, int], inputs: tuple[Tensor, ...]
-) -> dict[str, Any]:
-    in_one = compiled(theirs)
+    name: str,
+    inputs: tuple[Tensor, ...],
+    *,
+    fused: Callable[..., Results],
+    separate: Callable[..., Results],
+    theirs: Callable[..., Results],
+) -> Row:
+    """A row of `norm_fused`: `fused` is one kernel of cuDNN, `separate` one of cuDNN and one of PyTorch."""
+    compiled_theirs = compiled(theirs)
 
-    def check(found: Any) -> None:
-        results = as_tuple(found(*inputs))
-        cases.check_agreement(("out", "sum")[: len(results)], results, as_tuple(theirs(*inputs)), "PyTorch's")
+    def check(function: Callable[..., Results]) -> None:
+        results = as_tuple(function(*inputs))
+        names = ("out",) if len(results) == 1 else ("out", "sum")
+        cases.check_agreement(names, results, as_tuple(theirs(*inputs)), "PyTorch's")
 
-    calls = {"ours": ours, "two": in_two, "eager": theirs, "compiled": in_one}
-    for found in calls.values():
-        check(found)
-    times = device_times({name: partial(call, *inputs) for name, call in calls.items()}, cold=True)
-    tuned.settle(partial(ours, *inputs))
-    check(ours)
-    again = device_times({"ours": partial(ours, *inputs), "compiled": partial(in_one, *inputs)}, cold=True)
+    functions = {"ours": fused, "two": separate, "eager": theirs, "compiled": compiled_theirs}
+    for function in functions.values():
+        check(function)
+    times = device_times({name: partial(function, *inputs) for name, function in functions.items()}, cold=True)
+    ours = partial(fused, *inputs)
+    tuned.settle(ours)
+    check(fused)
+    tuned_times = device_times({"ours": ours, "compiled": partial(compiled_theirs, *inputs)}, cold=True)
     plan_cache.clear()
     return {
-        "rows, n": ", ".join(map(str, shape)),
+        "rows, n": ", ".join(map(str, inputs[0].shape)),
         "with": name,
         "cudnn_sdpa µs": times["ours"],
         "two kernels µs": times["two"],
@@ -131,75 +160,91 @@ def _fused(
         "pytorch / ours": times["eager"] / times["ours"],
         "compiled µs": times["compiled"],
         "compiled / ours": times["compiled"] / times["ours"],
-        "compiled / tuned": again["compiled"] / again["ours"],
+        "compiled / tuned": tuned_times["compiled"] / tuned_times["ours"],
     }
 
 
-def norm_backward() -> list[dict[str, Any]]:
-    """Its gradients by x and the weight: reads x and a gradient, writes one."""
-    return [_backward(rms_norm, rms_norm_of_torch, shape, norm_inputs(*shape), 3) for shape in _each(NORMS)]
+def norm_backward() -> list[Row]:
+    """Gradients of x and weight: reads x and a gradient, writes one."""
+    return [_backward(rms_norm, pytorch_rms_norm, norm_inputs(*shape), shape=shape, moved=3) for shape in _each(NORMS)]
 
 
-def silu_forward() -> list[dict[str, Any]]:
+def silu_forward() -> list[Row]:
     """`silu_mul` of two tensors, and of the halves of one: reads both, writes half as much."""
     rows = []
     for shape in _each(GATES):
-        rows.append(_forward(silu_mul, silu_mul_of_torch, shape, gate_inputs(*shape), 3))
-        both = (cases.normal(shape[0], 2 * shape[1]),)
-        rows.append(_forward(silu_mul, silu_mul_of_both, (*shape, "halves of one"), both, 3))
+        halves = packed_gate_inputs(*shape)
+        rows += [
+            _forward(silu_mul, pytorch_silu_mul, gate_inputs(*shape), shape=shape, moved=3),
+            _forward(silu_mul, pytorch_packed_silu_mul, halves, shape=shape, moved=3, note="halves of one"),
+        ]
     return rows
 
 
-def silu_backward() -> list[dict[str, Any]]:
-    """Its gradients: reads a gradient and both, writes two."""
+def silu_backward() -> list[Row]:
+    """Gradients of gate and up: reads a gradient and both, writes two."""
     rows = []
     for shape in _each(GATES):
-        rows.append(_backward(silu_mul, silu_mul_of_torch, shape, gate_inputs(*shape), 5))
-        both = (cases.normal(shape[0], 2 * shape[1]),)
-        rows.append(_backward(silu_mul, silu_mul_of_both, (*shape, "halves of one"), both, 5))
+        halves = packed_gate_inputs(*shape)
+        rows += [
+            _backward(silu_mul, pytorch_silu_mul, gate_inputs(*shape), shape=shape, moved=5),
+            _backward(silu_mul, pytorch_packed_silu_mul, halves, shape=shape, moved=5, note="halves of one"),
+        ]
     return rows
 
 
-def norm_host() -> list[dict[str, Any]]:
+def norm_host() -> list[Row]:
     """Host time of a small warm `rms_norm`, and its parts."""
-    return _host(rms_norm, rms_norm_of_torch, norm_inputs(*SMALL))
+    return _host(rms_norm, pytorch_rms_norm, norm_inputs(*SMALL))
 
 
-def silu_host() -> list[dict[str, Any]]:
+def silu_host() -> list[Row]:
     """Host time of a small warm `silu_mul`, and its parts."""
-    return _host(silu_mul, silu_mul_of_torch, gate_inputs(*SMALL))
+    return _host(silu_mul, pytorch_silu_mul, gate_inputs(*SMALL))
 
 
-def _each(shapes: Sequence[tuple[int, int]]) -> Any:
+def _each(shapes: Sequence[tuple[int, int]]) -> Iterable[tuple[int, int]]:
     return track(shapes, "shapes", transient=True)
 
 
-def compiled(function: Any) -> Function:
-    """A function as `torch.compile` makes it for exactly these shapes."""
+def compiled(function: Callable[..., Result]) -> Callable[..., Result]:
+    """A function compiled for exactly the shapes of its calls."""
     torch._dynamo.reset()
-    result: Function = torch.compile(function, dynamic=False)
-    return result
+    return torch.compile(function, dynamic=False)
 
 
 def _forward(
-    ours: Function, theirs: Function, shape: tuple[Any, ...], inputs: tuple[Tensor, ...], moved: int
-) -> dict[str, Any]:
-    """A row of a table; `moved` counts tensors (rows, n) that are read or written."""
-    in_one = compiled(theirs)
+    ours: Function,
+    theirs: Function,
+    inputs: tuple[Tensor, ...],
+    *,
+    shape: tuple[int, int],
+    moved: int,
+    note: str | None = None,
+) -> Row:
+    """A row of a table; `moved` tensors (rows, n) are read or written."""
+    compiled_theirs = compiled(theirs)
     cases.check_agreement(["out"], [ours(*inputs)], [theirs(*inputs)], "PyTorch's")
     calls: dict[str, Call] = {
         "ours": lambda: ours(*inputs),
         "eager": lambda: theirs(*inputs),
-        "compiled": lambda: in_one(*inputs),
+        "compiled": lambda: compiled_theirs(*inputs),
         "copy": large_copy(),
     }
-    row = _row(shape, device_times(calls, cold=True), moved, inputs[0].element_size())
+    times = device_times(calls, cold=True)
+    row = _row(times, shape=shape, bytes_moved=_bytes(inputs[0], shape, moved), note=note)
     return {**row, "autotune's gain": tuned.gain(calls["ours"])}
 
 
 def _backward(
-    ours: Function, theirs: Function, shape: tuple[Any, ...], inputs: tuple[Tensor, ...], moved: int
-) -> dict[str, Any]:
+    ours: Function,
+    theirs: Function,
+    inputs: tuple[Tensor, ...],
+    *,
+    shape: tuple[int, int],
+    moved: int,
+    note: str | None = None,
+) -> Row:
     inputs = tuple(tensor.requires_grad_() for tensor in inputs)
     outs = {"ours": ours(*inputs), "eager": theirs(*inputs), "compiled": compiled(theirs)(*inputs)}
     grad = torch.randn_like(outs["ours"])
@@ -207,16 +252,22 @@ def _backward(
     def gradients(name: str) -> Call:
         return lambda: torch.autograd.grad(outs[name], inputs, grad, retain_graph=True)
 
-    found, expected = (torch.autograd.grad(outs[name], inputs, grad, retain_graph=True) for name in ("ours", "eager"))
-    cases.check_agreement([f"gradient {number}" for number in range(len(inputs))], found, expected, "PyTorch's")
+    actual, expected = (torch.autograd.grad(outs[name], inputs, grad, retain_graph=True) for name in ("ours", "eager"))
+    cases.check_agreement([f"gradient {number}" for number in range(len(inputs))], actual, expected, "PyTorch's")
     times = device_times({**{name: gradients(name) for name in outs}, "copy": large_copy()}, cold=True)
-    return _row(shape, times, moved, grad.element_size())
+    return _row(times, shape=shape, bytes_moved=_bytes(grad, shape, moved), note=note)
 
 
-def _row(shape: tuple[Any, ...], times: dict[str, float], moved: int, size: int) -> dict[str, Any]:
-    bytes_moved = moved * shape[0] * shape[1] * size
+def _bytes(like: Tensor, shape: tuple[int, int], count: int) -> int:
+    """The size of `count` tensors of a shape."""
+    rows, size = shape
+    return count * rows * size * like.element_size()
+
+
+def _row(times: dict[str, float], *, shape: tuple[int, int], bytes_moved: int, note: str | None) -> Row:
+    label = ", ".join(map(str, shape))
     return {
-        "rows, n": ", ".join(map(str, shape)),
+        "rows, n": label if note is None else f"{label}, {note}",
         "cudnn_sdpa µs": times["ours"],
         "of a copy's bandwidth": bytes_moved / times["ours"] / (2 * COPIED / times["copy"]),
         "pytorch µs": times["eager"],
@@ -226,8 +277,8 @@ def _row(shape: tuple[Any, ...], times: dict[str, float], moved: int, size: int)
     }
 
 
-def _host(ours: Function, theirs: Function, inputs: tuple[Tensor, ...]) -> list[dict[str, Any]]:
-    in_one = compiled(theirs)
+def _host(ours: Function, theirs: Function, inputs: tuple[Tensor, ...]) -> list[Row]:
+    compiled_theirs = compiled(theirs)
     out = ours(*inputs)
     ours(*inputs)
     call = _last_call(ours)
@@ -241,10 +292,10 @@ def _host(ours: Function, theirs: Function, inputs: tuple[Tensor, ...]) -> list[
         "  of it: an output": lambda: plans.allocate(*layout),
         "  of it: a look whether the call is like the last one": lambda: guard(*inputs),
         "pytorch": lambda: theirs(*inputs),
-        "compiled": lambda: in_one(*inputs),
+        "compiled": lambda: compiled_theirs(*inputs),
         "cudnn_sdpa, forward and backward": lambda: torch.autograd.grad(ours(*leaves), leaves, grad),
         "pytorch, forward and backward": lambda: torch.autograd.grad(theirs(*leaves), leaves, grad),
-        "compiled, forward and backward": lambda: torch.autograd.grad(in_one(*leaves), leaves, grad),
+        "compiled, forward and backward": lambda: torch.autograd.grad(compiled_theirs(*leaves), leaves, grad),
     }
     times = host_times(calls, per_round=300, rounds=12)
     return [{"call": name, "µs": time, "× pytorch": time / times["pytorch"]} for name, time in times.items()]
@@ -257,13 +308,15 @@ def _last_call(ours: Function) -> GraphCall:
     return last.call
 
 
-def _launch(call: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Call:
-    """The launch of its plan and nothing else."""
+def _launch(call: GraphCall, inputs: tuple[Tensor, ...], out: Tensor) -> Call:
+    """Only the launch of the call's plan."""
     eps = array("f", [EPS])
-    numbers = [eps.buffer_info()[0]] if call._numbers else []
+    eps_pointer, _ = eps.buffer_info()
+    numbers = [eps_pointer] if call._numbers else []
     operands = array("Q", [*(x.data_ptr() for x in inputs), *numbers, out.data_ptr()])
     plan, slot = call.plan, handles.thread.slots[call.plan.device]
     workspace = torch.empty(max(1, plan.workspace), dtype=torch.uint8, device=out.device)
-    address, count, of_workspace, handle = operands.buffer_info()[0], len(operands), workspace.data_ptr(), slot.raw
-    kept = (eps, operands, workspace)
-    return lambda: kept and plan._launch(address, count, of_workspace, handle, -1)
+    (address, count), workspace_pointer, handle = operands.buffer_info(), workspace.data_ptr(), slot.raw
+    alive = (eps, operands, workspace)  # the launch has only their addresses
+    # The values of `_launch` are in the order of `backend.Launch`.
+    return lambda: alive and plan._launch(address, count, workspace_pointer, handle, -1)

@@ -1,10 +1,10 @@
-"""`bench host`: what one warm call costs the host, whether the kernel is cuDNN's at full speed, and memory."""
+"""`bench host`: the host time of a warm call and its parts, kernel times, and memory."""
 
 from __future__ import annotations
 
 import gc
 import resource
-from typing import Any
+from collections.abc import Hashable
 
 import torch
 from rich.progress import track
@@ -16,6 +16,7 @@ from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.bench.tools import cases, hand_graphs, peers
+from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import Call, device_times, host_times
 from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, tensor_guard
 from cudnn_sdpa.plans import plan as plans
@@ -23,12 +24,12 @@ from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.shape_policy import EXACT, shape_policy
 
 
-def host() -> list[dict[str, Any]]:
-    """Host time of one warm inference call, B=1, H=8, S=128, D=64, bfloat16, beside its peers."""
+def host() -> list[Row]:
+    """Host time of one warm inference call, B=1, H=8, S=128, D=64, bfloat16, and of PyTorch and cuDNN's frontend."""
     q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
     lengths = torch.full((1,), 100, dtype=torch.int32, device="cuda")
     sinks = cases.normal(8, dtype=torch.float32)
-    operands = ForwardArguments(q, k, v)[:17]
+    operands = ForwardArguments(q, k, v).operator_inputs
     step = cases.normal(1, 8, 1, 64)
     frontend = hand_graphs.FrontendGraph(q, k, v, is_causal=False)
     pytorch = peers.pytorch(q, k, v, is_causal=False)
@@ -52,14 +53,14 @@ def host() -> list[dict[str, Any]]:
         q_i, k_i, v_i = q.clone(), k.clone(), v.clone()
     pytorch_i = peers.pytorch(q_i, k_i, v_i, is_causal=False)
     rounds = []
-    for _ in range(5):  # sdpa_kernel() is no part of a call, so PyTorch's backends alternate with ours by rounds
+    for _ in range(5):  # PyTorch's backends have rounds of their own, because sdpa_kernel() is not part of a call
         times = host_times(calls, rounds=3)
         for name in peers.PYTORCH_BACKENDS:
             with peers.only(name):
                 times |= host_times({name: pytorch}, rounds=3)
         with torch.inference_mode(), peers.only("pytorch flash"):
-            of_mode: dict[str, Call] = {"sdpa": lambda: sdpa(q_i, k_i, v_i), "pytorch flash": pytorch_i}
-            times |= {f"{name}, inference mode": time for name, time in host_times(of_mode, rounds=3).items()}
+            inference: dict[str, Call] = {"sdpa": lambda: sdpa(q_i, k_i, v_i), "pytorch flash": pytorch_i}
+            times |= {f"{name}, inference mode": time for name, time in host_times(inference, rounds=3).items()}
         rounds.append(times)
     best = {name: min(times[name] for times in rounds) for name in rounds[0]}
     best["two shapes in turn, mean of a call"] /= 2
@@ -68,22 +69,29 @@ def host() -> list[dict[str, Any]]:
 
 
 def _packed_calls(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
-    """Calls over the same tokens as one packed sequence."""
-    ends = torch.tensor((0, q.shape[0]), dtype=torch.int32, device="cuda")
-    of_call = (q, k, v, ends, ends, q.shape[0], q.shape[0])
-    calls: dict[str, Call] = {"sdpa_varlen": lambda: sdpa_varlen(*of_call)}
+    """Calls on the same tokens as one packed sequence."""
+    length = q.shape[0]
+    cu_seqlens = torch.tensor((0, length), dtype=torch.int32, device="cuda")
+    # Both functions take these arguments in the same order; by position, as in existing code of either.
+    arguments = (q, k, v, cu_seqlens, cu_seqlens, length, length)
+    calls: dict[str, Call] = {"sdpa_varlen": lambda: sdpa_varlen(*arguments)}
     theirs = peers.pytorch_varlen()
     if theirs is not None:
-        calls["pytorch varlen_attn"] = lambda: theirs(*of_call)
+        calls["pytorch varlen_attn"] = lambda: theirs(*arguments)
     return calls
 
 
-def parts() -> list[dict[str, Any]]:
-    """Where the host time of a warm call goes."""
+def parts() -> list[Row]:
+    """The parts of the host time of a warm call."""
     q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
     out = sdpa(q, k, v)
     frontend = hand_graphs.FrontendGraph(q, k, v, is_causal=False)
-    signature = launch.plain_signature(q, k, v, None, None, False, "top_left", None, False, None)
+
+    def signature_of_call() -> Hashable:
+        # As `sdpa` does it: lengths of q and of keys, is_causal, causal_alignment, scale, return_lse, out.
+        return launch.plain_signature(q, k, v, None, None, False, "top_left", None, False, None)
+
+    signature = signature_of_call()
     call = launch.calls.get(signature)
     assert call is not None
     plan = call.plan
@@ -93,10 +101,10 @@ def parts() -> list[dict[str, Any]]:
     pieces: dict[str, Call] = {
         "whole call": lambda: sdpa(q, k, v),
         "is it like the last call?": lambda: guard(q, k, v),
-        "if not: signature": lambda: launch.plain_signature(q, k, v, None, None, False, "top_left", None, False, None),
+        "if not: signature": signature_of_call,
         "if not: look-up of it": lambda: launch.calls.get(signature),
         "if not: may it skip the dispatcher?": lambda: can_bypass_dispatcher(q, k, v),
-        "prepared call": lambda: call.run(q, k, v, None, None),
+        "prepared call": lambda: call.run(q, k, v, None, None),  # as `sdpa` does it: no lengths of keys, no `out`
         "  of it: output": lambda: plans.allocate(*layout),
         "  of it: plan.launch": lambda: plan.launch(pointers),
         "    of it: cuDNN and the frontend's C++": frontend.launch,
@@ -104,8 +112,8 @@ def parts() -> list[dict[str, Any]]:
     return [{"part": name, "µs": time} for name, time in host_times(pieces).items()]
 
 
-def kernels() -> list[dict[str, Any]]:
-    """Device time of `sdpa` beside the plain frontend graph, interleaved."""
+def kernels() -> list[Row]:
+    """Device time of `sdpa` and of the plain frontend graph, interleaved."""
     rows = []
     for shape in track(cases.KERNEL_SHAPES, "kernels", transient=True):
         causal = shape.causal
@@ -133,16 +141,14 @@ def kernels() -> list[dict[str, Any]]:
     return rows
 
 
-def memory() -> list[dict[str, Any]]:
-    """Device memory over 10,000 calls, and plans and host memory over 1,000 shapes."""
+def memory() -> list[Row]:
+    """Growth of device memory in 10,000 calls; plans and host memory in 1,000 shapes."""
     q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
     sdpa(q, k, v)
     before = _device_memory()
     for _ in range(10_000):
         sdpa(q, k, v)
-    rows: list[dict[str, Any]] = [
-        {"what": "device memory grown over 10,000 calls, bytes", "value": _device_memory() - before}
-    ]
+    rows: list[Row] = [{"what": "device memory grown over 10,000 calls, bytes", "value": _device_memory() - before}]
     capacity = plan_cache.info().capacity
     plan_cache.clear()
     plan_cache.resize(100)

@@ -1,4 +1,4 @@
-"""`bench llama`: prefill and decode of a stack of Llama's layers in transformers, beside PyTorch's backends."""
+"""`bench llama`: prefill and decode of Llama layers in transformers, on `sdpa` and on PyTorch's backends."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from rich.progress import track
 from torch import Tensor
 
 from cudnn_sdpa.bench.tools import cases, peers
+from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import device_times
 from cudnn_sdpa.integrations.transformers import NAME, register
 
-#: Llama 3's 8B model with fewer layers and tokens.
+#: Llama 3 8B with fewer layers and a smaller vocabulary.
 SHAPE: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 4096,
@@ -30,28 +31,28 @@ SHAPE: dict[str, Any] = {
 }
 LABEL = "4 layers of Llama's 8B model, bfloat16"
 
-#: B, tokens of a prompt.
+#: B, prompt tokens.
 PROMPTS = ((1, 2048), (4, 2048), (1, 8192), (1, 32768))
-#: B, tokens that are there already.
+#: B, cached tokens.
 CACHES = ((1, 1024), (1, 8192), (16, 4096), (64, 1024))
 STEPS = 40
 SDPA = "pytorch sdpa"
 
-#: Relative error of logits: each layer rounds again.
+#: Relative error of logits: rounding errors of the layers add up.
 TOLERANCE = 5e-2
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model and what has to be around its calls."""
+    """A model, and a context manager around its calls that selects PyTorch's backend."""
 
     name: str
     model: Any
-    around: Callable[[], AbstractContextManager[None]]
+    backend: Callable[[], AbstractContextManager[None]]
 
 
 def candidates() -> list[Candidate]:
-    """A model on this library's attention and on PyTorch's, as it chooses and on each backend; weights are shared."""
+    """A model on `sdpa`, on PyTorch's default, and on each of PyTorch's backends; weights are shared."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     register()
@@ -64,21 +65,22 @@ def candidates() -> list[Candidate]:
     ours, theirs = models[NAME].to(like.dtype).eval(), models["sdpa"]
     theirs.load_state_dict(ours.state_dict(), assign=True)
     theirs.model.rotary_emb = ours.model.rotary_emb
-    found = [Candidate(NAME, ours, nullcontext), Candidate(SDPA, theirs.eval(), nullcontext)]
-    return found + [Candidate(name, theirs, _only(name)) for name in peers.PYTORCH_BACKENDS]
+    default = Candidate(SDPA, theirs.eval(), nullcontext)
+    backends = [Candidate(name, theirs, _only(name)) for name in peers.PYTORCH_BACKENDS]
+    return [Candidate(NAME, ours, nullcontext), default, *backends]
 
 
 def _only(name: str) -> Callable[[], AbstractContextManager[None]]:
     return lambda: peers.only(name)
 
 
-def prefill() -> list[dict[str, Any]]:
-    """Prompts without padding and without a cache: device time."""
+def prefill() -> list[Row]:
+    """Device time of prompts without padding and without a cache."""
     rows = []
     all_candidates = candidates()
     for batch, length in track(PROMPTS, "prefill", transient=True):
         ids = _tokens(batch, length)
-        calls = {one.name: _prompt(one, ids) for one in all_candidates}
+        calls = {candidate.name: _prompt(candidate, ids) for candidate in all_candidates}
         with torch.inference_mode():
             _compare({name: call() for name, call in calls.items()})
             times = device_times(calls)
@@ -86,30 +88,31 @@ def prefill() -> list[dict[str, Any]]:
     return rows
 
 
-def _prompt(one: Candidate, ids: Tensor) -> Callable[[], Tensor]:
+def _prompt(candidate: Candidate, ids: Tensor) -> Callable[[], Tensor]:
     def call() -> Tensor:
-        with one.around():
-            logits: Tensor = one.model(ids, use_cache=False, logits_to_keep=1).logits
+        with candidate.backend():
+            logits: Tensor = candidate.model(ids, use_cache=False, logits_to_keep=1).logits
         return logits
 
     return call
 
 
-def decode() -> list[dict[str, Any]]:
-    """Steps of one token, each one on the cache that the step before left: wall time of a step."""
+def decode() -> list[Row]:
+    """Wall time of one-token decode steps, each on the cache of the step before."""
     rows = []
-    everyone = candidates()
-    # PyTorch held to cuDNN would find the plans that PyTorch has built for the same lengths just before.
-    growing = [one for one in everyone if one.name != peers.CUDNN]
+    all_candidates = candidates()
+    without_backends = [candidate for candidate in all_candidates if candidate.name in (NAME, SDPA)]
+    # PyTorch's cuDNN backend would reuse the plans that its default has just built for the same lengths.
+    without_cudnn = [candidate for candidate in all_candidates if candidate.name != peers.CUDNN]
     for batch, length in track(CACHES, "decode", transient=True):
         ids = _tokens(batch, length)
         for kind in ("growing", "static", "static, compiled"):
             calls = {}
-            with torch.no_grad():  # not inference mode: a static cache has to outlive its steps
-                for one in growing if kind == "growing" else everyone[:2]:
-                    cache = _cache(one.model.config, None if kind == "growing" else length + 2 * STEPS)
-                    run = compiled(one.model) if kind == "static, compiled" else one.model
-                    calls[one.name] = _steps(one, run, ids, cache)
+            with torch.no_grad():  # not inference mode: a static cache is updated in later steps
+                for candidate in without_cudnn if kind == "growing" else without_backends:
+                    cache = _cache(candidate.model.config, None if kind == "growing" else length + 2 * STEPS)
+                    run = compiled(candidate.model) if kind == "static, compiled" else candidate.model
+                    calls[candidate.name] = _steps(candidate, run, ids, cache)
                 _compare({name: call() for name, call in calls.items()})
                 times = wall_times(calls, STEPS)
             rows.append(_row("B, tokens, cache", f"{batch}, {length}, {kind}", batch, times))
@@ -123,39 +126,38 @@ def _cache(config: Any, size: int | None) -> Any:
 
 
 def compiled(model: Any) -> Any:
-    """The model as `generate` compiles it: its steps become CUDA graphs."""
+    """The model compiled as by `generate`: its steps become CUDA graphs."""
     torch._dynamo.reset()
     return torch.compile(model, mode="reduce-overhead", fullgraph=True)
 
 
-def _steps(one: Candidate, run: Any, ids: Tensor, cache: Any) -> Callable[[], Tensor]:
-    """Steps, by a compiled model perhaps, on a cache that a prompt has filled."""
-    one.model(ids, past_key_values=cache, logits_to_keep=1)
+def _steps(candidate: Candidate, run: Any, ids: Tensor, cache: Any) -> Callable[[], Tensor]:
+    """Decode steps of `run`, the model or its compiled form, on a cache filled by a prompt."""
+    candidate.model(ids, past_key_values=cache, logits_to_keep=1)
     token = ids[:, -1:].clone()
 
     def call() -> Tensor:
-        with one.around():
+        with candidate.backend():
             logits: Tensor = run(token, past_key_values=cache).logits
-        return logits.clone()  # the next replay of a CUDA graph writes over it
+        return logits.clone()  # the next replay of a CUDA graph overwrites it
 
     return call
 
 
 def wall_times(calls: Mapping[str, Callable[[], Tensor]], repeats: int) -> dict[str, float]:
-    """Microseconds from a call until the GPU has done it: the median, interleaved, after some to warm up."""
+    """Microseconds from a call until the GPU has finished: the interleaved median, after a quarter as warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            with _finished():
+            with _synchronized():
                 start = time.perf_counter()
                 call()
             seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(found[repeats // 4 :]) * 1e6 for name, found in seconds.items()}
+    return {name: statistics.median(measured[repeats // 4 :]) * 1e6 for name, measured in seconds.items()}
 
 
 @contextmanager
-def _finished() -> Iterator[None]:
-    """Nothing is left to do for the GPU before and after."""
+def _synchronized() -> Iterator[None]:
     on_gpu = cases.DEVICE == "cuda"
     if on_gpu:
         torch.cuda.synchronize()
@@ -170,13 +172,13 @@ def _tokens(batch: int, length: int) -> Tensor:
 
 def _compare(logits: dict[str, Tensor]) -> None:
     expected = logits[SDPA].clone()
-    for name, found in logits.items():
-        cases.check_agreement(["logits"], [found], [expected], f"{SDPA}'s, {name}", TOLERANCE)
+    for name, actual in logits.items():
+        cases.check_agreement(["logits"], [actual], [expected], f"{SDPA}'s, {name}", tolerance=TOLERANCE)
 
 
-def _row(what: str, label: str, tokens: int, times: dict[str, float]) -> dict[str, Any]:
-    """Tokens in a second."""
-    rates: dict[str, Any] = {f"{name} tokens/s": tokens / time * 1e6 for name, time in times.items()}
+def _row(column: str, label: str, tokens: int, times: dict[str, float]) -> Row:
+    """Tokens per second."""
+    rates: Row = {f"{name} tokens/s": tokens / time * 1e6 for name, time in times.items()}
     for name in (NAME, SDPA, *peers.PYTORCH_BACKENDS):
         rates.setdefault(f"{name} tokens/s", "–")
-    return {what: label, **rates, "× sdpa": times[SDPA] / times[NAME]}
+    return {column: label, **rates, "× sdpa": times[SDPA] / times[NAME]}

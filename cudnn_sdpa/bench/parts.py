@@ -81,7 +81,7 @@ class Fp8Part(str, Enum):
     FORWARD = "forward"
     TRAINING = "training"
     HOST = "host"
-    EASY = "easy"
+    LAYER = "layer"
 
 
 class AttentionPart(str, Enum):

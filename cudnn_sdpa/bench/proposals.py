@@ -1,4 +1,4 @@
-"""Every plan that cuDNN proposes for a call, timed: whether one is faster than its first choice."""
+"""The times of all plans that cuDNN proposes for a call, to see whether one is faster than its first choice."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from rich.progress import track
 from torch import Tensor
 
 from cudnn_sdpa.bench import fused
-from cudnn_sdpa.bench.convolutions import CASES, Case, tuning_of_torch
+from cudnn_sdpa.bench.convolutions import Case, pytorch_benchmark
 from cudnn_sdpa.bench.decode import COPIED, large_copy
+from cudnn_sdpa.bench.fused import Function
 from cudnn_sdpa.bench.tools import cases, tuned
+from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import Call, device_times
 from cudnn_sdpa.fused.activation import silu_mul
 from cudnn_sdpa.fused.conv import conv2d
@@ -19,39 +21,43 @@ from cudnn_sdpa.fused.norm import rms_norm
 from cudnn_sdpa.plans.autotune import AutotuneEntry
 from cudnn_sdpa.plans.cache import plan_cache
 
-#: More than cuDNN proposes for anything.
+#: More plans than cuDNN proposes for any call.
 ALL = 256
 
-#: Where `rms_norm` takes longer than torch.compile's kernel and `autotune` finds nothing among its first candidates.
-NORMS = (fused.NORMS[0],)
+#: The size at which `rms_norm` is slower than torch.compile's kernel, also with `autotune`'s default candidates.
+NORMS = ((16384, 8192),)
 
-#: `silu_mul` of the same size, and where rows are few.
-GATES = (fused.GATES[0], *fused.GATES[3:])
+#: `silu_mul` of the same size, and sizes with few rows.
+GATES = ((16384, 8192), (2048, 4864), (64, 14336))
 
-#: Where bias and SiLU in the convolution's kernel gain least.
-CONVOLUTIONS = (CASES[2], CASES[4])
+#: The convolutions that gain least from fused bias and SiLU.
+CONVOLUTIONS = (
+    Case(batch=8, channels=512, size=64, filters=512, extent=3, padding=1),
+    Case(batch=4, channels=320, size=96, filters=320, extent=3, padding=1),
+)
 
 
-def norms() -> list[dict[str, Any]]:
-    """All plans of `rms_norm`, beside torch.compile's kernel and what a copy of as many bytes takes."""
+def norms() -> list[Row]:
+    """All plans of `rms_norm`, compared with torch.compile's kernel and with a copy of as many bytes."""
     rows = []
     for shape in NORMS:
-        rows += _all(rms_norm, fused.rms_norm_of_torch, ", ".join(map(str, shape)), fused.norm_inputs(*shape), 2)
+        label = ", ".join(map(str, shape))
+        rows += _all(rms_norm, fused.pytorch_rms_norm, fused.norm_inputs(*shape), label=label, moved=2)
     return rows
 
 
-def gates() -> list[dict[str, Any]]:
-    """All plans of `silu_mul`, of two tensors and of the halves of one, likewise."""
+def gates() -> list[Row]:
+    """The same of `silu_mul`, of two tensors and of the halves of one."""
     rows = []
     for shape in GATES:
-        label, both = ", ".join(map(str, shape)), (cases.normal(shape[0], 2 * shape[1]),)
-        rows += _all(silu_mul, fused.silu_mul_of_torch, label, fused.gate_inputs(*shape), 3)
-        rows += _all(silu_mul, fused.silu_mul_of_both, f"{label}, halves of one", both, 3)
+        label, halves = ", ".join(map(str, shape)), fused.packed_gate_inputs(*shape)
+        rows += _all(silu_mul, fused.pytorch_silu_mul, fused.gate_inputs(*shape), label=label, moved=3)
+        rows += _all(silu_mul, fused.pytorch_packed_silu_mul, halves, label=f"{label}, halves of one", moved=3)
     return rows
 
 
-def _all(ours: Any, theirs: Any, label: str, inputs: tuple[Tensor, ...], moved: int) -> list[dict[str, Any]]:
-    """One row for each plan; `moved` counts tensors, as large as the result, that are read or written."""
+def _all(ours: Function, theirs: Function, inputs: tuple[Tensor, ...], *, label: str, moved: int) -> list[Row]:
+    """One row for each plan; `moved` tensors, as large as the result, are read or written."""
     compiled = fused.compiled(theirs)
     calls: dict[str, Call] = {"fastest": lambda: ours(*inputs), "compiled": lambda: compiled(*inputs)}
     entry = _settled(calls["fastest"])
@@ -59,37 +65,37 @@ def _all(ours: Any, theirs: Any, label: str, inputs: tuple[Tensor, ...], moved: 
     cases.check_agreement(["out"], [out], [theirs(*inputs)], "PyTorch's")
     times = device_times({**calls, "copy": large_copy()}, cold=True)
     plan_cache.clear()
-    found = [
+    times_by_kernel: list[tuple[str, float | str]] = [
         ("a copy of as many bytes", times["copy"] * moved * out.numel() * out.element_size() / (2 * COPIED)),
         ("torch.compile", times["compiled"]),
         ("the fastest that cuDNN proposes", times["fastest"]),
     ]
     for number, candidate in enumerate(entry.candidates, 1):
-        time: Any = candidate.reason if candidate.microseconds is None else candidate.microseconds
-        found.append((f"warm, cuDNN's choice {number}: {candidate}", time))
-    return [{"rows, n": label, "what": what, "µs": time} for what, time in found]
+        time = candidate.reason if candidate.microseconds is None else candidate.microseconds
+        times_by_kernel.append((f"warm, cuDNN's choice {number}: {candidate}", time))
+    return [{"rows, n": label, "what": kernel, "µs": time} for kernel, time in times_by_kernel]
 
 
-def convolutions() -> list[dict[str, Any]]:
-    """Convolution, bias and SiLU: all plans that cuDNN proposes, beside PyTorch's three with its fastest."""
+def convolutions() -> list[Row]:
+    """Convolution, bias and SiLU: all plans that cuDNN proposes, compared with PyTorch's benchmarked convolution."""
     return [_convolution(case) for case in track(CONVOLUTIONS, "convolutions", transient=True)]
 
 
-def _convolution(case: Case) -> dict[str, Any]:
+def _convolution(case: Case) -> Row:
     x, weight, bias = case.inputs()
     sizes: dict[str, Any] = {"stride": case.stride, "padding": case.padding, "groups": case.groups}
 
     def ours() -> Tensor:
         return conv2d(x, weight, bias, **sizes, activation="silu")
 
-    def of_torch() -> Tensor:
+    def theirs() -> Tensor:
         return F.silu(F.conv2d(x, weight, bias, **sizes))
 
-    with tuning_of_torch():
+    with pytorch_benchmark():
         entry = _settled(ours)
-        cases.check_agreement(["out"], [ours()], [of_torch()], "PyTorch's")
+        cases.check_agreement(["out"], [ours()], [theirs()], "PyTorch's")
         plain: Call = lambda: conv2d(x, weight, **sizes)  # noqa: E731
-        times = device_times({"ours": ours, "torch": of_torch, "plain": plain})
+        times = device_times({"ours": ours, "torch": theirs, "plain": plain})
     plan_cache.clear()
     timed = [each.microseconds for each in entry.candidates if each.microseconds is not None]
     return {
@@ -107,5 +113,5 @@ def _convolution(case: Case) -> dict[str, Any]:
 
 
 def _settled(call: Call) -> AutotuneEntry:
-    """What `autotune` finds among all plans that cuDNN proposes for a call; its last plan's entry."""
+    """Autotunes a call over all plans that cuDNN proposes; the measurements of its last plan."""
     return tuned.settle(call, candidates=ALL)[-1]

@@ -1,11 +1,11 @@
-"""What `bench coldstart` runs in a process of its own: it measures once, and prints one line of JSON.
+"""The processes of `bench coldstart`: each measures once and prints one line of JSON.
 
     python -m cudnn_sdpa.bench.programs.first_call sdpa
     python -m cudnn_sdpa.bench.programs.first_call pytorch
     python -m cudnn_sdpa.bench.programs.first_call record plans.json
     python -m cudnn_sdpa.bench.programs.first_call warmup plans.json
 
-The environment variable CUDNN_SDPA_PLAN_DIR says which plan store it uses, if any.
+The environment variable CUDNN_SDPA_PLAN_DIR sets their plan store.
 """
 
 from __future__ import annotations
@@ -33,20 +33,23 @@ from cudnn_sdpa.plans.shape_policy import EXACT, shape_policy
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 #: The first call, and one of another shape.
-SHAPES = (Shape(2, 8, 8, 512, 128, True), Shape(2, 8, 8, 640, 128, True))
+SHAPES = (
+    Shape(batch=2, heads_q=8, heads_kv=8, length=512, dim=128, causal=True),
+    Shape(batch=2, heads_q=8, heads_kv=8, length=640, dim=128, causal=True),
+)
 
-#: Lengths of the calls of a manifest: a plan for each.
+#: Lengths of the calls of a manifest, one plan each.
 LENGTHS = range(100, 300)
 
 
 def start_cuda() -> None:
-    """A context of CUDA's, and a kernel of PyTorch's."""
+    """Creates the CUDA context and launches a kernel of PyTorch."""
     torch.randn(8, device=cases.DEVICE)
     torch.cuda.synchronize()
 
 
 def start_library() -> None:
-    """cuDNN, this thread's handle, and what plans are for: all that is there before a first call."""
+    """Loads cuDNN, creates this thread's handle, and detects the plans' target."""
     device = torch.cuda.current_device()
     handles.build_handle(device)
     target.live_target(device)
@@ -64,16 +67,16 @@ def first_calls_of_pytorch() -> dict[str, Any]:
     start_cuda()
     plane = torch.randn(2, 4, 8, 8, device=cases.DEVICE)
     ones = plane.new_ones(4)
-    torch.ops.aten.cudnn_batch_norm(plane, ones, ones, None, None, True, 0.1, 1e-5)  # PyTorch's handle is made for it
+    torch.ops.aten.cudnn_batch_norm(plane, ones, ones, None, None, True, 0.1, 1e-5)  # creates PyTorch's handle
     with peers.only("pytorch cudnn"):
         return {"calls": _timed_calls(lambda q, k, v: peers.pytorch(q, k, v, is_causal=True)())}
 
 
 def record(path: str) -> dict[str, Any]:
-    """Builds a plan for each of `LENGTHS`, which the store keeps, and writes their manifest."""
+    """Builds and stores a plan for each of `LENGTHS`, and writes their manifest."""
     with record_plans() as manifest, shape_policy(EXACT):
         for length in LENGTHS:
-            sdpa(*_of_length(length))
+            sdpa(*_inputs(length))
     if len(manifest) != len(LENGTHS):
         raise RuntimeError(f"{len(manifest)} plans were recorded in calls of {len(LENGTHS)} lengths")
     manifest.save(path)
@@ -81,25 +84,25 @@ def record(path: str) -> dict[str, Any]:
 
 
 def warm_up(path: str) -> dict[str, Any]:
-    """Loads the plans of a manifest, and looks whether a call finds its own."""
+    """Loads the plans of a manifest, and checks that a call needs no build."""
     start_cuda()
     start_library()
     report = warmup(path)
     if report.failed:
         raise RuntimeError(f"plans are missing: {report.failed}")
-    q, k, v = _of_length(LENGTHS[-1])
+    q, k, v = _inputs(LENGTHS[-1])
     with no_plan_builds():
         out = sdpa(q, k, v)
     _check(out, q, k, v, is_causal=False)
     return {"seconds": report.seconds, "loaded": report.loaded, "built": report.built, "held": report.held}
 
 
-def _of_length(length: int) -> tuple[Tensor, Tensor, Tensor]:
-    return Shape(1, 2, 2, length, 64, False).tensors()
+def _inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    return Shape(batch=1, heads_q=2, heads_kv=2, length=length, dim=64, causal=False).tensors()
 
 
 def _timed_calls(attend: Attend) -> list[dict[str, Any]]:
-    """Milliseconds of host time of a call of each shape, until it returns and until the GPU is done, and its plans."""
+    """For a call of each shape: milliseconds until it returns and until the GPU has finished; builds and loads."""
     inputs = [shape.tensors() for shape in SHAPES]
     torch.cuda.synchronize()
     calls, outs = [], []
@@ -125,7 +128,7 @@ def _timed_calls(attend: Attend) -> list[dict[str, Any]]:
 
 
 def _check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> None:
-    """Stops if the result is wrong: wrong numbers have no speed."""
+    """Stops if the result is wrong."""
     with sdpa_kernel(SDPBackend.MATH):
         expected = peers.pytorch(q, k, v, is_causal=is_causal)()
     check_agreement(["out"], [out], [expected], "PyTorch's")

@@ -1,10 +1,10 @@
-"""What `bench shapes` runs in a process of its own: calls of many lengths; it prints one line of JSON.
+"""The processes of `bench shapes`: calls of many lengths; each prints one line of JSON.
 
     python -m cudnn_sdpa.bench.programs.many_lengths pass exact     # or bucketed, tiered, pytorch
     python -m cudnn_sdpa.bench.programs.many_lengths takeover
 
-Python's garbage collector is off: its full run takes 80 ms with PyTorch imported.
-Calls are a causal prefill of one sequence, 32 query and 8 key heads of 128, a token's heads together in memory.
+Python's garbage collector is off, because a full collection takes 80 ms with PyTorch imported.
+The calls are causal prefills of one sequence with 32 query heads and 8 key heads of 128, in the layout (B, S, H, D).
 """
 
 from __future__ import annotations
@@ -29,54 +29,56 @@ from cudnn_sdpa.plans.cache import no_plan_builds, plan_cache
 from cudnn_sdpa.plans.shape_policy import EXACT, TIERED, shape_policy
 
 HEADS_Q, HEADS_KV, DIM = 32, 8, 128
-LONGEST = 8192
+MAX_LENGTH = 8192
 COUNT = 200
 
-#: Lengths that come back again and again while their own plans are built.
+#: Number of lengths of each pass whose results are checked.
+CHECKED = 5
+
+#: Number of lengths that recur while their exact plans are built.
 RETURNING = 12
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def lengths(count: int, seed: int) -> list[int]:
-    """Distinct lengths, the same ones in every run."""
-    return random.Random(seed).sample(range(1, LONGEST + 1), count)
+    """Distinct lengths, the same in every run."""
+    return random.Random(seed).sample(range(1, MAX_LENGTH + 1), count)
 
 
 class Inputs:
-    """Queries, keys and values of any length, out of memory that is there already."""
+    """Queries, keys and values of any length, as views of memory allocated once."""
 
     def __init__(self) -> None:
-        self._whole = [cases.normal(1, LONGEST, heads, DIM) for heads in (HEADS_Q, HEADS_KV, HEADS_KV)]
+        self._buffers = [cases.normal(1, MAX_LENGTH, heads, DIM) for heads in (HEADS_Q, HEADS_KV, HEADS_KV)]
 
     def __call__(self, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Views (1, H, length, D)."""
-        q, k, v = (whole[:, :length].transpose(1, 2) for whole in self._whole)
+        q, k, v = (buffer[:, :length].transpose(1, 2) for buffer in self._buffers)
         return q, k, v
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The call that is measured."""
+    """The measured call."""
     return sdpa(q, k, v, is_causal=True)
 
 
-def one_pass(attend: Attend, inputs: Inputs, of: Iterable[int]) -> dict[str, Any]:
-    """Calls of some lengths, one after the other: how long all take, and the longest wait for one to return."""
+def one_pass(attend: Attend, inputs: Inputs, seqlens: Iterable[int]) -> dict[str, Any]:
+    """Calls of some lengths: their total time, and the longest wait for a call to return."""
     builds, longest = plan_cache.info().builds, 0.0
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for length in of:
+    for length in seqlens:
         q, k, v = inputs(length)
-        called = time.perf_counter()
+        call_start = time.perf_counter()
         attend(q, k, v)
-        longest = max(longest, time.perf_counter() - called)
+        longest = max(longest, time.perf_counter() - call_start)
     torch.cuda.synchronize()
     total = time.perf_counter() - start
     return {"seconds": total, "longest_wait_ms": longest * 1e3, "builds": plan_cache.info().builds - builds}
 
 
 def _prepare_process() -> None:
-    """All that is there before a first call."""
     start_cuda()
     start_library()
     gc.collect()
@@ -84,10 +86,11 @@ def _prepare_process() -> None:
 
 
 def passes(policy: str) -> dict[str, Any]:
-    """A pass from cold, then one of as many other lengths."""
+    """A cold pass, then one over as many other lengths."""
     _prepare_process()
     inputs = Inputs()
-    first, second = (lengths(2 * COUNT, seed=1)[part::2] for part in (0, 1))
+    drawn = lengths(2 * COUNT, seed=1)
+    first, second = drawn[::2], drawn[1::2]
     if policy == "pytorch":
         with peers.only("pytorch cudnn"):
             return _passes(_pytorch, inputs, first, second)
@@ -101,7 +104,7 @@ def _pytorch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _passes(attend: Attend, inputs: Inputs, first: list[int], second: list[int]) -> dict[str, Any]:
     result = {"cold": one_pass(attend, inputs, first), "other lengths": one_pass(attend, inputs, second)}
-    for length in [*first[:5], *second[:5]]:
+    for length in [*first[:CHECKED], *second[:CHECKED]]:
         q, k, v = inputs(length)
         with peers.only("pytorch flash"):
             expected = _pytorch(q, k, v)
@@ -110,39 +113,39 @@ def _passes(attend: Attend, inputs: Inputs, first: list[int], second: list[int])
 
 
 def takeover() -> dict[str, Any]:
-    """What calls wait for while plans of their own are built in the background, and what they cost afterwards."""
+    """The longest wait of calls while their exact plans are built in the background, and the cost of later calls."""
     _prepare_process()
     inputs = Inputs()
     with shape_policy(TIERED):
-        one_pass(ours, inputs, lengths(COUNT, seed=2))  # the buckets are there now
+        one_pass(ours, inputs, lengths(COUNT, seed=2))  # builds the buckets' plans
         returning = lengths(RETURNING, seed=3)
-        with no_plan_builds():  # nor does anybody ask for plans in the background
+        with no_plan_builds():  # in the background neither
             quiet = one_pass(ours, inputs, returning * 20)
         before = plan_cache.info().loads
         start, busy = time.perf_counter(), [one_pass(ours, inputs, returning)]
         while plan_cache.info().loads - before < RETURNING and time.perf_counter() - start < 240:
             busy.append(one_pass(ours, inputs, returning * 20))
-        taken, seconds = plan_cache.info().loads - before, time.perf_counter() - start
-        if taken != RETURNING or not background.wait(1.0):
-            raise RuntimeError(f"{taken} of {RETURNING} plans took over within {seconds:.0f} s")
+        loaded, seconds = plan_cache.info().loads - before, time.perf_counter() - start
+        if loaded != RETURNING or not background.wait(1.0):
+            raise RuntimeError(f"{loaded} of {RETURNING} exact plans were ready within {seconds:.0f} s")
     return {
         "longest_wait_before_ms": quiet["longest_wait_ms"],
-        "longest_wait_meanwhile_ms": max(each["longest_wait_ms"] for each in busy),
-        "plans": taken,
+        "longest_wait_meanwhile_ms": max(measured["longest_wait_ms"] for measured in busy),
+        "plans": loaded,
         "seconds": seconds,
         **_steady(inputs, returning),
     }
 
 
-def _steady(inputs: Inputs, of: list[int]) -> dict[str, Any]:
-    """Microseconds of a call under both policies, in turn, when every length has its own plan."""
+def _steady(inputs: Inputs, seqlens: list[int]) -> dict[str, Any]:
+    """Microseconds of a call under each policy, in turn, when every length has its exact plan."""
     times: dict[str, list[float]] = {EXACT: [], TIERED: []}
     for _ in range(9):
-        for policy, found in times.items():
+        for policy, measured in times.items():
             with shape_policy(policy):
-                one_pass(ours, inputs, of)  # calls are recognized again
-                found.append(one_pass(ours, inputs, of * 20)["seconds"] / (20 * len(of)) * 1e6)
-    return {f"{policy}_us": statistics.median(found) for policy, found in times.items()}
+                one_pass(ours, inputs, seqlens)  # binds the calls under this policy
+                measured.append(one_pass(ours, inputs, seqlens * 20)["seconds"] / (20 * len(seqlens)) * 1e6)
+    return {f"{policy}_us": statistics.median(measured) for policy, measured in times.items()}
 
 
 RUNS: dict[str, Callable[..., dict[str, Any]]] = {"pass": passes, "takeover": takeover}

@@ -1,4 +1,4 @@
-"""What is measured: shapes and their floating-point operations, random tensors, and whether two results agree."""
+"""Shapes and their floating-point operations, random tensors, and a check that two results agree."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Shape(NamedTuple):
     @property
     def label(self) -> str:
         """The column "B, Hq, Hkv, S, D" of a table."""
-        return ", ".join(map(str, self[:-1])) + (", causal" if self.causal else "")
+        *sizes, causal = self
+        return ", ".join(map(str, sizes)) + (", causal" if causal else "")
 
     def flops(self, *, backward: bool = False) -> float:
         """Floating-point operations of one pass; a backward pass has five matrix products, a forward pass two."""
@@ -45,6 +46,7 @@ class Shape(NamedTuple):
         return q, k, v
 
 
+#: B, Hq, Hkv, S, D, causal.
 KERNEL_SHAPES = (
     Shape(4, 32, 32, 2048, 128, True),
     Shape(4, 32, 8, 4096, 128, True),
@@ -59,59 +61,62 @@ KERNEL_SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much `bench attention` measures.
+    """The shapes and repeats of `bench attention`.
 
     Attributes:
         kernels: Shapes of kernels.
         options: The shape on which options are compared.
-        tokens: Tokens of a packing.
-        longest: Upper bounds of the lengths in a packing; the lower bound is a sixteenth of it.
+        tokens: Total tokens of a packed batch.
+        max_seqlens: Upper bounds of the sequence lengths, one packed batch each; the lower bound is a sixteenth of it.
         training: The shape of the step whose memory is measured.
-        repeats: How many times each candidate is timed.
+        repeats: Number of timed calls of each candidate.
     """
 
     kernels: tuple[Shape, ...]
     options: Shape
     tokens: int
-    longest: tuple[int, ...]
+    max_seqlens: tuple[int, ...]
     training: Shape
     repeats: int
 
 
 FULL = Sizes(
     kernels=KERNEL_SHAPES,
-    options=Shape(2, 32, 8, 4096, 128, True),
+    options=Shape(batch=2, heads_q=32, heads_kv=8, length=4096, dim=128, causal=True),
     tokens=32768,
-    longest=(512, 2048, 8192),
-    training=Shape(1, 32, 8, 16384, 128, True),
+    max_seqlens=(512, 2048, 8192),
+    training=Shape(batch=1, heads_q=32, heads_kv=8, length=16384, dim=128, causal=True),
     repeats=40,
 )
 QUICK = Sizes(
-    kernels=(Shape(1, 8, 8, 1024, 64, True), Shape(1, 8, 2, 1024, 128, False)),
-    options=Shape(1, 8, 2, 2048, 128, True),
+    kernels=(
+        Shape(batch=1, heads_q=8, heads_kv=8, length=1024, dim=64, causal=True),
+        Shape(batch=1, heads_q=8, heads_kv=2, length=1024, dim=128, causal=False),
+    ),
+    options=Shape(batch=1, heads_q=8, heads_kv=2, length=2048, dim=128, causal=True),
     tokens=4096,
-    longest=(1024,),
-    training=Shape(1, 8, 2, 2048, 128, True),
+    max_seqlens=(1024,),
+    training=Shape(batch=1, heads_q=8, heads_kv=2, length=2048, dim=128, causal=True),
     repeats=5,
 )
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Random numbers."""
+    """Random numbers on the GPU."""
     return torch.randn(*shape, device=DEVICE, dtype=dtype)
 
 
-def random_lengths(total: int, longest: int, seed: int = 0) -> list[int]:
-    """Lengths of sequences that are `total` tokens together: the same ones in every run."""
+def random_lengths(total: int, max_seqlen: int, seed: int = 0) -> list[int]:
+    """Sequence lengths whose sum is `total`, the same ones in every run."""
     generator = random.Random(seed)
     lengths: list[int] = []
     while (left := total - sum(lengths)) > 0:
-        lengths.append(min(left, generator.randint(max(1, longest // 16), longest)))
+        lengths.append(min(left, generator.randint(max(1, max_seqlen // 16), max_seqlen)))
     return lengths
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The norm of the difference by the norm of what is expected."""
+    """The norm of the difference, relative to the norm of the expected tensor."""
     reference = expected.detach().float()
     return float((actual.detach().float() - reference).norm() / reference.norm())
 
@@ -123,13 +128,13 @@ def check_agreement(
     whose: str,
     tolerance: float = TOLERANCE,
 ) -> None:
-    """Stops the benchmark if results differ: wrong numbers have no speed.
+    """Stops the benchmark if results differ: a wrong result is not worth timing.
 
     Raises:
-        RuntimeError: One of them is further from what is expected than `tolerance`.
+        RuntimeError: The relative error of a tensor is not below `tolerance`.
     """
-    for name, one, other in zip(names, actual, expected, strict=True):
-        error = relative_error(one, other)
+    for name, ours, theirs in zip(names, actual, expected, strict=True):
+        error = relative_error(ours, theirs)
         if not error < tolerance:  # NaN fails too
             raise RuntimeError(
                 f"{name} differs from {whose} by {error:.3g} in the norm, over {tolerance}; nothing was timed"

@@ -1,4 +1,4 @@
-"""cuDNN's frontend used by hand, as an expert would: what `sdpa` and `sdpa_paged` are compared with."""
+"""Hand-written graphs of cuDNN's frontend, which `sdpa`, `sdpa_varlen` and `sdpa_paged` are compared with."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.graph import backend, handles
+from cudnn_sdpa.graph.backend import Symbol
 
 
 class HandGraph:
-    """A graph that an expert would write by hand with the frontend, with everything prepared beforehand.
+    """A graph written by hand with the frontend, with everything prepared in advance.
 
-    `launch` costs what cuDNN and the frontend's C++ take, and nothing else: output, workspace, pointers and stream
-    are fixed.
+    `launch` takes only the time of cuDNN and of the frontend's C++: output, workspace, pointers and stream are fixed.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -47,9 +47,9 @@ class HandGraph:
         tensor: Tensor,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
-        ragged: Any = None,
-    ) -> Any:
-        """An input; seen as `shape` and `stride` if they are given, its sequences at the offsets `ragged`."""
+        ragged: Symbol | None = None,
+    ) -> Symbol:
+        """Declares an input, by default with the tensor's own shape and strides; `ragged` are its ragged offsets."""
         return self.graph.tensor(
             name=name,
             dim=list(shape or tensor.shape),
@@ -61,13 +61,13 @@ class HandGraph:
 
     def write(
         self,
-        symbol: Any,
+        symbol: Symbol,
         tensor: Tensor,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
-        ragged: Any = None,
+        ragged: Symbol | None = None,
     ) -> Tensor:
-        """Has the result `symbol` written to `tensor`."""
+        """Declares `symbol` as an output, written to `tensor`."""
         symbol.set_output(True).set_dim(list(shape or tensor.shape)).set_stride(list(stride or tensor.stride()))
         symbol.set_data_type(self._dtype(tensor)).set_uid(self._next_uid(tensor))
         if ragged is not None:
@@ -75,7 +75,7 @@ class HandGraph:
         return tensor
 
     def build(self) -> None:
-        """Plans and compiles; everything is declared."""
+        """Builds the graph's plan; all inputs and outputs have been declared."""
         graph = self.graph
         graph.validate()
         graph.build_operation_graph()
@@ -110,14 +110,14 @@ class FrontendGraph(HandGraph):
 
 
 class PagedGraph(HandGraph):
-    """The last queries of sequences on a cache in pages, by cuDNN's own kernel for pages; causal, bottom-right.
+    """The last queries of sequences on a paged KV cache, by cuDNN's paged kernel; causal, bottom-right.
 
     Attributes:
         out: The output.
     """
 
     def __init__(
-        self, q: Tensor, pages: tuple[Tensor, Tensor], table: Tensor, seq_lens_q: Tensor, seq_lens_kv: Tensor
+        self, q: Tensor, *, pages: tuple[Tensor, Tensor], table: Tensor, seq_lens_q: Tensor, seq_lens_kv: Tensor
     ) -> None:
         super().__init__(q)
         symbols = [self.declare(name, tensor) for name, tensor in zip("qkv", (q, *pages), strict=True)]
@@ -141,9 +141,9 @@ class PagedGraph(HandGraph):
 
 
 class PackedGraph(HandGraph):
-    """What both passes declare: offsets in elements, lengths, and options with the exact batch, lengths and totals.
+    """Declarations of both passes: ragged offsets in elements, lengths, and options with the exact token counts.
 
-    Causal, aligned bottom-right, as `sdpa_varlen` does it; queries and keys have the same lengths.
+    Causal with bottom-right alignment, as in `sdpa_varlen`; queries and keys have the same lengths.
     """
 
     def __init__(self, q: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
@@ -151,7 +151,7 @@ class PackedGraph(HandGraph):
         self.batch, self.max_seqlen = cu_seqlens.numel() - 1, max_seqlen
         tokens, _, dim = q.shape
         self.cu_seqlens = cu_seqlens
-        self.offsets: dict[int, Any] = {}
+        self.offsets: dict[int, Symbol] = {}
         lengths = cu_seqlens.diff().int().view(-1, 1, 1, 1)
         self.options = {
             "attn_scale": dim**-0.5,
@@ -164,23 +164,27 @@ class PackedGraph(HandGraph):
             "diagonal_band_right_bound": 0,
         }
 
-    def _view(self, tensor: Tensor) -> tuple[list[int], list[int], Any]:
-        """A tensor (T, H, D), or (T, H) of log-sum-exps, as cuDNN sees it: (B, H, S, D), and where sequences begin."""
-        _, heads, *rest = tensor.shape
-        dim = rest[0] if rest else 1
-        step = heads * dim
-        if step not in self.offsets:
-            offsets = self.cu_seqlens.long().view(-1, 1, 1, 1) * step
-            self.offsets[step] = self.declare(f"offsets_{step}", offsets)
-        return [self.batch, heads, self.max_seqlen, dim], [self.max_seqlen * step, dim, step, 1], self.offsets[step]
+    def _view(self, tensor: Tensor) -> tuple[list[int], list[int], Symbol]:
+        """The (B, H, S, D) shape and strides and the ragged offsets of a tensor (T, H, D) or log-sum-exps (T, H)."""
+        _, heads, *dims = tensor.shape
+        dim = dims[0] if dims else 1
+        per_token = heads * dim
+        if per_token not in self.offsets:
+            offsets = self.cu_seqlens.long().view(-1, 1, 1, 1) * per_token
+            self.offsets[per_token] = self.declare(f"offsets_{per_token}", offsets)
+        shape = [self.batch, heads, self.max_seqlen, dim]
+        stride = [self.max_seqlen * per_token, dim, per_token, 1]
+        return shape, stride, self.offsets[per_token]
 
-    def read_packed(self, name: str, tensor: Tensor) -> Any:
+    def declare_packed(self, name: str, tensor: Tensor) -> Symbol:
         """Declares a packed input."""
-        return self.declare(name, tensor, *self._view(tensor))
+        shape, stride, ragged = self._view(tensor)
+        return self.declare(name, tensor, shape=shape, stride=stride, ragged=ragged)
 
-    def write_packed(self, symbol: Any, tensor: Tensor) -> Tensor:
+    def write_packed(self, symbol: Symbol, tensor: Tensor) -> Tensor:
         """Declares a packed output."""
-        return self.write(symbol, tensor, *self._view(tensor))
+        shape, stride, ragged = self._view(tensor)
+        return self.write(symbol, tensor, shape=shape, stride=stride, ragged=ragged)
 
 
 class PackedForward(PackedGraph):
@@ -191,9 +195,12 @@ class PackedForward(PackedGraph):
         lse: The log-sum-exp (T, Hq), with `with_lse`.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, with_lse: bool) -> None:
+    def __init__(
+        self, qkv: tuple[Tensor, Tensor, Tensor], *, cu_seqlens: Tensor, max_seqlen: int, with_lse: bool
+    ) -> None:
+        q, _, _ = qkv
         super().__init__(q, cu_seqlens, max_seqlen)
-        symbols = [self.read_packed(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v))]
+        symbols = [self.declare_packed(name, tensor) for name, tensor in zip("qkv", qkv, strict=True)]
         out, lse = self.graph.sdpa(*symbols, generate_stats=with_lse, **self.options)
         self.out = self.write_packed(out, torch.empty_like(q))
         self.lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -206,12 +213,13 @@ class PackedBackward(PackedGraph):
     """The backward pass of a `PackedForward` with its log-sum-exp.
 
     Attributes:
-        gradients: By q, k and v.
+        gradients: Gradients of q, k and v.
     """
 
     def __init__(
         self,
         qkv: tuple[Tensor, Tensor, Tensor],
+        *,
         forward: PackedForward,
         grad_out: Tensor,
         cu_seqlens: Tensor,
@@ -219,7 +227,7 @@ class PackedBackward(PackedGraph):
     ) -> None:
         super().__init__(qkv[0], cu_seqlens, max_seqlen)
         named = zip(("q", "k", "v", "o", "dO", "stats"), (*qkv, forward.out, grad_out, forward.lse), strict=True)
-        operands = {name: self.read_packed(name, tensor) for name, tensor in named}
+        operands = {name: self.declare_packed(name, tensor) for name, tensor in named}
         results = self.graph.sdpa_backward(**operands, **self.options)
         self.gradients = [
             self.write_packed(symbol, torch.empty_like(tensor)) for symbol, tensor in zip(results, qkv, strict=True)
@@ -228,7 +236,7 @@ class PackedBackward(PackedGraph):
 
 
 def wrapper_graph(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Callable[[], Tensor]:
-    """`cudnn.Graph`, the frontend's PyTorch-like wrapper, which allocates its output as we do."""
+    """`cudnn.Graph`, the frontend's PyTorch-like wrapper, which allocates its output as `sdpa` does."""
     cudnn = backend.cudnn()
     dtype = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[q.dtype]
     single = cudnn.data_type.FLOAT

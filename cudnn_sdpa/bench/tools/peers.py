@@ -1,4 +1,4 @@
-"""What `sdpa` is compared with: PyTorch's backends."""
+"""PyTorch's attention backends, which `sdpa` is compared with."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ PYTORCH_BACKENDS = {"pytorch flash": SDPBackend.FLASH_ATTENTION, CUDNN: SDPBacke
 
 
 def pytorch(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Callable[[], Tensor]:
-    """PyTorch's own call, on whichever backend is enabled around it."""
+    """PyTorch's `scaled_dot_product_attention`, on the enabled backend."""
     grouped = q.shape[1] != k.shape[1]
     return lambda: scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
 
 
 def pytorch_of_last_queries(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    """The same with a causal mask that ends at the last query and the last key."""
+    """The same with a causal mask that is aligned bottom-right."""
     grouped = q.shape[1] != k.shape[1]
     mask = causal_lower_right(q.shape[2], k.shape[2])
     return lambda: scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
 def pytorch_varlen() -> Callable[..., Any] | None:
-    """PyTorch's own attention over packed sequences, from 2.10 on."""
+    """PyTorch's attention over packed sequences, in PyTorch 2.10 and later."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -42,20 +42,20 @@ def pytorch_varlen() -> Callable[..., Any] | None:
 
 @contextmanager
 def only(name: str) -> Iterator[None]:
-    """Only one of PyTorch's backends."""
+    """Enables only one of PyTorch's backends."""
     with sdpa_kernel(PYTORCH_BACKENDS[name]):
         yield
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to compute one and the same attention.
+    """One implementation of the attention that is measured.
 
     Attributes:
-        name: How tables call it.
+        name: Its name in tables.
         attend: The forward call.
-        inputs: q, k and v as it gets them, which require grad.
-        repeats_heads: Whether k and v have their heads repeated beforehand, because it takes no fewer than q's.
+        inputs: Its q, k and v, which require grad.
+        repeats_heads: Whether the heads of k and v are repeated in advance, for a backend without grouped queries.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Candidate:
     repeats_heads: bool = False
 
     def gradients(self, out: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
-        """The backward pass alone, of a kept graph."""
+        """The backward pass alone, of a retained autograd graph."""
         return torch.autograd.grad(out, self.inputs, grad_out, retain_graph=True)
 
     def step(self, grad_out: Tensor) -> tuple[Tensor, ...]:
@@ -72,7 +72,7 @@ class Candidate:
         return torch.autograd.grad(self.attend(), self.inputs, grad_out)
 
     def fold(self, gradients: Sequence[Tensor], heads_kv: int) -> list[Tensor]:
-        """Gradients with those by repeated heads summed."""
+        """The gradients, with those of repeated heads summed."""
         if not self.repeats_heads:
             return list(gradients)
         grad_q, *repeated = gradients
@@ -80,7 +80,7 @@ class Candidate:
 
 
 def candidate(name: str, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Candidate | None:
-    """One of PyTorch's backends if it takes these tensors, which require grad, or takes them with repeated heads."""
+    """One of PyTorch's backends, with repeated heads where it needs them; None if it does not support the tensors."""
     groups = q.shape[1] // k.shape[1]
     for repeats in (1, groups) if groups > 1 else (1,):
         inputs = (q, k, v) if repeats == 1 else (q, _repeated(k, repeats), _repeated(v, repeats))
@@ -90,14 +90,14 @@ def candidate(name: str, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) ->
             with only(name):
                 return call()
 
-        found = Candidate(name, attend, inputs, repeats > 1)
+        backend = Candidate(name, attend, inputs, repeats_heads=repeats > 1)
         try:
-            found.step(torch.zeros_like(q))
+            backend.step(torch.zeros_like(q))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # "No available kernel"
             continue
-        return found
+        return backend
     return None
 
 

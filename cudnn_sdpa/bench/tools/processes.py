@@ -9,35 +9,35 @@ from typing import Any
 
 from cudnn_sdpa.offline import interpreter
 
-#: A process takes some seconds; one that builds hundreds of plans, half a minute.
+#: A process takes a few seconds, or half a minute if it builds hundreds of plans.
 TIMEOUT_SECONDS = 600.0
 
 
 def run_module(name: str, *arguments: str, store: str) -> dict[str, Any]:
-    """What `python -m name` prints as its last line, which is JSON.
+    """The JSON that `python -m name` prints as its last line.
 
     Args:
         name: A module of this package.
-        *arguments: What it is given.
-        store: The plan store that it uses: a folder, or "off".
+        *arguments: Its command line arguments.
+        store: The plan store of the process: a folder, or "off".
 
     Raises:
-        RuntimeError: The process failed; what it said is in the message.
+        RuntimeError: The process failed; the message has the end of its standard error.
     """
     return _run(interpreter.module_command(name, arguments), " ".join([name, *arguments]), store)
 
 
-def run_code(code: str, what: str, *, store: str) -> dict[str, Any]:
-    """The same of a piece of code; `what` says in the message what it is."""
-    return _run(interpreter.command(code), what, store)
+def run_code(code: str, label: str, *, store: str) -> dict[str, Any]:
+    """The JSON that a piece of code prints as its last line; errors name it `label`."""
+    return _run(interpreter.command(code), label, store)
 
 
 def run_command(*arguments: str) -> int:
-    """The exit status of the command line with these arguments; what it prints is printed."""
+    """Runs this package's command line with its output passed on; returns the exit status."""
     return subprocess.run(interpreter.module_command("cudnn_sdpa", arguments), check=False).returncode
 
 
-def _run(command: list[str], what: str, store: str) -> dict[str, Any]:
+def _run(command: list[str], label: str, store: str) -> dict[str, Any]:
     from cudnn_sdpa.plans.default_store import VARIABLE
 
     result = subprocess.run(
@@ -50,7 +50,7 @@ def _run(command: list[str], what: str, store: str) -> dict[str, Any]:
     )
     lines = result.stdout.splitlines()
     if result.returncode != 0 or not lines:
-        said = result.stderr.strip()[-4000:]
-        raise RuntimeError(f"{what} ended with exit code {result.returncode} and said:\n{said}")
-    answer: dict[str, Any] = json.loads(lines[-1])
-    return answer
+        output = result.stderr.strip()[-4000:]
+        raise RuntimeError(f"{label} ended with exit code {result.returncode}; standard error:\n{output}")
+    values: dict[str, Any] = json.loads(lines[-1])
+    return values

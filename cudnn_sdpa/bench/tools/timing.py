@@ -1,10 +1,10 @@
-"""How time is taken.
+"""Host times and device times of calls.
 
-Host time is that of enqueueing alone: no synchronization within, several rounds, the best one. Device time comes from
-events around single calls, the candidates interleaved, because the chip's clock moves; the median. Before each round
-the GPU waits until the host has enqueued all of it: or else the time of short kernels would be that of the host. What
-moves more than it computes is timed "cold": before each call the GPU reads something else, larger than its cache. Or
-else who comes after a like one finds its data there, and who comes after a large copy has to wait for it to be written.
+Host time is the time to enqueue, without synchronization: the best of several rounds. Device time is the median of
+event pairs around single calls; the candidates are interleaved, because the GPU's clock changes with its load. Before
+each round the GPU sleeps until the host has enqueued the whole round: otherwise a short kernel would wait for the host.
+Memory-bound calls are timed "cold": before each call the GPU reads a buffer larger than its cache. Otherwise a call
+would find data of the call before it in the cache, or wait until that call's writes reach memory.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 Call = Callable[[], object]
 Pair = tuple[torch.cuda.Event, torch.cuda.Event]
 
-_CYCLES_PER_SECOND = 2e9  #: of a GPU's clock, at most about
+_CYCLES_PER_SECOND = 2e9  #: about the highest clock of a GPU
 
-_CACHED = 256 << 20  #: bytes, more than any GPU caches
+_CACHE_BYTES = 256 << 20  #: more than the cache of any GPU
 
 
 def host_times(calls: Mapping[str, Call], *, per_round: int = 1000, rounds: int = 15) -> dict[str, float]:
-    """Microseconds of host time for one call of each; rounds of the candidates alternate."""
+    """Microseconds of host time of one call of each candidate; their rounds alternate."""
     best = dict.fromkeys(calls, float("inf"))
     for call in calls.values():
         _repeat(call, 50)
@@ -41,9 +41,9 @@ def host_times(calls: Mapping[str, Call], *, per_round: int = 1000, rounds: int 
 
 
 def device_times(calls: Mapping[str, Call], *, repeats: int = 40, cold: bool = False) -> dict[str, float]:
-    """Microseconds of device time for one call of each: the median of `repeats`, interleaved.
+    """Microseconds of device time of one call of each candidate: the median of `repeats` interleaved calls.
 
-    `cold` has every call find nothing in the GPU's cache.
+    With `cold`, every call starts with none of its data in the GPU's cache.
     """
     clear = _reader() if cold else _nothing
     for call in calls.values():
@@ -51,12 +51,12 @@ def device_times(calls: Mapping[str, Call], *, repeats: int = 40, cold: bool = F
     torch.cuda.synchronize()
     events: dict[str, list[Pair]] = {name: [] for name in calls}
     order, chance = list(calls.items()), random.Random(0)
-    began = time.perf_counter()
+    start = time.perf_counter()
     _enqueue(order, events, clear)
-    ahead = int(2 * (time.perf_counter() - began) * _CYCLES_PER_SECOND)
+    cycles = int(2 * (time.perf_counter() - start) * _CYCLES_PER_SECOND)
     for _ in range(repeats):
-        chance.shuffle(order)  # nobody always runs after the same other
-        torch.cuda._sleep(ahead)  # type: ignore[no-untyped-call]
+        chance.shuffle(order)  # no candidate always follows the same other one
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         _enqueue(order, events, clear)
     torch.cuda.synchronize()
     return {
@@ -66,7 +66,7 @@ def device_times(calls: Mapping[str, Call], *, repeats: int = 40, cold: bool = F
 
 
 def _enqueue(order: list[tuple[str, Call]], events: dict[str, list[Pair]], clear: Call) -> None:
-    """One round of calls between events."""
+    """Enqueues one round: each call between two events."""
     for name, call in order:
         start, end = _event(), _event()
         clear()
@@ -77,9 +77,9 @@ def _enqueue(order: list[tuple[str, Call]], events: dict[str, list[Pair]], clear
 
 
 def _reader() -> Call:
-    """Has the GPU read, not write, as much as it can cache."""
-    much = torch.zeros(_CACHED // 4, device="cuda")
-    return much.sum
+    """A call that reads, without writing, more than the GPU can cache."""
+    buffer = torch.zeros(_CACHE_BYTES // 4, device="cuda")
+    return buffer.sum
 
 
 def _event() -> torch.cuda.Event:

@@ -1,4 +1,4 @@
-"""What `autotune` gains over the first plan of cuDNN's heuristics."""
+"""The gain of `autotune` over the first plan of cuDNN's heuristics."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from torch import Tensor
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.bench.tools import cases
 from cudnn_sdpa.bench.tools.cases import Sizes
+from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import Call
 from cudnn_sdpa.plans.autotune import AutotuneEntry, autotune
 from cudnn_sdpa.plans.cache import plan_cache
 
 
 def settle(call: Call, *, keep: bool = False, **how: Any) -> list[AutotuneEntry]:
-    """What `autotune` finds for the plans of a call, all chosen anew.
+    """Autotunes a call: the measurements of each of its plans.
 
-    The winners are in the plan cache afterwards, with the plans that were there before if they are to be kept.
+    The plan cache holds the winners afterwards; its earlier plans are dropped unless `keep` is set.
     """
     if not keep:
         plan_cache.clear()
@@ -29,16 +30,16 @@ def settle(call: Call, *, keep: bool = False, **how: Any) -> list[AutotuneEntry]
 
 
 def gain(call: Call) -> float:
-    """How many times as long the first plan of a call takes as the one that `autotune` finds, the last of several.
+    """The time of a call's first plan relative to the winner of `autotune`; of several plans, the last one.
 
-    Other plans are gone from the plan cache afterwards.
+    The plan cache is empty afterwards.
     """
     gains = [entry.gain for entry in settle(call) if not entry.reason]
     plan_cache.clear()
     return gains[-1] if gains else 1.0
 
 
-def autotune_gains(sizes: Sizes = cases.FULL) -> list[dict[str, Any]]:
+def autotune_gains(sizes: Sizes = cases.FULL) -> list[Row]:
     """The first plan's time and the winner's, as `autotune` measured them, for kernels and a single query."""
     rows = []
     for shape in track(sizes.kernels, "autotune", transient=True):
@@ -52,7 +53,7 @@ def autotune_gains(sizes: Sizes = cases.FULL) -> list[dict[str, Any]]:
 
 
 def _settled(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> list[AutotuneEntry]:
-    """What `autotune` found for the plans of a call, and of its gradient if one is wanted."""
+    """Autotunes a call, and its gradient if q requires one."""
 
     def call() -> None:
         out = sdpa(q, k, v, is_causal=is_causal)
@@ -62,7 +63,7 @@ def _settled(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> list[Autotu
     return settle(call)
 
 
-def _row(label: str, which: str, entry: AutotuneEntry) -> dict[str, Any]:
+def _row(label: str, which: str, entry: AutotuneEntry) -> Row:
     timed = [candidate for candidate in entry.candidates if candidate.microseconds is not None]
     first = entry.candidates[0].microseconds
     return {

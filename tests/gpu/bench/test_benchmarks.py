@@ -70,7 +70,7 @@ def test_silu(tmp_path, part):
     assert_measured(tmp_path, "silu", part)
 
 
-@pytest.mark.parametrize("part", [part for part in Fp8Part if part is not Fp8Part.EASY])
+@pytest.mark.parametrize("part", [part for part in Fp8Part if part is not Fp8Part.LAYER])
 def test_fp8(tmp_path, part):
     assert_measured(tmp_path, "fp8", part)
 

@@ -19,7 +19,7 @@ SMALL = replace(
     kernels=(Shape(1, 4, 4, 16, 8, True), Shape(2, 4, 2, 24, 8, False)),
     options=Shape(2, 4, 2, 16, 8, True),
     tokens=200,
-    longest=(48,),
+    max_seqlens=(48,),
     training=Shape(1, 4, 2, 16, 8, True),
 )
 
@@ -126,12 +126,12 @@ def test_one_row_for_each_option_with_the_reason_if_unsupported(on_cpu, monkeypa
 class PackedForward:
     """Replaces the frontend: PyTorch, one sequence after the other."""
 
-    def __init__(self, q, k, v, cu_seqlens, max_seqlen, *, with_lse):
+    def __init__(self, qkv, *, cu_seqlens, max_seqlen, with_lse):
         assert int(cu_seqlens.diff().max()) == max_seqlen
         assert isinstance(with_lse, bool)
         outs = []
         for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-            one = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            one = (x[start:end].transpose(0, 1).unsqueeze(0) for x in qkv)
             out = torch.nn.functional.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)
             outs.append(out.squeeze(0).transpose(0, 1))
         self.out, self.launch = torch.cat(outs), lambda: None
@@ -140,9 +140,9 @@ class PackedForward:
 class PackedBackward:
     factor = 1.0
 
-    def __init__(self, qkv, forward, grad_out, cu_seqlens, max_seqlen):
+    def __init__(self, qkv, *, forward, grad_out, cu_seqlens, max_seqlen):
         inputs = [x.detach().requires_grad_() for x in qkv]
-        out = PackedForward(*inputs, cu_seqlens, max_seqlen, with_lse=True).out
+        out = PackedForward(inputs, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, with_lse=True).out
         torch.testing.assert_close(out, forward.out)
         self.gradients = torch.autograd.grad(out, inputs, grad_out * self.factor)
         self.launch = lambda: None
@@ -153,7 +153,7 @@ def test_packed_sequences(on_cpu, monkeypatch):  # noqa: ARG001
     monkeypatch.setattr(hand_graphs, "PackedBackward", PackedBackward)
     forward, in_training, backward = attention.varlen(SMALL)
     assert [row["pass"] for row in (forward, in_training, backward)] == ["forward", "forward in training", "backward"]
-    lengths = cases.random_lengths(SMALL.tokens, SMALL.longest[0])
+    lengths = cases.random_lengths(SMALL.tokens, SMALL.max_seqlens[0])
     assert forward["sequences"] == f"{len(lengths)} of {min(lengths)} to {max(lengths)} tokens"
     assert forward["sdpa_varlen / frontend"] == 0.5
     assert forward["sdpa_varlen TFLOP/s"] == 2 * 32 * 128 * sum(n * n for n in lengths) / 1e6
@@ -183,7 +183,7 @@ def test_memory_counts_the_step_only(on_cpu, monkeypatch):  # noqa: ARG001
 
 def test_a_training_step_and_its_parts(on_cpu, monkeypatch):  # noqa: ARG001
     monkeypatch.setattr(training.torch_ops, "run_backward_cuda", training.torch_ops.run_backward_cpu)
-    monkeypatch.setattr(training, "_launches", lambda *_: (lambda: None, lambda: None))  # no plans on a CPU
+    monkeypatch.setattr(training, "_launches", lambda *_: training.Launches(lambda: None, lambda: None))  # no plans
     rows = training.training()
     assert same_columns(rows)
     assert [row["forward and backward"] for row in rows][:5] == [
@@ -240,7 +240,8 @@ def test_hand_written_graphs_number_operands_in_pointer_order(monkeypatch):
     monkeypatch.setattr(hand_graphs, "handles", SimpleNamespace(build_handle=lambda _: None, thread=threads))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
     q, k = torch.randn(10, 4, 8).bfloat16(), torch.randn(10, 2, 8).bfloat16()
-    graph = hand_graphs.PackedForward(q, k, k.clone(), torch.tensor([0, 3, 10], dtype=torch.int32), 7, with_lse=True)
+    cu_seqlens = torch.tensor([0, 3, 10], dtype=torch.int32)
+    graph = hand_graphs.PackedForward((q, k, k.clone()), cu_seqlens=cu_seqlens, max_seqlen=7, with_lse=True)
     by_name = {symbol["name"]: symbol for symbol in symbols}
     assert graph.tensors[by_name["q"]["uid"]] is q
     assert launchers == [list(range(1, 1 + len(graph.tensors)))]

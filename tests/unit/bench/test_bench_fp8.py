@@ -25,7 +25,7 @@ def test_one_row_for_each_shape(measure, share):
     rows = measure()
     assert [row["B, Hq, Hkv, S, D"] for row in rows] == [shape.label for shape in SHAPES]
     for row, shape in zip(rows, SHAPES, strict=True):
-        assert [row[f"{name} µs"] for name in (fp8.FP8, fp8.HALF, fp8.FLASH)] == [1, 2, 3]
+        assert [row[f"{name} µs"] for name in (fp8.FP8, fp8.BF16, fp8.FLASH)] == [1, 2, 3]
         assert row["bfloat16 / FP8"] == 2
         assert row["flash / FP8"] == 3
         assert row["sdpa_fp8 TFLOP/s"] == pytest.approx(share * shape.flops() / 1e6)

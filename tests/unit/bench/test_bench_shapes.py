@@ -74,7 +74,7 @@ def on_cpu(monkeypatch, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(many_lengths, "start_library", lambda: None)
     monkeypatch.setattr(many_lengths, "gc", SimpleNamespace(collect=lambda: None, disable=lambda: None))
-    monkeypatch.setattr(many_lengths, "LONGEST", 40)
+    monkeypatch.setattr(many_lengths, "MAX_LENGTH", 40)
     monkeypatch.setattr(many_lengths, "COUNT", 8)
     monkeypatch.setattr(many_lengths, "RETURNING", 3)
 
@@ -138,7 +138,7 @@ def test_wrong_results_are_not_timed(monkeypatch):
 def test_missing_plans_are_not_reported(monkeypatch):
     clock = iter(range(0, 100_000, 100))
     monkeypatch.setattr(many_lengths, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
-    with pytest.raises(RuntimeError, match="0 of 3 plans took over within"):
+    with pytest.raises(RuntimeError, match="0 of 3 exact plans were ready within"):
         many_lengths.takeover()
 
 
