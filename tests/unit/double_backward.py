@@ -6,7 +6,18 @@ import torch
 import torch.nn.functional as F
 from custom_backward import scaled_gate, squares
 
-from cudnn_sdpa import UnsupportedError, conv1d, conv2d, conv3d, layer_norm, rms_norm, silu_mul
+from cudnn_sdpa import (
+    UnsupportedError,
+    conv1d,
+    conv2d,
+    conv3d,
+    layer_norm,
+    rms_norm,
+    scaled_dot_product_attention,
+    sdpa,
+    sdpa_varlen,
+    silu_mul,
+)
 from cudnn_sdpa.attention.fp8.fp8_attention import fp8_attention
 
 
@@ -31,6 +42,15 @@ def with_sum(x, weight, residual):
 def of_halves(both):
     gate, up = both.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def packed(q, k, v):
+    offsets = torch.tensor([0, 5], dtype=torch.int32)
+    return sdpa_varlen(q, k, v, offsets, offsets, 5, 5)
+
+
+def of_one_sequence(q, k, v):
+    return F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1)
 
 
 #: Name: our function, PyTorch's equivalent, leaves; functions with a double backward are in `SUPPORTED`.
@@ -78,12 +98,27 @@ CALLS = {
     "graph_op whose gradient has none": (squares, torch.square, lambda: leaves((1, 4, 128))),
 }
 
+#: Those that run on the CPU alone: attention has no stand-in for a GPU.
+ATTENTION = {
+    "sdpa": (
+        lambda *qkv: sdpa(*qkv, is_causal=True),
+        lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True),
+        lambda: leaves(*[(1, 2, 5, 8)] * 3),
+    ),
+    "scaled_dot_product_attention": (
+        scaled_dot_product_attention,
+        F.scaled_dot_product_attention,
+        lambda: leaves(*[(2, 5, 8)] * 3),
+    ),
+    "sdpa_varlen": (packed, of_one_sequence, lambda: leaves(*[(5, 2, 8)] * 3)),
+}
+
 SUPPORTED = ("conv1d", "conv2d", "conv2d that lies otherwise", "conv3d", "graph_op whose gradient is PyTorch's")
 
 
 def check(name, *, times=1):
     """Checks that double backward is right, or raises, in the first call and in cached ones."""
-    ours, of_torch, make = CALLS[name]
+    ours, of_torch, make = (CALLS | ATTENTION)[name]
     for _ in range(times):
         given = make()
         exact = [x.detach().double().requires_grad_() for x in given]

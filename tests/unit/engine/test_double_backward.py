@@ -9,7 +9,7 @@ import torch
 from cudnn_sdpa import UnsupportedError, rms_norm
 
 
-@pytest.mark.parametrize("name", double_backward.CALLS)
+@pytest.mark.parametrize("name", [*double_backward.CALLS, *double_backward.ATTENTION])
 def test_double_backward_is_right_or_refused(name):
     double_backward.check(name, times=2)
 
