@@ -11,6 +11,7 @@ from cudnn_sdpa import (
     conv1d,
     conv2d,
     conv3d,
+    fallback,
     layer_norm,
     rms_norm,
     scaled_dot_product_attention,
@@ -42,6 +43,25 @@ def with_sum(x, weight, residual):
 def of_halves(both):
     gate, up = both.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def by_fallback(function):
+    """The function on its reference, where no kernel has the head dim."""
+
+    def call(q, k, v):
+        with fallback("torch"):
+            return function(q, k, v)
+
+    return call
+
+
+def capped(q, k, v):
+    return sdpa(q, k, v, softcap=3.0)
+
+
+def of_capped(q, k, v):
+    scores = 3 * torch.tanh(q @ k.mT * q.shape[-1] ** -0.5 / 3)
+    return scores.softmax(-1) @ v
 
 
 def packed(q, k, v):
@@ -110,6 +130,8 @@ ATTENTION = {
         F.scaled_dot_product_attention,
         lambda: leaves(*[(2, 5, 8)] * 3),
     ),
+    "sdpa by fallback": (by_fallback(capped), of_capped, lambda: leaves(*[(1, 2, 5, 12)] * 3)),
+    "sdpa_varlen by fallback": (by_fallback(packed), of_one_sequence, lambda: leaves(*[(5, 2, 12)] * 3)),
     "sdpa_varlen": (packed, of_one_sequence, lambda: leaves(*[(5, 2, 8)] * 3)),
 }
 
