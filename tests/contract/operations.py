@@ -134,6 +134,11 @@ def with_lengths() -> dict[str, Tensor]:
     return {**dense(), "seq_lens_kv": torch.tensor([13, 5], dtype=torch.int32)}
 
 
+def one_query() -> dict[str, Tensor]:
+    """A decode step on a cache of fixed size."""
+    return {**with_lengths(), "q": torch.randn(2, 4, 1, 16).to(HALF)}
+
+
 def exact_dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return attend(q, k, v, **options)[0]
 
@@ -238,6 +243,7 @@ OPERATIONS: dict[str, Example] = {
     "sdpa, sinks": Example(sdpa, with_sinks, exact_dense, differentiable=SINKS),
     "sdpa, mask": Example(sdpa, with_mask, exact_dense, differentiable=("q", "k", "v", "attn_mask")),
     "sdpa, lengths": Example(sdpa, with_lengths, exact_dense),
+    "sdpa, one query, lengths": Example(sdpa, one_query, exact_dense),
     "sdpa, softcap": Example(sdpa, dense, exact_dense, options={"softcap": 2.0}),
     "sdpa_varlen": Example(sdpa_varlen, packed, exact_packed, options=LONGEST),
     "sdpa_varlen, self-attention": Example(
