@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import gc
+import re
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from cudnn_sdpa import ArgumentError, LayoutError, UnsupportedError, plan_cache
+from cudnn_sdpa import ArgumentError, LayoutError, UnsupportedError, explain, plan_cache
 
 # Grad mode.
 
@@ -319,6 +320,19 @@ def test_addresses_that_cannot_be_read_are_named(call):
         with right_or_refused(f"{which}: got "):  # right where it is copied anyway
             call.assert_out(call({**tensors, which: shifted}), tensors)
         call.assert_out(call(tensors), tensors)
+
+
+def test_explain_refuses_the_layouts_that_a_call_refuses(attention):
+    tensors = attention.tensors()
+    for name in ("q", "k", "v"):
+        x = tensors[name]
+        spread = torch.empty(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)[..., ::2].copy_(x)
+        for wrong in (spread, moved(x, 1)):
+            given = {**tensors, name: wrong}
+            with pytest.raises(LayoutError) as refused:
+                attention(given)
+            with pytest.raises(LayoutError, match=f"^{re.escape(str(refused.value))}$"):
+                explain(attention.function, **given, **attention.options)
 
 
 def test_freed_storage_is_named(call):

@@ -80,8 +80,8 @@ def describe_varlen(
     trains = needs_gradient(q, k, v, sinks)
     original = original._replace(with_lse=return_lse or trains)
     launched, scale_notes = with_positive_scale(call)
-    memory.check_strides(*launched.as_dense().qkv)
-    memory.check_memory(launched.q, launched.k, launched.v, out)
+    memory.check_strides(*call.as_dense().qkv)
+    memory.check_memory(call.q, call.k, call.v, out)
     packed, layout = plans.spec_of(launched), plans.output_layout(call)
     is_empty = 0 in q.shape or 0 in k.shape
     notes = [*explain.notes_on_casts(original, call), *explain.notes_on_sinks(sinks), *scale_notes]
