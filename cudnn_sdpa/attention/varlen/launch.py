@@ -144,12 +144,7 @@ def _gradients_in_parts(of: GradientCall) -> list[Tensor]:
     large_backward.check(dense, mask_gradient=False)
 
     def run(part: large_backward.Part) -> list[Tensor]:
-        rows = {"q": call.q, "grad_out": of.grad_out, "out": of.out, "lse": of.lse}
-        q, grad_out, out, lse = (memory.aligned(name, x[:, part.heads]) for name, x in rows.items())
-        k, v = (large_backward.compact(x[:, part.heads_kv]) for x in (call.k, call.v))
-        one = call._replace(q=q, k=k, v=v, sinks=None if call.sinks is None else call.sinks[part.heads])
-        needs = (True, True, True, sinks)
-        found = gradients(GradientCall(grad_out=grad_out, out=out, lse=lse, call=one, needs=needs))
+        found = gradients(plans.part_of(of, part)._replace(needs=(True, True, True, sinks)))
         return [*(x.transpose(0, 1).unsqueeze(0) for x in found[:3]), *found[3:]]
 
     found = large_backward.merge(dense.qkv, run, sinks=sinks)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import MIN_SCALE
 from cudnn_sdpa.attention.dense import large_backward
 from cudnn_sdpa.attention.dense.packed import VarlenSpec, length_bucket, sequence_bucket
@@ -103,8 +104,23 @@ def keys(call: VarlenArguments, target: Target, device: int | None) -> Iterator[
 
 def gradient_keys(of: GradientCall, target: Target, device: int | None) -> Iterator[PlanKey]:
     """The keys of the plans of a backward call."""
-    if not of.call.is_empty:
+    if of.call.is_empty:
+        return
+    if not large_backward.is_too_large(*of.call.qkv, of.out, of.grad_out):
         yield backward_key(of, target, device)
+        return
+    for part in large_backward.split(*of.call.as_dense().qkv):
+        yield backward_key(part_of(of, part), target, device)
+
+
+def part_of(of: GradientCall, part: large_backward.Part) -> GradientCall:
+    """Some heads of a backward call that is too large for one plan."""
+    call: VarlenArguments = of.call
+    rows = {"q": call.q, "grad_out": of.grad_out, "out": of.out, "lse": of.lse}
+    q, grad_out, out, lse = (memory.aligned(name, x[:, part.heads]) for name, x in rows.items())
+    k, v = (large_backward.compact(x[:, part.heads_kv]) for x in (call.k, call.v))
+    sinks = None if call.sinks is None else call.sinks[part.heads]
+    return of._replace(grad_out=grad_out, out=out, lse=lse, call=call._replace(q=q, k=k, v=v, sinks=sinks))
 
 
 def check_gradient(call: VarlenArguments, target: Target) -> None:

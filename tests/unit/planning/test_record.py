@@ -160,3 +160,15 @@ def test_compiling_an_empty_manifest_warns(caplog, tmp_path):
         report = cudnn_sdpa.compile_plans(PlanManifest(), "h200", tmp_path / "plans")
     assert (report.built, report.failed) == (0, {})
     assert [record.message for record in caplog.records] == ["the manifest has no plans; nothing to do"]
+
+
+def test_gradients_of_a_large_packed_call_are_recorded_in_parts():
+    tokens = 2**20
+    with torch.device("meta"):
+        q, k, v = (torch.empty(tokens, 32, 128, dtype=torch.float16, requires_grad=True) for _ in range(3))
+        offsets = torch.empty(65, dtype=torch.int32)
+    with cudnn_sdpa.record_plans(target="h100") as manifest:
+        cudnn_sdpa.sdpa_varlen(q, k, v, offsets, offsets, tokens // 64, tokens // 64).sum().backward()
+    backward = [plan for plan in manifest.plans if plan["operation"].endswith(":sdpa_backward")]
+    heads = sorted(x["layout"]["shape"][1] for plan in backward for x in plan["inputs"] if x["name"] == "q")
+    assert heads == [2, 15]  # 15 + 15 + 2 heads; equal parts have one plan
