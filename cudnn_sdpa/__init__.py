@@ -7,7 +7,7 @@ from cudnn_sdpa import _start
 from cudnn_sdpa._version import __version__
 
 if _start.is_command_line():  # the command line prints its help without PyTorch and imports what a command needs
-    _start.import_when_asked(__name__)
+    _start.import_lazily(__name__)
 else:
     import cudnn_sdpa._pytorch  # noqa: F401 - first, since nothing works without it
     from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention

@@ -11,36 +11,36 @@ from typing import Any
 SCRIPT = "cudnn-sdpa"
 
 
-class _Asked:
-    """Set once code in the command line's process uses the package as a library."""
+class _Use:
+    """Whether code in the command line's process has used the package as a library."""
 
-    so_far = False
+    as_library = False
 
 
-def import_when_asked(package: str) -> None:
-    """Makes a package import its public names when one of them is first accessed.
+def import_lazily(package: str) -> None:
+    """Makes a package import its public names on the first access to one of them.
 
-    `sitecustomize` or a PyTorch plug-in may use them in the command line's process too.
+    In the command line's process too, `sitecustomize` or a PyTorch plug-in may use them.
     """
     module: Any = sys.modules[package]
 
-    def find(name: str) -> Any:
+    def import_all(name: str) -> Any:
         if name not in getattr(module, "__all__", ()):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         del module.__getattr__
-        _Asked.so_far = True
+        _Use.as_library = True
         return getattr(importlib.reload(module), name)
 
-    module.__getattr__ = find
+    module.__getattr__ = import_all
 
 
 def is_command_line() -> bool:
-    """Whether this process is `cudnn-sdpa` or `python -m cudnn_sdpa`, and no program that imports the package."""
-    if _Asked.so_far:
+    """Whether this process is `cudnn-sdpa` or `python -m cudnn_sdpa`, not a program that imports the package."""
+    if _Use.as_library:
         return False
     arguments = getattr(sys, "argv", None) or [""]
     if arguments[0] != "-m":
         return Path(arguments[0]).name == SCRIPT
-    # So it stands there as long as Python looks for the module, whose name comes before the module's own arguments.
+    # argv[0] is "-m" while Python searches for the module, whose name precedes the module's arguments.
     module = sys.orig_argv[-len(arguments)] if len(arguments) <= len(sys.orig_argv) else ""
     return module.removeprefix("-m") == __package__

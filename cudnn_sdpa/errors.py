@@ -11,8 +11,8 @@ CudnnSdpaError
 ├── UnsupportedError (NotImplementedError)   valid arguments, but no kernel on this GPU
 ├── PlanBuildError (RuntimeError)       a plan is missing where none may be built
 ├── ExecutionError (RuntimeError)       cuDNN refused to launch a plan
-├── OutOfPagesError (RuntimeError)      a paged cache has too few pages left; nothing was taken
-├── LibraryError (ImportError)          cuDNN or its frontend is missing, too old, or mixed up
+├── OutOfPagesError (RuntimeError)      a paged cache has too few free pages; it is unchanged
+├── LibraryError (ImportError)          cuDNN or its frontend is missing, too old, or a mix of versions
 └── OfflineError (RuntimeError)         planning without the GPU could not start
 ```
 """
@@ -39,10 +39,10 @@ __all__ = [
 ]
 
 
-def _in_words_of(names: Mapping[str, str], *texts: object) -> list[str]:
-    """Texts with a function's arguments renamed."""
+def _renamer(names: Mapping[str, str]) -> Callable[[object], str]:
+    """A function that renames arguments in a text."""
     word = re.compile(r"\b(?:" + "|".join(map(re.escape, names)) + r")\b")
-    return [word.sub(lambda found: names[found[0]], str(text)) for text in texts]
+    return lambda text: word.sub(lambda match: names[match[0]], str(text))
 
 
 class CudnnSdpaError(Exception):
@@ -53,9 +53,10 @@ class ArgumentError(CudnnSdpaError, ValueError):
     """An argument is wrong; nothing was launched.
 
     Attributes:
-        argument: Name of the argument at fault.
-        got: What it was.
-        expected: What it should have been.
+        argument: The name of the wrong argument.
+        got: Its value, or a description of it.
+        expected: The values that are valid.
+        hint: A way to mend the call, or an empty string.
     """
 
     def __init__(self, argument: str, got: object, expected: object, hint: str = "") -> None:
@@ -63,8 +64,8 @@ class ArgumentError(CudnnSdpaError, ValueError):
         self.got = got
         self.expected = expected
         self.hint = hint
-        # torch.compile does not trace super().__init__, and with symbolic sizes it cannot trace a sum of strings: it
-        # would raise an error of its own instead.
+        # `args` instead of super().__init__, and an f-string instead of a sum of strings: torch.compile cannot trace
+        # the others (the sum with symbolic sizes only) and would raise its own error.
         rest = f" {hint}" if hint else ""
         self.args = (f"{argument}: got {got}; expected {expected}.{rest}",)
 
@@ -73,7 +74,10 @@ class ArgumentError(CudnnSdpaError, ValueError):
 
     def renamed(self, names: Mapping[str, str]) -> ArgumentError:
         """The same error for a function that names its arguments differently."""
-        return type(self)(*_in_words_of(names, self.argument, self.got, self.expected, self.hint))
+        rename = _renamer(names)
+        return type(self)(
+            rename(self.argument), got=rename(self.got), expected=rename(self.expected), hint=rename(self.hint)
+        )
 
 
 class ShapeError(ArgumentError):
@@ -97,11 +101,12 @@ class OptionError(ArgumentError, TypeError):
 
 
 class UnsupportedError(CudnnSdpaError, NotImplementedError):
-    """The arguments make sense, but there is no kernel for them here.
+    """The arguments are valid, but no kernel supports them here.
 
     Attributes:
-        reasons: Every known reason, in the order found.
-        suggestion: The nearest thing that works, or an empty string.
+        what: The call or option that is not supported.
+        reasons: All known reasons.
+        suggestion: The nearest call that is supported, or an empty string.
     """
 
     def __init__(self, what: str, reasons: Sequence[str], suggestion: str = "") -> None:
@@ -122,15 +127,10 @@ class UnsupportedError(CudnnSdpaError, NotImplementedError):
             return error
         return None
 
-    def joined(self, other: UnsupportedError) -> UnsupportedError:
-        """One error with the reasons of both."""
-        suggestions = filter(None, (self.suggestion, other.suggestion))
-        return type(self)(other.what, [*self.reasons, *other.reasons], "; ".join(suggestions))
-
     def renamed(self, names: Mapping[str, str]) -> UnsupportedError:
         """The same error for a function that names its arguments differently."""
-        what, suggestion, *reasons = _in_words_of(names, self.what, self.suggestion, *self.reasons)
-        return type(self)(what, reasons, suggestion)
+        rename = _renamer(names)
+        return type(self)(rename(self.what), [rename(reason) for reason in self.reasons], rename(self.suggestion))
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.what, self.reasons, self.suggestion)
@@ -160,8 +160,8 @@ class OutOfPagesError(CudnnSdpaError, RuntimeError):
     """A `PagedKVCache` has too few free pages. The cache is unchanged.
 
     Attributes:
-        needed: Pages that the call needs.
-        free: Pages that are free.
+        needed: The number of pages that the call needs.
+        free: The number of free pages.
     """
 
     def __init__(self, needed: int, free: int) -> None:

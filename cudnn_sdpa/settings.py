@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -27,20 +27,21 @@ class Override(Generic[T]):
 
 
 class _Entry(Generic[T]):
-    """A value, whether a `with` statement holds it, and its override while that can still be entered."""
+    """A value, whether a `with` statement holds it, and a weak reference to its override."""
 
-    def __init__(self, value: T, use: weakref.ref[Any]) -> None:
+    def __init__(self, value: T, override: weakref.ref[Override[T]]) -> None:
         self.value = value
-        self.use = use
+        self.override = override
         self.entered = False
 
     @property
-    def stays(self) -> bool:
-        return not self.entered and self.use() is None
+    def is_permanent(self) -> bool:
+        """Whether no `with` statement has entered the override, and none can any more."""
+        return not self.entered and self.override() is None
 
 
 class Overrides(Generic[T]):
-    """The values given to one setting; the latest that has not ended is in force.
+    """The overrides of one setting; the latest that has not ended is in force.
 
     Args:
         get: Returns the value in force.
@@ -57,30 +58,30 @@ class Overrides(Generic[T]):
         with self._lock:
             if not self._entries:
                 self._base = self._get()
-            elif self._entries[-1].stays:  # permanent: the next value replaces it
+            elif self._entries[-1].is_permanent:  # the next value replaces it
                 self._entries.pop()
             self._entries.append(entry)
             self._put(entry.value)
 
     def _remove(self, entry: _Entry[T]) -> None:
-        """Removes a value, and permanent ones that were set while it was in force."""
+        """Removes a value, and the permanent ones that were set while it was in force."""
         with self._lock:
             if entry not in self._entries:
                 return
-            begin = end = self._entries.index(entry)
+            start = end = self._entries.index(entry)
             while end + 1 < len(self._entries) and not self._entries[end + 1].entered:
                 end += 1
-            del self._entries[begin : end + 1]
+            del self._entries[start : end + 1]
             self._put(self._entries[-1].value if self._entries else self._base)
-
-
-# A forked child would inherit a lock as taken, without the thread that releases it.
 
 
 LockT = TypeVar("LockT")
 
 
 def renewed_in_children(lock: LockT) -> LockT:
-    """A `threading` lock that lives as long as the process and is free in every forked child."""
+    """Makes a `threading` lock that lives as long as the process free in every forked child.
+
+    Otherwise a lock that another thread holds at the fork would never be released in the child.
+    """
     os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
     return lock

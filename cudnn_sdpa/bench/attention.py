@@ -193,9 +193,9 @@ def _varlen_rows(function: Callable[..., Any], lengths: list[int], repeats: int)
         graph.launch()
     out = attend()
     backward = partial(torch.autograd.grad, out, (q, k, v), grad_out, retain_graph=True)
-    whose = f"the frontend's on {len(lengths)} sequences"
-    check_agreement(("out", "out"), (out.detach(),) * 2, (inference.out, training.out), whose)
-    check_agreement(GRADIENTS, backward(), frontend.gradients, whose)
+    reference = f"the frontend's on {len(lengths)} sequences"
+    check_agreement(("out", "out"), (out.detach(),) * 2, (inference.out, training.out), reference)
+    check_agreement(GRADIENTS, backward(), frontend.gradients, reference)
     with torch.no_grad():
         times = {"forward": device_times({"ours": attend, "frontend": inference.launch}, repeats=repeats)}
     times["forward in training"] = device_times({"ours": attend, "frontend": training.launch}, repeats=repeats)

@@ -63,7 +63,7 @@ def forward() -> list[Row]:
 
 
 def backward() -> list[Row]:
-    """The gradients by x, weight and bias, with cuDNN's first choice and tuned."""
+    """The gradients of x, weight and bias, with cuDNN's first choice and tuned."""
     return [_backward(case) for case in track(CASES, "convolutions", transient=True)]
 
 

@@ -70,9 +70,9 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
     Examples:
         >>> import torch, cudnn_sdpa
-        >>> both = torch.randn(2, 5, 32)
-        >>> out = cudnn_sdpa.silu_mul(*both.chunk(2, dim=-1))
-        >>> torch.equal(out, cudnn_sdpa.silu_mul(both)), out.shape
+        >>> gate_up = torch.randn(2, 5, 32)
+        >>> out = cudnn_sdpa.silu_mul(*gate_up.chunk(2, dim=-1))
+        >>> torch.equal(out, cudnn_sdpa.silu_mul(gate_up)), out.shape
         (True, torch.Size([2, 5, 16]))
 
     SwiGLU is from "GLU Variants Improve Transformer" (Shazeer, 2020).
@@ -179,7 +179,7 @@ class _SiluMul(torch.autograd.Function):
             return None, *(viewed if len(tensors) > 1 else (torch.cat(viewed, -1),))  # type: ignore[arg-type]
         if len(tensors) > 1:
             return None, *_gradients(ctx.call, grad, *tensors)
-        return None, _gradient_of_both(ctx.call, grad, *tensors)
+        return None, _packed_gradient(ctx.call, grad, *tensors)
 
 
 def _gradients(call: GraphCall, grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
@@ -194,20 +194,20 @@ def _gradients(call: GraphCall, grad: Tensor, gate: Tensor, up: Tensor) -> list[
     return _gradient_call(call, tensors, bind)(tensors)
 
 
-def _gradient_of_both(call: GraphCall, grad: Tensor, both: Tensor) -> Tensor:
+def _packed_gradient(call: GraphCall, grad: Tensor, gate_up: Tensor) -> Tensor:
     """The gradient of a tensor that holds gate and up, each half written in place."""
-    if not both.data_ptr():
-        check_strided("gate", both)  # names it; `chunk` would raise an error of PyTorch's
-    both = both if both.is_contiguous() else both.contiguous()
-    tensors = (grad, *both.chunk(2, dim=-1))
+    if not gate_up.data_ptr():
+        check_strided("gate", gate_up)  # names it; `chunk` would raise an error of PyTorch's
+    gate_up = gate_up if gate_up.is_contiguous() else gate_up.contiguous()
+    tensors = (grad, *gate_up.chunk(2, dim=-1))
 
     def bind() -> GraphCall:
         return torch_ops.prepared(silu_mul_gradients, as_rows(tensors, _GRADIENT_OPERANDS), {"dense": False})
 
     gradient_call = _gradient_call(call, tensors, bind)
-    gradient = torch.empty_like(both)
+    gradient = torch.empty_like(gate_up)
     first = gradient.data_ptr()
-    with torch.cuda.device(both.device):
+    with torch.cuda.device(gate_up.device):
         gradient_call.write(tensors, (), (first, first + grad.shape[-1] * grad.element_size()))
     return gradient
 
@@ -224,13 +224,13 @@ def _gradient_call(call: GraphCall, tensors: Sequence[Tensor], bind: Callable[[]
     return cached[1]
 
 
-def halves_of(both: Tensor) -> tuple[Tensor, Tensor]:
-    """Gate and up of a tensor that holds both."""
-    check_dtype("gate", both)
-    if both.dim() == 0 or both.shape[-1] % 2:
+def halves_of(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gate and up as the halves of one tensor."""
+    check_dtype("gate", gate_up)
+    if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
         expected = "an even last dimension, gate and up, if up is None"
-        raise ShapeError("gate", f"shape {tuple(both.shape)}", expected)
-    gate, up = both.chunk(2, dim=-1)
+        raise ShapeError("gate", f"shape {tuple(gate_up.shape)}", expected)
+    gate, up = gate_up.chunk(2, dim=-1)
     return gate, up
 
 

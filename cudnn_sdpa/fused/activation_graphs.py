@@ -40,7 +40,7 @@ def _like(result: Tensor, model: Tensor) -> Tensor:
 def silu_mul_gradients(
     g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol, *, dense: bool
 ) -> tuple[Symbol, Symbol]:
-    """The gradients of `silu_mul` by gate and up, contiguous or with their strides."""
+    """The gradients of gate and up, contiguous or with their strides."""
     del dense  # the key has it
     grad_up = g.mul(a=g.swish(input=gate), b=grad)
     grad_gate = g.swish_backward(loss=g.mul(a=grad, b=up), input=gate)
@@ -53,7 +53,7 @@ def _grad_gate_reference(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 @graph_op(reference=_grad_gate_reference, backward=_no_second_gradient, keeps_results=False)
 def silu_mul_grad_gate(g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol) -> Symbol:
-    """The gradient of `silu_mul` by gate only, contiguous."""
+    """The gradient of gate only, contiguous."""
     return g.swish_backward(loss=g.mul(a=grad, b=up), input=gate)
 
 
@@ -61,7 +61,7 @@ def silu_mul_grad_gate(g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol) 
     reference=lambda grad, gate: _silu_mul_reference(gate, grad), backward=_no_second_gradient, keeps_results=False
 )
 def silu_mul_grad_up(g: GraphBuilder, grad: Symbol, gate: Symbol) -> Symbol:
-    """The gradient of `silu_mul` by up only, contiguous."""
+    """The gradient of up only, contiguous."""
     return g.mul(a=g.swish(input=gate), b=grad)
 
 
@@ -70,8 +70,8 @@ def gradients_of(rows: Sequence[Tensor], needs: tuple[bool, ...]) -> tuple[Tenso
     grad, gate, up = rows
     needs_grad_gate, needs_grad_up = needs
     if needs_grad_gate and needs_grad_up:
-        both: tuple[Tensor, ...] = silu_mul_gradients(grad, gate, up, dense=True)
-        return both
+        gradients: tuple[Tensor, ...] = silu_mul_gradients(grad, gate, up, dense=True)
+        return gradients
     return (
         silu_mul_grad_gate(grad, gate, up) if needs_grad_gate else None,
         silu_mul_grad_up(grad, gate) if needs_grad_up else None,

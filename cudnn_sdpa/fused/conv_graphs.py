@@ -110,7 +110,7 @@ def _dgrad_backward(
 def conv_dgrad(
     g: GraphBuilder, grad: Symbol, weight: Symbol, *, shape: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes
 ) -> Symbol:
-    """The gradient of a convolution by its input, whose shape is `shape`."""
+    """The gradient of the input of a convolution; `shape` is its shape."""
     del shape  # the key has it
     return g.conv_dgrad(loss=grad, filter=weight, **_geometry(stride, padding, dilation))
 
@@ -137,7 +137,7 @@ def _wgrad_backward(
 def conv_wgrad(
     g: GraphBuilder, grad: Symbol, x: Symbol, *, shape: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes
 ) -> Symbol:
-    """The gradient of a convolution by its weight, whose shape is `shape`."""
+    """The gradient of the weight of a convolution; `shape` is its shape."""
     del shape  # the key has it
     return g.conv_wgrad(image=x, loss=grad, **_geometry(stride, padding, dilation))
 
@@ -151,14 +151,14 @@ def gradients_of(
     needs: tuple[bool, bool, bool],
     **sizes: Sizes,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The needed gradients by x, weight and bias; the one by x does not read x, the one by the weight not the weight.
+    """The needed gradients of x, weight and bias; that of x does not read x, that of the weight not the weight.
 
     Args:
         grad: The gradient of the result.
-        x: x, if the gradient by the weight is needed.
-        weight: The weight, if the gradient by x is needed.
+        x: x, if the gradient of the weight is needed.
+        weight: The weight, if the gradient of x is needed.
         shapes: Shapes of x and the weight.
-        needs: Whether the gradients by x, weight and bias are needed.
+        needs: Whether the gradients of x, weight and bias are needed.
         **sizes: Stride, padding and dilation.
     """
     grad_x = grad_weight = grad_bias = None

@@ -242,8 +242,8 @@ class _Differentiable(torch.autograd.Function):
         grad_inputs = torch_ops.gradients(
             ctx.function, all_grads, values, results=saved[ctx.count :], static=ctx.static, needs=tuple(needs)
         )
-        of_values = (grad if x is _SAVED else None for x, grad in zip(ctx.values, grad_inputs, strict=True))
-        return None, None, None, *of_values
+        value_gradients = (grad if x is _SAVED else None for x, grad in zip(ctx.values, grad_inputs, strict=True))
+        return None, None, None, *value_gradients
 
 
 #: Stands for a tensor that autograd saves.

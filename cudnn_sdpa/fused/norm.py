@@ -412,7 +412,7 @@ def _gradients(
     operands: Callable[[], tuple[Value, ...]],
     numbers: tuple[float, ...] = (),
 ) -> list[Tensor]:
-    """Gradients by x and the weights, in their shapes.
+    """Gradients of x and the weights, in their shapes.
 
     The forward call keeps the bound call of its gradients, which saves a lookup, 5 µs. Saved-tensor hooks may have
     returned other layouts, so these are compared.

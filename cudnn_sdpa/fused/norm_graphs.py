@@ -69,7 +69,7 @@ def rms_norm_gradients(
     scale: Symbol | None = None,
     shift: Symbol | None = None,
 ) -> Symbol | tuple[Symbol, Symbol]:
-    """The gradients of `rms_norm` by x and, if there is one, the weight."""
+    """The gradients of x and, if there is one, the weight."""
     shifted = weight if shift is None else g.add(a=weight, b=shift)
     grad_x, grad_weight, _ = g.rmsnorm_backward(
         name="rms_norm_gradients", grad=grad, input=x, scale=shifted, inv_variance=scale, has_dbias=False
@@ -149,7 +149,7 @@ def _layer_gradients_reference(
 def layer_norm_gradients(
     g: GraphBuilder, grad: Symbol, x: Symbol, weight: Symbol, mean: Symbol, scale: Symbol
 ) -> tuple[Symbol, ...]:
-    """The gradients of `layer_norm` by x, weight and bias."""
+    """The gradients of x, weight and bias."""
     gradients = g.layernorm_backward(
         name="layer_norm_gradients", grad=grad, input=x, scale=weight, mean=mean, inv_variance=scale
     )

@@ -289,10 +289,10 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     _, _, tensors_need, *_ = ctx.needs_input_grad  # in the order of the schema: name, kinds, tensors, ...
     needs = _needs(tensors_need, kinds)
     grad_inputs = gradients(function, grads, values, results=results, static=static, needs=needs)
-    of_tensors = [gradient for gradient, kind in zip(grad_inputs, kinds, strict=True) if kind == "t"]
+    tensor_gradients = [gradient for gradient, kind in zip(grad_inputs, kinds, strict=True) if kind == "t"]
     # One for each argument of the operator: token, kinds, tensors, numbers, symbols, options. PyTorch takes an empty
     # list of numbers for a list of tensors.
-    return None, None, of_tensors, None if numbers else [], None, None
+    return None, None, tensor_gradients, None if numbers else [], None, None
 
 
 def _needs(tensors_need: Iterable[bool], kinds: str) -> tuple[bool, ...]:

@@ -207,8 +207,8 @@ def function_digest(*functions: object) -> str:
         digest.update(b"\0")
         if not isinstance(function, types.FunctionType):
             name = getattr(function, "__name__", "")
-            is_of_torch = function is None or getattr(torch.nn.functional, name, getattr(torch, name, None)) is function
-            digest.update((f"{name}" if is_of_torch else uuid.uuid4().hex).encode())
+            is_pytorch = function is None or getattr(torch.nn.functional, name, getattr(torch, name, None)) is function
+            digest.update((f"{name}" if is_pytorch else uuid.uuid4().hex).encode())
         elif function.__module__.partition(".")[0] == __name__.partition(".")[0]:
             digest.update(_source(function.__code__).encode())  # the package's version covers the rest
         else:

@@ -81,8 +81,8 @@ class Table(Protocol):
 class PlanCache:
     """The plan cache of this process.
 
-    Reached as `cudnn_sdpa.plan_cache`. Its capacity is 512 plans, or what the environment variable
-    `CUDNN_SDPA_CACHE_SIZE` said when the package was imported.
+    Reached as `cudnn_sdpa.plan_cache`. Its capacity is 512 plans, or the value of the environment variable
+    `CUDNN_SDPA_CACHE_SIZE` at the import of the package.
 
     Examples:
         >>> import cudnn_sdpa

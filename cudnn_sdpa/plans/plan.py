@@ -124,7 +124,7 @@ class Plan:
             workspace = 0
         # Local to this call: many threads launch a plan at once.
         operands = pointers if type(pointers) is array else array("Q", pointers)
-        try:  # positional, as the frontend's compiled function wants them: see `backend.Launch`
+        try:  # positional, as the frontend's compiled function takes them: see `backend.Launch`
             self._launch(operands.buffer_info()[0], self._count, workspace, slot.raw, -1)
         except RuntimeError as error:
             raise backend.execution_error(error, str(self.key)) from error

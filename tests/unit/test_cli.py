@@ -125,7 +125,7 @@ def test_a_command_that_needs_pytorch_reports_a_failed_import_in_one_line(tmp_pa
     result = run("-m", "cudnn_sdpa", *arguments, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"})
     assert result.returncode == 1
     assert result.stdout == ""
-    assert result.stderr.startswith("cudnn_sdpa needs PyTorch, and `import torch` fails: out of luck. Install")
+    assert result.stderr.startswith("cudnn_sdpa needs PyTorch, and `import torch` fails: out of luck. Reinstall")
     assert len(result.stderr.splitlines()) == 1
 
 

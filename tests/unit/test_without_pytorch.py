@@ -17,7 +17,7 @@ FAULTS = {
         "pip install 'cudnn-sdpa[cu12]' or 'cudnn-sdpa[cu13]'",
     ),
     "mixed": ("raise OSError('libcublas.so.12: undefined symbol: cublasLtCreate')", "LD_LIBRARY_PATH"),
-    "something else": ("raise RuntimeError('out of luck.')", "fails: out of luck. Install PyTorch anew"),
+    "something else": ("raise RuntimeError('out of luck.')", "fails: out of luck. Reinstall PyTorch"),
 }
 
 

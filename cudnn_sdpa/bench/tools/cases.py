@@ -125,7 +125,7 @@ def check_agreement(
     names: Sequence[str],
     actual: Sequence[Tensor],
     expected: Sequence[Tensor],
-    whose: str,
+    reference: str,
     tolerance: float = TOLERANCE,
 ) -> None:
     """Stops the benchmark if results differ: a wrong result is not worth timing.
@@ -137,5 +137,5 @@ def check_agreement(
         error = relative_error(ours, theirs)
         if not error < tolerance:  # NaN fails too
             raise RuntimeError(
-                f"{name} differs from {whose} by {error:.3g} in the norm, over {tolerance}; nothing was timed"
+                f"{name} differs from {reference} by {error:.3g} in the norm, over {tolerance}; nothing was timed"
             )

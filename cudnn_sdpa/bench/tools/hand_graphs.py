@@ -90,7 +90,7 @@ class HandGraph:
     def launch(self) -> None:
         """The launch by raw pointers."""
         address, count = self.pointers.buffer_info()
-        self.raw_launch(address, count, self.workspace.data_ptr(), self.raw_handle, -1)
+        self.raw_launch(address, count, self.workspace.data_ptr(), self.raw_handle, -1)  # see `backend.Launch`
 
     def execute(self) -> None:
         """The frontend's public `execute`."""
