@@ -135,13 +135,13 @@ class _Tracked(NamedTuple):
         operation: Its operation.
         call: The call, with an LSE.
         entry: Its entry, if the fast path found it.
-        with_lse: Whether the LSE is wanted.
+        returns_lse: Whether the LSE is a result.
     """
 
     operation: Operation[Any]
     call: Any
     entry: _Entry | None
-    with_lse: bool
+    returns_lse: bool
 
 
 class _CachedCall(NamedTuple):
@@ -317,7 +317,7 @@ class Operation(Generic[CallT]):
 
     def runner(self, call: CallT) -> Callable[[CallT], Result]:
         """What runs a checked forward call where its tensors are."""
-        return self.on_gpu if call[0].is_cuda else self._layouts_alone if call[0].is_meta else self._on_cpu
+        return self.on_gpu if call[0].is_cuda else self.fake_results if call[0].is_meta else self._on_cpu
 
     def on_gpu(self, call: CallT) -> Result:
         """A checked forward call on the GPU: its plan is found or prepared, and launched."""
@@ -340,7 +340,7 @@ class Operation(Generic[CallT]):
         out = out if call.out is None else call.out.copy_(out)
         return (out, lse) if call.with_lse else out
 
-    def _layouts_alone(self, call: CallT) -> Result:
+    def fake_results(self, call: CallT) -> Result:
         """What the results of a call look like, without memory."""
         self.check(call)
         out, lse = (_new(call[0], layout) for layout in self.results(call))
@@ -478,53 +478,63 @@ class Operation(Generic[CallT]):
             return [None] * len(needs)
         *tensors, out, lse = ctx.saved_tensors  # once: checkpoints let nothing be read twice
         call = self.call._make((*tensors, *ctx.options, True, None))
-        of = GradientCall(grad_out, out, lse, call, needs)
+        backward = GradientCall(grad_out, out, lse, call, needs)
         if by_reference:
-            found = self.reference_gradients(of)
+            found = self.reference_gradients(backward)
         elif needs_operator(grad_out):
             found = self.operator("backward")(grad_out, out, lse, *call[: self._inputs], list(needs))
-        elif last is not None and (entry := self._find_gradient(of, last)) is not None:
-            found = entry.run(of)
+        elif last is not None and (entry := self._find_gradient(backward, last)) is not None:
+            found = entry.run(backward)
         elif not out.is_cuda:
-            found = (self._gradients_alone if out.is_meta else self.reference_gradients)(of)
+            found = (self.fake_gradients if out.is_meta else self.reference_gradients)(backward)
         else:
             found = fallback.or_else(
-                lambda: self._gradients_on_gpu(of, last),
-                lambda: self.reference_gradients(of),
+                lambda: self._gradients_on_gpu(backward, last),
+                lambda: self.reference_gradients(backward),
                 lambda: self.kind(call),
                 ctx.may_fall_back,
             )
         remaining = iter(found)
         return [next(remaining) if need else None for need in needs]
 
-    def _gradients_on_gpu(self, of: GradientCall, last: _LastGradient | None = None) -> list[Tensor]:
+    def _gradients_on_gpu(self, backward: GradientCall, last: _LastGradient | None = None) -> list[Tensor]:
         """The needed gradients of a backward call on the GPU, which `last` remembers."""
-        readable = self.readable(of)
+        readable = self.readable(backward)
         prepared = self._entry(self._signature_of_gradient(readable), readable, self.prepare_gradients)
-        if last is not None and readable is of and isinstance(prepared, _Entry):
-            tensors = self._tensors_of_gradient(of)
+        if last is not None and readable is backward and isinstance(prepared, _Entry):
+            tensors = self._tensors_of_gradient(backward)
             if len(set(map(id, tensors))) == len(tensors):  # a guard takes no tensor twice
-                last.cached = _CachedGradient(tensor_guard(*tensors), of.needs, weakref.ref(prepared))
+                last.cached = _CachedGradient(tensor_guard(*tensors), backward.needs, weakref.ref(prepared))
         gradients: list[Tensor] = prepared.run(readable)
         return gradients
 
-    def _find_gradient(self, of: GradientCall, last: _LastGradient) -> _Entry | None:
+    def _find_gradient(self, backward: GradientCall, last: _LastGradient) -> _Entry | None:
         """The backward call before this one, if it was like this one and `readable` would copy nothing."""
         known = last.cached
-        if known is None or known.needs != of.needs or not known.is_like(*self._tensors_of_gradient(of)):
+        if known is None or known.needs != backward.needs or not known.is_like(*self._tensors_of_gradient(backward)):
             return None
         # Addresses, which no guard sees: those of the other tensors were checked in the forward pass, or raise.
-        return None if (of.grad_out.data_ptr() | of.lse.data_ptr()) & MISALIGNED else known.entry()
+        return None if (backward.grad_out.data_ptr() | backward.lse.data_ptr()) & MISALIGNED else known.entry()
 
-    def _tensors_of_gradient(self, of: GradientCall) -> list[Tensor]:
-        return [*[x for x in of.call[: self._tensors] if x is not None], of.out, of.lse, of.grad_out]
+    def _tensors_of_gradient(self, backward: GradientCall) -> list[Tensor]:
+        return [
+            *[x for x in backward.call[: self._tensors] if x is not None],
+            backward.out,
+            backward.lse,
+            backward.grad_out,
+        ]
 
-    def _signature_of_gradient(self, of: GradientCall) -> Hashable:
-        return ("backward", *map(describe, (of.grad_out, of.out, of.lse)), of.needs, self.signature(of.call))
+    def _signature_of_gradient(self, backward: GradientCall) -> Hashable:
+        return (
+            "backward",
+            *map(describe, (backward.grad_out, backward.out, backward.lse)),
+            backward.needs,
+            self.signature(backward.call),
+        )
 
-    def _gradients_alone(self, of: GradientCall) -> list[Tensor]:
+    def fake_gradients(self, backward: GradientCall) -> list[Tensor]:
         """What the needed gradients look like, without memory."""
-        tensors = zip(of.call[: self._gradients], of.needs, strict=True)
+        tensors = zip(backward.call[: self._gradients], backward.needs, strict=True)
         return [like_in_memory(x) for x, need in tensors if need and x is not None]
 
     # PyTorch's operators.
@@ -570,13 +580,13 @@ class Operation(Generic[CallT]):
             "forward_lse": (inputs, "(Tensor, Tensor)"),
             "forward_out": (f"{inputs}, Tensor(a!) out", "Tensor"),
         }
-        runs = self._operator_on_gpu, self._operator_on_cpu, self._layouts_alone
+        runs = self._operator_on_gpu, self._operator_on_cpu, self.fake_results
         cuda, cpu, fake = map(self.forward_implementations, runs)
         for suffix, (arguments, returns) in schemas.items():
             name = f"{self.name}_{suffix}"
             define(name, arguments, returns, cuda[suffix], cpu[suffix], fake[suffix])
             register_flop_formula(self.operator(suffix), get_raw=True)(self._count_forward)
-        runs_backward = self._gradients_on_gpu, self.reference_gradients, self._gradients_alone
+        runs_backward = self._gradients_on_gpu, self.reference_gradients, self.fake_gradients
         arguments = f"Tensor grad_out, Tensor out, Tensor lse, {inputs}, bool[] needs"
         define(f"{self.name}_backward", arguments, "Tensor[]", *map(self.backward_implementation, runs_backward))
         register_flop_formula(self.operator("backward"), get_raw=True)(self._count_backward)
@@ -623,11 +633,11 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tracked: _Tracked, *_: Any) -> Any:
         """Runs the forward pass; the other inputs are those that autograd tracks."""
-        operation, call, entry, with_lse = tracked
+        operation, call, entry, returns_lse = tracked
         out, lse = (operation.runner(call) if entry is None else entry.run)(call)
         operation.save(ctx, call, out, lse)
         ctx.operation, ctx.last_gradient = operation, None if entry is None else entry.last_gradient
-        return (out, lse) if with_lse else out
+        return (out, lse) if returns_lse else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> Any:
@@ -642,7 +652,7 @@ class _ByReference(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tracked: _Tracked, *_: Any) -> Any:
         """Runs the reference."""
-        operation, call, _entry, _with_lse = tracked
+        operation, call, _entry, _returns_lse = tracked
         out, lse = operation._on_cpu(call)
         operation.save(ctx, call, out, lse)
         ctx.operation = operation
