@@ -2307,7 +2307,9 @@ class AttentionModule(Module):
             facts |= {"split": parts, "paged": r.random() < 0.5 and facts["dim"] % 8 == 0, "layer": r.choice([0, 1])}
             return replace(case, facts=facts | {"positions": None})
         if r.random() < 0.4:
-            tensors["attn_mask"] = mask_of(r, (batch, heads, sq, skv), case.dtype)
+            mask = tensors["attn_mask"] = mask_of(r, (batch, heads, sq, skv), case.dtype)
+            if mask.values.filler == -1e4:  # beside it, float32 rounds scores to thousandths
+                tensors["attn_mask"] = replace(mask, values=replace(mask.values, filler=-1e9))
         facts |= {"seq_lens": lengths_of(r, batch, sq)} if r.random() < 0.3 else {}
         facts |= {"context_lens": lengths_of(r, batch, skv)} if not single and r.random() < 0.4 else {}
         facts |= positions_of(r, batch, sq) if options.get("rope") else {}
@@ -2848,8 +2850,9 @@ def pytorch_drops_graphs() -> bool:
 def refused_while_compiling(case: Case, error: Exception) -> bool:
     """Whether Dynamo reports an `ArgumentError` that is allowed."""
     kinds = "|".join(kind.__name__ for kind in ArgumentError.__subclasses__())
-    is_of_dynamo = isinstance(error, torch._dynamo.exc.Unsupported)
-    return is_of_dynamo and bool(case.refusable and re.search(rf"Observed exception(.|\n)*\b({kinds})\(", str(error)))
+    is_of_dynamo = isinstance(error, torch._dynamo.exc.TorchDynamoException)
+    found = re.search(rf"(Observed exception|fake tensor call)(.|\n)*\b({kinds})\(", str(error))
+    return bool(is_of_dynamo and case.refusable and found)
 
 
 #: PyTorch's own error messages for missing double backward.
@@ -2873,7 +2876,7 @@ def run(case: Case, device: str = "cpu") -> Outcome:
                 problems = runs.once("without gradients", ())
             except UnsupportedError:
                 return outcome
-        except (ArgumentError, torch._dynamo.exc.Unsupported) as error:
+        except (ArgumentError, torch._dynamo.exc.TorchDynamoException) as error:
             if not (case.refusable if isinstance(error, ArgumentError) else refused_while_compiling(case, error)):
                 raise
             return Outcome("declined", [], [f"{type(error).__name__} for {case.refusable}"], "refused")
