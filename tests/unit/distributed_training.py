@@ -83,7 +83,7 @@ def divide(device: str, dtype: torch.dtype, width: int) -> None:
             difference = (divided(*given) - expected).float().norm() / expected.float().norm()
             assert difference < (3e-2 if device != "cpu" else 1e-5), (plan, difference)
             continue
-        with pytest.raises(UnsupportedError, match=rf"{refused} gave \d+ of its(.|\n)*fully_shard"):
+        with pytest.raises(UnsupportedError, match=rf"{refused} returned \d+ of its(.|\n)*fully_shard"):
             divided(*given)
 
 
