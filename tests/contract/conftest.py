@@ -11,7 +11,7 @@ import cudnn_sdpa
 from contract.operations import OPERATIONS, Example
 
 #: How many operations `make test` runs each hazard with.
-OF_EACH_HAZARD = 3
+OF_EACH_HAZARD = 2
 
 
 @pytest.fixture(params=OPERATIONS)
