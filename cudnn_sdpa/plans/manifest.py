@@ -90,14 +90,18 @@ def _recorded_on(keys: list[PlanKey]) -> dict[str, str]:
 
 
 def _key_of(plan: dict[str, Any], target: Target) -> PlanKey:
-    name = plan["operation"]
+    name = plan.get("operation") if isinstance(plan, dict) else plan
     try:
         _check_numbers(plan)
         digest = find_operation(name, only_imported=True).digest
-        return PlanKey.from_json({**plan, "digest": digest}, target)
+        key = PlanKey.from_json({**plan, "digest": digest}, target)
+        hash(key)  # a manifest that was not read from a file may have dictionaries among the options
     except (ImportError, AttributeError, TypeError, KeyError, ValueError, RecursionError) as error:
-        expected = "an operation of this installation; import the module that defines it first"
-        raise OptionError("manifest", f"the operation {name!r} ({shortened(str(error))})", expected) from error
+        got = f"the operation {shortened(repr(name))} ({shortened(str(error))})"
+        raise OptionError(
+            "manifest", got, "an operation of this installation; import the module that defines it first"
+        ) from error
+    return key
 
 
 def _check_numbers(plan: dict[str, Any]) -> None:

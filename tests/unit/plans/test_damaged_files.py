@@ -124,6 +124,23 @@ def test_a_damaged_manifest_is_read_or_refused(manifest, a_target, tmp_path):
     assert refused > MUTATIONS // 2
 
 
+def test_a_damaged_manifest_that_was_not_read_from_a_file_is_used_or_refused(manifest, a_target):
+    """No schema has looked at it."""
+    refused = 0
+    for seed in range(MUTATIONS):
+        r, plans = random.Random(seed), manifest["plans"]
+        for _ in range(r.choice([1, 1, 2, 3])):
+            plans = mutated(plans, r) or manifest["plans"]
+        try:
+            PlanManifest(plans).keys(a_target, None)
+        except OptionError as error:
+            refused += 1
+            assert_fit_for_a_terminal(str(error))
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}: {error!r}: {plans!r:.2000}") from error
+    assert refused > MUTATIONS // 2
+
+
 def test_a_damaged_device_file_is_read_or_refused(tmp_path):
     good = json.loads((Path(target.__file__).parents[1] / "offline/devices/h200-cudnn-9.28.json").read_text())
     read = refused = 0
