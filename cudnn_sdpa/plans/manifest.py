@@ -93,7 +93,7 @@ def _key_of(plan: dict[str, Any], target: Target) -> PlanKey:
     name = plan.get("operation") if isinstance(plan, dict) else plan
     try:
         _check_numbers(plan)
-        digest = find_operation(name, only_imported=True).digest
+        digest = find_operation(str(name), only_imported=True).digest
         key = PlanKey.from_json({**plan, "digest": digest}, target)
         hash(key)  # a manifest that was not read from a file may have dictionaries among the options
     except (ImportError, AttributeError, TypeError, KeyError, ValueError, RecursionError) as error:
