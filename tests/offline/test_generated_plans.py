@@ -112,15 +112,17 @@ def test_a_few_calls_have_engines_or_reasons(name, h200):
 @pytest.mark.parametrize("name", NAMES)
 def test_many_calls_have_engines_or_reasons(name, h200):
     counts = check(name, range(15, 300), h200, engine_offline)
-    assert counts["planned forward"] >= (60 if "fp8" in name.lower() else 140), counts
-    assert counts["declined by cuDNN"] <= 6, counts
+    assert counts["planned forward"] >= (60 if "fp8" in name.lower() else 100 if name.startswith("nn.") else 140), (
+        counts
+    )
+    assert counts["declined by cuDNN"] <= max(6, counts["planned forward"] // 50), counts  # a layer has several plans
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_some_calls_have_plans_that_compile(name, h200):
     counts = check(name, range(300, 312), h200, plan_offline)
-    assert counts["planned forward"] >= (2 if "fp8" in name.lower() else 4), counts
+    assert counts["planned forward"] >= (2 if "fp8" in name.lower() else 1 if name.startswith("nn.") else 4), counts
 
 
 def test_operations_without_explain_are_listed():
