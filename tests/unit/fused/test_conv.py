@@ -6,6 +6,7 @@ import forked_python
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cudnn_sdpa import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, conv1d, conv2d, conv3d
 
@@ -380,3 +381,30 @@ def test_gradients_of_tiny_odd_shapes_are_right_and_write_nothing_outside():
     """In a separate process: for such shapes oneDNN wrote out of bounds, which crashes a process later."""
     result = forked_python.run(["-c", ODD])
     assert result.returncode == 0, result.stderr
+
+
+class ConvolutionDtypes(TorchDispatchMode):
+    """Records the dtypes of PyTorch's convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "convolution" in str(function):
+            self.seen |= {x.dtype for x in args if isinstance(x, torch.Tensor)}
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 4, 8, 9), (2, 4, 3, 8, 9)], ids=["2-D", "3-D"])
+def test_gradients_on_the_cpu_do_not_run_onednn(shape, dtype):
+    """oneDNN writes past its memory there, which is not always seen; it has no float64."""
+    rank = len(shape) - 2
+    sizes = {"stride": (1,) * (rank - 1) + (3,), "padding": (0,) * rank, "dilation": (1,) * rank}
+    x, weight = torch.randn(shape, dtype=dtype), torch.randn(1, 4, *(1,) * rank, dtype=dtype)
+    grad_out = torch.randn(2, 1, *shape[2:-1], 3, dtype=dtype)
+    with ConvolutionDtypes() as dtypes:
+        conv_graphs.conv_dgrad.reference(grad_out, weight, shape=shape, **sizes)
+        conv_graphs.conv_wgrad.reference(grad_out, x, shape=tuple(weight.shape), **sizes)
+    assert dtypes.seen == {torch.float64}
