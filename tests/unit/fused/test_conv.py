@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cudnn_sdpa import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, conv1d, conv2d, conv3d
+from cudnn_sdpa.fused import conv_graphs
 
 OURS = {1: conv1d, 2: conv2d, 3: conv3d}
 TORCHS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
