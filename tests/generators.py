@@ -46,6 +46,7 @@ from float64_reference import (
     patches,
     rms_norm,
     rotated,
+    seen_keys,
     transformer_layer,
     vision_encoder,
 )
@@ -308,7 +309,7 @@ def more_of_attention(r: random.Random, case: Case) -> Case:
         options["scale"] = r.choice([1, 2, -1, 65536.0, -65536])
         wanted = wanted if abs(options["scale"]) < 9 else ()  # beyond, a float32 LSE is too imprecise for gradients
     if options.get("softcap") and r.random() < 0.1:
-        options["softcap"] = r.choice([1, 1e-3, 3e38])
+        options["softcap"] = r.choice([1, 1e-3, 1e18])
     return replace(case, options=options, tensors=tensors, wanted=wanted)
 
 
@@ -687,7 +688,8 @@ class Varlen(Attention):
         if not options.get("dropout_p"):
             return {}
         q, k, v = (tensors[name].detach() for name in "qkv")
-        names = ("is_causal", "causal_alignment", "window_size")
+        # What decides the plan's longest lengths decides the random numbers, too.
+        names = ("is_causal", "causal_alignment", "window_size", "softcap", "deterministic")
         same = {name: options[name] for name in names} if q.is_cuda else {}
         places = [j for n in case.facts["of_kv"] for j in range(n)]
         places += [0] * (v.shape[0] - len(places))
@@ -1016,10 +1018,10 @@ class Fp8Forward(Fp8):
         out_dtype = options["out_dtype"] or case.dtype
         last = HALF_A_ULP.get(out_dtype, 2**-8)
         spread = (made.weights @ true["v"].abs().repeat_interleave(made.out.shape[1] // true["v"].shape[1], 1)) * unit
+        on_gpu = made.out.is_cuda  # there FP8 products are summed with 13 bits: 2e-2 was seen where |q|·|k| was 163
+        precision = replace(precision, inner=2**-16) if on_gpu else precision
         lse = attention_bounds(made, **true, grad_out=None, precision=precision, **known["options"])["lse"]
-        on_gpu = lse.is_cuda  # kernels in FP8 approximate exponentials: 2e-3 and 1e-3 were seen on an H200
-        lse = lse + 1.5e-3 if on_gpu else lse
-        largest = 1.0 if "seq_lens_q" in case.facts else 1e-3 if on_gpu else 1e-5
+        largest = 1.0 if "seq_lens_q" in case.facts else 1e-3 + float(lse.sum()) if on_gpu else 1e-5
         amax_s = torch.full((1,), largest, dtype=F64, device=lse.device)
         off = spread + last * made.out.abs() + 2e-3
         return {"out": off * 23.0, "lse": lse, "amax_s": amax_s, "amax_o": off.amax().view(1)}
@@ -1108,7 +1110,7 @@ class Fp8Backward(Fp8):
 
     def bounds(self, case, options, leaves, grads, known, precision):
         unit = max(HALF_A_ULP[case.dtype], HALF_A_ULP[case.facts["grad_dtype"]])
-        coarse = Precision(unit, 2e-3, 2**-24)
+        coarse = Precision(unit, 2e-3, 2**-16 if leaves["q"].is_cuda else 2**-24)
         true = {name: x.detach() for name, x in known["true"].items()}
         made = replace(known["made"], out=known["made"].out.detach(), weights=known["made"].weights.detach())
         found = attention_bounds(made, **true, grad_out=known["grad"], precision=coarse, **known["given"])
@@ -1804,7 +1806,7 @@ class CacheSession:
         if "out" in more and out is not more["out"]:
             self.problems.append("attend: the result is not the tensor that was given for it")
         self.compare("attend", (q, out, lse), numbers, counts, (layer, options))
-        if max(counts) == step.tokens == 1 and self.more.random() < 0.5:
+        if min(counts) == step.tokens == 1 and self.more.random() < 0.5:  # prepared calls know no absent queries
             self.prepare(step, q, numbers, counts, layer)
 
     def prepare(self, step: Any, q: Tensor, numbers: list[int], counts: list[int], layer: int) -> None:
@@ -2410,6 +2412,21 @@ class AttentionModule(Module):
             given |= {"kept": known["kept"], "dropout_p": options["dropout"]}
         return given
 
+    def bounds(self, case, options, leaves, grads, known, precision):
+        bounds = super().bounds(case, options, leaves, grads, known, precision)
+        is_lost = leaves["x"].is_cuda and self.hides_rows(case, options, leaves, known)
+        return {n: torch.full_like(x, math.inf) if is_lost else x for n, x in bounds.items()}
+
+    def hides_rows(self, case: Case, options: dict[str, Any], leaves: Tensors, known: dict[str, Any]) -> bool:
+        """Whether a query sees only keys with a large negative mask: float32 scores and LSEs have no digits left."""
+        if "attn_mask" not in leaves or not leaves["attn_mask"].is_floating_point():
+            return False
+        given, mask = self.given(case, options, leaves, known), leaves["attn_mask"].detach()
+        batch, sq, _ = leaves["x"].shape
+        skv = leaves.get("context", leaves["x"]).shape[1]
+        seen = seen_keys(batch, sq, skv, given, mask.device) & ~mask.isneginf()
+        return bool((seen.any(-1) & ~(seen & (mask > -1e4)).any(-1)).any())
+
     def compute(self, case, options, leaves, known):
         given = self.given(case, options, leaves, known)
         heads, p = case.facts["heads"], parameters_of(leaves, "inner")
@@ -2737,7 +2754,10 @@ class Run:
         for name, found in zip(wanted, true, strict=True):
             expected = torch.zeros_like(leaves[name]) if found is None else found
             if name in gradients:
-                problems += compared(f"grad {name}", gradients[name], expected, bounds[name])
+                bound = bounds[name]
+                if self.case.mode == "autocast" and name in self.op.casts:  # rounded before its cast to float32
+                    bound = bound + torch.finfo(self.case.dtype).eps * expected.abs()
+                problems += compared(f"grad {name}", gradients[name], expected, bound)
             elif expected.abs().sum() != 0:
                 problems.append(f"grad {name} is None")
         return problems
