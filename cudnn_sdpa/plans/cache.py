@@ -79,10 +79,10 @@ class Table(Protocol):
 
 
 class PlanCache:
-    """The plan cache of this process.
+    """The compiled plans in memory: `cudnn_sdpa.plan_cache` of this process.
 
-    Reached as `cudnn_sdpa.plan_cache`. Its capacity is 512 plans, or the value of the environment variable
-    `CUDNN_SDPA_CACHE_SIZE` at the import of the package.
+    Calls use its plans. When it is full, it evicts the least recently used one. Its capacity is 512 plans, or the value
+    of the environment variable `CUDNN_SDPA_CACHE_SIZE` at the import of the package.
 
     Examples:
         >>> import cudnn_sdpa
@@ -312,6 +312,7 @@ class PlanCache:
 
 
 plan_cache = PlanCache(capacity_from_environment())
+"""The one `PlanCache` of this process."""
 os.register_at_fork(after_in_child=plan_cache._start_afresh)
 
 

@@ -61,6 +61,11 @@ def test_the_table_of_known_issues_is_up_to_date():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def test_the_index_of_the_reference_is_up_to_date():
+    result = run("scripts/api_index.py", "--check")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_the_design_page_lists_every_module():
     result = run("scripts/package_tree.py", "--check")
     assert result.returncode == 0, result.stdout + result.stderr

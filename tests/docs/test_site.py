@@ -153,18 +153,24 @@ def test_every_page_renders_on_a_phone(site, address, browser):
     assert complaints == []
 
 
-@pytest.mark.parametrize("name", ["sdpa_varlen", "PagedKVCache"])
-def test_the_search_finds_a_name(address, browser, name):
+@pytest.mark.parametrize(("name", "page"), [("sdpa_varlen", "/api/attention/"), ("PagedKVCache", "/api/paged/")])
+def test_the_search_finds_a_name(address, browser, name, page):
+    from selenium.common.exceptions import StaleElementReferenceException
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.wait import WebDriverWait
 
     browser.get(address)
-    wait = WebDriverWait(browser, 20)
+    # each typed letter replaces the results, perhaps while they are read
+    wait = WebDriverWait(browser, 20, ignored_exceptions=[StaleElementReferenceException])
     wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, ".md-search__input"))
     browser.find_element(By.CSS_SELECTOR, ".md-search__input").click()
     browser.find_element(By.CSS_SELECTOR, ".md-search__input").send_keys(name)
-    found = wait.until(lambda _: [link.get_attribute("href") for link in browser.find_elements(*RESULTS)])
-    assert any(urlsplit(link).path == "/api/" for link in found), found
+
+    def leads_to_the_page(_: object) -> bool:
+        found = [link.get_attribute("href") for link in browser.find_elements(*RESULTS)]
+        return any(urlsplit(link).path == page for link in found)
+
+    assert wait.until(leads_to_the_page, f"the search for {name} does not find {page}")
 
 
 RESULTS = ("css selector", ".md-search-result__link")

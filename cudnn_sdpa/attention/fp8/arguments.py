@@ -26,7 +26,7 @@ MIN_SCALE = 1e-30
 
 
 class Fp8Scales(NamedTuple):
-    """The scales of a forward pass, each a float32 tensor of one element on the device of `q`.
+    """The scales of `sdpa_fp8`, each a float32 tensor of one element on the device of `q`.
 
     A tensor x is kept as fp8(x · scale); what is read back is fp8 · descale, so that a descale is one over the scale
     that its tensor was made with.
@@ -50,7 +50,7 @@ class Fp8Scales(NamedTuple):
 
 
 class Fp8BackwardScales(NamedTuple):
-    """The scales of a backward pass, each a float32 tensor of one element on the device of `q`.
+    """The scales of `sdpa_fp8_backward`, each a float32 tensor of one element on the device of `q`.
 
     Attributes:
         descale_q: What the values of q are multiplied by.
@@ -82,7 +82,7 @@ class Fp8BackwardScales(NamedTuple):
 
 
 class Fp8Output(NamedTuple):
-    """The results of a forward pass.
+    """The results of `sdpa_fp8`.
 
     Attributes:
         out: The output (B, Hq, Sq, Dv), multiplied by `scale_o`.
@@ -98,7 +98,7 @@ class Fp8Output(NamedTuple):
 
 
 class Fp8Gradients(NamedTuple):
-    """The results of a backward pass.
+    """The results of `sdpa_fp8_backward`.
 
     Attributes:
         dq: The gradient of q, multiplied by `scale_dq`, in the dtype of `grad_out`.
