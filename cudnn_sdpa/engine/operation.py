@@ -39,7 +39,7 @@ from cudnn_sdpa.engine.dispatch_state import (
     tensor_guard,
 )
 from cudnn_sdpa.engine.fast_path import CallTable, describe
-from cudnn_sdpa.engine.launch import Layout
+from cudnn_sdpa.engine.launch import Layout, check_one_device
 from cudnn_sdpa.engine.memory import MISALIGNED, like_in_memory
 from cudnn_sdpa.engine.torch_ops import define, library, new_seed
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
@@ -500,13 +500,19 @@ class Operation(Generic[CallT]):
     def _gradients_on_gpu(self, backward: GradientCall, last: _LastGradient | None = None) -> list[Tensor]:
         """The needed gradients of a backward call on the GPU, which `last` remembers."""
         readable = self.readable(backward)
-        prepared = self._entry(self._signature_of_gradient(readable), readable, self.prepare_gradients)
+        prepared = self._entry(self._signature_of_gradient(readable), readable, self._prepare_gradients)
         if last is not None and readable is backward and isinstance(prepared, _Entry):
             tensors = self._tensors_of_gradient(backward)
             if len(set(map(id, tensors))) == len(tensors):  # a guard takes no tensor twice
                 last.cached = _CachedGradient(tensor_guard(*tensors), backward.needs, weakref.ref(prepared))
         gradients: list[Tensor] = prepared.run(readable)
         return gradients
+
+    def _prepare_gradients(self, backward: GradientCall) -> Prepared:
+        names = (*backward.call._fields[: self._tensors], "out", "lse", "grad_out")
+        tensors = (*backward.call[: self._tensors], backward.out, backward.lse, backward.grad_out)
+        check_one_device(names, tensors)  # a saved-tensor hook may have moved them
+        return self.prepare_gradients(backward)
 
     def _find_gradient(self, backward: GradientCall, last: _LastGradient) -> _Entry | None:
         """The backward call before this one, if it was like this one and `readable` would copy nothing."""

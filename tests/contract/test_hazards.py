@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from cudnn_sdpa import ArgumentError, LayoutError, UnsupportedError, explain, plan_cache
+from cudnn_sdpa import ArgumentError, DeviceError, LayoutError, UnsupportedError, explain, plan_cache
 
 # Grad mode.
 
@@ -333,6 +333,39 @@ def test_explain_refuses_the_layouts_that_a_call_refuses(attention):
                 attention(given)
             with pytest.raises(LayoutError, match=f"^{re.escape(str(refused.value))}$"):
                 explain(attention.function, **given, **attention.options)
+
+
+def test_tensors_on_another_device_are_named(call):
+    """Before a launch, which would get an address of that device. Meta tensors are where CPU tensors are on a GPU."""
+    for grad in (False, True):
+        tensors = call.tensors(grad=grad)
+        for name in tensors:
+            FakePlan.launched.clear()
+            with pytest.raises(DeviceError, match=r"expected .*(device|GPU)"):
+                call({**tensors, name: tensors[name].detach().to("meta").requires_grad_(tensors[name].requires_grad)})
+            assert not FakePlan.launched, f"{name} is elsewhere, and a plan was launched"
+        call.assert_out(call(tensors), tensors)
+
+
+def test_hooks_may_not_keep_tensors_on_another_device(call):
+    """The fake GPU's plans check addresses. A gradient that needs no such tensor may be computed before the error."""
+    tensors = call.tensors(grad=True)
+    for name in call.differentiable:
+        address, moved_away = tensors[name].data_ptr(), []
+
+        def unpack(x, address=address, moved_away=moved_away):
+            if x.is_meta or x.data_ptr() != address:
+                return x
+            moved_away.append(x)
+            return x.to("meta")
+
+        with saved_tensors_hooks(lambda x: x, unpack):
+            out = call(tensors)
+        is_refused = True
+        with contextlib.suppress(DeviceError):
+            out.sum().backward()
+            is_refused = False
+        assert is_refused == bool(moved_away), f"{name} is elsewhere, and was read"
 
 
 def test_freed_storage_is_named(call):
