@@ -328,10 +328,10 @@ def check_options(call: ForwardArguments) -> None:
     for bound in (call.window_left, call.window_right):
         if not is_integer(bound) or bound < UNBOUNDED:
             raise OptionError("window_size", repr((call.window_left, call.window_right)), _WINDOW)
-    _check_number("scale", call.scale, "1/sqrt(head dim)", LARGEST_SCALE)
-    _check_number("softcap", call.softcap, "no soft-capping", LARGEST_SOFTCAP)
-    if call.softcap is not None and not call.softcap >= 1 / LARGEST_SOFTCAP:
-        expected = f"a positive number of at least {1 / LARGEST_SOFTCAP:g}, or None for no soft-capping"
+    _check_number("scale", call.scale, "1/sqrt(head dim)", MAX_SCALE)
+    _check_number("softcap", call.softcap, "no soft-capping", MAX_SOFTCAP)
+    if call.softcap is not None and not call.softcap >= 1 / MAX_SOFTCAP:
+        expected = f"a positive number of at least {1 / MAX_SOFTCAP:g}, or None for no soft-capping"
         raise OptionError("softcap", repr(call.softcap), expected)
     if isinstance(call.dropout_p, bool) or not isinstance(call.dropout_p, (int, float)):
         raise OptionError("dropout_p", type(call.dropout_p).__name__, "a number from 0 up to, not including, 1")
@@ -398,11 +398,11 @@ def as_float(number: Any) -> Any:
 
 
 #: Scores above a few million leave float32 no digits for the softmax; with this bound, usual scores stay below.
-LARGEST_SCALE = 65536.0
+MAX_SCALE = 65536.0
 
-#: The kernels divide scores by the softcap and multiply gradients by it. Beyond this, or below one over this, float32
+#: The kernels divide scores by `softcap` and multiply gradients by it. Beyond this, or below one over this, float32
 #: flushes the one to 0 or overflows in the other.
-LARGEST_SOFTCAP = 1e18
+MAX_SOFTCAP = 1e18
 
 
 def _check_number(name: str, value: Any, without: str, largest: float) -> None:

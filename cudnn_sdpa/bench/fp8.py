@@ -39,7 +39,7 @@ TOLERANCE = {E4M3: 0.08, E5M2: 0.15}
 LAYER_TOLERANCE = 0.1
 
 
-class Problem:
+class Tensors:
     """One attention in bfloat16 and in FP8, quantized with the scales for each tensor's amax.
 
     Attributes:
@@ -133,10 +133,10 @@ def forward() -> list[Row]:
     """Device time of the forward pass."""
     rows = []
     for shape in track(SHAPES, "forward", transient=True):
-        problem = Problem(shape)
-        problem.check()
-        calls: dict[str, Call] = {FP8: problem.forward, BF16: problem.forward_bf16}
-        theirs = peers.candidate("pytorch flash", *problem.qkv, is_causal=shape.causal)
+        tensors = Tensors(shape)
+        tensors.check()
+        calls: dict[str, Call] = {FP8: tensors.forward, BF16: tensors.forward_bf16}
+        theirs = peers.candidate("pytorch flash", *tensors.qkv, is_causal=shape.causal)
         if theirs is not None:
             calls[FLASH] = theirs.attend
         with torch.no_grad():
@@ -148,12 +148,12 @@ def training() -> list[Row]:
     """Device time of forward and backward pass together; the passes in bfloat16 run under autograd."""
     rows = []
     for shape in track(SHAPES, "training", transient=True):
-        problem = Problem(shape)
-        problem.check()
-        calls: dict[str, Call] = {FP8: problem.both, BF16: problem.both_bf16}
-        theirs = peers.candidate("pytorch flash", *problem.qkv, is_causal=shape.causal)
+        tensors = Tensors(shape)
+        tensors.check()
+        calls: dict[str, Call] = {FP8: tensors.both, BF16: tensors.both_bf16}
+        theirs = peers.candidate("pytorch flash", *tensors.qkv, is_causal=shape.causal)
         if theirs is not None:
-            calls[FLASH] = partial(theirs.step, problem.grad_out)
+            calls[FLASH] = partial(theirs.step, tensors.grad_out)
         flops = shape.flops() + shape.flops(backward=True)
         rows.append(_row(shape, device_times(calls, repeats=REPEATS), flops))
     return rows
@@ -170,15 +170,15 @@ def _row(shape: Shape, times: dict[str, float], flops: float) -> Row:
 
 def host() -> list[Row]:
     """Host time of warm calls of a tiny attention."""
-    problem = Problem(SMALL)
-    result = sdpa_fp8(*problem.fp8_qkv, problem.scales, return_lse=True)
+    tensors = Tensors(SMALL)
+    result = sdpa_fp8(*tensors.fp8_qkv, tensors.scales, return_lse=True)
     assert result.lse is not None
     out, lse = result.out, result.lse
     calls: dict[str, Call] = {
-        BF16: problem.forward_bf16,
-        FP8: problem.forward,
-        "sdpa_fp8, return_lse": lambda: sdpa_fp8(*problem.fp8_qkv, problem.scales, return_lse=True),
-        "sdpa_fp8_backward": lambda: problem.backward(out, lse),
+        BF16: tensors.forward_bf16,
+        FP8: tensors.forward,
+        "sdpa_fp8, return_lse": lambda: sdpa_fp8(*tensors.fp8_qkv, tensors.scales, return_lse=True),
+        "sdpa_fp8_backward": lambda: tensors.backward(out, lse),
     }
     with torch.no_grad():
         times = host_times(calls, per_round=300, rounds=10)
@@ -189,22 +189,22 @@ def layer() -> list[Row]:
     """The time that quantization and scaling in `Fp8Attention` add to both passes and to the forward pass."""
     rows = []
     for shape in track(SHAPES, "Fp8Attention", transient=True):
-        problem = Problem(shape)
+        tensors = Tensors(shape)
         layer = Fp8Attention(is_causal=shape.causal).to(cases.DEVICE)
 
-        def both(layer: Fp8Attention = layer, problem: Problem = problem) -> None:
-            torch.autograd.grad(layer(*problem.qkv), problem.qkv, problem.grad_out)
+        def both(layer: Fp8Attention = layer, tensors: Tensors = tensors) -> None:
+            torch.autograd.grad(layer(*tensors.qkv), tensors.qkv, tensors.grad_out)
 
         for _ in range(layer.scaling.calibration + 1):  # after these the scales follow the amax history
             both()
         cases.check_agreement(
-            ["out"], [layer(*problem.qkv)], [problem.forward_bf16()], "bfloat16's", tolerance=LAYER_TOLERANCE
+            ["out"], [layer(*tensors.qkv)], [tensors.forward_bf16()], "bfloat16's", tolerance=LAYER_TOLERANCE
         )
-        rows.append(_overhead(shape, "both", {LAYER: both, FP8: problem.both, BF16: problem.both_bf16}))
+        rows.append(_overhead(shape, "both", {LAYER: both, FP8: tensors.both, BF16: tensors.both_bf16}))
         layer.eval()
         with torch.no_grad():
-            calls: dict[str, Call] = {LAYER: partial(layer, *problem.qkv), FP8: problem.forward}
-            rows.append(_overhead(shape, "forward", {**calls, BF16: problem.forward_bf16}))
+            calls: dict[str, Call] = {LAYER: partial(layer, *tensors.qkv), FP8: tensors.forward}
+            rows.append(_overhead(shape, "forward", {**calls, BF16: tensors.forward_bf16}))
     return rows
 
 

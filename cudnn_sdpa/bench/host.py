@@ -98,7 +98,7 @@ def parts() -> list[Row]:
     guard = tensor_guard(q, k, v)
     layout = (tuple(out.shape), out.stride(), out.dtype)
     pointers = (q.data_ptr(), k.data_ptr(), v.data_ptr(), call._fixed["scale"], out.data_ptr())
-    pieces: dict[str, Call] = {
+    timed: dict[str, Call] = {
         "whole call": lambda: sdpa(q, k, v),
         "is it like the last call?": lambda: guard(q, k, v),
         "if not: signature": signature_of_call,
@@ -109,7 +109,7 @@ def parts() -> list[Row]:
         "  of it: plan.launch": lambda: plan.launch(pointers),
         "    of it: cuDNN and the frontend's C++": frontend.launch,
     }
-    return [{"part": name, "µs": time} for name, time in host_times(pieces).items()]
+    return [{"part": name, "µs": time} for name, time in host_times(timed).items()]
 
 
 def kernels() -> list[Row]:

@@ -59,8 +59,8 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
     Args:
         gate: (..., n), float16, bfloat16 or float32, on the CPU also float64. The last dimension is dense; the halves
             of one projection, `x.chunk(2, dim=-1)`, are read in place.
-        up: Of the same shape and dtype. If it is None, `gate` holds both, (..., 2n), gate first; then one tensor gets
-            the gradient, and autograd concatenates no halves.
+        up: Of the same shape and dtype. If it is None, `gate` holds both, (..., 2n), gate first; the gradient is then
+            one tensor, too, and autograd need not concatenate halves.
 
     Returns:
         A contiguous tensor (..., n) of the same dtype.
@@ -80,7 +80,7 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
     if up is not None and not is_compiling():
         call = _SILU.calls.find_last(gate, up, options=False)
         if call is not None:
-            return call.of_two(gate, up)
+            return call.run_binary(gate, up)
     tensors = (gate,) if up is None else (gate, up)
     if not is_compiling():  # a repeated call? Saves checks and views, 4 µs
         try:
@@ -93,7 +93,7 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
                 if trains:
                     return _SiluMul.apply(call, *tensors)  # type: ignore[no-any-return,no-untyped-call]
                 first, second = (gate, up) if up is not None else gate.chunk(2, dim=-1)
-                return call.of_two(first, second)
+                return call.run_binary(first, second)
             except RuntimeError:
                 check_dtype("gate", gate)  # names the cause: a tensor without memory has no halves
                 raise

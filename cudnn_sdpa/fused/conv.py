@@ -135,8 +135,9 @@ def conv2d(
         padding: Zero padding around x.
         dilation: Spacing of the filter's elements.
         groups: Groups of channels.
-        activation: None, "relu", "silu" or "gelu" (with erf). With a gradient it is a separate kernel; also if every
-            channel is a group or there is only one filter, except ReLU after a bias.
+        activation: None, "relu", "silu" or "gelu" (with erf). It runs as a separate kernel if a tensor requires a
+            gradient. Except for ReLU after a bias, it also does if every channel is a group, or if there is only one
+            filter.
 
     Returns:
         (N, K, P, Q), channels last.
@@ -357,7 +358,7 @@ def _run(call: GraphCall, tensors: Sequence[Tensor], options: _Options) -> Tenso
         y: Tensor = _Convolution.apply(call, rank, geometry, *tensors)  # type: ignore[no-untyped-call]
     else:
         x, weight, *biases = tensors
-        y = call(tensors)[0] if biases else call.of_two(x, weight)
+        y = call(tensors)[0] if biases else call.run_binary(x, weight)
     return ACTIVATIONS[activation](y) if trains or has_separate_activation(tensors, groups, activation) else y
 
 

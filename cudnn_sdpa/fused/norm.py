@@ -172,7 +172,7 @@ def rms_norm(
             # Like the last call, and plain? Saves checks, lists and views, 5 µs.
             call = _rms_norm_calls.find_last(x, weight, _CENTERED if zero_centered else _PLAIN)
             if call is not None:
-                return call.of_two(x, weight, (eps, 1.0) if zero_centered else (eps,))
+                return call.run_binary(x, weight, (eps, 1.0) if zero_centered else (eps,))
             tensors = x, weight
         else:
             tensors = [tensor for tensor in (x, weight, residual) if tensor is not None]

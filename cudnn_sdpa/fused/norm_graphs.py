@@ -111,7 +111,7 @@ def rms_norm_rows(
     with_scale: bool,
     activation: str | None,
 ) -> tuple[Symbol, ...]:
-    """Rows divided by their root mean square, times the weight; also the sum and the factor of each row if needed."""
+    """Rows divided by their root mean square, times the weight; if needed, also the sum and each row's factor."""
     phases = g.types.norm_forward_phase
     total = x if residual is None else g.add(a=x, b=residual)
     out, scale = g.rmsnorm(

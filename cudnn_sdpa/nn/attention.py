@@ -40,7 +40,7 @@ class Attention(nn.Module):
         bias: Whether the projections have biases.
         qkv_bias: Whether the projections of queries, keys and values have biases; None is `bias`.
         is_causal: Whether later tokens are masked.
-        window_size: (left, right): a token sees those from `left` before to `right` after itself; -1 is no bound.
+        window_size: (left, right): a token sees the tokens from `left` before to `right` after itself; -1 is unbounded.
         scale: Factor applied to the scores; None is 1/sqrt(head_dim).
         softcap: Logit soft-capping: scores become softcap · tanh(score / softcap).
         sinks: Whether each query head has a learned attention sink: a score that takes part in the softmax and has no

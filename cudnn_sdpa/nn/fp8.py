@@ -18,15 +18,15 @@ _owners: weakref.WeakKeyDictionary[Fp8Scaling, weakref.ref[Fp8Attention]] = weak
 class Fp8Attention(nn.Module):
     """Attention computed in FP8, on tensors in bfloat16 or float16, as a layer with its scales. Differentiable.
 
-    It is `fp8_attention` with its own `Fp8Scaling`: in training mode it updates the scales of its tensors at every
-    training step, and `state_dict` includes them.
+    It calls `fp8_attention` with its own `Fp8Scaling`. In training mode each training step updates the scales, and
+    `state_dict` includes them.
 
     Args:
         is_causal: Whether later keys are masked.
-        causal_alignment: Where the diagonal is: "top_left", or "bottom_right", the last query at the last key.
-        window_size: (left, right) bounds around the diagonal; -1 is no bound.
-        scale: Factor of the scores, positive; None is 1/sqrt(D).
-        scaling: An `Fp8Scaling` with other options than the default ones, which no other layer uses.
+        causal_alignment: "top_left" aligns the first query with the first key, "bottom_right" the last with the last.
+        window_size: (left, right) bounds around the diagonal; -1 is unbounded.
+        scale: Factor applied to the scores, positive; None is 1/sqrt(D).
+        scaling: The layer's `Fp8Scaling`, which no other layer may use; None creates one with the default options.
 
     Raises:
         OptionError: `scaling` is not an `Fp8Scaling`, or belongs to another `Fp8Attention`.
@@ -77,8 +77,8 @@ class Fp8Attention(nn.Module):
             q: Queries, bfloat16 or float16.
             k: Keys.
             v: Values.
-            seq_lens_q: Actual sequence lengths of queries, (B,) int32. Rows past them are zeros.
-            seq_lens_kv: Actual sequence lengths of keys.
+            seq_lens_q: Actual sequence lengths of the queries, (B,) int32. Output rows past them are zeros.
+            seq_lens_kv: Actual sequence lengths of the keys, (B,) int32.
 
         Returns:
             The output (B, Hq, Sq, Dv) in q's dtype and memory order.

@@ -26,7 +26,8 @@ class KVStep:
         positions: Positions of the new tokens in their sequences, (B, tokens) int64; for rotary embeddings.
         seq_lens_kv: Length of each sequence including the new tokens, (B,) int32.
         seq_lens_q: Number of new tokens of each sequence, (B,) int32; None if it is `tokens` for all.
-        slots: Rows of the cache that they are written to, (B, tokens) int64; tokens without a row go to a spare one.
+        slots: Rows of the cache for the new tokens, (B, tokens) int64; tokens without a row of their own share a spare
+            row.
         is_over: Which sequences have become too long, (B, 1, 1, 1) booleans: their output is NaN.
         owner: The cache.
         is_used: Whether keys have been appended.
@@ -60,15 +61,15 @@ class KVStep:
 class KVCache:
     """Keys and values of a batch of sequences in one tensor per layer: the static cache of a model.
 
-    Every sequence has room for `max_length` tokens from the start. Lengths are on the GPU and are never read back: each
-    replay of a CUDA graph, or call of a compiled function, that reserves, appends and attends extends the sequences.
-    For serving, where sequences start and end at any time, use `PagedKVCache`.
+    Every sequence has room for `max_length` tokens from the start. Lengths stay on the GPU and are never read back. A
+    CUDA graph or a compiled function can therefore reserve, append and attend: each replay or call extends the
+    sequences. For serving, where sequences start and end at any time, use `PagedKVCache`.
 
     A sequence that exceeds `max_length` raises on the CPU, and under `CUDNN_SDPA_DEBUG=1`. On the GPU, where lengths
     are not read back, its output is NaN until `reset`.
 
-    Reserved tokens count as tokens at once. If the step is never appended, for instance because a call failed, undo it
-    with `cancel`; outside compiled functions, the next `reserve` raises otherwise.
+    `reserve` extends the lengths at once. If keys and values of the step are never appended, for instance because a
+    call failed, undo it with `cancel`. Otherwise the next `reserve` raises, except in compiled functions.
 
     Args:
         batch: Number of sequences.
@@ -130,9 +131,9 @@ class KVCache:
     def lengths(self) -> Tensor:
         """Length of each sequence, (B,) int32.
 
-        Always the same memory, which compiled functions and CUDA graphs read. It may be modified in place, also to
+        Always the same tensor, which compiled functions and CUDA graphs read. You may modify it in place, also to
         smaller lengths: the next `reserve` detects that, without synchronizing, and clears the rows past them. CUDA
-        graphs and compiled functions do not detect it: before capture, replay or such a call, reduce lengths with
+        graphs and compiled functions do not detect it. Before a capture, a replay or such a call, reduce lengths with
         `truncate`, `reset` or `cache.lengths -= …`, which clear at once. Otherwise the NaN of an overflow would remain.
         """
         return self._lengths

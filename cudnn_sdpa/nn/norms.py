@@ -22,8 +22,8 @@ class RMSNorm(nn.Module):
 
     Args:
         normalized_shape: Size of the last dimension.
-        eps: Added to the mean of the squares; None is PyTorch's default, float32's eps of 1.19e-7, or float64's for
-            float64. A model's configuration has its value: LLaMA uses 1e-5 or 1e-6.
+        eps: Added to the mean of the squares; None is PyTorch's default, the machine epsilon of float64 for float64 and
+            of float32 (1.19e-7) for other dtypes. A model's configuration has its value: LLaMA uses 1e-5 or 1e-6.
         elementwise_affine: Whether there is a weight.
         zero_centered: Whether the weight is stored minus 1, as in Gemma; it is then initialized with 0.
         device: Of the weight.

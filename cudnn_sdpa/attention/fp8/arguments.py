@@ -1,4 +1,4 @@
-"""Arguments and results of attention in FP8, and the checks of what the user passed."""
+"""Arguments and results of attention in FP8, and the checks of arguments."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ OUT_DTYPES = (*FP8_DTYPES, torch.bfloat16, torch.float16)
 #: Head dims of cuDNN's FP8 kernels are multiples of this: a row of a matrix instruction.
 HEAD_DIM_STEP = 16
 
-#: Smallest factor of the scores: kernels hide keys by a score of -inf before they scale it; see `operators.MIN_SCALE`.
+#: Smallest factor of the scores: kernels mask a key with a score of -inf, and scale it afterwards.
 MIN_SCALE = 1e-30
 
 
 class Fp8Scales(NamedTuple):
     """The scales of `sdpa_fp8`, each a float32 tensor of one element on the device of `q`.
 
-    A tensor x is kept as fp8(x · scale); what is read back is fp8 · descale, so that a descale is one over the scale
-    that its tensor was made with.
+    A tensor x is stored as fp8(x · scale) and read as its FP8 values times a descale, which is 1 / scale.
 
     Attributes:
-        descale_q: What the values of q are multiplied by.
-        descale_k: The same of k.
-        descale_v: The same of v.
-        descale_s: The same of the softmax's exponentials, one over `scale_s`.
-        scale_s: What the softmax's exponentials, which are 1 at most, are multiplied by before they are rounded to the
-            dtype of q. Up to the dtype's largest number: 448 for E4M3, 57344 for E5M2.
-        scale_o: What the output is multiplied by before it is rounded.
+        descale_q: Descale of q.
+        descale_k: Descale of k.
+        descale_v: Descale of v.
+        descale_s: Descale of the softmax's exponentials, 1 / `scale_s`.
+        scale_s: Scale of the softmax's exponentials, which are at most 1 and are rounded to the dtype of q. At most the
+            largest number of this dtype: 448 for E4M3, 57344 for E5M2.
+        scale_o: Scale of the output.
     """
 
     descale_q: Tensor
@@ -52,19 +51,21 @@ class Fp8Scales(NamedTuple):
 class Fp8BackwardScales(NamedTuple):
     """The scales of `sdpa_fp8_backward`, each a float32 tensor of one element on the device of `q`.
 
+    `Fp8Scales` explains scales and descales.
+
     Attributes:
-        descale_q: What the values of q are multiplied by.
-        descale_k: The same of k.
-        descale_v: The same of v.
-        descale_o: The same of the output, one over the forward pass's `scale_o`.
-        descale_do: The same of the output's gradient.
-        descale_s: The same of the probabilities, one over `scale_s`.
-        descale_dp: The same of the gradient of the scores, one over `scale_dp`.
-        scale_s: What the probabilities are multiplied by before they are rounded to the dtype of q.
-        scale_dq: What the gradient of q is multiplied by before it is rounded.
-        scale_dk: The same of k.
-        scale_dv: The same of v.
-        scale_dp: What the gradient of the scores is multiplied by before it is rounded to the dtype of `grad_out`.
+        descale_q: Descale of q.
+        descale_k: Descale of k.
+        descale_v: Descale of v.
+        descale_o: Descale of the output, 1 / `scale_o` of the forward pass.
+        descale_do: Descale of the output's gradient.
+        descale_s: Descale of the probabilities, 1 / `scale_s`.
+        descale_dp: Descale of the gradient of the scores, 1 / `scale_dp`.
+        scale_s: Scale of the probabilities, which are rounded to the dtype of q.
+        scale_dq: Scale of the gradient of q.
+        scale_dk: Scale of the gradient of k.
+        scale_dv: Scale of the gradient of v.
+        scale_dp: Scale of the gradient of the scores, which is rounded to the dtype of `grad_out`.
     """
 
     descale_q: Tensor
@@ -86,9 +87,9 @@ class Fp8Output(NamedTuple):
 
     Attributes:
         out: The output (B, Hq, Sq, Dv), multiplied by `scale_o`.
-        amax_s: The largest probability, (1,) float32, before `scale_s`.
-        amax_o: The largest absolute value of the output, (1,) float32, before `scale_o`.
-        lse: The log-sum-exp of the scores (B, Hq, Sq) float32, if it was asked for.
+        amax_s: The amax of the probabilities, (1,) float32, before `scale_s`.
+        amax_o: The amax of the output, (1,) float32, before `scale_o`. An amax is the largest absolute value.
+        lse: The LSE (log-sum-exp) of the scores (B, Hq, Sq) float32; None without `return_lse`.
     """
 
     out: Tensor
@@ -104,10 +105,10 @@ class Fp8Gradients(NamedTuple):
         dq: The gradient of q, multiplied by `scale_dq`, in the dtype of `grad_out`.
         dk: The gradient of k, multiplied by `scale_dk`.
         dv: The gradient of v, multiplied by `scale_dv`.
-        amax_dq: The largest absolute value of the gradient of q, (1,) float32, before `scale_dq`.
-        amax_dk: The same of k.
-        amax_dv: The same of v.
-        amax_dp: The largest absolute value of the gradient of the scores, (1,) float32, before `scale_dp`.
+        amax_dq: The amax of the gradient of q, (1,) float32, before `scale_dq`.
+        amax_dk: The amax of the gradient of k.
+        amax_dv: The amax of the gradient of v.
+        amax_dp: The amax of the gradient of the scores, (1,) float32, before `scale_dp`.
     """
 
     dq: Tensor
@@ -123,10 +124,10 @@ class Fp8Forward(NamedTuple):
     """A forward call.
 
     Attributes:
-        call: Tensors and options that it has in common with other dtypes.
+        call: The tensors and options that calls in other dtypes have, too.
         scales: The scales.
         out_dtype: The dtype of the output.
-        tables: The page tables of keys and of values, whose tensors are pages then.
+        tables: The page tables of keys and values; the call's k and v are then pages.
     """
 
     call: ForwardArguments
@@ -154,7 +155,7 @@ class Fp8Backward(NamedTuple):
 
 
 def check_types(**tensors: Any) -> None:
-    """What the operators' schemas would refuse too, but without naming the argument. Lengths may be None."""
+    """Checks types, as the operators' schemas do, and names the argument. Lengths may be None."""
     for name, tensor in tensors.items():
         optional = name.startswith("seq_lens")
         if tensor is None and optional:
@@ -169,7 +170,7 @@ def check_types(**tensors: Any) -> None:
 
 
 def check_scales_type(scales: Any, kind: type[tuple[Tensor, ...]]) -> None:
-    """Whether the scales are what they should be, each of them a tensor."""
+    """Checks that the scales are of their class, and each of them is a tensor."""
     if not isinstance(scales, kind):
         raise OptionError("scales", type(scales).__name__, f"cudnn_sdpa.{kind.__name__}")
     for name, scale in scales._asdict().items():  # type: ignore[attr-defined]
@@ -183,7 +184,7 @@ _A_SCALE = "a float32 tensor of one element"
 
 
 def check_forward(of: Fp8Forward) -> None:
-    """Everything that holds on every device; looks at no address and no value, so that fake tensors pass through."""
+    """The checks for every device. They read no address and no value, so that fake tensors pass."""
     _check_call(of.call)
     _check_scales(of.scales, of.call.q)
     if of.out_dtype not in OUT_DTYPES:
@@ -192,7 +193,7 @@ def check_forward(of: Fp8Forward) -> None:
 
 
 def check_backward(of: Fp8Backward) -> None:
-    """The same of a backward call."""
+    """`check_forward` for a backward call."""
     q, v = of.call.q, of.call.v
     _check_call(of.call)
     shape = (*q.shape[:3], v.shape[3])
@@ -200,7 +201,7 @@ def check_backward(of: Fp8Backward) -> None:
         if tensor.shape != shape:
             raise ShapeError(name, shape_of(tensor), f"shape {tuple(shape)}, that of the output")
         if tensor.dtype not in FP8_DTYPES:
-            hint = f"Quantize it: ({name} * scale).to({q.dtype}), after a clamp to what that dtype holds."
+            hint = f"Quantize it: ({name} * scale).to({q.dtype}), after a clamp to the range of that dtype."
             raise DtypeError(name, dtype_name(tensor.dtype), _FP8, hint)
     if of.lse.dtype != torch.float32:
         raise DtypeError("lse", dtype_name(of.lse.dtype), "float32, as sdpa_fp8 gives it with return_lse=True")
@@ -227,7 +228,7 @@ def _check_call(call: ForwardArguments) -> None:
     if call.q.dtype not in FP8_DTYPES:
         hint = "Quantize it to FP8; cudnn_sdpa.sdpa takes float16 and bfloat16."
         raise DtypeError("q", dtype_name(call.q.dtype), _FP8, hint)
-    # Dynamo cannot follow a setting that the environment gives; on the CPU the operator asks for it, when it runs.
+    # Dynamo cannot trace a setting from the environment; on the CPU the operator reads it when it runs.
     has_limits = call.q.device.type != "cpu" if is_compiling() else arguments.has_limits(call)
     arguments.check_sizes(call.q, call.k, call.v, HEAD_DIM_STEP if has_limits else 1)
     for name in ("k", "v"):
@@ -245,10 +246,10 @@ def _check_scales(scales: Fp8Scales | Fp8BackwardScales, q: Tensor) -> None:
     for field, scale in scales._asdict().items():
         name = f"scales.{field}"
         if scale.dtype != torch.float32:
-            hint = "Convert it with .float(): cuDNN would read other bits as a number of its own."
+            hint = "Convert it with .float(): cuDNN reads the bits as float32."
             raise DtypeError(name, dtype_name(scale.dtype), _A_SCALE, hint)
         if scale.numel() != 1:
-            hint = "cuDNN has one scale for each whole tensor."
+            hint = "cuDNN has one scale per tensor."
             raise ShapeError(name, shape_of(scale), _A_SCALE, hint)
         if scale.device != q.device:
             hint = "Move it once with .to(q.device): it is read on the GPU, never by the host."
@@ -269,14 +270,14 @@ def check_no_gradient(what: str, **tensors: Tensor | None) -> None:
         )
 
 
-# FP8 calls on keys and values in pages of a cache: their checks, and what they are without pages.
+# FP8 calls on pages: their checks, and the same calls without pages.
 
 
 def tables_of(page_table: Any, page_table_v: Any) -> tuple[Tensor, Tensor] | None:
-    """The tables of keys and of values, None without pages.
+    """The page tables of keys and values; None without pages.
 
     Raises:
-        OptionError: One of them is none.
+        OptionError: One of them is not a tensor.
     """
     if page_table is None and page_table_v is None:
         return None
@@ -289,7 +290,7 @@ def tables_of(page_table: Any, page_table_v: Any) -> tuple[Tensor, Tensor] | Non
 
 
 def check_forward_on_pages(of: Fp8Forward) -> None:
-    """Everything that holds on every device, with pages or without."""
+    """`check_forward` for calls with or without pages."""
     if of.tables is None:
         check_forward(of)
         return
@@ -323,8 +324,8 @@ def check_forward_on_pages(of: Fp8Forward) -> None:
     check_lengths("seq_lens_kv", call.seq_lens_kv, q)
 
 
-def described(of: Fp8Forward) -> ForwardArguments:
-    """The call, if it has pages one without them and without data, of which all but the memory of keys is the same."""
+def without_pages(of: Fp8Forward) -> ForwardArguments:
+    """The call; if it has pages, one on contiguous keys and values without data, which are meta tensors."""
     if of.tables is None:
         return of.call
     batch, width = of.tables[0].shape
@@ -336,7 +337,7 @@ def described(of: Fp8Forward) -> ForwardArguments:
 
 
 def gathered(of: Fp8Forward) -> Fp8Forward:
-    """The same call on contiguous keys and values; any device. What no sequence owns is zeros."""
+    """The same call on contiguous keys and values, on any device. Keys past the lengths are zeros."""
     if of.tables is None:
         return of
     lengths = of.call.seq_lens_kv
@@ -344,18 +345,17 @@ def gathered(of: Fp8Forward) -> Fp8Forward:
     keys = of.tables[0].shape[1] * of.call.k.shape[2]
     is_owned = torch.arange(keys, device=lengths.device) < lengths.unsqueeze(1)
 
-    def in_a_row(pages: Tensor, table: Tensor) -> Tensor:
+    def gather(pages: Tensor, table: Tensor) -> Tensor:
         bits = pages.view(torch.uint8)
-        row = bits[table.clamp(0, pages.shape[0] - 1).long()].transpose(1, 2).flatten(2, 3)
-        return row.masked_fill(~is_owned[:, None, :, None], 0).view(pages.dtype)
+        rows = bits[table.clamp(0, pages.shape[0] - 1).long()].transpose(1, 2).flatten(2, 3)
+        return rows.masked_fill(~is_owned[:, None, :, None], 0).view(pages.dtype)
 
-    rows = (in_a_row(pages, table) for pages, table in zip((of.call.k, of.call.v), of.tables, strict=True))
-    k, v = rows
+    k, v = (gather(pages, table) for pages, table in zip((of.call.k, of.call.v), of.tables, strict=True))
     return of._replace(call=of.call._replace(k=k, v=v), tables=None)
 
 
 def readable_tables(of: Fp8Forward) -> dict[str, Tensor]:
-    """The tables as cuDNN reads them: dense, and every id a page that there is."""
+    """The tables as cuDNN reads them: dense, and every id that of an existing page."""
     if of.tables is None:
         return {}
     for name, table in zip(("page_table", "page_table_v"), of.tables, strict=True):

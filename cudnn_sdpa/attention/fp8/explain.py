@@ -1,4 +1,4 @@
-"""What `explain` says of `sdpa_fp8`, its backward pass and `fp8_attention`."""
+"""`explain` for `sdpa_fp8`, its backward pass and `fp8_attention`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def describe_sdpa_fp8_backward(
     seq_lens_kv: Tensor | None = None,
     deterministic: bool | None = None,
 ) -> Description:
-    """The same of `sdpa_fp8_backward`."""
+    """What `sdpa_fp8_backward` with these arguments runs on a GPU; tensors may also be on the CPU."""
     of = sdpa_fp8_module.backward_of(
         grad_out=grad_out,
         q=q,
@@ -227,7 +227,7 @@ def _describe_backward(
 
 
 def _in_fp8(call: ForwardArguments, *, with_lse: bool) -> ForwardArguments:
-    """The call of `sdpa_fp8`: quantized tensors are dense, in the memory order of what they come from."""
+    """The call of `sdpa_fp8`: quantized tensors are dense, in the memory order of the originals."""
     tensors: dict[str, Any] = {
         name: _dense(x.shape, x, DTYPE) for name, x in zip("qkv", (call.q, call.k, call.v), strict=True)
     }
@@ -243,7 +243,7 @@ def _dense(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _notes(call: ForwardArguments, scaling: Fp8Scaling | None, *, trains: bool) -> list[str]:
-    """What runs around the plan of the forward pass."""
+    """The kernels around the plan of the forward pass."""
     if scaling is not None and scaling.would_update():
         reduced = "" if scaling.process_group is None else ", reduced over all ranks,"
         updates = [f"one kernel ends the previous step: amax values{reduced} become scales"]
@@ -261,7 +261,7 @@ def _notes(call: ForwardArguments, scaling: Fp8Scaling | None, *, trains: bool) 
 
 
 def _notes_backward(scaling: Fp8Scaling | None, dtype: torch.dtype) -> list[str]:
-    """The same of the backward pass."""
+    """The kernels around the plan of the backward pass."""
     knows = scaling is not None and scaling.knows_backward
     if knows and scaling is not None and scaling.inputs == "delayed":
         quantizes = "one kernel quantizes the output's gradient with a scale from the history, and computes its amax"

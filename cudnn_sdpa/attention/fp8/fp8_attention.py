@@ -1,4 +1,4 @@
-"""`fp8_attention`: attention that computes in FP8 and takes and gives bfloat16 or float16, with gradients."""
+"""`fp8_attention`: attention computed in FP8 on tensors in bfloat16 or float16, with gradients."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Call(NamedTuple):
     """A call without its queries, keys and values.
 
     Attributes:
-        options: What `sdpa_fp8` takes by name.
-        scaling: The state of its scales, if it has one.
+        options: The keyword arguments of `sdpa_fp8`.
+        scaling: Its `Fp8Scaling`, if it has one.
         grad_dtype: The dtype of gradients.
         deterministic: Whether gradients must be bit-exact.
     """
@@ -109,11 +109,11 @@ def forward(
 
 
 class Attention(torch.autograd.Function):
-    """Attention in FP8 as autograd sees it."""
+    """Attention in FP8 under autograd."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """Runs the forward pass and keeps its FP8 tensors."""
+        """Runs the forward pass and saves its FP8 tensors."""
         with without_autocast(q):
             result = forward(q, k, v, call, with_lse=True)
         lengths = call.options["seq_lens_q"], call.options["seq_lens_kv"]
@@ -124,9 +124,9 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients by q, k and v."""
+        """The gradients of q, k and v."""
         refuse_batch(grad_out)
-        if torch.is_grad_enabled():  # the FP8 tensors that are kept do not lead back to q, k and v
+        if torch.is_grad_enabled():  # the saved FP8 tensors are not part of the graph of q, k and v
             refuse_second_gradient("fp8_attention")
         *saved, _, _ = ctx.saved_tensors
         wanted = [index for index in range(3) if ctx.needs_input_grad[index]]
@@ -208,13 +208,13 @@ def fp8_attention(
     of the output is quantized to `grad_dtype`, and the gradients are converted back. Autograd saves the FP8 tensors,
     half of what attention in bfloat16 saves. Nothing synchronizes with the GPU, and a CUDA graph can capture all of it.
 
-    Without `scaling`, scales come from the tensors of the call ("current scaling"), which are read twice; the backward
-    plan runs two or three times, to find the amax of its results. Use this for inference and experiments; to train,
-    give each layer an `Fp8Scaling`, or use `Fp8Attention`.
+    Without `scaling`, scales come from the tensors of the call ("current scaling"), which are read twice. The backward
+    plan then runs two or three times, to find the amax of its results. Use this for inference and experiments; to
+    train, give each layer an `Fp8Scaling`, or use `Fp8Attention`.
 
-    cuDNN writes the output in FP8, as gradients need it so, even where the GPU could write bfloat16; on data-center
-    Blackwell, cuDNN writes `q.dtype` directly if no gradients are needed. A non-finite value in an input makes the
-    whole output NaN and updates no scale. Rows past `seq_lens_*` count towards the scales: keep them small.
+    cuDNN writes the output in FP8, because gradients read it in FP8. On data-center Blackwell, cuDNN writes `q.dtype`
+    directly if no gradients are needed. A non-finite value in an input makes the whole output NaN and updates no scale.
+    Rows past `seq_lens_*` count towards the scales: keep them small.
 
     On the CPU an emulation runs. torch.compile breaks the graph at this call.
 
@@ -224,7 +224,7 @@ def fp8_attention(
         k: Keys (B, Hkv, Skv, D); Hq is a multiple of Hkv.
         v: Values (B, Hkv, Skv, Dv).
         scaling: The scales of this layer and their history.
-        is_causal: Hide later keys from each query.
+        is_causal: Mask later keys for each query.
         causal_alignment: "top_left" aligns the first query with the first key, "bottom_right" the last with the last.
         window_size: (left, right) bounds around the diagonal; -1 is unbounded.
         scale: Factor applied to the scores, positive; None is 1/sqrt(D).

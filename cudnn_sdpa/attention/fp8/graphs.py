@@ -1,11 +1,11 @@
-"""Builders of cuDNN's FP8 attention graphs: functions of symbolic tensors and static options, and of nothing else.
+"""Builders of cuDNN's FP8 attention graphs: functions of symbolic tensors and static options only.
 
 The operations are described in NVIDIA's documentation of the cuDNN frontend, "Attention", sections "FP8". What they
-compute, step by step, stands in the frontend's headers `node/scaled_dot_product_flash_attention.h` and
-`node/sdpa_fp8_bwd.h`; `fp8.reference` follows them. `band` is that of `graphs`.
+compute is in the frontend's headers `node/scaled_dot_product_flash_attention.h` and `node/sdpa_fp8_bwd.h`;
+`fp8.reference` follows them. `band` is that of `dense.graphs`.
 
-Every scale is a tensor of one float32 on the GPU, so that it is data. Of the amax values, which are always results,
-a frontend that is asked for none of them would leave the graph without them.
+Every scale is data: a float32 tensor of one element on the GPU. The amax values are always results, because a frontend
+that is asked for none of them leaves them out of the graph.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def sdpa_fp8_forward(
     band: tuple[int | None, int | None, bool] | None,
     with_lse: bool,
 ) -> Any:
-    """O, the largest probability and the largest |O|, and on request the log-sum-exp of the scores.
+    """O, the amax of the probabilities and of O, and on request the LSE of the scores.
 
     With tables, k and v are pages, and the page of key j of sequence b is `table_k[b, j // page size]`.
     """
@@ -91,7 +91,7 @@ def sdpa_fp8_backward(
     band: tuple[int | None, int | None, bool] | None,
     deterministic: bool,
 ) -> Any:
-    """The gradients by q, k and v, their largest absolute values, and that of the scores' gradient."""
+    """The gradients of q, k and v, their amax values, and that of the scores' gradient."""
     return tuple(
         g.sdpa_fp8_backward(
             name="sdpa_fp8_backward",
@@ -123,14 +123,14 @@ def sdpa_fp8_backward(
 def masks(
     g: Any, band: tuple[int | None, int | None, bool] | None, seq_len_q: Any, seq_len_kv: Any, *, prefix: str = ""
 ) -> dict[str, Any]:
-    """What hides keys, as options; the names of bounds have no prefix where those of `sdpa` have one."""
+    """cuDNN's options of the mask; `prefix` is that of the bounds' names."""
     options: dict[str, Any] = {}
     if band is not None:
         left, right, bottom_right = band
         alignment = g.types.diagonal_alignment
         options["diagonal_alignment"] = alignment.BOTTOM_RIGHT if bottom_right else alignment.TOP_LEFT
         options[f"{prefix}right_bound"] = right
-        if left is not None:  # cuDNN hides the keys from this distance on
+        if left is not None:  # cuDNN masks the keys from this distance on
             options[f"{prefix}left_bound"] = left + 1
     if seq_len_q is not None:
         options.update(use_padding_mask=True, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv)

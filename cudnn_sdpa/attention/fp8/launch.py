@@ -22,7 +22,7 @@ from cudnn_sdpa.attention.fp8.arguments import (
 )
 from cudnn_sdpa.attention.fp8.fast_path import CachedCall
 from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec
-from cudnn_sdpa.attention.fp8.workarounds import at_even_address, readable
+from cudnn_sdpa.attention.fp8.workarounds import aligned, readable
 from cudnn_sdpa.engine.fast_path import CallTable, describe
 from cudnn_sdpa.engine.memory import MISALIGNED, check_present
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
@@ -33,7 +33,7 @@ from cudnn_sdpa.plans.plan import Plan, allocate, current_device
 
 
 def as_layout(layout: TensorLayout) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """What `allocate` takes."""
+    """The layout as `allocate` takes it."""
     return layout.shape, layout.stride, layout.dtype
 
 
@@ -43,14 +43,14 @@ def no_amax(device: torch.device) -> Tensor:
 
 
 def nothing(of: Fp8Forward) -> Fp8Output:
-    """The results where there is no query or no key."""
+    """The results of a forward pass without queries or without keys."""
     out = new_output(of).zero_()
     lse = torch.full(out.shape[:3], -torch.inf, dtype=torch.float32, device=out.device) if of.call.with_lse else None
     return Fp8Output(out, no_amax(out.device), no_amax(out.device), lse)
 
 
 def no_gradients(of: Fp8Backward) -> Fp8Gradients:
-    """The same of a backward pass."""
+    """The results of a backward pass without queries or without keys."""
     gradients = [new_gradient(x, of.grad_out.dtype).zero_() for x in (of.call.q, of.call.k, of.call.v)]
     return Fp8Gradients(*gradients, *(no_amax(of.call.q.device) for _ in range(4)))
 
@@ -74,7 +74,7 @@ def new_gradient(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class SplitBackward:
-    """A backward call that launches the plan of some of its batch entries until all are done.
+    """A backward call that launches one plan several times, each time for some of its batch entries.
 
     Attributes:
         plan: The plan.
@@ -103,10 +103,10 @@ class SplitBackward:
         lengths_q: Tensor | None,
         lengths_kv: Tensor | None,
     ) -> Fp8Gradients:
-        """The same for `grad_out` that can be read, q, k, v, `out` and a dense `lse`."""
+        """The same with separate arguments: a `grad_out` that cuDNN can read, q, k, v, `out` and a dense `lse`."""
         grad_out, q, k, v, out, lse = tensors
         call = ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
-        return self(Fp8Backward(grad_out=at_even_address(grad_out), out=out, lse=lse, call=call, scales=scales))
+        return self(Fp8Backward(grad_out=aligned(grad_out), out=out, lse=lse, call=call, scales=scales))
 
     def _run(self, of: Fp8Backward) -> Fp8Gradients:
         batch, entries = of.call.q.shape[0], self._entries
@@ -231,7 +231,7 @@ class ForwardCall(Fp8Call):
                 lse[:, :, :masked_rows] = -torch.inf
                 lse[:, :, masked_rows:] = tensors["lse"]
         if self.problem.lengths_q or of.tables is not None:
-            workarounds.hide_absent_rows(of.call, out, lse)
+            workarounds.mask_absent_rows(of.call, out, lse)
             amax_o = workarounds.amax_of(out, of.scales.scale_o, amax_o)
         return Fp8Output(out, amax_s, amax_o, lse)
 
@@ -244,7 +244,7 @@ class BackwardCall(Fp8Call):
     def __init__(self, backward: BackwardSpec, plan: Plan, scale: float) -> None:
         super().__init__(backward.problem, plan, scale)
         self.backward = backward
-        self._rows = backward.rows_made(plan.key.target)
+        self._rows = backward.padded_rows(plan.key.target)
         self._gradients = [as_layout(layout) for layout in backward.gradients()]
         self.is_plain = self.is_plain and self._rows == backward.problem.rows
 
@@ -269,13 +269,13 @@ class BackwardCall(Fp8Call):
         lengths_q: Tensor | None,
         lengths_kv: Tensor | None,
     ) -> Fp8Gradients:
-        """The same for `grad_out` that can be read, q, k, v, `out` and a dense `lse`."""
+        """The same with separate arguments: a `grad_out` that cuDNN can read, q, k, v, `out` and a dense `lse`."""
         grad_out, q, k, v, out, lse = tensors
         addresses = [x.data_ptr() for x in (q, k, v, out, grad_out, lse)]
         is_readable = all(addresses) and not any(address & MISALIGNED for address in addresses)
         if not (self.is_plain and is_readable) or self.is_elsewhere():
             call = ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
-            return self(Fp8Backward(grad_out=at_even_address(grad_out), out=out, lse=lse, call=call, scales=scales))
+            return self(Fp8Backward(grad_out=aligned(grad_out), out=out, lse=lse, call=call, scales=scales))
         outputs = self._outputs(q.device)
         self.launch_at(addresses, scales, outputs)
         return Fp8Gradients(*outputs)
@@ -294,7 +294,7 @@ class BackwardCall(Fp8Call):
         grad_q_rows = tensors["grad_q"]
         if self._rows != problem.rows:
             for name in ("q", "out", "grad_out", "lse"):
-                tensors[name] = workarounds.with_rows(tensors[name], self._rows)
+                tensors[name] = workarounds.pad_rows(tensors[name], self._rows)
             tensors["grad_q"] = torch.empty_like(tensors["q"], dtype=grad_q.dtype)
         tensors |= {"grad_k": grad_k, "grad_v": grad_v}
         tensors |= zip(("amax_dq", "amax_dk", "amax_dv", "amax_dp"), amaxes, strict=True)
@@ -366,7 +366,7 @@ def prepare_backward(of: Fp8Backward) -> BackwardCall | SplitBackward | None:
 
 def check_values(of: Fp8Forward) -> None:
     """Checks lengths and page ids."""
-    call = arguments.described(of)
+    call = arguments.without_pages(of)
     check_lengths(call)
     if of.tables is not None and call.seq_lens_kv is not None:
         for name, table in zip(("page_table", "page_table_v"), of.tables, strict=True):
@@ -382,7 +382,7 @@ def check_lengths(call: ForwardArguments) -> None:
 
 
 def _signature(call: ForwardArguments, scales: Any) -> tuple[Hashable, ...]:
-    """All that decides a call, except the dtype of its output or the tensors of its gradient."""
+    """Everything that determines a call, except the dtype of its output or the tensors of its gradient."""
     options = (*call.options, call.with_lse)
     tensors = (*call.tensors, *scales)
     return (*map(describe, tensors), *options, *map(type, options))

@@ -30,7 +30,7 @@ def device_scalars(names: Iterable[str]) -> list[Operand]:
 
 
 def spec_of(call: ForwardArguments) -> DenseSpec:
-    """The spec of a call, with its mask aligned top-left where possible, since Hopper has no other.
+    """The spec of a call, with its mask aligned top-left where possible, because Hopper has no other kernels.
 
     Without actual sequence lengths, a bottom-right band is a top-left one whose bounds are shifted by Skv - Sq. The
     left bound may not become negative.
@@ -76,7 +76,7 @@ class ForwardSpec:
             batch, width = of.tables[0].shape
             table = TensorLayout.contiguous((batch, 1, width, 1), torch.int32)
             pages = (TensorLayout.of(of.call.k), TensorLayout.of(of.call.v), table)
-        return cls(spec_of(arguments.described(of)), out, of.call.with_lse, pages)
+        return cls(spec_of(arguments.without_pages(of)), out, of.call.with_lse, pages)
 
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan.
@@ -152,7 +152,7 @@ class BackwardSpec:
             raise refused
         full = problem.needs_lengths or self._pads(target)
         scale, *lengths = problem.operands(decode=False, sinks=False, full_lengths=full)
-        rows = self.rows_made(target)
+        rows = self.padded_rows(target)
         out = self._of_rows(self.out, rows)
         inputs = [
             Operand("q", self._of_rows(problem.q, rows)),
@@ -169,7 +169,7 @@ class BackwardSpec:
         )
 
     def gradients(self) -> list[TensorLayout]:
-        """The gradients by q, k and v, all rows of them."""
+        """The layouts of the gradients of q, k and v, with all rows."""
         return [self.gradient_layout(layout) for layout in (self.problem.q, self.problem.k, self.problem.v)]
 
     def part(self, target: Target) -> BackwardSpec:
@@ -195,14 +195,14 @@ class BackwardSpec:
         wanted = -(-_ENOUGH_TILES // (problem.q.shape[1] * -(-problem.skv // _TILE)))
         return next((entries for entries in range(wanted, batch) if batch % entries == 0), batch)
 
-    def rows_made(self, target: Target) -> int:
+    def padded_rows(self, target: Target) -> int:
         """Queries in the plan: those that see a key, zero-padded to a multiple of 16 on Hopper."""
         rows = self.problem.rows
-        return workarounds.rows_made(rows) if target.sm // 10 == 9 else rows
+        return workarounds.padded_rows(rows) if target.sm // 10 == 9 else rows
 
     def _of_rows(self, layout: TensorLayout, rows: int) -> TensorLayout:
         """The layout of a tensor with query rows as the plan reads it."""
-        return self.problem.visible(layout) if rows == self.problem.rows else workarounds.longer(layout, rows)
+        return self.problem.visible(layout) if rows == self.problem.rows else workarounds.padded_layout(layout, rows)
 
     def _pads(self, target: Target) -> bool:
         """Whether full lengths are passed to mask the padding of the last tiles: see `known_issues`."""

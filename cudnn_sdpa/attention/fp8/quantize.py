@@ -142,7 +142,7 @@ def quantize(
         kernel(tensors, table, given, record, measures=True, converts=False)
         return kernel(tensors, table, given, record, measures=False, converts=True)
     for row, tensor in zip(wanted.rows, tensors, strict=True):
-        amax = reference.largest(tensor)
+        amax = reference.amax_of(tensor)
         number(table, AMAX, row).copy_(amax)
         record_all({row: amax}, record)
     set_scales(table, 0, _scales(wanted, table, given, by_amax=by_amax))
@@ -421,9 +421,9 @@ def share(amaxes: Sequence[Tensor], group: Any) -> None:
     if group == WORLD and not (dist.is_available() and dist.is_initialized()):
         hint = "Call torch.distributed.init_process_group() before the first step ends."
         raise OptionError("process_group", repr(WORLD), "a default process group, and there is none", hint)
-    largest = torch.cat(list(amaxes)).nan_to_num_(nan=math.inf, posinf=math.inf)  # MAX of NaN is undefined
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=None if group == WORLD else group)
-    for amax, shared in zip(amaxes, largest.view(len(amaxes), -1).unbind(), strict=True):
+    combined = torch.cat(list(amaxes)).nan_to_num_(nan=math.inf, posinf=math.inf)  # MAX of NaN is undefined
+    dist.all_reduce(combined, op=dist.ReduceOp.MAX, group=None if group == WORLD else group)
+    for amax, shared in zip(amaxes, combined.view(len(amaxes), -1).unbind(), strict=True):
         amax.copy_(shared)
 
 
@@ -464,7 +464,7 @@ def scales_of(history: Tensor, scale: Tensor, limits: Tensor, *, most_recent: bo
         history: (10, length).
         scale: The scales of tensors whose history is empty, (10,).
         limits: As for an update.
-        most_recent: Whether the latest step counts alone: the latest one in which there was something.
+        most_recent: Whether only the latest step counts: the latest one with a nonzero amax.
     """
     if most_recent:
         latest = (history > 0).to(torch.uint8).argmax(1, keepdim=True)

@@ -1,12 +1,12 @@
-"""What cuDNN's FP8 kernels compute, in plain PyTorch: what CPU tensors run, and what tests compare with.
+"""The computation of cuDNN's FP8 kernels in plain PyTorch, for CPU tensors and tests.
 
-Every formula is that of the graphs that the cuDNN frontend draws, in its headers
-`scaled_dot_product_flash_attention.h`, `sdpa_fp8_bwd.h` and `matmul_fp8.h`. Where a fused kernel does something else
-than its graph, this follows NVIDIA's own tests of it (`test/python/sdpa/fp8_ref.py`): in the forward pass what is
-rounded to FP8 is exp(score − maximum of the row), before the division by the row's sum.
+The formulas are those of the cuDNN frontend's graphs, in its headers `scaled_dot_product_flash_attention.h`,
+`sdpa_fp8_bwd.h` and `matmul_fp8.h`. Where a fused kernel differs from its graph, this follows NVIDIA's own tests of it
+(`test/python/sdpa/fp8_ref.py`): the forward pass rounds exp(score − maximum of the row) to FP8, before the division by
+the row's sum.
 
-NVIDIA's kernels go through a row tile by tile, with the maximum so far; here a row is one tile. Blackwell's kernels may
-moreover multiply `scale_s` by a power of two of their own. Both move roundings within FP8's precision, not values.
+NVIDIA's kernels process a row tile by tile, with the maximum so far; here a row is one tile. Blackwell's kernels may
+also multiply `scale_s` by a power of two. Both change roundings, within FP8's precision.
 
 Memory grows with Sq × Skv.
 """
@@ -22,9 +22,9 @@ from cudnn_sdpa.attention.reference import finite, repeated, summed, visible, wi
 
 
 def quantized(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x · scale` in a dtype; what FP8 does not hold becomes its largest number, as `cvt.satfinite` makes it on a GPU.
+    """`x · scale` rounded to a dtype and saturated, like `cvt.satfinite` on a GPU.
 
-    PyTorch's own conversion saturates E4M3 and gives infinity in E5M2.
+    PyTorch's own conversion saturates E4M3 but overflows to infinity in E5M2.
     """
     scaled = x * scale.to(x.dtype)
     if dtype in FP8_DTYPES:
@@ -38,10 +38,9 @@ def attention(of: Fp8Forward, *, exact: torch.dtype = torch.float32) -> Fp8Outpu
 
     With e = exp(scores − the row's maximum), l its sum along the row, and fp8(x) rounded and saturated:
 
-    - O = fp8(e · scale_s) V · descale_s · descale_v / l, given as fp8(O · scale_o)
-    - amax_s is the largest of the probabilities e / l, which the graph reduces before it applies `scale_s`; a kernel
-      has it from the smallest l
-    - amax_o is the largest |O| before `scale_o`
+    - O = fp8(e · scale_s) V · descale_s · descale_v / l, returned as fp8(O · scale_o)
+    - amax_s is the amax of the probabilities e / l, before `scale_s`; a kernel computes it from the smallest l
+    - amax_o is the amax of O, before `scale_o`
 
     Args:
         of: The call.
@@ -58,8 +57,8 @@ def attention(of: Fp8Forward, *, exact: torch.dtype = torch.float32) -> Fp8Outpu
         rounded = quantized(exponentials, scales.scale_s, call.q.dtype).to(exact)
         product = torch.matmul(rounded, repeated(call.v, call.q, exact)) / total
         out = product * scales.descale_s.to(exact).view(()) * scales.descale_v.to(exact).view(())
-        amax_s = largest(exponentials / total)
-        return Fp8Output(quantized(out, scales.scale_o.view(()), of.out_dtype), amax_s, largest(out), lse)
+        amax_s = amax_of(exponentials / total)
+        return Fp8Output(quantized(out, scales.scale_o.view(()), of.out_dtype), amax_s, amax_of(out), lse)
 
 
 def gradients(of: Fp8Backward, *, exact: torch.dtype = torch.float32) -> Fp8Gradients:
@@ -68,13 +67,13 @@ def gradients(of: Fp8Backward, *, exact: torch.dtype = torch.float32) -> Fp8Grad
     With P = exp(scores − lse), D the row sums of O ∘ dO, descaled, and fp8(x) rounded and saturated:
 
     - dV = fp8(P · scale_s)ᵀ dO · descale_s · descale_do
-    - dS = P ∘ (dO Vᵀ · descale_do · descale_v − D) · scale, and amax_dp is the largest |dS|: what cuDNN calls dP here
-      is the gradient of the scores, with their factor
+    - dS = P ∘ (dO Vᵀ · descale_do · descale_v − D) · scale, and amax_dp is its amax: cuDNN's dP is here the
+      gradient of the scores, with their scale
     - dQ = fp8(dS · scale_dp) K · descale_dp · descale_k
     - dK = fp8(dS · scale_dp)ᵀ Q · descale_dp · descale_q
 
     P is rounded to the dtype of q, dS to that of `grad_out`. Heads of a group are summed before anything is rounded;
-    each result is given as fp8(x · its scale), and its amax is the largest |x|.
+    each result x is returned as fp8(x · its scale), with the amax of x.
 
     Args:
         of: The call.
@@ -101,10 +100,10 @@ def gradients(of: Fp8Backward, *, exact: torch.dtype = torch.float32) -> Fp8Grad
             dq=quantized(grad_q, scales.scale_dq, dtype),
             dk=quantized(grad_k, scales.scale_dk, dtype),
             dv=quantized(grad_v, scales.scale_dv, dtype),
-            amax_dq=largest(grad_q),
-            amax_dk=largest(grad_k),
-            amax_dv=largest(grad_v),
-            amax_dp=largest(of_scores),
+            amax_dq=amax_of(grad_q),
+            amax_dk=amax_of(grad_k),
+            amax_dv=amax_of(grad_v),
+            amax_dp=amax_of(of_scores),
         )
 
 
@@ -115,6 +114,6 @@ def scores(call: ForwardArguments, descale_q: Tensor, descale_k: Tensor, exact: 
     return product.masked_fill(~visible(call), -torch.inf)
 
 
-def largest(x: Tensor) -> Tensor:
-    """The largest absolute value, (1,) float32; 0 of nothing."""
+def amax_of(x: Tensor) -> Tensor:
+    """The amax, (1,) float32; 0 for an empty tensor."""
     return x.abs().amax().float().view(1) if x.numel() else x.new_zeros(1, dtype=torch.float32)

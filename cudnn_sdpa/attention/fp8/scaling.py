@@ -1,7 +1,7 @@
 """`Fp8Scaling`: the scales of attention in FP8, and the amax values that they come from.
 
 Delayed scaling as in NVIDIA's Transformer Engine (its documentation, "Using FP8 with Transformer Engine"): a tensor is
-quantized with a scale from the amax values of steps before, so that it is read once.
+quantized with a scale from the amax values of earlier steps, so that it is read once.
 """
 
 from __future__ import annotations
@@ -26,56 +26,58 @@ MAX_MARGIN = 6
 
 
 def limits_of(grad_dtype: torch.dtype, margin: int = 0) -> tuple[float, float]:
-    """What the amax values shall become: of tensors of the forward pass, and of gradients."""
+    """The values that amax is scaled to, in the forward pass and of gradients."""
     return torch.finfo(DTYPE).max / 2**margin, torch.finfo(grad_dtype).max / 2**margin
 
 
 class Fp8Scaling(Fp8State):
     """The scales of one attention layer in FP8, with the amax histories that they come from.
 
-    It is what `Fp8Attention` keeps, and what `fp8_attention` may be given. Each layer needs one of its own.
+    `Fp8Attention` has one, and `fp8_attention` accepts one. Each layer needs its own.
 
-    A *step* is what lies between two updates. In training mode the amax values of a step are recorded, over as many
-    calls as it has; a call that is repeated, as checkpointing does, changes nothing. An update moves them into the
-    history and derives the scales of the next step. All of it happens on the GPU: the host never reads a scale.
+    A training *step* ends with an update. In training mode each call records the amax values of its tensors, and a step
+    keeps the maximum over its calls; a call that checkpointing repeats changes nothing. An update moves these values
+    into the history and derives the scales of the next step. All of it happens on the GPU: the host reads no scale.
 
-    - With `auto_update` the first call in training mode after a backward pass is the beginning of a step, so that each
-      micro-batch is one.
-    - Without it, a step ends where you call `update()`, once for each step of the optimizer: for instance by
+    - With `auto_update`, the first call in training mode after a backward pass begins with an update. Each micro-batch
+      is then one step.
+    - Without it, call `update()` once for each step of the optimizer, for instance by
       `optimizer.register_step_post_hook(lambda *_: Fp8Scaling.update_all(model))`.
 
-    If one amax of a step is infinite or NaN, its update changes no scale and no history.
+    If an amax of a step is infinite or NaN, the update changes no scale and no history.
 
-    The first steps, `calibration` of them, *calibrate*: scales come from the tensors at hand, and a backward pass,
-    whose results cannot be known beforehand, runs more than once. So it does not matter if some of them taught nothing,
-    as gradients were zeros, or were not finite; if all of them were, scales stay 1 until one is better. Forward and
-    backward passes are counted apart. What a CUDA graph captures takes scales from the history as soon as there has
-    been one update, and so does a layer whose loaded state has a history, in all calls. In evaluation mode nothing is
-    recorded, and no step is counted.
+    The first steps, as many as `calibration` says, *calibrate*: scales come from the tensors of the call, and the
+    backward plan runs two or three times, to find the amax of its results. Steps whose gradients are zeros, or not
+    finite, teach no scale; if all calibrating steps are like that, scales stay 1 until a step has usable values.
+    Forward and backward passes are counted separately. Two kinds of calls calibrate less: those in the capture of a
+    CUDA graph take scales from the history after the first update, and those of a layer that has loaded a history
+    never calibrate. In evaluation mode calls record nothing, and no step is counted.
 
-    The state is kept in `state_dict`, in float32 whatever the model is converted to. A layer with another `margin`,
+    `state_dict` includes the state, which stays in float32 when the model is converted. A layer with another `margin`,
     `algorithm` or `grad_dtype` derives its own scales from a history that it loads.
 
     Args:
         inputs: How q, k, v and the output's gradient get their scales: "delayed", from the history, or "current", from
-            their own amax values, which takes another pass over them. What attention computes (the output and the
-            gradients) always has delayed ones.
-        history: How many steps the history has.
-        margin: The amax becomes 2^-margin of what the format holds: room for values that grow, 0 to 6.
-        algorithm: Which steps count: "max", all of the history, or "most_recent", the latest one.
+            their own amax values, which takes another pass over them. The results of attention (the output and the
+            gradients) always have delayed scales.
+        history: Number of steps in the history.
+        margin: The amax is scaled to 2^-margin of the format's largest number, which leaves room for growing values; 0
+            to 6.
+        algorithm: Which steps of the history count: "max", all of them, or "most_recent", the latest one.
         grad_dtype: float8_e5m2, or float8_e4m3fn, which has twice the precision and a smaller range.
-        auto_update: Whether updates happen by themselves.
-        calibration: How many steps scale by the tensors at hand before the history is relied on, 1 or more.
-        process_group: The ranks that shall have the same scales: each update takes the amax values of all of them,
-            so that they must update equally often, and drop a step together. A `torch.distributed.ProcessGroup`; or
-            "world", the default group, looked up at each update; or None, each rank for itself.
-        device: Where the state is; it moves with `to`.
+        auto_update: Whether calls update.
+        calibration: Number of steps that calibrate, at least 1.
+        process_group: The ranks that share their scales. Each update uses the maximum of their amax values, so all of
+            them must update equally often, and all skip a step that is not finite on one of them. A
+            `torch.distributed.ProcessGroup`; "world", the default group, looked up at each update; or None, so that
+            each rank has its own scales.
+        device: Device of the state; `to` moves it.
 
     Attributes:
         scale: The scale of each tensor, (10,) float32: q, k, v, the probabilities, the output, and the gradients of the
             output, the scores, q, k and v. That of the probabilities, which are 1 at most, is fixed.
-        amax: The largest absolute values of this step, (10,) float32.
-        amax_history: Those of the steps before, (10, history) float32, the latest first.
+        amax: The amax values of this step, (10,) float32.
+        amax_history: The amax values of earlier steps, (10, history) float32, the latest first.
 
     Raises:
         OptionError: An argument is wrong.
@@ -88,7 +90,7 @@ class Fp8Scaling(Fp8State):
         >>> q = k = v = torch.full((1, 2, 32, 16), 7.0, dtype=torch.bfloat16)
         >>> out = fp8_attention(q, k, v, scaling=scaling)
         >>> scaling.update()
-        >>> scaling.scale[:3] * 7  # the amax becomes the largest of E4M3
+        >>> scaling.scale[:3] * 7  # amax is scaled to the largest number of E4M3
         tensor([448., 448., 448.])
     """
 
@@ -123,39 +125,39 @@ class Fp8Scaling(Fp8State):
 
     @property
     def calibration(self) -> int:
-        """How many steps scale by the tensors at hand."""
+        """Number of steps that calibrate."""
         return self._steps.calibration
 
     def reset_parameters(self) -> None:
-        """Forgets all steps, in place; the next ones find their scales anew."""
+        """Forgets all steps, in place; the next steps calibrate."""
         super().reset_parameters()
-        self._steps.begin_anew([False, False], [False, False])
+        self._steps.restart([False, False], [False, False])
 
     @property
     def knows_forward(self) -> bool:
-        """Whether a forward pass now takes its scales from the history."""
+        """Whether a forward pass now would take its scales from the history."""
         return self._steps.by_history(backward=False, is_cuda=self.scale.is_cuda)
 
     @property
     def knows_backward(self) -> bool:
-        """Whether a backward pass does."""
+        """Whether a backward pass now would take its scales from the history."""
         return self._steps.by_history(backward=True, is_cuda=self.scale.is_cuda)
 
     def begin(self) -> None:
-        """What happens before a call: an update, if a backward pass has ended the step before."""
+        """Begins a forward pass: updates if a backward pass has ended the previous step."""
         if self._steps.recorded[1] and self.would_update():
             self.update()
 
     def would_update(self) -> bool:
-        """Whether a call now begins with an update."""
+        """Whether a forward pass now would begin with an update."""
         return self.training and self.auto_update and self._steps.is_over()
 
     def scales(self, *, backward: bool, is_cuda: bool) -> Tensor | None:
-        """The scales of a pass from the history; None if they come from the tensors at hand.
+        """The scales of a pass from the history; None if they come from the tensors of the call.
 
         Args:
-            backward: Which pass.
-            is_cuda: Whether the tensors at hand are on a GPU: quicker asked of them than of the state.
+            backward: Whether it is a backward pass.
+            is_cuda: Whether the tensors of the call are on a GPU; the caller knows it, and asking the state is slower.
         """
         steps = self._steps
         if steps.sure[backward]:
@@ -164,42 +166,42 @@ class Fp8Scaling(Fp8State):
         return self.scale if by_history else None
 
     def recorder(self, *, backward: bool) -> Tensor | None:
-        """Where a pass records its amax values; None if it does not."""
+        """The tensor in which a pass records its amax values; None if it records none."""
         if not self.training:
             return None
         self._steps.recorded[backward] = True
         return self.amax
 
     def update(self) -> None:
-        """Ends a step: its amax values enter the history, from which the scales follow.
+        """Ends a step: moves its amax values into the history, and derives the scales from that.
 
-        With a `process_group` every rank of it must call it.
+        With a `process_group`, all its ranks must call this.
         """
         _update([self])
 
     @staticmethod
     def update_all(model: nn.Module) -> None:
-        """Ends a step of every layer in a model; what ranks share travels together.
+        """Ends a step of every layer in a model, with one collective per process group.
 
         Args:
-            model: Any module; those within it that are of this class are updated.
+            model: Any module; all `Fp8Scaling` in it are updated.
         """
         _update([module for module in model.modules() if isinstance(module, Fp8Scaling)])
 
     def extra_repr(self) -> str:
-        """The arguments that it was made with."""
+        """The arguments of the constructor."""
         return (
             f"inputs={self.inputs!r}, history={self.amax_history.shape[1]}, margin={self.margin}, "
             f"algorithm={self.algorithm!r}, grad_dtype={self.grad_dtype}, auto_update={self.auto_update}, "
             f"calibration={self.calibration}, process_group={self.process_group!r}"
         )
 
-    def _take_over(self) -> None:
+    def _after_load(self) -> None:
         most_recent = self.algorithm != "max"
         self.scale.copy_(scales_of(self.amax_history, self.scale, self.limits, most_recent=most_recent))
-        seen = (self.amax_history > 0).any(dim=1).tolist()  # the one time that the host reads it
+        seen = (self.amax_history > 0).any(dim=1).tolist()  # the only time that the host reads it
         amax = (self.amax > 0).tolist()
-        self._steps.begin_anew(*([any(rows[:DO]), any(rows[DO:])] for rows in (seen, amax)))
+        self._steps.restart(*([any(rows[:DO]), any(rows[DO:])] for rows in (seen, amax)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Scaling:
         memo[id(self.process_group)] = self.process_group  # a copy belongs to the same ranks
@@ -213,7 +215,7 @@ class Fp8Scaling(Fp8State):
 
 
 def check_grad_dtype(grad_dtype: Any) -> None:
-    """Whether gradients can be made in this dtype."""
+    """Checks that gradients can have this dtype."""
     if grad_dtype not in FP8_DTYPES:
         raise OptionError("grad_dtype", repr(grad_dtype), " or ".join(map(dtype_name, FP8_DTYPES)))
 
@@ -224,7 +226,7 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def _update(layers: Sequence[Fp8Scaling]) -> None:
-    """Ends a step of each."""
+    """Ends a step of each layer."""
     shared: dict[Any, list[Tensor]] = {}
     for layer in layers:
         layer.check()

@@ -1,4 +1,4 @@
-"""The tensors of `Fp8Scaling` and the table of one call's scales, on the GPU; and what the host counts of its steps."""
+"""The tensors of `Fp8Scaling` and the table of a call's scales, on the GPU; and the host's counts of steps."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ NAMES = ("q", "k", "v", "s", "o", "do", "dp", "dq", "dk", "dv")
 Q, K, V, S, O, DO, DP, DQ, DK, DV = range(len(NAMES))  # noqa: E741 - the name of the output in this field
 
 SCALE, DESCALE, AMAX = range(3)
-SLOT = 4  #: floats that a number has to itself
+SLOT = 4  #: floats per number of a table: cuDNN wants each scale aligned to 16 bytes
 
-#: The scale of the probabilities. They are 1 at most, so that nothing has to be learned about them. A power of two,
-#: whose inverse is exact, and not 448: a kernel whose maximum of a row lags behind sees exponentials a little over 1.
+#: The scale of the probabilities, fixed because they are at most 1. A power of two, whose inverse is exact, and below
+#: 448, because a kernel that has not seen the maximum of a row yet computes exponentials a little over 1.
 SCALE_S = 256.0
 
-#: The least that an amax counts for, so that no scale and no descale is infinite or subnormal.
+#: Lower bound of an amax, so that no scale and no descale is infinite or subnormal.
 TINY = 2.0**-110
 
 
 def new_table(device: torch.device) -> Tensor:
-    """A table, (3, 10, 4) float32, of which the first of every four floats counts; amax values of 0."""
+    """A table, (3, 10, 4) float32, with amax values of 0; only the first of every four floats is used."""
     return torch.zeros(3, len(NAMES), SLOT, dtype=torch.float32, device=device)
 
 
@@ -38,13 +38,13 @@ def number(table: Tensor, part: int, row: int) -> Tensor:
 
 
 def forward_scales(table: Tensor) -> Fp8Scales:
-    """What `sdpa_fp8` takes, as views of a table."""
+    """The scales of `sdpa_fp8`, views of a table."""
     descales = [number(table, DESCALE, row) for row in (Q, K, V, S)]
     return Fp8Scales(*descales, *(number(table, SCALE, row) for row in (S, O)))
 
 
 def backward_scales(forward: Tensor, backward: Tensor) -> Fp8BackwardScales:
-    """What `sdpa_fp8_backward` takes, as views of the forward pass's table and of one of its own."""
+    """The scales of `sdpa_fp8_backward`, views of the tables of both passes."""
     return Fp8BackwardScales(
         descale_q=number(forward, DESCALE, Q),
         descale_k=number(forward, DESCALE, K),
@@ -62,15 +62,17 @@ def backward_scales(forward: Tensor, backward: Tensor) -> Fp8BackwardScales:
 
 
 def scale_for(limit: float | Tensor, amax: Tensor) -> Tensor:
-    """The scale that takes an amax to a limit; 1 where there is nothing to go by: 0, infinity or NaN."""
+    """The scale that maps an amax to a limit; 1 if the amax is 0, infinite or NaN."""
     known = amax.isfinite() & (amax > 0)
-    if not isinstance(limit, Tensor):  # a number by a tensor is a product with 1 / tensor, rounded twice
+    if not isinstance(
+        limit, Tensor
+    ):  # PyTorch divides a number by a tensor as number · (1 / tensor), which rounds twice
         limit = torch.full_like(amax, limit)
     return torch.where(known, limit / amax.clamp_min(TINY), torch.ones_like(amax))
 
 
 def set_scales(table: Tensor, first: int, scales: Tensor) -> None:
-    """Writes the scales of consecutive tensors, from `first` on, and one over them."""
+    """Writes the scales and descales of consecutive tensors, from `first` on."""
     rows = slice(first, first + scales.numel())
     table[SCALE, rows, 0] = scales
     table[DESCALE, rows, 0] = 1 / scales
@@ -81,15 +83,15 @@ if TYPE_CHECKING:
 
 
 class Fp8State(nn.Module):
-    """Scales of ten tensors, the amax values that they come from, and what these shall become.
+    """Scales of ten tensors, and the amax values that they come from.
 
-    All in float32, whatever a model is converted to, and never inference tensors, since each step writes them.
+    All are float32, also after a conversion of the model, and never inference tensors, since each step writes them.
 
     Attributes:
         scale: The scale of each tensor, (10,).
-        amax: The largest absolute values of a step, (10,).
-        amax_history: Those of the steps before, (10, history), the latest first.
-        limits: What the amax values shall become, (10,); 0 where the scale stays. It is not saved.
+        amax: The amax values of a step, (10,).
+        amax_history: The amax values of earlier steps, (10, history), the latest first.
+        limits: The values that amax is scaled to, (10,); 0 if the scale is fixed. Not in `state_dict`.
     """
 
     scale: Tensor
@@ -100,14 +102,14 @@ class Fp8State(nn.Module):
     def __init__(self, history: int, limits: tuple[float, float], device: Any) -> None:
         super().__init__()
         self._limits = limits  # of the tensors of the forward pass, and of gradients
-        for name, tensor in self._fresh(history, device).items():
+        for name, tensor in self._initial(history, device).items():
             self.register_buffer(name, tensor, persistent=name != "limits")
 
-    def _fresh(self, history: int, device: Any) -> dict[str, Tensor]:
-        """The state of a layer that has seen nothing."""
+    def _initial(self, history: int, device: Any) -> dict[str, Tensor]:
+        """The state before the first step."""
         forward, backward = self._limits
         limits = [forward] * DO + [backward] * (len(NAMES) - DO)
-        limits[S] = 0.0  # its scale stays
+        limits[S] = 0.0  # its scale is fixed
         with torch.inference_mode(mode=False):
             scale = torch.ones(len(NAMES), dtype=torch.float32, device=device)
             scale[S].fill_(SCALE_S)
@@ -119,16 +121,16 @@ class Fp8State(nn.Module):
             }
 
     def reset_parameters(self) -> None:
-        """Forgets all steps, in place; the next ones find their scales anew."""
-        for name, tensor in self._fresh(self.amax_history.shape[1], self.scale.device).items():
+        """Forgets all steps, in place; the next steps calibrate."""
+        for name, tensor in self._initial(self.amax_history.shape[1], self.scale.device).items():
             self._buffers[name].copy_(tensor)  # type: ignore[union-attr]
 
     def check(self) -> None:
-        """Whether the state is such that kernels may read it.
+        """Checks that kernels can read the state.
 
         Raises:
-            DtypeError: Somebody has made other numbers of it than float32.
-            DeviceError: Parts of it lie apart.
+            DtypeError: A tensor was replaced by one that is not dense float32.
+            DeviceError: Its tensors are on different devices.
         """
         for name, tensor in self._buffers.items():
             if tensor is None or tensor.dtype != torch.float32 or not tensor.is_contiguous():
@@ -138,14 +140,14 @@ class Fp8State(nn.Module):
                 raise DeviceError(f"scaling.{name}", str(tensor.device), f"{self.scale.device}, where scaling.scale is")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves the state; other than its device nothing of it changes, as cuDNN reads scales in float32."""
+        """Moves the state to another device; its dtype stays float32, which cuDNN reads."""
         before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         with torch.inference_mode(mode=False):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             for name, old in before.items():
                 new = self._buffers[name]
-                if new is not None and old.is_meta and not new.is_meta:  # what it had there was no state
-                    self._buffers[name] = self._fresh(self.amax_history.shape[1], new.device)[name]
+                if new is not None and old.is_meta and not new.is_meta:  # a meta tensor has no values to keep
+                    self._buffers[name] = self._initial(self.amax_history.shape[1], new.device)[name]
                 elif new is not None and new.dtype != torch.float32:
                     self._buffers[name] = old.to(new.device)
         return self
@@ -153,17 +155,17 @@ class Fp8State(nn.Module):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
         with torch.inference_mode(mode=False), torch.no_grad():
-            for name in ("scale", "amax", "amax_history"):  # `assign=True` takes tensors as they are
+            for name in ("scale", "amax", "amax_history"):  # `assign=True` keeps the loaded tensors themselves
                 loaded = getattr(self, name)
                 own = loaded.clone() if loaded.is_inference() or loaded is state_dict.get(prefix + name) else loaded
                 self._buffers[name] = own.to(torch.float32).contiguous()
             if self.limits.device != self.scale.device:
-                self._buffers["limits"] = self._fresh(1, self.scale.device)["limits"]
+                self._buffers["limits"] = self._initial(1, self.scale.device)["limits"]
             if f"{prefix}amax_history" in state_dict and not self.amax_history.is_meta:
-                self._take_over()
+                self._after_load()
 
-    def _take_over(self) -> None:
-        """What follows from a history that was loaded."""
+    def _after_load(self) -> None:
+        """Derives the rest of the state from a loaded history."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         clone = type(self).__new__(type(self))
@@ -173,29 +175,30 @@ class Fp8State(nn.Module):
         return clone
 
 
-# What the host counts of a layer's steps, so that it need not read what the GPU knows of them.
+# The host's counts of a layer's steps: it need not read the GPU's state.
 
 
 class Steps:
-    """Which passes a step has had, and whether scales come from the tensors at hand or from a history.
+    """Which passes a step has had, and whether scales come from the tensors of the call or from the history.
 
-    The first steps of a pass *calibrate*: one of them alone may have taught nothing, as its amax values may have
-    been zeros, or not finite. That is on the GPU; the host goes by their number.
+    The first steps of a pass *calibrate*. Several do, because one step alone may have amax values that are zero or not
+    finite. Only the GPU knows that; the host counts steps.
 
     Attributes:
-        calibration: How many steps calibrate.
-        recorded: Whether this step has had a forward pass, and a backward pass.
-        sure: Whether each of them goes by the history, without another question: what a warm call reads.
+        calibration: Number of steps that calibrate.
+        recorded: Whether this step has had a forward pass, and whether a backward pass.
+        sure: Whether a forward pass, and a backward pass, takes its scales from the history without further checks; a
+            warm call reads nothing else.
     """
 
     __slots__ = ("_chosen", "_done", "_settled", "calibration", "recorded", "sure")
 
     def __init__(self, calibration: int) -> None:
         self.calibration = calibration
-        self.begin_anew([False, False], [False, False])
+        self.restart([False, False], [False, False])
 
-    def begin_anew(self, has_history: list[bool], recorded: list[bool]) -> None:
-        """Forgets what was counted: a pass that has a history is through with calibrating, another has not begun."""
+    def restart(self, has_history: list[bool], recorded: list[bool]) -> None:
+        """Resets the counts: a pass with a history has finished calibrating, one without begins."""
         self.recorded = recorded
         self._done = [self.calibration if known else 0 for known in has_history]
         self._settled, self.sure = list(has_history), list(has_history)
@@ -206,17 +209,17 @@ class Steps:
         for place, recorded in enumerate(self.recorded):
             self._done[place] += recorded
             self._settled[place] = self._done[place] >= self.calibration
-        self.sure[1] = self._settled[1]  # of the forward pass `choose` decides
+        self.sure[1] = self._settled[1]  # for the forward pass, `choose` decides
         self.recorded = [False, False]
 
     def is_over(self) -> bool:
-        """Whether the next forward pass is the beginning of another step."""
+        """Whether the next forward pass begins another step."""
         return self.recorded[1] and not is_within_backward()
 
     def by_history(self, *, backward: bool, is_cuda: bool) -> bool:
         """Whether a pass would take its scales from the history.
 
-        What is captured in a CUDA graph does as soon as there may be one: else its replays would calibrate for ever.
+        In the capture of a CUDA graph one step of history is enough: otherwise all replays would calibrate.
         """
         if self._settled[backward]:
             return True
@@ -225,8 +228,8 @@ class Steps:
     def choose(self, *, is_cuda: bool) -> bool:
         """Whether a forward pass takes its scales from the history.
 
-        One that runs within a backward pass is a repetition, as by checkpointing, which does as the latest call did
-        that was none, also if an update came in between.
+        A forward pass within a backward pass is a repetition by checkpointing. It does what the last forward pass that
+        was not a repetition did, also if an update came in between.
         """
         found = self.by_history(backward=False, is_cuda=is_cuda)
         if found != self._chosen and not is_within_backward():
@@ -236,5 +239,5 @@ class Steps:
 
 
 def is_within_backward() -> bool:
-    """Whether a backward pass is under way on this thread."""
+    """Whether this thread is running a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -46,35 +46,36 @@ def sdpa_fp8(
 ) -> Fp8Output:
     """Attention of queries, keys and values in FP8, with all scales and amax values.
 
-    With e = exp(scores − the row's maximum) and l the row's sum of e, the output is
-    `fp8(e · scale_s) v · descale_s · descale_v / l`, where the scores are `q kᵀ · scale · descale_q · descale_k`, and
-    `out` is that times `scale_o`, rounded. What FP8 does not hold becomes its largest number. Scales and amax values
-    stay on the GPU: nothing waits for them. On the CPU an emulation runs, which rounds where cuDNN rounds. The formulas
-    are those of the graph that the cuDNN frontend draws; see "Attention" in its documentation.
+    The scores are `q kᵀ · scale · descale_q · descale_k`. With e = exp(scores − the row's maximum) and l the row's sum
+    of e, the output O is `fp8(e · scale_s) v · descale_s · descale_v / l`, and `out` is `fp8(O · scale_o)`. Here fp8
+    rounds and saturates: a value beyond the range of the dtype becomes its largest number. Scales and amax values stay
+    on the GPU, and no call waits for them. On the CPU an emulation runs, which rounds where cuDNN rounds. The formulas
+    are those of the cuDNN frontend's graph; see "Attention" in its documentation.
 
     Args:
         q: Queries (B, Hq, Sq, D), float8_e4m3fn or float8_e5m2; D is a multiple of 16. The last dimension is dense,
-            and other steps are multiples of 16 bytes.
+            other strides are multiples of 16 bytes.
         k: Keys (B, Hkv, Skv, D) in q's dtype; Hq is a multiple of Hkv.
         v: Values (B, Hkv, Skv, Dv) in q's dtype.
-        scales: The scales, each a float32 tensor of one element where q is.
-        is_causal: Hide later keys from each query.
-        causal_alignment: Where the diagonal lies: "top_left", or "bottom_right", the last query at the last key.
-        window_size: (left, right) bounds around the diagonal; -1 is no bound.
-        scale: Factor of the scores, positive; None is 1/sqrt(D).
-        seq_lens_q: The actual numbers of queries, (B,) int32. Rows past them are zeros.
-        seq_lens_kv: The same of keys.
-        page_table: Pages of each sequence, (B, max_pages) int32, with `seq_lens_kv`; k and v are pages
-            (pages, Hkv, page size, D) then, or views, and key j is in slot `j % page_size` of page `j // page_size`.
-        page_table_v: The pages of the values, if they differ.
+        scales: The scales, each a float32 tensor of one element on the device of q.
+        is_causal: Mask later keys for each query.
+        causal_alignment: "top_left" aligns the first query with the first key, "bottom_right" the last with the last.
+        window_size: (left, right) bounds around the diagonal; -1 is unbounded.
+        scale: Factor applied to the scores, positive; None is 1/sqrt(D).
+        seq_lens_q: Actual sequence lengths of the queries, (B,) int32. Output rows past them are zeros.
+        seq_lens_kv: Actual sequence lengths of the keys, (B,) int32.
+        page_table: Pages of each sequence, (B, max_pages) int32; it needs `seq_lens_kv`. k and v are then
+            pages (pages, Hkv, page size, D), also as a view of that shape, and key j of a sequence is in slot
+            `j % page_size` of its page `j // page_size`.
+        page_table_v: The pages of the values; None if they are those of the keys.
         out_dtype: float8_e4m3fn, float8_e5m2, bfloat16 or float16; None is the dtype of q. `scale_o` applies to each.
-        return_lse: Also give the log-sum-exp of the scores, which `sdpa_fp8_backward` needs.
+        return_lse: Also return the LSE (log-sum-exp) of the scores, which `sdpa_fp8_backward` needs.
 
     Returns:
-        `Fp8Output(out, amax_s, amax_o, lse)`: the output (B, Hq, Sq, Dv) in q's memory order, the largest probability
-        and the largest absolute value of the output before their scales, both (1,) float32, and the log-sum-exp
-        (B, Hq, Sq) float32 or None. Queries that see no key get zeros and minus infinity.
-        With `seq_lens_q`, `amax_s` on Hopper may be too large, up to 1: it is that of absent queries, too.
+        `Fp8Output(out, amax_s, amax_o, lse)`: the output (B, Hq, Sq, Dv) in q's memory order; the amax of the
+        probabilities and of the output, before their scales, (1,) float32 each; and the LSE (B, Hq, Sq) float32, or
+        None. A fully masked row gets zeros and an LSE of minus infinity. With `seq_lens_q`, Hopper's `amax_s` also
+        covers the rows past the lengths: it may be too large, up to 1.
 
     Raises:
         ArgumentError: An argument is wrong; the subclass and the message say which and how.
@@ -164,10 +165,10 @@ def sdpa_fp8_backward(
 ) -> Fp8Gradients:
     """The gradients of `sdpa_fp8`, with all scales and amax values.
 
-    With P = exp(scores − lse), dO the dequantized `grad_out`, and dS = P ∘ (dO vᵀ − rowsum(dO ∘ O)) · scale:
-    dv is `fp8(P · scale_s)ᵀ dO`, dq is `fp8(dS · scale_dp) k` and dk is `fp8(dS · scale_dp)ᵀ q`, all descaled, and each
-    is given times its scale, rounded to the dtype of `grad_out`. P is rounded to the dtype of q, dS to that of
-    `grad_out`. The formulas are those of the cuDNN frontend's `sdpa_fp8_bwd.h`, which calls dS dP.
+    With P = exp(scores − lse), dO the dequantized `grad_out`, and dS = P ∘ (dO vᵀ − rowsum(dO ∘ O)) · scale, the
+    gradients are dv = `fp8(P · scale_s)ᵀ dO`, dq = `fp8(dS · scale_dp) k` and dk = `fp8(dS · scale_dp)ᵀ q`, all
+    descaled. P is rounded to the dtype of q, dS to that of `grad_out`. Each gradient is returned times its own scale,
+    in the dtype of `grad_out`. The formulas are those of the cuDNN frontend's `sdpa_fp8_bwd.h`, which calls dS dP.
 
     Args:
         grad_out: The gradient of the output (B, Hq, Sq, Dv), float8_e4m3fn or float8_e5m2. It is copied if cuDNN
@@ -176,20 +177,20 @@ def sdpa_fp8_backward(
         k: Keys (B, Hkv, Skv, D).
         v: Values (B, Hkv, Skv, Dv).
         out: The output of the forward pass, in FP8.
-        lse: Its log-sum-exp (B, Hq, Sq) float32.
-        scales: The scales, each a float32 tensor of one element where q is. `descale_o` is one over the forward pass's
-            `scale_o`.
+        lse: Its LSE (B, Hq, Sq) float32.
+        scales: The scales, each a float32 tensor of one element on the device of q. `descale_o` is one over the
+            forward pass's `scale_o`.
         is_causal: As in the forward pass.
         causal_alignment: As in the forward pass.
         window_size: As in the forward pass.
         scale: As in the forward pass.
         seq_lens_q: As in the forward pass. Gradients past them are zeros.
-        seq_lens_kv: The same of keys.
+        seq_lens_kv: As in the forward pass.
         deterministic: Whether gradients are bit-exact; None follows `torch.use_deterministic_algorithms`.
 
     Returns:
         `Fp8Gradients(dq, dk, dv, amax_dq, amax_dk, amax_dv, amax_dp)`: the gradients, each in the memory order of its
-        tensor, and the largest absolute values before their scales, (1,) float32.
+        tensor, and their amax values before their scales, (1,) float32 each.
 
     Raises:
         ArgumentError: An argument is wrong; the subclass and the message say which and how.

@@ -1,9 +1,10 @@
 """The torch operators of attention in FP8: CUDA (cuDNN), CPU (emulation) and fake implementations.
 
-- ``cudnn_sdpa::sdpa_fp8_forward`` gives the output, amax_s, amax_o and, on request, the log-sum-exp.
-- ``cudnn_sdpa::sdpa_fp8_backward`` gives the gradients of q, k and v, their amaxes, and that of the scores' gradient.
+- ``cudnn_sdpa::sdpa_fp8_forward`` returns the output, amax_s, amax_o and, on request, the LSE.
+- ``cudnn_sdpa::sdpa_fp8_backward`` returns the gradients of q, k and v, their amax values, and that of the scores'
+  gradient.
 
-Scales are given in the order of `Fp8Scales` and `Fp8BackwardScales`. Neither operator can be differentiated.
+Scales are passed in the order of `Fp8Scales` and `Fp8BackwardScales`. Neither operator can be differentiated.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _run_backward_fake(of: Fp8Backward) -> Fp8Gradients:
 
 
 def options_of(call: ForwardArguments) -> tuple[Any, ...]:
-    """What both operators take of a call's options, in their order."""
+    """The options of a call that both operators take, in their order."""
     return call.is_causal, call.causal_alignment, call.window_left, call.window_right, call.scale
 
 

@@ -1,11 +1,11 @@
-"""What cuDNN's FP8 kernels leave wrong at the ends of sequences, put right on the GPU around their launch.
+"""Workarounds for cuDNN's FP8 kernels at the ends of sequences, on the GPU around their launch.
 
 Seen on an H200 with cuDNN 9.19:
 
-- The forward pass computes queries past their sequence's length as if they were there, by tiles of 64, and its largest
-  values have them in.
-- The backward pass writes wrong gradients of the last queries where their number is no multiple of 16. It is right
-  where a tensor goes on with zeros.
+- The forward pass also computes the queries past a length, up to the end of their tile of 64, and its amax values
+  include them.
+- The backward pass writes wrong gradients of the last queries if their number is not a multiple of 16. It is right on
+  tensors that are padded with zeros.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WITHOUT_SIGN = 0x7F
 
 
 def lengths(call: ForwardArguments, skv: int) -> dict[str, Tensor]:
-    """The two lengths that cuDNN reads, kept within the tensors."""
+    """The two lengths that cuDNN reads, clamped to the tensors."""
     of_q, of_kv = call.seq_lens_q, call.seq_lens_kv
     if of_q is None and of_kv is None:
         return {}
@@ -38,8 +38,8 @@ def lengths(call: ForwardArguments, skv: int) -> dict[str, Tensor]:
     return found if of_kv is None else {**found, "seq_len_kv": of_kv.clamp(0, skv)}
 
 
-def hide_absent_rows(call: ForwardArguments, out: Tensor, lse: Tensor | None) -> None:
-    """Has the rows of queries that are not there, or see no key, be zeros and minus infinity."""
+def mask_absent_rows(call: ForwardArguments, out: Tensor, lse: Tensor | None) -> None:
+    """Fills rows past the lengths and fully masked rows with zeros, and their LSE with minus infinity."""
     rows = torch.arange(out.shape[2], device=out.device).view(1, 1, -1)
     hidden = torch.zeros_like(rows, dtype=torch.bool)
     if call.seq_lens_q is not None:
@@ -51,36 +51,36 @@ def hide_absent_rows(call: ForwardArguments, out: Tensor, lse: Tensor | None) ->
         lse.masked_fill_(hidden, -torch.inf)
 
 
-def amax_of(out: Tensor, scale_o: Tensor, of_kernel: Tensor) -> Tensor:
-    """The largest absolute value of an output before its scale, (1,) float32, within the output's precision.
+def amax_of(out: Tensor, scale_o: Tensor, kernel_amax: Tensor) -> Tensor:
+    """The amax of an output before its scale, (1,) float32, in the output's precision.
 
     Args:
         out: The output.
         scale_o: Its scale.
-        of_kernel: The amax with all queries in it, which stands where the output holds no larger number.
+        kernel_amax: The kernel's amax, which includes rows past the lengths; the result if the output is saturated.
     """
     if out.dtype in FP8_DTYPES:
         # Without their signs the bits of FP8 numbers are in the order of the numbers, NaN the highest.
         largest = out.view(torch.uint8).bitwise_and(_WITHOUT_SIGN).amax().view(out.dtype).float()
     else:
         largest = out.abs().amax().float()
-    is_cut = largest >= torch.finfo(out.dtype).max
-    return torch.where(is_cut, of_kernel, largest / scale_o.view(1))
+    is_saturated = largest >= torch.finfo(out.dtype).max
+    return torch.where(is_saturated, kernel_amax, largest / scale_o.view(1))
 
 
-def rows_made(rows: int) -> int:
-    """How many queries a backward plan for Hopper is made for."""
+def padded_rows(rows: int) -> int:
+    """The number of queries of a backward plan for Hopper: padded to a multiple of 16."""
     return -(-rows // ROWS_AT_ONCE) * ROWS_AT_ONCE
 
 
-def longer(layout: TensorLayout, rows: int) -> TensorLayout:
-    """The layout of what `with_rows` makes."""
+def padded_layout(layout: TensorLayout, rows: int) -> TensorLayout:
+    """The layout of a tensor that `pad_rows` has padded."""
     batch, heads, _, dim = layout.shape
     return TensorLayout.contiguous((batch, heads, rows, dim), layout.dtype)
 
 
-def with_rows(x: Tensor, rows: int) -> Tensor:
-    """A copy of queries, or of what goes with them, (B, H, Sq, D) or (B, H, Sq), that goes on with rows of zeros."""
+def pad_rows(x: Tensor, rows: int) -> Tensor:
+    """A copy of queries or values per query, (B, H, Sq, D) or (B, H, Sq), padded to `rows` rows with zeros."""
     more = (0, rows - x.shape[2])
     if x.dim() == 3:
         return F.pad(x, more)
@@ -88,7 +88,7 @@ def with_rows(x: Tensor, rows: int) -> Tensor:
 
 
 def readable(of: Fp8Backward) -> Fp8Backward:
-    """The call with a gradient that cuDNN can read where it lies: a copy in the memory order of `out` if need be."""
+    """The call with a gradient that cuDNN can read, copied in the memory order of `out` if necessary."""
     grad_out = of.grad_out
     if not is_readable(grad_out):
         stride = dense_stride_like(of.out.shape, of.out.shape, of.out.stride())
@@ -97,8 +97,8 @@ def readable(of: Fp8Backward) -> Fp8Backward:
     return of._replace(grad_out=grad_out, lse=of.lse.contiguous())
 
 
-def at_even_address(x: Tensor) -> Tensor:
-    """The tensor, or a copy with the same strides at an address that cuDNN can read: plans know strides alone."""
+def aligned(x: Tensor) -> Tensor:
+    """The tensor, or, if cuDNN cannot read its address, a copy with the same strides."""
     address = x.data_ptr()
     if address == 0:
         check_present("grad_out", x)

@@ -195,7 +195,7 @@ RULES = (
             and case.cudnn >= 91100  # it compiles on 9.10.2
         ),
         "on SM {sm} there is no dropout for head dims {head_dim} and 128: cuDNN's kernel does not compile",
-        "v padded to head dim 136, and the output cut",
+        "v padded to head dim 136, and the output sliced",
     ),
     Rule(
         lambda case: case.backward and case.packed and case.is_ampere_kind,
@@ -249,7 +249,7 @@ RULES = (
     Rule(
         lambda case: case.softcap and case.lengths and case.sq == 1 and not case.packed,
         "with softcap and actual sequence lengths, cuDNN computes a single query wrongly",
-        "an attn_mask (B, 1, 1, Skv) that hides the keys past each length",
+        "an attn_mask (B, 1, 1, Skv) that masks the keys past each length",
         wrong=True,
     ),
     Rule(
@@ -294,7 +294,7 @@ RULES = (
     Rule(
         _lacks_gradient_over_one_key,
         "on SM {sm} there are no gradients with an attn_mask over a single key",
-        "a second key that attn_mask hides",
+        "a second key that attn_mask masks",
     ),
     Rule(
         lambda case: (

@@ -28,7 +28,7 @@ def run_module(name: str, *arguments: str, store: str) -> dict[str, Any]:
 
 
 def run_code(code: str, label: str, *, store: str) -> dict[str, Any]:
-    """The JSON that a piece of code prints as its last line; errors name it `label`."""
+    """The JSON that code prints as its last line; errors name it `label`."""
     return _run(interpreter.command(code), label, store)
 
 
