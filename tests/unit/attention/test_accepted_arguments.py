@@ -138,6 +138,15 @@ def test_an_out_of_range_scale_is_refused(scale):
     assert sdpa(q, k, v, scale=65536).isfinite().all()
 
 
+@pytest.mark.parametrize("scale", [0, -0.0, 1e-31, -1e-31, -1, -0.5])
+def test_fp8_refuses_scales_that_are_not_positive(scale):
+    """Other attention negates q instead, and FP8 tensors cannot be negated. Masked keys would have a weight."""
+    for name, call in calls_with_a_scale().items():
+        if "fp8" in name.lower():
+            with pytest.raises(OptionError, match=r"^scale: got .*; expected a positive number"):
+                pytest.fail(f"{name} took it: {call(scale)}")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sinks_in_half_precision(dtype):
     q, k, v = qkv()
