@@ -79,6 +79,27 @@ def test_gradients_that_are_zeros_without_memory(call):
         assert not gradient.any()
 
 
+class _NoGradient(torch.autograd.Function):
+    """The identity, whose gradient is None."""
+
+    @staticmethod
+    def forward(_, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(*_):
+        return None
+
+
+def test_an_upstream_gradient_may_be_none(call):
+    tensors = call.tensors(grad=True)
+    leaves = [tensors[name] for name in call.differentiable]
+    for _ in range(2):
+        out = _NoGradient.apply(call(tensors))
+        for gradient in torch.autograd.grad(out.sum(), leaves, allow_unused=True):
+            assert gradient is None or not gradient.any()
+
+
 def test_second_gradients_are_right_or_refused(call):
     tensors = call.tensors(grad=True)
     x = tensors[call.first]
