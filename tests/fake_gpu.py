@@ -16,6 +16,7 @@ import math
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +48,7 @@ CPU = torch.device("cpu")
 TARGET = Target((("deviceVer", 900), ("multiProcessorCount", 132)), 91900, "1.32.0", "a GPU")
 
 #: Operands that kernels read element by element, at any address; so are those of one element.
-READ_BY_ELEMENT = ("seed", "offset", "seq_len_q", "seq_len_kv")
+READ_BY_ELEMENT = ("seed", "offset", "seq_len_q", "seq_len_kv", "table_k", "table_v")
 
 Operands = dict[str, Any]  # tensors at their addresses, and host scalars
 Compute = Callable[[PlanKey, Operands], Sequence[Tensor]]
@@ -145,10 +146,15 @@ CUDA_FOR_ONE_THREAD = """
 #define __device__ static
 #define __global__
 struct Place { unsigned x, y, z; };
-static const Place blockIdx = {0, 0, 0}, threadIdx = {0, 0, 0}, blockDim = {1, 1, 1}, gridDim = {1, 1, 1};
+static const Place threadIdx = {0, 0, 0}, blockDim = {1, 1, 1};
+static Place blockIdx = {0, 0, 0}, gridDim = {1, 1, 1};
+extern "C" void choose_block(unsigned block, unsigned blocks) { blockIdx.x = block, gridDim.x = blocks; }
 struct uint4 { unsigned x, y, z, w; };
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static int __syncthreads_or(int any) { return any; }
+#define __shared__ static
+static void __syncthreads() {}
+template <class T> static T atomicAdd(T* sum, T more) { T before = *sum; *sum += more; return before; }
 """
 
 
@@ -163,10 +169,13 @@ def _compiled(source: Path) -> ctypes.CDLL:
 
 
 class CpuKernel:
-    """One of the library's kernels, run by a thread of the CPU."""
+    """One of the library's kernels, run by a thread of the CPU: one block after the other, of one thread each."""
+
+    lock = threading.Lock()  # of the numbers of the current block
 
     def __init__(self, kernel: nvrtc.Kernel) -> None:
-        self.name, self._run = kernel.name, getattr(_compiled(kernel.path), kernel.name)
+        library = _compiled(kernel.path)
+        self.name, self._run, self._choose_block = kernel.name, getattr(library, kernel.name), library.choose_block
 
     def launch(self, blocks: int, threads: int, fields: array[Any], _: int) -> None:
         assert blocks > 0
@@ -175,7 +184,11 @@ class CpuKernel:
         class Fields(ctypes.Structure):
             _fields_ = (("words", ctypes.c_uint64 * len(fields)),)
 
-        self._run(Fields.from_buffer_copy(fields.tobytes()))
+        given = Fields.from_buffer_copy(fields.tobytes())
+        with self.lock:
+            for block in range(blocks):
+                self._choose_block(block, blocks)
+                self._run(given)
 
 
 # Public calls as on a GPU.
@@ -280,6 +293,31 @@ def _dense_backward(key: PlanKey, x: Operands) -> Sequence[Tensor]:
         "grad_bias": grad_scores,
     }
     return [results[operand.name] for operand in key.outputs]
+
+
+def paged_attention(key: PlanKey, x: Operands) -> Sequence[Tensor]:
+    """Decode steps on pages; prefill is attention over packed sequences."""
+    if key.name != "paged_decode":
+        return dense_attention(key, x)
+    rows, heads, _, _ = x["q"].shape
+    page_size, left, group = x["k"].shape[2], key.option_values["left"], heads // x["k"].shape[1]
+    out, lse = (
+        torch.zeros(rows, heads, 1, x["v"].shape[3]).double(),
+        torch.full((rows, heads, 1, 1), -torch.inf).double(),
+    )
+    for row, length in enumerate(x["seq_len_kv"].flatten().tolist()):
+        first = 0 if left is None else max(0, length - 1 - left)
+        if not length:
+            continue
+        pages = -(-length // page_size)
+        k, v = (
+            x[name][x[f"table_{name}"][row, 0, :pages, 0].long()].double().transpose(1, 2).flatten(0, 1)[first:length]
+            for name in "kv"
+        )
+        k, v = (t.repeat_interleave(group, 1).transpose(0, 1) for t in (k, v))
+        scores = x["q"][row].double() @ k.mT * x["scale"]
+        out[row], lse[row] = scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)
+    return [out, lse][: len(key.outputs)]
 
 
 # FP8 attention, by the emulation of the reference.

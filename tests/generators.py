@@ -303,7 +303,7 @@ def more_of_attention(r: random.Random, case: Case) -> Case:
     options, tensors, wanted = dict(case.options), dict(case.tensors), case.wanted
     if "deterministic" in options and options["deterministic"] is None and r.random() < 0.3:
         options["deterministic"] = False
-    if "sinks" in tensors and r.random() < 0.3 and "page" not in case.facts:  # with pages it is float32
+    if "sinks" in tensors and r.random() < 0.3:
         tensors["sinks"] = replace(tensors["sinks"], dtype=r.choice([BF16, F16]))
     if r.random() < 0.04:
         options["scale"] = r.choice([1, 2, -1, 65536.0, -65536])

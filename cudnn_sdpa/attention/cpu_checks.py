@@ -78,7 +78,7 @@ def _without_data(call: Any, q: Tensor) -> Any:
     changes: dict[str, Any] = {}
     for name, field in call._asdict().items():
         if isinstance(field, Tensor):
-            is_cast = name in ("q", "k", "v", "out", "attn_mask")
+            is_cast = name in ("q", "k", "v", "k_pages", "v_pages", "out", "attn_mask")
             dtype = dtypes.get(field.dtype, field.dtype) if is_cast else field.dtype
             meta = torch.empty(0, dtype=dtype, device="meta", requires_grad=field.requires_grad)
             changes[name] = meta.as_strided(field.shape, field.stride(), field.storage_offset())

@@ -11,7 +11,8 @@ from rich.progress import track
 from torch import Tensor
 
 from cudnn_sdpa.attention.dense.sdpa import sdpa
-from cudnn_sdpa.attention.paged import paging, prefill
+from cudnn_sdpa.attention.paged import paging
+from cudnn_sdpa.attention.paged import plans as paged_plans
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.kv_cache import PagedKVCache
 from cudnn_sdpa.attention.paged.prepared import PreparedPaged, prepare_paged
@@ -291,14 +292,14 @@ def _calls(cache: PagedKVCache, step: PagedStep, q: Tensor, dense_kv: tuple[Tens
     k_pages, v_pages = pages
     paged = PagedArguments(
         q=q,
-        k=k_pages,
-        v=v_pages,
-        table_k=step.page_table,
-        table_v=step.page_table,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=step.page_table,
+        page_table_v=None,
         seq_lens_kv=step.seq_lens_kv,
     )
     gather = paging.GatherKernel(paged)
-    packed = prefill.as_packed(paged, gather(paged))
+    packed = paged_plans.as_packed(paged, gather(paged))
     return {**calls, "gather": lambda: gather(paged), "packed": lambda: VARLEN.on_gpu(packed)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ def cast_tensor(tensor: Any, q: Tensor) -> Any:
         return tensor
     lower = tensor.is_floating_point() and tensor.dtype != torch.float64
     return tensor.to(torch.get_autocast_dtype(kind)) if lower else tensor
+
+
+def casts(*names: str) -> Callable[[Any], dict[str, Any]]:
+    """What casts these tensors of a call, whose first field is q, as autocast does."""
+    return lambda call: {name: cast_tensor(getattr(call, name), call[0]) for name in names}
 
 
 def is_deterministic(deterministic: Any) -> bool:

@@ -94,8 +94,8 @@ def resolved(call: CallT) -> CallT:
         LayoutError: PyTorch cannot negate the tensor's dtype.
     """
     negative = {}
-    for name in ("q", "k", "v", "attn_mask", "sinks"):
-        tensor = getattr(call, name, None)
+    for name in ("q", "k", "v", "k_pages", "v_pages", "attn_mask", "sinks"):
+        tensor = getattr(call, name, None) if name in call._fields else None
         if tensor is not None and tensor.is_neg():
             try:
                 negative[name] = tensor.resolve_neg()

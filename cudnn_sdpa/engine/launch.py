@@ -106,6 +106,7 @@ class BoundPlan:
         results: Sequence[Layout],
         numbers: Mapping[str, float | None],
         before: Callable[[Any, array[int], list[Tensor]], object] | None = None,
+        arguments: Sequence[str] | None = None,
     ) -> None:
         """Binds it.
 
@@ -116,12 +117,13 @@ class BoundPlan:
             numbers: The host scalars, by operand; None for those that the plan lacks.
             before: Fills in the pointers that are computed for each call, given the call, all pointers by place, and
                 the outputs; returns what must live until the launch.
+            arguments: What the caller calls the inputs, if not by the operands' names.
         """
         names = [operand.name for operand in (*plan.key.inputs, *plan.key.outputs)]
         self.plan = plan
         self._before = before
         self._elsewhere = torch.cuda.device_count() > 1  # whether another GPU can be the current one
-        self._names = list(inputs)
+        self._names = list(inputs if arguments is None else arguments)
         self._inputs = [names.index(name) for name in inputs]
         self._outputs = [(names.index(x.name), layout) for x, layout in zip(plan.key.outputs, results, strict=True)]
         self._numbers = {name: array("f", [value]) for name, value in numbers.items() if value is not None}
@@ -139,6 +141,16 @@ class BoundPlan:
         if self._elsewhere and current_device() != plan.device:
             with torch.cuda.device(plan.device):
                 return self(call, tensors, out)
+        pointers, outputs, kept = self.place(call, tensors, out)
+        plan.last_used = next_use()
+        plan.launch(pointers)
+        del kept  # until now: its memory must not go to the plan's workspace
+        return outputs
+
+    def place(
+        self, call: Any, tensors: Sequence[Tensor], out: Tensor | None = None
+    ) -> tuple[array[int], list[Tensor], object]:
+        """The pointers of a launch, its outputs, and what must live until then; the plan's device is current."""
         pointers, bits = self._template[:], 0  # of this call alone: many threads call at once
         for place, tensor in zip(self._inputs, tensors):  # noqa: B905 - their number is fixed
             pointers[place] = address = tensor.data_ptr()
@@ -153,10 +165,7 @@ class BoundPlan:
             pointers[place] = output.data_ptr()
             outputs.append(output)
         kept = None if self._before is None else self._before(call, pointers, outputs)
-        plan.last_used = next_use()
-        plan.launch(pointers)
-        del kept  # until now: its memory must not go to the plan's workspace
-        return outputs
+        return pointers, outputs, kept
 
 
 class GraphCall:

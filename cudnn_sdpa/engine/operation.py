@@ -21,7 +21,7 @@ import typing
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from cudnn_sdpa.engine import autograd_checks, fallback
-from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
+from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.dispatch_state import (
     Guard,
     can_bypass_dispatcher,
@@ -152,6 +152,7 @@ class _CachedCall(NamedTuple):
         types: The types of all its fields: they say which tensors are given, and distinguish 1, 1.0 and True.
         grad_mode: Whether gradients were enabled.
         is_like: Guard for its tensors, which also sees whether they require grad.
+        mark: See `Operation`.
         run: Runs such a call.
     """
 
@@ -159,6 +160,7 @@ class _CachedCall(NamedTuple):
     types: tuple[type, ...]
     grad_mode: bool
     is_like: Guard
+    mark: Hashable
     run: Callable[[Any], Result]
 
 
@@ -176,6 +178,10 @@ class _CachedGradient(NamedTuple):
     entry: weakref.ref[_Entry]
 
 
+def _no_gradients(*_: Any) -> NoReturn:
+    raise AssertionError("an operation without differentiable inputs has no backward call")
+
+
 @dataclass(eq=False)
 class Operation(Generic[CallT]):
     """One operation, described once.
@@ -186,8 +192,8 @@ class Operation(Generic[CallT]):
         call: The NamedTuple of a call.
         reference_call: The same for calls that only the reference runs, without cuDNN's limits.
         differentiable: The inputs that can have gradients; they are the first fields.
-        autocast: The inputs that autocast casts.
-        is_cacheable: Whether calls like this one may be recognized: no random numbers, no checks of values, no `out`.
+        autocast: The inputs that autocast casts, by name; given a call while autocast is on.
+        is_cacheable: Whether calls like this one may be recognized: no random numbers, no checks of values.
         kind: What the fallback logs once for each reason.
         check_types: Checks what the operators' schemas would refuse as well, but without naming the argument.
         check_options: Checks of options.
@@ -197,17 +203,19 @@ class Operation(Generic[CallT]):
         check_memory: Checks of addresses.
         checks_values: Whether values are checked on the GPU, too, which waits for it.
         check_for_gpu: Refuses a call on the CPU that a GPU would refuse.
-        check_gradient: Refuses a call whose gradients are known to be unsupported.
+        check_gradient: Refuses a call whose gradients are known to be unsupported: any, if nothing is differentiable.
         results: Layouts of the output and the LSE.
         is_empty: Whether there is nothing to compute, hence no plan.
         reference: Both results in plain PyTorch.
-        reference_gradients: The needed gradients in plain PyTorch.
         prepare: Binds a forward call to its plan.
+        keys: The keys of the plans of a forward call, on a target.
+        flops: Floating-point operations of a forward call, and of its backward call.
+        reference_gradients: The needed gradients in plain PyTorch. This and the next three are for operations with
+            differentiable inputs.
         readable: A backward call as kernels can read it: copies what they cannot.
         prepare_gradients: Binds a backward call that kernels can read to its plan.
-        keys: The keys of the plans of a forward call, on a target.
-        gradient_keys: The same of a backward call.
-        flops: Floating-point operations of a forward call, and of its backward call.
+        gradient_keys: The keys of the plans of a backward call, on a target.
+        mark: What decides how a call is bound, besides layouts and options; None for nothing.
     """
 
     name: str
@@ -215,7 +223,7 @@ class Operation(Generic[CallT]):
     call: type[CallT]
     reference_call: type[CallT]
     differentiable: tuple[str, ...]
-    autocast: tuple[str, ...]
+    autocast: Callable[[CallT], dict[str, Any]]
     is_cacheable: Callable[[CallT], bool]
     kind: Callable[[CallT], Hashable]
     check_types: Callable[[CallT], None]
@@ -229,13 +237,14 @@ class Operation(Generic[CallT]):
     check_gradient: Callable[[CallT], None]
     results: Callable[[CallT], tuple[Layout, Layout]]
     reference: Callable[[CallT], tuple[Tensor, Tensor]]
-    reference_gradients: Callable[[GradientCall], list[Tensor]]
     prepare: Callable[[CallT], Prepared]
-    readable: Callable[[GradientCall], GradientCall]
-    prepare_gradients: Callable[[GradientCall], Prepared]
     keys: Callable[[CallT, Target, int | None], Iterator[Any]]
-    gradient_keys: Callable[[GradientCall, Target, int | None], Iterator[Any]]
     flops: Callable[[CallT], tuple[int, int]]
+    reference_gradients: Callable[[GradientCall], list[Tensor]] = _no_gradients
+    readable: Callable[[GradientCall], GradientCall] = _no_gradients
+    prepare_gradients: Callable[[GradientCall], Prepared] = _no_gradients
+    gradient_keys: Callable[[GradientCall, Target, int | None], Iterator[Any]] = _no_gradients
+    mark: Callable[[CallT], Hashable] | None = None
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(self.call)
@@ -251,7 +260,8 @@ class Operation(Generic[CallT]):
         self.table: CallTable[_CachedCall | None] = CallTable(None)
         self._known_to_be_differentiable: set[Hashable] = set()
         self._register_operators()
-        self._register_autograd()
+        if self.differentiable:
+            self._register_gradients()
         OPERATIONS[self.name] = self
 
     # The way of a call.
@@ -267,17 +277,34 @@ class Operation(Generic[CallT]):
         if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
             call = autograd_checks.resolved(call)
             self.check_options(call)
-        differentiable = dict(zip(self.differentiable, call[: self._gradients], strict=True))
-        autograd_checks.check(self.function, call.out, **differentiable)
+        self.check_differentiation(call)
         if "rng" in self._types and call.dropout_p:
             call = call._replace(rng=new_seed(call[0]))
         return fallback.or_else(lambda: self._run(call), lambda: self._run_on_pytorch(call), lambda: self.kind(call))
 
     def cast(self, call: CallT) -> CallT:
         """The call as autocast casts it, with the setting of deterministic algorithms that it follows."""
-        tensors = {name: cast_tensor(getattr(call, name), call[0]) for name in self.autocast}
+        tensors = self.autocast(call)
         found: CallT = call._replace(**tensors, deterministic=is_deterministic(call.deterministic))
         return found
+
+    def check_differentiation(self, call: CallT) -> None:
+        """Refuses calls whose results would be silently detached from their inputs.
+
+        Raises:
+            UnsupportedError: Such differentiation is asked for.
+        """
+        tensors = zip(self.fields, call[: self._tensors])  # noqa: B905 - the first fields
+        autograd_checks.check(self.function, call.out, **dict(tensors))
+        if not self.differentiable and needs_gradient(*call[: self._tensors]):
+            self.check_gradient(call)
+
+    def check_all(self, call: CallT) -> None:
+        """All checks that read no address and no value, of a call that autocast has cast."""
+        self.check_types(call)
+        self.check_options(call)
+        self.check(call)
+        self.check_differentiation(call)
 
     def _run(self, call: CallT) -> Result:
         """Runs a call through autograd, through PyTorch's dispatcher, or at once."""
@@ -364,7 +391,7 @@ class Operation(Generic[CallT]):
         try:
             if not self.is_cacheable(call):
                 return None
-            options, types, last = call[self._tensors :], tuple(map(type, call)), self.table.last
+            options, types, last = call[self._tensors : -1], tuple(map(type, call)), self.table.last
             tensors = []
             for tensor in call[: self._tensors]:
                 if tensor is not None:
@@ -377,24 +404,28 @@ class Operation(Generic[CallT]):
                 and last.options == options
                 and last.grad_mode is torch.is_grad_enabled()
                 and last.is_like(*tensors)
+                and (self.mark is None or last.mark == self.mark(call))
                 and not is_profiling()
                 and forward_ad._current_level < 0
             ):
                 return last.run
             return self._find_by_signature(call, options, types, tensors)
-        except (AttributeError, TypeError, RuntimeError):  # not tensors, not hashable: the checks say so
+        except (AttributeError, IndexError, TypeError, RuntimeError):  # not tensors, not hashable: the checks say so
             return None
 
     def _find_by_signature(
         self, call: CallT, options: tuple[Any, ...], types: tuple[type, ...], tensors: list[Tensor]
     ) -> Callable[[CallT], Result] | None:
-        trains = needs_gradient(*call[: self._gradients])
-        if type(call.with_lse) is not bool or not can_bypass_dispatcher(*tensors):
+        out = call.out
+        trains = needs_gradient(*tensors, out)
+        if type(call.with_lse) is not bool or not can_bypass_dispatcher(*tensors, out):
             return None
         name = self.signature(call._replace(with_lse=True) if trains else call)
         entry: _Entry | None = self.table.get(name)
-        if entry is None or (trains and name not in self._known_to_be_differentiable):
+        if entry is None or (trains and (name not in self._known_to_be_differentiable or out is not None)):
             return None
+        if out is not None:
+            return functools.partial(self._into_out, entry=entry)
         run = functools.partial(self._differentiate, entry=entry) if trains else entry.run
         if len(set(map(id, tensors))) == len(tensors):  # a guard takes no tensor twice
             last = _CachedCall(
@@ -402,15 +433,25 @@ class Operation(Generic[CallT]):
                 types=types,
                 grad_mode=torch.is_grad_enabled(),
                 is_like=tensor_guard(*tensors),
+                mark=None if self.mark is None else self.mark(call),
                 run=run,
             )
             self.table.remember_last(last, entry.plan)
         return run
 
+    def _into_out(self, call: CallT, entry: _Entry) -> Result:
+        """A known call whose result goes into a given tensor, which may overlap others in this call alone."""
+        self.check_memory(call)
+        if not call.out.is_inference():
+            torch.autograd.graph.increment_version(call.out)
+        result: Result = entry.run(call)
+        return result
+
     def signature(self, call: CallT) -> Hashable:
         """Everything that decides a call's plan and how it is bound."""
         tensors = map(describe, call[: self._tensors])
-        return (*tensors, *call[self._tensors : -1], *map(type, call[self._tensors : -1]), describe(call.out))
+        mark = None if self.mark is None else self.mark(call)
+        return (*tensors, *call[self._tensors : -1], *map(type, call[self._tensors : -1]), describe(call.out), mark)
 
     def _entry(self, name: Hashable, call: Any, prepare: Callable[[Any], Prepared]) -> _Entry | Prepared:
         """The prepared call of this signature, prepared now if there is none."""
@@ -592,10 +633,6 @@ class Operation(Generic[CallT]):
             name = f"{self.name}_{suffix}"
             define(name, arguments, returns, cuda[suffix], cpu[suffix], fake[suffix])
             register_flop_formula(self.operator(suffix), get_raw=True)(self._count_forward)
-        runs_backward = self._gradients_on_gpu, self.reference_gradients, self.fake_gradients
-        arguments = f"Tensor grad_out, Tensor out, Tensor lse, {inputs}, bool[] needs"
-        define(f"{self.name}_backward", arguments, "Tensor[]", *map(self.backward_implementation, runs_backward))
-        register_flop_formula(self.operator("backward"), get_raw=True)(self._count_backward)
 
     def _operator_on_gpu(self, call: CallT) -> Result:
         """A forward call from PyTorch's dispatcher, which nothing may have checked."""
@@ -613,7 +650,7 @@ class Operation(Generic[CallT]):
     def _count_backward(self, *inputs: Any, **_: Any) -> int:
         return self.flops(self.call_of(inputs[3 : 3 + self._inputs]))[1]
 
-    def _register_autograd(self) -> None:
+    def _register_gradients(self) -> None:
         def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
             self.save(ctx, self.call_of(inputs, with_lse=True), *output)
 
@@ -622,6 +659,11 @@ class Operation(Generic[CallT]):
             others = (None,) * (self._inputs - self._gradients)
             return (*self.gradients(ctx, grad_out, grad_lse, needs), *others)
 
+        inputs = ", ".join(f"{kind} {name}" for name, kind in self._types.items())
+        arguments = f"Tensor grad_out, Tensor out, Tensor lse, {inputs}, bool[] needs"
+        runs = self._gradients_on_gpu, self.reference_gradients, self.fake_gradients
+        define(f"{self.name}_backward", arguments, "Tensor[]", *map(self.backward_implementation, runs))
+        register_flop_formula(self.operator("backward"), get_raw=True)(self._count_backward)
         register = torch.library.register_autograd
         name = f"cudnn_sdpa::{self.name}"
         register(f"{name}_forward_lse", backward, setup_context=save_inputs, lib=library)

@@ -24,10 +24,6 @@ from cudnn_sdpa.attention.fp8.arguments import Fp8Backward, Fp8Forward
 from cudnn_sdpa.attention.fp8.plans import BackwardSpec as Fp8BackwardPass
 from cudnn_sdpa.attention.fp8.plans import ForwardSpec as Fp8ForwardPass
 from cudnn_sdpa.attention.fp8.workarounds import readable as readable_fp8
-from cudnn_sdpa.attention.paged import explain as paged_explain
-from cudnn_sdpa.attention.paged import torch_ops as paged_torch_ops
-from cudnn_sdpa.attention.paged.arguments import PagedArguments
-from cudnn_sdpa.attention.paged.decode_plans import is_decode
 from cudnn_sdpa.engine.operation import OPERATIONS, GradientCall, Operation
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops as fused_torch_ops
@@ -165,17 +161,6 @@ def _dense_backward_keys(target: Target, backward: BackwardArguments) -> Keys:
         yield spec.key(target, None)
 
 
-def _paged_keys(target: Target, call: PagedArguments) -> Keys:
-    launched, _ = paged_explain.with_positive_scale(call)
-    description = paged_explain.describe_prefill(launched, None)
-    if description.is_empty:
-        return
-    if is_decode(call):
-        decode = paged_explain.describe_decode(launched, None)
-        description = description if UnsupportedError.of(decode.key, target, None) else decode
-    yield description.key(target, None)
-
-
 def _with_and_without_lse(keys_of: Callable[[Target, Any], Keys]) -> Callable[[Target, Any], Keys]:
     """Both plans: the operator always returns an LSE, and the arguments do not show whether it is used."""
 
@@ -216,9 +201,6 @@ _KEYS: dict[str, KeysOfOperator] = {
     "sdpa_forward_out": (dense_torch_ops._to_nothing, _dense_keys),
     "sdpa_forward_lse_out": (dense_torch_ops._to_lse, _dense_keys),
     "sdpa_backward": (dense_torch_ops._to_gradients, _dense_backward_keys),
-    "paged_forward": (paged_torch_ops._plain, _paged_keys),
-    "paged_forward_lse": (paged_torch_ops._with_lse, _paged_keys),
-    "paged_forward_out": (paged_torch_ops._into_out, _with_and_without_lse(_paged_keys)),
     "sdpa_fp8_forward": (fp8_torch_ops._forward, _fp8_keys),
     "sdpa_fp8_backward": (fp8_torch_ops._backward, _fp8_backward_keys),
     "graph_function": (fused_torch_ops._decoded, _graph_keys),
@@ -238,12 +220,14 @@ def _keys_of_operation(operation: Operation[Any]) -> dict[str, KeysOfOperator]:
         return lambda run: operation.forward_implementations(run)[suffix]
 
     name = operation.name
-    return {
+    found: dict[str, KeysOfOperator] = {
         f"{name}_forward": (adapt("forward"), forward_keys),
         f"{name}_forward_lse": (adapt("forward_lse"), forward_keys),
         f"{name}_forward_out": (adapt("forward_out"), _with_and_without_lse(forward_keys)),
-        f"{name}_backward": (operation.backward_implementation, gradient_keys),
     }
+    if operation.differentiable:
+        found[f"{name}_backward"] = (operation.backward_implementation, gradient_keys)
+    return found
 
 
 for _operation in OPERATIONS.values():

@@ -43,7 +43,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "contract" not in item.path.parts:
             continue
         item.add_marker(pytest.mark.sample(OF_EACH_HAZARD))
-        if "attention" in item.fixturenames and not OPERATIONS[item.callspec.params["example"]].is_attention:
+        given = OPERATIONS[item.callspec.params["example"]]
+        is_of_attention, differentiates = "attention" in item.fixturenames, item.get_closest_marker("differentiates")
+        if (is_of_attention and not given.is_attention) or (differentiates and not given.differentiable):
             others.append(item)
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from fake_gpu import Compute, dense_attention
+from fake_gpu import Compute, dense_attention, paged_attention
 from float64_reference import attend
 from torch import Tensor
 
@@ -31,8 +31,9 @@ class Example:
         make: Draws its tensors, by argument.
         exact: The result in float64 for tensors in float64, differentiable.
         compute: What its plans compute; None for what the reference of their graph function computes.
-        differentiable: The arguments that have gradients.
+        differentiable: The arguments that have gradients; none, for operations without gradients.
         options: The other arguments.
+        casts: The tensors that autocast casts, if not all inputs.
         is_attention: Whether it has the arguments and results that all attention has: `return_lse`, `out`,
             `deterministic`, and the options of the softmax.
         has_double_backward: Whether its gradients can be differentiated.
@@ -44,18 +45,29 @@ class Example:
     compute: Compute | None = dense_attention
     differentiable: tuple[str, ...] = ("q", "k", "v")
     options: dict[str, Any] = field(default_factory=dict)
+    casts: tuple[str, ...] | None = None
     is_attention: bool = True
     has_double_backward: bool = False
 
     @property
     def first(self) -> str:
         """Name of the first tensor."""
-        return self.differentiable[0]
+        return self.differentiable[0] if self.differentiable else "q"
 
     @property
     def last(self) -> str:
         """Name of the last tensor with a gradient."""
         return self.differentiable[-1]
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of all tensors of floating-point numbers."""
+        return [name for name, x in self.make().items() if x.is_floating_point()]
+
+    @property
+    def cast(self) -> list[str]:
+        """Names of the tensors that autocast casts."""
+        return self.inputs if self.casts is None else list(self.casts)
 
     def tensors(self, *, grad: bool = False) -> dict[str, Tensor]:
         """New tensors; leaves that require grad where they can."""
@@ -76,7 +88,8 @@ class Example:
     def warm_up(self) -> None:
         """Makes calls until the next one is known, with gradients and without."""
         for _ in range(3):
-            self.gradients(self.tensors(grad=True))
+            if self.differentiable:
+                self.gradients(self.tensors(grad=True))
             self(self.tensors())
 
     def assert_out(self, found: Tensor, tensors: dict[str, Tensor]) -> None:
@@ -186,6 +199,53 @@ def exact_packed(
     return torch.cat([*parts, rest])
 
 
+def paged() -> dict[str, Tensor]:
+    """Four sequences on pages of four tokens; the second has no key, and page ids behind the last key are wild."""
+    table = torch.tensor([[3, 9, 1], [-7, 99, 4], [0, 2, 2**30], [8, 5, 10]], dtype=torch.int32)
+    return {
+        "q": torch.randn(4, 4, 1, 16).to(HALF),
+        "k_pages": torch.randn(11, 2, 4, 16).to(HALF),
+        "v_pages": torch.randn(11, 2, 4, 24).to(HALF),
+        "page_table": table,
+        "seq_lens_kv": torch.tensor([9, 0, 5, 12], dtype=torch.int32),
+    }
+
+
+def pages_of_tokens() -> dict[str, Tensor]:
+    """A chunk of queries, some of them absent, on pages that lie token by token."""
+    found = paged()
+    found |= {name: found[name].transpose(1, 2).contiguous() for name in ("k_pages", "v_pages")}
+    found["q"] = heads(4, 4, 9, 16)
+    found["seq_lens_kv"] = torch.tensor([11, 0, 5, 12], dtype=torch.int32)
+    return {**found, "seq_lens_q": torch.tensor([9, 4, 0, 7], dtype=torch.int32)}
+
+
+def paged_with_sinks() -> dict[str, Tensor]:
+    """Three sequences, for which the plan has four rows, with several queries each, and tables of their own."""
+    found = {name: x[:3] if x.shape[0] == 4 else x for name, x in paged().items()}
+    found |= {"q": heads(3, 4, 3, 16), "seq_lens_kv": torch.tensor([9, 0, 12], dtype=torch.int32)}
+    return {**found, "page_table_v": found["page_table"].flip(1) % 11, "sinks": torch.randn(4)}
+
+
+def exact_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens_kv: Tensor,
+    *,
+    page_table_v: Tensor | None = None,
+    page_layout: str = "HND",
+    **options: Any,
+) -> Tensor:
+    gathered = []
+    for pages, table in ((k_pages, page_table), (v_pages, page_table if page_table_v is None else page_table_v)):
+        in_order = pages if page_layout == "HND" else pages.transpose(1, 2)
+        gathered.append(in_order[table.clamp(0, len(pages) - 1).long()].transpose(1, 2).flatten(2, 3))
+    mask = {"is_causal": True, "causal_alignment": "bottom_right"}
+    return attend(q, *gathered, seq_lens_kv=seq_lens_kv, **{**mask, **options})[0]
+
+
 def rows(dim: int = 32) -> Tensor:
     return torch.randn(2, 9, dim).to(HALF)
 
@@ -232,7 +292,7 @@ def exact_conv2d(x: Tensor, weight: Tensor, bias: Tensor, padding: int, activati
 LONGEST = {"max_seqlen_q": 7, "max_seqlen_kv": 9}
 LONGEST_OF_BOTH = {"max_seqlen_q": 12, "max_seqlen_kv": 12}
 SINKS = ("q", "k", "v", "sinks")
-sdpa, sdpa_varlen = cudnn_sdpa.sdpa, cudnn_sdpa.sdpa_varlen
+sdpa, sdpa_varlen, sdpa_paged = cudnn_sdpa.sdpa, cudnn_sdpa.sdpa_varlen, cudnn_sdpa.sdpa_paged
 
 OPERATIONS: dict[str, Example] = {
     "sdpa": Example(sdpa, dense, exact_dense),
@@ -258,6 +318,25 @@ OPERATIONS: dict[str, Example] = {
     ),
     "sdpa_varlen, softcap": Example(
         sdpa_varlen, packed, exact_packed, options={**LONGEST, "softcap": 2.0, "is_causal": True}
+    ),
+    "sdpa_paged": Example(sdpa_paged, paged, exact_paged, compute=paged_attention, differentiable=(), casts=("q",)),
+    "sdpa_paged, a chunk": Example(
+        sdpa_paged,
+        pages_of_tokens,
+        exact_paged,
+        compute=paged_attention,
+        differentiable=(),
+        casts=("q",),
+        options={"page_layout": "NHD", "softcap": 2.0, "scale": 0.4},
+    ),
+    "sdpa_paged, sinks, window": Example(
+        sdpa_paged,
+        paged_with_sinks,
+        exact_paged,
+        compute=paged_attention,
+        differentiable=(),
+        casts=("q",),
+        options={"window_size": (5, 0), "scale": -0.3},
     ),
     "rms_norm": Example(
         cudnn_sdpa.rms_norm,

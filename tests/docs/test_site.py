@@ -6,6 +6,7 @@ these tests are skipped, unless CUDNN_SDPA_NEEDS_BROWSER is set, as in continuou
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -132,12 +133,20 @@ def pages_of(site: Path) -> list[str]:
     return sorted("" if str(page.parent) == "." else f"{page.parent.as_posix()}/" for page in pages)
 
 
+HAS_HEADING = "return [...document.querySelectorAll('h1')].some(h => h.innerText.trim())"
+
+
 @pytest.mark.slow
 def test_every_page_renders_on_a_phone(site, address, browser):
+    from selenium.common.exceptions import TimeoutException
+    from selenium.webdriver.support.wait import WebDriverWait
+
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
     complaints = []
     for page in pages_of(site):
         browser.get(address + page)
+        with contextlib.suppress(TimeoutException):  # a busy machine lays pages out late
+            WebDriverWait(browser, 10).until(lambda shown: shown.execute_script(HAS_HEADING))
         title, headings, needed, there = browser.execute_script(
             "return [document.title, [...document.querySelectorAll('h1')].filter(h => h.innerText.trim()).length,"
             " document.documentElement.scrollWidth, document.documentElement.clientWidth]"

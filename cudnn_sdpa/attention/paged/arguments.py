@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments, check_is_dense, check_lengths, dtype_name, shape_of
+from cudnn_sdpa.attention.arguments import (
+    ForwardArguments,
+    ReferenceArguments,
+    check_is_dense,
+    check_lengths,
+    dtype_name,
+    shape_of,
+)
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.errors import ArgumentError, DeviceError, DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_true
@@ -21,43 +30,47 @@ LAYOUTS = {HND: "(pages, heads, page size, head dim)", NHD: "(pages, page size, 
 class PagedArguments(NamedTuple):
     """A call on a paged cache, in the order in which operators take its arguments.
 
-    Pages are (pages, Hkv, page size, D) here, whatever their memory order.
+    `page_table_v` is None if values have the page table of the keys.
     """
 
     q: Tensor
-    k: Tensor
-    v: Tensor
-    table_k: Tensor
-    table_v: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    page_table: Tensor
+    page_table_v: Tensor | None
     seq_lens_kv: Tensor
     seq_lens_q: Tensor | None = None
     sinks: Tensor | None = None
+    page_layout: str = HND
     is_causal: bool = True
     causal_alignment: str = BOTTOM_RIGHT
     window_left: int = UNBOUNDED
     window_right: int = UNBOUNDED
     scale: float | None = None
     softcap: float | None = None
+    deterministic: bool = False
     with_lse: bool = False
     out: Tensor | None = None
 
     @property
-    def inputs(self) -> tuple[Tensor | None, ...]:
-        """The tensors that are read, in the order of the operators' schemas."""
-        return self.q, self.k, self.v, self.table_k, self.table_v, self.seq_lens_kv, self.seq_lens_q, self.sinks
+    def k(self) -> Tensor:
+        """The keys, (pages, Hkv, page size, D), whatever their memory order."""
+        return in_heads_order(self.k_pages, self.page_layout)
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """All tensors: the inputs and `out`."""
-        return (*self.inputs, self.out)
+    def v(self) -> Tensor:
+        """The values, (pages, Hkv, page size, Dv)."""
+        return in_heads_order(self.v_pages, self.page_layout)
 
     @property
-    def options(self) -> tuple[Any, ...]:
-        """The options that decide the output, in the order of the operators' schemas."""
-        return (
-            *(self.is_causal, self.causal_alignment, self.window_left, self.window_right),
-            *(self.scale, self.softcap),
-        )
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """The page tables of keys and of values."""
+        return self.page_table, self.page_table if self.page_table_v is None else self.page_table_v
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no queries, or no room for keys."""
+        return 0 in self.q.shape or self.page_table.shape[1] == 0
 
     @property
     def is_for_cudnn(self) -> bool:
@@ -71,7 +84,8 @@ class PagedArguments(NamedTuple):
 
     def as_dense(self, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> ForwardArguments:
         """A dense call with the same options: for checks that both have, and for the reference."""
-        return ForwardArguments(
+        kind = ForwardArguments if self.is_for_cudnn else ReferenceArguments
+        return kind(
             q,
             k,
             v,
@@ -82,44 +96,57 @@ class PagedArguments(NamedTuple):
             window_right=self.window_right,
             scale=self.scale,
             softcap=self.softcap,
+            deterministic=self.deterministic,
             **more,
         )
 
     @property
     def page_size(self) -> int:
         """Tokens per page."""
-        return self.k.shape[2]
+        return self.k_pages.shape[1 if self.page_layout == NHD else 2]
 
     @property
     def max_kv_len(self) -> int:
         """The most keys per sequence that the table has room for."""
-        return self.table_k.shape[1] * self.k.shape[2]
+        return self.page_table.shape[1] * self.page_size
 
 
-def in_heads_order(pages: Any, page_layout: Any) -> Any:
-    """A view of pages as (pages, Hkv, page size, D).
+class ReferencePagedArguments(PagedArguments):
+    """A call that the PyTorch reference runs, on any device, without cuDNN's limits of dtypes and head dims."""
 
-    Raises:
-        OptionError: There is no such layout.
-    """
-    if not isinstance(page_layout, str) or page_layout not in LAYOUTS:
-        expected = " or ".join(f"{name!r}: {shape}" for name, shape in LAYOUTS.items())
-        raise OptionError("page_layout", repr(page_layout), expected)
-    is_rank_4 = isinstance(pages, Tensor) and pages.dim() == 4
-    return pages.transpose(1, 2) if page_layout == NHD and is_rank_4 else pages
+    __slots__ = ()
+
+    @property
+    def is_for_cudnn(self) -> bool:
+        """See `PagedArguments`."""
+        return False
+
+
+def in_heads_order(pages: Tensor, page_layout: str) -> Tensor:
+    """A view of pages as (pages, Hkv, page size, D)."""
+    return pages.transpose(1, 2) if page_layout == NHD else pages
 
 
 #: Names that `arguments` uses in its messages, and what `sdpa_paged` calls the same.
 NAMES = {"k": "k_pages", "v": "v_pages", "sequence length": "page size"}
 
 
+@contextmanager
+def named() -> Iterator[None]:
+    """Errors of what is checked here name the arguments of `sdpa_paged`."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise error.renamed(NAMES) from None
+
+
 def check(call: PagedArguments) -> None:
-    """Checks what must hold on every device. Reads no address and no value, so that fake tensors pass through."""
-    q, k, v = call.q, call.k, call.v
-    _check_types(call)
-    for name, tensor, shape in (("q", q, "(B, Hq, Sq, D)"), ("k_pages", k, LAYOUTS[HND]), ("v_pages", v, LAYOUTS[HND])):
+    """Checks that apply on every device. They read no address and no value, so fake tensors pass."""
+    for name, shape in (("q", "(B, Hq, Sq, D)"), ("k_pages", LAYOUTS[HND]), ("v_pages", LAYOUTS[HND])):
+        tensor = getattr(call, name)
         if tensor.dim() != 4:
             raise ShapeError(name, shape_of(tensor), f"rank 4: {shape}, pages in the order of page_layout")
+    q, k, v = call.q, call.k, call.v
     for name, tensor in (("q", q), ("k_pages", k), ("v_pages", v)):
         if "float8" in str(tensor.dtype):
             hint = "Queries and pages in FP8 go through sdpa_fp8(..., page_table=...), with their scales."
@@ -127,10 +154,8 @@ def check(call: PagedArguments) -> None:
     if is_true(k.shape[0] == 0):
         raise ShapeError("k_pages", shape_of(k), "at least one page")
     present = 0 if is_true(q.shape[0] == 0) else 1
-    try:
+    with named():
         arguments.check(call.as_dense(q[:present], k[:present], v[:present]))
-    except (ShapeError, DtypeError, DeviceError, LayoutError) as error:
-        raise error.renamed(NAMES) from None
     if call.out is not None:
         arguments.check_out(call.out, q, v, for_cudnn=arguments.has_limits(call))
     if is_true(v.shape[0] != k.shape[0]):
@@ -138,30 +163,38 @@ def check(call: PagedArguments) -> None:
     if call.page_size < 1 or call.page_size & (call.page_size - 1):
         hint = "Other sizes have no kernel in cuDNN."
         raise ShapeError("k_pages", f"pages of {call.page_size} tokens", "a power of two, such as 16 or 64", hint)
-    check_table("page_table", call.table_k, q)
-    if call.table_v is not call.table_k:
-        check_table("page_table_v", call.table_v, q)
-        if call.table_v.shape != call.table_k.shape:
-            raise ShapeError("page_table_v", shape_of(call.table_v), f"{tuple(call.table_k.shape)}, as page_table has")
+    check_table("page_table", call.page_table, q)
+    if call.page_table_v is not None:
+        check_table("page_table_v", call.page_table_v, q)
+        if call.page_table_v.shape != call.page_table.shape:
+            raise ShapeError(
+                "page_table_v", shape_of(call.page_table_v), f"{tuple(call.page_table.shape)}, as page_table has"
+            )
     check_lengths("seq_lens_kv", call.seq_lens_kv, q)
     check_lengths("seq_lens_q", call.seq_lens_q, q)
 
 
-def _check_types(call: PagedArguments) -> None:
-    try:
-        arguments.check_types(ForwardArguments(call.q, call.k, call.v, sinks=call.sinks, out=call.out))
-    except ArgumentError as error:
-        raise error.renamed(NAMES) from None
-    optional = ("seq_lens_q",)
-    names = {"table_k": "page_table", "table_v": "page_table_v"}
-    for field in ("table_k", "table_v", "seq_lens_kv", "seq_lens_q"):
-        tensor = getattr(call, field)
-        if not isinstance(tensor, Tensor) and not (tensor is None and field in optional):
-            raise OptionError(names.get(field, field), type(tensor).__name__, "a torch.Tensor of int32")
-        if tensor is not None:
-            check_is_dense(names.get(field, field), tensor)
-    if not isinstance(call.with_lse, bool):
-        raise OptionError("return_lse", repr(call.with_lse), "True or False")
+def check_types(call: PagedArguments) -> None:
+    """Types that the operators' schemas would refuse as well, but without naming the argument."""
+    if not isinstance(call.page_layout, str) or call.page_layout not in LAYOUTS:
+        expected = " or ".join(f"{name!r}: {shape}" for name, shape in LAYOUTS.items())
+        raise OptionError("page_layout", repr(call.page_layout), expected)
+    with named():
+        arguments.check_types(
+            ForwardArguments(call.q, call.k_pages, call.v_pages, sinks=call.sinks, out=call.out, with_lse=call.with_lse)
+        )
+    for name in ("page_table", "page_table_v", "seq_lens_kv", "seq_lens_q"):
+        tensor = getattr(call, name)
+        if tensor is None and name in ("page_table_v", "seq_lens_q"):
+            continue
+        if not isinstance(tensor, Tensor):
+            raise OptionError(name, type(tensor).__name__, "a torch.Tensor of int32")
+        check_is_dense(name, tensor)
+
+
+def check_options(call: PagedArguments) -> None:
+    """The options, which are not tensors."""
+    arguments.check_options(call.as_dense(call.q, call.k_pages, call.v_pages))
 
 
 def check_table(name: str, table: Tensor, q: Tensor) -> None:

@@ -1,267 +1,284 @@
-"""Decode steps on a paged cache, bound to their plans."""
+"""Calls on a paged cache bound to their plans: decode steps, and prefill on gathered keys and values."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import Result
+from cudnn_sdpa.attention.arguments import MIN_SCALE, Result
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense.launch import apply_sinks
-from cudnn_sdpa.attention.dense.packed import sequence_bucket
-from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
-from cudnn_sdpa.attention.paged import paging
+from cudnn_sdpa.attention.paged import paging, plans
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
-from cudnn_sdpa.attention.paged.decode_plans import DecodeSpec, right_bound
-from cudnn_sdpa.engine.fast_path import CallTable, describe
-from cudnn_sdpa.graph.layouts import canonical_stride, dense_stride_like
+from cudnn_sdpa.attention.paged.plans import DecodeSpec
+from cudnn_sdpa.attention.varlen import launch as varlen_launch
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.engine.launch import BoundPlan, Layout
+from cudnn_sdpa.engine.memory import check_address, check_present
+from cudnn_sdpa.engine.operation import Prepared
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.build import build_plan
-from cudnn_sdpa.plans.cache import next_use, plan_cache
-from cudnn_sdpa.plans.plan import Plan, allocate, current_device
+from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.plan import current_device
 
-#: The attribute by which a `PagedKVCache` marks the tables and lengths that it made: valid for caches with as many
-#: pages of this size. Its value is (pages, columns of the table, page size).
-MARK = "_cudnn_sdpa_pages"
-
-PREFILL = "prefill"
-
-#: Slots of a launch's operands: the order of the inputs and outputs in `DecodeSpec.key`.
-_Q, _K, _V, _SCALE, _SEQ_LEN_Q, _SEQ_LEN_KV, _TABLE_K, _TABLE_V, _OUT, _LSE = range(10)
+#: Keys of decode plans that cuDNN could not build: such steps run as prefill does.
+_declined: set[PlanKey] = set()
+MAX_DECLINED = 1000
 
 
-class PagedCall:
-    """A decode step bound to its plan.
-
-    Attributes:
-        decode: The spec of the step.
-        plan: The plan.
-        in_place: Whether cuDNN reads the call's tables, lengths and queries directly, without copies.
-        last: What a `CallTable` resets.
-    """
-
-    __slots__ = (
-        "_batch",
-        "_can_launch_directly",
-        "_has_several_gpus",
-        "_is_exact",
-        "_lse",
-        "_out",
-        "_prepare",
-        "_scale",
-        "_template",
-        "decode",
-        "in_place",
-        "last",
-        "plan",
-    )
-
-    def __init__(self, call: PagedArguments, decode: DecodeSpec, plan: Plan, *, in_place: bool) -> None:
-        self.decode = decode
-        self.plan = plan
-        self.in_place = in_place
-        self.last: Any = None
-        self._batch = call.q.shape[0]
-        self._is_exact = self._batch == decode.rows
-        self._has_several_gpus = torch.cuda.device_count() > 1
-        self._scale = array("f", [call.scale_value])
-        fixed = {"scale": self._scale.buffer_info()[0], "seq_len_q": plan.constants["seq_len_q"].data_ptr()}
-        names = [operand.name for operand in (*plan.key.inputs, *plan.key.outputs)]
-        self._template = array("Q", [fixed.get(name, 0) for name in names])  # one copy of it per call saves 1 µs
-        self._prepare = None if in_place else paging.PageTableKernel(call, decode.rows, decode.tables[0].shape[2])
-        self._can_launch_directly = in_place and self._is_exact and not decode.with_lse
-        self._out = (decode.out.shape, decode.out.stride, decode.out.dtype)
-        rows, heads = decode.q.shape[:2]
-        self._lse = ((rows, heads, 1), (heads, 1, 1), torch.float32)
-
-    def __call__(self, call: PagedArguments) -> Result:
-        """The results of a call whose arguments are checked."""
-        outputs = self.run(
-            q=call.q.data_ptr(),
-            k=call.k.data_ptr(),
-            v=call.v.data_ptr(),
-            table_k=call.table_k.data_ptr(),
-            table_v=call.table_v.data_ptr(),
-            seq_lens_kv=call.seq_lens_kv.data_ptr(),
-            seq_lens_q=0 if call.seq_lens_q is None else call.seq_lens_q.data_ptr(),
-        )
-        return _result(call, outputs)
-
-    def run(
-        self, *, q: int, k: int, v: int, table_k: int, table_v: int, seq_lens_kv: int, seq_lens_q: int = 0
-    ) -> list[Tensor]:
-        """The output (rows, Hq, 1, Dv) and, if the plan writes it, the log-sum-exp (rows, Hq, 1).
-
-        Arguments are addresses; that of `seq_lens_q` is 0 if all queries are present.
-        """
-        if self._has_several_gpus and current_device() != self.plan.device:
-            with torch.cuda.device(self.plan.device):
-                return self.run(
-                    q=q, k=k, v=v, table_k=table_k, table_v=table_v, seq_lens_kv=seq_lens_kv, seq_lens_q=seq_lens_q
-                )
-        outputs = self.outputs()
-        prepare, memory = self._prepare, None
-        if prepare is not None:
-            memory = prepare(q=q, table_k=table_k, table_v=table_v, seq_lens_kv=seq_lens_kv, seq_lens_q=seq_lens_q)
-            q = memory.data_ptr()
-            table_k, table_v = q + prepare.table_k_offset, q + prepare.table_v_offset
-            seq_lens_kv = q + prepare.seq_lens_kv_offset
-        self.plan.last_used = next_use()
-        self.plan.launch(
-            self.operands(q=q, k=k, v=v, table_k=table_k, table_v=table_v, seq_lens_kv=seq_lens_kv, outputs=outputs)
-        )
-        del memory  # only now: the allocator must not reuse it for the plan's workspace
-        return outputs
-
-    def run_plain(self, *, q: int, k: int, v: int, table: int, seq_lens_kv: int) -> list[Tensor]:
-        """The results, as the caller gets them, of a call with one query per sequence and no further options.
-
-        Arguments are addresses.
-        """
-        if not self._can_launch_directly or (self._has_several_gpus and current_device() != self.plan.device):
-            outputs = self.run(q=q, k=k, v=v, table_k=table, table_v=table, seq_lens_kv=seq_lens_kv)
-            return outputs if self._is_exact else [tensor[: self._batch] for tensor in outputs]
-        # `run`, `outputs` and `operands` inlined: saves 1 µs.
-        out = allocate(*self._out)
-        operands, plan = self._template[:], self.plan
-        operands[_Q], operands[_K], operands[_V] = q, k, v
-        operands[_TABLE_K] = operands[_TABLE_V] = table
-        operands[_SEQ_LEN_KV], operands[_OUT] = seq_lens_kv, out.data_ptr()
-        plan.last_used = next_use()
-        plan.launch(operands)
-        return [out]
-
-    def outputs(self) -> list[Tensor]:
-        """New memory for the output and the log-sum-exp, on the current device."""
-        return [allocate(*self._out), allocate(*self._lse)] if self.decode.with_lse else [allocate(*self._out)]
-
-    def operands(
-        self, *, q: int, k: int, v: int, table_k: int, table_v: int, seq_lens_kv: int, outputs: list[Tensor]
-    ) -> array[int]:
-        """The operands of a launch, in the key's order; all but the outputs are given by address."""
-        operands = self._template[:]
-        operands[_Q], operands[_K], operands[_V] = q, k, v
-        operands[_TABLE_K], operands[_TABLE_V] = table_k, table_v
-        operands[_SEQ_LEN_KV], operands[_OUT] = seq_lens_kv, outputs[0].data_ptr()
-        if len(outputs) > 1:
-            operands[_LSE] = outputs[1].data_ptr()
-        return operands
-
-
-#: Bound calls, those of `paged.prefill` too, and the cached calls of `sdpa_paged`.
-calls: CallTable[Any] = CallTable(None)
-
-
-def run_decode(call: PagedArguments) -> Result:
-    """A decode step whose arguments are checked.
-
-    Raises:
-        UnsupportedError: cuDNN has no plan for it.
-    """
-    return find(call)(call)
-
-
-def known(call: PagedArguments) -> Callable[[PagedArguments], Result] | None:
-    """What runs a call, if there has been one with the same signature."""
-    in_place = not reasons_against_in_place(call)
-    name = signature(call, in_place=in_place)
-    prepared = calls.get(name)
-    if prepared is None:
-        prepared = calls.get(prefill_signature(call) if in_place else (PREFILL, name))
-    return prepared
-
-
-def find(call: PagedArguments) -> PagedCall:
-    """The bound decode call, with its plan built now if there has been no such call.
+def prepare(call: PagedArguments) -> Prepared:
+    """A call bound to its plan.
 
     Raises:
         UnsupportedError: cuDNN has no plan for it.
         PlanBuildError: The plan is missing and may not be built now.
     """
-    in_place = not reasons_against_in_place(call)
-    name = signature(call, in_place=in_place)
-    prepared: PagedCall | None = calls.get(name)
-    if prepared is None:
-        device = call.q.get_device()
-        decode = DecodeSpec.of(call, in_place=in_place)
-        key = decode.key(live_target(device), device)
+    if call.is_empty:
+        return Prepared(_fill_empty, None)
+    sign = plans.sign_of_scale(call)
+    if sign is not None:
+        return _prepare_with_positive_scale(call, sign)
+    if plans.is_decode(call):
+        try:
+            bound = bind_decode(call, in_place=not plans.reasons_against_in_place(call))
+        except UnsupportedError:
+            pass
+        else:
+            return Prepared(_Decode(call, bound), bound.plan)
+    at_once = plans.sequences_at_once(call)
+    return _prepare_parts(call, at_once) if call.q.shape[0] > at_once else _prepare_prefill(call)
+
+
+def _fill_empty(call: PagedArguments) -> Result:
+    """Without queries, or without room for keys: zeros, and the LSE of the sinks alone."""
+    (shape, stride, dtype), (rows, _, _) = plans.results(call)
+    device = call.q.device
+    out = (torch.empty_strided(shape, stride, dtype=dtype, device=device) if call.out is None else call.out).zero_()
+    if not call.with_lse:
+        return out
+    lse = torch.full(rows, -torch.inf, dtype=torch.float32, device=device)
+    return out, lse if call.sinks is None else torch.maximum(lse, call.sinks.view(1, -1, 1))
+
+
+def _prepare_with_positive_scale(call: PagedArguments, sign: float) -> Prepared:
+    """The call with queries multiplied by `sign`, and with results in the memory order of the caller's queries."""
+    (shape, stride, dtype), _ = plans.results(call)
+    scale = max(-call.scale_value, MIN_SCALE)
+
+    def multiplied(call: PagedArguments) -> PagedArguments:
+        check_address("q", call.q)  # PyTorch's kernel would read a null pointer
+        out = call.out
+        if out is None:
+            out = torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device)
+        return call._replace(q=call.q * sign, scale=scale, out=out)
+
+    prepared = prepare(multiplied(call))
+    return Prepared(lambda call: prepared.run(multiplied(call)), prepared.plan)
+
+
+# Decode steps.
+
+
+def bind_decode(call: PagedArguments, *, in_place: bool) -> BoundPlan:
+    """The decode plan of a call. Its results are (rows, Hq, 1, Dv) and, for the LSE, (rows, Hq, 1).
+
+    Args:
+        call: The call.
+        in_place: Whether cuDNN reads the call's tables, lengths and queries directly, without copies.
+
+    Raises:
+        UnsupportedError: cuDNN has no plan for it.
+        PlanBuildError: The plan is missing and may not be built now.
+    """
+    device = call.q.get_device()
+    decode = DecodeSpec.of(call, in_place=in_place)
+    key = decode.key(live_target(device), device)
+    if key in _declined:
+        raise UnsupportedError("a decode step on a paged cache", ["cuDNN could not build its plan"])
+    try:
         plan = plan_cache.get(key, lambda key: build_plan(graphs.paged_decode, key))
-        with torch.cuda.device(device):
-            prepared = PagedCall(call, decode, plan, in_place=in_place)
-        calls.add(name, prepared)
-    return prepared
+    except UnsupportedError:
+        if len(_declined) >= MAX_DECLINED:
+            _declined.clear()
+        _declined.add(key)
+        raise
+    rows, heads = decode.q.shape[:2]
+    results: list[Layout] = [(decode.out.shape, decode.out.stride, decode.out.dtype)]
+    if decode.with_lse:
+        results.append(((rows, heads, 1), (heads, 1, 1), torch.float32))
+    with torch.cuda.device(device):
+        before = _Tables(key, None if in_place else paging.PageTableKernel(call, rows, decode.tables[0].shape[2]))
+    return BoundPlan(
+        plan=plan,
+        inputs=("q", "k", "v"),
+        results=results,
+        numbers={"scale": call.scale_value},
+        before=before,
+        arguments=("q", "k_pages", "v_pages"),
+    )
 
 
-def signature(call: PagedArguments, *, in_place: bool) -> Hashable:
-    """All that decides the plan of a call, and whether its arguments are valid."""
-    shared = call.table_v is call.table_k
-    tensors = map(describe, call.tensors)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    options = (*call.options, call.with_lse)
-    return (in_place, shared, deterministic, *tensors, *options, *map(type, options))
+class _Tables:
+    """Where the tables and lengths of a decode step lie: in the call's tensors, or in copies that one kernel makes.
+
+    The kernel clamps page ids and lengths to the cache, and copies the queries as well.
+    """
+
+    __slots__ = ("_copy", "_lengths", "_q", "_table_k", "_table_v")
+
+    def __init__(self, key: PlanKey, copy: paging.PageTableKernel | None) -> None:
+        names = [operand.name for operand in key.inputs]
+        places = map(names.index, ("q", "table_k", "table_v", "seq_len_kv"))
+        self._q, self._table_k, self._table_v, self._lengths = places
+        self._copy = copy
+
+    def __call__(self, call: PagedArguments, pointers: array[int], _outputs: list[Tensor]) -> Tensor | None:
+        """Fills in the pointers, and gives what they point to."""
+        table_k = table_v = call.page_table.data_ptr()
+        lengths, lengths_q = call.seq_lens_kv.data_ptr(), 0
+        if call.page_table_v is not None:
+            table_v = call.page_table_v.data_ptr()
+        if call.seq_lens_q is not None:
+            lengths_q = call.seq_lens_q.data_ptr() or _refuse("seq_lens_q", call)
+        if not (table_k and table_v and lengths):
+            for name in ("page_table", "page_table_v", "seq_lens_kv"):
+                _refuse(name, call)
+        memory, copy = None, self._copy
+        if copy is not None:
+            memory = copy(
+                q=pointers[self._q], table_k=table_k, table_v=table_v, seq_lens_kv=lengths, seq_lens_q=lengths_q
+            )
+            pointers[self._q] = start = memory.data_ptr()
+            table_k, table_v = start + copy.table_k_offset, start + copy.table_v_offset
+            lengths = start + copy.seq_lens_kv_offset
+        pointers[self._table_k], pointers[self._table_v], pointers[self._lengths] = table_k, table_v, lengths
+        return memory
 
 
-def prefill_signature(call: PagedArguments) -> Hashable:
-    """The signature of a call that `paged.prefill` runs."""
-    return PREFILL, signature(call, in_place=False)
+def _refuse(name: str, call: PagedArguments) -> int:
+    """Refuses a tensor without memory; gives its address, which is 0 if it is empty or None."""
+    tensor: Tensor | None = getattr(call, name)
+    if tensor is None:
+        return 0
+    check_present(name, tensor)
+    return tensor.data_ptr()
 
 
-def reasons_against_in_place(call: PagedArguments) -> list[str]:
-    """Why cuDNN may not read the call's queries, tables and lengths without copies; empty if it may."""
-    reasons = []
-    batch, _, queries, _ = call.q.shape
-    if queries != 1 or call.seq_lens_q is not None:
-        reasons.append("each sequence must have one query")
-    if sequence_bucket(batch) != batch:
-        reasons.append(f"{batch} sequences are served by a plan for {sequence_bucket(batch)}")
-    if right_bound(call) != UNBOUNDED and call.causal_alignment != BOTTOM_RIGHT:
-        reasons.append("a mask aligned at the first key changes the lengths")
-    if mark_of(call) is None:
-        reasons.append("the tables and lengths are not those of a PagedKVCache, so they must be checked")
-    return reasons
+class _Decode:
+    """A decode step bound to its plan, with results as the caller expects them."""
 
+    __slots__ = ("_bound", "_is_direct")
 
-def mark_of(call: PagedArguments) -> tuple[int, int, int] | None:
-    """The mark on the call's tables and lengths, if one `PagedKVCache` made both and they fit these pages."""
-    mark: tuple[int, int, int] | None = getattr(call.table_k, MARK, None)
-    if mark is None or call.table_v is not call.table_k or getattr(call.seq_lens_kv, MARK, None) != mark:
-        return None
-    return mark if mark[0] <= call.k.shape[0] and mark[2] == call.page_size else None
+    def __init__(self, call: PagedArguments, bound: BoundPlan) -> None:
+        batch, _, queries, _ = call.q.shape
+        rows = bound.plan.key.outputs[0].layout.shape[0]
+        self._bound = bound
+        #: Whether the plan's results are what the caller expects.
+        self._is_direct = (
+            queries == 1
+            and batch == rows
+            and plans.has_memory_order_of_q(call)
+            and call.sinks is None
+            and call.out is None
+        )
 
-
-def _result(call: PagedArguments, outputs: list[Tensor]) -> Result:
-    """The results in the shapes that the caller expects."""
-    batch, heads, queries, _ = call.q.shape
-    rows = batch * queries
-    out = outputs[0][:rows].view(batch, queries, heads, -1).transpose(1, 2)
-    lse = None
-    if len(outputs) > 1:
-        lse_rows = outputs[1][:rows]
+    def __call__(self, call: PagedArguments) -> Result:
+        outputs = self._bound(call, (call.q, call.k_pages, call.v_pages))
+        if self._is_direct:
+            return (outputs[0], outputs[1]) if call.with_lse else outputs[0]
+        batch, heads, queries, _ = call.q.shape
+        out, *lse = [output[: batch * queries] for output in outputs]
         if call.sinks is not None:
-            apply_sinks(outputs[0][:rows], lse_rows, call.sinks)
-        lse = lse_rows.view(batch, queries, heads).transpose(1, 2).contiguous()
-    out = as_requested(call, out)
-    return (out, lse) if call.with_lse and lse is not None else out
+            check_present("sinks", call.sinks)  # PyTorch's kernel would read a null pointer
+            apply_sinks(out, lse[0], call.sinks)
+        out = as_requested(call, out.view(batch, queries, heads, -1).transpose(1, 2))
+        if not call.with_lse:
+            return out
+        return out, lse[0].view(batch, queries, heads).transpose(1, 2).contiguous()
 
 
 def as_requested(call: PagedArguments, out: Tensor) -> Tensor:
     """A token-major output (B, Hq, Sq, Dv) in the caller's `out`, or in q's memory order."""
     if call.out is not None:
         return call.out.copy_(out)
-    if has_memory_order_of_q(call):
+    if plans.has_memory_order_of_q(call):
         return out
-    stride = dense_stride_like(out.shape, call.q.shape, call.q.stride())
-    return torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device).copy_(out)
+    (shape, stride, dtype), _ = plans.results(call)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=out.device).copy_(out)
 
 
-def has_memory_order_of_q(call: PagedArguments) -> bool:
-    """Whether the token-major output of a decode plan has the memory order of `q`."""
-    batch, heads, queries, _ = call.q.shape
-    dim = call.v.shape[3]
-    shape, token_major = (batch, heads, queries, dim), (queries * heads * dim, dim, heads * dim, 1)
-    expected = dense_stride_like(shape, call.q.shape, call.q.stride())
-    return canonical_stride(shape, expected) == canonical_stride(shape, token_major)
+# Prefill.
+
+
+class _Prefill:
+    """A call bound to its plan, on as many sequences as are gathered at a time.
+
+    Attributes:
+        plan: The plan.
+    """
+
+    __slots__ = ("_gather", "_has_several_gpus", "_is_as_requested", "_run_varlen", "plan")
+
+    def __init__(self, call: PagedArguments) -> None:
+        self._has_several_gpus = torch.cuda.device_count() > 1
+        self._is_as_requested = call.out is None and plans.has_memory_order_of_q(call)
+        self._gather = paging.GatherKernel(call)
+        varlen_call = plans.as_packed(call, self._gather(call))
+        prepared = varlen_launch.prepare(varlen_call, plans.packed_spec(varlen_call, call.q.shape[0]))
+        if prepared.plan is None:
+            raise ValueError("an empty call has no plan")
+        self._run_varlen: Callable[[VarlenArguments], Result] = prepared.run
+        self.plan = prepared.plan
+
+    def __call__(self, call: PagedArguments) -> Result:
+        if self._has_several_gpus and current_device() != self.plan.device:
+            with torch.cuda.device(self.plan.device):
+                return self(call)
+        for name in ("q", "k_pages", "v_pages"):  # read by our kernel, or copied by PyTorch's
+            check_address(name, getattr(call, name))
+        for name in ("page_table", "page_table_v", "seq_lens_kv", "seq_lens_q", "sinks"):
+            _refuse(name, call)
+        batch, heads, queries, _ = call.q.shape
+        result = self._run_varlen(plans.as_packed(call, self._gather(call)))
+        packed_out, packed_lse = result if isinstance(result, tuple) else (result, None)
+        out = packed_out.view(batch, queries, heads, -1).transpose(1, 2)
+        if not self._is_as_requested:
+            out = as_requested(call, out)
+        if packed_lse is None:
+            return out
+        return out, packed_lse.view(batch, queries, heads).transpose(1, 2).contiguous()
+
+
+def _prepare_prefill(call: PagedArguments) -> Prepared:
+    with torch.cuda.device(call.q.get_device()):
+        prefill = _Prefill(call)
+    return Prepared(prefill, prefill.plan)
+
+
+def _prepare_parts(call: PagedArguments, at_once: int) -> Prepared:
+    """A large batch, some sequences at a time; only the full parts' binding is remembered."""
+    full = _prepare_prefill(plans.batch_entries(call, slice(0, at_once)))
+
+    def run(call: PagedArguments) -> Result:
+        (shape, stride, dtype), (rows, strides, _) = plans.results(call)
+        device, out, lse = call.q.device, call.out, None
+        if out is None:
+            out = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        if call.with_lse:
+            lse = torch.empty_strided(rows, strides, dtype=torch.float32, device=device)
+        for first in range(0, call.q.shape[0], at_once):
+            part = slice(first, first + at_once)
+            one = plans.batch_entries(call, part)
+            run_part = full.run if one.q.shape[0] == at_once else _prepare_prefill(one).run
+            result = run_part(one)
+            out[part], part_lse = result if isinstance(result, tuple) else (result, None)
+            if lse is not None and part_lse is not None:
+                lse[part] = part_lse
+        return out if lse is None else (out, lse)
+
+    return Prepared(run, full.plan)

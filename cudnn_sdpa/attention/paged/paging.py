@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
-from cudnn_sdpa.attention.paged.decode_plans import right_bound
+from cudnn_sdpa.attention.paged.plans import Gathered, right_bound
 from cudnn_sdpa.plans.nvrtc import Kernel, slots
 from cudnn_sdpa.plans.plan import allocate, current_raw_stream
 
@@ -148,14 +148,14 @@ class PageTableKernel:
     )
 
     def __init__(self, call: PagedArguments, rows: int, width: int) -> None:
-        q = call.q
+        q, (of_keys, of_values) = call.q, call.tables
         batch, heads, queries, dim = q.shape
         size = q.element_size()
         self._device = q.get_device()
         table_bytes = 4 * rows * width
         self.seq_lens_kv_offset = rows * heads * dim * size
         self.table_k_offset = self.seq_lens_kv_offset + 4 * rows
-        self.table_v_offset = self.table_k_offset + (0 if call.table_k is call.table_v else table_bytes)
+        self.table_v_offset = self.table_k_offset + (0 if of_keys is of_values else table_bytes)
         self._size = (self.table_v_offset + table_bytes,)
         self._blocks = min(rows, 1024)
         self._kernel = decode_kernel.on(self._device)
@@ -173,8 +173,8 @@ class PageTableKernel:
             keys=_PER_CALL,
             table_k=_PER_CALL,
             table_v=_PER_CALL,
-            row_k=call.table_k.stride(0),
-            row_v=call.table_v.stride(0),
+            row_k=of_keys.stride(0),
+            row_v=of_values.stride(0),
             to_k=_PER_CALL,
             to_v=_PER_CALL,
             width=width,
@@ -202,22 +202,6 @@ class PageTableKernel:
         fields[_DECODE_TO_K], fields[_DECODE_TO_V] = start + self.table_k_offset, start + self.table_v_offset
         self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
         return memory
-
-
-class Gathered(NamedTuple):
-    """Keys and values gathered from their pages into packed sequences.
-
-    Attributes:
-        k: Keys (tokens, Hkv, D), those of all sequences first.
-        v: Values (tokens, Hkv, Dv).
-        cu_seqlens_q: Offsets of the sequences of queries, (sequences + 1,) int32.
-        cu_seqlens_kv: Offsets of the sequences of keys.
-    """
-
-    k: Tensor
-    v: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_kv: Tensor
 
 
 class GatherKernel:
@@ -249,7 +233,7 @@ class GatherKernel:
             ends_q=_PER_CALL,
             ends_kv=_PER_CALL,
         )
-        for pages, table in ((call.k, call.table_k), (call.v, call.table_v)):
+        for pages, table in zip((call.k, call.v), call.tables, strict=True):
             dim, size = pages.shape[3], pages.element_size()
             self._rows.append(((tokens, heads, dim), (heads * dim, dim, 1), pages.dtype))
             fields += PagesFields(
@@ -275,8 +259,9 @@ class GatherKernel:
         fields[_GATHER_LENGTHS_KV] = call.seq_lens_kv.data_ptr()
         fields[_GATHER_LENGTHS_Q] = 0 if call.seq_lens_q is None else call.seq_lens_q.data_ptr()
         fields[_GATHER_ENDS_Q], fields[_GATHER_ENDS_KV] = cu_seqlens_q.data_ptr(), cu_seqlens_kv.data_ptr()
-        fields[_K_BASE], fields[_K_TABLE], fields[_K_TO] = call.k.data_ptr(), call.table_k.data_ptr(), k.data_ptr()
-        fields[_V_BASE], fields[_V_TABLE], fields[_V_TO] = call.v.data_ptr(), call.table_v.data_ptr(), v.data_ptr()
+        table_k, table_v = call.tables
+        fields[_K_BASE], fields[_K_TABLE], fields[_K_TO] = call.k_pages.data_ptr(), table_k.data_ptr(), k.data_ptr()
+        fields[_V_BASE], fields[_V_TABLE], fields[_V_TO] = call.v_pages.data_ptr(), table_v.data_ptr(), v.data_ptr()
         self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
         return Gathered(k, v, cu_seqlens_q, cu_seqlens_kv)
 

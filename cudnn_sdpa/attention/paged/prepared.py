@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import MIN_SCALE
-from cudnn_sdpa.attention.paged import arguments, launch
-from cudnn_sdpa.attention.paged.arguments import HND, PagedArguments, in_heads_order
-from cudnn_sdpa.attention.paged.launch import PagedCall
-from cudnn_sdpa.attention.paged.sdpa_paged import refuse_gradients
+from cudnn_sdpa.attention.paged import launch, plans
+from cudnn_sdpa.attention.paged.arguments import HND, PagedArguments
+from cudnn_sdpa.attention.paged.sdpa_paged import PAGED
+from cudnn_sdpa.engine.launch import BoundPlan
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.plans.plan import current_raw_stream
 
@@ -26,22 +25,13 @@ class PreparedPaged:
         lse: The log-sum-exp (B, Hq, 1), or None.
     """
 
-    def __init__(self, call: PagedArguments, prepared: PagedCall) -> None:
-        self._kept = call, prepared  # keeps the tensors alive
-        with torch.cuda.device(prepared.plan.device):
-            outputs = prepared.outputs()
+    def __init__(self, call: PagedArguments, bound: BoundPlan) -> None:
+        self._plan = bound.plan
+        with torch.cuda.device(self._plan.device):
+            self._operands, outputs, kept = bound.place(call, (call.q, call.k_pages, call.v_pages))
+        self._kept = call, bound, kept  # keeps the tensors alive
         self.out = outputs[0]
         self.lse = outputs[1] if len(outputs) > 1 else None
-        self._operands = prepared.operands(
-            q=call.q.data_ptr(),
-            k=call.k.data_ptr(),
-            v=call.v.data_ptr(),
-            table_k=call.table_k.data_ptr(),
-            table_v=call.table_v.data_ptr(),
-            seq_lens_kv=call.seq_lens_kv.data_ptr(),
-            outputs=outputs,
-        )
-        self._plan = prepared.plan
         self._stream = current_raw_stream(self._plan.device)
         self._workspace = torch.empty(self._plan.workspace, dtype=torch.uint8, device=call.q.device)
 
@@ -93,19 +83,26 @@ def prepare_paged(
     Examples:
         See the guide "Serving"; a GPU is required.
     """
-    k, v = in_heads_order(k_pages, page_layout), in_heads_order(v_pages, page_layout)
     call = PagedArguments(
-        q=q, k=k, v=v, table_k=page_table, table_v=page_table, seq_lens_kv=seq_lens_kv, scale=scale, with_lse=return_lse
+        q=q,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=page_table,
+        page_table_v=None,
+        seq_lens_kv=seq_lens_kv,
+        page_layout=page_layout,
+        scale=scale,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        with_lse=return_lse,
     )
-    arguments.check(call)
-    refuse_gradients(call)
-    reasons = launch.reasons_against_in_place(call)
+    PAGED.check_all(call)
+    reasons = plans.reasons_against_in_place(call)
     if call.scale_value < MIN_SCALE:
         reasons.append(f"the scale is {call.scale_value}, and cuDNN computes only positive ones")
     if not q.is_cuda:
         reasons.append(f"q is on {q.device}, and only cuDNN's plans can be prepared")
     if reasons:
         raise UnsupportedError("prepare_paged", reasons, "sdpa_paged")
-    memory.check_strides(call.q, call.k, call.v)
-    memory.check_memory(call.q, call.k, call.v, None)
-    return PreparedPaged(call, launch.find(call))
+    PAGED.check_strides(call)
+    PAGED.check_memory(call)
+    return PreparedPaged(call, launch.bind_decode(call, in_place=True))

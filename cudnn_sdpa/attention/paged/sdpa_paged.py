@@ -2,73 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, memory, value_checks
-from cudnn_sdpa.attention.arguments import Result, kind_of
+from cudnn_sdpa.attention.arguments import as_float, as_sinks, kind_of
+from cudnn_sdpa.attention.cpu_checks import check_call, check_offsets
 from cudnn_sdpa.attention.paged import arguments as paged_arguments
-from cudnn_sdpa.attention.paged import launch, torch_ops
-from cudnn_sdpa.attention.paged.arguments import HND, PagedArguments, in_heads_order
-from cudnn_sdpa.attention.paged.launch import MARK, PagedCall
+from cudnn_sdpa.attention.paged import launch, plans, reference
+from cudnn_sdpa.attention.paged.arguments import HND, PagedArguments, ReferencePagedArguments
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import cast_tensor
-from cudnn_sdpa.engine.dispatch_state import (
-    Guard,
-    can_bypass_dispatcher,
-    is_deterministic,
-    is_profiling,
-    needs_gradient,
-    tensor_guard,
-)
-from cudnn_sdpa.engine.fallback import or_else
-from cudnn_sdpa.engine.memory import MISALIGNED
+from cudnn_sdpa.engine.operation import Operation
 from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
-
-
-class CachedCall:
-    """The most recent decode call: single queries, no mask but the causal one."""
-
-    __slots__ = (
-        "alignment",
-        "deterministic",
-        "is_causal",
-        "is_like",
-        "layout",
-        "mark",
-        "prepared",
-        "scale",
-        "scale_type",
-        "with_lse",
-    )
-
-    def __init__(self, call: PagedArguments, layout: str, prepared: PagedCall, is_like: Guard) -> None:
-        self.layout = layout
-        self.mark = launch.mark_of(call)
-        self.prepared = prepared
-        self.deterministic = prepared.decode.deterministic
-        self.is_like = is_like
-        self.is_causal, self.alignment = call.is_causal, call.causal_alignment
-        self.scale, self.scale_type = call.scale, type(call.scale)
-        self.with_lse = call.with_lse
-
-
-class CachedCalls(NamedTuple):
-    """The most recent decode calls.
-
-    Attributes:
-        own: The one on tables and lengths of a `PagedKVCache`.
-        foreign: The one on other tables and lengths.
-    """
-
-    own: CachedCall | None
-    foreign: CachedCall | None
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.target import Target
 
 
 @overload
@@ -214,145 +165,98 @@ def sdpa_paged(
     """
     if functional.scaled_dot_product_attention is not autograd_checks.PYTORCHS:
         autograd_checks.refuse_context_parallel("sdpa_paged")
-    if not is_compiling() and (
-        page_table_v is seq_lens_q is window_size is softcap is sinks is out is None  # type: ignore[comparison-overlap]
-    ):
-        # Is it like the most recent call? Then checks and signature are skipped, which saves 50 µs.
-        recent: CachedCalls | None = launch.calls.last
-        try:
-            mark = getattr(page_table, MARK, None)
-            trusted = mark is not None and getattr(seq_lens_kv, MARK, None) == mark
-            last = None if recent is None else recent.own if trusted else recent.foreign
-            is_like_last = (
-                last is not None
-                and (not trusted or last.mark == mark)
-                and last.layout == page_layout
-                and last.is_causal is is_causal
-                and last.alignment == causal_alignment
-                and (last.scale is scale or (last.scale_type is type(scale) and last.scale == scale))
-                and last.with_lse is return_lse
-                and last.deterministic is is_deterministic()
-                and not (
-                    q.is_nested or k_pages.is_nested or v_pages.is_nested
-                )  # the guard aborts the process on nested tensors
-                and not (page_table.is_nested or seq_lens_kv.is_nested or value_checks.enabled)
-                and last.is_like(q, k_pages, v_pages, page_table, seq_lens_kv)
-                and not is_profiling()
-                and forward_ad._current_level < 0
-            )
-        except (AttributeError, TypeError):  # not tensors: the checks report it
-            last, is_like_last = None, False
-        if is_like_last and last is not None:
-            q_address, k_address, v_address = q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr()
-            table, lengths = page_table.data_ptr(), seq_lens_kv.data_ptr()
-            is_aligned = not (q_address | k_address | v_address) & MISALIGNED
-            if is_aligned and q_address and k_address and v_address and table and lengths:
-                outputs = last.prepared.run_plain(
-                    q=q_address, k=k_address, v=v_address, table=table, seq_lens_kv=lengths
-                )
-                return (outputs[0], outputs[1]) if return_lse else outputs[0]
     left, right = arguments.window_bounds(window_size)
-    k, v = in_heads_order(k_pages, page_layout), in_heads_order(v_pages, page_layout)
-    table_v = page_table if page_table_v is None else page_table_v
-    call = PagedArguments._make(  # in the order of the fields: names would cost a warm call 0.5 µs
-        (
-            *(q, k, v, page_table, table_v, seq_lens_kv, seq_lens_q, sinks),
-            *(is_causal, causal_alignment, left, right, scale, softcap, return_lse, out),
-        )
+    call = PagedArguments(  # by position, in the order of the fields: keywords would cost 0.6 µs
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        None if page_table_v is page_table else page_table_v,
+        seq_lens_kv,
+        seq_lens_q,
+        None if sinks is None else as_sinks(sinks),
+        page_layout,
+        is_causal,
+        causal_alignment,
+        left,
+        right,
+        None if scale is None else as_float(scale),
+        None if softcap is None else as_float(softcap),
+        torch.are_deterministic_algorithms_enabled(),
+        return_lse,
+        out,
     )
-    return _run(call, (k_pages, v_pages, page_layout))
+    return PAGED(call)
 
 
-def _run(call: PagedArguments, pages: tuple[Tensor, Tensor, str]) -> Result:
-    """Runs an unchecked call, without checks and dispatcher if there has been one like it.
-
-    Args:
-        call: The call.
-        pages: Its keys, values and their layout as the caller passed them.
-    """
-    if not is_compiling() and not value_checks.enabled and isinstance(call.q, Tensor) and call.q.is_cuda:
-        known = _find(call)
-        if known is not None:
-            if isinstance(known, PagedCall):
-                _remember(call, known, pages)
-            return known(call)
-    call = _cast_for_autocast(call)
-    if not is_compiling():  # a compiled graph is checked when it is traced and when it runs
-        paged_arguments.check(call)
-    refuse_gradients(call)
-    return or_else(lambda: _dispatch(call), lambda: torch_ops.forward_cpu(call), lambda: kind_of(call))
+def _cast_for_autocast(call: PagedArguments) -> dict[str, Tensor]:
+    """The queries cast to autocast's dtype, if that is the dtype of the pages."""
+    q: Tensor = cast_tensor(call.q, call.q)
+    return {"q": q} if q.dtype == call.k_pages.dtype else {}
 
 
-def _cast_for_autocast(call: PagedArguments) -> PagedArguments:
-    """The call with its queries cast to autocast's dtype, if that is the dtype of the pages."""
-    cast = cast_tensor(call.q, call.q) if isinstance(call.q, Tensor) and isinstance(call.k, Tensor) else call.q
-    return call if cast is call.q or cast.dtype != call.k.dtype else call._replace(q=cast)
-
-
-def _dispatch(call: PagedArguments) -> Result:
-    """Runs a checked call, through PyTorch's dispatcher where it is needed."""
-    if not is_compiling() and call.q.is_cuda and can_bypass_dispatcher(*call.tensors):
-        return torch_ops.forward_cuda(call)
-    operator, inputs = torch.ops.cudnn_sdpa, (*call.inputs, *call.options)
-    if call.out is not None:
-        lse = operator.paged_forward_out(*inputs, call.out)
-        return (call.out, lse) if call.with_lse else call.out
-    forward = operator.paged_forward_lse if call.with_lse else operator.paged_forward
-    result: Result = forward(*inputs)
-    return result
-
-
-def _find(call: PagedArguments) -> Callable[[PagedArguments], Result] | None:
-    """The bound call for an unchecked call, if one like it has run and it may skip the dispatcher."""
-    try:
-        tensors = call.tensors
-        if not can_bypass_dispatcher(*tensors) or needs_gradient(*tensors):
-            return None
-        prepared = launch.known(call)
-        if prepared is not None:
-            memory.check_memory(call.q, call.k, call.v, call.out)
-            others = (call.table_k, call.table_v, call.seq_lens_kv, call.seq_lens_q, call.sinks)
-            if any(tensor is not None and tensor.data_ptr() == 0 for tensor in others):
-                return None
-    except (AttributeError, IndexError, TypeError, RuntimeError, ValueError):  # the checks report what is wrong
-        return None
-    return prepared
-
-
-def _remember(call: PagedArguments, prepared: PagedCall, pages: tuple[Tensor, Tensor, str]) -> None:
-    """Caches a call, so that the guard recognizes the next one like it."""
-    k_pages, v_pages, layout = pages
-    guarded = (call.q, k_pages, v_pages, call.table_k, call.seq_lens_kv)
-    if not (
-        call.q.shape[2] == 1
-        and call.seq_lens_q is None
-        and call.table_v is call.table_k
-        and call.sinks is call.out is None
-        and len({id(tensor) for tensor in guarded}) == len(guarded)  # a guard takes no tensor twice
-        and not any(tensor.requires_grad for tensor in guarded)
-        and call.window_left == call.window_right == -1
-        and launch.has_memory_order_of_q(call)
-    ):
-        return
-    last = CachedCall(call, layout, prepared, tensor_guard(*guarded))
-    recent: CachedCalls | None = launch.calls.last
-    own, foreign = (None, None) if recent is None else recent
-    own, foreign = (last, foreign) if last.mark is not None else (own, last)
-    launch.calls.remember_last(CachedCalls(own, foreign), prepared.plan)
-    if not all(other is None or other.prepared.plan.held for other in (own, foreign)):
-        launch.calls.last = None  # keep no plan that was evicted meanwhile
-
-
-def refuse_gradients(call: PagedArguments) -> None:
-    """Raises if a gradient would be lost: paged calls are for inference.
-
-    Raises:
-        UnsupportedError: An input requires grad.
-    """
-    autograd_checks.check("sdpa_paged", call.out, q=call.q, k_pages=call.k, v_pages=call.v, sinks=call.sinks)
-    if needs_gradient(call.q, call.k, call.v, call.sinks):
-        raise UnsupportedError(
-            "sdpa_paged with a gradient",
-            ["an input requires grad, and attention on a paged cache is for inference only"],
-            "calling it under torch.no_grad(), or sdpa_varlen for training",
+def _check_values(call: PagedArguments) -> None:
+    value_checks.check_lengths("seq_lens_kv", call.seq_lens_kv, call.max_kv_len)
+    value_checks.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
+    for name, table in zip(("page_table", "page_table_v"), call.tables, strict=True):
+        value_checks.check_pages(
+            name=name, table=table, lengths=call.seq_lens_kv, page_size=call.page_size, pages=call.k_pages.shape[0]
         )
+
+
+def _check_strides(call: PagedArguments) -> None:
+    with paged_arguments.named():
+        memory.check_strides(call.q, call.k, call.v)
+
+
+def _check_memory(call: PagedArguments) -> None:
+    with paged_arguments.named():
+        memory.check_memory(call.q, call.k, call.v, call.out)
+
+
+def _check_strides_for_gpu(call: PagedArguments) -> None:
+    with paged_arguments.named():
+        memory.check_strides(call.q, call.k, call.v)
+        check_offsets(q=call.q, k=call.k, v=call.v, out=call.out)
+    if call.out is not None and call.out.numel():
+        memory.check_strides_of_out(call.out, for_cudnn=True)
+
+
+def _check_keys(call: PagedArguments, target: Target) -> None:
+    for key in plans.keys(call, target, None):
+        known_issues.check(key)
+
+
+def _check_gradient(_: PagedArguments) -> NoReturn:
+    raise UnsupportedError(
+        "sdpa_paged with a gradient",
+        ["an input requires grad, and attention on a paged cache is for inference only"],
+        "calling it under torch.no_grad(), or sdpa_varlen for training",
+    )
+
+
+PAGED = Operation(
+    name="paged",
+    function="sdpa_paged",
+    call=PagedArguments,
+    reference_call=ReferencePagedArguments,
+    differentiable=(),
+    autocast=_cast_for_autocast,
+    is_cacheable=lambda _: not value_checks.enabled,
+    kind=kind_of,
+    check_types=paged_arguments.check_types,
+    check_options=paged_arguments.check_options,
+    check=paged_arguments.check,
+    check_values=_check_values,
+    check_strides=_check_strides,
+    check_memory=_check_memory,
+    checks_values=lambda: value_checks.enabled,
+    check_for_gpu=lambda call: check_call(call, _check_strides_for_gpu, _check_keys),
+    check_gradient=_check_gradient,
+    results=plans.results,
+    reference=reference.attention,
+    prepare=launch.prepare,
+    keys=plans.keys,
+    flops=reference.flops,
+    mark=plans.marks_of,
+)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.paged.launch import MARK
 from cudnn_sdpa.attention.paged.page_pool import PagePool
+from cudnn_sdpa.attention.paged.plans import MARK
 from cudnn_sdpa.errors import OptionError
 
 

@@ -10,16 +10,13 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.dense.packed import sequence_bucket
-from cudnn_sdpa.attention.paged import arguments as paged_arguments
-from cudnn_sdpa.attention.paged.arguments import PagedArguments, in_heads_order
-from cudnn_sdpa.attention.paged.decode_plans import is_decode
-from cudnn_sdpa.attention.paged.explain import describe_decode, describe_prefill
+from cudnn_sdpa.attention.paged import plans
+from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.kv_cache_checks import check_count
-from cudnn_sdpa.attention.paged.prefill import row_bucket, sequences_at_once
-from cudnn_sdpa.attention.paged.sdpa_paged import refuse_gradients
+from cudnn_sdpa.attention.paged.plans import row_bucket
+from cudnn_sdpa.attention.paged.sdpa_paged import PAGED
 from cudnn_sdpa.attention.paged.step import PagedStep
-from cudnn_sdpa.attention.paged.torch_ops import check_memory
-from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans.manifest import PlanManifest
@@ -51,10 +48,8 @@ def plans_of_steps(
         got = f"shape {tuple(q.shape)}" if isinstance(q, Tensor) else type(q).__name__
         raise ShapeError("q", got, "queries of a step, (B, Hq, tokens, D), no size 0")
     counts = _counts("batches", batches), _counts("tokens", tokens)
-    call_options = _options(options)
-    pages = [
-        in_heads_order(torch.empty_like(x, device=_META), cache.page_layout) for x in (cache.k_pages(), cache.v_pages())
-    ]
+    call_options = _options(options) | {"page_layout": cache.page_layout}
+    pages = [torch.empty_like(x, device=_META) for x in (cache.k_pages(), cache.v_pages())]
     keys: dict[Hashable, list[PlanKey]] = {}
     for batch in counts[0]:
         for count in counts[1]:
@@ -62,7 +57,9 @@ def plans_of_steps(
             for form in _forms(batch, count):
                 if form not in keys:
                     step = step or PagedStep.new(cache=cache, mark=cache._mark, batch=batch, tokens=count, device=_META)
-                    keys[form] = list(_keys(_call(step, q, pages, call_options, present=form.present), target))
+                    keys[form] = list(
+                        plans.keys(_call(step, q, pages, call_options, present=form.present), target, None)
+                    )
     return PlanManifest.of([key for step_keys in keys.values() for key in step_keys])
 
 
@@ -103,31 +100,18 @@ def _forms(batch: int, tokens: int) -> Iterator[_Form]:
 def _call(step: PagedStep, q: Tensor, pages: list[Tensor], options: dict[str, Any], *, present: bool) -> PagedArguments:
     call = PagedArguments(
         q=queries_like(q, step.batch, step.tokens),
-        k=pages[0],
-        v=pages[1],
-        table_k=step.page_table,
-        table_v=step.page_table,
+        k_pages=pages[0],
+        v_pages=pages[1],
+        page_table=step.page_table,
+        page_table_v=None,
         seq_lens_kv=step.seq_lens_kv,
         seq_lens_q=step.seq_lens_q if present else None,
         **options,
     )
-    paged_arguments.check(call)
-    refuse_gradients(call)
-    check_memory(call)
+    PAGED.check_all(call)
+    PAGED.check_strides(call)
+    PAGED.check_memory(call)
     return call
-
-
-def _keys(call: PagedArguments, target: Target) -> Iterator[PlanKey]:
-    """The plans of a call, or of the parts that a large batch is split into."""
-    if is_decode(call):
-        key = describe_decode(call, None).key
-        if UnsupportedError.of(key, target, None) is None:
-            yield key(target, None)
-            return
-    at_once, batch = sequences_at_once(call), call.q.shape[0]
-    for size in {min(batch, at_once), batch % at_once or at_once}:
-        part = call._replace(q=call.q[:size], table_k=call.table_k[:size], seq_lens_kv=call.seq_lens_kv[:size])
-        yield describe_prefill(part, None).key(target, None)
 
 
 def _options(options: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen import launch, plans, reference
 from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments
 from cudnn_sdpa.engine import autograd_checks
+from cudnn_sdpa.engine.autocast import casts
 from cudnn_sdpa.engine.operation import Operation
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.target import Target, live_target
@@ -187,8 +188,7 @@ def sdpa_varlen(
 
 
 def _is_cacheable(call: VarlenArguments) -> bool:
-    is_plain = call.out is None and type(call.dropout_p) is float and call.dropout_p == 0.0
-    return is_plain and not value_checks.enabled
+    return type(call.dropout_p) is float and call.dropout_p == 0.0 and not value_checks.enabled
 
 
 def _check_types(call: VarlenArguments) -> None:
@@ -243,7 +243,7 @@ VARLEN = Operation(
     call=VarlenArguments,
     reference_call=ReferenceVarlenArguments,
     differentiable=("q", "k", "v", "sinks"),
-    autocast=("q", "k", "v"),
+    autocast=casts("q", "k", "v"),
     is_cacheable=_is_cacheable,
     kind=kind_of,
     check_types=_check_types,

@@ -7,7 +7,7 @@ import torch
 
 from cudnn_sdpa.attention.dense.explain import describe_sdpa
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
-from cudnn_sdpa.attention.paged.decode_plans import DecodeSpec
+from cudnn_sdpa.attention.paged.plans import DecodeSpec
 from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.graph.determinism import is_repeatable
@@ -56,11 +56,11 @@ def test_dense(gpu, name):
 
 
 @pytest.mark.parametrize("gpu", ["a100", "h200"])
-def test_pages(gpu, can_plan, deterministic_algorithms):  # noqa: ARG001
+def test_pages(gpu, can_plan):  # noqa: ARG001
     pages, table = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in PAGED)
     q, _ = single(128)
     properties = load_properties(gpu)
-    decode = DecodeSpec.of(PagedArguments(q, pages, pages, table, table, LENGTHS), in_place=True)
+    decode = DecodeSpec.of(PagedArguments(q, pages, pages, table, None, LENGTHS, deterministic=True), in_place=True)
     made = plan_offline(decode.key(Target.from_properties(properties), None), properties)
     assert is_repeatable(made.engine, made.knobs, single_query=True)
 

@@ -11,12 +11,8 @@ import pytest
 import torch
 
 import cudnn_sdpa
-from cudnn_sdpa import LayoutError, PagedKVCache, sdpa_paged
+from cudnn_sdpa import LayoutError, PagedKVCache
 from cudnn_sdpa.attention.dense import launch as dense_launch
-from cudnn_sdpa.attention.paged import launch as paged_launch
-from cudnn_sdpa.attention.paged import sdpa_paged as sdpa_paged_module
-from cudnn_sdpa.attention.paged.launch import PagedCall
-from cudnn_sdpa.engine.dispatch_state import tensor_guard
 
 
 def freed(x):
@@ -133,56 +129,6 @@ def test_a_launch_has_no_null_pointer(which):
     assert plan.addresses == [[x.data_ptr() for x in tensors.values()]]
     with pytest.raises(LayoutError, match=f"{which}: got a tensor without memory"):
         call.launch({**tensors, which: freed(tensors[which])})
-
-
-@pytest.mark.parametrize("which", ["q", "k_pages", "v_pages", "page_table", "seq_lens_kv"])
-def test_a_cached_decode_step_refuses_freed_tensors(monkeypatch, which):
-    given = {"q": torch.randn(2, 4, 1, 16), "k_pages": torch.randn(8, 2, 16, 16), "v_pages": torch.randn(8, 2, 16, 16)}
-    given |= {"page_table": torch.arange(8, dtype=torch.int32).view(2, 4)}
-    given |= {"seq_lens_kv": torch.tensor([9, 33], dtype=torch.int32)}
-    q, k, v, table, lengths = given.values()
-    served = object.__new__(PagedCall)
-    served.decode = SimpleNamespace(deterministic=False)
-    seen = []
-
-    def run_plain(_, **addresses):
-        seen.append(tuple(addresses.values()))
-        return [torch.zeros(2, 4, 1, 16)]
-
-    monkeypatch.setattr(PagedCall, "run_plain", run_plain)
-    call = sdpa_paged_module.PagedArguments(
-        q, k, v, table, table, lengths, causal_alignment="bottom_right", is_causal=True
-    )
-    last = sdpa_paged_module.CachedCall(call, "HND", served, tensor_guard(q, k, v, table, lengths))
-    monkeypatch.setattr(paged_launch.calls, "last", sdpa_paged_module.CachedCalls(None, last))
-    assert not sdpa_paged(**given).any()
-    assert len(seen) == 1
-    with pytest.raises(LayoutError, match=f"{which}: got a tensor without memory"):
-        sdpa_paged(**{**given, which: freed(given[which])})
-    assert len(seen) == 1
-    assert all(seen[0])
-
-
-@pytest.mark.parametrize("which", ["q", "k", "v", "table_k", "table_v", "seq_lens_kv", "seq_lens_q", "sinks", "out"])
-def test_cached_paged_calls_need_memory(monkeypatch, which):
-    """Freed operands are left to the checks of an uncached call."""
-    prepared = object()
-    monkeypatch.setattr(paged_launch, "known", lambda _: prepared)
-    table = torch.arange(8, dtype=torch.int32).view(2, 4)
-    call = sdpa_paged_module.PagedArguments(
-        q=torch.randn(2, 4, 2, 16),
-        k=torch.randn(8, 2, 16, 16),
-        v=torch.randn(8, 2, 16, 16),
-        table_k=table,
-        table_v=table.clone(),
-        seq_lens_kv=torch.tensor([9, 33], dtype=torch.int32),
-        seq_lens_q=torch.tensor([2, 1], dtype=torch.int32),
-        sinks=torch.randn(4),
-        out=torch.empty(2, 4, 2, 16),
-    )
-    assert sdpa_paged_module._find(call) is prepared
-    is_refused = sdpa_paged_module._find(call._replace(**{which: freed(getattr(call, which))})) is None
-    assert is_refused  # by name: pytest would print the freed tensor
 
 
 @pytest.mark.parametrize("which", ["k", "v"])

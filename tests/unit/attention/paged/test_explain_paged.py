@@ -13,10 +13,10 @@ import cudnn_sdpa.engine.explain
 from cudnn_sdpa import PagedKVCache, explain, sdpa_paged
 from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.paged import launch as paged_launch
-from cudnn_sdpa.attention.paged import paging, torch_ops
-from cudnn_sdpa.attention.paged.arguments import PagedArguments, in_heads_order
-from cudnn_sdpa.attention.paged.launch import MARK
-from cudnn_sdpa.attention.paged.paging import Gathered
+from cudnn_sdpa.attention.paged import paging
+from cudnn_sdpa.attention.paged.arguments import PagedArguments
+from cudnn_sdpa.attention.paged.plans import MARK, Gathered
+from cudnn_sdpa.attention.paged.sdpa_paged import PAGED
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.engine.explain import describer_of
 from cudnn_sdpa.planning.support import target_of
@@ -53,13 +53,14 @@ def key_of(monkeypatch):
         q, k, v, *rest = arguments
         left, right = options.pop("window_size", (-1, -1))
         call = PagedArguments(
-            *(q, in_heads_order(k, layout), in_heads_order(v, layout), rest[0], rest[0], rest[1]),
+            *(q, k, v, rest[0], None, rest[1]),
+            page_layout=layout,
             **{{"return_lse": "with_lse"}.get(name, name): value for name, value in options.items()},
             window_left=left,
             window_right=right,
         )
         with pytest.raises(Asked) as caught:
-            torch_ops.forward_cuda(call)
+            PAGED.on_gpu(call)
         return caught.value.args[0]
 
     return run

@@ -24,7 +24,7 @@ from cudnn_sdpa import (
 )
 from cudnn_sdpa.attention import value_checks
 from cudnn_sdpa.attention.paged import paging
-from cudnn_sdpa.attention.paged import sdpa_paged as sdpa_paged_module
+from cudnn_sdpa.attention.paged.sdpa_paged import PAGED
 from cudnn_sdpa.nn import KVCache
 
 HEADS, HEADS_KV, DIM = 8, 2, 32
@@ -168,7 +168,7 @@ def test_fallback_runs_on_the_reference(monkeypatch, caplog):
     def decline(*_):
         raise UnsupportedError("sdpa_paged", ["no kernel today"])
 
-    monkeypatch.setattr(sdpa_paged_module, "_dispatch", decline)
+    monkeypatch.setattr(PAGED, "_run", decline)
     with pytest.raises(UnsupportedError, match="no kernel today"):
         sdpa_paged(**given, return_lse=True)
     with cudnn_sdpa.fallback("torch"):
@@ -225,7 +225,8 @@ def test_fake_tensors_and_compiled_code():
         torch.ops.cudnn_sdpa.paged_forward_lse.default,
         (
             *(given["q"], given["k_pages"].nan_to_num(), given["v_pages"].nan_to_num(), given["page_table"]),
-            *(given["page_table"].clone(), given["seq_lens_kv"], None, None, True, "bottom_right", -1, -1, None, None),
+            *(given["page_table"].clone(), given["seq_lens_kv"], None, None),
+            *(True, "bottom_right", -1, -1, None, None, False),
         ),
     )
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cudnn_sdpa import DeviceError, OptionError, PagedKVCache, ShapeError, UnsupportedError
-from cudnn_sdpa.attention.paged import prefill
+from cudnn_sdpa.attention.paged import plans
 from cudnn_sdpa.attention.paged.explain import describe_paged
 from cudnn_sdpa.attention.paged.step_plans import plans_of_steps, queries_like
 from cudnn_sdpa.graph.target import Target
@@ -66,7 +66,7 @@ def test_plans_cover_every_step_up_to_the_limits(cache, softcap):
 
 
 def test_a_split_batch_has_the_plans_of_its_parts(cache, monkeypatch):
-    monkeypatch.setattr(prefill, "MAX_GATHERED_BYTES", 2 * 256 * 2 * 128 * 2)  # of two sequences
+    monkeypatch.setattr(plans, "MAX_GATHERED_BYTES", 2 * 256 * 2 * 128 * 2)  # of two sequences
     found = plans_of_steps(cache, queries(), [5], [50], {}, TARGET)
     assert sorted(plan["inputs"][0]["layout"]["shape"][0] for plan in found.plans) == [3, 5]  # of 1 and 2, twice
 

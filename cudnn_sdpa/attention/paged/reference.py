@@ -1,0 +1,41 @@
+"""Attention on a paged cache in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import reference
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.dense.torch_ops import flops_of_forward
+from cudnn_sdpa.attention.paged import plans
+from cudnn_sdpa.attention.paged.arguments import PagedArguments
+
+
+def as_dense(call: PagedArguments) -> ForwardArguments:
+    """The same call on contiguous keys and values, zeros in unused slots; on any device."""
+    lengths = call.seq_lens_kv.clamp(0, call.max_kv_len)
+    is_owned = torch.arange(call.max_kv_len, device=lengths.device) < lengths.unsqueeze(1)
+    rows: list[Tensor] = []
+    for pages, table in zip((call.k, call.v), call.tables, strict=True):
+        gathered = pages[table.clamp(0, pages.shape[0] - 1).long()].transpose(1, 2).flatten(2, 3)
+        rows.append(torch.where(is_owned[:, None, :, None], gathered, gathered.new_zeros(())))
+    present = None if call.seq_lens_q is None else call.seq_lens_q.clamp(0, call.q.shape[2])
+    return call.as_dense(call.q, *rows, seq_lens_q=present, seq_lens_kv=lengths, with_lse=True)
+
+
+def attention(call: PagedArguments) -> tuple[Tensor, Tensor]:
+    """The output and the LSE."""
+    (shape, stride, dtype), (rows, _, _) = plans.results(call)
+    out = torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device)
+    if call.is_empty:
+        lse = torch.full(rows, -torch.inf, dtype=torch.float32, device=call.q.device)
+        return out.zero_(), lse if call.sinks is None else torch.maximum(lse, call.sinks.view(1, -1, 1))
+    result, lse = reference.attention(as_dense(call))
+    return out.copy_(result), lse.float()
+
+
+def flops(call: PagedArguments) -> tuple[int, int]:
+    """Floating-point operations, as if all tables were full: lengths are not read. There is no backward pass."""
+    batch, heads, queries, dim = call.q.shape
+    return flops_of_forward(batch * heads * queries * call.max_kv_len, dim, call.v.shape[3]), 0
