@@ -225,7 +225,7 @@ def test_fake_tensors_and_compiled_code():
         torch.ops.cudnn_sdpa.paged_forward_lse.default,
         (
             *(given["q"], given["k_pages"].nan_to_num(), given["v_pages"].nan_to_num(), given["page_table"]),
-            *(given["page_table"].clone(), given["seq_lens_kv"], None, None),
+            *(given["page_table"].clone(), given["seq_lens_kv"], None, None, "HND"),
             *(True, "bottom_right", -1, -1, None, None, False),
         ),
     )
