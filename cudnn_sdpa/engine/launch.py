@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,9 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 #: Bound calls, by everything that determines one.
 calls: CallTable[Any] = CallTable(None)
+
+#: Bound calls of gradients, by their operands as autograd gives them.
+_gradient_calls: CallTable[Any] = CallTable(None)
 
 
 def describe(operand: Any) -> Hashable:
@@ -168,18 +172,44 @@ class BoundPlan:
         return pointers, outputs, kept
 
 
+class LastGradient:
+    """Finds the last backward call of a forward call; autograd's graph holds this and no plan."""
+
+    __slots__ = ("_cached",)
+
+    def __init__(self) -> None:
+        self._cached: tuple[Hashable, weakref.ref[GraphCall]] | None = None
+
+    def find(self, signature: Hashable) -> GraphCall | None:
+        """The bound call of a backward pass with this signature, if there is one."""
+        cached = self._cached
+        if cached is not None and cached[0] == signature:
+            call = cached[1]()
+            if call is not None:
+                return call
+        found: GraphCall | None = _gradient_calls.get(signature)
+        if found is not None:
+            self._cached = signature, weakref.ref(found)
+        return found
+
+    def add(self, signature: Hashable, call: GraphCall) -> None:
+        """Adds the bound call of a backward pass; `signature` is everything that determines it."""
+        _gradient_calls.add(signature, call)
+        self._cached = signature, weakref.ref(call)
+
+
 class GraphCall:
     """A call bound to its plan.
 
     Attributes:
         plan: The plan.
-        gradient: The operands' signature and the bound call of its backward pass, if prepared.
+        last_gradient: Finds the last backward call of this call.
         last: Reset by `CallTable`.
     """
 
     __slots__ = (
         *("_elsewhere", "_held", "_is_binary", "_known", "_names", "_numbers", "_results", "_template", "_tensors"),
-        *("gradient", "last", "plan"),
+        *("__weakref__", "last", "last_gradient", "plan"),
     )
 
     def __init__(
@@ -197,7 +227,7 @@ class GraphCall:
         key = key_of(operation, operation.operands, given, outputs, options, *where, deterministic=deterministic)
         self.plan = plan_cache.get(key, lambda key: build_plan(operation, key))
         self.last: Any = None
-        self.gradient: tuple[Any, GraphCall] | None = None
+        self.last_gradient = LastGradient()
         self._elsewhere = torch.cuda.device_count() > 1
         present = [x for x in given if x is not None]
         self._names = [operand.name for operand in key.inputs]
@@ -214,6 +244,7 @@ class GraphCall:
     def shaped(self, *layouts: Layout) -> GraphCall:
         """The same call with results viewed in other shapes."""
         result = copy.copy(self)
+        result.last_gradient = LastGradient()
         result._results = [(place, layout) for (place, _), layout in zip(self._results, layouts, strict=True)]
         return result
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, is_deterministic, needs_gradient, needs_operator
-from cudnn_sdpa.engine.launch import GraphCall, describe
+from cudnn_sdpa.engine.launch import GraphCall, LastGradient, describe
 from cudnn_sdpa.errors import DtypeError, ShapeError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops
 from cudnn_sdpa.fused.activation_graphs import (
@@ -160,7 +160,7 @@ class _SiluMul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: GraphCall, *tensors: Tensor) -> Tensor:
-        ctx.call = call
+        ctx.last_gradient = call.last_gradient
         ctx.save_for_backward(*tensors)
         return call(tensors if len(tensors) > 1 else tensors[0].chunk(2, dim=-1))[0]
 
@@ -178,11 +178,11 @@ class _SiluMul(torch.autograd.Function):
             viewed = [None if part is None else part.view(grad.shape) for part in gradients]
             return None, *(viewed if len(tensors) > 1 else (torch.cat(viewed, -1),))  # type: ignore[arg-type]
         if len(tensors) > 1:
-            return None, *_gradients(ctx.call, grad, *tensors)
-        return None, _packed_gradient(ctx.call, grad, *tensors)
+            return None, *_gradients(ctx.last_gradient, grad, *tensors)
+        return None, _packed_gradient(ctx.last_gradient, grad, *tensors)
 
 
-def _gradients(call: GraphCall, grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
+def _gradients(last: LastGradient, grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
     """The gradients of gate and up, contiguous."""
     tensors = (grad, gate, up)
 
@@ -191,10 +191,10 @@ def _gradients(call: GraphCall, grad: Tensor, gate: Tensor, up: Tensor) -> list[
         rows = as_rows(tensors, _GRADIENT_OPERANDS)
         return torch_ops.prepared(silu_mul_gradients, rows, {"dense": True}).shaped(layout, layout)
 
-    return _gradient_call(call, tensors, bind)(tensors)
+    return _gradient_call(last, tensors, bind, dense=True)(tensors)
 
 
-def _packed_gradient(call: GraphCall, grad: Tensor, gate_up: Tensor) -> Tensor:
+def _packed_gradient(last: LastGradient, grad: Tensor, gate_up: Tensor) -> Tensor:
     """The gradient of a tensor that holds gate and up, each half written in place."""
     if not gate_up.data_ptr():
         check_strided("gate", gate_up)  # names it; `chunk` would raise an error of PyTorch's
@@ -204,7 +204,7 @@ def _packed_gradient(call: GraphCall, grad: Tensor, gate_up: Tensor) -> Tensor:
     def bind() -> GraphCall:
         return torch_ops.prepared(silu_mul_gradients, as_rows(tensors, _GRADIENT_OPERANDS), {"dense": False})
 
-    gradient_call = _gradient_call(call, tensors, bind)
+    gradient_call = _gradient_call(last, tensors, bind, dense=False)
     gradient = torch.empty_like(gate_up)
     first = gradient.data_ptr()
     with torch.cuda.device(gate_up.device):
@@ -212,16 +212,19 @@ def _packed_gradient(call: GraphCall, grad: Tensor, gate_up: Tensor) -> Tensor:
     return gradient
 
 
-def _gradient_call(call: GraphCall, tensors: Sequence[Tensor], bind: Callable[[], GraphCall]) -> GraphCall:
-    """The bound call of the gradients. The forward call keeps it, which saves a lookup.
+def _gradient_call(
+    last: LastGradient, tensors: Sequence[Tensor], bind: Callable[[], GraphCall], *, dense: bool
+) -> GraphCall:
+    """The bound call of the gradients, which `bind` makes if the last one had other operands.
 
-    Saved-tensor hooks may have returned other layouts, so these are compared.
+    They are compared because saved-tensor hooks may have returned other layouts.
     """
-    signature: Hashable = (is_deterministic(), *map(describe, tensors))
-    cached = call.gradient
-    if cached is None or cached[0] != signature or not cached[1].plan.held:
-        call.gradient = cached = signature, bind()
-    return cached[1]
+    signature: Hashable = (silu_mul_gradients, dense, is_deterministic(), *map(describe, tensors))
+    call = last.find(signature)
+    if call is None:
+        call = bind()
+        last.add(signature, call)
+    return call
 
 
 def halves_of(gate_up: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, is_deterministic, needs_gradient, needs_operator
-from cudnn_sdpa.engine.launch import GraphCall, Layout, describe
+from cudnn_sdpa.engine.launch import GraphCall, LastGradient, Layout, describe
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops
 from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable, shown
@@ -348,7 +348,7 @@ class _RmsNorm(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         results = tuple(call(tensors, numbers))
-        ctx.call, ctx.has_residual = call, has_residual
+        ctx.last_gradient, ctx.has_residual = call.last_gradient, has_residual
         _, *shift = numbers  # eps
         ctx.shift = tuple(shift)
         x, *rest = tensors
@@ -368,7 +368,9 @@ class _RmsNorm(torch.autograd.Function):
             return grad_rows, rows, weight_row, scale, *ctx.shift
 
         tensors = (grad, x, *weights, scale)
-        grad_x, *grad_weights = _gradients(ctx.call, rms_norm_gradients, tensors, operands=operands, numbers=ctx.shift)
+        grad_x, *grad_weights = _gradients(
+            ctx.last_gradient, rms_norm_gradients, tensors, operands=operands, numbers=ctx.shift
+        )
         _, _, _, _, *needs = ctx.needs_input_grad  # call, numbers, has_weight, has_residual, then the tensors
         if not ctx.has_residual:
             return None, None, None, None, *needed_only((grad_x, *grad_weights), needs)
@@ -384,7 +386,7 @@ class _LayerNorm(torch.autograd.Function):
     def forward(ctx: Any, call: GraphCall, numbers: tuple[float, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         x, weight, _bias = tensors
         out, *statistics = call(tensors, numbers)
-        ctx.call = call
+        ctx.last_gradient = call.last_gradient
         ctx.save_for_backward(x, weight, *statistics)
         ctx.mark_non_differentiable(*statistics)
         ctx.set_materialize_grads(False)
@@ -399,13 +401,14 @@ class _LayerNorm(torch.autograd.Function):
             rows, weight_row, grad_rows = rows_of(x, weight, grad)
             return grad_rows, rows, weight_row, *statistics
 
-        gradients = _gradients(ctx.call, layer_norm_gradients, (grad, x, weight, *statistics), operands=operands)
+        tensors = (grad, x, weight, *statistics)
+        gradients = _gradients(ctx.last_gradient, layer_norm_gradients, tensors, operands=operands)
         _, _, *needs = ctx.needs_input_grad  # call, numbers, then the tensors
         return None, None, *needed_only(gradients, needs)
 
 
 def _gradients(
-    call: GraphCall,
+    last: LastGradient,
     function: GraphFunction,
     tensors: Sequence[Tensor],
     *,
@@ -414,11 +417,11 @@ def _gradients(
 ) -> list[Tensor]:
     """Gradients of x and the weights, in their shapes.
 
-    The forward call keeps the bound call of its gradients, which saves a lookup, 5 µs. Saved-tensor hooks may have
-    returned other layouts, so these are compared.
+    The last bound call is recognized by its operands, which saves views and keys, 5 µs. They are compared because
+    saved-tensor hooks may have returned other layouts.
 
     Args:
-        call: The forward call.
+        last: Finds the last backward call of the forward call.
         function: The graph function of the gradients.
         tensors: The gradient of the result, x, and all other tensors of `function`, in its order.
         operands: Returns the operands of `function`: `tensors` as rows, and the numbers.
@@ -430,15 +433,15 @@ def _gradients(
         return [grad_x.view(x.shape), *(gradient.view(-1) for gradient in grad_weights)]
     if not grad.is_contiguous() or grad.data_ptr() % ALIGNMENT:
         tensors = (grad.clone(memory_format=torch.contiguous_format), *tensors[1:])
-    signature = [is_deterministic(), *map(describe, tensors)]
-    cached = call.gradient
-    if cached is not None and cached[0] == signature and cached[1].plan.held:
-        return cached[1](tensors, numbers)
+    signature = (function, len(numbers), is_deterministic(), *map(describe, tensors))
+    gradient = last.find(signature)
+    if gradient is not None:
+        return gradient(tensors, numbers)
     values = operands()
     weights = [torch.Size((x.shape[-1],))] * (len(function.outputs(_padded(function, values), {})) - 1)
     gradient = _bind(function, values, static={}, shapes=[x.shape, *weights])
     if all(tensor.is_contiguous() for tensor in tensors):
-        call.gradient = signature, gradient
+        last.add(signature, gradient)
         return gradient(tensors, numbers)
     return gradient([value for value in values if isinstance(value, Tensor)], numbers)
 

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import inspect
 import re
+import weakref
 
 import pytest
 import torch
@@ -526,28 +527,59 @@ def test_a_plan_may_be_evicted_between_the_passes(call):
 @pytest.mark.parametrize("graph", ["no graph", "a graph"])
 def test_evicted_plans_are_freed_at_once(example, graph):
     """Also while autograd's graph of a call is alive, which holds no plan."""
-    import weakref
-
-    class Witness:
-        pass
-
-    if graph == "a graph" and not example.is_attention:
-        pytest.skip("graphs of norms and gates keep their plan until they end")
     example.warm_up()
     out = example(example.tensors(grad=True)) if graph == "a graph" else None
-    witnesses = []
+    witnesses = witnesses_of_plans()
+    with without_collector():
+        plan_cache.clear()
+        assert not any(witness() for witness in witnesses)
+    del out
+
+
+def test_evicted_plans_of_gradients_are_freed_at_once(example):
+    """Also while the plan of the forward pass, and a graph of autograd's, are alive."""
+    example.warm_up()
+    tensors = example.tensors(grad=True)
+    before = plan_cache.plans()[-1].last_used
+    out = example(tensors)
+    recent = sum(plan.last_used > before for plan in plan_cache.plans())
+    witnesses = witnesses_of_plans()
+    assert 0 < recent < len(witnesses)
+    capacity = plan_cache.info().capacity
+    with without_collector():
+        try:
+            plan_cache.resize(recent)
+            alive = [witness() is not None for witness in witnesses]
+            assert alive == [False] * (len(witnesses) - recent) + [True] * recent
+        finally:
+            plan_cache.resize(capacity)
+    wanted = {name: x for name, x in tensors.items() if x.requires_grad}
+    found = torch.autograd.grad(out, list(wanted.values()), torch.ones_like(out))
+    example.assert_gradients(dict(zip(wanted, found, strict=True)), tensors)
+
+
+class Witness:
+    """An attribute of a plan, which is freed with it."""
+
+
+def witnesses_of_plans():
+    """Weak references to objects that live as long as the plans in the cache, the least recently used first."""
+    found = []
     for plan in plan_cache.plans():
         plan.witness = Witness()
-        witnesses.append(weakref.ref(plan.witness))
-    del plan
+        found.append(weakref.ref(plan.witness))
+    return found
+
+
+@contextlib.contextmanager
+def without_collector():
+    """Leaves no cycle to Python's garbage collector, and keeps it from running."""
     gc.collect()
     gc.disable()
     try:
-        plan_cache.clear()
-        assert not any(witness() for witness in witnesses)
+        yield
     finally:
         gc.enable()
-        del out
 
 
 def test_threads_call_at_once(call):
