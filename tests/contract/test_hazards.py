@@ -536,6 +536,7 @@ def test_evicted_plans_are_freed_at_once(example, graph):
     del out
 
 
+@pytest.mark.differentiates
 def test_evicted_plans_of_gradients_are_freed_at_once(example):
     """Also while the plan of the forward pass, and a graph of autograd's, are alive."""
     example.warm_up()
