@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from cudnn_sdpa.errors import ExecutionError, LibraryError, UnsupportedError
 from cudnn_sdpa.graph.determinism import is_repeatable
@@ -28,8 +28,8 @@ MIN_CUDNN = 91000
 
 # The frontend has no type information.
 
-#: A symbolic tensor of a graph.
-Symbol: TypeAlias = Any
+#: The frontend's `pygraph`.
+PyGraph: TypeAlias = Any
 
 #: The frontend's `Handle`, which owns a `cudnnHandle_t`.
 Handle: TypeAlias = Any
@@ -44,6 +44,34 @@ Configuration = tuple[str, dict[str, int]]
 Launch = Callable[[int, int, int, int, int], None]
 
 _INSTALL = "install it with: pip install 'cudnn-sdpa[cu13]' (PyTorch for CUDA 13) or 'cudnn-sdpa[cu12]' (CUDA 12)"
+
+
+class Symbol(Protocol):
+    """A symbolic tensor of a graph: what is used of the frontend's `tensor`."""
+
+    def get_dim(self) -> list[int]: ...
+
+    def set_output(self, is_output: bool, /) -> Symbol: ...
+
+    def set_dim(self, shape: list[int], /) -> Symbol: ...
+
+    def set_stride(self, stride: list[int], /) -> Symbol: ...
+
+    def set_data_type(self, data_type: object, /) -> Symbol: ...
+
+    def set_uid(self, uid: int, /) -> Symbol: ...
+
+    def set_ragged_offset(self, offsets: Symbol, /) -> Symbol: ...
+
+
+#: What a builder function returns.
+Results: TypeAlias = Symbol | Sequence[Symbol]
+
+
+class Operations(Protocol):
+    """cuDNN's pointwise operations as methods: what a `score_mod` receives."""
+
+    def __getattr__(self, name: str) -> Callable[..., Symbol]: ...
 
 
 @functools.cache
@@ -138,6 +166,16 @@ class GraphBuilder:
         device_options: Arguments for another builder for the same GPU.
     """
 
+    # The operations with several results; `__getattr__` finds them like all others.
+    sdpa: Callable[..., Sequence[Symbol]]
+    sdpa_backward: Callable[..., Sequence[Symbol]]
+    sdpa_fp8: Callable[..., Sequence[Symbol]]
+    sdpa_fp8_backward: Callable[..., Sequence[Symbol]]
+    rmsnorm: Callable[..., Sequence[Symbol]]
+    rmsnorm_backward: Callable[..., Sequence[Symbol]]
+    layernorm: Callable[..., Sequence[Symbol]]
+    layernorm_backward: Callable[..., Sequence[Symbol]]
+
     def __init__(self, *, handle: Handle | None = None, properties: DeviceProperties | None = None) -> None:
         self.types = cudnn()
         self.device_options = {"handle": handle, "properties": properties}
@@ -149,13 +187,14 @@ class GraphBuilder:
                 "sm_count": properties["multiProcessorCount"],
             }
         float32 = self.types.data_type.FLOAT
-        self._graph = self.types.pygraph(intermediate_data_type=float32, compute_data_type=float32, **options)
+        self._graph: PyGraph = self.types.pygraph(intermediate_data_type=float32, compute_data_type=float32, **options)
         self._is_allowed: Callable[[str, dict[str, int]], bool] = lambda *_: True
         self._skipped_any = self._deterministic = False
         self.locations: list[SourceLocation] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return recording(name, getattr(self._graph, name), self.locations)
+    def __getattr__(self, name: str) -> Callable[..., Symbol]:
+        operation: Callable[..., Symbol] = recording(name, getattr(self._graph, name), self.locations)
+        return operation
 
     def only_repeatable(self, *, single_query: bool) -> None:
         """Skips forward kernels that may differ in the last bit from run to run."""
@@ -181,7 +220,7 @@ class GraphBuilder:
         `host_scalar` makes it a pass-by-value scalar in host memory; `ragged` is the operand with the offset of each
         batch entry.
         """
-        return self._graph.tensor(
+        symbol: Symbol = self._graph.tensor(
             name=name,
             uid=uid,
             dim=list(shape),
@@ -190,6 +229,7 @@ class GraphBuilder:
             is_pass_by_value=host_scalar,
             ragged_offset=ragged,
         )
+        return symbol
 
     def declare_output(
         self,
@@ -273,7 +313,7 @@ class GraphBuilder:
 class BuiltGraph:
     """A graph with a compiled plan; `workspace` is the number of bytes that each launch needs."""
 
-    graph: Any
+    graph: PyGraph
     engine: str
     knobs: dict[str, int]
     workspace: int
@@ -298,7 +338,7 @@ def load_graph(handle: Handle, data: bytes, engine: str, knobs: dict[str, int]) 
     Raises:
         Exception: cuDNN rejects the bytes, which are not a plan for this GPU and version.
     """
-    graph = cudnn().pygraph(handle=handle)
+    graph: PyGraph = cudnn().pygraph(handle=handle)
     try:
         graph.deserialize(data)
     except TypeError:  # frontends before 1.29 take a list of integers
@@ -306,7 +346,7 @@ def load_graph(handle: Handle, data: bytes, engine: str, knobs: dict[str, int]) 
     return BuiltGraph(graph, engine, knobs, int(graph.get_workspace_size()))
 
 
-def _raw_launcher(graph: Any, uids: list[int]) -> Launch | None:
+def _raw_launcher(graph: PyGraph, uids: list[int]) -> Launch | None:
     """The frontend's private launch with an array of raw pointers, if it has one: 6 µs faster than `execute`."""
     lowered = getattr(graph, "_lowered_graph", None)
     required = ("_execute_with_raw_ptrs", "_prepare_variant_pack_template", "_get_variant_pack_uids_sorted")
@@ -319,7 +359,7 @@ def _raw_launcher(graph: Any, uids: list[int]) -> Launch | None:
     return launch
 
 
-def _public_launcher(graph: Any, uids: list[int]) -> Launch:
+def _public_launcher(graph: PyGraph, uids: list[int]) -> Launch:
     """A launch with the frontend's public `execute`, which takes addresses by UID."""
     handle_type = cudnn().Handle
 

@@ -14,14 +14,13 @@ import traceback
 import types
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.graph import known_issues
-from cudnn_sdpa.graph.backend import BuiltGraph, GraphBuilder, Symbol
+from cudnn_sdpa.graph.backend import BuiltGraph, GraphBuilder, Results, Symbol
 from cudnn_sdpa.graph.diagnostics import locations_in_file
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES
@@ -42,7 +41,7 @@ class GraphOp:
     which the same holds; these are part of the identity, and a builder with any others is rejected.
     """
 
-    def __init__(self, builder: Callable[..., Any]) -> None:
+    def __init__(self, builder: Callable[..., object]) -> None:
         if not isinstance(builder, types.FunctionType):
             expected = "a plain function, on whose source its plans can depend"
             raise OptionError("the graph builder", type(builder).__name__, expected)
@@ -148,9 +147,7 @@ class GraphOp:
             raise OptionError(f"the graph builder of {key.name}", got, expected) from error
         return symbols, self._checked(results, key, list(symbols.values()))
 
-    def _checked(
-        self, results: Symbol | Sequence[Symbol], key: PlanKey, operands: Sequence[Symbol]
-    ) -> tuple[Symbol, ...]:
+    def _checked(self, results: Results, key: PlanKey, operands: Sequence[Symbol]) -> tuple[Symbol, ...]:
         """The builder's results, checked against the key.
 
         Raises:
@@ -178,7 +175,7 @@ def _location_of(error: Exception, builder: types.FunctionType) -> str:
     return f" ({inside[-1].filename}, line {inside[-1].lineno}: {inside[-1].line})" if inside else ""
 
 
-def graph_op(builder: Callable[..., Any]) -> GraphOp:
+def graph_op(builder: Callable[..., object]) -> GraphOp:
     """Makes an operation from a graph builder; see `GraphOp`."""
     return GraphOp(builder)
 

@@ -67,7 +67,7 @@ def recording(name: str, method: Any, locations: list[SourceLocation]) -> Any:
     if not callable(method):
         return method
 
-    def call(*operands: Any, **options: Any) -> Any:
+    def call(*operands: object, **options: object) -> object:
         caller = sys._getframe(1)
         locations.append(SourceLocation(name, caller.f_code.co_filename, caller.f_lineno))
         return method(*operands, **options)

@@ -26,11 +26,11 @@ class InferringBuilder(GraphBuilder):
         super().__init__(**device_options)
 
     def __getattr__(self, name: str) -> Any:
-        method = super().__getattr__(name)
+        method: Any = super().__getattr__(name)
         if not callable(method):
             return method
 
-        def call(*operands: Any, **options: Any) -> Any:
+        def call(*operands: object, **options: object) -> object:
             results = method(*operands, **options)
             for symbol in results if isinstance(results, (tuple, list)) else (results,):
                 self._made_by[id(symbol)] = name

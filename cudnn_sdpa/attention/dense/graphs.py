@@ -15,29 +15,30 @@ Logit soft-capping is a `score_mod`, which excludes cuDNN's own masks, so the `s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
+from cudnn_sdpa.graph.backend import GraphBuilder, Operations, Results, Symbol
 from cudnn_sdpa.graph.definition import graph_op
 
-Modifier = Callable[[Any, Any], Any]
+Modifier: TypeAlias = Callable[[Operations, Symbol], Symbol]
 
 
 @graph_op
 def sdpa_forward(
-    g: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    scale: Any,
-    bias: Any = None,
-    sink: Any = None,
-    seq_len_q: Any = None,
-    seq_len_kv: Any = None,
-    seed: Any = None,
-    offset: Any = None,
-    softcap: Any = None,
-    lowest: Any = None,
-    highest: Any = None,
+    g: GraphBuilder,
+    q: Symbol,
+    k: Symbol,
+    v: Symbol,
+    scale: Symbol,
+    bias: Symbol | None = None,
+    sink: Symbol | None = None,
+    seq_len_q: Symbol | None = None,
+    seq_len_kv: Symbol | None = None,
+    seed: Symbol | None = None,
+    offset: Symbol | None = None,
+    softcap: Symbol | None = None,
+    lowest: Symbol | None = None,
+    highest: Symbol | None = None,
     *,
     band: tuple[int | None, int | None, bool] | None,
     alibi: bool,
@@ -45,9 +46,9 @@ def sdpa_forward(
     totals: tuple[int, int] | None,
     with_lse: bool,
     deterministic: bool = False,
-) -> Any:
+) -> Results:
     """O = softmax(cap(scale · Q Kᵀ) + bias) V, and on request the LSE of the scores that the softmax sees."""
-    options: dict[str, Any] = {"bias": bias, "sink_token": sink}
+    options: dict[str, object] = {"bias": bias, "sink_token": sink}
     if deterministic:
         g.only_repeatable(single_query=q.get_dim()[2] == 1)
     if softcap is not None:
@@ -65,22 +66,22 @@ def sdpa_forward(
 
 @graph_op
 def sdpa_backward(
-    g: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    grad_out: Any,
-    lse: Any,
-    scale: Any,
-    bias: Any = None,
-    seq_len_q: Any = None,
-    seq_len_kv: Any = None,
-    seed: Any = None,
-    offset: Any = None,
-    softcap: Any = None,
-    lowest: Any = None,
-    highest: Any = None,
+    g: GraphBuilder,
+    q: Symbol,
+    k: Symbol,
+    v: Symbol,
+    out: Symbol,
+    grad_out: Symbol,
+    lse: Symbol,
+    scale: Symbol,
+    bias: Symbol | None = None,
+    seq_len_q: Symbol | None = None,
+    seq_len_kv: Symbol | None = None,
+    seed: Symbol | None = None,
+    offset: Symbol | None = None,
+    softcap: Symbol | None = None,
+    lowest: Symbol | None = None,
+    highest: Symbol | None = None,
     *,
     band: tuple[int | None, int | None, bool] | None,
     alibi: bool,
@@ -88,12 +89,12 @@ def sdpa_backward(
     totals: tuple[int, int] | None,
     deterministic: bool,
     bias_gradient: tuple[int, ...] | None,
-) -> Any:
+) -> Results:
     """The gradients of q, k and v, and of the bias if the shape of its gradient is passed.
 
     The sinks enter only through the LSE.
     """
-    options: dict[str, Any] = {"bias": bias, "use_deterministic_algorithm": deterministic}
+    options: dict[str, object] = {"bias": bias, "use_deterministic_algorithm": deterministic}
     if softcap is not None:
         modifiers = soft_cap(g, softcap, k.get_dim()[2], band, lowest, highest, backward=True)
         options["score_mod"], options["score_mod_bprop"] = modifiers
@@ -104,30 +105,31 @@ def sdpa_backward(
         options["dropout"] = (dropout_p, seed, offset)
     if totals is not None:
         options |= {"max_total_seq_len_q": totals[0], "max_total_seq_len_kv": totals[1]}
-    if bias_gradient is not None:
-        options["dBias"] = side_output(g, "grad_bias", bias_gradient)
+    grad_bias = None if bias_gradient is None else side_output(g, "grad_bias", bias_gradient)
+    if grad_bias is not None:
+        options["dBias"] = grad_bias
     gradients = g.sdpa_backward(
         name="sdpa_backward", q=q, k=k, v=v, o=out, dO=grad_out, stats=lse, attn_scale=scale, **options
     )
-    return tuple(gradients) if bias_gradient is None else (*gradients, options["dBias"])
+    return tuple(gradients) if grad_bias is None else (*gradients, grad_bias)
 
 
 @graph_op
 def paged_decode(
-    g: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    scale: Any,
-    seq_len_q: Any,
-    seq_len_kv: Any,
-    table_k: Any,
-    table_v: Any,
+    g: GraphBuilder,
+    q: Symbol,
+    k: Symbol,
+    v: Symbol,
+    scale: Symbol,
+    seq_len_q: Symbol,
+    seq_len_kv: Symbol,
+    table_k: Symbol,
+    table_v: Symbol,
     *,
     left: int | None,
     with_lse: bool,
     deterministic: bool = False,
-) -> Any:
+) -> Results:
     """The forward pass of single queries on a paged KV cache.
 
     The page of key j of sequence b is `table_k[b, j // page_size]`. A query sees the last `left` + 1 keys, or all.
@@ -151,16 +153,20 @@ def paged_decode(
     return (o, lse) if with_lse else o
 
 
-def side_output(g: Any, name: str, shape: tuple[int, ...]) -> Any:
+def side_output(g: GraphBuilder, name: str, shape: tuple[int, ...]) -> Symbol:
     """An output that cuDNN takes as an argument."""
     return g.tensor(name=name, dim=list(shape), stride=[1] * len(shape), data_type=g.types.data_type.FLOAT)
 
 
 def masks(
-    g: Any, band: tuple[int | None, int | None, bool] | None, alibi: bool, seq_len_q: Any, seq_len_kv: Any
-) -> dict[str, Any]:
+    g: GraphBuilder,
+    band: tuple[int | None, int | None, bool] | None,
+    alibi: bool,
+    seq_len_q: Symbol | None,
+    seq_len_kv: Symbol | None,
+) -> dict[str, object]:
     """The options of the masks that cuDNN applies itself."""
-    options: dict[str, Any] = {"use_alibi_mask": alibi}
+    options: dict[str, object] = {"use_alibi_mask": alibi}
     if band is not None:
         left, right, bottom_right = band
         alignment = g.types.diagonal_alignment
@@ -174,12 +180,12 @@ def masks(
 
 
 def soft_cap(
-    g: Any,
-    cap: Any,
+    g: GraphBuilder,
+    cap: Symbol,
     keys: int,
     band: tuple[int | None, int | None, bool] | None,
-    lowest: Any,
-    highest: Any,
+    lowest: Symbol | None,
+    highest: Symbol | None,
     *,
     backward: bool,
 ) -> tuple[Modifier, Modifier]:
@@ -196,7 +202,7 @@ def soft_cap(
         highest: The last one, likewise.
         backward: Whether this is the backward pass, whose engines need more masks than the mathematics.
     """
-    inner: list[Any] = []
+    inner: list[Symbol] = []
     left, right, _ = band or (None, None, False)
     if highest is not None:
         left = right = None  # `lowest` and `highest` contain them
@@ -204,7 +210,7 @@ def soft_cap(
         # Without a mask that compares rows with columns, cuDNN 9.19 gives zeros for the gradient of the values.
         right = keys
 
-    def forward(graph: Any, score: Any) -> Any:
+    def forward(graph: Operations, score: Symbol) -> Symbol:
         inner.append(graph.div(score, cap))
         score = graph.mul(graph.tanh(inner[-1]), cap)
         row, column = index(g, graph, score, 2), index(g, graph, score, 3)
@@ -214,20 +220,20 @@ def soft_cap(
         if left is not None:
             # Always shifted, even by 0: cuDNN 9.19 takes a plain column >= row for a causal mask.
             score = keep(g, graph, score, graph.cmp_ge, shifted(g, graph, column, left), row)
-        if highest is not None:
+        if lowest is not None and highest is not None:
             score = keep(g, graph, score, graph.cmp_le, column, highest)
             score = keep(g, graph, score, graph.cmp_ge, column, lowest)
         elif backward:  # masks the padding of the last tile: see `known_issues`
             score = keep(g, graph, score, graph.cmp_le, column, number(g, keys - 1))
         return score
 
-    def derivative(graph: Any, gradient: Any) -> Any:
+    def derivative(graph: Operations, gradient: Symbol) -> Symbol:
         return graph.div(graph.tanh_backward(graph.mul(gradient, cap), inner[-1]), cap)
 
     return forward, derivative
 
 
-def index(g: Any, graph: Any, score: Any, axis: int) -> Any:
+def index(g: GraphBuilder, graph: Operations, score: Symbol, axis: int) -> Symbol:
     """The position of each score along an axis."""
     int32 = g.types.data_type.INT32
     result = graph.gen_index(score, axis=axis, compute_data_type=int32)
@@ -235,7 +241,7 @@ def index(g: Any, graph: Any, score: Any, axis: int) -> Any:
     return result
 
 
-def shifted(g: Any, graph: Any, position: Any, shift: int) -> Any:
+def shifted(g: GraphBuilder, graph: Operations, position: Symbol, shift: int) -> Symbol:
     """A position plus a constant."""
     int32 = g.types.data_type.INT32
     result = graph.add(position, number(g, shift), compute_data_type=int32)
@@ -243,7 +249,9 @@ def shifted(g: Any, graph: Any, position: Any, shift: int) -> Any:
     return result
 
 
-def keep(g: Any, graph: Any, score: Any, compare: Any, position: Any, other: Any) -> Any:
+def keep(
+    g: GraphBuilder, graph: Operations, score: Symbol, compare: Callable[..., Symbol], position: Symbol, other: Symbol
+) -> Symbol:
     """The score where the comparison of two positions holds, elsewhere −inf."""
     boolean = g.types.data_type.BOOLEAN
     seen = compare(position, other, compute_data_type=boolean)
@@ -251,6 +259,6 @@ def keep(g: Any, graph: Any, score: Any, compare: Any, position: Any, other: Any
     return graph.binary_select(score, number(g, float("-inf")), seen)
 
 
-def number(g: Any, value: float) -> Any:
+def number(g: GraphBuilder, value: float) -> Symbol:
     """A constant of the graph."""
     return g.tensor_scalar(value, g.types.scalar_type.RUNTIME_PARAM)

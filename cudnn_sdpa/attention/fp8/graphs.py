@@ -10,37 +10,36 @@ that is asked for none of them leaves them out of the graph.
 
 from __future__ import annotations
 
-from typing import Any
-
+from cudnn_sdpa.graph.backend import GraphBuilder, Results, Symbol
 from cudnn_sdpa.graph.definition import graph_op
 
 
 @graph_op
 def sdpa_fp8_forward(
-    g: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    scale: Any,
-    descale_q: Any,
-    descale_k: Any,
-    descale_v: Any,
-    descale_s: Any,
-    scale_s: Any,
-    scale_o: Any,
-    seq_len_q: Any = None,
-    seq_len_kv: Any = None,
-    table_k: Any = None,
-    table_v: Any = None,
+    g: GraphBuilder,
+    q: Symbol,
+    k: Symbol,
+    v: Symbol,
+    scale: Symbol,
+    descale_q: Symbol,
+    descale_k: Symbol,
+    descale_v: Symbol,
+    descale_s: Symbol,
+    scale_s: Symbol,
+    scale_o: Symbol,
+    seq_len_q: Symbol | None = None,
+    seq_len_kv: Symbol | None = None,
+    table_k: Symbol | None = None,
+    table_v: Symbol | None = None,
     *,
     band: tuple[int | None, int | None, bool] | None,
     with_lse: bool,
-) -> Any:
+) -> Results:
     """O, the amax of the probabilities and of O, and on request the LSE of the scores.
 
     With tables, k and v are pages, and the page of key j of sequence b is `table_k[b, j // page size]`.
     """
-    pages: dict[str, Any] = {}
+    pages: dict[str, object] = {}
     if table_k is not None:
         pages.update(paged_attention_k_table=table_k, paged_attention_v_table=table_v)
         pages["paged_attention_max_seq_len_kv"] = table_k.get_dim()[2] * k.get_dim()[2]
@@ -65,32 +64,32 @@ def sdpa_fp8_forward(
 
 @graph_op
 def sdpa_fp8_backward(
-    g: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    grad_out: Any,
-    lse: Any,
-    scale: Any,
-    descale_q: Any,
-    descale_k: Any,
-    descale_v: Any,
-    descale_o: Any,
-    descale_do: Any,
-    descale_s: Any,
-    descale_dp: Any,
-    scale_s: Any,
-    scale_dq: Any,
-    scale_dk: Any,
-    scale_dv: Any,
-    scale_dp: Any,
-    seq_len_q: Any = None,
-    seq_len_kv: Any = None,
+    g: GraphBuilder,
+    q: Symbol,
+    k: Symbol,
+    v: Symbol,
+    out: Symbol,
+    grad_out: Symbol,
+    lse: Symbol,
+    scale: Symbol,
+    descale_q: Symbol,
+    descale_k: Symbol,
+    descale_v: Symbol,
+    descale_o: Symbol,
+    descale_do: Symbol,
+    descale_s: Symbol,
+    descale_dp: Symbol,
+    scale_s: Symbol,
+    scale_dq: Symbol,
+    scale_dk: Symbol,
+    scale_dv: Symbol,
+    scale_dp: Symbol,
+    seq_len_q: Symbol | None = None,
+    seq_len_kv: Symbol | None = None,
     *,
     band: tuple[int | None, int | None, bool] | None,
     deterministic: bool,
-) -> Any:
+) -> Results:
     """The gradients of q, k and v, their amax values, and that of the scores' gradient."""
     return tuple(
         g.sdpa_fp8_backward(
@@ -121,10 +120,15 @@ def sdpa_fp8_backward(
 
 
 def masks(
-    g: Any, band: tuple[int | None, int | None, bool] | None, seq_len_q: Any, seq_len_kv: Any, *, prefix: str = ""
-) -> dict[str, Any]:
+    g: GraphBuilder,
+    band: tuple[int | None, int | None, bool] | None,
+    seq_len_q: Symbol | None,
+    seq_len_kv: Symbol | None,
+    *,
+    prefix: str = "",
+) -> dict[str, object]:
     """cuDNN's options of the mask; `prefix` is that of the bounds' names."""
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     if band is not None:
         left, right, bottom_right = band
         alignment = g.types.diagonal_alignment

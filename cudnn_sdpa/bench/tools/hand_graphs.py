@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.graph import backend, handles
-from cudnn_sdpa.graph.backend import Symbol
+from cudnn_sdpa.graph.backend import PyGraph, Symbol
 
 
 class HandGraph:
@@ -20,19 +19,19 @@ class HandGraph:
     """
 
     def __init__(self, like: Tensor) -> None:
-        self.types: Any = backend.cudnn()
+        self.types = backend.cudnn()
         self.device = like.get_device()
         self.handle = handles.build_handle(self.device)
         slot = handles.thread.slots[self.device]
         slot.bind(torch.cuda.current_stream(self.device).cuda_stream)
         self.raw_handle = slot.raw
         single = self.types.data_type.FLOAT
-        self.graph: Any = self.types.pygraph(
+        self.graph: PyGraph = self.types.pygraph(
             io_data_type=self._dtype(like), intermediate_data_type=single, compute_data_type=single, handle=self.handle
         )
         self.tensors: dict[int, Tensor] = {}
 
-    def _dtype(self, tensor: Tensor) -> Any:
+    def _dtype(self, tensor: Tensor) -> object:
         names = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF", torch.float32: "FLOAT"}
         names |= {torch.int32: "INT32", torch.int64: "INT64"}
         return getattr(self.types.data_type, names[tensor.dtype])
@@ -50,7 +49,7 @@ class HandGraph:
         ragged: Symbol | None = None,
     ) -> Symbol:
         """Declares an input, by default with the tensor's own shape and strides; `ragged` are its ragged offsets."""
-        return self.graph.tensor(
+        symbol: Symbol = self.graph.tensor(
             name=name,
             dim=list(shape or tensor.shape),
             stride=list(stride or tensor.stride()),
@@ -58,6 +57,7 @@ class HandGraph:
             uid=self._next_uid(tensor),
             ragged_offset=ragged,
         )
+        return symbol
 
     def write(
         self,
