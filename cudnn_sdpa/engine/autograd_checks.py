@@ -27,10 +27,10 @@ def refuse_second_gradient(what: str) -> NoReturn:
     )
 
 
-def no_second_gradient(what: str) -> Callable[..., Any]:
+def no_second_gradient(what: str) -> Callable[..., NoReturn]:
     """The `backward` of a graph function that computes gradients of `what`: rejects double backward."""
 
-    def backward(grads: Any, operands: Any, results: Any, **options: Any) -> NoReturn:
+    def backward(grads: object, operands: object, results: object, **options: object) -> NoReturn:
         del grads, operands, results, options
         refuse_second_gradient(what)
 
@@ -106,7 +106,7 @@ def resolved(call: CallT) -> CallT:
     return result
 
 
-def refuse_inference_tensors(call: Any) -> None:
+def refuse_inference_tensors(call: object) -> None:
     """Names the tensor that autograd could not save for backward, once that has failed.
 
     Raises:
@@ -128,7 +128,7 @@ def _check_no_tangent(**tensors: Tensor | None) -> None:
     refuse_tangents(tensors, "torch.nn.functional.scaled_dot_product_attention")
 
 
-def refuse_tangents(tensors: Mapping[str, Any], alternative: str = "PyTorch's own functions") -> None:
+def refuse_tangents(tensors: Mapping[str, object], alternative: str = "PyTorch's own functions") -> None:
     """Rejects tensors with forward-mode tangents; ignores other objects.
 
     Raises:
@@ -149,7 +149,7 @@ def _has_tangent(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
-def refuse_transforms(what: str, *tensors: Any, loops: bool) -> None:
+def refuse_transforms(what: str, *tensors: object, loops: bool) -> None:
     """Rejects functorch transforms that the operators do not support.
 
     Args:
@@ -198,7 +198,7 @@ def refuse_batch(grad_out: Tensor | None) -> None:
         )
 
 
-def no_log_sum_exp(*_: Any) -> None:
+def no_log_sum_exp(*_: object) -> None:
     """Refuses the gradient of an operator that saves nothing for it."""
     raise UnsupportedError(
         "a gradient of an operator that does not return the LSE (log-sum-exp)",
@@ -207,7 +207,7 @@ def no_log_sum_exp(*_: Any) -> None:
     )
 
 
-def no_gradient_of_gradient(*_: Any) -> None:
+def no_gradient_of_gradient(*_: object) -> None:
     """Refuses the gradient of a gradient."""
     raise UnsupportedError(
         "a gradient of attention's gradient (double backward)",

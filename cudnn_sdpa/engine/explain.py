@@ -49,7 +49,7 @@ class Description:
     verify: Callable[[bool], dict[str, float]] | None = None
 
 
-_describers: dict[Callable[..., Any], Callable[..., Description]] = {}
+_describers: dict[Callable[..., object], Callable[..., Description]] = {}
 
 #: Modules that describe the functions of each kind; imported on first use.
 _DESCRIBING_MODULES = (
@@ -66,7 +66,7 @@ def _import_describers() -> None:
         importlib.import_module(name)
 
 
-def describes(function: Callable[..., Any]) -> Callable[[Callable[..., Description]], Callable[..., Description]]:
+def describes(function: Callable[..., object]) -> Callable[[Callable[..., Description]], Callable[..., Description]]:
     """Registers the decorated function, called with the same arguments, as what describes calls of `function`.
 
     It takes over the function's name, by which Python calls it when arguments are missing or have other names.
@@ -80,14 +80,14 @@ def describes(function: Callable[..., Any]) -> Callable[[Callable[..., Descripti
     return register
 
 
-def describer_of(function: Callable[..., Any]) -> Callable[..., Description] | None:
+def describer_of(function: Callable[..., object]) -> Callable[..., Description] | None:
     """What describes calls of `function`, if anything does."""
     _import_describers()
     own: Callable[..., Description] | None = getattr(function, "describe", None)  # graph functions describe themselves
     return _describers.get(function, own)
 
 
-def functions() -> list[Callable[..., Any]]:
+def functions() -> list[Callable[..., object]]:
     """The functions that can be described."""
     _import_describers()
     return list(_describers)
@@ -197,7 +197,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(function: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: Any) -> Explanation:
+def explain(function: Callable[..., object], *args: object, verify: bool = False, **kwargs: object) -> Explanation:
     """Shows what a call would run: its plan's key, engine and workspace, or every reason why there is no plan.
 
     If an input requires grad, the same of its gradient.
@@ -233,9 +233,9 @@ def explain(function: Callable[..., Any], *args: Any, verify: bool = False, **kw
 
 
 def explained(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    function: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     *,
     verify: bool = False,
     target: str | None = None,
@@ -283,7 +283,7 @@ def _explain_live(name: str, description: Description, device: int) -> Explanati
     return result
 
 
-def _explain_offline(name: str, description: Description, properties: dict[str, Any]) -> Explanation:
+def _explain_offline(name: str, description: Description, properties: backend.DeviceProperties) -> Explanation:
     target = Target.from_properties(properties)
     result = _start(name, description, target, offline=True)
     if not description.is_empty:

@@ -26,13 +26,13 @@ from cudnn_sdpa.plans.plan import Plan, allocate, current_device
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 #: Bound calls, by everything that determines one.
-calls: CallTable[Any] = CallTable(None)
+calls: CallTable[None] = CallTable(None)
 
 #: Bound calls of gradients, by their operands as autograd gives them.
-_gradient_calls: CallTable[Any] = CallTable(None)
+_gradient_calls: CallTable[None] = CallTable(None)
 
 
-def describe(operand: Any) -> Hashable:
+def describe(operand: object) -> Hashable:
     """The part of an operand that determines a call; for a number, only its presence."""
     if isinstance(operand, Tensor):
         return operand.shape, operand.stride(), operand.dtype, operand.device
@@ -52,9 +52,9 @@ def type_of(option: Any) -> Any:
 def key_of(
     operation: GraphOp,
     names: Sequence[str],
-    given: Sequence[Any],
+    given: Sequence[object],
     outputs: Sequence[Tensor],
-    options: dict[str, Any],
+    options: Mapping[str, object],
     target: Target,
     device: int | None,
     *,
@@ -76,7 +76,7 @@ def key_of(
     )
 
 
-def check_one_device(names: Sequence[str], given: Sequence[Any]) -> None:
+def check_one_device(names: Sequence[str], given: Sequence[object]) -> None:
     """Checks that all tensors are on one device: an address on another would corrupt the CUDA context.
 
     Raises:
@@ -215,9 +215,9 @@ class GraphCall:
     def __init__(
         self,
         operation: Any,
-        given: Sequence[Any],
+        given: Sequence[Tensor | float | None],
         outputs: Sequence[Tensor],
-        options: dict[str, Any],
+        options: Mapping[str, object],
         *,
         deterministic: bool,
     ) -> None:
@@ -226,7 +226,7 @@ class GraphCall:
         where = live_target(device), device
         key = key_of(operation, operation.operands, given, outputs, options, *where, deterministic=deterministic)
         self.plan = plan_cache.get(key, lambda key: build_plan(operation, key))
-        self.last: Any = None
+        self.last: object = None
         self.last_gradient = LastGradient()
         self._elsewhere = torch.cuda.device_count() > 1
         present = [x for x in given if x is not None]

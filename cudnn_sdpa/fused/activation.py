@@ -165,7 +165,7 @@ class _SiluMul(torch.autograd.Function):
         return call(tensors if len(tensors) > 1 else tensors[0].chunk(2, dim=-1))[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         _, *needs = ctx.needs_input_grad  # call, then the tensors
         goes_through_dispatcher = needs_operator(grad)
@@ -237,7 +237,7 @@ def halves_of(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def check(tensors: Sequence[Any], names: Sequence[str]) -> None:
+def check(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
     """Checks that the arguments are tensors of one shape and dtype."""
     first = tensors[0]
     check_dtype(names[0], first)

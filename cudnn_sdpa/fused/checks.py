@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,7 @@ EXPECTED = "float16, bfloat16 or float32"
 _MAX_ITEMS, _MAX_BITS, _MAX_CHARACTERS = 8, 64, 60
 
 
-def check_dtype(name: str, tensor: Any) -> None:
+def check_dtype(name: str, tensor: Tensor) -> None:
     """Checks that an argument is a strided tensor of a supported dtype; float64 is allowed on the CPU, for gradcheck.
 
     Raises:
@@ -68,7 +66,7 @@ def _lacks_memory(tensor: Tensor) -> bool:
     return size < (tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
-def check_same_device(name: str, tensor: Any, first: str, x: Tensor) -> None:
+def check_same_device(name: str, tensor: Tensor, first: str, x: Tensor) -> None:
     """Checks that an argument is a strided tensor on the device of `x`, the argument with the name `first`.
 
     Raises:

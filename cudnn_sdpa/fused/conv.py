@@ -27,18 +27,18 @@ from cudnn_sdpa.fused.conv_graphs import (
     gradients_of,
 )
 from cudnn_sdpa.fused.fast_path import FastPath
+from cudnn_sdpa.fused.torch_ops import Options
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
 #: Sizes are 32-bit integers in cuDNN and in PyTorch.
 MAX_SIZE = 2**31 - 1
 
 
-def check(rank: int, *, x: Any, weight: Any, bias: Any, groups: Any) -> None:
+def check(rank: int, *, x: Tensor, weight: Tensor, bias: Tensor | None, groups: object) -> None:
     """Checks everything except stride, padding and dilation."""
     check_dtype("x", x)
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if name == "bias" and tensor is None:
-            continue
+    others = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    for name, tensor in others.items():
         check_same_device(name, tensor, "x", x)
         if tensor.dtype != x.dtype:
             raise DtypeError(name, str(tensor.dtype), f"{x.dtype}, the dtype of x")
@@ -102,7 +102,7 @@ _SIZE_TYPES = (int, tuple)
 _CHANNELS_PER_LOAD = 8
 
 #: trains, rank, stride, padding, dilation, groups, activation: a plain tuple, 0.5 µs faster to make than a named one.
-_Options: TypeAlias = tuple[bool, int, Any, Any, Any, int, str | None]
+_Options: TypeAlias = tuple[bool, int, object, object, object, int, str | None]
 
 _calls = FastPath()
 
@@ -265,9 +265,9 @@ def _convolve(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
+    stride: object,
+    padding: object,
+    dilation: object,
     groups: int,
     activation: str | None,
 ) -> Tensor:
@@ -305,7 +305,7 @@ def _checked(
     tensors: Sequence[Tensor],
     *,
     rank: int,
-    geometry: dict[str, Any],
+    geometry: dict[str, object],
     groups: int,
     activation: str | None,
     options: _Options | None,
@@ -340,7 +340,7 @@ def _checked(
     return ACTIVATIONS[activation](y) if is_separate else y
 
 
-def _bind(rank: int, operands: Sequence[Tensor | None], static: dict[str, Any]) -> GraphCall:
+def _bind(rank: int, operands: Sequence[Tensor | None], static: Options) -> GraphCall:
     """The bound call, for tensors of the user's rank."""
     call = torch_ops.prepared(convolution, operands, static)
     if rank > 1:
@@ -366,7 +366,7 @@ class _Convolution(torch.autograd.Function):
     """A convolution under autograd, in eager mode: saves only what the needed gradients read."""
 
     @staticmethod
-    def forward(ctx: Any, call: GraphCall, rank: int, geometry: dict[str, Any], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, call: GraphCall, rank: int, geometry: dict[str, object], *tensors: Tensor) -> Tensor:
         x, weight, *_ = tensors
         _, _, _, needs_grad_x, needs_grad_weight, *_ = ctx.needs_input_grad  # call, rank, geometry, then the tensors
         ctx.save_for_backward(x if needs_grad_weight else None, weight if needs_grad_x else None)
@@ -374,7 +374,7 @@ class _Convolution(torch.autograd.Function):
         return call(tensors)[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rank, shapes = ctx.rank, ctx.shapes
         x, weight = (None if part is None else as_one_2d(rank, part) for part in ctx.saved_tensors)
         sizes = geometry_2d(rank, sizes_of(rank, **ctx.geometry))
@@ -391,7 +391,7 @@ class _Convolution(torch.autograd.Function):
         return None, None, None, grad_x, grad_weight, *grad_biases
 
 
-def _cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
+def _cast_for_autocast(*tensors: object) -> tuple[Any, ...]:
     """Tensors as autocast, if it is on, casts them for PyTorch's convolutions."""
     first = tensors[0]
     if not isinstance(first, Tensor):  # the checks raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, overload
+from typing import NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from cudnn_sdpa.fused.conv_graphs import (
 )
 from cudnn_sdpa.fused.graph_op import GraphFunction
 from cudnn_sdpa.fused.norm_graphs import layer_norm_gradients, layer_norm_rows, rms_norm_gradients, rms_norm_rows
-from cudnn_sdpa.fused.torch_ops import Value
 from cudnn_sdpa.graph.key import PlanKey
 
 
@@ -55,7 +54,8 @@ def _rms_norm(
     if 0 in x.shape:
         return _empty(rms_norm_rows, x, trains)
     shift = 1.0 if zero_centered and weight is not None else None
-    rows, weight_row, residual_rows = (_meta(part) for part in norm.rows_of(x, weight, residual))
+    rows, weight_row, residual_rows = norm.rows_of(x, weight, residual)
+    rows, weight_row, residual_rows = _meta(rows), _meta(weight_row), _meta(residual_rows)
     forward = rms_norm_rows.describe(
         x=rows,
         weight=weight_row,
@@ -83,7 +83,8 @@ def _layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = N
     notes = _copies(x=x) + [f"{name} is created" for name in created]
     like = next((part for part in (weight, bias) if part is not None), x)
     vectors = [part if part is not None else like.new_empty(x.shape[-1]) for part in (weight, bias)]
-    rows, weight_row, bias_row = (_meta(part) for part in norm.rows_of(x, *vectors))
+    rows, weight_row, bias_row = norm.rows_of(x, *vectors)
+    rows, weight_row, bias_row = _meta(rows), _meta(weight_row), _meta(bias_row)
     forward = layer_norm_rows.describe(rows, weight_row, bias_row, float(eps), with_statistics=trains)
     if not trains:
         return _completed(forward, x, notes)
@@ -140,7 +141,7 @@ def _convolution(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    geometry: dict[str, Any],
+    geometry: dict[str, object],
     groups: int,
     activation: str | None,
 ) -> Description:
@@ -180,9 +181,9 @@ def _convolution_of_rank(rank: int) -> Callable[..., Description]:
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
+        stride: object = 1,
+        padding: object = 0,
+        dilation: object = 1,
         groups: int = 1,
         activation: str | None = None,
     ) -> Description:
@@ -208,13 +209,13 @@ def _meta(value: Tensor) -> Tensor: ...
 
 
 @overload
-def _meta(value: Value) -> Value: ...
+def _meta(value: Tensor | None) -> Tensor | None: ...
 
 
-def _meta(value: Value) -> Value:
-    """A tensor as a meta tensor; other values unchanged."""
-    if not isinstance(value, Tensor):
-        return value
+def _meta(value: Tensor | None) -> Tensor | None:
+    """A tensor as a meta tensor."""
+    if value is None:
+        return None
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 

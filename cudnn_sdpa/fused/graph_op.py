@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, overload
 
@@ -47,11 +47,11 @@ class GraphFunction(GraphOp):
 
     def __init__(
         self,
-        builder: Callable[..., Any],
+        builder: Callable[..., object],
         *,
-        reference: Callable[..., Any] | None = None,
-        outputs: Callable[..., Any] | None = None,
-        backward: Callable[..., Any] | None = None,
+        reference: Callable[..., object] | None = None,
+        outputs: Callable[..., object] | None = None,
+        backward: Callable[..., object] | None = None,
         keeps_results: bool = True,
     ) -> None:
         super().__init__(builder)
@@ -61,7 +61,7 @@ class GraphFunction(GraphOp):
         self.__name__ = builder.__name__
         self.reference, self._outputs, self.backward = reference, outputs or reference, backward
         self.keeps_results = keeps_results
-        self.form: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
+        self.form: Callable[[tuple[Any, ...]], tuple[Value, ...]] | None = None
         self.takes_needs = backward is not None and "needs" in inspect.signature(backward).parameters
         parameters = list(inspect.signature(builder).parameters.values())[1:]
         self.operands = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
@@ -77,7 +77,7 @@ class GraphFunction(GraphOp):
         self.token = torch_ops.register(self, function_digest(builder, backward, reference, outputs))
         self._fast_path = FastPath()
 
-    def __call__(self, *operands: Any, **options: Any) -> Any:
+    def __call__(self, *operands: Value, **options: object) -> Any:
         """The results for these operands: tensors, numbers, or None for optional ones.
 
         Raises:
@@ -111,7 +111,7 @@ class GraphFunction(GraphOp):
         results: Sequence[Tensor] = _Differentiable.apply(self, call, {**self.options, **options}, *values)  # type: ignore[no-untyped-call]
         return as_tuple(results)
 
-    def _run_checked(self, operands: Sequence[Any], options: Options) -> Sequence[Tensor]:
+    def _run_checked(self, operands: Sequence[Value], options: Options) -> Sequence[Tensor]:
         """The results of an unchecked call; later calls like it take the fast path."""
         values, static = self._bind(operands, options)
         self._check_gradient(values)
@@ -133,7 +133,7 @@ class GraphFunction(GraphOp):
             reasons = ["an operand requires grad, and the operation has no backward="]
             raise UnsupportedError(f"the gradient of {self.__name__}", reasons, "torch.no_grad()")
 
-    def _bind(self, operands: Sequence[Any], options: Options) -> tuple[tuple[Value, ...], Options]:
+    def _bind(self, operands: Sequence[Value], options: Options) -> tuple[tuple[Value, ...], Options]:
         """Operands in the builder's order, and all options."""
         if len(operands) > len(self.operands):
             got = f"{len(operands)} of them"
@@ -158,7 +158,7 @@ class GraphFunction(GraphOp):
         autograd_checks.refuse_transforms(self.__name__, *values, loops=False)
         return values, static
 
-    def _check(self, values: tuple[Any, ...]) -> None:
+    def _check(self, values: Sequence[object]) -> None:
         tensors = [x for x in values if isinstance(x, Tensor)]
         if not tensors:
             raise OptionError(self.operands[0], "no tensor at all", "a tensor among the operands")
@@ -177,7 +177,7 @@ class GraphFunction(GraphOp):
                 raise OptionError(name, shown(value), "a number that float32 can represent")
         check_savable(**{name: x for name, x in zip(self.operands, values, strict=True) if isinstance(x, Tensor)})
 
-    def describe(self, *operands: Any, **options: Any) -> Description:
+    def describe(self, *operands: Value, **options: object) -> Description:
         """What a call with these arguments runs on a GPU."""
         bound, static = self._bind(operands, options)
         values = self.in_form(bound)
@@ -230,7 +230,7 @@ class _Differentiable(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: hooks may load them
         tensors = iter(saved[: ctx.count])
         values = tuple(next(tensors) if x is _SAVED else x for x in ctx.values)
@@ -250,7 +250,7 @@ class _Differentiable(torch.autograd.Function):
 _SAVED = object()
 
 
-def _option_signature(operands: Sequence[Any], options: Options) -> tuple[Any, ...]:
+def _option_signature(operands: Sequence[object], options: Options) -> tuple[Hashable, ...]:
     """Everything that determines a call except its tensors and the values of its numbers."""
     return (*map(type, operands), *options.items(), *map(type_of, options.values()))
 
@@ -260,28 +260,28 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 
 @overload
-def graph_op(builder: Callable[..., Any], /) -> GraphFunction: ...
+def graph_op(builder: Callable[..., object], /) -> GraphFunction: ...
 
 
 @overload
 def graph_op(
     *,
-    reference: Callable[..., Any] | None = ...,
-    outputs: Callable[..., Any] | None = ...,
-    backward: Callable[..., Any] | None = ...,
+    reference: Callable[..., object] | None = ...,
+    outputs: Callable[..., object] | None = ...,
+    backward: Callable[..., object] | None = ...,
     keeps_results: bool = ...,
-) -> Callable[[Callable[..., Any]], GraphFunction]: ...
+) -> Callable[[Callable[..., object]], GraphFunction]: ...
 
 
 def graph_op(
-    builder: Callable[..., Any] | None = None,
+    builder: Callable[..., object] | None = None,
     /,
     *,
-    reference: Callable[..., Any] | None = None,
-    outputs: Callable[..., Any] | None = None,
-    backward: Callable[..., Any] | None = None,
+    reference: Callable[..., object] | None = None,
+    outputs: Callable[..., object] | None = None,
+    backward: Callable[..., object] | None = None,
     keeps_results: bool = True,
-) -> GraphFunction | Callable[[Callable[..., Any]], GraphFunction]:
+) -> GraphFunction | Callable[[Callable[..., object]], GraphFunction]:
     """Makes a function of tensors from a function that builds a cuDNN graph.
 
     The builder is called as `builder(g, *operands, **options)`. `g` is cuDNN's graph with every operation as a method,

@@ -31,7 +31,7 @@ from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_empty
 MAX_EPS = torch.finfo(torch.float32).max
 
 
-def check(x: Any, weights: dict[str, Any], eps: object) -> None:
+def check(x: Tensor, weights: dict[str, Any], eps: object) -> None:
     """Checks x, eps, and the weight and bias."""
     check_dtype("x", x)
     if x.dim() == 0:
@@ -359,7 +359,7 @@ class _RmsNorm(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *other_grads: Tensor | None) -> Any:
+    def backward(ctx: Any, grad: Tensor | None, *other_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights, scale = ctx.saved_tensors
         grad = torch.zeros_like(x) if grad is None else grad
 
@@ -393,7 +393,7 @@ class _LayerNorm(torch.autograd.Function):
         return out, *statistics
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> Any:
+    def backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, *statistics = ctx.saved_tensors
         grad = torch.zeros_like(x) if grad is None else grad
 
@@ -451,11 +451,11 @@ def _padded(function: GraphFunction, values: Sequence[Value]) -> tuple[Value, ..
     return (*values, *(None,) * (len(function.operands) - len(values)))
 
 
-def rows_of(x: Tensor, one: Tensor | None, other: Tensor | None) -> tuple[Any, Any, Any]:
+def rows_of(x: Tensor, one: Tensor | None, other: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The tensors as cuDNN reads them: (rows, 1, 1, n), and (1, 1, 1, n) for 1-D ones."""
     size = x.shape[-1]
-    rows = [None if t is None else t.reshape(-1, 1, 1, size).contiguous() for t in (x, one, other)]
-    return rows[0], rows[1], rows[2]
+    others = [None if t is None else t.reshape(-1, 1, 1, size).contiguous() for t in (one, other)]
+    return x.reshape(-1, 1, 1, size).contiguous(), others[0], others[1]
 
 
 def _bind(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
@@ -35,10 +35,10 @@ class Function(Protocol):
     operands: tuple[str, ...]
     options: Options
     keeps_results: bool
-    reference: Callable[..., Any] | None
-    backward: Callable[..., Any] | None
+    reference: Callable[..., object] | None
+    backward: Callable[..., object] | None
     takes_needs: bool
-    form: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None
+    form: Callable[[tuple[Any, ...]], tuple[Value, ...]] | None
 
     @property
     def digest(self) -> str: ...
@@ -202,8 +202,8 @@ def _encoded(values: Iterable[object], symbols: list[torch.SymInt], numbers: lis
     return text
 
 
-def _decoded_options(text: str, symbols: Sequence[int], numbers: Sequence[float]) -> tuple[Any, ...]:
-    values: tuple[Any, ...] = ast.literal_eval(_Substitution(symbols, numbers).apply(text))
+def _decoded_options(text: str, symbols: Sequence[int], numbers: Sequence[float]) -> tuple[object, ...]:
+    values: tuple[object, ...] = ast.literal_eval(_Substitution(symbols, numbers).apply(text))
     return values
 
 
@@ -256,7 +256,7 @@ def _decode(
 ) -> tuple[Function, tuple[Value, ...], Options]:
     """The function, its operands and its options, from the operator's arguments."""
     function = find(token)
-    iterators: dict[str, Any] = {"t": iter(tensors), "n": iter(numbers)}
+    iterators: dict[str, Iterator[Value]] = {"t": iter(tensors), "n": iter(numbers)}
     values = tuple(None if kind == "-" else next(iterators[kind]) for kind in kinds)
     static = zip(function.options, _decoded_options(options, symbols or (), numbers), strict=True)
     return function, values, dict(static)
@@ -281,7 +281,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) 
     ctx.rest = {"token": token, "kinds": kinds, "numbers": numbers, "symbols": symbols, "options": options}
 
 
-def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[object, ...]:
     kinds, numbers = ctx.rest["kinds"], ctx.rest["numbers"]
     saved = ctx.saved_tensors  # once: hooks may load them, and checkpointing counts
     tensors, results = saved[: ctx.count], saved[ctx.count :]

@@ -28,6 +28,7 @@ from cudnn_sdpa.engine.operation import OPERATIONS, GradientCall, Operation
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops as fused_torch_ops
 from cudnn_sdpa.fused.graph_op import GraphFunction
+from cudnn_sdpa.fused.torch_ops import Options, Value
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target, load_properties
@@ -38,7 +39,7 @@ _log = logging.getLogger("cudnn_sdpa")
 
 Keys = Iterator[PlanKey]
 #: What makes a call from an operator's arguments and passes it on, and what gives the keys of the call.
-KeysOfOperator = tuple[Callable[[Any], Callable[..., Any]], Callable[..., Keys]]
+KeysOfOperator = tuple[Callable[[Any], Callable[..., object]], Callable[..., Keys]]
 
 
 def record_plans(target: str | None = None) -> AbstractContextManager[PlanManifest]:
@@ -109,7 +110,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.target = target
         self.keys: list[PlanKey] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         name = function._schema.name.partition("::")[2] if function.namespace == "cudnn_sdpa" else ""
         if name not in _WITHOUT_PLANS and _is_without_gpu(args):
             adapt, keys_of = _KEYS[name]
@@ -118,7 +119,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return function(*args, **(kwargs or {}))
 
     def _recording(self, keys_of: Callable[..., Keys]) -> Callable[..., tuple[None, None]]:
-        def record(*call: Any) -> tuple[None, None]:
+        def record(*call: object) -> tuple[None, None]:
             self.keys += keys_of(self.target, *call)
             return None, None  # in place of the results, which are unused
 
@@ -183,7 +184,7 @@ def _fp8_backward_keys(target: Target, call: Fp8Backward) -> Keys:
         yield backward.part(target).key(target, None)
 
 
-def _graph_keys(target: Target, function: GraphFunction, values: Sequence[object], static: dict[str, Any]) -> Keys:
+def _graph_keys(target: Target, function: GraphFunction, values: Sequence[Value], static: Options) -> Keys:
     tensors = [x for x in values if isinstance(x, Tensor)]
     if any(x.numel() == 0 for x in tensors):
         return
@@ -216,7 +217,7 @@ def _keys_of_operation(operation: Operation[Any]) -> dict[str, KeysOfOperator]:
     def gradient_keys(target: Target, backward: GradientCall) -> Keys:
         return operation.gradient_keys(operation.readable(backward), target, None)
 
-    def adapt(suffix: str) -> Callable[[Any], Callable[..., Any]]:
+    def adapt(suffix: str) -> Callable[[Any], Callable[..., object]]:
         return lambda run: operation.forward_implementations(run)[suffix]
 
     name = operation.name
