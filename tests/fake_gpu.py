@@ -28,7 +28,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import MIN_SCALE, ForwardArguments
 from cudnn_sdpa.attention.fp8 import reference as fp8_reference
 from cudnn_sdpa.attention.fp8.arguments import Fp8Backward, Fp8BackwardScales, Fp8Forward, Fp8Scales
 from cudnn_sdpa.engine import launch as graph_launch
@@ -224,7 +224,9 @@ def gpu_on_the_cpu(compute: Compute | None = None) -> Iterator[None]:
         patch.setattr(nvrtc.Kernel, "on", lambda kernel, _: cached.setdefault(kernel, CpuKernel(kernel)))
         patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+        patch.setattr(
+            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132, uuid="fake")
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that kernels are put in place of others, as is wanted
             for name, cuda in engine_ops.implementations.items():
@@ -242,17 +244,20 @@ def gpu_on_the_cpu(compute: Compute | None = None) -> Iterator[None]:
 
 def dense_attention(key: PlanKey, x: Operands) -> Sequence[Tensor]:
     """The forward and the backward pass of `sdpa`."""
-    assert x["scale"] > 1e-3
+    assert x["scale"] >= MIN_SCALE
     return (_dense_forward if key.name == "sdpa_forward" else _dense_backward)(key, x)
 
 
-def _dense_scores(key: PlanKey, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
+def _dense_scores(key: PlanKey, x: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
+    """The masked scores, the keys and values of each query head, and the derivative of the softcap."""
     assert "bias" not in x or x["k"].shape[2] > 1, "cuDNN misreads a bias of one key"
     group = x["q"].shape[1] // x["k"].shape[1]
     k, v = (x[name].double().repeat_interleave(group, 1) for name in ("k", "v"))
     scores = x["q"].double() @ k.mT * x["scale"]
+    slope: Tensor | float = 1.0
     if "softcap" in x:
-        scores = x["softcap"] * torch.tanh(scores / x["softcap"])
+        tanh = torch.tanh(scores / x["softcap"])
+        scores, slope = x["softcap"] * tanh, 1 - tanh.square()
     sq, skv = scores.shape[2:]
     row, column = torch.arange(sq).view(-1, 1), torch.arange(skv)
     nq, nk = (x.get(name, torch.tensor(n)).view(-1, 1, 1, 1) for name, n in (("seq_len_q", sq), ("seq_len_kv", skv)))
@@ -262,14 +267,15 @@ def _dense_scores(key: PlanKey, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     elif key.option_values["band"] is not None:
         left, right, bottom_right = key.option_values["band"]
         diagonal = row + (nk - nq if bottom_right else 0)
-        seen = seen & (column <= diagonal + (skv if right is None else right))
+        seen = seen & (column <= diagonal + (sq + skv if right is None else right))
         seen = seen & (column >= diagonal - (sq + skv if left is None else left))
-    scores = scores + x["bias"].double() if "bias" in x else scores
-    return scores.masked_fill(~seen, -torch.inf), k, v
+    if "bias" in x:  # in float32, as in kernels: beside -1e9 nothing is left of a score
+        scores = (scores + x["bias"].double()).float().double()
+    return scores.masked_fill(~seen, -torch.inf), k, v, slope
 
 
 def _dense_forward(key: PlanKey, x: Operands) -> Sequence[Tensor]:
-    scores, _, v = _dense_scores(key, x)
+    scores, _, v, _ = _dense_scores(key, x)
     if "sink" in x:
         column = x["sink"].double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores, v = torch.cat([scores, column], -1), torch.nn.functional.pad(v, (0, 0, 0, 1))
@@ -278,19 +284,18 @@ def _dense_forward(key: PlanKey, x: Operands) -> Sequence[Tensor]:
 
 
 def _dense_backward(key: PlanKey, x: Operands) -> Sequence[Tensor]:
-    scores, k, v = _dense_scores(key, x)
+    scores, k, v, slope = _dense_scores(key, x)
     grad_out = x["grad_out"].double()
     weights = torch.exp(scores - x["lse"].double()).nan_to_num(0.0)
     mean = (grad_out * x["out"].double()).sum(-1, keepdim=True)
-    grad_scores = weights * (grad_out @ v.mT - mean)
-    if "softcap" in x:
-        grad_scores = grad_scores * (1 - (scores / x["softcap"]).masked_fill(weights == 0, 0.0).square())
+    of_bias = weights * (grad_out @ v.mT - mean)
+    grad_scores = of_bias * slope
     heads = x["k"].shape[1]
     results = {
         "grad_q": grad_scores @ k * x["scale"],
         "grad_k": (grad_scores.mT @ x["q"].double() * x["scale"]).unflatten(1, (heads, -1)).sum(2),
         "grad_v": (weights.mT @ grad_out).unflatten(1, (heads, -1)).sum(2),
-        "grad_bias": grad_scores,
+        "grad_bias": of_bias,
     }
     return [results[operand.name] for operand in key.outputs]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cudnn_sdpa.engine.dispatch_state import is_deterministic
 from cudnn_sdpa.engine.launch import GraphCall, calls, describe, readable, type_of
+from cudnn_sdpa.engine.torch_ops import define, library
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.graph.definition import find_operation
 
@@ -301,13 +302,12 @@ def _needs(tensors_need: Iterable[bool], kinds: str) -> tuple[bool, ...]:
     return tuple(kind == "t" and bool(next(needed)) for kind in kinds)
 
 
-_library: Any = torch.library.Library("cudnn_sdpa", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(
-    "graph_function(str name, str kinds, Tensor[] tensors, float[] numbers, SymInt[]? symbols, str options)"
-    " -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+define(
+    "graph_function",
+    "str name, str kinds, Tensor[] tensors, float[] numbers, SymInt[]? symbols, str options",
+    "Tensor[]",
+    _decoded(_run_cuda),
+    _decoded(_run_cpu),
+    _decoded(_fake),
 )
-_library.impl("graph_function", _decoded(_run_cuda), "CUDA")
-_library.impl("graph_function", _decoded(_run_cpu), "CPU")
-torch.library.register_fake("cudnn_sdpa::graph_function", _decoded(_fake), lib=_library)
-torch.library.register_autograd("cudnn_sdpa::graph_function", _backward, setup_context=_setup_context, lib=_library)
+torch.library.register_autograd("cudnn_sdpa::graph_function", _backward, setup_context=_setup_context, lib=library)

@@ -42,6 +42,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "contract" not in item.path.parts:
             continue
+        if "example" not in item.fixturenames:
+            continue
         item.add_marker(pytest.mark.sample(OF_EACH_HAZARD))
         given = OPERATIONS[item.callspec.params["example"]]
         is_of_attention, differentiates = "attention" in item.fixturenames, item.get_closest_marker("differentiates")
