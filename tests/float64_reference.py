@@ -406,10 +406,9 @@ def rotated(
     given = [base ** (-2 * i / n) for i in range(n // 2)] if frequencies is None else frequencies
     angles = positions.double()[..., None, None] * torch.tensor(given, dtype=torch.float64, device=x.device)
     pairs = x[..., :n].unflatten(-1, (n // 2, 2) if interleaved else (2, n // 2))
-    pairs = pairs if interleaved else pairs.transpose(-1, -2)
-    turned = torch.view_as_real(
-        torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)
-    )
+    real, imaginary = pairs.unbind(-1 if interleaved else -2)
+    cos, sin = angles.cos(), angles.sin()
+    turned = torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), -1)
     turned = (turned if interleaved else turned.transpose(-1, -2)).flatten(-2)
     return torch.cat([turned, x[..., n:]], -1)
 

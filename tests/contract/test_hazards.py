@@ -311,6 +311,7 @@ def test_functorchs_gradients_are_refused(call):
         torch.func.grad(lambda x: call({**tensors, call.first: x}).float().sum())(tensors[call.first])
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
 def test_vmap_loops_over_the_operator_or_is_refused(call):
     tensors = call.tensors()
     batch = torch.stack([tensors[call.first], tensors[call.first] * 2])
