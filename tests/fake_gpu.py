@@ -37,11 +37,10 @@ from cudnn_sdpa.fused import torch_ops as fused_ops
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.graph import target as gpu_target
 from cudnn_sdpa.graph.definition import GraphOp, graph_op
-from cudnn_sdpa.graph.heuristics import Other
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.plans import autotune_timing, build, nvrtc, plan
+from cudnn_sdpa.plans import autotune, build, nvrtc, plan
 from cudnn_sdpa.plans.cache import plan_cache
 
 CPU = torch.device("cpu")
@@ -111,7 +110,7 @@ class FakePlan:
             or math.prod(operand.layout.shape) == 1
         )
         assert apart == 0 or by_element, f"{operand.name} is {apart} bytes past an aligned address"
-        return autotune_timing.tensor_at(address, operand.layout, CPU)
+        return autotune.tensor_at(address, operand.layout, CPU)
 
 
 class FakeCache:
@@ -433,7 +432,7 @@ class Engine:
         def launch(address, count, *_):
             self.launches += 1
             pointers = (ctypes.c_uint64 * count).from_address(address)
-            x, *outs = (autotune_timing.tensor_at(each, key().outputs[0].layout, None) for each in pointers)
+            x, *outs = (autotune.tensor_at(each, key().outputs[0].layout, None) for each in pointers)
             self.run(x, outs, self.launches)
 
         return launch
@@ -457,22 +456,21 @@ class Machine:
         self.patch(handles.thread, "slots", self.slots)
         self.patch(torch.cuda, "device", lambda _: contextlib.nullcontext())
         self.patch(torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.capturing)
-        for module in (plan, autotune_timing):
+        for module in (plan, autotune):
             self.patch(module, "current_raw_stream", lambda _: self.stream)
         self.patch(build, "_handle_for", lambda _: "handle")
         self.patch(plan, "allocate", lambda shape, _, dtype: torch.empty(shape, dtype=dtype))
         self.patch(plan.backend, "GraphBuilder", lambda **_: "builder")
         self.patch(plan.backend, "execution_error", lambda error, _: error)
-        self.patch(autotune_timing, "device_times", self.times)
-        tensor_at = autotune_timing.tensor_at
-        self.patch(autotune_timing, "tensor_at", lambda at, layout, _: tensor_at(at, layout, torch.device("cpu")))
+        self.patch(autotune, "device_times", self.times)
+        tensor_at = autotune.tensor_at
+        self.patch(autotune, "tensor_at", lambda at, layout, _: tensor_at(at, layout, torch.device("cpu")))
 
     def times(self, launches):
         self.timed.append(len(launches))
         return [launch.func.__self__.built.microseconds for launch in launches]
 
     def proposes(self, first, *others):
-        """Sets cuDNN's proposals: engines, or the reasons why they cannot be built."""
-        known = [Other(("eng0", {}) if isinstance(each, str) else (each.engine, each.knobs), each) for each in others]
+        """Sets cuDNN's proposals."""
         self.patch(GraphOp, "compile", lambda *_: first)
-        self.patch(build, "build_others", lambda _operation, _key, _first, most, **_: known[:most])
+        self.patch(build, "build_others", lambda _operation, _key, _first, most, **_: list(others[:most]))

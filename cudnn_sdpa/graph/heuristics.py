@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import contextlib
+from typing import Any
 
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.backend import BuiltGraph, Configuration, DeviceProperties, GraphBuilder, Handle
 from cudnn_sdpa.graph.definition import GraphOp
 from cudnn_sdpa.graph.key import PlanKey
-
-
-class Other(NamedTuple):
-    """A candidate other than the first choice: its compiled graph, or why it cannot be built."""
-
-    configuration: Configuration
-    built: BuiltGraph | str
 
 
 class HeuristicsBuilder(GraphBuilder):
@@ -71,27 +65,22 @@ class ConfigurationBuilder(GraphBuilder):
 
 def build_others(
     operation: GraphOp, key: PlanKey, first: Configuration, max_count: int, **device_options: Any
-) -> list[Other]:
-    """cuDNN's proposals after `first`, in order: compiled, or with the reason why compilation fails.
+) -> list[BuiltGraph]:
+    """cuDNN's proposals after `first`, compiled, in order, without those that cannot be compiled.
 
     Args:
         operation: The operation.
         key: The key of its plan.
         first: The proposal that is already built. Proposals ranked before it could not be built.
-        max_count: How many to build at most.
+        max_count: How many to compile at most.
         **device_options: The handle or the properties for `GraphBuilder`.
     """
     builder = ProposalsBuilder(**device_options)
     operation.compile(key, builder)
     proposals = list(builder.proposals)
     others = proposals[proposals.index(first) + 1 :] if first in proposals else proposals
-    return [
-        Other(each, _build(operation, key, ConfigurationBuilder(each, **device_options))) for each in others[:max_count]
-    ]
-
-
-def _build(operation: GraphOp, key: PlanKey, builder: GraphBuilder) -> BuiltGraph | str:
-    try:
-        return operation.compile(key, builder)
-    except UnsupportedError as error:
-        return "; ".join(error.reasons)
+    built = []
+    for configuration in others[:max_count]:
+        with contextlib.suppress(UnsupportedError):
+            built.append(operation.compile(key, ConfigurationBuilder(configuration, **device_options)))
+    return built

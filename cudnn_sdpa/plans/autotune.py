@@ -1,18 +1,48 @@
-"""`autotune`: enables timing of plan candidates, and reports the results."""
+"""`autotune`: compares and times cuDNN's proposals for a plan in its first launch, and keeps the fastest."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+import statistics
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.graph.key import Operand, PlanKey, Role
+from cudnn_sdpa.graph.key import PlanKey, Role
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.plans import default_store
+from cudnn_sdpa.plans.device_memory import relaxed_capture
+from cudnn_sdpa.plans.plan import Plan, current_raw_stream, stored_form
+from cudnn_sdpa.settings import renewed_in_children
 
 DEFAULT_CANDIDATES = 8
+
+#: Tolerance ‖a − b‖ / ‖b‖ of two correct results by dtype: both are rounded, as are intermediate results. Other
+#: dtypes must be equal.
+TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-3,
+    torch.float16: 4e-3,
+    torch.bfloat16: 2e-2,
+    torch.float8_e4m3fn: 8e-2,
+    torch.float8_e5m2: 1.6e-1,
+}
+ROW_FACTOR = 5  #: Tolerances by which a single row may differ; one wrong row of thousands hardly changes the norm.
+MARGIN = 0.02  #: Smaller gains are noise, which must not decide what runs.
+ROUNDS = 11
+HEAD_START = 1_000_000  #: Cycles that the GPU waits in each round, so that timings include no CPU overhead.
+_CHUNK_ELEMENTS = 1 << 22
+
+#: Candidates timed concurrently would disturb each other.
+_measuring = renewed_in_children(threading.RLock())
+
+Launch = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -58,17 +88,16 @@ class AutotuneEntry:
         return first / best if first and best else 1.0
 
     def __str__(self) -> str:
-        lines = [self.key]
+        if self.reason:
+            return f"{self.key}: not compared: {self.reason}"
+        lines = [f"{self.key}: gain {self.gain:.2f}"]
         for index, candidate in enumerate(self.candidates):
-            sign = ">" if index == self.winner else " "
-            time = "" if candidate.microseconds is None else f"{candidate.microseconds:.1f} µs"
-            notes = ["cuDNN's first choice"] * (index == 0) + [f"gain {self.gain:.2f}"] * (index == self.winner > 0)
-            notes += [f"discarded: {candidate.reason}"] * bool(candidate.reason)
-            lines.append(f"  {sign} {time:>10}  {candidate}" + (f"  ({'; '.join(notes)})" if notes else ""))
-        return "\n".join(lines + [f"    not compared: {self.reason}"] * bool(self.reason))
+            outcome = candidate.reason or f"{candidate.microseconds:.1f} µs"
+            lines.append(f"  {'>' if index == self.winner else ' '} {candidate}: {outcome}")
+        return "\n".join(lines)
 
 
-@dataclass
+@dataclass(eq=False)
 class AutotuneReport:
     """The results of `autotune`; `print` it, or read the entries.
 
@@ -79,64 +108,40 @@ class AutotuneReport:
     entries: list[AutotuneEntry] = field(default_factory=list)
 
     def __str__(self) -> str:
-        entries = list(self.entries)
-        compared = sum(not entry.reason for entry in entries)
-        faster = sum(entry.winner > 0 for entry in entries)
-        total = (
-            f"{compared} plan{'' if compared == 1 else 's'} compared, of which {faster} gained; "
-            f"{len(entries) - compared} not compared"
-        )
-        return "\n".join([total, *map(str, entries)])
+        return "\n".join(map(str, self.entries))
 
 
-@dataclass(frozen=True, eq=False)
-class _Use:
-    """One active `autotune` context: its arguments and its report."""
-
-    candidates: int
-    report: AutotuneReport = field(default_factory=AutotuneReport)
-
-
-#: Active `autotune` contexts, the latest last; threads may leave theirs in any order.
-_in_force: list[_Use] = []
+#: Candidates per key and report of each active context, the latest last; threads may leave theirs in any order.
+_active: list[tuple[int, AutotuneReport]] = []
 
 
 def is_in_force() -> bool:
-    return bool(_in_force)
+    return bool(_active)
 
 
 def max_candidates() -> int:
-    """Maximum number of candidates built per key."""
-    return next((use.candidates for use in reversed(_in_force)), 1)
+    return next((candidates for candidates, _ in reversed(_active)), 1)
 
 
 def note(key: PlanKey, candidates: Sequence[AutotuneCandidate], winner: int = 0, reason: str = "") -> None:
     """Adds an `AutotuneEntry` to the reports of all active contexts."""
-    entry = AutotuneEntry(str(key), tuple(candidates), winner, reason)
-    for use in tuple(_in_force):
-        use.report.entries.append(entry)
+    for _, report in tuple(_active):
+        report.entries.append(AutotuneEntry(str(key), tuple(candidates), winner, reason))
 
 
 def autotune(*, candidates: int = DEFAULT_CANDIDATES) -> AbstractContextManager[AutotuneReport]:
     """While active, process-wide, new plans are chosen by measured time instead of cuDNN's heuristics.
 
     For a missing plan, up to `candidates` proposals of cuDNN's heuristics are built. The first launch runs them on its
-    operands. Candidates whose results differ from those of cuDNN's first choice by more than rounding error are
-    discarded, with `deterministic` also those that differ between two runs. The others are timed. The fastest one
-    replaces cuDNN's first choice in the plan cache and the plan store if it is at least 2 % faster; the launch returns
-    its results.
+    operands, discards those whose results differ from the first proposal's by more than rounding error, and times the
+    others. The fastest one, if it is at least 2 % faster, replaces the first in the plan cache and the plan store. That
+    launch waits for the GPU, and takes tens of milliseconds and several times the memory of its results.
 
-    That launch waits for the GPU, takes tens of milliseconds and several times the memory of its results. Later
-    launches, and those after the `with` statement, are ordinary ones.
-
-    Plans already in the plan cache are not tuned: call `plan_cache.clear()` first. A plan in the plan store is loaded
-    only if it was saved tuned; later processes load the winner with or without `autotune`. `warmup` launches nothing,
-    so it tunes nothing, and neither do other processes' builds.
-
-    Not tuned, with a reason in the report: plans for packed sequences, and plans with sequence lengths or other integer
-    operands, because one launch does not show which candidate is correct or fast for other values; and plans whose
-    first results are all zeros. A launch into a CUDA graph uses the first choice without tuning; the first launch
-    outside tunes, unless `deterministic` forbids that results change.
+    Plans in the plan cache are not tuned: call `plan_cache.clear()` first. A plan in the plan store is loaded only if
+    it was saved tuned. Not tuned, with a reason in the report: deterministic plans; plans with integer operands such as
+    sequence lengths, offsets of packed sequences or page ids, because one launch does not show which candidate is
+    correct or fast for other values; and plans whose first results are all zeros. A launch into a CUDA graph is not
+    tuned; the first one outside is.
 
     Args:
         candidates: Maximum number of plans built per key, including cuDNN's first choice.
@@ -151,40 +156,176 @@ def autotune(*, candidates: int = DEFAULT_CANDIDATES) -> AbstractContextManager[
         >>> import cudnn_sdpa
         >>> with cudnn_sdpa.autotune() as report:
         ...     pass  # run the model on each kind of input that it will see
-        >>> print(report)
-        0 plans compared, of which 0 gained; 0 not compared
+        >>> [entry.gain for entry in report.entries]  # no plan was built here
+        []
     """
     if type(candidates) is not int or candidates < 2:
         raise OptionError("candidates", repr(candidates), "an integer of at least 2")
-    return _tuning(_Use(candidates))
+    return _tuning(candidates)
 
 
 @contextmanager
-def _tuning(use: _Use) -> Iterator[AutotuneReport]:
-    _in_force.append(use)
+def _tuning(candidates: int) -> Iterator[AutotuneReport]:
+    context = candidates, AutotuneReport()
+    _active.append(context)
     try:
-        yield use.report
+        yield context[1]
     finally:
-        _in_force.remove(use)
+        _active.remove(context)
 
 
 def not_tunable(key: PlanKey) -> str:
     """Why the plan of `key` is not tuned; empty if it is."""
-    packed = [operand.name for operand in (*key.inputs, *key.outputs) if operand.ragged]
-    if packed:
-        return f"it is for packed sequences: the sizes of {', '.join(packed)} are data"
-    decisive = [operand.name for operand in key.inputs if _is_decisive(operand)]
+    if key.deterministic or key.option_values.get("deterministic") is True:
+        return "it is deterministic, and times would decide its rounding"
+    decisive = [operand.name for operand in key.inputs if operand.role is Role.TENSOR and _is_decisive(operand.layout)]
     return f"its work depends on the values of {', '.join(decisive)}, which change between launches" if decisive else ""
 
 
-def must_not_change(key: PlanKey) -> bool:
-    """Whether every launch of the plan must be bitwise identical."""
-    return key.deterministic or key.option_values.get("deterministic") is True
-
-
-def _is_decisive(operand: Operand) -> bool:
-    """Whether an operand holds lengths, page ids or the like; a single int64 is a generator's seed or offset."""
-    layout = operand.layout
-    if operand.role is not Role.TENSOR:
-        return False
+def _is_decisive(layout: TensorLayout) -> bool:
+    """Whether it is that of lengths, offsets or page ids; a single int64 is a generator's seed or offset."""
     return layout.dtype is torch.int32 or (layout.dtype is torch.int64 and math.prod(layout.shape) > 1)
+
+
+class UntunedPlan(Plan):
+    """cuDNN's first choice for a key, until its first launch under `autotune` has selected the fastest candidate.
+
+    The fastest replaces it in the plan cache. A call bound to this plan keeps it, and it then launches the fastest.
+
+    Attributes:
+        fastest: The plan to launch; None until it is known.
+        on_tuned: Callback with this plan and the fastest; set by the cache.
+    """
+
+    __slots__ = ("_candidates", "fastest", "on_tuned")
+
+    def __init__(self, candidates: list[Plan]) -> None:
+        first = candidates[0]
+        super().__init__(first.key, first.built, first.constants)
+        self._candidates = candidates
+        self.fastest: Plan | None = None
+        self.on_tuned: Callable[[UntunedPlan, Plan], None] = lambda *_: None
+
+    def launch(self, pointers: Sequence[int]) -> None:
+        """As `Plan.launch`. The first one under `autotune` waits for the GPU and returns the fastest plan's results."""
+        if self.fastest is None and not (current_raw_stream(self.device) and torch._C._cuda_isCurrentStreamCapturing()):
+            with _measuring, relaxed_capture():  # plans are also freed here
+                if self.fastest is None:
+                    self._settle(pointers)
+        if self.fastest is None:  # the first launch outside the capture decides
+            super().launch(pointers)
+        else:
+            self.fastest.launch(pointers)
+
+    def _settle(self, pointers: Sequence[int]) -> None:
+        plan = self._select_fastest(pointers) if is_in_force() else self._candidates[0]
+        plan.build_seconds = self.build_seconds
+        if plan.tuned and (store := default_store.active()) is not None:
+            store.save(self.key, stored_form(plan))
+        self.on_tuned(self, plan)
+        self.fastest, self._candidates = plan, []
+
+    def _select_fastest(self, pointers: Sequence[int]) -> Plan:
+        plans, why_not = self._candidates, ""
+        results: list[tuple[float | None, str]] = [(None, "")] * len(plans)
+        addresses, device = pointers[len(self.key.inputs) :], torch.device("cuda", self.device)
+        try:
+            outputs = [tensor_at(at, x.layout, device) for at, x in zip(addresses, self.key.outputs, strict=True)]
+            results = compare([functools.partial(plan.launch, pointers) for plan in plans], outputs)
+        except Exception as error:  # noqa: BLE001 - a launch must not fail because plans cannot be compared
+            why_not = str(error) or type(error).__name__
+        candidates = [AutotuneCandidate(x.engine, x.knobs, *result) for x, result in zip(plans, results, strict=True)]
+        winner = fastest(candidates)
+        note(self.key, candidates, winner, why_not)
+        plans[winner].tuned = not why_not
+        return plans[winner]
+
+
+def tensor_at(address: int, layout: TensorLayout, device: torch.device) -> Tensor:
+    """The memory at an address as a tensor that does not own it."""
+    last = sum((size - 1) * stride for size, stride in zip(layout.shape, layout.stride, strict=True))
+    storage = torch._C._construct_storage_from_data_pointer(address, device, (last + 1) * layout.dtype.itemsize)
+    return torch.empty(0, dtype=layout.dtype, device=device).set_(storage, 0, layout.shape, layout.stride)
+
+
+def compare(launches: Sequence[Launch], outputs: list[Tensor]) -> list[tuple[float | None, str]]:
+    """The device time of each candidate in microseconds, or None and why it was discarded.
+
+    The first one is taken as correct. The contents of the outputs are restored afterwards.
+    """
+    before = [output.clone() for output in outputs]
+    try:
+        expected = _run(launches[0], outputs)
+        if not all(map(_is_informative, expected)):
+            raise RuntimeError("the results of its first launch are all zeros, or not finite")
+        reasons = ["", *(_reason_to_discard(each, outputs, expected) for each in launches[1:])]
+        times = iter(device_times([launch for launch, reason in zip(launches, reasons, strict=True) if not reason]))
+        return [(None, reason) if reason else (next(times), "") for reason in reasons]
+    finally:
+        for output, old in zip(outputs, before, strict=True):
+            output.copy_(old)
+
+
+def fastest(candidates: Sequence[AutotuneCandidate]) -> int:
+    """The index of the candidate to use: the first one unless another takes clearly less time."""
+    times = [math.inf if each.microseconds is None else each.microseconds for each in candidates]
+    best = times.index(min(times))
+    return best if times[best] < times[0] * (1 - MARGIN) else 0
+
+
+def device_times(launches: Sequence[Launch]) -> list[float]:
+    """Median device time of each, in microseconds, over several interleaved rounds. Waits for the GPU."""
+    spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in launches]
+    for _ in range(ROUNDS):
+        torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
+        for launch, pairs in zip(launches, spans, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            launch()
+            end.record()
+            pairs.append((start, end))
+    torch.cuda.current_stream().synchronize()
+    return [statistics.median(start.elapsed_time(end) * 1e3 for start, end in pairs) for pairs in spans]
+
+
+def differs(result: Tensor, expected: Tensor) -> bool:
+    """Whether two results differ by more than rounding error, in the norm or in a row of the last dimension.
+
+    The row's norm has a typical row's added, so that a row of nearly zeros need not match in all digits.
+    """
+    errors, norms = [], []
+    for a, b in zip(_rows(result), _rows(expected), strict=True):
+        same = (a == b) | (a.isnan() & b.isnan())
+        errors.append(torch.where(same, 0.0, a - b).norm(dim=1))
+        norms.append(torch.where(b.isfinite(), b, 0.0).norm(dim=1))
+    error, norm, tolerance = torch.cat(errors), torch.cat(norms), TOLERANCE.get(result.dtype, 0.0)
+    row_limits = ROW_FACTOR * tolerance * (norm + norm.square().mean().sqrt())
+    return not ((error.norm() <= tolerance * norm.norm()) & (error <= row_limits).all())  # NaN differs, too
+
+
+def _reason_to_discard(launch: Launch, outputs: list[Tensor], expected: list[Tensor]) -> str:
+    try:
+        is_wrong = any(map(differs, _run(launch, outputs), expected))
+    except Exception as error:  # noqa: BLE001 - after any error the plan is not used
+        return f"it cannot be launched: {error}"
+    return "its results differ from the first choice's" if is_wrong else ""
+
+
+def _run(launch: Launch, outputs: list[Tensor]) -> list[Tensor]:
+    """The results of a launch; elements that it does not write are NaN."""
+    for output in outputs:
+        output.fill_(math.nan if output.is_floating_point() else -1)
+    launch()
+    return [output.clone() for output in outputs]
+
+
+def _is_informative(result: Tensor) -> bool:
+    """Whether comparing with this result can reveal a wrong one."""
+    return any(bool((rows.isfinite() & (rows != 0)).any()) for rows in _rows(result))
+
+
+def _rows(result: Tensor) -> Iterator[Tensor]:
+    """Rows of the last dimension in float64, in chunks, because all of them would take several times the memory."""
+    rows = result.reshape(-1, result.shape[-1] if result.dim() else 1)
+    chunks = rows.split(max(1, _CHUNK_ELEMENTS // rows.shape[1]))  # type: ignore[no-untyped-call]
+    return (chunk.double() for chunk in chunks)

@@ -15,8 +15,7 @@ from cudnn_sdpa.graph.diagnostics import shortened
 from cudnn_sdpa.graph.heuristics import build_others
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.plans import autotune, default_store
-from cudnn_sdpa.plans.autotune import AutotuneCandidate
-from cudnn_sdpa.plans.autotune_timing import UntunedPlan
+from cudnn_sdpa.plans.autotune import AutotuneCandidate, UntunedPlan
 from cudnn_sdpa.plans.device_memory import constants_of, relaxed_capture
 from cudnn_sdpa.plans.file_format import BadPlanFileError, StoredPlan
 from cudnn_sdpa.plans.plan import Plan, stored_form
@@ -111,18 +110,12 @@ def _compile(operation: GraphOp, key: PlanKey) -> Plan:
 
 def _with_candidates(plan: Plan, operation: GraphOp, handle: Handle) -> Plan:
     """cuDNN's first choice with its other proposals; the first launch selects the fastest."""
-    first = AutotuneCandidate(plan.engine, plan.knobs)
     if reason := autotune.not_tunable(plan.key):
-        autotune.note(plan.key, [first], reason=reason)
+        autotune.note(plan.key, [AutotuneCandidate(plan.engine, plan.knobs)], reason=reason)
         return plan
     max_count = autotune.max_candidates() - 1
     others = build_others(operation, plan.key, (plan.engine, plan.knobs), max_count, handle=handle)
-    if any(not isinstance(other.built, str) for other in others):
-        return UntunedPlan(plan, others)
-    plan.tuned = True
-    failed = [AutotuneCandidate(*other.configuration, reason=str(other.built)) for other in others]
-    autotune.note(plan.key, [first, *failed], reason="no other candidate can be built")
-    return plan
+    return UntunedPlan([plan, *(Plan(plan.key, built, plan.constants) for built in others)])
 
 
 def _handle_for(key: PlanKey) -> Handle:

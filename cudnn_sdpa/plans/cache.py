@@ -18,7 +18,7 @@ import torch
 
 from cudnn_sdpa.errors import OptionError, PlanBuildError
 from cudnn_sdpa.graph.key import PlanKey
-from cudnn_sdpa.plans.autotune_timing import UntunedPlan
+from cudnn_sdpa.plans.autotune import UntunedPlan
 from cudnn_sdpa.plans.build import load_plan
 from cudnn_sdpa.plans.plan import Plan, captured_plans
 

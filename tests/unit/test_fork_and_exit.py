@@ -16,12 +16,12 @@ sys.path.insert(0, sys.argv[1])
 warnings.simplefilter("ignore")
 import cudnn_sdpa
 from cudnn_sdpa import plan_cache
-from cudnn_sdpa.plans import shape_policy as shapes, default_store, autotune_timing
+from cudnn_sdpa.plans import shape_policy as shapes, default_store, autotune
 from tests.unit.plans.test_cache import StandIn, key
 store = cudnn_sdpa.use_plan_store(sys.argv[2]).store
 plan_cache.get(key(1), StandIn)
 locks = [plan_cache._lock, default_store._setting_lock, default_store._overrides._lock, shapes._lock,
-         shapes._overrides._lock, autotune_timing._measuring, store._mutex, store._room]
+         shapes._overrides._lock, autotune._measuring, store._mutex, store._room]
 held, go_on, building = threading.Event(), threading.Event(), threading.Event()
 
 def hold():

@@ -37,8 +37,6 @@ class PreparedPaged:
 
     def __call__(self) -> Tensor:
         """Launches the step on the current stream and returns the output; the tensors' GPU must be current."""
-        if self._workspace.numel() != self._plan.workspace:  # `autotune` has chosen another plan
-            self._workspace = self._workspace.new_empty(self._plan.workspace)
         if current_raw_stream(self._plan.device) != self._stream:
             for tensor in (self._workspace, self.out, self.lse):
                 if tensor is not None:  # the allocator must not reuse their memory before this launch is done

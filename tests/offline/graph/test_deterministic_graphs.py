@@ -61,7 +61,7 @@ print(json.dumps({
     "usual": [usual.engine, usual.knobs],
     "one": first,
     "guessed": function.compile(exactly, heuristics.HeuristicsBuilder(properties=properties)).engine,
-    "others": [other.configuration for other in others if not isinstance(other.built, str)],
+    "others": [(other.engine, other.knobs) for other in others],
 }))
 """
 

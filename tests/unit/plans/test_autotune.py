@@ -15,8 +15,7 @@ from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.graph.key import Operand, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.plans import autotune as autotune_module
-from cudnn_sdpa.plans.autotune import AutotuneCandidate, AutotuneEntry, AutotuneReport
-from cudnn_sdpa.plans.autotune_timing import UntunedPlan
+from cudnn_sdpa.plans.autotune import AutotuneCandidate, AutotuneEntry, AutotuneReport, UntunedPlan
 from cudnn_sdpa.plans.build import build_plan
 from cudnn_sdpa.plans.plan import Plan
 
@@ -74,25 +73,22 @@ def test_candidates_are_an_integer_of_at_least_two(candidates):
     assert not autotune_module.is_in_force()
 
 
-def test_the_report_is_a_table():
+def test_the_report_lists_plans_and_their_candidates():
     candidates = (
         AutotuneCandidate("eng9", {"TILE_N": 2, "TILE_M": 3}, 52.34),
         AutotuneCandidate("eng8", {"TILE_N": 1}, 41.2),
         AutotuneCandidate("eng7", {}, None, "it cannot be launched: no"),
     )
     compared = AutotuneEntry("attend(q) -> (out)", candidates, winner=1)
-    left = AutotuneEntry("attend(k) -> (out)", (AutotuneCandidate("eng9", {}),), reason="it is for packed sequences")
+    left = AutotuneEntry("attend(k) -> (out)", (AutotuneCandidate("eng9", {}),), reason="it is deterministic")
     assert compared.gain == pytest.approx(52.34 / 41.2)
     assert left.gain == 1.0
     assert str(AutotuneReport([compared, left])).splitlines() == [
-        "1 plan compared, of which 1 gained; 1 not compared",
-        "attend(q) -> (out)",
-        "       52.3 µs  eng9 TILE_N=2 TILE_M=3  (cuDNN's first choice)",
-        "  >    41.2 µs  eng8 TILE_N=1  (gain 1.27)",
-        "                eng7  (discarded: it cannot be launched: no)",
-        "attend(k) -> (out)",
-        "  >             eng9  (cuDNN's first choice)",
-        "    not compared: it is for packed sequences",
+        "attend(q) -> (out): gain 1.27",
+        "    eng9 TILE_N=2 TILE_M=3: 52.3 µs",
+        "  > eng8 TILE_N=1: 41.2 µs",
+        "    eng7: it cannot be launched: no",
+        "attend(k) -> (out): not compared: it is deterministic",
     ]
 
 
@@ -112,6 +108,16 @@ def test_plans_whose_speed_depends_on_lengths_are_not_tuned():
     assert "seq_len_kv" in autotune_module.not_tunable(forward(seq_lens_kv=lengths))
 
 
+@pytest.mark.parametrize("of", [key(deterministic=True), dataclasses.replace(key(), deterministic=True)], ids=str)
+def test_deterministic_plans_are_not_tuned(machine, of):
+    machine.proposes(Engine("eng1", 30), Engine("eng2", 1))
+    with autotune() as report:
+        made = build_plan(halve, of)
+    assert (type(made), made.engine) == (Plan, "eng1")
+    assert report.entries[0].reason == "it is deterministic, and times would decide its rounding"
+    assert autotune_module.not_tunable(key(deterministic=False)) == ""
+
+
 def test_constant_lengths_are_not_data():
     integers = TensorLayout.contiguous((2, 1, 1, 1), torch.int32)
     filled, given = Operand("lengths", integers, Role.FILL, 64), Operand("lengths", integers)
@@ -119,11 +125,9 @@ def test_constant_lengths_are_not_data():
     assert autotune_module.not_tunable(key(inputs=[given])).startswith("its work depends on the values of lengths")
 
 
-def test_packed_tensors_are_not_tuned():
+def test_packed_sequences_are_not_tuned():
     offsets = Operand("offsets", TensorLayout.contiguous((3, 1, 1, 1), torch.int64))
-    packed = dataclasses.replace(key().outputs[0], ragged="offsets")
-    of = dataclasses.replace(key(inputs=[offsets]), outputs=(packed,))
-    assert autotune_module.not_tunable(of) == "it is for packed sequences: the sizes of out0 are data"
+    assert "offsets" in autotune_module.not_tunable(key(inputs=[offsets]))
 
 
 def test_untunable_operations_get_ordinary_plans(machine):
@@ -139,16 +143,6 @@ def test_without_autotune_nothing_else_is_built(machine):
     machine.proposes(Engine("eng1"), Engine("eng2"))
     made = build_plan(halve, key())
     assert (type(made), made.tuned) == (Plan, False)
-
-
-@pytest.mark.parametrize("others", [(), ("no shared memory",)])
-def test_a_single_proposal_is_not_measured(machine, others):
-    machine.proposes(Engine("eng1"), *others)
-    with autotune() as report:
-        made = build_plan(halve, key())
-    assert (type(made), made.tuned) == (Plan, True)
-    assert report.entries[0].reason == "no other candidate can be built"
-    assert [each.reason for each in report.entries[0].candidates] == ["", *others]
 
 
 # The first launch.
@@ -192,6 +186,12 @@ def test_the_fastest_takes_over(machine):
         assert len(report.entries) == 1
 
 
+def test_a_single_proposal_is_tuned(machine):
+    machine.proposes(Engine("eng1", 10))
+    made, entry, right = tuned()
+    assert (type(made), made.tuned, entry.reason, right) == (Plan, True, "", True)
+
+
 def test_the_first_choice_stays_if_it_is_the_fastest(machine):
     machine.proposes(Engine("eng1", 10), Engine("eng2", 11))
     made, entry, right = tuned()
@@ -233,8 +233,8 @@ def cannot_be_launched(*_):
     [
         (lacks_a_row, "differ from the first choice's"),
         (is_wrong_in_the_second, "differ from the first choice's"),
-        (writes_only_a_part, "nonfinite elements differ from the first choice"),
-        (writes_nothing, "nonfinite elements differ from the first choice"),
+        (writes_only_a_part, "differ from the first choice's"),
+        (writes_nothing, "differ from the first choice's"),
         (cannot_be_launched, "refused"),
     ],
 )
@@ -247,23 +247,11 @@ def test_wrong_candidates_are_dropped(machine, run, why):
     assert machine.timed == [2]
 
 
-def test_failed_builds_are_in_the_report(machine):
-    machine.proposes(Engine("eng1", 30), "no shared memory", Engine("eng2", 1, cannot_be_launched))
+def test_the_first_choice_stays_if_no_other_is_right(machine):
+    machine.proposes(Engine("eng1", 30), Engine("eng2", 1, cannot_be_launched))
     made, entry, right = tuned()
     assert (type(made), made.engine, made.tuned, right) == (Plan, "eng1", True, True)
-    assert entry.candidates[1].reason == "no shared memory"
-    assert machine.timed == []
-
-
-def test_determinism_requires_repeatable_candidates(machine):
-    def flickers(x, outs, launches):
-        outs[0].copy_(x * 0.5 * (1 + 1e-6 * launches))
-
-    for options, winner in (({}, "eng2"), ({"deterministic": False}, "eng2"), ({"deterministic": True}, "eng3")):
-        machine.proposes(Engine("eng1", 30), Engine("eng2", 1, flickers), Engine("eng3", 20))
-        made, entry, _ = tuned(key(**options))
-        assert made.engine == winner
-    assert "runs of it differ" in entry.candidates[1].reason
+    assert "refused" in entry.candidates[1].reason
 
 
 def test_memory_that_the_first_choice_does_not_write_is_restored(machine):
@@ -284,18 +272,6 @@ def test_uninformative_results_leave_the_plan_untuned(machine, value):
     made, entry, right = tuned(x=torch.full_like(operands()[0], value))
     assert (type(made), made.engine, made.tuned, right) == (Plan, "eng1", False, True)
     assert "all zeros" in entry.reason
-
-
-def test_in_place_results_leave_the_plan_untuned(machine):
-    machine.proposes(Engine("eng1", 30), Engine("eng2", 1))
-    with autotune() as report:
-        made = build_plan(halve, key())
-        x, _ = operands()
-        expected = x * 0.5
-        launch(made, x, x)
-    assert (made.fastest.engine, made.fastest.tuned) == ("eng1", False)
-    assert report.entries[0].reason == "out0 overlaps x"
-    assert torch.equal(x, expected)
 
 
 def test_a_first_choice_that_fails_to_launch_raises_its_own_error(machine):

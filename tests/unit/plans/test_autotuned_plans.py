@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -53,20 +52,6 @@ def test_a_captured_launch_is_not_tuned_and_the_next_one_is(machine, captured):
     assert (type(made.fastest), made.fastest.engine, made.fastest.tuned) == (Plan, "eng2", True)
     assert [each.built for each in captured] == [engines[0]]  # the kernels of the graph live on
     assert torch.equal(out, x * 0.5)
-
-
-def test_a_captured_plan_is_kept_under_determinism(machine, captured):
-    machine.proposes(Engine("eng1", 30), other := Engine("eng2", 1))
-    with autotune() as report:
-        made = build_plan(halve, key(deterministic=True))
-        x, out = operands()
-        machine.stream, machine.capturing = 5, True
-        launch(made, x, out)
-        machine.capturing = False
-        launch(made, x, out)
-    assert (made.fastest.engine, made.fastest.tuned, other.launches) == ("eng1", False, 0)
-    assert [each.built for each in captured] == [made.built]
-    assert "CUDA graph" in report.entries[0].reason
 
 
 def test_a_capture_after_tuning_uses_the_winner(machine, captured):
@@ -136,9 +121,6 @@ def test_the_fastest_plan_replaces_the_first_in_the_cache(machine, cache):
         x, out = operands()
         launch(each, x, out)
         assert torch.equal(out, x * 0.5)
-    x, out = operands()
-    made.launch_kept(array("Q", [x.data_ptr(), out.data_ptr()]), 0)
-    assert torch.equal(out, x * 0.5)
     assert first.launches == launches
 
 
@@ -290,6 +272,6 @@ def test_earlier_failed_proposals_are_not_tried_again(monkeypatch):
     monkeypatch.setattr(heuristics, "ProposalsBuilder", Asked)
     monkeypatch.setattr(heuristics, "ConfigurationBuilder", lambda configuration, **_: configuration)
     others = heuristics.build_others(Operation(), key(), known[1], 7, handle=None)
-    assert others == [(known[2], "too large; too wide"), (known[3], known[3])]
+    assert others == [known[3]]
     assert built == [known[2], known[3]]
-    assert heuristics.build_others(Operation(), key(), known[0], 1, handle=None) == [(known[1], known[1])]
+    assert heuristics.build_others(Operation(), key(), known[0], 1, handle=None) == [known[1]]

@@ -472,8 +472,8 @@ def test_a_prepared_step_on_another_stream_and_in_a_graph():
         assert_decoded(cache, numbers, q, prepared.out)
 
 
-def test_a_prepared_step_is_tuned_like_any_other():
-    """The winner may want another workspace."""
+def test_a_prepared_step_is_not_tuned():
+    """Its plan launches with memory that was prepared for it; its lengths and tables change between launches."""
     cache = PagedKVCache(pages=600, page_size=64, heads=2, head_dim=64, max_length=32768)
     sequence = cache.add()
     step = cache.reserve([sequence], 30000)
@@ -484,7 +484,7 @@ def test_a_prepared_step_is_tuned_like_any_other():
         for _ in range(2):
             prepared.out.fill_(math.nan)
             assert_decoded(cache, [sequence], q, prepared())
-    assert len(report.entries) == 1
+    assert ["table_k" in entry.reason for entry in report.entries] == [True]
     assert_decoded(cache, [sequence], q, prepared())
 
 
