@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from cudnn_sdpa.errors import OptionError
 _WORDS = {"true": True, "false": False, "none": None}
 
 
-def function_of(name: str) -> Callable[..., Any]:
+def function_of(name: str) -> Callable[..., object]:
     """The function of the library with this name.
 
     Raises:
@@ -29,8 +28,8 @@ def function_of(name: str) -> Callable[..., Any]:
 
 
 def arguments_of(
-    function: Callable[..., Any], words: Sequence[str], dtype: str, *, requires_grad: bool
-) -> dict[str, Any]:
+    function: Callable[..., object], words: Sequence[str], dtype: str, *, requires_grad: bool
+) -> dict[str, object]:
     """Parses words: shapes become tensors without values, everything else Python literals.
 
     Args:
@@ -43,7 +42,7 @@ def arguments_of(
         OptionError: A word cannot be parsed, the function has no such argument, or one is missing.
     """
     parameters = inspect.signature(function).parameters
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, object] = {}
     for word in words:
         name, separator, text = word.partition("=")
         if not separator:

@@ -101,10 +101,11 @@ def check_rng(rng: Tensor | None, dropout_p: float, q: Tensor) -> None:
         raise DeviceError("rng", str(rng.device), f"{q.device}, the device of q")
 
 
-def as_sinks(sinks: Any) -> Any:
+def as_sinks(sinks: object) -> Any:
     """Sinks in float32, which the kernels read; anything but a half-precision tensor is returned unchanged."""
-    half = isinstance(sinks, Tensor) and sinks.dtype in (torch.float16, torch.bfloat16)
-    return sinks.float() if half else sinks
+    if isinstance(sinks, Tensor) and sinks.dtype in (torch.float16, torch.bfloat16):
+        return sinks.float()
+    return sinks
 
 
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
@@ -157,18 +158,18 @@ class ForwardArguments(NamedTuple):
         return self[:8]
 
     @property
-    def options(self) -> tuple[Any, ...]:
+    def options(self) -> tuple[object, ...]:
         """The options from is_causal to deterministic: what is not a tensor and decides the result."""
         return self[8:17]
 
     @property
-    def operator_inputs(self) -> tuple[Any, ...]:
+    def operator_inputs(self) -> tuple[object, ...]:
         """The inputs from q to deterministic, which every operator takes first, in the order of its schema."""
         return self[:17]
 
     @classmethod
     def of_operator(
-        cls, inputs: Iterable[Any], *, with_lse: bool = False, out: Tensor | None = None
+        cls, inputs: Iterable[object], *, with_lse: bool = False, out: Tensor | None = None
     ) -> ForwardArguments:
         """The call with these `operator_inputs`."""
         return cls._make((*inputs, with_lse, out))
@@ -360,12 +361,12 @@ def window_bounds(window_size: Any) -> tuple[int, int]:
 LARGEST = 2**31 - 1
 
 
-def is_integer(number: Any) -> bool:
+def is_integer(number: object) -> bool:
     """Whether the operators accept a value as an integer; in compiled code it may be a symbol."""
     return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
 
 
-def as_int(number: Any) -> Any:
+def as_int(number: object) -> Any:
     """A length or bound as an int of at most `LARGEST`, also from numpy; other types are returned unchanged."""
     if type(number) is int:  # nearly always
         return min(number, LARGEST)
@@ -405,7 +406,7 @@ MAX_SCALE = 65536.0
 MAX_SOFTCAP = 1e18
 
 
-def _check_number(name: str, value: Any, without: str, largest: float) -> None:
+def _check_number(name: str, value: object, without: str, largest: float) -> None:
     if value is None or isinstance(value, torch.SymFloat):
         return
     expected = f"a float, or None for {without}"

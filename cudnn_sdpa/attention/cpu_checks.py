@@ -7,8 +7,8 @@ float32 and float64, which only the reference takes, count as bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,10 +32,10 @@ MAX_REMEMBERED = 8192
 
 _passed: set[Hashable] = set()
 
-_Rules = Callable[[Any, Target], None]
+CallT = TypeVar("CallT", bound=Any)  #: the arguments of a call, a named tuple
 
 
-def check_call(call: Any, strides: Callable[[Any], None], rules: _Rules) -> None:
+def check_call(call: CallT, strides: Callable[[CallT], None], rules: Callable[[CallT, Target], None]) -> None:
     """Refuses what the GPU would refuse, once for each kind of call."""
     target = cpu_target.active()
     tensors = [x for x in _flat(call) if isinstance(x, Tensor)]
@@ -57,25 +57,25 @@ def check_call(call: Any, strides: Callable[[Any], None], rules: _Rules) -> None
     _passed.add(name)
 
 
-def _flat(call: Any) -> list[Any]:
+def _flat(call: Iterable[object]) -> list[object]:
     """The arguments of a call and of the calls nested in it."""
-    fields: list[Any] = []
+    fields: list[object] = []
     for field in call:
         fields += _flat(field) if isinstance(field, tuple) else [field]
     return fields
 
 
-def _signature(field: Any) -> Hashable:
+def _signature(field: object) -> Hashable:
     """Everything about an argument that decides whether a call is refused."""
     if not isinstance(field, Tensor):
         return type(field), field
     return describe(field), field.storage_offset() % ALIGNMENT, field.requires_grad
 
 
-def _without_data(call: Any, q: Tensor) -> Any:
+def _without_data(call: CallT, q: Tensor) -> CallT:
     """The call with meta tensors of the same layouts, in dtypes that GPUs take."""
     dtypes = {q.dtype: _GPU_DTYPE} if q.dtype in _REFERENCE_DTYPES else {}
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     for name, field in call._asdict().items():
         if isinstance(field, Tensor):
             is_cast = name in ("q", "k", "v", "k_pages", "v_pages", "out", "attn_mask")
@@ -84,7 +84,8 @@ def _without_data(call: Any, q: Tensor) -> Any:
             changes[name] = meta.as_strided(field.shape, field.stride(), field.storage_offset())
         elif hasattr(field, "_fields"):
             changes[name] = _without_data(field, q)
-    return call._replace(**changes)
+    result: CallT = call._replace(**changes)
+    return result
 
 
 def check_offsets(**tensors: Tensor | None) -> None:

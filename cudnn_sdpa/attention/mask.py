@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 TOP_LEFT = "top_left"
 BOTTOM_RIGHT = "bottom_right"
@@ -35,8 +34,8 @@ def normalize_mask(
     is_causal: bool,
     alignment: str,
     window_size: tuple[int, int],
-    sq: Any,
-    skv: Any,
+    sq: int,
+    skv: int,
     *,
     has_lengths: bool = False,
     top_left_only: bool = False,
@@ -76,7 +75,7 @@ def normalize_mask(
     return Mask(band, masked_rows)
 
 
-def _band(left: Any, right: Any, *, last_row: Any, last_column: Any, bottom_right: bool) -> Band | None:
+def _band(left: int | None, right: int | None, *, last_row: int, last_column: int, bottom_right: bool) -> Band | None:
     """A band without the bounds that mask nothing."""
     left = None if left is None or left >= last_row else left
     right = None if right is None or right >= last_column else right

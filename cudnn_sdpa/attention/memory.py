@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -43,7 +41,7 @@ def check_strides_of(name: str, tensor: Tensor) -> None:
             )
 
 
-def check_addresses(hint: str = "", **tensors: Any) -> None:
+def check_addresses(hint: str = "", **tensors: object) -> None:
     """Refuses tensors without memory, and misaligned addresses on CUDA; tensor subclasses pass."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):

@@ -66,7 +66,7 @@ def compare(actual: Results, exact: Results) -> dict[str, float]:
     return {name: _error(*pair) for name, pair in pairs.items()}
 
 
-def _error(actual: Tensor, exact: Any) -> float:
+def _error(actual: Tensor, exact: Tensor) -> float:
     """Relative error in the Frobenius norm over the finite elements."""
     finite = torch.isfinite(exact)
     if not torch.equal(torch.isfinite(actual), finite):

@@ -118,7 +118,7 @@ def _options(shape: Shape) -> dict[str, dict[str, Any]]:
 
 
 def _attend(qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> Tensor:
-    result: Any = sdpa(*qkv, is_causal=True, **options)
+    result = sdpa(*qkv, is_causal=True, **options)
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out
 
@@ -164,7 +164,7 @@ def varlen(sizes: Sizes = cases.FULL) -> list[Row]:
     return rows
 
 
-def _varlen_rows(function: Callable[..., Any], lengths: list[int], repeats: int) -> list[Row]:
+def _varlen_rows(function: Callable[..., Tensor], lengths: list[int], repeats: int) -> list[Row]:
     tokens, max_seqlen = sum(lengths), max(lengths)
     cu_seqlens = torch.tensor([0, *lengths], device=cases.DEVICE).cumsum(0, dtype=torch.int32)
     q, k, v = (cases.normal(tokens, heads, DIM).requires_grad_() for heads in (HEADS_Q, HEADS_KV, HEADS_KV))

@@ -9,13 +9,13 @@ from __future__ import annotations
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from rich.progress import track
 
 from cudnn_sdpa.bench.programs.first_call import LENGTHS, SHAPES
 from cudnn_sdpa.bench.tools import processes
 from cudnn_sdpa.bench.tools.output import Row
+from cudnn_sdpa.graph.backend import JsonObject
 from cudnn_sdpa.plans.default_store import OFF
 
 #: The first two calls.
@@ -37,7 +37,7 @@ print(json.dumps({"torch": (between - start) * 1e3, "cudnn_sdpa": (end - between
 
 def calls(repeats: int) -> list[Row]:
     """Host time of the first two calls of a process, of two shapes, and of PyTorch's cuDNN backend."""
-    processes_by_row: dict[str, list[list[dict[str, Any]]]] = {}
+    processes_by_row: dict[str, list[list[dict[str, float]]]] = {}
     _first_call("sdpa", store=OFF)  # the first process may wait for a disk
     for _ in track(range(repeats), "first calls", transient=True):
         with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +66,7 @@ def calls(repeats: int) -> list[Row]:
     return rows
 
 
-def _check_plans(name: str, measured: list[dict[str, Any]], source: str) -> None:
+def _check_plans(name: str, measured: list[dict[str, float]], source: str) -> None:
     """Checks that each call has built or loaded its plan, as the row says.
 
     Raises:
@@ -109,5 +109,5 @@ def _median_and_worst(column: str, unit: str, values: list[float]) -> dict[str, 
     return {f"{column}, {unit}": statistics.median(values), f"{column}, worst": max(values)}
 
 
-def _first_call(*arguments: str, store: str) -> dict[str, Any]:
+def _first_call(*arguments: str, store: str) -> JsonObject:
     return processes.run_module("cudnn_sdpa.bench.programs.first_call", *arguments, store=store)

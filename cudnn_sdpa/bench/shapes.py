@@ -17,6 +17,7 @@ from cudnn_sdpa.bench.tools import cases
 from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.processes import run_module
 from cudnn_sdpa.bench.tools.timing import device_times
+from cudnn_sdpa.graph.backend import JsonObject
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.default_store import OFF
 from cudnn_sdpa.plans.shape_policy import BUCKETED, EXACT, TIERED, shape_policy
@@ -31,7 +32,7 @@ CACHES = (300, 1000, 4096)
 def passes(repeats: int) -> list[Row]:
     """A cold pass over many lengths, then one over as many other lengths; each policy in its own process."""
     names = (EXACT, BUCKETED, TIERED, "pytorch")
-    results_by_policy: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    results_by_policy: dict[str, list[JsonObject]] = {name: [] for name in names}
     for _ in track(range(repeats), "many lengths", transient=True):
         for name, results in results_by_policy.items():
             results.append(run_module("cudnn_sdpa.bench.programs.many_lengths", "pass", name, store=OFF))

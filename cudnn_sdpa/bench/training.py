@@ -41,7 +41,7 @@ class Empty(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> Any:  # noqa: ARG004 - autograd's signature
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004 - autograd's signature
         """Uninitialized gradients."""
         q, k, v, _out, _lse = ctx.saved_tensors
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -65,7 +65,7 @@ class Launching(Empty):
         return Empty.forward(ctx, q, k, v)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> Any:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """Uninitialized gradients."""
         ctx.launch()
         return (*Empty.backward(ctx, grad_out), None)

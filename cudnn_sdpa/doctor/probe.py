@@ -32,6 +32,7 @@ from cudnn_sdpa.doctor.facts import (
 )
 from cudnn_sdpa.errors import OfflineError
 from cudnn_sdpa.graph import backend
+from cudnn_sdpa.graph.backend import JsonObject
 from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.driver import compiler
 from cudnn_sdpa.plans import default_store, private_folders
@@ -80,11 +81,11 @@ def gather(timeout: float = TIMEOUT_SECONDS) -> Facts:
     )
 
 
-def _torch_facts(gpus: list[dict[str, Any]], **part: Any) -> TorchFacts:
+def _torch_facts(gpus: list[JsonObject], **part: Any) -> TorchFacts:
     return TorchFacts(**part, gpus=tuple(Gpu(gpu["name"], tuple(gpu["capability"])) for gpu in gpus))
 
 
-def examine(timeout: float) -> tuple[dict[str, Any], str]:
+def examine(timeout: float) -> tuple[JsonObject, str]:
     """The parts that the probing process printed, and how it ended if it failed."""
     try:
         result = subprocess.run(
@@ -105,9 +106,9 @@ def examine(timeout: float) -> tuple[dict[str, Any], str]:
     return parts, how + (f"; it printed: {last}" if last else "")
 
 
-def parts_of(output: bytes) -> dict[str, Any]:
+def parts_of(output: bytes) -> JsonObject:
     """The complete lines of the probing process; other output, for instance of site hooks, is skipped."""
-    parts: dict[str, Any] = {}
+    parts: JsonObject = {}
     for line in output.splitlines():
         with contextlib.suppress(ValueError):  # not JSON, or an incomplete line
             part = json.loads(line)

@@ -34,8 +34,11 @@ PyGraph: TypeAlias = Any
 #: The frontend's `Handle`, which owns a `cudnnHandle_t`.
 Handle: TypeAlias = Any
 
+#: An object of a JSON file or message: whoever reads a value checks it.
+JsonObject: TypeAlias = dict[str, Any]
+
 #: A GPU in the format of cuDNN's device-properties JSON.
-DeviceProperties: TypeAlias = dict[str, Any]
+DeviceProperties: TypeAlias = JsonObject
 
 #: An engine and its settings.
 Configuration = tuple[str, dict[str, int]]

@@ -10,11 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 import torch
 
-from cudnn_sdpa.graph.backend import version_string
+from cudnn_sdpa.graph.backend import JsonObject, version_string
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target, serial_of
 
@@ -91,7 +90,7 @@ class PlanKey:
         return tuple((name, _type_name(value), value) for name, value in sorted(options.items()))
 
     @property
-    def option_values(self) -> dict[str, Any]:
+    def option_values(self) -> dict[str, object]:
         """The static options by name."""
         return {name: value for name, _, value in self.options}
 
@@ -141,7 +140,7 @@ class PlanKey:
         return replace(self, device=None)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any], target: Target) -> PlanKey:
+    def from_json(cls, data: JsonObject, target: Target) -> PlanKey:
         """The inverse of `to_json`, for `target`."""
         return cls(
             operation=data["operation"],
@@ -187,7 +186,7 @@ def _operand_to_json(operand: Operand) -> dict[str, object]:
     }
 
 
-def _operand_from_json(data: dict[str, Any]) -> Operand:
+def _operand_from_json(data: JsonObject) -> Operand:
     layout = TensorLayout.from_json(data["layout"])
     return Operand(name=data["name"], layout=layout, role=Role(data["role"]), fill=data["fill"], ragged=data["ragged"])
 

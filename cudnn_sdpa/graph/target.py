@@ -13,7 +13,7 @@ import torch
 
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph import backend
-from cudnn_sdpa.graph.backend import DeviceProperties
+from cudnn_sdpa.graph.backend import DeviceProperties, JsonObject
 from cudnn_sdpa.graph.diagnostics import printable, shortened
 
 #: The properties that determine what cuDNN plans and compiles. PCI id, clocks, driver and name are left out, so that
@@ -85,7 +85,7 @@ class Target:
         return int(dict(self.properties)["deviceVer"]) // 10
 
     @classmethod
-    def from_properties(cls, properties: Mapping[str, Any]) -> Target:
+    def from_properties(cls, properties: Mapping[str, object]) -> Target:
         """The target that cuDNN's device-properties JSON describes."""
         chosen = sorted((name, _frozen(properties[name])) for name in PLANNING_PROPERTIES if name in properties)
         name = printable(shortened(str(properties.get("deviceName", "unnamed GPU"))))
@@ -184,8 +184,8 @@ def load_properties(name_or_path: str, argument: str = "target") -> DeviceProper
 
 
 @functools.cache
-def _specifications() -> dict[str, Any]:
-    specifications: dict[str, Any] = json.loads((_FOLDER / "specifications.json").read_text())
+def _specifications() -> JsonObject:
+    specifications: JsonObject = json.loads((_FOLDER / "specifications.json").read_text())
     return specifications
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.errors import DtypeError, UnsupportedError
 from cudnn_sdpa.integrations import mask_encoding
 from cudnn_sdpa.integrations.documents import SUGGESTION, Documents, documents
+
+#: Keyword arguments: those of transformers, and options of `sdpa`.
+Arguments: TypeAlias = dict[str, Any]
 
 #: Arguments that this attention does not support, each with the reason.
 REFUSED = {
@@ -57,7 +60,7 @@ def attention(
     """
     if others:
         _refuse(others)
-    options: dict[str, Any] = {
+    options: Arguments = {
         "scale": scaling,
         "dropout_p": dropout or NO_DROPOUT,  # the very object that the fast path of plain calls expects
         "softcap": softcap,
@@ -103,9 +106,7 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _banded(
-    qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor, band: mask_encoding.Band, options: dict[str, Any]
-) -> Tensor:
+def _banded(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor, band: mask_encoding.Band, options: Arguments) -> Tensor:
     """Attention with a band aligned bottom-right."""
     query, key, value = qkv
     queries, keys = query.shape[2], key.shape[2]
@@ -114,16 +115,16 @@ def _banded(
     # cuDNN has no kernel for a single query with softcap and lengths, nor for dropout with a bottom-right band.
     is_refused = options["softcap"] is not None and lengths is not None and queries == 1
     if is_refused or (options["dropout_p"] and not is_square):
-        return cast(Tensor, sdpa(query, key, value, attn_mask=mask_encoding.drawn(mask, query, keys), **options))
+        return sdpa(query, key, value, attn_mask=mask_encoding.drawn(mask, query, keys), **options)
     is_full = left == mask_encoding.UNBOUNDED or (queries == 1 and keys <= left + 1)
     needs_no_mask = is_full and queries == 1 and right == 0  # a single query at the last key attends to all keys
     options = {**options, "seq_lens_kv": lengths, "window_size": None if is_full else (left, right)}
     if not needs_no_mask:
         options |= {"is_causal": right == 0, "causal_alignment": TOP_LEFT if is_square else BOTTOM_RIGHT}
-    return cast(Tensor, sdpa(query, key, value, **options))
+    return sdpa(query, key, value, **options)
 
 
-def _packed(qkv: tuple[Tensor, Tensor, Tensor], packed: mask_encoding.Packed, options: dict[str, Any]) -> Tensor:
+def _packed(qkv: tuple[Tensor, Tensor, Tensor], packed: mask_encoding.Packed, options: Arguments) -> Tensor:
     """Causal attention among the tokens that are not padding, packed; padding rows are zeros."""
     query, _, value = qkv
     batch, heads, length, _ = query.shape
@@ -164,7 +165,7 @@ class _Call(NamedTuple):
     is_causal: bool
 
 
-def _by_arguments(call: _Call, others: dict[str, Any], options: dict[str, Any], *, inspect: bool) -> Tensor | None:
+def _by_arguments(call: _Call, others: Arguments, options: Arguments, *, inspect: bool) -> Tensor | None:
     """Attention within packed sequences that offsets or positions separate; None if they do not."""
     if others.get("cu_seq_lens_q") is not None:
         return _by_offsets(call, others, options)
@@ -175,7 +176,7 @@ def _by_arguments(call: _Call, others: dict[str, Any], options: dict[str, Any], 
     return None if packed is None else _by_positions(call, packed, options)
 
 
-def _by_offsets(call: _Call, others: dict[str, Any], options: dict[str, Any]) -> Tensor:
+def _by_offsets(call: _Call, others: Arguments, options: Arguments) -> Tensor:
     """Attention within the packed sequences of a batch of one, described by FlashAttention's arguments."""
     is_complete = all(others.get(name) is not None for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"))
     reasons = {
@@ -200,7 +201,7 @@ def _by_offsets(call: _Call, others: dict[str, Any], options: dict[str, Any]) ->
     return out.unsqueeze(0)
 
 
-def _by_positions(call: _Call, packed: Documents, options: dict[str, Any]) -> Tensor:
+def _by_positions(call: _Call, packed: Documents, options: Arguments) -> Tensor:
     """Attention within each document."""
     query, key, value, mask = call.query, call.key, call.value, call.mask
     batch, heads, length, _ = query.shape
@@ -280,7 +281,7 @@ def _padded_with_mask(mask: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     return pad(key, (0, 0, 0, missing)), pad(value, (0, 0, 0, missing)), pad(mask, (0, missing), value=masked)
 
 
-def _refuse(others: dict[str, Any]) -> None:
+def _refuse(others: Arguments) -> None:
     refused = [name for name in REFUSED if others.get(name) is not None and others[name] is not False]
     if refused:
         reasons = [REFUSED[name] for name in refused]

@@ -17,7 +17,7 @@ from cudnn_sdpa.integrations.mask_encoding import UNBOUNDED
 CONCATENATING = frozenset({"t5gemma2_decoder"})
 
 #: transformers' pattern functions, of (batch, head, query, key).
-Pattern = Callable[..., Any]
+Pattern = Callable[..., object]
 
 
 class Request(NamedTuple):
@@ -36,7 +36,7 @@ class Request(NamedTuple):
     use_vmap: bool = False
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
-    config: Any = None
+    config: object = None
 
 
 def mask_function(
@@ -64,8 +64,8 @@ def mask_function(
         use_vmap: bool = False,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        config: Any = None,
-        **_: Any,
+        config: object = None,
+        **_: object,
     ) -> Tensor | None:
         request = Request(
             batch_size=batch_size,

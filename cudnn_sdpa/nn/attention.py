@@ -12,7 +12,7 @@ from cudnn_sdpa.attention.dense.sdpa import NO_DROPOUT, sdpa
 from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.nn import attention_checks
-from cudnn_sdpa.nn.checks import check_flags, check_number, check_tokens, unsharded
+from cudnn_sdpa.nn.checks import Factory, check_flags, check_number, check_tokens, unsharded
 from cudnn_sdpa.nn.conversion import check_type, copy_linear, copy_parameter, merge, rename, split
 from cudnn_sdpa.nn.kv_cache import KVStep
 from cudnn_sdpa.nn.rotary import RotaryEmbedding, Rotations
@@ -120,7 +120,7 @@ class Attention(nn.Module):
         self.is_causal, self.window_size = is_causal, window_size
         self.scale, self.softcap, self.dropout = scale, softcap, dropout
         rows, rows_kv = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: Factory = {"device": device, "dtype": dtype}
         if context_dim is None:
             self.qkv_proj = nn.Linear(embed_dim, rows + 2 * rows_kv, bias=qkv_bias, **factory)
         else:
@@ -290,7 +290,7 @@ class Attention(nn.Module):
             q, k = torch.split(rotated, [heads_q, heads_kv], dim=2)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         rows, rows_kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         *_, error_msgs = rest
         rename(state_dict, prefix, {"o_proj.": "out_proj."})

@@ -94,12 +94,12 @@ def check_call(
     x: Tensor,
     *,
     context: Any,
-    attn_mask: Any,
-    seq_lens: Any,
-    context_lens: Any,
-    position_ids: Any,
-    rotations: Any,
-    step: Any,
+    attn_mask: object,
+    seq_lens: Tensor | None,
+    context_lens: Tensor | None,
+    position_ids: Tensor | None,
+    rotations: object,
+    step: object,
 ) -> None:
     """Checks the arguments of a call against the module and against each other."""
     if module.context_dim is None:
@@ -139,7 +139,7 @@ def _check_context(module: AttentionModule, x: Tensor, context: Any) -> None:
         raise ShapeError("context", shape_of(context), f"batch {x.shape[0]}, as x has ({shape_of(x)})")
 
 
-def _check_step(module: AttentionModule, x: Tensor, step: Any, *, attn_mask: Any, seq_lens: Any) -> None:
+def _check_step(module: AttentionModule, x: Tensor, step: object, *, attn_mask: object, seq_lens: object) -> None:
     if not isinstance(step, (KVStep, PagedStep)):
         raise OptionError("step", type(step).__name__, "the result of reserve of a KVCache or a PagedKVCache")
     if step.cache() is None:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
+import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import shape_of
 from cudnn_sdpa.attention.paged.kv_cache_checks import check_count
 from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
+
+
+class Factory(TypedDict, total=False):
+    """Where and in which dtype a module creates its parameters: arguments of PyTorch's modules and factories."""
+
+    device: torch.device | str | int | None
+    dtype: torch.dtype | None
 
 
 def check_counts(**counts: object) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +11,7 @@ from cudnn_sdpa.errors import OptionError, UnsupportedError
 LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
-def check_type(name: str, module: Any, *kinds: type) -> None:
+def check_type(name: str, module: nn.Module, *kinds: type) -> None:
     """Checks that a module's class is one of these: a subclass may compute something else.
 
     Raises:
@@ -63,7 +61,9 @@ def copy_linear(target: nn.Linear, source: nn.Linear) -> None:
     copy_parameter(target.bias, source.bias)
 
 
-def merge(state_dict: dict[str, Any], prefix: str, *, into: str, parts: dict[str, int], error_msgs: list[str]) -> None:
+def merge(
+    state_dict: dict[str, Tensor], prefix: str, *, into: str, parts: dict[str, int], error_msgs: list[str]
+) -> None:
     """Concatenates separate weights and biases into those of one projection.
 
     Args:
@@ -90,7 +90,7 @@ def merge(state_dict: dict[str, Any], prefix: str, *, into: str, parts: dict[str
         state_dict[merged] = torch.cat(tensors)
 
 
-def rename(state_dict: dict[str, Any], prefix: str, names: dict[str, str]) -> None:
+def rename(state_dict: dict[str, Tensor], prefix: str, names: dict[str, str]) -> None:
     """Renames tensors by the beginnings of their names: another library's to ours."""
     for old, new in names.items():
         for name in [name for name in state_dict if name.startswith(prefix + old)]:
@@ -99,7 +99,7 @@ def rename(state_dict: dict[str, Any], prefix: str, names: dict[str, str]) -> No
                 state_dict[renamed] = state_dict.pop(name)
 
 
-def split(state_dict: dict[str, Any], prefix: str, merged: str, parts: dict[str, int]) -> None:
+def split(state_dict: dict[str, Tensor], prefix: str, merged: str, parts: dict[str, int]) -> None:
     """Splits the rows of a tensor into several; one with another number of rows stays.
 
     Args:

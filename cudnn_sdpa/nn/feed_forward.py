@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cudnn_sdpa.fused.activation import silu_mul
-from cudnn_sdpa.nn.checks import check_choice, check_counts, check_flags, check_number, check_tokens, unsharded
+from cudnn_sdpa.nn.checks import Factory, check_choice, check_counts, check_flags, check_number, check_tokens, unsharded
 from cudnn_sdpa.nn.conversion import merge
 
 #: Activations of `FeedForward`, PyTorch's own: cuDNN fuses them with convolutions, not with matrix products.
@@ -66,7 +66,7 @@ class SwiGLU(nn.Module):
         check_counts(embed_dim=embed_dim, hidden_dim=hidden_dim)
         check_flags(bias=bias)
         self.embed_dim, self.hidden_dim = embed_dim, hidden_dim
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: Factory = {"device": device, "dtype": dtype}
         self.gate_up_proj = nn.Linear(embed_dim, 2 * hidden_dim, bias=bias, **factory)
         self.down_proj = nn.Linear(hidden_dim, embed_dim, bias=bias, **factory)
 
@@ -82,7 +82,7 @@ class SwiGLU(nn.Module):
         down: Tensor = self.down_proj(silu_mul(gate_up))
         return down
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         *_, error_msgs = rest
         parts = {"gate_proj": self.hidden_dim, "up_proj": self.hidden_dim}
         merge(state_dict, prefix, into="gate_up_proj", parts=parts, error_msgs=error_msgs)
@@ -130,7 +130,7 @@ class FeedForward(nn.Module):
         check_flags(bias=bias)
         check_number("dropout", dropout, below=1)
         self.embed_dim, self.hidden_dim, self.activation, self.dropout = embed_dim, hidden_dim, activation, dropout
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: Factory = {"device": device, "dtype": dtype}
         self.linear1 = nn.Linear(embed_dim, hidden_dim, bias=bias, **factory)
         self.linear2 = nn.Linear(hidden_dim, embed_dim, bias=bias, **factory)
 

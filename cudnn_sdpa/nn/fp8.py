@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -63,7 +62,7 @@ class Fp8Attention(nn.Module):
         self.scaling = Fp8Scaling() if scaling is None else scaling
         _owners[self.scaling] = weakref.ref(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if _owner_of(self.scaling) is None:
             _owners[self.scaling] = weakref.ref(self)

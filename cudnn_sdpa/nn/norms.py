@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.fused.norm import layer_norm, rms_norm
-from cudnn_sdpa.nn.checks import check_counts, check_flags, check_number
+from cudnn_sdpa.nn.checks import Factory, check_counts, check_flags, check_number
 from cudnn_sdpa.nn.conversion import check_type, copy_parameter, refuse
 
 #: The default eps: that of the dtype in which the norm is computed, as in PyTorch.
@@ -189,7 +188,7 @@ def _vector(
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if exists else None
 
 
-def _like(weight: Tensor | None) -> dict[str, Any]:
+def _like(weight: Tensor | None) -> Factory:
     return {} if weight is None else {"device": weight.device, "dtype": weight.dtype}
 
 

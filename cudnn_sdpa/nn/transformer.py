@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.nn.attention import Attention
-from cudnn_sdpa.nn.checks import check_choice, check_counts, check_flags, check_number
+from cudnn_sdpa.nn.checks import Factory, check_choice, check_counts, check_flags, check_number
 from cudnn_sdpa.nn.conversion import LINEAR, check_type, copy_linear, refuse, rename
 from cudnn_sdpa.nn.feed_forward import ACTIVATIONS, FeedForward, SwiGLU, drop
 from cudnn_sdpa.nn.norms import NORMS, LayerNorm, RMSNorm, norm_from_torch
@@ -97,7 +97,7 @@ class TransformerLayer(nn.Module):
         if attention.get("context_dim") is not None:
             raise OptionError("context_dim", repr(attention["context_dim"]), "None: the layer has self-attention only")
         self.norm_first, self.dropout = norm_first, dropout
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: Factory = {"device": device, "dtype": dtype}
         norm_options: dict[str, Any] = {"bias": bias} if norm == "layer_norm" else {}
         default_eps = 1e-6 if norm == "rms_norm" else 1e-5
         norm_options["eps"] = default_eps if norm_eps is None else norm_eps
@@ -178,7 +178,7 @@ class TransformerLayer(nn.Module):
     def _drop(self, x: Tensor) -> Tensor:
         return drop(x, self.dropout, self.training)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         rename(state_dict, prefix, OTHER_NAMES)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

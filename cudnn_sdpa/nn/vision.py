@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cudnn_sdpa.attention.arguments import shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.fused.conv import conv2d
-from cudnn_sdpa.nn.checks import check_choice, check_counts, check_flags
+from cudnn_sdpa.nn.checks import Factory, check_choice, check_counts, check_flags
 from cudnn_sdpa.nn.conversion import check_type, copy_parameter, refuse
 from cudnn_sdpa.nn.feed_forward import drop
 from cudnn_sdpa.nn.norms import NORMS, LayerNorm, RMSNorm, norm_from_torch
@@ -92,7 +92,7 @@ class PatchEmbed(nn.Module):
             f"it has {module.groups} groups of channels": module.groups != 1,
         }
         refuse(f"{cls.__name__}.from_torch", reasons, "cudnn_sdpa.conv2d with its weight and bias")
-        like: dict[str, Any] = {"device": module.weight.device, "dtype": module.weight.dtype}
+        like: Factory = {"device": module.weight.device, "dtype": module.weight.dtype}
         size = module.kernel_size[0], module.kernel_size[1]
         new = cls(size, module.out_channels, module.in_channels, bias=module.bias is not None, **like)
         copy_parameter(new.weight, module.weight)
@@ -128,7 +128,7 @@ class PatchEmbed(nn.Module):
         return size if self.bias is not None else size + ", bias=False"
 
 
-def pair(name: str, sizes: Any) -> tuple[int, int]:
+def pair(name: str, sizes: object) -> tuple[int, int]:
     """Height and width, from one number for both or from two."""
     both = sizes if isinstance(sizes, (tuple, list)) else (sizes, sizes)
     if len(both) != 2:
@@ -204,17 +204,17 @@ class VisionEncoder(nn.Module):
         check_counts(num_layers=num_layers)
         check_flags(class_token=class_token)
         check_choice("norm", norm, tuple(NORMS))
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: Factory = {"device": device, "dtype": dtype}
         self.patch_embed = PatchEmbed((height, width), embed_dim, in_channels, bias=bias, **factory)
         tokens = self.image_size[0] // height * (self.image_size[1] // width) + class_token
         class_parameter = nn.Parameter(torch.empty(1, 1, embed_dim, **factory)) if class_token else None
         self.register_parameter("class_token", class_parameter)
         self.position_embedding = nn.Parameter(torch.empty(1, tokens, embed_dim, **factory))
         self.dropout = dropout
-        options = factory | {"norm": norm, "norm_eps": norm_eps, "activation": activation, "bias": bias}
+        options: dict[str, Any] = {"norm": norm, "norm_eps": norm_eps, "activation": activation, "bias": bias}
         ffn_dim = 4 * embed_dim if ffn_dim is None else ffn_dim
         self.layers = nn.ModuleList(
-            TransformerLayer(embed_dim, num_heads, ffn_dim, dropout=dropout, **options, **attention)
+            TransformerLayer(embed_dim, num_heads, ffn_dim, dropout=dropout, **options, **factory, **attention)
             for _ in range(num_layers)
         )
         norm_options: dict[str, Any] = {"bias": bias} if norm == "layer_norm" else {}

@@ -14,11 +14,12 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO
 
 from cudnn_sdpa.errors import OfflineError, UnsupportedError
-from cudnn_sdpa.graph.backend import DeviceProperties
+from cudnn_sdpa.graph.backend import DeviceProperties, JsonObject
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.offline import driver, interpreter
 from cudnn_sdpa.plans.file_format import StoredPlan
@@ -113,7 +114,7 @@ class Helper:
         self._killed = threading.Event()
         self._requests = 0
 
-    def ask(self, request: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, object], timeout: float | None = None) -> JsonObject:
         """Sends one request and waits for its answer.
 
         Args:
@@ -131,7 +132,7 @@ class Helper:
                 self.close()
                 raise
 
-    def _ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+    def _ask(self, request: Mapping[str, object], timeout: float) -> JsonObject:
         process = self._start()
         assert process.stdin is not None
         self._requests += 1
@@ -192,7 +193,7 @@ class Helper:
         return self._process
 
     @staticmethod
-    def _read_answer(process: subprocess.Popen[bytes], timeout: float) -> dict[str, Any] | None:
+    def _read_answer(process: subprocess.Popen[bytes], timeout: float) -> JsonObject | None:
         """The next answer; None if the helper ends. Skips output of site hooks at Python's start.
 
         Raises:
@@ -226,7 +227,7 @@ class Helper:
         return OfflineError(f"{message}; it printed: {output}" if output else message)
 
 
-def _parse_answer(line: bytes) -> dict[str, Any] | None:
+def _parse_answer(line: bytes) -> JsonObject | None:
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError):
@@ -283,7 +284,7 @@ def engine_offline(key: PlanKey, properties: DeviceProperties) -> str:
     return engine
 
 
-def _answer(helper: Helper, key: PlanKey, properties: DeviceProperties, *, heuristics: bool = False) -> dict[str, Any]:
+def _answer(helper: Helper, key: PlanKey, properties: DeviceProperties, *, heuristics: bool = False) -> JsonObject:
     answer = helper.ask({"key": key.to_json(), "properties": properties, "heuristics": heuristics})
     if "error" in answer:
         if answer["reasons"] is None:

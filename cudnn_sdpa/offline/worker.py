@@ -14,11 +14,10 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import backend
-from cudnn_sdpa.graph.backend import DeviceProperties
+from cudnn_sdpa.graph.backend import DeviceProperties, JsonObject
 from cudnn_sdpa.graph.definition import GraphOp, find_operation
 from cudnn_sdpa.graph.heuristics import HeuristicsBuilder, ModeABuilder
 from cudnn_sdpa.graph.key import PlanKey
@@ -42,7 +41,7 @@ def preload() -> None:
                 ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer(request: JsonObject) -> dict[str, object]:
     """Plans and compiles a request; with `heuristics`, the answer has only the engine that cuDNN proposes."""
     if "ready" in request:
         return {}

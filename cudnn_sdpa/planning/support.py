@@ -30,7 +30,7 @@ from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.offline.planner import plan_offline
 
 #: The functions of each operation; a separate backward function comes last.
-OPERATIONS: dict[str, tuple[Callable[..., Any], ...]] = {
+OPERATIONS: dict[str, tuple[Callable[..., object], ...]] = {
     "sdpa": (sdpa,),
     "sdpa_varlen": (sdpa_varlen,),
     "sdpa_fp8": (sdpa_fp8, sdpa_fp8_backward),
@@ -194,7 +194,7 @@ def descriptions(
     head_dim_v: int,
     sq: int,
     skv: int,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
 ) -> list[Description]:
     """What a call with meta tensors would run; the backward pass last, if requested."""
     trains = direction == BACKWARD and dtype.is_floating_point and dtype not in FP8_DTYPES
@@ -224,7 +224,7 @@ def descriptions(
                 raise OptionError(name, repr(value), " or ".join(map(repr, allowed)))
             values[name] = tensors[name] if value else None
     qkv = {"q": rows(sq, head_dim), "k": rows(skv, head_dim), "v": rows(skv, head_dim_v)}
-    calls: list[tuple[Callable[..., Any], dict[str, Any]]] = [(sdpa, qkv)]
+    calls: list[tuple[Callable[..., object], Mapping[str, object]]] = [(sdpa, qkv)]
     if operation == "sdpa_varlen":
         offsets = {name: tensor(batch + 1, dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_kv")}
         calls = [(sdpa_varlen, {**qkv, **offsets, "max_seqlen_q": sq, "max_seqlen_kv": skv})]

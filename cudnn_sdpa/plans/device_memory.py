@@ -12,7 +12,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ _RELAXED = 2  #: CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 @functools.cache
-def _exchange_capture_mode() -> Callable[[Any], int] | None:
+def _exchange_capture_mode() -> Callable[[object], int] | None:
     """The driver's `cuThreadExchangeStreamCaptureMode`, which takes a pointer; None without a driver."""
     try:
         return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.graph.backend import version_string
+from cudnn_sdpa.graph.backend import JsonObject, version_string
 from cudnn_sdpa.graph.definition import find_operation
 from cudnn_sdpa.graph.diagnostics import shortened
 from cudnn_sdpa.graph.key import PlanKey
@@ -29,7 +28,7 @@ class PlanManifest:
         recorded_on: The GPU and versions it was recorded with, for people.
     """
 
-    plans: list[dict[str, Any]] = field(default_factory=list)
+    plans: list[JsonObject] = field(default_factory=list)
     recorded_on: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -89,7 +88,7 @@ def _recorded_on(keys: list[PlanKey]) -> dict[str, str]:
     return {"gpu": target.name, "cudnn": version_string(target.cudnn), "nvidia-cudnn-frontend": target.frontend}
 
 
-def _key_of(plan: dict[str, Any], target: Target) -> PlanKey:
+def _key_of(plan: JsonObject, target: Target) -> PlanKey:
     name = plan.get("operation") if isinstance(plan, dict) else plan
     try:
         _check_numbers(plan)
@@ -104,7 +103,7 @@ def _key_of(plan: dict[str, Any], target: Target) -> PlanKey:
     return key
 
 
-def _check_numbers(plan: dict[str, Any]) -> None:
+def _check_numbers(plan: JsonObject) -> None:
     """Checks that numbers are integers: JSON schemas accept 8.0, keys do not."""
     for operand in (*plan["inputs"], *plan["outputs"]):
         layout = operand["layout"]

@@ -67,7 +67,7 @@ def scaled_dot_product_attention(
     return out
 
 
-def _is_plain_call(query: Any, key: Any, value: Any, enable_gqa: Any) -> bool:
+def _is_plain_call(query: object, key: object, value: object, enable_gqa: object) -> bool:
     """Whether a call needs no broadcast or reshape and can be passed to `sdpa` unchanged: saves 8 µs."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return False
@@ -132,7 +132,7 @@ def drop_in_arguments(
     return q, k, v, {"is_causal": is_causal, "scale": scale, "attn_mask": _mask(attn_mask, is_causal, full)}
 
 
-def _mask(attn_mask: Any, is_causal: Any, full: tuple[int, ...]) -> Tensor | None:
+def _mask(attn_mask: object, is_causal: object, full: tuple[int, ...]) -> Tensor | None:
     """The mask with one batch dimension; flattening several may copy. `full` is the shape of the scores."""
     if attn_mask is None:
         return None
@@ -173,7 +173,7 @@ def _with_heads(tensor: Tensor, heads: int, count: int) -> Tensor:
     return tensor if heads == count else tensor.repeat_interleave(count // heads, -3)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "a tensor" if isinstance(value, Tensor) else reprlib.repr(value)
 
 

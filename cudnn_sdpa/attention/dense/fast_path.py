@@ -128,7 +128,7 @@ class TrainingCall:
         self.gradients = Gradients(options)
         self.last: CachedCall | None = None
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
         """The output, differentiable by autograd."""
         try:
             out: Tensor = AttentionFunction.apply(q, k, v, self)  # type: ignore[no-untyped-call]
@@ -152,7 +152,7 @@ class AttentionFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> Any:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of q, k and v."""
         if needs_operator(grad_out):
             return _by_operator(ctx, grad_out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ def _check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Ten
     memory.check_memory(q, k, v, out, mask)
     if out is not None and not out.is_inference():
         torch.autograd.graph.increment_version(out)
+
+
+ResultT = TypeVar("ResultT")
 
 
 class BoundCall:
@@ -69,7 +72,7 @@ class BoundCall:
         self.plan.last_used = next_use()
         self.plan.launch(operands)
 
-    def on_device(self, run: Any, *operands: Any) -> Any:
+    def on_device(self, run: Callable[..., ResultT], *operands: object) -> ResultT:
         """`run(*operands)` with the plan's GPU as the current one."""
         if self._elsewhere and current_device() != self.plan.device:
             with torch.cuda.device(self.plan.device):
@@ -117,16 +120,16 @@ class ForwardCall(BoundCall):
         problem = forward.problem
         lengths = problem.has_lengths or problem.needs_lengths
         self._one_launch = forward.with_lse and problem.has_no_sides and not (problem.mask.masked_rows or lengths)
-        self._last: Any = None
+        self._last: CachedCall | None = None
         self.training: Any = None  # the `fast_path.TrainingCall` of this call
 
     @property
-    def last(self) -> Any:
+    def last(self) -> CachedCall | None:
         """The `CachedCall` that recognizes this call."""
         return self._last
 
     @last.setter
-    def last(self, value: Any) -> None:
+    def last(self, value: CachedCall | None) -> None:
         self._last = value
         if value is None and self.training is not None:  # it refers back to this call and would keep its plan alive
             self.training.last = None
@@ -339,7 +342,7 @@ class CachedCall:
         self.has_lengths = has_lengths
 
 
-def _matches_nothing(*_: Any) -> bool:
+def _matches_nothing(*_: object) -> bool:
     return False
 
 

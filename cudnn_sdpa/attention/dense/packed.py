@@ -209,7 +209,7 @@ class VarlenSpec:
             notes.append("the first and the last key that each query sees are computed from them, for soft-capping")
         return notes
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, object]:
         return {"band": self.mask.band, "alibi": False, "dropout_p": self.dropout_p, "totals": self.totals}
 
     def _qkv(self) -> list[Operand]:

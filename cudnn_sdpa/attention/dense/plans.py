@@ -192,7 +192,7 @@ class DenseSpec:
             result.append(Operand("softcap", HOST_SCALAR, Role.SCALAR))
         return result
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """The static options of both passes."""
         return {"band": self.mask.band, "alibi": self.alibi, "dropout_p": self.dropout_p, "totals": None}
 

@@ -226,19 +226,19 @@ _OPTIONS = (
 )
 
 
-def _register(name: str, inputs: str, returns: str, adapt: Callable[[_Implementation], Callable[..., Any]]) -> None:
+def _register(name: str, inputs: str, returns: str, adapt: Callable[[_Implementation], Callable[..., object]]) -> None:
     define(name, inputs, returns, adapt(run_cuda), adapt(run_cpu), adapt(_run_fake))
 
 
-def _to_result(run: _Implementation) -> Callable[..., Any]:
+def _to_result(run: _Implementation) -> Callable[..., Result]:
     return lambda *inputs: run(ForwardArguments.of_operator(inputs))
 
 
-def _to_result_and_lse(run: _Implementation) -> Callable[..., Any]:
+def _to_result_and_lse(run: _Implementation) -> Callable[..., Result]:
     return lambda *inputs: run(ForwardArguments.of_operator(inputs, with_lse=True))
 
 
-def _to_nothing(run: _Implementation) -> Callable[..., Any]:
+def _to_nothing(run: _Implementation) -> Callable[..., None]:
     def implementation(*inputs: Any) -> None:
         *call, out = inputs
         run(ForwardArguments.of_operator(call, out=out))
@@ -246,7 +246,7 @@ def _to_nothing(run: _Implementation) -> Callable[..., Any]:
     return implementation
 
 
-def _to_lse(run: _Implementation) -> Callable[..., Any]:
+def _to_lse(run: _Implementation) -> Callable[..., Tensor]:
     def implementation(*inputs: Any) -> Tensor:
         *call, out = inputs
         _, lse = run(ForwardArguments.of_operator(call, with_lse=True, out=out))
@@ -255,7 +255,7 @@ def _to_lse(run: _Implementation) -> Callable[..., Any]:
     return implementation
 
 
-def _to_gradients(run: Callable[[BackwardArguments], list[Tensor]]) -> Callable[..., Any]:
+def _to_gradients(run: Callable[[BackwardArguments], list[Tensor]]) -> Callable[..., list[Tensor]]:
     def implementation(grad_out: Tensor, out: Tensor, lse: Tensor, *inputs: Any) -> list[Tensor]:
         *call_inputs, needs = inputs
         call = ForwardArguments.of_operator(call_inputs, with_lse=True)
@@ -311,12 +311,12 @@ def dense_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
     ],
     get_raw=True,
 )
-def _count_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+def _count_forward(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> int:
     return flops_of_forward(*dense_sizes(q, k, v))
 
 
 @register_flop_formula(torch.ops.cudnn_sdpa.sdpa_backward, get_raw=True)
-def _count_backward(*inputs: Any, **_: Any) -> int:
+def _count_backward(*inputs: Any, **_: object) -> int:
     _grad_out, _out, _lse, q, k, v, *_others = inputs
     return flops_of_backward(*dense_sizes(q, k, v))
 

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,14 +54,14 @@ def start_library() -> None:
     target.live_target(device)
 
 
-def first_calls_of_sdpa() -> dict[str, Any]:
+def first_calls_of_sdpa() -> dict[str, list[dict[str, float]]]:
     """The first two calls of `sdpa`, of two shapes."""
     start_cuda()
     start_library()
     return {"calls": _timed_calls(partial(sdpa, is_causal=True))}
 
 
-def first_calls_of_pytorch() -> dict[str, Any]:
+def first_calls_of_pytorch() -> dict[str, list[dict[str, float]]]:
     """The same of PyTorch's cuDNN backend."""
     start_cuda()
     plane = torch.randn(2, 4, 8, 8, device=cases.DEVICE)
@@ -72,7 +71,7 @@ def first_calls_of_pytorch() -> dict[str, Any]:
         return {"calls": _timed_calls(lambda q, k, v: peers.pytorch(q, k, v, is_causal=True)())}
 
 
-def record(path: str) -> dict[str, Any]:
+def record(path: str) -> dict[str, float]:
     """Builds and stores a plan for each of `LENGTHS`, and writes their manifest."""
     with record_plans() as manifest, shape_policy(EXACT):
         for length in LENGTHS:
@@ -83,7 +82,7 @@ def record(path: str) -> dict[str, Any]:
     return {"plans": len(manifest)}
 
 
-def warm_up(path: str) -> dict[str, Any]:
+def warm_up(path: str) -> dict[str, float]:
     """Loads the plans of a manifest, and checks that a call needs no build."""
     start_cuda()
     start_library()
@@ -101,7 +100,7 @@ def _inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
     return Shape(batch=1, heads_q=2, heads_kv=2, length=length, dim=64, causal=False).tensors()
 
 
-def _timed_calls(attend: Attend) -> list[dict[str, Any]]:
+def _timed_calls(attend: Attend) -> list[dict[str, float]]:
     """For a call of each shape: milliseconds until it returns and until the GPU has finished; builds and loads."""
     inputs = [shape.tensors() for shape in SHAPES]
     torch.cuda.synchronize()
@@ -134,7 +133,7 @@ def _check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> 
     check_agreement(["out"], [out], [expected], "PyTorch's")
 
 
-RUNS: dict[str, Callable[..., dict[str, Any]]] = {
+RUNS: dict[str, Callable[..., object]] = {
     "sdpa": first_calls_of_sdpa,
     "pytorch": first_calls_of_pytorch,
     "record": record,

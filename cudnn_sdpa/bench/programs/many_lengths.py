@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +62,7 @@ def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return sdpa(q, k, v, is_causal=True)
 
 
-def one_pass(attend: Attend, inputs: Inputs, seqlens: Iterable[int]) -> dict[str, Any]:
+def one_pass(attend: Attend, inputs: Inputs, seqlens: Iterable[int]) -> dict[str, float]:
     """Calls of some lengths: their total time, and the longest wait for a call to return."""
     builds, longest = plan_cache.info().builds, 0.0
     torch.cuda.synchronize()
@@ -85,7 +84,7 @@ def _prepare_process() -> None:
     gc.disable()
 
 
-def passes(policy: str) -> dict[str, Any]:
+def passes(policy: str) -> dict[str, dict[str, float]]:
     """A cold pass, then one over as many other lengths."""
     _prepare_process()
     inputs = Inputs()
@@ -102,7 +101,7 @@ def _pytorch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return peers.pytorch(q, k, v, is_causal=True)()
 
 
-def _passes(attend: Attend, inputs: Inputs, first: list[int], second: list[int]) -> dict[str, Any]:
+def _passes(attend: Attend, inputs: Inputs, first: list[int], second: list[int]) -> dict[str, dict[str, float]]:
     result = {"cold": one_pass(attend, inputs, first), "other lengths": one_pass(attend, inputs, second)}
     for length in [*first[:CHECKED], *second[:CHECKED]]:
         q, k, v = inputs(length)
@@ -112,7 +111,7 @@ def _passes(attend: Attend, inputs: Inputs, first: list[int], second: list[int])
     return result
 
 
-def takeover() -> dict[str, Any]:
+def takeover() -> dict[str, float]:
     """The longest wait of calls while their exact plans are built in the background, and the cost of later calls."""
     _prepare_process()
     inputs = Inputs()
@@ -137,7 +136,7 @@ def takeover() -> dict[str, Any]:
     }
 
 
-def _steady(inputs: Inputs, seqlens: list[int]) -> dict[str, Any]:
+def _steady(inputs: Inputs, seqlens: list[int]) -> dict[str, float]:
     """Microseconds of a call under each policy, in turn, when every length has its exact plan."""
     times: dict[str, list[float]] = {EXACT: [], TIERED: []}
     for _ in range(9):
@@ -148,7 +147,7 @@ def _steady(inputs: Inputs, seqlens: list[int]) -> dict[str, Any]:
     return {f"{policy}_us": statistics.median(measured) for policy, measured in times.items()}
 
 
-RUNS: dict[str, Callable[..., dict[str, Any]]] = {"pass": passes, "takeover": takeover}
+RUNS: dict[str, Callable[..., object]] = {"pass": passes, "takeover": takeover}
 
 
 if __name__ == "__main__":

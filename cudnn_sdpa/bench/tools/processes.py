@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from typing import Any
 
+from cudnn_sdpa.graph.backend import JsonObject
 from cudnn_sdpa.offline import interpreter
 
 #: A process takes a few seconds, or half a minute if it builds hundreds of plans.
 TIMEOUT_SECONDS = 600.0
 
 
-def run_module(name: str, *arguments: str, store: str) -> dict[str, Any]:
+def run_module(name: str, *arguments: str, store: str) -> JsonObject:
     """The JSON that `python -m name` prints as its last line.
 
     Args:
@@ -27,7 +27,7 @@ def run_module(name: str, *arguments: str, store: str) -> dict[str, Any]:
     return _run(interpreter.module_command(name, arguments), " ".join([name, *arguments]), store)
 
 
-def run_code(code: str, label: str, *, store: str) -> dict[str, Any]:
+def run_code(code: str, label: str, *, store: str) -> JsonObject:
     """The JSON that code prints as its last line; errors name it `label`."""
     return _run(interpreter.command(code), label, store)
 
@@ -37,7 +37,7 @@ def run_command(*arguments: str) -> int:
     return subprocess.run(interpreter.module_command("cudnn_sdpa", arguments), check=False).returncode
 
 
-def _run(command: list[str], label: str, store: str) -> dict[str, Any]:
+def _run(command: list[str], label: str, store: str) -> JsonObject:
     from cudnn_sdpa.plans.default_store import VARIABLE
 
     result = subprocess.run(
@@ -52,5 +52,5 @@ def _run(command: list[str], label: str, store: str) -> dict[str, Any]:
     if result.returncode != 0 or not lines:
         output = result.stderr.strip()[-4000:]
         raise RuntimeError(f"{label} ended with exit code {result.returncode}; standard error:\n{output}")
-    values: dict[str, Any] = json.loads(lines[-1])
+    values: JsonObject = json.loads(lines[-1])
     return values
