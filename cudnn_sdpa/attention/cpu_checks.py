@@ -8,7 +8,6 @@ float32 and float64, which only the reference takes, count as bfloat16.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.engine import cpu_target, fallback
+from cudnn_sdpa.engine.autograd_checks import CallT
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.engine.fast_path import describe
 from cudnn_sdpa.engine.memory import refuse_address
@@ -31,8 +31,6 @@ _GPU_DTYPE = torch.bfloat16
 MAX_REMEMBERED = 8192
 
 _passed: set[Hashable] = set()
-
-CallT = TypeVar("CallT", bound=Any)  #: the arguments of a call, a named tuple
 
 
 def check_call(call: CallT, strides: Callable[[CallT], None], rules: Callable[[CallT, Target], None]) -> None:

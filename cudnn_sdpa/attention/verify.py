@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.engine.autograd_checks import CallT
 from cudnn_sdpa.errors import OptionError
 
 DENSE = ("q", "k", "v", "attn_mask", "sinks")
@@ -29,7 +30,7 @@ class Results(NamedTuple):
 
 
 def run_detached(
-    call: Any, names: tuple[str, ...], run: Callable[..., Any], *, differentiate: bool
+    call: CallT, names: tuple[str, ...], run: Callable[[CallT, bool], Any], *, differentiate: bool
 ) -> tuple[Results, Tensor]:
     """Runs a call and differentiates it; returns the results and the random gradient of the output.
 
@@ -53,10 +54,11 @@ def empty_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def exact_inputs(call: Any, names: tuple[str, ...]) -> Any:
+def exact_inputs(call: CallT, names: tuple[str, ...]) -> CallT:
     """The call with its inputs in float64."""
     tensors = {name: x for name in names if (x := getattr(call, name)) is not None and x.dtype != torch.bool}
-    return call._replace(**{name: x.detach().double() for name, x in tensors.items()})
+    exact: CallT = call._replace(**{name: x.detach().double() for name, x in tensors.items()})
+    return exact
 
 
 def compare(actual: Results, exact: Results) -> dict[str, float]:

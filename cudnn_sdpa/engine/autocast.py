@@ -25,7 +25,7 @@ def casts(*names: str) -> Callable[[Any], dict[str, Any]]:
     return lambda call: {name: cast_tensor(getattr(call, name), call[0]) for name in names}
 
 
-def is_deterministic(deterministic: Any) -> bool:
+def is_deterministic(deterministic: object) -> bool:
     """Whether gradients must be bitwise deterministic: the given value, or PyTorch's setting."""
     if deterministic is None:
         return torch.are_deterministic_algorithms_enabled()

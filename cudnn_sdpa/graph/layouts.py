@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
+from cudnn_sdpa.graph.backend import JsonObject
 from cudnn_sdpa.graph.symbolic_shapes import Comparisons, comparisons, is_true
 
 #: Names under which cuDNN knows the dtypes (members of ``cudnn.data_type``).
@@ -62,7 +62,7 @@ class TensorLayout:
         return {"shape": list(self.shape), "stride": list(self.stride), "dtype": str(self.dtype).removeprefix("torch.")}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> TensorLayout:
+    def from_json(cls, data: JsonObject) -> TensorLayout:
         """Inverse of `to_json`."""
         return cls(tuple(data["shape"]), tuple(data["stride"]), _DTYPE_BY_NAME[data["dtype"]])
 
