@@ -190,3 +190,16 @@ def test_the_error_in_the_readme_is_the_one_raised():
     text = "".join(f"  - {reason}\n" for reason in report.reasons) + f"What works: {report.suggestion}\n"
     assert report.reasons
     assert f"sdpa is not supported here:\n{text}```" in (ROOT / "README.md").read_text()
+
+
+def test_the_way_of_a_call_names_existing_files_and_functions():
+    text = (ROOT / "docs/how_a_call_works.md").read_text()
+    for path in set(re.findall(r"[\w/]+/\w+\.(?:py|cu)\b", text)):
+        found = [folder for folder in ("", "attention/") if (ROOT / "cudnn_sdpa" / folder / path).exists()]
+        assert found, f"{path} does not exist"
+    for owner, name in set(re.findall(r"\b(Operation|Plan|BoundPlan)\.(\w+)", text)):
+        defining = {"Operation": "engine/operation.py", "Plan": "plans/plan.py", "BoundPlan": "engine/launch.py"}[owner]
+        assert f"def {name}(" in (ROOT / "cudnn_sdpa" / defining).read_text(), f"{owner}.{name} does not exist"
+    described = (ROOT / "cudnn_sdpa/attention/varlen/sdpa_varlen.py").read_text()
+    for field in set(re.findall(r"`(check_\w+)`", text)):
+        assert f"    {field}=" in described, f"{field} describes nothing"
