@@ -481,11 +481,16 @@ class Sdpa(Attention):
         if not options.get("dropout_p"):
             return {}
         q, k, on_gpu = tensors["q"].detach() * 0, tensors["k"].detach(), tensors["q"].is_cuda
-        same = {name: options[name] for name in ("is_causal", "causal_alignment", "window_size")}
-        same = {} if "seq_lens_q" in tensors or "seq_lens_kv" in tensors or not on_gpu else same
+        same: dict[str, Any] = {}
+        if on_gpu:  # what decides which queries a plan has, and whether there is one, decides its random numbers
+            same = {name: options[name] for name in ("is_causal", "causal_alignment", "window_size")} | self.of_bias(
+                case
+            )
+            same |= {n: tensors[n] for n in ("attn_mask", "sinks", "seq_lens_q", "seq_lens_kv") if n in tensors}
 
         def attend(unit: Tensor) -> Tensor:
-            return cudnn_sdpa.sdpa(q, k, unit, dropout_p=options["dropout_p"], **same)
+            with torch.no_grad():
+                return cudnn_sdpa.sdpa(q, k, unit, dropout_p=options["dropout_p"], **same)
 
         return {"kept": kept(tensors["v"], torch.arange(k.shape[2], device=k.device), attend)}
 
@@ -570,19 +575,25 @@ class DropIn(Attention):
             return {}
         q, k, v = (tensors[name].detach() for name in "qkv")
         same = {"enable_gqa": options["enable_gqa"], "is_causal": options["is_causal"] and q.is_cuda}
+        same |= {"attn_mask": self.mask(tensors, case.facts) if q.is_cuda else None}
 
         def attend(unit: Tensor) -> Tensor:
-            return cudnn_sdpa.scaled_dot_product_attention(q * 0, k, unit, dropout_p=options["dropout_p"], **same)
+            with torch.no_grad():
+                return cudnn_sdpa.scaled_dot_product_attention(q * 0, k, unit, dropout_p=options["dropout_p"], **same)
 
         return {"kept": kept(v, torch.arange(k.shape[-2], device=k.device), attend)}
 
     def call(self, tensors: Tensors, options: dict[str, Any], facts: dict[str, Any]) -> Tensors:
-        mask = tensors.get("attn_mask")
-        if "bias" in facts:
-            mask = causal_bias(facts["bias"], tensors["q"].shape[-2], tensors["k"].shape[-2])
+        mask = self.mask(tensors, facts)
         return {
             "out": cudnn_sdpa.scaled_dot_product_attention(*(tensors[name] for name in "qkv"), mask, **options),
         }
+
+    def mask(self, tensors: Tensors, facts: dict[str, Any]) -> Any:
+        """The mask: a tensor, PyTorch's `CausalBias`, or None."""
+        if "bias" in facts:
+            return causal_bias(facts["bias"], tensors["q"].shape[-2], tensors["k"].shape[-2])
+        return tensors.get("attn_mask")
 
     def _of_four(self, case: Case, leaves: Tensors) -> Tensors:
         batch, heads = case.facts["batch"], case.facts["heads"]
@@ -2350,9 +2361,11 @@ class AttentionModule(Module):
         q, k = x.new_zeros(x.shape[0], heads, x.shape[1], dim), x.new_zeros(x.shape[0], kv, skv, dim)
         same = {n: options[n] for n in ("is_causal", "window_size") if n in options and x.is_cuda}
         same = {} if "seq_lens" in facts or "context_lens" in facts else same
+        same |= {"attn_mask": tensors["attn_mask"]} if "attn_mask" in tensors and x.is_cuda else {}
 
         def attend(unit: Tensor) -> Tensor:
-            return cudnn_sdpa.sdpa(q, k, unit, dropout_p=options["dropout"], **same)
+            with torch.no_grad():
+                return cudnn_sdpa.sdpa(q, k, unit, dropout_p=options["dropout"], **same)
 
         return kept(k, torch.arange(skv, device=x.device), attend)
 
@@ -2634,6 +2647,8 @@ def with_alignment(r: random.Random, case: Case) -> Case:
         if r.random() < 0.9:
             tensors[name] = aligned(spec)
     halves = case.facts.get("form", "two") != "two" and tensors["both"].shape[-1] // 2 * case.dtype.itemsize % 16
+    if "split" in case.facts:  # a part of the tokens begins elsewhere
+        halves = halves or tensors["x"].shape[-1] * case.dtype.itemsize % 16
     is_aligned = not halves and all(spec == aligned(spec) for spec in tensors.values())
     return replace(
         case, tensors=tensors, refusable=case.refusable or "" if is_aligned else "memory that is not aligned"

@@ -48,6 +48,14 @@ def refuse_address(name: str, remainder: int, hint: str = "") -> NoReturn:
     )
 
 
+def multiplied(tensor: Tensor, factor: float) -> Tensor:
+    """A dense copy of a tensor times a number, in its memory order.
+
+    What `tensor * factor` makes of an expanded tensor may have a last dimension that is not dense.
+    """
+    return torch.mul(tensor.detach(), factor, out=like_in_memory(tensor))
+
+
 def like_in_memory(tensor: Tensor) -> Tensor:
     """A new dense tensor for the gradient of `tensor`, in its memory order."""
     if tensor.dim() < 3 or (tensor.stride(-1) == 0 and tensor.shape[-1] != 1):

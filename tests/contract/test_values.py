@@ -29,6 +29,25 @@ def test_values_and_gradients(call):
             call.assert_out(call(tensors), tensors)
 
 
+@pytest.mark.parametrize("scale", [0.4, -0.4, 0.0])
+def test_queries_that_repeat(attention, scale):
+    """Expanded queries have no memory order of their own, and strides of dimensions of size 1 are arbitrary."""
+    made = attention.tensors()
+    alone = made["q"].dim() == 4 and "seq_lens_kv" not in made
+    tensors = {name: x[:1] if alone and x.shape[0] == 2 else x for name, x in made.items()}
+    shape = tensors["q"].shape
+    for stride in [(0,) * (len(shape) - 1) + (1,), (1, *(136 for _ in shape[2:-1]), 0, 1)][: 2 if alone else 1]:
+        tensors["q"] = torch.randn(1024).to(made["q"].dtype).as_strided(shape, stride)
+        exact = {**attention.options, "scale": scale}
+        for _ in range(2):
+            out = attention(tensors, scale=scale)
+            with torch.no_grad():
+                given = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
+                torch.testing.assert_close(
+                    out.detach().double(), attention.exact(**given, **exact), rtol=2e-2, atol=2e-2
+                )
+
+
 @pytest.mark.differentiates
 def test_every_subset_of_gradients(call):
     for number in range(1, len(call.differentiable) + 1):

@@ -123,8 +123,8 @@ def with_positive_scale(call: ForwardArguments) -> tuple[ForwardArguments, list[
         return call, []
     out = new_output(call.q, call.v) if call.out is None else call.out
     if call.scale_value > -MIN_SCALE:
-        return call._replace(q=torch.zeros_like(call.q), out=out), ["q is replaced by zeros, for the scale of 0"]
-    return call._replace(q=call.q.neg(), out=out), ["q is negated into a copy, for the negative scale"]
+        return call._replace(q=like_in_memory(call.q), out=out), ["q is replaced by zeros, for the scale of 0"]
+    return call._replace(q=like_in_memory(call.q), out=out), ["q is negated into a copy, for the negative scale"]
 
 
 def _describe_backward(original: ForwardArguments, call: ForwardArguments, forward: ForwardSpec) -> Description:

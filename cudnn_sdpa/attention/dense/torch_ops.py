@@ -22,7 +22,7 @@ from cudnn_sdpa.attention.dense.launch import ForwardCall
 from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
 from cudnn_sdpa.attention.dense.plans import DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.memory import new_output
-from cudnn_sdpa.engine.memory import like_in_memory
+from cudnn_sdpa.engine.memory import like_in_memory, multiplied
 from cudnn_sdpa.engine.torch_ops import define
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.target import Target, live_target
@@ -64,8 +64,8 @@ def _with_positive_scale(call: ForwardArguments) -> ForwardArguments:
     _check_for_cuda(call)
     out = new_output(call.q, call.v) if call.out is None else call.out  # in the memory order of q, not of its copy
     if call.scale_value > -MIN_SCALE:
-        return call._replace(q=torch.zeros_like(call.q), scale=1.0, out=out)
-    return call._replace(q=call.q.neg(), scale=-call.scale_value, out=out)
+        return call._replace(q=like_in_memory(call.q).zero_(), scale=1.0, out=out)
+    return call._replace(q=multiplied(call.q, -1.0), scale=-call.scale_value, out=out)
 
 
 def _fill_empty(call: ForwardArguments) -> Result:
@@ -173,8 +173,7 @@ def _negative_scale_backward(args: BackwardArguments) -> list[Tensor]:
         for gradient in result[: args.needs.q + args.needs.k]:  # those of q and k come first
             gradient.zero_()
         return result
-    negated = like_in_memory(call.q).copy_(call.q).neg_()
-    result = run_backward_cuda(args._replace(call=call._replace(q=negated, scale=-call.scale_value)))
+    result = run_backward_cuda(args._replace(call=call._replace(q=multiplied(call.q, -1.0), scale=-call.scale_value)))
     if args.needs.q:
         result[0].neg_()
     return result
@@ -182,7 +181,7 @@ def _negative_scale_backward(args: BackwardArguments) -> list[Tensor]:
 
 def _scaled_queries_backward(args: BackwardArguments) -> list[Tensor]:
     scale = args.call.scale_value
-    scaled = like_in_memory(args.call.q).copy_(args.call.q).mul_(scale)
+    scaled = multiplied(args.call.q, scale)
     result = run_backward_cuda(args._replace(call=args.call._replace(q=scaled, scale=1.0)))
     if args.needs.q:
         result[0].mul_(scale)

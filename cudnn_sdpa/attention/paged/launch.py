@@ -17,7 +17,7 @@ from cudnn_sdpa.attention.paged.plans import DecodeSpec
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.engine.launch import BoundPlan, Layout
-from cudnn_sdpa.engine.memory import check_address, check_present
+from cudnn_sdpa.engine.memory import check_address, check_present, multiplied
 from cudnn_sdpa.engine.operation import Prepared
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
@@ -70,15 +70,15 @@ def _prepare_with_positive_scale(call: PagedArguments, sign: float) -> Prepared:
     (shape, stride, dtype), _ = plans.results(call)
     scale = max(-call.scale_value, MIN_SCALE)
 
-    def multiplied(call: PagedArguments) -> PagedArguments:
+    def launched(call: PagedArguments) -> PagedArguments:
         check_address("q", call.q)  # PyTorch's kernel would read a null pointer
         out = call.out
         if out is None:
             out = torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device)
-        return call._replace(q=call.q * sign, scale=scale, out=out)
+        return call._replace(q=multiplied(call.q, sign), scale=scale, out=out)
 
-    prepared = prepare(multiplied(call))
-    return Prepared(lambda call: prepared.run(multiplied(call)), prepared.plan)
+    prepared = prepare(launched(call))
+    return Prepared(lambda call: prepared.run(launched(call)), prepared.plan)
 
 
 # Decode steps.

@@ -27,6 +27,7 @@ from cudnn_sdpa.attention.support.rules import FORWARD, Configuration, refusal
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.engine.launch import Layout
+from cudnn_sdpa.engine.memory import like_in_memory
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
@@ -61,7 +62,7 @@ def with_positive_scale(call: PagedArguments) -> PagedArguments:
     """The call that is launched: where `sign_of_scale` says so, with the layout of a multiplied copy of q."""
     if sign_of_scale(call) is None:
         return call
-    q = torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta") * 1.0
+    q = like_in_memory(torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta"))
     return call._replace(q=q, scale=max(-call.scale_value, MIN_SCALE))
 
 

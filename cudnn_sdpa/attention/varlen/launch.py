@@ -18,7 +18,7 @@ from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.packing import PackingKernel, is_of_keys, row_limits
 from cudnn_sdpa.engine.launch import BoundPlan, Layout
-from cudnn_sdpa.engine.memory import check_address, check_present, like_in_memory
+from cudnn_sdpa.engine.memory import check_address, check_present, like_in_memory, multiplied
 from cudnn_sdpa.engine.operation import GradientCall, Prepared
 from cudnn_sdpa.graph.definition import GraphOp
 from cudnn_sdpa.graph.key import Operand, PlanKey
@@ -53,7 +53,7 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
 
 def _multiplied(q: Tensor, sign: float) -> Tensor:
     check_address("q", q)  # PyTorch's kernel would read a null pointer
-    return q * sign
+    return multiplied(q, sign)
 
 
 def _fill_empty(call: VarlenArguments) -> Result:

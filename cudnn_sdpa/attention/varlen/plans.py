@@ -14,6 +14,7 @@ from cudnn_sdpa.attention.dense.packed import VarlenSpec, length_bucket, sequenc
 from cudnn_sdpa.attention.mask import TOP_LEFT, normalize_mask
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.engine.launch import Layout
+from cudnn_sdpa.engine.memory import like_in_memory
 from cudnn_sdpa.engine.operation import GradientCall
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
@@ -59,7 +60,7 @@ def with_positive_scale(call: VarlenArguments) -> VarlenArguments:
     """The call that is launched: where `sign_of_scale` says so, with the layout of a multiplied copy of q."""
     if sign_of_scale(call) is None:
         return call
-    q = torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta") * 1.0
+    q = like_in_memory(torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta"))
     return call._replace(q=q, scale=max(-call.scale_value, MIN_SCALE))
 
 
