@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import warnings
+import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -85,7 +86,7 @@ class FakePlan:
         for number, (nq, nk) in enumerate(lengths):
             if not (nq and nk):
                 continue
-            one = {}
+            one: Operands = {"sequence": number}
             for name, x in whole.items():
                 if operands[name].ragged:
                     batch, heads, _, dim = x.stride()
@@ -223,6 +224,8 @@ def gpu_on_the_cpu(compute: Compute | None = None) -> Iterator[None]:
         patch.setattr(nvrtc.Kernel, "on", lambda kernel, _: cached.setdefault(kernel, CpuKernel(kernel)))
         patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+        patch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
         patch.setattr(
             torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132, uuid="fake")
         )
@@ -275,11 +278,25 @@ def _dense_scores(key: PlanKey, x: Operands) -> tuple[Tensor, Tensor, Tensor, Te
 
 def _dense_forward(key: PlanKey, x: Operands) -> Sequence[Tensor]:
     scores, _, v, _ = _dense_scores(key, x)
+    share = _share(key, x, scores)
     if "sink" in x:
         column = x["sink"].double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores, v = torch.cat([scores, column], -1), torch.nn.functional.pad(v, (0, 0, 0, 1))
-    results = {"out": scores.softmax(-1).nan_to_num(0.0) @ v, "lse": scores.logsumexp(-1, keepdim=True)}
+        share = torch.nn.functional.pad(share, (0, 1))
+    results = {"out": (scores.softmax(-1).nan_to_num(0.0) * share) @ v, "lse": scores.logsumexp(-1, keepdim=True)}
     return [results[operand.name] for operand in key.outputs]
+
+
+def _share(key: PlanKey, x: Operands, scores: Tensor) -> Tensor:
+    """The dropout factor of each weight; as cuDNN's random numbers, it depends on the plan's rows and columns."""
+    p = key.option_values["dropout_p"]
+    if not p:
+        return torch.ones_like(scores)
+    rows, columns = (next(o.layout.shape[2] for o in key.inputs if o.name == name) for name in "qk")
+    numbers = int(x["seed"]), int(x["offset"]), x.get("sequence", 0), rows, columns
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(numbers).encode()))
+    kept = torch.rand(*scores.shape[:2], rows, columns, generator=generator) >= p
+    return kept[:, :, : scores.shape[2], : scores.shape[3]].double() / (1 - p)
 
 
 def _dense_backward(key: PlanKey, x: Operands) -> Sequence[Tensor]:
@@ -287,13 +304,14 @@ def _dense_backward(key: PlanKey, x: Operands) -> Sequence[Tensor]:
     grad_out = x["grad_out"].double()
     weights = torch.exp(scores - x["lse"].double()).nan_to_num(0.0)
     mean = (grad_out * x["out"].double()).sum(-1, keepdim=True)
-    of_bias = weights * (grad_out @ v.mT - mean)
+    share = _share(key, x, scores)
+    of_bias = weights * (grad_out @ v.mT * share - mean)
     grad_scores = of_bias * slope
     heads = x["k"].shape[1]
     results = {
         "grad_q": grad_scores @ k * x["scale"],
         "grad_k": (grad_scores.mT @ x["q"].double() * x["scale"]).unflatten(1, (heads, -1)).sum(2),
-        "grad_v": (weights.mT @ grad_out).unflatten(1, (heads, -1)).sum(2),
+        "grad_v": ((weights * share).mT @ grad_out).unflatten(1, (heads, -1)).sum(2),
         "grad_bias": of_bias,
     }
     return [results[operand.name] for operand in key.outputs]
