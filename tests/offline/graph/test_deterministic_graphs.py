@@ -72,7 +72,7 @@ def ask(run_python):
     return lambda code, *arguments: run_python(code, *arguments, **environment).stdout.splitlines()[-1]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["a100", "h200"])
 @pytest.mark.parametrize("which", ["grad_x", "grad_weight"])
 def test_gradients_of_convolutions(ask, gpu, which):

@@ -391,6 +391,7 @@ def test_the_command_prints_the_findings_and_ends_with_1_if_one_is_an_error(monk
 needs_cudnn = pytest.mark.skipif(importlib.util.find_spec("cudnn") is None, reason="nvidia-cudnn-frontend is missing")
 
 
+@pytest.mark.slow
 @needs_cudnn
 def test_this_machine_with_a_printing_sitecustomize(tmp_path):
     """The command, run as by a user, with a separate store."""
