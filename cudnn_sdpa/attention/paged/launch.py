@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import MIN_SCALE, Result
+from cudnn_sdpa.attention import memory
+from cudnn_sdpa.attention.arguments import MIN_SCALE, Result, sign_of_scale
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense.launch import apply_sinks
 from cudnn_sdpa.attention.paged import paging, plans
@@ -18,7 +19,7 @@ from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.engine.launch import BoundPlan, Layout
 from cudnn_sdpa.engine.memory import check_address, check_present, multiplied
-from cudnn_sdpa.engine.operation import Prepared
+from cudnn_sdpa.engine.operation import OPERATIONS, Prepared
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import live_target
@@ -40,7 +41,7 @@ def prepare(call: PagedArguments) -> Prepared:
     """
     if call.is_empty:
         return Prepared(_fill_empty, None)
-    sign = plans.sign_of_scale(call)
+    sign = sign_of_scale(call)
     if sign is not None:
         return _prepare_with_positive_scale(call, sign)
     if plans.is_decode(call):
@@ -50,19 +51,14 @@ def prepare(call: PagedArguments) -> Prepared:
             pass
         else:
             return Prepared(_Decode(call, bound), bound.plan)
-    at_once = plans.sequences_at_once(call)
-    return _prepare_parts(call, at_once) if call.q.shape[0] > at_once else _prepare_prefill(call)
+    if call.q.shape[0] > plans.sequences_at_once(call):
+        return Prepared(_run_in_parts, None)
+    return _prepare_prefill(call)
 
 
 def _fill_empty(call: PagedArguments) -> Result:
-    """Without queries, or without room for keys: zeros, and the LSE of the sinks alone."""
-    (shape, stride, dtype), (rows, _, _) = plans.results(call)
-    device = call.q.device
-    out = (torch.empty_strided(shape, stride, dtype=dtype, device=device) if call.out is None else call.out).zero_()
-    if not call.with_lse:
-        return out
-    lse = torch.full(rows, -torch.inf, dtype=torch.float32, device=device)
-    return out, lse if call.sinks is None else torch.maximum(lse, call.sinks.view(1, -1, 1))
+    sinks = None if call.sinks is None else call.sinks.view(1, -1, 1)
+    return memory.fill_without_keys(call, plans.results(call), sinks)
 
 
 def _prepare_with_positive_scale(call: PagedArguments, sign: float) -> Prepared:
@@ -148,16 +144,16 @@ class _Tables:
         if not (table_k and table_v and lengths):
             for name in ("page_table", "page_table_v", "seq_lens_kv"):
                 _refuse(name, call)
-        memory, copy = None, self._copy
+        copied, copy = None, self._copy
         if copy is not None:
-            memory = copy(
+            copied = copy(
                 q=pointers[self._q], table_k=table_k, table_v=table_v, seq_lens_kv=lengths, seq_lens_q=lengths_q
             )
-            pointers[self._q] = start = memory.data_ptr()
+            pointers[self._q] = start = copied.data_ptr()
             table_k, table_v = start + copy.table_k_offset, start + copy.table_v_offset
             lengths = start + copy.seq_lens_kv_offset
         pointers[self._table_k], pointers[self._table_v], pointers[self._lengths] = table_k, table_v, lengths
-        return memory
+        return copied
 
 
 def _refuse(name: str, call: PagedArguments) -> int:
@@ -260,25 +256,19 @@ def _prepare_prefill(call: PagedArguments) -> Prepared:
     return Prepared(prefill, prefill.plan)
 
 
-def _prepare_parts(call: PagedArguments, at_once: int) -> Prepared:
-    """A large batch, some sequences at a time; only the full parts' binding is remembered."""
-    full = _prepare_prefill(plans.batch_entries(call, slice(0, at_once)))
-
-    def run(call: PagedArguments) -> Result:
-        (shape, stride, dtype), (rows, strides, _) = plans.results(call)
-        device, out, lse = call.q.device, call.out, None
-        if out is None:
-            out = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        if call.with_lse:
-            lse = torch.empty_strided(rows, strides, dtype=torch.float32, device=device)
-        for first in range(0, call.q.shape[0], at_once):
-            part = slice(first, first + at_once)
-            one = plans.batch_entries(call, part)
-            run_part = full.run if one.q.shape[0] == at_once else _prepare_prefill(one).run
-            result = run_part(one)
-            out[part], part_lse = result if isinstance(result, tuple) else (result, None)
-            if lse is not None and part_lse is not None:
-                lse[part] = part_lse
-        return out if lse is None else (out, lse)
-
-    return Prepared(run, full.plan)
+def _run_in_parts(call: PagedArguments) -> Result:
+    """A batch whose gathered keys and values would take too much memory: some sequences at a time."""
+    (shape, stride, dtype), (rows, strides, _) = plans.results(call)
+    device, out, lse = call.q.device, call.out, None
+    if out is None:
+        out = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    if call.with_lse:
+        lse = torch.empty_strided(rows, strides, dtype=torch.float32, device=device)
+    at_once = plans.sequences_at_once(call)
+    for first in range(0, call.q.shape[0], at_once):
+        part = slice(first, first + at_once)
+        result = OPERATIONS["paged"].on_gpu(plans.batch_entries(call, part))  # whose binding is remembered
+        out[part], part_lse = result if isinstance(result, tuple) else (result, None)
+        if lse is not None and part_lse is not None:
+            lse[part] = part_lse
+    return out if lse is None else (out, lse)
