@@ -15,8 +15,9 @@ from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.mask import ALIGNMENTS, TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.engine.autocast import cast_tensor
+from cudnn_sdpa.engine.autograd_checks import CallT
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
-from cudnn_sdpa.engine.memory import check_present
+from cudnn_sdpa.engine.memory import check_present, like_in_memory
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
@@ -448,6 +449,22 @@ _OPTION_NAMES = (
 #: keys with a score of -inf before they scale, so a scale of 0 or less turns a masked key into NaN or +inf (seen on
 #: cuDNN 9.19: wrong results).
 MIN_SCALE = 1e-30
+
+
+def sign_of_scale(call: Any) -> float | None:
+    """What q is multiplied by, so that the scale is positive as cuDNN needs it; None for nothing."""
+    if call.scale_value >= MIN_SCALE:
+        return None
+    return 0.0 if call.scale_value > -MIN_SCALE else -1.0
+
+
+def with_positive_scale(call: CallT) -> CallT:
+    """The call that is launched: where `sign_of_scale` says so, with the layout of a multiplied copy of q."""
+    if sign_of_scale(call) is None:
+        return call
+    q = like_in_memory(torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta"))
+    launched: CallT = call._replace(q=q, scale=max(-call.scale_value, MIN_SCALE))
+    return launched
 
 
 Result = Tensor | tuple[Tensor, Tensor]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.engine.memory import check_present, refuse_address
 from cudnn_sdpa.errors import LayoutError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like
@@ -128,3 +131,23 @@ def new_output(q: Tensor, v: Tensor) -> Tensor:
     """A new output for `q` and `v`: dense, in the memory order of `q`."""
     shape = (*q.shape[:3], v.shape[3])
     return torch.empty_strided(shape, dense_stride_like(shape, q.shape, q.stride()), dtype=q.dtype, device=q.device)
+
+
+def fill_without_keys(
+    call: Any, layouts: tuple[Layout, Layout], sinks: Tensor | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The results where there are no queries or no keys: zeros, and the LSE of the sinks alone.
+
+    Args:
+        call: The call; only its `out` and `with_lse` are used, and the device of q.
+        layouts: Those of the output and the LSE.
+        sinks: The sinks in a shape that broadcasts to the LSE.
+    """
+    (shape, stride, dtype), (rows, _, _) = layouts
+    device = call.q.device
+    out: Tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device) if call.out is None else call.out
+    out.zero_()
+    if not call.with_lse:
+        return out
+    lse = torch.full(rows, -torch.inf, dtype=torch.float32, device=device)
+    return out, lse if sinks is None else torch.maximum(lse, sinks)

@@ -145,13 +145,13 @@ class BoundPlan:
         if self._elsewhere and current_device() != plan.device:
             with torch.cuda.device(plan.device):
                 return self(call, tensors, out)
-        pointers, outputs, kept = self.place(call, tensors, out)
+        pointers, outputs, kept = self.pointers_for(call, tensors, out)
         plan.last_used = next_use()
         plan.launch(pointers)
         del kept  # until now: its memory must not go to the plan's workspace
         return outputs
 
-    def place(
+    def pointers_for(
         self, call: Any, tensors: Sequence[Tensor], out: Tensor | None = None
     ) -> tuple[array[int], list[Tensor], object]:
         """The pointers of a launch, its outputs, and what must live until then; the plan's device is current."""

@@ -21,7 +21,7 @@ import typing
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cudnn_sdpa.engine import autograd_checks, fallback
 from cudnn_sdpa.engine.autocast import is_deterministic
+from cudnn_sdpa.engine.autograd_checks import CallT
 from cudnn_sdpa.engine.dispatch_state import (
     Guard,
     can_bypass_dispatcher,
@@ -46,7 +47,6 @@ from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans.plan import Plan
 
-CallT = TypeVar("CallT", bound=Any)  #: the NamedTuple of an operation's calls
 Result = Tensor | tuple[Tensor, Tensor]  #: the output, and the LSE if it is wanted
 
 #: The last fields of every call: what is wanted of it. They are no arguments of operators.
@@ -192,7 +192,7 @@ class Operation(Generic[CallT]):
         call: The NamedTuple of a call.
         reference_call: The same for calls that only the reference runs, without cuDNN's limits.
         differentiable: The inputs that can have gradients; they are the first fields.
-        autocast: The inputs that autocast casts, by name; given a call while autocast is on.
+        autocast: The inputs as autocast casts them, if it is on, by name.
         is_cacheable: Whether calls like this one may be recognized: no random numbers, no checks of values.
         kind: What the fallback logs once for each reason.
         check_types: Checks what the operators' schemas would refuse as well, but without naming the argument.
@@ -205,7 +205,6 @@ class Operation(Generic[CallT]):
         check_for_gpu: Refuses a call on the CPU that a GPU would refuse.
         check_gradient: Refuses a call whose gradients are known to be unsupported: any, if nothing is differentiable.
         results: Layouts of the output and the LSE.
-        is_empty: Whether there is nothing to compute, hence no plan.
         reference: Both results in plain PyTorch.
         prepare: Binds a forward call to its plan.
         keys: The keys of the plans of a forward call, on a target.

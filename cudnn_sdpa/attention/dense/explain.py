@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments, memory, reference
-from cudnn_sdpa.attention.arguments import MIN_SCALE, ForwardArguments, as_sinks, cast_for_autocast
+from cudnn_sdpa.attention.arguments import MIN_SCALE, ForwardArguments, as_sinks, cast_for_autocast, sign_of_scale
 from cudnn_sdpa.attention.bias import without_causal_bias
 from cudnn_sdpa.attention.dense import graphs, large_backward, torch_ops
 from cudnn_sdpa.attention.dense.buckets import Bucket
@@ -246,6 +246,12 @@ def notes_on_casts(original: Call, cast: Call, *, back: bool = False) -> list[st
         return [f"the gradient of {name} is cast back, under autocast" for name, x in changed if x.requires_grad]
     dtype = str(cast_tensors["q"].dtype).removeprefix("torch.")
     return [f"{name} is cast to {dtype}, under autocast" for name, _ in changed]
+
+
+def notes_on_scale(call: Any) -> list[str]:
+    """The copy of q that calls over packed sequences and pages make, as cuDNN's scale must be positive."""
+    sign = sign_of_scale(call)
+    return [] if sign is None else [f"q is multiplied by {sign:.0f} into a copy, as the scale is not positive"]
 
 
 def notes_on_sinks(sinks: Tensor | None) -> list[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention import reference as dense_reference
-from cudnn_sdpa.attention.arguments import as_float, as_sinks
+from cudnn_sdpa.attention.arguments import as_float, as_sinks, with_positive_scale
 from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged import plans, reference
@@ -72,21 +72,17 @@ def describe_paged(
         return Description(graphs.paged_decode, partial(explain.refuse, refused), explain.device_of(q))
     PAGED.check_strides(call)
     PAGED.check_memory(call)
-    sign, launched, device = plans.sign_of_scale(call), plans.with_positive_scale(call), explain.device_of(q)
+    launched, device = with_positive_scale(call), explain.device_of(q)
     described = describe_decode(launched, device) if is_decode(call) else describe_prefill(launched, device)
     if is_decode(call) and device is not None and UnsupportedError.of(described.key, live_target(device), device):
         described = describe_prefill(launched, device)
-    notes = [] if sign is None else [f"q is multiplied by {sign:.0f} into a copy, as the scale is not positive"]
-    return replace(
-        described,
-        extra_kernels=[
-            *explain.notes_on_casts(original, call),
-            *explain.notes_on_sinks(sinks),
-            *notes,
-            *described.extra_kernels,
-        ],
-        verify=lambda _: errors_paged(call),
-    )
+    notes = [
+        *explain.notes_on_casts(original, call),
+        *explain.notes_on_sinks(sinks),
+        *explain.notes_on_scale(call),
+        *described.extra_kernels,
+    ]
+    return replace(described, extra_kernels=notes, verify=lambda _: errors_paged(call))
 
 
 def describe_decode(call: PagedArguments, device: int | None) -> Description:

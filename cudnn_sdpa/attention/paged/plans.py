@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import MIN_SCALE
+from cudnn_sdpa.attention.arguments import with_positive_scale
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense.packed import VarlenSpec, sequence_bucket
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
@@ -27,7 +27,6 @@ from cudnn_sdpa.attention.support.rules import FORWARD, Configuration, refusal
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.engine.launch import Layout
-from cudnn_sdpa.engine.memory import like_in_memory
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
@@ -51,30 +50,12 @@ MARK = "_cudnn_sdpa_pages"
 # What all calls have.
 
 
-def sign_of_scale(call: PagedArguments) -> float | None:
-    """What q is multiplied by, so that the scale is positive as cuDNN needs it; None for nothing."""
-    if call.scale_value >= MIN_SCALE:
-        return None
-    return 0.0 if call.scale_value > -MIN_SCALE else -1.0
-
-
-def with_positive_scale(call: PagedArguments) -> PagedArguments:
-    """The call that is launched: where `sign_of_scale` says so, with the layout of a multiplied copy of q."""
-    if sign_of_scale(call) is None:
-        return call
-    q = like_in_memory(torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta"))
-    return call._replace(q=q, scale=max(-call.scale_value, MIN_SCALE))
-
-
 def results(call: PagedArguments) -> tuple[Layout, Layout]:
     """Shape, stride and dtype of the output (B, Hq, Sq, Dv), in q's memory order, and of the LSE (B, Hq, Sq)."""
     shape, (batch, heads, queries) = (*call.q.shape[:3], call.v_pages.shape[3]), call.q.shape[:3]
     stride = dense_stride_like(shape, call.q.shape, call.q.stride())
-    return (shape, stride, call.q.dtype), (
-        (batch, heads, queries),
-        (heads * queries, queries, 1),
-        torch.float32,
-    )
+    lse: Layout = ((batch, heads, queries), (heads * queries, queries, 1), torch.float32)
+    return (shape, stride, call.q.dtype), lse
 
 
 def has_memory_order_of_q(call: PagedArguments) -> bool:
@@ -95,15 +76,18 @@ def keys(call: PagedArguments, target: Target, device: int | None) -> Iterator[P
         return
     call = with_positive_scale(call)
     if is_decode(call):
-        decode = DecodeSpec.of(call, in_place=not reasons_against_in_place(call))
-        if UnsupportedError.of(decode.key, target, device) is None:
-            yield decode.key(target, device)
+        try:
+            key = DecodeSpec.of(call, in_place=not reasons_against_in_place(call)).key(target, device)
+        except UnsupportedError:
+            pass
+        else:
+            yield key
             return
-    at_once, batch = sequences_at_once(call), call.q.shape[0]
-    for size in sorted({min(batch, at_once), batch % at_once or at_once}, reverse=True):
-        if size <= batch:
-            packed, out = prefill_spec(batch_entries(call, slice(0, size)))
-            yield packed.forward_key(out, call.with_lse, target, device)
+    batch = call.q.shape[0]
+    at_once = min(batch, sequences_at_once(call))
+    for size in dict.fromkeys((at_once, batch % at_once or at_once)):
+        packed, out = prefill_spec(batch_entries(call, slice(0, size)))
+        yield packed.forward_key(out, call.with_lse, target, device)
 
 
 # Decode steps.

@@ -28,7 +28,7 @@ class PreparedPaged:
     def __init__(self, call: PagedArguments, bound: BoundPlan) -> None:
         self._plan = bound.plan
         with torch.cuda.device(self._plan.device):
-            self._operands, outputs, kept = bound.place(call, (call.q, call.k_pages, call.v_pages))
+            self._operands, outputs, kept = bound.pointers_for(call, (call.q, call.k_pages, call.v_pages))
         self._kept = call, bound, kept  # keeps the tensors alive
         self.out = outputs[0]
         self.lse = outputs[1] if len(outputs) > 1 else None

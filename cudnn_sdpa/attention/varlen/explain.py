@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments, memory, reference
-from cudnn_sdpa.attention.arguments import ForwardArguments, Result, as_sinks, cast_for_autocast
+from cudnn_sdpa.attention.arguments import ForwardArguments, Result, as_sinks, cast_for_autocast, with_positive_scale
 from cudnn_sdpa.attention.dense import explain, graphs, large_backward
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.varlen import plans
@@ -79,7 +79,7 @@ def describe_varlen(
         return Description(graphs.sdpa_forward, partial(explain.refuse, refused), explain.device_of(q))
     trains = needs_gradient(q, k, v, sinks)
     original = original._replace(with_lse=return_lse or trains)
-    launched, scale_notes = with_positive_scale(call)
+    launched, scale_notes = with_positive_scale(call), explain.notes_on_scale(call)
     memory.check_strides(*call.as_dense().qkv)
     memory.check_memory(call.q, call.k, call.v, out)
     packed, layout = plans.spec_of(launched), plans.output_layout(call)
@@ -98,13 +98,6 @@ def describe_varlen(
     )
 
 
-def with_positive_scale(call: VarlenArguments) -> tuple[VarlenArguments, list[str]]:
-    """The call that is launched, with a positive scale as cuDNN needs it, and notes on the extra kernels."""
-    sign = plans.sign_of_scale(call)
-    notes = [] if sign is None else [f"q is multiplied by {sign:.0f} into a copy, as the scale is not positive"]
-    return plans.with_positive_scale(call), notes
-
-
 def _describe_backward(original: VarlenArguments, call: VarlenArguments, out: TensorLayout) -> Description:
     """The backward pass for a gradient with the layout of the output."""
     device, is_empty = explain.device_of(original.q), 0 in call.q.shape or 0 in call.k.shape
@@ -113,7 +106,7 @@ def _describe_backward(original: VarlenArguments, call: VarlenArguments, out: Te
         part, part_out, number = _first_part(call) if is_split else (call, out, 1)
     except UnsupportedError as error:
         return Description(graphs.sdpa_backward, partial(explain.refuse, error), device)
-    launched, scale_notes = with_positive_scale(part)
+    launched, scale_notes = with_positive_scale(part), explain.notes_on_scale(part)
     packed = plans.spec_of(launched)
     as_launched = replace(packed, q=dense_like(packed.q))
     notes = [

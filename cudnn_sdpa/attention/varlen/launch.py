@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import memory
-from cudnn_sdpa.attention.arguments import Result
+from cudnn_sdpa.attention.arguments import Result, sign_of_scale, with_positive_scale
 from cudnn_sdpa.attention.dense import graphs, large_backward
 from cudnn_sdpa.attention.dense import launch_backward as dense_backward
 from cudnn_sdpa.attention.dense.launch_backward import sink_gradient
@@ -33,8 +33,8 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
     """A forward call bound to its plan, or to that of `spec`."""
     if call.is_empty:
         return Prepared(_fill_empty, None)
-    device, sign = call.q.get_device(), plans.sign_of_scale(call)
-    launched = plans.with_positive_scale(call)
+    device, sign = call.q.get_device(), sign_of_scale(call)
+    launched = with_positive_scale(call)
     spec = plans.spec_of(launched) if spec is None else spec
     key = spec.forward_key(plans.output_layout(call), call.with_lse, live_target(device), device)
     bound = _bind(operation=graphs.sdpa_forward, key=key, call=launched, spec=spec, inputs=("q", "k", "v"))
@@ -57,13 +57,7 @@ def _multiplied(q: Tensor, sign: float) -> Tensor:
 
 
 def _fill_empty(call: VarlenArguments) -> Result:
-    (shape, stride, dtype), (rows, _, _) = plans.results(call)
-    device = call.q.device
-    out = (torch.empty_strided(shape, stride, dtype=dtype, device=device) if call.out is None else call.out).zero_()
-    if not call.with_lse:
-        return out
-    lse = torch.full(rows, -torch.inf, dtype=torch.float32, device=device)
-    return out, lse if call.sinks is None else torch.maximum(lse, call.sinks)
+    return memory.fill_without_keys(call, plans.results(call), call.sinks)
 
 
 def readable(of: GradientCall) -> GradientCall:
@@ -90,8 +84,8 @@ def prepare_gradients(of: GradientCall) -> Prepared:
         return Prepared(_zero_gradients, None)
     if large_backward.is_too_large(*call.qkv, of.out, of.grad_out):
         return Prepared(_gradients_in_parts, None)
-    device, sign = call.q.get_device(), plans.sign_of_scale(call)
-    launched = plans.with_positive_scale(call)
+    device, sign = call.q.get_device(), sign_of_scale(call)
+    launched = with_positive_scale(call)
     spec = plans.spec_of(launched)
     key = plans.backward_key(of, live_target(device), device)
     bound = _bind(

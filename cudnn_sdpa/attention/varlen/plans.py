@@ -8,13 +8,12 @@ from dataclasses import replace
 import torch
 
 from cudnn_sdpa.attention import memory
-from cudnn_sdpa.attention.arguments import MIN_SCALE
+from cudnn_sdpa.attention.arguments import with_positive_scale
 from cudnn_sdpa.attention.dense import large_backward
 from cudnn_sdpa.attention.dense.packed import VarlenSpec, length_bucket, sequence_bucket
 from cudnn_sdpa.attention.mask import TOP_LEFT, normalize_mask
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.engine.launch import Layout
-from cudnn_sdpa.engine.memory import like_in_memory
 from cudnn_sdpa.engine.operation import GradientCall
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
@@ -47,21 +46,6 @@ def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> Varle
         softcap=call.softcap is not None,
         deterministic=call.deterministic,
     )
-
-
-def sign_of_scale(call: VarlenArguments) -> float | None:
-    """What q is multiplied by, so that the scale is positive as cuDNN needs it; None for nothing."""
-    if call.scale_value >= MIN_SCALE:
-        return None
-    return 0.0 if call.scale_value > -MIN_SCALE else -1.0
-
-
-def with_positive_scale(call: VarlenArguments) -> VarlenArguments:
-    """The call that is launched: where `sign_of_scale` says so, with the layout of a multiplied copy of q."""
-    if sign_of_scale(call) is None:
-        return call
-    q = like_in_memory(torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta"))
-    return call._replace(q=q, scale=max(-call.scale_value, MIN_SCALE))
 
 
 def output_layout(call: VarlenArguments) -> TensorLayout:
