@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from array import array
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +13,18 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.attention.memory import aligned
+from cudnn_sdpa.engine.memory import MISALIGNED, check_present
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
+from cudnn_sdpa.plans.nvrtc import Kernel, slots
+from cudnn_sdpa.plans.plan import allocate, current_raw_stream
+
+kernel = Kernel(Path(__file__).with_name("bias.cu"), "make_bias")
+
+_THREADS = 256
+_WORD = 16  #: bytes that a thread writes at a time
+_PER_CALL = 0  #: an address that is filled in at each launch
+_MINUS_INFINITY = {torch.float16: 0xFC00, torch.bfloat16: 0xFF80}
 
 
 def bias_view(mask: Tensor, masked_rows: int = 0) -> Tensor:
@@ -53,6 +66,92 @@ def bias_of(mask: Tensor, q: Tensor, skv: int, masked_rows: int = 0) -> Tensor:
     if view.dtype == torch.bool:
         view = view.to(q.dtype).log_()  # 1 becomes 0, and 0 becomes -inf
     return aligned("attn_mask", view.expand(*view.shape[:3], skv))
+
+
+class BiasFields(NamedTuple):
+    """The struct `Mask` of `bias.cu`."""
+
+    base: int
+    batch: int
+    head: int
+    row: int
+    column: int
+    heads: int
+    rows: int
+    columns: int
+    elements: int
+    size: int
+    masked: int
+    bias: int
+
+
+_BASE, _BIAS = slots(BiasFields, "base", "bias")
+
+
+class BiasKernel:
+    """Gives the bias that cuDNN adds to the scores, for calls whose masks look alike.
+
+    A float mask whose layout and address cuDNN can read is the bias itself. Any other mask is converted to a new bias
+    by one kernel of our own: a boolean one to 0 where a key takes part, and elsewhere minus infinity.
+    """
+
+    __slots__ = ("_blocks", "_device", "_fields", "_is_readable", "_kernel", "_new", "_offset")
+
+    def __init__(self, mask: Tensor, q: Tensor, skv: int, masked_rows: int = 0) -> None:
+        """Binds it to the layout of `mask`; the arguments are those of `bias_layout`."""
+        view = bias_view(mask, masked_rows)
+        shape, size, layout = (*view.shape[:3], skv), view.element_size(), bias_layout(mask, q, skv, masked_rows)
+        self._device = q.get_device()
+        self._offset = int(view.storage_offset() - mask.storage_offset()) * size
+        self._is_readable = view.dtype == layout.dtype and (
+            reads_directly(view, skv) or view.expand(shape).is_contiguous()
+        )
+        stride = (*view.stride()[:3], view.stride(3) if view.shape[3] == skv else 0)
+        if self._is_readable:  # at a misaligned address: all of its memory is copied, which keeps its layout
+            span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if view.numel() else 0
+            shape, stride = (1, 1, 1, span), (0, 0, 0, 1)
+        elements = math.prod(shape)
+        self._new = ((elements,), (1,), layout.dtype)
+        self._kernel = kernel.on(self._device)
+        batch, head, row, column = (step * size for step in stride)
+        fields = BiasFields(
+            base=_PER_CALL,
+            batch=batch,
+            head=head,
+            row=row,
+            column=column,
+            heads=shape[1],
+            rows=shape[2],
+            columns=shape[3],
+            elements=elements,
+            size=size,
+            masked=_MINUS_INFINITY.get(layout.dtype, 0),
+            bias=_PER_CALL,
+        )
+        self._fields = array("q", fields)
+        processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        in_block = _THREADS * _WORD // layout.dtype.itemsize
+        self._blocks = max(1, min(-(-elements // in_block), 8 * processors))
+
+    def __call__(self, mask: Tensor) -> tuple[int, Tensor]:
+        """The address of the bias, and the tensor that holds it.
+
+        Launches the kernel on the current device and stream where a conversion is needed.
+
+        Raises:
+            LayoutError: The mask has no memory.
+        """
+        address = mask.data_ptr()
+        if address == 0:
+            check_present("attn_mask", mask)
+        address += self._offset
+        if self._is_readable and not address & MISALIGNED:
+            return address, mask
+        bias: Tensor = allocate(*self._new)
+        fields = self._fields[:]  # of this call alone: many threads call at once
+        fields[_BASE], fields[_BIAS] = address, bias.data_ptr()
+        self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
+        return bias.data_ptr(), bias
 
 
 def repeated_row(layout: TensorLayout, rows: int) -> TensorLayout:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cudnn_sdpa import LibraryError
+from cudnn_sdpa.attention import bias
+from cudnn_sdpa.attention.dense import lengths
 from cudnn_sdpa.attention.fp8 import quantize
 from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.varlen import packing
@@ -20,7 +22,10 @@ def nvrtc():
         pytest.skip(f"no NVRTC: {error}")
 
 
-KERNELS = [packing.kernel, paging.decode_kernel, paging.gather_kernel, paging.append_kernel]
+KERNELS = [
+    *(packing.kernel, paging.decode_kernel, paging.gather_kernel, paging.append_kernel),
+    *(lengths.correct_kernel, lengths.limit_kernel, bias.kernel),
+]
 #: Kernels that need instructions of compute capability 8.9.
 FP8_KERNELS = [quantize.quantize_kernel, quantize.dequantize_kernel, quantize.update_kernel]
 
