@@ -486,7 +486,8 @@ class Sdpa(Attention):
             same = {name: options[name] for name in ("is_causal", "causal_alignment", "window_size")} | self.of_bias(
                 case
             )
-            same |= {n: tensors[n] for n in ("attn_mask", "sinks", "seq_lens_q", "seq_lens_kv") if n in tensors}
+            same |= {n: tensors[n] for n in ("seq_lens_q", "seq_lens_kv") if n in tensors}
+            same |= {n: neutral(tensors[n]) for n in ("attn_mask", "sinks") if n in tensors}
 
         def attend(unit: Tensor) -> Tensor:
             with torch.no_grad():
@@ -519,6 +520,17 @@ def kept(v: Tensor, places: Tensor, attend: Callable[[Tensor], Tensor]) -> Tenso
         parts.append(attend(unit.to(v.dtype).expand(*v.shape[:-1], 128).contiguous()) > 0)
     (torch.cuda.set_rng_state if v.is_cuda else torch.set_rng_state)(state)
     return torch.cat(parts, -1)[..., :count]
+
+
+def neutral(tensor: Tensor) -> Tensor:
+    """A tensor laid out like this one that changes no score: zeros, or True; small weights would be read as dropped."""
+    size = (
+        1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    )
+    start = tensor.storage_offset() % (16 // tensor.element_size() or 1)
+    memory = torch.zeros(start + size, dtype=tensor.dtype, device=tensor.device)
+    memory = memory.fill_(True) if tensor.dtype == torch.bool else memory
+    return memory.as_strided(tensor.shape, tensor.stride(), start)
 
 
 @operation
@@ -575,7 +587,8 @@ class DropIn(Attention):
             return {}
         q, k, v = (tensors[name].detach() for name in "qkv")
         same = {"enable_gqa": options["enable_gqa"], "is_causal": options["is_causal"] and q.is_cuda}
-        same |= {"attn_mask": self.mask(tensors, case.facts) if q.is_cuda else None}
+        mask = self.mask(tensors, case.facts) if q.is_cuda else None
+        same |= {"attn_mask": neutral(mask) if type(mask) is Tensor else mask}
 
         def attend(unit: Tensor) -> Tensor:
             with torch.no_grad():
@@ -2362,7 +2375,7 @@ class AttentionModule(Module):
         q, k = x.new_zeros(x.shape[0], heads, x.shape[1], dim), x.new_zeros(x.shape[0], kv, skv, dim)
         same = {n: options[n] for n in ("is_causal", "window_size") if n in options and x.is_cuda}
         same = {} if "seq_lens" in facts or "context_lens" in facts else same
-        same |= {"attn_mask": tensors["attn_mask"]} if "attn_mask" in tensors and x.is_cuda else {}
+        same |= {"attn_mask": neutral(tensors["attn_mask"])} if "attn_mask" in tensors and x.is_cuda else {}
 
         def attend(unit: Tensor) -> Tensor:
             with torch.no_grad():
