@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.bias import bias_layout
 from cudnn_sdpa.attention.dense.plans import DenseSpec
+from cudnn_sdpa.attention.lengths import LengthsKernel, RowLimitsKernel
 from cudnn_sdpa.attention.mask import Band, Mask
 from cudnn_sdpa.graph.layouts import TensorLayout
 
@@ -97,6 +98,15 @@ class LengthsCase:
             softcap=softcap,
         )
         return cls(spec, lengths_q, lengths_kv)
+
+    def kernel(self, *, decode: bool = False) -> LengthsKernel | RowLimitsKernel:
+        """The kernel for the plan."""
+        spec = self.spec
+        if spec.softcap:
+            sizes = {"rows": spec.sq, "max_q": spec.sq, "max_kv": spec.skv}
+            return RowLimitsKernel(batch=spec.q.shape[0], band=spec.mask.band, device=0, **sizes)
+        sizes = {"batch": spec.q.shape[0], "sq": spec.sq, "skv": spec.skv}
+        return LengthsKernel(**sizes, has_kv=spec.lengths_kv, device=0, decode=decode)
 
     def expected(self, *, decode: bool = False) -> dict[str, Tensor]:
         """What the plan reads."""

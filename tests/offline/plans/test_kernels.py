@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cudnn_sdpa import LibraryError
-from cudnn_sdpa.attention import bias
-from cudnn_sdpa.attention.dense import lengths
+from cudnn_sdpa.attention import bias, lengths
 from cudnn_sdpa.attention.fp8 import quantize
 from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.varlen import packing

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import memory
-from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.mask import Band
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.plans.nvrtc import Kernel, slots
@@ -115,26 +114,28 @@ class LengthsKernel(_IntsKernel):
 
     __slots__ = ()
 
-    def __init__(self, spec: DenseSpec, device: int, *, decode: bool = False) -> None:
+    def __init__(self, *, batch: int, sq: int, skv: int, has_kv: bool, device: int, decode: bool = False) -> None:
         """Binds it.
 
         Args:
-            spec: The call, which has lengths of queries or of keys.
+            batch: Number of sequences.
+            sq: Number of queries of each sequence.
+            skv: Number of keys of each sequence.
+            has_kv: Whether the call has lengths of keys; without, it has those of queries.
             device: The GPU.
             decode: Whether the plan is one of a decode engine, which reads only lengths of keys.
         """
-        batch = spec.q.shape[0]
         fields = LengthsFields(
             q=_PER_CALL,
             kv=_PER_CALL,
             batch=batch,
-            max_q=spec.sq,
-            max_kv=spec.skv,
+            max_q=sq,
+            max_kv=skv,
             seq_len_q=_PER_CALL,
             seq_len_kv=_PER_CALL,
         )
         made = [] if decode else ["seq_len_q"]
-        if decode or spec.lengths_kv:
+        if decode or has_kv:
             made.append("seq_len_kv")
         outputs = dict(zip(made, slots(LengthsFields, *made), strict=True))
         super().__init__(correct_kernel, fields, outputs, batch, device)
@@ -178,22 +179,6 @@ class RowLimitsKernel(_IntsKernel):
         )
         lowest, highest = slots(LimitsFields, "lowest", "highest")
         super().__init__(limit_kernel, fields, {"lowest": lowest, "highest": highest}, batch * rows, device)
-
-
-def bind_lengths(spec: DenseSpec, device: int, *, decode: bool = False) -> LengthsKernel | RowLimitsKernel:
-    """The kernel for the lengths of a dense call, which has some.
-
-    Args:
-        spec: The call.
-        device: The GPU.
-        decode: Whether the plan is one of a decode engine.
-    """
-    if not spec.softcap:
-        return LengthsKernel(spec, device, decode=decode)
-    band = spec.mask.band
-    return RowLimitsKernel(
-        batch=spec.q.shape[0], rows=spec.sq, band=band, device=device, max_q=spec.sq, max_kv=spec.skv
-    )
 
 
 def addresses_of(lengths_q: Tensor | None, lengths_kv: Tensor | None) -> tuple[int, int]:

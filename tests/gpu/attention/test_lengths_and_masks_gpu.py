@@ -9,9 +9,9 @@ from kernel_formulas import LengthsCase, MaskCase, bias
 
 from cudnn_sdpa import no_plan_builds, sdpa
 from cudnn_sdpa.attention import bias as bias_module
+from cudnn_sdpa.attention import lengths as lengths_module
 from cudnn_sdpa.attention.bias import BiasKernel, bias_layout
-from cudnn_sdpa.attention.dense import lengths as lengths_module
-from cudnn_sdpa.attention.dense.lengths import addresses_of, bind_lengths
+from cudnn_sdpa.attention.lengths import addresses_of
 from cudnn_sdpa.plans.autotune import tensor_at
 
 DEVICE = torch.device("cuda", 0)
@@ -30,7 +30,7 @@ def poisoned(monkeypatch):
 def test_lengths_are_those_of_the_formulas(kind):
     for seed in range(100):
         case = LengthsCase.drawn(seed, softcap=kind == "softcap", device="cuda")
-        kernel = bind_lengths(case.spec, 0, decode=kind == "decode")
+        kernel = case.kernel(decode=kind == "decode")
         made = kernel(*addresses_of(case.lengths_q, case.lengths_kv))
         for name, tensor in case.expected(decode=kind == "decode").items():
             found = made[kernel.offsets[name] // 4 :][: tensor.numel()].view(tensor.shape)

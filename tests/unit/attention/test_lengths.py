@@ -8,7 +8,7 @@ from fake_gpu import gpu_on_the_cpu
 from kernel_formulas import LengthsCase, row_limits
 
 from cudnn_sdpa import LayoutError
-from cudnn_sdpa.attention.dense.lengths import RowLimitsKernel, addresses_of, bind_lengths
+from cudnn_sdpa.attention.lengths import RowLimitsKernel, addresses_of
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 
 
@@ -31,7 +31,7 @@ def assert_made(kernel, made, expected):
 def test_lengths_are_those_of_the_formulas(kind):
     for seed in range(300):
         case = LengthsCase.drawn(seed, softcap=kind == "softcap")
-        kernel = bind_lengths(case.spec, 0, decode=kind == "decode")
+        kernel = case.kernel(decode=kind == "decode")
         made = kernel(*addresses_of(case.lengths_q, case.lengths_kv))
         assert_made(kernel, made, case.expected(decode=kind == "decode"))
 
@@ -39,7 +39,7 @@ def test_lengths_are_those_of_the_formulas(kind):
 @pytest.mark.parametrize("softcap", [False, True])
 def test_a_batch_of_no_sequences_writes_nothing(softcap):
     case = LengthsCase.drawn(0, softcap=softcap, batch=0)
-    made = bind_lengths(case.spec, 0)(*addresses_of(case.lengths_q, case.lengths_kv))
+    made = case.kernel()(*addresses_of(case.lengths_q, case.lengths_kv))
     assert made.numel() == 0
 
 
