@@ -206,7 +206,8 @@ class VarlenSpec:
         packing = "the start and the length of each sequence are computed from the offsets"
         notes = [f"{packing}; {unwritten}, as cuDNN does not write them (one kernel)"]
         if self.softcap:
-            notes.append("the first and the last key that each query sees are computed from them, for soft-capping")
+            limits = "the first and the last key that each query sees are computed from them"
+            notes.append(f"{limits}, for soft-capping (one kernel)")
         return notes
 
     def _options(self) -> dict[str, object]:

@@ -14,9 +14,10 @@ from cudnn_sdpa.attention.dense import graphs, large_backward
 from cudnn_sdpa.attention.dense import launch_backward as dense_backward
 from cudnn_sdpa.attention.dense.launch_backward import sink_gradient
 from cudnn_sdpa.attention.dense.packed import VarlenSpec
+from cudnn_sdpa.attention.lengths import RowLimitsKernel
 from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.attention.varlen.packing import PackingKernel, is_of_keys, row_limits
+from cudnn_sdpa.attention.varlen.packing import PackingKernel, is_of_keys
 from cudnn_sdpa.engine.launch import BoundPlan, Layout
 from cudnn_sdpa.engine.memory import check_address, check_present, like_in_memory, multiplied
 from cudnn_sdpa.engine.operation import GradientCall, Prepared
@@ -182,14 +183,17 @@ class _Packing:
     The packing kernel also writes the rows of outputs that cuDNN does not.
     """
 
-    __slots__ = ("_names", "_offsets", "_pack", "_softcap", "_spec")
+    __slots__ = ("_limit", "_names", "_offsets", "_pack")
 
     def __init__(self, spec: VarlenSpec, plan: Plan, call: VarlenArguments) -> None:
-        self._spec = spec
         self._pack = PackingKernel(spec, plan, call)
         self._names = {x.name: place for place, x in enumerate((*plan.key.inputs, *plan.key.outputs))}
         self._offsets = [(self._names[x], offset) for x, offset in self._pack.offsets.items() if x in self._names]
-        self._softcap = spec.softcap
+        self._limit: RowLimitsKernel | None = None
+        if spec.softcap:
+            self._limit = RowLimitsKernel(
+                batch=spec.sequences, rows=spec.max_seqlen_q, band=spec.mask.band, device=plan.device
+            )
 
     def __call__(self, call: VarlenArguments, pointers: array[int], outputs: list[Tensor]) -> object:
         """Fills in the pointers, and gives what they point to."""
@@ -203,7 +207,7 @@ class _Packing:
         start = packing.data_ptr()
         for place, offset in self._offsets:
             pointers[place] = start + offset
-        if call.sinks is None and call.rng is None and not self._softcap:
+        if call.sinks is None and call.rng is None and self._limit is None:
             return packing
         return packing, self._fill_optional(call, pointers, packing)
 
@@ -216,8 +220,10 @@ class _Packing:
         if call.rng is not None:
             pointers[names["seed"]] = call.rng.data_ptr()
             pointers[names["offset"]] = call.rng.data_ptr() + call.rng.element_size()
-        if self._softcap:
-            for name, tensor in row_limits(self._spec, self._pack.lengths(packing)).items():
-                pointers[names[name]] = tensor.data_ptr()
-                kept.append(tensor)
+        if self._limit is not None:
+            of_q, of_kv = (packing.data_ptr() + self._pack.offsets[name] for name in ("seq_len_q", "seq_len_kv"))
+            limits = self._limit(of_q, of_kv)
+            for name, offset in self._limit.offsets.items():
+                pointers[names[name]] = limits.data_ptr() + offset
+            kept.append(limits)
         return kept

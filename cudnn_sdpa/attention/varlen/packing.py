@@ -82,10 +82,6 @@ class PackingKernel:
         self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
         return packing
 
-    def lengths(self, packing: Tensor) -> Tensor:
-        """Lengths of the sequences of queries and of keys, (2, sequences) int32."""
-        return packing[self._lengths :].view(torch.int32).view(2, self._sequences)
-
 
 def _fills_everything(packed: VarlenSpec, plan: Plan) -> bool:
     """Whether all rows are filled, because cuDNN may not write those of queries that the band leaves no key.
@@ -112,14 +108,3 @@ def _rows(output: Operand) -> tuple[int, ...]:
     size = output.layout.dtype.itemsize
     value = _MINUS_INFINITY if output.name == "lse" else _ZERO
     return row * size, head * size, heads, dim * size // 4, value, is_of_keys(output)
-
-
-def row_limits(packed: VarlenSpec, lengths: Tensor) -> dict[str, Tensor]:
-    """The first and the last key that each query sees: what the graph of softcap reads in place of lengths."""
-    of_q, of_kv = lengths.unsqueeze(2)
-    rows = torch.arange(packed.max_seqlen_q, dtype=torch.int32, device=of_q.device).expand(packed.sequences, -1)
-    left, right, bottom_right = packed.mask.band or (None, None, False)
-    diagonal = rows + (of_kv - of_q) if bottom_right else rows
-    last = (of_kv - 1).expand_as(rows) if right is None else torch.minimum(diagonal + right, of_kv - 1)
-    first = torch.zeros_like(rows) if left is None else (diagonal - left).clamp_min(0)
-    return {"lowest": first.contiguous(), "highest": last.masked_fill(rows >= of_q, -1)}

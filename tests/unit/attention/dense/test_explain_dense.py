@@ -218,7 +218,7 @@ def test_extra_kernels_of_a_packed_forward_pass():
         "q is multiplied by -1",
         "of the log-sum-exp become minus infinity",
         "raised to the sinks",
-        "the last key that each query sees",
+        "the last key that each query sees are computed from them, for soft-capping (one kernel)",
     ):
         assert part in all_of_it, part
 
