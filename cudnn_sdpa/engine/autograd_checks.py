@@ -44,15 +44,32 @@ except ImportError:  # pragma: no cover - a PyTorch that has moved them raises i
     _interpreters = None  # type: ignore[assignment]
 
 
-def check(what: str, out: Tensor | None, **inputs: Tensor | None) -> None:
+PYTORCHS_ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
+
+
+def check(
+    what: str,
+    out: Tensor | None,
+    *,
+    loops: bool = True,
+    forward_mode: str = PYTORCHS_ATTENTION,
+    **inputs: Tensor | None,
+) -> None:
     """Rejects calls whose results would be silently detached from their inputs.
+
+    Args:
+        what: The function, for messages.
+        out: Where the result is written.
+        loops: See `refuse_transforms`.
+        forward_mode: What can be differentiated in forward mode instead.
+        inputs: The tensors, by argument.
 
     Raises:
         UnsupportedError: A tensor has a forward-mode tangent, a functorch transform needs a gradient, or `out` would
             need one.
     """
-    _check_no_tangent(**inputs, out=out)
-    refuse_transforms(what, *inputs.values(), out, loops=True)
+    refuse_tangents({**inputs, "out": out}, forward_mode)
+    refuse_transforms(what, *inputs.values(), out, loops=loops)
     if out is not None and needs_gradient(*inputs.values(), out):
         raise UnsupportedError(
             "out with a gradient",
@@ -124,10 +141,6 @@ def refuse_inference_tensors(call: object) -> None:
             ) from None
 
 
-def _check_no_tangent(**tensors: Tensor | None) -> None:
-    refuse_tangents(tensors, "torch.nn.functional.scaled_dot_product_attention")
-
-
 def refuse_tangents(tensors: Mapping[str, object], alternative: str = "PyTorch's own functions") -> None:
     """Rejects tensors with forward-mode tangents; ignores other objects.
 
@@ -178,14 +191,19 @@ def refuse_transforms(what: str, *tensors: object, loops: bool) -> None:
         )
 
 
-def refuse_gradient_of_lse(grad_lse: Tensor | None) -> None:
-    """The LSE can be returned, but a loss cannot depend on it."""
-    if grad_lse is not None:
+def refuse_gradient_of(name: str, gradient: Tensor | None) -> None:
+    """An auxiliary result, such as the LSE, can be returned, but a loss cannot depend on it."""
+    if gradient is not None:
         raise UnsupportedError(
-            "a gradient of the LSE (log-sum-exp)",
+            "a gradient of the LSE (log-sum-exp)" if name == "lse" else f"a gradient of {name}",
             ["cuDNN's backward pass takes the gradient of the output alone"],
-            "lse.detach() in the loss",
+            f"{name}.detach() in the loss",
         )
+
+
+def refuse_gradient_of_lse(grad_lse: Tensor | None) -> None:
+    """The same of the LSE."""
+    refuse_gradient_of("lse", grad_lse)
 
 
 def refuse_batch(grad_out: Tensor | None) -> None:

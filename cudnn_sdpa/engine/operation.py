@@ -1,8 +1,9 @@
 """An operation, described once: what is done with a call of it follows from the description.
 
-A call is a NamedTuple: the tensors first, then the options, and last what is wanted of it (`with_lse`, `out`). From the
-description of an operation follow PyTorch's operators with their schemas, the autograd rule, the fast path, the checks
-and their order, the fallback, and the operator's part in `explain`, `record_plans` and `torch.compile`.
+A call is a NamedTuple: the tensors first, then the options, and last what is wanted of it, where there is a choice:
+`with_…`, whether auxiliary results are, and `out`. From the description of an operation follow PyTorch's operators with
+their schemas, the autograd rule, the fast path, the checks and their order, the fallback, and the operator's part in
+`explain`, `record_plans` and `torch.compile`.
 
 The order of things, for all operations:
 
@@ -19,8 +20,8 @@ from __future__ import annotations
 import functools
 import typing
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, NoReturn
 
 import torch
@@ -47,10 +48,7 @@ from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans.plan import Plan
 
-Result = Tensor | tuple[Tensor, Tensor]  #: the output, and the LSE if it is wanted
-
-#: The last fields of every call: what is wanted of it. They are no arguments of operators.
-WANTED = ("with_lse", "out")
+Result = Tensor | tuple[Tensor, ...]  #: the results that a call wants: alone if it is one
 
 #: Maximum number of kinds of calls remembered as differentiable.
 MAX_REMEMBERED = 8192
@@ -63,11 +61,15 @@ _SCHEMA_TYPES: dict[Any, str] = {
     str: "str",
     float: "float",
     float | None: "float?",
+    torch.dtype: "ScalarType",
 }
 
 
 class GradientCall(NamedTuple):
-    """A backward call.
+    """A backward call of attention.
+
+    Other operations have others: the gradients of all results that are always given, then the results that are saved,
+    then `call` and `needs`.
 
     Attributes:
         grad_out: The gradient of the output.
@@ -133,15 +135,15 @@ class _Tracked(NamedTuple):
 
     Attributes:
         operation: Its operation.
-        call: The call, with an LSE.
+        call: The call, with all results.
         entry: Its entry, if the fast path found it.
-        returns_lse: Whether the LSE is a result.
+        returns_all: Whether all results are returned.
     """
 
     operation: Operation[Any]
     call: Any
     entry: _Entry | None
-    returns_lse: bool
+    returns_all: bool
 
 
 class _CachedCall(NamedTuple):
@@ -187,10 +189,11 @@ class Operation(Generic[CallT]):
     """One operation, described once.
 
     Attributes:
-        name: Its operators are `cudnn_sdpa::NAME_forward`, `NAME_forward_lse`, `NAME_forward_out`, `NAME_backward`.
+        name: Its operators are `cudnn_sdpa::NAME_forward`, `NAME_forward_X` with auxiliary results if the call has a
+            field `with_X` (`NAME_forward_lse`), `NAME_forward_out` if it has `out`, and `NAME_backward`.
         function: Name of the public function, for messages.
         call: The NamedTuple of a call.
-        reference_call: The same for calls that only the reference runs, without cuDNN's limits.
+        reference_call: The same for calls that only the reference runs, without cuDNN's limits; None without fallback.
         differentiable: The inputs that can have gradients; they are the first fields.
         autocast: The inputs as autocast casts them, if it is on, by name.
         is_cacheable: Whether calls like this one may be recognized: no random numbers, no checks of values.
@@ -204,8 +207,8 @@ class Operation(Generic[CallT]):
         checks_values: Whether values are checked on the GPU, too, which waits for it.
         check_for_gpu: Refuses a call on the CPU that a GPU would refuse.
         check_gradient: Refuses a call whose gradients are known to be unsupported: any, if nothing is differentiable.
-        results: Layouts of the output and the LSE.
-        reference: Both results in plain PyTorch.
+        results: Layouts of all results.
+        reference: All results in plain PyTorch.
         prepare: Binds a forward call to its plan.
         keys: The keys of the plans of a forward call, on a target.
         flops: Floating-point operations of a forward call, and of its backward call.
@@ -215,12 +218,19 @@ class Operation(Generic[CallT]):
         prepare_gradients: Binds a backward call that kernels can read to its plan.
         gradient_keys: The keys of the plans of a backward call, on a target.
         mark: What decides how a call is bound, besides layouts and options; None for nothing.
+        gives: The results that are always given, by name. `out` is written into the first.
+        auxiliary: Those that are given if they are wanted, and saved for the backward pass.
+        gradient_call: The NamedTuple of a backward call.
+        forward: Name of the forward operator, if not `NAME_forward`.
+        names: What messages call the inputs, if not by the names of their fields.
+        loops: Whether `torch.vmap` may run it once for each entry of a batch.
+        forward_mode: What can be differentiated in forward mode instead.
     """
 
     name: str
     function: str
     call: type[CallT]
-    reference_call: type[CallT]
+    reference_call: type[CallT] | None
     differentiable: tuple[str, ...]
     autocast: Callable[[CallT], dict[str, Any]]
     is_cacheable: Callable[[CallT], bool]
@@ -234,28 +244,53 @@ class Operation(Generic[CallT]):
     checks_values: Callable[[], bool]
     check_for_gpu: Callable[[CallT], None]
     check_gradient: Callable[[CallT], None]
-    results: Callable[[CallT], tuple[Layout, Layout]]
-    reference: Callable[[CallT], tuple[Tensor, Tensor]]
+    results: Callable[[CallT], tuple[Layout, ...]]
+    reference: Callable[[CallT], tuple[Tensor, ...]]
     prepare: Callable[[CallT], Prepared]
     keys: Callable[[CallT, Target, int | None], Iterator[Any]]
     flops: Callable[[CallT], tuple[int, int]]
-    reference_gradients: Callable[[GradientCall], list[Tensor]] = _no_gradients
-    readable: Callable[[GradientCall], GradientCall] = _no_gradients
-    prepare_gradients: Callable[[GradientCall], Prepared] = _no_gradients
-    gradient_keys: Callable[[GradientCall, Target, int | None], Iterator[Any]] = _no_gradients
+    reference_gradients: Callable[[Any], list[Tensor]] = _no_gradients
+    readable: Callable[[Any], Any] = _no_gradients
+    prepare_gradients: Callable[[Any], Prepared] = _no_gradients
+    gradient_keys: Callable[[Any, Target, int | None], Iterator[Any]] = _no_gradients
     mark: Callable[[CallT], Hashable] | None = None
+    gives: tuple[str, ...] = ("out",)
+    auxiliary: tuple[str, ...] = ("lse",)
+    gradient_call: type[Any] = GradientCall
+    forward: str | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    loops: bool = True
+    forward_mode: str = "torch.nn.functional.scaled_dot_product_attention"
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(self.call)
         self.fields: tuple[str, ...] = self.call._fields
-        self._types = {name: _SCHEMA_TYPES[hints[name]] for name in self.fields if name not in WANTED}
+        flags = tuple(name for name in self.fields if name.startswith("with_"))
+        self.takes_out = self.fields[-1] == "out"
+        wanted = (*flags, "out") if self.takes_out else flags
+        self._types = {name: _SCHEMA_TYPES[hints[name]] for name in self.fields if name not in wanted}
         self._tensors = sum(kind.startswith("Tensor") for kind in self._types.values())
         self._inputs = len(self._types)
         self._gradients = len(self.differentiable)
-        if self.fields[: self._gradients] != self.differentiable or self.fields[self._inputs :] != WANTED:
-            raise ValueError(f"{self.name}: fields in another order than {(*self.differentiable, '…', *WANTED)}")
+        self._options = slice(self._tensors, self._inputs + len(flags))  #: in a call, with the flag
+        if self.fields[: self._gradients] != self.differentiable or self.fields[self._inputs :] != wanted:
+            raise ValueError(f"{self.name}: fields in another order than {(*self.differentiable, '…', *wanted)}")
         if any(kind.startswith("Tensor") for kind in list(self._types.values())[self._tensors :]):
             raise ValueError(f"{self.name}: a tensor behind an option")
+        if len(flags) != bool(self.auxiliary):
+            raise ValueError(f"{self.name}: a field with_… is there if and only if there are auxiliary results")
+        self._flag = flags[0] if flags else ""
+        self._wants_all = (*(True for _ in flags), *(None for _ in wanted[len(flags) :]))
+        forward = self.forward or f"{self.name}_forward"
+        #: The names of the operators, by what they do.
+        self.operators = {"forward": forward}
+        if self._flag:
+            self.operators["forward_all"] = forward + self._flag.removeprefix("with")
+        if self.takes_out:
+            self.operators["forward_out"] = f"{forward}_out"
+        if self.differentiable:
+            self.operators["backward"] = f"{self.name}_backward"
+            self._describe_gradients()
         self.table: CallTable[_CachedCall | None] = CallTable(None)
         self._known_to_be_differentiable: set[Hashable] = set()
         self._register_operators()
@@ -263,10 +298,19 @@ class Operation(Generic[CallT]):
             self._register_gradients()
         OPERATIONS[self.name] = self
 
+    def _describe_gradients(self) -> None:
+        fields, results = self.gradient_call._fields, (*self.gives, *self.auxiliary)
+        gradients = tuple(f"grad_{name}" for name in self.gives)
+        saved = fields[len(gradients) : -2]
+        first = results.index(saved[0]) if saved else 0
+        self._given, self._saved = len(gradients), slice(first, first + len(saved))
+        if fields != (*gradients, *results[self._saved], "call", "needs"):
+            raise ValueError(f"{self.name}: a backward call of other fields than {(*gradients, '…', 'call', 'needs')}")
+
     # The way of a call.
 
-    def __call__(self, call: CallT) -> Result:
-        """Runs a call whose arguments have not been checked yet."""
+    def __call__(self, call: CallT) -> Any:
+        """The results of a call whose arguments have not been checked yet: alone if it is one."""
         if not is_compiling():
             run = self._find(call)
             if run is not None:
@@ -279,12 +323,16 @@ class Operation(Generic[CallT]):
         self.check_differentiation(call)
         if "rng" in self._types and call.dropout_p:
             call = call._replace(rng=new_seed(call[0]))
+        if self.reference_call is None:
+            return self._run(call)
         return fallback.or_else(lambda: self._run(call), lambda: self._run_on_pytorch(call), lambda: self.kind(call))
 
     def cast(self, call: CallT) -> CallT:
         """The call as autocast casts it, with the setting of deterministic algorithms that it follows."""
-        tensors = self.autocast(call)
-        found: CallT = call._replace(**tensors, deterministic=is_deterministic(call.deterministic))
+        changed = self.autocast(call)
+        if "deterministic" in self._types:
+            changed["deterministic"] = is_deterministic(call.deterministic)
+        found: CallT = call._replace(**changed)
         return found
 
     def check_differentiation(self, call: CallT) -> None:
@@ -293,8 +341,10 @@ class Operation(Generic[CallT]):
         Raises:
             UnsupportedError: Such differentiation is asked for.
         """
-        tensors = zip(self.fields, call[: self._tensors])  # noqa: B905 - the first fields
-        autograd_checks.check(self.function, call.out, **dict(tensors))
+        tensors = {self.names.get(name, name): x for name, x in zip(self.fields, call[: self._tensors])}  # noqa: B905
+        autograd_checks.check(
+            self.function, self._out_of(call), loops=self.loops, forward_mode=self.forward_mode, **tensors
+        )
         if not self.differentiable and needs_gradient(*call[: self._tensors]):
             self.check_gradient(call)
 
@@ -309,37 +359,36 @@ class Operation(Generic[CallT]):
         """Runs a call through autograd, through PyTorch's dispatcher, or at once."""
         if is_compiling():
             return self._traced(call)
-        fallback.check_or_decline(
-            self.function, lambda: self.check(call), lambda: self.check(self.reference_call._make(call))
-        )
-        tensors = (*call[: self._tensors], call.out)
+        if self.reference_call is None:
+            self.check(call)
+        else:
+            reference_call = self.reference_call
+            fallback.check_or_decline(
+                self.function, lambda: self.check(call), lambda: self.check(reference_call._make(call))
+            )
+        tensors = (*call[: self._tensors], self._out_of(call))
         bypasses = can_bypass_dispatcher(*tensors)
         if needs_gradient(*tensors):
             self._check_gradient(call)
             return self._differentiate(call, None, by_operator=not bypasses)
         if bypasses:
             return self.runner(call)(call)
-        return self._by_operator(call, with_lse=call.with_lse)
+        return self._by_operator(call)
 
     def _traced(self, call: CallT) -> Result:
         """The call in compiled code, which differentiates all that a graph returns."""
-        trains = needs_gradient(*call[: self._tensors], call.out)
-        result = self._by_operator(call, with_lse=call.with_lse or trains)
-        if not (trains and isinstance(result, tuple)):
-            return result
-        return (result[0], result[1].detach()) if call.with_lse else result[0]
+        if not needs_gradient(*call[: self._tensors], self._out_of(call)):
+            return self._by_operator(call)
+        given, auxiliary = self._split(_as_tuple(self._by_operator(self.complete(call))))
+        return self._wanted(call, (*given, *(x.detach() for x in auxiliary)))
 
-    def _by_operator(self, call: CallT, *, with_lse: bool) -> Result:
+    def _by_operator(self, call: CallT) -> Result:
         """The call through PyTorch's dispatcher."""
-        inputs = call[: self._inputs]
-        if call.out is not None:
-            lse = self.operator("forward_out")(*inputs, call.out)
-            return (call.out, lse) if call.with_lse else call.out
-        if not with_lse:
-            result: Result = self.operator("forward")(*inputs)
-            return result
-        out, lse = self.operator("forward_lse")(*inputs)
-        return (out, lse) if call.with_lse or is_compiling() else out
+        inputs, out = call[: self._inputs], self._out_of(call)
+        if out is not None:
+            return self._wanted(call, (out, *_as_tuple(self.operator("forward_out")(*inputs, out))))
+        found: Result = self.operator("forward_all" if self._flag and self._is_complete(call) else "forward")(*inputs)
+        return found
 
     def runner(self, call: CallT) -> Callable[[CallT], Result]:
         """What runs a checked forward call where its tensors are."""
@@ -351,37 +400,71 @@ class Operation(Generic[CallT]):
             self.check_values(call)
         self.check_strides(call)
         self.check_memory(call)
-        if call.out is not None and not call.out.is_inference():
-            torch.autograd.graph.increment_version(call.out)
+        out = self._out_of(call)
+        if out is not None and not out.is_inference():
+            torch.autograd.graph.increment_version(out)
         result: Result = self._entry(self.signature(call), call, self.prepare).run(call)
         return result
 
     def _on_cpu(self, call: CallT) -> Result:
         """A checked forward call by the reference, if a GPU would run it."""
         self.check_values(call)
-        if call.is_for_cudnn:
+        if self._is_for_cudnn(call):
             self.check_for_gpu(call)
         self.check_memory(call)
-        out, lse = self.reference(call)
-        out = out if call.out is None else call.out.copy_(out)
-        return (out, lse) if call.with_lse else out
+        return self._wanted(call, self._into_out_of(call, self.reference(call)))
 
     def fake_results(self, call: CallT) -> Result:
         """What the results of a call look like, without memory."""
         self.check(call)
-        out, lse = (_new(call[0], layout) for layout in self.results(call))
-        out = out if call.out is None else call.out
-        return (out, lse) if call.with_lse else out
+        found = tuple(_new(call[0], layout) for layout in self.results(call))
+        out = self._out_of(call)
+        return self._wanted(call, found if out is None else (out, *found[1:]))
 
     def _run_on_pytorch(self, call: CallT) -> Result:
         """A checked call by the reference, on any device: what the fallback runs."""
+        assert self.reference_call is not None
         call = self.reference_call._make(call)
-        if call.out is not None:
+        complete = self.complete(call)
+        if self._out_of(call) is not None:
             self.check_memory(call)
-        tracked = _Tracked(self, call._replace(out=None, with_lse=True), None, True)
-        out, lse = _ByReference.apply(tracked, *call[: self._gradients])  # type: ignore[no-untyped-call]
-        out = out if call.out is None else call.out.copy_(out)
-        return (out, lse) if call.with_lse else out
+            complete = complete._replace(out=None)
+        tracked = _Tracked(self, complete, None, True)
+        found = _as_tuple(_ByReference.apply(tracked, *call[: self._gradients]))  # type: ignore[no-untyped-call]
+        return self._wanted(call, self._into_out_of(call, found))
+
+    # What a call wants.
+
+    def complete(self, call: CallT, *, is_complete: bool = True) -> CallT:
+        """The call with all results, or with those alone that are always given."""
+        found: CallT = call._replace(**{self._flag: is_complete}) if self._flag else call
+        return found
+
+    def _is_complete(self, call: CallT) -> bool:
+        """Whether a call wants all results."""
+        return not self._flag or bool(call[self._inputs])
+
+    def _out_of(self, call: CallT) -> Tensor | None:
+        """Where the first result goes, if not into new memory."""
+        return call[-1] if self.takes_out else None
+
+    def _is_for_cudnn(self, call: CallT) -> bool:
+        """Whether cuDNN's limits apply to a call."""
+        return type(call) is self.call
+
+    def _split(self, found: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Of all results those that are always given, and the auxiliary ones."""
+        return found[: len(self.gives)], found[len(self.gives) :]
+
+    def _wanted(self, call: CallT, found: tuple[Tensor, ...]) -> Result:
+        """Of all results those that a call wants: alone if it is one."""
+        result: Result = _alone(found if self._is_complete(call) else self._split(found)[0])
+        return result
+
+    def _into_out_of(self, call: CallT, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The results, the first of them written into `out` if that is given."""
+        out = self._out_of(call)
+        return found if out is None else (out.copy_(found[0]), *found[1:])
 
     # The fast path.
 
@@ -390,7 +473,7 @@ class Operation(Generic[CallT]):
         try:
             if not self.is_cacheable(call):
                 return None
-            options, types, last = call[self._tensors : -1], tuple(map(type, call)), self.table.last
+            options, types, last = call[self._options], tuple(map(type, call)), self.table.last
             tensors = []
             for tensor in call[: self._tensors]:
                 if tensor is not None:
@@ -415,11 +498,11 @@ class Operation(Generic[CallT]):
     def _find_by_signature(
         self, call: CallT, options: tuple[Any, ...], types: tuple[type, ...], tensors: list[Tensor]
     ) -> Callable[[CallT], Result] | None:
-        out = call.out
+        out = self._out_of(call)
         trains = needs_gradient(*tensors, out)
-        if type(call.with_lse) is not bool or not can_bypass_dispatcher(*tensors, out):
+        if (self._flag and type(call[self._inputs]) is not bool) or not can_bypass_dispatcher(*tensors, out):
             return None
-        name = self.signature(call._replace(with_lse=True) if trains else call)
+        name = self.signature(self.complete(call) if trains else call)
         entry: _Entry | None = self.table.get(name)
         if entry is None or (trains and (name not in self._known_to_be_differentiable or out is not None)):
             return None
@@ -449,8 +532,9 @@ class Operation(Generic[CallT]):
     def signature(self, call: CallT) -> Hashable:
         """Everything that decides a call's plan and how it is bound."""
         tensors = map(describe, call[: self._tensors])
+        options = call[self._options]
         mark = None if self.mark is None else self.mark(call)
-        return (*tensors, *call[self._tensors : -1], *map(type, call[self._tensors : -1]), describe(call.out), mark)
+        return (*tensors, *options, *map(type, options), describe(self._out_of(call)), mark)
 
     def _entry(self, name: Hashable, call: Any, prepare: Callable[[Any], Prepared]) -> _Entry | Prepared:
         """The prepared call of this signature, prepared now if there is none."""
@@ -469,10 +553,10 @@ class Operation(Generic[CallT]):
     def _check_gradient(self, call: CallT) -> None:
         """Refuses a call whose gradients are known to be unsupported: now, and not when the loss is differentiated."""
         if not call[0].is_cuda:
-            if call.is_for_cudnn:
+            if self._is_for_cudnn(call):
                 self.check_gradient(call)
             return
-        name = self.signature(call._replace(with_lse=True))
+        name = self.signature(self.complete(call))
         if name in self._known_to_be_differentiable:
             return
         self.check_gradient(call)
@@ -484,49 +568,64 @@ class Operation(Generic[CallT]):
         """The results of a call, differentiable by autograd."""
         try:
             if by_operator:
-                return self._by_operator(call, with_lse=True)
-            both = self.call_of(call[: self._inputs], with_lse=True)
-            tracked = _Tracked(self, both, entry, call.with_lse)
+                return self._wanted(call, _as_tuple(self._by_operator(self.complete(call))))
+            complete = self.call._make((*call[: self._inputs], *self._wants_all))
+            tracked = _Tracked(self, complete, entry, self._is_complete(call))
             result: Result = _Differentiable.apply(tracked, *call[: self._gradients])  # type: ignore[no-untyped-call]
         except RuntimeError:
             autograd_checks.refuse_inference_tensors(call)
             raise
         return result
 
-    def save(self, ctx: Any, call: CallT, out: Tensor, lse: Tensor) -> None:
-        """Saves what the backward pass needs."""
-        ctx.save_for_backward(*call[: self._tensors], out, lse)
+    def save(self, ctx: Any, call: CallT, found: tuple[Tensor, ...]) -> None:
+        """Saves what the backward pass needs, given all results."""
+        ctx.save_for_backward(*call[: self._tensors], *found[self._saved])
         ctx.options = call[self._tensors : self._inputs]
-        ctx.may_fall_back = fallback.is_in_force()
+        ctx.may_fall_back = self.reference_call is not None and fallback.is_in_force()
         ctx.set_materialize_grads(False)
 
     def gradients(
         self,
         ctx: Any,
-        grad_out: Tensor | None,
-        grad_lse: Tensor | None,
+        grads: tuple[Tensor | None, ...],
         needs: tuple[bool, ...],
         last: _LastGradient | None = None,
         *,
         by_reference: bool = False,
     ) -> list[Tensor | None]:
-        """The gradient of each differentiable input, None where none is needed, from what `save` saved."""
-        if grad_lse is not None:
-            autograd_checks.refuse_gradient_of_lse(grad_lse)
-        autograd_checks.refuse_batch(grad_out)
-        if grad_out is None or not any(needs):
+        """The gradient of each differentiable input, None where none is needed, from what `save` saved.
+
+        Args:
+            ctx: Where it was saved.
+            grads: The gradients of the results that were returned.
+            needs: Which gradients are needed.
+            last: What recognizes the last backward call.
+            by_reference: Whether it runs in plain PyTorch.
+        """
+        if len(grads) > self._given:
+            for name, grad in zip(self.auxiliary, grads[self._given :], strict=True):
+                autograd_checks.refuse_gradient_of(name, grad)
+            grads = grads[: self._given]
+        given = [grad for grad in grads if grad is not None]
+        is_intercepted = any(map(needs_operator, given))
+        if is_intercepted:
+            for grad in given:
+                autograd_checks.refuse_batch(grad)
+        if not given or not any(needs):
             return [None] * len(needs)
-        *tensors, out, lse = ctx.saved_tensors  # once: checkpoints let nothing be read twice
-        call = self.call._make((*tensors, *ctx.options, True, None))
-        backward = GradientCall(grad_out, out, lse, call, needs)
+        saved = ctx.saved_tensors  # once: checkpoints let nothing be read twice
+        call = self.call._make((*saved[: self._tensors], *ctx.options, *self._wants_all))
+        backward = self.gradient_call(*grads, *saved[self._tensors :], call, needs)
+        if len(given) < len(grads):  # a guard does not see which are None
+            last = None
         if by_reference:
             found = self.reference_gradients(backward)
-        elif needs_operator(grad_out):
-            found = self.operator("backward")(grad_out, out, lse, *call[: self._inputs], list(needs))
+        elif is_intercepted:
+            found = self.operator("backward")(*backward[:-2], *call[: self._inputs], list(needs))
         elif last is not None and (entry := self._find_gradient(backward, last)) is not None:
             found = entry.run(backward)
-        elif not out.is_cuda:
-            found = (self.fake_gradients if out.is_meta else self.reference_gradients)(backward)
+        elif not given[0].is_cuda:
+            found = (self.fake_gradients if given[0].is_meta else self.reference_gradients)(backward)
         else:
             found = fallback.or_else(
                 lambda: self._gradients_on_gpu(backward, last),
@@ -537,7 +636,7 @@ class Operation(Generic[CallT]):
         remaining = iter(found)
         return [next(remaining) if need else None for need in needs]
 
-    def _gradients_on_gpu(self, backward: GradientCall, last: _LastGradient | None = None) -> list[Tensor]:
+    def _gradients_on_gpu(self, backward: Any, last: _LastGradient | None = None) -> list[Tensor]:
         """The needed gradients of a backward call on the GPU, which `last` remembers."""
         readable = self.readable(backward)
         prepared = self._entry(self._signature_of_gradient(readable), readable, self._prepare_gradients)
@@ -548,90 +647,86 @@ class Operation(Generic[CallT]):
         gradients: list[Tensor] = prepared.run(readable)
         return gradients
 
-    def _prepare_gradients(self, backward: GradientCall) -> Prepared:
-        names = (*backward.call._fields[: self._tensors], "out", "lse", "grad_out")
-        tensors = (*backward.call[: self._tensors], backward.out, backward.lse, backward.grad_out)
+    def _prepare_gradients(self, backward: Any) -> Prepared:
+        names = (*backward.call._fields[: self._tensors], *backward._fields[:-2])
+        tensors = (*backward.call[: self._tensors], *backward[:-2])
         check_one_device(names, tensors)  # a saved-tensor hook may have moved them
         return self.prepare_gradients(backward)
 
-    def _find_gradient(self, backward: GradientCall, last: _LastGradient) -> _Entry | None:
+    def _find_gradient(self, backward: Any, last: _LastGradient) -> _Entry | None:
         """The backward call before this one, if it was like this one and `readable` would copy nothing."""
         known = last.cached
         if known is None or known.needs != backward.needs or not known.is_like(*self._tensors_of_gradient(backward)):
             return None
-        # Addresses, which no guard sees: those of the other tensors were checked in the forward pass, or raise.
-        return None if (backward.grad_out.data_ptr() | backward.lse.data_ptr()) & MISALIGNED else known.entry()
+        addresses = 0  # which no guard sees; those of the inputs were checked in the forward pass, or raise
+        for tensor in backward[:-2]:
+            addresses |= tensor.data_ptr()
+        return None if addresses & MISALIGNED else known.entry()
 
-    def _tensors_of_gradient(self, backward: GradientCall) -> list[Tensor]:
-        return [
-            *[x for x in backward.call[: self._tensors] if x is not None],
-            backward.out,
-            backward.lse,
-            backward.grad_out,
-        ]
+    def _tensors_of_gradient(self, backward: Any) -> list[Tensor]:
+        return [x for x in (*backward.call[: self._tensors], *backward[:-2]) if x is not None]
 
-    def _signature_of_gradient(self, backward: GradientCall) -> Hashable:
-        return (
-            "backward",
-            *map(describe, (backward.grad_out, backward.out, backward.lse)),
-            backward.needs,
-            self.signature(backward.call),
-        )
+    def _signature_of_gradient(self, backward: Any) -> Hashable:
+        return "backward", *map(describe, backward[:-2]), backward.needs, self.signature(backward.call)
 
-    def fake_gradients(self, backward: GradientCall) -> list[Tensor]:
+    def fake_gradients(self, backward: Any) -> list[Tensor]:
         """What the needed gradients look like, without memory."""
         tensors = zip(backward.call[: self._gradients], backward.needs, strict=True)
         return [like_in_memory(x) for x, need in tensors if need and x is not None]
 
     # PyTorch's operators.
 
-    def operator(self, suffix: str) -> Any:
-        """One of the operators: "forward", "forward_lse", "forward_out" or "backward"."""
-        return getattr(torch.ops.cudnn_sdpa, f"{self.name}_{suffix}")
+    def operator(self, which: str) -> Any:
+        """One of the operators: "forward", "forward_all", "forward_out" or "backward"."""
+        return getattr(torch.ops.cudnn_sdpa, self.operators[which])
 
-    def call_of(self, inputs: Sequence[Any], *, with_lse: bool = False, out: Tensor | None = None) -> CallT:
+    def call_of(self, inputs: Sequence[Any], *, is_complete: bool = False, out: Tensor | None = None) -> CallT:
         """The call with an operator's inputs."""
-        found: CallT = self.call._make((*inputs, with_lse, out))
-        return found
+        found: CallT = self.call._make((*inputs, *self._wants_all))
+        found = found if is_complete else self.complete(found, is_complete=False)
+        result: CallT = found if out is None else found._replace(out=out)
+        return result
 
     def forward_implementations(self, run: Callable[[CallT], Any]) -> dict[str, Callable[..., Any]]:
-        """The forward operators as `run` implements them, by suffix."""
+        """The forward operators as `run` implements them, by what they do."""
 
         def plain(*inputs: Any) -> Any:
             return run(self.call_of(inputs))
 
-        def with_lse(*inputs: Any) -> Any:
-            return run(self.call_of(inputs, with_lse=True))
+        def with_all(*inputs: Any) -> Any:
+            return run(self.call_of(inputs, is_complete=True))
 
         def into_out(*inputs: Any) -> Any:
             *others, out = inputs
-            return run(self.call_of(others, with_lse=True, out=out))[1]
+            return _alone(_as_tuple(run(self.call_of(others, is_complete=True, out=out)))[1:])
 
-        return {"forward": plain, "forward_lse": with_lse, "forward_out": into_out}
+        found = {"forward": plain, "forward_all": with_all, "forward_out": into_out}
+        return {which: run for which, run in found.items() if which in self.operators}
 
-    def backward_implementation(self, run: Callable[[GradientCall], Any]) -> Callable[..., Any]:
+    def backward_implementation(self, run: Callable[[Any], Any]) -> Callable[..., Any]:
         """The backward operator as `run` implements it."""
+        given = len(self.gradient_call._fields) - 2
 
-        def implementation(grad_out: Tensor, out: Tensor, lse: Tensor, *inputs: Any) -> Any:
-            *others, needs = inputs
-            call = self.call_of(others, with_lse=True)
-            return run(GradientCall(grad_out, out, lse, call, tuple(needs)))
+        def implementation(*arguments: Any) -> Any:
+            *others, needs = arguments
+            call = self.call_of(others[given:], is_complete=True)
+            return run(self.gradient_call(*others[:given], call, tuple(needs)))
 
         return implementation
 
     def _register_operators(self) -> None:
         inputs = ", ".join(f"{kind} {name}" for name, kind in self._types.items())
+        given, auxiliary = len(self.gives), len(self.auxiliary)
         schemas = {
-            "forward": (inputs, "Tensor"),
-            "forward_lse": (inputs, "(Tensor, Tensor)"),
-            "forward_out": (f"{inputs}, Tensor(a!) out", "Tensor"),
+            "forward": (inputs, _tensors(given)),
+            "forward_all": (inputs, _tensors(given + auxiliary)),
+            "forward_out": (f"{inputs}, Tensor(a!) out", _tensors(given + auxiliary - 1)),
         }
         runs = self._operator_on_gpu, self._operator_on_cpu, self.fake_results
         cuda, cpu, fake = map(self.forward_implementations, runs)
-        for suffix, (arguments, returns) in schemas.items():
-            name = f"{self.name}_{suffix}"
-            define(name, arguments, returns, cuda[suffix], cpu[suffix], fake[suffix])
-            register_flop_formula(self.operator(suffix), get_raw=True)(self._count_forward)
+        for which, on_gpu in cuda.items():
+            define(self.operators[which], *schemas[which], on_gpu, cpu[which], fake[which])
+            register_flop_formula(self.operator(which), get_raw=True)(self._count_forward)
 
     def _operator_on_gpu(self, call: CallT) -> Result:
         """A forward call from PyTorch's dispatcher, which nothing may have checked."""
@@ -647,27 +742,31 @@ class Operation(Generic[CallT]):
         return self.flops(self.call_of(inputs[: self._inputs]))[0]
 
     def _count_backward(self, *inputs: Any, **_: Any) -> int:
-        return self.flops(self.call_of(inputs[3 : 3 + self._inputs]))[1]
+        given = len(self.gradient_call._fields) - 2
+        return self.flops(self.call_of(inputs[given : given + self._inputs]))[1]
 
     def _register_gradients(self) -> None:
-        def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-            self.save(ctx, self.call_of(inputs, with_lse=True), *output)
+        def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Result) -> None:
+            self.save(ctx, self.call_of(inputs, is_complete=True), _as_tuple(output))
 
-        def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             needs = tuple(ctx.needs_input_grad[: self._gradients])
             others = (None,) * (self._inputs - self._gradients)
-            return (*self.gradients(ctx, grad_out, grad_lse, needs), *others)
+            return (*self.gradients(ctx, grads, needs), *others)
 
-        inputs = ", ".join(f"{kind} {name}" for name, kind in self._types.items())
-        arguments = f"Tensor grad_out, Tensor out, Tensor lse, {inputs}, bool[] needs"
+        hints = typing.get_type_hints(self.gradient_call)
+        given = {name: _SCHEMA_TYPES[hints[name]] for name in self.gradient_call._fields[:-2]}
+        inputs = ", ".join(f"{kind} {name}" for name, kind in (given | self._types).items())
         runs = self._gradients_on_gpu, self.reference_gradients, self.fake_gradients
-        define(f"{self.name}_backward", arguments, "Tensor[]", *map(self.backward_implementation, runs))
+        implementations = map(self.backward_implementation, runs)
+        define(self.operators["backward"], f"{inputs}, bool[] needs", "Tensor[]", *implementations)
         register_flop_formula(self.operator("backward"), get_raw=True)(self._count_backward)
         register = torch.library.register_autograd
-        name = f"cudnn_sdpa::{self.name}"
-        register(f"{name}_forward_lse", backward, setup_context=save_inputs, lib=library)
-        register(f"{name}_forward", autograd_checks.no_log_sum_exp, lib=library)
-        register(f"{name}_backward", autograd_checks.no_gradient_of_gradient, lib=library)
+        names = {which: f"cudnn_sdpa::{name}" for which, name in self.operators.items()}
+        if self._flag:
+            register(names["forward"], autograd_checks.no_log_sum_exp, lib=library)
+        register(names["forward_all" if self._flag else "forward"], backward, setup_context=save_inputs, lib=library)
+        register(names["backward"], autograd_checks.no_gradient_of_gradient, lib=library)
 
 
 #: All operations, by name.
@@ -675,22 +774,22 @@ OPERATIONS: dict[str, Operation[Any]] = {}
 
 
 class _Differentiable(torch.autograd.Function):
-    """A call that autograd follows, in eager mode. Its result has an LSE only if that is wanted, which saves 2 µs."""
+    """A call that autograd follows, in eager mode. It returns what is wanted: each result more would take 2 µs."""
 
     @staticmethod
     def forward(ctx: Any, tracked: _Tracked, *_: Any) -> Any:
         """Runs the forward pass; the other inputs are those that autograd tracks."""
-        operation, call, entry, returns_lse = tracked
-        out, lse = (operation.runner(call) if entry is None else entry.run)(call)
-        operation.save(ctx, call, out, lse)
+        operation, call, entry, returns_all = tracked
+        found = _as_tuple((operation.runner(call) if entry is None else entry.run)(call))
+        operation.save(ctx, call, found)
         ctx.operation, ctx.last_gradient = operation, None if entry is None else entry.last_gradient
-        return (out, lse) if returns_lse else out
+        return _alone(found if returns_all else operation._split(found)[0])
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """The gradients of the tensors, None for the other input."""
         _, *needs = ctx.needs_input_grad
-        return None, *ctx.operation.gradients(ctx, grad_out, grad_lse, tuple(needs), ctx.last_gradient)
+        return None, *ctx.operation.gradients(ctx, grads, tuple(needs), ctx.last_gradient)
 
 
 class _ByReference(torch.autograd.Function):
@@ -699,19 +798,35 @@ class _ByReference(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tracked: _Tracked, *_: Any) -> Any:
         """Runs the reference."""
-        operation, call, _entry, _returns_lse = tracked
-        out, lse = operation._on_cpu(call)
-        operation.save(ctx, call, out, lse)
+        operation, call, _entry, _returns_all = tracked
+        found = operation._on_cpu(call)
+        if operation.differentiable:
+            operation.save(ctx, call, _as_tuple(found))
         ctx.operation = operation
-        return out, lse
+        return found
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """The gradients of the tensors, None for the other input."""
         _, *needs = ctx.needs_input_grad
-        return None, *ctx.operation.gradients(ctx, grad_out, grad_lse, tuple(needs), by_reference=True)
+        return None, *ctx.operation.gradients(ctx, grads, tuple(needs), by_reference=True)
 
 
 def _new(like: Tensor, layout: Layout) -> Tensor:
     shape, stride, dtype = layout
     return torch.empty_strided(shape, stride, dtype=dtype, device=like.device)
+
+
+def _as_tuple(found: Any) -> tuple[Any, ...]:
+    """What an operator or a plan gives: one tensor alone, several, or none."""
+    return found if isinstance(found, tuple) else () if found is None else (found,)
+
+
+def _alone(found: tuple[Tensor, ...]) -> Any:
+    """The opposite: one tensor is not in a tuple."""
+    return found if len(found) > 1 else found[0] if found else None
+
+
+def _tensors(number: int) -> str:
+    """The type of that many tensors in a schema."""
+    return "Tensor" if number == 1 else f"({', '.join(['Tensor'] * number)})"

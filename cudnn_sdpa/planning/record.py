@@ -162,16 +162,6 @@ def _dense_backward_keys(target: Target, backward: BackwardArguments) -> Keys:
         yield spec.key(target, None)
 
 
-def _with_and_without_lse(keys_of: Callable[[Target, Any], Keys]) -> Callable[[Target, Any], Keys]:
-    """Both plans: the operator always returns an LSE, and the arguments do not show whether it is used."""
-
-    def keys(target: Target, call: Any) -> Keys:
-        for with_lse in (False, True):
-            yield from keys_of(target, call._replace(with_lse=with_lse))
-
-    return keys
-
-
 def _fp8_keys(target: Target, call: Fp8Forward) -> Keys:
     forward = Fp8ForwardPass.of(call)
     if not forward.problem.is_empty:
@@ -217,17 +207,19 @@ def _keys_of_operation(operation: Operation[Any]) -> dict[str, KeysOfOperator]:
     def gradient_keys(target: Target, backward: GradientCall) -> Keys:
         return operation.gradient_keys(operation.readable(backward), target, None)
 
-    def adapt(suffix: str) -> Callable[[Any], Callable[..., object]]:
-        return lambda run: operation.forward_implementations(run)[suffix]
+    def with_and_without_auxiliary(target: Target, call: Any) -> Keys:
+        """Both plans: the operator always returns all results, and the arguments do not show whether they are used."""
+        for is_complete in (False, True):
+            yield from forward_keys(target, operation.complete(call, is_complete=is_complete))
 
-    name = operation.name
-    found: dict[str, KeysOfOperator] = {
-        f"{name}_forward": (adapt("forward"), forward_keys),
-        f"{name}_forward_lse": (adapt("forward_lse"), forward_keys),
-        f"{name}_forward_out": (adapt("forward_out"), _with_and_without_lse(forward_keys)),
-    }
+    def adapt(which: str) -> Callable[[Any], Callable[..., object]]:
+        return lambda run: operation.forward_implementations(run)[which]
+
+    kinds = {"forward": forward_keys, "forward_all": forward_keys, "forward_out": with_and_without_auxiliary}
+    found: dict[str, KeysOfOperator]
+    found = {name: (adapt(which), kinds[which]) for which, name in operation.operators.items() if which in kinds}
     if operation.differentiable:
-        found[f"{name}_backward"] = (operation.backward_implementation, gradient_keys)
+        found[operation.operators["backward"]] = (operation.backward_implementation, gradient_keys)
     return found
 
 

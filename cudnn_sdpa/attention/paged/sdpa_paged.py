@@ -186,7 +186,8 @@ def sdpa_paged(
         return_lse,
         out,
     )
-    return PAGED(call)
+    result: Tensor | tuple[Tensor, Tensor] = PAGED(call)
+    return result
 
 
 def _cast_for_autocast(call: PagedArguments) -> dict[str, Tensor]:

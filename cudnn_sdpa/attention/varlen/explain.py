@@ -154,7 +154,8 @@ def errors_varlen(call: VarlenArguments, *, differentiate: bool) -> dict[str, fl
 
 def run_varlen(call: VarlenArguments, deterministic: bool | None) -> Result:
     """Runs a call whose arguments are not checked yet."""
-    return VARLEN(call._replace(deterministic=is_deterministic(deterministic)))
+    result: Result = VARLEN(call._replace(deterministic=is_deterministic(deterministic)))
+    return result
 
 
 def _exact_varlen(call: VarlenArguments, grad_out: Tensor | None) -> Results:

@@ -184,7 +184,8 @@ def sdpa_varlen(
         return_lse,
         out,
     )
-    return VARLEN(call)
+    result: Tensor | tuple[Tensor, Tensor] = VARLEN(call)
+    return result
 
 
 def _is_cacheable(call: VarlenArguments) -> bool:
