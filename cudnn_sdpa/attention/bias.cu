@@ -20,69 +20,71 @@ struct Mask {
   char* bias;
 };
 
+/* Where an element of the bias is: its batch entry, head, row and column. */
+struct Position {
+  number batch, head, row, column;
+};
+
+/* In 32 bits where they suffice: divisions of 64 bits would take longer than all else. */
 template <class Index>
-__device__ const char* begin_of(const Mask& mask, Index row) {
-  Index rows = (Index)mask.rows, heads = (Index)mask.heads, head = row / rows;
-  return mask.base + head / heads * mask.batch + head % heads * mask.head + row % rows * mask.row;
+__device__ Position divided(const Mask& mask, Index element) {
+  Index columns = (Index)mask.columns, rows = (Index)mask.rows, heads = (Index)mask.heads;
+  Index row = element / columns, head = row / rows, batch = head / heads;
+  return {(number)batch, (number)(head - batch * heads), (number)(row - head * rows), (number)(element - row * columns)};
 }
 
-__device__ void read(const Mask& mask, const unsigned char* from, unsigned short& to) {
-  to = (unsigned short)(*from ? 0 : mask.masked);
+__device__ const char* address_of(const Mask& mask, const Position& at) {
+  return mask.base + at.batch * mask.batch + at.head * mask.head + at.row * mask.row + at.column * mask.column;
 }
 
-__device__ void read(const Mask&, const unsigned short* from, unsigned short& to) { to = *from; }
+__device__ void to_next_row(const Mask& mask, Position& at) {
+  at.column = 0;
+  if (++at.row < mask.rows) return;
+  at.row = 0;
+  if (++at.head < mask.heads) return;
+  at.head = 0, ++at.batch;
+}
 
-__device__ void read(const Mask&, const unsigned* from, unsigned& to) { to = *from; }
+__device__ void read(const Mask& mask, const char* from, unsigned short& to) {
+  to = mask.size == 1 ? (unsigned short)(*from ? 0 : mask.masked) : *(const unsigned short*)from;
+}
+
+__device__ void read(const Mask&, const char* from, unsigned& to) { to = *(const unsigned*)from; }
 
 /* Each thread writes 16 bytes at a time: the elements of a row and, where that ends, of the next ones. */
-template <class From, class To, class Index>
+template <class To>
 __device__ void convert(const Mask& mask) {
   const int WIDE = 16 / sizeof(To);
-  Index elements = (Index)mask.elements, columns = (Index)mask.columns;
-  Index step = (Index)gridDim.x * blockDim.x * WIDE;
   To* bias = (To*)mask.bias;
-  for (Index first = ((Index)blockIdx.x * blockDim.x + threadIdx.x) * WIDE; first < elements; first += step) {
+  number begin = ((number)blockIdx.x * blockDim.x + threadIdx.x) * WIDE, step = (number)gridDim.x * blockDim.x * WIDE;
+  for (number first = begin; first < mask.elements; first += step) {
     union {
       uint4 all;
       To each[WIDE];
     } held;
-    Index row = first / columns, column = first % columns;
-    const char* from = begin_of(mask, row) + column * mask.column;
+    number left = mask.elements - first;
+    Position at = mask.elements < (1ll << 32) ? divided(mask, (unsigned)first) : divided(mask, (unsigned long long)first);
+    const char* from = address_of(mask, at);
 #pragma unroll
     for (int i = 0; i < WIDE; ++i) {
-      if (first + i < elements) {
-        if (column == columns) column = 0, from = begin_of(mask, ++row);
-        read(mask, (const From*)from, held.each[i]);
-        ++column, from += mask.column;
+      if (i < left) {
+        read(mask, from, held.each[i]);
+        from += mask.column;
+        if (++at.column == mask.columns) {
+          to_next_row(mask, at);
+          from = address_of(mask, at);
+        }
+        if (left < WIDE) bias[first + i] = held.each[i];
       }
     }
-    if (first + WIDE <= elements) {
-      *(uint4*)(bias + first) = held.all;
-    } else {
-#pragma unroll
-      for (int i = 0; i < WIDE; ++i) {
-        if (first + i < elements) bias[first + i] = held.each[i];
-      }
-    }
-  }
-}
-
-/* With indices of 32 bits where they suffice: divisions of 64 bits would take longer than the rest. */
-template <class From, class To>
-__device__ void convert_any(const Mask& mask) {
-  if (mask.elements < (1ll << 31)) {
-    convert<From, To, unsigned>(mask);
-  } else {
-    convert<From, To, unsigned long long>(mask);
+    if (left >= WIDE) *(uint4*)(bias + first) = held.all;
   }
 }
 
 extern "C" __global__ void make_bias(const Mask mask) {
-  if (mask.size == 1) {
-    convert_any<unsigned char, unsigned short>(mask);
-  } else if (mask.size == 2) {
-    convert_any<unsigned short, unsigned short>(mask);
+  if (mask.size == 4) {
+    convert<unsigned>(mask);
   } else {
-    convert_any<unsigned, unsigned>(mask);
+    convert<unsigned short>(mask);
   }
 }
