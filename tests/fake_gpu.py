@@ -34,6 +34,7 @@ from cudnn_sdpa.attention.fp8 import reference as fp8_reference
 from cudnn_sdpa.attention.fp8.arguments import Fp8Backward, Fp8BackwardScales, Fp8Forward, Fp8Scales
 from cudnn_sdpa.engine import launch as graph_launch
 from cudnn_sdpa.engine import torch_ops as engine_ops
+from cudnn_sdpa.fused import graph_op as fused_calls
 from cudnn_sdpa.fused import torch_ops as fused_ops
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.graph import target as gpu_target
@@ -371,15 +372,15 @@ def fp8_attention(key: PlanKey, x: Operands) -> Sequence[Tensor]:
 
 def install_for_graph_functions() -> None:
     """Makes graph functions treat CPU tensors as GPU tensors from here on. For use in a separate process."""
-    graph_launch.live_target = lambda _: TARGET
-    graph_launch.build_plan = lambda operation, _: operation
-    graph_launch.plan_cache = _GraphFunctions()
+    fused_calls.live_target = lambda _: TARGET
+    fused_calls.build_plan = lambda operation, _: operation
+    fused_calls.plan_cache = _GraphFunctions()
     graph_launch.allocate = lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype).fill_(77)
     torch.cuda.device = lambda _: contextlib.nullcontext()
     torch.Tensor.is_cuda = property(lambda tensor: tensor.device.type == "cpu")
     torch.Tensor.get_device = lambda _: 0
     library = install_for_graph_functions.library = torch.library.Library("cudnn_sdpa", "IMPL")
-    library.impl("graph_function", fused_ops._decoded(fused_ops._run_cuda), "CPU", allow_override=True)
+    library.impl("graph_function", fused_ops.decoded(fused_ops.run_gpu), "CPU", allow_override=True)
 
 
 def of_reference(operation: Any) -> Compute:

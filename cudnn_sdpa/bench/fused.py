@@ -17,14 +17,16 @@ from cudnn_sdpa.bench.tools import cases, tuned
 from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import Call, device_times, host_times
 from cudnn_sdpa.engine.dispatch_state import tensor_guard
-from cudnn_sdpa.engine.launch import GraphCall
-from cudnn_sdpa.fused import activation, norm
 from cudnn_sdpa.fused.activation import silu_mul
+from cudnn_sdpa.fused.activation_graphs import silu_mul_rows
 from cudnn_sdpa.fused.norm import rms_norm
+from cudnn_sdpa.fused.norm_graphs import rms_norm_rows
 from cudnn_sdpa.fused.torch_ops import as_tuple
 from cudnn_sdpa.graph import handles
+from cudnn_sdpa.graph.key import Role
 from cudnn_sdpa.plans import plan as plans
 from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.plan import Plan
 
 Function = Callable[..., Tensor]
 Results: TypeAlias = Tensor | tuple[Tensor, ...]
@@ -281,8 +283,7 @@ def _host(ours: Function, theirs: Function, inputs: tuple[Tensor, ...]) -> list[
     compiled_theirs = compiled(theirs)
     out = ours(*inputs)
     ours(*inputs)
-    call = _last_call(ours)
-    launch = _launch(call, inputs, out)
+    launch = _launch(_last_plan(ours), inputs, out)
     guard, layout = tensor_guard(*inputs), (tuple(out.shape), out.stride(), out.dtype)
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     grad = torch.randn_like(out)
@@ -301,20 +302,19 @@ def _host(ours: Function, theirs: Function, inputs: tuple[Tensor, ...]) -> list[
     return [{"call": name, "µs": time, "× pytorch": time / times["pytorch"]} for name, time in times.items()]
 
 
-def _last_call(ours: Function) -> GraphCall:
-    """The bound call of a function's last call."""
-    last = (norm._rms_norm_calls if ours is rms_norm else activation._SILU.calls)._calls.last
-    assert last is not None
-    return last.call
+def _last_plan(ours: Function) -> Plan:
+    """The plan of a function's last forward call."""
+    name = (rms_norm_rows if ours is rms_norm else silu_mul_rows).name
+    return max((plan for plan in plan_cache.plans() if plan.key.operation == name), key=lambda plan: plan.last_used)
 
 
-def _launch(call: GraphCall, inputs: tuple[Tensor, ...], out: Tensor) -> Call:
-    """Only the launch of the call's plan."""
+def _launch(plan: Plan, inputs: tuple[Tensor, ...], out: Tensor) -> Call:
+    """Only the launch of a plan."""
     eps = array("f", [EPS])
     eps_pointer, _ = eps.buffer_info()
-    numbers = [eps_pointer] if call._numbers else []
+    numbers = [eps_pointer] if any(operand.role is Role.SCALAR for operand in plan.key.inputs) else []
     operands = array("Q", [*(x.data_ptr() for x in inputs), *numbers, out.data_ptr()])
-    plan, slot = call.plan, handles.thread.slots[call.plan.device]
+    slot = handles.thread.slots[plan.device]
     workspace = torch.empty(max(1, plan.workspace), dtype=torch.uint8, device=out.device)
     (address, count), workspace_pointer, handle = operands.buffer_info(), workspace.data_ptr(), slot.raw
     alive = (eps, operands, workspace)  # the launch has only their addresses

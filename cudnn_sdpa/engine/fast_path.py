@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_, itemgetter
 from typing import Any, Generic, Protocol, TypeVar
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
 
+from cudnn_sdpa.engine.dispatch_state import (
+    Guard,
+    can_bypass_dispatcher,
+    is_batch,
+    is_deterministic,
+    is_profiling,
+    needs_gradient,
+    tensor_guard,
+)
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.plan import Plan
 
@@ -89,3 +101,173 @@ class CallTable(Generic[LastT]):
 def describe(tensor: Tensor | None) -> Hashable:
     """The part of a tensor that determines a call."""
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def describe_operand(operand: object) -> object:
+    """The part of an operand that determines a call; for a number, which is data, its type."""
+    return describe(operand) if isinstance(operand, Tensor) else type(operand)
+
+
+def type_of(option: Any) -> Any:
+    """The type of an option: 1, 1.0 and True differ, and so do 0.0 and -0.0; in tuples too."""
+    kind = type(option)
+    if kind is tuple:
+        return tuple([type_of(item) for item in option])
+    if isinstance(option, float) and not option:  # also one of numpy's
+        return kind, str(option)  # distinguishes -0.0 from 0.0
+    return kind
+
+
+#: Types whose values equal no value of another type, so that comparing them is enough.
+_UNMISTAKABLE = (str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class KnownCall:
+    """A call that may be repeated, and what recognizes another like it.
+
+    Attributes:
+        count: Number of its operands.
+        others: Place and type of each operand that is no tensor: numbers, and None for those that are left out.
+        options: Its options.
+        kinds: The types of its options; None if comparing the values is enough.
+        grad_mode: Whether gradients were enabled.
+        deterministic: Whether `torch.use_deterministic_algorithms` was in force.
+        tensors_of: Its tensors, out of its operands.
+        is_like: Guard for the tensors, which also sees whether they require grad.
+        run: Runs such a call, given the operands.
+    """
+
+    count: int
+    others: tuple[tuple[int, type], ...]
+    options: Mapping[str, object]
+    kinds: tuple[Any, ...] | None
+    grad_mode: bool
+    deterministic: bool
+    tensors_of: Callable[[tuple[Any, ...]], Sequence[Tensor]]
+    is_like: Guard
+    run: Callable[..., Any]
+
+    def has_options(self, options: Mapping[str, object]) -> bool:
+        """Whether the options have the same types, if they are equal: 1, 1.0 and True are not the same."""
+        if self.kinds is None or all(map(is_, options.values(), self.options.values())):
+            return True
+        return self.kinds == _kinds([options[name] for name in self.options])
+
+
+class KnownCalls(Generic[KindT]):
+    """The calls of one function whose plans are bound, by operands and options as the caller passes them.
+
+    The last call is recognized by a guard, one C call; any other is found by its signature.
+
+    Attributes:
+        table: The bound calls by signature, and the last one.
+    """
+
+    def __init__(self, runs: Callable[[Any, tuple[Any, ...], Mapping[str, object], bool], Callable[..., Any]]) -> None:
+        """Makes a table without calls.
+
+        Args:
+            runs: Gives what runs calls like one, from its entry, its operands, its options, and whether autograd
+                follows it.
+        """
+        self.table: CallTable[KnownCall | None] = CallTable(None)
+        self._runs = runs
+
+    def find(self, operands: tuple[Any, ...], options: Mapping[str, object]) -> Callable[..., Any] | None:
+        """What runs a call at once, if calls like it are known and nothing must intercept it."""
+        last = self.table.last
+        try:
+            if last is not None and last.count == len(operands) and last.options == options:
+                tensors: Sequence[Tensor] = operands
+                if last.others:
+                    for place, kind in last.others:
+                        if type(operands[place]) is not kind:
+                            return self._find_by_signature(operands, options)
+                    tensors = last.tensors_of(operands)
+                for tensor in tensors:
+                    if tensor.is_nested:  # a guard would end the process
+                        return None
+                if (
+                    last.is_like(*tensors)
+                    and last.grad_mode is is_grad_enabled()
+                    and last.deterministic is is_deterministic()
+                    and (last.kinds is None or last.has_options(options))
+                    and not is_profiling()
+                    and forward_ad._current_level < 0
+                ):
+                    return last.run
+            return self._find_by_signature(operands, options)
+        except (AttributeError, RuntimeError, TypeError, ValueError):  # no memory, not hashable: the checks say so
+            return None
+
+    def _find_by_signature(self, operands: tuple[Any, ...], options: Mapping[str, object]) -> Callable[..., Any] | None:
+        tensors = [x for x in operands if isinstance(x, Tensor)]
+        for tensor in tensors:
+            if tensor.is_nested or is_batch(tensor):
+                return None
+        if not can_bypass_dispatcher(*tensors):
+            return None
+        trains, deterministic = needs_gradient(*tensors), is_deterministic()
+        entry = self.table.get(_signature(operands, options, trains=trains, deterministic=deterministic))
+        if entry is None:
+            return None
+        run = self._runs(entry, operands, options, trains)
+        if len(set(map(id, tensors))) == len(tensors):  # a guard takes no tensor twice
+            places = [place for place, x in enumerate(operands) if isinstance(x, Tensor)]
+            is_plain = all(type(value) in _UNMISTAKABLE for value in options.values())
+            last = KnownCall(
+                count=len(operands),
+                others=tuple((place, type(x)) for place, x in enumerate(operands) if not isinstance(x, Tensor)),
+                options=dict(options),
+                kinds=None if is_plain else _kinds(options.values()),
+                grad_mode=is_grad_enabled(),
+                deterministic=deterministic,
+                tensors_of=items_of(places),
+                is_like=tensor_guard(*tensors),
+                run=run,
+            )
+            self.table.remember_last(last, entry.plan)
+        return run
+
+    def get(
+        self, operands: tuple[Any, ...], options: Mapping[str, object], *, trains: bool, deterministic: bool
+    ) -> KindT | None:
+        """The bound call with this signature, if there is one."""
+        found: KindT | None = self.table.get(_signature(operands, options, trains=trains, deterministic=deterministic))
+        return found
+
+    def add(
+        self,
+        operands: tuple[Any, ...],
+        options: Mapping[str, object],
+        entry: PreparedCall,
+        *,
+        trains: bool,
+        deterministic: bool,
+    ) -> None:
+        """Adds the bound call for these operands and options, which have been checked."""
+        self.table.add(_signature(operands, options, trains=trains, deterministic=deterministic), entry)
+
+
+def items_of(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """What takes the items at these places out of a tuple, as a tuple."""
+    if not places:
+        return lambda _: ()
+    if places == list(range(places[-1] + 1)):
+        return itemgetter(slice(0, len(places)))
+    if len(places) == 1:
+        (place,) = places
+        return itemgetter(slice(place, place + 1))
+    return itemgetter(*places)
+
+
+def _kinds(options: Iterable[object]) -> tuple[Any, ...]:
+    return tuple([type_of(value) for value in options])
+
+
+def _signature(
+    operands: tuple[Any, ...], options: Mapping[str, object], *, trains: bool, deterministic: bool
+) -> Hashable:
+    """Everything that determines a call, except the values of its numbers."""
+    return (trains, deterministic, *map(describe_operand, operands), *options.items(), *_kinds(options.values()))

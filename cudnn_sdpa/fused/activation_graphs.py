@@ -1,76 +1,158 @@
-"""The graphs of gated activations, forward and backward, with their references. All tensors are rows, (1, rows, n)."""
+"""The graphs of gated activations, forward and backward, with their checks and references.
+
+Tensors are (..., n), and views of them as matrices where a plan reads and writes them. Where `up` is None, `gate` holds
+both in its halves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cudnn_sdpa.engine.autograd_checks import no_second_gradient
-from cudnn_sdpa.fused.activation_tiling import backward_form, forward_form
-from cudnn_sdpa.fused.checks import widened
+from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.errors import DtypeError, ShapeError, UnsupportedError
+from cudnn_sdpa.fused.activation_tiling import backward_views, check_rows, forward_views, split
+from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable, widened
 from cudnn_sdpa.fused.graph_op import graph_op
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 
 _no_second_gradient = no_second_gradient("silu_mul")
 
 
-def _silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
+def check(*tensors: Tensor, names: Sequence[str] = ("gate", "up")) -> None:
+    """Checks that the arguments are tensors of one shape and dtype, without gaps that would need a copy."""
+    first, *others = tensors
+    check_dtype(names[0], first)
+    for name, other in zip(names[1:], others, strict=True):
+        check_same_device(name, other, names[0], first)
+        if other.dtype != first.dtype:
+            raise DtypeError(name, str(other.dtype), f"{first.dtype}, the dtype of {names[0]}")
+        if other.shape != first.shape:
+            raise ShapeError(name, f"shape {tuple(other.shape)}", f"shape {tuple(first.shape)}, as {names[0]} has")
+    check_savable(**dict(zip(names, tensors, strict=True)))
+    check_rows(tensors, names)
+
+
+def _check_silu(gate: Tensor, up: Tensor | None) -> None:
+    if up is not None:
+        check(gate, up)
+        return
+    check_dtype("gate", gate)
+    if gate.dim() == 0 or gate.shape[-1] % 2:
+        expected = "an even last dimension, gate and up, if up is None"
+        raise ShapeError("gate", f"shape {tuple(gate.shape)}", expected)
+    check(*split(gate))
+
+
+def _check_inference(name: str, *names: str) -> Callable[..., None]:
+    """The checks of a function without gradient."""
+
+    def check_tensors(*tensors: Tensor) -> None:
+        check(*tensors, names=names)
+        if needs_gradient(*tensors):
+            raise no_gradient(name)
+
+    return check_tensors
+
+
+def no_gradient(name: str) -> UnsupportedError:
+    """The error of a function for inference that is called with a gradient."""
+    reasons = ["an argument requires grad, and there is no backward pass for it"]
+    return UnsupportedError(f"the gradient of {name}", reasons, "torch.no_grad(), silu_mul, or PyTorch's own functions")
+
+
+def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    return split(gate) if up is None else (gate, up)
+
+
+def _silu_mul_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    gate, up = _halves(gate, up)
     return (F.silu(widened(gate)) * widened(up)).to(gate.dtype).contiguous()
 
 
-def _silu_mul_gradients_reference(grad: Tensor, gate: Tensor, up: Tensor, *, dense: bool) -> tuple[Tensor, Tensor]:
-    x, factor, dy = widened(gate), widened(up), widened(grad)
+def _silu_mul_gradients_reference(grad: Tensor, gate: Tensor, up: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+    one, other = _halves(gate, up)
+    x, factor, dy = widened(one), widened(other), widened(grad)
     sigmoid = torch.sigmoid(x)
-    grad_gate, grad_up = dy * factor * sigmoid * (1 + x * (1 - sigmoid)), dy * x * sigmoid
-    if dense:
-        return grad_gate.to(gate.dtype).contiguous(), grad_up.to(up.dtype).contiguous()
-    return _like(grad_gate, gate), _like(grad_up, up)
+    found = dy * factor * sigmoid * (1 + x * (1 - sigmoid)), dy * x * sigmoid
+    grad_gate, grad_up = (part.to(gate.dtype).contiguous() for part in found)
+    return torch.cat([grad_gate, grad_up], -1) if up is None else (grad_gate, grad_up)
 
 
-def _like(result: Tensor, model: Tensor) -> Tensor:
-    """A result with the dtype and strides of `model`, including gaps between rows."""
-    out = torch.empty_strided(model.shape, model.stride(), dtype=model.dtype, device=model.device)
-    return out.copy_(result)
+def _check_saved(_grad: Tensor, *tensors: Tensor | None) -> None:
+    """Hooks on saved tensors may have given them other layouts."""
+    if None not in tensors:
+        check_rows([x for x in tensors if x is not None], ("gate", "up")[: len(tensors)])
 
 
-@graph_op(reference=_silu_mul_gradients_reference, backward=_no_second_gradient, keeps_results=False)
-def silu_mul_gradients(
-    g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol, *, dense: bool
-) -> tuple[Symbol, Symbol]:
-    """The gradients of gate and up, contiguous or with their strides."""
-    del dense  # the key has it
+def _readable_gradients(grad: Tensor, gate: Tensor, up: Tensor | None = None) -> list[Tensor | None]:
+    """The gradient of one tensor for both is written where its halves lie: dense, at the strides of a dense `gate`."""
+    return [grad.contiguous(), gate.contiguous() if up is None else gate, up]
+
+
+@graph_op(
+    reference=_silu_mul_gradients_reference,
+    backward=_no_second_gradient,
+    keeps_results=False,
+    check=_check_saved,
+    readable=_readable_gradients,
+    views=backward_views,
+)
+def silu_mul_gradients(g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol | None = None) -> tuple[Symbol, Symbol]:
+    """The gradients of gate and up; one tensor where one holds both."""
     grad_up = g.mul(a=g.swish(input=gate), b=grad)
     grad_gate = g.swish_backward(loss=g.mul(a=grad, b=up), input=gate)
     return grad_gate, grad_up
 
 
 def _grad_gate_reference(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    return _silu_mul_gradients_reference(grad, gate, up, dense=True)[0]
+    return _silu_mul_gradients_reference(grad, gate, up)[0]
 
 
-@graph_op(reference=_grad_gate_reference, backward=_no_second_gradient, keeps_results=False)
+def _readable_gradient(grad: Tensor, *others: Tensor) -> list[Tensor]:
+    return [grad.contiguous(), *others]
+
+
+@graph_op(
+    reference=_grad_gate_reference,
+    backward=_no_second_gradient,
+    keeps_results=False,
+    check=_check_saved,
+    readable=_readable_gradient,
+    views=backward_views,
+)
 def silu_mul_grad_gate(g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol) -> Symbol:
     """The gradient of gate only, contiguous."""
     return g.swish_backward(loss=g.mul(a=grad, b=up), input=gate)
 
 
 @graph_op(
-    reference=lambda grad, gate: _silu_mul_reference(gate, grad), backward=_no_second_gradient, keeps_results=False
+    reference=lambda grad, gate: _silu_mul_reference(gate, grad),
+    backward=_no_second_gradient,
+    keeps_results=False,
+    check=_check_saved,
+    readable=_readable_gradient,
+    views=backward_views,
 )
 def silu_mul_grad_up(g: GraphBuilder, grad: Symbol, gate: Symbol) -> Symbol:
     """The gradient of up only, contiguous."""
     return g.mul(a=g.swish(input=gate), b=grad)
 
 
-def gradients_of(rows: Sequence[Tensor], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """The gradients of `silu_mul` that are needed, contiguous, in one kernel, from grad, gate and up."""
-    grad, gate, up = rows
-    needs_grad_gate, needs_grad_up = needs
+def _silu_mul_backward(
+    grads: Sequence[Tensor], operands: Sequence[Tensor | None], results: Sequence[Tensor], *, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    del results
+    (grad,), (needs_grad_gate, needs_grad_up) = grads, needs
+    gate, up = operands
+    if up is None:
+        return silu_mul_gradients(grad, gate), None
     if needs_grad_gate and needs_grad_up:
-        gradients: tuple[Tensor, ...] = silu_mul_gradients(grad, gate, up, dense=True)
+        gradients: tuple[Tensor, ...] = silu_mul_gradients(grad, gate, up)
         return gradients
     return (
         silu_mul_grad_gate(grad, gate, up) if needs_grad_gate else None,
@@ -78,15 +160,14 @@ def gradients_of(rows: Sequence[Tensor], needs: tuple[bool, ...]) -> tuple[Tenso
     )
 
 
-def _silu_mul_backward(
-    grads: Sequence[Tensor], operands: Sequence[Tensor], outputs: Sequence[Tensor], *, needs: tuple[bool, ...]
-) -> tuple[Tensor | None, ...]:
-    del outputs
-    return gradients_of((grads[0].contiguous(), *operands), needs)
-
-
-@graph_op(reference=_silu_mul_reference, backward=_silu_mul_backward)
-def silu_mul_rows(g: GraphBuilder, gate: Symbol, up: Symbol) -> Symbol:
+@graph_op(
+    reference=_silu_mul_reference,
+    backward=_silu_mul_backward,
+    keeps_results=False,
+    check=_check_silu,
+    views=forward_views,
+)
+def silu_mul_rows(g: GraphBuilder, gate: Symbol, up: Symbol | None = None) -> Symbol:
     """SiLU(gate) · up."""
     return g.mul(a=g.swish(input=gate), b=up)
 
@@ -95,7 +176,7 @@ def _gelu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
     return (F.gelu(widened(gate)) * widened(up)).to(gate.dtype).contiguous()
 
 
-@graph_op(reference=_gelu_mul_reference)
+@graph_op(reference=_gelu_mul_reference, check=_check_inference("gelu_mul", "gate", "up"), views=forward_views)
 def gelu_mul_rows(g: GraphBuilder, gate: Symbol, up: Symbol) -> Symbol:
     """GELU(gate) · up, with erf."""
     return g.mul(a=g.gelu(input=gate), b=up)
@@ -105,14 +186,8 @@ def _relu_squared_reference(x: Tensor) -> Tensor:
     return F.relu(widened(x)).square().to(x.dtype).contiguous()
 
 
-@graph_op(reference=_relu_squared_reference)
+@graph_op(reference=_relu_squared_reference, check=_check_inference("relu_squared", "x"), views=forward_views)
 def relu_squared_rows(g: GraphBuilder, x: Symbol) -> Symbol:
     """max(x, 0)²."""
     y = g.relu(input=x)
     return g.mul(a=y, b=y)
-
-
-for _function in (silu_mul_rows, gelu_mul_rows, relu_squared_rows):
-    _function.form = forward_form
-for _function in (silu_mul_gradients, silu_mul_grad_gate, silu_mul_grad_up):
-    _function.form = backward_form

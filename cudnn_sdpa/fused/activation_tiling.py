@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from cudnn_sdpa.errors import LayoutError
-from cudnn_sdpa.graph.symbolic_shapes import is_true
+from cudnn_sdpa.fused.graph_op import Views
+from cudnn_sdpa.fused.torch_ops import Options, Value
+from cudnn_sdpa.graph.symbolic_shapes import is_empty, is_true
 
 #: Maximum size of a grid's third dimension.
 _MAX_MATRICES = 65535
@@ -34,41 +36,45 @@ _LONGER_ROW = 128
 _SPLIT_LENGTHS = (64, 128, 256)
 
 
-def as_rows(tensors: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
-    """Tensors of one shape as rows (1, rows, n), the last dimension dense.
-
-    Args:
-        tensors: (..., n).
-        names: Their names in errors.
-
-    Raises:
-        LayoutError: One of them would have to be copied.
-    """
-    return [_rows(name, x).unsqueeze(0) for name, x in zip(names, tensors, strict=True)]
+def forward_views(operands: Sequence[Value], results: Sequence[Tensor], options: Options) -> Views:
+    """Tensors (..., n) in the views in which a forward pass is fastest; of one tensor for gate and up, its halves."""
+    return _views(operands, results, options, gradients=False)
 
 
-def forward_form(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The views of rows from `as_rows` in which a forward pass is fastest."""
-    return _in_form(rows, gradients=False)
+def backward_views(operands: Sequence[Value], results: Sequence[Tensor], options: Options) -> Views:
+    """The same for a backward pass, whose first operand is the gradient of the output."""
+    return _views(operands, results, options, gradients=True)
 
 
-def backward_form(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The views of rows from `as_rows` in which a backward pass is fastest."""
-    return _in_form(rows, gradients=True)
+def _views(operands: Sequence[Value], results: Sequence[Tensor], options: Options, *, gradients: bool) -> Views:
+    *others, last = operands
+    if last is None:  # one tensor holds gate and up
+        *before, both = others
+        operands = [*before, *split(both)]
+        results = [half for result in results for half in result.chunk(2, dim=-1)] if gradients else results
+    rows = [_rows(x) for x in operands if isinstance(x, Tensor)]
+    shape = tiled_shape(rows, gradients=gradients)
+    return [x.view(shape) for x in rows], [_rows(x).view(shape) for x in results], options
 
 
-def _in_form(rows: tuple[Tensor, ...], *, gradients: bool) -> tuple[Tensor, ...]:
-    _, count, size = rows[0].shape
+def split(both: Value) -> tuple[Tensor, Tensor]:
+    """Gate and up, the halves of one tensor."""
+    assert isinstance(both, Tensor)
+    gate, up = both.chunk(2, dim=-1)
+    return gate, up
+
+
+def tiled_shape(rows: Sequence[Tensor], *, gradients: bool) -> tuple[int, int, int]:
+    """The shape in which cuDNN is fastest on rows (rows, n), as which they can be viewed."""
+    count, size = rows[0].shape
     if all(x.is_contiguous() for x in rows):
-        shape = _contiguous_form(count * size, size, gradients=gradients)
-        return tuple(x.view(shape) for x in rows)
-    matrices = [x[0] for x in rows]
+        return _contiguous_form(count * size, size, gradients=gradients)
     if count > _MAX_MATRICES:
-        return rows
-    if any(x.stride(0) == 0 for x in matrices):
-        return tuple(x.unsqueeze(1) for x in matrices)  # cuDNN broadcasts a row across matrices, not within one
+        return 1, count, size
+    if any(x.stride(0) == 0 for x in rows):
+        return count, 1, size  # cuDNN broadcasts a row across matrices, not within one
     length = _split_length(count, size, gradients=gradients)
-    return rows if length is None else tuple(x.view(count, -1, length) for x in matrices)
+    return (1, count, size) if length is None else (count, size // length, length)
 
 
 def _contiguous_form(count: int, size: int, *, gradients: bool) -> tuple[int, int, int]:
@@ -96,16 +102,24 @@ def _split_length(count: int, size: int, *, gradients: bool) -> int | None:
     return None
 
 
-def _rows(name: str, x: Tensor) -> Tensor:
-    """A tensor (..., n) as rows (rows, n), without a copy."""
-    if x.dim() == 0:
-        return x.view(1, 1)
-    if x.stride(-1) != 1 and x.shape[-1] != 1:
-        raise LayoutError(name, f"strides {x.stride()}", "a dense last dimension", f"Use {name}.contiguous().")
-    if not _has_rows(x):
-        got = f"shape {tuple(x.shape)}, strides {x.stride()}"
-        raise LayoutError(name, got, "rows at one stride from each other", f"Use {name}.contiguous().")
-    return x.view(-1, x.shape[-1])
+def check_rows(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Checks that tensors (..., n) can be viewed as rows with a dense last dimension.
+
+    Raises:
+        LayoutError: One of them would have to be copied.
+    """
+    for name, x in zip(names, tensors, strict=True):
+        if x.dim() == 0 or is_empty(x):
+            continue
+        if x.stride(-1) != 1 and x.shape[-1] != 1:
+            raise LayoutError(name, f"strides {x.stride()}", "a dense last dimension", f"Use {name}.contiguous().")
+        if not _has_rows(x):
+            got = f"shape {tuple(x.shape)}, strides {x.stride()}"
+            raise LayoutError(name, got, "rows at one stride from each other", f"Use {name}.contiguous().")
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.view(-1, x.shape[-1]) if x.dim() else x.view(1, 1)
 
 
 def _has_rows(x: Tensor) -> bool:

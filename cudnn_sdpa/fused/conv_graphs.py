@@ -1,4 +1,8 @@
-"""The graphs of convolution, forward and backward, with their references. All tensors have their channels innermost."""
+"""The graphs of convolution, forward and backward, with their checks and references.
+
+All tensors have their channels innermost. cuDNN needs at least two dimensions, so its plans see 1-D convolutions as
+those of images of one row.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cudnn_sdpa.fused.checks import widened
-from cudnn_sdpa.fused.graph_op import graph_op
-from cudnn_sdpa.fused.torch_ops import Outputs
+from cudnn_sdpa.engine import autograd_checks
+from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable, shown, widened
+from cudnn_sdpa.fused.graph_op import Views, graph_op
+from cudnn_sdpa.fused.torch_ops import Options, Outputs, Value
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
+from cudnn_sdpa.graph.symbolic_shapes import is_true
 
 Sizes = tuple[int, ...]
 
@@ -24,28 +31,125 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
 }
 
 
+#: Sizes are 32-bit integers in cuDNN and in PyTorch.
+MAX_SIZE = 2**31 - 1
+
+
+def check(rank: int, *, x: Tensor, weight: Tensor, bias: Tensor | None, groups: object) -> None:
+    """Checks everything except stride, padding and dilation."""
+    check_dtype("x", x)
+    others = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    for name, tensor in others.items():
+        check_same_device(name, tensor, "x", x)
+        if tensor.dtype != x.dtype:
+            raise DtypeError(name, str(tensor.dtype), f"{x.dtype}, the dtype of x")
+    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+        raise OptionError("groups", shown(groups), "an int of at least 1")
+    if x.dim() != rank + 2:
+        raise ShapeError("x", f"shape {tuple(x.shape)}", f"{rank + 2} dimensions: batch, channels, then {rank} more")
+    if weight.dim() != rank + 2 or x.shape[1] != weight.shape[1] * groups or weight.shape[0] % groups:
+        got = f"shape {tuple(weight.shape)} with {shown(groups)} groups"
+        expected = f"(filters, channels / groups, then {rank} filter sizes) for x of shape {tuple(x.shape)}"
+        raise ShapeError("weight", got, expected)
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ShapeError("bias", f"shape {tuple(bias.shape)}", f"shape ({weight.shape[0]},)")
+    for name, tensor, shape in (("x", x, x.shape[1:]), ("weight", weight, weight.shape)):
+        if 0 in shape:
+            raise ShapeError(name, f"shape {tuple(tensor.shape)}", "sizes of at least 1")
+    check_savable(x=x, weight=weight, bias=bias)
+    autograd_checks.refuse_transforms(f"conv{rank}d", x, weight, bias, loops=False)
+
+
+def check_extent(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> None:
+    """Checks that the filter is not larger than the padded x."""
+    del stride
+    for length, size, zeros, spacing in zip(x.shape[2:], weight.shape[2:], padding, dilation, strict=True):
+        if is_true(length + 2 * zeros > MAX_SIZE):
+            raise OptionError("padding", str(zeros), f"no more than {MAX_SIZE} elements including padding")
+        extent = (size - 1) * spacing + 1
+        if is_true(length + 2 * zeros < extent):
+            got = f"{length} with {zeros} padding on both sides"
+            raise LayoutError("x", got, f"at least {extent}, the extent of the filter", "Pad x.")
+
+
+def sizes_of(rank: int, stride: object, padding: object, dilation: object) -> dict[str, Sizes]:
+    """Stride, padding and dilation, one value per dimension."""
+    return {
+        "stride": _sizes("stride", stride, rank, 1),
+        "padding": _sizes("padding", padding, rank, 0),
+        "dilation": _sizes("dilation", dilation, rank, 1),
+    }
+
+
+#: Small sizes, repeated for each dimension: made once, since the same objects are compared faster.
+_REPEATED = [[(value,) * rank for rank in range(4)] for value in range(8)]
+
+
+def _sizes(name: str, value: object, rank: int, minimum: int) -> Sizes:
+    if type(value) is int and minimum <= value <= MAX_SIZE:
+        return _REPEATED[value][rank] if value < len(_REPEATED) else (value,) * rank
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = (value,) * rank
+    sizes = tuple(value) if isinstance(value, (tuple, list)) else ()
+    if len(sizes) != rank or any(
+        isinstance(x, bool) or not isinstance(x, int) or not minimum <= x <= MAX_SIZE for x in sizes
+    ):
+        raise OptionError(name, shown(value), f"an int of at least {minimum}, or {rank} of them, up to {MAX_SIZE}")
+    return sizes
+
+
+def check_activation(activation: object) -> None:
+    if not isinstance(activation, (str, type(None))) or activation not in ACTIVATIONS:
+        raise OptionError("activation", shown(activation), " or ".join(map(repr, ACTIVATIONS)))
+
+
+def check_call(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    stride: object,
+    padding: object,
+    dilation: object,
+    groups: object,
+    activation: object,
+) -> None:
+    """Checks a call whose stride has one value per dimension."""
+    rank = len(stride) if isinstance(stride, tuple) else x.dim() - 2
+    check(rank, x=x, weight=weight, bias=bias, groups=groups)
+    check_activation(activation)
+    check_extent(x, weight, **sizes_of(rank, stride, padding, dilation))
+
+
 def channels_last(x: Tensor) -> Tensor:
     """The tensor with channels innermost in memory, as cuDNN reads it; copied if they are not."""
+    if x.dim() == 3:
+        return channels_last(x.unsqueeze(2)).squeeze(2)
     return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
 
 
-def as_2d(
-    rank: int, x: Tensor, weight: Tensor, sizes: dict[str, Sizes]
-) -> tuple[tuple[Tensor, Tensor], dict[str, Sizes]]:
-    """1-D convolutions as images of one row, since cuDNN needs at least 2-D; other ranks unchanged."""
-    return (as_one_2d(rank, x), as_one_2d(rank, weight)), geometry_2d(rank, sizes)
+def _channels_last(*operands: Tensor, **_: object) -> list[Tensor]:
+    return [x if x is None else channels_last(x) if x.dim() > 1 else x.contiguous() for x in operands]
 
 
-def as_one_2d(rank: int, tensor: Tensor) -> Tensor:
-    """`as_2d` for one tensor."""
-    return tensor.unsqueeze(2) if rank == 1 else tensor
+def _as_2d(operands: Sequence[Value], results: Sequence[Tensor], options: Options) -> Views:
+    """Convolutions as cuDNN runs them: 1-D ones as images of one row, and a bias (K,) as (1, K, 1, …)."""
+    rank = next(x.dim() for x in operands if isinstance(x, Tensor)) - 2
 
+    def viewed(x: Value) -> Value:
+        if not isinstance(x, Tensor):
+            return x
+        if x.dim() == 1:
+            return x.view(1, -1, *(1,) * max(rank, 2))
+        return x.unsqueeze(2) if rank == 1 else x
 
-def geometry_2d(rank: int, sizes: dict[str, Sizes]) -> dict[str, Sizes]:
-    """`as_2d` for stride, padding and dilation."""
-    if rank > 1:
-        return sizes
-    return {name: (0 if name == "padding" else 1, *pair) for name, pair in sizes.items()}
+    if rank == 1:
+        before = {"stride": 1, "padding": 0, "dilation": 1}
+        options = {name: (before[name], *value) if name in before else value for name, value in options.items()}
+        if "shape" in options:
+            batch, channels, length = options["shape"]
+            options["shape"] = batch, channels, 1, length
+    return [viewed(x) for x in operands], [x.unsqueeze(2) if rank == 1 else x for x in results], options
 
 
 def _reference(
@@ -56,11 +160,11 @@ def _reference(
     stride: Sizes,
     padding: Sizes,
     dilation: Sizes,
+    groups: int,
     activation: str | None,
 ) -> Tensor:
-    convolve = F.conv2d if x.dim() == 4 else F.conv3d
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[x.dim() - 3]
     vector = None if bias is None else widened(bias.flatten())
-    groups = x.shape[1] // weight.shape[1]
     # Row-major copies: oneDNN misreads filters in channels_last_3d with strides of size-1 dimensions (PyTorch 2.13).
     x_copy, filters = (widened(tensor).clone(memory_format=torch.contiguous_format) for tensor in (x, weight))
     y = convolve(x_copy, filters, vector, stride=stride, padding=padding, dilation=dilation, groups=groups)
@@ -72,13 +176,13 @@ def _reference(
 
 
 def _dgrad_reference(grad: Tensor, weight: Tensor, *, shape: Sizes, **sizes: Sizes) -> Tensor:
-    conv_input = torch.nn.grad.conv2d_input if grad.dim() == 4 else torch.nn.grad.conv3d_input  # type: ignore[attr-defined]
+    conv_input = getattr(torch.nn.grad, f"conv{grad.dim() - 2}d_input")  # type: ignore[attr-defined]
     grad_x = conv_input(shape, weight.double(), grad.double(), **sizes, groups=shape[1] // weight.shape[1])
     return channels_last(grad_x.to(grad.dtype))
 
 
 def _wgrad_reference(grad: Tensor, x: Tensor, *, shape: Sizes, **sizes: Sizes) -> Tensor:
-    conv_weight = torch.nn.grad.conv2d_weight if grad.dim() == 4 else torch.nn.grad.conv3d_weight  # type: ignore[attr-defined]
+    conv_weight = getattr(torch.nn.grad, f"conv{grad.dim() - 2}d_weight")  # type: ignore[attr-defined]
     grad_weight = conv_weight(x.double(), shape, grad.double(), **sizes, groups=x.shape[1] // shape[1])
     return channels_last(grad_weight.to(grad.dtype))
 
@@ -97,16 +201,23 @@ def _dgrad_backward(
     shape: Sizes,
     **sizes: Sizes,
 ) -> tuple[Tensor | None, Tensor | None]:
-    del results, shape
+    del results
     grad, weight = operands
     needs_grad_grad, needs_grad_weight = needs
-    grad_grad = convolution(channels_last(grads[0]), weight, **sizes, activation=None) if needs_grad_grad else None
-    if not needs_grad_weight:
-        return grad_grad, None
-    return grad_grad, conv_wgrad(grad, channels_last(grads[0]), shape=tuple(weight.shape), **sizes)
+    groups = shape[1] // weight.shape[1]
+    return (
+        convolution(grads[0], weight, **sizes, groups=groups, activation=None) if needs_grad_grad else None,
+        conv_wgrad(grad, grads[0], shape=tuple(weight.shape), **sizes) if needs_grad_weight else None,
+    )
 
 
-@graph_op(reference=_dgrad_reference, backward=_dgrad_backward, keeps_results=False)
+@graph_op(
+    reference=_dgrad_reference,
+    backward=_dgrad_backward,
+    keeps_results=False,
+    readable=_channels_last,
+    views=_as_2d,
+)
 def conv_dgrad(
     g: GraphBuilder, grad: Symbol, weight: Symbol, *, shape: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes
 ) -> Symbol:
@@ -124,16 +235,23 @@ def _wgrad_backward(
     shape: Sizes,
     **sizes: Sizes,
 ) -> tuple[Tensor | None, Tensor | None]:
-    del results, shape
+    del results
     grad, x = operands
     needs_grad_grad, needs_grad_x = needs
-    grad_grad = convolution(x, channels_last(grads[0]), **sizes, activation=None) if needs_grad_grad else None
-    if not needs_grad_x:
-        return grad_grad, None
-    return grad_grad, conv_dgrad(grad, channels_last(grads[0]), shape=tuple(x.shape), **sizes)
+    groups = x.shape[1] // shape[1]
+    return (
+        convolution(x, grads[0], **sizes, groups=groups, activation=None) if needs_grad_grad else None,
+        conv_dgrad(grad, grads[0], shape=tuple(x.shape), **sizes) if needs_grad_x else None,
+    )
 
 
-@graph_op(reference=_wgrad_reference, backward=_wgrad_backward, keeps_results=False)
+@graph_op(
+    reference=_wgrad_reference,
+    backward=_wgrad_backward,
+    keeps_results=False,
+    readable=_channels_last,
+    views=_as_2d,
+)
 def conv_wgrad(
     g: GraphBuilder, grad: Symbol, x: Symbol, *, shape: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes
 ) -> Symbol:
@@ -142,56 +260,43 @@ def conv_wgrad(
     return g.conv_wgrad(image=x, loss=grad, **_geometry(stride, padding, dilation))
 
 
-def gradients_of(
-    grad: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    *,
-    shapes: Sequence[Sizes],
-    needs: tuple[bool, bool, bool],
-    **sizes: Sizes,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The needed gradients of x, weight and bias; that of x does not read x, that of the weight not the weight.
-
-    Args:
-        grad: The gradient of the result.
-        x: x, if the gradient of the weight is needed.
-        weight: The weight, if the gradient of x is needed.
-        shapes: Shapes of x and the weight.
-        needs: Whether the gradients of x, weight and bias are needed.
-        **sizes: Stride, padding and dilation.
-    """
-    grad_x = grad_weight = grad_bias = None
-    needs_grad_x, needs_grad_weight, needs_grad_bias = needs
-    shape_x, shape_weight = shapes
-    if needs_grad_x:
-        assert weight is not None
-        grad_x = conv_dgrad(grad, channels_last(weight), shape=shape_x, **sizes)
-    if needs_grad_weight:
-        assert x is not None
-        grad_weight = conv_wgrad(grad, channels_last(x), shape=shape_weight, **sizes)
-    if needs_grad_bias:
-        grad_bias = grad.sum((0, *range(2, grad.dim())), keepdim=True)
-    return grad_x, grad_weight, grad_bias
-
-
 def _backward(
     grads: Sequence[Tensor],
     operands: Sequence[Tensor],
-    outputs: Outputs,
+    results: Outputs,
     *,
     needs: tuple[bool, bool, bool],
+    groups: int,
     activation: str | None,
     **sizes: Sizes,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    del outputs
-    x, weight, _ = operands
+    del results, groups
     assert activation is None
-    shapes = tuple(x.shape), tuple(weight.shape)
-    return gradients_of(channels_last(grads[0]), x, weight, shapes=shapes, needs=needs, **sizes)
+    (grad,), (x, weight, _) = grads, operands
+    needs_grad_x, needs_grad_weight, needs_grad_bias = needs
+    return (
+        conv_dgrad(grad, weight, shape=tuple(x.shape), **sizes) if needs_grad_x else None,
+        conv_wgrad(grad, x, shape=tuple(weight.shape), **sizes) if needs_grad_weight else None,
+        grad.sum((0, *range(2, grad.dim()))) if needs_grad_bias else None,
+    )
 
 
-@graph_op(reference=_reference, backward=_backward, keeps_results=False)
+def _read_by_backward(_: object, needs: Sequence[bool]) -> tuple[bool, bool, bool]:
+    """The gradient of x does not read x, that of the weight not the weight."""
+    needs_grad_x, needs_grad_weight, _ = needs
+    return needs_grad_weight, needs_grad_x, False
+
+
+@graph_op(
+    reference=_reference,
+    backward=_backward,
+    keeps_results=False,
+    check=check_call,
+    readable=_channels_last,
+    views=_as_2d,
+    reads=_read_by_backward,
+    autocast=True,
+)
 def convolution(
     g: GraphBuilder,
     x: Symbol,
@@ -201,9 +306,11 @@ def convolution(
     stride: Sizes,
     padding: Sizes,
     dilation: Sizes,
+    groups: int,
     activation: str | None,
 ) -> Symbol:
-    """activation(x * weight + bias); the bias is (1, K, 1, 1) or (1, K, 1, 1, 1)."""
+    """activation(x * weight + bias)."""
+    del groups  # the key has the channels of x and of the weight
     y = g.conv_fprop(image=x, weight=weight, **_geometry(stride, padding, dilation))
     if bias is not None:
         y = g.bias(input=y, bias=bias)

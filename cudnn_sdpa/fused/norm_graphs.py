@@ -1,23 +1,83 @@
-"""The graphs of normalization, forward and backward, with their references. Rows are (rows, 1, 1, n)."""
+"""The graphs of normalization, forward and backward, with their checks and references.
+
+Callers pass x as (..., n), weight and bias as (n,). The graphs read and write them as (rows, 1, 1, n).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cudnn_sdpa.engine.autograd_checks import no_second_gradient
-from cudnn_sdpa.fused.checks import widened
-from cudnn_sdpa.fused.graph_op import graph_op
-from cudnn_sdpa.fused.torch_ops import Value
+from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
+from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable, shown, widened
+from cudnn_sdpa.fused.graph_op import Views, graph_op
+from cudnn_sdpa.fused.torch_ops import Options, Value
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 
 Gradient = TypeVar("Gradient")
 
 #: Activations that can be fused after a norm.
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, "silu": F.silu}
+
+#: The largest float32 value: eps is passed to cuDNN as float32.
+MAX_EPS = torch.finfo(torch.float32).max
+
+
+def check(x: Tensor, weights: dict[str, Any], eps: object) -> None:
+    """Checks x, eps, and the weight and bias."""
+    check_dtype("x", x)
+    if x.dim() == 0:
+        raise ShapeError("x", "no dimension", "one dimension or more")
+    check_eps(eps)
+    for name, weight in weights.items():
+        if weight is None:
+            continue
+        if isinstance(weight, (int, tuple, list)):
+            hint = "There is no normalized_shape here: rows are the last dimension of x."
+            raise OptionError(name, type(weight).__name__, "a torch.Tensor", hint)
+        check_same_device(name, weight, "x", x)
+        if tuple(weight.shape) != (x.shape[-1],):
+            raise ShapeError(name, f"shape {tuple(weight.shape)}", f"shape ({x.shape[-1]},), the last dimension of x")
+        if weight.dtype not in (x.dtype, torch.float32):
+            raise DtypeError(name, str(weight.dtype), f"{x.dtype}, the dtype of x, or float32")
+    check_savable(x=x, **weights)
+
+
+def check_eps(eps: object) -> None:
+    """Checks that eps is a finite number of at least 0 that float32 can represent."""
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps <= MAX_EPS:
+        hint = "There is no normalized_shape here: rows are the last dimension of x." if isinstance(eps, Tensor) else ""
+        raise OptionError("eps", shown(eps), f"a number of at least 0, up to {MAX_EPS:.2g}", hint)
+
+
+def _check_residual(x: Tensor, residual: Tensor | None) -> None:
+    if residual is None:
+        return
+    check_same_device("residual", residual, "x", x)
+    if residual.shape != x.shape:
+        raise ShapeError("residual", f"shape {tuple(residual.shape)}", f"shape {tuple(x.shape)}, as x has")
+    if residual.dtype != x.dtype:
+        raise DtypeError("residual", str(residual.dtype), f"{x.dtype}, the dtype of x")
+    check_savable(x=x, residual=residual)
+
+
+def _contiguous(*operands: Value, **_: object) -> list[Value]:
+    """The operands with dense rows; others are copied."""
+    return [x.contiguous() if isinstance(x, Tensor) else x for x in operands]
+
+
+def _as_rows(operands: Sequence[Value], results: Sequence[Tensor], options: Options) -> Views:
+    """Tensors (..., n) as cuDNN reads them: (rows, 1, 1, n), and (1, 1, 1, n) for (n,)."""
+
+    def rows(x: Tensor) -> Tensor:
+        return x.view(-1, 1, 1, x.shape[-1])
+
+    return [rows(x) if isinstance(x, Tensor) else x for x in operands], [rows(x) for x in results], options
 
 
 def _factor(weight: Tensor | None, shift: float | None, rows: Tensor) -> Tensor | float:
@@ -28,18 +88,18 @@ def _factor(weight: Tensor | None, shift: float | None, rows: Tensor) -> Tensor 
 def _rms_reference(
     x: Tensor,
     weight: Tensor | None = None,
-    residual: Tensor | None = None,
     eps: float = 0.0,
     shift: float | None = None,
+    residual: Tensor | None = None,
     *,
-    with_scale: bool,
+    trains: bool,
     activation: str | None,
 ) -> tuple[Tensor, ...]:
     total = x if residual is None else (widened(x) + widened(residual)).to(x.dtype)
     rows = widened(x) if residual is None else widened(x) + widened(residual)
     scale = (rows.square().mean(-1, keepdim=True) + eps).rsqrt()
     out = ACTIVATIONS[activation](rows * scale * _factor(weight, shift, rows)).to(x.dtype)
-    return (out, *(() if residual is None else (total,)), *((scale,) if with_scale else ()))
+    return (out, *(() if residual is None else (total,)), *((scale,) if trains else ()))
 
 
 def _rms_gradients_reference(
@@ -52,7 +112,7 @@ def _rms_gradients_reference(
     dy, rows = widened(grad), widened(x) * scale
     grad_rows = dy * _factor(weight, shift, dy)
     grad_x = (scale * (grad_rows - rows * (grad_rows * rows).mean(-1, keepdim=True))).to(x.dtype)
-    return grad_x if weight is None else (grad_x, (dy * rows).sum((0, 1, 2), keepdim=True).to(weight.dtype))
+    return grad_x if weight is None else (grad_x, (dy * rows).sum_to_size(weight.shape).to(weight.dtype))
 
 
 def needed_only(gradients: Sequence[Gradient], needs: Sequence[bool]) -> tuple[Gradient | None, ...]:
@@ -60,7 +120,13 @@ def needed_only(gradients: Sequence[Gradient], needs: Sequence[bool]) -> tuple[G
     return tuple(gradient if is_needed else None for gradient, is_needed in zip(gradients, needs, strict=True))
 
 
-@graph_op(reference=_rms_gradients_reference, backward=no_second_gradient("rms_norm"), keeps_results=False)
+@graph_op(
+    reference=_rms_gradients_reference,
+    backward=no_second_gradient("rms_norm"),
+    keeps_results=False,
+    readable=_contiguous,
+    views=_as_rows,
+)
 def rms_norm_gradients(
     g: GraphBuilder,
     grad: Symbol,
@@ -78,61 +144,100 @@ def rms_norm_gradients(
 
 
 def _rms_backward(
-    grads: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
     operands: Sequence[Value],
-    outputs: Sequence[Tensor],
+    results: Sequence[Tensor],
     *,
     needs: tuple[bool, ...],
-    with_scale: bool,
+    trains: bool,
     activation: str | None,
 ) -> tuple[Tensor | None, ...]:
-    x, weight, residual, _, shift = operands
-    assert with_scale
+    del trains
     assert activation is None
-    grad_out, *other_grads = grads  # of the sum, if there is a residual, and of the scale
-    total, scale = x if residual is None else outputs[1], outputs[-1]
-    # Operands by position: only such calls take the graph function's fast path, which saves 70 µs.
-    gradients = rms_norm_gradients(grad_out.contiguous(), total, weight, scale, shift)
+    x, weight, _, shift, _ = operands
+    *totals, scale = results
+    grad_out, *grads_total = grads
+    total: Any = totals[0] if totals else x
+    grad_out = torch.zeros_like(total) if grad_out is None else grad_out
+    gradients = rms_norm_gradients(grad_out, total, weight, scale, shift)
     grad_x, grad_weight = (gradients, None) if weight is None else gradients
-    if residual is not None and other_grads[0] is not None:
-        grad_x = grad_x + other_grads[0]
-    return needed_only((grad_x, grad_weight, grad_x, None, None), needs)
+    if grads_total and grads_total[0] is not None:
+        grad_x = grad_x + grads_total[0]
+    return needed_only((grad_x, grad_weight, None, None, grad_x), needs)
 
 
-@graph_op(reference=_rms_reference, backward=_rms_backward)
+def _read_by_rms_backward(operands: Sequence[Value], _: object) -> list[bool]:
+    """With a residual, it reads the sum instead of x."""
+    *_, residual = operands
+    return [residual is None, True, False, False, False]
+
+
+def _check_rms(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: object,
+    _shift: float | None,
+    residual: Tensor | None,
+    *,
+    trains: bool,
+    activation: object,
+) -> None:
+    check(x, {"weight": weight}, eps)
+    _check_residual(x, residual)
+    check_activation(activation)
+    if trains and activation is not None:
+        raise OptionError("activation", shown(activation), "None, where a gradient is wanted")
+
+
+def check_activation(activation: object) -> None:
+    if not isinstance(activation, (str, type(None))) or activation not in ACTIVATIONS:
+        raise OptionError("activation", shown(activation), " or ".join(map(repr, ACTIVATIONS)))
+
+
+@graph_op(
+    reference=_rms_reference,
+    backward=_rms_backward,
+    keeps_results=slice(1, None),
+    auxiliary=1,
+    check=_check_rms,
+    readable=_contiguous,
+    views=_as_rows,
+    reads=_read_by_rms_backward,
+    materialize_grads=False,
+)
 def rms_norm_rows(
     g: GraphBuilder,
     x: Symbol,
     weight: Symbol | None = None,
-    residual: Symbol | None = None,
     eps: Symbol | None = None,
     shift: Symbol | None = None,
+    residual: Symbol | None = None,
     *,
-    with_scale: bool,
-    activation: str | None,
+    trains: bool,
+    activation: str | None = None,
 ) -> tuple[Symbol, ...]:
-    """Rows divided by their root mean square, times the weight; if needed, also the sum and each row's factor."""
+    """Rows divided by their root mean square, times the weight; with a residual also the sum; each row's factor."""
     phases = g.types.norm_forward_phase
     total = x if residual is None else g.add(a=x, b=residual)
     out, scale = g.rmsnorm(
         name="rms_norm",
-        norm_forward_phase=phases.TRAINING if with_scale else phases.INFERENCE,
+        norm_forward_phase=phases.TRAINING if trains else phases.INFERENCE,
         input=total,
         scale=weight if shift is None else g.add(a=weight, b=shift),
         epsilon=eps,
     )
     out = g.swish(input=out) if activation == "silu" else out
-    return (out, *(() if residual is None else (total,)), *((scale,) if with_scale else ()))
+    return (out, *(() if residual is None else (total,)), *((scale,) if trains else ()))
 
 
 def _layer_reference(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, with_statistics: bool
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, trains: bool
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     rows = widened(x)
     mean = rows.mean(-1, keepdim=True)
     scale = ((rows - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
     out = ((rows - mean) * scale * widened(weight) + widened(bias)).to(x.dtype)
-    return (out, mean, scale) if with_statistics else out
+    return (out, mean, scale) if trains else out
 
 
 def _layer_gradients_reference(
@@ -141,11 +246,17 @@ def _layer_gradients_reference(
     dy, rows = widened(grad), (widened(x) - mean) * scale
     grad_rows = dy * widened(weight)
     grad_x = scale * (grad_rows - grad_rows.mean(-1, keepdim=True) - rows * (grad_rows * rows).mean(-1, keepdim=True))
-    sums = [(part).sum((0, 1, 2), keepdim=True).to(weight.dtype) for part in (dy * rows, dy)]
+    sums = [part.sum_to_size(weight.shape).to(weight.dtype) for part in (dy * rows, dy)]
     return (grad_x.to(x.dtype), *sums)
 
 
-@graph_op(reference=_layer_gradients_reference, backward=no_second_gradient("layer_norm"), keeps_results=False)
+@graph_op(
+    reference=_layer_gradients_reference,
+    backward=no_second_gradient("layer_norm"),
+    keeps_results=False,
+    readable=_contiguous,
+    views=_as_rows,
+)
 def layer_norm_gradients(
     g: GraphBuilder, grad: Symbol, x: Symbol, weight: Symbol, mean: Symbol, scale: Symbol
 ) -> tuple[Symbol, ...]:
@@ -159,32 +270,45 @@ def layer_norm_gradients(
 def _layer_backward(
     grads: Sequence[Tensor],
     operands: Sequence[Value],
-    outputs: Sequence[Tensor],
+    results: Sequence[Tensor],
     *,
     needs: tuple[bool, ...],
-    with_statistics: bool,
+    trains: bool,
 ) -> tuple[Tensor | None, ...]:
+    del trains
     x, weight, _, _ = operands
-    assert with_statistics
-    grad_out, *_ = grads
-    _, mean, scale = outputs
-    # By position, as in `_rms_backward`.
-    gradients = layer_norm_gradients(grad_out.contiguous(), x, weight, mean, scale)
+    gradients = layer_norm_gradients(*grads, x, weight, *results)
     return needed_only((*gradients, None), needs)
 
 
-@graph_op(reference=_layer_reference, backward=_layer_backward)
+def _check_layer(x: Tensor, weight: Tensor, bias: Tensor, eps: object, *, trains: bool) -> None:
+    del trains
+    check(x, {"weight": weight, "bias": bias}, eps)
+    if weight.dtype != bias.dtype:
+        raise DtypeError("bias", str(bias.dtype), f"{weight.dtype}, the dtype of weight")
+
+
+@graph_op(
+    reference=_layer_reference,
+    backward=_layer_backward,
+    keeps_results=slice(1, None),
+    auxiliary=2,
+    check=_check_layer,
+    readable=_contiguous,
+    views=_as_rows,
+    reads=lambda *_: (True, True, False, False),
+)
 def layer_norm_rows(
-    g: GraphBuilder, x: Symbol, weight: Symbol, bias: Symbol, eps: Symbol, *, with_statistics: bool
+    g: GraphBuilder, x: Symbol, weight: Symbol, bias: Symbol, eps: Symbol, *, trains: bool
 ) -> Symbol | tuple[Symbol, Symbol, Symbol]:
     """Normalized rows, times the weight, plus the bias; also their mean and inverse deviation if needed."""
     phases = g.types.norm_forward_phase
     out, mean, scale = g.layernorm(
         name="layer_norm",
-        norm_forward_phase=phases.TRAINING if with_statistics else phases.INFERENCE,
+        norm_forward_phase=phases.TRAINING if trains else phases.INFERENCE,
         input=x,
         scale=weight,
         bias=bias,
         epsilon=eps,
     )
-    return (out, mean, scale) if with_statistics else out
+    return (out, mean, scale) if trains else out

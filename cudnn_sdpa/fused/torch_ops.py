@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from cudnn_sdpa.engine.dispatch_state import is_deterministic
-from cudnn_sdpa.engine.launch import GraphCall, calls, describe, readable, type_of
+from cudnn_sdpa.engine.launch import readable
 from cudnn_sdpa.engine.torch_ops import define, library
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.graph.definition import find_operation
@@ -35,18 +35,17 @@ class Function(Protocol):
     token: str
     operands: tuple[str, ...]
     options: Options
-    keeps_results: bool
     reference: Callable[..., object] | None
     backward: Callable[..., object] | None
     takes_needs: bool
-    form: Callable[[tuple[Any, ...]], tuple[Value, ...]] | None
 
-    @property
-    def digest(self) -> str: ...
-
-    def in_form(self, values: Sequence[Value]) -> tuple[Value, ...]: ...
+    def as_readable(self, values: Sequence[Value], static: Options) -> tuple[Value, ...]: ...
 
     def outputs(self, values: Sequence[Value], static: Options) -> Outputs: ...
+
+    def prepared(self, values: tuple[Value, ...], static: Options) -> Any: ...
+
+    def saved(self, values: Sequence[Value], static: Options) -> Any: ...
 
 
 _INFINITY = float("inf")
@@ -104,28 +103,6 @@ def run(function: Function, values: Sequence[Value], static: Options) -> Sequenc
     # In the order of the schema: torch.compile traces this call.
     results: Sequence[Tensor] = torch_op(function.token, kinds, tensors, numbers, symbols or None, options)
     return results
-
-
-def prepared(function: Function, values: Sequence[Value], static: Options) -> GraphCall:
-    """The call bound to its plan, which is built if it is missing.
-
-    Raises:
-        UnsupportedError: cuDNN has no plan for it.
-        PlanBuildError: It is missing and may not be built now.
-    """
-    options = (*static.items(), *map(type_of, static.values()))
-    deterministic = is_deterministic()
-    signature = (function.token, function.digest, deterministic, *map(describe, values), *options)
-    call: GraphCall | None = calls.get(signature)
-    if call is None:
-        with torch.cuda.device(next(x.device for x in values if isinstance(x, Tensor))):
-            formed = function.in_form(values)
-            call = GraphCall(function, formed, function.outputs(formed, static), static, deterministic=deterministic)
-            if function.form is not None:
-                results = function.outputs(values, static)
-                call = call.shaped(*((tuple(x.shape), x.stride(), x.dtype) for x in results))
-        calls.add(signature, call)
-    return call
 
 
 def as_tuple(results: Any) -> Outputs:
@@ -223,19 +200,22 @@ class _Substitution(ast.NodeTransformer):
         return ast.Constant(self._lists[node.id[0]][int(node.id[1:])])
 
 
-def _run_cuda(function: Function, values: Sequence[Value], static: Options) -> Outputs:
+def run_gpu(function: Function, values: Sequence[Value], static: Options) -> Sequence[Tensor]:
+    """The operator on the GPU: its plan is found or built, and launched."""
     if any(isinstance(x, Tensor) and x.numel() == 0 for x in values) and function.reference is not None:
-        return _run_cpu(function, values, static)  # cuDNN has no empty tensors
-    if function.operands[0] == "grad":  # a gradient from autograd may be misaligned, in a compiled function too
-        grad, *rest = values
-        assert isinstance(grad, Tensor)
-        values = (readable(grad), *rest)
+        return run_reference(function, values, static)  # cuDNN has no empty tensors
+    # In a compiled function, gradients from autograd may be misaligned, and tensors lie otherwise than in the trace.
+    named = zip(function.operands, values, strict=True)
+    values = [readable(x) if name.startswith("grad") and isinstance(x, Tensor) else x for name, x in named]
+    values = function.as_readable(values, static)
     tensors = [x for x in values if isinstance(x, Tensor)]
     numbers = tuple([x for x in values if isinstance(x, (int, float))])
-    return tuple(prepared(function, values, static)(tensors, numbers))
+    found: Sequence[Tensor] = function.prepared(values, static).bound.run(tensors, numbers)
+    return found
 
 
-def _run_cpu(function: Function, values: Sequence[Value], static: Options) -> Outputs:
+def run_reference(function: Function, values: Sequence[Value], static: Options) -> Outputs:
+    """The operator on the CPU."""
     if function.reference is None:
         reasons = ["its operands are not on an NVIDIA GPU, and it has no reference="]
         raise UnsupportedError(function.__name__, reasons, "tensors on a GPU")
@@ -244,6 +224,14 @@ def _run_cpu(function: Function, values: Sequence[Value], static: Options) -> Ou
     return tuple(
         torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=y.device).copy_(y)
         for x, y in zip(like, results, strict=True)
+    )
+
+
+def fake_results(function: Function, values: Sequence[Value], static: Options) -> Outputs:
+    """The operator on tensors without memory."""
+    device = next(x.device for x in values if isinstance(x, Tensor))
+    return tuple(
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in function.outputs(values, static)
     )
 
 
@@ -263,37 +251,42 @@ def _decode(
     return function, values, dict(static)
 
 
-def _decoded(implementation: Callable[..., Outputs]) -> Callable[..., list[Tensor]]:
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the calls of graph functions while active.
+
+    Attributes:
+        calls: The function, operands and options of each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Any, tuple[Value, ...], Options]] = []
+
+    def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        if function is torch.ops.cudnn_sdpa.graph_function.default:
+            self.calls.append(_decode(*args))
+        return function(*args, **(kwargs or {}))
+
+
+def decoded(implementation: Callable[..., Sequence[Tensor]]) -> Callable[..., list[Tensor]]:
     return lambda *arguments: list(implementation(*_decode(*arguments)))
 
 
-def _fake(function: Function, values: Sequence[Value], static: Options) -> Outputs:
-    device = next(x.device for x in values if isinstance(x, Tensor))
-    return tuple(
-        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in function.outputs(values, static)
-    )
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    token, kinds, tensors, numbers, symbols, options = inputs
-    saved_results = output if find(token).keeps_results else ()
-    ctx.save_for_backward(*tensors, *saved_results)
-    ctx.count = len(tensors)
-    ctx.rest = {"token": token, "kinds": kinds, "numbers": numbers, "symbols": symbols, "options": options}
+    function, values, static = _decode(*inputs)
+    function.saved(values, static).save(ctx, values, output)
+    _, kinds, _, numbers, *_ = inputs
+    ctx.kinds, ctx.has_numbers = kinds, bool(numbers)
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[object, ...]:
-    kinds, numbers = ctx.rest["kinds"], ctx.rest["numbers"]
-    saved = ctx.saved_tensors  # once: hooks may load them, and checkpointing counts
-    tensors, results = saved[: ctx.count], saved[ctx.count :]
-    function, values, static = _decode(tensors=tensors, **ctx.rest)
     _, _, tensors_need, *_ = ctx.needs_input_grad  # in the order of the schema: name, kinds, tensors, ...
-    needs = _needs(tensors_need, kinds)
-    grad_inputs = gradients(function, grads, values, results=results, static=static, needs=needs)
-    tensor_gradients = [gradient for gradient, kind in zip(grad_inputs, kinds, strict=True) if kind == "t"]
+    needs = _needs(tensors_need, ctx.kinds)
+    grad_inputs = ctx.saved.gradients(ctx, ctx.saved.function.without_auxiliary(grads, trains=True), needs)
+    tensor_gradients = [gradient for gradient, kind in zip(grad_inputs, ctx.kinds, strict=True) if kind == "t"]
     # One for each argument of the operator: token, kinds, tensors, numbers, symbols, options. PyTorch takes an empty
     # list of numbers for a list of tensors.
-    return None, None, tensor_gradients, None if numbers else [], None, None
+    return None, None, tensor_gradients, None if ctx.has_numbers else [], None, None
 
 
 def _needs(tensors_need: Iterable[bool], kinds: str) -> tuple[bool, ...]:
@@ -306,8 +299,8 @@ define(
     "graph_function",
     "str name, str kinds, Tensor[] tensors, float[] numbers, SymInt[]? symbols, str options",
     "Tensor[]",
-    _decoded(_run_cuda),
-    _decoded(_run_cpu),
-    _decoded(_fake),
+    decoded(run_gpu),
+    decoded(run_reference),
+    decoded(fake_results),
 )
 torch.library.register_autograd("cudnn_sdpa::graph_function", _backward, setup_context=_setup_context, lib=library)

@@ -194,7 +194,7 @@ _KEYS: dict[str, KeysOfOperator] = {
     "sdpa_backward": (dense_torch_ops._to_gradients, _dense_backward_keys),
     "sdpa_fp8_forward": (fp8_torch_ops._forward, _fp8_keys),
     "sdpa_fp8_backward": (fp8_torch_ops._backward, _fp8_backward_keys),
-    "graph_function": (fused_torch_ops._decoded, _graph_keys),
+    "graph_function": (fused_torch_ops.decoded, _graph_keys),
 }
 
 

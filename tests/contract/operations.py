@@ -17,6 +17,7 @@ from float64_reference import attend
 from torch import Tensor
 
 import cudnn_sdpa
+from cudnn_sdpa.engine.autograd_checks import no_second_gradient
 from cudnn_sdpa.plans.cache import plan_cache
 
 HALF = torch.bfloat16
@@ -37,6 +38,7 @@ class Example:
         is_attention: Whether it has the arguments and results that all attention has: `return_lse`, `out`,
             `deterministic`, and the options of the softmax.
         has_double_backward: Whether its gradients can be differentiated.
+        leading: Name of the first tensor, where none has a gradient.
     """
 
     function: Callable[..., Any]
@@ -48,11 +50,12 @@ class Example:
     casts: tuple[str, ...] | None = None
     is_attention: bool = True
     has_double_backward: bool = False
+    leading: str = "q"
 
     @property
     def first(self) -> str:
         """Name of the first tensor."""
-        return self.differentiable[0] if self.differentiable else "q"
+        return self.differentiable[0] if self.differentiable else self.leading
 
     @property
     def last(self) -> str:
@@ -254,8 +257,24 @@ def normalized() -> dict[str, Tensor]:
     return {"x": rows(), "weight": torch.rand(32).to(HALF)}
 
 
-def exact_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+def exact_rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, **others: Any) -> Tensor:
+    out = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    out = out if weight is None else out * (weight + others.get("zero_centered", False))
+    return torch.nn.functional.silu(out) if others.get("activation") else out
+
+
+def with_residual() -> dict[str, Tensor]:
+    return {**normalized(), "residual": rows()}
+
+
+def added_rms_norm(x: Tensor, weight: Tensor, residual: Tensor, **options: Any) -> Tensor:
+    """The norm and the sum, in one tensor, so that both have gradients."""
+    out, total = cudnn_sdpa.rms_norm(x, weight, residual=residual, **options)
+    return torch.cat([out, total], -1)
+
+
+def exact_added_rms_norm(x: Tensor, weight: Tensor, residual: Tensor, **options: Any) -> Tensor:
+    return torch.cat([exact_rms_norm(x + residual, weight, **options), x + residual], -1)
 
 
 def normalized_with_bias() -> dict[str, Tensor]:
@@ -271,8 +290,9 @@ def gated() -> dict[str, Tensor]:
     return {"gate": rows(), "up": rows()}
 
 
-def exact_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    return gate * torch.sigmoid(gate) * up
+def exact_silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    one, other = gate.chunk(2, dim=-1) if up is None else (gate, up)
+    return one * torch.sigmoid(one) * other
 
 
 def images() -> dict[str, Tensor]:
@@ -287,6 +307,90 @@ def exact_conv2d(x: Tensor, weight: Tensor, bias: Tensor, padding: int, activati
     assert activation == "silu"
     out = torch.nn.functional.conv2d(x, weight, bias, padding=padding)
     return out * torch.sigmoid(out)
+
+
+def lines() -> dict[str, Tensor]:
+    """Channels innermost, as in the output of a linear layer."""
+    return {
+        "x": torch.randn(2, 12, 8).to(HALF).transpose(1, 2),
+        "weight": torch.randn(16, 3, 4).to(HALF).transpose(1, 2) / 4,
+        "bias": torch.randn(16).to(HALF),
+    }
+
+
+def exact_conv1d(x: Tensor, weight: Tensor, bias: Tensor, **options: Any) -> Tensor:
+    return torch.nn.functional.conv1d(x, weight, bias, **options)
+
+
+def volumes() -> dict[str, Tensor]:
+    form = torch.channels_last_3d
+    return {
+        "x": torch.randn(2, 8, 4, 5, 6).to(HALF).to(memory_format=form),
+        "weight": torch.randn(16, 8, 3, 3, 3).to(HALF).to(memory_format=form) / 16,
+    }
+
+
+def exact_conv3d(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    return torch.nn.functional.conv3d(x, weight, **options)
+
+
+# A user's graphs: a function and its gradient.
+
+
+def _bounded_reference(x: Tensor, weight: Tensor, scale: float, *, negate: bool) -> Tensor:
+    out = torch.tanh(x.float() * weight.float() * scale)
+    return (-out if negate else out).to(x.dtype)
+
+
+def _bounded_gradients_reference(
+    grad: Tensor, out: Tensor, x: Tensor, weight: Tensor, scale: float, *, negate: bool
+) -> tuple[Tensor, Tensor]:
+    inner = grad.float() * (1 - out.float().square()) * (-scale if negate else scale)
+    return (inner * weight.float()).to(x.dtype), (inner * x.float()).to(x.dtype)
+
+
+@cudnn_sdpa.graph_op(
+    reference=_bounded_gradients_reference, backward=no_second_gradient("bounded"), keeps_results=False
+)
+def bounded_gradients(g: Any, grad: Any, out: Any, x: Any, weight: Any, scale: Any, *, negate: bool) -> tuple[Any, Any]:
+    """The gradients of x and, before it is summed, of the weight."""
+    inner = g.mul(a=g.tanh_backward(loss=grad, input=out), b=scale)
+    inner = g.neg(input=inner) if negate else inner
+    return g.mul(a=inner, b=weight), g.mul(a=inner, b=x)
+
+
+def _bounded_backward(
+    grads: tuple[Tensor, ...],
+    operands: tuple[Any, ...],
+    results: tuple[Tensor, ...],
+    *,
+    needs: tuple[bool, ...],
+    negate: bool,
+) -> tuple[Tensor | None, ...]:
+    x, weight, scale = operands
+    grad_x, grad_weight = bounded_gradients(grads[0].contiguous(), results[0], x, weight, scale, negate=negate)
+    needs_grad_x, needs_grad_weight, _ = needs
+    return grad_x if needs_grad_x else None, grad_weight.sum_to_size(weight.shape) if needs_grad_weight else None, None
+
+
+@cudnn_sdpa.graph_op(reference=_bounded_reference, backward=_bounded_backward)
+def bounded(g: Any, x: Any, weight: Any, scale: Any, *, negate: bool) -> Any:
+    """tanh(x · weight · scale), or its opposite."""
+    out = g.tanh(input=g.mul(a=g.mul(a=x, b=weight), b=scale))
+    return g.neg(input=out) if negate else out
+
+
+def call_bounded(x: Tensor, weight: Tensor, scale: float, *, negate: bool) -> Tensor:
+    out: Tensor = bounded(x, weight, scale, negate=negate)
+    return out
+
+
+def of_a_user() -> dict[str, Tensor]:
+    return {"x": rows(), "weight": torch.rand(1, 1, 32).to(HALF)}
+
+
+def exact_bounded(x: Tensor, weight: Tensor, scale: float, *, negate: bool) -> Tensor:
+    return torch.tanh(x * weight * scale) * (-1 if negate else 1)
 
 
 LONGEST = {"max_seqlen_q": 7, "max_seqlen_kv": 9}
@@ -354,6 +458,70 @@ OPERATIONS: dict[str, Example] = {
         compute=None,
         differentiable=("x", "weight", "bias"),
         options={"eps": 1e-3},
+        is_attention=False,
+    ),
+    "rms_norm, zero-centered, residual": Example(
+        added_rms_norm,
+        with_residual,
+        exact_added_rms_norm,
+        compute=None,
+        differentiable=("x", "weight", "residual"),
+        options={"eps": 1e-3, "zero_centered": True},
+        is_attention=False,
+    ),
+    "silu_mul, both in one": Example(
+        cudnn_sdpa.silu_mul,
+        lambda: {"gate": rows(64)},
+        exact_silu_mul,
+        compute=None,
+        differentiable=("gate",),
+        is_attention=False,
+    ),
+    "gelu_mul": Example(
+        cudnn_sdpa.gelu_mul,
+        gated,
+        lambda gate, up: torch.nn.functional.gelu(gate) * up,
+        compute=None,
+        differentiable=(),
+        is_attention=False,
+        leading="gate",
+    ),
+    "relu_squared": Example(
+        cudnn_sdpa.relu_squared,
+        lambda: {"x": rows()},
+        lambda x: torch.relu(x).square(),
+        compute=None,
+        differentiable=(),
+        is_attention=False,
+        leading="x",
+    ),
+    "conv1d": Example(
+        cudnn_sdpa.conv1d,
+        lines,
+        exact_conv1d,
+        compute=None,
+        differentiable=("x", "weight", "bias"),
+        options={"stride": 2, "groups": 2},
+        is_attention=False,
+        has_double_backward=True,
+    ),
+    "conv3d": Example(
+        cudnn_sdpa.conv3d,
+        volumes,
+        exact_conv3d,
+        compute=None,
+        differentiable=("x", "weight"),
+        options={"padding": (0, 1, 1)},
+        is_attention=False,
+        has_double_backward=True,
+    ),
+    "a user's graph_op": Example(
+        call_bounded,
+        of_a_user,
+        exact_bounded,
+        compute=None,
+        differentiable=("x", "weight"),
+        options={"scale": 1.5, "negate": True},
         is_attention=False,
     ),
     "silu_mul": Example(

@@ -267,10 +267,12 @@ def test_every_option_is_drawn(name, monkeypatch):
 
 def test_every_option_of_user_graphs_is_drawn():
     graphs = [x for x in vars(generators).values() if isinstance(x, GraphFunction)]
-    assert set(inspect.signature(GraphFunction).parameters) == {
-        *("builder", "reference", "outputs", "backward", "keeps_results")
+    drawn = {*("builder", "reference", "outputs", "backward", "keeps_results")}
+    drawn_with_the_fused_operations = {
+        *("auxiliary", "check", "readable", "views", "reads", "autocast", "materialize_grads")
     }
-    assert {graph.keeps_results for graph in graphs} == {True, False}
+    assert set(inspect.signature(GraphFunction).parameters) == drawn | drawn_with_the_fused_operations
+    assert {str(graph.kept) for graph in graphs} == {str(slice(None)), str(slice(0))}
     assert {graph.backward is None for graph in graphs} == {True, False}
     assert {graph._outputs is graph.reference for graph in graphs} == {True, False}
     assert {generators.draw("graph_op", seed).facts["graph"] for seed in range(60)} == {x.__name__ for x in graphs}

@@ -14,7 +14,6 @@ from cudnn_sdpa.fused.activation_graphs import (
     silu_mul_gradients,
     silu_mul_rows,
 )
-from cudnn_sdpa.fused.activation_tiling import as_rows
 from cudnn_sdpa.fused.conv_graphs import (
     ACTIVATIONS,
     channels_last,
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("can_plan")
 
 GPUS = ["a100", "h200", "b200", "rtx5090"]
 HALF, FULL = torch.bfloat16, torch.float32
-INFERENCE, TRAINING = ({"with_scale": trains, "activation": None} for trains in (False, True))
+INFERENCE, TRAINING = ({"trains": trains, "activation": None} for trains in (False, True))
 
 
 def bare(*shape, dtype=HALF):
@@ -45,66 +44,76 @@ def geometry(rank, stride=1, padding=1, dilation=1):
     return {"stride": (stride,) * rank, "padding": (padding,) * rank, "dilation": (dilation,) * rank}
 
 
-X, W, W32 = bare(512, 1, 1, 1024), bare(1, 1, 1, 1024), bare(1, 1, 1, 1024, dtype=FULL)
-OF_ROWS = bare(512, 1, 1, 1, dtype=FULL)
-WIDE = bare(512, 1, 1, 8192)
+def forward(rank, activation=None, groups=1, **sizes):
+    return {**geometry(rank, **sizes), "groups": groups, "activation": activation}
+
+
+X, W, W32 = bare(512, 1024), bare(1024), bare(1024, dtype=FULL)
+OF_ROWS = bare(512, 1, dtype=FULL)
+WIDE = bare(512, 8192)
 
 NORMS = {
-    "rms_norm": (rms_norm_rows, (X, W, None, 1e-6), INFERENCE),
-    "rms_norm, training": (rms_norm_rows, (X, W, None, 1e-6), TRAINING),
-    "rms_norm, float16": (rms_norm_rows, (X.half(), W.half(), None, 1e-6), INFERENCE),
-    "rms_norm, float32": (rms_norm_rows, (X.float(), W32, None, 1e-6), TRAINING),
-    "rms_norm, float32 weight": (rms_norm_rows, (X, W32, None, 1e-6), INFERENCE),
-    "rms_norm, float32 weight, training": (rms_norm_rows, (X, W32, None, 1e-6), TRAINING),
-    "rms_norm, no weight": (rms_norm_rows, (X, None, None, 1e-6), INFERENCE),
-    "rms_norm, no weight, training": (rms_norm_rows, (X, None, None, 1e-6), TRAINING),
-    "rms_norm, zero-centered": (rms_norm_rows, (X, W, None, 1e-6, 1.0), INFERENCE),
-    "rms_norm, zero-centered, training": (rms_norm_rows, (X, W, None, 1e-6, 1.0), TRAINING),
-    "rms_norm of 8192": (rms_norm_rows, (WIDE, bare(1, 1, 1, 8192), None, 1e-6), INFERENCE),
-    "rms_norm of 100": (rms_norm_rows, (bare(7, 1, 1, 100), bare(1, 1, 1, 100), None, 1e-6), INFERENCE),
+    "rms_norm": (rms_norm_rows, (X, W, 1e-6), INFERENCE),
+    "rms_norm, training": (rms_norm_rows, (X, W, 1e-6), TRAINING),
+    "rms_norm, float16": (rms_norm_rows, (X.half(), W.half(), 1e-6), INFERENCE),
+    "rms_norm, float32": (rms_norm_rows, (X.float(), W32, 1e-6), TRAINING),
+    "rms_norm, float32 weight": (rms_norm_rows, (X, W32, 1e-6), INFERENCE),
+    "rms_norm, float32 weight, training": (rms_norm_rows, (X, W32, 1e-6), TRAINING),
+    "rms_norm, no weight": (rms_norm_rows, (X, None, 1e-6), INFERENCE),
+    "rms_norm, no weight, training": (rms_norm_rows, (X, None, 1e-6), TRAINING),
+    "rms_norm, zero-centered": (rms_norm_rows, (X, W, 1e-6, 1.0), INFERENCE),
+    "rms_norm, zero-centered, training": (rms_norm_rows, (X, W, 1e-6, 1.0), TRAINING),
+    "rms_norm of 8192": (rms_norm_rows, (WIDE, bare(8192), 1e-6), INFERENCE),
+    "rms_norm of 100": (rms_norm_rows, (bare(7, 100), bare(100), 1e-6), INFERENCE),
     "gradients of rms_norm": (rms_norm_gradients, (X, X, W, OF_ROWS), {}),
     "gradients of rms_norm, float32 weight": (rms_norm_gradients, (X, X, W32, OF_ROWS), {}),
     "gradients of rms_norm, no weight": (rms_norm_gradients, (X, X, None, OF_ROWS), {}),
     "gradients of rms_norm, zero-centered": (rms_norm_gradients, (X, X, W, OF_ROWS, 1.0), {}),
-    "layer_norm": (layer_norm_rows, (X, W, W, 1e-5), {"with_statistics": False}),
-    "layer_norm, training": (layer_norm_rows, (X, W, W, 1e-5), {"with_statistics": True}),
-    "layer_norm, float32 weight": (layer_norm_rows, (X, W32, W32, 1e-5), {"with_statistics": True}),
+    "layer_norm": (layer_norm_rows, (X, W, W, 1e-5), {"trains": False}),
+    "layer_norm, training": (layer_norm_rows, (X, W, W, 1e-5), {"trains": True}),
+    "layer_norm, float32 weight": (layer_norm_rows, (X, W32, W32, 1e-5), {"trains": True}),
     "gradients of layer_norm": (layer_norm_gradients, (X, X, W, OF_ROWS, OF_ROWS), {}),
     "gradients of layer_norm, float32 weight": (layer_norm_gradients, (X, X, W32, OF_ROWS, OF_ROWS), {}),
 }
 
 DENSE = bare(1, 8192, 64)
-PIECES, WHOLE = (bare(512, width)[:, :1024].view(512, -1, 128) for width in (2048, 1024))
-HALVES = bare(512, 400)[:, :200].unsqueeze(0)
-SQUARES = bare(57344, 32, 32)
-THIRTY_TWO, FOR_THEM = (bare(512, width)[:, :1536].view(512, 32, 48) for width in (3072, 1536))
+PIECES = bare(512, 2048)
+HALVES = bare(512, 400)
+SQUARES = bare(57344, 1024)
+PARTS = bare(512, 3072)
 
-ONE_FOR_ALL = tuple(as_rows((bare(1, 200).expand(512, 200), bare(512, 200)), ("gate", "up")))
+ONE_FOR_ALL = bare(1, 200).expand(512, 200), bare(512, 200)
+
+
+def halves(x):
+    return x.chunk(2, dim=-1)
+
 
 GATES = {
     "silu_mul": (silu_mul_rows, (DENSE, DENSE), {}),
-    "silu_mul of halves, split": (silu_mul_rows, (PIECES, PIECES), {}),
-    "silu_mul of halves": (silu_mul_rows, (HALVES, HALVES), {}),
+    "silu_mul of halves, split": (silu_mul_rows, halves(PIECES), {}),
+    "silu_mul of halves": (silu_mul_rows, halves(HALVES), {}),
+    "silu_mul of both": (silu_mul_rows, (PIECES,), {}),
     "silu_mul, float32": (silu_mul_rows, (DENSE.float(), DENSE.float()), {}),
     "silu_mul in squares": (silu_mul_rows, (SQUARES, SQUARES), {}),
-    "gradients of silu_mul in squares": (silu_mul_gradients, (SQUARES, SQUARES, SQUARES), {"dense": True}),
-    "gradients in 32 parts": (silu_mul_gradients, (FOR_THEM, THIRTY_TWO, THIRTY_TWO), {"dense": False}),
+    "gradients of silu_mul in squares": (silu_mul_gradients, (SQUARES, SQUARES, SQUARES), {}),
+    "gradients in 32 parts": (silu_mul_gradients, (bare(512, 1536), PARTS), {}),
     "silu_mul of one row for all": (silu_mul_rows, ONE_FOR_ALL, {}),
-    "gradients of one row for all": (silu_mul_gradients, (ONE_FOR_ALL[1], *ONE_FOR_ALL), {"dense": True}),
+    "gradients of one row for all": (silu_mul_gradients, (ONE_FOR_ALL[1], *ONE_FOR_ALL), {}),
     "relu_squared of one row for all": (relu_squared_rows, ONE_FOR_ALL[:1], {}),
-    "gradients of silu_mul": (silu_mul_gradients, (DENSE, DENSE, DENSE), {"dense": True}),
-    "gradients of silu_mul of halves": (silu_mul_gradients, (WHOLE, PIECES, PIECES), {"dense": True}),
-    "gradients of silu_mul into halves": (silu_mul_gradients, (WHOLE, PIECES, PIECES), {"dense": False}),
-    "gradient of silu_mul by gate": (silu_mul_grad_gate, (WHOLE, PIECES, PIECES), {}),
-    "gradient of silu_mul by up": (silu_mul_grad_up, (WHOLE, PIECES), {}),
+    "gradients of silu_mul": (silu_mul_gradients, (DENSE, DENSE, DENSE), {}),
+    "gradients of silu_mul of halves": (silu_mul_gradients, (bare(512, 1024), *halves(PIECES)), {}),
+    "gradients of silu_mul into halves": (silu_mul_gradients, (bare(512, 1024), PIECES), {}),
+    "gradient of silu_mul by gate": (silu_mul_grad_gate, (bare(512, 1024), *halves(PIECES)), {}),
+    "gradient of silu_mul by up": (silu_mul_grad_up, (bare(512, 1024), halves(PIECES)[0]), {}),
     "gelu_mul": (gelu_mul_rows, (DENSE, DENSE), {}),
-    "gelu_mul of halves": (gelu_mul_rows, (PIECES, PIECES), {}),
+    "gelu_mul of halves": (gelu_mul_rows, halves(PIECES), {}),
     "relu_squared": (relu_squared_rows, (DENSE,), {}),
-    "relu_squared of a half": (relu_squared_rows, (PIECES,), {}),
+    "relu_squared of a half": (relu_squared_rows, halves(PIECES)[:1], {}),
 }
 
 IMAGE, LOSS = images(4, 64, 32, 32), images(4, 128, 32, 32)
-FILTERS, BIAS = images(128, 64, 3, 3), bare(1, 128, 1, 1)
+FILTERS, BIAS = images(128, 64, 3, 3), bare(128)
 VOLUME, CUBES, OF_CUBES = images(2, 32, 8, 16, 16), images(64, 32, 3, 3, 3), images(2, 64, 8, 16, 16)
 
 CONVOLUTIONS = {
@@ -112,22 +121,30 @@ CONVOLUTIONS = {
         f"conv2d, {'no ' if bias is None else ''}bias, {activation}": (
             convolution,
             (IMAGE, FILTERS, bias),
-            {**geometry(2), "activation": activation},
+            forward(2, activation),
         )
         for bias in (None, BIAS)
         for activation in ACTIVATIONS
     },
-    "conv2d, stride": (convolution, (IMAGE, FILTERS, BIAS), {**geometry(2, stride=2), "activation": "silu"}),
-    "conv2d, dilation": (convolution, (IMAGE, FILTERS), {**geometry(2, dilation=2), "activation": None}),
-    "conv2d, groups": (convolution, (IMAGE, images(128, 8, 3, 3)), {**geometry(2), "activation": None}),
-    "conv2d, float32": (convolution, (IMAGE.float(), FILTERS.float()), {**geometry(2), "activation": None}),
+    "conv2d, stride": (
+        convolution,
+        (IMAGE, FILTERS, BIAS),
+        forward(2, "silu", stride=2),
+    ),
+    "conv2d, dilation": (convolution, (IMAGE, FILTERS), forward(2, dilation=2)),
+    "conv2d, groups": (convolution, (IMAGE, images(128, 8, 3, 3)), forward(2, groups=8)),
+    "conv2d, float32": (
+        convolution,
+        (IMAGE.float(), FILTERS.float()),
+        forward(2),
+    ),
     "conv1d": (
         convolution,
-        (images(2, 64, 1, 256), images(128, 64, 1, 3), BIAS),
-        {"stride": (1, 1), "padding": (0, 1), "dilation": (1, 1), "activation": "silu"},
+        (images(2, 64, 256), images(128, 64, 3), BIAS),
+        forward(1, "silu"),
     ),
-    "conv3d": (convolution, (VOLUME, CUBES), {**geometry(3), "activation": None}),
-    "conv3d, bias": (convolution, (VOLUME, CUBES, bare(1, 64, 1, 1, 1)), {**geometry(3), "activation": "silu"}),
+    "conv3d": (convolution, (VOLUME, CUBES), forward(3)),
+    "conv3d, bias": (convolution, (VOLUME, CUBES, bare(64)), forward(3, "silu")),
     "gradient of conv2d by x": (conv_dgrad, (LOSS, FILTERS), {"shape": (4, 64, 32, 32), **geometry(2)}),
     "gradient of conv2d by weight": (conv_wgrad, (LOSS, IMAGE), {"shape": (128, 64, 3, 3), **geometry(2)}),
     "gradient of conv3d by x": (conv_dgrad, (OF_CUBES, CUBES), {"shape": (2, 32, 8, 16, 16), **geometry(3)}),
@@ -138,24 +155,24 @@ CONVOLUTIONS = {
     ),
 }
 
-SILU = {"with_scale": False, "activation": "silu"}
+SILU = {"trains": False, "activation": "silu"}
 
 #: What is fused with a norm.
 FUSED = {
-    "residual": (rms_norm_rows, (X, W, X, 1e-6), INFERENCE),
-    "residual, training": (rms_norm_rows, (X, W, X, 1e-6), TRAINING),
-    "residual, zero-centered": (rms_norm_rows, (X, W, X, 1e-6, 1.0), INFERENCE),
-    "SiLU": (rms_norm_rows, (X, W, None, 1e-6), SILU),
-    "residual and SiLU": (rms_norm_rows, (X, W, X, 1e-6), SILU),
+    "residual": (rms_norm_rows, (X, W, 1e-6, None, X), INFERENCE),
+    "residual, training": (rms_norm_rows, (X, W, 1e-6, None, X), TRAINING),
+    "residual, zero-centered": (rms_norm_rows, (X, W, 1e-6, 1.0, X), INFERENCE),
+    "SiLU": (rms_norm_rows, (X, W, 1e-6), SILU),
+    "residual and SiLU": (rms_norm_rows, (X, W, 1e-6, None, X), SILU),
 }
 
-ODD, OF_ODD = bare(512, 1, 1, 1000), bare(1, 1, 1, 1000)
+ODD, OF_ODD = bare(512, 1000), bare(1000)
 
 #: For which there is no kernel.
 NOT_FUSED = {
-    "a row of 1000 numbers": (rms_norm_rows, (ODD, OF_ODD, ODD, 1e-6), INFERENCE),
-    "SiLU and 1000 numbers": (rms_norm_rows, (ODD, OF_ODD, None, 1e-6), SILU),
-    "a weight in float32": (rms_norm_rows, (X, W.float(), X, 1e-6), INFERENCE),
+    "a row of 1000 numbers": (rms_norm_rows, (ODD, OF_ODD, 1e-6, None, ODD), INFERENCE),
+    "SiLU and 1000 numbers": (rms_norm_rows, (ODD, OF_ODD, 1e-6), SILU),
+    "a weight in float32": (rms_norm_rows, (X, W.float(), 1e-6, None, X), INFERENCE),
 }
 
 
@@ -221,7 +238,7 @@ def test_unsupported_fusions_are_refused_with_reasons(gpu, name, monkeypatch):
 
 
 def test_the_plan_does_not_depend_on_eps():
-    keys = [key_and_properties("h200", (rms_norm_rows, (X, W, None, eps), INFERENCE))[0] for eps in (1e-6, 1e-5)]
+    keys = [key_and_properties("h200", (rms_norm_rows, (X, W, eps), INFERENCE))[0] for eps in (1e-6, 1e-5)]
     assert keys[0] == keys[1]
 
 
@@ -249,9 +266,10 @@ def test_convolutions_with_sizes_of_1_have_engines(name, in_order):
     make = bare if in_order else images
     x, weight = (channels_last(make(*shape)) for shape in (grad_x, grad_weight))
     where = geometry(len(grad_x) - 2, padding=0)
-    (y,) = convolution.outputs((x, weight, None), {**where, "activation": None})
+    options = {**where, "groups": grad_x[1] // grad_weight[1], "activation": None}
+    (y,) = convolution.outputs((x, weight, None), options)
     for call in (
-        (convolution, (x, weight), {**where, "activation": None}),
+        (convolution, (x, weight), options),
         (conv_dgrad, (y, weight), {**where, "shape": grad_x}),
         (conv_wgrad, (y, x), {**where, "shape": grad_weight}),
     ):

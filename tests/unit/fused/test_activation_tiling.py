@@ -10,7 +10,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from cudnn_sdpa import LayoutError, gelu_mul, relu_squared, silu_mul
 from cudnn_sdpa.fused import activation_graphs as graphs
 from cudnn_sdpa.fused import activation_tiling
-from cudnn_sdpa.fused.activation_tiling import as_rows, backward_form, forward_form
+from cudnn_sdpa.fused.activation_tiling import backward_views, check_rows, forward_views
 from cudnn_sdpa.fused.torch_ops import as_tuple
 
 NAMES = ("gate", "up")
@@ -55,8 +55,8 @@ def on_meta(*shape):
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
-def formed(pair, *, gradients=False, names=NAMES):
-    return (backward_form if gradients else forward_form)(tuple(as_rows(pair, names)))
+def formed(pair, *, gradients=False):
+    return (backward_views if gradients else forward_views)(pair, [], {})[0]
 
 
 @pytest.mark.parametrize("shape", DENSE, ids=str)
@@ -103,31 +103,38 @@ def test_the_cudnn_shape_is_a_view_in_the_same_order(shape, many, gradients, mon
 @pytest.mark.parametrize("many", [0, 1 << 40])
 @pytest.mark.parametrize("shape", [(2, 1024), (3, 1536), (2, 4096), (3, 64), (5, 33)], ids=str)
 def test_results_do_not_depend_on_the_cudnn_shape(shape, many, dense, monkeypatch):
-    """Results computed in one shape have the memory layout of the other."""
+    """Results computed in the views, and written there, are the function's results."""
     monkeypatch.setattr(activation_tiling, "_LARGE", many)
-    gate, up = (half.clone() if dense else half for half in torch.randn(shape[0], 2 * shape[1]).chunk(2, dim=-1))
-    rows = as_rows([torch.randn(shape), gate, up], ("grad", *NAMES))
-    for function, given, options in (
-        (graphs.silu_mul_rows, rows[1:], {}),
-        (graphs.gelu_mul_rows, rows[1:], {}),
-        (graphs.relu_squared_rows, rows[1:2], {}),
-        (graphs.silu_mul_gradients, rows, {"dense": True}),
-        (graphs.silu_mul_gradients, rows, {"dense": False}),
-        (graphs.silu_mul_grad_gate, rows, {}),
-        (graphs.silu_mul_grad_up, rows[:2], {}),
+    both = torch.randn(shape[0], 2 * shape[1])
+    gate, up = (half.clone() if dense else half for half in both.chunk(2, dim=-1))
+    grad = torch.randn(shape)
+    for function, given in (
+        (graphs.silu_mul_rows, (gate, up)),
+        (graphs.silu_mul_rows, (both, None)),
+        (graphs.gelu_mul_rows, (gate, up)),
+        (graphs.relu_squared_rows, (gate,)),
+        (graphs.silu_mul_gradients, (grad, gate, up)),
+        (graphs.silu_mul_gradients, (grad, both, None)),
+        (graphs.silu_mul_grad_gate, (grad, gate, up)),
+        (graphs.silu_mul_grad_up, (grad, gate)),
     ):
-        results = [as_tuple(function.reference(*each, **options)) for each in (given, function.in_form(given))]
-        for plain, other in zip(*results, strict=True):
-            torch.testing.assert_close(other.as_strided(plain.shape, plain.stride()), plain)
-        key = function.describe(*given, **options).key(TARGET, 0)
-        assert [each.layout.shape for each in key.inputs] == [tuple(x.shape) for x in function.in_form(given)]
+        wanted = as_tuple(function.reference(*given))
+        results = [torch.full_like(x, torch.nan) for x in wanted]
+        operands, views, _ = function.views(given, results, {})
+        for view, result in zip(views, as_tuple(function.reference(*operands)), strict=True):
+            view.copy_(result)
+        for result, right in zip(results, wanted, strict=True):
+            torch.testing.assert_close(result, right)
+        key = function.describe(*given).key(TARGET, 0)
+        assert [each.layout.shape for each in key.inputs] == [tuple(x.shape) for x in operands]
+        assert [each.layout.stride for each in key.outputs] == [x.stride() for x in views]
 
 
 def test_layouts_that_need_a_copy_are_refused():
     with pytest.raises(LayoutError, match="up: got strides"):
-        as_rows([torch.randn(4, 6), torch.randn(6, 4).t()], NAMES)
+        check_rows([torch.randn(4, 6), torch.randn(6, 4).t()], NAMES)
     with pytest.raises(LayoutError, match="gate: got shape"):
-        as_rows([torch.randn(4, 3, 8).transpose(0, 1), torch.randn(3, 4, 8)], NAMES)
+        check_rows([torch.randn(4, 3, 8).transpose(0, 1), torch.randn(3, 4, 8)], NAMES)
 
 
 def can_be_rows(x):
@@ -148,12 +155,10 @@ def test_exactly_viewable_rows_are_read_in_place(shape):
         x = torch.randn(400).as_strided(shape, (*steps, 1))
         seen.add(can_be_rows(x))
         if can_be_rows(x):
-            (rows,) = as_rows([x], ["x"])
-            assert rows.data_ptr() == x.data_ptr()
-            assert torch.equal(rows[0], x.reshape(-1, shape[-1]))
+            check_rows([x], ["x"])
         else:
             with pytest.raises(LayoutError, match="rows at one stride"):
-                as_rows([x], ["x"])
+                check_rows([x], ["x"])
     assert seen == ({True} if sum(size > 1 for size in shape) == 1 else {False, True})
 
 

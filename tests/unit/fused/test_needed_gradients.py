@@ -63,14 +63,14 @@ def test_needs_are_passed_to_the_backward_function(compiles, wanted, with_bias):
         torch.testing.assert_close(one, other)
 
 
-ROWS, WEIGHT = torch.randn(5, 1, 1, 16), torch.rand(1, 1, 1, 16)
+ROWS, WEIGHT = torch.randn(5, 16), torch.rand(16)
 IMAGE, FILTERS = torch.randn(2, 4, 8, 8), torch.randn(6, 4, 3, 3)
-SIZES = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "activation": None}
+SIZES = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "activation": None}
 FUNCTIONS = {
-    "rms_norm": (rms_norm_rows, (ROWS, WEIGHT, ROWS, 0.5, 1.0), {"with_scale": True, "activation": None}),
-    "layer_norm": (layer_norm_rows, (ROWS, WEIGHT, WEIGHT, 0.5), {"with_statistics": True}),
-    "silu_mul": (silu_mul_rows, (ROWS[0], ROWS[1]), {}),
-    "conv2d": (convolution, (IMAGE, FILTERS, torch.randn(1, 6, 1, 1)), SIZES),
+    "rms_norm": (rms_norm_rows, (ROWS, WEIGHT, 0.5, 1.0, ROWS), {"trains": True, "activation": None}),
+    "layer_norm": (layer_norm_rows, (ROWS, WEIGHT, WEIGHT, 0.5), {"trains": True}),
+    "silu_mul": (silu_mul_rows, (ROWS, ROWS + 1), {}),
+    "conv2d": (convolution, (IMAGE, FILTERS, torch.randn(6)), SIZES),
 }
 
 
@@ -78,15 +78,14 @@ FUNCTIONS = {
 def test_only_needed_gradients_are_computed(name):
     function, operands, options = FUNCTIONS[name]
     results = torch_ops.as_tuple(function.reference(*operands, **options))
-    grads = [torch.randn_like(result) for result in results]
-    count = sum(isinstance(x, torch.Tensor) for x in operands)
-    rest = (None,) * (len(operands) - count)
+    grads = [torch.randn_like(result) for result in function.without_auxiliary(results, trains=True)]
+    results = results[function.kept]
+    tensors = [place for place, x in enumerate(operands) if isinstance(x, torch.Tensor)]
     whole = torch_ops.gradients(function, grads, operands, results=results, static=options)
-    for needs in itertools.product([True, False], repeat=count):
-        of_all = (*needs, *(False for _ in rest))
-        found = torch_ops.gradients(function, grads, operands, results=results, static=options, needs=of_all)
-        assert found[count:] == rest
-        for one, other, is_needed in zip(found, whole, needs, strict=False):
+    for wanted in itertools.product([True, False], repeat=len(tensors)):
+        needs = tuple(place in tensors and wanted[tensors.index(place)] for place in range(len(operands)))
+        found = torch_ops.gradients(function, grads, operands, results=results, static=options, needs=needs)
+        for one, other, is_needed in zip(found, whole, needs, strict=True):
             assert (one is not None) is is_needed
             if is_needed:
                 torch.testing.assert_close(one, other)
