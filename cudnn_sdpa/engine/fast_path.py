@@ -103,11 +103,6 @@ def describe(tensor: Tensor | None) -> Hashable:
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
-def describe_operand(operand: object) -> object:
-    """The part of an operand that determines a call; for a number, which is data, its type."""
-    return describe(operand) if isinstance(operand, Tensor) else type(operand)
-
-
 def type_of(option: Any) -> Any:
     """The type of an option: 1, 1.0 and True differ, and so do 0.0 and -0.0; in tuples too."""
     kind = type(option)
@@ -121,8 +116,11 @@ def type_of(option: Any) -> Any:
 #: Types whose values equal no value of another type, so that comparing them is enough.
 _UNMISTAKABLE = (str, type(None))
 
+#: The options of a call, by name, or in the order of its fields.
+Options = Mapping[str, Any] | tuple[Any, ...]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class KnownCall:
     """A call that may be repeated, and what recognizes another like it.
 
@@ -135,12 +133,12 @@ class KnownCall:
         deterministic: Whether `torch.use_deterministic_algorithms` was in force.
         tensors_of: Its tensors, out of its operands.
         is_like: Guard for the tensors, which also sees whether they require grad.
-        run: Runs such a call, given the operands.
+        run: Runs such a call.
     """
 
     count: int
     others: tuple[tuple[int, type], ...]
-    options: Mapping[str, object]
+    options: Options
     kinds: tuple[Any, ...] | None
     grad_mode: bool
     deterministic: bool
@@ -148,11 +146,14 @@ class KnownCall:
     is_like: Guard
     run: Callable[..., Any]
 
-    def has_options(self, options: Mapping[str, object]) -> bool:
-        """Whether the options have the same types, if they are equal: 1, 1.0 and True are not the same."""
-        if self.kinds is None or all(map(is_, options.values(), self.options.values())):
+    def has_options(self, options: Options) -> bool:
+        """Whether options that equal these have their types, too: 1, 1.0 and True are equal."""
+        if self.kinds is None:
             return True
-        return self.kinds == _kinds([options[name] for name in self.options])
+        if isinstance(options, tuple):
+            return self.kinds == tuple(map(type, options))
+        values = [options[name] for name in self.options]
+        return all(map(is_, values, _values(self.options))) or self.kinds == kinds_of(values)
 
 
 class KnownCalls(Generic[KindT]):
@@ -164,17 +165,21 @@ class KnownCalls(Generic[KindT]):
         table: The bound calls by signature, and the last one.
     """
 
-    def __init__(self, runs: Callable[[Any, tuple[Any, ...], Mapping[str, object], bool], Callable[..., Any]]) -> None:
+    def __init__(
+        self,
+        look_up: Callable[[tuple[Any, ...], Any, bool], KindT | None],
+        runs: Callable[[KindT, tuple[Any, ...], Any, bool], Callable[..., Any]],
+    ) -> None:
         """Makes a table without calls.
 
         Args:
-            runs: Gives what runs calls like one, from its entry, its operands, its options, and whether autograd
-                follows it.
+            look_up: Gives the bound call for operands, options, and whether autograd follows it; None if it is unknown.
+            runs: Gives what runs such calls.
         """
         self.table: CallTable[KnownCall | None] = CallTable(None)
-        self._runs = runs
+        self._look_up, self._runs = look_up, runs
 
-    def find(self, operands: tuple[Any, ...], options: Mapping[str, object]) -> Callable[..., Any] | None:
+    def find(self, operands: tuple[Any, ...], options: Options) -> Callable[..., Any] | None:
         """What runs a call at once, if calls like it are known and nothing must intercept it."""
         last = self.table.last
         try:
@@ -198,56 +203,48 @@ class KnownCalls(Generic[KindT]):
                 ):
                     return last.run
             return self._find_by_signature(operands, options)
-        except (AttributeError, RuntimeError, TypeError, ValueError):  # no memory, not hashable: the checks say so
-            return None
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            return None  # not tensors, without memory, not hashable: the checks say so
 
-    def _find_by_signature(self, operands: tuple[Any, ...], options: Mapping[str, object]) -> Callable[..., Any] | None:
+    def _find_by_signature(self, operands: tuple[Any, ...], options: Options) -> Callable[..., Any] | None:
         tensors = [x for x in operands if isinstance(x, Tensor)]
         for tensor in tensors:
             if tensor.is_nested or is_batch(tensor):
                 return None
         if not can_bypass_dispatcher(*tensors):
             return None
-        trains, deterministic = needs_gradient(*tensors), is_deterministic()
-        entry = self.table.get(_signature(operands, options, trains=trains, deterministic=deterministic))
+        trains = needs_gradient(*tensors)
+        entry: Any = self._look_up(operands, options, trains)
         if entry is None:
             return None
-        run = self._runs(entry, operands, options, trains)
-        if len(set(map(id, tensors))) == len(tensors):  # a guard takes no tensor twice
-            places = [place for place, x in enumerate(operands) if isinstance(x, Tensor)]
-            is_plain = all(type(value) in _UNMISTAKABLE for value in options.values())
-            last = KnownCall(
+        others = tuple([(place, type(x)) for place, x in enumerate(operands) if not isinstance(x, Tensor)])
+        known: KnownCall | None = entry.last
+        if (
+            known is None
+            or known.others != others
+            or known.options != options
+            or not known.has_options(options)
+            or known.grad_mode is not is_grad_enabled()
+            or known.deterministic is not is_deterministic()
+            or not known.is_like(*tensors)
+        ):
+            run = self._runs(entry, operands, options, trains)
+            if len(set(map(id, tensors))) != len(tensors):  # a guard takes no tensor twice
+                return run
+            kinds = tuple(map(type, options)) if isinstance(options, tuple) else kinds_of(options.values())
+            known = entry.last = KnownCall(
                 count=len(operands),
-                others=tuple((place, type(x)) for place, x in enumerate(operands) if not isinstance(x, Tensor)),
-                options=dict(options),
-                kinds=None if is_plain else _kinds(options.values()),
+                others=others,
+                options=options,
+                kinds=None if all(kind in _UNMISTAKABLE for kind in kinds) else kinds,
                 grad_mode=is_grad_enabled(),
-                deterministic=deterministic,
-                tensors_of=items_of(places),
+                deterministic=is_deterministic(),
+                tensors_of=items_of([place for place, x in enumerate(operands) if isinstance(x, Tensor)]),
                 is_like=tensor_guard(*tensors),
                 run=run,
             )
-            self.table.remember_last(last, entry.plan)
-        return run
-
-    def get(
-        self, operands: tuple[Any, ...], options: Mapping[str, object], *, trains: bool, deterministic: bool
-    ) -> KindT | None:
-        """The bound call with this signature, if there is one."""
-        found: KindT | None = self.table.get(_signature(operands, options, trains=trains, deterministic=deterministic))
-        return found
-
-    def add(
-        self,
-        operands: tuple[Any, ...],
-        options: Mapping[str, object],
-        entry: PreparedCall,
-        *,
-        trains: bool,
-        deterministic: bool,
-    ) -> None:
-        """Adds the bound call for these operands and options, which have been checked."""
-        self.table.add(_signature(operands, options, trains=trains, deterministic=deterministic), entry)
+        self.table.remember_last(known, entry.plan)
+        return known.run
 
 
 def items_of(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
@@ -262,12 +259,10 @@ def items_of(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ..
     return itemgetter(*places)
 
 
-def _kinds(options: Iterable[object]) -> tuple[Any, ...]:
+def _values(options: Options) -> Iterable[Any]:
+    return options if isinstance(options, tuple) else options.values()
+
+
+def kinds_of(options: Iterable[object]) -> tuple[Any, ...]:
+    """The types of options; see `type_of`."""
     return tuple([type_of(value) for value in options])
-
-
-def _signature(
-    operands: tuple[Any, ...], options: Mapping[str, object], *, trains: bool, deterministic: bool
-) -> Hashable:
-    """Everything that determines a call, except the values of its numbers."""
-    return (trains, deterministic, *map(describe_operand, operands), *options.items(), *_kinds(options.values()))

@@ -26,21 +26,20 @@ from typing import Any, Generic, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from cudnn_sdpa.engine import autograd_checks, fallback
 from cudnn_sdpa.engine.autocast import is_deterministic
+from cudnn_sdpa.engine.autograd import Differentiable
 from cudnn_sdpa.engine.autograd_checks import CallT
 from cudnn_sdpa.engine.dispatch_state import (
     Guard,
     can_bypass_dispatcher,
-    is_profiling,
     needs_gradient,
     needs_operator,
     tensor_guard,
 )
-from cudnn_sdpa.engine.fast_path import CallTable, describe
+from cudnn_sdpa.engine.fast_path import KnownCall, KnownCalls, describe
 from cudnn_sdpa.engine.launch import Layout, check_one_device
 from cudnn_sdpa.engine.memory import MISALIGNED, like_in_memory
 from cudnn_sdpa.engine.torch_ops import define, library, new_seed
@@ -61,7 +60,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     str: "str",
     float: "float",
     float | None: "float?",
-    torch.dtype | None: "ScalarType?",
+    torch.dtype: "ScalarType",
 }
 
 
@@ -118,7 +117,7 @@ class _Entry:
         run: See `Prepared`.
         plan: Its plan.
         last_gradient: What recognizes the last backward call of this call.
-        last: Reset by the table; see `CallTable`.
+        last: The last such call, to recognize another; reset by the table.
     """
 
     __slots__ = ("__weakref__", "last", "last_gradient", "plan", "run")
@@ -127,7 +126,7 @@ class _Entry:
         self.run = run
         self.plan = plan
         self.last_gradient = _LastGradient()
-        self.last: None = None
+        self.last: KnownCall | None = None
 
 
 class _Tracked(NamedTuple):
@@ -138,32 +137,37 @@ class _Tracked(NamedTuple):
         call: The call, with all results.
         entry: Its entry, if the fast path found it.
         returns_all: Whether all results are returned.
+        by_reference: Whether it runs in plain PyTorch, on any device, as cuDNN declines it.
     """
 
     operation: Operation[Any]
     call: Any
     entry: _Entry | None
     returns_all: bool
+    by_reference: bool = False
+
+    def forward(self, ctx: Any, _: tuple[Any, ...]) -> Any:
+        """Runs the call, and saves what its gradients need; a result more than is wanted would take 2 µs."""
+        operation, call, entry, returns_all, by_reference = self
+        run = operation._on_cpu if by_reference else operation.runner(call) if entry is None else entry.run
+        found = _as_tuple(run(call))
+        if operation.differentiable:
+            operation.save(ctx, call, found)
+        last = None if entry is None else entry.last_gradient
+        ctx.tracked = _TrackedGradient(operation, last, by_reference)
+        return _alone(found if returns_all else operation._split(found)[0])
 
 
-class _CachedCall(NamedTuple):
-    """The last call, and what recognizes another like it.
+class _TrackedGradient(NamedTuple):
+    """What autograd's graph holds of such a call, besides tensors and options."""
 
-    Attributes:
-        options: Its options.
-        types: The types of all its fields: they say which tensors are given, and distinguish 1, 1.0 and True.
-        grad_mode: Whether gradients were enabled.
-        is_like: Guard for its tensors, which also sees whether they require grad.
-        mark: See `Operation`.
-        run: Runs such a call.
-    """
+    operation: Operation[Any]
+    last: _LastGradient | None
+    by_reference: bool
 
-    options: tuple[Any, ...]
-    types: tuple[type, ...]
-    grad_mode: bool
-    is_like: Guard
-    mark: Hashable
-    run: Callable[[Any], Result]
+    def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> list[Tensor | None]:
+        """The gradient of each differentiable input."""
+        return self.operation.gradients(ctx, grads, needs, self.last, by_reference=self.by_reference)
 
 
 class _CachedGradient(NamedTuple):
@@ -291,8 +295,8 @@ class Operation(Generic[CallT]):
         if self.differentiable:
             self.operators["backward"] = f"{self.name}_backward"
             self._describe_gradients()
-        self.table: CallTable[_CachedCall | None] = CallTable(None)
-        self._recent = 0  #: the id of the entry that was last found by its signature
+        self.known: KnownCalls[_Entry] = KnownCalls(self._look_up, self._runs)
+        self.table = self.known.table
         self._known_to_be_differentiable: set[Hashable] = set()
         self._register_operators()
         if self.differentiable:
@@ -430,8 +434,8 @@ class Operation(Generic[CallT]):
         if self._out_of(call) is not None:
             self.check_memory(call)
             complete = complete._replace(out=None)
-        tracked = _Tracked(self, complete, None, True)
-        found = _as_tuple(_ByReference.apply(tracked, *call[: self._gradients]))  # type: ignore[no-untyped-call]
+        tracked = _Tracked(self, complete, None, returns_all=True, by_reference=True)
+        found = _as_tuple(Differentiable.apply(tracked, *call[: self._gradients]))  # type: ignore[no-untyped-call]
         return self._wanted(call, self._into_out_of(call, found))
 
     # What a call wants.
@@ -474,56 +478,42 @@ class Operation(Generic[CallT]):
         try:
             if not self.is_cacheable(call):
                 return None
-            options, types, last = call[self._options], tuple(map(type, call)), self.table.last
-            tensors = []
-            for tensor in call[: self._tensors]:
-                if tensor is not None:
-                    if tensor.is_nested:  # a guard would end the process
-                        return None
-                    tensors.append(tensor)
-            if (
-                last is not None
-                and last.types == types
-                and last.options == options
-                and last.grad_mode is torch.is_grad_enabled()
-                and last.is_like(*tensors)
-                and (self.mark is None or last.mark == self.mark(call))
-                and not is_profiling()
-                and forward_ad._current_level < 0
-            ):
-                return last.run
-            return self._find_by_signature(call, options, types, tensors)
+            if self.takes_out and call[-1] is not None:
+                return self._find_into_out(call)
+            options = call[self._options]
+            if self.mark is not None:
+                options = (*options, self.mark(call))
         except (AttributeError, IndexError, TypeError, RuntimeError):  # not tensors, not hashable: the checks say so
             return None
+        return self.known.find(call[: self._tensors], options)
 
-    def _find_by_signature(
-        self, call: CallT, options: tuple[Any, ...], types: tuple[type, ...], tensors: list[Tensor]
-    ) -> Callable[[CallT], Result] | None:
-        out = self._out_of(call)
-        trains = needs_gradient(*tensors, out)
-        if (self._flag and type(call[self._inputs]) is not bool) or not can_bypass_dispatcher(*tensors, out):
+    def _look_up(self, operands: tuple[Any, ...], options: tuple[Any, ...], trains: bool) -> _Entry | None:
+        """The entry of a known call; if autograd follows it, of one whose gradients are known to be supported."""
+        call = self._call_of(operands, options)
+        if self._flag and type(call[self._inputs]) is not bool:
             return None
         name = self.signature(self.complete(call) if trains else call)
         entry: _Entry | None = self.table.get(name)
-        if entry is None or (trains and (name not in self._known_to_be_differentiable or out is not None)):
+        return None if trains and name not in self._known_to_be_differentiable else entry
+
+    def _runs(
+        self, entry: _Entry, _operands: tuple[Any, ...], _options: tuple[Any, ...], trains: bool
+    ) -> Callable[[CallT], Result]:
+        return functools.partial(self._differentiate, entry=entry) if trains else entry.run
+
+    def _call_of(self, operands: tuple[Any, ...], options: tuple[Any, ...]) -> CallT:
+        """The call with these tensors and options, whose result is new."""
+        flags = self._options.stop - self._tensors
+        found: CallT = self.call._make((*operands, *options[:flags], *([None] if self.takes_out else [])))
+        return found
+
+    def _find_into_out(self, call: CallT) -> Callable[[CallT], Result] | None:
+        """The same for a call whose result goes into a given tensor, which is not remembered as the last one."""
+        tensors = [x for x in (*call[: self._tensors], call[-1]) if x is not None]
+        if any(x.is_nested for x in tensors) or needs_gradient(*tensors) or not can_bypass_dispatcher(*tensors):
             return None
-        if out is not None:
-            return functools.partial(self._into_out, entry=entry)
-        run = functools.partial(self._differentiate, entry=entry) if trains else entry.run
-        recent, self._recent = self._recent, id(entry)
-        if recent != id(entry):  # a guard takes 10 µs, and is of no use to calls that alternate
-            return run
-        if len(set(map(id, tensors))) == len(tensors):  # a guard takes no tensor twice
-            last = _CachedCall(
-                options=options,
-                types=types,
-                grad_mode=torch.is_grad_enabled(),
-                is_like=tensor_guard(*tensors),
-                mark=None if self.mark is None else self.mark(call),
-                run=run,
-            )
-            self.table.remember_last(last, entry.plan)
-        return run
+        entry: _Entry | None = self.table.get(self.signature(call))
+        return None if entry is None else functools.partial(self._into_out, entry=entry)
 
     def _into_out(self, call: CallT, entry: _Entry) -> Result:
         """A known call whose result goes into a given tensor, which may overlap others in this call alone."""
@@ -535,12 +525,10 @@ class Operation(Generic[CallT]):
 
     def signature(self, call: CallT) -> Hashable:
         """Everything that decides a call's plan and how it is bound."""
-        layouts = [  # `describe` without its calls
-            None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in call[: self._tensors]
-        ]
+        tensors = map(describe, call[: self._tensors])
         options = call[self._options]
         mark = None if self.mark is None else self.mark(call)
-        return (*layouts, *options, *map(type, options), describe(self._out_of(call)), mark)
+        return (*tensors, *options, *map(type, options), describe(self._out_of(call)), mark)
 
     def _entry(self, name: Hashable, call: Any, prepare: Callable[[Any], Prepared]) -> _Entry | Prepared:
         """The prepared call of this signature, prepared now if there is none."""
@@ -577,7 +565,7 @@ class Operation(Generic[CallT]):
                 return self._wanted(call, _as_tuple(self._by_operator(self.complete(call))))
             complete = self.call._make((*call[: self._inputs], *self._wants_all))
             tracked = _Tracked(self, complete, entry, self._is_complete(call))
-            result: Result = _Differentiable.apply(tracked, *call[: self._gradients])  # type: ignore[no-untyped-call]
+            result: Result = Differentiable.apply(tracked, *call[: self._gradients])  # type: ignore[no-untyped-call]
         except RuntimeError:
             autograd_checks.refuse_inference_tensors(call)
             raise
@@ -777,45 +765,6 @@ class Operation(Generic[CallT]):
 
 #: All operations, by name.
 OPERATIONS: dict[str, Operation[Any]] = {}
-
-
-class _Differentiable(torch.autograd.Function):
-    """A call that autograd follows, in eager mode. It returns what is wanted: each result more would take 2 µs."""
-
-    @staticmethod
-    def forward(ctx: Any, tracked: _Tracked, *_: Any) -> Any:
-        """Runs the forward pass; the other inputs are those that autograd tracks."""
-        operation, call, entry, returns_all = tracked
-        found = _as_tuple((operation.runner(call) if entry is None else entry.run)(call))
-        operation.save(ctx, call, found)
-        ctx.operation, ctx.last_gradient = operation, None if entry is None else entry.last_gradient
-        return _alone(found if returns_all else operation._split(found)[0])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """The gradients of the tensors, None for the other input."""
-        _, *needs = ctx.needs_input_grad
-        return None, *ctx.operation.gradients(ctx, grads, tuple(needs), ctx.last_gradient)
-
-
-class _ByReference(torch.autograd.Function):
-    """The same by the reference in plain PyTorch, on any device, for calls that cuDNN declines."""
-
-    @staticmethod
-    def forward(ctx: Any, tracked: _Tracked, *_: Any) -> Any:
-        """Runs the reference."""
-        operation, call, _entry, _returns_all = tracked
-        found = operation._on_cpu(call)
-        if operation.differentiable:
-            operation.save(ctx, call, _as_tuple(found))
-        ctx.operation = operation
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """The gradients of the tensors, None for the other input."""
-        _, *needs = ctx.needs_input_grad
-        return None, *ctx.operation.gradients(ctx, grads, tuple(needs), by_reference=True)
 
 
 def _new(like: Tensor, layout: Layout) -> Tensor:

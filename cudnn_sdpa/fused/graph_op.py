@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, overload
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import cast_tensor
+from cudnn_sdpa.engine.autograd import Differentiable
 from cudnn_sdpa.engine.dispatch_state import (
     can_bypass_dispatcher,
     is_batch,
@@ -22,7 +23,7 @@ from cudnn_sdpa.engine.dispatch_state import (
     plain,
 )
 from cudnn_sdpa.engine.explain import Description
-from cudnn_sdpa.engine.fast_path import KnownCalls, items_of
+from cudnn_sdpa.engine.fast_path import KnownCall, KnownCalls, items_of, kinds_of
 from cudnn_sdpa.engine.launch import BoundPlan, check_one_device, readable
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops
@@ -58,7 +59,7 @@ class _Entry:
         static: The options.
         is_single: Whether it has one result.
         plan: The plan.
-        last: Reset by `CallTable`.
+        last: The last such call, to recognize another; reset by `CallTable`.
     """
 
     __slots__ = ("bound", "is_single", "last", "plan", "static")
@@ -66,7 +67,7 @@ class _Entry:
     def __init__(self, bound: BoundPlan, static: Options, *, is_single: bool) -> None:
         self.bound, self.static, self.is_single = bound, static, is_single
         self.plan: Plan = bound.plan
-        self.last: None = None
+        self.last: KnownCall | None = None
 
 
 class GraphFunction(GraphOp):
@@ -128,7 +129,7 @@ class GraphFunction(GraphOp):
             raise OptionError(f"the graph builder {builder.__name__}", got, "no * parameters, and names for all others")
         functions = (builder, backward, reference, outputs, readable, views, reads)
         self.token = torch_ops.register(self, function_digest(*functions))
-        self.known: KnownCalls[_Entry] = KnownCalls(self._runs)
+        self.known: KnownCalls[_Entry] = KnownCalls(self._look_up, self._runs)
         self._find = self.known.find
 
     def __call__(self, *operands: Value, **options: object) -> Any:
@@ -167,12 +168,20 @@ class GraphFunction(GraphOp):
             entry = self.prepared(values, static)
             is_as_given = len(values) >= len(operands) and all(map(_is_same, operands, values))
             if is_as_given and options.keys() <= self.options.keys():
-                deterministic = entry.plan.key.deterministic
-                self.known.add(operands, options, entry, trains=trains, deterministic=deterministic)
+                self.known.table.add(self._signature(operands, options, trains), entry)
             launch = entry.bound.run
         if trains:
-            return _Differentiable.apply(self._tracked(values, static, launch), *values)  # type: ignore[no-untyped-call]
+            return Differentiable.apply(self._tracked(values, static, launch), *values)  # type: ignore[no-untyped-call]
         return self._returned(launch(tensors, _numbers(values)), trains=False)
+
+    def _look_up(self, operands: tuple[Value, ...], options: Mapping[str, object], trains: bool) -> _Entry | None:
+        entry: _Entry | None = self.known.table.get(self._signature(operands, options, trains))
+        return entry
+
+    def _signature(self, operands: tuple[Value, ...], options: Mapping[str, object], trains: bool) -> Hashable:
+        """Everything that determines a call's plan and how it is bound; of numbers, which are data, the type."""
+        layouts = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in operands]
+        return (trains, is_deterministic(), *layouts, *options.items(), *kinds_of(options.values()))
 
     def _runs(
         self, entry: _Entry, operands: tuple[Value, ...], _: Mapping[str, object], trains: bool
@@ -181,7 +190,7 @@ class GraphFunction(GraphOp):
         if trains:
             rest = (None,) * (len(self.operands) - len(operands))
             tracked = self._tracked((*operands, *rest), entry.static, entry.bound.run)
-            apply: Callable[..., Any] = _Differentiable.apply
+            apply: Callable[..., Any] = Differentiable.apply
             return lambda *operands: apply(tracked, *operands, *rest)
         run, pattern = entry.bound.run, Pattern(operands)
         tensors_of, numbers_of = pattern.tensors_of, pattern.numbers_of
@@ -310,19 +319,19 @@ class GraphFunction(GraphOp):
             UnsupportedError: cuDNN has no plan for it.
             PlanBuildError: It is missing and may not be built now.
         """
-        deterministic = is_deterministic()
-        entry = self.known.get(values, static, trains=False, deterministic=deterministic)
+        signature = self._signature(values, static, False)
+        entry: _Entry | None = self.known.table.get(signature)
         if entry is None:
             with torch.cuda.device(_tensors(values)[0].device):
-                entry = self._bind(values, static, deterministic=deterministic)
-            self.known.add(values, static, entry, trains=False, deterministic=deterministic)
+                entry = self._bind(values, static)
+            self.known.table.add(signature, entry)
         return entry
 
-    def _bind(self, values: tuple[Value, ...], static: Options, *, deterministic: bool) -> _Entry:
+    def _bind(self, values: tuple[Value, ...], static: Options) -> _Entry:
         check_one_device(self.operands, values)
         device, results = _tensors(values)[0].get_device(), self.outputs(values, static)
         viewed = self._viewed(values, results, static)
-        key = self._key(viewed, live_target(device), device, deterministic=deterministic)
+        key = self._key(viewed, live_target(device), device, deterministic=is_deterministic())
         given = dict(zip(self.operands, values, strict=True))
         bound = BoundPlan(
             plan=plan_cache.get(key, lambda key: build_plan(self, key)),
@@ -434,7 +443,7 @@ class Saved:
         """Saves the tensors and numbers of a call."""
         ctx.save_for_backward(*self._kept_of(values), *results[self.function.kept])
         ctx.set_materialize_grads(False)
-        ctx.saved, ctx.numbers = self, self.pattern.numbers_of(values)
+        ctx.tracked, ctx.numbers = self, self.pattern.numbers_of(values)
         returned = self.function.without_auxiliary(results, trains=True)
         # Only one of several results may have no gradient.
         ctx.like = [(x.shape, x.dtype, x.device) for x in returned] if len(returned) > 1 else None
@@ -475,21 +484,12 @@ class _Tracked(NamedTuple):
     launch: Launch
     saved: Saved
 
-
-class _Differentiable(torch.autograd.Function):
-    """A call that autograd follows, in eager mode."""
-
-    @staticmethod
-    def forward(ctx: Any, tracked: _Tracked, *values: Value) -> Any:
-        launch, saved = tracked
+    def forward(self, ctx: Any, values: tuple[Value, ...]) -> Any:
+        """Launches the call, and saves what `backward` reads."""
+        launch, saved = self
         results = launch(saved.pattern.tensors_of(values), saved.pattern.numbers_of(values))
         saved.save(ctx, values, results)
         return saved.function._returned(results, trains=True)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        _, *needs = ctx.needs_input_grad
-        return None, *ctx.saved.gradients(ctx, grads, tuple(needs))
 
 
 def no_key(*_: object) -> NoReturn:

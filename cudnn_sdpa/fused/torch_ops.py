@@ -282,7 +282,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[object, ...]:
     _, _, tensors_need, *_ = ctx.needs_input_grad  # in the order of the schema: name, kinds, tensors, ...
     needs = _needs(tensors_need, ctx.kinds)
-    grad_inputs = ctx.saved.gradients(ctx, ctx.saved.function.without_auxiliary(grads, trains=True), needs)
+    grad_inputs = ctx.tracked.gradients(ctx, ctx.tracked.function.without_auxiliary(grads, trains=True), needs)
     tensor_gradients = [gradient for gradient, kind in zip(grad_inputs, ctx.kinds, strict=True) if kind == "t"]
     # One for each argument of the operator: token, kinds, tensors, numbers, symbols, options. PyTorch takes an empty
     # list of numbers for a list of tensors.
