@@ -71,7 +71,7 @@ class _Entry:
 
 
 class GraphFunction(GraphOp):
-    """A fused cuDNN operation as a function of tensors; made by `graph_op`, whose arguments are described there.
+    """A fused cuDNN operation as a function of tensors; made by `graph_op`.
 
     A call goes the way of all operations. One like an earlier call is launched at once. Any other is bound to the
     builder's parameters, cast, checked, and given tensors that kernels can read. Then it runs through autograd, through

@@ -7,8 +7,11 @@ then tested with it.
 from __future__ import annotations
 
 import copy
+import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +20,6 @@ from float64_reference import attend
 from torch import Tensor
 
 import cudnn_sdpa
-from cudnn_sdpa.engine.autograd_checks import no_second_gradient
 from cudnn_sdpa.plans.cache import plan_cache
 
 HALF = torch.bfloat16
@@ -334,63 +336,28 @@ def exact_conv3d(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
     return torch.nn.functional.conv3d(x, weight, **options)
 
 
-# A user's graphs: a function and its gradient.
+# An operation of a user's: that of docs/add_an_operation.md.
 
 
-def _bounded_reference(x: Tensor, weight: Tensor, scale: float, *, negate: bool) -> Tensor:
-    out = torch.tanh(x.float() * weight.float() * scale)
-    return (-out if negate else out).to(x.dtype)
+def _sample(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "samples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def _bounded_gradients_reference(
-    grad: Tensor, out: Tensor, x: Tensor, weight: Tensor, scale: float, *, negate: bool
-) -> tuple[Tensor, Tensor]:
-    inner = grad.float() * (1 - out.float().square()) * (-scale if negate else scale)
-    return (inner * weight.float()).to(x.dtype), (inner * x.float()).to(x.dtype)
+sample = _sample("add_an_operation")
 
 
-@cudnn_sdpa.graph_op(
-    reference=_bounded_gradients_reference, backward=no_second_gradient("bounded"), keeps_results=False
-)
-def bounded_gradients(g: Any, grad: Any, out: Any, x: Any, weight: Any, scale: Any, *, negate: bool) -> tuple[Any, Any]:
-    """The gradients of x and, before it is summed, of the weight."""
-    inner = g.mul(a=g.tanh_backward(loss=grad, input=out), b=scale)
-    inner = g.neg(input=inner) if negate else inner
-    return g.mul(a=inner, b=weight), g.mul(a=inner, b=x)
+def call_of_a_user(x: Tensor, weight: Tensor, residual: Tensor, eps: float) -> Tensor:
+    """Both results in one tensor, so that both have gradients."""
+    return torch.cat(sample.add_rms_norm(x, weight, residual, eps), -1)
 
 
-def _bounded_backward(
-    grads: tuple[Tensor, ...],
-    operands: tuple[Any, ...],
-    results: tuple[Tensor, ...],
-    *,
-    needs: tuple[bool, ...],
-    negate: bool,
-) -> tuple[Tensor | None, ...]:
-    x, weight, scale = operands
-    grad_x, grad_weight = bounded_gradients(grads[0].contiguous(), results[0], x, weight, scale, negate=negate)
-    needs_grad_x, needs_grad_weight, _ = needs
-    return grad_x if needs_grad_x else None, grad_weight.sum_to_size(weight.shape) if needs_grad_weight else None, None
-
-
-@cudnn_sdpa.graph_op(reference=_bounded_reference, backward=_bounded_backward)
-def bounded(g: Any, x: Any, weight: Any, scale: Any, *, negate: bool) -> Any:
-    """tanh(x · weight · scale), or its opposite."""
-    out = g.tanh(input=g.mul(a=g.mul(a=x, b=weight), b=scale))
-    return g.neg(input=out) if negate else out
-
-
-def call_bounded(x: Tensor, weight: Tensor, scale: float, *, negate: bool) -> Tensor:
-    out: Tensor = bounded(x, weight, scale, negate=negate)
-    return out
-
-
-def of_a_user() -> dict[str, Tensor]:
-    return {"x": rows(), "weight": torch.rand(1, 1, 32).to(HALF)}
-
-
-def exact_bounded(x: Tensor, weight: Tensor, scale: float, *, negate: bool) -> Tensor:
-    return torch.tanh(x * weight * scale) * (-1 if negate else 1)
+def exact_of_a_user(x: Tensor, weight: Tensor, residual: Tensor, eps: float) -> Tensor:
+    return torch.cat(sample.in_float64(x, weight, residual, eps), -1)
 
 
 LONGEST = {"max_seqlen_q": 7, "max_seqlen_kv": 9}
@@ -516,12 +483,12 @@ OPERATIONS: dict[str, Example] = {
         has_double_backward=True,
     ),
     "a user's graph_op": Example(
-        call_bounded,
-        of_a_user,
-        exact_bounded,
+        call_of_a_user,
+        with_residual,
+        exact_of_a_user,
         compute=None,
-        differentiable=("x", "weight"),
-        options={"scale": 1.5, "negate": True},
+        differentiable=("x", "weight", "residual"),
+        options={"eps": 1e-3},
         is_attention=False,
     ),
     "silu_mul": Example(

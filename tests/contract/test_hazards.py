@@ -125,8 +125,12 @@ def test_an_upstream_gradient_may_be_none(call):
 def test_second_gradients_are_right_or_refused(call):
     tensors = call.tensors(grad=True)
     x = tensors[call.first]
-    (gradient,) = torch.autograd.grad(call(tensors).float().square().sum(), x, create_graph=True)
+
+    def first_gradient():
+        return torch.autograd.grad(call(tensors).float().square().sum(), x, create_graph=True)[0]
+
     if call.has_double_backward:
+        gradient = first_gradient()
         (second,) = torch.autograd.grad(gradient.float().sum(), x)
         exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
         squares = call.exact(**exact, **call.options).square().sum()
@@ -134,8 +138,8 @@ def test_second_gradients_are_right_or_refused(call):
         (wanted,) = torch.autograd.grad(first.sum(), exact[call.first])
         assert (second.double() - wanted).norm() < 5e-2 * wanted.norm()
         return
-    with pytest.raises(UnsupportedError, match="double backward"):
-        torch.autograd.grad(gradient.sum(), x)
+    with pytest.raises(UnsupportedError, match=r"double backward|no backward="):
+        torch.autograd.grad(first_gradient().sum(), x)
 
 
 @pytest.mark.differentiates

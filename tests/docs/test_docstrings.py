@@ -24,8 +24,9 @@ MODULES = ["cudnn_sdpa"] + [
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Pages whose blocks are one script: each continues the one before.
 SCRIPTS = {
-    *("plans.md", "quickstart.md", "serving.md", "shapes.md", "training.md", "troubleshooting.md"),
-    *("varlen.md", "fp8.md", "inference.md", "layouts.md", "masks.md", "modules.md", "transformers.md", "compile.md"),
+    *("add_an_operation.md", "plans.md", "quickstart.md", "serving.md", "shapes.md", "training.md"),
+    *("troubleshooting.md", "varlen.md", "fp8.md", "inference.md", "layouts.md", "masks.md", "modules.md"),
+    *("transformers.md", "compile.md"),
 }
 
 

@@ -46,6 +46,16 @@ def test_the_serving_sample_matches_dense_attention():
         assert "100.00%" in result.stdout
 
 
+def test_the_page_that_adds_an_operation_shows_the_sample():
+    result = run("samples/add_an_operation.py")
+    assert result.returncode == 0, result.stderr
+    assert "gradient of weight" in result.stdout
+    sample, page = ((ROOT / name).read_text() for name in ("samples/add_an_operation.py", "docs/add_an_operation.md"))
+    functions = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if code.startswith(("def ", "@"))]
+    assert len(functions) == 5
+    assert all(code.partition("\n\n\nx, weight")[0].rstrip() in sample for code in functions)
+
+
 def test_tables_match_the_benchmark_files():
     result = run("scripts/bench_tables.py", "--check")
     assert result.returncode == 0, result.stdout
