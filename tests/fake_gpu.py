@@ -29,9 +29,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import MIN_SCALE, ForwardArguments
+from cudnn_sdpa.attention.arguments import MIN_SCALE
 from cudnn_sdpa.attention.fp8 import reference as fp8_reference
-from cudnn_sdpa.attention.fp8.arguments import Fp8Backward, Fp8BackwardScales, Fp8Forward, Fp8Scales
+from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
 from cudnn_sdpa.engine import launch as graph_launch
 from cudnn_sdpa.engine import torch_ops as engine_ops
 from cudnn_sdpa.fused import graph_op as fused_calls
@@ -349,21 +349,24 @@ def paged_attention(key: PlanKey, x: Operands) -> Sequence[Tensor]:
 def fp8_attention(key: PlanKey, x: Operands) -> Sequence[Tensor]:
     """The forward and the backward pass of `sdpa_fp8`."""
     left, right, bottom_right = key.option_values["band"] or (None, None, False)
-    lengths = {f"seq_lens_{name}": t.flatten() for name in ("q", "kv") if (t := x.get(f"seq_len_{name}")) is not None}
-    call = ForwardArguments(
-        *(x[name] for name in "qkv"),
-        **lengths,
-        causal_alignment="bottom_right" if bottom_right else "top_left",
-        window_left=-1 if left is None else left,
-        window_right=-1 if right is None else right,
-        scale=float(x["scale"]),
-        with_lse=True,
-    )
+    options = {
+        "causal_alignment": "bottom_right" if bottom_right else "top_left",
+        "window_left": -1 if left is None else left,
+        "window_right": -1 if right is None else right,
+        "scale": float(x["scale"]),
+    }
+    options |= {f"seq_lens_{name}": t.flatten() for name in ("q", "kv") if (t := x.get(f"seq_len_{name}")) is not None}
     if "grad_out" in x:
-        scales = Fp8BackwardScales(*(x[name].view(1) for name in Fp8BackwardScales._fields))
-        return fp8_reference.gradients(Fp8Backward(x["grad_out"], x["out"], x["lse"].squeeze(-1), call, scales))
-    scales = Fp8Scales(*(x[name].view(1) for name in Fp8Scales._fields))
-    result = fp8_reference.attention(Fp8Forward(call, scales, x["out"].dtype))
+        scales = (x[name].view(1) for name in Fp8BackwardScales._fields)
+        tensors = (x[name] for name in ("grad_out", "q", "k", "v", "out"))
+        return fp8_reference.gradients(Fp8BackwardArguments(*tensors, x["lse"].squeeze(-1), *scales, **options))
+    for name in ("k", "v"):
+        if (table := x.get(f"table_{name}")) is not None:  # cuDNN reads the pages of all keys, also beyond the length
+            pages = x[name].view(torch.uint8)[table.flatten(1).long()]
+            x[name] = pages.transpose(1, 2).flatten(2, 3).view(x[name].dtype)
+    scales = (x[name].view(1) for name in Fp8Scales._fields)
+    call = Fp8Arguments(x["q"], x["k"], x["v"], *scales, **options, out_dtype=x["out"].dtype)
+    result = fp8_reference.attention(call)
     return [result.out, result.amax_s, result.amax_o, result.lse][: len(key.outputs)]
 
 

@@ -7,7 +7,7 @@ float32 and float64, which only the reference takes, count as bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -36,14 +36,14 @@ _passed: set[Hashable] = set()
 def check_call(call: CallT, strides: Callable[[CallT], None], rules: Callable[[CallT, Target], None]) -> None:
     """Refuses what the GPU would refuse, once for each kind of call."""
     target = cpu_target.active()
-    tensors = [x for x in _flat(call) if isinstance(x, Tensor)]
+    tensors = [x for x in call if isinstance(x, Tensor)]
     if target is None or not all(x.device.type == "cpu" for x in tensors) or not is_plain_memory(*tensors):
         return
     lifted = fallback.is_in_force()
-    name = (rules, target, lifted, *map(_signature, _flat(call)))
+    name = (rules, target, lifted, *map(_signature, call))
     if name in _passed:
         return
-    meta = _without_data(call, call.q if hasattr(call, "q") else call.call.q)
+    meta = _without_data(call)
     try:
         strides(meta)
         if not lifted:
@@ -55,14 +55,6 @@ def check_call(call: CallT, strides: Callable[[CallT], None], rules: Callable[[C
     _passed.add(name)
 
 
-def _flat(call: Iterable[object]) -> list[object]:
-    """The arguments of a call and of the calls nested in it."""
-    fields: list[object] = []
-    for field in call:
-        fields += _flat(field) if isinstance(field, tuple) else [field]
-    return fields
-
-
 def _signature(field: object) -> Hashable:
     """Everything about an argument that decides whether a call is refused."""
     if not isinstance(field, Tensor):
@@ -70,9 +62,9 @@ def _signature(field: object) -> Hashable:
     return describe(field), field.storage_offset() % ALIGNMENT, field.requires_grad
 
 
-def _without_data(call: CallT, q: Tensor) -> CallT:
+def _without_data(call: CallT) -> CallT:
     """The call with meta tensors of the same layouts, in dtypes that GPUs take."""
-    dtypes = {q.dtype: _GPU_DTYPE} if q.dtype in _REFERENCE_DTYPES else {}
+    dtypes = {call.q.dtype: _GPU_DTYPE} if call.q.dtype in _REFERENCE_DTYPES else {}
     changes: dict[str, object] = {}
     for name, field in call._asdict().items():
         if isinstance(field, Tensor):
@@ -80,8 +72,6 @@ def _without_data(call: CallT, q: Tensor) -> CallT:
             dtype = dtypes.get(field.dtype, field.dtype) if is_cast else field.dtype
             meta = torch.empty(0, dtype=dtype, device="meta", requires_grad=field.requires_grad)
             changes[name] = meta.as_strided(field.shape, field.stride(), field.storage_offset())
-        elif hasattr(field, "_fields"):
-            changes[name] = _without_data(field, q)
     result: CallT = call._replace(**changes)
     return result
 

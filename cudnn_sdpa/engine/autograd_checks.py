@@ -50,6 +50,7 @@ PYTORCHS_ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
 def check(
     what: str,
     out: Tensor | None,
+    /,
     *,
     loops: bool = True,
     forward_mode: str = PYTORCHS_ATTENTION,
@@ -68,7 +69,7 @@ def check(
         UnsupportedError: A tensor has a forward-mode tangent, a functorch transform needs a gradient, or `out` would
             need one.
     """
-    refuse_tangents({**inputs, "out": out}, forward_mode)
+    refuse_tangents({"out": out, **inputs}, forward_mode)
     refuse_transforms(what, *inputs.values(), out, loops=loops)
     if out is not None and needs_gradient(*inputs.values(), out):
         raise UnsupportedError(

@@ -92,8 +92,16 @@ class BoundPlan:
         self._point_to(self._numbers, self._template)
         self.is_binary = self._inputs == [0, 1] and len(outputs) == 1 and not parts and before is None
 
-    def __call__(self, call: Any, tensors: Sequence[Tensor], out: Tensor | None = None) -> list[Tensor]:
-        """Launches the plan and returns its outputs; the first is `out` if that is given, the others are new.
+    def __call__(
+        self, call: Any, tensors: Sequence[Tensor], out: Tensor | None = None, into: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Launches the plan and returns its outputs: new tensors, but for the first if `out` is given.
+
+        Args:
+            call: The call.
+            tensors: The inputs.
+            out: Where the first output goes.
+            into: Where all outputs go.
 
         Raises:
             LayoutError: A tensor has no memory, or kernels cannot read its address.
@@ -101,8 +109,8 @@ class BoundPlan:
         plan = self.plan
         if self._elsewhere and current_device() != plan.device:
             with torch.cuda.device(plan.device):
-                return self(call, tensors, out)
-        pointers, outputs, kept = self.pointers_for(call, tensors, out)
+                return self(call, tensors, out, into)
+        pointers, outputs, kept = self.pointers_for(call, tensors, out, into)
         plan.last_used = next_use()
         plan.launch(pointers)
         del kept  # until now: its memory must not go to the plan's workspace
@@ -154,7 +162,7 @@ class BoundPlan:
         return out
 
     def pointers_for(
-        self, call: Any, tensors: Sequence[Tensor], out: Tensor | None = None
+        self, call: Any, tensors: Sequence[Tensor], out: Tensor | None = None, into: Sequence[Tensor] | None = None
     ) -> tuple[array[int], list[Tensor], object]:
         """The pointers of a launch, its outputs, and what must live until then; the plan's device is current."""
         pointers, bits = self._template[:], 0  # of this call alone: many threads call at once
@@ -164,11 +172,16 @@ class BoundPlan:
         if bits & MISALIGNED:
             self._check_addresses(tensors)
         outputs = []
-        for place, layout in self._outputs:
-            output = allocate(*layout) if out is None else out
-            out = None
-            pointers[place] = output.data_ptr()
-            outputs.append(output)
+        if into is not None:
+            for (place, _), output in zip(self._outputs, into, strict=True):
+                pointers[place] = output.data_ptr()
+                outputs.append(output)
+        else:
+            for place, layout in self._outputs:
+                output = allocate(*layout) if out is None else out
+                out = None
+                pointers[place] = output.data_ptr()
+                outputs.append(output)
         kept = None if self._before is None else self._before(call, pointers, outputs)
         return pointers, outputs, kept
 

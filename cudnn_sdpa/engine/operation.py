@@ -60,7 +60,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     str: "str",
     float: "float",
     float | None: "float?",
-    torch.dtype: "ScalarType",
+    torch.dtype | None: "ScalarType?",
 }
 
 
@@ -525,10 +525,12 @@ class Operation(Generic[CallT]):
 
     def signature(self, call: CallT) -> Hashable:
         """Everything that decides a call's plan and how it is bound."""
-        tensors = map(describe, call[: self._tensors])
+        layouts = [  # `describe` without its calls
+            None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in call[: self._tensors]
+        ]
         options = call[self._options]
         mark = None if self.mark is None else self.mark(call)
-        return (*tensors, *options, *map(type, options), describe(self._out_of(call)), mark)
+        return (*layouts, *options, *map(type, options), describe(self._out_of(call)), mark)
 
     def _entry(self, name: Hashable, call: Any, prepare: Callable[[Any], Prepared]) -> _Entry | Prepared:
         """The prepared call of this signature, prepared now if there is none."""

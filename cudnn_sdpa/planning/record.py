@@ -19,11 +19,6 @@ from cudnn_sdpa.attention.dense import large_backward
 from cudnn_sdpa.attention.dense import torch_ops as dense_torch_ops
 from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, readable
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
-from cudnn_sdpa.attention.fp8 import torch_ops as fp8_torch_ops
-from cudnn_sdpa.attention.fp8.arguments import Fp8Backward, Fp8Forward
-from cudnn_sdpa.attention.fp8.plans import BackwardSpec as Fp8BackwardPass
-from cudnn_sdpa.attention.fp8.plans import ForwardSpec as Fp8ForwardPass
-from cudnn_sdpa.attention.fp8.workarounds import readable as readable_fp8
 from cudnn_sdpa.engine.operation import OPERATIONS, GradientCall, Operation
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops as fused_torch_ops
@@ -113,7 +108,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         name = function._schema.name.partition("::")[2] if function.namespace == "cudnn_sdpa" else ""
         if name not in _WITHOUT_PLANS and _is_without_gpu(args):
-            adapt, keys_of = _KEYS[name]
+            adapt, keys_of = _keys_of_operator(name)
             with torch.no_grad():
                 adapt(self._recording(keys_of))(*tree_map_only(Tensor, _without_memory, args))
         return function(*args, **(kwargs or {}))
@@ -162,18 +157,6 @@ def _dense_backward_keys(target: Target, backward: BackwardArguments) -> Keys:
         yield spec.key(target, None)
 
 
-def _fp8_keys(target: Target, call: Fp8Forward) -> Keys:
-    forward = Fp8ForwardPass.of(call)
-    if not forward.problem.is_empty:
-        yield forward.key(target, None)
-
-
-def _fp8_backward_keys(target: Target, call: Fp8Backward) -> Keys:
-    backward = Fp8BackwardPass.of(readable_fp8(call))
-    if not backward.problem.is_empty:
-        yield backward.part(target).key(target, None)
-
-
 def _graph_keys(target: Target, function: GraphFunction, values: Sequence[Value], static: Options) -> Keys:
     tensors = [x for x in values if isinstance(x, Tensor)]
     if any(x.numel() == 0 for x in tensors):
@@ -185,15 +168,14 @@ def _graph_keys(target: Target, function: GraphFunction, values: Sequence[Value]
 
 #: Operators that run no plan.
 _WITHOUT_PLANS = ("", "dropout_seed")
-#: For every other operator: the function that makes a call from its arguments, and the one that gives the call's keys.
+#: For other operators: the function that makes a call from its arguments, and the one that gives the call's keys. Those
+#: of operations come later.
 _KEYS: dict[str, KeysOfOperator] = {
     "sdpa_forward": (dense_torch_ops._to_result, _dense_keys),
     "sdpa_forward_lse": (dense_torch_ops._to_result_and_lse, _dense_keys),
     "sdpa_forward_out": (dense_torch_ops._to_nothing, _dense_keys),
     "sdpa_forward_lse_out": (dense_torch_ops._to_lse, _dense_keys),
     "sdpa_backward": (dense_torch_ops._to_gradients, _dense_backward_keys),
-    "sdpa_fp8_forward": (fp8_torch_ops._forward, _fp8_keys),
-    "sdpa_fp8_backward": (fp8_torch_ops._backward, _fp8_backward_keys),
     "graph_function": (fused_torch_ops.decoded, _graph_keys),
 }
 
@@ -223,5 +205,9 @@ def _keys_of_operation(operation: Operation[Any]) -> dict[str, KeysOfOperator]:
     return found
 
 
-for _operation in OPERATIONS.values():
-    _KEYS |= _keys_of_operation(_operation)
+def _keys_of_operator(name: str) -> KeysOfOperator:
+    """The entry of `_KEYS` for an operator; operations may have been imported after this module."""
+    if name not in _KEYS:
+        for operation in OPERATIONS.values():
+            _KEYS.update(_keys_of_operation(operation))
+    return _KEYS[name]

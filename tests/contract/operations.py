@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fake_gpu import Compute, dense_attention, paged_attention
+from fake_gpu import Compute, dense_attention, fp8_attention, paged_attention
 from float64_reference import attend
 from torch import Tensor
 
 import cudnn_sdpa
+from cudnn_sdpa import Fp8BackwardScales, Fp8Scales
 from cudnn_sdpa.plans.cache import plan_cache
 
 HALF = torch.bfloat16
+FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Example:
             `deterministic`, and the options of the softmax.
         has_double_backward: Whether its gradients can be differentiated.
         leading: Name of the first tensor, where none has a gradient.
+        precision: Largest error of results in FP8, relative to all of them; None for results in 16 bits.
     """
 
     function: Callable[..., Any]
@@ -53,6 +56,7 @@ class Example:
     is_attention: bool = True
     has_double_backward: bool = False
     leading: str = "q"
+    precision: float | None = None
 
     @property
     def first(self) -> str:
@@ -92,15 +96,19 @@ class Example:
 
     def warm_up(self) -> None:
         """Makes calls until the next one is known, with gradients and without."""
-        for _ in range(3):
-            if self.differentiable:
-                self.gradients(self.tensors(grad=True))
+        for _ in range(4 if self.differentiable else 0):
+            self.gradients(self.tensors(grad=True))
+        for _ in range(4):
             self(self.tensors())
 
     def assert_out(self, found: Tensor, tensors: dict[str, Tensor]) -> None:
         """Asserts that a result is right."""
         with torch.no_grad():
             wanted = self.exact(**_in_float64(tensors), **self.options)
+        if self.precision is not None:
+            off = (found.detach().double() - wanted).norm() / wanted.norm()
+            assert off < self.precision, f"the result is {off:.2%} off"
+            return
         torch.testing.assert_close(found.detach().double(), wanted, rtol=2e-2, atol=2e-2)
 
     def assert_gradients(
@@ -249,6 +257,132 @@ def exact_paged(
         gathered.append(in_order[table.clamp(0, len(pages) - 1).long()].transpose(1, 2).flatten(2, 3))
     mask = {"is_causal": True, "causal_alignment": "bottom_right"}
     return attend(q, *gathered, seq_lens_kv=seq_lens_kv, **{**mask, **options})[0]
+
+
+def fp8_tensors(queries: int = 16) -> dict[str, Tensor]:
+    """Grouped heads; Hopper's gradients in FP8 have head dim 128."""
+    shapes = {"q": (2, 4, queries, 128), "k": (2, 2, 13, 128), "v": (2, 2, 13, 128)}
+    return {name: heads(*shape).to(FP8) for name, shape in shapes.items()}
+
+
+def with_scales(kind: type, tensors: dict[str, Tensor], **values: float) -> dict[str, Tensor]:
+    """The tensors, and scales by the names that messages call them."""
+    return tensors | {f"scales.{name}": torch.tensor([values[name]]) for name in kind._fields}
+
+
+FORWARD = {
+    "descale_q": 0.7,
+    "descale_k": 1.3,
+    "descale_v": 0.6,
+    "descale_s": 1 / 400,
+    "scale_s": 400.0,
+    "scale_o": 30.0,
+}
+
+
+def fp8() -> dict[str, Tensor]:
+    return with_scales(Fp8Scales, fp8_tensors(), **FORWARD)
+
+
+def fp8_on_pages() -> dict[str, Tensor]:
+    """Pages of four tokens, some ids of which are wild; the second sequence has no key, the third two queries less."""
+    pages = {name: torch.randn(11, 2, 4, 128).to(FP8) for name in "kv"}
+    table = torch.tensor([[3, 9, 1], [-7, 99, 4], [0, 2, 2**30]], dtype=torch.int32)
+    return {
+        **with_scales(Fp8Scales, {"q": heads(3, 4, 7, 128).to(FP8), **pages}, **FORWARD),
+        "page_table": table,
+        "page_table_v": table.flip(1) % 11,
+        "seq_lens_q": torch.tensor([7, 7, 5], dtype=torch.int32),
+        "seq_lens_kv": torch.tensor([12, 0, 5], dtype=torch.int32),
+    }
+
+
+def run_fp8(**given: Any) -> Tensor:
+    """The output of `sdpa_fp8`."""
+    scales = Fp8Scales(*(given.pop(f"scales.{name}") for name in Fp8Scales._fields))
+    return cudnn_sdpa.sdpa_fp8(**given, scales=scales).out
+
+
+def exact_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    page_table: Tensor | None = None,
+    page_table_v: Tensor | None = None,
+    **others: Any,
+) -> Tensor:
+    scales = {name: others.pop(f"scales.{name}") for name in Fp8Scales._fields}
+    if page_table is not None:
+        assert page_table_v is not None
+        tables = zip((k, v), (page_table, page_table_v), strict=True)
+        k, v = (x[table.clamp(0, len(x) - 1).long()].transpose(1, 2).flatten(2, 3) for x, table in tables)
+    of_weights = scales["scale_s"] * scales["descale_s"] * scales["descale_v"]
+    return attend(q * scales["descale_q"], k * scales["descale_k"], v * of_weights, **others)[0] * scales["scale_o"]
+
+
+BACKWARD = {
+    "descale_q": 0.7,
+    "descale_k": 1.3,
+    "descale_v": 0.6,
+    "descale_o": 1.4,
+    "descale_do": 0.8,
+    "descale_s": 1 / 400,
+    "descale_dp": 1 / 90,
+    "scale_s": 400.0,
+    "scale_dp": 90.0,
+    "scale_dq": 25.0,
+    "scale_dk": 15.0,
+    "scale_dv": 20.0,
+}
+
+
+def fp8_gradients(*, queries: int = 16) -> dict[str, Tensor]:
+    tensors = fp8_tensors(queries)
+    tensors |= {name: heads(2, 4, queries, 128).to(FP8) for name in ("out", "grad_out")}
+    return with_scales(Fp8BackwardScales, {**tensors, "lse": 5 + torch.rand(2, 4, queries)}, **BACKWARD)
+
+
+def fp8_gradients_of_lengths() -> dict[str, Tensor]:
+    """Nine queries, for which Hopper's plan has sixteen."""
+    return {**fp8_gradients(queries=9), "seq_lens_kv": torch.tensor([13, 5], dtype=torch.int32)}
+
+
+def run_fp8_backward(**given: Any) -> Tensor:
+    """All gradients of `sdpa_fp8_backward`, one after the other."""
+    scales = Fp8BackwardScales(*(given.pop(f"scales.{name}") for name in Fp8BackwardScales._fields))
+    found = cudnn_sdpa.sdpa_fp8_backward(**given, scales=scales)
+    return torch.cat([x.contiguous().view(torch.uint8).flatten() for x in found[:3]]).view(FP8)
+
+
+def exact_fp8_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    *,
+    seq_lens_kv: Tensor | None = None,
+    **others: Any,
+) -> Tensor:
+    """By the formulas of its documentation."""
+    scale = {name: others.pop(f"scales.{name}") for name in Fp8BackwardScales._fields}
+    group, factor = q.shape[1] // k.shape[1], others.pop("scale", q.shape[3] ** -0.5)
+    assert not others
+    k, v = ((x * scale[name]).repeat_interleave(group, 1) for x, name in ((k, "descale_k"), (v, "descale_v")))
+    q, grad_out, out = q * scale["descale_q"], grad_out * scale["descale_do"], out * scale["descale_o"]
+    weights = torch.exp(q @ k.mT * factor - lse.unsqueeze(-1))
+    if seq_lens_kv is not None:
+        absent = torch.arange(k.shape[2]) >= seq_lens_kv.view(-1, 1, 1, 1)
+        weights = weights.masked_fill(absent, 0.0)
+    of_scores = weights * (grad_out @ v.mT - (grad_out * out).sum(-1, keepdim=True)) * factor
+    found = {
+        "scale_dq": of_scores @ k,
+        "scale_dk": (of_scores.mT @ q).unflatten(1, (-1, group)).sum(2),
+        "scale_dv": (weights.mT @ grad_out).unflatten(1, (-1, group)).sum(2),
+    }
+    return torch.cat([(x * scale[name]).flatten() for name, x in found.items()])
 
 
 def rows(dim: int = 32) -> Tensor:
@@ -408,6 +542,44 @@ OPERATIONS: dict[str, Example] = {
         differentiable=(),
         casts=("q",),
         options={"window_size": (5, 0), "scale": -0.3},
+    ),
+    "sdpa_fp8": Example(
+        run_fp8,
+        fp8,
+        exact_fp8,
+        compute=fp8_attention,
+        differentiable=(),
+        options={"is_causal": True, "scale": 0.11},
+        is_attention=False,
+        precision=0.08,
+    ),
+    "sdpa_fp8, pages": Example(
+        run_fp8,
+        fp8_on_pages,
+        exact_fp8,
+        compute=fp8_attention,
+        differentiable=(),
+        is_attention=False,
+        precision=0.08,
+    ),
+    "sdpa_fp8_backward": Example(
+        run_fp8_backward,
+        fp8_gradients,
+        exact_fp8_backward,
+        compute=fp8_attention,
+        differentiable=(),
+        options={"scale": 0.06},
+        is_attention=False,
+        precision=0.08,
+    ),
+    "sdpa_fp8_backward, lengths": Example(
+        run_fp8_backward,
+        fp8_gradients_of_lengths,
+        exact_fp8_backward,
+        compute=fp8_attention,
+        differentiable=(),
+        is_attention=False,
+        precision=0.08,
     ),
     "rms_norm": Example(
         cudnn_sdpa.rms_norm,

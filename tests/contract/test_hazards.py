@@ -72,7 +72,7 @@ def test_gradients_that_there_are_none_of_are_refused(call):
         tensors = call.tensors()
         tensors[name].requires_grad_()
         for _ in range(2):
-            with pytest.raises(UnsupportedError, match=r"an (input|argument) requires grad"):
+            with pytest.raises(UnsupportedError, match="requires grad"):
                 call(tensors)
             with torch.no_grad():
                 call.assert_out(call(tensors), tensors)
@@ -326,7 +326,8 @@ def test_functorchs_gradients_are_refused(call):
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
 def test_vmap_loops_over_the_operator_or_is_refused(call):
     tensors = call.tensors()
-    batch = torch.stack([tensors[call.first], tensors[call.first] * 2])
+    x = tensors[call.first]
+    batch = torch.stack([x, (x.float() * 2).to(x.dtype)])
     run = torch.vmap(lambda x: call({**tensors, call.first: x}))
     if not call.is_attention:
         with pytest.raises(UnsupportedError, match=r"torch\.vmap"):
@@ -377,6 +378,10 @@ def test_deterministic_algorithms_are_heeded(attention, deterministic_algorithms
 def test_negative_bits_are_heeded(call):
     for name in call.inputs:
         tensors = call.tensors()
+        if tensors[name].element_size() == 1:  # PyTorch negates no FP8
+            with pytest.raises(LayoutError, match=f"^{name}: got a negated view"):
+                call({**tensors, name: torch._neg_view(tensors[name])})
+            continue
         given = {**tensors, name: torch._neg_view(-tensors[name])}
         assert given[name].is_neg()
         call.assert_out(call(given), tensors)
@@ -477,7 +482,7 @@ def test_other_kinds_of_tensors_are_refused(call):
     tensors = call.tensors()
     x = tensors[call.first]
     nested = torch.nested.nested_tensor(list(x.float().unbind(0)))
-    for wrong in (nested, x.float().reshape(-1, x.shape[-1]).to_sparse_csr(), x.to_sparse(), x.tolist(), None):
+    for wrong in (nested, x.float().reshape(-1, x.shape[-1]).to_sparse_csr(), x.float().to_sparse(), x.tolist(), None):
         with pytest.raises((ArgumentError, TypeError)):
             call({**tensors, call.first: wrong})
     call.assert_out(call(tensors), tensors)
@@ -605,7 +610,7 @@ def test_threads_call_at_once(call):
         generator = torch.Generator().manual_seed(seed)
         for _ in range(5):
             tensors = call.tensors(grad=True)
-            for name in call.inputs:
+            for name in call.inputs if call.precision is None else ():  # others lie within the range of FP8
                 with torch.no_grad():
                     tensors[name].copy_(torch.randn(tensors[name].shape, generator=generator))
             call.assert_out(call(tensors), tensors)

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.fp8 import reference
 from cudnn_sdpa.attention.fp8.arguments import (
-    Fp8Backward,
+    Fp8Arguments,
+    Fp8BackwardArguments,
     Fp8BackwardScales,
-    Fp8Forward,
     Fp8Gradients,
     Fp8Output,
     Fp8Scales,
@@ -177,16 +176,16 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
 
 
-def arguments(of: Problem, options: dict[str, Any]) -> ForwardArguments:
-    """The arguments for the emulation."""
-    options = dict(options)
-    left, right = options.pop("window_size", None) or (-1, -1)
-    return ForwardArguments(*of[:3], window_left=left, window_right=right, with_lse=True, **options)
+def flat(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a call for the emulation."""
+    left, right = options.get("window_size") or (-1, -1)
+    others = {name: value for name, value in options.items() if name != "window_size"}
+    return {**others, "window_left": left, "window_right": right}
 
 
 def emulated(of: Problem, out_dtype: torch.dtype | None = None, **options: Any) -> Fp8Output:
     """The emulated result."""
-    call = Fp8Forward(arguments(of, options), of.scales, out_dtype or of.q.dtype)
+    call = Fp8Arguments(*of[:3], *of.scales, out_dtype=out_dtype, **flat(options))
     return reference.attention(call, exact=torch.float64)
 
 
@@ -194,7 +193,7 @@ def emulated_gradients(
     of: Problem, grad_out: Tensor, out: Tensor, lse: Tensor, scales: Fp8BackwardScales, **options: Any
 ) -> Fp8Gradients:
     """The emulated gradients."""
-    call = Fp8Backward(grad_out, out, lse, arguments(of, options), scales)
+    call = Fp8BackwardArguments(grad_out, *of[:3], out, lse, *scales, **flat(options))
     return reference.gradients(call, exact=torch.float64)
 
 

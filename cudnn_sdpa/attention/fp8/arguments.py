@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -9,10 +10,9 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments, check_is_dense, check_lengths, dtype_name, shape_of
+from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import check_table
-from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.engine.memory import check_present
-from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -120,41 +120,130 @@ class Fp8Gradients(NamedTuple):
     amax_dp: Tensor
 
 
-class Fp8Forward(NamedTuple):
-    """A forward call.
+class Fp8Arguments(NamedTuple):
+    """A forward call, in the order in which the operator takes its arguments.
 
     Attributes:
-        call: The tensors and options that calls in other dtypes have, too.
-        scales: The scales.
-        out_dtype: The dtype of the output.
-        tables: The page tables of keys and values; the call's k and v are then pages.
+        page_table: The pages of keys; k and v are then pages.
+        page_table_v: The pages of values; None if they are those of the keys.
+        out_dtype: The dtype of the output; None is that of q.
     """
 
-    call: ForwardArguments
-    scales: Fp8Scales
-    out_dtype: torch.dtype
-    tables: tuple[Tensor, Tensor] | None = None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    descale_q: Tensor
+    descale_k: Tensor
+    descale_v: Tensor
+    descale_s: Tensor
+    scale_s: Tensor
+    scale_o: Tensor
+    seq_lens_q: Tensor | None = None
+    seq_lens_kv: Tensor | None = None
+    page_table: Tensor | None = None
+    page_table_v: Tensor | None = None
+    is_causal: bool = False
+    causal_alignment: str = TOP_LEFT
+    window_left: int = UNBOUNDED
+    window_right: int = UNBOUNDED
+    scale: float | None = None
+    out_dtype: torch.dtype | None = None
+    with_lse: bool = False
+
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        """The scales, in the order of `Fp8Scales`; a slice, which takes a warm call less time than names."""
+        return self[3:9]
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor] | None:
+        """The page tables of keys and values."""
+        if self.page_table is None:
+            return None
+        return self.page_table, self.page_table if self.page_table_v is None else self.page_table_v
+
+    @property
+    def scale_value(self) -> float:
+        """The factor of the scores."""
+        return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
 
 
-class Fp8Backward(NamedTuple):
-    """A backward call.
-
-    Attributes:
-        grad_out: The gradient of the output.
-        out: The output.
-        lse: The log-sum-exp.
-        call: Tensors and options of the forward pass.
-        scales: The scales.
-    """
+class Fp8BackwardArguments(NamedTuple):
+    """A backward call, in the order in which the operator takes its arguments."""
 
     grad_out: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
     out: Tensor
     lse: Tensor
-    call: ForwardArguments
-    scales: Fp8BackwardScales
+    descale_q: Tensor
+    descale_k: Tensor
+    descale_v: Tensor
+    descale_o: Tensor
+    descale_do: Tensor
+    descale_s: Tensor
+    descale_dp: Tensor
+    scale_s: Tensor
+    scale_dq: Tensor
+    scale_dk: Tensor
+    scale_dv: Tensor
+    scale_dp: Tensor
+    seq_lens_q: Tensor | None = None
+    seq_lens_kv: Tensor | None = None
+    is_causal: bool = False
+    causal_alignment: str = TOP_LEFT
+    window_left: int = UNBOUNDED
+    window_right: int = UNBOUNDED
+    scale: float | None = None
+    deterministic: bool = False
+
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        """The scales, in the order of `Fp8BackwardScales`; a slice, as in `Fp8Arguments`."""
+        return self[6:18]
+
+    @property
+    def scale_value(self) -> float:
+        """The factor of the scores."""
+        return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
 
 
-def check_types(**tensors: Any) -> None:
+#: The tensors of a call that are not scales, and the page tables.
+TENSORS = ("q", "k", "v", "seq_lens_q", "seq_lens_kv")
+TENSORS_OF_BACKWARD = ("grad_out", "q", "k", "v", "out", "lse", "seq_lens_q", "seq_lens_kv")
+TABLES = ("page_table", "page_table_v")
+
+
+#: What messages call the scales of a call.
+SCALES = {name: f"scales.{name}" for name in (*Fp8Scales._fields, *Fp8BackwardScales._fields)}
+
+
+def as_dense(call: Fp8Arguments | Fp8BackwardArguments) -> ForwardArguments:
+    """The tensors and options that calls in other dtypes have, too; with pages, k and v are pages."""
+    return ForwardArguments(
+        q=call.q,
+        k=call.k,
+        v=call.v,
+        seq_lens_q=call.seq_lens_q,
+        seq_lens_kv=call.seq_lens_kv,
+        is_causal=call.is_causal,
+        causal_alignment=call.causal_alignment,
+        window_left=call.window_left,
+        window_right=call.window_right,
+        scale=call.scale,
+        deterministic=isinstance(call, Fp8BackwardArguments) and call.deterministic,
+        with_lse=isinstance(call, Fp8BackwardArguments) or call.with_lse,
+    )
+
+
+def check_scales_type(scales: Any, kind: type[tuple[Tensor, ...]]) -> None:
+    """Checks that the scales are of their class."""
+    if not isinstance(scales, kind):
+        raise OptionError("scales", type(scales).__name__, f"cudnn_sdpa.{kind.__name__}")
+
+
+def check_tensors(tensors: Mapping[str, Any]) -> None:
     """Checks types, as the operators' schemas do, and names the argument. Lengths may be None."""
     for name, tensor in tensors.items():
         optional = name.startswith("seq_lens")
@@ -169,11 +258,31 @@ def check_types(**tensors: Any) -> None:
             raise LayoutError(name, "a negated view", "a tensor of its own", "PyTorch negates no FP8: negate before.")
 
 
-def check_scales_type(scales: Any, kind: type[tuple[Tensor, ...]]) -> None:
-    """Checks that the scales are of their class, and each of them is a tensor."""
-    if not isinstance(scales, kind):
-        raise OptionError("scales", type(scales).__name__, f"cudnn_sdpa.{kind.__name__}")
-    for name, scale in scales._asdict().items():  # type: ignore[attr-defined]
+def check_types(call: Fp8Arguments) -> None:
+    """Types that the operator's schema would refuse as well, but without naming the argument."""
+    check_tensors({name: getattr(call, name) for name in TENSORS})
+    _check_types_of_scales(call, Fp8Scales._fields)
+    if not isinstance(call.with_lse, bool):
+        raise OptionError("return_lse", repr(call.with_lse), "True or False")
+    if call.page_table is not None or call.page_table_v is not None:
+        for name in TABLES:
+            table = getattr(call, name)
+            if not isinstance(table, Tensor) and (table is not None or name == "page_table"):
+                raise OptionError(name, type(table).__name__, "a torch.Tensor of int32")
+            if table is not None:
+                check_is_dense(name, table)
+    _check_out_dtype(call)
+
+
+def check_types_of_backward(call: Fp8BackwardArguments) -> None:
+    """`check_types` for a backward call."""
+    check_tensors({name: getattr(call, name) for name in TENSORS_OF_BACKWARD})
+    _check_types_of_scales(call, Fp8BackwardScales._fields)
+
+
+def _check_types_of_scales(call: Fp8Arguments | Fp8BackwardArguments, names: tuple[str, ...]) -> None:
+    for name in names:
+        scale = getattr(call, name)
         if not isinstance(scale, Tensor):
             hint = "Make one with torch.tensor([1.0], dtype=torch.float32, device=q.device)."
             raise OptionError(f"scales.{name}", type(scale).__name__, _A_SCALE, hint)
@@ -183,43 +292,85 @@ def check_scales_type(scales: Any, kind: type[tuple[Tensor, ...]]) -> None:
 _A_SCALE = "a float32 tensor of one element"
 
 
-def check_forward(of: Fp8Forward) -> None:
-    """The checks for every device. They read no address and no value, so that fake tensors pass."""
-    _check_call(of.call)
-    _check_scales(of.scales, of.call.q)
-    if of.out_dtype not in OUT_DTYPES:
+def _check_out_dtype(call: Fp8Arguments) -> None:
+    if call.out_dtype is not None and call.out_dtype not in OUT_DTYPES:
         expected = ", ".join(map(dtype_name, OUT_DTYPES))
-        raise OptionError("out_dtype", repr(of.out_dtype), f"one of {expected}, or None for the dtype of q")
+        raise OptionError("out_dtype", repr(call.out_dtype), f"one of {expected}, or None for the dtype of q")
 
 
-def check_backward(of: Fp8Backward) -> None:
-    """`check_forward` for a backward call."""
-    q, v = of.call.q, of.call.v
-    _check_call(of.call)
+def check_options(call: Fp8Arguments | Fp8BackwardArguments) -> None:
+    """The options, which are not tensors."""
+    arguments.check_options(as_dense(call))
+    if call.scale is not None and not call.scale >= MIN_SCALE:
+        raise OptionError("scale", repr(call.scale), "a positive number, or None for 1/sqrt(head dim)")
+
+
+def check(call: Fp8Arguments) -> None:
+    """The checks for every device. They read no address and no value, so that fake tensors pass."""
+    if call.tables is None:
+        _check_dense(call)
+        return
+    q, k, v = call.q, call.k, call.v
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            shape = "(batch, heads, sequence, head dim)" if name == "q" else "(pages, heads, page size, head dim)"
+            raise ShapeError(name, shape_of(tensor), f"rank 4: {shape}")
+    if k.shape[0] == 0:
+        raise ShapeError("k", shape_of(k), "at least one page")
+    present = min(1, q.shape[0])
+    try:
+        _check_dense(call._replace(q=q[:present], k=k[:present], v=v[:present], seq_lens_q=None, seq_lens_kv=None))
+    except ShapeError as error:
+        raise error.renamed({"sequence length": "page size"}) from None
+    if v.shape[0] != k.shape[0]:
+        raise ShapeError("v", f"{v.shape[0]} pages", f"{k.shape[0]}, the number of pages of k")
+    if k.shape[2] < 1 or k.shape[2] & (k.shape[2] - 1):
+        raise ShapeError("k", f"pages of {k.shape[2]} tokens", "a power of two, such as 16 or 64")
+    if call.seq_lens_kv is None:
+        raise OptionError(
+            "seq_lens_kv", "None", "the actual sequence lengths of the keys, which a page table does not give"
+        )
+    for name, table in zip(TABLES, call.tables, strict=True):
+        check_table(name, table, q)
+    if call.tables[0].shape != call.tables[1].shape:
+        raise ShapeError("page_table_v", shape_of(call.tables[1]), f"{tuple(call.tables[0].shape)}, as page_table has")
+    check_lengths("seq_lens_q", call.seq_lens_q, q)
+    check_lengths("seq_lens_kv", call.seq_lens_kv, q)
+
+
+def _check_dense(call: Fp8Arguments) -> None:
+    _check_common(call)
+    _check_scales(call, Fp8Scales._fields)
+    _check_out_dtype(call)
+
+
+def check_backward(call: Fp8BackwardArguments) -> None:
+    """`check` for a backward call."""
+    q, v = call.q, call.v
+    _check_common(call)
     shape = (*q.shape[:3], v.shape[3])
-    for name, tensor in (("grad_out", of.grad_out), ("out", of.out)):
+    for name, tensor in (("grad_out", call.grad_out), ("out", call.out)):
         if tensor.shape != shape:
             raise ShapeError(name, shape_of(tensor), f"shape {tuple(shape)}, that of the output")
         if tensor.dtype not in FP8_DTYPES:
             hint = f"Quantize it: ({name} * scale).to({q.dtype}), after a clamp to the range of that dtype."
             raise DtypeError(name, dtype_name(tensor.dtype), _FP8, hint)
-    if of.lse.dtype != torch.float32:
-        raise DtypeError("lse", dtype_name(of.lse.dtype), "float32, as sdpa_fp8 gives it with return_lse=True")
-    if of.lse.shape != shape[:3]:
-        raise ShapeError("lse", shape_of(of.lse), f"shape {tuple(shape[:3])}: (batch, heads, queries)")
-    for name, tensor in (("grad_out", of.grad_out), ("out", of.out), ("lse", of.lse)):
+    if call.lse.dtype != torch.float32:
+        raise DtypeError("lse", dtype_name(call.lse.dtype), "float32, as sdpa_fp8 gives it with return_lse=True")
+    if call.lse.shape != shape[:3]:
+        raise ShapeError("lse", shape_of(call.lse), f"shape {tuple(shape[:3])}: (batch, heads, queries)")
+    for name, tensor in (("grad_out", call.grad_out), ("out", call.out), ("lse", call.lse)):
         if tensor.device != q.device:
             raise DeviceError(name, str(tensor.device), f"{q.device}, the device of q")
-    _check_scales(of.scales, q)
+    _check_scales(call, Fp8BackwardScales._fields)
 
 
 _FP8 = "float8_e4m3fn or float8_e5m2"
 
 
-def _check_call(call: ForwardArguments) -> None:
-    arguments.check_options(call)
-    if call.scale is not None and not call.scale >= MIN_SCALE:
-        raise OptionError("scale", repr(call.scale), "a positive number, or None for 1/sqrt(head dim)")
+def _check_common(call: Fp8Arguments | Fp8BackwardArguments) -> None:
+    """The options, and the tensors that both passes have."""
+    check_options(call)
     for name in ("q", "k", "v"):
         tensor = getattr(call, name)
         if tensor.dim() != 4:
@@ -228,8 +379,7 @@ def _check_call(call: ForwardArguments) -> None:
     if call.q.dtype not in FP8_DTYPES:
         hint = "Quantize it to FP8; cudnn_sdpa.sdpa takes float16 and bfloat16."
         raise DtypeError("q", dtype_name(call.q.dtype), _FP8, hint)
-    # Dynamo cannot trace a setting from the environment; on the CPU the operator reads it when it runs.
-    has_limits = call.q.device.type != "cpu" if is_compiling() else arguments.has_limits(call)
+    has_limits = arguments.has_limits(as_dense(call))
     arguments.check_sizes(call.q, call.k, call.v, HEAD_DIM_STEP if has_limits else 1)
     for name in ("k", "v"):
         tensor = getattr(call, name)
@@ -242,107 +392,42 @@ def _check_call(call: ForwardArguments) -> None:
     check_lengths("seq_lens_kv", call.seq_lens_kv, call.q)
 
 
-def _check_scales(scales: Fp8Scales | Fp8BackwardScales, q: Tensor) -> None:
-    for field, scale in scales._asdict().items():
-        name = f"scales.{field}"
+def _check_scales(call: Fp8Arguments | Fp8BackwardArguments, names: tuple[str, ...]) -> None:
+    for field in names:
+        name, scale = f"scales.{field}", getattr(call, field)
         if scale.dtype != torch.float32:
             hint = "Convert it with .float(): cuDNN reads the bits as float32."
             raise DtypeError(name, dtype_name(scale.dtype), _A_SCALE, hint)
         if scale.numel() != 1:
             hint = "cuDNN has one scale per tensor."
             raise ShapeError(name, shape_of(scale), _A_SCALE, hint)
-        if scale.device != q.device:
+        if scale.device != call.q.device:
             hint = "Move it once with .to(q.device): it is read on the GPU, never by the host."
-            raise DeviceError(name, str(scale.device), f"{q.device}, the device of q", hint)
+            raise DeviceError(name, str(scale.device), f"{call.q.device}, the device of q", hint)
 
 
-def check_no_gradient(what: str, **tensors: Tensor | None) -> None:
-    """Refuses inputs whose gradient would silently be lost.
-
-    Raises:
-        UnsupportedError: One of them requires grad.
-    """
-    wanting = [name for name, tensor in tensors.items() if needs_gradient(tensor)]
-    if wanting:
-        reasons = [f"{name} requires grad, and autograd does not follow {what}" for name in wanting]
-        raise UnsupportedError(
-            f"the gradient of {what}", reasons, "torch.no_grad(), with the gradients of sdpa_fp8_backward"
-        )
+# The same calls without pages.
 
 
-# FP8 calls on pages: their checks, and the same calls without pages.
-
-
-def tables_of(page_table: Any, page_table_v: Any) -> tuple[Tensor, Tensor] | None:
-    """The page tables of keys and values; None without pages.
-
-    Raises:
-        OptionError: One of them is not a tensor.
-    """
-    if page_table is None and page_table_v is None:
-        return None
-    for name, table in (("page_table", page_table), ("page_table_v", page_table_v)):
-        if not isinstance(table, Tensor) and (table is not None or name == "page_table"):
-            raise OptionError(name, type(table).__name__, "a torch.Tensor of int32")
-        if table is not None:
-            check_is_dense(name, table)
-    return page_table, page_table if page_table_v is None else page_table_v
-
-
-def check_forward_on_pages(of: Fp8Forward) -> None:
-    """`check_forward` for calls with or without pages."""
-    if of.tables is None:
-        check_forward(of)
-        return
-    call = of.call
-    q, k, v = call.q, call.k, call.v
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4:
-            shape = "(batch, heads, sequence, head dim)" if name == "q" else "(pages, heads, page size, head dim)"
-            raise ShapeError(name, shape_of(tensor), f"rank 4: {shape}")
-    if k.shape[0] == 0:
-        raise ShapeError("k", shape_of(k), "at least one page")
-    present = min(1, q.shape[0])
-    bare = call._replace(q=q[:present], k=k[:present], v=v[:present], seq_lens_q=None, seq_lens_kv=None)
-    try:
-        check_forward(of._replace(call=bare))
-    except ShapeError as error:
-        raise error.renamed({"sequence length": "page size"}) from None
-    if v.shape[0] != k.shape[0]:
-        raise ShapeError("v", f"{v.shape[0]} pages", f"{k.shape[0]}, the number of pages of k")
-    if k.shape[2] < 1 or k.shape[2] & (k.shape[2] - 1):
-        raise ShapeError("k", f"pages of {k.shape[2]} tokens", "a power of two, such as 16 or 64")
-    if call.seq_lens_kv is None:
-        raise OptionError(
-            "seq_lens_kv", "None", "the actual sequence lengths of the keys, which a page table does not give"
-        )
-    for name, table in zip(("page_table", "page_table_v"), of.tables, strict=True):
-        check_table(name, table, q)
-    if of.tables[0].shape != of.tables[1].shape:
-        raise ShapeError("page_table_v", shape_of(of.tables[1]), f"{tuple(of.tables[0].shape)}, as page_table has")
-    check_lengths("seq_lens_q", call.seq_lens_q, q)
-    check_lengths("seq_lens_kv", call.seq_lens_kv, q)
-
-
-def without_pages(of: Fp8Forward) -> ForwardArguments:
-    """The call; if it has pages, one on contiguous keys and values without data, which are meta tensors."""
-    if of.tables is None:
-        return of.call
-    batch, width = of.tables[0].shape
+def without_pages(call: Fp8Arguments) -> ForwardArguments:
+    """The dense call; if it has pages, on contiguous keys and values without data, which are meta tensors."""
+    if call.tables is None:
+        return as_dense(call)
+    batch, width = call.tables[0].shape
     rows = []
-    for pages in (of.call.k, of.call.v):
+    for pages in (call.k, call.v):
         _, heads, size, dim = pages.shape
         rows.append(torch.empty(batch, heads, width * size, dim, dtype=pages.dtype, device="meta"))
-    return of.call._replace(k=rows[0], v=rows[1])
+    return as_dense(call)._replace(k=rows[0], v=rows[1])
 
 
-def gathered(of: Fp8Forward) -> Fp8Forward:
+def gathered(call: Fp8Arguments) -> Fp8Arguments:
     """The same call on contiguous keys and values, on any device. Keys past the lengths are zeros."""
-    if of.tables is None:
-        return of
-    lengths = of.call.seq_lens_kv
+    if call.tables is None:
+        return call
+    lengths = call.seq_lens_kv
     assert lengths is not None
-    keys = of.tables[0].shape[1] * of.call.k.shape[2]
+    keys = call.tables[0].shape[1] * call.k.shape[2]
     is_owned = torch.arange(keys, device=lengths.device) < lengths.unsqueeze(1)
 
     def gather(pages: Tensor, table: Tensor) -> Tensor:
@@ -350,18 +435,5 @@ def gathered(of: Fp8Forward) -> Fp8Forward:
         rows = bits[table.clamp(0, pages.shape[0] - 1).long()].transpose(1, 2).flatten(2, 3)
         return rows.masked_fill(~is_owned[:, None, :, None], 0).view(pages.dtype)
 
-    k, v = (gather(pages, table) for pages, table in zip((of.call.k, of.call.v), of.tables, strict=True))
-    return of._replace(call=of.call._replace(k=k, v=v), tables=None)
-
-
-def readable_tables(of: Fp8Forward) -> dict[str, Tensor]:
-    """The tables as cuDNN reads them: dense, and every id that of an existing page."""
-    if of.tables is None:
-        return {}
-    for name, table in zip(("page_table", "page_table_v"), of.tables, strict=True):
-        if table.data_ptr() == 0:
-            check_present(name, table)
-    last = of.call.k.shape[0] - 1
-    first = of.tables[0].clamp(0, last).contiguous()
-    second = first if of.tables[1] is of.tables[0] else of.tables[1].clamp(0, last).contiguous()
-    return {"table_k": first, "table_v": second}
+    k, v = (gather(pages, table) for pages, table in zip((call.k, call.v), call.tables, strict=True))
+    return call._replace(k=k, v=v, page_table=None, page_table_v=None)

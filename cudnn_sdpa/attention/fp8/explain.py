@@ -10,21 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, memory
+from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.explain import as_cast, device_of, notes_on_casts, refuse
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
 from cudnn_sdpa.attention.fp8 import fp8_attention, graphs
-from cudnn_sdpa.attention.fp8 import sdpa_fp8 as sdpa_fp8_module
-from cudnn_sdpa.attention.fp8.arguments import Fp8Backward, Fp8BackwardScales, Fp8Forward, Fp8Scales
+from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
 from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.fp8.scaling import DTYPE, Fp8Scaling
-from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
-from cudnn_sdpa.attention.fp8.workarounds import readable
+from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD, sdpa_fp8, sdpa_fp8_backward
 from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.explain import Description, describes
+from cudnn_sdpa.engine.operation import Operation
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import dense_stride_like
@@ -50,32 +49,46 @@ def describe_sdpa_fp8(
     return_lse: bool = False,
 ) -> Description:
     """What `sdpa_fp8` with these arguments runs on a GPU; tensors may also be on the CPU."""
-    of = sdpa_fp8_module.forward_of(
-        q=q,
-        k=k,
-        v=v,
-        scales=scales,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_size=window_size,
-        scale=scale,
+    fp8_arguments.check_scales_type(scales, Fp8Scales)
+    left, right = arguments.window_bounds(window_size)
+    call = Fp8Arguments(
+        q,
+        k,
+        v,
+        *scales,
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
         page_table=page_table,
         page_table_v=page_table_v,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_left=left,
+        window_right=right,
+        scale=scale,
         out_dtype=out_dtype,
-        return_lse=return_lse,
+        with_lse=return_lse,
     )
-    memory.check_strides(q, k, v)
-    memory.check_addresses(q=q, k=k, v=v)
-    operation = graphs.sdpa_fp8_forward
-    refused = UnsupportedError.of(sdpa_fp8_module.check_untracked, "sdpa_fp8", scales, q=q, k=k, v=v)
+    refused = _checked(FP8, call)
     if refused is not None:
-        return Description(operation, partial(refuse, refused), device_of(q))
-    forward = ForwardSpec.of(of)
+        return refused
+    forward = ForwardSpec.of(call)
     is_empty = forward.problem.is_empty
     notes = [] if is_empty else forward.extra_kernels()
-    return Description(operation, forward.key, device_of(q), is_empty=is_empty, extra_kernels=notes)
+    return Description(graphs.sdpa_fp8_forward, forward.key, device_of(q), is_empty=is_empty, extra_kernels=notes)
+
+
+def _checked(operation: Operation[Any], call: Fp8Arguments | Fp8BackwardArguments) -> Description | None:
+    """Checks a call as it is checked before its launch; describes one that is refused for its differentiation."""
+    operation.check_types(call)
+    operation.check_options(call)
+    operation.check(call)
+    operation.check_strides(call)
+    operation.check_memory(call)
+    refused = UnsupportedError.of(operation.check_differentiation, call)
+    if refused is None:
+        return None
+    graph = graphs.sdpa_fp8_forward if operation is FP8 else graphs.sdpa_fp8_backward
+    return Description(graph, partial(refuse, refused), device_of(call.q))
 
 
 @describes(sdpa_fp8_backward)
@@ -97,38 +110,36 @@ def describe_sdpa_fp8_backward(
     deterministic: bool | None = None,
 ) -> Description:
     """What `sdpa_fp8_backward` with these arguments runs on a GPU; tensors may also be on the CPU."""
-    of = sdpa_fp8_module.backward_of(
-        grad_out=grad_out,
-        q=q,
-        k=k,
-        v=v,
-        out=out,
-        lse=lse,
-        scales=scales,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_size=window_size,
-        scale=scale,
+    fp8_arguments.check_scales_type(scales, Fp8BackwardScales)
+    left, right = arguments.window_bounds(window_size)
+    call = Fp8BackwardArguments(
+        grad_out,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *scales,
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
-        deterministic=deterministic,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_left=left,
+        window_right=right,
+        scale=scale,
+        deterministic=is_deterministic(deterministic),
     )
-    memory.check_strides(q, k, v)
-    memory.check_strides_of("out", out)
-    memory.check_addresses(q=q, k=k, v=v, out=out, lse=lse)
-    operation = graphs.sdpa_fp8_backward
-    tensors = {"grad_out": grad_out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    refused = UnsupportedError.of(sdpa_fp8_module.check_untracked, "sdpa_fp8_backward", scales, **tensors)
+    refused = _checked(FP8_BACKWARD, call)
     if refused is not None:
-        return Description(operation, partial(refuse, refused), device_of(q))
-    backward = BackwardSpec.of(readable(of))
+        return refused
+    backward = BackwardSpec.of(call)
     is_empty = backward.problem.is_empty
     notes = [] if is_empty else backward.extra_kernels()
 
     def key(target: Target, device: int | None) -> PlanKey:
         return backward.part(target).key(target, device)
 
-    return Description(operation, key, device_of(q), is_empty=is_empty, extra_kernels=notes)
+    return Description(graphs.sdpa_fp8_backward, key, device_of(q), is_empty=is_empty, extra_kernels=notes)
 
 
 # `fp8_attention`: its plans, and the kernels around them.
@@ -154,7 +165,7 @@ def describe_fp8_attention(
     grad_dtype: torch.dtype | None = None,
 ) -> Description:
     """What `fp8_attention` with these arguments runs on a GPU now; tensors may also be on the CPU."""
-    fp8_arguments.check_types(q=q, k=k, v=v, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
+    fp8_arguments.check_tensors({"q": q, "k": k, "v": v, "seq_lens_q": seq_lens_q, "seq_lens_kv": seq_lens_kv})
     left, right = arguments.window_bounds(window_size)
     given = ForwardArguments(
         q=q,
@@ -175,7 +186,7 @@ def describe_fp8_attention(
         return Description(graphs.sdpa_fp8_forward, partial(refuse, refused), device_of(q))
     trains = needs_gradient(q, k, v)
     of = _in_fp8(call, with_lse=trains)
-    forward = ForwardSpec.of(Fp8Forward(of, Fp8Scales(*[ONE] * 6), DTYPE))
+    forward = ForwardSpec.of(of)
 
     def key(target: Target, device: int | None) -> PlanKey:
         if not trains and fp8_attention.has_half_output(forward.problem, target):
@@ -199,17 +210,31 @@ def describe_fp8_attention(
 def _describe_backward(
     given: ForwardArguments,
     call: ForwardArguments,
-    of: ForwardArguments,
+    of: Fp8Arguments,
     scaling: Fp8Scaling | None,
     dtype: torch.dtype,
 ) -> Description:
     """The backward pass for a gradient with the output's memory layout."""
     out = _dense((*of.q.shape[:3], of.v.shape[3]), of.q, DTYPE)
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
-    of = of._replace(deterministic=is_deterministic(None))
-    scales = Fp8BackwardScales(*[ONE] * 12)
     backward = BackwardSpec.of(
-        Fp8Backward(grad_out=_dense(out.shape, out, dtype), out=out, lse=lse, call=of, scales=scales)
+        Fp8BackwardArguments(
+            _dense(out.shape, out, dtype),
+            of.q,
+            of.k,
+            of.v,
+            out,
+            lse,
+            *Fp8BackwardScales(*[ONE] * 12),
+            seq_lens_q=of.seq_lens_q,
+            seq_lens_kv=of.seq_lens_kv,
+            is_causal=of.is_causal,
+            causal_alignment=of.causal_alignment,
+            window_left=of.window_left,
+            window_right=of.window_right,
+            scale=of.scale,
+            deterministic=is_deterministic(None),
+        )
     )
     is_empty = backward.problem.is_empty
 
@@ -226,15 +251,26 @@ def _describe_backward(
     )
 
 
-def _in_fp8(call: ForwardArguments, *, with_lse: bool) -> ForwardArguments:
+def _in_fp8(call: ForwardArguments, *, with_lse: bool) -> Fp8Arguments:
     """The call of `sdpa_fp8`: quantized tensors are dense, in the memory order of the originals."""
-    tensors: dict[str, Any] = {
-        name: _dense(x.shape, x, DTYPE) for name, x in zip("qkv", (call.q, call.k, call.v), strict=True)
-    }
-    for name in ("seq_lens_q", "seq_lens_kv"):
-        if (lengths := getattr(call, name)) is not None:
-            tensors[name] = torch.empty_like(lengths, device="meta")
-    return call._replace(**tensors, with_lse=with_lse)
+    lengths_q, lengths_kv = (
+        None if x is None else torch.empty_like(x, device="meta") for x in (call.seq_lens_q, call.seq_lens_kv)
+    )
+    q, k, v = (_dense(x.shape, x, DTYPE) for x in call.qkv)
+    return Fp8Arguments(
+        q,
+        k,
+        v,
+        *Fp8Scales(*[ONE] * 6),
+        seq_lens_q=lengths_q,
+        seq_lens_kv=lengths_kv,
+        is_causal=call.is_causal,
+        causal_alignment=call.causal_alignment,
+        window_left=call.window_left,
+        window_right=call.window_right,
+        scale=call.scale,
+        with_lse=with_lse,
+    )
 
 
 def _dense(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:

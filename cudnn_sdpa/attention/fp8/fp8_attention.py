@@ -261,7 +261,7 @@ def fp8_attention(
         autograd_checks.refuse_context_parallel("fp8_attention")
     if is_compiling():
         return _eager(q, k, v, scaling=scaling, grad_dtype=grad_dtype, **options)  # type: ignore[no-any-return]
-    fp8_arguments.check_types(q=q, k=k, v=v, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
+    fp8_arguments.check_tensors({"q": q, "k": k, "v": v, "seq_lens_q": seq_lens_q, "seq_lens_kv": seq_lens_kv})
     cast = cast_for_autocast(ForwardArguments(q, k, v))
     q, k, v = cast.q, cast.k, cast.v
     left, right = arguments.window_bounds(window_size)

@@ -1,388 +1,271 @@
-"""Calls of attention in FP8 bound to their plans, on a GPU."""
+"""FP8 calls bound to their plans, on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import memory, value_checks
-from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.launch import BoundCall
-from cudnn_sdpa.attention.fp8 import arguments, graphs, workarounds
-from cudnn_sdpa.attention.fp8.arguments import (
-    Fp8Backward,
-    Fp8BackwardScales,
-    Fp8Forward,
-    Fp8Gradients,
-    Fp8Output,
-    Fp8Scales,
-)
-from cudnn_sdpa.attention.fp8.fast_path import CachedCall
-from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec
-from cudnn_sdpa.attention.fp8.workarounds import aligned, readable
-from cudnn_sdpa.engine.fast_path import CallTable, describe
-from cudnn_sdpa.engine.memory import MISALIGNED, check_present
-from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
+from cudnn_sdpa.attention.dense.plans import DenseSpec
+from cudnn_sdpa.attention.fp8 import graphs, plans, workarounds
+from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
+from cudnn_sdpa.attention.fp8.plans import AMAX, BackwardSpec, ForwardSpec
+from cudnn_sdpa.engine.launch import BoundPlan, Layout
+from cudnn_sdpa.engine.memory import check_address, check_present
+from cudnn_sdpa.engine.operation import Prepared
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.build import build_plan
-from cudnn_sdpa.plans.cache import next_use, plan_cache
-from cudnn_sdpa.plans.plan import Plan, allocate, current_device
+from cudnn_sdpa.plans.cache import plan_cache
+
+Results = tuple[Tensor, ...]
 
 
-def as_layout(layout: TensorLayout) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """The layout as `allocate` takes it."""
+def as_layout(layout: TensorLayout) -> Layout:
+    """The layout of a new tensor."""
     return layout.shape, layout.stride, layout.dtype
 
 
-def no_amax(device: torch.device) -> Tensor:
-    """Zeroed memory for an amax, which kernels update with atomic maxima."""
-    return torch.zeros(1, dtype=torch.float32, device=device)
+def prepare(call: Fp8Arguments) -> Prepared:
+    """A forward call bound to its plan.
 
-
-def nothing(of: Fp8Forward) -> Fp8Output:
-    """The results of a forward pass without queries or without keys."""
-    out = new_output(of).zero_()
-    lse = torch.full(out.shape[:3], -torch.inf, dtype=torch.float32, device=out.device) if of.call.with_lse else None
-    return Fp8Output(out, no_amax(out.device), no_amax(out.device), lse)
-
-
-def no_gradients(of: Fp8Backward) -> Fp8Gradients:
-    """The results of a backward pass without queries or without keys."""
-    gradients = [new_gradient(x, of.grad_out.dtype).zero_() for x in (of.call.q, of.call.k, of.call.v)]
-    return Fp8Gradients(*gradients, *(no_amax(of.call.q.device) for _ in range(4)))
-
-
-def new_output(of: Fp8Forward) -> Tensor:
-    """An output: dense, its dimensions in memory in the order of q."""
-    q = of.call.q
-    shape = (*q.shape[:3], of.call.v.shape[3])
-    return torch.empty_strided(
-        shape, dense_stride_like(shape, q.shape, q.stride()), dtype=of.out_dtype, device=q.device
+    Raises:
+        UnsupportedError: cuDNN has no plan for it.
+    """
+    spec = ForwardSpec.of(call)
+    problem, masked_rows = spec.problem, spec.problem.mask.masked_rows
+    if problem.is_empty:
+        return Prepared(_fill_empty, None)
+    device = call.q.get_device()
+    key = spec.key(live_target(device), device)
+    plan = plan_cache.get(key, lambda key: build_plan(graphs.sdpa_fp8_forward, key))
+    lse = TensorLayout.contiguous((*spec.out.shape[:2], problem.rows), torch.float32)
+    bound = BoundPlan(
+        plan=plan,
+        inputs=("q", "k", "v"),
+        results=[as_layout(spec.out), AMAX, AMAX, as_layout(lse)][: len(key.outputs)],
+        numbers={"scale": call.scale_value},
+        before=_operands(key, Fp8Scales._fields, problem, amaxes=slice(1, 3)),
     )
 
+    def run(call: Fp8Arguments) -> Results:
+        return tuple(bound(call, (call.q, call.k, call.v)))
 
-def new_gradient(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A gradient of a tensor: dense, in its memory order."""
-    stride = dense_stride_like(tensor.shape, tensor.shape, tensor.stride())
-    return torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device)
+    def run_and_mask(call: Fp8Arguments) -> Results:
+        """cuDNN also computes rows past the lengths, and counts them in the amax of the output."""
+        out, amax_s, amax_o, *lse = bound(call, (call.q, call.k, call.v))
+        workarounds.mask_absent_rows(call, out, lse[0] if lse else None)
+        return out, amax_s, workarounds.amax_of(out, call.scale_o, amax_o), *lse
+
+    def run_visible(call: Fp8Arguments) -> Results:
+        """The plan computes the queries that see a key, which are the last ones."""
+        check_address("q", call.q)  # of a slice nobody could tell
+        out = torch.empty_strided(spec.out.shape, spec.out.stride, dtype=spec.out.dtype, device=call.q.device)
+        out[:, :, :masked_rows].zero_()
+        tensors = call.q[:, :, masked_rows:], call.k, call.v
+        _, amax_s, amax_o, *lse = bound(call, tensors, out[:, :, masked_rows:])
+        if not lse:
+            return out, amax_s, amax_o
+        whole = lse[0].new_empty(out.shape[:3])
+        whole[:, :, :masked_rows] = -torch.inf
+        whole[:, :, masked_rows:] = lse[0]
+        return out, amax_s, amax_o, whole
+
+    is_masked_after = problem.lengths_q or spec.pages is not None
+    return Prepared(run_visible if masked_rows else run_and_mask if is_masked_after else run, plan)
 
 
-# Gradients in FP8 that are computed a few batch entries at a time.
+def _fill_empty(call: Fp8Arguments) -> Results:
+    """The results without queries or without keys."""
+    out, amax_s, amax_o, lse = (_zeros(call.q, layout) for layout in plans.results(call))
+    return (out, amax_s, amax_o, lse.fill_(-torch.inf)) if call.with_lse else (out, amax_s, amax_o)
 
 
-class SplitBackward:
-    """A backward call that launches one plan several times, each time for some of its batch entries.
+def _zeros(like: Tensor, layout: Layout) -> Tensor:
+    shape, stride, dtype = layout
+    return torch.empty_strided(shape, stride, dtype=dtype, device=like.device).zero_()
 
-    Attributes:
-        plan: The plan.
-        last: What a `CallTable` resets.
+
+class _Scales:
+    """Fills in the addresses of the scales, which need not be aligned."""
+
+    __slots__ = ("_names", "_places")
+
+    def __init__(self, key: PlanKey, names: Sequence[str]) -> None:
+        operands = [operand.name for operand in key.inputs]
+        self._names, self._places = names, [operands.index(name) for name in names]
+
+    def __call__(self, call: Any, pointers: array[int], outputs: list[Tensor]) -> object:
+        """Does so; there is nothing that must live until the launch."""
+        for place, address in zip(self._places, map(_address_of, call.scales)):  # noqa: B905 - as many
+            if not address:
+                for name, scale in zip(self._names, call.scales, strict=True):
+                    check_present(f"scales.{name}", scale)
+            pointers[place] = address
+        return None
+
+
+_address_of = Tensor.data_ptr
+
+
+class _Operands(_Scales):
+    """The same, with the lengths and page tables that are made for a launch.
+
+    An amax is zeroed first, as kernels may take the maximum with what it holds; Hopper's overwrite it.
     """
 
-    __slots__ = ("_entries", "_layouts", "_part", "last", "plan")
+    __slots__ = ("_amaxes", "_has_sides", "_sides", "_skv")
 
-    def __init__(self, part: Any, layouts: list[Any]) -> None:
-        """`part` is the `BackwardCall` of the entries of one launch; `layouts` are those of the full gradients."""
-        self._part, self._layouts = part, layouts
-        self._entries = part.problem.q.shape[0]
-        self.plan = part.plan
-        self.last: Any = None
+    def __init__(self, key: PlanKey, names: Sequence[str], problem: DenseSpec, amaxes: slice) -> None:
+        super().__init__(key, names)
+        self._sides = {x.name: place for place, x in enumerate(key.inputs)}
+        self._skv, self._has_sides, self._amaxes = problem.skv, problem.has_lengths, amaxes
 
-    def __call__(self, of: Fp8Backward) -> Fp8Gradients:
-        """Allocates, launches and returns."""
-        memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v, out=of.out, lse=of.lse)
-        result: Fp8Gradients = self._part.on_device(self._run, of)
-        return result
+    def __call__(self, call: Any, pointers: array[int], outputs: list[Tensor]) -> object:
+        """Fills in the pointers, and gives what they point to."""
+        super().__call__(call, pointers, outputs)
+        for amax in outputs[self._amaxes]:
+            amax.zero_()
+        if not self._has_sides:
+            return None
+        made = workarounds.lengths(call, self._skv)
+        if isinstance(call, Fp8Arguments):
+            made |= workarounds.readable_tables(call)
+        for name, tensor in made.items():
+            pointers[self._sides[name]] = tensor.data_ptr()
+        return made
 
-    def run(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-        scales: Fp8BackwardScales,
-        lengths_q: Tensor | None,
-        lengths_kv: Tensor | None,
-    ) -> Fp8Gradients:
-        """The same with separate arguments: a `grad_out` that cuDNN can read, q, k, v, `out` and a dense `lse`."""
-        grad_out, q, k, v, out, lse = tensors
-        call = ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
-        return self(Fp8Backward(grad_out=aligned(grad_out), out=out, lse=lse, call=call, scales=scales))
 
-    def _run(self, of: Fp8Backward) -> Fp8Gradients:
-        batch, entries = of.call.q.shape[0], self._entries
-        gradients = [allocate(*layout) for layout in self._layouts]
-        amaxes = torch.zeros(batch // entries, 4, dtype=torch.float32, device=of.call.q.device)
+def _operands(key: PlanKey, names: Sequence[str], problem: DenseSpec, amaxes: slice) -> _Scales:
+    """What fills in the pointers of a plan's operands that are not q, k, v, the output and its gradient."""
+    is_hopper = key.target.sm // 10 == 9
+    if is_hopper and not problem.has_lengths:
+        return _Scales(key, names)
+    return _Operands(key, names, problem, slice(0, 0) if is_hopper else amaxes)
+
+
+# The backward pass.
+
+
+def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
+    """A backward call bound to its plan.
+
+    Raises:
+        UnsupportedError: cuDNN has no plan for it.
+    """
+    whole = BackwardSpec.of(call)
+    if whole.problem.is_empty:
+        return Prepared(_zero_gradients, None)
+    device = call.q.get_device()
+    spec = whole.part(target := live_target(device))
+    key = spec.key(target, device)
+    plan = plan_cache.get(key, lambda key: build_plan(graphs.sdpa_fp8_backward, key))
+    problem, rows = spec.problem, spec.padded_rows(target)
+    gradients = [as_layout(layout) for layout in whole.gradients()]
+    bound = BoundPlan(
+        plan=plan,
+        inputs=("q", "k", "v", "out", "grad_out", "lse"),
+        results=[*(as_layout(layout) for layout in spec.gradients()), *[AMAX] * 4],
+        numbers={"scale": call.scale_value},
+        before=_operands(key, Fp8BackwardScales._fields, problem, amaxes=slice(3, 7)),
+    )
+    read = _reader(call, whole)
+
+    def run(call: Fp8BackwardArguments) -> Results:
+        call = read(call)
+        return tuple(bound(call, (call.q, call.k, call.v, call.out, call.grad_out, call.lse)))
+
+    if spec is whole and rows == problem.rows == problem.sq:
+        return Prepared(run, plan)
+    launch = _RowsLaunch(bound, spec, rows)
+
+    def run_rows(call: Fp8BackwardArguments) -> Results:
+        """As many launches as there are parts of the batch, of rows that see a key, perhaps padded."""
+        call, entries = read(call), spec.problem.q.shape[0]
+        for name in ("q", "k", "v", "out", "grad_out", "lse"):
+            check_address(name, getattr(call, name))  # before PyTorch's kernels read them, or slices are made
+        device, batch = call.q.device, call.q.shape[0]
+        found = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in gradients]
+        if spec is whole:
+            found += [torch.empty(1, dtype=torch.float32, device=device) for _ in range(4)]
+            launch(call, found)
+            return tuple(found)
+        amaxes = torch.zeros(batch // entries, 4, dtype=torch.float32, device=device)
         for number, first in enumerate(range(0, batch, entries)):
-            some = slice(first, first + entries)
-            self._part.write(_split(of, some), [*(x[some] for x in gradients), *_single(amaxes[number])])
-        return Fp8Gradients(*gradients, *_single(amaxes.amax(0)))
+            part = slice(first, first + entries)
+            launch(_part_of(call, part), [*(x[part] for x in found), *_single(amaxes[number])])
+        return *found, *_single(amaxes.amax(0))
+
+    return Prepared(run_rows, plan)
+
+
+def _zero_gradients(call: Fp8BackwardArguments) -> Results:
+    """The results without queries or without keys."""
+    return tuple(_zeros(call.q, layout) for layout in plans.results_of_backward(call))
+
+
+def _reader(call: Fp8BackwardArguments, spec: BackwardSpec) -> Callable[[Fp8BackwardArguments], Fp8BackwardArguments]:
+    """What makes calls like this one readable: copies the output's gradient and the LSE if cuDNN cannot read them."""
+    copies_grad_out = not workarounds.has_readable_strides(call.grad_out)
+    lse = None if call.lse.is_contiguous() else TensorLayout.contiguous(tuple(call.lse.shape), torch.float32)
+
+    def read(call: Fp8BackwardArguments) -> Fp8BackwardArguments:
+        grad_out = call.grad_out
+        if copies_grad_out:
+            grad_out = workarounds.copied("grad_out", grad_out, spec.grad_out)
+        else:
+            grad_out = workarounds.aligned(grad_out)
+        if grad_out is not call.grad_out:
+            call = call._replace(grad_out=grad_out)
+        return call if lse is None else call._replace(lse=workarounds.copied("lse", call.lse, lse))
+
+    return read
+
+
+class _RowsLaunch:
+    """A launch of the rows that see a key, padded on Hopper, into given outputs."""
+
+    __slots__ = ("_bound", "_masked_rows", "_padding", "_rows")
+
+    def __init__(self, bound: BoundPlan, spec: BackwardSpec, rows: int) -> None:
+        self._bound, self._rows = bound, rows
+        self._masked_rows, self._padding = spec.problem.mask.masked_rows, rows - spec.problem.rows
+
+    def __call__(self, call: Fp8BackwardArguments, outputs: list[Tensor]) -> None:
+        """Launches the plan."""
+        masked_rows = self._masked_rows
+        q, out, grad_out, lse, grad_q = call.q, call.out, call.grad_out, call.lse, outputs[0]
+        if masked_rows:
+            grad_q[:, :, :masked_rows].zero_()
+            q, out, grad_out, lse, grad_q = (x[:, :, masked_rows:] for x in (q, out, grad_out, lse, grad_q))
+            lse = lse.clone(memory_format=torch.contiguous_format)  # for an aligned address
+        visible = grad_q
+        if self._padding:
+            q, out, grad_out, lse = (workarounds.pad_rows(x, self._rows) for x in (q, out, grad_out, lse))
+            grad_q = torch.empty_like(q, dtype=grad_q.dtype)
+        self._bound(call, (q, call.k, call.v, out, grad_out, lse), into=[grad_q, *outputs[1:]])
+        if self._padding:
+            visible.copy_(grad_q[:, :, : visible.shape[2]])
 
 
 def _single(values: Tensor) -> list[Tensor]:
     return [values[index : index + 1] for index in range(len(values))]
 
 
-def _split(of: Fp8Backward, some: slice) -> Fp8Backward:
+def _part_of(call: Fp8BackwardArguments, part: slice) -> Fp8BackwardArguments:
     """Some of the batch entries of a call."""
-    call = of.call
-    lengths_q, lengths_kv = (None if x is None else x[some] for x in (call.seq_lens_q, call.seq_lens_kv))
-    call = call._replace(q=call.q[some], k=call.k[some], v=call.v[some])
-    call = call._replace(seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
-    return of._replace(grad_out=of.grad_out[some], out=of.out[some], lse=of.lse[some], call=call)
-
-
-calls: CallTable[CachedCall | None] = CallTable(None)
-backward_calls: CallTable[CachedCall | None] = CallTable(None)
-
-
-class Fp8Call(BoundCall):
-    """The common part of forward and backward calls."""
-
-    __slots__ = ("_is_hopper", "_length_addresses", "is_plain", "last")
-
-    def __init__(self, problem: Any, plan: Plan, scale: float) -> None:
-        super().__init__(problem, plan, scale=scale)
-        self._is_hopper = plan.key.target.sm // 10 == 9
-        # A plain call takes full lengths only, and launches nothing but the plan.
-        self.is_plain = not (problem.mask.masked_rows or problem.has_lengths)
-        self._length_addresses = [self._fixed[name] for name in ("seq_len_q", "seq_len_kv") if name in self._fixed]
-        self.last = None  # what a `CallTable` resets
-
-    def is_elsewhere(self) -> bool:
-        """Whether the plan's GPU is not the current one."""
-        return self._elsewhere and current_device() != self.plan.device
-
-    def launch_at(self, inputs: list[int], scales: Any, outputs: list[Tensor]) -> None:
-        """Launches a plain call: addresses of inputs, scales, and outputs in the order of the key."""
-        self.plan.last_used = next_use()
-        addresses_of_scales = [scale.data_ptr() for scale in scales]
-        if not all(addresses_of_scales):
-            for name, scale in scales._asdict().items():
-                check_present(f"scales.{name}", scale)
-        results = [x.data_ptr() for x in outputs]
-        self.plan.launch([*inputs, self._fixed["scale"], *addresses_of_scales, *self._length_addresses, *results])
-
-    def new_amax(self, device: torch.device) -> Tensor:
-        """Memory for an amax. Hopper's plans overwrite it; others may take the maximum with what it holds."""
-        return allocate((1,), (1,), torch.float32) if self._is_hopper else no_amax(device)
-
-    def inputs(self, call: ForwardArguments, scales: Any) -> dict[str, Tensor]:
-        """The inputs by name: queries without fully masked rows, keys, values, scales and lengths."""
-        masked_rows = self.problem.mask.masked_rows
-        q = call.q[:, :, masked_rows:] if masked_rows else call.q
-        return {"q": q, "k": call.k, "v": call.v, **scales._asdict(), **workarounds.lengths(call, self.problem.skv)}
-
-
-class ForwardCall(Fp8Call):
-    """A forward call bound to its plan."""
-
-    __slots__ = ("_lse", "_out", "forward")
-
-    def __init__(self, forward: ForwardSpec, plan: Plan, scale: float) -> None:
-        super().__init__(forward.problem, plan, scale)
-        self.forward = forward
-        self._out = as_layout(forward.out)
-        lse = TensorLayout.contiguous(forward.out.shape[:3], torch.float32)
-        self._lse = as_layout(lse) if forward.with_lse else None
-
-    def __call__(self, of: Fp8Forward) -> Fp8Output:
-        """Allocates, launches and returns."""
-        memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v)
-        result: Fp8Output = self.on_device(self._run, of)
-        return result
-
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scales: Fp8Scales,
-        lengths_q: Tensor | None,
-        lengths_kv: Tensor | None,
-        table_k: Tensor | None,
-        table_v: Tensor | None,
-    ) -> Fp8Output:
-        """The same with separate arguments; a plain call is launched without dictionaries."""
-        addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
-        q_address, k_address, v_address = addresses
-        is_readable = all(addresses) and not (q_address | k_address | v_address) & MISALIGNED
-        if not (self.is_plain and is_readable) or self.is_elsewhere():
-            call = ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
-            return self(Fp8Forward(call, scales, self._out[2], arguments.tables_of(table_k, table_v)))
-        out, amax_s, amax_o = allocate(*self._out), self.new_amax(q.device), self.new_amax(q.device)
-        lse = None if self._lse is None else allocate(*self._lse)
-        self.launch_at(addresses, scales, [out, amax_s, amax_o] if lse is None else [out, amax_s, amax_o, lse])
-        return Fp8Output(out, amax_s, amax_o, lse)
-
-    def _run(self, of: Fp8Forward) -> Fp8Output:
-        masked_rows, device = self.problem.mask.masked_rows, of.call.q.device
-        out = allocate(*self._out)
-        amax_s, amax_o = (self.new_amax(device) for _ in range(2))
-        tensors = self.inputs(of.call, of.scales) | arguments.readable_tables(of)
-        tensors |= {"out": out[:, :, masked_rows:] if masked_rows else out, "amax_s": amax_s, "amax_o": amax_o}
-        lse = None
-        if self.forward.with_lse:
-            lse = out.new_empty(out.shape[:3], dtype=torch.float32)
-            tensors["lse"] = lse.new_empty((*lse.shape[:2], lse.shape[2] - masked_rows)) if masked_rows else lse
-        self.launch(tensors)
-        if masked_rows:
-            out[:, :, :masked_rows].zero_()
-            if lse is not None:
-                lse[:, :, :masked_rows] = -torch.inf
-                lse[:, :, masked_rows:] = tensors["lse"]
-        if self.problem.lengths_q or of.tables is not None:
-            workarounds.mask_absent_rows(of.call, out, lse)
-            amax_o = workarounds.amax_of(out, of.scales.scale_o, amax_o)
-        return Fp8Output(out, amax_s, amax_o, lse)
-
-
-class BackwardCall(Fp8Call):
-    """A backward call bound to its plan."""
-
-    __slots__ = ("_gradients", "_rows", "backward")
-
-    def __init__(self, backward: BackwardSpec, plan: Plan, scale: float) -> None:
-        super().__init__(backward.problem, plan, scale)
-        self.backward = backward
-        self._rows = backward.padded_rows(plan.key.target)
-        self._gradients = [as_layout(layout) for layout in backward.gradients()]
-        self.is_plain = self.is_plain and self._rows == backward.problem.rows
-
-    def __call__(self, of: Fp8Backward) -> Fp8Gradients:
-        """Allocates, launches and returns."""
-        memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v, out=of.out, lse=of.lse)
-        result: Fp8Gradients = self.on_device(self._run, of)
-        return result
-
-    def _run(self, of: Fp8Backward) -> Fp8Gradients:
-        outputs = self._outputs(of.call.q.device)
-        self.write(of, outputs)
-        return Fp8Gradients(*outputs)
-
-    def _outputs(self, device: torch.device) -> list[Tensor]:
-        return [*(allocate(*layout) for layout in self._gradients), *(self.new_amax(device) for _ in range(4))]
-
-    def run(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-        scales: Fp8BackwardScales,
-        lengths_q: Tensor | None,
-        lengths_kv: Tensor | None,
-    ) -> Fp8Gradients:
-        """The same with separate arguments: a `grad_out` that cuDNN can read, q, k, v, `out` and a dense `lse`."""
-        grad_out, q, k, v, out, lse = tensors
-        addresses = [x.data_ptr() for x in (q, k, v, out, grad_out, lse)]
-        is_readable = all(addresses) and not any(address & MISALIGNED for address in addresses)
-        if not (self.is_plain and is_readable) or self.is_elsewhere():
-            call = ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv)
-            return self(Fp8Backward(grad_out=aligned(grad_out), out=out, lse=lse, call=call, scales=scales))
-        outputs = self._outputs(q.device)
-        self.launch_at(addresses, scales, outputs)
-        return Fp8Gradients(*outputs)
-
-    def write(self, of: Fp8Backward, outputs: Sequence[Tensor]) -> None:
-        """Launches the plan on the current device, into these outputs."""
-        problem, masked_rows = self.problem, self.problem.mask.masked_rows
-        grad_q, grad_k, grad_v, *amaxes = outputs
-        tensors = self.inputs(of.call, of.scales)
-        tensors |= {"out": of.out, "grad_out": of.grad_out, "lse": of.lse, "grad_q": grad_q}
-        if masked_rows:
-            grad_q[:, :, :masked_rows].zero_()
-            for name in ("out", "grad_out", "lse", "grad_q"):
-                tensors[name] = tensors[name][:, :, masked_rows:]
-            tensors["lse"] = tensors["lse"].clone(memory_format=torch.contiguous_format)  # for an aligned address
-        grad_q_rows = tensors["grad_q"]
-        if self._rows != problem.rows:
-            for name in ("q", "out", "grad_out", "lse"):
-                tensors[name] = workarounds.pad_rows(tensors[name], self._rows)
-            tensors["grad_q"] = torch.empty_like(tensors["q"], dtype=grad_q.dtype)
-        tensors |= {"grad_k": grad_k, "grad_v": grad_v}
-        tensors |= zip(("amax_dq", "amax_dk", "amax_dv", "amax_dp"), amaxes, strict=True)
-        self.launch(tensors)
-        if self._rows != problem.rows:
-            grad_q_rows.copy_(tensors["grad_q"][:, :, : problem.rows])
-
-
-def run_forward(of: Fp8Forward) -> Fp8Output:
-    """A forward pass on the GPU that its tensors are on."""
-    prepared = prepare_forward(of)
-    return nothing(of) if prepared is None else prepared(of)
-
-
-def prepare_forward(of: Fp8Forward) -> ForwardCall | None:
-    """The bound call; None if there is nothing to compute."""
-    if value_checks.enabled:
-        check_values(of)
-    tables = () if of.tables is None else tuple(map(describe, of.tables))
-    signature = ("forward", of.out_dtype, tables, *_signature(of.call, of.scales))
-    prepared: ForwardCall | None = calls.get(signature)
-    if prepared is None:
-        arguments.check_forward_on_pages(of)
-        memory.check_strides(of.call.q, of.call.k, of.call.v)
-        memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v)
-        forward = ForwardSpec.of(of)
-        if forward.problem.is_empty:
-            return None
-        device = of.call.q.get_device()
-        key = forward.key(live_target(device), device)
-        plan = plan_cache.get(key, lambda key: build_plan(graphs.sdpa_fp8_forward, key))
-        prepared = ForwardCall(forward, plan, of.call.scale_value)
-        calls.add(signature, prepared)
-    return prepared
-
-
-def run_backward(of: Fp8Backward) -> Fp8Gradients:
-    """A backward pass on the GPU that its tensors are on."""
-    if of.grad_out.dim() == of.out.dim() == 4 and of.grad_out.shape == of.out.shape:
-        of = readable(of)  # other shapes are refused below
-    prepared = prepare_backward(of)
-    return no_gradients(of) if prepared is None else prepared(of)
-
-
-def prepare_backward(of: Fp8Backward) -> BackwardCall | SplitBackward | None:
-    """The bound call for a `readable` call; None if there is nothing to compute."""
-    if value_checks.enabled:
-        check_lengths(of.call)
-    tensors = map(describe, (of.grad_out, of.out, of.lse))
-    signature = ("backward", *tensors, *_signature(of.call, of.scales))
-    prepared: BackwardCall | SplitBackward | None = backward_calls.get(signature)
-    if prepared is None:
-        arguments.check_backward(of)
-        memory.check_strides(of.call.q, of.call.k, of.call.v)
-        memory.check_strides_of("out", of.out)
-        memory.check_addresses(q=of.call.q, k=of.call.k, v=of.call.v, out=of.out, lse=of.lse)
-        backward = BackwardSpec.of(of)
-        if backward.problem.is_empty:
-            return None
-        device = of.call.q.get_device()
-        part = backward.part(target := live_target(device))
-        plan = plan_cache.get(part.key(target, device), lambda key: build_plan(graphs.sdpa_fp8_backward, key))
-        prepared = bound = BackwardCall(part, plan, of.call.scale_value)
-        if part is not backward:
-            prepared = SplitBackward(bound, [as_layout(layout) for layout in backward.gradients()])
-        backward_calls.add(signature, prepared)
-    return prepared
-
-
-def check_values(of: Fp8Forward) -> None:
-    """Checks lengths and page ids."""
-    call = arguments.without_pages(of)
-    check_lengths(call)
-    if of.tables is not None and call.seq_lens_kv is not None:
-        for name, table in zip(("page_table", "page_table_v"), of.tables, strict=True):
-            value_checks.check_pages(
-                name=name, table=table, lengths=call.seq_lens_kv, page_size=of.call.k.shape[2], pages=of.call.k.shape[0]
-            )
-
-
-def check_lengths(call: ForwardArguments) -> None:
-    """Checks that lengths fit their tensors: on the CPU, and under `CUDNN_SDPA_DEBUG`."""
-    value_checks.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
-    value_checks.check_lengths("seq_lens_kv", call.seq_lens_kv, call.k.shape[2])
-
-
-def _signature(call: ForwardArguments, scales: Any) -> tuple[Hashable, ...]:
-    """Everything that determines a call, except the dtype of its output or the tensors of its gradient."""
-    options = (*call.options, call.with_lse)
-    tensors = (*call.tensors, *scales)
-    return (*map(describe, tensors), *options, *map(type, options))
+    lengths_q, lengths_kv = (None if x is None else x[part] for x in (call.seq_lens_q, call.seq_lens_kv))
+    return call._replace(
+        grad_out=call.grad_out[part],
+        q=call.q[part],
+        k=call.k[part],
+        v=call.v[part],
+        out=call.out[part],
+        lse=call.lse[part],
+        seq_lens_q=lengths_q,
+        seq_lens_kv=lengths_kv,
+    )

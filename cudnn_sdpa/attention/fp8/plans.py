@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,9 +10,17 @@ import torch
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.plans import FIRST_RIGHT_LAST_TILE, GRAD_OUT_COPY, LAST_TILE, DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments, graphs, workarounds
-from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES, Fp8Backward, Fp8BackwardScales, Fp8Forward, Fp8Scales
+from cudnn_sdpa.attention.fp8.arguments import (
+    FP8_DTYPES,
+    Fp8Arguments,
+    Fp8BackwardArguments,
+    Fp8BackwardScales,
+    Fp8Scales,
+    as_dense,
+)
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal
 from cudnn_sdpa.attention.support.rules_fp8 import RULES
+from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import Target
@@ -22,6 +30,9 @@ _ENOUGH_TILES, _TILE, _LONG = 512, 128, 1024
 
 #: A scale or an amax, as cuDNN reads and writes it.
 SCALAR_LAYOUT = TensorLayout.contiguous((1, 1, 1, 1), torch.float32)
+
+#: An amax, as the caller sees it.
+AMAX: Layout = ((1,), (1,), torch.float32)
 
 
 def device_scalars(names: Iterable[str]) -> list[Operand]:
@@ -49,6 +60,21 @@ def spec_of(call: ForwardArguments) -> DenseSpec:
     return replace(problem, mask=replace(problem.mask, band=moved))
 
 
+def results(call: Fp8Arguments) -> tuple[Layout, ...]:
+    """Shape, stride and dtype of the output, in the memory order of q, of both amax values, and of the LSE."""
+    q = call.q
+    shape, lse = (*q.shape[:3], call.v.shape[3]), TensorLayout.contiguous(tuple(q.shape[:3]), torch.float32)
+    out = shape, dense_stride_like(shape, q.shape, q.stride()), q.dtype if call.out_dtype is None else call.out_dtype
+    return out, AMAX, AMAX, (lse.shape, lse.stride, lse.dtype)
+
+
+def results_of_backward(call: Fp8BackwardArguments) -> tuple[Layout, ...]:
+    """The same of the gradients of q, k and v, each in the memory order of its tensor, and of four amax values."""
+    dtype = call.grad_out.dtype
+    qkv = [(tuple(x.shape), dense_stride_like(x.shape, x.shape, x.stride()), dtype) for x in (call.q, call.k, call.v)]
+    return *qkv, AMAX, AMAX, AMAX, AMAX
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardSpec:
     """A forward call without its data.
@@ -66,17 +92,15 @@ class ForwardSpec:
     pages: tuple[TensorLayout, TensorLayout, TensorLayout] | None = None
 
     @classmethod
-    def of(cls, of: Fp8Forward) -> ForwardSpec:
+    def of(cls, call: Fp8Arguments) -> ForwardSpec:
         """The spec of a call. The output has the memory order of `q`."""
-        q = of.call.q
-        shape = (*q.shape[:3], of.call.v.shape[3])
-        out = TensorLayout(shape, dense_stride_like(shape, q.shape, q.stride()), of.out_dtype)
         pages = None
-        if of.tables is not None:
-            batch, width = of.tables[0].shape
+        if call.tables is not None:
+            batch, width = call.tables[0].shape
             table = TensorLayout.contiguous((batch, 1, width, 1), torch.int32)
-            pages = (TensorLayout.of(of.call.k), TensorLayout.of(of.call.v), table)
-        return cls(spec_of(arguments.without_pages(of)), out, of.call.with_lse, pages)
+            pages = (TensorLayout.of(call.k), TensorLayout.of(call.v), table)
+        out = TensorLayout(*results(call)[0])
+        return cls(spec_of(arguments.without_pages(call)), out, call.with_lse, pages)
 
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan.
@@ -135,10 +159,10 @@ class BackwardSpec:
     deterministic: bool
 
     @classmethod
-    def of(cls, of: Fp8Backward) -> BackwardSpec:
+    def of(cls, call: Fp8BackwardArguments) -> BackwardSpec:
         """The spec of a call."""
-        out, grad_out = TensorLayout.of(of.out), TensorLayout.of(of.grad_out)
-        return cls(spec_of(of.call), out, grad_out, of.call.deterministic)
+        out, grad_out = TensorLayout.of(call.out), workarounds.readable_layout(call)
+        return cls(spec_of(as_dense(call)), out, grad_out, call.deterministic)
 
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan.
@@ -239,6 +263,24 @@ class BackwardSpec:
                 "the number of queries is not a multiple of 16"
             )
         return notes
+
+
+def keys(call: Fp8Arguments, target: Target, device: int | None) -> Iterator[PlanKey]:
+    """The keys of the plans of a forward call.
+
+    Raises:
+        UnsupportedError: cuDNN is known to have no plan.
+    """
+    spec = ForwardSpec.of(call)
+    if not spec.problem.is_empty:
+        yield spec.key(target, device)
+
+
+def keys_of_backward(call: Fp8BackwardArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
+    """`keys` for a backward call."""
+    spec = BackwardSpec.of(call)
+    if not spec.problem.is_empty:
+        yield spec.part(target).key(target, device)
 
 
 AMAXES = "the amax outputs are zeroed first, except on Hopper"

@@ -16,9 +16,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES, Fp8Backward, Fp8Forward, Fp8Gradients, Fp8Output
+from cudnn_sdpa.attention.dense.torch_ops import dense_sizes, flops_of_backward, flops_of_forward
+from cudnn_sdpa.attention.fp8 import plans
+from cudnn_sdpa.attention.fp8.arguments import (
+    FP8_DTYPES,
+    Fp8Arguments,
+    Fp8BackwardArguments,
+    Fp8BackwardScales,
+    Fp8Gradients,
+    Fp8Output,
+    as_dense,
+    gathered,
+    without_pages,
+)
 from cudnn_sdpa.attention.reference import finite, repeated, summed, visible, without_autocast
+from cudnn_sdpa.engine.launch import Layout
 
 
 def quantized(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -33,7 +45,7 @@ def quantized(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return scaled.to(dtype)
 
 
-def attention(of: Fp8Forward, *, exact: torch.dtype = torch.float32) -> Fp8Output:
+def attention(call: Fp8Arguments, *, exact: torch.dtype = torch.float32) -> Fp8Output:
     """The forward pass; the log-sum-exp is always there, in the precision of the computation.
 
     With e = exp(scores − the row's maximum), l its sum along the row, and fp8(x) rounded and saturated:
@@ -43,25 +55,26 @@ def attention(of: Fp8Forward, *, exact: torch.dtype = torch.float32) -> Fp8Outpu
     - amax_o is the amax of O, before `scale_o`
 
     Args:
-        of: The call.
+        call: The call.
         exact: The dtype of the computation.
     """
-    call, scales = of.call, of.scales
+    call = gathered(call)
+    dtype = call.q.dtype if call.out_dtype is None else call.out_dtype
     with without_autocast(call.q):
-        masked = scores(call, scales.descale_q, scales.descale_k, exact)
+        masked = scores(call, call.descale_q, call.descale_k, exact)
         peak = finite(masked.amax(-1, keepdim=True)) if masked.shape[-1] else masked.new_zeros((*masked.shape[:3], 1))
         exponentials = torch.exp(masked - peak)
         total = exponentials.sum(-1, keepdim=True)
         lse = (peak + torch.log(total)).squeeze(-1)
         total = total.masked_fill(total == 0, 1.0)  # rows that see no key
-        rounded = quantized(exponentials, scales.scale_s, call.q.dtype).to(exact)
+        rounded = quantized(exponentials, call.scale_s, call.q.dtype).to(exact)
         product = torch.matmul(rounded, repeated(call.v, call.q, exact)) / total
-        out = product * scales.descale_s.to(exact).view(()) * scales.descale_v.to(exact).view(())
+        out = product * call.descale_s.to(exact).view(()) * call.descale_v.to(exact).view(())
         amax_s = amax_of(exponentials / total)
-        return Fp8Output(quantized(out, scales.scale_o.view(()), of.out_dtype), amax_s, amax_of(out), lse)
+        return Fp8Output(quantized(out, call.scale_o.view(()), dtype), amax_s, amax_of(out), lse)
 
 
-def gradients(of: Fp8Backward, *, exact: torch.dtype = torch.float32) -> Fp8Gradients:
+def gradients(call: Fp8BackwardArguments, *, exact: torch.dtype = torch.float32) -> Fp8Gradients:
     """The backward pass, in which the probabilities come from the log-sum-exp and are rounded after the division.
 
     With P = exp(scores − lse), D the row sums of O ∘ dO, descaled, and fp8(x) rounded and saturated:
@@ -76,26 +89,25 @@ def gradients(of: Fp8Backward, *, exact: torch.dtype = torch.float32) -> Fp8Grad
     each result x is returned as fp8(x · its scale), with the amax of x.
 
     Args:
-        of: The call.
+        call: The call.
         exact: The dtype of the computation.
     """
-    call = of.call
-    scales = type(of.scales)(*(scale.to(exact).view(()) for scale in of.scales))
+    scales = Fp8BackwardScales(*(scale.to(exact).view(()) for scale in call.scales))
     with without_autocast(call.q):
-        q, grad_out = call.q.to(exact), of.grad_out.to(exact)
+        q, grad_out = call.q.to(exact), call.grad_out.to(exact)
         k, v = repeated(call.k, q, exact), repeated(call.v, q, exact)
-        lse = finite(of.lse.to(exact)).unsqueeze(-1)
+        lse = finite(call.lse.to(exact)).unsqueeze(-1)
         weights = torch.exp(scores(call, scales.descale_q, scales.descale_k, exact) - lse)
         rounded = quantized(weights, scales.scale_s, call.q.dtype).to(exact)
         grad_v = summed(torch.matmul(rounded.transpose(-1, -2), grad_out), call.v)
         grad_v = grad_v * scales.descale_s * scales.descale_do
-        mean = (grad_out * of.out.to(exact)).sum(-1, keepdim=True) * scales.descale_do * scales.descale_o
+        mean = (grad_out * call.out.to(exact)).sum(-1, keepdim=True) * scales.descale_do * scales.descale_o
         of_weights = torch.matmul(grad_out, v.transpose(-1, -2)) * scales.descale_do * scales.descale_v
         of_scores = (of_weights - mean) * weights * call.scale_value
-        rounded = quantized(of_scores, scales.scale_dp, of.grad_out.dtype).to(exact)
+        rounded = quantized(of_scores, scales.scale_dp, call.grad_out.dtype).to(exact)
         grad_q = torch.matmul(rounded, k) * scales.descale_dp * scales.descale_k
         grad_k = summed(torch.matmul(rounded.transpose(-1, -2), q), call.k) * scales.descale_dp * scales.descale_q
-        dtype = of.grad_out.dtype
+        dtype = call.grad_out.dtype
         return Fp8Gradients(
             dq=quantized(grad_q, scales.scale_dq, dtype),
             dk=quantized(grad_k, scales.scale_dk, dtype),
@@ -107,13 +119,50 @@ def gradients(of: Fp8Backward, *, exact: torch.dtype = torch.float32) -> Fp8Grad
         )
 
 
-def scores(call: ForwardArguments, descale_q: Tensor, descale_k: Tensor, exact: torch.dtype) -> Tensor:
+def scores(
+    call: Fp8Arguments | Fp8BackwardArguments, descale_q: Tensor, descale_k: Tensor, exact: torch.dtype
+) -> Tensor:
     """The scores as the softmax sees them, (B, Hq, Sq, Skv), −inf where a query does not see a key."""
     product = torch.matmul(call.q.to(exact), repeated(call.k, call.q, exact).transpose(-1, -2)) * call.scale_value
     product = product * descale_q.to(exact).view(()) * descale_k.to(exact).view(())
-    return product.masked_fill(~visible(call), -torch.inf)
+    return product.masked_fill(~visible(as_dense(call)), -torch.inf)
 
 
 def amax_of(x: Tensor) -> Tensor:
     """The amax, (1,) float32; 0 for an empty tensor."""
     return x.abs().amax().float().view(1) if x.numel() else x.new_zeros(1, dtype=torch.float32)
+
+
+# What the operations give: tensors in the memory order of their inputs.
+
+
+def results(call: Fp8Arguments) -> tuple[Tensor, ...]:
+    """The results of the forward pass: the output, both amax values, and the LSE in float32."""
+    found = attention(call)
+    assert found.lse is not None
+    out = _laid_out(found.out, plans.results(call)[0])
+    return out, found.amax_s, found.amax_o, found.lse.float()
+
+
+def results_of_backward(call: Fp8BackwardArguments) -> tuple[Tensor, ...]:
+    """The results of the backward pass: the gradients of q, k and v, and four amax values."""
+    *found, amax_dq, amax_dk, amax_dv, amax_dp = gradients(call)
+    layouts = plans.results_of_backward(call)
+    dq, dk, dv = (_laid_out(x, layout) for x, layout in zip(found, layouts, strict=False))
+    return dq, dk, dv, amax_dq, amax_dk, amax_dv, amax_dp
+
+
+def _laid_out(x: Tensor, layout: Layout) -> Tensor:
+    shape, stride, dtype = layout
+    return torch.empty_strided(shape, stride, dtype=dtype, device=x.device).copy_(x)
+
+
+def flops(call: Fp8Arguments) -> tuple[int, int]:
+    """Floating-point operations, on pages as if all tables were full: lengths are not read."""
+    dense = without_pages(call)
+    return flops_of_forward(*dense_sizes(dense.q, dense.k, dense.v)), 0
+
+
+def flops_of_backward_call(call: Fp8BackwardArguments) -> tuple[int, int]:
+    """Floating-point operations of a backward call, which is an operation of its own."""
+    return flops_of_backward(*dense_sizes(call.q, call.k, call.v)), 0

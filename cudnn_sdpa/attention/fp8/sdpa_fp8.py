@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention import arguments, memory, value_checks
+from cudnn_sdpa.attention.arguments import ForwardArguments, kind_of
+from cudnn_sdpa.attention.cpu_checks import check_call, check_offsets
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
-from cudnn_sdpa.attention.fp8 import fast_path, launch, torch_ops, workarounds
+from cudnn_sdpa.attention.fp8 import launch, plans, reference
 from cudnn_sdpa.attention.fp8.arguments import (
-    Fp8Backward,
+    SCALES,
+    TABLES,
+    Fp8Arguments,
+    Fp8BackwardArguments,
     Fp8BackwardScales,
-    Fp8Forward,
     Fp8Gradients,
     Fp8Output,
     Fp8Scales,
 )
+from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.engine import autograd_checks
-from cudnn_sdpa.engine.autocast import is_deterministic
-from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher
-from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.operation import Operation
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.target import Target
 
 
 def sdpa_fp8(
@@ -98,52 +103,28 @@ def sdpa_fp8(
     """
     if functional.scaled_dot_product_attention is not autograd_checks.PYTORCHS:
         autograd_checks.refuse_context_parallel("sdpa_fp8")
-    optional = (seq_lens_q, seq_lens_kv, page_table, page_table_v)
-    options = (is_causal, causal_alignment, window_size, scale, out_dtype, return_lse)
-    is_eager = not is_compiling()
-    if is_eager and type(scales) is Fp8Scales:
-        known = fast_path.find(launch.calls, (q, k, v, *scales), optional, options)
-        if known is not None:
-            result: Fp8Output = known.run(q, k, v, scales, *optional)
-            return result
-    of = forward_of(
-        q=q,
-        k=k,
-        v=v,
-        scales=scales,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_size=window_size,
-        scale=scale,
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-        page_table=page_table,
-        page_table_v=page_table_v,
-        out_dtype=out_dtype,
-        return_lse=return_lse,
-    )
-    check_untracked("sdpa_fp8", of.scales, q=q, k=k, v=v)
-    if is_eager and q.is_cuda and can_bypass_dispatcher(q, k, v, *optional, *scales):
-        prepared = launch.prepare_forward(of)
-        if prepared is None:
-            return launch.nothing(of)
-        result = prepared(of)
-        fast_path.remember(launch.calls, (q, k, v, *scales), optional, options, prepared)
-        return result
-    out, amax_s, amax_o, *lse = torch.ops.cudnn_sdpa.sdpa_fp8_forward(
+    if type(scales) is not Fp8Scales:
+        fp8_arguments.check_scales_type(scales, Fp8Scales)
+    left, right = (UNBOUNDED, UNBOUNDED) if window_size is None else arguments.window_bounds(window_size)
+    call = Fp8Arguments(  # by position, in the order of the fields: keywords would cost 0.6 µs
         q,
         k,
         v,
-        list(scales),
+        *scales,
         seq_lens_q,
         seq_lens_kv,
-        *torch_ops.options_of(of.call),
         page_table,
-        page_table_v,
-        of.out_dtype,
+        None if page_table_v is page_table else page_table_v,
+        is_causal,
+        causal_alignment,
+        left,
+        right,
+        scale,
+        out_dtype,
         return_lse,
     )
-    return Fp8Output(out, amax_s, amax_o, lse[0] if return_lse else None)
+    found = FP8(call)
+    return Fp8Output._make(found if return_lse else (*found, None))
 
 
 def sdpa_fp8_backward(
@@ -209,143 +190,148 @@ def sdpa_fp8_backward(
         >>> gradients.dq.shape, gradients.dq.dtype, gradients.amax_dq.shape
         (torch.Size([1, 4, 64, 128]), torch.float8_e5m2, torch.Size([1]))
     """
-    tensors, lengths = (grad_out, q, k, v, out, lse), (seq_lens_q, seq_lens_kv)
-    is_eager = not is_compiling()
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    options = (is_causal, causal_alignment, window_size, scale, deterministic)
-    if is_eager and type(scales) is Fp8BackwardScales:
-        known = fast_path.find(launch.backward_calls, (*tensors, *scales), lengths, options)
-        if known is not None:
-            result: Fp8Gradients = known.run(tensors, scales, *lengths)
-            return result
-    named = {"grad_out": grad_out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    of = backward_of(
-        **named,
-        scales=scales,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_size=window_size,
-        scale=scale,
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-        deterministic=deterministic,
+    if type(scales) is not Fp8BackwardScales:
+        fp8_arguments.check_scales_type(scales, Fp8BackwardScales)
+    left, right = (UNBOUNDED, UNBOUNDED) if window_size is None else arguments.window_bounds(window_size)
+    call = Fp8BackwardArguments(  # by position, as above
+        grad_out,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *scales,
+        seq_lens_q,
+        seq_lens_kv,
+        is_causal,
+        causal_alignment,
+        left,
+        right,
+        scale,
+        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
     )
-    check_untracked("sdpa_fp8_backward", of.scales, **named)
-    if is_eager and q.is_cuda and can_bypass_dispatcher(*tensors, *lengths, *scales):
-        return _run_backward(of, options)
-    gradients = torch.ops.cudnn_sdpa.sdpa_fp8_backward(
-        *tensors, list(scales), *lengths, *torch_ops.options_of(of.call), of.call.deterministic
+    return Fp8Gradients._make(FP8_BACKWARD(call))
+
+
+def _check_values(call: Fp8Arguments) -> None:
+    """Checks lengths and page ids."""
+    _check_lengths(fp8_arguments.without_pages(call))
+    if call.tables is not None and call.seq_lens_kv is not None:
+        for name, table in zip(TABLES, call.tables, strict=True):
+            value_checks.check_pages(
+                name=name, table=table, lengths=call.seq_lens_kv, page_size=call.k.shape[2], pages=call.k.shape[0]
+            )
+
+
+def _check_lengths(call: ForwardArguments | Fp8BackwardArguments) -> None:
+    value_checks.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
+    value_checks.check_lengths("seq_lens_kv", call.seq_lens_kv, call.k.shape[2])
+
+
+def _check_strides(call: Fp8Arguments) -> None:
+    memory.check_strides(call.q, call.k, call.v)
+
+
+def _check_strides_of_backward(call: Fp8BackwardArguments) -> None:
+    memory.check_strides(call.q, call.k, call.v)
+    memory.check_strides_of("out", call.out)
+
+
+def _check_memory(call: Fp8Arguments) -> None:
+    memory.check_addresses(q=call.q, k=call.k, v=call.v)
+
+
+def _check_memory_of_backward(call: Fp8BackwardArguments) -> None:
+    lse = call.lse if call.lse.is_contiguous() else None  # others are copied
+    memory.check_addresses(q=call.q, k=call.k, v=call.v, out=call.out, lse=lse)
+
+
+def _check_strides_for_gpu(call: Fp8Arguments) -> None:
+    _check_strides(call)
+    check_offsets(q=call.q, k=call.k, v=call.v)
+
+
+def _check_strides_of_backward_for_gpu(call: Fp8BackwardArguments) -> None:
+    _check_strides_of_backward(call)
+    check_offsets(q=call.q, k=call.k, v=call.v, out=call.out, lse=call.lse)
+
+
+def _check_keys(call: Fp8Arguments, target: Target) -> None:
+    for key in plans.keys(call, target, None):
+        known_issues.check(key)
+
+
+def _check_keys_of_backward(call: Fp8BackwardArguments, target: Target) -> None:
+    for key in plans.keys_of_backward(call, target, None):
+        known_issues.check(key)
+
+
+def _check_gradient(call: Fp8Arguments | Fp8BackwardArguments) -> NoReturn:
+    """Refuses inputs whose gradient would silently be lost."""
+    what = "sdpa_fp8" if isinstance(call, Fp8Arguments) else "sdpa_fp8_backward"
+    wanting = [name for name, x in call._asdict().items() if isinstance(x, Tensor) and needs_gradient(x)]
+    reasons = [f"{SCALES.get(name, name)} requires grad, and autograd does not follow {what}" for name in wanting]
+    raise UnsupportedError(
+        f"the gradient of {what}", reasons, "torch.no_grad(), with the gradients of sdpa_fp8_backward"
     )
-    return Fp8Gradients(*gradients)
 
 
-def _run_backward(of: Fp8Backward, options: tuple[Any, ...]) -> Fp8Gradients:
-    """Runs a checked call, and caches it if cuDNN can read its tensors without copies."""
-    readable = workarounds.readable(of)
-    prepared = launch.prepare_backward(readable)
-    if prepared is None:
-        return launch.no_gradients(of)
-    gradients = prepared(readable)
-    if readable.grad_out is of.grad_out and readable.lse is of.lse:
-        call = of.call
-        required = (of.grad_out, call.q, call.k, call.v, of.out, of.lse, *of.scales)
-        lengths = (call.seq_lens_q, call.seq_lens_kv)
-        fast_path.remember(launch.backward_calls, required, lengths, options, prepared)
-    return gradients
+FP8 = Operation(
+    name="sdpa_fp8",
+    function="sdpa_fp8",
+    call=Fp8Arguments,
+    reference_call=None,
+    differentiable=(),
+    autocast=lambda _: {},
+    is_cacheable=lambda _: not value_checks.enabled,
+    kind=kind_of,
+    check_types=fp8_arguments.check_types,
+    check_options=fp8_arguments.check_options,
+    check=fp8_arguments.check,
+    check_values=_check_values,
+    check_strides=_check_strides,
+    check_memory=_check_memory,
+    checks_values=lambda: value_checks.enabled,
+    check_for_gpu=lambda call: check_call(call, _check_strides_for_gpu, _check_keys),
+    check_gradient=_check_gradient,
+    results=plans.results,
+    reference=reference.results,
+    prepare=launch.prepare,
+    keys=plans.keys,
+    flops=reference.flops,
+    gives=("out", "amax_s", "amax_o"),
+    names=SCALES,
+    loops=False,
+    forward_mode="attention in bfloat16",
+)
 
-
-def forward_of(
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scales: Fp8Scales,
-    is_causal: bool,
-    causal_alignment: str,
-    window_size: tuple[int, int] | None,
-    scale: float | None,
-    seq_lens_q: Tensor | None,
-    seq_lens_kv: Tensor | None,
-    page_table: Tensor | None,
-    page_table_v: Tensor | None,
-    out_dtype: torch.dtype | None,
-    return_lse: bool,
-) -> Fp8Forward:
-    """A forward call, checked."""
-    fp8_arguments.check_types(q=q, k=k, v=v, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv)
-    fp8_arguments.check_scales_type(scales, Fp8Scales)
-    if not isinstance(return_lse, bool):
-        raise OptionError("return_lse", repr(return_lse), "True or False")
-    left, right = arguments.window_bounds(window_size)
-    call = ForwardArguments(
-        q=q,
-        k=k,
-        v=v,
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_left=left,
-        window_right=right,
-        scale=scale,
-        with_lse=return_lse,
-    )
-    tables = fp8_arguments.tables_of(page_table, page_table_v)
-    of = Fp8Forward(call, scales, q.dtype if out_dtype is None else out_dtype, tables)
-    fp8_arguments.check_forward_on_pages(of)
-    return of
-
-
-def backward_of(
-    *,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scales: Fp8BackwardScales,
-    is_causal: bool,
-    causal_alignment: str,
-    window_size: tuple[int, int] | None,
-    scale: float | None,
-    seq_lens_q: Tensor | None,
-    seq_lens_kv: Tensor | None,
-    deterministic: bool | None,
-) -> Fp8Backward:
-    """A backward call, checked."""
-    fp8_arguments.check_types(
-        grad_out=grad_out, q=q, k=k, v=v, out=out, lse=lse, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv
-    )
-    fp8_arguments.check_scales_type(scales, Fp8BackwardScales)
-    left, right = arguments.window_bounds(window_size)
-    call = ForwardArguments(
-        q=q,
-        k=k,
-        v=v,
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_left=left,
-        window_right=right,
-        scale=scale,
-        deterministic=is_deterministic(deterministic),
-        with_lse=True,
-    )
-    of = Fp8Backward(grad_out=grad_out, out=out, lse=lse, call=call, scales=scales)
-    fp8_arguments.check_backward(of)
-    return of
-
-
-def check_untracked(what: str, scales: Fp8Scales | Fp8BackwardScales, **tensors: Tensor) -> None:
-    """Refuses inputs that autograd would have to track.
-
-    Raises:
-        UnsupportedError: A tensor or a scale requires grad, or has a tangent.
-    """
-    named_scales = {f"scales.{name}": scale for name, scale in scales._asdict().items()}
-    fp8_arguments.check_no_gradient(what, **tensors, **named_scales)
-    autograd_checks.refuse_tangents({**tensors, **named_scales}, "attention in bfloat16")
-    autograd_checks.refuse_transforms(what, *tensors.values(), *scales, loops=False)
+FP8_BACKWARD = Operation(
+    name="sdpa_fp8_backward",
+    forward="sdpa_fp8_backward",
+    function="sdpa_fp8_backward",
+    call=Fp8BackwardArguments,
+    reference_call=None,
+    differentiable=(),
+    autocast=lambda _: {},
+    is_cacheable=lambda _: not value_checks.enabled,
+    kind=kind_of,
+    check_types=fp8_arguments.check_types_of_backward,
+    check_options=fp8_arguments.check_options,
+    check=fp8_arguments.check_backward,
+    check_values=_check_lengths,
+    check_strides=_check_strides_of_backward,
+    check_memory=_check_memory_of_backward,
+    checks_values=lambda: value_checks.enabled,
+    check_for_gpu=lambda call: check_call(call, _check_strides_of_backward_for_gpu, _check_keys_of_backward),
+    check_gradient=_check_gradient,
+    results=plans.results_of_backward,
+    reference=reference.results_of_backward,
+    prepare=launch.prepare_backward,
+    keys=plans.keys_of_backward,
+    flops=reference.flops_of_backward_call,
+    gives=Fp8Gradients._fields,
+    auxiliary=(),
+    names=SCALES,
+    loops=False,
+    forward_mode="attention in bfloat16",
+)

@@ -15,11 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cudnn_sdpa.attention import memory
-from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.launch_backward import is_readable
-from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES, Fp8Backward
+from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES, TABLES, Fp8Arguments, Fp8BackwardArguments
 from cudnn_sdpa.engine.memory import MISALIGNED, check_present
-from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
+from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, dense_stride_like
 
 #: The rows that the backward kernels write at a time.
 ROWS_AT_ONCE = 16
@@ -27,7 +25,7 @@ ROWS_AT_ONCE = 16
 _WITHOUT_SIGN = 0x7F
 
 
-def lengths(call: ForwardArguments, skv: int) -> dict[str, Tensor]:
+def lengths(call: Fp8Arguments | Fp8BackwardArguments, skv: int) -> dict[str, Tensor]:
     """The two lengths that cuDNN reads, clamped to the tensors."""
     of_q, of_kv = call.seq_lens_q, call.seq_lens_kv
     if of_q is None and of_kv is None:
@@ -38,7 +36,20 @@ def lengths(call: ForwardArguments, skv: int) -> dict[str, Tensor]:
     return found if of_kv is None else {**found, "seq_len_kv": of_kv.clamp(0, skv)}
 
 
-def mask_absent_rows(call: ForwardArguments, out: Tensor, lse: Tensor | None) -> None:
+def readable_tables(call: Fp8Arguments) -> dict[str, Tensor]:
+    """The tables as cuDNN reads them: dense, and every id that of an existing page."""
+    if call.tables is None:
+        return {}
+    for name, table in zip(TABLES, call.tables, strict=True):
+        if table.data_ptr() == 0:
+            check_present(name, table)
+    last = call.k.shape[0] - 1
+    first = call.tables[0].clamp(0, last).contiguous()
+    second = first if call.tables[1] is call.tables[0] else call.tables[1].clamp(0, last).contiguous()
+    return {"table_k": first, "table_v": second}
+
+
+def mask_absent_rows(call: Fp8Arguments, out: Tensor, lse: Tensor | None) -> None:
     """Fills rows past the lengths and fully masked rows with zeros, and their LSE with minus infinity."""
     rows = torch.arange(out.shape[2], device=out.device).view(1, 1, -1)
     hidden = torch.zeros_like(rows, dtype=torch.bool)
@@ -87,21 +98,35 @@ def pad_rows(x: Tensor, rows: int) -> Tensor:
     return F.pad(x.view(torch.uint8), (0, 0, *more)).view(x.dtype)
 
 
-def readable(of: Fp8Backward) -> Fp8Backward:
-    """The call with a gradient that cuDNN can read, copied in the memory order of `out` if necessary."""
-    grad_out = of.grad_out
-    if not is_readable(grad_out):
-        stride = dense_stride_like(of.out.shape, of.out.shape, of.out.stride())
-        grad_out = torch.empty_strided(of.out.shape, stride, dtype=grad_out.dtype, device=grad_out.device)
-        grad_out.copy_(of.grad_out)
-    return of._replace(grad_out=grad_out, lse=of.lse.contiguous())
+def has_readable_strides(grad_out: Tensor) -> bool:
+    """Whether cuDNN can read the layout of a gradient, whatever its address."""
+    step = ALIGNMENT // grad_out.element_size()
+    strides = [grad_out.stride(dim) for dim in range(3) if grad_out.shape[dim] != 1]
+    is_dense = grad_out.stride(3) == 1 or grad_out.shape[3] == 1
+    return is_dense and all(stride % step == 0 and stride != 0 for stride in strides)
+
+
+def readable_layout(call: Fp8BackwardArguments) -> TensorLayout:
+    """The layout of the output's gradient as cuDNN reads it: if it is copied, in the memory order of `out`."""
+    if has_readable_strides(call.grad_out):
+        return TensorLayout.of(call.grad_out)
+    shape = tuple(call.out.shape)
+    return TensorLayout(shape, dense_stride_like(shape, shape, call.out.stride()), call.grad_out.dtype)
+
+
+def copied(name: str, x: Tensor, layout: TensorLayout) -> Tensor:
+    """A copy in another layout.
+
+    Raises:
+        LayoutError: The tensor has no memory.
+    """
+    check_present(name, x)  # PyTorch's kernel would read a null pointer
+    return torch.empty_strided(layout.shape, layout.stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def aligned(x: Tensor) -> Tensor:
-    """The tensor, or, if cuDNN cannot read its address, a copy with the same strides."""
+    """The output's gradient, or, if cuDNN cannot read its address, a copy with the same strides."""
     address = x.data_ptr()
     if address == 0:
         check_present("grad_out", x)
-    if not address & MISALIGNED:
-        return x
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    return x if not address & MISALIGNED else copied("grad_out", x, TensorLayout.of(x))

@@ -185,7 +185,7 @@ def test_equivalent_calls_give_the_same_result():
     of = problem()
     base = sdpa_fp8(*of)
     operator = torch.ops.cudnn_sdpa.sdpa_fp8_forward
-    found = operator(*of[:3], list(of.scales), None, None, False, "top_left", -1, -1, None, None, None, E4M3, False)
+    found = operator(*of[:3], *of.scales, None, None, None, None, False, "top_left", -1, -1, None, E4M3)
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, base[:3], strict=True))
     with torch.inference_mode():
         assert torch.equal(sdpa_fp8(*of).out.float(), base.out.float())

@@ -10,7 +10,6 @@ from float64_reference import attend, seen_keys
 from torch._subclasses import FakeTensorMode
 
 from cudnn_sdpa import (
-    ArgumentError,
     DeviceError,
     DtypeError,
     LayoutError,
@@ -20,14 +19,13 @@ from cudnn_sdpa import (
     cpu_checks,
 )
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.fp8 import reference, torch_ops
+from cudnn_sdpa.attention.fp8 import reference
 from cudnn_sdpa.attention.fp8 import sdpa_fp8 as sdpa_fp8_module
-from cudnn_sdpa.attention.fp8.arguments import Fp8BackwardScales, Fp8Scales
-from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
+from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
+from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD, sdpa_fp8, sdpa_fp8_backward
 
 pytestmark = pytest.mark.usefixtures("reference_alone")  # no GPU has kernels for all of these head dims and masks
 
-ops = torch.ops.cudnn_sdpa
 AOT = "test_aot_dispatch_dynamic"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 #: Half a unit in the last place, relative to the value.
@@ -136,9 +134,9 @@ def test_output_matches_float64_up_to_fp8_rounding(dtype, options):
 def test_output_is_scaled_and_rounded_once(out_dtype):
     q, k, v = qkv()
     scales = scales_of()
-    of = sdpa_fp8_module.Fp8Forward(ForwardArguments(q, k, v, is_causal=True), scales, out_dtype)
+    call = Fp8Arguments(q, k, v, *scales, is_causal=True, out_dtype=torch.float16)
     result = sdpa_fp8(q, k, v, scales, is_causal=True, out_dtype=out_dtype)
-    fine = reference.attention(of._replace(out_dtype=torch.float16), exact=torch.float64).out.double()
+    fine = reference.attention(call, exact=torch.float64).out.double()
     assert result.out.dtype == out_dtype
     error = (result.out.double() - fine).abs()
     assert (error <= (ROUNDING[out_dtype] + 2**-10) * fine.abs() + 2e-2).all()
@@ -293,8 +291,8 @@ def test_rows_past_the_lengths_have_no_gradient():
 
 def test_float64_and_float32_agree():
     q, k, v = qkv()
-    of = sdpa_fp8_module.Fp8Forward(ForwardArguments(q, k, v, is_causal=True), scales_of(), torch.float16)
-    single, double = (reference.attention(of, exact=x) for x in (torch.float32, torch.float64))
+    call = Fp8Arguments(q, k, v, *scales_of(), is_causal=True, out_dtype=torch.float16)
+    single, double = (reference.attention(call, exact=x) for x in (torch.float32, torch.float64))
     torch.testing.assert_close(single.out.double(), double.out.double(), rtol=2e-3, atol=2e-2)
     assert double.lse.dtype == torch.float64
 
@@ -435,28 +433,29 @@ def test_tensors_that_require_grad_are_refused():
 
 
 def operands(pass_, case):
+    """The operator of a call, and its arguments."""
     options = without_window(CASES[case])
     q, k, v = qkv(layout="bshd" if case == "causal" else "bhsd")
-    lengths = options.pop("seq_lens_q", None), options.pop("seq_lens_kv", None)
-    rest = torch_ops.options_of(ForwardArguments(q, k, v, **options))
     if pass_ == "forward":
-        return q, k, v, list(scales_of()), *lengths, *rest, None, None, torch.bfloat16, case != "dense"
-    return *list(BACK.values())[:6], list(backward_scales()), *lengths, *rest, False
+        with_lse = case != "dense"
+        call = Fp8Arguments(q, k, v, *scales_of(), **options, out_dtype=torch.bfloat16, with_lse=with_lse)
+        return FP8.operator("forward_all" if with_lse else "forward").default, call[:-1]
+    call = Fp8BackwardArguments(*list(BACK.values())[:6], *backward_scales(), **options)
+    return FP8_BACKWARD.operator("forward").default, tuple(call)
 
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_operators_pass_opcheck(pass_, case):
-    operator = getattr(ops, f"sdpa_fp8_{pass_}").default
-    given = operands(pass_, case)
-    before = [x.clone() for x in (*given[:3], *(y for z in given if isinstance(z, list) for y in z))]
+    operator, given = operands(pass_, case)
+    tensors = [x for x in given if isinstance(x, torch.Tensor)]
+    before = [x.clone() for x in tensors]
     # "test_schema" needs an addition that PyTorch lacks for FP8; the same properties are checked below.
     torch.library.opcheck(operator, given, test_utils=("test_autograd_registration", "test_faketensor", AOT))
-    after = (*given[:3], *(y for z in given if isinstance(z, list) for y in z))
-    assert all(torch.equal(a.float(), b.float()) for a, b in zip(before, after, strict=True))
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(before, tensors, strict=True))
     results = operator(*given)
-    assert len({x.untyped_storage().data_ptr() for x in (*results, *after)}) == len(results) + len(after)
+    assert len({x.untyped_storage().data_ptr() for x in (*results, *tensors)}) == len(results) + len(tensors)
 
 
 def test_fake_results_match_real_metadata():
@@ -468,14 +467,6 @@ def test_fake_results_match_real_metadata():
         fake = sdpa_fp8(*fakes, scales, return_lse=True, out_dtype=E5M2)
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
-
-
-def test_the_operators_refuse_too_few_scales():
-    q, k, v = qkv()
-    with pytest.raises(ArgumentError, match="scales: got 5 tensors; expected 6"):
-        ops.sdpa_fp8_forward(
-            q, k, v, list(scales_of())[:5], None, None, False, "top_left", -1, -1, None, None, None, E4M3, False
-        )
 
 
 def test_docstring_examples_print_what_they_show():

@@ -6,17 +6,17 @@ import dataclasses
 
 import pytest
 import torch
-from fake_gpu import TARGET, FakePlan, fp8_attention, poisoned
+from fake_gpu import TARGET, fp8_attention, gpu_on_the_cpu
 
-from cudnn_sdpa import LayoutError, explain
+from cudnn_sdpa import LayoutError, UnsupportedError, explain, fallback
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.fp8 import launch, plans, reference, workarounds
-from cudnn_sdpa.attention.fp8.arguments import Fp8Backward, Fp8BackwardScales, Fp8Forward, Fp8Scales
+from cudnn_sdpa.attention.fp8 import plans, reference, workarounds
+from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
 from cudnn_sdpa.attention.fp8.explain import describe_sdpa_fp8
-from cudnn_sdpa.attention.fp8.launch import SplitBackward, as_layout
 from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec, spec_of
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
 from cudnn_sdpa.attention.mask import normalize_mask
+from cudnn_sdpa.plans.cache import plan_cache
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALES = tuple(torch.tensor([1.5 + 0.25 * n]) for n in range(12))
@@ -24,11 +24,6 @@ SCALES = tuple(torch.tensor([1.5 + 0.25 * n]) for n in range(12))
 
 def lens(*values):
     return torch.tensor(values, dtype=torch.int32)
-
-
-@pytest.fixture(autouse=True)
-def memory_here(monkeypatch):
-    monkeypatch.setattr(launch, "allocate", poisoned)
 
 
 def qkv(lengths=(40, 56), dtype=E4M3):
@@ -65,42 +60,6 @@ def same(a, b):
     return a is b if a is None or b is None else torch.equal(a.float(), b.float())
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize("out_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_forward_launches_get_the_right_addresses(case, return_lse, out_dtype):
-    lengths, options = CASES[case]
-    q, k, v = qkv(lengths)
-    scales = Fp8Scales(*SCALES[:6])
-    expected = sdpa_fp8(q, k, v, scales, **within(options, lengths), out_dtype=out_dtype, return_lse=return_lse)
-    of = Fp8Forward(ForwardArguments(q, k, v, **split(options), with_lse=return_lse), scales, out_dtype)
-    forward = ForwardSpec.of(of)
-    found = launch.ForwardCall(forward, FakePlan(forward.key(TARGET, None), fp8_attention), of.call.scale_value)(of)
-    if "seq_lens_q" in options:  # computed from the rounded output
-        torch.testing.assert_close(found.amax_o, expected.amax_o, rtol=2**-3, atol=0)
-        found = found._replace(amax_o=expected.amax_o)
-    assert all(map(same, found, expected))
-    assert found.out.stride() == expected.out.stride()
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("grad_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_backward_launches_get_the_right_addresses(case, grad_dtype):
-    lengths, options = CASES[case]
-    q, k, v = qkv(lengths)
-    options = within(options, lengths)
-    forward = sdpa_fp8(q, k, v, Fp8Scales(*SCALES[:6]), **options, return_lse=True)
-    grad_out = torch.randn(2, 4, lengths[0], 128).to(grad_dtype)
-    scales = Fp8BackwardScales(*SCALES)
-    expected = sdpa_fp8_backward(grad_out, q, k, v, forward.out, forward.lse, scales, **options)
-    of = Fp8Backward(grad_out, forward.out, forward.lse, ForwardArguments(q, k, v, **split(options)), scales)
-    of = workarounds.readable(of)
-    backward = BackwardSpec.of(of)
-    found = launch.BackwardCall(backward, FakePlan(backward.key(TARGET, None), fp8_attention), of.call.scale_value)(of)
-    assert all(map(same, found, expected))
-    assert [x.stride() for x in found] == [x.stride() for x in expected]
-
-
 @pytest.mark.parametrize("entries", [1, 2])
 @pytest.mark.parametrize("case", ["causal", "bottom-right", "lengths of keys, causal", "queries that see no key"])
 def test_batch_entries_may_be_split_into_several_launches(case, entries, monkeypatch):
@@ -114,13 +73,12 @@ def test_batch_entries_may_be_split_into_several_launches(case, entries, monkeyp
     forward = sdpa_fp8(q, k, v, Fp8Scales(*SCALES[:6]), **options, return_lse=True)
     grad_out, scales = torch.randn(4, 4, lengths[0], 128).to(E5M2), Fp8BackwardScales(*SCALES)
     expected = sdpa_fp8_backward(grad_out, q, k, v, forward.out, forward.lse, scales, **options)
-    of = Fp8Backward(grad_out, forward.out, forward.lse, ForwardArguments(q, k, v, **split(options)), scales)
-    whole = BackwardSpec.of(of)
-    piece = whole.part(TARGET)
-    assert piece.problem.q.shape[0] == entries
+    given = (grad_out, q, k, v, forward.out, forward.lse)
+    whole = BackwardSpec.of(Fp8BackwardArguments(*given, *scales, **split(options)))
+    assert whole.part(TARGET).problem.q.shape[0] == entries
     assert any("launches" in note for note in whole.extra_kernels())
-    bound = launch.BackwardCall(piece, FakePlan(piece.key(TARGET, None), fp8_attention), of.call.scale_value)
-    found = SplitBackward(bound, [as_layout(layout) for layout in whole.gradients()])(of)
+    with gpu_on_the_cpu(fp8_attention):
+        found = sdpa_fp8_backward(*given, scales, **options)
     assert all(map(same, found, expected))
     assert [x.stride() for x in found] == [x.stride() for x in expected]
     assert [tuple(x.shape) for x in found[3:]] == [(1,)] * 4
@@ -134,8 +92,8 @@ def test_when_batch_entries_are_split_into_launches():
     def entries_per_launch(batch, heads, length, target=TARGET, **options):
         q = torch.empty(batch, length, heads, 128, dtype=E4M3, device="meta").transpose(1, 2)
         lse = torch.empty(batch, heads, length, device="meta")
-        call = ForwardArguments(q, q, q, **options)
-        return BackwardSpec.of(Fp8Backward(q, q, lse, call, Fp8BackwardScales(*SCALES))).part(target).problem.q.shape[0]
+        call = Fp8BackwardArguments(q, q, q, q, q, lse, *SCALES, **options)
+        return BackwardSpec.of(call).part(target).problem.q.shape[0]
 
     causal = {"is_causal": True}
     assert [
@@ -156,26 +114,37 @@ def test_when_batch_entries_are_split_into_launches():
     assert entries_per_launch(4, 32, 4096, blackwell, **causal) == 4
 
 
-def test_an_unreadable_grad_out_is_copied():
+def test_an_unreadable_grad_out_gets_the_layout_of_the_output():
     q, k, v = qkv()
-    call, scales = ForwardArguments(q, k, v), Fp8BackwardScales(*SCALES)
     wide = torch.randn(2, 4, 40, 256).to(E5M2)
-    of = Fp8Backward(wide[..., ::2], torch.empty_like(q), torch.randn(2, 4, 40), call, scales)
-    copy = workarounds.readable(of).grad_out
-    assert torch.equal(copy.float(), of.grad_out.float())
-    assert (copy.dtype, copy.stride()) == (E5M2, q.stride())
-    dense = of._replace(grad_out=wide[..., :128])
-    assert workarounds.readable(dense).grad_out is dense.grad_out
+    call = Fp8BackwardArguments(wide[..., ::2], q, k, v, torch.empty_like(q), torch.randn(2, 4, 40), *SCALES)
+    layout = workarounds.readable_layout(call)
+    assert (layout.dtype, layout.stride) == (E5M2, q.stride())
+    copy = workarounds.copied("grad_out", call.grad_out, layout)
+    assert torch.equal(copy.float(), call.grad_out.float())
+    dense = call._replace(grad_out=wide[..., :128])
+    assert workarounds.readable_layout(dense).stride == dense.grad_out.stride()
 
 
-def test_empty_calls_need_no_plan():
-    for lengths in ((0, 5), (5, 0)):
-        q, k, v = qkv(lengths)
-        of = Fp8Forward(ForwardArguments(q, k, v, with_lse=True), Fp8Scales(*SCALES[:6]), E5M2)
-        expected = sdpa_fp8(q, k, v, of.scales, out_dtype=E5M2, return_lse=True)
-        assert all(map(same, launch.nothing(of), expected))
-        back = Fp8Backward(torch.empty_like(q), q, expected.lse, of.call, Fp8BackwardScales(*SCALES))
-        assert all(map(same, launch.no_gradients(back), sdpa_fp8_backward(*back[:1], q, k, v, *back[1:3], back.scales)))
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0)])
+def test_empty_calls_need_no_plan(lengths):
+    q, k, v = qkv(lengths)
+    scales, options = Fp8Scales(*SCALES[:6]), {"out_dtype": E5M2, "return_lse": True}
+    expected = sdpa_fp8(q, k, v, scales, **options)
+    given = (torch.empty_like(q), q, k, v, q, expected.lse, Fp8BackwardScales(*SCALES))
+    gradients = sdpa_fp8_backward(*given)
+    with gpu_on_the_cpu(fp8_attention):
+        assert all(map(same, sdpa_fp8(q, k, v, scales, **options), expected))
+        assert all(map(same, sdpa_fp8_backward(*given), gradients))
+        assert plan_cache.info().builds == 0
+
+
+def test_there_is_no_fallback():
+    """The emulation rounds as cuDNN does: it takes the place of no other kernel."""
+    q, k, v = (x[..., :96].contiguous() for x in qkv())
+    given = (torch.empty_like(q), q, k, v, q, torch.zeros(2, 4, 40), Fp8BackwardScales(*SCALES))
+    with gpu_on_the_cpu(fp8_attention), fallback("torch"), pytest.raises(UnsupportedError, match="head dim"):
+        sdpa_fp8_backward(*given)
 
 
 @pytest.mark.parametrize("lengths", [(5, 9), (9, 5), (7, 7), (1, 8)])
@@ -202,9 +171,7 @@ def test_bottom_right_masks_become_equivalent_top_left_masks(lengths, window_siz
 def test_equivalent_options_share_a_plan():
     q, k, v = qkv((40, 40))
     keys = {
-        ForwardSpec.of(Fp8Forward(ForwardArguments(q, k, v, scale=scale, **options), Fp8Scales(*SCALES[:6]), E4M3)).key(
-            TARGET, 0
-        )
+        ForwardSpec.of(Fp8Arguments(q, k, v, *SCALES[:6], scale=scale, **options)).key(TARGET, 0)
         for scale in (None, 0.3)
         for options in (
             {"is_causal": True},
