@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -136,62 +136,15 @@ class ForwardArguments(NamedTuple):
     with_lse: bool = False
     out: Tensor | None = None
 
-    # The groups of fields below are slices: built from names, they would cost a warm call 0.1 µs each.
-
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values."""
-        return self[:3]
+        return self.q, self.k, self.v
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
-        """q, k, v, attn_mask and sinks: the inputs that can have a gradient."""
-        return self[:5]
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The inputs from q to seq_lens_kv, whose layouts decide a plan."""
-        return self[:7]
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor | None, ...]:
-        """The inputs from q to rng, which the backward pass needs."""
-        return self[:8]
-
-    @property
-    def options(self) -> tuple[object, ...]:
-        """The options from is_causal to deterministic: what is not a tensor and decides the result."""
-        return self[8:17]
-
-    @property
-    def operator_inputs(self) -> tuple[object, ...]:
-        """The inputs from q to deterministic, which every operator takes first, in the order of its schema."""
-        return self[:17]
-
-    @classmethod
-    def of_operator(
-        cls, inputs: Iterable[object], *, with_lse: bool = False, out: Tensor | None = None
-    ) -> ForwardArguments:
-        """The call with these `operator_inputs`."""
-        return cls._make((*inputs, with_lse, out))
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the call has no mask, sinks, dropout, window, soft-capping or ALiBi.
-
-        Compared by identity: -1.0 and 0 equal -1 and False but are invalid; another int object -1 is only slower.
-        """
-        return (
-            self.attn_mask is None
-            and self.sinks is None
-            and self.rng is None
-            and self.window_left is UNBOUNDED
-            and self.window_right is UNBOUNDED
-            and type(self.dropout_p) is float
-            and self.dropout_p == 0.0
-            and self.softcap is None
-            and self.alibi is False
-        )
+        """The inputs that can have a gradient."""
+        return self.q, self.k, self.v, self.attn_mask, self.sinks
 
     @property
     def scale_value(self) -> float:

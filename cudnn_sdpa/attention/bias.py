@@ -13,7 +13,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.attention.memory import aligned
-from cudnn_sdpa.engine.memory import MISALIGNED, check_present
+from cudnn_sdpa.engine.memory import MISALIGNED, check_present, like_in_memory
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 from cudnn_sdpa.plans.nvrtc import Kernel, slots
@@ -175,10 +175,11 @@ def mask_gradient(grad_bias: Tensor, mask: Tensor, masked_rows: int) -> Tensor:
 
 
 def in_memory_order_of(mask: Tensor, gradient: Tensor) -> Tensor:
-    """A gradient of `mask` in its dtype and memory order, as PyTorch and the fake implementations return it."""
-    if gradient.dtype == mask.dtype and gradient.stride() == mask.stride():
+    """A gradient of `mask` in its dtype and memory order, as the fake implementations return it."""
+    ordered = like_in_memory(mask)
+    if gradient.dtype == mask.dtype and gradient.stride() == ordered.stride():
         return gradient
-    return torch.empty_like(mask).copy_(gradient)
+    return ordered.copy_(gradient)
 
 
 def without_causal_bias(call: ForwardArguments) -> ForwardArguments:

@@ -143,11 +143,11 @@ def fill_without_keys(
         layouts: Those of the output and the LSE.
         sinks: The sinks in a shape that broadcasts to the LSE.
     """
-    (shape, stride, dtype), (rows, _, _) = layouts
+    (shape, stride, dtype), (rows, strides, _) = layouts
     device = call.q.device
     out: Tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device) if call.out is None else call.out
     out.zero_()
     if not call.with_lse:
         return out
-    lse = torch.full(rows, -torch.inf, dtype=torch.float32, device=device)
-    return out, lse if sinks is None else torch.maximum(lse, sinks)
+    lse = torch.empty_strided(rows, strides, dtype=torch.float32, device=device).fill_(-torch.inf)
+    return out, lse if sinks is None else torch.maximum(lse, sinks, out=lse)

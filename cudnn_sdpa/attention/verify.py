@@ -30,7 +30,7 @@ class Results(NamedTuple):
 
 
 def run_detached(
-    call: CallT, names: tuple[str, ...], run: Callable[[CallT, bool], Any], *, differentiate: bool
+    call: CallT, names: tuple[str, ...], run: Callable[[CallT], Any], *, differentiate: bool
 ) -> tuple[Results, Tensor]:
     """Runs a call and differentiates it; returns the results and the random gradient of the output.
 
@@ -42,7 +42,7 @@ def run_detached(
     originals: dict[str, Tensor] = {name: x for name in names if (x := getattr(call, name)) is not None}
     inputs = {name: x.detach().requires_grad_(differentiate and x.requires_grad) for name, x in originals.items()}
     out = call.out if call.out is None else empty_like(call.out)
-    result = run(call._replace(**inputs, out=out), call.deterministic)
+    result = run(call._replace(**inputs, out=out))
     out, lse = result if call.with_lse else (result, None)
     grad_out, wanted = torch.randn_like(out), {name: x for name, x in inputs.items() if x.requires_grad}
     gradients = torch.autograd.grad(out, list(wanted.values()), grad_out) if wanted else ()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gc
 import resource
-from collections.abc import Hashable
+from array import array
 
 import torch
 from rich.progress import track
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense import launch
 from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
-from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.bench.tools import cases, hand_graphs, peers
 from cudnn_sdpa.bench.tools.output import Row
@@ -29,7 +28,7 @@ def host() -> list[Row]:
     q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
     lengths = torch.full((1,), 100, dtype=torch.int32, device="cuda")
     sinks = cases.normal(8, dtype=torch.float32)
-    operands = ForwardArguments(q, k, v).operator_inputs
+    operands = ForwardArguments(q, k, v)[:-2]  # all that operators take
     step = cases.normal(1, 8, 1, 64)
     frontend = hand_graphs.FrontendGraph(q, k, v, is_causal=False)
     pytorch = peers.pytorch(q, k, v, is_causal=False)
@@ -87,24 +86,22 @@ def parts() -> list[Row]:
     out = sdpa(q, k, v)
     frontend = hand_graphs.FrontendGraph(q, k, v, is_causal=False)
 
-    def signature_of_call() -> Hashable:
-        # As `sdpa` does it: lengths of q and of keys, is_causal, causal_alignment, scale, return_lse, out.
-        return launch.plain_signature(q, k, v, None, None, False, "top_left", None, False, None)
-
-    signature = signature_of_call()
-    call = launch.calls.get(signature)
-    assert call is not None
-    plan = call.plan
+    call = ForwardArguments(q, k, v)
+    signature = SDPA.signature(call)
+    entry = SDPA.table.get(signature)
+    assert entry is not None
+    plan = entry.plan
     guard = tensor_guard(q, k, v)
     layout = (tuple(out.shape), out.stride(), out.dtype)
-    pointers = (q.data_ptr(), k.data_ptr(), v.data_ptr(), call._fixed["scale"], out.data_ptr())
+    scale = array("f", [64**-0.5])
+    pointers = (q.data_ptr(), k.data_ptr(), v.data_ptr(), scale.buffer_info()[0], out.data_ptr())
     timed: dict[str, Call] = {
         "whole call": lambda: sdpa(q, k, v),
         "is it like the last call?": lambda: guard(q, k, v),
-        "if not: signature": signature_of_call,
-        "if not: look-up of it": lambda: launch.calls.get(signature),
+        "if not: signature": lambda: SDPA.signature(call),
+        "if not: look-up of it": lambda: SDPA.table.get(signature),
         "if not: may it skip the dispatcher?": lambda: can_bypass_dispatcher(q, k, v),
-        "prepared call": lambda: call.run(q, k, v, None, None),  # as `sdpa` does it: no lengths of keys, no `out`
+        "prepared call": lambda: entry.run(call),
         "  of it: output": lambda: plans.allocate(*layout),
         "  of it: plan.launch": lambda: plan.launch(pointers),
         "    of it: cuDNN and the frontend's C++": frontend.launch,
@@ -165,7 +162,7 @@ def memory() -> list[Row]:
         plan_cache.resize(capacity)
     rows += [
         {"what": "plans held of 1,000 shapes, capacity 100", "value": info.plans},
-        {"what": "prepared calls held", "value": len(launch.calls)},
+        {"what": "prepared calls held", "value": len(SDPA.table)},
         {"what": "seconds for a plan, mean", "value": info.build_seconds / info.builds},
     ]
     for count, size in zip(range(200, 1001, 200), resident, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 from rich.progress import track
 from torch import Tensor
 
-from cudnn_sdpa.attention.dense import launch
-from cudnn_sdpa.attention.dense.buckets import BucketCall
-from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.dense.buckets import BucketRun
+from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
 from cudnn_sdpa.bench.programs.many_lengths import COUNT, DIM, HEADS_KV, HEADS_Q, MAX_LENGTH
 from cudnn_sdpa.bench.tools import cases
 from cudnn_sdpa.bench.tools.output import Row
@@ -89,8 +90,9 @@ def _bucket_row(length_q: int, length_kv: int) -> Row:
         for policy in (BUCKETED, EXACT):
             with shape_policy(policy):
                 outs[policy] = sdpa(q, k, v, is_causal=causal)
-                (call,) = [c for c in launch.calls._calls.values() if isinstance(c, BucketCall) == (policy == BUCKETED)]
-                runs[policy] = _launcher(call, q, k, v)
+                entries: list[Any] = SDPA.table.each(object)
+                (run,) = [x.run for x in entries if isinstance(x.run, BucketRun) == (policy == BUCKETED)]
+                runs[policy] = functools.partial(run, ForwardArguments(q, k, v))
         cases.check_agreement(["out"], [outs[BUCKETED]], [outs[EXACT]], "that of its own plan")
         times = device_times(runs)
         row |= {
@@ -99,14 +101,6 @@ def _bucket_row(length_q: int, length_kv: int) -> Row:
             "ratio" if order == "bshd" else "ratio ": times[BUCKETED] / times[EXACT],
         }
     return row
-
-
-def _launcher(call: Any, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    def launch() -> Tensor:
-        out: Tensor = call.run(q, k, v, lengths_kv=None, out=None)
-        return out
-
-    return launch
 
 
 def _tensor(order: str, heads: int, length: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,16 +11,17 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense import launch as dense_launch
-from cudnn_sdpa.attention.dense import torch_ops
 from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
-from cudnn_sdpa.attention.dense.launch import BoundCall
-from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
-from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.attention.dense.plans import Needs
+from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
 from cudnn_sdpa.bench.tools import peers
 from cudnn_sdpa.bench.tools.cases import Shape
 from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import Call, host_times
+from cudnn_sdpa.engine.operation import GradientCall
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.target import live_target
+from cudnn_sdpa.plans.cache import plan_cache
 
 SHAPE = Shape(batch=1, heads_q=8, heads_kv=8, length=128, dim=64, causal=False)
 
@@ -113,26 +115,34 @@ def _launches(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> Launches:
     """The launches of the plans of both passes, on operands that the functions keep alive."""
     for _ in range(3):
         torch.autograd.grad(sdpa(q, k, v), (q, k, v), grad_out)
-    prepared = dense_launch.calls.last.run.__self__
-    backward = prepared.gradients._cached.call()
-    q, k, v = q.detach(), k.detach(), v.detach()
-    out, lse = prepared.forward.run_plain(q, k, v)
-    grad_q, grad_k, grad_v = backward.run_plain(q, k, v, out=out, grad_out=grad_out, lse=lse)
+    out, lse = sdpa(q.detach(), k.detach(), v.detach(), return_lse=True)
+    of = _backward_call(q.detach(), k.detach(), v.detach(), grad_out, out, lse)
+    target, device = live_target(q.get_device()), q.get_device()
+    (forward,), (backward,) = SDPA.keys(of.call, target, device), SDPA.gradient_keys(of, target, device)
+    scale = array("f", [of.call.scale_value])
 
-    def launch(call: BoundCall, **tensors: Tensor) -> Call:
-        pointers_by_name = call._fixed | {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        pointers = [pointers_by_name[name] for name in call._names]
+    def launch(key: PlanKey, **tensors: Tensor) -> Call:
+        plan = plan_cache.peek(key)
+        assert plan is not None
+        known = {name: x.data_ptr() for name, x in {**plan.constants, **tensors}.items()}
+        known["scale"] = scale.buffer_info()[0]
+        pointers = [known[operand.name] for operand in (*key.inputs, *key.outputs)]
 
-        def run(_alive: dict[str, Tensor] = tensors) -> None:
-            call.plan.launch(pointers)
+        def run(_alive: object = (tensors, scale)) -> None:
+            plan.launch(pointers)
 
         return run
 
-    saved = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    saved = {"q": q.detach(), "k": k.detach(), "v": v.detach(), "out": out, "lse": lse}
+    gradients = {f"grad_{name}": torch.empty_like(saved[name]) for name in "qkv"}
     return Launches(
-        forward=launch(prepared.forward, **saved),
-        backward=launch(backward, **saved, grad_out=grad_out, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v),
+        forward=launch(forward, **saved), backward=launch(backward, **saved, grad_out=grad_out, **gradients)
     )
+
+
+def _backward_call(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> GradientCall:
+    needs = Needs(q=True, k=True, v=True, attn_mask=False, sinks=False)
+    return GradientCall(grad_out=grad_out, out=out, lse=lse, call=ForwardArguments(q, k, v, with_lse=True), needs=needs)
 
 
 def pytorch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -145,19 +155,12 @@ def _parts(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> dict[str, Call]
     detached = (q.detach(), k.detach(), v.detach())
     retained = sdpa(q, k, v)
     out, lse = sdpa(*detached, return_lse=True)
-    backward = BackwardArguments(
-        grad_out=grad_out,
-        out=out,
-        lse=lse,
-        call=ForwardArguments(*detached, with_lse=True),
-        deterministic=False,
-        needs=Needs(q=True, k=True, v=True, attn_mask=False, sinks=False),
-    )
+    backward = _backward_call(*detached, grad_out, out, lse)
     return {
         "of sdpa: forward call": lambda: sdpa(q, k, v),
         "  the same without autograd, return_lse": lambda: sdpa(*detached, return_lse=True),
         "of sdpa: torch.autograd.grad of a kept graph": lambda: torch.autograd.grad(
             retained, (q, k, v), grad_out, retain_graph=True
         ),
-        "  the same without autograd": lambda: torch_ops.run_backward_cuda(backward),
+        "  the same without autograd": lambda: SDPA._gradients_on_gpu(backward),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor, is_grad_enabled
@@ -43,7 +43,7 @@ class CallTable(Generic[LastT]):
 
     Attributes:
         get: `get(signature)` gives the prepared call, or None.
-        last: What the table's owner keeps of the call served last; `nothing` when its plan has gone. Replaced as a
+        last: What the table's owner keeps of the calls served last; `nothing` when its plan has gone. Replaced as a
             whole, so that a thread sees the old one or the new one.
     """
 
@@ -79,10 +79,10 @@ class CallTable(Generic[LastT]):
                 self._forget(signature)
             self.last = self._nothing
 
-    def remember_last(self, last: LastT, plan: Plan) -> None:
-        """Sets `last`, which refers to `plan`, unless that has been evicted in the meantime."""
+    def remember_last(self, last: LastT, *plans: Plan) -> None:
+        """Sets `last`, which refers to `plans`, unless one of them has been evicted in the meantime."""
         self.last = last
-        if not plan.held:  # checked afterwards: later evictions reset `last` themselves
+        if not all(plan.held for plan in plans):  # checked afterwards: later evictions reset `last` themselves
             self.last = self._nothing
 
     def _drop(self, plan: Plan | None) -> None:
@@ -116,6 +116,11 @@ def type_of(option: Any) -> Any:
 #: Types whose values equal no value of another type, so that comparing them is enough.
 _UNMISTAKABLE = (str, type(None))
 
+#: Number of calls that are recognized without a signature: those of a model's layers, in turn.
+MAX_RECENT = 4
+
+_IS_NESTED = attrgetter("is_nested")
+
 #: The options of a call, by name, or in the order of its fields.
 Options = Mapping[str, Any] | tuple[Any, ...]
 
@@ -125,8 +130,10 @@ class KnownCall:
     """A call that may be repeated, and what recognizes another like it.
 
     Attributes:
+        plan: Its plan.
         count: Number of its operands.
-        others: Place and type of each operand that is no tensor: numbers, and None for those that are left out.
+        others: Types of the operands that are no tensors: numbers, and None for those that are left out.
+        others_of: Those operands, out of all.
         options: Its options.
         kinds: The types of its options; None if comparing the values is enough.
         grad_mode: Whether gradients were enabled.
@@ -136,8 +143,10 @@ class KnownCall:
         run: Runs such a call.
     """
 
+    plan: Plan
     count: int
-    others: tuple[tuple[int, type], ...]
+    others: tuple[type, ...]
+    others_of: Callable[[tuple[Any, ...]], tuple[Any, ...]]
     options: Options
     kinds: tuple[Any, ...] | None
     grad_mode: bool
@@ -159,10 +168,10 @@ class KnownCall:
 class KnownCalls(Generic[KindT]):
     """The calls of one function whose plans are bound, by operands and options as the caller passes them.
 
-    The last call is recognized by a guard, one C call; any other is found by its signature.
+    The last few are recognized by a guard each, one C call; any other is found by its signature.
 
     Attributes:
-        table: The bound calls by signature, and the last one.
+        table: The bound calls by signature, and the last few.
     """
 
     def __init__(
@@ -176,32 +185,29 @@ class KnownCalls(Generic[KindT]):
             look_up: Gives the bound call for operands, options, and whether autograd follows it; None if it is unknown.
             runs: Gives what runs such calls.
         """
-        self.table: CallTable[KnownCall | None] = CallTable(None)
+        self.table: CallTable[tuple[KnownCall, ...]] = CallTable(())
         self._look_up, self._runs = look_up, runs
 
     def find(self, operands: tuple[Any, ...], options: Options) -> Callable[..., Any] | None:
         """What runs a call at once, if calls like it are known and nothing must intercept it."""
-        last = self.table.last
         try:
-            if last is not None and last.count == len(operands) and last.options == options:
-                tensors: Sequence[Tensor] = operands
-                if last.others:
-                    for place, kind in last.others:
-                        if type(operands[place]) is not kind:
-                            return self._find_by_signature(operands, options)
-                    tensors = last.tensors_of(operands)
-                for tensor in tensors:
-                    if tensor.is_nested:  # a guard would end the process
-                        return None
+            for known in self.table.last:
+                if known.count != len(operands) or known.options != options:
+                    continue
+                if known.others and tuple(map(type, known.others_of(operands))) != known.others:
+                    continue
+                tensors = known.tensors_of(operands)
+                if True in map(_IS_NESTED, tensors):  # a guard would end the process
+                    return None
                 if (
-                    last.is_like(*tensors)
-                    and last.grad_mode is is_grad_enabled()
-                    and last.deterministic is is_deterministic()
-                    and (last.kinds is None or last.has_options(options))
+                    known.is_like(*tensors)
+                    and known.grad_mode is is_grad_enabled()
+                    and known.deterministic is is_deterministic()
+                    and (known.kinds is None or known.has_options(options))
                     and not is_profiling()
                     and forward_ad._current_level < 0
                 ):
-                    return last.run
+                    return known.run
             return self._find_by_signature(operands, options)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             return None  # not tensors, without memory, not hashable: the checks say so
@@ -217,7 +223,7 @@ class KnownCalls(Generic[KindT]):
         entry: Any = self._look_up(operands, options, trains)
         if entry is None:
             return None
-        others = tuple([(place, type(x)) for place, x in enumerate(operands) if not isinstance(x, Tensor)])
+        others = tuple([type(x) for x in operands if not isinstance(x, Tensor)])
         known: KnownCall | None = entry.last
         if (
             known is None
@@ -232,18 +238,22 @@ class KnownCalls(Generic[KindT]):
             if len(set(map(id, tensors))) != len(tensors):  # a guard takes no tensor twice
                 return run
             kinds = tuple(map(type, options)) if isinstance(options, tuple) else kinds_of(options.values())
+            are_tensors = [isinstance(x, Tensor) for x in operands]
             known = entry.last = KnownCall(
+                plan=entry.plan,
                 count=len(operands),
                 others=others,
+                others_of=items_of([place for place, is_tensor in enumerate(are_tensors) if not is_tensor]),
                 options=options,
                 kinds=None if all(kind in _UNMISTAKABLE for kind in kinds) else kinds,
                 grad_mode=is_grad_enabled(),
                 deterministic=is_deterministic(),
-                tensors_of=items_of([place for place, x in enumerate(operands) if isinstance(x, Tensor)]),
+                tensors_of=items_of([place for place, is_tensor in enumerate(are_tensors) if is_tensor]),
                 is_like=tensor_guard(*tensors),
                 run=run,
             )
-        self.table.remember_last(known, entry.plan)
+        recent = (known, *[other for other in self.table.last if other is not known][: MAX_RECENT - 1])
+        self.table.remember_last(recent, *(each.plan for each in recent))
         return known.run
 
 

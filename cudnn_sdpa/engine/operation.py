@@ -22,7 +22,7 @@ import typing
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, NoReturn
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans.plan import Plan
 
+KindT = TypeVar("KindT")
 Result = Tensor | tuple[Tensor, ...]  #: the results that a call wants: alone if it is one
 
 #: Maximum number of kinds of calls remembered as differentiable.
@@ -90,11 +91,13 @@ class Prepared(NamedTuple):
 
     Attributes:
         run: Runs a call with the same signature: gives its result, or for a backward call the needed gradients.
-        plan: The plan; None if none is needed, as for empty tensors.
+        plan: The plan; None if the binding is not to be remembered, as for empty tensors, which need no plan.
+        is_current: Whether the binding may be remembered, asked once others see it; None if it always may.
     """
 
     run: Callable[[Any], Any]
     plan: Plan | None
+    is_current: Callable[[], bool] | None = None
 
 
 class _LastGradient:
@@ -229,6 +232,8 @@ class Operation(Generic[CallT]):
         names: What messages call the inputs, if not by the names of their fields.
         loops: Whether `torch.vmap` may run it once for each entry of a batch.
         forward_mode: What can be differentiated in forward mode instead.
+        pytorchs: What PyTorch's own function gives for a call that cuDNN declines, None where that lacks an option;
+            None if PyTorch has no such function.
     """
 
     name: str
@@ -265,6 +270,7 @@ class Operation(Generic[CallT]):
     names: Mapping[str, str] = field(default_factory=dict)
     loops: bool = True
     forward_mode: str = "torch.nn.functional.scaled_dot_product_attention"
+    pytorchs: Callable[[CallT], Tensor | None] | None = None
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(self.call)
@@ -427,13 +433,16 @@ class Operation(Generic[CallT]):
         return self._wanted(call, found if out is None else (out, *found[1:]))
 
     def _run_on_pytorch(self, call: CallT) -> Result:
-        """A checked call by the reference, on any device: what the fallback runs."""
+        """A checked call by PyTorch's own function or by the reference, on any device: what the fallback runs."""
         assert self.reference_call is not None
         call = self.reference_call._make(call)
         complete = self.complete(call)
         if self._out_of(call) is not None:
             self.check_memory(call)
             complete = complete._replace(out=None)
+        result = None if self.pytorchs is None else self.pytorchs(call)
+        if result is not None:
+            return self._into_out_of(call, (result,))[0]
         tracked = _Tracked(self, complete, None, returns_all=True, by_reference=True)
         found = _as_tuple(Differentiable.apply(tracked, *call[: self._gradients]))  # type: ignore[no-untyped-call]
         return self._wanted(call, self._into_out_of(call, found))
@@ -494,7 +503,7 @@ class Operation(Generic[CallT]):
             return None
         name = self.signature(self.complete(call) if trains else call)
         entry: _Entry | None = self.table.get(name)
-        return None if trains and name not in self._known_to_be_differentiable else entry
+        return None if trains and not self._is_known_to_be_differentiable(name, call) else entry
 
     def _runs(
         self, entry: _Entry, _operands: tuple[Any, ...], _options: tuple[Any, ...], trains: bool
@@ -538,11 +547,27 @@ class Operation(Generic[CallT]):
         if entry is not None:
             return entry
         prepared = prepare(call)
-        if prepared.plan is None:
-            return prepared
-        entry = _Entry(prepared.run, prepared.plan)
+        return prepared if prepared.plan is None else self._add(name, prepared, prepared.plan)
+
+    def _add(self, name: Hashable, prepared: Prepared, plan: Plan) -> _Entry:
+        entry = _Entry(prepared.run, plan)
         self.table.add(name, entry)
+        if prepared.is_current is not None and not prepared.is_current():
+            self.table.forget(lambda other: other is entry)
         return entry
+
+    def remember(self, call: CallT, prepared: Prepared) -> None:
+        """Replaces what runs calls like this one."""
+        assert prepared.plan is not None
+        self._add(self.signature(call), prepared, prepared.plan)
+
+    def runs(self, kind: type[KindT]) -> list[KindT]:
+        """What runs the known calls, where it is of this kind."""
+        return [entry.run for entry in self.table.each(_Entry) if isinstance(entry.run, kind)]
+
+    def forget(self, kind: type) -> None:
+        """Forgets the calls that something of this kind runs; they are prepared again."""
+        self.table.forget(lambda entry: isinstance(entry.run, kind))
 
     # Gradients.
 
@@ -553,12 +578,18 @@ class Operation(Generic[CallT]):
                 self.check_gradient(call)
             return
         name = self.signature(self.complete(call))
-        if name in self._known_to_be_differentiable:
+        if self._is_known_to_be_differentiable(name, call):
             return
         self.check_gradient(call)
         if len(self._known_to_be_differentiable) >= MAX_REMEMBERED:
             self._known_to_be_differentiable.clear()
-        self._known_to_be_differentiable.add(name)
+        self._known_to_be_differentiable.add((name, self._which_require_grad(call)))
+
+    def _is_known_to_be_differentiable(self, name: Hashable, call: CallT) -> bool:
+        return (name, self._which_require_grad(call)) in self._known_to_be_differentiable
+
+    def _which_require_grad(self, call: CallT) -> tuple[bool, ...]:
+        return tuple([x is not None and x.requires_grad for x in call[: self._gradients]])
 
     def _differentiate(self, call: CallT, entry: _Entry | None, *, by_operator: bool = False) -> Result:
         """The results of a call, differentiable by autograd."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cudnn_sdpa.attention.dense.sdpa import NO_DROPOUT, sdpa
+from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.errors import DtypeError, UnsupportedError
@@ -39,7 +39,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = NO_DROPOUT,
+    dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
@@ -62,7 +62,7 @@ def attention(
         _refuse(others)
     options: Arguments = {
         "scale": scaling,
-        "dropout_p": dropout or NO_DROPOUT,  # the very object that the fast path of plain calls expects
+        "dropout_p": dropout,
         "softcap": softcap,
         "sinks": None if s_aux is None else s_aux.float(),
     }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cudnn_sdpa.attention.arguments import ForwardArguments, check_options, window_bounds
-from cudnn_sdpa.attention.dense.sdpa import NO_DROPOUT, sdpa
+from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.nn import attention_checks
@@ -241,7 +241,7 @@ class Attention(nn.Module):
         if step is None:
             q, k, v = self._heads(x, context, self._rotations(x, position_ids, rotations))
             lengths = context_lens if self.context_dim is not None else seq_lens
-            dropout = self.dropout if self.training and self.dropout else NO_DROPOUT
+            dropout = self.dropout if self.training else 0.0
             options |= {"attn_mask": attn_mask, "seq_lens_q": seq_lens, "seq_lens_kv": lengths, "dropout_p": dropout}
             out = sdpa(q, k, v, **options)
         else:

@@ -13,19 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense import explain as dense_explain
-from cudnn_sdpa.attention.dense import large_backward
-from cudnn_sdpa.attention.dense import torch_ops as dense_torch_ops
-from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, readable
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.engine.operation import OPERATIONS, GradientCall, Operation
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops as fused_torch_ops
 from cudnn_sdpa.fused.graph_op import GraphFunction
 from cudnn_sdpa.fused.torch_ops import Options, Value
 from cudnn_sdpa.graph.key import PlanKey
-from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.manifest import PlanManifest
@@ -131,32 +124,6 @@ def _without_memory(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _dense_keys(target: Target, call: ForwardArguments) -> Keys:
-    launched, _ = dense_explain.with_positive_scale(call)
-    forward = ForwardSpec.of(launched)
-    if not forward.is_empty:
-        yield forward.key(target, None)
-
-
-def _dense_backward_keys(target: Target, backward: BackwardArguments) -> Keys:
-    problem = DenseSpec.of(backward.call)
-    if problem.is_empty or problem.is_single:
-        return
-    backward = backward._replace(grad_out=readable(backward.grad_out, backward.out))
-    is_split = large_backward.is_too_large(*backward.call.qkv, backward.out, backward.grad_out)
-    for part in dense_explain.backward_parts(backward) if is_split else [backward]:
-        launched, _ = dense_explain.backward_with_positive_scale(part.call)
-        spec = BackwardSpec(
-            problem=DenseSpec.of(launched),
-            out=TensorLayout.of(part.out),
-            grad_out=TensorLayout.of(part.grad_out),
-            deterministic=backward.deterministic,
-            bias_gradient=backward.needs.attn_mask,
-            sink_gradient=backward.needs.sinks,
-        )
-        yield spec.key(target, None)
-
-
 def _graph_keys(target: Target, function: GraphFunction, values: Sequence[Value], static: Options) -> Keys:
     tensors = [x for x in values if isinstance(x, Tensor)]
     if any(x.numel() == 0 for x in tensors):
@@ -171,11 +138,6 @@ _WITHOUT_PLANS = ("", "dropout_seed")
 #: For other operators: the function that makes a call from its arguments, and the one that gives the call's keys. Those
 #: of operations come later.
 _KEYS: dict[str, KeysOfOperator] = {
-    "sdpa_forward": (dense_torch_ops._to_result, _dense_keys),
-    "sdpa_forward_lse": (dense_torch_ops._to_result_and_lse, _dense_keys),
-    "sdpa_forward_out": (dense_torch_ops._to_nothing, _dense_keys),
-    "sdpa_forward_lse_out": (dense_torch_ops._to_lse, _dense_keys),
-    "sdpa_backward": (dense_torch_ops._to_gradients, _dense_backward_keys),
     "graph_function": (fused_torch_ops.decoded, _graph_keys),
 }
 

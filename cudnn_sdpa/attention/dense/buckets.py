@@ -9,6 +9,7 @@ with the sequence length, and each head of each batch entry is a sequence.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,18 +17,17 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments, Result
-from cudnn_sdpa.attention.dense.launch import ForwardCall, _check_memory
+from cudnn_sdpa.attention.dense.launch import Run
 from cudnn_sdpa.attention.dense.packed import VarlenSpec, length_bucket, sequence_bucket
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.attention.mask import Mask
-from cudnn_sdpa.engine.memory import MISALIGNED
+from cudnn_sdpa.engine.launch import BoundPlan
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.plans.cache import next_use
 from cudnn_sdpa.plans.device_memory import DeviceTables
-from cudnn_sdpa.plans.plan import Plan, allocate, current_device, current_raw_stream
+from cudnn_sdpa.plans.plan import Plan, current_raw_stream
 
 #: Longest sequence that a bucket serves; longer ones run long enough to be worth an exact-shape plan.
 MAX_LENGTH = 65536
@@ -151,54 +151,48 @@ def _packed(tensor: TensorLayout, rows: int, *, split_heads: bool) -> TensorLayo
 class Successor(Protocol):
     """Replaces a bucket's plan by the exact-shape plan once that is available."""
 
-    def find(self) -> ForwardCall | None:
-        """The call bound to the exact-shape plan, None until that is available. Called at each use."""
+    def find(self, call: ForwardArguments) -> Run | None:
+        """What runs the call on the exact-shape plan, None until that is available. Called at each use."""
 
 
-class BucketCall(ForwardCall):
-    """A plain call bound to the plan of its bucket, with tables of sequence offsets and lengths.
+class BucketRun:
+    """Runs calls of one shape on the plan of their bucket, with tables of sequence offsets and lengths.
 
     Attributes:
         is_captured: Whether its tables were made in a CUDA graph capture, and are valid only in that graph.
         table_bytes: Size of the tables in GPU memory.
     """
 
-    may_be_replaced = True
-
-    __slots__ = ("_offsets", "_successor", "_tables", "_tail", "is_captured", "table_bytes")
+    __slots__ = ("_bound", "_device", "_places", "_successor", "_tables", "is_captured", "table_bytes")
 
     def __init__(self, bucket: Bucket, plan: Plan, scale: float, successor: Successor | None) -> None:
         """Makes the tables on the current stream of the plan's GPU, which must be the current device."""
-        super().__init__(bucket.forward, plan, scale)
         self._successor = successor
+        self._device = plan.device
         tables = bucket.tables(torch.device("cuda", plan.device))
         self.is_captured = torch.cuda.is_current_stream_capturing()
         stream = current_raw_stream(plan.device)
         self._tables = DeviceTables(tables, plan.device, stream, captured=self.is_captured)
         self.table_bytes = self._tables.size
-        addresses = self._tables.addresses
-        self._offsets = tuple(addresses[f"offsets_{name}"] for name in ("q", "k", "v", "out"))
-        self._tail = (self._fixed["scale"], addresses["seq_len_q"], addresses["seq_len_kv"])
+        names = [operand.name for operand in plan.key.inputs]
+        self._places = [(names.index(name), address) for name, address in self._tables.addresses.items()]
+        out = bucket.forward.out
+        self._bound = BoundPlan(
+            plan=plan,
+            inputs=("q", "k", "v"),
+            results=[(out.shape, out.stride, out.dtype)],
+            numbers={"scale": scale},
+            before=self._point_to_tables,
+        )
 
     def __call__(self, call: ForwardArguments) -> Result:
-        """Allocates, launches and returns."""
-        return self.run(call.q, call.k, call.v, None, call.out)
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, lengths_kv: Tensor | None, out: Tensor | None) -> Result:
-        """The same with separate arguments; a bucket call has no lengths."""
-        plan = self.plan
-        if self._elsewhere and current_device() != plan.device:
-            with torch.cuda.device(plan.device):
-                return self.run(q, k, v, lengths_kv, out)
-        exact = None if self._successor is None else self._successor.find()
+        """Launches the plan, or the exact-shape plan if that is available now."""
+        exact = None if self._successor is None else self._successor.find(call)
         if exact is not None:
-            return exact.run(q, k, v, None, out)
-        first, second, third = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if out is not None or (first | second | third) & MISALIGNED or not (first and second and third):
-            _check_memory(q, k, v, out)
-        if out is None:
-            out = allocate(*self._out)
-        self._tables.prepare(current_raw_stream(plan.device))
-        plan.last_used = next_use()
-        plan.launch((*self._offsets, first, second, third, *self._tail, out.data_ptr()))
-        return out
+            return exact(call)
+        return self._bound(call, (call.q, call.k, call.v), call.out)[0]
+
+    def _point_to_tables(self, _call: object, pointers: array[int], _outputs: object) -> None:
+        for place, address in self._places:
+            pointers[place] = address
+        self._tables.prepare(current_raw_stream(self._device))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cudnn_sdpa.attention.arguments import shape_of
-from cudnn_sdpa.attention.dense.sdpa import NO_DROPOUT, sdpa
+from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.errors import ArgumentError, LayoutError, OptionError, ShapeError, UnsupportedError
 
 
@@ -53,7 +53,6 @@ def scaled_dot_product_attention(
     """
     try:
         if attn_mask is None and _is_plain_call(query, key, value, enable_gqa):
-            dropout_p = NO_DROPOUT if type(dropout_p) is float and dropout_p == 0.0 else dropout_p
             return sdpa(query, key, value, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
         q, k, v, options = drop_in_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
         out: Tensor = sdpa(q, k, v, dropout_p=dropout_p, **options)

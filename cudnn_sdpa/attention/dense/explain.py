@@ -12,25 +12,22 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments, memory, reference
-from cudnn_sdpa.attention.arguments import MIN_SCALE, ForwardArguments, as_sinks, cast_for_autocast, sign_of_scale
+from cudnn_sdpa.attention.arguments import ForwardArguments, as_sinks, cast_for_autocast, sign_of_scale
 from cudnn_sdpa.attention.bias import without_causal_bias
-from cudnn_sdpa.attention.dense import graphs, large_backward, torch_ops
+from cudnn_sdpa.attention.dense import graphs, large_backward
 from cudnn_sdpa.attention.dense.buckets import Bucket
 from cudnn_sdpa.attention.dense.drop_in import drop_in_arguments, scaled_dot_product_attention
-from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
-from cudnn_sdpa.attention.dense.sdpa import run, sdpa
+from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, Needs, factor_of_queries
+from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
 from cudnn_sdpa.attention.mask import TOP_LEFT
-from cudnn_sdpa.attention.memory import new_output
 from cudnn_sdpa.attention.verify import DENSE, Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.explain import Description, describes
-from cudnn_sdpa.engine.memory import like_in_memory
+from cudnn_sdpa.engine.operation import GradientCall
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
-from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target
 
 #: The arguments of one call of any kind of attention: a NamedTuple with `q`.
@@ -94,12 +91,11 @@ def describe_sdpa(
     refused = UnsupportedError.of(autograd_checks.check, "sdpa", out, q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
     if refused is not None:
         return Description(graphs.sdpa_forward, partial(refuse, refused), device_of(q))
-    trains = needs_gradient(*original.tensors)
+    trains = needs_gradient(*original.differentiable)
     original = original._replace(with_lse=return_lse or trains)
     call = without_data(call._replace(rng=rng, with_lse=original.with_lse))
-    launched, scale_notes = with_positive_scale(call)
-    forward = ForwardSpec.of(launched)
-    notes = [*notes_on_casts(original, call), *notes_on_sinks(sinks), *scale_notes, *forward.extra_kernels()]
+    forward = ForwardSpec.of(call)
+    notes = [*notes_on_casts(original, call), *notes_on_sinks(sinks), *notes_on_scale(call), *forward.extra_kernels()]
     return Description(
         operation=graphs.sdpa_forward,
         key=forward.key,
@@ -107,7 +103,7 @@ def describe_sdpa(
         is_empty=forward.is_empty or forward.problem.has_no_plan,
         extra_kernels=[] if forward.is_empty else notes,
         backward=with_sinks(sinks, _describe_backward(original, call, forward)) if trains else None,
-        bucket=partial(_key_of_bucket, forward),
+        bucket=None if sign_of_scale(call) is not None else partial(_key_of_bucket, forward),
         verify=lambda differentiate: errors_of(original, differentiate=differentiate),
     )
 
@@ -117,78 +113,38 @@ def _key_of_bucket(forward: ForwardSpec, target: Target, device: int | None) -> 
     return None if bucket is None else bucket.key(target, device)
 
 
-def with_positive_scale(call: ForwardArguments) -> tuple[ForwardArguments, list[str]]:
-    """The call that is launched, with a positive scale as cuDNN needs it, and notes on the extra kernels."""
-    if call.scale_value >= MIN_SCALE:
-        return call, []
-    out = new_output(call.q, call.v) if call.out is None else call.out
-    if call.scale_value > -MIN_SCALE:
-        return call._replace(q=like_in_memory(call.q), out=out), ["q is replaced by zeros, for the scale of 0"]
-    return call._replace(q=like_in_memory(call.q), out=out), ["q is negated into a copy, for the negative scale"]
-
-
 def _describe_backward(original: ForwardArguments, call: ForwardArguments, forward: ForwardSpec) -> Description:
     """The backward pass for a gradient with the layout of the output."""
     device = device_of(original.q)
     needs = Needs(*(x is not None and x.requires_grad for x in original.differentiable))
     out = torch.empty_strided(forward.out.shape, forward.out.stride, dtype=forward.out.dtype, device="meta")
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
-    args = BackwardArguments(grad_out=out, out=out, lse=lse, call=call, deterministic=call.deterministic, needs=needs)
-    without_plan = forward.is_empty or forward.problem.is_single or forward.problem.has_no_plan
-    is_split = not without_plan and large_backward.is_too_large(*call.qkv, out)
+    of = GradientCall(grad_out=out, out=out, lse=lse, call=call, needs=needs)
     try:
-        parts = backward_parts(args) if is_split else [args]
+        parts = large_backward.parts(of)
     except UnsupportedError as error:
         return Description(graphs.sdpa_backward, partial(refuse, error), device)
-    launched, scale_notes = backward_with_positive_scale(parts[0].call)
-    if needs.attn_mask and torch_ops.loses_mask_gradient(parts[0].call):
-        launched = launched._replace(q=like_in_memory(launched.q))
-        scale_notes = [*scale_notes, "q is multiplied by the small scale in a copy, and so is its gradient"]
-    backward = BackwardSpec(
-        problem=DenseSpec.of(launched),
-        out=TensorLayout.of(parts[0].out),
-        grad_out=TensorLayout.of(parts[0].grad_out),
-        deterministic=call.deterministic,
-        bias_gradient=needs.attn_mask,
-        sink_gradient=needs.sinks,
-    )
-    notes = [note_on_parts(len(parts))] if is_split else []
-    notes += [*scale_notes, *backward.extra_kernels(), *notes_on_casts(original, call, back=True)]
+    first = parts[0] if parts else of
+    backward = BackwardSpec.of(first)
+    notes = [] if not parts or first is of else [note_on_parts(len(parts))]
+    notes += [*_notes_on_factor(first), *backward.extra_kernels(), *notes_on_casts(original, call, back=True)]
     return Description(
         operation=graphs.sdpa_backward,
         key=backward.key,
         device=device,
-        is_empty=without_plan,
+        is_empty=not parts,
         extra_kernels=[] if forward.is_empty else notes,
     )
 
 
-def backward_parts(args: BackwardArguments) -> list[BackwardArguments]:
-    """The parts of a backward call that is too large for one plan.
-
-    Raises:
-        UnsupportedError: It cannot be split.
-    """
-    large_backward.check(args.call, mask_gradient=args.needs.attn_mask)
-    parts: list[BackwardArguments] = []
-
-    def run(part: BackwardArguments) -> list[Tensor]:
-        parts.append(part)
-        return [torch.empty_like(x) for x in (*part.call.qkv, part.call.sinks) if x is not None]
-
-    large_backward.gradients(args, run)
-    return parts
-
-
-def backward_with_positive_scale(call: ForwardArguments) -> tuple[ForwardArguments, list[str]]:
-    """The same for the backward pass."""
-    if call.scale_value >= MIN_SCALE:
-        return call, []
-    if call.scale_value > -MIN_SCALE:
-        note = "q is replaced by zeros, and the gradients of q and k are filled with zeros, for the scale of 0"
-        return call._replace(q=like_in_memory(call.q)), [note]
-    note = "q is negated into a copy, and its gradient negated, for the negative scale"
-    return call._replace(q=like_in_memory(call.q)), [note]
+def _notes_on_factor(of: GradientCall) -> list[str]:
+    """The copy of q of a backward call; see `plans.factor_of_queries`."""
+    factor = factor_of_queries(of)
+    if factor is None:
+        return []
+    if factor == 0:
+        return ["q is replaced by zeros, and the gradients of q and k are filled with zeros, for the scale of 0"]
+    return [f"q is multiplied by {factor:g} into a copy, and its gradient as well"]
 
 
 @describes(scaled_dot_product_attention)
@@ -290,7 +246,7 @@ def errors_of(call: ForwardArguments, *, differentiate: bool) -> dict[str, float
     Raises:
         OptionError: The call has dropout, for which the reference draws other random numbers.
     """
-    actual, grad_out = run_detached(call, DENSE, run, differentiate=differentiate)
+    actual, grad_out = run_detached(call, DENSE, SDPA, differentiate=differentiate)
     exact_call = exact_inputs(cast_for_autocast(call), DENSE)
     out, lse = reference.attention(exact_call)
     if not actual.gradients:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec
+from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec, Needs
 from cudnn_sdpa.attention.memory import aligned
+from cudnn_sdpa.engine.operation import GradientCall
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
 from cudnn_sdpa.graph.target import Target
 
@@ -95,6 +96,32 @@ def check_gradient(call: ForwardArguments, target: Target, device: int | None) -
         known_issues.check(backward.key(target, device))
 
 
+def gradient_keys(of: GradientCall, target: Target, device: int | None) -> Iterator[PlanKey]:
+    """The keys of the plans of a backward call that kernels can read.
+
+    Raises:
+        UnsupportedError: It has no plan.
+    """
+    for part in parts(of):
+        yield BackwardSpec.of(part).key(target, device)
+
+
+def parts(of: GradientCall) -> list[GradientCall]:
+    """The backward calls that each need one plan: the call itself, its parts if it is too large, or none.
+
+    Raises:
+        UnsupportedError: It is too large and cannot be split.
+    """
+    call: ForwardArguments = of.call
+    spec = DenseSpec.of(call)
+    if spec.is_empty or spec.is_single or spec.has_no_plan:
+        return []
+    if not is_too_large(*call.qkv, of.out, of.grad_out):
+        return [of]
+    check(call, mask_gradient=Needs(*of.needs).attn_mask)
+    return [part_of(of, part) for part in split(*call.qkv)]
+
+
 def split(q: Tensor, k: Tensor, v: Tensor) -> list[Part]:
     """The parts of a call: as few as possible, each small enough for one plan.
 
@@ -150,30 +177,36 @@ def merge(inputs: Sequence[Tensor], run: Callable[[Part], list[Tensor]], *, sink
     return [grad_q, grad_k, grad_v, *([grad_sinks] if sinks else [])]
 
 
-def gradients(args: BackwardArguments, run: Callable[[BackwardArguments], list[Tensor]]) -> list[Tensor]:
-    """The needed gradients of a call that `check` accepts."""
-    needs = args.needs
-    all_needs = Needs(q=True, k=True, v=True, attn_mask=False, sinks=needs.sinks)
-    merged = merge(args.call.qkv, lambda part: run(_split_off(args, part)._replace(needs=all_needs)), sinks=needs.sinks)
+def gradients(of: GradientCall, run: Callable[[GradientCall], list[Tensor]]) -> list[Tensor]:
+    """The needed gradients of a call that `check` accepts; `run` gives those of a part."""
+    needs = Needs(*of.needs)
+    merged = merge(of.call.qkv, lambda part: run(part_of(of, part)), sinks=needs.sinks)
     needed = (needs.q, needs.k, needs.v, *([True] if needs.sinks else []))
     return [gradient for gradient, need in zip(merged, needed, strict=True) if need]
 
 
-def _split_off(args: BackwardArguments, part: Part) -> BackwardArguments:
-    """The arguments of one part of a backward call."""
-    call, (entries, heads, heads_kv) = args.call, part
-    lengths = [None if x is None else x[entries] for x in (call.seq_lens_q, call.seq_lens_kv)]
-    part_call: ForwardArguments = call._replace(
+def part_of(of: GradientCall, part: Part) -> GradientCall:
+    """One part of a backward call, which needs the gradients of q, k and v."""
+    call: ForwardArguments = of.call
+    entries, heads, heads_kv = part
+    lengths_q, lengths_kv = (None if x is None else x[entries] for x in (call.seq_lens_q, call.seq_lens_kv))
+    part_call = call._replace(
         q=compact(call.q[entries, heads]),
         k=compact(call.k[entries, heads_kv]),
         v=compact(call.v[entries, heads_kv]),
         attn_mask=None if call.attn_mask is None else _slice_mask(call.attn_mask, entries, heads),
         sinks=None if call.sinks is None else call.sinks[heads],
-        seq_lens_q=lengths[0],
-        seq_lens_kv=lengths[1],
+        seq_lens_q=lengths_q,
+        seq_lens_kv=lengths_kv,
     )
-    grad_out, out, lse = (x[entries, heads] for x in (args.grad_out, args.out, args.lse))
-    return args._replace(grad_out=compact(grad_out), out=compact(out), lse=aligned("lse", lse), call=part_call)
+    needs = Needs(q=True, k=True, v=True, attn_mask=False, sinks=Needs(*of.needs).sinks)
+    return of._replace(
+        grad_out=compact(of.grad_out[entries, heads]),
+        out=compact(of.out[entries, heads]),
+        lse=aligned("lse", of.lse[entries, heads]),
+        call=part_call,
+        needs=needs,
+    )
 
 
 def _slice_mask(mask: Tensor, entries: slice, heads: slice) -> Tensor:

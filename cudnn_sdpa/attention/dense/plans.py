@@ -5,21 +5,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import MIN_SCALE, ForwardArguments, with_positive_scale
 from cudnn_sdpa.attention.bias import bias_layout, repeated_row
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.mask import Mask, normalize_mask
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refusal
+from cudnn_sdpa.engine.launch import Layout
+from cudnn_sdpa.engine.memory import like_in_memory
+from cudnn_sdpa.engine.operation import GradientCall
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.determinism import has_only_repeatable
 from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import Target
+
+
+class Needs(NamedTuple):
+    """Which gradients are needed."""
+
+    q: bool
+    k: bool
+    v: bool
+    attn_mask: bool
+    sinks: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,12 +251,8 @@ class ForwardSpec:
 
     @classmethod
     def of(cls, call: ForwardArguments) -> ForwardSpec:
-        """The spec of a call. Without `out`, the output has the memory order of `q`."""
-        q = call.q
-        shape = (*q.shape[:3], call.v.shape[3])
-        stride = dense_stride_like(shape, q.shape, q.stride())
-        out = TensorLayout(shape, stride, q.dtype) if call.out is None else TensorLayout.of(call.out)
-        return cls(DenseSpec.of(call), out, call.with_lse, call.deterministic)
+        """The spec of a call: its queries as they are launched, its output in the memory order of the caller's."""
+        return cls(DenseSpec.of(with_positive_scale(call)), output_layout(call), call.with_lse, call.deterministic)
 
     @property
     def is_empty(self) -> bool:
@@ -327,6 +337,19 @@ class BackwardSpec:
     deterministic: bool
     bias_gradient: bool
     sink_gradient: bool
+
+    @classmethod
+    def of(cls, of: GradientCall) -> BackwardSpec:
+        """The spec of a backward call, its queries as they are launched."""
+        needs = Needs(*of.needs)
+        return cls(
+            problem=DenseSpec.of(launched_backward(of)),
+            out=TensorLayout.of(of.out),
+            grad_out=TensorLayout.of(of.grad_out),
+            deterministic=of.call.deterministic,
+            bias_gradient=needs.attn_mask,
+            sink_gradient=needs.sinks,
+        )
 
     def refusal(self, target: Target) -> UnsupportedError | None:
         """The error with every reason known against a plan, None if there is none."""
@@ -433,3 +456,57 @@ def _notes_on_operands(problem: DenseSpec, *, is_decode: bool) -> list[str]:
     if problem.bias is not None:
         notes.append("attn_mask is converted to a bias if cuDNN cannot read its layout (a boolean mask always is)")
     return notes
+
+
+# Calls and the layouts of their results.
+
+
+def output_layout(call: ForwardArguments) -> TensorLayout:
+    """How the output of a call lies in memory: dense, its dimensions in the order of those of `q`."""
+    if call.out is not None:
+        return TensorLayout.of(call.out)
+    shape = (*call.q.shape[:3], call.v.shape[3])
+    return TensorLayout(shape, dense_stride_like(shape, call.q.shape, call.q.stride()), call.q.dtype)
+
+
+def results(call: ForwardArguments) -> tuple[Layout, Layout]:
+    """Shape, stride and dtype of the output (B, Hq, Sq, Dv) and of the LSE (B, Hq, Sq)."""
+    out, (batch, heads, queries) = output_layout(call), call.q.shape[:3]
+    lse: Layout = ((batch, heads, queries), (heads * queries, queries, 1), torch.float32)
+    return (out.shape, out.stride, out.dtype), lse
+
+
+def keys(call: ForwardArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
+    """The keys of the plans of a forward call: its exact-shape plan."""
+    forward = ForwardSpec.of(call)
+    if not (forward.is_empty or forward.problem.has_no_plan):
+        yield forward.key(target, device)
+
+
+#: Smallest scale with which cuDNN computes the gradient of attn_mask right in float16. Its kernels round that gradient
+#: multiplied by the scale and divide afterwards (seen on 9.19: 10 % off at 1e-6, 0 at 1e-8).
+MIN_SCALE_OF_MASK_GRADIENT = 2**-6
+
+
+def factor_of_queries(of: GradientCall) -> float | None:
+    """What q is multiplied by for a backward plan, and then its gradient; None for nothing.
+
+    The scale must be positive, and must not round the gradient of attn_mask to zero.
+    """
+    call, needs = of.call, Needs(*of.needs)
+    scale: float = call.scale_value
+    if abs(scale) < MIN_SCALE:
+        return 0.0
+    if needs.attn_mask and call.q.dtype == torch.float16 and abs(scale) < MIN_SCALE_OF_MASK_GRADIENT:
+        return scale
+    return -1.0 if scale < 0 else None
+
+
+def launched_backward(of: GradientCall) -> ForwardArguments:
+    """The forward call whose gradients a plan computes: where `factor_of_queries` says so, with a copy of q."""
+    call: ForwardArguments = of.call
+    factor = factor_of_queries(of)
+    if factor is None:
+        return call
+    q = like_in_memory(torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta"))
+    return call._replace(q=q, scale=call.scale_value / factor if factor else 1.0)

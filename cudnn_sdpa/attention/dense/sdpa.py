@@ -2,74 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, memory
-from cudnn_sdpa.attention.arguments import (
-    ForwardArguments,
-    ReferenceArguments,
-    Result,
-    as_float,
-    as_sinks,
-    cast_for_autocast,
-    kind_of,
-)
+from cudnn_sdpa.attention import arguments, memory, value_checks
+from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, as_float, as_sinks, kind_of
 from cudnn_sdpa.attention.bias import without_causal_bias
-from cudnn_sdpa.attention.dense import autograd, fast_path, launch, torch_ops
-from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED
-from cudnn_sdpa.attention.memory import new_output
+from cudnn_sdpa.attention.cpu_checks import check_call, check_strides_of_dense
+from cudnn_sdpa.attention.dense import large_backward, launch_backward, plans, reference, tiers
+from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.engine import autograd_checks
-from cudnn_sdpa.engine.autocast import is_deterministic
-from cudnn_sdpa.engine.autograd_checks import PYTORCHS
-from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, is_profiling, needs_gradient
-from cudnn_sdpa.engine.fallback import check_or_decline, is_in_force, or_else
-from cudnn_sdpa.engine.torch_ops import new_seed
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
-
-
-def run_on_pytorch(call: ForwardArguments) -> Result:
-    """Runs a checked call on PyTorch's own attention if it has the options, otherwise on the reference."""
-    if call.out is not None:
-        memory.check_memory(call.q, call.k, call.v, call.out, call.attn_mask)
-    if _pytorch_supports(call):
-        out = _scaled_dot_product_attention(call)
-        return out if call.out is None else call.out.copy_(out)
-    on_reference = ReferenceArguments(*call)._replace(out=None, with_lse=True)
-    out, lse = autograd.ReferenceAttention.apply(*call.differentiable, on_reference)  # type: ignore[no-untyped-call]
-    out = out if call.out is None else call.out.copy_(out)
-    return (out, lse) if call.with_lse else out
-
-
-def _pytorch_supports(call: ForwardArguments) -> bool:
-    others = (call.sinks, call.seq_lens_q, call.seq_lens_kv, call.softcap)
-    bounded = (call.window_left, call.window_right) != (UNBOUNDED, UNBOUNDED) or call.alibi
-    causal = call.is_causal and (call.attn_mask is not None or call.causal_alignment != TOP_LEFT)
-    # Only PyTorch's global setting makes its gradients deterministic.
-    deterministic = call.deterministic and needs_gradient(*call.tensors)
-    # One of its GPU kernels takes no float32 mask with half-precision inputs.
-    mixed = call.attn_mask is not None and call.attn_mask.dtype not in (torch.bool, call.q.dtype)
-    return others == (None,) * 4 and not (bounded or causal or call.with_lse or deterministic or mixed)
-
-
-def _scaled_dot_product_attention(call: ForwardArguments) -> torch.Tensor:
-    """PyTorch's own attention, its output in the memory order of q."""
-    q, mask, group = call.q, call.attn_mask, call.q.shape[1] // call.k.shape[1]
-    k, v = (x if group == 1 else x.repeat_interleave(group, 1) for x in (call.k, call.v))
-    if mask is not None and mask.dim() < 2:
-        mask = mask.expand(q.shape[2], k.shape[2])
-    options: dict[str, Any] = {"dropout_p": call.dropout_p, "is_causal": call.is_causal, "scale": call.scale}
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, **options)
-    ordered = new_output(q, call.v)
-    return out if out.stride() == ordered.stride() else ordered.copy_(out)
-
-
-#: Compared by identity, which is faster than by value; another 0.0 takes a slower path to the same result.
-NO_DROPOUT = 0.0
+from cudnn_sdpa.engine.autocast import casts
+from cudnn_sdpa.engine.operation import Operation
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.target import Target, live_target
 
 
 @overload
@@ -151,7 +100,7 @@ def sdpa(
     window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     attn_mask: Tensor | None = None,
-    dropout_p: float = NO_DROPOUT,
+    dropout_p: float = 0.0,
     softcap: float | None = None,
     alibi: bool = False,
     sinks: Tensor | None = None,
@@ -228,53 +177,15 @@ def sdpa(
     Longformer (Beltagy et al., 2020), sinks those of gpt-oss, logit soft-capping that of Gemma 2, ALiBi that of "Train
     Short, Test Long" (Press et al., 2022).
     """
-    if functional.scaled_dot_product_attention is not PYTORCHS:
+    if functional.scaled_dot_product_attention is not autograd_checks.PYTORCHS:
         autograd_checks.refuse_context_parallel("sdpa")
-    if not is_compiling() and (
-        # A plain call, all of whose options `CachedCall` holds? Chained identity tests take 0.1 µs.
-        window_size is attn_mask is softcap is sinks is None  # type: ignore[comparison-overlap]
-        and seq_lens_q is deterministic is out is None  # type: ignore[comparison-overlap]
-        and dropout_p is NO_DROPOUT
-        and alibi is False
-    ):
-        # The same as the call before? Saves the signature and its look-up, 1.5 µs. A condition added here must be added
-        # to `fast_path.find`, too.
-        last = launch.calls.last
-        try:
-            is_like_last = (
-                last.is_causal is is_causal
-                and last.alignment == causal_alignment
-                and (last.scale is scale or (last.scale_type is type(scale) and last.scale == scale))
-                and last.with_lse is return_lse
-                and last.has_lengths is (seq_lens_kv is not None)
-                and not (q.is_nested or k.is_nested or v.is_nested)  # a guard would abort the process
-                and (
-                    last.check(q, k, v)
-                    if seq_lens_kv is None
-                    else not seq_lens_kv.is_nested and last.check(q, k, v, seq_lens_kv)
-                )
-                and not is_profiling()
-                and forward_ad._current_level < 0
-            )
-        except AttributeError:  # not tensors: the checks report it
-            is_like_last = False
-        if is_like_last:
-            result: Result = last.run(q, k, v, seq_lens_kv, None)
-            return result
-        if type(return_lse) is bool:
-            cached = fast_path.find(q, k, v, seq_lens_kv, is_causal, causal_alignment, as_float(scale), return_lse)
-            if cached is not None:
-                return cached(q, k, v, seq_lens_kv, None)
     left, right = (UNBOUNDED, UNBOUNDED) if window_size is None else arguments.window_bounds(window_size)
-    scale = None if scale is None else as_float(scale)
-    dropout_p = dropout_p if type(dropout_p) is float else as_float(dropout_p)
-    softcap = None if softcap is None else as_float(softcap)
     call = ForwardArguments(  # by position, in the order of the fields: keywords would cost 0.7 µs
         q,
         k,
         v,
         attn_mask,
-        sinks,
+        None if sinks is None else as_sinks(sinks),
         seq_lens_q,
         seq_lens_kv,
         None,  # rng
@@ -282,69 +193,72 @@ def sdpa(
         causal_alignment,
         left,
         right,
-        scale,
-        dropout_p,
-        softcap,
+        None if scale is None else as_float(scale),
+        as_float(dropout_p),
+        None if softcap is None else as_float(softcap),
         alibi,
-        False,  # deterministic: `run` decides
+        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         return_lse,
         out,
     )
-    return run(call, deterministic)
-
-
-def run(call: ForwardArguments, deterministic: bool | None) -> Result:
-    """Runs a call whose arguments are not checked yet, on the fast path if it qualifies."""
-    if call.sinks is not None and getattr(call.sinks, "dtype", None) is not torch.float32:
-        call = call._replace(sinks=as_sinks(call.sinks))
-    if call.attn_mask is not None and type(call.attn_mask) is not Tensor:
+    if attn_mask is not None and type(attn_mask) is not Tensor:
         call = without_causal_bias(call)
-    if type(call.with_lse) is bool and not is_compiling():
-        prepared = fast_path.find_any(call, deterministic)
-        if prepared is not None:
-            return prepared(call)
-    arguments.check_types(call)
-    call = cast_for_autocast(call)._replace(deterministic=is_deterministic(deterministic))
-    if not is_compiling():  # a compiled graph checks them while tracing, and again when it runs
-        call = autograd_checks.resolved(call)
-        arguments.check_options(call)
-    autograd_checks.check("sdpa", call.out, q=call.q, k=call.k, v=call.v, attn_mask=call.attn_mask, sinks=call.sinks)
-    if call.dropout_p:
-        call = call._replace(rng=new_seed(call.q))
-    return or_else(lambda: _run(call), lambda: run_on_pytorch(call), lambda: kind_of(call))
+    result: Tensor | tuple[Tensor, Tensor] = SDPA(call)
+    return result
 
 
-def _run(call: ForwardArguments) -> Result:
-    """Runs a call through autograd or PyTorch's dispatcher."""
-    if is_in_force():
-        on_reference = ReferenceArguments(*call)
-        check_or_decline("sdpa", lambda: arguments.check(call), lambda: arguments.check(on_reference))
-    if needs_gradient(*call.tensors, call.out):
-        if is_compiling():
-            return _differentiable(call)
-        try:
-            return _differentiable(call)
-        except RuntimeError:
-            autograd_checks.refuse_inference_tensors(call)
-            raise
-    operator, inputs = torch.ops.cudnn_sdpa, call.operator_inputs
-    if call.out is None:
-        forward = operator.sdpa_forward_lse if call.with_lse else operator.sdpa_forward
-        result: Result = forward(*inputs)
-        return result
-    if call.with_lse:
-        return call.out, operator.sdpa_forward_lse_out(*inputs, call.out)
-    operator.sdpa_forward_out(*inputs, call.out)
-    return call.out
+def _is_cacheable(call: ForwardArguments) -> bool:
+    return type(call.dropout_p) is float and call.dropout_p == 0.0 and not value_checks.enabled
 
 
-def _differentiable(call: ForwardArguments) -> Result:
-    if not is_compiling():
-        torch_ops.check_gradient(call)
-    if is_compiling() or not can_bypass_dispatcher(*call.tensors):
-        out, lse = torch.ops.cudnn_sdpa.sdpa_forward_lse(*call.operator_inputs)
-        lse = lse.detach() if is_compiling() else lse  # a compiled graph differentiates all that it returns
+def _check_values(call: ForwardArguments) -> None:
+    value_checks.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
+    value_checks.check_lengths("seq_lens_kv", call.seq_lens_kv, call.k.shape[2])
+
+
+def _check_keys(call: ForwardArguments, target: Target) -> None:
+    for key in plans.keys(call, target, None):
+        known_issues.check(key)
+
+
+def _check_gradient_keys(call: ForwardArguments, target: Target) -> None:
+    large_backward.check_gradient(call, target, None)
+
+
+def _check_gradient(call: ForwardArguments) -> None:
+    if call.q.is_cuda:
+        device = call.q.get_device()
+        large_backward.check_gradient(call, live_target(device), device)
     else:
-        with_lse = call._replace(with_lse=True)
-        out, lse = autograd.Attention.apply(*call.differentiable, with_lse, None)  # type: ignore[no-untyped-call]
-    return (out, lse) if call.with_lse else out
+        check_call(call, check_strides_of_dense, _check_gradient_keys)
+
+
+SDPA = Operation(
+    name="sdpa",
+    function="sdpa",
+    call=ForwardArguments,
+    reference_call=ReferenceArguments,
+    differentiable=("q", "k", "v", "attn_mask", "sinks"),
+    autocast=casts("q", "k", "v", "attn_mask"),
+    is_cacheable=_is_cacheable,
+    kind=kind_of,
+    check_types=arguments.check_types,
+    check_options=arguments.check_options,
+    check=arguments.check,
+    check_values=_check_values,
+    check_strides=lambda call: memory.check_strides(call.q, call.k, call.v),
+    check_memory=lambda call: memory.check_memory(call.q, call.k, call.v, call.out, call.attn_mask),
+    checks_values=lambda: value_checks.enabled,
+    check_for_gpu=lambda call: check_call(call, check_strides_of_dense, _check_keys),
+    check_gradient=_check_gradient,
+    results=plans.results,
+    reference=reference.attention,
+    reference_gradients=reference.gradients,
+    prepare=tiers.prepare,
+    readable=launch_backward.readable,
+    prepare_gradients=launch_backward.prepare_gradients,
+    keys=plans.keys,
+    gradient_keys=large_backward.gradient_keys,
+    flops=reference.flops,
+    pytorchs=reference.pytorchs,
+)

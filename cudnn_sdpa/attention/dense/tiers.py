@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Hashable
 
 import torch
 
-from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense import graphs, launch
-from cudnn_sdpa.attention.dense.buckets import Bucket, BucketCall
-from cudnn_sdpa.attention.dense.launch import ForwardCall, bind
+from cudnn_sdpa.attention import memory
+from cudnn_sdpa.attention.arguments import ForwardArguments, Result, sign_of_scale, with_positive_scale
+from cudnn_sdpa.attention.dense import graphs, plans, reference
+from cudnn_sdpa.attention.dense.buckets import Bucket, BucketRun
+from cudnn_sdpa.attention.dense.launch import Run, bind
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
+from cudnn_sdpa.engine.memory import check_address, multiplied
+from cudnn_sdpa.engine.operation import OPERATIONS, Prepared
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import live_properties, live_target
@@ -85,9 +87,9 @@ class ShapeUsage:
                 plan_cache.put(plan_of(self._key, stored))
         except BadPlanFileError as error:
             _log.warning("a plan that was built in the background cannot be used: %s: %s", self._key, error)
-            plans = default_store.active()
-            if plans is not None:
-                plans.reject(self._key, str(error))
+            store = default_store.active()
+            if store is not None:
+                store.reject(self._key, str(error))
 
     def _take(self) -> Plan | None:
         self._request = None
@@ -134,43 +136,55 @@ MAX_TABLE_BYTES = 64 << 20
 MAX_BUCKETS = 1024
 
 
-def prepare(forward: ForwardSpec, call: ForwardArguments, signature: Hashable) -> ForwardCall:
-    """Prepares the call for a new signature and caches it.
+def prepare(call: ForwardArguments) -> Prepared:
+    """A forward call bound to the plan that serves it.
 
     Raises:
         UnsupportedError: cuDNN has no plan for it.
         PlanBuildError: The plan is missing and may not be built now.
     """
-    device = call.q.get_device()
+    forward = ForwardSpec.of(call)
+    if forward.is_empty:
+        return Prepared(_fill_empty, None)
+    if forward.problem.has_no_plan:
+        return Prepared(reference.run, None)
+    device, sign, scale = call.q.get_device(), sign_of_scale(call), with_positive_scale(call).scale_value
     key = forward.key(live_target(device), device)  # refused under every policy if there is no exact-shape plan
     with torch.cuda.device(device):
         policy = shape_policy.active()
-        bucket_call = None if _wants_exact_shape_plan(policy, call) else _bucket_call(forward, key, call, signature)
-        if bucket_call is None:
+        prepared = None if _wants_exact_shape_plan(policy, call) else _with_bucket(forward, key, policy, scale)
+        if prepared is None:
             plan = plan_cache.get(key, lambda key: build_plan(graphs.sdpa_forward, key))
-            prepared = bind(forward, plan, call.scale_value, call.softcap)
-            launch.calls.add(signature, prepared)
-            return prepared
-        if not bucket_call.is_captured:  # otherwise its tables are valid only in the graph
-            _make_room(bucket_call.table_bytes)
-            launch.calls.add(signature, bucket_call)
-            if shape_policy.active() != policy:  # it changed meanwhile, which dropped all bucket calls
-                forget_buckets()
-        return bucket_call
+            prepared = Prepared(bind(forward, plan, call, scale), plan)
+    if sign is None:
+        return prepared
+    run = prepared.run  # a caller's negative scale is rare: a wrapper keeps it out of all other calls
+
+    def run_multiplied(call: ForwardArguments) -> Result:
+        check_address("q", call.q)  # PyTorch's kernel would read a null pointer
+        result: Result = run(call._replace(q=multiplied(call.q, sign)))
+        return result
+
+    return prepared._replace(run=run_multiplied)
+
+
+def _fill_empty(call: ForwardArguments) -> Result:
+    sinks = None if call.sinks is None else call.sinks.view(1, -1, 1)
+    return memory.fill_without_keys(call, plans.results(call), sinks)
 
 
 def _wants_exact_shape_plan(policy: str, call: ForwardArguments) -> bool:
     deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
-    return policy == shape_policy.EXACT or deterministic or autotune.is_in_force()
+    return policy == shape_policy.EXACT or deterministic or autotune.is_in_force() or sign_of_scale(call) is not None
 
 
-def _bucket_call(forward: ForwardSpec, key: PlanKey, call: ForwardArguments, signature: Hashable) -> BucketCall | None:
+def _with_bucket(forward: ForwardSpec, key: PlanKey, policy: str, scale: float) -> Prepared | None:
     """The call bound to its bucket's plan, if that should serve it. Cached plans take precedence over stored ones."""
     bucket = Bucket.of(forward)
     bucket_key = None if bucket is None else bucket.key(key.target, key.device)
     if bucket is None or bucket_key is None or plan_cache.peek(key) is not None:
         return None
-    tiered = shape_policy.active() == shape_policy.TIERED
+    tiered = policy == shape_policy.TIERED
     plan = plan_cache.peek(bucket_key)
     if plan is None and plan_cache.find(key) is not None:
         return None
@@ -179,8 +193,12 @@ def _bucket_call(forward: ForwardSpec, key: PlanKey, call: ForwardArguments, sig
         plan = _build(bucket_key)
     if plan is None:
         return None
-    scale = call.scale_value
-    return BucketCall(bucket, plan, scale, ExactShapePlan(forward, key, scale, signature) if tiered else None)
+    successor = ExactShapePlan(forward, key, scale) if tiered else None
+    run = BucketRun(bucket, plan, scale, successor)
+    if run.is_captured:  # its tables are valid only in the graph
+        return Prepared(run, None)
+    _make_room(run.table_bytes)
+    return Prepared(run, plan, is_current=lambda: shape_policy.active() == policy)
 
 
 def _build(bucket_key: PlanKey) -> Plan | None:
@@ -230,32 +248,31 @@ def _varies(bucket_key: PlanKey, key: PlanKey) -> bool:
 
 def _make_room(size: int) -> None:
     """Bounds the memory of all tables: drops all bucket calls when the next one would exceed it."""
-    if sum(call.table_bytes for call in launch.calls.each(BucketCall)) + size > MAX_TABLE_BYTES:
+    if sum(run.table_bytes for run in OPERATIONS["sdpa"].runs(BucketRun)) + size > MAX_TABLE_BYTES:
         forget_buckets()
 
 
 @shape_policy.on_change
 def forget_buckets() -> None:
     """Drops all bucket calls; their next use prepares them again, under the policy of that time."""
-    launch.calls.forget(lambda call: isinstance(call, BucketCall))
+    OPERATIONS["sdpa"].forget(BucketRun)
 
 
 class ExactShapePlan:
     """Replaces the plan of a bucket by the exact-shape plan."""
 
-    __slots__ = ("_forward", "_scale", "_signature", "_usage")
+    __slots__ = ("_forward", "_scale", "_usage")
 
-    def __init__(self, forward: ForwardSpec, key: PlanKey, scale: float, signature: Hashable) -> None:
+    def __init__(self, forward: ForwardSpec, key: PlanKey, scale: float) -> None:
         self._usage: ShapeUsage = recurring_shapes.of(key)
         self._forward = forward
         self._scale = scale
-        self._signature = signature
 
-    def find(self) -> ForwardCall | None:
-        """Counts a use. Returns the call bound to the exact-shape plan once it may replace the bucket's."""
+    def find(self, call: ForwardArguments) -> Run | None:
+        """Counts a use. Returns what runs the call on the exact-shape plan, once that may replace the bucket's."""
         plan = self._usage.use()
         if plan is None:
             return None
-        exact = bind(self._forward, plan, self._scale)
-        launch.calls.add(self._signature, exact)
-        return exact
+        run = bind(self._forward, plan, call, self._scale)
+        OPERATIONS["sdpa"].remember(call, Prepared(run, plan))
+        return run

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.dense.torch_ops import dense_sizes, flops_of_backward, flops_of_forward
+from cudnn_sdpa.attention.dense.reference import dense_sizes, flops_of_backward, flops_of_forward
 from cudnn_sdpa.attention.fp8 import plans
 from cudnn_sdpa.attention.fp8.arguments import (
     FP8_DTYPES,

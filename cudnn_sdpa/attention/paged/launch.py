@@ -191,7 +191,7 @@ class _Decode:
         out, *lse = [output[: batch * queries] for output in outputs]
         if call.sinks is not None:
             check_present("sinks", call.sinks)  # PyTorch's kernel would read a null pointer
-            apply_sinks(out, lse[0], call.sinks)
+            apply_sinks(out, lse[0], call.sinks.view(1, -1, 1))
         out = as_requested(call, out.view(batch, queries, heads, -1).transpose(1, 2))
         if not call.with_lse:
             return out

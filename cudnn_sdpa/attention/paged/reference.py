@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import reference
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.torch_ops import flops_of_forward
+from cudnn_sdpa.attention.dense.reference import flops_of_forward
 from cudnn_sdpa.attention.paged import plans
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 

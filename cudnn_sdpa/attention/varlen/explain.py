@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments, memory, reference
-from cudnn_sdpa.attention.arguments import ForwardArguments, Result, as_sinks, cast_for_autocast, with_positive_scale
+from cudnn_sdpa.attention.arguments import ForwardArguments, as_sinks, cast_for_autocast, with_positive_scale
 from cudnn_sdpa.attention.dense import explain, graphs, large_backward
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.varlen import plans
@@ -145,17 +145,11 @@ def errors_varlen(call: VarlenArguments, *, differentiate: bool) -> dict[str, fl
     Raises:
         OptionError: The call has dropout, for which the reference draws other random numbers.
     """
-    actual, grad_out = run_detached(call, PACKED, run_varlen, differentiate=differentiate)
+    actual, grad_out = run_detached(call, PACKED, VARLEN, differentiate=differentiate)
     cast = cast_for_autocast(ForwardArguments(call.q, call.k, call.v))
     exact_call = exact_inputs(call._replace(q=cast.q, k=cast.k, v=cast.v), PACKED)
     exact = _exact_varlen(exact_call, grad_out.double() if actual.gradients else None)
     return compare(*(_of_sequences(results, call) for results in (actual, exact)))
-
-
-def run_varlen(call: VarlenArguments, deterministic: bool | None) -> Result:
-    """Runs a call whose arguments are not checked yet."""
-    result: Result = VARLEN(call._replace(deterministic=is_deterministic(deterministic)))
-    return result
 
 
 def _exact_varlen(call: VarlenArguments, grad_out: Tensor | None) -> Results:

@@ -68,7 +68,7 @@ def readable(of: GradientCall) -> GradientCall:
         return of
     grad_out, lse, layout = of.grad_out, memory.aligned("lse", of.lse), TensorLayout.of(call.q)
     if not dense_backward.is_readable(grad_out.unsqueeze(0)):
-        grad_out = dense_backward.readable(grad_out.unsqueeze(0), of.out.unsqueeze(0)).squeeze(0)
+        grad_out = dense_backward.readable_gradient(grad_out.unsqueeze(0), of.out.unsqueeze(0)).squeeze(0)
     if layout != (dense := dense_like(layout)):
         # cuDNN 9.19 cannot launch gradients of packed queries that lie among other tensors.
         q = torch.empty_strided(dense.shape, dense.stride, dtype=dense.dtype, device=call.q.device)

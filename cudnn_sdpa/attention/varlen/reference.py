@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import reference
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.torch_ops import flops_of_backward, flops_of_forward
+from cudnn_sdpa.attention.dense.reference import flops_of_backward, flops_of_forward
 from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.engine.memory import like_in_memory

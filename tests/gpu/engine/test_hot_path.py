@@ -9,15 +9,15 @@ from attention_checks import TOLERANCE, error, exact, make
 
 import cudnn_sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense import fast_path, launch
+from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.engine.operation import Operation
 
 
 def warm(*tensors, **options):
     """Three calls: the first builds the plan, the second finds it, and the third is served as the last call."""
     for _ in range(3):
         result = cudnn_sdpa.sdpa(*tensors, **options)
-    if options.get("seq_lens_q") is None:
-        assert launch.calls.last.run is not None
+    assert SDPA.table.last
     return result
 
 
@@ -59,16 +59,20 @@ def test_nothing_synchronizes(name, sq):
     torch.testing.assert_close(through_dispatcher, first, atol=0, rtol=0)
 
 
-def test_both_fast_paths_find_the_same_prepared_call():
+def test_known_calls_are_not_checked_again(monkeypatch):
+    """Calls that equal the last one, and others that are found by their signature; another scale is another call."""
     q, k, v = problem()
-    assert fast_path.find(q, k, v, None, True, "top_left", 0.3, False) is None
-    cudnn_sdpa.sdpa(q, k, v, is_causal=True, scale=0.3)
-    found = fast_path.find_any(ForwardArguments(q, k, v, is_causal=True, scale=0.3), None)
-    assert found is not None
-    assert fast_path.find(q, k, v, None, True, "top_left", 0.3, False) == found.run
-    assert launch.calls.get(launch.plain_signature(q, k, v, None, None, True, "top_left", 0.3, False, None)) is found
-    assert fast_path.find(q, k, v, None, True, "top_left", 0.31, False) is None
-    assert fast_path.find_any(ForwardArguments(q.requires_grad_(), k, v, is_causal=True, scale=0.3), None) is None
+    checked, on_gpu = [], Operation.on_gpu
+    monkeypatch.setattr(Operation, "on_gpu", lambda *call: checked.append(call) or on_gpu(*call))
+    expected = {scale: exact(q, k, v, is_causal=True, scale=scale)[0] for scale in (0.3, 0.31)}
+    calls = [(q, 0.3), (q, 0.31), (q.clone().requires_grad_(), 0.3)]
+    for times in (3, 1, 1):
+        for x, scale in calls:
+            for _ in range(times):
+                out = cudnn_sdpa.sdpa(x, k, v, is_causal=True, scale=scale)
+                assert out.requires_grad is x.requires_grad
+                assert error(out.detach(), expected[scale]) < TOLERANCE[torch.bfloat16]
+        assert len(checked) == len(calls)
 
 
 def test_device_memory_does_not_grow():

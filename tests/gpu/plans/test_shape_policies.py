@@ -12,8 +12,9 @@ from attention_checks import LAYOUTS, TOLERANCE, error, exact, make, poison
 
 import cudnn_sdpa
 from cudnn_sdpa import no_plan_builds, plan_cache, sdpa, shape_policy
-from cudnn_sdpa.attention.dense import launch, tiers
-from cudnn_sdpa.attention.dense.buckets import BucketCall
+from cudnn_sdpa.attention.dense import tiers
+from cudnn_sdpa.attention.dense.buckets import BucketRun
+from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.offline.background import background
 from cudnn_sdpa.plans import device_memory
 
@@ -27,7 +28,7 @@ def inputs(rows, layout="bshd", batch=1, heads=(8, 2), dim=64, dtype=BF16):
 
 
 def served_by_buckets():
-    return [call for call in launch.calls._calls.values() if isinstance(call, BucketCall)]
+    return SDPA.runs(BucketRun)
 
 
 def assert_right(q, k, v, **options):
@@ -164,8 +165,8 @@ def test_deterministic_calls_get_exact_shape_plans(tiered):  # noqa: ARG001
     sdpa(*tensors)
     assert len(served_by_buckets()) == 1
     own = sdpa(*tensors, deterministic=True)
+    assert torch.equal(sdpa(*tensors), own)  # the plan that is there now takes over
     assert served_by_buckets() == []
-    assert torch.equal(sdpa(*tensors), own)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -271,7 +272,7 @@ def test_the_memory_of_tables_is_bounded(bucketed, monkeypatch):  # noqa: ARG001
     monkeypatch.setattr(tiers, "MAX_TABLE_BYTES", 3 * 4096)
     for rows in range(100, 160):
         sdpa(*inputs(rows, "bhsd", batch=4))
-        assert sum(call.table_bytes for call in served_by_buckets()) <= 3 * 4096
+        assert sum(run.table_bytes for run in served_by_buckets()) <= 3 * 4096
     assert 1 <= len(served_by_buckets()) < 60
     assert_right(*inputs(100, "bhsd", batch=4))
 
@@ -333,10 +334,11 @@ def test_plans_do_not_change_under_determinism(tiered):  # noqa: ARG001
     use_often(tensors, inputs(210))
     torch.use_deterministic_algorithms(True)
     try:
-        expected = sdpa(*tensors)
+        expected, declined = sdpa(*tensors), sdpa(*tensors, deterministic=False)
         assert background.wait(120)
         for _ in range(20):
             assert torch.equal(sdpa(*tensors), expected)
+            assert torch.equal(sdpa(*tensors, deterministic=False), declined)
         assert len(served_by_buckets()) == 2
         builds = plan_cache.info().builds
         sdpa(*inputs(220))
@@ -360,11 +362,11 @@ def test_a_plan_that_cannot_be_loaded_leaves_the_bucket_in_place(tiered, caplog,
     tensors = inputs(200)
     use_often(tensors)
     assert background.wait(120)
-    (call,) = served_by_buckets()
+    (run,) = served_by_buckets()
     for _ in range(3):
         assert_right(*tensors)
     assert caplog.text.count("cannot be used") == 1
-    assert served_by_buckets() == [call]
+    assert served_by_buckets() == [run]
 
 
 def captured(run):
@@ -504,6 +506,8 @@ def test_calls_outside_buckets_are_exact(bucketed):  # noqa: ARG001
     out = sdpa(q, k, v, return_lse=True)[0]
     assert error(out, exact(q, k, v)[0]) < TOLERANCE[BF16]
     assert_right(q, k, v, seq_lens_kv=lengths)
+    for scale in (-0.2, 0.0):
+        assert_right(q, k, v, scale=scale)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     sdpa(*leaves).sum().backward()
     assert served_by_buckets() == []

@@ -8,8 +8,9 @@ from float64_reference import attend, gradients
 
 import cudnn_sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
-from cudnn_sdpa.attention.dense.torch_ops import run_backward_cpu
+from cudnn_sdpa.attention.dense import reference as dense_reference
+from cudnn_sdpa.attention.dense.plans import Needs
+from cudnn_sdpa.engine.operation import GradientCall
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -113,7 +114,7 @@ def test_gradients_of_a_chunk_of_the_keys(shift, dtype):
     def run(k, v):
         call = ForwardArguments(tensors["q"], k, v, attn_mask=bias, with_lse=True)
         needs = Needs(True, True, True, False, False)
-        return run_backward_cpu(BackwardArguments(grad_out, out, lse, call, False, needs))
+        return dense_reference.gradients(GradientCall(grad_out, out, lse, call, needs))
 
     for sizes in ([3, 4], [1, 1, 5], [7]):
         for name, found in zip("qkv", parts_of(tensors, sizes, run), strict=True):

@@ -113,15 +113,16 @@ def test_errors_across_sequences_are_detected(monkeypatch):
 
 
 def test_rows_past_the_last_sequence_are_not_compared(monkeypatch):
-    run = varlen_explain.run_varlen
+    run = varlen_explain.VARLEN
 
-    def leave_out(call, deterministic):
-        out, lse = run(call, deterministic)
+    def leave_out(call):
+        out, lse = run(call)
         return out.index_fill(0, torch.tensor([10, 11]), torch.nan), lse
 
-    monkeypatch.setattr(varlen_explain, "run_varlen", leave_out)
     q, ends = torch.randn(12, 2, 16), offsets((3, 7))
-    errors = describer_of(sdpa_varlen)(q, q, q, ends, ends, 7, 7, return_lse=True).verify(False)
+    described = describer_of(sdpa_varlen)(q, q, q, ends, ends, 7, 7, return_lse=True)
+    monkeypatch.setattr(varlen_explain, "VARLEN", leave_out)
+    errors = described.verify(False)
     assert all(error < 1e-5 for error in errors.values())
 
 
@@ -129,10 +130,10 @@ def test_rows_past_the_last_sequence_are_not_compared(monkeypatch):
 @pytest.mark.parametrize(("grad", "return_lse"), [(False, False), (False, True), (True, False), (True, True)])
 def test_verify_runs_the_explained_call(monkeypatch, call, grad, return_lse):
     seen = []
-    for module, name in ((dense_explain, "run"), (varlen_explain, "run_varlen")):
-        run = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda of, *rest, run=run: (seen.append(of), run(of, *rest))[1])
     described = call(grad=grad, return_lse=return_lse)
+    for module, name in ((dense_explain, "SDPA"), (varlen_explain, "VARLEN")):
+        run = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda of, run=run: (seen.append(of), run(of))[1])
     errors = described.verify(grad)
     assert [of.with_lse for of in seen] == [return_lse or grad]  # a call that trains has one
     assert seen[0].q.requires_grad == grad

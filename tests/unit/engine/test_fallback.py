@@ -20,8 +20,7 @@ from cudnn_sdpa import (
     sdpa,
     sdpa_varlen,
 )
-from cudnn_sdpa.attention.dense import autograd as dense_autograd
-from cudnn_sdpa.attention.dense import sdpa as dense_sdpa
+from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.engine import fallback as module
 from cudnn_sdpa.engine import operation
 
@@ -41,7 +40,6 @@ def declined(monkeypatch):
     def decline(*_):
         raise UnsupportedError("sdpa", ["no kernel"])
 
-    monkeypatch.setattr(dense_sdpa, "_run", decline)
     monkeypatch.setattr(operation.Operation, "_run", decline)
 
 
@@ -49,13 +47,13 @@ def declined(monkeypatch):
 def ways(monkeypatch):
     """Records where calls run: on PyTorch's attention, or on the reference."""
     taken = []
-    pytorch, reference = F.scaled_dot_product_attention, dense_autograd.torch_ops.run_cpu
+    pytorch, reference = F.scaled_dot_product_attention, SDPA.reference
 
     def on(name, function):
         return lambda *args, **options: taken.append(name) or function(*args, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", on("pytorch", pytorch))
-    monkeypatch.setattr(dense_autograd.torch_ops, "run_cpu", on("reference", reference))
+    monkeypatch.setattr(SDPA, "reference", on("reference", reference))
     return taken
 
 

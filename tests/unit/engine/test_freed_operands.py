@@ -5,14 +5,11 @@ The plans are fakes that check the addresses of their launches.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 import cudnn_sdpa
 from cudnn_sdpa import LayoutError, PagedKVCache
-from cudnn_sdpa.attention.dense import launch as dense_launch
 
 
 def freed(x):
@@ -102,33 +99,6 @@ def test_every_function_refuses_freed_tensors_by_name(name, which):
     assert (found.out if "fp8" in name else found).float().isfinite().all()
     with pytest.raises(LayoutError, match=f"^{which}: got a tensor without memory"):
         function(**{**tensors, which: freed(tensors[which])}, **options)
-
-
-class Launched:
-    """A plan that records the addresses of its launches."""
-
-    device, last_used = 0, 0
-
-    def __init__(self, *names):
-        self.key = SimpleNamespace(inputs=[SimpleNamespace(name=name) for name in names], outputs=[])
-        self.constants = {}
-        self.addresses = []
-
-    def launch(self, addresses):
-        assert all(addresses), f"a null pointer: {addresses}"
-        self.addresses.append(list(addresses))
-
-
-@pytest.mark.parametrize("which", ["q", "sink", "seq_len_kv"])
-def test_a_launch_has_no_null_pointer(which):
-    """For any operand name: all launches of dense calls, and of FP8 calls that are not plain, use this code."""
-    tensors = {"q": torch.randn(2, 8), "sink": torch.randn(8), "seq_len_kv": torch.ones(2, dtype=torch.int32)}
-    plan = Launched(*tensors)
-    call = dense_launch.BoundCall(None, plan)
-    call.launch(tensors)
-    assert plan.addresses == [[x.data_ptr() for x in tensors.values()]]
-    with pytest.raises(LayoutError, match=f"{which}: got a tensor without memory"):
-        call.launch({**tensors, which: freed(tensors[which])})
 
 
 @pytest.mark.parametrize("which", ["k", "v"])

@@ -52,7 +52,11 @@ def described(monkeypatch, target, call):
 
 #: `explain` names the plan of grad_x and mentions the other one; and operators that write into `out` do not know
 #: whether the LSE is needed, so both plans are recorded.
-MORE = ("conv2d, trained", "varlen, into a tensor", "paged, into a tensor")
+MORE = (
+    "conv2d, trained",
+    *(f"{name}, into a tensor" for name in ("sdpa", "varlen", "paged")),
+    "sdpa, into a tensor, with lse",
+)
 
 
 @pytest.mark.parametrize("name", CALLS)

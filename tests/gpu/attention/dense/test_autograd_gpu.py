@@ -115,7 +115,7 @@ def test_grad_out_is_copied_only_if_necessary(name, order):
     t["grad_out"] = (READABLE | COPIED)[name](t["grad_out"])
     with torch.no_grad():
         out = sdpa(t["q"], t["k"], t["v"])
-    read = launch_backward.readable(t["grad_out"], out)
+    read = launch_backward.readable_gradient(t["grad_out"], out)
     assert (read is t["grad_out"]) == (name in READABLE)
     assert torch.equal(read, t["grad_out"])
     if name in COPIED:

@@ -10,31 +10,20 @@ import random
 
 import pytest
 import torch
-from fake_gpu import TARGET, FakeCache, FakePlan, dense_attention, poisoned
+from fake_gpu import dense_attention, gpu_on_the_cpu
 from float64_reference import gradients
 
 import cudnn_sdpa
-from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense import fast_path, launch, launch_backward, tiers, torch_ops
-from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
-from cudnn_sdpa.attention.dense.plans import ForwardSpec
-from cudnn_sdpa.engine.fast_path import CallTable
+from cudnn_sdpa import sdpa
+from cudnn_sdpa.engine.memory import like_in_memory
 
-CPU = torch.device("cpu")
 SKV, SQ = (1, 2, 3, 7, 8, 9), (1, 2, 64, 129)
 
 
 @pytest.fixture(autouse=True)
-def plans(monkeypatch):
-    def prepare(forward, call, _):
-        return launch.bind(forward, FakePlan(forward.key(TARGET, 0), dense_attention), call.scale_value, call.softcap)
-
-    for module in (launch, launch_backward):
-        monkeypatch.setattr(module, "allocate", poisoned)
-    monkeypatch.setattr(tiers, "prepare", prepare)
-    monkeypatch.setattr(launch_backward, "live_target", lambda _: TARGET)
-    monkeypatch.setattr(launch_backward, "plan_cache", FakeCache(dense_attention))
-    monkeypatch.setattr(launch_backward, "calls", CallTable(None))
+def gpu():
+    with gpu_on_the_cpu(dense_attention):
+        yield
 
 
 def somewhere(tensor, rng):
@@ -54,20 +43,21 @@ def somewhere(tensor, rng):
 def assert_right(tensors, rng, dtype, **options):
     """Runs both passes by launches, and compares them with float64."""
     q, v, mask = tensors["q"], tensors["v"], tensors.get("attn_mask")
-    call = ForwardArguments(**tensors, **options, with_lse=True)
-    out, lse = torch_ops.run_cuda(call)
+    leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in tensors.items()}
+    out, lse = sdpa(**leaves, **options, return_lse=True)
     grad_out = somewhere(torch.randn(*q.shape[:3], v.shape[3], dtype=dtype), rng)
-    needs = Needs(True, True, True, mask is not None and mask.is_floating_point(), call.sinks is not None)
-    found = torch_ops.run_backward_cuda(BackwardArguments(grad_out, out, lse, call, False, needs))
+    trained = {name: x for name, x in leaves.items() if x.requires_grad}
+    found = dict(zip(trained, torch.autograd.grad(out, list(trained.values()), grad_out), strict=True))
     wanted, wanted_lse, by_tensor = gradients(tensors, grad_out, **options)
     torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-4, atol=1e-4)
-    assert len(found) == len(by_tensor)
-    for (name, exact), gradient in zip(by_tensor.items(), found, strict=True):
+    assert found.keys() == by_tensor.keys()
+    for name, exact in by_tensor.items():
+        gradient = found[name]
         norm = exact.norm().clamp_min(0.1 * grad_out.double().norm())  # zero but for rounding, if there is one key
         assert (gradient.double() - exact).norm() / norm < 3e-2, name
         if name == "attn_mask":
-            assert gradient.stride() == torch.empty_like(mask).stride()
+            assert gradient.stride() == like_in_memory(mask).stride()
 
 
 @pytest.mark.sample(12)
@@ -115,15 +105,8 @@ def negated(x):
     return torch._neg_view(-x)
 
 
-def launched(monkeypatch):
-    """Public calls launch fake plans from here on."""
-    monkeypatch.setattr(torch_ops, "forward_runner", lambda _: torch_ops.run_cuda)
-    monkeypatch.setattr(torch_ops, "backward_runner", lambda _: torch_ops.run_backward_cuda)
-
-
 @pytest.mark.parametrize("which", ["q", "k", "v", "attn_mask", "sinks", "grad_out"])
-def test_negative_bits_reach_no_plan(monkeypatch, which):
-    launched(monkeypatch)
+def test_negative_bits_reach_no_plan(which):
     shapes = {"q": (2, 4, 7, 8), "k": (2, 2, 9, 8), "v": (2, 2, 9, 16), "attn_mask": (2, 1, 7, 9), "sinks": (4,)}
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     tensors = {name: x if name == "sinks" else x.half() for name, x in tensors.items()}
@@ -138,61 +121,36 @@ def test_negative_bits_reach_no_plan(monkeypatch, which):
         assert (gradient.double() - exact[name]).norm() < 1e-2 * exact[name].norm(), name
 
 
-@pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("kind", ["negative", "zeros", "plain"])
-def test_expanded_and_negated_gradients_on_the_fast_path(monkeypatch, kind, times):
-    """Cached or not: a launch does not read the operands of an earlier one."""
-    launched(monkeypatch)
+def test_expanded_and_negated_gradients(kind):
+    """Cold and warm: a launch does not read the operands of an earlier one."""
     q, k, v = (torch.randn(2, 4, 9, 8, dtype=torch.float16).requires_grad_() for _ in range(3))
-    call = ForwardArguments(q, k, v, with_lse=True)
-    forward = ForwardSpec.of(call)
-    known = launch.bind(forward, FakePlan(forward.key(TARGET, 0), dense_attention), call.scale_value)
-    prepared = fast_path.TrainingCall(known, fast_path.PlainOptions(call.is_causal, call.causal_alignment, call.scale))
-    for _ in range(times):
+    for _ in range(3):
         grad_out = torch.randn(2, 4, 9, 8, dtype=torch.float16)
         if kind == "zeros":
             grad_out = torch._efficientzerotensor(grad_out.shape, dtype=torch.float16)
         given = negated(grad_out) if kind == "negative" else grad_out
         _, _, exact = gradients({"q": q.detach(), "k": k.detach(), "v": v.detach()}, grad_out + 0.0)
-        found = torch.autograd.grad(prepared.run(q, k, v), [q, k, v], given)
+        found = torch.autograd.grad(sdpa(q, k, v), [q, k, v], given)
         for name, gradient in zip("qkv", found, strict=True):
             assert (gradient.double() - exact[name]).norm() <= 1e-2 * exact[name].norm(), name
 
 
-@pytest.mark.parametrize("which", ["q", "k", "v", "attn_mask"])
-def test_freed_operands_are_refused(which):
-    tensors = {name: torch.randn(2, 2, 9, 16) for name in "qkv"} | {"attn_mask": torch.randn(9, 9)}
-    tensors[which].untyped_storage().resize_(0)
-    for run in (torch_ops.run_cuda, torch_ops.run_cpu):
-        with pytest.raises(cudnn_sdpa.LayoutError, match=f"{which}: got a tensor without memory"):
-            run(ForwardArguments(**tensors))
-
-
-@pytest.mark.parametrize("which", ["sinks", "seq_lens_q", "seq_lens_kv"])
+@pytest.mark.parametrize("which", ["q", "k", "v", "attn_mask", "sinks", "seq_lens_q", "seq_lens_kv"])
 @pytest.mark.parametrize("rows", [1, 9])
-@pytest.mark.parametrize("with_lse", [False, True])
-def test_freed_side_operands_are_refused(which, rows, with_lse):
-    """Also of a single query, whose sinks and lengths PyTorch's kernels read."""
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_freed_operands_are_refused(which, rows, return_lse):
+    """Cold and warm; also of a single query, whose sinks PyTorch's kernels read."""
     tensors = {"q": torch.randn(2, 2, rows, 16).half()} | {name: torch.randn(2, 2, 9, 16).half() for name in "kv"}
-    tensors |= {"sinks": torch.randn(2)} if which == "sinks" else {which: torch.tensor([1, 1], dtype=torch.int32)}
-    torch_ops.run_cuda(ForwardArguments(**tensors, with_lse=with_lse))
-    tensors[which].untyped_storage().resize_(0)
-    with pytest.raises(cudnn_sdpa.LayoutError, match=f"{which}: got a tensor without memory"):
-        torch_ops.run_cuda(ForwardArguments(**tensors, with_lse=with_lse))
-
-
-def test_freed_operands_are_refused_on_the_fast_path():
-    q, k, v = (torch.randn(2, 4, 9, 8, dtype=torch.float16) for _ in range(3))
-    for with_lse in (False, True):
-        call = ForwardArguments(q, k, v, with_lse=with_lse)
-        forward = ForwardSpec.of(call)
-        known = launch.bind(forward, FakePlan(forward.key(TARGET, 0), dense_attention), call.scale_value)
-        known.run(q, k, v, None, None)
-        freed = torch.randn(2, 4, 9, 8, dtype=torch.float16)
-        freed.untyped_storage().resize_(0)
-        for tensors in ((freed, k, v), (q, freed, v), (q, k, freed)):
-            with pytest.raises(cudnn_sdpa.LayoutError, match="without memory"):
-                known.run(*tensors, None, None)
+    others = {"attn_mask": torch.randn(rows, 9), "sinks": torch.randn(2), "lengths": torch.ones(2, dtype=torch.int32)}
+    if which not in "qkv":
+        tensors |= {which: others["lengths" if which.startswith("seq_lens") else which]}
+    freed = {**tensors, which: tensors[which].clone()}
+    freed[which].untyped_storage().resize_(0)
+    for _ in range(3):
+        with pytest.raises(cudnn_sdpa.LayoutError, match=f"{which}: got a tensor without memory"):
+            sdpa(**freed, return_lse=return_lse)
+        sdpa(**tensors, return_lse=return_lse)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1e-40, 1e-38, -0.5])

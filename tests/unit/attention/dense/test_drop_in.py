@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from cudnn_sdpa import LayoutError, OptionError, ShapeError, UnsupportedError, scaled_dot_product_attention
-from cudnn_sdpa.attention.dense import sdpa
+from cudnn_sdpa.attention.dense.sdpa import SDPA
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -193,7 +193,7 @@ def test_reasons_use_the_names_of_this_functions_arguments(monkeypatch):
     def declined(_):
         raise UnsupportedError("sdpa of q", ["q has more elements than k"], "v padded, q.to(k.dtype)")
 
-    monkeypatch.setattr(sdpa, "_run", declined)
+    monkeypatch.setattr(SDPA, "_run", declined)
     query = torch.randn(2, 4, 8, 16)
     with pytest.raises(UnsupportedError) as caught:
         scaled_dot_product_attention(query, query, query)

@@ -15,8 +15,8 @@ from cudnn_sdpa import UnsupportedError, scaled_dot_product_attention, sdpa, sdp
 from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense import launch_backward, tiers
-from cudnn_sdpa.attention.dense import torch_ops as dense_torch_ops
-from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
+from cudnn_sdpa.attention.dense.plans import Needs
+from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.attention.memory import new_output
 from cudnn_sdpa.attention.varlen import launch
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
@@ -46,7 +46,7 @@ def key_of(monkeypatch):
     monkeypatch.setattr(PlanCache, "get", ask)
     monkeypatch.setattr(memory, "_share_memory", lambda *_: False)  # meta tensors have address 0
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
-    for module in (dense_torch_ops, tiers, launch_backward, launch):
+    for module in (tiers, launch_backward, launch):
         monkeypatch.setattr(module, "live_target", lambda _device: H200)
 
     def run(function, *arguments):
@@ -127,12 +127,12 @@ def test_both_explained_keys_are_those_of_the_call(key_of, name):
     tensors, options = DENSE[name][0](), DENSE[name][1]
     call = dense_call(*tensors, **options)
     described = describe(sdpa, *tensors, **options)
-    assert key(described) == key_of(dense_torch_ops.run_cuda, call._replace(with_lse=True))
+    assert key(described) == key_of(SDPA.on_gpu, call._replace(with_lse=True))
     out = new_output(call.q, call.v)
     lse = T(*out.shape[:3], dtype=torch.float32)
     needs = Needs(*(x is not None and x.requires_grad for x in call[:5]))
-    of = BackwardArguments(out, out, lse, call, call.deterministic, needs)
-    assert key(described.backward) == key_of(dense_torch_ops.run_backward_cuda, of)
+    of = GradientCall(out, out, lse, call, needs)
+    assert key(described.backward) == key_of(launch_backward.gradients, of)
     assert not [
         issue for issue in known_issues.concerning(key(described.backward)) if not issue.avoids(key(described.backward))
     ]
@@ -145,9 +145,7 @@ def test_the_explained_key_without_gradients_is_that_of_the_call(key_of, name, r
     options |= {n: x.detach() for n, x in options.items() if isinstance(x, torch.Tensor)}
     described = describe(sdpa, *tensors, **options, return_lse=return_lse)
     assert described.backward is None
-    assert key(described) == key_of(
-        dense_torch_ops.run_cuda, dense_call(*tensors, **options)._replace(with_lse=return_lse)
-    )
+    assert key(described) == key_of(SDPA.on_gpu, dense_call(*tensors, **options)._replace(with_lse=return_lse))
 
 
 def packed_qkv(grad=True):
@@ -255,8 +253,8 @@ def test_extra_kernels_of_a_packed_backward_pass(tensors, options, part):
         ("lengths", "backward", "lengths are corrected"),
         ("softcap, lengths", "forward", "the last key that each query sees"),
         ("softcap, lengths", "backward", "the last key that each query sees"),
-        ("negative scale", "forward", "q is negated"),
-        ("negative scale", "backward", "its gradient negated"),
+        ("negative scale", "forward", "q is multiplied by -1"),
+        ("negative scale", "backward", "and its gradient as well"),
         ("scale of 0", "backward", "filled with zeros"),
         ("large", "backward", "in 2 parts"),
         ("far apart", "backward", "in one part"),

@@ -8,8 +8,8 @@ import torch
 from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense import large_backward
-from cudnn_sdpa.attention.dense import torch_ops as dense_torch_ops
-from cudnn_sdpa.attention.dense.launch_backward import BackwardArguments, Needs
+from cudnn_sdpa.attention.dense import reference as dense_reference
+from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.attention.varlen import reference as varlen_reference
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
@@ -41,15 +41,15 @@ def backward_of(shape, *, layout="bhsd", **options):
         make(heads, sq, dim_v),
     )
     call = ForwardArguments(q, k, v, scale=0.3, with_lse=True, **options)
-    out, lse = dense_torch_ops.run_cpu(call)
+    out, lse = dense_reference.attention(call)
     needs = Needs(True, True, True, False, call.sinks is not None)
-    return BackwardArguments(grad_out, out, lse, call, False, needs)
+    return GradientCall(grad_out, out, lse, call, needs)
 
 
 def run_and_record(sizes):
     def run(of):
         sizes.append(max(x.numel() for x in (*of.call[:3], of.out, of.grad_out)))
-        return dense_torch_ops.run_backward_cpu(of)
+        return dense_reference.gradients(of)
 
     return run
 
@@ -67,7 +67,7 @@ def test_merged_parts_match_the_whole(monkeypatch, shape, layout, most):
         seq_lens_kv=torch.randint(1, shape[4] + 1, (batch,), dtype=torch.int32),
         is_causal=True,
     )
-    whole, sizes = dense_torch_ops.run_backward_cpu(of), []
+    whole, sizes = dense_reference.gradients(of), []
     monkeypatch.setattr(large_backward, "MAX_OFFSET", most)
     found = large_backward.gradients(of, run_and_record(sizes))
     assert max(sizes) <= most
@@ -80,9 +80,9 @@ def test_merged_parts_match_the_whole(monkeypatch, shape, layout, most):
 
 def test_only_needed_gradients_are_returned(monkeypatch):
     of = backward_of(SHAPES[0])._replace(needs=Needs(False, True, False, False, False))
-    whole = dense_torch_ops.run_backward_cpu(of)
+    whole = dense_reference.gradients(of)
     monkeypatch.setattr(large_backward, "MAX_OFFSET", 700)
-    (found,) = large_backward.gradients(of, dense_torch_ops.run_backward_cpu)
+    (found,) = large_backward.gradients(of, dense_reference.gradients)
     torch.testing.assert_close(found, whole[0])
 
 

@@ -1,48 +1,262 @@
-"""Which plan serves a new shape, and which one takes over: the decisions, with fake plans."""
+"""Which plan serves a call of a new shape, and which one takes over: public calls on a fake GPU."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import replace
-
 import pytest
 import torch
+from fake_gpu import FakePlan, dense_attention, gpu_on_the_cpu
+from float64_reference import attend
 
-from cudnn_sdpa import UnsupportedError, autotune, no_plan_builds, plan_cache, shape_policy
+from cudnn_sdpa import UnsupportedError, autotune, no_plan_builds, plan_cache, sdpa, shape_policy
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense import launch, tiers
+from cudnn_sdpa.attention.dense import buckets, tiers
+from cudnn_sdpa.attention.dense.buckets import Bucket, BucketRun
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
-from cudnn_sdpa.graph.target import Target, load_properties
+from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.plans import cache
 from cudnn_sdpa.plans.file_format import BadPlanFileError
 
-TARGET = replace(Target.from_properties(load_properties("h200")), cudnn=91900)
+
+class Tables:
+    """The tables of a bucket in CPU memory."""
+
+    size = 100
+
+    def __init__(self, tensors, *_, captured=False):
+        self.tensors = {name: x.contiguous() for name, x in tensors.items()}
+        self.addresses = {name: x.data_ptr() for name, x in self.tensors.items()}
+
+    def prepare(self, stream):
+        """They are ready at once."""
 
 
-class FakePlan:
-    """A plan that knows its key."""
-
-    def __init__(self, key, loaded=False):
-        self.key, self.loaded, self.held = key, loaded, False
-        self.build_seconds, self.last_used, self.added_at = 0.0, 0, 0
-
-
-class FakeCall:
-    """A prepared call of a plan."""
-
-    def __init__(self, plan):
-        self.plan, self.last = plan, None
+def loaded(key):
+    """A plan that is not built."""
+    plan = FakePlan(key, dense_attention)
+    plan.loaded = True
+    return plan
 
 
-class FakeBucketCall(FakeCall):
-    """A prepared call of a bucket plan."""
+@pytest.fixture(autouse=True)
+def patch():
+    """Runs calls on a fake GPU without plans and without counted shapes; undone before that GPU goes."""
+    tables = Bucket.tables
+    with gpu_on_the_cpu(dense_attention), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bucket, "tables", lambda bucket, _: tables(bucket, "cpu"))
+        patch.setattr(buckets, "DeviceTables", Tables)
+        patch.setattr(tiers, "live_properties", lambda _: {})
+        patch.setattr(tiers, "plan_of", lambda key, _: loaded(key))
+        tiers.recurring_shapes.clear()
+        yield patch
+        tiers.recurring_shapes.clear()
 
-    is_captured = False
-    table_bytes = 100
 
-    def __init__(self, bucket, plan, scale, successor):
-        super().__init__(plan)
-        self.bucket, self.scale, self.successor = bucket, scale, successor
+def inputs(rows, queries=None):
+    sizes = ((rows if queries is None else queries, 4), (rows, 2), (rows, 2))
+    return [torch.randn(1, n, heads, 16).to(torch.bfloat16).transpose(1, 2) for n, heads in sizes]
+
+
+def serve(rows, queries=None, **options):
+    """A call of this length, causal if there are as many queries: whether a bucket's plan served it. It is right."""
+    tensors, options = inputs(rows, queries), {"is_causal": queries is None, **options}
+    out = sdpa(*tensors, **options)
+    if options.get("return_lse"):
+        out = out[0]
+    of_formula = {name: value for name, value in options.items() if name in ("is_causal", "window_size", "scale")}
+    torch.testing.assert_close(out.double(), attend(*tensors, **of_formula)[0], rtol=2e-2, atol=2e-2)
+    return "bucket" if any(operand.ragged for operand in FakePlan.launched[-1].inputs) else "exact"
+
+
+def kinds(rows, **options):
+    return [serve(n, **options) for n in rows]
+
+
+def known(rows, **options):
+    """Whether calls of this length are known."""
+    return SDPA.table.get(SDPA.signature(ForwardArguments(*inputs(rows), is_causal=True, **options))) is not None
+
+
+def test_exact_gives_every_shape_its_own_plan():
+    with shape_policy("exact"):
+        assert kinds(range(10, 20)) == ["exact"] * 10
+    assert plan_cache.info().builds == 10
+
+
+def test_bucketed_builds_one_plan():
+    with shape_policy("bucketed"):
+        assert kinds(range(10, 20)) == ["bucket"] * 10
+    assert plan_cache.info().builds == 1
+
+
+def test_tiered_begins_with_exact_shape_plans():
+    with shape_policy("tiered"):
+        assert kinds([10, 11, 12, 13, 14, 10]) == ["exact", "exact", "exact", "bucket", "bucket", "exact"]
+    assert plan_cache.info().builds == 4
+
+
+def test_shapes_are_counted_per_bucket():
+    with shape_policy("tiered"):
+        assert kinds([10, 11, 12]) == kinds([10, 11, 12], window_size=(3, -1)) == ["exact"] * 3
+        assert kinds([13]) == kinds([13], window_size=(3, -1)) == ["bucket"]
+    assert plan_cache.info().builds == 8
+
+
+def test_a_shape_whose_plan_was_evicted_is_counted_once():
+    with shape_policy("tiered"):
+        for _ in range(5):
+            assert kinds([10, 11]) == ["exact", "exact"]
+            plan_cache.resize(1)
+            plan_cache.resize(512)
+
+
+def test_a_cached_bucket_plan_serves_the_first_shape():
+    with shape_policy("bucketed"):
+        serve(10)
+    with shape_policy("tiered"):
+        assert kinds([20]) == ["bucket"]
+    assert plan_cache.info().builds == 1
+
+
+def test_plans_are_loaded_before_any_is_built(patch):
+    with shape_policy("bucketed"):
+        serve(10)
+    with shape_policy("exact"):
+        serve(20)
+    stored = {plan.key for plan in plan_cache.plans()}
+    assert len(stored) == 2
+    plan_cache.clear()
+    patch.setattr(cache, "load_plan", lambda key: loaded(key) if key in stored else None)
+    with shape_policy("tiered"):
+        assert kinds([20, 30]) == ["exact", "bucket"]
+    assert (plan_cache.info().loads, plan_cache.info().builds) == (2, 0)
+
+
+def test_autotune_gives_every_shape_its_own_plan():
+    with shape_policy("bucketed"), autotune():
+        assert kinds([10, 20]) == ["exact"] * 2
+
+
+@pytest.mark.parametrize("options", [{"return_lse": True}, {"scale": -0.3}, {"scale": 0.0}], ids=str)
+def test_calls_outside_all_buckets_are_exact(options):
+    with shape_policy("bucketed"):
+        assert kinds([10, 20], **options) == ["exact"] * 2
+        assert SDPA.runs(BucketRun) == []
+    assert plan_cache.info().builds == 2
+
+
+def test_an_unsupported_bucket_plan_is_requested_once(patch):
+    build, asked = tiers.build_plan, []
+
+    def refuse_buckets(operation, key):
+        if any(operand.ragged for operand in key.inputs):
+            asked.append(key)
+            raise UnsupportedError(key.name, ["no engine"])
+        return build(operation, key)
+
+    patch.setattr(tiers, "build_plan", refuse_buckets)
+    with shape_policy("bucketed"):
+        assert kinds([10, 20, 30]) == ["exact"] * 3
+    assert len(asked) == 1
+
+
+def test_unsupported_shapes_are_refused_under_every_policy(patch):
+    def refuse(*_):
+        raise UnsupportedError("sdpa", ["not here"])
+
+    patch.setattr(ForwardSpec, "key", refuse)
+    for policy in ("exact", "bucketed", "tiered"):
+        with shape_policy(policy), pytest.raises(UnsupportedError, match="not here"):
+            serve(10)
+    assert len(SDPA.table) == 0
+
+
+def test_under_determinism_plans_are_exact(deterministic_algorithms):
+    """Also those of calls that decline it, and of shapes that a bucket's plan has served."""
+    for policy in ("bucketed", "tiered"):
+        with shape_policy("bucketed"):
+            serve(20)
+        with shape_policy(policy):
+            assert serve(20) == "bucket"
+            with deterministic_algorithms():
+                assert kinds([10, 20]) == ["exact", "exact"]
+                assert serve(30, deterministic=False) == "exact"
+        plan_cache.clear()
+
+
+@pytest.mark.parametrize("policy", ["bucketed", "tiered"])
+def test_deterministic_calls_have_exact_shape_plans(policy):
+    with shape_policy(policy):
+        assert kinds([10, 11, 12, 13])[-1] == "bucket"
+        assert kinds([13, 14], deterministic=True) == ["exact", "exact"]
+
+
+def test_a_policy_change_drops_bucket_calls_only():
+    with shape_policy("tiered"):
+        kinds([10, 11, 12, 13])
+        assert (len(SDPA.table), len(SDPA.runs(BucketRun))) == (4, 1)
+    with shape_policy("exact"):
+        assert (len(SDPA.table), SDPA.runs(BucketRun)) == (3, [])
+        assert kinds([10, 13]) == ["exact", "exact"]
+
+
+def test_a_policy_change_during_a_call_leaves_no_bucket_call(patch):
+    class Late(Tables):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            shape_policy("exact")
+
+    with shape_policy("bucketed"):
+        serve(10)
+        patch.setattr(buckets, "DeviceTables", Late)
+        assert serve(20) == "bucket"
+        assert (known(20), SDPA.table.last) == (False, ())
+        assert SDPA.runs(BucketRun) == []
+        assert serve(20) == "exact"
+
+
+def test_calls_made_in_a_capture_are_not_remembered():
+    with shape_policy("bucketed"):
+        serve(10)
+        with pytest.MonkeyPatch.context() as capture:
+            capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            assert kinds([20, 20]) == ["bucket", "bucket"]
+            assert not known(20)
+            assert serve(10) == "bucket"  # with tables from outside the graph
+        assert serve(20) == "bucket"
+        assert known(20)
+
+
+def test_the_memory_of_tables_is_limited(patch):
+    patch.setattr(tiers, "MAX_TABLE_BYTES", 3 * Tables.size)
+    with shape_policy("bucketed"):
+        for rows, held in ((10, 1), (11, 2), (12, 3), (13, 1), (14, 2)):
+            assert serve(rows) == "bucket"
+            assert len(SDPA.runs(BucketRun)) == held
+        assert kinds([10, 13]) == ["bucket"] * 2
+
+
+def test_the_number_of_tracked_buckets_is_limited(patch):
+    patch.setattr(tiers, "MAX_BUCKETS", 2)
+    with shape_policy("tiered"):
+        for left in range(3, 7):
+            assert serve(10, window_size=(left, -1)) == "exact"
+            assert len(tiers._seen.shapes) <= 2
+
+
+class Clock:
+    """A fake clock."""
+
+    now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(patch):
+    clock = Clock()
+    patch.setattr(tiers, "time", clock)
+    return clock
 
 
 class FakeBackground:
@@ -57,343 +271,178 @@ class FakeBackground:
         return request
 
 
-@pytest.fixture(autouse=True)
-def without_a_gpu(monkeypatch):
-    monkeypatch.setattr(tiers, "live_target", lambda _: TARGET)
-    monkeypatch.setattr(tiers, "live_properties", lambda _: {})
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(tiers, "build_plan", lambda _, key: FakePlan(key))
-    monkeypatch.setattr(tiers, "plan_of", lambda key, _: FakePlan(key, loaded=True))
-    monkeypatch.setattr(tiers, "bind", lambda _, plan, *__: FakeCall(plan))
-    monkeypatch.setattr(tiers, "BucketCall", FakeBucketCall)
-    monkeypatch.setattr(cache, "load_plan", lambda _: None)
-    plan_cache.clear()
-    tiers.recurring_shapes.clear()
-    yield
-    plan_cache.clear()
-    tiers.recurring_shapes.clear()
-
-
 @pytest.fixture
-def background(monkeypatch):
+def background(patch):
     fake = FakeBackground()
-    monkeypatch.setattr(tiers, "background", fake)
+    patch.setattr(tiers, "background", fake)
     return fake
 
 
-def serve(rows, **options):
-    """The prepared call that serves a causal prefill of this length."""
-    q, k = (torch.empty(1, rows, heads, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2) for heads in (4, 2))
-    call = ForwardArguments(q, k, k, is_causal=True, **options)
-    signature = ("test", rows, *options)
-    prepared = tiers.prepare(ForwardSpec.of(call), call, signature)
-    assert launch.calls.get(signature) is prepared
-    return prepared
-
-
-def kinds(rows):
-    return ["bucket" if isinstance(serve(n), FakeBucketCall) else "exact" for n in rows]
-
-
-def test_exact_gives_every_shape_its_own_plan():
-    with shape_policy("exact"):
-        assert kinds(range(100, 110)) == ["exact"] * 10
-    assert plan_cache.info().builds == 10
-
-
-def test_bucketed_builds_one_plan():
-    with shape_policy("bucketed"):
-        assert kinds(range(100, 110)) == ["bucket"] * 10
-        assert serve(100).successor is None
-    assert plan_cache.info().builds == 1
-
-
-def test_tiered_begins_with_exact_shape_plans():
-    with shape_policy("tiered"):
-        assert kinds([100, 110, 120, 130, 140, 100]) == ["exact", "exact", "exact", "bucket", "bucket", "exact"]
-    assert plan_cache.info().builds == 4
-
-
-def test_shapes_are_counted_per_bucket():
-    with shape_policy("tiered"):
-        assert kinds([100, 110, 120, 2000, 2100, 2200, 130, 2300]) == ["exact"] * 6 + ["bucket"] * 2
-
-
-def test_a_shape_whose_plan_was_evicted_is_counted_once():
-    with shape_policy("tiered"):
-        for _ in range(5):
-            assert kinds([100, 110]) == ["exact", "exact"]
-            plan_cache.resize(1)
-            plan_cache.resize(512)
-
-
-def test_a_cached_bucket_plan_serves_the_first_shape():
-    with shape_policy("bucketed"):
-        serve(100)
-    with shape_policy("tiered"):
-        assert kinds([200]) == ["bucket"]
-        assert serve(200).successor is not None
-
-
-def test_plans_are_loaded_before_any_is_built(monkeypatch):
-    with shape_policy("bucketed"):
-        bucket = serve(100).plan.key
-    with shape_policy("exact"):
-        own = serve(200).plan.key
-    plan_cache.clear()
-    stored = {bucket, own}
-    monkeypatch.setattr(cache, "load_plan", lambda key: FakePlan(key, loaded=True) if key in stored else None)
-    with shape_policy("tiered"):
-        assert kinds([200, 300]) == ["exact", "bucket"]
-    assert (plan_cache.info().loads, plan_cache.info().builds) == (2, 0)
-
-
-def test_autotune_gives_every_shape_its_own_plan():
-    with shape_policy("bucketed"), autotune():
-        assert kinds([100, 200]) == ["exact"] * 2
-
-
-def test_shapes_outside_all_buckets_are_exact():
-    with shape_policy("bucketed"):
-        for rows in (100, 200):
-            assert type(serve(rows, with_lse=True)) is FakeCall
-    assert plan_cache.info().builds == 2
-
-
-def test_an_unsupported_bucket_plan_is_requested_once(monkeypatch):
-    asked = []
-
-    def build(_, key):
-        if any(operand.ragged for operand in key.inputs):
-            asked.append(key)
-            raise UnsupportedError(key.name, ["no engine"])
-        return FakePlan(key)
-
-    monkeypatch.setattr(tiers, "build_plan", build)
-    with shape_policy("bucketed"):
-        assert kinds([100, 200, 300]) == ["exact"] * 3
-    assert len(asked) == 1
-
-
-def test_unsupported_shapes_are_refused_under_every_policy(monkeypatch):
-    def refuse(*_):
-        raise UnsupportedError("sdpa", ["not here"])
-
-    monkeypatch.setattr(ForwardSpec, "key", refuse)
-    for policy in ("exact", "bucketed", "tiered"):
-        with shape_policy(policy), pytest.raises(UnsupportedError, match="not here"):
-            serve(100)
-
-
-def test_under_determinism_plans_are_exact():
-    torch.use_deterministic_algorithms(True)
-    try:
-        for policy in ("bucketed", "tiered"):
-            with shape_policy(policy):
-                assert kinds([100, 200]) == ["exact", "exact"]
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_a_policy_change_drops_bucket_calls_only():
-    with shape_policy("tiered"):
-        kinds([100, 110, 120, 130])
-        assert len(launch.calls) == 4
-    with shape_policy("exact"):
-        assert len(launch.calls) == 3
-
-
-def test_calls_made_in_a_capture_are_not_cached(monkeypatch):
-    monkeypatch.setattr(FakeBucketCall, "is_captured", True)
-    with shape_policy("bucketed"), pytest.raises(AssertionError):
-        serve(100)  # it is not in the table
-    assert len(launch.calls) == 0
-
-
-def test_the_memory_of_tables_is_limited(monkeypatch):
-    monkeypatch.setattr(tiers, "MAX_TABLE_BYTES", 300)
-    with shape_policy("bucketed"):
-        for rows, held in ((100, 1), (110, 2), (120, 3), (130, 1), (140, 2)):
-            serve(rows)
-            assert len(launch.calls) == held
-
-
-class Clock:
-    """A fake clock."""
-
-    now = 100.0
-
-    def monotonic(self):
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(tiers, "time", clock)
-    return clock
-
-
-@pytest.fixture
-def call(clock):  # noqa: ARG001
-    """A call that a bucket serves."""
+def tiered(background, clock):  # noqa: ARG001 - nothing may reach the real ones
+    """Plans of the buckets of prefills and of single queries are cached."""
     with shape_policy("bucketed"):
-        serve(100)
+        serve(10)
+        serve(10, queries=1)
     with shape_policy("tiered"):
-        yield serve(200)
+        yield
 
 
-def use(call, clock, times=1, seconds=1.0):
-    """What each use finds; the clock advances before each."""
+def use(clock, times=1, seconds=1.0, **options):
+    """What serves each use of one shape, which a bucket's plan serves at first; the clock advances before each."""
     found = []
     for _ in range(times):
         clock.now += seconds
-        found.append(call.successor.find())
+        found.append(serve(20, **options))
     return found
 
 
-def test_the_third_use_requests_a_plan(call, clock, background):
+@pytest.mark.usefixtures("tiered")
+def test_the_third_use_requests_a_plan(clock, background):
     for count in (0, 0, 1, 1, 1):
-        assert use(call, clock) == [None]
+        assert use(clock) == ["bucket"]
         assert len(background.requests) == count
-    assert background.requests[0].key == call.successor._usage._key
+    with shape_policy("exact"):
+        assert use(clock) == ["exact"]
+    assert background.requests[0].key == FakePlan.launched[-1]
 
 
-def test_consecutive_layers_count_as_one_use(call, clock, background):
-    use(call, clock, 60, seconds=1e-3)
+@pytest.mark.usefixtures("tiered")
+def test_consecutive_layers_count_as_one_use(clock, background):
+    assert use(clock, 30, seconds=1e-3) == ["bucket"] * 30
     assert background.requests == []
 
 
-def test_a_shape_in_constant_use_counts_as_recurring(call, clock, background):
-    use(call, clock, 1000, seconds=1e-3)
+@pytest.mark.usefixtures("tiered")
+def test_a_shape_in_constant_use_counts_as_recurring(clock, background):
+    use(clock, 40, seconds=0.02)
     assert len(background.requests) == 1
 
 
+@pytest.mark.usefixtures("tiered")
 def test_a_single_query_needs_more_uses(clock, background):
-    def decode(rows):
-        q, k = (torch.empty(1, n, 4, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2) for n in (1, rows))
-        call = ForwardArguments(q, k, k)
-        return tiers.prepare(ForwardSpec.of(call), call, ("decode", rows))
+    assert use(clock, 9, queries=1) == ["bucket"] * 9
+    assert background.requests == []
+    use(clock, queries=1)
+    assert len(background.requests) == 1
 
+
+@pytest.mark.usefixtures("background")
+def test_under_bucketed_no_plan_is_requested(clock, background):
     with shape_policy("bucketed"):
-        decode(100)
-    with shape_policy("tiered"):
-        step = decode(200)
-        use(step, clock, 9)
-        assert background.requests == []
-        use(step, clock)
-        assert len(background.requests) == 1
+        assert use(clock, 20) == ["bucket"] * 20
+    assert background.requests == []
 
 
-def test_calls_of_one_shape_count_together_and_across_policy_changes(call, clock, background):
-    use(call, clock)
+@pytest.mark.usefixtures("tiered")
+def test_calls_of_one_shape_count_together_and_across_policy_changes(clock, background):
+    use(clock)
     with shape_policy("exact"):
         pass
-    again = serve(200)
-    assert again is not call
-    use(again, clock, 2)
-    assert len(background.requests) == 1
-
-
-def test_no_plan_builds_forbids_background_builds(call, clock, background):
-    with no_plan_builds():
-        use(call, clock, 5)
+    out = torch.empty_like(inputs(20)[0])
+    assert use(clock, out=out) == ["bucket"]
     assert background.requests == []
-    use(call, clock)
+    use(clock, scale=0.3)
+    assert len(background.requests) == 1
+    take(background.requests[0])
+    for options in ({"out": out}, {"scale": 0.3}, {}):
+        assert use(clock, 2, **options) == ["exact", "exact"]
+    assert (plan_cache.info().loads, SDPA.runs(BucketRun)) == (1, [])
+
+
+@pytest.mark.usefixtures("tiered")
+def test_no_plan_builds_forbids_background_builds(clock, background):
+    with no_plan_builds():
+        use(clock, 5)
+    assert background.requests == []
+    use(clock)
     assert len(background.requests) == 1
 
 
-def test_a_request_that_is_not_accepted_is_repeated_later(call, clock, background, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(background, "request", lambda *_: None)
-        use(call, clock, 5)
-    use(call, clock)
+@pytest.mark.usefixtures("tiered")
+def test_a_request_that_is_not_accepted_is_repeated_later(clock, background):
+    with pytest.MonkeyPatch.context() as full:
+        full.setattr(background, "request", lambda *_: None)
+        use(clock, 5)
+    use(clock)
     assert len(background.requests) == 1
 
 
-def done(call, clock, background, stored="a stored plan"):
-    use(call, clock, 3)
-    request = background.requests[-1]
+def take(request, stored="a stored plan"):
+    """Ends a request; with a plan, unless that is None."""
     if stored is not None:
         request.then(stored)
     request.is_done = True
 
 
-def test_the_exact_shape_plan_takes_over_at_the_next_call(call, clock, background):
-    done(call, clock, background)
-    (own,) = use(call, clock, seconds=0.0)
-    assert own.plan.key == background.requests[0].key
-    assert own.plan.held
-    assert launch.calls.get(("test", 200)) is own
-    assert use(call, clock) != [None]  # a thread that still holds the old call gets the plan too
+def done(clock, background, stored="a stored plan"):
+    assert use(clock, 3) == ["bucket"] * 3
+    take(background.requests[-1], stored)
+
+
+@pytest.mark.usefixtures("tiered")
+def test_the_exact_shape_plan_takes_over_at_the_next_call(clock, background):
+    done(clock, background)
+    (old,) = SDPA.runs(BucketRun)
+    assert use(clock, seconds=0.0) == ["exact"]
+    assert FakePlan.launched[-1] == background.requests[0].key
+    assert plan_cache.peek(FakePlan.launched[-1]) is not None
+    assert (known(20), SDPA.runs(BucketRun)) == (True, [])
+    assert use(clock, 3, seconds=0.0) == ["exact"] * 3
+    clock.now += 1
+    old(ForwardArguments(*inputs(20), is_causal=True))  # of a thread that still holds it
+    assert FakePlan.launched[-1] == background.requests[0].key
     assert plan_cache.info().loads == 1
 
 
-def test_a_plan_built_elsewhere_takes_over(call, clock, background):
-    plan_cache.put(FakePlan(call.successor._usage._key, loaded=True))
+@pytest.mark.usefixtures("tiered")
+def test_a_plan_built_elsewhere_takes_over(clock, background):
+    assert use(clock) == ["bucket"]
+    assert serve(20, deterministic=True) == "exact"  # builds it
     with no_plan_builds():
-        (own,) = use(call, clock)
-    assert own.plan.held
+        assert use(clock, 2) == ["exact", "exact"]
+    assert SDPA.runs(BucketRun) == []
     assert background.requests == []
 
 
-def test_plans_do_not_change_in_a_capture_or_under_determinism(call, clock, background, monkeypatch):
-    done(call, clock, background)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert use(call, clock) == [None]
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert use(call, clock) == [None]
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert launch.calls.get(("test", 200)) is call
-    assert use(call, clock) != [None]
+@pytest.mark.usefixtures("tiered")
+def test_plans_do_not_change_in_a_capture(clock, background):
+    done(clock, background)
+    with pytest.MonkeyPatch.context() as capture:
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert use(clock, 2) == ["bucket", "bucket"]
+    assert use(clock) == ["exact"]
 
 
+@pytest.mark.usefixtures("tiered")
+def test_plans_do_not_change_under_determinism(clock, background, deterministic_algorithms):
+    """Those of calls that decline it; others have exact-shape plans."""
+    done(clock, background)
+    with deterministic_algorithms():
+        assert use(clock, 2, deterministic=False) == ["bucket", "bucket"]
+        assert use(clock) == ["exact"]
+    assert len(SDPA.runs(BucketRun)) == 1
+    assert use(clock) == ["exact"]
+    assert SDPA.runs(BucketRun) == []
+
+
+@pytest.mark.usefixtures("tiered")
 @pytest.mark.parametrize("fault", ["not built", "not loaded"])
-def test_a_failed_request_is_repeated_much_later(call, clock, background, monkeypatch, caplog, fault):
+def test_a_failed_request_is_repeated_much_later(clock, background, patch, caplog, fault):
     def refuse(*_):
         raise BadPlanFileError("cuDNN does not take it")
 
-    monkeypatch.setattr(tiers, "plan_of", refuse)
-    done(call, clock, background, None if fault == "not built" else "damaged")
-    assert use(call, clock, 24) == [None] * 24
+    patch.setattr(tiers, "plan_of", refuse)
+    done(clock, background, None if fault == "not built" else "damaged")
+    assert use(clock, 24) == ["bucket"] * 24
     assert len(background.requests) == 1
     assert caplog.text.count("cannot be used") == (fault == "not loaded")
-    assert launch.calls.get(("test", 200)) is call
-    use(call, clock)
+    assert use(clock) == ["bucket"]
     assert len(background.requests) == 2
 
 
-def test_the_number_of_tracked_shapes_is_limited(monkeypatch):
-    monkeypatch.setattr(tiers, "MAX_SHAPES", 3)
-    with shape_policy("bucketed"):
-        serve(100)
-    with shape_policy("tiered"):
-        kinds(range(101, 120))
+@pytest.mark.usefixtures("tiered")
+def test_the_number_of_tracked_shapes_is_limited(patch):
+    patch.setattr(tiers, "MAX_SHAPES", 3)
+    assert kinds(range(30, 40)) == ["bucket"] * 10
     assert len(tiers.recurring_shapes._by_key) == 3
-
-
-def test_deterministic_calls_have_exact_shape_plans():
-    with shape_policy("tiered"):
-        kinds([100, 110, 120, 130])
-        assert type(serve(140, deterministic=True)) is FakeCall
-
-
-def test_a_policy_change_during_a_call_leaves_no_bucket_call(monkeypatch):
-    real = FakeBucketCall.__init__
-
-    def change(self, *arguments):
-        real(self, *arguments)
-        monkeypatch.setattr(FakeBucketCall, "__init__", real)
-        shape_policy("exact")
-
-    with shape_policy("bucketed"):
-        serve(100)
-        monkeypatch.setattr(FakeBucketCall, "__init__", change)
-        q = torch.empty(1, 200, 4, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2)
-        call = ForwardArguments(q, q[:, :2], q[:, :2], is_causal=True)
-        assert isinstance(tiers.prepare(ForwardSpec.of(call), call, "late"), FakeBucketCall)
-        assert launch.calls.get("late") is None

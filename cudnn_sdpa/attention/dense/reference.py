@@ -1,0 +1,94 @@
+"""Dense attention in plain PyTorch: on the CPU, where cuDNN has no kernel, and under `fallback("torch")`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import reference
+from cudnn_sdpa.attention.arguments import ForwardArguments, Result
+from cudnn_sdpa.attention.dense import plans
+from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED
+from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.memory import like_in_memory
+from cudnn_sdpa.engine.operation import GradientCall
+
+
+def attention(call: ForwardArguments) -> tuple[Tensor, Tensor]:
+    """The output and the LSE, as the call returns them."""
+    layouts = plans.results(call._replace(out=None))
+    new = (torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device) for shape, stride, dtype in layouts)
+    out, lse = (made.copy_(found) for made, found in zip(new, reference.attention(call), strict=True))
+    return out, lse
+
+
+def run(call: ForwardArguments) -> Result:
+    """A forward call on a GPU for which cuDNN has no kernel."""
+    out, lse = attention(call)
+    out = out if call.out is None else call.out.copy_(out)
+    return (out, lse) if call.with_lse else out
+
+
+def gradients(of: GradientCall) -> list[Tensor]:
+    """The needed gradients of q, k, v, attn_mask and sinks."""
+    call: ForwardArguments = of.call
+    exact = reference.gradients(of.grad_out, of.out, call, of.lse)
+    found = []
+    for tensor, gradient, need in zip(call.differentiable, exact, of.needs, strict=True):
+        if need and tensor is not None and gradient is not None:
+            shape = (1,) * (gradient.dim() - tensor.dim()) + tuple(tensor.shape)  # only a mask's gradient is larger
+            found.append(like_in_memory(tensor).copy_(gradient.sum_to_size(shape).reshape(tensor.shape)))
+    return found
+
+
+def pytorchs(call: ForwardArguments) -> Tensor | None:
+    """The output of PyTorch's own attention, in the memory order of q; None if that lacks an option."""
+    if not _pytorch_supports(call):
+        return None
+    q, mask, group = call.q, call.attn_mask, call.q.shape[1] // call.k.shape[1]
+    k, v = (x if group == 1 else x.repeat_interleave(group, 1) for x in (call.k, call.v))
+    if mask is not None and mask.dim() < 2:
+        mask = mask.expand(q.shape[2], k.shape[2])
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, mask, dropout_p=call.dropout_p, is_causal=call.is_causal, scale=call.scale
+    )
+    (shape, stride, dtype), _ = plans.results(call._replace(out=None))
+    return (
+        out if out.stride() == stride else torch.empty_strided(shape, stride, dtype=dtype, device=q.device).copy_(out)
+    )
+
+
+def _pytorch_supports(call: ForwardArguments) -> bool:
+    others = (call.sinks, call.seq_lens_q, call.seq_lens_kv, call.softcap)
+    bounded = (call.window_left, call.window_right) != (UNBOUNDED, UNBOUNDED) or call.alibi
+    causal = call.is_causal and (call.attn_mask is not None or call.causal_alignment != TOP_LEFT)
+    # Only PyTorch's global setting makes its gradients deterministic.
+    deterministic = call.deterministic and needs_gradient(*call.differentiable)
+    # One of its GPU kernels takes no float32 mask with half-precision inputs.
+    mixed = call.attn_mask is not None and call.attn_mask.dtype not in (torch.bool, call.q.dtype)
+    return others == (None,) * 4 and not (bounded or causal or call.with_lse or deterministic or mixed)
+
+
+# Floating-point operations, for `torch.utils.flop_counter.FlopCounterMode`.
+
+
+def flops_of_forward(scores: int, head_dim: int, head_dim_v: int) -> int:
+    """FLOPs of the scores, and of the weights times the values."""
+    return 2 * scores * (head_dim + head_dim_v)
+
+
+def flops_of_backward(scores: int, head_dim: int, head_dim_v: int) -> int:
+    """FLOPs of the recomputed scores, and of the gradients of the weights, v, q and k."""
+    return 2 * scores * (3 * head_dim + 2 * head_dim_v)
+
+
+def dense_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
+    """The number of scores, and the head dims."""
+    batch, heads, sq, head_dim = q.shape
+    return batch * heads * sq * k.shape[2], head_dim, v.shape[3]
+
+
+def flops(call: ForwardArguments) -> tuple[int, int]:
+    """Floating-point operations of both passes."""
+    sizes = dense_sizes(call.q, call.k, call.v)
+    return flops_of_forward(*sizes), flops_of_backward(*sizes)
