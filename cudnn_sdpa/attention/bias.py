@@ -12,7 +12,6 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT, UNBOUNDED
-from cudnn_sdpa.attention.memory import aligned
 from cudnn_sdpa.engine.memory import MISALIGNED, check_present, like_in_memory
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
@@ -37,7 +36,7 @@ def bias_view(mask: Tensor, masked_rows: int = 0) -> Tensor:
 
 
 def bias_layout(mask: Tensor, q: Tensor, skv: int, masked_rows: int = 0) -> TensorLayout:
-    """The layout of the bias that `bias_of` returns for the same arguments."""
+    """The layout of the bias that `BiasKernel` gives for the same arguments."""
     view = bias_view(mask, masked_rows)
     if reads_directly(view, skv):
         return TensorLayout.of(view)
@@ -51,21 +50,6 @@ def reads_directly(view: Tensor, skv: int) -> bool:
         return False
     step = ALIGNMENT // view.element_size()
     return all(shape[dim] == 1 or stride[dim] % step == 0 for dim in range(3))
-
-
-def bias_of(mask: Tensor, q: Tensor, skv: int, masked_rows: int = 0) -> Tensor:
-    """The bias that cuDNN adds to the scores: `mask` itself, or a converted copy, at an aligned address.
-
-    Fully masked rows are dropped before the conversion: a slice of the converted bias might not be aligned.
-    """
-    view = bias_view(mask, masked_rows)
-    if reads_directly(view, skv):
-        if view.data_ptr() % ALIGNMENT == 0:
-            return view
-        return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device).copy_(view)
-    if view.dtype == torch.bool:
-        view = view.to(q.dtype).log_()  # 1 becomes 0, and 0 becomes -inf
-    return aligned("attn_mask", view.expand(*view.shape[:3], skv))
 
 
 class BiasFields(NamedTuple):
@@ -92,7 +76,8 @@ class BiasKernel:
     """Gives the bias that cuDNN adds to the scores, for calls whose masks look alike.
 
     A float mask whose layout and address cuDNN can read is the bias itself. Any other mask is converted to a new bias
-    by one kernel of our own: a boolean one to 0 where a key takes part, and elsewhere minus infinity.
+    by one kernel of our own: a boolean one to 0 where a key takes part, and elsewhere minus infinity. Fully masked rows
+    are dropped before the conversion: a slice of the converted bias might not be aligned.
     """
 
     __slots__ = ("_blocks", "_device", "_fields", "_is_readable", "_kernel", "_new", "_offset")

@@ -444,17 +444,18 @@ def _notes_on_operands(problem: DenseSpec, *, is_decode: bool) -> list[str]:
     """How lengths and `attn_mask` become operands of a plan."""
     notes = []
     if problem.softcap and problem.has_lengths:
-        notes.append("the first and the last key that each query sees are computed from the lengths, for soft-capping")
+        limits = "the first and the last key that each query sees are computed from the lengths"
+        notes.append(f"{limits}, for soft-capping (one kernel)")
     elif problem.has_lengths:
-        notes.append("lengths are clamped to the tensors")
-        if problem.lengths_kv and not is_decode:
-            notes.append(
-                "lengths are corrected on the GPU where a sequence has no keys (cuDNN leaves its rows unwritten)"
-            )
+        corrected = "lengths are clamped to the tensors"
         if problem.lengths_q and is_decode:
-            notes.append("lengths are combined (cuDNN's decode engines ignore those of the queries)")
+            corrected += "; those of keys become 0 where a sequence has no queries, as cuDNN's decode engines need it"
+        elif problem.lengths_kv and not is_decode:
+            corrected += "; those of queries become 0 where a sequence has no keys, as cuDNN leaves its rows unwritten"
+        notes.append(f"{corrected} (one kernel)")
     if problem.bias is not None:
-        notes.append("attn_mask is converted to a bias if cuDNN cannot read its layout (a boolean mask always is)")
+        converted = "attn_mask is converted to a bias if cuDNN cannot read its layout"
+        notes.append(f"{converted}, a boolean mask always (one kernel)")
     return notes
 
 

@@ -51,8 +51,8 @@ def test_the_bias_is_that_of_the_formulas():
     not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < 2**34,
     reason="needs 16 GiB of GPU memory",
 )
-def test_a_bias_of_more_than_2_to_the_31_elements():
-    rows, skv = 2**16 + 3, 2**15
+def test_a_bias_of_more_than_2_to_the_32_elements():
+    rows, skv = 2**17 + 3, 2**15
     mask = torch.rand(1, 1, rows, 1, device="cuda") > 0.5
     q = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16, device="cuda").expand(1, 1, rows, 8)
     _, held = BiasKernel(mask, q, skv)(mask)
