@@ -17,7 +17,7 @@ from cudnn_sdpa import (
 from cudnn_sdpa.attention.fp8 import launch, plans
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD
 from cudnn_sdpa.engine import launch as engine_launch
-from cudnn_sdpa.engine.fast_path import CallTable
+from cudnn_sdpa.engine.fast_path import KnownCalls
 
 pytestmark = pytest.mark.usefixtures("reference_alone")  # no GPU has kernels for all of these head dims and masks
 
@@ -31,7 +31,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(launch, "live_target", lambda _: TARGET)
     monkeypatch.setattr(launch, "plan_cache", FakeCache(fp8_attention))
     for operation in (FP8, FP8_BACKWARD):
-        monkeypatch.setattr(operation, "table", CallTable(None))
+        known = KnownCalls(operation._look_up, operation._runs)
+        monkeypatch.setattr(operation, "known", known)
+        monkeypatch.setattr(operation, "table", known.table)
 
     def call(function, *args, **options):
         with tensors_look_as_on_a_gpu():
@@ -101,6 +103,15 @@ def test_one_scale_tensor_for_all_and_interleaved_calls(gpu, checked):
             checked.clear()
             assert equal(gpu(sdpa_fp8, *problem, is_causal=True), expected)
     assert checked == []
+
+
+def test_calls_in_turn_need_no_signature(gpu, monkeypatch):
+    problems = [qkv((40, 56)), qkv((32, 48)), qkv((24, 48))]
+    for problem in problems * 3:
+        gpu(sdpa_fp8, *problem, FORWARD)
+    monkeypatch.setattr(FP8.known, "_find_by_signature", pytest.fail)
+    for problem in problems * 2:
+        assert equal(gpu(sdpa_fp8, *problem, FORWARD), sdpa_fp8(*problem, FORWARD))
 
 
 def test_each_option_is_another_cached_call(gpu):
