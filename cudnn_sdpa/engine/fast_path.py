@@ -161,8 +161,9 @@ class KnownCall:
             return True
         if isinstance(options, tuple):
             return self.kinds == tuple(map(type, options))
-        values = [options[name] for name in self.options]
-        return all(map(is_, values, _values(self.options))) or self.kinds == kinds_of(values)
+        if all(map(is_, options.values(), _values(self.options))):
+            return True
+        return self.kinds == kinds_of([options[name] for name in self.options])
 
 
 class KnownCalls(Generic[KindT]):

@@ -445,8 +445,8 @@ class Saved:
         ctx.set_materialize_grads(False)
         ctx.tracked, ctx.numbers = self, self.pattern.numbers_of(values)
         returned = self.function.without_auxiliary(results, trains=True)
-        # Only one of several results may have no gradient.
-        ctx.like = [(x.shape, x.dtype, x.device) for x in returned] if len(returned) > 1 else None
+        if len(returned) > 1 and self.function.materialize_grads:  # one of several may have no gradient
+            ctx.like = [(x.shape, x.dtype, x.device) for x in returned]
 
     def gradients(self, ctx: Any, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """The gradients of the operands, from those of the results and what was saved."""
