@@ -105,13 +105,24 @@ def test_one_scale_tensor_for_all_and_interleaved_calls(gpu, checked):
     assert checked == []
 
 
+def test_a_call_that_lacks_a_tensor_of_a_recent_one_is_known(gpu, checked):
+    tensors = qkv((40, 56))
+    for lengths in ({"seq_lens_kv": lens(9, 17)}, {}):
+        for _ in range(3):
+            gpu(sdpa_fp8, *tensors, FORWARD, **lengths)
+        checked.clear()
+        gpu(sdpa_fp8, *tensors, FORWARD, **lengths)
+        assert checked == []
+
+
 def test_calls_in_turn_need_no_signature(gpu, monkeypatch):
-    problems = [qkv((40, 56)), qkv((32, 48)), qkv((24, 48))]
-    for problem in problems * 3:
-        gpu(sdpa_fp8, *problem, FORWARD)
+    problems = [(qkv((40, 56)), {}), (qkv((32, 48)), {}), (qkv((40, 56)), {"seq_lens_kv": lens(9, 17)})]
+    for tensors, lengths in problems * 3:
+        gpu(sdpa_fp8, *tensors, FORWARD, **lengths)
     monkeypatch.setattr(FP8.known, "_find_by_signature", pytest.fail)
-    for problem in problems * 2:
-        assert equal(gpu(sdpa_fp8, *problem, FORWARD), sdpa_fp8(*problem, FORWARD))
+    for tensors, lengths in problems * 2:
+        found = gpu(sdpa_fp8, *tensors, FORWARD, **lengths)
+        assert equal(found, sdpa_fp8(*tensors, FORWARD, **lengths))
 
 
 def test_each_option_is_another_cached_call(gpu):
