@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_, itemgetter
+from operator import is_, itemgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor, is_grad_enabled
@@ -119,8 +119,6 @@ _UNMISTAKABLE = (str, type(None))
 #: Number of calls that are recognized without a signature: those of a model's layers, in turn.
 MAX_RECENT = 4
 
-_IS_NESTED = attrgetter("is_nested")
-
 #: The options of a call, by name, or in the order of its fields.
 Options = Mapping[str, Any] | tuple[Any, ...]
 
@@ -132,8 +130,7 @@ class KnownCall:
     Attributes:
         plan: Its plan.
         count: Number of its operands.
-        others: Types of the operands that are no tensors: numbers, and None for those that are left out.
-        others_of: Those operands, out of all.
+        others: Place and type of each operand that is no tensor: numbers, and None for those that are left out.
         options: Its options.
         kinds: The types of its options; None if comparing the values is enough.
         grad_mode: Whether gradients were enabled.
@@ -145,8 +142,7 @@ class KnownCall:
 
     plan: Plan
     count: int
-    others: tuple[type, ...]
-    others_of: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    others: tuple[tuple[int, type], ...]
     options: Options
     kinds: tuple[Any, ...] | None
     grad_mode: bool
@@ -154,6 +150,13 @@ class KnownCall:
     tensors_of: Callable[[tuple[Any, ...]], Sequence[Tensor]]
     is_like: Guard
     run: Callable[..., Any]
+
+    def has_others(self, operands: tuple[Any, ...]) -> bool:
+        """Whether the operands that are no tensors here are of the same types."""
+        for place, kind in self.others:  # noqa: SIM110 - saves 0.3 µs over `all`
+            if type(operands[place]) is not kind:
+                return False
+        return True
 
     def has_options(self, options: Options) -> bool:
         """Whether options that equal these have their types, too: 1, 1.0 and True are equal."""
@@ -195,12 +198,15 @@ class KnownCalls(Generic[KindT]):
             for known in self.table.last:
                 if known.count != len(operands) or known.options != options:
                     continue
-                if known.others and tuple(map(type, known.others_of(operands))) != known.others:
-                    continue
-                tensors = known.tensors_of(operands)
+                tensors: Sequence[Tensor] = operands
+                if known.others:
+                    if not known.has_others(operands):
+                        continue
+                    tensors = known.tensors_of(operands)
                 try:
-                    if True in map(_IS_NESTED, tensors):  # a guard would end the process
-                        return None
+                    for tensor in tensors:
+                        if tensor.is_nested:  # a guard would end the process
+                            return None
                 except AttributeError:  # this call leaves out a tensor that the known one has
                     continue
                 if (
@@ -227,7 +233,7 @@ class KnownCalls(Generic[KindT]):
         entry: Any = self._look_up(operands, options, trains)
         if entry is None:
             return None
-        others = tuple([type(x) for x in operands if not isinstance(x, Tensor)])
+        others = tuple([(place, type(x)) for place, x in enumerate(operands) if not isinstance(x, Tensor)])
         known: KnownCall | None = entry.last
         if (
             known is None
@@ -242,17 +248,15 @@ class KnownCalls(Generic[KindT]):
             if len(set(map(id, tensors))) != len(tensors):  # a guard takes no tensor twice
                 return run
             kinds = tuple(map(type, options)) if isinstance(options, tuple) else kinds_of(options.values())
-            are_tensors = [isinstance(x, Tensor) for x in operands]
             known = entry.last = KnownCall(
                 plan=entry.plan,
                 count=len(operands),
                 others=others,
-                others_of=items_of([place for place, is_tensor in enumerate(are_tensors) if not is_tensor]),
                 options=options,
                 kinds=None if all(kind in _UNMISTAKABLE for kind in kinds) else kinds,
                 grad_mode=is_grad_enabled(),
                 deterministic=is_deterministic(),
-                tensors_of=items_of([place for place, is_tensor in enumerate(are_tensors) if is_tensor]),
+                tensors_of=items_of([place for place, x in enumerate(operands) if isinstance(x, Tensor)]),
                 is_like=tensor_guard(*tensors),
                 run=run,
             )
