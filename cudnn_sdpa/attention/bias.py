@@ -161,10 +161,14 @@ def mask_gradient(grad_bias: Tensor, mask: Tensor, masked_rows: int) -> Tensor:
 
 def in_memory_order_of(mask: Tensor, gradient: Tensor) -> Tensor:
     """A gradient of `mask` in its dtype and memory order, as the fake implementations return it."""
-    ordered = like_in_memory(mask)
-    if gradient.dtype == mask.dtype and gradient.stride() == ordered.stride():
+    if gradient.dtype == mask.dtype and gradient.stride() == mask.stride():
         return gradient
-    return ordered.copy_(gradient)
+    return new_gradient("attn_mask", mask).copy_(gradient)
+
+
+def new_gradient(name: str, tensor: Tensor) -> Tensor:
+    """A new tensor for the gradient of an input of `sdpa`: a mask's in its memory order, whatever that is."""
+    return torch.empty_like(tensor) if name == "attn_mask" else like_in_memory(tensor)
 
 
 def without_causal_bias(call: ForwardArguments) -> ForwardArguments:

@@ -234,6 +234,7 @@ class Operation(Generic[CallT]):
         forward_mode: What can be differentiated in forward mode instead.
         pytorchs: What PyTorch's own function gives for a call that cuDNN declines, None where that lacks an option;
             None if PyTorch has no such function.
+        new_gradient: A new tensor for the gradient of an input, given its name and the input.
     """
 
     name: str
@@ -271,6 +272,7 @@ class Operation(Generic[CallT]):
     loops: bool = True
     forward_mode: str = "torch.nn.functional.scaled_dot_product_attention"
     pytorchs: Callable[[CallT], Tensor | None] | None = None
+    new_gradient: Callable[[str, Tensor], Tensor] = lambda _name, tensor: like_in_memory(tensor)
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(self.call)
@@ -698,8 +700,8 @@ class Operation(Generic[CallT]):
 
     def fake_gradients(self, backward: Any) -> list[Tensor]:
         """What the needed gradients look like, without memory."""
-        tensors = zip(backward.call[: self._gradients], backward.needs, strict=True)
-        return [like_in_memory(x) for x, need in tensors if need and x is not None]
+        tensors = zip(self.differentiable, backward.call[: self._gradients], backward.needs, strict=True)
+        return [self.new_gradient(name, x) for name, x, need in tensors if need and x is not None]
 
     # PyTorch's operators.
 

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import arguments, memory
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.bias import mask_gradient
+from cudnn_sdpa.attention.bias import mask_gradient, new_gradient
 from cudnn_sdpa.attention.dense import graphs, large_backward, plans, reference
 from cudnn_sdpa.attention.dense.launch import SMALLEST, OtherOperands
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, Needs
 from cudnn_sdpa.engine.launch import BoundPlan, Layout
-from cudnn_sdpa.engine.memory import check_address, like_in_memory, multiplied
+from cudnn_sdpa.engine.memory import check_address, multiplied
 from cudnn_sdpa.engine.operation import GradientCall, Prepared
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import live_target
@@ -114,8 +114,8 @@ def _multiplied(q: Tensor, factor: float) -> Tensor:
 
 
 def _zero_gradients(of: GradientCall) -> list[Tensor]:
-    inputs = zip(of.call.differentiable, of.needs, strict=True)
-    return [like_in_memory(x).zero_() for x, need in inputs if need and x is not None]
+    inputs = zip(Needs._fields, of.call.differentiable, of.needs, strict=True)
+    return [new_gradient(name, x).zero_() for name, x, need in inputs if need and x is not None]
 
 
 def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

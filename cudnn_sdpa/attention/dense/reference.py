@@ -7,10 +7,11 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import reference
 from cudnn_sdpa.attention.arguments import ForwardArguments, Result
+from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.dense import plans
+from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.engine.memory import like_in_memory
 from cudnn_sdpa.engine.operation import GradientCall
 
 
@@ -34,10 +35,10 @@ def gradients(of: GradientCall) -> list[Tensor]:
     call: ForwardArguments = of.call
     exact = reference.gradients(of.grad_out, of.out, call, of.lse)
     found = []
-    for tensor, gradient, need in zip(call.differentiable, exact, of.needs, strict=True):
+    for name, tensor, gradient, need in zip(Needs._fields, call.differentiable, exact, of.needs, strict=True):
         if need and tensor is not None and gradient is not None:
             shape = (1,) * (gradient.dim() - tensor.dim()) + tuple(tensor.shape)  # only a mask's gradient is larger
-            found.append(like_in_memory(tensor).copy_(gradient.sum_to_size(shape).reshape(tensor.shape)))
+            found.append(new_gradient(name, tensor).copy_(gradient.sum_to_size(shape).reshape(tensor.shape)))
     return found
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, memory, value_checks
 from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, as_float, as_sinks, kind_of
-from cudnn_sdpa.attention.bias import without_causal_bias
+from cudnn_sdpa.attention.bias import new_gradient, without_causal_bias
 from cudnn_sdpa.attention.cpu_checks import check_call, check_strides_of_dense
 from cudnn_sdpa.attention.dense import large_backward, launch_backward, plans, reference, tiers
 from cudnn_sdpa.attention.mask import UNBOUNDED
@@ -261,4 +261,5 @@ SDPA = Operation(
     gradient_keys=large_backward.gradient_keys,
     flops=reference.flops,
     pytorchs=reference.pytorchs,
+    new_gradient=new_gradient,
 )
