@@ -188,5 +188,5 @@ def test_row_strides_that_are_no_multiple_of_16_bytes(width, size, dtype):
 def test_misaligned_slices_are_refused():
     x = torch.randn(4, 257, device="cuda", dtype=torch.bfloat16)[:, 1:]
     for _ in range(2):
-        with pytest.raises(LayoutError, match="gate: got memory at 2 bytes past a multiple of 16"):
+        with pytest.raises(LayoutError, match="gate: got an address 2 bytes past a multiple of 16"):
             silu_mul(x, x)

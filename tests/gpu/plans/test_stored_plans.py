@@ -56,7 +56,9 @@ def test_loaded_plans_match_built_ones(store, name):
     c = dense_calls.plain(**({"sq": 64} | CASES[name]))
     assert dense_calls.check(c) == []
     built = plan_cache.info()
-    assert built.builds == store.info().saves == store.info().plans > 0
+    saved = store.info()  # kernels of our own are stored beside plans, by the first call of a process that uses one
+    assert built.builds > 0
+    assert built.builds <= saved.saves == saved.plans <= built.builds + 2
     plan_cache.clear()
     with no_plan_builds():
         assert dense_calls.check(c) == []
