@@ -33,12 +33,12 @@ def descriptions():
     if name == "silu_mul":
         return [silu_mul_rows.describe(bare(4096, 32, 32), bare(4096, 32, 32))]
     if name == "rms_norm":
-        rows, weight = bare(512, 1, 1, 1024), bare(1, 1, 1, 1024)
-        return [rms_norm_rows.describe(rows, weight, None, 1e-6, with_scale=False, activation=None)]
+        rows, weight = bare(512, 1024), bare(1024)
+        return [rms_norm_rows.describe(rows, weight, None, 1e-6, trains=False, activation=None)]
     if name == "conv2d":
         sizes = {which: (1, 1) for which in ("stride", "padding", "dilation")}
         x, weight = channels_last(bare(2, 64, 32, 32)), channels_last(bare(64, 64, 3, 3))
-        return [convolution.describe(x, weight, bare(1, 64, 1, 1), **sizes, activation="silu")]
+        return [convolution.describe(x, weight, bare(64), **sizes, groups=1, activation="silu")]
     dim, options = about
     q, k, v = (bare(2, 8, 256, dim).requires_grad_() for _ in range(3))
     forward = describe_sdpa(q, k, v, **options)

@@ -125,7 +125,7 @@ def test_plans_that_need_the_gpu_are_left_to_it(h200, tmp_path):
         (convolution, (channels_last(torch.empty(*x)), channels_last(torch.empty(*weight))))
         for x, weight in (((8, 512, 64, 64), (512, 512, 3, 3)), ((2, 64, 32, 32), (64, 64, 3, 3)))
     ]
-    geometry = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "activation": None}
+    geometry = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "activation": None}
     keys, notes = [], []
     for function, tensors in calls:
         x, weight = (tensor.bfloat16() for tensor in tensors)
