@@ -34,7 +34,7 @@ def descriptions():
         return [silu_mul_rows.describe(bare(4096, 32, 32), bare(4096, 32, 32))]
     if name == "rms_norm":
         rows, weight = bare(512, 1024), bare(1024)
-        return [rms_norm_rows.describe(rows, weight, None, 1e-6, trains=False, activation=None)]
+        return [rms_norm_rows.describe(rows, weight, 1e-6, trains=False, activation=None)]
     if name == "conv2d":
         sizes = {which: (1, 1) for which in ("stride", "padding", "dilation")}
         x, weight = channels_last(bare(2, 64, 32, 32)), channels_last(bare(64, 64, 3, 3))
