@@ -1,4 +1,4 @@
-"""Checks of strides, alignment and overlap, and allocation of outputs and gradients."""
+"""Checks of strides, alignment and overlap, and the results of calls without keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.engine.memory import check_present, refuse_address
 from cudnn_sdpa.errors import LayoutError
-from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like
+from cudnn_sdpa.graph.layouts import ALIGNMENT
 
 
 def check_strides(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -125,12 +125,6 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 def _extent(tensor: Tensor) -> int:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
-
-
-def new_output(q: Tensor, v: Tensor) -> Tensor:
-    """A new output for `q` and `v`: dense, in the memory order of `q`."""
-    shape = (*q.shape[:3], v.shape[3])
-    return torch.empty_strided(shape, dense_stride_like(shape, q.shape, q.stride()), dtype=q.dtype, device=q.device)
 
 
 def fill_without_keys(

@@ -202,11 +202,6 @@ def refuse_gradient_of(name: str, gradient: Tensor | None) -> None:
         )
 
 
-def refuse_gradient_of_lse(grad_lse: Tensor | None) -> None:
-    """The same of the LSE."""
-    refuse_gradient_of("lse", grad_lse)
-
-
 def refuse_batch(grad_out: Tensor | None) -> None:
     """Refuses the batched gradients of `is_grads_batched`, which are tensors without memory."""
     if grad_out is not None and is_batch(grad_out):

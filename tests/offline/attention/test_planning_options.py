@@ -8,8 +8,7 @@ import torch
 from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec
-from cudnn_sdpa.attention.memory import new_output
+from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, output_layout
 from cudnn_sdpa.engine.memory import like_in_memory
 from cudnn_sdpa.graph.key import Role
 from cudnn_sdpa.graph.layouts import TensorLayout
@@ -70,7 +69,7 @@ def plan_backward(h200):
             options["rng"] = meta(2, dtype=torch.int64)
         call = ForwardArguments(q, k, v, window_left=left, window_right=right, **options)
         arguments.check(call)
-        out = TensorLayout.of(new_output(q, v))
+        out = output_layout(call)
         backward = BackwardSpec(DenseSpec.of(call), out, out, deterministic, bias_gradient, sink_gradient)
         key = backward.key(Target.from_properties(h200), None)
         return key, plan_offline(key, h200)

@@ -17,7 +17,6 @@ from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense import launch_backward, tiers
 from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.dense.sdpa import SDPA
-from cudnn_sdpa.attention.memory import new_output
 from cudnn_sdpa.attention.varlen import launch
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
@@ -129,7 +128,7 @@ def test_both_explained_keys_are_those_of_the_call(key_of, name):
     call = dense_call(*tensors, **options)
     described = describe(sdpa, *tensors, **options)
     assert key(described) == key_of(SDPA.on_gpu, call._replace(with_lse=True))
-    out = new_output(call.q, call.v)
+    out = SDPA.fake_results(call._replace(with_lse=False))
     lse = T(*out.shape[:3], dtype=torch.float32)
     needs = Needs(*(x is not None and x.requires_grad for x in call[:5]))
     of = GradientCall(out, out, lse, call, needs)
