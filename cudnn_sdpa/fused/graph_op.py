@@ -230,7 +230,7 @@ class GraphFunction(GraphOp):
         if len(operands) > len(self.operands):
             got = f"{len(operands)} of them"
             raise OptionError(f"operands of {self.__name__}", got, f"no more than {', '.join(self.operands)}")
-        by_name = dict(zip(self.operands, operands, strict=False))
+        by_name = dict(zip(self.operands[: len(operands)], operands, strict=True))  # not strict fails in Dynamo of 2.9
         static = dict(self.options)
         for name, value in options.items():
             if name in static:
