@@ -7,7 +7,7 @@ their schemas, the autograd rule, the fast path, the checks and their order, the
 
 The order of things, for all operations:
 
-1. A call like the last one, or one whose signature is known, is launched at once, if nothing must intercept it.
+1. A call like one of the last few, or one whose signature is known, is launched at once, if nothing must intercept it.
 2. Otherwise types are checked, autocast casts, negative bits are resolved, options and differentiation are checked, and
    random numbers are drawn.
 3. Tensors are checked. If a gradient may be asked for, what is known against it raises now.

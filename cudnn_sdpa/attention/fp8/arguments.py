@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +83,9 @@ class Fp8BackwardScales(NamedTuple):
     scale_dp: Tensor
 
 
+_SCALES, _BACKWARD_SCALES = attrgetter(*Fp8Scales._fields), attrgetter(*Fp8BackwardScales._fields)
+
+
 class Fp8Output(NamedTuple):
     """The results of `sdpa_fp8`.
 
@@ -152,8 +156,8 @@ class Fp8Arguments(NamedTuple):
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """The scales, in the order of `Fp8Scales`; a slice, which takes a warm call less time than names."""
-        return self[3:9]
+        """The scales, in the order of `Fp8Scales`."""
+        return _SCALES(self)
 
     @property
     def tables(self) -> tuple[Tensor, Tensor] | None:
@@ -200,8 +204,8 @@ class Fp8BackwardArguments(NamedTuple):
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """The scales, in the order of `Fp8BackwardScales`; a slice, as in `Fp8Arguments`."""
-        return self[6:18]
+        """The scales, in the order of `Fp8BackwardScales`."""
+        return _BACKWARD_SCALES(self)
 
     @property
     def scale_value(self) -> float:
