@@ -1,4 +1,4 @@
-"""Checks of PyTorch, cuDNN, the driver, the GPUs, the compilers and the plan store."""
+"""Checks of PyTorch, cuDNN, the GPUs, a call and the plan store; each finding comes with its cure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import PurePosixPath
 
 from cudnn_sdpa.doctor.facts import Facts
-from cudnn_sdpa.graph.backend import MIN_FRONTEND, version_string
+from cudnn_sdpa.graph.backend import version_string
 
 #: The oldest PyTorch that the library is tested with, and the oldest compute capability that cuDNN has kernels for.
 MIN_TORCH = (2, 9)
@@ -55,9 +55,15 @@ CURES = {
     r"static TLS block": "Import torch before other libraries, or start Python with LD_PRELOAD set to that library.",
     r"file too short|invalid ELF header": f"The file is damaged: {REINSTALL}.",
     r"driver on your system is too old|driver version is insufficient": (
-        "Update NVIDIA's driver, or install a PyTorch for an older CUDA."
+        "Update NVIDIA's driver (525 for CUDA 12, 580 for CUDA 13), or install a PyTorch for an older CUDA."
     ),
     r"no NVIDIA driver": "Install NVIDIA's driver; in a container, start it with GPUs (docker run --gpus all).",
+    r"No CUDA GPUs": "Unset CUDA_VISIBLE_DEVICES; in a container, start it with GPUs (docker run --gpus all).",
+    r"Error 802|system not yet initialized": (
+        "Start NVIDIA's fabric manager (systemctl start nvidia-fabricmanager): the GPUs wait for it."
+    ),
+    r"Error 803|driver combination": "Reboot, or reload the kernel module: the driver has been updated.",
+    r"Error 804|forward compatibility": "Remove the cuda-compat folder from LD_LIBRARY_PATH.",
     r"no kernel image": "Install a PyTorch that was built for this GPU.",
     r"out of memory": "Another program uses the GPU's memory (nvidia-smi shows which): end it, or use another GPU.",
     r"C compiler": "Install a C compiler (on Debian: apt-get install gcc libc6-dev).",
@@ -83,19 +89,23 @@ def platform(facts: Facts) -> Iterator[Finding]:
         yield _error("cuDNN's plans run on Linux only", facts.platform, "Use Linux, also in WSL.")
 
 
+#: Parts of the probing process, in their order: what it does, and the cure if that ends it.
+_PARTS = {
+    "torch": (
+        "PyTorch looked for its GPUs",
+        "Reboot if nvidia-smi hangs or fails as well; otherwise reinstall PyTorch in a fresh environment.",
+    ),
+    "cudnn": ("cuDNN was loaded", f"Remove CUDA folders from LD_LIBRARY_PATH, or {REINSTALL}."),
+    "trial": ("a call of sdpa was tested", "Report it with the output of `doctor --json`."),
+}
+
+
 def broken_off(facts: Facts) -> Iterator[Finding]:
     """The probing process ran to its end."""
-    if not facts.broken_off:
-        return
-    part, cure = "a call of sdpa was tested", "Report it with the output of `doctor --json`."
-    if facts.driver is None:
-        part = "NVIDIA's driver was queried for its GPUs"
-        cure = "Reboot. nvidia-smi should hang or fail as well, and dmesg may show what happened to the driver."
-    elif facts.torch is None:
-        part, cure = "PyTorch was queried for its versions and GPUs", "Reinstall PyTorch in a fresh environment."
-    elif facts.cudnn is None:
-        part, cure = "cuDNN was loaded", f"Remove CUDA folders from LD_LIBRARY_PATH, or {REINSTALL}."
-    yield _error(f"A process ended while {part}", facts.broken_off, cure_of(facts.broken_off, cure))
+    if facts.broken_off:
+        part = next((part for part in _PARTS if getattr(facts, part) is None), "trial")
+        what, cure = _PARTS[part]
+        yield _error(f"A process ended while {what}", facts.broken_off, cure_of(facts.broken_off, cure))
 
 
 def torch(facts: Facts) -> Iterator[Finding]:
@@ -106,72 +116,35 @@ def torch(facts: Facts) -> Iterator[Finding]:
         yield _error("PyTorch is too old", f"torch {version}; 2.9 or newer is needed", "pip install --upgrade torch.")
     if torch is None or torch.cuda is not None:
         return
-    gpus = facts.driver.devices or facts.driver.nodes if facts.driver else 0
     if torch.hip is not None:
         cure = "Use a machine with an NVIDIA GPU and PyTorch's CUDA build."
         yield _error("This PyTorch is for AMD GPUs", f"torch {version}", cure)
-    elif gpus:
+    elif facts.gpu_nodes:
         title = "This PyTorch has no CUDA, so the GPU is not used"
         cure = "Install PyTorch's CUDA build (pytorch.org/get-started shows the command)."
-        yield _error(title, f"torch {version}, {gpus} NVIDIA GPU(s)", cure)
+        yield _error(title, f"torch {version}, {facts.gpu_nodes} NVIDIA GPU(s)", cure)
     else:
         cure = "Nothing: CPU tensors run the reference, and plans can be compiled for other machines."
         yield _note("No GPU here, and PyTorch's CPU build", f"torch {version}", cure)
 
 
-def driver(facts: Facts) -> Iterator[Finding]:
-    """A CUDA build of PyTorch has a driver that is new enough, and a GPU."""
-    torch, driver = facts.torch, facts.driver
-    if torch is None or torch.cuda is None or driver is None:
-        return
-    if not driver.loads:
-        found = f"libcuda.so.1 cannot be loaded; kernel module {driver.release or 'not loaded'}"
-        cure = "Install NVIDIA's driver; in a container, start it with GPUs (docker run --gpus all)."
-        yield _error("There is no NVIDIA driver", found, cure)
-    elif driver.cuda is not None and driver.cuda // 1000 < int(torch.cuda.split(".")[0]):
-        newest = f"{driver.cuda // 1000}.{driver.cuda % 1000 // 10}"
-        found = f"driver {driver.release or 'of unknown release'} supports CUDA {newest}, PyTorch has {torch.cuda}"
-        cure = "Update the driver (525 for CUDA 12, 580 for CUDA 13), or install a PyTorch for an older CUDA."
-        yield _error("The NVIDIA driver is too old for this PyTorch", found, cure)
-    elif not torch.gpus:
-        yield _no_gpu(facts)
-
-
-#: Error codes of `cuInit`, each with its reason and the cure.
-_INIT_ERRORS = {
-    0: ("the driver starts", ""),
-    100: ("it sees no GPU", "Unset CUDA_VISIBLE_DEVICES; in a container, start it with GPUs (docker run --gpus all)."),
-    802: ("the GPUs are not ready", "Start NVIDIA's fabric manager (systemctl start nvidia-fabricmanager)."),
-    803: ("libcuda and the kernel module differ", "Reboot, or reload the kernel module: the driver has been updated."),
-    804: (
-        "its compatibility package does not support this GPU",
-        "Remove the cuda-compat folder from LD_LIBRARY_PATH.",
-    ),
-}
-
-
-def _no_gpu(facts: Facts) -> Finding:
-    """Why PyTorch sees no GPU although the driver loads."""
-    assert facts.torch is not None
-    assert facts.driver is not None
-    code, variable = facts.driver.error, "CUDA_VISIBLE_DEVICES"
-    setting = f"{variable}={facts.environment[variable]!r}" if variable in facts.environment else ""
-    reason, cure = _INIT_ERRORS.get(code, (f"cuInit returned {code}", ""))
-    if setting and code in {0, 100}:
-        cure = "Unset CUDA_VISIBLE_DEVICES, or set it to GPUs of this machine (nvidia-smi -L lists them)."
-    default = "Check whether nvidia-smi lists a GPU, and unset CUDA_VISIBLE_DEVICES; after an update, reboot."
-    found = "; ".join(filter(None, (reason, f"{facts.driver.nodes} in /dev", setting, facts.torch.cuda_error)))
-    return _error("PyTorch sees no GPU", found, cure or cure_of(facts.torch.cuda_error, default))
-
-
 def gpus(facts: Facts) -> Iterator[Finding]:
-    """The GPUs are of a generation that has kernels."""
-    all_gpus = facts.torch.gpus if facts.torch else ()
-    old = [gpu for gpu in all_gpus if gpu.capability < MIN_CAPABILITY]
+    """A CUDA build of PyTorch sees GPUs, of a generation that has kernels."""
+    torch = facts.torch
+    if torch is None or torch.cuda is None:
+        return
+    if not torch.gpus:
+        name = "CUDA_VISIBLE_DEVICES"
+        setting = f"{name}={facts.environment[name]!r}" if name in facts.environment else ""
+        driver = f"kernel module {facts.driver or 'none'}, {facts.gpu_nodes} GPU(s) in /dev"
+        default = f"Check whether nvidia-smi lists a GPU, and unset {name}; after an update of the driver, reboot."
+        found = "; ".join(filter(None, (torch.cuda_error, driver, setting)))
+        yield _error("PyTorch sees no GPU", found, cure_of(torch.cuda_error, default))
+    old = [gpu for gpu in torch.gpus if gpu.capability < MIN_CAPABILITY]
     for gpu in dict.fromkeys(old):
         found = f"{gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}; 8.0 or newer is needed"
         cure = "Use a GPU of the Ampere generation or newer, or fallback('torch')."
-        finding = _error if len(old) == len(all_gpus) else _warning
+        finding = _error if len(old) == len(torch.gpus) else _warning
         yield finding("A GPU is too old for cuDNN's attention", found, cure)
 
 
@@ -190,21 +163,10 @@ def packages(facts: Facts) -> Iterator[Finding]:
         yield _error("cuDNN is for another CUDA than PyTorch", found, cure)
 
 
-def frontend(facts: Facts) -> Iterator[Finding]:
-    """The frontend is installed and new enough."""
-    name = "nvidia-cudnn-frontend"
-    version = (facts.cudnn.frontend if facts.cudnn else "") or facts.packages.get(name, "")
-    if not version and (facts.cudnn is None or not facts.cudnn.error):  # `cudnn` shows errors of its import
-        yield _error(f"{name} is missing", "no such package", f"pip install {name}.")
-    elif version and _major_minor(version) < MIN_FRONTEND:
-        found = f"{name} {version}; {'.'.join(map(str, MIN_FRONTEND))} or newer is needed"
-        yield _error("cuDNN's frontend is too old", found, f"pip install --upgrade {name}.")
-
-
 def cudnn(facts: Facts) -> Iterator[Finding]:
-    """The frontend's cuDNN can be loaded, all of it from one folder, and is PyTorch's."""
+    """The frontend and its cuDNN can be loaded, all of it from one folder, and are those that PyTorch uses."""
     torch, ours = facts.torch, facts.cudnn
-    if ours is not None and ours.error and not any(frontend(facts)):
+    if ours is not None and ours.error:
         cure = cure_of(ours.error, f"Remove CUDA folders from LD_LIBRARY_PATH, or {REINSTALL}.")
         yield _error("cuDNN cannot be used", ours.error, cure)
     mapped = map(PurePosixPath, facts.mapped)
@@ -219,11 +181,10 @@ def cudnn(facts: Facts) -> Iterator[Finding]:
         found = f"PyTorch's is {version_string(torch.cudnn)}, this library's {version_string(ours.version)}"
         cure = "Remove the other one's folder from LD_LIBRARY_PATH, or install the cuDNN that PyTorch requires."
         yield _error("PyTorch and this library use two cuDNNs", found, cure)
-    for library in facts.libraries:
-        loaded = str(PurePosixPath(library.file or library.path).parent) in folders
-        if library.origin == "LD_LIBRARY_PATH" and (loaded or not folders):
+    for folder, target in facts.overriding.items():
+        if not folders or folders & {folder, target}:
             cure = "Remove it from LD_LIBRARY_PATH unless it is intended: it precedes the pip package."
-            yield _warning("cuDNN comes from LD_LIBRARY_PATH", library.path, cure)
+            yield _warning("cuDNN comes from LD_LIBRARY_PATH", folder, cure)
 
 
 def trial(facts: Facts) -> Iterator[Finding]:
@@ -247,31 +208,21 @@ def trial(facts: Facts) -> Iterator[Finding]:
 def store(facts: Facts) -> Iterator[Finding]:
     """Plans are stored for later processes."""
     store = facts.store
-    if store.problem:
+    if store.problem and not store.is_readable:
         cure = "Set CUDNN_SDPA_PLAN_DIR to a folder that only you can write to, or to 'off' to store no plans."
-        finding = _error if store.named else _warning
+        finding = _error if facts.environment.get("CUDNN_SDPA_PLAN_DIR") else _warning
         yield finding("Plans cannot be stored: every process builds its own", store.problem, cure)
-    elif store.note:
+    elif store.problem:
         cure = "Nothing, if this is intended, as in an image: every process builds the plans that are missing."
-        yield _note("Plans are read, but new ones are not stored", store.note, cure)
+        yield _note("Plans are read, but new ones are not stored", store.problem, cure)
     elif store.folder is None:
         cure = "Unset CUDNN_SDPA_PLAN_DIR to store plans in your cache folder."
         yield _note("Plans are not stored: every process builds its own", "CUDNN_SDPA_PLAN_DIR='off'", cure)
 
 
 #: Causes before their effects.
-CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    platform,
-    broken_off,
-    torch,
-    driver,
-    gpus,
-    packages,
-    frontend,
-    cudnn,
-    trial,
-    store,
-)
+CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...]
+CHECKS = platform, broken_off, torch, gpus, packages, cudnn, trial, store
 
 
 def examine(facts: Facts) -> list[Finding]:

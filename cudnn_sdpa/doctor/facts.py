@@ -48,34 +48,12 @@ class TrialFacts:
 
 
 @dataclass(frozen=True)
-class DriverFacts:
-    """NVIDIA's driver."""
-
-    loads: bool = False  # whether libcuda.so.1 can be loaded
-    cuda: int | None = None  # newest CUDA that it supports, 12040 for 12.4
-    devices: int = 0  # visible to this process
-    error: int = 0  # result of cuInit
-    release: str = ""  # version of the kernel module
-    nodes: int = 0  # GPUs of the machine or container, visible or not
-
-
-@dataclass(frozen=True)
 class StoreFacts:
     """The plan store."""
 
     folder: str | None  # None if it is off, or the user has no cache folder
-    named: bool = False  # whether the environment names it
-    problem: str = ""  # why it cannot be used
-    note: str = ""  # why it is read-only
-
-
-@dataclass(frozen=True)
-class FoundLibrary:
-    """A libcudnn on this machine, loaded or not."""
-
-    path: str
-    origin: str
-    file: str = ""  # its real path, as in lists of loaded files
+    problem: str = ""  # why plans cannot be saved
+    is_readable: bool = False  # although they cannot be saved
 
 
 @dataclass(frozen=True)
@@ -86,10 +64,11 @@ class Facts:
     python: str
     packages: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    libraries: tuple[FoundLibrary, ...] = ()
+    overriding: dict[str, str] = field(default_factory=dict)  # folders on LD_LIBRARY_PATH with a libcudnn: real paths
+    driver: str = ""  # version of NVIDIA's kernel module
+    gpu_nodes: int = 0  # GPUs of the machine or container, visible to PyTorch or not
     c_compiler: str | None = None
     store: StoreFacts = StoreFacts(None)
-    driver: DriverFacts | None = None
     torch: TorchFacts | None = None
     cudnn: CudnnFacts | None = None
     trial: TrialFacts | None = None

@@ -1,4 +1,4 @@
-"""Collects the facts. A separate process probes the driver, PyTorch's CUDA and cuDNN, any of which may crash.
+"""Collects the facts. A separate process probes PyTorch's CUDA and cuDNN, either of which may crash.
 
 It prints a line of JSON after each part. If a broken library ends it, the lines printed before are still used.
 """
@@ -6,7 +6,6 @@ It prints a line of JSON after each part. If a broken library ends it, the lines
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.metadata
 import json
 import os
@@ -14,22 +13,13 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cudnn_sdpa.doctor.facts import (
-    CudnnFacts,
-    DriverFacts,
-    Facts,
-    FoundLibrary,
-    Gpu,
-    StoreFacts,
-    TorchFacts,
-    TrialFacts,
-)
+from cudnn_sdpa.doctor.facts import CudnnFacts, Facts, Gpu, StoreFacts, TorchFacts, TrialFacts
 from cudnn_sdpa.errors import OfflineError
 from cudnn_sdpa.graph import backend
 from cudnn_sdpa.graph.backend import JsonObject
@@ -48,8 +38,6 @@ _PACKAGES = ("torch", "triton", "cudnn-sdpa")
 _VARIABLES = re.compile(
     r"CUDNN_\w+|CUDA_(VISIBLE_DEVICES|HOME|PATH)|NVIDIA_VISIBLE_DEVICES|LD_(LIBRARY_PATH|PRELOAD)|XDG_CACHE_HOME|CC"
 )
-#: Folders of a system's own libcudnn.
-_SYSTEM = ("usr/lib/*-linux-gnu", "usr/lib64", "usr/lib", "usr/local/lib", "usr/local/cuda*/lib64", "opt/cudnn*/lib*")
 _NVIDIA = re.compile(r"/lib(cudnn|cuda|cudart|nvrtc|cublas)\w*\.so[.\d]*$")
 
 
@@ -69,10 +57,11 @@ def gather(timeout: float = TIMEOUT_SECONDS) -> Facts:
         python=platform.python_version(),
         packages={name: versions[name] for name in sorted(versions) if name.startswith("nvidia-") or name in _PACKAGES},
         environment={name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},
-        libraries=libraries(),
+        overriding=overriding(),
+        driver=driver(),
+        gpu_nodes=gpu_nodes(),
         c_compiler=compiler(),
         store=store(),
-        driver=DriverFacts(**parts["driver"]) if "driver" in parts else None,
         torch=_torch_facts(**parts["torch"]) if "torch" in parts else None,
         cudnn=CudnnFacts(**parts["cudnn"]) if "cudnn" in parts else None,
         trial=TrialFacts(**parts["trial"]) if "trial" in parts else None,
@@ -116,55 +105,45 @@ def parts_of(output: bytes) -> JsonObject:
     return parts
 
 
-def libraries() -> tuple[FoundLibrary, ...]:
-    """Every libcudnn that a process could load, with its origin."""
-    origins: dict[str, str] = {}
-    variable = "LD_LIBRARY_PATH"
-    folders = {Path(entry): variable for entry in os.environ.get(variable, "").split(os.pathsep) if entry}
-    for name in ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            package = importlib.metadata.distribution(name)
-            origin = f"{name} {package.version}"
-            for file in package.files or ():
-                if file.name.startswith("libcudnn.so"):
-                    folders.setdefault(Path(str(package.locate_file(file))).parent, origin)
-    folders.setdefault(Path(sys.prefix) / "lib", "the environment")
-    for pattern in _SYSTEM:
-        for folder in sorted(Path("/").glob(pattern)):
-            folders.setdefault(folder, "the system")
-    for folder, origin in folders.items():
+def overriding() -> dict[str, str]:
+    """Folders on LD_LIBRARY_PATH that have a libcudnn, with their real paths."""
+    found = {}
+    for folder in map(Path, filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))):
         with contextlib.suppress(OSError):  # an unreadable folder; no process could load from it
-            for path in sorted(folder.glob("libcudnn.so*")):
-                origins.setdefault(str(path), origin)
-    return tuple(FoundLibrary(path, origin, os.path.realpath(path)) for path, origin in origins.items())
+            if any(folder.glob("libcudnn.so*")):
+                found[str(folder)] = os.path.realpath(folder)
+    return found
+
+
+def driver() -> str:
+    """The version of NVIDIA's kernel module; empty if it is not loaded."""
+    module = Path("/proc/driver/nvidia/version")
+    match = re.search(r"\b(\d{3,}\.[\d.]+)\b", module.read_text()) if module.exists() else None
+    return match[1] if match else ""
+
+
+def gpu_nodes() -> int:
+    """The number of GPUs in /dev; WSL has one node for all."""
+    return sum(re.fullmatch(r"nvidia\d+|dxg", path.name) is not None for path in Path("/dev").iterdir())
 
 
 def store() -> StoreFacts:
     """The plan store as a process would open it; nothing is created."""
-    setting = os.environ.get(default_store.VARIABLE, "")
-    named = bool(setting) and not default_store.is_off(setting)
     folder = None
     try:
         folder = default_store.folder_of_environment()
         if folder is None:
             return StoreFacts(None)
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-        if not existing.is_dir():
-            return StoreFacts(str(folder), named, problem=f"{existing} is not a folder")
         private_folders.check_above(folder)
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
         if existing == folder:
             os.close(private_folders.open_private(folder, make=False))
         if os.access(existing, os.W_OK | os.X_OK):
-            return StoreFacts(str(folder), named)
-        if existing == folder and os.access(existing, os.R_OK | os.X_OK):
-            plans = [path for path in folder.glob("*.plan") if os.access(path, os.R_OK)]
-            note = f"{folder} is not writable; {len(plans)} plans in it can be read"
-            return StoreFacts(str(folder), named, note=note)
-        return StoreFacts(str(folder), named, problem=f"{existing} is not writable")
-    except UnsafeFolderError as error:
-        return StoreFacts(None if folder is None else str(folder), named, problem=str(error))
-    except OSError as error:  # such as an unreadable parent
-        return StoreFacts(str(folder), named, problem=f"{folder}: {error.strerror}")
+            return StoreFacts(str(folder))
+        is_readable = existing == folder and os.access(existing, os.R_OK | os.X_OK)
+        return StoreFacts(str(folder), f"{existing} is not writable", is_readable)
+    except (UnsafeFolderError, OSError) as error:  # OSError: such as an unreadable parent
+        return StoreFacts(None if folder is None else str(folder), str(error))
 
 
 def main() -> None:
@@ -177,27 +156,13 @@ def main() -> None:
         answers.flush()
 
 
-def probe_driver() -> dict[str, object]:
-    """The driver's version and its GPUs. It may hang or crash."""
-    module = Path("/proc/driver/nvidia/version")
-    match = re.search(r"\b(\d{3,}\.[\d.]+)\b", module.read_text()) if module.exists() else None
-    nodes = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
-    facts: dict[str, object] = {"release": match[1] if match else "", "nodes": len(nodes)}
+@contextlib.contextmanager
+def _error_in(facts: dict[str, object], name: str) -> Iterator[None]:
+    """Whatever is raised becomes a fact, in one line."""
     try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return facts
-    version, devices = ctypes.c_int(), ctypes.c_int()
-    has_version = library.cuDriverGetVersion(ctypes.byref(version)) == 0
-    error = int(library.cuInit(0))  # creates no context, and uses no GPU memory
-    if error == 0:
-        library.cuDeviceGetCount(ctypes.byref(devices))
-    return facts | {
-        "loads": True,
-        "cuda": version.value if has_version else None,
-        "devices": devices.value,
-        "error": error,
-    }
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
+        facts[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def probe_torch() -> dict[str, object]:
@@ -205,27 +170,24 @@ def probe_torch() -> dict[str, object]:
     cuda = torch.version.cuda
     gpus: list[dict[str, object]] = []
     facts: dict[str, object] = {"version": torch.__version__, "cuda": cuda, "hip": torch.version.hip, "gpus": gpus}
-    try:
-        facts["cudnn"] = torch.backends.cudnn.version() if cuda else None  # type: ignore[no-untyped-call]
-    except Exception as error:  # noqa: BLE001 - whatever it raises is the finding
-        facts["cudnn_error"] = _in_one_line(error)
-    try:
-        for index in range(torch.cuda.device_count()) if cuda and torch.cuda.init() is None else ():  # type: ignore[no-untyped-call]
+    if cuda is None:
+        return facts
+    with _error_in(facts, "cudnn_error"):
+        facts["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    with _error_in(facts, "cuda_error"):
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        for index in range(torch.cuda.device_count()):
             capability = torch.cuda.get_device_capability(index)
             gpus.append({"name": torch.cuda.get_device_name(index), "capability": capability})
-    except Exception as error:  # noqa: BLE001 - whatever it raises is the finding
-        facts["cuda_error"] = _in_one_line(error)
     return facts
 
 
 def probe_cudnn() -> dict[str, object]:
     """The versions of the frontend and its cuDNN."""
     facts: dict[str, object] = {}
-    try:
+    with _error_in(facts, "error"):
         facts["frontend"] = backend.frontend_version()
         facts["version"] = backend.cudnn_version()
-    except Exception as error:  # noqa: BLE001 - whatever it raises is the finding
-        facts["error"] = _in_one_line(error)
     return facts
 
 
@@ -236,14 +198,12 @@ def probe_call() -> dict[str, object]:
 
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
     facts: dict[str, object] = {"on": "GPU" if on_gpu else "offline"}
-    try:
+    with _error_in(facts, "error"):
         q, k, v = (torch.randn(1, 2, 64, 64).to("cuda" if on_gpu else "cpu", torch.float16) for _ in range(3))
         report = explain(sdpa, q, k, v, is_causal=True, verify=on_gpu)
         facts["engine"] = report.engine
-        facts["difference"] = max(report.errors.values(), default=None)
         facts["error"] = "; ".join(report.reasons)
-    except Exception as error:  # noqa: BLE001 - whatever it raises is the finding
-        facts["error"] = _in_one_line(error)
+        facts["difference"] = report.errors.get("out")
     return facts
 
 
@@ -256,13 +216,8 @@ def mapped() -> list[str]:
     return sorted(path for path in paths if _NVIDIA.search(path))
 
 
-def _in_one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
 #: The parts of the probing process, in this order: each may crash it.
 PARTS: tuple[tuple[str, Callable[[], object]], ...] = (
-    ("driver", probe_driver),
     ("torch", probe_torch),
     ("cudnn", probe_cudnn),
     ("mapped", mapped),

@@ -32,7 +32,7 @@ def as_text(facts: Facts, findings: list[Finding]) -> str:
 
 
 def _summary(facts: Facts) -> Iterator[tuple[str, str]]:
-    torch, cudnn, driver, trial = facts.torch, facts.cudnn, facts.driver, facts.trial
+    torch, cudnn, trial = facts.torch, facts.cudnn, facts.trial
     yield "cudnn_sdpa", f"{__version__}, Python {facts.python}"
     if torch is not None:
         its_cudnn = f", cuDNN {version_string(torch.cudnn)}" if torch.cudnn else ""
@@ -42,11 +42,7 @@ def _summary(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "frontend", cudnn.frontend or "none"
     for path in facts.mapped:
         yield "loaded", path
-    for library in facts.libraries:
-        if (library.file or library.path) not in facts.mapped:
-            yield "not loaded", f"{library.path} ({library.origin})"
-    newest = f", for CUDA up to {driver.cuda // 1000}.{driver.cuda % 1000 // 10}" if driver and driver.cuda else ""
-    yield "driver", (driver.release or "of unknown release") + newest if driver and driver.loads else "none"
+    yield "driver", facts.driver or "no kernel module"
     for gpu in torch.gpus if torch else ():
         yield "GPU", f"{gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
     if trial is not None and not trial.error:
