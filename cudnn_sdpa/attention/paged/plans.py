@@ -20,12 +20,12 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import with_positive_scale
 from cudnn_sdpa.attention.dense import graphs
-from cudnn_sdpa.attention.dense.packed import VarlenSpec, sequence_bucket
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.support.rules import FORWARD, Configuration, refusal
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.attention.varlen.plans import VarlenSpec, sequence_bucket
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues

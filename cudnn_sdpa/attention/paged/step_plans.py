@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.dense.packed import sequence_bucket
 from cudnn_sdpa.attention.paged import plans
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.kv_cache_checks import check_count
 from cudnn_sdpa.attention.paged.plans import row_bucket
 from cudnn_sdpa.attention.paged.sdpa_paged import PAGED
 from cudnn_sdpa.attention.paged.step import PagedStep
+from cudnn_sdpa.attention.varlen.plans import sequence_bucket
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target

@@ -13,11 +13,11 @@ from cudnn_sdpa.attention.arguments import Result, sign_of_scale, with_positive_
 from cudnn_sdpa.attention.dense import graphs, large_backward
 from cudnn_sdpa.attention.dense import launch_backward as dense_backward
 from cudnn_sdpa.attention.dense.launch_backward import sink_gradient
-from cudnn_sdpa.attention.dense.packed import VarlenSpec
 from cudnn_sdpa.attention.lengths import RowLimitsKernel
 from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.packing import PackingKernel, is_of_keys
+from cudnn_sdpa.attention.varlen.plans import VarlenSpec
 from cudnn_sdpa.engine.launch import BoundPlan, Layout
 from cudnn_sdpa.engine.memory import check_address, check_present, like_in_memory, multiplied
 from cudnn_sdpa.engine.operation import GradientCall, Prepared

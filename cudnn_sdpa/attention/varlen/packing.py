@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.dense.packed import VarlenSpec
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.attention.varlen.plans import VarlenSpec
 from cudnn_sdpa.graph.key import Operand
 from cudnn_sdpa.plans.nvrtc import Kernel
 from cudnn_sdpa.plans.plan import Plan, allocate, current_raw_stream

@@ -1,24 +1,261 @@
-"""Specs of calls over packed sequences, forward and backward, and the keys of their plans."""
+"""Specs of calls over packed sequences, forward and backward, and the keys of their plans.
+
+A plan for packed tensors has three bounds: the number of sequences, their length and the total number of rows. None
+of them affects results, so each is rounded up to one of a few values, and few plans serve many calls; the extra
+sequences are empty. Measured on an H200: a length bound that is far too large costs nothing, an empty sequence costs
+about 0.1 µs. The buckets of dense calls are packed plans, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import with_positive_scale
-from cudnn_sdpa.attention.dense import large_backward
-from cudnn_sdpa.attention.dense.packed import VarlenSpec, length_bucket, sequence_bucket
-from cudnn_sdpa.attention.mask import TOP_LEFT, normalize_mask
+from cudnn_sdpa.attention.dense import graphs, large_backward
+from cudnn_sdpa.attention.dense.plans import GRAD_OUT_COPY
+from cudnn_sdpa.attention.mask import TOP_LEFT, Mask, normalize_mask
+from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refusal
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.engine.operation import GradientCall
 from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.determinism import has_only_repeatable
+from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import Target
+
+
+def sequence_bucket(sequences: int) -> int:
+    """Number of sequences of a plan: powers of two, and 1.5 times them."""
+    power = 1 << max(0, sequences - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and sequences <= power * 3 // 4 else power
+
+
+def row_bucket(rows: int) -> int:
+    """Total number of rows of a plan: four values per doubling, at least 128 rows apart.
+
+    The workspace grows with it; at most a fifth is unused.
+    """
+    step = max(128, (1 << max(0, rows - 1).bit_length()) // 8)
+    return -(-max(1, rows) // step) * step
+
+
+def length_bucket(max_seqlen: int, rows: int, *, tight: bool) -> int:
+    """Maximum sequence length of a plan: 1024 times powers of eight, at most the total number of rows.
+
+    Args:
+        max_seqlen: The longest sequence of the call.
+        rows: Total number of rows.
+        tight: Use 128 times powers of two, because memory grows with this bound.
+    """
+    bound, factor = (128, 2) if tight else (1024, 8)
+    while bound < max_seqlen:
+        bound *= factor
+    return min(bound, row_bucket(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenSpec:
+    """The layouts and options of a packed call, without data.
+
+    Attributes:
+        q: Queries (Tq, Hq, D).
+        k: Keys (Tkv, Hkv, D).
+        v: Values (Tkv, Hkv, Dv).
+        sequences: Number of sequences of the plan.
+        max_seqlen_q: Maximum number of queries of a sequence of the plan.
+        max_seqlen_kv: The same for keys.
+        mask: The normalized band.
+        shared_cu_seqlens: Whether queries and keys are known to have the same lengths.
+        sinks: Whether there are attention sinks.
+        dropout_p: Dropout probability.
+        softcap: Whether there is logit soft-capping; its value is data.
+        deterministic: Whether results must be bit-exact.
+    """
+
+    q: TensorLayout
+    k: TensorLayout
+    v: TensorLayout
+    sequences: int
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    mask: Mask
+    shared_cu_seqlens: bool = False
+    sinks: bool = False
+    dropout_p: float = 0.0
+    softcap: bool = False
+    deterministic: bool = False
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Total number of rows of queries and of keys of the plan."""
+        return row_bucket(self.q.shape[0]), row_bucket(self.k.shape[0])
+
+    def case(self, operation: str, target: Target, **more: Any) -> Configuration:
+        """The configuration that the support rules check."""
+        return Configuration(
+            operation=operation,
+            dtype=self.q.dtype,
+            head_dim=self.q.shape[2],
+            head_dim_v=self.v.shape[2],
+            sq=self.max_seqlen_q,
+            skv=self.max_seqlen_kv,
+            sm=target.sm,
+            cudnn=target.cudnn,
+            gpu=str(target),
+            packed=True,
+            band=self.mask.band,
+            lengths=True,
+            sinks=self.sinks,
+            dropout=self.dropout_p > 0,
+            softcap=self.softcap,
+            **more,
+        )
+
+    def forward_key(self, out: TensorLayout, with_lse: bool, target: Target, device: int | None) -> PlanKey:
+        """The key of the forward plan.
+
+        Raises:
+            UnsupportedError: The call is known to be unsupported.
+        """
+        refused = refusal(self.case(FORWARD, target), "sdpa_varlen")
+        if refused is not None:
+            raise refused
+        offsets = [self._offsets(name) for name in ("q", "k", "v", "out", *(("lse",) if with_lse else ()))]
+        inputs = [*offsets, *self._qkv(), *self._other_inputs(sinks=self.sinks)]
+        outputs = [self._rows("out", out, self.max_seqlen_q)]
+        if with_lse:
+            outputs.append(self._lse())
+        options = {**self._options(), "with_lse": with_lse}
+        if self.deterministic and not has_only_repeatable(target.sm, self.max_seqlen_q):
+            options["deterministic"] = True
+        return graphs.sdpa_forward.key(inputs=inputs, outputs=outputs, options=options, target=target, device=device)
+
+    def backward_key(
+        self, out: TensorLayout, grad_out: TensorLayout, deterministic: bool, target: Target, device: int | None
+    ) -> PlanKey:
+        """The key of the backward plan.
+
+        Raises:
+            UnsupportedError: The call is known to be unsupported.
+        """
+        refused = self.refusal(target, deterministic=deterministic)
+        if refused is not None:
+            raise refused
+        gradients = [
+            self._rows(name, layout, max_seqlen)
+            for name, layout, max_seqlen in zip(
+                ("grad_q", "grad_k", "grad_v"),
+                self.gradients(),
+                (self.max_seqlen_q, self.max_seqlen_kv, self.max_seqlen_kv),
+                strict=True,
+            )
+        ]
+        outputs = [self._rows("out", out, self.max_seqlen_q), self._rows("grad_out", grad_out, self.max_seqlen_q)]
+        operands = [*self._qkv(), *outputs, self._lse()]
+        offsets = [self._offsets(operand.name) for operand in (*operands, *gradients)]
+        inputs = [*offsets, *operands, *self._other_inputs(sinks=False)]
+        options = {
+            **self._options(),
+            "deterministic": deterministic,
+            "bias_gradient": None,
+        }
+        return graphs.sdpa_backward.key(inputs=inputs, outputs=gradients, options=options, target=target, device=device)
+
+    def refusal(self, target: Target, *, deterministic: bool) -> UnsupportedError | None:
+        """The error with every reason known against a backward plan, None if there is none."""
+        return refusal(self.case(BACKWARD, target, deterministic=deterministic), "the gradient of sdpa_varlen")
+
+    def gradients(self) -> tuple[TensorLayout, TensorLayout, TensorLayout]:
+        """The gradients of q, k and v as cuDNN writes them: in the memory order of their tensors where it can.
+
+        It sums the gradients of grouped heads correctly only where the heads of a token are contiguous.
+        """
+        grad_q, grad_k, grad_v = (dense_like(tensor) for tensor in (self.q, self.k, self.v))
+        if self.q.shape[1] != self.k.shape[1]:
+            grad_k = TensorLayout.contiguous(self.k.shape, self.k.dtype)
+            grad_v = TensorLayout.contiguous(self.v.shape, self.v.dtype)
+        return grad_q, grad_k, grad_v
+
+    def extra_kernels(self, *, with_lse: bool) -> list[str]:
+        """The extra kernels of a forward call, for `explain`."""
+        lse_note = " and of the log-sum-exp become minus infinity" if with_lse else ""
+        notes = [*self._notes_on_rows(f"rows of the output that see no key become zeros{lse_note}")]
+        if with_lse and self.sinks:
+            notes.append("the log-sum-exp is raised to the sinks where it is lower, for queries that see no key")
+        return notes
+
+    def backward_kernels(self, *, sink_gradient: bool) -> list[str]:
+        """The extra kernels of a backward call, for `explain`."""
+        notes = [GRAD_OUT_COPY]
+        if self.q != dense_like(self.q):
+            notes.append("q is copied (cuDNN cannot launch gradients of queries that are a slice of a larger tensor)")
+        notes += self._notes_on_rows("rows of the gradients without queries or keys become zeros")
+        if self.softcap:
+            notes.append("the log-sum-exp of fully masked rows is replaced to avoid NaN")
+        wanted = (("q", self.q), ("k", self.k), ("v", self.v))
+        notes += [
+            f"the gradient of {name} is copied into the memory order of {name} (cuDNN sums groups only token-major)"
+            for (name, layout), written in zip(wanted, self.gradients(), strict=True)
+            if dense_like(layout) != written
+        ]
+        if sink_gradient:
+            notes.append("the gradient of the sinks is computed from the output and its gradient")
+        return notes
+
+    def _notes_on_rows(self, unwritten: str) -> list[str]:
+        packing = "the start and the length of each sequence are computed from the offsets"
+        notes = [f"{packing}; {unwritten}, as cuDNN does not write them (one kernel)"]
+        if self.softcap:
+            limits = "the first and the last key that each query sees are computed from them"
+            notes.append(f"{limits}, for soft-capping (one kernel)")
+        return notes
+
+    def _options(self) -> dict[str, object]:
+        return {"band": self.mask.band, "alibi": False, "dropout_p": self.dropout_p, "totals": self.totals}
+
+    def _qkv(self) -> list[Operand]:
+        return [
+            self._rows("q", self.q, self.max_seqlen_q),
+            self._rows("k", self.k, self.max_seqlen_kv),
+            self._rows("v", self.v, self.max_seqlen_kv),
+        ]
+
+    def _offsets(self, name: str) -> Operand:
+        layout = TensorLayout.contiguous((self.sequences + 1, 1, 1, 1), torch.int64)
+        return Operand(f"offsets_{name}", layout)
+
+    def _rows(self, name: str, packed: TensorLayout, max_seqlen: int) -> Operand:
+        """A packed tensor as cuDNN sees it: a batch of sequences of the maximum length."""
+        _, heads, dim = packed.shape
+        row, head, _ = packed.stride
+        layout = TensorLayout((self.sequences, heads, max_seqlen, dim), (max_seqlen * row, head, row, 1), packed.dtype)
+        return Operand(name, layout, ragged=f"offsets_{name}")
+
+    def _lse(self) -> Operand:
+        heads = self.q.shape[1]
+        shape = (self.sequences, heads, self.max_seqlen_q, 1)
+        stride = (self.max_seqlen_q * heads, 1, heads, 1)
+        return Operand("lse", TensorLayout(shape, stride, torch.float32), ragged="offsets_lse")
+
+    def _other_inputs(self, *, sinks: bool) -> list[Operand]:
+        lengths = TensorLayout.contiguous((self.sequences, 1, 1, 1), torch.int32)
+        result = [Operand("scale", HOST_SCALAR, Role.SCALAR)]
+        if sinks:
+            result.append(Operand("sink", TensorLayout.contiguous((1, self.q.shape[1], 1, 1), torch.float32)))
+        result += [Operand("seq_len_q", lengths), Operand("seq_len_kv", lengths)]
+        if self.dropout_p:
+            result += [Operand("seed", ONE_INT64), Operand("offset", ONE_INT64)]
+        if self.softcap:
+            result.append(Operand("softcap", HOST_SCALAR, Role.SCALAR))
+            limits = TensorLayout.contiguous((self.sequences, 1, self.max_seqlen_q, 1), torch.int32)
+            result += [Operand("lowest", limits), Operand("highest", limits)]
+        return result
 
 
 def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> VarlenSpec:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from cudnn_sdpa import UnsupportedError
-from cudnn_sdpa.attention.dense import packed as varlen_plans
 from cudnn_sdpa.attention.dense import plans as dense_plans
 from cudnn_sdpa.attention.fp8 import plans as fp8_plans
 from cudnn_sdpa.attention.support.rules import RULES, Configuration, Rule
+from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.engine.explain import Description
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import PlanKey
