@@ -41,7 +41,7 @@ JsonObject: TypeAlias = dict[str, Any]
 DeviceProperties: TypeAlias = JsonObject
 
 #: An engine and its settings.
-Configuration = tuple[str, dict[str, int]]
+EngineConfiguration = tuple[str, dict[str, int]]
 
 #: Launches a built plan: (address of the pointer array, its length, workspace pointer, handle, plan index).
 Launch = Callable[[int, int, int, int, int], None]
@@ -302,7 +302,7 @@ class GraphBuilder:
         self._skipped_any |= not is_allowed
         return is_allowed
 
-    def _configuration(self, index: int) -> Configuration:
+    def _configuration(self, index: int) -> EngineConfiguration:
         engine, knobs = self._graph.get_engine_and_knobs_at_index(index)
         return f"eng{engine}", {str(getattr(knob, "name", knob)): int(value) for knob, value in knobs.items()}
 

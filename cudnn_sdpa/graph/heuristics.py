@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.graph.backend import BuiltGraph, Configuration, DeviceProperties, GraphBuilder, Handle
+from cudnn_sdpa.graph.backend import BuiltGraph, DeviceProperties, EngineConfiguration, GraphBuilder, Handle
 from cudnn_sdpa.graph.definition import GraphOp
 from cudnn_sdpa.graph.key import PlanKey
 
@@ -34,7 +34,7 @@ class ProposalsBuilder(GraphBuilder):
         proposals: Engines with their settings, best first; set when the graph is built.
     """
 
-    proposals: tuple[Configuration, ...] = ()
+    proposals: tuple[EngineConfiguration, ...] = ()
 
     def _finish(self, index: int) -> BuiltGraph:
         rest = range(index, self._graph.get_execution_plan_count())
@@ -51,7 +51,7 @@ class ConfigurationBuilder(GraphBuilder):
 
     def __init__(
         self,
-        configuration: Configuration,
+        configuration: EngineConfiguration,
         *,
         handle: Handle | None = None,
         properties: DeviceProperties | None = None,
@@ -64,7 +64,7 @@ class ConfigurationBuilder(GraphBuilder):
 
 
 def build_others(
-    operation: GraphOp, key: PlanKey, first: Configuration, max_count: int, **device_options: Any
+    operation: GraphOp, key: PlanKey, first: EngineConfiguration, max_count: int, **device_options: Any
 ) -> list[BuiltGraph]:
     """cuDNN's proposals after `first`, compiled, in order, without those that cannot be compiled.
 

@@ -105,11 +105,11 @@ def ruled_out(case: generators.Case) -> UnsupportedError | None:
         softcap=options["softcap"],
         alibi=options.get("alibi", False),
     )
-    problem, target = DenseSpec.of(call), live_target(0)
-    refused = refusal(problem.case(FORWARD, target), "forward")
+    spec, target = DenseSpec.of(call), live_target(0)
+    refused = refusal(spec.configuration(FORWARD, target), "forward")
     if refused is None and case.wanted:
         more = {"bias_gradient": "attn_mask" in case.wanted, "deterministic": bool(options["deterministic"])}
-        refused = refusal(problem.case(BACKWARD, target, **more), "backward")
+        refused = refusal(spec.configuration(BACKWARD, target, **more), "backward")
     return refused
 
 

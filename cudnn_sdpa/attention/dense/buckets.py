@@ -57,19 +57,19 @@ class Bucket:
     @classmethod
     def of(cls, forward: ForwardSpec) -> Bucket | None:
         """The bucket of a call; None if it needs an exact-shape plan."""
-        problem = forward.problem
-        if forward.plan_has_lse or not _is_plain(forward) or max(problem.sq, problem.skv) > MAX_LENGTH:
+        dense = forward.dense
+        if forward.plan_has_lse or not _is_plain(forward) or max(dense.sq, dense.skv) > MAX_LENGTH:
             return None
-        tensors = (problem.q, problem.k, problem.v, forward.out)
+        tensors = (dense.q, dense.k, dense.v, forward.out)
         split_heads = not all(map(_has_contiguous_heads, tensors))
-        heads = problem.q.shape[1]
-        real = problem.q.shape[0] * (heads if split_heads else 1)
+        heads = dense.q.shape[1]
+        real = dense.q.shape[0] * (heads if split_heads else 1)
         if real > MAX_SEQUENCES or any(_row_stride(tensor, split_heads=split_heads) == 0 for tensor in tensors):
             return None
         sequences = sequence_bucket(real)
-        decodes = forward.is_decode and problem.mask.band is None  # cuDNN's decode engines apply no mask
-        max_seqlen_q = 1 if decodes else length_bucket(problem.sq, _UNBOUNDED, tight=False)
-        max_seqlen_kv = length_bucket(problem.skv, _UNBOUNDED, tight=False)
+        decodes = forward.is_decode and dense.mask.band is None  # cuDNN's decode engines apply no mask
+        max_seqlen_q = 1 if decodes else length_bucket(dense.sq, _UNBOUNDED, tight=False)
+        max_seqlen_kv = length_bucket(dense.skv, _UNBOUNDED, tight=False)
         rows = [length * sequences for length in (max_seqlen_q, max_seqlen_kv, max_seqlen_kv, max_seqlen_q)]
         q, k, v, out = (_packed(tensor, n, split_heads=split_heads) for tensor, n in zip(tensors, rows, strict=True))
         spec = VarlenSpec(
@@ -79,7 +79,7 @@ class Bucket:
             sequences=sequences,
             max_seqlen_q=max_seqlen_q,
             max_seqlen_kv=max_seqlen_kv,
-            mask=Mask(problem.mask.band),
+            mask=Mask(dense.mask.band),
         )
         return cls(forward, split_heads, spec, out)
 
@@ -92,14 +92,14 @@ class Bucket:
 
     def tables(self, device: torch.device | str) -> dict[str, Tensor]:
         """Offsets of the sequences of each tensor, in elements, and their lengths, computed on the device."""
-        problem, sequences = self.forward.problem, self.packed.sequences
-        batch, heads = problem.q.shape[:2]
+        dense, sequences = self.forward.dense, self.packed.sequences
+        batch, heads = dense.q.shape[:2]
         real = batch * heads if self.split_heads else batch
         number = torch.arange(sequences + 1, device=device).clamp_max_(real)
         entry, head = (number // heads, number % heads) if self.split_heads else (number, None)
         offsets: dict[tuple[int, int, int], Tensor] = {}
         result = {}
-        for name, x in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("out", self.forward.out)):
+        for name, x in (("q", dense.q), ("k", dense.k), ("v", dense.v), ("out", self.forward.out)):
             group = heads // x.shape[1]
             entry_stride, head_stride = x.stride[0] if batch > 1 else 0, x.stride[1] if x.shape[1] > 1 else 0
             strides = (entry_stride, head_stride, group)
@@ -107,18 +107,18 @@ class Bucket:
                 offsets[strides] = entry * entry_stride + (0 if head is None else head // group * head_stride)
             result[f"offsets_{name}"] = offsets[strides]
         lengths = torch.zeros(2, sequences, dtype=torch.int32, device=device)
-        lengths[0, :real] = problem.sq
-        lengths[1, :real] = problem.skv
+        lengths[0, :real] = dense.sq
+        lengths[1, :real] = dense.skv
         return result | {"seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
 
 
 def _is_plain(forward: ForwardSpec) -> bool:
     """Whether the call has no options but a band and the scale."""
-    problem = forward.problem
-    left = problem.mask.band[0] if problem.mask.band is not None else None
-    if left is not None and (left < 0 or problem.sq > problem.skv):
+    dense = forward.dense
+    left = dense.mask.band[0] if dense.mask.band is not None else None
+    if left is not None and (left < 0 or dense.sq > dense.skv):
         return False  # the band depends on the lengths, or queries may see no key
-    return problem.has_no_sides and not (problem.alibi or problem.has_lengths or problem.mask.masked_rows)
+    return dense.has_no_sides and not (dense.alibi or dense.has_lengths or dense.mask.masked_rows)
 
 
 def _has_contiguous_heads(tensor: TensorLayout) -> bool:

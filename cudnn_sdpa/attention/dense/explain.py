@@ -100,7 +100,7 @@ def describe_sdpa(
         operation=graphs.sdpa_forward,
         key=forward.key,
         device=device_of(q),
-        is_empty=forward.is_empty or forward.problem.has_no_plan,
+        is_empty=forward.is_empty or forward.dense.has_no_plan,
         extra_kernels=[] if forward.is_empty else notes,
         backward=with_sinks(sinks, _describe_backward(original, call, forward)) if trains else None,
         bucket=None if sign_of_scale(call) is not None else partial(_key_of_bucket, forward),

@@ -84,9 +84,9 @@ def check_gradient(call: ForwardArguments, target: Target, device: int | None) -
     forward = ForwardSpec.of(call)
     if is_too_large(*call.qkv, forward.out):
         check(call, mask_gradient=mask_gradient)
-    elif not (forward.is_empty or forward.problem.is_single or forward.problem.has_no_plan):
+    elif not (forward.is_empty or forward.dense.is_single or forward.dense.has_no_plan):
         backward = BackwardSpec(
-            problem=forward.problem,
+            dense=forward.dense,
             out=forward.out,
             grad_out=forward.out,
             deterministic=call.deterministic,

@@ -25,7 +25,7 @@ Run = Callable[[ForwardArguments], Result]
 
 def bind(forward: ForwardSpec, plan: Plan, call: ForwardArguments, scale: float) -> Run:
     """What runs calls like this one on `plan`, whose GPU is the current device, with a positive scale."""
-    spec = forward.problem
+    spec = forward.dense
     results: list[Layout] = [(forward.out.shape, forward.out.stride, forward.out.dtype)]
     if forward.plan_has_lse:
         rows = (*forward.out.shape[:2], spec.rows)
@@ -134,7 +134,7 @@ class _Completed:
 
     def __call__(self, call: ForwardArguments) -> Result:
         """Launches the plan and completes its results."""
-        forward, spec = self._forward, self._forward.problem
+        forward, spec = self._forward, self._forward.dense
         masked_rows = spec.mask.masked_rows
         out, *others = self._bound(call, (call.q, call.k, call.v), call.out)
         if masked_rows:

@@ -48,7 +48,7 @@ def prepare_gradients(of: GradientCall) -> Prepared:
     device, backward = call.q.get_device(), BackwardSpec.of(of)
     key = backward.key(live_target(device), device)
     plan = plan_cache.get(key, lambda key: build_plan(graphs.sdpa_backward, key))
-    spec = backward.problem
+    spec = backward.dense
     layouts = [*map(dense_like, (spec.q, spec.k, spec.v)), *([backward.grad_bias] if backward.bias_gradient else [])]
     results: list[Layout] = [(x.shape, x.stride, x.dtype) for x in layouts]
     queries = {"q": spec.q, "out": backward.out, "grad_out": backward.grad_out, "grad_q": dense_like(spec.q)}
@@ -80,12 +80,12 @@ class _Gradients:
         self._backward = backward
         self._bound = bound
         self._factor = factor
-        self._masks_lse = backward.problem.bias is not None or backward.problem.softcap
+        self._masks_lse = backward.dense.bias is not None or backward.dense.softcap
 
     def __call__(self, of: GradientCall) -> list[Tensor]:
         """The needed gradients."""
         call, lse, factor = of.call, of.lse, self._factor
-        masked_rows = self._backward.problem.mask.masked_rows
+        masked_rows = self._backward.dense.mask.masked_rows
         if masked_rows:
             lse = memory.aligned("lse", lse[:, :, masked_rows:])
         if self._masks_lse:  # fully masked rows: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -145,7 +145,7 @@ class DenseSpec:
         left_bound = self.mask.band is not None and self.mask.band[0] is not None
         return left_bound and not self.softcap and self.rows > self.skv
 
-    def case(self, operation: str, target: Target, **more: Any) -> Configuration:
+    def configuration(self, operation: str, target: Target, **more: bool) -> Configuration:
         """The configuration that the support rules check."""
         return Configuration(
             operation=operation,
@@ -238,13 +238,13 @@ class ForwardSpec:
     """The spec of a forward call.
 
     Attributes:
-        problem: The part that the backward pass shares.
+        dense: The part that the backward pass shares.
         out: The output.
         with_lse: Whether the caller needs the LSE.
         deterministic: Whether the result must be bit-exact.
     """
 
-    problem: DenseSpec
+    dense: DenseSpec
     out: TensorLayout
     with_lse: bool
     deterministic: bool = False
@@ -257,17 +257,17 @@ class ForwardSpec:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to compute: no query, or no key."""
-        return self.problem.is_empty
+        return self.dense.is_empty
 
     @property
     def is_decode(self) -> bool:
         """Whether there is one query per sequence, so that cuDNN's decode engines run it."""
-        return self.problem.rows == 1
+        return self.dense.rows == 1
 
     @property
     def sinks_outside(self) -> bool:
         """Whether the sinks are applied after the plan, from the LSE: cuDNN has no sinks for a single query."""
-        return self.problem.sinks and self.is_decode
+        return self.dense.sinks and self.is_decode
 
     @property
     def plan_has_lse(self) -> bool:
@@ -280,40 +280,40 @@ class ForwardSpec:
         Raises:
             UnsupportedError: The call is known to be unsupported.
         """
-        problem = self.problem
-        refused = refusal(problem.case(FORWARD, target), "sdpa")
+        dense = self.dense
+        refused = refusal(dense.configuration(FORWARD, target), "sdpa")
         if refused is not None:
             raise refused
         inputs = [
-            Operand("q", problem.visible(problem.q)),
-            Operand("k", problem.k),
-            Operand("v", problem.v),
-            *problem.operands(
+            Operand("q", dense.visible(dense.q)),
+            Operand("k", dense.k),
+            Operand("v", dense.v),
+            *dense.operands(
                 decode=self.is_decode,
-                sinks=problem.sinks and not self.sinks_outside,
-                full_lengths=problem.needs_lengths,
+                sinks=dense.sinks and not self.sinks_outside,
+                full_lengths=dense.needs_lengths,
             ),
         ]
-        out = problem.visible(self.out)
+        out = dense.visible(self.out)
         outputs = [Operand("out", out)]
         if self.plan_has_lse:
             outputs.append(Operand("lse", TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)))
-        options = {**problem.options(), "with_lse": self.plan_has_lse}
-        if self.deterministic and not has_only_repeatable(target.sm, problem.rows):
+        options = {**dense.options(), "with_lse": self.plan_has_lse}
+        if self.deterministic and not has_only_repeatable(target.sm, dense.rows):
             options["deterministic"] = True
         return graphs.sdpa_forward.key(inputs=inputs, outputs=outputs, options=options, target=target, device=device)
 
     def extra_kernels(self) -> list[str]:
         """The extra kernels of a call, for `explain`."""
-        problem, notes = self.problem, self.problem.extra_kernels()
-        if problem.has_no_plan:
+        dense, notes = self.dense, self.dense.extra_kernels()
+        if dense.has_no_plan:
             return [MASK_OF_ONE_KEY]
-        if problem.mask.masked_rows and self.plan_has_lse:
+        if dense.mask.masked_rows and self.plan_has_lse:
             notes.append("the log-sum-exp of the other queries is copied into place")
-        notes += _notes_on_operands(problem, is_decode=self.is_decode)
+        notes += _notes_on_operands(dense, is_decode=self.is_decode)
         if self.sinks_outside:
             notes.append("the sinks are applied to the output from the log-sum-exp (cuDNN has none for a single query)")
-        elif problem.sinks and self.plan_has_lse and problem.can_have_masked_rows:
+        elif dense.sinks and self.plan_has_lse and dense.can_have_masked_rows:
             notes.append("the log-sum-exp is raised to the sinks where it is lower, for queries that see no key")
         return notes
 
@@ -323,7 +323,7 @@ class BackwardSpec:
     """The spec of a backward call.
 
     Attributes:
-        problem: The part that the forward pass shares.
+        dense: The part that the forward pass shares.
         out: The output of the forward pass.
         grad_out: Its gradient, as cuDNN reads it.
         deterministic: Whether the result must be bit-exact.
@@ -331,7 +331,7 @@ class BackwardSpec:
         sink_gradient: Whether the gradient of the sinks is needed, which extra kernels compute.
     """
 
-    problem: DenseSpec
+    dense: DenseSpec
     out: TensorLayout
     grad_out: TensorLayout
     deterministic: bool
@@ -343,7 +343,7 @@ class BackwardSpec:
         """The spec of a backward call, its queries as they are launched."""
         needs = Needs(*of.needs)
         return cls(
-            problem=DenseSpec.of(launched_backward(of)),
+            dense=DenseSpec.of(launched_backward(of)),
             out=TensorLayout.of(of.out),
             grad_out=TensorLayout.of(of.grad_out),
             deterministic=of.call.deterministic,
@@ -354,7 +354,7 @@ class BackwardSpec:
     def refusal(self, target: Target) -> UnsupportedError | None:
         """The error with every reason known against a plan, None if there is none."""
         options = {"bias_gradient": self.bias_gradient, "deterministic": self.deterministic}
-        return refusal(self.problem.case(BACKWARD, target, **options), "the gradient of sdpa")
+        return refusal(self.dense.configuration(BACKWARD, target, **options), "the gradient of sdpa")
 
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan.
@@ -362,27 +362,27 @@ class BackwardSpec:
         Raises:
             UnsupportedError: The call is known to be unsupported.
         """
-        problem, refused = self.problem, self.refusal(target)
+        dense, refused = self.dense, self.refusal(target)
         if refused is not None:
             raise refused
-        out = problem.visible(self.out)
+        out = dense.visible(self.out)
         lse = TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)
         inputs = [
-            Operand("q", problem.visible(problem.q)),
-            Operand("k", problem.k),
-            Operand("v", problem.v),
+            Operand("q", dense.visible(dense.q)),
+            Operand("k", dense.k),
+            Operand("v", dense.v),
             Operand("out", out),
-            Operand("grad_out", problem.visible(self.grad_out)),
+            Operand("grad_out", dense.visible(self.grad_out)),
             Operand("lse", lse),
-            *problem.operands(
+            *dense.operands(
                 decode=False,
                 sinks=False,
-                full_lengths=problem.needs_lengths or self._pads(target),
+                full_lengths=dense.needs_lengths or self._pads(target),
                 expand_bias=True,
             ),
         ]
         options = {
-            **problem.options(),
+            **dense.options(),
             "deterministic": self.deterministic,
             "bias_gradient": self.grad_bias.shape if self.bias_gradient else None,
         }
@@ -392,17 +392,17 @@ class BackwardSpec:
 
     def _pads(self, target: Target) -> bool:
         """Whether full lengths are passed to mask the padding of the last tiles: see `known_issues`."""
-        problem = self.problem
-        partial = problem.rows % LAST_TILE != 0 or problem.skv % LAST_TILE != 0
-        return partial and target.cudnn < FIRST_RIGHT_LAST_TILE and not problem.softcap
+        dense = self.dense
+        partial = dense.rows % LAST_TILE != 0 or dense.skv % LAST_TILE != 0
+        return partial and target.cudnn < FIRST_RIGHT_LAST_TILE and not dense.softcap
 
     def outputs(self) -> list[Operand]:
         """The gradients, each in the memory order of its tensor."""
-        problem = self.problem
+        dense = self.dense
         result = [
-            Operand("grad_q", problem.visible(dense_like(problem.q))),
-            Operand("grad_k", dense_like(problem.k)),
-            Operand("grad_v", dense_like(problem.v)),
+            Operand("grad_q", dense.visible(dense_like(dense.q))),
+            Operand("grad_k", dense_like(dense.k)),
+            Operand("grad_v", dense_like(dense.v)),
         ]
         if self.bias_gradient:
             result.append(Operand("grad_bias", self.grad_bias))
@@ -410,16 +410,16 @@ class BackwardSpec:
 
     def extra_kernels(self) -> list[str]:
         """The extra kernels of a call, for `explain`."""
-        problem, notes = self.problem, [GRAD_OUT_COPY]
-        if problem.has_no_plan:
+        dense, notes = self.dense, [GRAD_OUT_COPY]
+        if dense.has_no_plan:
             return [*notes, MASK_OF_ONE_KEY]
-        if problem.is_single:
+        if dense.is_single:
             return [*notes, "one query on one key is computed in plain PyTorch"]
-        if problem.mask.masked_rows:
-            notes.append(f"the gradient of the first {problem.mask.masked_rows} queries is filled with zeros")
+        if dense.mask.masked_rows:
+            notes.append(f"the gradient of the first {dense.mask.masked_rows} queries is filled with zeros")
             notes.append("the log-sum-exp of the other queries is copied")
-        notes += _notes_on_operands(problem, is_decode=False)
-        if problem.bias is not None or problem.softcap:
+        notes += _notes_on_operands(dense, is_decode=False)
+        if dense.bias is not None or dense.softcap:
             notes.append("the log-sum-exp of fully masked rows is replaced to avoid NaN")
         if self.bias_gradient:
             notes.append("the gradient of attn_mask is summed over its broadcast dimensions")
@@ -430,8 +430,8 @@ class BackwardSpec:
     @property
     def grad_bias(self) -> TensorLayout:
         """The gradient of the mask before it is summed over the broadcast dimensions."""
-        batch, heads, _, _ = self.problem.q.shape
-        return TensorLayout.contiguous((batch, heads, self.problem.rows, self.problem.skv), self.problem.q.dtype)
+        batch, heads, _, _ = self.dense.q.shape
+        return TensorLayout.contiguous((batch, heads, self.dense.rows, self.dense.skv), self.dense.q.dtype)
 
 
 #: Of every backward pass; depends on the caller's gradient.
@@ -440,20 +440,20 @@ GRAD_OUT_COPY = "grad_out is copied if cuDNN cannot read its layout (an expanded
 MASK_OF_ONE_KEY = "attn_mask over a single key: all is computed in plain PyTorch, as cuDNN misreads such a mask"
 
 
-def _notes_on_operands(problem: DenseSpec, *, is_decode: bool) -> list[str]:
+def _notes_on_operands(dense: DenseSpec, *, is_decode: bool) -> list[str]:
     """How lengths and `attn_mask` become operands of a plan."""
     notes = []
-    if problem.softcap and problem.has_lengths:
+    if dense.softcap and dense.has_lengths:
         limits = "the first and the last key that each query sees are computed from the lengths"
         notes.append(f"{limits}, for soft-capping (one kernel)")
-    elif problem.has_lengths:
+    elif dense.has_lengths:
         corrected = "lengths are clamped to the tensors"
-        if problem.lengths_q and is_decode:
+        if dense.lengths_q and is_decode:
             corrected += "; those of keys become 0 where a sequence has no queries, as cuDNN's decode engines need it"
-        elif problem.lengths_kv and not is_decode:
+        elif dense.lengths_kv and not is_decode:
             corrected += "; those of queries become 0 where a sequence has no keys, as cuDNN leaves its rows unwritten"
         notes.append(f"{corrected} (one kernel)")
-    if problem.bias is not None:
+    if dense.bias is not None:
         converted = "attn_mask is converted to a bias if cuDNN cannot read its layout"
         notes.append(f"{converted}, a boolean mask always (one kernel)")
     return notes
@@ -480,7 +480,7 @@ def results(call: ForwardArguments) -> tuple[Layout, Layout]:
 def keys(call: ForwardArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
     """The keys of the plans of a forward call: its exact-shape plan."""
     forward = ForwardSpec.of(call)
-    if not (forward.is_empty or forward.problem.has_no_plan):
+    if not (forward.is_empty or forward.dense.has_no_plan):
         yield forward.key(target, device)
 
 

@@ -146,7 +146,7 @@ def prepare(call: ForwardArguments) -> Prepared:
     forward = ForwardSpec.of(call)
     if forward.is_empty:
         return Prepared(_fill_empty, None)
-    if forward.problem.has_no_plan:
+    if forward.dense.has_no_plan:
         return Prepared(reference.run, None)
     device, sign, scale = call.q.get_device(), sign_of_scale(call), with_positive_scale(call).scale_value
     key = forward.key(live_target(device), device)  # refused under every policy if there is no exact-shape plan

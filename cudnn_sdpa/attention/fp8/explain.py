@@ -72,7 +72,7 @@ def describe_sdpa_fp8(
     if refused is not None:
         return refused
     forward = ForwardSpec.of(call)
-    is_empty = forward.problem.is_empty
+    is_empty = forward.dense.is_empty
     notes = [] if is_empty else forward.extra_kernels()
     return Description(graphs.sdpa_fp8_forward, forward.key, device_of(q), is_empty=is_empty, extra_kernels=notes)
 
@@ -133,7 +133,7 @@ def describe_sdpa_fp8_backward(
     if refused is not None:
         return refused
     backward = BackwardSpec.of(call)
-    is_empty = backward.problem.is_empty
+    is_empty = backward.dense.is_empty
     notes = [] if is_empty else backward.extra_kernels()
 
     def key(target: Target, device: int | None) -> PlanKey:
@@ -189,11 +189,11 @@ def describe_fp8_attention(
     forward = ForwardSpec.of(of)
 
     def key(target: Target, device: int | None) -> PlanKey:
-        if not trains and fp8_attention.has_half_output(forward.problem, target):
+        if not trains and fp8_attention.has_half_output(forward.dense, target):
             return replace(forward, out=replace(forward.out, dtype=call.q.dtype)).key(target, device)
         return forward.key(target, device)
 
-    is_empty = forward.problem.is_empty
+    is_empty = forward.dense.is_empty
     around = [*notes_on_casts(given, call), *_notes(call, scaling, trains=trains)]
     return Description(
         operation=graphs.sdpa_fp8_forward,
@@ -236,7 +236,7 @@ def _describe_backward(
             deterministic=is_deterministic(None),
         )
     )
-    is_empty = backward.problem.is_empty
+    is_empty = backward.dense.is_empty
 
     def key(target: Target, device: int | None) -> PlanKey:
         return backward.part(target).key(target, device)

@@ -396,20 +396,20 @@ def _support(
         scale=scale,
         with_lse=trains,
     )
-    problem = spec_of(call)
-    if not trains and has_half_output(problem, target):
+    dense = spec_of(call)
+    if not trains and has_half_output(dense, target):
         return True
-    cases = [problem.case(FORWARD, target)]
+    configurations = [dense.configuration(FORWARD, target)]
     if trains:
-        cases.append(problem.case(BACKWARD, target, deterministic=deterministic))
-    for case in cases:
-        refused = refusal(case, "fp8_attention", rules_fp8.RULES)
+        configurations.append(dense.configuration(BACKWARD, target, deterministic=deterministic))
+    for configuration in configurations:
+        refused = refusal(configuration, "fp8_attention", rules_fp8.RULES)
         if refused is not None:
             raise refused
     return False
 
 
-def has_half_output(problem: DenseSpec, target: Target) -> bool:
+def has_half_output(dense: DenseSpec, target: Target) -> bool:
     """Whether cuDNN writes the output of a forward pass in 16 bits on this GPU."""
-    case = problem.case(FORWARD, target, half_output=True)
-    return refusal(case, "fp8_attention", rules_fp8.RULES) is None
+    configuration = dense.configuration(FORWARD, target, half_output=True)
+    return refusal(configuration, "fp8_attention", rules_fp8.RULES) is None

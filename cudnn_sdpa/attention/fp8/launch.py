@@ -37,19 +37,19 @@ def prepare(call: Fp8Arguments) -> Prepared:
         UnsupportedError: cuDNN has no plan for it.
     """
     spec = ForwardSpec.of(call)
-    problem, masked_rows = spec.problem, spec.problem.mask.masked_rows
-    if problem.is_empty:
+    dense, masked_rows = spec.dense, spec.dense.mask.masked_rows
+    if dense.is_empty:
         return Prepared(_fill_empty, None)
     device = call.q.get_device()
     key = spec.key(live_target(device), device)
     plan = plan_cache.get(key, lambda key: build_plan(graphs.sdpa_fp8_forward, key))
-    lse = TensorLayout.contiguous((*spec.out.shape[:2], problem.rows), torch.float32)
+    lse = TensorLayout.contiguous((*spec.out.shape[:2], dense.rows), torch.float32)
     bound = BoundPlan(
         plan=plan,
         inputs=("q", "k", "v"),
         results=[as_layout(spec.out), AMAX, AMAX, as_layout(lse)][: len(key.outputs)],
         numbers={"scale": call.scale_value},
-        before=_operands(key, Fp8Scales._fields, problem, amaxes=slice(1, 3)),
+        before=_operands(key, Fp8Scales._fields, dense, amaxes=slice(1, 3)),
     )
 
     def run(call: Fp8Arguments) -> Results:
@@ -75,7 +75,7 @@ def prepare(call: Fp8Arguments) -> Prepared:
         whole[:, :, masked_rows:] = lse[0]
         return out, amax_s, amax_o, whole
 
-    is_masked_after = problem.lengths_q or spec.pages is not None
+    is_masked_after = dense.lengths_q or spec.pages is not None
     return Prepared(run_visible if masked_rows else run_and_mask if is_masked_after else run, plan)
 
 
@@ -120,10 +120,10 @@ class _Operands(_Scales):
 
     __slots__ = ("_amaxes", "_has_sides", "_sides", "_skv")
 
-    def __init__(self, key: PlanKey, names: Sequence[str], problem: DenseSpec, amaxes: slice) -> None:
+    def __init__(self, key: PlanKey, names: Sequence[str], dense: DenseSpec, amaxes: slice) -> None:
         super().__init__(key, names)
         self._sides = {x.name: place for place, x in enumerate(key.inputs)}
-        self._skv, self._has_sides, self._amaxes = problem.skv, problem.has_lengths, amaxes
+        self._skv, self._has_sides, self._amaxes = dense.skv, dense.has_lengths, amaxes
 
     def __call__(self, call: Any, pointers: array[int], outputs: list[Tensor]) -> object:
         """Fills in the pointers, and gives what they point to."""
@@ -140,12 +140,12 @@ class _Operands(_Scales):
         return made
 
 
-def _operands(key: PlanKey, names: Sequence[str], problem: DenseSpec, amaxes: slice) -> _Scales:
+def _operands(key: PlanKey, names: Sequence[str], dense: DenseSpec, amaxes: slice) -> _Scales:
     """What fills in the pointers of a plan's operands that are not q, k, v, the output and its gradient."""
     is_hopper = key.target.sm // 10 == 9
-    if is_hopper and not problem.has_lengths:
+    if is_hopper and not dense.has_lengths:
         return _Scales(key, names)
-    return _Operands(key, names, problem, slice(0, 0) if is_hopper else amaxes)
+    return _Operands(key, names, dense, slice(0, 0) if is_hopper else amaxes)
 
 
 # The backward pass.
@@ -158,20 +158,20 @@ def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
         UnsupportedError: cuDNN has no plan for it.
     """
     whole = BackwardSpec.of(call)
-    if whole.problem.is_empty:
+    if whole.dense.is_empty:
         return Prepared(_zero_gradients, None)
     device = call.q.get_device()
     spec = whole.part(target := live_target(device))
     key = spec.key(target, device)
     plan = plan_cache.get(key, lambda key: build_plan(graphs.sdpa_fp8_backward, key))
-    problem, rows = spec.problem, spec.padded_rows(target)
+    dense, rows = spec.dense, spec.padded_rows(target)
     gradients = [as_layout(layout) for layout in whole.gradients()]
     bound = BoundPlan(
         plan=plan,
         inputs=("q", "k", "v", "out", "grad_out", "lse"),
         results=[*(as_layout(layout) for layout in spec.gradients()), *[AMAX] * 4],
         numbers={"scale": call.scale_value},
-        before=_operands(key, Fp8BackwardScales._fields, problem, amaxes=slice(3, 7)),
+        before=_operands(key, Fp8BackwardScales._fields, dense, amaxes=slice(3, 7)),
     )
     read = _reader(call, whole)
 
@@ -179,13 +179,13 @@ def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
         call = read(call)
         return tuple(bound(call, (call.q, call.k, call.v, call.out, call.grad_out, call.lse)))
 
-    if spec is whole and rows == problem.rows == problem.sq:
+    if spec is whole and rows == dense.rows == dense.sq:
         return Prepared(run, plan)
     launch = _RowsLaunch(bound, spec, rows)
 
     def run_rows(call: Fp8BackwardArguments) -> Results:
         """As many launches as there are parts of the batch, of rows that see a key, perhaps padded."""
-        call, entries = read(call), spec.problem.q.shape[0]
+        call, entries = read(call), spec.dense.q.shape[0]
         for name in ("q", "k", "v", "out", "grad_out", "lse"):
             check_address(name, getattr(call, name))  # before PyTorch's kernels read them, or slices are made
         device, batch = call.q.device, call.q.shape[0]
@@ -233,7 +233,7 @@ class _RowsLaunch:
 
     def __init__(self, bound: BoundPlan, spec: BackwardSpec, rows: int) -> None:
         self._bound, self._rows = bound, rows
-        self._masked_rows, self._padding = spec.problem.mask.masked_rows, rows - spec.problem.rows
+        self._masked_rows, self._padding = spec.dense.mask.masked_rows, rows - spec.dense.rows
 
     def __call__(self, call: Fp8BackwardArguments, outputs: list[Tensor]) -> None:
         """Launches the plan."""

@@ -46,18 +46,18 @@ def spec_of(call: ForwardArguments) -> DenseSpec:
     Without actual sequence lengths, a bottom-right band is a top-left one whose bounds are shifted by Skv - Sq. The
     left bound may not become negative.
     """
-    problem = DenseSpec.of(call)
-    band = problem.mask.band
-    if band is None or problem.has_lengths:
-        return problem
+    dense = DenseSpec.of(call)
+    band = dense.mask.band
+    if band is None or dense.has_lengths:
+        return dense
     left, right, bottom_right = band
     if right is None or not bottom_right:
-        return problem
-    shift = problem.skv - problem.rows
+        return dense
+    shift = dense.skv - dense.rows
     if left is not None and left < shift:
-        return problem
+        return dense
     moved = (None if left is None else left - shift, right + shift, False)
-    return replace(problem, mask=replace(problem.mask, band=moved))
+    return replace(dense, mask=replace(dense.mask, band=moved))
 
 
 def results(call: Fp8Arguments) -> tuple[Layout, ...]:
@@ -80,13 +80,13 @@ class ForwardSpec:
     """A forward call without its data.
 
     Attributes:
-        problem: What it has in common with its backward pass.
+        dense: What it has in common with its backward pass.
         out: The output.
         with_lse: Whether the log-sum-exp is wanted.
         pages: The layouts of the pages of keys and values, and of a page table, for paged calls.
     """
 
-    problem: DenseSpec
+    dense: DenseSpec
     out: TensorLayout
     with_lse: bool
     pages: tuple[TensorLayout, TensorLayout, TensorLayout] | None = None
@@ -108,36 +108,36 @@ class ForwardSpec:
         Raises:
             UnsupportedError: cuDNN is known to have no plan.
         """
-        problem = self.problem
-        configuration = problem.case(FORWARD, target, half_output=self.out.dtype not in FP8_DTYPES)
+        dense = self.dense
+        configuration = dense.configuration(FORWARD, target, half_output=self.out.dtype not in FP8_DTYPES)
         refused = refusal(configuration, "sdpa_fp8", RULES)
         if refused is not None:
             raise refused
-        scale, *lengths = problem.operands(decode=False, sinks=False, full_lengths=problem.needs_lengths)
-        k, v, *tables = (problem.k, problem.v) if self.pages is None else self.pages
+        scale, *lengths = dense.operands(decode=False, sinks=False, full_lengths=dense.needs_lengths)
+        k, v, *tables = (dense.k, dense.v) if self.pages is None else self.pages
         inputs = [
-            Operand("q", problem.visible(problem.q)),
+            Operand("q", dense.visible(dense.q)),
             *(Operand("k", k), Operand("v", v)),
             *(scale, *device_scalars(Fp8Scales._fields), *lengths),
             *(Operand(name, table) for table in tables for name in ("table_k", "table_v")),
         ]
-        out = problem.visible(self.out)
+        out = dense.visible(self.out)
         outputs = [Operand("out", out), *device_scalars(("amax_s", "amax_o"))]
         if self.with_lse:
             outputs.append(Operand("lse", TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)))
-        options = {"band": problem.mask.band, "with_lse": self.with_lse}
+        options = {"band": dense.mask.band, "with_lse": self.with_lse}
         return graphs.sdpa_fp8_forward.key(
             inputs=inputs, outputs=outputs, options=options, target=target, device=device
         )
 
     def extra_kernels(self) -> list[str]:
         """The kernels that a call runs in addition to its plan, for `explain`."""
-        notes = [AMAXES, *self.problem.extra_kernels(), *_notes_on_lengths(self.problem)]
-        if self.problem.mask.masked_rows and self.with_lse:
+        notes = [AMAXES, *self.dense.extra_kernels(), *_notes_on_lengths(self.dense)]
+        if self.dense.mask.masked_rows and self.with_lse:
             notes.append("the log-sum-exp of the other queries is copied into place")
         if self.pages is not None:
             notes.append("page ids are clamped to the cache")
-        if self.problem.lengths_q or self.pages is not None:
+        if self.dense.lengths_q or self.pages is not None:
             notes.append("rows past the lengths are zeroed, and amax_o is computed from the output")
         return notes
 
@@ -147,13 +147,13 @@ class BackwardSpec:
     """A backward call without its data.
 
     Attributes:
-        problem: What it has in common with its forward pass.
+        dense: What it has in common with its forward pass.
         out: The output of the forward pass.
         grad_out: Its gradient, as cuDNN reads it; gradients are of its dtype.
         deterministic: Whether the result must be bit-exact.
     """
 
-    problem: DenseSpec
+    dense: DenseSpec
     out: TensorLayout
     grad_out: TensorLayout
     deterministic: bool
@@ -170,77 +170,79 @@ class BackwardSpec:
         Raises:
             UnsupportedError: cuDNN is known to have no plan.
         """
-        problem = self.problem
-        refused = refusal(problem.case(BACKWARD, target, deterministic=self.deterministic), "sdpa_fp8_backward", RULES)
+        dense = self.dense
+        refused = refusal(
+            dense.configuration(BACKWARD, target, deterministic=self.deterministic), "sdpa_fp8_backward", RULES
+        )
         if refused is not None:
             raise refused
-        full = problem.needs_lengths or self._pads(target)
-        scale, *lengths = problem.operands(decode=False, sinks=False, full_lengths=full)
+        full = dense.needs_lengths or self._pads(target)
+        scale, *lengths = dense.operands(decode=False, sinks=False, full_lengths=full)
         rows = self.padded_rows(target)
         out = self._of_rows(self.out, rows)
         inputs = [
-            Operand("q", self._of_rows(problem.q, rows)),
-            Operand("k", problem.k),
-            Operand("v", problem.v),
+            Operand("q", self._of_rows(dense.q, rows)),
+            Operand("k", dense.k),
+            Operand("v", dense.v),
             Operand("out", out),
             Operand("grad_out", self._of_rows(self.grad_out, rows)),
             Operand("lse", TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)),
             *(scale, *device_scalars(Fp8BackwardScales._fields), *lengths),
         ]
-        options = {"band": problem.mask.band, "deterministic": self.deterministic}
+        options = {"band": dense.mask.band, "deterministic": self.deterministic}
         return graphs.sdpa_fp8_backward.key(
             inputs=inputs, outputs=self._outputs(rows), options=options, target=target, device=device
         )
 
     def gradients(self) -> list[TensorLayout]:
         """The layouts of the gradients of q, k and v, with all rows."""
-        return [self.gradient_layout(layout) for layout in (self.problem.q, self.problem.k, self.problem.v)]
+        return [self.gradient_layout(layout) for layout in (self.dense.q, self.dense.k, self.dense.v)]
 
     def part(self, target: Target) -> BackwardSpec:
         """The spec of the batch entries of one launch: itself, or a part for `SplitBackward`."""
-        entries = self._entries_on_hopper() if target.sm // 10 == 9 else self.problem.q.shape[0]
-        if entries == self.problem.q.shape[0]:
+        entries = self._entries_on_hopper() if target.sm // 10 == 9 else self.dense.q.shape[0]
+        if entries == self.dense.q.shape[0]:
             return self
-        problem = self.problem
+        dense = self.dense
         q, k, v, out, grad_out = (
             TensorLayout((entries, *x.shape[1:]), canonical_stride((entries, *x.shape[1:]), x.stride), x.dtype)
-            for x in (problem.q, problem.k, problem.v, self.out, self.grad_out)
+            for x in (dense.q, dense.k, dense.v, self.out, self.grad_out)
         )
-        return replace(self, problem=replace(problem, q=q, k=k, v=v), out=out, grad_out=grad_out)
+        return replace(self, dense=replace(dense, q=q, k=k, v=v), out=out, grad_out=grad_out)
 
     def _entries_on_hopper(self) -> int:
         """Batch entries per launch: the fewest that keep the GPU busy and divide the batch."""
-        problem, batch = self.problem, self.problem.q.shape[0]
-        band = problem.mask.band
+        dense, batch = self.dense, self.dense.q.shape[0]
+        band = dense.mask.band
         # A slice of the full gradient has the plan's layout only if batch entries are not interleaved.
         apart = all(layout.stride[0] == max(layout.stride) for layout in self.gradients())
-        if band is None or band[1] is None or not apart or problem.skv < _LONG:
+        if band is None or band[1] is None or not apart or dense.skv < _LONG:
             return batch
-        wanted = -(-_ENOUGH_TILES // (problem.q.shape[1] * -(-problem.skv // _TILE)))
+        wanted = -(-_ENOUGH_TILES // (dense.q.shape[1] * -(-dense.skv // _TILE)))
         return next((entries for entries in range(wanted, batch) if batch % entries == 0), batch)
 
     def padded_rows(self, target: Target) -> int:
         """Queries in the plan: those that see a key, zero-padded to a multiple of 16 on Hopper."""
-        rows = self.problem.rows
+        rows = self.dense.rows
         return workarounds.padded_rows(rows) if target.sm // 10 == 9 else rows
 
     def _of_rows(self, layout: TensorLayout, rows: int) -> TensorLayout:
         """The layout of a tensor with query rows as the plan reads it."""
-        return self.problem.visible(layout) if rows == self.problem.rows else workarounds.padded_layout(layout, rows)
+        return self.dense.visible(layout) if rows == self.dense.rows else workarounds.padded_layout(layout, rows)
 
     def _pads(self, target: Target) -> bool:
         """Whether full lengths are passed to mask the padding of the last tiles: see `known_issues`."""
-        partial = self.problem.rows % LAST_TILE != 0 or self.problem.skv % LAST_TILE != 0
+        partial = self.dense.rows % LAST_TILE != 0 or self.dense.skv % LAST_TILE != 0
         return partial and target.cudnn < FIRST_RIGHT_LAST_TILE
 
     def _outputs(self, rows: int) -> list[Operand]:
         """The gradients, each in the memory order of its tensor, and the amax outputs."""
-        problem = self.problem
+        dense = self.dense
         gradients = {
-            "grad_q": self._of_rows(self.gradient_layout(problem.q), rows),
-            "grad_k": self.gradient_layout(problem.k),
+            "grad_q": self._of_rows(self.gradient_layout(dense.q), rows),
+            "grad_k": self.gradient_layout(dense.k),
         }
-        gradients["grad_v"] = self.gradient_layout(problem.v)
+        gradients["grad_v"] = self.gradient_layout(dense.v)
         amaxes = device_scalars(("amax_dq", "amax_dk", "amax_dv", "amax_dp"))
         return [*(Operand(name, layout) for name, layout in gradients.items()), *amaxes]
 
@@ -250,14 +252,14 @@ class BackwardSpec:
 
     def extra_kernels(self) -> list[str]:
         """The kernels that a call runs in addition to its plan, for `explain`."""
-        notes, masked_rows = [AMAXES, GRAD_OUT_COPY, *_notes_on_lengths(self.problem)], self.problem.mask.masked_rows
+        notes, masked_rows = [AMAXES, GRAD_OUT_COPY, *_notes_on_lengths(self.dense)], self.dense.mask.masked_rows
         if masked_rows:
             notes.append(f"the gradient of the first {masked_rows} queries is zeroed")
             notes.append("the log-sum-exp of the other queries is copied")
         entries = self._entries_on_hopper()
-        if entries != self.problem.q.shape[0]:
+        if entries != self.dense.q.shape[0]:
             notes.append(f"on Hopper the batch is split into launches of {entries} entries")
-        if self.problem.rows % workarounds.ROWS_AT_ONCE:
+        if self.dense.rows % workarounds.ROWS_AT_ONCE:
             notes.append(
                 "on Hopper q, out, grad_out and lse are copied into padded tensors, and the gradient of q out of one: "
                 "the number of queries is not a multiple of 16"
@@ -272,19 +274,19 @@ def keys(call: Fp8Arguments, target: Target, device: int | None) -> Iterator[Pla
         UnsupportedError: cuDNN is known to have no plan.
     """
     spec = ForwardSpec.of(call)
-    if not spec.problem.is_empty:
+    if not spec.dense.is_empty:
         yield spec.key(target, device)
 
 
 def keys_of_backward(call: Fp8BackwardArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
     """`keys` for a backward call."""
     spec = BackwardSpec.of(call)
-    if not spec.problem.is_empty:
+    if not spec.dense.is_empty:
         yield spec.part(target).key(target, device)
 
 
 AMAXES = "the amax outputs are zeroed first, except on Hopper"
 
 
-def _notes_on_lengths(problem: DenseSpec) -> list[str]:
-    return ["lengths are clamped to the tensors"] if problem.has_lengths else []
+def _notes_on_lengths(dense: DenseSpec) -> list[str]:
+    return ["lengths are clamped to the tensors"] if dense.has_lengths else []

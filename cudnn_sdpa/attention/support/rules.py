@@ -121,7 +121,7 @@ class Rule:
 
     Attributes:
         applies: Whether it rejects a configuration.
-        reason: Why, filled in with the case's attributes.
+        reason: Why, filled in with the configuration's attributes.
         suggestion: What works instead, likewise.
         wrong: Whether cuDNN has a plan nevertheless, which is wrong or was never seen to be right.
     """
@@ -132,51 +132,51 @@ class Rule:
     wrong: bool = False
 
 
-def _lacks_backward_head_dim(case: Configuration) -> bool:
-    if not case.backward or case.largest_head_dim <= case.backward_head_dim:
+def _lacks_backward_head_dim(config: Configuration) -> bool:
+    if not config.backward or config.largest_head_dim <= config.backward_head_dim:
         return False
-    if not case.is_data_center_blackwell:
+    if not config.is_data_center_blackwell:
         return True
-    first = {(192, 128): 91100, (256, 256): 92300}.get((case.head_dim, case.head_dim_v))
-    return first is None or case.cudnn < first
+    first = {(192, 128): 91100, (256, 256): 92300}.get((config.head_dim, config.head_dim_v))
+    return first is None or config.cudnn < first
 
 
-def _starts_late(case: Configuration) -> bool:
-    negative = case.band is not None and case.band[0] is not None and case.band[0] < 0
-    return negative and not case.softcap and (case.bias or case.dropout or case.alibi)
+def _starts_late(config: Configuration) -> bool:
+    negative = config.band is not None and config.band[0] is not None and config.band[0] < 0
+    return negative and not config.softcap and (config.bias or config.dropout or config.alibi)
 
 
-def _lacks_gradient_over_one_key(case: Configuration) -> bool:
-    if not (case.backward and case.bias and case.skv == 1):
+def _lacks_gradient_over_one_key(config: Configuration) -> bool:
+    if not (config.backward and config.bias and config.skv == 1):
         return False
-    if case.is_data_center_blackwell:
-        return case.bias_gradient or (case.cudnn < 92800 and (case.deterministic or case.softcap))
-    return case.is_ampere_kind
+    if config.is_data_center_blackwell:
+        return config.bias_gradient or (config.cudnn < 92800 and (config.deterministic or config.softcap))
+    return config.is_ampere_kind
 
 
 RULES = (
     Rule(
-        lambda case: case.sm < MIN_SM,
+        lambda config: config.sm < MIN_SM,
         "{gpu} has compute capability {capability}; cuDNN's attention needs 8.0",
         "torch.nn.functional.scaled_dot_product_attention on this GPU",
     ),
     Rule(
-        lambda case: case.dtype not in DTYPES,
+        lambda config: config.dtype not in DTYPES,
         "cuDNN's attention takes float16 or bfloat16, not {dtype_name}",
         "q, k and v converted to torch.bfloat16",
     ),
     Rule(
-        lambda case: case.head_dim % 8 != 0 or case.head_dim_v % 8 != 0,
+        lambda config: config.head_dim % 8 != 0 or config.head_dim_v % 8 != 0,
         "cuDNN's attention takes head dims that are multiples of 8, not {head_dim} and {head_dim_v}",
         "q, k and v padded with torch.nn.functional.pad",
     ),
     Rule(
-        lambda case: case.largest_head_dim > MAX_HEAD_DIM,
+        lambda config: config.largest_head_dim > MAX_HEAD_DIM,
         f"head dim {{largest_head_dim}} is over {MAX_HEAD_DIM}, the largest that this library is tested with",
         f"head dims of up to {MAX_HEAD_DIM}",
     ),
     Rule(
-        lambda case: case.cudnn in (91000, 91001),
+        lambda config: config.cudnn in (91000, 91001),
         "cuDNN {version} computes attention wrongly",
         "cuDNN 9.10.2 or newer",
         wrong=True,
@@ -187,106 +187,112 @@ RULES = (
         "head dims of up to {backward_head_dim}, or no gradients",
     ),
     Rule(
-        lambda case: (
-            case.dropout
-            and case.is_data_center_blackwell
-            and case.head_dim > case.head_dim_v == 128
-            and case.head_dim != 192
-            and case.cudnn >= 91100  # it compiles on 9.10.2
+        lambda config: (
+            config.dropout
+            and config.is_data_center_blackwell
+            and config.head_dim > config.head_dim_v == 128
+            and config.head_dim != 192
+            and config.cudnn >= 91100  # it compiles on 9.10.2
         ),
         "on SM {sm} there is no dropout for head dims {head_dim} and 128: cuDNN's kernel does not compile",
         "v padded to head dim 136, and the output sliced",
     ),
     Rule(
-        lambda case: case.backward and case.packed and case.is_ampere_kind,
+        lambda config: config.backward and config.packed and config.is_ampere_kind,
         "on SM {sm} there are no gradients of packed sequences",
         "padded sequences, with seq_lens_q and seq_lens_kv",
     ),
     Rule(
-        lambda case: case.backward and case.softcap and case.is_ampere_kind,
+        lambda config: config.backward and config.softcap and config.is_ampere_kind,
         "on SM {sm} there are no gradients with softcap",
         "softcap=None, or no gradients",
     ),
     Rule(
-        lambda case: case.bottom_right and not case.softcap and (case.bias or case.dropout or case.alibi),
+        lambda config: config.bottom_right and not config.softcap and (config.bias or config.dropout or config.alibi),
         "a bottom-right mask with a right bound excludes attn_mask, dropout and alibi, unless it can be counted from "
         "the top left, which actual sequence lengths and a window narrower than Skv - Sq do not allow",
         "the band drawn into attn_mask, without is_causal and window",
     ),
     Rule(
-        lambda case: case.backward and _starts_late(case),
+        lambda config: config.backward and _starts_late(config),
         "a bottom-right window that starts right of the first query's key excludes gradients with attn_mask, dropout "
         "and alibi",
         "the band drawn into attn_mask, without is_causal and window",
     ),
     Rule(
-        lambda case: case.alibi and not case.softcap and (case.band is None or case.band[1] != 0 or case.band[2]),
+        lambda config: (
+            config.alibi and not config.softcap and (config.band is None or config.band[1] != 0 or config.band[2])
+        ),
         "linear biases need a causal mask aligned top-left",
         "the biases given as attn_mask",
     ),
     Rule(
-        lambda case: case.alibi and case.softcap,
+        lambda config: config.alibi and config.softcap,
         "softcap excludes cuDNN's linear biases",
         "the biases given as attn_mask",
         wrong=True,
     ),
     Rule(
-        lambda case: case.sinks and not case.backward and case.cudnn < 91300 and (case.packed or case.sq > 1),
+        lambda config: (
+            config.sinks and not config.backward and config.cudnn < 91300 and (config.packed or config.sq > 1)
+        ),
         "attention sinks need cuDNN 9.13, and this is {version}",
         "a newer cuDNN, or no sinks",
     ),
     Rule(  # seen on 9.10.2, not on 9.19
-        lambda case: case.backward and case.sq == 1 and case.is_data_center_blackwell and case.cudnn < 91900,
+        lambda config: config.backward and config.sq == 1 and config.is_data_center_blackwell and config.cudnn < 91900,
         "on SM {sm} planning the gradients of a single query crashes cuDNN before 9.19, and this is {version}",
         "a newer cuDNN, or no gradients",
         wrong=True,
     ),
     Rule(  # seen on 9.10.2, not on 9.19
-        lambda case: case.backward and case.softcap and case.skv % 128 != 0 and case.cudnn < 91100,
+        lambda config: config.backward and config.softcap and config.skv % 128 != 0 and config.cudnn < 91100,
         "gradients with softcap need a multiple of 128 keys with cuDNN {version}",
         "a newer cuDNN, or keys padded to a multiple of 128 and hidden with attn_mask",
     ),
     Rule(
-        lambda case: case.softcap and case.lengths and case.sq == 1 and not case.packed,
+        lambda config: config.softcap and config.lengths and config.sq == 1 and not config.packed,
         "with softcap and actual sequence lengths, cuDNN computes a single query wrongly",
         "an attn_mask (B, 1, 1, Skv) that masks the keys past each length",
         wrong=True,
     ),
     Rule(
-        lambda case: case.dropout and case.sq == 1,
+        lambda config: config.dropout and config.sq == 1,
         "dropout with a single query makes cuDNN read memory that is not its own",
         "dropout_p=0, or more queries",
         wrong=True,
     ),
     Rule(
-        lambda case: case.softcap and case.bias_gradient,
+        lambda config: config.softcap and config.bias_gradient,
         "with softcap, cuDNN gives wrong gradients of attn_mask",
         "an attn_mask that requires no grad",
         wrong=True,
     ),
     Rule(
-        lambda case: (
-            case.backward
-            and case.is_data_center_blackwell
-            and case.head_dim == case.head_dim_v == 256
-            and case.has_dropout_or_bias_gradient
+        lambda config: (
+            config.backward
+            and config.is_data_center_blackwell
+            and config.head_dim == config.head_dim_v == 256
+            and config.has_dropout_or_bias_gradient
         ),
         "on SM {sm} gradients with head dim 256 exclude dropout, alibi and gradients of attn_mask",
         "head dims of up to {backward_head_dim}, or none of these",
     ),
     Rule(
-        lambda case: (
-            case.bias_gradient and case.is_data_center_blackwell and (case.head_dim, case.head_dim_v) == (192, 128)
+        lambda config: (
+            config.bias_gradient
+            and config.is_data_center_blackwell
+            and (config.head_dim, config.head_dim_v) == (192, 128)
         ),
         "on SM {sm} there are no gradients of attn_mask for head dims {head_dim} and {head_dim_v}",
         "an attn_mask that requires no grad, or head dims of up to {backward_head_dim}",
     ),
     Rule(
-        lambda case: (
-            case.bias_gradient
-            and case.dropout
-            and case.is_data_center_blackwell
-            and case.cudnn >= 91100  # 9.10.2 has a kernel
+        lambda config: (
+            config.bias_gradient
+            and config.dropout
+            and config.is_data_center_blackwell
+            and config.cudnn >= 91100  # 9.10.2 has a kernel
         ),
         "on SM {sm} there are no gradients of attn_mask with dropout",
         "dropout_p=0, or an attn_mask that requires no grad",
@@ -297,49 +303,54 @@ RULES = (
         "a second key that attn_mask masks",
     ),
     Rule(
-        lambda case: (
-            case.backward and case.deterministic and case.is_data_center_blackwell and case.has_dropout_or_bias_gradient
+        lambda config: (
+            config.backward
+            and config.deterministic
+            and config.is_data_center_blackwell
+            and config.has_dropout_or_bias_gradient
         ),
         "on SM {sm} there is no deterministic kernel for gradients of attn_mask, dropout or alibi",
         "deterministic=False",
     ),
     Rule(
-        lambda case: case.backward and case.deterministic and case.is_data_center_blackwell and case.cudnn < 91800,
+        lambda config: (
+            config.backward and config.deterministic and config.is_data_center_blackwell and config.cudnn < 91800
+        ),
         "on SM {sm} deterministic gradients need cuDNN 9.18, and this is {version}",
         "deterministic=False",
     ),
     Rule(
-        lambda case: (
-            case.backward
-            and case.deterministic
-            and case.softcap
-            and case.lengths
-            and case.is_data_center_blackwell
-            and case.cudnn < 92800
+        lambda config: (
+            config.backward
+            and config.deterministic
+            and config.softcap
+            and config.lengths
+            and config.is_data_center_blackwell
+            and config.cudnn < 92800
         ),
         "on SM {sm} deterministic gradients with softcap and lengths need cuDNN 9.28, and this is {version}",
         "deterministic=False",
     ),
     Rule(
-        lambda case: case.packed and case.sm < 90 and case.cudnn < 91801,
+        lambda config: config.packed and config.sm < 90 and config.cudnn < 91801,
         "on SM {sm} packed sequences need cuDNN 9.18.1, and this is {version}",
         "padded sequences, with seq_lens_q and seq_lens_kv",
     ),
 )
 
 
-def refusal(case: Configuration, what: str, rules: Sequence[Rule] = RULES) -> UnsupportedError | None:
+def refusal(config: Configuration, what: str, rules: Sequence[Rule] = RULES) -> UnsupportedError | None:
     """One error with the reasons of all rules that reject a configuration; None if none does."""
-    broken = [rule for rule in rules if rule.applies(case)]
+    broken = [rule for rule in rules if rule.applies(config)]
     if not broken:
         return None
     named = ("gpu", "sm", "head_dim", "head_dim_v", "largest_head_dim", "sq", "skv")
-    facts = {name: getattr(case, name) for name in named}
+    facts = {name: getattr(config, name) for name in named}
     facts |= {
-        "capability": case.sm / 10,
-        "dtype_name": str(case.dtype).removeprefix("torch."),
-        "backward_head_dim": case.backward_head_dim,
-        "version": f"{case.cudnn // 10000}.{case.cudnn // 100 % 100}.{case.cudnn % 100}",
+        "capability": config.sm / 10,
+        "dtype_name": str(config.dtype).removeprefix("torch."),
+        "backward_head_dim": config.backward_head_dim,
+        "version": f"{config.cudnn // 10000}.{config.cudnn // 100 % 100}.{config.cudnn % 100}",
     }
     suggestions = dict.fromkeys(rule.suggestion.format(**facts) for rule in broken)
     return UnsupportedError(what, [rule.reason.format(**facts) for rule in broken], "; ".join(suggestions))

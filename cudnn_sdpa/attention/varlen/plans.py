@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -96,7 +95,7 @@ class VarlenSpec:
         """Total number of rows of queries and of keys of the plan."""
         return row_bucket(self.q.shape[0]), row_bucket(self.k.shape[0])
 
-    def case(self, operation: str, target: Target, **more: Any) -> Configuration:
+    def configuration(self, operation: str, target: Target, **more: bool) -> Configuration:
         """The configuration that the support rules check."""
         return Configuration(
             operation=operation,
@@ -123,7 +122,7 @@ class VarlenSpec:
         Raises:
             UnsupportedError: The call is known to be unsupported.
         """
-        refused = refusal(self.case(FORWARD, target), "sdpa_varlen")
+        refused = refusal(self.configuration(FORWARD, target), "sdpa_varlen")
         if refused is not None:
             raise refused
         offsets = [self._offsets(name) for name in ("q", "k", "v", "out", *(("lse",) if with_lse else ()))]
@@ -169,7 +168,7 @@ class VarlenSpec:
 
     def refusal(self, target: Target, *, deterministic: bool) -> UnsupportedError | None:
         """The error with every reason known against a backward plan, None if there is none."""
-        return refusal(self.case(BACKWARD, target, deterministic=deterministic), "the gradient of sdpa_varlen")
+        return refusal(self.configuration(BACKWARD, target, deterministic=deterministic), "the gradient of sdpa_varlen")
 
     def gradients(self) -> tuple[TensorLayout, TensorLayout, TensorLayout]:
         """The gradients of q, k and v as cuDNN writes them: in the memory order of their tensors where it can.

@@ -107,10 +107,10 @@ def test_no_plan_has_a_mask_over_one_key(shape):
 
 def test_packed_plans_avoid_known_bugs():
     of = varlen()
-    problem, layout = spec_of(of), output_layout(of)
+    spec, layout = spec_of(of), output_layout(of)
     for key in (
-        problem.forward_key(layout, True, target(), None),
-        problem.backward_key(layout, layout, False, target(), None),
+        spec.forward_key(layout, True, target(), None),
+        spec.backward_key(layout, layout, False, target(), None),
     ):
         assert any("overflow 32 bits" in fault for fault in faults(key))
         known_issues.check(key)

@@ -131,7 +131,7 @@ def places(tables, bucket, name, x):
     batch, heads, rows, _ = x.shape
     operand = {"q": bucket.packed.q, "k": bucket.packed.k, "v": bucket.packed.v, "out": bucket.out}[name]
     begins, lengths = tables[f"offsets_{name}"], tables["seq_len_q" if name in ("q", "out") else "seq_len_kv"]
-    heads_q = bucket.forward.problem.q.shape[1]
+    heads_q = bucket.forward.dense.q.shape[1]
     found = torch.empty(batch, heads_q, rows, dtype=torch.int64)
     for b in range(batch):
         for h in range(heads_q):
@@ -162,8 +162,8 @@ def test_the_tables_point_into_the_tensors(layouts, out, batch, heads, rows):
         assert lengths.dtype == torch.int32
         assert lengths.shape == (sequences,)
         assert lengths[real:].sum() == 0
-    problem = call.problem
-    for name, x in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("out", call.out)):
+    dense = call.dense
+    for name, x in (("q", dense.q), ("k", dense.k), ("v", dense.v), ("out", call.out)):
         assert tables[f"offsets_{name}"].shape == (sequences + 1,)
         assert tables[f"offsets_{name}"].dtype == torch.int64
         group = heads[0] // x.shape[1]

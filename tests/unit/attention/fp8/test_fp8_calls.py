@@ -75,7 +75,7 @@ def test_batch_entries_may_be_split_into_several_launches(case, entries, monkeyp
     expected = sdpa_fp8_backward(grad_out, q, k, v, forward.out, forward.lse, scales, **options)
     given = (grad_out, q, k, v, forward.out, forward.lse)
     whole = BackwardSpec.of(Fp8BackwardArguments(*given, *scales, **split(options)))
-    assert whole.part(TARGET).problem.q.shape[0] == entries
+    assert whole.part(TARGET).dense.q.shape[0] == entries
     assert any("launches" in note for note in whole.extra_kernels())
     with gpu_on_the_cpu(fp8_attention):
         found = sdpa_fp8_backward(*given, scales, **options)
@@ -93,7 +93,7 @@ def test_when_batch_entries_are_split_into_launches():
         q = torch.empty(batch, length, heads, 128, dtype=E4M3, device="meta").transpose(1, 2)
         lse = torch.empty(batch, heads, length, device="meta")
         call = Fp8BackwardArguments(q, q, q, q, q, lse, *SCALES, **options)
-        return BackwardSpec.of(call).part(target).problem.q.shape[0]
+        return BackwardSpec.of(call).part(target).dense.q.shape[0]
 
     causal = {"is_causal": True}
     assert [
