@@ -224,6 +224,24 @@ def compile_command(
     _report(lambda: compile_plans(plans, target, output, progress=True, workers=workers))
 
 
+@app.command("build-native")
+def build_native(
+    again: Annotated[bool, typer.Option("--again", help="Compile it even if it is there.")] = False,
+) -> None:
+    """Compile the native module ahead, for this PyTorch and this Python, and load it."""
+    import cudnn_sdpa._pytorch  # noqa: F401
+    from cudnn_sdpa.engine.native import build, loader
+    from cudnn_sdpa.engine.native.compiler import CompileError
+
+    try:
+        built = build.build(build.Recipe(), again=again)
+        loader.load(built.path)
+    except (CompileError, ImportError) as error:
+        _fail(" ".join(str(error).split()), PROBLEM)
+    how = "compiled before" if built.seconds is None else f"compiled in {built.seconds:.0f} s"
+    typer.echo(f"{how} with {' '.join(built.compiler)}: {built.path}")
+
+
 plans_app = typer.Typer(invoke_without_command=True)
 app.add_typer(plans_app, name="plans")
 Folder = Annotated[
