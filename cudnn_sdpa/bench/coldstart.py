@@ -12,10 +12,10 @@ from pathlib import Path
 
 from rich.progress import track
 
+from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.bench.programs.first_call import LENGTHS, SHAPES
 from cudnn_sdpa.bench.tools import processes
 from cudnn_sdpa.bench.tools.output import Row
-from cudnn_sdpa.graph.backend import JsonObject
 from cudnn_sdpa.plans.default_store import OFF
 
 #: The first two calls.

@@ -10,6 +10,7 @@ from typing import Any
 from rich.progress import track
 from torch import Tensor
 
+from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.buckets import BucketRun
 from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
@@ -18,7 +19,6 @@ from cudnn_sdpa.bench.tools import cases
 from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.processes import run_module
 from cudnn_sdpa.bench.tools.timing import device_times
-from cudnn_sdpa.graph.backend import JsonObject
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.default_store import OFF
 from cudnn_sdpa.plans.shape_policy import BUCKETED, EXACT, TIERED, shape_policy

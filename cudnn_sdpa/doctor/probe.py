@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.doctor.facts import CudnnFacts, Facts, Gpu, StoreFacts, TorchFacts, TrialFacts
 from cudnn_sdpa.errors import OfflineError
 from cudnn_sdpa.graph import backend
-from cudnn_sdpa.graph.backend import JsonObject
 from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.driver import compiler
 from cudnn_sdpa.plans import default_store, private_folders

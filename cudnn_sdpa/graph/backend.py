@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias
 
+from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.errors import ExecutionError, LibraryError, UnsupportedError
 from cudnn_sdpa.graph.determinism import is_repeatable
 from cudnn_sdpa.graph.diagnostics import SourceLocation, reason_of, recording
@@ -33,9 +34,6 @@ PyGraph: TypeAlias = Any
 
 #: The frontend's `Handle`, which owns a `cudnnHandle_t`.
 Handle: TypeAlias = Any
-
-#: An object of a JSON file or message: whoever reads a value checks it.
-JsonObject: TypeAlias = dict[str, Any]
 
 #: A GPU in the format of cuDNN's device-properties JSON.
 DeviceProperties: TypeAlias = JsonObject

@@ -13,7 +13,8 @@ from enum import Enum
 
 import torch
 
-from cudnn_sdpa.graph.backend import JsonObject, version_string
+from cudnn_sdpa._json import JsonObject
+from cudnn_sdpa.graph.backend import version_string
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target, serial_of
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cudnn_sdpa.graph.backend import JsonObject
+from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.graph.symbolic_shapes import Comparisons, comparisons, is_true
 
 #: Names under which cuDNN knows the dtypes (members of ``cudnn.data_type``).

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph import backend
-from cudnn_sdpa.graph.backend import DeviceProperties, JsonObject
+from cudnn_sdpa.graph.backend import DeviceProperties
 from cudnn_sdpa.graph.diagnostics import printable, shortened
 
 #: The properties that determine what cuDNN plans and compiles. PCI id, clocks, driver and name are left out, so that

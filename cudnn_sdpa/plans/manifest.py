@@ -6,9 +6,10 @@ import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.graph.backend import JsonObject, version_string
+from cudnn_sdpa.graph.backend import version_string
 from cudnn_sdpa.graph.definition import find_operation
 from cudnn_sdpa.graph.diagnostics import shortened
 from cudnn_sdpa.graph.key import PlanKey

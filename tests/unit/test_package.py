@@ -18,7 +18,7 @@ from cudnn_sdpa import errors
 PACKAGE = Path(cudnn_sdpa.__file__).parent
 #: Layers from the bottom up; a module imports its own layer and those below it.
 LAYERS = [
-    ("_version", "_start", "errors", "settings"),
+    ("_version", "_start", "_json", "errors", "settings"),
     ("graph",),
     ("plans",),
     ("offline",),

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 
-from cudnn_sdpa.graph.backend import JsonObject
+from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.offline import interpreter
 
 #: A process takes a few seconds, or half a minute if it builds hundreds of plans.
