@@ -213,6 +213,7 @@ USAGE = [
     "warmup {nothing} --workers 0",
     "device --yaml",
     "doctor --yaml",
+    "build-native --yaml",
     "explain",
     "explain sdpa",
     "explain nothing q=2",
