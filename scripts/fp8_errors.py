@@ -73,7 +73,7 @@ def of_inputs(tensors: list[Tensor]) -> list[Tensor]:
     """The tensors as FP8 holds them."""
     table = new_table(tensors[0].device)
     wanted = quantize.Wanted((0, 1, 2), E4M3, LIMIT, current=True)
-    made = quantize.quantize([x.detach() for x in tensors], wanted, table, None, None)
+    made = quantize.quantize([x.detach() for x in tensors], wanted, table=table, given=None, record=None)
     return [x.double() * number(table, DESCALE, row).double() for row, x in enumerate(made)]
 
 

@@ -138,7 +138,7 @@ class LengthsKernel(_IntsKernel):
         if decode or has_kv:
             made.append("seq_len_kv")
         outputs = dict(zip(made, slots(LengthsFields, *made), strict=True))
-        super().__init__(correct_kernel, fields, outputs, batch, device)
+        super().__init__(correct_kernel, fields, outputs, size=batch, device=device)
 
 
 class RowLimitsKernel(_IntsKernel):
@@ -178,7 +178,8 @@ class RowLimitsKernel(_IntsKernel):
             highest=_PER_CALL,
         )
         lowest, highest = slots(LimitsFields, "lowest", "highest")
-        super().__init__(limit_kernel, fields, {"lowest": lowest, "highest": highest}, batch * rows, device)
+        outputs = {"lowest": lowest, "highest": highest}
+        super().__init__(limit_kernel, fields, outputs, size=batch * rows, device=device)
 
 
 def addresses_of(lengths_q: Tensor | None, lengths_kv: Tensor | None) -> tuple[int, int]:

@@ -116,7 +116,7 @@ def _launches(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> Launches:
     for _ in range(3):
         torch.autograd.grad(sdpa(q, k, v), (q, k, v), grad_out)
     out, lse = sdpa(q.detach(), k.detach(), v.detach(), return_lse=True)
-    of = _backward_call(q.detach(), k.detach(), v.detach(), grad_out, out, lse)
+    of = _backward_call(q.detach(), k.detach(), v.detach(), grad_out=grad_out, out=out, lse=lse)
     target, device = live_target(q.get_device()), q.get_device()
     (forward,), (backward,) = SDPA.keys(of.call, target, device), SDPA.gradient_keys(of, target, device)
     scale = array("f", [of.call.scale_value])

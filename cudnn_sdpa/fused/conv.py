@@ -185,7 +185,11 @@ def _convolve(
     if isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_cuda and not _may_be_tf32():  # in each call
         reasons = ["cuDNN multiplies float32 in TF32 here, and torch.backends.cudnn.allow_tf32 is False"]
         raise UnsupportedError("a convolution of float32", reasons, "bfloat16 or float16, or PyTorch's own functions")
-    fused = None if activation is None or _is_separate(x, weight, bias, groups, activation) else activation
+    fused = (
+        None
+        if activation is None or _is_separate(x, weight, bias, groups=groups, activation=activation)
+        else activation
+    )
     options["groups"], options["activation"] = groups, fused
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if rank == 2 and options["stride"] != (1, 1) and type(groups) is int and _has_size(weight, options["stride"]):
@@ -200,7 +204,9 @@ def _is_separate(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, ac
     """Whether the activation is a separate kernel; False for wrong arguments, which the checks name."""
     check_activation(activation)
     try:
-        return needs_gradient(x, weight, bias) or has_separate_activation(x, weight, bias, groups, activation)
+        return needs_gradient(x, weight, bias) or has_separate_activation(
+            x, weight, bias, groups=groups, activation=activation
+        )
     except (AttributeError, IndexError, RuntimeError, TypeError):
         return False
 

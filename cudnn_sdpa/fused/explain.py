@@ -96,7 +96,9 @@ def _convolution(
         reasons = ["the stride equals the filter size: the patches are gathered, and PyTorch multiplies them"]
         raise UnsupportedError("a cuDNN plan for this conv2d", reasons, "calling it")
     tensors = (x, weight) if bias is None else (x, weight, bias)
-    is_separate = needs_gradient(*tensors) or conv.has_separate_activation(x, weight, bias, groups, activation)
+    is_separate = needs_gradient(*tensors) or conv.has_separate_activation(
+        x, weight, bias, groups=groups, activation=activation
+    )
     fused = None if is_separate else activation
     forward = convolution.describe(x, weight, bias, **sizes, groups=groups, activation=fused)
     copied = [name for name, part in (("x", x), ("weight", weight)) if channels_last(part) is not part]

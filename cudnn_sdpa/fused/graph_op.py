@@ -207,7 +207,8 @@ class GraphFunction(GraphOp):
 
     def saved(self, values: Sequence[Value], static: Options, needs: Sequence[bool] | None = None) -> Saved:
         """What a call saves for its backward pass, given which operands require a gradient, or any."""
-        return Saved(self, static, Pattern(values), tuple(needs or [True] * len(values)), values)
+        needs = tuple(needs or [True] * len(values))
+        return Saved(self, static, pattern=Pattern(values), needs=needs, values=values)
 
     def _returned(self, results: Sequence[Tensor], *, trains: bool) -> Any:
         """The results that a caller gets: those for `backward` alone are left out."""
@@ -310,7 +311,9 @@ class GraphFunction(GraphOp):
             if x is not None
         ]
         outputs = [Operand(f"output{place}", layout) for place, layout in enumerate(layouts)]
-        return self.key(inputs, outputs, static, target, device, deterministic=deterministic)
+        return self.key(
+            inputs=inputs, outputs=outputs, options=static, target=target, device=device, deterministic=deterministic
+        )
 
     def prepared(self, values: tuple[Value, ...], static: Options) -> _Entry:
         """A call, with all operands and options and tensors that kernels can read, bound to its plan.
@@ -428,6 +431,7 @@ class Saved:
         self,
         function: GraphFunction,
         static: Options,
+        *,
         pattern: Pattern,
         needs: tuple[bool, ...],
         values: Sequence[Value],

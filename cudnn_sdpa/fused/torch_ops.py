@@ -299,8 +299,8 @@ define(
     "graph_function",
     "str name, str kinds, Tensor[] tensors, float[] numbers, SymInt[]? symbols, str options",
     "Tensor[]",
-    decoded(run_gpu),
-    decoded(run_reference),
-    decoded(fake_results),
+    cuda=decoded(run_gpu),
+    cpu=decoded(run_reference),
+    fake=decoded(fake_results),
 )
 torch.library.register_autograd("cudnn_sdpa::graph_function", _backward, setup_context=_setup_context, lib=library)

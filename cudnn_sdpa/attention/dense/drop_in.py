@@ -54,7 +54,9 @@ def scaled_dot_product_attention(
     try:
         if attn_mask is None and _is_plain_call(query, key, value, enable_gqa):
             return sdpa(query, key, value, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
-        q, k, v, options = drop_in_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        q, k, v, options = drop_in_arguments(
+            query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
         out: Tensor = sdpa(q, k, v, dropout_p=dropout_p, **options)
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed({"q": "query", "k": "key", "v": "value"}) from None

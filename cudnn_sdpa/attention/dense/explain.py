@@ -159,7 +159,9 @@ def describe_drop_in(
     enable_gqa: bool = False,
 ) -> Description:
     """The same for `scaled_dot_product_attention`."""
-    q, k, v, options = drop_in_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    q, k, v, options = drop_in_arguments(
+        query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
     try:
         return describe_sdpa(q, k, v, dropout_p=dropout_p, **options)
     except ArgumentError as error:

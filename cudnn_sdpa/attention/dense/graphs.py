@@ -52,10 +52,12 @@ def sdpa_forward(
     if deterministic:
         g.only_repeatable(single_query=q.get_dim()[2] == 1)
     if softcap is not None:
-        options["score_mod"] = soft_cap(g, softcap, k.get_dim()[2], band, lowest, highest, backward=False)[0]
+        options["score_mod"] = soft_cap(
+            g, softcap, keys=k.get_dim()[2], band=band, lowest=lowest, highest=highest, backward=False
+        )[0]
         options |= {"seq_len_q": seq_len_q, "seq_len_kv": seq_len_kv}
     else:
-        options |= masks(g, band, alibi, seq_len_q, seq_len_kv)
+        options |= masks(g, band=band, alibi=alibi, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv)
     if dropout_p:
         options["dropout"] = (dropout_p, seed, offset)
     if totals is not None:
@@ -96,11 +98,11 @@ def sdpa_backward(
     """
     options: dict[str, object] = {"bias": bias, "use_deterministic_algorithm": deterministic}
     if softcap is not None:
-        modifiers = soft_cap(g, softcap, k.get_dim()[2], band, lowest, highest, backward=True)
+        modifiers = soft_cap(g, softcap, keys=k.get_dim()[2], band=band, lowest=lowest, highest=highest, backward=True)
         options["score_mod"], options["score_mod_bprop"] = modifiers
         options |= {"seq_len_q": seq_len_q, "seq_len_kv": seq_len_kv}
     else:
-        options |= masks(g, band, alibi, seq_len_q, seq_len_kv)
+        options |= masks(g, band=band, alibi=alibi, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv)
     if dropout_p:
         options["dropout"] = (dropout_p, seed, offset)
     if totals is not None:
@@ -134,7 +136,8 @@ def paged_decode(
 
     The page of key j of sequence b is `table_k[b, j // page_size]`. A query sees the last `left` + 1 keys, or all.
     """
-    options = masks(g, None if left is None else (left, None, True), False, seq_len_q, seq_len_kv)
+    band = None if left is None else (left, None, True)
+    options = masks(g, band=band, alibi=False, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv)
     if deterministic:
         g.only_repeatable(single_query=True)
     max_seq_len_kv = table_k.get_dim()[2] * k.get_dim()[2]
@@ -160,6 +163,7 @@ def side_output(g: GraphBuilder, name: str, shape: tuple[int, ...]) -> Symbol:
 
 def masks(
     g: GraphBuilder,
+    *,
     band: tuple[int | None, int | None, bool] | None,
     alibi: bool,
     seq_len_q: Symbol | None,
@@ -182,11 +186,11 @@ def masks(
 def soft_cap(
     g: GraphBuilder,
     cap: Symbol,
+    *,
     keys: int,
     band: tuple[int | None, int | None, bool] | None,
     lowest: Symbol | None,
     highest: Symbol | None,
-    *,
     backward: bool,
 ) -> tuple[Modifier, Modifier]:
     """cap · tanh(score / cap) and its derivative; the score is masked as well.
@@ -216,15 +220,16 @@ def soft_cap(
         row, column = index(g, graph, score, 2), index(g, graph, score, 3)
         if right is not None:
             last = row if right == 0 else shifted(g, graph, row, right)
-            score = keep(g, graph, score, graph.cmp_ge, last, column)
+            score = keep(g, graph, score, compare=graph.cmp_ge, position=last, other=column)
         if left is not None:
             # Always shifted, even by 0: cuDNN 9.19 takes a plain column >= row for a causal mask.
-            score = keep(g, graph, score, graph.cmp_ge, shifted(g, graph, column, left), row)
+            position = shifted(g, graph, column, left)
+            score = keep(g, graph, score, compare=graph.cmp_ge, position=position, other=row)
         if lowest is not None and highest is not None:
-            score = keep(g, graph, score, graph.cmp_le, column, highest)
-            score = keep(g, graph, score, graph.cmp_ge, column, lowest)
+            score = keep(g, graph, score, compare=graph.cmp_le, position=column, other=highest)
+            score = keep(g, graph, score, compare=graph.cmp_ge, position=column, other=lowest)
         elif backward:  # masks the padding of the last tile: see `known_issues`
-            score = keep(g, graph, score, graph.cmp_le, column, number(g, keys - 1))
+            score = keep(g, graph, score, compare=graph.cmp_le, position=column, other=number(g, keys - 1))
         return score
 
     def derivative(graph: Operations, gradient: Symbol) -> Symbol:
@@ -250,7 +255,13 @@ def shifted(g: GraphBuilder, graph: Operations, position: Symbol, shift: int) ->
 
 
 def keep(
-    g: GraphBuilder, graph: Operations, score: Symbol, compare: Callable[..., Symbol], position: Symbol, other: Symbol
+    g: GraphBuilder,
+    graph: Operations,
+    score: Symbol,
+    *,
+    compare: Callable[..., Symbol],
+    position: Symbol,
+    other: Symbol,
 ) -> Symbol:
     """The score where the comparison of two positions holds, elsewhere −inf."""
     boolean = g.types.data_type.BOOLEAN

@@ -94,7 +94,7 @@ def forward(
         given = scaling.scales(backward=False, is_cuda=q.is_cuda)
     table = new_table(q.device)
     wanted = Wanted((0, 1, 2), DTYPE, limit, scaling is not None and scaling.inputs == "current")
-    q8, k8, v8 = quantize((q, k, v), wanted, table, given, record)
+    q8, k8, v8 = quantize((q, k, v), wanted, table=table, given=given, record=record)
     scales = forward_scales(table)
     if half_output:  # a scale of 1, or NaN if an input is not finite
         scales = scales._replace(scale_o=1 + defect_of(table))
@@ -104,7 +104,7 @@ def forward(
     if half_output:
         record_all(amaxes, record)
         return Forward(out=found.out, q=q8, k=k8, v=v8, out_fp8=found.out, lse=found.lse, table=table)
-    (out,) = dequantize((found.out,), (O,), q.dtype, table, amaxes, record)
+    (out,) = dequantize((found.out,), (O,), dtype=q.dtype, table=table, amaxes=amaxes, record=record)
     return Forward(out=out, q=q8, k=k8, v=v8, out_fp8=found.out, lse=found.lse, table=table)
 
 
@@ -145,7 +145,8 @@ def backward(grad_out: Tensor, of: Forward, call: Call, wanted: list[int]) -> li
     current = scaling is not None and scaling.inputs == "current"
     if not is_readable(grad_out):
         grad_out = _dense_copy(grad_out)
-    (gradient,) = quantize((grad_out,), Wanted((DO,), call.grad_dtype, limit, current), table, given, record)
+    quantized = Wanted((DO,), call.grad_dtype, limit, current)
+    (gradient,) = quantize((grad_out,), quantized, table=table, given=given, record=record)
     found = None
     for _ in range(0 if given is not None else 1 if call.grad_dtype == torch.float8_e5m2 else 2):
         set_scales(table, DP, scale_for(limit, _bounds(of, table, call, found)))
@@ -155,8 +156,8 @@ def backward(grad_out: Tensor, of: Forward, call: Call, wanted: list[int]) -> li
     found = _gradients(gradient, of, table, call)
     amaxes = {DP: found.amax_dp, DQ: found.amax_dq, DK: found.amax_dk, DV: found.amax_dv}
     rows = [(DQ, DK, DV)[index] for index in wanted]
-    gradients = (found.dq, found.dk, found.dv)
-    return dequantize([gradients[index] for index in wanted], rows, grad_out.dtype, table, amaxes, record)
+    gradients = [(found.dq, found.dk, found.dv)[index] for index in wanted]
+    return dequantize(gradients, rows, dtype=grad_out.dtype, table=table, amaxes=amaxes, record=record)
 
 
 def _gradients(gradient: Tensor, of: Forward, table: Tensor, call: Call) -> Fp8Gradients:

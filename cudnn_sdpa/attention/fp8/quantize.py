@@ -118,7 +118,7 @@ class Wanted(NamedTuple):
 
 
 def quantize(
-    tensors: Sequence[Tensor], wanted: Wanted, table: Tensor, given: Tensor | None, record: Tensor | None
+    tensors: Sequence[Tensor], wanted: Wanted, *, table: Tensor, given: Tensor | None, record: Tensor | None
 ) -> list[Tensor]:
     """Quantizes up to three tensors (B, H, S, D), each into a dense one in its memory order, and fills the table.
 
@@ -155,6 +155,7 @@ def quantize(
 def dequantize(
     tensors: Sequence[Tensor],
     rows: Sequence[int],
+    *,
     dtype: torch.dtype,
     table: Tensor,
     amaxes: dict[int, Tensor],

@@ -323,7 +323,7 @@ class AppendKernel:
         """
         if self._has_several_gpus and torch.cuda.current_device() != self._device:
             with torch.cuda.device(self._device):
-                return self(k, v, table, lengths_kv, lengths_q)
+                return self(k, v, table, lengths_kv=lengths_kv, lengths_q=lengths_q)
         fields = self._fields[:]
         fields[_APPEND_LENGTHS_KV], fields[_APPEND_LENGTHS_Q] = lengths_kv.data_ptr(), lengths_q.data_ptr()
         fields[_APPEND_TABLE], fields[_APPEND_K], fields[_APPEND_V] = table.data_ptr(), k, v

@@ -78,7 +78,14 @@ class PagedStep:
         table = table[: batch * columns].view(batch, columns)
         for tensor in (table, lengths_kv):
             setattr(tensor, MARK, mark)
-        return cls(table, lengths_kv, lengths_q, positions, numbers, weakref.ref(cache))
+        return cls(
+            page_table=table,
+            seq_lens_kv=lengths_kv,
+            seq_lens_q=lengths_q,
+            positions=positions,
+            numbers=numbers,
+            cache=weakref.ref(cache),
+        )
 
     def fill(self, rows: list[tuple[list[int], int, int]]) -> None:
         """Fills the tensors with one asynchronous copy; the remaining rows become empty sequences.

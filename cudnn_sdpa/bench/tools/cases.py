@@ -46,16 +46,15 @@ class Shape(NamedTuple):
         return q, k, v
 
 
-#: B, Hq, Hkv, S, D, causal.
 KERNEL_SHAPES = (
-    Shape(4, 32, 32, 2048, 128, True),
-    Shape(4, 32, 8, 4096, 128, True),
-    Shape(2, 32, 8, 8192, 128, True),
-    Shape(1, 32, 8, 16384, 128, True),
-    Shape(2, 32, 8, 8192, 128, False),
-    Shape(4, 16, 16, 4096, 64, True),
-    Shape(64, 32, 8, 512, 128, True),
-    Shape(2, 16, 16, 4096, 256, True),
+    Shape(batch=4, heads_q=32, heads_kv=32, length=2048, dim=128, causal=True),
+    Shape(batch=4, heads_q=32, heads_kv=8, length=4096, dim=128, causal=True),
+    Shape(batch=2, heads_q=32, heads_kv=8, length=8192, dim=128, causal=True),
+    Shape(batch=1, heads_q=32, heads_kv=8, length=16384, dim=128, causal=True),
+    Shape(batch=2, heads_q=32, heads_kv=8, length=8192, dim=128, causal=False),
+    Shape(batch=4, heads_q=16, heads_kv=16, length=4096, dim=64, causal=True),
+    Shape(batch=64, heads_q=32, heads_kv=8, length=512, dim=128, causal=True),
+    Shape(batch=2, heads_q=16, heads_kv=16, length=4096, dim=256, causal=True),
 )
 
 

@@ -66,8 +66,8 @@ def test_kernels_match_pytorch_bit_for_bit(layout, dtype, fp8, monkeypatch):
         def run(tensors=tensors, given=given, by_amax=by_amax, amaxes=amaxes):
             table, record = new_table(tensors[0].device), torch.full((10,), 0.1, device="cuda")
             wanted = Wanted((0, 1, 2), fp8, 200.0, by_amax)
-            made = quantize(tensors, wanted, table, given, record)
-            back = dequantize(made, (0, 1, 2), dtype, table, amaxes, record)
+            made = quantize(tensors, wanted, table=table, given=given, record=record)
+            back = dequantize(made, (0, 1, 2), dtype=dtype, table=table, amaxes=amaxes, record=record)
             return *made, *back, table, record
 
         assert_same_bits(*by_both(monkeypatch, run))
@@ -82,17 +82,18 @@ def test_every_16_bit_and_8_bit_value_is_converted_like_pytorch(dtype, fp8, scal
 
     def run():
         table = new_table(every.device)
-        made = quantize((every,), Wanted((0,), fp8, 448.0, False), table, torch.full((10,), scale, device="cuda"), None)
+        given = torch.full((10,), scale, device="cuda")
+        made = quantize((every,), Wanted((0,), fp8, 448.0, False), table=table, given=given, record=None)
         clean = new_table(every.device)
         set_scales(clean, 0, torch.full((10,), scale, device="cuda"))
-        return *made, *dequantize((bytes_,), (0,), dtype, clean, {}, None)
+        return *made, *dequantize((bytes_,), (0,), dtype=dtype, table=clean, amaxes={}, record=None)
 
     assert_same_bits(*by_both(monkeypatch, run))
 
 
 def test_large_tensors_are_converted_to_the_end(monkeypatch):
     x = make("bshd", 2, 33, 4099, 128, torch.bfloat16)
-    run = lambda: quantize((x,), Wanted((DO,), E5M2, 1e4, True), new_table(x.device), None, None)  # noqa: E731
+    run = lambda: quantize((x,), Wanted((DO,), E5M2, 1e4, True), table=new_table(x.device), given=None, record=None)  # noqa: E731
     assert_same_bits(*by_both(monkeypatch, run))
 
 

@@ -511,7 +511,7 @@ def test_the_scale_table_records_how_tensors_were_quantized(dtype, by_amax):
     x, y = torch.randn(2, 3, 8, 16).half() * 5, torch.randn(2, 8, 3, 16).half().transpose(1, 2)
     given = None if by_amax else torch.rand(10) + 20
     table, record = new_table(x.device), torch.zeros(10)
-    found = quantize((x, y), Wanted((Q, V), dtype, 100.0, current=False), table, given, record)
+    found = quantize((x, y), Wanted((Q, V), dtype, 100.0, current=False), table=table, given=given, record=record)
     for row, tensor, made in ((Q, x, found[0]), (V, y, found[1])):
         scale = 100 / tensor.abs().amax().float() if by_amax else given[row]
         torch.testing.assert_close(number(table, SCALE, row), scale.view(1))
@@ -523,7 +523,7 @@ def test_the_scale_table_records_how_tensors_were_quantized(dtype, by_amax):
     if by_amax:
         assert number(table, SCALE, O) == number(table, SCALE, V)
         assert number(table, SCALE, S) == SCALE_S
-    back = dequantize(found, (Q, V), torch.bfloat16, table, {O: torch.tensor([3.5])}, record)
+    back = dequantize(found, (Q, V), dtype=torch.bfloat16, table=table, amaxes={O: torch.tensor([3.5])}, record=record)
     torch.testing.assert_close(back[0].float(), found[0].float() * number(table, DESCALE, Q), rtol=2**-8, atol=0)
     assert record[O] == 3.5
 
@@ -537,7 +537,9 @@ def test_overflow_saturates(dtype):
         .view(1, 1, 1, 16)
     )
     table = new_table(x.device)
-    (made,) = quantize((x,), Wanted((Q,), dtype, 1.0, current=False), table, torch.full((10,), 100.0), None)
+    (made,) = quantize(
+        (x,), Wanted((Q,), dtype, 1.0, current=False), table=table, given=torch.full((10,), 100.0), record=None
+    )
     top = torch.finfo(dtype).max
     found = made.float().flatten()[:8].tolist()
     assert found[:3] == [0, *torch.tensor([300.0, -300.0]).to(dtype).tolist()]
