@@ -139,11 +139,13 @@ def _gradients_in_parts(of: GradientCall) -> list[Tensor]:
     large_backward.check(dense, mask_gradient=False)
 
     def run(part: large_backward.Part) -> list[Tensor]:
-        found = gradients(plans.part_of(of, part)._replace(needs=(True, True, True, sinks)))
-        return [*(x.transpose(0, 1).unsqueeze(0) for x in found[:3]), *found[3:]]
+        grad_q, grad_k, grad_v, *grad_sinks = gradients(
+            plans.part_of(of, part)._replace(needs=(True, True, True, sinks))
+        )
+        return [*(x.transpose(0, 1).unsqueeze(0) for x in (grad_q, grad_k, grad_v)), *grad_sinks]
 
-    found = large_backward.merge(dense.qkv, run, sinks=sinks)
-    merged = [*(x[0].transpose(0, 1) for x in found[:3]), *found[3:]]
+    grad_q, grad_k, grad_v, *grad_sinks = large_backward.merge(dense.qkv, run, sinks=sinks)
+    merged = [*(x[0].transpose(0, 1) for x in (grad_q, grad_k, grad_v)), *grad_sinks]
     return [x for x, need in zip(merged, of.needs, strict=False) if need]
 
 

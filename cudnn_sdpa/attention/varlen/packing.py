@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,18 +16,50 @@ from torch import Tensor
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec
 from cudnn_sdpa.graph.key import Operand
-from cudnn_sdpa.plans.nvrtc import Kernel
+from cudnn_sdpa.plans.nvrtc import Kernel, slots
 from cudnn_sdpa.plans.plan import Plan, allocate, current_raw_stream
 
 kernel = Kernel(Path(__file__).with_name("packing.cu"), "describe_packing")
 
 _THREADS = 256
 _MAX_TABLES, _MAX_OUTPUTS = 10, 4
-_FIELDS_OF_OUTPUT = 7
-_TABLES = 12  # the first field that belongs to a table
-_OUTPUTS = _TABLES + 2 * _MAX_TABLES
 
 _ZERO, _MINUS_INFINITY = 0, 0xFF800000  # as words of 4 bytes
+
+_PER_CALL = 0  #: Addresses, which each call fills in.
+
+
+class PackingFields(NamedTuple):
+    """The struct `Packing` of packing.cu up to its arrays."""
+
+    ends_q: int
+    ends_kv: int
+    given: int
+    made: int
+    rows_q: int
+    rows_kv: int
+    lengths_q: int
+    lengths_kv: int
+    begins: int
+    tables: int
+    outputs: int
+    everything: int
+
+
+class RowFields(NamedTuple):
+    """The struct `Rows`: the rows of an output."""
+
+    base: int
+    row: int
+    head: int
+    heads: int
+    words: int
+    value: int
+    of_keys: int
+
+
+_ENDS_Q, _ENDS_KV = slots(PackingFields, "ends_q", "ends_kv")
+_LENGTHS_Q, _LENGTHS_KV, _BEGINS = slots(PackingFields, "lengths_q", "lengths_kv", "begins")
 
 
 class PackingKernel:
@@ -53,15 +86,28 @@ class PackingKernel:
         processors = torch.cuda.get_device_properties(plan.device).multi_processor_count
         self._blocks = max(1, min(4 * processors, max(rows)))
         outputs = plan.key.outputs
-        self._places = [_OUTPUTS + number * _FIELDS_OF_OUTPUT for number in range(len(outputs))]
-        self._fields = array("q", bytes(8 * (_OUTPUTS + _MAX_OUTPUTS * _FIELDS_OF_OUTPUT)))
-        self._fields[2:6] = array("q", (call.cu_seqlens_q.shape[0] - 1, sequences, *rows))
-        self._fields[9:12] = array("q", (len(tables), len(outputs), _fills_everything(packed, plan)))
-        for number, (step, of_keys) in enumerate(tables):
-            self._fields[_TABLES + number] = step
-            self._fields[_TABLES + _MAX_TABLES + number] = of_keys
-        for place, output in zip(self._places, outputs, strict=True):
-            self._fields[place + 1 : place + _FIELDS_OF_OUTPUT] = array("q", _rows(output))
+        fields = PackingFields(
+            ends_q=_PER_CALL,
+            ends_kv=_PER_CALL,
+            given=call.cu_seqlens_q.shape[0] - 1,
+            made=sequences,
+            rows_q=rows[0],
+            rows_kv=rows[1],
+            lengths_q=_PER_CALL,
+            lengths_kv=_PER_CALL,
+            begins=_PER_CALL,
+            tables=len(tables),
+            outputs=len(outputs),
+            everything=_fills_everything(packed, plan),
+        )
+        unused = [0] * (_MAX_TABLES - len(tables))
+        arrays = [*(row for row, _ in tables), *unused, *(of_keys for _, of_keys in tables), *unused]
+        start = len(fields) + len(arrays)
+        size = len(RowFields._fields)
+        self._places = [start + number * size for number in range(len(outputs))]
+        rows_of_outputs = [field for output in outputs for field in _rows(output)]
+        rest = [0] * (size * _MAX_OUTPUTS - len(rows_of_outputs))
+        self._fields = array("q", [*fields, *arrays, *rows_of_outputs, *rest])
 
     def __call__(self, ends_q: int, ends_kv: int, outputs: list[int]) -> Tensor:
         """A packing: memory in which the offsets and the lengths are. Rows that the plan does not write are written.
@@ -74,9 +120,9 @@ class PackingKernel:
         packing: Tensor = allocate(self._words, (1,), torch.int64)
         start = packing.data_ptr()
         fields = self._fields[:]  # of this call alone: calls are made by many threads at once
-        fields[0], fields[1] = ends_q, ends_kv
+        fields[_ENDS_Q], fields[_ENDS_KV] = ends_q, ends_kv
         lengths = start + 8 * self._lengths
-        fields[6], fields[7], fields[8] = lengths, lengths + 4 * self._sequences, start
+        fields[_LENGTHS_Q], fields[_LENGTHS_KV], fields[_BEGINS] = lengths, lengths + 4 * self._sequences, start
         for place, address in zip(self._places, outputs, strict=True):
             fields[place] = address
         self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
@@ -101,10 +147,17 @@ def _table(operand: Operand) -> tuple[int, bool]:
     return operand.layout.stride[2], is_of_keys(operand)
 
 
-def _rows(output: Operand) -> tuple[int, ...]:
-    """The fields of an output after its address."""
+def _rows(output: Operand) -> RowFields:
     _, heads, _, dim = output.layout.shape
     _, head, row, _ = output.layout.stride
     size = output.layout.dtype.itemsize
     value = _MINUS_INFINITY if output.name == "lse" else _ZERO
-    return row * size, head * size, heads, dim * size // 4, value, is_of_keys(output)
+    return RowFields(
+        base=_PER_CALL,
+        row=row * size,
+        head=head * size,
+        heads=heads,
+        words=dim * size // 4,
+        value=value,
+        of_keys=is_of_keys(output),
+    )
