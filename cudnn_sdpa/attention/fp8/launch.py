@@ -49,7 +49,7 @@ def prepare(call: Fp8Arguments) -> Prepared:
         inputs=("q", "k", "v"),
         results=[as_layout(spec.out), AMAX, AMAX, as_layout(lse)][: len(key.outputs)],
         numbers={"scale": call.scale_value},
-        before=_operands(key, Fp8Scales._fields, dense, amaxes=slice(1, 3)),
+        before=_operands(key, Fp8Scales._fields, dense),
     )
 
     def run(call: Fp8Arguments) -> Results:
@@ -120,16 +120,18 @@ class _Operands(_Scales):
 
     __slots__ = ("_amaxes", "_has_sides", "_sides", "_skv")
 
-    def __init__(self, key: PlanKey, names: Sequence[str], dense: DenseSpec, amaxes: slice) -> None:
+    def __init__(self, key: PlanKey, names: Sequence[str], dense: DenseSpec) -> None:
         super().__init__(key, names)
         self._sides = {x.name: place for place, x in enumerate(key.inputs)}
-        self._skv, self._has_sides, self._amaxes = dense.skv, dense.has_lengths, amaxes
+        self._skv, self._has_sides = dense.skv, dense.has_lengths
+        amaxes = [place for place, x in enumerate(key.outputs) if x.name.startswith("amax_")]
+        self._amaxes = [] if _is_hopper(key) else amaxes
 
     def __call__(self, call: Any, pointers: array[int], outputs: list[Tensor]) -> object:
         """Fills in the pointers, and gives what they point to."""
         super().__call__(call, pointers, outputs)
-        for amax in outputs[self._amaxes]:
-            amax.zero_()
+        for place in self._amaxes:
+            outputs[place].zero_()
         if not self._has_sides:
             return None
         made = workarounds.lengths(call, self._skv)
@@ -140,12 +142,15 @@ class _Operands(_Scales):
         return made
 
 
-def _operands(key: PlanKey, names: Sequence[str], dense: DenseSpec, amaxes: slice) -> _Scales:
+def _operands(key: PlanKey, names: Sequence[str], dense: DenseSpec) -> _Scales:
     """What fills in the pointers of a plan's operands that are not q, k, v, the output and its gradient."""
-    is_hopper = key.target.sm // 10 == 9
-    if is_hopper and not dense.has_lengths:
+    if _is_hopper(key) and not dense.has_lengths:
         return _Scales(key, names)
-    return _Operands(key, names, dense, slice(0, 0) if is_hopper else amaxes)
+    return _Operands(key, names, dense)
+
+
+def _is_hopper(key: PlanKey) -> bool:
+    return key.target.sm // 10 == 9
 
 
 # The backward pass.
@@ -171,7 +176,7 @@ def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
         inputs=("q", "k", "v", "out", "grad_out", "lse"),
         results=[*(as_layout(layout) for layout in spec.gradients()), *[AMAX] * 4],
         numbers={"scale": call.scale_value},
-        before=_operands(key, Fp8BackwardScales._fields, dense, amaxes=slice(3, 7)),
+        before=_operands(key, Fp8BackwardScales._fields, dense),
     )
     read = _reader(call, whole)
 
@@ -238,7 +243,8 @@ class _RowsLaunch:
     def __call__(self, call: Fp8BackwardArguments, outputs: list[Tensor]) -> None:
         """Launches the plan."""
         masked_rows = self._masked_rows
-        q, out, grad_out, lse, grad_q = call.q, call.out, call.grad_out, call.lse, outputs[0]
+        q, out, grad_out, lse = call.q, call.out, call.grad_out, call.lse
+        grad_q, *others = outputs
         if masked_rows:
             grad_q[:, :, :masked_rows].zero_()
             q, out, grad_out, lse, grad_q = (x[:, :, masked_rows:] for x in (q, out, grad_out, lse, grad_q))
@@ -247,7 +253,7 @@ class _RowsLaunch:
         if self._padding:
             q, out, grad_out, lse = (workarounds.pad_rows(x, self._rows) for x in (q, out, grad_out, lse))
             grad_q = torch.empty_like(q, dtype=grad_q.dtype)
-        self._bound(call, (q, call.k, call.v, out, grad_out, lse), into=[grad_q, *outputs[1:]])
+        self._bound(call, (q, call.k, call.v, out, grad_out, lse), into=[grad_q, *others])
         if self._padding:
             visible.copy_(grad_q[:, :, : visible.shape[2]])
 
