@@ -6,7 +6,7 @@ import operator
 import reprlib
 from collections.abc import Hashable
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -102,7 +102,7 @@ def check_rng(rng: Tensor | None, dropout_p: float, q: Tensor) -> None:
         raise DeviceError("rng", str(rng.device), f"{q.device}, the device of q")
 
 
-def as_sinks(sinks: object) -> Any:
+def as_sinks(sinks: Tensor | None) -> Tensor | None:
     """Sinks in float32, which the kernels read; anything but a half-precision tensor is returned unchanged."""
     if isinstance(sinks, Tensor) and sinks.dtype in (torch.float16, torch.bfloat16):
         return sinks.float()
@@ -168,7 +168,14 @@ class ReferenceArguments(ForwardArguments):
         return False
 
 
-def has_limits(call: Any) -> bool:
+class _Limited(Protocol):
+    @property
+    def q(self) -> Tensor: ...
+    @property
+    def is_for_cudnn(self) -> bool: ...
+
+
+def has_limits(call: _Limited) -> bool:
     """Whether cuDNN's limits apply to a call: on the CPU they are those of the GPU named by `cpu_checks`."""
     return call.is_for_cudnn and (call.q.device.type != "cpu" or cpu_target.active_name() is not None)
 
@@ -404,7 +411,14 @@ _OPTION_NAMES = (
 MIN_SCALE = 1e-30
 
 
-def sign_of_scale(call: Any) -> float | None:
+class Scaled(Protocol):
+    """A call with the factor of its scores."""
+
+    @property
+    def scale_value(self) -> float: ...
+
+
+def sign_of_scale(call: Scaled) -> float | None:
     """What q is multiplied by, so that the scale is positive as cuDNN needs it; None for nothing."""
     if call.scale_value >= MIN_SCALE:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -127,8 +127,17 @@ def _extent(tensor: Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
+class _WithResults(Protocol):
+    @property
+    def q(self) -> Tensor: ...
+    @property
+    def out(self) -> Tensor | None: ...
+    @property
+    def with_lse(self) -> bool: ...
+
+
 def fill_without_keys(
-    call: Any, layouts: tuple[Layout, Layout], sinks: Tensor | None
+    call: _WithResults, layouts: tuple[Layout, Layout], sinks: Tensor | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The results where there are no queries or no keys: zeros, and the LSE of the sinks alone.
 

@@ -100,7 +100,7 @@ def options(sizes: Sizes = cases.FULL) -> list[Row]:
     return [_option_row(name, times, refusals.get(name, [])) for name in all_options]
 
 
-def _options(shape: Shape) -> dict[str, dict[str, Any]]:
+def _options(shape: Shape) -> dict[str, dict[str, object]]:
     """Options by the name of their row; sinks get their gradient, a mask does not."""
     length = shape.length
     lengths = torch.full((shape.batch,), length, dtype=torch.int32, device=cases.DEVICE)

@@ -131,7 +131,7 @@ def compiled(model: Any) -> Any:
     return torch.compile(model, mode="reduce-overhead", fullgraph=True)
 
 
-def _steps(candidate: Candidate, run: Any, ids: Tensor, cache: Any) -> Callable[[], Tensor]:
+def _steps(candidate: Candidate, run: Any, ids: Tensor, cache: object) -> Callable[[], Tensor]:
     """Decode steps of `run`, the model or its compiled form, on a cache filled by a prompt."""
     candidate.model(ids, past_key_values=cache, logits_to_keep=1)
     token = ids[:, -1:].clone()

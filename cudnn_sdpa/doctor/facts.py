@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from math import isfinite
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Facts:
     mapped: tuple[str, ...] = ()  # NVIDIA's libraries in the probing process
     broken_off: str = ""  # how the probing process ended, if it failed
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The facts as plain values, JSON-ready."""
         values = asdict(self)
         if self.trial is not None and self.trial.difference is not None and not isfinite(self.trial.difference):

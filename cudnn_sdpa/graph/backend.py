@@ -180,7 +180,7 @@ class GraphBuilder:
     def __init__(self, *, handle: Handle | None = None, properties: DeviceProperties | None = None) -> None:
         self.types = cudnn()
         self.device_options = {"handle": handle, "properties": properties}
-        options: dict[str, Any] = {"handle": handle}
+        options: dict[str, object] = {"handle": handle}
         if properties is not None:
             options = {
                 "device_property": self.types.create_device_properties(json.dumps(properties)),

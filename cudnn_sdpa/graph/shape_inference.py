@@ -26,7 +26,7 @@ class InferringBuilder(GraphBuilder):
         super().__init__(**device_options)
 
     def __getattr__(self, name: str) -> Any:
-        method: Any = super().__getattr__(name)
+        method: object = super().__getattr__(name)
         if not callable(method):
             return method
 

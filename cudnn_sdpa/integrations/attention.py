@@ -47,7 +47,7 @@ def attention(
     position_bias: Tensor | None = None,
     *,
     inspect_positions: bool = True,
-    **others: Any,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """Attention for a layer of transformers: query (B, Hq, Sq, D), key and value (B, Hkv, Skv, D) -> (B, Sq, Hq, Dv).
 

@@ -86,7 +86,9 @@ def _allow_in_flash_models(model: Any) -> None:
         return
 
     @functools.wraps(original)
-    def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
+    def get_correct_attn_implementation(
+        self: Any, requested_attention: str | None, *args: object, **kwargs: object
+    ) -> object:
         if requested_attention == NAME and self._supports_flash_attn:
             return NAME
         return original(self, requested_attention, *args, **kwargs)

@@ -93,7 +93,7 @@ def check_call(
     module: AttentionModule,
     x: Tensor,
     *,
-    context: Any,
+    context: object,
     attn_mask: object,
     seq_lens: Tensor | None,
     context_lens: Tensor | None,

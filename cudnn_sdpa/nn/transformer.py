@@ -158,7 +158,7 @@ class TransformerLayer(nn.Module):
         copy_linear(new.mlp.linear2, module.linear2)
         return new.train(module.training)
 
-    def forward(self, x: Tensor, **attention: Any) -> Tensor:
+    def forward(self, x: Tensor, **attention: object) -> Tensor:
         """The result for tokens.
 
         Args:
@@ -178,7 +178,7 @@ class TransformerLayer(nn.Module):
     def _drop(self, x: Tensor) -> Tensor:
         return drop(x, self.dropout, self.training)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: object) -> None:
         rename(state_dict, prefix, OTHER_NAMES)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -189,7 +189,7 @@ class TransformerLayer(nn.Module):
 
 def _activation_of(module: nn.TransformerEncoderLayer) -> str | None:
     """The name of the activation of PyTorch's layer, which is a function or a module."""
-    activation: Any = module.activation
+    activation: object = module.activation
     if type(activation) is nn.GELU:
         return {"none": "gelu", "tanh": "gelu_tanh"}[activation.approximate]
     names: dict[object, str] = {nn.ReLU: "relu", nn.SiLU: "silu"}

@@ -142,16 +142,16 @@ _KEYS: dict[str, KeysOfOperator] = {
 }
 
 
-def _keys_of_operation(operation: Operation[Any]) -> dict[str, KeysOfOperator]:
+def _keys_of_operation(operation: Operation[object]) -> dict[str, KeysOfOperator]:
     """The entries of `_KEYS` for the operators of an operation."""
 
-    def forward_keys(target: Target, call: Any) -> Keys:
+    def forward_keys(target: Target, call: object) -> Keys:
         return operation.keys(call, target, None)
 
     def gradient_keys(target: Target, backward: GradientCall) -> Keys:
         return operation.gradient_keys(operation.readable(backward), target, None)
 
-    def with_and_without_auxiliary(target: Target, call: Any) -> Keys:
+    def with_and_without_auxiliary(target: Target, call: object) -> Keys:
         """Both plans: the operator always returns all results, and the arguments do not show whether they are used."""
         for is_complete in (False, True):
             yield from forward_keys(target, operation.complete(call, is_complete=is_complete))

@@ -375,7 +375,7 @@ def cell(operation: str, option: str, **target: Any) -> Cell:
     return Cell(option, operation, tuple(answers))
 
 
-def cells(**target: Any) -> Iterator[Cell]:
+def cells(**target: object) -> Iterator[Cell]:
     """All cells of the matrix for one GPU architecture, row by row; `target` as for `support`."""
     for option in ROWS:
         for operation in OPERATIONS:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments, memory, reference
-from cudnn_sdpa.attention.arguments import ForwardArguments, as_sinks, cast_for_autocast, sign_of_scale
+from cudnn_sdpa.attention.arguments import ForwardArguments, Scaled, as_sinks, cast_for_autocast, sign_of_scale
 from cudnn_sdpa.attention.bias import without_causal_bias
 from cudnn_sdpa.attention.dense import graphs, large_backward
 from cudnn_sdpa.attention.dense.buckets import Bucket
@@ -190,7 +190,7 @@ def as_cast(call: Call) -> Call:
     probes = cast_for_autocast(ForwardArguments(**{name: x.new_empty(0) for name, x in tensors.items()}))
     dtypes = {name: getattr(probes, name).dtype for name in tensors}
     layouts = {name: _like(x, "meta").to(dtypes[name]) for name, x in tensors.items() if x.dtype != dtypes[name]}
-    cast: dict[str, Any] = {name: _like(x, tensors["q"].device) for name, x in layouts.items()}
+    cast: dict[str, object] = {name: _like(x, tensors["q"].device) for name, x in layouts.items()}
     return call._replace(**cast)
 
 
@@ -206,7 +206,7 @@ def notes_on_casts(original: Call, cast: Call, *, back: bool = False) -> list[st
     return [f"{name} is cast to {dtype}, under autocast" for name, _ in changed]
 
 
-def notes_on_scale(call: Any) -> list[str]:
+def notes_on_scale(call: Scaled) -> list[str]:
     """The copy of q that calls over packed sequences and pages make, as cuDNN's scale must be positive."""
     sign = sign_of_scale(call)
     return [] if sign is None else [f"q is multiplied by {sign:.0f} into a copy, as the scale is not positive"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,7 +98,7 @@ class OtherOperands:
             return None
         return cls(spec, plan, call, queries, decode=decode)
 
-    def __call__(self, call: ForwardArguments, pointers: array[int], _outputs: list[Tensor]) -> Any:
+    def __call__(self, call: ForwardArguments, pointers: array[int], _outputs: list[Tensor]) -> object:
         """Fills them in, and gives what they point to."""
         places, kept = self._places, []
         for place, distance in self._behind:

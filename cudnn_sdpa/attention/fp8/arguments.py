@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -241,13 +241,13 @@ def as_dense(call: Fp8Arguments | Fp8BackwardArguments) -> ForwardArguments:
     )
 
 
-def check_scales_type(scales: Any, kind: type[tuple[Tensor, ...]]) -> None:
+def check_scales_type(scales: object, kind: type[tuple[Tensor, ...]]) -> None:
     """Checks that the scales are of their class."""
     if not isinstance(scales, kind):
         raise OptionError("scales", type(scales).__name__, f"cudnn_sdpa.{kind.__name__}")
 
 
-def check_tensors(tensors: Mapping[str, Any]) -> None:
+def check_tensors(tensors: Mapping[str, object]) -> None:
     """Checks types, as the operators' schemas do, and names the argument. Lengths may be None."""
     for name, tensor in tensors.items():
         optional = name.startswith("seq_lens")

@@ -12,7 +12,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -396,7 +396,7 @@ update_kernel = Kernel(SOURCE, "fp8_update")
 WORLD = "world"
 
 
-def check_group(group: Any) -> None:
+def check_group(group: object) -> None:
     """Checks a process group.
 
     Raises:
@@ -409,7 +409,7 @@ def check_group(group: Any) -> None:
     )
 
 
-def share(amaxes: Sequence[Tensor], group: Any) -> None:
+def share(amaxes: Sequence[Tensor], group: object) -> None:
     """Reduces amax values to the maximum over all ranks of a group, in place; infinity if a rank's is not finite.
 
     Args:

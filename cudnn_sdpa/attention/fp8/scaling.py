@@ -203,24 +203,24 @@ class Fp8Scaling(Fp8State):
         amax = (self.amax > 0).tolist()
         self._steps.restart(*([any(rows[:DO]), any(rows[DO:])] for rows in (seen, amax)))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Scaling:
+    def __deepcopy__(self, memo: dict[int, object]) -> Fp8Scaling:
         memo[id(self.process_group)] = self.process_group  # a copy belongs to the same ranks
         return super().__deepcopy__(memo)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         if self.process_group is not None and not isinstance(self.process_group, str):
             expected = "'world' or None in what is pickled, since a group is of this process"
             raise OptionError("process_group", "a ProcessGroup", expected, "Save its state_dict().")
         return dict(self.__dict__)
 
 
-def check_grad_dtype(grad_dtype: Any) -> None:
+def check_grad_dtype(grad_dtype: object) -> None:
     """Checks that gradients can have this dtype."""
     if grad_dtype not in FP8_DTYPES:
         raise OptionError("grad_dtype", repr(grad_dtype), " or ".join(map(dtype_name, FP8_DTYPES)))
 
 
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise OptionError(name, repr(value), " or ".join(map(repr, choices)))
 

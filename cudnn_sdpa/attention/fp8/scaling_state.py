@@ -152,7 +152,7 @@ class Fp8State(nn.Module):
                     self._buffers[name] = old.to(new.device)
         return self
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, object], prefix: str, *rest: object) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
         with torch.inference_mode(mode=False), torch.no_grad():
             for name in ("scale", "amax", "amax_history"):  # `assign=True` keeps the loaded tensors themselves
@@ -167,7 +167,7 @@ class Fp8State(nn.Module):
     def _after_load(self) -> None:
         """Derives the rest of the state from a loaded history."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         with torch.inference_mode(mode=False):

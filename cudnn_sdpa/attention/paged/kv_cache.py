@@ -305,7 +305,7 @@ class PagedKVCache:
         )
         return result
 
-    def plans(self, q: Tensor, batches: Iterable[int], tokens: Iterable[int] = (1,), **options: Any) -> PlanManifest:
+    def plans(self, q: Tensor, batches: Iterable[int], tokens: Iterable[int] = (1,), **options: object) -> PlanManifest:
         """The plans of all steps with these batch sizes and numbers of new tokens, to warm up.
 
         Args:

@@ -30,7 +30,7 @@ def refuse_options(options: dict[str, Any]) -> NoReturn:
     raise OptionError(name, "an argument", f"one of {', '.join(sorted(OPTIONS))}")
 
 
-def check_sizes(sizes: dict[str, Any], max_length: Any) -> None:
+def check_sizes(sizes: dict[str, Any], max_length: object) -> None:
     """Checks the sizes of a `PagedKVCache`.
 
     Raises:

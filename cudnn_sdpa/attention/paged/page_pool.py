@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from cudnn_sdpa.errors import OptionError, OutOfPagesError
 
@@ -148,11 +147,11 @@ class PagePool:
         self._is_counted = True
         return copies
 
-    def state_of(self, sequences: list[int]) -> dict[int, Any]:
+    def state_of(self, sequences: list[int]) -> dict[int, _Sequence]:
         """The state of sequences, for `restore`."""
         return {number: self._lookup(number) for number in sequences}
 
-    def restore(self, state: dict[int, Any]) -> None:
+    def restore(self, state: dict[int, _Sequence]) -> None:
         """Restores the pages and lengths of sequences after an interrupted `grow`."""
         self._is_counted = False
         self._sequences.update(state)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ MIN_ROWS = 128
 #: The attribute by which a `PagedKVCache` marks the tables and lengths that it made: valid for caches with as many
 #: pages of this size. Its value is (pages, columns of the table, page size).
 MARK = "_cudnn_sdpa_pages"
+Mark = tuple[int, int, int]
 
 
 # What all calls have.
@@ -104,7 +105,7 @@ def is_decode(call: PagedArguments) -> bool:
     return call.causal_alignment == BOTTOM_RIGHT and (right_bound(call) == 0 or queries == 1)
 
 
-def marks_of(call: PagedArguments) -> tuple[Any, Any]:
+def marks_of(call: PagedArguments) -> tuple[Mark | None, Mark | None]:
     """The marks on the call's table and lengths: with its layouts, they decide whether cuDNN may read both in place."""
     return getattr(call.page_table, MARK, None), getattr(call.seq_lens_kv, MARK, None)
 
@@ -236,7 +237,7 @@ class DecodeSpec:
         outputs = [Operand("out", self.out)]
         if self.with_lse:
             outputs.append(Operand("lse", TensorLayout.contiguous((*self.q.shape[:2], 1, 1), torch.float32)))
-        options: dict[str, Any] = {"left": self.left, "with_lse": self.with_lse}
+        options: dict[str, object] = {"left": self.left, "with_lse": self.with_lse}
         if self.deterministic:
             options["deterministic"] = True
         key = graphs.paged_decode.key(inputs=inputs, outputs=outputs, options=options, target=target, device=device)

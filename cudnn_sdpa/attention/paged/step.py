@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from array import array
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ class PagedStep:
     seq_lens_q: Tensor
     positions: Tensor
     numbers: Tensor = field(repr=False)
-    cache: weakref.ref[Any] = field(repr=False)
+    cache: weakref.ref[object] = field(repr=False)
     has_absent: bool = False
     sequences: list[tuple[int, int | None]] | None = field(default_factory=list, repr=False)
     cuts: int = field(default=-1, repr=False)

@@ -41,7 +41,7 @@ class Cache(Protocol):
 
 
 def plans_of_steps(
-    cache: Cache, q: Any, batches: Any, tokens: Any, options: dict[str, Any], target: Target
+    cache: Cache, q: object, batches: object, tokens: object, options: dict[str, Any], target: Target
 ) -> PlanManifest:
     """`PagedKVCache.plans` for any target."""
     if not isinstance(q, Tensor) or q.dim() != 4 or 0 in q.shape:
@@ -114,7 +114,7 @@ def _call(step: PagedStep, q: Tensor, pages: list[Tensor], options: dict[str, An
     return call
 
 
-def _options(options: dict[str, Any]) -> dict[str, Any]:
+def _options(options: dict[str, object]) -> dict[str, object]:
     """The options of `attend` as fields of `PagedArguments`, without data."""
     left, right = arguments.window_bounds(options.get("window_size"))
     known = {"is_causal", "causal_alignment", "window_size", "scale", "softcap", "sinks", "return_lse"}
@@ -125,7 +125,7 @@ def _options(options: dict[str, Any]) -> dict[str, Any]:
     return {"window_left": left, "window_right": right} | {_NAMES.get(name, name): x for name, x in data.items()}
 
 
-def _counts(name: str, counts: Any) -> list[int]:
+def _counts(name: str, counts: object) -> list[int]:
     if isinstance(counts, (str, Tensor)) or not isinstance(counts, Iterable):
         raise OptionError(name, repr(counts), "several ints, such as [1, 2, 4] or range(1, 65)")
     checked = list(counts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -153,7 +153,7 @@ def check(call: VarlenArguments) -> None:
         raise ShapeError("cu_seqlens_kv", shape_of(offsets_kv), f"{tuple(offsets_q.shape)}, the shape of cu_seqlens_q")
 
 
-def check_cumulative(name: str, offsets: Any, q: Tensor) -> None:
+def check_cumulative(name: str, offsets: object, q: Tensor) -> None:
     """Cumulative sequence lengths: int32, (B + 1,), dense, on the device of q."""
     if not isinstance(offsets, Tensor):
         raise OptionError(name, type(offsets).__name__, "a torch.Tensor of B + 1 int32")

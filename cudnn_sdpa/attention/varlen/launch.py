@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -213,7 +212,7 @@ class _Packing:
             return packing
         return packing, self._fill_optional(call, pointers, packing)
 
-    def _fill_optional(self, call: VarlenArguments, pointers: array[int], packing: Tensor) -> Any:
+    def _fill_optional(self, call: VarlenArguments, pointers: array[int], packing: Tensor) -> object:
         names, kept = self._names, []
         if call.sinks is not None:
             kept.append(memory.aligned("sinks", call.sinks))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,13 +29,13 @@ def pytorch_of_last_queries(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Ten
     return lambda: scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
-def pytorch_varlen() -> Callable[..., Any] | None:
+def pytorch_varlen() -> Callable[..., object] | None:
     """PyTorch's attention over packed sequences, in PyTorch 2.10 and later."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    function: Callable[..., Any] = varlen_attn
+    function: Callable[..., object] = varlen_attn
     return function
 
 
