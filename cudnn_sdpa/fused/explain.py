@@ -45,7 +45,9 @@ def _rms_norm(
     shift = 1.0 if zero_centered and weight is not None else None
     fused = None if is_separate else activation
     notes = _copies(x=x, residual=residual) + [f"{activation} of the result"] * is_separate
-    return _completed(rms_norm_rows.describe(x, weight, eps, shift, residual, activation=fused), x, notes)
+    return _completed(
+        rms_norm_rows.describe(x, weight, eps, shift=shift, residual=residual, activation=fused), x, notes
+    )
 
 
 @describes(norm.layer_norm)

@@ -113,13 +113,13 @@ def describe_sdpa_fp8_backward(
     fp8_arguments.check_scales_type(scales, Fp8BackwardScales)
     left, right = arguments.window_bounds(window_size)
     call = Fp8BackwardArguments(
-        grad_out,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        *scales,
+        grad_out=grad_out,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        **scales._asdict(),
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
         is_causal=is_causal,
@@ -219,13 +219,13 @@ def _describe_backward(
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
     backward = BackwardSpec.of(
         Fp8BackwardArguments(
-            _dense(out.shape, out, dtype),
-            of.q,
-            of.k,
-            of.v,
-            out,
-            lse,
-            *Fp8BackwardScales(*[ONE] * 12),
+            grad_out=_dense(out.shape, out, dtype),
+            q=of.q,
+            k=of.k,
+            v=of.v,
+            out=out,
+            lse=lse,
+            **dict.fromkeys(Fp8BackwardScales._fields, ONE),
             seq_lens_q=of.seq_lens_q,
             seq_lens_kv=of.seq_lens_kv,
             is_causal=of.is_causal,
