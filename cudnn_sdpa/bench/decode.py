@@ -42,8 +42,6 @@ STEPS = (
 #: B, new tokens, tokens of each sequence.
 DRAFTS = ((32, 2, 4096), (32, 4, 4096), (32, 8, 4096), (1, 4, 32768))
 
-COPIED = 1 << 30
-
 LAUNCHES = "cuDNN and the frontend's C++, two kernels"
 OUTPUT = "an output"
 GUARD = "a look whether the call is like the last one"
@@ -79,17 +77,10 @@ def dense(cache: PagedKVCache, batch: int) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def large_copy() -> Call:
-    """A copy that is large enough to run at the GPU's bandwidth."""
-    source = torch.empty(COPIED, dtype=torch.uint8, device=cases.DEVICE)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
-
-
 def bandwidth() -> list[Row]:
     """Decode steps: bytes of keys and values per second, compared with a large copy in the same run."""
     rows: list[Row] = []
-    copy_large = large_copy()
+    copy_large = cases.large_copy()
     for batch, length, page_size in track(STEPS, "decode", transient=True):
         cache, step = filled(batch, length, page_size, 1)
         q = cases.normal(batch, HEADS_Q, 1, DIM)
@@ -101,7 +92,7 @@ def bandwidth() -> list[Row]:
                 cases.check_agreement(["out"], [run()], [flash()], f"PyTorch's, {name}")
             times = device_times({"ours": ours, "foreign": foreign, "flash": flash, "copy": copy_large}, cold=True)
         read = batch * length * HEADS_KV * DIM * 2 * q.element_size()
-        copy = 2 * COPIED / times["copy"]
+        copy = 2 * cases.COPIED / times["copy"]
         rows.append(
             {
                 "B, tokens, page size": f"{batch}, {length}, {page_size}",
@@ -240,7 +231,7 @@ CHUNKS = ((1, 2048, 8192, 64), (1, 2048, 8192, 16), (4, 512, 4096, 64), (1, 4096
 def chunks() -> list[Row]:
     """Chunks of a prompt compared with dense attention of the same size, and the parts of their time."""
     rows: list[Row] = []
-    copy_large = large_copy()
+    copy_large = cases.large_copy()
     for batch, tokens, length, page_size in track(CHUNKS, "chunks", transient=True):
         cache, step = filled(batch, length, page_size, tokens)
         q = cases.normal(batch, tokens, HEADS_Q, DIM).transpose(1, 2)
@@ -257,7 +248,7 @@ def chunks() -> list[Row]:
                 "sdpa_paged / dense": times["paged"] / times["dense"],
                 "dense with seq_lens_kv µs": times["lengths"],
                 "gather µs": times["gather"],
-                "that at a copy's bandwidth µs": moved * times["copy"] / (2 * COPIED),
+                "that at a copy's bandwidth µs": moved * times["copy"] / (2 * cases.COPIED),
                 "packed attention µs": times["packed"],
                 "cuDNN's kernel on pages µs": times["by hand"],
                 "pytorch flash, contiguous µs": times["flash"],

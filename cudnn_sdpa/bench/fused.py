@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from rich.progress import track
 from torch import Tensor
 
-from cudnn_sdpa.bench.decode import COPIED, large_copy
 from cudnn_sdpa.bench.tools import cases, tuned
 from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import Call, device_times, host_times
@@ -231,7 +230,7 @@ def _forward(
         "ours": lambda: ours(*inputs),
         "eager": lambda: theirs(*inputs),
         "compiled": lambda: compiled_theirs(*inputs),
-        "copy": large_copy(),
+        "copy": cases.large_copy(),
     }
     times = device_times(calls, cold=True)
     row = _row(times, shape=shape, bytes_moved=_bytes(inputs[0], shape, moved), note=note)
@@ -256,7 +255,7 @@ def _backward(
 
     actual, expected = (torch.autograd.grad(outs[name], inputs, grad, retain_graph=True) for name in ("ours", "eager"))
     cases.check_agreement([f"gradient {number}" for number in range(len(inputs))], actual, expected, "PyTorch's")
-    times = device_times({**{name: gradients(name) for name in outs}, "copy": large_copy()}, cold=True)
+    times = device_times({**{name: gradients(name) for name in outs}, "copy": cases.large_copy()}, cold=True)
     return _row(times, shape=shape, bytes_moved=_bytes(grad, shape, moved), note=note)
 
 
@@ -271,7 +270,7 @@ def _row(times: dict[str, float], *, shape: tuple[int, int], bytes_moved: int, n
     return {
         "rows, n": label if note is None else f"{label}, {note}",
         "cudnn_sdpa µs": times["ours"],
-        "of a copy's bandwidth": bytes_moved / times["ours"] / (2 * COPIED / times["copy"]),
+        "of a copy's bandwidth": bytes_moved / times["ours"] / (2 * cases.COPIED / times["copy"]),
         "pytorch µs": times["eager"],
         "pytorch / ours": times["eager"] / times["ours"],
         "compiled µs": times["compiled"],

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from cudnn_sdpa.bench import fused
 from cudnn_sdpa.bench.convolutions import Case, pytorch_benchmark
-from cudnn_sdpa.bench.decode import COPIED, large_copy
 from cudnn_sdpa.bench.fused import Function
 from cudnn_sdpa.bench.tools import cases, tuned
 from cudnn_sdpa.bench.tools.output import Row
@@ -63,10 +62,10 @@ def _all(ours: Function, theirs: Function, inputs: tuple[Tensor, ...], *, label:
     entry = _settled(calls["fastest"])
     out = ours(*inputs)
     cases.check_agreement(["out"], [out], [theirs(*inputs)], "PyTorch's")
-    times = device_times({**calls, "copy": large_copy()}, cold=True)
+    times = device_times({**calls, "copy": cases.large_copy()}, cold=True)
     plan_cache.clear()
     times_by_kernel: list[tuple[str, float | str]] = [
-        ("a copy of as many bytes", times["copy"] * moved * out.numel() * out.element_size() / (2 * COPIED)),
+        ("a copy of as many bytes", times["copy"] * moved * out.numel() * out.element_size() / (2 * cases.COPIED)),
         ("torch.compile", times["compiled"]),
         ("the fastest that cuDNN proposes", times["fastest"]),
     ]

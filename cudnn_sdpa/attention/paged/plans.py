@@ -22,6 +22,7 @@ from cudnn_sdpa.attention.arguments import with_positive_scale
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
+from cudnn_sdpa.attention.paged.step import MARK, Mark
 from cudnn_sdpa.attention.support.rules import FORWARD, Configuration, refusal
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
@@ -41,11 +42,6 @@ MAX_GATHERED_BYTES = 1 << 30
 
 #: Minimum number of queries, over all sequences, that a plan for gathered keys is built for.
 MIN_ROWS = 128
-
-#: The attribute by which a `PagedKVCache` marks the tables and lengths that it made: valid for caches with as many
-#: pages of this size. Its value is (pages, columns of the table, page size).
-MARK = "_cudnn_sdpa_pages"
-Mark = tuple[int, int, int]
 
 
 # What all calls have.

@@ -1,9 +1,9 @@
-"""Shapes and their floating-point operations, random tensors, and a check that two results agree."""
+"""Shapes and their floating-point operations, random tensors, a large copy, and a check that two results agree."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 DEVICE = "cuda"
+
+#: Bytes of a copy that is large enough to run at the GPU's bandwidth.
+COPIED = 1 << 30
 
 #: Relative error, in the norm, up to which two bfloat16 results are the same.
 TOLERANCE = 2e-2
@@ -138,3 +141,10 @@ def check_agreement(
             raise RuntimeError(
                 f"{name} differs from {reference} by {error:.3g} in the norm, over {tolerance}; nothing was timed"
             )
+
+
+def large_copy() -> Callable[[], object]:
+    """A copy that is large enough to run at the GPU's bandwidth."""
+    source = torch.empty(COPIED, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)

@@ -27,15 +27,13 @@ def short(monkeypatch):
     monkeypatch.setattr(decode, "STEPS", ((3, 300, 64), (2, 300, 16)))
     monkeypatch.setattr(decode, "CHUNKS", ((2, 100, 300, 64),))
     monkeypatch.setattr(decode, "DRAFTS", ((3, 4, 300),))
-    monkeypatch.setattr(decode, "COPIED", 1 << 20)
-    monkeypatch.setattr(fused, "COPIED", 1 << 20)
+    monkeypatch.setattr(cases, "COPIED", 1 << 20)
     monkeypatch.setattr(fused, "NORMS", ((64, 256),))
     monkeypatch.setattr(fused, "GATES", ((64, 256),))
     monkeypatch.setattr(convolutions, "CASES", (convolutions.Case(2, 32, 8, 64, 3, padding=1),))
     monkeypatch.setattr(proposals, "NORMS", fused.NORMS)
     monkeypatch.setattr(proposals, "GATES", fused.GATES)
     monkeypatch.setattr(proposals, "CONVOLUTIONS", convolutions.CASES)
-    monkeypatch.setattr(proposals, "COPIED", 1 << 20)
 
 
 def assert_measured(tmp_path, command, part, *options):

@@ -10,7 +10,7 @@ from attention_checks import TOLERANCE, make, poison
 
 import cudnn_sdpa
 from cudnn_sdpa import plan_cache, sdpa_paged
-from cudnn_sdpa.attention.paged.plans import MARK
+from cudnn_sdpa.attention.paged.step import MARK
 from cudnn_sdpa.graph.determinism import is_repeatable
 
 RUNS = 20

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from cudnn_sdpa.bench import decode
+from cudnn_sdpa.bench.tools import cases
 
 
 @pytest.fixture
 def on_cpu(monkeypatch, times_by_place, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
     monkeypatch.setattr(decode, "device_times", times_by_place)
-    monkeypatch.setattr(decode, "COPIED", 1000)
+    monkeypatch.setattr(cases, "COPIED", 1000)
     monkeypatch.setattr(decode, "STEPS", ((2, 40, 16), (1, 33, 16)))
     monkeypatch.setattr(decode, "DRAFTS", ((2, 3, 40),))
 

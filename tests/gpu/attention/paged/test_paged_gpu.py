@@ -12,7 +12,7 @@ from attention_checks import assert_same
 
 import cudnn_sdpa
 from cudnn_sdpa import PagedKVCache, PlanBuildError, explain, no_plan_builds, plan_cache, prepare_paged, sdpa_paged
-from cudnn_sdpa.attention.paged.plans import MARK
+from cudnn_sdpa.attention.paged.step import MARK
 from cudnn_sdpa.bench import decode
 from cudnn_sdpa.graph.layouts import canonical_stride
 

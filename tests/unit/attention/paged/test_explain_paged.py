@@ -15,8 +15,9 @@ from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.paged import launch as paged_launch
 from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
-from cudnn_sdpa.attention.paged.plans import MARK, Gathered
+from cudnn_sdpa.attention.paged.plans import Gathered
 from cudnn_sdpa.attention.paged.sdpa_paged import PAGED
+from cudnn_sdpa.attention.paged.step import MARK
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.engine.explain import describer_of
 from cudnn_sdpa.planning.support import target_of
