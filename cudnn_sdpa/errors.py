@@ -12,7 +12,7 @@ CudnnSdpaError
 ├── PlanBuildError (RuntimeError)       a plan is missing where none may be built
 ├── ExecutionError (RuntimeError)       cuDNN refused to launch a plan
 ├── OutOfPagesError (RuntimeError)      a paged cache has too few free pages; it is unchanged
-├── LibraryError (ImportError)          cuDNN or its frontend is missing, too old, or a mix of versions
+├── LibraryError (ImportError)          cuDNN, its frontend or a demanded native module is missing or unusable
 └── OfflineError (RuntimeError)         planning without the GPU could not start
 ```
 """
@@ -176,7 +176,10 @@ class OutOfPagesError(CudnnSdpaError, RuntimeError):
 
 
 class LibraryError(CudnnSdpaError, ImportError):
-    """cuDNN or its Python frontend is missing, too old, or cannot be loaded."""
+    """cuDNN or its Python frontend is missing, too old, or cannot be loaded.
+
+    With `CUDNN_SDPA_NATIVE=on`, also: the native module cannot be compiled or loaded.
+    """
 
 
 class OfflineError(CudnnSdpaError, RuntimeError):

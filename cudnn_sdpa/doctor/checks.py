@@ -220,9 +220,16 @@ def store(facts: Facts) -> Iterator[Finding]:
         yield _note("Plans are not stored: every process builds its own", "CUDNN_SDPA_PLAN_DIR='off'", cure)
 
 
+def native(facts: Facts) -> Iterator[Finding]:
+    """Calls on a GPU go through the native module, unless the user has switched it off."""
+    if facts.torch and facts.torch.gpus and facts.native.startswith("Python") and not facts.native.endswith("=off"):
+        cure = "Do what it says, then run `python -m cudnn_sdpa build-native`; without it only speed is lost."
+        yield _note("Calls go through Python, not C++", facts.native.removeprefix("Python: "), cure)
+
+
 #: Causes before their effects.
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...]
-CHECKS = platform, broken_off, torch, gpus, packages, cudnn, trial, store
+CHECKS = platform, broken_off, torch, gpus, packages, cudnn, trial, store, native
 
 
 def examine(facts: Facts) -> list[Finding]:

@@ -67,6 +67,7 @@ class Facts:
     driver: str = ""  # version of NVIDIA's kernel module
     gpu_nodes: int = 0  # GPUs of the machine or container, visible to PyTorch or not
     c_compiler: str | None = None
+    native: str = "C++"  # whether calls go through the native module, and why not
     store: StoreFacts = StoreFacts(None)
     torch: TorchFacts | None = None
     cudnn: CudnnFacts | None = None

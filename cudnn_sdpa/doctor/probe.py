@@ -21,6 +21,7 @@ import torch
 
 from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.doctor.facts import CudnnFacts, Facts, Gpu, StoreFacts, TorchFacts, TrialFacts
+from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.errors import OfflineError
 from cudnn_sdpa.graph import backend
 from cudnn_sdpa.offline import interpreter
@@ -36,7 +37,7 @@ _PROGRAM = "from cudnn_sdpa.doctor.probe import main; main()"
 #: Packages to list, besides those whose name begins with "nvidia-".
 _PACKAGES = ("torch", "triton", "cudnn-sdpa")
 _VARIABLES = re.compile(
-    r"CUDNN_\w+|CUDA_(VISIBLE_DEVICES|HOME|PATH)|NVIDIA_VISIBLE_DEVICES|LD_(LIBRARY_PATH|PRELOAD)|XDG_CACHE_HOME|CC"
+    r"CUDNN_\w+|CUDA_(VISIBLE_DEVICES|HOME|PATH)|NVIDIA_VISIBLE_DEVICES|LD_(LIBRARY_PATH|PRELOAD)|XDG_CACHE_HOME|CC|CXX"
 )
 _NVIDIA = re.compile(r"/lib(cudnn|cuda|cudart|nvrtc|cublas)\w*\.so[.\d]*$")
 
@@ -61,6 +62,7 @@ def gather(timeout: float = TIMEOUT_SECONDS) -> Facts:
         driver=driver(),
         gpu_nodes=gpu_nodes(),
         c_compiler=compiler(),
+        native=loader.forecast(),
         store=store(),
         torch=_torch_facts(**parts["torch"]) if "torch" in parts else None,
         cudnn=CudnnFacts(**parts["cudnn"]) if "cudnn" in parts else None,

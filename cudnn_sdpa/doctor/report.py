@@ -49,6 +49,7 @@ def _summary(facts: Facts) -> Iterator[tuple[str, str]]:
         how = "planned for another machine" if trial.difference is None else f"relative error {trial.difference:.1e}"
         yield "a call", f"{trial.engine}, {how}"
     yield "C compiler", facts.c_compiler or "none"
+    yield "calls", facts.native
     yield "plan store", facts.store.folder or "none"
     for name, value in facts.environment.items():
         yield "environment", f"{name}={value}"

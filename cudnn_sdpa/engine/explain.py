@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cudnn_sdpa._version import __version__
+from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.graph import backend, known_issues
 from cudnn_sdpa.graph.definition import GraphOp
@@ -122,6 +123,7 @@ class Explanation:
         extra_kernels: Kernels that run in addition to the plan.
         known_issues: Bugs of this cuDNN that the plan works around.
         on_gpu: Why a plan built on the GPU would be better than this one, which was made without it; usually empty.
+        native: On this machine's GPU, whether calls go through the native module, and why not.
         backward: The same of the gradient, if an input requires grad; its versions and libraries are left empty.
         errors: With `verify`, the relative error of each result against the reference in float64.
         versions: Versions of this package and its dependencies.
@@ -145,6 +147,7 @@ class Explanation:
     extra_kernels: list[str] = field(default_factory=list)
     known_issues: list[str] = field(default_factory=list)
     on_gpu: str = ""
+    native: str = ""
     backward: Explanation | None = None
     errors: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -190,6 +193,7 @@ class Explanation:
         lines += [f"  also runs  {note}" for note in self.extra_kernels]
         lines += [f"  avoids     {issue}" for issue in self.known_issues]
         lines += [f"  but        {self.on_gpu}"] if self.on_gpu else []
+        lines += [f"  through    {self.native}"] if self.native else []
         lines += [f"  error      {name}: {error:.1e}" for name, error in self.errors.items()]
         lines += [] if self.backward is None else self.backward._report(with_keys=with_keys).splitlines()
         lines += [f"  {name:<26} {version}" for name, version in self.versions.items()]
@@ -279,6 +283,7 @@ def _explain_live(name: str, description: Description, device: int) -> Explanati
         else:
             result.engine, result.knobs, result.workspace = plan.engine, plan.knobs, plan.workspace
             result.build_seconds, result.loaded = plan.build_seconds, plan.loaded
+            result.native = str(loader.status())
     result.libraries |= backend.loaded_libraries()
     return result
 

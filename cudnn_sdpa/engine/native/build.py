@@ -68,7 +68,7 @@ def sanitizer_of_environment() -> str:
     """
     name = os.environ.get(SANITIZE_VARIABLE, "")
     if name not in compiler.SANITIZERS:
-        raise OptionError(SANITIZE_VARIABLE, repr(name), "address or undefined")
+        raise OptionError(SANITIZE_VARIABLE, repr(name), "address, undefined, or both with a comma")
     return name
 
 
@@ -78,7 +78,7 @@ class Recipe:
 
     Attributes:
         sources: The folder with its `*.cpp` and `*.h` files.
-        sanitize: Empty, "address" or "undefined".
+        sanitize: One of `compiler.SANITIZERS`; usually empty.
     """
 
     sources: Path = SOURCES
@@ -177,7 +177,7 @@ class _Folder:
             module = ModuleFile.decode(contents)
             if canonical(module.identity) != canonical(self.identity):
                 raise BadModuleError("it was made for another PyTorch or Python, or from other sources")
-        except (BadModuleError, BadPlanFileError) as error:
+        except (BadModuleError, BadPlanFileError, OSError) as error:
             _log.log(log_level, "ignoring the native module %s: %s", self.path / self.name, error)
             return None
         with contextlib.suppress(OSError):
@@ -190,8 +190,8 @@ class _Folder:
         if in_background and (reason := self._refusal(command)):
             raise CompileError(f"{reason} (another process has tried it; `build-native` tries it again)")
         start = time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix=self._scratch_prefix, dir=self.path) as scratch:
-            output = Path(scratch) / self.name
+        with self._scratch() as scratch:
+            output = scratch / self.name
             niceness = compiler.NICENESS if in_background else 0
             try:
                 printed = compilation.run(command, self.recipe.files(".cpp"), self.recipe.sanitize, output, niceness)
@@ -205,6 +205,15 @@ class _Folder:
         store_files.try_write(self.descriptor, self.name, module.encode(), or_raise=True)
         self._sweep()
         return Built(self.path / self.name, command, time.perf_counter() - start)
+
+    @contextlib.contextmanager
+    def _scratch(self) -> Iterator[Path]:
+        """A folder for the compiler. `TemporaryDirectory` would also be removed by a forked child that ends."""
+        scratch = Path(tempfile.mkdtemp(prefix=self._scratch_prefix, dir=self.path))
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
     @property
     def _refusal_name(self) -> str:

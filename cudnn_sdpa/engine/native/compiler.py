@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -21,7 +23,9 @@ from cudnn_sdpa.engine.native import guard
 from cudnn_sdpa.graph.diagnostics import printable, shortened
 from cudnn_sdpa.offline import interpreter
 
-SANITIZERS = ("", "address", "undefined")
+_log = logging.getLogger("cudnn_sdpa")
+
+SANITIZERS = ("", "address", "undefined", "address,undefined")
 
 #: Seconds after which a compiler counts as hanging: it takes 15 to 40.
 TIMEOUT_SECONDS = 600.0
@@ -165,9 +169,11 @@ class Compilation:
             raise CompileError(f"the process that runs {compiler} was killed")
         if status.strip() != "0":
             lines = printed.strip().splitlines()
-            errors = [line for line in lines if "error" in line.lower()] or lines[-1:]
+            errors = [line for line in lines if re.search(r"\berror: ", line)] or lines[-1:]
             why = printable(shortened(": ".join([f"{compiler} fails ({status.strip()})", *errors[:1]])))
-            raise CompileError(why, is_final=status.strip().isdigit())
+            _log.debug("%s printed: %s", compiler, printed)
+            was_killed = "terminated program" in printed  # as without memory; GCC's driver itself ends as usual
+            raise CompileError(why, is_final=status.strip().isdigit() and not was_killed)
         return printed.strip()
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:

@@ -235,6 +235,8 @@ def load(path: Path) -> ModuleType:
     Raises:
         ImportError: It cannot be loaded.
     """
+    if "address" in build.sanitizer_of_environment() and "libasan" not in Path("/proc/self/maps").read_text():
+        raise ImportError("start Python with LD_PRELOAD=$(g++ -print-file-name=libasan.so)")  # loading would end it
     file_loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
     spec = importlib.util.spec_from_file_location(NAME, path, loader=file_loader)
     assert spec is not None

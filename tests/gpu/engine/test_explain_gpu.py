@@ -28,6 +28,7 @@ def offsets(*lengths):
 def assert_verified(result, names):
     assert result.supported, result.reasons
     assert not result.offline
+    assert result.native.startswith(("C++: ", "Python: "))
     assert list(result.errors) == names
     for name, error in result.errors.items():
         assert error < ROUNDING.get(name, OF_GRADIENT), (name, error)

@@ -261,6 +261,12 @@ WARNINGS = {
 NOTES = {
     "no gpu": (CPU, "torch", "2.11.0+cpu", "CPU tensors run the reference"),
     "store off": (replace(WELL, store=StoreFacts(None)), "store", "off", "Unset CUDNN_SDPA_PLAN_DIR"),
+    "no c++ compiler": (
+        replace(WELL, native="Python: there is no C++ compiler"),
+        "native",
+        "there is no",
+        "build-native",
+    ),
 }
 LEVELS = {Level.ERROR: ERRORS, Level.WARNING: WARNINGS, Level.NOTE: NOTES}
 AILMENTS = [
@@ -272,7 +278,10 @@ AILMENTS = [
 
 def test_a_healthy_machine_has_no_findings():
     assert examine(WELL) == []
+    assert examine(replace(WELL, native="Python: CUDNN_SDPA_NATIVE=off")) == []
+    assert examine(replace(WELL, native="C++, when c++ has compiled it in the background; before that Python")) == []
     assert "No problems found." in as_text(WELL, [])
+    assert f"{'calls':<14}C++" in as_text(WELL, []).splitlines()
 
 
 @pytest.mark.parametrize(("level", "facts", "check", "found", "cure"), AILMENTS)

@@ -1,0 +1,92 @@
+"""The library's own native module: it is in what is installed, and the installed compiler accepts it without a warning.
+
+It is compiled into the user's cache folder, so that only changed sources take this time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from cudnn_sdpa.engine.explain import Explanation
+from cudnn_sdpa.engine.native import build, compiler, loader
+from cudnn_sdpa.engine.native.build import SANITIZE_VARIABLE, Recipe
+
+
+def test_wheels_and_source_distributions_have_every_source(repository, tmp_path):
+    builders = pytest.importorskip("hatchling.builders", reason="only in the environment of `make venv`")
+    assert builders
+    from hatchling.builders.sdist import SdistBuilder
+    from hatchling.builders.wheel import WheelBuilder
+
+    (wheel,) = WheelBuilder(str(repository)).build(directory=str(tmp_path), versions=["standard"])
+    (sdist,) = SdistBuilder(str(repository)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(wheel) as opened:
+        in_wheel = set(opened.namelist())
+    with tarfile.open(sdist) as opened:
+        in_sdist = {name.partition("/")[2] for name in opened.getnames()}
+    package = repository / "cudnn_sdpa"
+    sources = [path for path in package.rglob("*") if path.suffix in {".py", ".cpp", ".h", ".c", ".cu", ".json"}]
+    names = {str(path.relative_to(repository)) for path in sources}
+    assert "cudnn_sdpa/engine/native/native.cpp" in names
+    assert names <= in_wheel
+    assert names <= in_sdist
+
+
+def test_the_native_module_is_compiled_and_loaded(run_python):
+    program = """
+from cudnn_sdpa.engine.native import loader
+loader.start()
+print(loader.status().state, loader.module().__name__, sep="\\n")
+"""
+    result = run_python(program, CUDNN_SDPA_NATIVE="on", CUDNN_SDPA_NATIVE_DIR=None)
+    assert result.stdout.splitlines() == ["loaded", "cudnn_sdpa.engine.native._native"]
+
+
+def test_explain_has_one_line_about_it():
+    explanation = Explanation(
+        "sdpa", "H200", offline=False, engine="eng8", native="C++: compiled before (/a/module.so)"
+    )
+    assert "  through    C++: compiled before (/a/module.so)" in str(explanation).splitlines()
+    assert "through" not in str(Explanation("sdpa", "H200", offline=True, engine="eng8"))
+
+
+@pytest.mark.slow
+def test_it_compiles_without_warnings_and_runs_under_sanitizers(folder, monkeypatch, caplog, run_python):
+    monkeypatch.setenv(SANITIZE_VARIABLE, "address,undefined")
+    caplog.set_level(logging.DEBUG)
+    built = build.build(Recipe())
+    assert [record for record in caplog.records if "printed" in record.getMessage()] == []
+    with pytest.raises(ImportError, match="LD_PRELOAD"):
+        loader.load(built.path)
+    assert built.path.parent == folder
+    program = """
+from cudnn_sdpa.engine.native import loader
+loader.start()
+print(loader.status().state)
+"""
+    result = run_python(program, CUDNN_SDPA_NATIVE="on", **sanitizer_environment())
+    assert result.stdout == "loaded\n"
+
+
+def sanitizer_environment() -> dict[str, str]:
+    """The environment of Python with a module that was compiled with both sanitizers."""
+    (command, *_) = compiler.check()
+    answers = [
+        subprocess.run([command, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
+    ]
+    if not Path(answers[0]).is_absolute():
+        pytest.skip("the compiler has no libasan")
+    return {
+        "LD_PRELOAD": " ".join(answers),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python frees not everything at its end
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "PATH": os.environ["PATH"],
+    }
