@@ -7,12 +7,14 @@ compiler has started. Its last line of output tells how the compiler ended.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 #: Begins the last line, which the compiler's exit status follows.
 MARK = "cudnn_sdpa compiler ended: "
@@ -28,6 +30,9 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     threading.Thread(target=end_with_program, daemon=True).start()
     os.nice(request["niceness"])
+    if request["niceness"]:  # it takes 1 GB: where memory is short, the compiler is killed and not the program
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         status = str(
             subprocess.call(request["command"], stdin=subprocess.DEVNULL, stderr=1, timeout=request["seconds"])

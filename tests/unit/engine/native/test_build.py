@@ -398,7 +398,10 @@ def test_a_killed_compiler_is_an_error_that_is_tried_again(held, folder, wait_un
     wait_until(held.is_compiling)
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         if b"cc1" in path.read_bytes() and str(held.recipe.sources).encode() in path.read_bytes():
-            os.kill(int(path.parent.name), 9)
+            process = int(path.parent.name)
+            assert os.getpriority(os.PRIO_PROCESS, process) >= 10
+            assert (path.parent / "oom_score_adj").read_text().strip() == "1000"
+            os.kill(process, 9)
     thread.join(30)
     (error,) = errors
     assert not error.is_final

@@ -14,7 +14,8 @@ from cudnn_sdpa.engine.native import build
 
 #: The head of a program: the module has the sources of the test.
 HEAD = """
-import functools, logging, os, sys, threading, time
+import functools, logging, os, sys, threading, time, warnings
+warnings.filterwarnings("ignore", message=".*fork")  # Python 3.12 and later warn of threads
 from pathlib import Path
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
 from cudnn_sdpa.engine.native import build, loader
