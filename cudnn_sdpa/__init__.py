@@ -18,7 +18,6 @@ else:
     from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
     from cudnn_sdpa.attention.paged.kv_cache import PagedKVCache
     from cudnn_sdpa.attention.paged.page_pool import CacheUse
-    from cudnn_sdpa.attention.paged.prepared import PreparedPaged, prepare_paged
     from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
     from cudnn_sdpa.attention.paged.step import PagedStep
     from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
@@ -86,7 +85,6 @@ __all__ = [
     "PlanManifest",
     "PlanStore",
     "PlanStoreInfo",
-    "PreparedPaged",
     "ShapeError",
     "Support",
     "UnsupportedError",
@@ -106,7 +104,6 @@ __all__ = [
     "layer_norm",
     "no_plan_builds",
     "plan_cache",
-    "prepare_paged",
     "record_plans",
     "relu_squared",
     "rms_norm",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +11,11 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT, UNBOUNDED
-from cudnn_sdpa.engine.memory import MISALIGNED, check_present, like_in_memory
+from cudnn_sdpa.engine.launch import Additions, Address, OwnKernel
+from cudnn_sdpa.engine.memory import like_in_memory
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 from cudnn_sdpa.plans.nvrtc import Kernel, slots
-from cudnn_sdpa.plans.plan import allocate, current_raw_stream
 
 kernel = Kernel(Path(__file__).with_name("bias.cu"), "make_bias")
 
@@ -72,32 +71,29 @@ class BiasFields(NamedTuple):
 _BASE, _BIAS = slots(BiasFields, "base", "bias")
 
 
-class BiasKernel:
-    """Gives the bias that cuDNN adds to the scores, for calls whose masks look alike.
+class BiasKernel(OwnKernel):
+    """Converts masks that look alike to the bias that cuDNN adds to the scores.
 
-    A float mask whose layout and address cuDNN can read is the bias itself. Any other mask is converted to a new bias
-    by one kernel of our own: a boolean one to 0 where a key takes part, and elsewhere minus infinity. Fully masked rows
-    are dropped before the conversion: a slice of the converted bias might not be aligned.
+    A boolean mask becomes 0 where a key takes part, and elsewhere minus infinity. Fully masked rows are dropped:
+    a slice of the converted bias might not be aligned. Of a mask that cuDNN could read at another address all memory is
+    copied, which keeps its layout.
     """
 
-    __slots__ = ("_blocks", "_device", "_fields", "_is_readable", "_kernel", "_new", "_offset")
+    __slots__ = ("reads_mask_at",)
 
     def __init__(self, mask: Tensor, q: Tensor, skv: int, masked_rows: int = 0) -> None:
         """Binds it to the layout of `mask`; the arguments are those of `bias_layout`."""
         view = bias_view(mask, masked_rows)
         shape, size, layout = (*view.shape[:3], skv), view.element_size(), bias_layout(mask, q, skv, masked_rows)
-        self._device = q.get_device()
-        self._offset = int(view.storage_offset() - mask.storage_offset()) * size
-        self._is_readable = view.dtype == layout.dtype and (
-            reads_directly(view, skv) or view.expand(shape).is_contiguous()
-        )
+        device, begin = q.get_device(), int(view.storage_offset() - mask.storage_offset()) * size
+        is_readable = view.dtype == layout.dtype and (reads_directly(view, skv) or view.expand(shape).is_contiguous())
+        #: Where in the mask the plan can read the bias, if that is aligned; None if it must be converted.
+        self.reads_mask_at = Address("attn_mask", begin) if is_readable else None
         stride = (*view.stride()[:3], view.stride(3) if view.shape[3] == skv else 0)
-        if self._is_readable:  # at a misaligned address: all of its memory is copied, which keeps its layout
+        if is_readable:
             span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if view.numel() else 0
             shape, stride = (1, 1, 1, span), (0, 0, 0, 1)
         elements = math.prod(shape)
-        self._new = ((elements,), (1,), layout.dtype)
-        self._kernel = kernel.on(self._device)
         batch, head, row, column = (step * size for step in stride)
         fields = BiasFields(
             base=_PER_CALL,
@@ -113,30 +109,25 @@ class BiasKernel:
             masked=_MINUS_INFINITY.get(layout.dtype, 0),
             bias=_PER_CALL,
         )
-        self._fields = array("q", fields)
-        processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
         in_block = _THREADS * _WORD // layout.dtype.itemsize
-        self._blocks = max(1, min(-(-elements // in_block), 8 * processors))
+        super().__init__(
+            kernel,
+            name="converted_mask",
+            made=((elements,), (1,), layout.dtype),
+            blocks=max(1, min(-(-elements // in_block), 8 * processors)),
+            threads=_THREADS,
+            fields=fields,
+            addresses={_BASE: Address("attn_mask", begin), _BIAS: Address("converted_mask")},
+            device=device,
+        )
 
-    def __call__(self, mask: Tensor) -> tuple[int, Tensor]:
-        """The address of the bias, and the tensor that holds it.
-
-        Launches the kernel on the current device and stream where a conversion is needed.
-
-        Raises:
-            LayoutError: The mask has no memory.
-        """
-        address = mask.data_ptr()
-        if address == 0:
-            check_present("attn_mask", mask)
-        address += self._offset
-        if self._is_readable and not address & MISALIGNED:
-            return address, mask
-        bias: Tensor = allocate(*self._new)
-        fields = self._fields[:]  # of this call alone: many threads call at once
-        fields[_BASE], fields[_BIAS] = address, bias.data_ptr()
-        self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
-        return bias.data_ptr(), bias
+    def additions(self, *, reads_mask: bool) -> Additions:
+        """What a plan gets that reads the mask, or what the kernel makes of it."""
+        mask, at = ("attn_mask",), self.reads_mask_at
+        if reads_mask and at is not None:
+            return Additions(operands=mask, anywhere=mask, aligned=(at,), addresses={"bias": at})
+        return Additions(operands=mask, anywhere=mask, kernels=(self,), addresses={"bias": Address(self.name)})
 
 
 def repeated_row(layout: TensorLayout, rows: int) -> TensorLayout:

@@ -5,24 +5,26 @@ Plans read corrected lengths; those with logit soft-capping read the first and t
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.mask import Band
+from cudnn_sdpa.engine.launch import Additions, Address, OwnKernel
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.plans.nvrtc import Kernel, slots
-from cudnn_sdpa.plans.plan import allocate, current_raw_stream
 
 _SOURCE = Path(__file__).with_name("lengths.cu")
 correct_kernel = Kernel(_SOURCE, "correct_lengths")
 limit_kernel = Kernel(_SOURCE, "limit_rows")
 
+LENGTHS = ("seq_lens_q", "seq_lens_kv")  #: of a call; kernels take them first
+LENGTHS_OF_CALL = tuple(map(Address, LENGTHS))
+
 _THREADS = 256
+_MADE = "lengths"  #: what addresses call the memory that a kernel fills
 _PER_CALL = 0  #: an address that is filled in at each launch
 _UNBOUNDED = 1 << 40  #: farther than any key is from the diagonal
 _LARGEST = 2**31 - 1
@@ -56,17 +58,23 @@ class LimitsFields(NamedTuple):
     highest: int
 
 
-class _IntsKernel:
+class _IntsKernel(OwnKernel):
     """A kernel that makes int32 tensors of lengths, for calls of one plan.
 
     Attributes:
         offsets: Where each tensor begins in the memory that a launch fills, in bytes, by operand.
     """
 
-    __slots__ = ("_blocks", "_device", "_fields", "_kernel", "_outputs", "_size", "offsets")
+    __slots__ = ("offsets",)
 
     def __init__(
-        self, kernel: Kernel, fields: tuple[int, ...], outputs: dict[str, int], size: int, device: int
+        self,
+        kernel: Kernel,
+        fields: tuple[int, ...],
+        outputs: dict[str, int],
+        size: int,
+        device: int,
+        lengths: Sequence[Address] = LENGTHS_OF_CALL,
     ) -> None:
         """Loads the kernel.
 
@@ -76,32 +84,31 @@ class _IntsKernel:
             outputs: The place in `fields` of the address of each tensor that is made, by operand.
             size: Number of elements of each of these tensors.
             device: The GPU.
+            lengths: Where it finds the lengths of queries and of keys.
         """
         aligned = -(-4 * size // ALIGNMENT) * ALIGNMENT
         self.offsets = {name: number * aligned for number, name in enumerate(outputs)}
-        self._outputs = [(place, self.offsets[name]) for name, place in outputs.items()]
-        self._size = (len(outputs) * aligned // 4,)
-        self._fields = array("q", fields)
-        self._device = device
-        self._kernel = kernel.on(device)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._blocks = max(1, min(-(-size // _THREADS), 4 * processors))
+        super().__init__(
+            kernel,
+            name=_MADE,
+            made=((len(outputs) * aligned // 4,), (1,), torch.int32),
+            blocks=max(1, min(-(-size // _THREADS), 4 * processors)),
+            threads=_THREADS,
+            fields=fields,
+            addresses=dict(enumerate(lengths))
+            | {place: Address(_MADE, self.offsets[name]) for name, place in outputs.items()},
+            device=device,
+        )
 
-    def __call__(self, lengths_q: int, lengths_kv: int) -> Tensor:
-        """Launches the kernel on the current device and stream; returns the memory that it fills.
-
-        Args:
-            lengths_q: Address of the lengths of queries; 0 if all queries are present.
-            lengths_kv: Address of the lengths of keys; 0 if all keys are present.
-        """
-        made: Tensor = allocate(self._size, (1,), torch.int32)
-        start = made.data_ptr()
-        fields = self._fields[:]  # of this call alone: many threads call at once
-        fields[0], fields[1] = lengths_q, lengths_kv
-        for place, offset in self._outputs:
-            fields[place] = start + offset
-        self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
-        return made
+    def additions(self, lengths: Sequence[str] = ()) -> Additions:
+        """What a plan gets that reads what it makes; of these lengths of the call, if not of another kernel's."""
+        return Additions(
+            operands=tuple(lengths),
+            anywhere=tuple(lengths),
+            kernels=(self,),
+            addresses={name: Address(_MADE, offset) for name, offset in self.offsets.items()},
+        )
 
 
 class LengthsKernel(_IntsKernel):
@@ -151,7 +158,15 @@ class RowLimitsKernel(_IntsKernel):
     __slots__ = ()
 
     def __init__(
-        self, *, batch: int, rows: int, band: Band | None, device: int, max_q: int = _LARGEST, max_kv: int = _LARGEST
+        self,
+        *,
+        batch: int,
+        rows: int,
+        band: Band | None,
+        device: int,
+        max_q: int = _LARGEST,
+        max_kv: int = _LARGEST,
+        lengths: Sequence[Address] = LENGTHS_OF_CALL,
     ) -> None:
         """Binds it.
 
@@ -162,6 +177,7 @@ class RowLimitsKernel(_IntsKernel):
             device: The GPU.
             max_q: What lengths of queries are clamped to.
             max_kv: What lengths of keys are clamped to.
+            lengths: Where the lengths of queries and of keys are.
         """
         left, right, bottom_right = band or (None, None, False)
         fields = LimitsFields(
@@ -178,18 +194,4 @@ class RowLimitsKernel(_IntsKernel):
             highest=_PER_CALL,
         )
         lowest, highest = slots(LimitsFields, "lowest", "highest")
-        outputs = {"lowest": lowest, "highest": highest}
-        super().__init__(limit_kernel, fields, outputs, size=batch * rows, device=device)
-
-
-def addresses_of(lengths_q: Tensor | None, lengths_kv: Tensor | None) -> tuple[int, int]:
-    """The addresses of the lengths of a call, 0 for those that it lacks.
-
-    Raises:
-        LayoutError: One has no memory.
-    """
-    address_q = 0 if lengths_q is None else lengths_q.data_ptr()
-    address_kv = 0 if lengths_kv is None else lengths_kv.data_ptr()
-    if not (address_q and address_kv):  # missing, or freed: the kernel would take that for missing
-        memory.check_lengths_present(lengths_q, lengths_kv)
-    return address_q, address_kv
+        super().__init__(limit_kernel, fields, {"lowest": lowest, "highest": highest}, batch * rows, device, lengths)

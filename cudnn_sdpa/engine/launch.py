@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.memory import MISALIGNED, check_address, refuse_address
+from cudnn_sdpa.engine.memory import MISALIGNED, check_address, check_present, refuse_address
 from cudnn_sdpa.errors import DeviceError
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.plans.cache import next_use
-from cudnn_sdpa.plans.plan import Plan, allocate, current_device
+from cudnn_sdpa.plans.nvrtc import Kernel
+from cudnn_sdpa.plans.plan import Plan, allocate, current_device, current_raw_stream
 
 #: Shape, stride and dtype of a new tensor.
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -37,71 +40,198 @@ def readable(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.data_ptr() & MISALIGNED or 0 in tensor.stride() else tensor
 
 
+class Address(NamedTuple):
+    """An address that is known when a call is launched.
+
+    Attributes:
+        of: The operand, output or kernel's memory in which it lies, by name.
+        offset: Number of bytes behind the beginning of that.
+    """
+
+    of: str
+    offset: int = 0
+
+
+class OwnKernel:
+    """A kernel of the library's own before a plan, for calls that look alike. It fills memory of its own.
+
+    Attributes:
+        name: What addresses call the memory that it fills.
+        made: Layout of that memory.
+        kernel: The kernel.
+        blocks: Blocks in its grid.
+        threads: Threads per block.
+        fields: Its argument, without addresses.
+        addresses: The addresses that are put into the argument at each launch, by place.
+    """
+
+    __slots__ = ("_device", "addresses", "blocks", "fields", "kernel", "made", "name", "threads")
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        name: str,
+        made: Layout,
+        *,
+        blocks: int,
+        threads: int,
+        fields: Sequence[int],
+        addresses: Mapping[int, Address],
+        device: int,
+    ) -> None:
+        self.kernel = kernel.on(device)
+        self.name, self.made, self.blocks, self.threads = name, made, blocks, threads
+        self.fields, self.addresses = array("q", fields), dict(addresses)
+        self._device = device
+
+    def __call__(self, **addresses: int) -> Tensor:
+        """Launches it on the current device and stream; returns the memory that it fills.
+
+        Args:
+            addresses: Addresses by name; 0 for what is left out.
+        """
+        made: Tensor = allocate(*self.made)
+        addresses[self.name] = made.data_ptr()
+        places = [(place, addresses.get(x.of, 0), x.offset) for place, x in self.addresses.items()]
+        self.launch([(place, address + offset) for place, address, offset in places if address])
+        return made
+
+    def launch(self, addresses: Iterable[tuple[int, int]]) -> None:
+        """The same, given the places in the argument and what is put there."""
+        fields = self.fields[:]  # of this call alone: many threads call at once
+        for place, address in addresses:
+            fields[place] = address
+        self.kernel.launch(self.blocks, self.threads, fields, current_raw_stream(self._device))
+
+
+@dataclass(frozen=True)
+class Additions:
+    """What some calls have besides the operands that all have.
+
+    Attributes:
+        operands: Tensors of the call.
+        kernels: Kernels that run before the plan, in this order.
+        addresses: Where operands of the plan lie that are not the call's tensors themselves, by name.
+        aligned: Addresses that kernels read in words of 16 bytes, of operands that may begin anywhere.
+        anywhere: Operands that may begin anywhere.
+        copied: Operands that are copied if kernels cannot read their address.
+    """
+
+    operands: tuple[str, ...] = ()
+    kernels: tuple[OwnKernel, ...] = ()
+    addresses: Mapping[str, Address] = field(default_factory=dict)
+    aligned: tuple[Address, ...] = ()
+    anywhere: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
+
+    def __add__(self, other: Additions) -> Additions:
+        return Additions(
+            operands=self.operands + tuple(x for x in other.operands if x not in self.operands),
+            kernels=self.kernels + other.kernels,
+            addresses={**self.addresses, **other.addresses},
+            aligned=self.aligned + other.aligned,
+            anywhere=self.anywhere + other.anywhere,
+            copied=self.copied + other.copied,
+        )
+
+
+NOTHING_MORE = Additions()
+NOWHERE: Mapping[str, int] = {}
+
+#: A place in a list of addresses, the number of what the address is of, and the offset.
+_Pointer = tuple[int, int, int]
+
+
 class BoundPlan:
-    """A plan with all that its launch needs besides tensors: host numbers, constants, and where each pointer goes.
+    """A plan with all that its launch needs besides tensors, as data: what is allocated, and which address goes where.
 
     Attributes:
         plan: The plan.
-        is_binary: Whether `run_binary` launches it: two tensors in, its first operands, and one out.
+        operands: Names of the tensors that a launch gets, in its order.
+        results: Layouts of the new tensors that it gives.
+        kernels: Kernels that run before it.
+        kernel_pointers: For each of them the addresses in its argument.
+        pointers: The addresses that it gets at each launch.
+        template: The addresses of its operands and outputs, as far as they are always the same.
+        aligned: The addresses that must be aligned.
+        numbers: The values of its host scalars.
+        number_places: Their places among the operands.
     """
 
     __slots__ = (
-        *("_before", "_elsewhere", "_inputs", "_known", "_names", "_numbers", "_outputs", "_parts", "_places"),
-        *("_template", "is_binary", "plan"),
+        *("_arguments", "_copied", "_elsewhere", "_memory", "_otherwise", "aligned", "kernel_pointers", "kernels"),
+        *("number_places", "numbers", "operands", "plan", "pointers", "recipe", "results", "template"),
     )
 
     def __init__(
         self,
         plan: Plan,
-        inputs: Sequence[str],
+        operands: Sequence[str],
         results: Sequence[Layout],
         numbers: Mapping[str, float | None],
-        before: Callable[[Any, array[int], list[Tensor]], object] | None = None,
-        arguments: Sequence[str] | None = None,
-        parts: Mapping[str, tuple[str, int]] | None = None,
+        additions: Additions = NOTHING_MORE,
+        otherwise: BoundPlan | None = None,
+        arguments: Mapping[str, str] | None = None,
+        fixed: Mapping[str, int] = NOWHERE,
     ) -> None:
         """Binds it.
 
         Args:
             plan: The plan.
-            inputs: Names of the operands that a launch gets as tensors, in its order.
-            results: Shape, stride and dtype of the plan's outputs, as the caller sees them.
+            operands: Names of the operands that a launch gets as tensors, in its order; those of `additions` follow.
+            results: Layouts of the plan's outputs, as the caller sees them; without those that lie in another's memory.
             numbers: The host scalars, by operand; None for those that the plan lacks.
-            before: Fills in the pointers that are computed for each call, given the call, all pointers by place, and
-                the outputs; returns what must live until the launch.
-            arguments: What the caller calls the inputs, if not by the operands' names.
-            parts: Operands and outputs that lie in the memory of another one: its name, and how many bytes they lie
-                behind its address.
+            additions: What only some calls have.
+            otherwise: Launches calls with an address that this plan cannot read.
+            arguments: What the caller calls operands, if not by their names.
+            fixed: Addresses of operands that are the same in all launches.
         """
         names = [operand.name for operand in (*plan.key.inputs, *plan.key.outputs)]
-        parts = {} if parts is None else parts
-        outputs = [names.index(x.name) for x in plan.key.outputs if x.name not in parts]
-        self.plan = plan
-        self._before = before
+        outputs = [x.name for x in plan.key.outputs if additions.addresses.get(x.name, Address(x.name)).of == x.name]
+        self.plan, self.results, self.kernels = plan, list(results), additions.kernels
+        self.operands = (*operands, *additions.operands)
+        self._otherwise, self._copied = otherwise, additions.copied
+        self._arguments = [(arguments or {}).get(name, name) for name in self.operands]
         self._elsewhere = torch.cuda.device_count() > 1  # whether another GPU can be the current one
-        self._names = list(inputs if arguments is None else arguments)
-        self._inputs = [names.index(name) for name in inputs]
-        self._outputs = list(zip(outputs, results, strict=True))
-        self._parts = [(name, names.index(name), names.index(whole), offset) for name, (whole, offset) in parts.items()]
+        slots = [*self.operands, *outputs, *(kernel.name for kernel in self.kernels)]
+        if len(outputs) != len(self.results) or len(set(slots)) != len(slots):
+            raise ValueError(f"{plan.key.name}: layouts for {outputs}, and names that differ")
+
+        def pointer(place: int, address: Address) -> _Pointer:
+            return place, slots.index(address.of), address.offset
+
+        own = {name: Address(name) for name in slots if name in names}
+        self.pointers = [pointer(names.index(name), x) for name, x in (own | dict(additions.addresses)).items()]
+        self.kernel_pointers = [
+            [pointer(place, x) for place, x in kernel.addresses.items() if x.of in slots] for kernel in self.kernels
+        ]
+        at_once = [Address(name) for name in self.operands if name not in additions.anywhere]
+        self.aligned = [pointer(0, x) for x in (*at_once, *additions.aligned)]
         given = {name: value for name, value in numbers.items() if value is not None}
-        self._places, self._known = [names.index(name) for name in given], tuple(given.values())
-        self._numbers = array("f", self._known)  # numbers rarely change between calls, so their memory is kept
-        self._template = array("Q", bytes(8 * len(names)))
+        self.number_places, self.numbers = [names.index(name) for name in given], tuple(given.values())
+        self._memory = array("f", self.numbers)  # numbers rarely change between calls, so their memory is kept
+        self.template = array("Q", bytes(8 * len(names)))
         for name, constant in plan.constants.items():
-            self._template[names.index(name)] = constant.data_ptr()
-        self._point_to(self._numbers, self._template)
-        self.is_binary = self._inputs == [0, 1] and len(outputs) == 1 and not parts and before is None
+            self.template[names.index(name)] = constant.data_ptr()
+        for name, address in fixed.items():
+            self.template[names.index(name)] = address
+        self._point_to(self._memory, self.template)
+        self.recipe: Any = None  #: its native form, once there is one
 
     def __call__(
-        self, call: Any, tensors: Sequence[Tensor], out: Tensor | None = None, into: Sequence[Tensor] | None = None
+        self,
+        tensors: Sequence[Tensor],
+        out: Tensor | None = None,
+        into: Sequence[Tensor] | None = None,
+        numbers: tuple[float, ...] | None = None,
     ) -> list[Tensor]:
         """Launches the plan and returns its outputs: new tensors, but for the first if `out` is given.
 
         Args:
-            call: The call.
-            tensors: The inputs.
+            tensors: The operands.
             out: Where the first output goes.
             into: Where all outputs go.
+            numbers: The values of the host scalars in this launch, if not those that it was bound with.
 
         Raises:
             LayoutError: A tensor has no memory, or kernels cannot read its address.
@@ -109,100 +239,108 @@ class BoundPlan:
         plan = self.plan
         if self._elsewhere and current_device() != plan.device:
             with torch.cuda.device(plan.device):
-                return self(call, tensors, out, into)
-        pointers, outputs, kept = self.pointers_for(call, tensors, out, into)
-        plan.last_used = next_use()
-        plan.launch(pointers)
-        del kept  # until now: its memory must not go to the plan's workspace
-        return outputs
-
-    def run(self, tensors: Sequence[Tensor], numbers: tuple[float, ...] | None = None) -> list[Tensor]:
-        """The same for a plan without `before`, whose outputs are new: saves 0.3 µs.
-
-        Args:
-            tensors: The inputs.
-            numbers: The values of the host scalars in this launch, if not those that it was bound with.
-        """
-        plan = self.plan
-        if self._elsewhere and current_device() != plan.device:
-            with torch.cuda.device(plan.device):
-                return self.run(tensors, numbers)
-        pointers, bits, kept = self._template[:], 0, None
-        for place, tensor in zip(self._inputs, tensors):  # noqa: B905 - their number is fixed
-            pointers[place] = address = tensor.data_ptr()
-            bits |= address or MISALIGNED
-        if bits & MISALIGNED:
-            self._check_addresses(tensors)
-        if numbers is not None and numbers != self._known:
-            kept = self._with_numbers(numbers, pointers)
-        outputs = []
-        for place, layout in self._outputs:
-            output = allocate(*layout)
-            pointers[place] = output.data_ptr()
-            outputs.append(output)
-        for name, place, whole, offset in self._parts:
-            pointers[place] = address = pointers[whole] + offset
-            if address & MISALIGNED:
-                refuse_address(name, address % ALIGNMENT)
-        plan.last_used = next_use()
-        plan.launch(pointers)
-        del kept  # until now: cuDNN reads numbers at the launch
-        return outputs
-
-    def run_binary(self, x: Tensor, y: Tensor, *numbers: float) -> Tensor:
-        """The output of a launch with two tensors, without loops over operands and outputs: saves 0.5 µs."""
-        plan = self.plan
-        if numbers != self._known or (self._elsewhere and current_device() != plan.device):
-            return self.run((x, y), numbers)[0]
-        pointers = self._template[:]
-        pointers[0] = address_x = x.data_ptr()
-        pointers[1] = address_y = y.data_ptr()
-        if (address_x | address_y) & MISALIGNED or not (address_x and address_y):
-            self._check_addresses((x, y))
-        ((place, layout),) = self._outputs
-        out = allocate(*layout)
-        pointers[place] = out.data_ptr()
-        plan.last_used = next_use()
-        plan.launch(pointers)
-        return out
-
-    def pointers_for(
-        self, call: Any, tensors: Sequence[Tensor], out: Tensor | None = None, into: Sequence[Tensor] | None = None
-    ) -> tuple[array[int], list[Tensor], object]:
-        """The pointers of a launch, its outputs, and what must live until then; the plan's device is current."""
-        pointers, bits = self._template[:], 0  # of this call alone: many threads call at once
-        for place, tensor in zip(self._inputs, tensors):  # noqa: B905 - their number is fixed
-            pointers[place] = address = tensor.data_ptr()
-            bits |= address or MISALIGNED
-        if bits & MISALIGNED:
-            self._check_addresses(tensors)
-        outputs = []
-        if into is not None:
-            for (place, _), output in zip(self._outputs, into, strict=True):
-                pointers[place] = output.data_ptr()
-                outputs.append(output)
-        else:
-            for place, layout in self._outputs:
-                output = allocate(*layout) if out is None else out
+                return self(tensors, out, into, numbers)
+        addresses, bits = [x.data_ptr() for x in tensors], 0
+        for _, slot, offset in self.aligned:
+            bits |= addresses[slot] + offset
+        if bits & MISALIGNED or 0 in addresses:
+            if self._otherwise is not None:
+                return self._otherwise(tensors, out, into, numbers)
+            tensors = self._readable(tensors)
+            addresses = [x.data_ptr() for x in tensors]
+        outputs = [] if into is None else list(into)
+        if into is None:
+            for layout in self.results:
+                outputs.append(allocate(*layout) if out is None else out)
                 out = None
-                pointers[place] = output.data_ptr()
-                outputs.append(output)
-        kept = None if self._before is None else self._before(call, pointers, outputs)
-        return pointers, outputs, kept
+        for output in outputs:
+            addresses.append(output.data_ptr())
+        made = [allocate(*kernel.made) for kernel in self.kernels]
+        if made:
+            addresses += [memory.data_ptr() for memory in made]
+            for kernel, places in zip(self.kernels, self.kernel_pointers, strict=True):
+                kernel.launch([(place, addresses[slot] + offset) for place, slot, offset in places])
+        pointers, memory = self.template[:], None  # of this call alone: many threads call at once
+        for place, slot, offset in self.pointers:
+            pointers[place] = addresses[slot] + offset
+        if numbers is not None and numbers != self.numbers:
+            memory = self._with_numbers(numbers, pointers)
+        plan.last_used = next_use()
+        plan.launch(pointers)
+        del made, memory, tensors  # until now: their memory must not go to the plan's workspace
+        return outputs
+
+    def _readable(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The operands, with copies of those that may be copied; refuses others that kernels cannot read."""
+        aligned = {slot for _, slot, _ in self.aligned}
+        found = []
+        for slot, (name, argument, tensor) in enumerate(zip(self.operands, self._arguments, tensors, strict=True)):
+            check_present(argument, tensor)
+            if slot in aligned and tensor.data_ptr() & MISALIGNED:
+                if name not in self._copied:
+                    check_address(argument, tensor)
+                tensor = tensor.clone()  # noqa: PLW2901 - where kernels can read it
+            found.append(tensor)
+        for _, slot, offset in self.aligned:
+            if (address := found[slot].data_ptr() + offset) & MISALIGNED:
+                refuse_address(self._arguments[slot], address % ALIGNMENT)
+        return found
 
     def _with_numbers(self, numbers: tuple[float, ...], pointers: array[int]) -> array[float]:
         """New memory with these numbers, to which the pointers then point."""
-        if len(numbers) != len(self._known):
-            raise ValueError(f"{len(numbers)} numbers for a call of {len(self._known)}")
+        if len(numbers) != len(self.numbers):
+            raise ValueError(f"{len(numbers)} numbers for a call of {len(self.numbers)}")
         memory = array("f", numbers)
         self._point_to(memory, pointers)
         return memory
 
     def _point_to(self, numbers: array[float], pointers: array[int]) -> None:
         first = numbers.buffer_info()[0]
-        for number, place in enumerate(self._places):
+        for number, place in enumerate(self.number_places):
             pointers[place] = first + numbers.itemsize * number
 
-    def _check_addresses(self, tensors: Sequence[Tensor]) -> None:
-        for name, tensor in zip(self._names, tensors, strict=True):
-            check_address(name, tensor)
+
+class Launch:
+    """Runs calls of one kind on a plan, if nothing is to be done besides.
+
+    Attributes:
+        bound: The bound plan.
+        operands: Where its operands are in the call.
+        returned: Which of its results are given.
+        is_single: Whether one result is given alone.
+    """
+
+    __slots__ = ("_is_backward", "_tensors_of", "bound", "is_single", "operands", "returned")
+
+    def __init__(
+        self, bound: BoundPlan, returned: Sequence[int] | None = None, *, of: Mapping[str, str] | None = None
+    ) -> None:
+        """Makes it.
+
+        Args:
+            bound: The bound plan.
+            returned: Which of its results are given; all of them in a tuple, or one alone, if not said.
+            of: Where operands are in a backward call, whose `out` is one of them.
+        """
+        self.bound = bound
+        self._is_backward = of is not None
+        self.operands = tuple([(of or {}).get(name, name) for name in bound.operands])
+        self.returned = tuple(range(len(bound.results))) if returned is None else tuple(returned)
+        self.is_single = returned is None and len(self.returned) == 1
+        self._tensors_of = items_by_name(self.operands)
+
+    def __call__(self, call: Any) -> Any:
+        """The results of a call; of a forward call into its `out`, if it has one."""
+        out = None if self._is_backward else getattr(call, "out", None)
+        outputs = self.bound(self._tensors_of(call), out)
+        return outputs[0] if self.is_single else tuple([outputs[place] for place in self.returned])
+
+
+def items_by_name(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """What gives the attributes of these names, as a tuple."""
+    if not names:
+        return lambda _: ()
+    if len(names) == 1:
+        only = attrgetter(names[0])
+        return lambda of: (only(of),)
+    return attrgetter(*names)

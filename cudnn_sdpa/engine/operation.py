@@ -673,8 +673,7 @@ class Operation(Generic[CallT]):
             tensors = self._tensors_of_gradient(backward)
             if len(set(map(id, tensors))) == len(tensors):  # a guard takes no tensor twice
                 last.cached = _CachedGradient(tensor_guard(*tensors), backward.needs, weakref.ref(prepared))
-        gradients: list[Tensor] = prepared.run(readable)
-        return gradients
+        return list(prepared.run(readable))
 
     def _prepare_gradients(self, backward: Any) -> Prepared:
         names = (*backward.call._fields[: self._tensors], *backward._fields[:-2])

@@ -24,7 +24,7 @@ from cudnn_sdpa.engine.dispatch_state import (
 )
 from cudnn_sdpa.engine.explain import Description
 from cudnn_sdpa.engine.fast_path import KnownCall, KnownCalls, items_of, kinds_of
-from cudnn_sdpa.engine.launch import BoundPlan, check_one_device, readable
+from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, check_one_device, readable
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops
 from cudnn_sdpa.fused.checks import check_savable, check_strided, shown
@@ -68,6 +68,10 @@ class _Entry:
         self.bound, self.static, self.is_single = bound, static, is_single
         self.plan: Plan = bound.plan
         self.last: KnownCall | None = None
+
+    def run(self, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> list[Tensor]:
+        """The results for these tensors and numbers."""
+        return self.bound(tensors, numbers=numbers)
 
 
 class GraphFunction(GraphOp):
@@ -169,7 +173,7 @@ class GraphFunction(GraphOp):
             is_as_given = len(values) >= len(operands) and all(map(_is_same, operands, values))
             if is_as_given and options.keys() <= self.options.keys():
                 self.known.table.add(self._signature(operands, options, trains), entry)
-            launch = entry.bound.run
+            launch = entry.run
         if trains:
             return Differentiable.apply(self._tracked(values, static, launch), *values)  # type: ignore[no-untyped-call]
         return self._returned(launch(tensors, _numbers(values)), trains=False)
@@ -189,14 +193,11 @@ class GraphFunction(GraphOp):
         """What runs calls like one whose plan is bound, given their operands."""
         if trains:
             rest = (None,) * (len(self.operands) - len(operands))
-            tracked = self._tracked((*operands, *rest), entry.static, entry.bound.run)
+            tracked = self._tracked((*operands, *rest), entry.static, entry.run)
             apply: Callable[..., Any] = Differentiable.apply
             return lambda *operands: apply(tracked, *operands, *rest)
-        run, pattern = entry.bound.run, Pattern(operands)
+        run, pattern = entry.run, Pattern(operands)
         tensors_of, numbers_of = pattern.tensors_of, pattern.numbers_of
-        are_floats = all(type(x) is float for x in operands[2:])
-        if entry.bound.is_binary and pattern.tensors == [0, 1] and are_floats:
-            return entry.bound.run_binary
         if entry.is_single:
             return lambda *operands: run(tensors_of(operands), numbers_of(operands))[0]
         return lambda *operands: tuple(run(tensors_of(operands), numbers_of(operands)))
@@ -338,23 +339,23 @@ class GraphFunction(GraphOp):
         given = dict(zip(self.operands, values, strict=True))
         bound = BoundPlan(
             plan=plan_cache.get(key, lambda key: build_plan(self, key)),
-            inputs=[name for name, x in given.items() if isinstance(x, Tensor)],
+            operands=[name for name, x in given.items() if isinstance(x, Tensor)],
             results=[(tuple(x.shape), tuple(x.stride()), x.dtype) for x in results],
             numbers={name: float(x) for name, x in given.items() if isinstance(x, (int, float))},
-            parts=self._parts(values, results, viewed),
+            additions=Additions(addresses=self._parts(values, results, viewed)),
         )
         return _Entry(bound, static, is_single=len(results) == 1)
 
-    def _parts(self, values: Sequence[Value], results: Sequence[Tensor], viewed: Views) -> dict[str, tuple[str, int]]:
+    def _parts(self, values: Sequence[Value], results: Sequence[Tensor], viewed: Views) -> dict[str, Address]:
         """What the views add: an operand lies in the one before it, a result in the first."""
         read, written, _ = viewed
         parts = {}
         for place, (x, view) in enumerate(zip(values, read, strict=True)):
             whole = values[place - 1]
             if x is None and isinstance(view, Tensor) and isinstance(whole, Tensor):
-                parts[self.operands[place]] = self.operands[place - 1], view.data_ptr() - whole.data_ptr()
+                parts[self.operands[place]] = Address(self.operands[place - 1], view.data_ptr() - whole.data_ptr())
         for place, view in enumerate(written[len(results) :], start=len(results)):
-            parts[f"output{place}"] = "output0", int(view.storage_offset()) * view.element_size()
+            parts[f"output{place}"] = Address("output0", int(view.storage_offset()) * view.element_size())
         return parts
 
     def describe(self, *operands: Value, **options: object) -> Description:

@@ -210,7 +210,7 @@ def run_gpu(function: Function, values: Sequence[Value], static: Options) -> Seq
     values = function.as_readable(values, static)
     tensors = [x for x in values if isinstance(x, Tensor)]
     numbers = tuple([x for x in values if isinstance(x, (int, float))])
-    found: Sequence[Tensor] = function.prepared(values, static).bound.run(tensors, numbers)
+    found: Sequence[Tensor] = function.prepared(values, static).run(tensors, numbers)
     return found
 
 

@@ -9,7 +9,6 @@ with the sequence length, and each head of each batch entry is a sequence.
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -163,7 +162,7 @@ class BucketRun:
         table_bytes: Size of the tables in GPU memory.
     """
 
-    __slots__ = ("_bound", "_device", "_places", "_successor", "_tables", "is_captured", "table_bytes")
+    __slots__ = ("_bound", "_device", "_successor", "_tables", "is_captured", "table_bytes")
 
     def __init__(self, bucket: Bucket, plan: Plan, scale: float, successor: Successor | None) -> None:
         """Makes the tables on the current stream of the plan's GPU, which must be the current device."""
@@ -174,15 +173,13 @@ class BucketRun:
         stream = current_raw_stream(plan.device)
         self._tables = DeviceTables(tables, plan.device, stream, captured=self.is_captured)
         self.table_bytes = self._tables.size
-        names = [operand.name for operand in plan.key.inputs]
-        self._places = [(names.index(name), address) for name, address in self._tables.addresses.items()]
         out = bucket.forward.out
         self._bound = BoundPlan(
             plan=plan,
-            inputs=("q", "k", "v"),
+            operands=("q", "k", "v"),
             results=[(out.shape, out.stride, out.dtype)],
             numbers={"scale": scale},
-            before=self._point_to_tables,
+            fixed=self._tables.addresses,
         )
 
     def __call__(self, call: ForwardArguments) -> Result:
@@ -190,9 +187,5 @@ class BucketRun:
         exact = None if self._successor is None else self._successor.find(call)
         if exact is not None:
             return exact(call)
-        return self._bound(call, (call.q, call.k, call.v), call.out)[0]
-
-    def _point_to_tables(self, _call: object, pointers: array[int], _outputs: object) -> None:
-        for place, address in self._places:
-            pointers[place] = address
         self._tables.prepare(current_raw_stream(self._device))
+        return self._bound((call.q, call.k, call.v), call.out)[0]

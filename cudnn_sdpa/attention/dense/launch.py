@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import ForwardArguments, Result
 from cudnn_sdpa.attention.bias import BiasKernel
 from cudnn_sdpa.attention.dense.plans import DenseSpec, ForwardSpec
-from cudnn_sdpa.attention.lengths import LengthsKernel, RowLimitsKernel, addresses_of
-from cudnn_sdpa.engine.launch import BoundPlan, Layout
+from cudnn_sdpa.attention.lengths import LENGTHS, LengthsKernel, RowLimitsKernel
+from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Launch, Layout, items_by_name
+from cudnn_sdpa.engine.memory import check_present
 from cudnn_sdpa.graph.layouts import TensorLayout, contiguous_stride
 from cudnn_sdpa.plans.plan import Plan
 
@@ -29,113 +29,90 @@ def bind(forward: ForwardSpec, plan: Plan, call: ForwardArguments, scale: float)
     if forward.plan_has_lse:
         rows = (*forward.out.shape[:2], spec.rows)
         results.append((rows, contiguous_stride(rows), torch.float32))
-    queries, decode = {"q": spec.q, "out": forward.out}, forward.is_decode and not spec.softcap
-    before = OtherOperands.of(spec, plan, call, queries, decode=decode)
-    bound = BoundPlan(
-        plan=plan,
-        inputs=("q", "k", "v"),
+    queries = {"q": spec.q, "out": forward.out}
+    bound = bind_plan(
+        spec,
+        plan,
+        call,
+        operands=("q", "k", "v"),
         results=results,
         numbers={"scale": scale, "softcap": call.softcap},
-        before=before,
+        queries=queries,
+        decode=forward.is_decode and not spec.softcap,
     )
     adds_sinks = spec.sinks and forward.plan_has_lse and (forward.sinks_outside or spec.can_have_masked_rows)
     if spec.mask.masked_rows or adds_sinks or forward.with_lse != forward.plan_has_lse:
         return _Completed(forward, bound)
-    if before is None and call.out is None:  # as in all calls like this one
-        if forward.with_lse:
-            return lambda call: tuple(bound.run((call.q, call.k, call.v)))  # type: ignore[return-value]
-        return lambda call: bound.run((call.q, call.k, call.v))[0]
-    if forward.with_lse:
-        return lambda call: tuple(bound(call, (call.q, call.k, call.v), call.out))  # type: ignore[return-value]
-    return lambda call: bound(call, (call.q, call.k, call.v), call.out)[0]
+    return Launch(bound)
 
 
-class OtherOperands:
-    """Fills in the pointers of what only some calls have: bias, sinks, random numbers, lengths.
+def bind_plan(
+    spec: DenseSpec,
+    plan: Plan,
+    call: ForwardArguments,
+    *,
+    operands: Sequence[str],
+    results: Sequence[Layout],
+    numbers: Mapping[str, float | None],
+    queries: Mapping[str, TensorLayout],
+    decode: bool = False,
+) -> BoundPlan:
+    """A plan with what only some calls have: bias, sinks, random numbers, lengths.
 
-    Fully masked rows are not given to cuDNN: tensors of queries begin behind them.
+    Args:
+        spec: The spec of the calls.
+        plan: Their plan, whose GPU is the current device.
+        call: One of them.
+        operands: The operands that all have.
+        results: Layouts of the results.
+        numbers: The host scalars.
+        queries: The operands with one row for each query, as the caller sees them. Fully masked rows are not given to
+            cuDNN: these begin behind them.
+        decode: Whether the plan is one of a decode engine.
     """
-
-    __slots__ = ("_behind", "_bias", "_lengths", "_places")
-
-    def __init__(
-        self, spec: DenseSpec, plan: Plan, call: ForwardArguments, queries: Mapping[str, TensorLayout], *, decode: bool
-    ) -> None:
-        """Binds it.
-
-        Args:
-            spec: The spec of the calls.
-            plan: Their plan, whose GPU is the current device.
-            call: One of them.
-            queries: The operands with one row for each query, as the caller sees them.
-            decode: Whether the plan is one of a decode engine.
-        """
-        rows, device = spec.mask.masked_rows, plan.device
-        operands = (*plan.key.inputs, *plan.key.outputs)
-        self._places = {operand.name: place for place, operand in enumerate(operands)}
-        self._behind = [
-            (self._places[name], rows * x.stride[2] * x.dtype.itemsize) for name, x in queries.items() if rows
-        ]
-        self._bias = None if call.attn_mask is None else BiasKernel(call.attn_mask, call.q, spec.skv, rows)
-        self._lengths: LengthsKernel | RowLimitsKernel | None = None
-        batch = spec.q.shape[0]
-        if spec.has_lengths and spec.softcap:
-            self._lengths = RowLimitsKernel(
-                batch=batch, rows=spec.sq, band=spec.mask.band, device=device, max_q=spec.sq, max_kv=spec.skv
-            )
-        elif spec.has_lengths:
-            self._lengths = LengthsKernel(
-                batch=batch, sq=spec.sq, skv=spec.skv, has_kv=spec.lengths_kv, device=device, decode=decode
-            )
-
-    @classmethod
-    def of(
-        cls, spec: DenseSpec, plan: Plan, call: ForwardArguments, queries: Mapping[str, TensorLayout], *, decode: bool
-    ) -> OtherOperands | None:
-        """The same; None for calls that have nothing of this."""
-        options = (spec.bias, spec.sinks, spec.dropout_p, spec.has_lengths, spec.mask.masked_rows)
-        if not any(options):
-            return None
-        return cls(spec, plan, call, queries, decode=decode)
-
-    def __call__(self, call: ForwardArguments, pointers: array[int], _outputs: list[Tensor]) -> object:
-        """Fills them in, and gives what they point to."""
-        places, kept = self._places, []
-        for place, distance in self._behind:
-            pointers[place] += distance
-        if self._bias is not None and call.attn_mask is not None:
-            pointers[places["bias"]], bias = self._bias(call.attn_mask)
-            kept.append(bias)
-        if call.sinks is not None:
-            sinks = memory.aligned("sinks", call.sinks)
-            if "sink" in places:
-                pointers[places["sink"]] = sinks.data_ptr()
-            kept.append(sinks)
-        if call.rng is not None:
-            pointers[places["seed"]] = call.rng.data_ptr()
-            pointers[places["offset"]] = call.rng.data_ptr() + call.rng.element_size()
-        if self._lengths is not None:
-            made = self._lengths(*addresses_of(call.seq_lens_q, call.seq_lens_kv))
-            for name, offset in self._lengths.offsets.items():
-                pointers[places[name]] = made.data_ptr() + offset
-            kept.append(made)
-        return kept
+    rows, device, batch = spec.mask.masked_rows, plan.device, spec.q.shape[0]
+    all_names = [operand.name for operand in (*plan.key.inputs, *plan.key.outputs)]
+    behind = {name: Address(name, rows * x.stride[2] * x.dtype.itemsize) for name, x in queries.items() if rows}
+    more = Additions(addresses=behind)
+    if call.sinks is not None and "sink" in all_names:
+        more += Additions(operands=("sinks",), copied=("sinks",), addresses={"sink": Address("sinks")})
+    if call.rng is not None:
+        seed = {"seed": Address("rng"), "offset": Address("rng", call.rng.element_size())}
+        more += Additions(operands=("rng",), anywhere=("rng",), addresses=seed)
+    if spec.has_lengths:
+        made = RowLimitsKernel if spec.softcap else LengthsKernel
+        given = [name for name in LENGTHS if getattr(call, name) is not None]
+        sizes: dict[str, Any] = {"sq": spec.sq, "has_kv": spec.lengths_kv, "decode": decode, "skv": spec.skv}
+        if spec.softcap:
+            sizes = {"rows": spec.sq, "band": spec.mask.band, "max_q": spec.sq, "max_kv": spec.skv}
+        more += made(batch=batch, device=device, **sizes).additions(given)
+    common: dict[str, Any] = {"plan": plan, "operands": operands, "results": results, "numbers": numbers}
+    if call.attn_mask is None:
+        return BoundPlan(**common, additions=more)
+    bias = BiasKernel(call.attn_mask, call.q, spec.skv, rows)
+    bound = BoundPlan(**common, additions=more + bias.additions(reads_mask=False))
+    if bias.reads_mask_at is not None:
+        bound = BoundPlan(**common, additions=more + bias.additions(reads_mask=True), otherwise=bound)
+    return bound
 
 
 class _Completed:
     """Runs calls whose results the plan does not write in full: fully masked rows, and what sinks change."""
 
-    __slots__ = ("_bound", "_forward")
+    __slots__ = ("_bound", "_forward", "_tensors_of")
 
     def __init__(self, forward: ForwardSpec, bound: BoundPlan) -> None:
         self._forward = forward
         self._bound = bound
+        self._tensors_of = items_by_name(bound.operands)
 
     def __call__(self, call: ForwardArguments) -> Result:
         """Launches the plan and completes its results."""
         forward, spec = self._forward, self._forward.dense
         masked_rows = spec.mask.masked_rows
-        out, *others = self._bound(call, (call.q, call.k, call.v), call.out)
+        if call.sinks is not None:
+            check_present("sinks", call.sinks)  # PyTorch's kernels would read a null pointer
+        out, *others = self._bound(self._tensors_of(call), call.out)
         if masked_rows:
             out[:, :, :masked_rows].zero_()
         if not others:

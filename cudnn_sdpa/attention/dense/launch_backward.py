@@ -9,15 +9,17 @@ from cudnn_sdpa.attention import arguments, memory
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.bias import mask_gradient, new_gradient
 from cudnn_sdpa.attention.dense import graphs, large_backward, plans, reference
-from cudnn_sdpa.attention.dense.launch import SMALLEST, OtherOperands
+from cudnn_sdpa.attention.dense.launch import SMALLEST, bind_plan
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, Needs
-from cudnn_sdpa.engine.launch import BoundPlan, Layout
+from cudnn_sdpa.engine.launch import BoundPlan, Launch, Layout, items_by_name
 from cudnn_sdpa.engine.memory import check_address, multiplied
 from cudnn_sdpa.engine.operation import GradientCall, Prepared
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.build import build_plan
 from cudnn_sdpa.plans.cache import plan_cache
+
+OPERANDS = ("q", "k", "v", "out", "grad_out", "lse")  #: of all backward plans
 
 
 def readable(of: GradientCall) -> GradientCall:
@@ -53,15 +55,21 @@ def prepare_gradients(of: GradientCall) -> Prepared:
     results: list[Layout] = [(x.shape, x.stride, x.dtype) for x in layouts]
     queries = {"q": spec.q, "out": backward.out, "grad_out": backward.grad_out, "grad_q": dense_like(spec.q)}
     with torch.cuda.device(device):
-        before = OtherOperands.of(spec, plan, call, queries, decode=False)
-    bound = BoundPlan(
-        plan=plan,
-        inputs=("q", "k", "v", "out", "grad_out", "lse"),
-        results=results,
-        numbers={"scale": plans.launched_backward(of).scale_value, "softcap": call.softcap},
-        before=before,
-    )
-    return Prepared(_Gradients(backward, bound, plans.factor_of_queries(of)), plan)
+        bound = bind_plan(
+            spec,
+            plan,
+            call,
+            operands=OPERANDS,
+            results=results,
+            numbers={"scale": plans.launched_backward(of).scale_value, "softcap": call.softcap},
+            queries=queries,
+        )
+    factor, needs = plans.factor_of_queries(of), Needs(*of.needs)
+    is_plain = factor is None and not (spec.mask.masked_rows or spec.bias or spec.softcap or needs.sinks)
+    if is_plain:
+        fields = {name: name if name in of._fields else f"call.{name}" for name in bound.operands}
+        return Prepared(Launch(bound, [place for place, need in enumerate(needs[:3]) if need], of=fields), plan)
+    return Prepared(_Gradients(backward, bound, factor), plan)
 
 
 def gradients(of: GradientCall) -> list[Tensor]:
@@ -74,12 +82,13 @@ def gradients(of: GradientCall) -> list[Tensor]:
 class _Gradients:
     """Runs backward calls of one plan."""
 
-    __slots__ = ("_backward", "_bound", "_factor", "_masks_lse")
+    __slots__ = ("_backward", "_bound", "_factor", "_masks_lse", "_others_of")
 
     def __init__(self, backward: BackwardSpec, bound: BoundPlan, factor: float | None) -> None:
         self._backward = backward
         self._bound = bound
         self._factor = factor
+        self._others_of = items_by_name(bound.operands[len(OPERANDS) :])
         self._masks_lse = backward.dense.bias is not None or backward.dense.softcap
 
     def __call__(self, of: GradientCall) -> list[Tensor]:
@@ -91,7 +100,8 @@ class _Gradients:
         if self._masks_lse:  # fully masked rows: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         q = call.q if factor is None else _multiplied(call.q, factor)
-        grad_q, grad_k, grad_v, *grad_bias = self._bound(call, (q, call.k, call.v, of.out, of.grad_out, lse))
+        tensors = (q, call.k, call.v, of.out, of.grad_out, lse, *self._others_of(call))
+        grad_q, grad_k, grad_v, *grad_bias = self._bound(tensors)
         if masked_rows:
             grad_q[:, :, :masked_rows].zero_()
         if factor is not None:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import graphs, plans, workarounds
-from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
+from cudnn_sdpa.attention.fp8.arguments import SCALES, Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
 from cudnn_sdpa.attention.fp8.plans import AMAX, BackwardSpec, ForwardSpec
-from cudnn_sdpa.engine.launch import BoundPlan, Layout
-from cudnn_sdpa.engine.memory import check_address, check_present
+from cudnn_sdpa.engine.launch import Additions, BoundPlan, Launch, Layout
+from cudnn_sdpa.engine.memory import check_address
 from cudnn_sdpa.engine.operation import Prepared
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.build import build_plan
 from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.plan import allocate, current_device
 
 Results = tuple[Tensor, ...]
 
@@ -44,13 +44,15 @@ def prepare(call: Fp8Arguments) -> Prepared:
     key = spec.key(live_target(device), device)
     plan = plan_cache.get(key, lambda key: build_plan(graphs.sdpa_fp8_forward, key))
     lse = TensorLayout.contiguous((*spec.out.shape[:2], dense.rows), torch.float32)
-    bound = BoundPlan(
+    plain = BoundPlan(
         plan=plan,
-        inputs=("q", "k", "v"),
+        operands=("q", "k", "v"),
         results=[as_layout(spec.out), AMAX, AMAX, as_layout(lse)][: len(key.outputs)],
         numbers={"scale": call.scale_value},
-        before=_operands(key, Fp8Scales._fields, dense),
+        additions=_scales(Fp8Scales._fields, key),
+        arguments=SCALES,
     )
+    bound = _Bound(plain, Fp8Scales._fields, tensors=3, dense=dense, amaxes=slice(1, 3))
 
     def run(call: Fp8Arguments) -> Results:
         return tuple(bound(call, (call.q, call.k, call.v)))
@@ -76,6 +78,8 @@ def prepare(call: Fp8Arguments) -> Prepared:
         return out, amax_s, amax_o, whole
 
     is_masked_after = dense.lengths_q or spec.pages is not None
+    if bound.is_direct and not masked_rows and not is_masked_after:
+        return Prepared(Launch(plain, range(len(plain.results))), plan)
     return Prepared(run_visible if masked_rows else run_and_mask if is_masked_after else run, plan)
 
 
@@ -90,67 +94,70 @@ def _zeros(like: Tensor, layout: Layout) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=like.device).zero_()
 
 
-class _Scales:
-    """Fills in the addresses of the scales, which need not be aligned."""
-
-    __slots__ = ("_names", "_places")
-
-    def __init__(self, key: PlanKey, names: Sequence[str]) -> None:
-        operands = [operand.name for operand in key.inputs]
-        self._names, self._places = names, [operands.index(name) for name in names]
-
-    def __call__(self, call: Any, pointers: array[int], outputs: list[Tensor]) -> object:
-        """Does so; there is nothing that must live until the launch."""
-        for place, address in zip(self._places, map(_address_of, call.scales)):  # noqa: B905 - as many
-            if not address:
-                for name, scale in zip(self._names, call.scales, strict=True):
-                    check_present(f"scales.{name}", scale)
-            pointers[place] = address
-        return None
+def _scales(names: Sequence[str], key: PlanKey) -> Additions:
+    """The scales, which need not be aligned, and what `_made` gives."""
+    sides = tuple(x.name for x in key.inputs if x.name.startswith(("seq_len_", "table_")))
+    return Additions(operands=(*names, *sides), anywhere=(*names, *sides))
 
 
-_address_of = Tensor.data_ptr
+def _made(call: Fp8Arguments | Fp8BackwardArguments, dense: DenseSpec) -> dict[str, Tensor]:
+    """The lengths and page tables that are made for a launch."""
+    if not dense.has_lengths:
+        return {}
+    made = workarounds.lengths(call, dense.skv)
+    return made | workarounds.readable_tables(call) if isinstance(call, Fp8Arguments) else made
 
 
-class _Operands(_Scales):
-    """The same, with the lengths and page tables that are made for a launch.
+class _Bound:
+    """Launches a plan with the scales of a call, and the lengths and page tables that are made for it."""
 
-    An amax is zeroed first, as kernels may take the maximum with what it holds; Hopper's overwrite it.
-    """
+    __slots__ = ("_amaxes", "_problem", "_sides", "bound")
 
-    __slots__ = ("_amaxes", "_has_sides", "_sides", "_skv")
+    def __init__(
+        self, bound: BoundPlan, scales: Sequence[str], tensors: int, dense: DenseSpec, amaxes: slice
+    ) -> None:
+        """Binds it.
 
-    def __init__(self, key: PlanKey, names: Sequence[str], dense: DenseSpec) -> None:
-        super().__init__(key, names)
-        self._sides = {x.name: place for place, x in enumerate(key.inputs)}
-        self._skv, self._has_sides = dense.skv, dense.has_lengths
-        amaxes = [place for place, x in enumerate(key.outputs) if x.name.startswith("amax_")]
-        self._amaxes = [] if _is_hopper(key) else amaxes
+        Args:
+            bound: The bound plan.
+            scales: The names of the scales.
+            tensors: Number of the operands before them.
+            dense: The spec of the calls.
+            amaxes: Which results are amaxes. They are zeroed first, as kernels may take the maximum with what they
+                hold; Hopper's overwrite it.
+        """
+        self.bound, self._problem = bound, dense
+        self._sides = bound.operands[tensors + len(scales) :]
+        self._amaxes = slice(0, 0) if bound.plan.key.target.sm // 10 == 9 else amaxes
 
-    def __call__(self, call: Any, pointers: array[int], outputs: list[Tensor]) -> object:
-        """Fills in the pointers, and gives what they point to."""
-        super().__call__(call, pointers, outputs)
-        for place in self._amaxes:
-            outputs[place].zero_()
-        if not self._has_sides:
-            return None
-        made = workarounds.lengths(call, self._skv)
-        if isinstance(call, Fp8Arguments):
-            made |= workarounds.readable_tables(call)
-        for name, tensor in made.items():
-            pointers[self._sides[name]] = tensor.data_ptr()
-        return made
+    @property
+    def is_direct(self) -> bool:
+        """Whether there is nothing to make and to zero, so that the plan alone may be launched."""
+        return not self._sides and self._amaxes.start == self._amaxes.stop
+
+    def __call__(
+        self,
+        call: Fp8Arguments | Fp8BackwardArguments,
+        tensors: Sequence[Tensor],
+        out: Tensor | None = None,
+        into: list[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """The results; see `BoundPlan`."""
+        bound = self.bound
+        with _on(bound.plan.device):
+            made = _made(call, self._problem)
+            if into is None and self._amaxes.start != self._amaxes.stop:
+                into = [allocate(*layout) for layout in bound.results]
+                into[0] = into[0] if out is None else out
+            for amax in [] if into is None else into[self._amaxes]:
+                amax.zero_()
+            return bound((*tensors, *call.scales, *(made[name] for name in self._sides)), out, into)
 
 
-def _operands(key: PlanKey, names: Sequence[str], dense: DenseSpec) -> _Scales:
-    """What fills in the pointers of a plan's operands that are not q, k, v, the output and its gradient."""
-    if _is_hopper(key) and not dense.has_lengths:
-        return _Scales(key, names)
-    return _Operands(key, names, dense)
-
-
-def _is_hopper(key: PlanKey) -> bool:
-    return key.target.sm // 10 == 9
+def _on(device: int) -> AbstractContextManager[object]:
+    """A context in which a GPU is the current one."""
+    is_elsewhere = torch.cuda.device_count() > 1 and current_device() != device
+    return torch.cuda.device(device) if is_elsewhere else nullcontext()
 
 
 # The backward pass.
@@ -171,13 +178,15 @@ def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
     plan = plan_cache.get(key, lambda key: build_plan(graphs.sdpa_fp8_backward, key))
     dense, rows = spec.dense, spec.padded_rows(target)
     gradients = [as_layout(layout) for layout in whole.gradients()]
-    bound = BoundPlan(
+    plain = BoundPlan(
         plan=plan,
-        inputs=("q", "k", "v", "out", "grad_out", "lse"),
+        operands=("q", "k", "v", "out", "grad_out", "lse"),
         results=[*(as_layout(layout) for layout in spec.gradients()), *[AMAX] * 4],
         numbers={"scale": call.scale_value},
-        before=_operands(key, Fp8BackwardScales._fields, dense),
+        additions=_scales(Fp8BackwardScales._fields, key),
+        arguments=SCALES,
     )
+    bound = _Bound(plain, Fp8BackwardScales._fields, tensors=6, dense=dense, amaxes=slice(3, 7))
     read = _reader(call, whole)
 
     def run(call: Fp8BackwardArguments) -> Results:
@@ -236,15 +245,14 @@ class _RowsLaunch:
 
     __slots__ = ("_bound", "_masked_rows", "_padding", "_rows")
 
-    def __init__(self, bound: BoundPlan, spec: BackwardSpec, rows: int) -> None:
+    def __init__(self, bound: _Bound, spec: BackwardSpec, rows: int) -> None:
         self._bound, self._rows = bound, rows
         self._masked_rows, self._padding = spec.dense.mask.masked_rows, rows - spec.dense.rows
 
     def __call__(self, call: Fp8BackwardArguments, outputs: list[Tensor]) -> None:
         """Launches the plan."""
         masked_rows = self._masked_rows
-        q, out, grad_out, lse = call.q, call.out, call.grad_out, call.lse
-        grad_q, *others = outputs
+        q, out, grad_out, lse, grad_q = call.q, call.out, call.grad_out, call.lse, outputs[0]
         if masked_rows:
             grad_q[:, :, :masked_rows].zero_()
             q, out, grad_out, lse, grad_q = (x[:, :, masked_rows:] for x in (q, out, grad_out, lse, grad_q))
@@ -253,7 +261,7 @@ class _RowsLaunch:
         if self._padding:
             q, out, grad_out, lse = (workarounds.pad_rows(x, self._rows) for x in (q, out, grad_out, lse))
             grad_q = torch.empty_like(q, dtype=grad_q.dtype)
-        self._bound(call, (q, call.k, call.v, out, grad_out, lse), into=[grad_q, *others])
+        self._bound(call, (q, call.k, call.v, out, grad_out, lse), into=[grad_q, *outputs[1:]])
         if self._padding:
             visible.copy_(grad_q[:, :, : visible.shape[2]])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 
 import torch
@@ -17,7 +16,7 @@ from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.plans import DecodeSpec
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.engine.launch import BoundPlan, Layout
+from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Launch, Layout, items_by_name
 from cudnn_sdpa.engine.memory import check_address, check_present, multiplied
 from cudnn_sdpa.engine.operation import OPERATIONS, Prepared
 from cudnn_sdpa.errors import UnsupportedError
@@ -50,7 +49,7 @@ def prepare(call: PagedArguments) -> Prepared:
         except UnsupportedError:
             pass
         else:
-            return Prepared(_Decode(call, bound), bound.plan)
+            return Prepared(Launch(bound) if _is_direct(call, bound) else _Decode(bound), bound.plan)
     if call.q.shape[0] > plans.sequences_at_once(call):
         return Prepared(_run_in_parts, None)
     return _prepare_prefill(call)
@@ -107,53 +106,25 @@ def bind_decode(call: PagedArguments, *, in_place: bool) -> BoundPlan:
     results: list[Layout] = [(decode.out.shape, decode.out.stride, decode.out.dtype)]
     if decode.with_lse:
         results.append(((rows, heads, 1), (heads, 1, 1), torch.float32))
-    with torch.cuda.device(device):
-        before = _Tables(key, None if in_place else paging.PageTableKernel(call, rows, decode.tables[0].shape[2]))
+    optional = [name for name in ("page_table_v", "seq_lens_q") if getattr(call, name) is not None]
+    tables = ("page_table", "seq_lens_kv", *optional)
+    table_v = "page_table" if call.page_table_v is None else "page_table_v"
+    addresses = {"k": Address("k_pages"), "v": Address("v_pages")}
+    kernels: tuple[paging.PageTableKernel, ...] = ()
+    if in_place:
+        addresses |= {"table_k": Address("page_table"), "table_v": Address(table_v)}
+        addresses["seq_len_kv"] = Address("seq_lens_kv")
+    else:
+        with torch.cuda.device(device):
+            kernels = (paging.PageTableKernel(call, rows, decode.tables[0].shape[2]),)
+        addresses |= kernels[0].operands
     return BoundPlan(
         plan=plan,
-        inputs=("q", "k", "v"),
+        operands=("q", "k_pages", "v_pages"),
         results=results,
         numbers={"scale": call.scale_value},
-        before=before,
-        arguments=("q", "k_pages", "v_pages"),
+        additions=Additions(operands=tables, anywhere=tables, kernels=kernels, addresses=addresses),
     )
-
-
-class _Tables:
-    """Where the tables and lengths of a decode step lie: in the call's tensors, or in copies that one kernel makes.
-
-    The kernel clamps page ids and lengths to the cache, and copies the queries as well.
-    """
-
-    __slots__ = ("_copy", "_lengths", "_q", "_table_k", "_table_v")
-
-    def __init__(self, key: PlanKey, copy: paging.PageTableKernel | None) -> None:
-        names = [operand.name for operand in key.inputs]
-        places = map(names.index, ("q", "table_k", "table_v", "seq_len_kv"))
-        self._q, self._table_k, self._table_v, self._lengths = places
-        self._copy = copy
-
-    def __call__(self, call: PagedArguments, pointers: array[int], _outputs: list[Tensor]) -> Tensor | None:
-        """Fills in the pointers, and gives what they point to."""
-        table_k = table_v = call.page_table.data_ptr()
-        lengths, lengths_q = call.seq_lens_kv.data_ptr(), 0
-        if call.page_table_v is not None:
-            table_v = call.page_table_v.data_ptr()
-        if call.seq_lens_q is not None:
-            lengths_q = call.seq_lens_q.data_ptr() or _refuse("seq_lens_q", call)
-        if not (table_k and table_v and lengths):
-            for name in ("page_table", "page_table_v", "seq_lens_kv"):
-                _refuse(name, call)
-        copied, copy = None, self._copy
-        if copy is not None:
-            copied = copy(
-                q=pointers[self._q], table_k=table_k, table_v=table_v, seq_lens_kv=lengths, seq_lens_q=lengths_q
-            )
-            pointers[self._q] = start = copied.data_ptr()
-            table_k, table_v = start + copy.table_k_offset, start + copy.table_v_offset
-            lengths = start + copy.seq_lens_kv_offset
-        pointers[self._table_k], pointers[self._table_v], pointers[self._lengths] = table_k, table_v, lengths
-        return copied
 
 
 def _refuse(name: str, call: PagedArguments) -> int:
@@ -165,28 +136,25 @@ def _refuse(name: str, call: PagedArguments) -> int:
     return tensor.data_ptr()
 
 
+def _is_direct(call: PagedArguments, bound: BoundPlan) -> bool:
+    """Whether the plan's results are what the caller expects."""
+    batch, _, queries, _ = call.q.shape
+    rows = bound.plan.key.outputs[0].layout.shape[0]
+    is_as_requested = plans.has_memory_order_of_q(call) and call.sinks is None and call.out is None
+    return queries == 1 and batch == rows and is_as_requested
+
+
 class _Decode:
     """A decode step bound to its plan, with results as the caller expects them."""
 
-    __slots__ = ("_bound", "_is_direct")
+    __slots__ = ("_bound", "_tensors_of")
 
-    def __init__(self, call: PagedArguments, bound: BoundPlan) -> None:
-        batch, _, queries, _ = call.q.shape
-        rows = bound.plan.key.outputs[0].layout.shape[0]
+    def __init__(self, bound: BoundPlan) -> None:
         self._bound = bound
-        #: Whether the plan's results are what the caller expects.
-        self._is_direct = (
-            queries == 1
-            and batch == rows
-            and plans.has_memory_order_of_q(call)
-            and call.sinks is None
-            and call.out is None
-        )
+        self._tensors_of = items_by_name(bound.operands)
 
     def __call__(self, call: PagedArguments) -> Result:
-        outputs = self._bound(call, (call.q, call.k_pages, call.v_pages))
-        if self._is_direct:
-            return (outputs[0], outputs[1]) if call.with_lse else outputs[0]
+        outputs = self._bound(self._tensors_of(call))
         batch, heads, queries, _ = call.q.shape
         out, *lse = [output[: batch * queries] for output in outputs]
         if call.sinks is not None:

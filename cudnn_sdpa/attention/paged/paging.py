@@ -12,6 +12,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.plans import Gathered, right_bound
+from cudnn_sdpa.engine.launch import Address, OwnKernel
 from cudnn_sdpa.plans.nvrtc import Kernel, slots
 from cudnn_sdpa.plans.plan import allocate, current_raw_stream
 
@@ -127,38 +128,29 @@ _APPEND_K = len(AppendFields._fields)
 _APPEND_V = _APPEND_K + len(MoveFields._fields)
 
 
-class PageTableKernel:
+class PageTableKernel(OwnKernel):
     """Copies queries, lengths and page ids for a decode plan, the latter two clamped to the cache; for similar calls.
 
     Attributes:
-        seq_lens_kv_offset: Where the lengths begin in the memory of a launch, in bytes; queries begin at 0.
-        table_k_offset: Where the table of keys begins.
-        table_v_offset: Where the table of values begins.
+        operands: Where the plan finds them.
     """
 
-    __slots__ = (
-        "_blocks",
-        "_device",
-        "_fields",
-        "_kernel",
-        "_size",
-        "seq_lens_kv_offset",
-        "table_k_offset",
-        "table_v_offset",
-    )
+    __slots__ = ("operands",)
 
     def __init__(self, call: PagedArguments, rows: int, width: int) -> None:
         q, (of_keys, of_values) = call.q, call.tables
         batch, heads, queries, dim = q.shape
-        size = q.element_size()
-        self._device = q.get_device()
+        size, made = q.element_size(), "copied_tables"
         table_bytes = 4 * rows * width
-        self.seq_lens_kv_offset = rows * heads * dim * size
-        self.table_k_offset = self.seq_lens_kv_offset + 4 * rows
-        self.table_v_offset = self.table_k_offset + (0 if of_keys is of_values else table_bytes)
-        self._size = (self.table_v_offset + table_bytes,)
-        self._blocks = min(rows, 1024)
-        self._kernel = decode_kernel.on(self._device)
+        lengths = rows * heads * dim * size  # behind the queries
+        table_k = lengths + 4 * rows
+        table_v = table_k + (0 if of_keys is of_values else table_bytes)
+        self.operands = {
+            "q": Address(made),
+            "seq_len_kv": Address(made, lengths),
+            "table_k": Address(made, table_k),
+            "table_v": Address(made, table_v),
+        }
         fields = DecodeFields(
             lengths_kv=_PER_CALL,
             lengths_q=_PER_CALL,
@@ -186,22 +178,26 @@ class PageTableKernel:
             words=dim * size // _WORD,
             to_q=_PER_CALL,
         )
-        self._fields = array("q", fields)
-
-    def __call__(self, *, q: int, table_k: int, table_v: int, seq_lens_kv: int, seq_lens_q: int) -> Tensor:
-        """Launches the kernel on the current device and stream; returns the memory that it fills.
-
-        Arguments are addresses; that of `seq_lens_q` is 0 if all queries are present.
-        """
-        memory: Tensor = allocate(self._size, (1,), torch.uint8)
-        start = memory.data_ptr()
-        fields = self._fields[:]  # a copy, as many threads may make such calls at once
-        fields[_DECODE_LENGTHS_KV], fields[_DECODE_LENGTHS_Q] = seq_lens_kv, seq_lens_q
-        fields[_DECODE_TABLE_K], fields[_DECODE_TABLE_V], fields[_DECODE_Q] = table_k, table_v, q
-        fields[_DECODE_TO_Q], fields[_DECODE_KEYS] = start, start + self.seq_lens_kv_offset
-        fields[_DECODE_TO_K], fields[_DECODE_TO_V] = start + self.table_k_offset, start + self.table_v_offset
-        self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
-        return memory
+        super().__init__(
+            decode_kernel,
+            name=made,
+            made=((table_v + table_bytes,), (1,), torch.uint8),
+            blocks=min(rows, 1024),
+            threads=_THREADS,
+            fields=fields,
+            addresses={
+                _DECODE_LENGTHS_KV: Address("seq_lens_kv"),
+                _DECODE_LENGTHS_Q: Address("seq_lens_q"),
+                _DECODE_TABLE_K: Address("page_table"),
+                _DECODE_TABLE_V: Address("page_table" if call.page_table_v is None else "page_table_v"),
+                _DECODE_Q: Address("q"),
+                _DECODE_TO_Q: self.operands["q"],
+                _DECODE_KEYS: self.operands["seq_len_kv"],
+                _DECODE_TO_K: self.operands["table_k"],
+                _DECODE_TO_V: self.operands["table_v"],
+            },
+            device=q.get_device(),
+        )
 
 
 class GatherKernel:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 import torch
 from torch import Tensor
 
@@ -15,10 +13,9 @@ from cudnn_sdpa.attention.dense.launch_backward import sink_gradient
 from cudnn_sdpa.attention.lengths import RowLimitsKernel
 from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.attention.varlen.packing import PackingKernel, is_of_keys
-from cudnn_sdpa.attention.varlen.plans import VarlenSpec
-from cudnn_sdpa.engine.launch import BoundPlan, Layout
-from cudnn_sdpa.engine.memory import check_address, check_present, like_in_memory, multiplied
+from cudnn_sdpa.attention.varlen.packing import MADE, PackingKernel, is_of_keys
+from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Launch, Layout, items_by_name
+from cudnn_sdpa.engine.memory import check_address, like_in_memory, multiplied
 from cudnn_sdpa.engine.operation import GradientCall, Prepared
 from cudnn_sdpa.graph.definition import GraphOp
 from cudnn_sdpa.graph.key import Operand, PlanKey
@@ -26,7 +23,6 @@ from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.build import build_plan
 from cudnn_sdpa.plans.cache import plan_cache
-from cudnn_sdpa.plans.plan import Plan
 
 
 def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
@@ -37,11 +33,14 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
     launched = with_positive_scale(call)
     spec = plans.spec_of(launched) if spec is None else spec
     key = spec.forward_key(plans.output_layout(call), call.with_lse, live_target(device), device)
-    bound = _bind(operation=graphs.sdpa_forward, key=key, call=launched, spec=spec, inputs=("q", "k", "v"))
+    bound = _bind(operation=graphs.sdpa_forward, key=key, call=launched, spec=spec, operands=("q", "k", "v"))
+    if sign is None and (call.sinks is None or not call.with_lse):
+        return Prepared(Launch(bound), bound.plan)
+    others_of = items_by_name(bound.operands[1:])
 
     def run(call: VarlenArguments) -> Result:
         q = call.q if sign is None else _multiplied(call.q, sign)
-        out, *lse = bound(call, (q, call.k, call.v), call.out)
+        out, *lse = bound((q, *others_of(call)), call.out)
         if not lse:
             return out
         if call.sinks is not None:  # queries without keys see the sink alone
@@ -93,17 +92,23 @@ def prepare_gradients(of: GradientCall) -> Prepared:
         key=key,
         call=launched,
         spec=spec,
-        inputs=("q", "k", "v", "out", "grad_out", "lse"),
+        operands=dense_backward.OPERANDS,
     )
     wanted = [dense_like(layout) for layout in (spec.q, spec.k, spec.v)]
     in_order = [layout.stride == found[1] for layout, found in zip(wanted, _results(key, call), strict=True)]
+
+    needs_sinks = of.needs[3] and call.sinks is not None
+    if sign is None and all(in_order) and not spec.softcap and not needs_sinks:
+        fields = {name: name if name in of._fields else f"call.{name}" for name in bound.operands}
+        return Prepared(Launch(bound, [place for place in range(3) if of.needs[place]], of=fields), bound.plan)
+    others_of = items_by_name(bound.operands[len(dense_backward.OPERANDS) :])
 
     def run(of: GradientCall) -> list[Tensor]:
         call, lse = of.call, of.lse
         if spec.softcap:  # a row that sees nothing: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         q = call.q if sign is None else _multiplied(call.q, sign)
-        found = bound(call, (q, call.k, call.v, of.out, of.grad_out, lse))
+        found = bound((q, call.k, call.v, of.out, of.grad_out, lse, *others_of(call)))
         for place, layout in enumerate(wanted):
             if not in_order[place]:  # cuDNN sums the gradients of grouped heads only token-major
                 moved = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=call.q.device)
@@ -156,13 +161,36 @@ def gradients(of: GradientCall) -> list[Tensor]:
 
 
 def _bind(
-    operation: GraphOp, key: PlanKey, call: VarlenArguments, spec: VarlenSpec, inputs: tuple[str, ...]
+    operation: GraphOp, key: PlanKey, call: VarlenArguments, spec: VarlenSpec, operands: tuple[str, ...]
 ) -> BoundPlan:
+    """A plan with what it reads besides tensors: where the sequences lie, and what only some calls have."""
     plan = plan_cache.get(key, lambda key: build_plan(operation, key))
+    names = {operand.name for operand in (*key.inputs, *key.outputs)}
     with torch.cuda.device(plan.device):
-        before = _Packing(spec, plan, call)
+        packing = PackingKernel(spec, plan, call)
+        offsets = tuple(name for name in ("cu_seqlens_q", "cu_seqlens_kv") if getattr(call, name) is not None)
+        more = Additions(
+            operands=offsets,
+            anywhere=offsets,
+            kernels=(packing,),
+            addresses={name: Address(MADE, offset) for name, offset in packing.offsets.items() if name in names},
+        )
+        if spec.softcap:
+            lengths = [Address(MADE, packing.offsets[name]) for name in ("seq_len_q", "seq_len_kv")]
+            more += RowLimitsKernel(
+                batch=spec.sequences,
+                rows=spec.max_seqlen_q,
+                band=spec.mask.band,
+                device=plan.device,
+                lengths=lengths,
+            ).additions()
+    if call.sinks is not None and "sink" in names:
+        more += Additions(operands=("sinks",), copied=("sinks",), addresses={"sink": Address("sinks")})
+    if call.rng is not None:
+        seed = {"seed": Address("rng"), "offset": Address("rng", call.rng.element_size())}
+        more += Additions(operands=("rng",), anywhere=("rng",), addresses=seed)
     numbers = {"scale": call.scale_value, "softcap": call.softcap}
-    return BoundPlan(plan=plan, inputs=inputs, results=_results(key, call), numbers=numbers, before=before)
+    return BoundPlan(plan=plan, operands=operands, results=_results(key, call), numbers=numbers, additions=more)
 
 
 def _results(key: PlanKey, call: VarlenArguments) -> list[Layout]:
@@ -176,55 +204,3 @@ def _unpacked(output: Operand, rows: int) -> Layout:
     if output.name == "lse":
         return (rows, heads), (row, head), output.layout.dtype
     return (rows, heads, dim), (row, head, 1), output.layout.dtype
-
-
-class _Packing:
-    """What a launch reads besides tensors: where the sequences lie, and what only some calls have.
-
-    The packing kernel also writes the rows of outputs that cuDNN does not.
-    """
-
-    __slots__ = ("_limit", "_names", "_offsets", "_pack")
-
-    def __init__(self, spec: VarlenSpec, plan: Plan, call: VarlenArguments) -> None:
-        self._pack = PackingKernel(spec, plan, call)
-        self._names = {x.name: place for place, x in enumerate((*plan.key.inputs, *plan.key.outputs))}
-        self._offsets = [(self._names[x], offset) for x, offset in self._pack.offsets.items() if x in self._names]
-        self._limit: RowLimitsKernel | None = None
-        if spec.softcap:
-            self._limit = RowLimitsKernel(
-                batch=spec.sequences, rows=spec.max_seqlen_q, band=spec.mask.band, device=plan.device
-            )
-
-    def __call__(self, call: VarlenArguments, pointers: array[int], outputs: list[Tensor]) -> object:
-        """Fills in the pointers, and gives what they point to."""
-        ends = ends_kv = call.cu_seqlens_q.data_ptr()
-        if call.cu_seqlens_kv is not None:
-            ends_kv = call.cu_seqlens_kv.data_ptr()
-        if not (ends and ends_kv):
-            for name, offsets in zip(("cu_seqlens_q", "cu_seqlens_kv"), call.offsets, strict=True):
-                check_present(name, offsets)
-        packing = self._pack(ends, ends_kv, [output.data_ptr() for output in outputs])
-        start = packing.data_ptr()
-        for place, offset in self._offsets:
-            pointers[place] = start + offset
-        if call.sinks is None and call.rng is None and self._limit is None:
-            return packing
-        return packing, self._fill_optional(call, pointers, packing)
-
-    def _fill_optional(self, call: VarlenArguments, pointers: array[int], packing: Tensor) -> object:
-        names, kept = self._names, []
-        if call.sinks is not None:
-            kept.append(memory.aligned("sinks", call.sinks))
-            if "sink" in names:
-                pointers[names["sink"]] = kept[0].data_ptr()
-        if call.rng is not None:
-            pointers[names["seed"]] = call.rng.data_ptr()
-            pointers[names["offset"]] = call.rng.data_ptr() + call.rng.element_size()
-        if self._limit is not None:
-            of_q, of_kv = (packing.data_ptr() + self._pack.offsets[name] for name in ("seq_len_q", "seq_len_kv"))
-            limits = self._limit(of_q, of_kv)
-            for name, offset in self._limit.offsets.items():
-                pointers[names[name]] = limits.data_ptr() + offset
-            kept.append(limits)
-        return kept

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.attention.varlen.plans import VarlenSpec
+from cudnn_sdpa.engine.launch import Address, OwnKernel
 from cudnn_sdpa.graph.key import Operand
-from cudnn_sdpa.plans.nvrtc import Kernel, slots
-from cudnn_sdpa.plans.plan import Plan, allocate, current_raw_stream
+from cudnn_sdpa.plans.nvrtc import Kernel
+from cudnn_sdpa.plans.plan import Plan
 
 kernel = Kernel(Path(__file__).with_name("packing.cu"), "describe_packing")
+
+MADE = "packing"  #: what addresses call the memory that the kernel fills
 
 _THREADS = 256
 _MAX_TABLES, _MAX_OUTPUTS = 10, 4
@@ -62,71 +63,51 @@ _ENDS_Q, _ENDS_KV = slots(PackingFields, "ends_q", "ends_kv")
 _LENGTHS_Q, _LENGTHS_KV, _BEGINS = slots(PackingFields, "lengths_q", "lengths_kv", "begins")
 
 
-class PackingKernel:
-    """Computes packings for the calls of one plan that look alike.
+class PackingKernel(OwnKernel):
+    """Computes packings for the calls of one plan that look alike, and writes rows that the plan does not.
 
     Attributes:
         offsets: Where in the memory of a packing it says where the sequences lie, in bytes, by operand.
     """
 
-    __slots__ = ("_blocks", "_device", "_fields", "_kernel", "_lengths", "_places", "_sequences", "_words", "offsets")
+    __slots__ = ("offsets",)
 
     def __init__(self, packed: VarlenSpec, plan: Plan, call: VarlenArguments) -> None:
         ragged = [operand for operand in (*plan.key.inputs, *plan.key.outputs) if operand.ragged]
         tables = list(dict.fromkeys(map(_table, ragged)))
-        sequences = packed.sequences
-        self._sequences = sequences
-        self._lengths = len(tables) * (sequences + 1)
-        self._words = (self._lengths + sequences,)
+        sequences, outputs = packed.sequences, plan.key.outputs
+        lengths = len(tables) * (sequences + 1)
         self.offsets = {f"offsets_{x.name}": 8 * (sequences + 1) * tables.index(_table(x)) for x in ragged}
-        self.offsets |= {"seq_len_q": 8 * self._lengths, "seq_len_kv": 8 * self._lengths + 4 * sequences}
-        self._device = plan.device
-        self._kernel = kernel.on(plan.device)
+        self.offsets |= {"seq_len_q": 8 * lengths, "seq_len_kv": 8 * lengths + 4 * sequences}
         rows = call.q.shape[0], call.k.shape[0]
+        fields = array("q", bytes(8 * (_OUTPUTS + _MAX_OUTPUTS * _FIELDS_OF_OUTPUT)))
+        fields[2:6] = array("q", (call.cu_seqlens_q.shape[0] - 1, sequences, *rows))
+        fields[9:12] = array("q", (len(tables), len(outputs), _fills_everything(packed, plan)))
+        for number, (step, of_keys) in enumerate(tables):
+            fields[_TABLES + number] = step
+            fields[_TABLES + _MAX_TABLES + number] = of_keys
+        addresses = {
+            0: Address("cu_seqlens_q"),
+            1: Address("cu_seqlens_q" if call.cu_seqlens_kv is None else "cu_seqlens_kv"),
+            6: Address(MADE, self.offsets["seq_len_q"]),
+            7: Address(MADE, self.offsets["seq_len_kv"]),
+            8: Address(MADE),
+        }
+        for number, output in enumerate(outputs):
+            place = _OUTPUTS + number * _FIELDS_OF_OUTPUT
+            addresses[place] = Address(output.name)
+            fields[place + 1 : place + _FIELDS_OF_OUTPUT] = array("q", _rows(output))
         processors = torch.cuda.get_device_properties(plan.device).multi_processor_count
-        self._blocks = max(1, min(4 * processors, max(rows)))
-        outputs = plan.key.outputs
-        fields = PackingFields(
-            ends_q=_PER_CALL,
-            ends_kv=_PER_CALL,
-            given=call.cu_seqlens_q.shape[0] - 1,
-            made=sequences,
-            rows_q=rows[0],
-            rows_kv=rows[1],
-            lengths_q=_PER_CALL,
-            lengths_kv=_PER_CALL,
-            begins=_PER_CALL,
-            tables=len(tables),
-            outputs=len(outputs),
-            everything=_fills_everything(packed, plan),
+        super().__init__(
+            kernel,
+            name=MADE,
+            made=((lengths + sequences,), (1,), torch.int64),
+            blocks=max(1, min(4 * processors, max(rows))),
+            threads=_THREADS,
+            fields=fields,
+            addresses=addresses,
+            device=plan.device,
         )
-        unused = [0] * (_MAX_TABLES - len(tables))
-        arrays = [*(row for row, _ in tables), *unused, *(of_keys for _, of_keys in tables), *unused]
-        start = len(fields) + len(arrays)
-        size = len(RowFields._fields)
-        self._places = [start + number * size for number in range(len(outputs))]
-        rows_of_outputs = [field for output in outputs for field in _rows(output)]
-        rest = [0] * (size * _MAX_OUTPUTS - len(rows_of_outputs))
-        self._fields = array("q", [*fields, *arrays, *rows_of_outputs, *rest])
-
-    def __call__(self, ends_q: int, ends_kv: int, outputs: list[int]) -> Tensor:
-        """A packing: memory in which the offsets and the lengths are. Rows that the plan does not write are written.
-
-        Args:
-            ends_q: Address of `cu_seqlens_q`.
-            ends_kv: Address of `cu_seqlens_kv`; that of `cu_seqlens_q` if they are one tensor.
-            outputs: Addresses of the plan's outputs.
-        """
-        packing: Tensor = allocate(self._words, (1,), torch.int64)
-        start = packing.data_ptr()
-        fields = self._fields[:]  # of this call alone: calls are made by many threads at once
-        fields[_ENDS_Q], fields[_ENDS_KV] = ends_q, ends_kv
-        lengths = start + 8 * self._lengths
-        fields[_LENGTHS_Q], fields[_LENGTHS_KV], fields[_BEGINS] = lengths, lengths + 4 * self._sequences, start
-        for place, address in zip(self._places, outputs, strict=True):
-            fields[place] = address
-        self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
-        return packing
 
 
 def _fills_everything(packed: VarlenSpec, plan: Plan) -> bool:

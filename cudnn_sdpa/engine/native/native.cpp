@@ -1,26 +1,119 @@
-// The native module, without pybind11: it is compiled by the user's compiler, on the user's machine.
-#include <Python.h>
-#include <torch/csrc/autograd/python_variable.h>
+// The quick way of a call: recognizes it, allocates its results, launches its plan and is its node in autograd's graph.
+//
+// It knows no operation, no option and no cuDNN: Python gives it finished recipes, and it repeats them. What it does not
+// know goes back to Python. Names are those of engine/launch.py, where recipes are made.
+#include "calls.h"
 
+namespace cudnn_sdpa {
 namespace {
 
-PyObject* rank(PyObject*, PyObject* tensor) {
-  if (!THPVariable_Check(tensor)) {
-    PyErr_Format(PyExc_TypeError, "a tensor is expected, not %s", Py_TYPE(tensor)->tp_name);
-    return nullptr;
-  }
-  return PyLong_FromLongLong(THPVariable_Unpack(tensor).dim());
+Layout layout_of(const py::handle& given) {
+  const auto items = py::reinterpret_borrow<py::tuple>(given);
+  Layout layout{
+      py::cast<std::vector<int64_t>>(items[0]), py::cast<std::vector<int64_t>>(items[1]), at::kByte,
+      py::reinterpret_borrow<py::object>(items[2])};
+  layout.dtype = reinterpret_cast<THPDtype*>(layout.python_dtype.ptr())->scalar_type;
+  return layout;
 }
 
-PyMethodDef methods[] = {
-    {"rank", rank, METH_O, "The number of dimensions of a tensor."},
-    {nullptr, nullptr, 0, nullptr},
-};
+std::vector<Layout> layouts_of(const py::sequence& given) {
+  std::vector<Layout> layouts;
+  for (const auto& layout : given) layouts.push_back(layout_of(layout));
+  return layouts;
+}
 
-PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr,
-};
+std::vector<Pointer> pointers_of(const py::sequence& given) {
+  std::vector<Pointer> pointers;
+  for (const auto& pointer : given) {
+    const auto [place, slot, offset] = py::cast<std::tuple<size_t, size_t, int64_t>>(pointer);
+    pointers.push_back({place, slot, offset});
+  }
+  return pointers;
+}
+
+KernelLaunch kernel_of(const py::handle& given) {
+  const auto items = py::reinterpret_borrow<py::tuple>(given);
+  return {
+      reinterpret_cast<KernelLaunch::CuLaunchKernel>(py::cast<uint64_t>(items[0])),
+      reinterpret_cast<void*>(py::cast<uint64_t>(items[1])),
+      py::cast<unsigned>(items[2]),
+      py::cast<unsigned>(items[3]),
+      py::cast<std::vector<uint64_t>>(items[4]),
+      pointers_of(items[5]),
+      py::reinterpret_borrow<py::object>(items[6])};
+}
+
+py::object get(const py::dict& given, const char* name) {
+  return given.contains(name) ? py::reinterpret_borrow<py::object>(given[name]) : py::object();
+}
+
+PlanLaunch launch_of(const py::dict& given) {
+  PlanLaunch launch;
+  launch.plan = given["plan"];
+  launch.python = given["launch"];
+  launch.function = get(given, "function");
+  if (!launch.function) return launch;
+  launch.threads = given["threads"], launch.slots = py::str("slots");
+  launch.stream = given["stream"], launch.capturing = given["capturing"];
+  launch.next_use = given["next_use"], launch.last_used = py::str("last_used");
+  launch.keep = given["keep"], launch.refused = given["refused"];
+  launch.device = given["device"], launch.count = given["count"], launch.no_overrides = py::int_(-1);
+  launch.of_stream = py::str("stream"), launch.of_raw = py::str("raw");
+  launch.of_scratch = py::str("scratch"), launch.bind = py::str("bind");
+  launch.workspace = py::cast<int64_t>(given["workspace"]), launch.scratch = py::cast<int64_t>(given["scratch"]);
+  launch.allocate = given["allocate_bytes"];
+  return launch;
+}
+
+std::shared_ptr<Recipe> recipe_of(const py::dict& given) {
+  auto recipe = std::make_shared<Recipe>();
+  recipe->operands = py::cast<size_t>(given["operands"]);
+  recipe->aligned = pointers_of(given["aligned"]);
+  recipe->results = layouts_of(given["results"]);
+  recipe->buffers = layouts_of(given["buffers"]);
+  for (const auto& kernel : py::sequence(given["kernels"])) recipe->kernels.push_back(kernel_of(kernel));
+  recipe->pointers = py::cast<std::vector<uint64_t>>(given["pointers"]);
+  recipe->places = pointers_of(given["places"]);
+  recipe->number_places = py::cast<std::vector<size_t>>(given["number_places"]);
+  recipe->numbers = py::cast<std::vector<float>>(given["numbers"]);
+  recipe->launch = launch_of(given);
+  recipe->allocate = get(given, "allocate");
+  recipe->stream = given["stream"];
+  recipe->current_device = get(given, "current_device");
+  recipe->device = given["device"];
+  if (recipe->operands + recipe->results.size() + recipe->buffers.size() > most_operands) {
+    throw std::invalid_argument("a recipe of too many operands");
+  }
+  return recipe;
+}
+
+std::shared_ptr<Differentiation> differentiation_of(
+    std::string name, py::object gradients, py::object options, py::object may_fall_back, std::vector<int> differentiable,
+    std::vector<int> saved, size_t first_result, size_t last_result, size_t returned) {
+  auto found = std::make_shared<Differentiation>();
+  found->name = std::move(name);
+  found->gradients = std::move(gradients);
+  found->options = std::move(options);
+  if (!may_fall_back.is_none()) found->may_fall_back = std::move(may_fall_back);
+  found->differentiable = std::move(differentiable);
+  found->saved = std::move(saved);
+  found->first_result = first_result;
+  found->last_result = last_result;
+  found->returned = returned;
+  return found;
+}
 
 }  // namespace
+}  // namespace cudnn_sdpa
 
-PyMODINIT_FUNC PyInit__native() { return PyModule_Create(&definition); }
+PYBIND11_MODULE(_native, module) {
+  using namespace cudnn_sdpa;
+  const auto type = checked(PyType_FromSpec(&calls_spec));
+  module.add_object("Calls", type);
+  missed = py::module_::import("builtins").attr("object")().release().ptr();
+  module.attr("MISSED") = py::reinterpret_borrow<py::object>(missed);
+  forward_ad = PyModule_GetDict(py::module_::import("torch.autograd.forward_ad").release().ptr());
+  current_level = PyUnicode_InternFromString("_current_level");
+  py::class_<Recipe, std::shared_ptr<Recipe>>(module, "Recipe").def(py::init(&recipe_of));
+  py::class_<Differentiation, std::shared_ptr<Differentiation>>(module, "Differentiation").def(py::init(&differentiation_of));
+}

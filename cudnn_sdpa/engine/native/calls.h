@@ -1,0 +1,200 @@
+// The calls of one public function that are launched here.
+#pragma once
+
+#include "gradient.h"
+
+#include <structmember.h>
+
+#include <unordered_map>
+
+namespace cudnn_sdpa {
+
+struct KnownCall {
+  Words words;
+  py::object plan;
+  std::shared_ptr<const Recipe> recipe;
+  std::vector<size_t> operands;  // the recipe's, among the arguments
+  std::vector<size_t> numbers;   // arguments that are data
+  std::vector<size_t> returned;  // which results the caller gets
+  bool is_tuple;                 // whether it gets them in a tuple
+  std::shared_ptr<const Differentiation> differentiation;  // null if autograd does not follow the call
+};
+
+// Called with the arguments of a public function: gives its results, or `missed` if Python must look at the call.
+struct Calls {
+  PyObject_HEAD
+  vectorcallfunc call;
+  std::unordered_map<uint64_t, std::shared_ptr<const KnownCall>>* known;
+  uint64_t are_numbers;  // arguments that are data if they are floats
+};
+
+inline constexpr size_t most_known = 8192;
+
+inline PyObject* missed = nullptr;           // what `Calls` gives for a call that it does not know
+inline PyObject* forward_ad = nullptr;       // the namespace of torch.autograd.forward_ad
+inline PyObject* current_level = nullptr;    // its "_current_level"
+
+// Whether something must intercept operators that no dispatch key tells of.
+inline bool is_intercepted() {
+  if (torch::profiler::impl::profilerEnabled()) return true;
+  PyObject* level = PyDict_GetItemWithError(forward_ad, current_level);
+  return level == nullptr || PyLong_AsLong(level) >= 0;
+}
+
+inline PyObject* results_of(const KnownCall& known, const Results& results) {
+  if (!known.is_tuple) return THPVariable_Wrap(results[known.returned[0]]);
+  PyObject* tuple = PyTuple_New(known.returned.size());
+  if (tuple == nullptr) throw py::error_already_set();
+  for (size_t place = 0; place < known.returned.size(); ++place) {
+    PyTuple_SET_ITEM(tuple, place, THPVariable_Wrap(results[known.returned[place]]));
+  }
+  return tuple;
+}
+
+// Has autograd follow a call.
+inline void differentiate(
+    const std::shared_ptr<const Differentiation>& of, PyObject* const* arguments, const Results& results) {
+  bool may_fall_back = false;
+  if (of->may_fall_back) {
+    may_fall_back = checked(PyObject_CallNoArgs(of->may_fall_back.ptr())).ptr() == Py_True;
+  }
+  auto node = Nodes<NodePointer>::make<Gradient>(of, may_fall_back);
+  torch::autograd::edge_list edges;
+  for (const int place : of->differentiable) {
+    edges.push_back(
+        place < 0 ? torch::autograd::Edge() : torch::autograd::impl::gradient_edge(THPVariable_Unpack(arguments[place])));
+  }
+  node->set_next_edges(std::move(edges));
+  for (size_t place = 0; place < of->returned; ++place) torch::autograd::set_history(results[place], node);
+  for (const int place : of->saved) {
+    if (place >= 0) node->save(THPVariable_Unpack(arguments[place]), false);
+  }
+  for (size_t place = of->first_result; place < of->last_result; ++place) {
+    node->save(results[place], place < of->returned);
+  }
+}
+
+inline PyObject* run(const Calls* self, PyObject* const* arguments, size_t positional, PyObject* names) {
+  const size_t count = positional + (names == nullptr ? 0 : PyTuple_GET_SIZE(names));
+  if (count > 64) return nullptr;
+  Words words;
+  if (!describe_call(arguments, positional, names, self->are_numbers, words)) return nullptr;
+  const auto found = self->known->find(hash_of(words));
+  if (found == self->known->end() || found->second->words != words || is_intercepted()) return nullptr;
+  const auto known = found->second;  // an eviction during the launch must not free it
+  uint64_t addresses[most_operands];
+  for (size_t slot = 0; slot < known->operands.size(); ++slot) {
+    addresses[slot] = address_of(THPVariable_Unpack(arguments[known->operands[slot]]));
+  }
+  double numbers[most_operands];
+  for (size_t number = 0; number < known->numbers.size(); ++number) {
+    numbers[number] = PyFloat_AS_DOUBLE(arguments[known->numbers[number]]);
+  }
+  const auto device = THPVariable_Unpack(arguments[known->operands[0]]).device();
+  Results results;
+  {
+    torch::autograd::AutoGradMode no_grad(false);
+    if (!known->recipe->run(addresses, known->numbers.empty() ? nullptr : numbers, device, results)) return nullptr;
+  }
+  if (known->differentiation != nullptr) differentiate(known->differentiation, arguments, results);
+  return results_of(*known, results);
+}
+
+inline PyObject* calls_vectorcall(PyObject* self, PyObject* const* arguments, size_t flags, PyObject* names) {
+  HANDLE_TH_ERRORS
+  PyObject* found = run(reinterpret_cast<Calls*>(self), arguments, PyVectorcall_NARGS(flags), names);
+  return found != nullptr ? found : Py_NewRef(missed);
+  END_HANDLE_TH_ERRORS
+}
+
+// learn(arguments, options, recipe, plan, operands, numbers, returned, is_tuple, differentiation) -> bool
+inline PyObject* calls_learn(PyObject* self_, PyObject* given) {
+  HANDLE_TH_ERRORS
+  auto* self = reinterpret_cast<Calls*>(self_);
+  const auto items = py::reinterpret_borrow<py::tuple>(given);
+  const py::tuple arguments = items[0];
+  const py::dict options = items[1];
+  std::vector<PyObject*> all;
+  for (const auto argument : arguments) all.push_back(argument.ptr());
+  py::tuple names(options.size());
+  size_t place = 0;
+  for (const auto& option : options) {
+    names[place++] = option.first;
+    all.push_back(option.second.ptr());
+  }
+  auto known = std::make_shared<KnownCall>();
+  known->recipe = py::cast<std::shared_ptr<Recipe>>(items[2]);
+  known->plan = items[3];
+  known->operands = py::cast<std::vector<size_t>>(items[4]);
+  known->numbers = py::cast<std::vector<size_t>>(items[5]);
+  known->returned = py::cast<std::vector<size_t>>(items[6]);
+  known->is_tuple = py::cast<bool>(items[7]);
+  if (!items[8].is_none()) known->differentiation = py::cast<std::shared_ptr<Differentiation>>(items[8]);
+  if (all.size() > 64 || known->operands.size() != known->recipe->operands) Py_RETURN_FALSE;
+  if (!describe_call(all.data(), arguments.size(), options.empty() ? nullptr : names.ptr(), self->are_numbers, known->words)) {
+    Py_RETURN_FALSE;
+  }
+  if (self->known->size() >= most_known) self->known->clear();
+  const auto hash = hash_of(known->words);
+  (*self->known)[hash] = std::move(known);
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// forget(plan): the calls of a plan; of all plans if it is None.
+inline PyObject* calls_forget(PyObject* self_, PyObject* plan) {
+  auto* self = reinterpret_cast<Calls*>(self_);
+  std::vector<std::shared_ptr<const KnownCall>> forgotten;  // freed when the table is whole again
+  for (auto known = self->known->begin(); known != self->known->end();) {
+    if (plan == Py_None || known->second->plan.ptr() == plan) {
+      forgotten.push_back(std::move(known->second));
+      known = self->known->erase(known);
+    } else {
+      ++known;
+    }
+  }
+  Py_RETURN_NONE;
+}
+
+inline Py_ssize_t calls_length(PyObject* self) {
+  return reinterpret_cast<Calls*>(self)->known->size();
+}
+
+inline PyObject* calls_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  unsigned long long are_numbers = 0;
+  if (!PyArg_ParseTuple(arguments, "|K", &are_numbers)) return nullptr;
+  auto* self = reinterpret_cast<Calls*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  self->call = calls_vectorcall;
+  self->known = new std::unordered_map<uint64_t, std::shared_ptr<const KnownCall>>();
+  self->are_numbers = are_numbers;
+  return reinterpret_cast<PyObject*>(self);
+}
+
+inline void calls_free(PyObject* self) {
+  delete reinterpret_cast<Calls*>(self)->known;
+  Py_TYPE(self)->tp_free(self);
+}
+
+inline PyMethodDef calls_methods[] = {
+    {"learn", calls_learn, METH_VARARGS, "Remembers a call."},
+    {"forget", calls_forget, METH_O, "Forgets the calls of a plan, or all."},
+    {nullptr, nullptr, 0, nullptr}};
+
+inline PyMemberDef calls_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Calls, call), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+inline PyType_Slot calls_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(calls_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(calls_free)},
+    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+    {Py_tp_methods, calls_methods},
+    {Py_tp_members, calls_members},
+    {Py_mp_length, reinterpret_cast<void*>(calls_length)},
+    {0, nullptr}};
+
+inline PyType_Spec calls_spec = {
+    "cudnn_sdpa._native.Calls", sizeof(Calls), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, calls_slots};
+
+}  // namespace cudnn_sdpa

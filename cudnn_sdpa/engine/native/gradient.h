@@ -1,0 +1,198 @@
+// The node of autograd's graph: it saves what a call's gradients need. Like calls are launched here, others in Python.
+#pragma once
+
+#include "recipe.h"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+namespace cudnn_sdpa {
+
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+using NodePointer = decltype(torch::autograd::Edge{}.function);
+
+// PyTorch 2.9 to 2.12 counts the references of nodes with std::shared_ptr, later ones with c10::intrusive_ptr.
+template <class Pointer>
+struct Nodes;
+
+template <>
+struct Nodes<std::shared_ptr<Node>> {
+  template <class T, class... Arguments>
+  static std::shared_ptr<T> make(Arguments&&... arguments) {
+    return std::shared_ptr<T>(new T(std::forward<Arguments>(arguments)...), [](T* node) { deleteNode(node); });
+  }
+  template <class T>
+  static std::shared_ptr<Node> of(T* node) {
+    return node->shared_from_this();
+  }
+};
+
+template <>
+struct Nodes<c10::intrusive_ptr<Node>> {
+  template <class T, class... Arguments>
+  static c10::intrusive_ptr<T> make(Arguments&&... arguments) {
+    return c10::make_intrusive<T>(std::forward<Arguments>(arguments)...);
+  }
+  template <class T>
+  static c10::intrusive_ptr<Node> of(T* node) {
+    return c10::intrusive_ptr<Node>::unsafe_reclaim_from_nonowning(node);
+  }
+};
+
+// The last backward call of a kind of forward calls. It holds no plan: autograd's graph holds it.
+struct LastBackward {
+  Words words;
+  std::weak_ptr<const Recipe> recipe;
+  std::vector<size_t> operands;  // places among the gradients and what was saved
+  std::vector<size_t> returned;  // which results are the needed gradients
+};
+
+// What the gradients of a kind of forward calls need.
+struct Differentiation {
+  std::string name;
+  py::object gradients;            // computes them in Python
+  py::object options;              // given to it
+  py::object may_fall_back;        // asked in the forward pass
+  std::vector<int> differentiable; // places of the inputs among the arguments; -1 for one that is left out
+  std::vector<int> saved;          // places of the saved arguments; -1 for None
+  size_t first_result, last_result;  // which results are saved
+  size_t returned;                 // how many results the caller gets, the first ones
+  std::shared_ptr<LastBackward> last = std::make_shared<LastBackward>();
+
+  ~Differentiation() {
+    if (!Py_IsInitialized()) {  // the interpreter has ended: nobody counts
+      gradients.release(), options.release(), may_fall_back.release();
+      return;
+    }
+    py::gil_scoped_acquire gil;
+    gradients = options = may_fall_back = py::object();
+  }
+};
+
+struct Gradient : public Node {
+  Gradient(std::shared_ptr<const Differentiation> of, bool may_fall_back)
+      : of_(std::move(of)), may_fall_back_(may_fall_back) {}
+
+  std::string name() const override {
+    return of_->name;
+  }
+
+  void save(const at::Tensor& tensor, bool is_result) {
+    saved_.emplace_back(tensor, is_result);
+  }
+
+  void release_variables() override {
+    for (auto& variable : saved_) variable.reset_data();
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    py::gil_scoped_acquire gil;
+    variable_list tensors(grads.begin(), grads.end());
+    const auto self = Nodes<NodePointer>::of(static_cast<Node*>(this));
+    for (const auto& variable : saved_) tensors.push_back(variable.unpack(self));
+    const size_t inputs = of_->differentiable.size();
+    uint64_t needs = 0;
+    for (size_t place = 0; place < inputs; ++place) needs |= static_cast<uint64_t>(task_should_compute_output(place)) << place;
+    variable_list found(inputs);
+    Words words;
+    const bool is_plain_call = describe_backward(tensors, grads.size(), needs, words);
+    if (is_plain_call && is_like_last(words) && launch(tensors, needs, found)) return found;
+    run_in_python(tensors, grads.size(), needs, is_plain_call ? &words : nullptr, found);
+    return found;
+  }
+
+ private:
+  // Whether autograd's engine alone sees this call, and the words that describe it.
+  bool describe_backward(const variable_list& tensors, size_t grads, uint64_t needs, Words& words) const {
+    describe_state(words);
+    if (words.back() & 1 || torch::profiler::impl::profilerEnabled()) return false;  // to be differentiated again
+    words.push_back(needs);
+    for (size_t place = 0; place < tensors.size(); ++place) {
+      const auto& tensor = tensors[place];
+      if (!tensor.defined()) {
+        words.push_back(kNone);
+        continue;
+      }
+      if (!is_plain(tensor)) return false;
+      words.push_back(kTensor);
+      describe(tensor, false, words);
+    }
+    return true;
+  }
+
+  bool is_like_last(const Words& words) const {
+    return of_->last->words == words;
+  }
+
+  bool launch(const variable_list& tensors, uint64_t needs, variable_list& found) const {
+    const auto recipe = of_->last->recipe.lock();
+    if (recipe == nullptr) return false;
+    uint64_t addresses[most_operands];
+    const auto& operands = of_->last->operands;
+    for (size_t slot = 0; slot < operands.size(); ++slot) addresses[slot] = address_of(tensors[operands[slot]]);
+    const auto returned = of_->last->returned;
+    Results results;
+    if (!recipe->run(addresses, nullptr, tensors[0].device(), results)) return false;
+    size_t result = 0;
+    for (size_t place = 0; place < found.size(); ++place) {
+      if (needs >> place & 1) found[place] = std::move(results[returned[result++]]);
+    }
+    return true;
+  }
+
+  void run_in_python(
+      const variable_list& tensors, size_t grads, uint64_t needs, const Words* words, variable_list& found) const {
+    py::tuple of_results(grads), saved(of_->saved.size() + tensors.size() - grads - given()), wanted(found.size());
+    for (size_t place = 0; place < grads; ++place) of_results[place] = wrapped(tensors[place]);
+    size_t next = grads, at = 0;
+    for (const int place : of_->saved) saved[at++] = place < 0 ? py::none() : wrapped(tensors[next++]);
+    while (next < tensors.size()) saved[at++] = wrapped(tensors[next++]);
+    for (size_t place = 0; place < found.size(); ++place) wanted[place] = py::bool_(needs >> place & 1);
+    // The gradients, and if calls like this one are launched here from now on, their recipe and where its operands are.
+    py::tuple given_back = of_->gradients(of_->options, of_results, saved, wanted, may_fall_back_, words != nullptr);
+    const py::sequence gradients = given_back[0];
+    for (size_t place = 0; place < found.size(); ++place) {
+      const py::object gradient = gradients[place];
+      if (!gradient.is_none()) found[place] = THPVariable_Unpack(gradient.ptr());
+    }
+    if (words != nullptr && !given_back[1].is_none()) {
+      auto& last = *of_->last;
+      last.recipe = py::cast<std::shared_ptr<Recipe>>(given_back[1]);
+      last.returned = py::cast<std::vector<size_t>>(given_back[3]);
+      last.operands.clear();
+      for (const auto& place : py::cast<std::vector<int>>(given_back[2])) {
+        last.operands.push_back(place_among_tensors(place, grads));
+      }
+      last.words = *words;
+    }
+  }
+
+  // How many of the saved arguments are tensors.
+  size_t given() const {
+    size_t count = 0;
+    for (const int place : of_->saved) count += place >= 0;
+    return count;
+  }
+
+  // Of a place among gradients, saved arguments and saved results, of which those that are None are left out here.
+  size_t place_among_tensors(size_t place, size_t grads) const {
+    size_t left_out = 0;
+    for (size_t argument = 0; argument < of_->saved.size() && grads + argument < place; ++argument) {
+      left_out += of_->saved[argument] < 0;
+    }
+    return place - left_out;
+  }
+
+  static py::object wrapped(const at::Tensor& tensor) {
+    return tensor.defined() ? py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)) : py::none();
+  }
+
+  std::shared_ptr<const Differentiation> of_;
+  std::vector<SavedVariable> saved_;
+  bool may_fall_back_;
+};
+
+}  // namespace cudnn_sdpa

@@ -1,0 +1,190 @@
+// A launch as data: what is allocated, which address goes where, which kernels run before the plan.
+#pragma once
+
+#include "description.h"
+
+#include <ATen/ops/empty_strided_ops.h>
+
+#include <optional>
+
+namespace cudnn_sdpa {
+
+constexpr uint64_t misaligned = 15;  // bits that no aligned address has
+constexpr int64_t most_operands = 64;
+
+// The stored address of a tensor, 0 if it has no memory; memory that is shared until it is written to stays shared.
+inline uint64_t address_of(const at::Tensor& tensor) {
+  return reinterpret_cast<uint64_t>(tensor.const_data_ptr());
+}
+
+struct Layout {
+  std::vector<int64_t> sizes, strides;
+  at::ScalarType dtype;
+  py::object python_dtype;
+};
+
+// Where an address goes: `place` in a list of words gets that of `slot`, `offset` bytes on.
+struct Pointer {
+  size_t place, slot;
+  int64_t offset;
+};
+
+// A launch of one of the library's own kernels, whose argument is a list of words.
+struct KernelLaunch {
+  using CuLaunchKernel = int (*)(
+      void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+
+  CuLaunchKernel driver;  // null where `python` launches it
+  void* function;
+  unsigned blocks, threads;
+  std::vector<uint64_t> fields;
+  std::vector<Pointer> pointers;
+  py::object python;  // launches it given its fields and the stream, and says what is wrong if the driver refuses
+};
+
+inline py::object checked(PyObject* found) {
+  if (found == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(found);
+}
+
+inline py::object list_of(const uint64_t* words, size_t count) {
+  py::list list(count);
+  for (size_t place = 0; place < count; ++place) list[place] = py::int_(words[place]);
+  return std::move(list);
+}
+
+// How a plan is launched; see `Plan.launch`, which does the same in Python.
+struct PlanLaunch {
+  py::object plan;
+  py::object python;            // `plan.launch`, where the rest is not set
+  py::object function;          // the frontend's launch with an array of raw pointers
+  py::object threads, slots;    // `handles.thread` and its attribute's name
+  py::object stream, capturing; // PyTorch's functions
+  py::object next_use, last_used, keep, refused;
+  py::object device, count, no_overrides;
+  py::object of_stream, of_raw, of_scratch, bind;  // names of a slot's attributes
+  int64_t workspace, scratch;
+  py::object allocate;  // of the workspace
+
+  void operator()(uint64_t* pointers, size_t number) const {
+    if (!function) {
+      python(list_of(pointers, number));
+      return;
+    }
+    PyObject* given[] = {device.ptr()};
+    const auto current = checked(PyObject_Vectorcall(stream.ptr(), given, 1, nullptr));
+    const auto of_thread = checked(PyObject_GetAttr(threads.ptr(), slots.ptr()));
+    PyObject* known = PyDict_GetItemWithError(of_thread.ptr(), device.ptr());
+    const auto slot = known != nullptr ? py::reinterpret_borrow<py::object>(known)
+                                       : checked(PyObject_GetItem(of_thread.ptr(), device.ptr()));
+    const auto bound = checked(PyObject_GetAttr(slot.ptr(), of_stream.ptr()));
+    const int differs = PyObject_RichCompareBool(bound.ptr(), current.ptr(), Py_NE);
+    if (differs < 0) throw py::error_already_set();
+    if (differs) {
+      PyObject* binding[] = {slot.ptr(), current.ptr()};
+      checked(PyObject_VectorcallMethod(bind.ptr(), binding, 2, nullptr));
+    }
+    const bool is_default = PyObject_IsTrue(current.ptr()) == 0;
+    if (!is_default && checked(PyObject_CallNoArgs(capturing.ptr())).ptr() == Py_True) keep();
+    py::object memory, address;  // of the workspace, until the launch
+    if (is_default && workspace <= scratch) {
+      address = checked(PyObject_GetAttr(slot.ptr(), of_scratch.ptr()));
+    } else if (workspace) {
+      memory = allocate(workspace);
+      address = py::int_(address_of(THPVariable_Unpack(memory.ptr())));
+    } else {
+      address = py::int_(0);
+    }
+    const auto raw = checked(PyObject_GetAttr(slot.ptr(), of_raw.ptr()));
+    const auto array = py::reinterpret_steal<py::object>(PyLong_FromUnsignedLongLong(reinterpret_cast<uint64_t>(pointers)));
+    const auto use = checked(PyObject_CallNoArgs(next_use.ptr()));
+    if (PyObject_SetAttr(plan.ptr(), last_used.ptr(), use.ptr()) < 0) throw py::error_already_set();
+    PyObject* arguments[] = {array.ptr(), count.ptr(), address.ptr(), raw.ptr(), no_overrides.ptr()};
+    PyObject* done = PyObject_Vectorcall(function.ptr(), arguments, 5, nullptr);
+    if (done == nullptr) {
+      if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) throw py::error_already_set();
+      py::error_already_set error;
+      refused(error.value());  // raises what Python's way raises
+      throw std::runtime_error("a refused launch");
+    }
+    Py_DECREF(done);
+  }
+};
+
+using Results = c10::SmallVector<at::Tensor, 8>;
+
+struct Recipe {
+  size_t operands;
+  std::vector<Pointer> aligned;   // addresses that kernels read in words of 16 bytes; `place` is not used
+  std::vector<Layout> results, buffers;
+  std::vector<KernelLaunch> kernels;
+  std::vector<uint64_t> pointers;
+  std::vector<Pointer> places;
+  std::vector<size_t> number_places;
+  std::vector<float> numbers;
+  PlanLaunch launch;
+  py::object allocate;  // the tests' own; null for PyTorch's
+  py::object stream;
+  py::object current_device;  // null where there is one GPU
+  py::object device;
+
+  // Runs a call given the addresses of its operands; false if Python must look at it.
+  bool run(const uint64_t* addresses, const double* given_numbers, at::Device on, Results& found) const {
+    uint64_t slots[most_operands];
+    for (size_t slot = 0; slot < operands; ++slot) {
+      if (!addresses[slot]) return false;
+      slots[slot] = addresses[slot];
+    }
+    for (const auto& pointer : aligned) {
+      if ((addresses[pointer.slot] + pointer.offset) & misaligned) return false;
+    }
+    if (current_device && !checked(PyObject_CallNoArgs(current_device.ptr())).equal(device)) return false;
+    size_t slot = operands;
+    for (const auto& layout : results) {
+      found.push_back(empty(layout, on));
+      slots[slot++] = address_of(found.back());
+    }
+    Results made;  // lives until the launch
+    for (const auto& layout : buffers) {
+      made.push_back(empty(layout, on));
+      slots[slot++] = address_of(made.back());
+    }
+    for (const auto& kernel : kernels) run_kernel(kernel, slots);
+    c10::SmallVector<uint64_t, 48> words(pointers.begin(), pointers.end());
+    for (const auto& pointer : places) words[pointer.place] = slots[pointer.slot] + pointer.offset;
+    c10::SmallVector<float, 8> values(numbers.begin(), numbers.end());  // cuDNN reads them at the launch
+    for (size_t number = 0; number < values.size(); ++number) {
+      if (given_numbers != nullptr) values[number] = static_cast<float>(given_numbers[number]);
+      words[number_places[number]] = reinterpret_cast<uint64_t>(&values[number]);
+    }
+    launch(words.data(), words.size());
+    return true;
+  }
+
+ private:
+  at::Tensor empty(const Layout& layout, at::Device on) const {
+    if (allocate) {
+      return THPVariable_Unpack(
+          allocate(py::cast(layout.sizes), py::cast(layout.strides), layout.python_dtype).ptr());
+    }
+    // At once to the device's own function: what is above it in the dispatcher has nothing to do here.
+    return at::_ops::empty_strided::redispatch(
+        c10::DispatchKeySet(on.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU),
+        c10::fromIntArrayRefSlow(layout.sizes), c10::fromIntArrayRefSlow(layout.strides), layout.dtype,
+        std::nullopt, on, std::nullopt);
+  }
+
+  void run_kernel(const KernelLaunch& kernel, const uint64_t* slots) const {
+    c10::SmallVector<uint64_t, 128> fields(kernel.fields.begin(), kernel.fields.end());
+    for (const auto& pointer : kernel.pointers) fields[pointer.place] = slots[pointer.slot] + pointer.offset;
+    const auto current = stream(device);
+    if (kernel.driver != nullptr) {
+      void* argument[] = {fields.data()};
+      void* raw = reinterpret_cast<void*>(PyLong_AsUnsignedLongLong(current.ptr()));
+      if (!kernel.driver(kernel.function, kernel.blocks, 1, 1, kernel.threads, 1, 1, 0, raw, argument, nullptr)) return;
+    }
+    kernel.python(list_of(fields.data(), fields.size()), current);
+  }
+};
+
+}  // namespace cudnn_sdpa
