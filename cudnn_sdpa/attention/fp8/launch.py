@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.fp8.plans import AMAX, BackwardSpec, ForwardSpec
 from cudnn_sdpa.engine.launch import Additions, BoundPlan, Launch, Layout
 from cudnn_sdpa.engine.memory import check_address
 from cudnn_sdpa.engine.operation import Prepared
-from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.key import PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.build import build_plan
@@ -96,7 +96,8 @@ def _zeros(like: Tensor, layout: Layout) -> Tensor:
 
 def _scales(names: Sequence[str], key: PlanKey) -> Additions:
     """The scales, which need not be aligned, and what `_made` gives."""
-    sides = tuple(x.name for x in key.inputs if x.name.startswith(("seq_len_", "table_")))
+    made = [x for x in key.inputs if x.name.startswith(("seq_len_", "table_")) and x.role is not Role.FILL]
+    sides = tuple(x.name for x in made)
     return Additions(operands=(*names, *sides), anywhere=(*names, *sides))
 
 
