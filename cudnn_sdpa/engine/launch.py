@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine.memory import MISALIGNED, check_address, check_present, refuse_address
+from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.errors import DeviceError
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.plans.cache import next_use
@@ -217,6 +218,7 @@ class BoundPlan:
             self.template[names.index(name)] = address
         self._point_to(self._memory, self.template)
         self.recipe: Any = None  #: its native form, once there is one
+        loader.start()
 
     def __call__(
         self,
@@ -308,9 +310,10 @@ class Launch:
         operands: Where its operands are in the call.
         returned: Which of its results are given.
         is_single: Whether one result is given alone.
+        tensors_of: Gives the operands of a call.
     """
 
-    __slots__ = ("_is_backward", "_tensors_of", "bound", "is_single", "operands", "returned")
+    __slots__ = ("_is_backward", "bound", "is_single", "operands", "returned", "tensors_of")
 
     def __init__(
         self, bound: BoundPlan, returned: Sequence[int] | None = None, *, of: Mapping[str, str] | None = None
@@ -327,12 +330,12 @@ class Launch:
         self.operands = tuple([(of or {}).get(name, name) for name in bound.operands])
         self.returned = tuple(range(len(bound.results))) if returned is None else tuple(returned)
         self.is_single = returned is None and len(self.returned) == 1
-        self._tensors_of = items_by_name(self.operands)
+        self.tensors_of = items_by_name(self.operands)
 
     def __call__(self, call: Any) -> Any:
         """The results of a call; of a forward call into its `out`, if it has one."""
         out = None if self._is_backward else getattr(call, "out", None)
-        outputs = self.bound(self._tensors_of(call), out)
+        outputs = self.bound(self.tensors_of(call), out)
         return outputs[0] if self.is_single else tuple([outputs[place] for place in self.returned])
 
 

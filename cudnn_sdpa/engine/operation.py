@@ -40,8 +40,9 @@ from cudnn_sdpa.engine.dispatch_state import (
     tensor_guard,
 )
 from cudnn_sdpa.engine.fast_path import KnownCall, KnownCalls, describe
-from cudnn_sdpa.engine.launch import Layout, check_one_device
+from cudnn_sdpa.engine.launch import Launch, Layout, check_one_device
 from cudnn_sdpa.engine.memory import MISALIGNED, like_in_memory
+from cudnn_sdpa.engine.native.calls import Differentiation, NativeCalls, NativeLaunch
 from cudnn_sdpa.engine.torch_ops import define, library, new_seed
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target
@@ -171,6 +172,50 @@ class _TrackedGradient(NamedTuple):
     def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> list[Tensor | None]:
         """The gradient of each differentiable input."""
         return self.operation.gradients(ctx, grads, needs, self.last, by_reference=self.by_reference)
+
+
+class Asked(NamedTuple):
+    """What a caller passed to a public function.
+
+    Attributes:
+        calls: The function's calls that are launched natively.
+        arguments: All arguments of the function.
+    """
+
+    calls: NativeCalls
+    arguments: tuple[Any, ...]
+
+
+class _NativeContext(NamedTuple):
+    """What the native module has saved of a call."""
+
+    saved_tensors: tuple[Tensor | None, ...]
+    options: tuple[Any, ...]
+    may_fall_back: bool
+
+
+class _NativeGradient:
+    """Computes gradients of calls that the native module has launched; autograd's graph holds it, and so no plan."""
+
+    __slots__ = ("last", "operation")
+
+    def __init__(self, operation: Operation[Any], last: _LastGradient) -> None:
+        self.operation, self.last = operation, last
+
+    def __call__(
+        self,
+        options: tuple[Any, ...],
+        grads: tuple[Tensor | None, ...],
+        saved: tuple[Tensor | None, ...],
+        needs: tuple[bool, ...],
+        may_fall_back: bool,
+        _: tuple[float, ...],
+        can_learn: bool,
+    ) -> tuple[list[Tensor | None], NativeLaunch | None]:
+        """See `Differentiation`."""
+        context = _NativeContext(saved, options, may_fall_back)
+        found = self.operation.gradients(context, grads, needs, self.last)
+        return found, self.operation.launch_of_gradient(context, grads, needs, self.last) if can_learn else None
 
 
 class _CachedGradient(NamedTuple):
@@ -322,11 +367,18 @@ class Operation(Generic[CallT]):
 
     # The way of a call.
 
-    def __call__(self, call: CallT) -> Any:
-        """The results of a call whose arguments have not been checked yet: alone if it is one."""
+    def __call__(self, call: CallT, asked: Asked | None = None) -> Any:
+        """The results of a call whose arguments have not been checked yet: alone if it is one.
+
+        Args:
+            call: The call.
+            asked: What the caller passed to a public function, which the native module does not know.
+        """
         if not is_compiling():
             run = self._find(call)
             if run is not None:
+                if asked is not None and asked.calls.is_used:
+                    self._teach(asked, call)
                 return run(call)
         self.check_types(call)
         call = self.cast(call)
@@ -551,6 +603,37 @@ class Operation(Generic[CallT]):
         prepared = prepare(call)
         return prepared if prepared.plan is None else self._add(name, prepared, prepared.plan)
 
+    # The native way.
+
+    def _teach(self, asked: Asked, call: CallT) -> None:
+        """Teaches the native module calls like one that is known, if a launch is all there is to it."""
+        tensors = call[: self._tensors]
+        trains = needs_gradient(*tensors)
+        entry: _Entry | None = self.table.get(self.signature(self.complete(call) if trains else call))
+        if entry is None or not isinstance(entry.run, Launch) or self._out_of(call) is not None:
+            return
+        launch = entry.run
+        returned, is_single = launch.returned, launch.is_single
+        if trains and not self._is_complete(call):
+            returned = returned[: len(self.gives)]
+            is_single = len(returned) == 1
+        native = NativeLaunch(launch.bound, launch.tensors_of(call), returned, is_single)
+        if not trains:
+            asked.calls.learn(asked.arguments, {}, native)
+        elif not any(x is not None and x.is_inference() for x in tensors):
+            asked.calls.learn(asked.arguments, {}, native, self._differentiation(call, entry))
+
+    def _differentiation(self, call: CallT, entry: _Entry) -> Differentiation:
+        return Differentiation(
+            name=f"cudnn_sdpa::{self.name}",
+            gradients=_NativeGradient(self, entry.last_gradient),
+            options=call[self._tensors : self._inputs],
+            inputs=call[: self._gradients],
+            saved=call[: self._tensors],
+            results=range(self._saved.start, self._saved.stop),
+            asks_for_fallback=self.reference_call is not None,
+        )
+
     def _add(self, name: Hashable, prepared: Prepared, plan: Plan) -> _Entry:
         entry = _Entry(prepared.run, plan)
         self.table.add(name, entry)
@@ -664,6 +747,20 @@ class Operation(Generic[CallT]):
             )
         remaining = iter(found)
         return [next(remaining) if need else None for need in needs]
+
+    def launch_of_gradient(
+        self, ctx: Any, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...], last: _LastGradient
+    ) -> NativeLaunch | None:
+        """The launch of a backward call that has just run, if calls like it need nothing else."""
+        entry = None if last.cached is None else last.cached.entry()
+        if entry is None or not isinstance(entry.run, Launch) or None in grads[: self._given]:
+            return None
+        call = self.call._make((*ctx.saved_tensors[: self._tensors], *ctx.options, *self._wants_all))
+        backward = self.gradient_call(*grads[: self._given], *ctx.saved_tensors[self._tensors :], call, needs)
+        if self._find_gradient(backward, last) is not entry:
+            return None
+        launch = entry.run
+        return NativeLaunch(launch.bound, launch.tensors_of(backward), launch.returned)
 
     def _gradients_on_gpu(self, backward: Any, last: _LastGradient | None = None) -> list[Tensor]:
         """The needed gradients of a backward call on the GPU, which `last` remembers."""

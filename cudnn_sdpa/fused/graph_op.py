@@ -24,7 +24,8 @@ from cudnn_sdpa.engine.dispatch_state import (
 )
 from cudnn_sdpa.engine.explain import Description
 from cudnn_sdpa.engine.fast_path import KnownCall, KnownCalls, items_of, kinds_of
-from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, check_one_device, readable
+from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, check_one_device, readable
+from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, NativeLaunch
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops
 from cudnn_sdpa.fused.checks import check_savable, check_strided, shown
@@ -135,6 +136,7 @@ class GraphFunction(GraphOp):
         self.token = torch_ops.register(self, function_digest(*functions))
         self.known: KnownCalls[_Entry] = KnownCalls(self._look_up, self._runs)
         self._find = self.known.find
+        self._calls = NativeCalls(numbers=len(self.operands))
 
     def __call__(self, *operands: Value, **options: object) -> Any:
         """The results for these operands: tensors, numbers, or None for optional ones.
@@ -148,8 +150,13 @@ class GraphFunction(GraphOp):
     def run(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Any:
         """The same, for a tuple of operands and a dictionary of options: saves 0.2 µs."""
         if not is_compiling():
+            known = self._calls.find(*operands, **options)
+            if known is not MISSED:
+                return known
             run = self._find(operands, options)
             if run is not None:
+                if self._calls.is_used:
+                    self._teach(operands, options)
                 return run(*operands)
         return self._first(operands, options)
 
@@ -201,6 +208,23 @@ class GraphFunction(GraphOp):
         if entry.is_single:
             return lambda *operands: run(tensors_of(operands), numbers_of(operands))[0]
         return lambda *operands: tuple(run(tensors_of(operands), numbers_of(operands)))
+
+    def _teach(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> None:
+        """Teaches the native module calls like one that is known."""
+        tensors = _tensors(operands)
+        trains = needs_gradient(*tensors)
+        entry = self._look_up(operands, options, trains)
+        if entry is None or any(isinstance(x, int) for x in operands):
+            return
+        count = len(entry.bound.results) - (self.auxiliary if trains else 0)
+        launch = NativeLaunch(entry.bound, tensors, range(count), is_single=count == 1)
+        if not trains:
+            self._calls.learn(operands, options, launch)
+        elif not any(x.is_inference() for x in tensors):
+            values = (*operands, *(None,) * (len(self.operands) - len(operands)))
+            needs = [isinstance(x, Tensor) and x.requires_grad for x in values]
+            saved = self.saved(values, entry.static, needs)
+            self._calls.learn(operands, options, launch, saved.differentiation(values, entry.bound.results))
 
     def _tracked(self, values: Sequence[Value], static: Options, launch: Launch) -> _Tracked:
         """A call that autograd follows; calls with the same pattern may share it."""
@@ -470,12 +494,47 @@ class Saved:
         found = torch_ops.gradients(self.function, given, values, results=results, static=self._static, needs=needs)
         return [x if need else None for x, need in zip(found, needs, strict=True)]
 
+    def differentiation(self, values: tuple[Value, ...], results: Sequence[Layout]) -> Differentiation:
+        """What the native module needs to have this compute the gradients of such calls."""
+        returned = results[: len(results) - self.function.auxiliary]
+        device = next(x for x in values if isinstance(x, Tensor)).device
+        return Differentiation(
+            name=f"cudnn_sdpa::{self.function.__name__}",
+            gradients=_native_gradients,
+            options=(self, [(shape, dtype, device) for shape, _, dtype in returned]),
+            inputs=[x if isinstance(x, Tensor) else None for x in values],
+            saved=self._kept_of(values),
+            results=range(len(results))[self.function.kept],
+        )
+
     def _given(self, ctx: Any, place: int, grad: Tensor | None) -> Tensor | None:
         """The gradient of a result as `backward` gets it."""
         if grad is None and self.function.materialize_grads:
             shape, dtype, device = ctx.like[place]
             return torch.zeros(shape, dtype=dtype, device=device)
         return readable(grad) if type(grad) is Tensor and not is_batch(grad) else grad
+
+
+class _NativeContext(NamedTuple):
+    """What the native module has saved of a call."""
+
+    saved_tensors: tuple[Tensor, ...]
+    numbers: tuple[float, ...]
+    like: list[tuple[tuple[int, ...], torch.dtype, torch.device]]
+
+
+def _native_gradients(
+    options: tuple[Saved, Any],
+    grads: tuple[Tensor | None, ...],
+    saved: tuple[Tensor, ...],
+    needs: tuple[bool, ...],
+    _may_fall_back: bool,
+    numbers: tuple[float, ...],
+    _can_learn: bool,
+) -> tuple[Sequence[Tensor | None], None]:
+    """See `Differentiation`."""
+    of, like = options
+    return of.gradients(_NativeContext(saved, numbers, like), grads, needs), None
 
 
 class _Tracked(NamedTuple):

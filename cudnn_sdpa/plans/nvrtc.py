@@ -61,13 +61,15 @@ def slots(fields: type[tuple[int, ...]], *names: str, start: int = 0) -> list[in
 class LoadedKernel:
     """A kernel loaded on one GPU."""
 
-    __slots__ = ("_device", "_function", "_launch", "name")
+    __slots__ = ("_device", "_function", "_launch", "name", "native")
 
     def __init__(self, name: str, function: int, device: int) -> None:
         self.name = name
         self._function = function
         self._device = device
         self._launch = _driver().cuLaunchKernel
+        #: Addresses of `cuLaunchKernel` and of the kernel, for native code.
+        self.native = ctypes.cast(self._launch, ctypes.c_void_p).value or 0, function
 
     def launch(self, blocks: int, threads: int, fields: array[int], stream: int) -> None:
         """Launches it on `stream` of its device, which must be the current device.

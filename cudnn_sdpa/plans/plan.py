@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -127,26 +127,11 @@ class Plan:
         try:  # positional, as the frontend's compiled function takes them: see `backend.Launch`
             self._launch(operands.buffer_info()[0], self._count, workspace, slot.raw, -1)
         except RuntimeError as error:
-            raise backend.execution_error(error, str(self.key)) from error
+            self.refuse(error)
 
-    def launch_kept(self, operands: array[int], workspace: int) -> None:
-        """As `launch`, with a pointer array and a workspace that the caller keeps, which saves 1.5 µs.
-
-        Args:
-            operands: The pointers.
-            workspace: Address of memory of at least `self.workspace` bytes that no launch on another stream uses
-                concurrently.
-        """
-        stream = current_raw_stream(self.device)
-        slot = handles.thread.slots[self.device]
-        if slot.stream != stream:
-            slot.bind(stream)
-        if stream and torch._C._cuda_isCurrentStreamCapturing():
-            self._keep_for_graphs()
-        try:
-            self._launch(operands.buffer_info()[0], self._count, workspace, slot.raw, -1)
-        except RuntimeError as error:
-            raise backend.execution_error(error, str(self.key)) from error
+    def refuse(self, error: RuntimeError) -> NoReturn:
+        """Raises the error of a launch that cuDNN has refused."""
+        raise backend.execution_error(error, str(self.key)) from error
 
     def _keep_for_graphs(self) -> None:
         if not self.captured:

@@ -8,10 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import functional
 
-from cudnn_sdpa.attention.arguments import shape_of
-from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.attention import value_checks
+from cudnn_sdpa.attention.arguments import ForwardArguments, as_float, shape_of
+from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
+from cudnn_sdpa.engine.autograd_checks import PYTORCHS, refuse_context_parallel
+from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
+from cudnn_sdpa.engine.operation import Asked
 from cudnn_sdpa.errors import ArgumentError, LayoutError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+
+_calls = NativeCalls()
 
 
 def scaled_dot_product_attention(
@@ -51,9 +59,23 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
         torch.Size([4, 16, 64])
     """
+    given = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    if not (is_compiling() or value_checks.enabled) and functional.scaled_dot_product_attention is PYTORCHS:
+        known = _calls.find(*given)
+        if known is not MISSED:
+            return known  # type: ignore[no-any-return]
     try:
         if attn_mask is None and _is_plain_call(query, key, value, enable_gqa):
-            return sdpa(query, key, value, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
+            if functional.scaled_dot_product_attention is not PYTORCHS:
+                refuse_context_parallel("sdpa")
+            call = ForwardArguments(
+                *(query, key, value),
+                is_causal=is_causal,
+                scale=None if scale is None else as_float(scale),
+                dropout_p=as_float(dropout_p),
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+            )
+            return SDPA(call, Asked(_calls, given))  # type: ignore[no-any-return]
         q, k, v, options = drop_in_arguments(
             query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )

@@ -112,11 +112,9 @@ def _made(call: Fp8Arguments | Fp8BackwardArguments, dense: DenseSpec) -> dict[s
 class _Bound:
     """Launches a plan with the scales of a call, and the lengths and page tables that are made for it."""
 
-    __slots__ = ("_amaxes", "_problem", "_sides", "bound")
+    __slots__ = ("_amaxes", "_dense", "_sides", "bound")
 
-    def __init__(
-        self, bound: BoundPlan, scales: Sequence[str], tensors: int, dense: DenseSpec, amaxes: slice
-    ) -> None:
+    def __init__(self, bound: BoundPlan, scales: Sequence[str], tensors: int, dense: DenseSpec, amaxes: slice) -> None:
         """Binds it.
 
         Args:
@@ -127,7 +125,7 @@ class _Bound:
             amaxes: Which results are amaxes. They are zeroed first, as kernels may take the maximum with what they
                 hold; Hopper's overwrite it.
         """
-        self.bound, self._problem = bound, dense
+        self.bound, self._dense = bound, dense
         self._sides = bound.operands[tensors + len(scales) :]
         self._amaxes = slice(0, 0) if bound.plan.key.target.sm // 10 == 9 else amaxes
 
@@ -146,7 +144,7 @@ class _Bound:
         """The results; see `BoundPlan`."""
         bound = self.bound
         with _on(bound.plan.device):
-            made = _made(call, self._problem)
+            made = _made(call, self._dense)
             if into is None and self._amaxes.start != self._amaxes.stop:
                 into = [allocate(*layout) for layout in bound.results]
                 into[0] = into[0] if out is None else out

@@ -14,6 +14,7 @@ from cudnn_sdpa.attention.lengths import RowLimitsKernel
 from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.packing import MADE, PackingKernel, is_of_keys
+from cudnn_sdpa.attention.varlen.plans import VarlenSpec
 from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Launch, Layout, items_by_name
 from cudnn_sdpa.engine.memory import check_address, like_in_memory, multiplied
 from cudnn_sdpa.engine.operation import GradientCall, Prepared

@@ -6,16 +6,16 @@ sequence that has no keys, and none past the last sequence; the same kernel writ
 
 from __future__ import annotations
 
-from array import array
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.attention.varlen.plans import VarlenSpec
 from cudnn_sdpa.engine.launch import Address, OwnKernel
 from cudnn_sdpa.graph.key import Operand
-from cudnn_sdpa.plans.nvrtc import Kernel
+from cudnn_sdpa.plans.nvrtc import Kernel, slots
 from cudnn_sdpa.plans.plan import Plan
 
 kernel = Kernel(Path(__file__).with_name("packing.cu"), "describe_packing")
@@ -80,23 +80,33 @@ class PackingKernel(OwnKernel):
         self.offsets = {f"offsets_{x.name}": 8 * (sequences + 1) * tables.index(_table(x)) for x in ragged}
         self.offsets |= {"seq_len_q": 8 * lengths, "seq_len_kv": 8 * lengths + 4 * sequences}
         rows = call.q.shape[0], call.k.shape[0]
-        fields = array("q", bytes(8 * (_OUTPUTS + _MAX_OUTPUTS * _FIELDS_OF_OUTPUT)))
-        fields[2:6] = array("q", (call.cu_seqlens_q.shape[0] - 1, sequences, *rows))
-        fields[9:12] = array("q", (len(tables), len(outputs), _fills_everything(packed, plan)))
-        for number, (step, of_keys) in enumerate(tables):
-            fields[_TABLES + number] = step
-            fields[_TABLES + _MAX_TABLES + number] = of_keys
+        fields = PackingFields(
+            ends_q=_PER_CALL,
+            ends_kv=_PER_CALL,
+            given=call.cu_seqlens_q.shape[0] - 1,
+            made=sequences,
+            rows_q=rows[0],
+            rows_kv=rows[1],
+            lengths_q=_PER_CALL,
+            lengths_kv=_PER_CALL,
+            begins=_PER_CALL,
+            tables=len(tables),
+            outputs=len(outputs),
+            everything=_fills_everything(packed, plan),
+        )
+        unused = [0] * (_MAX_TABLES - len(tables))
+        arrays = [*(row for row, _ in tables), *unused, *(of_keys for _, of_keys in tables), *unused]
+        start, size = len(fields) + len(arrays), len(RowFields._fields)
+        rows_of_outputs = [field for output in outputs for field in _rows(output)]
+        rest = [0] * (size * _MAX_OUTPUTS - len(rows_of_outputs))
         addresses = {
-            0: Address("cu_seqlens_q"),
-            1: Address("cu_seqlens_q" if call.cu_seqlens_kv is None else "cu_seqlens_kv"),
-            6: Address(MADE, self.offsets["seq_len_q"]),
-            7: Address(MADE, self.offsets["seq_len_kv"]),
-            8: Address(MADE),
+            _ENDS_Q: Address("cu_seqlens_q"),
+            _ENDS_KV: Address("cu_seqlens_q" if call.cu_seqlens_kv is None else "cu_seqlens_kv"),
+            _LENGTHS_Q: Address(MADE, self.offsets["seq_len_q"]),
+            _LENGTHS_KV: Address(MADE, self.offsets["seq_len_kv"]),
+            _BEGINS: Address(MADE),
         }
-        for number, output in enumerate(outputs):
-            place = _OUTPUTS + number * _FIELDS_OF_OUTPUT
-            addresses[place] = Address(output.name)
-            fields[place + 1 : place + _FIELDS_OF_OUTPUT] = array("q", _rows(output))
+        addresses |= {start + number * size: Address(output.name) for number, output in enumerate(outputs)}
         processors = torch.cuda.get_device_properties(plan.device).multi_processor_count
         super().__init__(
             kernel,
@@ -104,7 +114,7 @@ class PackingKernel(OwnKernel):
             made=((lengths + sequences,), (1,), torch.int64),
             blocks=max(1, min(4 * processors, max(rows))),
             threads=_THREADS,
-            fields=fields,
+            fields=[*fields, *arrays, *rows_of_outputs, *rest],
             addresses=addresses,
             device=plan.device,
         )

@@ -25,7 +25,7 @@ struct Calls {
   PyObject_HEAD
   vectorcallfunc call;
   std::unordered_map<uint64_t, std::shared_ptr<const KnownCall>>* known;
-  uint64_t are_numbers;  // arguments that are data if they are floats
+  Special special;
 };
 
 inline constexpr size_t most_known = 8192;
@@ -53,12 +53,15 @@ inline PyObject* results_of(const KnownCall& known, const Results& results) {
 
 // Has autograd follow a call.
 inline void differentiate(
-    const std::shared_ptr<const Differentiation>& of, PyObject* const* arguments, const Results& results) {
+    const std::shared_ptr<const Differentiation>& of,
+    PyObject* const* arguments,
+    std::vector<double> numbers,
+    const Results& results) {
   bool may_fall_back = false;
   if (of->may_fall_back) {
     may_fall_back = checked(PyObject_CallNoArgs(of->may_fall_back.ptr())).ptr() == Py_True;
   }
-  auto node = Nodes<NodePointer>::make<Gradient>(of, may_fall_back);
+  auto node = Nodes<NodePointer>::make<Gradient>(of, may_fall_back, std::move(numbers));
   torch::autograd::edge_list edges;
   for (const int place : of->differentiable) {
     edges.push_back(
@@ -78,7 +81,7 @@ inline PyObject* run(const Calls* self, PyObject* const* arguments, size_t posit
   const size_t count = positional + (names == nullptr ? 0 : PyTuple_GET_SIZE(names));
   if (count > 64) return nullptr;
   Words words;
-  if (!describe_call(arguments, positional, names, self->are_numbers, words)) return nullptr;
+  if (!describe_call(arguments, positional, names, self->special, words)) return nullptr;
   const auto found = self->known->find(hash_of(words));
   if (found == self->known->end() || found->second->words != words || is_intercepted()) return nullptr;
   const auto known = found->second;  // an eviction during the launch must not free it
@@ -96,7 +99,9 @@ inline PyObject* run(const Calls* self, PyObject* const* arguments, size_t posit
     torch::autograd::AutoGradMode no_grad(false);
     if (!known->recipe->run(addresses, known->numbers.empty() ? nullptr : numbers, device, results)) return nullptr;
   }
-  if (known->differentiation != nullptr) differentiate(known->differentiation, arguments, results);
+  if (known->differentiation != nullptr) {
+    differentiate(known->differentiation, arguments, {numbers, numbers + known->numbers.size()}, results);
+  }
   return results_of(*known, results);
 }
 
@@ -131,7 +136,7 @@ inline PyObject* calls_learn(PyObject* self_, PyObject* given) {
   known->is_tuple = py::cast<bool>(items[7]);
   if (!items[8].is_none()) known->differentiation = py::cast<std::shared_ptr<Differentiation>>(items[8]);
   if (all.size() > 64 || known->operands.size() != known->recipe->operands) Py_RETURN_FALSE;
-  if (!describe_call(all.data(), arguments.size(), options.empty() ? nullptr : names.ptr(), self->are_numbers, known->words)) {
+  if (!describe_call(all.data(), arguments.size(), options.empty() ? nullptr : names.ptr(), self->special, known->words)) {
     Py_RETURN_FALSE;
   }
   if (self->known->size() >= most_known) self->known->clear();
@@ -161,18 +166,21 @@ inline Py_ssize_t calls_length(PyObject* self) {
 }
 
 inline PyObject* calls_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  unsigned long long are_numbers = 0;
-  if (!PyArg_ParseTuple(arguments, "|K", &are_numbers)) return nullptr;
+  unsigned long long marked = 0;
+  Py_ssize_t numbers = 0;
+  PyObject* mark = nullptr;
+  if (!PyArg_ParseTuple(arguments, "|nKU", &numbers, &marked, &mark)) return nullptr;
   auto* self = reinterpret_cast<Calls*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
   self->call = calls_vectorcall;
   self->known = new std::unordered_map<uint64_t, std::shared_ptr<const KnownCall>>();
-  self->are_numbers = are_numbers;
+  self->special = {static_cast<size_t>(numbers), marked, mark == nullptr ? nullptr : Py_NewRef(mark)};
   return reinterpret_cast<PyObject*>(self);
 }
 
 inline void calls_free(PyObject* self) {
   delete reinterpret_cast<Calls*>(self)->known;
+  Py_XDECREF(reinterpret_cast<Calls*>(self)->special.mark);
   Py_TYPE(self)->tp_free(self);
 }
 

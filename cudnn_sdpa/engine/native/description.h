@@ -95,9 +95,29 @@ inline bool describe_option(PyObject* option, Words& words) {
   return true;
 }
 
-// Of all arguments of a call, the last of which may be named. `are_numbers` says which floats are data.
+// Arguments of a function that are not described like others.
+struct Special {
+  size_t numbers;   // how many positional arguments are data if they are floats, the first ones
+  uint64_t marked;  // arguments with an attribute that decides how a call is launched
+  PyObject* mark;   // its name
+};
+
+// An attribute in a tensor's own namespace; None if it has none.
+inline bool describe_mark(PyObject* tensor, PyObject* name, Words& words) {
+  PyObject* namespace_ = PyObject_GenericGetDict(tensor, nullptr);
+  if (namespace_ == nullptr) {
+    PyErr_Clear();
+    return false;
+  }
+  PyObject* value = PyDict_GetItemWithError(namespace_, name);
+  const bool is_known = describe_option(value == nullptr ? Py_None : value, words);
+  Py_DECREF(namespace_);
+  return is_known;
+}
+
+// Of all arguments of a call, the last of which may be named.
 inline bool describe_call(
-    PyObject* const* arguments, size_t positional, PyObject* names, uint64_t are_numbers, Words& words) {
+    PyObject* const* arguments, size_t positional, PyObject* names, const Special& special, Words& words) {
   describe_state(words);
   const bool grad_mode = words.back() & 1;
   const size_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names), count = positional + named;
@@ -114,7 +134,8 @@ inline bool describe_call(
       while (arguments[first] != argument) ++first;
       words.push_back(kTensor | first << 8);
       if (first == place) describe(tensor, grad_mode, words);
-    } else if (are_numbers >> place & 1 && PyFloat_CheckExact(argument)) {
+      if (special.marked >> place & 1 && !describe_mark(argument, special.mark, words)) return false;
+    } else if (place < special.numbers && place < positional && PyFloat_CheckExact(argument)) {
       words.push_back(kNumber);
     } else if (!describe_option(argument, words)) {
       return false;

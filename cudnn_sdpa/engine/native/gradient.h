@@ -73,8 +73,8 @@ struct Differentiation {
 };
 
 struct Gradient : public Node {
-  Gradient(std::shared_ptr<const Differentiation> of, bool may_fall_back)
-      : of_(std::move(of)), may_fall_back_(may_fall_back) {}
+  Gradient(std::shared_ptr<const Differentiation> of, bool may_fall_back, std::vector<double> numbers)
+      : of_(std::move(of)), may_fall_back_(may_fall_back), numbers_(std::move(numbers)) {}
 
   std::string name() const override {
     return of_->name;
@@ -152,7 +152,7 @@ struct Gradient : public Node {
     while (next < tensors.size()) saved[at++] = wrapped(tensors[next++]);
     for (size_t place = 0; place < found.size(); ++place) wanted[place] = py::bool_(needs >> place & 1);
     // The gradients, and if calls like this one are launched here from now on, their recipe and where its operands are.
-    py::tuple given_back = of_->gradients(of_->options, of_results, saved, wanted, may_fall_back_, words != nullptr);
+    py::tuple given_back = of_->gradients(of_->options, of_results, saved, wanted, may_fall_back_, py::tuple(py::cast(numbers_)), words != nullptr);
     const py::sequence gradients = given_back[0];
     for (size_t place = 0; place < found.size(); ++place) {
       const py::object gradient = gradients[place];
@@ -193,6 +193,7 @@ struct Gradient : public Node {
   std::shared_ptr<const Differentiation> of_;
   std::vector<SavedVariable> saved_;
   bool may_fall_back_;
+  std::vector<double> numbers_;
 };
 
 }  // namespace cudnn_sdpa

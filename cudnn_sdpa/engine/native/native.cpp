@@ -110,8 +110,9 @@ PYBIND11_MODULE(_native, module) {
   using namespace cudnn_sdpa;
   const auto type = checked(PyType_FromSpec(&calls_spec));
   module.add_object("Calls", type);
-  missed = py::module_::import("builtins").attr("object")().release().ptr();
-  module.attr("MISSED") = py::reinterpret_borrow<py::object>(missed);
+  module.def("set_missed", [](py::object object) {
+    if (missed == nullptr) missed = object.release().ptr();
+  });
   forward_ad = PyModule_GetDict(py::module_::import("torch.autograd.forward_ad").release().ptr());
   current_level = PyUnicode_InternFromString("_current_level");
   py::class_<Recipe, std::shared_ptr<Recipe>>(module, "Recipe").def(py::init(&recipe_of));

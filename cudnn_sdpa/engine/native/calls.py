@@ -1,0 +1,295 @@
+"""What public functions ask first: whether the native module knows a call like this one, and launches it.
+
+Python teaches the module each kind of calls, once it has found everything out about one: the recipe of its launch,
+where the tensors are among the caller's arguments, and what computes its gradients.
+"""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.engine import fallback
+from cudnn_sdpa.engine.launch import BoundPlan, Layout, OwnKernel
+from cudnn_sdpa.engine.native import loader
+from cudnn_sdpa.graph import handles
+from cudnn_sdpa.plans import plan as plans
+from cudnn_sdpa.plans.cache import next_use, plan_cache
+from cudnn_sdpa.plans.plan import Plan
+
+#: What `NativeCalls.find` gives for a call that the module does not know.
+MISSED = object()
+
+_ALLOCATE = plans.allocate  #: in place of which tests put their own
+
+
+def _know_nothing(*_: object, **__: object) -> object:
+    return MISSED
+
+
+#: See `Differentiation.gradients`.
+Gradients = Callable[..., Any]
+
+
+class Differentiation(NamedTuple):
+    """What the gradients of a kind of calls need.
+
+    Attributes:
+        name: Of the node in autograd's graph.
+        gradients: Computes them: called with `options`, the gradients of the returned results, what was saved, which
+            gradients are needed, whether a fallback was in force, the call's numbers, and whether the module can learn
+            to launch such a backward call. Gives a gradient or None for each input; and the launch that it was, or
+            None, with the place of each operand among gradients and what was saved. It must hold no plan.
+        options: Given to it.
+        inputs: The differentiable inputs; None for those that are left out.
+        saved: The saved inputs.
+        results: Which results are saved.
+        asks_for_fallback: Whether it wants to know if a fallback is in force.
+    """
+
+    name: str
+    gradients: Gradients
+    options: Any
+    inputs: Sequence[Tensor | None]
+    saved: Sequence[Tensor | None]
+    results: range
+    asks_for_fallback: bool = False
+
+
+class NativeLaunch(NamedTuple):
+    """A launch that the module can repeat.
+
+    Attributes:
+        bound: The bound plan.
+        tensors: Its operands.
+        returned: Which of its results the caller gets.
+        is_single: Whether it gets one alone.
+    """
+
+    bound: BoundPlan
+    tensors: Sequence[Tensor]
+    returned: Sequence[int]
+    is_single: bool = False
+
+
+class NativeCalls:
+    """The calls of one public function that the native module launches.
+
+    Attributes:
+        find: Called with all arguments of the function as it got them: gives its results, or `MISSED`.
+    """
+
+    def __init__(self, *, numbers: int = 0, marked: Sequence[int] = (), mark: str = "") -> None:
+        """Makes a table without calls.
+
+        Args:
+            numbers: How many of the positional arguments, the first ones, are data if they are floats.
+            marked: Places of arguments with an attribute that decides how a call is launched.
+            mark: Its name.
+        """
+        self.find: Callable[..., Any] = _know_nothing
+        self._table: Any = None
+        self._options = numbers, sum(1 << place for place in marked), mark
+        _tables.add(self)
+        plan_cache._tables.add(self)
+        loader.when_loaded(_Use(self))
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the module is asked."""
+        return self._table is not None
+
+    def use(self, module: ModuleType | None) -> None:
+        """Asks the module from now on; nobody if it is None."""
+        self._table = None if module is None else module.Calls(*self._options)
+        self.find = _know_nothing if self._table is None else self._table
+
+    def learn(
+        self,
+        arguments: Sequence[object],
+        options: Mapping[str, object],
+        launch: NativeLaunch,
+        differentiation: Differentiation | None = None,
+    ) -> bool:
+        """Teaches the module calls like one, given its arguments as the function got them, and how it is launched."""
+        module, table = _module(), self._table
+        if table is None or module is None or not launch.bound.plan.held:
+            return False
+        places = {id(x): place for place, x in reversed(list(enumerate((*arguments, *options.values()))))}
+
+        def place_of(tensor: Tensor | None) -> int:
+            return -1 if tensor is None else places[id(tensor)]
+
+        try:
+            operands = [place_of(tensor) for tensor in launch.tensors]
+            of = None
+            if differentiation is not None:
+                asks = fallback.is_in_force if differentiation.asks_for_fallback else None
+                results = differentiation.results
+                of = module.Differentiation(
+                    differentiation.name,
+                    _Gradients(differentiation.gradients),
+                    differentiation.options,
+                    asks,
+                    [place_of(x) for x in differentiation.inputs],
+                    [place_of(x) for x in differentiation.saved],
+                    results.start,
+                    results.stop,
+                    len(launch.returned),
+                )
+        except KeyError:  # a tensor that was made of an argument
+            return False
+        plan, count = launch.bound.plan, self._options[0]
+        numbers = [place for place, x in enumerate(arguments[:count]) if type(x) is float]
+        if len(numbers) != len(launch.bound.numbers) and numbers:
+            return False
+        recipe = recipe_of(launch.bound, module)
+        known = table.learn(
+            tuple(arguments), dict(options), recipe, plan, operands, numbers, launch.returned, not launch.is_single, of
+        )
+        if not plan.held:  # evicted in the meantime
+            table.forget(plan)
+        return bool(known)
+
+    def forget(self) -> None:
+        """Forgets all calls."""
+        self._drop(None)
+
+    def _drop(self, plan: Plan | None) -> None:
+        if self._table is not None:
+            self._table.forget(plan)
+
+    def __len__(self) -> int:
+        return 0 if self._table is None else len(self._table)
+
+
+class _Use:
+    """Has a table use the module once it is loaded, if it still exists."""
+
+    def __init__(self, table: NativeCalls) -> None:
+        self._table = weakref.ref(table)
+
+    def __call__(self, module: ModuleType) -> None:
+        module.set_missed(MISSED)
+        table = self._table()
+        if table is not None and not _is_switched_off:
+            table.use(module)
+
+
+_tables: weakref.WeakSet[NativeCalls] = weakref.WeakSet()
+_is_switched_off = False
+
+
+def _module() -> ModuleType | None:
+    return None if _is_switched_off else loader.module()
+
+
+def switch(*, on: bool) -> None:
+    """Has calls take the native way, if the module is loaded, or Python's; for tests and benchmarks."""
+    global _is_switched_off  # noqa: PLW0603
+    _is_switched_off = not on
+    for table in list(_tables):
+        table.use(_module())
+
+
+def forget_all() -> None:
+    """Forgets all calls: what is in no key has changed."""
+    for table in list(_tables):
+        table.forget()
+
+
+class _Gradients:
+    """Calls Python's gradients as the module does, and gives it what it can learn."""
+
+    __slots__ = ("_gradients",)
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+
+    def __call__(
+        self,
+        options: Any,
+        grads: tuple[Tensor | None, ...],
+        saved: tuple[Tensor | None, ...],
+        needs: tuple[bool, ...],
+        may_fall_back: bool,
+        numbers: tuple[float, ...],
+        can_learn: bool,
+    ) -> tuple[Sequence[Tensor | None], Any, Sequence[int], Sequence[int]]:
+        found, launch = self._gradients(options, grads, saved, needs, may_fall_back, numbers, can_learn)
+        module = _module()
+        if launch is None or module is None or not launch.bound.plan.held:
+            return found, None, (), ()
+        places = {id(x): place for place, x in enumerate((*grads, *saved))}
+        operands = [places.get(id(x), -1) for x in launch.tensors]
+        if -1 in operands:
+            return found, None, (), ()
+        return found, recipe_of(launch.bound, module), operands, launch.returned
+
+
+def recipe_of(bound: BoundPlan, module: ModuleType) -> Any:
+    """The native form of a bound plan."""
+    if bound.recipe is None:
+        bound.recipe = module.Recipe(_data_of(bound))
+    return bound.recipe
+
+
+def _data_of(bound: BoundPlan) -> dict[str, Any]:
+    plan = bound.plan
+    data = {
+        "operands": len(bound.operands),
+        "aligned": bound.aligned,
+        "results": [_as_lists(layout) for layout in bound.results],
+        "buffers": [_as_lists(kernel.made) for kernel in bound.kernels],
+        "kernels": [_kernel(*each) for each in zip(bound.kernels, bound.kernel_pointers, strict=True)],
+        "pointers": list(bound.template),
+        "places": bound.pointers,
+        "number_places": bound.number_places,
+        "numbers": list(bound.numbers),
+        "stream": plans.current_raw_stream,
+        "device": plan.device,
+        "plan": plan,
+        "launch": plan.launch,
+    }
+    if torch.cuda.device_count() > 1:
+        data["current_device"] = plans.current_device
+    if plans.allocate is not _ALLOCATE:
+        data["allocate"] = plans.allocate
+    if type(plan) is Plan:
+        data |= {
+            "function": plan._launch,
+            "count": plan._count,
+            "threads": handles.thread,
+            "capturing": torch._C._cuda_isCurrentStreamCapturing,
+            "next_use": next_use,
+            "keep": plan._keep_for_graphs,
+            "refused": plan.refuse,
+            "workspace": plan.workspace,
+            "scratch": handles.SCRATCH_BYTES,
+            "allocate_bytes": _allocate_bytes,
+        }
+    return data
+
+
+def _as_lists(layout: Layout) -> tuple[list[int], list[int], torch.dtype]:
+    shape, stride, dtype = layout
+    return list(shape), list(stride), dtype
+
+
+def _allocate_bytes(size: int) -> Tensor:
+    return plans.allocate((size,), (1,), torch.uint8)
+
+
+def _kernel(own: OwnKernel, pointers: Sequence[tuple[int, int, int]]) -> tuple[Any, ...]:
+    def launch(fields: list[int], stream: int) -> None:
+        own.kernel.launch(own.blocks, own.threads, array("Q", fields), stream)
+
+    driver, function = getattr(own.kernel, "native", (0, 0))
+    fields = [field & (2**64 - 1) for field in own.fields]
+    return driver, function, own.blocks, own.threads, fields, pointers, launch
