@@ -160,7 +160,17 @@ class BoundPlan:
     """
 
     __slots__ = (
-        *("_arguments", "_copied", "_elsewhere", "_memory", "_otherwise", "aligned", "kernel_pointers", "kernels"),
+        *(
+            "_aligned_names",
+            "_arguments",
+            "_copied",
+            "_elsewhere",
+            "_memory",
+            "_otherwise",
+            "aligned",
+            "kernel_pointers",
+            "kernels",
+        ),
         *("number_places", "numbers", "operands", "plan", "pointers", "recipe", "results", "template"),
     )
 
@@ -206,8 +216,15 @@ class BoundPlan:
         self.kernel_pointers = [
             [pointer(place, x) for place, x in kernel.addresses.items() if x.of in slots] for kernel in self.kernels
         ]
-        at_once = [Address(name) for name in self.operands if name not in additions.anywhere]
-        self.aligned = [pointer(0, x) for x in (*at_once, *additions.aligned)]
+        read = {name: Address(name) for name in self.operands if name not in additions.anywhere}
+        for name, x in additions.addresses.items():
+            if x.offset % ALIGNMENT and x.of in read:
+                read[name] = x
+            elif x.offset % ALIGNMENT and x.of in outputs:
+                refuse_address(name, x.offset % ALIGNMENT)
+        read |= {x.of: x for x in additions.aligned}
+        self.aligned = [pointer(0, x) for x in read.values()]
+        self._aligned_names = [(arguments or {}).get(name, name) for name in read]
         given = {name: value for name, value in numbers.items() if value is not None}
         self.number_places, self.numbers = [names.index(name) for name in given], tuple(given.values())
         self._memory = array("f", self.numbers)  # numbers rarely change between calls, so their memory is kept
@@ -274,7 +291,7 @@ class BoundPlan:
 
     def _readable(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The operands, with copies of those that may be copied; refuses others that kernels cannot read."""
-        aligned = {slot for _, slot, _ in self.aligned}
+        aligned = {slot for _, slot, offset in self.aligned if not offset}
         found = []
         for slot, (name, argument, tensor) in enumerate(zip(self.operands, self._arguments, tensors, strict=True)):
             check_present(argument, tensor)
@@ -283,9 +300,9 @@ class BoundPlan:
                     check_address(argument, tensor)
                 tensor = tensor.clone()  # noqa: PLW2901 - where kernels can read it
             found.append(tensor)
-        for _, slot, offset in self.aligned:
+        for name, (_, slot, offset) in zip(self._aligned_names, self.aligned, strict=True):
             if (address := found[slot].data_ptr() + offset) & MISALIGNED:
-                refuse_address(self._arguments[slot], address % ALIGNMENT)
+                refuse_address(name, address % ALIGNMENT)
         return found
 
     def _with_numbers(self, numbers: tuple[float, ...], pointers: array[int]) -> array[float]:

@@ -12,7 +12,7 @@ from cudnn_sdpa.attention.dense import graphs, large_backward, plans, reference
 from cudnn_sdpa.attention.dense.launch import SMALLEST, bind_plan
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, Needs
 from cudnn_sdpa.engine.launch import BoundPlan, Launch, Layout, items_by_name
-from cudnn_sdpa.engine.memory import check_address, multiplied
+from cudnn_sdpa.engine.memory import check_address, check_present, multiplied
 from cudnn_sdpa.engine.operation import GradientCall, Prepared
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import live_target
@@ -133,6 +133,7 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> 
 
     cuDNN's own takes 2.5 times as long, and with dropout it is too small by a factor of (1 - p) (seen on 9.19).
     """
+    check_present("sinks", sinks)  # PyTorch's kernels would read a null pointer
     mean = (grad_out.float() * out).sum(-1)
     weights = torch.exp(sinks.view(1, -1, 1) - lse.clamp_min(SMALLEST))  # also right for a sink of -inf
     return -(weights * mean).sum((0, 2))
