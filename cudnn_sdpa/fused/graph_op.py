@@ -149,6 +149,8 @@ class GraphFunction(GraphOp):
 
     def run(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Any:
         """The same, for a tuple of operands and a dictionary of options: saves 0.2 µs."""
+        if options and not options.keys() <= self.options.keys():
+            operands, options = self._in_order(operands, options)
         if not is_compiling():
             known = self._calls.find(*operands, **options)
             if known is not MISSED:
@@ -208,6 +210,18 @@ class GraphFunction(GraphOp):
         if entry.is_single:
             return lambda *operands: run(tensors_of(operands), numbers_of(operands))[0]
         return lambda *operands: tuple(run(tensors_of(operands), numbers_of(operands)))
+
+    def _in_order(
+        self, operands: tuple[Value, ...], options: Mapping[str, Any]
+    ) -> tuple[tuple[Value, ...], Mapping[str, object]]:
+        """A call without operands by name; a wrong one as it is, for the checks."""
+        rest = self.operands[len(operands) :]
+        named = [name for name in rest if name in options]
+        if any(name not in self.options for name in options.keys() - named):
+            return operands, options
+        last = rest.index(named[-1]) + 1
+        others = {name: value for name, value in options.items() if name not in rest}
+        return (*operands, *(options.get(name) for name in rest[:last])), others
 
     def _teach(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> None:
         """Teaches the native module calls like one that is known."""

@@ -182,8 +182,23 @@ def sdpa(
     if functional.scaled_dot_product_attention is not autograd_checks.PYTORCHS:
         autograd_checks.refuse_context_parallel("sdpa")
     given = (
-        *(q, k, v, is_causal, causal_alignment, window_size, scale, attn_mask, dropout_p, softcap, alibi, sinks),
-        *(seq_lens_q, seq_lens_kv, return_lse, deterministic, out),
+        q,
+        k,
+        v,
+        is_causal,
+        causal_alignment,
+        window_size,
+        scale,
+        attn_mask,
+        dropout_p,
+        softcap,
+        alibi,
+        sinks,
+        seq_lens_q,
+        seq_lens_kv,
+        return_lse,
+        deterministic,
+        out,
     )
     if not (is_compiling() or value_checks.enabled):
         known = _calls.find(*given)

@@ -108,8 +108,20 @@ def sdpa_fp8(
     if type(scales) is not Fp8Scales:
         fp8_arguments.check_scales_type(scales, Fp8Scales)
     given = (
-        *(q, k, v, *scales, is_causal, causal_alignment, window_size, scale, seq_lens_q, seq_lens_kv, page_table),
-        *(page_table_v, out_dtype, return_lse),
+        q,
+        k,
+        v,
+        *scales,
+        is_causal,
+        causal_alignment,
+        window_size,
+        scale,
+        seq_lens_q,
+        seq_lens_kv,
+        page_table,
+        page_table_v,
+        out_dtype,
+        return_lse,
     )
     if not (is_compiling() or value_checks.enabled):
         known = _calls.find(*given)
@@ -203,8 +215,20 @@ def sdpa_fp8_backward(
     if type(scales) is not Fp8BackwardScales:
         fp8_arguments.check_scales_type(scales, Fp8BackwardScales)
     given = (
-        *(grad_out, q, k, v, out, lse, *scales, is_causal, causal_alignment, window_size, scale, seq_lens_q),
-        *(seq_lens_kv, deterministic),
+        grad_out,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *scales,
+        is_causal,
+        causal_alignment,
+        window_size,
+        scale,
+        seq_lens_q,
+        seq_lens_kv,
+        deterministic,
     )
     if not (is_compiling() or value_checks.enabled):
         known = _calls_of_backward.find(*given)

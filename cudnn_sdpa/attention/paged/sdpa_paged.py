@@ -168,8 +168,22 @@ def sdpa_paged(
     if functional.scaled_dot_product_attention is not autograd_checks.PYTORCHS:
         autograd_checks.refuse_context_parallel("sdpa_paged")
     given = (
-        *(q, k_pages, v_pages, page_table, seq_lens_kv, page_table_v, seq_lens_q, page_layout, is_causal),
-        *(causal_alignment, window_size, scale, softcap, sinks, return_lse, out),
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        seq_lens_kv,
+        page_table_v,
+        seq_lens_q,
+        page_layout,
+        is_causal,
+        causal_alignment,
+        window_size,
+        scale,
+        softcap,
+        sinks,
+        return_lse,
+        out,
     )
     if not (is_compiling() or value_checks.enabled):
         known = _calls.find(*given)

@@ -165,8 +165,23 @@ def sdpa_varlen(
     if functional.scaled_dot_product_attention is not autograd_checks.PYTORCHS:
         autograd_checks.refuse_context_parallel("sdpa_varlen")
     given = (
-        *(q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, is_causal, causal_alignment, window_size),
-        *(scale, dropout_p, softcap, sinks, return_lse, deterministic, out),
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        max_seqlen_q,
+        max_seqlen_kv,
+        is_causal,
+        causal_alignment,
+        window_size,
+        scale,
+        dropout_p,
+        softcap,
+        sinks,
+        return_lse,
+        deterministic,
+        out,
     )
     if not (is_compiling() or value_checks.enabled):
         known = _calls.find(*given)
