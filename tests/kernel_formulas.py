@@ -99,6 +99,12 @@ class LengthsCase:
         )
         return cls(spec, lengths_q, lengths_kv)
 
+    @property
+    def addresses(self) -> dict[str, int]:
+        """The addresses of the lengths that are given, by name."""
+        given = {"seq_lens_q": self.lengths_q, "seq_lens_kv": self.lengths_kv}
+        return {name: lengths.data_ptr() for name, lengths in given.items() if lengths is not None}
+
     def kernel(self, *, decode: bool = False) -> LengthsKernel | RowLimitsKernel:
         """The kernel for the plan."""
         spec = self.spec

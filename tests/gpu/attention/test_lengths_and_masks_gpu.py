@@ -8,10 +8,9 @@ from attention_checks import assert_same, make
 from kernel_formulas import LengthsCase, MaskCase, bias
 
 from cudnn_sdpa import no_plan_builds, sdpa
-from cudnn_sdpa.attention import bias as bias_module
-from cudnn_sdpa.attention import lengths as lengths_module
 from cudnn_sdpa.attention.bias import BiasKernel, bias_layout
-from cudnn_sdpa.attention.lengths import addresses_of
+from cudnn_sdpa.engine import launch
+from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.plans.autotune import tensor_at
 
 DEVICE = torch.device("cuda", 0)
@@ -20,9 +19,8 @@ POISON = 77
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    for module in (bias_module, lengths_module):
-        allocate = module.allocate
-        monkeypatch.setattr(module, "allocate", lambda *layout, allocate=allocate: allocate(*layout).fill_(POISON))
+    allocate = launch.allocate
+    monkeypatch.setattr(launch, "allocate", lambda *layout: allocate(*layout).fill_(POISON))
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -31,7 +29,7 @@ def test_lengths_are_those_of_the_formulas(kind):
     for seed in range(100):
         case = LengthsCase.drawn(seed, softcap=kind == "softcap", device="cuda")
         kernel = case.kernel(decode=kind == "decode")
-        made = kernel(*addresses_of(case.lengths_q, case.lengths_kv))
+        made = kernel(**case.addresses)
         for name, tensor in case.expected(decode=kind == "decode").items():
             found = made[kernel.offsets[name] // 4 :][: tensor.numel()].view(tensor.shape)
             assert torch.equal(found, tensor), (seed, name)
@@ -42,9 +40,13 @@ def test_the_bias_is_that_of_the_formulas():
     for seed in range(500):
         case = MaskCase.drawn(seed, device="cuda")
         given = case.mask, case.q, case.skv, case.masked_rows
-        address, held = BiasKernel(*given)(case.mask)
-        assert torch.equal(tensor_at(address, bias_layout(*given), DEVICE), bias(*given)), seed
-        del held
+        kernel, address = BiasKernel(*given), case.mask.data_ptr()
+        made = kernel(attn_mask=address)
+        where = [made.data_ptr()]
+        if kernel.reads_mask_at is not None and (address + kernel.reads_mask_at.offset) % ALIGNMENT == 0:
+            where.append(address + kernel.reads_mask_at.offset)
+        for found in where:
+            assert torch.equal(tensor_at(found, bias_layout(*given), DEVICE), bias(*given)), seed
 
 
 @pytest.mark.skipif(
@@ -55,8 +57,8 @@ def test_a_bias_of_more_than_2_to_the_32_elements():
     rows, skv = 2**17 + 3, 2**15
     mask = torch.rand(1, 1, rows, 1, device="cuda") > 0.5
     q = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16, device="cuda").expand(1, 1, rows, 8)
-    _, held = BiasKernel(mask, q, skv)(mask)
-    found = held.view(torch.int16).view(rows, skv)
+    made = BiasKernel(mask, q, skv)(attn_mask=mask.data_ptr())
+    found = made.view(torch.int16).view(rows, skv)
     wanted = torch.where(mask, 0.0, -torch.inf).to(torch.bfloat16).view(torch.int16).view(rows)
     assert torch.equal(found.amax(1), wanted)
     assert torch.equal(found.amin(1), wanted)

@@ -1,13 +1,13 @@
-"""The kernel that converts `attn_mask` to the bias that cuDNN reads, against PyTorch, on the fake GPU."""
+"""What plans read of `attn_mask`: the mask, or what the library's kernel makes of it, against PyTorch, on the fake GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from fake_gpu import CPU, gpu_on_the_cpu
+from fake_gpu import CPU, CpuKernel, dense_attention, gpu_on_the_cpu
 from kernel_formulas import MaskCase, bias
 
-from cudnn_sdpa import LayoutError
+from cudnn_sdpa import LayoutError, sdpa
 from cudnn_sdpa.attention.bias import BiasKernel, bias_layout
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.plans.autotune import tensor_at
@@ -15,8 +15,21 @@ from cudnn_sdpa.plans.autotune import tensor_at
 
 @pytest.fixture(autouse=True)
 def gpu():
-    with gpu_on_the_cpu():
+    with gpu_on_the_cpu(dense_attention):
         yield
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the library's kernels, as they are launched."""
+    names, launch = [], CpuKernel.launch
+
+    def noted(kernel, *given):
+        names.append(kernel.name)
+        launch(kernel, *given)
+
+    monkeypatch.setattr(CpuKernel, "launch", noted)
+    return names
 
 
 def bias_at(address, case):
@@ -29,12 +42,18 @@ def test_the_bias_is_that_of_the_formulas():
     kinds = set()
     for seed in range(2000):
         case = MaskCase.drawn(seed)
-        address, held = BiasKernel(case.mask, case.q, case.skv, case.masked_rows)(case.mask)
+        kernel = BiasKernel(case.mask, case.q, case.skv, case.masked_rows)
         expected = bias(case.mask, case.q, case.skv, case.masked_rows)
-        found = bias_at(address, case)
+        made = kernel(attn_mask=case.mask.data_ptr())
+        found = bias_at(made.data_ptr(), case)
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected), seed
-        kinds.add((case.mask.dtype, held is case.mask, found.is_contiguous()))
+        at = kernel.reads_mask_at
+        address = 1 if at is None else case.mask.data_ptr() + at.offset
+        is_read = address % ALIGNMENT == 0
+        if is_read:
+            assert torch.equal(bias_at(address, case), expected), seed
+        kinds.add((case.mask.dtype, is_read, found.is_contiguous()))
     floats = {(dtype, *rest) for dtype in (torch.float16, torch.bfloat16, torch.float32) for rest in FLOAT_KINDS}
     assert kinds == {(torch.bool, False, True), *floats}
 
@@ -46,32 +65,50 @@ FLOAT_KINDS = [(False, False), (False, True), (True, False), (True, True)]
 def test_any_byte_but_0_is_true():
     mask = torch.tensor([[0, 1, 2, 128, 255, 0, 3]], dtype=torch.uint8).view(torch.bool)
     case = MaskCase(mask, torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16), 7, 0)
-    address, _ = BiasKernel(case.mask, case.q, case.skv)(case.mask)
-    assert bias_at(address, case).flatten().isinf().tolist() == [True, False, False, False, False, True, False]
+    made = BiasKernel(case.mask, case.q, case.skv)(attn_mask=mask.data_ptr())
+    found = bias_at(made.data_ptr(), case).flatten()
+    assert found.isinf().tolist() == [True, False, False, False, False, True, False]
 
 
-def test_one_kernel_serves_masks_at_other_addresses():
-    """A mask that is readable where it lies, then one that is not, then the first again."""
-    q, whole = torch.zeros(2, 2, 5, 8, dtype=torch.float16), torch.randn(2 * 2 * 5 * 16 + 1).half()
-    aligned, misaligned = whole[:-1].view(2, 2, 5, 16), whole[1:].view(2, 2, 5, 16)
-    kernel = BiasKernel(aligned, q, 16, 2)
+@pytest.mark.parametrize("masked_rows", [0, 2])
+def test_one_kind_of_call_takes_masks_at_any_address(masked_rows, launched):
+    """A mask that is readable where it lies, then one that is not, then the first again: only that is converted."""
+    sq, skv = 16 + masked_rows, 16
+    q, k = torch.randn(2, 2, sq, 8).half(), torch.randn(2, 2, skv, 8).half()
+    whole = torch.randn(2 * 2 * sq * skv + 1).half()
+    aligned, misaligned = whole[:-1].view(2, 2, sq, skv), whole[1:].view(2, 2, sq, skv)
     for mask in (aligned, misaligned, aligned):
-        address, held = kernel(mask)
-        assert (held is mask) is (mask is aligned)
-        assert torch.equal(bias_at(address, MaskCase(mask, q, 16, 2)), mask[:, :, 2:])
+        launched.clear()
+        out = sdpa(q, k, k, attn_mask=mask, is_causal=True, causal_alignment="bottom_right")
+        assert launched == (["make_bias"] if mask is misaligned else [])
+        seen = torch.ones(sq, skv, dtype=torch.bool).tril(skv - sq)
+        scores = q.double() @ k.double().mT * 8**-0.5 + mask.double()
+        wanted = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0) @ k.double()
+        torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
 def test_an_empty_mask_writes_nothing(dtype):
     q, mask = torch.zeros(0, 2, 5, 8, dtype=torch.float16), torch.ones(0, 2, 5, 16, dtype=dtype)
-    _, held = BiasKernel(mask, q, 16)(mask)
-    assert held.numel() == 0
+    made = BiasKernel(mask, q, 16)(attn_mask=mask.data_ptr())
+    assert made.numel() == 0
 
 
+@pytest.mark.parametrize("masked_rows", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
-def test_a_freed_mask_is_refused_by_name(dtype):
-    q, mask = torch.zeros(1, 2, 5, 8, dtype=torch.float16), torch.ones(1, 2, 5, 16, dtype=dtype)
-    kernel = BiasKernel(mask, q, 16, 3)
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_freed_mask_is_refused_by_name(dtype, masked_rows, is_warm, launched):
+    """Also where the plan reads the mask behind its beginning, so at no null pointer."""
+    q, k = (torch.zeros(1, 2, rows, 8, dtype=torch.float16) for rows in (16 + masked_rows, 16))
+    mask = torch.ones(1, 2, 16 + masked_rows, 16, dtype=dtype)
+
+    def call():
+        return sdpa(q, k, k, attn_mask=mask, is_causal=True, causal_alignment="bottom_right")
+
+    if is_warm:
+        call()
+    launched.clear()
     mask.untyped_storage().resize_(0)
-    with pytest.raises(LayoutError, match="attn_mask: got a tensor without memory"):
-        kernel(mask)
+    with pytest.raises(LayoutError, match="^attn_mask: got a tensor without memory"):
+        call()
+    assert launched == []

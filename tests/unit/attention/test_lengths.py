@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_gpu import gpu_on_the_cpu
+from fake_gpu import dense_attention, gpu_on_the_cpu
 from kernel_formulas import LengthsCase, row_limits
 
-from cudnn_sdpa import LayoutError
-from cudnn_sdpa.attention.lengths import RowLimitsKernel, addresses_of
+from cudnn_sdpa import LayoutError, sdpa
+from cudnn_sdpa.attention.lengths import RowLimitsKernel
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 
 
 @pytest.fixture(autouse=True)
 def gpu():
-    with gpu_on_the_cpu():
+    with gpu_on_the_cpu(dense_attention):
         yield
 
 
@@ -32,14 +32,14 @@ def test_lengths_are_those_of_the_formulas(kind):
     for seed in range(300):
         case = LengthsCase.drawn(seed, softcap=kind == "softcap")
         kernel = case.kernel(decode=kind == "decode")
-        made = kernel(*addresses_of(case.lengths_q, case.lengths_kv))
+        made = kernel(**case.addresses)
         assert_made(kernel, made, case.expected(decode=kind == "decode"))
 
 
 @pytest.mark.parametrize("softcap", [False, True])
 def test_a_batch_of_no_sequences_writes_nothing(softcap):
     case = LengthsCase.drawn(0, softcap=softcap, batch=0)
-    made = case.kernel()(*addresses_of(case.lengths_q, case.lengths_kv))
+    made = case.kernel()(**case.addresses)
     assert made.numel() == 0
 
 
@@ -47,16 +47,23 @@ def test_limits_of_packed_sequences_have_rows_beyond_the_longest():
     lengths = torch.tensor([[5, 0, 9, 3], [4, 7, 0, 20]], dtype=torch.int32)
     for band in (None, (2, None, True), (None, 0, True), (3, 1, False)):
         kernel = RowLimitsKernel(batch=4, rows=16, band=band, device=0)
-        made = kernel(lengths[0].data_ptr(), lengths[1].data_ptr())
+        made = kernel(seq_lens_q=lengths[0].data_ptr(), seq_lens_kv=lengths[1].data_ptr())
         assert_made(kernel, made, row_limits(*lengths, sq=64, skv=64, rows=16, band=band))
 
 
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("others", [(), ("seq_lens_q", "seq_lens_kv")])
 @pytest.mark.parametrize("name", ["seq_lens_q", "seq_lens_kv"])
-def test_freed_lengths_are_refused_by_name(name):
-    freed = torch.ones(3, dtype=torch.int32)
-    freed.untyped_storage().resize_(0)
-    present = torch.ones(3, dtype=torch.int32)
-    with pytest.raises(LayoutError, match=f"{name}: got a tensor without memory"):
-        addresses_of(*(freed if name == each else present for each in ("seq_lens_q", "seq_lens_kv")))
-    with pytest.raises(LayoutError, match=f"{name}: got a tensor without memory"):
-        addresses_of(*(freed if name == each else None for each in ("seq_lens_q", "seq_lens_kv")))
+def test_freed_lengths_are_refused_by_name(name, others, softcap, is_warm):
+    q, k = (torch.randn(3, 2, rows, 8).half() for rows in (5, 9))
+    lengths = {each: torch.ones(3, dtype=torch.int32) for each in {name, *others}}
+
+    def call():
+        return sdpa(q, k, k, **lengths, softcap=softcap)
+
+    if is_warm:
+        assert call().isfinite().all()
+    lengths[name].untyped_storage().resize_(0)
+    with pytest.raises(LayoutError, match=f"^{name}: got a tensor without memory"):
+        call()

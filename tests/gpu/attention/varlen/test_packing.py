@@ -73,8 +73,8 @@ def test_starts_lengths_and_unwritten_rows(name, backward, monkeypatch):
         ).fill_(MARK)
         for shape, stride, operand in layouts
     }
-    addresses = [outputs[operand.name].data_ptr() for operand in plan.key.outputs]
-    found = packer(ends.data_ptr(), ends_kv.data_ptr(), addresses)
+    addresses = {output_name: tensor.data_ptr() for output_name, tensor in outputs.items()}
+    found = packer(cu_seqlens_q=ends.data_ptr(), cu_seqlens_kv=ends_kv.data_ptr(), **addresses)
     wanted = expected(*OFFSETS[name], 64, packed.sequences)
     lengths = found.view(torch.int32)[packer.offsets["seq_len_q"] // 4 :].view(2, packed.sequences)
     assert lengths.tolist() == [lengths for _, lengths, _ in wanted]
