@@ -1831,22 +1831,12 @@ class CacheSession:
         if "out" in more and out is not more["out"]:
             self.problems.append("attend: the result is not the tensor that was given for it")
         self.compare("attend", (q, out, lse), numbers, counts, (layer, options))
-        if min(counts) == step.tokens == 1 and self.more.random() < 0.5:  # prepared calls know no absent queries
-            self.prepare(step, q, numbers, counts, layer)
+        if min(counts) == step.tokens == 1 and self.more.random() < 0.5:
+            self.list_plans(q)
 
-    def prepare(self, step: Any, q: Tensor, numbers: list[int], counts: list[int], layer: int) -> None:
-        """The same for a prepared call, which only GPUs have, and its plans."""
-        pages = self.cache.k_pages(layer), self.cache.v_pages(layer)
+    def list_plans(self, q: Tensor) -> None:
+        """Lists the plans of decode steps, which only a GPU has."""
         options: dict[str, Any] = {"scale": self.more.choice([None, 0.37])}
-        with_lse, given = self.more.random() < 0.5, {"page_layout": self.layout, **options}
-        try:
-            prepared = cudnn_sdpa.prepare_paged(
-                *(q, *pages, step.page_table, step.seq_lens_kv), return_lse=with_lse, **given
-            )
-        except UnsupportedError as error:
-            self.reasons.extend(error.reasons)
-        else:
-            self.compare("prepared", (q, prepared(), prepared.lse), numbers, counts, (layer, options))
         try:
             self.cache.plans(q, range(1, 3), **self.more.choice([{}, {"tokens": (1, 2)}]), **options)
         except (UnsupportedError, cudnn_sdpa.DeviceError) as error:

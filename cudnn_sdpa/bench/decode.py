@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,7 @@ from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.paged import plans as paged_plans
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.kv_cache import PagedKVCache
-from cudnn_sdpa.attention.paged.prepared import PreparedPaged, prepare_paged
-from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
+from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, sdpa_paged
 from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.bench.tools import cases, hand_graphs, peers
@@ -24,6 +24,7 @@ from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import Call, device_times, host_times
 from cudnn_sdpa.engine.dispatch_state import tensor_guard
 from cudnn_sdpa.graph import handles
+from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans import plan as plans
 from cudnn_sdpa.plans.cache import plan_cache
 
@@ -162,12 +163,42 @@ def mixed(steps: int = 10_000) -> list[Row]:
     return rows
 
 
-def _launch(prepared: PreparedPaged) -> Call:
-    """Only the launch of a prepared step's plan."""
-    prepared()  # binds the handle to the stream
-    plan, operands, workspace = prepared._plan, prepared._operands, prepared._workspace.data_ptr()
-    address, count, handle = operands.buffer_info()[0], len(operands), handles.thread.slots[plan.device].raw
-    return lambda: plan._launch(address, count, workspace, handle, -1)  # in the order of `backend.Launch`
+def _launch(q: Tensor, cache: PagedKVCache, step: PagedStep) -> Call:
+    """Only the launch of a warm step's plan, on memory that is kept."""
+    call = PagedArguments(
+        q=q,
+        k_pages=cache.k_pages(),
+        v_pages=cache.v_pages(),
+        page_table=step.page_table,
+        page_table_v=None,
+        seq_lens_kv=step.seq_lens_kv,
+    )
+    device = q.get_device()
+    (key,) = PAGED.keys(call, live_target(device), device)
+    plan = plan_cache.peek(key)
+    assert plan is not None
+    tensors = {
+        **plan.constants,
+        "q": q,
+        "k": call.k_pages,
+        "v": call.v_pages,
+        "table_k": step.page_table,
+        "table_v": step.page_table,
+        "seq_len_kv": step.seq_lens_kv,
+        "out": torch.empty_like(q),
+    }
+    scale = array("f", [call.scale_value])
+    known = {name: x.data_ptr() for name, x in tensors.items()} | {"scale": scale.buffer_info()[0]}
+    pointers = array("Q", [known[operand.name] for operand in (*key.inputs, *key.outputs)])
+    plan.launch(pointers)  # binds the handle to the stream
+    workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=q.device)
+    handle, launch = handles.thread.slots[device].raw, plan._launch
+    given = pointers.buffer_info()[0], len(pointers), workspace.data_ptr(), handle, -1  # as `backend.Launch` takes them
+
+    def run(_alive: object = (tensors, scale, pointers, workspace)) -> None:
+        launch(*given)
+
+    return run
 
 
 def host() -> list[Row]:
@@ -190,17 +221,14 @@ def host() -> list[Row]:
         cache.reserve([other], into=spare)
         cache.truncate(other, 128)
 
-    prepared = prepare_paged(
-        q, cache.k_pages(), cache.v_pages(), page_table=step.page_table, seq_lens_kv=step.seq_lens_kv
-    )
     ours = paged_call(cache, step, q)
+    out = ours()
     tensors = (q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
-    guard, layout = tensor_guard(*tensors), (tuple(prepared.out.shape), prepared.out.stride(), prepared.out.dtype)
+    guard, layout = tensor_guard(*tensors), (tuple(out.shape), out.stride(), out.dtype)
     calls: dict[str, Call] = {
         "sdpa_paged": ours,
         "sdpa_paged, other tables": paged_call(cache, step, q, foreign=True),
-        "prepared": prepared,
-        LAUNCHES: _launch(prepared),
+        LAUNCHES: _launch(q, cache, step),
         OUTPUT: lambda: plans.allocate(*layout),
         GUARD: lambda: guard(*tensors),
         "sdpa_paged, a chunk of 64 tokens": paged_call(cache, step, chunk),

@@ -118,7 +118,7 @@ def test_vectorized_visibility_matches_single_positions(alignment, window_size):
 NO_OPERATIONS = {
     *("AutotuneCandidate", "AutotuneEntry", "AutotuneReport", "CacheUse", "Explanation", "LibraryError", "PagedStep"),
     *("Fp8BackwardScales", "Fp8Gradients", "Fp8Output", "Fp8Scales", "GraphFunction", "PlanCache", "PlanCacheInfo"),
-    *("PlanManifest", "PlanStore", "PlanStoreInfo", "PreparedPaged", "Support", "WarmupReport", "__version__"),
+    *("PlanManifest", "PlanStore", "PlanStoreInfo", "Support", "WarmupReport", "__version__"),
     *("autotune", "compile_plans", "explain", "no_plan_builds", "plan_cache", "record_plans", "support"),
     *("use_plan_store", "warmup", "nn.KVStep"),
 }
@@ -126,8 +126,8 @@ NO_OPERATIONS = {
 SETTINGS = {"cpu_checks", "fallback", "shape_policy"}
 #: Methods that are not calls.
 NO_CALLS = {"reset_parameters", "from_torch", "extra_repr", "update_all", "begin", "would_update", "scales", "recorder"}
-#: The operations that draw classes and functions without their own operation.
-ELSEWHERE = {"fp8_attention": ["Fp8Scaling"], "PagedKVCache": ["prepare_paged"]}
+#: The operations that draw classes without their own operation.
+ELSEWHERE = {"fp8_attention": ["Fp8Scaling"]}
 #: Options that are not drawn, and where they are tested.
 TESTED_ELSEWHERE = {"Fp8Scaling.process_group": "tests/unit/attention/fp8/test_fp8_ranks.py"}
 #: Required arguments.

@@ -21,7 +21,6 @@ from cudnn_sdpa import (
     ShapeError,
     fp8_attention,
     nn,
-    prepare_paged,
     scaled_dot_product_attention,
     sdpa,
     sdpa_fp8,
@@ -107,7 +106,6 @@ def calls_with_a_scale():
         "scaled_dot_product_attention": lambda scale: scaled_dot_product_attention(q, k, v, scale=scale),
         "sdpa_varlen": lambda scale: sdpa_varlen(rows, rows, rows, ENDS, ENDS, 5, 5, scale=scale),
         "sdpa_paged": lambda scale: sdpa_paged(*paged, scale=scale),
-        "prepare_paged": lambda scale: prepare_paged(*paged, scale=scale),
         "PagedKVCache.attend": lambda scale: cache.attend(step, single, scale=scale),
         "sdpa_fp8": lambda scale: sdpa_fp8(fp8, fp8, fp8, fp8_scales, scale=scale),
         "sdpa_fp8_backward": lambda scale: sdpa_fp8_backward(

@@ -1,4 +1,4 @@
-"""What plans read of `attn_mask`: the mask, or what the library's kernel makes of it, against PyTorch, on the fake GPU."""
+"""What plans read of `attn_mask`: the mask, or what our kernel makes of it, against PyTorch, on the fake GPU."""
 
 from __future__ import annotations
 
@@ -109,6 +109,6 @@ def test_a_freed_mask_is_refused_by_name(dtype, masked_rows, is_warm, launched):
         call()
     launched.clear()
     mask.untyped_storage().resize_(0)
-    with pytest.raises(LayoutError, match="^attn_mask: got a tensor without memory"):
+    with pytest.raises(LayoutError, match=r"^attn_mask: got a tensor without memory"):
         call()
     assert launched == []

@@ -153,7 +153,7 @@ def test_every_function_with_values_is_tested():
         function = getattr(cudnn_sdpa, name)
         takes = inspect.signature(function).parameters if inspect.isfunction(function) else {}
         if "seq_lens_kv" in takes or "cu_seqlens_kv" in takes:
-            assert name in tested or name in ("prepare_paged", "support")
+            assert name in tested or name == "support"
 
 
 def test_gpu_values_are_read_only_on_request():

@@ -11,7 +11,7 @@ import torch
 from attention_checks import assert_same
 
 import cudnn_sdpa
-from cudnn_sdpa import PagedKVCache, PlanBuildError, explain, no_plan_builds, plan_cache, prepare_paged, sdpa_paged
+from cudnn_sdpa import PagedKVCache, PlanBuildError, explain, no_plan_builds, plan_cache, sdpa_paged
 from cudnn_sdpa.attention.paged.step import MARK
 from cudnn_sdpa.bench import decode
 from cudnn_sdpa.graph.layouts import canonical_stride
@@ -437,55 +437,55 @@ def test_a_plan_that_is_missing_in_a_capture_says_what_to_do():
     assert_right(cache, q)
 
 
-def test_a_prepared_step_reads_current_data():
+def test_a_warm_step_on_the_same_tensors_reads_current_data():
     cache, numbers = filled(4, 37)
     step, q = cache.new_step(4), torch.randn(4, 8, 1, 64, device="cuda", dtype=BF16)
-    cache.reserve(numbers, into=step)
-    prepared = prepare_paged(q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv, return_lse=True)
+    pages = cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv
     for _ in range(20):
         cache.reserve(numbers, into=step)
         cache.append(step, *(torch.randn(4, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)))
         q.normal_()
-        prepared.out.fill_(math.nan)
-        assert_decoded(cache, numbers, q, prepared())
-        assert prepared.lse.isfinite().all()
+        out, lse = sdpa_paged(q, *pages, return_lse=True)
+        assert_decoded(cache, numbers, q, out)
+        assert lse.isfinite().all()
 
 
-def test_a_prepared_step_on_another_stream_and_in_a_graph():
+def test_a_warm_step_on_another_stream_and_in_a_graph():
     cache, numbers = filled(4, 37)
     step, q = cache.new_step(4), torch.randn(4, 8, 1, 64, device="cuda", dtype=BF16)
     cache.reserve(numbers, into=step)
     cache.append(step, *(torch.randn(4, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)))
-    prepared = prepare_paged(q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
+    pages = cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv
+    sdpa_paged(q, *pages)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        prepared.out.fill_(math.nan)
-        assert_decoded(cache, numbers, q, prepared())
+        assert_decoded(cache, numbers, q, sdpa_paged(q, *pages))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        prepared()
+    with torch.cuda.graph(graph), no_plan_builds():
+        out = sdpa_paged(q, *pages)
     for _ in range(3):
         q.normal_()
-        prepared.out.fill_(math.nan)
+        out.fill_(math.nan)
         graph.replay()
-        assert_decoded(cache, numbers, q, prepared.out)
+        assert_decoded(cache, numbers, q, out)
 
 
-def test_a_prepared_step_is_not_tuned():
-    """Its plan launches with memory that was prepared for it; its lengths and tables change between launches."""
+def test_a_step_that_is_read_in_place_is_not_tuned():
+    """Its lengths and tables change between launches."""
     cache = PagedKVCache(pages=600, page_size=64, heads=2, head_dim=64, max_length=32768)
     sequence = cache.add()
     step = cache.reserve([sequence], 30000)
     cache.k_pages().normal_(), cache.v_pages().normal_()
     q = torch.randn(1, 8, 1, 64, device="cuda", dtype=BF16)
+    pages = cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv
+    assert not explain(sdpa_paged, q, *pages).extra_kernels
+    plan_cache.clear()
     with cudnn_sdpa.autotune() as report:
-        prepared = prepare_paged(q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
         for _ in range(2):
-            prepared.out.fill_(math.nan)
-            assert_decoded(cache, [sequence], q, prepared())
+            assert_decoded(cache, [sequence], q, sdpa_paged(q, *pages))
     assert ["table_k" in entry.reason for entry in report.entries] == [True]
-    assert_decoded(cache, [sequence], q, prepared())
+    assert_decoded(cache, [sequence], q, sdpa_paged(q, *pages))
 
 
 def test_a_shared_table_that_becomes_two():
@@ -542,19 +542,17 @@ def test_steps_of_other_caches_are_checked():
     sequences = [large.add() for _ in range(2)]
     step = large.reserve(sequences, 100)
     q = torch.randn(2, 8, 1, 64, device="cuda", dtype=BF16)
-    sdpa_paged(q, small.k_pages(), small.v_pages(), step.page_table, step.seq_lens_kv)  # ids are clamped
+    given = q, small.k_pages(), small.v_pages(), step.page_table, step.seq_lens_kv
+    sdpa_paged(*given)  # ids are clamped
     torch.cuda.synchronize()
-    with pytest.raises(cudnn_sdpa.UnsupportedError, match="not those of a PagedKVCache"):
-        prepare_paged(q, small.k_pages(), small.v_pages(), step.page_table, step.seq_lens_kv)
+    assert explain(sdpa_paged, *given).extra_kernels
 
 
-def test_a_scale_that_is_not_positive_is_not_prepared():
+def test_a_scale_that_is_not_positive():
     cache, numbers = filled(4, 37)
     step = cache.reserve(numbers)
     q = torch.randn(4, 8, 1, 64, device="cuda", dtype=BF16)
     given = (q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
-    with pytest.raises(cudnn_sdpa.UnsupportedError, match="only positive"):
-        prepare_paged(*given, scale=-0.2)
     wanted = sdpa_paged(-q, *given[1:], scale=0.2)
     for _ in range(2):
         assert_same(sdpa_paged(*given, scale=-0.2), wanted)

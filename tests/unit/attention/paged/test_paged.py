@@ -18,7 +18,6 @@ from cudnn_sdpa import (
     PagedKVCache,
     PagedStep,
     UnsupportedError,
-    prepare_paged,
     sdpa,
     sdpa_paged,
 )
@@ -209,12 +208,6 @@ def test_out_of_range_values_are_clamped(monkeypatch):
     given["page_table"].fill_(10**6)
     given["seq_lens_kv"].fill_(-3)
     assert (sdpa_paged(**given) == 0).all()
-
-
-def test_only_a_cache_on_a_gpu_can_be_prepared():
-    given = arguments(torch.bfloat16)
-    with pytest.raises(UnsupportedError, match=r"not those of a PagedKVCache(?s:.*)only cuDNN's plans"):
-        prepare_paged(**given)
 
 
 def test_fake_tensors_and_compiled_code():
