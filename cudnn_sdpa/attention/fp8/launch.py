@@ -52,7 +52,7 @@ def prepare(call: Fp8Arguments) -> Prepared:
         additions=_scales(Fp8Scales._fields, key),
         arguments=SCALES,
     )
-    bound = _Bound(plain, Fp8Scales._fields, tensors=3, dense=dense, amaxes=slice(1, 3))
+    bound = _Bound(plain, Fp8Scales._fields, tensors=3, dense=dense)
 
     def run(call: Fp8Arguments) -> Results:
         return tuple(bound(call, (call.q, call.k, call.v)))
@@ -114,7 +114,7 @@ class _Bound:
 
     __slots__ = ("_amaxes", "_dense", "_sides", "bound")
 
-    def __init__(self, bound: BoundPlan, scales: Sequence[str], tensors: int, dense: DenseSpec, amaxes: slice) -> None:
+    def __init__(self, bound: BoundPlan, scales: Sequence[str], tensors: int, dense: DenseSpec) -> None:
         """Binds it.
 
         Args:
@@ -122,17 +122,18 @@ class _Bound:
             scales: The names of the scales.
             tensors: Number of the operands before them.
             dense: The spec of the calls.
-            amaxes: Which results are amaxes. They are zeroed first, as kernels may take the maximum with what they
-                hold; Hopper's overwrite it.
         """
         self.bound, self._dense = bound, dense
         self._sides = bound.operands[tensors + len(scales) :]
-        self._amaxes = slice(0, 0) if bound.plan.key.target.sm // 10 == 9 else amaxes
+        key = bound.plan.key
+        amaxes = [place for place, x in enumerate(key.outputs) if x.name.startswith("amax_")]
+        #: They are zeroed first, as kernels may take the maximum with what they hold; Hopper's overwrite it.
+        self._amaxes = [] if key.target.sm // 10 == 9 else amaxes
 
     @property
     def is_direct(self) -> bool:
         """Whether there is nothing to make and to zero, so that the plan alone may be launched."""
-        return not self._sides and self._amaxes.start == self._amaxes.stop
+        return not (self._sides or self._amaxes)
 
     def __call__(
         self,
@@ -145,11 +146,11 @@ class _Bound:
         bound = self.bound
         with _on(bound.plan.device):
             made = _made(call, self._dense)
-            if into is None and self._amaxes.start != self._amaxes.stop:
+            if into is None and self._amaxes:
                 into = [allocate(*layout) for layout in bound.results]
                 into[0] = into[0] if out is None else out
-            for amax in [] if into is None else into[self._amaxes]:
-                amax.zero_()
+            for place in self._amaxes if into is not None else ():
+                into[place].zero_()
             return bound((*tensors, *call.scales, *(made[name] for name in self._sides)), out, into)
 
 
@@ -185,7 +186,7 @@ def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
         additions=_scales(Fp8BackwardScales._fields, key),
         arguments=SCALES,
     )
-    bound = _Bound(plain, Fp8BackwardScales._fields, tensors=6, dense=dense, amaxes=slice(3, 7))
+    bound = _Bound(plain, Fp8BackwardScales._fields, tensors=6, dense=dense)
     read = _reader(call, whole)
 
     def run(call: Fp8BackwardArguments) -> Results:

@@ -14,6 +14,7 @@ from cudnn_sdpa.attention.cpu_checks import check_call, check_offsets
 from cudnn_sdpa.attention.paged import arguments as paged_arguments
 from cudnn_sdpa.attention.paged import launch, plans, reference
 from cudnn_sdpa.attention.paged.arguments import HND, PagedArguments, ReferencePagedArguments
+from cudnn_sdpa.attention.paged.step import MARK
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
@@ -261,7 +262,7 @@ def _check_gradient(_: PagedArguments) -> NoReturn:
 
 
 #: A cache's mark on its table and its lengths decides whether both are read in place.
-_calls = NativeCalls(marked=(3, 4), mark=plans.MARK)
+_calls = NativeCalls(marked=(3, 4), mark=MARK)
 
 PAGED = Operation(
     name="paged",
