@@ -66,7 +66,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure() -> None:
     os.environ["CUDNN_SDPA_PLAN_DIR"] = "off"  # not the user's plans; a test that needs a store creates its own
-    os.environ["CUDNN_SDPA_NATIVE"] = "off"  # no compiler in the background; tests of the native module start it
+    # No compiler in the background; tests of the native module start it.
+    os.environ["CUDNN_SDPA_NATIVE"] = os.environ.get("CUDNN_SDPA_TEST_NATIVE", "off")
     os.environ.pop("CUDNN_SDPA_CPU_CHECKS", None)  # the default
     if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; one thread each is the fastest
         torch.set_num_threads(1)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import generators
 import pytest
 from fake_gpu import Compute, dense_attention, fp8_attention, gpu_on_the_cpu, paged_attention
+from native_way import native_way
 
 #: What the plans of an operation compute; None for what the reference of their graph function computes.
 COMPUTE: dict[str, Compute | None] = {
@@ -33,7 +34,7 @@ def test_calls_are_right_or_declined(name, first):
         case = generators.draw(name, seed, "cuda")
         if case.options.get("alibi"):
             continue  # cuDNN's own biases
-        with gpu_on_the_cpu(COMPUTE[name]):
+        with native_way(on=seed % 3 != 0), gpu_on_the_cpu(COMPUTE[name]):
             # Tables of buckets lie in memory that PyTorch does not know.
             outcome = generators.run(replace(case, policy="exact"), "cpu")
         ran += outcome.kind == "right"

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import cudnn_sdpa
+from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.graph import backend
 
 HERE = Path(__file__).parent
@@ -24,6 +25,12 @@ WARNINGS = (
     "TensorFloat32 tensor cores",
     r"\s*Online softmax is disabled",
 )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure() -> None:
+    """Calls take the native way; with CUDNN_SDPA_TEST_NATIVE=off Python's."""
+    os.environ["CUDNN_SDPA_NATIVE"] = os.environ.get("CUDNN_SDPA_TEST_NATIVE", "on")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -91,6 +98,7 @@ def pytest_sessionfinish() -> None:
             "nvidia-cudnn-frontend": backend.frontend_version(),
             "torch": str(torch.__version__),
             "python": platform.python_version(),
+            "calls": str(loader.status()).split(":")[0],
         },
         "counts": dict(_outcomes),
         "skips": dict(_skips),

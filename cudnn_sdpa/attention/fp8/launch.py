@@ -149,8 +149,9 @@ class _Bound:
             if into is None and self._amaxes:
                 into = [allocate(*layout) for layout in bound.results]
                 into[0] = into[0] if out is None else out
-            for place in self._amaxes if into is not None else ():
-                into[place].zero_()
+            if into is not None:
+                for place in self._amaxes:
+                    into[place].zero_()
             return bound((*tensors, *call.scales, *(made[name] for name in self._sides)), out, into)
 
 

@@ -256,6 +256,7 @@ def _data_of(bound: BoundPlan) -> dict[str, Any]:
         "device": plan.device,
         "plan": plan,
         "launch": plan.launch,
+        "next_use": next_use,
     }
     if torch.cuda.device_count() > 1:
         data["current_device"] = plans.current_device
@@ -267,7 +268,6 @@ def _data_of(bound: BoundPlan) -> dict[str, Any]:
             "count": plan._count,
             "threads": handles.thread,
             "capturing": torch._C._cuda_isCurrentStreamCapturing,
-            "next_use": next_use,
             "keep": plan._keep_for_graphs,
             "refused": plan.refuse,
             "workspace": plan.workspace,

@@ -51,11 +51,11 @@ PlanLaunch launch_of(const py::dict& given) {
   PlanLaunch launch;
   launch.plan = given["plan"];
   launch.python = given["launch"];
+  launch.next_use = given["next_use"], launch.last_used = py::str("last_used");
   launch.function = get(given, "function");
   if (!launch.function) return launch;
   launch.threads = given["threads"], launch.slots = py::str("slots");
   launch.stream = given["stream"], launch.capturing = given["capturing"];
-  launch.next_use = given["next_use"], launch.last_used = py::str("last_used");
   launch.keep = given["keep"], launch.refused = given["refused"];
   launch.device = given["device"], launch.count = given["count"], launch.no_overrides = py::int_(-1);
   launch.of_stream = py::str("stream"), launch.of_raw = py::str("raw");

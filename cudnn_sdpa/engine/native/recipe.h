@@ -67,6 +67,8 @@ struct PlanLaunch {
   py::object allocate;  // of the workspace
 
   void operator()(uint64_t* pointers, size_t number) const {
+    const auto use = checked(PyObject_CallNoArgs(next_use.ptr()));
+    if (PyObject_SetAttr(plan.ptr(), last_used.ptr(), use.ptr()) < 0) throw py::error_already_set();
     if (!function) {
       python(list_of(pointers, number));
       return;
@@ -97,8 +99,6 @@ struct PlanLaunch {
     }
     const auto raw = checked(PyObject_GetAttr(slot.ptr(), of_raw.ptr()));
     const auto array = py::reinterpret_steal<py::object>(PyLong_FromUnsignedLongLong(reinterpret_cast<uint64_t>(pointers)));
-    const auto use = checked(PyObject_CallNoArgs(next_use.ptr()));
-    if (PyObject_SetAttr(plan.ptr(), last_used.ptr(), use.ptr()) < 0) throw py::error_already_set();
     PyObject* arguments[] = {array.ptr(), count.ptr(), address.ptr(), raw.ptr(), no_overrides.ptr()};
     PyObject* done = PyObject_Vectorcall(function.ptr(), arguments, 5, nullptr);
     if (done == nullptr) {

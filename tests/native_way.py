@@ -1,0 +1,36 @@
+"""The native way of calls in tests: the module is compiled once and loaded once for each process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import pytest
+
+from cudnn_sdpa.engine.native import calls, compiler, loader
+
+
+@functools.cache
+def _load() -> str:
+    """Loads the module; gives what is wrong if it cannot be."""
+    try:
+        compiler.check()
+    except compiler.CompileError as error:
+        return str(error)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(loader.VARIABLE, loader.ON)
+        loader.start()
+    return ""
+
+
+@contextlib.contextmanager
+def native_way(*, on: bool = True) -> Iterator[None]:
+    """Calls take the native way, or Python's; a test is skipped where there is no compiler."""
+    if on and (wrong := _load()):
+        pytest.skip(wrong)
+    calls.switch(on=on)
+    try:
+        yield
+    finally:
+        calls.switch(on=False)
