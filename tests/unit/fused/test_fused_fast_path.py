@@ -20,6 +20,10 @@ SCENARIOS = (
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_fast_path(scenario):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [HERE, HERE.parent, HERE.parents[1]]))}
+    environment = {
+        **os.environ,
+        "CUDNN_SDPA_NATIVE": "off",
+        "PYTHONPATH": os.pathsep.join(map(str, [HERE, HERE.parent, HERE.parents[1]])),
+    }
     result = forked_python.run([str(HERE / "fast_path_scenarios.py"), scenario], env=environment, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]
