@@ -266,13 +266,12 @@ def _data_of(bound: BoundPlan) -> dict[str, Any]:
         data |= {
             "function": plan._launch,
             "count": plan._count,
-            "threads": handles.thread,
+            "slots": _slot,
             "capturing": torch._C._cuda_isCurrentStreamCapturing,
             "keep": plan._keep_for_graphs,
             "refused": plan.refuse,
-            "workspace": plan.workspace,
+            "workspace": ([plan.workspace], [1], torch.uint8),
             "scratch": handles.SCRATCH_BYTES,
-            "allocate_bytes": _allocate_bytes,
         }
     return data
 
@@ -282,8 +281,9 @@ def _as_lists(layout: Layout) -> tuple[list[int], list[int], torch.dtype]:
     return list(shape), list(stride), dtype
 
 
-def _allocate_bytes(size: int) -> Tensor:
-    return plans.allocate((size,), (1,), torch.uint8)
+def _slot(device: int) -> handles.Slot:
+    """This thread's slot."""
+    return handles.thread.slots[device]
 
 
 def _kernel(own: OwnKernel, pointers: Sequence[tuple[int, int, int]]) -> tuple[Any, ...]:

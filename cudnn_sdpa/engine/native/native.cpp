@@ -54,14 +54,13 @@ PlanLaunch launch_of(const py::dict& given) {
   launch.next_use = given["next_use"], launch.last_used = py::str("last_used");
   launch.function = get(given, "function");
   if (!launch.function) return launch;
-  launch.threads = given["threads"], launch.slots = py::str("slots");
-  launch.stream = given["stream"], launch.capturing = given["capturing"];
+  launch.slots = given["slots"], launch.capturing = given["capturing"];
   launch.keep = given["keep"], launch.refused = given["refused"];
   launch.device = given["device"], launch.count = given["count"], launch.no_overrides = py::int_(-1);
   launch.of_stream = py::str("stream"), launch.of_raw = py::str("raw");
   launch.of_scratch = py::str("scratch"), launch.bind = py::str("bind");
-  launch.workspace = py::cast<int64_t>(given["workspace"]), launch.scratch = py::cast<int64_t>(given["scratch"]);
-  launch.allocate = given["allocate_bytes"];
+  launch.device_number = py::cast<int64_t>(launch.device), launch.scratch = py::cast<int64_t>(given["scratch"]);
+  launch.workspace = layout_of(given["workspace"]);
   return launch;
 }
 

@@ -53,53 +53,69 @@ inline py::object list_of(const uint64_t* words, size_t count) {
   return std::move(list);
 }
 
+// The slot of this thread on a device: its cuDNN handle and what that is bound to. Slots live as long as the process, and
+// one belongs to a thread as long as Python knows the thread by the same number.
+struct OwnSlot {
+  uint64_t thread = 0;
+  int64_t device = -1;
+  PyObject* slot = nullptr;
+  PyObject* raw = nullptr;      // the handle
+  PyObject* scratch = nullptr;  // address of memory for launches on the default stream
+};
+inline thread_local OwnSlot own_slot;
+
+inline at::Tensor empty(const Layout& layout, at::Device on, const py::object& allocate) {
+  if (allocate) {
+    return THPVariable_Unpack(allocate(py::cast(layout.sizes), py::cast(layout.strides), layout.python_dtype).ptr());
+  }
+  // At once to the device's own function: what is above it in the dispatcher has nothing to do here.
+  return at::_ops::empty_strided::redispatch(
+      c10::DispatchKeySet(on.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU),
+      c10::fromIntArrayRefSlow(layout.sizes), c10::fromIntArrayRefSlow(layout.strides), layout.dtype, std::nullopt, on,
+      std::nullopt);
+}
+
 // How a plan is launched; see `Plan.launch`, which does the same in Python.
 struct PlanLaunch {
   py::object plan;
-  py::object python;            // `plan.launch`, where the rest is not set
-  py::object function;          // the frontend's launch with an array of raw pointers
-  py::object threads, slots;    // `handles.thread` and its attribute's name
-  py::object stream, capturing; // PyTorch's functions
+  py::object python;     // `plan.launch`, where the rest is not set
+  py::object function;   // the frontend's launch with an array of raw pointers
+  py::object slots;      // gives this thread's slot
+  py::object capturing;  // whether a CUDA graph is being captured
   py::object next_use, last_used, keep, refused;
   py::object device, count, no_overrides;
   py::object of_stream, of_raw, of_scratch, bind;  // names of a slot's attributes
-  int64_t workspace, scratch;
-  py::object allocate;  // of the workspace
+  int64_t device_number, scratch;
+  Layout workspace;
 
-  void operator()(uint64_t* pointers, size_t number) const {
+  // `current` is PyTorch's current stream.
+  void operator()(uint64_t* pointers, size_t number, at::Device on, const py::object& allocate, const py::object& current) const {
     const auto use = checked(PyObject_CallNoArgs(next_use.ptr()));
     if (PyObject_SetAttr(plan.ptr(), last_used.ptr(), use.ptr()) < 0) throw py::error_already_set();
     if (!function) {
       python(list_of(pointers, number));
       return;
     }
-    PyObject* given[] = {device.ptr()};
-    const auto current = checked(PyObject_Vectorcall(stream.ptr(), given, 1, nullptr));
-    const auto of_thread = checked(PyObject_GetAttr(threads.ptr(), slots.ptr()));
-    PyObject* known = PyDict_GetItemWithError(of_thread.ptr(), device.ptr());
-    const auto slot = known != nullptr ? py::reinterpret_borrow<py::object>(known)
-                                       : checked(PyObject_GetItem(of_thread.ptr(), device.ptr()));
-    const auto bound = checked(PyObject_GetAttr(slot.ptr(), of_stream.ptr()));
+    const auto& own = slot();
+    const auto bound = checked(PyObject_GetAttr(own.slot, of_stream.ptr()));
     const int differs = PyObject_RichCompareBool(bound.ptr(), current.ptr(), Py_NE);
     if (differs < 0) throw py::error_already_set();
     if (differs) {
-      PyObject* binding[] = {slot.ptr(), current.ptr()};
+      PyObject* binding[] = {own.slot, current.ptr()};
       checked(PyObject_VectorcallMethod(bind.ptr(), binding, 2, nullptr));
     }
     const bool is_default = PyObject_IsTrue(current.ptr()) == 0;
     if (!is_default && checked(PyObject_CallNoArgs(capturing.ptr())).ptr() == Py_True) keep();
-    py::object memory, address;  // of the workspace, until the launch
-    if (is_default && workspace <= scratch) {
-      address = checked(PyObject_GetAttr(slot.ptr(), of_scratch.ptr()));
-    } else if (workspace) {
-      memory = allocate(workspace);
-      address = py::int_(address_of(THPVariable_Unpack(memory.ptr())));
+    at::Tensor memory;  // of the workspace, until the launch
+    py::object address;
+    if (is_default && workspace.sizes[0] <= scratch) {
+      address = scratch_of();
     } else {
-      address = py::int_(0);
+      if (workspace.sizes[0]) memory = empty(workspace, on, allocate);
+      address = py::int_(memory.defined() ? address_of(memory) : 0);
     }
-    const auto raw = checked(PyObject_GetAttr(slot.ptr(), of_raw.ptr()));
-    const auto array = py::reinterpret_steal<py::object>(PyLong_FromUnsignedLongLong(reinterpret_cast<uint64_t>(pointers)));
-    PyObject* arguments[] = {array.ptr(), count.ptr(), address.ptr(), raw.ptr(), no_overrides.ptr()};
+    const py::int_ array(reinterpret_cast<uint64_t>(pointers));
+    PyObject* arguments[] = {array.ptr(), count.ptr(), address.ptr(), own.raw, no_overrides.ptr()};
     PyObject* done = PyObject_Vectorcall(function.ptr(), arguments, 5, nullptr);
     if (done == nullptr) {
       if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) throw py::error_already_set();
@@ -108,6 +124,31 @@ struct PlanLaunch {
       throw std::runtime_error("a refused launch");
     }
     Py_DECREF(done);
+  }
+
+ private:
+  const OwnSlot& slot() const {
+    const uint64_t thread = PyThreadState_GetID(PyThreadState_Get());
+    auto& own = own_slot;
+    if (own.thread != thread || own.device != device_number) {
+      const auto found = slots(device);
+      const auto raw = checked(PyObject_GetAttr(found.ptr(), of_raw.ptr()));
+      Py_XDECREF(own.slot);
+      Py_XDECREF(own.raw);
+      Py_CLEAR(own.scratch);
+      own.slot = Py_NewRef(found.ptr());
+      own.raw = Py_NewRef(raw.ptr());
+      own.thread = thread, own.device = device_number;
+    }
+    return own;
+  }
+
+  // Known once the slot has been bound to the default stream.
+  py::object scratch_of() const {
+    auto& own = own_slot;
+    if (own.scratch == nullptr) own.scratch = PyObject_GetAttr(own.slot, of_scratch.ptr());
+    if (own.scratch == nullptr) throw py::error_already_set();
+    return py::reinterpret_borrow<py::object>(own.scratch);
   }
 };
 
@@ -141,15 +182,17 @@ struct Recipe {
     if (current_device && !checked(PyObject_CallNoArgs(current_device.ptr())).equal(device)) return false;
     size_t slot = operands;
     for (const auto& layout : results) {
-      found.push_back(empty(layout, on));
+      found.push_back(empty(layout, on, allocate));
       slots[slot++] = address_of(found.back());
     }
     Results made;  // lives until the launch
     for (const auto& layout : buffers) {
-      made.push_back(empty(layout, on));
+      made.push_back(empty(layout, on, allocate));
       slots[slot++] = address_of(made.back());
     }
-    for (const auto& kernel : kernels) run_kernel(kernel, slots);
+    PyObject* of_device[] = {device.ptr()};
+    const auto current = checked(PyObject_Vectorcall(stream.ptr(), of_device, 1, nullptr));
+    for (const auto& kernel : kernels) run_kernel(kernel, slots, current);
     c10::SmallVector<uint64_t, 48> words(pointers.begin(), pointers.end());
     for (const auto& pointer : places) words[pointer.place] = slots[pointer.slot] + pointer.offset;
     c10::SmallVector<float, 8> values(numbers.begin(), numbers.end());  // cuDNN reads them at the launch
@@ -157,27 +200,14 @@ struct Recipe {
       if (given_numbers != nullptr) values[number] = static_cast<float>(given_numbers[number]);
       words[number_places[number]] = reinterpret_cast<uint64_t>(&values[number]);
     }
-    launch(words.data(), words.size());
+    launch(words.data(), words.size(), on, allocate, current);
     return true;
   }
 
  private:
-  at::Tensor empty(const Layout& layout, at::Device on) const {
-    if (allocate) {
-      return THPVariable_Unpack(
-          allocate(py::cast(layout.sizes), py::cast(layout.strides), layout.python_dtype).ptr());
-    }
-    // At once to the device's own function: what is above it in the dispatcher has nothing to do here.
-    return at::_ops::empty_strided::redispatch(
-        c10::DispatchKeySet(on.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU),
-        c10::fromIntArrayRefSlow(layout.sizes), c10::fromIntArrayRefSlow(layout.strides), layout.dtype,
-        std::nullopt, on, std::nullopt);
-  }
-
-  void run_kernel(const KernelLaunch& kernel, const uint64_t* slots) const {
+  static void run_kernel(const KernelLaunch& kernel, const uint64_t* slots, const py::object& current) {
     c10::SmallVector<uint64_t, 128> fields(kernel.fields.begin(), kernel.fields.end());
     for (const auto& pointer : kernel.pointers) fields[pointer.place] = slots[pointer.slot] + pointer.offset;
-    const auto current = stream(device);
     if (kernel.driver != nullptr) {
       void* argument[] = {fields.data()};
       void* raw = reinterpret_cast<void*>(PyLong_AsUnsignedLongLong(current.ptr()));
