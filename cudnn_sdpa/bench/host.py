@@ -13,18 +13,30 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
+from cudnn_sdpa.attention.paged.kv_cache import PagedKVCache
+from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
+from cudnn_sdpa.bench import fused
 from cudnn_sdpa.bench.tools import cases, hand_graphs, peers
 from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import Call, device_times, host_times
+from cudnn_sdpa.bench.tools.ways import in_python, wait_for_native_calls
 from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, tensor_guard
+from cudnn_sdpa.fused.activation import silu_mul
+from cudnn_sdpa.fused.graph_op import graph_op
+from cudnn_sdpa.fused.norm import rms_norm
+from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 from cudnn_sdpa.plans import plan as plans
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.shape_policy import EXACT, shape_policy
 
 
 def host() -> list[Row]:
-    """Host time of one warm inference call, B=1, H=8, S=128, D=64, bfloat16, and of PyTorch and cuDNN's frontend."""
+    """Host time of one warm inference call, B=1, H=8, S=128, D=64, bfloat16, and of PyTorch and cuDNN's frontend.
+
+    Our own functions are called both ways: natively, and in Python.
+    """
+    wait_for_native_calls()
     q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
     lengths = torch.full((1,), 100, dtype=torch.int32, device="cuda")
     sinks = cases.normal(8, dtype=torch.float32)
@@ -32,7 +44,8 @@ def host() -> list[Row]:
     step = cases.normal(1, 8, 1, 64)
     frontend = hand_graphs.FrontendGraph(q, k, v, is_causal=False)
     pytorch = peers.pytorch(q, k, v, is_causal=False)
-    calls: dict[str, Call] = {
+    additive, boolean = cases.normal(1, 1, 128, 128), cases.normal(1, 1, 128, 128) > -0.5
+    ours: dict[str, Call] = {
         "sdpa": lambda: sdpa(q, k, v),
         "sdpa, causal, scale given": lambda: sdpa(q, k, v, is_causal=True, scale=0.2),
         "two shapes in turn, mean of a call": lambda: (sdpa(q, k, v), sdpa(step, k, v)),
@@ -41,19 +54,30 @@ def host() -> list[Row]:
         "sdpa, return_lse": lambda: sdpa(q, k, v, return_lse=True),
         "sdpa, window": lambda: sdpa(q, k, v, window_size=(31, 0)),
         "sdpa, sinks": lambda: sdpa(q, k, v, sinks=sinks),
+        "sdpa, softcap": lambda: sdpa(q, k, v, softcap=30.0),
+        "sdpa, attn_mask": lambda: sdpa(q, k, v, attn_mask=additive),
+        "sdpa, boolean attn_mask": lambda: sdpa(q, k, v, attn_mask=boolean),
         "sdpa, prefill with seq_lens_kv": lambda: sdpa(q, k, v, seq_lens_kv=lengths),
+        **_paged_calls(step),
+        **_fused_calls(),
+    }
+    others: dict[str, Call] = {
         "sdpa through the dispatcher": lambda: torch.ops.cudnn_sdpa.sdpa_forward(*operands),
         "raw launch (nothing allocated)": frontend.launch,
         "frontend execute (nothing allocated)": frontend.execute,
         "cudnn.Graph": hand_graphs.wrapper_graph(q, k, v, is_causal=False),
     }
-    calls |= _packed_calls(*(x[0].transpose(0, 1).contiguous() for x in (q, k, v)))
+    packed = _packed_calls(*(x[0].transpose(0, 1).contiguous() for x in (q, k, v)))
+    ours["sdpa_varlen"] = packed.pop("sdpa_varlen")
+    others |= packed | _eager_calls()
     with torch.inference_mode():
         q_i, k_i, v_i = q.clone(), k.clone(), v.clone()
     pytorch_i = peers.pytorch(q_i, k_i, v_i, is_causal=False)
     rounds = []
     for _ in range(5):  # PyTorch's backends have rounds of their own, because sdpa_kernel() is not part of a call
-        times = host_times(calls, rounds=3)
+        times = host_times({**ours, **others}, rounds=3)
+        with in_python():
+            times |= {f"{name}, Python": time for name, time in host_times(ours, rounds=2).items()}
         for name in peers.PYTORCH_BACKENDS:
             with peers.only(name):
                 times |= host_times({name: pytorch}, rounds=3)
@@ -62,9 +86,56 @@ def host() -> list[Row]:
             times |= {f"{name}, inference mode": time for name, time in host_times(inference, rounds=3).items()}
         rounds.append(times)
     best = {name: min(times[name] for times in rounds) for name in rounds[0]}
-    best["two shapes in turn, mean of a call"] /= 2
+    for name in ("two shapes in turn, mean of a call", "two shapes in turn, mean of a call, Python"):
+        best[name] /= 2
     flash = best["pytorch flash"]
-    return [{"call": name, "µs": time, "× flash": time / flash} for name, time in best.items()]
+    return [
+        {"call": name, "µs": time, "× flash": time / flash, "in Python µs": best.get(f"{name}, Python")}
+        for name, time in best.items()
+        if not name.endswith(", Python")
+    ]
+
+
+def _paged_calls(q: Tensor) -> dict[str, Call]:
+    """A decode step on the tables of a cache, and on copies of them, which it does not know."""
+    cache = PagedKVCache(pages=64, page_size=64, heads=8, head_dim=64, device=cases.DEVICE)
+    sequence, step = cache.add(), cache.new_step(1)
+    cache.reserve([sequence], 128)
+    cache.reserve([sequence], into=step)
+    pages = cache.k_pages(), cache.v_pages()
+    tables, copies = (step.page_table, step.seq_lens_kv), (step.page_table.clone(), step.seq_lens_kv.clone())
+    return {
+        "sdpa_paged": lambda: sdpa_paged(q, *pages, *tables),
+        "sdpa_paged, other tables": lambda: sdpa_paged(q, *pages, *copies),
+    }
+
+
+def _own_silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.nn.functional.silu(gate) * up
+
+
+@graph_op(reference=_own_silu_mul_reference)
+def own_silu_mul(g: GraphBuilder, gate: Symbol, up: Symbol) -> Symbol:
+    """SiLU(gate) · up, as a user writes it."""
+    return g.mul(a=g.swish(input=gate), b=up)
+
+
+def _fused_calls() -> dict[str, Call]:
+    (x, weight), (gate, up) = fused.norm_inputs(512, 1024), fused.gate_inputs(512, 1024)
+    rows = gate.unsqueeze(0), up.unsqueeze(0)
+    return {
+        "rms_norm": lambda: rms_norm(x, weight),
+        "silu_mul": lambda: silu_mul(gate, up),
+        "graph_op of one's own, SiLU(gate) · up": lambda: own_silu_mul(*rows),
+    }
+
+
+def _eager_calls() -> dict[str, Call]:
+    (x, weight), (gate, up) = fused.norm_inputs(512, 1024), fused.gate_inputs(512, 1024)
+    return {
+        "pytorch rms_norm": lambda: torch.nn.functional.rms_norm(x, (1024,), weight, 1e-6),
+        "pytorch silu, mul": lambda: torch.nn.functional.silu(gate) * up,
+    }
 
 
 def _packed_calls(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
@@ -81,7 +152,8 @@ def _packed_calls(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
 
 
 def parts() -> list[Row]:
-    """The parts of the host time of a warm call."""
+    """The parts of the host time of a warm call, natively and in Python."""
+    wait_for_native_calls()
     q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
     out = sdpa(q, k, v)
     frontend = hand_graphs.FrontendGraph(q, k, v, is_causal=False)
@@ -95,18 +167,24 @@ def parts() -> list[Row]:
     layout = (tuple(out.shape), out.stride(), out.dtype)
     scale = array("f", [64**-0.5])
     pointers = (q.data_ptr(), k.data_ptr(), v.data_ptr(), scale.buffer_info()[0], out.data_ptr())
-    timed: dict[str, Call] = {
-        "whole call": lambda: sdpa(q, k, v),
-        "is it like the last call?": lambda: guard(q, k, v),
-        "if not: signature": lambda: SDPA.signature(call),
-        "if not: look-up of it": lambda: SDPA.table.get(signature),
-        "if not: may it skip the dispatcher?": lambda: can_bypass_dispatcher(q, k, v),
-        "prepared call": lambda: entry.run(call),
-        "  of it: output": lambda: plans.allocate(*layout),
-        "  of it: plan.launch": lambda: plan.launch(pointers),
-        "    of it: cuDNN and the frontend's C++": frontend.launch,
+    native: dict[str, Call] = {
+        "natively, whole call": lambda: sdpa(q, k, v),
+        "  of it: an output of PyTorch's allocator": lambda: plans.allocate(*layout),
+        "  of it: cuDNN and the frontend's C++": frontend.launch,
     }
-    return [{"part": name, "µs": time} for name, time in host_times(timed).items()]
+    timed: dict[str, Call] = {
+        "in Python, whole call": lambda: sdpa(q, k, v),
+        "  of it: is it like the last call?": lambda: guard(q, k, v),
+        "  if not: signature": lambda: SDPA.signature(call),
+        "  if not: look-up of it": lambda: SDPA.table.get(signature),
+        "  if not: may it skip the dispatcher?": lambda: can_bypass_dispatcher(q, k, v),
+        "  of it: launch": lambda: entry.run(call),
+        "    of it: plan.launch": lambda: plan.launch(pointers),
+    }
+    times = host_times(native)
+    with in_python():
+        times |= host_times(timed)
+    return [{"part": name, "µs": time} for name, time in times.items()]
 
 
 def kernels() -> list[Row]:
@@ -139,13 +217,28 @@ def kernels() -> list[Row]:
 
 
 def memory() -> list[Row]:
-    """Growth of device memory in 10,000 calls; plans and host memory in 1,000 shapes."""
+    """Growth of device and host memory in a million calls; plans and host memory in 1,000 shapes."""
+    wait_for_native_calls()
     q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
-    sdpa(q, k, v)
-    before = _device_memory()
-    for _ in range(10_000):
-        sdpa(q, k, v)
-    rows: list[Row] = [{"what": "device memory grown over 10,000 calls, bytes", "value": _device_memory() - before}]
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    rows: list[Row] = []
+    for name, count, call in (
+        ("1,000,000 calls", 1_000_000, lambda: sdpa(q, k, v)),
+        ("100,000 forward and backward passes", 100_000, lambda: torch.autograd.grad(sdpa(*leaves), leaves, q)),
+    ):
+        for _ in range(100):
+            call()
+        gc.collect()
+        device, host_ = _device_memory(), _host_memory()
+        for _ in track(range(count // 1000), name, transient=True):
+            for _ in range(1000):
+                call()
+            torch.cuda.synchronize()
+        gc.collect()
+        rows += [
+            {"what": f"device memory grown over {name}, bytes", "value": _device_memory() - device},
+            {"what": f"host memory grown over {name}, MB", "value": (_host_memory() - host_) / 1e6},
+        ]
     capacity = plan_cache.info().capacity
     plan_cache.clear()
     plan_cache.resize(100)

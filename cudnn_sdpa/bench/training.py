@@ -14,16 +14,24 @@ from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
+from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
+from cudnn_sdpa.bench import fused
 from cudnn_sdpa.bench.tools import peers
 from cudnn_sdpa.bench.tools.cases import Shape
 from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import Call, host_times
+from cudnn_sdpa.bench.tools.ways import in_python, wait_for_native_calls
 from cudnn_sdpa.engine.operation import GradientCall
+from cudnn_sdpa.fused.activation import silu_mul
+from cudnn_sdpa.fused.norm import rms_norm
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.cache import plan_cache
 
 SHAPE = Shape(batch=1, heads_q=8, heads_kv=8, length=128, dim=64, causal=False)
+
+#: Rows and elements of a row for norms and gates.
+ROWS = (512, 1024)
 
 #: A round fits in the GPU's queue of launches, although a backward pass takes the GPU longer than the host.
 CALLS_PER_ROUND = 200
@@ -79,7 +87,11 @@ def _apply(launches: Launches, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def training() -> list[Row]:
-    """Host time of a forward and a backward pass, B=1, H=8, S=128, D=64, bfloat16, and its parts."""
+    """Host time of a forward and a backward pass, B=1, H=8, S=128, D=64, bfloat16, and its parts.
+
+    Our own functions are called both ways: natively, and in Python.
+    """
+    wait_for_native_calls()
     q, k, v = SHAPE.tensors(requires_grad=True)
     grad_out = torch.randn_like(q)
 
@@ -91,7 +103,12 @@ def training() -> list[Row]:
         return run
 
     launches = _launches(q, k, v, grad_out)
-    ours = {"sdpa": step(sdpa), "drop-in": step(scaled_dot_product_attention)}
+    ours = {
+        "sdpa": step(sdpa),
+        "drop-in": step(scaled_dot_product_attention),
+        "sdpa, window": step(functools.partial(sdpa, window_size=(31, 0))),
+        **_others(packed=[x[0].transpose(0, 1).contiguous() for x in (q.detach(), k.detach(), v.detach())]),
+    }
     parts = {
         "empty autograd.Function": step(Empty.apply),
         "  with the launches of both plans": step(functools.partial(_apply, launches)),
@@ -100,15 +117,60 @@ def training() -> list[Row]:
     pytorch = step(pytorch_attention)
     rounds = []
     for _ in range(5):  # PyTorch's backends have rounds of their own, because sdpa_kernel() is not part of a call
-        times = host_times({**ours, **parts}, per_round=CALLS_PER_ROUND, rounds=5)
+        times = host_times({**ours, **parts, **_eager()}, per_round=CALLS_PER_ROUND, rounds=5)
+        with in_python():
+            python = host_times(ours, per_round=CALLS_PER_ROUND, rounds=3)
+        times |= {f"{name}, Python": time for name, time in python.items()}
         for name in peers.PYTORCH_BACKENDS:
             with peers.only(name):
                 times |= host_times({name: pytorch}, per_round=CALLS_PER_ROUND, rounds=5)
         rounds.append(times)
     best = {name: min(times[name] for times in rounds) for name in rounds[0]}
-    order = [*ours, *peers.PYTORCH_BACKENDS, *parts]
+    order = [*ours, *peers.PYTORCH_BACKENDS, *_eager(), *parts]
     cudnn = best["pytorch cudnn"]
-    return [{"forward and backward": name, "µs": best[name], "× pytorch cudnn": best[name] / cudnn} for name in order]
+    return [
+        {
+            "forward and backward": name,
+            "µs": best[name],
+            "× pytorch cudnn": best[name] / cudnn,
+            "in Python µs": best.get(f"{name}, Python"),
+        }
+        for name in order
+    ]
+
+
+def _pass(function: Callable[..., Tensor], *leaves: Tensor) -> Call:
+    """A forward and a backward pass."""
+    leaves = tuple(x.clone().requires_grad_() for x in leaves)
+    grad = torch.randn_like(function(*leaves))
+    return lambda: torch.autograd.grad(function(*leaves), leaves, grad)
+
+
+def _others(packed: list[Tensor]) -> dict[str, Call]:
+    length = packed[0].shape[0]
+    cu_seqlens = torch.tensor((0, length), dtype=torch.int32, device=packed[0].device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa_varlen(q, k, v, cu_seqlens, cu_seqlens, length, length)
+
+    return {
+        "sdpa_varlen": _pass(attend, *packed),
+        "rms_norm": _pass(rms_norm, *fused.norm_inputs(*ROWS)),
+        "silu_mul": _pass(silu_mul, *fused.gate_inputs(*ROWS)),
+    }
+
+
+@functools.cache
+def _eager() -> dict[str, Call]:
+    """The same in PyTorch."""
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, (ROWS[1],), weight, 1e-6)
+
+    return {
+        "pytorch rms_norm": _pass(norm, *fused.norm_inputs(*ROWS)),
+        "pytorch silu, mul": _pass(lambda gate, up: torch.nn.functional.silu(gate) * up, *fused.gate_inputs(*ROWS)),
+    }
 
 
 def _launches(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> Launches:
