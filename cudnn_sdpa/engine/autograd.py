@@ -1,4 +1,7 @@
-"""The autograd function of all operations: what it runs, saves and differentiates is their own."""
+"""The autograd function of all calls in Python: what it runs, saves and differentiates is their own.
+
+Calls that the native module launches have a node of its own in autograd's graph.
+"""
 
 from __future__ import annotations
 

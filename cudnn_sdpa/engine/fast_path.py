@@ -1,4 +1,4 @@
-"""First-level lookup: raw call signatures map to bound plans."""
+"""Calls that Python recognizes: raw signatures map to bound plans."""
 
 from __future__ import annotations
 

@@ -2,16 +2,18 @@
 
 A call is a NamedTuple: the tensors first, then the options, and last what is wanted of it, where there is a choice:
 `with_…`, whether auxiliary results are, and `out`. From the description of an operation follow PyTorch's operators with
-their schemas, the autograd rule, the fast path, the checks and their order, the fallback, and the operator's part in
+their schemas, the autograd rule, recognition, the checks and their order, the fallback, and the operator's part in
 `explain`, `record_plans` and `torch.compile`.
 
 The order of things, for all operations:
 
-1. A call like one of the last few, or one whose signature is known, is launched at once, if nothing must intercept it.
-2. Otherwise types are checked, autocast casts, negative bits are resolved, options and differentiation are checked, and
+1. The public function has asked the native module, which does not know the call.
+2. A call like one of the last few, or one whose signature is known, is launched at once, if nothing must intercept it.
+   The native module is taught it.
+3. Otherwise types are checked, autocast casts, negative bits are resolved, options and differentiation are checked, and
    random numbers are drawn.
-3. Tensors are checked. If a gradient may be asked for, what is known against it raises now.
-4. The call runs through autograd, through PyTorch's dispatcher if something intercepts operators, or at once: on the
+4. Tensors are checked. If a gradient may be asked for, what is known against it raises now.
+5. The call runs through autograd, through PyTorch's dispatcher if something intercepts operators, or at once: on the
    GPU its plan is found by its signature, or prepared; on the CPU the reference runs; elsewhere there are only layouts.
 """
 

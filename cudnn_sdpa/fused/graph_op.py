@@ -78,10 +78,10 @@ class _Entry:
 class GraphFunction(GraphOp):
     """A fused cuDNN operation as a function of tensors; made by `graph_op`.
 
-    A call goes the way of all operations. One like an earlier call is launched at once. Any other is bound to the
-    builder's parameters, cast, checked, and given tensors that kernels can read. Then it runs through autograd, through
-    PyTorch's dispatcher if something intercepts operators, or at once: on the GPU its plan is found or built, on the
-    CPU the reference runs, elsewhere there are only layouts.
+    A call goes the way of all operations. One like an earlier call is launched at once, in C++ or in Python. Any other
+    is bound to the builder's parameters, cast, checked, and given tensors that kernels can read. Then it runs through
+    autograd, through PyTorch's dispatcher if something intercepts operators, or at once: on the GPU its plan is found
+    or built, on the CPU the reference runs, elsewhere there are only layouts.
 
     Two things differ from attention. All graph functions share one torch operator, since users define them at run time,
     and compiled graphs that PyTorch keeps on disk must find them again. And a backward pass is a Python function, which
