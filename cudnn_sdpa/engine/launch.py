@@ -171,7 +171,7 @@ class BoundPlan:
             "kernel_pointers",
             "kernels",
         ),
-        *("number_places", "numbers", "operands", "plan", "pointers", "recipe", "results", "template"),
+        *("number_places", "numbers", "operands", "plan", "pointers", "recipes", "results", "template"),
     )
 
     def __init__(
@@ -234,7 +234,7 @@ class BoundPlan:
         for name, address in fixed.items():
             self.template[names.index(name)] = address
         self._point_to(self._memory, self.template)
-        self.recipe: Any = None  #: its native form, once there is one
+        self.recipes: dict[Any, Any] = {}  #: its native forms, by the layouts of their results
         loader.start()
 
     def __call__(

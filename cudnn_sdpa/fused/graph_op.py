@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -152,6 +153,8 @@ class GraphFunction(GraphOp):
         if options and not options.keys() <= self.options.keys():
             operands, options = self._in_order(operands, options)
         if not is_compiling():
+            if _Watch.count and (watched := self._watched(operands, options)) is not None:
+                return watched[0]
             known = self._calls.find(*operands, **options)
             if known is not MISSED:
                 return known
@@ -222,6 +225,22 @@ class GraphFunction(GraphOp):
         last = rest.index(named[-1]) + 1
         others = {name: value for name, value in options.items() if name not in rest}
         return (*operands, *(options.get(name) for name in rest[:last])), others
+
+    def _watched(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> tuple[Any] | None:
+        """The results of a known call that a backward pass makes while it is watched; None for other calls."""
+        launches = _Watch.of_this_thread()
+        if launches is None:
+            return None
+        run = self._find(operands, options)
+        entry = None if run is None else self._look_up(operands, options, needs_gradient(*_tensors(operands)))
+        if run is None or entry is None:
+            launches.append(None)
+            return None
+        found = run(*operands)
+        results = found if isinstance(found, tuple) else (found,)
+        versions = [x._version for x in results]
+        launches.append(None if entry.bound.numbers else (entry.bound, _tensors(operands), results, versions))
+        return (found,)
 
     def _teach(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> None:
         """Teaches the native module calls like one that is known."""
@@ -515,7 +534,7 @@ class Saved:
         return Differentiation(
             name=f"cudnn_sdpa::{self.function.__name__}",
             gradients=_native_gradients,
-            options=(self, [(shape, dtype, device) for shape, _, dtype in returned]),
+            options=(self, [(shape, dtype, device) for shape, _, dtype in returned], _Attempts()),
             inputs=[x if isinstance(x, Tensor) else None for x in values],
             saved=self._kept_of(values),
             results=range(len(results))[self.function.kept],
@@ -538,17 +557,97 @@ class _NativeContext(NamedTuple):
 
 
 def _native_gradients(
-    options: tuple[Saved, Any],
+    options: tuple[Saved, Any, _Attempts],
     grads: tuple[Tensor | None, ...],
     saved: tuple[Tensor, ...],
     needs: tuple[bool, ...],
     _may_fall_back: bool,
     numbers: tuple[float, ...],
-    _can_learn: bool,
-) -> tuple[Sequence[Tensor | None], None]:
+    can_learn: bool,
+) -> tuple[Sequence[Tensor | None], NativeLaunch | None]:
     """See `Differentiation`."""
-    of, like = options
-    return of.gradients(_NativeContext(saved, numbers, like), grads, needs), None
+    of, like, attempts = options
+    context = _NativeContext(saved, numbers, like)
+    if not can_learn or attempts.made >= MAX_ATTEMPTS:
+        return of.gradients(context, grads, needs), None
+    attempts.made += 1
+    with _Watch() as launches:
+        found = of.gradients(context, grads, needs)
+    return found, _only_launch(launches, [x for x, need in zip(found, needs, strict=True) if need])
+
+
+#: How many backward calls of one kind are watched for being a single launch, which the native module can repeat.
+MAX_ATTEMPTS = 4
+
+#: A bound plan, its operands, its results, and their versions, which change where they are written to.
+_Launched = tuple[BoundPlan, list[Tensor], tuple[Tensor, ...], list[int]]
+
+
+class _Attempts:
+    """Counts the backward calls that were watched.
+
+    Attributes:
+        made: Their number.
+    """
+
+    __slots__ = ("made",)
+
+    def __init__(self) -> None:
+        self.made = 0
+
+
+class _Watch:
+    """While active, notes the launches of graph functions in this thread; None for a call that is not known yet.
+
+    Attributes:
+        count: Number of threads that are watched.
+    """
+
+    count = 0
+    _threads = threading.local()
+
+    def __enter__(self) -> list[_Launched | None]:
+        """Begins."""
+        found: list[_Launched | None] = []
+        self._threads.launches = found
+        _Watch.count += 1
+        return found
+
+    def __exit__(self, *_: object) -> None:
+        """Ends."""
+        _Watch.count -= 1
+        self._threads.launches = None
+
+    @classmethod
+    def of_this_thread(cls) -> list[_Launched | None] | None:
+        """The launches of this thread; None if it is not watched."""
+        found: list[_Launched | None] | None = getattr(cls._threads, "launches", None)
+        return found
+
+
+def _only_launch(launches: list[_Launched | None], gradients: Sequence[Tensor | None]) -> NativeLaunch | None:
+    """The launch of a backward call, if its results alone, or views of all of them, are the gradients."""
+    (launched,) = launches if len(launches) == 1 else (None,)
+    if launched is None:
+        return None
+    bound, tensors, results, versions = launched
+    layouts, returned = list(bound.results), []
+    for gradient in gradients:
+        place = None if gradient is None else next((n for n, x in enumerate(results) if _is_all_of(gradient, x)), None)
+        if gradient is None or place is None or place in returned or gradient._version != versions[place]:
+            return None
+        returned.append(place)
+        layouts[place] = tuple(gradient.shape), gradient.stride(), gradient.dtype
+    return NativeLaunch(bound, tensors, returned, layouts=tuple(layouts))
+
+
+def _is_all_of(view: Tensor, whole: Tensor) -> bool:
+    """Whether one tensor has the memory of another, in the same order."""
+    if view is whole:
+        return True
+    if view.dtype != whole.dtype or view.numel() != whole.numel() or view.data_ptr() != whole.data_ptr():
+        return False
+    return view.is_contiguous() and whole.is_contiguous()
 
 
 class _Tracked(NamedTuple):
@@ -664,8 +763,9 @@ def graph_op(
             given, it is also run on meta tensors to get the shapes, strides and dtypes of the results.
         outputs: Returns empty tensors like the results, for the same arguments.
         backward: `backward(grads, operands, results, **options)` returns one gradient for each operand, None where
-            there is none. It may call other graph functions. A keyword-only parameter `needs` gets which operands
-            require a gradient. Without `backward`, operands must not require grad.
+            there is none. It may call other graph functions, and must depend on nothing but its arguments, too: if all
+            it does is one call of a graph function, later passes launch that alone. A keyword-only parameter `needs`
+            gets which operands require a gradient. Without `backward`, operands must not require grad.
         keeps_results: Whether `backward` gets the results. Otherwise `results` is empty, less memory is saved, and the
             results may be modified in place. A slice says which it gets: `slice(1, None)` all but the first.
         auxiliary: How many of the results, the last ones, are for `backward` alone, such as the statistics of a norm:

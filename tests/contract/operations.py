@@ -96,7 +96,7 @@ class Example:
 
     def warm_up(self) -> None:
         """Makes calls until the next one is known, with gradients and without."""
-        for _ in range(4 if self.differentiable else 0):
+        for _ in range(6 if self.differentiable else 0):  # those of graph functions are watched before they are known
             self.gradients(self.tensors(grad=True))
         for _ in range(4):
             self(self.tensors())

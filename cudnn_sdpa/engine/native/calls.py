@@ -70,12 +70,14 @@ class NativeLaunch(NamedTuple):
         tensors: Its operands.
         returned: Which of its results the caller gets.
         is_single: Whether it gets one alone.
+        layouts: The layouts of the results, if not those of the bound plan: views of the same memory.
     """
 
     bound: BoundPlan
     tensors: Sequence[Tensor]
     returned: Sequence[int]
     is_single: bool = False
+    layouts: tuple[Layout, ...] | None = None
 
 
 class NativeCalls:
@@ -149,7 +151,7 @@ class NativeCalls:
         numbers = [place for place, x in enumerate(arguments[:count]) if type(x) is float]
         if len(numbers) != len(launch.bound.numbers) and numbers:
             return False
-        recipe = recipe_of(launch.bound, module)
+        recipe = recipe_of(launch, module)
         known = table.learn(
             tuple(arguments), dict(options), recipe, plan, operands, numbers, launch.returned, not launch.is_single, of
         )
@@ -230,22 +232,23 @@ class _Gradients:
         operands = [places.get(id(x), -1) for x in launch.tensors]
         if -1 in operands:
             return found, None, (), ()
-        return found, recipe_of(launch.bound, module), operands, launch.returned
+        return found, recipe_of(launch, module), operands, launch.returned
 
 
-def recipe_of(bound: BoundPlan, module: ModuleType) -> Any:
-    """The native form of a bound plan."""
-    if bound.recipe is None:
-        bound.recipe = module.Recipe(_data_of(bound))
-    return bound.recipe
+def recipe_of(launch: NativeLaunch, module: ModuleType) -> Any:
+    """The native form of a launch, which its bound plan keeps."""
+    recipes = launch.bound.recipes
+    if launch.layouts not in recipes:
+        recipes[launch.layouts] = module.Recipe(_data_of(launch))
+    return recipes[launch.layouts]
 
 
-def _data_of(bound: BoundPlan) -> dict[str, Any]:
-    plan = bound.plan
+def _data_of(launch: NativeLaunch) -> dict[str, Any]:
+    bound, plan = launch.bound, launch.bound.plan
     data = {
         "operands": len(bound.operands),
         "aligned": bound.aligned,
-        "results": [_as_lists(layout) for layout in bound.results],
+        "results": [_as_lists(layout) for layout in launch.layouts or bound.results],
         "buffers": [_as_lists(kernel.made) for kernel in bound.kernels],
         "kernels": [_kernel(*each) for each in zip(bound.kernels, bound.kernel_pointers, strict=True)],
         "pointers": list(bound.template),
