@@ -47,6 +47,8 @@ def cell(value: object) -> str:
     """A number with the digits that a measurement has, or a text."""
     if isinstance(value, float):
         return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    if value is None:
+        return "–"
     return f"{value:,}" if isinstance(value, int) else str(value).replace("  ", "&nbsp; ").replace("|", "\\|")
 
 
